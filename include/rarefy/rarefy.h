@@ -1,0 +1,14 @@
+// The whole public API of the Rarefy core.
+#pragma once
+
+#include "rarefy/backend.h"
+#include "rarefy/bsr_file.h"
+#include "rarefy/convert.h"
+#include "rarefy/dtype.h"
+#include "rarefy/executor.h"
+#include "rarefy/linear.h"
+#include "rarefy/pattern.h"
+#include "rarefy/safetensors.h"
+#include "rarefy/status.h"
+#include "rarefy/version.h"
+#include "rarefy/view.h"

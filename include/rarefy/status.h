@@ -1,0 +1,60 @@
+// How the core reports failure: a Status with a code and the text "[op] requirement; got value".
+// The core never prints, never aborts and throws nothing to its callers.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <string_view>
+#include <utility>
+#include <variant>
+
+#include "rarefy/export.h"
+
+namespace rarefy {
+
+enum class StatusCode : std::uint8_t {
+  ok,
+  invalid_argument,  // a shape, an index, a range: Python's ValueError
+  type_mismatch,     // a dtype or a device: Python's TypeError
+  unsupported,       // valid, but this build or machine has no kernel for it
+  out_of_memory,
+  io_error,  // a file that cannot be read or written, or is not what it says
+  internal,  // a bug in Rarefy or in a driver
+};
+
+RAREFY_API std::string_view name(StatusCode code);
+
+class [[nodiscard]] Status {
+ public:
+  Status() = default;  // ok
+  Status(StatusCode code, std::string message) : code_(code), message_(std::move(message)) {}
+
+  bool ok() const { return code_ == StatusCode::ok; }
+  StatusCode code() const { return code_; }
+  const std::string& message() const { return message_; }
+
+ private:
+  StatusCode code_ = StatusCode::ok;
+  std::string message_;
+};
+
+// A value or the Status that says why there is none.
+template <class T>
+class [[nodiscard]] Result {
+ public:
+  Result(T value) : state_(std::move(value)) {}         // NOLINT(google-explicit-constructor)
+  Result(Status status) : state_(std::move(status)) {}  // NOLINT(google-explicit-constructor)
+
+  bool ok() const { return state_.index() == 0; }
+  Status status() const { return ok() ? Status() : std::get<1>(state_); }
+  const T& value() const& { return std::get<0>(state_); }
+  T& value() & { return std::get<0>(state_); }
+  T&& value() && { return std::get<0>(std::move(state_)); }
+  const T* operator->() const { return &value(); }
+  const T& operator*() const& { return value(); }
+
+ private:
+  std::variant<T, Status> state_;
+};
+
+}  // namespace rarefy

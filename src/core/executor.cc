@@ -1,0 +1,102 @@
+// A small pool: tasks are handed out one by one from an atomic counter; the caller takes part.
+#include "rarefy/executor.h"
+
+#include <atomic>
+#include <condition_variable>
+#include <mutex>
+#include <optional>
+#include <thread>
+#include <vector>
+
+namespace rarefy {
+
+namespace {
+thread_local bool inside_task = false;  // a nested parallel_for runs serially
+}  // namespace
+
+class ThreadPool::Impl {
+ public:
+  explicit Impl(int threads) : threads_(threads) {
+    for (int i = 1; i < threads; ++i) workers_.emplace_back([this] { work(); });
+  }
+
+  ~Impl() {
+    {
+      const std::lock_guard lock(mutex_);
+      stopping_ = true;
+    }
+    wake_.notify_all();
+    for (std::thread& worker : workers_) worker.join();
+  }
+
+  int threads() const { return threads_; }
+
+  void run(std::int64_t tasks, TaskRef body) {
+    if (inside_task) {
+      for (std::int64_t task = 0; task < tasks; ++task) body(task);
+      return;
+    }
+    const std::lock_guard one_job(jobs_);
+    {
+      const std::lock_guard lock(mutex_);
+      body_ = body;
+      tasks_ = tasks;
+      next_.store(0);
+      busy_ = static_cast<int>(workers_.size());
+      ++generation_;
+    }
+    wake_.notify_all();
+    take_tasks(body, tasks);
+    std::unique_lock lock(mutex_);
+    done_.wait(lock, [this] { return busy_ == 0; });
+  }
+
+ private:
+  void take_tasks(TaskRef body, std::int64_t tasks) {
+    inside_task = true;
+    for (std::int64_t task = next_.fetch_add(1); task < tasks; task = next_.fetch_add(1)) body(task);
+    inside_task = false;
+  }
+
+  void work() {
+    std::uint64_t seen = 0;
+    while (true) {
+      std::unique_lock lock(mutex_);
+      wake_.wait(lock, [&] { return stopping_ || generation_ != seen; });
+      if (stopping_) return;
+      seen = generation_;
+      const TaskRef body = *body_;
+      const std::int64_t tasks = tasks_;
+      lock.unlock();
+      take_tasks(body, tasks);
+      lock.lock();
+      if (--busy_ == 0) done_.notify_one();
+    }
+  }
+
+  const int threads_;
+  std::mutex jobs_;  // held for a whole run
+  std::mutex mutex_;
+  std::condition_variable wake_, done_;
+  std::optional<TaskRef> body_;
+  std::int64_t tasks_ = 0;
+  std::atomic<std::int64_t> next_{0};
+  int busy_ = 0;
+  std::uint64_t generation_ = 0;
+  bool stopping_ = false;
+  std::vector<std::thread> workers_;
+};
+
+ThreadPool::ThreadPool(int threads)
+    : impl_(std::make_unique<Impl>(
+          threads > 0 ? threads : static_cast<int>(std::max(1U, std::thread::hardware_concurrency())))) {}
+
+ThreadPool::~ThreadPool() = default;
+
+Executor ThreadPool::executor() {
+  return {impl_->threads(), impl_.get(), [](void* context, std::int64_t tasks, TaskRef body) {
+            static_cast<Impl*>(context)->run(tasks, body);
+          }};
+}
+
+}  // namespace rarefy

@@ -1,0 +1,141 @@
+// Plans as flat int32 words, and Pattern, their owner.
+#include "rarefy/pattern.h"
+
+#include <algorithm>
+#include <new>
+
+#include "core/message.h"
+
+namespace rarefy {
+
+namespace {
+
+// Words of a plan: header, crow, col, ccol, row, perm. Offsets follow from the shape alone.
+constexpr std::int32_t kMagic = 0x52465031;  // "RFP1": bump the digit with the layout
+constexpr std::int64_t kHeader = 8;          // magic, rows, cols, block_rows, block_cols, nnzb, 0, 0
+
+struct Layout {
+  std::int64_t crow, col, ccol, row, perm, size;
+
+  explicit Layout(const BsrShape& shape)
+      : crow(kHeader),
+        col(crow + shape.row_count() + 1),
+        ccol(col + shape.nnzb),
+        row(ccol + shape.col_count() + 1),
+        perm(row + shape.nnzb),
+        size(perm + shape.nnzb) {}
+};
+
+PlanView pointers(const BsrShape& shape, const std::int32_t* words) {
+  const Layout layout(shape);
+  return {shape,
+          words + layout.crow,
+          words + layout.col,
+          words + layout.ccol,
+          words + layout.row,
+          words + layout.perm};
+}
+
+// Counting sort of the blocks by column: ccol, row, perm.
+void write_transposed(const PlanView& plan, std::int32_t* ccol, std::int32_t* row, std::int32_t* perm) {
+  const std::int64_t cols = plan.shape.col_count();
+  std::fill(ccol, ccol + cols + 1, 0);
+  for (std::int64_t e = 0; e < plan.shape.nnzb; ++e) ++ccol[plan.col[e] + 1];
+  for (std::int64_t c = 0; c < cols; ++c) ccol[c + 1] += ccol[c];
+  // ccol[c] is the next free entry of column c while filling, and its end afterwards: shift back.
+  for (std::int64_t i = 0; i < plan.shape.row_count(); ++i) {
+    for (std::int32_t e = plan.crow[i]; e < plan.crow[i + 1]; ++e) {
+      const std::int32_t entry = ccol[plan.col[e]]++;
+      row[entry] = static_cast<std::int32_t>(i);
+      perm[entry] = e;
+    }
+  }
+  std::copy_backward(ccol, ccol + cols, ccol + cols + 1);
+  ccol[0] = 0;
+}
+
+Status check_length(std::string_view op, const BsrShape& shape, std::int64_t words) {
+  if (Status status = check_shape(op, shape); !status.ok()) return status;
+  if (words != plan_size(shape)) {
+    return invalid(op, cat("plan must have ", plan_size(shape), " elements for this pattern"), cat(words));
+  }
+  return {};
+}
+
+}  // namespace
+
+std::int64_t plan_size(const BsrShape& shape) { return Layout(shape).size; }
+
+Status build_plan(std::string_view op, const BsrShape& shape, std::span<const std::int32_t> crow_indices,
+                  std::span<const std::int32_t> col_indices, std::span<std::int32_t> plan) {
+  if (Status status = check_indices(op, shape, crow_indices, col_indices); !status.ok()) return status;
+  if (Status status = check_length(op, shape, static_cast<std::int64_t>(plan.size())); !status.ok()) {
+    return status;
+  }
+  const Layout layout(shape);
+  std::int32_t* words = plan.data();
+  const std::int64_t header[kHeader] = {kMagic,           shape.rows, shape.cols, shape.block_rows,
+                                        shape.block_cols, shape.nnzb, 0,          0};
+  for (std::int64_t i = 0; i < kHeader; ++i) words[i] = static_cast<std::int32_t>(header[i]);
+  std::copy(crow_indices.begin(), crow_indices.end(), words + layout.crow);
+  std::copy(col_indices.begin(), col_indices.end(), words + layout.col);
+  write_transposed(pointers(shape, words), words + layout.ccol, words + layout.row, words + layout.perm);
+  return {};
+}
+
+Result<PlanView> view_plan(std::string_view op, const BsrShape& shape, std::span<const std::int32_t> plan) {
+  if (Status status = check_length(op, shape, static_cast<std::int64_t>(plan.size())); !status.ok()) {
+    return status;
+  }
+  const std::int32_t* words = plan.data();
+  const BsrShape stored{words[1], words[2], words[3], words[4], words[5]};
+  if (words[0] != kMagic || stored != shape) {
+    return invalid(
+        op,
+        cat("plan must be made by bsr_plan for shape (", shape.rows, ", ", shape.cols, "), block_shape (",
+            shape.block_rows, ", ", shape.block_cols, "), ", shape.nnzb, " blocks"),
+        words[0] != kMagic ? std::string("something else")
+                           : cat("a plan for shape (", stored.rows, ", ", stored.cols, "), block_shape (",
+                                 stored.block_rows, ", ", stored.block_cols, "), ", stored.nnzb, " blocks"));
+  }
+  return pointers(shape, words);
+}
+
+Result<PlanView> view_device_plan(std::string_view op, const BsrShape& shape, const std::int32_t* plan,
+                                  std::int64_t plan_words) {
+  if (Status status = check_length(op, shape, plan_words); !status.ok()) return status;
+  return pointers(shape, plan);
+}
+
+Result<Pattern> Pattern::create(BsrShape shape, std::span<const std::int32_t> crow_indices,
+                                std::span<const std::int32_t> col_indices) {
+  constexpr std::string_view op = "Pattern";
+  shape.nnzb = static_cast<std::int64_t>(col_indices.size());
+  if (Status status = check_indices(op, shape, crow_indices, col_indices); !status.ok()) return status;
+  try {
+    std::vector<std::int32_t> words(static_cast<std::size_t>(plan_size(shape)));
+    if (Status status = build_plan(op, shape, crow_indices, col_indices, words); !status.ok()) return status;
+    Pattern pattern;
+    pattern.words_ = std::make_shared<const std::vector<std::int32_t>>(std::move(words));
+    pattern.view_ = pointers(shape, pattern.words_->data());
+    return pattern;
+  } catch (const std::bad_alloc&) {
+    return error(StatusCode::out_of_memory, op, "the plan must fit in memory",
+                 cat(plan_size(shape), " words"));
+  }
+}
+
+double Pattern::density() const {
+  const double blocks = static_cast<double>(shape().row_count()) * static_cast<double>(shape().col_count());
+  return blocks == 0 ? 0.0 : static_cast<double>(shape().nnzb) / blocks;
+}
+
+std::span<const std::int32_t> Pattern::crow_indices() const {
+  return {view_.crow, static_cast<std::size_t>(shape().row_count() + 1)};
+}
+
+std::span<const std::int32_t> Pattern::col_indices() const {
+  return {view_.col, static_cast<std::size_t>(shape().nnzb)};
+}
+
+}  // namespace rarefy

@@ -1,0 +1,111 @@
+// Checks of sizes and index arrays: the invariants of torch's and scipy's compressed formats, with
+// the position in every message.
+#include <limits>
+
+#include "core/checked.h"
+#include "core/message.h"
+#include "rarefy/pattern.h"
+
+namespace rarefy {
+
+namespace {
+
+constexpr std::int64_t kMaxIndex = std::numeric_limits<std::int32_t>::max();
+
+template <class Index>
+Status check_crow(std::string_view op, const BsrShape& shape, std::span<const Index> crow) {
+  const std::int64_t rows = shape.row_count();
+  if (static_cast<std::int64_t>(crow.size()) != rows + 1) {
+    return invalid(op, cat("crow_indices must have ", rows + 1, " elements for ", rows, " block rows"),
+                   cat(crow.size()));
+  }
+  if (crow[0] != 0) return invalid(op, "crow_indices[0] must be 0", cat(crow[0]));
+  for (std::int64_t i = 0; i < rows; ++i) {
+    const auto begin = static_cast<std::int64_t>(crow[i]);
+    const auto end = static_cast<std::int64_t>(crow[i + 1]);
+    if (end < begin) {
+      return invalid(op, "crow_indices must not decrease",
+                     cat("crow_indices[", i + 1, "]=", end, " after crow_indices[", i, "]=", begin));
+    }
+    // Both are in [0, …] here, since crow starts at 0 and does not decrease: no overflow.
+    if (end - begin > shape.col_count()) {
+      return invalid(op, cat("a block row must have at most ", shape.col_count(), " blocks"),
+                     cat("crow_indices[", i + 1, "]-crow_indices[", i, "]=", end - begin));
+    }
+  }
+  if (static_cast<std::int64_t>(crow[rows]) != shape.nnzb) {
+    return invalid(op, cat("crow_indices[", rows, "] must be the number of stored blocks, ", shape.nnzb),
+                   cat(crow[rows]));
+  }
+  return {};
+}
+
+template <class Index>
+Status check_all(std::string_view op, const BsrShape& shape, std::span<const Index> crow,
+                 std::span<const Index> col) {
+  if (Status status = check_shape(op, shape); !status.ok()) return status;
+  if (static_cast<std::int64_t>(col.size()) != shape.nnzb) {
+    return invalid(op, cat("col_indices must have ", shape.nnzb, " elements"), cat(col.size()));
+  }
+  if (Status status = check_crow(op, shape, crow); !status.ok()) return status;
+  const std::int64_t cols = shape.col_count();
+  for (std::int64_t i = 0; i < shape.row_count(); ++i) {
+    std::int64_t previous = -1;
+    for (auto e = static_cast<std::int64_t>(crow[i]); e < static_cast<std::int64_t>(crow[i + 1]); ++e) {
+      const auto c = static_cast<std::int64_t>(col[e]);
+      if (c < 0 || c >= cols) {
+        return invalid(op, cat("col_indices must be in [0, ", cols, ")"),
+                       cat("col_indices[", e, "]=", c, " out of range for ", cols, " block columns"));
+      }
+      if (c <= previous) {
+        return invalid(op, "col_indices must be sorted and distinct in each block row",
+                       cat("col_indices[", e, "]=", c, " after ", previous, " in block row ", i));
+      }
+      previous = c;
+    }
+  }
+  return {};
+}
+
+}  // namespace
+
+Status check_shape(std::string_view op, const BsrShape& shape) {
+  if (shape.rows < 0 || shape.cols < 0) {
+    return invalid(op, "shape must not be negative", cat('(', shape.rows, ", ", shape.cols, ')'));
+  }
+  if (shape.block_rows < 1 || shape.block_cols < 1) {
+    return invalid(op, "block_shape must be at least 1 in each dimension",
+                   cat('(', shape.block_rows, ", ", shape.block_cols, ')'));
+  }
+  if (shape.rows > kMaxIndex || shape.cols > kMaxIndex || shape.block_rows > kMaxIndex ||
+      shape.block_cols > kMaxIndex) {
+    return invalid(op, cat("shape and block_shape must be at most ", kMaxIndex),
+                   cat("shape (", shape.rows, ", ", shape.cols, "), block_shape (", shape.block_rows, ", ",
+                       shape.block_cols, ')'));
+  }
+  if (shape.nnzb < 0 || shape.nnzb > kMaxIndex || shape.nnzb > shape.row_count() * shape.col_count()) {
+    return invalid(op,
+                   cat("the number of stored blocks must be in [0, ",
+                       std::min(kMaxIndex, shape.row_count() * shape.col_count()), ']'),
+                   cat(shape.nnzb));
+  }
+  // 8 bytes is the widest dtype: with this, every byte count of values fits in int64.
+  const auto bytes = checked_mul(shape.block_size(), 8);
+  if (!bytes || !checked_mul(*bytes, shape.nnzb)) {
+    return invalid(op, "the values must fit in memory",
+                   cat(shape.nnzb, " blocks of (", shape.block_rows, ", ", shape.block_cols, ')'));
+  }
+  return {};
+}
+
+Status check_indices(std::string_view op, const BsrShape& shape, std::span<const std::int32_t> crow_indices,
+                     std::span<const std::int32_t> col_indices) {
+  return check_all(op, shape, crow_indices, col_indices);
+}
+
+Status check_indices(std::string_view op, const BsrShape& shape, std::span<const std::int64_t> crow_indices,
+                     std::span<const std::int64_t> col_indices) {
+  return check_all(op, shape, crow_indices, col_indices);
+}
+
+}  // namespace rarefy
