@@ -1,0 +1,303 @@
+// Tensors to views and statuses to exceptions.
+#include "adapt.h"
+
+#include <torch/headeronly/core/ScalarType.h>
+
+#include <algorithm>
+#include <atomic>
+#include <span>
+
+#include "core/message.h"
+#include "core/registry.h"
+
+// In libtorch_cuda only: weak, so that this library also loads beside a CPU-only torch.
+extern "C" __attribute__((weak)) AOTITorchError aoti_torch_get_current_cuda_stream(std::int32_t device_index,
+                                                                                   void** stream);
+
+namespace rarefy::binding {
+
+namespace {
+
+using torch::headeronly::ScalarType;
+
+// None where the schema wants a tensor arrives as an undefined one.
+bool on_cuda(std::string_view op, std::string_view argument, const Tensor& tensor) {
+  if (!tensor.defined()) raise(op, mismatch(op, cat(argument, " must be a tensor"), "None"));
+  std::int32_t type = 0;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(tensor.get(), &type));
+  return type == aoti_torch_device_type_cuda();
+}
+
+std::string device_text(const Tensor& tensor) {
+  if (tensor.is_cpu()) return "cpu";
+  return tensor.is_cuda() ? cat("cuda:", tensor.get_device_index()) : "another device";
+}
+
+std::string shape_text(const Tensor& tensor) {
+  std::string text = "(";
+  for (std::int64_t i = 0; i < tensor.dim(); ++i) text += cat(i == 0 ? "" : ", ", tensor.size(i));
+  return text + (tensor.dim() == 1 ? ",)" : ")");
+}
+
+std::string_view torch_name(ScalarType type) {
+  switch (type) {
+    case ScalarType::Double: return "float64";
+    case ScalarType::Float: return "float32";
+    case ScalarType::BFloat16: return "bfloat16";
+    case ScalarType::Half: return "float16";
+    case ScalarType::Int: return "int32";
+    case ScalarType::Long: return "int64";
+    case ScalarType::Char: return "int8";
+    default: return toString(type);
+  }
+}
+
+std::optional<DType> core_dtype(ScalarType type) {
+  switch (type) {
+    case ScalarType::Double: return DType::f64;
+    case ScalarType::Float: return DType::f32;
+    case ScalarType::BFloat16: return DType::bf16;
+    case ScalarType::Half: return DType::f16;
+    default: return std::nullopt;
+  }
+}
+
+std::string_view torch_name(DType dtype) {
+  switch (dtype) {
+    case DType::f64: return "float64";
+    case DType::f32: return "float32";
+    case DType::bf16: return "bfloat16";
+    case DType::f16: return "float16";
+    case DType::i8: return "int8";
+  }
+  return "?";
+}
+
+std::int32_t raw_dtype(const Tensor& tensor) {
+  std::int32_t dtype = 0;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(tensor.get(), &dtype));
+  return dtype;
+}
+
+// Tasks go out one by one, as the split of a pattern is even only in its stored blocks.
+void run_on_torch_threads(void* /*context*/, std::int64_t tasks, TaskRef body) {
+  std::atomic<std::int64_t> next{0};
+  const auto workers = std::min<std::int64_t>(tasks, torch::stable::get_num_threads());
+  torch::stable::parallel_for(0, workers, 1, [&](std::int64_t, std::int64_t) {
+    for (std::int64_t task = next.fetch_add(1); task < tasks; task = next.fetch_add(1)) body(task);
+  });
+}
+
+std::span<const std::int32_t> words(const Tensor& tensor) {
+  return {static_cast<const std::int32_t*>(tensor.data_ptr()), static_cast<std::size_t>(tensor.numel())};
+}
+
+void check_words(const Call& call, std::string_view argument, const Tensor& tensor) {
+  call.check_device(argument, tensor);
+  const ScalarType type = tensor.scalar_type();
+  if (type != ScalarType::Int) {
+    const std::string hint =
+        type == ScalarType::Long ? cat("; convert with ", argument, ".to(torch.int32)") : "";
+    raise(call.op(), mismatch(call.op(), cat(argument, " must be int32"), cat(torch_name(type), hint)));
+  }
+  if (tensor.dim() != 1 || !tensor.is_contiguous()) {
+    raise(call.op(),
+          invalid(call.op(), cat(argument, " must be contiguous, with 1 dimension"),
+                  cat("shape ", shape_text(tensor), tensor.is_contiguous() ? "" : ", not contiguous")));
+  }
+}
+
+// A plan travels apart from the indices it was made of. Comparing at most 256 of each finds a plan
+// of another pattern at next to no cost; kernels are safe either way, as they read the plan alone.
+void check_same(std::string_view op, std::string_view argument, std::span<const std::int32_t> indices,
+                const std::int32_t* planned) {
+  const std::size_t step = (indices.size() + 255) / 256;
+  for (std::size_t i = 0; i < indices.size(); i += step) {
+    if (indices[i] == planned[i]) continue;
+    raise(op,
+          invalid(op, cat("plan must be made of these indices, with ", argument, '[', i, "]=", planned[i]),
+                  cat(argument, '[', i, "]=", indices[i])));
+  }
+}
+
+}  // namespace
+
+void raise(std::string_view op, const Status& status) {
+  std::string text = status.message();
+  if (const auto end = text.find("] "); text.starts_with('[') && end != std::string::npos) {
+    text = cat('[', op, text.substr(end));
+  }
+  switch (status.code()) {
+    case StatusCode::invalid_argument: throw std::invalid_argument(text);
+    case StatusCode::type_mismatch: throw TypeMismatch(text);
+    default: throw std::runtime_error(text);
+  }
+}
+
+Call::Call(std::string_view op, std::string_view argument, const Tensor& tensor)
+    : op_(op),
+      device_(on_cuda(op, argument, tensor) ? Device::cuda : Device::cpu),
+      device_index_(tensor.get_device_index()) {
+  if (device_ != Device::cuda) return;
+  if (!cuda_built()) {
+    raise(op, error(StatusCode::unsupported, op, "needs a build with CUDA for CUDA tensors (RAREFY_CUDA=on)",
+                    "a build without it"));
+  }
+  guard_.emplace(device_index_);
+}
+
+Context Call::context() const {
+  if (device_ == Device::cpu) {
+    return {{static_cast<int>(torch::stable::get_num_threads()), nullptr, run_on_torch_threads}, nullptr};
+  }
+  void* stream = nullptr;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(device_index_, &stream));
+  return {{}, stream};
+}
+
+DType Call::float_dtype(std::string_view argument, const Tensor& tensor) const {
+  if (const auto dtype = core_dtype(tensor.scalar_type())) return *dtype;
+  raise(op_, mismatch(op_, cat(argument, " must be float64, float32, bfloat16 or float16"),
+                      torch_name(tensor.scalar_type())));
+}
+
+void Call::check_device(std::string_view argument, const Tensor& tensor) const {
+  if (on_cuda(op_, argument, tensor) == (device_ == Device::cuda) &&
+      tensor.get_device_index() == device_index_)
+    return;
+  const std::string device = device_ == Device::cpu ? "cpu" : cat("cuda:", device_index_);
+  raise(op_, mismatch(op_, cat(argument, " must be on the same device as the other arguments, ", device),
+                      device_text(tensor)));
+}
+
+void Call::check_dtype(std::string_view argument, const Tensor& tensor, std::string_view other,
+                       DType dtype) const {
+  if (float_dtype(argument, tensor) == dtype) return;
+  raise(op_, mismatch(op_, cat(argument, " must have the dtype of ", other, ", ", torch_name(dtype)),
+                      torch_name(tensor.scalar_type())));
+}
+
+MatrixView Call::matrix(std::string_view argument, Tensor& tensor, std::string_view columns_name,
+                        std::int64_t columns) const {
+  check_device(argument, tensor);
+  const DType dtype = float_dtype(argument, tensor);
+  const std::int64_t leading = tensor.dim() - 1;
+  if (leading < 0 || tensor.size(leading) != columns) {
+    raise(op_, invalid(op_, cat(argument, "'s last dimension must be ", columns_name, '=', columns),
+                       cat("shape ", shape_text(tensor))));
+  }
+  std::int64_t rows = 1;
+  std::int64_t row_stride = columns;
+  bool even = columns <= 1 || tensor.stride(leading) == 1;
+  for (std::int64_t i = leading - 1; i >= 0; --i) {
+    if (tensor.size(i) == 1) continue;
+    // The innermost dimension that counts sets the stride; the others must continue it.
+    if (rows == 1) row_stride = tensor.stride(i);
+    even = even && tensor.stride(i) == rows * row_stride;
+    rows *= tensor.size(i);
+  }
+  if (!even && rows > 0) {
+    tensor = torch::stable::contiguous(tensor);
+    row_stride = columns;
+  }
+  return {tensor.data_ptr(), dtype, rows, columns, row_stride, device_};
+}
+
+BsrView Call::weight(const Tensor& values, const PlanView& plan) const {
+  if (!values.is_contiguous()) raise(op_, invalid(op_, "values must be contiguous", "another layout"));
+  return {plan, values.data_ptr(), float_dtype("values", values), device_};
+}
+
+const void* Call::bias(const std::optional<Tensor>& bias, std::int64_t out_features, DType dtype) const {
+  if (!bias) return nullptr;
+  check_device("bias", *bias);
+  check_dtype("bias", *bias, "values", dtype);
+  if (bias->dim() != 1 || bias->size(0) != out_features || !bias->is_contiguous()) {
+    raise(op_, invalid(op_, cat("bias must be contiguous, with out_features=", out_features, " elements"),
+                       cat("shape ", shape_text(*bias), bias->is_contiguous() ? "" : ", not contiguous")));
+  }
+  return bias->data_ptr();
+}
+
+Tensor Call::empty(const std::vector<std::int64_t>& sizes, std::int32_t dtype) const {
+  std::vector<std::int64_t> strides(sizes.size());
+  std::int64_t stride = 1;
+  for (std::size_t i = sizes.size(); i-- > 0; stride *= std::max<std::int64_t>(sizes[i], 1))
+    strides[i] = stride;
+  AtenTensorHandle handle = nullptr;
+  const auto type = device_ == Device::cuda ? aoti_torch_device_type_cuda() : aoti_torch_device_type_cpu();
+  TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(static_cast<std::int64_t>(sizes.size()), sizes.data(),
+                                                  strides.data(), dtype, type, device_index_, &handle));
+  return Tensor(handle);
+}
+
+Tensor Call::empty_rows(const Tensor& like, std::int64_t columns) const {
+  std::vector<std::int64_t> sizes(static_cast<std::size_t>(like.dim()));
+  for (std::size_t i = 0; i + 1 < sizes.size(); ++i) sizes[i] = like.size(static_cast<std::int64_t>(i));
+  sizes.back() = columns;
+  return empty(sizes, raw_dtype(like));
+}
+
+Tensor Call::empty_values(const BsrShape& shape, const Tensor& like) const {
+  return empty({shape.nnzb, shape.block_rows, shape.block_cols}, raw_dtype(like));
+}
+
+MutableMatrixView Call::output(const Tensor& tensor, const MatrixView& rows_of, std::int64_t columns) const {
+  return {tensor.data_ptr(), rows_of.dtype, rows_of.rows, columns, columns, device_};
+}
+
+BsrShape Call::shape(const Tensor& values, std::int64_t out_features, std::int64_t in_features) const {
+  if (values.dim() != 3) {
+    raise(op_, invalid(op_, "values must have shape (nnzb, block_rows, block_cols)",
+                       cat("shape ", shape_text(values))));
+  }
+  return {out_features, in_features, values.size(1), values.size(2), values.size(0)};
+}
+
+Tensor Call::build_plan(const BsrShape& shape, const Tensor& crow, const Tensor& col) const {
+  check_words(*this, "crow_indices", crow);
+  check_words(*this, "col_indices", col);
+  check(op_, check_shape(op_, shape));
+  const std::int64_t size = plan_size(shape);
+  if (device_ == Device::cpu) {
+    Tensor plan = empty({size}, aoti_torch_dtype_int32());
+    check(op_,
+          rarefy::build_plan(op_, shape, words(crow), words(col),
+                             {static_cast<std::int32_t*>(plan.data_ptr()), static_cast<std::size_t>(size)}));
+    return plan;
+  }
+  const torch::stable::Device host(torch::headeronly::DeviceType::CPU);
+  const Call on_host(op_, "crow_indices", torch::stable::to(crow, host));
+  const Tensor plan = on_host.build_plan(shape, torch::stable::to(crow, host), torch::stable::to(col, host));
+  return torch::stable::to(plan, crow.device());
+}
+
+CallPlan::CallPlan(const Call& call, const BsrShape& shape, const Tensor& crow, const Tensor& col,
+                   const std::optional<Tensor>& plan) {
+  const std::string_view op = call.op();
+  check_words(call, "crow_indices", crow);
+  check_words(call, "col_indices", col);
+  if (col.numel() != shape.nnzb) {
+    raise(op, invalid(op, cat("values.shape[0] must be len(col_indices)=", col.numel()), cat(shape.nnzb)));
+  }
+  if (plan) check_words(call, "plan", *plan);
+  if (call.device() == Device::cuda) {
+    device_words_ = plan ? *plan : call.build_plan(shape, crow, col);
+    view_ = value_of(op, view_device_plan(op, shape, words(*device_words_).data(), device_words_->numel()));
+  } else if (plan) {
+    view_ = value_of(op, view_plan(op, shape, words(*plan)));
+    if (crow.numel() != shape.row_count() + 1) {
+      raise(op, invalid(op, cat("crow_indices must have ", shape.row_count() + 1, " elements"),
+                        cat(crow.numel())));
+    }
+    check_same(op, "crow_indices", words(crow), view_.crow);
+    check_same(op, "col_indices", words(col), view_.col);
+  } else {
+    check(op, check_shape(op, shape));
+    words_.resize(static_cast<std::size_t>(plan_size(shape)));
+    check(op, build_plan(op, shape, words(crow), words(col), words_));
+    view_ = value_of(op, view_plan(op, shape, words_));
+  }
+}
+
+}  // namespace rarefy::binding

@@ -1,0 +1,100 @@
+// Between torch's tensors and the core's views: checks, errors, the plan to use, threads and stream.
+// Only the libtorch stable ABI is used, so one binary serves every torch from 2.10 on.
+#pragma once
+
+#include <torch/csrc/stable/accelerator.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include <cstdint>
+#include <optional>
+#include <stdexcept>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "rarefy/linear.h"
+#include "rarefy/pattern.h"
+#include "rarefy/status.h"
+
+namespace rarefy::binding {
+
+using torch::stable::Tensor;
+
+// torch turns std::invalid_argument into ValueError. No standard exception becomes TypeError, so
+// this one arrives as IndexError, which means nothing else here and python/rarefy/ops.py renames.
+struct TypeMismatch : std::out_of_range {
+  using std::out_of_range::out_of_range;
+};
+
+// Throws what Python shows for `status`, which is not ok. The text starts with [op] whatever part
+// of the core it comes from.
+[[noreturn]] void raise(std::string_view op, const Status& status);
+
+inline void check(std::string_view op, const Status& status) {
+  if (!status.ok()) raise(op, status);
+}
+
+template <class T>
+T value_of(std::string_view op, Result<T> result) {
+  if (!result.ok()) raise(op, result.status());
+  return std::move(result).value();
+}
+
+// One call of an op: its name for messages, and the device of the named tensor, made current for the
+// time of the call; the other tensors must be there too.
+class Call {
+ public:
+  Call(std::string_view op, std::string_view argument, const Tensor& tensor);
+
+  std::string_view op() const { return op_; }
+  Device device() const { return device_; }
+  Context context() const;
+
+  // The core's dtype of an argument; TypeMismatch unless it is a float the kernels know.
+  DType float_dtype(std::string_view argument, const Tensor& tensor) const;
+  void check_device(std::string_view argument, const Tensor& tensor) const;
+  void check_dtype(std::string_view argument, const Tensor& tensor, std::string_view other,
+                   DType dtype) const;
+
+  // A tensor of any leading dimensions as a matrix whose rows are `columns` long. `tensor` is
+  // replaced by a contiguous copy when its rows are not evenly spaced or not contiguous.
+  MatrixView matrix(std::string_view argument, Tensor& tensor, std::string_view columns_name,
+                    std::int64_t columns) const;
+
+  BsrView weight(const Tensor& values, const PlanView& plan) const;
+  const void* bias(const std::optional<Tensor>& bias, std::int64_t out_features, DType dtype) const;
+
+  Tensor empty_rows(const Tensor& like, std::int64_t columns) const;  // like.shape[:-1] + (columns,)
+  Tensor empty_values(const BsrShape& shape, const Tensor& like) const;
+  MutableMatrixView output(const Tensor& tensor, const MatrixView& rows_of, std::int64_t columns) const;
+
+  // The sizes of a weight whose values are (nnzb, block_rows, block_cols).
+  BsrShape shape(const Tensor& values, std::int64_t out_features, std::int64_t in_features) const;
+
+  Tensor build_plan(const BsrShape& shape, const Tensor& crow, const Tensor& col) const;
+
+ private:
+  Tensor empty(const std::vector<std::int64_t>& sizes, std::int32_t dtype) const;
+
+  std::string_view op_;
+  Device device_;
+  std::int32_t device_index_;
+  std::optional<torch::stable::accelerator::DeviceGuard> guard_;
+};
+
+// What kernels read of the pattern: the caller's plan, or one made for this call, which it owns.
+class CallPlan {
+ public:
+  CallPlan(const Call& call, const BsrShape& shape, const Tensor& crow, const Tensor& col,
+           const std::optional<Tensor>& plan);
+
+  const PlanView& view() const { return view_; }
+
+ private:
+  std::vector<std::int32_t> words_;
+  std::optional<Tensor> device_words_;
+  PlanView view_;
+};
+
+}  // namespace rarefy::binding

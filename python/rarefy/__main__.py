@@ -1,0 +1,34 @@
+"""``python -m rarefy``: print what is in use and why; ``--json`` for machines."""
+
+from __future__ import annotations
+
+import argparse
+import json
+
+from .backend import backend_info
+
+
+def main() -> int:
+    """Print backend_info(); the exit code is 1 when the compiled library is not loaded."""
+    parser = argparse.ArgumentParser(prog="python -m rarefy", description=main.__doc__)
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--block", default="32x32", help="block shape RxC that kernels are selected for")
+    arguments = parser.parse_args()
+    try:
+        rows, cols = (int(part) for part in arguments.block.split("x"))
+        info = backend_info((rows, cols))
+    except ValueError as error:
+        parser.error(f"--block must be RxC, like 16x16; got {arguments.block!r} ({error})")
+    if arguments.json:
+        print(json.dumps(info, indent=2))
+    else:
+        for key, value in info.items():
+            if key != "kernels":
+                print(f"{key:13} {', '.join(value) if isinstance(value, list) else value}")
+        for row in info.get("kernels", ()):
+            print(f"  {row['device']:4} {row['op']:11} {row['dtype']:4} -> {row['kernel']}: {row['why']}")
+    return 0 if info["problem"] is None else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,36 @@
+"""Loads the compiled ops, once, at import; says in one sentence what to do when that is not possible."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+LIBRARY = Path(__file__).parent / "lib" / "librarefy_torch.so"
+OLDEST_TORCH = (2, 10)
+
+
+def _load() -> str | None:
+    """Load the library into torch; return None, or why it is not there and what to do."""
+    version = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
+    if version < OLDEST_TORCH:
+        return f"rarefy needs torch 2.10 or later; got {torch.__version__}: pip install 'torch>=2.10'"
+    if not LIBRARY.exists():
+        return (
+            f"rarefy's compiled library is missing ({LIBRARY}): "
+            "run `make setup` in a source tree, or `pip install rarefy`"
+        )
+    try:
+        torch.ops.load_library(str(LIBRARY))
+    except OSError as error:
+        return f"rarefy's compiled library does not load ({error}): run `make setup`, or reinstall rarefy"
+    return None
+
+
+problem = _load()
+
+
+def require() -> None:
+    """Raise ImportError with what to do, unless the compiled library is loaded."""
+    if problem is not None:
+        raise ImportError(problem)
