@@ -1,0 +1,49 @@
+// "bsr-v1": block-sparse weights in a safetensors file. A weight "M.weight" is three tensors,
+//   M.weight.values        (nnzb, R, C), canonical order, padding zero
+//   M.weight.crow_indices  int32 (block rows + 1)     readers take int64 too
+//   M.weight.col_indices   int32 (nnzb)
+// and one entry in the metadata "rarefy", a JSON text that names the true shape:
+//   {"format":"bsr-v1","version":"0.1.0","modules":{"M.weight":
+//     {"shape":[N,K],"block_shape":[R,C],"nnzb":n,"dtype":"f32"}}}
+#pragma once
+
+#include <cstddef>
+#include <map>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "rarefy/convert.h"
+#include "rarefy/export.h"
+#include "rarefy/pattern.h"
+#include "rarefy/safetensors.h"
+#include "rarefy/status.h"
+
+namespace rarefy {
+
+// A file's block-sparse weights by name ("M.weight"), and everything else in it, untouched. Without
+// weights it is a plain safetensors file.
+struct BsrFile {
+  std::map<std::string, BsrMatrix> weights;
+  std::map<std::string, StoredTensor> tensors;
+  std::map<std::string, std::string> metadata;  // without "rarefy", which writers make anew
+};
+
+// What the metadata says of one weight.
+struct BsrEntry {
+  BsrShape shape;
+  DType dtype = DType::f32;
+};
+
+// The weights that a header declares, checked against its tensors: none missing, none left over,
+// shapes and dtypes equal. Looks at no data.
+RAREFY_API Result<std::map<std::string, BsrEntry>> bsr_entries(const SafetensorsHeader& header);
+
+// All of that, and the data: patterns valid, padding zero.
+RAREFY_API Result<BsrFile> read_bsr_file(const std::string& path);
+RAREFY_API Result<BsrFile> parse_bsr_file(std::span<const std::byte> file);
+
+RAREFY_API Status write_bsr_file(const std::string& path, const BsrFile& file);
+RAREFY_API Result<std::vector<std::byte>> serialize_bsr_file(const BsrFile& file);
+
+}  // namespace rarefy

@@ -1,0 +1,366 @@
+// bsr-v1 on top of safetensors: the metadata "rarefy", the three pieces of a weight, and their checks.
+#include "rarefy/bsr_file.h"
+
+#include <algorithm>
+#include <array>
+#include <cstring>
+#include <optional>
+
+#include "io/json.h"
+#include "io/tensors.h"
+#include "rarefy/version.h"
+
+namespace rarefy {
+
+namespace {
+
+using nlohmann::json;
+
+constexpr std::string_view kMetadataKey = "rarefy";
+constexpr std::string_view kFormat = "bsr-v1";
+constexpr std::string_view kValues = ".values";
+constexpr std::string_view kCrow = ".crow_indices";
+constexpr std::string_view kCol = ".col_indices";
+
+// A plan has one word per block column, stored blocks or not. Past this many, the file must be as
+// large itself, so that a few bytes of metadata cannot ask for gigabytes.
+constexpr std::int64_t kMaxFreeColumns = std::int64_t{1} << 24;
+
+using Entries = std::map<std::string, BsrEntry>;
+
+// "[read_bsr_file "M.weight"] …": errors of the core's checks then name the weight as well.
+std::string scoped(std::string_view op, std::string_view weight) { return cat(op, ' ', quote(weight)); }
+
+std::string piece(std::string_view weight, std::string_view suffix) { return cat(weight, suffix); }
+
+// The weight that an index tensor belongs to, going by its name.
+std::optional<std::string_view> owner_of_index(std::string_view tensor) {
+  for (const std::string_view suffix : {kCrow, kCol}) {
+    if (tensor.ends_with(suffix)) return tensor.substr(0, tensor.size() - suffix.size());
+  }
+  return std::nullopt;
+}
+
+Status check_keys(std::string_view op, std::string_view what, const json& value,
+                  std::initializer_list<const char*> keys) {
+  if (!value.is_object()) return invalid(op, cat(what, " must be an object"), value.type_name());
+  for (const char* key : keys) {
+    if (!value.contains(key)) return invalid(op, cat(what, " must have \"", key, '"'), "none");
+  }
+  if (value.size() != keys.size()) {
+    return invalid(op, cat(what, " must have ", keys.size(), " keys"), cat(value.size()));
+  }
+  return {};
+}
+
+Result<std::array<std::int64_t, 2>> parse_pair(std::string_view op, const char* key, const json& value) {
+  // Sizes beyond int32 are refused by check_shape; beyond int64 they would turn negative first.
+  if (!value.is_array() || value.size() != 2 || value[0].get<std::uint64_t>() > INT64_MAX ||
+      value[1].get<std::uint64_t>() > INT64_MAX) {
+    return invalid(op, cat(key, " must be two integers below 2^63"), quote(value.dump()));
+  }
+  return std::array{value[0].get<std::int64_t>(), value[1].get<std::int64_t>()};
+}
+
+Result<BsrEntry> parse_entry(std::string_view op, const json& value) {
+  if (Status status = check_keys(op, "the metadata entry", value, {"shape", "block_shape", "nnzb", "dtype"});
+      !status.ok()) {
+    return status;
+  }
+  const auto shape = parse_pair(op, "shape", value["shape"]);
+  if (!shape.ok()) return shape.status();
+  const auto block = parse_pair(op, "block_shape", value["block_shape"]);
+  if (!block.ok()) return block.status();
+  const json& nnzb = value["nnzb"];
+  if (!nnzb.is_number_unsigned() || nnzb.get<std::uint64_t>() > INT64_MAX) {
+    return invalid(op, "nnzb must be an integer below 2^63", nnzb.type_name());
+  }
+  const json& dtype = value["dtype"];
+  const auto known = dtype.is_string() ? parse_dtype(dtype.get_ref<const std::string&>()) : std::nullopt;
+  if (!known) {
+    return invalid(op, "dtype must be f64, f32, bf16, f16 or i8",
+                   dtype.is_string() ? quote(dtype.get_ref<const std::string&>()) : dtype.type_name());
+  }
+  const BsrEntry entry{{(*shape)[0], (*shape)[1], (*block)[0], (*block)[1], nnzb.get<std::int64_t>()},
+                       *known};
+  if (Status status = check_shape(op, entry.shape); !status.ok()) return status;
+  return entry;
+}
+
+std::string describe(SafetensorsDType dtype, const std::vector<std::int64_t>& shape) {
+  return cat(name(dtype), ' ', json(shape).dump());
+}
+
+// The piece must be there, with one of these dtypes and this shape.
+Status check_piece(std::string_view op, const SafetensorsHeader& header, const std::string& tensor,
+                   std::initializer_list<SafetensorsDType> dtypes, const std::vector<std::int64_t>& shape) {
+  const auto found = header.tensors.find(tensor);
+  if (found == header.tensors.end()) {
+    return invalid(op, cat("the file must have the tensor ", quote(tensor)), "none");
+  }
+  const StoredTensorInfo& info = found->second;
+  if (std::find(dtypes.begin(), dtypes.end(), info.dtype) == dtypes.end() || info.shape != shape) {
+    return invalid(
+        op, cat(quote(tensor), " must be ", describe(*dtypes.begin(), shape), ", as the metadata says"),
+        info.shape.size() > 8 ? cat(info.shape.size(), " dimensions") : describe(info.dtype, info.shape));
+  }
+  return {};
+}
+
+Status check_entry(std::string_view op, const SafetensorsHeader& header, const std::string& weight,
+                   const BsrEntry& entry) {
+  const BsrShape& shape = entry.shape;
+  if (header.tensors.contains(weight)) {
+    return invalid(op, "a weight must be sparse or dense", "a dense tensor of the same name");
+  }
+  const std::vector<std::int64_t> values{shape.nnzb, shape.block_rows, shape.block_cols};
+  if (Status status = check_piece(op, header, piece(weight, kValues), {to_safetensors(entry.dtype)}, values);
+      !status.ok()) {
+    return status;
+  }
+  constexpr auto i32 = SafetensorsDType::i32, i64 = SafetensorsDType::i64;
+  if (Status status = check_piece(op, header, piece(weight, kCrow), {i32, i64}, {shape.row_count() + 1});
+      !status.ok()) {
+    return status;
+  }
+  if (Status status = check_piece(op, header, piece(weight, kCol), {i32, i64}, {shape.nnzb}); !status.ok()) {
+    return status;
+  }
+  const std::int64_t most = std::max(kMaxFreeColumns, header.file_bytes);
+  if (shape.col_count() > most) {
+    return invalid(op,
+                   cat("a file of ", header.file_bytes, " bytes may have at most ", most, " block columns"),
+                   cat(shape.col_count()));
+  }
+  return {};
+}
+
+Result<Entries> parse_entries(std::string_view op, const SafetensorsHeader& header) {
+  Entries entries;
+  if (const auto text = header.metadata.find(std::string(kMetadataKey)); text != header.metadata.end()) {
+    const auto parsed = parse_strict_json(op, "metadata \"rarefy\"", text->second, 4);
+    if (!parsed.ok()) return parsed.status();
+    const json& root = *parsed;
+    if (Status status = check_keys(op, "metadata \"rarefy\"", root, {"format", "version", "modules"});
+        !status.ok()) {
+      return status;
+    }
+    if (root["format"] != kFormat) {
+      return error(StatusCode::unsupported, op, "metadata \"rarefy\" must be of format \"bsr-v1\"",
+                   quote(root["format"].dump()));
+    }
+    if (!root["version"].is_string() || !root["modules"].is_object()) {
+      return invalid(op, "metadata \"rarefy\" must have a version string and a modules object",
+                     cat(root["version"].type_name(), " and ", root["modules"].type_name()));
+    }
+    for (const auto& [weight, value] : root["modules"].items()) {
+      const std::string scope = scoped(op, weight);
+      const auto entry = parse_entry(scope, value);
+      if (!entry.ok()) return entry.status();
+      if (Status status = check_entry(scope, header, weight, *entry); !status.ok()) return status;
+      entries.emplace(weight, *entry);
+    }
+  }
+  for (const auto& [tensor, info] : header.tensors) {
+    const auto owner = owner_of_index(tensor);
+    if (owner && !entries.contains(std::string(*owner))) {
+      return invalid(op, cat("metadata \"rarefy\" must describe the weight of ", quote(tensor)),
+                     "no entry for it");
+    }
+  }
+  return entries;
+}
+
+// Where padding first has a bit set, as "values[e, r, c]".
+std::optional<std::string> dirty_padding(const PlanView& plan, std::span<const std::byte> values,
+                                         DType dtype) {
+  const BsrShape& shape = plan.shape;
+  const auto size = static_cast<std::int64_t>(size_of(dtype));
+  for (std::int64_t i = 0; i < shape.row_count(); ++i) {
+    const std::int64_t rows = std::min(shape.block_rows, shape.rows - i * shape.block_rows);
+    for (std::int64_t e = plan.crow[i]; e < plan.crow[i + 1]; ++e) {
+      const std::int64_t cols = std::min(shape.block_cols, shape.cols - plan.col[e] * shape.block_cols);
+      if (rows == shape.block_rows && cols == shape.block_cols) continue;
+      const std::byte* block = values.data() + e * shape.block_size() * size;
+      for (std::int64_t r = 0; r < shape.block_rows; ++r) {
+        const std::int64_t first = r < rows ? cols : 0;
+        const std::byte* row = block + r * shape.block_cols * size;
+        const std::byte* end = row + shape.block_cols * size;
+        const std::byte* dirty =
+            std::find_if(row + first * size, end, [](std::byte b) { return b != std::byte{0}; });
+        if (dirty != end) return cat("values[", e, ", ", r, ", ", (dirty - row) / size, ']');
+      }
+    }
+  }
+  return std::nullopt;
+}
+
+Status check_padding(std::string_view op, const BsrMatrix& weight) {
+  if (const auto dirty = dirty_padding(weight.pattern.view(), weight.values, weight.dtype)) {
+    return invalid(op, "the padding of edge blocks must be zero", cat("other bits at ", *dirty));
+  }
+  return {};
+}
+
+template <class Index>
+std::vector<Index> as_numbers(std::span<const std::byte> bytes) {
+  std::vector<Index> numbers(bytes.size() / sizeof(Index));
+  if (!numbers.empty()) std::memcpy(numbers.data(), bytes.data(), bytes.size());
+  return numbers;
+}
+
+// One index array as int64, whichever of the two widths the file has.
+Result<std::vector<std::int64_t>> read_index(std::string_view op, const ByteSource& source,
+                                             const SafetensorsHeader& header, const std::string& tensor) {
+  const StoredTensorInfo& info = header.tensors.at(tensor);
+  const auto data = read_data(op, source, header, info);
+  if (!data.ok()) return data.status();
+  if (info.dtype == SafetensorsDType::i64) return as_numbers<std::int64_t>(*data);
+  const auto narrow = as_numbers<std::int32_t>(*data);
+  return std::vector<std::int64_t>(narrow.begin(), narrow.end());
+}
+
+Result<BsrMatrix> read_weight(std::string_view op, const ByteSource& source, const SafetensorsHeader& header,
+                              const std::string& weight, const BsrEntry& entry) {
+  const auto crow = read_index(op, source, header, piece(weight, kCrow));
+  if (!crow.ok()) return crow.status();
+  const auto col = read_index(op, source, header, piece(weight, kCol));
+  if (!col.ok()) return col.status();
+  if (Status status = check_indices(op, entry.shape, *crow, *col); !status.ok()) return status;
+  // Valid indices fit in int32: shapes do.
+  const std::vector<std::int32_t> crow32(crow->begin(), crow->end());
+  const std::vector<std::int32_t> col32(col->begin(), col->end());
+  auto pattern = Pattern::create(entry.shape, crow32, col32);
+  if (!pattern.ok()) return pattern.status();
+  auto values = read_data(op, source, header, header.tensors.at(piece(weight, kValues)));
+  if (!values.ok()) return values.status();
+  BsrMatrix matrix{std::move(pattern).value(), entry.dtype, std::move(values).value()};
+  if (Status status = check_padding(op, matrix); !status.ok()) return status;
+  return matrix;
+}
+
+Result<BsrFile> read_all(std::string_view op, const ByteSource& source) {
+  auto header = read_header(op, source);
+  if (!header.ok()) return header.status();
+  const auto entries = parse_entries(op, *header);
+  if (!entries.ok()) return entries.status();
+  BsrFile file;
+  for (const auto& [weight, entry] : *entries) {
+    auto matrix = read_weight(scoped(op, weight), source, *header, weight, entry);
+    if (!matrix.ok()) return matrix.status();
+    file.weights.emplace(weight, std::move(matrix).value());
+  }
+  for (const auto& [tensor, info] : header->tensors) {
+    const bool is_piece =
+        owner_of_index(tensor) ||
+        (tensor.ends_with(kValues) && entries->contains(tensor.substr(0, tensor.size() - kValues.size())));
+    if (is_piece) continue;
+    auto data = read_data(op, source, *header, info);
+    if (!data.ok()) return data.status();
+    file.tensors.emplace(tensor, StoredTensor{info.dtype, info.shape, std::move(data).value()});
+  }
+  file.metadata = std::move(header.value().metadata);
+  file.metadata.erase(std::string(kMetadataKey));
+  return file;
+}
+
+// A BsrFile as plain tensors: the weights' pieces and the rest, and the metadata that describes them.
+struct Parts {
+  std::vector<TensorRef> tensors;
+  Metadata metadata;
+};
+
+Status check_weight(std::string_view op, const BsrFile& file, const std::string& weight,
+                    const BsrMatrix& matrix) {
+  for (const std::string& taken :
+       {weight, piece(weight, kValues), piece(weight, kCrow), piece(weight, kCol)}) {
+    if (file.tensors.contains(taken)) {
+      return invalid(op, "names must be distinct", cat("another tensor ", quote(taken)));
+    }
+  }
+  const auto bytes = static_cast<std::size_t>(matrix.pattern.shape().value_count()) * size_of(matrix.dtype);
+  if (matrix.values.size() != bytes) {
+    return invalid(op, cat("values must have ", bytes, " bytes"), cat(matrix.values.size()));
+  }
+  return check_padding(op, matrix);
+}
+
+Result<Parts> take_apart(std::string_view op, const BsrFile& file) {
+  Parts parts{{}, file.metadata};
+  if (file.metadata.contains(std::string(kMetadataKey))) {
+    return invalid(op, "metadata must leave \"rarefy\" to the writer", "a value of its own");
+  }
+  for (const auto& [tensor, stored] : file.tensors) {
+    if (owner_of_index(tensor)) {
+      return invalid(op, "names that end in .crow_indices or .col_indices must belong to a weight",
+                     quote(tensor));
+    }
+    parts.tensors.push_back({tensor, stored.dtype, stored.shape, stored.data});
+  }
+  json modules = json::object();
+  for (const auto& [weight, matrix] : file.weights) {
+    const std::string scope = scoped(op, weight);
+    if (Status status = check_weight(scope, file, weight, matrix); !status.ok()) return status;
+    const BsrShape& shape = matrix.pattern.shape();
+    const auto crow = matrix.pattern.crow_indices();
+    const auto col = matrix.pattern.col_indices();
+    const auto length = [](const auto& span) { return static_cast<std::int64_t>(span.size()); };
+    parts.tensors.push_back({piece(weight, kValues),
+                             to_safetensors(matrix.dtype),
+                             {shape.nnzb, shape.block_rows, shape.block_cols},
+                             matrix.values});
+    parts.tensors.push_back(
+        {piece(weight, kCrow), SafetensorsDType::i32, {length(crow)}, std::as_bytes(crow)});
+    parts.tensors.push_back({piece(weight, kCol), SafetensorsDType::i32, {length(col)}, std::as_bytes(col)});
+    modules[weight] = {{"shape", {shape.rows, shape.cols}},
+                       {"block_shape", {shape.block_rows, shape.block_cols}},
+                       {"nnzb", shape.nnzb},
+                       {"dtype", name(matrix.dtype)}};
+  }
+  if (modules.empty()) return parts;
+  const json root{{"format", kFormat}, {"version", version()}, {"modules", std::move(modules)}};
+  try {
+    parts.metadata.emplace(kMetadataKey, root.dump());
+  } catch (const json::exception&) {
+    return invalid(op, "the weights' names must be UTF-8", "other bytes");
+  }
+  return parts;
+}
+
+}  // namespace
+
+Result<std::map<std::string, BsrEntry>> bsr_entries(const SafetensorsHeader& header) {
+  constexpr std::string_view op = "bsr_entries";
+  return guarded(op, [&] { return parse_entries(op, header); });
+}
+
+Result<BsrFile> read_bsr_file(const std::string& path) {
+  constexpr std::string_view op = "read_bsr_file";
+  return guarded(op, [&]() -> Result<BsrFile> {
+    const auto source = open_file(op, path);
+    return source.ok() ? read_all(op, **source) : source.status();
+  });
+}
+
+Result<BsrFile> parse_bsr_file(std::span<const std::byte> file) {
+  constexpr std::string_view op = "parse_bsr_file";
+  return guarded(op, [&] { return read_all(op, *open_memory(file)); });
+}
+
+Status write_bsr_file(const std::string& path, const BsrFile& file) {
+  constexpr std::string_view op = "write_bsr_file";
+  return guarded(op, [&] {
+    auto parts = take_apart(op, file);
+    return parts.ok() ? save(op, path, std::move(parts.value().tensors), parts->metadata) : parts.status();
+  });
+}
+
+Result<std::vector<std::byte>> serialize_bsr_file(const BsrFile& file) {
+  constexpr std::string_view op = "serialize_bsr_file";
+  return guarded(op, [&]() -> Result<std::vector<std::byte>> {
+    auto parts = take_apart(op, file);
+    return parts.ok() ? pack(op, std::move(parts.value().tensors), parts->metadata) : parts.status();
+  });
+}
+
+}  // namespace rarefy
