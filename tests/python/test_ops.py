@@ -1,0 +1,393 @@
+"""The three products and bsr_plan: values, shapes, strides, errors, threads and forced implementations."""
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from helpers import assert_within_bound, random_bsr, small_integers
+
+import rarefy
+from rarefy import ops
+
+DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
+# out, in, block rows, block cols, density: whole blocks, odd edges, CSR, one huge block, no block, all.
+CASES = [
+    (64, 96, 16, 16, 0.4),
+    (33, 47, 4, 1, 0.5),
+    (37, 29, 5, 3, 0.5),
+    (20, 30, 1, 1, 0.2),
+    (7, 5, 32, 32, 1.0),
+    (48, 64, 8, 4, 0.0),
+    (40, 24, 4, 8, 1.0),
+]
+IDS = ["x".join(map(str, case)) for case in CASES]
+
+
+def products(bsr, x, dy, bias):
+    """All three ops on one weight."""
+    size, plan = bsr.shape, bsr.plan
+    return (
+        ops.bsr_linear(x, *bsr.operands, bias, *size, plan),
+        ops.bsr_grad_input(dy, *bsr.operands, *size, plan),
+        ops.bsr_grad_weight(dy, x, bsr.crow, bsr.col, *bsr.block_shape, *size, plan),
+    )
+
+
+def expected(bsr, x, dy, bias):
+    """(result, magnitude, terms) of each product, from dense float64 matrices."""
+    w, x, dy, b = bsr.dense(), x.double(), dy.double(), bias.double()
+    rows_x, rows_dy = x.reshape(-1, x.shape[-1]), dy.reshape(-1, dy.shape[-1])
+    dw = rows_dy.T @ rows_x
+    dw_magnitude = rows_dy.abs().T @ rows_x.abs()
+    return (
+        (x @ w.T + b, x.abs() @ w.abs().T + b.abs(), w.shape[1] + 1),
+        (dy @ w, dy.abs() @ w.abs(), w.shape[0]),
+        (bsr.gather(dw), bsr.gather(dw_magnitude), len(rows_x)),
+    )
+
+
+@pytest.mark.parametrize("with_plan", [False, True], ids=["no_plan", "plan"])
+@pytest.mark.parametrize("rows", [0, 1, 13])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("case", CASES, ids=IDS)
+def test_products_are_within_the_bound(case, dtype, rows, with_plan, device):
+    n, k, r, c, density = case
+    bsr = random_bsr((n, k), (r, c), density, dtype=dtype, device=device, empty_first_row=True)
+    bsr = bsr.with_plan() if with_plan else bsr
+    x, dy, bias = (
+        torch.randn(size, dtype=dtype, device=device) for size in [(rows, 2, k), (rows, 2, n), (n,)]
+    )
+    for got, (want, magnitude, terms) in zip(
+        products(bsr, x, dy, bias), expected(bsr, x, dy, bias), strict=True
+    ):
+        assert got.dtype == dtype and got.is_contiguous()
+        assert_within_bound(got, want, magnitude, terms)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("case", CASES, ids=IDS)
+def test_integer_products_are_exact(case, dtype, device):
+    n, k, r, c, density = case
+    bsr = random_bsr((n, k), (r, c), density, dtype=dtype, device=device, integers=True).with_plan()
+    # Few enough terms that every sum is an integer that bfloat16 holds: |sum| <= 256.
+    x, dy, bias = torch.zeros(9, k), torch.zeros(9, n), small_integers(n)
+    x[:, :20], dy[:, :20] = small_integers(9, min(k, 20)), small_integers(9, min(n, 20))
+    x, dy, bias = (t.to(device, dtype) for t in (x, dy, bias))
+    for got, (want, *_) in zip(products(bsr, x, dy, bias), expected(bsr, x, dy, bias), strict=True):
+        assert torch.equal(got.double(), want)
+
+
+STRIDED = {
+    "transposed": lambda t: t.transpose(0, 1).contiguous().transpose(0, 1),
+    "columns of a wider matrix": lambda t: torch.cat([t, t], -1)[..., : t.shape[-1]],
+    "every second row": lambda t: t.repeat_interleave(2, dim=1)[:, ::2],
+    "last dimension strided": lambda t: t.repeat_interleave(2, dim=-1)[..., ::2],
+    "expanded rows": lambda t: t[:1, :1].expand(t.shape),
+    "expanded columns": lambda t: t[..., :1].expand(t.shape),
+    "expanded leading dimension": lambda t: t[:1].expand(t.shape),
+    "permuted last dimension": lambda t: t.permute(2, 0, 1).contiguous().permute(1, 2, 0),
+    "negative view": lambda t: torch._neg_view(t),
+    "sliced storage": lambda t: torch.nn.functional.pad(t, (3, 2, 1, 1))[:, 1:-1, 3:-2],
+}
+
+
+@pytest.mark.parametrize("name", STRIDED)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_strided_inputs_equal_their_copies(name, dtype, device):
+    bsr = random_bsr((19, 23), (4, 3), 0.5, dtype=dtype, device=device).with_plan()
+    x = STRIDED[name](torch.randn(3, 5, 23, dtype=dtype, device=device))
+    dy = STRIDED[name](torch.randn(3, 5, 19, dtype=dtype, device=device))
+    bias = torch.randn(19, dtype=dtype, device=device)
+    for got, want in zip(
+        products(bsr, x, dy, bias), products(bsr, x.contiguous(), dy.contiguous(), bias), strict=True
+    ):
+        assert got.is_contiguous() and torch.equal(got, want)
+
+
+@pytest.mark.parametrize("leading", [(), (1,), (0,), (2, 0, 3), (4, 1, 2), (1, 1, 1)])
+def test_any_leading_dimensions(leading, device):
+    bsr = random_bsr((6, 10), (2, 5), 0.5, device=device)
+    x, dy = torch.randn(*leading, 10, device=device), torch.randn(*leading, 6, device=device)
+    y, dx, dw = products(bsr, x, dy, torch.zeros(6, device=device))
+    assert y.shape == (*leading, 6) and dx.shape == (*leading, 10) and dw.shape == bsr.values.shape
+
+
+@pytest.mark.parametrize("size", [(0, 8), (8, 0), (0, 0)])
+def test_empty_weights(size, device):
+    bsr = random_bsr(size, (4, 4), 1.0, device=device).with_plan()
+    x, dy, bias = (torch.ones(s, device=device) for s in [(3, size[1]), (3, size[0]), (size[0],)])
+    y, dx, dw = products(bsr, x, dy, bias)
+    assert torch.equal(y, bias.expand(3, -1)) and not dx.any() and dw.shape == (0, 4, 4)
+
+
+def test_nan_and_infinity_pass_through(device):
+    bsr = random_bsr((8, 8), (4, 4), 1.0, device=device)
+    x = torch.ones(3, 8, device=device)
+    x[0, 0], x[1, 5] = float("nan"), float("inf")
+    y = ops.bsr_linear(x, *bsr.operands, None, 8, 8)
+    assert y[0].isnan().all() and not y[1].isfinite().any() and y[2].isfinite().all()
+
+
+# Plans -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("case", CASES, ids=IDS)
+def test_fake_plan_has_the_size_of_the_real_one(case, device):
+    n, k, r, c, density = case
+    bsr = random_bsr((n, k), (r, c), density, device=device)
+    real = ops.bsr_plan(bsr.crow, bsr.col, n, k, r, c)
+    fake = ops.bsr_plan(bsr.crow.to("meta"), bsr.col.to("meta"), n, k, r, c)
+    assert (real.shape, real.dtype) == (fake.shape, fake.dtype)
+    assert real.device.type == device and fake.device.type == "meta"
+
+
+def test_a_plan_keeps_its_own_indices(device):
+    """Indices that are overwritten later cannot send a kernel out of bounds."""
+    bsr = random_bsr((2048, 1024), (4, 4), 0.1, device=device).with_plan()
+    x = torch.randn(2, 1024, device=device)
+    before = ops.bsr_linear(x, *bsr.operands, None, *bsr.shape, bsr.plan)
+    bsr.col[1] = 2**31 - 1  # not one of the positions that are compared
+    assert torch.equal(ops.bsr_linear(x, *bsr.operands, None, *bsr.shape, bsr.plan), before)
+
+
+def test_a_plan_of_another_pattern_is_refused():
+    one = random_bsr((64, 64), (4, 4), 0.5).with_plan()
+    other = random_bsr((64, 64), (4, 4), 0.5)
+    other.col, other.crow = one.col.clone(), one.crow.clone()
+    other.col[0] = 15 if one.col[0] != 15 else 14
+    with pytest.raises(
+        ValueError, match=r"\[bsr_linear\] plan .* col_indices\[0\]=\d+; got col_indices\[0\]=1"
+    ):
+        ops.bsr_linear(torch.ones(1, 64), one.values, other.crow, other.col, None, 64, 64, one.plan)
+
+
+# Errors ------------------------------------------------------------------------------------------
+
+
+def _int32(*items):
+    return torch.tensor(items, dtype=torch.int32)
+
+
+GOOD = {
+    "x": torch.ones(2, 8),
+    "values": torch.ones(3, 4, 4),
+    "crow_indices": _int32(0, 2, 3),
+    "col_indices": _int32(0, 1, 1),
+    "bias": torch.ones(8),
+    "out_features": 8,
+    "in_features": 8,
+    "plan": None,
+}
+# What is wrong, the changed arguments, the error and what its message must say.
+BAD = {
+    "crow first": ({"crow_indices": _int32(1, 2, 3)}, ValueError, r"crow_indices\[0\] must be 0; got 1"),
+    "crow last": ({"crow_indices": _int32(0, 2, 2)}, ValueError, r"crow_indices\[2\].*3; got 2"),
+    "crow decreases": ({"crow_indices": _int32(0, 2, 1)}, ValueError, r"crow_indices\[2\]=1 after"),
+    "crow negative": ({"crow_indices": _int32(0, -1, 3)}, ValueError, r"crow_indices\[1\]=-1"),
+    "crow short": ({"crow_indices": _int32(0, 3)}, ValueError, r"crow_indices must have 3 elements.*got 2"),
+    "crow empty": ({"crow_indices": _int32()}, ValueError, "crow_indices must have 3 elements.*got 0"),
+    "crow 2-d": ({"crow_indices": _int32(0, 2, 3)[None]}, ValueError, r"crow_indices.*1 dim.*\(1, 3\)"),
+    "crow int64": ({"crow_indices": torch.tensor([0, 2, 3])}, TypeError, r"crow_indices.*int64; convert"),
+    "crow float": ({"crow_indices": torch.ones(3)}, TypeError, "crow_indices must be int32; got float32"),
+    "crow None": ({"crow_indices": None}, TypeError, "crow_indices must be a tensor; got None"),
+    "crow strided": ({"crow_indices": _int32(0, 9, 2, 9, 3)[::2]}, ValueError, "crow_indices.*contiguous"),
+    "col out of range": ({"col_indices": _int32(0, 2, 1)}, ValueError, r"col_indices\[1\]=2 out of range"),
+    "col negative": ({"col_indices": _int32(-1, 1, 1)}, ValueError, r"col_indices\[0\]=-1 out of range"),
+    "col unsorted": ({"col_indices": _int32(1, 0, 1)}, ValueError, r"sorted.*col_indices\[1\]=0 after 1"),
+    "col duplicate": ({"col_indices": _int32(1, 1, 1)}, ValueError, r"distinct.*col_indices\[1\]=1 after 1"),
+    "col short": ({"col_indices": _int32(0, 1)}, ValueError, r"len\(col_indices\)=2; got 3"),
+    "col int64": ({"col_indices": torch.tensor([0, 1, 1])}, TypeError, "col_indices.*int64"),
+    "col None": ({"col_indices": None}, TypeError, "col_indices must be a tensor; got None"),
+    "values 2-d": ({"values": torch.ones(3, 16)}, ValueError, r"values.*\(nnzb, .*; got shape \(3, 16\)"),
+    "values count": ({"values": torch.ones(2, 4, 4)}, ValueError, r"values.shape\[0\].*3; got 2"),
+    "values block of 0": ({"values": torch.ones(3, 0, 4)}, ValueError, "block_shape must be at least 1"),
+    "values strided": ({"values": torch.ones(3, 4, 8)[..., ::2]}, ValueError, "values must be contiguous"),
+    "values float64": ({"values": torch.ones(3, 4, 4).double()}, TypeError, "values.*float32; got float64"),
+    "values int8": ({"values": torch.ones(3, 4, 4).char()}, TypeError, "values must be float.*; got int8"),
+    "values None": ({"values": None}, TypeError, "values must be a tensor; got None"),
+    "x columns": ({"x": torch.ones(2, 7)}, ValueError, r"x's last dim.*in_features=8; got shape \(2, 7\)"),
+    "x 0-d": ({"x": torch.ones(())}, ValueError, r"x's last dimension.*got shape \(\)"),
+    "x int64": ({"x": torch.ones(2, 8).long()}, TypeError, "x must be float64.*; got int64"),
+    "x bfloat16": ({"x": torch.ones(2, 8).bfloat16()}, TypeError, "values.*bfloat16; got float32"),
+    "x complex": ({"x": torch.ones(2, 8, dtype=torch.complex64)}, TypeError, "x must be float64.*; got"),
+    "x None": ({"x": None}, TypeError, "x must be a tensor; got None"),
+    "bias size": ({"bias": torch.ones(7)}, ValueError, r"bias.*out_features=8.*got shape \(7,\)"),
+    "bias 2-d": ({"bias": torch.ones(1, 8)}, ValueError, r"bias.*got shape \(1, 8\)"),
+    "bias dtype": ({"bias": torch.ones(8).half()}, TypeError, "bias.*float32; got float16"),
+    "bias strided": ({"bias": torch.ones(16)[::2]}, ValueError, "bias must be contiguous"),
+    "out_features": ({"out_features": 9, "bias": None}, ValueError, "crow_indices must have 4 elements"),
+    "out_features negative": ({"out_features": -8, "bias": None}, ValueError, "must not be negative"),
+    "in_features": ({"in_features": 9}, ValueError, "in_features=9"),
+    "in_features small": (
+        {"in_features": 4, "x": torch.ones(2, 4)},
+        ValueError,
+        r"stored blocks must be in \[0, 2\]; got 3",
+    ),
+    "out_features huge": ({"out_features": 2**40, "bias": None}, ValueError, "at most 2147483647"),
+    "plan dtype": ({"plan": torch.ones(23)}, TypeError, "plan must be int32; got float32"),
+    "plan length": ({"plan": _int32(*range(22))}, ValueError, "plan"),
+    "plan of zeros": ({"plan": torch.zeros(23, dtype=torch.int32)}, ValueError, "plan"),
+    "plan of other sizes": (
+        {"plan": torch.ops.rarefy.bsr_plan(_int32(0, 2, 3), _int32(0, 1, 1), 7, 8, 4, 4)},
+        ValueError,
+        "plan",
+    ),
+}
+MODES = {"grad": torch.enable_grad, "no_grad": torch.no_grad, "inference": torch.inference_mode}
+ENTRIES = {
+    "module": ops.bsr_linear,
+    "packet": torch.ops.rarefy.bsr_linear,
+    "overload": torch.ops.rarefy.bsr_linear.default,
+}
+
+
+@pytest.mark.parametrize("entry", ENTRIES)
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input_is_named(name, mode, entry):
+    changed, error, message = BAD[name]
+    arguments = GOOD | changed
+    x = arguments["x"]
+    if mode == "grad" and isinstance(x, torch.Tensor) and x.is_floating_point():
+        arguments["x"] = x.clone().requires_grad_()
+    with MODES[mode](), pytest.raises(error, match=message) as caught:
+        ENTRIES[entry](**arguments)
+    assert type(caught.value) is error and str(caught.value).startswith("[bsr_linear] ")
+
+
+GRADIENT_ERRORS = {
+    "grad_input size": (
+        lambda: ops.bsr_grad_input(torch.ones(2, 7), *random_bsr((8, 8), (4, 4), 1).operands, 8, 8),
+        ValueError,
+        r"\[bsr_grad_input\] grad_output's last dimension must be out_features=8",
+    ),
+    "grad_input dtype": (
+        lambda: ops.bsr_grad_input(torch.ones(2, 8).double(), *random_bsr((8, 8), (4, 4), 1).operands, 8, 8),
+        TypeError,
+        r"\[bsr_grad_input\] values must have the dtype of grad_output, float64; got float32",
+    ),
+    "grad_weight rows": (
+        lambda: ops.bsr_grad_weight(
+            torch.ones(2, 8), torch.ones(3, 8), *random_bsr((8, 8), (4, 4), 1).operands[1:], 4, 4, 8, 8
+        ),
+        ValueError,
+        r"\[bsr_grad_weight\] x must have 2 rows.*; got 3",
+    ),
+    "grad_weight block": (
+        lambda: ops.bsr_grad_weight(
+            torch.ones(2, 8), torch.ones(2, 8), *random_bsr((8, 8), (4, 4), 1).operands[1:], 0, 4, 8, 8
+        ),
+        ValueError,
+        r"\[bsr_grad_weight\] block_shape must be at least 1",
+    ),
+    "grad_weight dtype": (
+        lambda: ops.bsr_grad_weight(
+            torch.ones(2, 8), torch.ones(2, 8).half(), *random_bsr((8, 8), (4, 4), 1).operands[1:], 4, 4, 8, 8
+        ),
+        TypeError,
+        r"\[bsr_grad_weight\] x must have the dtype of grad_output, float32; got float16",
+    ),
+    "grad_weight overflow": (
+        lambda: ops.bsr_grad_weight(
+            torch.ones(2, 8), torch.ones(2, 8), _int32(0, 1), _int32(0), 2**31 - 1, 2**31 - 1, 8, 8
+        ),
+        ValueError,
+        r"\[bsr_grad_weight\] the values must fit in memory",
+    ),
+    "plan col": (
+        lambda: ops.bsr_plan(_int32(0, 1), _int32(640), 32, 512, 32, 1),
+        ValueError,
+        r"\[bsr_plan\] .*col_indices\[0\]=640 out of range for 512 block columns",
+    ),
+    "plan int64": (
+        lambda: ops.bsr_plan(torch.tensor([0, 1]), torch.tensor([0]), 32, 512, 32, 1),
+        TypeError,
+        r"\[bsr_plan\] crow_indices must be int32; got int64",
+    ),
+    "plan block": (
+        lambda: ops.bsr_plan(_int32(0), _int32(), 0, 0, 1, -1),
+        ValueError,
+        r"\[bsr_plan\] block_shape must be at least 1 in each dimension; got \(1, -1\)",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", GRADIENT_ERRORS)
+def test_bad_input_of_the_other_ops_is_named(name):
+    call, error, message = GRADIENT_ERRORS[name]
+    with pytest.raises(error, match=message):
+        call()
+
+
+def test_inputs_on_two_devices_are_refused():
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    arguments = GOOD | {"x": GOOD["x"].cuda()}
+    with pytest.raises((TypeError, RuntimeError), match=r"\[bsr_linear\] .*(same device|build with CUDA)"):
+        ops.bsr_linear(**arguments)
+
+
+# Threads and implementations ---------------------------------------------------------------------
+
+
+def test_results_do_not_depend_on_the_number_of_threads():
+    bsr = random_bsr((256, 192), (8, 8), 0.3).with_plan()
+    x, dy, bias = torch.randn(100, 192), torch.randn(100, 256), torch.randn(256)
+    threads = torch.get_num_threads()
+    try:
+        results = []
+        for count in (1, 2, 3):
+            torch.set_num_threads(count)
+            assert rarefy.backend_info()["threads"] == count
+            results.append(products(bsr, x, dy, bias))
+    finally:
+        torch.set_num_threads(threads)
+    for other in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
+
+
+@pytest.mark.parametrize("kernel_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("impl", ["ref", "scalar", "avx2", "avx512"])
+def test_forced_implementations(impl, kernel_dtype, monkeypatch):
+    """RAREFY_FORCE_IMPL takes effect, is reported, and gives exact integers."""
+    monkeypatch.setenv("RAREFY_FORCE_IMPL", impl)
+    info = rarefy.backend_info((4, 4))
+    names = {"f32": torch.float32, "bf16": torch.bfloat16}
+    rows = [r for r in info["kernels"] if r["device"] == "cpu" and names.get(r["dtype"]) == kernel_dtype]
+    if any(row["kernel"] is None for row in rows):
+        pytest.skip(f"this machine has no {impl}: {rows[0]['why']}")
+    assert info["forced_impl"] == impl
+    assert all(row["kernel"].startswith(impl) and impl in row["why"] for row in rows)
+    bsr = random_bsr((36, 20), (4, 4), 0.5, dtype=kernel_dtype, integers=True).with_plan()
+    x, dy, bias = (small_integers(*s).to(kernel_dtype) for s in [(9, 20), (9, 36), (36,)])
+    for got, (want, *_) in zip(products(bsr, x, dy, bias), expected(bsr, x, dy, bias), strict=True):
+        assert torch.equal(got.double(), want)
+
+
+def test_an_unknown_implementation_is_an_error(monkeypatch):
+    monkeypatch.setenv("RAREFY_FORCE_IMPL", "abacus")
+    with pytest.raises(RuntimeError, match=r"\[bsr_linear\] RAREFY_FORCE_IMPL.*abacus"):
+        ops.bsr_linear(**GOOD)
+
+
+def test_calls_from_several_python_threads():
+    from concurrent.futures import ThreadPoolExecutor
+
+    bsr = random_bsr((128, 96), (8, 8), 0.4).with_plan()
+    inputs = [torch.randn(17, 96) for _ in range(16)]
+    want = [ops.bsr_linear(x, *bsr.operands, None, *bsr.shape, bsr.plan) for x in inputs]
+    with ThreadPoolExecutor(4) as pool:
+        got = pool.map(lambda x: ops.bsr_linear(x, *bsr.operands, None, *bsr.shape, bsr.plan), inputs * 4)
+        assert all(torch.equal(g, w) for g, w in zip(got, itertools.cycle(want), strict=False))
+
+
+def test_scipy_agrees():
+    scipy_sparse = pytest.importorskip("scipy.sparse")
+    bsr = random_bsr((24, 40), (4, 8), 0.4, dtype=torch.float64)
+    w = scipy_sparse.bsr_array(tuple(t.numpy() for t in (bsr.values, bsr.col, bsr.crow)), shape=bsr.shape)
+    x = np.random.default_rng(0).standard_normal((5, 40))
+    y = ops.bsr_linear(torch.from_numpy(x), *bsr.operands, None, *bsr.shape)
+    assert_within_bound(
+        y, torch.from_numpy((w @ x.T).T.copy()), torch.from_numpy((abs(w) @ abs(x).T).T.copy()), 40
+    )

@@ -1,0 +1,194 @@
+"""The ops inside PyTorch: autograd of any order, autocast, opcheck, torch.compile and torch.export."""
+
+import pytest
+import torch
+from helpers import random_bsr
+from torch.nn.functional import linear as dense_linear
+
+from rarefy import ops
+
+# Odd edges, an empty block row, CSR, no block at all.
+SHAPES = [((9, 7), (4, 3), 0.6), ((5, 6), (1, 1), 0.4), ((6, 8), (3, 4), 0.0)]
+UTILS = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
+
+
+def weight(shape, block_shape, density, dtype=torch.float64, device="cpu"):
+    return random_bsr(
+        shape, block_shape, density, dtype=dtype, device=device, empty_first_row=True
+    ).with_plan()
+
+
+def linear(bsr, x, values, bias):
+    return ops.bsr_linear(x, values, bsr.crow, bsr.col, bias, *bsr.shape, bsr.plan)
+
+
+@pytest.mark.parametrize("with_plan", [True, False], ids=["plan", "no_plan"])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_gradients_of_first_and_second_order(shape, with_plan, device):
+    bsr = weight(*shape, device=device)
+    plan = bsr.plan if with_plan else None
+    (n, k), (r, c) = bsr.shape, bsr.block_shape
+
+    def leaf(*size):
+        return torch.randn(*size, dtype=torch.float64, device=device, requires_grad=True)
+
+    x, dy, values, bias = leaf(2, 3, k), leaf(2, 3, n), leaf(*bsr.values.shape), leaf(n)
+    calls = [
+        (lambda *t: ops.bsr_linear(*t[:2], bsr.crow, bsr.col, t[2], n, k, plan), (x, values, bias)),
+        (lambda *t: ops.bsr_grad_input(*t, bsr.crow, bsr.col, n, k, plan), (dy, values)),
+        (lambda *t: ops.bsr_grad_weight(*t, bsr.crow, bsr.col, r, c, n, k, plan), (dy, x)),
+    ]
+    for call, inputs in calls:
+        assert torch.autograd.gradcheck(call, inputs)
+        assert torch.autograd.gradgradcheck(call, inputs)
+
+
+@pytest.mark.parametrize("rows", [(), (0,), (5,), (2, 3)])
+def test_gradients_equal_those_of_the_dense_layer(rows, device):
+    bsr = weight((12, 20), (4, 5), 0.5, device=device)
+    w = bsr.dense().requires_grad_()
+    x = torch.randn(*rows, 20, dtype=torch.float64, device=device, requires_grad=True)
+    values = bsr.values.clone().requires_grad_()
+    bias = torch.randn(12, dtype=torch.float64, device=device, requires_grad=True)
+    dy = torch.randn(*rows, 12, dtype=torch.float64, device=device)
+    got = torch.autograd.grad(linear(bsr, x, values, bias), (x, values, bias), dy)
+    want = torch.autograd.grad(dense_linear(x, w, bias), (x, w, bias), dy)
+    for g, e in zip(got, (want[0], bsr.gather(want[1]), want[2]), strict=True):
+        torch.testing.assert_close(g, e, rtol=0, atol=1e-13)
+
+
+@pytest.mark.parametrize("needs", ["x", "values", "bias"])
+def test_only_the_gradients_asked_for_are_computed(needs):
+    bsr = weight((8, 8), (4, 4), 0.5)
+    tensors = {"x": torch.randn(3, 8).double(), "values": bsr.values, "bias": torch.randn(8).double()}
+    tensors[needs].requires_grad_()
+    with torch.profiler.profile() as profile:
+        linear(bsr, *tensors.values()).sum().backward()
+    called = {event.key for event in profile.key_averages()}
+    assert tensors[needs].grad is not None
+    assert ("rarefy::bsr_grad_input" in called) == (needs == "x")
+    assert ("rarefy::bsr_grad_weight" in called) == (needs == "values")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast_casts_as_dense_linear_does(dtype, device):
+    bsr = weight((12, 8), (4, 4), 0.5, dtype=torch.float32, device=device)
+    x = torch.randn(3, 8, device=device, requires_grad=True)
+    values, bias = bsr.values.clone().requires_grad_(), torch.randn(12, device=device, requires_grad=True)
+    with torch.autocast(device, dtype=dtype):
+        y = linear(bsr, x, values, bias)
+        assert y.dtype == dense_linear(x, bsr.dense().float(), bias).dtype == dtype
+        half = linear(bsr, x.to(dtype), values.to(dtype), bias)
+        assert torch.equal(y, half)
+        in_double = linear(bsr, x.double(), values.double(), bias.double())
+        assert in_double.dtype == torch.float64  # float64 is left alone
+        packet = torch.ops.rarefy.bsr_linear(x, values, bsr.crow, bsr.col, bias, *bsr.shape)
+        assert torch.equal(packet, y)
+    y.float().square().sum().backward()
+    assert [t.grad.dtype for t in (x, values, bias)] == [torch.float32] * 3
+    with torch.autocast(device, dtype=dtype, enabled=False):
+        assert linear(bsr, x, values, bias).dtype == torch.float32
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("with_plan", [True, False], ids=["plan", "no_plan"])
+def test_opcheck(with_plan, dtype, device):
+    bsr = weight((9, 7), (4, 3), 0.6, dtype, device)
+    plan = bsr.plan if with_plan else None
+    (n, k), (r, c) = bsr.shape, bsr.block_shape
+
+    def leaf(*size):
+        return torch.randn(*size, dtype=dtype, device=device, requires_grad=True)
+
+    x, dy, values = leaf(5, k), leaf(5, n), leaf(*bsr.values.shape)
+    indices, rarefy_ops = (bsr.crow, bsr.col), torch.ops.rarefy
+    bound = {} if dtype == torch.float64 else {"rtol": 2**-7, "atol": 2**-7}
+    for bias in (leaf(n), None):
+        torch.library.opcheck(
+            rarefy_ops.bsr_linear, (x, values, *indices, bias, n, k, plan), test_utils=UTILS, **bound
+        )
+    torch.library.opcheck(
+        rarefy_ops.bsr_grad_input, (dy, values, *indices, n, k, plan), test_utils=UTILS, **bound
+    )
+    torch.library.opcheck(
+        rarefy_ops.bsr_grad_weight, (dy, x, *indices, r, c, n, k, plan), test_utils=UTILS, **bound
+    )
+    torch.library.opcheck(rarefy_ops.bsr_plan, (*indices, n, k, r, c), test_utils=UTILS)
+
+
+class TwoLayers(torch.nn.Module):
+    """Two sparse layers with an activation, as a user would write them on the ops."""
+
+    def __init__(self, device: str) -> None:
+        super().__init__()
+        self.first = weight((24, 16), (4, 4), 0.5, torch.float32, device)
+        self.second = weight((10, 24), (5, 2), 0.5, torch.float32, device)
+        for name, bsr in (("first", self.first), ("second", self.second)):
+            self.register_parameter(name + "_values", torch.nn.Parameter(bsr.values))
+            for part in ("crow", "col", "plan"):
+                self.register_buffer(f"{name}_{part}", getattr(bsr, part))
+        self.bias = torch.nn.Parameter(torch.randn(24, device=device))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = ops.bsr_linear(
+            x, self.first_values, self.first_crow, self.first_col, self.bias, 24, 16, self.first_plan
+        )
+        h = torch.nn.functional.gelu(h)
+        return ops.bsr_linear(
+            h, self.second_values, self.second_crow, self.second_col, None, 10, 24, self.second_plan
+        )
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_compile_without_graph_breaks(backend, dynamic, device):
+    torch.compiler.reset()
+    model = TwoLayers(device)
+    compiled = torch.compile(model, fullgraph=True, backend=backend, dynamic=dynamic)
+    for rows in (3, 8) if dynamic else (3,):
+        x = torch.randn(2, rows, 16, device=device, requires_grad=True)
+        parameters = (x, *model.parameters())
+        got, want = compiled(x), model(x)
+        torch.testing.assert_close(got, want)
+        torch.testing.assert_close(
+            torch.autograd.grad(got.sum(), parameters), torch.autograd.grad(want.sum(), parameters)
+        )
+        with torch.no_grad():
+            torch.testing.assert_close(compiled(x), want)
+
+
+def test_compile_of_autocast(device):
+    torch.compiler.reset()
+    model = TwoLayers(device)
+    x = torch.randn(3, 16, device=device)
+    with torch.autocast(device, dtype=torch.bfloat16):
+        got, want = torch.compile(model, fullgraph=True, backend="aot_eager")(x), model(x)
+    assert got.dtype == torch.bfloat16 and torch.equal(got, want)
+
+
+def test_compiled_errors_keep_their_text():
+    torch.compiler.reset()
+    bsr = weight((8, 8), (4, 4), 0.5)
+    compiled = torch.compile(lambda x: linear(bsr, x, bsr.values, None), fullgraph=True, backend="aot_eager")
+    with pytest.raises(Exception, match=r"\[bsr_linear\] x's last dimension must be in_features=8"):
+        compiled(torch.ones(2, 7).double())
+
+
+def test_export_with_a_dynamic_batch(device):
+    model = TwoLayers(device).eval()
+    x = torch.randn(4, 16, device=device)
+    program = torch.export.export(model, (x,), dynamic_shapes={"x": {0: torch.export.Dim("batch", min=2)}})
+    targets = [node.target for node in program.graph.nodes if node.op == "call_function"]
+    assert targets.count(torch.ops.rarefy.bsr_linear.default) == 2
+    for rows in (4, 7):
+        x = torch.randn(rows, 16, device=device)
+        torch.testing.assert_close(program.module()(x), model(x))
+
+
+def test_meta_tensors_have_the_right_shape():
+    bsr = weight((9, 7), (4, 3), 0.6)
+    values, crow, col, x = (t.to("meta") for t in (bsr.values, bsr.crow, bsr.col, torch.ones(2, 7).double()))
+    y = ops.bsr_linear(x, values, crow, col, None, 9, 7)
+    assert y.shape == (2, 9) and y.is_meta
+    assert ops.bsr_grad_input(y, values, crow, col, 9, 7).shape == (2, 7)
+    assert ops.bsr_grad_weight(y, x, crow, col, 4, 3, 9, 7).shape == bsr.values.shape
