@@ -1,0 +1,74 @@
+// Activations on vectors of floats, to a few units in the last place of their large terms.
+#pragma once
+
+#include "cpu/kernels.h"
+
+namespace rarefy::cpu {
+
+template <class I>
+using Vec = typename I::Vec;
+
+// c[0] + c[1] x + …
+template <class I, int N>
+Vec<I> polynomial(const float (&c)[N], Vec<I> x) {
+  Vec<I> sum = I::set1(c[N - 1]);
+  for (int i = N - 2; i >= 0; --i) sum = I::fma(sum, x, I::set1(c[i]));
+  return sum;
+}
+
+// eˣ = 2ⁿ eʳ, |r| ≤ ln 2 / 2, with the Taylor series to r⁷ (the next term is 5e-9).
+template <class I>
+Vec<I> exp(Vec<I> x) {
+  static constexpr float kTaylor[] = {1.0F,      1.0F,       1.0F / 2,   1.0F / 6,
+                                      1.0F / 24, 1.0F / 120, 1.0F / 720, 1.0F / 5040};
+  x = I::max(I::set1(-87.0F), I::min(I::set1(89.0F), x));  // NaN passes; 89 overflows to infinity
+  const Vec<I> n = I::round(I::mul(x, I::set1(1.44269504F)));
+  Vec<I> r = I::fma(n, I::set1(-0.693145752F), x);  // ln 2 in two parts: n times the first is exact
+  r = I::fma(n, I::set1(-1.42860677e-6F), r);
+  return I::scale(polynomial<I>(kTaylor, r), n);
+}
+
+// x / (1 + e⁻ᶻ)
+template <class I>
+Vec<I> times_sigmoid(Vec<I> x, Vec<I> z) {
+  return I::div(x, I::add(I::set1(1.0F), exp<I>(I::mul(z, I::set1(-1.0F)))));
+}
+
+// x Φ(x), Φ(-|x|) = e^(-z²) t p(t) with z = |x| / √2, t = 1 / (1 + 0.4 z): p is a least-squares fit
+// of erfc (relative error 6e-9), so the left tail keeps its relative accuracy, unlike 1 + erf.
+template <class I>
+Vec<I> gelu_erf(Vec<I> x) {
+  static constexpr float kFit[] = {0.112837918F,  0.112837851F,  0.103808075F,   0.0858598128F,
+                                   0.0595509149F, 0.041819334F,  -0.0231826007F, 0.0684558824F,
+                                   -0.11751648F,  0.0701171532F, -0.014587868F};
+  const Vec<I> one = I::set1(1.0F);
+  const Vec<I> magnitude = I::max(I::mul(x, I::set1(-1.0F)), x);
+  const Vec<I> z = I::mul(magnitude, I::set1(0.707106781F));
+  const Vec<I> t = I::div(one, I::fma(z, I::set1(0.4F), one));
+  const Vec<I> gauss = exp<I>(I::mul(I::mul(z, z), I::set1(-1.0F)));
+  const Vec<I> tail = I::mul(I::mul(gauss, t), polynomial<I>(kFit, t));
+  const Vec<I> rest = I::fma(tail, I::set1(-1.0F), one);
+  return I::mul(x, I::select_negative(x, tail, rest));
+}
+
+// 0.5 x (1 + tanh u) = x / (1 + e^(-2u)), u = √(2/π) (x + 0.044715 x³): Hendrycks & Gimpel 2016.
+template <class I>
+Vec<I> gelu_tanh(Vec<I> x) {
+  const Vec<I> cube = I::mul(I::mul(x, x), x);
+  const Vec<I> inner = I::fma(cube, I::set1(0.044715F), x);
+  return times_sigmoid<I>(x, I::mul(inner, I::set1(1.59576912F)));
+}
+
+template <class I>
+Vec<I> activate(PanelActivation activation, Vec<I> x) {
+  switch (activation) {
+    case PanelActivation::none: return x;
+    case PanelActivation::relu: return I::max(I::zero(), x);
+    case PanelActivation::gelu_erf: return gelu_erf<I>(x);
+    case PanelActivation::gelu_tanh: return gelu_tanh<I>(x);
+    case PanelActivation::silu: return times_sigmoid<I>(x, x);
+  }
+  return x;
+}
+
+}  // namespace rarefy::cpu

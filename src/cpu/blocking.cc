@@ -1,0 +1,69 @@
+#include "cpu/blocking.h"
+
+#include <algorithm>
+#include <limits>
+
+namespace rarefy::cpu {
+
+namespace {
+
+constexpr std::int64_t kPanelFloats = 128 * 1024;  // 512 KB: half of a 1 MB L2, W and Y stream by
+
+// Packing or storing one element: a transpose in registers and a trip to L3. Measured, in cycles.
+constexpr double kMove = 0.4;
+
+// Cycles that a panel of `vectors` costs per stored weight: two FMAs and two loads a cycle, 4 cycles
+// of FMA latency, 32 bytes a cycle out of L2; a part of the L2 time is never hidden, and each
+// weight also streams in once per panel. Fitted to Zen 5, docs/design/cpu_kernels.md has the runs.
+double cycles(const BlockingProblem& p, int vectors, bool scatter) {
+  const std::int64_t stationary = scatter ? p.red_block : p.out_block;
+  const int budget = p.registers - vectors - 1;
+  int rows = 1;
+  for (const int candidate : {2, 4, 8}) {
+    if (candidate <= stationary && candidate * vectors <= budget) rows = candidate;
+  }
+  // Scatter also writes its sums back, over the same path.
+  const double line = p.width * 4 * vectors / 32.0 * (scatter ? 2 : 1);
+  const double fma = 0.5 * rows * vectors;
+  const double loads = 0.5 * (rows + vectors);
+  return (std::max({fma, loads, line, 4.0}) + 0.15 * line) / rows + 0.1;
+}
+
+}  // namespace
+
+Blocking choose_blocking(const BlockingProblem& p) {
+  Blocking best;
+  double best_cost = std::numeric_limits<double>::infinity();
+  const double per_feature =
+      static_cast<double>(p.entries * p.red_block) / std::max<std::int64_t>(1, p.out_blocks);
+  for (const bool scatter : {false, true}) {
+    for (int vectors = 1; vectors <= p.max_vectors; ++vectors) {
+      const std::int64_t lanes = static_cast<std::int64_t>(vectors) * p.width;
+      const std::int64_t panels = (p.tokens + lanes - 1) / lanes;
+      const std::int64_t out_features = p.out_blocks * p.out_block;
+      const std::int64_t red_features = p.red_blocks * p.red_block;
+      const double pack = static_cast<double>(red_features * lanes) * kMove;
+      const double work = static_cast<double>(out_features) *
+                          (per_feature * cycles(p, vectors, scatter) + static_cast<double>(lanes) * kMove);
+      const std::int64_t least = scatter ? std::max<std::int64_t>(1, out_features * lanes / kPanelFloats) : 1;
+      for (std::int64_t splits = least; splits <= std::max<std::int64_t>(least, 4 * p.threads); ++splits) {
+        if (splits > std::max<std::int64_t>(1, p.out_blocks)) break;
+        const std::int64_t rounds = (panels * splits + p.threads - 1) / p.threads;
+        const double cost = static_cast<double>(rounds) * (pack + work / static_cast<double>(splits));
+        if (cost < best_cost * 0.999) {  // ties: fewer splits, gather
+          best_cost = cost;
+          best = {scatter, vectors, splits, 1};
+        }
+      }
+    }
+  }
+  const std::int64_t tile = kPanelFloats / (static_cast<std::int64_t>(best.vectors) * p.width * p.red_block);
+  // Equal tiles, so that the last one is no sliver.
+  const std::int64_t tiles =
+      (p.red_blocks + std::max<std::int64_t>(1, tile) - 1) / std::max<std::int64_t>(1, tile);
+  best.tile_blocks =
+      tiles <= 1 ? std::max<std::int64_t>(1, p.red_blocks) : (p.red_blocks + tiles - 1) / tiles;
+  return best;
+}
+
+}  // namespace rarefy::cpu

@@ -1,0 +1,29 @@
+// How a product is cut into tasks: problem → blocking, a pure function, tested without running it.
+#pragma once
+
+#include <cstdint>
+
+namespace rarefy::cpu {
+
+// linear or grad_input, seen as out += W · in with blocks of out_block × red_block.
+struct BlockingProblem {
+  std::int64_t tokens = 0;
+  std::int64_t out_blocks = 0, red_blocks = 0;
+  std::int64_t out_block = 1, red_block = 1;
+  std::int64_t entries = 0;  // stored blocks
+  int threads = 1;
+  int width = 16;       // floats in a vector
+  int max_vectors = 4;  // of the kernels
+  int registers = 32;
+};
+
+struct Blocking {
+  bool scatter = false;          // input stationary
+  int vectors = 1;               // of a panel; the last one may be narrower
+  std::int64_t splits = 1;       // tasks over the output blocks of one panel
+  std::int64_t tile_blocks = 1;  // gather: reduction blocks of X in L2 at a time
+};
+
+Blocking choose_blocking(const BlockingProblem& problem);
+
+}  // namespace rarefy::cpu

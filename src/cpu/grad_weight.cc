@@ -1,0 +1,91 @@
+// Drives the weight gradient: both inputs are packed feature-major, a chunk of tokens at a time, by
+// all threads; then tasks of block rows with equal shares of the stored blocks take their dot
+// products. Chunks are added in order, so the result does not depend on the number of threads.
+#include <algorithm>
+
+#include "cpu/drivers.h"
+#include "cpu/scratch.h"
+
+namespace rarefy::cpu {
+
+namespace {
+
+constexpr std::int64_t kChunk = 256;     // tokens: long enough to pay for the sum across lanes
+constexpr std::int64_t kFeatures = 256;  // features of one packing task
+
+// Packs `features` (rounded up to `padded`, the rest 0) of tokens first … first + rows.
+void pack_features(const Kernels& kernels, const Context& context, const MatrixView& m, std::int64_t first,
+                   std::int64_t rows, std::int64_t lanes, std::int64_t padded, float* panel) {
+  context.executor.parallel_for((padded + kFeatures - 1) / kFeatures, [&](std::int64_t task) {
+    const std::int64_t from = task * kFeatures;
+    const std::int64_t to = std::min(from + kFeatures, padded);
+    const std::int64_t features = std::clamp<std::int64_t>(m.cols - from, 0, to - from);
+    const char* data = static_cast<const char*>(m.data) +
+                       (first * m.row_stride + from) * static_cast<std::int64_t>(size_of(m.dtype));
+    kernels.pack({{data, m.row_stride, static_cast<std::int32_t>(rows), static_cast<std::int32_t>(features),
+                   storage(m.dtype)},
+                  panel + from * lanes,
+                  static_cast<std::int32_t>(lanes)});
+    std::fill(panel + (from + features) * lanes, panel + to * lanes, 0.0F);
+  });
+}
+
+// Cuts the stored blocks into pieces of at most `most`, none across a block row.
+struct Piece {
+  std::int32_t row, begin, end;
+};
+
+std::vector<Piece> cut(const PlanView& plan, std::int64_t most) {
+  std::vector<Piece> pieces;
+  for (std::int64_t i = 0; i < plan.shape.row_count(); ++i) {
+    const std::int64_t end = plan.crow[i + 1];
+    for (std::int64_t e = plan.crow[i]; e < end; e += most) {
+      pieces.push_back({static_cast<std::int32_t>(i), static_cast<std::int32_t>(e),
+                        static_cast<std::int32_t>(std::min(e + most, end))});
+    }
+  }
+  return pieces;
+}
+
+}  // namespace
+
+Status run_grad_weight(const Kernels& kernels, const GradWeightArgs& args, const Context& context) {
+  const PlanView& plan = args.plan;
+  const BsrShape& shape = plan.shape;
+  const std::int64_t tokens = args.x.rows;
+  const std::int64_t width = kernels.width;
+  const std::int64_t longest = std::min(kChunk, (tokens + width - 1) / width * width);
+  const std::int64_t out_features = shape.row_count() * shape.block_rows;
+  const std::int64_t in_features = shape.col_count() * shape.block_cols;
+
+  static thread_local TaskScratch scratch;  // shared with the workers for this call
+  float* dy = scratch.y.get<float>(out_features * longest);
+  float* x = scratch.x.get<float>(in_features * longest);
+  float* sums = args.dtype == DType::f32 ? static_cast<float*>(args.dvalues)
+                                         : scratch.unpacked.get<float>(shape.value_count());
+  if (tokens == 0) std::fill(sums, sums + shape.value_count(), 0.0F);
+
+  const std::int64_t most = std::max<std::int64_t>(1, 4096 / shape.block_size());
+  const std::vector<Piece> pieces = cut(plan, most);
+  const std::int64_t tasks =
+      std::min<std::int64_t>(std::ssize(pieces), std::int64_t{8} * context.executor.threads);
+  for (std::int64_t first = 0; first < tokens; first += longest) {
+    const std::int64_t rows = std::min(longest, tokens - first);
+    const std::int64_t lanes = (rows + width - 1) / width * width;
+    pack_features(kernels, context, args.dy, first, rows, lanes, out_features, dy);
+    pack_features(kernels, context, args.x, first, rows, lanes, in_features, x);
+    context.executor.parallel_for(tasks, [&](std::int64_t task) {
+      const std::int64_t end = (task + 1) * std::ssize(pieces) / tasks;
+      for (std::int64_t i = task * std::ssize(pieces) / tasks; i < end; ++i) {
+        const Piece& piece = pieces[static_cast<std::size_t>(i)];
+        kernels.dot({dy + piece.row * shape.block_rows * lanes, x, lanes, plan.col, piece.begin, piece.end,
+                     static_cast<std::int32_t>(shape.block_rows), static_cast<std::int32_t>(shape.block_cols),
+                     sums + piece.begin * shape.block_size(), first > 0});
+      }
+    });
+  }
+  if (args.dtype != DType::f32) kernels.round(storage(args.dtype), sums, shape.value_count(), args.dvalues);
+  return {};
+}
+
+}  // namespace rarefy::cpu

@@ -1,0 +1,10 @@
+// The kernels compiled for AVX-512.
+#include "cpu/simd/avx512.h"
+
+#include "cpu/kernel_table.h"
+
+namespace rarefy::cpu {
+
+const Kernels kAvx512 = kernel_table<Avx512>("avx512", 4);
+
+}  // namespace rarefy::cpu

@@ -1,0 +1,125 @@
+// The contract between the ISA-independent drivers (linear.cc, grad_weight.cc) and the kernels that
+// are compiled once per instruction set. Plain structs only: a translation unit built with -mavx512f
+// includes nothing that could leave an AVX-512 copy of a shared inline function in the program.
+//
+// Kernels work on packed panels: `lanes` = vectors · width tokens, feature-major, float:
+// element (feature f, token m) of a panel is at panel[f * lanes + m]. 16-bit storage is converted
+// when a panel is packed and when it is stored, so every product accumulates in float.
+#pragma once
+
+#include <cstdint>
+
+namespace rarefy::cpu {
+
+enum class Storage : std::uint8_t { f32, bf16, f16 };
+
+enum class PanelActivation : std::uint8_t { none, relu, gelu_erf, gelu_tanh, silu };
+
+// Rows of a row-major matrix: `rows` × `cols` elements from `data`.
+struct RowBlock {
+  const void* data;
+  std::int64_t row_stride;  // elements
+  std::int32_t rows;
+  std::int32_t cols;
+  Storage storage;
+};
+
+// Writes `cols` features of `lanes` tokens; tokens past `rows` are 0.
+struct PackTask {
+  RowBlock from;
+  float* panel;
+  std::int32_t lanes;
+};
+
+// Writes a panel back to row-major: y[m][n] = act(panel[n][m] + bias[n]). The panel is working memory.
+struct StoreTask {
+  float* panel;
+  std::int32_t lanes;
+  const float* bias;  // or null
+  PanelActivation activation;
+  void* data;
+  std::int64_t row_stride;
+  std::int32_t rows;
+  std::int32_t cols;
+  Storage storage;
+};
+
+// The sparse operand as one product sees it: W for linear, Wᵀ for grad_input. Entry e multiplies
+// reduction block index[e] by the stored block at `position(e)`, whose element (o, i), o along the
+// output, is at o * out_stride + i * red_stride.
+struct SparseOperand {
+  const std::int32_t* index;
+  const std::int32_t* perm;  // position of entry e; null: e itself
+  const void* values;
+  Storage storage;
+  std::int64_t block_size;
+  std::int64_t out_stride, red_stride;
+  std::int32_t out_block, red_block;
+};
+
+// y[o] += Σ over entries of W[o, i] · x[i], for output blocks begin … end: accumulators of a few
+// output features stay in registers while the entries stream by ("output stationary").
+struct GatherTask {
+  SparseOperand w;
+  const std::int32_t* entry_begin;  // indexed by output block
+  const std::int32_t* entry_end;
+  std::int32_t begin, end;
+  const float* x;  // panel of reduction features, from block x_first on
+  std::int32_t x_first;
+  float* y;         // panel of output features, from block `begin` on
+  bool accumulate;  // add to y, or overwrite it
+  std::int32_t vectors;
+  float* unpacked;  // room for max(kUnpacked, block_size) floats, if storage is 16-bit
+};
+
+inline constexpr std::int64_t kUnpacked = 4096;  // floats: with x and y slices it still fits in L1
+
+// The transposed order, for blocks flatter than a register tile: a few reduction features stay in
+// registers and y is updated in place ("input stationary"). Entries are listed by reduction block.
+struct ScatterTask {
+  SparseOperand w;                  // index[e] is the output block here
+  const std::int32_t* entry_begin;  // indexed by reduction block
+  const std::int32_t* entry_end;
+  std::int32_t begin, end;  // reduction blocks
+  const float* x;           // panel of reduction features, from block `begin` on
+  float* y;                 // panel of output features, from block y_first on
+  std::int32_t y_first;
+  std::int32_t vectors;
+  float* unpacked;  // as in GatherTask
+};
+
+// out[r][c] (+)= Σ_m dy[r][m] · x[c][m] for the stored blocks `begin` … `end` of one block row.
+// Here panels are long: `lanes` tokens of one feature are contiguous.
+struct DotTask {
+  const float* dy;          // panel rows of this block row
+  const float* x;           // panel of all input features
+  std::int64_t lanes;       // a multiple of the width
+  const std::int32_t* col;  // block column of each stored block
+  std::int32_t begin, end;
+  std::int32_t block_rows, block_cols;
+  float* out;  // block `begin` on, canonical order
+  bool accumulate;
+};
+
+// What one instruction set offers. A row of this table is all the drivers know of it.
+struct Kernels {
+  const char* impl;
+  std::int32_t width;        // floats in a vector
+  std::int32_t max_vectors;  // widest panel of gather and scatter
+  std::int32_t registers;    // vector registers
+  void (*pack)(const PackTask&);
+  void (*store)(const StoreTask&);
+  void (*gather)(const GatherTask&);
+  void (*scatter)(const ScatterTask&);
+  void (*dot)(const DotTask&);
+  void (*unpack)(Storage from, const void* values, std::int64_t count, float* to);
+  void (*round)(Storage to, const float* values, std::int64_t count, void* out);
+};
+
+extern const Kernels kScalar;
+#if defined(__x86_64__)
+extern const Kernels kAvx2;
+extern const Kernels kAvx512;
+#endif
+
+}  // namespace rarefy::cpu

@@ -1,0 +1,250 @@
+// Drives linear and grad_input, which are one product: out = W · in on feature-major panels of
+// tokens, W read by its rows or through the transposed index. A task is a panel of tokens × a range
+// of output blocks; ranges have equal shares of the stored blocks.
+#include <algorithm>
+
+#include "cpu/blocking.h"
+#include "cpu/drivers.h"
+#include "cpu/scratch.h"
+
+namespace rarefy::cpu {
+
+namespace {
+
+// The entries of W listed by one of its dimensions: `begin` has one more element than blocks.
+struct Listing {
+  SparseOperand w;
+  const std::int32_t* begin;
+};
+
+struct Product {
+  MatrixView in;
+  MutableMatrixView out;
+  Listing by_output, by_reduction;
+  std::int64_t out_blocks, red_blocks, entries;
+  const void* bias = nullptr;
+  Activation activation = Activation::none;
+};
+
+SparseOperand operand(const BsrView& w, const std::int32_t* index, const std::int32_t* perm,
+                      bool transposed) {
+  const BsrShape& s = w.plan.shape;
+  const auto rows = static_cast<std::int32_t>(s.block_rows);
+  const auto cols = static_cast<std::int32_t>(s.block_cols);
+  if (transposed) return {index, perm, w.values, storage(w.dtype), s.block_size(), 1, cols, cols, rows};
+  return {index, perm, w.values, storage(w.dtype), s.block_size(), cols, 1, rows, cols};
+}
+
+BlockingProblem problem_of(const Product& p, const Kernels& kernels, int threads) {
+  const SparseOperand& w = p.by_output.w;
+  return {p.in.rows, p.out_blocks, p.red_blocks,  w.out_block,         w.red_block,
+          p.entries, threads,      kernels.width, kernels.max_vectors, kernels.registers};
+}
+
+// Boundaries of `parts` ranges of output blocks with equal work: stored elements, and a price for
+// writing each output feature that equals about 12 of them.
+std::vector<std::int32_t> split_evenly(const Listing& list, std::int64_t blocks, std::int64_t parts) {
+  const auto work = [&](std::int64_t b) {
+    return list.begin[b] * static_cast<std::int64_t>(list.w.red_block) + 12 * b;
+  };
+  std::vector<std::int32_t> bounds(static_cast<std::size_t>(parts + 1));
+  for (std::int64_t part = 0; part <= parts; ++part) {
+    const std::int64_t target = work(blocks) / parts * part + work(blocks) % parts * part / parts;
+    std::int64_t low = 0;
+    std::int64_t high = blocks;
+    while (low < high) {
+      const std::int64_t middle = (low + high) / 2;
+      if (work(middle) < target) {
+        low = middle + 1;
+      } else {
+        high = middle;
+      }
+    }
+    bounds[static_cast<std::size_t>(part)] = static_cast<std::int32_t>(low);
+  }
+  bounds.front() = 0;
+  bounds.back() = static_cast<std::int32_t>(blocks);
+  return bounds;
+}
+
+struct Panel {
+  std::int64_t first;  // token
+  std::int32_t rows;
+  int vectors;
+  std::int64_t lanes;
+};
+
+class Task {
+ public:
+  Task(const Product& product, const Kernels& kernels, const Blocking& blocking, const float* bias,
+       Panel panel)
+      : p_(product), k_(kernels), blocking_(blocking), bias_(bias), panel_(panel), scratch_(task_scratch()) {
+    const std::int64_t unpacked = std::max(kUnpacked, product.by_output.w.block_size);
+    unpacked_ = storage(p_.in.dtype) == Storage::f32 ? nullptr : scratch_.unpacked.get<float>(unpacked);
+  }
+
+  // Output blocks begin … end, by rows of W. X is packed a tile of reduction blocks at a time, so
+  // that the tile stays in L2; with several tiles the sums of all output blocks wait in `y`.
+  void gather(std::int32_t begin, std::int32_t end) {
+    const Listing& list = p_.by_output;
+    const std::int64_t tile = blocking_.tile_blocks;
+    const bool single = tile >= p_.red_blocks;
+    const std::int64_t out_lanes = list.w.out_block * panel_.lanes;
+    // 64 features leave as runs of four cache lines (see store_run); their sums still fit in L1.
+    const auto group = static_cast<std::int32_t>(std::max<std::int64_t>(1, 64 / list.w.out_block));
+    float* x = scratch_.x.get<float>(std::min(tile, p_.red_blocks) * list.w.red_block * panel_.lanes);
+    float* y = scratch_.y.get<float>((single ? std::min(group, end - begin) : end - begin) * out_lanes);
+    std::int32_t* cursors =
+        single ? nullptr : scratch_.cursors.get<std::int32_t>(2 * std::int64_t{end - begin});
+    for (std::int64_t first = 0; first == 0 || first < p_.red_blocks; first += tile) {
+      const std::int64_t last = std::min(first + tile, p_.red_blocks);
+      pack(first, last, list.w.red_block, x);
+      const std::int32_t* entry_begin = list.begin;
+      const std::int32_t* entry_end = list.begin + 1;
+      if (!single) {
+        advance(list, begin, end, static_cast<std::int32_t>(last), first == 0, cursors);
+        entry_begin = cursors - begin;
+        entry_end = cursors + (end - begin) - begin;
+      }
+      for (std::int32_t o = begin; o < end; o += group) {
+        const std::int32_t stop = std::min(o + group, end);
+        float* to = single ? y : y + (o - begin) * out_lanes;
+        k_.gather({list.w, entry_begin, entry_end, o, stop, x, static_cast<std::int32_t>(first), to,
+                   first > 0, panel_.vectors, unpacked_});
+        if (last == p_.red_blocks) store(o, stop, to);
+      }
+    }
+  }
+
+  // The same output blocks, by columns of W: X passes by once, a small piece at a time, and the
+  // sums of the range stay in L2.
+  void scatter(std::int32_t begin, std::int32_t end) {
+    const Listing& list = p_.by_reduction;
+    const std::int64_t out_lanes = list.w.out_block * panel_.lanes;
+    const std::int64_t piece = std::max<std::int64_t>(1, 64 / list.w.red_block);
+    float* x = scratch_.x.get<float>(piece * list.w.red_block * panel_.lanes);
+    float* y = scratch_.y.get<float>((end - begin) * out_lanes);
+    std::int32_t* cursors = scratch_.cursors.get<std::int32_t>(2 * piece);
+    std::fill(y, y + (end - begin) * out_lanes, 0.0F);
+    for (std::int64_t first = 0; first < p_.red_blocks; first += piece) {
+      const std::int64_t last = std::min(first + piece, p_.red_blocks);
+      pack(first, last, list.w.red_block, x);
+      for (std::int64_t j = first; j < last; ++j) {
+        const std::int32_t* rows = list.w.index;
+        const std::int32_t* from = std::lower_bound(rows + list.begin[j], rows + list.begin[j + 1], begin);
+        const std::int32_t* to = std::lower_bound(from, rows + list.begin[j + 1], end);
+        cursors[j - first] = static_cast<std::int32_t>(from - rows);
+        cursors[piece + j - first] = static_cast<std::int32_t>(to - rows);
+      }
+      k_.scatter({list.w, cursors - first, cursors + piece - first, static_cast<std::int32_t>(first),
+                  static_cast<std::int32_t>(last), x, y, begin, panel_.vectors, unpacked_});
+    }
+    store(begin, end, y);
+  }
+
+ private:
+  // Reduction blocks first … last of the panel's tokens; features past the edge become 0.
+  void pack(std::int64_t first, std::int64_t last, std::int64_t red_block, float* x) const {
+    const std::int64_t from = first * red_block;
+    const std::int64_t features = std::min(last * red_block, p_.in.cols) - from;
+    const char* data =
+        static_cast<const char*>(p_.in.data) +
+        (panel_.first * p_.in.row_stride + from) * static_cast<std::int64_t>(size_of(p_.in.dtype));
+    k_.pack({{data, p_.in.row_stride, panel_.rows, static_cast<std::int32_t>(features), storage(p_.in.dtype)},
+             x,
+             static_cast<std::int32_t>(panel_.lanes)});
+    std::fill(x + features * panel_.lanes, x + (last - first) * red_block * panel_.lanes, 0.0F);
+  }
+
+  // For the tile that ends before reduction block `last`: entries cursors[o] … cursors[count + o].
+  static void advance(const Listing& list, std::int32_t begin, std::int32_t end, std::int32_t last,
+                      bool start, std::int32_t* cursors) {
+    const std::int32_t count = end - begin;
+    for (std::int32_t i = 0; i < count; ++i) {
+      cursors[i] = start ? list.begin[begin + i] : cursors[count + i];
+      const std::int32_t* stop = list.w.index + list.begin[begin + i + 1];
+      cursors[count + i] =
+          static_cast<std::int32_t>(std::lower_bound(list.w.index + cursors[i], stop, last) - list.w.index);
+    }
+  }
+
+  void store(std::int32_t begin, std::int32_t end, float* y) const {
+    const std::int64_t from = static_cast<std::int64_t>(begin) * p_.by_output.w.out_block;
+    const std::int64_t features =
+        std::min(static_cast<std::int64_t>(end) * p_.by_output.w.out_block, p_.out.cols) - from;
+    char* data = static_cast<char*>(p_.out.data) +
+                 (panel_.first * p_.out.row_stride + from) * static_cast<std::int64_t>(size_of(p_.out.dtype));
+    k_.store({y, static_cast<std::int32_t>(panel_.lanes), bias_ == nullptr ? nullptr : bias_ + from,
+              static_cast<PanelActivation>(p_.activation), data, p_.out.row_stride, panel_.rows,
+              static_cast<std::int32_t>(features), storage(p_.out.dtype)});
+  }
+
+  const Product& p_;
+  const Kernels& k_;
+  const Blocking& blocking_;
+  const float* bias_;
+  const Panel panel_;
+  TaskScratch& scratch_;
+  float* unpacked_;
+};
+
+Status run(const Product& product, const Kernels& kernels, const Context& context) {
+  const Blocking blocking = choose_blocking(problem_of(product, kernels, context.executor.threads));
+  std::vector<float> converted;  // the bias, when it is not float already
+  const auto* bias = static_cast<const float*>(product.bias);
+  if (bias != nullptr && product.out.dtype != DType::f32) {
+    converted.resize(static_cast<std::size_t>(product.out.cols));
+    kernels.unpack(storage(product.out.dtype), product.bias, product.out.cols, converted.data());
+    bias = converted.data();
+  }
+  const std::vector<std::int32_t> bounds =
+      split_evenly(product.by_output, product.out_blocks, blocking.splits);
+  const std::int64_t lanes = static_cast<std::int64_t>(blocking.vectors) * kernels.width;
+  const std::int64_t panels = (product.in.rows + lanes - 1) / lanes;
+  return run_tasks(context, panels * blocking.splits, [&](std::int64_t t) {
+    const std::int64_t first = t / blocking.splits * lanes;
+    const std::int64_t split = t % blocking.splits;
+    const auto rows = static_cast<std::int32_t>(std::min(lanes, product.in.rows - first));
+    const int vectors = (rows + kernels.width - 1) / kernels.width;
+    const std::int32_t begin = bounds[static_cast<std::size_t>(split)];
+    const std::int32_t end = bounds[static_cast<std::size_t>(split + 1)];
+    if (begin == end) return;
+    Task task(product, kernels, blocking, bias,
+              {first, rows, vectors, static_cast<std::int64_t>(vectors) * kernels.width});
+    if (blocking.scatter) {
+      task.scatter(begin, end);
+    } else {
+      task.gather(begin, end);
+    }
+  });
+}
+
+}  // namespace
+
+Status run_linear(const Kernels& kernels, const LinearArgs& args, const Context& context) {
+  const PlanView& plan = args.w.plan;
+  return run({args.x,
+              args.y,
+              {operand(args.w, plan.col, nullptr, false), plan.crow},
+              {operand(args.w, plan.row, plan.perm, false), plan.ccol},
+              plan.shape.row_count(),
+              plan.shape.col_count(),
+              plan.shape.nnzb,
+              args.bias,
+              args.activation},
+             kernels, context);
+}
+
+Status run_grad_input(const Kernels& kernels, const GradInputArgs& args, const Context& context) {
+  const PlanView& plan = args.w.plan;
+  return run({args.dy,
+              args.dx,
+              {operand(args.w, plan.row, plan.perm, true), plan.ccol},
+              {operand(args.w, plan.col, nullptr, true), plan.crow},
+              plan.shape.col_count(),
+              plan.shape.row_count(),
+              plan.shape.nnzb},
+             kernels, context);
+}
+
+}  // namespace rarefy::cpu

@@ -1,0 +1,180 @@
+// Between row-major matrices of any storage and feature-major float panels: width × width
+// transposes in registers, with bias and activation applied on the way out.
+#pragma once
+
+#include "cpu/activation.h"
+#include "cpu/kernels.h"
+
+namespace rarefy::cpu {
+
+template <class I>
+Vec<I> load_as(Storage storage, const void* data, std::int64_t at) {
+  switch (storage) {
+    case Storage::f32: return I::load(static_cast<const float*>(data) + at);
+    case Storage::bf16: return I::load_bf16(static_cast<const std::uint16_t*>(data) + at);
+    case Storage::f16: return I::load_f16(static_cast<const std::uint16_t*>(data) + at);
+  }
+  return I::zero();
+}
+
+template <class I>
+void store_as(Storage storage, void* data, std::int64_t at, Vec<I> v) {
+  switch (storage) {
+    case Storage::f32: return I::store(static_cast<float*>(data) + at, v);
+    case Storage::bf16: return I::store_bf16(static_cast<std::uint16_t*>(data) + at, v);
+    case Storage::f16: return I::store_f16(static_cast<std::uint16_t*>(data) + at, v);
+  }
+}
+
+static constexpr std::int64_t bytes_of(Storage storage) { return storage == Storage::f32 ? 4 : 2; }
+
+// The first `count` < width elements, the rest 0; through a buffer, since only edges come here.
+template <class I>
+Vec<I> load_part(Storage storage, const void* data, std::int64_t at, int count) {
+  alignas(64) unsigned char buffer[I::kWidth * 4] = {};
+  __builtin_memcpy(buffer, static_cast<const char*>(data) + at * bytes_of(storage),
+                   static_cast<std::size_t>(count * bytes_of(storage)));
+  return load_as<I>(storage, buffer, 0);
+}
+
+template <class I>
+void store_part(Storage storage, void* data, std::int64_t at, Vec<I> v, int count) {
+  alignas(64) unsigned char buffer[I::kWidth * 4];
+  store_as<I>(storage, buffer, 0, v);
+  __builtin_memcpy(static_cast<char*>(data) + at * bytes_of(storage), buffer,
+                   static_cast<std::size_t>(count * bytes_of(storage)));
+}
+
+// Calls f with the storage as a compile-time constant: the tile loops must not branch on it.
+template <class F>
+void dispatch_storage(Storage storage, F f) {
+  switch (storage) {
+    case Storage::f32: return f.template operator()<Storage::f32>();
+    case Storage::bf16: return f.template operator()<Storage::bf16>();
+    case Storage::f16: return f.template operator()<Storage::f16>();
+  }
+}
+
+template <class I, Storage kStorage>
+void pack_edge(const PackTask& task, std::int32_t m, std::int32_t k) {
+  constexpr int w = I::kWidth;
+  const RowBlock& from = task.from;
+  const int cols = from.cols - k < w ? from.cols - k : w;
+  Vec<I> tile[w];
+  for (int i = 0; i < w; ++i) {
+    const std::int64_t at = (m + i) * from.row_stride + k;
+    tile[i] = m + i < from.rows ? load_part<I>(kStorage, from.data, at, cols) : I::zero();
+  }
+  I::transpose(tile);
+  float* to = task.panel + static_cast<std::int64_t>(k) * task.lanes + m;
+  for (int i = 0; i < cols; ++i) I::store(to + static_cast<std::int64_t>(i) * task.lanes, tile[i]);
+}
+
+template <class I>
+void pack(const PackTask& task) {
+  constexpr int w = I::kWidth;
+  const RowBlock& from = task.from;
+  dispatch_storage(from.storage, [&]<Storage kStorage>() {
+    for (std::int32_t m = 0; m < task.lanes; m += w) {
+      std::int32_t k = 0;
+      if (m + w <= from.rows) {
+        for (; k + w <= from.cols; k += w) {
+          Vec<I> tile[w];
+          std::int64_t at = m * from.row_stride + k;
+#pragma GCC unroll 16
+          for (int i = 0; i < w; ++i, at += from.row_stride) tile[i] = load_as<I>(kStorage, from.data, at);
+          I::transpose(tile);
+          float* to = task.panel + static_cast<std::int64_t>(k) * task.lanes + m;
+#pragma GCC unroll 16
+          for (int i = 0; i < w; ++i, to += task.lanes) I::store(to, tile[i]);
+        }
+      }
+      for (; k < from.cols; k += w) pack_edge<I, kStorage>(task, m, k);
+    }
+  });
+}
+
+// Bias and activation, in place.
+template <class I>
+void finish(const StoreTask& task) {
+  for (std::int32_t n = 0; n < task.cols; ++n) {
+    float* row = task.panel + static_cast<std::int64_t>(n) * task.lanes;
+    const Vec<I> bias = task.bias == nullptr ? I::zero() : I::set1(task.bias[n]);
+    for (std::int32_t m = 0; m < task.rows; m += I::kWidth) {
+      I::store(row + m, activate<I>(task.activation, I::add(I::load(row + m), bias)));
+    }
+  }
+}
+
+// Tokens m … m + width, features n … n + cols. Rows leave one after the other, each as a run of whole
+// cache lines: with a power-of-two stride, a column of lines would fall into one set of L1 and write
+// at a third of the speed (14 against 40 GB/s on Zen 5).
+inline constexpr int kRun = 64;  // floats
+
+template <class I, Storage kStorage>
+void store_run(const StoreTask& task, std::int32_t m, std::int32_t n, int cols) {
+  constexpr int w = I::kWidth;
+  alignas(64) float run[w][kRun];
+  int done = 0;
+  for (; done + w <= cols; done += w) {
+    Vec<I> tile[w];
+    const float* from = task.panel + static_cast<std::int64_t>(n + done) * task.lanes + m;
+#pragma GCC unroll 16
+    for (int i = 0; i < w; ++i, from += task.lanes) tile[i] = I::load(from);
+    I::transpose(tile);
+#pragma GCC unroll 16
+    for (int i = 0; i < w; ++i) I::store(run[i] + done, tile[i]);
+  }
+  const int whole = done;
+  if (done < cols) {
+    Vec<I> tile[w];
+    for (int i = 0; i < w; ++i) {
+      const float* from = task.panel + static_cast<std::int64_t>(n + done + i) * task.lanes + m;
+      tile[i] = done + i < cols ? I::load(from) : I::zero();
+    }
+    I::transpose(tile);
+    for (int i = 0; i < w; ++i) I::store(run[i] + done, tile[i]);
+  }
+  const int rows = task.rows - m < w ? task.rows - m : w;
+  for (int i = 0; i < rows; ++i) {
+    const std::int64_t at = (m + i) * task.row_stride + n;
+    for (int j = 0; j < whole; j += w) store_as<I>(kStorage, task.data, at + j, I::load(run[i] + j));
+    if (whole < cols) store_part<I>(kStorage, task.data, at + whole, I::load(run[i] + whole), cols - whole);
+  }
+}
+
+template <class I>
+void store(const StoreTask& task) {
+  if (task.bias != nullptr || task.activation != PanelActivation::none) finish<I>(task);
+  dispatch_storage(task.storage, [&]<Storage kStorage>() {
+    for (std::int32_t m = 0; m < task.rows; m += I::kWidth) {
+      for (std::int32_t n = 0; n < task.cols; n += kRun) {
+        store_run<I, kStorage>(task, m, n, task.cols - n < kRun ? task.cols - n : kRun);
+      }
+    }
+  });
+}
+
+template <class I>
+void unpack(Storage from, const void* values, std::int64_t count, float* to) {
+  constexpr int w = I::kWidth;
+  std::int64_t i = 0;
+  for (; i + w <= count; i += w) I::store(to + i, load_as<I>(from, values, i));
+  if (i < count) {
+    store_part<I>(Storage::f32, to, i, load_part<I>(from, values, i, static_cast<int>(count - i)),
+                  static_cast<int>(count - i));
+  }
+}
+
+template <class I>
+void round_to(Storage to, const float* values, std::int64_t count, void* out) {
+  constexpr int w = I::kWidth;
+  std::int64_t i = 0;
+  for (; i + w <= count; i += w) store_as<I>(to, out, i, I::load(values + i));
+  if (i < count) {
+    const int rest = static_cast<int>(count - i);
+    store_part<I>(to, out, i, load_part<I>(Storage::f32, values, i, rest), rest);
+  }
+}
+
+}  // namespace rarefy::cpu

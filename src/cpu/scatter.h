@@ -1,0 +1,101 @@
+// Input stationary: for stored blocks flatter than a register tile (1×16, or the transpose of 4×1).
+// A few features of the reduction block stay in registers; each entry updates its output features
+// in the y panel: per entry and output feature `vectors` loads and stores for
+// inputs · vectors FMAs, so four inputs already hide them.
+#pragma once
+
+#include "cpu/panel.h"
+
+namespace rarefy::cpu {
+
+template <class I, int Inputs, int Vectors>
+void scatter_tile(const ScatterTask& task, const float* values, const std::int32_t* index,
+                  const std::int32_t* perm, std::int32_t count, const float* x) {
+  constexpr std::int64_t lanes = Vectors * I::kWidth;
+  const SparseOperand& w = task.w;
+  Vec<I> xv[Inputs][Vectors];
+#pragma GCC unroll 16
+  for (int i = 0; i < Inputs; ++i) {
+#pragma GCC unroll 16
+    for (int v = 0; v < Vectors; ++v) xv[i][v] = I::load(x + i * lanes + v * I::kWidth);
+  }
+  float* panel = task.y - task.y_first * w.out_block * lanes;
+  for (std::int32_t e = 0; e < count; ++e) {
+    const float* block = values + (perm != nullptr ? perm[e] : e) * w.block_size;
+    float* y = panel + index[e] * w.out_block * lanes;
+    for (std::int32_t o = 0; o < w.out_block; ++o, y += lanes, block += w.out_stride) {
+      Vec<I> sum[Vectors];
+#pragma GCC unroll 16
+      for (int v = 0; v < Vectors; ++v) sum[v] = I::load(y + v * I::kWidth);
+#pragma GCC unroll 16
+      for (int i = 0; i < Inputs; ++i) {
+        const Vec<I> wv = I::set1(block[i * w.red_stride]);
+#pragma GCC unroll 16
+        for (int v = 0; v < Vectors; ++v) sum[v] = I::fma(wv, xv[i][v], sum[v]);
+      }
+#pragma GCC unroll 16
+      for (int v = 0; v < Vectors; ++v) I::store(y + v * I::kWidth, sum[v]);
+    }
+  }
+}
+
+template <class I, int Vectors>
+void scatter_blocks(const ScatterTask& task) {
+  constexpr std::int64_t lanes = Vectors * I::kWidth;
+  constexpr int budget = I::kRegisters - Vectors - 1;  // inputs beside the sums and one broadcast
+  const SparseOperand& w = task.w;
+  const float* x = task.x;
+  const std::int64_t chunk = w.block_size < kUnpacked ? kUnpacked / w.block_size : 1;
+  for (std::int32_t j = task.begin; j < task.end; ++j, x += w.red_block * lanes) {
+    std::int32_t e = task.entry_begin[j];
+    const std::int32_t end = task.entry_end[j];
+    while (e < end) {
+      const float* values = static_cast<const float*>(w.values);
+      const std::int32_t* perm = w.perm != nullptr ? w.perm + e : nullptr;
+      std::int32_t count = end - e;
+      if (w.storage != Storage::f32) {
+        const auto* half = static_cast<const std::uint16_t*>(w.values);
+        count = count < chunk ? count : static_cast<std::int32_t>(chunk);
+        for (std::int32_t i = 0; i < count; ++i) {
+          const std::int64_t position = perm != nullptr ? perm[i] : e + i;
+          unpack<I>(w.storage, half + position * w.block_size, w.block_size,
+                    task.unpacked + i * w.block_size);
+        }
+        values = task.unpacked;
+        perm = nullptr;
+      } else if (perm == nullptr) {
+        values += e * w.block_size;
+      }
+      std::int32_t left = w.red_block;
+      const float* xi = x;
+      const auto step = [&]<int Inputs>() {
+        scatter_tile<I, Inputs, Vectors>(task, values, w.index + e, perm, count, xi);
+        values += Inputs * w.red_stride;
+        xi += Inputs * lanes;
+        left -= Inputs;
+      };
+      if constexpr (8 * Vectors <= budget) {
+        while (left >= 8) step.template operator()<8>();
+      }
+      if constexpr (4 * Vectors <= budget) {
+        while (left >= 4) step.template operator()<4>();
+      }
+      while (left >= 2) step.template operator()<2>();
+      if (left == 1) step.template operator()<1>();
+      e += count;
+    }
+  }
+}
+
+template <class I>
+void scatter(const ScatterTask& task) {
+  switch (task.vectors) {
+    case 1: return scatter_blocks<I, 1>(task);
+    case 2: return scatter_blocks<I, 2>(task);
+    case 3: return scatter_blocks<I, 3>(task);
+    case 4: return scatter_blocks<I, 4>(task);
+    default: return;
+  }
+}
+
+}  // namespace rarefy::cpu

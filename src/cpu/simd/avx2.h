@@ -1,0 +1,84 @@
+// Eight floats: AVX2 with FMA and F16C.
+#pragma once
+
+#include <immintrin.h>
+
+#include <cstdint>
+
+namespace rarefy::cpu {
+
+struct Avx2 {
+  static constexpr int kWidth = 8;
+  static constexpr int kRegisters = 16;
+  using Vec = __m256;
+
+  static Vec zero() { return _mm256_setzero_ps(); }
+  static Vec set1(float x) { return _mm256_set1_ps(x); }
+  static Vec load(const float* p) { return _mm256_loadu_ps(p); }
+  static void store(float* p, Vec v) { _mm256_storeu_ps(p, v); }
+  static Vec add(Vec a, Vec b) { return _mm256_add_ps(a, b); }
+  static Vec mul(Vec a, Vec b) { return _mm256_mul_ps(a, b); }
+  static Vec div(Vec a, Vec b) { return _mm256_div_ps(a, b); }
+  static Vec fma(Vec a, Vec b, Vec c) { return _mm256_fmadd_ps(a, b, c); }
+  static Vec max(Vec a, Vec b) { return _mm256_max_ps(a, b); }  // b if either is NaN
+  static Vec min(Vec a, Vec b) { return _mm256_min_ps(a, b); }
+  static Vec select_negative(Vec x, Vec if_negative, Vec otherwise) {
+    return _mm256_blendv_ps(otherwise, if_negative, _mm256_cmp_ps(x, zero(), _CMP_LT_OQ));
+  }
+  static Vec round(Vec x) { return _mm256_round_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+  static Vec scale(Vec v, Vec n) {
+    const __m256i exponent = _mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127));
+    return _mm256_mul_ps(v, _mm256_castsi256_ps(_mm256_slli_epi32(exponent, 23)));
+  }
+  static float sum(Vec v) {
+    const __m128 half = _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
+    const __m128 quarter = _mm_add_ps(half, _mm_movehl_ps(half, half));
+    return _mm_cvtss_f32(_mm_add_ss(quarter, _mm_movehdup_ps(quarter)));
+  }
+
+  static Vec load_bf16(const std::uint16_t* p) {
+    const __m128i half = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(half), 16));
+  }
+  static void store_bf16(std::uint16_t* p, Vec v) {  // to nearest even; NaN stays a (quiet) NaN
+    const __m256i bits = _mm256_castps_si256(v);
+    const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
+    const __m256i rounded = _mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff)));
+    const __m256i quiet = _mm256_or_si256(bits, _mm256_set1_epi32(0x400000));
+    const __m256i nan = _mm256_castps_si256(_mm256_cmp_ps(v, v, _CMP_UNORD_Q));
+    const __m256i words = _mm256_srli_epi32(_mm256_blendv_epi8(rounded, quiet, nan), 16);
+    const __m256i packed = _mm256_permute4x64_epi64(_mm256_packus_epi32(words, words), 0x08);
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_castsi256_si128(packed));
+  }
+  static Vec load_f16(const std::uint16_t* p) {
+    return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+  }
+  static void store_f16(std::uint16_t* p, Vec v) {
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT));
+  }
+
+  static void transpose(Vec (&m)[kWidth]) {
+    Vec t[kWidth];
+#pragma GCC unroll 16
+    for (int i = 0; i < 8; i += 2) {  // pairs of rows, 2 × 2 inside each 128-bit lane
+      t[i] = _mm256_unpacklo_ps(m[i], m[i + 1]);
+      t[i + 1] = _mm256_unpackhi_ps(m[i], m[i + 1]);
+    }
+#pragma GCC unroll 16
+    for (int i = 0; i < 8; i += 4) {  // 4 × 4 inside each lane
+      m[i] = _mm256_shuffle_ps(t[i], t[i + 2], 0x44);
+      m[i + 1] = _mm256_shuffle_ps(t[i], t[i + 2], 0xee);
+      m[i + 2] = _mm256_shuffle_ps(t[i + 1], t[i + 3], 0x44);
+      m[i + 3] = _mm256_shuffle_ps(t[i + 1], t[i + 3], 0xee);
+    }
+#pragma GCC unroll 16
+    for (int i = 0; i < 4; ++i) {  // across the lanes
+      t[i] = _mm256_permute2f128_ps(m[i], m[i + 4], 0x20);
+      t[i + 4] = _mm256_permute2f128_ps(m[i], m[i + 4], 0x31);
+    }
+#pragma GCC unroll 16
+    for (int i = 0; i < 8; ++i) m[i] = t[i];
+  }
+};
+
+}  // namespace rarefy::cpu

@@ -1,0 +1,83 @@
+// Sixteen floats: AVX-512 F, BW, DQ and VL.
+#pragma once
+
+#include <immintrin.h>
+
+#include <cstdint>
+
+namespace rarefy::cpu {
+
+struct Avx512 {
+  static constexpr int kWidth = 16;
+  static constexpr int kRegisters = 32;
+  using Vec = __m512;
+
+  static Vec zero() { return _mm512_setzero_ps(); }
+  static Vec set1(float x) { return _mm512_set1_ps(x); }
+  static Vec load(const float* p) { return _mm512_loadu_ps(p); }
+  static void store(float* p, Vec v) { _mm512_storeu_ps(p, v); }
+  static void stream(float* p, Vec v) { _mm512_stream_ps(p, v); }
+  static Vec add(Vec a, Vec b) { return _mm512_add_ps(a, b); }
+  static Vec mul(Vec a, Vec b) { return _mm512_mul_ps(a, b); }
+  static Vec div(Vec a, Vec b) { return _mm512_div_ps(a, b); }
+  static Vec fma(Vec a, Vec b, Vec c) { return _mm512_fmadd_ps(a, b, c); }
+  static Vec max(Vec a, Vec b) { return _mm512_max_ps(a, b); }  // b if either is NaN
+  static Vec min(Vec a, Vec b) { return _mm512_min_ps(a, b); }
+  static Vec select_negative(Vec x, Vec if_negative, Vec otherwise) {
+    return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(x, zero(), _CMP_LT_OQ), otherwise, if_negative);
+  }
+  static Vec round(Vec x) { return _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+  static Vec scale(Vec v, Vec n) { return _mm512_scalef_ps(v, n); }
+  static float sum(Vec v) { return _mm512_reduce_add_ps(v); }
+
+  static Vec load_bf16(const std::uint16_t* p) {
+    const __m256i half = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(half), 16));
+  }
+  static void store_bf16(std::uint16_t* p, Vec v) {  // to nearest even; NaN stays a (quiet) NaN
+    const __m512i bits = _mm512_castps_si512(v);
+    const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+    const __m512i rounded = _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
+    const __m512i quiet = _mm512_or_si512(bits, _mm512_set1_epi32(0x400000));
+    const __mmask16 nan = _mm512_cmp_ps_mask(v, v, _CMP_UNORD_Q);
+    const __m512i words = _mm512_srli_epi32(_mm512_mask_blend_epi32(nan, rounded, quiet), 16);
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtepi32_epi16(words));
+  }
+  static Vec load_f16(const std::uint16_t* p) {
+    return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+  }
+  static void store_f16(std::uint16_t* p, Vec v) {
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT));
+  }
+
+  static void transpose(Vec (&m)[kWidth]) {
+    Vec t[kWidth];
+#pragma GCC unroll 16
+    for (int i = 0; i < 16; i += 2) {  // pairs of rows, 2 × 2 inside each 128-bit lane
+      t[i] = _mm512_unpacklo_ps(m[i], m[i + 1]);
+      t[i + 1] = _mm512_unpackhi_ps(m[i], m[i + 1]);
+    }
+#pragma GCC unroll 16
+    for (int i = 0; i < 16; i += 4) {  // 4 × 4 inside each lane
+      m[i] = _mm512_shuffle_ps(t[i], t[i + 2], 0x44);
+      m[i + 1] = _mm512_shuffle_ps(t[i], t[i + 2], 0xee);
+      m[i + 2] = _mm512_shuffle_ps(t[i + 1], t[i + 3], 0x44);
+      m[i + 3] = _mm512_shuffle_ps(t[i + 1], t[i + 3], 0xee);
+    }
+#pragma GCC unroll 16
+    for (int i = 0; i < 16; i += 8) {  // pairs of lanes
+#pragma GCC unroll 16
+      for (int j = 0; j < 4; ++j) {
+        t[i + j] = _mm512_shuffle_f32x4(m[i + j], m[i + j + 4], 0x88);
+        t[i + j + 4] = _mm512_shuffle_f32x4(m[i + j], m[i + j + 4], 0xdd);
+      }
+    }
+#pragma GCC unroll 16
+    for (int j = 0; j < 8; ++j) {  // all four lanes
+      m[j] = _mm512_shuffle_f32x4(t[j], t[j + 8], 0x88);
+      m[j + 8] = _mm512_shuffle_f32x4(t[j], t[j + 8], 0xdd);
+    }
+  }
+};
+
+}  // namespace rarefy::cpu
