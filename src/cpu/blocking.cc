@@ -9,6 +9,11 @@ namespace {
 
 constexpr std::int64_t kPanelFloats = 128 * 1024;  // 512 KB: half of a 1 MB L2, W and Y stream by
 
+// Weights that caches do not hold (L3 is shared) are read from memory once for a set of panels:
+// each group of them meets one panel after the other while it is in L2.
+constexpr double kStreamed = 16e6;  // bytes
+constexpr std::int64_t kSharing = 4;
+
 // Packing or storing one element: a transpose in registers and a trip to L3. Measured, in cycles.
 constexpr double kMove = 0.4;
 
@@ -34,12 +39,15 @@ double cycles(const BlockingProblem& p, int vectors, bool scatter) {
 Blocking choose_blocking(const BlockingProblem& p) {
   Blocking best;
   double best_cost = std::numeric_limits<double>::infinity();
+  const double weight_bytes = 4.0 * static_cast<double>(p.entries * p.out_block * p.red_block);
   const double per_feature =
       static_cast<double>(p.entries * p.red_block) / std::max<std::int64_t>(1, p.out_blocks);
   for (const bool scatter : {false, true}) {
     for (int vectors = 1; vectors <= p.max_vectors; ++vectors) {
       const std::int64_t lanes = static_cast<std::int64_t>(vectors) * p.width;
+      const std::int64_t sharing = scatter || weight_bytes < kStreamed ? 1 : kSharing;
       const std::int64_t panels = (p.tokens + lanes - 1) / lanes;
+      const std::int64_t sets = (panels + sharing - 1) / sharing;
       const std::int64_t out_features = p.out_blocks * p.out_block;
       const std::int64_t red_features = p.red_blocks * p.red_block;
       const double pack = static_cast<double>(red_features * lanes) * kMove;
@@ -48,16 +56,17 @@ Blocking choose_blocking(const BlockingProblem& p) {
       const std::int64_t least = scatter ? std::max<std::int64_t>(1, out_features * lanes / kPanelFloats) : 1;
       for (std::int64_t splits = least; splits <= std::max<std::int64_t>(least, 4 * p.threads); ++splits) {
         if (splits > std::max<std::int64_t>(1, p.out_blocks)) break;
-        const std::int64_t rounds = (panels * splits + p.threads - 1) / p.threads;
-        const double cost = static_cast<double>(rounds) * (pack + work / static_cast<double>(splits));
+        const std::int64_t rounds = (sets * splits + p.threads - 1) / p.threads;
+        const double cost = static_cast<double>(rounds * std::min(sharing, panels)) *
+                            (pack + work / static_cast<double>(splits));
         if (cost < best_cost * 0.999) {  // ties: fewer splits, gather
           best_cost = cost;
-          best = {scatter, vectors, splits, 1};
+          best = {scatter, vectors, sharing, splits, 1};
         }
       }
     }
   }
-  const std::int64_t tile = kPanelFloats / (static_cast<std::int64_t>(best.vectors) * p.width * p.red_block);
+  const std::int64_t tile = kPanelFloats / (best.panels * best.vectors * p.width * p.red_block);
   // Equal tiles, so that the last one is no sliver.
   const std::int64_t tiles =
       (p.red_blocks + std::max<std::int64_t>(1, tile) - 1) / std::max<std::int64_t>(1, tile);

@@ -20,7 +20,8 @@ struct BlockingProblem {
 struct Blocking {
   bool scatter = false;          // input stationary
   int vectors = 1;               // of a panel; the last one may be narrower
-  std::int64_t splits = 1;       // tasks over the output blocks of one panel
+  std::int64_t panels = 1;       // gather: panels of one task, which share each group of weights
+  std::int64_t splits = 1;       // tasks over the output blocks of one such set of panels
   std::int64_t tile_blocks = 1;  // gather: reduction blocks of X in L2 at a time
 };
 

@@ -31,13 +31,16 @@ void dot_tile(const float* dy, const float* const* x, std::int64_t lanes, float*
       for (int c = 0; c < Cols; ++c) sum[r][c] = I::fma(dv, xv[c], sum[r][c]);
     }
   }
-#pragma GCC unroll 16
-  for (int r = 0; r < Rows; ++r) {
-#pragma GCC unroll 16
-    for (int c = 0; c < Cols; ++c) {
+  for (int c = 0; c < Cols; ++c) {
+    float sums[Rows];
+    if constexpr (Rows == 4) {
+      I::sum4(sum[0][c], sum[1][c], sum[2][c], sum[3][c], sums);
+    } else {
+      for (int r = 0; r < Rows; ++r) sums[r] = I::sum(sum[r][c]);
+    }
+    for (int r = 0; r < Rows; ++r) {
       float* to = out[c] + r * out_stride;
-      const float value = I::sum(sum[r][c]);
-      *to = accumulate ? *to + value : value;
+      *to = accumulate ? *to + sums[r] : sums[r];
     }
   }
 }

@@ -74,31 +74,50 @@ struct Panel {
   std::int64_t lanes;
 };
 
+// Tokens first … first + count, cut into panels; only the last one may be narrower.
+std::vector<Panel> cut_tokens(std::int64_t first, std::int64_t count, std::int64_t lanes,
+                              std::int64_t width) {
+  std::vector<Panel> panels;
+  for (std::int64_t at = 0; at < count; at += lanes) {
+    const std::int64_t rows = std::min(lanes, count - at);
+    const std::int64_t vectors = (rows + width - 1) / width;
+    panels.push_back(
+        {first + at, static_cast<std::int32_t>(rows), static_cast<int>(vectors), vectors * width});
+  }
+  return panels;
+}
+
 class Task {
  public:
-  Task(const Product& product, const Kernels& kernels, const Blocking& blocking, const float* bias,
-       Panel panel)
-      : p_(product), k_(kernels), blocking_(blocking), bias_(bias), panel_(panel), scratch_(task_scratch()) {
+  Task(const Product& product, const Kernels& kernels, const Blocking& blocking, const float* bias)
+      : p_(product), k_(kernels), blocking_(blocking), bias_(bias), scratch_(task_scratch()) {
     const std::int64_t unpacked = std::max(kUnpacked, product.by_output.w.block_size);
     unpacked_ = storage(p_.in.dtype) == Storage::f32 ? nullptr : scratch_.unpacked.get<float>(unpacked);
   }
 
-  // Output blocks begin … end, by rows of W. X is packed a tile of reduction blocks at a time, so
-  // that the tile stays in L2; with several tiles the sums of all output blocks wait in `y`.
-  void gather(std::int32_t begin, std::int32_t end) {
+  // Output blocks begin … end, by rows of W, for a set of panels. X is packed a tile of reduction
+  // blocks at a time, so that the set's tile stays in L2; a group of output blocks meets all panels
+  // while its weights are near. With several tiles the sums of all output blocks wait in `y`.
+  void gather(const std::vector<Panel>& panels, std::int32_t begin, std::int32_t end) {
     const Listing& list = p_.by_output;
-    const std::int64_t tile = blocking_.tile_blocks;
-    const bool single = tile >= p_.red_blocks;
-    const std::int64_t out_lanes = list.w.out_block * panel_.lanes;
+    const std::int64_t tile = std::min(blocking_.tile_blocks, p_.red_blocks);
+    const bool single = tile == p_.red_blocks;
+    const std::int64_t lanes = panels.front().lanes;
+    const std::int64_t sets = std::ssize(panels);
     // 64 features leave as runs of four cache lines (see store_run); their sums still fit in L1.
     const auto group = static_cast<std::int32_t>(std::max<std::int64_t>(1, 64 / list.w.out_block));
-    float* x = scratch_.x.get<float>(std::min(tile, p_.red_blocks) * list.w.red_block * panel_.lanes);
-    float* y = scratch_.y.get<float>((single ? std::min(group, end - begin) : end - begin) * out_lanes);
+    const std::int64_t x_size = tile * list.w.red_block * lanes;
+    const std::int64_t y_size = (end - begin) * list.w.out_block * lanes;
+    const std::int64_t y_group = std::min(group, end - begin) * list.w.out_block * lanes;
+    float* x = scratch_.x.get<float>(sets * x_size);
+    float* y = scratch_.y.get<float>(single ? y_group : sets * y_size);
     std::int32_t* cursors =
         single ? nullptr : scratch_.cursors.get<std::int32_t>(2 * std::int64_t{end - begin});
     for (std::int64_t first = 0; first == 0 || first < p_.red_blocks; first += tile) {
       const std::int64_t last = std::min(first + tile, p_.red_blocks);
-      pack(first, last, list.w.red_block, x);
+      for (std::int64_t s = 0; s < sets; ++s) {
+        pack(panels[static_cast<std::size_t>(s)], first, last, list.w.red_block, x + s * x_size);
+      }
       const std::int32_t* entry_begin = list.begin;
       const std::int32_t* entry_end = list.begin + 1;
       if (!single) {
@@ -108,27 +127,30 @@ class Task {
       }
       for (std::int32_t o = begin; o < end; o += group) {
         const std::int32_t stop = std::min(o + group, end);
-        float* to = single ? y : y + (o - begin) * out_lanes;
-        k_.gather({list.w, entry_begin, entry_end, o, stop, x, static_cast<std::int32_t>(first), to,
-                   first > 0, panel_.vectors, unpacked_});
-        if (last == p_.red_blocks) store(o, stop, to);
+        for (std::int64_t s = 0; s < sets; ++s) {
+          const Panel& panel = panels[static_cast<std::size_t>(s)];
+          float* to = single ? y : y + s * y_size + (o - begin) * list.w.out_block * panel.lanes;
+          k_.gather({list.w, entry_begin, entry_end, o, stop, x + s * x_size,
+                     static_cast<std::int32_t>(first), to, first > 0, panel.vectors, unpacked_});
+          if (last == p_.red_blocks) store(panel, o, stop, to);
+        }
       }
     }
   }
 
   // The same output blocks, by columns of W: X passes by once, a small piece at a time, and the
   // sums of the range stay in L2.
-  void scatter(std::int32_t begin, std::int32_t end) {
+  void scatter(const Panel& panel, std::int32_t begin, std::int32_t end) {
     const Listing& list = p_.by_reduction;
-    const std::int64_t out_lanes = list.w.out_block * panel_.lanes;
+    const std::int64_t out_lanes = list.w.out_block * panel.lanes;
     const std::int64_t piece = std::max<std::int64_t>(1, 64 / list.w.red_block);
-    float* x = scratch_.x.get<float>(piece * list.w.red_block * panel_.lanes);
+    float* x = scratch_.x.get<float>(piece * list.w.red_block * panel.lanes);
     float* y = scratch_.y.get<float>((end - begin) * out_lanes);
     std::int32_t* cursors = scratch_.cursors.get<std::int32_t>(2 * piece);
     std::fill(y, y + (end - begin) * out_lanes, 0.0F);
     for (std::int64_t first = 0; first < p_.red_blocks; first += piece) {
       const std::int64_t last = std::min(first + piece, p_.red_blocks);
-      pack(first, last, list.w.red_block, x);
+      pack(panel, first, last, list.w.red_block, x);
       for (std::int64_t j = first; j < last; ++j) {
         const std::int32_t* rows = list.w.index;
         const std::int32_t* from = std::lower_bound(rows + list.begin[j], rows + list.begin[j + 1], begin);
@@ -137,23 +159,24 @@ class Task {
         cursors[piece + j - first] = static_cast<std::int32_t>(to - rows);
       }
       k_.scatter({list.w, cursors - first, cursors + piece - first, static_cast<std::int32_t>(first),
-                  static_cast<std::int32_t>(last), x, y, begin, panel_.vectors, unpacked_});
+                  static_cast<std::int32_t>(last), x, y, begin, panel.vectors, unpacked_});
     }
-    store(begin, end, y);
+    store(panel, begin, end, y);
   }
 
  private:
   // Reduction blocks first … last of the panel's tokens; features past the edge become 0.
-  void pack(std::int64_t first, std::int64_t last, std::int64_t red_block, float* x) const {
+  void pack(const Panel& panel, std::int64_t first, std::int64_t last, std::int64_t red_block,
+            float* x) const {
     const std::int64_t from = first * red_block;
     const std::int64_t features = std::min(last * red_block, p_.in.cols) - from;
     const char* data =
         static_cast<const char*>(p_.in.data) +
-        (panel_.first * p_.in.row_stride + from) * static_cast<std::int64_t>(size_of(p_.in.dtype));
-    k_.pack({{data, p_.in.row_stride, panel_.rows, static_cast<std::int32_t>(features), storage(p_.in.dtype)},
+        (panel.first * p_.in.row_stride + from) * static_cast<std::int64_t>(size_of(p_.in.dtype));
+    k_.pack({{data, p_.in.row_stride, panel.rows, static_cast<std::int32_t>(features), storage(p_.in.dtype)},
              x,
-             static_cast<std::int32_t>(panel_.lanes)});
-    std::fill(x + features * panel_.lanes, x + (last - first) * red_block * panel_.lanes, 0.0F);
+             static_cast<std::int32_t>(panel.lanes)});
+    std::fill(x + features * panel.lanes, x + (last - first) * red_block * panel.lanes, 0.0F);
   }
 
   // For the tile that ends before reduction block `last`: entries cursors[o] … cursors[count + o].
@@ -168,14 +191,14 @@ class Task {
     }
   }
 
-  void store(std::int32_t begin, std::int32_t end, float* y) const {
+  void store(const Panel& panel, std::int32_t begin, std::int32_t end, float* y) const {
     const std::int64_t from = static_cast<std::int64_t>(begin) * p_.by_output.w.out_block;
     const std::int64_t features =
         std::min(static_cast<std::int64_t>(end) * p_.by_output.w.out_block, p_.out.cols) - from;
     char* data = static_cast<char*>(p_.out.data) +
-                 (panel_.first * p_.out.row_stride + from) * static_cast<std::int64_t>(size_of(p_.out.dtype));
-    k_.store({y, static_cast<std::int32_t>(panel_.lanes), bias_ == nullptr ? nullptr : bias_ + from,
-              static_cast<PanelActivation>(p_.activation), data, p_.out.row_stride, panel_.rows,
+                 (panel.first * p_.out.row_stride + from) * static_cast<std::int64_t>(size_of(p_.out.dtype));
+    k_.store({y, static_cast<std::int32_t>(panel.lanes), bias_ == nullptr ? nullptr : bias_ + from,
+              static_cast<PanelActivation>(p_.activation), data, p_.out.row_stride, panel.rows,
               static_cast<std::int32_t>(features), storage(p_.out.dtype)});
   }
 
@@ -183,7 +206,6 @@ class Task {
   const Kernels& k_;
   const Blocking& blocking_;
   const float* bias_;
-  const Panel panel_;
   TaskScratch& scratch_;
   float* unpacked_;
 };
@@ -200,21 +222,19 @@ Status run(const Product& product, const Kernels& kernels, const Context& contex
   const std::vector<std::int32_t> bounds =
       split_evenly(product.by_output, product.out_blocks, blocking.splits);
   const std::int64_t lanes = static_cast<std::int64_t>(blocking.vectors) * kernels.width;
-  const std::int64_t panels = (product.in.rows + lanes - 1) / lanes;
-  return run_tasks(context, panels * blocking.splits, [&](std::int64_t t) {
-    const std::int64_t first = t / blocking.splits * lanes;
-    const std::int64_t split = t % blocking.splits;
-    const auto rows = static_cast<std::int32_t>(std::min(lanes, product.in.rows - first));
-    const int vectors = (rows + kernels.width - 1) / kernels.width;
-    const std::int32_t begin = bounds[static_cast<std::size_t>(split)];
-    const std::int32_t end = bounds[static_cast<std::size_t>(split + 1)];
-    if (begin == end) return;
-    Task task(product, kernels, blocking, bias,
-              {first, rows, vectors, static_cast<std::int64_t>(vectors) * kernels.width});
+  const std::int64_t tokens = lanes * blocking.panels;  // of one task
+  const std::int64_t sets = (product.in.rows + tokens - 1) / tokens;
+  return run_tasks(context, sets * blocking.splits, [&](std::int64_t t) {
+    const std::int64_t first = t / blocking.splits * tokens;
+    const auto split = static_cast<std::size_t>(t % blocking.splits);
+    if (bounds[split] == bounds[split + 1]) return;
+    const std::vector<Panel> panels =
+        cut_tokens(first, std::min(tokens, product.in.rows - first), lanes, kernels.width);
+    Task task(product, kernels, blocking, bias);
     if (blocking.scatter) {
-      task.scatter(begin, end);
+      task.scatter(panels.front(), bounds[split], bounds[split + 1]);
     } else {
-      task.gather(begin, end);
+      task.gather(panels, bounds[split], bounds[split + 1]);
     }
   });
 }

@@ -8,6 +8,8 @@
 
 namespace rarefy::cpu {
 
+inline constexpr std::int32_t kEntriesAhead = 16;
+
 template <class I, int Inputs, int Vectors>
 void scatter_tile(const ScatterTask& task, const float* values, const std::int32_t* index,
                   const std::int32_t* perm, std::int32_t count, const float* x) {
@@ -20,8 +22,7 @@ void scatter_tile(const ScatterTask& task, const float* values, const std::int32
     for (int v = 0; v < Vectors; ++v) xv[i][v] = I::load(x + i * lanes + v * I::kWidth);
   }
   float* panel = task.y - task.y_first * w.out_block * lanes;
-  for (std::int32_t e = 0; e < count; ++e) {
-    const float* block = values + (perm != nullptr ? perm[e] : e) * w.block_size;
+  const auto update = [&](std::int32_t e, const float* block) {
     float* y = panel + index[e] * w.out_block * lanes;
     for (std::int32_t o = 0; o < w.out_block; ++o, y += lanes, block += w.out_stride) {
       Vec<I> sum[Vectors];
@@ -36,7 +37,18 @@ void scatter_tile(const ScatterTask& task, const float* values, const std::int32
 #pragma GCC unroll 16
       for (int v = 0; v < Vectors; ++v) I::store(y + v * I::kWidth, sum[v]);
     }
+  };
+  if (perm == nullptr) {
+    for (std::int32_t e = 0; e < count; ++e, values += w.block_size) update(e, values);
+    return;
   }
+  // In transposed order blocks lie scattered in memory, where no hardware prefetcher finds them.
+  std::int32_t e = 0;
+  for (; e < count - kEntriesAhead; ++e) {
+    __builtin_prefetch(values + perm[e + kEntriesAhead] * w.block_size);
+    update(e, values + perm[e] * w.block_size);
+  }
+  for (; e < count; ++e) update(e, values + perm[e] * w.block_size);
 }
 
 template <class I, int Vectors>

@@ -66,6 +66,12 @@ struct Scalar {
     });
   }
   static float sum(Vec v) { return (v.lane[0] + v.lane[2]) + (v.lane[1] + v.lane[3]); }
+  static void sum4(Vec a, Vec b, Vec c, Vec d, float* out) {
+    out[0] = sum(a);
+    out[1] = sum(b);
+    out[2] = sum(c);
+    out[3] = sum(d);
+  }
 
   static Vec load_bf16(const std::uint16_t* p) {
     return map([p](int i) { return bits_to_float(std::uint32_t{p[i]} << 16); });
