@@ -4,32 +4,24 @@
 #include <cmath>
 
 #include "core/registry.h"
+#include "core/scalar.h"
 #include "ref/activation.h"
 
 namespace rarefy {
 namespace {
 
-double load(const double* p) { return *p; }
-double load(const float* p) { return *p; }
-double load(const bfloat16* p) { return to_float(*p); }
-double load(const float16* p) { return to_float(*p); }
-double load(const std::int8_t* p) { return *p; }
-
-void store(double* p, double x) { *p = x; }
-void store(float* p, double x) { *p = static_cast<float>(x); }
-void store(bfloat16* p, double x) { *p = to_bfloat16(x); }
-void store(float16* p, double x) { *p = to_float16(x); }
-
 // Calls f(In{}, Out{}) for the dtype pairs that linear.cc lets through.
 template <class F>
 void dispatch_pair(DType in, DType out, F&& f) {
-  switch (in) {
-    case DType::f64: return f(double{}, double{});
-    case DType::f32: return f(float{}, float{});
-    case DType::bf16: return f(bfloat16{}, bfloat16{});
-    case DType::f16: return f(float16{}, float16{});
-    case DType::i8: return out == DType::f64 ? f(std::int8_t{}, double{}) : f(std::int8_t{}, float{});
-  }
+  visit_dtype(in, [&]<class In>(In) {
+    if constexpr (!std::is_same_v<In, std::int8_t>) {
+      f(In{}, In{});
+    } else if (out == DType::f64) {
+      f(In{}, double{});
+    } else {
+      f(In{}, float{});
+    }
+  });
 }
 
 Status linear_ref(const LinearArgs& args, const Context& context) {
