@@ -1,0 +1,191 @@
+// rarefy convert IN OUT: dense safetensors → bsr-v1, or back with --to dense. Reads all of IN, then
+// writes OUT in one step.
+#include <algorithm>
+#include <cstdio>
+#include <filesystem>
+#include <optional>
+#include <regex>
+
+#include "cli/common.h"
+#include "core/checked.h"
+#include "core/message.h"
+#include "rarefy/bsr_file.h"
+
+namespace rarefy::cli {
+
+namespace {
+
+using nlohmann::json;
+
+constexpr std::string_view op = "convert";
+
+struct Options {
+  std::string input, output;
+  std::string to = "bsr";
+  std::string block = "16x16";
+  double density = 0.5;
+  std::string include;
+  bool force = false;
+  bool as_json = false;
+};
+
+// Modules that look rows up instead of multiplying, as Hugging Face models call them.
+constexpr std::string_view kMarks[] = {"emb", ".wte.", ".wpe.", ".shared.", "relative_attention_bias"};
+
+bool is_embedding(const std::string& name) {
+  const std::string padded = "." + name;
+  return std::any_of(std::begin(kMarks), std::end(kMarks),
+                     [&](std::string_view mark) { return padded.find(mark) != padded.npos; });
+}
+
+bool is_matrix(const StoredTensor& tensor) {
+  return tensor.shape.size() == 2 && from_safetensors(tensor.dtype);
+}
+
+// The tensors to make sparse: those --include matches in full, or else the weights of linear layers.
+Result<std::vector<std::string>> chosen(const BsrFile& file, const std::string& include) {
+  // The standard library's matcher recurses once a character.
+  constexpr std::size_t kLongestName = 1024;
+  std::optional<std::regex> pattern;
+  try {
+    if (!include.empty()) pattern.emplace(include);
+  } catch (const std::regex_error&) {
+    return invalid(op, "--include must be a regular expression (ECMAScript)", include);
+  }
+  std::vector<std::string> names;
+  for (const auto& [name, tensor] : file.tensors) {
+    if (!is_matrix(tensor) || name.size() > kLongestName) continue;
+    const bool wanted =
+        pattern ? std::regex_match(name, *pattern)
+                : name.ends_with(".weight") && tensor.dtype != SafetensorsDType::i8 && !is_embedding(name);
+    if (wanted) names.push_back(name);
+  }
+  if (names.empty()) {
+    return invalid(op,
+                   pattern
+                       ? "--include must match the whole name of a 2-D tensor of f64, f32, bf16, f16 or i8"
+                       : "the file must have a 2-D float tensor named *.weight that is no embedding",
+                   pattern ? include : cat(file.tensors.size(), " tensors, none of that kind"));
+  }
+  return names;
+}
+
+json row(const std::string& name, const BsrMatrix& weight) {
+  const BsrShape& shape = weight.pattern.shape();
+  const auto index_bytes = static_cast<std::int64_t>(
+      (weight.pattern.crow_indices().size() + weight.pattern.col_indices().size()) * sizeof(std::int32_t));
+  return {{"name", name},
+          {"shape", {shape.rows, shape.cols}},
+          {"block_shape", {shape.block_rows, shape.block_cols}},
+          {"density", weight.pattern.density()},
+          {"sparse_bytes", static_cast<std::int64_t>(weight.values.size()) + index_bytes},
+          {"dense_bytes", shape.rows * shape.cols * static_cast<std::int64_t>(size_of(weight.dtype))}};
+}
+
+Result<json> to_bsr(BsrFile& file, const Options& options) {
+  const auto block = parse_block(op, options.block);
+  if (!block.ok()) return block.status();
+  const auto names = chosen(file, options.include);
+  if (!names.ok()) return names.status();
+  json rows = json::array();
+  for (const std::string& name : *names) {
+    const StoredTensor& tensor = file.tensors.at(name);
+    const MatrixView dense{tensor.data.data(), *from_safetensors(tensor.dtype), tensor.shape[0],
+                           tensor.shape[1], tensor.shape[1]};
+    const auto mask = block_mask_by_norm(dense, *block, options.density);
+    if (!mask.ok()) return mask.status();
+    auto weight = dense_to_bsr(dense, *block, *mask);
+    if (!weight.ok()) return weight.status();
+    rows.push_back(row(name, *weight));
+    file.tensors.erase(name);
+    file.weights.emplace(name, std::move(weight).value());
+  }
+  return rows;
+}
+
+Result<json> to_dense(BsrFile& file) {
+  if (file.weights.empty()) return invalid(op, "the file must have sparse weights for --to dense", "none");
+  json rows = json::array();
+  for (const auto& [name, weight] : file.weights) {
+    const BsrShape& shape = weight.pattern.shape();
+    const auto bytes = checked_mul(shape.rows * shape.cols, static_cast<std::int64_t>(size_of(weight.dtype)));
+    // A file can describe an empty matrix of any size in a few bytes.
+    constexpr std::int64_t kMost = std::int64_t{1} << 40;
+    if (!bytes || *bytes > kMost) {
+      return invalid(op, cat("a dense weight must have at most ", kMost, " bytes"),
+                     cat(name, " of shape (", shape.rows, ", ", shape.cols, ')'));
+    }
+    StoredTensor dense{to_safetensors(weight.dtype), {shape.rows, shape.cols}, {}};
+    dense.data.resize(static_cast<std::size_t>(*bytes));
+    if (Status status = bsr_to_dense(weight.view(),
+                                     {dense.data.data(), weight.dtype, shape.rows, shape.cols, shape.cols});
+        !status.ok()) {
+      return status;
+    }
+    rows.push_back(row(name, weight));
+    file.tensors.emplace(name, std::move(dense));
+  }
+  file.weights.clear();
+  return rows;
+}
+
+void print_text(const json& all) {
+  std::vector<std::vector<std::string>> rows{{"WEIGHT", "SHAPE", "BLOCK", "DENSITY", "SPARSE", "DENSE"}};
+  for (const json& weight : all["weights"]) {
+    rows.push_back({weight["name"], weight["shape"].dump(), weight["block_shape"].dump(),
+                    fixed(weight["density"], 4), bytes_text(weight["sparse_bytes"]),
+                    bytes_text(weight["dense_bytes"])});
+  }
+  print_table(rows);
+  const std::int64_t before = all["input_bytes"], after = all["output_bytes"];
+  std::printf("\n%zu weights; %lld → %lld bytes (%s → %s)\n", all["weights"].size(),
+              static_cast<long long>(before), static_cast<long long>(after), bytes_text(before).c_str(),
+              bytes_text(after).c_str());
+}
+
+Exit run(const Options& options) {
+  std::error_code ignored;
+  if (!options.force && std::filesystem::exists(options.output, ignored)) {
+    return fail(invalid(op, "OUT must not exist, or --force be given", options.output));
+  }
+  auto file = read_bsr_file(options.input);
+  if (!file.ok()) return fail(file.status());
+  const auto rows = options.to == "dense" ? to_dense(file.value()) : to_bsr(file.value(), options);
+  if (!rows.ok()) return fail(rows.status());
+  // Before OUT is written: it may be IN.
+  const auto input_bytes = static_cast<std::int64_t>(std::filesystem::file_size(options.input, ignored));
+  if (Status status = write_bsr_file(options.output, *file); !status.ok()) return fail(status);
+  const json all{
+      {"input", options.input},
+      {"output", options.output},
+      {"to", options.to},
+      {"weights", *rows},
+      {"input_bytes", input_bytes},
+      {"output_bytes", static_cast<std::int64_t>(std::filesystem::file_size(options.output, ignored))}};
+  options.as_json ? print(all) : print_text(all);
+  return kOk;
+}
+
+}  // namespace
+
+void add_convert(CLI::App& app, Exit& exit) {
+  auto options = std::make_shared<Options>();
+  CLI::App* command = app.add_subcommand("convert", "Dense safetensors to bsr-v1, or back with --to dense");
+  command->add_option("IN", options->input, "A safetensors file, dense or bsr-v1")->required();
+  command->add_option("OUT", options->output, "The file to write")->required();
+  command->add_option("--to", options->to, "bsr or dense")
+      ->check(CLI::IsMember({"bsr", "dense"}))
+      ->capture_default_str();
+  command->add_option("--block", options->block, "Block shape, ROWSxCOLS")->capture_default_str();
+  command
+      ->add_option("--density", options->density, "Share of blocks to keep, in [0, 1]: those of largest norm")
+      ->capture_default_str();
+  command->add_option("--include", options->include,
+                      "Regular expression; matches whole tensor names. Default: 2-D float tensors named "
+                      "*.weight that are not embeddings");
+  command->add_flag("--force", options->force, "Replace OUT if it exists");
+  command->add_flag("--json", options->as_json, "Print JSON");
+  command->callback([options, &exit] { exit = run(*options); });
+}
+
+}  // namespace rarefy::cli
