@@ -1,0 +1,160 @@
+// A random sparse layer with its activations and gradients, on the host in double and on the GPU in
+// the dtype under test, and the three products on the GPU into guarded outputs.
+#pragma once
+
+#include <cmath>
+#include <optional>
+#include <random>
+
+#include "cuda_device.h"
+#include "rarefy/backend.h"
+#include "rarefy/linear.h"
+
+namespace rarefy::test {
+
+struct ProblemSpec {
+  std::int64_t m, n, k;
+  std::int64_t block_rows, block_cols;
+  double density = 0.5;
+  DType dtype = DType::f32;
+  bool integers = false;    // small ones: every sum is exact in every dtype
+  std::int64_t stride = 3;  // row strides are this much longer than the rows; −1 broadcasts one row of x
+};
+
+inline std::vector<std::byte> encode(std::span<const double> numbers, DType dtype) {
+  std::vector<std::byte> bytes(numbers.size() * size_of(dtype));
+  for (std::size_t i = 0; i < numbers.size(); ++i) {
+    const auto put = [&](auto value) { std::memcpy(&bytes[i * sizeof(value)], &value, sizeof(value)); };
+    switch (dtype) {
+      case DType::f64: put(numbers[i]); break;
+      case DType::f32: put(static_cast<float>(numbers[i])); break;
+      case DType::bf16: put(to_bfloat16(numbers[i])); break;
+      case DType::f16: put(to_float16(numbers[i])); break;
+      case DType::i8: put(static_cast<std::int8_t>(numbers[i])); break;
+    }
+  }
+  return bytes;
+}
+
+inline std::vector<double> decode(std::span<const std::byte> bytes, DType dtype) {
+  std::vector<double> numbers(bytes.size() / size_of(dtype));
+  for (std::size_t i = 0; i < numbers.size(); ++i) {
+    const auto get = [&]<class T>(T value) {
+      std::memcpy(&value, &bytes[i * sizeof(T)], sizeof(T));
+      return value;
+    };
+    switch (dtype) {
+      case DType::f64: numbers[i] = get(double{}); break;
+      case DType::f32: numbers[i] = get(float{}); break;
+      case DType::bf16: numbers[i] = to_float(get(bfloat16{})); break;
+      case DType::f16: numbers[i] = to_float(get(float16{})); break;
+      case DType::i8: numbers[i] = get(std::int8_t{}); break;
+    }
+  }
+  return numbers;
+}
+
+// The host half. All numbers are exact in spec.dtype.
+struct Problem {
+  ProblemSpec spec;
+  Pattern pattern;
+  std::vector<double> x, dy, values, bias;
+
+  std::int64_t x_stride() const { return spec.stride < 0 ? 0 : spec.k + spec.stride; }
+  std::int64_t y_stride() const { return spec.n + std::abs(spec.stride); }
+  std::int64_t dx_stride() const { return spec.k + std::abs(spec.stride); }
+};
+
+inline Problem make_problem(const ProblemSpec& spec, unsigned seed = 1) {
+  std::mt19937 random(seed);
+  std::bernoulli_distribution stored(spec.density);
+  const BsrShape shape{spec.n, spec.k, spec.block_rows, spec.block_cols, 0};
+  std::vector<std::int32_t> crow{0}, col;
+  for (std::int32_t i = 0; i < shape.row_count(); ++i) {
+    // Between densities 0 and 1, some block rows are empty and some are full.
+    const bool mixed = spec.density > 0 && spec.density < 1;
+    for (std::int32_t j = 0; j < shape.col_count(); ++j) {
+      if (mixed && i % 5 == 4) continue;
+      if ((mixed && i % 7 == 3) || stored(random)) col.push_back(j);
+    }
+    crow.push_back(static_cast<std::int32_t>(col.size()));
+  }
+  Result<Pattern> pattern = Pattern::create(shape, crow, col);
+  if (!pattern.ok()) throw std::runtime_error(pattern.status().message());
+  const auto numbers = [&](std::int64_t count) {
+    std::vector<double> result(static_cast<std::size_t>(count));
+    std::normal_distribution<> normal;
+    std::uniform_int_distribution<> integer(-2, 2);
+    for (double& number : result) number = spec.integers ? integer(random) : normal(random);
+    return decode(encode(result, spec.dtype), spec.dtype);
+  };
+  Problem problem{spec, *pattern, {}, {}, {}, {}};
+  problem.x = numbers(problem.x_stride() == 0 ? spec.k : spec.m * problem.x_stride());
+  problem.dy = numbers(spec.m * problem.y_stride());
+  problem.values = numbers(pattern->shape().value_count());
+  problem.bias = numbers(spec.n);
+  return problem;
+}
+
+// The same on the current GPU.
+class GpuProblem {
+ public:
+  explicit GpuProblem(const Problem& problem)
+      : spec_(problem.spec),
+        host_(problem),
+        plan_(DeviceBuffer::upload(problem.pattern.plan())),
+        x_(upload(problem.x)),
+        dy_(upload(problem.dy)),
+        values_(upload(problem.values)),
+        bias_(upload(problem.bias)),
+        y_(static_cast<std::size_t>(spec_.m * problem.y_stride()) * size_of(spec_.dtype)),
+        dx_(static_cast<std::size_t>(spec_.m * problem.dx_stride()) * size_of(spec_.dtype)),
+        dvalues_(problem.values.size() * size_of(spec_.dtype)) {}
+
+  Status linear(Activation activation, bool with_bias = true, cudaStream_t stream = nullptr) {
+    return rarefy::linear(x_view(), w_view(), with_bias ? bias_.data() : nullptr, activation,
+                          output(y_, spec_.n, host_.y_stride()), context(stream));
+  }
+  Status grad_input(cudaStream_t stream = nullptr) {
+    return rarefy::grad_input(dy_view(), w_view(), output(dx_, spec_.k, host_.dx_stride()), context(stream));
+  }
+  Status grad_weight(cudaStream_t stream = nullptr) {
+    return rarefy::grad_weight(dy_view(), x_view(), plan_view(), dvalues_.data(), spec_.dtype,
+                               context(stream));
+  }
+
+  GuardedOutput& y() { return y_; }
+  GuardedOutput& dx() { return dx_; }
+  GuardedOutput& dvalues() { return dvalues_; }
+  void poison() {
+    for (GuardedOutput* output : {&y_, &dx_, &dvalues_}) output->poison();
+  }
+
+ private:
+  DeviceBuffer upload(std::span<const double> numbers) const {
+    return DeviceBuffer::upload<std::byte>(encode(numbers, spec_.dtype));
+  }
+  static Context context(cudaStream_t stream) { return {{}, stream}; }
+  PlanView plan_view() const {
+    const auto words = static_cast<std::int64_t>(host_.pattern.plan().size());
+    return *view_device_plan("test", host_.pattern.shape(), static_cast<const std::int32_t*>(plan_.data()),
+                             words);
+  }
+  BsrView w_view() const { return {plan_view(), values_.data(), spec_.dtype, Device::cuda}; }
+  MatrixView x_view() const {
+    return {x_.data(), spec_.dtype, spec_.m, spec_.k, host_.x_stride(), Device::cuda};
+  }
+  MatrixView dy_view() const {
+    return {dy_.data(), spec_.dtype, spec_.m, spec_.n, host_.y_stride(), Device::cuda};
+  }
+  MutableMatrixView output(const GuardedOutput& out, std::int64_t cols, std::int64_t stride) const {
+    return {out.data(), spec_.dtype, spec_.m, cols, stride, Device::cuda};
+  }
+
+  ProblemSpec spec_;
+  const Problem& host_;
+  DeviceBuffer plan_, x_, dy_, values_, bias_;
+  GuardedOutput y_, dx_, dvalues_;
+};
+
+}  // namespace rarefy::test
