@@ -26,7 +26,7 @@ Status launch_status(Op op, cudaError_t launched) {
                cat(cudaGetErrorName(launched), ": ", cudaGetErrorString(launched)));
 }
 
-// A registry row for one product from its launch function.
+// What the registry calls for one product.
 template <Op op, auto launch, class Args>
 Status run(const Args& args, const Context& context) {
   return launch_status(op, launch(args, static_cast<cudaStream_t>(context.stream)));
@@ -48,6 +48,7 @@ void register_cuda(Registry& registry) {
 
 bool cuda_built() { return true; }
 
+// Initialises the driver, after which a forked child cannot use CUDA: not for the time of an import.
 std::vector<std::string> cuda_devices() {
   std::vector<std::string> devices;
   int count = 0;
