@@ -1,0 +1,148 @@
+"""Make a trained sentence encoder block-sparse, recover its quality, save, load, measure and report.
+
+Exit code 0: every goal reached; 1: a goal missed (the report is written all the same); 2: something is not
+installed or an option is wrong; 130: Ctrl-C outside the training (inside it, the best state goes on).
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import sys
+import time
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from torch import nn
+
+import rarefy
+
+from . import data, measure, report
+from .distill import Distiller, Progress
+from .evaluate import embed_entries, mean_cosine, quality
+from .model import FFN_LAYERS, load_dense, load_tokenizer, quiet_transformers, skeleton
+from .prune import prune
+from .summary import missed_goals
+
+CALIBRATION_TEXTS = 3000
+VALIDATION_ENTRIES = 250  # their definitions and headwords choose the best state
+
+
+def options(argv: list[str] | None) -> argparse.Namespace:
+    """Parses the command line; block becomes a pair of integers."""
+    parser = argparse.ArgumentParser(
+        prog="python -m examples.minilm.run", description=__doc__.splitlines()[0]
+    )
+    parser.add_argument("--minutes", type=float, default=5.0, help="training time (default: %(default)s)")
+    parser.add_argument(
+        "--density", type=float, default=0.5, help="stored share of blocks (default: %(default)s)"
+    )
+    parser.add_argument("--block", default="4x1", help="rows x columns of a block (default: %(default)s)")
+    parser.add_argument("--out", type=Path, default=Path("build/demo"), help="folder (default: %(default)s)")
+    parser.add_argument(
+        "--fresh", action="store_true", help="start anew, even where an earlier run can go on"
+    )
+    args = parser.parse_args(argv)
+    rows, _, cols = args.block.partition("x")
+    if not (rows.isdigit() and cols.isdigit() and int(rows) and int(cols)):
+        parser.error(f"--block must look like 4x1; got {args.block}")
+    if not 0 < args.density <= 1:
+        parser.error(f"--density must be above 0 and at most 1; got {args.density}")
+    if args.minutes < 0:
+        parser.error(f"--minutes must not be negative; got {args.minutes}")
+    args.block_shape = (int(rows), int(cols))
+    return args
+
+
+def sparsified(dense: nn.Module, tokenizer, texts: list[str], args: argparse.Namespace):
+    """A sparse copy of the dense encoder, reconstructed layer by layer, and sparsify's report.
+
+    The reconstructed weights are kept in the output folder: a rerun must train the same blocks.
+    """
+    spec = f"block:{args.block}@{args.density:g}"
+    kept_at, training_at = args.out / "pruned.pt", args.out / "training.pt"
+    kept = torch.load(kept_at, weights_only=True) if kept_at.is_file() and not args.fresh else None
+    student = copy.deepcopy(dense)
+    if kept is None or kept["spec"] != spec:
+        training_at.unlink(missing_ok=True)
+        masks = prune(
+            student, tokenizer, texts[:CALIBRATION_TEXTS], FFN_LAYERS, args.block_shape, args.density
+        )
+        weights = {name: student.get_submodule(name).weight.detach() for name in masks}
+        torch.save({"spec": spec, "masks": masks, "weights": weights}, kept_at)
+    else:
+        masks = kept["masks"]
+        for name, weight in kept["weights"].items():
+            student.get_submodule(name).weight.data.copy_(weight)
+    scores = {name: mask.float() for name, mask in masks.items()}
+    return student, rarefy.sparsify(student, {FFN_LAYERS: spec}, scores=scores), spec
+
+
+def recover(student: nn.Module, dense: nn.Module, tokenizer, split: data.Split, args, key: str) -> Progress:
+    """Distils the student in place for args.minutes, counting those of an earlier run."""
+    chosen = split.validation[:VALIDATION_ENTRIES]
+    validation = [text for entry in chosen for text in (entry.definition, entry.headword)]
+    distiller = Distiller(
+        student, dense, tokenizer, split.train_texts, validation, checkpoint=args.out / "training.pt", key=key
+    )
+    return distiller.run(args.minutes)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs the whole job; returns the exit code."""
+    args, console, start = options(argv), Console(), time.monotonic()
+    quiet_transformers()
+    try:
+        entries = data.read_entries(data.find_wordnet())
+        dense, tokenizer = load_dense(), load_tokenizer()
+    except (FileNotFoundError, ModuleNotFoundError) as error:
+        console.print(f"Cannot start: {error}", style="bold red")
+        return 2
+    args.out.mkdir(parents=True, exist_ok=True)
+    split = data.split(entries)
+    console.print(f"WordNet: {len(entries)} definitions, {len(split.held_out)} of them held out.")
+    dense_embedded = embed_entries(dense, tokenizer, split.held_out)
+
+    console.print("Choosing blocks and reconstructing layers …")
+    student, layers, key = sparsified(dense, tokenizer, split.train_texts, args)
+    one_shot = quality(embed_entries(student, tokenizer, split.held_out))
+    console.print(f"Distilling for {args.minutes:g} minutes (Ctrl-C keeps the best so far) …")
+    progress = recover(student, dense, tokenizer, split, args, key)
+
+    files = {"dense": args.out / "dense.safetensors", "sparse": args.out / "sparse.safetensors"}
+    rarefy.save_file(dense, files["dense"])
+    rarefy.save_file(student, files["sparse"])
+    sparse = skeleton()
+    rarefy.load_file(sparse, files["sparse"])
+    sparse_embedded = embed_entries(sparse, tokenizer, split.held_out)
+
+    console.print("Measuring …")
+    speed = measure.encoding_times(dense, sparse, tokenizer, split.held_out)
+    result = {
+        "quality": {
+            "dense": quality(dense_embedded),
+            "sparse": quality(sparse_embedded),
+            "mean_cosine": mean_cosine(dense_embedded, sparse_embedded),
+        },
+        "speed": speed,
+        "size": measure.sizes(dense, files["dense"], files["sparse"]),
+        "layers": layers,
+        "machine": report.machine(),
+        "versions": report.versions(),
+        "seconds_total": time.monotonic() - start,
+    }
+    details = {"spec": key, "one_shot": one_shot, "training": progress}
+    report.write(result, details, args.out)
+    report.show(result, details, console)
+    missed = missed_goals(result)
+    for sentence in missed:
+        console.print(sentence, style="bold red")
+    return 1 if missed else 0
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        sys.exit(130)

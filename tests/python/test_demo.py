@@ -1,0 +1,309 @@
+"""The parts of examples/minilm on tiny inputs: parser, split, metric, pruning, distillation, report."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+pytest.importorskip("transformers")
+
+from examples.minilm import data, distill, evaluate, measure, model, prune, report, run, summary
+
+LICENCE = "  1 This software and database is being provided to you, the LICENSEE, by  \n"
+NOUN = (
+    "00029677 03 n 0a process 0 physical_process 1 a 0 b 0 c 0 d 0 e 0 f 0 g 0 h 0 001 @ 00001930 n 0000 | "
+    'a phenomenon; or one marked by change; "events now in process"; "the process of calcification"  \n'
+)
+VERB = '00597385 31 v 02 master 0 control 0 001 * 00588888 v 0000 01 + 08 00 | be on top of; "Do you?"  \n'
+ADJECTIVE = "00013887 00 s 03 abounding 0 galore(ip) 0 x 0 001 & 00013662 a 0000 | existing in abundance  \n"
+POSITION = "00014285 00 s 02 well_heeled(p) 0 rich 0 001 & 00013662 a 0000 | in fortunate circumstances  \n"
+
+
+@pytest.fixture
+def wordnet(tmp_path: Path) -> Path:
+    (tmp_path / "data.noun").write_text(LICENCE + NOUN)
+    (tmp_path / "data.verb").write_text(LICENCE + VERB)
+    (tmp_path / "data.adj").write_text(LICENCE + ADJECTIVE + POSITION)
+    (tmp_path / "data.adv").write_text(LICENCE)
+    return tmp_path
+
+
+def test_parser_reads_first_word_and_definition_without_examples(wordnet: Path) -> None:
+    assert data.read_entries(wordnet) == [
+        data.Entry("process", "a phenomenon; or one marked by change"),
+        data.Entry("master", "be on top of"),
+        data.Entry("abounding", "existing in abundance"),
+        data.Entry("well heeled", "in fortunate circumstances"),
+    ]
+
+
+@pytest.mark.parametrize(
+    "line", [LICENCE, "", "00000000 03 n 01 word 0 000\n", '1 03 n 01 w 0 000 | "only"\n']
+)
+def test_parser_skips_what_is_no_entry(line: str) -> None:
+    assert data.parse_line(line) is None
+
+
+def entries(n: int) -> list[data.Entry]:
+    # Every headword twice, and every definition three times over the list.
+    return [data.Entry(f"word{i // 2}", f"definition {i // 3} of some thing") for i in range(n)]
+
+
+def test_split_is_deterministic_distinct_and_disjoint() -> None:
+    first, second = (data.split(entries(300), held_out=20, validation=10) for _ in range(2))
+    assert first == second
+    chosen = first.held_out + first.validation
+    assert (len(first.held_out), len(first.validation)) == (20, 10)
+    assert len({e.headword for e in chosen}) == len({e.definition for e in chosen}) == 30
+    assert len(set(first.train_texts)) == len(first.train_texts) > 100
+    assert not set(first.train_texts) & {t for e in chosen for t in (e.headword, e.definition)}
+
+
+def test_split_says_what_is_missing() -> None:
+    with pytest.raises(ValueError, match=r"\[split\] entries must have 40 distinct .* got 3"):
+        data.split(entries(8), held_out=20, validation=20)
+
+
+def test_accuracy_counts_ranks_and_gives_nothing_for_ties() -> None:
+    eye = torch.eye(3)
+    # Row 0 finds its own first, row 1 second; row 2 ties with both others, which are listed before it.
+    definitions = torch.tensor([[1.0, 0.0, 0.0], [0.9, 0.1, 0.0], [0.5, 0.5, 0.5]])
+    embedded = evaluate.Embedded(definitions, eye)
+    assert [evaluate.accuracy(embedded, k) for k in (1, 2, 3)] == [1 / 3, 2 / 3, 1.0]
+    assert evaluate.mean_cosine(embedded, evaluate.Embedded(definitions, -eye)) == pytest.approx(
+        0.0, abs=1e-7
+    )
+
+
+@pytest.mark.parametrize("block", [(4, 1), (4, 4), (1, 1)])
+def test_reconstruction_beats_plain_masks_and_keeps_block_rows_balanced(block: tuple[int, int]) -> None:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(500, 24, generator=generator) @ torch.randn(24, 24, generator=generator)
+    weight = torch.randn(16, 24, generator=generator)
+    pruned, mask = prune.reconstruct(weight, x.T @ x, block, 0.5, steps=4)
+    full = mask.repeat_interleave(block[0], 0).repeat_interleave(block[1], 1)
+    assert mask.sum(1).tolist() == [24 // block[1] // 2] * (16 // block[0])
+    assert (pruned[~full] == 0).all()
+    norms = weight.square().view(16 // block[0], block[0], 24 // block[1], block[1]).sum((1, 3))
+    kept = norms >= norms.flatten().sort(descending=True).values[norms.numel() // 2 - 1]
+    plain = weight * kept.repeat_interleave(block[0], 0).repeat_interleave(block[1], 1)
+    assert (x @ (weight - pruned).T).norm() < 0.7 * (x @ (weight - plain).T).norm()
+
+
+def test_reconstruction_at_density_one_changes_nothing() -> None:
+    weight = torch.randn(8, 6, generator=torch.Generator().manual_seed(1))
+    pruned, mask = prune.reconstruct(weight, torch.eye(6), (4, 1), 1.0)
+    assert torch.equal(pruned, weight) and mask.all()
+
+
+class Words:
+    """A tokenizer as the demo uses one: a word's id is its length."""
+
+    pad_token_id = 0
+
+    def __call__(self, texts: list[str], truncation: bool, max_length: int) -> dict[str, list[list[int]]]:
+        return {"input_ids": [[1 + len(word) % 29 for word in text.split()][:max_length] for text in texts]}
+
+
+TEXTS = [" ".join("x" * (1 + (i * j) % 13) for j in range(1, 3 + i % 7)) for i in range(120)]
+
+
+def encoder(seed: int) -> torch.nn.Module:
+    from transformers import BertConfig, BertModel
+
+    torch.manual_seed(seed)
+    config = BertConfig(
+        vocab_size=30, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32
+    )
+    return BertModel(config, add_pooling_layer=False).eval()
+
+
+def test_input_grams_leave_padding_out() -> None:
+    net, pattern = encoder(0), model.FFN_LAYERS
+    together = prune.input_grams(net, Words(), TEXTS[:12], pattern, batch_size=12)
+    alone = prune.input_grams(net, Words(), TEXTS[:12], pattern, batch_size=1)
+    assert sorted(together) == [
+        f"encoder.layer.{i}.{part}.dense" for i in (0, 1) for part in ("intermediate", "output")
+    ]
+    for name, gram in together.items():
+        torch.testing.assert_close(gram, alone[name], rtol=1e-4, atol=1e-4)
+
+
+def test_batches_cover_every_text_once_a_round() -> None:
+    wanted = sorted(len(text.split()) for text in TEXTS)
+    lengths, made = [], 0
+    for batch in distill.batches(Words(), TEXTS, tokens=64, seed=3):
+        assert batch["input_ids"].numel() <= 64
+        lengths += batch["attention_mask"].sum(1).tolist()
+        made += 1
+        if len(lengths) == len(TEXTS):
+            break
+    assert sorted(lengths) == wanted
+    resumed = next(distill.batches(Words(), TEXTS, tokens=64, seed=3, skip=made - 1))
+    assert torch.equal(resumed["input_ids"], batch["input_ids"])
+
+
+def distiller(checkpoint: Path | None = None, **recipe) -> distill.Distiller:
+    chosen = distill.Recipe(**{"lr": 3e-3, "tokens": 64, "check_seconds": 0.0} | recipe)
+    return distill.Distiller(
+        encoder(1),
+        encoder(0),
+        Words(),
+        TEXTS[20:],
+        TEXTS[:20],
+        recipe=chosen,
+        checkpoint=checkpoint,
+        key="test",
+    )
+
+
+def stop_after(monkeypatch: pytest.MonkeyPatch, steps: int) -> None:
+    """Presses Ctrl-C in the middle of the given step, with the weights already spoilt."""
+    real, left = distill.loss_fn, [steps]
+
+    def loss_fn(student, teacher, batch, recipe):
+        left[0] -= 1
+        if left[0] < 0:
+            with torch.no_grad():
+                for p in student.encoder.parameters():
+                    p.normal_()
+            raise KeyboardInterrupt
+        return real(student, teacher, batch, recipe)
+
+    monkeypatch.setattr(distill, "loss_fn", loss_fn)
+
+
+def validation_loss(run: distill.Distiller) -> float:
+    return 1 - (model.embed(run.student, Words(), TEXTS[:20]) * run.target).sum(-1).mean().item()
+
+
+def test_distillation_approaches_the_dense_encoder_and_leaves_embeddings_alone() -> None:
+    job = distiller()
+    before, embeddings = validation_loss(job), job.student.embeddings.word_embeddings.weight.clone()
+    state = job.run(minutes=3 / 60)
+    assert state.best < 0.7 * before and not state.interrupted
+    assert validation_loss(job) == pytest.approx(state.best, abs=1e-5)
+    assert torch.equal(job.student.embeddings.word_embeddings.weight, embeddings)
+
+
+def test_interrupt_keeps_the_best_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    job = distiller()
+    stop_after(monkeypatch, 12)
+    state = job.run(minutes=10)
+    assert state.interrupted and state.step == 12
+    assert state.best == min(point["validation"] for point in state.curve) < state.curve[0]["validation"]
+    assert validation_loss(job) == pytest.approx(state.best, abs=1e-5)
+
+
+def test_a_rerun_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "training.pt"
+    with monkeypatch.context() as patch:
+        stop_after(patch, 12)
+        first = distiller(path).run(minutes=10)
+    assert [p.name for p in tmp_path.iterdir()] == ["training.pt"]
+    again = distiller(path)
+    assert (again.progress.step, again.progress.best) == (12, first.best)
+    stop_after(monkeypatch, 5)
+    assert again.run(minutes=10).step == 17
+    assert distiller(path, lr=1e-3).progress.step == 0  # another recipe starts anew
+
+
+def test_rate_warms_up_and_ends_at_zero() -> None:
+    assert [distill.rate(p, 0.1) for p in (0.0, 0.05, 0.1, 1.0, 2.0)] == pytest.approx(
+        [0, 0.5, 1, 0, 0], abs=1e-12
+    )
+    assert distill.rate(0.55, 0.1) == pytest.approx(0.5)
+
+
+def test_encoding_times_give_one_row_for_each_batch_and_dtype() -> None:
+    many = [data.Entry(str(i), text) for i, text in enumerate(TEXTS)]
+    dense = encoder(0)
+    rows = measure.encoding_times(dense, encoder(1), Words(), many, rounds=4, batches=(1, 8))
+    assert [(row["batch"], row["dtype"]) for row in rows] == [
+        (1, "f32"),
+        (8, "f32"),
+        (1, "bf16"),
+        (8, "bf16"),
+    ]
+    assert all(row["speedup"] == pytest.approx(row["dense_ms"] / row["sparse_ms"]) for row in rows)
+    assert all(p.dtype == torch.float32 for p in dense.parameters())
+    assert rows[1]["tokens"] == measure_tokens(many, 8)
+
+
+def measure_tokens(many: list[data.Entry], size: int) -> int:
+    texts = measure.middle_batch(many, size)
+    return size * max(len(text.split()) for text in texts)
+
+
+def result(speedup: float = 1.5, acc10: float = 0.6, linear: int = 75) -> dict:
+    row = {
+        "batch": 32,
+        "tokens": 400,
+        "dtype": "f32",
+        "dense_ms": 30.0,
+        "sparse_ms": 30 / speedup,
+        "speedup": speedup,
+    }
+    row |= {"dense_quartiles_ms": [29.0, 31.0], "sparse_quartiles_ms": [19.0, 21.0], "rounds": 25}
+    bf16 = row | {"dtype": "bf16", "dense_ms": 10.0, "sparse_ms": 12.0, "speedup": 10 / 12}
+    return {
+        "quality": {
+            "dense": {"acc1": 0.4, "acc10": 0.605},
+            "sparse": {"acc1": 0.4, "acc10": acc10},
+            "mean_cosine": 0.98,
+        },
+        "speed": [row, bf16],
+        "size": {
+            "linear_dense_bytes": 100,
+            "linear_sparse_bytes": linear,
+            "file_dense_bytes": 200,
+            "file_sparse_bytes": 175,
+        },
+        "layers": [],
+        "machine": {},
+        "versions": {},
+        "seconds_total": 1.0,
+    }
+
+
+def test_goals_are_named_when_missed() -> None:
+    assert summary.missed_goals(result()) == []
+    assert summary.missed_goals(result(acc10=0.595, speedup=1.3, linear=80)) == []
+    missed = summary.missed_goals(result(acc10=0.594, speedup=1.29, linear=81))
+    assert len(missed) == 3
+    assert "1.29" in missed[0] and "0.594" in missed[1] and "19.0 %" in missed[2]
+
+
+def test_dense_bf16_beating_sparse_f32_is_said() -> None:
+    (note,) = summary.dense_bf16_notes(result()["speed"])
+    assert note.startswith("Batch 32: dense bf16 (10.00 ms) is faster than sparse f32 (20.00 ms)")
+    assert summary.dense_bf16_notes(result(speedup=4.0)["speed"]) == []
+
+
+@pytest.mark.parametrize("bad", ["--block=4", "--block=0x1", "--density=0", "--density=1.5", "--minutes=-1"])
+def test_bad_options_are_refused(bad: str, capsys: pytest.CaptureFixture) -> None:
+    with pytest.raises(SystemExit) as caught:
+        run.options([bad])
+    assert caught.value.code == 2 and bad.partition("=")[2] in capsys.readouterr().err
+
+
+def test_json_report_has_the_promised_keys(tmp_path: Path) -> None:
+    points = ((0.0, None, 0.1), (9.0, 0.1, 0.02))
+    curve = [{"seconds": at, "train": train, "validation": loss} for at, train, loss in points]
+    progress = distill.Progress(step=3, seconds=9.0, train=0.1, best=0.02, curve=curve)
+    details = {"spec": "block:4x1@0.5", "one_shot": {"acc1": 0.3, "acc10": 0.5}, "training": progress}
+    report.write(result(), details, tmp_path)
+    read = json.loads((tmp_path / "report.json").read_text(), parse_constant=lambda name: pytest.fail(name))
+    assert list(read) == ["quality", "speed", "size", "layers", "machine", "versions", "seconds_total"]
+    assert set(read["speed"][0]) >= {"batch", "tokens", "dtype", "dense_ms", "sparse_ms", "speedup"}
+    page = (tmp_path / "report.html").read_text()
+    assert page.lower().startswith("<!doctype html>") and "dense bf16" in page
+    assert not re.search(
+        r"""<script|<link|@import|(src|xlink:href|href)="(?!#|data:)""", page
+    )  # self-contained
