@@ -3,7 +3,7 @@
 
 #include <new>
 
-#include "core/checked.h"
+#include "core/arguments.h"
 #include "core/message.h"
 #include "core/registry.h"
 
@@ -21,42 +21,6 @@ std::string_view name(Activation activation) {
 }
 
 namespace {
-
-std::string shape_text(const MatrixView& m) { return cat('(', m.rows, ", ", m.cols, ')'); }
-
-// Bytes from the first element to past the last one; nullopt when that overflows.
-std::optional<std::int64_t> extent_bytes(const MatrixView& m) {
-  if (m.rows == 0 || m.cols == 0) return 0;
-  const auto last_row = checked_mul(m.rows - 1, m.row_stride);
-  const auto elements = last_row ? checked_add(*last_row, m.cols) : std::nullopt;
-  return elements ? checked_mul(*elements, static_cast<std::int64_t>(size_of(m.dtype))) : std::nullopt;
-}
-
-Status check_matrix(std::string_view op, std::string_view argument, const MatrixView& m, Device device) {
-  if (m.rows < 0 || m.cols < 0)
-    return invalid(op, cat(argument, "'s shape must not be negative"), shape_text(m));
-  if (m.row_stride < 0)
-    return invalid(op, cat(argument, "'s row stride must not be negative"), cat(m.row_stride));
-  if (!extent_bytes(m)) {
-    return invalid(op, cat(argument, " must fit in memory"),
-                   cat("shape ", shape_text(m), ", row stride ", m.row_stride));
-  }
-  if (m.data == nullptr && m.rows > 0 && m.cols > 0) {
-    return invalid(op, cat(argument, " must point to its elements"), "a null pointer");
-  }
-  if (m.device != device) {
-    return mismatch(op, cat(argument, " must be on the weight's device, ", name(device)), name(m.device));
-  }
-  return {};
-}
-
-Status check_output(std::string_view op, std::string_view argument, const MatrixView& m, Device device) {
-  if (Status status = check_matrix(op, argument, m, device); !status.ok()) return status;
-  if (m.rows > 1 && m.row_stride < m.cols) {
-    return invalid(op, cat(argument, "'s rows must not overlap: row stride ≥ ", m.cols), cat(m.row_stride));
-  }
-  return {};
-}
 
 Status check_size(std::string_view op, std::string_view argument, std::string_view what,
                   std::int64_t expected, std::int64_t got) {
@@ -78,46 +42,6 @@ Status check_dtypes(std::string_view op, std::string_view a, DType a_dtype, std:
                     cat(out, " must be ", a_dtype == DType::i8 ? "f32 or f64" : name(a_dtype), " for ",
                         name(a_dtype), " inputs"),
                     name(out_dtype));
-  }
-  return {};
-}
-
-struct Range {
-  std::string_view argument;
-  const void* data;
-  std::int64_t bytes;
-};
-
-Status check_disjoint(std::string_view op, const Range& out, std::initializer_list<Range> inputs) {
-  const auto begin = reinterpret_cast<std::uintptr_t>(out.data);
-  for (const Range& in : inputs) {
-    const auto other = reinterpret_cast<std::uintptr_t>(in.data);
-    const bool apart = out.bytes == 0 || in.bytes == 0 ||
-                       begin + static_cast<std::uintptr_t>(out.bytes) <= other ||
-                       other + static_cast<std::uintptr_t>(in.bytes) <= begin;
-    if (!apart) {
-      return invalid(op, cat(out.argument, " must not share memory with the inputs"),
-                     cat("an overlap with ", in.argument));
-    }
-  }
-  return {};
-}
-
-Range range_of(std::string_view argument, const MatrixView& m) {
-  return {argument, m.data, *extent_bytes(m)};
-}
-
-Range range_of(std::string_view argument, const PlanView& plan, const void* values, DType dtype) {
-  return {argument, values, plan.shape.value_count() * static_cast<std::int64_t>(size_of(dtype))};
-}
-
-Status check_plan(std::string_view op, const PlanView& plan, const void* values) {
-  if (Status status = check_shape(op, plan.shape); !status.ok()) return status;
-  if (plan.crow == nullptr || plan.ccol == nullptr) {
-    return invalid(op, "plan must point to its index arrays", "a null pointer");
-  }
-  if (values == nullptr && plan.shape.nnzb > 0) {
-    return invalid(op, "values must point to its elements", "a null pointer");
   }
   return {};
 }
@@ -148,7 +72,7 @@ Status linear(const MatrixView& x, const BsrView& w, const void* bias, Activatio
               const MutableMatrixView& y, const Context& context) {
   constexpr std::string_view op = "linear";
   const BsrShape& shape = w.plan.shape;
-  if (Status status = check_plan(op, w.plan, w.values); !status.ok()) return status;
+  if (Status status = check_plan(op, "values", w.plan, w.values); !status.ok()) return status;
   if (Status status = check_matrix(op, "x", x, w.device); !status.ok()) return status;
   if (Status status = check_output(op, "y", y, w.device); !status.ok()) return status;
   if (Status status = check_size(op, "x", "columns (in_features)", shape.cols, x.cols); !status.ok())
@@ -174,7 +98,7 @@ Status grad_input(const MatrixView& dy, const BsrView& w, const MutableMatrixVie
                   const Context& context) {
   constexpr std::string_view op = "grad_input";
   const BsrShape& shape = w.plan.shape;
-  if (Status status = check_plan(op, w.plan, w.values); !status.ok()) return status;
+  if (Status status = check_plan(op, "values", w.plan, w.values); !status.ok()) return status;
   if (Status status = check_matrix(op, "dy", dy, w.device); !status.ok()) return status;
   if (Status status = check_output(op, "dx", dx, w.device); !status.ok()) return status;
   if (Status status = check_size(op, "dy", "columns (out_features)", shape.rows, dy.cols); !status.ok())
@@ -197,7 +121,7 @@ Status grad_weight(const MatrixView& dy, const MatrixView& x, const PlanView& pl
                    DType dtype, const Context& context) {
   constexpr std::string_view op = "grad_weight";
   const BsrShape& shape = plan.shape;
-  if (Status status = check_plan(op, plan, dvalues); !status.ok()) return status;
+  if (Status status = check_plan(op, "dvalues", plan, dvalues); !status.ok()) return status;
   if (Status status = check_matrix(op, "dy", dy, x.device); !status.ok()) return status;
   if (Status status = check_matrix(op, "x", x, x.device); !status.ok()) return status;
   if (Status status = check_size(op, "dy", "columns (out_features)", shape.rows, dy.cols); !status.ok())

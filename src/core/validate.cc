@@ -1,10 +1,11 @@
 // Checks of sizes and index arrays: the invariants of torch's and scipy's compressed formats, with
 // the position in every message.
+#include <algorithm>
 #include <limits>
 
 #include "core/checked.h"
+#include "core/compressed.h"
 #include "core/message.h"
-#include "rarefy/pattern.h"
 
 namespace rarefy {
 
@@ -13,53 +14,57 @@ namespace {
 constexpr std::int64_t kMaxIndex = std::numeric_limits<std::int32_t>::max();
 
 template <class Index>
-Status check_crow(std::string_view op, const BsrShape& shape, std::span<const Index> crow) {
+Status check_crow(std::string_view op, const IndexNames& names, const BsrShape& shape,
+                  std::span<const Index> crow) {
   const std::int64_t rows = shape.row_count();
+  const auto at = [&](std::int64_t i) { return cat(names.compressed, '[', i, ']'); };
   if (static_cast<std::int64_t>(crow.size()) != rows + 1) {
-    return invalid(op, cat("crow_indices must have ", rows + 1, " elements for ", rows, " block rows"),
-                   cat(crow.size()));
+    return invalid(
+        op, cat(names.compressed, " must have ", rows + 1, " elements for ", rows, ' ', names.row, 's'),
+        cat(crow.size()));
   }
-  if (crow[0] != 0) return invalid(op, "crow_indices[0] must be 0", cat(crow[0]));
+  if (crow[0] != 0) return invalid(op, cat(at(0), " must be 0"), cat(crow[0]));
   for (std::int64_t i = 0; i < rows; ++i) {
     const auto begin = static_cast<std::int64_t>(crow[i]);
     const auto end = static_cast<std::int64_t>(crow[i + 1]);
     if (end < begin) {
-      return invalid(op, "crow_indices must not decrease",
-                     cat("crow_indices[", i + 1, "]=", end, " after crow_indices[", i, "]=", begin));
+      return invalid(op, cat(names.compressed, " must not decrease"),
+                     cat(at(i + 1), '=', end, " after ", at(i), '=', begin));
     }
     // Both are in [0, …] here, since crow starts at 0 and does not decrease: no overflow.
     if (end - begin > shape.col_count()) {
-      return invalid(op, cat("a block row must have at most ", shape.col_count(), " blocks"),
-                     cat("crow_indices[", i + 1, "]-crow_indices[", i, "]=", end - begin));
+      return invalid(op, cat("a ", names.row, " must have at most ", shape.col_count(), " entries"),
+                     cat(at(i + 1), '-', at(i), '=', end - begin));
     }
   }
   if (static_cast<std::int64_t>(crow[rows]) != shape.nnzb) {
-    return invalid(op, cat("crow_indices[", rows, "] must be the number of stored blocks, ", shape.nnzb),
+    return invalid(op, cat(at(rows), " must be the length of ", names.plain, ", ", shape.nnzb),
                    cat(crow[rows]));
   }
   return {};
 }
 
 template <class Index>
-Status check_all(std::string_view op, const BsrShape& shape, std::span<const Index> crow,
-                 std::span<const Index> col) {
+Status check_all(std::string_view op, const IndexNames& names, const BsrShape& shape,
+                 std::span<const Index> crow, std::span<const Index> col) {
   if (Status status = check_shape(op, shape); !status.ok()) return status;
   if (static_cast<std::int64_t>(col.size()) != shape.nnzb) {
-    return invalid(op, cat("col_indices must have ", shape.nnzb, " elements"), cat(col.size()));
+    return invalid(op, cat(names.plain, " must have ", shape.nnzb, " elements"), cat(col.size()));
   }
-  if (Status status = check_crow(op, shape, crow); !status.ok()) return status;
+  if (Status status = check_crow(op, names, shape, crow); !status.ok()) return status;
   const std::int64_t cols = shape.col_count();
   for (std::int64_t i = 0; i < shape.row_count(); ++i) {
     std::int64_t previous = -1;
     for (auto e = static_cast<std::int64_t>(crow[i]); e < static_cast<std::int64_t>(crow[i + 1]); ++e) {
       const auto c = static_cast<std::int64_t>(col[e]);
+      const auto here = [&] { return cat(names.plain, '[', e, "]=", c); };
       if (c < 0 || c >= cols) {
-        return invalid(op, cat("col_indices must be in [0, ", cols, ")"),
-                       cat("col_indices[", e, "]=", c, " out of range for ", cols, " block columns"));
+        return invalid(op, cat(names.plain, " must be in [0, ", cols, ')'),
+                       cat(here(), " out of range for ", cols, ' ', names.col, 's'));
       }
       if (c <= previous) {
-        return invalid(op, "col_indices must be sorted and distinct in each block row",
-                       cat("col_indices[", e, "]=", c, " after ", previous, " in block row ", i));
+        return invalid(op, cat(names.plain, " must be sorted and distinct in each ", names.row),
+                       cat(here(), " after ", previous, " in ", names.row, ' ', i));
       }
       previous = c;
     }
@@ -100,12 +105,17 @@ Status check_shape(std::string_view op, const BsrShape& shape) {
 
 Status check_indices(std::string_view op, const BsrShape& shape, std::span<const std::int32_t> crow_indices,
                      std::span<const std::int32_t> col_indices) {
-  return check_all(op, shape, crow_indices, col_indices);
+  return check_all(op, kBsrNames, shape, crow_indices, col_indices);
 }
 
 Status check_indices(std::string_view op, const BsrShape& shape, std::span<const std::int64_t> crow_indices,
                      std::span<const std::int64_t> col_indices) {
-  return check_all(op, shape, crow_indices, col_indices);
+  return check_all(op, kBsrNames, shape, crow_indices, col_indices);
+}
+
+Status check_compressed(std::string_view op, const IndexNames& names, const BsrShape& shape,
+                        std::span<const std::int32_t> compressed, std::span<const std::int32_t> plain) {
+  return check_all(op, names, shape, compressed, plain);
 }
 
 }  // namespace rarefy

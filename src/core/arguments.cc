@@ -1,0 +1,85 @@
+// Checks of matrices and weights that several operations share.
+#include "core/arguments.h"
+
+#include "core/checked.h"
+#include "core/message.h"
+#include "core/registry.h"
+
+namespace rarefy {
+
+namespace {
+
+// Bytes from the first element to past the last one; nullopt when that overflows.
+std::optional<std::int64_t> extent_bytes(const MatrixView& m) {
+  if (m.rows == 0 || m.cols == 0) return 0;
+  const auto last_row = checked_mul(m.rows - 1, m.row_stride);
+  const auto elements = last_row ? checked_add(*last_row, m.cols) : std::nullopt;
+  return elements ? checked_mul(*elements, static_cast<std::int64_t>(size_of(m.dtype))) : std::nullopt;
+}
+
+}  // namespace
+
+Status check_matrix(std::string_view op, std::string_view argument, const MatrixView& m, Device device) {
+  const std::string shape = cat('(', m.rows, ", ", m.cols, ')');
+  if (m.rows < 0 || m.cols < 0) return invalid(op, cat(argument, "'s shape must not be negative"), shape);
+  if (m.row_stride < 0) {
+    return invalid(op, cat(argument, "'s row stride must not be negative"), cat(m.row_stride));
+  }
+  if (!extent_bytes(m)) {
+    return invalid(op, cat(argument, " must fit in memory"),
+                   cat("shape ", shape, ", row stride ", m.row_stride));
+  }
+  if (m.data == nullptr && m.rows > 0 && m.cols > 0) {
+    return invalid(op, cat(argument, " must point to its elements"), "a null pointer");
+  }
+  if (m.device != device) {
+    return mismatch(op, cat(argument, " must be on device ", name(device)), name(m.device));
+  }
+  return {};
+}
+
+Status check_output(std::string_view op, std::string_view argument, const MatrixView& m, Device device) {
+  if (Status status = check_matrix(op, argument, m, device); !status.ok()) return status;
+  if (m.rows > 1 && m.row_stride < m.cols) {
+    return invalid(op, cat(argument, "'s rows must not overlap: row stride ≥ ", m.cols), cat(m.row_stride));
+  }
+  return {};
+}
+
+Status check_plan(std::string_view op, std::string_view argument, const PlanView& plan, const void* values) {
+  if (Status status = check_shape(op, plan.shape); !status.ok()) return status;
+  const bool rows = plan.crow != nullptr && plan.ccol != nullptr;
+  const bool blocks = plan.col != nullptr && plan.row != nullptr && plan.perm != nullptr;
+  if (!rows || (!blocks && plan.shape.nnzb > 0)) {
+    return invalid(op, "plan must point to its index arrays", "a null pointer");
+  }
+  if (values == nullptr && plan.shape.value_count() > 0) {
+    return invalid(op, cat(argument, " must point to its elements"), "a null pointer");
+  }
+  return {};
+}
+
+Range range_of(std::string_view argument, const MatrixView& checked) {
+  return {argument, checked.data, *extent_bytes(checked)};
+}
+
+Range range_of(std::string_view argument, const PlanView& checked, const void* values, DType dtype) {
+  return {argument, values, checked.shape.value_count() * static_cast<std::int64_t>(size_of(dtype))};
+}
+
+Status check_disjoint(std::string_view op, const Range& out, std::initializer_list<Range> inputs) {
+  const auto begin = reinterpret_cast<std::uintptr_t>(out.data);
+  for (const Range& in : inputs) {
+    const auto other = reinterpret_cast<std::uintptr_t>(in.data);
+    const bool apart = out.bytes == 0 || in.bytes == 0 ||
+                       begin + static_cast<std::uintptr_t>(out.bytes) <= other ||
+                       other + static_cast<std::uintptr_t>(in.bytes) <= begin;
+    if (!apart) {
+      return invalid(op, cat(out.argument, " must not share memory with the inputs"),
+                     cat("an overlap with ", in.argument));
+    }
+  }
+  return {};
+}
+
+}  // namespace rarefy
