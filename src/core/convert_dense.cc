@@ -174,7 +174,7 @@ Result<std::vector<std::uint8_t>> block_mask_by_norm(const MatrixView& dense, Bl
     std::stable_sort(order.begin(), order.end(),
                      [&](std::int64_t a, std::int64_t b) { return rank(a) > rank(b); });
     std::vector<std::uint8_t> mask(static_cast<std::size_t>(blocks), 0);
-    const auto kept = static_cast<std::int64_t>(std::floor(density * static_cast<double>(blocks) + 0.5));
+    const auto kept = static_cast<std::int64_t>(std::nearbyint(density * static_cast<double>(blocks)));
     for (std::int64_t b = 0; b < kept; ++b)
       mask[static_cast<std::size_t>(order[static_cast<std::size_t>(b)])] = 1;
     return mask;

@@ -1,0 +1,80 @@
+"""Argument checks that every module shares: "[op] requirement; got value" as ValueError or TypeError."""
+
+from __future__ import annotations
+
+import math
+import numbers
+from typing import Any, NoReturn
+
+import torch
+
+# The dtypes of stored values and their names on disk and in the C++ core.
+DTYPE_NAMES = {
+    torch.float64: "f64",
+    torch.float32: "f32",
+    torch.bfloat16: "bf16",
+    torch.float16: "f16",
+    torch.int8: "i8",
+}
+
+
+def fail(op: str, requirement: str, got: object, kind: type[Exception] = ValueError) -> NoReturn:
+    raise kind(f"[{op}] {requirement}; got {got}")
+
+
+def require(
+    condition: bool, op: str, requirement: str, got: object, kind: type[Exception] = ValueError
+) -> None:
+    if not condition:
+        fail(op, requirement, got, kind)
+
+
+def check_tensor(op: str, name: str, value: Any) -> torch.Tensor:
+    if not isinstance(value, torch.Tensor):
+        fail(op, f"{name} must be a torch.Tensor", type(value).__name__, TypeError)
+    if value.layout != torch.strided:
+        fail(op, f"{name} must be a strided (dense) tensor", value.layout, TypeError)
+    return value
+
+
+def check_int(op: str, name: str, value: Any, minimum: int = 0) -> int:
+    if not isinstance(value, numbers.Integral) or isinstance(value, bool):
+        fail(op, f"{name} must be an int", repr(value), TypeError)
+    if value < minimum:
+        fail(op, f"{name} must be at least {minimum}", value)
+    return int(value)
+
+
+def check_pair(op: str, name: str, value: Any, minimum: int) -> tuple[int, int]:
+    if isinstance(value, str) or not hasattr(value, "__len__") or not hasattr(value, "__getitem__"):
+        fail(op, f"{name} must be a pair of ints", repr(value), TypeError)
+    if len(value) != 2:
+        fail(op, f"{name} must have 2 elements", f"{len(value)}: {tuple(value)}")
+    return (
+        check_int(op, f"{name}[0]", value[0], minimum),
+        check_int(op, f"{name}[1]", value[1], minimum),
+    )
+
+
+def check_block_shape(op: str, block_shape: Any) -> tuple[int, int]:
+    return check_pair(op, "block_shape", block_shape, 1)
+
+
+def check_density(op: str, density: Any) -> float:
+    if not isinstance(density, numbers.Real) or isinstance(density, bool):
+        fail(op, "density must be a number", repr(density), TypeError)
+    if not 0 <= density <= 1 or math.isnan(density):
+        fail(op, "density must be in [0, 1]", density)
+    return float(density)
+
+
+def check_dtype(op: str, name: str, dtype: torch.dtype) -> None:
+    if dtype not in DTYPE_NAMES:
+        known = ", ".join(str(d).removeprefix("torch.") for d in DTYPE_NAMES)
+        fail(op, f"{name} must be of dtype {known}", str(dtype).removeprefix("torch."), TypeError)
+
+
+def first_position(bad: torch.Tensor) -> tuple[int, ...]:
+    """The position of the first True, in row-major order; there must be one."""
+    flat = int(bad.flatten().to(torch.uint8).argmax())
+    return tuple(int(i) for i in torch.unravel_index(torch.tensor(flat), bad.shape))

@@ -1,0 +1,96 @@
+// How products are cut into tasks: a pure function, so every property is checked without running it.
+#include "cpu/blocking.h"
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+
+namespace rarefy::cpu {
+namespace {
+
+BlockingProblem problem(std::int64_t tokens, std::int64_t out, std::int64_t red, std::int64_t out_block,
+                        std::int64_t red_block, double density, int threads) {
+  BlockingProblem p;
+  p.tokens = tokens;
+  p.out_block = out_block;
+  p.red_block = red_block;
+  p.out_blocks = (out + out_block - 1) / out_block;
+  p.red_blocks = (red + red_block - 1) / red_block;
+  p.entries = static_cast<std::int64_t>(density * static_cast<double>(p.out_blocks * p.red_blocks));
+  p.threads = threads;
+  return p;
+}
+
+std::int64_t tasks(const BlockingProblem& p, const Blocking& b) {
+  const std::int64_t tokens = b.panels * b.vectors * p.width;
+  return (p.tokens + tokens - 1) / tokens * b.splits;
+}
+
+TEST(BlockingTest, StaysWithinWhatTheKernelsOffer) {
+  for (const std::int64_t tokens : {1, 15, 64, 100, 4096}) {
+    for (const std::int64_t block : {1, 3, 4, 16, 100}) {
+      for (const double density : {0.0, 0.01, 0.5, 1.0}) {
+        for (const int threads : {1, 2, 64}) {
+          for (const int max_vectors : {2, 3, 4}) {
+            BlockingProblem p = problem(tokens, 1000, 700, block, 3, density, threads);
+            p.max_vectors = max_vectors;
+            const Blocking b = choose_blocking(p);
+            EXPECT_GE(b.vectors, 1);
+            EXPECT_LE(b.vectors, max_vectors);
+            EXPECT_GE(b.splits, 1);
+            EXPECT_LE(b.splits, std::max<std::int64_t>(1, p.out_blocks));
+            EXPECT_GE(b.panels, 1);
+            EXPECT_GE(b.tile_blocks, 1);
+            EXPECT_LE(b.tile_blocks, p.red_blocks);
+          }
+        }
+      }
+    }
+  }
+}
+
+TEST(BlockingTest, EmptyMatricesHaveOneTask) {
+  const Blocking no_columns = choose_blocking(problem(10, 64, 0, 4, 4, 0, 2));
+  EXPECT_EQ(no_columns.tile_blocks, 1);
+  EXPECT_GE(choose_blocking(problem(10, 0, 64, 4, 4, 0, 2)).splits, 1);
+}
+
+TEST(BlockingTest, FlatBlocksGoThroughTheTransposedIndex) {
+  EXPECT_TRUE(choose_blocking(problem(512, 1024, 1024, 1, 16, 0.1, 2)).scatter);
+  EXPECT_TRUE(choose_blocking(problem(512, 1024, 1024, 1, 4, 0.5, 2)).scatter);
+  for (const std::int64_t rows : {4, 8, 16, 32}) {
+    EXPECT_FALSE(choose_blocking(problem(512, 1024, 1024, rows, 1, 0.1, 2)).scatter) << rows;
+    EXPECT_FALSE(choose_blocking(problem(512, 1024, 1024, rows, rows, 0.5, 2)).scatter) << rows;
+  }
+}
+
+TEST(BlockingTest, EveryThreadGetsWork) {
+  for (const int threads : {1, 2, 4, 16}) {
+    for (const std::int64_t tokens : {16, 128, 512}) {
+      const BlockingProblem p = problem(tokens, 4096, 1024, 16, 16, 0.25, threads);
+      EXPECT_GE(tasks(p, choose_blocking(p)), threads) << tokens << " tokens, " << threads << " threads";
+    }
+  }
+}
+
+TEST(BlockingTest, TwoThreadsFinishTogether) {
+  // 192 tokens in panels of 64 make three tasks for two threads: some cut must do better than 2 : 1.
+  const BlockingProblem p = problem(192, 1024, 1024, 4, 1, 0.5, 2);
+  EXPECT_EQ(tasks(p, choose_blocking(p)) % 2, 0);
+}
+
+TEST(BlockingTest, TheTileOfAllPanelsFitsInL2) {
+  for (const std::int64_t red : {512, 3072, 16384}) {
+    const BlockingProblem p = problem(512, 4096, red, 16, 16, 0.5, 2);
+    const Blocking b = choose_blocking(p);
+    EXPECT_LE(b.tile_blocks * p.red_block * b.panels * b.vectors * p.width * 4, 512 * 1024) << red;
+  }
+}
+
+TEST(BlockingTest, LargeWeightsAreSharedBetweenPanels) {
+  EXPECT_EQ(choose_blocking(problem(512, 1024, 1024, 16, 16, 0.5, 1)).panels, 1);  // 2 MB
+  EXPECT_GT(choose_blocking(problem(512, 4096, 4096, 16, 16, 0.5, 1)).panels, 1);  // 33 MB
+}
+
+}  // namespace
+}  // namespace rarefy::cpu
