@@ -2,5 +2,14 @@
 
 from . import ops
 from .backend import __version__, backend_info
+from .modules import BlockSparseLinear, PseudoBlockSparseLinear
+from .weight import BsrWeight
 
-__all__ = ["__version__", "backend_info", "ops"]
+__all__ = [
+    "BlockSparseLinear",
+    "BsrWeight",
+    "PseudoBlockSparseLinear",
+    "__version__",
+    "backend_info",
+    "ops",
+]
