@@ -53,13 +53,13 @@ sanitize() {
 if command -v nvidia-smi >/dev/null; then
   nvidia-smi --query-gpu=name,driver_version,memory.total --format=csv,noheader | tee "$logs/gpu.txt"
 fi
-step tests 300 "$binary" "--gtest_filter=$filter"
+step tests 120 "$binary" "--gtest_filter=$filter"
 if command -v compute-sanitizer >/dev/null; then
   # Instrumented kernels are tens of times slower: the hundred repeats add nothing here.
   slow="$filter:-*Repeat*:*MoreTokens*"
-  sanitize memcheck 400 "$slow" --leak-check full
-  sanitize initcheck 400 "$slow"
-  sanitize racecheck 300 "$slow:*LongSums*"
+  sanitize memcheck 200 "$slow" --leak-check full
+  sanitize initcheck 130 "$slow"
+  sanitize racecheck 130 "$slow:*LongSums*"
 else
   echo "compute-sanitizer: not found, nothing was sanitized"
   failed=1
