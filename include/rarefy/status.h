@@ -18,7 +18,7 @@ enum class StatusCode : std::uint8_t {
   type_mismatch,     // a dtype or a device: Python's TypeError
   unsupported,       // valid, but this build or machine has no kernel for it
   out_of_memory,
-  io_error,  // a file that cannot be read or written, or is not what it says
+  io_error,  // a file that cannot be opened, read or written; wrong contents are invalid_argument
   internal,  // a bug in Rarefy or in a driver
 };
 

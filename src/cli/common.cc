@@ -22,8 +22,19 @@ Exit exit_code(StatusCode code) {
   return kCannot;
 }
 
+namespace {
+
+// Names come from files: nothing in them may reach the terminal as a command.
+std::string printable(std::string text) {
+  std::replace_if(
+      text.begin(), text.end(), [](unsigned char c) { return c < 0x20 || c == 0x7f; }, '?');
+  return text;
+}
+
+}  // namespace
+
 Exit fail(const Status& status) {
-  std::fprintf(stderr, "rarefy: %s\n", status.message().c_str());
+  std::fprintf(stderr, "rarefy: %s\n", printable(status.message()).c_str());
   return exit_code(status.code());
 }
 
@@ -42,8 +53,7 @@ void print_table(const std::vector<std::vector<std::string>>& rows) {
   for (const auto& row : rows) {
     std::string line;
     for (std::size_t i = 0; i < row.size(); ++i) {
-      // Names come from files: nothing in them may reach the terminal as a command.
-      for (const char c : row[i]) line += static_cast<unsigned char>(c) < 0x20 || c == 0x7f ? '?' : c;
+      line += printable(row[i]);
       line.append(widths[i] - row[i].size() + 2, ' ');
     }
     line.erase(line.find_last_not_of(' ') + 1);

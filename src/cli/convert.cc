@@ -1,5 +1,7 @@
 // rarefy convert IN OUT: dense safetensors → bsr-v1, or back with --to dense. Reads all of IN, then
 // writes OUT in one step.
+#include <unistd.h>
+
 #include <algorithm>
 #include <cstdio>
 #include <filesystem>
@@ -103,20 +105,31 @@ Result<json> to_bsr(BsrFile& file, const Options& options) {
   return rows;
 }
 
-Result<json> to_dense(BsrFile& file) {
-  if (file.weights.empty()) return invalid(op, "the file must have sparse weights for --to dense", "none");
-  json rows = json::array();
+// A file can describe empty matrices of any size in a few bytes: their dense sum must fit in memory.
+Status check_dense_bytes(const BsrFile& file) {
+  const std::int64_t memory = std::int64_t{::sysconf(_SC_PHYS_PAGES)} * ::sysconf(_SC_PAGESIZE);
+  std::optional<std::int64_t> total = 0;
   for (const auto& [name, weight] : file.weights) {
     const BsrShape& shape = weight.pattern.shape();
     const auto bytes = checked_mul(shape.rows * shape.cols, static_cast<std::int64_t>(size_of(weight.dtype)));
-    // A file can describe an empty matrix of any size in a few bytes.
-    constexpr std::int64_t kMost = std::int64_t{1} << 40;
-    if (!bytes || *bytes > kMost) {
-      return invalid(op, cat("a dense weight must have at most ", kMost, " bytes"),
-                     cat(name, " of shape (", shape.rows, ", ", shape.cols, ')'));
+    total = bytes ? checked_add(*total, *bytes) : std::nullopt;
+    if (!total || *total > memory) {
+      return error(StatusCode::out_of_memory, op,
+                   cat("the dense weights must fit in ", memory, " bytes of memory"),
+                   cat("more, with \"", name, "\" of shape (", shape.rows, ", ", shape.cols, ')'));
     }
+  }
+  return {};
+}
+
+Result<json> to_dense(BsrFile& file) {
+  if (file.weights.empty()) return invalid(op, "the file must have sparse weights for --to dense", "none");
+  if (Status status = check_dense_bytes(file); !status.ok()) return status;
+  json rows = json::array();
+  for (const auto& [name, weight] : file.weights) {
+    const BsrShape& shape = weight.pattern.shape();
     StoredTensor dense{to_safetensors(weight.dtype), {shape.rows, shape.cols}, {}};
-    dense.data.resize(static_cast<std::size_t>(*bytes));
+    dense.data.resize(static_cast<std::size_t>(shape.rows * shape.cols) * size_of(weight.dtype));
     if (Status status = bsr_to_dense(weight.view(),
                                      {dense.data.data(), weight.dtype, shape.rows, shape.cols, shape.cols});
         !status.ok()) {

@@ -180,6 +180,19 @@ TEST_F(CliTest, ConvertRefusesBadValuesAndWritesNothing) {
   EXPECT_FALSE(std::filesystem::exists(path("x")));
 }
 
+TEST_F(CliTest, ADenseSizeThatNobodyHasIsRefused) {
+  // One block row and one block column of nothing: a few bytes that say 2 EiB.
+  constexpr std::int32_t kMost = 0x7fffffff;
+  const std::vector<std::int32_t> crow{0, 0};
+  BsrFile file;
+  file.weights.emplace(
+      "w", BsrMatrix{Pattern::create({kMost, kMost, kMost, kMost}, crow, {}).value(), DType::f32, {}});
+  ASSERT_TRUE(write_bsr_file(path("huge"), file).ok());
+  EXPECT_EQ(rarefy("verify " + path("huge")).exit, 0);
+  EXPECT_EQ(rarefy("inspect " + path("huge")).exit, 0);
+  expect_failure("convert " + in_out("huge", "x") + "--to dense", 3, "the dense weights must fit in");
+}
+
 TEST_F(CliTest, InspectShowsSparseAndDenseTensors) {
   write_model();
   run_json("convert " + in_out() + "--block 4x4 --density 0.4");
