@@ -113,7 +113,9 @@ class Task {
     float* y = scratch_.y.get<float>(single ? y_group : sets * y_size);
     std::int32_t* cursors =
         single ? nullptr : scratch_.cursors.get<std::int32_t>(2 * std::int64_t{end - begin});
-    for (std::int64_t first = 0; first == 0 || first < p_.red_blocks; first += tile) {
+    // At least once: without reduction blocks the outputs are still bias and activation.
+    for (std::int64_t first = 0; first == 0 || first < p_.red_blocks;
+         first += std::max<std::int64_t>(1, tile)) {
       const std::int64_t last = std::min(first + tile, p_.red_blocks);
       for (std::int64_t s = 0; s < sets; ++s) {
         pack(panels[static_cast<std::size_t>(s)], first, last, list.w.red_block, x + s * x_size);
