@@ -167,7 +167,7 @@ def plots(rows: list[Row], folder: Path) -> list[Path]:
         blocks = distinct(group, lambda r: r["block"])
         figure, (left, right) = plt.subplots(1, 2, figsize=(12, 4), sharex=True)
         for r in group:
-            x = blocks.index(r["block"]) + 0.15 * (list(colours).index(r["density"]) - 1)
+            x = blocks.index(r["block"]) + 0.15 * (list(colours).index(r["density"]) - (len(colours) - 1) / 2)
             left.plot(x, float(r["speedup"]), "o", color=colours[r["density"]], alpha=0.6)
             right.plot(x, 100 * float(r["efficiency"]), "o", color=colours[r["density"]], alpha=0.6)
         for axes, line, label in (
@@ -176,6 +176,7 @@ def plots(rows: list[Row], folder: Path) -> list[Path]:
         ):
             axes.axhline(line, color="grey", linewidth=1)
             axes.set_xticks(range(len(blocks)), blocks)
+            axes.set_xlim(-0.5, len(blocks) - 0.5)
             axes.set_xlabel("block, rows × columns")
             axes.set_ylabel(label)
             axes.set_ylim(bottom=0)

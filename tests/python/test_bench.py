@@ -1,0 +1,79 @@
+"""The benchmark runner: case names, the lists of cases, and one small case measured to the end."""
+
+from __future__ import annotations
+
+import csv
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+BENCH = Path(__file__).resolve().parents[2] / "bench"
+sys.path.insert(0, str(BENCH))
+
+from cases import Case, load_cases  # noqa: E402
+from timing import interleave  # noqa: E402
+
+
+@pytest.mark.parametrize("path", sorted((BENCH / "cases").glob("*.toml")), ids=lambda p: p.stem)
+def test_case_names_are_distinct_and_parse_back(path):
+    cases = list(load_cases(path))
+    assert len({case.name for case in cases}) == len(cases) > 0
+    assert [Case.parse(case.name) for case in cases] == cases
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "",
+        "linear",
+        "linear-1x2x3-4x5-d0.5-f32-cpu",
+        "linear-1x2x3-4x5-d0.5-f32-cuda2",
+        "spmm-1x2x3-4x5-d0.5-f32-cpu1",
+    ],
+)
+def test_other_names_are_refused(name):
+    with pytest.raises(ValueError, match=r"\[bench\] --case must be a case's name"):
+        Case.parse(name)
+
+
+def test_all_contestants_have_turns_and_slow_ones_few():
+    def slow():
+        return sum(range(300_000))
+
+    calls = {"fast": lambda: None, "slow": slow}
+    times = interleave(calls, "cpu", budget=0.01)
+    assert len(times["slow"].turns) >= 3 and len(times["fast"].turns) >= len(times["slow"].turns)
+    for t in times.values():
+        assert t.spread[0] <= t.median <= t.spread[1]
+    assert times["fast"].median < times["slow"].median
+
+
+def test_a_run_writes_rows_resumes_and_makes_tables(tmp_path):
+    pytest.importorskip("scipy")
+    out, cases = tmp_path / "results.csv", tmp_path / "cases.toml"
+    cases.write_text(
+        'device = "cpu"\n[[group]]\nop = ["linear", "grad_input", "grad_weight"]\nNK = [[24, 40]]\nM = [7]\n'
+        'block = ["4x4"]\ndensity = [0.5]\ndtype = ["f32"]\nthreads = [1]\n'
+        'rivals = ["torch_bsr", "scipy_bsr"]\n'
+    )
+    command = [sys.executable, str(BENCH / "run.py"), f"--cases={cases}", f"--out={out}", "--budget=0.01"]
+    for _ in range(2):
+        subprocess.run(command, check=True, capture_output=True, timeout=300)
+    with out.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [row["op"] for row in rows] == ["linear", "grad_input", "grad_weight"]  # the second run added none
+    for row in rows:
+        assert row["repro"] == f"python bench/run.py --case {row['case']}"
+        assert float(row["rarefy_min_ms"]) <= float(row["rarefy_ms"]) <= float(row["rarefy_max_ms"])
+        assert float(row["efficiency"]) == pytest.approx(0.5 * float(row["speedup"]), rel=1e-3)
+        assert all(row[key] for key in ("machine", "cores", "date", "commit", "torch", "kernel", "dense_by"))
+    assert rows[0]["scipy_bsr_ms"] and rows[0]["torch_bsr_ms"] and not rows[1]["scipy_bsr_ms"]
+    tables = subprocess.run(
+        [sys.executable, str(BENCH / "plot.py"), str(out), "--markdown"],
+        check=True,
+        capture_output=True,
+        text=True,
+    ).stdout
+    assert "### Weight gradient" in tables and "torch BSR" in tables
