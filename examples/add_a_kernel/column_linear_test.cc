@@ -1,0 +1,141 @@
+// What every kernel's test has: it is chosen where it should be, integers come out exactly, reals stay
+// within the bound of docs/numerics.md, and odd shapes, strides, padding and NaN are no exception.
+#include "column_linear.h"
+
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <limits>
+#include <random>
+#include <vector>
+
+#include "rarefy/rarefy.h"
+
+namespace {
+
+using namespace rarefy;
+
+constexpr float kPoison = -12345.0F;
+
+struct Case {
+  std::int64_t tokens, rows, cols, block_rows;
+  double density;
+};
+
+// A random layer; with `integers`, every sum is exact in float.
+struct Layer {
+  BsrMatrix weight;
+  std::vector<float> x, bias;
+  std::int64_t x_stride;
+};
+
+Layer make_layer(const Case& c, bool integers) {
+  std::mt19937 random(7);
+  std::normal_distribution<float> normal;
+  const auto draw = [&] { return integers ? std::round(2 * normal(random)) : normal(random); };
+  const auto fill = [&](std::int64_t count) {
+    std::vector<float> values(static_cast<std::size_t>(count));
+    for (float& v : values) v = draw();
+    return values;
+  };
+  const std::vector<float> dense = fill(c.rows * c.cols);
+  const MatrixView view{dense.data(), DType::f32, c.rows, c.cols, c.cols};
+  const BlockShape block{c.block_rows, 1};
+  const auto mask = block_mask_by_norm(view, block, c.density);
+  auto weight = dense_to_bsr(view, block, mask.value());
+  const std::int64_t stride = c.cols + 3;  // rows of X need not touch
+  return {std::move(weight).value(), fill(c.tokens * stride), fill(c.rows), stride};
+}
+
+// Runs the first kernel of the registry that fits, with guard elements after each row of Y.
+std::vector<float> run(const Registry& registry, const Layer& layer, Activation activation,
+                       const Context& context, std::string_view forced = {}) {
+  const BsrShape& shape = layer.weight.pattern.shape();
+  const std::int64_t tokens = static_cast<std::int64_t>(layer.x.size()) / layer.x_stride;
+  const std::int64_t stride = shape.rows + 2;
+  std::vector<float> y(static_cast<std::size_t>(tokens * stride), kPoison);
+  const LinearArgs args{{layer.x.data(), DType::f32, tokens, shape.cols, layer.x_stride},
+                        layer.weight.view(),
+                        layer.bias.data(),
+                        activation,
+                        {y.data(), DType::f32, tokens, shape.rows, stride}};
+  const auto* kernel = select_kernel(registry.linear, Device::cpu, args, forced);
+  EXPECT_TRUE(kernel->run(args, context).ok());
+  std::vector<float> result;
+  for (std::int64_t m = 0; m < tokens; ++m) {
+    const auto row = y.begin() + m * stride;
+    result.insert(result.end(), row, row + shape.rows);
+    EXPECT_EQ(row[shape.rows], kPoison) << "wrote past row " << m;
+    EXPECT_EQ(row[shape.rows + 1], kPoison) << "wrote past row " << m;
+  }
+  return result;
+}
+
+// The real registry is built once and never changes: a test adds its kernel to a copy.
+Registry with_columns() {
+  Registry copy = registry();
+  example::register_columns(copy);
+  return copy;
+}
+
+class AddAKernel : public testing::TestWithParam<Case> {};
+
+TEST_P(AddAKernel, IsExactOnIntegers) {
+  const Layer layer = make_layer(GetParam(), true);
+  for (const Activation activation : {Activation::none, Activation::relu}) {
+    EXPECT_EQ(run(with_columns(), layer, activation, {}), run(registry(), layer, activation, {}, "ref"));
+  }
+}
+
+TEST_P(AddAKernel, StaysWithinTheBoundOnReals) {
+  const Layer layer = make_layer(GetParam(), false);
+  const BsrShape& shape = layer.weight.pattern.shape();
+  Layer magnitudes = layer;  // |X| |W|ᵀ + |b|
+  for (float& v : magnitudes.x) v = std::fabs(v);
+  for (float& v : magnitudes.bias) v = std::fabs(v);
+  auto* values = reinterpret_cast<float*>(magnitudes.weight.values.data());
+  for (std::int64_t i = 0; i < shape.value_count(); ++i) values[i] = std::fabs(values[i]);
+  const std::vector<float> got = run(with_columns(), layer, Activation::none, {});
+  const std::vector<float> want = run(registry(), layer, Activation::none, {}, "ref");
+  const std::vector<float> scale = run(registry(), magnitudes, Activation::none, {}, "ref");
+  const double terms = static_cast<double>(shape.col_count()) + 2;  // at most, bias and result included
+  for (std::size_t i = 0; i < got.size(); ++i) {
+    EXPECT_LE(std::fabs(got[i] - want[i]), terms * 0x1p-24 * scale[i] + 0x1p-24 * std::fabs(want[i])) << i;
+  }
+}
+
+TEST_P(AddAKernel, GivesTheSameBitsOnAnyNumberOfThreads) {
+  const Layer layer = make_layer(GetParam(), false);
+  ThreadPool pool(3);
+  EXPECT_EQ(run(with_columns(), layer, Activation::relu, {pool.executor()}),
+            run(with_columns(), layer, Activation::relu, {}));
+}
+
+INSTANTIATE_TEST_SUITE_P(Shapes, AddAKernel,
+                         testing::Values(Case{1, 8, 8, 4, 0.5},
+                                         Case{5, 30, 17, 4, 0.3},  // a padded last block row
+                                         Case{3, 7, 9, 1, 0.6}, Case{2, 16, 5, 16, 1.0},
+                                         Case{4, 12, 6, 4, 0.0}));  // nothing is stored
+
+TEST(AddAKernel, IsChosenForItsShapesOnly) {
+  const Registry copy = with_columns();
+  const auto chosen = [&](std::int64_t block_cols, DType dtype, std::string_view forced) {
+    LinearArgs args;
+    args.w = {
+        {{8, 8, 4, block_cols, 1}, nullptr, nullptr, nullptr, nullptr, nullptr}, nullptr, dtype, Device::cpu};
+    return std::string(select_kernel(copy.linear, Device::cpu, args, forced)->name);
+  };
+  EXPECT_EQ(chosen(1, DType::f32, ""), "columns_linear");
+  EXPECT_NE(chosen(2, DType::f32, ""), "columns_linear");
+  EXPECT_NE(chosen(1, DType::bf16, ""), "columns_linear");
+  EXPECT_EQ(chosen(1, DType::f32, "ref"), "ref_linear");
+}
+
+TEST(AddAKernel, PassesNaNOn) {
+  Layer layer = make_layer({1, 8, 4, 4, 1.0}, true);
+  layer.x[2] = std::numeric_limits<float>::quiet_NaN();
+  const std::vector<float> y = run(with_columns(), layer, Activation::relu, {});
+  for (std::size_t n = 0; n < 8; ++n) EXPECT_TRUE(std::isnan(y[n])) << n;
+}
+
+}  // namespace
