@@ -23,7 +23,9 @@ def _load() -> str | None:
     try:
         torch.ops.load_library(str(LIBRARY))
     except OSError as error:
-        return f"rarefy's compiled library does not load ({error}): run `make setup`, or reinstall rarefy"
+        # torch wraps the loader's error, which says what is wrong.
+        reason = error.__cause__ or error
+        return f"rarefy's compiled library does not load ({reason}): run `make setup`, or reinstall rarefy"
     return None
 
 

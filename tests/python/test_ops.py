@@ -5,9 +5,9 @@ import itertools
 import numpy as np
 import pytest
 import torch
-from helpers import assert_within_bound, random_bsr, small_integers
 
 import rarefy
+from helpers import assert_within_bound, random_bsr, small_integers
 from rarefy import ops
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from helpers import random_bsr
 from torch.nn.functional import linear as dense_linear
 
+from helpers import random_bsr
 from rarefy import ops
 
 # Odd edges, an empty block row, CSR, no block at all.

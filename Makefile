@@ -1,0 +1,66 @@
+# Daily work. Every target installs and builds what it needs, and may be repeated at no cost.
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+PYTHON ?= python3
+JOBS ?= $(shell nproc)
+BUILD := build/release
+STAMPS := build/stamps
+VENV := .venv
+IN_VENV := $(VENV)/bin/python
+CXX_FILES = $(shell git ls-files '*.cc' '*.h' '*.cu' '*.cuh')
+
+.PHONY: help setup test bench lint demo sanitize clean
+
+help:
+	@echo "make setup     packages, virtual environment (.venv), Release build; then: $(IN_VENV) -m rarefy"
+	@echo "make test      C++ and Python tests            make sanitize  C++ tests under ASan+UBSan and TSan"
+	@echo "make demo      a real model, sparse and faster make bench     benchmarks (bench/)"
+	@echo "make lint      formats, clang-tidy, ruff, links make clean    removes build/ and .venv/"
+
+$(STAMPS)/packages: apt.txt
+	./tools/install_packages.sh apt.txt
+	mkdir -p $(STAMPS) && touch $@
+
+$(STAMPS)/venv: requirements/dev.txt requirements/uv.txt $(STAMPS)/packages
+	$(PYTHON) -c 'import sys; v = sys.version.split()[0]; sys.version_info >= (3, 10) or sys.exit(f"rarefy needs Python 3.10 or later; got {v}: make setup PYTHON=python3.12")'
+	[ -x $(IN_VENV) ] || $(PYTHON) -m venv $(VENV)
+	$(IN_VENV) -m pip install -q --disable-pip-version-check -r requirements/uv.txt
+	$(VENV)/bin/uv pip install -q -p $(IN_VENV) -r requirements/dev.txt
+	# The source tree itself is importable: no reinstall after a change.
+	echo $(CURDIR)/python > $$($(IN_VENV) -c 'import site; print(site.getsitepackages()[0])')/rarefy.pth
+	touch $@
+
+$(BUILD)/build.ninja: $(STAMPS)/venv
+	cmake --preset release -DRAREFY_BUILD_TORCH=ON -DPython3_EXECUTABLE=$(CURDIR)/$(IN_VENV)
+
+setup: $(BUILD)/build.ninja
+	cmake --build $(BUILD) -j $(JOBS)
+
+test: setup
+	ctest --test-dir $(BUILD) --output-on-failure -j $(JOBS)
+	$(IN_VENV) -m pytest tests/python
+
+bench: setup
+	cmake -DRAREFY_BUILD_BENCH=ON $(BUILD)
+	cmake --build $(BUILD) -j $(JOBS) --target rarefy_peak
+	$(IN_VENV) bench/run.py
+
+demo: setup
+	$(IN_VENV) -m examples.minilm.run
+
+lint: setup
+	clang-format --dry-run -Werror $(CXX_FILES)
+	git ls-files 'src/*.cc' | xargs -P $(JOBS) -n 1 clang-tidy --quiet -p $(BUILD) --warnings-as-errors='*'
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(IN_VENV) tools/check_links.py
+
+sanitize: $(STAMPS)/packages
+	for preset in asan tsan; do \
+	  cmake --preset $$preset; \
+	  cmake --build --preset $$preset -j $(JOBS); \
+	  ctest --preset $$preset --output-on-failure -j $(JOBS); \
+	done
+
+clean:
+	rm -rf build $(VENV) python/rarefy/lib
