@@ -399,6 +399,27 @@ class BsrWeight(nn.Module):
         self.plan = make_plan("BsrWeight", crow, col, tuple(self.shape), self.block_shape).to(device)
         self.crow_indices, self.col_indices = crow.to(device), col.to(device)
 
+    @torch.no_grad()
+    def assign_(self, other: BsrWeight) -> None:
+        """Takes over values, pattern and block shape of a weight of the same shape.
+
+        Where the pattern is the same, values are copied into the present Parameter; otherwise the
+        other's Parameter takes its place.
+        """
+        if other.shape != self.shape:
+            fail("BsrWeight.assign_", f"other must be of shape {tuple(self.shape)}", tuple(other.shape))
+        same = self.block_shape == other.block_shape and self._pattern_known
+        if same and all(
+            torch.equal(getattr(self, n), getattr(other, n).to(self.device)) for n in _INDICES[:2]
+        ):
+            self.values.copy_(other.values)
+            return
+        self.block_shape = other.block_shape
+        self.values = other.values
+        for name in _INDICES:
+            setattr(self, name, getattr(other, name))
+        self._pattern_known = other._pattern_known
+
     def __getstate__(self) -> dict[str, Any]:
         state = self.__dict__.copy()
         state["_buffers"] = {name: b for name, b in self._buffers.items() if name != "plan"}

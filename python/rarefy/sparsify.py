@@ -1,0 +1,89 @@
+"""sparsify and desparsify: a whole model, in place."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from .checks import fail
+from .modules import BlockSparseLinear, PseudoBlockSparseLinear
+from .patcher import BlockSparseModelPatcher, FilterFn, find_layers
+from .report import Report
+
+
+def sparsify(
+    model: nn.Module,
+    patterns: Mapping[str, Any],
+    *,
+    scores: Mapping[str, torch.Tensor] | None = None,
+    filter_fn: FilterFn | None = None,
+    dry_run: bool = False,
+    measure: bool = True,
+    tokens: int = 512,
+) -> Report:
+    r"""Makes the linear layers whose names match a pattern block-sparse, in place, keeping trained values.
+
+    Args:
+        model: any module; its nn.Linear layers are candidates.
+        patterns: regular expressions for whole qualified names, and what the layers become:
+            {r"encoder\.layer\.\d+\.output\.dense": "block:16x16@0.5"} keeps half of the 16×16 blocks.
+            Where two match a layer, the first counts.
+        scores: for some of the matched layers, by name, a tensor that ranks blocks instead of their L2
+            norm: (N, K), summed over each block, or one number a block.
+        filter_fn: called with name and module of each layer that would change; False keeps it dense.
+        dry_run: report only, change nothing.
+        measure: time each layer before and after, on inputs of `tokens` rows (about 0.2 s a layer).
+        tokens: see `measure`.
+
+    Returns:
+        A Report with one row for every layer that has a weight matrix: what it became, or why it stayed.
+        Layers that cannot change without changing what the model computes stay: weights tied to
+        another module, embeddings, nn.MultiheadAttention's projections, parametrized layers, layers
+        with hooks, subclasses of nn.Linear, layers smaller than a block.
+
+    Raises:
+        ValueError: a pattern matches no layer, or only layers of earlier patterns (near names are listed);
+            a spec, scores or densities that are not valid.
+        TypeError: arguments of the wrong kind.
+
+    On error the model is unchanged. A layer that is used at several places is replaced at all of them.
+    Biases stay the same Parameters; `weight.values` are new ones: make the optimizer afterwards.
+    """
+    op = "sparsify"
+    if not isinstance(model, nn.Module):
+        fail(op, "model must be an nn.Module", type(model).__name__, TypeError)
+    if not isinstance(patterns, Mapping):
+        fail(op, "patterns must be a mapping of regular expressions", type(patterns).__name__, TypeError)
+    patcher = BlockSparseModelPatcher()
+    for pattern, spec in patterns.items():
+        patcher.add_pattern(pattern, spec)
+    return patcher.patch_model(
+        model, scores=scores, filter_fn=filter_fn, dry_run=dry_run, measure=measure, tokens=tokens
+    )
+
+
+def desparsify(model: nn.Module) -> list[str]:
+    """Turns every block-sparse layer of a model back into an nn.Linear, exactly, in place.
+
+    Returns the names of the layers that changed. Raises TypeError if `model` is not a module, or is
+    itself a sparse layer (use `.to_dense()`).
+    """
+    op = "desparsify"
+    sparse = BlockSparseLinear | PseudoBlockSparseLinear
+    if not isinstance(model, nn.Module) or isinstance(model, sparse):
+        got = type(model).__name__
+        fail(
+            op,
+            "model must be an nn.Module around the sparse layers (a layer has .to_dense())",
+            got,
+            TypeError,
+        )
+    layers = [layer for layer in find_layers(model) if isinstance(layer.module, sparse)]
+    dense = [layer.module.to_dense() for layer in layers]
+    for layer, linear in zip(layers, dense, strict=True):
+        linear.bias = layer.module.bias  # the same Parameter, as in sparsify
+        layer.replace(linear)
+    return [layer.name for layer in layers]
