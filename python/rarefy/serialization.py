@@ -27,6 +27,7 @@ from .weight import BsrWeight
 FORMAT = "bsr-v1"
 _KEY = "rarefy"
 _PIECES = ("values", "crow_indices", "col_indices")
+_INDICES = (".crow_indices", ".col_indices")  # names that only pieces of a weight may end in
 
 
 # Saving ------------------------------------------------------------------------------------------
@@ -65,19 +66,29 @@ def save_file(
         if tensor.is_meta:
             fail(op, f"{key} must hold data", "a tensor on the meta device", TypeError)
 
-    kept, aliases = _without_shared(state)
-    modules = {}
-    for name, module in model.named_modules(remove_duplicate=False):
-        if isinstance(module, BsrWeight) and f"{name}.values".lstrip(".") in kept:
-            if not name:
-                fail(op, "model must be a module around a BsrWeight", "a BsrWeight alone", TypeError)
-            kept[f"{name}.values"] = _clean_values(module)
-            modules[name] = {
-                "shape": list(module.shape),
-                "block_shape": list(module.block_shape),
-                "nnzb": module.nnzb,
-                "dtype": DTYPE_NAMES[module.dtype],
-            }
+    weights = {n: m for n, m in model.named_modules(remove_duplicate=False) if isinstance(m, BsrWeight)}
+    if "" in weights:
+        fail(op, "model must be a module around a BsrWeight", "a BsrWeight alone", TypeError)
+    pieces = {f"{name}.{piece}" for name in weights for piece in _PIECES}
+    for key in state:
+        if key.endswith(_INDICES) and key not in pieces:
+            fail(op, f"names that end in {' or '.join(_INDICES)} must belong to a BsrWeight", key)
+
+    kept, aliases = _without_shared({k: t for k, t in state.items() if k not in pieces})
+    modules: dict[str, dict[str, Any]] = {}
+    stored: dict[BsrWeight, str] = {}
+    for name, weight in weights.items():
+        first = stored.setdefault(weight, name)
+        if first != name:
+            aliases |= {f"{name}.{piece}": f"{first}.{piece}" for piece in _PIECES}
+            continue
+        kept |= {f"{name}.{piece}": tensor for piece, tensor in _clean_pieces(weight).items()}
+        modules[name] = {
+            "shape": list(weight.shape),
+            "block_shape": list(weight.block_shape),
+            "nnzb": weight.nnzb,
+            "dtype": DTYPE_NAMES[weight.dtype],
+        }
     entry = json.dumps({"format": FORMAT, "version": __version__, "modules": modules})
     _write(kept, {**aliases, **(metadata or {}), _KEY: entry}, Path(path))
 
@@ -102,10 +113,12 @@ def _without_shared(state: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.
     return kept, aliases
 
 
-def _clean_values(weight: BsrWeight) -> torch.Tensor:
+def _clean_pieces(weight: BsrWeight) -> dict[str, torch.Tensor]:
+    """The tensors of a weight with zero padding; indices are copies, for weights may share a pattern."""
     if weight.shape[0] % weight.block_shape[0] or weight.shape[1] % weight.block_shape[1]:
         weight = copy.deepcopy(weight).zero_padding_()
-    return weight.values.detach().contiguous().cpu()
+    values, *indices = (getattr(weight, piece).detach().cpu() for piece in _PIECES)
+    return dict(zip(_PIECES, (values.contiguous(), *(index.clone() for index in indices)), strict=True))
 
 
 def _write(tensors: dict[str, torch.Tensor], metadata: dict[str, str], path: Path) -> None:
@@ -148,15 +161,20 @@ def load_file(model: nn.Module, path: str | os.PathLike[str]) -> None:
     except SafetensorError as error:
         raise ValueError(f"[{op}] path must be a safetensors file; got {os.fspath(path)}: {error}") from None
     modules = _entries(op, metadata)
+    places = _Places(op, model)
     weights = {}
     for name, entry in modules.items():
         shape, block_shape = _check_entry(op, name, entry)
+        places.check_shape(name, shape)  # before a plan is made, whose size grows with the shape
         weights[name] = _build(op, name, tensors, shape, block_shape)
         if (weights[name].nnzb, DTYPE_NAMES[weights[name].dtype]) != (entry["nnzb"], entry["dtype"]):
             got = f"{weights[name].nnzb} blocks of {DTYPE_NAMES[weights[name].dtype]}"
             fail(
                 op, f"{name} must have {entry['nnzb']} blocks of {entry['dtype']}, as its metadata says", got
             )
+    for key in tensors:
+        if key.endswith(_INDICES):
+            fail(op, f'metadata "rarefy" must describe the weight of {key}', "no entry for it")
     aliases = {k: v for k, v in metadata.items() if k != _KEY and k not in tensors and v in tensors}
     _restore(op, model, tensors, weights, aliases)
 
@@ -206,7 +224,7 @@ def _entries(op: str, metadata: Mapping[str, str]) -> dict[str, Any]:
         )
     try:
         root = json.loads(metadata[_KEY])
-    except (json.JSONDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f'[{op}] metadata "rarefy" must be JSON; got {error}') from None
     if not isinstance(root, dict) or root.get("format") != FORMAT:
         got = root.get("format") if isinstance(root, dict) else type(root).__name__
@@ -224,6 +242,9 @@ def _check_entry(op: str, name: str, entry: Any) -> tuple[tuple[int, int], tuple
         pair = entry[key]
         if not isinstance(pair, list) or len(pair) != 2 or not all(type(n) is int and n >= 0 for n in pair):
             fail(op, f"{key} in the metadata of {name} must be two non-negative ints", pair)
+    if type(entry["nnzb"]) is not int or type(entry["dtype"]) is not str:
+        got = f"{entry['nnzb']!r} and {entry['dtype']!r}"
+        fail(op, f"nnzb and dtype in the metadata of {name} must be an int and a str", got)
     return tuple(entry["shape"]), tuple(entry["block_shape"])
 
 
@@ -268,17 +289,23 @@ class _Places:
         """The weight called `name`, sparse or dense."""
         return self.containers[name] if name in self.containers else self.layer_at(name).module.weight
 
-    def keys_at(self, name: str) -> tuple[str, ...]:
-        """Prefixes of the state_dict that a new weight at `name` replaces, under all names of its module."""
+    def keys_at(self, name: str) -> set[str]:
+        """Keys of the state_dict that a new weight at `name` replaces, under all names of its module."""
         if name in self.containers:
-            return tuple(f"{n}." for n, m in self.containers.items() if m is self.containers[name])
-        return tuple(f"{n}.weight".lstrip(".") for n in self.layer_at(name).names)
+            same = [n for n, m in self.containers.items() if m is self.containers[name]]
+            return {f"{n}.{piece}" for n in same for piece in _PIECES}
+        return {f"{n}.weight".lstrip(".") for n in self.layer_at(name).names}
+
+    def check_shape(self, name: str, shape: Iterable[int]) -> None:
+        """Raises unless the model's weight called `name` is of this shape."""
+        mine = tuple(self.weight_at(name).shape)
+        if mine != tuple(shape):
+            fail(self.op, f"{name} must be of shape {mine}", tuple(shape))
 
     def change(self, name: str, weight: BsrWeight) -> Callable[[], None]:
         """A function that puts `weight` at `name`; raises if it does not fit there."""
+        self.check_shape(name, weight.shape)
         old = self.weight_at(name)
-        if tuple(old.shape) != tuple(weight.shape):
-            fail(self.op, f"{name} must be of shape {tuple(old.shape)}", tuple(weight.shape))
         _check_same_dtype(self.op, name, old.dtype, weight.dtype)
         if old.device.type != "meta":
             weight = weight.to(old.device)
@@ -294,9 +321,9 @@ class _Places:
 
 def _check_same_dtype(op: str, name: str, mine: torch.dtype, theirs: torch.dtype) -> None:
     if mine != theirs:
+        names = [str(dtype).removeprefix("torch.") for dtype in (mine, theirs)]
         advice = "as in the model (model.to(dtype) changes that)"
-        fail(op, f"{name} must be {str(mine).removeprefix('torch.')}, {advice}", str(theirs).removeprefix("torch."),
-             TypeError)  # fmt: skip
+        fail(op, f"{name} must be {names[0]}, {advice}", names[1], TypeError)
 
 
 def _restore(
@@ -309,20 +336,34 @@ def _restore(
     """Puts weights and tensors into the model, after checking all of them."""
     places = _Places(op, model)
     changes = [places.change(name, weight) for name, weight in weights.items()]
-    replaced = tuple(key for name in weights for key in places.keys_at(name))
-    expected = {key for key in model.state_dict() if not key.startswith(replaced)}
+    state = model.state_dict(keep_vars=True)
+    expected = set(state).difference(*(places.keys_at(name) for name in weights))
     tensors = tensors | {k: tensors[v] for k, v in aliases.items() if k in expected and v in tensors}
     if missing := expected - set(tensors):
         fail(op, "every tensor of the model must be there", f"none for {_some(missing)}")
     if unexpected := set(tensors) - expected:
         fail(op, "every tensor must have a place in the model", f"no place for {_some(unexpected)}")
     slots = [_slot(op, model, key, tensor) for key, tensor in tensors.items()]
+    first: dict[int, str] = {}
+    for key, tensor in tensors.items():
+        twin = first.setdefault(id(state[key]), key)
+        if not _same_bits(tensor, tensors[twin]):
+            fail(op, f"{key} must equal {twin}, to which the model ties it", "other values")
 
     for apply in changes:
         apply()
     fresh: dict[int, torch.Tensor] = {}
     for (path, attribute), tensor in zip(slots, tensors.values(), strict=True):
         _fill(model.get_submodule(path), attribute, tensor, fresh)
+
+
+def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    if a is b:
+        return True
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    bits = [t.detach().cpu().contiguous().flatten().view(torch.uint8) for t in (a, b)]
+    return torch.equal(*bits)
 
 
 def _slot(op: str, model: nn.Module, key: str, tensor: torch.Tensor) -> tuple[str, str]:
