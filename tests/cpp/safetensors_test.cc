@@ -2,9 +2,11 @@
 #include "rarefy/safetensors.h"
 
 #include <gtest/gtest.h>
+#include <sys/resource.h>
 #include <sys/stat.h>
 
 #include <algorithm>
+#include <csignal>
 #include <filesystem>
 #include <fstream>
 
@@ -352,6 +354,30 @@ TEST(SafetensorsWriterTest, UnwritablePathIsAnIoError) {
   // A directory in the way: rename fails after everything is written.
   std::filesystem::create_directories(directory.path() / "taken" / "inside");
   EXPECT_EQ(write_safetensors(directory.file("taken"), {}).code(), StatusCode::io_error);
+  EXPECT_EQ(std::distance(std::filesystem::directory_iterator(directory.path()), {}), 1);
+}
+
+TEST(SafetensorsWriterTest, AWriteThatFailsHalfWayKeepsTheOldFile) {
+  const TemporaryDirectory directory;
+  SafetensorsFile file;
+  file.tensors["a"] = counting_tensor(SafetensorsDType::u8, {100});
+  ASSERT_TRUE(write_safetensors(directory.file("x"), file).ok());
+  SafetensorsFile large;
+  large.tensors["a"] = counting_tensor(SafetensorsDType::u8, {1 << 20});
+
+  struct rlimit before {};
+  ASSERT_EQ(::getrlimit(RLIMIT_FSIZE, &before), 0);
+  struct rlimit small = before;
+  small.rlim_cur = 4096;  // the disk is full, as far as this process can tell
+  const auto handler = std::signal(SIGXFSZ, SIG_IGN);
+  ASSERT_EQ(::setrlimit(RLIMIT_FSIZE, &small), 0);
+  const Status status = write_safetensors(directory.file("x"), large);
+  ASSERT_EQ(::setrlimit(RLIMIT_FSIZE, &before), 0);
+  std::signal(SIGXFSZ, handler);
+
+  EXPECT_EQ(status.code(), StatusCode::io_error);
+  EXPECT_NE(status.message().find("File too large"), std::string::npos) << status.message();
+  EXPECT_EQ(*read_safetensors(directory.file("x")), file);
   EXPECT_EQ(std::distance(std::filesystem::directory_iterator(directory.path()), {}), 1);
 }
 
