@@ -12,11 +12,11 @@ from dataclasses import dataclass
 import numpy as np
 import scipy.sparse
 import torch
-from cases import Case
 from torch import Tensor
 from torch.nn.functional import linear
 
 import rarefy
+from cases import Case
 from rarefy import masks
 
 TORCH_DTYPES = {"f64": torch.float64, "f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}

@@ -19,12 +19,12 @@ from pathlib import Path
 
 import scipy
 import torch
-from cases import Case, load_cases
-from contestants import RIVALS, make_contestants, make_problem
-from timing import Times, graph_of, interleave
 from tqdm import tqdm
 
 import rarefy
+from cases import Case, load_cases
+from contestants import RIVALS, make_contestants, make_problem
+from timing import Times, graph_of, interleave
 
 ROOT = Path(__file__).resolve().parent.parent
 CONTESTANTS = ("rarefy", "dense_torch", "dense_onednn", "torch_bsr", "scipy_bsr")

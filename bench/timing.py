@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import torch
 
 TURN = 2e-3  # seconds: shorter calls are repeated within a turn, and the mean of a turn counts
-ROUNDS = (5, 25)  # fewest and most rounds of a case
-FEWEST_TURNS = 3  # of a contestant so slow that it sits out most rounds
+ROUNDS = (5, 25)  # fewest and most turns of a contestant
+SLOW_TURNS = 3  # of one whose single turn would use up half of the budget
 
 Call = Callable[[], object]
 
@@ -70,8 +70,8 @@ def graph_of(call: Call) -> Call:
 def interleave(calls: dict[str, Call], device: str, budget: float) -> dict[str, Times]:
     """Time all calls in turns, after a warm-up, for about `budget` seconds.
 
-    The number of rounds follows from the budget. A call that alone would use it up takes part in a few rounds
-    only, evenly spread, so that one slow contestant costs neither the others' precision nor minutes.
+    The number of turns follows from the budget. Contestants with fewer turns have them evenly spread over the
+    rounds, so that a slow one costs neither the others' precision nor minutes.
     """
     run = run_on_cuda if device == "cuda" else run_on_cpu
     estimates = {}
@@ -80,16 +80,16 @@ def interleave(calls: dict[str, Call], device: str, budget: float) -> dict[str, 
         estimates[name] = max(run(call, 1), 1e-7)
     repeats = {name: max(1, round(TURN / t)) for name, t in estimates.items()}
     turn = {name: repeats[name] * t for name, t in estimates.items()}
-    fair = budget / len(calls)
     least, most = ROUNDS
-    turns = {name: min(most, max(FEWEST_TURNS, int(fair / t))) for name, t in turn.items()}
-    rounds = max(least, *turns.values())
-    # Only contestants slower than all of the fair share keep to fewer rounds than the least.
-    turns = {name: max(n, least) if n > FEWEST_TURNS else n for name, n in turns.items()}
+    turns = {}
+    for name, seconds in turn.items():
+        fair = int(budget / len(calls) / seconds)
+        turns[name] = SLOW_TURNS if seconds > budget / 2 else min(most, max(least, fair))
+    rounds = max(turns.values())
     plan = {name: {i * rounds // n for i in range(n)} for name, n in turns.items()}
     found: dict[str, list[float]] = {name: [] for name in calls}
     for number in range(rounds):
         for name, call in calls.items():
             if number in plan[name]:
                 found[name].append(run(call, repeats[name]))
-    return {name: Times(turns) for name, turns in found.items()}
+    return {name: Times(samples) for name, samples in found.items()}
