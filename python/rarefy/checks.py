@@ -19,17 +19,12 @@ DTYPE_NAMES = {
 
 
 def fail(op: str, requirement: str, got: object, kind: type[Exception] = ValueError) -> NoReturn:
+    """Raises `kind` with the text "[op] requirement; got value"."""
     raise kind(f"[{op}] {requirement}; got {got}")
 
 
-def require(
-    condition: bool, op: str, requirement: str, got: object, kind: type[Exception] = ValueError
-) -> None:
-    if not condition:
-        fail(op, requirement, got, kind)
-
-
 def check_tensor(op: str, name: str, value: Any) -> torch.Tensor:
+    """Returns `value` if it is a strided tensor."""
     if not isinstance(value, torch.Tensor):
         fail(op, f"{name} must be a torch.Tensor", type(value).__name__, TypeError)
     if value.layout != torch.strided:
@@ -38,6 +33,7 @@ def check_tensor(op: str, name: str, value: Any) -> torch.Tensor:
 
 
 def check_int(op: str, name: str, value: Any, minimum: int = 0) -> int:
+    """Returns `value` as an int, at least `minimum`."""
     if not isinstance(value, numbers.Integral) or isinstance(value, bool):
         fail(op, f"{name} must be an int", repr(value), TypeError)
     if value < minimum:
@@ -46,6 +42,7 @@ def check_int(op: str, name: str, value: Any, minimum: int = 0) -> int:
 
 
 def check_pair(op: str, name: str, value: Any, minimum: int) -> tuple[int, int]:
+    """Returns `value` as two ints, each at least `minimum`."""
     if isinstance(value, str) or not hasattr(value, "__len__") or not hasattr(value, "__getitem__"):
         fail(op, f"{name} must be a pair of ints", repr(value), TypeError)
     if len(value) != 2:
@@ -57,10 +54,12 @@ def check_pair(op: str, name: str, value: Any, minimum: int) -> tuple[int, int]:
 
 
 def check_block_shape(op: str, block_shape: Any) -> tuple[int, int]:
+    """Returns (R, C), each at least 1."""
     return check_pair(op, "block_shape", block_shape, 1)
 
 
 def check_density(op: str, density: Any) -> float:
+    """Returns `density` as a float in [0, 1]."""
     if not isinstance(density, numbers.Real) or isinstance(density, bool):
         fail(op, "density must be a number", repr(density), TypeError)
     if not 0 <= density <= 1 or math.isnan(density):
@@ -69,6 +68,7 @@ def check_density(op: str, density: Any) -> float:
 
 
 def check_dtype(op: str, name: str, dtype: torch.dtype) -> None:
+    """Raises TypeError unless values can be stored in this dtype."""
     if dtype not in DTYPE_NAMES:
         known = ", ".join(str(d).removeprefix("torch.") for d in DTYPE_NAMES)
         fail(op, f"{name} must be of dtype {known}", str(dtype).removeprefix("torch."), TypeError)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from torch.nn import functional as F
+from torch.nn import functional
 
 from .checks import check_density, check_tensor, fail, first_position
 
@@ -19,7 +19,7 @@ def to_blocks(dense: torch.Tensor, block_shape: tuple[int, int]) -> torch.Tensor
     grid = grid_of((rows, cols), block_shape)
     pad_rows, pad_cols = grid[0] * r - rows, grid[1] * c - cols
     if pad_rows or pad_cols:
-        dense = F.pad(dense, (0, pad_cols, 0, pad_rows))
+        dense = functional.pad(dense, (0, pad_cols, 0, pad_rows))
     return dense.reshape(grid[0], r, grid[1], c).transpose(1, 2)
 
 
@@ -49,7 +49,7 @@ def block_count(density: float, blocks: int) -> int:
 
 
 def top_blocks(scores: torch.Tensor, density: float) -> torch.Tensor:
-    """Block mask of the round(density · blocks) largest scores; ties keep the earlier block, NaN is largest."""
+    """Block mask of the round(density · blocks) largest scores; ties keep the earlier, NaN is largest."""
     order = scores.flatten().sort(descending=True, stable=True).indices
     mask = torch.zeros(scores.numel(), dtype=torch.bool, device=scores.device)
     mask[order[: block_count(density, scores.numel())]] = True

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn import functional as F
+from torch.nn import functional
 
 from .checks import check_block_shape, check_density, check_dtype, check_int, check_tensor, fail
 from .masks import choose_blocks, expand_mask, grid_of, pattern_of, random_blocks
@@ -68,10 +68,11 @@ class _BlockLinear(nn.Module):
     out_features: int
 
     def extra_repr(self) -> str:
+        """The arguments that made the layer, density as it is."""
         r, c = self.block_shape
         return (
-            f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, "
-            f"density={self.density:.4g}, block_shape=({r}, {c})"
+            f"in_features={self.in_features}, out_features={self.out_features}, "
+            f"bias={self.bias is not None}, density={self.density:.4g}, block_shape=({r}, {c})"
         )
 
     def _finish(self, bias: torch.Tensor | None, training: bool) -> Any:
@@ -145,6 +146,7 @@ class BlockSparseLinear(_BlockLinear):
 
     @property
     def block_shape(self) -> tuple[int, int]:
+        """(R, C)."""
         return self.weight.block_shape
 
     @property
@@ -156,7 +158,7 @@ class BlockSparseLinear(_BlockLinear):
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
         """Draws values and bias anew on the same pattern (see the class for the distribution)."""
         weight = self.weight
-        if not weight.device.type == "meta":
+        if weight.device.type != "meta":
             bounds = _init_bounds(weight.block_mask(), self.in_features, weight.block_shape[1])
             weight.values.uniform_(-1, 1, generator=generator)
             weight.values.mul_(bounds[weight.block_row_indices()].to(weight.dtype)[:, None, None])
@@ -208,14 +210,15 @@ class BlockSparseLinear(_BlockLinear):
         return _new_linear(dense, self.bias, self.weight.values.requires_grad, self.training)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """(…, K) to (…, N)."""
         return self.weight.linear(x, self.bias)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         # All checks of weight and bias come before the first copy: on error nothing is half-loaded.
         op = "BlockSparseLinear.load_state_dict"
         if isinstance(state_dict.get(prefix + "weight"), torch.Tensor):
-            fail(op, f"{prefix}weight must be block-sparse ({prefix}weight.values, …; convert with from_dense)",
-                 "a dense tensor")  # fmt: skip
+            requirement = f"{prefix}weight must be block-sparse, {prefix}weight.values … (see from_dense)"
+            fail(op, requirement, "a dense tensor")
         self.weight.check_state(op, state_dict, prefix + "weight.")
         bias = state_dict.get(prefix + "bias")
         if self.bias is not None and bias is not None and bias.shape != self.bias.shape:
@@ -300,8 +303,8 @@ class PseudoBlockSparseLinear(_BlockLinear):
     def from_sparse(cls, layer: BlockSparseLinear) -> PseudoBlockSparseLinear:
         """The oracle of a BlockSparseLinear: same values, same pattern. Copies."""
         if not isinstance(layer, BlockSparseLinear):
-            fail("PseudoBlockSparseLinear.from_sparse", "layer must be a BlockSparseLinear", type(layer).__name__,
-                 TypeError)  # fmt: skip
+            op = "PseudoBlockSparseLinear.from_sparse"
+            fail(op, "layer must be a BlockSparseLinear", type(layer).__name__, TypeError)
         dense = layer.to_dense()
         return cls._make(
             dense.weight, dense.bias, layer.weight.block_mask(), layer.block_shape, layer.training
@@ -340,4 +343,5 @@ class PseudoBlockSparseLinear(_BlockLinear):
         return torch.where(self.element_mask(), self.weight, 0)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return F.linear(x, self.masked_weight(), self.bias)
+        """(…, K) to (…, N)."""
+        return functional.linear(x, self.masked_weight(), self.bias)

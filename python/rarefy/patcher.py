@@ -33,7 +33,7 @@ class BlockSpec:
     block_shape: tuple[int, int]
     density: float
 
-    def __str__(self) -> str:
+    def __str__(self) -> str:  # noqa: D105
         return f"{self.format}@{self.density:g}"
 
     @property
@@ -106,6 +106,11 @@ def _storage_owners(model: nn.Module) -> dict[int | None, list[str]]:
     return owners
 
 
+def has_hooks(module: nn.Module) -> bool:
+    """Whether anything is registered on this module that a new one in its place would lose."""
+    return any(getattr(module, hooks, None) for hooks in _HOOKS)
+
+
 def _why_not(
     module: nn.Module, names: list[str], parents: list[nn.Module], owners: dict[int | None, list[str]]
 ) -> str | None:
@@ -132,7 +137,7 @@ def _why_not(
         return f"{kind}: its parent reads the weight directly"
     if type(module) is not nn.Linear or "forward" in vars(module):
         return f"{kind} with a forward of its own may compute something else than nn.Linear"
-    if any(getattr(module, hooks, None) for hooks in _HOOKS) or weight._backward_hooks:
+    if has_hooks(module) or weight._backward_hooks:
         return "it has hooks, which a new layer would lose"
     if _storage(weight) is None or not weight.dtype.is_floating_point or weight.dtype.itemsize < 2:
         return f"its weight is {str(weight.dtype).removeprefix('torch.')}, {weight.layout}"
@@ -226,7 +231,9 @@ class BlockSparseModelPatcher:
         check_int(op, "tokens", tokens, 1)
         layers = find_layers(model)
         specs = self._assign(op, layers)
-        scores = dict(scores or {})
+        scores = {} if scores is None else scores
+        if not isinstance(scores, Mapping):
+            fail(op, "scores must be a mapping of layer names to tensors", type(scores).__name__, TypeError)
         names = [name for layer in layers if layer.name in specs for name in layer.names]
         for name in scores:
             if name not in names:
@@ -269,7 +276,8 @@ class BlockSparseModelPatcher:
                 fail(op, "a pattern must match the whole name of a layer", got)
             own = [layer for layer in matched if layer.name not in specs]
             if not own:
-                got = f"{pattern.pattern!r}, which only matches {_near(pattern.pattern, [m.name for m in matched])}"
+                taken = _near(pattern.pattern, [layer.name for layer in matched])
+                got = f"{pattern.pattern!r}, which only matches {taken}"
                 fail(op, "a pattern must match a layer that no earlier pattern took", got)
             specs |= {layer.name: spec for layer in own}
         return specs

@@ -103,13 +103,14 @@ class Report:
     dry_run: bool = False
     environment: dict[str, Any] = field(default_factory=dict)
 
-    def __iter__(self) -> Iterator[LayerRow]:
+    def __iter__(self) -> Iterator[LayerRow]:  # noqa: D105
         return iter(self.rows)
 
-    def __len__(self) -> int:
+    def __len__(self) -> int:  # noqa: D105
         return len(self.rows)
 
     def __getitem__(self, name: str) -> LayerRow:
+        """The row of the layer with this name; KeyError if there is none."""
         for row in self.rows:
             if name == row.name or name in row.also:
                 return row

@@ -8,7 +8,8 @@ from html import escape
 from .report import COLUMNS, LayerRow, Report, cells
 
 _STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 76rem; padding: 0 1rem; color: #1c2733 }
+body { font: 15px/1.5 system-ui, sans-serif; color: #1c2733 }
+body { margin: 2rem auto; max-width: 76rem; padding: 0 1rem }
 h1 { font-size: 1.5rem } h2 { font-size: 1.15rem; margin-top: 2rem }
 .scroll { overflow-x: auto }
 table { border-collapse: collapse; font-size: 13px; font-variant-numeric: tabular-nums }
@@ -27,7 +28,7 @@ _LABEL, _PLOT, _BAR = 330, 560, 13  # widths of names and plot, height of a bar,
 def _chart(
     rows: list[LayerRow], bars: Callable[[LayerRow], list[tuple[float, str, str]]], rule: float | None = None
 ) -> str:
-    """Horizontal bars, one group a layer; each bar is (value, class, label). `rule` draws a line at a value."""
+    """Horizontal bars, a group a layer; each bar is (value, class, label). `rule` is a line at a value."""
     groups = [(row, bars(row)) for row in rows]
     largest = max([value for _, group in groups for value, _, _ in group] + [rule or 0])
     scale = _PLOT / largest if largest > 0 else 0

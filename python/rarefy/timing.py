@@ -30,7 +30,7 @@ class Timing:
 
 
 def time_pair(dense: nn.Module, sparse: nn.Module, tokens: int) -> tuple[Timing, Timing]:
-    """Forward times of two layers on the same (tokens, K) input, interleaved so that both meet the same noise."""
+    """Forward times of two layers on the same (tokens, K) input, in turns: both meet the same noise."""
     weight = sparse.weight
     generator = torch.Generator().manual_seed(0)  # the user's global one stays as it is
     x = torch.randn(tokens, weight.shape[1], generator=generator).to(weight.device, weight.dtype)

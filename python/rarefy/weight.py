@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn import functional as F
+from torch.nn import functional
 
 from .checks import check_block_shape, check_dtype, check_pair, check_tensor, fail, first_position
 from .masks import choose_blocks, from_blocks, grid_of, pattern_of, random_blocks, to_blocks
@@ -17,7 +17,7 @@ _INDICES = ("crow_indices", "col_indices", "plan")
 
 
 def _index(op: str, name: str, value: Any) -> torch.Tensor:
-    """An index tensor as contiguous int32; int64 is accepted when it fits."""
+    """A copy of an index tensor as contiguous int32; int64 is accepted when it fits."""
     check_tensor(op, name, value)
     if value.dtype not in (torch.int32, torch.int64):
         fail(op, f"{name} must be int32 or int64", str(value.dtype).removeprefix("torch."), TypeError)
@@ -28,7 +28,7 @@ def _index(op: str, name: str, value: Any) -> torch.Tensor:
         if bool(wide.any()):
             (at,) = first_position(wide)
             fail(op, f"{name} must fit in int32", f"{name}[{at}]={value[at].item()}")
-    return value.detach().to(torch.int32).contiguous()
+    return value.detach().to(torch.int32, copy=True, memory_format=torch.contiguous_format)
 
 
 def make_plan(
@@ -78,7 +78,8 @@ class BsrWeight(nn.Module):
 
     Args:
         values: (nnzb, R, C), float64, float32, bfloat16, float16, or int8 (frozen), row-major inside a
-            block. A Parameter is used as it is; another tensor becomes one (trainable if floating).
+            block. A Parameter is used as it is; another tensor becomes one (trainable if floating),
+            with the same memory.
         crow_indices: (ceil(N/R) + 1,) int32 or int64: block row i is blocks crow[i] … crow[i+1].
         col_indices: (nnzb,) int32 or int64: block columns, sorted and distinct in each block row.
         shape: (N, K). Sizes that are no multiple of the block are padded with zeros in the last block.
@@ -153,6 +154,8 @@ class BsrWeight(nn.Module):
         """Stores the chosen blocks of a dense (N, K) tensor, bit for bit.
 
         Args:
+            dense: (N, K), of a dtype that weights can have.
+            block_shape: (R, C).
             mask: which elements (N, K) or blocks (ceil(N/R), ceil(K/C)) to keep, bool or 0/1;
                 element-wise it must be constant inside each block.
             density: keep the round(density · blocks) blocks of largest L2 norm; ties keep the earlier.
@@ -179,6 +182,7 @@ class BsrWeight(nn.Module):
         """Takes a copy of a torch.sparse_bsr or (as 1×1 blocks) torch.sparse_csr matrix.
 
         Args:
+            tensor: (N, K), without batch or dense dimensions.
             shape: the true (N, K) where `tensor` is padded to multiples of its block; default: its own.
         """
         op = "BsrWeight.from_torch"
@@ -205,9 +209,10 @@ class BsrWeight(nn.Module):
     def from_scipy(
         cls, matrix: Any, *, block_shape: tuple[int, int] | None = None, shape: tuple[int, int] | None = None
     ) -> BsrWeight:
-        """Takes a copy of a scipy.sparse BSR or CSR matrix or array; duplicates are summed, as scipy means them.
+        """Takes a copy of a scipy.sparse BSR or CSR matrix or array; duplicates are summed, as in scipy.
 
         Args:
+            matrix: (N, K), of a dtype that weights can have.
             block_shape: cut a CSR matrix into these blocks (default 1×1); a BSR matrix has its own.
             shape: the true (N, K) where a BSR matrix is padded to multiples of its block.
         """
@@ -246,10 +251,12 @@ class BsrWeight(nn.Module):
 
     @property
     def dtype(self) -> torch.dtype:
+        """Of the values."""
         return self.values.dtype
 
     @property
     def device(self) -> torch.device:
+        """Of values, indices and plan."""
         return self.values.device
 
     @property
@@ -274,14 +281,13 @@ class BsrWeight(nn.Module):
         stored = (self.values, self.crow_indices, self.col_indices)
         return sum(t.numel() * t.element_size() for t in stored)
 
-    def dim(self) -> int:
-        return 2
-
     @property
     def ndim(self) -> int:
+        """2, as of any matrix."""
         return 2
 
     def extra_repr(self) -> str:
+        """Shapes, density and dtype."""
         n, k = self.shape
         r, c = self.block_shape
         return (
@@ -292,19 +298,19 @@ class BsrWeight(nn.Module):
     # -- use ------------------------------------------------------------------------------------
 
     def linear(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        """x Wᵀ + bias, as F.linear: x of shape (…, K) gives (…, N)."""
+        """Returns x Wᵀ + bias, as F.linear does: x of shape (…, K) gives (…, N)."""
         return bsr_linear(
             x, self.values, self.crow_indices, self.col_indices, bias, self.shape[0], self.shape[1], self.plan
         )
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        # F.linear(x, weight, bias) works with a BsrWeight. Being an overriding type also keeps fused
+    def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:  # noqa: D105
+        # functional.linear(x, weight, bias) works with a BsrWeight. Being an overriding type also keeps fused
         # paths that read `.weight` of a linear layer (nn.TransformerEncoderLayer in eval) from taking it.
-        if func is not F.linear:
+        if func is not functional.linear:
             return NotImplemented
 
-        def linear(input: torch.Tensor, weight: Any, bias: torch.Tensor | None = None) -> Any:
+        def linear(input: torch.Tensor, weight: Any, bias: torch.Tensor | None = None) -> Any:  # noqa: A002
             return weight.linear(input, bias) if isinstance(weight, cls) else NotImplemented
 
         return linear(*args, **(kwargs or {}))
@@ -348,8 +354,8 @@ class BsrWeight(nn.Module):
         """
         op = "BsrWeight.to_scipy"
         if self.dtype in (torch.bfloat16, torch.float16):
-            fail(op, "values must have a dtype that scipy.sparse computes with; convert with .float()", self.dtype,
-                 TypeError)  # fmt: skip
+            requirement = "values must have a dtype that scipy.sparse computes with (.float() converts)"
+            fail(op, requirement, self.dtype, TypeError)
         from scipy.sparse import bsr_array
 
         shape = self._foreign_shape(op, pad)
@@ -420,12 +426,13 @@ class BsrWeight(nn.Module):
             setattr(self, name, getattr(other, name))
         self._pattern_known = other._pattern_known
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, Any]:  # noqa: D105
         state = self.__dict__.copy()
         state["_buffers"] = {name: b for name, b in self._buffers.items() if name != "plan"}
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
+        """Takes a pickle or a copy in; the plan is made anew, and the pattern checked."""
         super().__setstate__(state)
         crow, col = self.crow_indices, self.col_indices
         self.register_buffer(
@@ -445,23 +452,21 @@ class BsrWeight(nn.Module):
         for name in ("crow_indices", "col_indices"):
             if prefix + name not in state:
                 continue
-            index = _index(op, prefix + name, state[prefix + name])
+            index, mine = _index(op, prefix + name, state[prefix + name]), getattr(self, name)
             state[prefix + name] = index
-            mine = getattr(self, name)
+            requirement = f"{prefix}{name} must be of this module's pattern"
             if index.shape != mine.shape:
-                fail(op, f"{prefix}{name} must be of this module's pattern, {len(mine)} elements ({advice})",
-                     len(index))  # fmt: skip
-            if self._pattern_known:
-                differs = index.to(mine.device) != mine
-                if bool(differs.any()):
-                    (at,) = first_position(differs)
-                    fail(op, f"{prefix}{name} must be of this module's pattern, whose {name}[{at}]={int(mine[at])} "
-                         f"({advice})", f"{name}[{at}]={int(index[at])}")  # fmt: skip
+                fail(op, f"{requirement}, {len(mine)} elements ({advice})", len(index))
+            differs = index.to(mine.device) != mine
+            if self._pattern_known and bool(differs.any()):
+                (at,) = first_position(differs)
+                requirement += f", whose {name}[{at}]={int(mine[at])} ({advice})"
+                fail(op, requirement, f"{name}[{at}]={int(index[at])}")
         if values is not None:
             check_tensor(op, prefix + "values", values)
             if values.shape != self.values.shape:
-                fail(op, f"{prefix}values must be of shape {tuple(self.values.shape)} ({advice})",
-                     tuple(values.shape))  # fmt: skip
+                requirement = f"{prefix}values must be of shape {tuple(self.values.shape)} ({advice})"
+                fail(op, requirement, tuple(values.shape))
         crow = state.get(prefix + "crow_indices", self.crow_indices)
         col = state.get(prefix + "col_indices", self.col_indices)
         if not (crow.is_meta or col.is_meta):
