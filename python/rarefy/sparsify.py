@@ -10,7 +10,7 @@ from torch import nn
 
 from .checks import fail
 from .modules import BlockSparseLinear, PseudoBlockSparseLinear
-from .patcher import BlockSparseModelPatcher, FilterFn, find_layers
+from .patcher import BlockSparseModelPatcher, FilterFn, find_layers, has_hooks
 from .report import Report
 
 
@@ -68,8 +68,12 @@ def sparsify(
 def desparsify(model: nn.Module) -> list[str]:
     """Turns every block-sparse layer of a model back into an nn.Linear, exactly, in place.
 
-    Returns the names of the layers that changed. Raises TypeError if `model` is not a module, or is
-    itself a sparse layer (use `.to_dense()`).
+    Layers that share a weight share it afterwards, too; biases stay the same Parameters. Returns the
+    names of the layers that changed.
+
+    Raises:
+        TypeError: `model` is not a module, or is itself a sparse layer (use `.to_dense()`).
+        ValueError: a layer has hooks, which the new one would lose; nothing changes then.
     """
     op = "desparsify"
     sparse = BlockSparseLinear | PseudoBlockSparseLinear
@@ -82,8 +86,14 @@ def desparsify(model: nn.Module) -> list[str]:
             TypeError,
         )
     layers = [layer for layer in find_layers(model) if isinstance(layer.module, sparse)]
-    dense = [layer.module.to_dense() for layer in layers]
-    for layer, linear in zip(layers, dense, strict=True):
+    dense, shared = [], {}
+    for layer in layers:
+        if has_hooks(layer.module):
+            fail(op, "a layer must have no hooks, which the new one would lose", layer.name)
+        linear = layer.module.to_dense()
+        linear.weight = shared.setdefault(layer.module.weight, linear.weight)
         linear.bias = layer.module.bias  # the same Parameter, as in sparsify
+        dense.append(linear)
+    for layer, linear in zip(layers, dense, strict=True):
         layer.replace(linear)
     return [layer.name for layer in layers]

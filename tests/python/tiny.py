@@ -19,11 +19,11 @@ class Feed(nn.Module):
 class Tiny(nn.Module):
     """Token ids (B, T) to logits (B, T, 30); `decoder` is tied to the embeddings, `again` is `once`."""
 
-    def __init__(self) -> None:
+    def __init__(self, layers: int = 2) -> None:
         super().__init__()
         self.embeddings = nn.Embedding(30, 16)
         self.encoder = nn.Module()
-        self.encoder.layer = nn.ModuleList(Feed() for _ in range(12))
+        self.encoder.layer = nn.ModuleList(Feed() for _ in range(layers))
         self.attention = nn.MultiheadAttention(16, 2, batch_first=True)
         self.once = nn.Linear(16, 16, bias=False)
         self.again = self.once
