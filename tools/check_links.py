@@ -25,8 +25,11 @@ def broken_links(page: Path) -> list[str]:
             continue  # another site or a mail address
         path, _, anchor = link.partition("#")
         target = page.parent / path if path else page
-        wrong_anchor = anchor and target.suffix == ".md" and target.exists() and (
-            anchor not in anchors(target.read_text(encoding="utf-8"))
+        wrong_anchor = (
+            anchor
+            and target.suffix == ".md"
+            and target.exists()
+            and (anchor not in anchors(target.read_text(encoding="utf-8")))
         )
         if not target.exists() or wrong_anchor:
             broken.append(f"{page}: {link}")

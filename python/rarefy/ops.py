@@ -48,6 +48,8 @@ def bsr_linear(
             ``values[crow_indices[i]:crow_indices[i + 1]]``.
         col_indices: (nnzb,) int32, the block column of each block, sorted and distinct in a block row.
         bias: (out_features,) of x's dtype, or None.
+        out_features: rows of W; no multiple of block_rows is needed, nor of block_cols below.
+        in_features: columns of W.
         plan: what :func:`bsr_plan` returns for these indices. Without it the indices are validated and
             a plan is made on every call (on CUDA with a copy to the host: slow).
 
@@ -125,9 +127,8 @@ def bsr_plan(
 
 def _rows_like(op: str, argument: str, tensor: Tensor, columns: int, dimension: str, new: int) -> Tensor:
     if tensor.dim() == 0 or tensor.shape[-1] != columns:
-        raise ValueError(
-            f"[{op}] {argument}'s last dimension must be {dimension}={columns}; got shape {tuple(tensor.shape)}"
-        )
+        got = tuple(tensor.shape)
+        raise ValueError(f"[{op}] {argument}'s last dimension must be {dimension}={columns}; got shape {got}")
     return tensor.new_empty((*tensor.shape[:-1], new))
 
 

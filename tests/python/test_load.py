@@ -64,7 +64,10 @@ def test_a_broken_library_is_reported_with_its_cause(without_library, tmp_path):
 
 
 def test_an_old_torch_is_reported(without_library):
-    code = "import torch; torch.__version__ = '2.9.1+cpu'; import rarefy; print(rarefy.backend_info()['problem'])"
+    code = (
+        "import torch; torch.__version__ = '2.9.1+cpu'; "
+        "import rarefy; print(rarefy.backend_info()['problem'])"
+    )
     run = python("-c", code, path=without_library)
     assert run.stdout == "rarefy needs torch 2.10 or later; got 2.9.1+cpu: pip install 'torch>=2.10'\n"
 
