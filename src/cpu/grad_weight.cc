@@ -47,6 +47,27 @@ std::vector<Piece> cut(const PlanView& plan, std::int64_t most) {
   return pieces;
 }
 
+// Elements of edge blocks outside the matrix: 0, also where NaN times a zero of padding made a NaN.
+void clear_padding(const PlanView& plan, float* sums) {
+  const BsrShape& s = plan.shape;
+  const std::int64_t rows = s.rows % s.block_rows;
+  const std::int64_t cols = s.cols % s.block_cols;
+  if (rows != 0) {
+    for (std::int64_t e = plan.crow[s.row_count() - 1]; e < plan.crow[s.row_count()]; ++e) {
+      float* block = sums + e * s.block_size();
+      std::fill(block + rows * s.block_cols, block + s.block_size(), 0.0F);
+    }
+  }
+  if (cols != 0) {
+    for (std::int64_t i = plan.ccol[s.col_count() - 1]; i < plan.ccol[s.col_count()]; ++i) {
+      float* row = sums + plan.perm[i] * s.block_size();
+      for (std::int64_t r = 0; r < s.block_rows; ++r, row += s.block_cols) {
+        std::fill(row + cols, row + s.block_cols, 0.0F);
+      }
+    }
+  }
+}
+
 }  // namespace
 
 Status run_grad_weight(const Kernels& kernels, const GradWeightArgs& args, const Context& context) {
@@ -84,6 +105,7 @@ Status run_grad_weight(const Kernels& kernels, const GradWeightArgs& args, const
       }
     });
   }
+  clear_padding(plan, sums);
   if (args.dtype != DType::f32) kernels.round(storage(args.dtype), sums, shape.value_count(), args.dvalues);
   return {};
 }

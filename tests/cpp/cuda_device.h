@@ -1,5 +1,5 @@
-// Device memory for tests: buffers with exact sizes (so that memcheck sees a read past the end),
-// outputs poisoned and between guard zones, and the reason why there is no GPU to test on.
+// GPU memory for tests, with exact sizes, so that memcheck sees a read past the end; and the reason
+// why there is no GPU to test on.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -13,6 +13,8 @@
 #include <string>
 #include <utility>
 #include <vector>
+
+#include "rarefy/view.h"
 
 namespace rarefy::test {
 
@@ -30,12 +32,11 @@ inline std::string no_gpu() {
   return std::string("no NVIDIA GPU: ") + (status == cudaSuccess ? "none found" : cudaGetErrorString(status));
 }
 
-inline constexpr std::byte kPoison{0xff};  // NaN in every float type
-inline constexpr std::size_t kGuard = 512;
-
 // Bytes of device memory on the current device.
 class DeviceBuffer {
  public:
+  static constexpr Device kDevice = Device::cuda;
+
   explicit DeviceBuffer(std::size_t bytes) : bytes_(bytes) {
     if (bytes > 0) require(cudaMalloc(&data_, bytes), "cudaMalloc");
   }
@@ -71,31 +72,6 @@ class DeviceBuffer {
  private:
   void* data_ = nullptr;
   std::size_t bytes_ = 0;
-};
-
-// An output: `bytes` of poison with a guard zone on each side.
-class GuardedOutput {
- public:
-  explicit GuardedOutput(std::size_t bytes) : bytes_(bytes), buffer_(bytes + 2 * kGuard) { poison(); }
-
-  void poison() { buffer_.fill(kPoison); }
-  void* data() const { return static_cast<std::byte*>(buffer_.data()) + kGuard; }
-
-  // What was written, after checking that nothing else was.
-  std::vector<std::byte> download() const {
-    std::vector<std::byte> all = buffer_.download();
-    const auto inside = all.begin() + static_cast<std::ptrdiff_t>(kGuard);
-    const auto after = inside + static_cast<std::ptrdiff_t>(bytes_);
-    const auto poisoned = [](std::byte byte) { return byte == kPoison; };
-    if (!std::all_of(all.begin(), inside, poisoned) || !std::all_of(after, all.end(), poisoned)) {
-      throw std::runtime_error("a guard zone was written to");
-    }
-    return {inside, after};
-  }
-
- private:
-  std::size_t bytes_;
-  DeviceBuffer buffer_;
 };
 
 }  // namespace rarefy::test

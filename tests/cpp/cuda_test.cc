@@ -5,7 +5,8 @@
 #include <cmath>
 #include <limits>
 
-#include "cuda_problem.h"
+#include "cuda_device.h"
+#include "product_checks.h"
 
 namespace rarefy::test {
 namespace {
@@ -17,122 +18,16 @@ class CudaTest : public ::testing::Test {
   }
 };
 
-void expect_ok(const Status& status) { EXPECT_TRUE(status.ok()) << status.message(); }
-
-// Unit roundoff.
-double roundoff(DType dtype) {
-  switch (dtype) {
-    case DType::f64: return 0x1p-53;
-    case DType::f32: return 0x1p-24;
-    case DType::f16: return 0x1p-11;
-    default: return 0x1p-8;
-  }
-}
-
-// What an element must be, and how far from it a sum of `terms` products may end up.
-struct Expected {
-  std::vector<double> value, magnitude;  // magnitude: the same product of absolute values
-  double terms;
-};
-
-std::vector<double> absolute(std::vector<double> numbers) {
-  for (double& number : numbers) number = std::abs(number);
-  return numbers;
-}
-
-// The three products on the host, in double.
-struct Host {
-  const Problem& problem;
-
-  std::vector<double> linear(const std::vector<double>& x, const std::vector<double>& values,
-                             const std::vector<double>* bias, Activation activation) const {
-    const ProblemSpec& s = problem.spec;
-    std::vector<double> y(static_cast<std::size_t>(s.m * s.n));
-    expect_ok(rarefy::linear({x.data(), DType::f64, s.m, s.k, problem.x_stride()},
-                             {problem.pattern.view(), values.data(), DType::f64},
-                             bias == nullptr ? nullptr : bias->data(), activation,
-                             {y.data(), DType::f64, s.m, s.n, s.n}));
-    return y;
-  }
-  std::vector<double> grad_input(const std::vector<double>& dy, const std::vector<double>& values) const {
-    const ProblemSpec& s = problem.spec;
-    std::vector<double> dx(static_cast<std::size_t>(s.m * s.k));
-    expect_ok(rarefy::grad_input({dy.data(), DType::f64, s.m, s.n, problem.y_stride()},
-                                 {problem.pattern.view(), values.data(), DType::f64},
-                                 {dx.data(), DType::f64, s.m, s.k, s.k}));
-    return dx;
-  }
-  std::vector<double> grad_weight(const std::vector<double>& dy, const std::vector<double>& x) const {
-    const ProblemSpec& s = problem.spec;
-    std::vector<double> dvalues(problem.values.size());
-    expect_ok(rarefy::grad_weight({dy.data(), DType::f64, s.m, s.n, problem.y_stride()},
-                                  {x.data(), DType::f64, s.m, s.k, problem.x_stride()},
-                                  problem.pattern.view(), dvalues.data(), DType::f64));
-    return dvalues;
-  }
-};
-
-// Per element: |got − value| ≤ terms · u_acc · magnitude + u_out · |value|; integers exactly. Gaps
-// between rows must still be poison.
-void expect_close(const char* what, const ProblemSpec& spec, const GuardedOutput& output, std::int64_t cols,
-                  std::int64_t stride, const Expected& expected, bool exact) {
-  SCOPED_TRACE(what);
-  const std::vector<std::byte> bytes = output.download();
-  const std::vector<double> got = decode(bytes, spec.dtype);
-  // An exact sum of integers is still rounded when the output dtype cannot hold it.
-  const std::vector<double> rounded = decode(encode(expected.value, spec.dtype), spec.dtype);
-  const double u_acc = spec.dtype == DType::f64 ? 0x1p-53 : 0x1p-24;
-  const double u_out = roundoff(spec.dtype);
-  const double smallest = spec.dtype == DType::f16 ? 0x1p-25 : 0;  // half of a subnormal step
-  for (std::size_t t = 0; t < got.size(); ++t) {
-    const auto row = static_cast<std::int64_t>(t) / stride;
-    const auto col = static_cast<std::int64_t>(t) % stride;
-    if (col >= cols) {
-      const std::size_t size = size_of(spec.dtype);
-      for (std::size_t b = 0; b < size; ++b) {
-        ASSERT_EQ(bytes[t * size + b], kPoison) << "gap after row " << row;
-      }
-      continue;
-    }
-    const auto e = static_cast<std::size_t>(row * cols + col);
-    const double value = expected.value[e];
-    const double bound = (expected.terms + 2) * u_acc * expected.magnitude[e] * (1 + u_out) +
-                         u_out * std::abs(value) + smallest;
-    if (exact) {
-      ASSERT_EQ(got[t], rounded[e]) << '(' << row << ", " << col << ')';
-    } else {
-      ASSERT_LE(std::abs(got[t] - value), bound) << '(' << row << ", " << col << ')';
-    }
-  }
-}
-
 void check_products(const ProblemSpec& spec) {
-  SCOPED_TRACE(::testing::Message() << name(spec.dtype) << " M=" << spec.m << " N=" << spec.n
-                                    << " K=" << spec.k << " block " << spec.block_rows << 'x'
-                                    << spec.block_cols << " density " << spec.density << " stride "
-                                    << spec.stride << " integers " << spec.integers);
+  SCOPED_TRACE(::testing::Message() << name(spec.dtype) << " M=" << spec.m << " N=" << spec.n << " K="
+                                    << spec.k << " block " << spec.block_rows << 'x' << spec.block_cols
+                                    << " density " << spec.density << " stride " << spec.stride);
   const Problem problem = make_problem(spec);
-  const Host host{problem};
-  const auto abs_x = absolute(problem.x), abs_dy = absolute(problem.dy),
-             abs_values = absolute(problem.values), abs_bias = absolute(problem.bias);
-  GpuProblem gpu(problem);
+  ProblemIn<DeviceBuffer> gpu(problem);
   expect_ok(gpu.linear(Activation::none));
   expect_ok(gpu.grad_input());
   expect_ok(gpu.grad_weight());
-  const std::int64_t value_count = problem.pattern.shape().value_count();
-  expect_close("linear", spec, gpu.y(), spec.n, problem.y_stride(),
-               {host.linear(problem.x, problem.values, &problem.bias, Activation::none),
-                host.linear(abs_x, abs_values, &abs_bias, Activation::none), static_cast<double>(spec.k)},
-               spec.integers);
-  expect_close("grad_input", spec, gpu.dx(), spec.k, problem.dx_stride(),
-               {host.grad_input(problem.dy, problem.values), host.grad_input(abs_dy, abs_values),
-                static_cast<double>(spec.n)},
-               spec.integers);
-  expect_close(
-      "grad_weight", spec, gpu.dvalues(), std::max<std::int64_t>(value_count, 1),
-      std::max<std::int64_t>(value_count, 1),
-      {host.grad_weight(problem.dy, problem.x), host.grad_weight(abs_dy, abs_x), static_cast<double>(spec.m)},
-      spec.integers);
+  expect_products(problem, gpu);
 }
 
 constexpr DType kDTypes[] = {DType::f64, DType::f32, DType::bf16, DType::f16};
@@ -186,24 +81,16 @@ TEST_F(CudaProductTest, Activations) {
       SCOPED_TRACE(::testing::Message() << name(activation) << ' ' << name(dtype));
       const ProblemSpec spec{65, 40, 50, 4, 4, 0.4, dtype, false, 1};
       const Problem problem = make_problem(spec);
-      const Host host{problem};
-      const auto abs_bias = absolute(problem.bias);
-      GpuProblem gpu(problem);
+      ProblemIn<DeviceBuffer> gpu(problem);
       expect_ok(gpu.linear(activation));
-      // The slope of an activation is below 1.2, and it is computed to 8 units of |its argument| + 1.
-      Expected expected{
-          host.linear(problem.x, problem.values, &problem.bias, activation),
-          host.linear(absolute(problem.x), absolute(problem.values), &abs_bias, Activation::none),
-          1.2 * static_cast<double>(spec.k) + 8};
-      for (double& magnitude : expected.magnitude) magnitude += 1;
-      expect_close("linear", spec, gpu.y(), spec.n, problem.y_stride(), expected, false);
+      expect_activation(problem, gpu, activation);
     }
   }
 }
 
 TEST_F(CudaProductTest, EmptyBatch) {
   const Problem problem = make_problem({0, 20, 30, 4, 4, 0.5, DType::f32, true, 0});
-  GpuProblem gpu(problem);
+  ProblemIn<DeviceBuffer> gpu(problem);
   expect_ok(gpu.linear(Activation::none));
   expect_ok(gpu.grad_input());
   expect_ok(gpu.grad_weight());
@@ -219,45 +106,31 @@ TEST_F(CudaProductTest, NanPassesThroughAndNotFurther) {
     problem.x[7 * 22 + 21] = std::numeric_limits<double>::quiet_NaN();  // token 7, in the padded block column
     problem.x[9 * 22 + 3] = std::numeric_limits<double>::infinity();
     problem.dy[11 * 21 + 20] = std::numeric_limits<double>::quiet_NaN();  // in the padded block row
-    const Host host{problem};
-    GpuProblem gpu(problem);
+    ProblemIn<DeviceBuffer> gpu(problem);
     expect_ok(gpu.linear(Activation::none));
     expect_ok(gpu.grad_input());
     expect_ok(gpu.grad_weight());
-    const auto expect_same = [&](const GuardedOutput& output, const std::vector<double>& expected) {
-      const std::vector<double> got = decode(output.download(), dtype);
-      ASSERT_EQ(got.size(), expected.size());
-      for (std::size_t e = 0; e < got.size(); ++e) {
-        if (std::isnan(expected[e])) {
-          ASSERT_TRUE(std::isnan(got[e])) << e;
-        } else {
-          ASSERT_EQ(got[e], expected[e]) << e;
-        }
-      }
-    };
-    expect_same(gpu.y(), host.linear(problem.x, problem.values, &problem.bias, Activation::none));
-    expect_same(gpu.dx(), host.grad_input(problem.dy, problem.values));
-    expect_same(gpu.dvalues(), host.grad_weight(problem.dy, problem.x));
+    expect_same_or_nan(problem, gpu);
   }
 }
 
 class CudaQueueTest : public CudaTest {
  protected:
   // Everything the three products wrote, run on `stream`.
-  static std::vector<std::byte> run(GpuProblem& gpu, cudaStream_t stream) {
+  static std::vector<std::byte> run(ProblemIn<DeviceBuffer>& gpu, cudaStream_t stream) {
     gpu.poison();
     enqueue(gpu, stream);
     return results(gpu, stream);
   }
-  static void enqueue(GpuProblem& gpu, cudaStream_t stream) {
+  static void enqueue(ProblemIn<DeviceBuffer>& gpu, cudaStream_t stream) {
     expect_ok(gpu.linear(Activation::gelu_erf, true, stream));
     expect_ok(gpu.grad_input(stream));
     expect_ok(gpu.grad_weight(stream));
   }
-  static std::vector<std::byte> results(GpuProblem& gpu, cudaStream_t stream) {
+  static std::vector<std::byte> results(ProblemIn<DeviceBuffer>& gpu, cudaStream_t stream) {
     require(cudaStreamSynchronize(stream), "cudaStreamSynchronize");
     std::vector<std::byte> all = gpu.y().download();
-    for (GuardedOutput* output : {&gpu.dx(), &gpu.dvalues()}) {
+    for (Guarded<DeviceBuffer>* output : {&gpu.dx(), &gpu.dvalues()}) {
       const std::vector<std::byte> bytes = output->download();
       all.insert(all.end(), bytes.begin(), bytes.end());
     }
@@ -279,7 +152,7 @@ struct Stream {
 TEST_F(CudaQueueTest, RepeatedRunsAreBitwiseEqual) {
   for (const std::int64_t block : {1, 4, 16, 32}) {
     const Problem problem = make_problem({300, 250, 270, block, block, 0.3, DType::f32, false, 2});
-    GpuProblem gpu(problem);
+    ProblemIn<DeviceBuffer> gpu(problem);
     const std::vector<std::byte> first = run(gpu, nullptr);
     for (int repeat = 0; repeat < 100; ++repeat) ASSERT_EQ(run(gpu, nullptr), first) << repeat;
   }
@@ -293,8 +166,8 @@ TEST_F(CudaQueueTest, TokensDoNotDependOnTheBatch) {
   const std::int64_t token = 211;
   one.x.assign(problem.x.begin() + token * problem.x_stride(),
                problem.x.begin() + (token + 1) * problem.x_stride());
-  GpuProblem batch(problem);
-  GpuProblem single(one);
+  ProblemIn<DeviceBuffer> batch(problem);
+  ProblemIn<DeviceBuffer> single(one);
   expect_ok(batch.linear(Activation::none));
   expect_ok(single.linear(Activation::none));
   const std::vector<std::byte> all = batch.y().download();
@@ -305,14 +178,14 @@ TEST_F(CudaQueueTest, TokensDoNotDependOnTheBatch) {
 
 TEST_F(CudaQueueTest, OtherStream) {
   const Problem problem = make_problem(kLayer);
-  GpuProblem gpu(problem);
+  ProblemIn<DeviceBuffer> gpu(problem);
   const Stream stream;
   EXPECT_EQ(run(gpu, stream.handle), run(gpu, nullptr));
 }
 
 TEST_F(CudaQueueTest, GraphReplayEqualsEager) {
   const Problem problem = make_problem(kLayer);
-  GpuProblem gpu(problem);
+  ProblemIn<DeviceBuffer> gpu(problem);
   const Stream stream;
   cudaGraph_t graph = nullptr;
   cudaGraphExec_t executable = nullptr;
@@ -338,7 +211,7 @@ TEST_F(CudaQueueTest, SecondDevice) {
   const Problem problem = make_problem(kLayer);
   const auto run_on = [&](int device) {
     require(cudaSetDevice(device), "cudaSetDevice");
-    GpuProblem gpu(problem);
+    ProblemIn<DeviceBuffer> gpu(problem);
     const Stream stream;
     return run(gpu, stream.handle);
   };

@@ -1,11 +1,12 @@
-// A random sparse layer with its activations and gradients, on the host in double and on the GPU in
-// the dtype under test, and the three products on the GPU into guarded outputs.
+// A random sparse layer with its activations and gradients: on the host in double, and in the memory
+// and dtype under test, with the three products into guarded outputs.
 #pragma once
 
 #include <cmath>
 #include <random>
+#include <string>
 
-#include "cuda_device.h"
+#include "memory.h"
 #include "rarefy/backend.h"
 #include "rarefy/linear.h"
 
@@ -95,13 +96,15 @@ inline Problem make_problem(const ProblemSpec& spec, unsigned seed = 1) {
   return problem;
 }
 
-// The same on the current GPU.
-class GpuProblem {
+// The same in the memory of one device, with exactly as many bytes as it needs.
+template <class Buffer>
+class ProblemIn {
  public:
-  explicit GpuProblem(const Problem& problem)
-      : spec_(problem.spec),
+  explicit ProblemIn(const Problem& problem, Executor executor = {})
+      : executor_(executor),
+        spec_(problem.spec),
         host_(problem),
-        plan_(DeviceBuffer::upload(problem.pattern.plan())),
+        plan_(Buffer::template upload<std::int32_t>(problem.pattern.plan())),
         x_(upload(problem.x)),
         dy_(upload(problem.dy)),
         values_(upload(problem.values)),
@@ -110,50 +113,51 @@ class GpuProblem {
         dx_(static_cast<std::size_t>(spec_.m * problem.dx_stride()) * size_of(spec_.dtype)),
         dvalues_(problem.values.size() * size_of(spec_.dtype)) {}
 
-  Status linear(Activation activation, bool with_bias = true, cudaStream_t stream = nullptr) {
+  Status linear(Activation activation, bool with_bias = true, void* stream = nullptr) {
     return rarefy::linear(x_view(), w_view(), with_bias ? bias_.data() : nullptr, activation,
                           output(y_, spec_.n, host_.y_stride()), context(stream));
   }
-  Status grad_input(cudaStream_t stream = nullptr) {
+  Status grad_input(void* stream = nullptr) {
     return rarefy::grad_input(dy_view(), w_view(), output(dx_, spec_.k, host_.dx_stride()), context(stream));
   }
-  Status grad_weight(cudaStream_t stream = nullptr) {
+  Status grad_weight(void* stream = nullptr) {
     return rarefy::grad_weight(dy_view(), x_view(), plan_view(), dvalues_.data(), spec_.dtype,
                                context(stream));
   }
 
-  GuardedOutput& y() { return y_; }
-  GuardedOutput& dx() { return dx_; }
-  GuardedOutput& dvalues() { return dvalues_; }
+  Guarded<Buffer>& y() { return y_; }
+  Guarded<Buffer>& dx() { return dx_; }
+  Guarded<Buffer>& dvalues() { return dvalues_; }
   void poison() {
-    for (GuardedOutput* output : {&y_, &dx_, &dvalues_}) output->poison();
+    for (Guarded<Buffer>* output : {&y_, &dx_, &dvalues_}) output->poison();
   }
 
  private:
-  DeviceBuffer upload(std::span<const double> numbers) const {
-    return DeviceBuffer::upload<std::byte>(encode(numbers, spec_.dtype));
+  Buffer upload(std::span<const double> numbers) const {
+    return Buffer::template upload<std::byte>(encode(numbers, spec_.dtype));
   }
-  static Context context(cudaStream_t stream) { return {{}, stream}; }
+  Context context(void* stream) const { return {executor_, stream}; }
   PlanView plan_view() const {
     const auto words = static_cast<std::int64_t>(host_.pattern.plan().size());
-    return *view_device_plan("test", host_.pattern.shape(), static_cast<const std::int32_t*>(plan_.data()),
-                             words);
+    const auto* data = static_cast<const std::int32_t*>(plan_.data());
+    return *view_device_plan("test", host_.pattern.shape(), data, words);
   }
-  BsrView w_view() const { return {plan_view(), values_.data(), spec_.dtype, Device::cuda}; }
+  BsrView w_view() const { return {plan_view(), values_.data(), spec_.dtype, Buffer::kDevice}; }
   MatrixView x_view() const {
-    return {x_.data(), spec_.dtype, spec_.m, spec_.k, host_.x_stride(), Device::cuda};
+    return {x_.data(), spec_.dtype, spec_.m, spec_.k, host_.x_stride(), Buffer::kDevice};
   }
   MatrixView dy_view() const {
-    return {dy_.data(), spec_.dtype, spec_.m, spec_.n, host_.y_stride(), Device::cuda};
+    return {dy_.data(), spec_.dtype, spec_.m, spec_.n, host_.y_stride(), Buffer::kDevice};
   }
-  MutableMatrixView output(const GuardedOutput& out, std::int64_t cols, std::int64_t stride) const {
-    return {out.data(), spec_.dtype, spec_.m, cols, stride, Device::cuda};
+  MutableMatrixView output(const Guarded<Buffer>& out, std::int64_t cols, std::int64_t stride) const {
+    return {out.data(), spec_.dtype, spec_.m, cols, stride, Buffer::kDevice};
   }
 
+  Executor executor_;
   ProblemSpec spec_;
   const Problem& host_;
-  DeviceBuffer plan_, x_, dy_, values_, bias_;
-  GuardedOutput y_, dx_, dvalues_;
+  Buffer plan_, x_, dy_, values_, bias_;
+  Guarded<Buffer> y_, dx_, dvalues_;
 };
 
 }  // namespace rarefy::test

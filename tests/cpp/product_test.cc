@@ -1,0 +1,280 @@
+// The three products on the CPU: every implementation this machine can run, forced one by one,
+// against the reference in double. cuda_test.cc checks the GPU's with the same problems and bounds.
+#include <gtest/gtest.h>
+
+#include <array>
+#include <cstdlib>
+#include <limits>
+#include <set>
+
+#include "product_checks.h"
+
+namespace rarefy::test {
+namespace {
+
+// Forces an implementation while it lives.
+class Force {
+ public:
+  explicit Force(const std::string& impl) { setenv("RAREFY_FORCE_IMPL", impl.c_str(), 1); }
+  ~Force() { unsetenv("RAREFY_FORCE_IMPL"); }
+  Force(const Force&) = delete;
+  Force& operator=(const Force&) = delete;
+};
+
+std::vector<std::string> cpu_impls() {
+  std::vector<std::string> impls;
+  for (const KernelInfo& kernel : backend_info().kernels) {
+    if (kernel.op == Op::linear && kernel.device == Device::cpu) impls.push_back(kernel.impl);
+  }
+  return impls;
+}
+
+constexpr DType kDTypes[] = {DType::f32, DType::bf16, DType::f16};
+
+class ProductsTest : public ::testing::TestWithParam<std::string> {
+ protected:
+  void check(const ProblemSpec& spec, Executor executor = {}) {
+    const Problem problem = make_problem(spec);
+    SCOPED_TRACE(::testing::Message()
+                 << GetParam() << ' ' << name(spec.dtype) << " M=" << spec.m << " N=" << spec.n
+                 << " K=" << spec.k << " block " << spec.block_rows << 'x' << spec.block_cols << " density "
+                 << spec.density << " stride " << spec.stride);
+    ProblemIn<HostBuffer> run(problem, executor);
+    {
+      const Force force(GetParam());
+      expect_ok(run.linear(Activation::none));
+      expect_ok(run.grad_input());
+      expect_ok(run.grad_weight());
+    }
+    expect_products(problem, run);
+  }
+};
+
+INSTANTIATE_TEST_SUITE_P(Cpu, ProductsTest, ::testing::ValuesIn(cpu_impls()),
+                         [](const auto& tested) { return tested.param; });
+
+TEST_P(ProductsTest, AreTheOnesForced) {
+  const Force force(GetParam());
+  for (const Op op : kAllOps) {
+    const Result<KernelInfo> kernel = selected_kernel(op, DType::f32, Device::cpu, 4, 4);
+    ASSERT_TRUE(kernel.ok()) << kernel.status().message();
+    EXPECT_EQ(kernel->impl, GetParam());
+    EXPECT_EQ(kernel->name, GetParam() + "_" + std::string(name(op)));
+  }
+}
+
+// Block shapes of every kind: columns, rows, squares, odd ones; edges that are padded.
+TEST_P(ProductsTest, EveryBlockShape) {
+  const std::pair<std::int64_t, std::int64_t> blocks[] = {
+      {1, 1}, {1, 2}, {1, 16}, {2, 1},  {2, 64},  {3, 5},   {4, 1},   {4, 4}, {5, 3},
+      {7, 1}, {8, 8}, {12, 6}, {16, 1}, {16, 16}, {17, 33}, {32, 32}, {64, 2}};
+  for (const auto& [rows, cols] : blocks) {
+    for (const DType dtype : kDTypes) {
+      check({37, 5 * rows + rows / 2 + 1, 6 * cols + cols / 2 + 1, rows, cols, 0.4, dtype, false, 3});
+      check({65, 9 * rows, 7 * cols, rows, cols, 0.3, dtype, true, 0});
+    }
+  }
+}
+
+// Around every width of a panel, and with one row of x for all tokens.
+TEST_P(ProductsTest, EveryNumberOfTokens) {
+  for (const std::int64_t tokens :
+       {1, 2, 3, 4, 7, 8, 15, 16, 17, 31, 32, 33, 48, 63, 64, 65, 128, 130, 255, 257, 300}) {
+    check({tokens, 45, 50, 4, 1, 0.5, DType::f32, true, tokens % 2 == 0 ? 0 : -1});
+    check({tokens, 50, 45, 1, 4, 0.5, DType::bf16, false, 1});
+  }
+}
+
+TEST_P(ProductsTest, EmptyFullAndLopsidedPatterns) {
+  for (const double density : {0.0, 0.02, 1.0}) {
+    for (const DType dtype : kDTypes) {
+      check({70, 90, 80, 4, 4, density, dtype, true, 2});
+      check({70, 33, 200, 1, 8, density, dtype, true, 2});
+    }
+  }
+  check({5, 7, 9, 40, 50, 1.0, DType::f32, true, 2});  // one block larger than the matrix
+  check({5, 7, 0, 4, 4, 0.0, DType::f32, true, 2});    // no input features
+  check({5, 0, 9, 4, 4, 0.0, DType::f32, true, 2});    // no output features
+}
+
+// Several tiles of X in L2, several windows of y, and sums of thousands of terms.
+TEST_P(ProductsTest, LargeMatrices) {
+  if (GetParam() == "ref") GTEST_SKIP() << "the reference has no tiles, and is slow";
+  ThreadPool pool(3);
+  check({70, 64, 9000, 4, 1, 0.5, DType::f32, false, 0}, pool.executor());
+  check({70, 9000, 64, 1, 4, 0.5, DType::f32, false, 0}, pool.executor());
+  check({70, 512, 4100, 16, 16, 0.5, DType::f32, false, 0}, pool.executor());
+  check({66, 300, 5000, 2, 3, 0.2, DType::bf16, false, 0}, pool.executor());
+}
+
+// 18 MB of values: a set of panels shares each group of weights.
+TEST_P(ProductsTest, WeightsLargerThanCaches) {
+  if (GetParam() == "ref" || GetParam() == "scalar") GTEST_SKIP() << "slow; one blocking serves every ISA";
+  ThreadPool pool(2);
+  check({70, 2100, 2100, 32, 32, 1.0, DType::f32, true, 0}, pool.executor());
+}
+
+TEST_P(ProductsTest, GiveTheSameBitsOnAnyNumberOfThreads) {
+  const Force force(GetParam());
+  for (const auto& [rows, cols] : {std::pair<std::int64_t, std::int64_t>{4, 1}, {1, 16}, {16, 16}}) {
+    const Problem problem = make_problem({150, 200, 170, rows, cols, 0.4, DType::f32, false, 0});
+    std::set<std::vector<std::byte>> results;
+    for (const int threads : {1, 2, 3, 5, 1}) {
+      ThreadPool pool(threads);
+      ProblemIn<HostBuffer> run(problem, pool.executor());
+      expect_ok(run.linear(Activation::gelu_tanh));
+      expect_ok(run.grad_input());
+      expect_ok(run.grad_weight());
+      std::vector<std::byte> all = run.y().download();
+      for (const Guarded<HostBuffer>* output : {&run.dx(), &run.dvalues()}) {
+        const std::vector<std::byte> bytes = output->download();
+        all.insert(all.end(), bytes.begin(), bytes.end());
+      }
+      results.insert(std::move(all));
+    }
+    // Scatter and gather sum in the same order, so even another blocking gives the same bits.
+    EXPECT_EQ(results.size(), 1U) << rows << 'x' << cols;
+  }
+}
+
+// The result of a token depends neither on the batch it is in nor on its place there.
+TEST_P(ProductsTest, TokensDoNotDependOnTheBatch) {
+  const Force force(GetParam());
+  for (const auto& [rows, cols] : {std::pair<std::int64_t, std::int64_t>{4, 1}, {1, 16}, {8, 8}}) {
+    const Problem problem = make_problem({200, 120, 130, rows, cols, 0.4, DType::f32, false, 0});
+    ProblemIn<HostBuffer> batch(problem);
+    expect_ok(batch.linear(Activation::silu));
+    const std::vector<std::byte> all = batch.y().download();
+    for (const std::int64_t token : {0, 63, 199}) {
+      Problem one = problem;
+      one.spec.m = 1;
+      one.x.assign(problem.x.begin() + token * problem.x_stride(),
+                   problem.x.begin() + (token + 1) * problem.x_stride());
+      ProblemIn<HostBuffer> single(one);
+      expect_ok(single.linear(Activation::silu));
+      const std::vector<std::byte> row = single.y().download();
+      EXPECT_TRUE(
+          std::equal(row.begin(), row.end(), all.begin() + token * static_cast<std::int64_t>(row.size())))
+          << rows << 'x' << cols << " token " << token;
+    }
+  }
+}
+
+TEST_P(ProductsTest, Activations) {
+  for (const DType dtype : kDTypes) {
+    for (const Activation activation :
+         {Activation::relu, Activation::gelu_erf, Activation::gelu_tanh, Activation::silu}) {
+      SCOPED_TRACE(::testing::Message() << name(activation) << ' ' << name(dtype));
+      const Problem problem = make_problem({65, 40, 50, 4, 4, 0.4, dtype, false, 1});
+      ProblemIn<HostBuffer> run(problem);
+      {
+        const Force force(GetParam());
+        expect_ok(run.linear(activation));
+      }
+      expect_activation(problem, run, activation);
+    }
+  }
+}
+
+// A NaN in x reaches every y whose row has a block there, and nothing else; padding stays zero.
+TEST_P(ProductsTest, NanPassesThroughAndNotFurther) {
+  for (const auto& [rows, cols] : {std::pair<std::int64_t, std::int64_t>{4, 5}, {1, 6}, {6, 1}, {16, 16}}) {
+    for (const DType dtype : kDTypes) {
+      Problem problem = make_problem({40, 21, 22, rows, cols, 0.4, dtype, true, 0});
+      problem.x[7 * 22 + 21] = std::numeric_limits<double>::quiet_NaN();  // in a padded block column
+      problem.x[9 * 22 + 3] = std::numeric_limits<double>::infinity();
+      problem.dy[11 * 21 + 20] = std::numeric_limits<double>::quiet_NaN();  // in a padded block row
+      ProblemIn<HostBuffer> run(problem);
+      {
+        const Force force(GetParam());
+        expect_ok(run.linear(Activation::none));
+        expect_ok(run.grad_input());
+        expect_ok(run.grad_weight());
+      }
+      expect_same_or_nan(problem, run);
+    }
+  }
+}
+
+TEST_P(ProductsTest, EmptyBatch) {
+  const Force force(GetParam());
+  const Problem problem = make_problem({0, 20, 30, 4, 4, 0.5, DType::f32, true, 0});
+  ProblemIn<HostBuffer> run(problem);
+  expect_ok(run.linear(Activation::none));
+  expect_ok(run.grad_input());
+  expect_ok(run.grad_weight());
+  for (const double number : decode(run.dvalues().download(), DType::f32)) EXPECT_EQ(number, 0);
+}
+
+// int8 is storage: the reference computes it, exactly, into floats.
+TEST(ProductsOfInt8Test, AreExact) {
+  const std::array<std::int32_t, 2> crow{0, 1};
+  const std::array<std::int32_t, 1> col{0};
+  const Pattern pattern = *Pattern::create({1, 3, 1, 3, 0}, crow, col);
+  const std::array<std::int8_t, 3> w{-128, 127, 3};
+  const std::array<std::int8_t, 3> x{-128, 127, -1};
+  float y = 0;
+  expect_ok(linear({x.data(), DType::i8, 1, 3, 3}, {pattern.view(), w.data(), DType::i8}, nullptr,
+                   Activation::none, {&y, DType::f32, 1, 1, 1}));
+  EXPECT_EQ(y, 128 * 128 + 127 * 127 - 3);
+}
+
+// The reference itself, against sums over the dense matrix in long double.
+TEST(ReferenceTest, EqualsTheDenseProducts) {
+  for (const auto& [rows, cols] : {std::pair<std::int64_t, std::int64_t>{1, 1}, {3, 5}, {4, 1}, {40, 40}}) {
+    const ProblemSpec spec{9, 23, 31, rows, cols, 0.5, DType::f64, false, 2};
+    const Problem p = make_problem(spec);
+    const PlanView& plan = p.pattern.view();
+    std::vector<double> dense(static_cast<std::size_t>(spec.n * spec.k), 0.0);
+    for (std::int64_t i = 0; i < plan.shape.row_count(); ++i) {
+      for (std::int32_t e = plan.crow[i]; e < plan.crow[i + 1]; ++e) {
+        for (std::int64_t r = 0; r < rows; ++r) {
+          for (std::int64_t c = 0; c < cols; ++c) {
+            const std::int64_t n = i * rows + r;
+            const std::int64_t k = plan.col[e] * cols + c;
+            if (n < spec.n && k < spec.k) {
+              dense[static_cast<std::size_t>(n * spec.k + k)] =
+                  p.values[static_cast<std::size_t>((e * rows + r) * cols + c)];
+            }
+          }
+        }
+      }
+    }
+    const Host host{p};
+    const std::vector<double> y = host.linear(p.x, p.values, &p.bias, Activation::none);
+    const std::vector<double> dx = host.grad_input(p.dy, p.values);
+    for (std::int64_t m = 0; m < spec.m; ++m) {
+      for (std::int64_t n = 0; n < spec.n; ++n) {
+        long double sum = p.bias[static_cast<std::size_t>(n)];
+        for (std::int64_t k = 0; k < spec.k; ++k) {
+          sum += static_cast<long double>(p.x[static_cast<std::size_t>(m * p.x_stride() + k)]) *
+                 dense[static_cast<std::size_t>(n * spec.k + k)];
+        }
+        EXPECT_NEAR(y[static_cast<std::size_t>(m * spec.n + n)], static_cast<double>(sum), 1e-13);
+      }
+      for (std::int64_t k = 0; k < spec.k; ++k) {
+        long double sum = 0;
+        for (std::int64_t n = 0; n < spec.n; ++n) {
+          sum += static_cast<long double>(p.dy[static_cast<std::size_t>(m * p.y_stride() + n)]) *
+                 dense[static_cast<std::size_t>(n * spec.k + k)];
+        }
+        EXPECT_NEAR(dx[static_cast<std::size_t>(m * spec.k + k)], static_cast<double>(sum), 1e-13);
+      }
+    }
+  }
+}
+
+TEST(ForcedImplTest, AnUnknownOneIsAnError) {
+  const Force force("abacus");
+  const Problem problem = make_problem({3, 4, 4, 2, 2, 1.0, DType::f32, true, 0});
+  ProblemIn<HostBuffer> run(problem);
+  const Status status = run.linear(Activation::none);
+  EXPECT_EQ(status.code(), StatusCode::unsupported);
+  EXPECT_NE(status.message().find("RAREFY_FORCE_IMPL"), std::string::npos) << status.message();
+  EXPECT_NE(status.message().find("\"abacus\""), std::string::npos) << status.message();
+  const std::vector<std::byte> y = run.y().download();
+  EXPECT_TRUE(std::all_of(y.begin(), y.end(), [](std::byte b) { return b == kPoison; }));
+}
+
+}  // namespace
+}  // namespace rarefy::test

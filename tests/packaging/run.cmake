@@ -1,0 +1,28 @@
+# cmake -D… -P run.cmake: configures, builds and runs the consumer.
+#   MODE       add_subdirectory (of SOURCE, shared or static by SHARED) or find_package
+#   INSTALL    find_package: the build tree to install from, into WORK/prefix
+function(run)
+  execute_process(COMMAND ${ARGN} RESULT_VARIABLE result OUTPUT_VARIABLE output ERROR_VARIABLE output)
+  if(NOT result EQUAL 0)
+    message(FATAL_ERROR "${ARGN}\n${output}")
+  endif()
+  set(output "${output}" PARENT_SCOPE)
+endfunction()
+
+set(options -G Ninja -DCMAKE_BUILD_TYPE=Release)
+if(MODE STREQUAL "find_package")
+  file(REMOVE_RECURSE ${WORK}/prefix)
+  run(${CMAKE_COMMAND} --install ${INSTALL} --prefix ${WORK}/prefix)
+  list(APPEND options -DCMAKE_PREFIX_PATH=${WORK}/prefix)
+else()
+  list(APPEND options -DRAREFY_SOURCE=${SOURCE} -DBUILD_SHARED_LIBS=${SHARED} -DRAREFY_CUDA=off)
+endif()
+run(${CMAKE_COMMAND} -S ${SOURCE}/tests/packaging/consumer -B ${WORK} ${options})
+run(${CMAKE_COMMAND} --build ${WORK})
+run(${WORK}/consumer)
+string(FIND "${output}" ": ok" found)
+if(found EQUAL -1)
+  message(FATAL_ERROR "the consumer printed: ${output}")
+endif()
+file(GLOB_RECURSE libraries ${WORK}/librarefy.* ${WORK}/prefix/lib*/librarefy.*)
+message(STATUS "${output}${libraries}")
