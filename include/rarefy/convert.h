@@ -56,7 +56,8 @@ RAREFY_API Result<BsrMatrix> dense_to_bsr(const MatrixView& dense, BlockShape bl
                                           std::span<const std::uint8_t> block_mask = {});
 RAREFY_API Status bsr_to_dense(const BsrView& bsr, const MutableMatrixView& dense);
 
-// The mask that keeps the round(density · blocks) blocks of largest L2 norm; ties keep the earlier.
+// The mask that keeps the round(density · blocks) blocks of largest L2 norm, halves rounded to even;
+// ties keep the earlier block, and a block with a NaN counts as infinite.
 RAREFY_API Result<std::vector<std::uint8_t>> block_mask_by_norm(const MatrixView& dense, BlockShape block,
                                                                 double density);
 
