@@ -27,12 +27,12 @@ class Recipe:
 
     lr: float = 5e-4
     warmup: float = 0.05  # share of the budget
-    tokens: int = 1024  # a batch holds about so many tokens
+    tokens: int = 512  # a batch holds about so many tokens
     pooled: float = 1.0  # weight of 1 − cosine of the sentence embeddings
     states: float = 1.0  # weight of the normalised squared error of the token states, every layer alike
     clip: float = 1.0
     seed: int = 0
-    check_seconds: float = 20.0
+    check_seconds: float = 30.0
 
 
 @dataclass
@@ -139,7 +139,7 @@ class Distiller:
         """
         state = self.progress
         state.interrupted = False
-        if state.seconds < 60 * minutes:
+        if not state.curve or state.seconds < 60 * minutes:
             try:
                 self._train(60 * minutes)
             except KeyboardInterrupt:

@@ -6,6 +6,10 @@ import html
 import io
 from collections.abc import Callable
 
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_svg import FigureCanvasSVG
+from matplotlib.figure import Figure
+
 from .summary import (
     QUALITY_HEADINGS,
     SIZE_HEADINGS,
@@ -17,6 +21,8 @@ from .summary import (
     speed_rows,
 )
 
+DENSE, SPARSE = "#9aa5b1", "#2a6fdb"
+LAYER_HEADINGS = ("layer", "density", "dense kB", "sparse kB", "dense ms", "sparse ms", "speed-up")
 HEAD = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8">
 <title>Rarefy: a sentence encoder made block-sparse</title>
@@ -31,39 +37,49 @@ svg { max-width: 100%; height: auto }
 </style></head>
 <body>
 """
-DENSE, SPARSE = "#9aa5b1", "#2a6fdb"
 
 
 def page(result: dict, details: dict) -> str:
     """The whole page of a result and its details (spec, one_shot, training)."""
-    training, layers = details["training"], result["layers"]
-    notes = [("missed", text) for text in missed_goals(result)]
-    notes += [("note", text) for text in slower_notes(result["speed"])]
+    training = details["training"]
+    layers = [row for row in result["layers"] if row["sparse_bytes"] is not None]
     parts = [
         "<h1>A sentence encoder made block-sparse</h1>",
-        f"<p>all-MiniLM-L6-v2 with {html.escape(details['spec'])} in its feed-forward layers, "
-        f"after {training.seconds / 60:.1f} minutes of distillation.</p>",
-        *(f'<p class="{kind}">{html.escape(text)}</p>' for kind, text in notes),
+        paragraph(
+            f"all-MiniLM-L6-v2 with {details['spec']} in its feed-forward layers, after "
+            f"{training.seconds / 60:.1f} minutes of distillation."
+        ),
+        *(paragraph(text, "missed") for text in missed_goals(result)),
+        *(paragraph(text, "note") for text in slower_notes(result["speed"])),
         "<h2>Quality</h2>",
-        "<p>Reverse dictionary: 1,000 held-out definitions find their headwords by cosine. "
-        f"Mean cosine of sparse and dense embeddings: {result['quality']['mean_cosine']:.4f}.</p>",
+        paragraph(
+            "Reverse dictionary: 1,000 held-out definitions find their headwords by cosine. Mean cosine of "
+            f"sparse and dense embeddings: {result['quality']['mean_cosine']:.4f}."
+        ),
         table(QUALITY_HEADINGS, quality_rows(result, details)),
-        plot(lambda axes: training_curve(axes, training.curve)) if training.curve else "",
+        plot(lambda axes: training_curve(axes, training.curve)),
         "<h2>Speed</h2>",
-        "<p>From text to embedding: tokenizer, encoder, pooling. Dense and sparse take turns in one process; "
-        "medians in milliseconds, quartiles in brackets.</p>",
+        paragraph(
+            "From text to embedding: tokenizer, encoder, pooling. Dense and sparse take turns in one "
+            "process; medians in milliseconds, quartiles in brackets."
+        ),
         table(SPEED_HEADINGS, speed_rows(result)),
         plot(lambda axes: speed_bars(axes, result["speed"])),
         "<h2>Size</h2>",
         table(SIZE_HEADINGS, size_rows(result)),
-        plot(lambda axes: layer_bytes(axes, layers)) if layers else "",
-        "<h2>Layers</h2>",
-        table(tuple(layers[0]), [tuple(row.values()) for row in layers]) if layers else "",
+        "<h2>Layers that became sparse</h2>",
+        table(LAYER_HEADINGS, [layer_cells(row) for row in layers]),
+        plot(lambda axes: layer_bytes(axes, layers)),
         "<h2>Where and with what</h2>",
         table(("", ""), [*result["machine"].items(), *result["versions"].items()]),
-        f"<p>The whole job took {result['seconds_total'] / 60:.1f} minutes.</p>",
+        paragraph(f"The whole job took {result['seconds_total'] / 60:.1f} minutes."),
     ]
     return HEAD + "\n".join(parts) + "\n</body></html>\n"
+
+
+def paragraph(text: str, kind: str = "") -> str:
+    """A paragraph of plain text, which is escaped; kind is its class."""
+    return f'<p class="{kind}">{html.escape(text)}</p>'
 
 
 def table(headings: tuple, rows: list[tuple]) -> str:
@@ -73,19 +89,23 @@ def table(headings: tuple, rows: list[tuple]) -> str:
     return f"<table><tr>{line}</tr>\n" + "\n".join(f"<tr>{row}</tr>" for row in cells) + "</table>"
 
 
-def plot(draw: Callable, width: float = 7, height: float = 3.2) -> str:
-    """An inline SVG of what `draw` puts on matplotlib axes of the given size in inches."""
-    from matplotlib.backends.backend_svg import FigureCanvasSVG
-    from matplotlib.figure import Figure
+def layer_cells(row: dict) -> tuple[str, ...]:
+    """A row of the table of layers, from a row of the result's `layers`."""
+    sizes = (f"{row[f'{name}_bytes'] / 1e3:.1f}" for name in ("dense", "sparse"))
+    times = (f"{row[f'{name}_ms']:.3f}" for name in ("dense", "sparse"))
+    return row["name"], f"{row['density']:.3f}", *sizes, *times, f"{row['speedup']:.2f}×"
 
-    figure = Figure(figsize=(width, height), layout="constrained")
+
+def plot(draw: Callable[[Axes], None]) -> str:
+    """An inline SVG of what `draw` puts on matplotlib axes."""
+    figure = Figure(figsize=(7.5, 3.4), layout="constrained")
     draw(figure.subplots())
     out = io.StringIO()
     FigureCanvasSVG(figure).print_svg(out, metadata={"Date": None})
     return out.getvalue()[out.getvalue().index("<svg") :]
 
 
-def training_curve(axes, curve: list[dict]) -> None:
+def training_curve(axes: Axes, curve: list[dict]) -> None:
     """1 − mean cosine on the validation texts over training time."""
     axes.semilogy([p["seconds"] for p in curve], [p["validation"] for p in curve], color=SPARSE, marker=".")
     axes.set(
@@ -94,18 +114,23 @@ def training_curve(axes, curve: list[dict]) -> None:
     axes.grid(alpha=0.3, which="both")
 
 
-def speed_bars(axes, rows: list[dict]) -> None:
-    """Speed-up by batch size and dtype; the line at 1 is dense."""
+def speed_bars(axes: Axes, rows: list[dict]) -> None:
+    """Speed-up by dtype and batch size; the line at 1 is dense."""
     labels = [f"{row['dtype']}\nbatch {row['batch']}" for row in rows]
-    bars = axes.bar(
-        labels, [row["speedup"] for row in rows], color=[SPARSE if r["speedup"] > 1 else DENSE for r in rows]
-    )
+    speedups = [row["speedup"] for row in rows]
+    bars = axes.bar(labels, speedups, color=[SPARSE if s > 1 else DENSE for s in speedups])
     axes.bar_label(bars, fmt="%.2f×")
     axes.axhline(1, color="#222", linewidth=0.8)
     axes.set(ylabel="times as fast as dense", title="End to end, same dtype")
     axes.margins(y=0.15)
 
 
-def layer_bytes(axes, layers: list[dict]) -> None:
-    """Bytes of each layer, dense and sparse."""
-    raise NotImplementedError
+def layer_bytes(axes: Axes, layers: list[dict]) -> None:
+    """Megabytes of each layer's weight, dense and sparse side by side."""
+    for offset, name, color in ((-0.2, "dense", DENSE), (0.2, "sparse", SPARSE)):
+        at = [i + offset for i in range(len(layers))]
+        axes.bar(at, [row[f"{name}_bytes"] / 1e6 for row in layers], 0.4, label=name, color=color)
+    short = [row["name"].removeprefix("encoder.layer.").removesuffix(".dense") for row in layers]
+    axes.set_xticks(range(len(layers)), short, rotation=45, ha="right")
+    axes.set(ylabel="MB, index included", title="Weights by layer")
+    axes.legend()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import re
 import sys
 import time
 from pathlib import Path
@@ -75,8 +76,10 @@ def sparsified(dense: nn.Module, tokenizer, texts: list[str], args: argparse.Nam
         masks = kept["masks"]
         for name, weight in kept["weights"].items():
             student.get_submodule(name).weight.data.copy_(weight)
+    # The exact density of each mask, so that the blocks of largest score are those of the mask.
+    patterns = {re.escape(name): f"block:{args.block}@{mask.double().mean()}" for name, mask in masks.items()}
     scores = {name: mask.float() for name, mask in masks.items()}
-    return student, rarefy.sparsify(student, {FFN_LAYERS: spec}, scores=scores), spec
+    return student, rarefy.sparsify(student, patterns, scores=scores), spec
 
 
 def recover(student: nn.Module, dense: nn.Module, tokenizer, split: data.Split, args, key: str) -> Progress:
@@ -127,7 +130,7 @@ def main(argv: list[str] | None = None) -> int:
         },
         "speed": speed,
         "size": measure.sizes(dense, files["dense"], files["sparse"]),
-        "layers": layers,
+        "layers": layers.to_dict()["layers"],
         "machine": report.machine(),
         "versions": report.versions(),
         "seconds_total": time.monotonic() - start,

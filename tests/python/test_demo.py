@@ -13,6 +13,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[2]))
 pytest.importorskip("transformers")
 
+import rarefy
 from examples.minilm import data, distill, evaluate, measure, model, prune, report, run, summary
 
 LICENCE = "  1 This software and database is being provided to you, the LICENSEE, by  \n"
@@ -241,6 +242,34 @@ def measure_tokens(many: list[data.Entry], size: int) -> int:
     return size * max(len(text.split()) for text in texts)
 
 
+def test_the_whole_chain_on_a_tiny_encoder(tmp_path: Path) -> None:
+    args, dense = run.options(["--out", str(tmp_path)]), encoder(0)
+    student, layers, key = run.sparsified(dense, Words(), TEXTS, args)
+    assert key == "block:4x1@0.5"
+    assert [row.density for row in layers.replaced] == [0.5] * 4
+    again, _, _ = run.sparsified(dense, Words(), TEXTS, args)  # from what the first call kept
+    assert torch.equal(model.embed(student, Words(), TEXTS), model.embed(again, Words(), TEXTS))
+
+    job = distill.Distiller(student, dense, Words(), TEXTS[20:], TEXTS[:20], recipe=distill.Recipe(tokens=64))
+    before, values = validation_loss(job), student.encoder.layer[0].output.dense.weight.values.clone()
+    assert job.run(minutes=2 / 60).best < 0.7 * before
+    assert not torch.equal(student.encoder.layer[0].output.dense.weight.values, values)
+
+    files = tmp_path / "dense.safetensors", tmp_path / "sparse.safetensors"
+    for net, path in zip((dense, student), files, strict=True):
+        rarefy.save_file(net, path)
+    loaded = encoder(5)
+    rarefy.load_file(loaded, files[1])
+    assert torch.equal(model.embed(loaded, Words(), TEXTS), model.embed(student, Words(), TEXTS))
+    size = measure.sizes(dense, *files)
+    linear = 2 * (4 * (16 * 16 + 16) + 2 * 16 * 32 + 16 + 32)  # weights and biases of two layers
+    stored = 2 * 2 * 16 * 32 // 2  # values of the two halved matrices in each of them
+    indices = stored // 4 + 2 * (9 + 5)  # a column for each 4×1 block, and N/4 + 1 row starts
+    assert size["linear_dense_bytes"] == 4 * linear
+    assert size["linear_sparse_bytes"] == 4 * (linear - stored + indices)
+    assert [size["file_dense_bytes"], size["file_sparse_bytes"]] == [path.stat().st_size for path in files]
+
+
 def result(speedup: float = 1.5, acc10: float = 0.6, linear: int = 75) -> dict:
     row = {
         "batch": 32,
@@ -298,12 +327,14 @@ def test_json_report_has_the_promised_keys(tmp_path: Path) -> None:
     curve = [{"seconds": at, "train": train, "validation": loss} for at, train, loss in points]
     progress = distill.Progress(step=3, seconds=9.0, train=0.1, best=0.02, curve=curve)
     details = {"spec": "block:4x1@0.5", "one_shot": {"acc1": 0.3, "acc10": 0.5}, "training": progress}
-    report.write(result(), details, tmp_path)
+    rows = rarefy.sparsify(encoder(0), {model.FFN_LAYERS: "block:4x1@0.5"}).to_dict()["layers"]
+    report.write(result() | {"layers": rows}, details, tmp_path)
     read = json.loads((tmp_path / "report.json").read_text(), parse_constant=lambda name: pytest.fail(name))
     assert list(read) == ["quality", "speed", "size", "layers", "machine", "versions", "seconds_total"]
     assert set(read["speed"][0]) >= {"batch", "tokens", "dtype", "dense_ms", "sparse_ms", "speedup"}
     page = (tmp_path / "report.html").read_text()
     assert page.lower().startswith("<!doctype html>") and "dense bf16" in page
+    assert page.count("<td>encoder.layer.1.output.dense</td>") == 1 and page.count("<svg") == 3
     assert not re.search(
         r"""<script|<link|@import|(src|xlink:href|href)="(?!#|data:)""", page
     )  # self-contained
