@@ -1,11 +1,15 @@
-"""The HTML page of a report: one file with inline style and SVG, nothing loaded from elsewhere."""
+"""HTML pages of reports: one file with inline style and SVG, nothing loaded from elsewhere.
+
+The pieces (document, paragraph, table, bar_chart) take plain text and escape it; other reports use them too.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterable, Sequence
 from html import escape
+from typing import Any
 
-from .report import COLUMNS, LayerRow, Report, cells
+from .report import COLUMNS, Report, cells
 
 _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; color: #1c2733 }
@@ -14,9 +18,12 @@ h1 { font-size: 1.5rem } h2 { font-size: 1.15rem; margin-top: 2rem }
 .scroll { overflow-x: auto }
 table { border-collapse: collapse; font-size: 13px; font-variant-numeric: tabular-nums }
 th, td { padding: .25rem .7rem; text-align: right; border-bottom: 1px solid #dde3ea; white-space: nowrap }
-th:nth-child(-n+3), td:nth-child(-n+3), th:last-child, td:last-child { text-align: left }
+th:first-child, td:first-child { text-align: left }
+table.layers :is(th, td):is(:nth-child(-n+3), :last-child) { text-align: left }
 tr.stays td { color: #77808a }
 tr.slower td { background: #fdf0e7 }
+.missed { color: #b00020 } .note { color: #8a5a00 }
+svg { max-width: 100%; height: auto }
 svg text { font: 12px system-ui, sans-serif; fill: #1c2733 }
 .dense { fill: #b4bec9 } .sparse { fill: #1f77b4 } .slow { fill: #d9722b }
 footer { margin-top: 2rem; font-size: 13px; color: #5b6672 }
@@ -24,75 +31,99 @@ footer { margin-top: 2rem; font-size: 13px; color: #5b6672 }
 
 _LABEL, _PLOT, _BAR = 330, 560, 13  # widths of names and plot, height of a bar, in pixels
 
+Bar = tuple[float, str, str]  # value ≥ 0, class ("dense", "sparse" or "slow"), label
 
-def _chart(
-    rows: list[LayerRow], bars: Callable[[LayerRow], list[tuple[float, str, str]]], rule: float | None = None
+
+def document(title: str, parts: Iterable[str], footer: str = "") -> str:
+    """A whole page; parts are HTML, title and footer are plain text."""
+    name, body = escape(title), "\n".join(parts)
+    head = f'<meta charset="utf-8"><title>{name}</title><style>{_STYLE}</style>'
+    end = f"<footer>{escape(footer)}</footer>" if footer else ""
+    body = f"<h1>{name}</h1>\n{body}\n{end}"
+    return f'<!doctype html>\n<html lang="en"><head>{head}</head>\n<body>{body}</body></html>\n'
+
+
+def heading(text: str) -> str:
+    """A heading of the second level."""
+    return f"<h2>{escape(text)}</h2>"
+
+
+def paragraph(text: str, kind: str = "") -> str:
+    """A paragraph; kind is its class: "note", "missed" or none."""
+    return f'<p class="{escape(kind)}">{escape(text)}</p>' if kind else f"<p>{escape(text)}</p>"
+
+
+def table(
+    columns: Sequence[object], rows: Sequence[Sequence[object]], kinds: Sequence[str] = (), kind: str = ""
 ) -> str:
-    """Horizontal bars, a group a layer; each bar is (value, class, label). `rule` is a line at a value."""
-    groups = [(row, bars(row)) for row in rows]
-    largest = max([value for _, group in groups for value, _, _ in group] + [rule or 0])
+    """A table; `kinds` are the classes of its rows, `kind` is its own."""
+    head = "".join(f"<th>{escape(str(c))}</th>" for c in columns)
+    body = "\n".join(
+        f'<tr class="{escape(kinds[i] if kinds else "")}">'
+        + "".join(f"<td>{escape(str(c))}</td>" for c in row)
+        + "</tr>"
+        for i, row in enumerate(rows)
+    )
+    return f'<div class="scroll"><table class="{escape(kind)}"><tr>{head}</tr>\n{body}</table></div>'
+
+
+def bar_chart(groups: Sequence[tuple[str, Sequence[Bar]]], rule: tuple[float, str] | None = None) -> str:
+    """Horizontal bars as SVG: groups of bars, each with a name; `rule` is a line at a value, with a label."""
+    largest = max([value for _, bars in groups for value, _, _ in bars] + [rule[0] if rule else 0])
     scale = _PLOT / largest if largest > 0 else 0
     parts, y = [], 18
-    for row, group in groups:
-        name = row.name if len(row.name) <= 46 else "…" + row.name[-45:]
-        middle = y + _BAR * len(group) / 2 + 4
+    for name, bars in groups:
+        short = name if len(name) <= 46 else "…" + name[-45:]
+        middle = y + _BAR * len(bars) / 2 + 4
         parts.append(
-            f'<text x="{_LABEL - 8}" y="{middle:.1f}" text-anchor="end">{escape(name)}'
-            f"<title>{escape(row.name)}</title></text>"
+            f'<text x="{_LABEL - 8}" y="{middle:.1f}" text-anchor="end">{escape(short)}'
+            f"<title>{escape(name)}</title></text>"
         )
-        for value, style, label in group:
-            width = value * scale
+        for value, style, label in bars:
+            end, kind = value * scale, escape(style)
             parts.append(
-                f'<rect class="{style}" x="{_LABEL}" y="{y}" width="{width:.1f}" height="{_BAR - 1}"/>'
-                f'<text x="{_LABEL + width + 5:.1f}" y="{y + _BAR - 3}">{escape(label)}</text>'
+                f'<rect class="{kind}" x="{_LABEL}" y="{y}" width="{end:.1f}" height="{_BAR - 1}"/>'
+                f'<text x="{_LABEL + end + 5:.1f}" y="{y + _BAR - 3}">{escape(label)}</text>'
             )
             y += _BAR
         y += 6
     if rule is not None:
-        x = _LABEL + rule * scale
+        x = _LABEL + rule[0] * scale
         parts.append(
             f'<line x1="{x:.1f}" x2="{x:.1f}" y1="14" y2="{y}" stroke="#1c2733" stroke-dasharray="3 3"/>'
-            f'<text x="{x:.1f}" y="11" text-anchor="middle">dense</text>'
+            f'<text x="{x:.1f}" y="11" text-anchor="middle">{escape(rule[1])}</text>'
         )
     width = _LABEL + _PLOT + 110
     return f'<svg role="img" viewBox="0 0 {width} {y}" width="{width}" height="{y}">{"".join(parts)}</svg>'
 
 
-def _speed_bars(row: LayerRow) -> list[tuple[float, str, str]]:
-    return [(row.speedup, "sparse" if row.speedup >= 1 else "slow", f"{row.speedup:.2f}x")]
+def speed_chart(rows: Iterable[tuple[str, float]]) -> str:
+    """Speedups by name; the line at 1 is dense, slower ones stand out."""
+    groups = [(name, [(s, "sparse" if s >= 1 else "slow", f"{s:.2f}x")]) for name, s in rows]
+    return bar_chart(groups, rule=(1.0, "dense"))
 
 
-def _byte_bars(row: LayerRow) -> list[tuple[float, str, str]]:
-    return [
-        (row.dense_bytes, "dense", f"{row.dense_bytes / 1e3:.1f} kB dense"),
-        (row.sparse_bytes, "sparse", f"{row.sparse_bytes / 1e3:.1f} kB sparse"),
-    ]
+def bytes_chart(layers: Iterable[dict[str, Any]]) -> str:
+    """Dense and sparse bytes of each layer, rows of Report.to_dict()["layers"] that became sparse."""
 
+    def bar(row: dict[str, Any], kind: str) -> Bar:
+        count = row[f"{kind}_bytes"]
+        return count, kind, f"{count / 1e3:.1f} kB {kind}"
 
-def _html_table(report: Report) -> str:
-    head = "".join(f"<th>{escape(c)}</th>" for c in COLUMNS)
-    body = []
-    for row in report.rows:
-        style = ' class="stays"' if row.reason else ' class="slower"' if row.is_slower else ""
-        body.append(f"<tr{style}>" + "".join(f"<td>{escape(c)}</td>" for c in cells(row)) + "</tr>")
-    return f'<div class="scroll"><table><tr>{head}</tr>{"".join(body)}</table></div>'
+    return bar_chart([(row["name"], [bar(row, "dense"), bar(row, "sparse")]) for row in layers])
 
 
 def page(report: Report) -> str:
-    """The page as text."""
-    measured = [row for row in report.replaced if row.speedup is not None]
-    plots = ""
+    """The page of a sparsify report, as text."""
+    parts = [paragraph(report.summary())]
+    measured = [(row.name, row.speedup) for row in report.replaced if row.speedup is not None]
     if measured:
-        plots += f"<h2>Speed against dense, {report.tokens} tokens</h2>" + _chart(
-            measured, _speed_bars, rule=1.0
-        )
+        parts += [heading(f"Speed against dense, {report.tokens} tokens"), speed_chart(measured)]
     if report.replaced:
-        plots += "<h2>Bytes of each weight, indices included</h2>" + _chart(report.replaced, _byte_bars)
-    facts = " · ".join(f"{escape(str(k))}: {escape(str(v))}" for k, v in report.environment.items() if v)
-    return (
-        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>Rarefy report</title>'
-        f"<style>{_STYLE}</style></head>\n<body><h1>Rarefy report</h1>\n<p>{escape(report.summary())}</p>\n"
-        f"{plots}\n<h2>Layers</h2>\n{_html_table(report)}\n"
-        f"<footer>Times are medians of interleaved dense and sparse forward calls. {facts}</footer>"
-        "</body></html>\n"
-    )
+        parts.append(heading("Bytes of each weight, indices included"))
+        parts.append(bytes_chart(row.to_dict() for row in report.replaced))
+    kinds = ["stays" if row.reason else "slower" if row.is_slower else "" for row in report.rows]
+    parts += [heading("Layers"), table(COLUMNS, [cells(row) for row in report.rows], kinds, "layers")]
+    facts = " · ".join(f"{key}: {value}" for key, value in report.environment.items() if value)
+    footer = f"Times are medians of dense and sparse forward calls in turns. {facts}"
+    return document("Rarefy report", parts, footer)
