@@ -124,7 +124,10 @@ def _clean_pieces(weight: BsrWeight) -> dict[str, torch.Tensor]:
 def _write(tensors: dict[str, torch.Tensor], metadata: dict[str, str], path: Path) -> None:
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
+        temporary.touch()
+        mode = temporary.stat().st_mode  # as the umask wants it; safetensors makes files private
         save_tensors(tensors, temporary, metadata=metadata)
+        temporary.chmod(mode)
         with temporary.open("rb+") as file:
             os.fsync(file.fileno())
         temporary.replace(path)

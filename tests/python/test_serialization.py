@@ -4,6 +4,7 @@ import copy
 import json
 import os
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -131,22 +132,38 @@ def test_views_of_one_tensor_and_transposed_tensors_are_stored(tmp_path):
     assert_same_state(model, other)
 
 
-def test_the_command_accepts_the_files(tmp_path):
+@pytest.fixture
+def command() -> Callable[..., dict]:
+    """Calls the rarefy command, which must succeed, and returns what it prints as JSON."""
     found = [os.environ.get("RAREFY_CLI", ""), *map(str, BUILDS.glob("*/src/cli/rarefy"))]
-    commands = [path for path in found if os.access(path, os.X_OK)]
-    if not commands:
+    programs = [path for path in found if os.access(path, os.X_OK)]
+    if not programs:
         pytest.skip("the rarefy command is not built")
+
+    def call(*arguments: object) -> dict:
+        line = [programs[0], *map(str, arguments), "--json"]
+        done = subprocess.run(line, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        return json.loads(done.stdout)
+
+    return call
+
+
+def test_the_command_accepts_the_files(tmp_path, command):
     rarefy.save_file(sparse_tiny(), tmp_path / "m.safetensors")
     rarefy.save_file(Tiny(), tmp_path / "dense.safetensors")
-    for file, weights in (("m", 5), ("dense", 0)):
-        done = subprocess.run(
-            [commands[0], "verify", "--json", str(tmp_path / f"{file}.safetensors")],
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        assert done.returncode == 0, done.stderr
-        assert json.loads(done.stdout)["sparse_weights"] == weights
+    assert command("verify", tmp_path / "m.safetensors")["sparse_weights"] == 5
+    assert command("verify", tmp_path / "dense.safetensors")["sparse_weights"] == 0
+
+
+def test_files_that_the_command_converted_load(tmp_path, command):
+    model, skeleton = skeleton_of_small(), skeleton_of_small()
+    rarefy.save_file(model, tmp_path / "dense.safetensors")
+    options = ("--block", "4x3", "--density", "0.5", "--include", "fc.weight")
+    command("convert", tmp_path / "dense.safetensors", tmp_path / "m.safetensors", *options)
+    rarefy.load_file(skeleton, tmp_path / "m.safetensors")
+    rarefy.sparsify(model, {"fc": "block:4x3@0.5"}, measure=False)
+    assert_same_state(model, skeleton)
 
 
 def test_weights_that_share_a_pattern_or_everything(tmp_path):
@@ -177,6 +194,12 @@ def test_int64_indices_are_accepted(tmp_path):
     assert_same_state(model, skeleton)
 
 
+def umask() -> int:
+    old = os.umask(0)
+    os.umask(old)
+    return old
+
+
 def test_writing_replaces_in_one_step(tmp_path, monkeypatch):
     path = tmp_path / "m.safetensors"
     rarefy.save_file(small(), path)
@@ -189,6 +212,7 @@ def test_writing_replaces_in_one_step(tmp_path, monkeypatch):
     monkeypatch.setattr(rarefy.serialization, "save_tensors", no_space)
     with pytest.raises(OSError, match="no space"):
         rarefy.save_file(Tiny(), path)
+    assert path.stat().st_mode & 0o777 == 0o666 & ~umask()
     assert path.read_bytes() == before and os.listdir(tmp_path) == ["m.safetensors"]  # noqa: PTH208
 
 
