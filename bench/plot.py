@@ -1,8 +1,8 @@
 """Plots and Markdown tables from a results file of bench/run.py.
 
 ``python bench/plot.py bench/results/MACHINE/DATE-COMMIT.csv`` writes PNGs into docs/performance/;
-with ``--markdown`` it prints tables instead, and with ``--write docs/performance.md`` it puts them into that page,
-between the marks of their device.
+with ``--markdown`` it prints tables instead, and with ``--write docs/performance.md`` it puts them into that
+page, between the marks of their device.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ RIVALS = {  # columns, and their titles in tables
     "torch_bsr": "torch BSR",
     "scipy_bsr": "scipy BSR",
 }
-MOST_LOSSES = 20  # rows of the table of losses; the rest is counted
+MOST_LOSSES = 12  # rows of the table of losses; the rest is counted
 
 
 def read(path: Path) -> list[Row]:
