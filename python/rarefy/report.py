@@ -74,6 +74,11 @@ class LayerRow:
         """Whether the sparse layer was measured, and slower than the dense one."""
         return self.speedup is not None and self.speedup < 1
 
+    @property
+    def is_noisy(self) -> bool:
+        """Whether quartiles of a measured time lie further apart than a factor of 1.5."""
+        return any(t is not None and t.upper > 1.5 * t.lower for t in (self.dense_time, self.sparse_time))
+
     def to_dict(self) -> dict[str, Any]:
         """The row as plain values; times in milliseconds."""
         row: dict[str, Any] = {
@@ -163,7 +168,7 @@ class Report:
         Path(path).write_text(page(self), encoding="utf-8")
 
     def summary(self) -> str:
-        """A few sentences: how many layers, how many bytes, and which are slower than dense."""
+        """A few sentences: how many layers and bytes, noisy figures, and which are slower than dense."""
         verb = "would become" if self.dry_run else "became"
         text = f"{len(self.replaced)} layers {verb} sparse, {len(self.skipped)} matched and stayed dense."
         dense, sparse = self.dense_bytes, self.sparse_bytes
@@ -171,6 +176,8 @@ class Report:
             text += (
                 f" Weights: {dense / 1e6:.2f} MB dense, {sparse / 1e6:.2f} MB sparse ({sparse / dense:.0%})."
             )
+        if noisy := sum(row.is_noisy for row in self.rows):
+            text += f" Times that vary by more than 1.5x: {noisy} (measure again on an idle machine)."
         slower = [row.name for row in self.rows if row.is_slower]
         if slower:
             text += f" Slower than dense at {self.tokens} tokens: {', '.join(slower)}."

@@ -143,6 +143,13 @@ def test_a_real_report_is_measured_and_counts_bytes_as_the_file_does(tmp_path):
     Page((tmp_path / "r.html").read_text())
 
 
+def test_noisy_times_are_admitted():
+    assert "vary" not in str(made_up())
+    report = made_up()
+    report["fast"].sparse_time = Timing(1.5, 1.0, 4.0, 7)
+    assert "Times that vary by more than 1.5x: 1 " in str(report)
+
+
 def test_unmeasured_rows_have_no_times():
     report = rarefy.sparsify(nn.Sequential(nn.Linear(8, 8)), {"0": "block:4x4@0.5"}, measure=False)
     row = report.to_dict()["layers"][0]
