@@ -7,6 +7,7 @@
 #include <cmath>
 #include <limits>
 #include <random>
+#include <string>
 #include <vector>
 
 #include "rarefy/rarefy.h"
@@ -21,6 +22,12 @@ struct Case {
   std::int64_t tokens, rows, cols, block_rows;
   double density;
 };
+
+std::string name_of(const testing::TestParamInfo<Case>& info) {
+  const Case& c = info.param;
+  return std::to_string(c.tokens) + "_tokens_" + std::to_string(c.rows) + "x" + std::to_string(c.cols) +
+         "_blocks_of_" + std::to_string(c.block_rows);
+}
 
 // A random layer; with `integers`, every sum is exact in float.
 struct Layer {
@@ -115,7 +122,8 @@ INSTANTIATE_TEST_SUITE_P(Shapes, AddAKernel,
                          testing::Values(Case{1, 8, 8, 4, 0.5},
                                          Case{5, 30, 17, 4, 0.3},  // a padded last block row
                                          Case{3, 7, 9, 1, 0.6}, Case{2, 16, 5, 16, 1.0},
-                                         Case{4, 12, 6, 4, 0.0}));  // nothing is stored
+                                         Case{4, 12, 6, 4, 0.0}),  // nothing is stored
+                         name_of);
 
 TEST(AddAKernel, IsChosenForItsShapesOnly) {
   const Registry copy = with_columns();
