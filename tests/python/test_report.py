@@ -124,8 +124,8 @@ def test_reports_without_figures_are_written_too(tmp_path):
         assert str(report)
 
 
-def test_a_real_report_is_measured_and_counts_bytes_as_the_file_does(tmp_path):
-    model = Tiny().eval()
+def test_a_real_report_is_measured_and_counts_bytes_as_the_file_does(tmp_path, device):
+    model = Tiny().eval().to(device)
     report = rarefy.sparsify(model, {FEED: "block:4x4@0.5", "head": "block:4x4@0.5"}, tokens=16)
     row = report["encoder.layer.0.intermediate.dense"]
     assert row.shape == (32, 16) and row.density == 0.5 and row.format == "block:4x4"

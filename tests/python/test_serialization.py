@@ -81,13 +81,28 @@ def test_dense_model_round_trips(tmp_path):
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("density", [0, 0.3, 1])
-def test_one_layer_of_each_dtype_with_padding(tmp_path, dtype, density):
-    model = nn.Sequential(BlockSparseLinear(11, 9, density=density, block_shape=(4, 3), dtype=dtype))
-    skeleton = nn.Sequential(nn.Linear(11, 9, dtype=dtype))
+def test_one_layer_of_each_dtype_with_padding(tmp_path, dtype, density, device):
+    options = {"dtype": dtype, "device": device}
+    model = nn.Sequential(BlockSparseLinear(11, 9, density=density, block_shape=(4, 3), **options))
+    skeleton = nn.Sequential(nn.Linear(11, 9, **options))
     rarefy.save_file(model, tmp_path / "m.safetensors")
     rarefy.load_file(skeleton, tmp_path / "m.safetensors")
     assert_same_state(model, skeleton)
     assert skeleton[0].block_shape == (4, 3) and skeleton[0].weight.shape == (9, 11)
+    assert {t.device.type for t in (*skeleton.parameters(), *skeleton.buffers())} == {device}
+    x = torch.randn(5, 11, **options)
+    assert torch.equal(model(x), skeleton(x))
+
+
+def test_meta_skeleton_loads_without_its_dense_weights(tmp_path):
+    model = sparse_tiny()
+    rarefy.save_file(model, tmp_path / "m.safetensors")
+    with torch.device("meta"):
+        skeleton = Tiny().eval()
+    rarefy.load_file(skeleton, tmp_path / "m.safetensors")
+    assert_same_state(model, skeleton)
+    assert skeleton.decoder.weight is skeleton.embeddings.weight and skeleton.once is skeleton.again
+    assert torch.equal(model(ids()), skeleton(ids()))
 
 
 def test_training_mode_and_requires_grad_stay_those_of_the_model(tmp_path):
