@@ -49,7 +49,7 @@ def save_file(
 
     Raises:
         TypeError: the state_dict holds something else than tensors with data, or metadata that is not text.
-        ValueError: metadata has the key "rarefy".
+        ValueError: metadata has the key "rarefy"; a tensor outside a BsrWeight is named like its indices.
         OSError: the file cannot be written.
     """
     op = "save_file"
