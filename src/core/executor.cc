@@ -3,9 +3,11 @@
 
 #include <atomic>
 #include <condition_variable>
+#include <exception>
 #include <mutex>
 #include <optional>
 #include <thread>
+#include <utility>
 #include <vector>
 
 namespace rarefy {
@@ -49,12 +51,22 @@ class ThreadPool::Impl {
     take_tasks(body, tasks);
     std::unique_lock lock(mutex_);
     done_.wait(lock, [this] { return busy_ == 0; });
+    if (failure_) std::rethrow_exception(std::exchange(failure_, nullptr));
   }
 
  private:
+  // A task that throws (kernels allocate) must not end the process from a worker: the first
+  // exception is kept for the caller, and the other tasks still run.
   void take_tasks(TaskRef body, std::int64_t tasks) {
     inside_task = true;
-    for (std::int64_t task = next_.fetch_add(1); task < tasks; task = next_.fetch_add(1)) body(task);
+    for (std::int64_t task = next_.fetch_add(1); task < tasks; task = next_.fetch_add(1)) {
+      try {
+        body(task);
+      } catch (...) {
+        const std::lock_guard lock(mutex_);
+        if (!failure_) failure_ = std::current_exception();
+      }
+    }
     inside_task = false;
   }
 
@@ -81,6 +93,7 @@ class ThreadPool::Impl {
   std::optional<TaskRef> body_;
   std::int64_t tasks_ = 0;
   std::atomic<std::int64_t> next_{0};
+  std::exception_ptr failure_;
   int busy_ = 0;
   std::uint64_t generation_ = 0;
   bool stopping_ = false;
