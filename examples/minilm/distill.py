@@ -97,6 +97,13 @@ def rate(progress: float, warmup: float) -> float:
     return 0.5 * (1 + math.cos(math.pi * min(1.0, (progress - warmup) / (1 - warmup))))
 
 
+def write_checkpoint(kept: dict, path: Path) -> None:
+    """torch.save in one step: the file is the old or the new one, never half of it."""
+    part = path.with_suffix(".part")
+    torch.save(kept, part)
+    part.replace(path)
+
+
 class Distiller:
     """One distillation: student, optimizer and progress; made, then run.
 
@@ -191,9 +198,7 @@ class Distiller:
                 "best": self.best,
                 "optimizer": self.optimizer.state_dict(),
             }
-            part = self.checkpoint.with_suffix(".part")
-            torch.save(kept, part)
-            part.replace(self.checkpoint)
+            write_checkpoint(kept, self.checkpoint)
 
     def _resume(self) -> None:
         kept = torch.load(self.checkpoint, weights_only=True)

@@ -8,6 +8,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 import torch
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -60,7 +61,7 @@ def show(result: dict, details: dict, console: Console) -> None:
         ("Size", SIZE_HEADINGS, size_rows(result)),
     )
     for title, headings, rows in tables:
-        table = Table(title=title, title_justify="left")
+        table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
         for i, heading in enumerate(headings):
             table.add_column(heading, justify="right" if i else "left")
         for row in rows:

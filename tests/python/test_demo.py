@@ -315,7 +315,9 @@ def test_dense_bf16_beating_sparse_f32_is_said() -> None:
     assert summary.dense_bf16_notes(result(speedup=4.0)["speed"]) == []
 
 
-@pytest.mark.parametrize("bad", ["--block=4", "--block=0x1", "--density=0", "--density=1.5", "--minutes=-1"])
+@pytest.mark.parametrize(
+    "bad", ["--block=4", "--block=0x1", "--block=5x1", "--density=0", "--density=1.5", "--minutes=-1"]
+)
 def test_bad_options_are_refused(bad: str, capsys: pytest.CaptureFixture) -> None:
     with pytest.raises(SystemExit) as caught:
         run.options([bad])
