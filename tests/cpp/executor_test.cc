@@ -4,6 +4,7 @@
 #include <gtest/gtest.h>
 
 #include <atomic>
+#include <new>
 #include <numeric>
 #include <set>
 #include <thread>
@@ -85,6 +86,23 @@ TEST(ThreadPoolTest, SeveralCallersShareIt) {
   }
   for (std::thread& caller : callers) caller.join();
   EXPECT_EQ(count, 4 * 25 * 10);
+}
+
+// A kernel may run out of memory on any thread; its caller must hear of it, and the pool go on.
+TEST(ThreadPoolTest, AnExceptionReachesTheCaller) {
+  ThreadPool pool(3);
+  for (int repeat = 0; repeat < 50; ++repeat) {
+    std::atomic<int> runs = 0;
+    const auto task = [&](std::int64_t number) {
+      ++runs;
+      if (number % 7 == 3) throw std::bad_alloc();
+    };
+    EXPECT_THROW(pool.executor().parallel_for(30, task), std::bad_alloc);
+    EXPECT_EQ(runs, 30);
+    runs = 0;
+    pool.executor().parallel_for(30, [&](std::int64_t) { ++runs; });
+    EXPECT_EQ(runs, 30);
+  }
 }
 
 TEST(ThreadPoolTest, NoThreadCountMeansTheMachines) {
