@@ -28,7 +28,10 @@ struct MutableMatrixView {
   std::int64_t row_stride = 0;
   Device device = Device::cpu;
 
-  operator MatrixView() const { return {data, dtype, rows, cols, row_stride, device}; }
+  // An output may be read back: implicit, as from T* to const T*.
+  operator MatrixView() const {  // NOLINT(google-explicit-constructor)
+    return {data, dtype, rows, cols, row_stride, device};
+  }
 };
 
 }  // namespace rarefy

@@ -61,7 +61,9 @@ Exit run(const Options& options) {
   if (!block.ok()) return fail(block.status());
   const BsrShape shape{options.n, options.k, block->rows, block->cols, 0};
   if (Status status = check(options, shape); !status.ok()) return fail(status);
-  if (!options.impl.empty()) ::setenv("RAREFY_FORCE_IMPL", options.impl.c_str(), 1);
+  // No thread of ours runs yet.
+  if (!options.impl.empty())
+    ::setenv("RAREFY_FORCE_IMPL", options.impl.c_str(), 1);  // NOLINT(concurrency-mt-unsafe)
   const auto kernel = selected_kernel(product, dtype, Device::cpu, block->rows, block->cols);
   if (!kernel.ok()) return fail(kernel.status());
 

@@ -69,7 +69,7 @@ std::string fixed(double value, int decimals) {
 
 std::string bytes_text(std::int64_t bytes) {
   if (bytes < 1024) return cat(bytes, " B");
-  double value = static_cast<double>(bytes);
+  auto value = static_cast<double>(bytes);
   const char* unit = "";
   for (const char* next : {"KiB", "MiB", "GiB", "TiB"}) {
     if (value < 1024) break;

@@ -37,7 +37,7 @@ constexpr std::string_view kMarks[] = {"emb", ".wte.", ".wpe.", ".shared.", "rel
 bool is_embedding(const std::string& name) {
   const std::string padded = "." + name;
   return std::any_of(std::begin(kMarks), std::end(kMarks),
-                     [&](std::string_view mark) { return padded.find(mark) != padded.npos; });
+                     [&](std::string_view mark) { return padded.find(mark) != std::string::npos; });
 }
 
 bool is_matrix(const StoredTensor& tensor) {
