@@ -40,8 +40,8 @@ Blocking choose_blocking(const BlockingProblem& p) {
   Blocking best;
   double best_cost = std::numeric_limits<double>::infinity();
   const double weight_bytes = 4.0 * static_cast<double>(p.entries * p.out_block * p.red_block);
-  const double per_feature =
-      static_cast<double>(p.entries * p.red_block) / std::max<std::int64_t>(1, p.out_blocks);
+  const double per_feature = static_cast<double>(p.entries * p.red_block) /
+                             static_cast<double>(std::max<std::int64_t>(1, p.out_blocks));
   for (const bool scatter : {false, true}) {
     for (int vectors = 1; vectors <= p.max_vectors; ++vectors) {
       const std::int64_t lanes = static_cast<std::int64_t>(vectors) * p.width;

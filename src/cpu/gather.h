@@ -101,15 +101,14 @@ void gather_block(GatherRow row, std::int32_t out_block) {
     gather_tile<I, kLayout, Rows, Vectors>(row);
     row.values += kLayout == Layout::row_major ? Rows * row.stride : Rows;
     row.y += Rows * lanes;
-    out_block -= Rows;
   };
   if constexpr (8 * Vectors <= budget) {
-    while (out_block >= 8) step.template operator()<8>();
+    for (; out_block >= 8; out_block -= 8) step.template operator()<8>();
   }
   if constexpr (4 * Vectors <= budget) {
-    while (out_block >= 4) step.template operator()<4>();
+    for (; out_block >= 4; out_block -= 4) step.template operator()<4>();
   }
-  while (out_block >= 2) step.template operator()<2>();
+  for (; out_block >= 2; out_block -= 2) step.template operator()<2>();
   if (out_block == 1) step.template operator()<1>();
 }
 

@@ -80,8 +80,8 @@ Status run_grad_weight(const Kernels& kernels, const GradWeightArgs& args, const
   const std::int64_t in_features = shape.col_count() * shape.block_cols;
 
   static thread_local TaskScratch scratch;  // shared with the workers for this call
-  float* dy = scratch.y.get<float>(out_features * longest);
-  float* x = scratch.x.get<float>(in_features * longest);
+  auto* dy = scratch.y.get<float>(out_features * longest);
+  auto* x = scratch.x.get<float>(in_features * longest);
   float* sums = args.dtype == DType::f32 ? static_cast<float*>(args.dvalues)
                                          : scratch.unpacked.get<float>(shape.value_count());
   if (tokens == 0) std::fill(sums, sums + shape.value_count(), 0.0F);

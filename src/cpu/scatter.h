@@ -62,7 +62,7 @@ void scatter_blocks(const ScatterTask& task) {
     std::int32_t e = task.entry_begin[j];
     const std::int32_t end = task.entry_end[j];
     while (e < end) {
-      const float* values = static_cast<const float*>(w.values);
+      const auto* values = static_cast<const float*>(w.values);
       const std::int32_t* perm = w.perm != nullptr ? w.perm + e : nullptr;
       std::int32_t count = end - e;
       if (w.storage != Storage::f32) {
@@ -84,15 +84,14 @@ void scatter_blocks(const ScatterTask& task) {
         scatter_tile<I, Inputs, Vectors>(task, values, w.index + e, perm, count, xi);
         values += Inputs * w.red_stride;
         xi += Inputs * lanes;
-        left -= Inputs;
       };
       if constexpr (8 * Vectors <= budget) {
-        while (left >= 8) step.template operator()<8>();
+        for (; left >= 8; left -= 8) step.template operator()<8>();
       }
       if constexpr (4 * Vectors <= budget) {
-        while (left >= 4) step.template operator()<4>();
+        for (; left >= 4; left -= 4) step.template operator()<4>();
       }
-      while (left >= 2) step.template operator()<2>();
+      for (; left >= 2; left -= 2) step.template operator()<2>();
       if (left == 1) step.template operator()<1>();
       e += count;
     }
