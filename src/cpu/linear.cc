@@ -132,7 +132,6 @@ class Task {
         for (std::int64_t s = 0; s < sets; ++s) {
           const Panel& panel = panels[static_cast<std::size_t>(s)];
           float* to = single ? y : y + s * y_size + (o - begin) * list.w.out_block * panel.lanes;
-          if (last == p_.red_blocks) expect_store(panel, o, stop);
           k_.gather({list.w, entry_begin, entry_end, o, stop, x + s * x_size,
                      static_cast<std::int32_t>(first), to, first > 0, panel.vectors, unpacked_});
           if (last == p_.red_blocks) store(panel, o, stop, to);
@@ -191,18 +190,6 @@ class Task {
       const std::int32_t* stop = list.w.index + list.begin[begin + i + 1];
       cursors[count + i] =
           static_cast<std::int32_t>(std::lower_bound(list.w.index + cursors[i], stop, last) - list.w.index);
-    }
-  }
-
-  // Asks for the lines of Y that a group will be stored to while its sums are still being computed.
-  void expect_store(const Panel& panel, std::int32_t begin, std::int32_t end) const {
-    const auto size = static_cast<std::int64_t>(size_of(p_.out.dtype));
-    const std::int64_t from = static_cast<std::int64_t>(begin) * p_.by_output.w.out_block;
-    const std::int64_t features =
-        std::min(static_cast<std::int64_t>(end) * p_.by_output.w.out_block, p_.out.cols) - from;
-    const char* row = static_cast<const char*>(p_.out.data) + (panel.first * p_.out.row_stride + from) * size;
-    for (std::int32_t m = 0; m < panel.rows; ++m, row += p_.out.row_stride * size) {
-      for (std::int64_t b = 0; b < features * size; b += 64) __builtin_prefetch(row + b, 1);
     }
   }
 

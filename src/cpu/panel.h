@@ -112,7 +112,7 @@ void finish(const StoreTask& task) {
 inline constexpr int kRun = 64;  // floats
 
 template <class I, Storage kStorage>
-void store_run(const StoreTask& task, const float* bias, std::int32_t m, std::int32_t n, int cols) {
+void store_run(const StoreTask& task, std::int32_t m, std::int32_t n, int cols) {
   constexpr int w = I::kWidth;
   alignas(64) float run[w][kRun];
   int done = 0;
@@ -122,9 +122,8 @@ void store_run(const StoreTask& task, const float* bias, std::int32_t m, std::in
 #pragma GCC unroll 16
     for (int i = 0; i < w; ++i, from += task.lanes) tile[i] = I::load(from);
     I::transpose(tile);
-    const Vec<I> add = bias == nullptr ? I::zero() : I::load(bias + n + done);  // features are lanes now
 #pragma GCC unroll 16
-    for (int i = 0; i < w; ++i) I::store(run[i] + done, I::add(tile[i], add));
+    for (int i = 0; i < w; ++i) I::store(run[i] + done, tile[i]);
   }
   const int whole = done;
   if (done < cols) {
@@ -134,8 +133,7 @@ void store_run(const StoreTask& task, const float* bias, std::int32_t m, std::in
       tile[i] = done + i < cols ? I::load(from) : I::zero();
     }
     I::transpose(tile);
-    const Vec<I> add = bias == nullptr ? I::zero() : load_part<I>(Storage::f32, bias, n + done, cols - done);
-    for (int i = 0; i < w; ++i) I::store(run[i] + done, I::add(tile[i], add));
+    for (int i = 0; i < w; ++i) I::store(run[i] + done, tile[i]);
   }
   const int rows = task.rows - m < w ? task.rows - m : w;
   for (int i = 0; i < rows; ++i) {
@@ -147,12 +145,11 @@ void store_run(const StoreTask& task, const float* bias, std::int32_t m, std::in
 
 template <class I>
 void store(const StoreTask& task) {
-  if (task.activation != PanelActivation::none) finish<I>(task);
-  const float* bias = task.activation == PanelActivation::none ? task.bias : nullptr;
+  if (task.bias != nullptr || task.activation != PanelActivation::none) finish<I>(task);
   dispatch_storage(task.storage, [&]<Storage kStorage>() {
     for (std::int32_t m = 0; m < task.rows; m += I::kWidth) {
       for (std::int32_t n = 0; n < task.cols; n += kRun) {
-        store_run<I, kStorage>(task, bias, m, n, task.cols - n < kRun ? task.cols - n : kRun);
+        store_run<I, kStorage>(task, m, n, task.cols - n < kRun ? task.cols - n : kRun);
       }
     }
   });
