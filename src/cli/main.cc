@@ -11,7 +11,8 @@
 #include "core/message.h"
 #include "rarefy/version.h"
 
-int main(int argc, char** argv) {
+// Only building the list of commands is outside the try: that fails when nothing else would work.
+int main(int argc, char** argv) {  // NOLINT(bugprone-exception-escape)
   using rarefy::cli::Exit;
   CLI::App app{"Block-sparse weights: look at them, check them, convert them, time them.", "rarefy"};
   app.footer(
