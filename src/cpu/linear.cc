@@ -109,8 +109,8 @@ class Task {
     const std::int64_t x_size = tile * list.w.red_block * lanes;
     const std::int64_t y_size = (end - begin) * list.w.out_block * lanes;
     const std::int64_t y_group = std::min(group, end - begin) * list.w.out_block * lanes;
-    float* x = scratch_.x.get<float>(sets * x_size);
-    float* y = scratch_.y.get<float>(single ? y_group : sets * y_size);
+    auto* x = scratch_.x.get<float>(sets * x_size);
+    auto* y = scratch_.y.get<float>(single ? y_group : sets * y_size);
     std::int32_t* cursors =
         single ? nullptr : scratch_.cursors.get<std::int32_t>(2 * std::int64_t{end - begin});
     // At least once: without reduction blocks the outputs are still bias and activation.
@@ -146,9 +146,9 @@ class Task {
     const Listing& list = p_.by_reduction;
     const std::int64_t out_lanes = list.w.out_block * panel.lanes;
     const std::int64_t piece = std::max<std::int64_t>(1, 64 / list.w.red_block);
-    float* x = scratch_.x.get<float>(piece * list.w.red_block * panel.lanes);
-    float* y = scratch_.y.get<float>((end - begin) * out_lanes);
-    std::int32_t* cursors = scratch_.cursors.get<std::int32_t>(2 * piece);
+    auto* x = scratch_.x.get<float>(piece * list.w.red_block * panel.lanes);
+    auto* y = scratch_.y.get<float>((end - begin) * out_lanes);
+    auto* cursors = scratch_.cursors.get<std::int32_t>(2 * piece);
     std::fill(y, y + (end - begin) * out_lanes, 0.0F);
     for (std::int64_t first = 0; first < p_.red_blocks; first += piece) {
       const std::int64_t last = std::min(first + piece, p_.red_blocks);

@@ -97,7 +97,7 @@ Result<json> parse_strict_json(std::string_view op, std::string_view what, std::
         op, cat(what, " must start with '{'"),
         text.empty() ? std::string("nothing") : cat("byte ", int{static_cast<unsigned char>(text[0])}));
   }
-  if (const auto nul = text.find('\0'); nul != text.npos) {
+  if (const auto nul = text.find('\0'); nul != std::string_view::npos) {
     return invalid(op, cat(what, " must be JSON"), cat("a NUL at byte ", nul));
   }
   StrictBuilder builder(max_depth);
