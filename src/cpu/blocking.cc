@@ -1,3 +1,4 @@
+// Scores every cut of a product with a small cycle model, and takes the cheapest.
 #include "cpu/blocking.h"
 
 #include <algorithm>

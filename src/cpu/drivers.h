@@ -3,9 +3,7 @@
 
 #include <atomic>
 #include <new>
-#include <vector>
 
-#include "core/message.h"
 #include "core/registry.h"
 #include "cpu/kernels.h"
 
@@ -25,9 +23,10 @@ constexpr Storage storage(DType dtype) {
 
 static_assert(static_cast<int>(PanelActivation::silu) == static_cast<int>(Activation::silu));
 
-// parallel_for over tasks that may run out of memory: an exception must not leave a worker thread.
+// parallel_for over tasks that may run out of memory. The caller's threads may be of any kind, so an
+// exception must not leave a task: it is thrown again here, for the product that called to report.
 template <class F>
-Status run_tasks(const Context& context, std::int64_t tasks, F body) {
+void run_tasks(const Context& context, std::int64_t tasks, F body) {
   std::atomic<bool> out_of_memory{false};
   context.executor.parallel_for(tasks, [&](std::int64_t task) {
     try {
@@ -36,8 +35,7 @@ Status run_tasks(const Context& context, std::int64_t tasks, F body) {
       out_of_memory.store(true, std::memory_order_relaxed);
     }
   });
-  if (!out_of_memory) return {};
-  return error(StatusCode::out_of_memory, "cpu", "the workspace must fit in memory", "an allocation failure");
+  if (out_of_memory) throw std::bad_alloc();
 }
 
 }  // namespace rarefy::cpu

@@ -2,6 +2,7 @@
 // all threads; then tasks of block rows with equal shares of the stored blocks take their dot
 // products. Chunks are added in order, so the result does not depend on the number of threads.
 #include <algorithm>
+#include <vector>
 
 #include "cpu/drivers.h"
 #include "cpu/scratch.h"

@@ -2,6 +2,7 @@
 // tokens, W read by its rows or through the transposed index. A task is a panel of tokens × a range
 // of output blocks; ranges have equal shares of the stored blocks.
 #include <algorithm>
+#include <vector>
 
 #include "cpu/blocking.h"
 #include "cpu/drivers.h"
@@ -226,7 +227,7 @@ Status run(const Product& product, const Kernels& kernels, const Context& contex
   const std::int64_t lanes = static_cast<std::int64_t>(blocking.vectors) * kernels.width;
   const std::int64_t tokens = lanes * blocking.panels;  // of one task
   const std::int64_t sets = (product.in.rows + tokens - 1) / tokens;
-  return run_tasks(context, sets * blocking.splits, [&](std::int64_t t) {
+  run_tasks(context, sets * blocking.splits, [&](std::int64_t t) {
     const std::int64_t first = t / blocking.splits * tokens;
     const auto split = static_cast<std::size_t>(t % blocking.splits);
     if (bounds[split] == bounds[split + 1]) return;
@@ -239,6 +240,7 @@ Status run(const Product& product, const Kernels& kernels, const Context& contex
       task.gather(panels, bounds[split], bounds[split + 1]);
     }
   });
+  return {};
 }
 
 }  // namespace
