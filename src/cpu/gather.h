@@ -10,36 +10,53 @@ namespace rarefy::cpu {
 // How the weights of one entry lie, as seen from a register tile of output features.
 enum class Layout : std::uint8_t {
   column,      // R×1 by rows: contiguous, one reduction feature, entries in order
-  row_major,   // by rows: the reduction is contiguous
-  transposed,  // through the transposed index: the output is contiguous
+  row_major,   // by rows: the reduction is contiguous, entries in order
+  transposed,  // through the transposed index: the output is contiguous, entries in order of perm
 };
 
 inline constexpr std::int64_t kAhead = 512;  // floats
 
-// Entries of one output block, values already float.
+// Reduction features of one pass of the inner loop, where they divide the block: 4 × 4 needs no loop.
+inline constexpr int kUnroll = 4;
+
+// Positions in order: of transposed entries after unpacking.
+struct Identity {
+  std::int32_t position[kUnpacked];
+  constexpr Identity() : position() {
+    for (std::int32_t i = 0; i < kUnpacked; ++i) position[i] = i;
+  }
+};
+inline constexpr Identity kIdentity;
+
+// Entries of one output block, values already float. Passed by reference and never copied: a copy is a
+// load across several fresh stores, which stalls for a tenth of a short block row.
 struct GatherRow {
-  const float* values;  // of entry 0, output feature 0 of this tile
+  const std::int32_t* index;
+  const std::int32_t* perm;  // positions of transposed entries
+  std::int32_t count;
+  std::int32_t red_block;
+  std::int32_t ahead;  // entries, to prefetch
   std::int64_t block_size;
   std::int64_t stride;  // between output features (row_major) or reduction features (transposed)
-  const std::int32_t* index;
-  const std::int32_t* perm;
-  std::int32_t count;
   const float* x;
-  std::int32_t red_block;
-  float* y;
-  bool accumulate;
 };
 
-template <class I, Layout kLayout, int Rows, int Vectors>
-void gather_tile(const GatherRow& row) {
+// `Rows` output features from `values` (of entry 0), `y` and `start` on.
+template <class I, Layout kLayout, int kSteps, int Rows, int Vectors>
+void gather_tile(const GatherRow& row, const float* values, float* y, const float* start) {
   constexpr std::int64_t lanes = Vectors * I::kWidth;
   Vec<I> sum[Rows][Vectors];
+  const auto each = [](auto f) {
 #pragma GCC unroll 16
-  for (int r = 0; r < Rows; ++r) {
+    for (int r = 0; r < Rows; ++r) {
 #pragma GCC unroll 16
-    for (int v = 0; v < Vectors; ++v) {
-      sum[r][v] = row.accumulate ? I::load(row.y + r * lanes + v * I::kWidth) : I::zero();
+      for (int v = 0; v < Vectors; ++v) f(r, v);
     }
+  };
+  if (start != nullptr) {
+    each([&](int r, int v) { sum[r][v] = I::set1(start[r]); });
+  } else {
+    each([&](int r, int v) { sum[r][v] = I::load(y + r * lanes + v * I::kWidth); });
   }
   const auto step = [&sum](const float* x, const float* w, std::int64_t stride) {
     Vec<I> xv[Vectors];
@@ -54,7 +71,7 @@ void gather_tile(const GatherRow& row) {
   };
   const std::int32_t* index = row.index;
   const std::int32_t* stop = index + row.count;
-  const float* w = row.values;
+  const float* w = values;
   // Weights stream in from L3 or memory, and the hardware loses them between the rows of X: asking
   // for them kAhead floats early doubled the speed of a 33 MB weight.
   if constexpr (kLayout == Layout::column) {
@@ -62,45 +79,52 @@ void gather_tile(const GatherRow& row) {
       __builtin_prefetch(w + kAhead);
       step(row.x + *index * lanes, w, 1);
     }
+  } else if constexpr (kLayout == Layout::row_major) {
+    // Few live addresses: GCC spills the rest into vector registers, and reading one back waits behind FMAs.
+    const std::int64_t x_block = row.red_block * lanes;
+    const float* next = w + kAhead;
+    for (; index != stop;
+         ++index, w += row.block_size - row.red_block, next += row.block_size - Rows * row.red_block) {
+      const float* x = row.x + *index * x_block;
+      for (std::int32_t left = row.red_block; left != 0; left -= kSteps, w += kSteps, next += kSteps * Rows) {
+#pragma GCC unroll 4
+        for (int i = 0; i < kSteps; ++i, x += lanes) {
+          if (i * Rows % 16 == 0) __builtin_prefetch(next + i * Rows);
+          step(x, w + i, row.stride);
+        }
+      }
+    }
   } else {
-    const std::int64_t ahead = row.block_size < kAhead ? kAhead / row.block_size : 1;
-    for (std::int32_t e = 0; e < row.count; ++e) {
-      w = row.values + (row.perm != nullptr ? row.perm[e] : e) * row.block_size;
-      const float* next = w + ahead * row.block_size;
-      if (row.perm != nullptr)
-        next = row.values + row.perm[e + ahead < row.count ? e + ahead : e] * row.block_size;
-      const float* x = row.x + index[e] * (row.red_block * lanes);
-      const float* x_end = x + row.red_block * lanes;
-      for (; x != x_end; x += lanes) {
-        __builtin_prefetch(next);
-        if constexpr (kLayout == Layout::row_major) {
-          step(x, w, row.stride);
-          ++w;
-          next += Rows;
-        } else {
+    const std::int64_t x_block = row.red_block * lanes;
+    const std::int32_t* perm = row.perm;
+    const std::int32_t* last = perm + row.count - 1;
+    for (; index != stop; ++index, ++perm) {
+      w = values + *perm * row.block_size;
+      const float* next = values + (row.ahead < last - perm ? perm[row.ahead] : *last) * row.block_size;
+      const float* x = row.x + *index * x_block;
+      for (std::int32_t left = row.red_block; left != 0; left -= kSteps) {
+#pragma GCC unroll 4
+        for (int i = 0; i < kSteps; ++i, x += lanes, w += row.stride, next += row.stride) {
+          __builtin_prefetch(next);
           step(x, w, 1);
-          w += row.stride;
-          next += row.stride;
         }
       }
     }
   }
-#pragma GCC unroll 16
-  for (int r = 0; r < Rows; ++r) {
-#pragma GCC unroll 16
-    for (int v = 0; v < Vectors; ++v) I::store(row.y + r * lanes + v * I::kWidth, sum[r][v]);
-  }
+  each([&](int r, int v) { I::store(y + r * lanes + v * I::kWidth, sum[r][v]); });
 }
 
 // Cuts an output block into register tiles, tallest first.
-template <class I, Layout kLayout, int Vectors>
-void gather_block(GatherRow row, std::int32_t out_block) {
+template <class I, Layout kLayout, int kSteps, int Vectors>
+void gather_block(const GatherRow& row, std::int32_t out_block, const float* values, float* y,
+                  const float* start) {
   constexpr std::int64_t lanes = Vectors * I::kWidth;
   constexpr int budget = I::kRegisters - Vectors - 1;  // accumulators beside X and one broadcast
   const auto step = [&]<int Rows>() {
-    gather_tile<I, kLayout, Rows, Vectors>(row);
-    row.values += kLayout == Layout::row_major ? Rows * row.stride : Rows;
-    row.y += Rows * lanes;
+    gather_tile<I, kLayout, kSteps, Rows, Vectors>(row, values, y, start);
+    values += kLayout == Layout::row_major ? Rows * row.stride : Rows;
+    y += Rows * lanes;
+    if (start != nullptr) start += Rows;
   };
   if constexpr (8 * Vectors <= budget) {
     for (; out_block >= 8; out_block -= 8) step.template operator()<8>();
@@ -112,31 +136,36 @@ void gather_block(GatherRow row, std::int32_t out_block) {
   if (out_block == 1) step.template operator()<1>();
 }
 
-template <class I, Layout kLayout, int Vectors>
+template <class I, Layout kLayout, int kSteps, int Vectors>
 void gather_blocks(const GatherTask& task) {
-  constexpr std::int64_t lanes = Vectors * I::kWidth;
   const SparseOperand& w = task.w;
-  const float* x = task.x - task.x_first * (w.red_block * lanes);
-  const std::int64_t stride = kLayout == Layout::row_major ? w.out_stride : w.red_stride;
-  GatherRow row{nullptr, w.block_size, stride, nullptr, nullptr, 0, x, w.red_block, task.y, task.accumulate};
+  const std::int64_t lanes = Vectors * I::kWidth;
+  GatherRow row{};
+  row.red_block = w.red_block;
+  row.block_size = w.block_size;
+  row.ahead = w.block_size < kAhead ? static_cast<std::int32_t>(kAhead / w.block_size) : 1;
+  row.stride = kLayout == Layout::row_major ? w.out_stride : w.red_stride;
+  row.x = task.x - task.x_first * (w.red_block * lanes);
   const std::int64_t chunk = w.block_size < kUnpacked ? kUnpacked / w.block_size : 1;
-  for (std::int32_t o = task.begin; o < task.end; ++o, row.y += w.out_block * lanes) {
+  float* y = task.y;
+  const float* start = task.start;
+  for (std::int32_t o = task.begin; o < task.end; ++o, y += w.out_block * lanes) {
     const std::int32_t begin = task.entry_begin[o];
     const std::int32_t end = task.entry_end[o];
+    const float* from = start;
+    if (start != nullptr) start += w.out_block;
+    row.index = w.index + begin;
     if (w.storage == Storage::f32) {
       const auto* values = static_cast<const float*>(w.values);
-      row.values = w.perm != nullptr ? values : values + begin * w.block_size;
-      row.perm = w.perm != nullptr ? w.perm + begin : nullptr;
-      row.index = w.index + begin;
+      if (w.perm != nullptr) row.perm = w.perm + begin;
       row.count = end - begin;
-      gather_block<I, kLayout, Vectors>(row, w.out_block);
+      gather_block<I, kLayout, kSteps, Vectors>(
+          row, w.out_block, w.perm != nullptr ? values : values + begin * w.block_size, y, from);
       continue;
     }
     // 16-bit values: a chunk of entries becomes float in L1; one pass at least, to write y.
-    row.perm = nullptr;
-    row.values = task.unpacked;
-    row.accumulate = task.accumulate;
     std::int32_t e = begin;
+    row.perm = kIdentity.position;
     do {
       row.count = end - e < chunk ? end - e : static_cast<std::int32_t>(chunk);
       const auto* values = static_cast<const std::uint16_t*>(w.values);
@@ -148,21 +177,21 @@ void gather_blocks(const GatherTask& task) {
                     task.unpacked + i * w.block_size);
         }
       }
-      row.index = w.index + e;
-      gather_block<I, kLayout, Vectors>(row, w.out_block);
-      row.accumulate = true;
+      gather_block<I, kLayout, kSteps, Vectors>(row, w.out_block, task.unpacked, y, from);
+      from = nullptr;
       e += row.count;
+      row.index += row.count;
     } while (e < end);
   }
 }
 
-template <class I, Layout kLayout>
+template <class I, Layout kLayout, int kSteps>
 void gather_vectors(const GatherTask& task) {
   switch (task.vectors) {
-    case 1: return gather_blocks<I, kLayout, 1>(task);
-    case 2: return gather_blocks<I, kLayout, 2>(task);
-    case 3: return gather_blocks<I, kLayout, 3>(task);
-    case 4: return gather_blocks<I, kLayout, 4>(task);
+    case 1: return gather_blocks<I, kLayout, kSteps, 1>(task);
+    case 2: return gather_blocks<I, kLayout, kSteps, 2>(task);
+    case 3: return gather_blocks<I, kLayout, kSteps, 3>(task);
+    case 4: return gather_blocks<I, kLayout, kSteps, 4>(task);
     default: return;
   }
 }
@@ -171,9 +200,14 @@ template <class I>
 void gather(const GatherTask& task) {
   const SparseOperand& w = task.w;
   if (w.red_block == 1 && w.out_stride == 1 && w.perm == nullptr)
-    return gather_vectors<I, Layout::column>(task);
-  if (w.red_stride == 1) return gather_vectors<I, Layout::row_major>(task);
-  return gather_vectors<I, Layout::transposed>(task);
+    return gather_vectors<I, Layout::column, 1>(task);
+  const bool unroll = w.red_block % kUnroll == 0;
+  if (w.perm == nullptr) {
+    return unroll ? gather_vectors<I, Layout::row_major, kUnroll>(task)
+                  : gather_vectors<I, Layout::row_major, 1>(task);
+  }
+  return unroll ? gather_vectors<I, Layout::transposed, kUnroll>(task)
+                : gather_vectors<I, Layout::transposed, 1>(task);
 }
 
 }  // namespace rarefy::cpu

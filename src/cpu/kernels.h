@@ -31,11 +31,10 @@ struct PackTask {
   std::int32_t lanes;
 };
 
-// Writes a panel back to row-major: y[m][n] = act(panel[n][m] + bias[n]). The panel is working memory.
+// Writes a panel back to row-major: y[m][n] = act(panel[n][m]). The panel is working memory.
 struct StoreTask {
   float* panel;
   std::int32_t lanes;
-  const float* bias;  // or null
   PanelActivation activation;
   void* data;
   std::int64_t row_stride;
@@ -57,8 +56,8 @@ struct SparseOperand {
   std::int32_t out_block, red_block;
 };
 
-// y[o] += Σ over entries of W[o, i] · x[i], for output blocks begin … end: accumulators of a few
-// output features stay in registers while the entries stream by ("output stationary").
+// y[o] = start[o] + Σ over entries of W[o, i] · x[i], for output blocks begin … end: accumulators of a
+// few output features stay in registers while the entries stream by ("output stationary").
 struct GatherTask {
   SparseOperand w;
   const std::int32_t* entry_begin;  // indexed by output block
@@ -66,8 +65,8 @@ struct GatherTask {
   std::int32_t begin, end;
   const float* x;  // panel of reduction features, from block x_first on
   std::int32_t x_first;
-  float* y;         // panel of output features, from block `begin` on
-  bool accumulate;  // add to y, or overwrite it
+  float* y;            // panel of output features, from block `begin` on
+  const float* start;  // of the output features from block `begin` on; null: y itself is the start
   std::int32_t vectors;
   float* unpacked;  // room for max(kUnpacked, block_size) floats, if storage is 16-bit
 };

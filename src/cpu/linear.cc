@@ -90,8 +90,8 @@ std::vector<Panel> cut_tokens(std::int64_t first, std::int64_t count, std::int64
 
 class Task {
  public:
-  Task(const Product& product, const Kernels& kernels, const Blocking& blocking, const float* bias)
-      : p_(product), k_(kernels), blocking_(blocking), bias_(bias), scratch_(task_scratch()) {
+  Task(const Product& product, const Kernels& kernels, const Blocking& blocking, const float* start)
+      : p_(product), k_(kernels), blocking_(blocking), start_(start), scratch_(task_scratch()) {
     const std::int64_t unpacked = std::max(kUnpacked, product.by_output.w.block_size);
     unpacked_ = storage(p_.in.dtype) == Storage::f32 ? nullptr : scratch_.unpacked.get<float>(unpacked);
   }
@@ -134,7 +134,8 @@ class Task {
           const Panel& panel = panels[static_cast<std::size_t>(s)];
           float* to = single ? y : y + s * y_size + (o - begin) * list.w.out_block * panel.lanes;
           k_.gather({list.w, entry_begin, entry_end, o, stop, x + s * x_size,
-                     static_cast<std::int32_t>(first), to, first > 0, panel.vectors, unpacked_});
+                     static_cast<std::int32_t>(first), to,
+                     first == 0 ? start_ + o * list.w.out_block : nullptr, panel.vectors, unpacked_});
           if (last == p_.red_blocks) store(panel, o, stop, to);
         }
       }
@@ -150,7 +151,9 @@ class Task {
     auto* x = scratch_.x.get<float>(piece * list.w.red_block * panel.lanes);
     auto* y = scratch_.y.get<float>((end - begin) * out_lanes);
     auto* cursors = scratch_.cursors.get<std::int32_t>(2 * piece);
-    std::fill(y, y + (end - begin) * out_lanes, 0.0F);
+    for (std::int64_t o = 0; o < (end - begin) * list.w.out_block; ++o) {
+      std::fill_n(y + o * panel.lanes, panel.lanes, start_[begin * list.w.out_block + o]);
+    }
     for (std::int64_t first = 0; first < p_.red_blocks; first += piece) {
       const std::int64_t last = std::min(first + piece, p_.red_blocks);
       pack(panel, first, last, list.w.red_block, x);
@@ -200,27 +203,24 @@ class Task {
         std::min(static_cast<std::int64_t>(end) * p_.by_output.w.out_block, p_.out.cols) - from;
     char* data = static_cast<char*>(p_.out.data) +
                  (panel.first * p_.out.row_stride + from) * static_cast<std::int64_t>(size_of(p_.out.dtype));
-    k_.store({y, static_cast<std::int32_t>(panel.lanes), bias_ == nullptr ? nullptr : bias_ + from,
-              static_cast<PanelActivation>(p_.activation), data, p_.out.row_stride, panel.rows,
-              static_cast<std::int32_t>(features), storage(p_.out.dtype)});
+    k_.store({y, static_cast<std::int32_t>(panel.lanes), static_cast<PanelActivation>(p_.activation), data,
+              p_.out.row_stride, panel.rows, static_cast<std::int32_t>(features), storage(p_.out.dtype)});
   }
 
   const Product& p_;
   const Kernels& k_;
   const Blocking& blocking_;
-  const float* bias_;
+  const float* start_;
   TaskScratch& scratch_;
   float* unpacked_;
 };
 
 Status run(const Product& product, const Kernels& kernels, const Context& context) {
   const Blocking blocking = choose_blocking(problem_of(product, kernels, context.executor.threads));
-  std::vector<float> converted;  // the bias, when it is not float already
-  const auto* bias = static_cast<const float*>(product.bias);
-  if (bias != nullptr && product.out.dtype != DType::f32) {
-    converted.resize(static_cast<std::size_t>(product.out.cols));
-    kernels.unpack(storage(product.out.dtype), product.bias, product.out.cols, converted.data());
-    bias = converted.data();
+  // What the sums of whole output blocks start from: the bias as float, or 0.
+  std::vector<float> start(static_cast<std::size_t>(product.out_blocks * product.by_output.w.out_block));
+  if (product.bias != nullptr) {
+    kernels.unpack(storage(product.out.dtype), product.bias, product.out.cols, start.data());
   }
   const std::vector<std::int32_t> bounds =
       split_evenly(product.by_output, product.out_blocks, blocking.splits);
@@ -233,7 +233,7 @@ Status run(const Product& product, const Kernels& kernels, const Context& contex
     if (bounds[split] == bounds[split + 1]) return;
     const std::vector<Panel> panels =
         cut_tokens(first, std::min(tokens, product.in.rows - first), lanes, kernels.width);
-    Task task(product, kernels, blocking, bias);
+    Task task(product, kernels, blocking, start.data());
     if (blocking.scatter) {
       task.scatter(panels.front(), bounds[split], bounds[split + 1]);
     } else {

@@ -1,5 +1,5 @@
 // Between row-major matrices of any storage and feature-major float panels: width × width
-// transposes in registers, with bias and activation applied on the way out.
+// transposes in registers, with the activation applied on the way out.
 #pragma once
 
 #include "cpu/activation.h"
@@ -94,14 +94,13 @@ void pack(const PackTask& task) {
   });
 }
 
-// Bias and activation, in place.
+// The activation, in place.
 template <class I>
 void finish(const StoreTask& task) {
   for (std::int32_t n = 0; n < task.cols; ++n) {
     float* row = task.panel + static_cast<std::int64_t>(n) * task.lanes;
-    const Vec<I> bias = task.bias == nullptr ? I::zero() : I::set1(task.bias[n]);
     for (std::int32_t m = 0; m < task.rows; m += I::kWidth) {
-      I::store(row + m, activate<I>(task.activation, I::add(I::load(row + m), bias)));
+      I::store(row + m, activate<I>(task.activation, I::load(row + m)));
     }
   }
 }
@@ -145,7 +144,7 @@ void store_run(const StoreTask& task, std::int32_t m, std::int32_t n, int cols) 
 
 template <class I>
 void store(const StoreTask& task) {
-  if (task.bias != nullptr || task.activation != PanelActivation::none) finish<I>(task);
+  if (task.activation != PanelActivation::none) finish<I>(task);
   dispatch_storage(task.storage, [&]<Storage kStorage>() {
     for (std::int32_t m = 0; m < task.rows; m += I::kWidth) {
       for (std::int32_t n = 0; n < task.cols; n += kRun) {
