@@ -37,9 +37,17 @@ struct GatherRow {
   std::int32_t red_block;
   std::int32_t ahead;  // entries, to prefetch
   std::int64_t block_size;
-  std::int64_t stride;  // between output features (row_major) or reduction features (transposed)
+  std::int64_t x_block;  // floats of a reduction block in the panel
+  std::int64_t stride;   // between output features (row_major) or reduction features (transposed)
   const float* x;
 };
+
+// Reads memory again. What a loop over entries needs once an entry stays there: GCC would keep it in a
+// register, run out of them, and spill to vector registers, where reading it back waits behind the FMAs.
+template <class T>
+T reload(const T& memory) {
+  return *const_cast<const volatile T*>(&memory);
+}
 
 // `Rows` output features from `values` (of entry 0), `y` and `start` on.
 template <class I, Layout kLayout, int kSteps, int Rows, int Vectors>
@@ -80,12 +88,10 @@ void gather_tile(const GatherRow& row, const float* values, float* y, const floa
       step(row.x + *index * lanes, w, 1);
     }
   } else if constexpr (kLayout == Layout::row_major) {
-    // Few live addresses: GCC spills the rest into vector registers, and reading one back waits behind FMAs.
-    const std::int64_t x_block = row.red_block * lanes;
-    const float* next = w + kAhead;
+    const float* next = w + row.ahead * row.block_size;
     for (; index != stop;
          ++index, w += row.block_size - row.red_block, next += row.block_size - Rows * row.red_block) {
-      const float* x = row.x + *index * x_block;
+      const float* x = row.x + *index * row.x_block;
       for (std::int32_t left = row.red_block; left != 0; left -= kSteps, w += kSteps, next += kSteps * Rows) {
 #pragma GCC unroll 4
         for (int i = 0; i < kSteps; ++i, x += lanes) {
@@ -95,14 +101,13 @@ void gather_tile(const GatherRow& row, const float* values, float* y, const floa
       }
     }
   } else {
-    const std::int64_t x_block = row.red_block * lanes;
     const std::int32_t* perm = row.perm;
-    const std::int32_t* last = perm + row.count - 1;
     for (; index != stop; ++index, ++perm) {
-      w = values + *perm * row.block_size;
-      const float* next = values + (row.ahead < last - perm ? perm[row.ahead] : *last) * row.block_size;
-      const float* x = row.x + *index * x_block;
-      for (std::int32_t left = row.red_block; left != 0; left -= kSteps) {
+      const std::int32_t later = reload(row.ahead);
+      w = values + *perm * reload(row.block_size);
+      const float* next = values + perm[later < stop - index ? later : 0] * reload(row.block_size);
+      const float* x = reload(row.x) + *index * reload(row.x_block);
+      for (std::int32_t left = reload(row.red_block); left != 0; left -= kSteps) {
 #pragma GCC unroll 4
         for (int i = 0; i < kSteps; ++i, x += lanes, w += row.stride, next += row.stride) {
           __builtin_prefetch(next);
@@ -145,7 +150,8 @@ void gather_blocks(const GatherTask& task) {
   row.block_size = w.block_size;
   row.ahead = w.block_size < kAhead ? static_cast<std::int32_t>(kAhead / w.block_size) : 1;
   row.stride = kLayout == Layout::row_major ? w.out_stride : w.red_stride;
-  row.x = task.x - task.x_first * (w.red_block * lanes);
+  row.x_block = w.red_block * lanes;
+  row.x = task.x - task.x_first * row.x_block;
   const std::int64_t chunk = w.block_size < kUnpacked ? kUnpacked / w.block_size : 1;
   float* y = task.y;
   const float* start = task.start;

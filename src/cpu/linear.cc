@@ -159,8 +159,10 @@ class Task {
       pack(panel, first, last, list.w.red_block, x);
       for (std::int64_t j = first; j < last; ++j) {
         const std::int32_t* rows = list.w.index;
-        const std::int32_t* from = std::lower_bound(rows + list.begin[j], rows + list.begin[j + 1], begin);
-        const std::int32_t* to = std::lower_bound(from, rows + list.begin[j + 1], end);
+        const std::int32_t* from = rows + list.begin[j];
+        const std::int32_t* to = rows + list.begin[j + 1];
+        if (begin > 0) from = std::lower_bound(from, to, begin);
+        if (end < p_.out_blocks) to = std::lower_bound(from, to, end);
         cursors[j - first] = static_cast<std::int32_t>(from - rows);
         cursors[piece + j - first] = static_cast<std::int32_t>(to - rows);
       }
