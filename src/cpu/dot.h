@@ -7,16 +7,16 @@
 
 namespace rarefy::cpu {
 
-// A tile: `Rows` features of dY against `Cols` features of X, each with its own destination.
+// Rows of dY that stay in L1 while the columns of X pass by: 16 KB for 512 tokens.
+inline constexpr std::int32_t kRowGroup = 8;
+
+// Every row of dY against every column of X: sums[r * Cols + c].
 template <class I, int Rows, int Cols>
-void dot_tile(const float* dy, const float* const* x, std::int64_t lanes, float* const* out,
-              std::int64_t out_stride, bool accumulate) {
-  Vec<I> sum[Rows][Cols];
+void dot_tile(const float* dy, const float* const* x, std::int64_t lanes, float* sums) {
+  constexpr int count = Rows * Cols;
+  Vec<I> sum[count];
 #pragma GCC unroll 16
-  for (int r = 0; r < Rows; ++r) {
-#pragma GCC unroll 16
-    for (int c = 0; c < Cols; ++c) sum[r][c] = I::zero();
-  }
+  for (int i = 0; i < count; ++i) sum[i] = I::zero();
   const float* xs[Cols];
 #pragma GCC unroll 16
   for (int c = 0; c < Cols; ++c) xs[c] = x[c];
@@ -28,62 +28,63 @@ void dot_tile(const float* dy, const float* const* x, std::int64_t lanes, float*
     for (int r = 0; r < Rows; ++r) {
       const Vec<I> dv = I::load(dy + r * lanes + m);
 #pragma GCC unroll 16
-      for (int c = 0; c < Cols; ++c) sum[r][c] = I::fma(dv, xv[c], sum[r][c]);
+      for (int c = 0; c < Cols; ++c) sum[r * Cols + c] = I::fma(dv, xv[c], sum[r * Cols + c]);
     }
   }
-  for (int c = 0; c < Cols; ++c) {
-    float sums[Rows];
-    if constexpr (Rows == 4) {
-      I::sum4(sum[0][c], sum[1][c], sum[2][c], sum[3][c], sums);
-    } else {
-      for (int r = 0; r < Rows; ++r) sums[r] = I::sum(sum[r][c]);
+  if constexpr (count % 4 == 0) {
+#pragma GCC unroll 16
+    for (int i = 0; i < count; i += 4) I::sum4(sum[i], sum[i + 1], sum[i + 2], sum[i + 3], sums + i);
+  } else {
+    for (int i = 0; i < count; ++i) sums[i] = I::sum(sum[i]);
+  }
+}
+
+// Rows first … last of the block row, a multiple of Rows, against its columns from `q` on: column q is
+// column q % C of stored block q / C. What is left of Cols columns goes to half as many.
+template <class I, int Rows, int Cols>
+void dot_columns(const DotTask& task, std::int32_t first, std::int32_t last, std::int64_t q) {
+  const std::int64_t block_size = static_cast<std::int64_t>(task.block_rows) * task.block_cols;
+  const std::int64_t columns = static_cast<std::int64_t>(task.end - task.begin) * task.block_cols;
+  std::int64_t b = q / task.block_cols;
+  std::int64_t c = q % task.block_cols;
+  for (; q + Cols <= columns; q += Cols) {
+    const float* x[Cols];
+    float* out[Cols];
+    for (int i = 0; i < Cols; ++i) {
+      x[i] = task.x + (task.col[task.begin + b] * std::int64_t{task.block_cols} + c) * task.lanes;
+      out[i] = task.out + b * block_size + c;
+      if (++c == task.block_cols) {
+        c = 0;
+        ++b;
+      }
     }
-    for (int r = 0; r < Rows; ++r) {
-      float* to = out[c] + r * out_stride;
-      *to = accumulate ? *to + sums[r] : sums[r];
+    for (std::int32_t r = first; r < last; r += Rows) {
+      float sums[Rows * Cols];
+      dot_tile<I, Rows, Cols>(task.dy + r * task.lanes, x, task.lanes, sums);
+      for (int i = 0; i < Rows; ++i) {
+        const std::int64_t row = static_cast<std::int64_t>(r + i) * task.block_cols;
+        for (int j = 0; j < Cols; ++j) {
+          out[j][row] = task.accumulate ? out[j][row] + sums[i * Cols + j] : sums[i * Cols + j];
+        }
+      }
     }
   }
+  if constexpr (Cols > 1) dot_columns<I, Rows, Cols / 2>(task, first, last, q);
 }
 
 template <class I>
 void dot(const DotTask& task) {
-  constexpr int kCols = I::kRegisters >= 32 ? 4 : 2;
-  const std::int64_t block_size = static_cast<std::int64_t>(task.block_rows) * task.block_cols;
-  const std::int64_t elements = static_cast<std::int64_t>(task.end - task.begin) * task.block_cols;
-  // Columns of the block row's stored blocks, in order: element q is column q % C of block q / C.
-  for (std::int64_t q = 0; q < elements; q += kCols) {
-    const float* x[kCols];
-    float* out[kCols];
-    const int cols = elements - q < kCols ? static_cast<int>(elements - q) : kCols;
-    for (int i = 0; i < cols; ++i) {
-      const std::int64_t b = (q + i) / task.block_cols;
-      const std::int64_t c = (q + i) % task.block_cols;
-      x[i] =
-          task.x + (static_cast<std::int64_t>(task.col[task.begin + b]) * task.block_cols + c) * task.lanes;
-      out[i] = task.out + b * block_size + c;
-    }
-    std::int32_t r = 0;
-    const auto step = [&]<int Rows, int Cols>(int first) {
-      float* to[Cols];
-      for (int i = 0; i < Cols; ++i) to[i] = out[first + i] + static_cast<std::int64_t>(r) * task.block_cols;
-      dot_tile<I, Rows, Cols>(task.dy + r * task.lanes, x + first, task.lanes, to, task.block_cols,
-                              task.accumulate);
-    };
-    for (; r + 4 <= task.block_rows; r += 4) {
-      if (cols == kCols) {
-        step.template operator()<4, kCols>(0);
-      } else {
-        for (int i = 0; i < cols; ++i) step.template operator()<4, 1>(i);
-      }
-    }
-    for (; r < task.block_rows; ++r) {
-      if (cols == kCols) {
-        step.template operator()<1, kCols>(0);
-      } else {
-        for (int i = 0; i < cols; ++i) step.template operator()<1, 1>(i);
-      }
-    }
+  constexpr int cols = I::kRegisters >= 32 ? 4 : 2;  // beside four rows
+  const std::int32_t whole = task.block_rows - task.block_rows % 4;
+  for (std::int32_t r = 0; r < whole; r += kRowGroup) {
+    dot_columns<I, 4, cols>(task, r, whole - r < kRowGroup ? whole : r + kRowGroup, 0);
   }
+  std::int32_t r = whole;
+  if (task.block_rows - r >= 2) {
+    dot_columns<I, 2, 2 * cols>(task, r, r + 2, 0);
+    r += 2;
+  }
+  if (r < task.block_rows) dot_columns<I, 1, 2 * cols>(task, r, r + 1, 0);
 }
 
 }  // namespace rarefy::cpu

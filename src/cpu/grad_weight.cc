@@ -1,6 +1,6 @@
 // Drives the weight gradient: both inputs are packed feature-major, a chunk of tokens at a time, by
-// all threads; then tasks of block rows with equal shares of the stored blocks take their dot
-// products. Chunks are added in order, so the result does not depend on the number of threads.
+// all threads; then tasks of block rows × a tile of block columns take their dot products. Chunks are
+// added in order, so the result does not depend on the number of threads.
 #include <algorithm>
 #include <vector>
 
@@ -11,8 +11,10 @@ namespace rarefy::cpu {
 
 namespace {
 
-constexpr std::int64_t kChunk = 256;     // tokens: long enough to pay for the sum across lanes
-constexpr std::int64_t kFeatures = 256;  // features of one packing task
+constexpr std::int64_t kChunk = 512;              // tokens: long enough to pay for the sum across lanes
+constexpr std::int64_t kFeatures = 256;           // features of one packing task
+constexpr std::int64_t kTileFloats = 128 * 1024;  // of X that a task reads: 512 KB, half of a 1 MB L2
+constexpr std::int64_t kTasks = 8;                // per thread: the last ones to end are short
 
 // Packs `features` (rounded up to `padded`, the rest 0) of tokens first … first + rows.
 void pack_features(const Kernels& kernels, const Context& context, const MatrixView& m, std::int64_t first,
@@ -31,21 +33,27 @@ void pack_features(const Kernels& kernels, const Context& context, const MatrixV
   });
 }
 
-// Cuts the stored blocks into pieces of at most `most`, none across a block row.
-struct Piece {
-  std::int32_t row, begin, end;
+// A task: the stored blocks of a range of block rows within one tile of block columns, whose part of the
+// X panel stays in L2. Ranges have equal shares of all stored blocks.
+struct Tiling {
+  std::int64_t columns;  // block columns of a tile
+  std::int64_t tiles;
+  std::int64_t ranges;
+
+  Tiling(const BsrShape& shape, std::int64_t lanes, std::int64_t threads)
+      : columns(std::clamp<std::int64_t>(kTileFloats / (lanes * shape.block_cols), 1,
+                                         std::max<std::int64_t>(1, shape.col_count()))),
+        tiles((shape.col_count() + columns - 1) / columns),
+        ranges(std::clamp<std::int64_t>(kTasks * threads / std::max<std::int64_t>(1, tiles), 1,
+                                        std::max<std::int64_t>(1, shape.row_count()))) {}
 };
 
-std::vector<Piece> cut(const PlanView& plan, std::int64_t most) {
-  std::vector<Piece> pieces;
-  for (std::int64_t i = 0; i < plan.shape.row_count(); ++i) {
-    const std::int64_t end = plan.crow[i + 1];
-    for (std::int64_t e = plan.crow[i]; e < end; e += most) {
-      pieces.push_back({static_cast<std::int32_t>(i), static_cast<std::int32_t>(e),
-                        static_cast<std::int32_t>(std::min(e + most, end))});
-    }
-  }
-  return pieces;
+// The block row at which share `part` of `parts` of the stored blocks begins.
+std::int64_t row_of_share(const PlanView& plan, std::int64_t part, std::int64_t parts) {
+  const std::int64_t rows = plan.shape.row_count();
+  if (part == parts) return rows;
+  const std::int64_t target = plan.shape.nnzb / parts * part + plan.shape.nnzb % parts * part / parts;
+  return std::lower_bound(plan.crow, plan.crow + rows, target) - plan.crow;
 }
 
 // Elements of edge blocks outside the matrix: 0, also where NaN times a zero of padding made a NaN.
@@ -87,22 +95,27 @@ Status run_grad_weight(const Kernels& kernels, const GradWeightArgs& args, const
                                          : scratch.unpacked.get<float>(shape.value_count());
   if (tokens == 0) std::fill(sums, sums + shape.value_count(), 0.0F);
 
-  const std::int64_t most = std::max<std::int64_t>(1, 4096 / shape.block_size());
-  const std::vector<Piece> pieces = cut(plan, most);
-  const std::int64_t tasks =
-      std::min<std::int64_t>(std::ssize(pieces), std::int64_t{8} * context.executor.threads);
   for (std::int64_t first = 0; first < tokens; first += longest) {
     const std::int64_t rows = std::min(longest, tokens - first);
     const std::int64_t lanes = (rows + width - 1) / width * width;
     pack_features(kernels, context, args.dy, first, rows, lanes, out_features, dy);
     pack_features(kernels, context, args.x, first, rows, lanes, in_features, x);
-    context.executor.parallel_for(tasks, [&](std::int64_t task) {
-      const std::int64_t end = (task + 1) * std::ssize(pieces) / tasks;
-      for (std::int64_t i = task * std::ssize(pieces) / tasks; i < end; ++i) {
-        const Piece& piece = pieces[static_cast<std::size_t>(i)];
-        kernels.dot({dy + piece.row * shape.block_rows * lanes, x, lanes, plan.col, piece.begin, piece.end,
+    const Tiling tiling(shape, lanes, context.executor.threads);
+    context.executor.parallel_for(tiling.tiles * tiling.ranges, [&](std::int64_t task) {
+      const auto from = static_cast<std::int32_t>(task / tiling.ranges * tiling.columns);
+      const std::int64_t to = from + tiling.columns;
+      const std::int64_t end = row_of_share(plan, task % tiling.ranges + 1, tiling.ranges);
+      for (std::int64_t i = row_of_share(plan, task % tiling.ranges, tiling.ranges); i < end; ++i) {
+        const std::int32_t* blocks = plan.col + plan.crow[i];
+        const std::int32_t* row_end = plan.col + plan.crow[i + 1];
+        if (from > 0) blocks = std::lower_bound(blocks, row_end, from);
+        if (to < shape.col_count()) row_end = std::lower_bound(blocks, row_end, to);
+        if (blocks == row_end) continue;
+        kernels.dot({dy + i * shape.block_rows * lanes, x, lanes, plan.col,
+                     static_cast<std::int32_t>(blocks - plan.col),
+                     static_cast<std::int32_t>(row_end - plan.col),
                      static_cast<std::int32_t>(shape.block_rows), static_cast<std::int32_t>(shape.block_cols),
-                     sums + piece.begin * shape.block_size(), first > 0});
+                     sums + (blocks - plan.col) * shape.block_size(), first > 0});
       }
     });
   }

@@ -105,6 +105,21 @@ TEST_P(ProductsTest, LargeMatrices) {
   check({70, 9000, 64, 1, 4, 0.5, DType::f32, false, 0}, pool.executor());
   check({70, 512, 4100, 16, 16, 0.5, DType::f32, false, 0}, pool.executor());
   check({66, 300, 5000, 2, 3, 0.2, DType::bf16, false, 0}, pool.executor());
+  // Rows that are whole pages apart are stored another way.
+  check({70, 1024, 2048, 4, 4, 0.3, DType::f32, true, 0}, pool.executor());
+  check({70, 2048, 1024, 4, 4, 0.3, DType::bf16, true, 0}, pool.executor());
+}
+
+// grad_weight sums chunks of 512 tokens over tiles of columns: every number of rows a tile of dot products
+// has.
+TEST_P(ProductsTest, SeveralChunksOfTokens) {
+  if (GetParam() == "ref") GTEST_SKIP() << "the reference has no chunks, and is slow";
+  ThreadPool pool(3);
+  for (const auto& [rows, cols] :
+       {std::pair<std::int64_t, std::int64_t>{1, 1}, {1, 16}, {4, 1}, {7, 3}, {16, 16}}) {
+    check({1030, 9 * rows + 1, 700, rows, cols, 0.4, DType::f32, rows == 4, 1}, pool.executor());
+    check({513, 300, 40, rows, cols, 0.4, DType::bf16, false, 0}, pool.executor());
+  }
 }
 
 // 18 MB of values: a set of panels shares each group of weights.
