@@ -8,8 +8,6 @@ namespace rarefy::cpu {
 
 namespace {
 
-constexpr std::int64_t kPanelFloats = 128 * 1024;  // 512 KB: half of a 1 MB L2, W and Y stream by
-
 // Weights that caches do not hold (L3 is shared) are read from memory once for a set of panels:
 // each group of them meets one panel after the other while it is in L2.
 constexpr double kStreamed = 16e6;  // bytes
@@ -54,7 +52,8 @@ Blocking choose_blocking(const BlockingProblem& p) {
       const double pack = static_cast<double>(red_features * lanes) * kMove;
       const double work = static_cast<double>(out_features) *
                           (per_feature * cycles(p, vectors, scatter) + static_cast<double>(lanes) * kMove);
-      const std::int64_t least = scatter ? std::max<std::int64_t>(1, out_features * lanes / kPanelFloats) : 1;
+      const std::int64_t least =
+          scatter ? std::max<std::int64_t>(1, out_features * lanes / p.panel_floats) : 1;
       for (std::int64_t splits = least; splits <= std::max<std::int64_t>(least, 4 * p.threads); ++splits) {
         if (splits > std::max<std::int64_t>(1, p.out_blocks)) break;
         const std::int64_t rounds = (sets * splits + p.threads - 1) / p.threads;
@@ -67,7 +66,7 @@ Blocking choose_blocking(const BlockingProblem& p) {
       }
     }
   }
-  const std::int64_t tile = kPanelFloats / (best.panels * best.vectors * p.width * p.red_block);
+  const std::int64_t tile = p.panel_floats / (best.panels * best.vectors * p.width * p.red_block);
   // Equal tiles, so that the last one is no sliver.
   const std::int64_t tiles =
       (p.red_blocks + std::max<std::int64_t>(1, tile) - 1) / std::max<std::int64_t>(1, tile);

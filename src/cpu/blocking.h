@@ -15,6 +15,7 @@ struct BlockingProblem {
   int width = 16;       // floats in a vector
   int max_vectors = 4;  // of the kernels
   int registers = 32;
+  std::int64_t panel_floats = 128 * 1024;  // of X, or of sums, that stay in L2: half of 1 MB
 };
 
 struct Blocking {

@@ -1,6 +1,9 @@
 // cpuid through the compiler's builtins, which also ask the operating system (xgetbv).
 #include "cpu/cpuid.h"
 
+#include <unistd.h>
+
+#include <algorithm>
 #include <array>
 #include <cstring>
 
@@ -40,6 +43,18 @@ std::vector<std::string> feature_names() {
   if (f.avx512_vnni) names.emplace_back("avx512_vnni");
   if (f.avx512_bf16) names.emplace_back("avx512_bf16");
   return names;
+}
+
+std::int64_t panel_floats() {
+  static const std::int64_t floats = [] {
+    std::int64_t bytes = 0;
+#if defined(_SC_LEVEL2_CACHE_SIZE)
+    bytes = ::sysconf(_SC_LEVEL2_CACHE_SIZE);
+#endif
+    if (bytes <= 0) bytes = 1 << 20;  // not told
+    return std::clamp<std::int64_t>(bytes, 256 << 10, 2 << 20) / 2 / 4;
+  }();
+  return floats;
 }
 
 std::string model_name() {

@@ -1,6 +1,7 @@
 // What the processor and the operating system offer, read once.
 #pragma once
 
+#include <cstdint>
 #include <string>
 #include <vector>
 
@@ -15,6 +16,9 @@ struct Features {
 
 const Features& features();
 std::vector<std::string> feature_names();
+
+// Floats of a panel that is to stay in a core's L2 while other things stream by: half of it.
+std::int64_t panel_floats();
 std::string model_name();
 
 }  // namespace rarefy::cpu

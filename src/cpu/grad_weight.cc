@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <vector>
 
+#include "cpu/cpuid.h"
 #include "cpu/drivers.h"
 #include "cpu/scratch.h"
 
@@ -11,10 +12,9 @@ namespace rarefy::cpu {
 
 namespace {
 
-constexpr std::int64_t kChunk = 512;              // tokens: long enough to pay for the sum across lanes
-constexpr std::int64_t kFeatures = 256;           // features of one packing task
-constexpr std::int64_t kTileFloats = 128 * 1024;  // of X that a task reads: 512 KB, half of a 1 MB L2
-constexpr std::int64_t kTasks = 8;                // per thread: the last ones to end are short
+constexpr std::int64_t kChunk = 512;     // tokens: long enough to pay for the sum across lanes
+constexpr std::int64_t kFeatures = 256;  // features of one packing task
+constexpr std::int64_t kTasks = 8;       // per thread: the last ones to end are short
 
 // Packs `features` (rounded up to `padded`, the rest 0) of tokens first … first + rows.
 void pack_features(const Kernels& kernels, const Context& context, const MatrixView& m, std::int64_t first,
@@ -41,7 +41,7 @@ struct Tiling {
   std::int64_t ranges;
 
   Tiling(const BsrShape& shape, std::int64_t lanes, std::int64_t threads)
-      : columns(std::clamp<std::int64_t>(kTileFloats / (lanes * shape.block_cols), 1,
+      : columns(std::clamp<std::int64_t>(panel_floats() / (lanes * shape.block_cols), 1,
                                          std::max<std::int64_t>(1, shape.col_count()))),
         tiles((shape.col_count() + columns - 1) / columns),
         ranges(std::clamp<std::int64_t>(kTasks * threads / std::max<std::int64_t>(1, tiles), 1,

@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "cpu/blocking.h"
+#include "cpu/cpuid.h"
 #include "cpu/drivers.h"
 #include "cpu/scratch.h"
 
@@ -38,8 +39,8 @@ SparseOperand operand(const BsrView& w, const std::int32_t* index, const std::in
 
 BlockingProblem problem_of(const Product& p, const Kernels& kernels, int threads) {
   const SparseOperand& w = p.by_output.w;
-  return {p.in.rows, p.out_blocks, p.red_blocks,  w.out_block,         w.red_block,
-          p.entries, threads,      kernels.width, kernels.max_vectors, kernels.registers};
+  return {p.in.rows, p.out_blocks,  p.red_blocks,        w.out_block,       w.red_block,   p.entries,
+          threads,   kernels.width, kernels.max_vectors, kernels.registers, panel_floats()};
 }
 
 // Boundaries of `parts` ranges of output blocks with equal work: stored elements, and a price for
