@@ -34,7 +34,7 @@ nlohmann::ordered_json selection(const BackendInfo& info, Op op, DType dtype, De
   if (!info.forced_impl.empty()) {
     row["why"] = "forced by RAREFY_FORCE_IMPL=" + info.forced_impl;
   } else if (const std::string others = passed_over(info, *selected); !others.empty()) {
-    row["why"] = "first in order of preference that takes this dtype and block shape, after " + others;
+    row["why"] = "first in order of preference for this dtype, block shape and many tokens, after " + others;
   } else {
     row["why"] = "first in order of preference";
   }

@@ -37,8 +37,9 @@ struct BackendInfo {
 
 RAREFY_API BackendInfo backend_info();
 
-// The implementation that `op` would use for inputs of this dtype, device and block shape, now.
+// The implementation that `op` would use for inputs of this dtype, device, block shape and number of
+// tokens (rows of X), now.
 RAREFY_API Result<KernelInfo> selected_kernel(Op op, DType dtype, Device device, std::int64_t block_rows,
-                                              std::int64_t block_cols);
+                                              std::int64_t block_cols, std::int64_t tokens = 1024);
 
 }  // namespace rarefy

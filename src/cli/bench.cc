@@ -64,7 +64,7 @@ Exit run(const Options& options) {
   // No thread of ours runs yet.
   if (!options.impl.empty())
     ::setenv("RAREFY_FORCE_IMPL", options.impl.c_str(), 1);  // NOLINT(concurrency-mt-unsafe)
-  const auto kernel = selected_kernel(product, dtype, Device::cpu, block->rows, block->cols);
+  const auto kernel = selected_kernel(product, dtype, Device::cpu, block->rows, block->cols, options.m);
   if (!kernel.ok()) return fail(kernel.status());
 
   auto problem = random_problem(options.m, shape, options.density, dtype, options.seed);

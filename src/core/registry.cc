@@ -64,13 +64,13 @@ BackendInfo backend_info() {
 }
 
 Result<KernelInfo> selected_kernel(Op op, DType dtype, Device device, std::int64_t block_rows,
-                                   std::int64_t block_cols) {
+                                   std::int64_t block_cols, std::int64_t tokens) {
   const BsrShape shape{block_rows, block_cols, block_rows, block_cols, 1};
   if (Status status = check_shape("selected_kernel", shape); !status.ok()) return status;
   const DType out = dtype == DType::i8 ? DType::f32 : dtype;
   const BsrView w{{shape, nullptr, nullptr, nullptr, nullptr, nullptr}, nullptr, dtype, device};
-  const MutableMatrixView in{nullptr, dtype, 1, shape.cols, shape.cols, device};
-  const MutableMatrixView y{nullptr, out, 1, shape.rows, shape.rows, device};
+  const MutableMatrixView in{nullptr, dtype, tokens, shape.cols, shape.cols, device};
+  const MutableMatrixView y{nullptr, out, tokens, shape.rows, shape.rows, device};
   switch (op) {
     case Op::linear: return selected(op, registry().linear, device, {in, w, nullptr, Activation::none, y});
     case Op::grad_input: return selected(op, registry().grad_input, device, {y, w, in});

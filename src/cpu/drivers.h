@@ -10,6 +10,8 @@
 namespace rarefy::cpu {
 
 Status run_linear(const Kernels& kernels, const LinearArgs& args, const Context& context);
+bool takes_few(const Kernels& kernels, const LinearArgs& args);
+Status run_linear_few(const Kernels& kernels, const LinearArgs& args, const Context& context);
 Status run_grad_input(const Kernels& kernels, const GradInputArgs& args, const Context& context);
 Status run_grad_weight(const Kernels& kernels, const GradWeightArgs& args, const Context& context);
 
@@ -22,6 +24,9 @@ constexpr Storage storage(DType dtype) {
 }
 
 static_assert(static_cast<int>(PanelActivation::silu) == static_cast<int>(Activation::silu));
+
+// The block row at which share `part` of `parts` of the stored blocks begins.
+std::int64_t row_of_share(const PlanView& plan, std::int64_t part, std::int64_t parts);
 
 // parallel_for over tasks that may run out of memory. The caller's threads may be of any kind, so an
 // exception must not leave a task: it is thrown again here, for the product that called to report.

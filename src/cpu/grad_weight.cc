@@ -48,14 +48,6 @@ struct Tiling {
                                         std::max<std::int64_t>(1, shape.row_count()))) {}
 };
 
-// The block row at which share `part` of `parts` of the stored blocks begins.
-std::int64_t row_of_share(const PlanView& plan, std::int64_t part, std::int64_t parts) {
-  const std::int64_t rows = plan.shape.row_count();
-  if (part == parts) return rows;
-  const std::int64_t target = plan.shape.nnzb / parts * part + plan.shape.nnzb % parts * part / parts;
-  return std::lower_bound(plan.crow, plan.crow + rows, target) - plan.crow;
-}
-
 // Elements of edge blocks outside the matrix: 0, also where NaN times a zero of padding made a NaN.
 void clear_padding(const PlanView& plan, float* sums) {
   const BsrShape& s = plan.shape;
@@ -78,6 +70,13 @@ void clear_padding(const PlanView& plan, float* sums) {
 }
 
 }  // namespace
+
+std::int64_t row_of_share(const PlanView& plan, std::int64_t part, std::int64_t parts) {
+  const std::int64_t rows = plan.shape.row_count();
+  if (part == parts) return rows;
+  const std::int64_t target = plan.shape.nnzb / parts * part + plan.shape.nnzb % parts * part / parts;
+  return std::lower_bound(plan.crow, plan.crow + rows, target) - plan.crow;
+}
 
 Status run_grad_weight(const Kernels& kernels, const GradWeightArgs& args, const Context& context) {
   const PlanView& plan = args.plan;

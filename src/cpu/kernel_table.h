@@ -2,6 +2,7 @@
 #pragma once
 
 #include "cpu/dot.h"
+#include "cpu/few.h"
 #include "cpu/gather.h"
 #include "cpu/panel.h"
 #include "cpu/scatter.h"
@@ -10,8 +11,24 @@ namespace rarefy::cpu {
 
 template <class I>
 constexpr Kernels kernel_table(const char* impl, std::int32_t max_vectors) {
-  return {impl,      I::kWidth,  max_vectors, I::kRegisters, pack<I>,    store<I>,
-          gather<I>, scatter<I>, dot<I>,      unpack<I>,     round_to<I>};
+  Kernels table{};
+  table.impl = impl;
+  table.width = I::kWidth;
+  table.max_vectors = max_vectors;
+  table.registers = I::kRegisters;
+  table.pack = pack<I>;
+  table.store = store<I>;
+  table.gather = gather<I>;
+  table.scatter = scatter<I>;
+  table.dot = dot<I>;
+  if constexpr (I::kWidth >= 8) {  // below, there are few idle lanes to win back
+    table.few = few<I>;
+    table.few_takes = few_takes<I>;
+  }
+  table.activate = activate_all<I>;
+  table.unpack = unpack<I>;
+  table.round = round_to<I>;
+  return table;
 }
 
 }  // namespace rarefy::cpu

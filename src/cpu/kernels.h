@@ -87,6 +87,22 @@ struct ScatterTask {
   float* unpacked;  // as in GatherTask
 };
 
+// y[m][o] += Σ over entries of W[o, i] · x[m][i] for 1, 2 or 4 tokens, row-major in and out, and for the
+// block shapes that few_takes names (few.h).
+struct FewTask {
+  SparseOperand w;                  // in canonical order
+  const std::int32_t* entry_begin;  // indexed by output block; the next one's is the end
+  std::int32_t begin, end;
+  const float* x;  // padded to whole blocks
+  std::int64_t x_stride;
+  std::int32_t tokens;
+  float* y;  // from block `begin` on, padded to whole blocks
+  std::int64_t y_stride;
+  float* unpacked;  // as in GatherTask
+};
+
+inline constexpr std::int64_t kFewTokens = 4;
+
 // out[r][c] (+)= Σ_m dy[r][m] · x[c][m] for the stored blocks `begin` … `end` of one block row.
 // Here panels are long: `lanes` tokens of one feature are contiguous.
 struct DotTask {
@@ -111,6 +127,9 @@ struct Kernels {
   void (*gather)(const GatherTask&);
   void (*scatter)(const ScatterTask&);
   void (*dot)(const DotTask&);
+  void (*few)(const FewTask&);  // or null, as few_takes
+  bool (*few_takes)(std::int64_t block_rows, std::int64_t block_cols);
+  void (*activate)(PanelActivation activation, float* values, std::int64_t count);  // whole vectors
   void (*unpack)(Storage from, const void* values, std::int64_t count, float* to);
   void (*round)(Storage to, const float* values, std::int64_t count, void* out);
 };

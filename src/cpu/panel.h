@@ -94,14 +94,12 @@ void pack(const PackTask& task) {
   });
 }
 
-// The activation, in place.
+// In place, and on whole vectors.
 template <class I>
-void finish(const StoreTask& task) {
-  for (std::int32_t n = 0; n < task.cols; ++n) {
-    float* row = task.panel + static_cast<std::int64_t>(n) * task.lanes;
-    for (std::int32_t m = 0; m < task.rows; m += I::kWidth) {
-      I::store(row + m, activate<I>(task.activation, I::load(row + m)));
-    }
+void activate_all(PanelActivation activation, float* values, std::int64_t count) {
+  if (activation == PanelActivation::none) return;
+  for (std::int64_t i = 0; i < count; i += I::kWidth) {
+    I::store(values + i, activate<I>(activation, I::load(values + i)));
   }
 }
 
@@ -152,7 +150,7 @@ void store_run(const StoreTask& task, std::int32_t m, std::int32_t n, int cols) 
 
 template <class I>
 void store(const StoreTask& task) {
-  if (task.activation != PanelActivation::none) finish<I>(task);
+  activate_all<I>(task.activation, task.panel, static_cast<std::int64_t>(task.cols) * task.lanes);
   dispatch_storage(task.storage, [&]<Storage kStorage>() {
     const bool pages = task.row_stride * bytes_of(kStorage) % kPage == 0;
     for (std::int32_t m = 0; m < task.rows; m += I::kWidth) {

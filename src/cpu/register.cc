@@ -7,6 +7,15 @@ namespace rarefy {
 namespace {
 
 template <const cpu::Kernels& kKernels>
+void add_few(Registry& registry, std::string_view linear) {
+  registry.linear.push_back({kKernels.impl, linear, Device::cpu,
+                             [](const LinearArgs& args) { return cpu::takes_few(kKernels, args); },
+                             [](const LinearArgs& args, const Context& context) {
+                               return cpu::run_linear_few(kKernels, args, context);
+                             }});
+}
+
+template <const cpu::Kernels& kKernels>
 void add(Registry& registry, std::string_view linear, std::string_view grad_input,
          std::string_view grad_weight) {
   registry.linear.push_back({kKernels.impl, linear, Device::cpu,
@@ -30,9 +39,14 @@ void add(Registry& registry, std::string_view linear, std::string_view grad_inpu
 
 void register_cpu(Registry& registry) {
 #if defined(__x86_64__)
-  if (cpu::features().avx512)
+  if (cpu::features().avx512) {
+    add_few<cpu::kAvx512>(registry, "avx512_linear_few");
     add<cpu::kAvx512>(registry, "avx512_linear", "avx512_grad_input", "avx512_grad_weight");
-  if (cpu::features().avx2) add<cpu::kAvx2>(registry, "avx2_linear", "avx2_grad_input", "avx2_grad_weight");
+  }
+  if (cpu::features().avx2) {
+    add_few<cpu::kAvx2>(registry, "avx2_linear_few");
+    add<cpu::kAvx2>(registry, "avx2_linear", "avx2_grad_input", "avx2_grad_weight");
+  }
 #endif
   add<cpu::kScalar>(registry, "scalar_linear", "scalar_grad_input", "scalar_grad_weight");
 }

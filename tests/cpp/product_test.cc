@@ -24,7 +24,7 @@ class Force {
 std::vector<std::string> cpu_impls() {
   std::vector<std::string> impls;
   for (const KernelInfo& kernel : backend_info().kernels) {
-    if (kernel.op == Op::linear && kernel.device == Device::cpu) impls.push_back(kernel.impl);
+    if (kernel.op == Op::grad_input && kernel.device == Device::cpu) impls.push_back(kernel.impl);
   }
   return impls;
 }
@@ -61,6 +61,15 @@ TEST_P(ProductsTest, AreTheOnesForced) {
     EXPECT_EQ(kernel->impl, GetParam());
     EXPECT_EQ(kernel->name, GetParam() + "_" + std::string(name(op)));
   }
+  if (GetParam() == "avx512" || GetParam() == "avx2") {
+    const auto chosen = [](std::int64_t rows, std::int64_t cols, std::int64_t tokens) {
+      return selected_kernel(Op::linear, DType::f32, Device::cpu, rows, cols, tokens)->name;
+    };
+    EXPECT_EQ(chosen(16, 16, 4), GetParam() + "_linear_few");
+    EXPECT_EQ(chosen(16, 16, 5), GetParam() + "_linear");
+    EXPECT_EQ(chosen(4, 1, 1), GetParam() + "_linear_few");
+    EXPECT_EQ(chosen(1, 1, 1), GetParam() + "_linear");
+  }
 }
 
 // Block shapes of every kind: columns, rows, squares, odd ones; edges that are padded.
@@ -83,6 +92,26 @@ TEST_P(ProductsTest, EveryNumberOfTokens) {
     check({tokens, 45, 50, 4, 1, 0.5, DType::f32, true, tokens % 2 == 0 ? 0 : -1});
     check({tokens, 50, 45, 1, 4, 0.5, DType::bf16, false, 1});
   }
+}
+
+// Up to 4 tokens have kernels of their own, for the shapes whose vectors are whole rows, repeated ones, or
+// groups of entries; the rest of a group, and several slices of a block, included.
+TEST_P(ProductsTest, FewTokens) {
+  const std::pair<std::int64_t, std::int64_t> blocks[] = {
+      {1, 16}, {2, 8},  {4, 1}, {8, 1},   {16, 1},  {32, 1}, {4, 2},  {8, 2},
+      {4, 4},  {16, 4}, {8, 8}, {16, 16}, {12, 16}, {5, 32}, {64, 2}, {32, 32}};
+  for (const auto& [rows, cols] : blocks) {
+    for (const std::int64_t tokens : {1, 2, 3, 4}) {
+      for (const DType dtype : kDTypes) {
+        check({tokens, 6 * rows + rows / 2, 37 * cols + cols / 2, rows, cols, 0.4, dtype, dtype == DType::f32,
+               1});
+      }
+    }
+  }
+  ThreadPool pool(3);
+  check({1, 700, 900, 16, 16, 0.3, DType::bf16, false, 0}, pool.executor());
+  check({4, 900, 700, 4, 1, 0.3, DType::f32, false, -1}, pool.executor());
+  check({2, 70, 9000, 4, 1, 0.9, DType::f16, false, 0}, pool.executor());  // several chunks of values
 }
 
 TEST_P(ProductsTest, EmptyFullAndLopsidedPatterns) {
@@ -152,26 +181,35 @@ TEST_P(ProductsTest, GiveTheSameBitsOnAnyNumberOfThreads) {
   }
 }
 
-// The result of a token depends neither on the batch it is in nor on its place there.
+// The result of a token depends neither on the batch it is in nor on its place there, among batches of at
+// most 4 tokens and among larger ones: the two have kernels of their own, with another order of sums.
 TEST_P(ProductsTest, TokensDoNotDependOnTheBatch) {
   const Force force(GetParam());
-  for (const auto& [rows, cols] : {std::pair<std::int64_t, std::int64_t>{4, 1}, {1, 16}, {8, 8}}) {
+  for (const auto& [rows, cols] :
+       {std::pair<std::int64_t, std::int64_t>{4, 1}, {1, 16}, {8, 8}, {16, 1}, {32, 32}, {3, 5}}) {
     const Problem problem = make_problem({200, 120, 130, rows, cols, 0.4, DType::f32, false, 0});
-    ProblemIn<HostBuffer> batch(problem);
-    expect_ok(batch.linear(Activation::silu));
-    const std::vector<std::byte> all = batch.y().download();
-    for (const std::int64_t token : {0, 63, 199}) {
-      Problem one = problem;
-      one.spec.m = 1;
-      one.x.assign(problem.x.begin() + token * problem.x_stride(),
-                   problem.x.begin() + (token + 1) * problem.x_stride());
-      ProblemIn<HostBuffer> single(one);
-      expect_ok(single.linear(Activation::silu));
-      const std::vector<std::byte> row = single.y().download();
-      EXPECT_TRUE(
-          std::equal(row.begin(), row.end(), all.begin() + token * static_cast<std::int64_t>(row.size())))
-          << rows << 'x' << cols << " token " << token;
-    }
+    // Y of tokens first … first + count, as bytes.
+    const auto run = [&](std::int64_t first, std::int64_t count) {
+      Problem some = problem;
+      some.spec.m = count;
+      some.x.assign(problem.x.begin() + first * problem.x_stride(),
+                    problem.x.begin() + (first + count) * problem.x_stride());
+      ProblemIn<HostBuffer> one(some);
+      expect_ok(one.linear(Activation::silu));
+      return one.y().download();
+    };
+    const auto expect_rows = [&](const std::vector<std::byte>& all, std::int64_t at,
+                                 const std::vector<std::byte>& part, std::int64_t count) {
+      const auto row = static_cast<std::ptrdiff_t>(part.size()) / count;
+      EXPECT_TRUE(std::equal(part.begin(), part.end(), all.begin() + at * row))
+          << rows << 'x' << cols << ", " << count << " from token " << at;
+    };
+    const std::vector<std::byte> all = run(0, 200);
+    const std::vector<std::byte> few = run(40, 4);
+    for (const std::int64_t token : {0, 63, 195}) expect_rows(all, token, run(token, 5), 5);
+    for (const std::int64_t token : {0, 2}) expect_rows(few, token, run(40 + token, 2), 2);
+    for (const std::int64_t token : {0, 1, 3}) expect_rows(few, token, run(40 + token, 1), 1);
+    expect_rows(few, 1, run(41, 3), 3);
   }
 }
 

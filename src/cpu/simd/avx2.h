@@ -63,6 +63,20 @@ struct Avx2 {
     _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT));
   }
 
+  // N elements, over and over.
+  template <int N>
+  static Vec repeat(const float* p) {
+    if constexpr (N == 1) return set1(*p);
+    if constexpr (N == 2) return _mm256_castpd_ps(_mm256_set1_pd(load_pair(p)));
+    if constexpr (N == 4) return _mm256_broadcast_ps(reinterpret_cast<const __m128*>(p));
+  }
+  // x[index[0]] N times, x[index[1]] N times, …
+  template <int N>
+  static Vec group(const float* x, const std::int32_t* index) {
+    static_assert(N == 4);
+    return _mm256_set_m128(_mm_set1_ps(x[index[1]]), _mm_set1_ps(x[index[0]]));
+  }
+
   static void transpose(Vec (&m)[kWidth]) {
     Vec t[kWidth];
 #pragma GCC unroll 16
@@ -84,6 +98,13 @@ struct Avx2 {
     }
 #pragma GCC unroll 16
     for (int i = 0; i < 8; ++i) m[i] = t[i];
+  }
+
+ private:
+  static double load_pair(const float* p) {
+    double pair;
+    __builtin_memcpy(&pair, p, sizeof(pair));
+    return pair;
   }
 };
 

@@ -57,6 +57,26 @@ struct Avx512 {
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT));
   }
 
+  // N elements, over and over.
+  template <int N>
+  static Vec repeat(const float* p) {
+    if constexpr (N == 1) return set1(*p);
+    if constexpr (N == 2) return _mm512_castpd_ps(_mm512_set1_pd(load_pair(p)));
+    if constexpr (N == 4) return _mm512_broadcast_f32x4(_mm_loadu_ps(p));
+    if constexpr (N == 8) return _mm512_broadcast_f32x8(_mm256_loadu_ps(p));
+  }
+  // x[index[0]] N times, x[index[1]] N times, …
+  template <int N>
+  static Vec group(const float* x, const std::int32_t* index) {
+    const Vec first = set1(x[index[0]]);
+    if constexpr (N == 8) return _mm512_mask_broadcastss_ps(first, 0xff00, _mm_load_ss(x + index[1]));
+    if constexpr (N == 4) {
+      const Vec two = _mm512_mask_broadcastss_ps(first, 0x00f0, _mm_load_ss(x + index[1]));
+      const Vec three = _mm512_mask_broadcastss_ps(two, 0x0f00, _mm_load_ss(x + index[2]));
+      return _mm512_mask_broadcastss_ps(three, 0xf000, _mm_load_ss(x + index[3]));
+    }
+  }
+
   static void transpose(Vec (&m)[kWidth]) {
     Vec t[kWidth];
 #pragma GCC unroll 16
@@ -84,6 +104,13 @@ struct Avx512 {
       m[j] = _mm512_shuffle_f32x4(t[j], t[j + 8], 0x88);
       m[j + 8] = _mm512_shuffle_f32x4(t[j], t[j + 8], 0xdd);
     }
+  }
+
+ private:
+  static double load_pair(const float* p) {
+    double pair;
+    __builtin_memcpy(&pair, p, sizeof(pair));
+    return pair;
   }
 };
 
