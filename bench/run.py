@@ -51,10 +51,21 @@ def git_commit() -> str:
     return head + ("-dirty" if changed else "")
 
 
+def cpu_name() -> str:
+    """The processor's brand, and its family and model where Linux tells: one brand may be several of them."""
+    name = rarefy.backend_info()["cpu"]
+    try:
+        text = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return name
+    found = [re.search(rf"^{key}\s*: (\d+)$", text, re.MULTILINE) for key in ("cpu family", "model")]
+    return f"{name} (family {found[0][1]} model {found[1][1]})" if all(found) else name
+
+
 def environment(device: str, commit: str | None) -> dict[str, object]:
     """The columns that are the same for all cases of a run."""
     cores = len(os.sched_getaffinity(0))
-    machine = rarefy.backend_info()["cpu"]
+    machine = cpu_name()
     if device == "cuda":
         machine, cores = (
             torch.cuda.get_device_name(),

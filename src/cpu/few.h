@@ -101,13 +101,16 @@ void few_row(const FewRow& row) {
   } else {
     const auto slices = static_cast<int>(row.block_size / I::kWidth);
     int s = 0;
-    if constexpr (Tokens == 1) {
+    constexpr int most = I::kRegisters / 2 / Tokens;
+    if constexpr (most >= 16) {
       for (; s + 16 <= slices; s += 16) few_slices<I, kSpread, N, 16, Tokens>(row, s);
     }
-    if constexpr (Tokens <= 2) {
+    if constexpr (most >= 8) {
       for (; s + 8 <= slices; s += 8) few_slices<I, kSpread, N, 8, Tokens>(row, s);
     }
-    for (; s + 4 <= slices; s += 4) few_slices<I, kSpread, N, 4, Tokens>(row, s);
+    if constexpr (most >= 4) {
+      for (; s + 4 <= slices; s += 4) few_slices<I, kSpread, N, 4, Tokens>(row, s);
+    }
     for (; s < slices; ++s) few_slices<I, kSpread, N, 1, Tokens>(row, s);
   }
 }

@@ -202,18 +202,20 @@ void gather_vectors(const GatherTask& task) {
   }
 }
 
+template <class I, Layout kLayout>
+void gather_steps(const GatherTask& task) {
+  if constexpr (I::kWidth >= 8) {  // for lanes that are a loop, it would be code without speed
+    if (task.w.red_block % kUnroll == 0) return gather_vectors<I, kLayout, kUnroll>(task);
+  }
+  return gather_vectors<I, kLayout, 1>(task);
+}
+
 template <class I>
 void gather(const GatherTask& task) {
   const SparseOperand& w = task.w;
-  if (w.red_block == 1 && w.out_stride == 1 && w.perm == nullptr)
-    return gather_vectors<I, Layout::column, 1>(task);
-  const bool unroll = w.red_block % kUnroll == 0;
-  if (w.perm == nullptr) {
-    return unroll ? gather_vectors<I, Layout::row_major, kUnroll>(task)
-                  : gather_vectors<I, Layout::row_major, 1>(task);
-  }
-  return unroll ? gather_vectors<I, Layout::transposed, kUnroll>(task)
-                : gather_vectors<I, Layout::transposed, 1>(task);
+  if (w.perm != nullptr) return gather_steps<I, Layout::transposed>(task);
+  if (w.red_block == 1 && w.out_stride == 1) return gather_vectors<I, Layout::column, 1>(task);
+  return gather_steps<I, Layout::row_major>(task);
 }
 
 }  // namespace rarefy::cpu
