@@ -152,6 +152,7 @@ void few_tokens(const FewTask& task) {
   const std::int32_t rows = task.w.out_block;
   const std::int32_t cols = task.w.red_block;
   if (cols == 1 && rows < I::kWidth) {
+    if (rows == 1) return few_rows<I, Spread::group, 1, Tokens>(task);
     if (rows == 4) return few_rows<I, Spread::group, 4, Tokens>(task);
     if constexpr (I::kWidth > 8) return few_rows<I, Spread::group, 8, Tokens>(task);
   }
@@ -181,9 +182,8 @@ void few(const FewTask& task) {
 template <class I>
 bool few_takes(std::int64_t block_rows, std::int64_t block_cols) {
   constexpr int w = I::kWidth;
-  if (block_cols == 1 && block_rows < w) return block_rows == 4 || block_rows == 8;
-  const bool repeats =
-      block_cols == 1 || block_cols == 2 || block_cols == 4 || (block_cols == 8 && block_cols < w);
+  if (block_cols == 1 && block_rows < w) return block_rows == 1 || block_rows == 4 || block_rows == 8;
+  const bool repeats = block_cols < w && w % block_cols == 0;
   return (repeats || block_cols % w == 0) && block_rows * block_cols % w == 0;
 }
 

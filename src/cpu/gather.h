@@ -21,8 +21,8 @@ inline constexpr int kUnroll = 4;
 
 // Positions in order: of transposed entries after unpacking.
 struct Identity {
-  std::int32_t position[kUnpacked];
-  constexpr Identity() : position() {
+  std::int32_t position[kUnpacked] = {};
+  constexpr Identity() {
     for (std::int32_t i = 0; i < kUnpacked; ++i) position[i] = i;
   }
 };

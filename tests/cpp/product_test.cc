@@ -68,7 +68,8 @@ TEST_P(ProductsTest, AreTheOnesForced) {
     EXPECT_EQ(chosen(16, 16, 4), GetParam() + "_linear_few");
     EXPECT_EQ(chosen(16, 16, 5), GetParam() + "_linear");
     EXPECT_EQ(chosen(4, 1, 1), GetParam() + "_linear_few");
-    EXPECT_EQ(chosen(1, 1, 1), GetParam() + "_linear");
+    EXPECT_EQ(chosen(1, 1, 1), GetParam() + "_linear_few");
+    EXPECT_EQ(chosen(3, 5, 1), GetParam() + "_linear");
   }
 }
 
@@ -98,8 +99,8 @@ TEST_P(ProductsTest, EveryNumberOfTokens) {
 // groups of entries; the rest of a group, and several slices of a block, included.
 TEST_P(ProductsTest, FewTokens) {
   const std::pair<std::int64_t, std::int64_t> blocks[] = {
-      {1, 16}, {2, 8},  {4, 1}, {8, 1},   {16, 1},  {32, 1}, {4, 2},  {8, 2},
-      {4, 4},  {16, 4}, {8, 8}, {16, 16}, {12, 16}, {5, 32}, {64, 2}, {32, 32}};
+      {1, 1}, {1, 16}, {2, 8}, {4, 1},   {8, 1},   {16, 1}, {32, 1}, {4, 2},  {8, 2},
+      {4, 4}, {16, 4}, {8, 8}, {16, 16}, {12, 16}, {5, 32}, {64, 2}, {32, 32}};
   for (const auto& [rows, cols] : blocks) {
     for (const std::int64_t tokens : {1, 2, 3, 4}) {
       for (const DType dtype : kDTypes) {

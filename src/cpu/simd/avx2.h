@@ -73,8 +73,10 @@ struct Avx2 {
   // x[index[0]] N times, x[index[1]] N times, …
   template <int N>
   static Vec group(const float* x, const std::int32_t* index) {
-    static_assert(N == 4);
-    return _mm256_set_m128(_mm_set1_ps(x[index[1]]), _mm_set1_ps(x[index[0]]));
+    if constexpr (N == 1) {
+      return _mm256_i32gather_ps(x, _mm256_loadu_si256(reinterpret_cast<const __m256i*>(index)), 4);
+    }
+    if constexpr (N == 4) return _mm256_set_m128(_mm_set1_ps(x[index[1]]), _mm_set1_ps(x[index[0]]));
   }
 
   static void transpose(Vec (&m)[kWidth]) {

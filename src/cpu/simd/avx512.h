@@ -68,6 +68,7 @@ struct Avx512 {
   // x[index[0]] N times, x[index[1]] N times, …
   template <int N>
   static Vec group(const float* x, const std::int32_t* index) {
+    if constexpr (N == 1) return _mm512_i32gather_ps(_mm512_loadu_si512(index), x, 4);
     const Vec first = set1(x[index[0]]);
     if constexpr (N == 8) return _mm512_mask_broadcastss_ps(first, 0xff00, _mm_load_ss(x + index[1]));
     if constexpr (N == 4) {
