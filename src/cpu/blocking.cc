@@ -75,4 +75,23 @@ Blocking choose_blocking(const BlockingProblem& p) {
   return best;
 }
 
+std::int32_t begin_of_part(const std::int32_t* begin, std::int64_t blocks, std::int64_t per_entry,
+                           std::int64_t per_block, std::int64_t part, std::int64_t parts) {
+  if (part == 0) return 0;  // blocks without work belong to the part before them, the first ones to the first
+  if (part == parts) return static_cast<std::int32_t>(blocks);
+  const auto work = [&](std::int64_t b) { return begin[b] * per_entry + b * per_block; };
+  const std::int64_t target = work(blocks) / parts * part + work(blocks) % parts * part / parts;
+  std::int64_t low = 0;
+  std::int64_t high = blocks;
+  while (low < high) {
+    const std::int64_t middle = (low + high) / 2;
+    if (work(middle) < target) {
+      low = middle + 1;
+    } else {
+      high = middle;
+    }
+  }
+  return static_cast<std::int32_t>(low);
+}
+
 }  // namespace rarefy::cpu

@@ -28,4 +28,10 @@ struct Blocking {
 
 Blocking choose_blocking(const BlockingProblem& problem);
 
+// Where part `part` of `parts` begins, when `blocks` blocks of one dimension are cut into ranges of equal
+// work: `per_entry` for each of their stored blocks, which `begin` counts up, and `per_block` for each
+// itself.
+std::int32_t begin_of_part(const std::int32_t* begin, std::int64_t blocks, std::int64_t per_entry,
+                           std::int64_t per_block, std::int64_t part, std::int64_t parts);
+
 }  // namespace rarefy::cpu

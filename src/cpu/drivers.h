@@ -25,8 +25,8 @@ constexpr Storage storage(DType dtype) {
 
 static_assert(static_cast<int>(PanelActivation::silu) == static_cast<int>(Activation::silu));
 
-// The block row at which share `part` of `parts` of the stored blocks begins.
-std::int64_t row_of_share(const PlanView& plan, std::int64_t part, std::int64_t parts);
+// W by its rows, or transposed.
+SparseOperand operand(const BsrView& w, const std::int32_t* index, const std::int32_t* perm, bool transposed);
 
 // parallel_for over tasks that may run out of memory. The caller's threads may be of any kind, so an
 // exception must not leave a task: it is thrown again here, for the product that called to report.

@@ -2,8 +2,8 @@
 // all threads; then tasks of block rows × a tile of block columns take their dot products. Chunks are
 // added in order, so the result does not depend on the number of threads.
 #include <algorithm>
-#include <vector>
 
+#include "cpu/blocking.h"
 #include "cpu/cpuid.h"
 #include "cpu/drivers.h"
 #include "cpu/scratch.h"
@@ -71,13 +71,6 @@ void clear_padding(const PlanView& plan, float* sums) {
 
 }  // namespace
 
-std::int64_t row_of_share(const PlanView& plan, std::int64_t part, std::int64_t parts) {
-  const std::int64_t rows = plan.shape.row_count();
-  if (part == parts) return rows;
-  const std::int64_t target = plan.shape.nnzb / parts * part + plan.shape.nnzb % parts * part / parts;
-  return std::lower_bound(plan.crow, plan.crow + rows, target) - plan.crow;
-}
-
 Status run_grad_weight(const Kernels& kernels, const GradWeightArgs& args, const Context& context) {
   const PlanView& plan = args.plan;
   const BsrShape& shape = plan.shape;
@@ -103,8 +96,11 @@ Status run_grad_weight(const Kernels& kernels, const GradWeightArgs& args, const
     context.executor.parallel_for(tiling.tiles * tiling.ranges, [&](std::int64_t task) {
       const auto from = static_cast<std::int32_t>(task / tiling.ranges * tiling.columns);
       const std::int64_t to = from + tiling.columns;
-      const std::int64_t end = row_of_share(plan, task % tiling.ranges + 1, tiling.ranges);
-      for (std::int64_t i = row_of_share(plan, task % tiling.ranges, tiling.ranges); i < end; ++i) {
+      const auto row = [&](std::int64_t part) {
+        return begin_of_part(plan.crow, shape.row_count(), 1, 0, part, tiling.ranges);
+      };
+      const std::int64_t end = row(task % tiling.ranges + 1);
+      for (std::int64_t i = row(task % tiling.ranges); i < end; ++i) {
         const std::int32_t* blocks = plan.col + plan.crow[i];
         const std::int32_t* row_end = plan.col + plan.crow[i + 1];
         if (from > 0) blocks = std::lower_bound(blocks, row_end, from);

@@ -28,15 +28,6 @@ struct Product {
   Activation activation = Activation::none;
 };
 
-SparseOperand operand(const BsrView& w, const std::int32_t* index, const std::int32_t* perm,
-                      bool transposed) {
-  const BsrShape& s = w.plan.shape;
-  const auto rows = static_cast<std::int32_t>(s.block_rows);
-  const auto cols = static_cast<std::int32_t>(s.block_cols);
-  if (transposed) return {index, perm, w.values, storage(w.dtype), s.block_size(), 1, cols, cols, rows};
-  return {index, perm, w.values, storage(w.dtype), s.block_size(), cols, 1, rows, cols};
-}
-
 BlockingProblem problem_of(const Product& p, const Kernels& kernels, int threads) {
   const SparseOperand& w = p.by_output.w;
   return {p.in.rows, p.out_blocks,  p.red_blocks,        w.out_block,       w.red_block,   p.entries,
@@ -46,26 +37,10 @@ BlockingProblem problem_of(const Product& p, const Kernels& kernels, int threads
 // Boundaries of `parts` ranges of output blocks with equal work: stored elements, and a price for
 // writing each output feature that equals about 12 of them.
 std::vector<std::int32_t> split_evenly(const Listing& list, std::int64_t blocks, std::int64_t parts) {
-  const auto work = [&](std::int64_t b) {
-    return list.begin[b] * static_cast<std::int64_t>(list.w.red_block) + 12 * b;
-  };
-  std::vector<std::int32_t> bounds(static_cast<std::size_t>(parts + 1));
+  std::vector<std::int32_t> bounds;
   for (std::int64_t part = 0; part <= parts; ++part) {
-    const std::int64_t target = work(blocks) / parts * part + work(blocks) % parts * part / parts;
-    std::int64_t low = 0;
-    std::int64_t high = blocks;
-    while (low < high) {
-      const std::int64_t middle = (low + high) / 2;
-      if (work(middle) < target) {
-        low = middle + 1;
-      } else {
-        high = middle;
-      }
-    }
-    bounds[static_cast<std::size_t>(part)] = static_cast<std::int32_t>(low);
+    bounds.push_back(begin_of_part(list.begin, blocks, list.w.red_block, 12, part, parts));
   }
-  bounds.front() = 0;
-  bounds.back() = static_cast<std::int32_t>(blocks);
   return bounds;
 }
 
@@ -247,6 +222,15 @@ Status run(const Product& product, const Kernels& kernels, const Context& contex
 }
 
 }  // namespace
+
+SparseOperand operand(const BsrView& w, const std::int32_t* index, const std::int32_t* perm,
+                      bool transposed) {
+  const BsrShape& s = w.plan.shape;
+  const auto rows = static_cast<std::int32_t>(s.block_rows);
+  const auto cols = static_cast<std::int32_t>(s.block_cols);
+  if (transposed) return {index, perm, w.values, storage(w.dtype), s.block_size(), 1, cols, cols, rows};
+  return {index, perm, w.values, storage(w.dtype), s.block_size(), cols, 1, rows, cols};
+}
 
 Status run_linear(const Kernels& kernels, const LinearArgs& args, const Context& context) {
   const PlanView& plan = args.w.plan;

@@ -1,9 +1,8 @@
 // Drives linear for a few tokens (see few.h): X becomes float rows padded to whole blocks, tasks are
 // ranges of block rows with equal shares of the stored blocks, and Y is written row by row.
 #include <algorithm>
-#include <cstring>
-#include <vector>
 
+#include "cpu/blocking.h"
 #include "cpu/drivers.h"
 #include "cpu/scratch.h"
 
@@ -44,8 +43,8 @@ Status run_linear_few(const Kernels& kernels, const LinearArgs& args, const Cont
   const std::int64_t tasks = std::clamp<std::int64_t>(kTasks * context.executor.threads, 1,
                                                       std::max<std::int64_t>(1, s.row_count()));
   run_tasks(context, tasks, [&](std::int64_t task) {
-    const std::int64_t begin = row_of_share(plan, task, tasks);
-    const std::int64_t end = row_of_share(plan, task + 1, tasks);
+    const std::int32_t begin = begin_of_part(plan.crow, s.row_count(), 1, 0, task, tasks);
+    const std::int32_t end = begin_of_part(plan.crow, s.row_count(), 1, 0, task + 1, tasks);
     if (begin == end) return;
     TaskScratch& scratch = task_scratch();
     const std::int64_t first = begin * s.block_rows;
@@ -64,17 +63,8 @@ Status run_linear_few(const Kernels& kernels, const LinearArgs& args, const Cont
     float* unpacked = args.w.dtype == DType::f32
                           ? nullptr
                           : scratch.unpacked.get<float>(std::max(kUnpacked, s.block_size()));
-    kernels.few({{plan.col, nullptr, args.w.values, storage(args.w.dtype), s.block_size(), s.block_cols, 1,
-                  static_cast<std::int32_t>(s.block_rows), static_cast<std::int32_t>(s.block_cols)},
-                 plan.crow,
-                 static_cast<std::int32_t>(begin),
-                 static_cast<std::int32_t>(end),
-                 x,
-                 in_features,
-                 static_cast<std::int32_t>(tokens),
-                 y,
-                 stride,
-                 unpacked});
+    kernels.few({operand(args.w, plan.col, nullptr, false), plan.crow, begin, end, x, in_features,
+                 static_cast<std::int32_t>(tokens), y, stride, unpacked});
     for (std::int64_t m = 0; m < args.x.rows; ++m) {
       kernels.activate(static_cast<PanelActivation>(args.activation), y + m * stride, stride);
       char* to = static_cast<char*>(args.y.data) +

@@ -4,6 +4,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <vector>
 
 namespace rarefy::cpu {
 namespace {
@@ -24,6 +25,28 @@ BlockingProblem problem(std::int64_t tokens, std::int64_t out, std::int64_t red,
 std::int64_t tasks(const BlockingProblem& p, const Blocking& b) {
   const std::int64_t tokens = b.panels * b.vectors * p.width;
   return (p.tokens + tokens - 1) / tokens * b.splits;
+}
+
+// Parts cover all blocks in order, and none has more than its share and one block's work.
+TEST(BlockingTest, PartsHaveEqualWork) {
+  const std::vector<std::int32_t> begin{0, 0, 3, 3, 10, 11, 40, 41, 42, 50, 50};
+  const auto blocks = std::ssize(begin) - 1;
+  for (const std::int64_t per_block : {0, 12}) {
+    for (const std::int64_t parts : {1, 2, 3, 7, 20}) {
+      const auto bound = [&](std::int64_t part) {
+        return begin_of_part(begin.data(), blocks, 4, per_block, part, parts);
+      };
+      const auto work = [&](std::int32_t b) { return begin[b] * 4 + b * per_block; };
+      EXPECT_EQ(bound(0), 0);
+      EXPECT_EQ(bound(parts), blocks);
+      for (std::int64_t part = 0; part < parts; ++part) {
+        ASSERT_LE(bound(part), bound(part + 1));
+        EXPECT_LE(work(bound(part + 1)) - work(bound(part)), work(blocks) / parts + 1 + 29 * 4 + per_block);
+      }
+    }
+  }
+  const std::vector<std::int32_t> none(5, 0);
+  EXPECT_EQ(begin_of_part(none.data(), 4, 1, 0, 1, 1), 4);
 }
 
 TEST(BlockingTest, StaysWithinWhatTheKernelsOffer) {

@@ -67,7 +67,7 @@ struct Avx2 {
   template <int N>
   static Vec repeat(const float* p) {
     if constexpr (N == 1) return set1(*p);
-    if constexpr (N == 2) return _mm256_castpd_ps(_mm256_set1_pd(load_pair(p)));
+    if constexpr (N == 2) return _mm256_castpd_ps(_mm256_broadcastsd_pd(_mm_castsi128_pd(_mm_loadu_si64(p))));
     if constexpr (N == 4) return _mm256_broadcast_ps(reinterpret_cast<const __m128*>(p));
   }
   // x[index[0]] N times, x[index[1]] N times, …
@@ -100,13 +100,6 @@ struct Avx2 {
     }
 #pragma GCC unroll 16
     for (int i = 0; i < 8; ++i) m[i] = t[i];
-  }
-
- private:
-  static double load_pair(const float* p) {
-    double pair;
-    __builtin_memcpy(&pair, p, sizeof(pair));
-    return pair;
   }
 };
 

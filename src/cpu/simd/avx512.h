@@ -60,7 +60,7 @@ struct Avx512 {
   template <int N>
   static Vec repeat(const float* p) {
     if constexpr (N == 1) return set1(*p);
-    if constexpr (N == 2) return _mm512_castpd_ps(_mm512_set1_pd(load_pair(p)));
+    if constexpr (N == 2) return _mm512_castpd_ps(_mm512_broadcastsd_pd(_mm_castsi128_pd(_mm_loadu_si64(p))));
     if constexpr (N == 4) return _mm512_broadcast_f32x4(_mm_loadu_ps(p));
     if constexpr (N == 8) return _mm512_broadcast_f32x8(_mm256_loadu_ps(p));
   }
@@ -104,13 +104,6 @@ struct Avx512 {
       m[j] = _mm512_shuffle_f32x4(t[j], t[j + 8], 0x88);
       m[j + 8] = _mm512_shuffle_f32x4(t[j], t[j + 8], 0xdd);
     }
-  }
-
- private:
-  static double load_pair(const float* p) {
-    double pair;
-    __builtin_memcpy(&pair, p, sizeof(pair));
-    return pair;
   }
 };
 
