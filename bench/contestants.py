@@ -73,10 +73,10 @@ def rarefy_call(p: Problem) -> Call:
     N, K, (rows, cols) = p.case.N, p.case.K, p.case.block
     plan = rarefy.ops.bsr_plan(p.crow, p.col, N, K, rows, cols)
     if p.case.op == "linear":
-        return lambda: rarefy.ops.bsr_linear(p.x, p.values, p.crow, p.col, None, N, K, plan)
+        return lambda: rarefy.ops.bsr_linear(p.x, p.values, plan, None, N, K)
     if p.case.op == "grad_input":
-        return lambda: rarefy.ops.bsr_grad_input(p.dy, p.values, p.crow, p.col, N, K, plan)
-    return lambda: rarefy.ops.bsr_grad_weight(p.dy, p.x, p.crow, p.col, rows, cols, N, K, plan)
+        return lambda: rarefy.ops.bsr_grad_input(p.dy, p.values, plan, N, K)
+    return lambda: rarefy.ops.bsr_grad_weight(p.dy, p.x, plan, rows, cols, N, K)
 
 
 def onednn_call(p: Problem) -> Call | None:

@@ -107,19 +107,6 @@ void check_words(const Call& call, std::string_view argument, const Tensor& tens
   }
 }
 
-// A plan travels apart from the indices it was made of. Comparing at most 256 of each finds a plan
-// of another pattern at next to no cost; kernels are safe either way, as they read the plan alone.
-void check_same(std::string_view op, std::string_view argument, std::span<const std::int32_t> indices,
-                const std::int32_t* planned) {
-  const std::size_t step = (indices.size() + 255) / 256;
-  for (std::size_t i = 0; i < indices.size(); i += step) {
-    if (indices[i] == planned[i]) continue;
-    raise(op,
-          invalid(op, cat("plan must be made of these indices, with ", argument, '[', i, "]=", planned[i]),
-                  cat(argument, '[', i, "]=", indices[i])));
-  }
-}
-
 }  // namespace
 
 void raise(std::string_view op, const Status& status) {
@@ -203,9 +190,35 @@ MatrixView Call::matrix(std::string_view argument, Tensor& tensor, std::string_v
   return {tensor.data_ptr(), dtype, rows, columns, row_stride, device_};
 }
 
-BsrView Call::weight(const Tensor& values, const PlanView& plan) const {
+PlanView Call::plan(const Tensor& plan, const BsrShape& shape) const {
+  check_words(*this, "plan", plan);
+  if (device_ == Device::cpu) return value_of(op_, view_plan(op_, shape, words(plan)));
+  return value_of(op_, view_device_plan(op_, shape, words(plan).data(), plan.numel()));
+}
+
+PlanView Call::plan(const Tensor& plan, std::int64_t out_features, std::int64_t in_features,
+                    std::int64_t block_rows, std::int64_t block_cols) const {
+  BsrShape shape{out_features, in_features, block_rows, block_cols, 0};
+  check_words(*this, "plan", plan);
+  check(op_, check_shape(op_, shape));
+  // A plan's length grows by the same number of words with each block.
+  const std::int64_t empty = plan_size(shape);
+  shape.nnzb = 1;
+  const std::int64_t step = plan_size(shape) - empty;
+  shape.nnzb = std::max<std::int64_t>(plan.numel() - empty, 0) / step;
+  return this->plan(plan, shape);
+}
+
+BsrView Call::weight(const Tensor& values, const Tensor& plan, std::int64_t out_features,
+                     std::int64_t in_features) const {
+  if (values.dim() != 3) {
+    raise(op_, invalid(op_, "values must have shape (nnzb, block_rows, block_cols)",
+                       cat("shape ", shape_text(values))));
+  }
   if (!values.is_contiguous()) raise(op_, invalid(op_, "values must be contiguous", "another layout"));
-  return {plan, values.data_ptr(), float_dtype("values", values), device_};
+  const PlanView pattern =
+      this->plan(plan, {out_features, in_features, values.size(1), values.size(2), values.size(0)});
+  return {pattern, values.data_ptr(), float_dtype("values", values), device_};
 }
 
 const void* Call::bias(const std::optional<Tensor>& bias, std::int64_t out_features, DType dtype) const {
@@ -246,58 +259,29 @@ MutableMatrixView Call::output(const Tensor& tensor, const MatrixView& rows_of, 
   return {tensor.data_ptr(), rows_of.dtype, rows_of.rows, columns, columns, device_};
 }
 
-BsrShape Call::shape(const Tensor& values, std::int64_t out_features, std::int64_t in_features) const {
-  if (values.dim() != 3) {
-    raise(op_, invalid(op_, "values must have shape (nnzb, block_rows, block_cols)",
-                       cat("shape ", shape_text(values))));
-  }
-  return {out_features, in_features, values.size(1), values.size(2), values.size(0)};
-}
-
 Tensor Call::build_plan(const BsrShape& shape, const Tensor& crow, const Tensor& col) const {
   check_words(*this, "crow_indices", crow);
   check_words(*this, "col_indices", col);
   check(op_, check_shape(op_, shape));
+  if (device_ == Device::cuda) {
+    const torch::stable::Device host(torch::headeronly::DeviceType::CPU);
+    const Call on_host(op_, "crow_indices", torch::stable::to(crow, host));
+    const Tensor plan =
+        on_host.build_plan(shape, torch::stable::to(crow, host), torch::stable::to(col, host));
+    return torch::stable::to(plan, crow.device());
+  }
+  // Checked are copies, as another thread may write to the indices meanwhile.
+  const auto copy = [](std::span<const std::int32_t> indices) {
+    return std::vector<std::int32_t>(indices.begin(), indices.end());
+  };
+  const std::vector<std::int32_t> crow_copy = copy(words(crow));
+  const std::vector<std::int32_t> col_copy = copy(words(col));
   const std::int64_t size = plan_size(shape);
-  if (device_ == Device::cpu) {
-    Tensor plan = empty({size}, aoti_torch_dtype_int32());
-    check(op_,
-          rarefy::build_plan(op_, shape, words(crow), words(col),
-                             {static_cast<std::int32_t*>(plan.data_ptr()), static_cast<std::size_t>(size)}));
-    return plan;
-  }
-  const torch::stable::Device host(torch::headeronly::DeviceType::CPU);
-  const Call on_host(op_, "crow_indices", torch::stable::to(crow, host));
-  const Tensor plan = on_host.build_plan(shape, torch::stable::to(crow, host), torch::stable::to(col, host));
-  return torch::stable::to(plan, crow.device());
-}
-
-CallPlan::CallPlan(const Call& call, const BsrShape& shape, const Tensor& crow, const Tensor& col,
-                   const std::optional<Tensor>& plan) {
-  const std::string_view op = call.op();
-  check_words(call, "crow_indices", crow);
-  check_words(call, "col_indices", col);
-  if (col.numel() != shape.nnzb) {
-    raise(op, invalid(op, cat("values.shape[0] must be len(col_indices)=", col.numel()), cat(shape.nnzb)));
-  }
-  if (plan) check_words(call, "plan", *plan);
-  if (call.device() == Device::cuda) {
-    device_words_ = plan ? *plan : call.build_plan(shape, crow, col);
-    view_ = value_of(op, view_device_plan(op, shape, words(*device_words_).data(), device_words_->numel()));
-  } else if (plan) {
-    view_ = value_of(op, view_plan(op, shape, words(*plan)));
-    if (crow.numel() != shape.row_count() + 1) {
-      raise(op, invalid(op, cat("crow_indices must have ", shape.row_count() + 1, " elements"),
-                        cat(crow.numel())));
-    }
-    check_same(op, "crow_indices", words(crow), view_.crow);
-    check_same(op, "col_indices", words(col), view_.col);
-  } else {
-    check(op, check_shape(op, shape));
-    words_.resize(static_cast<std::size_t>(plan_size(shape)));
-    check(op, build_plan(op, shape, words(crow), words(col), words_));
-    view_ = value_of(op, view_plan(op, shape, words_));
-  }
+  Tensor plan = empty({size}, aoti_torch_dtype_int32());
+  check(op_,
+        rarefy::build_plan(op_, shape, crow_copy, col_copy,
+                           {static_cast<std::int32_t*>(plan.data_ptr()), static_cast<std::size_t>(size)}));
+  return plan;
 }
 
 }  // namespace rarefy::binding

@@ -1,4 +1,4 @@
-// Between torch's tensors and the core's views: checks, errors, the plan to use, threads and stream.
+// Between torch's tensors and the core's views: checks, errors, plans, threads and stream.
 // Only the libtorch stable ABI is used, so one binary serves every torch from 2.10 on.
 #pragma once
 
@@ -62,15 +62,18 @@ class Call {
   MatrixView matrix(std::string_view argument, Tensor& tensor, std::string_view columns_name,
                     std::int64_t columns) const;
 
-  BsrView weight(const Tensor& values, const PlanView& plan) const;
+  // What kernels read of a pattern, after a check in O(1) that `plan` is one for this shape (on CUDA:
+  // that its length is). The second takes the number of blocks from the plan's length.
+  PlanView plan(const Tensor& plan, const BsrShape& shape) const;
+  PlanView plan(const Tensor& plan, std::int64_t out_features, std::int64_t in_features,
+                std::int64_t block_rows, std::int64_t block_cols) const;
+  BsrView weight(const Tensor& values, const Tensor& plan, std::int64_t out_features,
+                 std::int64_t in_features) const;
   const void* bias(const std::optional<Tensor>& bias, std::int64_t out_features, DType dtype) const;
 
   Tensor empty_rows(const Tensor& like, std::int64_t columns) const;  // like.shape[:-1] + (columns,)
   Tensor empty_values(const BsrShape& shape, const Tensor& like) const;
   MutableMatrixView output(const Tensor& tensor, const MatrixView& rows_of, std::int64_t columns) const;
-
-  // The sizes of a weight whose values are (nnzb, block_rows, block_cols).
-  BsrShape shape(const Tensor& values, std::int64_t out_features, std::int64_t in_features) const;
 
   Tensor build_plan(const BsrShape& shape, const Tensor& crow, const Tensor& col) const;
 
@@ -81,20 +84,6 @@ class Call {
   Device device_;
   std::int32_t device_index_;
   std::optional<torch::stable::accelerator::DeviceGuard> guard_;
-};
-
-// What kernels read of the pattern: the caller's plan, or one made for this call, which it owns.
-class CallPlan {
- public:
-  CallPlan(const Call& call, const BsrShape& shape, const Tensor& crow, const Tensor& col,
-           const std::optional<Tensor>& plan);
-
-  const PlanView& view() const { return view_; }
-
- private:
-  std::vector<std::int32_t> words_;
-  std::optional<Tensor> device_words_;
-  PlanView view_;
 };
 
 }  // namespace rarefy::binding

@@ -8,49 +8,39 @@ namespace rarefy::binding {
 
 namespace {
 
-Tensor bsr_linear(Tensor x, const Tensor& values, const Tensor& crow_indices, const Tensor& col_indices,
-                  const std::optional<Tensor>& bias, std::int64_t out_features, std::int64_t in_features,
-                  const std::optional<Tensor>& plan) {
+Tensor bsr_linear(Tensor x, const Tensor& values, const Tensor& plan, const std::optional<Tensor>& bias,
+                  std::int64_t out_features, std::int64_t in_features) {
   const Call call("bsr_linear", "values", values);
-  const BsrShape shape = call.shape(values, out_features, in_features);
+  const BsrView weight = call.weight(values, plan, out_features, in_features);
   const MatrixView in = call.matrix("x", x, "in_features", in_features);
   call.check_dtype("values", values, "x", in.dtype);
   const void* bias_data = call.bias(bias, out_features, in.dtype);
-  const CallPlan pattern(call, shape, crow_indices, col_indices, plan);
-  const BsrView weight = call.weight(values, pattern.view());
   Tensor y = call.empty_rows(x, out_features);
   check(call.op(),
         linear(in, weight, bias_data, Activation::none, call.output(y, in, out_features), call.context()));
   return y;
 }
 
-Tensor bsr_grad_input(Tensor grad_output, const Tensor& values, const Tensor& crow_indices,
-                      const Tensor& col_indices, std::int64_t out_features, std::int64_t in_features,
-                      const std::optional<Tensor>& plan) {
+Tensor bsr_grad_input(Tensor grad_output, const Tensor& values, const Tensor& plan, std::int64_t out_features,
+                      std::int64_t in_features) {
   const Call call("bsr_grad_input", "values", values);
-  const BsrShape shape = call.shape(values, out_features, in_features);
+  const BsrView weight = call.weight(values, plan, out_features, in_features);
   const MatrixView dy = call.matrix("grad_output", grad_output, "out_features", out_features);
   call.check_dtype("values", values, "grad_output", dy.dtype);
-  const CallPlan pattern(call, shape, crow_indices, col_indices, plan);
-  const BsrView weight = call.weight(values, pattern.view());
   Tensor dx = call.empty_rows(grad_output, in_features);
   check(call.op(), grad_input(dy, weight, call.output(dx, dy, in_features), call.context()));
   return dx;
 }
 
-Tensor bsr_grad_weight(Tensor grad_output, Tensor x, const Tensor& crow_indices, const Tensor& col_indices,
-                       std::int64_t block_rows, std::int64_t block_cols, std::int64_t out_features,
-                       std::int64_t in_features, const std::optional<Tensor>& plan) {
+Tensor bsr_grad_weight(Tensor grad_output, Tensor x, const Tensor& plan, std::int64_t block_rows,
+                       std::int64_t block_cols, std::int64_t out_features, std::int64_t in_features) {
   const Call call("bsr_grad_weight", "x", x);
-  call.check_device("col_indices", col_indices);
-  const BsrShape shape{out_features, in_features, block_rows, block_cols, col_indices.numel()};
-  check(call.op(), check_shape(call.op(), shape));
+  const PlanView pattern = call.plan(plan, out_features, in_features, block_rows, block_cols);
   const MatrixView dy = call.matrix("grad_output", grad_output, "out_features", out_features);
   const MatrixView in = call.matrix("x", x, "in_features", in_features);
   call.check_dtype("x", x, "grad_output", dy.dtype);
-  const CallPlan pattern(call, shape, crow_indices, col_indices, plan);
-  Tensor dvalues = call.empty_values(shape, x);
-  check(call.op(), grad_weight(dy, in, pattern.view(), dvalues.data_ptr(), in.dtype, call.context()));
+  Tensor dvalues = call.empty_values(pattern.shape, x);
+  check(call.op(), grad_weight(dy, in, pattern, dvalues.data_ptr(), in.dtype, call.context()));
   return dvalues;
 }
 
@@ -66,17 +56,17 @@ Tensor bsr_plan(const Tensor& crow_indices, const Tensor& col_indices, std::int6
 
 STABLE_TORCH_LIBRARY(rarefy, m) {
   m.def(
-      "bsr_linear(Tensor x, Tensor values, Tensor crow_indices, Tensor col_indices, Tensor? bias, "
-      "int out_features, int in_features, Tensor? plan=None) -> Tensor");
+      "bsr_linear(Tensor x, Tensor values, Tensor plan, Tensor? bias, SymInt out_features, "
+      "SymInt in_features) -> Tensor");
   m.def(
-      "bsr_grad_input(Tensor grad_output, Tensor values, Tensor crow_indices, Tensor col_indices, "
-      "int out_features, int in_features, Tensor? plan=None) -> Tensor");
+      "bsr_grad_input(Tensor grad_output, Tensor values, Tensor plan, SymInt out_features, "
+      "SymInt in_features) -> Tensor");
   m.def(
-      "bsr_grad_weight(Tensor grad_output, Tensor x, Tensor crow_indices, Tensor col_indices, "
-      "int block_rows, int block_cols, int out_features, int in_features, Tensor? plan=None) -> Tensor");
+      "bsr_grad_weight(Tensor grad_output, Tensor x, Tensor plan, SymInt block_rows, SymInt block_cols, "
+      "SymInt out_features, SymInt in_features) -> Tensor");
   m.def(
-      "bsr_plan(Tensor crow_indices, Tensor col_indices, int out_features, int in_features, "
-      "int block_rows, int block_cols) -> Tensor");
+      "bsr_plan(Tensor crow_indices, Tensor col_indices, SymInt out_features, SymInt in_features, "
+      "SymInt block_rows, SymInt block_cols) -> Tensor");
   m.def("backend_info(int block_rows, int block_cols) -> str");
 }
 

@@ -299,9 +299,7 @@ class BsrWeight(nn.Module):
 
     def linear(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """Returns x Wᵀ + bias, as F.linear does: x of shape (…, K) gives (…, N)."""
-        return bsr_linear(
-            x, self.values, self.crow_indices, self.col_indices, bias, self.shape[0], self.shape[1], self.plan
-        )
+        return bsr_linear(x, self.values, self.plan, bias, *self.shape)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:  # noqa: D105

@@ -26,19 +26,17 @@ class Bsr:
     crow: Tensor
     col: Tensor
     shape: tuple[int, int]
-    plan: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        self.plan = torch.ops.rarefy.bsr_plan(self.crow, self.col, *self.shape, *self.block_shape)
 
     @property
-    def operands(self) -> tuple[Tensor, Tensor, Tensor]:
-        return self.values, self.crow, self.col
+    def operands(self) -> tuple[Tensor, Tensor]:
+        return self.values, self.plan
 
     @property
     def block_shape(self) -> tuple[int, int]:
         return self.values.shape[1], self.values.shape[2]
-
-    def with_plan(self) -> Bsr:
-        plan = torch.ops.rarefy.bsr_plan(self.crow, self.col, *self.shape, *self.block_shape)
-        return Bsr(self.values, self.crow, self.col, self.shape, plan)
 
     def scatter(self, values: Tensor) -> Tensor:
         """Return values of this pattern as a dense (rows, cols) matrix, in values' dtype."""

@@ -1,6 +1,8 @@
 """The three products and bsr_plan: values, shapes, strides, errors, threads and forced implementations."""
 
+import contextlib
 import itertools
+import threading
 
 import numpy as np
 import pytest
@@ -26,11 +28,10 @@ IDS = ["x".join(map(str, case)) for case in CASES]
 
 def products(bsr, x, dy, bias):
     """All three ops on one weight."""
-    size, plan = bsr.shape, bsr.plan
     return (
-        ops.bsr_linear(x, *bsr.operands, bias, *size, plan),
-        ops.bsr_grad_input(dy, *bsr.operands, *size, plan),
-        ops.bsr_grad_weight(dy, x, bsr.crow, bsr.col, *bsr.block_shape, *size, plan),
+        ops.bsr_linear(x, *bsr.operands, bias, *bsr.shape),
+        ops.bsr_grad_input(dy, *bsr.operands, *bsr.shape),
+        ops.bsr_grad_weight(dy, x, bsr.plan, *bsr.block_shape, *bsr.shape),
     )
 
 
@@ -47,14 +48,12 @@ def expected(bsr, x, dy, bias):
     )
 
 
-@pytest.mark.parametrize("with_plan", [False, True], ids=["no_plan", "plan"])
 @pytest.mark.parametrize("rows", [0, 1, 13])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("case", CASES, ids=IDS)
-def test_products_are_within_the_bound(case, dtype, rows, with_plan, device):
+def test_products_are_within_the_bound(case, dtype, rows, device):
     n, k, r, c, density = case
     bsr = random_bsr((n, k), (r, c), density, dtype=dtype, device=device, empty_first_row=True)
-    bsr = bsr.with_plan() if with_plan else bsr
     x, dy, bias = (
         torch.randn(size, dtype=dtype, device=device) for size in [(rows, 2, k), (rows, 2, n), (n,)]
     )
@@ -69,7 +68,7 @@ def test_products_are_within_the_bound(case, dtype, rows, with_plan, device):
 @pytest.mark.parametrize("case", CASES, ids=IDS)
 def test_integer_products_are_exact(case, dtype, device):
     n, k, r, c, density = case
-    bsr = random_bsr((n, k), (r, c), density, dtype=dtype, device=device, integers=True).with_plan()
+    bsr = random_bsr((n, k), (r, c), density, dtype=dtype, device=device, integers=True)
     # Few enough terms that every sum is an integer that bfloat16 holds: |sum| <= 256.
     x, dy, bias = torch.zeros(9, k), torch.zeros(9, n), small_integers(n)
     x[:, :20], dy[:, :20] = small_integers(9, min(k, 20)), small_integers(9, min(n, 20))
@@ -95,7 +94,7 @@ STRIDED = {
 @pytest.mark.parametrize("name", STRIDED)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_strided_inputs_equal_their_copies(name, dtype, device):
-    bsr = random_bsr((19, 23), (4, 3), 0.5, dtype=dtype, device=device).with_plan()
+    bsr = random_bsr((19, 23), (4, 3), 0.5, dtype=dtype, device=device)
     x = STRIDED[name](torch.randn(3, 5, 23, dtype=dtype, device=device))
     dy = STRIDED[name](torch.randn(3, 5, 19, dtype=dtype, device=device))
     bias = torch.randn(19, dtype=dtype, device=device)
@@ -115,7 +114,7 @@ def test_any_leading_dimensions(leading, device):
 
 @pytest.mark.parametrize("size", [(0, 8), (8, 0), (0, 0)])
 def test_empty_weights(size, device):
-    bsr = random_bsr(size, (4, 4), 1.0, device=device).with_plan()
+    bsr = random_bsr(size, (4, 4), 1.0, device=device)
     x, dy, bias = (torch.ones(s, device=device) for s in [(3, size[1]), (3, size[0]), (size[0],)])
     y, dx, dw = products(bsr, x, dy, bias)
     assert torch.equal(y, bias.expand(3, -1)) and not dx.any() and dw.shape == (0, 4, 4)
@@ -144,22 +143,34 @@ def test_fake_plan_has_the_size_of_the_real_one(case, device):
 
 def test_a_plan_keeps_its_own_indices(device):
     """Indices that are overwritten later cannot send a kernel out of bounds."""
-    bsr = random_bsr((2048, 1024), (4, 4), 0.1, device=device).with_plan()
+    bsr = random_bsr((2048, 1024), (4, 4), 0.1, device=device)
     x = torch.randn(2, 1024, device=device)
-    before = ops.bsr_linear(x, *bsr.operands, None, *bsr.shape, bsr.plan)
-    bsr.col[1] = 2**31 - 1  # not one of the positions that are compared
-    assert torch.equal(ops.bsr_linear(x, *bsr.operands, None, *bsr.shape, bsr.plan), before)
+    before = ops.bsr_linear(x, *bsr.operands, None, *bsr.shape)
+    bsr.col[1] = 2**31 - 1
+    assert torch.equal(ops.bsr_linear(x, *bsr.operands, None, *bsr.shape), before)
 
 
-def test_a_plan_of_another_pattern_is_refused():
-    one = random_bsr((64, 64), (4, 4), 0.5).with_plan()
-    other = random_bsr((64, 64), (4, 4), 0.5)
-    other.col, other.crow = one.col.clone(), one.crow.clone()
-    other.col[0] = 15 if one.col[0] != 15 else 14
-    with pytest.raises(
-        ValueError, match=r"\[bsr_linear\] plan .* col_indices\[0\]=\d+; got col_indices\[0\]=1"
-    ):
-        ops.bsr_linear(torch.ones(1, 64), one.values, other.crow, other.col, None, 64, 64, one.plan)
+def test_indices_written_while_a_plan_is_made():
+    """What is checked is what is planned: a plan, or an error, and never a crash or a wild index."""
+    rows = 2**20  # long enough for writes between the check of an index and its use
+    crow, col = torch.arange(rows + 1, dtype=torch.int32), torch.zeros(rows, dtype=torch.int32)
+    stop = threading.Event()
+
+    def write():
+        while not stop.is_set():
+            col[0] = 2**31 - 1
+            col[0] = 0
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    try:
+        for _ in range(30):
+            with contextlib.suppress(ValueError):
+                plan = ops.bsr_plan(crow, col, rows, 1, 1, 1)
+                assert int(plan[8 + rows + 1]) == 0
+    finally:
+        stop.set()
+        writer.join()
 
 
 # Errors ------------------------------------------------------------------------------------------
@@ -172,35 +183,15 @@ def _int32(*items):
 GOOD = {
     "x": torch.ones(2, 8),
     "values": torch.ones(3, 4, 4),
-    "crow_indices": _int32(0, 2, 3),
-    "col_indices": _int32(0, 1, 1),
+    "plan": ops.bsr_plan(_int32(0, 2, 3), _int32(0, 1, 1), 8, 8, 4, 4),
     "bias": torch.ones(8),
     "out_features": 8,
     "in_features": 8,
-    "plan": None,
 }
 # What is wrong, the changed arguments, the error and what its message must say.
 BAD = {
-    "crow first": ({"crow_indices": _int32(1, 2, 3)}, ValueError, r"crow_indices\[0\] must be 0; got 1"),
-    "crow last": ({"crow_indices": _int32(0, 2, 2)}, ValueError, r"crow_indices\[2\].*3; got 2"),
-    "crow decreases": ({"crow_indices": _int32(0, 2, 1)}, ValueError, r"crow_indices\[2\]=1 after"),
-    "crow negative": ({"crow_indices": _int32(0, -1, 3)}, ValueError, r"crow_indices\[1\]=-1"),
-    "crow short": ({"crow_indices": _int32(0, 3)}, ValueError, r"crow_indices must have 3 elements.*got 2"),
-    "crow empty": ({"crow_indices": _int32()}, ValueError, "crow_indices must have 3 elements.*got 0"),
-    "crow 2-d": ({"crow_indices": _int32(0, 2, 3)[None]}, ValueError, r"crow_indices.*1 dim.*\(1, 3\)"),
-    "crow int64": ({"crow_indices": torch.tensor([0, 2, 3])}, TypeError, r"crow_indices.*int64; convert"),
-    "crow float": ({"crow_indices": torch.ones(3)}, TypeError, "crow_indices must be int32; got float32"),
-    "crow None": ({"crow_indices": None}, TypeError, "crow_indices must be a tensor; got None"),
-    "crow strided": ({"crow_indices": _int32(0, 9, 2, 9, 3)[::2]}, ValueError, "crow_indices.*contiguous"),
-    "col out of range": ({"col_indices": _int32(0, 2, 1)}, ValueError, r"col_indices\[1\]=2 out of range"),
-    "col negative": ({"col_indices": _int32(-1, 1, 1)}, ValueError, r"col_indices\[0\]=-1 out of range"),
-    "col unsorted": ({"col_indices": _int32(1, 0, 1)}, ValueError, r"sorted.*col_indices\[1\]=0 after 1"),
-    "col duplicate": ({"col_indices": _int32(1, 1, 1)}, ValueError, r"distinct.*col_indices\[1\]=1 after 1"),
-    "col short": ({"col_indices": _int32(0, 1)}, ValueError, r"len\(col_indices\)=2; got 3"),
-    "col int64": ({"col_indices": torch.tensor([0, 1, 1])}, TypeError, "col_indices.*int64"),
-    "col None": ({"col_indices": None}, TypeError, "col_indices must be a tensor; got None"),
     "values 2-d": ({"values": torch.ones(3, 16)}, ValueError, r"values.*\(nnzb, .*; got shape \(3, 16\)"),
-    "values count": ({"values": torch.ones(2, 4, 4)}, ValueError, r"values.shape\[0\].*3; got 2"),
+    "values count": ({"values": torch.ones(2, 4, 4)}, ValueError, "plan must have 20 elements.*; got 23"),
     "values block of 0": ({"values": torch.ones(3, 0, 4)}, ValueError, "block_shape must be at least 1"),
     "values strided": ({"values": torch.ones(3, 4, 8)[..., ::2]}, ValueError, "values must be contiguous"),
     "values float64": ({"values": torch.ones(3, 4, 4).double()}, TypeError, "values.*float32; got float64"),
@@ -216,22 +207,37 @@ BAD = {
     "bias 2-d": ({"bias": torch.ones(1, 8)}, ValueError, r"bias.*got shape \(1, 8\)"),
     "bias dtype": ({"bias": torch.ones(8).half()}, TypeError, "bias.*float32; got float16"),
     "bias strided": ({"bias": torch.ones(16)[::2]}, ValueError, "bias must be contiguous"),
-    "out_features": ({"out_features": 9, "bias": None}, ValueError, "crow_indices must have 4 elements"),
+    "out_features": ({"out_features": 9, "bias": None}, ValueError, "plan must have 24 elements.*; got 23"),
+    "out_features in the edge": (
+        {"out_features": 7, "bias": None},
+        ValueError,
+        r"plan must be made by bsr_plan for shape \(7, 8\).*; got a plan for shape \(8, 8\)",
+    ),
     "out_features negative": ({"out_features": -8, "bias": None}, ValueError, "must not be negative"),
-    "in_features": ({"in_features": 9}, ValueError, "in_features=9"),
+    "in_features": ({"in_features": 9, "x": torch.ones(2, 9)}, ValueError, "plan must have 24 elements"),
     "in_features small": (
         {"in_features": 4, "x": torch.ones(2, 4)},
         ValueError,
         r"stored blocks must be in \[0, 2\]; got 3",
     ),
     "out_features huge": ({"out_features": 2**40, "bias": None}, ValueError, "at most 2147483647"),
-    "plan dtype": ({"plan": torch.ones(23)}, TypeError, "plan must be int32; got float32"),
-    "plan length": ({"plan": _int32(*range(22))}, ValueError, "plan"),
-    "plan of zeros": ({"plan": torch.zeros(23, dtype=torch.int32)}, ValueError, "plan"),
-    "plan of other sizes": (
-        {"plan": torch.ops.rarefy.bsr_plan(_int32(0, 2, 3), _int32(0, 1, 1), 7, 8, 4, 4)},
+    "plan float": ({"plan": torch.ones(23)}, TypeError, "plan must be int32; got float32"),
+    "plan int64": ({"plan": torch.ones(23).long()}, TypeError, r"plan must be int32; got int64; convert"),
+    "plan None": ({"plan": None}, TypeError, "plan must be a tensor; got None"),
+    "plan 2-d": ({"plan": _int32(*range(23))[None]}, ValueError, r"plan .* 1 dim.*got shape \(1, 23\)"),
+    "plan strided": ({"plan": _int32(*range(46))[::2]}, ValueError, "plan must be contiguous"),
+    "plan empty": ({"plan": _int32()}, ValueError, "plan must have 23 elements for this pattern; got 0"),
+    "plan length": ({"plan": _int32(*range(22))}, ValueError, "plan must have 23 elements.*; got 22"),
+    "plan of zeros": ({"plan": torch.zeros(23, dtype=torch.int32)}, ValueError, "got something else"),
+    "plan averaged": (
+        {"plan": (ops.bsr_plan(_int32(0, 2, 3), _int32(0, 1, 1), 8, 8, 4, 4) * 0.5).int()},
         ValueError,
-        "plan",
+        "plan must be made by bsr_plan",
+    ),
+    "plan of another block shape": (
+        {"plan": ops.bsr_plan(_int32(0, 2, 3), _int32(0, 1, 1), 8, 8, 5, 4)},
+        ValueError,
+        r"block_shape \(4, 4\), 3 blocks; got a plan .* block_shape \(5, 4\), 3 blocks",
     ),
 }
 MODES = {"grad": torch.enable_grad, "no_grad": torch.no_grad, "inference": torch.inference_mode}
@@ -256,68 +262,79 @@ def test_bad_input_is_named(name, mode, entry):
     assert type(caught.value) is error and str(caught.value).startswith("[bsr_linear] ")
 
 
-GRADIENT_ERRORS = {
-    "grad_input size": (
-        lambda: ops.bsr_grad_input(torch.ones(2, 7), *random_bsr((8, 8), (4, 4), 1).operands, 8, 8),
-        ValueError,
-        r"\[bsr_grad_input\] grad_output's last dimension must be out_features=8",
-    ),
-    "grad_input dtype": (
-        lambda: ops.bsr_grad_input(torch.ones(2, 8).double(), *random_bsr((8, 8), (4, 4), 1).operands, 8, 8),
-        TypeError,
-        r"\[bsr_grad_input\] values must have the dtype of grad_output, float64; got float32",
-    ),
-    "grad_weight rows": (
-        lambda: ops.bsr_grad_weight(
-            torch.ones(2, 8), torch.ones(3, 8), *random_bsr((8, 8), (4, 4), 1).operands[1:], 4, 4, 8, 8
+def _plan_error(crow=(0, 2, 3), col=(0, 1, 1), size=(8, 8), block_shape=(4, 4)):
+    crow, col = (t if t is None or isinstance(t, torch.Tensor) else _int32(*t) for t in (crow, col))
+    return lambda: ops.bsr_plan(crow, col, *size, *block_shape)
+
+
+def _grad_weight_error(dy=GOOD["x"], x=GOOD["x"], plan=GOOD["plan"], block_shape=(4, 4)):
+    return lambda: ops.bsr_grad_weight(dy, x, plan, *block_shape, 8, 8)
+
+
+OTHER_ERRORS = {
+    "bsr_grad_input": {
+        "size": (
+            lambda: ops.bsr_grad_input(torch.ones(2, 7), GOOD["values"], GOOD["plan"], 8, 8),
+            ValueError,
+            "grad_output's last dimension must be out_features=8",
         ),
-        ValueError,
-        r"\[bsr_grad_weight\] x must have 2 rows.*; got 3",
-    ),
-    "grad_weight block": (
-        lambda: ops.bsr_grad_weight(
-            torch.ones(2, 8), torch.ones(2, 8), *random_bsr((8, 8), (4, 4), 1).operands[1:], 0, 4, 8, 8
+        "dtype": (
+            lambda: ops.bsr_grad_input(torch.ones(2, 8).double(), GOOD["values"], GOOD["plan"], 8, 8),
+            TypeError,
+            "values must have the dtype of grad_output, float64; got float32",
         ),
-        ValueError,
-        r"\[bsr_grad_weight\] block_shape must be at least 1",
-    ),
-    "grad_weight dtype": (
-        lambda: ops.bsr_grad_weight(
-            torch.ones(2, 8), torch.ones(2, 8).half(), *random_bsr((8, 8), (4, 4), 1).operands[1:], 4, 4, 8, 8
+    },
+    "bsr_grad_weight": {
+        "rows": (_grad_weight_error(x=torch.ones(3, 8)), ValueError, r"x must have 2 rows.*; got 3"),
+        "block": (_grad_weight_error(block_shape=(0, 4)), ValueError, "block_shape must be at least 1"),
+        "dtype": (
+            _grad_weight_error(x=torch.ones(2, 8).half()),
+            TypeError,
+            "x must have the dtype of grad_output, float32; got float16",
         ),
-        TypeError,
-        r"\[bsr_grad_weight\] x must have the dtype of grad_output, float32; got float16",
-    ),
-    "grad_weight overflow": (
-        lambda: ops.bsr_grad_weight(
-            torch.ones(2, 8), torch.ones(2, 8), _int32(0, 1), _int32(0), 2**31 - 1, 2**31 - 1, 8, 8
+        "overflow": (
+            _grad_weight_error(plan=_int32(*range(15)), block_shape=(2**31 - 1, 2**31 - 1)),
+            ValueError,
+            "the values must fit in memory",
         ),
-        ValueError,
-        r"\[bsr_grad_weight\] the values must fit in memory",
-    ),
-    "plan col": (
-        lambda: ops.bsr_plan(_int32(0, 1), _int32(640), 32, 512, 32, 1),
-        ValueError,
-        r"\[bsr_plan\] .*col_indices\[0\]=640 out of range for 512 block columns",
-    ),
-    "plan int64": (
-        lambda: ops.bsr_plan(torch.tensor([0, 1]), torch.tensor([0]), 32, 512, 32, 1),
-        TypeError,
-        r"\[bsr_plan\] crow_indices must be int32; got int64",
-    ),
-    "plan block": (
-        lambda: ops.bsr_plan(_int32(0), _int32(), 0, 0, 1, -1),
-        ValueError,
-        r"\[bsr_plan\] block_shape must be at least 1 in each dimension; got \(1, -1\)",
-    ),
+        "plan": (_grad_weight_error(plan=GOOD["plan"][1:]), ValueError, "plan must have 20 elements.*got 22"),
+        "plan float": (_grad_weight_error(plan=torch.ones(23)), TypeError, "plan must be int32; got float32"),
+    },
+    "bsr_plan": {
+        "crow first": (_plan_error((1, 2, 3)), ValueError, r"crow_indices\[0\] must be 0; got 1"),
+        "crow last": (_plan_error((0, 2, 2)), ValueError, r"crow_indices\[2\].*3; got 2"),
+        "crow decreases": (_plan_error((0, 2, 1)), ValueError, r"crow_indices\[2\]=1 after"),
+        "crow negative": (_plan_error((0, -1, 3)), ValueError, r"crow_indices\[1\]=-1"),
+        "crow short": (_plan_error((0, 3)), ValueError, "crow_indices must have 3 elements.*got 2"),
+        "crow empty": (_plan_error(()), ValueError, "crow_indices must have 3 elements.*got 0"),
+        "crow 2-d": (_plan_error(_int32(0, 2, 3)[None]), ValueError, r"crow_indices.*1 dim.*\(1, 3\)"),
+        "crow int64": (_plan_error(torch.tensor([0, 2, 3])), TypeError, "crow_indices.*int64; convert"),
+        "crow float": (_plan_error(torch.ones(3)), TypeError, "crow_indices must be int32; got float32"),
+        "crow None": (_plan_error(None), TypeError, "crow_indices must be a tensor; got None"),
+        "crow strided": (_plan_error(_int32(0, 9, 2, 9, 3)[::2]), ValueError, "crow_indices.*contiguous"),
+        "col out of range": (_plan_error(col=(0, 2, 1)), ValueError, r"col_indices\[1\]=2 out of range"),
+        "col negative": (_plan_error(col=(-1, 1, 1)), ValueError, r"col_indices\[0\]=-1 out of range"),
+        "col unsorted": (_plan_error(col=(1, 0, 1)), ValueError, r"sorted.*col_indices\[1\]=0 after 1"),
+        "col duplicate": (_plan_error(col=(1, 1, 1)), ValueError, r"distinct.*col_indices\[1\]=1 after 1"),
+        "col short": (_plan_error(col=(0, 1)), ValueError, r"crow_indices\[2\].* 2; got 3"),
+        "col int64": (_plan_error(col=torch.tensor([0, 1, 1])), TypeError, "col_indices.*int64"),
+        "col None": (_plan_error(col=None), TypeError, "col_indices must be a tensor; got None"),
+        "block": (
+            _plan_error((0,), (), (0, 0), (1, -1)),
+            ValueError,
+            r"block_shape must be at least 1 in each dimension; got \(1, -1\)",
+        ),
+        "size": (_plan_error(size=(-8, 8)), ValueError, r"shape must not be negative; got \(-8, 8\)"),
+    },
 }
 
 
-@pytest.mark.parametrize("name", GRADIENT_ERRORS)
-def test_bad_input_of_the_other_ops_is_named(name):
-    call, error, message = GRADIENT_ERRORS[name]
-    with pytest.raises(error, match=message):
+@pytest.mark.parametrize(("op", "name"), [(op, name) for op in OTHER_ERRORS for name in OTHER_ERRORS[op]])
+def test_bad_input_of_the_other_ops_is_named(op, name):
+    call, error, message = OTHER_ERRORS[op][name]
+    with pytest.raises(error, match=message) as caught:
         call()
+    assert type(caught.value) is error and str(caught.value).startswith(f"[{op}] ")
 
 
 def test_inputs_on_two_devices_are_refused():
@@ -332,7 +349,7 @@ def test_inputs_on_two_devices_are_refused():
 
 
 def test_results_do_not_depend_on_the_number_of_threads():
-    bsr = random_bsr((256, 192), (8, 8), 0.3).with_plan()
+    bsr = random_bsr((256, 192), (8, 8), 0.3)
     x, dy, bias = torch.randn(100, 192), torch.randn(100, 256), torch.randn(256)
     threads = torch.get_num_threads()
     try:
@@ -359,7 +376,7 @@ def test_forced_implementations(impl, kernel_dtype, monkeypatch):
         pytest.skip(f"this machine has no {impl}: {rows[0]['why']}")
     assert info["forced_impl"] == impl
     assert all(row["kernel"].startswith(impl) and impl in row["why"] for row in rows)
-    bsr = random_bsr((36, 20), (4, 4), 0.5, dtype=kernel_dtype, integers=True).with_plan()
+    bsr = random_bsr((36, 20), (4, 4), 0.5, dtype=kernel_dtype, integers=True)
     x, dy, bias = (small_integers(*s).to(kernel_dtype) for s in [(9, 20), (9, 36), (36,)])
     for got, (want, *_) in zip(products(bsr, x, dy, bias), expected(bsr, x, dy, bias), strict=True):
         assert torch.equal(got.double(), want)
@@ -374,11 +391,11 @@ def test_an_unknown_implementation_is_an_error(monkeypatch):
 def test_calls_from_several_python_threads():
     from concurrent.futures import ThreadPoolExecutor
 
-    bsr = random_bsr((128, 96), (8, 8), 0.4).with_plan()
+    bsr = random_bsr((128, 96), (8, 8), 0.4)
     inputs = [torch.randn(17, 96) for _ in range(16)]
-    want = [ops.bsr_linear(x, *bsr.operands, None, *bsr.shape, bsr.plan) for x in inputs]
+    want = [ops.bsr_linear(x, *bsr.operands, None, *bsr.shape) for x in inputs]
     with ThreadPoolExecutor(4) as pool:
-        got = pool.map(lambda x: ops.bsr_linear(x, *bsr.operands, None, *bsr.shape, bsr.plan), inputs * 4)
+        got = pool.map(lambda x: ops.bsr_linear(x, *bsr.operands, None, *bsr.shape), inputs * 4)
         assert all(torch.equal(g, w) for g, w in zip(got, itertools.cycle(want), strict=False))
 
 

@@ -13,30 +13,26 @@ UTILS = ("test_schema", "test_autograd_registration", "test_faketensor", "test_a
 
 
 def weight(shape, block_shape, density, dtype=torch.float64, device="cpu"):
-    return random_bsr(
-        shape, block_shape, density, dtype=dtype, device=device, empty_first_row=True
-    ).with_plan()
+    return random_bsr(shape, block_shape, density, dtype=dtype, device=device, empty_first_row=True)
 
 
 def linear(bsr, x, values, bias):
-    return ops.bsr_linear(x, values, bsr.crow, bsr.col, bias, *bsr.shape, bsr.plan)
+    return ops.bsr_linear(x, values, bsr.plan, bias, *bsr.shape)
 
 
-@pytest.mark.parametrize("with_plan", [True, False], ids=["plan", "no_plan"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_gradients_of_first_and_second_order(shape, with_plan, device):
+def test_gradients_of_first_and_second_order(shape, device):
     bsr = weight(*shape, device=device)
-    plan = bsr.plan if with_plan else None
-    (n, k), (r, c) = bsr.shape, bsr.block_shape
+    (n, k), (r, c), plan = bsr.shape, bsr.block_shape, bsr.plan
 
     def leaf(*size):
         return torch.randn(*size, dtype=torch.float64, device=device, requires_grad=True)
 
     x, dy, values, bias = leaf(2, 3, k), leaf(2, 3, n), leaf(*bsr.values.shape), leaf(n)
     calls = [
-        (lambda *t: ops.bsr_linear(*t[:2], bsr.crow, bsr.col, t[2], n, k, plan), (x, values, bias)),
-        (lambda *t: ops.bsr_grad_input(*t, bsr.crow, bsr.col, n, k, plan), (dy, values)),
-        (lambda *t: ops.bsr_grad_weight(*t, bsr.crow, bsr.col, r, c, n, k, plan), (dy, x)),
+        (lambda *t: ops.bsr_linear(*t[:2], plan, t[2], n, k), (x, values, bias)),
+        (lambda *t: ops.bsr_grad_input(*t, plan, n, k), (dy, values)),
+        (lambda *t: ops.bsr_grad_weight(*t, plan, r, c, n, k), (dy, x)),
     ]
     for call, inputs in calls:
         assert torch.autograd.gradcheck(call, inputs)
@@ -82,7 +78,7 @@ def test_autocast_casts_as_dense_linear_does(dtype, device):
         assert torch.equal(y, half)
         in_double = linear(bsr, x.double(), values.double(), bias.double())
         assert in_double.dtype == torch.float64  # float64 is left alone
-        packet = torch.ops.rarefy.bsr_linear(x, values, bsr.crow, bsr.col, bias, *bsr.shape)
+        packet = torch.ops.rarefy.bsr_linear(x, values, bsr.plan, bias, *bsr.shape)
         assert torch.equal(packet, y)
     y.float().square().sum().backward()
     assert [t.grad.dtype for t in (x, values, bias)] == [torch.float32] * 3
@@ -91,29 +87,21 @@ def test_autocast_casts_as_dense_linear_does(dtype, device):
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-@pytest.mark.parametrize("with_plan", [True, False], ids=["plan", "no_plan"])
-def test_opcheck(with_plan, dtype, device):
+def test_opcheck(dtype, device):
     bsr = weight((9, 7), (4, 3), 0.6, dtype, device)
-    plan = bsr.plan if with_plan else None
-    (n, k), (r, c) = bsr.shape, bsr.block_shape
+    (n, k), (r, c), plan = bsr.shape, bsr.block_shape, bsr.plan
 
     def leaf(*size):
         return torch.randn(*size, dtype=dtype, device=device, requires_grad=True)
 
     x, dy, values = leaf(5, k), leaf(5, n), leaf(*bsr.values.shape)
-    indices, rarefy_ops = (bsr.crow, bsr.col), torch.ops.rarefy
+    rarefy_ops = torch.ops.rarefy
     bound = {} if dtype == torch.float64 else {"rtol": 2**-7, "atol": 2**-7}
     for bias in (leaf(n), None):
-        torch.library.opcheck(
-            rarefy_ops.bsr_linear, (x, values, *indices, bias, n, k, plan), test_utils=UTILS, **bound
-        )
-    torch.library.opcheck(
-        rarefy_ops.bsr_grad_input, (dy, values, *indices, n, k, plan), test_utils=UTILS, **bound
-    )
-    torch.library.opcheck(
-        rarefy_ops.bsr_grad_weight, (dy, x, *indices, r, c, n, k, plan), test_utils=UTILS, **bound
-    )
-    torch.library.opcheck(rarefy_ops.bsr_plan, (*indices, n, k, r, c), test_utils=UTILS)
+        torch.library.opcheck(rarefy_ops.bsr_linear, (x, values, plan, bias, n, k), test_utils=UTILS, **bound)
+    torch.library.opcheck(rarefy_ops.bsr_grad_input, (dy, values, plan, n, k), test_utils=UTILS, **bound)
+    torch.library.opcheck(rarefy_ops.bsr_grad_weight, (dy, x, plan, r, c, n, k), test_utils=UTILS, **bound)
+    torch.library.opcheck(rarefy_ops.bsr_plan, (bsr.crow, bsr.col, n, k, r, c), test_utils=UTILS)
 
 
 class TwoLayers(torch.nn.Module):
@@ -125,18 +113,13 @@ class TwoLayers(torch.nn.Module):
         self.second = weight((10, 24), (5, 2), 0.5, torch.float32, device)
         for name, bsr in (("first", self.first), ("second", self.second)):
             self.register_parameter(name + "_values", torch.nn.Parameter(bsr.values))
-            for part in ("crow", "col", "plan"):
-                self.register_buffer(f"{name}_{part}", getattr(bsr, part))
+            self.register_buffer(f"{name}_plan", bsr.plan)
         self.bias = torch.nn.Parameter(torch.randn(24, device=device))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        h = ops.bsr_linear(
-            x, self.first_values, self.first_crow, self.first_col, self.bias, 24, 16, self.first_plan
-        )
+        h = ops.bsr_linear(x, self.first_values, self.first_plan, self.bias, 24, 16)
         h = torch.nn.functional.gelu(h)
-        return ops.bsr_linear(
-            h, self.second_values, self.second_crow, self.second_col, None, 10, 24, self.second_plan
-        )
+        return ops.bsr_linear(h, self.second_values, self.second_plan, None, 10, 24)
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
@@ -187,8 +170,8 @@ def test_export_with_a_dynamic_batch(device):
 
 def test_meta_tensors_have_the_right_shape():
     bsr = weight((9, 7), (4, 3), 0.6)
-    values, crow, col, x = (t.to("meta") for t in (bsr.values, bsr.crow, bsr.col, torch.ones(2, 7).double()))
-    y = ops.bsr_linear(x, values, crow, col, None, 9, 7)
+    values, plan, x = (t.to("meta") for t in (bsr.values, bsr.plan, torch.ones(2, 7).double()))
+    y = ops.bsr_linear(x, values, plan, None, 9, 7)
     assert y.shape == (2, 9) and y.is_meta
-    assert ops.bsr_grad_input(y, values, crow, col, 9, 7).shape == (2, 7)
-    assert ops.bsr_grad_weight(y, x, crow, col, 4, 3, 9, 7).shape == bsr.values.shape
+    assert ops.bsr_grad_input(y, values, plan, 9, 7).shape == (2, 7)
+    assert ops.bsr_grad_weight(y, x, plan, 4, 3, 9, 7).shape == bsr.values.shape
