@@ -195,10 +195,12 @@ class Task {
 
 Status run(const Product& product, const Kernels& kernels, const Context& context) {
   const Blocking blocking = choose_blocking(problem_of(product, kernels, context.executor.threads));
-  // What the sums of whole output blocks start from: the bias as float, or 0.
+  // What the sums of whole output blocks start from: the bias as float, or 0. A bias of −0 becomes +0, as if
+  // it were added last.
   std::vector<float> start(static_cast<std::size_t>(product.out_blocks * product.by_output.w.out_block));
   if (product.bias != nullptr) {
     kernels.unpack(storage(product.out.dtype), product.bias, product.out.cols, start.data());
+    for (float& sum : start) sum += 0.0F;
   }
   const std::vector<std::int32_t> bounds =
       split_evenly(product.by_output, product.out_blocks, blocking.splits);

@@ -59,6 +59,7 @@ Status run_linear_few(const Kernels& kernels, const LinearArgs& args, const Cont
       for (std::int64_t m = 0; m < tokens; ++m) {
         kernels.unpack(storage(args.y.dtype), bias, features, y + m * stride);
       }
+      for (std::int64_t i = 0; i < tokens * stride; ++i) y[i] += 0.0F;  // −0 to +0, as in linear.cc
     }
     float* unpacked = args.w.dtype == DType::f32
                           ? nullptr

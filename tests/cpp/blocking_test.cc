@@ -72,10 +72,18 @@ TEST(BlockingTest, StaysWithinWhatTheKernelsOffer) {
   }
 }
 
+// Nothing to write is one task that writes nothing; nothing to read still leaves biases to write, in no
+// more tasks than threads.
 TEST(BlockingTest, EmptyMatricesHaveOneTask) {
-  const Blocking no_columns = choose_blocking(problem(10, 64, 0, 4, 4, 0, 2));
-  EXPECT_EQ(no_columns.tile_blocks, 1);
-  EXPECT_GE(choose_blocking(problem(10, 0, 64, 4, 4, 0, 2)).splits, 1);
+  for (const int threads : {1, 2, 64}) {
+    for (const std::int64_t red : {0, 64}) {
+      const BlockingProblem p = problem(10, 0, red, 4, 4, 0, threads);
+      EXPECT_EQ(tasks(p, choose_blocking(p)), 1) << red << " inputs, " << threads << " threads";
+    }
+    const BlockingProblem p = problem(10, 64, 0, 4, 4, 0, threads);
+    EXPECT_EQ(choose_blocking(p).tile_blocks, 1);
+    EXPECT_LE(tasks(p, choose_blocking(p)), threads);
+  }
 }
 
 TEST(BlockingTest, FlatBlocksGoThroughTheTransposedIndex) {

@@ -133,6 +133,15 @@ const Case kPatternCases[] = {
      }},
     {"PlanOfGarbage", kBad, "plan must be made by bsr_plan",
      [](Call& c) { return view_plan("op", c.shape, c.plan).status(); }},
+    {"PlanOfAnotherLayout", kBad,
+     "plan must be made by bsr_plan for shape (6, 8), block_shape (2, 4), 4 blocks; "
+     "got something else",
+     [](Call& c) {  // a header that agrees in all but its first word
+       c.plan.assign(c.pattern.plan().begin(), c.pattern.plan().end());
+       ++c.plan[0];
+       const Status status = view_plan("op", c.shape, c.plan).status();
+       return c.plan.assign(c.plan.size(), -7), status;
+     }},
     {"DevicePlanOfAnotherLength", kBad, "[op] plan must have ",
      [](Call& c) { return view_device_plan("op", c.shape, c.plan.data(), 3).status(); }},
 };
@@ -204,6 +213,16 @@ const Case kProductCases[] = {
      [](Call& c) { return c.grad_weight(nullptr); }},
     {"GradWeightInPlace", kBad, "[grad_weight] dvalues must not share memory with the inputs",
      [](Call& c) { return c.grad_weight(c.x); }},
+    {"GradWeightIntoDy", kBad,
+     "[grad_weight] dvalues must not share memory with the inputs; got an overlap with dy",
+     [](Call& c) { return c.grad_weight(c.dy); }},
+    {"GradWeightIntoTheEndOfDy", kBad, "got an overlap with dy",
+     [](Call& c) {  // its last element alone; x lies before it
+       return c.x_view.data = c.dense, c.grad_weight(c.dy + 17);
+     }},
+    {"GradInputIntoValues", kBad,
+     "[grad_input] dx must not share memory with the inputs; got an overlap with values",
+     [](Call& c) { return c.dx_view.data = c.values + 31, c.grad_input(); }},
     {"GradWeightDType", kType, "[grad_weight] dvalues must be f32 for f32 inputs; got f16",
      [](Call& c) { return c.grad_weight(c.dvalues, DType::f16); }},
     {"GradWeightDevices", kType, "[grad_weight] dy must be on device cpu; got cuda",

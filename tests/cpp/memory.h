@@ -2,10 +2,14 @@
 // outputs that are poisoned and lie between guard zones.
 #pragma once
 
+#include <sys/mman.h>
+#include <unistd.h>
+
 #include <algorithm>
 #include <cstddef>
 #include <cstring>
 #include <memory>
+#include <new>
 #include <span>
 #include <stdexcept>
 #include <vector>
@@ -17,12 +21,13 @@ namespace rarefy::test {
 inline constexpr std::byte kPoison{0xff};  // NaN in every float type
 inline constexpr std::size_t kGuard = 512;
 
-// Host memory of exactly the asked size, so that AddressSanitizer sees a read past the end.
+// Host memory that ends where a page without access begins: a read past the end ends the test, in every
+// build. (AddressSanitizer would see it anyway, and one before the beginning too: it gets its own memory.)
 class HostBuffer {
  public:
   static constexpr Device kDevice = Device::cpu;
 
-  explicit HostBuffer(std::size_t bytes) : bytes_(bytes), data_(new std::byte[bytes]) {}
+  explicit HostBuffer(std::size_t bytes) : bytes_(bytes), memory_(allocate(bytes)) {}
 
   template <class T>
   static HostBuffer upload(std::span<const T> host) {
@@ -30,15 +35,40 @@ class HostBuffer {
     if (!host.empty()) std::memcpy(buffer.data(), host.data(), host.size_bytes());
     return buffer;
   }
-  std::vector<std::byte> download() const { return {data_.get(), data_.get() + bytes_}; }
-  void fill(std::byte value) { std::fill(data_.get(), data_.get() + bytes_, value); }
+  std::vector<std::byte> download() const { return {begin(), begin() + bytes_}; }
+  void fill(std::byte value) { std::fill(begin(), begin() + bytes_, value); }
 
-  void* data() const { return data_.get(); }
+  void* data() const { return begin(); }
   std::size_t bytes() const { return bytes_; }
 
  private:
+#if defined(__SANITIZE_ADDRESS__)
+  using Memory = std::unique_ptr<std::byte[]>;
+  static Memory allocate(std::size_t bytes) { return Memory(new std::byte[bytes]); }
+  std::byte* begin() const { return memory_.get(); }
+#else
+  struct Unmap {
+    std::size_t size;
+    void operator()(std::byte* p) const { ::munmap(p, size); }
+  };
+  using Memory = std::unique_ptr<std::byte, Unmap>;
+  static Memory allocate(std::size_t bytes) {
+    const auto page = static_cast<std::size_t>(::sysconf(_SC_PAGESIZE));
+    const std::size_t usable = (bytes + page - 1) / page * page;
+    void* p = ::mmap(nullptr, usable + page, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (p == MAP_FAILED) throw std::bad_alloc();
+    Memory memory(static_cast<std::byte*>(p), {usable + page});
+    if (::mprotect(memory.get() + usable, page, PROT_NONE) != 0) throw std::runtime_error("mprotect");
+    return memory;
+  }
+  std::byte* begin() const {
+    const auto page = static_cast<std::size_t>(::sysconf(_SC_PAGESIZE));
+    return memory_.get() + (bytes_ + page - 1) / page * page - bytes_;
+  }
+#endif
+
   std::size_t bytes_;
-  std::unique_ptr<std::byte[]> data_;
+  Memory memory_;
 };
 
 // An output: `bytes` of poison with a guard zone on each side.

@@ -3,6 +3,8 @@
 #pragma once
 
 #include <cmath>
+#include <cstdlib>
+#include <optional>
 #include <random>
 #include <string>
 
@@ -11,6 +13,28 @@
 #include "rarefy/linear.h"
 
 namespace rarefy::test {
+
+// Forces an implementation while it lives; then what was forced before is again.
+class Force {
+ public:
+  explicit Force(const std::string& impl) {
+    if (const char* value = std::getenv(kVariable)) before_ = value;
+    setenv(kVariable, impl.c_str(), 1);
+  }
+  ~Force() {
+    if (before_) {
+      setenv(kVariable, before_->c_str(), 1);
+    } else {
+      unsetenv(kVariable);
+    }
+  }
+  Force(const Force&) = delete;
+  Force& operator=(const Force&) = delete;
+
+ private:
+  static constexpr const char* kVariable = "RAREFY_FORCE_IMPL";
+  std::optional<std::string> before_;
+};
 
 struct ProblemSpec {
   std::int64_t m, n, k;
@@ -54,7 +78,7 @@ inline std::vector<double> decode(std::span<const std::byte> bytes, DType dtype)
   return numbers;
 }
 
-// The host half. All numbers are exact in spec.dtype.
+// The host half. All numbers are exact in spec.dtype; integers have zeros of both signs among them.
 struct Problem {
   ProblemSpec spec;
   Pattern pattern;
@@ -63,6 +87,28 @@ struct Problem {
   std::int64_t x_stride() const { return spec.stride < 0 ? 0 : spec.k + spec.stride; }
   std::int64_t y_stride() const { return spec.n + std::abs(spec.stride); }
   std::int64_t dx_stride() const { return spec.k + std::abs(spec.stride); }
+
+  // Stored elements inside W of each of its rows, and of each of its columns: the terms of a sum.
+  std::vector<double> stored_per_row() const { return stored(spec.n, true); }
+  std::vector<double> stored_per_col() const { return stored(spec.k, false); }
+
+ private:
+  std::vector<double> stored(std::int64_t count, bool by_row) const {
+    const PlanView& plan = pattern.view();
+    std::vector<double> counts(static_cast<std::size_t>(count));
+    for (std::int64_t i = 0; i < plan.shape.row_count(); ++i) {
+      for (std::int32_t e = plan.crow[i]; e < plan.crow[i + 1]; ++e) {
+        const std::int64_t n0 = i * spec.block_rows, k0 = plan.col[e] * spec.block_cols;
+        const std::int64_t rows = std::min(spec.block_rows, spec.n - n0);
+        const std::int64_t cols = std::min(spec.block_cols, spec.k - k0);
+        for (std::int64_t at = 0; at < (by_row ? rows : cols); ++at) {
+          counts[static_cast<std::size_t>((by_row ? n0 : k0) + at)] +=
+              static_cast<double>(by_row ? cols : rows);
+        }
+      }
+    }
+    return counts;
+  }
 };
 
 inline Problem make_problem(const ProblemSpec& spec, unsigned seed = 1) {
@@ -85,7 +131,10 @@ inline Problem make_problem(const ProblemSpec& spec, unsigned seed = 1) {
     std::vector<double> result(static_cast<std::size_t>(count));
     std::normal_distribution<> normal;
     std::uniform_int_distribution<> integer(-2, 2);
-    for (double& number : result) number = spec.integers ? integer(random) : normal(random);
+    for (double& number : result) {
+      number = spec.integers ? integer(random) : normal(random);
+      if (number == 0 && random() % 2 == 0) number = -0.0;
+    }
     return decode(encode(result, spec.dtype), spec.dtype);
   };
   Problem problem{spec, *pattern, {}, {}, {}, {}};

@@ -3,23 +3,15 @@
 #include <gtest/gtest.h>
 
 #include <array>
-#include <cstdlib>
+#include <fstream>
 #include <limits>
+#include <numbers>
 #include <set>
 
 #include "product_checks.h"
 
 namespace rarefy::test {
 namespace {
-
-// Forces an implementation while it lives.
-class Force {
- public:
-  explicit Force(const std::string& impl) { setenv("RAREFY_FORCE_IMPL", impl.c_str(), 1); }
-  ~Force() { unsetenv("RAREFY_FORCE_IMPL"); }
-  Force(const Force&) = delete;
-  Force& operator=(const Force&) = delete;
-};
 
 std::vector<std::string> cpu_impls() {
   std::vector<std::string> impls;
@@ -31,6 +23,9 @@ std::vector<std::string> cpu_impls() {
 
 constexpr DType kDTypes[] = {DType::f32, DType::bf16, DType::f16};
 
+constexpr double kInfinity = std::numeric_limits<double>::infinity();
+constexpr double kNan = std::numeric_limits<double>::quiet_NaN();
+
 class ProductsTest : public ::testing::TestWithParam<std::string> {
  protected:
   void check(const ProblemSpec& spec, Executor executor = {}) {
@@ -40,13 +35,15 @@ class ProductsTest : public ::testing::TestWithParam<std::string> {
                  << " K=" << spec.k << " block " << spec.block_rows << 'x' << spec.block_cols << " density "
                  << spec.density << " stride " << spec.stride);
     ProblemIn<HostBuffer> run(problem, executor);
-    {
-      const Force force(GetParam());
-      expect_ok(run.linear(Activation::none));
-      expect_ok(run.grad_input());
-      expect_ok(run.grad_weight());
-    }
+    run_all(run);
     expect_products(problem, run);
+  }
+
+  static void run_all(ProblemIn<HostBuffer>& run) {
+    const Force force(GetParam());
+    expect_ok(run.linear(Activation::none));
+    expect_ok(run.grad_input());
+    expect_ok(run.grad_weight());
   }
 };
 
@@ -70,6 +67,35 @@ TEST_P(ProductsTest, AreTheOnesForced) {
     EXPECT_EQ(chosen(4, 1, 1), GetParam() + "_linear_few");
     EXPECT_EQ(chosen(1, 1, 1), GetParam() + "_linear_few");
     EXPECT_EQ(chosen(3, 5, 1), GetParam() + "_linear");
+  }
+}
+
+// What /proc/cpuinfo says the machine has, not what the library found: every family is there, for every
+// product, best first.
+TEST(FamiliesTest, AreAllThatThisMachineRuns) {
+  std::ifstream cpuinfo("/proc/cpuinfo");
+  std::string line;
+  while (std::getline(cpuinfo, line) && line.rfind("flags", 0) != 0) {
+  }
+  if (line.rfind("flags", 0) != 0) GTEST_SKIP() << "/proc/cpuinfo has no flags";
+  const auto has = [&](std::initializer_list<const char*> flags) {
+    return std::all_of(flags.begin(), flags.end(), [&](const char* flag) {
+      return (line + ' ').find(std::string(" ") + flag + ' ') != std::string::npos;
+    });
+  };
+  const bool avx2 = has({"avx2", "fma", "f16c"});
+  const bool avx512 = avx2 && has({"avx512f", "avx512bw", "avx512dq", "avx512vl"});
+  for (const Op op : kAllOps) {
+    std::vector<std::string> expected, found;
+    for (const auto& [family, there] : {std::pair{"avx512", avx512}, std::pair{"avx2", avx2}}) {
+      if (there && op == Op::linear) expected.push_back(std::string(family) + "_linear_few");
+      if (there) expected.push_back(std::string(family) + '_' + std::string(name(op)));
+    }
+    for (const char* family : {"scalar", "ref"}) expected.push_back(family + ('_' + std::string(name(op))));
+    for (const KernelInfo& kernel : backend_info().kernels) {
+      if (kernel.op == op && kernel.device == Device::cpu) found.push_back(kernel.name);
+    }
+    EXPECT_EQ(found, expected);
   }
 }
 
@@ -112,7 +138,11 @@ TEST_P(ProductsTest, FewTokens) {
   ThreadPool pool(3);
   check({1, 700, 900, 16, 16, 0.3, DType::bf16, false, 0}, pool.executor());
   check({4, 900, 700, 4, 1, 0.3, DType::f32, false, -1}, pool.executor());
-  check({2, 70, 9000, 4, 1, 0.9, DType::f16, false, 0}, pool.executor());  // several chunks of values
+  for (const bool integers : {false, true}) {  // several chunks of values
+    check({2, 70, 9000, 4, 1, 0.9, DType::f16, integers, 0}, pool.executor());
+    check({3, 40, 9001, 1, 1, 0.9, DType::f32, integers, 0}, pool.executor());
+    check({4, 64, 9000, 16, 16, 0.9, DType::bf16, integers, 0}, pool.executor());
+  }
 }
 
 TEST_P(ProductsTest, EmptyFullAndLopsidedPatterns) {
@@ -127,17 +157,41 @@ TEST_P(ProductsTest, EmptyFullAndLopsidedPatterns) {
   check({5, 0, 9, 4, 4, 0.0, DType::f32, true, 2});    // no output features
 }
 
-// Several tiles of X in L2, several windows of y, and sums of thousands of terms.
+// Several tiles of X in L2, several windows of y, and sums of thousands of terms: as reals, within the bound
+// of so many terms, and as integers, where one lost term shows.
 TEST_P(ProductsTest, LargeMatrices) {
   if (GetParam() == "ref") GTEST_SKIP() << "the reference has no tiles, and is slow";
   ThreadPool pool(3);
-  check({70, 64, 9000, 4, 1, 0.5, DType::f32, false, 0}, pool.executor());
-  check({70, 9000, 64, 1, 4, 0.5, DType::f32, false, 0}, pool.executor());
-  check({70, 512, 4100, 16, 16, 0.5, DType::f32, false, 0}, pool.executor());
-  check({66, 300, 5000, 2, 3, 0.2, DType::bf16, false, 0}, pool.executor());
+  for (const bool integers : {false, true}) {
+    check({70, 64, 9000, 4, 1, 0.5, DType::f32, integers, 0}, pool.executor());
+    check({70, 9000, 64, 1, 4, 0.5, DType::f32, integers, 0}, pool.executor());
+    check({70, 512, 4100, 16, 16, 0.5, DType::f32, integers, 0}, pool.executor());
+    check({66, 300, 5000, 2, 3, 0.2, DType::bf16, integers, 0}, pool.executor());
+    check({9001, 20, 24, 4, 4, 0.5, DType::f32, integers, 0}, pool.executor());
+  }
   // Rows that are whole pages apart are stored another way.
   check({70, 1024, 2048, 4, 4, 0.3, DType::f32, true, 0}, pool.executor());
   check({70, 2048, 1024, 4, 4, 0.3, DType::bf16, true, 0}, pool.executor());
+}
+
+// X is far larger than L2: its tiles are summed up before the activation, which comes once.
+TEST_P(ProductsTest, ActivationAfterSeveralTiles) {
+  if (GetParam() == "ref") GTEST_SKIP() << "the reference has no tiles, and is slow";
+  ThreadPool pool(2);
+  const auto run_activated = [&](const Problem& problem, Activation activation) {
+    SCOPED_TRACE(::testing::Message()
+                 << name(activation) << ' ' << problem.spec.block_rows << 'x' << problem.spec.block_cols);
+    ProblemIn<HostBuffer> run(problem, pool.executor());
+    {
+      const Force force(GetParam());
+      expect_ok(run.linear(activation));
+    }
+    expect_activation(problem, run, activation);
+  };
+  const Problem wide = make_problem({17, 24, 200'000, 4, 1, 0.02, DType::f32, false, 0});
+  for (const Activation activation : {Activation::relu, Activation::gelu_tanh})
+    run_activated(wide, activation);
+  run_activated(make_problem({20, 32, 100'000, 16, 16, 0.02, DType::bf16, false, 0}), Activation::relu);
 }
 
 // grad_weight sums chunks of 512 tokens over tiles of columns: every number of rows a tile of dot products
@@ -230,22 +284,171 @@ TEST_P(ProductsTest, Activations) {
   }
 }
 
-// A NaN in x reaches every y whose row has a block there, and nothing else; padding stays zero.
-TEST_P(ProductsTest, NanPassesThroughAndNotFurther) {
-  for (const auto& [rows, cols] : {std::pair<std::int64_t, std::int64_t>{4, 5}, {1, 6}, {6, 1}, {16, 16}}) {
-    for (const DType dtype : kDTypes) {
-      Problem problem = make_problem({40, 21, 22, rows, cols, 0.4, dtype, true, 0});
-      problem.x[7 * 22 + 21] = std::numeric_limits<double>::quiet_NaN();  // in a padded block column
-      problem.x[9 * 22 + 3] = std::numeric_limits<double>::infinity();
-      problem.dy[11 * 21 + 20] = std::numeric_limits<double>::quiet_NaN();  // in a padded block row
+// What an activation is, in long double, without the cancellation of 1 + erf and 1 + tanh.
+double exact_activation(Activation activation, double x) {
+  const auto z = static_cast<long double>(x);
+  switch (activation) {
+    case Activation::none: return x;
+    case Activation::relu: return x > 0 ? x : 0;
+    case Activation::gelu_erf:
+      return static_cast<double>(z / 2 * std::erfc(-z / std::numbers::sqrt2_v<long double>));
+    case Activation::gelu_tanh: {
+      const long double u = std::sqrt(2 / std::numbers::pi_v<long double>) * (z + 0.044715L * z * z * z);
+      return static_cast<double>(z / (1 + std::exp(-2 * u)));
+    }
+    case Activation::silu: return static_cast<double>(z / (1 + std::exp(-z)));
+  }
+  return kNan;
+}
+
+constexpr Activation kActivations[] = {Activation::relu, Activation::gelu_erf, Activation::gelu_tanh,
+                                       Activation::silu};
+
+// From far left, where only a relative bound means anything, to far right; many tokens of one feature, and
+// one token of many features, which the kernels of few tokens take.
+TEST_P(ProductsTest, ActivationsKeepTheirTails) {
+  const DType dtype = GetParam() == "ref" ? DType::f64 : DType::f32;
+  std::vector<double> numbers;
+  for (int i = -4000; i <= 4000; ++i) numbers.push_back(i / 40.0);
+  for (int exponent = -30; exponent <= 30; exponent += 3) {
+    for (const double sign : {-1.0, 1.0}) numbers.push_back(std::ldexp(sign * 1.25, exponent));
+  }
+  numbers = decode(encode(numbers, dtype), dtype);
+  const auto count = static_cast<std::int64_t>(numbers.size());
+  for (const bool tokens : {true, false}) {
+    Problem problem = make_problem({tokens ? count : 1, tokens ? 1 : count, 1, 1, 1, 1.0, dtype, true, 0});
+    problem.bias.assign(problem.bias.size(), 0);
+    problem.x.assign(problem.x.size(), 1);
+    problem.values.assign(problem.values.size(), 1);
+    (tokens ? problem.x : problem.values) = numbers;
+    for (const Activation activation : kActivations) {
       ProblemIn<HostBuffer> run(problem);
       {
         const Force force(GetParam());
-        expect_ok(run.linear(Activation::none));
-        expect_ok(run.grad_input());
-        expect_ok(run.grad_weight());
+        expect_ok(run.linear(activation));
       }
-      expect_same_or_nan(problem, run);
+      const std::vector<double> got = decode(run.y().download(), dtype);
+      for (std::size_t i = 0; i < numbers.size(); ++i) {
+        const double exact = exact_activation(activation, numbers[i]);
+        ASSERT_LE(std::abs(got[i] - exact),
+                  activation_error(activation, numbers[i], exact, accumulator(dtype)))
+            << name(activation) << '(' << numbers[i] << ") = " << exact << ", got " << got[i];
+      }
+    }
+  }
+}
+
+// The kernels of 1 to 4 tokens, and a panel.
+constexpr std::int64_t kTokenCounts[] = {1, 2, 3, 4, 40};
+// Their shapes, padded edges, and a flat one.
+constexpr std::pair<std::int64_t, std::int64_t> kSpecialBlocks[] = {{1, 1},   {4, 1}, {8, 1}, {2, 8}, {1, 16},
+                                                                    {16, 16}, {4, 5}, {1, 6}, {6, 1}};
+
+TEST_P(ProductsTest, ActivationsOfNanInfinityAndZero) {
+  const double inputs[] = {kNan, kInfinity, -kInfinity, 0.0, -0.0};
+  const auto expected = [](Activation activation, double x) {
+    if (std::isnan(x) || x > 0) return x;
+    if (x == 0 || activation == Activation::relu) return 0.0;
+    return kNan;  // −∞ · 0, as in torch
+  };
+  for (const std::int64_t tokens : kTokenCounts) {
+    for (const Activation activation : kActivations) {
+      // One feature for each number, in its bias: no block is stored.
+      Problem problem = make_problem({tokens, std::ssize(inputs), 3, 1, 1, 0.0, DType::f32, true, 0});
+      problem.bias.assign(std::begin(inputs), std::end(inputs));
+      ProblemIn<HostBuffer> run(problem);
+      {
+        const Force force(GetParam());
+        expect_ok(run.linear(activation));
+      }
+      const std::vector<double> got = decode(run.y().download(), DType::f32);
+      for (std::size_t e = 0; e < got.size(); ++e) {
+        const double input = inputs[e % std::size(inputs)];
+        EXPECT_TRUE(same(got[e], expected(activation, input)))
+            << name(activation) << '(' << input << ") is " << got[e];
+      }
+    }
+  }
+}
+
+// A NaN or an infinity reaches what a stored element carries it to, in every product, and nothing else:
+// the padding of edge blocks stays zero, absent blocks are skipped.
+TEST_P(ProductsTest, NanPassesThroughAndNotFurther) {
+  for (const auto& [rows, cols] : kSpecialBlocks) {
+    for (const std::int64_t tokens : kTokenCounts) {
+      for (const DType dtype : kDTypes) {
+        SCOPED_TRACE(::testing::Message()
+                     << name(dtype) << " M=" << tokens << " block " << rows << 'x' << cols);
+        const Problem clean = make_problem({tokens, 37, 38, rows, cols, 0.4, dtype, true, 1});
+        const auto expect_spoiled = [&](auto spoil) {
+          Problem problem = clean;
+          spoil(problem);
+          ProblemIn<HostBuffer> run(problem);
+          run_all(run);
+          expect_same_or_nan(problem, run);
+        };
+        const std::int64_t last = tokens - 1;
+        expect_spoiled([&](Problem& p) {
+          p.x[static_cast<std::size_t>(last * p.x_stride() + 37)] = kNan;  // in a padded block column
+          p.x[3] = kInfinity;
+        });
+        expect_spoiled([&](Problem& p) {  // in every block row, the padded one among them
+          for (std::int64_t n = 0; n < 37; n += 4)
+            p.dy[static_cast<std::size_t>(last * p.y_stride() + n)] = kNan;
+          p.dy[5] = -kInfinity;
+        });
+        expect_spoiled([&](Problem& p) {
+          p.values[0] = kNan;
+          p.values[p.values.size() / 2] = kInfinity;
+          p.bias[7] = kNan;
+          p.bias[8] = -kInfinity;
+        });
+      }
+    }
+  }
+}
+
+// Numbers below the normal ones are numbers: products of them with integers are exact, and not flushed.
+TEST_P(ProductsTest, SubnormalNumbersAreExact) {
+  for (const auto& [rows, cols] : kSpecialBlocks) {
+    for (const std::int64_t tokens : kTokenCounts) {
+      for (const DType dtype : kDTypes) {
+        SCOPED_TRACE(::testing::Message()
+                     << name(dtype) << " M=" << tokens << " block " << rows << 'x' << cols);
+        const double tiny = dtype == DType::f32 ? 0x1p-145 : dtype == DType::bf16 ? 0x1p-132 : 0x1p-23;
+        const auto scale = [&](std::vector<double>& numbers) {
+          for (double& number : numbers) number *= tiny;
+        };
+        const Problem clean = make_problem({tokens, 37, 38, rows, cols, 0.2, dtype, true, 1});
+        Problem weights = clean;
+        scale(weights.values);
+        scale(weights.bias);
+        Problem gradients = clean;
+        scale(gradients.dy);
+        for (const Problem* problem : {&weights, &gradients}) {
+          ProblemIn<HostBuffer> run(*problem);
+          run_all(run);
+          expect_products(*problem, run);
+        }
+      }
+    }
+  }
+}
+
+// A bias of −0, and products that are −0, give +0: a sum starts there.
+TEST_P(ProductsTest, SumsStartFromPositiveZero) {
+  for (const auto& [rows, cols] : kSpecialBlocks) {
+    for (const std::int64_t tokens : kTokenCounts) {
+      for (const double density : {0.0, 0.5, 1.0}) {
+        Problem problem = make_problem({tokens, 37, 38, rows, cols, density, DType::f32, true, 1});
+        for (std::vector<double>* numbers : {&problem.x, &problem.dy, &problem.bias}) {
+          numbers->assign(numbers->size(), -0.0);
+        }
+        ProblemIn<HostBuffer> run(problem);
+        run_all(run);
+        SCOPED_TRACE(::testing::Message() << "M=" << tokens << " block " << rows << 'x' << cols);
+        expect_products(problem, run);
+      }
     }
   }
 }

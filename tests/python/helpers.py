@@ -91,8 +91,8 @@ def small_integers(*shape: int) -> Tensor:
     return torch.randint(-2, 3, shape).double()
 
 
-def assert_within_bound(got: Tensor, expected: Tensor, magnitude: Tensor, terms: int) -> None:
-    """Check each element of a sum of `terms` products.
+def assert_within_bound(got: Tensor, expected: Tensor, magnitude: Tensor, terms: int | Tensor) -> None:
+    """Check each element of a sum of `terms` products, one number for all or one for each.
 
     `expected` is the float64 result, `magnitude` the same sum over absolute values. The bound is the
     standard one for any order of summation, 2·terms·u_acc·magnitude, and one rounding to got's dtype.

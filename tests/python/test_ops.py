@@ -38,12 +38,13 @@ def products(bsr, x, dy, bias):
 def expected(bsr, x, dy, bias):
     """(result, magnitude, terms) of each product, from dense float64 matrices."""
     w, x, dy, b = bsr.dense(), x.double(), dy.double(), bias.double()
+    stored = bsr.scatter(torch.ones_like(bsr.values)).double()
     rows_x, rows_dy = x.reshape(-1, x.shape[-1]), dy.reshape(-1, dy.shape[-1])
     dw = rows_dy.T @ rows_x
     dw_magnitude = rows_dy.abs().T @ rows_x.abs()
     return (
-        (x @ w.T + b, x.abs() @ w.abs().T + b.abs(), w.shape[1] + 1),
-        (dy @ w, dy.abs() @ w.abs(), w.shape[0]),
+        (x @ w.T + b, x.abs() @ w.abs().T + b.abs(), stored.sum(1) + 1),
+        (dy @ w, dy.abs() @ w.abs(), stored.sum(0)),
         (bsr.gather(dw), bsr.gather(dw_magnitude), len(rows_x)),
     )
 

@@ -1,0 +1,103 @@
+"""What docs/numerics.md says against torch's dense ops, and the initialisation's bounds."""
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+
+import rarefy
+from helpers import random_bsr
+from rarefy import ops
+
+# out, in, block, density: at most 128 stored elements in a row or column of W.
+SHAPES = [
+    ((128, 256), (16, 16), 0.25),
+    ((256, 256), (4, 1), 0.4),
+    ((200, 200), (1, 1), 0.3),
+    ((96, 160), (3, 5), 0.5),
+]
+# Long sums, for dtypes whose results are rounded more coarsely than they are added.
+LONG = [((96, 3000), (16, 1), 1.0), ((2048, 96), (4, 4), 0.5)]
+CASES = [(dtype, *case) for dtype in (torch.float64, torch.float32) for case in SHAPES] + [
+    (dtype, *case) for dtype in (torch.bfloat16, torch.float16) for case in SHAPES + LONG
+]
+
+
+def _exact(tensor):
+    """As numbers of which products are exact enough: in long double (slow) for float64."""
+    exact = tensor.double().cpu().numpy()
+    return exact.astype(np.longdouble) if tensor.dtype == torch.float64 else exact
+
+
+def _error(got, exact, magnitude, stored):
+    """The error that 99 of 100 elements stay below, relative to their magnitudes."""
+    error = np.abs(_exact(got) - exact)[stored] / magnitude[stored]
+    return np.quantile(error, 0.99)
+
+
+@pytest.mark.parametrize("rows", [3, 96])
+@pytest.mark.parametrize(("dtype", "shape", "block_shape", "density"), CASES)
+def test_errors_are_at_most_twice_those_of_torch(dtype, shape, block_shape, density, rows):
+    bsr = random_bsr(shape, block_shape, density, dtype=dtype)
+    (n, k), dense = shape, bsr.dense().to(dtype)
+    x, dy, bias = (torch.randn(size, dtype=dtype) for size in [(rows, k), (rows, n), (n,)])
+    results = {
+        "linear": (
+            ops.bsr_linear(x, *bsr.operands, bias, n, k),
+            torch.nn.functional.linear(x, dense, bias),
+            lambda w, x, dy, b: x @ w.T + b,
+        ),
+        "grad_input": (
+            ops.bsr_grad_input(dy, *bsr.operands, n, k),
+            dy @ dense,
+            lambda w, x, dy, b: dy @ w,
+        ),
+        "grad_weight": (
+            bsr.scatter(ops.bsr_grad_weight(dy, x, bsr.plan, *block_shape, n, k)),
+            dy.T @ x,
+            lambda w, x, dy, b: dy.T @ x,
+        ),
+    }
+    operands = [_exact(tensor) for tensor in (dense, x, dy, bias)]
+    for name, (ours, torchs, product) in results.items():
+        exact, magnitude = product(*operands), product(*map(np.abs, operands))
+        stored = magnitude > 0
+        if name == "grad_weight":  # torch's gradient has elements outside the pattern, too
+            stored &= bsr.scatter(torch.ones_like(bsr.values)).bool().numpy()
+        theirs = _error(torchs, exact, magnitude, stored)
+        assert theirs > 0, "a comparison with nothing"
+        assert _error(ours, exact, magnitude, stored) <= 2 * theirs, name
+
+
+@pytest.mark.parametrize("block_shape", [(4, 32), (1, 7), (40, 1), (64, 64)])
+def test_initial_values_fill_the_bounds_of_their_rows(block_shape):
+    """In every block row ±1/√(stored inputs), where the last block column may reach past the edge."""
+    k, n = 40, 400
+    layer = rarefy.BlockSparseLinear(k, n, density=0.6, block_shape=block_shape)
+    weight = layer.weight.to_dense().detach()
+    stored = torch.zeros(n, k)
+    crow, col = layer.weight.crow_indices.tolist(), layer.weight.col_indices.tolist()
+    (r, c) = block_shape
+    for i, (begin, end) in enumerate(itertools.pairwise(crow)):
+        for j in col[begin:end]:
+            stored[i * r : (i + 1) * r, j * c : (j + 1) * c] = 1
+    inputs = stored.sum(1)
+    for count in inputs.unique().tolist():
+        rows = weight[inputs == count]
+        if count == 0:
+            assert not rows.any()
+            continue
+        largest = rows.abs().max().item() * count**0.5
+        assert largest <= 1 + 1e-6
+        assert largest > 0.5 ** (8 / (len(rows) * count)), f"{len(rows)} rows of {count} inputs"
+
+
+def test_gradients_of_edge_blocks_are_zero_beside_nan():
+    """Padding stays zero whatever the gradient holds: NaN times a zero of padding is none of it."""
+    bsr = random_bsr((7, 10), (4, 4), 1.0)
+    x, dy = torch.ones(3, 10), torch.full((3, 7), float("nan"))
+    dvalues = ops.bsr_grad_weight(dy, x, bsr.plan, 4, 4, 7, 10)
+    inside = bsr.gather(torch.ones(7, 10)).bool()
+    assert dvalues[inside].isnan().all()
+    assert torch.equal(dvalues[~inside], torch.zeros(int((~inside).sum())))
