@@ -44,6 +44,8 @@ RAREFY_API Result<BsrFile> read_bsr_file(const std::string& path);
 RAREFY_API Result<BsrFile> parse_bsr_file(std::span<const std::byte> file);
 
 RAREFY_API Status write_bsr_file(const std::string& path, const BsrFile& file);
+// The same file with every weight dense; of those, a few rows at a time are in memory.
+RAREFY_API Status write_dense_file(const std::string& path, const BsrFile& file);
 RAREFY_API Result<std::vector<std::byte>> serialize_bsr_file(const BsrFile& file);
 
 }  // namespace rarefy

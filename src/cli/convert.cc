@@ -1,7 +1,5 @@
 // rarefy convert IN OUT: dense safetensors → bsr-v1, or back with --to dense. Reads all of IN, then
-// writes OUT in one step.
-#include <unistd.h>
-
+// writes OUT in one step. Takes memory for IN, what becomes sparse, and a few times the largest weight.
 #include <algorithm>
 #include <cstdio>
 #include <filesystem>
@@ -27,6 +25,7 @@ struct Options {
   std::string block = "16x16";
   double density = 0.5;
   std::string include;
+  std::uint64_t limit = 0;  // bytes; 0: by the size of IN
   bool force = false;
   bool as_json = false;
 };
@@ -40,8 +39,9 @@ bool is_embedding(const std::string& name) {
                      [&](std::string_view mark) { return padded.find(mark) != std::string::npos; });
 }
 
+// Without elements there is nothing to leave out, but indices as long as the file likes.
 bool is_matrix(const StoredTensor& tensor) {
-  return tensor.shape.size() == 2 && from_safetensors(tensor.dtype);
+  return tensor.shape.size() == 2 && !tensor.data.empty() && from_safetensors(tensor.dtype);
 }
 
 // The tensors to make sparse: those --include matches in full, or else the weights of linear layers.
@@ -63,11 +63,12 @@ Result<std::vector<std::string>> chosen(const BsrFile& file, const std::string& 
     if (wanted) names.push_back(name);
   }
   if (names.empty()) {
-    return invalid(op,
-                   pattern
-                       ? "--include must match the whole name of a 2-D tensor of f64, f32, bf16, f16 or i8"
-                       : "the file must have a 2-D float tensor named *.weight that is no embedding",
-                   pattern ? include : cat(file.tensors.size(), " tensors, none of that kind"));
+    return invalid(
+        op,
+        pattern
+            ? "--include must match the whole name of a 2-D tensor of f64, f32, bf16, f16 or i8 with elements"
+            : "the file must have a 2-D float tensor named *.weight that is no embedding",
+        pattern ? include : cat(file.tensors.size(), " tensors, none of that kind"));
   }
   return names;
 }
@@ -105,40 +106,29 @@ Result<json> to_bsr(BsrFile& file, const Options& options) {
   return rows;
 }
 
-// A file can describe empty matrices of any size in a few bytes: their dense sum must fit in memory.
-Status check_dense_bytes(const BsrFile& file) {
-  const std::int64_t memory = std::int64_t{::sysconf(_SC_PHYS_PAGES)} * ::sysconf(_SC_PAGESIZE);
+// A file can describe empty weights of any size in a few bytes. What is written may be this large.
+constexpr std::int64_t kFreeBytes = std::int64_t{1} << 30;
+constexpr std::int64_t kTimesInput = 64;
+
+Result<json> to_dense(const BsrFile& file, const Options& options, std::int64_t input_bytes) {
+  if (file.weights.empty()) return invalid(op, "the file must have sparse weights for --to dense", "none");
+  const std::int64_t limit =
+      options.limit > 0 ? static_cast<std::int64_t>(std::min<std::uint64_t>(options.limit, INT64_MAX))
+                        : std::max(kFreeBytes, checked_mul(input_bytes, kTimesInput).value_or(INT64_MAX));
+  json rows = json::array();
   std::optional<std::int64_t> total = 0;
   for (const auto& [name, weight] : file.weights) {
     const BsrShape& shape = weight.pattern.shape();
     const auto bytes = checked_mul(shape.rows * shape.cols, static_cast<std::int64_t>(size_of(weight.dtype)));
     total = bytes ? checked_add(*total, *bytes) : std::nullopt;
-    if (!total || *total > memory) {
-      return error(StatusCode::out_of_memory, op,
-                   cat("the dense weights must fit in ", memory, " bytes of memory"),
-                   cat("more, with \"", name, "\" of shape (", shape.rows, ", ", shape.cols, ')'));
-    }
-  }
-  return {};
-}
-
-Result<json> to_dense(BsrFile& file) {
-  if (file.weights.empty()) return invalid(op, "the file must have sparse weights for --to dense", "none");
-  if (Status status = check_dense_bytes(file); !status.ok()) return status;
-  json rows = json::array();
-  for (const auto& [name, weight] : file.weights) {
-    const BsrShape& shape = weight.pattern.shape();
-    StoredTensor dense{to_safetensors(weight.dtype), {shape.rows, shape.cols}, {}};
-    dense.data.resize(static_cast<std::size_t>(shape.rows * shape.cols) * size_of(weight.dtype));
-    if (Status status = bsr_to_dense(weight.view(),
-                                     {dense.data.data(), weight.dtype, shape.rows, shape.cols, shape.cols});
-        !status.ok()) {
-      return status;
+    if (!total || *total > limit) {
+      return error(
+          StatusCode::unsupported, op,
+          cat("the dense weights must have at most ", bytes_text(limit), " in all, or --limit be given"),
+          cat("more, with \"", name, "\" of shape (", shape.rows, ", ", shape.cols, ')'));
     }
     rows.push_back(row(name, weight));
-    file.tensors.emplace(name, std::move(dense));
   }
-  file.weights.clear();
   return rows;
 }
 
@@ -163,11 +153,13 @@ Exit run(const Options& options) {
   }
   auto file = read_bsr_file(options.input);
   if (!file.ok()) return fail(file.status());
-  const auto rows = options.to == "dense" ? to_dense(file.value()) : to_bsr(file.value(), options);
-  if (!rows.ok()) return fail(rows.status());
   // Before OUT is written: it may be IN.
   const auto input_bytes = static_cast<std::int64_t>(std::filesystem::file_size(options.input, ignored));
-  if (Status status = write_bsr_file(options.output, *file); !status.ok()) return fail(status);
+  const bool dense = options.to == "dense";
+  const auto rows = dense ? to_dense(*file, options, input_bytes) : to_bsr(file.value(), options);
+  if (!rows.ok()) return fail(rows.status());
+  const auto write = dense ? write_dense_file : write_bsr_file;
+  if (Status status = write(options.output, *file); !status.ok()) return fail(status);
   const json all{
       {"input", options.input},
       {"output", options.output},
@@ -196,6 +188,11 @@ void add_convert(CLI::App& app, Exit& exit) {
   command->add_option("--include", options->include,
                       "Regular expression; matches whole tensor names. Default: 2-D float tensors named "
                       "*.weight that are not embeddings");
+  command
+      ->add_option("--limit", options->limit,
+                   "Most bytes of dense weights that --to dense may write, such as 8GiB. Default: 64 times "
+                   "the size of IN, and at least 1GiB")
+      ->transform(CLI::AsSizeValue(false));
   command->add_flag("--force", options->force, "Replace OUT if it exists");
   command->add_flag("--json", options->as_json, "Print JSON");
   command->callback([options, &exit] { exit = run(*options); });

@@ -88,6 +88,19 @@ Status check_shape(std::string_view op, const BsrShape& shape) {
                    cat("shape (", shape.rows, ", ", shape.cols, "), block_shape (", shape.block_rows, ", ",
                        shape.block_cols, ')'));
   }
+  // Values and what kernels allocate have blocks of full size: past the matrix these may reach for
+  // convenience (one block shape for a whole model), not for gigabytes.
+  const auto rounded_up = [](std::int64_t size) {
+    constexpr std::int64_t kMultiple = 256;
+    return std::max<std::int64_t>(1, (size + kMultiple - 1) / kMultiple) * kMultiple;
+  };
+  if (shape.block_rows > rounded_up(shape.rows) || shape.block_cols > rounded_up(shape.cols)) {
+    return invalid(op,
+                   cat("block_shape must be at most (", rounded_up(shape.rows), ", ", rounded_up(shape.cols),
+                       "), the shape rounded up to multiples of 256"),
+                   cat('(', shape.block_rows, ", ", shape.block_cols, ") for shape (", shape.rows, ", ",
+                       shape.cols, ')'));
+  }
   if (shape.nnzb < 0 || shape.nnzb > kMaxIndex || shape.nnzb > shape.row_count() * shape.col_count()) {
     return invalid(op,
                    cat("the number of stored blocks must be in [0, ",

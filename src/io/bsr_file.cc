@@ -22,8 +22,8 @@ constexpr std::string_view kValues = ".values";
 constexpr std::string_view kCrow = ".crow_indices";
 constexpr std::string_view kCol = ".col_indices";
 
-// A plan has one word per block column, stored blocks or not. Past this many, the file must be as
-// large itself, so that a few bytes of metadata cannot ask for gigabytes.
+// A plan has one word per block column, stored blocks or not. Past this many in all weights together,
+// the file must be as large itself, so that a few bytes of metadata cannot ask for gigabytes.
 constexpr std::int64_t kMaxFreeColumns = std::int64_t{1} << 24;
 
 using Entries = std::map<std::string, BsrEntry>;
@@ -123,16 +123,7 @@ Status check_entry(std::string_view op, const SafetensorsHeader& header, const s
       !status.ok()) {
     return status;
   }
-  if (Status status = check_piece(op, header, piece(weight, kCol), {i32, i64}, {shape.nnzb}); !status.ok()) {
-    return status;
-  }
-  const std::int64_t most = std::max(kMaxFreeColumns, header.file_bytes);
-  if (shape.col_count() > most) {
-    return invalid(op,
-                   cat("a file of ", header.file_bytes, " bytes may have at most ", most, " block columns"),
-                   cat(shape.col_count()));
-  }
-  return {};
+  return check_piece(op, header, piece(weight, kCol), {i32, i64}, {shape.nnzb});
 }
 
 Result<Entries> parse_entries(std::string_view op, const SafetensorsHeader& header) {
@@ -153,11 +144,20 @@ Result<Entries> parse_entries(std::string_view op, const SafetensorsHeader& head
       return invalid(op, "metadata \"rarefy\" must have a version string and a modules object",
                      cat(root["version"].type_name(), " and ", root["modules"].type_name()));
     }
+    const std::int64_t most_columns = std::max(kMaxFreeColumns, header.file_bytes);
+    std::int64_t columns = 0;  // at most 2^31 for each entry, of which a header has at most 10^8 bytes
     for (const auto& [weight, value] : root["modules"].items()) {
       const std::string scope = scoped(op, weight);
       const auto entry = parse_entry(scope, value);
       if (!entry.ok()) return entry.status();
       if (Status status = check_entry(scope, header, weight, *entry); !status.ok()) return status;
+      columns += entry->shape.col_count();
+      if (columns > most_columns) {
+        return invalid(scope,
+                       cat("the weights of a file of ", header.file_bytes, " bytes may have at most ",
+                           most_columns, " block columns in all"),
+                       cat(columns, " with this one"));
+      }
       entries.emplace(weight, *entry);
     }
   }
@@ -285,7 +285,9 @@ Status check_weight(std::string_view op, const BsrFile& file, const std::string&
   return check_padding(op, matrix);
 }
 
-Result<Parts> take_apart(std::string_view op, const BsrFile& file) {
+enum class Weights : std::uint8_t { sparse, dense };
+
+Result<Parts> take_apart(std::string_view op, const BsrFile& file, Weights weights = Weights::sparse) {
   Parts parts{{}, file.metadata};
   if (file.metadata.contains(std::string(kMetadataKey))) {
     return invalid(op, "metadata must leave \"rarefy\" to the writer", "a value of its own");
@@ -302,6 +304,10 @@ Result<Parts> take_apart(std::string_view op, const BsrFile& file) {
     const std::string scope = scoped(op, weight);
     if (Status status = check_weight(scope, file, weight, matrix); !status.ok()) return status;
     const BsrShape& shape = matrix.pattern.shape();
+    if (weights == Weights::dense) {
+      parts.tensors.push_back({weight, to_safetensors(matrix.dtype), {shape.rows, shape.cols}, {}, &matrix});
+      continue;
+    }
     const auto crow = matrix.pattern.crow_indices();
     const auto col = matrix.pattern.col_indices();
     const auto length = [](const auto& span) { return static_cast<std::int64_t>(span.size()); };
@@ -351,6 +357,14 @@ Status write_bsr_file(const std::string& path, const BsrFile& file) {
   constexpr std::string_view op = "write_bsr_file";
   return guarded(op, [&] {
     auto parts = take_apart(op, file);
+    return parts.ok() ? save(op, path, std::move(parts.value().tensors), parts->metadata) : parts.status();
+  });
+}
+
+Status write_dense_file(const std::string& path, const BsrFile& file) {
+  constexpr std::string_view op = "write_dense_file";
+  return guarded(op, [&] {
+    auto parts = take_apart(op, file, Weights::dense);
     return parts.ok() ? save(op, path, std::move(parts.value().tensors), parts->metadata) : parts.status();
   });
 }

@@ -199,15 +199,18 @@ Result<std::string> format_header(std::string_view op, std::vector<TensorRef>& t
       const bool negative =
           std::any_of(tensor.shape.begin(), tensor.shape.end(), [](std::int64_t dim) { return dim < 0; });
       const auto bytes = tensor_bytes(tensor.dtype, tensor.shape);
-      if (negative || bytes != static_cast<std::int64_t>(tensor.data.size())) {
+      const bool right = tensor.sparse != nullptr ? bytes.has_value()
+                                                  : bytes == static_cast<std::int64_t>(tensor.data.size());
+      if (negative || !right) {
         return invalid(op, cat("tensor ", quote(tensor.name), " must have the bytes of its shape and dtype"),
                        cat(tensor.data.size(), " bytes for shape ", shape_text(tensor.shape), " of ",
                            name(tensor.dtype)));
       }
+      const auto end = checked_add(offset, *bytes);
+      if (!end) return invalid(op, "the tensors must have fewer than 2^63 bytes in all", "more");
       text += cat(text.empty() ? "" : ",", json(tensor.name).dump(), ":{\"dtype\":\"", name(tensor.dtype),
-                  "\",\"shape\":", json(tensor.shape).dump(), ",\"data_offsets\":[", offset, ',',
-                  offset + *bytes, "]}");
-      offset += *bytes;
+                  "\",\"shape\":", json(tensor.shape).dump(), ",\"data_offsets\":[", offset, ',', *end, "]}");
+      offset = *end;
     }
   } catch (const json::exception&) {
     return invalid(op, "names and metadata must be UTF-8", cat("other bytes in ", quote(current)));

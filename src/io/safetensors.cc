@@ -1,6 +1,9 @@
 // Whole safetensors files, from and to disk and memory.
 #include "rarefy/safetensors.h"
 
+#include <algorithm>
+#include <cstring>
+
 #include "io/output_file.h"
 #include "io/tensors.h"
 
@@ -19,6 +22,34 @@ Result<SafetensorsFile> read_all(std::string_view op, const ByteSource& source) 
   }
   file.metadata = std::move(header.value().metadata);
   return file;
+}
+
+// Writes a matrix as a dense one, in pieces of about a megabyte, or of a row if that is longer.
+Status write_dense(OutputFile& file, const BsrMatrix& matrix) {
+  const PlanView& plan = matrix.pattern.view();
+  const BsrShape& shape = plan.shape;
+  const auto size = static_cast<std::int64_t>(size_of(matrix.dtype));
+  const std::int64_t row_bytes = shape.cols * size;
+  if (shape.rows == 0 || row_bytes == 0) return {};
+  const std::int64_t at_once = std::clamp<std::int64_t>((1 << 20) / row_bytes, 1, shape.rows);
+  std::vector<std::byte> piece(static_cast<std::size_t>(at_once * row_bytes));
+  for (std::int64_t first = 0; first < shape.rows; first += at_once) {
+    const std::int64_t end = std::min(first + at_once, shape.rows);
+    std::fill(piece.begin(), piece.end(), std::byte{0});
+    for (std::int64_t n = first; n < end; ++n) {
+      std::byte* row = piece.data() + (n - first) * row_bytes;
+      const std::int64_t i = n / shape.block_rows;
+      for (std::int64_t e = plan.crow[i]; e < plan.crow[i + 1]; ++e) {
+        const std::int64_t from = e * shape.block_size() + n % shape.block_rows * shape.block_cols;
+        const std::int64_t k = plan.col[e] * shape.block_cols;
+        std::memcpy(row + k * size, matrix.values.data() + from * size,
+                    static_cast<std::size_t>(std::min(shape.block_cols, shape.cols - k) * size));
+      }
+    }
+    const auto written = std::span(piece).first(static_cast<std::size_t>((end - first) * row_bytes));
+    if (Status status = file.write(written); !status.ok()) return status;
+  }
+  return {};
 }
 
 std::vector<TensorRef> refs(const SafetensorsFile& file) {
@@ -50,7 +81,8 @@ Status save(std::string_view op, const std::string& path, std::vector<TensorRef>
   if (Status status = file.open(); !status.ok()) return status;
   if (Status status = file.write(std::as_bytes(std::span(*header))); !status.ok()) return status;
   for (const TensorRef& tensor : tensors) {
-    if (Status status = file.write(tensor.data); !status.ok()) return status;
+    Status status = tensor.sparse != nullptr ? write_dense(file, *tensor.sparse) : file.write(tensor.data);
+    if (!status.ok()) return status;
   }
   return file.commit();
 }

@@ -11,16 +11,19 @@
 
 #include "core/message.h"
 #include "io/source.h"
+#include "rarefy/convert.h"
 #include "rarefy/safetensors.h"
 
 namespace rarefy {
 
-// A tensor to be written; the bytes belong to somebody else.
+// A tensor to be written; the bytes belong to somebody else. With `sparse` they are those of that
+// matrix made dense, and come into being while they are written.
 struct TensorRef {
   std::string name;
   SafetensorsDType dtype;
   std::vector<std::int64_t> shape;
   std::span<const std::byte> data;
+  const BsrMatrix* sparse = nullptr;
 };
 
 using Metadata = std::map<std::string, std::string>;

@@ -156,6 +156,28 @@ TEST(BsrFileTest, TakesInt64Indices) {
   expect_equal(*wide, parse(good_file()).value());
 }
 
+TEST(BsrFileTest, WritesWeightsAsDenseOnes) {
+  const TemporaryDirectory directory;
+  for (const auto& [rows, cols] : {std::pair{5, 7}, {33, 300}, {0, 7}, {5, 0}, {700, 1000}}) {
+    for (const auto& [r, c] : {std::pair{1, 1}, {2, 3}, {64, 64}}) {
+      BsrFile file;
+      file.tensors["bias"] = {SafetensorsDType::f32, {5}, counting_bytes(20)};
+      file.metadata["format"] = "pt";
+      file.weights.emplace("w", make_weight({rows, cols, r, c}, DType::f32, 1));
+      SafetensorsFile dense{file.tensors, file.metadata};
+      StoredTensor& w = dense.tensors["w"];
+      w = {SafetensorsDType::f32, {rows, cols}, {}};
+      w.data.resize(static_cast<std::size_t>(rows) * cols * sizeof(float));
+      ASSERT_TRUE(
+          bsr_to_dense(file.weights.at("w").view(), {w.data.data(), DType::f32, rows, cols, cols}).ok());
+      ASSERT_TRUE(write_dense_file(directory.file("w"), file).ok());
+      const auto read = read_safetensors(directory.file("w"));
+      ASSERT_TRUE(read.ok()) << read.status().message();
+      EXPECT_EQ(*read, dense) << rows << 'x' << cols << " in blocks of " << r << 'x' << c;
+    }
+  }
+}
+
 TEST(BsrFileTest, PlainFileHasNoWeights) {
   SafetensorsFile file;
   file.tensors["m.weight"] = {SafetensorsDType::f32, {2, 2}, counting_bytes(16)};
@@ -223,6 +245,20 @@ void ask_for_gigabytes(SafetensorsFile& file) {
                             R"({"shape":[0,2147483647],"block_shape":[1,1],"nnzb":0,"dtype":"f32"}}})";
 }
 
+// The same in many small helpings: 200 weights of 2^20 block columns and no rows, in a file of 60 KB.
+void ask_for_gigabytes_in_all(SafetensorsFile& file) {
+  std::string modules;
+  for (int i = 0; i < 200; ++i) {
+    const std::string name = "w" + std::to_string(i);
+    file.tensors[name + ".values"] = {SafetensorsDType::f32, {0, 1, 1}, {}};
+    file.tensors[name + ".crow_indices"] = {SafetensorsDType::i32, {1}, bytes_of<std::int32_t>({0})};
+    file.tensors[name + ".col_indices"] = {SafetensorsDType::i32, {0}, {}};
+    modules += (i == 0 ? "\"" : ",\"") + name +
+               R"(":{"shape":[0,1048576],"block_shape":[1,1],"nnzb":0,"dtype":"f32"})";
+  }
+  file.metadata["rarefy"] = R"({"format":"bsr-v1","version":"1","modules":{)" + modules + "}}";
+}
+
 // Four blocks of 2^60 elements each.
 void block_product_overflows(SafetensorsFile& file) {
   file.metadata["rarefy"] =
@@ -280,7 +316,9 @@ std::vector<Hostile> hostile_files() {
       {"UnknownDType", replaced("f32", "f31"), "got \"f31\""},
       {"OtherDType", replaced("f32", "f16"), "must be F16 [4,2,3], as the metadata says; got F32"},
       {"DTypeNumber", replaced("\"f32\"", "32"), "dtype must be f64"},
-      {"AsksForGigabytes", ask_for_gigabytes, "at most 16777216 block columns"},
+      {"AsksForGigabytes", ask_for_gigabytes, "at most 16777216 block columns in all; got 2147483647"},
+      {"AsksForGigabytesInAll", ask_for_gigabytes_in_all, "block columns in all; got 17825792 with this one"},
+      {"BlockBeyondTheMatrix", replaced("[2,3]", "[257,3]"), "block_shape must be at most (256, 256)"},
       // pieces
       {"NoValues", without("m.weight.values"), "must have the tensor \"m.weight.values\""},
       {"NoCrow", without("m.weight.crow_indices"), "must have the tensor \"m.weight.crow_indices\""},

@@ -1,7 +1,11 @@
 // The rarefy command, run as users run it: what it prints, what it writes, how it fails.
 #include <gtest/gtest.h>
+#include <spawn.h>
+#include <sys/resource.h>
 #include <sys/wait.h>
+#include <unistd.h>
 
+#include <cerrno>
 #include <cstdlib>
 #include <filesystem>
 #include <fstream>
@@ -19,15 +23,25 @@ using nlohmann::json;
 struct Finished {
   int exit;
   std::string out, err;
+  std::int64_t peak_bytes = 0;  // of its memory
 };
 
 class CliTest : public ::testing::Test {
  protected:
   Finished rarefy(const std::string& arguments) const {
-    const std::string command =
-        std::string(RAREFY_CLI) + ' ' + arguments + " >" + path("out") + " 2>" + path("err");
-    const int status = std::system(command.c_str());
-    return {WIFEXITED(status) ? WEXITSTATUS(status) : -1, text(path("out")), text(path("err"))};
+    return shell("exec " RAREFY_CLI " " + arguments + " >" + path("out") + " 2>" + path("err"));
+  }
+
+  Finished shell(std::string command) const {
+    char* const words[] = {const_cast<char*>("sh"), const_cast<char*>("-c"), command.data(), nullptr};
+    pid_t child = 0;
+    if (::posix_spawn(&child, "/bin/sh", nullptr, nullptr, words, environ) != 0) return {-1, "", "no shell"};
+    int status = 0;
+    struct rusage usage {};
+    while (::wait4(child, &status, 0, &usage) < 0 && errno == EINTR) {
+    }
+    return {WIFEXITED(status) ? WEXITSTATUS(status) : -1, text(path("out")), text(path("err")),
+            std::int64_t{usage.ru_maxrss} * 1024};
   }
 
   // What a run that must succeed printed with --json.
@@ -40,7 +54,7 @@ class CliTest : public ::testing::Test {
 
   void expect_failure(const std::string& arguments, int exit, const std::string& message) const {
     const Finished run = rarefy(arguments);
-    EXPECT_EQ(run.exit, exit) << arguments;
+    EXPECT_EQ(run.exit, exit) << arguments << run.err;
     EXPECT_NE(run.err.find(message), std::string::npos) << run.err;
     EXPECT_EQ(run.out, "") << arguments;
   }
@@ -180,16 +194,58 @@ TEST_F(CliTest, ConvertRefusesBadValuesAndWritesNothing) {
   EXPECT_FALSE(std::filesystem::exists(path("x")));
 }
 
-TEST_F(CliTest, ADenseSizeThatNobodyHasIsRefused) {
-  // One block row and one block column of nothing: a few bytes that say 2 EiB.
-  const BsrShape shape{1 << 30, 1 << 29, 1 << 30, 1 << 29};
-  const std::vector<std::int32_t> crow{0, 0};
+// A weight without blocks: a few hundred bytes, whatever its shape.
+BsrFile nothing_of(const BsrShape& shape) {
+  const std::vector<std::int32_t> crow(static_cast<std::size_t>(shape.row_count() + 1));
   BsrFile file;
   file.weights.emplace("w", BsrMatrix{Pattern::create(shape, crow, {}).value(), DType::f32, {}});
-  ASSERT_TRUE(write_bsr_file(path("huge"), file).ok());
+  return file;
+}
+
+TEST_F(CliTest, ADenseSizeFarBeyondTheFileIsRefused) {
+  // One block row and one block column of nothing: a few bytes that say 2 EiB.
+  ASSERT_TRUE(write_bsr_file(path("huge"), nothing_of({1 << 30, 1 << 29, 1 << 30, 1 << 29, 0})).ok());
   EXPECT_EQ(rarefy("verify " + path("huge")).exit, 0);
   EXPECT_EQ(rarefy("inspect " + path("huge")).exit, 0);
-  expect_failure("convert " + in_out("huge", "x") + "--to dense", 3, "the dense weights must fit in");
+  expect_failure("convert " + in_out("huge", "x") + "--to dense", 3,
+                 "the dense weights must have at most 1.0 GiB in all, or --limit be given");
+
+  ASSERT_TRUE(write_bsr_file(path("small"), nothing_of({64, 64, 64, 64, 0})).ok());
+  run_json("convert " + in_out("small", "x") + "--to dense --limit 16KiB");
+  std::filesystem::remove(path("x"));
+  expect_failure("convert " + in_out("small", "x") + "--to dense --limit 16383", 3, "at most 16.0 KiB");
+  expect_failure("convert " + in_out("small", "x") + "--to dense --limit much", 2, "--limit");
+  EXPECT_FALSE(std::filesystem::exists(path("x")));
+}
+
+TEST_F(CliTest, ConvertToDenseTakesMemoryForTheSparseFileAlone) {
+  ASSERT_TRUE(write_bsr_file(path("sparse"), nothing_of({4096, 4096, 256, 256, 0})).ok());
+  const std::int64_t verify = rarefy("verify " + path("sparse")).peak_bytes;
+  const Finished run = rarefy("convert " + in_out("sparse", "back") + "--to dense");
+  EXPECT_EQ(run.exit, 0) << run.err;
+  EXPECT_GT(std::filesystem::file_size(path("back")), 64U << 20);
+  EXPECT_LT(run.peak_bytes, verify + (16 << 20));
+}
+
+TEST_F(CliTest, ConvertLeavesMatricesWithoutElementsAlone) {
+  // As sparse weights they would have indices for 2^27 rows, half a gigabyte.
+  SafetensorsFile file;
+  file.tensors["w.weight"] = {SafetensorsDType::f32, {1 << 27, 0}, {}};
+  ASSERT_TRUE(write_safetensors(path("empty"), file).ok());
+  expect_failure("convert " + in_out("empty", "x") + "--block 1x1", 1, "must have a 2-D float tensor");
+  expect_failure("convert " + in_out("empty", "x") + "--block 1x1 --include '.*'", 1, "with elements");
+  file.tensors["v.weight"] = {SafetensorsDType::f32, {4, 4}, test::counting_bytes(64)};
+  ASSERT_TRUE(write_safetensors(path("both"), file).ok());
+  EXPECT_EQ(run_json("convert " + in_out("both", "y"))["weights"].size(), 1U);
+  EXPECT_EQ(read_bsr_file(path("y"))->tensors.at("w.weight"), file.tensors["w.weight"]);
+}
+
+TEST_F(CliTest, BlocksFarLargerThanTheMatrixAreRefused) {
+  SafetensorsFile file;
+  file.tensors["w.weight"] = {SafetensorsDType::f32, {4, 4}, test::counting_bytes(64)};
+  ASSERT_TRUE(write_safetensors(path("dense"), file).ok());
+  expect_failure("convert " + in_out() + "--block 268435456x1", 1, "block_shape must be at most (256, 256)");
+  EXPECT_EQ(rarefy("convert " + in_out() + "--block 64x64").exit, 0);
 }
 
 TEST_F(CliTest, InspectShowsSparseAndDenseTensors) {

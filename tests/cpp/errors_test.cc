@@ -70,7 +70,18 @@ const Case kPatternCases[] = {
      [](Call& c) { return c.shape.cols = kHuge, c.create(); }},
     {"ValuesOverflow", kBad, "[op] the values must fit in memory; got 1 blocks of (2147483647, 2147483647)",
      [](Call&) {
-       return check_shape("op", {9, 9, INT32_MAX, INT32_MAX, 1});
+       return check_shape("op", {INT32_MAX, INT32_MAX, INT32_MAX, INT32_MAX, 1});
+     }},
+    {"BlockBeyondTheRows", kBad,
+     "[op] block_shape must be at most (512, 256), the shape rounded up to multiples of 256; got (513, 1) "
+     "for "
+     "shape (257, 0)",
+     [](Call&) {
+       return check_shape("op", {257, 0, 513, 1, 0});
+     }},
+    {"BlockBeyondTheColumns", kBad, "[op] block_shape must be at most (256, 256)",
+     [](Call&) {
+       return check_shape("op", {4, 256, 256, 257, 1});
      }},
     {"MoreBlocksThanPlaces", kBad, "[op] the number of stored blocks must be in [0, 6]; got 7",
      [](Call&) {
@@ -343,6 +354,12 @@ TEST(GoodInputTest, IsAccepted) {
     EXPECT_TRUE(status.ok()) << status.message();
   }
   EXPECT_TRUE(view_plan("op", call.shape, call.plan).ok());
+}
+
+TEST(BlockShapeTest, MayReachPastTheMatrixToTheNextMultipleOf256) {
+  EXPECT_TRUE(check_shape("op", {1, 257, 256, 512, 1}).ok());
+  EXPECT_TRUE(check_shape("op", {0, 0, 256, 256, 0}).ok());
+  EXPECT_TRUE(check_shape("op", {512, 1, 512, 1, 1}).ok());
 }
 
 }  // namespace

@@ -190,6 +190,11 @@ CASES = {
         ValueError,
         "[BsrWeight]",
     ),
+    "block_beyond_the_matrix": (  # without blocks it holds nothing, and its forward took a gigabyte
+        lambda: weight(torch.ones(0, 2**28, 1), (0, 0), (), shape=(4, 4), block_shape=(2**28, 1)),
+        ValueError,
+        "block_shape must be at most (256, 256), the shape rounded up to multiples of 256",
+    ),
     # choosing blocks
     "density_above_one": (lambda: dense(density=1.01), ValueError, "density must be in [0, 1]; got 1.01"),
     "density_negative": (lambda: dense(density=-0.1), ValueError, "density must be in [0, 1]; got -0.1"),

@@ -293,10 +293,10 @@ OTHER_ERRORS = {
             TypeError,
             "x must have the dtype of grad_output, float32; got float16",
         ),
-        "overflow": (
+        "block beyond the matrix": (
             _grad_weight_error(plan=_int32(*range(15)), block_shape=(2**31 - 1, 2**31 - 1)),
             ValueError,
-            "the values must fit in memory",
+            r"block_shape must be at most \(256, 256\)",
         ),
         "plan": (_grad_weight_error(plan=GOOD["plan"][1:]), ValueError, "plan must have 20 elements.*got 22"),
         "plan float": (_grad_weight_error(plan=torch.ones(23)), TypeError, "plan must be int32; got float32"),
