@@ -4,7 +4,9 @@
 #include <fcntl.h>
 #include <unistd.h>
 
+#include <atomic>
 #include <cerrno>
+#include <cstdint>
 #include <cstdio>
 #include <filesystem>
 #include <system_error>
@@ -27,17 +29,21 @@ Status OutputFile::failed(int code) const {
 }
 
 Status OutputFile::open() {
-  // open(2) rather than mkstemp(3), which would ignore the user's umask.
-  for (int attempt = 0; descriptor_ < 0; ++attempt) {
-    const std::string candidate = cat(path_, ".tmp-", ::getpid(), '-', attempt);
+  // A name of its own, for the path's may be as long as a name can be. open(2) rather than mkstemp(3), which
+  // would ignore the user's umask.
+  static std::atomic<std::uint64_t> opened{0};
+  const std::filesystem::path parent = std::filesystem::path(path_).parent_path();
+  constexpr int kAttempts = 1000;  // names can be taken: by processes that crashed, or of other machines
+  for (int attempt = 0; attempt < kAttempts; ++attempt) {
+    const std::string candidate = parent / cat(".rarefy-", ::getpid(), '-', opened++, ".tmp");
     descriptor_ = ::open(candidate.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0666);
     if (descriptor_ >= 0) {
       temporary_ = candidate;
-    } else if (errno != EEXIST || attempt == 1000) {
-      return failed(errno);
+      return {};
     }
+    if (errno != EEXIST) break;
   }
-  return {};
+  return failed(errno);
 }
 
 Status OutputFile::write(std::span<const std::byte> bytes) {
