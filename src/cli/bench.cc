@@ -48,7 +48,10 @@ Status check(const Options& options, const BsrShape& shape) {
   if (options.threads < 0 || options.threads > kMostThreads) {
     return invalid(op, cat("--threads must be in [0, ", kMostThreads, ']'), cat(options.threads));
   }
-  if (options.repeats < 1) return invalid(op, "--repeats must be at least 1", cat(options.repeats));
+  constexpr int kMostRepeats = 1'000'000;  // each leaves a time in memory
+  if (options.repeats < 1 || options.repeats > kMostRepeats) {
+    return invalid(op, cat("--repeats must be in [1, ", kMostRepeats, ']'), cat(options.repeats));
+  }
   return {};
 }
 

@@ -118,6 +118,22 @@ TEST_F(CliTest, UsageErrorsExitWithTwo) {
   }
 }
 
+TEST_F(CliTest, OutputThatIsLostExitsWithThree) {
+  write_model();
+  run_json("convert " + in_out());
+  const std::string sparse = path("sparse");
+  for (const std::string& arguments :
+       {std::string("info"), std::string("info --json"), std::string("--help"), std::string("bench --help"),
+        std::string("--version"), "inspect " + sparse, "inspect --json " + sparse, "verify " + sparse,
+        "verify --json " + sparse, "convert --force " + in_out(),
+        std::string("bench --m 2 --n 8 --k 8 --repeats 1")}) {
+    const Finished run = shell("exec " RAREFY_CLI " " + arguments + " >/dev/full 2>" + path("err"));
+    EXPECT_EQ(run.exit, 3) << arguments;
+    EXPECT_NE(run.err.find("[rarefy] the standard output must be writable; got "), std::string::npos)
+        << arguments << ": " << run.err;
+  }
+}
+
 TEST_F(CliTest, InfoNamesAKernelForEveryProductAndDType) {
   const json info = run_json("info");
   EXPECT_EQ(info["version"], "0.1.0");
@@ -319,7 +335,8 @@ TEST_F(CliTest, BenchRefusesBadValues) {
   expect_failure("bench --density nan", 1, "--density must be in [0, 1]");
   expect_failure("bench --m 0", 1, "must be at least 1");
   expect_failure("bench --m 2000000000 --n 2000000000", 1, "at most");
-  expect_failure("bench --repeats 0", 1, "--repeats must be at least 1");
+  expect_failure("bench --repeats 0", 1, "--repeats must be in [1, 1000000]");
+  expect_failure("bench --repeats 2147483647", 1, "--repeats must be in [1, 1000000]");
   expect_failure("bench --threads 100000", 1, "--threads must be in");
   expect_failure("bench --block 0x4", 1, "--block must be");
 }
