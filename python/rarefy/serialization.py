@@ -20,6 +20,7 @@ from torch import nn
 
 from .backend import __version__
 from .checks import DTYPE_NAMES, check_tensor, fail
+from .files import replacing
 from .modules import BlockSparseLinear
 from .patcher import Layer, find_layers
 from .weight import BsrWeight
@@ -122,19 +123,11 @@ def _clean_pieces(weight: BsrWeight) -> dict[str, torch.Tensor]:
 
 
 def _write(tensors: dict[str, torch.Tensor], metadata: dict[str, str], path: Path) -> None:
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        temporary.touch()
-        mode = temporary.stat().st_mode  # as the umask wants it; safetensors makes files private
-        save_tensors(tensors, temporary, metadata=metadata)
-        temporary.chmod(mode)
-        with temporary.open("rb+") as file:
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    except SafetensorError as error:  # how safetensors reports a folder that is missing or full
+        with replacing(path) as temporary:
+            save_tensors(tensors, temporary, metadata=metadata)
+    except SafetensorError as error:  # how safetensors reports a full disk
         raise OSError(f"[save_file] path must be writable; got {path}: {error}") from None
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 # Loading -----------------------------------------------------------------------------------------
