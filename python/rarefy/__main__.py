@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
+import sys
 
 from .backend import backend_info
 
 
 def main() -> int:
-    """Print backend_info(); the exit code is 1 when the compiled library is not loaded."""
+    """Print backend_info(); the exit code is 1 when the library is not loaded, 3 when output is lost."""
     parser = argparse.ArgumentParser(prog="python -m rarefy", description=main.__doc__)
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--block", default="32x32", help="block shape RxC that kernels are selected for")
@@ -24,11 +26,26 @@ def main() -> int:
     else:
         for key, value in info.items():
             if key != "kernels":
-                print(f"{key:13} {', '.join(value) if isinstance(value, list) else value}")
+                print(f"{key:13} {', '.join(value) or 'none' if isinstance(value, list) else value}")
         for row in info.get("kernels", ()):
+            if row["device"] == "cuda" and not info["cuda_devices"]:
+                continue  # nothing here could run them
             print(f"  {row['device']:4} {row['op']:11} {row['dtype']:4} -> {row['kernel']}: {row['why']}")
     return 0 if info["problem"] is None else 1
 
 
+def _run() -> int:
+    """main() as a program: a reader that has seen enough ends it quietly, a full disk with a sentence."""
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+    try:
+        code = main()
+        sys.stdout.flush()
+    except OSError as error:
+        sys.stdout = None  # Python would try to write the rest again
+        print(f"rarefy: the standard output must be writable; got {error.strerror}", file=sys.stderr)
+        return 3
+    return code
+
+
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(_run())

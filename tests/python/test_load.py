@@ -4,6 +4,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 import torch
 
 import rarefy
+from rarefy import __main__
 
 PACKAGE = Path(rarefy.__file__).parent
 LIBRARY = PACKAGE / "lib" / "librarefy_torch.so"
@@ -149,3 +151,33 @@ def test_the_same_binary_loads_in_another_python(name):
     run = python("-m", "rarefy", "--json", executable=executable)
     assert run.returncode == 0, run.stdout + run.stderr
     assert json.loads(run.stdout)["library"] == str(LIBRARY)
+
+
+def test_lost_output_is_an_exit_code_and_a_sentence():
+    environment = os.environ | {"PYTHONPATH": str(PACKAGE.parent)}
+    command = [sys.executable, "-m", "rarefy"]
+    with Path("/dev/full").open("w") as full:
+        run = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, env=environment)
+    assert run.returncode == 3
+    assert run.stderr == "rarefy: the standard output must be writable; got No space left on device\n"
+    # As in `python -m rarefy | head -1`, when head has ended.
+    reader, writer = os.pipe()
+    os.close(reader)
+    run = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, env=environment)
+    os.close(writer)
+    assert run.returncode == -signal.SIGPIPE and run.stderr == ""
+
+
+@pytest.mark.parametrize("devices", [[], ["a GPU"]])
+def test_kernels_of_a_device_that_is_not_there_are_not_listed(devices, monkeypatch, capsys):
+    kernels = [
+        {"device": device, "op": "linear", "dtype": "f32", "kernel": f"{device}_linear", "why": "first"}
+        for device in ("cpu", "cuda")
+    ]
+    info = {"problem": None, "cuda_built": True, "cuda_devices": devices, "kernels": kernels}
+    monkeypatch.setattr(__main__, "backend_info", lambda _block: info)
+    monkeypatch.setattr(sys, "argv", ["rarefy"])
+    assert __main__.main() == 0
+    shown = capsys.readouterr().out
+    assert "cpu_linear" in shown and ("cuda_linear" in shown) == bool(devices)
+    assert re.search(r"cuda_devices +(none|a GPU)\n", shown)
