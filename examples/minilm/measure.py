@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import copy
-import statistics
-import time
 from pathlib import Path
 
 import torch
 from torch import nn
+
+from rarefy.timing import measure_pair, quietest
 
 from .data import Entry
 from .model import embed_batch, tokenize
@@ -26,43 +26,34 @@ def middle_batch(entries: list[Entry], size: int) -> list[str]:
 
 @torch.inference_mode()
 def encoding_times(
-    dense: nn.Module, sparse: nn.Module, tokenizer, entries: list[Entry], rounds: int = 25, batches=BATCHES
+    dense: nn.Module,
+    sparse: nn.Module,
+    tokenizer,
+    entries: list[Entry],
+    rounds: range = range(9, 34),
+    batches=BATCHES,
 ) -> list[dict]:
     """Times tokenizing, encoding and pooling a batch; rows of the report's `speed` key.
 
-    dense and sparse are f32 encoders; copies of them are converted to each dtype. Every round runs each of
-    them once, dense first in even rounds, so that a busy moment of the machine hits both alike. Times are
-    medians in milliseconds, with quartiles; `tokens` counts what the encoder sees, padding included.
+    dense and sparse are f32 encoders; copies of them are converted to each dtype and take turns, in three
+    passes of `rounds` (rarefy.timing). Times are medians in milliseconds, with quartiles; `tokens` counts
+    what the encoder sees, padding included. What three tries found noisy has the reason as `noise`, and no
+    `speedup`.
     """
     rows = []
     for dtype_name, dtype in DTYPES.items():
-        models = {"dense": copy.deepcopy(dense).to(dtype), "sparse": copy.deepcopy(sparse).to(dtype)}
+        models = [copy.deepcopy(model).to(dtype) for model in (dense, sparse)]
         for size in batches:
             texts = middle_batch(entries, size)
-            times: dict[str, list[float]] = {"dense": [], "sparse": []}
-            for turn in range(-2, rounds):
-                for name in ("dense", "sparse") if turn % 2 == 0 else ("sparse", "dense"):
-                    start = time.perf_counter()
-                    embed_batch(models[name], tokenize(tokenizer, texts))
-                    if turn >= 0:
-                        times[name].append(1e3 * (time.perf_counter() - start))
-            rows.append(
-                {
-                    "batch": size,
-                    "tokens": tokenize(tokenizer, texts)["input_ids"].numel(),
-                    "dtype": dtype_name,
-                }
-                | {f"{name}_ms": statistics.median(ms) for name, ms in times.items()}
-                | {f"{name}_quartiles_ms": _quartiles(ms) for name, ms in times.items()}
-                | {"speedup": statistics.median(times["dense"]) / statistics.median(times["sparse"])}
-                | {"rounds": rounds}
-            )
+            encode = [lambda m=model, t=texts: embed_batch(m, tokenize(tokenizer, t)) for model in models]
+            times = quietest(lambda pair=encode: measure_pair(*pair, rounds=rounds, budget=0.3))
+            tokens = tokenize(tokenizer, texts)["input_ids"].numel()
+            row = {"batch": size, "tokens": tokens, "dtype": dtype_name}
+            for name, timing in (("dense", times.dense), ("sparse", times.sparse)):
+                row[f"{name}_ms"] = timing.median
+                row[f"{name}_quartiles_ms"] = [timing.lower, timing.upper]
+            rows.append(row | {"speedup": times.speedup, "noise": times.noise, "rounds": times.dense.rounds})
     return rows
-
-
-def _quartiles(ms: list[float]) -> list[float]:
-    low, _, high = statistics.quantiles(ms, n=4)
-    return [low, high]
 
 
 def linear_bytes(path: Path, names: list[str]) -> int:

@@ -18,6 +18,7 @@ from .summary import (
     size_rows,
     slower_notes,
     speed_rows,
+    speedup_text,
 )
 
 LAYER_HEADINGS = ("layer", "density", "dense kB", "sparse kB", "dense ms", "sparse ms", "speed-up")
@@ -47,7 +48,11 @@ def page(result: dict, details: dict) -> str:
             "turns in one process; medians in milliseconds, quartiles in brackets."
         ),
         table(SPEED_HEADINGS, speed_rows(result)),
-        speed_chart((f"{row['dtype']}, batch {row['batch']}", row["speedup"]) for row in result["speed"]),
+        speed_chart(
+            (f"{row['dtype']}, batch {row['batch']}", row["speedup"])
+            for row in result["speed"]
+            if row["speedup"] is not None
+        ),
         heading("Size"),
         table(SIZE_HEADINGS, size_rows(result)),
         heading("Layers that became sparse"),
@@ -64,7 +69,7 @@ def layer_cells(row: dict) -> tuple[str, ...]:
     """A row of the table of layers, from a row of the result's `layers`."""
     sizes = (f"{row[f'{name}_bytes'] / 1e3:.1f}" for name in ("dense", "sparse"))
     times = (f"{row[f'{name}_ms']:.3f}" for name in ("dense", "sparse"))
-    return row["name"], f"{row['density']:.3f}", *sizes, *times, f"{row['speedup']:.2f}×"
+    return row["name"], f"{row['density']:.3f}", *sizes, *times, speedup_text(row)
 
 
 def training_curve(curve: list[dict]) -> str:

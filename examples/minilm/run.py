@@ -1,7 +1,8 @@
 """Make a trained sentence encoder block-sparse, recover its quality, save, load, measure and report.
 
-Exit code 0: every goal reached; 1: a goal missed (the report is written all the same); 2: something is not
-installed or an option is wrong; 130: Ctrl-C outside the training (inside it, the best state goes on).
+Exit code 0: it ran (sentences say which goals were missed, if any); 1, with --check only: a goal missed; 2:
+something is not installed or an option is wrong; 130: Ctrl-C outside the training (inside it, the best state
+goes on).
 """
 
 from __future__ import annotations
@@ -44,6 +45,9 @@ def options(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=Path("build/demo"), help="folder (default: %(default)s)")
     parser.add_argument(
         "--fresh", action="store_true", help="start anew, even where an earlier run can go on"
+    )
+    parser.add_argument(
+        "--check", action="store_true", help="exit with 1 when a goal is missed: for maintainers"
     )
     args = parser.parse_args(argv)
     rows, _, cols = args.block.partition("x")
@@ -148,7 +152,12 @@ def main(argv: list[str] | None = None) -> int:
     if not missed:
         console.print("Every goal reached: speed, accuracy@10 and size.", style="bold green")
     console.print(f"Reports: {args.out / 'report.html'} and {args.out / 'report.json'}")
-    return 1 if missed else 0
+    return exit_code(missed, args.check)
+
+
+def exit_code(missed: list[str], check: bool) -> int:
+    """Whether the demo ran; whether it reached its goals counts with --check alone."""
+    return 1 if check and missed else 0
 
 
 if __name__ == "__main__":

@@ -19,7 +19,9 @@ def missed_goals(result: dict) -> list[str]:
     """One plain sentence for each goal of the demo that the result does not reach."""
     missed = []
     row = next(row for row in result["speed"] if (row["batch"], row["dtype"]) == (32, "f32"))
-    if row["speedup"] < MIN_SPEEDUP:
+    if row["speedup"] is None:
+        missed.append(f"Goal not measured: encoding at batch 32 in f32, for {row['noise']}.")
+    elif row["speedup"] < MIN_SPEEDUP:
         missed.append(
             f"Goal missed: encoding at batch 32 in f32 is {row['speedup']:.2f}× dense, not {MIN_SPEEDUP}×."
         )
@@ -43,19 +45,21 @@ def slower_notes(rows: list[dict]) -> list[str]:
         f"Batch {row['batch']}, {row['dtype']}: sparse is not faster than dense "
         f"({row['sparse_ms']:.2f} against {row['dense_ms']:.2f} ms)."
         for row in rows
-        if row["speedup"] <= 1
+        if row["speedup"] is not None and row["speedup"] <= 1
     ]
     return same + dense_bf16_notes(rows)
 
 
 def dense_bf16_notes(rows: list[dict]) -> list[str]:
     """One sentence for each batch size at which the dense model in bf16 beats the sparse one in f32."""
-    by = {(row["batch"], row["dtype"]): row for row in rows}
+    by = {(row["batch"], row["dtype"]): row for row in rows if row["speedup"] is not None}
     return [
         f"Batch {size}: dense bf16 ({by[size, 'bf16']['dense_ms']:.2f} ms) is faster than sparse f32 "
         f"({by[size, 'f32']['sparse_ms']:.2f} ms)."
         for size in sorted({row["batch"] for row in rows})
-        if by[size, "bf16"]["dense_ms"] < by[size, "f32"]["sparse_ms"]
+        if (size, "bf16") in by
+        and (size, "f32") in by
+        and by[size, "bf16"]["dense_ms"] < by[size, "f32"]["sparse_ms"]
     ]
 
 
@@ -81,10 +85,15 @@ def speed_rows(result: dict) -> list[tuple[str, ...]]:
                 "{:.2f} ({:.2f}–{:.2f})".format(row[f"{name}_ms"], *row[f"{name}_quartiles_ms"])
                 for name in ("dense", "sparse")
             ),
-            f"{row['speedup']:.2f}×",
+            speedup_text(row),
         )
         for row in result["speed"]
     ]
+
+
+def speedup_text(row: dict) -> str:
+    """The speed-up of a row; "noise" where the machine was too busy to tell."""
+    return "noise" if row["speedup"] is None else f"{row['speedup']:.2f}×"
 
 
 def size_rows(result: dict) -> list[tuple[str, ...]]:
