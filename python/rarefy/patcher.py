@@ -15,8 +15,9 @@ from torch.nn.utils.parametrize import ParametrizationList, is_parametrized
 
 from .checks import check_block_shape, check_density, check_int, fail
 from .modules import BlockSparseLinear, PseudoBlockSparseLinear
-from .report import LayerRow, Report, environment
-from .timing import time_pair
+from .report import Report, environment
+from .report_data import LayerRow
+from .timing import time_layers
 
 FilterFn = Callable[[str, nn.Module], bool]
 
@@ -242,6 +243,7 @@ class BlockSparseModelPatcher:
 
         rows: list[LayerRow] = []
         replacements: list[tuple[Layer, BlockSparseLinear]] = []
+        measured: list[tuple[LayerRow, nn.Linear, BlockSparseLinear]] = []
         for layer in layers:
             spec = specs.get(layer.name)
             row = LayerRow(layer.name, layer.names[1:], layer.shape, matched=spec is not None)
@@ -255,8 +257,9 @@ class BlockSparseModelPatcher:
             row.format, row.density = spec.format, sparse.density
             row.dense_bytes = layer.module.weight.numel() * layer.module.weight.element_size()
             row.sparse_bytes = sparse.weight.nbytes
-            if measure:
-                row.dense_time, row.sparse_time = time_pair(layer.module, sparse, tokens)
+            measured.append((row, layer.module, sparse))
+        if measure:
+            time_layers(measured, tokens)
         # Nothing has changed so far; from here on nothing can fail.
         if not dry_run:
             for layer, sparse in replacements:

@@ -7,26 +7,14 @@ import json
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
 
+from . import report_html
 from .backend import backend_info
-from .timing import Timing
-
-COLUMNS = (
-    "layer",
-    "shape",
-    "format",
-    "density",
-    "dense kB",
-    "sparse kB",
-    "dense ms",
-    "sparse ms",
-    "speedup",
-    "",
-)
+from .files import replacing
+from .report_data import COLUMNS, LayerRow, cells
 
 
 def environment() -> dict[str, Any]:
@@ -38,65 +26,11 @@ def environment() -> dict[str, Any]:
         "torch": torch.__version__,
         "cpu": info.get("cpu"),
         "threads": torch.get_num_threads(),
+        "processors": len(os.sched_getaffinity(0)),
+        "load": os.getloadavg()[0],  # of the last minute, our own work included
         "cuda_devices": info.get("cuda_devices", []),
         "forced_impl": info.get("forced_impl"),
     }
-
-
-@dataclass
-class LayerRow:
-    """One layer: what it became and what that changed, or the reason why it stayed.
-
-    Bytes are those of the weight as it is saved, indices included. Times are of one forward call.
-    """
-
-    name: str
-    also: list[str]  # further names of the same module
-    shape: tuple[int, ...] | None
-    matched: bool = True
-    reason: str | None = None
-    format: str | None = None
-    density: float | None = None
-    dense_bytes: int | None = None
-    sparse_bytes: int | None = None
-    dense_time: Timing | None = None
-    sparse_time: Timing | None = None
-
-    @property
-    def speedup(self) -> float | None:
-        """Dense time / sparse time; None where nothing was measured."""
-        if self.dense_time is None or self.sparse_time is None:
-            return None
-        return self.dense_time.median / self.sparse_time.median
-
-    @property
-    def is_slower(self) -> bool:
-        """Whether the sparse layer was measured, and slower than the dense one."""
-        return self.speedup is not None and self.speedup < 1
-
-    @property
-    def is_noisy(self) -> bool:
-        """Whether quartiles of a measured time lie further apart than a factor of 1.5."""
-        return any(t is not None and t.upper > 1.5 * t.lower for t in (self.dense_time, self.sparse_time))
-
-    def to_dict(self) -> dict[str, Any]:
-        """The row as plain values; times in milliseconds."""
-        row: dict[str, Any] = {
-            "name": self.name,
-            "also": list(self.also),
-            "shape": None if self.shape is None else list(self.shape),
-            "format": self.format,
-            "density": self.density,
-            "dense_bytes": self.dense_bytes,
-            "sparse_bytes": self.sparse_bytes,
-        }
-        for key, timing in (("dense", self.dense_time), ("sparse", self.sparse_time)):
-            row[f"{key}_ms"] = timing.median if timing else None
-            row[f"{key}_ms_quartiles"] = [timing.lower, timing.upper] if timing else None
-        row["rounds"] = self.dense_time.rounds if self.dense_time else None
-        row["speedup"] = self.speedup
-        row["skipped"] = self.reason
-        return row
 
 
 @dataclass
@@ -159,16 +93,21 @@ class Report:
     def write_json(self, path: str | os.PathLike[str]) -> None:
         """Writes to_dict() as JSON."""
         text = json.dumps(self.to_dict(), indent=2, allow_nan=False)
-        Path(path).write_text(text + "\n", encoding="utf-8")
+        with replacing(path) as temporary:
+            temporary.write_text(text + "\n", encoding="utf-8")
 
     def write_html(self, path: str | os.PathLike[str]) -> None:
         """Writes a self-contained page: the table, and plots of speed and bytes for each layer."""
-        from .report_html import page
+        text = report_html.page(self.rows, self.summary(), self.tokens, self.environment)
+        with replacing(path) as temporary:
+            temporary.write_text(text, encoding="utf-8")
 
-        Path(path).write_text(page(self), encoding="utf-8")
+    def _repr_html_(self) -> str:
+        """The same for notebooks: the table, plots and footer, in a frame of their own style."""
+        return report_html.fragment(self.rows, self.summary(), self.tokens, self.environment)
 
     def summary(self) -> str:
-        """A few sentences: how many layers and bytes, noisy figures, and which are slower than dense."""
+        """A few sentences: layers and bytes, noisy times, and layers that are slower or larger than dense."""
         verb = "would become" if self.dry_run else "became"
         text = f"{len(self.replaced)} layers {verb} sparse, {len(self.skipped)} matched and stayed dense."
         dense, sparse = self.dense_bytes, self.sparse_bytes
@@ -176,11 +115,17 @@ class Report:
             text += (
                 f" Weights: {dense / 1e6:.2f} MB dense, {sparse / 1e6:.2f} MB sparse ({sparse / dense:.0%})."
             )
-        if noisy := sum(row.is_noisy for row in self.rows):
-            text += f" Times that vary by more than 1.5x: {noisy} (measure again on an idle machine)."
-        slower = [row.name for row in self.rows if row.is_slower]
-        if slower:
+        if noisy := [row.name for row in self.rows if row.noise]:
+            load, processors = (self.environment.get(key) for key in ("load", "processors"))
+            busy = "" if load is None else f" (load {load:.1f} on {processors} processors)"
+            text += (
+                f" Times of {len(noisy)} layers are noise{busy}: measure again on an idle machine,"
+                " no speedup is given for them."
+            )
+        if slower := [row.name for row in self.rows if row.is_slower]:
             text += f" Slower than dense at {self.tokens} tokens: {', '.join(slower)}."
+        if larger := [row.name for row in self.rows if row.is_larger]:
+            text += f" Larger than dense, for the index: {', '.join(larger)}."
         return text
 
     def __str__(self) -> str:
@@ -191,21 +136,6 @@ class Report:
         if unmatched:
             text += f" No pattern matches {unmatched} other layers."
         return text
-
-
-def cells(row: LayerRow) -> tuple[str, ...]:
-    """A row as text, under COLUMNS."""
-
-    def number(value: float | None, pattern: str) -> str:
-        return "" if value is None else format(value, pattern)
-
-    name = " = ".join((row.name, *row.also))
-    shape = "" if row.shape is None else "x".join(map(str, row.shape))
-    sizes = [number(b and b / 1e3, ".1f") for b in (row.dense_bytes, row.sparse_bytes)]
-    times = [number(t and t.median, ".3f") for t in (row.dense_time, row.sparse_time)]
-    speedup = "" if row.speedup is None else f"{row.speedup:.2f}x"
-    note = f"stays: {row.reason}" if row.reason else "slower than dense" if row.is_slower else ""
-    return (name, shape, row.format or "", number(row.density, ".3f"), *sizes, *times, speedup, note)
 
 
 def _table(lines: list[tuple[str, ...]]) -> str:

@@ -5,28 +5,34 @@ The pieces (document, paragraph, table, bar_chart) take plain text and escape it
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from typing import Any
 
-from .report import COLUMNS, Report, cells
+from .report_data import COLUMNS, LayerRow, cells
 
+# Scoped, so that a notebook around it stays as it is. At 800 pixels every column of the layers fits: names
+# and notes wrap, numbers do not.
 _STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; color: #1c2733 }
-body { margin: 2rem auto; max-width: 76rem; padding: 0 1rem }
-h1 { font-size: 1.5rem } h2 { font-size: 1.15rem; margin-top: 2rem }
-.scroll { overflow-x: auto }
-table { border-collapse: collapse; font-size: 13px; font-variant-numeric: tabular-nums }
-th, td { padding: .25rem .7rem; text-align: right; border-bottom: 1px solid #dde3ea; white-space: nowrap }
-th:first-child, td:first-child { text-align: left }
-table.layers :is(th, td):is(:nth-child(-n+3), :last-child) { text-align: left }
-tr.stays td { color: #77808a }
-tr.slower td { background: #fdf0e7 }
-.missed { color: #b00020 } .note { color: #8a5a00 }
-svg { max-width: 100%; height: auto }
-svg text { font: 12px system-ui, sans-serif; fill: #1c2733 }
-.dense { fill: #b4bec9 } .sparse { fill: #1f77b4 } .slow { fill: #d9722b }
-footer { margin-top: 2rem; font-size: 13px; color: #5b6672 }
+.rarefy { font: 15px/1.5 system-ui, sans-serif; color: #1c2733; background: #fff }
+body.rarefy { margin: 2rem auto; max-width: 76rem; padding: 0 1rem }
+.rarefy h1 { font-size: 1.5rem } .rarefy h2 { font-size: 1.15rem; margin-top: 2rem }
+.rarefy .scroll { overflow-x: auto }
+.rarefy table { border-collapse: collapse; font-size: 13px; font-variant-numeric: tabular-nums }
+.rarefy th, .rarefy td { padding: .25rem .5rem; text-align: right; border-bottom: 1px solid #dde3ea }
+.rarefy td { white-space: nowrap; vertical-align: top }
+.rarefy :is(th, td):first-child { text-align: left }
+.rarefy table.layers :is(th, td):is(:nth-child(-n+3), :last-child) { text-align: left }
+.rarefy table.layers td:is(:first-child, :last-child) { white-space: normal; overflow-wrap: anywhere }
+.rarefy table.layers td:first-child { min-width: 8rem } .rarefy table.layers td:last-child { min-width: 6rem }
+.rarefy tr.stays td, .rarefy tr.noise td { color: #77808a }
+.rarefy tr.slower td, .rarefy tr.larger td { background: #fdf0e7 }
+.rarefy .missed { color: #b00020 } .rarefy .note { color: #8a5a00 }
+.rarefy svg { max-width: 100%; height: auto }
+.rarefy svg text { font: 12px system-ui, sans-serif; fill: #1c2733 }
+.rarefy .dense { fill: #b4bec9 } .rarefy .sparse { fill: #1f77b4 } .rarefy .slow { fill: #d9722b }
+.rarefy footer { margin-top: 2rem; font-size: 13px; color: #5b6672 }
 """
 
 _LABEL, _PLOT, _BAR = 330, 560, 13  # widths of names and plot, height of a bar, in pixels
@@ -37,10 +43,13 @@ Bar = tuple[float, str, str]  # value ≥ 0, class ("dense", "sparse" or "slow")
 def document(title: str, parts: Iterable[str], footer: str = "") -> str:
     """A whole page; parts are HTML, title and footer are plain text."""
     name, body = escape(title), "\n".join(parts)
-    head = f'<meta charset="utf-8"><title>{name}</title><style>{_STYLE}</style>'
+    head = (
+        '<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<title>{name}</title><style>{_STYLE}</style>"
+    )
     end = f"<footer>{escape(footer)}</footer>" if footer else ""
-    body = f"<h1>{name}</h1>\n{body}\n{end}"
-    return f'<!doctype html>\n<html lang="en"><head>{head}</head>\n<body>{body}</body></html>\n'
+    body = f'<body class="rarefy"><h1>{name}</h1>\n{body}\n{end}</body>'
+    return f'<!doctype html>\n<html lang="en"><head>{head}</head>\n{body}</html>\n'
 
 
 def heading(text: str) -> str:
@@ -54,15 +63,13 @@ def paragraph(text: str, kind: str = "") -> str:
 
 
 def table(
-    columns: Sequence[object], rows: Sequence[Sequence[object]], kinds: Sequence[str] = (), kind: str = ""
+    columns: Sequence[object], rows: Sequence[Sequence[object]], kinds: Iterable[str] = (), kind: str = ""
 ) -> str:
     """A table; `kinds` are the classes of its rows, `kind` is its own."""
     head = "".join(f"<th>{escape(str(c))}</th>" for c in columns)
     body = "\n".join(
-        f'<tr class="{escape(kinds[i] if kinds else "")}">'
-        + "".join(f"<td>{escape(str(c))}</td>" for c in row)
-        + "</tr>"
-        for i, row in enumerate(rows)
+        f'<tr class="{escape(style)}">' + "".join(f"<td>{escape(str(c))}</td>" for c in row) + "</tr>"
+        for row, style in itertools.zip_longest(rows, kinds, fillvalue="")
     )
     return f'<div class="scroll"><table class="{escape(kind)}"><tr>{head}</tr>\n{body}</table></div>'
 
@@ -108,22 +115,41 @@ def bytes_chart(layers: Iterable[dict[str, Any]]) -> str:
 
     def bar(row: dict[str, Any], kind: str) -> Bar:
         count = row[f"{kind}_bytes"]
-        return count, kind, f"{count / 1e3:.1f} kB {kind}"
+        larger = kind == "sparse" and count > row["dense_bytes"]
+        return count, "slow" if larger else kind, f"{count / 1e3:.1f} kB {kind}"
 
     return bar_chart([(row["name"], [bar(row, "dense"), bar(row, "sparse")]) for row in layers])
 
 
-def page(report: Report) -> str:
-    """The page of a sparsify report, as text."""
-    parts = [paragraph(report.summary())]
-    measured = [(row.name, row.speedup) for row in report.replaced if row.speedup is not None]
-    if measured:
-        parts += [heading(f"Speed against dense, {report.tokens} tokens"), speed_chart(measured)]
-    if report.replaced:
+def _parts(rows: Sequence[LayerRow], summary: str, tokens: int) -> list[str]:
+    parts = [paragraph(summary)]
+    if measured := [(row.name, row.speedup) for row in rows if row.speedup is not None]:
+        parts += [heading(f"Speed against dense, {tokens} tokens"), speed_chart(measured)]
+    if replaced := [row for row in rows if row.reason is None]:
         parts.append(heading("Bytes of each weight, indices included"))
-        parts.append(bytes_chart(row.to_dict() for row in report.replaced))
-    kinds = ["stays" if row.reason else "slower" if row.is_slower else "" for row in report.rows]
-    parts += [heading("Layers"), table(COLUMNS, [cells(row) for row in report.rows], kinds, "layers")]
-    facts = " · ".join(f"{key}: {value}" for key, value in report.environment.items() if value)
-    footer = f"Times are medians of dense and sparse forward calls in turns. {facts}"
-    return document("Rarefy report", parts, footer)
+        parts.append(bytes_chart(row.to_dict() for row in replaced))
+    parts += [heading("Layers"), table(COLUMNS, map(cells, rows), map(_kind, rows), "layers")]
+    return parts
+
+
+def _kind(row: LayerRow) -> str:
+    """The classes of a row of the table of layers."""
+    found = {"stays": row.reason, "slower": row.is_slower, "noise": row.noise, "larger": row.is_larger}
+    return " ".join(name for name, holds in found.items() if holds)
+
+
+def _footer(environment: Mapping[str, Any]) -> str:
+    facts = " · ".join(f"{key}: {value}" for key, value in environment.items() if value)
+    return f"Times are medians of dense and sparse forward calls in turns. {facts}"
+
+
+def page(rows: Sequence[LayerRow], summary: str, tokens: int, environment: Mapping[str, Any]) -> str:
+    """The page of a sparsify report, as text: its rows, its summary, and what it was measured on."""
+    return document("Rarefy report", _parts(rows, summary, tokens), _footer(environment))
+
+
+def fragment(rows: Sequence[LayerRow], summary: str, tokens: int, environment: Mapping[str, Any]) -> str:
+    """The same as an element for notebooks."""
+    body = "\n".join(_parts(rows, summary, tokens))
+    footer = f"<footer>{escape(_footer(environment))}</footer>"
+    return f'<style>{_STYLE}</style><div class="rarefy">{body}{footer}</div>'
