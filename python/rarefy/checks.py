@@ -17,6 +17,8 @@ DTYPE_NAMES = {
     torch.int8: "i8",
 }
 
+_INT32_MAX = 2**31 - 1
+
 
 def fail(op: str, requirement: str, got: object, kind: type[Exception] = ValueError) -> NoReturn:
     """Raises `kind` with the text "[op] requirement; got value"."""
@@ -53,9 +55,33 @@ def check_pair(op: str, name: str, value: Any, minimum: int) -> tuple[int, int]:
     )
 
 
+def _check_sizes(op: str, name: str, value: Any, minimum: int) -> tuple[int, int]:
+    sizes = check_pair(op, name, value, minimum)
+    if max(sizes) > _INT32_MAX:
+        fail(op, f"shape and block_shape must be at most {_INT32_MAX}", f"{name}={sizes}")
+    return sizes
+
+
+def check_shape(op: str, shape: Any) -> tuple[int, int]:
+    """Returns (N, K), not negative; int32, as indices are."""
+    return _check_sizes(op, "shape", shape, 0)
+
+
 def check_block_shape(op: str, block_shape: Any) -> tuple[int, int]:
-    """Returns (R, C), each at least 1."""
-    return check_pair(op, "block_shape", block_shape, 1)
+    """Returns (R, C), each at least 1; int32."""
+    return _check_sizes(op, "block_shape", block_shape, 1)
+
+
+def check_block_fits(op: str, shape: tuple[int, int], block_shape: tuple[int, int]) -> tuple[int, int]:
+    """Returns the block shape unless it exceeds the shape rounded up to multiples of 32.
+
+    The default block of 32×32 so suits every layer, and a block wastes at most 31 rows and columns.
+    """
+    most = tuple(32 * max(1, -(-size // 32)) for size in shape)
+    if block_shape[0] > most[0] or block_shape[1] > most[1]:
+        requirement = f"block_shape must be at most {most} for shape {tuple(shape)}"
+        fail(op, requirement, tuple(block_shape))
+    return block_shape
 
 
 def check_density(op: str, density: Any) -> float:
@@ -76,5 +102,8 @@ def check_dtype(op: str, name: str, dtype: torch.dtype) -> None:
 
 def first_position(bad: torch.Tensor) -> tuple[int, ...]:
     """The position of the first True, in row-major order; there must be one."""
-    flat = int(bad.flatten().to(torch.uint8).argmax())
-    return tuple(int(i) for i in torch.unravel_index(torch.tensor(flat), bad.shape))
+    flat, position = int(bad.flatten().to(torch.uint8).argmax()), []
+    for size in reversed(bad.shape):
+        flat, at = divmod(flat, size)
+        position.append(at)
+    return tuple(reversed(position))

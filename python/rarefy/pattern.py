@@ -1,0 +1,237 @@
+"""BsrPattern: which blocks of a matrix are stored. Immutable, checked once, shared by all who use it."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+
+from .checks import check_block_fits, check_block_shape, check_shape, check_tensor, fail, first_position
+from .masks import grid_of, pattern_of
+from .ops import bsr_plan
+
+_INT32 = torch.iinfo(torch.int32)
+_HEADER = 8  # words of a plan before its copy of the indices (src/core/pattern.cc)
+
+
+def as_index(op: str, name: str, value: Any) -> torch.Tensor:
+    """A copy of an index tensor as contiguous int32; int64 is accepted when it fits."""
+    check_tensor(op, name, value)
+    if value.dtype not in (torch.int32, torch.int64):
+        fail(op, f"{name} must be int32 or int64", str(value.dtype).removeprefix("torch."), TypeError)
+    if value.ndim != 1:
+        fail(op, f"{name} must have 1 dimension", f"{value.ndim}: {tuple(value.shape)}")
+    if value.dtype == torch.int64 and not value.is_meta:
+        wide = (value > _INT32.max) | (value < _INT32.min)
+        if bool(wide.any()):
+            (at,) = first_position(wide)
+            fail(op, f"{name} must fit in int32", f"{name}[{at}]={value[at].item()}")
+    return value.detach().to(torch.int32, copy=True, memory_format=torch.contiguous_format)
+
+
+def digest(crow: torch.Tensor, col: torch.Tensor) -> torch.Tensor:
+    """64 bits that tell patterns of equal size apart, as (2,) int32 on the indices' device; not a secret.
+
+    Sums of products with odd weights modulo 2⁶⁴, mixed before they are added: whoever averages indices,
+    or writes a few of them, does not arrive at the digest of what he wrote.
+    """
+    total = torch.zeros((), dtype=torch.int64, device=crow.device)
+    for index, seed in ((crow, 0x2545F4914F6CDD1D), (col, 0x1B873593CC9E2D51)):
+        position = torch.arange(len(index), dtype=torch.int64, device=index.device)
+        mixed = (index.long() + 1) * ((position * seed) | 1)
+        total = total * seed + ((mixed ^ (mixed >> 29)) * 0x5851F42D4C957F2D).sum()
+    return total.reshape(1).view(torch.int32)
+
+
+class BsrPattern:
+    """Which blocks of an (N, K) matrix are stored.
+
+    Args:
+        crow_indices: (ceil(N/R) + 1,) int32 or int64: block row i is blocks crow[i] … crow[i+1].
+        col_indices: (nnzb,) int32 or int64: block columns, sorted and distinct in each block row.
+        shape: (N, K). Sizes that are no multiple of the block are padded in the last block.
+        block_shape: (R, C), at most the shape rounded up to multiples of 32.
+
+    Indices are copied and checked here, once; from then on nothing changes, so weights, their copies
+    and tied layers share one pattern. `deepcopy` returns the pattern itself, pickle stores the indices
+    alone, `to` gives its twin on another device, one and the same for all who ask. What kernels derive
+    from a pattern, the `plan`, belongs to it. Patterns are equal if they store the same blocks.
+
+    On the meta device a pattern has sizes and no indices.
+
+    Raises:
+        ValueError: an index or a size is not valid, with the position.
+        TypeError: a wrong dtype, device or kind of object.
+    """
+
+    shape: torch.Size
+    block_shape: tuple[int, int]
+    nnzb: int
+    plan: torch.Tensor  # all that kernels read, 1-D int32; it has its own copy of the indices
+
+    def __init__(
+        self,
+        crow_indices: torch.Tensor,
+        col_indices: torch.Tensor,
+        *,
+        shape: tuple[int, int],
+        block_shape: tuple[int, int],
+        op: str = "BsrPattern",
+    ) -> None:
+        n, k = check_shape(op, shape)
+        block_shape = check_block_fits(op, (n, k), check_block_shape(op, block_shape))
+        # A plan may be made under inference_mode and used for training later.
+        with torch.inference_mode(False):
+            crow = as_index(op, "crow_indices", crow_indices)
+            col = as_index(op, "col_indices", col_indices)
+            if col.device != crow.device:
+                requirement = f"col_indices must be on the device of crow_indices, {crow.device}"
+                fail(op, requirement, col.device, TypeError)
+            try:
+                plan = bsr_plan(crow, col, n, k, *block_shape)
+            except ValueError as error:
+                raise ValueError(str(error).replace("[bsr_plan]", f"[{op}]", 1)) from None
+        self._set(torch.Size((n, k)), block_shape, len(col), plan, {})
+
+    def _set(
+        self, shape: torch.Size, block_shape: tuple[int, int], nnzb: int, plan: torch.Tensor, family: dict
+    ) -> None:
+        self.shape, self.block_shape, self.nnzb, self.plan = shape, block_shape, nnzb, plan
+        self._family = family  # the twins by device, as weak references: who moves away frees his plan
+        if not plan.is_meta:
+            family[plan.device] = weakref.ref(self)
+
+    @classmethod
+    def from_mask(
+        cls, block_mask: torch.Tensor, *, shape: tuple[int, int], block_shape: tuple[int, int]
+    ) -> BsrPattern:
+        """The pattern of a bool mask of blocks, (ceil(N/R), ceil(K/C)), on the mask's device."""
+        return cls(*pattern_of(block_mask), shape=shape, block_shape=block_shape)
+
+    # -- what it is -----------------------------------------------------------------------------
+
+    @property
+    def device(self) -> torch.device:
+        """Of the plan."""
+        return self.plan.device
+
+    @property
+    def is_meta(self) -> bool:
+        """Whether there are sizes only."""
+        return self.plan.is_meta
+
+    @property
+    def grid(self) -> tuple[int, int]:
+        """Block rows and block columns of the whole matrix."""
+        return grid_of(self.shape, self.block_shape)
+
+    @property
+    def density(self) -> float:
+        """Stored blocks / all blocks; 0 for an empty matrix."""
+        blocks = self.grid[0] * self.grid[1]
+        return self.nnzb / blocks if blocks else 0.0
+
+    @property
+    def is_padded(self) -> bool:
+        """Whether blocks at the edge reach past the matrix."""
+        return any(size % block for size, block in zip(self.shape, self.block_shape, strict=True))
+
+    def indices(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """crow_indices and col_indices as views of the plan, for reading only."""
+        rows = self.grid[0] + 1
+        return self.plan[_HEADER : _HEADER + rows], self.plan[_HEADER + rows : _HEADER + rows + self.nnzb]
+
+    @property
+    def crow_indices(self) -> torch.Tensor:
+        """(ceil(N/R) + 1,) int32, a copy."""
+        return self.indices()[0].clone()
+
+    @property
+    def col_indices(self) -> torch.Tensor:
+        """(nnzb,) int32, a copy."""
+        return self.indices()[1].clone()
+
+    def block_rows(self) -> torch.Tensor:
+        """(nnzb,) int64: the block row of each stored block."""
+        rows = torch.arange(self.grid[0], device=self.device)
+        return rows.repeat_interleave(self.indices()[0].diff(), output_size=self.nnzb)
+
+    def positions(self) -> torch.Tensor:
+        """(nnzb,) int64: the place of each stored block in the grid, row-major; ascending."""
+        return self.block_rows() * self.grid[1] + self.indices()[1]
+
+    def mask(self) -> torch.Tensor:
+        """(block rows, block columns) bool: which blocks are stored."""
+        mask = torch.zeros(self.grid[0] * self.grid[1], dtype=torch.bool, device=self.device)
+        mask[self.positions()] = True
+        return mask.reshape(self.grid)
+
+    def last_column(self) -> torch.Tensor:
+        """int64: which stored blocks lie in the last block column; found once."""
+        if "_last_column" not in self.__dict__:
+            self._last_column = (self.indices()[1] == self.grid[1] - 1).nonzero().flatten()
+        return self._last_column
+
+    def last_row(self) -> tuple[int, int]:
+        """First and end of the stored blocks in the last block row; read once."""
+        if "_last_row" not in self.__dict__:
+            self._last_row = (int(self.indices()[0][-2]), self.nnzb) if self.grid[0] else (0, 0)
+        return self._last_row
+
+    # -- moving and comparing -------------------------------------------------------------------
+
+    def to(self, device: torch.device | str) -> BsrPattern:
+        """This pattern on a device: itself, or its twin there."""
+        device = torch.empty(0, device=device).device  # with its number
+        if device == self.device:
+            return self
+        if self.is_meta:
+            fail("BsrPattern.to", "a pattern must hold indices to move", "one on the meta device", TypeError)
+        known = self._family.get(device)
+        twin = known() if known is not None else None
+        if twin is None:
+            twin = object.__new__(BsrPattern)
+            with torch.inference_mode(False):
+                twin._set(self.shape, self.block_shape, self.nnzb, self.plan.to(device), self._family)
+        return twin
+
+    def same_sizes(self, other: BsrPattern) -> bool:
+        """Whether shape, block shape and the number of blocks agree."""
+        mine = (self.shape, self.block_shape, self.nnzb)
+        return mine == (other.shape, other.block_shape, other.nnzb)
+
+    def __eq__(self, other: object) -> bool:
+        """Whether the same blocks of the same matrix are stored, on whatever device; False on meta."""
+        if not isinstance(other, BsrPattern):
+            return NotImplemented
+        if self is other:
+            return True
+        if not self.same_sizes(other) or self.is_meta or other.is_meta:
+            return False
+        if self._family is other._family:
+            return True
+        pairs = zip(self.indices(), other.indices(), strict=True)
+        return all(torch.equal(a, b.to(a.device)) for a, b in pairs)
+
+    def __hash__(self) -> int:  # noqa: D105
+        return hash((self.shape, self.block_shape, self.nnzb))
+
+    def __copy__(self) -> BsrPattern:  # noqa: D105
+        return self
+
+    def __deepcopy__(self, memo: dict) -> BsrPattern:  # noqa: D105
+        return self
+
+    def __reduce__(self) -> tuple:  # noqa: D105
+        return _rebuild, (self.crow_indices, self.col_indices, tuple(self.shape), self.block_shape)
+
+    def __repr__(self) -> str:  # noqa: D105
+        return (
+            f"BsrPattern(shape={tuple(self.shape)}, block_shape={self.block_shape}, nnzb={self.nnzb}, "
+            f"density={self.density:.4g}, device={self.device})"
+        )
+
+
+def _rebuild(crow: torch.Tensor, col: torch.Tensor, shape: tuple, block_shape: tuple) -> BsrPattern:
+    return BsrPattern(crow, col, shape=shape, block_shape=block_shape)

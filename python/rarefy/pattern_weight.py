@@ -1,0 +1,519 @@
+"""PatternWeight: what the formats share that are values on a BsrPattern; moving, copying and loading them."""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from . import ops
+from .checks import DTYPE_NAMES, check_block_fits, check_dtype, check_tensor, fail, first_position
+from .masks import choose_blocks, from_blocks, random_blocks, to_blocks
+from .nested import linear_of_nested
+from .pattern import BsrPattern, as_index, digest
+from .sparse_weight import SparseWeight
+
+_INDICES = ("crow_indices", "col_indices")
+_PUBLIC = (*_INDICES, "pattern_digest")
+
+_alive: weakref.WeakSet[PatternWeight] = weakref.WeakSet()
+
+
+@torch.compiler.assume_constant_result
+def _settle_all() -> bool:
+    """What a compiler runs while it traces, since the graph it makes will not look at versions."""
+    for weight in list(_alive):
+        weight._settle()
+    return True
+
+
+def _version(tensor: torch.Tensor) -> int:
+    return -1 if tensor.is_inference() else tensor._version
+
+
+class PatternWeight(SparseWeight):
+    """A weight of `values`, the one Parameter, and a `pattern` that says where they are.
+
+    `pattern` is the one truth about the pattern. The buffers `crow_indices` and `col_indices` are copies
+    of it for others: they are saved, and DistributedDataParallel sends those of rank 0 to ranks that drew
+    another pattern. Whoever writes to them moves their version counters; the next use of the weight then
+    looks at them. A whole pattern with its digest, as DDP brings it, is checked and taken over. Anything
+    else (averages, as AveragedModel makes of all buffers, or an edit) is put back, with a warning.
+    """
+
+    pieces = ("values", *_INDICES)
+    reserved = _INDICES
+
+    values: nn.Parameter
+    crow_indices: torch.Tensor
+    col_indices: torch.Tensor
+
+    def _init(self, values: torch.Tensor, pattern: BsrPattern, x_dtype: torch.dtype | None = None) -> None:
+        """Takes values and a pattern of one device that fit, as they are."""
+        nn.Module.__init__(self)
+        self.shape = pattern.shape
+        if x_dtype is not None and x_dtype != values.dtype:
+            self.x_dtype = x_dtype
+        # A pattern on the meta device holds nothing yet: the first one that is loaded is taken over.
+        self._pattern_known = not pattern.is_meta
+        if not isinstance(values, nn.Parameter):
+            values = nn.Parameter(values.detach(), requires_grad=values.dtype.is_floating_point)
+        self.values = values
+        self._set_pattern(pattern)
+        _alive.add(self)
+
+    def _check_values(self, op: str, values: Any, pattern: BsrPattern) -> None:
+        """Raises unless `values` are a contiguous tensor for this pattern, with zero padding."""
+        check_tensor(op, "values", values)
+        check_dtype(op, "values", values.dtype)
+        if values.device != pattern.device:
+            requirement = f"crow_indices must be on the device of values, {values.device}"
+            fail(op, requirement, pattern.device, TypeError)
+        if tuple(values.shape) != self.values_shape(pattern):
+            fail(op, f"values must be of shape {self.values_shape(pattern)}", tuple(values.shape))
+        if not values.is_contiguous():
+            fail(op, "values must be contiguous", f"strides {values.stride()}")
+        check_padding(op, values, pattern)
+
+    # -- to be defined by a format --------------------------------------------------------------
+
+    @staticmethod
+    def values_shape(pattern: BsrPattern) -> tuple[int, ...]:
+        """The shape of `values` on a pattern."""
+        raise NotImplementedError
+
+    @staticmethod
+    def blocks(values: torch.Tensor) -> torch.Tensor:
+        """`values` as (nnzb, R, C), a view."""
+        raise NotImplementedError
+
+    # -- properties -----------------------------------------------------------------------------
+
+    @property
+    def pattern(self) -> BsrPattern:
+        """Which blocks are stored; see the class for who may change it."""
+        if torch.compiler.is_compiling():
+            _settle_all()
+        else:
+            self._settle()
+        return self._pattern
+
+    @property
+    def plan(self) -> torch.Tensor:
+        """What kernels read of the pattern; see BsrPattern."""
+        return self.pattern.plan
+
+    @property
+    def block_shape(self) -> tuple[int, int]:
+        """(R, C)."""
+        return self._pattern.block_shape
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the values."""
+        return self.values.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Of values and pattern."""
+        return self.values.device
+
+    @property
+    def nnzb(self) -> int:
+        """How many blocks are stored."""
+        return self._pattern.nnzb
+
+    @property
+    def grid(self) -> tuple[int, int]:
+        """Block rows and block columns of the whole matrix."""
+        return self._pattern.grid
+
+    @property
+    def density(self) -> float:
+        """Stored blocks / all blocks; 0 for an empty matrix."""
+        return self._pattern.density
+
+    def block_row_indices(self) -> torch.Tensor:
+        """(nnzb,) int64: the block row of each stored block."""
+        return self.pattern.block_rows()
+
+    def block_mask(self) -> torch.Tensor:
+        """(block rows, block columns) bool: which blocks are stored."""
+        return self.pattern.mask()
+
+    # -- use ------------------------------------------------------------------------------------
+
+    def linear(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """Returns x Wᵀ + bias, as F.linear does: x of shape (…, K) gives (…, N)."""
+        if x.is_nested:
+            return linear_of_nested(self, x, bias)
+        pattern, values = self.pattern, self.blocks(self.values)
+        if self.x_dtype is not None:
+            # TODO(mixed dtypes): the op is to read narrower values itself; until then they are widened here.
+            values = values.to(self.x_dtype)
+        if bias is not None and not bias.is_contiguous():
+            bias = bias.contiguous()
+        n, k = self.shape
+        return ops.bsr_linear(x, values, *pattern.indices(), bias, n, k, pattern.plan)
+
+    def to_dense(self) -> torch.Tensor:
+        """The (N, K) tensor with zeros for the blocks that are not stored; differentiable, exact."""
+        (rows, cols), shape = self.grid, self.block_shape
+        values = self.blocks(self.values)
+        blocks = values.new_zeros((rows * cols, *shape)).index_copy(0, self.pattern.positions(), values)
+        return from_blocks(blocks.reshape(rows, cols, *shape), self.shape)
+
+    def stored_as(self, dtype: torch.dtype | None) -> PatternWeight:
+        """This weight with values stored in a dtype, x and results in the present one; None changes nothing."""
+        if dtype is not None and dtype != self.dtype:
+            self.x_dtype = self.dtype if self.x_dtype is None else self.x_dtype
+            self.values = nn.Parameter(self.values.detach().to(dtype), self.values.requires_grad)
+            self._seen()
+        return self
+
+    @torch.no_grad()
+    def zero_padding_(self) -> PatternWeight:
+        """Sets padding to zero again, after something other than training wrote to all of `values`."""
+        self._settle()
+        _zero_padding(self.blocks(self.values), self._pattern)
+        return self
+
+    @torch.no_grad()
+    def reset_parameters(self, generator: torch.Generator | None = None) -> None:
+        """Draws values anew: uniform in ±1/√f, f the stored inputs of the row; see BlockSparseLinear."""
+        if self.values.is_meta:
+            return
+        bounds = init_bounds(self.block_mask(), self.shape[1], self.block_shape[1])
+        self.values.uniform_(-1, 1, generator=generator)
+        self.blocks(self.values).mul_(bounds[self.block_row_indices()].to(self.dtype)[:, None, None])
+        self.zero_padding_()
+
+    # -- the pattern and its copies -------------------------------------------------------------
+
+    def _set_pattern(self, pattern: BsrPattern) -> None:
+        """Makes `pattern`, on the device of values, the truth, with new copies of its indices as buffers."""
+        self._pattern = pattern
+        with torch.inference_mode(False):
+            crow, col = (index.clone() for index in pattern.indices())
+            buffers = (crow, col, digest(crow, col))
+        for name, buffer in zip(_PUBLIC, buffers, strict=True):
+            self.register_buffer(name, buffer, persistent=name in _INDICES)
+        self._seen()
+
+    def _seen(self) -> None:
+        """Remembers that the buffers are what the pattern says, and that padding is zero."""
+        buffers = self._buffers
+        values = self._parameters.get("values") if self._pattern.is_padded else None
+        watched = (buffers["crow_indices"], buffers["col_indices"], values)
+        self._watched = watched
+        self._versions = tuple(-1 if t is None else _version(t) for t in watched)
+
+    def _settle(self) -> None:
+        """Looks at buffers that were written to since the last look, and at padding; see the class."""
+        crow, col = self._buffers["crow_indices"], self._buffers["col_indices"]
+        old_crow, old_col, old_values = self._watched
+        versions = self._versions
+        if (
+            crow is not old_crow
+            or col is not old_col
+            or _version(crow) != versions[0]
+            or _version(col) != versions[1]
+        ):
+            self._settle_indices(crow, col)
+        if self._pattern.is_padded:
+            values = self._parameters.get("values")
+            if values is not None and (values is not old_values or _version(values) != versions[2]):
+                self._settle_padding(values)
+
+    def _settle_indices(self, crow: torch.Tensor, col: torch.Tensor) -> None:
+        own = self._pattern
+        if type(crow) is not torch.Tensor or type(col) is not torch.Tensor or crow.is_meta or own.is_meta:
+            return  # a tracer's stand-ins hold nothing to look at
+        if crow.is_cuda and torch.cuda.is_current_stream_capturing():
+            return  # looking means waiting, which a capture forbids: the next call outside looks
+        if crow.device != own.device:
+            own = self._pattern = own.to(crow.device)
+        same = [a.shape == b.shape and (a == b).all() for a, b in zip((crow, col), own.indices(), strict=True)]
+        if all(same):
+            self._seen()
+            return
+        if torch.equal(digest(crow, col), self._buffers["pattern_digest"]):
+            self._pattern = BsrPattern(
+                crow, col, shape=self.shape, block_shape=self.block_shape, op=type(self).__name__
+            )
+            self._pattern_known = True
+            self._seen()
+            return
+        self._set_pattern(own)
+        warnings.warn(
+            f"[{type(self).__name__}] crow_indices and col_indices were written to and are put back: "
+            "weight.change_pattern changes a pattern",
+            stacklevel=4,
+        )
+
+    @torch.no_grad()
+    def _settle_padding(self, values: torch.Tensor) -> None:
+        if type(values) is nn.Parameter and not values.is_meta:
+            _zero_padding(self.blocks(values.detach()), self._pattern)
+            self._seen()
+
+    # -- moving and copying ---------------------------------------------------------------------
+
+    def _apply(self, fn: Any, recurse: bool = True) -> PatternWeight:
+        # `fn` is for values; indices only follow the device, whatever else it does (casts, to_empty).
+        self._settle()
+        buffers, before = self._buffers, self.values.dtype
+        self._buffers = {}
+        try:
+            super()._apply(fn, recurse)
+        finally:
+            self._buffers = buffers
+        if self.x_dtype is not None:
+            # As for any tensor of that dtype; and once values are cast, they are stored as they compute.
+            moved = fn(torch.empty(0, dtype=self.x_dtype, device=buffers["crow_indices"].device)).dtype
+            cast = self.values.dtype != before or moved == self.values.dtype
+            self.x_dtype = None if cast else moved
+        device = self.values.device
+        if device != self._pattern.device:
+            if self._pattern.is_meta:
+                # to_empty() gave values without content; kernels must see a valid pattern all the same.
+                stand_in = random_blocks(self.grid, self.density).to(device)
+                self._set_pattern(
+                    BsrPattern.from_mask(stand_in, shape=self.shape, block_shape=self.block_shape)
+                )
+                self._pattern_known = False
+            else:
+                self._pattern_known = self._pattern_known and device.type != "meta"
+                self._set_pattern(self._pattern.to(device))
+        else:
+            self._seen()
+        return self
+
+    @torch.no_grad()
+    def assign_(self, other: PatternWeight) -> None:
+        """Takes over values and pattern of a weight of the same class and shape.
+
+        `values` stays the same Parameter; where the pattern differs it gets other data, of another size.
+        """
+        op = f"{type(self).__name__}.assign_"
+        if other.shape != self.shape:
+            fail(op, f"other must be of shape {tuple(self.shape)}", tuple(other.shape))
+        pattern = other.pattern
+        if self.pattern.same_sizes(pattern) and not self.values.is_meta and self.dtype == other.dtype:
+            self.values.copy_(other.values)
+            if self._pattern != pattern:
+                self._set_pattern(pattern.to(self.device))
+        else:
+            self.values = swap_data(self.values, other.values.detach())
+            self._set_pattern(pattern.to(self.device))
+        self.x_dtype = other.x_dtype
+        self._pattern_known = other._pattern_known
+        self._seen()
+
+    def __getstate__(self) -> dict[str, Any]:  # noqa: D105
+        self._settle()
+        hidden = ("_watched", "_versions")
+        state = {key: value for key, value in self.__dict__.items() if key not in hidden}
+        # Weights that share a pattern share it in a pickle, too; the buffers are made of it again.
+        state["_buffers"] = {k: b for k, b in self._buffers.items() if k not in _PUBLIC}
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Takes a pickle or a copy in."""
+        super().__setstate__(state)
+        self._set_pattern(self._pattern)
+        _alive.add(self)
+
+    # -- state_dict -----------------------------------------------------------------------------
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        if not torch.compiler.is_compiling():
+            self._settle()  # what is saved can be loaded: indices of one pattern, padding zero
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+
+    def check_state(self, op: str, state_dict: Mapping[str, torch.Tensor], prefix: str) -> None:
+        """Raises unless the tensors of a state_dict fit: ValueError for another pattern than this one.
+
+        What was found is kept for the load that follows, so that nothing is checked or planned twice.
+        """
+        brought = [state_dict.get(prefix + piece) for piece in self.pieces]
+        self._incoming = (prefix, brought, self._read_state(op, state_dict, prefix))
+
+    def _read_state(self, op: str, state_dict: Mapping[str, Any], prefix: str) -> BsrPattern | None:
+        """The pattern that a state_dict brings, None for the present one, after all checks."""
+        own = self.pattern
+        advice = "rarefy.load_state_dict(model, state_dict) takes a pattern over"
+        indices, changed = [], False
+        for name, mine in zip(_INDICES, own.indices(), strict=True):
+            if prefix + name not in state_dict:
+                indices.append(mine)
+                continue
+            index = as_index(op, prefix + name, state_dict[prefix + name])
+            indices.append(index)
+            requirement = f"{prefix}{name} must be of this module's pattern"
+            if index.shape != mine.shape:
+                if self.strict_pattern:
+                    fail(op, f"{requirement}, {len(mine)} elements ({advice})", len(index))
+                changed = True
+            elif self._pattern_known and not index.is_meta:
+                differs = index.to(mine.device) != mine
+                if not bool(differs.any()):
+                    continue
+                if self.strict_pattern:
+                    (at,) = first_position(differs)
+                    requirement += f", whose {name}[{at}]={int(mine[at])} ({advice})"
+                    fail(op, requirement, f"{name}[{at}]={int(index[at])}")
+                changed = True
+        crow, col = (index.to(indices[0].device) for index in indices)
+        pattern = None
+        if changed or not self._pattern_known:
+            if not crow.is_meta:
+                pattern = BsrPattern(crow, col, shape=self.shape, block_shape=self.block_shape, op=op)
+        values = state_dict.get(prefix + "values")
+        if values is not None:
+            check_tensor(op, prefix + "values", values)
+            expected = self.values_shape(pattern or own)
+            if tuple(values.shape) != expected:
+                requirement = f"{prefix}values must be of shape {expected} ({advice})"
+                fail(op, requirement, tuple(values.shape))
+            brought = pattern or own
+            if not brought.is_meta:
+                check_padding(op, values, brought if values.is_meta else brought.to(values.device))
+        elif changed:
+            fail(op, f"{prefix}values must come with another pattern", "none")
+        return pattern
+
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *args: Any
+    ) -> None:
+        op = f"{type(self).__name__}.load_state_dict"
+        checked, tensors, pattern = self.__dict__.pop("_incoming", (None, [], None))
+        same = (state_dict.get(prefix + p) is t for p, t in zip(self.pieces, tensors, strict=True))
+        if checked != prefix or not all(same):
+            pattern = self._read_state(op, state_dict, prefix)
+        assigns = local_metadata.get("assign_to_params_buffers", False)
+        if pattern is not None and (assigns or not self.values.is_meta):
+            if not assigns and pattern.nnzb != self.nnzb:
+                fresh = self.values.detach().new_empty(self.values_shape(pattern))
+                self.values = swap_data(self.values, fresh)
+            self._set_pattern(pattern.to(self.device))
+            self._pattern_known = True
+        # The pattern holds the indices now: the buffers take the place of those that came.
+        state = dict(state_dict)
+        state |= {prefix + n: self._buffers[n] for n in _INDICES if prefix + n in state_dict}
+        super()._load_from_state_dict(state, prefix, local_metadata, *args)
+        if self._pattern.device != self.values.device:
+            if pattern is not None or not self._pattern.is_meta:
+                self._set_pattern((pattern or self._pattern).to(self.values.device))
+        self._seen()
+
+
+def choose_from_dense(
+    op: str,
+    dense: torch.Tensor,
+    block_shape: tuple[int, int],
+    mask: torch.Tensor | None,
+    density: float | None,
+    scores: torch.Tensor | None,
+) -> tuple[torch.Tensor, BsrPattern]:
+    """The chosen blocks of a dense matrix, (nnzb, R, C), and their pattern; see BsrWeight.from_dense."""
+    check_tensor(op, "dense", dense)
+    if dense.ndim != 2:
+        fail(op, "dense must have 2 dimensions", f"{dense.ndim}: {tuple(dense.shape)}")
+    check_dtype(op, "dense", dense.dtype)
+    if dense.is_meta:
+        fail(op, "dense must hold data", "a tensor on the meta device", TypeError)
+    dense, shape = dense.detach(), (dense.shape[0], dense.shape[1])
+    check_block_fits(op, shape, block_shape)
+    block_mask = choose_blocks(op, dense, block_shape, mask, density, scores)
+    pattern = BsrPattern.from_mask(block_mask, shape=shape, block_shape=block_shape)
+    return to_blocks(dense, block_shape)[block_mask].contiguous(), pattern
+
+
+_DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
+
+
+def check_metadata(op: str, metadata: Mapping[str, Any], *keys: str) -> dict[str, Any]:
+    """A file's entry as arguments: shape, block_shape …, stored (dtype) and x_dtype, all of the right kind.
+
+    Pairs are lists of two ints, counts ints, dtypes names; x_dtype may be missing.
+    """
+    if not isinstance(metadata, Mapping) or set(metadata) - {"x_dtype"} != set(keys):
+        got = sorted(metadata) if isinstance(metadata, Mapping) else type(metadata).__name__
+        fail(op, f"the metadata must have the keys {', '.join(keys)}", got)
+    checked = {}
+    for key, value in metadata.items():
+        if key.endswith("dtype"):
+            if not isinstance(value, str) or value not in _DTYPES:
+                fail(op, f"{key} in the metadata must be one of {', '.join(_DTYPES)}", repr(value))
+            checked[key] = _DTYPES[value]
+        elif key.endswith("shape"):
+            if not isinstance(value, list) or len(value) != 2 or not all(type(n) is int for n in value):
+                fail(op, f"{key} in the metadata must be two ints", value)
+            checked[key] = tuple(value)
+        else:
+            if type(value) is not int:
+                fail(op, f"{key} in the metadata must be an int", repr(value))
+            checked[key] = value
+    return checked
+
+
+def init_bounds(block_mask: torch.Tensor, in_features: int, block_cols: int) -> torch.Tensor:
+    """1 / √(stored inputs) of each block row; 0 for an empty one."""
+    widths = torch.full((block_mask.shape[1],), block_cols, device=block_mask.device)
+    if in_features % block_cols:
+        widths[-1] = in_features % block_cols
+    stored = (block_mask * widths).sum(dim=1).double()
+    return torch.where(stored > 0, stored.rsqrt(), torch.zeros_like(stored))
+
+
+@torch.no_grad()
+def swap_data(parameter: torch.Tensor, data: torch.Tensor, grad: torch.Tensor | None = None) -> nn.Parameter:
+    """Gives a Parameter other data, of whatever size; returns it, or a new one where it cannot stay."""
+    if parameter.is_meta != data.is_meta or not isinstance(parameter, nn.Parameter):
+        return nn.Parameter(data, requires_grad=parameter.requires_grad)
+    parameter.grad = None
+    parameter.data = data.detach()
+    parameter.grad = grad
+    torch.autograd.graph.increment_version(parameter)  # a pending backward must notice
+    return parameter
+
+
+# Padding -----------------------------------------------------------------------------------------
+
+
+def check_padding(op: str, values: torch.Tensor, pattern: BsrPattern) -> None:
+    """Raises ValueError where a stored block has something else than zero outside the matrix."""
+    if values.is_meta or values.ndim != 3 or not pattern.is_padded:
+        return
+    rows, cols = pattern.shape
+    for axis, inside in ((1, rows % values.shape[1]), (2, cols % values.shape[2])):
+        if not inside:
+            continue
+        first, end = pattern.last_row()
+        edge = pattern.last_column() if axis == 2 else torch.arange(first, end, device=values.device)
+        bad = values.detach()[edge].narrow(axis, inside, values.shape[axis] - inside) != 0
+        if bool(bad.any()):
+            at = list(first_position(bad))
+            at[0] = int(edge[at[0]])
+            at[axis] += inside
+            fail(
+                op,
+                f"values outside the shape ({rows}, {cols}) must be zero padding",
+                f"values[{at[0]}, {at[1]}, {at[2]}]={values[tuple(at)].item()}",
+            )
+
+
+def _zero_padding(blocks: torch.Tensor, pattern: BsrPattern) -> None:
+    rows, cols = (
+        size % block for size, block in zip(pattern.shape, pattern.block_shape, strict=True)
+    )
+    if rows:
+        first, end = pattern.last_row()
+        blocks[first:end, rows:, :] = 0
+    if cols:
+        blocks[:, :, cols:].index_fill_(0, pattern.last_column(), 0)

@@ -1,0 +1,320 @@
+"""SparseWeight, what layers, patcher, files and reports know of a sparse format, and the formats by name.
+
+A format is a subclass of SparseWeight, a subclass of Spec that says how its name is written, and one call
+of register_format. docs/add_a_format.md walks through an example.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from .checks import DTYPE_NAMES, check_density, fail
+
+# What a matrix would answer to and a sparse weight does not: what to use instead.
+_ADVICE = {
+    "data": "its Parameter's, weight.values.data",
+    "grad": "its Parameter's, weight.values.grad",
+    "T": "weight.to_dense().T (F.linear(x, weight) multiplies by the transpose)",
+    "mT": "weight.to_dense().mT (F.linear(x, weight) multiplies by the transpose)",
+    "t": "weight.to_dense().t() (F.linear(x, weight) multiplies by the transpose)",
+    "transpose": "weight.to_dense().transpose(…)",
+    "view": "weight.to_dense().view(…)",
+    "reshape": "weight.to_dense().reshape(…)",
+    "norm": "weight.values.norm(): what is not stored is zero",
+}
+
+
+class SparseWeight(nn.Module):
+    """A weight W of shape (N, K) = (out_features, in_features) of which only a part is stored.
+
+    A module, so that its tensors move, copy, train and save as those of any layer do. To the layer
+    around it, it is a matrix: `linear` multiplies by it, `shape`, `dtype`, `device`, `requires_grad` and
+    `numel()` are those of the dense matrix it stands for.
+
+    A format defines what is marked below, and whatever makes sense for it alone.
+    """
+
+    format: ClassVar[str]  # its name in files
+    pieces: ClassVar[tuple[str, ...]]  # the names of its tensors in a state_dict, all persistent
+    reserved: ClassVar[tuple[str, ...]] = ()  # those of them that belong to no other kind of module
+
+    shape: torch.Size
+    # The dtype of x and of the result where values are stored narrower; None: that of the values.
+    x_dtype: torch.dtype | None = None
+    # Whether load_state_dict refuses another pattern than the present one, or takes it over.
+    strict_pattern: bool = True
+
+    # -- to be defined by a format --------------------------------------------------------------
+
+    def linear(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """Returns x Wᵀ + bias, as F.linear does: x of shape (…, K) gives (…, N)."""
+        raise NotImplementedError
+
+    def to_dense(self) -> torch.Tensor:
+        """The (N, K) tensor with zeros for what is not stored; differentiable, exact."""
+        raise NotImplementedError
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the stored values."""
+        raise NotImplementedError
+
+    @property
+    def device(self) -> torch.device:
+        """Of all its tensors."""
+        raise NotImplementedError
+
+    @property
+    def density(self) -> float:
+        """What is stored / all, in the format's units (blocks, elements), in [0, 1]."""
+        raise NotImplementedError
+
+    def metadata(self) -> dict[str, Any]:
+        """What a file says of this weight beside its tensors: values that JSON knows."""
+        raise NotImplementedError
+
+    @classmethod
+    def from_pieces(cls, pieces: Mapping[str, torch.Tensor], metadata: Mapping[str, Any]) -> SparseWeight:
+        """The weight of a file's tensors, which it takes as they are, after checking everything.
+
+        Raises ValueError or TypeError; neither tensors nor metadata are trusted.
+        """
+        raise NotImplementedError
+
+    @classmethod
+    def infer(cls, pieces: Mapping[str, torch.Tensor], shape: tuple[int, int]) -> dict[str, Any] | None:
+        """The metadata of a state_dict's tensors, which come without; None if they are another format's."""
+        raise NotImplementedError
+
+    def assign_(self, other: SparseWeight) -> None:
+        """Takes over all that `other`, of the same shape and class, holds; Parameters stay the same objects."""
+        raise NotImplementedError
+
+    def check_state(self, op: str, state_dict: Mapping[str, torch.Tensor], prefix: str) -> None:
+        """Raises unless the tensors of a state_dict fit; changes nothing that can be seen."""
+        raise NotImplementedError
+
+    def reset_parameters(self, generator: torch.Generator | None = None) -> None:
+        """Draws values anew, uniform with nn.Linear's bound for the stored inputs of each row."""
+        raise NotImplementedError
+
+    def spec_format(self) -> str:
+        """The format as a spec has it, without the density: "block:16x16"."""
+        raise NotImplementedError
+
+    def zero_padding_(self) -> SparseWeight:
+        """Sets to zero what is stored outside the matrix; nothing, for a format that stores no such thing."""
+        return self
+
+    # -- the same for every format --------------------------------------------------------------
+
+    @property
+    def ndim(self) -> int:
+        """2, as of any matrix."""
+        return 2
+
+    def dim(self) -> int:
+        """2, as of any matrix."""
+        return 2
+
+    def size(self, dim: int | None = None) -> torch.Size | int:
+        """The shape, or one of its sizes."""
+        return self.shape if dim is None else self.shape[dim]
+
+    def numel(self) -> int:
+        """N · K, as of the dense matrix; how many are stored is values.numel()."""
+        return self.shape[0] * self.shape[1]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors, as they are saved."""
+        return sum(t.numel() * t.element_size() for t in (getattr(self, piece) for piece in self.pieces))
+
+    @property
+    def requires_grad(self) -> bool:
+        """Whether any of its Parameters does."""
+        return any(p.requires_grad for p in self.parameters())
+
+    @requires_grad.setter
+    def requires_grad(self, value: bool) -> None:
+        self.requires_grad_(value)
+
+    def requires_grad_(self, requires_grad: bool = True) -> SparseWeight:
+        """As nn.Module's, for those Parameters that can have a gradient: integers cannot."""
+        for parameter in self.parameters():
+            parameter.requires_grad_(requires_grad and parameter.dtype.is_floating_point)
+        return self
+
+    def __getattr__(self, name: str) -> Any:  # noqa: D105
+        if name in _ADVICE:
+            kind = type(self).__name__
+            raise AttributeError(f"[{kind}] {name} must be asked of a tensor: {_ADVICE[name]}; got a {kind}")
+        return super().__getattr__(name)
+
+    def _no_product(self, other: object) -> Any:
+        kind = type(self).__name__
+        requirement = "a product must be F.linear(x, weight) or weight.linear(x), for x @ weight.to_dense().T"
+        fail(kind, requirement, "@", TypeError)
+
+    __matmul__ = __rmatmul__ = _no_product
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:  # noqa: D105
+        # functional.linear(x, weight, bias) works with a SparseWeight. Being an overriding type also keeps
+        # fused paths that read `.weight` of a linear layer (nn.TransformerEncoderLayer in eval) from taking it.
+        if func is functional.linear:
+
+            def linear(input: torch.Tensor, weight: Any, bias: torch.Tensor | None = None) -> Any:  # noqa: A002
+                return weight.linear(input, bias) if isinstance(weight, SparseWeight) else NotImplemented
+
+            return linear(*args, **(kwargs or {}))
+        if func in (torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__, torch.mm):
+            next(a for a in args if isinstance(a, SparseWeight))._no_product(None)
+        return NotImplemented
+
+
+# Specs -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Spec:
+    """How a layer's weight is to become sparse: a format, its options, and often a density.
+
+    Subclasses say how the text looks and make the weight. `dtype` is that of the stored values, None
+    for the dense weight's own: "block:16x1@0.5:bf16" stores bf16 under whatever the layer computes in.
+    """
+
+    dtype: torch.dtype | None = field(default=None, kw_only=True)
+
+    pattern: ClassVar[re.Pattern[str]]  # of the text without the dtype at its end
+    example: ClassVar[str]  # for messages: "block:16x16@0.5 (block:ROWSxCOLUMNS@DENSITY)"
+    keys: ClassVar[tuple[str, ...]]  # a mapping with these keys is such a spec
+
+    # -- to be defined by a format --------------------------------------------------------------
+
+    @classmethod
+    def from_match(cls, op: str, match: re.Match[str], dtype: torch.dtype | None) -> Spec:
+        """The spec of a text that `pattern` matches; ValueError for numbers that cannot be read."""
+        raise NotImplementedError
+
+    @classmethod
+    def from_keys(cls, op: str, dtype: torch.dtype | None, **keys: Any) -> Spec:
+        """The spec of a mapping with `keys`, whose values are not checked yet."""
+        raise NotImplementedError
+
+    @property
+    def format(self) -> str:
+        """The format without density and dtype: "block:16x16"."""
+        raise NotImplementedError
+
+    def why_not(self, shape: tuple[int, int]) -> str | None:
+        """Why a weight of this shape cannot have the format, or None."""
+        return None
+
+    def make(
+        self, dense: torch.Tensor, *, mask: torch.Tensor | None = None, scores: torch.Tensor | None = None
+    ) -> SparseWeight:
+        """The weight that keeps the chosen part of a dense (N, K) tensor, bit for bit unless `dtype` rounds."""
+        raise NotImplementedError
+
+    # -- the same for every format --------------------------------------------------------------
+
+    @property
+    def suffix(self) -> str:
+        """":bf16" where values are stored in a dtype of their own, else ""."""
+        return f":{DTYPE_NAMES[self.dtype]}" if self.dtype is not None else ""
+
+    @staticmethod
+    def parse(spec: Any, op: str = "Spec.parse") -> Spec:
+        """Reads "block:16x16@0.5", "csr@0.1:bf16" …, or a mapping of a spec's arguments.
+
+        Raises ValueError for another text, key or value, TypeError for another kind of object.
+        """
+        if isinstance(spec, Spec):
+            return spec
+        if isinstance(spec, Mapping):
+            return _from_mapping(op, spec)
+        if not isinstance(spec, str):
+            fail(op, "spec must be a str or a mapping", type(spec).__name__, TypeError)
+        for kind in _specs:
+            for text, dtype in _readings(spec):
+                if match := kind.pattern.fullmatch(text):
+                    try:
+                        return kind.from_match(op, match, dtype)
+                    except _UnreadableError:
+                        break
+        fail(op, f"spec must look like {' or '.join(kind.example for kind in _specs)}", repr(spec))
+
+
+class _UnreadableError(Exception):
+    """A text that looks like a spec and holds no number where one must be."""
+
+
+_VALUE_DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items() if dtype.is_floating_point}
+
+
+def _readings(text: str) -> Iterable[tuple[str, torch.dtype | None]]:
+    """The text as a whole, and without a value dtype at its end."""
+    yield text, None
+    head, _, tail = text.rpartition(":")
+    if tail in _VALUE_DTYPES:
+        yield head, _VALUE_DTYPES[tail]
+
+
+def _from_mapping(op: str, spec: Mapping[str, Any]) -> Spec:
+    for kind in _specs:
+        if set(spec) - {"dtype"} == set(kind.keys):
+            return kind.from_keys(op, **{"dtype": None, **spec})
+    known = " or ".join(" and ".join(kind.keys) for kind in _specs)
+    fail(op, f"spec must have the keys {known}", sorted(map(str, spec)))
+
+
+def read_density(op: str, text: str) -> float:
+    """The density of a spec, for from_match."""
+    try:
+        density = float(text)
+    except ValueError:
+        raise _UnreadableError from None
+    return check_density(op, density)
+
+
+# Registry ----------------------------------------------------------------------------------------
+
+_weights: dict[str, type[SparseWeight]] = {}
+_specs: list[type[Spec]] = []
+
+
+def register_format(weight: type[SparseWeight], spec: type[Spec]) -> None:
+    """Makes a format known to layers, sparsify, files and reports.
+
+    Args:
+        weight: the container; its `format` is the name in files and must be new.
+        spec: how users ask for it.
+    """
+    op = "register_format"
+    if not (isinstance(weight, type) and issubclass(weight, SparseWeight)):
+        fail(op, "weight must be a subclass of SparseWeight", weight, TypeError)
+    if not (isinstance(spec, type) and issubclass(spec, Spec)):
+        fail(op, "spec must be a subclass of Spec", spec, TypeError)
+    if _weights.get(weight.format, weight) is not weight:
+        fail(op, "the format's name must be new", repr(weight.format))
+    _weights[weight.format] = weight
+    if spec not in _specs:
+        _specs.append(spec)
+
+
+def formats() -> dict[str, type[SparseWeight]]:
+    """The weight classes of all formats by name."""
+    return dict(_weights)
+
+
+def reserved_endings() -> tuple[str, ...]:
+    """Endings of names that only tensors of sparse weights may have: ".crow_indices" …"""
+    return tuple(sorted({f".{piece}" for weight in _weights.values() for piece in weight.reserved}))
