@@ -2,26 +2,34 @@
 
 from . import ops
 from .backend import __version__, backend_info
-from .modules import BlockSparseLinear, PseudoBlockSparseLinear
-from .patcher import BlockSparseModelPatcher, BlockSpec
+from .loading import load_file, load_state_dict
+from .modules import BlockSparseLinear
+from .patcher import BlockSparseModelPatcher
+from .pattern import BsrPattern
+from .pseudo import PseudoBlockSparseLinear
 from .report import Report
-from .serialization import load_file, load_state_dict, save_file
+from .serialization import save_file
+from .sparse_weight import SparseWeight, Spec, register_format
 from .sparsify import desparsify, sparsify
-from .weight import BsrWeight
+from .weight import BlockSpec, BsrWeight
 
 __all__ = [
     "BlockSparseLinear",
     "BlockSparseModelPatcher",
     "BlockSpec",
+    "BsrPattern",
     "BsrWeight",
     "PseudoBlockSparseLinear",
     "Report",
+    "SparseWeight",
+    "Spec",
     "__version__",
     "backend_info",
     "desparsify",
     "load_file",
     "load_state_dict",
     "ops",
+    "register_format",
     "save_file",
     "sparsify",
 ]

@@ -73,14 +73,14 @@ def check_block_shape(op: str, block_shape: Any) -> tuple[int, int]:
 
 
 def check_block_fits(op: str, shape: tuple[int, int], block_shape: tuple[int, int]) -> tuple[int, int]:
-    """Returns the block shape unless it exceeds the shape rounded up to multiples of 32.
+    """Returns the block shape unless it reaches far past the matrix; check_shape of the core has the rule.
 
-    The default block of 32×32 so suits every layer, and a block wastes at most 31 rows and columns.
+    Asked here too where memory for blocks is allocated before the core sees them.
     """
-    most = tuple(32 * max(1, -(-size // 32)) for size in shape)
+    most = tuple(256 * max(1, -(-size // 256)) for size in shape)
     if block_shape[0] > most[0] or block_shape[1] > most[1]:
-        requirement = f"block_shape must be at most {most} for shape {tuple(shape)}"
-        fail(op, requirement, tuple(block_shape))
+        requirement = f"block_shape must be at most {most}, the shape rounded up to multiples of 256"
+        fail(op, requirement, f"{tuple(block_shape)} for shape {tuple(shape)}")
     return block_shape
 
 
@@ -98,6 +98,13 @@ def check_dtype(op: str, name: str, dtype: torch.dtype) -> None:
     if dtype not in DTYPE_NAMES:
         known = ", ".join(str(d).removeprefix("torch.") for d in DTYPE_NAMES)
         fail(op, f"{name} must be of dtype {known}", str(dtype).removeprefix("torch."), TypeError)
+
+
+def check_devices(op: str, values: torch.Tensor, **indices: Any) -> None:
+    """Raises TypeError unless the index tensors are on the device of values."""
+    for name, index in indices.items():
+        if isinstance(index, torch.Tensor) and index.device != values.device:
+            fail(op, f"{name} must be on the device of values, {values.device}", index.device, TypeError)
 
 
 def first_position(bad: torch.Tensor) -> tuple[int, ...]:

@@ -8,7 +8,7 @@ import torch
 
 
 def linear_of_nested(weight: Any, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """x Wᵀ + bias for each tensor of a nested x, in one product; layout and autograd stay."""
+    """X Wᵀ + bias for each tensor of a nested x, in one product; layout and autograd stay."""
     if x.layout == torch.jagged:
         y = weight.linear(x.values(), bias)
         return torch.nested.nested_tensor_from_jagged(y, offsets=x.offsets())

@@ -13,55 +13,19 @@ from torch import nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.utils.parametrize import ParametrizationList, is_parametrized
 
-from .checks import check_block_shape, check_density, check_int, fail
-from .modules import BlockSparseLinear, PseudoBlockSparseLinear
+from .checks import check_int, fail
+from .modules import BlockSparseLinear
+from .pseudo import PseudoBlockSparseLinear
 from .report import Report, environment
 from .report_data import LayerRow
+from .sparse_weight import Spec
 from .timing import time_layers
 
 FilterFn = Callable[[str, nn.Module], bool]
 
-_SPEC = re.compile(r"block:([0-9]+)x([0-9]+)@([^@\s]+)")
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _HOOKS += ("_state_dict_hooks", "_state_dict_pre_hooks")
 _HOOKS += ("_load_state_dict_pre_hooks", "_load_state_dict_post_hooks")
-
-
-@dataclass(frozen=True)
-class BlockSpec:
-    """What a layer becomes: blocks of `block_shape` at `density`."""
-
-    block_shape: tuple[int, int]
-    density: float
-
-    def __str__(self) -> str:  # noqa: D105
-        return f"{self.format}@{self.density:g}"
-
-    @property
-    def format(self) -> str:
-        """The format without the density, "block:16x16"."""
-        return f"block:{self.block_shape[0]}x{self.block_shape[1]}"
-
-    @classmethod
-    def parse(cls, spec: Any, op: str = "BlockSpec.parse") -> BlockSpec:
-        """Reads "block:16x16@0.5", or a mapping with the keys block_shape and density.
-
-        Raises ValueError for another text, key or value, TypeError for another kind of object.
-        """
-        if isinstance(spec, cls):
-            return spec
-        if isinstance(spec, Mapping):
-            if set(spec) != {"block_shape", "density"}:
-                fail(op, "spec must have the keys block_shape and density", sorted(map(str, spec)))
-            return cls(check_block_shape(op, spec["block_shape"]), check_density(op, spec["density"]))
-        if not isinstance(spec, str):
-            fail(op, "spec must be a str or a mapping", type(spec).__name__, TypeError)
-        match = _SPEC.fullmatch(spec)
-        try:
-            rows, cols, density = int(match[1]), int(match[2]), float(match[3])
-        except (TypeError, ValueError):  # no match, or a density that is no number
-            fail(op, 'spec must look like "block:16x16@0.5" (block:ROWSxCOLUMNS@DENSITY)', repr(spec))
-        return cls(check_block_shape(op, (rows, cols)), check_density(op, density))
 
 
 @dataclass
@@ -191,14 +155,14 @@ class BlockSparseModelPatcher:
     """
 
     def __init__(self) -> None:
-        self.patterns: list[tuple[re.Pattern[str], BlockSpec]] = []
+        self.patterns: list[tuple[re.Pattern[str], Spec]] = []
 
     def add_pattern(self, pattern: str | re.Pattern[str], spec: Any) -> None:
         """Adds a regular expression and what its layers become.
 
         Args:
             pattern: matched against the whole qualified name of a layer.
-            spec: "block:16x16@0.5", {"block_shape": (16, 16), "density": 0.5} or a BlockSpec.
+            spec: "block:16x16@0.5", "csr@0.1", {"block_shape": (16, 16), "density": 0.5} or a Spec.
 
         Raises:
             ValueError: an expression or a spec that cannot be read.
@@ -211,7 +175,7 @@ class BlockSparseModelPatcher:
             compiled = re.compile(pattern)
         except re.error as error:
             fail(op, "pattern must be a regular expression", f"{pattern!r}: {error}")
-        self.patterns.append((compiled, BlockSpec.parse(spec, op)))
+        self.patterns.append((compiled, Spec.parse(spec, op)))
 
     def get_patchable_layers(self, model: nn.Module) -> list[Layer]:
         """The layers of `model` that can become block-sparse, whatever the patterns."""
@@ -254,7 +218,7 @@ class BlockSparseModelPatcher:
             given = next((scores[name] for name in layer.names if name in scores), None)
             sparse = _sparse_copy(op, layer, spec, given)
             replacements.append((layer, sparse))
-            row.format, row.density = spec.format, sparse.density
+            row.format, row.density = spec.format + spec.suffix, sparse.density
             row.dense_bytes = layer.module.weight.numel() * layer.module.weight.element_size()
             row.sparse_bytes = sparse.weight.nbytes
             measured.append((row, layer.module, sparse))
@@ -266,11 +230,11 @@ class BlockSparseModelPatcher:
                 layer.replace(sparse)
         return Report(rows, tokens=tokens, dry_run=dry_run, environment=environment())
 
-    def _assign(self, op: str, layers: list[Layer]) -> dict[str, BlockSpec]:
+    def _assign(self, op: str, layers: list[Layer]) -> dict[str, Spec]:
         """The spec of each matched layer; every pattern must have at least one layer of its own."""
         if not self.patterns:
             fail(op, "there must be at least one pattern", "none")
-        specs: dict[str, BlockSpec] = {}
+        specs: dict[str, Spec] = {}
         for pattern, spec in self.patterns:
             matched = [layer for layer in layers if any(map(pattern.fullmatch, layer.names))]
             if not matched:
@@ -286,25 +250,23 @@ class BlockSparseModelPatcher:
         return specs
 
 
-def _why_stays(layer: Layer, spec: BlockSpec | None, filter_fn: FilterFn | None) -> str | None:
+def _why_stays(layer: Layer, spec: Spec | None, filter_fn: FilterFn | None) -> str | None:
     if spec is None:
         return "no pattern matches"
     if layer.reason is not None:
         return layer.reason
     if layer.module.weight.is_meta:
         return "its weight is on the meta device and holds no values"
-    if any(size < block for size, block in zip(layer.shape, spec.block_shape, strict=True)):
-        return f"smaller than a block of {spec.block_shape[0]}x{spec.block_shape[1]}"
+    if (reason := spec.why_not(layer.shape)) is not None:
+        return reason
     if filter_fn is not None and not filter_fn(layer.name, layer.module):
         return "filter_fn declined it"
     return None
 
 
-def _sparse_copy(op: str, layer: Layer, spec: BlockSpec, scores: torch.Tensor | None) -> BlockSparseLinear:
+def _sparse_copy(op: str, layer: Layer, spec: Spec, scores: torch.Tensor | None) -> BlockSparseLinear:
     try:
-        sparse = BlockSparseLinear.from_dense(
-            layer.module, block_shape=spec.block_shape, density=spec.density, scores=scores
-        )
+        sparse = BlockSparseLinear.from_dense(layer.module, spec=spec, scores=scores)
     except (ValueError, TypeError) as error:
         raise type(error)(f"[{op}] layer {layer.name}: {error}") from None
     sparse.bias = layer.module.bias  # the same Parameter: a tie to it stays a tie

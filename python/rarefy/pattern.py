@@ -51,7 +51,7 @@ class BsrPattern:
         crow_indices: (ceil(N/R) + 1,) int32 or int64: block row i is blocks crow[i] … crow[i+1].
         col_indices: (nnzb,) int32 or int64: block columns, sorted and distinct in each block row.
         shape: (N, K). Sizes that are no multiple of the block are padded in the last block.
-        block_shape: (R, C), at most the shape rounded up to multiples of 32.
+        block_shape: (R, C), at most the shape rounded up to multiples of 256.
 
     Indices are copied and checked here, once; from then on nothing changes, so weights, their copies
     and tied layers share one pattern. `deepcopy` returns the pattern itself, pickle stores the indices
@@ -104,10 +104,16 @@ class BsrPattern:
 
     @classmethod
     def from_mask(
-        cls, block_mask: torch.Tensor, *, shape: tuple[int, int], block_shape: tuple[int, int]
+        cls,
+        block_mask: torch.Tensor,
+        *,
+        shape: tuple[int, int],
+        block_shape: tuple[int, int],
+        device: torch.device | None = None,
     ) -> BsrPattern:
-        """The pattern of a bool mask of blocks, (ceil(N/R), ceil(K/C)), on the mask's device."""
-        return cls(*pattern_of(block_mask), shape=shape, block_shape=block_shape)
+        """The pattern of a bool mask of blocks, (ceil(N/R), ceil(K/C)); on the mask's device by default."""
+        crow, col = (index.to(device or block_mask.device) for index in pattern_of(block_mask))
+        return cls(crow, col, shape=shape, block_shape=block_shape)
 
     # -- what it is -----------------------------------------------------------------------------
 

@@ -11,11 +11,12 @@ import torch
 from torch import nn
 
 from . import ops
-from .checks import DTYPE_NAMES, check_block_fits, check_dtype, check_tensor, fail, first_position
-from .masks import choose_blocks, from_blocks, random_blocks, to_blocks
+from .checks import check_dtype, check_tensor, fail, first_position
+from .masks import from_blocks, random_blocks
 from .nested import linear_of_nested
 from .pattern import BsrPattern, as_index, digest
 from .sparse_weight import SparseWeight
+from .values import check_padding, init_bounds, swap_data, zero_padding
 
 _INDICES = ("crow_indices", "col_indices")
 _PUBLIC = (*_INDICES, "pattern_digest")
@@ -71,8 +72,7 @@ class PatternWeight(SparseWeight):
         check_tensor(op, "values", values)
         check_dtype(op, "values", values.dtype)
         if values.device != pattern.device:
-            requirement = f"crow_indices must be on the device of values, {values.device}"
-            fail(op, requirement, pattern.device, TypeError)
+            fail(op, f"pattern must be on the device of values, {values.device}", pattern.device, TypeError)
         if tuple(values.shape) != self.values_shape(pattern):
             fail(op, f"values must be of shape {self.values_shape(pattern)}", tuple(values.shape))
         if not values.is_contiguous():
@@ -158,7 +158,7 @@ class PatternWeight(SparseWeight):
         if bias is not None and not bias.is_contiguous():
             bias = bias.contiguous()
         n, k = self.shape
-        return ops.bsr_linear(x, values, *pattern.indices(), bias, n, k, pattern.plan)
+        return ops.bsr_linear(x, values, pattern.plan, bias, n, k)
 
     def to_dense(self) -> torch.Tensor:
         """The (N, K) tensor with zeros for the blocks that are not stored; differentiable, exact."""
@@ -168,7 +168,7 @@ class PatternWeight(SparseWeight):
         return from_blocks(blocks.reshape(rows, cols, *shape), self.shape)
 
     def stored_as(self, dtype: torch.dtype | None) -> PatternWeight:
-        """This weight with values stored in a dtype, x and results in the present one; None changes nothing."""
+        """This weight with values stored in a dtype, x and results staying as they are; None: no change."""
         if dtype is not None and dtype != self.dtype:
             self.x_dtype = self.dtype if self.x_dtype is None else self.x_dtype
             self.values = nn.Parameter(self.values.detach().to(dtype), self.values.requires_grad)
@@ -179,7 +179,7 @@ class PatternWeight(SparseWeight):
     def zero_padding_(self) -> PatternWeight:
         """Sets padding to zero again, after something other than training wrote to all of `values`."""
         self._settle()
-        _zero_padding(self.blocks(self.values), self._pattern)
+        zero_padding(self.blocks(self.values), self._pattern)
         return self
 
     @torch.no_grad()
@@ -237,8 +237,8 @@ class PatternWeight(SparseWeight):
             return  # looking means waiting, which a capture forbids: the next call outside looks
         if crow.device != own.device:
             own = self._pattern = own.to(crow.device)
-        same = [a.shape == b.shape and (a == b).all() for a, b in zip((crow, col), own.indices(), strict=True)]
-        if all(same):
+        pairs = zip((crow, col), own.indices(), strict=True)
+        if all(a.shape == b.shape and torch.equal(a, b) for a, b in pairs):
             self._seen()
             return
         if torch.equal(digest(crow, col), self._buffers["pattern_digest"]):
@@ -258,7 +258,7 @@ class PatternWeight(SparseWeight):
     @torch.no_grad()
     def _settle_padding(self, values: torch.Tensor) -> None:
         if type(values) is nn.Parameter and not values.is_meta:
-            _zero_padding(self.blocks(values.detach()), self._pattern)
+            zero_padding(self.blocks(values.detach()), self._pattern)
             self._seen()
 
     # -- moving and copying ---------------------------------------------------------------------
@@ -281,10 +281,9 @@ class PatternWeight(SparseWeight):
         if device != self._pattern.device:
             if self._pattern.is_meta:
                 # to_empty() gave values without content; kernels must see a valid pattern all the same.
-                stand_in = random_blocks(self.grid, self.density).to(device)
-                self._set_pattern(
-                    BsrPattern.from_mask(stand_in, shape=self.shape, block_shape=self.block_shape)
-                )
+                sizes = {"shape": self.shape, "block_shape": self.block_shape}
+                stand_in = random_blocks(self.grid, self.density)
+                self._set_pattern(BsrPattern.from_mask(stand_in, device=device, **sizes))
                 self._pattern_known = False
             else:
                 self._pattern_known = self._pattern_known and device.type != "meta"
@@ -292,6 +291,12 @@ class PatternWeight(SparseWeight):
         else:
             self._seen()
         return self
+
+    def is_tied_to(self, other: SparseWeight) -> bool:
+        """Whether both are one weight: the same module, or the same Parameter on equal patterns."""
+        if self is other:
+            return True
+        return type(self) is type(other) and self.values is other.values and self.pattern == other.pattern
 
     @torch.no_grad()
     def assign_(self, other: PatternWeight) -> None:
@@ -370,9 +375,8 @@ class PatternWeight(SparseWeight):
                 changed = True
         crow, col = (index.to(indices[0].device) for index in indices)
         pattern = None
-        if changed or not self._pattern_known:
-            if not crow.is_meta:
-                pattern = BsrPattern(crow, col, shape=self.shape, block_shape=self.block_shape, op=op)
+        if (changed or not self._pattern_known) and not crow.is_meta:
+            pattern = BsrPattern(crow, col, shape=self.shape, block_shape=self.block_shape, op=op)
         values = state_dict.get(prefix + "values")
         if values is not None:
             check_tensor(op, prefix + "values", values)
@@ -406,114 +410,7 @@ class PatternWeight(SparseWeight):
         state = dict(state_dict)
         state |= {prefix + n: self._buffers[n] for n in _INDICES if prefix + n in state_dict}
         super()._load_from_state_dict(state, prefix, local_metadata, *args)
-        if self._pattern.device != self.values.device:
-            if pattern is not None or not self._pattern.is_meta:
-                self._set_pattern((pattern or self._pattern).to(self.values.device))
+        pattern = pattern or self._pattern
+        if self._pattern.device != self.values.device and not pattern.is_meta:
+            self._set_pattern(pattern.to(self.values.device))
         self._seen()
-
-
-def choose_from_dense(
-    op: str,
-    dense: torch.Tensor,
-    block_shape: tuple[int, int],
-    mask: torch.Tensor | None,
-    density: float | None,
-    scores: torch.Tensor | None,
-) -> tuple[torch.Tensor, BsrPattern]:
-    """The chosen blocks of a dense matrix, (nnzb, R, C), and their pattern; see BsrWeight.from_dense."""
-    check_tensor(op, "dense", dense)
-    if dense.ndim != 2:
-        fail(op, "dense must have 2 dimensions", f"{dense.ndim}: {tuple(dense.shape)}")
-    check_dtype(op, "dense", dense.dtype)
-    if dense.is_meta:
-        fail(op, "dense must hold data", "a tensor on the meta device", TypeError)
-    dense, shape = dense.detach(), (dense.shape[0], dense.shape[1])
-    check_block_fits(op, shape, block_shape)
-    block_mask = choose_blocks(op, dense, block_shape, mask, density, scores)
-    pattern = BsrPattern.from_mask(block_mask, shape=shape, block_shape=block_shape)
-    return to_blocks(dense, block_shape)[block_mask].contiguous(), pattern
-
-
-_DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
-
-
-def check_metadata(op: str, metadata: Mapping[str, Any], *keys: str) -> dict[str, Any]:
-    """A file's entry as arguments: shape, block_shape …, stored (dtype) and x_dtype, all of the right kind.
-
-    Pairs are lists of two ints, counts ints, dtypes names; x_dtype may be missing.
-    """
-    if not isinstance(metadata, Mapping) or set(metadata) - {"x_dtype"} != set(keys):
-        got = sorted(metadata) if isinstance(metadata, Mapping) else type(metadata).__name__
-        fail(op, f"the metadata must have the keys {', '.join(keys)}", got)
-    checked = {}
-    for key, value in metadata.items():
-        if key.endswith("dtype"):
-            if not isinstance(value, str) or value not in _DTYPES:
-                fail(op, f"{key} in the metadata must be one of {', '.join(_DTYPES)}", repr(value))
-            checked[key] = _DTYPES[value]
-        elif key.endswith("shape"):
-            if not isinstance(value, list) or len(value) != 2 or not all(type(n) is int for n in value):
-                fail(op, f"{key} in the metadata must be two ints", value)
-            checked[key] = tuple(value)
-        else:
-            if type(value) is not int:
-                fail(op, f"{key} in the metadata must be an int", repr(value))
-            checked[key] = value
-    return checked
-
-
-def init_bounds(block_mask: torch.Tensor, in_features: int, block_cols: int) -> torch.Tensor:
-    """1 / √(stored inputs) of each block row; 0 for an empty one."""
-    widths = torch.full((block_mask.shape[1],), block_cols, device=block_mask.device)
-    if in_features % block_cols:
-        widths[-1] = in_features % block_cols
-    stored = (block_mask * widths).sum(dim=1).double()
-    return torch.where(stored > 0, stored.rsqrt(), torch.zeros_like(stored))
-
-
-@torch.no_grad()
-def swap_data(parameter: torch.Tensor, data: torch.Tensor, grad: torch.Tensor | None = None) -> nn.Parameter:
-    """Gives a Parameter other data, of whatever size; returns it, or a new one where it cannot stay."""
-    if parameter.is_meta != data.is_meta or not isinstance(parameter, nn.Parameter):
-        return nn.Parameter(data, requires_grad=parameter.requires_grad)
-    parameter.grad = None
-    parameter.data = data.detach()
-    parameter.grad = grad
-    torch.autograd.graph.increment_version(parameter)  # a pending backward must notice
-    return parameter
-
-
-# Padding -----------------------------------------------------------------------------------------
-
-
-def check_padding(op: str, values: torch.Tensor, pattern: BsrPattern) -> None:
-    """Raises ValueError where a stored block has something else than zero outside the matrix."""
-    if values.is_meta or values.ndim != 3 or not pattern.is_padded:
-        return
-    rows, cols = pattern.shape
-    for axis, inside in ((1, rows % values.shape[1]), (2, cols % values.shape[2])):
-        if not inside:
-            continue
-        first, end = pattern.last_row()
-        edge = pattern.last_column() if axis == 2 else torch.arange(first, end, device=values.device)
-        bad = values.detach()[edge].narrow(axis, inside, values.shape[axis] - inside) != 0
-        if bool(bad.any()):
-            at = list(first_position(bad))
-            at[0] = int(edge[at[0]])
-            at[axis] += inside
-            fail(
-                op,
-                f"values outside the shape ({rows}, {cols}) must be zero padding",
-                f"values[{at[0]}, {at[1]}, {at[2]}]={values[tuple(at)].item()}",
-            )
-
-
-def _zero_padding(blocks: torch.Tensor, pattern: BsrPattern) -> None:
-    rows, cols = (
-        size % block for size, block in zip(pattern.shape, pattern.block_shape, strict=True)
-    )
-    if rows:
-        first, end = pattern.last_row()
-        blocks[first:end, rows:, :] = 0
-    if cols:
-        blocks[:, :, cols:].index_fill_(0, pattern.last_column(), 0)

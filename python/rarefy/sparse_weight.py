@@ -94,7 +94,7 @@ class SparseWeight(nn.Module):
         raise NotImplementedError
 
     def assign_(self, other: SparseWeight) -> None:
-        """Takes over all that `other`, of the same shape and class, holds; Parameters stay the same objects."""
+        """Takes over all that `other`, of the same shape and class, holds; Parameters stay."""
         raise NotImplementedError
 
     def check_state(self, op: str, state_dict: Mapping[str, torch.Tensor], prefix: str) -> None:
@@ -105,9 +105,17 @@ class SparseWeight(nn.Module):
         """Draws values anew, uniform with nn.Linear's bound for the stored inputs of each row."""
         raise NotImplementedError
 
+    def is_tied_to(self, other: SparseWeight) -> bool:
+        """Whether both are one weight: the same module, or the same tensors in another."""
+        return self is other
+
     def spec_format(self) -> str:
         """The format as a spec has it, without the density: "block:16x16"."""
         raise NotImplementedError
+
+    def options_repr(self) -> str:
+        """What a layer's repr says of its weight."""
+        return f"density={self.density:.4g}, format={self.spec_format()}"
 
     def zero_padding_(self) -> SparseWeight:
         """Sets to zero what is stored outside the matrix; nothing, for a format that stores no such thing."""
@@ -168,7 +176,7 @@ class SparseWeight(nn.Module):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:  # noqa: D105
         # functional.linear(x, weight, bias) works with a SparseWeight. Being an overriding type also keeps
-        # fused paths that read `.weight` of a linear layer (nn.TransformerEncoderLayer in eval) from taking it.
+        # fused paths that read `.weight` of a linear layer (nn.TransformerEncoderLayer in eval) away.
         if func is functional.linear:
 
             def linear(input: torch.Tensor, weight: Any, bias: torch.Tensor | None = None) -> Any:  # noqa: A002
@@ -221,14 +229,14 @@ class Spec:
     def make(
         self, dense: torch.Tensor, *, mask: torch.Tensor | None = None, scores: torch.Tensor | None = None
     ) -> SparseWeight:
-        """The weight that keeps the chosen part of a dense (N, K) tensor, bit for bit unless `dtype` rounds."""
+        """The weight that keeps the chosen part of a dense (N, K) tensor, bit for bit but for `dtype`."""
         raise NotImplementedError
 
     # -- the same for every format --------------------------------------------------------------
 
     @property
     def suffix(self) -> str:
-        """":bf16" where values are stored in a dtype of their own, else ""."""
+        """The end of the text where values are stored in a dtype of their own: ":bf16", else ""."""
         return f":{DTYPE_NAMES[self.dtype]}" if self.dtype is not None else ""
 
     @staticmethod
@@ -243,46 +251,70 @@ class Spec:
             return _from_mapping(op, spec)
         if not isinstance(spec, str):
             fail(op, "spec must be a str or a mapping", type(spec).__name__, TypeError)
+        found = None
         for kind in _specs:
             for text, dtype in _readings(spec):
                 if match := kind.pattern.fullmatch(text):
-                    try:
-                        return kind.from_match(op, match, dtype)
-                    except _UnreadableError:
-                        break
-        fail(op, f"spec must look like {' or '.join(kind.example for kind in _specs)}", repr(spec))
+                    found = found or kind.from_match(op, match, dtype)
+        if found is None:
+            fail(op, f"spec must look like {' or '.join(kind.example for kind in _specs)}", repr(spec))
+        return found
 
 
-class _UnreadableError(Exception):
-    """A text that looks like a spec and holds no number where one must be."""
-
-
-_VALUE_DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items() if dtype.is_floating_point}
+_DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
 
 def _readings(text: str) -> Iterable[tuple[str, torch.dtype | None]]:
     """The text as a whole, and without a value dtype at its end."""
     yield text, None
     head, _, tail = text.rpartition(":")
-    if tail in _VALUE_DTYPES:
-        yield head, _VALUE_DTYPES[tail]
+    if tail in _DTYPES and _DTYPES[tail].is_floating_point:
+        yield head, _DTYPES[tail]
 
 
 def _from_mapping(op: str, spec: Mapping[str, Any]) -> Spec:
-    for kind in _specs:
-        if set(spec) - {"dtype"} == set(kind.keys):
-            return kind.from_keys(op, **{"dtype": None, **spec})
-    known = " or ".join(" and ".join(kind.keys) for kind in _specs)
-    fail(op, f"spec must have the keys {known}", sorted(map(str, spec)))
+    kinds = [kind for kind in _specs if set(spec) - {"dtype"} == set(kind.keys)]
+    if not kinds:
+        known = " or ".join(" and ".join(kind.keys) for kind in _specs)
+        fail(op, f"spec must have the keys {known}", sorted(map(str, spec)))
+    return kinds[0].from_keys(op, **{"dtype": None, **spec})
+
+
+NUMBER = r"([-+]?(?:[0-9.]+(?:e[-+]?[0-9]+)?|inf|nan))"  # a density in a spec, checked by read_density
 
 
 def read_density(op: str, text: str) -> float:
     """The density of a spec, for from_match."""
     try:
         density = float(text)
-    except ValueError:
-        raise _UnreadableError from None
+    except ValueError:  # dots in the wrong places
+        fail(op, "spec must look like a number after @", repr(text))
     return check_density(op, density)
+
+
+def check_metadata(op: str, metadata: Mapping[str, Any], *keys: str) -> dict[str, Any]:
+    """A file's entry as arguments: shape, block_shape …, stored (dtype) and x_dtype, all of the right kind.
+
+    Pairs are lists of two ints, counts ints, dtypes names; x_dtype may be missing.
+    """
+    if not isinstance(metadata, Mapping) or set(metadata) - {"x_dtype"} != set(keys):
+        got = sorted(metadata) if isinstance(metadata, Mapping) else type(metadata).__name__
+        fail(op, f"the metadata must have the keys {', '.join(keys)}", got)
+    checked = {}
+    for key, value in metadata.items():
+        if key.endswith("dtype"):
+            if not isinstance(value, str) or value not in _DTYPES:
+                fail(op, f"{key} in the metadata must be one of {', '.join(_DTYPES)}", repr(value))
+            checked[key] = _DTYPES[value]
+        elif key.endswith("shape"):
+            if not isinstance(value, list) or len(value) != 2 or not all(type(n) is int for n in value):
+                fail(op, f"{key} in the metadata must be two ints", value)
+            checked[key] = tuple(value)
+        else:
+            if type(value) is not int:
+                fail(op, f"{key} in the metadata must be an int", repr(value))
+            checked[key] = value
+    return checked
 
 
 # Registry ----------------------------------------------------------------------------------------
@@ -316,5 +348,5 @@ def formats() -> dict[str, type[SparseWeight]]:
 
 
 def reserved_endings() -> tuple[str, ...]:
-    """Endings of names that only tensors of sparse weights may have: ".crow_indices" …"""
+    """Endings of names that only tensors of sparse weights may have, such as ".crow_indices"."""
     return tuple(sorted({f".{piece}" for weight in _weights.values() for piece in weight.reserved}))

@@ -9,8 +9,9 @@ import torch
 from torch import nn
 
 from .checks import fail
-from .modules import BlockSparseLinear, PseudoBlockSparseLinear
+from .modules import BlockSparseLinear
 from .patcher import BlockSparseModelPatcher, FilterFn, find_layers, has_hooks
+from .pseudo import PseudoBlockSparseLinear
 from .report import Report
 
 

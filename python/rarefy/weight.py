@@ -15,14 +15,14 @@ from .checks import (
     check_block_fits,
     check_block_shape,
     check_density,
-    check_dtype,
+    check_devices,
     check_tensor,
     fail,
 )
-from .masks import choose_blocks, to_blocks
 from .pattern import BsrPattern
-from .pattern_weight import PatternWeight, check_metadata, choose_from_dense
-from .sparse_weight import Spec, read_density, register_format
+from .pattern_weight import PatternWeight
+from .sparse_weight import NUMBER, Spec, check_metadata, read_density, register_format
+from .values import choose_from_dense
 
 
 class BsrWeight(PatternWeight):
@@ -35,7 +35,7 @@ class BsrWeight(PatternWeight):
         crow_indices: (ceil(N/R) + 1,) int32 or int64: block row i is blocks crow[i] … crow[i+1].
         col_indices: (nnzb,) int32 or int64: block columns, sorted and distinct in each block row.
         shape: (N, K). Sizes that are no multiple of the block are padded with zeros in the last block.
-        block_shape: (R, C), at most the shape rounded up to multiples of 32.
+        block_shape: (R, C), at most the shape rounded up to multiples of 256.
         x_dtype: the dtype of x and of the result, if not that of the values.
 
     `values` is the one Parameter and trains as any other; its padding receives zero gradients, so
@@ -62,7 +62,7 @@ class BsrWeight(PatternWeight):
     ) -> None:
         op = "BsrWeight"
         check_tensor(op, "values", values)
-        check_dtype(op, "values", values.dtype)
+        check_devices(op, values, crow_indices=crow_indices, col_indices=col_indices)
         pattern = BsrPattern(crow_indices, col_indices, shape=shape, block_shape=block_shape, op=op)
         self._check_values(op, values, pattern)
         self._init(values, pattern, x_dtype)
@@ -171,9 +171,8 @@ class BsrWeight(PatternWeight):
         torch needs sizes that are multiples of the block; with `pad=True` others are rounded up.
         """
         shape = foreign.padded_shape("BsrWeight.to_torch", self.shape, self.block_shape, pad)
-        return torch.sparse_bsr_tensor(
-            *self.pattern.indices(), self.values.detach(), size=shape, check_invariants=True
-        ).clone()
+        arrays = (*self.pattern.indices(), self.values.detach())
+        return torch.sparse_bsr_tensor(*(a.clone() for a in arrays), size=shape, check_invariants=True)
 
     def to_scipy(self, *, pad: bool = False) -> Any:
         """A scipy.sparse.bsr_array with copies of values and indices; float64, float32 and int8 only.
@@ -228,6 +227,11 @@ class BsrWeight(PatternWeight):
         """Such as "block:16x16"."""
         return f"block:{self.block_shape[0]}x{self.block_shape[1]}"
 
+    def options_repr(self) -> str:
+        """The arguments of BlockSparseLinear."""
+        r, c = self.block_shape
+        return f"density={self.density:.4g}, block_shape=({r}, {c})"
+
     def extra_repr(self) -> str:
         """Shapes, density and dtype."""
         n, k = self.shape
@@ -245,7 +249,7 @@ class BlockSpec(Spec):
     block_shape: tuple[int, int]
     density: float
 
-    pattern: ClassVar = re.compile(r"block:([0-9]+)x([0-9]+)@([^@:\s]+)")
+    pattern: ClassVar = re.compile(rf"block:([0-9]+)x([0-9]+)@{NUMBER}")
     example: ClassVar = '"block:16x16@0.5" (block:ROWSxCOLUMNS@DENSITY)'
     keys: ClassVar = ("block_shape", "density")
 

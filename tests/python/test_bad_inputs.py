@@ -301,7 +301,7 @@ CASES = {
     "from_weight_of_a_tensor": (
         lambda: BlockSparseLinear.from_weight(torch.ones(4, 4)),
         TypeError,
-        "weight must be a BsrWeight; got Tensor",
+        "weight must be a SparseWeight; got Tensor",
     ),
     "x_of_another_width": (lambda: layer()(torch.ones(3, 5)), ValueError, "[bsr_linear]"),
     "x_scalar": (lambda: layer()(torch.tensor(1.0)), ValueError, "[bsr_linear]"),

@@ -1,0 +1,85 @@
+"""What weights on a pattern do with values: choose them, draw them, keep their padding zero, swap them."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from .checks import check_block_fits, check_dtype, check_tensor, fail, first_position
+from .masks import choose_blocks, to_blocks
+from .pattern import BsrPattern
+
+
+def choose_from_dense(
+    op: str,
+    dense: torch.Tensor,
+    block_shape: tuple[int, int],
+    mask: torch.Tensor | None,
+    density: float | None,
+    scores: torch.Tensor | None,
+) -> tuple[torch.Tensor, BsrPattern]:
+    """The chosen blocks of a dense matrix, (nnzb, R, C), and their pattern; see BsrWeight.from_dense."""
+    check_tensor(op, "dense", dense)
+    if dense.ndim != 2:
+        fail(op, "dense must have 2 dimensions", f"{dense.ndim}: {tuple(dense.shape)}")
+    check_dtype(op, "dense", dense.dtype)
+    if dense.is_meta:
+        fail(op, "dense must hold data", "a tensor on the meta device", TypeError)
+    dense, shape = dense.detach(), (dense.shape[0], dense.shape[1])
+    check_block_fits(op, shape, block_shape)
+    block_mask = choose_blocks(op, dense, block_shape, mask, density, scores)
+    pattern = BsrPattern.from_mask(block_mask, shape=shape, block_shape=block_shape)
+    return to_blocks(dense, block_shape)[block_mask].contiguous(), pattern
+
+
+def init_bounds(block_mask: torch.Tensor, in_features: int, block_cols: int) -> torch.Tensor:
+    """1 / √(stored inputs) of each block row; 0 for an empty one."""
+    widths = torch.full((block_mask.shape[1],), block_cols, device=block_mask.device)
+    if in_features % block_cols:
+        widths[-1] = in_features % block_cols
+    stored = (block_mask * widths).sum(dim=1).double()
+    return torch.where(stored > 0, stored.rsqrt(), torch.zeros_like(stored))
+
+
+@torch.no_grad()
+def swap_data(parameter: torch.Tensor, data: torch.Tensor, grad: torch.Tensor | None = None) -> nn.Parameter:
+    """Gives a Parameter other data, of whatever size; returns it, or a new one where it cannot stay."""
+    if parameter.is_meta != data.is_meta or not isinstance(parameter, nn.Parameter):
+        return nn.Parameter(data, requires_grad=parameter.requires_grad)
+    parameter.grad = None
+    parameter.data = data.detach()
+    parameter.grad = grad
+    torch.autograd.graph.increment_version(parameter)  # a pending backward must notice
+    return parameter
+
+
+def check_padding(op: str, values: torch.Tensor, pattern: BsrPattern) -> None:
+    """Raises ValueError where a stored block has something else than zero outside the matrix."""
+    if values.is_meta or values.ndim != 3 or not pattern.is_padded:
+        return
+    rows, cols = pattern.shape
+    for axis, inside in ((1, rows % values.shape[1]), (2, cols % values.shape[2])):
+        if not inside:
+            continue
+        first, end = pattern.last_row()
+        edge = pattern.last_column() if axis == 2 else torch.arange(first, end, device=values.device)
+        bad = values.detach()[edge].narrow(axis, inside, values.shape[axis] - inside) != 0
+        if bool(bad.any()):
+            at = list(first_position(bad))
+            at[0] = int(edge[at[0]])
+            at[axis] += inside
+            fail(
+                op,
+                f"values outside the shape ({rows}, {cols}) must be zero padding",
+                f"values[{at[0]}, {at[1]}, {at[2]}]={values[tuple(at)].item()}",
+            )
+
+
+def zero_padding(blocks: torch.Tensor, pattern: BsrPattern) -> None:
+    """Writes zeros where stored blocks reach past the matrix."""
+    rows, cols = (size % block for size, block in zip(pattern.shape, pattern.block_shape, strict=True))
+    if rows:
+        first, end = pattern.last_row()
+        blocks[first:end, rows:, :] = 0
+    if cols:
+        blocks[:, :, cols:].index_fill_(0, pattern.last_column(), 0)

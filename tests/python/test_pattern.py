@@ -1,0 +1,312 @@
+"""BsrPattern: one truth, shared and immutable, whoever writes to the buffers that show it."""
+
+import copy
+import gc
+import pickle
+import warnings
+import weakref
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+import rarefy
+from rarefy import BlockSparseLinear, BsrPattern, BsrWeight, ops
+
+
+def layer(seed=0, k=10, n=7, block_shape=(4, 3), density=0.5, **options) -> BlockSparseLinear:
+    generator = torch.Generator().manual_seed(seed)
+    return BlockSparseLinear(k, n, density=density, block_shape=block_shape, generator=generator, **options)
+
+
+def pattern(mask=((1, 0, 1), (0, 0, 0), (0, 1, 1)), shape=(9, 10), block_shape=(4, 4)) -> BsrPattern:
+    return BsrPattern.from_mask(torch.tensor(mask).bool(), shape=shape, block_shape=block_shape)
+
+
+def assert_one_truth(weight: BsrWeight, dense: torch.Tensor | None = None) -> None:
+    """Products, to_dense, buffers and state_dict must all tell of one pattern."""
+    x = torch.randn(3, weight.shape[1])
+    dense = weight.to_dense().detach() if dense is None else dense
+    torch.testing.assert_close(weight.linear(x).detach(), x @ dense.T)
+    assert torch.equal(weight.to_dense(), dense)
+    state = weight.state_dict()
+    for name, index in zip(("crow_indices", "col_indices"), weight.pattern.indices(), strict=True):
+        assert torch.equal(getattr(weight, name), index) and torch.equal(state[name], index)
+
+
+# The object ----------------------------------------------------------------------------------------
+
+
+def test_sizes_indices_and_plan():
+    p = pattern()
+    assert (p.shape, p.block_shape, p.nnzb, p.grid) == (torch.Size((9, 10)), (4, 4), 4, (3, 3))
+    assert p.crow_indices.tolist() == [0, 2, 2, 4] and p.col_indices.tolist() == [0, 2, 1, 2]
+    assert torch.equal(p.plan, ops.bsr_plan(p.crow_indices, p.col_indices, 9, 10, 4, 4))
+    assert p.density == 4 / 9 and p.is_padded and p.mask().sum() == 4
+    assert p.positions().tolist() == [0, 2, 7, 8] and p.block_rows().tolist() == [0, 0, 2, 2]
+
+
+def test_indices_are_copied_in_and_out():
+    crow, col = torch.tensor([0, 1, 2]), torch.tensor([1, 0])
+    p = BsrPattern(crow, col, shape=(4, 4), block_shape=(2, 2))
+    crow[1], col[0] = 0, 99
+    p.col_indices[0] = 7
+    assert p.col_indices.tolist() == [1, 0] and p.crow_indices.tolist() == [0, 1, 2]
+
+
+def test_equal_patterns_are_equal_and_copies_are_the_pattern_itself():
+    p, q, other = pattern(), pattern(), pattern(((1, 1, 0), (0, 0, 0), (0, 1, 1)))
+    assert p == q and hash(p) == hash(q) and p != other and p != pattern(shape=(9, 9)) and p != 3
+    assert copy.deepcopy(p) is p and copy.copy(p) is p
+    back = pickle.loads(pickle.dumps(p))
+    assert back == p and torch.equal(back.plan, p.plan)
+
+
+def test_a_twin_on_another_device_is_made_once_and_freed_with_its_last_user():
+    p = pattern()
+    twin = p.to("meta")
+    assert twin.is_meta and twin.nnzb == 4 and p.to("cpu") is p and twin != p
+    with pytest.raises(TypeError, match=r"\[BsrPattern.to\] .*; got one on the meta device"):
+        twin.to("cpu")
+    if torch.cuda.is_available():
+        moved = p.to("cuda")
+        assert moved is p.to("cuda") and moved.to("cpu") is p and moved == p
+        gone = weakref.ref(moved)
+        del moved
+        gc.collect()
+        assert gone() is None
+
+
+@pytest.mark.parametrize(
+    ("change", "part"),
+    [
+        ({"block_shape": (2**28, 1)}, "block_shape must be at most (256, 256)"),
+        ({"block_shape": (1, 257)}, "got (1, 257)"),
+        ({"block_shape": (2**63, 1)}, "block_shape must be at most 2147483647"),
+        ({"shape": (2**63, 4)}, "shape and block_shape must be at most 2147483647"),
+    ],
+)
+def test_sizes_that_waste_memory_or_overflow_are_refused_everywhere(change, part):
+    sizes = {"shape": (4, 4), "block_shape": (2, 2)} | change
+    index = torch.tensor([0, 1]), torch.tensor([0])
+    n, k = sizes["shape"]
+    calls = [
+        lambda: BsrPattern(*index, **sizes),
+        lambda: BsrWeight(torch.ones(1, 1, 1), *index, **sizes),
+        lambda: BlockSparseLinear(k, n, block_shape=sizes["block_shape"]),
+    ]
+    if n < 2**31:
+        calls.append(lambda: BsrWeight.from_dense(torch.ones(n, k), block_shape=sizes["block_shape"]))
+        linear = nn.Linear(k, n)
+        calls.append(lambda: BlockSparseLinear.from_dense(linear, block_shape=sizes["block_shape"]))
+    for call in calls:
+        with pytest.raises(ValueError, match=r"^\[\w+(\.\w+)?\] .+; got ") as caught:
+            call()
+        assert part in str(caught.value)
+
+
+# Sharing -------------------------------------------------------------------------------------------
+
+
+def test_copies_tied_layers_and_pickles_share_one_pattern():
+    weight = layer().weight
+    twin = BsrWeight.from_pattern(2 * weight.values.detach(), weight.pattern)
+    assert twin.pattern is weight.pattern
+    assert copy.deepcopy(weight).pattern is weight.pattern
+    both = pickle.loads(pickle.dumps(nn.ModuleList([weight, twin])))
+    assert both[0].pattern is both[1].pattern and both[0].pattern == weight.pattern
+    alone = len(pickle.dumps(weight.pattern))
+    assert len(pickle.dumps(nn.ModuleList([weight, twin]))) < len(pickle.dumps(nn.ModuleList([weight]))) + (
+        alone + weight.values.nbytes + 2000
+    )
+    moved = copy.deepcopy(weight).double()
+    assert moved.pattern is weight.pattern
+
+
+def test_a_pattern_is_checked_and_planned_once_on_the_way_to_a_file_and_back(tmp_path, monkeypatch):
+    calls = []
+    plan = ops.bsr_plan
+    monkeypatch.setattr(rarefy.pattern, "bsr_plan", lambda *a: calls.append(1) or plan(*a))
+    model = nn.Sequential(nn.Linear(10, 7))
+    rarefy.sparsify(model, {"0": "block:4x3@0.5"}, measure=False)
+    assert len(calls) == 1
+    rarefy.save_file(model, tmp_path / "m.safetensors")
+    model(torch.randn(2, 10)).sum().backward()
+    assert len(calls) == 1
+    rarefy.load_file(nn.Sequential(nn.Linear(10, 7)), tmp_path / "m.safetensors")
+    assert len(calls) == 2
+    model.load_state_dict(copy.deepcopy(model).state_dict())  # the same pattern: nothing to plan
+    assert len(calls) == 2
+    with torch.device("meta"):
+        empty = nn.Sequential(BlockSparseLinear(10, 7, density=0.5, block_shape=(4, 3)))
+    before = len(calls)
+    empty.load_state_dict(model.state_dict(), assign=True)
+    assert len(calls) == before + 1
+
+
+# Writers of buffers --------------------------------------------------------------------------------
+
+
+def test_an_edited_index_is_put_back_with_a_warning():
+    weight = layer().weight
+    dense = weight.to_dense().detach().clone()
+    weight.col_indices[0] += 1
+    with pytest.warns(UserWarning, match="put back: weight.change_pattern changes a pattern"):
+        weight.linear(torch.randn(2, 10))
+    assert_one_truth(weight, dense)
+    weight.crow_indices.zero_()
+    with pytest.warns(UserWarning, match="put back"):
+        weight.state_dict()
+    assert_one_truth(weight, dense)
+    weight.col_indices = torch.zeros_like(weight.col_indices)
+    with pytest.warns(UserWarning, match="put back"):
+        assert torch.equal(weight.to_dense(), dense)
+    assert_one_truth(weight, dense)
+
+
+def test_writing_the_same_indices_changes_nothing():
+    weight = layer().weight
+    before = weight.pattern
+    for index in (weight.crow_indices, weight.col_indices):
+        index.copy_(index.clone())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert weight.pattern is before
+
+
+@pytest.mark.filterwarnings("ignore:.*put back")
+@pytest.mark.parametrize("average", [None, get_ema_multi_avg_fn(0.999), get_ema_multi_avg_fn(0.5)])
+def test_averaged_models_average_values_and_keep_the_pattern(average):
+    model = layer(k=300, n=200, block_shape=(4, 4))
+    averaged = AveragedModel(model, multi_avg_fn=average, use_buffers=True)
+    for step in range(4):
+        with torch.no_grad():
+            model.weight.values.fill_(step)
+        averaged.update_parameters(model)
+    assert averaged.module.weight.pattern == model.weight.pattern
+    assert 0 < averaged.module.weight.values.max() < 3
+    assert_one_truth(averaged.module.weight)
+    model.load_state_dict(averaged.module.state_dict())
+    assert_one_truth(model.weight)
+
+
+@pytest.mark.filterwarnings("ignore:.*put back")
+def test_averages_over_a_state_dict_keep_the_pattern():
+    model = layer(k=300, n=200, block_shape=(4, 4))
+    ema = copy.deepcopy(model)
+    for mine, theirs in zip(ema.state_dict().values(), model.state_dict().values(), strict=True):
+        mine.copy_(0.999 * mine + 0.001 * theirs)  # as timm's ModelEmaV2 does, integers and all
+    model.load_state_dict(ema.state_dict())
+    assert_one_truth(ema.weight)
+
+
+def broadcast(source: nn.Module, target: nn.Module) -> None:
+    """What DistributedDataParallel does to the modules of other ranks when it is made."""
+    for name, tensor in (*source.named_parameters(), *source.named_buffers()):
+        path, _, attribute = name.rpartition(".")
+        getattr(target.get_submodule(path), attribute).detach().copy_(tensor)
+
+
+@pytest.mark.parametrize("used_before", [False, True])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_the_pattern_of_another_rank_is_taken_over(used_before, compiled):
+    torch.compiler.reset()
+    first, second = (layer(seed, k=40, n=28) for seed in (1, 2))
+    assert first.weight.pattern != second.weight.pattern
+    x = torch.randn(3, 40)
+    if used_before:
+        second(x)
+    broadcast(first, second)
+    run = torch.compile(second, fullgraph=True, backend="eager") if compiled else second
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert torch.equal(run(x), first(x))
+    assert second.weight.pattern == first.weight.pattern
+    assert_one_truth(second.weight)
+
+
+def test_indices_that_only_look_like_a_pattern_of_another_rank_are_refused():
+    weight = layer().weight
+    bad = weight.col_indices.flip(0)
+    weight.col_indices.copy_(bad)
+    weight.pattern_digest.copy_(rarefy.pattern.digest(weight.crow_indices, bad))
+    with pytest.raises(ValueError, match=r"^\[BsrWeight\] .*col_indices"):
+        weight.linear(torch.randn(2, 10))
+
+
+def _train_on_a_rank(rank, folder):
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2
+    )
+    torch.set_num_threads(1)
+    model = nn.Sequential(layer(seed=rank, k=40, n=28), nn.ReLU(), layer(seed=rank + 7, k=28, n=40))
+    ddp = nn.parallel.DistributedDataParallel(model)
+    generator = torch.Generator().manual_seed(3 + rank)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    for _ in range(3):
+        # Two forwards before one backward, with DDP's broadcast of buffers before each.
+        loss = sum(ddp(torch.randn(5, 40, generator=generator)).square().mean() for _ in range(2))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    torch.save((model.state_dict(), model[0].weight.to_dense()), f"{folder}/{rank}.pt")
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.timeout(300)
+def test_ddp_with_a_seed_for_each_rank_trains_one_model(tmp_path):
+    context = torch.multiprocessing.start_processes(
+        _train_on_a_rank, args=(str(tmp_path),), nprocs=2, join=False, start_method="spawn"
+    )
+    while not context.join(timeout=90):
+        pass
+    (first, dense), (second, other) = (torch.load(tmp_path / f"{rank}.pt") for rank in (0, 1))
+    assert torch.equal(dense, other)
+    for key in first:
+        assert torch.equal(first[key], second[key]), key
+
+
+# Meta and empty memory -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_after_to_meta_a_state_dict_loads(seed):
+    model, source = layer(0), layer(seed)
+    model.to("meta")
+    assert model.weight.pattern.is_meta and model.weight.values.is_meta
+    model.load_state_dict(source.state_dict(), assign=True)
+    x = torch.randn(3, 10)
+    assert torch.equal(model(x), source(x))
+    assert_one_truth(model.weight)
+
+
+def test_after_to_empty_a_state_dict_loads():
+    model, source = layer(0), layer(0)
+    model.to_empty(device="cpu")
+    model.load_state_dict(source.state_dict())
+    x = torch.randn(3, 10)
+    assert torch.equal(model(x), source(x))
+    other = layer(0).to("meta").to_empty(device="cpu")
+    assert other(x).shape == (3, 7)  # memory without content is never seen as indices
+    other.load_state_dict(layer(1).state_dict())
+    assert torch.equal(other(x), layer(1)(x))
+
+
+# Other patterns ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("density", [0.25, 0.5, 0.75])
+def test_another_pattern_is_refused_unless_the_weight_lets_it_in(density):
+    model, source = layer(0, density=0.5), layer(1, density=density)
+    with pytest.raises(ValueError, match="must be of this module's pattern"):
+        model.load_state_dict(source.state_dict())
+    model.weight.strict_pattern = False
+    values = model.weight.values
+    model.load_state_dict(source.state_dict())
+    assert model.weight.values is values
+    x = torch.randn(3, 10)
+    assert torch.equal(model(x), source(x))
+    model(x).sum().backward()
+    assert values.grad.shape == values.shape
+    assert_one_truth(model.weight)
