@@ -14,8 +14,6 @@ namespace rarefy {
 
 namespace {
 
-using nlohmann::json;
-
 constexpr std::string_view kMetadataKey = "rarefy";
 constexpr std::string_view kFormat = "bsr-v1";
 constexpr std::string_view kValues = ".values";
@@ -29,9 +27,9 @@ constexpr std::int64_t kMaxFreeColumns = std::int64_t{1} << 24;
 using Entries = std::map<std::string, BsrEntry>;
 
 // "[read_bsr_file "M.weight"] …": errors of the core's checks then name the weight as well.
-std::string scoped(std::string_view op, std::string_view weight) { return cat(op, ' ', quote(weight)); }
+std::string scoped(std::string_view op, std::string_view weight) { return join({op, " ", quote(weight)}); }
 
-std::string piece(std::string_view weight, std::string_view suffix) { return cat(weight, suffix); }
+std::string piece(std::string_view weight, std::string_view suffix) { return join({weight, suffix}); }
 
 // The weight that an index tensor belongs to, going by its name.
 std::optional<std::string_view> owner_of_index(std::string_view tensor) {
@@ -41,9 +39,8 @@ std::optional<std::string_view> owner_of_index(std::string_view tensor) {
   return std::nullopt;
 }
 
-Status check_keys(std::string_view op, std::string_view what, const json& value,
+Status check_keys(std::string_view op, std::string_view what, const JsonObject& value,
                   std::initializer_list<const char*> keys) {
-  if (!value.is_object()) return invalid(op, cat(what, " must be an object"), value.type_name());
   for (const char* key : keys) {
     if (!value.contains(key)) return invalid(op, cat(what, " must have \"", key, '"'), "none");
   }
@@ -53,42 +50,44 @@ Status check_keys(std::string_view op, std::string_view what, const json& value,
   return {};
 }
 
-Result<std::array<std::int64_t, 2>> parse_pair(std::string_view op, const char* key, const json& value) {
+Result<std::array<std::int64_t, 2>> parse_pair(std::string_view op, const char* key, const JsonValue& value) {
   // Sizes beyond int32 are refused by check_shape; beyond int64 they would turn negative first.
-  if (!value.is_array() || value.size() != 2 || value[0].get<std::uint64_t>() > INT64_MAX ||
-      value[1].get<std::uint64_t>() > INT64_MAX) {
-    return invalid(op, cat(key, " must be two integers below 2^63"), quote(value.dump()));
+  const JsonNumbers* numbers = value.numbers();
+  if (numbers == nullptr || numbers->size() != 2 || (*numbers)[0] > INT64_MAX || (*numbers)[1] > INT64_MAX) {
+    return invalid(op, cat(key, " must be two integers below 2^63"), value.text());
   }
-  return std::array{value[0].get<std::int64_t>(), value[1].get<std::int64_t>()};
+  return std::array{static_cast<std::int64_t>((*numbers)[0]), static_cast<std::int64_t>((*numbers)[1])};
 }
 
-Result<BsrEntry> parse_entry(std::string_view op, const json& value) {
+Result<BsrEntry> parse_entry(std::string_view op, const JsonValue& entry_value) {
+  if (entry_value.object() == nullptr) {
+    return invalid(op, "the metadata entry must be an object", entry_value.type_name());
+  }
+  const JsonObject& value = *entry_value.object();
   if (Status status = check_keys(op, "the metadata entry", value, {"shape", "block_shape", "nnzb", "dtype"});
       !status.ok()) {
     return status;
   }
-  const auto shape = parse_pair(op, "shape", value["shape"]);
+  const auto shape = parse_pair(op, "shape", *value.at("shape"));
   if (!shape.ok()) return shape.status();
-  const auto block = parse_pair(op, "block_shape", value["block_shape"]);
+  const auto block = parse_pair(op, "block_shape", *value.at("block_shape"));
   if (!block.ok()) return block.status();
-  const json& nnzb = value["nnzb"];
-  if (!nnzb.is_number_unsigned() || nnzb.get<std::uint64_t>() > INT64_MAX) {
-    return invalid(op, "nnzb must be an integer below 2^63", nnzb.type_name());
+  const JsonValue& nnzb = *value.at("nnzb");
+  if (nnzb.number() == nullptr || *nnzb.number() > INT64_MAX) {
+    return invalid(op, "nnzb must be an integer below 2^63", nnzb.text());
   }
-  const json& dtype = value["dtype"];
-  const auto known = dtype.is_string() ? parse_dtype(dtype.get_ref<const std::string&>()) : std::nullopt;
-  if (!known) {
-    return invalid(op, "dtype must be f64, f32, bf16, f16 or i8",
-                   dtype.is_string() ? quote(dtype.get_ref<const std::string&>()) : dtype.type_name());
-  }
-  const BsrEntry entry{{(*shape)[0], (*shape)[1], (*block)[0], (*block)[1], nnzb.get<std::int64_t>()},
-                       *known};
+  const JsonValue& dtype = *value.at("dtype");
+  const auto known = dtype.string() != nullptr ? parse_dtype(*dtype.string()) : std::nullopt;
+  if (!known) return invalid(op, "dtype must be f64, f32, bf16, f16 or i8", dtype.text());
+  const BsrEntry entry{
+      {(*shape)[0], (*shape)[1], (*block)[0], (*block)[1], static_cast<std::int64_t>(*nnzb.number())},
+      *known};
   if (Status status = check_shape(op, entry.shape); !status.ok()) return status;
   return entry;
 }
 
 std::string describe(SafetensorsDType dtype, const std::vector<std::int64_t>& shape) {
-  return cat(name(dtype), ' ', json(shape).dump());
+  return cat(name(dtype), ' ', json_array(shape));
 }
 
 // The piece must be there, with one of these dtypes and this shape.
@@ -131,24 +130,26 @@ Result<Entries> parse_entries(std::string_view op, const SafetensorsHeader& head
   if (const auto text = header.metadata.find(std::string(kMetadataKey)); text != header.metadata.end()) {
     const auto parsed = parse_strict_json(op, "metadata \"rarefy\"", text->second, 4);
     if (!parsed.ok()) return parsed.status();
-    const json& root = *parsed;
+    const JsonObject& root = *parsed;
     if (Status status = check_keys(op, "metadata \"rarefy\"", root, {"format", "version", "modules"});
         !status.ok()) {
       return status;
     }
-    if (root["format"] != kFormat) {
+    const JsonValue& format = *root.at("format");
+    if (format.string() == nullptr || *format.string() != kFormat) {
       return error(StatusCode::unsupported, op, "metadata \"rarefy\" must be of format \"bsr-v1\"",
-                   quote(root["format"].dump()));
+                   format.text());
     }
-    if (!root["version"].is_string() || !root["modules"].is_object()) {
+    const JsonObject* modules = root.at("modules")->object();
+    if (root.at("version")->string() == nullptr || modules == nullptr) {
       return invalid(op, "metadata \"rarefy\" must have a version string and a modules object",
-                     cat(root["version"].type_name(), " and ", root["modules"].type_name()));
+                     cat(root.at("version")->type_name(), " and ", root.at("modules")->type_name()));
     }
     const std::int64_t most_columns = std::max(kMaxFreeColumns, header.file_bytes);
     std::int64_t columns = 0;  // at most 2^31 for each entry, of which a header has at most 10^8 bytes
-    for (const auto& [weight, value] : root["modules"].items()) {
+    for (const auto& [weight, value] : *modules) {
       const std::string scope = scoped(op, weight);
-      const auto entry = parse_entry(scope, value);
+      const auto entry = parse_entry(scope, *value);
       if (!entry.ok()) return entry.status();
       if (Status status = check_entry(scope, header, weight, *entry); !status.ok()) return status;
       columns += entry->shape.col_count();
@@ -299,7 +300,7 @@ Result<Parts> take_apart(std::string_view op, const BsrFile& file, Weights weigh
     }
     parts.tensors.push_back({tensor, stored.dtype, stored.shape, stored.data});
   }
-  json modules = json::object();
+  std::string modules;  // "name":{…},…
   for (const auto& [weight, matrix] : file.weights) {
     const std::string scope = scoped(op, weight);
     if (Status status = check_weight(scope, file, weight, matrix); !status.ok()) return status;
@@ -318,18 +319,16 @@ Result<Parts> take_apart(std::string_view op, const BsrFile& file, Weights weigh
     parts.tensors.push_back(
         {piece(weight, kCrow), SafetensorsDType::i32, {length(crow)}, std::as_bytes(crow)});
     parts.tensors.push_back({piece(weight, kCol), SafetensorsDType::i32, {length(col)}, std::as_bytes(col)});
-    modules[weight] = {{"shape", {shape.rows, shape.cols}},
-                       {"block_shape", {shape.block_rows, shape.block_cols}},
-                       {"nnzb", shape.nnzb},
-                       {"dtype", name(matrix.dtype)}};
+    const std::string label = json_string(weight);
+    if (label.empty()) return invalid(op, "the weights' names must be UTF-8", "other bytes");
+    modules += join({modules.empty() ? "" : ",", label,
+                     ":{\"block_shape\":", json_array({shape.block_rows, shape.block_cols}), ",\"dtype\":\"",
+                     name(matrix.dtype), "\",\"nnzb\":", std::to_string(shape.nnzb),
+                     ",\"shape\":", json_array({shape.rows, shape.cols}), "}"});
   }
   if (modules.empty()) return parts;
-  const json root{{"format", kFormat}, {"version", version()}, {"modules", std::move(modules)}};
-  try {
-    parts.metadata.emplace(kMetadataKey, root.dump());
-  } catch (const json::exception&) {
-    return invalid(op, "the weights' names must be UTF-8", "other bytes");
-  }
+  parts.metadata.emplace(kMetadataKey, join({"{\"format\":\"", kFormat, "\",\"modules\":{", modules,
+                                             "},\"version\":\"", version(), "\"}"}));
   return parts;
 }
 

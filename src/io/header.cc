@@ -13,8 +13,6 @@ namespace rarefy {
 
 namespace {
 
-using nlohmann::json;
-
 static_assert(std::endian::native == std::endian::little, "files are little endian and copied as they are");
 
 constexpr std::int64_t kLengthBytes = 8;               // the header length, u64
@@ -40,25 +38,24 @@ std::string shape_text(const std::vector<std::int64_t>& shape) {
   return out + (shape.size() > kShown ? ", …]" : "]");
 }
 
-Result<Metadata> parse_metadata(std::string_view op, const json& value) {
-  if (!value.is_object()) return invalid(op, "__metadata__ must be an object", value.type_name());
+Result<Metadata> parse_metadata(std::string_view op, const JsonValue& value) {
+  if (value.object() == nullptr) return invalid(op, "__metadata__ must be an object", value.type_name());
   Metadata metadata;
-  for (const auto& [key, text] : value.items()) {
-    if (!text.is_string()) {
-      return invalid(op, cat("__metadata__ ", quote(key), " must be a string"), text.type_name());
+  for (const auto& [key, text] : *value.object()) {
+    if (text->string() == nullptr) {
+      return invalid(op, cat("__metadata__ ", quote(key), " must be a string"), text->type_name());
     }
-    metadata.emplace(key, text.get<std::string>());
+    metadata.emplace(key, *text->string());
   }
   return metadata;
 }
 
 Result<std::vector<std::int64_t>> parse_numbers(std::string_view op, std::string_view what,
-                                                const json& value) {
-  if (!value.is_array()) return invalid(op, cat(what, " must be an array"), value.type_name());
+                                                const JsonValue& value) {
+  if (value.numbers() == nullptr) return invalid(op, cat(what, " must be an array"), value.type_name());
   std::vector<std::int64_t> numbers;
-  numbers.reserve(value.size());
-  for (const json& element : value) {
-    const auto number = element.get<std::uint64_t>();  // the parser lets nothing else into an array
+  numbers.reserve(value.numbers()->size());
+  for (const std::uint64_t number : *value.numbers()) {
     if (number > static_cast<std::uint64_t>(std::numeric_limits<std::int64_t>::max())) {
       return invalid(op, cat(what, " must be below 2^63"), cat(number));
     }
@@ -67,28 +64,30 @@ Result<std::vector<std::int64_t>> parse_numbers(std::string_view op, std::string
   return numbers;
 }
 
-Result<StoredTensorInfo> parse_tensor(std::string_view op, const std::string& label, const json& value) {
-  if (!value.is_object()) return invalid(op, cat(label, " must be an object"), value.type_name());
+Result<StoredTensorInfo> parse_tensor(std::string_view op, const std::string& label, const JsonValue& value) {
+  if (value.object() == nullptr) return invalid(op, cat(label, " must be an object"), value.type_name());
+  const JsonObject& tensor = *value.object();
   for (const char* key : {"dtype", "shape", "data_offsets"}) {
-    if (!value.contains(key)) return invalid(op, cat(label, " must have \"", key, '"'), "none");
+    if (!tensor.contains(key)) return invalid(op, cat(label, " must have \"", key, '"'), "none");
   }
-  if (value.size() != 3) {
+  if (tensor.size() != 3) {
     return invalid(op, cat(label, " must have dtype, shape and data_offsets only"),
-                   cat(value.size(), " keys"));
+                   cat(tensor.size(), " keys"));
   }
   StoredTensorInfo info;
-  const json& dtype = value["dtype"];
-  if (!dtype.is_string()) return invalid(op, cat(label, "'s dtype must be a string"), dtype.type_name());
-  const auto known = parse_safetensors_dtype(dtype.get_ref<const std::string&>());
+  const JsonValue& dtype = *tensor.at("dtype");
+  if (dtype.string() == nullptr) {
+    return invalid(op, cat(label, "'s dtype must be a string"), dtype.type_name());
+  }
+  const auto known = parse_safetensors_dtype(*dtype.string());
   if (!known) {
-    return invalid(op, cat(label, "'s dtype must be one that safetensors knows"),
-                   quote(dtype.get_ref<const std::string&>()));
+    return invalid(op, cat(label, "'s dtype must be one that safetensors knows"), quote(*dtype.string()));
   }
   info.dtype = *known;
-  auto shape = parse_numbers(op, cat(label, "'s shape"), value["shape"]);
+  auto shape = parse_numbers(op, cat(label, "'s shape"), *tensor.at("shape"));
   if (!shape.ok()) return shape.status();
   info.shape = std::move(shape).value();
-  auto offsets = parse_numbers(op, cat(label, "'s data_offsets"), value["data_offsets"]);
+  auto offsets = parse_numbers(op, cat(label, "'s data_offsets"), *tensor.at("data_offsets"));
   if (!offsets.ok()) return offsets.status();
   if (offsets->size() != 2) {
     return invalid(op, cat(label, "'s data_offsets must be [begin, end]"), cat(offsets->size(), " numbers"));
@@ -159,14 +158,14 @@ Result<SafetensorsHeader> read_header(std::string_view op, const ByteSource& sou
   }
   auto parsed = parse_strict_json(op, "the header", text, 3);
   if (!parsed.ok()) return parsed.status();
-  for (const auto& [key, value] : parsed->items()) {
+  for (const auto& [key, value] : *parsed) {
     if (key == kMetadataKey) {
-      auto metadata = parse_metadata(op, value);
+      auto metadata = parse_metadata(op, *value);
       if (!metadata.ok()) return metadata.status();
       header.metadata = std::move(metadata).value();
       continue;
     }
-    auto info = parse_tensor(op, cat("tensor ", quote(key)), value);
+    auto info = parse_tensor(op, cat("tensor ", quote(key)), *value);
     if (!info.ok()) return info.status();
     header.tensors.emplace(key, std::move(info).value());
   }
@@ -186,34 +185,38 @@ Result<std::string> format_header(std::string_view op, std::vector<TensorRef>& t
   std::sort(tensors.begin(), tensors.end(), [](const TensorRef& a, const TensorRef& b) {
     return a.dtype != b.dtype ? a.dtype > b.dtype : a.name < b.name;
   });
+  const auto not_utf8 = [&](std::string_view what) {
+    return invalid(op, "names and metadata must be UTF-8", cat("other bytes in ", quote(what)));
+  };
   std::string text;
-  std::string current(kMetadataKey);  // what a failure to encode is about
-  try {
-    if (!metadata.empty()) text += cat('"', kMetadataKey, "\":", json(metadata).dump());
-    std::int64_t offset = 0;
-    for (const TensorRef& tensor : tensors) {
-      current = tensor.name;
-      if (tensor.name == kMetadataKey) {
-        return invalid(op, "a tensor's name must not be __metadata__", quote(tensor.name));
-      }
-      const bool negative =
-          std::any_of(tensor.shape.begin(), tensor.shape.end(), [](std::int64_t dim) { return dim < 0; });
-      const auto bytes = tensor_bytes(tensor.dtype, tensor.shape);
-      const bool right = tensor.sparse != nullptr ? bytes.has_value()
-                                                  : bytes == static_cast<std::int64_t>(tensor.data.size());
-      if (negative || !right) {
-        return invalid(op, cat("tensor ", quote(tensor.name), " must have the bytes of its shape and dtype"),
-                       cat(tensor.data.size(), " bytes for shape ", shape_text(tensor.shape), " of ",
-                           name(tensor.dtype)));
-      }
-      const auto end = checked_add(offset, *bytes);
-      if (!end) return invalid(op, "the tensors must have fewer than 2^63 bytes in all", "more");
-      text += cat(text.empty() ? "" : ",", json(tensor.name).dump(), ":{\"dtype\":\"", name(tensor.dtype),
-                  "\",\"shape\":", json(tensor.shape).dump(), ",\"data_offsets\":[", offset, ',', *end, "]}");
-      offset = *end;
+  for (const auto& [key, value] : metadata) {
+    const std::string name = json_string(key), content = json_string(value);
+    if (name.empty() || content.empty()) return not_utf8(kMetadataKey);
+    text += join({text.empty() ? "\"__metadata__\":{" : ",", name, ":", content});
+  }
+  if (!text.empty()) text += '}';
+  std::int64_t offset = 0;
+  for (const TensorRef& tensor : tensors) {
+    if (tensor.name == kMetadataKey) {
+      return invalid(op, "a tensor's name must not be __metadata__", quote(tensor.name));
     }
-  } catch (const json::exception&) {
-    return invalid(op, "names and metadata must be UTF-8", cat("other bytes in ", quote(current)));
+    const std::string label = json_string(tensor.name);
+    if (label.empty()) return not_utf8(tensor.name);
+    const bool negative =
+        std::any_of(tensor.shape.begin(), tensor.shape.end(), [](std::int64_t dim) { return dim < 0; });
+    const auto bytes = tensor_bytes(tensor.dtype, tensor.shape);
+    const bool right =
+        tensor.sparse != nullptr ? bytes.has_value() : bytes == static_cast<std::int64_t>(tensor.data.size());
+    if (negative || !right) {
+      return invalid(
+          op, cat("tensor ", quote(tensor.name), " must have the bytes of its shape and dtype"),
+          cat(tensor.data.size(), " bytes for shape ", shape_text(tensor.shape), " of ", name(tensor.dtype)));
+    }
+    const auto end = checked_add(offset, *bytes);
+    if (!end) return invalid(op, "the tensors must have fewer than 2^63 bytes in all", "more");
+    text += join({text.empty() ? "" : ",", label, ":{\"dtype\":\"", name(tensor.dtype), "\",\"shape\":",
+                  json_array(tensor.shape), ",\"data_offsets\":", json_array({offset, *end}), "}"});
+    offset = *end;
   }
   text = '{' + text + '}';
   text.resize((text.size() + 7) / 8 * 8, ' ');

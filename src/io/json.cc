@@ -1,8 +1,8 @@
-// A SAX handler that builds a JSON value and stops at the first thing that the file formats rule out.
+// A SAX handler that builds our JSON values and stops at the first thing that the file formats rule out.
 #include "io/json.h"
 
 #include <algorithm>
-#include <vector>
+#include <nlohmann/json.hpp>
 
 #include "core/message.h"
 
@@ -16,30 +16,49 @@ class StrictBuilder final : public nlohmann::json_sax<json> {
  public:
   explicit StrictBuilder(std::size_t max_depth) : max_depth_(max_depth) {}
 
-  json root;
+  JsonObject root;
   std::string problem;
 
   bool null() override { return refuse("null"); }
   bool boolean(bool) override { return refuse("a boolean"); }
   bool number_integer(number_integer_t) override { return refuse("a negative number"); }
-  bool number_unsigned(number_unsigned_t value) override { return add(value); }
+  bool number_unsigned(number_unsigned_t value) override {
+    if (array_ == nullptr) return add({value});
+    array_->push_back(value);
+    return true;
+  }
   bool number_float(number_float_t, const string_t&) override {
     return refuse("a number that is no unsigned 64-bit integer");
   }
   bool string(string_t& value) override {
-    return in_array() ? refuse("a string in an array") : add(std::move(value));
+    return array_ != nullptr ? refuse("a string in an array") : add({std::move(value)});
   }
   bool binary(binary_t&) override { return refuse("binary data"); }
 
-  bool start_object(std::size_t) override { return open(json::object()); }
-  bool start_array(std::size_t) override {
-    return stack_.empty() ? refuse("an array at the top") : open(json::array());
+  bool start_object(std::size_t) override {
+    if (array_ != nullptr) return refuse("an array of arrays or objects");
+    if (objects_.size() == max_depth_) return refuse(cat("more than ", max_depth_, " levels"));
+    objects_.push_back(objects_.empty() ? &root : std::get_if<JsonObject>(&place({JsonObject()}).value));
+    return true;
   }
-  bool end_object() override { return close(); }
-  bool end_array() override { return close(); }
+  bool start_array(std::size_t) override {
+    if (objects_.empty()) return refuse("an array at the top");
+    if (array_ != nullptr) return refuse("an array of arrays or objects");
+    if (objects_.size() == max_depth_) return refuse(cat("more than ", max_depth_, " levels"));
+    array_ = std::get_if<JsonNumbers>(&place({JsonNumbers()}).value);
+    return true;
+  }
+  bool end_object() override {
+    objects_.pop_back();
+    return true;
+  }
+  bool end_array() override {
+    array_ = nullptr;
+    return true;
+  }
 
   bool key(string_t& name) override {
-    if (stack_.back()->contains(name)) return refuse(cat("the key ", quote(name), " twice"));
+    if (objects_.back()->contains(name)) return refuse(cat("the key ", quote(name), " twice"));
     key_ = std::move(name);
     return true;
   }
@@ -49,48 +68,50 @@ class StrictBuilder final : public nlohmann::json_sax<json> {
   }
 
  private:
-  bool in_array() const { return !stack_.empty() && stack_.back()->is_array(); }
-
   bool refuse(std::string text) {
     problem = std::move(text);
     return false;
   }
 
-  // Objects are node-based and arrays hold numbers only: the pointers in stack_ stay valid.
-  json& place(json value) {
-    if (stack_.empty()) return root = std::move(value);
-    if (!in_array()) return (*stack_.back())[std::move(key_)] = std::move(value);
-    stack_.back()->push_back(std::move(value));
-    return stack_.back()->back();
+  // Under the last key of the innermost object.
+  JsonValue& place(JsonValue value) {
+    auto owned = std::make_unique<JsonValue>(std::move(value));
+    return *objects_.back()->emplace(std::move(key_), std::move(owned)).first->second;
   }
 
-  bool add(json value) {
-    if (stack_.empty()) return refuse("a scalar at the top");
+  bool add(JsonValue value) {
+    if (objects_.empty()) return refuse("a scalar at the top");
     place(std::move(value));
     return true;
   }
 
-  bool open(json container) {
-    if (in_array()) return refuse("an array of arrays or objects");
-    if (stack_.size() == max_depth_) return refuse(cat("more than ", max_depth_, " levels"));
-    stack_.push_back(&place(std::move(container)));
-    return true;
-  }
-
-  bool close() {
-    stack_.pop_back();
-    return true;
-  }
-
   std::size_t max_depth_;
-  std::vector<json*> stack_;
+  std::vector<JsonObject*> objects_;  // open ones, the innermost last; their addresses do not change
+  JsonNumbers* array_ = nullptr;      // the open one, which is innermost
   std::string key_;
 };
 
 }  // namespace
 
-Result<json> parse_strict_json(std::string_view op, std::string_view what, std::string_view text,
-                               std::size_t max_depth) {
+const char* JsonValue::type_name() const {
+  static constexpr const char* kNames[] = {"object", "string", "number", "array"};
+  return kNames[value.index()];
+}
+
+std::string JsonValue::text() const {
+  constexpr std::size_t kShown = 8;
+  if (string() != nullptr) return quote(*string());
+  if (number() != nullptr) return std::to_string(*number());
+  if (numbers() == nullptr) return "an object";
+  std::string out = "[";
+  for (std::size_t i = 0; i < std::min(numbers()->size(), kShown); ++i) {
+    out += (i == 0 ? "" : ",") + std::to_string((*numbers())[i]);
+  }
+  return out + (numbers()->size() > kShown ? ",…]" : "]");
+}
+
+Result<JsonObject> parse_strict_json(std::string_view op, std::string_view what, std::string_view text,
+                                     std::size_t max_depth) {
   // The library would skip a byte order mark, and take a NUL for the end and what follows for nothing.
   if (!text.starts_with('{')) {
     return invalid(
@@ -105,6 +126,29 @@ Result<json> parse_strict_json(std::string_view op, std::string_view what, std::
     return invalid(op, cat(what, " must be JSON objects of strings and unsigned integers"), builder.problem);
   }
   return std::move(builder.root);
+}
+
+std::string json_string(std::string_view text) {
+  try {
+    return json(std::string(text)).dump();
+  } catch (const json::exception&) {  // not UTF-8
+    return {};
+  }
+}
+
+std::string json_array(const std::vector<std::int64_t>& numbers) {
+  std::string out = "[";
+  for (const std::int64_t number : numbers) {
+    if (out.size() > 1) out += ',';
+    out += std::to_string(number);
+  }
+  return out + ']';
+}
+
+std::string join(std::initializer_list<std::string_view> parts) {
+  std::string out;
+  for (const std::string_view part : parts) out += part;
+  return out;
 }
 
 std::string quote(std::string_view text) {

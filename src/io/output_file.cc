@@ -35,10 +35,11 @@ Status OutputFile::open() {
   const std::filesystem::path parent = std::filesystem::path(path_).parent_path();
   constexpr int kAttempts = 1000;  // names can be taken: by processes that crashed, or of other machines
   for (int attempt = 0; attempt < kAttempts; ++attempt) {
-    const std::string candidate = parent / cat(".rarefy-", ::getpid(), '-', opened++, ".tmp");
+    std::string candidate =
+        parent / join({".rarefy-", std::to_string(::getpid()), "-", std::to_string(opened++), ".tmp"});
     descriptor_ = ::open(candidate.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0666);
     if (descriptor_ >= 0) {
-      temporary_ = candidate;
+      temporary_ = std::move(candidate);
       return {};
     }
     if (errno != EEXIST) break;
@@ -57,13 +58,13 @@ Status OutputFile::write(std::span<const std::byte> bytes) {
 }
 
 Status OutputFile::commit() {
+  const std::string parent = std::filesystem::path(path_).parent_path().string();  // while it may still fail
   if (::fsync(descriptor_) != 0) return failed(errno);
   const int closed = ::close(descriptor_);
   descriptor_ = -1;
   if (closed != 0 || std::rename(temporary_.c_str(), path_.c_str()) != 0) return failed(errno);
   temporary_.clear();
   // The new name survives a crash once its directory is on disk too; not every file system can do that.
-  const std::string parent = std::filesystem::path(path_).parent_path().string();
   const int directory = ::open(parent.empty() ? "." : parent.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
   if (directory >= 0) {
     ::fsync(directory);
