@@ -5,12 +5,18 @@
 // and one entry in the metadata "rarefy", a JSON text that names the true shape:
 //   {"format":"bsr-v1","version":"0.1.0","modules":{"M.weight":
 //     {"shape":[N,K],"block_shape":[R,C],"nnzb":n,"dtype":"f32"}}}
+// A weight in CSR has values of one dimension, (nnz), and
+// {"format":"csr","shape":[N,K],"nnz":n,"dtype":"f32"}.
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
 #include <map>
+#include <optional>
 #include <span>
 #include <string>
+#include <string_view>
+#include <utility>
 #include <vector>
 
 #include "rarefy/convert.h"
@@ -21,10 +27,24 @@
 
 namespace rarefy {
 
-// A file's block-sparse weights by name ("M.weight"), and everything else in it, untouched. Without
+// How a file stores a weight. In memory CSR is blocks of 1×1.
+enum class WeightFormat : std::uint8_t { bsr, csr };
+RAREFY_API std::string_view name(WeightFormat format);  // as the metadata has it
+
+// A weight and how its file stores it. `x_dtype`: what it is multiplied with, if not with its own dtype.
+struct FileWeight : BsrMatrix {
+  FileWeight(BsrMatrix matrix, WeightFormat stored_as = WeightFormat::bsr,
+             std::optional<DType> multiplied_with = std::nullopt)
+      : BsrMatrix(std::move(matrix)), format(stored_as), x_dtype(multiplied_with) {}
+
+  WeightFormat format;
+  std::optional<DType> x_dtype;
+};
+
+// A file's sparse weights by name ("M.weight"), and everything else in it, untouched. Without
 // weights it is a plain safetensors file.
 struct BsrFile {
-  std::map<std::string, BsrMatrix> weights;
+  std::map<std::string, FileWeight> weights;
   std::map<std::string, StoredTensor> tensors;
   std::map<std::string, std::string> metadata;  // without "rarefy", which writers make anew
 };
@@ -33,6 +53,8 @@ struct BsrFile {
 struct BsrEntry {
   BsrShape shape;
   DType dtype = DType::f32;
+  WeightFormat format = WeightFormat::bsr;
+  std::optional<DType> x_dtype;
 };
 
 // The weights that a header declares, checked against its tensors: none missing, none left over,

@@ -2,6 +2,7 @@
 
 from . import ops
 from .backend import __version__, backend_info
+from .csr import CsrSpec, CsrWeight
 from .loading import load_file, load_state_dict
 from .modules import BlockSparseLinear
 from .patcher import BlockSparseModelPatcher
@@ -19,6 +20,8 @@ __all__ = [
     "BlockSpec",
     "BsrPattern",
     "BsrWeight",
+    "CsrSpec",
+    "CsrWeight",
     "PseudoBlockSparseLinear",
     "Report",
     "SparseWeight",

@@ -340,6 +340,7 @@ def register_format(weight: type[SparseWeight], spec: type[Spec]) -> None:
     _weights[weight.format] = weight
     if spec not in _specs:
         _specs.append(spec)
+        _specs.sort(key=lambda kind: kind.example)  # as messages list them
 
 
 def formats() -> dict[str, type[SparseWeight]]:

@@ -1,5 +1,5 @@
-// rarefy convert IN OUT: dense safetensors → bsr-v1, or back with --to dense. Reads all of IN, then
-// writes OUT in one step. Takes memory for IN, what becomes sparse, and a few times the largest weight.
+// rarefy convert IN OUT: dense safetensors → bsr-v1, in BSR or CSR, or back with --to dense. Reads all of IN,
+// then writes OUT in one step. Takes memory for IN, what becomes sparse, and a few times the largest weight.
 #include <algorithm>
 #include <cstdio>
 #include <filesystem>
@@ -85,8 +85,9 @@ json row(const std::string& name, const BsrMatrix& weight) {
           {"dense_bytes", shape.rows * shape.cols * static_cast<std::int64_t>(size_of(weight.dtype))}};
 }
 
-Result<json> to_bsr(BsrFile& file, const Options& options) {
-  const auto block = parse_block(op, options.block);
+Result<json> to_sparse(BsrFile& file, const Options& options) {
+  const bool is_csr = options.to == name(WeightFormat::csr);
+  const auto block = is_csr ? Result<BlockShape>(BlockShape{1, 1}) : parse_block(op, options.block);
   if (!block.ok()) return block.status();
   const auto names = chosen(file, options.include);
   if (!names.ok()) return names.status();
@@ -101,7 +102,8 @@ Result<json> to_bsr(BsrFile& file, const Options& options) {
     if (!weight.ok()) return weight.status();
     rows.push_back(row(name, *weight));
     file.tensors.erase(name);
-    file.weights.emplace(name, std::move(weight).value());
+    file.weights.emplace(
+        name, FileWeight(std::move(weight).value(), is_csr ? WeightFormat::csr : WeightFormat::bsr));
   }
   return rows;
 }
@@ -156,7 +158,7 @@ Exit run(const Options& options) {
   // Before OUT is written: it may be IN.
   const auto input_bytes = static_cast<std::int64_t>(std::filesystem::file_size(options.input, ignored));
   const bool dense = options.to == "dense";
-  const auto rows = dense ? to_dense(*file, options, input_bytes) : to_bsr(file.value(), options);
+  const auto rows = dense ? to_dense(*file, options, input_bytes) : to_sparse(file.value(), options);
   if (!rows.ok()) return fail(rows.status());
   const auto write = dense ? write_dense_file : write_bsr_file;
   if (Status status = write(options.output, *file); !status.ok()) return fail(status);
@@ -178,10 +180,10 @@ void add_convert(CLI::App& app, Exit& exit) {
   CLI::App* command = app.add_subcommand("convert", "Dense safetensors to bsr-v1, or back with --to dense");
   command->add_option("IN", options->input, "A safetensors file, dense or bsr-v1")->required();
   command->add_option("OUT", options->output, "The file to write")->required();
-  command->add_option("--to", options->to, "bsr or dense")
-      ->check(CLI::IsMember({"bsr", "dense"}))
+  command->add_option("--to", options->to, "bsr, csr (single weights) or dense")
+      ->check(CLI::IsMember({"bsr", "csr", "dense"}))
       ->capture_default_str();
-  command->add_option("--block", options->block, "Block shape, ROWSxCOLS")->capture_default_str();
+  command->add_option("--block", options->block, "Block shape of --to bsr, ROWSxCOLS")->capture_default_str();
   command
       ->add_option("--density", options->density, "Share of blocks to keep, in [0, 1]: those of largest norm")
       ->capture_default_str();

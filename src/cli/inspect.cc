@@ -29,7 +29,9 @@ json weight_json(const SafetensorsHeader& header, const std::string& weight, con
       checked_mul(shape.rows * shape.cols, static_cast<std::int64_t>(size_of(entry.dtype)))
           .value_or(INT64_MAX);
   return {{"name", weight},
+          {"format", name(entry.format)},
           {"dtype", name(entry.dtype)},
+          {"x_dtype", name(entry.x_dtype.value_or(entry.dtype))},
           {"shape", {shape.rows, shape.cols}},
           {"block_shape", {shape.block_rows, shape.block_cols}},
           {"nnzb", shape.nnzb},
@@ -49,9 +51,10 @@ void print_text(const json& all) {
     std::vector<std::vector<std::string>> rows{
         {"SPARSE WEIGHT", "DTYPE", "SHAPE", "BLOCK", "DENSITY", "SPARSE", "DENSE"}};
     for (const json& weight : all["weights"]) {
-      rows.push_back({weight["name"], weight["dtype"], weight["shape"].dump(), weight["block_shape"].dump(),
-                      fixed(weight["density"], 4), bytes_text(weight["bytes"]),
-                      bytes_text(weight["dense_bytes"])});
+      const bool is_csr = weight["format"] == name(WeightFormat::csr);
+      rows.push_back({weight["name"], weight["dtype"], weight["shape"].dump(),
+                      is_csr ? std::string("csr") : weight["block_shape"].dump(), fixed(weight["density"], 4),
+                      bytes_text(weight["bytes"]), bytes_text(weight["dense_bytes"])});
     }
     print_table(rows);
     std::printf("\n");

@@ -1,4 +1,4 @@
-// bsr-v1 on top of safetensors: the metadata "rarefy", the three pieces of a weight, and their checks.
+// bsr-v1 on top of safetensors: the metadata "rarefy", the pieces of a weight in BSR or CSR, their checks.
 #include "rarefy/bsr_file.h"
 
 #include <algorithm>
@@ -26,6 +26,31 @@ constexpr std::int64_t kMaxFreeColumns = std::int64_t{1} << 24;
 
 using Entries = std::map<std::string, BsrEntry>;
 
+// What formats differ in: a new one is a row, if it is values on a pattern of blocks. Keys of an entry are
+// sorted, as they are written; "format" (BSR without it) and "x_dtype" may be there, too.
+struct FormatRow {
+  WeightFormat format;
+  std::string_view name;
+  std::span<const char* const> keys;
+  const char* count;  // the key that says how much is stored
+  std::vector<std::int64_t> (*values)(const BsrShape&);
+};
+
+constexpr const char* kFormatKey = "format";
+constexpr const char* kXDType = "x_dtype";
+constexpr const char* kBsrKeys[] = {"block_shape", "dtype", "nnzb", "shape"};
+constexpr const char* kCsrKeys[] = {"dtype", "nnz", "shape"};
+constexpr FormatRow kFormats[] = {
+    {WeightFormat::bsr, "bsr", kBsrKeys, "nnzb",
+     [](const BsrShape& shape) {
+       return std::vector{shape.nnzb, shape.block_rows, shape.block_cols};
+     }},
+    {WeightFormat::csr, "csr", kCsrKeys, "nnz",
+     [](const BsrShape& shape) { return std::vector{shape.nnzb}; }},
+};
+
+const FormatRow& row_of(WeightFormat format) { return kFormats[static_cast<std::size_t>(format)]; }
+
 // "[read_bsr_file "M.weight"] …": errors of the core's checks then name the weight as well.
 std::string scoped(std::string_view op, std::string_view weight) { return join({op, " ", quote(weight)}); }
 
@@ -40,11 +65,11 @@ std::optional<std::string_view> owner_of_index(std::string_view tensor) {
 }
 
 Status check_keys(std::string_view op, std::string_view what, const JsonObject& value,
-                  std::initializer_list<const char*> keys) {
+                  std::span<const char* const> keys, std::size_t optional_keys = 0) {
   for (const char* key : keys) {
     if (!value.contains(key)) return invalid(op, cat(what, " must have \"", key, '"'), "none");
   }
-  if (value.size() != keys.size()) {
+  if (value.size() != keys.size() + optional_keys) {
     return invalid(op, cat(what, " must have ", keys.size(), " keys"), cat(value.size()));
   }
   return {};
@@ -59,29 +84,55 @@ Result<std::array<std::int64_t, 2>> parse_pair(std::string_view op, const char* 
   return std::array{static_cast<std::int64_t>((*numbers)[0]), static_cast<std::int64_t>((*numbers)[1])};
 }
 
+Result<DType> parse_dtype_key(std::string_view op, const char* key, const JsonValue& value) {
+  const auto known = value.string() != nullptr ? parse_dtype(*value.string()) : std::nullopt;
+  if (!known) return invalid(op, cat(key, " must be f64, f32, bf16, f16 or i8"), value.text());
+  return *known;
+}
+
+Result<WeightFormat> parse_format(std::string_view op, const JsonObject& entry) {
+  if (!entry.contains(kFormatKey)) return WeightFormat::bsr;
+  const JsonValue& value = *entry.at(kFormatKey);
+  for (const FormatRow& row : kFormats) {
+    if (value.string() != nullptr && *value.string() == row.name) return row.format;
+  }
+  return error(StatusCode::unsupported, op, "format must be bsr or csr", value.text());
+}
+
 Result<BsrEntry> parse_entry(std::string_view op, const JsonValue& entry_value) {
   if (entry_value.object() == nullptr) {
     return invalid(op, "the metadata entry must be an object", entry_value.type_name());
   }
   const JsonObject& value = *entry_value.object();
-  if (Status status = check_keys(op, "the metadata entry", value, {"shape", "block_shape", "nnzb", "dtype"});
-      !status.ok()) {
+  const auto format = parse_format(op, value);
+  if (!format.ok()) return format.status();
+  const FormatRow& row = row_of(*format);
+  const std::size_t optional_keys = value.count(kFormatKey) + value.count(kXDType);
+  if (Status status = check_keys(op, "the metadata entry", value, row.keys, optional_keys); !status.ok()) {
     return status;
   }
   const auto shape = parse_pair(op, "shape", *value.at("shape"));
   if (!shape.ok()) return shape.status();
-  const auto block = parse_pair(op, "block_shape", *value.at("block_shape"));
-  if (!block.ok()) return block.status();
-  const JsonValue& nnzb = *value.at("nnzb");
-  if (nnzb.number() == nullptr || *nnzb.number() > INT64_MAX) {
-    return invalid(op, "nnzb must be an integer below 2^63", nnzb.text());
+  std::array<std::int64_t, 2> block{1, 1};
+  if (value.contains("block_shape")) {
+    const auto parsed = parse_pair(op, "block_shape", *value.at("block_shape"));
+    if (!parsed.ok()) return parsed.status();
+    block = *parsed;
   }
-  const JsonValue& dtype = *value.at("dtype");
-  const auto known = dtype.string() != nullptr ? parse_dtype(*dtype.string()) : std::nullopt;
-  if (!known) return invalid(op, "dtype must be f64, f32, bf16, f16 or i8", dtype.text());
-  const BsrEntry entry{
-      {(*shape)[0], (*shape)[1], (*block)[0], (*block)[1], static_cast<std::int64_t>(*nnzb.number())},
-      *known};
+  const JsonValue& count = *value.at(row.count);
+  if (count.number() == nullptr || *count.number() > INT64_MAX) {
+    return invalid(op, cat(row.count, " must be an integer below 2^63"), count.text());
+  }
+  const auto dtype = parse_dtype_key(op, "dtype", *value.at("dtype"));
+  if (!dtype.ok()) return dtype.status();
+  const BsrShape sizes{(*shape)[0], (*shape)[1], block[0], block[1],
+                       static_cast<std::int64_t>(*count.number())};
+  BsrEntry entry{sizes, *dtype, *format, std::nullopt};
+  if (value.contains(kXDType)) {
+    const auto x_dtype = parse_dtype_key(op, kXDType, *value.at(kXDType));
+    if (!x_dtype.ok()) return x_dtype.status();
+    entry.x_dtype = *x_dtype;
+  }
   if (Status status = check_shape(op, entry.shape); !status.ok()) return status;
   return entry;
 }
@@ -112,7 +163,7 @@ Status check_entry(std::string_view op, const SafetensorsHeader& header, const s
   if (header.tensors.contains(weight)) {
     return invalid(op, "a weight must be sparse or dense", "a dense tensor of the same name");
   }
-  const std::vector<std::int64_t> values{shape.nnzb, shape.block_rows, shape.block_cols};
+  const std::vector<std::int64_t> values = row_of(entry.format).values(shape);
   if (Status status = check_piece(op, header, piece(weight, kValues), {to_safetensors(entry.dtype)}, values);
       !status.ok()) {
     return status;
@@ -131,8 +182,8 @@ Result<Entries> parse_entries(std::string_view op, const SafetensorsHeader& head
     const auto parsed = parse_strict_json(op, "metadata \"rarefy\"", text->second, 4);
     if (!parsed.ok()) return parsed.status();
     const JsonObject& root = *parsed;
-    if (Status status = check_keys(op, "metadata \"rarefy\"", root, {"format", "version", "modules"});
-        !status.ok()) {
+    constexpr const char* kRootKeys[] = {"format", "version", "modules"};
+    if (Status status = check_keys(op, "metadata \"rarefy\"", root, kRootKeys); !status.ok()) {
       return status;
     }
     const JsonValue& format = *root.at("format");
@@ -249,7 +300,7 @@ Result<BsrFile> read_all(std::string_view op, const ByteSource& source) {
   for (const auto& [weight, entry] : *entries) {
     auto matrix = read_weight(scoped(op, weight), source, *header, weight, entry);
     if (!matrix.ok()) return matrix.status();
-    file.weights.emplace(weight, std::move(matrix).value());
+    file.weights.emplace(weight, FileWeight(std::move(matrix).value(), entry.format, entry.x_dtype));
   }
   for (const auto& [tensor, info] : header->tensors) {
     const bool is_piece =
@@ -271,15 +322,38 @@ struct Parts {
   Metadata metadata;
 };
 
+// The entry of a weight in the metadata, keys sorted.
+std::string entry_text(const FileWeight& weight) {
+  const BsrShape& shape = weight.pattern.shape();
+  std::string text = "{";
+  const auto add = [&](std::string_view key, std::string_view value) {
+    text += join({text.size() > 1 ? "," : "", "\"", key, "\":", value});
+  };
+  const auto quoted = [](std::string_view word) { return join({"\"", word, "\""}); };
+  const bool is_bsr = weight.format == WeightFormat::bsr;
+  if (is_bsr) add("block_shape", json_array({shape.block_rows, shape.block_cols}));
+  add("dtype", quoted(name(weight.dtype)));
+  if (!is_bsr) add(kFormatKey, quoted(name(weight.format)));
+  add(row_of(weight.format).count, std::to_string(shape.nnzb));
+  add("shape", json_array({shape.rows, shape.cols}));
+  if (weight.x_dtype) add(kXDType, quoted(name(*weight.x_dtype)));
+  return text += '}';
+}
+
 Status check_weight(std::string_view op, const BsrFile& file, const std::string& weight,
-                    const BsrMatrix& matrix) {
+                    const FileWeight& matrix) {
   for (const std::string& taken :
        {weight, piece(weight, kValues), piece(weight, kCrow), piece(weight, kCol)}) {
     if (file.tensors.contains(taken)) {
       return invalid(op, "names must be distinct", cat("another tensor ", quote(taken)));
     }
   }
-  const auto bytes = static_cast<std::size_t>(matrix.pattern.shape().value_count()) * size_of(matrix.dtype);
+  const BsrShape& shape = matrix.pattern.shape();
+  if (matrix.format == WeightFormat::csr && shape.block_size() != 1) {
+    return invalid(op, "a weight stored as csr must have blocks of 1x1",
+                   cat(shape.block_rows, 'x', shape.block_cols));
+  }
+  const auto bytes = static_cast<std::size_t>(shape.value_count()) * size_of(matrix.dtype);
   if (matrix.values.size() != bytes) {
     return invalid(op, cat("values must have ", bytes, " bytes"), cat(matrix.values.size()));
   }
@@ -312,19 +386,14 @@ Result<Parts> take_apart(std::string_view op, const BsrFile& file, Weights weigh
     const auto crow = matrix.pattern.crow_indices();
     const auto col = matrix.pattern.col_indices();
     const auto length = [](const auto& span) { return static_cast<std::int64_t>(span.size()); };
-    parts.tensors.push_back({piece(weight, kValues),
-                             to_safetensors(matrix.dtype),
-                             {shape.nnzb, shape.block_rows, shape.block_cols},
-                             matrix.values});
+    parts.tensors.push_back({piece(weight, kValues), to_safetensors(matrix.dtype),
+                             row_of(matrix.format).values(shape), matrix.values});
     parts.tensors.push_back(
         {piece(weight, kCrow), SafetensorsDType::i32, {length(crow)}, std::as_bytes(crow)});
     parts.tensors.push_back({piece(weight, kCol), SafetensorsDType::i32, {length(col)}, std::as_bytes(col)});
     const std::string label = json_string(weight);
     if (label.empty()) return invalid(op, "the weights' names must be UTF-8", "other bytes");
-    modules += join({modules.empty() ? "" : ",", label,
-                     ":{\"block_shape\":", json_array({shape.block_rows, shape.block_cols}), ",\"dtype\":\"",
-                     name(matrix.dtype), "\",\"nnzb\":", std::to_string(shape.nnzb),
-                     ",\"shape\":", json_array({shape.rows, shape.cols}), "}"});
+    modules += join({modules.empty() ? "" : ",", label, ":", entry_text(matrix)});
   }
   if (modules.empty()) return parts;
   parts.metadata.emplace(kMetadataKey, join({"{\"format\":\"", kFormat, "\",\"modules\":{", modules,
@@ -333,6 +402,8 @@ Result<Parts> take_apart(std::string_view op, const BsrFile& file, Weights weigh
 }
 
 }  // namespace
+
+std::string_view name(WeightFormat format) { return row_of(format).name; }
 
 Result<std::map<std::string, BsrEntry>> bsr_entries(const SafetensorsHeader& header) {
   constexpr std::string_view op = "bsr_entries";

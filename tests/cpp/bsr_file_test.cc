@@ -53,7 +53,9 @@ void expect_equal(const BsrFile& a, const BsrFile& b) {
   ASSERT_EQ(a.weights.size(), b.weights.size());
   for (const auto& [name, weight] : a.weights) {
     ASSERT_TRUE(b.weights.contains(name)) << name;
-    const BsrMatrix& other = b.weights.at(name);
+    const FileWeight& other = b.weights.at(name);
+    EXPECT_EQ(weight.format, other.format) << name;
+    EXPECT_EQ(weight.x_dtype, other.x_dtype) << name;
     EXPECT_EQ(weight.pattern.shape(), other.pattern.shape()) << name;
     EXPECT_TRUE(std::ranges::equal(weight.pattern.crow_indices(), other.pattern.crow_indices())) << name;
     EXPECT_TRUE(std::ranges::equal(weight.pattern.col_indices(), other.pattern.col_indices())) << name;
@@ -72,6 +74,11 @@ TEST_P(BsrFileDTypeTest, RoundTripsThroughBytesAndDisk) {
       const std::string name = std::to_string(rows) + "x" + std::to_string(cols) + "." + std::to_string(r) +
                                "x" + std::to_string(c) + ".weight";
       file.weights.emplace(name, make_weight({rows, cols, r, c}, GetParam(), seed++));
+      if (r * c == 1) {
+        file.weights.emplace(
+            std::string("csr.").append(name),
+            FileWeight(make_weight({rows, cols, 1, 1}, GetParam(), seed), WeightFormat::csr, DType::f64));
+      }
       file.weights.emplace("none." + name, make_weight({rows, cols, r, c}, GetParam(), seed, 0.0));
       file.weights.emplace("all." + name, make_weight({rows, cols, r, c}, GetParam(), seed, 1.0));
     }
@@ -145,6 +152,48 @@ TEST(BsrFileTest, EntriesComeFromTheHeaderAlone) {
   ASSERT_TRUE(entries.ok());
   EXPECT_EQ(entries->at("m.weight").shape, (BsrShape{5, 7, 2, 3, 4}));
   EXPECT_EQ(entries->at("m.weight").dtype, DType::f32);
+}
+
+// The weight of a CSR file: (2, 5), elements 1 and 4 of row 1.
+SafetensorsFile csr_file(const std::string& entry) {
+  SafetensorsFile file;
+  file.tensors["m.weight.values"] = {SafetensorsDType::bf16, {2}, counting_bytes(4)};
+  file.tensors["m.weight.crow_indices"] = {SafetensorsDType::i32, {3}, bytes_of<std::int32_t>({0, 0, 2})};
+  file.tensors["m.weight.col_indices"] = {SafetensorsDType::i32, {2}, bytes_of<std::int32_t>({1, 4})};
+  std::string metadata = R"({"format":"bsr-v1","modules":{"m.weight":)";
+  file.metadata = {{"rarefy", metadata.append(entry).append(R"(},"version":"1"})")}};
+  return file;
+}
+
+TEST(BsrFileTest, ReadsAndWritesCsr) {
+  const auto file =
+      parse(csr_file(R"({"format":"csr","shape":[2,5],"nnz":2,"dtype":"bf16","x_dtype":"f32"})"));
+  ASSERT_TRUE(file.ok()) << file.status().message();
+  const FileWeight& weight = file->weights.at("m.weight");
+  EXPECT_EQ(weight.format, WeightFormat::csr);
+  EXPECT_EQ(weight.x_dtype, DType::f32);
+  EXPECT_EQ(weight.pattern.shape(), (BsrShape{2, 5, 1, 1, 2}));
+  EXPECT_EQ(weight.values, counting_bytes(4));
+  const auto again = parse_safetensors(serialize_bsr_file(*file).value());
+  EXPECT_EQ(again->tensors.at("m.weight.values").shape, (std::vector<std::int64_t>{2}));
+}
+
+TEST(BsrFileTest, RefusesWrongCsr) {
+  const std::pair<const char*, const char*> cases[] = {
+      {R"({"format":"csc","shape":[2,5],"nnz":2,"dtype":"bf16"})", "format must be bsr or csr; got \"csc\""},
+      {R"({"format":7,"shape":[2,5],"nnz":2,"dtype":"bf16"})", "format must be bsr or csr; got 7"},
+      {R"({"format":"csr","shape":[2,5],"nnzb":2,"dtype":"bf16"})", "must have \"nnz\""},
+      {R"({"format":"csr","shape":[2,5],"nnz":3,"dtype":"bf16"})", "must be BF16 [3]"},
+      {R"({"format":"csr","shape":[2,5],"nnz":2,"dtype":"bf16","x_dtype":"f8"})", "x_dtype must be"},
+      {R"({"format":"csr","shape":[2,5],"block_shape":[1,1],"nnz":2,"dtype":"bf16"})", "3 keys; got 5"},
+      {R"({"shape":[2,5],"block_shape":[1,1],"nnzb":2,"dtype":"bf16"})", "must be BF16 [2,1,1]"},
+      {R"({"format":"csr","shape":[2,4],"nnz":2,"dtype":"bf16"})", "col_indices[1]=4 out of range"},
+  };
+  for (const auto& [entry, message] : cases) {
+    const auto file = parse(csr_file(entry));
+    ASSERT_FALSE(file.ok()) << entry;
+    EXPECT_NE(file.status().message().find(message), std::string::npos) << file.status().message();
+  }
 }
 
 TEST(BsrFileTest, TakesInt64Indices) {
@@ -412,6 +461,8 @@ TEST(BsrFileWriterTest, RefusesWhatItCouldNotReadBack) {
   refused([](BsrFile& file) { file.weights.at("m.weight").values.back() = std::byte{1}; }, "values[3, 1, 2]");
   refused([](BsrFile& file) { file.weights.at("m.weight").dtype = DType::f64; }, "must have 192 bytes");
   refused([](BsrFile& file) { file.metadata["rarefy"] = "mine"; }, "leave \"rarefy\" to the writer");
+  refused([](BsrFile& file) { file.weights.at("m.weight").format = WeightFormat::csr; },
+          "blocks of 1x1; got 2x3");
   refused([&](BsrFile& file) { file.tensors["m.weight"] = empty; }, "another tensor \"m.weight\"");
   refused([&](BsrFile& file) { file.tensors["m.weight.values"] = empty; },
           "another tensor \"m.weight.values\"");

@@ -111,7 +111,7 @@ TEST_F(CliTest, HelpNamesEveryExitCodeAndSubcommand) {
 TEST_F(CliTest, UsageErrorsExitWithTwo) {
   for (const char* arguments :
        {"", "nonsense", "info --nonsense", "verify", "convert one", "bench --op matmul", "bench --dtype f8",
-        "bench --m many", "convert a b --to csr"}) {
+        "bench --m many", "convert a b --to csc"}) {
     const Finished run = rarefy(arguments);
     EXPECT_EQ(run.exit, 2) << arguments;
     EXPECT_NE(run.err, "") << arguments;
