@@ -7,6 +7,7 @@ from .loading import load_file, load_state_dict
 from .modules import BlockSparseLinear
 from .patcher import BlockSparseModelPatcher
 from .pattern import BsrPattern
+from .pattern_change import PatternChange
 from .pseudo import PseudoBlockSparseLinear
 from .report import Report
 from .serialization import save_file
@@ -22,6 +23,7 @@ __all__ = [
     "BsrWeight",
     "CsrSpec",
     "CsrWeight",
+    "PatternChange",
     "PseudoBlockSparseLinear",
     "Report",
     "SparseWeight",

@@ -13,8 +13,8 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from .checks import check_tensor, fail
+from .layers import Layer, find_layers
 from .modules import BlockSparseLinear
-from .patcher import Layer, find_layers
 from .serialization import FORMAT, KEY, build, format_of
 from .sparse_weight import SparseWeight, formats, reserved_endings
 

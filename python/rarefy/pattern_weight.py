@@ -9,12 +9,14 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from . import ops
 from .checks import check_dtype, check_tensor, fail, first_position
 from .masks import from_blocks, random_blocks
 from .nested import linear_of_nested
 from .pattern import BsrPattern, as_index, digest
+from .pattern_change import PatternChange
 from .sparse_weight import SparseWeight
 from .values import check_padding, init_bounds, swap_data, zero_padding
 
@@ -66,6 +68,16 @@ class PatternWeight(SparseWeight):
         self.values = values
         self._set_pattern(pattern)
         _alive.add(self)
+
+    @classmethod
+    def from_pattern(
+        cls, values: torch.Tensor, pattern: BsrPattern, *, x_dtype: torch.dtype | None = None
+    ) -> PatternWeight:
+        """Values on an existing pattern, which is shared; both as they are, on one device."""
+        weight = cls.__new__(cls)
+        weight._check_values(f"{cls.__name__}.from_pattern", values, pattern)
+        weight._init(values, pattern, x_dtype)
+        return weight
 
     def _check_values(self, op: str, values: Any, pattern: BsrPattern) -> None:
         """Raises unless `values` are a contiguous tensor for this pattern, with zero padding."""
@@ -261,6 +273,30 @@ class PatternWeight(SparseWeight):
             zero_padding(self.blocks(values.detach()), self._pattern)
             self._seen()
 
+    def change_pattern(
+        self, pattern: BsrPattern, optimizer: Optimizer | None = None, *, values: torch.Tensor | None = None
+    ) -> PatternChange:
+        """Stores other blocks of the same shape from now on: what is in both patterns keeps its values.
+
+        Gradients and the optimizer's state move along; `values` stays the same Parameter. Blocks that are
+        new start at zero, or with their part of `values`. See PatternChange for all of it. Weights tied by
+        the Parameter change together.
+
+        Raises ValueError for another shape or block shape and for optimizer state that cannot move; nothing
+        has changed then.
+        """
+        parameter = self._parameters.get("values")
+        op = f"{type(self).__name__}.change_pattern"
+        if parameter is None or parameter.is_meta:
+            fail(op, "values must be a Parameter with data", "a parametrization or meta tensor", TypeError)
+        tied = [w for w in _alive if w._parameters.get("values") is parameter]
+        change = PatternChange(self.pattern, pattern)
+        change.apply(parameter, optimizer, values=values)
+        for weight in tied:
+            weight._set_pattern(change.new)
+            weight._pattern_known = True
+        return change
+
     # -- moving and copying ---------------------------------------------------------------------
 
     def _apply(self, fn: Any, recurse: bool = True) -> PatternWeight:
@@ -400,10 +436,9 @@ class PatternWeight(SparseWeight):
         if checked != prefix or not all(same):
             pattern = self._read_state(op, state_dict, prefix)
         assigns = local_metadata.get("assign_to_params_buffers", False)
-        if pattern is not None and (assigns or not self.values.is_meta):
-            if not assigns and pattern.nnzb != self.nnzb:
-                fresh = self.values.detach().new_empty(self.values_shape(pattern))
-                self.values = swap_data(self.values, fresh)
+        if pattern is not None and self._pattern_known and not self.values.is_meta:
+            self.change_pattern(pattern)  # the Parameter stays, and what belongs to it fits
+        elif pattern is not None and (assigns or not self.values.is_meta):
             self._set_pattern(pattern.to(self.device))
             self._pattern_known = True
         # The pattern holds the indices now: the buffers take the place of those that came.

@@ -7,10 +7,13 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from .checks import fail
+from .layers import find_layers, has_hooks, has_tensor_hooks
 from .modules import BlockSparseLinear
-from .patcher import BlockSparseModelPatcher, FilterFn, find_layers, has_hooks
+from .patcher import BlockSparseModelPatcher, FilterFn
+from .pattern_weight import PatternWeight
 from .pseudo import PseudoBlockSparseLinear
 from .report import Report
 
@@ -24,6 +27,7 @@ def sparsify(
     dry_run: bool = False,
     measure: bool = True,
     tokens: int = 512,
+    optimizer: Optimizer | None = None,
 ) -> Report:
     r"""Makes the linear layers whose names match a pattern block-sparse, in place, keeping trained values.
 
@@ -40,6 +44,7 @@ def sparsify(
         measure: time each layer before and after, on inputs of `tokens` rows: about 0.2 s for each kind
             of layer, three times as long where the machine is busy.
         tokens: see `measure`.
+        optimizer: keeps its state for layers that are sparse already and become sparser; see below.
 
     Returns:
         A Report with one row for every layer that has a weight matrix: what it became, or why it stayed.
@@ -54,6 +59,10 @@ def sparsify(
 
     On error the model is unchanged. A layer that is used at several places is replaced at all of them.
     Biases stay the same Parameters; `weight.values` are new ones: make the optimizer afterwards.
+
+    A layer that is sparse already becomes sparser: within its format it keeps the blocks of largest norm (or
+    score, which may also add some), and the Parameter; `optimizer` then keeps its state. In another format
+    it is made anew of what it stores.
     """
     op = "sparsify"
     if not isinstance(model, nn.Module):
@@ -64,7 +73,13 @@ def sparsify(
     for pattern, spec in patterns.items():
         patcher.add_pattern(pattern, spec)
     return patcher.patch_model(
-        model, scores=scores, filter_fn=filter_fn, dry_run=dry_run, measure=measure, tokens=tokens
+        model,
+        scores=scores,
+        filter_fn=filter_fn,
+        dry_run=dry_run,
+        measure=measure,
+        tokens=tokens,
+        optimizer=optimizer,
     )
 
 
@@ -76,7 +91,8 @@ def desparsify(model: nn.Module) -> list[str]:
 
     Raises:
         TypeError: `model` is not a module, or is itself a sparse layer (use `.to_dense()`).
-        ValueError: a layer has hooks, which the new one would lose; nothing changes then.
+        ValueError: a layer has hooks, which the new one would lose, or a forward of its own, which may
+            compute something else than nn.Linear; nothing changes then.
     """
     op = "desparsify"
     sparse = BlockSparseLinear | PseudoBlockSparseLinear
@@ -91,12 +107,21 @@ def desparsify(model: nn.Module) -> list[str]:
     layers = [layer for layer in find_layers(model) if isinstance(layer.module, sparse)]
     dense, shared = [], {}
     for layer in layers:
-        if has_hooks(layer.module):
+        module = layer.module
+        if has_hooks(module) or any(map(has_tensor_hooks, module.parameters())):
             fail(op, "a layer must have no hooks, which the new one would lose", layer.name)
-        linear = layer.module.to_dense()
-        linear.weight = shared.setdefault(layer.module.weight, linear.weight)
+        if type(module) not in (BlockSparseLinear, PseudoBlockSparseLinear) or "forward" in vars(module):
+            requirement = "a layer must not have a forward of its own, which nn.Linear would not have"
+            fail(op, requirement, f"{layer.name}, a {type(module).__name__}")
+        linear = module.to_dense()
+        linear.weight = shared.setdefault(_key(module.weight), linear.weight)
         linear.bias = layer.module.bias  # the same Parameter, as in sparsify
         dense.append(linear)
     for layer, linear in zip(layers, dense, strict=True):
         layer.replace(linear)
     return [layer.name for layer in layers]
+
+
+def _key(weight: Any) -> Any:
+    """The same for weights that are tied: one module, or one Parameter on equal patterns."""
+    return (weight.values, weight.pattern) if isinstance(weight, PatternWeight) else weight

@@ -80,16 +80,6 @@ class BsrWeight(PatternWeight):
     # -- construction ---------------------------------------------------------------------------
 
     @classmethod
-    def from_pattern(
-        cls, values: torch.Tensor, pattern: BsrPattern, *, x_dtype: torch.dtype | None = None
-    ) -> BsrWeight:
-        """Values on an existing pattern, which is shared; both as they are, on one device."""
-        weight = cls.__new__(cls)
-        weight._check_values("BsrWeight.from_pattern", values, pattern)
-        weight._init(values, pattern, x_dtype)
-        return weight
-
-    @classmethod
     def from_dense(
         cls,
         dense: torch.Tensor,

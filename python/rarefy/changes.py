@@ -1,0 +1,71 @@
+"""What becomes of one layer, prepared so that nothing can fail when it happens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.nn.utils.parametrize import is_parametrized
+from torch.optim import Optimizer
+
+from .layers import Layer
+from .modules import BlockSparseLinear
+from .pattern_change import PatternChange
+from .pattern_weight import PatternWeight
+from .sparse_weight import SparseWeight, Spec
+
+
+@dataclass
+class Change:
+    """A layer as a dense one and as it will be, and what makes it so."""
+
+    dense: nn.Linear
+    sparse: BlockSparseLinear
+    apply: Callable[[], None]
+
+
+def change_of(
+    op: str, layer: Layer, spec: Spec, scores: torch.Tensor | None, optimizer: Optimizer | None
+) -> Change | str:
+    """The change of a layer to a spec, or why it stays as it is. Errors name the layer."""
+    try:
+        if isinstance(layer.module, BlockSparseLinear):
+            return _sparser(layer.module, spec, scores, optimizer)
+        sparse = BlockSparseLinear.from_dense(layer.module, spec=spec, scores=scores)
+    except (ValueError, TypeError) as error:
+        raise type(error)(f"[{op}] layer {layer.name}: {error}") from None
+    sparse.bias = layer.module.bias  # the same Parameter: a tie to it stays a tie
+    return Change(layer.module, sparse, lambda: layer.replace(sparse))
+
+
+def _sparser(
+    module: BlockSparseLinear, spec: Spec, scores: torch.Tensor | None, optimizer: Optimizer | None
+) -> Change | str:
+    """The change of a layer that is sparse already; within its format the weight stays the same."""
+    weight = module.weight
+    if is_parametrized(weight):
+        return "its values are parametrized (torch.nn.utils.parametrize)"
+    dense = module.to_dense()
+    target = spec.make(dense.weight, scores=scores)
+    if scores is None and target.density > weight.density:
+        return f"already sparser, at density {weight.density:.4g}: scores say which blocks to add"
+    stays = _same_format(weight, target)
+    if stays and weight.pattern == target.pattern:
+        return f"already {spec}"
+    sparse = BlockSparseLinear.from_weight(target.train(module.training), module.bias).train(module.training)
+    if stays:
+        PatternChange(weight.pattern, target.pattern).check(weight.values, optimizer)
+        pattern = target.pattern
+        return Change(dense, sparse, lambda: weight.change_pattern(pattern, optimizer))
+    if optimizer is not None:
+        requirement = "optimizer state can follow within one format and block shape only"
+        raise ValueError(f"{requirement}; got {weight.spec_format()} to {spec.format}")
+    target.requires_grad_(weight.requires_grad)
+    return Change(dense, sparse, lambda: setattr(module, "weight", target))
+
+
+def _same_format(a: SparseWeight, b: SparseWeight) -> bool:
+    kinds = type(a) is type(b) and isinstance(a, PatternWeight)
+    return kinds and a.block_shape == b.block_shape and (a.dtype, a.x_dtype) == (b.dtype, b.x_dtype)

@@ -1,0 +1,150 @@
+"""A model's layers with a weight matrix: which can become sparse, and why others cannot."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
+from torch.nn.utils.parametrize import ParametrizationList, is_parametrized
+
+from .checks import fail
+from .modules import BlockSparseLinear
+from .pseudo import PseudoBlockSparseLinear
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_HOOKS += ("_state_dict_hooks", "_state_dict_pre_hooks")
+_HOOKS += ("_load_state_dict_pre_hooks", "_load_state_dict_post_hooks")
+
+
+@dataclass
+class Layer:
+    """A module with a weight matrix, under all its names; `reason` says why it must stay, or is None."""
+
+    names: list[str]
+    module: nn.Module
+    reason: str | None = None
+    places: list[tuple[nn.Module, str]] = field(default_factory=list)  # (parent, attribute)
+
+    @property
+    def name(self) -> str:
+        """The first of its names."""
+        return self.names[0]
+
+    @property
+    def shape(self) -> tuple[int, ...] | None:
+        """Shape of the weight, (N, K) for a linear layer; None where there is none (yet)."""
+        weight = getattr(self.module, "weight", None)
+        lazy = isinstance(weight, nn.parameter.UninitializedTensorMixin)
+        return None if weight is None or lazy else tuple(weight.shape)
+
+    def replace(self, module: nn.Module) -> None:
+        """Puts `module` wherever this layer is used."""
+        for parent, key in self.places:
+            setattr(parent, key, module)
+
+
+# Where a tensor lies: its storage, and the first byte and the end of what it spans there.
+Extent = tuple[int, int, int]
+
+
+def _extent(tensor: torch.Tensor) -> Extent | None:
+    """None for tensors without memory of their own: lazy, sparse, or of another library's making."""
+    if isinstance(tensor, nn.parameter.UninitializedTensorMixin) or tensor.layout != torch.strided:
+        return None
+    try:
+        storage = tensor.untyped_storage()._cdata
+    except (NotImplementedError, RuntimeError):
+        return None
+    span = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True)) + 1
+    begin = tensor.storage_offset() * tensor.element_size()
+    return storage, begin, begin + (span * tensor.element_size() if tensor.numel() else 0)
+
+
+def _owners(model: nn.Module) -> list[tuple[str, Extent]]:
+    """Where the parameters and buffers lie, by name; those of one module count once."""
+    owners = []
+    for name, module in model.named_modules():
+        for key, tensor in (*module._parameters.items(), *module._buffers.items()):
+            if tensor is not None and (extent := _extent(tensor)) is not None:
+                owners.append((f"{name}.{key}".lstrip("."), extent))
+    return owners
+
+
+def _overlap(a: Extent, b: Extent) -> bool:
+    return a[0] == b[0] and a[1] < b[2] and b[1] < a[2]
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Whether anything is registered on this module that a new one in its place would lose."""
+    return any(getattr(module, hooks, None) for hooks in _HOOKS)
+
+
+def has_tensor_hooks(tensor: torch.Tensor) -> bool:
+    """Whether a hook waits for this tensor's gradient, which another tensor in its place would lose."""
+    return bool(tensor._backward_hooks) or bool(getattr(tensor, "_post_accumulate_grad_hooks", None))
+
+
+def _why_not(
+    module: nn.Module, names: list[str], parents: list[nn.Module], owners: list[tuple[str, Extent]]
+) -> str | None:
+    """Why this module cannot become block-sparse without changing what the model computes, or None."""
+    kind = type(module).__name__
+    if isinstance(module, BlockSparseLinear | PseudoBlockSparseLinear):
+        return "already block-sparse"
+    if isinstance(module, nn.Embedding | nn.EmbeddingBag):
+        return "an embedding looks rows up instead of multiplying"
+    if isinstance(module, nn.MultiheadAttention):
+        return "nn.MultiheadAttention multiplies by its parameters itself"
+    if any(isinstance(parent, nn.MultiheadAttention) for parent in parents):
+        return "nn.MultiheadAttention reads this weight directly and never calls the layer"
+    if not isinstance(module, nn.Linear):
+        return f"{kind} is not an nn.Linear"
+    if is_parametrized(module):
+        return "its parameters are parametrized (torch.nn.utils.parametrize)"
+    weight = module._parameters.get("weight")
+    if weight is None:
+        return "its weight is computed from other parameters (weight norm, torch pruning)"
+    if isinstance(weight, nn.parameter.UninitializedTensorMixin):
+        return "a lazy layer without a shape yet: run the model once"
+    if isinstance(module, NonDynamicallyQuantizableLinear):
+        return f"{kind}: its parent reads the weight directly"
+    if type(weight) is not nn.Parameter:
+        return f"its weight is a {type(weight).__name__} and no plain Parameter"
+    if type(module) is not nn.Linear or "forward" in vars(module):
+        return f"{kind} with a forward of its own may compute something else than nn.Linear"
+    if has_hooks(module) or has_tensor_hooks(weight):
+        return "it has hooks, which a new layer would lose"
+    extent = _extent(weight)
+    if extent is None or not weight.dtype.is_floating_point or weight.dtype.itemsize < 2:
+        return f"its weight is {str(weight.dtype).removeprefix('torch.')}, {weight.layout}"
+    # All names that the weight has as part of this module are its own, whatever the module is called.
+    own = {f"{name}.weight".lstrip(".") for name in names}
+    if others := [name for name, other in owners if name not in own and _overlap(extent, other)]:
+        return f"its weight is tied to {', '.join(others)}"
+    if "" in names:
+        return "it is the model itself: use BlockSparseLinear.from_dense"
+    return None
+
+
+def find_layers(model: nn.Module) -> list[Layer]:
+    """Every module with a weight matrix, in order, with the reason why it cannot be replaced, or None."""
+    if not isinstance(model, nn.Module):
+        fail("find_layers", "model must be an nn.Module", type(model).__name__, TypeError)
+    layers: dict[int, Layer] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        if isinstance(module, ParametrizationList):  # part of a layer that is listed itself
+            continue
+        weight = getattr(module, "weight", None)
+        is_matrix = isinstance(weight, torch.Tensor) and weight.ndim == 2
+        if is_matrix or isinstance(module, nn.Linear | nn.MultiheadAttention | BlockSparseLinear):
+            layer = layers.setdefault(id(module), Layer([], module))
+            layer.names.append(name)
+            parent, _, key = name.rpartition(".")
+            if name:
+                layer.places.append((model.get_submodule(parent), key))
+    owners = _owners(model)
+    for layer in layers.values():
+        layer.reason = _why_not(layer.module, layer.names, [p for p, _ in layer.places], owners)
+    return list(layers.values())

@@ -1,0 +1,145 @@
+"""PatternChange: from one pattern to another, with values, gradients and optimizer state."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from .checks import check_tensor, fail
+from .pattern import BsrPattern
+from .values import swap_data
+
+
+def move_blocks(tensor: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+    """The blocks of `tensor` in another order: block i is tensor[source[i]], or zeros where that is -1.
+
+    The one place where blocks move: a kernel at memory speed can take over here.
+
+    Args:
+        tensor: (blocks, …).
+        source: int64, one position for each block of the result, on the tensor's device.
+    """
+    if not len(tensor):
+        return tensor.new_zeros((len(source), *tensor.shape[1:]))
+    moved = tensor.index_select(0, source.clamp(min=0))
+    moved.index_fill_(0, (source < 0).nonzero().flatten(), 0)
+    return moved
+
+
+class PatternChange:
+    """The way from one pattern of a matrix to another, in blocks of the same shape.
+
+    Args:
+        old: the pattern that tensors have.
+        new: the pattern that they are to have.
+
+    `source` says for each block of the new pattern which block of the old one it was, -1 if it is new. What
+    a block held goes with it; blocks that are new start at zero, and those that are not in the new pattern
+    are gone.
+
+    Raises ValueError unless shape and block shape agree and both patterns hold indices.
+    """
+
+    def __init__(self, old: BsrPattern, new: BsrPattern) -> None:
+        op = "PatternChange"
+        for name, pattern in (("old", old), ("new", new)):
+            if not isinstance(pattern, BsrPattern):
+                fail(op, f"{name} must be a BsrPattern", type(pattern).__name__, TypeError)
+            if pattern.is_meta:
+                fail(op, f"{name} must hold indices", "a pattern on the meta device")
+        if (old.shape, old.block_shape) != (new.shape, new.block_shape):
+            requirement = f"new must be of shape {tuple(old.shape)} and block_shape {old.block_shape}"
+            fail(op, requirement, f"{tuple(new.shape)} and {new.block_shape}")
+        self.old, self.new = old, new.to(old.device)
+        before, after = old.positions(), self.new.positions()
+        at = torch.searchsorted(before, after).clamp_(max=max(len(before) - 1, 0))
+        if len(before):
+            self.source = torch.where(before[at] == after, at, -1)
+        else:
+            self.source = torch.full_like(after, -1)
+
+    @property
+    def in_place(self) -> bool:
+        """Whether both patterns have as many blocks, so that tensors can stay where they are."""
+        return self.old.nnzb == self.new.nnzb
+
+    def kept(self) -> int:
+        """How many blocks are in both patterns."""
+        return int((self.source >= 0).sum())
+
+    def move(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A tensor of one entry a block, (old.nnzb, …), as one for the new pattern; zeros where it is new."""
+        check_tensor("PatternChange.move", "tensor", tensor)
+        if tensor.ndim == 0 or tensor.shape[0] != self.old.nnzb:
+            requirement = f"tensor must have an entry for each of {self.old.nnzb} blocks"
+            fail("PatternChange.move", requirement, tuple(tensor.shape))
+        return move_blocks(tensor, self.source.to(tensor.device))
+
+    def check(self, parameter: nn.Parameter, optimizer: Optimizer | None) -> None:
+        """Raises what `apply` would raise; changes nothing."""
+        list(self._state(parameter, optimizer))
+
+    @torch.no_grad()
+    def apply(
+        self,
+        parameter: nn.Parameter,
+        optimizer: Optimizer | None = None,
+        *,
+        values: torch.Tensor | None = None,
+    ) -> None:
+        """Moves a Parameter's data, its gradient, and what an optimizer keeps of it.
+
+        The Parameter stays the same object, so the optimizer's groups stay right. With as many blocks as
+        before all tensors stay in their memory; otherwise they get memory of the new size.
+
+        Args:
+            parameter: values of the old pattern, (old.nnzb, …).
+            optimizer: moves each of its state tensors of the Parameter's shape (exp_avg, momentum_buffer …);
+                counters stay.
+            values: of the new pattern: what blocks that are new start with, instead of zero.
+
+        Raises ValueError for state of another shape, before anything is changed.
+        """
+        states = list(self._state(parameter, optimizer))
+        data, grad = self.move(parameter.detach()), parameter.grad
+        if values is not None:
+            if values.shape != data.shape:
+                fail(
+                    "PatternChange.apply", f"values must be of shape {tuple(data.shape)}", tuple(values.shape)
+                )
+            fresh = (self.source < 0).nonzero().flatten().to(data.device)
+            data.index_copy_(0, fresh, values.detach().to(data)[fresh])
+        grad = None if grad is None else self.move(grad)
+        moved = [self.move(state[key]) for state, key in states]
+        if self.in_place:
+            parameter.copy_(data)
+            if grad is not None:
+                parameter.grad.copy_(grad)
+        else:
+            swap_data(parameter, data, grad)
+        for (state, key), tensor in zip(states, moved, strict=True):
+            if self.in_place:
+                state[key].copy_(tensor)
+            else:
+                state[key] = tensor
+
+    def _state(self, parameter: nn.Parameter, optimizer: Optimizer | None) -> Iterator[tuple[dict, Any]]:
+        """The optimizer's tensors that must move with the Parameter, as (dict, key)."""
+        op = "PatternChange.apply"
+        if optimizer is None:
+            return
+        if not isinstance(optimizer, Optimizer):
+            fail(op, "optimizer must be a torch.optim.Optimizer", type(optimizer).__name__, TypeError)
+        state = optimizer.state.get(parameter, {})
+        for key, value in state.items():
+            if isinstance(value, torch.Tensor) and value.shape == parameter.shape:
+                yield state, key
+                continue
+            for part in value if isinstance(value, list | tuple) else (value,):
+                if isinstance(part, torch.Tensor) and part.numel() > 1:
+                    requirement = f"the optimizer's {key!r} must be of the Parameter's shape to move with it"
+                    fail(op, requirement, tuple(part.shape))
