@@ -20,7 +20,7 @@ body.rarefy { margin: 2rem auto; max-width: 76rem; padding: 0 1rem }
 .rarefy h1 { font-size: 1.5rem } .rarefy h2 { font-size: 1.15rem; margin-top: 2rem }
 .rarefy .scroll { overflow-x: auto }
 .rarefy table { border-collapse: collapse; font-size: 13px; font-variant-numeric: tabular-nums }
-.rarefy th, .rarefy td { padding: .25rem .5rem; text-align: right; border-bottom: 1px solid #dde3ea }
+.rarefy th, .rarefy td { padding: .25rem .35rem; text-align: right; border-bottom: 1px solid #dde3ea }
 .rarefy td { white-space: nowrap; vertical-align: top }
 .rarefy :is(th, td):first-child { text-align: left }
 .rarefy table.layers :is(th, td):is(:nth-child(-n+3), :last-child) { text-align: left }
