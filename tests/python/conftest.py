@@ -1,5 +1,7 @@
 """Fixtures of the Python suite: the devices at hand, and one seed for every test."""
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 
@@ -24,3 +26,12 @@ def device(request: pytest.FixtureRequest) -> str:
 @pytest.fixture(autouse=True)
 def _seed() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """For tests of thousands of tiny calls: threads win nothing there, and cost most on a busy machine."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)

@@ -18,6 +18,8 @@ pytest.importorskip("transformers")
 import rarefy
 from examples.minilm import data, distill, evaluate, measure, model, prune, report, run, summary
 
+pytestmark = pytest.mark.usefixtures("one_thread")  # the encoders here have matrices of 16 columns
+
 LICENCE = "  1 This software and database is being provided to you, the LICENSEE, by  \n"
 NOUN = (
     "00029677 03 n 0a process 0 physical_process 1 a 0 b 0 c 0 d 0 e 0 f 0 g 0 h 0 001 @ 00001930 n 0000 | "
@@ -150,15 +152,6 @@ def test_batches_cover_every_text_once_a_round() -> None:
     assert sorted(lengths) == wanted
     resumed = next(distill.batches(Words(), TEXTS, tokens=64, seed=3, skip=made - 1))
     assert torch.equal(resumed["input_ids"], batch["input_ids"])
-
-
-@pytest.fixture(autouse=True)
-def _one_thread():
-    """Matrices of 16 columns win nothing by threads, and lose everything on a busy machine."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def steps_of(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
