@@ -12,7 +12,8 @@ CXX_FILES = $(shell git ls-files '*.cc' '*.h' '*.cu' '*.cuh')
 .PHONY: help setup test bench lint demo sanitize clean
 
 help:
-	@echo "make setup     packages, virtual environment (.venv), Release build; then: $(IN_VENV) -m rarefy"
+	@echo "make setup     packages, virtual environment (.venv), Release build;"
+	@echo "               then: $(IN_VENV) -m rarefy and $(BUILD)/src/cli/rarefy"
 	@echo "make test      C++ and Python tests            make sanitize  C++ tests under ASan+UBSan and TSan"
 	@echo "make demo      a real model, sparse and faster make bench     benchmarks (bench/)"
 	@echo "make lint      formats, clang-tidy, ruff, links make clean    removes build/ and .venv/"

@@ -181,3 +181,7 @@ def test_kernels_of_a_device_that_is_not_there_are_not_listed(devices, monkeypat
     shown = capsys.readouterr().out
     assert "cpu_linear" in shown and ("cuda_linear" in shown) == bool(devices)
     assert re.search(r"cuda_devices +(none|a GPU)\n", shown)
+
+
+def test_the_package_is_typed():
+    assert (PACKAGE / "py.typed").is_file()
