@@ -177,8 +177,8 @@ def time_layers(layers: list[tuple[Any, nn.Linear, nn.Module]], tokens: int) -> 
     """
     groups: dict[Any, list[tuple[Any, nn.Linear, nn.Module]]] = {}
     for row, dense, sparse in layers:
-        kind = (row.shape, row.format, row.density, dense.weight.dtype, dense.weight.device)
-        groups.setdefault((kind, dense.bias is None), []).append((row, dense, sparse))
+        tensors = (dense.weight.device, dense.weight.dtype, sparse.weight.dtype, dense.bias is None)
+        groups.setdefault((row.shape, row.format, row.density, tensors), []).append((row, dense, sparse))
     todo = list(groups.values())
     for attempt in range(_TRIES):
         text = "timing layers" if attempt == 0 else "timing noisy layers again"
