@@ -114,7 +114,9 @@ class CsrWeight(PatternWeight):
     def to_torch(self) -> torch.Tensor:
         """A torch.sparse_csr tensor with copies of values and indices."""
         arrays = (*self.pattern.indices(), self.values.detach())
-        return torch.sparse_csr_tensor(*(a.clone() for a in arrays), size=self.shape, check_invariants=True)
+        return torch.sparse_csr_tensor(
+            *(a.clone() for a in arrays), size=self.shape, device=self.device, check_invariants=True
+        )
 
     def to_scipy(self) -> Any:
         """A scipy.sparse.csr_array with copies of values and indices; float64, float32 and int8 only."""

@@ -57,7 +57,7 @@ class PatternWeight(SparseWeight):
 
     def _init(self, values: torch.Tensor, pattern: BsrPattern, x_dtype: torch.dtype | None = None) -> None:
         """Takes values and a pattern of one device that fit, as they are."""
-        nn.Module.__init__(self)
+        SparseWeight.__init__(self)
         self.shape = pattern.shape
         if x_dtype is not None and x_dtype != values.dtype:
             self.x_dtype = x_dtype
@@ -373,7 +373,9 @@ class PatternWeight(SparseWeight):
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         if not torch.compiler.is_compiling():
-            self._settle()  # what is saved can be loaded: indices of one pattern, padding zero
+            self._settle()  # what is saved can be loaded: indices of one pattern, padding zero …
+            if self._pattern.is_padded and "values" in self._parameters:
+                self._settle_padding(self.values)  # … even if it was written to behind the version counter
         super()._save_to_state_dict(destination, prefix, keep_vars)
 
     def check_state(self, op: str, state_dict: Mapping[str, torch.Tensor], prefix: str) -> None:

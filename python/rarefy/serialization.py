@@ -89,6 +89,8 @@ def _check_metadata(op: str, metadata: Mapping[str, str], state: Mapping[str, An
     for key, text in metadata.items():
         if not isinstance(key, str) or not isinstance(text, str):
             fail(op, "metadata must map str to str", f"{key!r}: {text!r}", TypeError)
+        if any("\ud800" <= character <= "\udfff" for character in key + text):
+            fail(op, "metadata must be Unicode text, which has no surrogates", ascii(f"{key}: {text}"))
         if key in state:
             fail(op, "metadata must leave the names of tensors to save_file", repr(key))
         if text in state:

@@ -16,6 +16,7 @@ from torch import nn
 from torch.nn import functional
 
 from .checks import DTYPE_NAMES, check_density, fail
+from .hugging_face import guard_save_pretrained
 
 # What a matrix would answer to and a sparse weight does not: what to use instead.
 _ADVICE = {
@@ -50,6 +51,10 @@ class SparseWeight(nn.Module):
     x_dtype: torch.dtype | None = None
     # Whether load_state_dict refuses another pattern than the present one, or takes it over.
     strict_pattern: bool = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        guard_save_pretrained(SparseWeight)
 
     # -- to be defined by a format --------------------------------------------------------------
 
@@ -160,6 +165,15 @@ class SparseWeight(nn.Module):
             parameter.requires_grad_(requires_grad and parameter.dtype.is_floating_point)
         return self
 
+    def __setattr__(self, name: str, value: Any) -> None:  # noqa: D105
+        if name == "parametrizations" and type(value) is nn.ModuleDict:
+            value = _Parametrizations()
+        super().__setattr__(name, value)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:  # noqa: D105
+        super().__setstate__(state)
+        guard_save_pretrained(SparseWeight)
+
     def __getattr__(self, name: str) -> Any:  # noqa: D105
         if name in _ADVICE:
             kind = type(self).__name__
@@ -186,6 +200,13 @@ class SparseWeight(nn.Module):
         if func in (torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__, torch.mm):
             next(a for a in args if isinstance(a, SparseWeight))._no_product(None)
         return NotImplemented
+
+
+class _Parametrizations(nn.ModuleDict):
+    """What torch.nn.utils.parametrize keeps; ModuleDict refuses a child called like its method `values`."""
+
+    def add_module(self, name: str, module: nn.Module | None) -> None:
+        self._modules[name] = module
 
 
 # Specs -------------------------------------------------------------------------------------------

@@ -149,8 +149,8 @@ def quietest(measure: Callable[[], Times], tries: int = _TRIES) -> Times:
 def time_pair(dense: nn.Linear, sparse: nn.Module, tokens: int) -> Times:
     """Forward times of two layers on the same (tokens, K) input."""
     weight = dense.weight
-    generator = torch.Generator().manual_seed(0)  # the user's global one stays as it is
-    x = torch.randn(tokens, weight.shape[1], generator=generator).to(weight.device, weight.dtype)
+    generator = torch.Generator("cpu").manual_seed(0)  # the user's global one stays as it is
+    x = torch.randn(tokens, weight.shape[1], generator=generator, device="cpu").to(weight)
     if x.device.type != "cuda":
         with torch.inference_mode():
             return measure_pair(lambda: dense(x), lambda: sparse(x))

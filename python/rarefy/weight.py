@@ -162,7 +162,9 @@ class BsrWeight(PatternWeight):
         """
         shape = foreign.padded_shape("BsrWeight.to_torch", self.shape, self.block_shape, pad)
         arrays = (*self.pattern.indices(), self.values.detach())
-        return torch.sparse_bsr_tensor(*(a.clone() for a in arrays), size=shape, check_invariants=True)
+        return torch.sparse_bsr_tensor(
+            *(a.clone() for a in arrays), size=shape, device=self.device, check_invariants=True
+        )
 
     def to_scipy(self, *, pad: bool = False) -> Any:
         """A scipy.sparse.bsr_array with copies of values and indices; float64, float32 and int8 only.
