@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from .checks import check_tensor, fail
 from .pattern import BsrPattern
-from .values import swap_data
+from .sparse_weight import swap_data
 
 
 def move_blocks(tensor: torch.Tensor, source: torch.Tensor) -> torch.Tensor:

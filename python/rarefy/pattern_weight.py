@@ -17,8 +17,8 @@ from .masks import from_blocks, random_blocks
 from .nested import linear_of_nested
 from .pattern import BsrPattern, as_index, digest
 from .pattern_change import PatternChange
-from .sparse_weight import SparseWeight
-from .values import check_padding, init_bounds, swap_data, zero_padding
+from .sparse_weight import SparseWeight, swap_data
+from .values import check_padding, init_bounds, zero_padding
 
 _INDICES = ("crow_indices", "col_indices")
 _PUBLIC = (*_INDICES, "pattern_digest")
@@ -123,16 +123,6 @@ class PatternWeight(SparseWeight):
     def block_shape(self) -> tuple[int, int]:
         """(R, C)."""
         return self._pattern.block_shape
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of the values."""
-        return self.values.dtype
-
-    @property
-    def device(self) -> torch.device:
-        """Of values and pattern."""
-        return self.values.device
 
     @property
     def nnzb(self) -> int:

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from .checks import DTYPE_NAMES, check_density, fail
+from .checks import DTYPE_NAMES, check_density, check_tensor, fail
 from .hugging_face import guard_save_pretrained
 
 # What a matrix would answer to and a sparse weight does not: what to use instead.
@@ -43,7 +43,7 @@ class SparseWeight(nn.Module):
     """
 
     format: ClassVar[str]  # its name in files
-    pieces: ClassVar[tuple[str, ...]]  # the names of its tensors in a state_dict, all persistent
+    pieces: ClassVar[tuple[str, ...]]  # the names of its tensors in a state_dict, the values first
     reserved: ClassVar[tuple[str, ...]] = ()  # those of them that belong to no other kind of module
 
     shape: torch.Size
@@ -64,16 +64,6 @@ class SparseWeight(nn.Module):
 
     def to_dense(self) -> torch.Tensor:
         """The (N, K) tensor with zeros for what is not stored; differentiable, exact."""
-        raise NotImplementedError
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of the stored values."""
-        raise NotImplementedError
-
-    @property
-    def device(self) -> torch.device:
-        """Of all its tensors."""
         raise NotImplementedError
 
     @property
@@ -98,17 +88,47 @@ class SparseWeight(nn.Module):
         """The metadata of a state_dict's tensors, which come without; None if they are another format's."""
         raise NotImplementedError
 
-    def assign_(self, other: SparseWeight) -> None:
-        """Takes over all that `other`, of the same shape and class, holds; Parameters stay."""
-        raise NotImplementedError
-
-    def check_state(self, op: str, state_dict: Mapping[str, torch.Tensor], prefix: str) -> None:
-        """Raises unless the tensors of a state_dict fit; changes nothing that can be seen."""
-        raise NotImplementedError
-
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
         """Draws values anew, uniform with nn.Linear's bound for the stored inputs of each row."""
         raise NotImplementedError
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the stored values."""
+        return getattr(self, self.pieces[0]).dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Of all its tensors."""
+        return getattr(self, self.pieces[0]).device
+
+    @torch.no_grad()
+    def assign_(self, other: SparseWeight) -> None:
+        """Takes over all that `other`, of the same shape and class, holds; Parameters stay."""
+        for piece in self.pieces:
+            mine, theirs = getattr(self, piece), getattr(other, piece)
+            if isinstance(mine, nn.Parameter):
+                same = (mine.shape, mine.dtype) == (theirs.shape, theirs.dtype) and not mine.is_meta
+                setattr(self, piece, mine.copy_(theirs) if same else swap_data(mine, theirs.detach()))
+            else:
+                setattr(self, piece, theirs.clone())
+        self.x_dtype = other.x_dtype
+
+    def check_state(self, op: str, state_dict: Mapping[str, torch.Tensor], prefix: str) -> None:
+        """Raises unless the tensors of a state_dict fit: values of the same shape, all else equal."""
+        advice = "rarefy.load_state_dict(model, state_dict) takes what differs over"
+        for piece in self.pieces:
+            tensor, mine = state_dict.get(prefix + piece), getattr(self, piece)
+            if tensor is None:
+                continue
+            check_tensor(op, prefix + piece, tensor)
+            if tensor.shape != mine.shape:
+                requirement = f"{prefix}{piece} must be of shape {tuple(mine.shape)} ({advice})"
+                fail(op, requirement, tuple(tensor.shape))
+            if isinstance(mine, nn.Parameter) or mine.is_meta or tensor.is_meta:
+                continue
+            if not torch.equal(tensor.to(mine.device), mine):
+                fail(op, f"{prefix}{piece} must be those of this module ({advice})", "others")
 
     def is_tied_to(self, other: SparseWeight) -> bool:
         """Whether both are one weight: the same module, or the same tensors in another."""
@@ -200,6 +220,18 @@ class SparseWeight(nn.Module):
         if func in (torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__, torch.mm):
             next(a for a in args if isinstance(a, SparseWeight))._no_product(None)
         return NotImplemented
+
+
+@torch.no_grad()
+def swap_data(parameter: torch.Tensor, data: torch.Tensor, grad: torch.Tensor | None = None) -> nn.Parameter:
+    """Gives a Parameter other data, of whatever size; returns it, or a new one where it cannot stay."""
+    if parameter.is_meta != data.is_meta or not isinstance(parameter, nn.Parameter):
+        return nn.Parameter(data, requires_grad=parameter.requires_grad)
+    parameter.grad = None
+    parameter.data = data.detach()
+    parameter.grad = grad
+    torch.autograd.graph.increment_version(parameter)  # a pending backward must notice
+    return parameter
 
 
 class _Parametrizations(nn.ModuleDict):

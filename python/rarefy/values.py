@@ -1,9 +1,8 @@
-"""What weights on a pattern do with values: choose them, draw them, keep their padding zero, swap them."""
+"""What weights on a pattern do with values: choose them, draw them, keep their padding zero."""
 
 from __future__ import annotations
 
 import torch
-from torch import nn
 
 from .checks import check_block_fits, check_dtype, check_tensor, fail, first_position
 from .masks import choose_blocks, to_blocks
@@ -39,18 +38,6 @@ def init_bounds(block_mask: torch.Tensor, in_features: int, block_cols: int) -> 
         widths[-1] = in_features % block_cols
     stored = (block_mask * widths).sum(dim=1).double()
     return torch.where(stored > 0, stored.rsqrt(), torch.zeros_like(stored))
-
-
-@torch.no_grad()
-def swap_data(parameter: torch.Tensor, data: torch.Tensor, grad: torch.Tensor | None = None) -> nn.Parameter:
-    """Gives a Parameter other data, of whatever size; returns it, or a new one where it cannot stay."""
-    if parameter.is_meta != data.is_meta or not isinstance(parameter, nn.Parameter):
-        return nn.Parameter(data, requires_grad=parameter.requires_grad)
-    parameter.grad = None
-    parameter.data = data.detach()
-    parameter.grad = grad
-    torch.autograd.graph.increment_version(parameter)  # a pending backward must notice
-    return parameter
 
 
 def check_padding(op: str, values: torch.Tensor, pattern: BsrPattern) -> None:

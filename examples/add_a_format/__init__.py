@@ -1,0 +1,1 @@
+"""The example of docs/add_a_format.md."""
