@@ -149,7 +149,10 @@ class BlockSparseLinear(LinearBase):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """(…, K) to (…, N)."""
-        return self.weight.linear(x, self.bias)
+        # From their dicts: nn.Module's lookup of both takes a tenth of the time of a small layer.
+        parameters = self._parameters
+        bias = parameters["bias"] if "bias" in parameters else self.bias  # noqa: SIM401 (evaluates both)
+        return self._modules["weight"].linear(x, bias)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         # All checks of weight and bias come before the first copy: on error nothing is half-loaded.

@@ -68,6 +68,7 @@ class BsrPattern:
     shape: torch.Size
     block_shape: tuple[int, int]
     nnzb: int
+    is_padded: bool  # whether blocks at the edge reach past the matrix
     plan: torch.Tensor  # all that kernels read, 1-D int32; it has its own copy of the indices
 
     def __init__(
@@ -98,6 +99,7 @@ class BsrPattern:
         self, shape: torch.Size, block_shape: tuple[int, int], nnzb: int, plan: torch.Tensor, family: dict
     ) -> None:
         self.shape, self.block_shape, self.nnzb, self.plan = shape, block_shape, nnzb, plan
+        self.is_padded = any(size % block for size, block in zip(shape, block_shape, strict=True))
         self._family = family  # the twins by device, as weak references: who moves away frees his plan
         if not plan.is_meta:
             family[plan.device] = weakref.ref(self)
@@ -137,11 +139,6 @@ class BsrPattern:
         """Stored blocks / all blocks; 0 for an empty matrix."""
         blocks = self.grid[0] * self.grid[1]
         return self.nnzb / blocks if blocks else 0.0
-
-    @property
-    def is_padded(self) -> bool:
-        """Whether blocks at the edge reach past the matrix."""
-        return any(size % block for size, block in zip(self.shape, self.block_shape, strict=True))
 
     def indices(self) -> tuple[torch.Tensor, torch.Tensor]:
         """crow_indices and col_indices as views of the plan, for reading only."""

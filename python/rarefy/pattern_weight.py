@@ -110,7 +110,7 @@ class PatternWeight(SparseWeight):
         """Which blocks are stored; see the class for who may change it."""
         if torch.compiler.is_compiling():
             _settle_all()
-        else:
+        elif not self._is_settled():
             self._settle()
         return self._pattern
 
@@ -153,7 +153,8 @@ class PatternWeight(SparseWeight):
         """Returns x Wᵀ + bias, as F.linear does: x of shape (…, K) gives (…, N)."""
         if x.is_nested:
             return linear_of_nested(self, x, bias)
-        pattern, values = self.pattern, self.blocks(self.values)
+        pattern, values = self.pattern, self._parameters.get("values")  # nn.Module's lookup takes longer
+        values = self.blocks(self.values if values is None else values)
         if self.x_dtype is not None:
             # TODO(mixed dtypes): the op is to read narrower values itself; until then they are widened here.
             values = values.to(self.x_dtype)
@@ -209,27 +210,34 @@ class PatternWeight(SparseWeight):
     def _seen(self) -> None:
         """Remembers that the buffers are what the pattern says, and that padding is zero."""
         buffers = self._buffers
-        values = self._parameters.get("values") if self._pattern.is_padded else None
-        watched = (buffers["crow_indices"], buffers["col_indices"], values)
-        self._watched = watched
-        self._versions = tuple(-1 if t is None else _version(t) for t in watched)
+        watched = [buffers["crow_indices"], buffers["col_indices"]]
+        if self._pattern.is_padded:  # only then there is something in values to look after
+            watched.append(self._parameters.get("values"))
+        self._watched = [(t, _version(t)) for t in watched if t is not None]
+
+    def _is_settled(self) -> bool:
+        """Whether nobody wrote to what is watched. On every call, so every 0.1 µs counts."""
+        watched, buffers = self._watched, self._buffers
+        (crow, crow_version), (col, col_version) = watched[0], watched[1]
+        if buffers["crow_indices"] is not crow or buffers["col_indices"] is not col:
+            return False
+        if crow._version != crow_version or col._version != col_version:  # never inference tensors
+            return False
+        if len(watched) == 2:
+            return not self._pattern.is_padded or "values" not in self._parameters
+        values, version = watched[2]
+        return self._parameters.get("values") is values and _version(values) == version
 
     def _settle(self) -> None:
         """Looks at buffers that were written to since the last look, and at padding; see the class."""
+        if self._is_settled():
+            return
         crow, col = self._buffers["crow_indices"], self._buffers["col_indices"]
-        old_crow, old_col, old_values = self._watched
-        versions = self._versions
-        if (
-            crow is not old_crow
-            or col is not old_col
-            or _version(crow) != versions[0]
-            or _version(col) != versions[1]
-        ):
+        pairs = zip((crow, col), self._watched, strict=False)
+        if any(now is not old or _version(now) != version for now, (old, version) in pairs):
             self._settle_indices(crow, col)
-        if self._pattern.is_padded:
-            values = self._parameters.get("values")
-            if values is not None and (values is not old_values or _version(values) != versions[2]):
-                self._settle_padding(values)
+        if self._pattern.is_padded and "values" in self._parameters:
+            self._settle_padding(self.values)
 
     def _settle_indices(self, crow: torch.Tensor, col: torch.Tensor) -> None:
         own = self._pattern
@@ -347,8 +355,7 @@ class PatternWeight(SparseWeight):
 
     def __getstate__(self) -> dict[str, Any]:  # noqa: D105
         self._settle()
-        hidden = ("_watched", "_versions")
-        state = {key: value for key, value in self.__dict__.items() if key not in hidden}
+        state = {key: value for key, value in self.__dict__.items() if key != "_watched"}
         # Weights that share a pattern share it in a pickle, too; the buffers are made of it again.
         state["_buffers"] = {k: b for k, b in self._buffers.items() if k not in _PUBLIC}
         return state
