@@ -233,11 +233,16 @@ class PatternWeight(SparseWeight):
         if self._is_settled():
             return
         crow, col = self._buffers["crow_indices"], self._buffers["col_indices"]
-        pairs = zip((crow, col), self._watched, strict=False)
-        if any(now is not old or _version(now) != version for now, (old, version) in pairs):
+        values = self._parameters.get("values")
+        seen = [any(now is t and _version(now) == v for t, v in self._watched) for now in (crow, col)]
+        # Not without need: a write between a forward and its backward is an error.
+        touched = values is not None and not any(
+            values is t and _version(values) == v for t, v in self._watched
+        )
+        if not all(seen):
             self._settle_indices(crow, col)
-        if self._pattern.is_padded and "values" in self._parameters:
-            self._settle_padding(self.values)
+        if touched and self._pattern.is_padded:
+            self._settle_padding(values)
 
     def _settle_indices(self, crow: torch.Tensor, col: torch.Tensor) -> None:
         own = self._pattern

@@ -411,3 +411,17 @@ def test_save_pretrained_refuses_until_from_pretrained_works(save, tmp_path):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         model.save_pretrained(tmp_path / "again")
+
+
+def test_two_forwards_before_a_backward_with_buffers_broadcast_between():
+    module = layer(10, 7, density=1.0)  # padded
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    for _ in range(2):
+        total = 0
+        for _ in range(2):
+            for buffer in module.buffers():
+                buffer.copy_(buffer.clone())  # as DDP does before each forward
+            total = total + module(torch.randn(3, 10)).square().sum()
+        optimizer.zero_grad()
+        total.backward()
+        optimizer.step()
