@@ -17,6 +17,7 @@ help:
 	@echo "make test      C++ and Python tests            make sanitize  C++ tests under ASan+UBSan and TSan"
 	@echo "make demo      a real model, sparse and faster make bench     benchmarks (bench/)"
 	@echo "make lint      formats, clang-tidy, ruff, links make clean    removes build/ and .venv/"
+	@echo "               and the C++ tests with clang"
 
 $(STAMPS)/packages: apt.txt
 	./tools/install_packages.sh apt.txt
@@ -55,6 +56,9 @@ lint: setup
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(IN_VENV) tools/check_links.py
+	cmake --preset clang
+	cmake --build --preset clang -j $(JOBS)
+	ctest --preset clang --output-on-failure -j $(JOBS)
 
 sanitize: $(STAMPS)/packages
 	for preset in asan tsan; do \

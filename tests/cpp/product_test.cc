@@ -257,7 +257,8 @@ TEST_P(ProductsTest, TokensDoNotDependOnTheBatch) {
                                  const std::vector<std::byte>& part, std::int64_t count) {
       const auto row = static_cast<std::ptrdiff_t>(part.size()) / count;
       EXPECT_TRUE(std::equal(part.begin(), part.end(), all.begin() + at * row))
-          << rows << 'x' << cols << ", " << count << " from token " << at;
+          << problem.spec.block_rows << 'x' << problem.spec.block_cols << ", " << count << " from token "
+          << at;
     };
     const std::vector<std::byte> all = run(0, 200);
     const std::vector<std::byte> few = run(40, 4);
