@@ -19,7 +19,7 @@ _STYLE = """
 body.rarefy { margin: 2rem auto; max-width: 76rem; padding: 0 1rem }
 .rarefy h1 { font-size: 1.5rem } .rarefy h2 { font-size: 1.15rem; margin-top: 2rem }
 .rarefy .scroll { overflow-x: auto }
-.rarefy table { border-collapse: collapse; font-size: 13px; font-variant-numeric: tabular-nums }
+.rarefy table { border-collapse: collapse; font-size: 12px; font-variant-numeric: tabular-nums }
 .rarefy th, .rarefy td { padding: .25rem .35rem; text-align: right; border-bottom: 1px solid #dde3ea }
 .rarefy td { white-space: nowrap; vertical-align: top }
 .rarefy :is(th, td):first-child { text-align: left }
@@ -100,7 +100,7 @@ def bar_chart(groups: Sequence[tuple[str, Sequence[Bar]]], rule: tuple[float, st
             f'<line x1="{x:.1f}" x2="{x:.1f}" y1="14" y2="{y}" stroke="#1c2733" stroke-dasharray="3 3"/>'
             f'<text x="{x:.1f}" y="11" text-anchor="middle">{escape(rule[1])}</text>'
         )
-    width = _LABEL + _PLOT + 110
+    width = _LABEL + _PLOT + 140
     return f'<svg role="img" viewBox="0 0 {width} {y}" width="{width}" height="{y}">{"".join(parts)}</svg>'
 
 
