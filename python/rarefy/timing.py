@@ -24,7 +24,7 @@ _ROUNDS = range(3, 201)  # of a pass: at least, at most
 _BUDGET = 0.07  # seconds a pass may take once it has had its least rounds
 _TRIES = 3  # of a measurement that turns out noisy
 
-_MOST_WAITED = 0.15  # share of the time; an idle machine stays below 0.02
+_MOST_WAITED = 0.15  # share of the time; 0.00 to 0.01 where nothing disturbs (SCHED_FIFO)
 _MOST_APART = 1.15  # largest ratio of a pass / smallest
 _MOST_SPREAD = 1.5  # upper quartile / lower quartile
 
