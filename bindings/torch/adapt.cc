@@ -5,10 +5,13 @@
 
 #include <algorithm>
 #include <atomic>
+#include <numeric>
 #include <span>
+#include <type_traits>
 
 #include "core/message.h"
 #include "core/registry.h"
+#include "core/scalar.h"
 
 // In libtorch_cuda only: weak, so that this library also loads beside a CPU-only torch.
 extern "C" __attribute__((weak)) AOTITorchError aoti_torch_get_current_cuda_stream(std::int32_t device_index,
@@ -221,6 +224,19 @@ BsrView Call::weight(const Tensor& values, const Tensor& plan, std::int64_t out_
   return {pattern, values.data_ptr(), float_dtype("values", values), device_};
 }
 
+BsrView Call::weight(const Tensor& values, const PlanView& pattern) const {
+  const BsrShape& shape = pattern.shape;
+  check_device("values", values);
+  if (values.dim() != 3 || values.size(0) != shape.nnzb || values.size(1) != shape.block_rows ||
+      values.size(2) != shape.block_cols || !values.is_contiguous()) {
+    raise(op_, invalid(op_,
+                       cat("values must be contiguous, of shape (", shape.nnzb, ", ", shape.block_rows, ", ",
+                           shape.block_cols, ')'),
+                       cat("shape ", shape_text(values))));
+  }
+  return {pattern, values.data_ptr(), float_dtype("values", values), device_};
+}
+
 const void* Call::bias(const std::optional<Tensor>& bias, std::int64_t out_features, DType dtype) const {
   if (!bias) return nullptr;
   check_device("bias", *bias);
@@ -253,6 +269,32 @@ Tensor Call::empty_rows(const Tensor& like, std::int64_t columns) const {
 
 Tensor Call::empty_values(const BsrShape& shape, const Tensor& like) const {
   return empty({shape.nnzb, shape.block_rows, shape.block_cols}, raw_dtype(like));
+}
+
+Tensor Call::nothing(const Tensor& like) const { return empty({0}, raw_dtype(like)); }
+
+Tensor Call::sum_rows(const Tensor& tensor, const MatrixView& matrix) const {
+  // As many elements are summed here in the time that torch needs to get to its kernel.
+  constexpr std::int64_t kFew = 4096;
+  if (device_ == Device::cuda || matrix.rows * matrix.cols > kFew) {
+    std::vector<std::int64_t> leading(static_cast<std::size_t>(tensor.dim() - 1));
+    std::iota(leading.begin(), leading.end(), 0);
+    return torch::stable::sum(tensor, leading);
+  }
+  Tensor sums = empty({matrix.cols}, raw_dtype(tensor));
+  visit_dtype(matrix.dtype, [&](auto element) {
+    using T = decltype(element);
+    if constexpr (!std::is_same_v<T, std::int8_t>) {
+      for (std::int64_t j = 0; j < matrix.cols; ++j) {
+        double sum = 0;
+        for (std::int64_t i = 0; i < matrix.rows; ++i) {
+          sum += load(static_cast<const T*>(matrix.data) + i * matrix.row_stride + j);
+        }
+        store(static_cast<T*>(sums.data_ptr()) + j, sum);
+      }
+    }
+  });
+  return sums;
 }
 
 MutableMatrixView Call::output(const Tensor& tensor, const MatrixView& rows_of, std::int64_t columns) const {

@@ -69,10 +69,13 @@ class Call {
                 std::int64_t block_rows, std::int64_t block_cols) const;
   BsrView weight(const Tensor& values, const Tensor& plan, std::int64_t out_features,
                  std::int64_t in_features) const;
+  BsrView weight(const Tensor& values, const PlanView& pattern) const;
   const void* bias(const std::optional<Tensor>& bias, std::int64_t out_features, DType dtype) const;
 
   Tensor empty_rows(const Tensor& like, std::int64_t columns) const;  // like.shape[:-1] + (columns,)
   Tensor empty_values(const BsrShape& shape, const Tensor& like) const;
+  Tensor nothing(const Tensor& like) const;                               // (0,)
+  Tensor sum_rows(const Tensor& tensor, const MatrixView& matrix) const;  // of tensor as a matrix: (columns,)
   MutableMatrixView output(const Tensor& tensor, const MatrixView& rows_of, std::int64_t columns) const;
 
   Tensor build_plan(const BsrShape& shape, const Tensor& crow, const Tensor& col) const;

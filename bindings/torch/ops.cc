@@ -1,6 +1,9 @@
 // The ops of torch.ops.rarefy: schemas, and kernels that adapt their tensors and call the core.
 #include <torch/csrc/stable/library.h>
 
+#include <optional>
+#include <tuple>
+
 #include "adapt.h"
 #include "info.h"
 
@@ -44,6 +47,35 @@ Tensor bsr_grad_weight(Tensor grad_output, Tensor x, const Tensor& plan, std::in
   return dvalues;
 }
 
+// The gradients of bsr_linear in one call, for eager backward passes, where a small layer spends its time
+// on the way to an op: dx if values are given, dvalues if x is, dbias if asked for; else empty tensors.
+std::tuple<Tensor, Tensor, Tensor> bsr_linear_backward(Tensor grad_output, std::optional<Tensor> x,
+                                                       const std::optional<Tensor>& values,
+                                                       const Tensor& plan, std::int64_t block_rows,
+                                                       std::int64_t block_cols, std::int64_t out_features,
+                                                       std::int64_t in_features, bool bias) {
+  const Call call("bsr_linear_backward", "grad_output", grad_output);
+  const PlanView pattern = call.plan(plan, out_features, in_features, block_rows, block_cols);
+  const MatrixView dy = call.matrix("grad_output", grad_output, "out_features", out_features);
+  const auto input_gradient = [&] {
+    const BsrView weight = call.weight(*values, pattern);
+    call.check_dtype("values", *values, "grad_output", dy.dtype);
+    Tensor dx = call.empty_rows(grad_output, in_features);
+    check(call.op(), grad_input(dy, weight, call.output(dx, dy, in_features), call.context()));
+    return dx;
+  };
+  const auto weight_gradient = [&] {
+    const MatrixView in = call.matrix("x", *x, "in_features", in_features);
+    call.check_dtype("x", *x, "grad_output", dy.dtype);
+    Tensor dvalues = call.empty_values(pattern.shape, *x);
+    check(call.op(), grad_weight(dy, in, pattern, dvalues.data_ptr(), in.dtype, call.context()));
+    return dvalues;
+  };
+  return {values ? input_gradient() : call.nothing(grad_output),
+          x ? weight_gradient() : call.nothing(grad_output),
+          bias ? call.sum_rows(grad_output, dy) : call.nothing(grad_output)};
+}
+
 Tensor bsr_plan(const Tensor& crow_indices, const Tensor& col_indices, std::int64_t out_features,
                 std::int64_t in_features, std::int64_t block_rows, std::int64_t block_cols) {
   const Call call("bsr_plan", "crow_indices", crow_indices);
@@ -65,6 +97,9 @@ STABLE_TORCH_LIBRARY(rarefy, m) {
       "bsr_grad_weight(Tensor grad_output, Tensor x, Tensor plan, SymInt block_rows, SymInt block_cols, "
       "SymInt out_features, SymInt in_features) -> Tensor");
   m.def(
+      "_bsr_linear_backward(Tensor grad_output, Tensor? x, Tensor? values, Tensor plan, SymInt block_rows, "
+      "SymInt block_cols, SymInt out_features, SymInt in_features, bool bias) -> (Tensor, Tensor, Tensor)");
+  m.def(
       "bsr_plan(Tensor crow_indices, Tensor col_indices, SymInt out_features, SymInt in_features, "
       "SymInt block_rows, SymInt block_cols) -> Tensor");
   m.def("backend_info(int block_rows, int block_cols) -> str");
@@ -74,6 +109,7 @@ STABLE_TORCH_LIBRARY_IMPL(rarefy, CPU, m) {
   m.impl("bsr_linear", TORCH_BOX(&bsr_linear));
   m.impl("bsr_grad_input", TORCH_BOX(&bsr_grad_input));
   m.impl("bsr_grad_weight", TORCH_BOX(&bsr_grad_weight));
+  m.impl("_bsr_linear_backward", TORCH_BOX(&bsr_linear_backward));
   m.impl("bsr_plan", TORCH_BOX(&bsr_plan));
 }
 
@@ -82,6 +118,7 @@ STABLE_TORCH_LIBRARY_IMPL(rarefy, CUDA, m) {
   m.impl("bsr_linear", TORCH_BOX(&bsr_linear));
   m.impl("bsr_grad_input", TORCH_BOX(&bsr_grad_input));
   m.impl("bsr_grad_weight", TORCH_BOX(&bsr_grad_weight));
+  m.impl("_bsr_linear_backward", TORCH_BOX(&bsr_linear_backward));
   m.impl("bsr_plan", TORCH_BOX(&bsr_plan));
 }
 

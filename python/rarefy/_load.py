@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -36,3 +38,14 @@ def require() -> None:
     """Raise ImportError with what to do, unless the compiled library is loaded."""
     if problem is not None:
         raise ImportError(problem)
+
+
+def op(name: str) -> Callable[..., Any]:
+    """Return an op of the compiled library, or a function that raises ImportError with what to do."""
+    if problem is None:
+        return getattr(torch.ops.rarefy, name).default
+
+    def missing(*_args: object) -> Any:
+        raise ImportError(problem)
+
+    return missing

@@ -10,23 +10,16 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
+from torch.nn import Parameter
 
-from . import _load
+from . import _load, _torch_private, derivatives
+from .checks import fail
+from .derivatives import grad_input, grad_weight, linear
 
-NAMES = ("bsr_linear", "bsr_grad_input", "bsr_grad_weight", "bsr_plan")
+_PLAIN = (Tensor, Parameter)  # not the subclasses, which may have a say in what an op does
 
-
-def _op(name: str) -> Callable[..., Tensor]:
-    if _load.problem is None:
-        return getattr(torch.ops.rarefy, name).default
-
-    def missing(*_args: object) -> Tensor:
-        raise ImportError(_load.problem)
-
-    return missing
-
-
-_linear, _grad_input, _grad_weight, _plan = map(_op, NAMES)
+_plan = _load.op("bsr_plan")
 
 
 def bsr_linear(
@@ -51,7 +44,23 @@ def bsr_linear(
         TypeError: a dtype or a device does not fit.
         ImportError: the compiled library is missing.
     """
-    return _linear(x, values, plan, bias, out_features, in_features)
+    if (
+        is_compiling()
+        or type(x) not in _PLAIN
+        or type(values) not in _PLAIN
+        or not (bias is None or type(bias) in _PLAIN)
+        or not _torch_private.plain()
+    ):
+        if not isinstance(x, Tensor) and x is not None:  # torch would say RuntimeError of it
+            fail("bsr_linear", "x must be a tensor", type(x).__name__, TypeError)
+        return linear(x, values, plan, bias, out_features, in_features)
+    # The same as by the dispatcher, where Python kernels cost three times as much as the product of a
+    # small layer.
+    if torch.is_grad_enabled() and (
+        x.requires_grad or values.requires_grad or (bias is not None and bias.requires_grad)
+    ):
+        return derivatives.Linear.apply(x, values, plan, bias, out_features, in_features)
+    return derivatives.run_linear(x, values, plan, bias, out_features, in_features)
 
 
 def bsr_grad_input(
@@ -61,7 +70,7 @@ def bsr_grad_input(
 
     The other arguments and the errors are those of :func:`bsr_linear`.
     """
-    return _grad_input(grad_output, values, plan, out_features, in_features)
+    return grad_input(grad_output, values, plan, out_features, in_features)
 
 
 def bsr_grad_weight(
@@ -79,7 +88,7 @@ def bsr_grad_weight(
     Elements of edge blocks that lie outside W get 0. The other arguments and the errors are those of
     :func:`bsr_linear`; nnzb follows from the plan's length.
     """
-    return _grad_weight(grad_output, x, plan, block_rows, block_cols, out_features, in_features)
+    return grad_weight(grad_output, x, plan, block_rows, block_cols, out_features, in_features)
 
 
 def bsr_plan(
@@ -144,77 +153,26 @@ def _fake_grad_weight(grad_output, x, plan, block_rows, block_cols, out_features
     return x.new_empty((nnzb, block_rows, block_cols))
 
 
+def _fake_backward(grad_output, x, values, plan, block_rows, block_cols, out_features, in_features, bias):
+    nothing = (0,)
+    nnzb = (plan.shape[0] - _empty_plan_size(out_features, in_features, block_rows, block_cols)) // 3
+    dx = nothing if values is None else (*grad_output.shape[:-1], in_features)
+    dvalues = nothing if x is None else (nnzb, block_rows, block_cols)
+    dbias = (out_features,) if bias else nothing
+    return tuple(map(grad_output.new_empty, (dx, dvalues, dbias)))
+
+
 def _fake_plan(crow_indices, col_indices, out_features, in_features, block_rows, block_cols):
     # Each block has an entry in col, row and perm.
     size = _empty_plan_size(out_features, in_features, block_rows, block_cols) + 3 * col_indices.shape[0]
     return crow_indices.new_empty((size,))
 
 
-# Autograd ----------------------------------------------------------------------------------------
-
-# The plan is kept as it is, not by save_for_backward: it never changes, and a copy over itself (DDP
-# broadcasts buffers before every forward) must not count as a change.
-
-
-def _save_linear(ctx, inputs, output):
-    x, values, ctx.plan, _, *ctx.features = inputs
-    ctx.block_shape = values.shape[1:]
-    needs_x, needs_values = ctx.needs_input_grad[:2]
-    ctx.save_for_backward(x if needs_values else None, values if needs_x else None)
-
-
-def _backward_linear(ctx, grad):
-    x, values = ctx.saved_tensors
-    dx = dvalues = dbias = None
-    if ctx.needs_input_grad[0]:
-        dx = _grad_input(grad, values, ctx.plan, *ctx.features)
-    if ctx.needs_input_grad[1]:
-        dvalues = _grad_weight(grad, x, ctx.plan, *ctx.block_shape, *ctx.features)
-    if ctx.needs_input_grad[3]:
-        dbias = grad.sum(tuple(range(grad.dim() - 1))) if grad.dim() > 1 else grad
-    return dx, dvalues, None, dbias, None, None
-
-
-def _save_grad_input(ctx, inputs, output):
-    grad_output, values, ctx.plan, *ctx.features = inputs
-    ctx.block_shape = values.shape[1:]
-    needs_grad_output, needs_values = ctx.needs_input_grad[:2]
-    ctx.save_for_backward(grad_output if needs_values else None, values if needs_grad_output else None)
-
-
-def _backward_grad_input(ctx, grad):
-    grad_output, values = ctx.saved_tensors
-    dgrad = dvalues = None
-    if ctx.needs_input_grad[0]:
-        dgrad = _linear(grad, values, ctx.plan, None, *ctx.features)
-    if ctx.needs_input_grad[1]:
-        dvalues = _grad_weight(grad_output, grad, ctx.plan, *ctx.block_shape, *ctx.features)
-    return dgrad, dvalues, None, None, None
-
-
-def _save_grad_weight(ctx, inputs, output):
-    grad_output, x, ctx.plan, _, _, *ctx.features = inputs
-    needs_grad_output, needs_x = ctx.needs_input_grad[:2]
-    ctx.save_for_backward(grad_output if needs_x else None, x if needs_grad_output else None)
-
-
-def _backward_grad_weight(ctx, grad):
-    grad_output, x = ctx.saved_tensors
-    grad = grad.contiguous()
-    dgrad = dx = None
-    if ctx.needs_input_grad[0]:
-        dgrad = _linear(x, grad, ctx.plan, None, *ctx.features)
-    if ctx.needs_input_grad[1]:
-        dx = _grad_input(grad_output, grad, ctx.plan, *ctx.features)
-    return dgrad, dx, None, None, None, None, None
-
-
 # Autocast ----------------------------------------------------------------------------------------
 
 
-def _autocast_linear(device_type: str, key: str) -> Callable[..., Tensor]:
+def _autocast_linear(device_type: str) -> Callable[..., Tensor]:
     """The kernel that casts as F.linear does under autocast: floats of this device but float64."""
-    excluded = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))
 
     def cast(tensor: Tensor | None) -> Tensor | None:
         if tensor is None or not tensor.is_floating_point() or tensor.dtype == torch.float64:
@@ -224,8 +182,8 @@ def _autocast_linear(device_type: str, key: str) -> Callable[..., Tensor]:
         return tensor.to(torch.get_autocast_dtype(device_type))
 
     def kernel(x, values, plan, bias, out_features, in_features):
-        with torch._C._ExcludeDispatchKeyGuard(excluded):
-            return _linear(cast(x), cast(values), plan, cast(bias), out_features, in_features)
+        arguments = (cast(x), cast(values), plan, cast(bias), out_features, in_features)
+        return _torch_private.without_autocast(device_type, linear, *arguments)
 
     return kernel
 
@@ -233,35 +191,26 @@ def _autocast_linear(device_type: str, key: str) -> Callable[..., Tensor]:
 # Registration ------------------------------------------------------------------------------------
 
 
-def _with_type_errors(call: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """The library cannot throw TypeError through torch: it throws what arrives as IndexError."""
-
-    def checked(*args, **kwargs):
-        try:
-            return call(*args, **kwargs)
-        except IndexError as error:
-            raise TypeError(*error.args) from None
-
-    return checked
-
-
 def _register() -> torch.library.Library:
-    fakes = (_fake_linear, _fake_grad_input, _fake_grad_weight, _fake_plan)
-    for name, fake in zip(NAMES, fakes, strict=True):
+    fakes = {
+        "bsr_linear": _fake_linear,
+        "bsr_grad_input": _fake_grad_input,
+        "bsr_grad_weight": _fake_grad_weight,
+        "_bsr_linear_backward": _fake_backward,
+        "bsr_plan": _fake_plan,
+    }
+    for name, fake in fakes.items():
         torch.library.register_fake(f"rarefy::{name}", fake)
-        # Calls from Python enter by `_op`, whatever the mode (grad, no_grad, inference_mode, compiled):
-        # renaming here costs 0.1 µs, where a Python kernel ahead of the C++ one costs 8.
-        packet = getattr(torch.ops.rarefy, name)
-        packet._op = _with_type_errors(packet._op)
-        packet.default._op = _with_type_errors(packet.default._op)
-    register_autograd = torch.library.register_autograd
-    register_autograd("rarefy::bsr_linear", _backward_linear, setup_context=_save_linear)
-    register_autograd("rarefy::bsr_grad_input", _backward_grad_input, setup_context=_save_grad_input)
-    register_autograd("rarefy::bsr_grad_weight", _backward_grad_weight, setup_context=_save_grad_weight)
+        _torch_private.rename_type_errors(getattr(torch.ops.rarefy, name))
     library = torch.library.Library("rarefy", "IMPL")
+    for name, function, vmap in derivatives.RULES:
+        if _torch_private.autograd_kernels:
+            library.impl(name, derivatives.kernel(function, _load.op(name)), "Autograd")
+        else:
+            torch.library.register_autograd(f"rarefy::{name}", function.backward, setup_context=function.save)
+        torch.library.register_vmap(f"rarefy::{name}", vmap)
     for device_type in ("cpu", "cuda"):
-        key = f"Autocast{device_type.upper()}"
-        library.impl("bsr_linear", _autocast_linear(device_type, key), key)
+        library.impl("bsr_linear", _autocast_linear(device_type), f"Autocast{device_type.upper()}")
     return library  # kernels live as long as this object
 
 

@@ -151,7 +151,7 @@ class PatternWeight(SparseWeight):
 
     def linear(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """Returns x Wᵀ + bias, as F.linear does: x of shape (…, K) gives (…, N)."""
-        if x.is_nested:
+        if getattr(x, "is_nested", False):
             return linear_of_nested(self, x, bias)
         pattern, values = self.pattern, self._parameters.get("values")  # nn.Module's lookup takes longer
         values = self.blocks(self.values if values is None else values)

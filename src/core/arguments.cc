@@ -20,14 +20,14 @@ std::optional<std::int64_t> extent_bytes(const MatrixView& m) {
 }  // namespace
 
 Status check_matrix(std::string_view op, std::string_view argument, const MatrixView& m, Device device) {
-  const std::string shape = cat('(', m.rows, ", ", m.cols, ')');
-  if (m.rows < 0 || m.cols < 0) return invalid(op, cat(argument, "'s shape must not be negative"), shape);
+  const auto shape = [&] { return cat('(', m.rows, ", ", m.cols, ')'); };  // costs more than the checks
+  if (m.rows < 0 || m.cols < 0) return invalid(op, cat(argument, "'s shape must not be negative"), shape());
   if (m.row_stride < 0) {
     return invalid(op, cat(argument, "'s row stride must not be negative"), cat(m.row_stride));
   }
   if (!extent_bytes(m)) {
     return invalid(op, cat(argument, " must fit in memory"),
-                   cat("shape ", shape, ", row stride ", m.row_stride));
+                   cat("shape ", shape(), ", row stride ", m.row_stride));
   }
   if (m.data == nullptr && m.rows > 0 && m.cols > 0) {
     return invalid(op, cat(argument, " must point to its elements"), "a null pointer");

@@ -338,6 +338,25 @@ def test_bad_input_of_the_other_ops_is_named(op, name):
     assert type(caught.value) is error and str(caught.value).startswith(f"[{op}] ")
 
 
+@pytest.mark.parametrize("x", [[1.0] * 8, np.ones(8, np.float32), 1.0], ids=["list", "array", "float"])
+def test_what_is_no_tensor_is_a_type_error_as_for_dense_layers(x):
+    layer = rarefy.BlockSparseLinear(8, 8, density=1.0, block_shape=(4, 4))
+    for call in (lambda: ops.bsr_linear(**GOOD | {"x": x}), lambda: layer(x), lambda: layer.to_dense()(x)):
+        with pytest.raises(TypeError):
+            call()
+
+
+def test_one_row_that_is_not_contiguous(device):
+    """Its row stride says nothing: only the stride of its elements does."""
+    bsr = random_bsr((12, 8), (4, 4), 1.0, device=device)
+    wide_x, wide_dy = torch.randn(4, 16, device=device), torch.randn(4, 24, device=device)
+    for rows in (slice(0, 1), 0):
+        x, dy, bias = wide_x[rows, ::2], wide_dy[rows, ::2], torch.zeros(12, device=device)
+        got, want = products(bsr, x, dy, bias), products(bsr, x.clone(), dy.clone(), bias)
+        for g, w in zip(got, want, strict=True):
+            assert torch.equal(g, w)
+
+
 def test_inputs_on_two_devices_are_refused():
     if not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch.nn.functional import linear as dense_linear
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from helpers import random_bsr
 from rarefy import ops
@@ -54,17 +55,64 @@ def test_gradients_equal_those_of_the_dense_layer(rows, device):
         torch.testing.assert_close(g, e, rtol=0, atol=1e-13)
 
 
-@pytest.mark.parametrize("needs", ["x", "values", "bias"])
+class Calls(TorchDispatchMode):
+    """Keeps the name and the arguments of each call."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.calls.append((func.name(), args))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("needs", ["x", "values", "bias", "x values", "values bias", "x values bias"])
 def test_only_the_gradients_asked_for_are_computed(needs):
     bsr = weight((8, 8), (4, 4), 0.5)
     tensors = {"x": torch.randn(3, 8).double(), "values": bsr.values, "bias": torch.randn(8).double()}
-    tensors[needs].requires_grad_()
-    with torch.profiler.profile() as profile:
-        linear(bsr, *tensors.values()).sum().backward()
-    called = {event.key for event in profile.key_averages()}
-    assert tensors[needs].grad is not None
-    assert ("rarefy::bsr_grad_input" in called) == (needs == "x")
-    assert ("rarefy::bsr_grad_weight" in called) == (needs == "values")
+    wanted = needs.split()
+    for name in wanted:
+        tensors[name].requires_grad_()
+    gradients = []
+    for create_graph in (False, True):
+        y = linear(bsr, *tensors.values())
+        with Calls() as mode:
+            inputs = [tensors[name] for name in wanted]
+            gradients.append(torch.autograd.grad(y, inputs, torch.ones_like(y), create_graph=create_graph))
+        called = {name: args for name, args in mode.calls if name.startswith("rarefy::")}
+        if create_graph:
+            names = {"rarefy::bsr_grad_input": "x", "rarefy::bsr_grad_weight": "values"}
+            assert set(called) == {op for op, name in names.items() if name in wanted}
+        else:
+            assert set(called) == {"rarefy::_bsr_linear_backward"}
+            _, x, values, *_, bias = called["rarefy::_bsr_linear_backward"]
+            assert [values is not None, x is not None, bias] == [n in wanted for n in tensors]
+    for fused, separate in zip(*gradients, strict=True):
+        torch.testing.assert_close(fused, separate)
+
+
+# One token, none, few, and more than the binding sums by itself; contiguous and expanded.
+@pytest.mark.parametrize("rows", [(), (1,), (0,), (3, 2), (700,)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_the_fused_backward_equals_the_separate_ops(dtype, rows, device):
+    bsr = weight((20, 14), (4, 3), 0.5, dtype, device)
+    x = torch.randn(*rows, 14, device=device).to(dtype).requires_grad_()
+    values = bsr.values.clone().requires_grad_()
+    bias = torch.randn(20, device=device).to(dtype).requires_grad_()
+    y = linear(bsr, x, values, bias)
+    whole = torch.randn(*rows, 20, device=device).to(dtype)
+    for dy in (whole, whole[..., :1].expand_as(whole)):
+        got = torch.autograd.grad(y, (x, values, bias), dy, retain_graph=True)
+        flat = dy.reshape(-1, 20)
+        want = (
+            ops.bsr_grad_input(dy, bsr.values, bsr.plan, 20, 14),
+            ops.bsr_grad_weight(dy, x.detach(), bsr.plan, 4, 3, 20, 14),
+            flat.double().sum(0).to(dtype),
+        )
+        assert torch.equal(got[0], want[0]) and torch.equal(got[1], want[1])
+        bound = 4 * torch.finfo(dtype).eps * flat.double().abs().sum(0) + 1e-30
+        assert got[2].shape == bias.shape and ((got[2].double() - want[2].double()).abs() <= bound).all()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -103,6 +151,11 @@ def test_opcheck(dtype, device):
         torch.library.opcheck(rarefy_ops.bsr_linear, (x, values, plan, bias, n, k), test_utils=UTILS, **bound)
     torch.library.opcheck(rarefy_ops.bsr_grad_input, (dy, values, plan, n, k), test_utils=UTILS, **bound)
     torch.library.opcheck(rarefy_ops.bsr_grad_weight, (dy, x, plan, r, c, n, k), test_utils=UTILS, **bound)
+    for saved in ((x, values, True), (x, None, False), (None, values, False)):
+        arguments = (dy, *saved[:2], plan, r, c, n, k, saved[2])
+        torch.library.opcheck(
+            rarefy_ops._bsr_linear_backward, arguments, test_utils=("test_schema", "test_faketensor")
+        )
     torch.library.opcheck(rarefy_ops.bsr_plan, (bsr.crow, bsr.col, n, k, r, c), test_utils=UTILS)
 
 

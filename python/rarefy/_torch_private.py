@@ -1,0 +1,91 @@
+"""Every private name of torch that Rarefy uses, and what is lost with a torch that does not have it.
+
+tests/python/test_torch_private.py has a test for each of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.autograd import forward_ad
+
+try:
+    # torch.autograd.Function without the Python in front of `apply`, and without the higher-order operator
+    # that torch.func wants there: as a kernel of the dispatcher it is one level of torch.func.
+    Function = torch.autograd.function._SingleLevelFunction
+    allow_function = torch._functorch.utils.enable_single_level_autograd_function
+    _below_autograd = torch._C._AutoDispatchBelowAutograd
+    _in_torch_func = torch._C._are_functorch_transforms_active
+    _in_autocast = torch._C._is_any_autocast_enabled
+    _set_forward_mode = forward_ad._set_fwd_grad_enabled
+    forward_ad._current_level  # noqa: B018
+    autograd_kernels = True
+except AttributeError:
+    # torch.library.register_autograd does instead: slower, an error under torch.func, no forward mode.
+    Function = torch.autograd.Function
+    autograd_kernels = False
+
+
+def plain() -> bool:
+    """Whether a call meets nothing but autograd on its way to a kernel."""
+    return autograd_kernels and forward_ad._current_level < 0 and not _in_torch_func() and not _in_autocast()
+
+
+def forward_mode() -> bool:
+    """Whether dual numbers may be around."""
+    return autograd_kernels and forward_ad._current_level >= 0
+
+
+def forward_mode_enabled() -> Any:
+    """A context with forward mode on, which a Function turns off for its forward and its jvp."""
+    return _set_forward_mode(True)
+
+
+def below_autograd(op: Any) -> Callable[..., Any]:
+    """How the forward of a Function calls an op: its kernel, or that of an outer level of torch.func."""
+    call = getattr(op, "_op", None)  # without the Python around it
+    if not autograd_kernels or call is None:
+        return op
+
+    def below(*args: Any) -> Any:
+        try:
+            if not _in_torch_func():
+                with _below_autograd():
+                    return call(*args)
+            # A Function turns both modes off for its forward, but they belong to the outer levels, too.
+            with _below_autograd(), torch.enable_grad(), _set_forward_mode(True):
+                return call(*args)
+        except IndexError as error:
+            raise TypeError(*error.args) from None
+
+    return below
+
+
+def without_autocast(device_type: str, op: Callable[..., Any], *args: Any) -> Any:
+    """Call an op below the autocast of this device type."""
+    key = getattr(torch._C.DispatchKey, f"Autocast{device_type.upper()}")
+    with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(key)):
+        return op(*args)
+
+
+def rename_type_errors(packet: Any) -> None:
+    """Let calls of torch.ops.rarefy.X and its default overload raise TypeError.
+
+    The library cannot throw it through torch and throws what arrives as IndexError. Calls from Python
+    enter by `_op`, whatever the mode: renaming here costs 0.1 µs, a Python kernel ahead of the C++ one 8.
+    """
+
+    def checked(call: Callable[..., Any]) -> Callable[..., Any]:
+        def renamed(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return call(*args, **kwargs)
+            except IndexError as error:
+                raise TypeError(*error.args) from None
+
+        return renamed
+
+    for owner in (packet, packet.default):
+        if hasattr(owner, "_op"):
+            owner._op = checked(owner._op)

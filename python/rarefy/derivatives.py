@@ -1,0 +1,247 @@
+"""Derivatives of the three products, which are each other's, and what vmap does with them.
+
+Each product is linear in both operands. So its tangent is two calls of itself, its gradients are calls of
+the other two, and derivatives of any order follow:
+
+    y       = linear(x, values)         dx  = grad_input(dy, values)   dvalues = grad_weight(dy, x)
+    dx      = grad_input(dy, values)    ddy = linear(ddx, values)      dvalues = grad_weight(dy, ddx)
+    dvalues = grad_weight(dy, x)        ddy = linear(x, ddvalues)      dx      = grad_input(dy, ddvalues)
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.forward_ad import unpack_dual
+
+from . import _load, _torch_private
+from ._torch_private import Function, below_autograd
+
+linear, grad_input, grad_weight = map(_load.op, ("bsr_linear", "bsr_grad_input", "bsr_grad_weight"))
+run_linear, run_grad_input, run_grad_weight = map(below_autograd, (linear, grad_input, grad_weight))
+run_backward = below_autograd(_load.op("_bsr_linear_backward"))
+
+
+def _save(ctx: Any, first: Tensor, second: Tensor, plan: Tensor) -> None:
+    """Keep each operand, but only if the other one needs a gradient.
+
+    The plan is kept as it is, not by save_for_backward: it never changes, and a copy over itself (DDP
+    broadcasts buffers before every forward) must not count as a change.
+    """
+    ctx.plan = plan
+    needs = ctx.needs_input_grad
+    ctx.save_for_backward(first if needs[1] else None, second if needs[0] else None)
+    if _torch_private.forward_mode():
+        ctx.save_for_forward(first, second)
+        ctx.set_materialize_grads(False)
+
+
+def _tangent(ctx: Any, product: Any, d_first: Tensor | None, d_second: Tensor | None, d_bias=None) -> Any:
+    """The tangent of a product that is linear in both operands, of those of their tangents that are given."""
+    # torch.func nests: what is computed here may have tangents of outer levels, though no more of this one.
+    with _torch_private.forward_mode_enabled():
+        first, second = (unpack_dual(tensor).primal for tensor in ctx.saved_tensors)
+        terms = [] if d_first is None else [product(d_first, second)]
+        if d_second is not None:
+            terms.append(product(first, d_second))
+        if d_bias is not None:
+            terms.append(d_bias.expand(*first.shape[:-1], -1))
+        return sum(terms[1:], start=terms[0]) if terms else None
+
+
+def _compact(values: Tensor) -> Tensor:
+    """Contiguous values. A tensor of torch.func may call itself contiguous where the one inside is not."""
+    if _torch_private.plain() and values.is_contiguous():
+        return values
+    return values.clone(memory_format=torch.contiguous_format)
+
+
+class Linear(Function):
+    """The kernel of bsr_linear for autograd."""
+
+    @staticmethod
+    def forward(ctx, x, values, plan, bias, *size):  # noqa: D102
+        y = run_linear(x, values, plan, bias, *size)
+        Linear.save(ctx, (x, values, plan, bias, *size), y)
+        return y
+
+    @staticmethod
+    def save(ctx, inputs, output):  # noqa: D102
+        x, values, plan, _, *ctx.size = inputs
+        ctx.values_shape = values.shape
+        _save(ctx, x, values, plan)
+
+    @staticmethod
+    def backward(ctx, dy):  # noqa: D102
+        if dy is None:
+            return (None,) * 6
+        x, values = ctx.saved_tensors
+        needs = ctx.needs_input_grad
+        dx = dvalues = dbias = None
+        if not torch.is_grad_enabled() and type(dy) is Tensor and _torch_private.plain():
+            # Nothing records these calls: one op does what three would. A single token has no sum.
+            several = dy.dim() > 1
+            dx, dvalues, dbias = run_backward(
+                dy, x, values, ctx.plan, *ctx.values_shape[1:], *ctx.size, needs[3] and several
+            )
+            if not several:
+                dbias = dy
+            return (
+                dx if needs[0] else None,
+                dvalues if needs[1] else None,
+                None,
+                dbias if needs[3] else None,
+                None,
+                None,
+            )
+        if needs[0]:
+            dx = grad_input(dy, values, ctx.plan, *ctx.size)
+        if needs[1]:
+            dvalues = grad_weight(dy, x, ctx.plan, *ctx.values_shape[1:], *ctx.size)
+        if needs[3]:
+            dbias = dy.sum(tuple(range(dy.dim() - 1))) if dy.dim() > 1 else dy
+        return dx, dvalues, None, dbias, None, None
+
+    @staticmethod
+    def jvp(ctx, dx, dvalues, _plan, dbias, *_size):  # noqa: D102
+        def product(x: Tensor, values: Tensor) -> Tensor:
+            return linear(x, _compact(values), ctx.plan, None, *ctx.size)
+
+        return _tangent(ctx, product, dx, dvalues, dbias)
+
+
+class GradInput(Function):
+    """The kernel of bsr_grad_input for autograd."""
+
+    @staticmethod
+    def forward(ctx, dy, values, plan, *size):  # noqa: D102
+        dx = run_grad_input(dy, values, plan, *size)
+        GradInput.save(ctx, (dy, values, plan, *size), dx)
+        return dx
+
+    @staticmethod
+    def save(ctx, inputs, output):  # noqa: D102
+        dy, values, plan, *ctx.size = inputs
+        ctx.values_shape = values.shape
+        _save(ctx, dy, values, plan)
+
+    @staticmethod
+    def backward(ctx, ddx):  # noqa: D102
+        ddy = dvalues = None
+        if ddx is not None:
+            dy, values = ctx.saved_tensors
+            needs = ctx.needs_input_grad
+            if needs[0]:
+                ddy = linear(ddx, values, ctx.plan, None, *ctx.size)
+            if needs[1]:
+                dvalues = grad_weight(dy, ddx, ctx.plan, *ctx.values_shape[1:], *ctx.size)
+        return ddy, dvalues, None, None, None
+
+    @staticmethod
+    def jvp(ctx, ddy, dvalues, *_):  # noqa: D102
+        def product(dy: Tensor, values: Tensor) -> Tensor:
+            return grad_input(dy, _compact(values), ctx.plan, *ctx.size)
+
+        return _tangent(ctx, product, ddy, dvalues)
+
+
+class GradWeight(Function):
+    """The kernel of bsr_grad_weight for autograd."""
+
+    @staticmethod
+    def forward(ctx, dy, x, plan, *sizes):  # noqa: D102
+        dvalues = run_grad_weight(dy, x, plan, *sizes)
+        GradWeight.save(ctx, (dy, x, plan, *sizes), dvalues)
+        return dvalues
+
+    @staticmethod
+    def save(ctx, inputs, output):  # noqa: D102
+        dy, x, plan, *ctx.sizes = inputs
+        _save(ctx, dy, x, plan)
+
+    @staticmethod
+    def backward(ctx, ddvalues):  # noqa: D102
+        ddy = dx = None
+        if ddvalues is not None:
+            dy, x = ctx.saved_tensors
+            ddvalues, needs = _compact(ddvalues), ctx.needs_input_grad
+            if needs[0]:
+                ddy = linear(x, ddvalues, ctx.plan, None, *ctx.sizes[2:])
+            if needs[1]:
+                dx = grad_input(dy, ddvalues, ctx.plan, *ctx.sizes[2:])
+        return ddy, dx, None, None, None, None, None
+
+    @staticmethod
+    def jvp(ctx, ddy, dx, *_):  # noqa: D102
+        def product(dy: Tensor, x: Tensor) -> Tensor:
+            return grad_weight(dy, x, ctx.plan, *ctx.sizes)
+
+        return _tangent(ctx, product, ddy, dx)
+
+
+def kernel(function: type[Function], op: Any) -> Any:
+    """The kernel of an op for the dispatcher's Autograd key."""
+    below = below_autograd(op)
+
+    def autograd(*args: Any) -> Tensor:
+        if torch.is_grad_enabled() or _torch_private.forward_mode():
+            with _torch_private.allow_function():
+                return function.apply(*args)
+        return below(*args)
+
+    return autograd
+
+
+# vmap --------------------------------------------------------------------------------------------
+
+
+def vmap_linear(info, dims, x, values, plan, bias, *size):
+    """A batch dimension of x is more tokens; batched values or biases are a call each."""
+    _check_plan("bsr_linear", dims[2])
+    if dims[1] is None and dims[3] is None:
+        return linear(x.movedim(dims[0], 0), values, plan, bias, *size), 0
+    return _each(
+        lambda x, w, b: linear(x, _compact(w), plan, b, *size),
+        info,
+        (dims[0], dims[1], dims[3]),
+        x,
+        values,
+        bias,
+    )
+
+
+def vmap_grad_input(info, dims, dy, values, plan, *size):
+    """As vmap_linear."""
+    _check_plan("bsr_grad_input", dims[2])
+    if dims[1] is None:
+        return grad_input(dy.movedim(dims[0], 0), values, plan, *size), 0
+    return _each(lambda dy, w: grad_input(dy, _compact(w), plan, *size), info, dims[:2], dy, values)
+
+
+def vmap_grad_weight(info, dims, dy, x, plan, *sizes):
+    """A gradient for each sample is a call for each."""
+    _check_plan("bsr_grad_weight", dims[2])
+    return _each(lambda dy, x: grad_weight(dy, x, plan, *sizes), info, dims[:2], dy, x)
+
+
+def _check_plan(op: str, dim: int | None) -> None:
+    if dim is not None:
+        raise ValueError(f"[{op}] plan must be one for the whole batch of a vmap; got batch dimension {dim}")
+
+
+def _each(call: Any, info: Any, dims: tuple, *tensors: Tensor | None) -> tuple[Tensor, int]:
+    """Stack the results of one call for each element of the batch."""
+    parts = (
+        [tensor] * info.batch_size if dim is None else tensor.unbind(dim)
+        for tensor, dim in zip(tensors, dims, strict=True)
+    )
+    return torch.stack([call(*part) for part in zip(*parts, strict=True)]), 0
+
+
+RULES = (
+    ("bsr_linear", Linear, vmap_linear),
+    ("bsr_grad_input", GradInput, vmap_grad_input),
+    ("bsr_grad_weight", GradWeight, vmap_grad_weight),
+)
