@@ -1,0 +1,116 @@
+// Checks and times the decode kernel (linear for up to 16 tokens).
+#include "cuda/sm90/decode.h"
+#include "hopper.h"
+#include "setup.cuh"
+
+namespace bench {
+namespace {
+
+using namespace rarefy;
+using namespace rarefy::sm90;
+
+template <class T>
+DecodeProblem problem_of(const Setup<T>& s) {
+  DecodeProblem p;
+  p.dtype = kDType<T>;
+  p.tokens = s.c.m;
+  p.rows = s.c.n;
+  p.cols = s.c.k;
+  p.block_rows = s.c.r;
+  p.block_cols = s.c.c;
+  p.blocks = s.pattern.blocks();
+  p.x_stride = s.x_stride();
+  p.y_stride = s.y_stride();
+  p.activation = s.c.activation;
+  return p;
+}
+
+template <class T>
+bool check(const Case& c, bool integers, unsigned seed) {
+  Setup<T> s(c, integers, seed);
+  const DecodeProblem problem = problem_of(s);
+  if (const std::string reason = unsupported(problem); !reason.empty()) {
+    std::printf("%s: %s\n", describe(c).c_str(), reason.c_str());
+    return false;
+  }
+  const auto crow = to_device(s.pattern.crow), col = to_device(s.pattern.col);
+  const Expected expected(s, integers, 16);
+  bool good = true;
+  for (const DecodeCandidate& candidate :
+       decode_candidates(problem)) {  // small ones split as well: it must only be slow
+    good &= expected.compare(s, "decode " + candidate.config.text(), [&] {
+      CHECK(launch(problem, candidate.config,
+                   {s.x.data(), s.values.data(), crow.data(), col.data(), s.bias_or_null(), s.y.data()},
+                   nullptr));
+    });
+  }
+  return good;
+}
+
+}  // namespace
+
+bool check_decode(bool small) {
+  std::vector<Case> cases;
+  for (const std::int64_t m : {1, 3, 8, 11, 16}) {
+    for (const auto& [r, c] :
+         {std::pair{16, 16}, {32, 32}, {64, 64}, {128, 128}, {16, 64}, {64, 16}, {96, 32}, {48, 48}}) {
+      cases.push_back(
+          {false, m, 384, 768, r, c, .3, Kind::random, Activation::none, m % 2 == 1, m == 8 ? 8 : 0});
+    }
+  }
+  cases.push_back({false, 5, 1000, 840, 64, 64, .3, Kind::rows_half_empty, Activation::none, true});
+  cases.push_back({false, 16, 1000, 840, 32, 32, 1, Kind::random, Activation::gelu_tanh, true});
+  cases.push_back({false, 2, 1000, 840, 32, 32, 0, Kind::random, Activation::relu, true});
+  cases.push_back({false, 1, 512, 2048, 32, 32, .05, Kind::one_dense_row, Activation::silu, true});
+  if (!small) cases.push_back({false, 16, 14336, 4096, 64, 64, .25});
+  bool good = true;
+  unsigned seed = 100;
+  for (const Case& c : cases) {
+    good &= check<__nv_bfloat16>(c, false, seed++);
+    good &= check<__half>(c, true, seed++);
+  }
+  std::printf("decode: %zu cases, every split, %s\n", cases.size(), good ? "all right" : "WRONG");
+  return good;
+}
+
+void time_decode(Report& report, Dense& dense, bool every_config) {
+  struct Shape {
+    std::int64_t m, n, k;
+  };
+  for (const Shape& shape :
+       {Shape{1, 14336, 4096}, {1, 4096, 14336}, {4, 14336, 4096}, {16, 14336, 4096}, {16, 4096, 14336}}) {
+    const Times t_dense = dense.linear(shape.m, shape.n, shape.k);
+    for (const std::int64_t b : {128, 64, 32, 16}) {
+      for (const double density : {.5, .25, .1, .05}) {
+        const Case c{false, shape.m, shape.n, shape.k, b, b, density};
+        Setup<__nv_bfloat16> s(c, false, 7);
+        const DecodeProblem problem = problem_of(s);
+        const auto crow = to_device(s.pattern.crow), col = to_device(s.pattern.col);
+        const std::string chosen = configure(problem, 132).text();
+        for (const DecodeCandidate& candidate : decode_candidates(problem)) {
+          const bool is_chosen = candidate.config.text() == chosen;
+          if (!is_chosen && !(every_config && shape.m == 1)) continue;
+          const Times t = time_graph([&](cudaStream_t stream) {
+            CHECK(launch(problem, candidate.config,
+                         {s.x.data(), s.values.data(), crow.data(), col.data(), nullptr, s.y.data()},
+                         stream));
+          });
+          Row row{"linear",
+                  shape.m,
+                  shape.n,
+                  shape.k,
+                  block_text(c),
+                  density,
+                  "decode",
+                  candidate.config.text() + (is_chosen ? " *" : ""),
+                  t,
+                  t_dense};
+          row.bytes = static_cast<double>(s.pattern.blocks() * (b * b * 2 + 4));
+          report.add(row);
+        }
+      }
+    }
+  }
+}
+
+}  // namespace bench

@@ -1,0 +1,250 @@
+// What the Hopper bench shares between kernels: memory, random patterns and numbers, a double reference,
+// timing by graph replay against cuBLAS in the same process.
+#pragma once
+
+#include <cublas_v2.h>
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_runtime.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <numeric>
+#include <random>
+#include <string>
+#include <utility>
+#include <vector>
+
+namespace bench {
+
+#define CHECK(call)                                                                                     \
+  do {                                                                                                  \
+    const auto status_ = (call);                                                                        \
+    if (static_cast<int>(status_) != 0) {                                                               \
+      std::printf("%s:%d: %s returned %d (%s)\n", __FILE__, __LINE__, #call, static_cast<int>(status_), \
+                  cudaGetErrorString(cudaGetLastError()));                                              \
+      std::exit(1);                                                                                     \
+    }                                                                                                   \
+  } while (false)
+
+// Device memory between two guard zones; everything starts as 0xFF, which is a NaN in every float type.
+template <class T>
+struct Buffer {
+  static constexpr std::size_t kGuard = 4096;
+  char* raw = nullptr;
+  std::size_t size = 0;
+  explicit Buffer(std::size_t n) : size(n) {
+    CHECK(cudaMalloc(&raw, n * sizeof(T) + 2 * kGuard));
+    poison();
+  }
+  Buffer(Buffer&& other) noexcept : raw(std::exchange(other.raw, nullptr)), size(other.size) {}
+  Buffer(const Buffer&) = delete;
+  ~Buffer() { cudaFree(raw); }
+  T* data() const { return reinterpret_cast<T*>(raw + kGuard); }
+  void poison() { CHECK(cudaMemset(raw, 0xFF, size * sizeof(T) + 2 * kGuard)); }
+  std::vector<T> host() const {
+    std::vector<T> h(size);
+    CHECK(cudaMemcpy(h.data(), data(), size * sizeof(T), cudaMemcpyDeviceToHost));
+    return h;
+  }
+  bool guards_intact() const {
+    std::vector<unsigned char> g(2 * kGuard);
+    CHECK(cudaMemcpy(g.data(), raw, kGuard, cudaMemcpyDeviceToHost));
+    CHECK(cudaMemcpy(g.data() + kGuard, raw + kGuard + size * sizeof(T), kGuard, cudaMemcpyDeviceToHost));
+    return std::all_of(g.begin(), g.end(), [](unsigned char c) { return c == 0xFF; });
+  }
+};
+
+template <class T>
+Buffer<T> to_device(const std::vector<T>& h) {
+  Buffer<T> b(h.size());
+  if (!h.empty()) CHECK(cudaMemcpy(b.data(), h.data(), h.size() * sizeof(T), cudaMemcpyHostToDevice));
+  return b;
+}
+
+__device__ inline std::uint32_t hash(std::uint64_t x) {
+  x ^= x >> 33;
+  x *= 0xff51afd7ed558ccdull;
+  x ^= x >> 33;
+  x *= 0xc4ceb9fe1a85ec53ull;
+  x ^= x >> 33;
+  return static_cast<std::uint32_t>(x);
+}
+
+// Reals about normal with this deviation, or integers -2 … 2.
+template <class T>
+__global__ void fill_kernel(T* p, std::size_t n, std::uint64_t seed, float scale, bool integers) {
+  for (std::size_t i = blockIdx.x * std::size_t{blockDim.x} + threadIdx.x; i < n;
+       i += std::size_t{gridDim.x} * blockDim.x) {
+    const std::uint32_t h = hash(i + (seed << 40));
+    const float uniforms = static_cast<float>(h & 0xFFF) + static_cast<float>(h >> 12 & 0x3FF) * 4 +
+                           static_cast<float>(h >> 22) * 4;
+    p[i] =
+        T(integers ? static_cast<float>(static_cast<int>(h % 5) - 2) : (uniforms / 4096 - 1.5f) * 2 * scale);
+  }
+}
+template <class T>
+void fill(T* p, std::size_t n, std::uint64_t seed, float scale, bool integers) {
+  if (n > 0) fill_kernel<<<1024, 256>>>(p, n, seed, scale, integers);
+  CHECK(cudaGetLastError());
+}
+
+// A pattern on the host: by block row, and by block column with the position in values.
+struct Pattern {
+  std::int64_t rows, cols, r, c;
+  std::vector<std::int32_t> crow, col, ccol, row, perm;
+  std::int64_t block_rows() const { return (rows + r - 1) / r; }
+  std::int64_t block_cols() const { return (cols + c - 1) / c; }
+  std::int64_t blocks() const { return static_cast<std::int64_t>(col.size()); }
+};
+
+enum class Kind { random, rows_half_empty, one_dense_row };
+
+inline Pattern make_pattern(std::int64_t rows, std::int64_t cols, std::int64_t r, std::int64_t c,
+                            double density, Kind kind, unsigned seed) {
+  Pattern p{rows, cols, r, c, {}, {}, {}, {}, {}};
+  const std::int64_t br = p.block_rows(), bc = p.block_cols();
+  std::vector<char> stored(static_cast<std::size_t>(br * bc), 0);
+  std::mt19937 random(seed);
+  std::vector<std::int64_t> places;
+  for (std::int64_t i = 0; i < br * bc; ++i) {
+    if (kind == Kind::rows_half_empty && i / bc % 2 == 0) continue;
+    if (kind == Kind::one_dense_row && i / bc == br / 2)
+      stored[static_cast<std::size_t>(i)] = 1;
+    else
+      places.push_back(i);
+  }
+  std::shuffle(places.begin(), places.end(), random);
+  const auto want = static_cast<std::size_t>(static_cast<double>(br * bc) * density + 0.5);
+  for (std::size_t i = 0; i < std::min(want, places.size()); ++i)
+    stored[static_cast<std::size_t>(places[i])] = 1;
+  p.crow.push_back(0);
+  for (std::int64_t i = 0; i < br; ++i) {
+    for (std::int64_t j = 0; j < bc; ++j) {
+      if (stored[static_cast<std::size_t>(i * bc + j)]) p.col.push_back(static_cast<std::int32_t>(j));
+    }
+    p.crow.push_back(static_cast<std::int32_t>(p.col.size()));
+  }
+  p.ccol.push_back(0);
+  for (std::int64_t j = 0; j < bc; ++j) {
+    for (std::int64_t i = 0; i < br; ++i) {
+      const auto first = p.col.begin() + p.crow[static_cast<std::size_t>(i)],
+                 last = p.col.begin() + p.crow[static_cast<std::size_t>(i) + 1];
+      const auto at = std::lower_bound(first, last, j);
+      if (at == last || *at != j) continue;
+      p.row.push_back(static_cast<std::int32_t>(i));
+      p.perm.push_back(static_cast<std::int32_t>(at - p.col.begin()));
+    }
+    p.ccol.push_back(static_cast<std::int32_t>(p.row.size()));
+  }
+  return p;
+}
+
+// The product in double, and the sum of its terms' magnitudes, at sampled tokens. grad_input swaps the roles
+// of rows and columns of W; its index is the one by block column.
+struct ReferenceArgs {
+  bool transposed;
+  std::int64_t r, c, in, out, x_token, x_feature;  // strides of x
+  const std::int32_t *offsets, *others, *entries;
+  const int* tokens;
+  int count;
+};
+template <class T>
+__global__ void reference_kernel(ReferenceArgs a, const T* values, const T* x, const T* bias, double* sum,
+                                 double* size) {
+  const std::int64_t o = blockIdx.x * std::int64_t{blockDim.x} + threadIdx.x;
+  if (o >= a.out) return;
+  const std::int64_t token = a.tokens[blockIdx.y];
+  const std::int64_t outer = a.transposed ? a.c : a.r, inner = a.transposed ? a.r : a.c;
+  double s = bias == nullptr ? 0 : static_cast<double>(static_cast<float>(bias[o])), m = fabs(s);
+  for (std::int32_t e = a.offsets[o / outer]; e < a.offsets[o / outer + 1]; ++e) {
+    const std::int64_t entry = a.entries == nullptr ? e : a.entries[e];
+    for (std::int64_t k = 0; k < inner; ++k) {
+      const std::int64_t i = a.others[e] * inner + k;
+      if (i >= a.in) break;
+      const std::int64_t at =
+          a.transposed ? (entry * a.r + k) * a.c + o % outer : (entry * a.r + o % outer) * a.c + k;
+      const double t = static_cast<double>(static_cast<float>(values[at])) *
+                       static_cast<double>(static_cast<float>(x[token * a.x_token + i * a.x_feature]));
+      s += t;
+      m += fabs(t);
+    }
+  }
+  sum[blockIdx.y * a.out + o] = s;
+  size[blockIdx.y * a.out + o] = m;
+}
+
+struct Times {
+  double median = 0, q1 = 0, q3 = 0;
+};
+
+// Microseconds of one call, replayed as a graph, with L2 flushed before each.
+template <class F>
+Times time_graph(F&& call, int repeats = 21) {
+  static Buffer<char> flush(256u << 20);
+  cudaStream_t stream;
+  CHECK(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
+  call(stream);
+  CHECK(cudaStreamSynchronize(stream));
+  cudaGraph_t graph;
+  cudaGraphExec_t exec;
+  CHECK(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
+  call(stream);
+  CHECK(cudaStreamEndCapture(stream, &graph));
+  CHECK(cudaGraphInstantiate(&exec, graph, 0));
+  cudaEvent_t a, b;
+  CHECK(cudaEventCreate(&a));
+  CHECK(cudaEventCreate(&b));
+  std::vector<double> times;
+  for (int i = 0; i < repeats + 3; ++i) {
+    CHECK(cudaMemsetAsync(flush.raw, i, 256u << 20, stream));
+    CHECK(cudaEventRecord(a, stream));
+    CHECK(cudaGraphLaunch(exec, stream));
+    CHECK(cudaEventRecord(b, stream));
+    CHECK(cudaEventSynchronize(b));
+    float ms = 0;
+    CHECK(cudaEventElapsedTime(&ms, a, b));
+    if (i >= 3) times.push_back(ms * 1e3);
+  }
+  CHECK(cudaGraphExecDestroy(exec));
+  CHECK(cudaGraphDestroy(graph));
+  CHECK(cudaEventDestroy(a));
+  CHECK(cudaEventDestroy(b));
+  CHECK(cudaStreamDestroy(stream));
+  std::sort(times.begin(), times.end());
+  const auto at = [&](double q) {
+    return times[static_cast<std::size_t>(q * static_cast<double>(times.size() - 1) + 0.5)];
+  };
+  return {at(.5), at(.25), at(.75)};
+}
+
+// cuBLAS, row-major: y[m][n] = x[m][k] · w, w as [n][k] (transposed: as [k][n]).
+struct Dense {
+  cublasHandle_t handle;
+  Buffer<char> workspace{64u << 20};
+  Dense() {
+    CHECK(cublasCreate(&handle));
+    CHECK(cublasSetWorkspace(handle, workspace.raw, 64u << 20));
+  }
+  Times linear(std::int64_t m, std::int64_t n, std::int64_t k) {
+    using T = __nv_bfloat16;
+    Buffer<T> x(static_cast<std::size_t>(m * k)), w(static_cast<std::size_t>(n * k)),
+        y(static_cast<std::size_t>(m * n));
+    fill(x.data(), x.size, 1, 1, false);
+    fill(w.data(), w.size, 2, .02f, false);
+    const float one = 1, zero = 0;
+    return time_graph([&](cudaStream_t s) {
+      CHECK(cublasSetStream(handle, s));
+      CHECK(cublasGemmEx(handle, CUBLAS_OP_T, CUBLAS_OP_N, static_cast<int>(n), static_cast<int>(m),
+                         static_cast<int>(k), &one, w.data(), CUDA_R_16BF, static_cast<int>(k), x.data(),
+                         CUDA_R_16BF, static_cast<int>(k), &zero, y.data(), CUDA_R_16BF, static_cast<int>(n),
+                         CUBLAS_COMPUTE_32F, CUBLAS_GEMM_DEFAULT));
+    });
+  }
+};
+
+}  // namespace bench

@@ -1,0 +1,35 @@
+// The parts of the Hopper bench.
+#pragma once
+
+#include "harness.cuh"
+
+namespace bench {
+
+struct Row {
+  std::string op;
+  std::int64_t m, n, k;
+  std::string block;
+  double density;
+  std::string kernel, config;
+  Times time, dense;
+  double predicted_us = 0, prepare_us = 0;
+  double bytes = 0;  // of W and index, where the kernel is bound by them
+};
+
+// Prints rows and writes them as CSV.
+struct Report {
+  std::FILE* csv = nullptr;
+  std::string machine, date, commit, repro;
+  void open(const std::string& path);
+  void add(const Row& row);
+};
+
+bool check_strips(bool small);
+void time_strips(Report& report, Dense& dense, bool every_config);
+
+bool check_decode(bool small);
+void time_decode(Report& report, Dense& dense, bool every_config);
+bool check_tall(bool small);
+void time_tall(Report& report, Dense& dense, bool every_config);
+
+}  // namespace bench

@@ -1,0 +1,148 @@
+// Checks and times the strip kernel (linear and grad_input, blocks of 64 and more).
+#include <chrono>
+
+#include "cuda/sm90/strips.h"
+#include "hopper.h"
+#include "setup.cuh"
+
+namespace bench {
+namespace {
+
+using namespace rarefy;
+using namespace rarefy::sm90;
+
+template <class T>
+StripProblem problem_of(const Setup<T>& s) {
+  StripProblem p;
+  p.transposed = s.c.transposed;
+  p.dtype = kDType<T>;
+  p.tokens = s.c.m;
+  p.rows = s.c.n;
+  p.cols = s.c.k;
+  p.block_rows = s.c.r;
+  p.block_cols = s.c.c;
+  p.blocks = s.pattern.blocks();
+  p.x_stride = s.x_stride();
+  p.y_stride = s.y_stride();
+  p.activation = s.c.activation;
+  return p;
+}
+
+HostIndex index_of(const Pattern& p, bool transposed) {
+  if (transposed) return {p.ccol.data(), p.row.data(), p.perm.data()};
+  return {p.crow.data(), p.col.data(), nullptr};
+}
+
+const Machine kMachine{132, 227 * 1024};
+
+// Every configuration of one case; false if one is wrong.
+template <class T>
+bool check(const Case& c, bool integers, unsigned seed) {
+  Setup<T> s(c, integers, seed);
+  const StripProblem problem = problem_of(s);
+  if (const std::string reason = unsupported(problem); !reason.empty()) {
+    std::printf("%s: %s\n", describe(c).c_str(), reason.c_str());
+    return false;
+  }
+  const Expected expected(s, integers, 300);
+  bool good = true;
+  for (const StripCandidate& candidate : strip_candidates(problem, kMachine)) {
+    if (!candidate.reason.empty() || !chosen_by_env(candidate.config.text())) continue;
+    const StripPlan plan = prepare(problem, candidate.config, kMachine, index_of(s.pattern, c.transposed));
+    const auto words = to_device(plan.words);
+    good &= expected.compare(s, candidate.config.text(), [&] {
+      CHECK(launch(problem, candidate.config, plan,
+                   {s.x.data(), s.values.data(), s.bias_or_null(), s.y.data(), words.data()}, nullptr));
+    });
+  }
+  return good;
+}
+
+}  // namespace
+
+bool check_strips(bool small) {
+  std::vector<Case> cases;
+  for (const bool transposed : {false, true}) {
+    for (const auto& [r, c] : {std::pair{64, 64}, {128, 128}, {64, 128}, {128, 64}, {192, 64}}) {
+      cases.push_back({transposed, 300, 512, 384, r, c, .4});
+    }
+    cases.push_back({transposed, 1, 512, 512, 64, 64, .5, Kind::random, Activation::none, true});
+    cases.push_back(
+        {transposed, 777, 1000, 840, 64, 64, .3, Kind::rows_half_empty, Activation::none, true, 8});
+    cases.push_back({transposed, 513, 320, 640, 64, 64, 1, Kind::random, Activation::none, true});
+    cases.push_back({transposed, 257, 320, 640, 64, 64, 0, Kind::random, Activation::none, true});
+    cases.push_back(
+        {transposed, 1025, 1024, 2048, 64, 64, .05, Kind::one_dense_row, Activation::none, false, 16});
+    if (!small) cases.push_back({transposed, 4096, 4096, 4096, 128, 128, .1});
+    if (!small) cases.push_back({transposed, 8192, 4096, 4096, 64, 64, .25});
+  }
+  for (const Activation a :
+       {Activation::relu, Activation::gelu_erf, Activation::gelu_tanh, Activation::silu}) {
+    cases.push_back({false, 333, 512, 512, 64, 64, .3, Kind::random, a, true});
+  }
+  bool good = true;
+  unsigned seed = 1;
+  for (const Case& c : cases) {
+    good &= check<__nv_bfloat16>(c, false, seed++);
+    good &= check<__nv_bfloat16>(c, true, seed++);
+    good &= check<__half>(c, false, seed++);
+  }
+  std::printf("strips: %zu cases, every configuration, %s\n", cases.size(), good ? "all right" : "WRONG");
+  return good;
+}
+
+void time_strips(Report& report, Dense& dense, bool every_config) {
+  struct Shape {
+    std::int64_t m, n, k;
+    bool transposed;
+  };
+  for (const Shape& shape : {Shape{8192, 4096, 4096, false},
+                             {8192, 4096, 4096, true},
+                             {8192, 14336, 4096, false},
+                             {8192, 4096, 14336, false},
+                             {4096, 3072, 768, false},
+                             {4096, 768, 3072, false},
+                             {2048, 11008, 4096, false},
+                             {512, 4096, 4096, false}}) {
+    const bool main_shape = shape.m == 8192 && shape.n == 4096 && shape.k == 4096;
+    // dX = dY W is a product of (M, N) and (N, K).
+    const Times t_dense =
+        shape.transposed ? dense.linear(shape.m, shape.k, shape.n) : dense.linear(shape.m, shape.n, shape.k);
+    for (const std::int64_t b : {128, 64}) {
+      for (const double density : {.5, .25, .1}) {
+        Case c{shape.transposed, shape.m, shape.n, shape.k, b, b, density};
+        Setup<__nv_bfloat16> s(c, false, 7);
+        const StripProblem problem = problem_of(s);
+        const std::string chosen = configure(problem, kMachine).text();
+        for (const StripCandidate& candidate : strip_candidates(problem, kMachine)) {
+          const bool is_chosen = candidate.config.text() == chosen;
+          if (!candidate.reason.empty() || !chosen_by_env(candidate.config.text()) ||
+              !(is_chosen || (every_config && main_shape && !shape.transposed)))
+            continue;
+          const auto start = std::chrono::steady_clock::now();
+          const StripPlan plan =
+              prepare(problem, candidate.config, kMachine, index_of(s.pattern, shape.transposed));
+          const double prepare_us =
+              std::chrono::duration<double, std::micro>(std::chrono::steady_clock::now() - start).count();
+          const auto words = to_device(plan.words);
+          if (main_shape) {
+            const Expected expected(s, false, 16);
+            expected.compare(s, candidate.config.text(), [&] {
+              CHECK(launch(problem, candidate.config, plan,
+                           {s.x.data(), s.values.data(), nullptr, s.y.data(), words.data()}, nullptr));
+            });
+          }
+          const Times t = time_graph([&](cudaStream_t stream) {
+            CHECK(launch(problem, candidate.config, plan,
+                         {s.x.data(), s.values.data(), nullptr, s.y.data(), words.data()}, stream));
+          });
+          report.add({shape.transposed ? "grad_input" : "linear", shape.m, shape.n, shape.k, block_text(c),
+                      density, "strips", candidate.config.text() + (is_chosen ? " *" : ""), t, t_dense,
+                      candidate.microseconds, prepare_us});
+        }
+      }
+    }
+  }
+}
+
+}  // namespace bench

@@ -1,0 +1,11 @@
+// The strip kernel: grad_input, bf16.
+#include "cuda/sm90/strip_launch.cuh"
+
+namespace rarefy::sm90 {
+
+cudaError_t launch_grad_input_bf16(Activation activation, const StripConfig& config, int clusters,
+                                   const StripParams& params, cudaStream_t stream) {
+  return launch_strips_of<__nv_bfloat16, true>(activation, config, clusters, params, stream);
+}
+
+}  // namespace rarefy::sm90

@@ -1,0 +1,81 @@
+// Launch of the strip kernel for one element type; each type and direction is a translation unit of its own.
+#pragma once
+
+#include "cuda/sm90/strip_kernel.cuh"
+#include "cuda/sm90/strips.h"
+
+namespace rarefy::sm90 {
+
+template <class T, bool kTransposed, Activation kActivation, int kStrips, int kTokens, int kCluster>
+cudaError_t launch_strips(const StripConfig& config, int clusters, const StripParams& params,
+                          cudaStream_t stream) {
+  const auto kernel = strip_kernel<T, kTransposed, kActivation, kStrips, kTokens, kCluster>;
+  const cudaError_t status =
+      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, config.shared_bytes());
+  if (status != cudaSuccess) return status;
+  cudaLaunchAttribute cluster{};
+  cluster.id = cudaLaunchAttributeClusterDimension;
+  cluster.val.clusterDim = {kCluster, 1, 1};
+  cudaLaunchConfig_t launch{};
+  launch.gridDim = dim3(static_cast<unsigned>(clusters * kCluster));
+  launch.blockDim = dim3(StripShape<kStrips, kTokens>::kThreads);
+  launch.dynamicSmemBytes = static_cast<std::size_t>(config.shared_bytes());
+  launch.stream = stream;
+  launch.attrs = &cluster;
+  launch.numAttrs = kCluster > 1 ? 1 : 0;
+  return cudaLaunchKernelEx(&launch, kernel, params);
+}
+
+// The tile shapes that are compiled; strip_candidates lists the same.
+template <class T, bool kTransposed, Activation kActivation>
+cudaError_t launch_shape(const StripConfig& c, int clusters, const StripParams& params, cudaStream_t stream) {
+  const auto is = [&](int strips, int tokens, int cluster) {
+    return c.strips == strips && c.tokens == tokens && c.cluster == cluster;
+  };
+  if (is(2, 256, 1))
+    return launch_strips<T, kTransposed, kActivation, 2, 256, 1>(c, clusters, params, stream);
+  if (is(2, 256, 2))
+    return launch_strips<T, kTransposed, kActivation, 2, 256, 2>(c, clusters, params, stream);
+  if (is(3, 256, 1))
+    return launch_strips<T, kTransposed, kActivation, 3, 256, 1>(c, clusters, params, stream);
+  if (is(2, 128, 1))
+    return launch_strips<T, kTransposed, kActivation, 2, 128, 1>(c, clusters, params, stream);
+  return cudaErrorInvalidConfiguration;
+}
+
+template <class T, bool kTransposed>
+cudaError_t launch_strips_of(Activation activation, const StripConfig& config, int clusters,
+                             const StripParams& params, cudaStream_t stream) {
+  switch (activation) {
+    case Activation::none:
+      return launch_shape<T, kTransposed, Activation::none>(config, clusters, params, stream);
+    case Activation::relu:
+      if constexpr (!kTransposed)
+        return launch_shape<T, false, Activation::relu>(config, clusters, params, stream);
+      break;
+    case Activation::gelu_erf:
+      if constexpr (!kTransposed)
+        return launch_shape<T, false, Activation::gelu_erf>(config, clusters, params, stream);
+      break;
+    case Activation::gelu_tanh:
+      if constexpr (!kTransposed)
+        return launch_shape<T, false, Activation::gelu_tanh>(config, clusters, params, stream);
+      break;
+    case Activation::silu:
+      if constexpr (!kTransposed)
+        return launch_shape<T, false, Activation::silu>(config, clusters, params, stream);
+      break;
+  }
+  return cudaErrorInvalidValue;
+}
+
+// One per translation unit.
+cudaError_t launch_linear_bf16(Activation, const StripConfig&, int clusters, const StripParams&,
+                               cudaStream_t);
+cudaError_t launch_linear_f16(Activation, const StripConfig&, int clusters, const StripParams&, cudaStream_t);
+cudaError_t launch_grad_input_bf16(Activation, const StripConfig&, int clusters, const StripParams&,
+                                   cudaStream_t);
+cudaError_t launch_grad_input_f16(Activation, const StripConfig&, int clusters, const StripParams&,
+                                  cudaStream_t);
+
+}  // namespace rarefy::sm90

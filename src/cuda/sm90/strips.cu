@@ -1,0 +1,58 @@
+// The strip kernel's launch: tensor maps and the choice of the instantiation.
+#include "cuda/sm90/strip_launch.cuh"
+#include "cuda/sm90/tensor_map.h"
+
+namespace rarefy::sm90 {
+
+cudaError_t launch(const StripProblem& p, const StripConfig& config, const StripPlan& plan,
+                   const StripOperands& operands, cudaStream_t stream) {
+  StripParams params{};
+  const auto u = [](std::int64_t x) { return static_cast<std::uint64_t>(x); };
+
+  TensorShape x;  // [token][feature]: 64 features × a tile's tokens
+  x.size[0] = u(p.in_features());
+  x.size[1] = u(p.tokens);
+  x.stride[0] = u(p.x_stride) * 2;
+  x.box[0] = 64;
+  x.box[1] = static_cast<std::uint32_t>(config.tokens);
+  cudaError_t status = make_tensor_map(&params.x, p.dtype, operands.x, x);
+  if (status != cudaSuccess) return status;
+
+  if (p.blocks > 0) {
+    TensorShape
+        w;  // [row of a stored block][64-wide column][64]: one column, as many rows as one block brings
+    w.rank = 3;
+    w.size[0] = 64;
+    w.size[1] = u(p.block_cols / 64);
+    w.size[2] = u(p.blocks * p.block_rows);
+    w.stride[0] = 128;
+    w.stride[1] = u(p.block_cols) * 2;
+    w.box[0] = 64;
+    w.box[1] = 1;
+    w.box[2] = static_cast<std::uint32_t>(64 / config.cluster);
+    status = make_tensor_map(&params.w, p.dtype, operands.values, w);
+    if (status != cudaSuccess) return status;
+  }
+
+  TensorShape y;  // [token][feature]: 64 features × 64 tokens
+  y.size[0] = u(p.out_features());
+  y.size[1] = u(p.tokens);
+  y.stride[0] = u(p.y_stride) * 2;
+  y.box[0] = y.box[1] = 64;
+  status = make_tensor_map(&params.y, p.dtype, operands.y, y);
+  if (status != cudaSuccess) return status;
+
+  params.tile_range = operands.plan;
+  params.tiles = reinterpret_cast<const int4*>(operands.plan + plan.tiles_at);
+  params.steps = operands.plan + plan.steps_at;
+  params.bias = operands.bias;
+  params.features = static_cast<int>(p.out_features());
+  params.w_columns = static_cast<int>(p.block_cols / 64);
+  params.slots = static_cast<u32>(config.slots);
+  params.w_slots = static_cast<u32>(config.w_slots);
+  const auto run = p.dtype == DType::bf16 ? (p.transposed ? launch_grad_input_bf16 : launch_linear_bf16)
+                                          : (p.transposed ? launch_grad_input_f16 : launch_linear_f16);
+  return run(p.activation, config, plan.clusters, params, stream);
+}
+
+}  // namespace rarefy::sm90

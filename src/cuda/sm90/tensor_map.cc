@@ -1,0 +1,33 @@
+#include "cuda/sm90/tensor_map.h"
+
+#include <cudaTypedefs.h>
+
+namespace rarefy::sm90 {
+namespace {
+
+// Asked of the runtime, so that nothing links against the driver.
+PFN_cuTensorMapEncodeTiled_v12000 find_encoder() {
+  void* function = nullptr;
+  cudaDriverEntryPointQueryResult found{};
+  const cudaError_t status =
+      cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000, cudaEnableDefault, &found);
+  if (status != cudaSuccess || found != cudaDriverEntryPointSuccess) return nullptr;
+  return reinterpret_cast<PFN_cuTensorMapEncodeTiled_v12000>(function);
+}
+
+}  // namespace
+
+cudaError_t make_tensor_map(CUtensorMap* map, DType dtype, const void* data, const TensorShape& shape) {
+  static const PFN_cuTensorMapEncodeTiled_v12000 encode = find_encoder();
+  if (encode == nullptr) return cudaErrorNotSupported;
+  const CUtensorMapDataType type =
+      dtype == DType::bf16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
+  const std::uint32_t steps[3] = {1, 1, 1};
+  const CUresult made =
+      encode(map, type, static_cast<std::uint32_t>(shape.rank), const_cast<void*>(data), shape.size,
+             shape.stride, shape.box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+             CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  return made == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
+}
+
+}  // namespace rarefy::sm90
