@@ -90,9 +90,11 @@ def test_python_m_rarefy_reports_what_is_in_use():
 
 
 @pytest.mark.parametrize("block", ["axb", "0x4"])
-def test_python_m_rarefy_refuses_a_bad_block(block):
-    run = python("-m", "rarefy", "--block", block)
-    assert run.returncode == 2 and "--block must be RxC" in run.stderr
+def test_python_m_rarefy_refuses_a_bad_block(block, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["rarefy", "--block", block])
+    with pytest.raises(SystemExit, match="2"):
+        __main__.main()
+    assert "--block must be RxC" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("block_shape", [(0, 4), (4,), (4, 2.0), (4, 4, 4), (-1, 1)])
@@ -153,16 +155,22 @@ def test_the_same_binary_loads_in_another_python(name):
     assert json.loads(run.stdout)["library"] == str(LIBRARY)
 
 
-def test_lost_output_is_an_exit_code_and_a_sentence():
-    environment = os.environ | {"PYTHONPATH": str(PACKAGE.parent)}
-    command = [sys.executable, "-m", "rarefy"]
-    with Path("/dev/full").open("w") as full:
-        run = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, env=environment)
-    assert run.returncode == 3
-    assert run.stderr == "rarefy: the standard output must be writable; got No space left on device\n"
+def test_lost_output_is_an_exit_code_and_a_sentence(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["rarefy"])
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", Path("/dev/full").open("w"))  # noqa: SIM115 (closing it fails, too)
+        assert __main__._run() == 3
+    expected = "rarefy: the standard output must be writable; got No space left on device\n"
+    assert capsys.readouterr().err == expected
+
+
+def test_a_reader_that_has_seen_enough_ends_it_quietly():
     # As in `python -m rarefy | head -1`, when head has ended.
     reader, writer = os.pipe()
     os.close(reader)
+    environment = os.environ | {"PYTHONPATH": str(PACKAGE.parent)}
+    command = [sys.executable, "-m", "rarefy"]
     run = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, env=environment)
     os.close(writer)
     assert run.returncode == -signal.SIGPIPE and run.stderr == ""
