@@ -86,8 +86,10 @@ std::int32_t raw_dtype(const Tensor& tensor) {
 void run_on_torch_threads(void* /*context*/, std::int64_t tasks, TaskRef body) {
   std::atomic<std::int64_t> next{0};
   const auto workers = std::min<std::int64_t>(tasks, torch::stable::get_num_threads());
-  torch::stable::parallel_for(0, workers, 1, [&](std::int64_t, std::int64_t) {
-    for (std::int64_t task = next.fetch_add(1); task < tasks; task = next.fetch_add(1)) body(task);
+  torch::stable::parallel_for(0, workers, 1, [&](std::int64_t worker, std::int64_t) {
+    for (std::int64_t task = next.fetch_add(1); task < tasks; task = next.fetch_add(1)) {
+      body(task, static_cast<int>(worker));
+    }
   });
 }
 
@@ -113,10 +115,7 @@ void check_words(const Call& call, std::string_view argument, const Tensor& tens
 }  // namespace
 
 void raise(std::string_view op, const Status& status) {
-  std::string text = status.message();
-  if (const auto end = text.find("] "); text.starts_with('[') && end != std::string::npos) {
-    text = cat('[', op, text.substr(end));
-  }
+  const std::string text = status.in(op).message();
   switch (status.code()) {
     case StatusCode::invalid_argument: throw std::invalid_argument(text);
     case StatusCode::type_mismatch: throw TypeMismatch(text);

@@ -1,12 +1,22 @@
-// What this library was built with and would run, as JSON for Python's rarefy.backend_info().
+// What this library was built with and would run, as JSON for Python's rarefy.backend_info() and explain().
 #pragma once
 
 #include <cstdint>
 #include <string>
+#include <string_view>
 
 namespace rarefy::binding {
 
-// The kernels selected are those for weights of this block shape.
-std::string backend_info_json(std::int64_t block_rows, std::int64_t block_cols);
+std::string backend_info_json(std::int64_t block_rows, std::int64_t block_cols, std::int64_t tokens);
+
+// Every kernel for one problem: chosen, in which configuration, or why not. Names as the core prints them.
+std::string explain_json(std::string_view op, std::int64_t out_features, std::int64_t in_features,
+                         std::int64_t block_rows, std::int64_t block_cols, std::int64_t nnzb,
+                         std::string_view values_dtype, std::string_view in_dtype, std::int64_t tokens,
+                         bool bias, std::string_view activation, std::string_view device,
+                         std::int64_t device_index);
+
+// Narrows the choice of kernels, as RAREFY_FORCE_IMPL; returns what was forced before.
+std::string force(std::string_view forced);
 
 }  // namespace rarefy::binding

@@ -5,7 +5,6 @@
 #include <tuple>
 
 #include "adapt.h"
-#include "info.h"
 
 namespace rarefy::binding {
 
@@ -102,7 +101,6 @@ STABLE_TORCH_LIBRARY(rarefy, m) {
   m.def(
       "bsr_plan(Tensor crow_indices, Tensor col_indices, SymInt out_features, SymInt in_features, "
       "SymInt block_rows, SymInt block_cols) -> Tensor");
-  m.def("backend_info(int block_rows, int block_cols) -> str");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(rarefy, CPU, m) {
@@ -120,10 +118,6 @@ STABLE_TORCH_LIBRARY_IMPL(rarefy, CUDA, m) {
   m.impl("bsr_grad_weight", TORCH_BOX(&bsr_grad_weight));
   m.impl("_bsr_linear_backward", TORCH_BOX(&bsr_linear_backward));
   m.impl("bsr_plan", TORCH_BOX(&bsr_plan));
-}
-
-STABLE_TORCH_LIBRARY_IMPL(rarefy, CompositeExplicitAutograd, m) {
-  m.impl("backend_info", TORCH_BOX(&backend_info_json));
 }
 
 }  // namespace rarefy::binding

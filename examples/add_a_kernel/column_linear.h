@@ -1,11 +1,17 @@
-// A kernel of one's own: `linear` in float32 for blocks of one column, written to be read.
+// The example of docs/add_a_kernel.md: `linear` for blocks of R×1.
 #pragma once
 
 #include "core/registry.h"
 
 namespace example {
 
-// Adds the kernel to a registry, ahead of what is there.
+// What configure() chooses: tokens of a task.
+struct Split {
+  std::int64_t tokens = 1;
+  static constexpr std::string_view kFields[] = {"tokens"};
+};
+
+// Puts the kernels ahead of all others.
 void register_columns(rarefy::Registry& registry);
 
 }  // namespace example

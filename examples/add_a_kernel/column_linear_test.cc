@@ -7,6 +7,7 @@
 #include <cmath>
 #include <limits>
 #include <random>
+#include <stdexcept>
 #include <string>
 #include <vector>
 
@@ -54,31 +55,48 @@ Layer make_layer(const Case& c, bool integers) {
   return {std::move(weight).value(), fill(c.tokens * stride), fill(c.rows), stride};
 }
 
-// Runs the first kernel of the registry that fits, with guard elements after each row of Y.
-std::vector<float> run(const Registry& registry, const Layer& layer, Activation activation,
-                       const Context& context, std::string_view forced = {}) {
+// The call that linear() would make of this layer, up to kernel and configuration.
+Call call_of(const Layer& layer, Activation activation, const Context& context, std::vector<float>& y) {
   const BsrShape& shape = layer.weight.pattern.shape();
   const std::int64_t tokens = static_cast<std::int64_t>(layer.x.size()) / layer.x_stride;
   const std::int64_t stride = shape.rows + 2;
-  std::vector<float> y(static_cast<std::size_t>(tokens * stride), kPoison);
-  const LinearArgs args{{layer.x.data(), DType::f32, tokens, shape.cols, layer.x_stride},
-                        layer.weight.view(),
-                        layer.bias.data(),
-                        activation,
-                        {y.data(), DType::f32, tokens, shape.rows, stride}};
-  const auto* kernel = select_kernel(registry.linear, Device::cpu, args, forced);
-  EXPECT_TRUE(kernel->run(args, context).ok());
+  y.assign(static_cast<std::size_t>(tokens * stride), kPoison);
+  Call call;
+  call.problem = make_problem(Op::linear, shape, tokens, DType::f32, Device::cpu, context.executor.threads);
+  call.problem.weight.dtype = layer.weight.dtype;
+  call.problem.activation = activation;
+  call.x = {layer.x.data(), DType::f32, tokens, shape.cols, layer.x_stride};
+  call.plan = layer.weight.pattern.view();
+  call.values = layer.weight.values.data();
+  call.bias = layer.bias.data();
+  call.activation = activation;
+  call.out = {y.data(), DType::f32, tokens, shape.rows, stride};
+  call.executor = context.executor;
+  return call;
+}
+
+// Runs the first kernel of the list that fits, with guard elements after each row of Y.
+std::vector<float> run(const Registry& kernels, const Layer& layer, Activation activation,
+                       const Context& context, std::string_view forced = {}) {
+  std::vector<float> y;
+  Call call = call_of(layer, activation, context, y);
+  const auto choice = choose_from(kernels, call.problem, cpu_machine(), forced);
+  if (!choice.ok()) throw std::runtime_error(choice.status().message());
+  call.config = choice->config;
+  std::vector<std::byte> workspace(static_cast<std::size_t>(choice->workspace));
+  call.workspace = workspace.data();
+  EXPECT_TRUE(choice->kernel->run(call).ok());
   std::vector<float> result;
-  for (std::int64_t m = 0; m < tokens; ++m) {
-    const auto row = y.begin() + m * stride;
-    result.insert(result.end(), row, row + shape.rows);
-    EXPECT_EQ(row[shape.rows], kPoison) << "wrote past row " << m;
-    EXPECT_EQ(row[shape.rows + 1], kPoison) << "wrote past row " << m;
+  for (std::int64_t m = 0; m < call.x.rows; ++m) {
+    const auto row = y.begin() + m * call.out.row_stride;
+    result.insert(result.end(), row, row + call.out.cols);
+    EXPECT_EQ(row[call.out.cols], kPoison) << "wrote past row " << m;
+    EXPECT_EQ(row[call.out.cols + 1], kPoison) << "wrote past row " << m;
   }
   return result;
 }
 
-// The real registry is built once and never changes: a test adds its kernel to a copy.
+// The real registry is built once and never changes: a test adds its kernels to a copy.
 Registry with_columns() {
   Registry copy = registry();
   example::register_columns(copy);
@@ -128,15 +146,67 @@ INSTANTIATE_TEST_SUITE_P(Shapes, AddAKernel,
 TEST(AddAKernel, IsChosenForItsShapesOnly) {
   const Registry copy = with_columns();
   const auto chosen = [&](std::int64_t block_cols, DType dtype, std::string_view forced) {
-    LinearArgs args;
-    args.w = {
-        {{8, 8, 4, block_cols, 1}, nullptr, nullptr, nullptr, nullptr, nullptr}, nullptr, dtype, Device::cpu};
-    return std::string(select_kernel(copy.linear, Device::cpu, args, forced)->name);
+    const Problem problem = make_problem(Op::linear, {8, 8, 4, block_cols, 1}, 64, dtype);
+    return std::string(choose_from(copy, problem, cpu_machine(), forced)->kernel->name);
   };
   EXPECT_EQ(chosen(1, DType::f32, ""), "columns_linear");
   EXPECT_NE(chosen(2, DType::f32, ""), "columns_linear");
   EXPECT_NE(chosen(1, DType::bf16, ""), "columns_linear");
   EXPECT_EQ(chosen(1, DType::f32, "ref"), "ref_linear");
+}
+
+// The configuration follows from the problem alone, prints, and can be another one.
+TEST(AddAKernel, HasAConfiguration) {
+  const Registry copy = with_columns();
+  const Problem problem = make_problem(Op::linear, {8, 8, 4, 1, 1}, 64, DType::f32, Device::cpu, 2);
+  const Choice choice = *choose_from(copy, problem, cpu_machine(), "");
+  EXPECT_EQ(to_string(*choice.kernel, choice.config), "tokens=8");
+  const auto other = parse_config(*choice.kernel, choice.config, "tokens=3");
+  ASSERT_TRUE(other.ok());
+
+  const Layer layer = make_layer({7, 30, 17, 4, 0.3}, false);
+  std::vector<float> y;
+  Call call = call_of(layer, Activation::relu, {}, y);
+  call.config = *other;
+  ASSERT_TRUE(choice.kernel->run(call).ok());
+  const std::vector<float> want = run(copy, layer, Activation::relu, {});
+  for (std::int64_t m = 0; m < 7; ++m) {
+    for (std::int64_t n = 0; n < 30; ++n) EXPECT_EQ(y[m * 32 + n], want[m * 30 + n]);
+  }
+  call.config = *parse_config(*choice.kernel, choice.config, "tokens=0");
+  EXPECT_EQ(choice.kernel->run(call).code(), StatusCode::invalid_argument);
+}
+
+// 16-bit values: only for callers that hold the packed weight, and then equal to the reference.
+TEST(AddAKernel, RunsOnItsPackedWeight) {
+  const Registry copy = with_columns();
+  Layer layer = make_layer({5, 30, 17, 4, 0.4}, true);
+  const auto* floats = reinterpret_cast<const float*>(layer.weight.values.data());
+  const std::int64_t count = layer.weight.pattern.shape().value_count();
+  std::vector<std::byte> halves(static_cast<std::size_t>(2 * count));
+  for (std::int64_t i = 0; i < count; ++i) {
+    reinterpret_cast<bfloat16*>(halves.data())[i] = to_bfloat16(floats[i]);
+  }
+  layer.weight.values = halves;
+  layer.weight.dtype = DType::bf16;
+  const std::vector<float> want = run(copy, layer, Activation::none, {}, "ref");
+
+  std::vector<float> y;
+  Call call = call_of(layer, Activation::none, {}, y);
+  EXPECT_NE(choose_from(copy, call.problem, cpu_machine(), "")->kernel->name, "columns_packed_linear");
+  call.problem.derived = true;
+  const Choice choice = *choose_from(copy, call.problem, cpu_machine(), "");
+  ASSERT_EQ(choice.kernel->name, "columns_packed_linear");
+  EXPECT_NE(choice.derived_key, 0U);
+  call.config = choice.config;
+  std::vector<std::byte> packed(
+      static_cast<std::size_t>(choice.kernel->packed_size(call.problem, choice.config)));
+  ASSERT_TRUE(choice.kernel->pack(call, packed.data()).ok());
+  call.derived = {choice.derived_key, nullptr, packed.data()};
+  ASSERT_TRUE(choice.kernel->run(call).ok());
+  for (std::int64_t m = 0; m < 5; ++m) {
+    for (std::int64_t n = 0; n < 30; ++n) EXPECT_EQ(y[m * 32 + n], want[m * 30 + n]);
+  }
 }
 
 TEST(AddAKernel, PassesNaNOn) {

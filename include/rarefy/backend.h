@@ -1,4 +1,5 @@
-// What this build and machine can run, and which implementation each product would use.
+// What this build and machine can run, which kernel a problem gets and in which configuration, and why
+// the others were passed over.
 #pragma once
 
 #include <string>
@@ -6,40 +7,58 @@
 #include <vector>
 
 #include "rarefy/export.h"
-#include "rarefy/linear.h"
+#include "rarefy/problem.h"
 #include "rarefy/status.h"
 
 namespace rarefy {
 
-enum class Op : std::uint8_t { linear, grad_input, grad_weight };
-
-inline constexpr Op kAllOps[] = {Op::linear, Op::grad_input, Op::grad_weight};
-
-RAREFY_API std::string_view name(Op op);
-
-// One registered kernel, in order of preference within its product.
+// One kernel of this build.
 struct KernelInfo {
   Op op;
   Device device;
-  std::string impl;  // family: "ref", "scalar", "avx2", "avx512", "cuda"; what RAREFY_FORCE_IMPL takes
-  std::string name;  // "avx512_linear"
+  std::string family;  // "ref", "scalar", "avx2", "avx512", "simt": what can be forced
+  std::string name;    // "avx512_linear"
 };
 
 struct BackendInfo {
   std::string version;
-  std::string cpu;                        // model name
-  std::vector<std::string> cpu_features;  // the ones kernels ask for
+  Machine machine;
   bool cuda_built = false;
-  std::vector<std::string> cuda_devices;  // "NVIDIA H200 (sm_90)"; empty without a driver or a GPU
-  std::string forced_impl;                // RAREFY_FORCE_IMPL, or empty
-  std::vector<KernelInfo> kernels;
+  std::vector<DeviceInfo> cuda_devices;  // empty without a driver or a GPU
+  std::string forced;                    // as RAREFY_FORCE_IMPL: "cpu:avx2,cuda:simt"; empty: nothing is
+  std::vector<KernelInfo> kernels;       // in order of preference within an op and device
 };
 
+// Initialises the CUDA driver, after which a forked child cannot use CUDA: not for the time of an import.
 RAREFY_API BackendInfo backend_info();
 
-// The implementation that `op` would use for inputs of this dtype, device, block shape and number of
-// tokens (rows of X), now.
-RAREFY_API Result<KernelInfo> selected_kernel(Op op, DType dtype, Device device, std::int64_t block_rows,
-                                              std::int64_t block_cols, std::int64_t tokens = 1024);
+struct Candidate {
+  KernelInfo kernel;
+  std::string why_not;  // empty: it can run the problem
+  bool chosen = false;
+};
+
+// Every kernel for the problem's op and device, in order of preference. The first that can run it, and
+// that nothing forces away, is chosen.
+struct Explanation {
+  Problem problem;
+  std::vector<Candidate> candidates;
+  std::string kernel;          // of the chosen one; empty when there is none
+  std::string config;          // its tuning choices, "scatter=0 vectors=4 …"; empty when it has none
+  std::int64_t workspace = 0;  // bytes it wants from its caller
+  std::string why_none;        // when no kernel is chosen
+};
+
+RAREFY_API Explanation explain(const Problem& problem);
+RAREFY_API std::string to_string(const Explanation& explanation);
+
+// Narrows the choice, for this process: "cpu:avx2,cuda:simt", or a family alone, for its own device.
+// Devices that are not named keep their choice; "" lifts all. What the environment variable
+// RAREFY_FORCE_IMPL held at the first call counts until then. Unknown families are refused.
+RAREFY_API Status force_impl(std::string_view forced);
+RAREFY_API std::string forced_impl();
+
+// Bytes of working memory that the call of this problem wants in Context::workspace.
+RAREFY_API Result<std::int64_t> workspace_size(const Problem& problem);
 
 }  // namespace rarefy

@@ -9,15 +9,18 @@
 
 #include "rarefy/executor.h"
 #include "rarefy/export.h"
-#include "rarefy/pattern.h"
+#include "rarefy/problem.h"
 #include "rarefy/status.h"
-#include "rarefy/view.h"
 
 namespace rarefy {
 
-enum class Activation : std::uint8_t { none, relu, gelu_erf, gelu_tanh, silu };
-
-RAREFY_API std::string_view name(Activation activation);
+// What one kernel derived from a weight, in memory that its caller holds: `prepared` from the pattern,
+// `packed` from the values too. Made by prepare() and pack() below, for one key.
+struct Derived {
+  std::uint64_t key = 0;  // 0: nothing
+  const void* prepared = nullptr;
+  const void* packed = nullptr;
+};
 
 // A weight: its pattern's plan and its values, (nnzb, block_rows, block_cols), row-major, canonical.
 struct BsrView {
@@ -25,13 +28,25 @@ struct BsrView {
   const void* values = nullptr;
   DType dtype = DType::f32;
   Device device = Device::cpu;
+  Derived derived = {};
+};
+
+// Memory that a kernel may use during the call; its contents do not matter before or after.
+struct Workspace {
+  void* data = nullptr;  // aligned to 64 bytes (CUDA: 256)
+  std::int64_t bytes = 0;
 };
 
 // Where and how to run. CUDA work is queued on `stream` of the current device, nothing waits for it.
 struct Context {
   Executor executor;
   void* stream = nullptr;  // a cudaStream_t
+  // workspace_size(problem) bytes. Too little on the CPU: the call takes it from the heap and frees it.
+  Workspace workspace = {};
 };
+
+// Dtypes: x any; the weight's values the same or any other that is stored; y that of x (int8: f32 or f64).
+// What no kernel can combine is refused with the reasons of all (see backend.h).
 
 // bias: N elements of y's dtype, or null.
 RAREFY_API Status linear(const MatrixView& x, const BsrView& w, const void* bias, Activation activation,
@@ -43,5 +58,21 @@ RAREFY_API Status grad_input(const MatrixView& dy, const BsrView& w, const Mutab
 // dvalues: plan.shape.value_count() elements of dtype `dtype`, in canonical order. Padding gets 0.
 RAREFY_API Status grad_weight(const MatrixView& dy, const MatrixView& x, const PlanView& plan, void* dvalues,
                               DType dtype, const Context& context = {});
+
+// Some kernels want more of a weight than its plan and canonical values. For a problem with `derived` set,
+// derived_sizes says what the kernel that it gets wants: nothing (key 0), or buffers to be filled once by
+// prepare (until the pattern changes) and pack (until a value changes), and passed on in BsrView::derived.
+// Never saved; equal keys may share buffers. Calls without it get the next kernel that needs none.
+struct DerivedSizes {
+  std::uint64_t key = 0;
+  std::int64_t prepared = 0;  // bytes, on the problem's device
+  std::int64_t packed = 0;
+};
+
+RAREFY_API Result<DerivedSizes> derived_sizes(const Problem& problem);
+RAREFY_API Status prepare(const Problem& problem, const PlanView& plan, void* prepared,
+                          const Context& context = {});
+RAREFY_API Status pack(const Problem& problem, const BsrView& w, const void* prepared, void* packed,
+                       const Context& context = {});
 
 }  // namespace rarefy

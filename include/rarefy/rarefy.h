@@ -1,6 +1,7 @@
 // The whole public API of the Rarefy core.
 #pragma once
 
+#include "rarefy/activation.h"
 #include "rarefy/backend.h"
 #include "rarefy/bsr_file.h"
 #include "rarefy/convert.h"
@@ -8,6 +9,7 @@
 #include "rarefy/executor.h"
 #include "rarefy/linear.h"
 #include "rarefy/pattern.h"
+#include "rarefy/problem.h"
 #include "rarefy/safetensors.h"
 #include "rarefy/status.h"
 #include "rarefy/version.h"

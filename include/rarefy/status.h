@@ -1,8 +1,10 @@
-// How the core reports failure: a Status with a code and the text "[op] requirement; got value".
+// How the core reports failure: a Status of {code, op, requirement, got}, rendered once, on demand, as
+// "[op] requirement; got value".
 // The core never prints, never aborts and throws nothing to its callers.
 #pragma once
 
 #include <cstdint>
+#include <memory>
 #include <string>
 #include <string_view>
 #include <utility>
@@ -24,18 +26,30 @@ enum class StatusCode : std::uint8_t {
 
 RAREFY_API std::string_view name(StatusCode code);
 
+// Small and free to pass on while all is well.
 class [[nodiscard]] Status {
  public:
   Status() = default;  // ok
-  Status(StatusCode code, std::string message) : code_(code), message_(std::move(message)) {}
+  Status(StatusCode code, std::string_view op, std::string_view requirement, std::string_view got)
+      : error_(std::make_shared<const Error>(
+            Error{code, std::string(op), std::string(requirement), std::string(got)})) {}
 
-  bool ok() const { return code_ == StatusCode::ok; }
-  StatusCode code() const { return code_; }
-  const std::string& message() const { return message_; }
+  bool ok() const { return error_ == nullptr; }
+  StatusCode code() const { return ok() ? StatusCode::ok : error_->code; }
+  std::string_view op() const { return ok() ? std::string_view() : error_->op; }
+  std::string_view requirement() const { return ok() ? std::string_view() : error_->requirement; }
+  std::string_view got() const { return ok() ? std::string_view() : error_->got; }
+  RAREFY_API std::string message() const;  // empty when ok
+
+  // The same, in the name of the caller's operation.
+  Status in(std::string_view op) const { return ok() ? *this : Status(code(), op, requirement(), got()); }
 
  private:
-  StatusCode code_ = StatusCode::ok;
-  std::string message_;
+  struct Error {
+    StatusCode code;
+    std::string op, requirement, got;
+  };
+  std::shared_ptr<const Error> error_;
 };
 
 // A value or the Status that says why there is none.

@@ -64,16 +64,20 @@ Exit run(const Options& options) {
   if (!block.ok()) return fail(block.status());
   const BsrShape shape{options.n, options.k, block->rows, block->cols, 0};
   if (Status status = check(options, shape); !status.ok()) return fail(status);
-  // No thread of ours runs yet.
-  if (!options.impl.empty())
-    ::setenv("RAREFY_FORCE_IMPL", options.impl.c_str(), 1);  // NOLINT(concurrency-mt-unsafe)
-  const auto kernel = selected_kernel(product, dtype, Device::cpu, block->rows, block->cols, options.m);
-  if (!kernel.ok()) return fail(kernel.status());
-
+  if (!options.impl.empty()) {
+    if (Status status = force_impl(options.impl); !status.ok()) return fail(status);
+  }
   auto problem = random_problem(options.m, shape, options.density, dtype, options.seed);
   if (!problem.ok()) return fail(problem.status());
   ThreadPool pool(options.threads);
-  const Context context{pool.executor()};
+  Context context{pool.executor()};
+  const Explanation chosen = explain(make_problem(product, problem->weight.pattern.shape(), options.m, dtype,
+                                                  Device::cpu, context.executor.threads));
+  if (chosen.kernel.empty())
+    return fail(error(StatusCode::unsupported, op, "a kernel must fit", chosen.why_none));
+  std::vector<std::byte> workspace(static_cast<std::size_t>(chosen.workspace) + 64);
+  context.workspace = {workspace.data() + 64 - reinterpret_cast<std::uintptr_t>(workspace.data()) % 64,
+                       chosen.workspace};
   std::vector<double> seconds;
   constexpr int kWarmUp = 3;
   for (int i = 0; i < kWarmUp + options.repeats; ++i) {
@@ -88,7 +92,8 @@ Exit run(const Options& options) {
   const PlanView& plan = problem->weight.pattern.view();
   const double flop = 2.0 * static_cast<double>(options.m) * static_cast<double>(stored_elements(plan));
   const json all{{"op", options.product},
-                 {"kernel", kernel->name},
+                 {"kernel", chosen.kernel},
+                 {"config", chosen.config},
                  {"m", options.m},
                  {"n", options.n},
                  {"k", options.k},
@@ -102,16 +107,17 @@ Exit run(const Options& options) {
                  {"min_ms", seconds.front() * 1e3},
                  {"max_ms", seconds.back() * 1e3},
                  {"useful_gflops", flop / median * 1e-9},
-                 {"cpu", backend_info().cpu},
+                 {"cpu", backend_info().machine.cpu},
                  {"version", version()}};
   if (options.as_json) {
     print(all);
     return kOk;
   }
-  std::printf("%s, %s, M=%lld N=%lld K=%lld, block %s, density %.4f, %d threads, %s\n",
-              options.product.c_str(), kernel->name.c_str(), static_cast<long long>(options.m),
-              static_cast<long long>(options.n), static_cast<long long>(options.k), options.block.c_str(),
-              problem->weight.pattern.density(), context.executor.threads, options.dtype.c_str());
+  std::printf("%s, %s (%s), M=%lld N=%lld K=%lld, block %s, density %.4f, %d threads, %s\n",
+              options.product.c_str(), chosen.kernel.c_str(), chosen.config.c_str(),
+              static_cast<long long>(options.m), static_cast<long long>(options.n),
+              static_cast<long long>(options.k), options.block.c_str(), problem->weight.pattern.density(),
+              context.executor.threads, options.dtype.c_str());
   std::printf("median %.4f ms (%.4f–%.4f, %d runs), %.1f useful GFLOP/s\n", median * 1e3,
               seconds.front() * 1e3, seconds.back() * 1e3, options.repeats, flop / median * 1e-9);
   return kOk;

@@ -1,7 +1,11 @@
-// rarefy info: what this build and machine can run, and what each product would use.
+// rarefy info: what this build and machine can run, and which kernel a problem gets and why.
+#include <cmath>
 #include <cstdio>
+#include <map>
 
 #include "cli/common.h"
+#include "core/message.h"
+#include "core/registry.h"
 #include "rarefy/backend.h"
 
 namespace rarefy::cli {
@@ -10,12 +14,18 @@ namespace {
 
 using nlohmann::json;
 
+constexpr std::string_view op = "info";
+
 struct Options {
+  std::string explain;  // a product, or empty
+  std::string device = "cpu";
+  std::int64_t m = 512, n = 1024, k = 1024;
   std::string block = "16x16";
+  double density = 0.5;
+  std::string dtype = "f32", values;
+  int threads = 1;
   bool as_json = false;
 };
-
-constexpr std::string_view text(Device device) { return device == Device::cpu ? "cpu" : "cuda"; }
 
 std::string joined(const std::vector<std::string>& parts) {
   std::string out;
@@ -23,17 +33,54 @@ std::string joined(const std::vector<std::string>& parts) {
   return out.empty() ? "none" : out;
 }
 
+std::vector<std::string> names_of(const std::vector<DeviceInfo>& devices) {
+  std::vector<std::string> names;
+  for (const DeviceInfo& device : devices) names.push_back(to_string(device));
+  return names;
+}
+
+json to_json(const Explanation& e) {
+  json candidates = json::array();
+  for (const Candidate& candidate : e.candidates) {
+    candidates.push_back({{"kernel", candidate.kernel.name},
+                          {"family", candidate.kernel.family},
+                          {"chosen", candidate.chosen},
+                          {"why_not", candidate.why_not}});
+  }
+  return {{"problem", to_string(e.problem)}, {"kernel", e.kernel},     {"config", e.config},
+          {"workspace", e.workspace},        {"why_none", e.why_none}, {"candidates", std::move(candidates)}};
+}
+
+// The problem of --explain and the options beside it.
+Result<Problem> asked(const Options& options, BlockShape block) {
+  static const std::map<std::string, Op> products{
+      {"linear", Op::linear}, {"grad_input", Op::grad_input}, {"grad_weight", Op::grad_weight}};
+  BsrShape shape{options.n, options.k, block.rows, block.cols, 0};
+  if (Status status = check_shape(op, shape); !status.ok()) return status;
+  if (!(options.density >= 0 && options.density <= 1)) {
+    return invalid(op, "--density must be in [0, 1]", cat(options.density));
+  }
+  shape.nnzb = std::llround(options.density * static_cast<double>(shape.row_count() * shape.col_count()));
+  const Device device = options.device == "cuda" ? Device::cuda : Device::cpu;
+  Problem problem = make_problem(products.at(options.explain), shape, options.m, *parse_dtype(options.dtype),
+                                 device, options.threads);
+  if (!options.values.empty()) problem.weight.dtype = *parse_dtype(options.values);
+  if (Status status = check_problem(op, problem); !status.ok()) return status;
+  return problem;
+}
+
 // One row for each product, device and dtype: the kernel that runs it, or why none does.
-json selection(const BackendInfo& info, BlockShape block) {
+json selection(const BackendInfo& info, BlockShape block, std::int64_t tokens) {
   json rows = json::array();
   for (const Device device : {Device::cpu, Device::cuda}) {
     if (device == Device::cuda && info.cuda_devices.empty()) continue;
-    for (const Op op : kAllOps) {
+    for (const Op product : kAllOps) {
       for (const DType dtype : kAllDTypes) {
-        const auto kernel = selected_kernel(op, dtype, device, block.rows, block.cols);
-        json row{{"op", name(op)}, {"device", text(device)}, {"dtype", name(dtype)}};
-        row["kernel"] = kernel.ok() ? json(kernel->name) : json(nullptr);
-        if (!kernel.ok()) row["reason"] = kernel.status().message();
+        const BsrShape shape{block.rows, block.cols, block.rows, block.cols, 1};
+        const Explanation e = explain(make_problem(product, shape, tokens, dtype, device));
+        json row{{"op", name(product)}, {"device", name(device)}, {"dtype", name(dtype)}};
+        row["kernel"] = e.kernel.empty() ? json(nullptr) : json(e.kernel);
+        if (e.kernel.empty()) row["reason"] = e.why_none;
         rows.push_back(std::move(row));
       }
     }
@@ -45,20 +92,38 @@ json to_json(const BackendInfo& info, const Options& options, BlockShape block) 
   json kernels = json::array();
   for (const KernelInfo& kernel : info.kernels) {
     kernels.push_back({{"op", name(kernel.op)},
-                       {"device", text(kernel.device)},
-                       {"impl", kernel.impl},
+                       {"device", name(kernel.device)},
+                       {"family", kernel.family},
                        {"name", kernel.name}});
   }
-  return {{"version", info.version},           {"cpu", info.cpu},
-          {"cpu_features", info.cpu_features}, {"cuda_built", info.cuda_built},
-          {"cuda_devices", info.cuda_devices}, {"forced_impl", info.forced_impl},
-          {"kernels", std::move(kernels)},     {"block", options.block},
-          {"selected", selection(info, block)}};
+  return {{"version", info.version},
+          {"cpu", info.machine.cpu},
+          {"cpu_features", info.machine.features},
+          {"machine", to_string(info.machine)},
+          {"cuda_built", info.cuda_built},
+          {"cuda_devices", names_of(info.cuda_devices)},
+          {"forced_impl", info.forced},
+          {"kernels", std::move(kernels)},
+          {"block", options.block},
+          {"tokens", options.m},
+          {"selected", selection(info, block, options.m)}};
 }
 
 Exit run(const Options& options) {
-  const auto block = parse_block("info", options.block);
+  const auto block = parse_block(op, options.block);
   if (!block.ok()) return fail(block.status());
+  if (!options.explain.empty()) {
+    const auto problem = asked(options, *block);
+    if (!problem.ok()) return fail(problem.status());
+    const Explanation e = explain(*problem);
+    if (options.as_json) {
+      print(to_json(e));
+    } else {
+      std::printf("%s", to_string(e).c_str());
+    }
+    return kOk;
+  }
+  if (options.m < 1) return fail(invalid(op, "--m must be at least 1", cat(options.m)));
   const BackendInfo info = backend_info();
   const json all = to_json(info, options, *block);
   if (options.as_json) {
@@ -66,12 +131,12 @@ Exit run(const Options& options) {
     return kOk;
   }
   print_table({{"version", info.version},
-               {"cpu", info.cpu},
-               {"cpu features", joined(info.cpu_features)},
+               {"machine", to_string(info.machine)},
                {"cuda", info.cuda_built ? "built in" : "not in this build"},
-               {"cuda devices", joined(info.cuda_devices)},
-               {"RAREFY_FORCE_IMPL", info.forced_impl.empty() ? "not set" : info.forced_impl}});
-  std::printf("\nIn use for %s blocks:\n", options.block.c_str());
+               {"cuda devices", joined(names_of(info.cuda_devices))},
+               {"forced", info.forced.empty() ? "nothing" : info.forced}});
+  std::printf("\nIn use for %s blocks and %lld tokens (--explain says why):\n", options.block.c_str(),
+              static_cast<long long>(options.m));
   std::vector<std::vector<std::string>> rows{{"OP", "DEVICE", "DTYPE", "KERNEL"}};
   for (const json& row : all["selected"]) {
     rows.push_back(
@@ -86,7 +151,22 @@ Exit run(const Options& options) {
 void add_info(CLI::App& app, Exit& exit) {
   auto options = std::make_shared<Options>();
   CLI::App* command = app.add_subcommand("info", "What this build and machine can run, and what is in use");
-  command->add_option("--block", options->block, "Block shape to choose kernels for")->capture_default_str();
+  const auto add = [&](const char* flag, auto& value, const char* text) {
+    return command->add_option(flag, value, text)->capture_default_str();
+  };
+  const std::vector<std::string> dtypes{"f64", "f32", "bf16", "f16", "i8"};
+  command->add_option("--explain", options->explain, "Every kernel for one problem: chosen, or why not")
+      ->check(CLI::IsMember({"linear", "grad_input", "grad_weight"}));
+  add("--block", options->block, "Block shape, ROWSxCOLS");
+  add("--m", options->m, "Rows of X");
+  add("--n", options->n, "With --explain: out_features");
+  add("--k", options->k, "With --explain: in_features");
+  add("--density", options->density, "With --explain: stored blocks / all blocks");
+  add("--dtype", options->dtype, "With --explain: of X")->check(CLI::IsMember(dtypes));
+  add("--values", options->values, "With --explain: dtype of the stored values; default: that of X")
+      ->check(CLI::IsMember(dtypes));
+  add("--device", options->device, "With --explain: cpu or cuda")->check(CLI::IsMember({"cpu", "cuda"}));
+  add("--threads", options->threads, "With --explain: threads of the call");
   command->add_flag("--json", options->as_json, "Print JSON");
   command->callback([options, &exit] { exit = run(*options); });
 }

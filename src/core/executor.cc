@@ -19,7 +19,7 @@ thread_local bool inside_task = false;  // a nested parallel_for runs serially
 class ThreadPool::Impl {
  public:
   explicit Impl(int threads) : threads_(threads) {
-    for (int i = 1; i < threads; ++i) workers_.emplace_back([this] { work(); });
+    for (int i = 1; i < threads; ++i) workers_.emplace_back([this, i] { work(i); });
   }
 
   ~Impl() {
@@ -35,7 +35,7 @@ class ThreadPool::Impl {
 
   void run(std::int64_t tasks, TaskRef body) {
     if (inside_task) {
-      for (std::int64_t task = 0; task < tasks; ++task) body(task);
+      for (std::int64_t task = 0; task < tasks; ++task) body(task, 0);
       return;
     }
     const std::lock_guard one_job(jobs_);
@@ -48,7 +48,7 @@ class ThreadPool::Impl {
       ++generation_;
     }
     wake_.notify_all();
-    take_tasks(body, tasks);
+    take_tasks(body, tasks, 0);
     std::unique_lock lock(mutex_);
     done_.wait(lock, [this] { return busy_ == 0; });
     if (failure_) std::rethrow_exception(std::exchange(failure_, nullptr));
@@ -57,11 +57,11 @@ class ThreadPool::Impl {
  private:
   // A task that throws (kernels allocate) must not end the process from a worker: the first
   // exception is kept for the caller, and the other tasks still run.
-  void take_tasks(TaskRef body, std::int64_t tasks) {
+  void take_tasks(TaskRef body, std::int64_t tasks, int worker) {
     inside_task = true;
     for (std::int64_t task = next_.fetch_add(1); task < tasks; task = next_.fetch_add(1)) {
       try {
-        body(task);
+        body(task, worker);
       } catch (...) {
         const std::lock_guard lock(mutex_);
         if (!failure_) failure_ = std::current_exception();
@@ -70,7 +70,7 @@ class ThreadPool::Impl {
     inside_task = false;
   }
 
-  void work() {
+  void work(int worker) {
     std::uint64_t seen = 0;
     while (true) {
       std::unique_lock lock(mutex_);
@@ -80,7 +80,7 @@ class ThreadPool::Impl {
       const TaskRef body = *body_;
       const std::int64_t tasks = tasks_;
       lock.unlock();
-      take_tasks(body, tasks);
+      take_tasks(body, tasks, worker);
       lock.lock();
       if (--busy_ == 0) done_.notify_one();
     }

@@ -1,6 +1,9 @@
-// The three products: check everything, then run the first kernel in the registry that fits.
+// The three products: check everything, then run the first kernel of the registry that fits.
 #include "rarefy/linear.h"
 
+#include <bit>
+#include <cstdlib>
+#include <memory>
 #include <new>
 
 #include "core/arguments.h"
@@ -8,17 +11,6 @@
 #include "core/registry.h"
 
 namespace rarefy {
-
-std::string_view name(Activation activation) {
-  switch (activation) {
-    case Activation::none: return "none";
-    case Activation::relu: return "relu";
-    case Activation::gelu_erf: return "gelu_erf";
-    case Activation::gelu_tanh: return "gelu_tanh";
-    case Activation::silu: return "silu";
-  }
-  return "?";
-}
 
 namespace {
 
@@ -28,45 +20,84 @@ Status check_size(std::string_view op, std::string_view argument, std::string_vi
   return invalid(op, cat(argument, " must have ", expected, ' ', what), cat(got));
 }
 
-// Inputs share one dtype; the output has it too, except that int8 products are float32 or float64.
-Status check_dtypes(std::string_view op, std::string_view a, DType a_dtype, std::string_view b, DType b_dtype,
-                    std::string_view out, DType out_dtype) {
-  if (a_dtype != b_dtype) {
-    return mismatch(op, cat(a, " and ", b, " must have one dtype"),
-                    cat(name(a_dtype), " and ", name(b_dtype)));
-  }
-  const bool fits =
-      a_dtype == DType::i8 ? out_dtype == DType::f32 || out_dtype == DType::f64 : out_dtype == a_dtype;
-  if (!fits) {
-    return mismatch(op,
-                    cat(out, " must be ", a_dtype == DType::i8 ? "f32 or f64" : name(a_dtype), " for ",
-                        name(a_dtype), " inputs"),
-                    name(out_dtype));
-  }
-  return {};
+// Activations of dtype `in` give outputs of the same; those of int8 give float32 or float64.
+Status check_output_dtype(std::string_view op, std::string_view in_name, DType in, std::string_view out_name,
+                          DType out) {
+  if (in == DType::i8 ? out == DType::f32 || out == DType::f64 : out == in) return {};
+  return mismatch(
+      op,
+      cat(out_name, " must be ", in == DType::i8 ? "f32 or f64" : name(in), " for ", name(in), ' ', in_name),
+      name(out));
 }
 
-template <class Args>
-Status dispatch(std::string_view op, const std::vector<Kernel<Args>>& kernels, Device device,
-                const Args& args, const Context& context) {
-  const std::string forced = forced_impl();
-  const Kernel<Args>* kernel = select_kernel(kernels, device, args, forced);
-  if (kernel == nullptr && !forced.empty()) {
-    return error(StatusCode::unsupported, op,
-                 "RAREFY_FORCE_IMPL must name an implementation that this machine and these inputs can use",
-                 cat('"', forced, "\" on ", name(device)));
+Status check_activation(std::string_view op, Activation activation) {
+  if (static_cast<int>(activation) < kActivations) return {};
+  return invalid(op, cat("activation must be one of the ", kActivations, " of rarefy/activation.h"),
+                 cat(static_cast<int>(activation)));
+}
+
+// The largest power of two ≤ 16 that divides every address and row stride, in bytes.
+class Alignment {
+ public:
+  void add(const void* data) { bits_ |= reinterpret_cast<std::uintptr_t>(data); }
+  void add(const MatrixView& m) {
+    add(m.data);
+    if (m.rows > 1) bits_ |= static_cast<std::uintptr_t>(m.row_stride) * size_of(m.dtype);
   }
-  if (kernel == nullptr) {
-    return error(StatusCode::unsupported, op, "the device must have a kernel in this build", name(device));
+  std::int32_t bytes() const { return 1 << std::countr_zero(bits_ | 16U); }
+
+ private:
+  std::uintptr_t bits_ = 0;
+};
+
+struct Free {
+  void operator()(void* p) const { std::free(p); }  // NOLINT(cppcoreguidelines-no-malloc)
+};
+
+Status dispatch(Call& call, const Context& context) {
+  Problem& problem = call.problem;
+  problem.threads = context.executor.threads;
+  problem.derived = call.derived.key != 0;
+  if (problem.device == Device::cuda) problem.device_index = current_cuda_device();
+  const auto choice = choose(problem);
+  if (!choice.ok()) return choice.status();
+  const std::string_view op = name(problem.op);
+  if (choice->kernel->derives() && choice->derived_key != call.derived.key) {
+    return invalid(op, cat("derived data must be made by prepare and pack for ", choice->kernel->name),
+                   "another kernel's or configuration's");
   }
+  call.config = choice->config;
+  call.executor = context.executor;
+  call.stream = context.stream;
+  call.workspace = context.workspace.data;
+  std::unique_ptr<void, Free> own;
   try {
-    return kernel->run(args, context);
+    if (context.workspace.bytes < choice->workspace) {
+      if (problem.device == Device::cuda) {
+        return invalid(op, cat("workspace must have ", choice->workspace, " bytes (workspace_size)"),
+                       cat(context.workspace.bytes));
+      }
+      own.reset(std::aligned_alloc(64, static_cast<std::size_t>((choice->workspace + 63) / 64 * 64)));
+      if (own == nullptr) throw std::bad_alloc();
+      call.workspace = own.get();
+    }
+    return choice->kernel->run(call);
   } catch (const std::bad_alloc&) {
-    return error(StatusCode::out_of_memory, op, "the workspace must fit in memory", "an allocation failure");
+    return error(StatusCode::out_of_memory, op, "the workspace must fit in memory",
+                 cat(choice->workspace, " bytes"));
   }
 }
 
 }  // namespace
+
+Status check_problem(std::string_view op, const Problem& p) {
+  if (Status status = check_shape(op, p.weight.shape); !status.ok()) return status;
+  if (Status status = check_activation(op, p.activation); !status.ok()) return status;
+  if (p.tokens < 0) return invalid(op, "tokens must not be negative", cat(p.tokens));
+  if (p.threads < 1) return invalid(op, "threads must be at least 1", cat(p.threads));
+  if (p.op == Op::grad_weight) return {};
+  return check_output_dtype(op, "inputs", p.in, "out", p.out);
+}
 
 Status linear(const MatrixView& x, const BsrView& w, const void* bias, Activation activation,
               const MutableMatrixView& y, const Context& context) {
@@ -80,8 +111,8 @@ Status linear(const MatrixView& x, const BsrView& w, const void* bias, Activatio
   if (Status status = check_size(op, "y", "columns (out_features)", shape.rows, y.cols); !status.ok())
     return status;
   if (Status status = check_size(op, "y", "rows, like x", x.rows, y.rows); !status.ok()) return status;
-  if (Status status = check_dtypes(op, "x", x.dtype, "values", w.dtype, "y", y.dtype); !status.ok())
-    return status;
+  if (Status status = check_output_dtype(op, "x", x.dtype, "y", y.dtype); !status.ok()) return status;
+  if (Status status = check_activation(op, activation); !status.ok()) return status;
   const Range bias_range{"bias", bias,
                          bias == nullptr ? 0 : shape.rows * static_cast<std::int64_t>(size_of(y.dtype))};
   if (Status status =
@@ -91,7 +122,25 @@ Status linear(const MatrixView& x, const BsrView& w, const void* bias, Activatio
     return status;
   }
   if (y.rows == 0 || y.cols == 0) return {};
-  return dispatch(op, registry().linear, w.device, {x, w, bias, activation, y}, context);
+  Alignment alignment;
+  alignment.add(x);
+  alignment.add(y);
+  alignment.add(w.values);
+  Call call;
+  call.problem = {Op::linear,      {Format::bsr, shape, w.dtype},
+                  x.dtype,         y.dtype,
+                  x.rows,          x.row_stride,
+                  y.row_stride,    alignment.bytes(),
+                  bias != nullptr, activation,
+                  w.device};
+  call.x = x;
+  call.plan = w.plan;
+  call.values = w.values;
+  call.derived = w.derived;
+  call.bias = bias;
+  call.activation = activation;
+  call.out = y;
+  return dispatch(call, context);
 }
 
 Status grad_input(const MatrixView& dy, const BsrView& w, const MutableMatrixView& dx,
@@ -106,15 +155,30 @@ Status grad_input(const MatrixView& dy, const BsrView& w, const MutableMatrixVie
   if (Status status = check_size(op, "dx", "columns (in_features)", shape.cols, dx.cols); !status.ok())
     return status;
   if (Status status = check_size(op, "dx", "rows, like dy", dy.rows, dx.rows); !status.ok()) return status;
-  if (Status status = check_dtypes(op, "dy", dy.dtype, "values", w.dtype, "dx", dx.dtype); !status.ok())
-    return status;
+  if (Status status = check_output_dtype(op, "dy", dy.dtype, "dx", dx.dtype); !status.ok()) return status;
   if (Status status = check_disjoint(op, range_of("dx", dx),
                                      {range_of("dy", dy), range_of("values", w.plan, w.values, w.dtype)});
       !status.ok()) {
     return status;
   }
   if (dx.rows == 0 || dx.cols == 0) return {};
-  return dispatch(op, registry().grad_input, w.device, {dy, w, dx}, context);
+  Alignment alignment;
+  alignment.add(dy);
+  alignment.add(dx);
+  alignment.add(w.values);
+  Call call;
+  call.problem = {Op::grad_input, {Format::bsr, shape, w.dtype},
+                  dy.dtype,       dx.dtype,
+                  dy.rows,        dy.row_stride,
+                  dx.row_stride,  alignment.bytes(),
+                  false,          Activation::none,
+                  w.device};
+  call.dy = dy;
+  call.plan = w.plan;
+  call.values = w.values;
+  call.derived = w.derived;
+  call.out = dx;
+  return dispatch(call, context);
 }
 
 Status grad_weight(const MatrixView& dy, const MatrixView& x, const PlanView& plan, void* dvalues,
@@ -129,15 +193,91 @@ Status grad_weight(const MatrixView& dy, const MatrixView& x, const PlanView& pl
   if (Status status = check_size(op, "x", "columns (in_features)", shape.cols, x.cols); !status.ok())
     return status;
   if (Status status = check_size(op, "x", "rows, like dy", dy.rows, x.rows); !status.ok()) return status;
-  if (Status status = check_dtypes(op, "dy", dy.dtype, "x", x.dtype, "dvalues", dtype); !status.ok())
-    return status;
+  if (dy.dtype != x.dtype) {
+    return mismatch(op, "dy and x must have one dtype", cat(name(dy.dtype), " and ", name(x.dtype)));
+  }
+  if (dtype == DType::i8) return mismatch(op, "dvalues must be f64, f32, bf16 or f16", name(dtype));
   if (Status status = check_disjoint(op, range_of("dvalues", plan, dvalues, dtype),
                                      {range_of("dy", dy), range_of("x", x)});
       !status.ok()) {
     return status;
   }
   if (shape.nnzb == 0) return {};
-  return dispatch(op, registry().grad_weight, x.device, {dy, x, plan, dvalues, dtype}, context);
+  Alignment alignment;
+  alignment.add(dy);
+  alignment.add(x);
+  alignment.add(dvalues);
+  Call call;
+  call.problem = {Op::grad_weight, {Format::bsr, shape, dtype},
+                  x.dtype,         dtype,
+                  x.rows,          dy.row_stride,
+                  x.row_stride,    alignment.bytes(),
+                  false,           Activation::none,
+                  x.device};
+  call.dy = dy;
+  call.x = x;
+  call.plan = plan;
+  call.dvalues = dvalues;
+  return dispatch(call, context);
+}
+
+namespace {
+
+// The kernel that a caller with derived data gets, and its call up to the data.
+Result<Choice> deriving(std::string_view op, Problem& problem) {
+  if (Status status = check_problem(op, problem); !status.ok()) return status;
+  problem.derived = true;
+  return choose(problem);
+}
+
+Status check_same_shape(std::string_view op, const Problem& problem, const PlanView& plan) {
+  if (problem.weight.shape == plan.shape) return {};
+  return invalid(op, "the problem must be of the plan's shape, block and number of blocks",
+                 to_string(problem));
+}
+
+}  // namespace
+
+Result<DerivedSizes> derived_sizes(const Problem& problem) {
+  Problem asked = problem;
+  const auto choice = deriving("derived_sizes", asked);
+  if (!choice.ok()) return choice.status();
+  const Kernel& kernel = *choice->kernel;
+  const auto size = [&](auto of) { return of == nullptr ? 0 : of(asked, choice->config); };
+  return DerivedSizes{choice->derived_key, size(kernel.prepared_size), size(kernel.packed_size)};
+}
+
+Status prepare(const Problem& problem, const PlanView& plan, void* prepared, const Context& context) {
+  Call call;
+  call.problem = problem;
+  const auto choice = deriving("prepare", call.problem);
+  if (!choice.ok()) return choice.status();
+  if (Status status = check_plan("prepare", "prepared", plan, prepared); !status.ok()) return status;
+  if (Status status = check_same_shape("prepare", problem, plan); !status.ok()) return status;
+  if (choice->kernel->prepare == nullptr) return {};
+  call.config = choice->config;
+  call.plan = plan;
+  call.executor = context.executor;
+  call.stream = context.stream;
+  return choice->kernel->prepare(call, prepared);
+}
+
+Status pack(const Problem& problem, const BsrView& w, const void* prepared, void* packed,
+            const Context& context) {
+  Call call;
+  call.problem = problem;
+  const auto choice = deriving("pack", call.problem);
+  if (!choice.ok()) return choice.status();
+  if (Status status = check_plan("pack", "values", w.plan, w.values); !status.ok()) return status;
+  if (Status status = check_same_shape("pack", problem, w.plan); !status.ok()) return status;
+  if (choice->kernel->pack == nullptr) return {};
+  call.config = choice->config;
+  call.plan = w.plan;
+  call.values = w.values;
+  call.derived = {choice->derived_key, prepared, nullptr};
+  call.executor = context.executor;
+  call.stream = context.stream;
+  return choice->kernel->pack(call, packed);
 }
 
 }  // namespace rarefy

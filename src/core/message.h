@@ -1,4 +1,4 @@
-// Builds the error texts "[op] requirement; got value".
+// Builds texts and errors: "[op] requirement; got value".
 #pragma once
 
 #include <sstream>
@@ -18,7 +18,7 @@ std::string cat(const Parts&... parts) {
 
 inline Status error(StatusCode code, std::string_view op, std::string_view requirement,
                     std::string_view got) {
-  return {code, cat('[', op, "] ", requirement, "; got ", got)};
+  return {code, op, requirement, got};
 }
 
 inline Status invalid(std::string_view op, std::string_view requirement, std::string_view got) {

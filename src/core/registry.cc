@@ -1,23 +1,12 @@
-// The list of kernels, and what backend_info() tells of it.
+// The list of kernels, what backend_info() tells of it, and configurations as text.
 #include "core/registry.h"
 
-#include <cstdlib>
+#include <charconv>
 
 #include "core/message.h"
 #include "rarefy/version.h"
 
 namespace rarefy {
-
-std::string_view name(Device device) { return device == Device::cpu ? "cpu" : "cuda"; }
-
-std::string_view name(Op op) {
-  switch (op) {
-    case Op::linear: return "linear";
-    case Op::grad_input: return "grad_input";
-    case Op::grad_weight: return "grad_weight";
-  }
-  return "?";
-}
 
 const Registry& registry() {
   static const Registry instance = [] {
@@ -30,53 +19,62 @@ const Registry& registry() {
   return instance;
 }
 
-// Read on every call, so that a test or a user can change it between two calls.
-std::string forced_impl() {
-  const char* value = std::getenv("RAREFY_FORCE_IMPL");  // NOLINT(concurrency-mt-unsafe)
-  return value == nullptr ? "" : value;
+KernelInfo info(const Kernel& kernel) {
+  return {kernel.op, kernel.device, std::string(kernel.family), std::string(kernel.name)};
 }
 
-namespace {
-
-template <class Args>
-KernelInfo info(Op op, const Kernel<Args>& kernel) {
-  return {op, kernel.device, std::string(kernel.impl), std::string(kernel.name)};
+Machine machine_of(const Problem& problem) {
+  Machine machine = cpu_machine();
+  if (problem.device == Device::cuda) {
+    const std::vector<DeviceInfo>& devices = cuda_devices();
+    const auto index = static_cast<std::size_t>(problem.device_index);
+    if (index < devices.size()) machine.gpu = devices[index];
+  }
+  return machine;
 }
-
-template <class Args>
-Result<KernelInfo> selected(Op op, const std::vector<Kernel<Args>>& kernels, Device device,
-                            const Args& args) {
-  const std::string forced = forced_impl();
-  if (const Kernel<Args>* kernel = select_kernel(kernels, device, args, forced)) return info(op, *kernel);
-  return error(StatusCode::unsupported, name(op), "an implementation must fit this dtype and device",
-               forced.empty() ? cat("none on ", name(device))
-                              : cat("RAREFY_FORCE_IMPL=", forced, " on ", name(device)));
-}
-
-}  // namespace
 
 BackendInfo backend_info() {
-  BackendInfo result{version(), cpu_model(), cpu_features(), cuda_built(), cuda_devices(), forced_impl(), {}};
-  for (const auto& kernel : registry().linear) result.kernels.push_back(info(Op::linear, kernel));
-  for (const auto& kernel : registry().grad_input) result.kernels.push_back(info(Op::grad_input, kernel));
-  for (const auto& kernel : registry().grad_weight) result.kernels.push_back(info(Op::grad_weight, kernel));
+  BackendInfo result{version(), cpu_machine(), cuda_built(), cuda_devices(), forced_impl(), {}};
+  for (const Op op : kAllOps) {
+    for (const Kernel& kernel : registry()) {
+      if (kernel.op == op) result.kernels.push_back(info(kernel));
+    }
+  }
   return result;
 }
 
-Result<KernelInfo> selected_kernel(Op op, DType dtype, Device device, std::int64_t block_rows,
-                                   std::int64_t block_cols, std::int64_t tokens) {
-  const BsrShape shape{block_rows, block_cols, block_rows, block_cols, 1};
-  if (Status status = check_shape("selected_kernel", shape); !status.ok()) return status;
-  const DType out = dtype == DType::i8 ? DType::f32 : dtype;
-  const BsrView w{{shape, nullptr, nullptr, nullptr, nullptr, nullptr}, nullptr, dtype, device};
-  const MutableMatrixView in{nullptr, dtype, tokens, shape.cols, shape.cols, device};
-  const MutableMatrixView y{nullptr, out, tokens, shape.rows, shape.rows, device};
-  switch (op) {
-    case Op::linear: return selected(op, registry().linear, device, {in, w, nullptr, Activation::none, y});
-    case Op::grad_input: return selected(op, registry().grad_input, device, {y, w, in});
-    case Op::grad_weight: return selected(op, registry().grad_weight, device, {y, in, w.plan, nullptr, out});
+std::string to_string(const Kernel& kernel, const Config& config) {
+  std::string text;
+  for (std::size_t i = 0; i < kernel.fields.size(); ++i) {
+    text += cat(i == 0 ? "" : " ", kernel.fields[i], '=', config.value[i]);
   }
-  return error(StatusCode::internal, "selected_kernel", "op must be one of the three products", "another");
+  return text;
+}
+
+Result<Config> parse_config(const Kernel& kernel, const Config& base, std::string_view text) {
+  Config config = base;
+  const auto refuse = [&](std::string_view item) {
+    return invalid(kernel.name, cat("a config must be name=number, with names of ", to_string(kernel, base)),
+                   cat('"', item, '"'));
+  };
+  while (!text.empty()) {
+    const auto end = text.find_first_of(" ,");
+    const std::string_view item = text.substr(0, end);
+    text.remove_prefix(end == std::string_view::npos ? text.size() : end + 1);
+    if (item.empty()) continue;
+    const auto equals = item.find('=');
+    if (equals == std::string_view::npos) return refuse(item);
+    std::size_t field = 0;
+    while (field < kernel.fields.size() && kernel.fields[field] != item.substr(0, equals)) ++field;
+    const std::string_view number = item.substr(equals + 1);
+    std::int64_t value = 0;
+    const auto [last, code] = std::from_chars(number.data(), number.data() + number.size(), value);
+    if (field == kernel.fields.size() || code != std::errc() || last != number.data() + number.size()) {
+      return refuse(item);
+    }
+    config.value[field] = value;
+  }
+  return config;
 }
 
 }  // namespace rarefy

@@ -1,7 +1,12 @@
-// Every kernel of every product, in order of preference; the reference is always last, so there is
-// never a hole. A back end adds its rows in one register_* function and nothing else names a kernel.
+// Every kernel as a row of one list, in order of preference; the reference is last, so the CPU never has
+// a hole. A back end adds its rows in one register_* function and nothing else names a kernel.
 #pragma once
 
+#include <array>
+#include <bit>
+#include <cstdint>
+#include <cstring>
+#include <span>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -11,75 +16,122 @@
 
 namespace rarefy {
 
-// Checked arguments of the three products, as kernels get them.
-struct LinearArgs {
-  MatrixView x;
-  BsrView w;
+// A kernel's tuning choices as its configure() made them: a few numbers, named by the row's `fields`.
+struct Config {
+  static constexpr std::size_t kMost = 8;
+  std::array<std::int64_t, kMost> value{};
+  bool operator==(const Config&) const = default;
+};
+
+// Kernels see their own struct of int64s instead, with the names of its members in T::kFields.
+template <class T>
+Config to_config(const T& choices) {
+  static_assert(sizeof(T) == sizeof(std::int64_t) * std::size(T::kFields) && sizeof(T) <= sizeof(Config));
+  Config config;
+  std::memcpy(config.value.data(), &choices, sizeof(T));
+  return config;
+}
+
+template <class T>
+T from_config(const Config& config) {
+  T choices;
+  std::memcpy(static_cast<void*>(&choices), config.value.data(), sizeof(T));
+  return choices;
+}
+
+// One checked call, as kernels get it. What the op does not have is empty.
+struct Call {
+  Problem problem;
+  Config config;
+  MatrixView x;   // linear, grad_weight
+  MatrixView dy;  // grad_input, grad_weight
+  PlanView plan;
+  const void* values = nullptr;  // linear, grad_input
+  Derived derived;
   const void* bias = nullptr;
   Activation activation = Activation::none;
-  MutableMatrixView y;
+  MutableMatrixView out;      // y or dx
+  void* dvalues = nullptr;    // grad_weight
+  void* workspace = nullptr;  // what the row's workspace() asked for
+  Executor executor;
+  void* stream = nullptr;
 };
 
-struct GradInputArgs {
-  MatrixView dy;
-  BsrView w;
-  MutableMatrixView dx;
-};
+// What a problem lets a kernel do; the text says why not. Empty: it can.
+using Reason = std::string;
 
-struct GradWeightArgs {
-  MatrixView dy;
-  MatrixView x;
-  PlanView plan;
-  void* dvalues = nullptr;
-  DType dtype = DType::f32;
-};
-
-template <class Args>
 struct Kernel {
-  std::string_view impl;  // family, as in RAREFY_FORCE_IMPL
-  std::string_view name;
+  Op op;
   Device device;
-  bool (*supports)(const Args&);
-  Status (*run)(const Args&, const Context&);
+  std::string_view family;  // what RAREFY_FORCE_IMPL takes
+  std::string_view name;
+  // Pure: asked without data, for machines that are not this one too.
+  Reason (*supports)(const Problem&, const Machine&);
+  Status (*run)(const Call&);
+
+  // Tuning: a pure function, the names of what it chooses, and all that it chose from.
+  Config (*configure)(const Problem&, const Machine&) = nullptr;
+  std::span<const std::string_view> fields{};
+  std::vector<Config> (*candidates)(const Problem&, const Machine&) = nullptr;
+  std::int64_t (*workspace)(const Problem&, const Config&) = nullptr;  // bytes
+
+  // Tiers 2 and 3: what it derives from the pattern, and from the values. Kernels with either run only for
+  // callers that hold them (Problem::derived). Configs of one `variant` share them.
+  std::int64_t (*variant)(const Config&) = nullptr;
+  std::int64_t (*prepared_size)(const Problem&, const Config&) = nullptr;  // bytes
+  Status (*prepare)(const Call&, void* prepared) = nullptr;
+  std::int64_t (*packed_size)(const Problem&, const Config&) = nullptr;
+  Status (*pack)(const Call&, void* packed) = nullptr;
+
+  bool derives() const { return prepare != nullptr || pack != nullptr; }
 };
 
-struct Registry {
-  std::vector<Kernel<LinearArgs>> linear;
-  std::vector<Kernel<GradInputArgs>> grad_input;
-  std::vector<Kernel<GradWeightArgs>> grad_weight;
-};
+using Registry = std::vector<Kernel>;
 
-// Built once, on first use, from what was compiled in and what cpuid reports.
+// Built once, on first use, from what was compiled in; what the machine lacks is the rows' own reason.
 const Registry& registry();
 
-void register_cpu(Registry& registry);   // src/cpu: avx512, avx2, scalar, by cpuid
+void register_cpu(Registry& registry);   // src/cpu: avx512, avx2, scalar
 void register_cuda(Registry& registry);  // src/cuda, or its stand-in when built without CUDA
 void register_ref(Registry& registry);   // src/ref
 
-// What the CUDA back end knows of itself; empty without one.
+KernelInfo info(const Kernel& kernel);
+
+// What the back ends know of the machine.
+const Machine& cpu_machine();
 bool cuda_built();
-std::vector<std::string> cuda_devices();
+const std::vector<DeviceInfo>& cuda_devices();  // asked for once; empty without a driver or a GPU
+int current_cuda_device();
 
-// What the CPU back end knows of the machine.
-std::string cpu_model();
-std::vector<std::string> cpu_features();
+// The machine that a problem runs on.
+Machine machine_of(const Problem& problem);
 
-std::string_view name(Device device);
+// Sizes, dtypes and activation of a problem that came without data.
+Status check_problem(std::string_view op, const Problem& problem);
 
-// RAREFY_FORCE_IMPL as it is now; empty when unset.
-std::string forced_impl();
+// A kernel with its configuration.
+struct Choice {
+  const Kernel* kernel = nullptr;
+  Config config;
+  std::int64_t workspace = 0;
+  std::uint64_t derived_key = 0;  // of the kernel and the variant; 0 when it derives nothing
+};
 
-// The first kernel, in order of preference, that runs on `device` and supports `args`; with
-// RAREFY_FORCE_IMPL set, only kernels of that family count. Never null unless forced.
-template <class Args>
-const Kernel<Args>* select_kernel(const std::vector<Kernel<Args>>& kernels, Device device, const Args& args,
-                                  std::string_view forced) {
-  for (const Kernel<Args>& kernel : kernels) {
-    if (kernel.device != device) continue;
-    if (!forced.empty() && kernel.impl != forced) continue;
-    if (kernel.supports(args)) return &kernel;
-  }
-  return nullptr;
-}
+// The first kernel that fits, configured. Kept for the last few problems of each thread: a repeated one
+// costs a hash and a comparison.
+Result<Choice> choose(const Problem& problem);
+
+// The same without memory, over any list and machine.
+Result<Choice> choose_from(const Registry& registry, const Problem& problem, const Machine& machine,
+                           std::string_view forced_family);
+
+Choice configured(const Kernel& kernel, const Problem& problem, const Config& config);
+
+// The family forced for a device; empty: none.
+std::string forced_family(Device device);
+
+// "scatter=0 vectors=4 …" and back; parse starts from `base` and refuses unknown names.
+std::string to_string(const Kernel& kernel, const Config& config);
+Result<Config> parse_config(const Kernel& kernel, const Config& base, std::string_view text);
 
 }  // namespace rarefy

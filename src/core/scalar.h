@@ -18,6 +18,18 @@ inline void store(float* p, double x) { *p = static_cast<float>(x); }
 inline void store(bfloat16* p, double x) { *p = to_bfloat16(x); }
 inline void store(float16* p, double x) { *p = to_float16(x); }
 
+// Calls f(T{}) for the floating-point element type T of `dtype`; for int8, which is no output, not at all.
+template <class F>
+void visit_float(DType dtype, F&& f) {
+  switch (dtype) {
+    case DType::f64: return f(double{});
+    case DType::f32: return f(float{});
+    case DType::bf16: return f(bfloat16{});
+    case DType::f16: return f(float16{});
+    case DType::i8: return;
+  }
+}
+
 // Calls f(T{}) for the element type T of `dtype`.
 template <class F>
 decltype(auto) visit_dtype(DType dtype, F&& f) {

@@ -1,4 +1,4 @@
-// Names of status codes, and the library's version.
+// Names of status codes, their text, and the library's version.
 #include "rarefy/status.h"
 
 #include "rarefy/version.h"
@@ -16,6 +16,11 @@ std::string_view name(StatusCode code) {
     case StatusCode::internal: return "internal";
   }
   return "?";
+}
+
+std::string Status::message() const {
+  if (ok()) return {};
+  return '[' + error_->op + "] " + error_->requirement + "; got " + error_->got;
 }
 
 const char* version() { return RAREFY_VERSION; }

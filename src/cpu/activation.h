@@ -60,13 +60,14 @@ Vec<I> gelu_tanh(Vec<I> x) {
 }
 
 template <class I>
-Vec<I> activate(PanelActivation activation, Vec<I> x) {
+Vec<I> activate(Activation activation, Vec<I> x) {
+  static_assert(kActivations == 5);
   switch (activation) {
-    case PanelActivation::none: return x;
-    case PanelActivation::relu: return I::max(I::zero(), x);
-    case PanelActivation::gelu_erf: return gelu_erf<I>(x);
-    case PanelActivation::gelu_tanh: return gelu_tanh<I>(x);
-    case PanelActivation::silu: return times_sigmoid<I>(x, x);
+    case Activation::none: return x;
+    case Activation::relu: return I::max(I::zero(), x);
+    case Activation::gelu_erf: return gelu_erf<I>(x);
+    case Activation::gelu_tanh: return gelu_tanh<I>(x);
+    case Activation::silu: return times_sigmoid<I>(x, x);
   }
   return x;
 }

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <limits>
+#include <utility>
 
 namespace rarefy::cpu {
 
@@ -12,6 +13,13 @@ namespace {
 // each group of them meets one panel after the other while it is in L2.
 constexpr double kStreamed = 16e6;  // bytes
 constexpr std::int64_t kSharing = 4;
+
+// Features of X that scatter packs at a time; with the sums of a few output blocks they stay in L1.
+constexpr std::int64_t kL1Features = 64;
+
+// Features of Y that gather stores at a time: runs of four cache lines (panel.h, store_run), and their sums
+// still fit in L1.
+constexpr std::int64_t kStoredFeatures = 64;
 
 // Packing or storing one element: a transpose in registers and a trip to L3. Measured, in cycles.
 constexpr double kMove = 0.4;
@@ -33,11 +41,20 @@ double cycles(const BlockingProblem& p, int vectors, bool scatter) {
   return (std::max({fma, loads, line, 4.0}) + 0.15 * line) / rows + 0.1;
 }
 
-}  // namespace
+// The rest of a blocking whose cut is chosen: equal tiles, so that the last one is no sliver.
+Blocking completed(const BlockingProblem& p, Blocking b) {
+  const std::int64_t fits = p.panel_floats / (b.panels * b.vectors * p.width * p.red_block);
+  const std::int64_t tile = std::max<std::int64_t>(1, fits);
+  const std::int64_t tiles = (p.red_blocks + tile - 1) / tile;
+  b.tile_blocks = tiles <= 1 ? std::max<std::int64_t>(1, p.red_blocks) : (p.red_blocks + tiles - 1) / tiles;
+  if (b.scatter != 0) b.tile_blocks = std::max<std::int64_t>(1, kL1Features / p.red_block);
+  b.group = std::max<std::int64_t>(1, kStoredFeatures / p.out_block);
+  return b;
+}
 
-Blocking choose_blocking(const BlockingProblem& p) {
-  Blocking best;
-  double best_cost = std::numeric_limits<double>::infinity();
+// Calls visit(blocking, cost in cycles) for all that the kernels offer.
+template <class F>
+void for_each_blocking(const BlockingProblem& p, F&& visit) {
   const double weight_bytes = 4.0 * static_cast<double>(p.entries * p.out_block * p.red_block);
   const double per_feature = static_cast<double>(p.entries * p.red_block) /
                              static_cast<double>(std::max<std::int64_t>(1, p.out_blocks));
@@ -59,20 +76,37 @@ Blocking choose_blocking(const BlockingProblem& p) {
         const std::int64_t rounds = (sets * splits + p.threads - 1) / p.threads;
         const double cost = static_cast<double>(rounds * std::min(sharing, panels)) *
                             (pack + work / static_cast<double>(splits));
-        if (cost < best_cost * 0.999) {  // ties: fewer splits, gather
-          best_cost = cost;
-          best = {scatter, vectors, sharing, splits, 1};
-        }
+        visit(Blocking{scatter, vectors, sharing, splits}, cost);
       }
     }
   }
-  const std::int64_t tile = p.panel_floats / (best.panels * best.vectors * p.width * p.red_block);
-  // Equal tiles, so that the last one is no sliver.
-  const std::int64_t tiles =
-      (p.red_blocks + std::max<std::int64_t>(1, tile) - 1) / std::max<std::int64_t>(1, tile);
-  best.tile_blocks =
-      tiles <= 1 ? std::max<std::int64_t>(1, p.red_blocks) : (p.red_blocks + tiles - 1) / tiles;
-  return best;
+}
+
+}  // namespace
+
+Blocking choose_blocking(const BlockingProblem& p) {
+  Blocking best;
+  double best_cost = std::numeric_limits<double>::infinity();
+  for_each_blocking(p, [&](const Blocking& b, double cost) {
+    if (cost >= best_cost * 0.999) return;  // ties: fewer splits, gather
+    best_cost = cost;
+    best = b;
+  });
+  return completed(p, best);
+}
+
+std::vector<Blocking> all_blockings(const BlockingProblem& p) {
+  std::vector<std::pair<double, Blocking>> scored;
+  for_each_blocking(p, [&](const Blocking& b, double cost) { scored.emplace_back(cost, completed(p, b)); });
+  std::stable_sort(scored.begin(), scored.end(),
+                   [](const auto& a, const auto& b) { return a.first < b.first; });
+  std::vector<Blocking> all;
+  for (const auto& [cost, blocking] : scored) all.push_back(blocking);
+  return all;
+}
+
+std::int64_t piece_of_range(std::int64_t out_blocks, std::int64_t splits) {
+  return splits <= 1 ? out_blocks : std::min(out_blocks, 2 * ((out_blocks + splits - 1) / splits));
 }
 
 std::int32_t begin_of_part(const std::int32_t* begin, std::int64_t blocks, std::int64_t per_entry,

@@ -2,6 +2,8 @@
 #pragma once
 
 #include <cstdint>
+#include <string_view>
+#include <vector>
 
 namespace rarefy::cpu {
 
@@ -19,14 +21,28 @@ struct BlockingProblem {
 };
 
 struct Blocking {
-  bool scatter = false;          // input stationary
-  int vectors = 1;               // of a panel; the last one may be narrower
+  std::int64_t scatter = 0;      // 1: input stationary
+  std::int64_t vectors = 1;      // of a panel; the last one may be narrower
   std::int64_t panels = 1;       // gather: panels of one task, which share each group of weights
   std::int64_t splits = 1;       // tasks over the output blocks of one such set of panels
-  std::int64_t tile_blocks = 1;  // gather: reduction blocks of X in L2 at a time
+  std::int64_t tile_blocks = 1;  // gather: reduction blocks of X in L2 at a time; scatter: in L1
+  std::int64_t group = 1;        // gather: output blocks that are stored at a time
+
+  static constexpr std::string_view kFields[] = {"scatter", "vectors",     "panels",
+                                                 "splits",  "tile_blocks", "group"};
+  bool operator==(const Blocking&) const = default;
 };
 
+inline constexpr std::int64_t kMostPanels = 8;
+
 Blocking choose_blocking(const BlockingProblem& problem);
+
+// Every blocking that choose_blocking weighs, the cheapest by its model first.
+std::vector<Blocking> all_blockings(const BlockingProblem& problem);
+
+// Output blocks that a task works on at once: ranges have equal work, so that one of a skewed pattern can
+// be many times the average; beyond twice that, it goes piece by piece. It bounds the workspace.
+std::int64_t piece_of_range(std::int64_t out_blocks, std::int64_t splits);
 
 // Where part `part` of `parts` begins, when `blocks` blocks of one dimension are cut into ranges of equal
 // work: `per_entry` for each of their stored blocks, which `begin` counts up, and `per_block` for each

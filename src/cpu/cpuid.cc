@@ -1,4 +1,5 @@
-// cpuid through the compiler's builtins, which also ask the operating system (xgetbv).
+// cpuid through the compiler's builtins, which also ask the operating system (xgetbv); caches and cores
+// from sysconf.
 #include "cpu/cpuid.h"
 
 #include <unistd.h>
@@ -6,62 +7,60 @@
 #include <algorithm>
 #include <array>
 #include <cstring>
+#include <thread>
 
 #if defined(__x86_64__)
 #include <cpuid.h>
 #endif
+#if defined(__linux__) && defined(__x86_64__)
+#include <sys/syscall.h>
+#endif
 
 namespace rarefy::cpu {
 
-const Features& features() {
-  static const Features found = [] {
-    Features f;
+namespace {
+
 #if defined(__x86_64__)
-    __builtin_cpu_init();
-    // Not every compiler's builtin knows "f16c"; with AVX enabled its bit alone decides.
-    unsigned eax = 0;
-    unsigned ebx = 0;
-    unsigned ecx = 0;
-    unsigned edx = 0;
-    const bool f16c = __get_cpuid(1, &eax, &ebx, &ecx, &edx) != 0 && (ecx & bit_F16C) != 0;
-    f.avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && f16c;
-    f.avx512 = f.avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-               __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
-    f.avx512_vnni = f.avx512 && __builtin_cpu_supports("avx512vnni");
-    f.avx512_bf16 = f.avx512 && __builtin_cpu_supports("avx512bf16");
+// A process must ask Linux for the tile registers before it touches them; a refusal means no AMX.
+bool amx_allowed() {
+#if defined(__linux__)
+  constexpr long kRequestPermission = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
+  return ::syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+#else
+  return false;
 #endif
-    return f;
-  }();
-  return found;
 }
 
-std::vector<std::string> feature_names() {
-  const Features& f = features();
-  std::vector<std::string> names;
-  if (f.avx2) names.emplace_back("avx2");
-  if (f.avx512) names.emplace_back("avx512");
-  if (f.avx512_vnni) names.emplace_back("avx512_vnni");
-  if (f.avx512_bf16) names.emplace_back("avx512_bf16");
-  return names;
+void add_x86(Machine& m) {
+  __builtin_cpu_init();
+  // Not every compiler's builtin knows "f16c"; with AVX enabled its bit alone decides.
+  unsigned eax = 0;
+  unsigned ebx = 0;
+  unsigned ecx = 0;
+  unsigned edx = 0;
+  const bool f16c = __get_cpuid(1, &eax, &ebx, &ecx, &edx) != 0 && (ecx & bit_F16C) != 0;
+  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && f16c;
+  const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+  m.vector_bits = avx512 ? 512 : avx2 ? 256 : 128;
+  if (avx2) m.features.emplace_back("avx2");
+  if (avx512) m.features.emplace_back("avx512");
+  if (avx512 && __builtin_cpu_supports("avx512vnni")) m.features.emplace_back("avx512_vnni");
+  if (avx512 && __builtin_cpu_supports("avx512bf16")) m.features.emplace_back("avx512_bf16");
+  const bool leaf7 = __get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx) != 0;
+  constexpr unsigned kTile = 1U << 24, kBf16 = 1U << 22, kInt8 = 1U << 25;
+  if (avx512 && leaf7 && (edx & kTile) != 0 && (edx & (kBf16 | kInt8)) != 0 && amx_allowed()) {
+    if ((edx & kBf16) != 0) m.features.emplace_back("amx_bf16");
+    if ((edx & kInt8) != 0) m.features.emplace_back("amx_int8");
+  }
 }
-
-std::int64_t panel_floats() {
-  static const std::int64_t floats = [] {
-    std::int64_t bytes = 0;
-#if defined(_SC_LEVEL2_CACHE_SIZE)
-    bytes = ::sysconf(_SC_LEVEL2_CACHE_SIZE);
 #endif
-    if (bytes <= 0) bytes = 1 << 20;  // not told
-    return std::clamp<std::int64_t>(bytes, 256 << 10, 2 << 20) / 2 / 4;
-  }();
-  return floats;
-}
 
 std::string model_name() {
 #if defined(__x86_64__)
   std::array<unsigned, 12> words{};
   for (unsigned leaf = 0; leaf < 3; ++leaf) {
-    unsigned* w = words.data() + 4 * leaf;
+    unsigned* w = words.data() + std::size_t{4} * leaf;
     if (__get_cpuid(0x80000002U + leaf, w, w + 1, w + 2, w + 3) == 0) return "x86-64";
   }
   std::array<char, sizeof(words) + 1> text{};
@@ -73,6 +72,25 @@ std::string model_name() {
 #else
   return "unknown";
 #endif
+}
+
+}  // namespace
+
+Machine detect() {
+  Machine m;
+  m.cpu = model_name();
+  m.cores = static_cast<int>(std::max(1U, std::thread::hardware_concurrency()));
+  m.vector_bits = 128;
+#if defined(_SC_LEVEL2_CACHE_SIZE)
+  const auto bytes = [](int level) { return std::max<std::int64_t>(0, ::sysconf(level)); };
+  m.l1 = bytes(_SC_LEVEL1_DCACHE_SIZE);
+  m.l2 = bytes(_SC_LEVEL2_CACHE_SIZE);
+  m.l3 = bytes(_SC_LEVEL3_CACHE_SIZE);
+#endif
+#if defined(__x86_64__)
+  add_x86(m);
+#endif
+  return m;
 }
 
 }  // namespace rarefy::cpu

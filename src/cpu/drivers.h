@@ -1,46 +1,101 @@
-// What runs a product on a table of kernels; one instantiation of the drivers serves every ISA.
+// What runs a product on a table of kernels; one instantiation of the drivers serves every ISA. For each
+// product: how it is configured, what working memory it needs, and the run.
 #pragma once
 
-#include <atomic>
-#include <new>
+#include <algorithm>
+#include <optional>
 
 #include "core/registry.h"
+#include "cpu/blocking.h"
 #include "cpu/kernels.h"
 
 namespace rarefy::cpu {
 
-Status run_linear(const Kernels& kernels, const LinearArgs& args, const Context& context);
-bool takes_few(const Kernels& kernels, const LinearArgs& args);
-Status run_linear_few(const Kernels& kernels, const LinearArgs& args, const Context& context);
-Status run_grad_input(const Kernels& kernels, const GradInputArgs& args, const Context& context);
-Status run_grad_weight(const Kernels& kernels, const GradWeightArgs& args, const Context& context);
+// linear and grad_input (linear.cc), told apart by problem.op.
+Config configure_product(const Kernels& kernels, const Problem& problem, const Machine& machine);
+std::vector<Config> product_candidates(const Kernels& kernels, const Problem& problem,
+                                       const Machine& machine);
+std::int64_t product_workspace(const Kernels& kernels, const Problem& problem, const Config& config);
+Status run_product(const Kernels& kernels, const Call& call);
 
-constexpr bool has_storage(DType dtype) {
-  return dtype == DType::f32 || dtype == DType::bf16 || dtype == DType::f16;
+// linear for a few tokens (linear_few.cc).
+struct FewSplit {
+  std::int64_t tasks = 1;  // over the block rows
+  static constexpr std::string_view kFields[] = {"tasks"};
+};
+Reason supports_few(const Kernels& kernels, const Problem& problem);
+Config configure_few(const Problem& problem, const Machine& machine);
+std::int64_t few_workspace(const Kernels& kernels, const Problem& problem, const Config& config);
+Status run_linear_few(const Kernels& kernels, const Call& call);
+
+// grad_weight (grad_weight.cc).
+struct GradWeightTiling {
+  std::int64_t chunk = 1;     // tokens packed at a time
+  std::int64_t columns = 1;   // block columns of a tile, whose part of the X panel stays in L2
+  std::int64_t ranges = 1;    // of block rows, with equal shares of the stored blocks; a task each per tile
+  std::int64_t features = 1;  // that one packing task packs
+  static constexpr std::string_view kFields[] = {"chunk", "columns", "ranges", "features"};
+};
+Config configure_grad_weight(const Kernels& kernels, const Problem& problem, const Machine& machine);
+std::int64_t grad_weight_workspace(const Kernels& kernels, const Problem& problem, const Config& config);
+Status run_grad_weight(const Kernels& kernels, const Call& call);
+
+// Nothing for a dtype that the kernels cannot load or store.
+constexpr std::optional<Storage> storage_of(DType dtype) {
+  switch (dtype) {
+    case DType::f32: return Storage::f32;
+    case DType::bf16: return Storage::bf16;
+    case DType::f16: return Storage::f16;
+    case DType::f64:
+    case DType::i8: break;
+  }
+  return std::nullopt;
 }
 
-constexpr Storage storage(DType dtype) {
-  return dtype == DType::bf16 ? Storage::bf16 : dtype == DType::f16 ? Storage::f16 : Storage::f32;
+// For what supports() let through.
+constexpr Storage storage(DType dtype) { return *storage_of(dtype); }
+
+// Floats of a panel that is to stay in a core's L2 while other things stream by: half of it.
+inline std::int64_t panel_floats(const Machine& machine) {
+  const std::int64_t bytes = machine.l2 > 0 ? machine.l2 : 1 << 20;  // not told
+  return std::clamp<std::int64_t>(bytes, 256 << 10, 2 << 20) / 2 / 4;
 }
 
-static_assert(static_cast<int>(PanelActivation::silu) == static_cast<int>(Activation::silu));
+// The address of an element.
+inline const char* at(const MatrixView& m, std::int64_t row, std::int64_t col) {
+  return static_cast<const char*>(m.data) +
+         (row * m.row_stride + col) * static_cast<std::int64_t>(size_of(m.dtype));
+}
+inline char* at(const MutableMatrixView& m, std::int64_t row, std::int64_t col) {
+  return const_cast<char*>(at(static_cast<const MatrixView&>(m), row, col));
+}
+
+// `count` elements of the bias as float; −0 becomes +0, as if it were added to sums that start at 0.
+inline void unpack_bias(const Kernels& kernels, DType dtype, const void* bias, std::int64_t count, float* to) {
+  kernels.unpack(storage(dtype), bias, count, to);
+  for (std::int64_t i = 0; i < count; ++i) to[i] += 0.0F;
+}
 
 // W by its rows, or transposed.
-SparseOperand operand(const BsrView& w, const std::int32_t* index, const std::int32_t* perm, bool transposed);
+SparseOperand operand(const Call& call, const std::int32_t* index, const std::int32_t* perm, bool transposed);
 
-// parallel_for over tasks that may run out of memory. The caller's threads may be of any kind, so an
-// exception must not leave a task: it is thrown again here, for the product that called to report.
-template <class F>
-void run_tasks(const Context& context, std::int64_t tasks, F body) {
-  std::atomic<bool> out_of_memory{false};
-  context.executor.parallel_for(tasks, [&](std::int64_t task) {
-    try {
-      body(task);
-    } catch (const std::bad_alloc&) {
-      out_of_memory.store(true, std::memory_order_relaxed);
-    }
-  });
-  if (out_of_memory) throw std::bad_alloc();
-}
+// Parts of a workspace, one after the other, each aligned to 64 bytes. Sized and cut up by the same calls:
+// with a null base it only counts.
+class Room {
+ public:
+  explicit Room(void* base = nullptr) : base_(static_cast<char*>(base)) {}
+
+  template <class T>
+  T* take(std::int64_t count) {
+    T* part = base_ == nullptr ? nullptr : reinterpret_cast<T*>(base_ + used_);
+    used_ += (count * static_cast<std::int64_t>(sizeof(T)) + 63) / 64 * 64;
+    return part;
+  }
+  std::int64_t bytes() const { return used_; }
+
+ private:
+  char* base_;
+  std::int64_t used_ = 0;
+};
 
 }  // namespace rarefy::cpu

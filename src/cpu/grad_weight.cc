@@ -3,10 +3,9 @@
 // added in order, so the result does not depend on the number of threads.
 #include <algorithm>
 
+#include "core/message.h"
 #include "cpu/blocking.h"
-#include "cpu/cpuid.h"
 #include "cpu/drivers.h"
-#include "cpu/scratch.h"
 
 namespace rarefy::cpu {
 
@@ -16,36 +15,34 @@ constexpr std::int64_t kChunk = 512;     // tokens: long enough to pay for the s
 constexpr std::int64_t kFeatures = 256;  // features of one packing task
 constexpr std::int64_t kTasks = 8;       // per thread: the last ones to end are short
 
-// Packs `features` (rounded up to `padded`, the rest 0) of tokens first … first + rows.
-void pack_features(const Kernels& kernels, const Context& context, const MatrixView& m, std::int64_t first,
-                   std::int64_t rows, std::int64_t lanes, std::int64_t padded, float* panel) {
-  context.executor.parallel_for((padded + kFeatures - 1) / kFeatures, [&](std::int64_t task) {
-    const std::int64_t from = task * kFeatures;
-    const std::int64_t to = std::min(from + kFeatures, padded);
+// Packs the features (rounded up to `padded`, the rest 0) of tokens first … first + rows.
+void pack_features(const Kernels& kernels, const Executor& executor, const MatrixView& m, std::int64_t first,
+                   std::int64_t rows, std::int64_t lanes, std::int64_t padded, std::int64_t per_task,
+                   float* panel) {
+  executor.parallel_for((padded + per_task - 1) / per_task, [&](std::int64_t task) {
+    const std::int64_t from = task * per_task;
+    const std::int64_t to = std::min(from + per_task, padded);
     const std::int64_t features = std::clamp<std::int64_t>(m.cols - from, 0, to - from);
-    const char* data = static_cast<const char*>(m.data) +
-                       (first * m.row_stride + from) * static_cast<std::int64_t>(size_of(m.dtype));
-    kernels.pack({{data, m.row_stride, static_cast<std::int32_t>(rows), static_cast<std::int32_t>(features),
-                   storage(m.dtype)},
+    kernels.pack({{at(m, first, from), m.row_stride, static_cast<std::int32_t>(rows),
+                   static_cast<std::int32_t>(features), storage(m.dtype)},
                   panel + from * lanes,
                   static_cast<std::int32_t>(lanes)});
     std::fill(panel + (from + features) * lanes, panel + to * lanes, 0.0F);
   });
 }
 
-// A task: the stored blocks of a range of block rows within one tile of block columns, whose part of the
-// X panel stays in L2. Ranges have equal shares of all stored blocks.
-struct Tiling {
-  std::int64_t columns;  // block columns of a tile
-  std::int64_t tiles;
-  std::int64_t ranges;
+// Both inputs packed for a chunk of tokens, and the sums where dvalues cannot hold them.
+struct Parts {
+  float* dy;
+  float* x;
+  float* sums;
 
-  Tiling(const BsrShape& shape, std::int64_t lanes, std::int64_t threads)
-      : columns(std::clamp<std::int64_t>(panel_floats() / (lanes * shape.block_cols), 1,
-                                         std::max<std::int64_t>(1, shape.col_count()))),
-        tiles((shape.col_count() + columns - 1) / columns),
-        ranges(std::clamp<std::int64_t>(kTasks * threads / std::max<std::int64_t>(1, tiles), 1,
-                                        std::max<std::int64_t>(1, shape.row_count()))) {}
+  Parts(Room& room, const Problem& p, const GradWeightTiling& tiling) {
+    const BsrShape& s = p.weight.shape;
+    dy = room.take<float>(s.row_count() * s.block_rows * tiling.chunk);
+    x = room.take<float>(s.col_count() * s.block_cols * tiling.chunk);
+    sums = room.take<float>(p.weight.dtype == DType::f32 ? 0 : s.value_count());
+  }
 };
 
 // Elements of edge blocks outside the matrix: 0, also where NaN times a zero of padding made a NaN.
@@ -69,31 +66,61 @@ void clear_padding(const PlanView& plan, float* sums) {
   }
 }
 
+Status check_tiling(const Kernels& kernels, const GradWeightTiling& t) {
+  const bool whole = t.chunk >= kernels.width && t.chunk % kernels.width == 0;
+  if (whole && t.columns >= 1 && t.ranges >= 1 && t.features >= 1) return {};
+  return invalid(
+      kernels.family,
+      cat("the config must have positive numbers, and a chunk of whole vectors of ", kernels.width),
+      cat("chunk=", t.chunk, " columns=", t.columns, " ranges=", t.ranges, " features=", t.features));
+}
+
 }  // namespace
 
-Status run_grad_weight(const Kernels& kernels, const GradWeightArgs& args, const Context& context) {
-  const PlanView& plan = args.plan;
-  const BsrShape& shape = plan.shape;
-  const std::int64_t tokens = args.x.rows;
-  const std::int64_t width = kernels.width;
-  const std::int64_t longest = std::min(kChunk, (tokens + width - 1) / width * width);
-  const std::int64_t out_features = shape.row_count() * shape.block_rows;
-  const std::int64_t in_features = shape.col_count() * shape.block_cols;
+// A task: the stored blocks of a range of block rows within one tile of block columns. Ranges have equal
+// shares of all stored blocks.
+Config configure_grad_weight(const Kernels& kernels, const Problem& p, const Machine& machine) {
+  const BsrShape& s = p.weight.shape;
+  GradWeightTiling t;
+  const std::int64_t lanes = (p.tokens + kernels.width - 1) / kernels.width * kernels.width;
+  t.chunk = std::clamp<std::int64_t>(lanes, kernels.width, kChunk);
+  t.columns = std::clamp<std::int64_t>(panel_floats(machine) / (t.chunk * s.block_cols), 1,
+                                       std::max<std::int64_t>(1, s.col_count()));
+  const std::int64_t tiles = (s.col_count() + t.columns - 1) / t.columns;
+  t.ranges = std::clamp<std::int64_t>(kTasks * p.threads / std::max<std::int64_t>(1, tiles), 1,
+                                      std::max<std::int64_t>(1, s.row_count()));
+  t.features = kFeatures;
+  return to_config(t);
+}
 
-  static thread_local TaskScratch scratch;  // shared with the workers for this call
-  auto* dy = scratch.y.get<float>(out_features * longest);
-  auto* x = scratch.x.get<float>(in_features * longest);
-  float* sums = args.dtype == DType::f32 ? static_cast<float*>(args.dvalues)
-                                         : scratch.unpacked.get<float>(shape.value_count());
+std::int64_t grad_weight_workspace(const Kernels& /*kernels*/, const Problem& problem, const Config& config) {
+  Room room;
+  const Parts parts(room, problem, from_config<GradWeightTiling>(config));
+  return room.bytes();
+}
+
+Status run_grad_weight(const Kernels& kernels, const Call& call) {
+  const auto tiling = from_config<GradWeightTiling>(call.config);
+  if (Status status = check_tiling(kernels, tiling); !status.ok()) return status;
+  const PlanView& plan = call.plan;
+  const BsrShape& shape = plan.shape;
+  const std::int64_t tokens = call.x.rows;
+  const std::int64_t width = kernels.width;
+  const std::int64_t tiles = (shape.col_count() + tiling.columns - 1) / tiling.columns;
+  const bool in_place = call.problem.weight.dtype == DType::f32;
+  Room room(call.workspace);
+  const Parts parts(room, call.problem, tiling);
+  float* sums = in_place ? static_cast<float*>(call.dvalues) : parts.sums;
   if (tokens == 0) std::fill(sums, sums + shape.value_count(), 0.0F);
 
-  for (std::int64_t first = 0; first < tokens; first += longest) {
-    const std::int64_t rows = std::min(longest, tokens - first);
+  for (std::int64_t first = 0; first < tokens; first += tiling.chunk) {
+    const std::int64_t rows = std::min(tiling.chunk, tokens - first);
     const std::int64_t lanes = (rows + width - 1) / width * width;
-    pack_features(kernels, context, args.dy, first, rows, lanes, out_features, dy);
-    pack_features(kernels, context, args.x, first, rows, lanes, in_features, x);
-    const Tiling tiling(shape, lanes, context.executor.threads);
-    context.executor.parallel_for(tiling.tiles * tiling.ranges, [&](std::int64_t task) {
+    pack_features(kernels, call.executor, call.dy, first, rows, lanes, shape.row_count() * shape.block_rows,
+                  tiling.features, parts.dy);
+    pack_features(kernels, call.executor, call.x, first, rows, lanes, shape.col_count() * shape.block_cols,
+                  tiling.features, parts.x);
+    call.executor.parallel_for(tiles * tiling.ranges, [&](std::int64_t task) {
       const auto from = static_cast<std::int32_t>(task / tiling.ranges * tiling.columns);
       const std::int64_t to = from + tiling.columns;
       const auto row = [&](std::int64_t part) {
@@ -106,7 +133,7 @@ Status run_grad_weight(const Kernels& kernels, const GradWeightArgs& args, const
         if (from > 0) blocks = std::lower_bound(blocks, row_end, from);
         if (to < shape.col_count()) row_end = std::lower_bound(blocks, row_end, to);
         if (blocks == row_end) continue;
-        kernels.dot({dy + i * shape.block_rows * lanes, x, lanes, plan.col,
+        kernels.dot({parts.dy + i * shape.block_rows * lanes, parts.x, lanes, plan.col,
                      static_cast<std::int32_t>(blocks - plan.col),
                      static_cast<std::int32_t>(row_end - plan.col),
                      static_cast<std::int32_t>(shape.block_rows), static_cast<std::int32_t>(shape.block_cols),
@@ -115,7 +142,7 @@ Status run_grad_weight(const Kernels& kernels, const GradWeightArgs& args, const
     });
   }
   clear_padding(plan, sums);
-  if (args.dtype != DType::f32) kernels.round(storage(args.dtype), sums, shape.value_count(), args.dvalues);
+  if (!in_place) kernels.round(storage(call.problem.weight.dtype), sums, shape.value_count(), call.dvalues);
   return {};
 }
 

@@ -10,9 +10,9 @@
 namespace rarefy::cpu {
 
 template <class I>
-constexpr Kernels kernel_table(const char* impl, std::int32_t max_vectors) {
+constexpr Kernels kernel_table(const char* family, std::int32_t max_vectors) {
   Kernels table{};
-  table.impl = impl;
+  table.family = family;
   table.width = I::kWidth;
   table.max_vectors = max_vectors;
   table.registers = I::kRegisters;

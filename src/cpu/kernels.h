@@ -9,11 +9,11 @@
 
 #include <cstdint>
 
+#include "rarefy/activation.h"
+
 namespace rarefy::cpu {
 
 enum class Storage : std::uint8_t { f32, bf16, f16 };
-
-enum class PanelActivation : std::uint8_t { none, relu, gelu_erf, gelu_tanh, silu };
 
 // Rows of a row-major matrix: `rows` × `cols` elements from `data`.
 struct RowBlock {
@@ -35,7 +35,7 @@ struct PackTask {
 struct StoreTask {
   float* panel;
   std::int32_t lanes;
-  PanelActivation activation;
+  Activation activation;
   void* data;
   std::int64_t row_stride;
   std::int32_t rows;
@@ -118,7 +118,7 @@ struct DotTask {
 
 // What one instruction set offers. A row of this table is all the drivers know of it.
 struct Kernels {
-  const char* impl;
+  const char* family;
   std::int32_t width;        // floats in a vector
   std::int32_t max_vectors;  // widest panel of gather and scatter
   std::int32_t registers;    // vector registers
@@ -129,7 +129,7 @@ struct Kernels {
   void (*dot)(const DotTask&);
   void (*few)(const FewTask&);  // or null, as few_takes
   bool (*few_takes)(std::int64_t block_rows, std::int64_t block_cols);
-  void (*activate)(PanelActivation activation, float* values, std::int64_t count);  // whole vectors
+  void (*activate)(Activation activation, float* values, std::int64_t count);  // whole vectors
   void (*unpack)(Storage from, const void* values, std::int64_t count, float* to);
   void (*round)(Storage to, const float* values, std::int64_t count, void* out);
 };

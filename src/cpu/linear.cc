@@ -2,16 +2,33 @@
 // tokens, W read by its rows or through the transposed index. A task is a panel of tokens × a range
 // of output blocks; ranges have equal shares of the stored blocks.
 #include <algorithm>
-#include <vector>
+#include <array>
 
+#include "core/message.h"
 #include "cpu/blocking.h"
-#include "cpu/cpuid.h"
 #include "cpu/drivers.h"
-#include "cpu/scratch.h"
 
 namespace rarefy::cpu {
 
 namespace {
+
+// A call as one product: sizes first, for which the problem is enough.
+struct Sizes {
+  std::int64_t out_blocks, red_blocks;
+  std::int64_t out_block, red_block;
+  bool halves;  // W is stored in 16 bits
+
+  explicit Sizes(const Problem& p)
+      : out_blocks(p.weight.shape.row_count()),
+        red_blocks(p.weight.shape.col_count()),
+        out_block(p.weight.shape.block_rows),
+        red_block(p.weight.shape.block_cols),
+        halves(p.weight.dtype != DType::f32) {
+    if (p.op == Op::linear) return;
+    std::swap(out_blocks, red_blocks);
+    std::swap(out_block, red_block);
+  }
+};
 
 // The entries of W listed by one of its dimensions: `begin` has one more element than blocks.
 struct Listing {
@@ -20,29 +37,82 @@ struct Listing {
 };
 
 struct Product {
+  Sizes sizes;
   MatrixView in;
   MutableMatrixView out;
   Listing by_output, by_reduction;
-  std::int64_t out_blocks, red_blocks, entries;
-  const void* bias = nullptr;
-  Activation activation = Activation::none;
+
+  explicit Product(const Call& call)
+      : sizes(call.problem),
+        in(call.problem.op == Op::linear ? call.x : call.dy),
+        out(call.out),
+        by_output(listing(call, call.problem.op == Op::linear)),
+        by_reduction(listing(call, call.problem.op != Op::linear)) {}
+
+ private:
+  static Listing listing(const Call& call, bool by_rows) {
+    const bool transposed = call.problem.op != Op::linear;
+    const PlanView& plan = call.plan;
+    if (by_rows) return {operand(call, plan.col, nullptr, transposed), plan.crow};
+    return {operand(call, plan.row, plan.perm, transposed), plan.ccol};
+  }
 };
 
-BlockingProblem problem_of(const Product& p, const Kernels& kernels, int threads) {
-  const SparseOperand& w = p.by_output.w;
-  return {p.in.rows, p.out_blocks,  p.red_blocks,        w.out_block,       w.red_block,   p.entries,
-          threads,   kernels.width, kernels.max_vectors, kernels.registers, panel_floats()};
+BlockingProblem problem_of(const Kernels& kernels, const Problem& p, const Machine& machine) {
+  const Sizes s(p);
+  return {p.tokens,          s.out_blocks,         s.red_blocks,
+          s.out_block,       s.red_block,          p.weight.shape.nnzb,
+          p.threads,         kernels.width,        kernels.max_vectors,
+          kernels.registers, panel_floats(machine)};
 }
 
-// Boundaries of `parts` ranges of output blocks with equal work: stored elements, and a price for
-// writing each output feature that equals about 12 of them.
-std::vector<std::int32_t> split_evenly(const Listing& list, std::int64_t blocks, std::int64_t parts) {
-  std::vector<std::int32_t> bounds;
-  for (std::int64_t part = 0; part <= parts; ++part) {
-    bounds.push_back(begin_of_part(list.begin, blocks, list.w.red_block, 12, part, parts));
+// The working memory of a call: what all tasks read, and what each worker has.
+struct Parts {
+  float* start;  // what the sums of whole output blocks start from: the bias as float, or 0
+  // A worker's:
+  float* x;
+  float* y;
+  float* unpacked;
+  std::int32_t* cursors;
+};
+
+struct Layout {
+  std::int64_t shared, worker;  // bytes
+  std::int64_t piece;           // output blocks that a task works on at once
+
+  Layout(const Kernels& kernels, const Sizes& s, const Blocking& b)
+      : piece(piece_of_range(s.out_blocks, b.splits)) {
+    Room all;
+    take_shared(all, s);
+    shared = all.bytes();
+    Parts parts{};
+    Room own;
+    take_worker(own, kernels, s, b, parts);
+    worker = own.bytes();
   }
-  return bounds;
-}
+
+  static float* take_shared(Room& room, const Sizes& s) {
+    return room.take<float>(s.out_blocks * s.out_block);
+  }
+
+  void take_worker(Room& room, const Kernels& kernels, const Sizes& s, const Blocking& b,
+                   Parts& parts) const {
+    const std::int64_t lanes = b.vectors * kernels.width;
+    const std::int64_t tile = std::min(b.tile_blocks, s.red_blocks);
+    const std::int64_t sums = s.out_block * lanes;
+    const bool single = tile == s.red_blocks;
+    if (b.scatter != 0) {
+      parts.x = room.take<float>(b.tile_blocks * s.red_block * lanes);
+      parts.y = room.take<float>(piece * sums);
+      parts.cursors = room.take<std::int32_t>(2 * b.tile_blocks);
+    } else {
+      parts.x = room.take<float>(b.panels * tile * s.red_block * lanes);
+      parts.y = room.take<float>(single ? std::min(b.group, piece) * sums : b.panels * piece * sums);
+      parts.cursors = room.take<std::int32_t>(single ? 0 : 2 * piece);
+    }
+    parts.unpacked = room.take<float>(s.halves ? std::max(kUnpacked, s.out_block * s.red_block) : 0);
+  }
+};
 
 struct Panel {
   std::int64_t first;  // token
@@ -51,68 +121,65 @@ struct Panel {
   std::int64_t lanes;
 };
 
-// Tokens first … first + count, cut into panels; only the last one may be narrower.
-std::vector<Panel> cut_tokens(std::int64_t first, std::int64_t count, std::int64_t lanes,
-                              std::int64_t width) {
-  std::vector<Panel> panels;
-  for (std::int64_t at = 0; at < count; at += lanes) {
-    const std::int64_t rows = std::min(lanes, count - at);
-    const std::int64_t vectors = (rows + width - 1) / width;
-    panels.push_back(
-        {first + at, static_cast<std::int32_t>(rows), static_cast<int>(vectors), vectors * width});
+struct Panels {
+  std::array<Panel, kMostPanels> panel;
+  std::int64_t count = 0;
+
+  // Tokens first … first + tokens, cut into panels; only the last one may be narrower.
+  Panels(std::int64_t first, std::int64_t tokens, std::int64_t lanes, std::int64_t width) {
+    for (std::int64_t at = 0; at < tokens; at += lanes) {
+      const std::int64_t rows = std::min(lanes, tokens - at);
+      const std::int64_t vectors = (rows + width - 1) / width;
+      panel[static_cast<std::size_t>(count++)] = {first + at, static_cast<std::int32_t>(rows),
+                                                  static_cast<int>(vectors), vectors * width};
+    }
   }
-  return panels;
-}
+  const Panel& operator[](std::int64_t i) const { return panel[static_cast<std::size_t>(i)]; }
+};
 
 class Task {
  public:
-  Task(const Product& product, const Kernels& kernels, const Blocking& blocking, const float* start)
-      : p_(product), k_(kernels), blocking_(blocking), start_(start), scratch_(task_scratch()) {
-    const std::int64_t unpacked = std::max(kUnpacked, product.by_output.w.block_size);
-    unpacked_ = storage(p_.in.dtype) == Storage::f32 ? nullptr : scratch_.unpacked.get<float>(unpacked);
-  }
+  Task(const Call& call, const Product& product, const Kernels& kernels, const Blocking& blocking,
+       const Parts& parts)
+      : call_(call), p_(product), k_(kernels), blocking_(blocking), parts_(parts) {}
 
   // Output blocks begin … end, by rows of W, for a set of panels. X is packed a tile of reduction
   // blocks at a time, so that the set's tile stays in L2; a group of output blocks meets all panels
   // while its weights are near. With several tiles the sums of all output blocks wait in `y`.
-  void gather(const std::vector<Panel>& panels, std::int32_t begin, std::int32_t end) {
+  void gather(const Panels& panels, std::int32_t begin, std::int32_t end) {
     const Listing& list = p_.by_output;
-    const std::int64_t tile = std::min(blocking_.tile_blocks, p_.red_blocks);
-    const bool single = tile == p_.red_blocks;
-    const std::int64_t lanes = panels.front().lanes;
-    const std::int64_t sets = std::ssize(panels);
-    // 64 features leave as runs of four cache lines (see store_run); their sums still fit in L1.
-    const auto group = static_cast<std::int32_t>(std::max<std::int64_t>(1, 64 / list.w.out_block));
+    const std::int64_t red_blocks = p_.sizes.red_blocks;
+    const std::int64_t tile = std::min(blocking_.tile_blocks, red_blocks);
+    const bool single = tile == red_blocks;
+    const std::int64_t lanes = panels[0].lanes;
+    const auto group = static_cast<std::int32_t>(blocking_.group);
     const std::int64_t x_size = tile * list.w.red_block * lanes;
-    const std::int64_t y_size = (end - begin) * list.w.out_block * lanes;
-    const std::int64_t y_group = std::min(group, end - begin) * list.w.out_block * lanes;
-    auto* x = scratch_.x.get<float>(sets * x_size);
-    auto* y = scratch_.y.get<float>(single ? y_group : sets * y_size);
-    std::int32_t* cursors =
-        single ? nullptr : scratch_.cursors.get<std::int32_t>(2 * std::int64_t{end - begin});
+    const std::int64_t y_size = (std::int64_t{end} - begin) * list.w.out_block * lanes;
     // At least once: without reduction blocks the outputs are still bias and activation.
-    for (std::int64_t first = 0; first == 0 || first < p_.red_blocks;
-         first += std::max<std::int64_t>(1, tile)) {
-      const std::int64_t last = std::min(first + tile, p_.red_blocks);
-      for (std::int64_t s = 0; s < sets; ++s) {
-        pack(panels[static_cast<std::size_t>(s)], first, last, list.w.red_block, x + s * x_size);
+    for (std::int64_t first = 0; first == 0 || first < red_blocks; first += std::max<std::int64_t>(1, tile)) {
+      const std::int64_t last = std::min(first + tile, red_blocks);
+      for (std::int64_t s = 0; s < panels.count; ++s) {
+        pack(panels[s], first, last, list.w.red_block, parts_.x + s * x_size);
       }
       const std::int32_t* entry_begin = list.begin;
       const std::int32_t* entry_end = list.begin + 1;
       if (!single) {
-        advance(list, begin, end, static_cast<std::int32_t>(last), first == 0, cursors);
-        entry_begin = cursors - begin;
-        entry_end = cursors + (end - begin) - begin;
+        advance(list, begin, end, static_cast<std::int32_t>(last), first == 0, parts_.cursors);
+        entry_begin = parts_.cursors - begin;
+        entry_end = parts_.cursors + (end - begin) - begin;
       }
       for (std::int32_t o = begin; o < end; o += group) {
         const std::int32_t stop = std::min(o + group, end);
-        for (std::int64_t s = 0; s < sets; ++s) {
-          const Panel& panel = panels[static_cast<std::size_t>(s)];
-          float* to = single ? y : y + s * y_size + (o - begin) * list.w.out_block * panel.lanes;
-          k_.gather({list.w, entry_begin, entry_end, o, stop, x + s * x_size,
+        for (std::int64_t s = 0; s < panels.count; ++s) {
+          const Panel& panel = panels[s];
+          float* to =
+              single ? parts_.y
+                     : parts_.y + s * y_size + (std::int64_t{o} - begin) * list.w.out_block * panel.lanes;
+          k_.gather({list.w, entry_begin, entry_end, o, stop, parts_.x + s * x_size,
                      static_cast<std::int32_t>(first), to,
-                     first == 0 ? start_ + o * list.w.out_block : nullptr, panel.vectors, unpacked_});
-          if (last == p_.red_blocks) store(panel, o, stop, to);
+                     first == 0 ? parts_.start + std::int64_t{o} * list.w.out_block : nullptr, panel.vectors,
+                     parts_.unpacked});
+          if (last == red_blocks) store(panel, o, stop, to);
         }
       }
     }
@@ -122,30 +189,30 @@ class Task {
   // sums of the range stay in L2.
   void scatter(const Panel& panel, std::int32_t begin, std::int32_t end) {
     const Listing& list = p_.by_reduction;
-    const std::int64_t out_lanes = list.w.out_block * panel.lanes;
-    const std::int64_t piece = std::max<std::int64_t>(1, 64 / list.w.red_block);
-    auto* x = scratch_.x.get<float>(piece * list.w.red_block * panel.lanes);
-    auto* y = scratch_.y.get<float>((end - begin) * out_lanes);
-    auto* cursors = scratch_.cursors.get<std::int32_t>(2 * piece);
-    for (std::int64_t o = 0; o < (end - begin) * list.w.out_block; ++o) {
-      std::fill_n(y + o * panel.lanes, panel.lanes, start_[begin * list.w.out_block + o]);
+    const std::int64_t red_blocks = p_.sizes.red_blocks;
+    const std::int64_t piece = blocking_.tile_blocks;
+    std::int32_t* cursors = parts_.cursors;
+    const float* start = parts_.start + std::int64_t{begin} * list.w.out_block;
+    for (std::int64_t o = 0; o < (std::int64_t{end} - begin) * list.w.out_block; ++o) {
+      std::fill_n(parts_.y + o * panel.lanes, panel.lanes, start[o]);
     }
-    for (std::int64_t first = 0; first < p_.red_blocks; first += piece) {
-      const std::int64_t last = std::min(first + piece, p_.red_blocks);
-      pack(panel, first, last, list.w.red_block, x);
+    for (std::int64_t first = 0; first < red_blocks; first += piece) {
+      const std::int64_t last = std::min(first + piece, red_blocks);
+      pack(panel, first, last, list.w.red_block, parts_.x);
       for (std::int64_t j = first; j < last; ++j) {
         const std::int32_t* rows = list.w.index;
         const std::int32_t* from = rows + list.begin[j];
         const std::int32_t* to = rows + list.begin[j + 1];
         if (begin > 0) from = std::lower_bound(from, to, begin);
-        if (end < p_.out_blocks) to = std::lower_bound(from, to, end);
+        if (end < p_.sizes.out_blocks) to = std::lower_bound(from, to, end);
         cursors[j - first] = static_cast<std::int32_t>(from - rows);
         cursors[piece + j - first] = static_cast<std::int32_t>(to - rows);
       }
       k_.scatter({list.w, cursors - first, cursors + piece - first, static_cast<std::int32_t>(first),
-                  static_cast<std::int32_t>(last), x, y, begin, panel.vectors, unpacked_});
+                  static_cast<std::int32_t>(last), parts_.x, parts_.y, begin, panel.vectors,
+                  parts_.unpacked});
     }
-    store(panel, begin, end, y);
+    store(panel, begin, end, parts_.y);
   }
 
  private:
@@ -154,10 +221,8 @@ class Task {
             float* x) const {
     const std::int64_t from = first * red_block;
     const std::int64_t features = std::min(last * red_block, p_.in.cols) - from;
-    const char* data =
-        static_cast<const char*>(p_.in.data) +
-        (panel.first * p_.in.row_stride + from) * static_cast<std::int64_t>(size_of(p_.in.dtype));
-    k_.pack({{data, p_.in.row_stride, panel.rows, static_cast<std::int32_t>(features), storage(p_.in.dtype)},
+    k_.pack({{at(p_.in, panel.first, from), p_.in.row_stride, panel.rows, static_cast<std::int32_t>(features),
+              storage(p_.in.dtype)},
              x,
              static_cast<std::int32_t>(panel.lanes)});
     std::fill(x + features * panel.lanes, x + (last - first) * red_block * panel.lanes, 0.0F);
@@ -176,88 +241,112 @@ class Task {
   }
 
   void store(const Panel& panel, std::int32_t begin, std::int32_t end, float* y) const {
-    const std::int64_t from = static_cast<std::int64_t>(begin) * p_.by_output.w.out_block;
-    const std::int64_t features =
-        std::min(static_cast<std::int64_t>(end) * p_.by_output.w.out_block, p_.out.cols) - from;
-    char* data = static_cast<char*>(p_.out.data) +
-                 (panel.first * p_.out.row_stride + from) * static_cast<std::int64_t>(size_of(p_.out.dtype));
-    k_.store({y, static_cast<std::int32_t>(panel.lanes), static_cast<PanelActivation>(p_.activation), data,
+    const std::int64_t from = begin * std::int64_t{p_.by_output.w.out_block};
+    const std::int64_t features = std::min(end * std::int64_t{p_.by_output.w.out_block}, p_.out.cols) - from;
+    k_.store({y, static_cast<std::int32_t>(panel.lanes), call_.activation, at(p_.out, panel.first, from),
               p_.out.row_stride, panel.rows, static_cast<std::int32_t>(features), storage(p_.out.dtype)});
   }
 
+  const Call& call_;
   const Product& p_;
   const Kernels& k_;
   const Blocking& blocking_;
-  const float* start_;
-  TaskScratch& scratch_;
-  float* unpacked_;
+  const Parts& parts_;
 };
 
-Status run(const Product& product, const Kernels& kernels, const Context& context) {
-  const Blocking blocking = choose_blocking(problem_of(product, kernels, context.executor.threads));
-  // What the sums of whole output blocks start from: the bias as float, or 0. A bias of −0 becomes +0, as if
-  // it were added last.
-  std::vector<float> start(static_cast<std::size_t>(product.out_blocks * product.by_output.w.out_block));
-  if (product.bias != nullptr) {
-    kernels.unpack(storage(product.out.dtype), product.bias, product.out.cols, start.data());
-    for (float& sum : start) sum += 0.0F;
+// A forced configuration may be anything.
+Status check_blocking(const Kernels& kernels, const Sizes& s, const Blocking& b) {
+  const auto check = [&](std::string_view field, std::int64_t value, std::int64_t least, std::int64_t most) {
+    if (value >= least && value <= most) return Status();
+    return invalid(kernels.family, cat(field, " of the config must be in [", least, ", ", most, ']'),
+                   cat(value));
+  };
+  const std::int64_t out = std::max<std::int64_t>(1, s.out_blocks);
+  const std::int64_t red = std::max<std::int64_t>({1, s.red_blocks, std::int64_t{64}});
+  for (const Status& status :
+       {check("scatter", b.scatter, 0, 1), check("vectors", b.vectors, 1, kernels.max_vectors),
+        check("panels", b.panels, 1, b.scatter != 0 ? 1 : kMostPanels), check("splits", b.splits, 1, out),
+        check("tile_blocks", b.tile_blocks, 1, red),
+        check("group", b.group, 1, std::max<std::int64_t>(out, 64))}) {
+    if (!status.ok()) return status;
   }
-  const std::vector<std::int32_t> bounds =
-      split_evenly(product.by_output, product.out_blocks, blocking.splits);
-  const std::int64_t lanes = static_cast<std::int64_t>(blocking.vectors) * kernels.width;
-  const std::int64_t tokens = lanes * blocking.panels;  // of one task
-  const std::int64_t sets = (product.in.rows + tokens - 1) / tokens;
-  run_tasks(context, sets * blocking.splits, [&](std::int64_t t) {
-    const std::int64_t first = t / blocking.splits * tokens;
-    const auto split = static_cast<std::size_t>(t % blocking.splits);
-    if (bounds[split] == bounds[split + 1]) return;
-    const std::vector<Panel> panels =
-        cut_tokens(first, std::min(tokens, product.in.rows - first), lanes, kernels.width);
-    Task task(product, kernels, blocking, start.data());
-    if (blocking.scatter) {
-      task.scatter(panels.front(), bounds[split], bounds[split + 1]);
-    } else {
-      task.gather(panels, bounds[split], bounds[split + 1]);
-    }
-  });
   return {};
 }
 
 }  // namespace
 
-SparseOperand operand(const BsrView& w, const std::int32_t* index, const std::int32_t* perm,
+SparseOperand operand(const Call& call, const std::int32_t* index, const std::int32_t* perm,
                       bool transposed) {
-  const BsrShape& s = w.plan.shape;
+  const BsrShape& s = call.plan.shape;
   const auto rows = static_cast<std::int32_t>(s.block_rows);
   const auto cols = static_cast<std::int32_t>(s.block_cols);
-  if (transposed) return {index, perm, w.values, storage(w.dtype), s.block_size(), 1, cols, cols, rows};
-  return {index, perm, w.values, storage(w.dtype), s.block_size(), cols, 1, rows, cols};
+  const Storage stored = storage(call.problem.weight.dtype);
+  if (transposed) return {index, perm, call.values, stored, s.block_size(), 1, cols, cols, rows};
+  return {index, perm, call.values, stored, s.block_size(), cols, 1, rows, cols};
 }
 
-Status run_linear(const Kernels& kernels, const LinearArgs& args, const Context& context) {
-  const PlanView& plan = args.w.plan;
-  return run({args.x,
-              args.y,
-              {operand(args.w, plan.col, nullptr, false), plan.crow},
-              {operand(args.w, plan.row, plan.perm, false), plan.ccol},
-              plan.shape.row_count(),
-              plan.shape.col_count(),
-              plan.shape.nnzb,
-              args.bias,
-              args.activation},
-             kernels, context);
+Config configure_product(const Kernels& kernels, const Problem& problem, const Machine& machine) {
+  return to_config(choose_blocking(problem_of(kernels, problem, machine)));
 }
 
-Status run_grad_input(const Kernels& kernels, const GradInputArgs& args, const Context& context) {
-  const PlanView& plan = args.w.plan;
-  return run({args.dy,
-              args.dx,
-              {operand(args.w, plan.row, plan.perm, true), plan.ccol},
-              {operand(args.w, plan.col, nullptr, true), plan.crow},
-              plan.shape.col_count(),
-              plan.shape.row_count(),
-              plan.shape.nnzb},
-             kernels, context);
+std::vector<Config> product_candidates(const Kernels& kernels, const Problem& problem,
+                                       const Machine& machine) {
+  std::vector<Config> configs;
+  for (const Blocking& b : all_blockings(problem_of(kernels, problem, machine)))
+    configs.push_back(to_config(b));
+  return configs;
+}
+
+std::int64_t product_workspace(const Kernels& kernels, const Problem& problem, const Config& config) {
+  const Layout layout(kernels, Sizes(problem), from_config<Blocking>(config));
+  return layout.shared + problem.threads * layout.worker;
+}
+
+Status run_product(const Kernels& kernels, const Call& call) {
+  const auto blocking = from_config<Blocking>(call.config);
+  const Product product(call);
+  const Sizes& sizes = product.sizes;
+  if (Status status = check_blocking(kernels, sizes, blocking); !status.ok()) return status;
+  const Layout layout(kernels, sizes, blocking);
+  Room shared(call.workspace);
+  float* start = Layout::take_shared(shared, sizes);
+  const std::int64_t out_features = sizes.out_blocks * sizes.out_block;
+  if (call.bias != nullptr) {
+    unpack_bias(kernels, product.out.dtype, call.bias, product.out.cols, start);
+    std::fill(start + product.out.cols, start + out_features, 0.0F);
+  } else {
+    std::fill_n(start, out_features, 0.0F);
+  }
+
+  // Ranges of output blocks have equal work: stored elements, and a price for writing each output feature
+  // that equals about 12 of them.
+  const Listing& list = product.by_output;
+  const auto bound = [&](std::int64_t part) {
+    return begin_of_part(list.begin, sizes.out_blocks, sizes.red_block, 12, part, blocking.splits);
+  };
+  const std::int64_t lanes = blocking.vectors * kernels.width;
+  const std::int64_t tokens = lanes * blocking.panels;  // of one task
+  const std::int64_t sets = (product.in.rows + tokens - 1) / tokens;
+  call.executor.parallel_for(sets * blocking.splits, [&](std::int64_t t, int worker) {
+    const std::int64_t first = t / blocking.splits * tokens;
+    const std::int32_t end = bound(t % blocking.splits + 1);
+    std::int32_t begin = bound(t % blocking.splits);
+    if (begin == end) return;
+    Parts parts{start, nullptr, nullptr, nullptr, nullptr};
+    Room own(static_cast<char*>(call.workspace) + layout.shared + worker * layout.worker);
+    layout.take_worker(own, kernels, sizes, blocking, parts);
+    const Panels panels(first, std::min(tokens, product.in.rows - first), lanes, kernels.width);
+    Task task(call, product, kernels, blocking, parts);
+    for (; begin < end; begin += static_cast<std::int32_t>(layout.piece)) {
+      const auto stop = static_cast<std::int32_t>(std::min<std::int64_t>(begin + layout.piece, end));
+      if (blocking.scatter != 0) {
+        task.scatter(panels[0], begin, stop);
+      } else {
+        task.gather(panels, begin, stop);
+      }
+    }
+  });
+  return {};
 }
 
 }  // namespace rarefy::cpu

@@ -2,75 +2,109 @@
 // ranges of block rows with equal shares of the stored blocks, and Y is written row by row.
 #include <algorithm>
 
+#include "core/message.h"
 #include "cpu/blocking.h"
 #include "cpu/drivers.h"
-#include "cpu/scratch.h"
 
 namespace rarefy::cpu {
 
 namespace {
 
-constexpr std::int64_t kTasks = 4;  // per thread
+constexpr std::int64_t kTasks = 4;  // per thread: the last ones to end are short
 
 // Rows of `cols` elements as float, each padded with 0 to `padded`; rows past the last are 0.
 void to_float(const Kernels& kernels, const MatrixView& from, std::int64_t rows, std::int64_t padded,
               float* to) {
   std::fill_n(to, rows * padded, 0.0F);
   for (std::int64_t m = 0; m < from.rows; ++m) {
-    const char* row = static_cast<const char*>(from.data) +
-                      m * from.row_stride * static_cast<std::int64_t>(size_of(from.dtype));
-    kernels.unpack(storage(from.dtype), row, from.cols, to + m * padded);
+    kernels.unpack(storage(from.dtype), at(from, m, 0), from.cols, to + m * padded);
   }
 }
 
+// The working memory: X for all, sums and unpacked values for each worker.
+struct Layout {
+  std::int64_t tokens;       // that the kernels have: 1, 2 or 4
+  std::int64_t in_features;  // padded
+  std::int64_t piece;        // block rows that a task works on at once
+  std::int64_t stride;       // floats of a row of sums
+  std::int64_t unpacked;
+  std::int64_t shared, worker;
+
+  Layout(const Kernels& kernels, const Problem& p, const FewSplit& split) {
+    const BsrShape& s = p.weight.shape;
+    tokens = p.tokens == 3 ? 4 : p.tokens;
+    in_features = s.col_count() * s.block_cols;
+    piece = piece_of_range(s.row_count(), split.tasks);
+    stride = (piece * s.block_rows + kernels.width - 1) / kernels.width * kernels.width;
+    unpacked = p.weight.dtype == DType::f32 ? 0 : std::max(kUnpacked, s.block_size());
+    Room all;
+    all.take<float>(tokens * in_features);
+    shared = all.bytes();
+    Room own;
+    own.take<float>(tokens * stride);
+    own.take<float>(unpacked);
+    worker = own.bytes();
+  }
+};
+
 }  // namespace
 
-bool takes_few(const Kernels& kernels, const LinearArgs& args) {
-  const BsrShape& s = args.w.plan.shape;
-  return kernels.few != nullptr && has_storage(args.w.dtype) && args.x.rows > 0 &&
-         args.x.rows <= kFewTokens && kernels.few_takes(s.block_rows, s.block_cols);
+Reason supports_few(const Kernels& kernels, const Problem& p) {
+  const BsrShape& s = p.weight.shape;
+  if (p.tokens < 1 || p.tokens > kFewTokens) return cat("takes 1 to ", kFewTokens, " tokens; got ", p.tokens);
+  if (!kernels.few_takes(s.block_rows, s.block_cols)) {
+    return cat("blocks of ", s.block_rows, 'x', s.block_cols, " do not fill its vectors");
+  }
+  return {};
 }
 
-Status run_linear_few(const Kernels& kernels, const LinearArgs& args, const Context& context) {
-  const PlanView& plan = args.w.plan;
-  const BsrShape& s = plan.shape;
-  const std::int64_t tokens = args.x.rows == 3 ? 4 : args.x.rows;
-  const std::int64_t in_features = s.col_count() * s.block_cols;
-  static thread_local Scratch x_scratch;  // read by the workers during this call
-  auto* x = x_scratch.get<float>(tokens * in_features);
-  to_float(kernels, args.x, tokens, in_features, x);
+Config configure_few(const Problem& problem, const Machine& /*machine*/) {
+  return to_config(FewSplit{std::clamp<std::int64_t>(
+      kTasks * problem.threads, 1, std::max<std::int64_t>(1, problem.weight.shape.row_count()))});
+}
 
-  const std::int64_t tasks = std::clamp<std::int64_t>(kTasks * context.executor.threads, 1,
-                                                      std::max<std::int64_t>(1, s.row_count()));
-  run_tasks(context, tasks, [&](std::int64_t task) {
-    const std::int32_t begin = begin_of_part(plan.crow, s.row_count(), 1, 0, task, tasks);
-    const std::int32_t end = begin_of_part(plan.crow, s.row_count(), 1, 0, task + 1, tasks);
-    if (begin == end) return;
-    TaskScratch& scratch = task_scratch();
+std::int64_t few_workspace(const Kernels& kernels, const Problem& problem, const Config& config) {
+  const Layout layout(kernels, problem, from_config<FewSplit>(config));
+  return layout.shared + problem.threads * layout.worker;
+}
+
+Status run_linear_few(const Kernels& kernels, const Call& call) {
+  const auto split = from_config<FewSplit>(call.config);
+  if (split.tasks < 1)
+    return invalid(kernels.family, "tasks of the config must be at least 1", cat(split.tasks));
+  const PlanView& plan = call.plan;
+  const BsrShape& s = plan.shape;
+  const Layout layout(kernels, call.problem, split);
+  auto* x = static_cast<float*>(call.workspace);
+  to_float(kernels, call.x, layout.tokens, layout.in_features, x);
+
+  // Block rows begin … end, at most a piece of them.
+  const auto rows = [&](std::int32_t begin, std::int32_t end, float* y, float* unpacked) {
     const std::int64_t first = begin * s.block_rows;
-    const std::int64_t padded = (end - begin) * s.block_rows;
     const std::int64_t features = std::min(end * s.block_rows, s.rows) - first;
-    const std::int64_t stride = (padded + kernels.width - 1) / kernels.width * kernels.width;
-    auto* y = scratch.y.get<float>(tokens * stride);
-    std::fill_n(y, tokens * stride, 0.0F);
-    if (args.bias != nullptr) {
+    std::fill_n(y, layout.tokens * layout.stride, 0.0F);
+    if (call.bias != nullptr) {
       const char* bias =
-          static_cast<const char*>(args.bias) + first * static_cast<std::int64_t>(size_of(args.y.dtype));
-      for (std::int64_t m = 0; m < tokens; ++m) {
-        kernels.unpack(storage(args.y.dtype), bias, features, y + m * stride);
+          static_cast<const char*>(call.bias) + first * static_cast<std::int64_t>(size_of(call.out.dtype));
+      for (std::int64_t m = 0; m < layout.tokens; ++m) {
+        unpack_bias(kernels, call.out.dtype, bias, features, y + m * layout.stride);
       }
-      for (std::int64_t i = 0; i < tokens * stride; ++i) y[i] += 0.0F;  // −0 to +0, as in linear.cc
     }
-    float* unpacked = args.w.dtype == DType::f32
-                          ? nullptr
-                          : scratch.unpacked.get<float>(std::max(kUnpacked, s.block_size()));
-    kernels.few({operand(args.w, plan.col, nullptr, false), plan.crow, begin, end, x, in_features,
-                 static_cast<std::int32_t>(tokens), y, stride, unpacked});
-    for (std::int64_t m = 0; m < args.x.rows; ++m) {
-      kernels.activate(static_cast<PanelActivation>(args.activation), y + m * stride, stride);
-      char* to = static_cast<char*>(args.y.data) +
-                 (m * args.y.row_stride + first) * static_cast<std::int64_t>(size_of(args.y.dtype));
-      kernels.round(storage(args.y.dtype), y + m * stride, features, to);
+    kernels.few({operand(call, plan.col, nullptr, false), plan.crow, begin, end, x, layout.in_features,
+                 static_cast<std::int32_t>(layout.tokens), y, layout.stride, unpacked});
+    for (std::int64_t m = 0; m < call.x.rows; ++m) {
+      kernels.activate(call.activation, y + m * layout.stride, layout.stride);
+      kernels.round(storage(call.out.dtype), y + m * layout.stride, features, at(call.out, m, first));
+    }
+  };
+  call.executor.parallel_for(split.tasks, [&](std::int64_t task, int worker) {
+    Room own(static_cast<char*>(call.workspace) + layout.shared + worker * layout.worker);
+    auto* y = own.take<float>(layout.tokens * layout.stride);
+    auto* unpacked = own.take<float>(layout.unpacked);
+    const std::int32_t end = begin_of_part(plan.crow, s.row_count(), 1, 0, task + 1, split.tasks);
+    std::int32_t begin = begin_of_part(plan.crow, s.row_count(), 1, 0, task, split.tasks);
+    for (; begin < end; begin += static_cast<std::int32_t>(layout.piece)) {
+      rows(begin, static_cast<std::int32_t>(std::min<std::int64_t>(begin + layout.piece, end)), y, unpacked);
     }
   });
   return {};

@@ -96,8 +96,8 @@ void pack(const PackTask& task) {
 
 // In place, and on whole vectors.
 template <class I>
-void activate_all(PanelActivation activation, float* values, std::int64_t count) {
-  if (activation == PanelActivation::none) return;
+void activate_all(Activation activation, float* values, std::int64_t count) {
+  if (activation == Activation::none) return;
   for (std::int64_t i = 0; i < count; i += I::kWidth) {
     I::store(values + i, activate<I>(activation, I::load(values + i)));
   }

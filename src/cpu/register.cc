@@ -1,4 +1,6 @@
-// Which CPU kernels this machine can run, best first.
+// The CPU's kernels as rows, best first. All that were compiled in are listed; what the processor lacks is
+// their reason.
+#include "core/message.h"
 #include "cpu/cpuid.h"
 #include "cpu/drivers.h"
 
@@ -6,52 +8,98 @@ namespace rarefy {
 
 namespace {
 
-template <const cpu::Kernels& kKernels>
-void add_few(Registry& registry, std::string_view linear) {
-  registry.linear.push_back({kKernels.impl, linear, Device::cpu,
-                             [](const LinearArgs& args) { return cpu::takes_few(kKernels, args); },
-                             [](const LinearArgs& args, const Context& context) {
-                               return cpu::run_linear_few(kKernels, args, context);
-                             }});
+// Kernels load and store three dtypes, each operand its own, and sum in float.
+Reason supports_dtypes(const Problem& p) {
+  for (const auto& [argument, dtype] :
+       {std::pair{"inputs", p.in}, {"values", p.weight.dtype}, {"outputs", p.out}}) {
+    if (!cpu::storage_of(dtype)) return cat("takes ", argument, " in f32, bf16 or f16; got ", name(dtype));
+  }
+  return {};
 }
 
-template <const cpu::Kernels& kKernels>
+// `feature` is what the processor must have; empty: nothing.
+template <const cpu::Kernels& kKernels, const std::string_view& kFeature>
+Reason supports(const Problem& p, const Machine& machine) {
+  if (!kFeature.empty() && !machine.has(kFeature)) return cat("the processor lacks ", kFeature);
+  return supports_dtypes(p);
+}
+
+template <const cpu::Kernels& kKernels, const std::string_view& kFeature>
+void add_few(Registry& registry, std::string_view name) {
+  registry.push_back({
+      .op = Op::linear,
+      .device = Device::cpu,
+      .family = kKernels.family,
+      .name = name,
+      .supports =
+          [](const Problem& p, const Machine& machine) {
+            Reason reason = supports<kKernels, kFeature>(p, machine);
+            return reason.empty() ? cpu::supports_few(kKernels, p) : reason;
+          },
+      .run = [](const Call& call) { return cpu::run_linear_few(kKernels, call); },
+      .configure = cpu::configure_few,
+      .fields = cpu::FewSplit::kFields,
+      .workspace = [](const Problem& p, const Config& c) { return cpu::few_workspace(kKernels, p, c); },
+  });
+}
+
+template <const cpu::Kernels& kKernels, const std::string_view& kFeature>
 void add(Registry& registry, std::string_view linear, std::string_view grad_input,
          std::string_view grad_weight) {
-  registry.linear.push_back({kKernels.impl, linear, Device::cpu,
-                             [](const LinearArgs& args) { return cpu::has_storage(args.w.dtype); },
-                             [](const LinearArgs& args, const Context& context) {
-                               return cpu::run_linear(kKernels, args, context);
-                             }});
-  registry.grad_input.push_back({kKernels.impl, grad_input, Device::cpu,
-                                 [](const GradInputArgs& args) { return cpu::has_storage(args.w.dtype); },
-                                 [](const GradInputArgs& args, const Context& context) {
-                                   return cpu::run_grad_input(kKernels, args, context);
-                                 }});
-  registry.grad_weight.push_back({kKernels.impl, grad_weight, Device::cpu,
-                                  [](const GradWeightArgs& args) { return cpu::has_storage(args.x.dtype); },
-                                  [](const GradWeightArgs& args, const Context& context) {
-                                    return cpu::run_grad_weight(kKernels, args, context);
-                                  }});
+  const auto product = [](Op op, std::string_view name) -> Kernel {
+    return {
+        .op = op,
+        .device = Device::cpu,
+        .family = kKernels.family,
+        .name = name,
+        .supports = supports<kKernels, kFeature>,
+        .run = [](const Call& call) { return cpu::run_product(kKernels, call); },
+        .configure = [](const Problem& p,
+                        const Machine& m) { return cpu::configure_product(kKernels, p, m); },
+        .fields = cpu::Blocking::kFields,
+        .candidates = [](const Problem& p,
+                         const Machine& m) { return cpu::product_candidates(kKernels, p, m); },
+        .workspace = [](const Problem& p, const Config& c) { return cpu::product_workspace(kKernels, p, c); },
+    };
+  };
+  registry.push_back(product(Op::linear, linear));
+  registry.push_back(product(Op::grad_input, grad_input));
+  registry.push_back({
+      .op = Op::grad_weight,
+      .device = Device::cpu,
+      .family = kKernels.family,
+      .name = grad_weight,
+      .supports = supports<kKernels, kFeature>,
+      .run = [](const Call& call) { return cpu::run_grad_weight(kKernels, call); },
+      .configure = [](const Problem& p,
+                      const Machine& m) { return cpu::configure_grad_weight(kKernels, p, m); },
+      .fields = cpu::GradWeightTiling::kFields,
+      .workspace = [](const Problem& p,
+                      const Config& c) { return cpu::grad_weight_workspace(kKernels, p, c); },
+  });
 }
+
+constexpr std::string_view kAny;
+#if defined(__x86_64__)
+constexpr std::string_view kHasAvx512 = "avx512";
+constexpr std::string_view kHasAvx2 = "avx2";
+#endif
 
 }  // namespace
 
 void register_cpu(Registry& registry) {
 #if defined(__x86_64__)
-  if (cpu::features().avx512) {
-    add_few<cpu::kAvx512>(registry, "avx512_linear_few");
-    add<cpu::kAvx512>(registry, "avx512_linear", "avx512_grad_input", "avx512_grad_weight");
-  }
-  if (cpu::features().avx2) {
-    add_few<cpu::kAvx2>(registry, "avx2_linear_few");
-    add<cpu::kAvx2>(registry, "avx2_linear", "avx2_grad_input", "avx2_grad_weight");
-  }
+  add_few<cpu::kAvx512, kHasAvx512>(registry, "avx512_linear_few");
+  add<cpu::kAvx512, kHasAvx512>(registry, "avx512_linear", "avx512_grad_input", "avx512_grad_weight");
+  add_few<cpu::kAvx2, kHasAvx2>(registry, "avx2_linear_few");
+  add<cpu::kAvx2, kHasAvx2>(registry, "avx2_linear", "avx2_grad_input", "avx2_grad_weight");
 #endif
-  add<cpu::kScalar>(registry, "scalar_linear", "scalar_grad_input", "scalar_grad_weight");
+  add<cpu::kScalar, kAny>(registry, "scalar_linear", "scalar_grad_input", "scalar_grad_weight");
 }
 
-std::string cpu_model() { return cpu::model_name(); }
-std::vector<std::string> cpu_features() { return cpu::feature_names(); }
+const Machine& cpu_machine() {
+  static const Machine machine = cpu::detect();
+  return machine;
+}
 
 }  // namespace rarefy

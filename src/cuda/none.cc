@@ -5,6 +5,10 @@ namespace rarefy {
 
 void register_cuda(Registry& /*registry*/) {}
 bool cuda_built() { return false; }
-std::vector<std::string> cuda_devices() { return {}; }
+const std::vector<DeviceInfo>& cuda_devices() {
+  static const std::vector<DeviceInfo> none;
+  return none;
+}
+int current_cuda_device() { return 0; }
 
 }  // namespace rarefy

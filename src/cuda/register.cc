@@ -1,16 +1,14 @@
-// The CUDA back end in the registry: what its kernels accept, and what a failed launch says.
+// The CUDA back end in the registry: its families, best first, and what it knows of the GPUs.
 #include <cuda_runtime_api.h>
 
 #include "core/message.h"
 #include "core/registry.h"
-#include "cuda/kernels.h"
+#include "cuda/simt/kernels.h"
+#include "cuda/status.h"
 
 namespace rarefy {
-namespace {
 
-bool is_float(DType dtype) { return dtype != DType::i8; }
-
-Status launch_status(Op op, cudaError_t launched) {
+Status cuda::launch_status(Op op, cudaError_t launched) {
   if (launched == cudaSuccess) return {};
   cudaGetLastError();  // it is reported here: not once more by the caller's next CUDA call
   const auto code = [&] {
@@ -26,42 +24,52 @@ Status launch_status(Op op, cudaError_t launched) {
                cat(cudaGetErrorName(launched), ": ", cudaGetErrorString(launched)));
 }
 
-// What the registry calls for one product.
-template <Op op, auto launch, class Args>
-Status run(const Args& args, const Context& context) {
-  return launch_status(op, launch(args, static_cast<cudaStream_t>(context.stream)));
+void register_cuda(Registry& registry) { cuda::simt::add_rows(registry); }
+
+bool cuda_built() { return true; }
+
+namespace {
+
+DeviceInfo describe(int device) {
+  cudaDeviceProp properties{};
+  if (cudaGetDeviceProperties(&properties, device) != cudaSuccess) return {};
+  const auto attribute = [&](cudaDeviceAttr which) {
+    int value = 0;
+    cudaDeviceGetAttribute(&value, which, device);
+    return static_cast<double>(value);
+  };
+  // Two transfers a clock, which is given in kHz; the bus in bits.
+  const double bandwidth =
+      2e3 * attribute(cudaDevAttrMemoryClockRate) * attribute(cudaDevAttrGlobalMemoryBusWidth) / 8;
+  return {properties.name,
+          10 * properties.major + properties.minor,
+          properties.multiProcessorCount,
+          static_cast<std::int64_t>(properties.sharedMemPerBlockOptin),
+          properties.l2CacheSize,
+          static_cast<std::int64_t>(properties.totalGlobalMem),
+          bandwidth};
 }
 
 }  // namespace
 
-void register_cuda(Registry& registry) {
-  registry.linear.push_back({"cuda", "cuda_linear", Device::cuda,
-                             [](const LinearArgs& args) { return is_float(args.w.dtype); },
-                             run<Op::linear, cuda::launch_linear, LinearArgs>});
-  registry.grad_input.push_back({"cuda", "cuda_grad_input", Device::cuda,
-                                 [](const GradInputArgs& args) { return is_float(args.w.dtype); },
-                                 run<Op::grad_input, cuda::launch_grad_input, GradInputArgs>});
-  registry.grad_weight.push_back({"cuda", "cuda_grad_weight", Device::cuda,
-                                  [](const GradWeightArgs& args) { return is_float(args.dtype); },
-                                  run<Op::grad_weight, cuda::launch_grad_weight, GradWeightArgs>});
+const std::vector<DeviceInfo>& cuda_devices() {
+  static const std::vector<DeviceInfo> devices = [] {
+    std::vector<DeviceInfo> found;
+    int count = 0;
+    if (cudaGetDeviceCount(&count) == cudaSuccess) {  // fails without a driver, a GPU or permission
+      for (int device = 0; device < count; ++device) found.push_back(describe(device));
+    }
+    cudaGetLastError();
+    return found;
+  }();
+  return devices;
 }
 
-bool cuda_built() { return true; }
-
-// Initialises the driver, after which a forked child cannot use CUDA: not for the time of an import.
-std::vector<std::string> cuda_devices() {
-  std::vector<std::string> devices;
-  int count = 0;
-  cudaError_t status = cudaGetDeviceCount(&count);  // fails without a driver, a GPU or permission
-  for (int device = 0; status == cudaSuccess && device < count; ++device) {
-    cudaDeviceProp properties{};
-    status = cudaGetDeviceProperties(&properties, device);
-    if (status == cudaSuccess) {
-      devices.push_back(cat(properties.name, " (sm_", properties.major, properties.minor, ')'));
-    }
-  }
-  if (status != cudaSuccess) cudaGetLastError();
-  return devices;
+int current_cuda_device() {
+  int device = 0;
+  if (cudaGetDevice(&device) == cudaSuccess) return device;
+  cudaGetLastError();
+  return 0;
 }
 
 }  // namespace rarefy

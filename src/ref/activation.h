@@ -9,6 +9,7 @@
 namespace rarefy::ref {
 
 inline double activate(Activation activation, double x) {
+  static_assert(kActivations == 5);
   switch (activation) {
     case Activation::none: return x;
     case Activation::relu: return x > 0 || std::isnan(x) ? x : 0.0;

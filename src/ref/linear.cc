@@ -10,60 +10,60 @@
 namespace rarefy {
 namespace {
 
-// Calls f(In{}, Out{}) for the dtype pairs that linear.cc lets through.
+// Calls f(In{}, W{}, Out{}) for inputs and outputs that linear.cc lets through, and any stored weight.
 template <class F>
-void dispatch_pair(DType in, DType out, F&& f) {
-  visit_dtype(in, [&]<class In>(In) {
-    if constexpr (!std::is_same_v<In, std::int8_t>) {
-      f(In{}, In{});
-    } else if (out == DType::f64) {
-      f(In{}, double{});
-    } else {
-      f(In{}, float{});
-    }
+void dispatch_dtypes(const Problem& p, F&& f) {
+  visit_dtype(p.in, [&]<class In>(In) {
+    visit_dtype(p.weight.dtype, [&]<class W>(W) {
+      if constexpr (!std::is_same_v<In, std::int8_t>) {
+        f(In{}, W{}, In{});
+      } else {
+        visit_float(p.out, [&]<class Out>(Out) { f(In{}, W{}, Out{}); });
+      }
+    });
   });
 }
 
-Status linear_ref(const LinearArgs& args, const Context& context) {
-  const PlanView& plan = args.w.plan;
+Status linear_ref(const Call& call) {
+  const PlanView& plan = call.plan;
   const BsrShape& shape = plan.shape;
-  dispatch_pair(args.w.dtype, args.y.dtype, [&]<class In, class Out>(In, Out) {
-    const auto* values = static_cast<const In*>(args.w.values);
-    const auto* bias = static_cast<const Out*>(args.bias);
-    context.executor.parallel_for(args.x.rows, [&](std::int64_t m) {
-      const In* x = static_cast<const In*>(args.x.data) + m * args.x.row_stride;
-      Out* y = static_cast<Out*>(args.y.data) + m * args.y.row_stride;
+  dispatch_dtypes(call.problem, [&]<class In, class W, class Out>(In, W, Out) {
+    const auto* values = static_cast<const W*>(call.values);
+    const auto* bias = static_cast<const Out*>(call.bias);
+    call.executor.parallel_for(call.x.rows, [&](std::int64_t m) {
+      const In* x = static_cast<const In*>(call.x.data) + m * call.x.row_stride;
+      Out* y = static_cast<Out*>(call.out.data) + m * call.out.row_stride;
       for (std::int64_t n = 0; n < shape.rows; ++n) {
         const std::int64_t i = n / shape.block_rows;
         double sum = 0;
         for (std::int32_t e = plan.crow[i]; e < plan.crow[i + 1]; ++e) {
-          const In* w = values + e * shape.block_size() + (n % shape.block_rows) * shape.block_cols;
+          const W* w = values + e * shape.block_size() + (n % shape.block_rows) * shape.block_cols;
           const std::int64_t k0 = plan.col[e] * shape.block_cols;
           for (std::int64_t c = 0; c < std::min(shape.block_cols, shape.cols - k0); ++c) {
             sum += load(x + k0 + c) * load(w + c);
           }
         }
         if (bias != nullptr) sum += load(bias + n);
-        store(y + n, ref::activate(args.activation, sum));
+        store(y + n, ref::activate(call.activation, sum));
       }
     });
   });
   return {};
 }
 
-Status grad_input_ref(const GradInputArgs& args, const Context& context) {
-  const PlanView& plan = args.w.plan;
+Status grad_input_ref(const Call& call) {
+  const PlanView& plan = call.plan;
   const BsrShape& shape = plan.shape;
-  dispatch_pair(args.w.dtype, args.dx.dtype, [&]<class In, class Out>(In, Out) {
-    const auto* values = static_cast<const In*>(args.w.values);
-    context.executor.parallel_for(args.dy.rows, [&](std::int64_t m) {
-      const In* dy = static_cast<const In*>(args.dy.data) + m * args.dy.row_stride;
-      Out* dx = static_cast<Out*>(args.dx.data) + m * args.dx.row_stride;
+  dispatch_dtypes(call.problem, [&]<class In, class W, class Out>(In, W, Out) {
+    const auto* values = static_cast<const W*>(call.values);
+    call.executor.parallel_for(call.dy.rows, [&](std::int64_t m) {
+      const In* dy = static_cast<const In*>(call.dy.data) + m * call.dy.row_stride;
+      Out* dx = static_cast<Out*>(call.out.data) + m * call.out.row_stride;
       for (std::int64_t k = 0; k < shape.cols; ++k) {
         const std::int64_t j = k / shape.block_cols;
         double sum = 0;
         for (std::int32_t e = plan.ccol[j]; e < plan.ccol[j + 1]; ++e) {
-          const In* w = values + plan.perm[e] * shape.block_size() + k % shape.block_cols;
+          const W* w = values + plan.perm[e] * shape.block_size() + k % shape.block_cols;
           const std::int64_t n0 = plan.row[e] * shape.block_rows;
           for (std::int64_t r = 0; r < std::min(shape.block_rows, shape.rows - n0); ++r) {
             sum += load(dy + n0 + r) * load(w + r * shape.block_cols);
@@ -76,46 +76,46 @@ Status grad_input_ref(const GradInputArgs& args, const Context& context) {
   return {};
 }
 
-Status grad_weight_ref(const GradWeightArgs& args, const Context& context) {
-  const PlanView& plan = args.plan;
+Status grad_weight_ref(const Call& call) {
+  const PlanView& plan = call.plan;
   const BsrShape& shape = plan.shape;
-  dispatch_pair(args.x.dtype, args.dtype, [&]<class In, class Out>(In, Out) {
-    context.executor.parallel_for(shape.row_count(), [&](std::int64_t i) {
-      for (std::int32_t e = plan.crow[i]; e < plan.crow[i + 1]; ++e) {
-        Out* block = static_cast<Out*>(args.dvalues) + e * shape.block_size();
-        for (std::int64_t r = 0; r < shape.block_rows; ++r) {
-          for (std::int64_t c = 0; c < shape.block_cols; ++c) {
-            const std::int64_t n = i * shape.block_rows + r;
-            const std::int64_t k = plan.col[e] * shape.block_cols + c;
-            double sum = 0;
-            if (n < shape.rows && k < shape.cols) {
-              for (std::int64_t m = 0; m < args.x.rows; ++m) {
-                sum += load(static_cast<const In*>(args.dy.data) + m * args.dy.row_stride + n) *
-                       load(static_cast<const In*>(args.x.data) + m * args.x.row_stride + k);
+  visit_dtype(call.problem.in, [&]<class In>(In) {
+    visit_float(call.problem.weight.dtype, [&]<class Out>(Out) {
+      call.executor.parallel_for(shape.row_count(), [&](std::int64_t i) {
+        for (std::int32_t e = plan.crow[i]; e < plan.crow[i + 1]; ++e) {
+          Out* block = static_cast<Out*>(call.dvalues) + e * shape.block_size();
+          for (std::int64_t r = 0; r < shape.block_rows; ++r) {
+            for (std::int64_t c = 0; c < shape.block_cols; ++c) {
+              const std::int64_t n = i * shape.block_rows + r;
+              const std::int64_t k = plan.col[e] * shape.block_cols + c;
+              double sum = 0;
+              if (n < shape.rows && k < shape.cols) {
+                for (std::int64_t m = 0; m < call.x.rows; ++m) {
+                  sum += load(static_cast<const In*>(call.dy.data) + m * call.dy.row_stride + n) *
+                         load(static_cast<const In*>(call.x.data) + m * call.x.row_stride + k);
+                }
               }
+              store(block + r * shape.block_cols + c, sum);
             }
-            store(block + r * shape.block_cols + c, sum);
           }
         }
-      }
+      });
     });
   });
   return {};
 }
 
-template <class Args>
-bool always(const Args& /*args*/) {
-  return true;
-}
+Reason always(const Problem& /*problem*/, const Machine& /*machine*/) { return {}; }
 
 }  // namespace
 
 void register_ref(Registry& registry) {
-  registry.linear.push_back({"ref", "ref_linear", Device::cpu, always<LinearArgs>, linear_ref});
-  registry.grad_input.push_back(
-      {"ref", "ref_grad_input", Device::cpu, always<GradInputArgs>, grad_input_ref});
-  registry.grad_weight.push_back(
-      {"ref", "ref_grad_weight", Device::cpu, always<GradWeightArgs>, grad_weight_ref});
+  const auto row = [](Op op, std::string_view name, Status (*run)(const Call&)) -> Kernel {
+    return {.op = op, .device = Device::cpu, .family = "ref", .name = name, .supports = always, .run = run};
+  };
+  registry.push_back(row(Op::linear, "ref_linear", linear_ref));
+  registry.push_back(row(Op::grad_input, "ref_grad_input", grad_input_ref));
+  registry.push_back(row(Op::grad_weight, "ref_grad_weight", grad_weight_ref));
 }
 
 }  // namespace rarefy

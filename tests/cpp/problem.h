@@ -3,9 +3,8 @@
 #pragma once
 
 #include <cmath>
-#include <cstdlib>
-#include <optional>
 #include <random>
+#include <stdexcept>
 #include <string>
 
 #include "memory.h"
@@ -14,26 +13,19 @@
 
 namespace rarefy::test {
 
-// Forces an implementation while it lives; then what was forced before is again.
+// Forces a family while it lives, on the device that has it; then what was forced before is again.
 class Force {
  public:
-  explicit Force(const std::string& impl) {
-    if (const char* value = std::getenv(kVariable)) before_ = value;
-    setenv(kVariable, impl.c_str(), 1);
-  }
-  ~Force() {
-    if (before_) {
-      setenv(kVariable, before_->c_str(), 1);
-    } else {
-      unsetenv(kVariable);
-    }
-  }
+  explicit Force(const std::string& forced) : before_(forced_impl()) { apply(forced); }
+  ~Force() { apply(before_); }
   Force(const Force&) = delete;
   Force& operator=(const Force&) = delete;
 
  private:
-  static constexpr const char* kVariable = "RAREFY_FORCE_IMPL";
-  std::optional<std::string> before_;
+  static void apply(const std::string& forced) {
+    if (Status status = force_impl(forced); !status.ok()) throw std::runtime_error(status.message());
+  }
+  std::string before_;
 };
 
 struct ProblemSpec {

@@ -13,12 +13,14 @@
 namespace rarefy::test {
 namespace {
 
+// The families that this machine can run.
 std::vector<std::string> cpu_impls() {
-  std::vector<std::string> impls;
-  for (const KernelInfo& kernel : backend_info().kernels) {
-    if (kernel.op == Op::grad_input && kernel.device == Device::cpu) impls.push_back(kernel.impl);
+  std::vector<std::string> families;
+  for (const Candidate& candidate :
+       explain(make_problem(Op::grad_input, {4, 4, 4, 4, 1}, 8, DType::f32)).candidates) {
+    if (candidate.why_not.empty()) families.push_back(candidate.kernel.family);
   }
-  return impls;
+  return families;
 }
 
 constexpr DType kDTypes[] = {DType::f32, DType::bf16, DType::f16};
@@ -53,14 +55,12 @@ INSTANTIATE_TEST_SUITE_P(Cpu, ProductsTest, ::testing::ValuesIn(cpu_impls()),
 TEST_P(ProductsTest, AreTheOnesForced) {
   const Force force(GetParam());
   for (const Op op : kAllOps) {
-    const Result<KernelInfo> kernel = selected_kernel(op, DType::f32, Device::cpu, 4, 4);
-    ASSERT_TRUE(kernel.ok()) << kernel.status().message();
-    EXPECT_EQ(kernel->impl, GetParam());
-    EXPECT_EQ(kernel->name, GetParam() + "_" + std::string(name(op)));
+    const Explanation chosen = explain(make_problem(op, {4, 4, 4, 4, 1}, 1024, DType::f32));
+    EXPECT_EQ(chosen.kernel, GetParam() + "_" + std::string(name(op))) << to_string(chosen);
   }
   if (GetParam() == "avx512" || GetParam() == "avx2") {
     const auto chosen = [](std::int64_t rows, std::int64_t cols, std::int64_t tokens) {
-      return selected_kernel(Op::linear, DType::f32, Device::cpu, rows, cols, tokens)->name;
+      return explain(make_problem(Op::linear, {rows, cols, rows, cols, 1}, tokens, DType::f32)).kernel;
     };
     EXPECT_EQ(chosen(16, 16, 4), GetParam() + "_linear_few");
     EXPECT_EQ(chosen(16, 16, 5), GetParam() + "_linear");
@@ -523,13 +523,45 @@ TEST(ReferenceTest, EqualsTheDenseProducts) {
 }
 
 TEST(ForcedImplTest, AnUnknownOneIsAnError) {
-  const Force force("abacus");
-  const Problem problem = make_problem({3, 4, 4, 2, 2, 1.0, DType::f32, true, 0});
+  const std::string before = forced_impl();
+  for (const char* text : {"abacus", "cpu:abacus", "gpu:ref", "cuda:ref", "cpu:ref,abacus", ":", "cpu:"}) {
+    const Status status = force_impl(text);
+    EXPECT_EQ(status.code(), StatusCode::unsupported) << text;
+    EXPECT_NE(status.message().find("RAREFY_FORCE_IMPL"), std::string::npos) << status.message();
+    EXPECT_EQ(forced_impl(), before);
+  }
+}
+
+// Forcing one device's family leaves the other's choice alone; a family alone goes to its own device.
+TEST(ForcedImplTest, IsPerDevice) {
+  const auto chosen = [](Device device) {
+    return explain(make_problem(Op::linear, {8, 8, 4, 4, 1}, 64, DType::f32, device)).kernel;
+  };
+  const std::string cuda = chosen(Device::cuda);
+  for (const char* text : {"cpu:scalar", "scalar"}) {
+    expect_ok(force_impl(text));
+    EXPECT_EQ(chosen(Device::cpu), "scalar_linear");
+    EXPECT_EQ(chosen(Device::cuda), cuda);
+  }
+  if (backend_info().cuda_built) {
+    expect_ok(force_impl("cpu:ref,cuda:simt"));
+    EXPECT_EQ(chosen(Device::cpu), "ref_linear");
+    EXPECT_EQ(chosen(Device::cuda), "simt_linear");
+  }
+  expect_ok(force_impl(""));
+  EXPECT_EQ(chosen(Device::cuda), cuda);
+}
+
+// A family that exists but cannot have the problem: the message says why, and nothing is written.
+TEST(ForcedImplTest, OneThatDoesNotFitIsAnError) {
+  const Problem problem = make_problem({3, 4, 4, 2, 2, 1.0, DType::f64, true, 0});
   ProblemIn<HostBuffer> run(problem);
+  const Force force("scalar");
   const Status status = run.linear(Activation::none);
   EXPECT_EQ(status.code(), StatusCode::unsupported);
-  EXPECT_NE(status.message().find("RAREFY_FORCE_IMPL"), std::string::npos) << status.message();
-  EXPECT_NE(status.message().find("\"abacus\""), std::string::npos) << status.message();
+  EXPECT_NE(status.message().find("scalar_linear: takes inputs in f32, bf16 or f16; got f64"),
+            std::string::npos)
+      << status.message();
   const std::vector<std::byte> y = run.y().download();
   EXPECT_TRUE(std::all_of(y.begin(), y.end(), [](std::byte b) { return b == kPoison; }));
 }

@@ -1,9 +1,9 @@
 // dW = dYᵀ X on the stored blocks. A thread block owns up to kRows rows of one block row and kCols
 // of its stored columns at a time, and walks all tokens.
-#include "cuda/kernels.h"
-#include "cuda/launch.cuh"
+#include "cuda/simt/kernels.h"
+#include "cuda/simt/launch.cuh"
 
-namespace rarefy::cuda {
+namespace rarefy::cuda::simt {
 namespace {
 
 using namespace device;
@@ -51,19 +51,19 @@ __global__ void __launch_bounds__(Tile::kThreads)
 
 }  // namespace
 
-cudaError_t launch_grad_weight(const GradWeightArgs& args, cudaStream_t stream) {
-  const BsrShape& shape = args.plan.shape;
+cudaError_t launch_grad_weight(const Call& call) {
+  const BsrShape& shape = call.plan.shape;
   // Only the device knows how long each block row is: as many tiles as the average one needs.
   const std::int64_t stored_cols = ceil_div(shape.nnzb * shape.block_cols, shape.row_count());
-  return with_element(args.dtype, [&]<class T>(T) {
-    return with_tile(shape.block_rows, [&]<class Tile>(Tile) {
+  return with_element(call.problem.weight.dtype, [&]<class T>(T) {
+    return with_tile(call.config, [&]<class Tile>(Tile) {
       return launch(grad_weight_kernel<Tile, T>,
                     grid(shape.row_count() * ceil_div(shape.block_rows, Tile::kRows),
                          ceil_div(stored_cols, Tile::kCols)),
-                    Tile::kThreads, stream, device_plan(args.plan), device_matrix<T>(args.dy),
-                    device_matrix<T>(args.x), static_cast<T*>(args.dvalues));
+                    Tile::kThreads, call.stream, device_plan(call.plan), device_matrix<T>(call.dy),
+                    device_matrix<T>(call.x), static_cast<T*>(call.dvalues));
     });
   });
 }
 
-}  // namespace rarefy::cuda
+}  // namespace rarefy::cuda::simt

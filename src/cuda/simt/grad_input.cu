@@ -1,9 +1,9 @@
 // dX = dY W. A thread block owns up to kRows columns of one block column and kCols tokens at a time,
 // and walks the stored rows of that block column through the transposed index.
-#include "cuda/kernels.h"
-#include "cuda/launch.cuh"
+#include "cuda/simt/kernels.h"
+#include "cuda/simt/launch.cuh"
 
-namespace rarefy::cuda {
+namespace rarefy::cuda::simt {
 namespace {
 
 using namespace device;
@@ -45,17 +45,17 @@ __global__ void __launch_bounds__(Tile::kThreads)
 
 }  // namespace
 
-cudaError_t launch_grad_input(const GradInputArgs& args, cudaStream_t stream) {
-  const BsrShape& shape = args.w.plan.shape;
-  return with_element(args.w.dtype, [&]<class T>(T) {
-    return with_tile(shape.block_cols, [&]<class Tile>(Tile) {
+cudaError_t launch_grad_input(const Call& call) {
+  const BsrShape& shape = call.plan.shape;
+  return with_element(call.problem.weight.dtype, [&]<class T>(T) {
+    return with_tile(call.config, [&]<class Tile>(Tile) {
       return launch(grad_input_kernel<Tile, T>,
                     grid(shape.col_count() * ceil_div(shape.block_cols, Tile::kRows),
-                         ceil_div(args.dy.rows, Tile::kCols)),
-                    Tile::kThreads, stream, device_plan(args.w.plan), static_cast<const T*>(args.w.values),
-                    device_matrix<T>(args.dy), device_matrix<T>(args.dx));
+                         ceil_div(call.dy.rows, Tile::kCols)),
+                    Tile::kThreads, call.stream, device_plan(call.plan), static_cast<const T*>(call.values),
+                    device_matrix<T>(call.dy), device_matrix<T>(call.out));
     });
   });
 }
 
-}  // namespace rarefy::cuda
+}  // namespace rarefy::cuda::simt

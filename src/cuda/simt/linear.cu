@@ -1,15 +1,16 @@
 // Y = act(X Wᵀ + b). A thread block owns up to kRows rows of one block row and kCols tokens at a
 // time, and walks the stored columns of that block row.
 #include "cuda/device/activation.cuh"
-#include "cuda/kernels.h"
-#include "cuda/launch.cuh"
+#include "cuda/simt/kernels.h"
+#include "cuda/simt/launch.cuh"
 
-namespace rarefy::cuda {
+namespace rarefy::cuda::simt {
 namespace {
 
 using namespace device;
 
 // The activation goes to the device by its number.
+static_assert(kActivations == 5);
 template <rarefy::Activation host, device::Activation on_device>
 constexpr bool kSame = static_cast<int>(host) == static_cast<int>(on_device);
 static_assert(kSame<rarefy::Activation::none, device::Activation::none> &&
@@ -57,18 +58,18 @@ __global__ void __launch_bounds__(Tile::kThreads)
 
 }  // namespace
 
-cudaError_t launch_linear(const LinearArgs& args, cudaStream_t stream) {
-  const BsrShape& shape = args.w.plan.shape;
-  return with_element(args.w.dtype, [&]<class T>(T) {
-    return with_tile(shape.block_rows, [&]<class Tile>(Tile) {
+cudaError_t launch_linear(const Call& call) {
+  const BsrShape& shape = call.plan.shape;
+  return with_element(call.problem.weight.dtype, [&]<class T>(T) {
+    return with_tile(call.config, [&]<class Tile>(Tile) {
       return launch(linear_kernel<Tile, T>,
                     grid(shape.row_count() * ceil_div(shape.block_rows, Tile::kRows),
-                         ceil_div(args.x.rows, Tile::kCols)),
-                    Tile::kThreads, stream, device_plan(args.w.plan), static_cast<const T*>(args.w.values),
-                    device_matrix<T>(args.x), static_cast<const T*>(args.bias),
-                    static_cast<device::Activation>(args.activation), device_matrix<T>(args.y));
+                         ceil_div(call.x.rows, Tile::kCols)),
+                    Tile::kThreads, call.stream, device_plan(call.plan), static_cast<const T*>(call.values),
+                    device_matrix<T>(call.x), static_cast<const T*>(call.bias),
+                    static_cast<device::Activation>(call.activation), device_matrix<T>(call.out));
     });
   });
 }
 
-}  // namespace rarefy::cuda
+}  // namespace rarefy::cuda::simt

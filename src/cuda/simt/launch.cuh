@@ -8,9 +8,9 @@
 
 #include "cuda/device/bsr.cuh"
 #include "cuda/device/tile.cuh"
-#include "rarefy/linear.h"
+#include "cuda/simt/kernels.h"
 
-namespace rarefy::cuda {
+namespace rarefy::cuda::simt {
 
 inline device::Plan device_plan(const PlanView& plan) {
   const BsrShape& shape = plan.shape;
@@ -41,13 +41,16 @@ cudaError_t with_element(DType dtype, F&& f) {
   return cudaErrorInvalidValue;
 }
 
-// Calls f(Tile{}) with the tile whose rows fit `rows` rows of a block best.
+// Calls f(Tile{}) with the tile of the configuration.
 template <class F>
-cudaError_t with_tile(std::int64_t rows, F&& f) {
-  if (rows > 16) return f(device::Tile<32, 64, 8, 16>{});
-  if (rows > 4) return f(device::Tile<16, 64, 4, 32>{});
-  if (rows > 1) return f(device::Tile<4, 128, 1, 128>{});
-  return f(device::Tile<1, 128, 1, 128>{});
+cudaError_t with_tile(const Config& config, F&& f) {
+  switch (from_config<TileChoice>(config).rows) {
+    case 32: return f(device::Tile<32, 64, 8, 16>{});
+    case 16: return f(device::Tile<16, 64, 4, 32>{});
+    case 4: return f(device::Tile<4, 128, 1, 128>{});
+    case 1: return f(device::Tile<1, 128, 1, 128>{});
+    default: return cudaErrorInvalidConfiguration;
+  }
 }
 
 constexpr std::int64_t ceil_div(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
@@ -59,12 +62,12 @@ inline dim3 grid(std::int64_t x, std::int64_t y) {
 }
 
 template <class... Params, class... Args>
-cudaError_t launch(void (*kernel)(Params...), dim3 grid, int threads, cudaStream_t stream, Args... args) {
+cudaError_t launch(void (*kernel)(Params...), dim3 grid, int threads, void* stream, Args... args) {
   cudaLaunchConfig_t config{};
   config.gridDim = grid;
   config.blockDim = dim3(static_cast<unsigned>(threads), 1, 1);
-  config.stream = stream;
+  config.stream = static_cast<cudaStream_t>(stream);
   return cudaLaunchKernelEx(&config, kernel, args...);
 }
 
-}  // namespace rarefy::cuda
+}  // namespace rarefy::cuda::simt

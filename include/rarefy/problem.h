@@ -1,0 +1,87 @@
+// What a product is asked for, without its data, and the machine that it runs on: all that chooses a
+// kernel and its configuration. Plain structs with a printed form.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "rarefy/activation.h"
+#include "rarefy/dtype.h"
+#include "rarefy/export.h"
+#include "rarefy/pattern.h"
+#include "rarefy/view.h"
+
+namespace rarefy {
+
+enum class Op : std::uint8_t { linear, grad_input, grad_weight };
+
+inline constexpr Op kAllOps[] = {Op::linear, Op::grad_input, Op::grad_weight};
+
+// How a weight is stored. CSR is BSR with blocks of 1×1: the same arrays, the same kernels.
+enum class Format : std::uint8_t { bsr };
+
+RAREFY_API std::string_view name(Op op);
+RAREFY_API std::string_view name(Format format);
+RAREFY_API std::string_view name(Activation activation);
+RAREFY_API std::string_view name(Device device);
+
+struct WeightSpec {
+  Format format = Format::bsr;
+  BsrShape shape;
+  DType dtype = DType::f32;  // of the stored values; for grad_weight, of the gradient
+  bool operator==(const WeightSpec&) const = default;
+};
+
+struct Problem {
+  Op op = Op::linear;
+  WeightSpec weight;
+  DType in = DType::f32;   // x; for grad_input dy; for grad_weight both
+  DType out = DType::f32;  // y, dx; for grad_weight the weight's
+  std::int64_t tokens = 0;
+  std::int64_t in_stride = 0;   // elements between rows of x (grad_input, grad_weight: of dy)
+  std::int64_t out_stride = 0;  // of y, dx; for grad_weight of x
+  std::int32_t alignment = 16;  // bytes that every matrix row and the values start at a multiple of, ≤ 16
+  bool bias = false;
+  Activation activation = Activation::none;
+  Device device = Device::cpu;
+  int device_index = 0;  // of the GPU
+  int threads = 1;
+  bool derived = false;  // the caller holds what the kernel derives from the weight (linear.h)
+  bool operator==(const Problem&) const = default;
+};
+
+// The problem of dense-packed matrices of one dtype: what most callers mean.
+RAREFY_API Problem make_problem(Op op, const BsrShape& shape, std::int64_t tokens, DType dtype,
+                                Device device = Device::cpu, int threads = 1);
+
+// A GPU. Sizes in bytes; bandwidth of its memory in bytes a second, from clock and bus width.
+struct DeviceInfo {
+  std::string name;
+  int arch = 0;  // 90 for compute capability 9.0
+  int sms = 0;
+  std::int64_t shared_memory = 0;  // most that one thread block can have
+  std::int64_t l2 = 0;
+  std::int64_t memory = 0;
+  double bandwidth = 0;
+};
+
+// The processor, and the GPU of the call where there is one.
+struct Machine {
+  std::string cpu;
+  std::vector<std::string> features;  // instruction sets that kernels ask for, by name: "avx512"
+  int cores = 1;
+  int vector_bits = 0;
+  std::int64_t l1 = 0, l2 = 0, l3 = 0;  // bytes of data cache, l1 and l2 of one core; 0: not told
+  DeviceInfo gpu;
+
+  RAREFY_API bool has(std::string_view feature) const;
+};
+
+// One line each: "linear bsr 3072x768 block 4x1 nnzb 294912 f32, 128 tokens, f32 -> f32, cpu, 2 threads".
+RAREFY_API std::string to_string(const Problem& problem);
+RAREFY_API std::string to_string(const DeviceInfo& device);
+RAREFY_API std::string to_string(const Machine& machine);
+
+}  // namespace rarefy

@@ -1,0 +1,106 @@
+// Printed forms of problems and machines.
+#include "rarefy/problem.h"
+
+#include <algorithm>
+
+#include "core/message.h"
+#include "core/registry.h"
+
+namespace rarefy {
+
+std::string_view name(Op op) {
+  switch (op) {
+    case Op::linear: return "linear";
+    case Op::grad_input: return "grad_input";
+    case Op::grad_weight: return "grad_weight";
+  }
+  return "?";
+}
+
+std::string_view name(Format format) {
+  switch (format) {
+    case Format::bsr: return "bsr";
+  }
+  return "?";
+}
+
+std::string_view name(Activation activation) {
+  static_assert(kActivations == 5);
+  switch (activation) {
+    case Activation::none: return "none";
+    case Activation::relu: return "relu";
+    case Activation::gelu_erf: return "gelu_erf";
+    case Activation::gelu_tanh: return "gelu_tanh";
+    case Activation::silu: return "silu";
+  }
+  return "?";
+}
+
+std::string_view name(Device device) { return device == Device::cpu ? "cpu" : "cuda"; }
+
+Problem make_problem(Op op, const BsrShape& shape, std::int64_t tokens, DType dtype, Device device,
+                     int threads) {
+  const DType out = dtype == DType::i8 ? DType::f32 : dtype;
+  Problem problem;
+  problem.op = op;
+  problem.weight = {Format::bsr, shape, op == Op::grad_weight ? out : dtype};
+  problem.in = dtype;
+  problem.out = out;
+  problem.tokens = tokens;
+  problem.in_stride = op == Op::linear ? shape.cols : shape.rows;
+  problem.out_stride = op == Op::linear ? shape.rows : shape.cols;
+  problem.device = device;
+  problem.threads = threads;
+  return problem;
+}
+
+bool Machine::has(std::string_view feature) const {
+  return std::find(features.begin(), features.end(), feature) != features.end();
+}
+
+std::string to_string(const Problem& p) {
+  const BsrShape& s = p.weight.shape;
+  std::string text = cat(name(p.op), ' ', name(p.weight.format), ' ', s.rows, 'x', s.cols, " block ",
+                         s.block_rows, 'x', s.block_cols, " nnzb ", s.nnzb, ' ', name(p.weight.dtype), ", ",
+                         p.tokens, " tokens, ", name(p.in), " -> ", name(p.out));
+  if (p.bias) text += ", bias";
+  if (p.activation != Activation::none) text += cat(", ", name(p.activation));
+  text += cat(", ", name(p.device));
+  if (p.device == Device::cpu) text += cat(", ", p.threads, p.threads == 1 ? " thread" : " threads");
+  if (p.device == Device::cuda && p.device_index != 0) text += cat(':', p.device_index);
+  return text;
+}
+
+std::string to_string(const DeviceInfo& d) {
+  if (d.name.empty()) return "none";
+  return cat(d.name, " (sm_", d.arch, ", ", d.sms, " SMs, ", d.shared_memory / 1024, " KB shared, L2 ",
+             d.l2 >> 20, " MB, ", d.memory >> 30, " GB at ", static_cast<std::int64_t>(d.bandwidth / 1e9),
+             " GB/s)");
+}
+
+std::string to_string(const Machine& m) {
+  std::string features;
+  for (const std::string& feature : m.features) features += cat(features.empty() ? "" : " ", feature);
+  std::string text = cat(m.cpu, " (", m.cores, " cores, ", m.vector_bits, "-bit vectors, L1 ", m.l1 >> 10,
+                         " KB, L2 ", m.l2 >> 10, " KB, L3 ", m.l3 >> 20, " MB, ",
+                         features.empty() ? "no instruction set that kernels ask for" : features, ')');
+  if (!m.gpu.name.empty()) text += cat("; ", to_string(m.gpu));
+  return text;
+}
+
+std::string to_string(const Explanation& e) {
+  std::string text = cat(to_string(e.problem), '\n');
+  for (const Candidate& candidate : e.candidates) {
+    text += cat(candidate.chosen ? "* " : "  ", candidate.kernel.name, ": ");
+    if (candidate.chosen) {
+      text += cat("chosen", e.config.empty() ? "" : ", ", e.config);
+    } else {
+      text += candidate.why_not.empty() ? "could run, after the chosen one" : candidate.why_not;
+    }
+    text += '\n';
+  }
+  if (!e.why_none.empty()) text += cat(e.why_none, '\n');
+  return text;
+}
+
+}  // namespace rarefy

@@ -1,0 +1,236 @@
+// Which kernel a problem gets, in which configuration, and why: one walk over the registry for calls,
+// explain(), the command line, the bench and the tests.
+#include <atomic>
+#include <cstdlib>
+#include <memory>
+#include <mutex>
+
+#include "core/message.h"
+#include "core/registry.h"
+
+namespace rarefy {
+
+namespace {
+
+constexpr std::string_view kVariable = "RAREFY_FORCE_IMPL";
+
+// What is forced: the text as given, and the family for each device.
+struct Forced {
+  std::string text;
+  std::string family[2];
+  Status status;  // of a text that cannot be: calls report it
+};
+
+bool has_family(Device device, std::string_view family) {
+  for (const Kernel& kernel : registry()) {
+    if (kernel.device == device && kernel.family == family) return true;
+  }
+  return false;
+}
+
+std::string families() {
+  std::string list;
+  for (const Device device : {Device::cpu, Device::cuda}) {
+    std::string_view last;
+    for (const Kernel& kernel : registry()) {
+      if (kernel.device != device || kernel.family == last || kernel.op != Op::grad_input) continue;
+      last = kernel.family;
+      list += cat(list.empty() ? "" : ", ", name(device), ':', last);
+    }
+  }
+  return list;
+}
+
+Forced parse_forced(std::string_view text) {
+  Forced forced{std::string(text), {}, {}};
+  const auto refuse = [&](std::string_view item) {
+    forced.status =
+        error(StatusCode::unsupported, "force_impl",
+              cat(kVariable, " must name families of this build (", families(), ')'), cat('"', item, '"'));
+  };
+  for (std::string_view rest = text; !rest.empty();) {
+    const std::string_view item = rest.substr(0, rest.find(','));
+    rest.remove_prefix(std::min(rest.size(), item.size() + 1));
+    const auto colon = item.find(':');
+    const std::string_view family = colon == std::string_view::npos ? item : item.substr(colon + 1);
+    bool known = false;
+    for (const Device device : {Device::cpu, Device::cuda}) {
+      if (colon != std::string_view::npos && item.substr(0, colon) != name(device)) continue;
+      if (!has_family(device, family)) continue;
+      forced.family[static_cast<int>(device)] = family;
+      known = true;
+    }
+    if (!known) refuse(item);
+  }
+  return forced;
+}
+
+// The environment is read once: getenv beside another thread's setenv is a race.
+struct ForcedState {
+  std::mutex mutex;
+  std::shared_ptr<const Forced> current;
+  std::atomic<std::uint64_t> generation{1};
+
+  ForcedState() {
+    const char* value = std::getenv(kVariable.data());  // NOLINT(concurrency-mt-unsafe)
+    current = std::make_shared<Forced>(parse_forced(value == nullptr ? "" : value));
+  }
+};
+
+ForcedState& forced_state() {
+  static ForcedState state;
+  return state;
+}
+
+std::shared_ptr<const Forced> forced_now() {
+  ForcedState& state = forced_state();
+  const std::lock_guard lock(state.mutex);
+  return state.current;
+}
+
+// Why this kernel cannot have the problem; empty when it can.
+Reason why_not(const Kernel& kernel, const Problem& problem, const Machine& machine,
+               std::string_view forced_family) {
+  if (!forced_family.empty() && kernel.family != forced_family) {
+    return cat(kVariable, " forces ", forced_family);
+  }
+  if (Reason reason = kernel.supports(problem, machine); !reason.empty()) return reason;
+  if (kernel.derives() && !problem.derived) return "its prepared or packed weight is not at hand";
+  return {};
+}
+
+Status no_kernel(const Registry& kernels, const Problem& problem, const Machine& machine,
+                 std::string_view forced_family) {
+  std::string reasons;
+  for (const Kernel& kernel : kernels) {
+    if (kernel.op != problem.op || kernel.device != problem.device) continue;
+    if (!forced_family.empty() && kernel.family != forced_family) continue;
+    reasons += cat("; ", kernel.name, ": ", why_not(kernel, problem, machine, forced_family));
+  }
+  if (!forced_family.empty()) {
+    return error(StatusCode::unsupported, name(problem.op),
+                 cat(kVariable, " must name an implementation that this machine and these inputs can use"),
+                 cat('"', forced_family, "\" on ", name(problem.device), reasons));
+  }
+  return error(StatusCode::unsupported, name(problem.op), "a kernel of this build must fit the problem",
+               cat(to_string(problem), reasons.empty() ? "; no kernel for this device" : reasons));
+}
+
+// The first kernel that fits, or null.
+const Kernel* first_fit(const Registry& kernels, const Problem& problem, const Machine& machine,
+                        std::string_view forced_family) {
+  for (const Kernel& kernel : kernels) {
+    if (kernel.op != problem.op || kernel.device != problem.device) continue;
+    if (why_not(kernel, problem, machine, forced_family).empty()) return &kernel;
+  }
+  return nullptr;
+}
+
+std::uint64_t hash_of(const Problem& p) {
+  std::uint64_t hash = 0xcbf29ce484222325U;  // FNV-1a, a word at a time
+  const auto mix = [&](std::int64_t word) {
+    hash = (hash ^ static_cast<std::uint64_t>(word)) * 0x100000001b3U;
+    hash ^= hash >> 29;
+  };
+  const BsrShape& s = p.weight.shape;
+  for (const std::int64_t word :
+       {s.rows, s.cols, s.block_rows, s.block_cols, s.nnzb, p.tokens, p.in_stride, p.out_stride}) {
+    mix(word);
+  }
+  mix(static_cast<std::int64_t>(p.op) | static_cast<std::int64_t>(p.weight.dtype) << 8 |
+      static_cast<std::int64_t>(p.in) << 16 | static_cast<std::int64_t>(p.activation) << 24 |
+      static_cast<std::int64_t>(p.threads) << 32);
+  mix(p.alignment | p.device_index << 8);
+  return hash;
+}
+
+// Names are unique, and the registry's order is that of the build.
+std::uint64_t key_of(const Kernel& kernel, const Config& config) {
+  std::uint64_t hash = 0xcbf29ce484222325U;
+  for (const char c : kernel.name) hash = (hash ^ static_cast<unsigned char>(c)) * 0x100000001b3U;
+  const std::int64_t variant = kernel.variant == nullptr ? 0 : kernel.variant(config);
+  hash = (hash ^ static_cast<std::uint64_t>(variant)) * 0x100000001b3U;
+  return hash | 1U;  // 0 means nothing
+}
+
+}  // namespace
+
+Choice configured(const Kernel& kernel, const Problem& problem, const Config& config) {
+  return {&kernel, config, kernel.workspace == nullptr ? 0 : kernel.workspace(problem, config),
+          kernel.derives() ? key_of(kernel, config) : 0};
+}
+
+Result<Choice> choose_from(const Registry& kernels, const Problem& problem, const Machine& machine,
+                           std::string_view forced_family) {
+  const Kernel* kernel = first_fit(kernels, problem, machine, forced_family);
+  if (kernel == nullptr) return no_kernel(kernels, problem, machine, forced_family);
+  return configured(*kernel, problem,
+                    kernel->configure == nullptr ? Config{} : kernel->configure(problem, machine));
+}
+
+Result<Choice> choose(const Problem& problem) {
+  struct Slot {
+    Problem problem;
+    std::uint64_t generation = 0;
+    Choice choice;
+  };
+  thread_local std::array<Slot, 16> slots;
+  ForcedState& state = forced_state();
+  const std::uint64_t generation = state.generation.load(std::memory_order_acquire);
+  Slot& slot = slots[hash_of(problem) % slots.size()];
+  if (slot.generation == generation && slot.problem == problem) return slot.choice;
+  const std::shared_ptr<const Forced> forced = forced_now();
+  if (!forced->status.ok()) return forced->status;
+  auto choice =
+      choose_from(registry(), problem, machine_of(problem), forced->family[static_cast<int>(problem.device)]);
+  if (choice.ok()) slot = {problem, generation, *choice};
+  return choice;
+}
+
+Explanation explain(const Problem& problem) {
+  Explanation result{problem, {}, {}, {}, 0, {}};
+  const std::shared_ptr<const Forced> forced = forced_now();
+  const std::string& family = forced->family[static_cast<int>(problem.device)];
+  const Machine machine = machine_of(problem);
+  for (const Kernel& kernel : registry()) {
+    if (kernel.op != problem.op || kernel.device != problem.device) continue;
+    Candidate candidate{info(kernel), why_not(kernel, problem, machine, family), false};
+    candidate.chosen = candidate.why_not.empty() && result.kernel.empty() && forced->status.ok();
+    if (candidate.chosen) {
+      const Choice choice = *choose_from(registry(), problem, machine, family);
+      result.kernel = kernel.name;
+      result.config = to_string(kernel, choice.config);
+      result.workspace = choice.workspace;
+    }
+    result.candidates.push_back(std::move(candidate));
+  }
+  if (!forced->status.ok()) {
+    result.why_none = forced->status.message();
+  } else if (result.kernel.empty()) {
+    result.why_none = no_kernel(registry(), problem, machine, family).message();
+  }
+  return result;
+}
+
+Status force_impl(std::string_view text) {
+  auto forced = std::make_shared<Forced>(parse_forced(text));
+  if (!forced->status.ok()) return forced->status;
+  ForcedState& state = forced_state();
+  const std::lock_guard lock(state.mutex);
+  state.current = std::move(forced);
+  state.generation.fetch_add(1, std::memory_order_release);
+  return {};
+}
+
+std::string forced_impl() { return forced_now()->text; }
+
+std::string forced_family(Device device) { return forced_now()->family[static_cast<int>(device)]; }
+
+Result<std::int64_t> workspace_size(const Problem& problem) {
+  if (Status status = check_problem("workspace_size", problem); !status.ok()) return status;
+  const auto choice = choose(problem);
+  if (!choice.ok()) return choice.status();
+  return choice->workspace;
+}
+
+}  // namespace rarefy
