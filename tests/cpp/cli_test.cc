@@ -330,7 +330,7 @@ TEST_F(CliTest, BenchTimesEveryProduct) {
 }
 
 TEST_F(CliTest, BenchRefusesBadValues) {
-  expect_failure("bench --impl nonsense", 3, "RAREFY_FORCE_IMPL=nonsense");
+  expect_failure("bench --impl nonsense", 3, "RAREFY_FORCE_IMPL must name families of this build");
   expect_failure("bench --density 2", 1, "--density must be in [0, 1]; got 2");
   expect_failure("bench --density nan", 1, "--density must be in [0, 1]");
   expect_failure("bench --m 0", 1, "must be at least 1");

@@ -43,7 +43,9 @@ struct Call {
 
   Status create() { return Pattern::create(shape, crow, col).status(); }
   Status build() { return build_plan("build", shape, crow, col, plan); }
-  Status linear() { return rarefy::linear(x_view, w, bias, Activation::none, y_view); }
+  Activation activation = Activation::none;
+
+  Status linear() { return rarefy::linear(x_view, w, bias, activation, y_view); }
   Status grad_input() { return rarefy::grad_input(dy_view, w, dx_view); }
   Status grad_weight(void* to, DType dtype = DType::f32) {
     return rarefy::grad_weight(dy_view, x_view, w.plan, to, dtype);
@@ -192,11 +194,13 @@ const Case kProductCases[] = {
      [](Call& c) { return c.y_view.data = c.values, c.linear(); }},
     {"LinearIntoBias", kBad, "got an overlap with bias",
      [](Call& c) { return c.y_view.data = c.bias + 5, c.linear(); }},
-    {"LinearDTypes", kType, "[linear] x and values must have one dtype; got f16 and f32",
+    {"LinearInputDType", kType, "[linear] y must be f16 for f16 x; got f32",
      [](Call& c) { return c.x_view.dtype = DType::f16, c.linear(); }},
-    {"LinearOutputDType", kType, "[linear] y must be f32 for f32 inputs; got bf16",
+    {"LinearActivation", kBad, "[linear] activation must be one of the 5 of rarefy/activation.h; got 5",
+     [](Call& c) { return c.activation = static_cast<Activation>(5), c.linear(); }},
+    {"LinearOutputDType", kType, "[linear] y must be f32 for f32 x; got bf16",
      [](Call& c) { return c.y_view.dtype = DType::bf16, c.linear(); }},
-    {"LinearInt8Output", kType, "[linear] y must be f32 or f64 for i8 inputs; got i8",
+    {"LinearInt8Output", kType, "[linear] y must be f32 or f64 for i8 x; got i8",
      [](Call& c) {
        c.x_view.dtype = c.w.dtype = c.y_view.dtype = DType::i8;
        return c.linear();
@@ -212,7 +216,7 @@ const Case kProductCases[] = {
     {"GradInputInPlace", kBad,
      "[grad_input] dx must not share memory with the inputs; got an overlap with dy",
      [](Call& c) { return c.dx_view.data = c.dy, c.grad_input(); }},
-    {"GradInputDTypes", kType, "[grad_input] dy and values must have one dtype; got f64 and f32",
+    {"GradInputDTypes", kType, "[grad_input] dx must be f64 for f64 dy; got f32",
      [](Call& c) { return c.dy_view.dtype = DType::f64, c.grad_input(); }},
     {"GradWeightN", kBad, "[grad_weight] dy must have 6 columns (out_features); got 5",
      [](Call& c) { return c.dy_view.cols = 5, c.grad_weight(c.dvalues); }},
@@ -234,8 +238,10 @@ const Case kProductCases[] = {
     {"GradInputIntoValues", kBad,
      "[grad_input] dx must not share memory with the inputs; got an overlap with values",
      [](Call& c) { return c.dx_view.data = c.values + 31, c.grad_input(); }},
-    {"GradWeightDType", kType, "[grad_weight] dvalues must be f32 for f32 inputs; got f16",
-     [](Call& c) { return c.grad_weight(c.dvalues, DType::f16); }},
+    {"GradWeightDType", kType, "[grad_weight] dvalues must be f64, f32, bf16 or f16; got i8",
+     [](Call& c) { return c.grad_weight(c.dvalues, DType::i8); }},
+    {"GradWeightInputs", kType, "[grad_weight] dy and x must have one dtype; got f32 and bf16",
+     [](Call& c) { return c.x_view.dtype = DType::bf16, c.grad_weight(c.dvalues); }},
     {"GradWeightDevices", kType, "[grad_weight] dy must be on device cpu; got cuda",
      [](Call& c) { return c.dy_view.device = Device::cuda, c.grad_weight(c.dvalues); }},
 };

@@ -1,0 +1,310 @@
+// Which kernel a problem gets, in which configuration, and that each configuration computes the same:
+// what explain() says is what runs.
+#include <gtest/gtest.h>
+
+#include <set>
+
+#include "core/registry.h"
+#include "cpu/drivers.h"
+#include "product_checks.h"
+
+namespace rarefy::test {
+namespace {
+
+// A machine that has everything, with this much L2.
+Machine machine_with(std::int64_t l2) {
+  Machine machine;
+  machine.features = {"avx2", "avx512"};
+  machine.l2 = l2;
+  return machine;
+}
+
+rarefy::Problem layer_problem(std::int64_t tokens, std::int64_t n, std::int64_t k, std::int64_t r,
+                              std::int64_t c, double density, int threads = 1, DType dtype = DType::f32) {
+  BsrShape shape{n, k, r, c, 0};
+  shape.nnzb =
+      static_cast<std::int64_t>(density * static_cast<double>(shape.row_count() * shape.col_count()));
+  return make_problem(Op::linear, shape, tokens, dtype, Device::cpu, threads);
+}
+
+template <class T>
+T config_for(const rarefy::Problem& problem, const Machine& machine, std::string_view family,
+             std::string_view kernel) {
+  const Choice choice = *choose_from(registry(), problem, machine, family);
+  EXPECT_EQ(choice.kernel->name, kernel);
+  return from_config<T>(choice.config);
+}
+
+TEST(SelectTest, EveryCandidateHasItsReason) {
+  const Explanation e = explain(layer_problem(512, 64, 64, 4, 4, 0.5));
+  ASSERT_FALSE(e.kernel.empty());
+  int chosen = 0;
+  for (const Candidate& candidate : e.candidates) {
+    chosen += candidate.chosen ? 1 : 0;
+    if (candidate.chosen) EXPECT_EQ(candidate.kernel.name, e.kernel);
+    if (candidate.kernel.name.ends_with("_few")) {
+      EXPECT_NE(candidate.why_not.find("takes 1 to 4 tokens; got 512"), std::string::npos)
+          << candidate.why_not;
+    }
+  }
+  EXPECT_EQ(chosen, 1);
+  EXPECT_EQ(e.candidates.back().kernel.name, "ref_linear");
+  EXPECT_NE(to_string(e).find("* " + e.kernel + ": chosen, "), std::string::npos) << to_string(e);
+}
+
+TEST(SelectTest, AMachineThatLacksAnInstructionSetIsTheReason) {
+  Machine machine = machine_with(1 << 20);
+  machine.features = {"avx2"};
+  const rarefy::Problem problem = layer_problem(512, 64, 64, 4, 4, 0.5);
+  EXPECT_EQ(choose_from(registry(), problem, machine, "")->kernel->name, "avx2_linear");
+  const Status status = choose_from(registry(), problem, machine, "avx512").status();
+  EXPECT_NE(status.message().find("avx512_linear: the processor lacks avx512"), std::string::npos)
+      << status.message();
+  machine.features.clear();
+  EXPECT_EQ(choose_from(registry(), problem, machine, "")->kernel->name, "scalar_linear");
+}
+
+// The order of cpuid's answers against the processor's own list: kernels of this machine are never lost.
+TEST(SelectTest, ThisProcessorsFamiliesAreTaken) {
+  const Machine& machine = cpu_machine();
+  const auto kernel = explain(layer_problem(512, 64, 64, 4, 4, 0.5)).kernel;
+  if (machine.has("avx512")) {
+    EXPECT_EQ(kernel, "avx512_linear");
+  } else if (machine.has("avx2")) {
+    EXPECT_EQ(kernel, "avx2_linear");
+  }
+  EXPECT_GE(machine.cores, 1);
+  EXPECT_NE(to_string(machine).find(machine.cpu), std::string::npos);
+}
+
+// Each way of working has problems that get it.
+TEST(SelectTest, ConfigurationsFollowTheProblem) {
+  const Machine machine = machine_with(1 << 20);
+  using cpu::Blocking;
+  EXPECT_EQ(config_for<Blocking>(layer_problem(512, 768, 768, 1, 16, 0.5), machine, "avx512", "avx512_linear")
+                .scatter,
+            1);
+  const auto square =
+      config_for<Blocking>(layer_problem(512, 768, 768, 16, 16, 0.5), machine, "avx512", "avx512_linear");
+  EXPECT_EQ(square.scatter, 0);
+  EXPECT_EQ(square.tile_blocks, 48) << "one tile holds all of X";
+  const auto wide =
+      config_for<Blocking>(layer_problem(512, 768, 65536, 16, 16, 0.5), machine, "avx512", "avx512_linear");
+  EXPECT_LT(wide.tile_blocks, 4096) << "several tiles";
+  EXPECT_EQ(wide.panels, 4) << "W streams from memory: panels share it";
+  EXPECT_EQ(config_for<cpu::FewSplit>(layer_problem(1, 768, 768, 16, 16, 0.5, 2), machine, "avx512",
+                                      "avx512_linear_few")
+                .tasks,
+            8);
+}
+
+// Half of a core's L2 holds the panels, whatever its size.
+TEST(SelectTest, PanelsFollowTheCache) {
+  std::int64_t last = 0;
+  for (const std::int64_t l2 : {512 << 10, 1 << 20, 2 << 20}) {
+    const rarefy::Problem problem = layer_problem(512, 768, 65536, 16, 16, 0.1);
+    const auto blocking = config_for<cpu::Blocking>(problem, machine_with(l2), "avx512", "avx512_linear");
+    const std::int64_t bytes = blocking.tile_blocks * 16 * blocking.vectors * 16 * blocking.panels * 4;
+    EXPECT_LE(bytes, l2 / 2);
+    EXPECT_GE(bytes, l2 / 8);
+    EXPECT_GT(blocking.tile_blocks * blocking.vectors * blocking.panels, last);
+    last = blocking.tile_blocks * blocking.vectors * blocking.panels;
+  }
+}
+
+// Runs one layer under a kernel and configuration of one's choice.
+std::vector<std::byte> run_forced(const Problem& problem, const Kernel& kernel, const Config& config,
+                                  const Executor& executor) {
+  const ProblemSpec& s = problem.spec;
+  const std::vector<std::byte> x = encode(problem.x, s.dtype), values = encode(problem.values, s.dtype),
+                               bias = encode(problem.bias, s.dtype);
+  std::vector<std::byte> y(static_cast<std::size_t>(s.m * s.n) * size_of(s.dtype), kPoison);
+  Call call;
+  call.problem =
+      make_problem(Op::linear, problem.pattern.shape(), s.m, s.dtype, Device::cpu, executor.threads);
+  call.config = config;
+  call.x = {x.data(), s.dtype, s.m, s.k, problem.x_stride()};
+  call.plan = problem.pattern.view();
+  call.values = values.data();
+  call.bias = bias.data();
+  call.out = {y.data(), s.dtype, s.m, s.n, s.n};
+  call.executor = executor;
+  // Exactly as much as was asked for, between guards.
+  const std::int64_t bytes = kernel.workspace == nullptr ? 0 : kernel.workspace(call.problem, config);
+  constexpr std::int64_t kGuard = 64;
+  std::vector<std::byte> memory(static_cast<std::size_t>(bytes + 3 * kGuard), kPoison);
+  std::byte* base = memory.data();
+  while (reinterpret_cast<std::uintptr_t>(base) % 64 != 0) ++base;
+  call.workspace = base + kGuard;
+  expect_ok(kernel.run(call));
+  for (std::int64_t i = 0; i < kGuard; ++i) {
+    EXPECT_EQ(base[i], kPoison) << "before the workspace, " << to_string(kernel, config);
+    EXPECT_EQ(base[kGuard + bytes + i], kPoison) << "after the workspace, " << to_string(kernel, config);
+  }
+  return y;
+}
+
+const Kernel& kernel_named(std::string_view name) {
+  for (const Kernel& kernel : registry()) {
+    if (kernel.name == name) return kernel;
+  }
+  throw std::runtime_error("no such kernel");
+}
+
+// Scatter and gather, one and several tiles, panels, pieces and groups: bit for bit what the reference
+// has on integers, within the workspace that was asked for.
+TEST(SelectTest, EveryConfigurationComputesTheSame) {
+  ThreadPool pool(3);
+  for (const auto& [r, c] : {std::pair<std::int64_t, std::int64_t>{4, 1}, {1, 16}, {3, 5}, {16, 16}}) {
+    for (const DType dtype : {DType::f32, DType::bf16}) {
+      ProblemSpec spec{70, 7 * r + 1, 13 * c + 1, r, c, 0.4, dtype, true, 2};
+      const Problem problem = make_problem(spec);
+      const std::vector<std::byte> want = run_forced(problem, kernel_named("ref_linear"), {}, {});
+      for (const char* name : {"avx512_linear", "avx2_linear", "scalar_linear"}) {
+        const Kernel& kernel = kernel_named(name);
+        const rarefy::Problem asked = make_problem(Op::linear, problem.pattern.shape(), spec.m, dtype,
+                                                   Device::cpu, pool.executor().threads);
+        if (!kernel.supports(asked, cpu_machine()).empty()) continue;
+        std::vector<Config> configs = kernel.candidates(asked, cpu_machine());
+        ASSERT_GT(configs.size(), 4U);
+        const Config base = kernel.configure(asked, cpu_machine());
+        EXPECT_NE(std::find(configs.begin(), configs.end(), base), configs.end());
+        for (const char* other :
+             {"scatter=0 tile_blocks=1 panels=1", "scatter=0 tile_blocks=5 panels=3 splits=2",
+              "scatter=0 group=2", "scatter=1 panels=1 tile_blocks=3 splits=3",
+              "scatter=0 vectors=1 panels=8 splits=4 tile_blocks=2"}) {
+          configs.push_back(*parse_config(kernel, base, other));
+        }
+        for (const Config& config : configs) {
+          EXPECT_EQ(run_forced(problem, kernel, config, pool.executor()), want)
+              << name << ' ' << to_string(kernel, config) << " block " << r << 'x' << c;
+        }
+      }
+    }
+  }
+}
+
+// A pattern whose work sits in few block rows: ranges are far longer than the average, and go piece by piece.
+TEST(SelectTest, SkewedPatternsStayWithinTheWorkspace) {
+  const BsrShape shape{400, 64, 4, 1, 0};
+  std::vector<std::int32_t> crow{0}, col;
+  for (int i = 0; i < 100; ++i) {
+    for (int j = 0; j < (i == 99 ? 64 : 0); ++j) col.push_back(j);
+    crow.push_back(static_cast<std::int32_t>(col.size()));
+  }
+  Problem problem = make_problem({33, 400, 64, 4, 1, 1.0, DType::f32, true, 0});
+  problem.pattern = *Pattern::create(shape, crow, col);
+  problem.values.resize(static_cast<std::size_t>(problem.pattern.shape().value_count()));
+  const std::vector<std::byte> want = run_forced(problem, kernel_named("ref_linear"), {}, {});
+  const Kernel& kernel = kernel_named("scalar_linear");
+  const rarefy::Problem asked =
+      make_problem(Op::linear, problem.pattern.shape(), 33, DType::f32, Device::cpu, 1);
+  const Config base = kernel.configure(asked, cpu_machine());
+  for (const char* text :
+       {"scatter=0 splits=10 tile_blocks=7", "scatter=1 panels=1 splits=10 tile_blocks=5"}) {
+    EXPECT_EQ(run_forced(problem, kernel, *parse_config(kernel, base, text), {}), want) << text;
+  }
+}
+
+TEST(SelectTest, ConfigurationsOutOfRangeAreRefused) {
+  const Problem problem = make_problem({9, 8, 8, 4, 4, 1.0, DType::f32, true, 0});
+  const Kernel& kernel = kernel_named("scalar_linear");
+  const rarefy::Problem asked = make_problem(Op::linear, problem.pattern.shape(), 9, DType::f32);
+  const Config base = kernel.configure(asked, cpu_machine());
+  for (const char* text : {"vectors=0", "vectors=99", "panels=9", "splits=0", "splits=3", "tile_blocks=0",
+                           "group=0", "scatter=2", "scatter=1 panels=2"}) {
+    Call call;
+    call.problem = asked;
+    call.plan = problem.pattern.view();
+    call.config = *parse_config(kernel, base, text);
+    EXPECT_EQ(kernel.run(call).code(), StatusCode::invalid_argument) << text;
+  }
+  for (const char* text : {"vector=1", "vectors", "vectors=", "vectors=x", "=1"}) {
+    EXPECT_FALSE(parse_config(kernel, base, text).ok()) << text;
+  }
+}
+
+// What a caller gives is used; what it does not give is taken from the heap. The same result.
+TEST(SelectTest, WorkspaceComesFromTheCaller) {
+  const Problem problem = make_problem({40, 32, 32, 4, 4, 0.5, DType::f32, true, 0});
+  const auto asked = make_problem(Op::linear, problem.pattern.shape(), 40, DType::f32);
+  const Result<std::int64_t> size = workspace_size(asked);
+  ASSERT_TRUE(size.ok());
+  ASSERT_GT(*size, 0);
+  const std::vector<std::byte> x = encode(problem.x, DType::f32), values = encode(problem.values, DType::f32);
+  const auto run = [&](Workspace workspace) {
+    std::vector<float> y(40 * 32);
+    Context context;
+    context.workspace = workspace;
+    expect_ok(rarefy::linear({x.data(), DType::f32, 40, 32, 32},
+                             {problem.pattern.view(), values.data(), DType::f32}, nullptr, Activation::none,
+                             {y.data(), DType::f32, 40, 32, 32}, context));
+    return y;
+  };
+  alignas(64) static std::byte memory[1 << 20];
+  ASSERT_LE(*size, std::ssize(memory));
+  std::fill(std::begin(memory), std::end(memory), kPoison);
+  const std::vector<float> own = run({});
+  EXPECT_TRUE(std::all_of(std::begin(memory), std::end(memory), [](std::byte b) { return b == kPoison; }));
+  EXPECT_EQ(run({memory, *size}), own);
+  EXPECT_FALSE(std::all_of(std::begin(memory), std::end(memory), [](std::byte b) { return b == kPoison; }));
+  EXPECT_TRUE(std::all_of(memory + *size, std::end(memory), [](std::byte b) { return b == kPoison; }));
+}
+
+// f32 activations on 16-bit weights: each operand has its own dtype.
+TEST(SelectTest, OperandsHaveTheirOwnDTypes) {
+  const ProblemSpec spec{37, 22, 35, 4, 4, 0.5, DType::bf16, true, 0};
+  const Problem problem = make_problem(spec);
+  const std::vector<std::byte> values = encode(problem.values, DType::bf16),
+                               x = encode(problem.x, DType::f32), dy = encode(problem.dy, DType::f32),
+                               bias = encode(problem.bias, DType::f32);
+  const BsrView w{problem.pattern.view(), values.data(), DType::bf16};
+  const Host host{problem};
+  const auto y_want = host.linear(problem.x, problem.values, &problem.bias, Activation::none);
+  const auto dx_want = host.grad_input(problem.dy, problem.values);
+  const auto dw_want = host.grad_weight(problem.dy, problem.x);
+  for (const char* family : {"avx512", "avx2", "scalar", "ref"}) {
+    if (!kernel_named(std::string(family) + "_linear")
+             .supports(layer_problem(37, 22, 35, 4, 4, 0.5), cpu_machine())
+             .empty()) {
+      continue;
+    }
+    const Force force(family);
+    for (const std::int64_t tokens : {3, 37}) {
+      std::vector<float> y(static_cast<std::size_t>(tokens * 22)), dx(static_cast<std::size_t>(tokens * 35));
+      expect_ok(rarefy::linear({x.data(), DType::f32, tokens, 35, 35}, w, bias.data(), Activation::none,
+                               {y.data(), DType::f32, tokens, 22, 22}));
+      expect_ok(rarefy::grad_input({dy.data(), DType::f32, tokens, 22, 22}, w,
+                                   {dx.data(), DType::f32, tokens, 35, 35}));
+      for (std::size_t i = 0; i < y.size(); ++i) ASSERT_EQ(y[i], y_want[i]) << family << ' ' << i;
+      for (std::size_t i = 0; i < dx.size(); ++i) ASSERT_EQ(dx[i], dx_want[i]) << family << ' ' << i;
+    }
+    std::vector<bfloat16> dw(problem.values.size());
+    expect_ok(rarefy::grad_weight({dy.data(), DType::f32, 37, 22, 22}, {x.data(), DType::f32, 37, 35, 35},
+                                  problem.pattern.view(), dw.data(), DType::bf16));
+    for (std::size_t i = 0; i < dw.size(); ++i)
+      ASSERT_EQ(dw[i], to_bfloat16(dw_want[i])) << family << ' ' << i;
+  }
+}
+
+// A repeated problem is looked up, and a change of what is forced is seen at once.
+TEST(SelectTest, ChoicesAreRememberedUntilTheForceChanges) {
+  const rarefy::Problem problem = layer_problem(64, 32, 32, 4, 4, 0.5);
+  const std::string_view first = choose(problem)->kernel->name;
+  EXPECT_EQ(choose(problem)->kernel->name, first);
+  {
+    const Force force("ref");
+    EXPECT_EQ(choose(problem)->kernel->name, "ref_linear");
+  }
+  EXPECT_EQ(choose(problem)->kernel->name, first);
+}
+
+TEST(SelectTest, DerivedDataIsForWhoAsks) {
+  const auto sizes = derived_sizes(layer_problem(64, 32, 32, 4, 4, 0.5));
+  ASSERT_TRUE(sizes.ok());
+  EXPECT_EQ(sizes->key, 0U) << "no kernel of this machine derives anything from such a weight";
+  EXPECT_EQ(sizes->prepared + sizes->packed, 0);
+}
+
+}  // namespace
+}  // namespace rarefy::test
