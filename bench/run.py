@@ -94,11 +94,20 @@ def peak_gflops(program: Path, threads: int) -> float | None:
 
 
 def kernel_of(case: Case) -> str:
-    """The name of the kernel that Rarefy runs for a case."""
-    for row in rarefy.backend_info(case.block)["kernels"]:
-        if (row["op"], row["dtype"], row["device"]) == (case.op, case.dtype, case.device):
-            return row["kernel"]
-    return "unknown"
+    """The kernel that Rarefy runs for a case and its configuration, as `rarefy.explain` says."""
+    layer = rarefy.BlockSparseLinear(
+        case.K,
+        case.N,
+        density=case.density,
+        block_shape=case.block,
+        device="meta",
+        dtype={"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16, "f64": torch.float64}[
+            case.dtype
+        ],
+    )
+    x = torch.empty(case.M, case.K, device=case.device, dtype=layer.weight.dtype)
+    explained = rarefy.explain(layer, x, op=case.op)
+    return f"{explained['kernel']} {explained['config']}".strip()
 
 
 def row_of(

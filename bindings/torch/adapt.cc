@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cstddef>
 #include <numeric>
 #include <span>
 #include <type_traits>
@@ -135,13 +136,35 @@ Call::Call(std::string_view op, std::string_view argument, const Tensor& tensor)
   guard_.emplace(device_index_);
 }
 
+void* Call::provide_workspace(void* call, std::int64_t bytes) {
+  const auto* self = static_cast<const Call*>(call);
+  const auto type =
+      self->device_ == Device::cuda ? aoti_torch_device_type_cuda() : aoti_torch_device_type_cpu();
+  const std::int64_t stride = 1;
+  AtenTensorHandle handle = nullptr;
+  const AOTITorchError code = aoti_torch_empty_strided(1, &bytes, &stride, aoti_torch_dtype_uint8(), type,
+                                                       self->device_index_, &handle);
+  if (code != AOTI_TORCH_SUCCESS) return nullptr;  // the core reports it under the product's name
+  self->workspace_.emplace(handle);
+  return self->workspace_->data_ptr();
+}
+
+// What most calls of small layers need, without asking an allocator: fixed, one for each calling thread.
+constexpr std::int64_t kSmallWorkspace = 64 << 10;
+
 Context Call::context() const {
+  Context context;
+  context.workspace.provide = provide_workspace;
+  context.workspace.provider = const_cast<Call*>(this);
   if (device_ == Device::cpu) {
-    return {{static_cast<int>(torch::stable::get_num_threads()), nullptr, run_on_torch_threads}, nullptr};
+    alignas(64) thread_local std::byte small[kSmallWorkspace];
+    context.executor = {static_cast<int>(torch::stable::get_num_threads()), nullptr, run_on_torch_threads};
+    context.workspace.data = small;
+    context.workspace.bytes = kSmallWorkspace;
+  } else {
+    TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(device_index_, &context.stream));
   }
-  void* stream = nullptr;
-  TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(device_index_, &stream));
-  return {{}, stream};
+  return context;
 }
 
 DType Call::float_dtype(std::string_view argument, const Tensor& tensor) const {

@@ -49,6 +49,7 @@ class Call {
 
   std::string_view op() const { return op_; }
   Device device() const { return device_; }
+  // Threads, stream, and working memory from torch's allocator, which lives as long as this object.
   Context context() const;
 
   // The core's dtype of an argument; TypeMismatch unless it is a float the kernels know.
@@ -82,11 +83,13 @@ class Call {
 
  private:
   Tensor empty(const std::vector<std::int64_t>& sizes, std::int32_t dtype) const;
+  static void* provide_workspace(void* call, std::int64_t bytes);
 
   std::string_view op_;
   Device device_;
   std::int32_t device_index_;
   std::optional<torch::stable::accelerator::DeviceGuard> guard_;
+  mutable std::optional<Tensor> workspace_;
 };
 
 }  // namespace rarefy::binding

@@ -31,17 +31,20 @@ struct BsrView {
   Derived derived = {};
 };
 
-// Memory that a kernel may use during the call; its contents do not matter before or after.
+// Memory that a kernel may use during the call; its contents do not matter before or after. Given ahead
+// (workspace_size says how much), or by a function that is asked once a call when `bytes` are too few.
 struct Workspace {
   void* data = nullptr;  // aligned to 64 bytes (CUDA: 256)
   std::int64_t bytes = 0;
+  void* (*provide)(void* provider, std::int64_t bytes) = nullptr;  // null: it cannot
+  void* provider = nullptr;
 };
 
 // Where and how to run. CUDA work is queued on `stream` of the current device, nothing waits for it.
 struct Context {
   Executor executor;
   void* stream = nullptr;  // a cudaStream_t
-  // workspace_size(problem) bytes. Too little on the CPU: the call takes it from the heap and frees it.
+  // With too little and no function, the CPU takes it from the heap and frees it; CUDA refuses.
   Workspace workspace = {};
 };
 

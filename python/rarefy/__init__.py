@@ -1,7 +1,7 @@
 """Sparse linear layers for PyTorch that are really faster than dense ones."""
 
 from . import ops
-from .backend import __version__, backend_info
+from .backend import __version__, backend_info, explain, force_impl
 from .csr import CsrSpec, CsrWeight
 from .loading import load_file, load_state_dict
 from .modules import BlockSparseLinear
@@ -31,6 +31,8 @@ __all__ = [
     "__version__",
     "backend_info",
     "desparsify",
+    "explain",
+    "force_impl",
     "load_file",
     "load_state_dict",
     "ops",

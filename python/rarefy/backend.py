@@ -8,27 +8,30 @@ from typing import Any
 import torch
 
 from . import _load
+from .checks import DTYPE_NAMES, check_block_shape, check_int, check_tensor, fail
 
 __version__ = "0.1.0"
 
 
-def backend_info(block_shape: tuple[int, int] = (32, 32)) -> dict[str, Any]:
+def backend_info(block_shape: tuple[int, int] = (32, 32), tokens: int = 1024) -> dict[str, Any]:
     """Return what Rarefy would run on this machine, and why.
 
     Args:
         block_shape: (rows, cols) of the blocks that the reported kernels are selected for.
+        tokens: rows of x that they are selected for; :func:`explain` answers for a layer and an input.
 
     Returns:
         ``version``, ``torch`` (its version), ``library`` (path, or None) and ``problem`` (None, or why the
         compiled library is not loaded and what to do); when it is loaded also ``threads`` (torch's intra-op
-        threads), ``cpu``, ``cpu_features``, ``cuda_built``, ``cuda_devices``, ``forced_impl`` (the value of
-        RAREFY_FORCE_IMPL, or None) and ``kernels``: a list of ``{op, dtype, device, kernel, why}``.
+        threads), ``cpu``, ``cpu_features``, ``machine`` (caches and vectors, one line), ``cuda_built``,
+        ``cuda_devices``, ``forced_impl`` (see :func:`force_impl`; or None) and ``kernels``: a list of
+        ``{op, dtype, device, kernel, why}``.
 
     Raises:
-        ValueError: block_shape is not two integers of at least 1.
+        ValueError: block_shape is not two integers of at least 1, or tokens is below 1.
     """
-    if len(block_shape) != 2 or any(not isinstance(n, int) or n < 1 for n in block_shape):
-        raise ValueError(f"[backend_info] block_shape must be two integers of at least 1; got {block_shape}")
+    rows, cols = check_block_shape("backend_info", block_shape)
+    tokens = check_int("backend_info", "tokens", tokens, 1)
     info: dict[str, Any] = {
         "version": __version__,
         "torch": torch.__version__,
@@ -36,6 +39,68 @@ def backend_info(block_shape: tuple[int, int] = (32, 32)) -> dict[str, Any]:
         "problem": _load.problem,
     }
     if _load.problem is None:
-        built = json.loads(torch.ops.rarefy.backend_info(*block_shape))
+        built = json.loads(torch.ops.rarefy.backend_info(rows, cols, tokens))
         info |= {"version": built.pop("version"), "threads": torch.get_num_threads(), **built}
     return info
+
+
+def explain(layer: Any, x: torch.Tensor, *, op: str = "linear") -> dict[str, Any]:
+    """Return which kernel runs this layer on this input, in which configuration, and why no other.
+
+    Args:
+        layer: a BlockSparseLinear, or a weight.
+        x: (…, K), as for the layer; its values do not matter.
+        op: "linear", "grad_input" or "grad_weight"; for the gradients, of an output of x.
+
+    Returns:
+        ``problem`` (one line: op, weight, tokens, dtypes, device, threads), ``kernel`` (None when none fits,
+        and ``why_none`` says so), ``config`` (its tuning choices, "scatter=0 vectors=4 …"), ``workspace``
+        (bytes of working memory a call takes) and ``candidates``: ``{kernel, family, chosen, why_not}`` in
+        order of preference; ``why_not`` is empty for those that could run too.
+
+    Raises:
+        ValueError: x's last dimension is not K; op is unknown.
+        TypeError: arguments of the wrong kind or dtype.
+        ImportError: the compiled library is missing.
+    """
+    weight = getattr(layer, "weight", layer)
+    if not all(hasattr(weight, name) for name in ("shape", "block_shape", "nnzb", "values")):
+        fail("explain", "layer must be a BlockSparseLinear or its weight", type(layer).__name__, TypeError)
+    check_tensor("explain", "x", x)
+    if x.ndim == 0 or x.shape[-1] != weight.shape[1]:
+        fail("explain", f"x's last dimension must be in_features={weight.shape[1]}", tuple(x.shape))
+    if x.dtype not in DTYPE_NAMES:
+        fail("explain", "x must be float64, float32, bfloat16 or float16", x.dtype, TypeError)
+    if _load.problem is not None:
+        raise ImportError(_load.problem)
+    return json.loads(
+        torch.ops.rarefy.explain(
+            op,
+            *weight.shape,
+            *weight.block_shape,
+            weight.nnzb,
+            DTYPE_NAMES[weight.values.dtype],
+            DTYPE_NAMES[x.dtype],
+            x.shape[:-1].numel(),
+            op == "linear" and getattr(layer, "bias", None) is not None,
+            "none",
+            x.device.type,
+            x.device.index or 0,
+        )
+    )
+
+
+def force_impl(forced: str) -> str:
+    """Narrow the choice of kernels in this process; return what was forced before.
+
+    Args:
+        forced: families by device, "cpu:avx2,cuda:simt"; a family alone goes to its own device; "" lifts all.
+            The environment variable RAREFY_FORCE_IMPL says the same before the first call.
+
+    Raises:
+        RuntimeError: a family that this build does not have; the message lists those that it has.
+        ImportError: the compiled library is missing.
+    """
+    if _load.problem is not None:
+        raise ImportError(_load.problem)
+    return torch.ops.rarefy.force_impl(forced)

@@ -72,14 +72,17 @@ Status dispatch(Call& call, const Context& context) {
   call.workspace = context.workspace.data;
   std::unique_ptr<void, Free> own;
   try {
-    if (context.workspace.bytes < choice->workspace) {
-      if (problem.device == Device::cuda) {
+    if (const Workspace& given = context.workspace; given.bytes < choice->workspace) {
+      if (given.provide != nullptr) {
+        call.workspace = given.provide(given.provider, choice->workspace);
+      } else if (problem.device == Device::cpu) {
+        own.reset(std::aligned_alloc(64, static_cast<std::size_t>((choice->workspace + 63) / 64 * 64)));
+        call.workspace = own.get();
+      } else {
         return invalid(op, cat("workspace must have ", choice->workspace, " bytes (workspace_size)"),
-                       cat(context.workspace.bytes));
+                       cat(given.bytes));
       }
-      own.reset(std::aligned_alloc(64, static_cast<std::size_t>((choice->workspace + 63) / 64 * 64)));
-      if (own == nullptr) throw std::bad_alloc();
-      call.workspace = own.get();
+      if (call.workspace == nullptr) throw std::bad_alloc();
     }
     return choice->kernel->run(call);
   } catch (const std::bad_alloc&) {

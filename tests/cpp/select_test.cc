@@ -41,7 +41,7 @@ TEST(SelectTest, EveryCandidateHasItsReason) {
   int chosen = 0;
   for (const Candidate& candidate : e.candidates) {
     chosen += candidate.chosen ? 1 : 0;
-    if (candidate.chosen) EXPECT_EQ(candidate.kernel.name, e.kernel);
+    EXPECT_EQ(candidate.chosen, candidate.kernel.name == e.kernel);
     if (candidate.kernel.name.ends_with("_few")) {
       EXPECT_NE(candidate.why_not.find("takes 1 to 4 tokens; got 512"), std::string::npos)
           << candidate.why_not;

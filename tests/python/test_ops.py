@@ -2,7 +2,11 @@
 
 import contextlib
 import itertools
+import os
+import subprocess
+import sys
 import threading
+from functools import partial
 
 import numpy as np
 import pytest
@@ -384,17 +388,25 @@ def test_results_do_not_depend_on_the_number_of_threads():
         assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
 
 
+@pytest.fixture
+def forced():
+    """Forces families until the test ends."""
+    before = rarefy.backend_info()["forced_impl"] or ""
+    yield rarefy.force_impl
+    rarefy.force_impl(before)
+
+
 @pytest.mark.parametrize("kernel_dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("impl", ["ref", "scalar", "avx2", "avx512"])
-def test_forced_implementations(impl, kernel_dtype, monkeypatch):
-    """RAREFY_FORCE_IMPL takes effect, is reported, and gives exact integers."""
-    monkeypatch.setenv("RAREFY_FORCE_IMPL", impl)
+def test_forced_implementations(impl, kernel_dtype, forced):
+    """force_impl takes effect, is reported, and gives exact integers."""
+    forced(f"cpu:{impl}")
     info = rarefy.backend_info((4, 4))
     names = {"f32": torch.float32, "bf16": torch.bfloat16}
     rows = [r for r in info["kernels"] if r["device"] == "cpu" and names.get(r["dtype"]) == kernel_dtype]
     if any(row["kernel"] is None for row in rows):
         pytest.skip(f"this machine has no {impl}: {rows[0]['why']}")
-    assert info["forced_impl"] == impl
+    assert info["forced_impl"] == f"cpu:{impl}"
     assert all(row["kernel"].startswith(impl) and impl in row["why"] for row in rows)
     bsr = random_bsr((36, 20), (4, 4), 0.5, dtype=kernel_dtype, integers=True)
     x, dy, bias = (small_integers(*s).to(kernel_dtype) for s in [(9, 20), (9, 36), (36,)])
@@ -402,10 +414,50 @@ def test_forced_implementations(impl, kernel_dtype, monkeypatch):
         assert torch.equal(got.double(), want)
 
 
-def test_an_unknown_implementation_is_an_error(monkeypatch):
-    monkeypatch.setenv("RAREFY_FORCE_IMPL", "abacus")
-    with pytest.raises(RuntimeError, match=r"\[bsr_linear\] RAREFY_FORCE_IMPL.*abacus"):
-        ops.bsr_linear(**GOOD)
+def test_an_unknown_implementation_is_an_error(forced):
+    with pytest.raises(RuntimeError, match=r"\[force_impl\] RAREFY_FORCE_IMPL .*cpu:ref.*; got \"abacus\""):
+        forced("abacus")
+    assert forced("") in ("", rarefy.backend_info()["forced_impl"] or "")
+
+
+def test_the_environment_is_read_at_the_first_call():
+    """An unknown family there is an error of every call, not of the import."""
+    program = (
+        "import torch, rarefy\n"
+        "layer = rarefy.BlockSparseLinear(8, 8, block_shape=(4, 4))\n"
+        "print(rarefy.explain(layer, torch.ones(9, 8))['kernel'])\n"
+        "layer(torch.ones(9, 8))\n"
+    )
+    run = partial(subprocess.run, [sys.executable, "-c", program], capture_output=True, text=True)
+    good = run(env={**os.environ, "RAREFY_FORCE_IMPL": "cpu:scalar"})
+    assert good.returncode == 0 and good.stdout.strip() == "scalar_linear", good.stderr
+    bad = run(env={**os.environ, "RAREFY_FORCE_IMPL": "abacus"})
+    assert bad.returncode == 1 and "RAREFY_FORCE_IMPL must name families" in bad.stderr, bad.stderr
+
+
+def test_explain_names_what_runs(forced):
+    """Every candidate with its reason, and the configuration of the chosen one."""
+    forced("")
+    layer = rarefy.BlockSparseLinear(64, 48, density=0.5, block_shape=(4, 4))
+    many, few = (rarefy.explain(layer, torch.ones(m, 64)) for m in (512, 1))
+    assert many["kernel"].endswith("_linear") and "vectors=" in many["config"] and many["workspace"] > 0
+    assert "512 tokens, f32 -> f32, bias, cpu" in many["problem"] and "48x64 block 4x4" in many["problem"]
+    assert [c["chosen"] for c in many["candidates"]].count(True) == 1
+    assert many["candidates"][-1] == {
+        "kernel": "ref_linear", "family": "ref", "chosen": False, "why_not": ""
+    }  # fmt: skip
+    assert few["kernel"] != many["kernel"] or "few" not in "".join(c["kernel"] for c in few["candidates"])
+    assert rarefy.explain(layer.weight, torch.ones(3, 2, 64), op="grad_input")["kernel"].endswith(
+        "_grad_input"
+    )
+    with pytest.raises(
+        ValueError, match=r"\[explain\] x's last dimension must be in_features=64; got \(2, 3\)"
+    ):
+        rarefy.explain(layer, torch.ones(2, 3))
+    with pytest.raises(ValueError, match=r"\[explain\] op must be"):
+        rarefy.explain(layer, torch.ones(2, 64), op="matmul")
+    with pytest.raises(TypeError, match=r"\[explain\] layer must be a BlockSparseLinear"):
+        rarefy.explain(torch.nn.Linear(64, 48), torch.ones(2, 64))
 
 
 def test_calls_from_several_python_threads():
