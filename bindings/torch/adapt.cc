@@ -327,12 +327,13 @@ Tensor Call::build_plan(const BsrShape& shape, const Tensor& crow, const Tensor&
   check_words(*this, "crow_indices", crow);
   check_words(*this, "col_indices", col);
   check(op_, check_shape(op_, shape));
+  const std::int64_t size = plan_size(shape);
+  Tensor plan = empty({size}, aoti_torch_dtype_int32());
   if (device_ == Device::cuda) {
-    const torch::stable::Device host(torch::headeronly::DeviceType::CPU);
-    const Call on_host(op_, "crow_indices", torch::stable::to(crow, host));
-    const Tensor plan =
-        on_host.build_plan(shape, torch::stable::to(crow, host), torch::stable::to(col, host));
-    return torch::stable::to(plan, crow.device());
+    check(op_, build_device_plan(
+                   op_, shape, words(crow), words(col),
+                   {static_cast<std::int32_t*>(plan.data_ptr()), static_cast<std::size_t>(size)}, context()));
+    return plan;
   }
   // Checked are copies, as another thread may write to the indices meanwhile.
   const auto copy = [](std::span<const std::int32_t> indices) {
@@ -340,8 +341,6 @@ Tensor Call::build_plan(const BsrShape& shape, const Tensor& crow, const Tensor&
   };
   const std::vector<std::int32_t> crow_copy = copy(words(crow));
   const std::vector<std::int32_t> col_copy = copy(words(col));
-  const std::int64_t size = plan_size(shape);
-  Tensor plan = empty({size}, aoti_torch_dtype_int32());
   check(op_,
         rarefy::build_plan(op_, shape, crow_copy, col_copy,
                            {static_cast<std::int32_t*>(plan.data_ptr()), static_cast<std::size_t>(size)}));

@@ -62,6 +62,14 @@ RAREFY_API Status grad_input(const MatrixView& dy, const BsrView& w, const Mutab
 RAREFY_API Status grad_weight(const MatrixView& dy, const MatrixView& x, const PlanView& plan, void* dvalues,
                               DType dtype, const Context& context = {});
 
+// build_plan (pattern.h) in memory of the current CUDA device, on the context's stream, with workspace from
+// the context. Waits for the stream once, for the error, whose text is the host's; the plan is then of no
+// use.
+RAREFY_API Status build_device_plan(std::string_view op, const BsrShape& shape,
+                                    std::span<const std::int32_t> crow_indices,
+                                    std::span<const std::int32_t> col_indices, std::span<std::int32_t> plan,
+                                    const Context& context);
+
 // Some kernels want more of a weight than its plan and canonical values. For a problem with `derived` set,
 // derived_sizes says what the kernel that it gets wants: nothing (key 0), or buffers to be filled once by
 // prepare (until the pattern changes) and pack (until a value changes), and passed on in BsrView::derived.

@@ -5,29 +5,14 @@
 #include <new>
 
 #include "core/message.h"
+#include "core/plan_layout.h"
 
 namespace rarefy {
 
 namespace {
 
-// Words of a plan: header, crow, col, ccol, row, perm. Offsets follow from the shape alone.
-constexpr std::int32_t kMagic = 0x52465031;  // "RFP1": bump the digit with the layout
-constexpr std::int64_t kHeader = 8;          // magic, rows, cols, block_rows, block_cols, nnzb, 0, 0
-
-struct Layout {
-  std::int64_t crow, col, ccol, row, perm, size;
-
-  explicit Layout(const BsrShape& shape)
-      : crow(kHeader),
-        col(crow + shape.row_count() + 1),
-        ccol(col + shape.nnzb),
-        row(ccol + shape.col_count() + 1),
-        perm(row + shape.nnzb),
-        size(perm + shape.nnzb) {}
-};
-
 PlanView pointers(const BsrShape& shape, const std::int32_t* words) {
-  const Layout layout(shape);
+  const PlanLayout layout(shape);
   return {shape,
           words + layout.crow,
           words + layout.col,
@@ -64,7 +49,22 @@ Status check_length(std::string_view op, const BsrShape& shape, std::int64_t wor
 
 }  // namespace
 
-std::int64_t plan_size(const BsrShape& shape) { return Layout(shape).size; }
+Status check_plan_sizes(std::string_view op, const BsrShape& shape, std::size_t crow, std::size_t col,
+                        std::size_t plan) {
+  if (Status status = check_length(op, shape, static_cast<std::int64_t>(plan)); !status.ok()) return status;
+  if (static_cast<std::int64_t>(crow) != shape.row_count() + 1) {
+    return invalid(op,
+                   cat("crow_indices must have ", shape.row_count() + 1, " elements for ", shape.row_count(),
+                       " block rows"),
+                   cat(crow));
+  }
+  if (static_cast<std::int64_t>(col) != shape.nnzb) {
+    return invalid(op, cat("col_indices must have ", shape.nnzb, " elements"), cat(col));
+  }
+  return {};
+}
+
+std::int64_t plan_size(const BsrShape& shape) { return PlanLayout(shape).size; }
 
 Status build_plan(std::string_view op, const BsrShape& shape, std::span<const std::int32_t> crow_indices,
                   std::span<const std::int32_t> col_indices, std::span<std::int32_t> plan) {
@@ -72,11 +72,10 @@ Status build_plan(std::string_view op, const BsrShape& shape, std::span<const st
   if (Status status = check_length(op, shape, static_cast<std::int64_t>(plan.size())); !status.ok()) {
     return status;
   }
-  const Layout layout(shape);
+  const PlanLayout layout(shape);
   std::int32_t* words = plan.data();
-  const std::int64_t header[kHeader] = {kMagic,           shape.rows, shape.cols, shape.block_rows,
-                                        shape.block_cols, shape.nnzb, 0,          0};
-  for (std::int64_t i = 0; i < kHeader; ++i) words[i] = static_cast<std::int32_t>(header[i]);
+  const PlanHeader header(shape);
+  std::copy(std::begin(header.word), std::end(header.word), words);
   std::copy(crow_indices.begin(), crow_indices.end(), words + layout.crow);
   std::copy(col_indices.begin(), col_indices.end(), words + layout.col);
   write_transposed(pointers(shape, words), words + layout.ccol, words + layout.row, words + layout.perm);
@@ -89,14 +88,15 @@ Result<PlanView> view_plan(std::string_view op, const BsrShape& shape, std::span
   }
   const std::int32_t* words = plan.data();
   const BsrShape stored{words[1], words[2], words[3], words[4], words[5]};
-  if (words[0] != kMagic || stored != shape) {
+  if (words[0] != PlanHeader::kMagic || stored != shape) {
     return invalid(
         op,
         cat("plan must be made by bsr_plan for shape (", shape.rows, ", ", shape.cols, "), block_shape (",
             shape.block_rows, ", ", shape.block_cols, "), ", shape.nnzb, " blocks"),
-        words[0] != kMagic ? std::string("something else")
-                           : cat("a plan for shape (", stored.rows, ", ", stored.cols, "), block_shape (",
-                                 stored.block_rows, ", ", stored.block_cols, "), ", stored.nnzb, " blocks"));
+        words[0] != PlanHeader::kMagic
+            ? std::string("something else")
+            : cat("a plan for shape (", stored.rows, ", ", stored.cols, "), block_shape (", stored.block_rows,
+                  ", ", stored.block_cols, "), ", stored.nnzb, " blocks"));
   }
   return pointers(shape, words);
 }

@@ -1,4 +1,5 @@
 // Stands in for the CUDA back end in builds without nvcc: it registers nothing.
+#include "core/message.h"
 #include "core/registry.h"
 
 namespace rarefy {
@@ -10,5 +11,12 @@ const std::vector<DeviceInfo>& cuda_devices() {
   return none;
 }
 int current_cuda_device() { return 0; }
+
+Status build_device_plan(std::string_view op, const BsrShape& /*shape*/,
+                         std::span<const std::int32_t> /*crow_indices*/,
+                         std::span<const std::int32_t> /*col_indices*/, std::span<std::int32_t> /*plan*/,
+                         const Context& /*context*/) {
+  return error(StatusCode::unsupported, op, "needs a build with CUDA (RAREFY_CUDA=on)", "a build without it");
+}
 
 }  // namespace rarefy

@@ -8,7 +8,7 @@
 
 namespace rarefy {
 
-Status cuda::launch_status(Op op, cudaError_t launched) {
+Status cuda::launch_status(std::string_view op, cudaError_t launched) {
   if (launched == cudaSuccess) return {};
   cudaGetLastError();  // it is reported here: not once more by the caller's next CUDA call
   const auto code = [&] {
@@ -20,7 +20,7 @@ Status cuda::launch_status(Op op, cudaError_t launched) {
       default: return StatusCode::internal;
     }
   }();
-  return error(code, name(op), "the CUDA kernel must launch",
+  return error(code, op, "the CUDA kernel must launch",
                cat(cudaGetErrorName(launched), ": ", cudaGetErrorString(launched)));
 }
 

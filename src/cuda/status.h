@@ -8,6 +8,6 @@
 
 namespace rarefy::cuda {
 
-Status launch_status(Op op, cudaError_t launched);
+Status launch_status(std::string_view op, cudaError_t launched);
 
 }  // namespace rarefy::cuda

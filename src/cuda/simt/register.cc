@@ -31,7 +31,7 @@ std::vector<Config> candidates(const Problem& /*problem*/, const Machine& /*mach
 
 template <cudaError_t (*launch)(const Call&)>
 Status run(const Call& call) {
-  return launch_status(call.problem.op, launch(call));
+  return launch_status(name(call.problem.op), launch(call));
 }
 
 Kernel row(Op op, std::string_view name, Status (*run)(const Call&)) {
