@@ -26,13 +26,12 @@ enum class StatusCode : std::uint8_t {
 
 RAREFY_API std::string_view name(StatusCode code);
 
-// Small and free to pass on while all is well.
+// Small and free to pass on while all is well. Making one never throws: without memory for its text it is
+// out_of_memory.
 class [[nodiscard]] Status {
  public:
   Status() = default;  // ok
-  Status(StatusCode code, std::string_view op, std::string_view requirement, std::string_view got)
-      : error_(std::make_shared<const Error>(
-            Error{code, std::string(op), std::string(requirement), std::string(got)})) {}
+  RAREFY_API Status(StatusCode code, std::string_view op, std::string_view requirement, std::string_view got);
 
   bool ok() const { return error_ == nullptr; }
   StatusCode code() const { return ok() ? StatusCode::ok : error_->code; }
@@ -49,6 +48,7 @@ class [[nodiscard]] Status {
     StatusCode code;
     std::string op, requirement, got;
   };
+  static const std::shared_ptr<const Error> no_memory_;
   std::shared_ptr<const Error> error_;
 };
 

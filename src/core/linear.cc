@@ -54,6 +54,26 @@ struct Free {
   void operator()(void* p) const { std::free(p); }  // NOLINT(cppcoreguidelines-no-malloc)
 };
 
+// The workspace that the kernel asked for: the caller's, what its function gives, or ours.
+Status find_workspace(Call& call, const Workspace& given, std::int64_t bytes,
+                      std::unique_ptr<void, Free>& own) {
+  const std::string_view op = name(call.problem.op);
+  call.workspace = given.data;
+  if (given.bytes >= bytes) return {};
+  if (given.provide != nullptr) {
+    call.workspace = given.provide(given.provider, bytes);
+  } else if (call.problem.device == Device::cpu) {
+    own.reset(std::aligned_alloc(64, static_cast<std::size_t>((bytes + 63) / 64 * 64)));
+    call.workspace = own.get();
+  } else {
+    return invalid(op, cat("workspace must have ", bytes, " bytes (workspace_size)"), cat(given.bytes));
+  }
+  if (call.workspace == nullptr) {
+    return error(StatusCode::out_of_memory, op, "the workspace must fit in memory", "an allocation failure");
+  }
+  return {};
+}
+
 Status dispatch(Call& call, const Context& context) {
   Problem& problem = call.problem;
   problem.threads = context.executor.threads;
@@ -61,34 +81,18 @@ Status dispatch(Call& call, const Context& context) {
   if (problem.device == Device::cuda) problem.device_index = current_cuda_device();
   const auto choice = choose(problem);
   if (!choice.ok()) return choice.status();
-  const std::string_view op = name(problem.op);
   if (choice->kernel->derives() && choice->derived_key != call.derived.key) {
-    return invalid(op, cat("derived data must be made by prepare and pack for ", choice->kernel->name),
+    return invalid(name(problem.op),
+                   cat("derived data must be made by prepare and pack for ", choice->kernel->name),
                    "another kernel's or configuration's");
   }
   call.config = choice->config;
   call.executor = context.executor;
   call.stream = context.stream;
-  call.workspace = context.workspace.data;
   std::unique_ptr<void, Free> own;
-  try {
-    if (const Workspace& given = context.workspace; given.bytes < choice->workspace) {
-      if (given.provide != nullptr) {
-        call.workspace = given.provide(given.provider, choice->workspace);
-      } else if (problem.device == Device::cpu) {
-        own.reset(std::aligned_alloc(64, static_cast<std::size_t>((choice->workspace + 63) / 64 * 64)));
-        call.workspace = own.get();
-      } else {
-        return invalid(op, cat("workspace must have ", choice->workspace, " bytes (workspace_size)"),
-                       cat(given.bytes));
-      }
-      if (call.workspace == nullptr) throw std::bad_alloc();
-    }
-    return choice->kernel->run(call);
-  } catch (const std::bad_alloc&) {
-    return error(StatusCode::out_of_memory, op, "the workspace must fit in memory",
-                 cat(choice->workspace, " bytes"));
-  }
+  if (Status status = find_workspace(call, context.workspace, choice->workspace, own); !status.ok())
+    return status;
+  return choice->kernel->run(call);
 }
 
 }  // namespace

@@ -4,6 +4,7 @@
 #include <cstdlib>
 #include <memory>
 #include <mutex>
+#include <new>
 
 #include "core/message.h"
 #include "core/registry.h"
@@ -175,16 +176,21 @@ Result<Choice> choose(const Problem& problem) {
     Choice choice;
   };
   thread_local std::array<Slot, 16> slots;
-  ForcedState& state = forced_state();
-  const std::uint64_t generation = state.generation.load(std::memory_order_acquire);
-  Slot& slot = slots[hash_of(problem) % slots.size()];
-  if (slot.generation == generation && slot.problem == problem) return slot.choice;
-  const std::shared_ptr<const Forced> forced = forced_now();
-  if (!forced->status.ok()) return forced->status;
-  auto choice =
-      choose_from(registry(), problem, machine_of(problem), forced->family[static_cast<int>(problem.device)]);
-  if (choice.ok()) slot = {problem, generation, *choice};
-  return choice;
+  try {
+    ForcedState& state = forced_state();
+    const std::uint64_t generation = state.generation.load(std::memory_order_acquire);
+    Slot& slot = slots[hash_of(problem) % slots.size()];
+    if (slot.generation == generation && slot.problem == problem) return slot.choice;
+    const std::shared_ptr<const Forced> forced = forced_now();
+    if (!forced->status.ok()) return forced->status;
+    auto choice = choose_from(registry(), problem, machine_of(problem),
+                              forced->family[static_cast<int>(problem.device)]);
+    if (choice.ok()) slot = {problem, generation, *choice};
+    return choice;
+  } catch (const std::bad_alloc&) {
+    return error(StatusCode::out_of_memory, name(problem.op), "the list of kernels must fit in memory",
+                 "an allocation failure");
+  }
 }
 
 Explanation explain(const Problem& problem) {
@@ -213,13 +219,18 @@ Explanation explain(const Problem& problem) {
 }
 
 Status force_impl(std::string_view text) {
-  auto forced = std::make_shared<Forced>(parse_forced(text));
-  if (!forced->status.ok()) return forced->status;
-  ForcedState& state = forced_state();
-  const std::lock_guard lock(state.mutex);
-  state.current = std::move(forced);
-  state.generation.fetch_add(1, std::memory_order_release);
-  return {};
+  try {
+    auto forced = std::make_shared<Forced>(parse_forced(text));
+    if (!forced->status.ok()) return forced->status;
+    ForcedState& state = forced_state();
+    const std::lock_guard lock(state.mutex);
+    state.current = std::move(forced);
+    state.generation.fetch_add(1, std::memory_order_release);
+    return {};
+  } catch (const std::bad_alloc&) {
+    return error(StatusCode::out_of_memory, "force_impl", "the families must fit in memory",
+                 "an allocation failure");
+  }
 }
 
 std::string forced_impl() { return forced_now()->text; }

@@ -1,6 +1,8 @@
 // Names of status codes, their text, and the library's version.
 #include "rarefy/status.h"
 
+#include <new>
+
 #include "rarefy/version.h"
 
 namespace rarefy {
@@ -16,6 +18,19 @@ std::string_view name(StatusCode code) {
     case StatusCode::internal: return "internal";
   }
   return "?";
+}
+
+// Made when the library is loaded, while there still is memory.
+const std::shared_ptr<const Status::Error> Status::no_memory_ = std::make_shared<const Error>(Error{
+    StatusCode::out_of_memory, "rarefy", "the text of an error must fit in memory", "an allocation failure"});
+
+Status::Status(StatusCode code, std::string_view op, std::string_view requirement, std::string_view got) {
+  try {
+    error_ = std::make_shared<const Error>(
+        Error{code, std::string(op), std::string(requirement), std::string(got)});
+  } catch (const std::bad_alloc&) {
+    error_ = no_memory_;
+  }
 }
 
 std::string Status::message() const {

@@ -196,8 +196,11 @@ std::vector<Entry> entries() {
        [](Inputs& in, C) {
          return block_mask_by_norm(in.view(in.dense, Inputs::kRows, Inputs::kCols), {4, 4}, 0.5).status();
        }},
-      {"SelectedKernel",
-       [](Inputs&, C) { return selected_kernel(Op::linear, DType::f32, Device::cpu, 4, 4).status(); }},
+      {"WorkspaceSize",
+       [](Inputs&, C) {
+         return workspace_size(make_problem(Op::linear, {40, 36, 4, 4, 9}, 8, DType::f32)).status();
+       }},
+      {"ForceImpl", [](Inputs&, C) { return force_impl(forced_impl()); }},
       {"ReadHeader", [](Inputs& in, C) { return read_safetensors_header(in.in_path).status(); }},
       {"ReadSafetensors", [](Inputs& in, C) { return read_safetensors(in.in_path).status(); }},
       {"ParseSafetensors", [](Inputs& in, C) { return parse_safetensors(in.tensor_bytes).status(); }},
@@ -246,12 +249,13 @@ INSTANTIATE_TEST_SUITE_P(All, AllocationFailureTest, ::testing::ValuesIn(entries
 
 TEST_P(AllocationFailureTest, IsAStatus) {
   const Entry& entry = GetParam();
-  const auto families = backend_info().kernels;
   if (entry.impl != nullptr) {
-    const bool there = std::any_of(families.begin(), families.end(),
-                                   [&](const KernelInfo& kernel) { return kernel.impl == entry.impl; });
-    if (!there) GTEST_SKIP() << "this machine has no " << entry.impl;
-    setenv("RAREFY_FORCE_IMPL", entry.impl, 1);
+    ASSERT_TRUE(force_impl(std::string("cpu:") + entry.impl).ok());
+    const Explanation e = explain(make_problem(Op::grad_input, {40, 36, 4, 4, 9}, 8, DType::f32));
+    if (e.kernel.empty()) {
+      ASSERT_TRUE(force_impl("").ok());
+      GTEST_SKIP() << "this machine has no " << entry.impl << ": " << e.why_none;
+    }
   }
   Inputs in;
   for (const int threads : {1, 3}) {
@@ -297,7 +301,7 @@ TEST_P(AllocationFailureTest, IsAStatus) {
       }
     }
   }
-  unsetenv("RAREFY_FORCE_IMPL");
+  ASSERT_TRUE(force_impl("").ok());
 }
 
 }  // namespace
