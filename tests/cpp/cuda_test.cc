@@ -222,12 +222,15 @@ TEST_F(CudaQueueTest, SecondDevice) {
 TEST_F(CudaQueueTest, KernelsAreChosen) {
   const BackendInfo info = backend_info();
   ASSERT_FALSE(info.cuda_devices.empty());
-  EXPECT_NE(info.cuda_devices[0].find(" (sm_"), std::string::npos) << info.cuda_devices[0];
+  const DeviceInfo& gpu = info.cuda_devices[0];
+  EXPECT_NE(to_string(gpu).find(" (sm_"), std::string::npos) << to_string(gpu);
+  EXPECT_GT(gpu.sms, 0);
+  EXPECT_GT(gpu.shared_memory, 32 << 10);
+  EXPECT_GT(gpu.bandwidth, 1e10);
   for (const Op op : kAllOps) {
     for (const DType dtype : kDTypes) {
-      const Result<KernelInfo> kernel = selected_kernel(op, dtype, Device::cuda, 16, 16);
-      ASSERT_TRUE(kernel.ok()) << kernel.status().message();
-      EXPECT_EQ(kernel->name, "cuda_" + std::string(name(op)));
+      const Explanation e = explain(make_problem(op, {16, 16, 16, 16, 1}, 64, dtype, Device::cuda));
+      EXPECT_EQ(e.kernel, "simt_" + std::string(name(op))) << to_string(e);
     }
   }
 }
@@ -250,8 +253,9 @@ TEST(CudaErrorTest, LaunchWithoutGpuIsAStatus) {
 }
 
 TEST(CudaErrorTest, Int8IsRefused) {
-  const Result<KernelInfo> kernel = selected_kernel(Op::linear, DType::i8, Device::cuda, 4, 4);
-  EXPECT_EQ(kernel.status().code(), StatusCode::unsupported);
+  const Explanation e = explain(make_problem(Op::linear, {4, 4, 4, 4, 1}, 8, DType::i8, Device::cuda));
+  EXPECT_EQ(e.kernel, "");
+  EXPECT_NE(e.why_none.find("simt_linear: takes f64, f32, bf16 or f16; got i8"), std::string::npos) << e.why_none;
 }
 
 }  // namespace
