@@ -3,7 +3,7 @@
 from . import ops
 from .backend import __version__, backend_info, explain, force_impl
 from .csr import CsrSpec, CsrWeight
-from .loading import load_file, load_state_dict
+from .loading import load_file, load_state_dict, set_strict_pattern
 from .modules import BlockSparseLinear
 from .patcher import BlockSparseModelPatcher
 from .pattern import BsrPattern
@@ -38,5 +38,6 @@ __all__ = [
     "ops",
     "register_format",
     "save_file",
+    "set_strict_pattern",
     "sparsify",
 ]

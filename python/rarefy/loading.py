@@ -101,6 +101,19 @@ def load_state_dict(model: nn.Module, state_dict: Mapping[str, torch.Tensor]) ->
     _restore(op, model, tensors, weights, {}, places)
 
 
+def set_strict_pattern(model: nn.Module, strict: bool) -> None:
+    """Says for all sparse weights of a model whether model.load_state_dict refuses other patterns.
+
+    They do by default. With False a weight takes the pattern of a state_dict over, in blocks of its own
+    shape, and its Parameter stays the same object: for code that loads checkpoints by itself, as a Trainer
+    does when it resumes. It is `weight.strict_pattern` of each of them.
+    """
+    _check_model("set_strict_pattern", model)
+    for module in model.modules():
+        if isinstance(module, SparseWeight):
+            module.strict_pattern = bool(strict)
+
+
 def _infer(
     op: str, name: str, tensors: Mapping[str, torch.Tensor], shape: tuple[int, ...]
 ) -> tuple[type[SparseWeight], dict[str, Any]]:

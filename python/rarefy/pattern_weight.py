@@ -38,6 +38,10 @@ def _version(tensor: torch.Tensor) -> int:
     return -1 if tensor.is_inference() else tensor._version
 
 
+def _equal(a: tuple[torch.Tensor, ...], b: tuple[torch.Tensor, ...]) -> bool:
+    return all(x.shape == y.shape and torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
 class PatternWeight(SparseWeight):
     """A weight of `values`, the one Parameter, and a `pattern` that says where they are.
 
@@ -199,7 +203,7 @@ class PatternWeight(SparseWeight):
 
     def _set_pattern(self, pattern: BsrPattern) -> None:
         """Makes `pattern`, on the device of values, the truth, with new copies of its indices as buffers."""
-        self._pattern = pattern
+        self._pattern, self._looked_in = pattern, None
         with torch.inference_mode(False):
             crow, col = (index.clone() for index in pattern.indices())
             buffers = (crow, col, digest(crow, col))
@@ -252,8 +256,14 @@ class PatternWeight(SparseWeight):
             return  # looking means waiting, which a capture forbids: the next call outside looks
         if crow.device != own.device:
             own = self._pattern = own.to(crow.device)
-        pairs = zip((crow, col), own.indices(), strict=True)
-        if all(a.shape == b.shape and torch.equal(a, b) for a, b in pairs):
+        # DDP writes rank 0's buffers over all others before each forward. One look for each DDP module is
+        # enough, and more would wait for the GPU in every layer.
+        ddp = getattr(nn.parallel.DistributedDataParallel, "_active_ddp_module", None)
+        if ddp is not None and self._looked_in is not None and self._looked_in() is ddp:
+            self._seen()
+            return
+        self._looked_in = None if ddp is None else weakref.ref(ddp)
+        if _equal((crow, col), own.indices()):
             self._seen()
             return
         if torch.equal(digest(crow, col), self._buffers["pattern_digest"]):
@@ -360,7 +370,8 @@ class PatternWeight(SparseWeight):
 
     def __getstate__(self) -> dict[str, Any]:  # noqa: D105
         self._settle()
-        state = {key: value for key, value in self.__dict__.items() if key != "_watched"}
+        hidden = ("_watched", "_looked_in")
+        state = {key: value for key, value in self.__dict__.items() if key not in hidden}
         # Weights that share a pattern share it in a pickle, too; the buffers are made of it again.
         state["_buffers"] = {k: b for k, b in self._buffers.items() if k not in _PUBLIC}
         return state

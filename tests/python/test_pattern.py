@@ -267,6 +267,27 @@ def test_ddp_with_a_seed_for_each_rank_trains_one_model(tmp_path):
         assert torch.equal(first[key], second[key]), key
 
 
+def test_ddp_makes_a_weight_look_at_its_buffers_once(tmp_path, monkeypatch):
+    looks = []
+    equal = rarefy.pattern_weight._equal
+    monkeypatch.setattr(rarefy.pattern_weight, "_equal", lambda *a: looks.append(1) or equal(*a))
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1
+    )
+    try:
+        model = layer()
+        for turn in (1, 2):  # a second DDP module may bring another pattern
+            ddp = nn.parallel.DistributedDataParallel(model)
+            for _ in range(3):
+                for buffer in model.buffers():
+                    buffer.copy_(buffer.clone())  # what DDP does where there are more ranks
+                ddp(torch.randn(2, 10)).sum().backward()
+            assert len(looks) == turn
+        copy.deepcopy(model), pickle.dumps(model)
+    finally:
+        torch.distributed.destroy_process_group()
+
+
 # Meta and empty memory -----------------------------------------------------------------------------
 
 
