@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.utils.parametrize import is_parametrized
 from torch.optim import Optimizer
 
 from .checks import fail
@@ -110,6 +111,8 @@ def desparsify(model: nn.Module) -> list[str]:
         module = layer.module
         if has_hooks(module) or any(map(has_tensor_hooks, module.parameters())):
             fail(op, "a layer must have no hooks, which the new one would lose", layer.name)
+        if is_parametrized(module) or is_parametrized(module.weight):
+            fail(op, "a layer must not be parametrized (torch.nn.utils.parametrize)", layer.name)
         if type(module) not in (BlockSparseLinear, PseudoBlockSparseLinear) or "forward" in vars(module):
             requirement = "a layer must not have a forward of its own, which nn.Linear would not have"
             fail(op, requirement, f"{layer.name}, a {type(module).__name__}")

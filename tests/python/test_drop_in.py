@@ -73,6 +73,8 @@ def test_values_can_be_parametrized(make):
     twin = copy.deepcopy(module)
     twin.load_state_dict(module.state_dict())
     torch.testing.assert_close(twin(x), before)
+    with pytest.raises(ValueError, match=r"^\[desparsify\] .*parametrized.*; got 0"):
+        rarefy.desparsify(nn.Sequential(module))
     torch.testing.assert_close(module.double()(x.double()).float(), before)
     module.float()
     parametrize.remove_parametrizations(module.weight, "values")
