@@ -113,7 +113,8 @@ class PatternWeight(SparseWeight):
     def pattern(self) -> BsrPattern:
         """Which blocks are stored; see the class for who may change it."""
         if torch.compiler.is_compiling():
-            _settle_all()
+            if torch.compiler.is_dynamo_compiling():  # else torch.export traces all that is done here
+                _settle_all()
         elif not self._is_settled():
             self._settle()
         return self._pattern

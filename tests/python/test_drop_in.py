@@ -427,3 +427,22 @@ def test_two_forwards_before_a_backward_with_buffers_broadcast_between():
         optimizer.zero_grad()
         total.backward()
         optimizer.step()
+
+
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("spec", ["block:4x3@0.5", "csr@0.5", "block:4x3@0.5:bf16"])
+@pytest.mark.filterwarnings("ignore:The given buffer is not writable")
+def test_exported_programs_are_saved_and_loaded(spec, strict, tmp_path):
+    other = layer()  # alive, and written to: not for this export to look after
+    nn.init.ones_(other.weight.values)
+    other.weight.col_indices.copy_(other.weight.col_indices.clone())
+    module, x = BlockSparseLinear.from_dense(nn.Linear(10, 7), spec), torch.randn(4, 10)
+    batch = ({0: torch.export.Dim.DYNAMIC},)
+    torch.export.save(
+        torch.export.export(module, (x,), strict=strict, dynamic_shapes=batch), tmp_path / "m.pt2"
+    )
+    program = torch.export.load(tmp_path / "m.pt2")
+    calls = [str(node.target) for node in program.graph.nodes if node.op == "call_function"]
+    assert len(calls) <= 3 and sum("rarefy" in call for call in calls) == 1, calls
+    again = torch.cat([x, x])
+    assert torch.equal(program.module()(again), module(again))
