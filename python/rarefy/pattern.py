@@ -12,7 +12,7 @@ from .masks import grid_of, pattern_of
 from .ops import bsr_plan
 
 _INT32 = torch.iinfo(torch.int32)
-_HEADER = 8  # words of a plan before its copy of the indices (src/core/pattern.cc)
+_HEADER = 8  # words of a plan before its copy of the indices (src/core/plan_layout.h)
 
 
 def as_index(op: str, name: str, value: Any) -> torch.Tensor:
