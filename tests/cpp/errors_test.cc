@@ -85,6 +85,14 @@ const Case kPatternCases[] = {
      [](Call&) {
        return check_shape("op", {4, 256, 256, 257, 1});
      }},
+    {"ValuesOfAllBlocksOverflow", kBad, "[op] the values must fit in memory; got 4194304 blocks",
+     [](Call&) {
+       return check_shape("op", {INT32_MAX, INT32_MAX, 1 << 20, 1 << 20, 1 << 22});
+     }},
+    {"ColLongerThanTheShapeSays", kBad, "[op] col_indices must have 3 elements; got 4",
+     [](Call& c) {
+       return check_indices("op", {6, 8, 2, 4, 3}, std::vector<std::int32_t>{0, 1, 2, 3}, c.col);
+     }},
     {"MoreBlocksThanPlaces", kBad, "[op] the number of stored blocks must be in [0, 6]; got 7",
      [](Call&) {
        return check_shape("op", {6, 8, 2, 4, 7});
@@ -136,6 +144,16 @@ const Case kPatternCases[] = {
      }},
     {"PlanTooShort", kBad, "[build] plan must have ",
      [](Call& c) { return build_plan("build", c.shape, c.crow, c.col, std::span(c.plan).first(9)); }},
+    {"PlanTooLong", kBad, "[build] plan must have ",
+     [](Call& c) {
+       std::vector<std::int32_t> longer(c.plan.size() + 1);
+       return build_plan("build", c.shape, c.crow, c.col, longer);
+     }},
+    {"PlanWithAWordMore", kBad, "[op] plan must have ",
+     [](Call& c) {
+       std::vector<std::int32_t> longer(c.pattern.plan().begin(), c.pattern.plan().end());
+       return longer.push_back(0), view_plan("op", c.shape, longer).status();
+     }},
     {"PlanOfBadPattern", kBad, "[build] col_indices must be in [0, 2)",
      [](Call& c) { return c.col[0] = 9, c.build(); }},
     {"PlanOfAnotherLength", kBad, "[op] plan must have ",
@@ -162,6 +180,8 @@ const Case kPatternCases[] = {
 const Case kProductCases[] = {
     {"LinearNegativeRows", kBad, "[linear] x's shape must not be negative; got (-3, 8)",
      [](Call& c) { return c.x_view.rows = -3, c.linear(); }},
+    {"LinearNegativeColumns", kBad, "[linear] x's shape must not be negative; got (3, -8)",
+     [](Call& c) { return c.x_view.cols = -8, c.linear(); }},
     {"LinearK", kBad, "[linear] x must have 8 columns (in_features); got 7",
      [](Call& c) { return c.x_view.cols = 7, c.linear(); }},
     {"LinearN", kBad, "[linear] y must have 6 columns (out_features); got 5",
@@ -360,6 +380,24 @@ TEST(GoodInputTest, IsAccepted) {
     EXPECT_TRUE(status.ok()) << status.message();
   }
   EXPECT_TRUE(view_plan("op", call.shape, call.plan).ok());
+  // One row has no next one to overlap with; no rows have no extent, whatever their stride.
+  call.x_view.rows = call.y_view.rows = 1;
+  call.y_view.row_stride = 0;
+  EXPECT_TRUE(call.linear().ok()) << call.linear().message();
+  call.x_view.rows = call.y_view.rows = 0;
+  call.x_view.row_stride = call.y_view.row_stride = kHuge;
+  EXPECT_TRUE(call.linear().ok()) << call.linear().message();
+}
+
+// What is empty shares memory with nothing, wherever it points to.
+TEST(GoodInputTest, EmptyValuesOverlapNothing) {
+  Call call;
+  call.crow.assign(4, 0);
+  call.col.clear();
+  const Pattern none = *Pattern::create(call.shape, call.crow, call.col);
+  call.w = {none.view(), call.y + 2, DType::f32, Device::cpu};
+  EXPECT_TRUE(call.linear().ok()) << call.linear().message();
+  EXPECT_TRUE(call.grad_weight(call.dy + 3).ok()) << call.grad_weight(call.dy + 3).message();
 }
 
 TEST(BlockShapeTest, MayReachPastTheMatrixToTheNextMultipleOf256) {
