@@ -9,7 +9,7 @@ VENV := .venv
 IN_VENV := $(VENV)/bin/python
 CXX_FILES = $(shell git ls-files '*.cc' '*.h' '*.cu' '*.cuh')
 
-.PHONY: help setup test bench lint demo sanitize clean
+.PHONY: help setup test bench lint demo sanitize mutants clean
 
 help:
 	@echo "make setup     packages, virtual environment (.venv), Release build;"
@@ -18,6 +18,7 @@ help:
 	@echo "make demo      a real model, sparse and faster make bench     benchmarks (bench/)"
 	@echo "make lint      formats, clang-tidy, ruff, links make clean    removes build/ and .venv/"
 	@echo "               and the C++ tests with clang"
+	@echo "make mutants   small defects, one at a time, that the tests must notice: hours (tests/mutation)"
 
 $(STAMPS)/packages: apt.txt
 	./tools/install_packages.sh apt.txt
@@ -66,6 +67,10 @@ sanitize: $(STAMPS)/packages
 	  cmake --build --preset $$preset -j $(JOBS); \
 	  ctest --preset $$preset --output-on-failure -j $(JOBS); \
 	done
+
+# Goes on where an earlier run stopped. Not for CI: hours.
+mutants: setup
+	$(IN_VENV) tests/mutation/run.py --jobs $(JOBS)
 
 clean:
 	rm -rf build $(VENV) python/rarefy/lib

@@ -1,0 +1,390 @@
+"""Mutants of the Python front and of the binding."""
+
+T = "tests/python/"
+MASKS = f"py:{T}test_weight.py {T}test_bad_inputs.py"
+WEIGHT = f"py:{T}test_weight.py {T}test_pattern.py -knot(compile)and(not(ddp))and(not(process))"
+FILES = f"py:{T}test_serialization.py {T}test_files.py"
+OPS = f"py:{T}test_ops.py {T}test_ops_in_torch.py -knot(compile)and(not(export))"
+
+GROUPS = [
+    (
+        "python/rarefy/masks.py",
+        (MASKS,),
+        [
+            (
+                "return -(-shape[0] // block_shape[0]), -(-shape[1] // block_shape[1])",
+                "return shape[0] // block_shape[0], shape[1] // block_shape[1]",
+            ),
+            ("if pad_rows or pad_cols:", "if pad_rows:"),
+            ("if pad_rows or pad_cols:", "if pad_cols:"),
+            ("return dense[: shape[0], : shape[1]].contiguous()", "return dense[: shape[0]].contiguous()"),
+            (
+                "repeat_interleave(block_shape[0], 0).repeat_interleave(block_shape[1], 1)",
+                "repeat_interleave(block_shape[1], 0).repeat_interleave(block_shape[0], 1)",
+            ),
+            ("dense.double(), block_shape), dim=(2, 3))", "dense.double(), block_shape), ord=1, dim=(2, 3))"),
+            ("return round(density * blocks)", "return int(density * blocks)"),
+            ("return round(density * blocks)", "return int(density * blocks + 0.5)"),
+            ("sort(descending=True, stable=True)", "sort(descending=False, stable=True)"),
+            ("sort(descending=True, stable=True)", "flip(0).sort(descending=True, stable=True)"),
+            (
+                "order = torch.randperm(blocks, generator=generator, device=device)",
+                "order = torch.arange(blocks, device=device)",
+            ),
+            (
+                "order = torch.randperm(blocks, generator=generator, device=device)",
+                "order = torch.randperm(blocks, device=device)",
+            ),
+            ("other = (mask != 0) & (mask != 1)", "other = mask > 1"),
+            (
+                "torn = expand_mask(kept, shape, block_shape) & ~mask",
+                "torn = expand_mask(kept, shape, block_shape) & mask & ~mask",
+            ),
+            (".amax(dim=(2, 3))", ".amin(dim=(2, 3))"),
+            ("if mask is not None and len(given) > 1:", "if mask is not None and len(given) > 2:"),
+            ("if scores is not None and density is None:", "if False:"),
+            (
+                "if density is None:\n        return torch.ones",
+                "if density is None:\n        return torch.zeros",
+            ),
+            ("if scores.is_complex():", "if False:"),
+            ("if bool(scores.isnan().any()):", "if False:"),
+            (".sum(dim=(2, 3))", ".amax(dim=(2, 3))"),
+            ("if tuple(scores.shape) != grid:", "if False:"),
+            ("crow[1:] = counts.cumsum(0)", "crow[:-1] = counts.cumsum(0)"),
+            ("counts = block_mask.sum(dim=1)", "counts = block_mask.sum(dim=0)"),
+        ],
+    ),
+    (
+        "python/rarefy/checks.py",
+        (MASKS,),
+        [
+            (
+                "if not 0 <= density <= 1 or math.isnan(density):",
+                "if not 0 <= density <= 1.5 or math.isnan(density):",
+            ),
+            (
+                "if not 0 <= density <= 1 or math.isnan(density):",
+                "if not 0 < density <= 1 or math.isnan(density):",
+            ),
+            (
+                "if not isinstance(density, numbers.Real) or isinstance(density, bool):",
+                "if not isinstance(density, numbers.Real):",
+            ),
+            (
+                "if not isinstance(value, numbers.Integral) or isinstance(value, bool):",
+                "if not isinstance(value, numbers.Integral):",
+            ),
+            ("if value < minimum:", "if value <= minimum:"),
+            ("if value < minimum:", "if False:"),
+            ("if value.layout != torch.strided:", "if False:"),
+            (
+                "most = tuple(256 * max(1, -(-size // 256)) for size in shape)",
+                "most = tuple(512 * max(1, -(-size // 512)) for size in shape)",
+            ),
+            ("if block_shape[0] > most[0] or block_shape[1] > most[1]:", "if block_shape[0] > most[0]:"),
+            ("if len(value) != 2:", "if len(value) < 2:"),
+            ("if max(sizes) > _INT32_MAX:", "if False:"),
+            ("if isinstance(index, torch.Tensor) and index.device != values.device:", "if False:"),
+        ],
+    ),
+    (
+        "python/rarefy/values.py",
+        (WEIGHT,),
+        [
+            ("        widths[-1] = in_features % block_cols\n", "        pass\n"),
+            (
+                "stored.rsqrt(), torch.zeros_like(stored)",
+                "stored.rsqrt(), torch.ones_like(stored)",
+                {"alive": "a row without blocks has no values to draw"},
+            ),
+            (
+                "stored = (block_mask * widths).sum(dim=1).double()",
+                "stored = (block_mask * widths).sum(dim=1).double() + 1",
+            ),
+            ("    if rows:\n        first, end", "    if False:\n        first, end"),
+            ("    if cols:\n        blocks", "    if False:\n        blocks"),
+            (
+                "for axis, inside in ((1, rows % values.shape[1]), (2, cols % values.shape[2])):",
+                "for axis, inside in ((1, rows % values.shape[1]),):",
+            ),
+            (
+                "for axis, inside in ((1, rows % values.shape[1]), (2, cols % values.shape[2])):",
+                "for axis, inside in ((2, cols % values.shape[2]),):",
+            ),
+            ("            at[axis] += inside\n", ""),
+            ("            at[0] = int(edge[at[0]])\n", ""),
+            ("    if dense.is_meta:\n", "    if False:\n"),
+            ("    if dense.ndim != 2:\n", "    if False:\n"),
+        ],
+    ),
+    (
+        "python/rarefy/sparse_weight.py",
+        (WEIGHT,),
+        [
+            ("    parameter.grad = grad\n", ""),
+            (
+                "    torch.autograd.graph.increment_version(parameter)  # a pending backward must notice\n",
+                "",
+            ),
+        ],
+    ),
+    (
+        "python/rarefy/pattern.py",
+        (WEIGHT,),
+        [
+            ("if value.dtype not in (torch.int32, torch.int64):", "if False:"),
+            ("if value.ndim != 1:", "if False:"),
+            ("(value > _INT32.max) | (value < _INT32.min)", "value > _INT32.max"),
+            ("to(torch.int32, copy=True, memory_format=torch.contiguous_format)", "to(torch.int32)"),
+            (
+                "return self.nnzb / blocks if blocks else 0.0",
+                "return self.nnzb / max(1, blocks - 1) if blocks else 0.0",
+            ),
+            ("self.is_padded = any(size % block for", "self.is_padded = all(size % block for"),
+            (
+                "return self.block_rows() * self.grid[1] + self.indices()[1]",
+                "return self.block_rows() * self.grid[0] + self.indices()[1]",
+            ),
+            ("self.indices()[1] == self.grid[1] - 1", "self.indices()[1] == self.grid[1]"),
+            ("return self.indices()[0].clone()", "return self.indices()[0]"),
+            ("return self.indices()[1].clone()", "return self.indices()[1]"),
+            ("(int(self.indices()[0][-2]), self.nnzb)", "(0, self.nnzb)"),
+            (
+                "return mine == (other.shape, other.block_shape, other.nnzb)",
+                "return mine[:2] == (other.shape, other.block_shape)",
+            ),
+            (
+                "return all(torch.equal(a, b.to(a.device)) for a, b in pairs)",
+                "return any(torch.equal(a, b.to(a.device)) for a, b in pairs)",
+            ),
+        ],
+    ),
+    (
+        "python/rarefy/pattern_weight.py",
+        (WEIGHT,),
+        [
+            ("if values.device != pattern.device:", "if False:"),
+            ("if not values.is_contiguous():", "if False:"),
+            ("        check_padding(op, values, pattern)\n\n    # -- to be", "\n    # -- to be"),
+            (
+                "        zero_padding(self.blocks(self.values), self._pattern)\n        return self\n",
+                "        return self\n",
+            ),
+            ("self.values.uniform_(-1, 1, generator=generator)", "self.values.uniform_(-1, 1)"),
+            (
+                "self.values.uniform_(-1, 1, generator=generator)",
+                "self.values.uniform_(0, 1, generator=generator)",
+            ),
+            ("[:, None, None])\n        self.zero_padding_()", "[:, None, None])"),
+            ("        if not all(seen):\n", "        if not seen[0]:\n"),
+            ("        if not all(seen):\n", "        if not seen[1]:\n"),
+            ("if other.shape != self.shape:", "if False:"),
+            (
+                "        self.x_dtype = other.x_dtype\n        self._pattern_known",
+                "        self._pattern_known",
+            ),
+            (
+                "            self._settle()  # what is saved can be loaded: indices of one pattern, padding zero …\n",
+                "            pass\n",
+            ),
+            (
+                "            if index.shape != mine.shape:\n                if self.strict_pattern:\n",
+                "            if index.shape != mine.shape:\n                if False:\n",
+            ),
+            (
+                "                if self.strict_pattern:\n                    (at,)",
+                "                if False:\n                    (at,)",
+            ),
+        ],
+    ),
+    (
+        "python/rarefy/linear_base.py",
+        (f"py:{T}test_bad_inputs.py {T}test_modules.py",),
+        [
+            ("bound = 1 / math.sqrt(self.in_features) if", "bound = 2 / math.sqrt(self.in_features) if"),
+            ("self.bias.uniform_(-bound, bound, generator=generator)", "self.bias.uniform_(-bound, bound)"),
+            (
+                "requires_grad=source.requires_grad and data.dtype.is_floating_point",
+                "requires_grad=data.dtype.is_floating_point",
+            ),
+            ("_parameter_like(tensor.detach().clone(), tensor)", "_parameter_like(tensor.detach(), tensor)"),
+            ("    return linear.train(training)\n", "    return linear\n"),
+            ("        return self.train(training)\n", "        return self\n"),
+            ("    if unnamed:\n", "    if False:\n"),
+            (
+                "linear.weight = nn.Parameter(weight, requires_grad=requires_grad)",
+                "linear.weight = nn.Parameter(weight)",
+            ),
+        ],
+    ),
+    (
+        "python/rarefy/foreign.py",
+        (f"py:{T}test_weight.py",),
+        [
+            ("if padded != tuple(shape) and not pad:", "if padded != tuple(shape) and pad:"),
+            ("if _round_up(shape, block_shape) != tuple(padded):", "if False:"),
+            (
+                "values = tensor.values().detach().clone(memory_format=torch.contiguous_format)",
+                "values = tensor.values().detach()",
+            ),
+            ("    matrix.sort_indices()\n", ""),
+            (
+                "    matrix = matrix.copy()\n    matrix.sum_duplicates()\n    matrix.sort_indices()",
+                "    matrix = matrix.copy()\n    matrix.sort_indices()",
+            ),
+            (
+                "    matrix = matrix.copy()\n    matrix.sum_duplicates()\n    matrix.resize",
+                "    matrix.sum_duplicates()\n    matrix.resize",
+            ),
+            ("if weight.dtype in (torch.bfloat16, torch.float16):", "if False:"),
+            (".detach().cpu().numpy().copy() for t", ".detach().cpu().numpy() for t"),
+        ],
+    ),
+    (
+        "python/rarefy/serialization.py",
+        (FILES,),
+        [
+            ("        if tensor.is_meta:\n", "        if False:\n"),
+            ("if key.endswith(reserved_endings()) and key not in pieces:", "if False:"),
+            ("if not isinstance(key, str) or not isinstance(text, str):", "if not isinstance(key, str):"),
+            ("        if key in state:\n", "        if False:\n"),
+            ("        if text in state:\n", "        if False:\n"),
+            ("    if KEY in metadata:\n", "    if False:\n"),
+            ("if shared is None and tensor.numel() and view in seen:", "if shared is None and view in seen:"),
+            ("if shared is None and tensor.numel() and view in seen:", "if False:"),
+            ("tensor.detach().clone() if storage in storages else tensor.detach()", "tensor.detach()"),
+            ("kept[name] = tensor.contiguous().cpu()", "kept[name] = tensor.cpu()"),
+            (
+                "        with replacing(path) as temporary:\n            save_tensors(tensors, temporary, metadata=metadata)",
+                "        save_tensors(tensors, path, metadata=metadata)",
+            ),
+            (
+                '    if missing:\n        fail(op, f"{name} must have',
+                '    if False:\n        fail(op, f"{name} must have',
+            ),
+            (
+                "view = (storage, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype)",
+                "view = (storage, tensor.shape, tensor.stride(), tensor.dtype)",
+            ),
+        ],
+    ),
+    (
+        "python/rarefy/files.py",
+        (FILES,),
+        [
+            ("        _sync(temporary)\n", ""),
+            ("            _sync(path.parent)\n", "            pass\n"),
+            ("        temporary.chmod(mode)  # the writer may have put a file of its own there\n", ""),
+            ("        temporary.unlink(missing_ok=True)\n", "        pass\n"),
+            ("os.O_WRONLY | os.O_CREAT | os.O_EXCL", "os.O_WRONLY | os.O_CREAT"),
+        ],
+    ),
+    (
+        "python/rarefy/loading.py",
+        (FILES,),
+        [
+            ("    if missing := expected - set(tensors):\n", "    if missing := set():\n"),
+            ("    if unexpected := set(tensors) - expected:\n", "    if unexpected := set():\n"),
+            ("if not _same_bits(tensor, tensors[twin]):", "if False:"),
+            ("            parameter.data = parameter.data.clone()\n", "            pass\n"),
+            ("    if target.shape != tensor.shape:\n", "    if False:\n"),
+            ("    if mine != theirs:\n", "    if False:\n"),
+            ("    if expanded and not target.is_meta:\n", "    if False:\n"),
+            ("        weight.requires_grad_(old.requires_grad)\n", ""),
+            ("        if mine != tuple(shape):\n", "        if False:\n"),
+            ("linear.bias = layer.module.bias  # the same", "linear.bias = None  # the same"),
+            ("    if id(target) not in fresh:\n", "    if True:\n"),
+        ],
+    ),
+    (
+        "python/rarefy/timing.py",
+        (f"py:{T}test_timing.py {T}test_report.py",),
+        [
+            ("self.dense.median / self.sparse.median", "self.sparse.median / self.dense.median"),
+            (
+                "turns = ((dense, times[0]), (sparse, times[1]))",
+                "turns = ((dense, times[1]), (sparse, times[0]))",
+            ),
+            ("if self.waited > _MOST_WAITED:", "if self.waited > 10 * _MOST_WAITED:"),
+            ("if self.ratios and max(self.ratios) > _MOST_APART * min(self.ratios):", "if False:"),
+            ("any(t.upper > _MOST_SPREAD * t.lower for", "all(t.upper > _MOST_SPREAD * t.lower for"),
+            ("waited = max(queued, wall - cpu) / wall", "waited = queued / wall"),
+            ("waited = max(queued, wall - cpu) / wall", "waited = (wall - cpu) / wall"),
+            ("    for function in (dense, sparse):\n        function()\n", ""),
+            ("key=lambda times: times.waited", "key=lambda times: -times.waited"),
+            ('generator = torch.Generator("cpu").manual_seed(0)', "generator = torch.manual_seed(0)"),
+            ("if len(times[0]) % 2 == 0 else reversed(turns)", ""),
+        ],
+    ),
+    (
+        "python/rarefy/ops.py",
+        (OPS,),
+        [
+            ("or tensor.dtype == torch.float64:", "or tensor.dtype == torch.float16:"),
+            ("if tensor.device.type != device_type:", "if tensor.device.type == device_type:"),
+            ("return 8 + row_count + 1 + col_count + 1", "return 8 + row_count + col_count + 1"),
+            (
+                "return tensor.new_empty((*tensor.shape[:-1], new))",
+                "return tensor.new_empty((tensor.shape[0], new))",
+            ),
+            ("if tensor.dim() == 0 or tensor.shape[-1] != columns:", "if False:"),
+            ("cast(bias), out_features, in_features)", "bias, out_features, in_features)"),
+        ],
+    ),
+    (
+        "python/rarefy/derivatives.py",
+        (f"py:{T}test_derivatives.py", OPS),
+        [
+            (
+                "ctx.save_for_backward(first if needs[1] else None, second if needs[0] else None)",
+                "ctx.save_for_backward(first, second)",
+            ),
+            ("terms = [] if d_first is None else [product(d_first, second)]", "terms = []"),
+            (
+                "            terms.append(product(first, d_second))\n",
+                "            terms = [product(first, d_second)]\n",
+            ),
+            ("            terms.append(d_bias.expand(*first.shape[:-1], -1))\n", "            pass\n"),
+            ("            several = dy.dim() > 1\n", "            several = True\n"),
+            ("dbias = dy.sum(tuple(range(dy.dim() - 1))) if dy.dim() > 1 else dy", "dbias = dy.sum(0)"),
+            ("dvalues = grad_weight(dy, ddx, ctx.plan", "dvalues = grad_weight(ddx, dy, ctx.plan"),
+            (
+                "ddy = linear(ddx, values, ctx.plan, None, *ctx.size)",
+                "ddy = linear(ddx, values, ctx.plan, None, *ctx.size) * 2",
+            ),
+            ("dx = grad_input(dy, ddvalues, ctx.plan, *ctx.sizes[2:])", "dx = None"),
+            ("ddvalues, needs = _compact(ddvalues), ctx.needs_input_grad", "needs = ctx.needs_input_grad"),
+        ],
+    ),
+    (
+        "bindings/torch/adapt.cc",
+        (OPS,),
+        [
+            ("if (tensor.size(i) == 1) continue;", ""),
+            ("even = even && tensor.stride(i) == rows * row_stride;", ""),
+            ("bool even = columns <= 1 || tensor.stride(leading) == 1;", "bool even = true;"),
+            ("if (rows == 1) row_stride = tensor.stride(i);", "row_stride = tensor.stride(i);"),
+            ("if (!values.is_contiguous()) raise", "if (false) raise"),
+            ("if (values.dim() != 3) {", "if (values.dim() < 3) {"),
+            ("|| bias->size(0) != out_features ||", "||"),
+            ("|| !bias->is_contiguous()) {", ") {"),
+            ("tensor.dim() != 1 || !tensor.is_contiguous()", "tensor.dim() != 1"),
+            (
+                "const auto workers = std::min<std::int64_t>(tasks, torch::stable::get_num_threads());",
+                "const std::int64_t workers = 1;",
+            ),
+            ("if (leading < 0 || tensor.size(leading) != columns) {", "if (leading < 0) {"),
+            ("if (float_dtype(argument, tensor) == dtype) return;", "return;"),
+            (
+                "case StatusCode::type_mismatch: throw TypeMismatch(text);",
+                "case StatusCode::type_mismatch: throw std::invalid_argument(text);",
+            ),
+            ("sizes.back() = columns;", "sizes.front() = columns;"),
+            (
+                "const std::vector<std::int32_t> col_copy = copy(words(col));",
+                "const std::span<const std::int32_t> col_copy = words(col);",
+            ),
+        ],
+    ),
+]

@@ -1,0 +1,385 @@
+"""Mutants of the CPU kernels and the reference: what each instruction set compiles."""
+
+ALL = "cpp:*Product*:*Reference*:*Families*"
+P = "*ProductsTest."
+ISA = "cpp:*ProductsTest.*{isa}"
+ACTIVATIONS = f"cpp:{P}Activations*{{isa}}"
+FEW = f"cpp:{P}FewTokens*{{isa}}:{P}Activations*{{isa}}"
+SHAPES = f"cpp:{P}EveryBlockShape*{{isa}}:{P}EveryNumberOfTokens*{{isa}}"
+SPECIAL = f"{ACTIVATIONS}:{P}Nan*{{isa}}:{P}Subnormal*{{isa}}:{P}SumsStart*{{isa}}"
+
+GROUPS = [
+    (
+        "src/ref/linear.cc",
+        ("cpp:ReferenceTest.*:ProductsOfInt8Test.*:*ProductsTest.EveryBlockShape*", ALL),
+        [
+            ("if (bias != nullptr) sum += load(bias + n);", ""),
+            ("if (bias != nullptr) sum += load(bias + n);", "if (bias != nullptr) sum -= load(bias + n);"),
+            ("(n % shape.block_rows) * shape.block_cols", "(n % shape.block_rows) * shape.block_rows"),
+            ("const std::int64_t i = n / shape.block_rows;", "const std::int64_t i = n / shape.block_cols;"),
+            ("const std::int64_t j = k / shape.block_cols;", "const std::int64_t j = k / shape.block_rows;"),
+            ("c < std::min(shape.block_cols, shape.cols - k0)", "c < shape.block_cols"),
+            ("r < std::min(shape.block_rows, shape.rows - n0)", "r < shape.block_rows"),
+            ("plan.perm[e] * shape.block_size() + k", "e * shape.block_size() + k"),
+            ("if (n < shape.rows && k < shape.cols) {", "if (n < shape.rows) {"),
+            ("if (n < shape.rows && k < shape.cols) {", "if (k < shape.cols) {"),
+            ("store(y + n, ref::activate(args.activation, sum));", "store(y + n, sum);"),
+            (
+                "static_cast<const In*>(args.x.data) + m * args.x.row_stride;",
+                "static_cast<const In*>(args.x.data) + m * args.x.cols;",
+            ),
+            (
+                "static_cast<Out*>(args.dx.data) + m * args.dx.row_stride;",
+                "static_cast<Out*>(args.dx.data) + m * args.dx.cols;",
+            ),
+            ("} else if (out == DType::f64) {", "} else if (out == DType::f32) {"),
+        ],
+    ),
+    (
+        "src/ref/activation.h",
+        ("cpp:*ProductsTest.Activations*", ALL),
+        [
+            ("0.044715", "0.0447"),
+            ("x > 0 || std::isnan(x) ? x : 0.0", "x > 0 ? x : 0.0"),
+            ("std::erfc(-x / std::numbers::sqrt2)", "(1 + std::erf(x / std::numbers::sqrt2))"),
+            ("return x / (1 + std::exp(-x));", "return x / (1 + std::exp(-1.702 * x));"),
+            ("std::exp(-2 * inner)", "std::exp(2 * inner)"),
+        ],
+    ),
+    (
+        "src/cpu/activation.h",
+        (ACTIVATIONS, ISA),
+        [
+            ("I::set1(-87.0F)", "I::set1(-30.0F)"),
+            ("I::set1(89.0F)", "I::set1(30.0F)"),
+            ("I::set1(89.0F)", "I::set1(88.0F)"),
+            (
+                "I::max(I::set1(-87.0F), I::min(I::set1(89.0F), x))",
+                "I::max(I::min(x, I::set1(89.0F)), I::set1(-87.0F))",
+                {"alive": "a NaN is lost here, but x is a factor of every result"},
+            ),
+            (
+                "1.44269504F",
+                "1.4426F",
+                {"alive": "n may be off by one near a half: r grows by 10⁻⁵, and the series bears it"},
+            ),
+            ("r = I::fma(n, I::set1(-1.42860677e-6F), r);", ""),
+            ("1.0F / 720, 1.0F / 5040}", "0.0F, 0.0F}"),
+            ("0.044715F", "0.0447F"),
+            ("1.59576912F", "1.5958F"),
+            ("return I::max(I::zero(), x);", "return I::max(x, I::zero());"),
+            ("const Vec<I> rest = I::fma(tail, I::set1(-1.0F), one);", "const Vec<I> rest = one;"),
+            ("I::select_negative(x, tail, rest)", "I::select_negative(x, rest, tail)"),
+            ("-0.014587868F", "-0.0145F"),
+            ("for (int i = N - 2; i >= 0; --i)", "for (int i = N - 2; i > 0; --i)"),
+            (
+                "case PanelActivation::silu: return times_sigmoid<I>(x, x);",
+                "case PanelActivation::silu: return times_sigmoid<I>(x, I::mul(x, I::set1(1.702F)));",
+            ),
+            ("I::set1(0.707106781F)", "I::set1(0.7071F)"),
+        ],
+    ),
+    (
+        "src/cpu/gather.h",
+        (SHAPES, SPECIAL, ISA),
+        [
+            ("later < stop - index ? later : 0", "later <= stop - index ? later : 0"),
+            ("sum[r][v] = I::set1(start[r]);", "sum[r][v] = I::zero();"),
+            (
+                "each([&](int r, int v) { sum[r][v] = I::load(y + r * lanes + v * I::kWidth); });",
+                "each([&](int r, int v) { sum[r][v] = I::zero(); });",
+            ),
+            ("I::set1(w[r * stride])", "I::set1(w[r])"),
+            ("w += row.block_size - row.red_block, next", "w += row.block_size, next"),
+            (
+                "w = values + *perm * reload(row.block_size);",
+                "w = values + (perm - row.perm) * reload(row.block_size);",
+            ),
+            ("values += kLayout == Layout::row_major ? Rows * row.stride : Rows;", "values += Rows;"),
+            ("if (start != nullptr) start += Rows;", ""),
+            (
+                "for (; out_block >= 4; out_block -= 4) step",
+                "if (out_block >= 4) { out_block -= 4; step.template operator()<4>(); } for (; out_block >= 8; out_block -= 8) step",
+            ),
+            ("if (out_block == 1) step.template operator()<1>();", ""),
+            (
+                "row.stride = kLayout == Layout::row_major ? w.out_stride : w.red_stride;",
+                "row.stride = w.out_stride;",
+            ),
+            ("row.x = task.x - task.x_first * row.x_block;", "row.x = task.x;"),
+            ("if (start != nullptr) start += w.out_block;", ""),
+            (
+                "if (w.perm != nullptr) row.perm = w.perm + begin;",
+                "if (w.perm != nullptr) row.perm = w.perm;",
+            ),
+            (
+                "w.perm != nullptr ? values : values + begin * w.block_size",
+                "w.perm != nullptr ? values : values + begin",
+            ),
+            (
+                "row.count = end - e < chunk ? end - e : static_cast<std::int32_t>(chunk);",
+                "row.count = end - e;",
+            ),
+            ("      from = nullptr;\n", ""),
+            ("      row.index += row.count;\n", ""),
+            ("values + w.perm[e + i] * w.block_size", "values + w.perm[i] * w.block_size"),
+            (
+                "task.unpacked + i * w.block_size);\n        }\n      }\n      gather_block",
+                "task.unpacked);\n        }\n      }\n      gather_block",
+            ),
+            ("    } while (e < end);", "    } while (false);"),
+            ("if (task.w.red_block % kUnroll == 0) return", "if (task.w.red_block > kUnroll) return"),
+            (
+                "if (w.red_block == 1 && w.out_stride == 1)",
+                "if (w.red_block == 1)",
+                {"alive": "by rows the output's stride is red_block: the second test says the same"},
+            ),
+            ("case 3: return gather_blocks<I, kLayout, kSteps, 3>(task);", ""),
+            ("kUnpacked / w.block_size : 1;\n  float* y", "2 * kUnpacked / w.block_size : 1;\n  float* y"),
+        ],
+    ),
+    (
+        "src/cpu/scatter.h",
+        (SHAPES, SPECIAL, ISA),
+        [
+            ("e < count - kEntriesAhead; ++e", "e <= count - kEntriesAhead; ++e"),
+            ("panel + index[e] * w.out_block * lanes;", "panel + index[e] * lanes;"),
+            ("task.y - task.y_first * w.out_block * lanes", "task.y"),
+            ("block += w.out_stride", "block += w.red_stride"),
+            ("I::set1(block[i * w.red_stride])", "I::set1(block[i])"),
+            (
+                "const std::int64_t position = perm != nullptr ? perm[i] : e + i;",
+                "const std::int64_t position = perm != nullptr ? perm[i] : i;",
+            ),
+            ("        perm = nullptr;\n", ""),
+            ("        values += e * w.block_size;\n", ""),
+            ("values += Inputs * w.red_stride;", "values += Inputs;"),
+            ("xi += Inputs * lanes;", ""),
+            ("if (left == 1) step.template operator()<1>();", ""),
+            (
+                "const std::int32_t* perm = w.perm != nullptr ? w.perm + e : nullptr;",
+                "const std::int32_t* perm = w.perm;",
+            ),
+            ("count = count < chunk ? count : static_cast<std::int32_t>(chunk);", ""),
+            (
+                "scatter_tile<I, Inputs, Vectors>(task, values, w.index + e, perm",
+                "scatter_tile<I, Inputs, Vectors>(task, values, w.index, perm",
+            ),
+            (
+                "for (; e < count; ++e) update(e, values + perm[e] * w.block_size);",
+                "for (; e + 1 < count; ++e) update(e, values + perm[e] * w.block_size);",
+            ),
+        ],
+    ),
+    (
+        "src/cpu/few.h",
+        (FEW, SPECIAL, ISA),
+        [
+            ("offset[s] = static_cast<std::int64_t>(first + s) * w % row.red_block;", "offset[s] = 0;"),
+            ("row.values + static_cast<std::int64_t>(first) * w;", "row.values;"),
+            ("for (; e + entries <= row.count; e += entries", "for (; e + entries < row.count; e += entries"),
+            (
+                "row.x + static_cast<std::int64_t>(row.index[e]) * row.red_block;",
+                "row.x + static_cast<std::int64_t>(row.index[e]);",
+            ),
+            ("load_part<I>(Storage::f32, values, 0, rest * N)", "I::load(values)"),
+            ("row.index[e + i / N]];", "row.index[e]];"),
+            ("if (rest > 0) {", "if (rest > 1) {"),
+            ("(kSpread == Spread::group ? i % N : i / N)", "(kSpread == Spread::group ? i / N : i / N)"),
+            ("y[static_cast<std::int64_t>(first + s) * w / row.red_block] +=", "y[first + s] +="),
+            ("xv[m] = I::load(x + m * row.x_stride + offset[s]);", "xv[m] = I::load(x + offset[s]);"),
+            ("float* y = row.y + m * row.y_stride;", "float* y = row.y;"),
+            ("for (; s < slices; ++s) few_slices", "for (; s + 1 < slices; ++s) few_slices"),
+            ("++o, row.y += w.out_block)", "++o, row.y += w.red_block)"),
+            (
+                "const std::int64_t chunk = w.block_size < kUnpacked ? kUnpacked / w.block_size : 1;",
+                "const std::int64_t chunk = 1 << 20;",
+            ),
+            (
+                "      row.index = w.index + e;\n      row.count = end - e < chunk",
+                "      row.index = w.index + task.entry_begin[o];\n      row.count = end - e < chunk",
+            ),
+            (
+                "if (rows == 4) return few_rows<I, Spread::group, 4, Tokens>(task);",
+                "if (rows == 4) return few_rows<I, Spread::repeat, 1, Tokens>(task);",
+            ),
+            ("case 2: return few_tokens<I, 2>(task);", ""),
+            ("return block_rows == 1 || block_rows == 4 || block_rows == 8;", "return true;"),
+            (
+                "return (repeats || block_cols % w == 0) && block_rows * block_cols % w == 0;",
+                "return repeats || block_cols % w == 0;",
+            ),
+            (
+                "return (repeats || block_cols % w == 0) && block_rows * block_cols % w == 0;",
+                "return block_cols % w == 0 && block_rows * block_cols % w == 0;",
+            ),
+        ],
+    ),
+    (
+        "src/cpu/dot.h",
+        (f"cpp:{P}EveryBlockShape*{{isa}}:{P}SeveralChunks*{{isa}}", SPECIAL, ISA),
+        [
+            ("m < lanes; m += I::kWidth", "m + I::kWidth < lanes; m += I::kWidth"),
+            ("I::load(dy + r * lanes + m)", "I::load(dy + m)"),
+            ("task.accumulate ? out[j][row] + sums[i * Cols + j] : sums[i * Cols + j]", "sums[i * Cols + j]"),
+            (
+                "task.accumulate ? out[j][row] + sums[i * Cols + j] : sums[i * Cols + j]",
+                "out[j][row] + sums[i * Cols + j]",
+            ),
+            ("std::int64_t c = q % task.block_cols;", "std::int64_t c = 0;"),
+            ("for (; q + Cols <= columns; q += Cols) {", "for (; q + Cols < columns; q += Cols) {"),
+            ("if constexpr (Cols > 1) dot_columns", "if constexpr (Cols > 2) dot_columns"),
+            ("task.dy + r * task.lanes, x", "task.dy + first * task.lanes, x"),
+            ("task.block_rows - task.block_rows % 4", "task.block_rows - task.block_rows % 8"),
+            ("if (task.block_rows - r >= 2) {", "if (task.block_rows - r > 2) {"),
+            ("    r += 2;\n", ""),
+            ("whole - r < kRowGroup ? whole : r + kRowGroup", "r + kRowGroup"),
+            (
+                "task.col[task.begin + b] * std::int64_t{task.block_cols} + c",
+                "task.col[b] * std::int64_t{task.block_cols} + c",
+            ),
+        ],
+    ),
+    (
+        "src/cpu/panel.h",
+        (SHAPES, SPECIAL, ISA),
+        [
+            ("m + i < from.rows ? load_part", "m + i <= from.rows ? load_part"),
+            ("from.cols - k < w ? from.cols - k : w;", "w;"),
+            ("if (m + w <= from.rows) {", "if (m < from.rows) {"),
+            ("for (; k + w <= from.cols; k += w) {", "for (; k < from.cols; k += w) {"),
+            ("if (activation == PanelActivation::none) return;", "return;"),
+            (
+                "activate_all<I>(task.activation, task.panel, static_cast<std::int64_t>(task.cols) * task.lanes);",
+                "activate_all<I>(task.activation, task.panel, task.cols);",
+            ),
+            (
+                "tile[i] = done + i < cols ? I::load(from) : I::zero();",
+                "tile[i] = I::load(from);",
+                {"alive": "features past the edge are never stored; the panel has room for whole blocks"},
+            ),
+            ("const int rows = task.rows - m < w ? task.rows - m : w;", "const int rows = w;"),
+            ("const int whole = cols - cols % w;", "const int whole = cols;"),
+            (
+                "if (!pages && m + I::kWidth <= task.rows && cols % I::kWidth == 0) {",
+                "if (!pages && cols % I::kWidth == 0) {",
+            ),
+            (
+                "if (!pages && m + I::kWidth <= task.rows && cols % I::kWidth == 0) {",
+                "if (!pages && m + I::kWidth <= task.rows) {",
+            ),
+            (
+                "std::int64_t at = m * task.row_stride + n + done;",
+                "std::int64_t at = m * task.cols + n + done;",
+            ),
+            (
+                "const std::int64_t at = (m + i) * task.row_stride + n;",
+                "const std::int64_t at = m * task.row_stride + n;",
+            ),
+            (
+                "  if (i < count) {\n    store_part<I>(Storage::f32, to, i",
+                "  if (i + 1 < count) {\n    store_part<I>(Storage::f32, to, i",
+            ),
+            (
+                "    const int rest = static_cast<int>(count - i);\n    store_part",
+                "    const int rest = I::kWidth;\n    store_part",
+            ),
+            (
+                "case Storage::f16: return I::load_f16(static_cast<const std::uint16_t*>(data) + at);",
+                "case Storage::f16: return I::load_bf16(static_cast<const std::uint16_t*>(data) + at);",
+            ),
+            ("return storage == Storage::f32 ? 4 : 2;", "return 4;"),
+            (
+                "static_cast<const char*>(data) + at * bytes_of(storage),",
+                "static_cast<const char*>(data) + at,",
+            ),
+        ],
+    ),
+    (
+        "src/cpu/simd/avx512.h",
+        ("cpp:*Products*avx512*",),
+        [
+            (
+                "_mm512_cmp_ps_mask(x, zero(), _CMP_LT_OQ), otherwise, if_negative",
+                "_mm512_cmp_ps_mask(x, zero(), _CMP_LT_OQ), if_negative, otherwise",
+            ),
+            (
+                "_mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff))",
+                "_mm512_add_epi32(odd, _mm512_set1_epi32(0x8000))",
+            ),
+            ("_mm512_mask_blend_epi32(nan, rounded, quiet)", "rounded"),
+            ("_mm512_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT)", "_mm512_cvtps_ph(v, _MM_FROUND_TO_ZERO)"),
+            (
+                "_mm512_mask_broadcastss_ps(two, 0x0f00, _mm_load_ss(x + index[2]))",
+                "_mm512_mask_broadcastss_ps(two, 0x0f00, _mm_load_ss(x + index[1]))",
+            ),
+            ("_mm512_mask_broadcastss_ps(first, 0xff00, _mm_load_ss(x + index[1]))", "first"),
+            (
+                "t[i + j + 4] = _mm512_shuffle_f32x4(m[i + j], m[i + j + 4], 0xdd);",
+                "t[i + j + 4] = _mm512_shuffle_f32x4(m[i + j], m[i + j + 4], 0x88);",
+            ),
+            ("_mm512_extractf32x8_ps(abcd, 1)", "_mm512_extractf32x8_ps(abcd, 0)"),
+            ("return _mm512_scalef_ps(v, n);", "return v;"),
+            (
+                "_mm512_broadcastsd_pd(_mm_castsi128_pd(_mm_loadu_si64(p)))",
+                "_mm512_castps_pd(_mm512_set1_ps(*p))",
+            ),
+        ],
+    ),
+    (
+        "src/cpu/simd/avx2.h",
+        ("cpp:*Products*avx2*",),
+        [
+            ("_mm256_blendv_ps(otherwise, if_negative,", "_mm256_blendv_ps(if_negative, otherwise,"),
+            ("_mm256_set1_epi32(127)", "_mm256_set1_epi32(126)"),
+            ("_mm256_blendv_epi8(rounded, quiet, nan)", "rounded"),
+            ("_mm256_set1_epi32(0x7fff)", "_mm256_set1_epi32(0x7ffe)"),
+            ("_mm256_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT)", "_mm256_cvtps_ph(v, _MM_FROUND_TO_POS_INF)"),
+            (
+                "_mm256_set_m128(_mm_set1_ps(x[index[1]]), _mm_set1_ps(x[index[0]]))",
+                "_mm256_set_m128(_mm_set1_ps(x[index[0]]), _mm_set1_ps(x[index[1]]))",
+            ),
+            (
+                "return _mm_cvtss_f32(_mm_add_ss(quarter, _mm_movehdup_ps(quarter)));",
+                "return _mm_cvtss_f32(quarter);",
+            ),
+            (
+                "t[i + 4] = _mm256_permute2f128_ps(m[i], m[i + 4], 0x31);",
+                "t[i + 4] = _mm256_permute2f128_ps(m[i], m[i + 4], 0x20);",
+            ),
+        ],
+    ),
+    (
+        "src/cpu/simd/scalar.h",
+        ("cpp:*Products*scalar*",),
+        [
+            (
+                "a.lane[i] > b.lane[i] ? a.lane[i] : b.lane[i]",
+                "a.lane[i] >= b.lane[i] ? a.lane[i] : b.lane[i]",
+                {"alive": "max(0, −0) decides it, and no sum is −0"},
+            ),
+            (
+                "a.lane[i] < b.lane[i] ? a.lane[i] : b.lane[i]",
+                "b.lane[i] < a.lane[i] ? b.lane[i] : a.lane[i]",
+            ),
+            ("x.lane[i] < 0 ? if_negative.lane[i]", "x.lane[i] > 0 ? if_negative.lane[i]"),
+            ("12582912.0F;\n      return", "12582913.0F;\n      return"),
+            (
+                "(v.lane[0] + v.lane[2]) + (v.lane[1] + v.lane[3])",
+                "(v.lane[0] + v.lane[2]) + (v.lane[1] + v.lane[1])",
+            ),
+            ("nan ? (bits >> 16) | 0x40U", "false ? (bits >> 16) | 0x40U"),
+            ("(bits + 0x7fffU + ((bits >> 16) & 1U)) >> 16", "(bits + 0x8000U) >> 16"),
+            ("if (magnitude >= 0x7c00U)", "if (magnitude > 0x7c00U)"),
+            ("* 0x1p112F", "* 0x1p111F"),
+            ("} else if (magnitude >= 0x47800000U) {", "} else if (magnitude > 0x7f7fffffU) {"),
+            (
+                "(magnitude + 0xfffU + ((magnitude >> 13) & 1U) - 0x38000000U) >> 13",
+                "(magnitude + 0xfffU - 0x38000000U) >> 13",
+            ),
+            ("half = 0x7e00U;", "half = 0x7c00U;"),
+            ("magnitude < 0x38800000U", "magnitude < 0x38000000U"),
+            ("((bits >> 16) & 0x8000U) | half", "half"),
+        ],
+    ),
+]
