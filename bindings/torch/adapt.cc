@@ -4,6 +4,7 @@
 #include <torch/headeronly/core/ScalarType.h>
 
 #include <algorithm>
+#include <array>
 #include <atomic>
 #include <cstddef>
 #include <numeric>
@@ -23,6 +24,8 @@ namespace rarefy::binding {
 namespace {
 
 using torch::headeronly::ScalarType;
+
+constexpr std::int64_t kMaxDimensions = 64;  // as of torch's own operators
 
 // None where the schema wants a tensor arrives as an undefined one.
 bool on_cuda(std::string_view op, std::string_view argument, const Tensor& tensor) {
@@ -270,8 +273,8 @@ const void* Call::bias(const std::optional<Tensor>& bias, std::int64_t out_featu
   return bias->data_ptr();
 }
 
-Tensor Call::empty(const std::vector<std::int64_t>& sizes, std::int32_t dtype) const {
-  std::vector<std::int64_t> strides(sizes.size());
+Tensor Call::empty(std::span<const std::int64_t> sizes, std::int32_t dtype) const {
+  std::array<std::int64_t, kMaxDimensions> strides{};
   std::int64_t stride = 1;
   for (std::size_t i = sizes.size(); i-- > 0; stride *= std::max<std::int64_t>(sizes[i], 1))
     strides[i] = stride;
@@ -283,17 +286,22 @@ Tensor Call::empty(const std::vector<std::int64_t>& sizes, std::int32_t dtype) c
 }
 
 Tensor Call::empty_rows(const Tensor& like, std::int64_t columns) const {
-  std::vector<std::int64_t> sizes(static_cast<std::size_t>(like.dim()));
-  for (std::size_t i = 0; i + 1 < sizes.size(); ++i) sizes[i] = like.size(static_cast<std::int64_t>(i));
-  sizes.back() = columns;
-  return empty(sizes, raw_dtype(like));
+  const std::int64_t dimensions = like.dim();
+  if (dimensions > kMaxDimensions) {
+    raise(op_,
+          invalid(op_, cat("inputs must have at most ", kMaxDimensions, " dimensions"), cat(dimensions)));
+  }
+  std::array<std::int64_t, kMaxDimensions> sizes{};
+  for (std::int64_t i = 0; i + 1 < dimensions; ++i) sizes[static_cast<std::size_t>(i)] = like.size(i);
+  sizes[static_cast<std::size_t>(dimensions - 1)] = columns;
+  return empty({sizes.data(), static_cast<std::size_t>(dimensions)}, raw_dtype(like));
 }
 
 Tensor Call::empty_values(const BsrShape& shape, const Tensor& like) const {
-  return empty({shape.nnzb, shape.block_rows, shape.block_cols}, raw_dtype(like));
+  return empty(std::array{shape.nnzb, shape.block_rows, shape.block_cols}, raw_dtype(like));
 }
 
-Tensor Call::nothing(const Tensor& like) const { return empty({0}, raw_dtype(like)); }
+Tensor Call::nothing(const Tensor& like) const { return empty(std::array{std::int64_t{0}}, raw_dtype(like)); }
 
 Tensor Call::sum_rows(const Tensor& tensor, const MatrixView& matrix) const {
   // As many elements are summed here in the time that torch needs to get to its kernel.
@@ -303,7 +311,7 @@ Tensor Call::sum_rows(const Tensor& tensor, const MatrixView& matrix) const {
     std::iota(leading.begin(), leading.end(), 0);
     return torch::stable::sum(tensor, leading);
   }
-  Tensor sums = empty({matrix.cols}, raw_dtype(tensor));
+  Tensor sums = empty(std::array{matrix.cols}, raw_dtype(tensor));
   visit_dtype(matrix.dtype, [&](auto element) {
     using T = decltype(element);
     if constexpr (!std::is_same_v<T, std::int8_t>) {
@@ -328,7 +336,7 @@ Tensor Call::build_plan(const BsrShape& shape, const Tensor& crow, const Tensor&
   check_words(*this, "col_indices", col);
   check(op_, check_shape(op_, shape));
   const std::int64_t size = plan_size(shape);
-  Tensor plan = empty({size}, aoti_torch_dtype_int32());
+  Tensor plan = empty(std::array{size}, aoti_torch_dtype_int32());
   if (device_ == Device::cuda) {
     check(op_, build_device_plan(
                    op_, shape, words(crow), words(col),

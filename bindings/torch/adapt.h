@@ -8,10 +8,10 @@
 
 #include <cstdint>
 #include <optional>
+#include <span>
 #include <stdexcept>
 #include <string>
 #include <string_view>
-#include <vector>
 
 #include "rarefy/linear.h"
 #include "rarefy/pattern.h"
@@ -82,7 +82,7 @@ class Call {
   Tensor build_plan(const BsrShape& shape, const Tensor& crow, const Tensor& col) const;
 
  private:
-  Tensor empty(const std::vector<std::int64_t>& sizes, std::int32_t dtype) const;
+  Tensor empty(std::span<const std::int64_t> sizes, std::int32_t dtype) const;
   static void* provide_workspace(void* call, std::int64_t bytes);
 
   std::string_view op_;

@@ -64,7 +64,8 @@ class Linear(Function):
     @staticmethod
     def forward(ctx, x, values, plan, bias, *size):  # noqa: D102
         y = run_linear(x, values, plan, bias, *size)
-        Linear.save(ctx, (x, values, plan, bias, *size), y)
+        ctx.values_shape, ctx.size = values.shape, size
+        _save(ctx, x, values, plan)
         return y
 
     @staticmethod

@@ -12,6 +12,7 @@ import pytest
 BENCH = Path(__file__).resolve().parents[2] / "bench"
 sys.path.insert(0, str(BENCH))
 
+import overhead  # noqa: E402
 from cases import Case, load_cases  # noqa: E402
 from timing import interleave  # noqa: E402
 
@@ -77,3 +78,18 @@ def test_a_run_writes_rows_resumes_and_makes_tables(tmp_path):
         text=True,
     ).stdout
     assert "### Weight gradient" in tables and "torch BSR" in tables
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_overhead_compares_both_layers_in_each_mode():
+    lines = overhead.table("cpu", features=32, tokens=2, rounds=3).splitlines()
+    assert [line.split(" |")[0] for line in lines[2:]] == [
+        "| forward",
+        "| forward, no_grad",
+        "| forward + backward",
+        "| forward + backward to x",
+    ]
+    for line in lines[2:]:
+        _, _, dense, sparse, ratio, _ = line.split("|")
+        medians = [float(cell.split("(")[0]) for cell in (dense, sparse)]
+        assert min(medians) > 0 and 0.2 < float(ratio) < 20

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from functools import partial
 
 import numpy as np
@@ -394,6 +395,25 @@ def forced():
     before = rarefy.backend_info()["forced_impl"] or ""
     yield rarefy.force_impl
     rarefy.force_impl(before)
+
+
+def test_work_is_shared_between_the_threads_of_torch():
+    bsr = random_bsr((512, 512), (16, 16), 0.5)
+    x, threads = torch.randn(512, 512), torch.get_num_threads()
+    shares = []
+    try:
+        torch.set_num_threads(2)
+        for _ in range(20):  # a busy machine may not let the second thread run at once
+            whole, own = time.process_time(), time.thread_time()
+            for _ in range(20):
+                ops.bsr_linear(x, *bsr.operands, None, *bsr.shape)
+            whole, own = time.process_time() - whole, time.thread_time() - own
+            shares.append((whole - own) / whole)
+            if shares[-1] > 0.25:
+                return
+    finally:
+        torch.set_num_threads(threads)
+    raise AssertionError(f"CPU time of other threads / all CPU time: {shares}")
 
 
 @pytest.mark.parametrize("kernel_dtype", [torch.float32, torch.bfloat16])
