@@ -22,7 +22,8 @@ const auto& pick(Random& random, const Container& choices) {
   return choices[below(random, std::size(choices))];
 }
 
-// Valid files to start from: edge blocks, two weights, int64 indices, nothing stored, no weights.
+// Valid files to start from: edge blocks, three weights, one of them CSR, int64 indices, nothing stored, no
+// weights.
 std::vector<Bytes> seeds() {
   const auto weight = [](const BsrShape& shape, DType dtype, std::vector<std::int32_t> crow,
                          std::vector<std::int32_t> col) {
@@ -36,6 +37,8 @@ std::vector<Bytes> seeds() {
   BsrFile edges;
   edges.weights.emplace("a.weight", weight({5, 7, 2, 3}, DType::f32, {0, 2, 2, 4}, {0, 2, 1, 2}));
   edges.weights.emplace("b.weight", weight({8, 8, 4, 4}, DType::i8, {0, 1, 3}, {1, 0, 1}));
+  edges.weights.emplace("c.weight", FileWeight(weight({2, 3, 1, 1}, DType::bf16, {0, 1, 2}, {2, 0}),
+                                               WeightFormat::csr, DType::f32));
   edges.tensors["a.bias"] = {SafetensorsDType::f32, {5}, test::counting_bytes(20)};
   edges.metadata["format"] = "pt";
   BsrFile empty;
