@@ -192,6 +192,12 @@ void Call::check_dtype(std::string_view argument, const Tensor& tensor, std::str
                       torch_name(tensor.scalar_type())));
 }
 
+void Call::check_values_dtype(const Tensor& values, std::string_view other, DType dtype) const {
+  const DType stored = float_dtype("values", values);
+  if (dtype == DType::f32 && (stored == DType::bf16 || stored == DType::f16)) return;
+  check_dtype("values", values, other, dtype);
+}
+
 MatrixView Call::matrix(std::string_view argument, Tensor& tensor, std::string_view columns_name,
                         std::int64_t columns) const {
   check_device(argument, tensor);

@@ -57,6 +57,8 @@ class Call {
   void check_device(std::string_view argument, const Tensor& tensor) const;
   void check_dtype(std::string_view argument, const Tensor& tensor, std::string_view other,
                    DType dtype) const;
+  // Values have the dtype of what they are multiplied with, or are stored in 16 bits under float32.
+  void check_values_dtype(const Tensor& values, std::string_view other, DType dtype) const;
 
   // A tensor of any leading dimensions as a matrix whose rows are `columns` long. `tensor` is
   // replaced by a contiguous copy when its rows are not evenly spaced or not contiguous.

@@ -15,7 +15,7 @@ Tensor bsr_linear(Tensor x, const Tensor& values, const Tensor& plan, const std:
   const Call call("bsr_linear", "values", values);
   const BsrView weight = call.weight(values, plan, out_features, in_features);
   const MatrixView in = call.matrix("x", x, "in_features", in_features);
-  call.check_dtype("values", values, "x", in.dtype);
+  call.check_values_dtype(values, "x", in.dtype);
   const void* bias_data = call.bias(bias, out_features, in.dtype);
   Tensor y = call.empty_rows(x, out_features);
   check(call.op(),
@@ -28,7 +28,7 @@ Tensor bsr_grad_input(Tensor grad_output, const Tensor& values, const Tensor& pl
   const Call call("bsr_grad_input", "values", values);
   const BsrView weight = call.weight(values, plan, out_features, in_features);
   const MatrixView dy = call.matrix("grad_output", grad_output, "out_features", out_features);
-  call.check_dtype("values", values, "grad_output", dy.dtype);
+  call.check_values_dtype(values, "grad_output", dy.dtype);
   Tensor dx = call.empty_rows(grad_output, in_features);
   check(call.op(), grad_input(dy, weight, call.output(dx, dy, in_features), call.context()));
   return dx;
@@ -58,7 +58,7 @@ std::tuple<Tensor, Tensor, Tensor> bsr_linear_backward(Tensor grad_output, std::
   const MatrixView dy = call.matrix("grad_output", grad_output, "out_features", out_features);
   const auto input_gradient = [&] {
     const BsrView weight = call.weight(*values, pattern);
-    call.check_dtype("values", *values, "grad_output", dy.dtype);
+    call.check_values_dtype(*values, "grad_output", dy.dtype);
     Tensor dx = call.empty_rows(grad_output, in_features);
     check(call.op(), grad_input(dy, weight, call.output(dx, dy, in_features), call.context()));
     return dx;

@@ -29,8 +29,9 @@ def bsr_linear(
 
     Args:
         x: (..., in_features); any leading dimensions and strides; float64, float32, bfloat16 or float16.
-        values: (nnzb, block_rows, block_cols), contiguous, of x's dtype: the stored blocks, row-major,
-            in the order of the indices that made the plan.
+        values: (nnzb, block_rows, block_cols), contiguous, of x's dtype, or bfloat16 or float16 under
+            float32 (the CPU's kernels convert as they read; the CUDA ones do not take it): the stored
+            blocks, row-major, in the order of the indices that made the plan.
         plan: what :func:`bsr_plan` returned for this pattern, on x's device.
         bias: (out_features,) of x's dtype, or None.
         out_features: rows of W; no multiple of block_rows is needed, nor of block_cols below.

@@ -38,6 +38,11 @@ def _version(tensor: torch.Tensor) -> int:
     return -1 if tensor.is_inference() else tensor._version
 
 
+def _reads_itself(values: torch.Tensor, x_dtype: torch.dtype) -> bool:
+    """Whether products with x of this dtype read such values as they are stored: 16 bits, on the CPU."""
+    return values.device.type == "cpu" and x_dtype == torch.float32 and values.dtype.itemsize == 2
+
+
 def _equal(a: tuple[torch.Tensor, ...], b: tuple[torch.Tensor, ...]) -> bool:
     return all(x.shape == y.shape and torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
@@ -160,9 +165,8 @@ class PatternWeight(SparseWeight):
             return linear_of_nested(self, x, bias)
         pattern, values = self.pattern, self._parameters.get("values")  # nn.Module's lookup takes longer
         values = self.blocks(self.values if values is None else values)
-        if self.x_dtype is not None:
-            # TODO(mixed dtypes): the op is to read narrower values itself; until then they are widened here.
-            values = values.to(self.x_dtype)
+        if self.x_dtype is not None and not _reads_itself(values, self.x_dtype):
+            values = values.to(self.x_dtype)  # the one place where narrower values are widened
         if bias is not None and not bias.is_contiguous():
             bias = bias.contiguous()
         n, k = self.shape

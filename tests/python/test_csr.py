@@ -12,7 +12,7 @@ from torch import nn
 
 import rarefy
 from helpers import assert_within_bound
-from rarefy import BlockSparseLinear, BsrWeight, CsrSpec, CsrWeight, Spec
+from rarefy import BlockSparseLinear, BsrWeight, CsrSpec, CsrWeight, Spec, ops
 from test_serialization import assert_same_state, command, read  # noqa: F401 (a fixture)
 from tiny import FEED, Tiny, ids
 
@@ -269,6 +269,51 @@ def test_narrow_values_under_wide_activations(spec, tmp_path):
     assert torch.equal(twin(x), y)
     with torch.inference_mode():
         assert copy.deepcopy(layer)(x).dtype == torch.float32
+
+
+FAMILIES = ("ref", "scalar", "avx2", "avx512")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("block_shape", [(4, 3), (16, 1), (1, 1), (32, 32)])
+def test_products_read_narrow_values_exactly(family, dtype, block_shape):
+    try:
+        before = rarefy.force_impl(f"cpu:{family}")
+    except RuntimeError:
+        pytest.skip(f"this machine has no {family}")
+    try:
+        weight = BsrWeight.from_dense(torch.randn(65, 97), block_shape=block_shape, density=0.5)
+        values, wide = weight.values.detach().to(dtype), weight.values.detach().to(dtype).float()
+        for tokens in (1, 3, 5, 70):
+            x, dy, bias = torch.randn(tokens, 97), torch.randn(tokens, 65), torch.randn(65)
+            sizes = (weight.plan, 65, 97)
+            y = ops.bsr_linear(x, values, weight.plan, bias, 65, 97)
+            assert y.dtype == torch.float32
+            assert torch.equal(y, ops.bsr_linear(x, wide, weight.plan, bias, 65, 97))
+            assert torch.equal(ops.bsr_grad_input(dy, values, *sizes), ops.bsr_grad_input(dy, wide, *sizes))
+    finally:
+        rarefy.force_impl(before)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_narrow_values_in_torch(dtype):
+    weight = BsrWeight.from_dense(torch.randn(9, 7), block_shape=(4, 3), density=0.6)
+    values = weight.values.detach().to(dtype).requires_grad_()
+    x, bias = torch.randn(5, 7, requires_grad=True), torch.randn(9, requires_grad=True)
+    torch.library.opcheck(
+        torch.ops.rarefy.bsr_linear, (x, values, weight.plan, bias, 9, 7), rtol=2**-7, atol=2**-7
+    )
+    y = ops.bsr_linear(x, values, weight.plan, bias, 9, 7)
+    dx, dvalues = torch.autograd.grad(y.square().sum(), (x, values))
+    wide = values.detach().float().requires_grad_()
+    again = ops.bsr_linear(x, wide, weight.plan, bias, 9, 7)
+    wanted, wide_values = torch.autograd.grad(again.square().sum(), (x, wide))
+    assert torch.equal(dx, wanted) and dvalues.dtype == dtype
+    assert torch.equal(dvalues, wide_values.to(dtype))  # rounded once
+    for wrong in (values.detach().double(), values.detach().float()):
+        with pytest.raises(TypeError, match=r"^\[bsr_linear\] values must have the dtype of x"):
+            ops.bsr_linear(x.detach().to(dtype), wrong, weight.plan, None, 9, 7)
 
 
 def test_casting_a_layer_with_narrow_values():
