@@ -1,8 +1,6 @@
 // Tensors to views and statuses to exceptions.
 #include "adapt.h"
 
-#include <torch/headeronly/core/ScalarType.h>
-
 #include <algorithm>
 #include <array>
 #include <atomic>
@@ -22,8 +20,6 @@ extern "C" __attribute__((weak)) AOTITorchError aoti_torch_get_current_cuda_stre
 namespace rarefy::binding {
 
 namespace {
-
-using torch::headeronly::ScalarType;
 
 constexpr std::int64_t kMaxDimensions = 64;  // as of torch's own operators
 
@@ -185,17 +181,30 @@ void Call::check_device(std::string_view argument, const Tensor& tensor) const {
                       device_text(tensor)));
 }
 
+void Call::check_stored(DType stored, std::string_view other, DType dtype) const {
+  const bool narrow = dtype != DType::f64 && (stored == DType::bf16 || stored == DType::f16);
+  if (stored == dtype || narrow) return;
+  raise(op_, mismatch(op_,
+                      cat("values must have the dtype of ", other, ", ", torch_name(dtype),
+                          dtype == DType::f64 ? "" : ", or be bfloat16 or float16"),
+                      torch_name(stored)));
+}
+
+DType Call::stored_dtype(const std::optional<ScalarType>& asked, std::string_view other, DType dtype) const {
+  if (!asked) return dtype;
+  const auto stored = core_dtype(*asked);
+  if (!stored) {
+    raise(op_, mismatch(op_, "dtype must be float64, float32, bfloat16 or float16", torch_name(*asked)));
+  }
+  check_stored(*stored, other, dtype);
+  return *stored;
+}
+
 void Call::check_dtype(std::string_view argument, const Tensor& tensor, std::string_view other,
                        DType dtype) const {
   if (float_dtype(argument, tensor) == dtype) return;
   raise(op_, mismatch(op_, cat(argument, " must have the dtype of ", other, ", ", torch_name(dtype)),
                       torch_name(tensor.scalar_type())));
-}
-
-void Call::check_values_dtype(const Tensor& values, std::string_view other, DType dtype) const {
-  const DType stored = float_dtype("values", values);
-  if (dtype == DType::f32 && (stored == DType::bf16 || stored == DType::f16)) return;
-  check_dtype("values", values, other, dtype);
 }
 
 MatrixView Call::matrix(std::string_view argument, Tensor& tensor, std::string_view columns_name,
@@ -271,7 +280,7 @@ BsrView Call::weight(const Tensor& values, const PlanView& pattern) const {
 const void* Call::bias(const std::optional<Tensor>& bias, std::int64_t out_features, DType dtype) const {
   if (!bias) return nullptr;
   check_device("bias", *bias);
-  check_dtype("bias", *bias, "values", dtype);
+  check_dtype("bias", *bias, "x", dtype);
   if (bias->dim() != 1 || bias->size(0) != out_features || !bias->is_contiguous()) {
     raise(op_, invalid(op_, cat("bias must be contiguous, with out_features=", out_features, " elements"),
                        cat("shape ", shape_text(*bias), bias->is_contiguous() ? "" : ", not contiguous")));
@@ -303,8 +312,8 @@ Tensor Call::empty_rows(const Tensor& like, std::int64_t columns) const {
   return empty({sizes.data(), static_cast<std::size_t>(dimensions)}, raw_dtype(like));
 }
 
-Tensor Call::empty_values(const BsrShape& shape, const Tensor& like) const {
-  return empty(std::array{shape.nnzb, shape.block_rows, shape.block_cols}, raw_dtype(like));
+Tensor Call::empty_values(const BsrShape& shape, ScalarType dtype) const {
+  return empty(std::array{shape.nnzb, shape.block_rows, shape.block_cols}, static_cast<std::int32_t>(dtype));
 }
 
 Tensor Call::nothing(const Tensor& like) const { return empty(std::array{std::int64_t{0}}, raw_dtype(like)); }

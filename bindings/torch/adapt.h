@@ -5,6 +5,7 @@
 #include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
+#include <torch/headeronly/core/ScalarType.h>
 
 #include <cstdint>
 #include <optional>
@@ -19,6 +20,7 @@
 
 namespace rarefy::binding {
 
+using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
 // torch turns std::invalid_argument into ValueError. No standard exception becomes TypeError, so
@@ -55,10 +57,11 @@ class Call {
   // The core's dtype of an argument; TypeMismatch unless it is a float the kernels know.
   DType float_dtype(std::string_view argument, const Tensor& tensor) const;
   void check_device(std::string_view argument, const Tensor& tensor) const;
+  // The one rule of dtypes: values have that of x, or under 32 and 16 bits are bfloat16 or float16.
+  void check_stored(DType stored, std::string_view other, DType dtype) const;
+  DType stored_dtype(const std::optional<ScalarType>& asked, std::string_view other, DType dtype) const;
   void check_dtype(std::string_view argument, const Tensor& tensor, std::string_view other,
                    DType dtype) const;
-  // Values have the dtype of what they are multiplied with, or are stored in 16 bits under float32.
-  void check_values_dtype(const Tensor& values, std::string_view other, DType dtype) const;
 
   // A tensor of any leading dimensions as a matrix whose rows are `columns` long. `tensor` is
   // replaced by a contiguous copy when its rows are not evenly spaced or not contiguous.
@@ -76,7 +79,7 @@ class Call {
   const void* bias(const std::optional<Tensor>& bias, std::int64_t out_features, DType dtype) const;
 
   Tensor empty_rows(const Tensor& like, std::int64_t columns) const;  // like.shape[:-1] + (columns,)
-  Tensor empty_values(const BsrShape& shape, const Tensor& like) const;
+  Tensor empty_values(const BsrShape& shape, ScalarType dtype) const;
   Tensor nothing(const Tensor& like) const;                               // (0,)
   Tensor sum_rows(const Tensor& tensor, const MatrixView& matrix) const;  // of tensor as a matrix: (columns,)
   MutableMatrixView output(const Tensor& tensor, const MatrixView& rows_of, std::int64_t columns) const;

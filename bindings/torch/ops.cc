@@ -15,7 +15,7 @@ Tensor bsr_linear(Tensor x, const Tensor& values, const Tensor& plan, const std:
   const Call call("bsr_linear", "values", values);
   const BsrView weight = call.weight(values, plan, out_features, in_features);
   const MatrixView in = call.matrix("x", x, "in_features", in_features);
-  call.check_values_dtype(values, "x", in.dtype);
+  call.check_stored(weight.dtype, "x", in.dtype);
   const void* bias_data = call.bias(bias, out_features, in.dtype);
   Tensor y = call.empty_rows(x, out_features);
   check(call.op(),
@@ -28,21 +28,23 @@ Tensor bsr_grad_input(Tensor grad_output, const Tensor& values, const Tensor& pl
   const Call call("bsr_grad_input", "values", values);
   const BsrView weight = call.weight(values, plan, out_features, in_features);
   const MatrixView dy = call.matrix("grad_output", grad_output, "out_features", out_features);
-  call.check_values_dtype(values, "grad_output", dy.dtype);
+  call.check_stored(weight.dtype, "grad_output", dy.dtype);
   Tensor dx = call.empty_rows(grad_output, in_features);
   check(call.op(), grad_input(dy, weight, call.output(dx, dy, in_features), call.context()));
   return dx;
 }
 
 Tensor bsr_grad_weight(Tensor grad_output, Tensor x, const Tensor& plan, std::int64_t block_rows,
-                       std::int64_t block_cols, std::int64_t out_features, std::int64_t in_features) {
+                       std::int64_t block_cols, std::int64_t out_features, std::int64_t in_features,
+                       const std::optional<ScalarType>& dtype) {
   const Call call("bsr_grad_weight", "x", x);
   const PlanView pattern = call.plan(plan, out_features, in_features, block_rows, block_cols);
   const MatrixView dy = call.matrix("grad_output", grad_output, "out_features", out_features);
   const MatrixView in = call.matrix("x", x, "in_features", in_features);
   call.check_dtype("x", x, "grad_output", dy.dtype);
-  Tensor dvalues = call.empty_values(pattern.shape, x);
-  check(call.op(), grad_weight(dy, in, pattern, dvalues.data_ptr(), in.dtype, call.context()));
+  const DType stored = call.stored_dtype(dtype, "x", in.dtype);
+  Tensor dvalues = call.empty_values(pattern.shape, dtype.value_or(x.scalar_type()));
+  check(call.op(), grad_weight(dy, in, pattern, dvalues.data_ptr(), stored, call.context()));
   return dvalues;
 }
 
@@ -52,13 +54,14 @@ std::tuple<Tensor, Tensor, Tensor> bsr_linear_backward(Tensor grad_output, std::
                                                        const std::optional<Tensor>& values,
                                                        const Tensor& plan, std::int64_t block_rows,
                                                        std::int64_t block_cols, std::int64_t out_features,
-                                                       std::int64_t in_features, bool bias) {
+                                                       std::int64_t in_features, bool bias,
+                                                       const std::optional<ScalarType>& dtype) {
   const Call call("bsr_linear_backward", "grad_output", grad_output);
   const PlanView pattern = call.plan(plan, out_features, in_features, block_rows, block_cols);
   const MatrixView dy = call.matrix("grad_output", grad_output, "out_features", out_features);
   const auto input_gradient = [&] {
     const BsrView weight = call.weight(*values, pattern);
-    call.check_values_dtype(*values, "grad_output", dy.dtype);
+    call.check_stored(weight.dtype, "grad_output", dy.dtype);
     Tensor dx = call.empty_rows(grad_output, in_features);
     check(call.op(), grad_input(dy, weight, call.output(dx, dy, in_features), call.context()));
     return dx;
@@ -66,8 +69,9 @@ std::tuple<Tensor, Tensor, Tensor> bsr_linear_backward(Tensor grad_output, std::
   const auto weight_gradient = [&] {
     const MatrixView in = call.matrix("x", *x, "in_features", in_features);
     call.check_dtype("x", *x, "grad_output", dy.dtype);
-    Tensor dvalues = call.empty_values(pattern.shape, *x);
-    check(call.op(), grad_weight(dy, in, pattern, dvalues.data_ptr(), in.dtype, call.context()));
+    const DType stored = call.stored_dtype(dtype, "x", in.dtype);
+    Tensor dvalues = call.empty_values(pattern.shape, dtype.value_or(x->scalar_type()));
+    check(call.op(), grad_weight(dy, in, pattern, dvalues.data_ptr(), stored, call.context()));
     return dvalues;
   };
   return {values ? input_gradient() : call.nothing(grad_output),
@@ -94,10 +98,11 @@ STABLE_TORCH_LIBRARY(rarefy, m) {
       "SymInt in_features) -> Tensor");
   m.def(
       "bsr_grad_weight(Tensor grad_output, Tensor x, Tensor plan, SymInt block_rows, SymInt block_cols, "
-      "SymInt out_features, SymInt in_features) -> Tensor");
+      "SymInt out_features, SymInt in_features, ScalarType? dtype=None) -> Tensor");
   m.def(
       "_bsr_linear_backward(Tensor grad_output, Tensor? x, Tensor? values, Tensor plan, SymInt block_rows, "
-      "SymInt block_cols, SymInt out_features, SymInt in_features, bool bias) -> (Tensor, Tensor, Tensor)");
+      "SymInt block_cols, SymInt out_features, SymInt in_features, bool bias, ScalarType? dtype=None) -> "
+      "(Tensor, Tensor, Tensor)");
   m.def(
       "bsr_plan(Tensor crow_indices, Tensor col_indices, SymInt out_features, SymInt in_features, "
       "SymInt block_rows, SymInt block_cols) -> Tensor");

@@ -64,14 +64,14 @@ class Linear(Function):
     @staticmethod
     def forward(ctx, x, values, plan, bias, *size):  # noqa: D102
         y = run_linear(x, values, plan, bias, *size)
-        ctx.values_shape, ctx.size = values.shape, size
+        ctx.size, ctx.values_shape, ctx.values_dtype = size, values.shape, values.dtype
         _save(ctx, x, values, plan)
         return y
 
     @staticmethod
     def save(ctx, inputs, output):  # noqa: D102
         x, values, plan, _, *ctx.size = inputs
-        ctx.values_shape = values.shape
+        ctx.values_shape, ctx.values_dtype = values.shape, values.dtype
         _save(ctx, x, values, plan)
 
     @staticmethod
@@ -85,7 +85,14 @@ class Linear(Function):
             # Nothing records these calls: one op does what three would. A single token has no sum.
             several = dy.dim() > 1
             dx, dvalues, dbias = run_backward(
-                dy, x, values, ctx.plan, *ctx.values_shape[1:], *ctx.size, needs[3] and several
+                dy,
+                x,
+                values,
+                ctx.plan,
+                *ctx.values_shape[1:],
+                *ctx.size,
+                needs[3] and several,
+                ctx.values_dtype,
             )
             if not several:
                 dbias = dy
@@ -100,7 +107,7 @@ class Linear(Function):
         if needs[0]:
             dx = grad_input(dy, values, ctx.plan, *ctx.size)
         if needs[1]:
-            dvalues = grad_weight(dy, x, ctx.plan, *ctx.values_shape[1:], *ctx.size)
+            dvalues = grad_weight(dy, x, ctx.plan, *ctx.values_shape[1:], *ctx.size, ctx.values_dtype)
         if needs[3]:
             dbias = dy.sum(tuple(range(dy.dim() - 1))) if dy.dim() > 1 else dy
         return dx, dvalues, None, dbias, None, None
@@ -125,7 +132,7 @@ class GradInput(Function):
     @staticmethod
     def save(ctx, inputs, output):  # noqa: D102
         dy, values, plan, *ctx.size = inputs
-        ctx.values_shape = values.shape
+        ctx.values_shape, ctx.values_dtype = values.shape, values.dtype
         _save(ctx, dy, values, plan)
 
     @staticmethod
@@ -137,7 +144,7 @@ class GradInput(Function):
             if needs[0]:
                 ddy = linear(ddx, values, ctx.plan, None, *ctx.size)
             if needs[1]:
-                dvalues = grad_weight(dy, ddx, ctx.plan, *ctx.values_shape[1:], *ctx.size)
+                dvalues = grad_weight(dy, ddx, ctx.plan, *ctx.values_shape[1:], *ctx.size, ctx.values_dtype)
         return ddy, dvalues, None, None, None
 
     @staticmethod
@@ -169,10 +176,10 @@ class GradWeight(Function):
             dy, x = ctx.saved_tensors
             ddvalues, needs = _compact(ddvalues), ctx.needs_input_grad
             if needs[0]:
-                ddy = linear(x, ddvalues, ctx.plan, None, *ctx.sizes[2:])
+                ddy = linear(x, ddvalues, ctx.plan, None, *ctx.sizes[2:4])
             if needs[1]:
-                dx = grad_input(dy, ddvalues, ctx.plan, *ctx.sizes[2:])
-        return ddy, dx, None, None, None, None, None
+                dx = grad_input(dy, ddvalues, ctx.plan, *ctx.sizes[2:4])
+        return ddy, dx, *(None,) * 6
 
     @staticmethod
     def jvp(ctx, ddy, dx, *_):  # noqa: D102

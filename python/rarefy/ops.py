@@ -29,16 +29,17 @@ def bsr_linear(
 
     Args:
         x: (..., in_features); any leading dimensions and strides; float64, float32, bfloat16 or float16.
-        values: (nnzb, block_rows, block_cols), contiguous, of x's dtype, or bfloat16 or float16 under
-            float32 (the CPU's kernels convert as they read; the CUDA ones do not take it): the stored
-            blocks, row-major, in the order of the indices that made the plan.
+        values: (nnzb, block_rows, block_cols), contiguous: the stored blocks, row-major, in the order of
+            the indices that made the plan. Of x's dtype; or bfloat16 or float16 for an x of 16 or 32 bits
+            (the CPU's kernels convert as they read; the CUDA ones do not take it).
         plan: what :func:`bsr_plan` returned for this pattern, on x's device.
         bias: (out_features,) of x's dtype, or None.
         out_features: rows of W; no multiple of block_rows is needed, nor of block_cols below.
         in_features: columns of W.
 
     Returns:
-        (..., out_features), contiguous. Under autocast x, values and bias are cast as ``F.linear`` does.
+        (..., out_features), contiguous, of x's dtype; sums are in float32 (float64 for float64). Under
+        autocast x, values and bias are cast as ``F.linear`` does.
 
     Raises:
         ValueError: a shape, a plan or a layout does not fit; the message names the argument.
@@ -82,14 +83,16 @@ def bsr_grad_weight(
     block_cols: int,
     out_features: int,
     in_features: int,
+    dtype: torch.dtype | None = None,
 ) -> Tensor:
     """Return the stored blocks of ``grad_output.T @ x``, (nnzb, block_rows, block_cols).
 
     grad_output is (..., out_features) and x is (..., in_features), with the same leading dimensions.
     Elements of edge blocks that lie outside W get 0. The other arguments and the errors are those of
-    :func:`bsr_linear`; nnzb follows from the plan's length.
+    :func:`bsr_linear`; nnzb follows from the plan's length. The result has the dtype of x, or `dtype`,
+    which must be one that values can have.
     """
-    return grad_weight(grad_output, x, plan, block_rows, block_cols, out_features, in_features)
+    return grad_weight(grad_output, x, plan, block_rows, block_cols, out_features, in_features, dtype)
 
 
 def bsr_plan(
@@ -149,18 +152,21 @@ def _empty_plan_size(out_features, in_features, block_rows, block_cols):
     return 8 + row_count + 1 + col_count + 1
 
 
-def _fake_grad_weight(grad_output, x, plan, block_rows, block_cols, out_features, in_features):
+def _fake_grad_weight(grad_output, x, plan, block_rows, block_cols, out_features, in_features, dtype=None):
     nnzb = (plan.shape[0] - _empty_plan_size(out_features, in_features, block_rows, block_cols)) // 3
-    return x.new_empty((nnzb, block_rows, block_cols))
+    return x.new_empty((nnzb, block_rows, block_cols), dtype=dtype)
 
 
-def _fake_backward(grad_output, x, values, plan, block_rows, block_cols, out_features, in_features, bias):
-    nothing = (0,)
-    nnzb = (plan.shape[0] - _empty_plan_size(out_features, in_features, block_rows, block_cols)) // 3
-    dx = nothing if values is None else (*grad_output.shape[:-1], in_features)
-    dvalues = nothing if x is None else (nnzb, block_rows, block_cols)
-    dbias = (out_features,) if bias else nothing
-    return tuple(map(grad_output.new_empty, (dx, dvalues, dbias)))
+def _fake_backward(
+    grad_output, x, values, plan, block_rows, block_cols, out_features, in_features, bias, dtype=None
+):
+    sizes = (block_rows, block_cols, out_features, in_features)
+    nothing = grad_output.new_empty((0,))
+    return (
+        nothing if values is None else grad_output.new_empty((*grad_output.shape[:-1], in_features)),
+        nothing.clone() if x is None else _fake_grad_weight(grad_output, x, plan, *sizes, dtype),
+        grad_output.new_empty((out_features,)) if bias else nothing.clone(),
+    )
 
 
 def _fake_plan(crow_indices, col_indices, out_features, in_features, block_rows, block_cols):

@@ -83,6 +83,31 @@ def test_integer_products_are_exact(case, dtype, device):
         assert torch.equal(got.double(), want)
 
 
+MIXED = [
+    (torch.float32, torch.bfloat16),
+    (torch.float32, torch.float16),
+    (torch.bfloat16, torch.float16),
+    (torch.float16, torch.bfloat16),
+]
+
+
+@pytest.mark.parametrize(("dtype", "stored"), MIXED, ids=str)
+@pytest.mark.parametrize("case", CASES, ids=IDS)
+def test_values_may_be_narrower_than_x(case, dtype, stored):
+    """Results have x's dtype, and the accuracy of values that were widened first; dvalues have theirs."""
+    n, k, r, c, density = case
+    bsr = random_bsr((n, k), (r, c), density, dtype=stored)
+    x, dy, bias = (torch.randn(size, dtype=dtype) for size in [(13, k), (13, n), (n,)])
+    got = (
+        ops.bsr_linear(x, *bsr.operands, bias, n, k),
+        ops.bsr_grad_input(dy, *bsr.operands, n, k),
+        ops.bsr_grad_weight(dy, x, bsr.plan, r, c, n, k, stored),
+    )
+    assert [g.dtype for g in got] == [dtype, dtype, stored]
+    for g, (want, magnitude, terms) in zip(got, expected(bsr, x, dy, bias), strict=True):
+        assert_within_bound(g, want, magnitude, terms)
+
+
 STRIDED = {
     "transposed": lambda t: t.transpose(0, 1).contiguous().transpose(0, 1),
     "columns of a wider matrix": lambda t: torch.cat([t, t], -1)[..., : t.shape[-1]],
@@ -200,13 +225,22 @@ BAD = {
     "values count": ({"values": torch.ones(2, 4, 4)}, ValueError, "plan must have 20 elements.*; got 23"),
     "values block of 0": ({"values": torch.ones(3, 0, 4)}, ValueError, "block_shape must be at least 1"),
     "values strided": ({"values": torch.ones(3, 4, 8)[..., ::2]}, ValueError, "values must be contiguous"),
-    "values float64": ({"values": torch.ones(3, 4, 4).double()}, TypeError, "values.*float32; got float64"),
+    "values float64": (
+        {"values": torch.ones(3, 4, 4).double()},
+        TypeError,
+        "values must have the dtype of x, float32, or be bfloat16 or float16; got float64",
+    ),
+    "values narrower than float64": (
+        {"x": torch.ones(2, 8).double(), "values": torch.ones(3, 4, 4).half()},
+        TypeError,
+        "values must have the dtype of x, float64; got float16",
+    ),
     "values int8": ({"values": torch.ones(3, 4, 4).char()}, TypeError, "values must be float.*; got int8"),
     "values None": ({"values": None}, TypeError, "values must be a tensor; got None"),
     "x columns": ({"x": torch.ones(2, 7)}, ValueError, r"x's last dim.*in_features=8; got shape \(2, 7\)"),
     "x 0-d": ({"x": torch.ones(())}, ValueError, r"x's last dimension.*got shape \(\)"),
     "x int64": ({"x": torch.ones(2, 8).long()}, TypeError, "x must be float64.*; got int64"),
-    "x bfloat16": ({"x": torch.ones(2, 8).bfloat16()}, TypeError, "values.*bfloat16; got float32"),
+    "x bfloat16": ({"x": torch.ones(2, 8).bfloat16()}, TypeError, "values.*bfloat16.*; got float32"),
     "x complex": ({"x": torch.ones(2, 8, dtype=torch.complex64)}, TypeError, "x must be float64.*; got"),
     "x None": ({"x": None}, TypeError, "x must be a tensor; got None"),
     "bias size": ({"bias": torch.ones(7)}, ValueError, r"bias.*out_features=8.*got shape \(7,\)"),
@@ -304,6 +338,16 @@ OTHER_ERRORS = {
             r"block_shape must be at most \(256, 256\)",
         ),
         "plan": (_grad_weight_error(plan=GOOD["plan"][1:]), ValueError, "plan must have 20 elements.*got 22"),
+        "narrow dtype": (
+            lambda: ops.bsr_grad_weight(GOOD["x"], GOOD["x"], GOOD["plan"], 4, 4, 8, 8, torch.float64),
+            TypeError,
+            "values must have the dtype of x, float32, or be bfloat16 or float16; got float64",
+        ),
+        "dtype int8": (
+            lambda: ops.bsr_grad_weight(GOOD["x"], GOOD["x"], GOOD["plan"], 4, 4, 8, 8, torch.int8),
+            TypeError,
+            "dtype must be float64, float32, bfloat16 or float16; got int8",
+        ),
         "plan float": (_grad_weight_error(plan=torch.ones(23)), TypeError, "plan must be int32; got float32"),
     },
     "bsr_plan": {

@@ -86,8 +86,9 @@ def test_only_the_gradients_asked_for_are_computed(needs):
             assert set(called) == {op for op, name in names.items() if name in wanted}
         else:
             assert set(called) == {"rarefy::_bsr_linear_backward"}
-            _, x, values, *_, bias = called["rarefy::_bsr_linear_backward"]
+            _, x, values, *_, bias, dtype = called["rarefy::_bsr_linear_backward"]
             assert [values is not None, x is not None, bias] == [n in wanted for n in tensors]
+            assert dtype == torch.float64
     for fused, separate in zip(*gradients, strict=True):
         torch.testing.assert_close(fused, separate)
 
@@ -157,6 +158,37 @@ def test_opcheck(dtype, device):
             rarefy_ops._bsr_linear_backward, arguments, test_utils=("test_schema", "test_faketensor")
         )
     torch.library.opcheck(rarefy_ops.bsr_plan, (bsr.crow, bsr.col, n, k, r, c), test_utils=UTILS)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "stored"), [(torch.float32, torch.bfloat16), (torch.float16, torch.bfloat16)]
+)
+def test_values_narrower_than_x_train(dtype, stored):
+    """Each gradient has the dtype of its tensor; backward, compiled and with a graph it is the same."""
+    bsr = weight((12, 20), (4, 5), 0.5, stored)
+    x = torch.randn(3, 20).to(dtype).requires_grad_()
+    values, bias = bsr.values.clone().requires_grad_(), torch.randn(12).to(dtype).requires_grad_()
+    tensors = (x, values, bias)
+
+    def gradients(call, **options):
+        y = call(bsr, *tensors)
+        assert y.dtype == dtype
+        return torch.autograd.grad(y, tensors, torch.ones_like(y), **options)
+
+    got = gradients(linear)
+    assert [g.dtype for g in got] == [dtype, stored, dtype]
+    wide = bsr.values.float().requires_grad_()
+    want = torch.autograd.grad(linear(bsr, x.float(), wide, bias.float()), (x, wide, bias), torch.ones(3, 12))
+    for g, w in zip(got, want, strict=True):
+        torch.testing.assert_close(g.float(), w.float(), rtol=2**-7, atol=2**-7)
+    compiled = torch.compile(linear, fullgraph=True, backend="aot_eager")
+    for other in (gradients(linear, create_graph=True), gradients(compiled)):
+        assert all(torch.equal(g, o) for g, o in zip(got, other, strict=True))
+    torch.library.opcheck(
+        torch.ops.rarefy.bsr_grad_weight,
+        (torch.randn(3, 12).to(dtype), x, bsr.plan, 4, 5, 12, 20, stored),
+        test_utils=("test_schema", "test_faketensor", "test_autograd_registration"),
+    )
 
 
 class TwoLayers(torch.nn.Module):
