@@ -210,6 +210,22 @@ std::vector<Entry> entries() {
       {"ParseBsrFile", [](Inputs& in, C) { return parse_bsr_file(in.file_bytes).status(); }},
       {"SerializeBsrFile", [](Inputs& in, C) { return serialize_bsr_file(in.file).status(); }},
       {"WriteBsrFile", [](Inputs& in, C) { return write_bsr_file(in.out_path, in.file); }},
+      // Errors are texts, which take memory, too.
+      {"PatternOfBadIndices",
+       [](Inputs& in, C) { return Pattern::create(in.pattern->shape(), in.col, in.crow).status(); },
+       StatusCode::invalid_argument},
+      {"LinearOfBadShape",
+       [](Inputs& in, C context) {
+         MatrixView x = in.view(in.x, 70, 35);
+         return linear(x, in.w(), nullptr, Activation::none, {in.out.data(), DType::f32, 70, 40, 40},
+                       context);
+       },
+       StatusCode::invalid_argument},
+      {"ReadMissingFile", [](Inputs& in, C) { return read_bsr_file(in.missing_path).status(); },
+       StatusCode::io_error},
+      {"ParseGarbage",
+       [](Inputs& in, C) { return parse_bsr_file(std::span(in.file_bytes).first(100)).status(); },
+       StatusCode::invalid_argument},
   };
   for (const char* impl : {"avx512", "avx2", "scalar", "ref"}) {
     all.push_back({"Linear", [](Inputs& in, C c) { return linear_of(in, c, 70); }, StatusCode::ok, impl});

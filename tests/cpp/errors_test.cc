@@ -196,6 +196,12 @@ const Case kProductCases[] = {
      [](Call& c) { return c.w.values = nullptr, c.linear(); }},
     {"LinearNullCrow", kBad, "[linear] plan must point to its index arrays",
      [](Call& c) { return c.w.plan.crow = nullptr, c.linear(); }},
+    {"LinearNullCcol", kBad, "[linear] plan must point to its index arrays",
+     [](Call& c) { return c.w.plan.ccol = nullptr, c.linear(); }},
+    {"LinearNullRow", kBad, "[linear] plan must point to its index arrays",
+     [](Call& c) { return c.w.plan.row = nullptr, c.linear(); }},
+    {"LinearNullPerm", kBad, "[linear] plan must point to its index arrays",
+     [](Call& c) { return c.w.plan.perm = nullptr, c.linear(); }},
     {"LinearNullCol", kBad, "[linear] plan must point to its index arrays",
      [](Call& c) { return c.w.plan.col = nullptr, c.linear(); }},
     {"LinearNegativeStride", kBad, "[linear] x's row stride must not be negative; got -8",
@@ -287,6 +293,10 @@ const Case kConvertCases[] = {
     {"MaskLength", kBad, "[dense_to_bsr] block_mask must have 6 elements, one a block; got 5",
      [](Call& c) {
        return mask_case(c, {1, 1, 1, 1, 1});
+     }},
+    {"MaskTooLong", kBad, "[dense_to_bsr] block_mask must have 6 elements, one a block; got 7",
+     [](Call& c) {
+       return mask_case(c, {1, 1, 1, 1, 1, 1, 1});
      }},
     {"MaskValue", kBad, "got block_mask[4]=2",
      [](Call& c) {

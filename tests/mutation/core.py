@@ -62,8 +62,8 @@ GROUPS = [
         "src/core/pattern.cc",
         (BAD, PRODUCTS, *ALL),
         [
-            ("words[0] != kMagic || stored != shape", "stored != shape"),
-            ("words[0] != kMagic || stored != shape", "words[0] != kMagic"),
+            ("words[0] != PlanHeader::kMagic || stored != shape", "stored != shape"),
+            ("words[0] != PlanHeader::kMagic || stored != shape", "words[0] != PlanHeader::kMagic"),
             ("if (words != plan_size(shape)) {", "if (words < plan_size(shape)) {"),
             ("if (words != plan_size(shape)) {", "if (words > plan_size(shape)) {"),
             ("++ccol[plan.col[e] + 1];", "++ccol[plan.col[e]];"),

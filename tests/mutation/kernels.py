@@ -23,16 +23,16 @@ GROUPS = [
             ("plan.perm[e] * shape.block_size() + k", "e * shape.block_size() + k"),
             ("if (n < shape.rows && k < shape.cols) {", "if (n < shape.rows) {"),
             ("if (n < shape.rows && k < shape.cols) {", "if (k < shape.cols) {"),
-            ("store(y + n, ref::activate(args.activation, sum));", "store(y + n, sum);"),
+            ("store(y + n, ref::activate(call.activation, sum));", "store(y + n, sum);"),
             (
-                "static_cast<const In*>(args.x.data) + m * args.x.row_stride;",
-                "static_cast<const In*>(args.x.data) + m * args.x.cols;",
+                "static_cast<const In*>(call.x.data) + m * call.x.row_stride;",
+                "static_cast<const In*>(call.x.data) + m * call.x.cols;",
             ),
             (
-                "static_cast<Out*>(args.dx.data) + m * args.dx.row_stride;",
-                "static_cast<Out*>(args.dx.data) + m * args.dx.cols;",
+                "Out* dx = static_cast<Out*>(call.out.data) + m * call.out.row_stride;",
+                "Out* dx = static_cast<Out*>(call.out.data) + m * call.out.cols;",
             ),
-            ("} else if (out == DType::f64) {", "} else if (out == DType::f32) {"),
+            ("visit_float(p.out, [&]<class Out>(Out) { f(In{}, W{}, Out{}); });", "f(In{}, W{}, float{});"),
         ],
     ),
     (
@@ -73,8 +73,8 @@ GROUPS = [
             ("-0.014587868F", "-0.0145F"),
             ("for (int i = N - 2; i >= 0; --i)", "for (int i = N - 2; i > 0; --i)"),
             (
-                "case PanelActivation::silu: return times_sigmoid<I>(x, x);",
-                "case PanelActivation::silu: return times_sigmoid<I>(x, I::mul(x, I::set1(1.702F)));",
+                "case Activation::silu: return times_sigmoid<I>(x, x);",
+                "case Activation::silu: return times_sigmoid<I>(x, I::mul(x, I::set1(1.702F)));",
             ),
             ("I::set1(0.707106781F)", "I::set1(0.7071F)"),
         ],
@@ -248,7 +248,7 @@ GROUPS = [
             ("from.cols - k < w ? from.cols - k : w;", "w;"),
             ("if (m + w <= from.rows) {", "if (m < from.rows) {"),
             ("for (; k + w <= from.cols; k += w) {", "for (; k < from.cols; k += w) {"),
-            ("if (activation == PanelActivation::none) return;", "return;"),
+            ("if (activation == Activation::none) return;", "return;"),
             (
                 "activate_all<I>(task.activation, task.panel, static_cast<std::int64_t>(task.cols) * task.lanes);",
                 "activate_all<I>(task.activation, task.panel, task.cols);",
