@@ -353,7 +353,7 @@ GROUPS = [
                 "ddy = linear(ddx, values, ctx.plan, None, *ctx.size)",
                 "ddy = linear(ddx, values, ctx.plan, None, *ctx.size) * 2",
             ),
-            ("dx = grad_input(dy, ddvalues, ctx.plan, *ctx.sizes[2:])", "dx = None"),
+            ("dx = grad_input(dy, ddvalues, ctx.plan, *ctx.sizes[2:4])", "dx = None"),
             ("ddvalues, needs = _compact(ddvalues), ctx.needs_input_grad", "needs = ctx.needs_input_grad"),
         ],
     ),
@@ -380,7 +380,7 @@ GROUPS = [
                 "case StatusCode::type_mismatch: throw TypeMismatch(text);",
                 "case StatusCode::type_mismatch: throw std::invalid_argument(text);",
             ),
-            ("sizes.back() = columns;", "sizes.front() = columns;"),
+            ("sizes[static_cast<std::size_t>(dimensions - 1)] = columns;", "sizes[0] = columns;"),
             (
                 "const std::vector<std::int32_t> col_copy = copy(words(col));",
                 "const std::span<const std::int32_t> col_copy = words(col);",
