@@ -230,19 +230,31 @@ struct Dense {
     CHECK(cublasCreate(&handle));
     CHECK(cublasSetWorkspace(handle, workspace.raw, 64u << 20));
   }
-  Times linear(std::int64_t m, std::int64_t n, std::int64_t k) {
+  Times linear(std::int64_t m, std::int64_t n, std::int64_t k) { return product(m, n, k, false); }
+  Times grad_weight(std::int64_t m, std::int64_t n, std::int64_t k) { return product(m, n, k, true); }
+
+ private:
+  // y (m, n) = x (m, k) wᵀ, or w (n, k) = yᵀ x.
+  Times product(std::int64_t m, std::int64_t n, std::int64_t k, bool gradient) {
     using T = __nv_bfloat16;
     Buffer<T> x(static_cast<std::size_t>(m * k)), w(static_cast<std::size_t>(n * k)),
         y(static_cast<std::size_t>(m * n));
     fill(x.data(), x.size, 1, 1, false);
     fill(w.data(), w.size, 2, .02f, false);
+    fill(y.data(), y.size, 3, 1, false);
     const float one = 1, zero = 0;
+    const auto i = [](std::int64_t v) { return static_cast<int>(v); };
     return time_graph([&](cudaStream_t s) {
       CHECK(cublasSetStream(handle, s));
-      CHECK(cublasGemmEx(handle, CUBLAS_OP_T, CUBLAS_OP_N, static_cast<int>(n), static_cast<int>(m),
-                         static_cast<int>(k), &one, w.data(), CUDA_R_16BF, static_cast<int>(k), x.data(),
-                         CUDA_R_16BF, static_cast<int>(k), &zero, y.data(), CUDA_R_16BF, static_cast<int>(n),
-                         CUBLAS_COMPUTE_32F, CUBLAS_GEMM_DEFAULT));
+      if (gradient) {
+        CHECK(cublasGemmEx(handle, CUBLAS_OP_N, CUBLAS_OP_T, i(k), i(n), i(m), &one, x.data(), CUDA_R_16BF,
+                           i(k), y.data(), CUDA_R_16BF, i(n), &zero, w.data(), CUDA_R_16BF, i(k),
+                           CUBLAS_COMPUTE_32F, CUBLAS_GEMM_DEFAULT));
+      } else {
+        CHECK(cublasGemmEx(handle, CUBLAS_OP_T, CUBLAS_OP_N, i(n), i(m), i(k), &one, w.data(), CUDA_R_16BF,
+                           i(k), x.data(), CUDA_R_16BF, i(k), &zero, y.data(), CUDA_R_16BF, i(n),
+                           CUBLAS_COMPUTE_32F, CUBLAS_GEMM_DEFAULT));
+      }
     });
   }
 };

@@ -31,5 +31,7 @@ bool check_decode(bool small);
 void time_decode(Report& report, Dense& dense, bool every_config);
 bool check_tall(bool small);
 void time_tall(Report& report, Dense& dense, bool every_config);
+bool check_gradient(bool small);
+void time_gradient(Report& report, Dense& dense, bool every_config);
 
 }  // namespace bench

@@ -53,6 +53,7 @@ int main(int argc, char** argv) {
     if (wanted("strips")) good &= check_strips(small);
     if (wanted("decode")) good &= check_decode(small);
     if (wanted("tall")) good &= check_tall(small);
+    if (wanted("gradient")) good &= check_gradient(small);
     return good ? 0 : 1;
   }
   Report report;
@@ -72,5 +73,6 @@ int main(int argc, char** argv) {
   if (wanted("strips")) time_strips(report, dense, every);
   if (wanted("decode")) time_decode(report, dense, every);
   if (wanted("tall")) time_tall(report, dense, every);
+  if (wanted("gradient")) time_gradient(report, dense, every);
   return 0;
 }

@@ -1,0 +1,214 @@
+// Checks and times the gradient of stored blocks (grad_weight, blocks of 64 and more).
+#include "cuda/sm90/block_gradient.h"
+#include "hopper.h"
+#include "setup.cuh"
+
+namespace bench {
+namespace {
+
+using namespace rarefy;
+using namespace rarefy::sm90;
+
+const Machine kMachine{132, 227 * 1024};
+
+struct GradientCase {
+  std::int64_t m, n, k, r, c;
+  double density;
+  Kind kind = Kind::random;
+  std::int64_t pad = 0;
+  bool nan = false;  // one token of dY is NaN: so is the whole gradient, but not the padding
+};
+
+// Of sampled stored blocks, each element in double, and the sum of its terms' magnitudes.
+template <class T>
+__global__ void gradient_reference(GradientCase a, std::int64_t dy_stride, std::int64_t x_stride, const T* dy,
+                                   const T* x, const int* block_row, const int* block_col, double* sum,
+                                   double* size) {
+  const std::int64_t i = blockIdx.y * std::int64_t{blockDim.x} + threadIdx.x;
+  if (i >= a.r * a.c) return;
+  const std::int64_t n = block_row[blockIdx.x] * a.r + i / a.c, k = block_col[blockIdx.x] * a.c + i % a.c;
+  double s = 0, m = 0;
+  if (n < a.n && k < a.k) {
+    for (std::int64_t t = 0; t < a.m; ++t) {
+      const double p = static_cast<double>(static_cast<float>(dy[t * dy_stride + n])) *
+                       static_cast<double>(static_cast<float>(x[t * x_stride + k]));
+      s += p;
+      m += fabs(p);
+    }
+  }
+  sum[blockIdx.x * a.r * a.c + i] = s;
+  size[blockIdx.x * a.r * a.c + i] = m;
+}
+
+template <class T>
+struct GradientSetup {
+  GradientCase c;
+  Pattern pattern;
+  GradientProblem problem;
+  Buffer<T> dy, x, dvalues;
+  GradientSetup(const GradientCase& c, bool integers, unsigned seed)
+      : c(c),
+        pattern(make_pattern(c.n, c.k, c.r, c.c, c.density, c.kind, seed)),
+        dy(static_cast<std::size_t>(c.m * (c.n + c.pad))),
+        x(static_cast<std::size_t>(c.m * (c.k + c.pad))),
+        dvalues(static_cast<std::size_t>(pattern.blocks() * c.r * c.c)) {
+    fill(dy.data(), dy.size, seed + 1, 1, integers);
+    fill(x.data(), x.size, seed + 2, 1, integers);
+    if (c.nan)
+      CHECK(
+          cudaMemset(dy.data() + (c.m / 2) * (c.n + c.pad), 0xFF, static_cast<std::size_t>(c.n) * sizeof(T)));
+    problem = {kDType<T>, c.m, c.n, c.k, c.r, c.c, pattern.blocks(), c.n + c.pad, c.k + c.pad};
+  }
+};
+
+template <class T>
+bool check(const GradientCase& c, bool integers, unsigned seed) {
+  GradientSetup<T> s(c, integers, seed);
+  char name[160];
+  std::snprintf(name, sizeof name, "grad_weight M%ld N%ld K%ld b%ldx%ld d%g kind%d pad%ld nan%d", c.m, c.n,
+                c.k, c.r, c.c, c.density, static_cast<int>(c.kind), c.pad, c.nan);
+  if (const std::string reason = unsupported(s.problem); !reason.empty()) {
+    std::printf("%s: %s\n", name, reason.c_str());
+    return false;
+  }
+  std::vector<int> samples(static_cast<std::size_t>(s.pattern.blocks())), block_row, block_col;
+  std::iota(samples.begin(), samples.end(), 0);
+  if (samples.size() > 48) std::shuffle(samples.begin(), samples.end() - 1, std::mt19937(seed));
+  if (samples.size() > 48) samples.erase(samples.begin() + 47, samples.end() - 1);
+  for (const int e : samples) {
+    block_row.push_back(static_cast<int>(std::upper_bound(s.pattern.crow.begin(), s.pattern.crow.end(), e) -
+                                         s.pattern.crow.begin()) -
+                        1);
+    block_col.push_back(s.pattern.col[static_cast<std::size_t>(e)]);
+  }
+  const auto rows = to_device(block_row), cols = to_device(block_col);
+  const std::size_t block = static_cast<std::size_t>(c.r * c.c);
+  Buffer<double> sum(samples.size() * block), size(sum.size);
+  if (!samples.empty()) {
+    gradient_reference<T>
+        <<<dim3(static_cast<unsigned>(samples.size()), static_cast<unsigned>((block + 127) / 128)), 128>>>(
+            c, s.problem.dy_stride, s.problem.x_stride, s.dy.data(), s.x.data(), rows.data(), cols.data(),
+            sum.data(), size.data());
+  }
+  CHECK(cudaDeviceSynchronize());
+  const std::vector<double> exact = sum.host(), magnitude = size.host();
+  const double u_out = std::is_same_v<T, __half> ? 0x1p-11 : 0x1p-8;
+  bool good = true;
+  for (const GradientCandidate& candidate : gradient_candidates(s.problem, kMachine)) {
+    if (!candidate.reason.empty() || !chosen_by_env(candidate.config.text())) continue;
+    const GradientPlan plan =
+        prepare(s.problem, candidate.config, s.pattern.crow.data(), s.pattern.col.data());
+    const auto words = to_device(plan.words);
+    const auto call = [&] {
+      CHECK(launch(s.problem, candidate.config, plan,
+                   {s.dy.data(), s.x.data(), s.dvalues.data(), words.data()}, nullptr));
+      CHECK(cudaDeviceSynchronize());
+    };
+    s.dvalues.poison();
+    call();
+    const std::vector<T> dw = s.dvalues.host();
+    const bool guards = s.dvalues.guards_intact();
+    std::int64_t wrong = 0, unwritten = 0;
+    double worst = 0;
+    for (std::size_t i = 0; i < samples.size(); ++i) {
+      for (std::size_t j = 0; j < block; ++j) {
+        const double got = static_cast<float>(dw[static_cast<std::size_t>(samples[i]) * block + j]);
+        const double want = exact[i * block + j];
+        const bool inside = block_row[i] * c.r + static_cast<std::int64_t>(j) / c.c < c.n &&
+                            block_col[i] * c.c + static_cast<std::int64_t>(j) % c.c < c.k;
+        if (!inside || (integers && !c.nan)) {
+          wrong += !(got == static_cast<double>(static_cast<float>(T(static_cast<float>(want)))));
+        } else if (c.nan) {
+          wrong += got == got;
+        } else {
+          const double bound = 2 * (static_cast<double>(c.m) * 0x1p-24 * magnitude[i * block + j] +
+                                    u_out * std::abs(want) + (u_out == 0x1p-11 ? 0x1p-25 : 0));
+          worst = std::max(worst, std::abs(got - want) / bound);
+          wrong += !(std::abs(got - want) <= bound);
+        }
+      }
+    }
+    for (const T& v : dw) {
+      std::uint16_t bits;
+      std::memcpy(&bits, &v, 2);
+      unwritten += bits == 0xFFFF;
+    }
+    call();
+    const std::vector<T> again = s.dvalues.host();
+    const bool same = dw.empty() || std::memcmp(again.data(), dw.data(), dw.size() * sizeof(T)) == 0;
+    if (wrong > 0 || (unwritten > 0 && !c.nan) || !guards || !same) {
+      good = false;
+      std::printf(
+          "WRONG %s %s, %s: %ld of %zu wrong (worst %.2f of the bound), %ld unwritten, guards %d, repeat "
+          "%d\n",
+          name, integers ? "integers" : "reals", candidate.config.text().c_str(), wrong, exact.size(), worst,
+          unwritten, guards, same);
+    }
+  }
+  return good;
+}
+
+}  // namespace
+
+bool check_gradient(bool small) {
+  std::vector<GradientCase> cases;
+  for (const auto& [r, c] : {std::pair{64, 64}, {128, 128}, {64, 128}, {128, 64}, {192, 64}}) {
+    cases.push_back({300, 512, 768, r, c, .4});
+    cases.push_back({777, 840, 1000, r, c, .2, Kind::rows_half_empty, 8});
+    cases.push_back({70, 840, 1000, r, c, .5, Kind::random, 0, true});
+  }
+  cases.push_back({1, 512, 512, 64, 64, .5});
+  cases.push_back({513, 320, 640, 64, 64, 1});
+  cases.push_back({513, 320, 640, 64, 64, 0});
+  cases.push_back({1025, 1024, 2048, 64, 64, .05, Kind::one_dense_row, 16});
+  if (!small) cases.push_back({8192, 4096, 4096, 128, 128, .1});
+  if (!small) cases.push_back({8192, 4096, 4096, 64, 64, .25});
+  bool good = true;
+  unsigned seed = 300;
+  for (const GradientCase& c : cases) {
+    good &= check<__nv_bfloat16>(c, false, seed++);
+    good &= check<__nv_bfloat16>(c, true, seed++);
+    good &= check<__half>(c, false, seed++);
+  }
+  std::printf("gradient: %zu cases, every configuration, %s\n", cases.size(), good ? "all right" : "WRONG");
+  return good;
+}
+
+void time_gradient(Report& report, Dense& dense, bool every_config) {
+  struct Shape {
+    std::int64_t m, n, k;
+  };
+  for (const Shape& shape : {Shape{8192, 4096, 4096},
+                             {8192, 14336, 4096},
+                             {8192, 4096, 14336},
+                             {4096, 3072, 768},
+                             {2048, 11008, 4096}}) {
+    const Times t_dense = dense.grad_weight(shape.m, shape.n, shape.k);
+    for (const std::int64_t b : {128, 64}) {
+      for (const double density : {.5, .25, .1}) {
+        const GradientCase c{shape.m, shape.n, shape.k, b, b, density};
+        GradientSetup<__nv_bfloat16> s(c, false, 7);
+        const std::string chosen = configure(s.problem, kMachine).text();
+        for (const GradientCandidate& candidate : gradient_candidates(s.problem, kMachine)) {
+          const bool is_chosen = candidate.config.text() == chosen;
+          const bool main_shape = shape.n == 4096 && shape.k == 4096;
+          if (!candidate.reason.empty() || !chosen_by_env(candidate.config.text()) ||
+              !(is_chosen || (every_config && main_shape)))
+            continue;
+          const GradientPlan plan =
+              prepare(s.problem, candidate.config, s.pattern.crow.data(), s.pattern.col.data());
+          const auto words = to_device(plan.words);
+          const Times t = time_graph([&](cudaStream_t stream) {
+            CHECK(launch(s.problem, candidate.config, plan,
+                         {s.dy.data(), s.x.data(), s.dvalues.data(), words.data()}, stream));
+          });
+          report.add({"grad_weight", shape.m, shape.n, shape.k, std::to_string(b) + "x" + std::to_string(b),
+                      density, "gradient", candidate.config.text() + (is_chosen ? " *" : ""), t, t_dense,
+                      candidate.microseconds});
+        }
+      }
+    }
+  }
+}
+
+}  // namespace bench
