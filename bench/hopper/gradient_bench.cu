@@ -9,7 +9,7 @@ namespace {
 using namespace rarefy;
 using namespace rarefy::sm90;
 
-const Machine kMachine{132, 227 * 1024};
+const sm90::Machine kMachine{132, 227 * 1024};
 
 struct GradientCase {
   std::int64_t m, n, k, r, c;

@@ -186,6 +186,8 @@ struct Times {
 template <class F>
 Times time_graph(F&& call, int repeats = 21) {
   static Buffer<char> flush(256u << 20);
+  // A copy from pageable memory returns before it has ended, and the stream below does not wait for it.
+  CHECK(cudaDeviceSynchronize());
   cudaStream_t stream;
   CHECK(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
   call(stream);

@@ -33,7 +33,7 @@ HostIndex index_of(const Pattern& p, bool transposed) {
   return {p.crow.data(), p.col.data(), nullptr};
 }
 
-const Machine kMachine{132, 227 * 1024};
+const sm90::Machine kMachine{132, 227 * 1024};
 
 // Every configuration of one case; false if one is wrong.
 template <class T>

@@ -2,10 +2,12 @@
 // block and each output once. Runs without a GPU; tests/gpu and rarefy_hopper_bench run the kernels.
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <map>
 #include <random>
 #include <set>
 
+#include "cuda/sm90/block_gradient.h"
 #include "cuda/sm90/decode.h"
 #include "cuda/sm90/strips.h"
 #include "cuda/sm90/tall.h"
@@ -202,6 +204,40 @@ TEST(TallPlan, CoversEachOutputOnce) {
     const std::int64_t groups = (1000 + candidate.config.rows - 1) / candidate.config.rows;
     const std::int64_t token_tiles = (1000 + candidate.config.tokens() - 1) / candidate.config.tokens();
     EXPECT_EQ(std::ssize(seen), groups * token_tiles);
+  }
+}
+
+TEST(GradientPlan, CoversEachPartOfEachStoredBlockOnce) {
+  for (const auto& [r, c] : {std::pair{64, 64}, {128, 128}, {192, 64}, {64, 256}, {256, 128}}) {
+    for (const double density : {0.0, 0.1, 0.5, 1.0}) {
+      const std::int64_t rows = 1000, cols = 1300;
+      const Pattern pattern = random_pattern((rows + r - 1) / r, (cols + c - 1) / c, density, 4);
+      const GradientProblem p{DType::bf16, 500, rows, cols, r, c, std::ssize(pattern.col), 1000, 1304};
+      ASSERT_EQ(unsupported(p), "");
+      for (const GradientCandidate& candidate : gradient_candidates(p, kMachine)) {
+        if (!candidate.reason.empty()) continue;
+        const GradientPlan plan = prepare(p, candidate.config, pattern.crow.data(), pattern.col.data());
+        std::set<int> seen;
+        for (std::int64_t t = 0; t < plan.tiles; ++t) {
+          const std::int32_t* tile = plan.words.data() + 20 * t;
+          int columns = 0;
+          for (int i = 0; i < 8; ++i) columns += tile[4 + i] >= 0;
+          EXPECT_EQ(columns, tile[2]);
+          for (int i = 0; i < 8; ++i) {
+            const int part = tile[12 + i], column = tile[4 + (candidate.config.two ? i % 4 : i)];
+            ASSERT_EQ(part >= 0, column >= 0);
+            if (part < 0) continue;
+            EXPECT_TRUE(seen.insert(part).second);
+            const std::int64_t row = part / (c / 64), entry = row / (r / 64);  // in values
+            const auto above = std::upper_bound(pattern.crow.begin(), pattern.crow.end(), entry);
+            const std::int64_t block_row = above - pattern.crow.begin() - 1;
+            EXPECT_EQ(tile[0] + (candidate.config.two ? i / 4 : 0), block_row * (r / 64) + row % (r / 64));
+            EXPECT_EQ(column, pattern.col[static_cast<std::size_t>(entry)] * (c / 64) + part % (c / 64));
+          }
+        }
+        EXPECT_EQ(std::ssize(seen), std::ssize(pattern.col) * (r / 64) * (c / 64)) << candidate.config.text();
+      }
+    }
   }
 }
 

@@ -2,6 +2,7 @@
 #include "cuda/sm90/block_gradient.h"
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 
 namespace rarefy::sm90 {
@@ -36,12 +37,12 @@ std::vector<GradientCandidate> gradient_candidates(const GradientProblem& p, con
       const GradientConfig& c = candidate.config = {split, two};
       const auto per_tile = static_cast<double>(tile_columns(c));
       const double strips = block_row_count * static_cast<double>(p.block_rows / 64) / (two ? 2 : 1);
-      const double tiles =
-          strips * std::max(1.0, columns / per_tile + 0.4);  // rows do not end with their tiles
-      const double rounds = std::ceil(tiles / std::floor(machine.sms / split));
+      // In halves of a whole tile: what is left of a row takes one of them on average.
+      const double tiles = strips * std::max(0.5, columns / per_tile + 0.1);
+      const double rounds = std::max(1.0, std::ceil(2 * tiles / std::floor(machine.sms / split)) / 2);
       const double steps = static_cast<double>(ceil_div(p.tokens, 64)) / split;
       // Thread blocks walk the tokens together and find each other's panels in L2: a step takes little more
-      // than its products. Each further share's sums take long to collect.
+      // than its products. Sums of each further share are collected one after another.
       candidate.microseconds = 6 + rounds * (steps * 1150 / 1750 + 2 + 9 * (split - 1));
       if (two && p.block_rows % 128 != 0) candidate.reason = "block rows do not come in pairs of 64";
       if (split > ceil_div(p.tokens, 64)) candidate.reason = "fewer than 64 tokens for each share";
@@ -63,31 +64,42 @@ GradientConfig configure(const GradientProblem& p, const Machine& machine) {
 GradientPlan prepare(const GradientProblem& p, const GradientConfig& config, const std::int32_t* crow,
                      const std::int32_t* col) {
   const std::int64_t high = p.block_rows / 64, wide = p.block_cols / 64, strips = config.two ? 2 : 1;
-  GradientPlan plan;
+  const std::int64_t most = tile_columns(config);
+  // Whole tiles first and what is left of each row last: it costs less and fills the last round.
+  struct Tile {
+    std::int64_t count;
+    std::array<std::int32_t, 20> words;
+  };
+  std::vector<Tile> tiles;
   for (std::int64_t i = 0; i < ceil_div(p.rows, p.block_rows); ++i) {
     const std::int64_t columns = (crow[i + 1] - crow[i]) * wide;
-    const std::int64_t tiles = ceil_div(columns, tile_columns(config));
     for (std::int64_t strip = 0; strip < high; strip += strips) {
-      for (std::int64_t t = 0; t < tiles; ++t) {  // tiles of about equal width, warpgroups as well
-        const std::int64_t begin = columns * t / tiles, count = columns * (t + 1) / tiles - begin;
-        std::int32_t words[20] = {static_cast<std::int32_t>(i * high + strip),
-                                  static_cast<std::int32_t>(strips), static_cast<std::int32_t>(count), 0};
-        std::fill(words + 4, words + 20, -1);
+      for (std::int64_t begin = 0; begin < columns; begin += most) {
+        const std::int64_t count = std::min(most, columns - begin);
+        auto& [width, words] = tiles.emplace_back();
+        width = count;
+        words.fill(-1);
+        words[0] = static_cast<std::int32_t>(i * high + strip);
+        words[1] = static_cast<std::int32_t>(strips);
+        words[2] = static_cast<std::int32_t>(count);
         for (std::int64_t c = 0; c < count; ++c) {
           const std::int64_t entry = crow[i] + (begin + c) / wide, inside = (begin + c) % wide;
           const std::int64_t half = (count + 1) / 2;  // of warpgroup 0, unless both have all columns
-          const std::int64_t at = config.two || c < half ? c : 4 + c - half;
+          const auto at = static_cast<std::size_t>(config.two || c < half ? c : 4 + c - half);
           words[4 + at] = static_cast<std::int32_t>(col[entry] * wide + inside);
           for (std::int64_t s = 0; s < strips; ++s) {
-            words[12 + (config.two ? 4 * s : 0) + at] =
+            words[12 + 4 * static_cast<std::size_t>(s) + at] =
                 static_cast<std::int32_t>((entry * high + strip + s) * wide + inside);
           }
         }
-        plan.words.insert(plan.words.end(), words, words + 20);
-        ++plan.tiles;
       }
     }
   }
+  std::stable_sort(tiles.begin(), tiles.end(),
+                   [](const Tile& a, const Tile& b) { return a.count > b.count; });
+  GradientPlan plan;
+  plan.tiles = std::ssize(tiles);
+  for (const Tile& tile : tiles) plan.words.insert(plan.words.end(), tile.words.begin(), tile.words.end());
   return plan;
 }
 

@@ -129,16 +129,31 @@ __global__ void __launch_bounds__(384, 1) gradient_kernel(const __grid_constant_
   // From here on the slots hold results: 128 floats of each thread, or 64 × 64 parts.
   named_barrier(1, 256);
   if constexpr (kSplit > 1) {
-    const u32 mine = slots + threadIdx.x * 4;
+    const u32 mine = slots + threadIdx.x * 16;
     if (rank != 0) {
 #pragma unroll
-      for (u32 i = 0; i < 128; ++i) store_shared(mine + i * 1024, d[i / 64][i % 64]);
+      for (u32 i = 0; i < 32; ++i) {
+        const float* v = &d[i / 16][i % 16 * 4];
+        store_shared_4(mine + i * 4096, v[0], v[1], v[2], v[3]);
+      }
     }
     cluster_sync();
     if (rank == 0) {
       for (u32 r = 1; r < kSplit; ++r) {
 #pragma unroll
-        for (u32 i = 0; i < 128; ++i) d[i / 64][i % 64] += load_remote(mine + i * 1024, r);
+        for (u32 i = 0; i < 32; i += 8) {  // eight on their way at a time
+          float4 sums[8];
+#pragma unroll
+          for (u32 j = 0; j < 8; ++j) sums[j] = load_remote_4(mine + (i + j) * 4096, r);
+#pragma unroll
+          for (u32 j = 0; j < 8; ++j) {
+            float* v = &d[(i + j) / 16][(i + j) % 16 * 4];
+            v[0] += sums[j].x;
+            v[1] += sums[j].y;
+            v[2] += sums[j].z;
+            v[3] += sums[j].w;
+          }
+        }
       }
     }
     cluster_sync();

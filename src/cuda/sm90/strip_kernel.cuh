@@ -149,7 +149,10 @@ struct StripWarps {
       u32 add = 0;  // the first product overwrites d
       for (int step = 0; step < now.y; ++step) {
         wait(full(at.slot), at.parity);
-        const u32 w_slot = ring.header[at.slot] >> (8 * strip) & 0xFF;
+        // Read by the lane that will say so: the slot, header and all, is free once it has arrived.
+        u32 header = 0;
+        if (lane == 0) header = ring.header[at.slot];
+        const u32 w_slot = __shfl_sync(~0u, header, 0) >> (8 * strip) & 0xFF;
         if (w_slot != kAbsent) {
           const u64 a = operand(w_ring + w_slot * kBlockBytes);
           const u64 b = operand(x_ring + at.slot * Shape::kSlotBytes);
@@ -167,11 +170,10 @@ struct StripWarps {
           wgmma_wait<0>();
           add = 1;
         }
-        __syncwarp();  // every lane has read the header
         if constexpr (kCluster == 1) {
           if (lane == 0) arrive(empty(at.slot));
         } else {
-          if (lane < kCluster) arrive_remote(empty(at.slot), static_cast<u32>(lane));
+          if (lane < kCluster) arrive_remote(empty(at.slot), static_cast<u32>(lane) ^ rank);  // lane 0: here
         }
         at.next(p.slots);
       }

@@ -23,12 +23,13 @@ constexpr double kLaunchClocks = 16000;  // launch, first loads from device memo
 constexpr double kClusterClocks = 5000;  // more of the same in clusters
 
 // Clocks of a tile with `steps` steps and `blocks` stored 64 × 64 blocks.
-double tile_clocks(const StripConfig& c, double steps, double blocks) {
+double tile_clocks(const StripConfig& c, double steps, double blocks,
+                   double bytes_per_clock = kBytesPerClock) {
   const double multiply = blocks * kBlockClocks * c.tokens / 256 + steps * kStepClocks;
   // Three warpgroups wait for one another more often; smaller steps meet more barriers.
   const double wait = c.strips == 3 ? 1.08 : c.tokens == 128 ? 1.2 : 1.0;
   const double w_share = c.cluster == 2 ? 0.85 : 1.0;  // half of the bytes, but each step waits for the peer
-  const double copy = wait * (steps * c.tokens * 128 + w_share * blocks * 8192) / kBytesPerClock;
+  const double copy = wait * (steps * c.tokens * 128 + w_share * blocks * 8192) / bytes_per_clock;
   return std::max(multiply, copy) + kTileClocks * c.tokens / 256;
 }
 
@@ -200,8 +201,11 @@ std::vector<StripCandidate> strip_candidates(const StripProblem& p, const Machin
     const double tiles = static_cast<double>(ceil_div(strips, n) * ceil_div(token_tiles, cluster));
     const double clusters = machine.sms / cluster;
     const double rounds = tiles <= clusters ? 1 : std::max(tiles / clusters, 1.0);
+    // Few thread blocks have L2 to themselves, up to what one SM takes.
+    const double bandwidth = std::min(64.0, kBytesPerClock * std::max(1.0, clusters / tiles));
     candidate.microseconds =
-        (rounds * tile_clocks(c, steps, blocks) + kLaunchClocks + (cluster - 1) * kClusterClocks) / kClock;
+        (rounds * tile_clocks(c, steps, blocks, bandwidth) + kLaunchClocks + (cluster - 1) * kClusterClocks) /
+        kClock;
     if (cluster > 1 && token_tiles < cluster) candidate.reason = "fewer token tiles than blocks of a cluster";
   }
   return list;

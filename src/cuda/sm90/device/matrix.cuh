@@ -36,8 +36,8 @@ __device__ inline void store_transposed(u32 address, u32 a, u32 b, u32 c, u32 d)
 // Stores four matrices as they are: lane l gives the address of row l % 8 of matrix l / 8, and holds elements
 // (l / 4, 2(l % 4)) and (l / 4, 2(l % 4) + 1) of each.
 __device__ inline void store_matrices(u32 address, u32 a, u32 b, u32 c, u32 d) {
-  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(a), "r"(b),
-               "r"(c), "r"(d)
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(a),
+               "r"(b), "r"(c), "r"(d)
                : "memory");
 }
 

@@ -71,10 +71,6 @@ __device__ inline void cluster_sync() {
   asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 
-__device__ inline void store_shared(u32 address, float value) {
-  asm volatile("st.shared.f32 [%0], %1;" ::"r"(address), "f"(value) : "memory");
-}
-
 // A float in the shared memory of thread block `rank`, at what `address` is here.
 __device__ inline float load_remote(u32 address, u32 rank) {
   float value;
@@ -85,6 +81,22 @@ __device__ inline float load_remote(u32 address, u32 rank) {
       : "r"(address), "r"(rank)
       : "memory");
   return value;
+}
+
+__device__ inline float4 load_remote_4(u32 address, u32 rank) {
+  float4 v;
+  asm volatile(
+      "{\n.reg .b32 remote;\nmapa.shared::cluster.u32 remote, %4, %5;\n"
+      "ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [remote];\n}"
+      : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
+      : "r"(address), "r"(rank)
+      : "memory");
+  return v;
+}
+
+__device__ inline void store_shared_4(u32 address, float a, float b, float c, float d) {
+  asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(address), "f"(a), "f"(b), "f"(c), "f"(d)
+               : "memory");
 }
 
 // Moves registers between the warpgroups of a block; every warp of a warpgroup calls it.
