@@ -10,11 +10,16 @@ from typing import Any
 
 import torch
 from torch.autograd import forward_ad
+from torch.compiler import is_dynamo_compiling
 
 try:
     # torch.autograd.Function without the Python in front of `apply`, and without the higher-order operator
     # that torch.func wants there: as a kernel of the dispatcher it is one level of torch.func.
-    Function = torch.autograd.function._SingleLevelFunction
+    class Function(torch.autograd.function._SingleLevelFunction):
+        @staticmethod
+        def _compiled_autograd_key(ctx: Any) -> tuple:
+            return (ctx._autograd_function_id,)  # as of torch.autograd.Function
+
     allow_function = torch._functorch.utils.enable_single_level_autograd_function
     _below_autograd = torch._C._AutoDispatchBelowAutograd
     _in_torch_func = torch._C._are_functorch_transforms_active
@@ -30,7 +35,13 @@ except AttributeError:
 
 def plain() -> bool:
     """Whether a call meets nothing but autograd on its way to a kernel."""
-    return autograd_kernels and forward_ad._current_level < 0 and not _in_torch_func() and not _in_autocast()
+    return (
+        not is_dynamo_compiling()
+        and autograd_kernels
+        and forward_ad._current_level < 0
+        and not _in_torch_func()
+        and not _in_autocast()
+    )
 
 
 def forward_mode() -> bool:

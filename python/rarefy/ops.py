@@ -10,7 +10,6 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
-from torch.compiler import is_dynamo_compiling
 from torch.nn import Parameter
 
 from . import _load, _torch_private, derivatives
@@ -47,8 +46,7 @@ def bsr_linear(
         ImportError: the compiled library is missing.
     """
     if (
-        is_dynamo_compiling()
-        or type(x) not in _PLAIN
+        type(x) not in _PLAIN
         or type(values) not in _PLAIN
         or not (bias is None or type(bias) in _PLAIN)
         or not _torch_private.plain()

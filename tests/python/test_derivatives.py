@@ -6,6 +6,7 @@ import torch.autograd.forward_ad as forward_ad
 from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
 from torch.nn.functional import linear as dense_linear
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 import rarefy
 from helpers import random_bsr
@@ -208,6 +209,37 @@ def test_gradcheck_in_both_directions(device):
         assert torch.autograd.gradgradcheck(
             call, inputs, check_fwd_over_rev=True, check_rev_over_rev=True, check_batched_grad=True
         )
+
+
+def test_compiled_autograd_and_checkpoints_give_the_same_gradients():
+    layers = [rarefy.BlockSparseLinear(16, 16, density=0.5, block_shape=(4, 4)) for _ in range(2)]
+    model = torch.nn.Sequential(layers[0], torch.nn.GELU(), layers[1])
+    x = torch.randn(4, 16, requires_grad=True)
+    leaves = (x, *model.parameters())
+
+    def gradients(call, *arguments, **options):
+        for leaf in leaves:
+            leaf.grad = None
+        call(*arguments, **options).square().sum().backward()
+        return [leaf.grad for leaf in leaves]
+
+    want = gradients(model, x)
+    for use_reentrant in (False, True):
+        got = gradients(checkpoint, model, x, use_reentrant=use_reentrant)
+        assert all(torch.equal(g, w) for g, w in zip(got, want, strict=True))
+    torch.compiler.reset()
+    with torch._dynamo.config.patch(compiled_autograd=True):
+        compiled = torch.compile(gradients, backend="aot_eager")
+        got = compiled(model, x)
+    for g, w in zip(got, want, strict=True):
+        torch.testing.assert_close(g, w)
+
+
+def test_batched_gradients_of_a_layer():
+    layer = rarefy.BlockSparseLinear(12, 8, density=0.5, block_shape=(4, 4), dtype=torch.float64)
+    x = torch.randn(12, dtype=torch.float64, requires_grad=True)
+    (jacobian,) = torch.autograd.grad(layer(x), x, torch.eye(8, dtype=torch.float64), is_grads_batched=True)
+    assert torch.equal(jacobian, layer.to_dense().weight)
 
 
 # What backward keeps -----------------------------------------------------------------------------
