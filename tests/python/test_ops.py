@@ -441,6 +441,7 @@ def forced():
     rarefy.force_impl(before)
 
 
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two processors")
 def test_work_is_shared_between_the_threads_of_torch():
     bsr = random_bsr((512, 512), (16, 16), 0.5)
     x, threads = torch.randn(512, 512), torch.get_num_threads()
