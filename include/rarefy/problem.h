@@ -42,7 +42,9 @@ struct Problem {
   std::int64_t tokens = 0;
   std::int64_t in_stride = 0;   // elements between rows of x (grad_input, grad_weight: of dy)
   std::int64_t out_stride = 0;  // of y, dx; for grad_weight of x
-  std::int32_t alignment = 16;  // bytes that every matrix row and the values start at a multiple of, ≤ 16
+  // Bytes, ≤ 16, that addresses are a multiple of: rows of what is read and the values; rows of what is
+  // written, and the bias.
+  std::int32_t in_alignment = 16, out_alignment = 16;
   bool bias = false;
   Activation activation = Activation::none;
   Device device = Device::cpu;

@@ -129,10 +129,11 @@ Status linear(const MatrixView& x, const BsrView& w, const void* bias, Activatio
     return status;
   }
   if (y.rows == 0 || y.cols == 0) return {};
-  Alignment alignment;
-  alignment.add(x);
-  alignment.add(y);
-  alignment.add(w.values);
+  Alignment in, out;
+  in.add(x);
+  in.add(w.values);
+  out.add(y);
+  out.add(bias);
   Call call;
   call.problem = {Op::linear,      {Format::bsr, shape, w.dtype},
                   x.dtype,         y.dtype,
@@ -169,10 +170,10 @@ Status grad_input(const MatrixView& dy, const BsrView& w, const MutableMatrixVie
     return status;
   }
   if (dx.rows == 0 || dx.cols == 0) return {};
-  Alignment alignment;
-  alignment.add(dy);
-  alignment.add(dx);
-  alignment.add(w.values);
+  Alignment in, out;
+  in.add(dy);
+  in.add(w.values);
+  out.add(dx);
   Call call;
   call.problem = {Op::grad_input, {Format::bsr, shape, w.dtype},
                   dy.dtype,       dx.dtype,
@@ -210,10 +211,10 @@ Status grad_weight(const MatrixView& dy, const MatrixView& x, const PlanView& pl
     return status;
   }
   if (shape.nnzb == 0) return {};
-  Alignment alignment;
-  alignment.add(dy);
-  alignment.add(x);
-  alignment.add(dvalues);
+  Alignment in, out;
+  in.add(dy);
+  in.add(x);
+  out.add(dvalues);
   Call call;
   call.problem = {Op::grad_weight, {Format::bsr, shape, dtype},
                   x.dtype,         dtype,

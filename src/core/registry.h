@@ -76,8 +76,8 @@ struct Kernel {
   std::int64_t (*workspace)(const Problem&, const Config&) = nullptr;  // bytes
 
   // Tiers 2 and 3: what it derives from the pattern, and from the values. Kernels with either run only for
-  // callers that hold them (Problem::derived). Configs of one `variant` share them.
-  std::int64_t (*variant)(const Config&) = nullptr;
+  // callers that hold them (Problem::derived). Problems and configs of one `variant` share them.
+  std::int64_t (*variant)(const Problem&, const Config&) = nullptr;
   std::int64_t (*prepared_size)(const Problem&, const Config&) = nullptr;  // bytes
   Status (*prepare)(const Call&, void* prepared) = nullptr;
   std::int64_t (*packed_size)(const Problem&, const Config&) = nullptr;

@@ -141,15 +141,15 @@ std::uint64_t hash_of(const Problem& p) {
   mix(static_cast<std::int64_t>(p.op) | static_cast<std::int64_t>(p.weight.dtype) << 8 |
       static_cast<std::int64_t>(p.in) << 16 | static_cast<std::int64_t>(p.activation) << 24 |
       static_cast<std::int64_t>(p.threads) << 32);
-  mix(p.alignment | p.device_index << 8);
+  mix(p.in_alignment | p.out_alignment << 8 | p.device_index << 16);
   return hash;
 }
 
 // Names are unique, and the registry's order is that of the build.
-std::uint64_t key_of(const Kernel& kernel, const Config& config) {
+std::uint64_t key_of(const Kernel& kernel, const Problem& problem, const Config& config) {
   std::uint64_t hash = 0xcbf29ce484222325U;
   for (const char c : kernel.name) hash = (hash ^ static_cast<unsigned char>(c)) * 0x100000001b3U;
-  const std::int64_t variant = kernel.variant == nullptr ? 0 : kernel.variant(config);
+  const std::int64_t variant = kernel.variant == nullptr ? 0 : kernel.variant(problem, config);
   hash = (hash ^ static_cast<std::uint64_t>(variant)) * 0x100000001b3U;
   return hash | 1U;  // 0 means nothing
 }
@@ -158,7 +158,7 @@ std::uint64_t key_of(const Kernel& kernel, const Config& config) {
 
 Choice configured(const Kernel& kernel, const Problem& problem, const Config& config) {
   return {&kernel, config, kernel.workspace == nullptr ? 0 : kernel.workspace(problem, config),
-          kernel.derives() ? key_of(kernel, config) : 0};
+          kernel.derives() ? key_of(kernel, problem, config) : 0};
 }
 
 Result<Choice> choose_from(const Registry& kernels, const Problem& problem, const Machine& machine,

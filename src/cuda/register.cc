@@ -4,6 +4,7 @@
 #include "core/message.h"
 #include "core/registry.h"
 #include "cuda/simt/kernels.h"
+#include "cuda/sm90/register.h"
 #include "cuda/status.h"
 
 namespace rarefy {
@@ -24,7 +25,10 @@ Status cuda::launch_status(std::string_view op, cudaError_t launched) {
                cat(cudaGetErrorName(launched), ": ", cudaGetErrorString(launched)));
 }
 
-void register_cuda(Registry& registry) { cuda::simt::add_rows(registry); }
+void register_cuda(Registry& registry) {
+  sm90::add_rows(registry);
+  cuda::simt::add_rows(registry);
+}
 
 bool cuda_built() { return true; }
 

@@ -114,6 +114,156 @@ TEST_F(CudaProductTest, NanPassesThroughAndNotFurther) {
   }
 }
 
+// The Hopper family, for the problems that it takes; callers hold what its kernels derive from a weight.
+class Sm90Test : public CudaTest {
+ protected:
+  void SetUp() override {
+    CudaTest::SetUp();
+    if (IsSkipped()) return;
+    if (backend_info().cuda_devices[0].arch != 90) GTEST_SKIP() << "no GPU of compute capability 9.0";
+  }
+
+  // `kernel` is what linear must get.
+  static void check(const ProblemSpec& spec, std::string_view kernel) {
+    SCOPED_TRACE(::testing::Message() << name(spec.dtype) << " M=" << spec.m << " N=" << spec.n << " K="
+                                      << spec.k << " block " << spec.block_rows << 'x' << spec.block_cols
+                                      << " density " << spec.density << (spec.integers ? " integers" : ""));
+    const Problem problem = make_problem(spec);
+    ProblemIn<DeviceBuffer> gpu(problem);
+    gpu.hold_derived();
+    rarefy::Problem asked = gpu.problem(Op::linear, problem.x_stride(), problem.y_stride());
+    asked.bias = true;
+    asked.derived = true;
+    ASSERT_EQ(explain(asked).kernel, kernel) << to_string(explain(asked));
+    const Force force("cuda:sm90");
+    expect_ok(gpu.linear(Activation::none));
+    expect_linear(problem, gpu);
+    asked = gpu.problem(Op::grad_input, problem.y_stride(), problem.dx_stride());
+    asked.derived = true;
+    if (explain(asked).kernel.empty()) return;
+    expect_ok(gpu.grad_input());
+    expect_grad_input(problem, gpu);
+  }
+};
+
+TEST_F(Sm90Test, Strips) {
+  const std::pair<std::int64_t, std::int64_t> blocks[] = {{64, 64}, {128, 128}, {64, 128}, {192, 64}};
+  for (const auto& [r, c] : blocks) {
+    for (const DType dtype : {DType::bf16, DType::f16}) {
+      for (const double density : {0.0, 0.3, 1.0}) {
+        check({130, 4 * r, 5 * c, r, c, density, dtype, true, 0}, "sm90_strips_linear");
+        check({513, 5 * r - 24, 3 * c - 40, r, c, density, dtype, false, 8}, "sm90_strips_linear");
+      }
+      check({17, 9 * r, 2 * c, r, c, 0.4, dtype, true, 16}, "sm90_strips_linear");
+      check({2000, 11 * r, 7 * c, r, c, 0.2, dtype, true, 0}, "sm90_strips_linear");
+    }
+  }
+}
+
+TEST_F(Sm90Test, Decode) {
+  const std::pair<std::int64_t, std::int64_t> blocks[] = {{16, 16}, {32, 32}, {64, 64}, {128, 64}, {16, 48}};
+  for (const auto& [r, c] : blocks) {
+    for (const std::int64_t tokens : {1, 2, 7, 8, 9, 16}) {
+      for (const DType dtype : {DType::bf16, DType::f16}) {
+        check({tokens, 9 * r - 5, 6 * c - 8, r, c, 0.4, dtype, tokens % 2 == 0, 8}, "sm90_decode");
+      }
+    }
+  }
+  check({1, 4096, 2048, 32, 32, 0.25, DType::bf16, true, 0}, "sm90_decode");
+}
+
+TEST_F(Sm90Test, Activations) {
+  for (const std::int64_t tokens : {5, 200}) {
+    for (const Activation activation :
+         {Activation::relu, Activation::gelu_erf, Activation::gelu_tanh, Activation::silu}) {
+      SCOPED_TRACE(::testing::Message() << name(activation) << ' ' << tokens);
+      const Problem problem = make_problem({tokens, 192, 256, 64, 64, 0.5, DType::bf16, false, 8});
+      ProblemIn<DeviceBuffer> gpu(problem);
+      gpu.hold_derived();
+      const Force force("cuda:sm90");
+      expect_ok(gpu.linear(activation));
+      expect_activation(problem, gpu, activation);
+    }
+  }
+}
+
+// Another number of tokens is another plan: the key says so, and the call refuses it.
+TEST_F(Sm90Test, DerivedDataOfAnotherProblemIsRefused) {
+  const BsrShape shape{256, 256, 64, 64, 8};
+  rarefy::Problem asked = make_problem(Op::linear, shape, 300, DType::bf16, Device::cuda);
+  const auto first = derived_sizes(asked);
+  ASSERT_TRUE(first.ok() && first->key != 0) << to_string(explain(asked));
+  asked.tokens = 3000;
+  EXPECT_NE(derived_sizes(asked)->key, first->key);
+  std::vector<std::int32_t> crow{0, 2, 4, 6, 8}, col{0, 1, 1, 2, 0, 3, 2, 3};
+  const Pattern pattern = *Pattern::create(shape, crow, col);
+  const DeviceBuffer plan = DeviceBuffer::upload<std::int32_t>(pattern.plan());
+  const DeviceBuffer data(4 << 20);
+  const auto* words = static_cast<const std::int32_t*>(plan.data());
+  char* at = static_cast<char*>(data.data());
+  BsrView w{*view_device_plan("test", pattern.shape(), words, std::ssize(pattern.plan())), at, DType::bf16,
+            Device::cuda};
+  w.derived = {first->key, at, nullptr};
+  const Status status =
+      rarefy::linear({at, DType::bf16, 3000, 256, 256, Device::cuda}, w, nullptr, Activation::none,
+                     {at + (2 << 20), DType::bf16, 3000, 256, 256, Device::cuda});
+  EXPECT_EQ(status.code(), StatusCode::invalid_argument);
+  EXPECT_NE(status.message().find("derived data must be made by prepare and pack"), std::string::npos)
+      << status.message();
+}
+
+// The plan that the device makes is the host's, word for word; so are the errors.
+TEST_F(CudaTest, PlansAreBuiltOnTheDevice) {
+  const auto build = [](const BsrShape& shape, const std::vector<std::int32_t>& crow,
+                        const std::vector<std::int32_t>& col, std::vector<std::int32_t>* words) {
+    const DeviceBuffer on_crow = DeviceBuffer::upload<std::int32_t>(crow);
+    const DeviceBuffer on_col = DeviceBuffer::upload<std::int32_t>(col);
+    const DeviceBuffer plan(static_cast<std::size_t>(plan_size(shape)) * sizeof(std::int32_t));
+    const DeviceBuffer workspace(64 << 20);
+    Context context;
+    context.workspace = {workspace.data(), 64 << 20};
+    const auto span = [](const DeviceBuffer& b) {
+      return std::span(static_cast<std::int32_t*>(b.data()), b.bytes() / sizeof(std::int32_t));
+    };
+    const Status status = build_device_plan("test", shape, span(on_crow), span(on_col), span(plan), context);
+    if (status.ok()) {
+      const std::vector<std::byte> bytes = plan.download();
+      words->resize(bytes.size() / sizeof(std::int32_t));
+      std::memcpy(words->data(), bytes.data(), bytes.size());
+    }
+    return status;
+  };
+  for (const ProblemSpec& spec :
+       {ProblemSpec{1, 300, 500, 4, 1, 0.3}, ProblemSpec{1, 5, 7, 2, 3, 1.0},
+        ProblemSpec{1, 64, 64, 8, 8, 0.0}, ProblemSpec{1, 4096, 4096, 16, 16, 0.2}}) {
+    const Problem problem = make_problem(spec);
+    std::vector<std::int32_t> got;
+    const auto to_vector = [](std::span<const std::int32_t> s) { return std::vector(s.begin(), s.end()); };
+    expect_ok(build(problem.pattern.shape(), to_vector(problem.pattern.crow_indices()),
+                    to_vector(problem.pattern.col_indices()), &got));
+    EXPECT_EQ(got, to_vector(problem.pattern.plan())) << spec.n << 'x' << spec.k;
+  }
+  const BsrShape shape{6, 8, 2, 2, 5};
+  const std::vector<std::int32_t> crow{0, 2, 2, 5}, col{1, 3, 0, 2, 3};
+  std::vector<std::int32_t> unused;
+  expect_ok(build(shape, crow, col, &unused));
+  const auto same_error = [&](std::vector<std::int32_t> bad_crow, std::vector<std::int32_t> bad_col) {
+    const Status host = check_indices("test", shape, bad_crow, bad_col);
+    ASSERT_FALSE(host.ok());
+    EXPECT_EQ(build(shape, bad_crow, bad_col, &unused).message(), host.message());
+  };
+  same_error({1, 2, 2, 5}, col);
+  same_error({0, 3, 2, 5}, col);
+  same_error({0, 2, 2, 4}, col);
+  same_error({0, -2, 2, 5}, col);
+  same_error({0, 2147483647, 2, 5}, col);
+  same_error({0, 5, 5, 5}, col);
+  same_error(crow, {1, 3, 0, 2, 4});
+  same_error(crow, {1, 3, -1, 2, 3});
+  same_error(crow, {1, 1, 0, 2, 3});
+  same_error(crow, {1, 3, 0, 3, 2});
+}
+
 class CudaQueueTest : public CudaTest {
  protected:
   // Everything the three products wrote, run on `stream`.
@@ -255,7 +405,8 @@ TEST(CudaErrorTest, LaunchWithoutGpuIsAStatus) {
 TEST(CudaErrorTest, Int8IsRefused) {
   const Explanation e = explain(make_problem(Op::linear, {4, 4, 4, 4, 1}, 8, DType::i8, Device::cuda));
   EXPECT_EQ(e.kernel, "");
-  EXPECT_NE(e.why_none.find("simt_linear: takes f64, f32, bf16 or f16; got i8"), std::string::npos) << e.why_none;
+  EXPECT_NE(e.why_none.find("simt_linear: takes f64, f32, bf16 or f16; got i8"), std::string::npos)
+      << e.why_none;
 }
 
 }  // namespace

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cmath>
+#include <optional>
 #include <random>
 #include <stdexcept>
 #include <string>
@@ -155,16 +156,32 @@ class ProblemIn {
         dvalues_(problem.values.size() * size_of(spec_.dtype)) {}
 
   Status linear(Activation activation, bool with_bias = true, void* stream = nullptr) {
-    return rarefy::linear(x_view(), w_view(), with_bias ? bias_.data() : nullptr, activation,
+    rarefy::Problem asked = problem(Op::linear, host_.x_stride(), host_.y_stride());
+    asked.bias = with_bias;
+    asked.activation = activation;
+    return rarefy::linear(x_view(), w_view(asked, stream), with_bias ? bias_.data() : nullptr, activation,
                           output(y_, spec_.n, host_.y_stride()), context(stream));
   }
   Status grad_input(void* stream = nullptr) {
-    return rarefy::grad_input(dy_view(), w_view(), output(dx_, spec_.k, host_.dx_stride()), context(stream));
+    const rarefy::Problem asked = problem(Op::grad_input, host_.y_stride(), host_.dx_stride());
+    return rarefy::grad_input(dy_view(), w_view(asked, stream), output(dx_, spec_.k, host_.dx_stride()),
+                              context(stream));
   }
   Status grad_weight(void* stream = nullptr) {
     return rarefy::grad_weight(dy_view(), x_view(), plan_view(), dvalues_.data(), spec_.dtype,
                                context(stream));
   }
+
+  // What linear() and grad_input() ask for, without data.
+  rarefy::Problem problem(Op op, std::int64_t in_stride, std::int64_t out_stride) const {
+    rarefy::Problem asked = rarefy::make_problem(op, host_.pattern.shape(), spec_.m, spec_.dtype,
+                                                 Buffer::kDevice, executor_.threads);
+    asked.in_stride = in_stride;
+    asked.out_stride = out_stride;
+    return asked;
+  }
+  // From now on calls hold what their kernels derive from the weight, made anew for each.
+  void hold_derived() { hold_derived_ = true; }
 
   Guarded<Buffer>& y() { return y_; }
   Guarded<Buffer>& dx() { return dx_; }
@@ -183,7 +200,20 @@ class ProblemIn {
     const auto* data = static_cast<const std::int32_t*>(plan_.data());
     return *view_device_plan("test", host_.pattern.shape(), data, words);
   }
-  BsrView w_view() const { return {plan_view(), values_.data(), spec_.dtype, Buffer::kDevice}; }
+  BsrView w_view(const rarefy::Problem& asked, void* stream) {
+    BsrView w{plan_view(), values_.data(), spec_.dtype, Buffer::kDevice};
+    const auto sizes = hold_derived_ && spec_.m > 0 ? derived_sizes(asked) : DerivedSizes{};
+    if (!sizes.ok()) throw std::runtime_error(sizes.status().message());
+    if (sizes->key == 0) return w;
+    prepared_.emplace(static_cast<std::size_t>(sizes->prepared));
+    packed_.emplace(static_cast<std::size_t>(sizes->packed));
+    for (const Status& status : {prepare(asked, w.plan, prepared_->data(), context(stream)),
+                                 pack(asked, w, prepared_->data(), packed_->data(), context(stream))}) {
+      if (!status.ok()) throw std::runtime_error(status.message());
+    }
+    w.derived = {sizes->key, prepared_->data(), packed_->data()};
+    return w;
+  }
   MatrixView x_view() const {
     return {x_.data(), spec_.dtype, spec_.m, spec_.k, host_.x_stride(), Buffer::kDevice};
   }
@@ -199,6 +229,8 @@ class ProblemIn {
   const Problem& host_;
   Buffer plan_, x_, dy_, values_, bias_;
   Guarded<Buffer> y_, dx_, dvalues_;
+  bool hold_derived_ = false;
+  std::optional<Buffer> prepared_, packed_;
 };
 
 }  // namespace rarefy::test

@@ -124,25 +124,38 @@ void expect_close(const char* what, const ProblemSpec& spec, const Guarded<Buffe
 
 // What `run` wrote, without an activation.
 template <class Buffer>
+void expect_linear(const Problem& problem, ProblemIn<Buffer>& run) {
+  const Host host{problem};
+  const auto abs_bias = absolute(problem.bias);
+  std::vector<double> terms = problem.stored_per_row();
+  for (double& count : terms) ++count;  // the bias
+  expect_close(
+      "linear", problem.spec, run.y(), problem.spec.n, problem.y_stride(),
+      {host.linear(problem.x, problem.values, &problem.bias, Activation::none),
+       host.linear(absolute(problem.x), absolute(problem.values), &abs_bias, Activation::none), terms},
+      problem.spec.integers);
+}
+
+template <class Buffer>
+void expect_grad_input(const Problem& problem, ProblemIn<Buffer>& run) {
+  const Host host{problem};
+  expect_close("grad_input", problem.spec, run.dx(), problem.spec.k, problem.dx_stride(),
+               {host.grad_input(problem.dy, problem.values),
+                host.grad_input(absolute(problem.dy), absolute(problem.values)), problem.stored_per_col()},
+               problem.spec.integers);
+}
+
+template <class Buffer>
 void expect_products(const Problem& problem, ProblemIn<Buffer>& run) {
   const ProblemSpec& spec = problem.spec;
   const Host host{problem};
-  const auto abs_x = absolute(problem.x), abs_dy = absolute(problem.dy),
-             abs_values = absolute(problem.values), abs_bias = absolute(problem.bias);
+  expect_linear(problem, run);
+  expect_grad_input(problem, run);
   const std::int64_t value_count = problem.pattern.shape().value_count();
-  std::vector<double> with_bias = problem.stored_per_row();
-  for (double& terms : with_bias) ++terms;
-  expect_close("linear", spec, run.y(), spec.n, problem.y_stride(),
-               {host.linear(problem.x, problem.values, &problem.bias, Activation::none),
-                host.linear(abs_x, abs_values, &abs_bias, Activation::none), with_bias},
-               spec.integers);
-  expect_close("grad_input", spec, run.dx(), spec.k, problem.dx_stride(),
-               {host.grad_input(problem.dy, problem.values), host.grad_input(abs_dy, abs_values),
-                problem.stored_per_col()},
-               spec.integers);
   const std::vector<double> tokens(static_cast<std::size_t>(value_count), static_cast<double>(spec.m));
   expect_close("grad_weight", spec, run.dvalues(), value_count, std::max<std::int64_t>(value_count, 1),
-               {host.grad_weight(problem.dy, problem.x), host.grad_weight(abs_dy, abs_x), tokens},
+               {host.grad_weight(problem.dy, problem.x),
+                host.grad_weight(absolute(problem.dy), absolute(problem.x)), tokens},
                spec.integers);
 }
 
