@@ -135,12 +135,12 @@ Status linear(const MatrixView& x, const BsrView& w, const void* bias, Activatio
   out.add(y);
   out.add(bias);
   Call call;
-  call.problem = {Op::linear,      {Format::bsr, shape, w.dtype},
-                  x.dtype,         y.dtype,
-                  x.rows,          x.row_stride,
-                  y.row_stride,    alignment.bytes(),
-                  bias != nullptr, activation,
-                  w.device};
+  call.problem = {Op::linear,   {Format::bsr, shape, w.dtype},
+                  x.dtype,      y.dtype,
+                  x.rows,       x.row_stride,
+                  y.row_stride, in.bytes(),
+                  out.bytes(),  bias != nullptr,
+                  activation,   w.device};
   call.x = x;
   call.plan = w.plan;
   call.values = w.values;
@@ -175,12 +175,12 @@ Status grad_input(const MatrixView& dy, const BsrView& w, const MutableMatrixVie
   in.add(w.values);
   out.add(dx);
   Call call;
-  call.problem = {Op::grad_input, {Format::bsr, shape, w.dtype},
-                  dy.dtype,       dx.dtype,
-                  dy.rows,        dy.row_stride,
-                  dx.row_stride,  alignment.bytes(),
-                  false,          Activation::none,
-                  w.device};
+  call.problem = {Op::grad_input,   {Format::bsr, shape, w.dtype},
+                  dy.dtype,         dx.dtype,
+                  dy.rows,          dy.row_stride,
+                  dx.row_stride,    in.bytes(),
+                  out.bytes(),      false,
+                  Activation::none, w.device};
   call.dy = dy;
   call.plan = w.plan;
   call.values = w.values;
@@ -216,12 +216,12 @@ Status grad_weight(const MatrixView& dy, const MatrixView& x, const PlanView& pl
   in.add(x);
   out.add(dvalues);
   Call call;
-  call.problem = {Op::grad_weight, {Format::bsr, shape, dtype},
-                  x.dtype,         dtype,
-                  x.rows,          dy.row_stride,
-                  x.row_stride,    alignment.bytes(),
-                  false,           Activation::none,
-                  x.device};
+  call.problem = {Op::grad_weight,  {Format::bsr, shape, dtype},
+                  x.dtype,          dtype,
+                  x.rows,           dy.row_stride,
+                  x.row_stride,     in.bytes(),
+                  out.bytes(),      false,
+                  Activation::none, x.device};
   call.dy = dy;
   call.x = x;
   call.plan = plan;
