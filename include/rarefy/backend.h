@@ -53,8 +53,9 @@ RAREFY_API Explanation explain(const Problem& problem);
 RAREFY_API std::string to_string(const Explanation& explanation);
 
 // Narrows the choice, for this process: "cpu:avx2,cuda:simt", or a family alone, for its own device.
-// Devices that are not named keep their choice; "" lifts all. What the environment variable
-// RAREFY_FORCE_IMPL held at the first call counts until then. Unknown families are refused.
+// Devices that are not named keep their choice; "" lifts all. A kernel with tuning choices in parentheses,
+// "avx2_linear(vectors=2 panels=1)", changes those where that kernel is chosen. What the environment
+// variable RAREFY_FORCE_IMPL held at the first call counts until then. Unknown names are refused.
 RAREFY_API Status force_impl(std::string_view forced);
 RAREFY_API std::string forced_impl();
 

@@ -15,10 +15,11 @@ namespace {
 
 constexpr std::string_view kVariable = "RAREFY_FORCE_IMPL";
 
-// What is forced: the text as given, and the family for each device.
+// What is forced: the text as given, the family for each device, and configurations by kernel.
 struct Forced {
   std::string text;
   std::string family[2];
+  std::vector<std::pair<const Kernel*, std::string>> configs;
   Status status;  // of a text that cannot be: calls report it
 };
 
@@ -42,26 +43,40 @@ std::string families() {
   return list;
 }
 
+// One item of the list: "cpu:avx2", "avx2", or "avx2_linear(vectors=2 panels=1)". Says whether it means
+// something in this build.
+bool parse_item(std::string_view item, Forced& forced) {
+  if (const auto open = item.find('('); open != std::string_view::npos && item.ends_with(')')) {
+    const std::string_view config = item.substr(open + 1, item.size() - open - 2);
+    for (const Kernel& kernel : registry()) {
+      if (kernel.name != item.substr(0, open)) continue;
+      forced.configs.emplace_back(&kernel, config);
+      return parse_config(kernel, {}, config).ok();
+    }
+    return false;
+  }
+  const auto colon = item.find(':');
+  const std::string_view family = colon == std::string_view::npos ? item : item.substr(colon + 1);
+  bool known = false;
+  for (const Device device : {Device::cpu, Device::cuda}) {
+    if (colon != std::string_view::npos && item.substr(0, colon) != name(device)) continue;
+    if (!has_family(device, family)) continue;
+    forced.family[static_cast<int>(device)] = family;
+    known = true;
+  }
+  return known;
+}
+
 Forced parse_forced(std::string_view text) {
-  Forced forced{std::string(text), {}, {}};
-  const auto refuse = [&](std::string_view item) {
-    forced.status =
-        error(StatusCode::unsupported, "force_impl",
-              cat(kVariable, " must name families of this build (", families(), ')'), cat('"', item, '"'));
-  };
+  Forced forced{std::string(text), {}, {}, {}};
   for (std::string_view rest = text; !rest.empty();) {
     const std::string_view item = rest.substr(0, rest.find(','));
     rest.remove_prefix(std::min(rest.size(), item.size() + 1));
-    const auto colon = item.find(':');
-    const std::string_view family = colon == std::string_view::npos ? item : item.substr(colon + 1);
-    bool known = false;
-    for (const Device device : {Device::cpu, Device::cuda}) {
-      if (colon != std::string_view::npos && item.substr(0, colon) != name(device)) continue;
-      if (!has_family(device, family)) continue;
-      forced.family[static_cast<int>(device)] = family;
-      known = true;
-    }
-    if (!known) refuse(item);
+    if (parse_item(item, forced)) continue;
+    forced.status = error(StatusCode::unsupported, "force_impl",
+                          cat(kVariable, " must name families of this build (", families(),
+                              "), or kernels with a config, avx2_linear(vectors=2)"),
+                          cat('"', item, '"'));
   }
   return forced;
 }
@@ -127,6 +142,15 @@ const Kernel* first_fit(const Registry& kernels, const Problem& problem, const M
   return nullptr;
 }
 
+// The kernel's own choices, but for those that are forced; `run` refuses what is out of range.
+Choice with_forced_config(const Forced& forced, const Problem& problem, Choice choice) {
+  for (const auto& [kernel, text] : forced.configs) {
+    if (kernel != choice.kernel) continue;
+    choice = configured(*kernel, problem, *parse_config(*kernel, choice.config, text));
+  }
+  return choice;
+}
+
 std::uint64_t hash_of(const Problem& p) {
   std::uint64_t hash = 0xcbf29ce484222325U;  // FNV-1a, a word at a time
   const auto mix = [&](std::int64_t word) {
@@ -185,7 +209,10 @@ Result<Choice> choose(const Problem& problem) {
     if (!forced->status.ok()) return forced->status;
     auto choice = choose_from(registry(), problem, machine_of(problem),
                               forced->family[static_cast<int>(problem.device)]);
-    if (choice.ok()) slot = {problem, generation, *choice};
+    if (choice.ok()) {
+      choice = with_forced_config(*forced, problem, *choice);
+      slot = {problem, generation, *choice};
+    }
     return choice;
   } catch (const std::bad_alloc&) {
     return error(StatusCode::out_of_memory, name(problem.op), "the list of kernels must fit in memory",
@@ -203,7 +230,8 @@ Explanation explain(const Problem& problem) {
     Candidate candidate{info(kernel), why_not(kernel, problem, machine, family), false};
     candidate.chosen = candidate.why_not.empty() && result.kernel.empty() && forced->status.ok();
     if (candidate.chosen) {
-      const Choice choice = *choose_from(registry(), problem, machine, family);
+      const Choice choice =
+          with_forced_config(*forced, problem, *choose_from(registry(), problem, machine, family));
       result.kernel = kernel.name;
       result.config = to_string(kernel, choice.config);
       result.workspace = choice.workspace;

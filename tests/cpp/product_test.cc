@@ -552,6 +552,37 @@ TEST(ForcedImplTest, IsPerDevice) {
   EXPECT_EQ(chosen(Device::cuda), cuda);
 }
 
+// Tuning choices in parentheses: of that kernel alone, beside families, and refused when they cannot be.
+TEST(ForcedImplTest, Configurations) {
+  const auto asked = make_problem(Op::linear, {64, 64, 4, 4, 128}, 64, DType::f32);
+  const std::string own = [&] {
+    const Force force("scalar");
+    return explain(asked).config;
+  }();
+  ASSERT_EQ(own.find("vectors=1 "), std::string::npos) << own;
+  {
+    const Force force("scalar,scalar_linear(vectors=1 splits=2)");
+    EXPECT_NE(explain(asked).config.find("vectors=1 "), std::string::npos) << explain(asked).config;
+    EXPECT_NE(explain(asked).config.find("splits=2 "), std::string::npos);
+    const Problem problem = make_problem({64, 64, 64, 4, 4, 0.5, DType::f32, true, 0});
+    ProblemIn<HostBuffer> run(problem);
+    expect_ok(run.linear(Activation::none));
+    expect_linear(problem, run);
+  }
+  {
+    const Force force("scalar,scalar_linear(vectors=99)");
+    const Problem problem = make_problem({64, 64, 64, 4, 4, 0.5, DType::f32, true, 0});
+    ProblemIn<HostBuffer> run(problem);
+    EXPECT_EQ(run.linear(Activation::none).code(), StatusCode::invalid_argument);
+  }
+  for (const char* text :
+       {"scalar_linear(vector=1)", "scalar_linear(vectors=x)", "linear(vectors=1)", "scalar_linear("}) {
+    EXPECT_EQ(force_impl(text).code(), StatusCode::unsupported) << text;
+  }
+  const Force force("scalar");
+  EXPECT_EQ(explain(asked).config, own);
+}
+
 // A family that exists but cannot have the problem: the message says why, and nothing is written.
 TEST(ForcedImplTest, OneThatDoesNotFitIsAnError) {
   const Problem problem = make_problem({3, 4, 4, 2, 2, 1.0, DType::f64, true, 0});
