@@ -85,6 +85,7 @@ cudaError_t queue(const BsrShape& shape, const std::int32_t* crow, const std::in
     own_col[e] = col[e];
     position[e] = static_cast<std::int32_t>(e);
   });
+  cudaMemsetAsync(row_of, 0, static_cast<std::size_t>(nnzb) * sizeof(*row_of), stream);  // if crow is wrong
   cudaMemsetAsync(ccol, 0, static_cast<std::size_t>(cols + 1) * sizeof(*ccol), stream);
   // Errors of crow come before those of col, and each at its position.
   const auto report = [=] __device__(unsigned long long stage, std::int64_t at) {
