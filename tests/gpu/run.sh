@@ -9,7 +9,7 @@ if [ $# -lt 2 ]; then
 fi
 binary=$1
 logs=$2
-filter=${3:-Cuda*}
+filter=${3:-*Cuda*:*Sm90*}
 mkdir -p "$logs"
 PATH=$PATH:/usr/local/cuda/bin:/usr/local/cuda/compute-sanitizer
 failed=0
@@ -38,7 +38,7 @@ step() {
     failed=1
   fi
   echo "$name: exit $code, $seconds s: $(grep -E 'PASSED|SKIPPED  |FAILED  .* tests|ERROR SUMMARY|RACECHECK SUMMARY|timed out' "$log" |
-    grep -vE '\] Cuda' | tr -s ' =' ' ' | tr '\n' ';')"
+    grep -vE '\] (Cuda|Sm90)' | tr -s ' =' ' ' | tr '\n' ';')"
 }
 
 # sanitize TOOL SECONDS FILTER [OPTION…]
