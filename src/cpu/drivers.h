@@ -71,7 +71,8 @@ inline char* at(const MutableMatrixView& m, std::int64_t row, std::int64_t col) 
 }
 
 // `count` elements of the bias as float; −0 becomes +0, as if it were added to sums that start at 0.
-inline void unpack_bias(const Kernels& kernels, DType dtype, const void* bias, std::int64_t count, float* to) {
+inline void unpack_bias(const Kernels& kernels, DType dtype, const void* bias, std::int64_t count,
+                        float* to) {
   kernels.unpack(storage(dtype), bias, count, to);
   for (std::int64_t i = 0; i < count; ++i) to[i] += 0.0F;
 }
