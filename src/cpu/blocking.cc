@@ -101,6 +101,7 @@ std::vector<Blocking> all_blockings(const BlockingProblem& p) {
   std::stable_sort(scored.begin(), scored.end(),
                    [](const auto& a, const auto& b) { return a.first < b.first; });
   std::vector<Blocking> all;
+  all.reserve(scored.size());
   for (const auto& [cost, blocking] : scored) all.push_back(blocking);
   return all;
 }

@@ -261,8 +261,8 @@ Status check_blocking(const Kernels& kernels, const Sizes& s, const Blocking& b)
     return invalid(kernels.family, cat(field, " of the config must be in [", least, ", ", most, ']'),
                    cat(value));
   };
-  const std::int64_t out = std::max<std::int64_t>(1, s.out_blocks);
-  const std::int64_t red = std::max<std::int64_t>({1, s.red_blocks, std::int64_t{64}});
+  const auto out = std::max<std::int64_t>(1, s.out_blocks);
+  const auto red = std::max<std::int64_t>({1, s.red_blocks, std::int64_t{64}});
   for (const Status& status :
        {check("scatter", b.scatter, 0, 1), check("vectors", b.vectors, 1, kernels.max_vectors),
         check("panels", b.panels, 1, b.scatter != 0 ? 1 : kMostPanels), check("splits", b.splits, 1, out),
