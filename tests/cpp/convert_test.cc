@@ -126,6 +126,18 @@ TEST(ConvertTest, EveryFormatRoundTrips) {
   }
 }
 
+// A row that has nothing in several of its block row's blocks.
+TEST(ConvertTest, RowsOfABlockRowMayStoreDifferentBlocks) {
+  const std::vector<float> numbers{1, 2, 3, 4, 5};
+  const auto bytes = std::as_bytes(std::span(numbers));
+  const CsrMatrix csr{2, 8, {0, 2, 5}, {0, 7, 1, 2, 4}, DType::f32, {bytes.begin(), bytes.end()}};
+  const Result<BsrMatrix> bsr = csr_to_bsr(csr, {2, 2});
+  ASSERT_TRUE(bsr.ok()) << bsr.status().message();
+  std::vector<float> dense(16, -1);
+  ASSERT_TRUE(bsr_to_dense(bsr->view(), {dense.data(), DType::f32, 2, 8, 8}).ok());
+  EXPECT_EQ(dense, (std::vector<float>{1, 0, 0, 0, 0, 0, 0, 2, 0, 3, 4, 0, 5, 0, 0, 0}));
+}
+
 TEST(ConvertTest, CooAcceptsAnyOrder) {
   const CooMatrix coo{
       3, 3, {2, 0, 1, 0}, {1, 2, 0, 0}, DType::i8, {std::byte{4}, std::byte{2}, std::byte{3}, std::byte{1}}};
@@ -148,6 +160,21 @@ TEST(BlockMaskTest, KeepsTheLargestNorms) {
   EXPECT_EQ(mask(1), (Mask{1, 1, 1, 1}));
   EXPECT_EQ(mask(0.125), (Mask{0, 0, 0, 0}));  // half a block rounds to even
   EXPECT_EQ(mask(0.375), (Mask{0, 1, 1, 0}));
+}
+
+// Rows longer than the matrix, several elements in a block, the last block column narrower.
+TEST(BlockMaskTest, SumsTheSquaresOfWholeBlocks) {
+  const std::vector<float> dense{
+      3, 0, 0, 1, 9,  // row stride 5; blocks of 2×3: 9 + 4 against 1 + 16
+      0, 2, 0, 4, 9,  //
+      1, 1, 1, 1, 9,  // 6 against 2
+      1, 1, 1, 1, 9,
+  };
+  const MatrixView view{dense.data(), DType::f32, 4, 4, 5};
+  using Mask = std::vector<std::uint8_t>;
+  EXPECT_EQ(*block_mask_by_norm(view, {2, 3}, 0.25), (Mask{0, 1, 0, 0}));
+  EXPECT_EQ(*block_mask_by_norm(view, {2, 3}, 0.5), (Mask{1, 1, 0, 0}));
+  EXPECT_EQ(*block_mask_by_norm(view, {2, 3}, 0.75), (Mask{1, 1, 1, 0}));
 }
 
 TEST(BlockMaskTest, TiesKeepTheEarlierAndNaNCountsMost) {

@@ -340,6 +340,8 @@ const Case kConvertCases[] = {
      [](Call& c) { return c.csr.col_indices[1] = 3, csr_to_csc(c.csr).status(); }},
     {"CsrValues", kBad, "[csr_to_coo] values must have 12 bytes for 3 f32 elements; got 11",
      [](Call& c) { return c.csr.values.pop_back(), csr_to_coo(c.csr).status(); }},
+    {"CsrMoreValues", kBad, "[csr_to_coo] values must have 12 bytes for 3 f32 elements; got 13",
+     [](Call& c) { return c.csr.values.push_back({}), csr_to_coo(c.csr).status(); }},
     {"CsrBlock", kBad, "[csr_to_bsr] block_shape must be at least 1 in each dimension; got (2, 0)",
      [](Call& c) {
        return csr_to_bsr(c.csr, {2, 0}).status();
@@ -397,6 +399,16 @@ TEST(GoodInputTest, IsAccepted) {
   call.x_view.rows = call.y_view.rows = 0;
   call.x_view.row_stride = call.y_view.row_stride = kHuge;
   EXPECT_TRUE(call.linear().ok()) << call.linear().message();
+}
+
+// An output may end where an input begins, and begin where one ends.
+TEST(GoodInputTest, NeighboursDoNotOverlap) {
+  Call call;
+  call.x_view.data = call.y + 18;
+  EXPECT_TRUE(call.linear().ok()) << call.linear().message();
+  call.x_view.data = call.y - 24;
+  call.w.values = call.dvalues;
+  EXPECT_TRUE(rarefy::linear(call.x_view, call.w, nullptr, Activation::none, call.y_view).ok());
 }
 
 // What is empty shares memory with nothing, wherever it points to.

@@ -65,6 +65,7 @@ TEST_P(ProductsTest, AreTheOnesForced) {
     EXPECT_EQ(chosen(16, 16, 4), GetParam() + "_linear_few");
     EXPECT_EQ(chosen(16, 16, 5), GetParam() + "_linear");
     EXPECT_EQ(chosen(4, 1, 1), GetParam() + "_linear_few");
+    EXPECT_EQ(chosen(4, 4, 1), GetParam() + "_linear_few");
     EXPECT_EQ(chosen(1, 1, 1), GetParam() + "_linear_few");
     EXPECT_EQ(chosen(3, 5, 1), GetParam() + "_linear");
   }

@@ -212,7 +212,11 @@ GROUPS = [
                 "const std::uint32_t toward_zero = away ? bits - 1 : bits;",
                 "const std::uint32_t toward_zero = bits;",
             ),
-            ("|| std::isnan(x) || std::isinf(x)) return nearest;", ") return nearest;"),
+            (
+                "|| std::isnan(x) || std::isinf(x)) return nearest;",
+                ") return nearest;",
+                {"alive": "infinities are equal to themselves; a NaN's lowest bit is lost in 16 bits"},
+            ),
             ("exponent == 31 ? 255U : exponent + 112U", "exponent + 112U"),
             ("if (exponent == 31 && mantissa != 0) bits |= 0x400000U;", ""),
             ("return sign != 0 ? -magnitude : magnitude;", "return magnitude;"),

@@ -97,10 +97,6 @@ GROUPS = [
             ),
             ("values += kLayout == Layout::row_major ? Rows * row.stride : Rows;", "values += Rows;"),
             ("if (start != nullptr) start += Rows;", ""),
-            (
-                "for (; out_block >= 4; out_block -= 4) step",
-                "if (out_block >= 4) { out_block -= 4; step.template operator()<4>(); } for (; out_block >= 8; out_block -= 8) step",
-            ),
             ("if (out_block == 1) step.template operator()<1>();", ""),
             (
                 "row.stride = kLayout == Layout::row_major ? w.out_stride : w.red_stride;",
