@@ -270,7 +270,7 @@ class Bench:
     def judge(self, mutant: Mutant) -> tuple[str, str]:
         """(state, the step that says so)."""
         path = TREE / mutant.file
-        if "{isa}" in mutant.tests[0]:
+        if "{isa}" in mutant.tests[0] or mutant.file == f"src/cpu/simd/{ISA}.h":
             path = OVERLAY / Path(mutant.file).relative_to("src")
         original = path.read_text()
         if applicable(mutant, TREE):
