@@ -3,7 +3,6 @@
 #pragma once
 
 #include <array>
-#include <bit>
 #include <cstdint>
 #include <cstring>
 #include <span>
@@ -126,9 +125,6 @@ Result<Choice> choose_from(const Registry& registry, const Problem& problem, con
                            std::string_view forced_family);
 
 Choice configured(const Kernel& kernel, const Problem& problem, const Config& config);
-
-// The family forced for a device; empty: none.
-std::string forced_family(Device device);
 
 // "scatter=0 vectors=4 …" and back; parse starts from `base` and refuses unknown names.
 std::string to_string(const Kernel& kernel, const Config& config);

@@ -1,10 +1,13 @@
 // Which kernel a problem gets, in which configuration, and why: one walk over the registry for calls,
 // explain(), the command line, the bench and the tests.
+#include <algorithm>
 #include <atomic>
 #include <cstdlib>
 #include <memory>
 #include <mutex>
 #include <new>
+#include <utility>
+#include <vector>
 
 #include "core/message.h"
 #include "core/registry.h"
@@ -262,8 +265,6 @@ Status force_impl(std::string_view text) {
 }
 
 std::string forced_impl() { return forced_now()->text; }
-
-std::string forced_family(Device device) { return forced_now()->family[static_cast<int>(device)]; }
 
 Result<std::int64_t> workspace_size(const Problem& problem) {
   if (Status status = check_problem("workspace_size", problem); !status.ok()) return status;
