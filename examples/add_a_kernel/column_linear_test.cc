@@ -194,7 +194,9 @@ TEST(AddAKernel, RunsOnItsPackedWeight) {
   std::vector<float> y;
   Call call = call_of(layer, Activation::none, {}, y);
   EXPECT_NE(choose_from(copy, call.problem, cpu_machine(), "")->kernel->name, "columns_packed_linear");
-  call.problem.derived = true;
+  call.problem.derived = 1;  // another kernel's
+  EXPECT_NE(choose_from(copy, call.problem, cpu_machine(), "")->kernel->name, "columns_packed_linear");
+  call.problem.derived = kAnyDerived;
   const Choice choice = *choose_from(copy, call.problem, cpu_machine(), "");
   ASSERT_EQ(choice.kernel->name, "columns_packed_linear");
   EXPECT_NE(choice.derived_key, 0U);
@@ -203,9 +205,34 @@ TEST(AddAKernel, RunsOnItsPackedWeight) {
       static_cast<std::size_t>(choice.kernel->packed_size(call.problem, choice.config)));
   ASSERT_TRUE(choice.kernel->pack(call, packed.data()).ok());
   call.derived = {choice.derived_key, nullptr, packed.data()};
+  call.problem.derived = choice.derived_key;
+  EXPECT_EQ(choose_from(copy, call.problem, cpu_machine(), "")->kernel->name, "columns_packed_linear");
   ASSERT_TRUE(choice.kernel->run(call).ok());
   for (std::int64_t m = 0; m < 5; ++m) {
     for (std::int64_t n = 0; n < 30; ++n) EXPECT_EQ(y[m * 32 + n], want[m * 30 + n]);
+  }
+}
+
+// A kernel that can do without is eligible with nothing and with another's, and then asks for the workspace
+// that it has to pack in.
+TEST(AddAKernel, MayDoWithoutItsPackedWeight) {
+  Registry copy = with_columns();
+  for (Kernel& kernel : copy) {
+    if (kernel.name != "columns_packed_linear") continue;
+    kernel.derived_optional = true;
+    kernel.workspace = [](const Problem& p, const Config&) { return std::int64_t{p.derived == 0 ? 64 : 8}; };
+  }
+  Problem problem = make_problem(Op::linear, {8, 8, 4, 1, 1}, 64, DType::f32, Device::cpu, 2);
+  problem.weight.dtype = DType::bf16;
+  problem.derived = kAnyDerived;
+  const Choice with = *choose_from(copy, problem, cpu_machine(), "");
+  ASSERT_EQ(with.kernel->name, "columns_packed_linear");
+  EXPECT_EQ(with.workspace, 8);
+  for (const auto& [derived, bytes] : {std::pair{with.derived_key, 8}, {with.derived_key ^ 2, 64}, {0, 64}}) {
+    problem.derived = derived;
+    const Choice choice = *choose_from(copy, problem, cpu_machine(), "");
+    EXPECT_EQ(choice.kernel->name, "columns_packed_linear");
+    EXPECT_EQ(choice.workspace, bytes);
   }
 }
 

@@ -59,8 +59,9 @@ RAREFY_API Status grad_input(const MatrixView& dy, const BsrView& w, const Mutab
                              const Context& context = {});
 
 // dvalues: plan.shape.value_count() elements of dtype `dtype`, in canonical order. Padding gets 0.
+// derived: nothing or what prepare() made; there are no values to pack.
 RAREFY_API Status grad_weight(const MatrixView& dy, const MatrixView& x, const PlanView& plan, void* dvalues,
-                              DType dtype, const Context& context = {});
+                              DType dtype, const Context& context = {}, const Derived& derived = {});
 
 // build_plan (pattern.h) in memory of the current CUDA device, on the context's stream, with workspace from
 // the context. Waits for the stream once, for the error, whose text is the host's; the plan is then of no
@@ -70,10 +71,11 @@ RAREFY_API Status build_device_plan(std::string_view op, const BsrShape& shape,
                                     std::span<const std::int32_t> col_indices, std::span<std::int32_t> plan,
                                     const Context& context);
 
-// Some kernels want more of a weight than its plan and canonical values. For a problem with `derived` set,
-// derived_sizes says what the kernel that it gets wants: nothing (key 0), or buffers to be filled once by
+// Some kernels want more of a weight than its plan and canonical values. derived_sizes says what the best
+// kernel for a problem wants, whatever its `derived`: nothing (key 0), or buffers to be filled once by
 // prepare (until the pattern changes) and pack (until a value changes), and passed on in BsrView::derived.
-// Never saved; equal keys may share buffers. Calls without it get the next kernel that needs none.
+// Never saved; equal keys may share buffers. A call gets the first kernel that needs nothing, or what the key
+// names: what was made for one problem is of use to others of the weight, and in the way of none.
 struct DerivedSizes {
   std::uint64_t key = 0;
   std::int64_t prepared = 0;  // bytes, on the problem's device

@@ -34,6 +34,9 @@ struct WeightSpec {
   bool operator==(const WeightSpec&) const = default;
 };
 
+// For Problem::derived, as a question: what would a caller get who makes whatever the best kernel derives.
+inline constexpr std::uint64_t kAnyDerived = ~std::uint64_t{0};
+
 struct Problem {
   Op op = Op::linear;
   WeightSpec weight;
@@ -50,7 +53,7 @@ struct Problem {
   Device device = Device::cpu;
   int device_index = 0;  // of the GPU
   int threads = 1;
-  bool derived = false;  // the caller holds what the kernel derives from the weight (linear.h)
+  std::uint64_t derived = 0;  // key of what the caller holds, derived from the weight (linear.h); 0: nothing
   bool operator==(const Problem&) const = default;
 };
 

@@ -77,14 +77,18 @@ Status find_workspace(Call& call, const Workspace& given, std::int64_t bytes,
 Status dispatch(Call& call, const Context& context) {
   Problem& problem = call.problem;
   problem.threads = context.executor.threads;
-  problem.derived = call.derived.key != 0;
+  problem.derived = call.derived.key;
   if (problem.device == Device::cuda) problem.device_index = current_cuda_device();
   const auto choice = choose(problem);
   if (!choice.ok()) return choice.status();
-  if (choice->kernel->derives() && choice->derived_key != call.derived.key) {
-    return invalid(name(problem.op),
-                   cat("derived data must be made by prepare and pack for ", choice->kernel->name),
-                   "another kernel's or configuration's");
+  if (choice->derived_key != call.derived.key) {  // another kernel's; or a forced configuration's
+    if (choice->kernel->derives() && !choice->kernel->derived_optional) {
+      return invalid(name(problem.op),
+                     cat("derived data must be made by prepare and pack for ", choice->kernel->name),
+                     "another configuration's");
+    }
+    call.derived = {};
+    problem.derived = 0;
   }
   call.config = choice->config;
   call.executor = context.executor;
@@ -190,7 +194,7 @@ Status grad_input(const MatrixView& dy, const BsrView& w, const MutableMatrixVie
 }
 
 Status grad_weight(const MatrixView& dy, const MatrixView& x, const PlanView& plan, void* dvalues,
-                   DType dtype, const Context& context) {
+                   DType dtype, const Context& context, const Derived& derived) {
   constexpr std::string_view op = "grad_weight";
   const BsrShape& shape = plan.shape;
   if (Status status = check_plan(op, "dvalues", plan, dvalues); !status.ok()) return status;
@@ -225,16 +229,17 @@ Status grad_weight(const MatrixView& dy, const MatrixView& x, const PlanView& pl
   call.dy = dy;
   call.x = x;
   call.plan = plan;
+  call.derived = derived;
   call.dvalues = dvalues;
   return dispatch(call, context);
 }
 
 namespace {
 
-// The kernel that a caller with derived data gets, and its call up to the data.
+// The kernel that a caller gets who makes what it derives, and its call up to the data.
 Result<Choice> deriving(std::string_view op, Problem& problem) {
   if (Status status = check_problem(op, problem); !status.ok()) return status;
-  problem.derived = true;
+  problem.derived = kAnyDerived;
   return choose(problem);
 }
 

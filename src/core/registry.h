@@ -75,7 +75,11 @@ struct Kernel {
   std::int64_t (*workspace)(const Problem&, const Config&) = nullptr;  // bytes
 
   // Tiers 2 and 3: what it derives from the pattern, and from the values. Kernels with either run only for
-  // callers that hold them (Problem::derived). Problems and configs of one `variant` share them.
+  // callers that hold them (Problem::derived), unless they can do without: then Call::derived may be empty.
+  // Rows of one `derives_as` (their name by default), problems and configs of one `variant` share them; a
+  // front holds one for each weight, so neither should follow tokens, strides or bias.
+  bool derived_optional = false;
+  std::string_view derives_as{};
   std::int64_t (*variant)(const Problem&, const Config&) = nullptr;
   std::int64_t (*prepared_size)(const Problem&, const Config&) = nullptr;  // bytes
   Status (*prepare)(const Call&, void* prepared) = nullptr;

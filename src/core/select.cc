@@ -107,6 +107,21 @@ std::shared_ptr<const Forced> forced_now() {
   return state.current;
 }
 
+// Rows that share derived data share the key; names are unique, and variants are the row's own.
+std::uint64_t key_of(const Kernel& kernel, const Problem& problem, const Config& config) {
+  std::uint64_t hash = 0xcbf29ce484222325U;
+  const std::string_view shared = kernel.derives_as.empty() ? kernel.name : kernel.derives_as;
+  for (const char c : shared) hash = (hash ^ static_cast<unsigned char>(c)) * 0x100000001b3U;
+  const std::int64_t variant = kernel.variant == nullptr ? 0 : kernel.variant(problem, config);
+  hash = (hash ^ static_cast<std::uint64_t>(variant)) * 0x100000001b3U;
+  hash ^= hash >> 29;
+  return (hash >> 1) | 1U;  // 0 means nothing, and an int64 holds it
+}
+
+Config configuration(const Kernel& kernel, const Problem& problem, const Machine& machine) {
+  return kernel.configure == nullptr ? Config{} : kernel.configure(problem, machine);
+}
+
 // Why this kernel cannot have the problem; empty when it can.
 Reason why_not(const Kernel& kernel, const Problem& problem, const Machine& machine,
                std::string_view forced_family) {
@@ -114,8 +129,10 @@ Reason why_not(const Kernel& kernel, const Problem& problem, const Machine& mach
     return cat(kVariable, " forces ", forced_family);
   }
   if (Reason reason = kernel.supports(problem, machine); !reason.empty()) return reason;
-  if (kernel.derives() && !problem.derived) return "its prepared or packed weight is not at hand";
-  return {};
+  if (!kernel.derives() || kernel.derived_optional || problem.derived == kAnyDerived) return {};
+  if (problem.derived == 0) return "its prepared or packed weight is not at hand";
+  if (problem.derived == key_of(kernel, problem, configuration(kernel, problem, machine))) return {};
+  return "the prepared or packed weight at hand is another kernel's";
 }
 
 Status no_kernel(const Registry& kernels, const Problem& problem, const Machine& machine,
@@ -169,31 +186,24 @@ std::uint64_t hash_of(const Problem& p) {
       static_cast<std::int64_t>(p.in) << 16 | static_cast<std::int64_t>(p.activation) << 24 |
       static_cast<std::int64_t>(p.threads) << 32);
   mix(p.in_alignment | p.out_alignment << 8 | p.device_index << 16);
+  mix(static_cast<std::int64_t>(p.derived));
   return hash;
-}
-
-// Names are unique, and the registry's order is that of the build.
-std::uint64_t key_of(const Kernel& kernel, const Problem& problem, const Config& config) {
-  std::uint64_t hash = 0xcbf29ce484222325U;
-  for (const char c : kernel.name) hash = (hash ^ static_cast<unsigned char>(c)) * 0x100000001b3U;
-  const std::int64_t variant = kernel.variant == nullptr ? 0 : kernel.variant(problem, config);
-  hash = (hash ^ static_cast<std::uint64_t>(variant)) * 0x100000001b3U;
-  return hash | 1U;  // 0 means nothing
 }
 
 }  // namespace
 
 Choice configured(const Kernel& kernel, const Problem& problem, const Config& config) {
-  return {&kernel, config, kernel.workspace == nullptr ? 0 : kernel.workspace(problem, config),
-          kernel.derives() ? key_of(kernel, problem, config) : 0};
+  const std::uint64_t key = kernel.derives() ? key_of(kernel, problem, config) : 0;
+  Problem own = problem;  // as the kernel sees it: what is at hand is its own, or nothing
+  if (problem.derived != key && problem.derived != kAnyDerived) own.derived = 0;
+  return {&kernel, config, kernel.workspace == nullptr ? 0 : kernel.workspace(own, config), key};
 }
 
 Result<Choice> choose_from(const Registry& kernels, const Problem& problem, const Machine& machine,
                            std::string_view forced_family) {
   const Kernel* kernel = first_fit(kernels, problem, machine, forced_family);
   if (kernel == nullptr) return no_kernel(kernels, problem, machine, forced_family);
-  return configured(*kernel, problem,
-                    kernel->configure == nullptr ? Config{} : kernel->configure(problem, machine));
+  return configured(*kernel, problem, configuration(*kernel, problem, machine));
 }
 
 Result<Choice> choose(const Problem& problem) {
