@@ -4,37 +4,18 @@
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 
-#include <nlohmann/json.hpp>
-#include <optional>
-
 #include "adapt.h"
 #include "core/message.h"
 #include "core/registry.h"
+#include "io/info_json.h"
 #include "rarefy/backend.h"
 
 namespace rarefy::binding {
 
 namespace {
 
-using Json = nlohmann::ordered_json;
-
 std::string text_of(const Json& json) {
   return json.dump(-1, ' ', false, nlohmann::json::error_handler_t::replace);
-}
-
-Json to_json(const Explanation& e) {
-  Json candidates = Json::array();
-  for (const Candidate& candidate : e.candidates) {
-    candidates.push_back({{"kernel", candidate.kernel.name},
-                          {"family", candidate.kernel.family},
-                          {"chosen", candidate.chosen},
-                          {"why_not", candidate.why_not}});
-  }
-  Json json{
-      {"problem", to_string(e.problem)}, {"kernel", nullptr},      {"config", e.config},
-      {"workspace", e.workspace},        {"why_none", e.why_none}, {"candidates", std::move(candidates)}};
-  if (!e.kernel.empty()) json["kernel"] = e.kernel;
-  return json;
 }
 
 int torch_threads() { return static_cast<int>(torch::stable::get_num_threads()); }
@@ -53,48 +34,19 @@ DType parse_dtype(std::string_view argument, std::string_view text) {
   raise("explain", invalid("explain", cat(argument, " must be f64, f32, bf16, f16 or i8"), text));
 }
 
-// One selection for backend_info: the kernel, and why.
-Json selection(const BackendInfo& info, Op op, DType dtype, Device device, const BsrShape& shape,
-               std::int64_t tokens) {
-  const Explanation e = explain(make_problem(op, shape, tokens, dtype, device, torch_threads()));
-  Json row{{"op", name(op)}, {"dtype", name(dtype)}, {"device", name(device)}, {"kernel", nullptr}};
-  if (e.kernel.empty()) {
-    row["why"] = e.why_none;
-    return row;
-  }
-  row["kernel"] = e.kernel;
-  std::string passed_over;
-  for (const Candidate& candidate : e.candidates) {
-    if (candidate.chosen) break;
-    passed_over += cat(passed_over.empty() ? "" : "; ", candidate.kernel.name, ": ", candidate.why_not);
-  }
-  row["why"] = !info.forced.empty()  ? cat("forced by ", info.forced)
-               : passed_over.empty() ? std::string("first in order of preference")
-                                     : cat("first that fits, after ", passed_over);
-  return row;
-}
-
 }  // namespace
 
 std::string backend_info_json(std::int64_t block_rows, std::int64_t block_cols, std::int64_t tokens) {
   const BackendInfo info = backend_info();
-  std::vector<std::string> devices;
-  for (const DeviceInfo& device : info.cuda_devices) devices.push_back(to_string(device));
-  Json json{{"version", info.version},
-            {"cpu", info.machine.cpu},
-            {"cpu_features", info.machine.features},
-            {"machine", to_string(info.machine)},
-            {"cuda_built", info.cuda_built},
-            {"cuda_devices", devices},
-            {"forced_impl", nullptr},
-            {"kernels", Json::array()}};
-  if (!info.forced.empty()) json["forced_impl"] = info.forced;
+  Json json = to_json(info);
+  Json& kernels = json["kernels"] = Json::array();
   const BsrShape shape{block_rows, block_cols, block_rows, block_cols, 1};
   for (const Device device : {Device::cpu, Device::cuda}) {
     if (device == Device::cuda && !info.cuda_built) continue;
     for (const Op op : kAllOps) {
       for (const DType dtype : {DType::f64, DType::f32, DType::bf16, DType::f16}) {
-        json["kernels"].push_back(selection(info, op, dtype, device, shape, tokens));
+        const Problem problem = make_problem(op, shape, tokens, dtype, device, torch_threads());
+        kernels.push_back(summary(explain(problem), info.forced));
       }
     }
   }

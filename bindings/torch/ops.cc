@@ -79,9 +79,11 @@ std::tuple<Tensor, Tensor, Tensor> bsr_linear_backward(Tensor grad_output, std::
           bias ? call.sum_rows(grad_output, dy) : call.nothing(grad_output)};
 }
 
+// Errors speak of `caller`, who has the user's arguments.
 Tensor bsr_plan(const Tensor& crow_indices, const Tensor& col_indices, std::int64_t out_features,
-                std::int64_t in_features, std::int64_t block_rows, std::int64_t block_cols) {
-  const Call call("bsr_plan", "crow_indices", crow_indices);
+                std::int64_t in_features, std::int64_t block_rows, std::int64_t block_cols,
+                std::string_view caller) {
+  const Call call(caller, "crow_indices", crow_indices);
   call.check_device("col_indices", col_indices);
   const BsrShape shape{out_features, in_features, block_rows, block_cols, col_indices.numel()};
   return call.build_plan(shape, crow_indices, col_indices);
@@ -105,7 +107,7 @@ STABLE_TORCH_LIBRARY(rarefy, m) {
       "(Tensor, Tensor, Tensor)");
   m.def(
       "bsr_plan(Tensor crow_indices, Tensor col_indices, SymInt out_features, SymInt in_features, "
-      "SymInt block_rows, SymInt block_cols) -> Tensor");
+      "SymInt block_rows, SymInt block_cols, str caller=\"bsr_plan\") -> Tensor");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(rarefy, CPU, m) {

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import nn
 from torch.autograd import forward_ad
 from torch.compiler import is_dynamo_compiling
 
@@ -31,6 +32,27 @@ except AttributeError:
     # torch.library.register_autograd does instead: slower, an error under torch.func, no forward mode.
     Function = torch.autograd.Function
     autograd_kernels = False
+
+
+# Where nn.Module keeps what users register on a module; there are no public names.
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_HOOKS += ("_state_dict_hooks", "_state_dict_pre_hooks")
+_HOOKS += ("_load_state_dict_pre_hooks", "_load_state_dict_post_hooks")
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Whether anything is registered on this module that a new one in its place would lose."""
+    return any(getattr(module, hooks, None) for hooks in _HOOKS)
+
+
+def has_tensor_hooks(tensor: torch.Tensor) -> bool:
+    """Whether a hook waits for this tensor's gradient, which another tensor in its place would lose."""
+    return any(getattr(tensor, hooks, None) for hooks in ("_backward_hooks", "_post_accumulate_grad_hooks"))
+
+
+def storage_of(tensor: torch.Tensor) -> int:
+    """What tensors on the same storage agree in, also without memory (meta); their addresses may not."""
+    return tensor.untyped_storage()._cdata
 
 
 def plain() -> bool:

@@ -9,13 +9,10 @@ from torch import nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.utils.parametrize import ParametrizationList, is_parametrized
 
+from ._torch_private import has_hooks, has_tensor_hooks, storage_of
 from .checks import fail
 from .modules import BlockSparseLinear
 from .pseudo import PseudoBlockSparseLinear
-
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-_HOOKS += ("_state_dict_hooks", "_state_dict_pre_hooks")
-_HOOKS += ("_load_state_dict_pre_hooks", "_load_state_dict_post_hooks")
 
 
 @dataclass
@@ -54,7 +51,7 @@ def _extent(tensor: torch.Tensor) -> Extent | None:
     if isinstance(tensor, nn.parameter.UninitializedTensorMixin) or tensor.layout != torch.strided:
         return None
     try:
-        storage = tensor.untyped_storage()._cdata
+        storage = storage_of(tensor)
     except (NotImplementedError, RuntimeError):
         return None
     span = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True)) + 1
@@ -66,24 +63,15 @@ def _owners(model: nn.Module) -> list[tuple[str, Extent]]:
     """Where the parameters and buffers lie, by name; those of one module count once."""
     owners = []
     for name, module in model.named_modules():
-        for key, tensor in (*module._parameters.items(), *module._buffers.items()):
-            if tensor is not None and (extent := _extent(tensor)) is not None:
+        own = {"recurse": False, "remove_duplicate": False}
+        for key, tensor in (*module.named_parameters(**own), *module.named_buffers(**own)):
+            if (extent := _extent(tensor)) is not None:
                 owners.append((f"{name}.{key}".lstrip("."), extent))
     return owners
 
 
 def _overlap(a: Extent, b: Extent) -> bool:
     return a[0] == b[0] and a[1] < b[2] and b[1] < a[2]
-
-
-def has_hooks(module: nn.Module) -> bool:
-    """Whether anything is registered on this module that a new one in its place would lose."""
-    return any(getattr(module, hooks, None) for hooks in _HOOKS)
-
-
-def has_tensor_hooks(tensor: torch.Tensor) -> bool:
-    """Whether a hook waits for this tensor's gradient, which another tensor in its place would lose."""
-    return bool(tensor._backward_hooks) or bool(getattr(tensor, "_post_accumulate_grad_hooks", None))
 
 
 def _why_not(
@@ -103,7 +91,7 @@ def _why_not(
         return f"{kind} is not an nn.Linear"
     if is_parametrized(module):
         return "its parameters are parametrized (torch.nn.utils.parametrize)"
-    weight = module._parameters.get("weight")
+    weight = dict(module.named_parameters(recurse=False, remove_duplicate=False)).get("weight")
     if weight is None:
         return "its weight is computed from other parameters (weight norm, torch pruning)"
     if isinstance(weight, nn.parameter.UninitializedTensorMixin):

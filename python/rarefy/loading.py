@@ -12,6 +12,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
+from ._torch_private import storage_of
 from .checks import check_tensor, fail
 from .layers import Layer, find_layers
 from .modules import BlockSparseLinear
@@ -165,7 +166,7 @@ class _Places:
     def __init__(self, op: str, model: nn.Module, foreign: Iterable[torch.Tensor]) -> None:
         self.op = op
         # Memory that new weights must not keep: the file's, which is mapped, or the state_dict's.
-        self.foreign = {tensor.untyped_storage()._cdata for tensor in foreign}
+        self.foreign = {storage_of(tensor) for tensor in foreign}
         self.layers = {name: layer for layer in find_layers(model) for name in layer.names}
         modules = list(model.named_modules(remove_duplicate=False))
         self.containers = {name: module for name, module in modules if isinstance(module, SparseWeight)}
@@ -227,7 +228,7 @@ class _Places:
     def _own(self, weight: SparseWeight) -> SparseWeight:
         """`weight`, whose Parameters get memory of their own where they have the file's or state_dict's."""
         for parameter in weight.parameters():
-            if parameter.untyped_storage()._cdata in self.foreign:
+            if storage_of(parameter) in self.foreign:
                 parameter.data = parameter.data.clone()
         return weight
 

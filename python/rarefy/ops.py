@@ -100,6 +100,7 @@ def bsr_plan(
     in_features: int,
     block_rows: int,
     block_cols: int,
+    caller: str = "bsr_plan",
 ) -> Tensor:
     """Validate a pattern and return its plan: all that kernels read of it, as a 1-D int32 tensor.
 
@@ -111,6 +112,7 @@ def bsr_plan(
         in_features: columns of W.
         block_rows: rows of a block.
         block_cols: columns of a block.
+        caller: whom errors speak of, "[caller] …".
 
     Returns:
         The plan, on the indices' device (made on the host and copied there). It holds its own copy of the
@@ -122,7 +124,7 @@ def bsr_plan(
         ValueError: an index is wrong (the message names argument and position), or a size is.
         TypeError: the indices are not int32.
     """
-    return _plan(crow_indices, col_indices, out_features, in_features, block_rows, block_cols)
+    return _plan(crow_indices, col_indices, out_features, in_features, block_rows, block_cols, caller)
 
 
 # Fake kernels ------------------------------------------------------------------------------------
@@ -167,7 +169,9 @@ def _fake_backward(
     )
 
 
-def _fake_plan(crow_indices, col_indices, out_features, in_features, block_rows, block_cols):
+def _fake_plan(
+    crow_indices, col_indices, out_features, in_features, block_rows, block_cols, caller="bsr_plan"
+):
     # Each block has an entry in col, row and perm.
     size = _empty_plan_size(out_features, in_features, block_rows, block_cols) + 3 * col_indices.shape[0]
     return crow_indices.new_empty((size,))

@@ -89,10 +89,7 @@ class BsrPattern:
             if col.device != crow.device:
                 requirement = f"col_indices must be on the device of crow_indices, {crow.device}"
                 fail(op, requirement, col.device, TypeError)
-            try:
-                plan = bsr_plan(crow, col, n, k, *block_shape)
-            except ValueError as error:
-                raise ValueError(str(error).replace("[bsr_plan]", f"[{op}]", 1)) from None
+            plan = bsr_plan(crow, col, n, k, *block_shape, op)
         self._set(torch.Size((n, k)), block_shape, len(col), plan, {})
 
     def _set(

@@ -18,6 +18,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file as save_tensors
 from torch import nn
 
+from ._torch_private import storage_of
 from .backend import __version__
 from .checks import check_tensor, fail
 from .files import replacing
@@ -109,9 +110,9 @@ def _without_shared(
     kept: dict[str, torch.Tensor] = {}
     aliases: dict[str, str] = {}
     seen: dict[Any, str] = {}
-    storages = {tensor.untyped_storage()._cdata for tensor in (shared or {}).values()}
+    storages = {storage_of(tensor) for tensor in (shared or {}).values()}
     for name, tensor in state.items():
-        storage = tensor.untyped_storage()._cdata
+        storage = storage_of(tensor)
         view = (storage, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype)
         if shared is None and tensor.numel() and view in seen:
             aliases[name] = seen[view]
@@ -158,4 +159,4 @@ def build(
     try:
         return kind.from_pieces(pieces, entry)
     except (ValueError, TypeError) as error:
-        raise type(error)(f"[{op}] {name}: {str(error).removeprefix(f'[{kind.__name__}] ')}") from None
+        raise type(error)(f"[{op}] {name}: {error}") from None

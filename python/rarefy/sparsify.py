@@ -10,8 +10,9 @@ from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 from torch.optim import Optimizer
 
+from ._torch_private import has_hooks, has_tensor_hooks
 from .checks import fail
-from .layers import find_layers, has_hooks, has_tensor_hooks
+from .layers import find_layers
 from .modules import BlockSparseLinear
 from .patcher import BlockSparseModelPatcher, FilterFn
 from .pattern_weight import PatternWeight

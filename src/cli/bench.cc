@@ -3,7 +3,6 @@
 #include <chrono>
 #include <cstdio>
 #include <cstdlib>
-#include <map>
 
 #include "cli/common.h"
 #include "cli/problem.h"
@@ -56,9 +55,7 @@ Status check(const Options& options, const BsrShape& shape) {
 }
 
 Exit run(const Options& options) {
-  static const std::map<std::string, Op> products{
-      {"linear", Op::linear}, {"grad_input", Op::grad_input}, {"grad_weight", Op::grad_weight}};
-  const Op product = products.at(options.product);
+  const Op product = parse_op(options.product);
   const DType dtype = *parse_dtype(options.dtype);
   const auto block = parse_block(op, options.block);
   if (!block.ok()) return fail(block.status());
@@ -137,11 +134,9 @@ void add_bench(CLI::App& app, Exit& exit) {
   add("--k", options->k, "in_features");
   add("--block", options->block, "Block shape, ROWSxCOLS");
   add("--density", options->density, "Stored blocks / all blocks, in [0, 1]");
-  add("--dtype", options->dtype, "f64, f32, bf16, f16 or i8")
-      ->check(CLI::IsMember({"f64", "f32", "bf16", "f16", "i8"}));
+  add("--dtype", options->dtype, "f64, f32, bf16, f16 or i8")->check(CLI::IsMember(dtype_names()));
   add("--threads", options->threads, "Threads; 0: one per hardware thread");
-  add("--op", options->product, "linear, grad_input or grad_weight")
-      ->check(CLI::IsMember({"linear", "grad_input", "grad_weight"}));
+  add("--op", options->product, "linear, grad_input or grad_weight")->check(CLI::IsMember(op_names()));
   command->add_option("--impl", options->impl,
                       "Implementation, as in RAREFY_FORCE_IMPL; default: the first that fits");
   add("--repeats", options->repeats, "Timed runs, after 3 to warm up");

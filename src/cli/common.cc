@@ -31,6 +31,13 @@ std::string printable(std::string text) {
   return text;
 }
 
+template <class All>
+std::vector<std::string> names_of(const All& all) {
+  std::vector<std::string> names;
+  for (const auto value : all) names.emplace_back(name(value));
+  return names;
+}
+
 }  // namespace
 
 Exit fail(const Status& status) {
@@ -38,7 +45,7 @@ Exit fail(const Status& status) {
   return exit_code(status.code());
 }
 
-void print(const nlohmann::json& json) {
+void print(const nlohmann::ordered_json& json) {
   // Messages may quote bytes of a hostile file: replace what is not UTF-8 instead of throwing.
   const std::string text = json.dump(2, ' ', false, nlohmann::json::error_handler_t::replace);
   std::printf("%s\n", text.c_str());
@@ -77,6 +84,13 @@ std::string bytes_text(std::int64_t bytes) {
     unit = next;
   }
   return cat(fixed(value, 1), ' ', unit);
+}
+
+std::vector<std::string> op_names() { return names_of(kAllOps); }
+std::vector<std::string> dtype_names() { return names_of(kAllDTypes); }
+
+Op parse_op(const std::string& text) {
+  return *std::find_if(std::begin(kAllOps), std::end(kAllOps), [&](Op op) { return name(op) == text; });
 }
 
 Result<BlockShape> parse_block(std::string_view op, const std::string& text) {

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "rarefy/convert.h"
+#include "rarefy/problem.h"
 #include "rarefy/status.h"
 
 namespace rarefy::cli {
@@ -26,13 +27,18 @@ Exit exit_code(StatusCode code);
 // Prints the message to stderr and gives the exit code.
 Exit fail(const Status& status);
 
-void print(const nlohmann::json& json);
+void print(const nlohmann::ordered_json& json);
 
 // Left-aligned columns with a header line; numbers are text already.
 void print_table(const std::vector<std::vector<std::string>>& rows);
 
 std::string bytes_text(std::int64_t bytes);     // "12.3 MiB"
 std::string fixed(double value, int decimals);  // "0.500"
+
+// What options take, in the core's order and by its names; parse_op takes one of them.
+std::vector<std::string> op_names();
+std::vector<std::string> dtype_names();
+Op parse_op(const std::string& name);
 
 // "16x16" → rows and columns.
 Result<BlockShape> parse_block(std::string_view op, const std::string& text);

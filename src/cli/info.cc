@@ -1,18 +1,16 @@
 // rarefy info: what this build and machine can run, and which kernel a problem gets and why.
 #include <cmath>
 #include <cstdio>
-#include <map>
 
 #include "cli/common.h"
 #include "core/message.h"
 #include "core/registry.h"
+#include "io/info_json.h"
 #include "rarefy/backend.h"
 
 namespace rarefy::cli {
 
 namespace {
-
-using nlohmann::json;
 
 constexpr std::string_view op = "info";
 
@@ -27,34 +25,8 @@ struct Options {
   bool as_json = false;
 };
 
-std::string joined(const std::vector<std::string>& parts) {
-  std::string out;
-  for (const std::string& part : parts) out += (out.empty() ? "" : ", ") + part;
-  return out.empty() ? "none" : out;
-}
-
-std::vector<std::string> names_of(const std::vector<DeviceInfo>& devices) {
-  std::vector<std::string> names;
-  for (const DeviceInfo& device : devices) names.push_back(to_string(device));
-  return names;
-}
-
-json to_json(const Explanation& e) {
-  json candidates = json::array();
-  for (const Candidate& candidate : e.candidates) {
-    candidates.push_back({{"kernel", candidate.kernel.name},
-                          {"family", candidate.kernel.family},
-                          {"chosen", candidate.chosen},
-                          {"why_not", candidate.why_not}});
-  }
-  return {{"problem", to_string(e.problem)}, {"kernel", e.kernel},     {"config", e.config},
-          {"workspace", e.workspace},        {"why_none", e.why_none}, {"candidates", std::move(candidates)}};
-}
-
 // The problem of --explain and the options beside it.
 Result<Problem> asked(const Options& options, BlockShape block) {
-  static const std::map<std::string, Op> products{
-      {"linear", Op::linear}, {"grad_input", Op::grad_input}, {"grad_weight", Op::grad_weight}};
   BsrShape shape{options.n, options.k, block.rows, block.cols, 0};
   if (Status status = check_shape(op, shape); !status.ok()) return status;
   if (!(options.density >= 0 && options.density <= 1)) {
@@ -62,7 +34,7 @@ Result<Problem> asked(const Options& options, BlockShape block) {
   }
   shape.nnzb = std::llround(options.density * static_cast<double>(shape.row_count() * shape.col_count()));
   const Device device = options.device == "cuda" ? Device::cuda : Device::cpu;
-  Problem problem = make_problem(products.at(options.explain), shape, options.m, *parse_dtype(options.dtype),
+  Problem problem = make_problem(parse_op(options.explain), shape, options.m, *parse_dtype(options.dtype),
                                  device, options.threads);
   if (!options.values.empty()) problem.weight.dtype = *parse_dtype(options.values);
   if (Status status = check_problem(op, problem); !status.ok()) return status;
@@ -70,43 +42,39 @@ Result<Problem> asked(const Options& options, BlockShape block) {
 }
 
 // One row for each product, device and dtype: the kernel that runs it, or why none does.
-json selection(const BackendInfo& info, BlockShape block, std::int64_t tokens) {
-  json rows = json::array();
+Json selection(const BackendInfo& info, BlockShape block, std::int64_t tokens) {
+  const BsrShape shape{block.rows, block.cols, block.rows, block.cols, 1};
+  Json rows = Json::array();
   for (const Device device : {Device::cpu, Device::cuda}) {
     if (device == Device::cuda && info.cuda_devices.empty()) continue;
     for (const Op product : kAllOps) {
       for (const DType dtype : kAllDTypes) {
-        const BsrShape shape{block.rows, block.cols, block.rows, block.cols, 1};
-        const Explanation e = explain(make_problem(product, shape, tokens, dtype, device));
-        json row{{"op", name(product)}, {"device", name(device)}, {"dtype", name(dtype)}};
-        row["kernel"] = e.kernel.empty() ? json(nullptr) : json(e.kernel);
-        if (e.kernel.empty()) row["reason"] = e.why_none;
-        rows.push_back(std::move(row));
+        rows.push_back(summary(explain(make_problem(product, shape, tokens, dtype, device)), info.forced));
       }
     }
   }
   return rows;
 }
 
-json to_json(const BackendInfo& info, const Options& options, BlockShape block) {
-  json kernels = json::array();
+Json all_of(const BackendInfo& info, const Options& options, BlockShape block) {
+  Json all = to_json(info);
+  Json& kernels = all["kernels"] = Json::array();
   for (const KernelInfo& kernel : info.kernels) {
     kernels.push_back({{"op", name(kernel.op)},
                        {"device", name(kernel.device)},
                        {"family", kernel.family},
                        {"name", kernel.name}});
   }
-  return {{"version", info.version},
-          {"cpu", info.machine.cpu},
-          {"cpu_features", info.machine.features},
-          {"machine", to_string(info.machine)},
-          {"cuda_built", info.cuda_built},
-          {"cuda_devices", names_of(info.cuda_devices)},
-          {"forced_impl", info.forced},
-          {"kernels", std::move(kernels)},
-          {"block", options.block},
-          {"tokens", options.m},
-          {"selected", selection(info, block, options.m)}};
+  all["block"] = options.block;
+  all["tokens"] = options.m;
+  all["selected"] = selection(info, block, options.m);
+  return all;
+}
+
+std::string joined(const Json& texts) {
+  std::string out;
+  for (const std::string text : texts) out += (out.empty() ? "" : ", ") + text;
+  return out.empty() ? "none" : out;
 }
 
 Exit run(const Options& options) {
@@ -125,7 +93,7 @@ Exit run(const Options& options) {
   }
   if (options.m < 1) return fail(invalid(op, "--m must be at least 1", cat(options.m)));
   const BackendInfo info = backend_info();
-  const json all = to_json(info, options, *block);
+  const Json all = all_of(info, options, *block);
   if (options.as_json) {
     print(all);
     return kOk;
@@ -133,14 +101,13 @@ Exit run(const Options& options) {
   print_table({{"version", info.version},
                {"machine", to_string(info.machine)},
                {"cuda", info.cuda_built ? "built in" : "not in this build"},
-               {"cuda devices", joined(names_of(info.cuda_devices))},
+               {"cuda devices", joined(all["cuda_devices"])},
                {"forced", info.forced.empty() ? "nothing" : info.forced}});
   std::printf("\nIn use for %s blocks and %lld tokens (--explain says why):\n", options.block.c_str(),
               static_cast<long long>(options.m));
   std::vector<std::vector<std::string>> rows{{"OP", "DEVICE", "DTYPE", "KERNEL"}};
-  for (const json& row : all["selected"]) {
-    rows.push_back(
-        {row["op"], row["device"], row["dtype"], row[row["kernel"].is_null() ? "reason" : "kernel"]});
+  for (const Json& row : all["selected"]) {
+    rows.push_back({row["op"], row["device"], row["dtype"], row[row["kernel"].is_null() ? "why" : "kernel"]});
   }
   print_table(rows);
   return kOk;
@@ -154,17 +121,16 @@ void add_info(CLI::App& app, Exit& exit) {
   const auto add = [&](const char* flag, auto& value, const char* text) {
     return command->add_option(flag, value, text)->capture_default_str();
   };
-  const std::vector<std::string> dtypes{"f64", "f32", "bf16", "f16", "i8"};
   command->add_option("--explain", options->explain, "Every kernel for one problem: chosen, or why not")
-      ->check(CLI::IsMember({"linear", "grad_input", "grad_weight"}));
+      ->check(CLI::IsMember(op_names()));
   add("--block", options->block, "Block shape, ROWSxCOLS");
   add("--m", options->m, "Rows of X");
   add("--n", options->n, "With --explain: out_features");
   add("--k", options->k, "With --explain: in_features");
   add("--density", options->density, "With --explain: stored blocks / all blocks");
-  add("--dtype", options->dtype, "With --explain: of X")->check(CLI::IsMember(dtypes));
+  add("--dtype", options->dtype, "With --explain: of X")->check(CLI::IsMember(dtype_names()));
   add("--values", options->values, "With --explain: dtype of the stored values; default: that of X")
-      ->check(CLI::IsMember(dtypes));
+      ->check(CLI::IsMember(dtype_names()));
   add("--device", options->device, "With --explain: cpu or cuda")->check(CLI::IsMember({"cpu", "cuda"}));
   add("--threads", options->threads, "With --explain: threads of the call");
   command->add_flag("--json", options->as_json, "Print JSON");

@@ -149,6 +149,26 @@ TEST_F(CliTest, InfoNamesAKernelForEveryProductAndDType) {
   expect_failure("info --block 4by1", 1, "[info] --block must be ROWSxCOLS");
 }
 
+TEST_F(CliTest, InfoExplainsOneProblem) {
+  for (const char* op : {"linear", "grad_input", "grad_weight"}) {
+    const json e = run_json(std::string("info --m 9 --n 8 --k 8 --block 4x4 --explain ") + op);
+    EXPECT_EQ(e["problem"].get<std::string>().rfind(std::string(op) + " bsr 8x8", 0), 0U) << e;
+    EXPECT_TRUE(e["kernel"].is_string()) << e;
+    std::size_t chosen = 0;
+    for (const json& candidate : e["candidates"]) {
+      if (!candidate["chosen"]) continue;
+      ++chosen;
+      EXPECT_EQ(candidate["kernel"], e["kernel"]);
+    }
+    EXPECT_EQ(chosen, 1U);
+  }
+  // No CUDA kernel has int8: no name, and the reason instead.
+  const json none = run_json("info --explain linear --device cuda --dtype i8");
+  EXPECT_TRUE(none["kernel"].is_null()) << none;
+  EXPECT_FALSE(none["why_none"].get<std::string>().empty());
+  expect_failure("info --explain matmul", 2, "matmul");
+}
+
 TEST_F(CliTest, ConvertAtDensityOneComesBackBitForBit) {
   const SafetensorsFile model = write_model();
   const json report = run_json("convert " + in_out() + "--density 1 --block 8x5");

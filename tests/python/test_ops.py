@@ -479,6 +479,13 @@ def test_forced_implementations(impl, kernel_dtype, forced):
         assert torch.equal(got.double(), want)
 
 
+def test_errors_of_a_plan_speak_of_the_caller():
+    with pytest.raises(ValueError, match=r"^\[mine\] crow_indices\[0\] must be 0; got 1"):
+        ops.bsr_plan(_int32(1, 2, 3), _int32(0, 1, 1), 8, 8, 4, 4, caller="mine")
+    with pytest.raises(TypeError, match=r"^\[mine\] crow_indices must be int32"):
+        ops.bsr_plan(torch.ones(3), _int32(0, 1, 1), 8, 8, 4, 4, caller="mine")
+
+
 def test_an_unknown_implementation_is_an_error(forced):
     with pytest.raises(RuntimeError, match=r"\[force_impl\] RAREFY_FORCE_IMPL .*cpu:ref.*; got \"abacus\""):
         forced("abacus")

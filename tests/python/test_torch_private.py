@@ -107,6 +107,42 @@ def test_index_errors_of_the_library_are_type_errors(entry):
         entry(*arguments(x=torch.ones(2, 8, dtype=torch.int32)))
 
 
+@pytest.mark.parametrize(
+    "register",
+    [
+        lambda m, hook: m.register_forward_hook(hook),
+        lambda m, hook: m.register_forward_pre_hook(hook),
+        lambda m, hook: m.register_full_backward_hook(hook),
+        lambda m, hook: m.register_full_backward_pre_hook(hook),
+        lambda m, hook: m.register_state_dict_post_hook(hook),
+        lambda m, hook: m.register_state_dict_pre_hook(hook),
+        lambda m, hook: m.register_load_state_dict_pre_hook(hook),
+        lambda m, hook: m.register_load_state_dict_post_hook(hook),
+    ],
+    ids=[name.strip("_") for name in private._HOOKS],
+)
+def test_every_hook_of_a_module_is_seen(register):
+    module = torch.nn.Linear(2, 2)
+    assert not private.has_hooks(module)
+    register(module, lambda *_: None)
+    assert private.has_hooks(module)
+
+
+@pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_every_hook_of_a_tensor_is_seen(register):
+    tensor = torch.ones(2, requires_grad=True)
+    assert not private.has_tensor_hooks(tensor)
+    getattr(tensor, register)(print)
+    assert private.has_tensor_hooks(tensor)
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_views_share_a_storage_and_copies_do_not(device):
+    tensor = torch.ones(4, 4, device=device)
+    assert private.storage_of(tensor) == private.storage_of(tensor.T[1:])
+    assert private.storage_of(tensor) != private.storage_of(tensor.clone())
+
+
 WITHOUT_HOOKS = """
 import torch
 import torch._functorch.utils
