@@ -175,10 +175,14 @@ Context Call::context() const {
   return context;
 }
 
+DType Call::any_dtype(std::string_view argument, ScalarType type) const {
+  if (const auto dtype = core_dtype(type)) return *dtype;
+  raise(op_,
+        mismatch(op_, cat(argument, " must be float64, float32, bfloat16 or float16"), torch_name(type)));
+}
+
 DType Call::float_dtype(std::string_view argument, const Tensor& tensor) const {
-  if (const auto dtype = core_dtype(tensor.scalar_type())) return *dtype;
-  raise(op_, mismatch(op_, cat(argument, " must be float64, float32, bfloat16 or float16"),
-                      torch_name(tensor.scalar_type())));
+  return any_dtype(argument, tensor.scalar_type());
 }
 
 void Call::check_device(std::string_view argument, const Tensor& tensor) const {
@@ -201,12 +205,9 @@ void Call::check_stored(DType stored, std::string_view other, DType dtype) const
 
 DType Call::stored_dtype(const std::optional<ScalarType>& asked, std::string_view other, DType dtype) const {
   if (!asked) return dtype;
-  const auto stored = core_dtype(*asked);
-  if (!stored) {
-    raise(op_, mismatch(op_, "dtype must be float64, float32, bfloat16 or float16", torch_name(*asked)));
-  }
-  check_stored(*stored, other, dtype);
-  return *stored;
+  const DType stored = any_dtype("dtype", *asked);
+  check_stored(stored, other, dtype);
+  return stored;
 }
 
 void Call::check_dtype(std::string_view argument, const Tensor& tensor, std::string_view other,
@@ -323,6 +324,10 @@ Tensor Call::empty_rows(const Tensor& like, std::int64_t columns) const {
 
 Tensor Call::empty_values(const BsrShape& shape, ScalarType dtype) const {
   return empty(std::array{shape.nnzb, shape.block_rows, shape.block_cols}, static_cast<std::int32_t>(dtype));
+}
+
+Tensor Call::empty_bytes(std::int64_t count) const {
+  return empty(std::array{count}, aoti_torch_dtype_uint8());
 }
 
 Tensor Call::nothing(const Tensor& like) const { return empty(std::array{std::int64_t{0}}, raw_dtype(like)); }

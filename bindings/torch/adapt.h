@@ -51,11 +51,13 @@ class Call {
 
   std::string_view op() const { return op_; }
   Device device() const { return device_; }
+  int device_index() const { return device_index_; }
   // Threads, stream, and working memory from torch's allocator, which lives as long as this object.
   Context context() const;
 
   // The core's dtype of an argument; TypeMismatch unless it is a float the kernels know.
   DType float_dtype(std::string_view argument, const Tensor& tensor) const;
+  DType any_dtype(std::string_view argument, ScalarType type) const;  // the same of a dtype
   void check_device(std::string_view argument, const Tensor& tensor) const;
   // The one rule of dtypes: values have that of x, or under 32 and 16 bits are bfloat16 or float16.
   void check_stored(DType stored, std::string_view other, DType dtype) const;
@@ -80,6 +82,7 @@ class Call {
 
   Tensor empty_rows(const Tensor& like, std::int64_t columns) const;  // like.shape[:-1] + (columns,)
   Tensor empty_values(const BsrShape& shape, ScalarType dtype) const;
+  Tensor empty_bytes(std::int64_t count) const;                           // (count,) of uint8
   Tensor nothing(const Tensor& like) const;                               // (0,)
   Tensor sum_rows(const Tensor& tensor, const MatrixView& matrix) const;  // of tensor as a matrix: (columns,)
   MutableMatrixView output(const Tensor& tensor, const MatrixView& rows_of, std::int64_t columns) const;

@@ -57,7 +57,7 @@ std::string explain_json(std::string_view op, std::int64_t out_features, std::in
                          std::int64_t block_rows, std::int64_t block_cols, std::int64_t nnzb,
                          std::string_view values_dtype, std::string_view in_dtype, std::int64_t tokens,
                          bool bias, std::string_view activation, std::string_view device,
-                         std::int64_t device_index) {
+                         std::int64_t device_index, std::int64_t derived) {
   const BsrShape shape{out_features, in_features, block_rows, block_cols, nnzb};
   Problem problem = make_problem(parse("op", op, {Op::linear, Op::grad_input, Op::grad_weight}), shape,
                                  tokens, parse_dtype("in_dtype", in_dtype),
@@ -65,6 +65,7 @@ std::string explain_json(std::string_view op, std::int64_t out_features, std::in
   problem.weight.dtype = parse_dtype("values_dtype", values_dtype);
   problem.device_index = static_cast<int>(device_index);
   problem.bias = bias;
+  problem.derived = static_cast<std::uint64_t>(derived);
   problem.activation = parse(
       "activation", activation,
       {Activation::none, Activation::relu, Activation::gelu_erf, Activation::gelu_tanh, Activation::silu});
@@ -82,8 +83,8 @@ STABLE_TORCH_LIBRARY_FRAGMENT(rarefy, m) {
   m.def("backend_info(int block_rows, int block_cols, int tokens) -> str");
   m.def(
       "explain(str op, int out_features, int in_features, int block_rows, int block_cols, int nnzb, "
-      "str values_dtype, str in_dtype, int tokens, bool bias, str activation, str device, int device_index) "
-      "-> str");
+      "str values_dtype, str in_dtype, int tokens, bool bias, str activation, str device, int device_index, "
+      "int derived) -> str");
   m.def("force_impl(str forced) -> str");
 }
 

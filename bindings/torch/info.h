@@ -14,7 +14,7 @@ std::string explain_json(std::string_view op, std::int64_t out_features, std::in
                          std::int64_t block_rows, std::int64_t block_cols, std::int64_t nnzb,
                          std::string_view values_dtype, std::string_view in_dtype, std::int64_t tokens,
                          bool bias, std::string_view activation, std::string_view device,
-                         std::int64_t device_index);
+                         std::int64_t device_index, std::int64_t derived);
 
 // Narrows the choice of kernels, as RAREFY_FORCE_IMPL; returns what was forced before.
 std::string force(std::string_view forced);

@@ -5,17 +5,20 @@
 #include <tuple>
 
 #include "adapt.h"
+#include "derived.h"
 
 namespace rarefy::binding {
 
 namespace {
 
 Tensor bsr_linear(Tensor x, const Tensor& values, const Tensor& plan, const std::optional<Tensor>& bias,
-                  std::int64_t out_features, std::int64_t in_features) {
+                  std::int64_t out_features, std::int64_t in_features, const std::optional<Tensor>& prepared,
+                  const std::optional<Tensor>& packed, std::int64_t derived) {
   const Call call("bsr_linear", "values", values);
-  const BsrView weight = call.weight(values, plan, out_features, in_features);
+  BsrView weight = call.weight(values, plan, out_features, in_features);
   const MatrixView in = call.matrix("x", x, "in_features", in_features);
   call.check_stored(weight.dtype, "x", in.dtype);
+  weight.derived = view_derived(call, {prepared, packed, derived}, &weight);
   const void* bias_data = call.bias(bias, out_features, in.dtype);
   Tensor y = call.empty_rows(x, out_features);
   check(call.op(),
@@ -24,11 +27,13 @@ Tensor bsr_linear(Tensor x, const Tensor& values, const Tensor& plan, const std:
 }
 
 Tensor bsr_grad_input(Tensor grad_output, const Tensor& values, const Tensor& plan, std::int64_t out_features,
-                      std::int64_t in_features) {
+                      std::int64_t in_features, const std::optional<Tensor>& prepared,
+                      const std::optional<Tensor>& packed, std::int64_t derived) {
   const Call call("bsr_grad_input", "values", values);
-  const BsrView weight = call.weight(values, plan, out_features, in_features);
+  BsrView weight = call.weight(values, plan, out_features, in_features);
   const MatrixView dy = call.matrix("grad_output", grad_output, "out_features", out_features);
   call.check_stored(weight.dtype, "grad_output", dy.dtype);
+  weight.derived = view_derived(call, {prepared, packed, derived}, &weight);
   Tensor dx = call.empty_rows(grad_output, in_features);
   check(call.op(), grad_input(dy, weight, call.output(dx, dy, in_features), call.context()));
   return dx;
@@ -36,7 +41,8 @@ Tensor bsr_grad_input(Tensor grad_output, const Tensor& values, const Tensor& pl
 
 Tensor bsr_grad_weight(Tensor grad_output, Tensor x, const Tensor& plan, std::int64_t block_rows,
                        std::int64_t block_cols, std::int64_t out_features, std::int64_t in_features,
-                       const std::optional<ScalarType>& dtype) {
+                       const std::optional<ScalarType>& dtype, const std::optional<Tensor>& prepared,
+                       std::int64_t derived) {
   const Call call("bsr_grad_weight", "x", x);
   const PlanView pattern = call.plan(plan, out_features, in_features, block_rows, block_cols);
   const MatrixView dy = call.matrix("grad_output", grad_output, "out_features", out_features);
@@ -44,24 +50,25 @@ Tensor bsr_grad_weight(Tensor grad_output, Tensor x, const Tensor& plan, std::in
   call.check_dtype("x", x, "grad_output", dy.dtype);
   const DType stored = call.stored_dtype(dtype, "x", in.dtype);
   Tensor dvalues = call.empty_values(pattern.shape, dtype.value_or(x.scalar_type()));
-  check(call.op(), grad_weight(dy, in, pattern, dvalues.data_ptr(), stored, call.context()));
+  check(call.op(), grad_weight(dy, in, pattern, dvalues.data_ptr(), stored, call.context(),
+                               view_derived(call, {prepared, std::nullopt, derived}, nullptr)));
   return dvalues;
 }
 
 // The gradients of bsr_linear in one call, for eager backward passes, where a small layer spends its time
 // on the way to an op: dx if values are given, dvalues if x is, dbias if asked for; else empty tensors.
-std::tuple<Tensor, Tensor, Tensor> bsr_linear_backward(Tensor grad_output, std::optional<Tensor> x,
-                                                       const std::optional<Tensor>& values,
-                                                       const Tensor& plan, std::int64_t block_rows,
-                                                       std::int64_t block_cols, std::int64_t out_features,
-                                                       std::int64_t in_features, bool bias,
-                                                       const std::optional<ScalarType>& dtype) {
+std::tuple<Tensor, Tensor, Tensor> bsr_linear_backward(
+    Tensor grad_output, std::optional<Tensor> x, const std::optional<Tensor>& values, const Tensor& plan,
+    std::int64_t block_rows, std::int64_t block_cols, std::int64_t out_features, std::int64_t in_features,
+    bool bias, const std::optional<ScalarType>& dtype, const std::optional<Tensor>& prepared,
+    const std::optional<Tensor>& packed, std::int64_t derived) {
   const Call call("bsr_linear_backward", "grad_output", grad_output);
   const PlanView pattern = call.plan(plan, out_features, in_features, block_rows, block_cols);
   const MatrixView dy = call.matrix("grad_output", grad_output, "out_features", out_features);
   const auto input_gradient = [&] {
-    const BsrView weight = call.weight(*values, pattern);
+    BsrView weight = call.weight(*values, pattern);
     call.check_stored(weight.dtype, "grad_output", dy.dtype);
+    weight.derived = view_derived(call, {prepared, packed, derived}, &weight);
     Tensor dx = call.empty_rows(grad_output, in_features);
     check(call.op(), grad_input(dy, weight, call.output(dx, dy, in_features), call.context()));
     return dx;
@@ -71,7 +78,8 @@ std::tuple<Tensor, Tensor, Tensor> bsr_linear_backward(Tensor grad_output, std::
     call.check_dtype("x", *x, "grad_output", dy.dtype);
     const DType stored = call.stored_dtype(dtype, "x", in.dtype);
     Tensor dvalues = call.empty_values(pattern.shape, dtype.value_or(x->scalar_type()));
-    check(call.op(), grad_weight(dy, in, pattern, dvalues.data_ptr(), stored, call.context()));
+    check(call.op(), grad_weight(dy, in, pattern, dvalues.data_ptr(), stored, call.context(),
+                                 view_derived(call, {prepared, std::nullopt, derived}, nullptr)));
     return dvalues;
   };
   return {values ? input_gradient() : call.nothing(grad_output),
@@ -94,17 +102,18 @@ Tensor bsr_plan(const Tensor& crow_indices, const Tensor& col_indices, std::int6
 STABLE_TORCH_LIBRARY(rarefy, m) {
   m.def(
       "bsr_linear(Tensor x, Tensor values, Tensor plan, Tensor? bias, SymInt out_features, "
-      "SymInt in_features) -> Tensor");
+      "SymInt in_features, Tensor? prepared=None, Tensor? packed=None, int derived=0) -> Tensor");
   m.def(
       "bsr_grad_input(Tensor grad_output, Tensor values, Tensor plan, SymInt out_features, "
-      "SymInt in_features) -> Tensor");
+      "SymInt in_features, Tensor? prepared=None, Tensor? packed=None, int derived=0) -> Tensor");
   m.def(
       "bsr_grad_weight(Tensor grad_output, Tensor x, Tensor plan, SymInt block_rows, SymInt block_cols, "
-      "SymInt out_features, SymInt in_features, ScalarType? dtype=None) -> Tensor");
+      "SymInt out_features, SymInt in_features, ScalarType? dtype=None, Tensor? prepared=None, "
+      "int derived=0) -> Tensor");
   m.def(
       "_bsr_linear_backward(Tensor grad_output, Tensor? x, Tensor? values, Tensor plan, SymInt block_rows, "
-      "SymInt block_cols, SymInt out_features, SymInt in_features, bool bias, ScalarType? dtype=None) -> "
-      "(Tensor, Tensor, Tensor)");
+      "SymInt block_cols, SymInt out_features, SymInt in_features, bool bias, ScalarType? dtype=None, "
+      "Tensor? prepared=None, Tensor? packed=None, int derived=0) -> (Tensor, Tensor, Tensor)");
   m.def(
       "bsr_plan(Tensor crow_indices, Tensor col_indices, SymInt out_features, SymInt in_features, "
       "SymInt block_rows, SymInt block_cols, str caller=\"bsr_plan\") -> Tensor");

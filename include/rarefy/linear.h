@@ -20,6 +20,7 @@ struct Derived {
   std::uint64_t key = 0;  // 0: nothing
   const void* prepared = nullptr;
   const void* packed = nullptr;
+  std::int64_t prepared_bytes = 0, packed_bytes = 0;  // checked against what derived_sizes says
 };
 
 // A weight: its pattern's plan and its values, (nnzb, block_rows, block_cols), row-major, canonical.

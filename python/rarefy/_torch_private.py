@@ -66,6 +66,11 @@ def plain() -> bool:
     )
 
 
+def in_autocast() -> bool:
+    """Whether autocast is on for any device."""
+    return _in_autocast() if autograd_kernels else any(map(torch.is_autocast_enabled, ("cpu", "cuda")))
+
+
 def forward_mode() -> bool:
     """Whether dual numbers may be around."""
     return autograd_kernels and forward_ad._current_level >= 0

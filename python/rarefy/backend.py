@@ -9,6 +9,7 @@ import torch
 
 from . import _load
 from .checks import DTYPE_NAMES, check_block_shape, check_int, check_tensor, fail
+from .pattern_weight import forget_derived
 
 __version__ = "0.1.0"
 
@@ -73,6 +74,8 @@ def explain(layer: Any, x: torch.Tensor, *, op: str = "linear") -> dict[str, Any
         fail("explain", "x must be float64, float32, bfloat16 or float16", x.dtype, TypeError)
     if _load.problem is not None:
         raise ImportError(_load.problem)
+    at_hand = weight.derived(x) if x.device == weight.device and hasattr(weight, "derived") else ()
+    derived = at_hand[2] if at_hand else 0
     return json.loads(
         torch.ops.rarefy.explain(
             op,
@@ -86,6 +89,7 @@ def explain(layer: Any, x: torch.Tensor, *, op: str = "linear") -> dict[str, Any
             "none",
             x.device.type,
             x.device.index or 0,
+            derived,
         )
     )
 
@@ -104,4 +108,6 @@ def force_impl(forced: str) -> str:
     """
     if _load.problem is not None:
         raise ImportError(_load.problem)
-    return torch.ops.rarefy.force_impl(forced)
+    before = torch.ops.rarefy.force_impl(forced)
+    forget_derived()
+    return before

@@ -10,6 +10,7 @@ the other two, and derivatives of any order follow:
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -58,29 +59,41 @@ def _compact(values: Tensor) -> Tensor:
     return values.clone(memory_format=torch.contiguous_format)
 
 
+def _of_pattern(rest: Sequence[Any]) -> Sequence[Any]:
+    """A product's last arguments, both sizes and maybe prepared, packed, key, for other values."""
+    return rest if len(rest) == 2 or rest[3] is None else rest[:2]
+
+
+def _for_weight_gradient(rest: Sequence[Any]) -> Sequence[Any]:
+    """Of the same what bsr_grad_weight takes: prepared and key."""
+    return (rest[2], rest[4]) if len(_of_pattern(rest)) == 5 else ()
+
+
 class Linear(Function):
     """The kernel of bsr_linear for autograd."""
 
     @staticmethod
-    def forward(ctx, x, values, plan, bias, *size):  # noqa: D102
-        y = run_linear(x, values, plan, bias, *size)
-        ctx.size, ctx.values_shape, ctx.values_dtype = size, values.shape, values.dtype
+    def forward(ctx, x, values, plan, bias, *rest):  # noqa: D102
+        y = run_linear(x, values, plan, bias, *rest)
+        ctx.rest = rest  # both sizes, and what is derived
+        ctx.values_shape, ctx.values_dtype = values.shape, values.dtype
         _save(ctx, x, values, plan)
         return y
 
     @staticmethod
     def save(ctx, inputs, output):  # noqa: D102
-        x, values, plan, _, *ctx.size = inputs
+        x, values, plan, _, *ctx.rest = inputs
         ctx.values_shape, ctx.values_dtype = values.shape, values.dtype
         _save(ctx, x, values, plan)
 
     @staticmethod
     def backward(ctx, dy):  # noqa: D102
-        if dy is None:
-            return (None,) * 6
-        x, values = ctx.saved_tensors
-        needs = ctx.needs_input_grad
+        x, values = ctx.saved_tensors if dy is not None else (None, None)
+        needs, rest = ctx.needs_input_grad, ctx.rest
+        nothing = (None,) * len(rest)
         dx = dvalues = dbias = None
+        if dy is None:
+            return None, None, None, None, *nothing
         if not torch.is_grad_enabled() and type(dy) is Tensor and _torch_private.plain():
             # Nothing records these calls: one op does what three would. A single token has no sum.
             several = dy.dim() > 1
@@ -90,9 +103,10 @@ class Linear(Function):
                 values,
                 ctx.plan,
                 *ctx.values_shape[1:],
-                *ctx.size,
+                *rest[:2],
                 needs[3] and several,
                 ctx.values_dtype,
+                *rest[2:],
             )
             if not several:
                 dbias = dy
@@ -101,21 +115,21 @@ class Linear(Function):
                 dvalues if needs[1] else None,
                 None,
                 dbias if needs[3] else None,
-                None,
-                None,
+                *nothing,
             )
         if needs[0]:
-            dx = grad_input(dy, values, ctx.plan, *ctx.size)
+            dx = grad_input(dy, values, ctx.plan, *rest)
         if needs[1]:
-            dvalues = grad_weight(dy, x, ctx.plan, *ctx.values_shape[1:], *ctx.size, ctx.values_dtype)
+            sizes = (*ctx.values_shape[1:], *rest[:2], ctx.values_dtype)
+            dvalues = grad_weight(dy, x, ctx.plan, *sizes, *_for_weight_gradient(rest))
         if needs[3]:
             dbias = dy.sum(tuple(range(dy.dim() - 1))) if dy.dim() > 1 else dy
-        return dx, dvalues, None, dbias, None, None
+        return dx, dvalues, None, dbias, *nothing
 
     @staticmethod
-    def jvp(ctx, dx, dvalues, _plan, dbias, *_size):  # noqa: D102
+    def jvp(ctx, dx, dvalues, _plan, dbias, *_rest):  # noqa: D102
         def product(x: Tensor, values: Tensor) -> Tensor:
-            return linear(x, _compact(values), ctx.plan, None, *ctx.size)
+            return linear(x, _compact(values), ctx.plan, None, *_of_pattern(ctx.rest))
 
         return _tangent(ctx, product, dx, dvalues, dbias)
 
@@ -124,14 +138,14 @@ class GradInput(Function):
     """The kernel of bsr_grad_input for autograd."""
 
     @staticmethod
-    def forward(ctx, dy, values, plan, *size):  # noqa: D102
-        dx = run_grad_input(dy, values, plan, *size)
-        GradInput.save(ctx, (dy, values, plan, *size), dx)
+    def forward(ctx, dy, values, plan, *rest):  # noqa: D102
+        dx = run_grad_input(dy, values, plan, *rest)
+        GradInput.save(ctx, (dy, values, plan, *rest), dx)
         return dx
 
     @staticmethod
     def save(ctx, inputs, output):  # noqa: D102
-        dy, values, plan, *ctx.size = inputs
+        dy, values, plan, *ctx.rest = inputs
         ctx.values_shape, ctx.values_dtype = values.shape, values.dtype
         _save(ctx, dy, values, plan)
 
@@ -140,17 +154,18 @@ class GradInput(Function):
         ddy = dvalues = None
         if ddx is not None:
             dy, values = ctx.saved_tensors
-            needs = ctx.needs_input_grad
+            needs, rest = ctx.needs_input_grad, ctx.rest
             if needs[0]:
-                ddy = linear(ddx, values, ctx.plan, None, *ctx.size)
+                ddy = linear(ddx, values, ctx.plan, None, *rest)
             if needs[1]:
-                dvalues = grad_weight(dy, ddx, ctx.plan, *ctx.values_shape[1:], *ctx.size, ctx.values_dtype)
-        return ddy, dvalues, None, None, None
+                sizes = (*ctx.values_shape[1:], *rest[:2], ctx.values_dtype)
+                dvalues = grad_weight(dy, ddx, ctx.plan, *sizes, *_for_weight_gradient(rest))
+        return ddy, dvalues, *(None,) * (1 + len(ctx.rest))
 
     @staticmethod
     def jvp(ctx, ddy, dvalues, *_):  # noqa: D102
         def product(dy: Tensor, values: Tensor) -> Tensor:
-            return grad_input(dy, _compact(values), ctx.plan, *ctx.size)
+            return grad_input(dy, _compact(values), ctx.plan, *_of_pattern(ctx.rest))
 
         return _tangent(ctx, product, ddy, dvalues)
 
@@ -179,7 +194,7 @@ class GradWeight(Function):
                 ddy = linear(x, ddvalues, ctx.plan, None, *ctx.sizes[2:4])
             if needs[1]:
                 dx = grad_input(dy, ddvalues, ctx.plan, *ctx.sizes[2:4])
-        return ddy, dx, *(None,) * 6
+        return ddy, dx, *(None,) * (1 + len(ctx.sizes))
 
     @staticmethod
     def jvp(ctx, ddy, dx, *_):  # noqa: D102
@@ -205,13 +220,13 @@ def kernel(function: type[Function], op: Any) -> Any:
 # vmap --------------------------------------------------------------------------------------------
 
 
-def vmap_linear(info, dims, x, values, plan, bias, *size):
+def vmap_linear(info, dims, x, values, plan, bias, *rest):
     """A batch dimension of x is more tokens; batched values or biases are a call each."""
     _check_plan("bsr_linear", dims[2])
     if dims[1] is None and dims[3] is None:
-        return linear(x.movedim(dims[0], 0), values, plan, bias, *size), 0
+        return linear(x.movedim(dims[0], 0), values, plan, bias, *rest), 0
     return _each(
-        lambda x, w, b: linear(x, _compact(w), plan, b, *size),
+        lambda x, w, b: linear(x, _compact(w), plan, b, *_of_pattern(rest)),
         info,
         (dims[0], dims[1], dims[3]),
         x,
@@ -220,12 +235,13 @@ def vmap_linear(info, dims, x, values, plan, bias, *size):
     )
 
 
-def vmap_grad_input(info, dims, dy, values, plan, *size):
+def vmap_grad_input(info, dims, dy, values, plan, *rest):
     """As vmap_linear."""
     _check_plan("bsr_grad_input", dims[2])
     if dims[1] is None:
-        return grad_input(dy.movedim(dims[0], 0), values, plan, *size), 0
-    return _each(lambda dy, w: grad_input(dy, _compact(w), plan, *size), info, dims[:2], dy, values)
+        return grad_input(dy.movedim(dims[0], 0), values, plan, *rest), 0
+    rest = _of_pattern(rest)
+    return _each(lambda dy, w: grad_input(dy, _compact(w), plan, *rest), info, dims[:2], dy, values)
 
 
 def vmap_grad_weight(info, dims, dy, x, plan, *sizes):

@@ -22,7 +22,13 @@ _plan = _load.op("bsr_plan")
 
 
 def bsr_linear(
-    x: Tensor, values: Tensor, plan: Tensor, bias: Tensor | None, out_features: int, in_features: int
+    x: Tensor,
+    values: Tensor,
+    plan: Tensor,
+    bias: Tensor | None,
+    out_features: int,
+    in_features: int,
+    *derived: Tensor | int | None,
 ) -> Tensor:
     """Return ``x @ W.T + bias`` for a block-sparse W of shape (out_features, in_features).
 
@@ -35,6 +41,8 @@ def bsr_linear(
         bias: (out_features,) of x's dtype, or None.
         out_features: rows of W; no multiple of block_rows is needed, nor of block_cols below.
         in_features: columns of W.
+        derived: nothing, or prepared, packed and their key, as ``weight.derived(x)`` gives them; it makes
+            calls faster and changes no result. Packed values must be those of `values`.
 
     Returns:
         (..., out_features), contiguous, of x's dtype; sums are in float32 (float64 for float64). Under
@@ -53,24 +61,29 @@ def bsr_linear(
     ):
         if not isinstance(x, Tensor) and x is not None:  # torch would say RuntimeError of it
             fail("bsr_linear", "x must be a tensor", type(x).__name__, TypeError)
-        return linear(x, values, plan, bias, out_features, in_features)
+        return linear(x, values, plan, bias, out_features, in_features, *derived)
     # The same as by the dispatcher, where Python kernels cost three times as much as the product of a
     # small layer.
     if torch.is_grad_enabled() and (
         x.requires_grad or values.requires_grad or (bias is not None and bias.requires_grad)
     ):
-        return derivatives.Linear.apply(x, values, plan, bias, out_features, in_features)
-    return derivatives.run_linear(x, values, plan, bias, out_features, in_features)
+        return derivatives.Linear.apply(x, values, plan, bias, out_features, in_features, *derived)
+    return derivatives.run_linear(x, values, plan, bias, out_features, in_features, *derived)
 
 
 def bsr_grad_input(
-    grad_output: Tensor, values: Tensor, plan: Tensor, out_features: int, in_features: int
+    grad_output: Tensor,
+    values: Tensor,
+    plan: Tensor,
+    out_features: int,
+    in_features: int,
+    *derived: Tensor | int | None,
 ) -> Tensor:
     """Return ``grad_output @ W``, (..., in_features), for grad_output (..., out_features).
 
     The other arguments and the errors are those of :func:`bsr_linear`.
     """
-    return grad_input(grad_output, values, plan, out_features, in_features)
+    return grad_input(grad_output, values, plan, out_features, in_features, *derived)
 
 
 def bsr_grad_weight(
@@ -82,15 +95,17 @@ def bsr_grad_weight(
     out_features: int,
     in_features: int,
     dtype: torch.dtype | None = None,
+    *derived: Tensor | int | None,
 ) -> Tensor:
     """Return the stored blocks of ``grad_output.T @ x``, (nnzb, block_rows, block_cols).
 
     grad_output is (..., out_features) and x is (..., in_features), with the same leading dimensions.
     Elements of edge blocks that lie outside W get 0. The other arguments and the errors are those of
     :func:`bsr_linear`; nnzb follows from the plan's length. The result has the dtype of x, or `dtype`,
-    which must be one that values can have.
+    which must be one that values can have. `derived` is nothing, or prepared and its key.
     """
-    return grad_weight(grad_output, x, plan, block_rows, block_cols, out_features, in_features, dtype)
+    sizes = (block_rows, block_cols, out_features, in_features)
+    return grad_weight(grad_output, x, plan, *sizes, dtype, *derived)
 
 
 def bsr_plan(
@@ -137,11 +152,11 @@ def _rows_like(op: str, argument: str, tensor: Tensor, columns: int, dimension: 
     return tensor.new_empty((*tensor.shape[:-1], new))
 
 
-def _fake_linear(x, values, plan, bias, out_features, in_features):
+def _fake_linear(x, values, plan, bias, out_features, in_features, *derived):
     return _rows_like("bsr_linear", "x", x, in_features, "in_features", out_features)
 
 
-def _fake_grad_input(grad_output, values, plan, out_features, in_features):
+def _fake_grad_input(grad_output, values, plan, out_features, in_features, *derived):
     return _rows_like("bsr_grad_input", "grad_output", grad_output, out_features, "out_features", in_features)
 
 
@@ -152,13 +167,25 @@ def _empty_plan_size(out_features, in_features, block_rows, block_cols):
     return 8 + row_count + 1 + col_count + 1
 
 
-def _fake_grad_weight(grad_output, x, plan, block_rows, block_cols, out_features, in_features, dtype=None):
+def _fake_grad_weight(
+    grad_output, x, plan, block_rows, block_cols, out_features, in_features, dtype=None, *derived
+):
     nnzb = (plan.shape[0] - _empty_plan_size(out_features, in_features, block_rows, block_cols)) // 3
     return x.new_empty((nnzb, block_rows, block_cols), dtype=dtype)
 
 
 def _fake_backward(
-    grad_output, x, values, plan, block_rows, block_cols, out_features, in_features, bias, dtype=None
+    grad_output,
+    x,
+    values,
+    plan,
+    block_rows,
+    block_cols,
+    out_features,
+    in_features,
+    bias,
+    dtype=None,
+    *derived,
 ):
     sizes = (block_rows, block_cols, out_features, in_features)
     nothing = grad_output.new_empty((0,))
@@ -190,8 +217,10 @@ def _autocast_linear(device_type: str) -> Callable[..., Tensor]:
             return tensor
         return tensor.to(torch.get_autocast_dtype(device_type))
 
-    def kernel(x, values, plan, bias, out_features, in_features):
+    def kernel(x, values, plan, bias, out_features, in_features, prepared=None, packed=None, derived=0):
         arguments = (cast(x), cast(values), plan, cast(bias), out_features, in_features)
+        if packed is None and derived:  # what is packed belongs to the values before the cast
+            arguments = (*arguments, prepared, None, derived)
         return _torch_private.without_autocast(device_type, linear, *arguments)
 
     return kernel
@@ -210,6 +239,7 @@ def _register() -> torch.library.Library:
     }
     for name, fake in fakes.items():
         torch.library.register_fake(f"rarefy::{name}", fake)
+    for name in (*fakes, "bsr_derived_sizes", "bsr_prepare", "bsr_pack"):
         _torch_private.rename_type_errors(getattr(torch.ops.rarefy, name))
     library = torch.library.Library("rarefy", "IMPL")
     for name, function, vmap in derivatives.RULES:

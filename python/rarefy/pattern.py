@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -97,6 +98,7 @@ class BsrPattern:
     ) -> None:
         self.shape, self.block_shape, self.nnzb, self.plan = shape, block_shape, nnzb, plan
         self.is_padded = any(size % block for size, block in zip(shape, block_shape, strict=True))
+        self._prepared: dict[int, torch.Tensor] = {}  # by the key of the kernels that want it
         self._family = family  # the twins by device, as weak references: who moves away frees his plan
         if not plan.is_meta:
             family[plan.device] = weakref.ref(self)
@@ -178,6 +180,12 @@ class BsrPattern:
         if "_last_row" not in self.__dict__:
             self._last_row = (int(self.indices()[0][-2]), self.nnzb) if self.grid[0] else (0, 0)
         return self._last_row
+
+    def prepared(self, key: int, make: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """What kernels of this key derive from the pattern, made by the first who asks; see derived.py."""
+        if key not in self._prepared:
+            self._prepared[key] = make()
+        return self._prepared[key]
 
     # -- moving and comparing -------------------------------------------------------------------
 

@@ -12,7 +12,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from . import ops
+from ._torch_private import in_autocast
 from .checks import check_dtype, check_tensor, fail, first_position
+from .derived import Derived, Kept, capturing, dtype_of_product
 from .masks import from_blocks, random_blocks
 from .nested import linear_of_nested
 from .pattern import BsrPattern, as_index, digest
@@ -23,6 +25,8 @@ from .values import check_padding, init_bounds, zero_padding
 _INDICES = ("crow_indices", "col_indices")
 _PUBLIC = (*_INDICES, "pattern_digest")
 
+_PLAIN = (torch.Tensor, nn.Parameter)  # not the subclasses, which may hold no data
+
 _alive: weakref.WeakSet[PatternWeight] = weakref.WeakSet()
 
 
@@ -31,7 +35,15 @@ def _settle_all() -> bool:
     """What a compiler runs while it traces, since the graph it makes will not look at versions."""
     for weight in list(_alive):
         weight._settle()
+        if weight._pattern.device.type == "cuda" and "values" in weight._parameters:
+            weight.prepare()
     return True
+
+
+def forget_derived() -> None:
+    """Drops what kernels derived from all weights, when the choice of kernels changes."""
+    for weight in list(_alive):
+        weight._kept = {}
 
 
 def _version(tensor: torch.Tensor) -> int:
@@ -165,12 +177,65 @@ class PatternWeight(SparseWeight):
             return linear_of_nested(self, x, bias)
         pattern, values = self.pattern, self._parameters.get("values")  # nn.Module's lookup takes longer
         values = self.blocks(self.values if values is None else values)
+        # First what a small layer meets, to which a call of derived() is a tenth of its time.
+        kept = self._kept.get(getattr(x, "dtype", None))
+        derived = () if kept is not None and not kept.key and not in_autocast() else self.derived(x)
         if self.x_dtype is not None and not _reads_itself(values, self.x_dtype):
             values = values.to(self.x_dtype)  # the one place where narrower values are widened
         if bias is not None and not bias.is_contiguous():
             bias = bias.contiguous()
         n, k = self.shape
-        return ops.bsr_linear(x, values, pattern.plan, bias, n, k)
+        return ops.bsr_linear(x, values, pattern.plan, bias, n, k, *derived)
+
+    def derived(self, x: torch.Tensor) -> Derived | tuple[()]:
+        """What kernels for x want of this weight beside values and plan: the last arguments of the ops.
+
+        Nothing where they want nothing. Made when it is first asked for; see derived.py.
+        """
+        tracing = type(x) not in _PLAIN or torch.compiler.is_compiling()
+        if tracing and not isinstance(x, torch.Tensor):
+            return ()  # the op says what is wrong
+        dtype = dtype_of_product(x) if in_autocast() else x.dtype
+        kept = self._kept.get(dtype)
+        if kept is None and not tracing:
+            kept = self._ask(dtype)
+        if kept is None or not kept.key or (tracing and kept.packed_bytes):
+            return ()  # a traced graph cannot look at versions
+        values = self._parameters.get("values")
+        if values is None:  # a parametrization's, others in each call
+            return () if kept.packed_bytes else kept.of_pattern()
+        return kept.current(values, self.blocks(values))
+
+    def _ask(self, dtype: torch.dtype) -> Kept | None:
+        values = self._parameters.get("values")
+        if type(values) is not nn.Parameter or values.is_meta or capturing(values):
+            return None
+        if not dtype.is_floating_point or not values.is_floating_point():
+            return None  # for the op to refuse
+        stored = values.dtype == dtype or (_reads_itself(values, dtype) and not in_autocast())
+        kept = self._kept[dtype] = Kept(self.pattern, self.blocks(values.detach()), dtype, stored)
+        return kept
+
+    def prepare(self, *x_dtypes: torch.dtype) -> PatternWeight:
+        """Makes what kernels derive from this weight now, not in the first calls, for inputs of these dtypes.
+
+        Without any: of the layer's own, and of autocast where it is on. Ahead of a CUDA graph's capture, or
+        of a server's first request; `derived_nbytes` says what is held. Nothing else changes.
+        """
+        device = self.device.type
+        for dtype in x_dtypes or {
+            self.x_dtype or self.dtype,
+            *([torch.get_autocast_dtype(device)] if torch.is_autocast_enabled(device) else []),
+        }:
+            kept = self._kept.get(dtype) or self._ask(dtype)
+            if kept is not None and kept.packed_bytes:
+                kept.current(self.values, self.blocks(self.values), now=True)
+        return self
+
+    @property
+    def derived_nbytes(self) -> int:
+        """Bytes that are held of what kernels derived from this weight, beside `nbytes` and the plan."""
+        return sum(kept.nbytes for kept in self._kept.values())
 
     def to_dense(self) -> torch.Tensor:
         """The (N, K) tensor with zeros for the blocks that are not stored; differentiable, exact."""
@@ -184,6 +249,7 @@ class PatternWeight(SparseWeight):
         if dtype is not None and dtype != self.dtype:
             self.x_dtype = self.dtype if self.x_dtype is None else self.x_dtype
             self.values = nn.Parameter(self.values.detach().to(dtype), self.values.requires_grad)
+            self._kept = {}
             self._seen()
         return self
 
@@ -209,6 +275,7 @@ class PatternWeight(SparseWeight):
     def _set_pattern(self, pattern: BsrPattern) -> None:
         """Makes `pattern`, on the device of values, the truth, with new copies of its indices as buffers."""
         self._pattern, self._looked_in = pattern, None
+        self._kept: dict[torch.dtype, Kept] = {}  # what kernels derive, by the dtype of x
         with torch.inference_mode(False):
             crow, col = (index.clone() for index in pattern.indices())
             buffers = (crow, col, digest(crow, col))
@@ -321,7 +388,7 @@ class PatternWeight(SparseWeight):
         # `fn` is for values; indices only follow the device, whatever else it does (casts, to_empty).
         self._settle()
         buffers, before = self._buffers, self.values.dtype
-        self._buffers = {}
+        self._buffers, self._kept = {}, {}
         try:
             super()._apply(fn, recurse)
         finally:
@@ -370,12 +437,13 @@ class PatternWeight(SparseWeight):
             self.values = swap_data(self.values, other.values.detach())
             self._set_pattern(pattern.to(self.device))
         self.x_dtype = other.x_dtype
+        self._kept = {}
         self._pattern_known = other._pattern_known
         self._seen()
 
     def __getstate__(self) -> dict[str, Any]:  # noqa: D105
         self._settle()
-        hidden = ("_watched", "_looked_in")
+        hidden = ("_watched", "_looked_in", "_kept")
         state = {key: value for key, value in self.__dict__.items() if key not in hidden}
         # Weights that share a pattern share it in a pickle, too; the buffers are made of it again.
         state["_buffers"] = {k: b for k, b in self._buffers.items() if k not in _PUBLIC}

@@ -74,6 +74,19 @@ Status find_workspace(Call& call, const Workspace& given, std::int64_t bytes,
   return {};
 }
 
+// What is at hand for the kernel must be as large as derived_sizes said.
+Status check_derived(const Call& call, const Choice& choice) {
+  const std::string_view op = name(call.problem.op);
+  const auto size = [&](auto of) { return of == nullptr ? 0 : of(call.problem, choice.config); };
+  if (Status status = check_size(op, "derived.prepared", "bytes (derived_sizes)",
+                                 size(choice.kernel->prepared_size), call.derived.prepared_bytes);
+      !status.ok()) {
+    return status;
+  }
+  return check_size(op, "derived.packed", "bytes (derived_sizes)", size(choice.kernel->packed_size),
+                    call.derived.packed_bytes);
+}
+
 Status dispatch(Call& call, const Context& context) {
   Problem& problem = call.problem;
   problem.threads = context.executor.threads;
@@ -89,6 +102,8 @@ Status dispatch(Call& call, const Context& context) {
     }
     call.derived = {};
     problem.derived = 0;
+  } else if (choice->derived_key != 0) {
+    if (Status status = check_derived(call, *choice); !status.ok()) return status;
   }
   call.config = choice->config;
   call.executor = context.executor;

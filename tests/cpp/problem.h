@@ -211,7 +211,7 @@ class ProblemIn {
                                  pack(asked, w, prepared_->data(), packed_->data(), context(stream))}) {
       if (!status.ok()) throw std::runtime_error(status.message());
     }
-    w.derived = {sizes->key, prepared_->data(), packed_->data()};
+    w.derived = {sizes->key, prepared_->data(), packed_->data(), sizes->prepared, sizes->packed};
     return w;
   }
   MatrixView x_view() const {

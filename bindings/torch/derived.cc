@@ -1,0 +1,163 @@
+// Tensors of derived data: making them for a weight, and what a call may use of them.
+#include "derived.h"
+
+#include <torch/csrc/stable/library.h>
+
+#include <algorithm>
+#include <array>
+#include <cstddef>
+#include <cstring>
+
+#include "core/message.h"
+
+namespace rarefy::binding {
+
+namespace {
+
+// A weight has one of each, whatever is multiplied with it: what kernels for many tokens derive.
+constexpr std::int64_t kTypicalTokens = 4096;
+
+Op op_named(std::string_view text) {
+  for (const Op op : kAllOps) {
+    if (name(op) == text) return op;
+  }
+  raise("bsr_derived", invalid("bsr_derived", "op must be linear, grad_input or grad_weight", text));
+}
+
+Problem typical(const Call& call, std::string_view op, const BsrView& w, ScalarType dtype) {
+  const auto threads = static_cast<int>(torch::stable::get_num_threads());
+  Problem problem = make_problem(op_named(op), w.plan.shape, kTypicalTokens, call.any_dtype("dtype", dtype),
+                                 call.device(), threads);
+  problem.weight.dtype = w.dtype;
+  if (problem.op == Op::grad_weight) problem.out = w.dtype;
+  problem.device_index = call.device() == Device::cuda ? call.device_index() : 0;
+  return problem;
+}
+
+// Writes that torch does not count (`values.data.mul_`) would leave packed values behind. So a few of the
+// values lie before what is packed, and calls compare them: 64 cache lines, about 1 µs; on the CPU, where the
+// host can. What changes no sample is not noticed, and docs/design/pytorch.md says so.
+constexpr std::int64_t kSamples = 64;
+constexpr std::int64_t kSampleBytes = 8 * kSamples;
+
+template <class Function>  // (sample's index, address of the value)
+void for_samples(const BsrView& w, Function function) {
+  const std::int64_t count = w.plan.shape.value_count();
+  const auto size = static_cast<std::int64_t>(size_of(w.dtype));
+  for (std::int64_t i = 0; i < std::min(kSamples, count); ++i) {
+    function(i, static_cast<const std::byte*>(w.values) +
+                    i * (count - 1) / std::max(kSamples - 1, std::int64_t{1}) * size);
+  }
+}
+
+void take_samples(const BsrView& w, std::byte* samples) {
+  std::memset(samples, 0, kSampleBytes);
+  for_samples(w, [&](std::int64_t i, const std::byte* value) {
+    std::memcpy(samples + 8 * i, value, size_of(w.dtype));
+  });
+}
+
+bool samples_agree(const BsrView& w, const std::byte* samples) {
+  bool agree = true;
+  for_samples(w, [&](std::int64_t i, const std::byte* value) {
+    agree = agree && std::memcmp(samples + 8 * i, value, size_of(w.dtype)) == 0;
+  });
+  return agree;
+}
+
+void check_bytes(const Call& call, std::string_view argument, const Tensor& tensor) {
+  call.check_device(argument, tensor);
+  if (tensor.scalar_type() == ScalarType::Byte && tensor.dim() == 1 && tensor.is_contiguous()) return;
+  raise(call.op(), mismatch(call.op(), cat(argument, " must be a contiguous tensor of bytes, 1-D"),
+                            cat(tensor.dim(), " dimensions of ", toString(tensor.scalar_type()))));
+}
+
+std::int64_t sample_bytes(const Call& call) { return call.device() == Device::cpu ? kSampleBytes : 0; }
+
+}  // namespace
+
+Derived view_derived(const Call& call, const DerivedTensors& tensors, const BsrView* weight) {
+  if (tensors.key == 0) return {};
+  Derived derived{static_cast<std::uint64_t>(tensors.key)};
+  if (tensors.prepared) {
+    check_bytes(call, "prepared", *tensors.prepared);
+    derived.prepared = tensors.prepared->data_ptr();
+    derived.prepared_bytes = tensors.prepared->numel();
+  }
+  if (tensors.packed) {
+    check_bytes(call, "packed", *tensors.packed);
+    const std::int64_t samples = sample_bytes(call);
+    const auto* bytes = static_cast<const std::byte*>(tensors.packed->data_ptr());
+    if (tensors.packed->numel() < samples) {
+      raise(call.op(), invalid(call.op(), cat("packed must have at least ", samples, " bytes"),
+                               cat(tensors.packed->numel())));
+    }
+    if (weight == nullptr || (samples > 0 && !samples_agree(*weight, bytes))) return {};
+    derived.packed = bytes + samples;
+    derived.packed_bytes = tensors.packed->numel() - samples;
+  }
+  return derived;
+}
+
+std::tuple<std::int64_t, std::int64_t, std::int64_t> derived_sizes(std::string_view op, const Tensor& values,
+                                                                   const Tensor& plan,
+                                                                   std::int64_t out_features,
+                                                                   std::int64_t in_features,
+                                                                   ScalarType dtype) {
+  const Call call("bsr_derived_sizes", "values", values);
+  const BsrView weight = call.weight(values, plan, out_features, in_features);
+  const DerivedSizes sizes = value_of(call.op(), rarefy::derived_sizes(typical(call, op, weight, dtype)));
+  const std::int64_t samples = sizes.packed > 0 ? sample_bytes(call) : 0;
+  return {static_cast<std::int64_t>(sizes.key), sizes.prepared, sizes.packed + samples};
+}
+
+Tensor prepare(std::string_view op, const Tensor& values, const Tensor& plan, std::int64_t out_features,
+               std::int64_t in_features, ScalarType dtype) {
+  const Call call("bsr_prepare", "values", values);
+  const BsrView weight = call.weight(values, plan, out_features, in_features);
+  const Problem problem = typical(call, op, weight, dtype);
+  Tensor prepared = call.empty_bytes(value_of(call.op(), rarefy::derived_sizes(problem)).prepared);
+  check(call.op(), rarefy::prepare(problem, weight.plan, prepared.data_ptr(), call.context()));
+  return prepared;
+}
+
+Tensor pack(std::string_view op, const Tensor& values, const Tensor& plan,
+            const std::optional<Tensor>& prepared, std::int64_t out_features, std::int64_t in_features,
+            ScalarType dtype) {
+  const Call call("bsr_pack", "values", values);
+  const BsrView weight = call.weight(values, plan, out_features, in_features);
+  const Problem problem = typical(call, op, weight, dtype);
+  const DerivedSizes sizes = value_of(call.op(), rarefy::derived_sizes(problem));
+  if (prepared) check_bytes(call, "prepared", *prepared);
+  const std::int64_t given = prepared ? prepared->numel() : 0;
+  if (given != sizes.prepared) {
+    raise(call.op(), invalid(call.op(), cat("prepared must have ", sizes.prepared, " bytes"), cat(given)));
+  }
+  const std::int64_t samples = sample_bytes(call);
+  Tensor packed = call.empty_bytes(samples + sizes.packed);
+  auto* bytes = static_cast<std::byte*>(packed.data_ptr());
+  if (samples > 0) take_samples(weight, bytes);  // first: whoever writes meanwhile is noticed
+  check(call.op(), rarefy::pack(problem, weight, prepared ? prepared->data_ptr() : nullptr, bytes + samples,
+                                call.context()));
+  return packed;
+}
+
+STABLE_TORCH_LIBRARY_FRAGMENT(rarefy, m) {
+  m.def(
+      "bsr_derived_sizes(str op, Tensor values, Tensor plan, int out_features, int in_features, "
+      "ScalarType dtype) -> (int, int, int)");
+  m.def(
+      "bsr_prepare(str op, Tensor values, Tensor plan, int out_features, int in_features, ScalarType dtype) "
+      "-> Tensor");
+  m.def(
+      "bsr_pack(str op, Tensor values, Tensor plan, Tensor? prepared, int out_features, int in_features, "
+      "ScalarType dtype) -> Tensor");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(rarefy, CompositeExplicitAutograd, m) {
+  m.impl("bsr_derived_sizes", TORCH_BOX(&derived_sizes));
+  m.impl("bsr_prepare", TORCH_BOX(&prepare));
+  m.impl("bsr_pack", TORCH_BOX(&pack));
+}
+
+}  // namespace rarefy::binding

@@ -1,0 +1,262 @@
+"""What kernels derive from a weight: when it is made, what is kept, when it is dropped."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import threading
+
+import pytest
+import torch
+from torch import nn
+
+import rarefy
+from rarefy import derived
+
+KEY = 12345  # of no kernel: results must not change
+
+
+class Stand:
+    """Stands for a kernel that wants some bytes; counts what is made. No kernel has its key."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, prepared: int, packed: int) -> None:
+        self.prepared, self.packed = prepared, packed
+        self.asked: list[torch.dtype] = []
+        self.made: list[str] = []
+        for name in ("sizes", "prepare", "pack"):
+            monkeypatch.setattr(derived, f"_{name}", getattr(self, name))
+
+    def sizes(self, op, values, plan, n, k, dtype):
+        assert op == "linear" and values.ndim == 3
+        self.asked.append(dtype)
+        return KEY, self.prepared, self.packed
+
+    def prepare(self, op, values, plan, n, k, dtype):
+        self.made.append("prepared")
+        return torch.zeros(self.prepared, dtype=torch.uint8)
+
+    def pack(self, op, values, plan, prepared, n, k, dtype):
+        assert (prepared is None) == (self.prepared == 0)
+        assert not values.requires_grad
+        self.made.append("packed")
+        return torch.zeros(self.packed + 512, dtype=torch.uint8)
+
+
+def layer(dtype: torch.dtype = torch.float32, seed: int = 0) -> rarefy.BlockSparseLinear:
+    generator = torch.Generator().manual_seed(seed)
+    return rarefy.BlockSparseLinear(24, 32, density=0.5, block_shape=(8, 4), dtype=dtype, generator=generator)
+
+
+X = torch.randn(5, 24, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.fixture
+def both(monkeypatch):
+    return Stand(monkeypatch, 16, 32)
+
+
+def test_nothing_is_kept_for_kernels_that_want_nothing(monkeypatch):
+    stand = Stand(monkeypatch, 0, 0)
+    monkeypatch.setattr(derived, "_sizes", lambda *a: (0, 0, 0))
+    linear = layer()
+    linear(X)
+    assert linear.weight.derived(X) == () and linear.weight.derived_nbytes == 0
+    assert stand.made == []
+
+
+def test_values_are_packed_at_the_second_call_with_them(both):
+    linear = layer()
+    want = linear.weight.to_dense().detach()
+    for call, made in enumerate((["prepared"], ["prepared", "packed"], ["prepared", "packed"])):
+        torch.testing.assert_close(linear(X), X @ want.T + linear.bias)
+        assert both.made == made, call
+    assert both.asked == [torch.float32]
+    assert linear.weight.derived_nbytes == 16 + 32 + 512
+    prepared, packed, key = linear.weight.derived(X)
+    assert (prepared.numel(), packed.numel(), key) == (16, 32 + 512, KEY)
+
+
+def test_a_training_step_packs_nothing(both):
+    linear = layer()
+    optimizer = torch.optim.AdamW(linear.parameters(), lr=0.1)
+    for _ in range(4):
+        optimizer.zero_grad()
+        linear(X).square().sum().backward()
+        optimizer.step()
+    assert both.made == ["prepared"]
+    with torch.no_grad():
+        linear(X), linear(X)
+    assert both.made == ["prepared", "packed"]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda w: w.values.mul_(2),
+        lambda w: setattr(w, "values", nn.Parameter(w.values.detach().clone())),
+        lambda w: setattr(w.values, "data", w.values.data.clone()),
+        lambda w: w.load_state_dict(w.state_dict()),
+        lambda w: w.load_state_dict(copy.deepcopy(w.state_dict()), assign=True),
+        lambda w: w.change_pattern(layer(seed=3).weight.pattern),
+        lambda w: w.assign_(layer(seed=4).weight),
+        lambda w: w.double().float(),
+        lambda w: w.reset_parameters(),
+    ],
+    ids=["in_place", "parameter", "data", "load", "assign", "pattern", "assign_", "cast", "reset"],
+)
+@torch.no_grad()
+def test_what_changes_values_drops_what_was_packed(both, change):
+    linear = layer()
+    linear.weight.prepare()
+    assert both.made == ["prepared", "packed"]
+    assert linear.weight.derived(X)[1] is not None
+    change(linear.weight)
+    assert linear.weight.derived(X) == (), "not yet seen twice"
+    assert linear.weight.derived(X)[1] is not None
+    assert both.made.count("packed") == 2
+
+
+@torch.no_grad()
+def test_the_pattern_keeps_what_follows_from_it(both):
+    linear = layer()
+    twin = copy.deepcopy(linear)
+    tied = rarefy.BlockSparseLinear.from_weight(linear.weight)
+    for other in (linear, twin, tied):
+        other.weight.prepare()
+    assert both.made.count("prepared") == 1, "copies share the pattern"
+    assert both.made.count("packed") == 2, "copies have values of their own, tied layers have not"
+    linear.weight.values.zero_()
+    linear.weight.prepare()
+    assert both.made.count("prepared") == 1 and both.made.count("packed") == 3
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
+@torch.no_grad()
+def test_copies_and_files_have_none_of_it(both, duplicate, tmp_path):
+    linear = layer()
+    linear.weight.prepare()
+    assert duplicate(linear).weight.derived_nbytes == 0
+    assert "derived" not in str(linear.state_dict().keys())
+    torch.save(linear.state_dict(), tmp_path / "state")
+    assert set(torch.load(tmp_path / "state")) == set(linear.state_dict())
+
+
+def test_another_choice_of_kernels_asks_again(both):
+    linear = layer()
+    linear.weight.prepare()
+    before = rarefy.force_impl("ref")
+    try:
+        assert linear.weight.derived_nbytes == 0
+    finally:
+        rarefy.force_impl(before)
+
+
+def test_gradients_get_it_too(both, monkeypatch):
+    linear, x = layer(), X.clone().requires_grad_()
+    linear.weight.prepare()
+    seen = []
+    run = rarefy.derivatives.run_backward
+    monkeypatch.setattr(rarefy.derivatives, "run_backward", lambda *a: seen.append(a) or run(*a))
+    linear(x).sum().backward()
+    assert seen[0][-1] == KEY and seen[0][-2] is linear.weight.derived(X)[1]
+    torch.testing.assert_close(x.grad, torch.ones(5, 32) @ linear.weight.to_dense())
+    dense = linear.weight.to_dense().detach().double()
+    weights = [linear.weight.values.detach().double(), X.double()]
+    assert torch.autograd.gradcheck(
+        lambda values, x: torch.ops.rarefy.bsr_linear(
+            x, values, linear.weight.plan, None, 32, 24, *linear.weight.derived(X)
+        ),
+        [w.requires_grad_() for w in weights],
+    )
+    assert dense.shape == (32, 24)
+
+
+def test_products_with_other_values_get_nothing_packed(both, monkeypatch):
+    """Gradients of gradients multiply by values that are not the weight's."""
+    linear, x = layer(), X.clone().requires_grad_()
+    linear.weight.prepare()
+    y = linear(x)
+    (dvalues,) = torch.autograd.grad(y.square().sum(), linear.weight.values, create_graph=True)
+    seen = []
+    real = rarefy.derivatives.linear
+    monkeypatch.setattr(rarefy.derivatives, "linear", lambda *a: seen.append(a) or real(*a))
+    dvalues.square().sum().backward()
+    assert seen and all(len(a) == 6 for a in seen)
+
+
+def test_under_autocast_the_products_dtype_counts(both):
+    linear = layer()
+    with torch.autocast("cpu"):
+        assert linear(X).dtype == torch.bfloat16
+        assert linear.weight.derived(X) == (), "values are cast in each call: nothing can be packed"
+    assert both.asked == [torch.bfloat16] and both.made == []
+    with torch.autocast("cpu"):
+        assert layer(torch.bfloat16).weight.prepare().derived_nbytes > 0
+
+
+def test_a_compiled_layer_sees_values_that_change(both):
+    linear = layer()
+    linear.weight.prepare()
+    compiled = torch.compile(linear, fullgraph=True)
+    torch.testing.assert_close(compiled(X), linear(X))
+    with torch.no_grad():
+        linear.weight.values.mul_(3)
+    torch.testing.assert_close(compiled(X), X @ linear.weight.to_dense().T + linear.bias)
+
+
+def test_parametrized_values_are_never_packed(both):
+    linear = layer()
+    nn.utils.parametrize.register_parametrization(linear.weight, "values", nn.Tanh())
+    for _ in range(3):
+        torch.testing.assert_close(linear(X), X @ linear.weight.to_dense().T + linear.bias)
+    assert "packed" not in both.made
+
+
+def test_inference_tensors_are_never_packed(both):
+    with torch.inference_mode():
+        linear = layer()
+        for _ in range(3):
+            linear(X)
+    assert "packed" not in both.made
+
+
+def test_threads_share_a_layer(both):
+    linear = layer()
+    want, failures = linear(X), []
+
+    def work():
+        with torch.no_grad():
+            for _ in range(50):
+                if not torch.equal(linear(X), want):
+                    failures.append(1)
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+
+
+BAD = [
+    ("prepared", (torch.zeros(3), None, KEY), TypeError, "prepared must be a contiguous tensor of bytes"),
+    ("packed", (None, torch.zeros(2, 300, dtype=torch.uint8), KEY), TypeError, "packed must be a contiguous"),
+    ("short", (None, torch.zeros(100, dtype=torch.uint8), KEY), ValueError, "packed must have at least 512"),
+]
+
+
+@pytest.mark.parametrize(("_id", "arguments", "error", "text"), BAD, ids=[b[0] for b in BAD])
+def test_bad_derived_arguments(_id, arguments, error, text):
+    weight = layer().weight
+    with pytest.raises(error, match=text):
+        torch.ops.rarefy.bsr_linear(X, weight.values, weight.plan, None, 32, 24, *arguments)
+
+
+def test_the_ops_that_make_it_check_their_arguments():
+    weight = layer().weight
+    with pytest.raises(ValueError, match=r"op must be linear, grad_input or grad_weight; got \"?lin"):
+        torch.ops.rarefy.bsr_derived_sizes("lin", weight.values, weight.plan, 32, 24, torch.float32)
+    with pytest.raises(TypeError, match="dtype must be float64"):
+        torch.ops.rarefy.bsr_prepare("linear", weight.values, weight.plan, 32, 24, torch.int32)
+    with pytest.raises(ValueError, match="values must have shape"):
+        torch.ops.rarefy.bsr_pack("linear", weight.values[0], weight.plan, None, 32, 24, torch.float32)
