@@ -170,7 +170,7 @@ std::string text_of(BlockShape block) {
 constexpr BlockShape kBlocks[] = {{1, 1}, {4, 1}, {1, 16}, {16, 16}};
 
 void add_products() {
-  for (const Op op : kAllOps) {
+  for (const Op op : kProducts) {
     const Problem problem = make_problem(op, {kOut, kIn, 16, 16, 1152}, kTokens, DType::f32);
     for (const Candidate& candidate : explain(problem).candidates) {
       if (!candidate.why_not.empty()) continue;

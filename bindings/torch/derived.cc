@@ -18,7 +18,7 @@ namespace {
 constexpr std::int64_t kTypicalTokens = 4096;
 
 Op op_named(std::string_view text) {
-  for (const Op op : kAllOps) {
+  for (const Op op : kProducts) {
     if (name(op) == text) return op;
   }
   raise("bsr_derived", invalid("bsr_derived", "op must be linear, grad_input or grad_weight", text));

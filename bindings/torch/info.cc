@@ -43,7 +43,7 @@ std::string backend_info_json(std::int64_t block_rows, std::int64_t block_cols, 
   const BsrShape shape{block_rows, block_cols, block_rows, block_cols, 1};
   for (const Device device : {Device::cpu, Device::cuda}) {
     if (device == Device::cuda && !info.cuda_built) continue;
-    for (const Op op : kAllOps) {
+    for (const Op op : kProducts) {
       for (const DType dtype : {DType::f64, DType::f32, DType::bf16, DType::f16}) {
         const Problem problem = make_problem(op, shape, tokens, dtype, device, torch_threads());
         kernels.push_back(summary(explain(problem), info.forced));

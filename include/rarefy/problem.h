@@ -15,9 +15,10 @@
 
 namespace rarefy {
 
-enum class Op : std::uint8_t { linear, grad_input, grad_weight };
+enum class Op : std::uint8_t { linear, grad_input, grad_weight, feed_forward };
 
-inline constexpr Op kAllOps[] = {Op::linear, Op::grad_input, Op::grad_weight};
+inline constexpr Op kAllOps[] = {Op::linear, Op::grad_input, Op::grad_weight, Op::feed_forward};
+inline constexpr Op kProducts[] = {Op::linear, Op::grad_input, Op::grad_weight};  // of one weight
 
 // How a weight is stored. CSR is BSR with blocks of 1×1: the same arrays, the same kernels.
 enum class Format : std::uint8_t { bsr };
@@ -39,7 +40,7 @@ inline constexpr std::uint64_t kAnyDerived = ~std::uint64_t{0};
 
 struct Problem {
   Op op = Op::linear;
-  WeightSpec weight;
+  WeightSpec weight;       // feed_forward: of the first layer, `up`
   DType in = DType::f32;   // x; for grad_input dy; for grad_weight both
   DType out = DType::f32;  // y, dx; for grad_weight the weight's
   std::int64_t tokens = 0;
@@ -54,10 +55,12 @@ struct Problem {
   int device_index = 0;  // of the GPU
   int threads = 1;
   std::uint64_t derived = 0;  // key of what the caller holds, derived from the weight (linear.h); 0: nothing
+  WeightSpec down = {}, gate = {};  // feed_forward: the other layers; a gate of no rows and columns: none
   bool operator==(const Problem&) const = default;
 };
 
-// The problem of dense-packed matrices of one dtype: what most callers mean.
+// The problem of dense-packed matrices of one dtype: what most callers mean. For feed_forward, `shape` is
+// that of `up`, and `down` is its transpose in blocks of the same shape and number, at most all.
 RAREFY_API Problem make_problem(Op op, const BsrShape& shape, std::int64_t tokens, DType dtype,
                                 Device device = Device::cpu, int threads = 1);
 

@@ -7,6 +7,7 @@
 #include "rarefy/convert.h"
 #include "rarefy/dtype.h"
 #include "rarefy/executor.h"
+#include "rarefy/feed_forward.h"
 #include "rarefy/linear.h"
 #include "rarefy/pattern.h"
 #include "rarefy/problem.h"

@@ -136,7 +136,8 @@ void add_bench(CLI::App& app, Exit& exit) {
   add("--density", options->density, "Stored blocks / all blocks, in [0, 1]");
   add("--dtype", options->dtype, "f64, f32, bf16, f16 or i8")->check(CLI::IsMember(dtype_names()));
   add("--threads", options->threads, "Threads; 0: one per hardware thread");
-  add("--op", options->product, "linear, grad_input or grad_weight")->check(CLI::IsMember(op_names()));
+  add("--op", options->product, "linear, grad_input or grad_weight")
+      ->check(CLI::IsMember(op_names(kProducts)));
   command->add_option("--impl", options->impl,
                       "Implementation, as in RAREFY_FORCE_IMPL; default: the first that fits");
   add("--repeats", options->repeats, "Timed runs, after 3 to warm up");

@@ -86,7 +86,7 @@ std::string bytes_text(std::int64_t bytes) {
   return cat(fixed(value, 1), ' ', unit);
 }
 
-std::vector<std::string> op_names() { return names_of(kAllOps); }
+std::vector<std::string> op_names(std::span<const Op> ops) { return names_of(ops); }
 std::vector<std::string> dtype_names() { return names_of(kAllDTypes); }
 
 Op parse_op(const std::string& text) {

@@ -4,6 +4,7 @@
 #include <CLI/CLI.hpp>
 #include <cstdint>
 #include <nlohmann/json.hpp>
+#include <span>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -36,7 +37,7 @@ std::string bytes_text(std::int64_t bytes);     // "12.3 MiB"
 std::string fixed(double value, int decimals);  // "0.500"
 
 // What options take, in the core's order and by its names; parse_op takes one of them.
-std::vector<std::string> op_names();
+std::vector<std::string> op_names(std::span<const Op> ops = kAllOps);
 std::vector<std::string> dtype_names();
 Op parse_op(const std::string& name);
 

@@ -47,7 +47,7 @@ Json selection(const BackendInfo& info, BlockShape block, std::int64_t tokens) {
   Json rows = Json::array();
   for (const Device device : {Device::cpu, Device::cuda}) {
     if (device == Device::cuda && info.cuda_devices.empty()) continue;
-    for (const Op product : kAllOps) {
+    for (const Op product : kProducts) {
       for (const DType dtype : kAllDTypes) {
         rows.push_back(summary(explain(make_problem(product, shape, tokens, dtype, device)), info.forced));
       }

@@ -6,6 +6,8 @@
 #include <numeric>
 #include <random>
 
+#include "core/message.h"
+
 namespace rarefy::cli {
 
 namespace {
@@ -86,8 +88,9 @@ Status run_once(Op product, Problem& problem, const Context& context) {
       return grad_input(dy, weight, view(problem.dx, problem.out_dtype, shape.cols), context);
     case Op::grad_weight:
       return grad_weight(dy, x, weight.plan, problem.dvalues.data(), problem.out_dtype, context);
+    case Op::feed_forward: break;
   }
-  return {};
+  return error(StatusCode::unsupported, name(product), "must be a product of one weight", name(product));
 }
 
 std::int64_t stored_elements(const PlanView& plan) {

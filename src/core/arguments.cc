@@ -19,6 +19,39 @@ std::optional<std::int64_t> extent_bytes(const MatrixView& m) {
 
 }  // namespace
 
+Status check_size(std::string_view op, std::string_view argument, std::string_view what,
+                  std::int64_t expected, std::int64_t got) {
+  if (expected == got) return {};
+  return invalid(op, cat(argument, " must have ", expected, ' ', what), cat(got));
+}
+
+Status check_output_dtype(std::string_view op, std::string_view in_name, DType in, std::string_view out_name,
+                          DType out) {
+  if (in == DType::i8 ? out == DType::f32 || out == DType::f64 : out == in) return {};
+  return mismatch(
+      op,
+      cat(out_name, " must be ", in == DType::i8 ? "f32 or f64" : name(in), " for ", name(in), ' ', in_name),
+      name(out));
+}
+
+Status check_activation(std::string_view op, Activation activation) {
+  if (static_cast<int>(activation) < kActivations) return {};
+  return invalid(op, cat("activation must be one of the ", kActivations, " of rarefy/activation.h"),
+                 cat(static_cast<int>(activation)));
+}
+
+Status check_feed_forward(std::string_view op, const BsrShape& up, const BsrShape& down,
+                          const BsrShape& gate) {
+  if (Status status = check_shape(op, down); !status.ok()) return status;
+  if (Status status = check_size(op, "down", "columns (hidden features)", up.rows, down.cols); !status.ok())
+    return status;
+  if (gate == BsrShape{}) return {};
+  if (Status status = check_shape(op, gate); !status.ok()) return status;
+  if (Status status = check_size(op, "gate", "rows (hidden features)", up.rows, gate.rows); !status.ok())
+    return status;
+  return check_size(op, "gate", "columns (in_features)", up.cols, gate.cols);
+}
+
 Status check_matrix(std::string_view op, std::string_view argument, const MatrixView& m, Device device) {
   const auto shape = [&] { return cat('(', m.rows, ", ", m.cols, ')'); };  // costs more than the checks
   if (m.rows < 0 || m.cols < 0) return invalid(op, cat(argument, "'s shape must not be negative"), shape());

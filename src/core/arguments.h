@@ -1,6 +1,7 @@
 // Checks of matrices and weights that several operations share.
 #pragma once
 
+#include <bit>
 #include <cstdint>
 #include <initializer_list>
 #include <optional>
@@ -16,6 +17,20 @@ Status check_matrix(std::string_view op, std::string_view argument, const Matrix
 // The same for an output, whose rows must not overlap.
 Status check_output(std::string_view op, std::string_view argument, const MatrixView& m, Device device);
 
+// argument must have `expected` of `what`.
+Status check_size(std::string_view op, std::string_view argument, std::string_view what,
+                  std::int64_t expected, std::int64_t got);
+
+// Activations of dtype `in` give outputs of the same; those of int8 give float32 or float64.
+Status check_output_dtype(std::string_view op, std::string_view in_name, DType in, std::string_view out_name,
+                          DType out);
+
+Status check_activation(std::string_view op, Activation activation);
+
+// Whether the weights of a feed-forward network fit each other; a gate of no block rows is none.
+Status check_feed_forward(std::string_view op, const BsrShape& up, const BsrShape& down,
+                          const BsrShape& gate);
+
 // Sizes and pointers of a pattern and its values; the indices were validated when the plan was built.
 Status check_plan(std::string_view op, std::string_view argument, const PlanView& plan, const void* values);
 
@@ -30,5 +45,19 @@ Range range_of(std::string_view argument, const MatrixView& checked);
 Range range_of(std::string_view argument, const PlanView& checked, const void* values, DType dtype);
 
 Status check_disjoint(std::string_view op, const Range& out, std::initializer_list<Range> inputs);
+
+// The largest power of two ≤ 16 that divides every address and row stride, in bytes.
+class Alignment {
+ public:
+  void add(const void* data) { bits_ |= reinterpret_cast<std::uintptr_t>(data); }
+  void add(const MatrixView& m) {
+    add(m.data);
+    if (m.rows > 1) bits_ |= static_cast<std::uintptr_t>(m.row_stride) * size_of(m.dtype);
+  }
+  std::int32_t bytes() const { return 1 << std::countr_zero(bits_ | 16U); }
+
+ private:
+  std::uintptr_t bits_ = 0;
+};
 
 }  // namespace rarefy

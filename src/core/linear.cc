@@ -1,7 +1,6 @@
 // The three products: check everything, then run the first kernel of the registry that fits.
 #include "rarefy/linear.h"
 
-#include <bit>
 #include <cstdlib>
 #include <memory>
 #include <new>
@@ -13,42 +12,6 @@
 namespace rarefy {
 
 namespace {
-
-Status check_size(std::string_view op, std::string_view argument, std::string_view what,
-                  std::int64_t expected, std::int64_t got) {
-  if (expected == got) return {};
-  return invalid(op, cat(argument, " must have ", expected, ' ', what), cat(got));
-}
-
-// Activations of dtype `in` give outputs of the same; those of int8 give float32 or float64.
-Status check_output_dtype(std::string_view op, std::string_view in_name, DType in, std::string_view out_name,
-                          DType out) {
-  if (in == DType::i8 ? out == DType::f32 || out == DType::f64 : out == in) return {};
-  return mismatch(
-      op,
-      cat(out_name, " must be ", in == DType::i8 ? "f32 or f64" : name(in), " for ", name(in), ' ', in_name),
-      name(out));
-}
-
-Status check_activation(std::string_view op, Activation activation) {
-  if (static_cast<int>(activation) < kActivations) return {};
-  return invalid(op, cat("activation must be one of the ", kActivations, " of rarefy/activation.h"),
-                 cat(static_cast<int>(activation)));
-}
-
-// The largest power of two ≤ 16 that divides every address and row stride, in bytes.
-class Alignment {
- public:
-  void add(const void* data) { bits_ |= reinterpret_cast<std::uintptr_t>(data); }
-  void add(const MatrixView& m) {
-    add(m.data);
-    if (m.rows > 1) bits_ |= static_cast<std::uintptr_t>(m.row_stride) * size_of(m.dtype);
-  }
-  std::int32_t bytes() const { return 1 << std::countr_zero(bits_ | 16U); }
-
- private:
-  std::uintptr_t bits_ = 0;
-};
 
 struct Free {
   void operator()(void* p) const { std::free(p); }  // NOLINT(cppcoreguidelines-no-malloc)
@@ -87,6 +50,8 @@ Status check_derived(const Call& call, const Choice& choice) {
                     call.derived.packed_bytes);
 }
 
+}  // namespace
+
 Status dispatch(Call& call, const Context& context) {
   Problem& problem = call.problem;
   problem.threads = context.executor.threads;
@@ -114,11 +79,13 @@ Status dispatch(Call& call, const Context& context) {
   return choice->kernel->run(call);
 }
 
-}  // namespace
-
 Status check_problem(std::string_view op, const Problem& p) {
   if (Status status = check_shape(op, p.weight.shape); !status.ok()) return status;
   if (Status status = check_activation(op, p.activation); !status.ok()) return status;
+  if (p.op == Op::feed_forward) {
+    if (Status status = check_feed_forward(op, p.weight.shape, p.down.shape, p.gate.shape); !status.ok())
+      return status;
+  }
   if (p.tokens < 0) return invalid(op, "tokens must not be negative", cat(p.tokens));
   if (p.threads < 1) return invalid(op, "threads must be at least 1", cat(p.threads));
   if (p.op == Op::grad_weight) return {};

@@ -13,6 +13,7 @@ std::string_view name(Op op) {
     case Op::linear: return "linear";
     case Op::grad_input: return "grad_input";
     case Op::grad_weight: return "grad_weight";
+    case Op::feed_forward: return "feed_forward";
   }
   return "?";
 }
@@ -44,10 +45,16 @@ Problem make_problem(Op op, const BsrShape& shape, std::int64_t tokens, DType dt
   Problem problem;
   problem.op = op;
   problem.weight = {Format::bsr, shape, op == Op::grad_weight ? out : dtype};
+  if (op == Op::feed_forward) {
+    BsrShape down{shape.cols, shape.rows, shape.block_rows, shape.block_cols, 0};
+    down.nnzb = std::min(shape.nnzb, down.row_count() * down.col_count());
+    problem.down = {Format::bsr, down, dtype};
+  }
   problem.in = dtype;
   problem.out = out;
   problem.tokens = tokens;
-  problem.in_stride = op == Op::linear ? shape.cols : shape.rows;
+  const bool forward = op == Op::linear || op == Op::feed_forward;
+  problem.in_stride = forward ? shape.cols : shape.rows;
   problem.out_stride = op == Op::linear ? shape.rows : shape.cols;
   problem.device = device;
   problem.threads = threads;
@@ -59,10 +66,15 @@ bool Machine::has(std::string_view feature) const {
 }
 
 std::string to_string(const Problem& p) {
-  const BsrShape& s = p.weight.shape;
-  std::string text = cat(name(p.op), ' ', name(p.weight.format), ' ', s.rows, 'x', s.cols, " block ",
-                         s.block_rows, 'x', s.block_cols, " nnzb ", s.nnzb, ' ', name(p.weight.dtype), ", ",
-                         p.tokens, " tokens, ", name(p.in), " -> ", name(p.out));
+  const auto weight = [](const WeightSpec& w) {
+    const BsrShape& s = w.shape;
+    return cat(name(w.format), ' ', s.rows, 'x', s.cols, " block ", s.block_rows, 'x', s.block_cols, " nnzb ",
+               s.nnzb, ' ', name(w.dtype));
+  };
+  std::string text = cat(name(p.op), ' ', weight(p.weight));
+  if (p.gate != WeightSpec{}) text += cat(", gate ", weight(p.gate));
+  if (p.op == Op::feed_forward) text += cat(", down ", weight(p.down));
+  text += cat(", ", p.tokens, " tokens, ", name(p.in), " -> ", name(p.out));
   if (p.bias) text += ", bias";
   if (p.activation != Activation::none) text += cat(", ", name(p.activation));
   text += cat(", ", name(p.device));

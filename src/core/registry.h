@@ -11,7 +11,7 @@
 #include <vector>
 
 #include "rarefy/backend.h"
-#include "rarefy/linear.h"
+#include "rarefy/feed_forward.h"
 
 namespace rarefy {
 
@@ -42,13 +42,15 @@ T from_config(const Config& config) {
 struct Call {
   Problem problem;
   Config config;
-  MatrixView x;   // linear, grad_weight
+  MatrixView x;   // linear, grad_weight, feed_forward
   MatrixView dy;  // grad_input, grad_weight
   PlanView plan;
   const void* values = nullptr;  // linear, grad_input
   Derived derived;
   const void* bias = nullptr;
   Activation activation = Activation::none;
+  const FeedForward* layers = nullptr;  // feed_forward; plan, values, bias and activation are empty then
+  HiddenViews save;
   MutableMatrixView out;      // y or dx
   void* dvalues = nullptr;    // grad_weight
   void* workspace = nullptr;  // what the row's workspace() asked for
@@ -111,6 +113,9 @@ Machine machine_of(const Problem& problem);
 
 // Sizes, dtypes and activation of a problem that came without data.
 Status check_problem(std::string_view op, const Problem& problem);
+
+// Runs the kernel that a checked call gets, with workspace of the context.
+Status dispatch(Call& call, const Context& context);
 
 // A kernel with its configuration.
 struct Choice {

@@ -187,6 +187,12 @@ std::uint64_t hash_of(const Problem& p) {
       static_cast<std::int64_t>(p.threads) << 32);
   mix(p.in_alignment | p.out_alignment << 8 | p.device_index << 16);
   mix(static_cast<std::int64_t>(p.derived));
+  if (p.op == Op::feed_forward) {
+    for (const WeightSpec* w : {&p.down, &p.gate}) {
+      mix(w->shape.rows);
+      mix(w->shape.nnzb);
+    }
+  }
   return hash;
 }
 

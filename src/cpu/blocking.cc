@@ -21,13 +21,12 @@ constexpr std::int64_t kL1Features = 64;
 // still fit in L1.
 constexpr std::int64_t kStoredFeatures = 64;
 
-// Packing or storing one element: a transpose in registers and a trip to L3. Measured, in cycles.
-constexpr double kMove = 0.4;
+}  // namespace
 
-// Cycles that a panel of `vectors` costs per stored weight: two FMAs and two loads a cycle, 4 cycles
-// of FMA latency, 32 bytes a cycle out of L2; a part of the L2 time is never hidden, and each
-// weight also streams in once per panel. Fitted to Zen 5, docs/design/cpu_kernels.md has the runs.
-double cycles(const BlockingProblem& p, int vectors, bool scatter) {
+// Two FMAs and two loads a cycle, 4 cycles of FMA latency, 32 bytes a cycle out of L2; a part of the L2 time
+// is never hidden, and each weight also streams in once per panel. Fitted to Zen 5,
+// docs/design/cpu_kernels.md has the runs.
+double cycles_per_weight(const BlockingProblem& p, int vectors, bool scatter) {
   const std::int64_t stationary = scatter ? p.red_block : p.out_block;
   const int budget = p.registers - vectors - 1;
   int rows = 1;
@@ -40,6 +39,8 @@ double cycles(const BlockingProblem& p, int vectors, bool scatter) {
   const double loads = 0.5 * (rows + vectors);
   return (std::max({fma, loads, line, 4.0}) + 0.15 * line) / rows + 0.1;
 }
+
+namespace {
 
 // The rest of a blocking whose cut is chosen: equal tiles, so that the last one is no sliver.
 Blocking completed(const BlockingProblem& p, Blocking b) {
@@ -67,8 +68,9 @@ void for_each_blocking(const BlockingProblem& p, F&& visit) {
       const std::int64_t out_features = p.out_blocks * p.out_block;
       const std::int64_t red_features = p.red_blocks * p.red_block;
       const double pack = static_cast<double>(red_features * lanes) * kMove;
-      const double work = static_cast<double>(out_features) *
-                          (per_feature * cycles(p, vectors, scatter) + static_cast<double>(lanes) * kMove);
+      const double work =
+          static_cast<double>(out_features) *
+          (per_feature * cycles_per_weight(p, vectors, scatter) + static_cast<double>(lanes) * kMove);
       const std::int64_t least =
           scatter ? std::max<std::int64_t>(1, out_features * lanes / p.panel_floats) : 1;
       for (std::int64_t splits = least; splits <= std::max<std::int64_t>(least, 4 * p.threads); ++splits) {

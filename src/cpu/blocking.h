@@ -35,6 +35,12 @@ struct Blocking {
 
 inline constexpr std::int64_t kMostPanels = 8;
 
+// Cycles that a panel of `vectors` costs for each stored weight.
+double cycles_per_weight(const BlockingProblem& problem, int vectors, bool scatter);
+
+// Packing or storing one element: a transpose in registers and a trip to L3. Measured, in cycles.
+inline constexpr double kMove = 0.4;
+
 Blocking choose_blocking(const BlockingProblem& problem);
 
 // Every blocking that choose_blocking weighs, the cheapest by its model first.

@@ -28,6 +28,28 @@ Config configure_few(const Problem& problem, const Machine& machine);
 std::int64_t few_workspace(const Kernels& kernels, const Problem& problem, const Config& config);
 Status run_linear_few(const Kernels& kernels, const Call& call);
 
+// feed_forward (feed_forward.h, feed_forward.cc): a panel of tokens goes through both products while its
+// hidden features are in L2.
+struct FeedForwardCut {
+  std::int64_t vectors = 1;   // of a panel; the last one may be narrower
+  std::int64_t features = 1;  // hidden features of a slice, which are in L2 at a time
+  // 1: a task takes a panel from x to y. More: so many tasks a panel make the hidden features, all wait, and
+  // so many make y.
+  std::int64_t splits = 1;
+  static constexpr std::string_view kFields[] = {"vectors", "features", "splits"};
+};
+Reason supports_feed_forward(const Kernels& kernels, const Problem& problem);
+Config configure_feed_forward(const Kernels& kernels, const Problem& problem, const Machine& machine);
+std::vector<Config> feed_forward_candidates(const Kernels& kernels, const Problem& problem,
+                                            const Machine& machine);
+std::int64_t feed_forward_workspace(const Kernels& kernels, const Problem& problem, const Config& config);
+Status run_feed_forward(const Kernels& kernels, const Call& call);
+
+// The same by the kernels of linear, one layer after the other, for what they do better
+// (feed_forward_apart.cc).
+std::int64_t feed_forward_apart_workspace(const Problem& problem, const Config& config);
+Status run_feed_forward_apart(const Kernels& kernels, const Call& call);
+
 // grad_weight (grad_weight.cc).
 struct GradWeightTiling {
   std::int64_t chunk = 1;     // tokens packed at a time
@@ -78,7 +100,12 @@ inline void unpack_bias(const Kernels& kernels, DType dtype, const void* bias, s
 }
 
 // W by its rows, or transposed.
-SparseOperand operand(const Call& call, const std::int32_t* index, const std::int32_t* perm, bool transposed);
+SparseOperand operand(const BsrShape& shape, const void* values, DType dtype, const std::int32_t* index,
+                      const std::int32_t* perm, bool transposed);
+inline SparseOperand operand(const Call& call, const std::int32_t* index, const std::int32_t* perm,
+                             bool transposed) {
+  return operand(call.plan.shape, call.values, call.problem.weight.dtype, index, perm, transposed);
+}
 
 // Parts of a workspace, one after the other, each aligned to 64 bytes. Sized and cut up by the same calls:
 // with a null base it only counts.

@@ -26,6 +26,7 @@ constexpr Kernels kernel_table(const char* family, std::int32_t max_vectors) {
     table.few_takes = few_takes<I>;
   }
   table.activate = activate_all<I>;
+  table.apply_gate = apply_gate<I>;
   table.unpack = unpack<I>;
   table.round = round_to<I>;
   return table;

@@ -130,6 +130,8 @@ struct Kernels {
   void (*few)(const FewTask&);  // or null, as few_takes
   bool (*few_takes)(std::int64_t block_rows, std::int64_t block_cols);
   void (*activate)(Activation activation, float* values, std::int64_t count);  // whole vectors
+  // values ← act(gate) · values, on whole vectors
+  void (*apply_gate)(Activation activation, const float* gate, float* values, std::int64_t count);
   void (*unpack)(Storage from, const void* values, std::int64_t count, float* to);
   void (*round)(Storage to, const float* values, std::int64_t count, void* out);
 };

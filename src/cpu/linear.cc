@@ -275,14 +275,13 @@ Status check_blocking(const Kernels& kernels, const Sizes& s, const Blocking& b)
 
 }  // namespace
 
-SparseOperand operand(const Call& call, const std::int32_t* index, const std::int32_t* perm,
-                      bool transposed) {
-  const BsrShape& s = call.plan.shape;
+SparseOperand operand(const BsrShape& s, const void* values, DType dtype, const std::int32_t* index,
+                      const std::int32_t* perm, bool transposed) {
   const auto rows = static_cast<std::int32_t>(s.block_rows);
   const auto cols = static_cast<std::int32_t>(s.block_cols);
-  const Storage stored = storage(call.problem.weight.dtype);
-  if (transposed) return {index, perm, call.values, stored, s.block_size(), 1, cols, cols, rows};
-  return {index, perm, call.values, stored, s.block_size(), cols, 1, rows, cols};
+  const Storage stored = storage(dtype);
+  if (transposed) return {index, perm, values, stored, s.block_size(), 1, cols, cols, rows};
+  return {index, perm, values, stored, s.block_size(), cols, 1, rows, cols};
 }
 
 Config configure_product(const Kernels& kernels, const Problem& problem, const Machine& machine) {

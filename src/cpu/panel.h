@@ -103,6 +103,13 @@ void activate_all(Activation activation, float* values, std::int64_t count) {
   }
 }
 
+template <class I>
+void apply_gate(Activation activation, const float* gate, float* values, std::int64_t count) {
+  for (std::int64_t i = 0; i < count; i += I::kWidth) {
+    I::store(values + i, I::mul(activate<I>(activation, I::load(gate + i)), I::load(values + i)));
+  }
+}
+
 // Tokens m … m + width, features n … n + cols, all of them whole tiles: straight to their rows.
 template <class I, Storage kStorage>
 void store_tiles(const StoreTask& task, std::int32_t m, std::int32_t n, int cols) {

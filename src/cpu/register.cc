@@ -10,8 +10,11 @@ namespace {
 
 // Kernels load and store three dtypes, each operand its own, and sum in float.
 Reason supports_dtypes(const Problem& p) {
-  for (const auto& [argument, dtype] :
-       {std::pair{"inputs", p.in}, {"values", p.weight.dtype}, {"outputs", p.out}}) {
+  for (const auto& [argument, dtype] : {std::pair{"inputs", p.in},
+                                        {"values", p.weight.dtype},
+                                        {"values", p.down.dtype},  // f32 where there are none
+                                        {"values", p.gate.dtype},
+                                        {"outputs", p.out}}) {
     if (!cpu::storage_of(dtype)) return cat("takes ", argument, " in f32, bf16 or f16; got ", name(dtype));
   }
   return {};
@@ -40,6 +43,39 @@ void add_few(Registry& registry, std::string_view name) {
       .configure = cpu::configure_few,
       .fields = cpu::FewSplit::kFields,
       .workspace = [](const Problem& p, const Config& c) { return cpu::few_workspace(kKernels, p, c); },
+  });
+}
+
+// A panel through both layers; what that row declines goes to the other.
+template <const cpu::Kernels& kKernels, const std::string_view& kFeature>
+void add_feed_forward(Registry& registry, std::string_view chained, std::string_view apart) {
+  registry.push_back({
+      .op = Op::feed_forward,
+      .device = Device::cpu,
+      .family = kKernels.family,
+      .name = chained,
+      .supports =
+          [](const Problem& p, const Machine& machine) {
+            Reason reason = supports<kKernels, kFeature>(p, machine);
+            return reason.empty() ? cpu::supports_feed_forward(kKernels, p) : reason;
+          },
+      .run = [](const Call& call) { return cpu::run_feed_forward(kKernels, call); },
+      .configure = [](const Problem& p,
+                      const Machine& m) { return cpu::configure_feed_forward(kKernels, p, m); },
+      .fields = cpu::FeedForwardCut::kFields,
+      .candidates = [](const Problem& p,
+                       const Machine& m) { return cpu::feed_forward_candidates(kKernels, p, m); },
+      .workspace = [](const Problem& p,
+                      const Config& c) { return cpu::feed_forward_workspace(kKernels, p, c); },
+  });
+  registry.push_back({
+      .op = Op::feed_forward,
+      .device = Device::cpu,
+      .family = kKernels.family,
+      .name = apart,
+      .supports = supports<kKernels, kFeature>,
+      .run = [](const Call& call) { return cpu::run_feed_forward_apart(kKernels, call); },
+      .workspace = cpu::feed_forward_apart_workspace,
   });
 }
 
@@ -91,10 +127,13 @@ void register_cpu(Registry& registry) {
 #if defined(__x86_64__)
   add_few<cpu::kAvx512, kHasAvx512>(registry, "avx512_linear_few");
   add<cpu::kAvx512, kHasAvx512>(registry, "avx512_linear", "avx512_grad_input", "avx512_grad_weight");
+  add_feed_forward<cpu::kAvx512, kHasAvx512>(registry, "avx512_feed_forward", "avx512_feed_forward_apart");
   add_few<cpu::kAvx2, kHasAvx2>(registry, "avx2_linear_few");
   add<cpu::kAvx2, kHasAvx2>(registry, "avx2_linear", "avx2_grad_input", "avx2_grad_weight");
+  add_feed_forward<cpu::kAvx2, kHasAvx2>(registry, "avx2_feed_forward", "avx2_feed_forward_apart");
 #endif
   add<cpu::kScalar, kAny>(registry, "scalar_linear", "scalar_grad_input", "scalar_grad_weight");
+  add_feed_forward<cpu::kScalar, kAny>(registry, "scalar_feed_forward", "scalar_feed_forward_apart");
 }
 
 const Machine& cpu_machine() {

@@ -6,6 +6,7 @@
 #include "core/registry.h"
 #include "core/scalar.h"
 #include "ref/activation.h"
+#include "ref/feed_forward.h"
 
 namespace rarefy {
 namespace {
@@ -116,6 +117,8 @@ void register_ref(Registry& registry) {
   registry.push_back(row(Op::linear, "ref_linear", linear_ref));
   registry.push_back(row(Op::grad_input, "ref_grad_input", grad_input_ref));
   registry.push_back(row(Op::grad_weight, "ref_grad_weight", grad_weight_ref));
+  registry.push_back(row(Op::feed_forward, "ref_feed_forward", ref::feed_forward));
+  registry.back().workspace = ref::feed_forward_workspace;
 }
 
 }  // namespace rarefy

@@ -91,8 +91,12 @@ TEST(FamiliesTest, AreAllThatThisMachineRuns) {
     for (const auto& [family, there] : {std::pair{"avx512", avx512}, std::pair{"avx2", avx2}}) {
       if (there && op == Op::linear) expected.push_back(std::string(family) + "_linear_few");
       if (there) expected.push_back(std::string(family) + '_' + std::string(name(op)));
+      if (there && op == Op::feed_forward) expected.push_back(expected.back() + "_apart");
     }
-    for (const char* family : {"scalar", "ref"}) expected.push_back(family + ('_' + std::string(name(op))));
+    for (const char* family : {"scalar", "ref"}) {
+      expected.push_back(family + ('_' + std::string(name(op))));
+      if (op == Op::feed_forward && family[0] == 's') expected.push_back(expected.back() + "_apart");
+    }
     for (const KernelInfo& kernel : backend_info().kernels) {
       if (kernel.op == op && kernel.device == Device::cpu) found.push_back(kernel.name);
     }

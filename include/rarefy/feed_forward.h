@@ -1,0 +1,38 @@
+// A transformer's feed-forward network as one call: two sparse linear layers, or three with a gate, whose
+// hidden activations never leave the cache.
+//   Y = act(X W1ᵀ + b1) W2ᵀ + b2
+//   Y = (act(X Wgᵀ + bg) ∘ (X W1ᵀ + b1)) W2ᵀ + b2     with a gate (GLU, SwiGLU)
+// X is (M, K), W1 and Wg are (H, K), W2 is (N, H), Y is (M, N).
+#pragma once
+
+#include <optional>
+
+#include "rarefy/linear.h"
+
+namespace rarefy {
+
+// A sparse linear layer; bias: out_features elements of y's dtype, or null.
+struct LayerView {
+  BsrView weight;
+  const void* bias = nullptr;
+};
+
+struct FeedForward {
+  LayerView up;    // W1
+  LayerView down;  // W2
+  Activation activation = Activation::none;
+  std::optional<LayerView> gate;  // Wg
+};
+
+// Where X W1ᵀ + b1 and X Wgᵀ + bg go, for those who will want the gradient: (M, H) of y's dtype. A null
+// pointer: not wanted.
+struct HiddenViews {
+  MutableMatrixView up, gate;
+};
+
+// Dtypes as for linear(); the weights may differ in block shape and dtype. Hidden activations are kept in
+// the dtype of the sums, so 16-bit results are rounded once, at the end.
+RAREFY_API Status feed_forward(const MatrixView& x, const FeedForward& layers, const MutableMatrixView& y,
+                               const Context& context = {}, const HiddenViews& save = {});
+
+}  // namespace rarefy

@@ -1,0 +1,79 @@
+// The reference of feed_forward: a token at a time, everything in double up to the result, any dtypes and
+// block shapes.
+#include "ref/feed_forward.h"
+
+#include <algorithm>
+
+#include "core/scalar.h"
+#include "ref/activation.h"
+
+namespace rarefy::ref {
+
+namespace {
+
+void read(DType dtype, const void* data, std::int64_t first, std::int64_t count, double* row) {
+  visit_dtype(dtype, [&]<class T>(T) {
+    const T* from = static_cast<const T*>(data) + first;
+    for (std::int64_t i = 0; i < count; ++i) row[i] = load(from + i);
+  });
+}
+
+void write(const MutableMatrixView& to, std::int64_t m, const double* row) {
+  visit_float(to.dtype, [&]<class T>(T) {
+    T* out = static_cast<T*>(to.data) + m * to.row_stride;
+    for (std::int64_t i = 0; i < to.cols; ++i) store(out + i, row[i]);
+  });
+}
+
+// y = x Wᵀ + b for one token.
+void apply(const LayerView& layer, DType bias_dtype, const double* x, double* y) {
+  const PlanView& plan = layer.weight.plan;
+  const BsrShape& s = plan.shape;
+  std::fill_n(y, s.rows, 0.0);
+  if (layer.bias != nullptr) read(bias_dtype, layer.bias, 0, s.rows, y);
+  visit_dtype(layer.weight.dtype, [&]<class T>(T) {
+    const auto* values = static_cast<const T*>(layer.weight.values);
+    for (std::int64_t n = 0; n < s.rows; ++n) {
+      const std::int64_t i = n / s.block_rows;
+      double sum = 0;
+      for (std::int32_t e = plan.crow[i]; e < plan.crow[i + 1]; ++e) {
+        const T* w = values + e * s.block_size() + n % s.block_rows * s.block_cols;
+        const std::int64_t k = plan.col[e] * s.block_cols;
+        for (std::int64_t c = 0; c < std::min(s.block_cols, s.cols - k); ++c) sum += x[k + c] * load(w + c);
+      }
+      y[n] = sum + y[n];  // a bias of −0 gives +0, as in linear
+    }
+  });
+}
+
+}  // namespace
+
+std::int64_t feed_forward_workspace(const Problem& p, const Config& /*config*/) {
+  const std::int64_t row = p.weight.shape.cols + 2 * p.weight.shape.rows + p.down.shape.rows;
+  return p.threads * row * static_cast<std::int64_t>(sizeof(double));
+}
+
+Status feed_forward(const Call& call) {
+  const FeedForward& layers = *call.layers;
+  const std::int64_t in = call.x.cols, width = layers.up.weight.plan.shape.rows, out = call.out.cols;
+  call.executor.parallel_for(call.x.rows, [&](std::int64_t m, int worker) {
+    double* x = static_cast<double*>(call.workspace) + worker * (in + 2 * width + out);
+    double* hidden = x + in;
+    double* gate = hidden + width;
+    double* y = gate + width;
+    read(call.x.dtype, call.x.data, m * call.x.row_stride, in, x);
+    apply(layers.up, call.out.dtype, x, hidden);
+    if (call.save.up.data != nullptr) write(call.save.up, m, hidden);
+    if (layers.gate) apply(*layers.gate, call.out.dtype, x, gate);
+    if (call.save.gate.data != nullptr) write(call.save.gate, m, gate);
+    for (std::int64_t h = 0; h < width; ++h) {
+      hidden[h] = layers.gate ? activate(layers.activation, gate[h]) * hidden[h]
+                              : activate(layers.activation, hidden[h]);
+    }
+    apply(layers.down, call.out.dtype, hidden, y);
+    write(call.out, m, y);
+  });
+  return {};
+}
+
+}  // namespace rarefy::ref
