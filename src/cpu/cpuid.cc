@@ -46,7 +46,10 @@ void add_x86(Machine& m) {
   if (avx2) m.features.emplace_back("avx2");
   if (avx512) m.features.emplace_back("avx512");
   if (avx512 && __builtin_cpu_supports("avx512vnni")) m.features.emplace_back("avx512_vnni");
-  if (avx512 && __builtin_cpu_supports("avx512bf16")) m.features.emplace_back("avx512_bf16");
+  if (avx512 && __builtin_cpu_supports("avx512bf16")) {
+    m.features.emplace_back("avx512_bf16");
+    if (__builtin_cpu_is("amd")) m.features.emplace_back("avx512_bf16_fast");
+  }
   const bool leaf7 = __get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx) != 0;
   constexpr unsigned kTile = 1U << 24, kBf16 = 1U << 22, kInt8 = 1U << 25;
   if (avx512 && leaf7 && (edx & kTile) != 0 && (edx & (kBf16 | kInt8)) != 0 && amx_allowed()) {

@@ -3,6 +3,7 @@
 #include "core/message.h"
 #include "cpu/cpuid.h"
 #include "cpu/drivers.h"
+#include "cpu/linear_pairs.h"
 
 namespace rarefy {
 
@@ -115,16 +116,48 @@ void add(Registry& registry, std::string_view linear, std::string_view grad_inpu
   });
 }
 
+// Products in bf16 pairs, on weights that the caller holds packed.
+template <const cpu::PairKernels& kKernels, const std::string_view& kFeature>
+void add_pairs(Registry& registry, std::string_view linear, std::string_view grad_input) {
+  for (const Op op : {Op::linear, Op::grad_input}) {
+    registry.push_back({
+        .op = op,
+        .device = Device::cpu,
+        .family = kKernels.family,
+        .name = op == Op::linear ? linear : grad_input,
+        .supports = [](const Problem& p, const Machine& machine) -> Reason {
+          if (!kFeature.empty() && !machine.has(kFeature)) return cat("the processor lacks ", kFeature);
+          return cpu::supports_pairs(p);
+        },
+        .run = [](const Call& call) { return cpu::run_pairs(kKernels, call); },
+        .configure = [](const Problem& p, const Machine& m) { return cpu::configure_pairs(kKernels, p, m); },
+        .fields = cpu::PairsBlocking::kFields,
+        .candidates = [](const Problem& p,
+                         const Machine& m) { return cpu::pairs_candidates(kKernels, p, m); },
+        .workspace = cpu::pairs_workspace,
+        .derives_as = op == Op::linear ? "pairs" : "pairs_transposed",
+        .prepared_size = cpu::pairs_prepared_size,
+        .prepare = cpu::prepare_pairs,
+        .packed_size = cpu::pairs_packed_size,
+        .pack = cpu::pack_pairs_weight,
+    });
+  }
+}
+
 constexpr std::string_view kAny;
 #if defined(__x86_64__)
 constexpr std::string_view kHasAvx512 = "avx512";
 constexpr std::string_view kHasAvx2 = "avx2";
+constexpr std::string_view kHasAmx = "amx_bf16";
+constexpr std::string_view kHasBf16 = "avx512_bf16_fast";
 #endif
 
 }  // namespace
 
 void register_cpu(Registry& registry) {
 #if defined(__x86_64__)
+  add_pairs<cpu::kAmx, kHasAmx>(registry, "amx_linear", "amx_grad_input");
+  add_pairs<cpu::kAvx512Bf16, kHasBf16>(registry, "avx512_bf16_linear", "avx512_bf16_grad_input");
   add_few<cpu::kAvx512, kHasAvx512>(registry, "avx512_linear_few");
   add<cpu::kAvx512, kHasAvx512>(registry, "avx512_linear", "avx512_grad_input", "avx512_grad_weight");
   add_feed_forward<cpu::kAvx512, kHasAvx512>(registry, "avx512_feed_forward", "avx512_feed_forward_apart");
@@ -134,6 +167,8 @@ void register_cpu(Registry& registry) {
 #endif
   add<cpu::kScalar, kAny>(registry, "scalar_linear", "scalar_grad_input", "scalar_grad_weight");
   add_feed_forward<cpu::kScalar, kAny>(registry, "scalar_feed_forward", "scalar_feed_forward_apart");
+  // After rows that take all that it takes: only who asks for it by name gets it.
+  add_pairs<cpu::kPairsPortable, kAny>(registry, "pairs_linear", "pairs_grad_input");
 }
 
 const Machine& cpu_machine() {

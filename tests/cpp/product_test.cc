@@ -76,7 +76,9 @@ TEST_P(ProductsTest, AreTheOnesForced) {
 TEST(FamiliesTest, AreAllThatThisMachineRuns) {
   std::ifstream cpuinfo("/proc/cpuinfo");
   std::string line;
+  bool amd = false;
   while (std::getline(cpuinfo, line) && line.rfind("flags", 0) != 0) {
+    amd = amd || line.find("AuthenticAMD") != std::string::npos;
   }
   if (line.rfind("flags", 0) != 0) GTEST_SKIP() << "/proc/cpuinfo has no flags";
   const auto has = [&](std::initializer_list<const char*> flags) {
@@ -86,19 +88,37 @@ TEST(FamiliesTest, AreAllThatThisMachineRuns) {
   };
   const bool avx2 = has({"avx2", "fma", "f16c"});
   const bool avx512 = avx2 && has({"avx512f", "avx512bw", "avx512dq", "avx512vl"});
+  const bool bf16 = avx512 && has({"avx512_bf16"}) && amd;
+  const bool amx = avx512 && has({"amx_tile", "amx_bf16"});
   for (const Op op : kAllOps) {
     std::vector<std::string> expected, found;
-    for (const auto& [family, there] : {std::pair{"avx512", avx512}, std::pair{"avx2", avx2}}) {
-      if (there && op == Op::linear) expected.push_back(std::string(family) + "_linear_few");
-      if (there) expected.push_back(std::string(family) + '_' + std::string(name(op)));
-      if (there && op == Op::feed_forward) expected.push_back(expected.back() + "_apart");
-    }
-    for (const char* family : {"scalar", "ref"}) {
-      expected.push_back(family + ('_' + std::string(name(op))));
-      if (op == Op::feed_forward && family[0] == 's') expected.push_back(expected.back() + "_apart");
+    const bool pairs = op == Op::linear || op == Op::grad_input;
+    const bool chain = op == Op::feed_forward;
+    const auto expect = [&](const char* family, bool there, const char* suffix = "") {
+      if (there) expected.push_back(std::string(family) + '_' + std::string(name(op)) + suffix);
+    };
+    expect("amx", amx && pairs);
+    expect("avx512_bf16", bf16 && pairs);
+    expect("avx512", avx512 && op == Op::linear, "_few");
+    expect("avx512", avx512);
+    expect("avx512", avx512 && chain, "_apart");
+    expect("avx2", avx2 && op == Op::linear, "_few");
+    expect("avx2", avx2);
+    expect("avx2", avx2 && chain, "_apart");
+    expect("scalar", true);
+    expect("scalar", chain, "_apart");
+    expect("pairs", pairs);
+    expect("ref", true);
+    std::set<std::string> fit;  // with few tokens or many
+    for (const std::int64_t tokens : {1, 8}) {
+      rarefy::Problem problem = make_problem(op, {16, 16, 16, 16, 1}, tokens, DType::bf16);
+      problem.derived = kAnyDerived;
+      for (const Candidate& candidate : explain(problem).candidates) {
+        if (candidate.why_not.empty()) fit.insert(candidate.kernel.name);
+      }
     }
     for (const KernelInfo& kernel : backend_info().kernels) {
-      if (kernel.op == op && kernel.device == Device::cpu) found.push_back(kernel.name);
+      if (kernel.op == op && fit.count(kernel.name) != 0) found.push_back(kernel.name);
     }
     EXPECT_EQ(found, expected);
   }

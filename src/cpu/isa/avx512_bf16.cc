@@ -1,0 +1,8 @@
+// Products in bf16 pairs compiled for AVX-512 with BF16.
+#include "cpu/simd/avx512_pairs.h"
+
+namespace rarefy::cpu {
+
+const PairKernels kAvx512Bf16 = pair_table<Avx512Bf16>("avx512_bf16");
+
+}  // namespace rarefy::cpu

@@ -1,0 +1,344 @@
+// Drives products in bf16 pairs (pairs.h). A task packs a set of panels of tokens and goes through a range of
+// output blocks: the weights of one meet all panels of the set before the next one's turn, so that they come
+// out of L3 or memory once a set. Weights are tiles of 16 outputs × 32 of the block row's stored columns,
+// whatever their blocks were.
+#include "cpu/linear_pairs.h"
+
+#include <algorithm>
+#include <limits>
+
+#include "core/message.h"
+#include "cpu/drivers.h"
+
+namespace rarefy::cpu {
+
+namespace {
+
+constexpr std::int64_t kStored = 64;  // features of Y that are stored at a time: two cache lines a token
+constexpr std::int64_t kNear = 8;     // panels that share weights in L1
+
+std::int64_t ceil_div(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
+
+// The product seen as out = W · in, for which the problem is enough.
+struct PairsShape {
+  std::int64_t out_blocks, red_blocks, out_block, red_block;
+  std::int64_t entries;
+  std::int64_t padded;  // features of a panel: the last two are 0, for groups that are not full
+  PairSource source;
+
+  explicit PairsShape(const Problem& p) {
+    const BsrShape& s = p.weight.shape;
+    out_blocks = s.row_count();
+    red_blocks = s.col_count();
+    out_block = s.block_rows;
+    red_block = s.block_cols;
+    entries = s.nnzb;
+    if (p.op == Op::grad_input) {
+      std::swap(out_blocks, red_blocks);
+      std::swap(out_block, red_block);
+    }
+    source = red_block % kGroup == 0 ? PairSource::whole
+             : red_block % 2 == 0    ? PairSource::lines
+                                     : PairSource::columns;
+    padded = ceil_div(red_blocks * red_block, 2) * 2 + 2;
+  }
+  std::int64_t out_features() const { return out_blocks * out_block; }
+  // At most: each block row's last group may hold a single column.
+  std::int64_t groups() const {
+    return (entries * red_block + (kGroup - 1) * std::min(out_blocks, entries)) / kGroup;
+  }
+  std::int64_t groups_of(std::int64_t blocks) const { return ceil_div(blocks * red_block, kGroup); }
+  std::int64_t panel_size() const { return padded * kPanelTokens; }
+  std::int64_t tiles_size() const { return out_block * kGroup; }  // of one group
+};
+
+// Tier 2: groups before each block row, and the offsets of every group.
+struct Prepared {
+  std::int32_t* first;
+  std::uint32_t* offsets;
+  std::int64_t bytes;
+
+  Prepared(const PairsShape& s, const void* data) {
+    Room room(const_cast<void*>(data));
+    first = room.take<std::int32_t>(s.out_blocks + 1);
+    offsets = room.take<std::uint32_t>(s.groups() * offsets_of(s.source));
+    bytes = room.bytes();
+  }
+};
+
+SparseOperand operand_of(const Call& call) {
+  if (call.problem.op == Op::linear) return operand(call, call.plan.col, nullptr, false);
+  return operand(call, call.plan.row, call.plan.perm, true);
+}
+const std::int32_t* begin_of(const Call& call) {
+  return call.problem.op == Op::linear ? call.plan.crow : call.plan.ccol;
+}
+
+// The working memory of a call: what all tasks read, and what each worker has.
+struct Parts {
+  float* bias;
+  std::uint16_t* panels;
+  std::uint16_t* gathered;
+  float* sums;
+};
+
+struct PairsLayout {
+  std::int64_t shared, worker;  // bytes
+  std::int64_t group;           // output blocks that are stored at a time
+
+  PairsLayout(const PairsShape& s, const PairsBlocking& b)
+      : group(std::max<std::int64_t>(1, kStored / s.out_block)) {
+    Parts parts{};
+    Room all;
+    take_shared(all, s, parts);
+    shared = all.bytes();
+    Room own;
+    take_worker(own, s, b, parts);
+    worker = own.bytes();
+  }
+  static void take_shared(Room& room, const PairsShape& s, Parts& parts) {
+    parts.bias = room.take<float>(s.out_features() + kGroup);
+  }
+  void take_worker(Room& room, const PairsShape& s, const PairsBlocking& b, Parts& parts) const {
+    parts.panels = room.take<std::uint16_t>(b.panels * s.panel_size());
+    parts.gathered = room.take<std::uint16_t>(kGatheredGroups * kGroupSize);
+    parts.sums = room.take<float>(std::min(b.panels, kNear) * group * s.out_block * kPanelTokens);
+  }
+};
+
+class PairsTask {
+ public:
+  PairsTask(const PairKernels& kernels, const Call& call, const PairsShape& shape, std::int64_t group,
+            const Parts& parts)
+      : k_(kernels),
+        call_(call),
+        in_(call.problem.op == Op::linear ? call.x : call.dy),
+        s_(shape),
+        group_(group),
+        parts_(parts),
+        prepared_(shape, call.derived.prepared) {}
+
+  // Output blocks begin … end for tokens first … first + tokens.
+  void run(std::int64_t first, std::int64_t tokens, std::int64_t begin, std::int64_t end) const {
+    k_.enter();
+    for (std::int64_t m = 0; m < tokens; m += kPanelTokens) pack(first + m, rows(tokens, m), panel(m));
+    for (std::int64_t o = begin; o < end; o += group_) {
+      const std::int64_t stop = std::min(o + group_, end);
+      for (std::int64_t m = 0; m < tokens;) {
+        // Panels that share chunks of a block row's weights in L1; one that is half empty, alone.
+        const std::int64_t whole = (tokens - m + kPanelTokens / 2 - 1) / kPanelTokens;
+        const std::int64_t panels = std::clamp<std::int64_t>(whole, 1, kNear);
+        for (std::int64_t block = o; block < stop; ++block) {
+          multiply(block, rows(tokens, m), panels, panel(m),
+                   parts_.sums + (block - o) * s_.out_block * kPanelTokens);
+        }
+        for (std::int64_t p = 0; p < panels; ++p, m += kPanelTokens) {
+          store(first + m, rows(tokens, m), o, stop, parts_.sums + p * sums_stride());
+        }
+      }
+    }
+    k_.leave();
+  }
+
+ private:
+  static std::int32_t rows(std::int64_t tokens, std::int64_t from) {
+    return static_cast<std::int32_t>(std::min<std::int64_t>(kPanelTokens, tokens - from));
+  }
+  std::uint16_t* panel(std::int64_t from) const {
+    return parts_.panels + from / kPanelTokens * s_.panel_size();
+  }
+  std::int64_t sums_stride() const { return group_ * s_.out_block * kPanelTokens; }
+
+  void pack(std::int64_t token, std::int32_t rows, std::uint16_t* to) const {
+    k_.pack({reinterpret_cast<const std::uint16_t*>(at(in_, token, 0)), in_.row_stride, rows,
+             static_cast<std::int32_t>(in_.cols), static_cast<std::int32_t>(s_.padded),
+             s_.source != PairSource::columns, to});
+  }
+  void multiply(std::int64_t block, std::int32_t rows, std::int64_t panels, const std::uint16_t* x,
+                float* sums) const {
+    const std::int32_t* begin = begin_of(call_);
+    const std::int32_t from = prepared_.first[block];
+    const std::int64_t columns = (std::int64_t{begin[block + 1]} - begin[block]) * s_.red_block;
+    k_.multiply({static_cast<const std::uint16_t*>(call_.derived.packed) + from * s_.tiles_size(),
+                 prepared_.offsets + std::int64_t{from} * offsets_of(s_.source), s_.source,
+                 prepared_.first[block + 1] - from, static_cast<std::int32_t>(ceil_div(columns, 2)),
+                 static_cast<std::int32_t>(s_.out_block), rows > kPanelTokens / 2 ? 2 : 1,
+                 static_cast<std::int32_t>(panels), x, s_.panel_size(), parts_.gathered, sums,
+                 sums_stride()});
+  }
+  void store(std::int64_t token, std::int32_t rows, std::int64_t begin, std::int64_t end,
+             const float* sums) const {
+    const std::int64_t from = begin * s_.out_block;
+    k_.store({sums, parts_.bias + from, call_.activation,
+              reinterpret_cast<std::uint16_t*>(at(call_.out, token, from)), call_.out.row_stride, rows,
+              static_cast<std::int32_t>(std::min(end * s_.out_block, call_.out.cols) - from)});
+  }
+
+  const PairKernels& k_;
+  const Call& call_;
+  const MatrixView& in_;
+  const PairsShape& s_;
+  std::int64_t group_;
+  Parts parts_;
+  Prepared prepared_;
+};
+
+// Cycles, measured (docs/design/cpu_kernels.md): packing and storing an element, and a byte of W out of L3.
+constexpr double kPack = 0.3, kStore = 0.35, kWeightByte = 0.1;
+constexpr std::int64_t kMostSet = 16;
+
+template <class F>
+void for_each_blocking(const PairKernels& kernels, const Problem& p, const Machine& machine, F&& visit) {
+  const PairsShape s(p);
+  const double tiles = static_cast<double>(s.entries * s.out_block * s.red_block) / kTileSize;
+  const auto out = static_cast<double>(s.out_features());
+  const std::int64_t all = std::max<std::int64_t>(1, ceil_div(p.tokens, kPanelTokens));
+  const std::int64_t fit = panel_floats(machine) * 2 / s.panel_size();
+  const std::int64_t most = std::clamp<std::int64_t>(fit, 1, std::min(all, kMostSet));
+  for (std::int64_t panels = 1; panels <= most; ++panels) {
+    const std::int64_t sets = ceil_div(all, panels);
+    const double pack = static_cast<double>(panels * s.panel_size()) * kPack;
+    const double work =
+        tiles * (static_cast<double>(panels) * kernels.tile_cycles + 2 * kTileSize * kWeightByte) +
+        out * static_cast<double>(panels * kPanelTokens) * kStore;
+    for (std::int64_t splits = 1; splits <= std::min<std::int64_t>(4 * p.threads, s.out_blocks); ++splits) {
+      const std::int64_t rounds = ceil_div(sets * splits, p.threads);
+      visit(PairsBlocking{panels, splits},
+            static_cast<double>(rounds) * (pack + work / static_cast<double>(splits)));
+    }
+  }
+}
+
+}  // namespace
+
+Reason supports_pairs(const Problem& p) {
+  if (p.in != DType::bf16 || p.weight.dtype != DType::bf16 || p.out != DType::bf16) {
+    return "takes bf16 inputs and values alone, to bf16";
+  }
+  const PairsShape s(p);
+  if (s.out_block % kTileRows != 0) {
+    return cat("takes blocks of a multiple of ", kTileRows, " outputs; got ", s.out_block);
+  }
+  if (s.panel_size() > std::numeric_limits<std::uint32_t>::max())
+    return "takes less than 2^27 input features";
+  if (p.tokens <= kFewTokens) return cat("takes more than ", kFewTokens, " tokens; got ", p.tokens);
+  return {};
+}
+
+Config configure_pairs(const PairKernels& kernels, const Problem& problem, const Machine& machine) {
+  PairsBlocking best;
+  double best_cost = std::numeric_limits<double>::infinity();
+  for_each_blocking(kernels, problem, machine, [&](const PairsBlocking& b, double cost) {
+    if (cost >= best_cost * 0.999) return;
+    best_cost = cost;
+    best = b;
+  });
+  return to_config(best);
+}
+
+std::vector<Config> pairs_candidates(const PairKernels& kernels, const Problem& problem,
+                                     const Machine& machine) {
+  std::vector<Config> all;
+  for_each_blocking(kernels, problem, machine,
+                    [&](const PairsBlocking& b, double) { all.push_back(to_config(b)); });
+  return all;
+}
+
+std::int64_t pairs_workspace(const Problem& problem, const Config& config) {
+  const PairsLayout layout(PairsShape(problem), from_config<PairsBlocking>(config));
+  return layout.shared + problem.threads * layout.worker;
+}
+
+std::int64_t pairs_prepared_size(const Problem& problem, const Config& /*config*/) {
+  return Prepared(PairsShape(problem), nullptr).bytes;
+}
+
+std::int64_t pairs_packed_size(const Problem& problem, const Config& /*config*/) {
+  const PairsShape s(problem);
+  return s.groups() * s.tiles_size() * std::int64_t{sizeof(std::uint16_t)};
+}
+
+Status prepare_pairs(const Call& call, void* data) {
+  const PairsShape s(call.problem);
+  const Prepared prepared(s, data);
+  const SparseOperand w = operand_of(call);
+  const std::int32_t* begin = begin_of(call);
+  const std::int64_t step = s.source == PairSource::columns ? 1 : s.source == PairSource::lines ? 2 : kGroup;
+  const auto offset = [&](std::int64_t feature) {
+    return static_cast<std::uint32_t>(feature * kPanelTokens);
+  };
+  std::uint32_t* to = prepared.offsets;
+  prepared.first[0] = 0;
+  for (std::int64_t o = 0; o < s.out_blocks; ++o) {
+    const std::int64_t groups = s.groups_of(begin[o + 1] - begin[o]);
+    prepared.first[o + 1] = prepared.first[o] + static_cast<std::int32_t>(groups);
+    const std::uint32_t* end = prepared.offsets + std::int64_t{prepared.first[o + 1]} * offsets_of(s.source);
+    for (std::int32_t e = begin[o]; e < begin[o + 1]; ++e) {
+      const std::int64_t from = std::int64_t{w.index[e]} * s.red_block;
+      for (std::int64_t i = 0; i < s.red_block; i += step) *to++ = offset(from + i);
+    }
+    while (to != end) *to++ = offset(s.padded - 2);
+  }
+  return {};
+}
+
+Status pack_pairs_weight(const Call& call, void* packed) {
+  const PairsShape s(call.problem);
+  const Prepared prepared(s, call.derived.prepared);
+  const SparseOperand w = operand_of(call);
+  const std::int32_t* begin = begin_of(call);
+  call.executor.parallel_for(s.out_blocks, [&](std::int64_t o, int) {
+    auto* tiles = static_cast<std::uint16_t*>(packed) + prepared.first[o] * s.tiles_size();
+    const std::int64_t columns = (std::int64_t{begin[o + 1]} - begin[o]) * s.red_block;
+    for (std::int64_t i = 0; i < ceil_div(columns, kGroup) * kGroup; ++i) {
+      std::uint16_t* to = tiles + i / kGroup * s.tiles_size() + i % kGroup;
+      if (i >= columns) {
+        for (std::int64_t r = 0; r < s.out_block; ++r) to[r * kGroup] = 0;
+        continue;
+      }
+      const std::int64_t e = begin[o] + i / s.red_block;
+      const std::int64_t position = w.perm == nullptr ? e : w.perm[e];
+      const std::uint16_t* from = static_cast<const std::uint16_t*>(w.values) + position * w.block_size +
+                                  i % s.red_block * w.red_stride;
+      for (std::int64_t r = 0; r < s.out_block; ++r) to[r * kGroup] = from[r * w.out_stride];
+    }
+  });
+  return {};
+}
+
+Status run_pairs(const PairKernels& kernels, const Call& call) {
+  const auto b = from_config<PairsBlocking>(call.config);
+  const PairsShape s(call.problem);
+  if (b.panels < 1 || b.panels > 4096 || b.splits < 1 || b.splits > std::max<std::int64_t>(1, s.out_blocks)) {
+    return invalid(kernels.family,
+                   cat("panels and splits of the config must be in [1, 4096] and [1, ", s.out_blocks, ']'),
+                   cat(b.panels, " and ", b.splits));
+  }
+  const PairsLayout layout(s, b);
+  Parts shared{};
+  Room all(call.workspace);
+  PairsLayout::take_shared(all, s, shared);
+  std::fill_n(shared.bias, s.out_features() + kGroup, 0.0F);
+  for (std::int64_t n = 0; call.bias != nullptr && n < call.out.cols; ++n) {
+    shared.bias[n] += to_float(static_cast<const bfloat16*>(call.bias)[n]);
+  }
+  const std::int64_t tokens = b.panels * kPanelTokens;
+  const std::int64_t sets = ceil_div(call.problem.tokens, tokens);
+  const std::int32_t* begin = begin_of(call);
+  const auto bound = [&](std::int64_t part) {  // writing a feature costs as much as some 12 stored elements
+    return begin_of_part(begin, s.out_blocks, s.red_block, 12, part, b.splits);
+  };
+  call.executor.parallel_for(sets * b.splits, [&](std::int64_t t, int worker) {
+    const std::int64_t first = t / b.splits * tokens;
+    const std::int32_t from = bound(t % b.splits), to = bound(t % b.splits + 1);
+    if (from == to) return;
+    Parts parts = shared;
+    Room own(static_cast<char*>(call.workspace) + layout.shared + worker * layout.worker);
+    layout.take_worker(own, s, b, parts);
+    const PairsTask task(kernels, call, s, layout.group, parts);
+    task.run(first, std::min(tokens, call.problem.tokens - first), from, to);
+  });
+  return {};
+}
+
+}  // namespace rarefy::cpu

@@ -1,0 +1,30 @@
+// What runs a product in bf16 pairs on a table of pair kernels (linear_pairs.cc): linear, and grad_input of
+// blocks that are tall the other way round.
+#pragma once
+
+#include "core/registry.h"
+#include "cpu/pairs.h"
+
+namespace rarefy::cpu {
+
+struct PairsBlocking {
+  std::int64_t panels = 1;  // of 32 tokens each, which meet a block row's weights while they are near
+  std::int64_t splits = 1;  // tasks over the output blocks of one such set
+  static constexpr std::string_view kFields[] = {"panels", "splits"};
+  bool operator==(const PairsBlocking&) const = default;
+};
+
+Reason supports_pairs(const Problem& problem);
+Config configure_pairs(const PairKernels& kernels, const Problem& problem, const Machine& machine);
+std::vector<Config> pairs_candidates(const PairKernels& kernels, const Problem& problem,
+                                     const Machine& machine);
+std::int64_t pairs_workspace(const Problem& problem, const Config& config);
+Status run_pairs(const PairKernels& kernels, const Call& call);
+
+// The same for all tables: where a block row's stored columns lie, and its weights in tiles.
+std::int64_t pairs_prepared_size(const Problem& problem, const Config& config);
+Status prepare_pairs(const Call& call, void* prepared);
+std::int64_t pairs_packed_size(const Problem& problem, const Config& config);
+Status pack_pairs_weight(const Call& call, void* packed);
+
+}  // namespace rarefy::cpu

@@ -1,0 +1,199 @@
+// The kernels of pairs.h as templates over an engine E (simd/…): how pairs are made and multiplied and how
+// tokens and features are transposed. Here is what all engines share: groups in chunks that stay in L1,
+// gathered while the first outputs of a block row are at work; edges through a buffer.
+#pragma once
+
+#include "cpu/activation.h"
+#include "cpu/pairs.h"
+
+namespace rarefy::cpu {
+
+// Some groups of a block row, as E::multiply sees them.
+struct PairSteps {
+  const std::uint16_t* w;  // tiles of the first group, from the first output on
+  std::int64_t w_stride;   // to the next group's
+  const std::uint16_t* const* x;
+  std::int32_t steps;
+  std::int32_t last_pairs;  // of the last step
+  float* sums;              // from the first output on
+  bool first;               // the sums start from 0
+};
+
+// What E::multiply does along its way, step by step and pair by pair, where there is any; here: nothing.
+struct NoWork {
+  static constexpr bool any(std::int32_t /*step*/) { return false; }
+  void operator()(std::int32_t /*step*/, int /*pair*/) const {}
+};
+
+// Puts the groups that come one step later into pair order.
+template <class E, bool kColumns>
+struct GatherNext {
+  struct Group {
+    const std::uint16_t* panel;  // null: there is none
+    const std::uint32_t* offsets;
+    std::uint16_t* to;
+  };
+  const Group* next;  // to each step
+
+  bool any(std::int32_t step) const { return next[step].panel != nullptr; }
+  void operator()(std::int32_t step, int pair) const {
+    const auto& [panel, offsets, to] = next[step];
+    if constexpr (kColumns) {
+      E::pair(panel + offsets[2 * pair], panel + offsets[2 * pair + 1], to + pair * kPairLine);
+    } else {
+      E::copy(panel + offsets[pair], to + pair * kPairLine);
+    }
+  }
+};
+
+// All outputs of the block row, for one chunk of its groups and one panel.
+template <class E, int kHalves, class Work>
+void multiply_chunk(const PairProduct& t, PairSteps s, Work work) {
+  std::int32_t row = 0;
+  const auto outputs = [&]<int kRows>(auto along) {
+    E::template multiply<kRows, kHalves>(s, along);
+    s.w += kRows * kGroup;
+    s.sums += kRows * kPanelTokens;
+    row += kRows;
+  };
+  if constexpr (E::kRows > kTileRows) {
+    if (t.rows < E::kRows) return outputs.template operator()<kTileRows>(work);
+  }
+  outputs.template operator()<E::kRows>(work);
+  while (row + E::kRows <= t.rows) outputs.template operator()<E::kRows>(NoWork{});
+  if constexpr (E::kRows > kTileRows) {
+    if (row < t.rows) outputs.template operator()<kTileRows>(NoWork{});
+  }
+}
+
+template <class E, int kHalves, PairSource kSource>
+void multiply_groups(const PairProduct& t) {
+  constexpr bool kGather = kSource != PairSource::whole;
+  constexpr std::int32_t kOffsets = offsets_of(kSource);
+  using Gather = GatherNext<E, kSource == PairSource::columns>;
+  typename Gather::Group next[kMostChunk];
+  const std::uint16_t* x[kMostChunk];
+  const std::int64_t w_stride = std::int64_t{t.rows} * kGroup;
+  const std::int32_t fit = static_cast<std::int32_t>(kChunkSize / w_stride);
+  const std::int32_t most = fit < 1 ? 1 : fit < kMostChunk ? fit : kMostChunk;
+  const std::int32_t chunks = (t.groups + most - 1) / most;
+  // Gathered groups are used once if the block row has one tile of outputs, else until the chunk ends.
+  const std::int32_t slots = t.rows <= E::kRows ? 2 : most + 1;
+  std::int32_t slot = 0;
+  const auto after = [&](std::int32_t i) { return slot + i < slots ? slot + i : slot + i - slots; };
+  const auto gathered = [&](std::int32_t i) { return t.gathered + std::int64_t{i} * kGroupSize; };
+  const auto offsets = [&](std::int32_t group) { return t.offsets + std::int64_t{group} * kOffsets; };
+  if constexpr (kGather) {
+    next[0] = {t.panel, t.offsets, t.gathered};
+    for (int pair = 0; pair < kGroup / 2; ++pair) Gather{next}(0, pair);
+  }
+  for (std::int32_t chunk = 0; chunk < chunks; ++chunk) {
+    const std::int32_t group = t.groups * chunk / chunks;
+    const std::int32_t end = t.groups * (chunk + 1) / chunks;
+    const std::int32_t steps = end - group;
+    const std::uint16_t* panel = t.panel;
+    PairSteps s{t.w + group * w_stride,
+                w_stride,
+                x,
+                steps,
+                end == t.groups ? t.pairs - (t.groups - 1) * (kGroup / 2) : kGroup / 2,
+                t.sums,
+                chunk == 0};
+    for (std::int32_t p = 0; p < t.panels; ++p, panel += t.panel_stride, s.sums += t.sums_stride) {
+      if constexpr (kGather) {
+        for (std::int32_t i = 0; i < steps; ++i) {
+          x[i] = gathered(after(i % slots));
+          next[i] = {panel, offsets(group + i + 1), gathered(after((i + 1) % slots))};
+        }
+        if (p + 1 < t.panels) {
+          next[steps - 1].panel = panel + t.panel_stride;
+          next[steps - 1].offsets = offsets(group);
+        } else {
+          next[steps - 1].panel = end == t.groups ? nullptr : t.panel;
+        }
+        slot = after(steps % slots);
+        multiply_chunk<E, kHalves>(t, s, Gather{next});
+      } else {
+        for (std::int32_t i = 0; i < steps; ++i) x[i] = panel + offsets(group)[i];
+        multiply_chunk<E, kHalves>(t, s, NoWork{});
+      }
+    }
+  }
+}
+
+template <class E, int kHalves>
+void multiply_source(const PairProduct& t) {
+  switch (t.source) {
+    case PairSource::columns: return multiply_groups<E, kHalves, PairSource::columns>(t);
+    case PairSource::lines: return multiply_groups<E, kHalves, PairSource::lines>(t);
+    case PairSource::whole: return multiply_groups<E, kHalves, PairSource::whole>(t);
+  }
+}
+
+template <class E>
+void multiply_pairs(const PairProduct& t) {
+  if (t.groups == 0) {
+    for (std::int32_t p = 0; p < t.panels; ++p) {
+      __builtin_memset(t.sums + p * t.sums_stride, 0, sizeof(float) * t.rows * kPanelTokens);
+    }
+    return;
+  }
+  if (t.halves == 2) return multiply_source<E, 2>(t);
+  multiply_source<E, 1>(t);
+}
+
+template <class E>
+void pack_pairs(const PairPack& t) {
+  constexpr std::int32_t kSide = 32;  // E::pack takes 32 × 32
+  std::int32_t k = 0;
+  if (t.rows == kPanelTokens) {
+    for (; k + kSide <= t.cols; k += kSide) {
+      // Each row is a stream of its own, too many for the hardware: cold, it took 2.5 times as long.
+      for (std::int32_t m = 0; m < kPanelTokens; ++m) __builtin_prefetch(t.x + k + kSide + m * t.row_stride);
+      E::pack(t.x + k, t.row_stride, t.paired, t.panel + std::int64_t{k} * kPanelTokens);
+    }
+  }
+  alignas(64) std::uint16_t from[kPanelTokens][kSide];
+  alignas(64) std::uint16_t to[kSide * kPanelTokens];
+  for (; k < t.padded; k += kSide) {
+    const std::int32_t cols = t.cols - k < 0 ? 0 : t.cols - k < kSide ? t.cols - k : kSide;
+    const std::int32_t width = t.padded - k < kSide ? t.padded - k : kSide;
+    __builtin_memset(from, 0, sizeof(from));
+    for (std::int32_t m = 0; cols > 0 && m < t.rows; ++m) {
+      __builtin_memcpy(from[m], t.x + m * t.row_stride + k, static_cast<std::size_t>(cols) * 2);
+    }
+    E::pack(from[0], kSide, t.paired, to);
+    __builtin_memcpy(t.panel + std::int64_t{k} * kPanelTokens, to,
+                     static_cast<std::size_t>(width) * kPanelTokens * 2);
+  }
+}
+
+template <class E>
+void store_pairs(const PairStore& t) {
+  constexpr std::int32_t kSide = 32;  // E::store gives 32 × 32
+  alignas(64) std::uint16_t to[kPanelTokens][kSide];
+  for (std::int32_t n = 0; n < t.cols; n += kSide) {
+    const std::int32_t cols = t.cols - n < kSide ? t.cols - n : kSide;
+    const float* sums = t.sums + n * kPanelTokens;
+    if (cols == kSide && t.rows == kPanelTokens) {
+      // Y's lines of the next panel: without, each waits for its owner, and storing took 5 times as long.
+      std::uint16_t* y = t.y + n;
+      for (std::int32_t m = kPanelTokens; m < 2 * kPanelTokens; ++m)
+        __builtin_prefetch(y + m * t.row_stride, 1);
+      E::store(sums, kSide, t.bias + n, t.activation, y, t.row_stride);
+      continue;
+    }
+    // Whole tiles of sums are there: 16 or 32 of them.
+    E::store(sums, cols <= kTileRows ? kTileRows : kSide, t.bias + n, t.activation, to[0], kSide);
+    for (std::int32_t m = 0; m < t.rows; ++m) {
+      __builtin_memcpy(t.y + m * t.row_stride + n, to[m], static_cast<std::size_t>(cols) * 2);
+    }
+  }
+}
+
+template <class E>
+constexpr PairKernels pair_table(const char* family) {
+  return {family, E::kTileCycles, E::enter, E::leave, pack_pairs<E>, multiply_pairs<E>, store_pairs<E>};
+}
+
+}  // namespace rarefy::cpu

@@ -1,0 +1,94 @@
+// The contract between the driver of products in bf16 pairs (linear_pairs.cc) and their kernels, which are
+// compiled once per instruction set. Plain structs only, as in kernels.h.
+//
+// An instruction multiplies two neighbouring features at once and adds both products to one float: tdpbf16ps
+// on tiles (AMX), vdpbf16ps on vectors. 32 tokens are packed feature-major in bf16, two features to a line of
+// 128 bytes: `paired`, [token][2], where W is stored in blocks of an even number of columns; else one after
+// the other, and a kernel pairs what a block row stores as it goes.
+#pragma once
+
+#include <cstdint>
+
+#include "rarefy/activation.h"
+
+namespace rarefy::cpu {
+
+inline constexpr std::int32_t kPanelTokens = 32;
+inline constexpr std::int32_t kGroup = 32;  // reduction features multiplied at a time
+inline constexpr std::int32_t kTileRows = 16;
+inline constexpr std::int32_t kPairLine = 2 * kPanelTokens;        // elements of two features
+inline constexpr std::int32_t kGroupSize = kGroup * kPanelTokens;  // elements of a group of X
+inline constexpr std::int32_t kTileSize = kTileRows * kGroup;      // elements of a tile of W
+
+// Row-major X to a panel of `padded` features, an even number; what is not there becomes 0.
+struct PairPack {
+  const std::uint16_t* x;
+  std::int64_t row_stride;
+  std::int32_t rows, cols;
+  std::int32_t padded;
+  bool paired;
+  std::uint16_t* panel;
+};
+
+// Where the features of a group lie in the panel, as offsets in elements.
+enum class PairSource : std::uint8_t {
+  columns,  // 32 a group, of features
+  lines,    // 16, of paired features
+  whole,    // one, of the first of 16 neighbouring pairs
+};
+
+constexpr std::int32_t offsets_of(PairSource source) {
+  return source == PairSource::columns ? kGroup : source == PairSource::lines ? kGroup / 2 : 1;
+}
+
+// sums[panel][o][token] = Σ W[o, i] · x[i][token] over the stored columns of one block row, for some panels.
+struct PairProduct {
+  const std::uint16_t* w;        // [group][row / 16][16][32]
+  const std::uint32_t* offsets;  // of each group
+  PairSource source;
+  std::int32_t groups;
+  std::int32_t pairs;   // of them all: the last group may have less than 16
+  std::int32_t rows;    // outputs, a multiple of 16
+  std::int32_t halves;  // of the panels that hold tokens: 1 or 2
+  std::int32_t panels;
+  const std::uint16_t* panel;  // the first
+  std::int64_t panel_stride;
+  std::uint16_t* gathered;  // room for kGatheredGroups groups
+  float* sums;              // [rows][32], of the first panel
+  std::int64_t sums_stride;
+};
+
+// A block row is multiplied in chunks of groups, each for all panels, so that its weights (24 KB) stay in L1
+// with what is gathered: on Sapphire Rapids L2 gives a line in two cycles, and is the bound.
+inline constexpr std::int32_t kChunkSize = 12 * 1024;  // elements of W
+inline constexpr std::int32_t kMostChunk = 24;         // groups
+inline constexpr std::int32_t kGatheredGroups = kMostChunk + 1;
+
+// y[token][o] = act(sums[o][token] + bias[o]), row-major.
+struct PairStore {
+  const float* sums;  // [cols, in whole tiles][32]
+  const float* bias;  // as many
+  Activation activation;
+  std::uint16_t* y;
+  std::int64_t row_stride;
+  std::int32_t rows, cols;
+};
+
+// What one instruction set offers.
+struct PairKernels {
+  const char* family;
+  double tile_cycles;  // that 16 outputs, 32 features and 32 tokens take: a figure for the configuration
+  void (*enter)();     // before and after a task, on its thread
+  void (*leave)();
+  void (*pack)(const PairPack&);
+  void (*multiply)(const PairProduct&);
+  void (*store)(const PairStore&);
+};
+
+extern const PairKernels kPairsPortable;
+#if defined(__x86_64__)
+extern const PairKernels kAvx512Bf16;
+extern const PairKernels kAmx;
+#endif
+
+}  // namespace rarefy::cpu

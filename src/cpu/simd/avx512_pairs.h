@@ -1,0 +1,169 @@
+// Products in pairs on AVX-512: packing and storing, which AMX shares, and vdpbf16ps.
+#pragma once
+
+#include "cpu/pair_kernels.h"
+#include "cpu/simd/avx512.h"
+
+namespace rarefy::cpu {
+
+struct Avx512Pairs {
+  static __m512i bits(__m512 v) { return _mm512_castps_si512(v); }
+
+  // 16 × 16 dwords.
+  static void transpose(__m512i (&m)[16]) {
+    __m512 t[16];
+#pragma GCC unroll 16
+    for (int i = 0; i < 16; ++i) t[i] = _mm512_castsi512_ps(m[i]);
+    Avx512::transpose(t);
+#pragma GCC unroll 16
+    for (int i = 0; i < 16; ++i) m[i] = bits(t[i]);
+  }
+
+  // 32 tokens × 32 features of row-major X into the lines of a panel. A dword of X is a pair of features:
+  // transposed as such, it is in pair order. Apart, tokens lie in an order that interleaving lines (unpack)
+  // undoes: 4 of the first half, 4 of the second.
+  static void pack(const std::uint16_t* x, std::int64_t stride, bool paired, std::uint16_t* panel) {
+    // Each row is a stream of its own, too many for the hardware's prefetcher; cold, it took 2.5 times as
+    // long.
+#pragma GCC unroll 32
+    for (int m = 0; m < kPanelTokens; ++m) __builtin_prefetch(x + m * stride + kGroup);
+    __m512i low[16], high[16];
+#pragma GCC unroll 16
+    for (int m = 0; m < 16; ++m) low[m] = _mm512_loadu_si512(x + m * stride);
+    transpose(low);
+    if (paired) {
+#pragma GCC unroll 16
+      for (int p = 0; p < 16; ++p) _mm512_storeu_si512(panel + p * kPairLine, low[p]);
+    }
+#pragma GCC unroll 16
+    for (int m = 0; m < 16; ++m) high[m] = _mm512_loadu_si512(x + (m + 16) * stride);
+    transpose(high);
+    if (paired) {
+#pragma GCC unroll 16
+      for (int p = 0; p < 16; ++p) _mm512_storeu_si512(panel + p * kPairLine + 32, high[p]);
+      return;
+    }
+    const __m512i words = _mm512_set1_epi32(0xffff);
+#pragma GCC unroll 16
+    for (int p = 0; p < 16; ++p) {
+      _mm512_storeu_si512(panel + p * kPairLine, _mm512_packus_epi32(_mm512_and_si512(low[p], words),
+                                                                     _mm512_and_si512(high[p], words)));
+      _mm512_storeu_si512(panel + p * kPairLine + 32,
+                          _mm512_packus_epi32(_mm512_srli_epi32(low[p], 16), _mm512_srli_epi32(high[p], 16)));
+    }
+  }
+
+  static void pair(const std::uint16_t* even, const std::uint16_t* odd, std::uint16_t* to) {
+    const __m512i a = _mm512_loadu_si512(even), b = _mm512_loadu_si512(odd);
+    _mm512_storeu_si512(to, _mm512_unpacklo_epi16(a, b));
+    _mm512_storeu_si512(to + 32, _mm512_unpackhi_epi16(a, b));
+  }
+  static void copy(const std::uint16_t* from, std::uint16_t* to) {
+    const __m512i a = _mm512_loadu_si512(from), b = _mm512_loadu_si512(from + 32);
+    _mm512_storeu_si512(to, a);
+    _mm512_storeu_si512(to + 32, b);
+  }
+
+  // `outputs` × 32 sums to 32 tokens of row-major Y. Rounded before it is transposed, in dwords of two
+  // outputs: half of the shuffles.
+  static void store(const float* sums, int outputs, const float* bias, Activation activation,
+                    std::uint16_t* y, std::int64_t stride) {
+    if (activation == Activation::none) {
+      outputs == 32 ? store_as<32, false>(sums, bias, activation, y, stride)
+                    : store_as<16, false>(sums, bias, activation, y, stride);
+    } else {
+      outputs == 32 ? store_as<32, true>(sums, bias, activation, y, stride)
+                    : store_as<16, true>(sums, bias, activation, y, stride);
+    }
+  }
+
+ private:
+  template <int kOutputs, bool kActivate>
+  static void store_as(const float* sums, const float* bias, Activation activation, std::uint16_t* y,
+                       std::int64_t stride) {
+    alignas(64) static constexpr std::uint16_t kInterleave[32] = {0,  16, 1,  17, 2,  18, 3,  19, 4,  20, 5,
+                                                                  21, 6,  22, 7,  23, 8,  24, 9,  25, 10, 26,
+                                                                  11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
+    const __m512i interleave = _mm512_load_si512(kInterleave);
+#pragma GCC unroll 2
+    for (int half = 0; half < 2; ++half) {
+      const auto sum = [&](int o) {
+        const __m512 v =
+            _mm512_add_ps(_mm512_loadu_ps(sums + o * kPanelTokens + half * 16), _mm512_set1_ps(bias[o]));
+        if constexpr (kActivate) return activate<Avx512>(activation, v);
+        return v;
+      };
+      __m512i rows[16];
+#pragma GCC unroll 16
+      for (int i = 0; i < 16; ++i) {
+        rows[i] = _mm512_setzero_si512();
+        if (2 * i >= kOutputs) continue;
+        const __m512bh both = _mm512_cvtne2ps_pbh(sum(2 * i + 1), sum(2 * i));
+        rows[i] = _mm512_permutexvar_epi16(interleave, (__m512i)both);
+      }
+      transpose(rows);
+#pragma GCC unroll 16
+      for (int m = 0; m < 16; ++m, y += stride) {
+        if constexpr (kOutputs == 32) {
+          _mm512_storeu_si512(y, rows[m]);
+        } else {
+          _mm256_storeu_si256(reinterpret_cast<__m256i*>(y), _mm512_castsi512_si256(rows[m]));
+        }
+      }
+    }
+  }
+};
+
+// vdpbf16ps: 8 outputs × 32 tokens in registers, weights broadcast by pairs.
+struct Avx512Bf16 : Avx512Pairs {
+  static constexpr int kRows = 8;
+  static constexpr double kTileCycles = 550;
+
+  static void enter() {}
+  static void leave() {}
+
+  template <int kOutputs, int kHalves, class Work>
+  static void multiply(const PairSteps& s, Work work) {
+    __m512 sum[kOutputs][kHalves];
+    const auto each = [](auto f) {
+#pragma GCC unroll 8
+      for (int o = 0; o < kOutputs; ++o) {
+#pragma GCC unroll 2
+        for (int h = 0; h < kHalves; ++h) f(o, h);
+      }
+    };
+    each([&](int o, int h) {
+      sum[o][h] = s.first ? _mm512_setzero_ps() : _mm512_loadu_ps(s.sums + o * kPanelTokens + h * 16);
+    });
+    for (std::int32_t step = 0; step < s.steps; ++step) {
+      const std::uint16_t* x = s.x[step];
+      const std::uint16_t* w = s.w + step * s.w_stride;
+      const int pairs = step + 1 == s.steps ? s.last_pairs : kGroup / 2;
+      const auto dots = [&](auto along) {
+        for (int p = 0; p < pairs; ++p, x += kPairLine, w += 2) {
+          along(step, p);
+          __m512bh xv[kHalves];
+#pragma GCC unroll 2
+          for (int h = 0; h < kHalves; ++h) xv[h] = (__m512bh)_mm512_loadu_si512(x + h * 32);
+#pragma GCC unroll 8
+          for (int o = 0; o < kOutputs; ++o) {
+            std::int32_t pair;
+            __builtin_memcpy(&pair, w + o * kGroup, sizeof(pair));
+            const auto wv = (__m512bh)_mm512_set1_epi32(pair);
+#pragma GCC unroll 2
+            for (int h = 0; h < kHalves; ++h) sum[o][h] = _mm512_dpbf16_ps(sum[o][h], wv, xv[h]);
+          }
+        }
+        for (int p = pairs; p < kGroup / 2; ++p) along(step, p);
+      };
+      if (work.any(step)) {
+        dots(work);
+      } else {
+        dots(NoWork{});
+      }
+    }
+    each([&](int o, int h) { _mm512_storeu_ps(s.sums + o * kPanelTokens + h * 16, sum[o][h]); });
+  }
+};
+
+}  // namespace rarefy::cpu

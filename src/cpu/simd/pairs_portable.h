@@ -1,0 +1,74 @@
+// Products in pairs in plain C++: what the instructions do, for tests on any machine.
+#pragma once
+
+#include "cpu/pair_kernels.h"
+#include "cpu/simd/scalar.h"
+
+namespace rarefy::cpu {
+
+struct PairsPortable {
+  static constexpr int kRows = 32;
+  static constexpr double kTileCycles = 20000;
+
+  static void enter() {}
+  static void leave() {}
+
+  // 32 tokens × 32 features of row-major X into the lines of a panel.
+  static void pack(const std::uint16_t* x, std::int64_t stride, bool paired, std::uint16_t* panel) {
+    for (int k = 0; k < kGroup; ++k) {
+      for (int m = 0; m < kPanelTokens; ++m) {
+        const int at = paired ? k / 2 * kPairLine + 2 * m + k % 2 : k * kPanelTokens + m;
+        panel[at] = x[m * stride + k];
+      }
+    }
+  }
+  // Two features of 32 tokens, in pair order.
+  static void pair(const std::uint16_t* even, const std::uint16_t* odd, std::uint16_t* to) {
+    for (int m = 0; m < kPanelTokens; ++m) {
+      to[2 * m] = even[m];
+      to[2 * m + 1] = odd[m];
+    }
+  }
+  static void copy(const std::uint16_t* from, std::uint16_t* to) { std::memcpy(to, from, 2 * kPairLine); }
+
+  static float number(std::uint16_t bf16) {
+    const std::uint32_t bits = std::uint32_t{bf16} << 16;
+    float x;
+    std::memcpy(&x, &bits, sizeof(x));
+    return x;
+  }
+
+  template <int kOutputs, int kHalves, class Work>
+  static void multiply(const PairSteps& s, Work work) {
+    if (s.first) std::memset(s.sums, 0, sizeof(float) * kOutputs * kPanelTokens);
+    for (std::int32_t step = 0; step < s.steps; ++step) {
+      for (int p = 0; p < kGroup / 2 && work.any(step); ++p) work(step, p);
+      const int pairs = step + 1 == s.steps ? s.last_pairs : kGroup / 2;
+      for (int o = 0; o < kOutputs; ++o) {
+        const std::uint16_t* w = s.w + step * s.w_stride + o * kGroup;
+        for (int i = 0; i < 2 * pairs; ++i) {
+          const std::uint16_t* x = s.x[step] + i / 2 * kPairLine + i % 2;
+          for (int m = 0; m < kHalves * 16; ++m) {
+            s.sums[o * kPanelTokens + m] += number(w[i]) * number(x[2 * m]);
+          }
+        }
+      }
+    }
+  }
+
+  // `outputs` × 32 sums to 32 tokens of row-major Y.
+  static void store(const float* sums, int outputs, const float* bias, Activation activation,
+                    std::uint16_t* y, std::int64_t stride) {
+    for (int o = 0; o < outputs; ++o) {
+      const Scalar::Vec b = Scalar::set1(bias[o]);
+      for (int m = 0; m < kPanelTokens; m += Scalar::kWidth) {
+        std::uint16_t out[Scalar::kWidth];
+        const Scalar::Vec sum = Scalar::add(Scalar::load(sums + o * kPanelTokens + m), b);
+        Scalar::store_bf16(out, activate<Scalar>(activation, sum));
+        for (int i = 0; i < Scalar::kWidth; ++i) y[(m + i) * stride + o] = out[i];
+      }
+    }
+  }
+};
+
+}  // namespace rarefy::cpu

@@ -1,0 +1,255 @@
+// Products in bf16 pairs, by every family that this machine has and by its portable twin: against the
+// reference, on weights that are packed anew for each call. Their accumulation is docs/numerics.md's.
+#include <gtest/gtest.h>
+
+#include <limits>
+#include <set>
+
+#include "core/registry.h"
+#include "cpu/linear_pairs.h"
+#include "product_checks.h"
+
+namespace rarefy::test {
+namespace {
+
+constexpr double kInfinity = std::numeric_limits<double>::infinity();
+constexpr double kNan = std::numeric_limits<double>::quiet_NaN();
+
+// The families whose rows take bf16 in pairs, of those that this machine can run.
+std::vector<std::string> pair_families() {
+  rarefy::Problem asked = make_problem(Op::linear, {16, 2, 16, 2, 1}, 8, DType::bf16);
+  asked.derived = kAnyDerived;
+  std::vector<std::string> families;
+  for (const Candidate& candidate : explain(asked).candidates) {
+    const bool pairs = candidate.kernel.family == "amx" || candidate.kernel.family == "avx512_bf16" ||
+                       candidate.kernel.family == "pairs";
+    if (pairs && candidate.why_not.empty()) families.push_back(candidate.kernel.family);
+  }
+  return families;
+}
+
+class PairsTest : public ::testing::TestWithParam<std::string> {
+ protected:
+  static void run_all(ProblemIn<HostBuffer>& run) {
+    const Force force(GetParam());
+    run.hold_derived();
+    expect_ok(run.linear(Activation::none));
+  }
+  void check(ProblemSpec spec, Executor executor = {}) {
+    spec.dtype = DType::bf16;
+    const Problem problem = make_problem(spec);
+    SCOPED_TRACE(::testing::Message()
+                 << GetParam() << " M=" << spec.m << " N=" << spec.n << " K=" << spec.k << " block "
+                 << spec.block_rows << 'x' << spec.block_cols << " density " << spec.density);
+    ProblemIn<HostBuffer> run(problem, executor);
+    run_all(run);
+    expect_linear(problem, run);
+    if (spec.block_cols % 16 != 0) return;
+    const Force force(GetParam());
+    expect_ok(run.grad_input());
+    expect_grad_input(problem, run);
+  }
+};
+
+INSTANTIATE_TEST_SUITE_P(Cpu, PairsTest, ::testing::ValuesIn(pair_families()),
+                         [](const auto& tested) { return tested.param; });
+
+TEST_P(PairsTest, EveryBlockShape) {
+  const std::pair<std::int64_t, std::int64_t> blocks[] = {{16, 1},  {32, 1},  {48, 1},  {64, 1},  {128, 1},
+                                                          {16, 2},  {32, 3},  {16, 16}, {32, 8},  {48, 16},
+                                                          {32, 32}, {64, 64}, {16, 96}, {16, 31}, {160, 33}};
+  for (const auto& [rows, cols] : blocks) {
+    for (const bool integers : {true, false}) {
+      check({37, 5 * rows + rows / 2 + 1, 6 * cols + cols / 2 + 1, rows, cols, 0.4, {}, integers, 3});
+      check({64, 3 * rows, 7 * cols, rows, cols, 0.3, {}, integers, 0});
+    }
+  }
+}
+
+// Both halves of a panel, part of one, several panels; one row of x for all tokens.
+TEST_P(PairsTest, EveryNumberOfTokens) {
+  for (const std::int64_t tokens : {5, 15, 16, 17, 31, 32, 33, 48, 49, 63, 64, 65, 128, 130, 300}) {
+    check({tokens, 70, 90, 32, 1, 0.5, {}, true, tokens % 2 == 0 ? 0 : -1});
+    check({tokens, 90, 70, 16, 4, 0.5, {}, false, 1});
+  }
+}
+
+// More groups than a chunk has, last groups of every number of pairs, and patterns without any.
+TEST_P(PairsTest, GroupsAndChunks) {
+  for (std::int64_t columns = 1; columns <= 70; ++columns) {
+    check({33, 32, columns, 32, 1, 1.0, {}, true, 0});
+    check({20, 16, 2 * columns, 16, 2, 1.0, {}, true, 0});
+  }
+  for (const std::int64_t columns : {255, 256, 257, 289, 511, 512, 513, 1100}) {
+    check({40, 80, columns, 32, 1, 0.9, {}, true, 0});
+    check({40, 80, columns, 64, 1, 1.0, {}, false, 0});
+    check({40, 80, columns, 32, 32, 0.9, {}, true, 0});
+  }
+  for (const double density : {0.0, 0.02, 1.0}) {
+    check({70, 90, 80, 32, 1, density, {}, true, 2});
+    check({70, 90, 80, 16, 16, density, {}, true, 2});
+  }
+  check({5, 70, 0, 16, 1, 0.0, {}, true, 2});  // no input features
+  check({5, 0, 90, 16, 1, 0.0, {}, true, 2});  // no output features
+}
+
+TEST_P(PairsTest, OnSeveralThreads) {
+  ThreadPool pool(3);
+  for (const bool integers : {true, false}) {
+    check({400, 700, 500, 32, 1, 0.3, {}, integers, 0}, pool.executor());
+    check({70, 1000, 777, 64, 1, 0.3, {}, integers, 1}, pool.executor());
+    check({33, 2048, 512, 16, 16, 0.2, {}, integers, 0}, pool.executor());
+  }
+}
+
+TEST_P(PairsTest, Activations) {
+  for (const Activation activation :
+       {Activation::relu, Activation::gelu_erf, Activation::gelu_tanh, Activation::silu}) {
+    SCOPED_TRACE(name(activation));
+    const Problem problem = make_problem({65, 100, 50, 16, 1, 0.4, DType::bf16, false, 1});
+    ProblemIn<HostBuffer> run(problem);
+    run.hold_derived();
+    {
+      const Force force(GetParam());
+      expect_ok(run.linear(activation));
+    }
+    expect_activation(problem, run, activation);
+  }
+}
+
+// Bits do not depend on threads, nor on the batch that a token is in.
+TEST_P(PairsTest, TheSameBitsInEveryBatchAndOnEveryThread) {
+  const Force force(GetParam());
+  for (const std::int64_t cols : {1, 4, 32}) {
+    const Problem problem = make_problem({200, 130, 600, 32, cols, 0.4, DType::bf16, false, 0});
+    const auto run = [&](std::int64_t first, std::int64_t count, int threads) {
+      Problem some = problem;
+      some.spec.m = count;
+      some.x.assign(problem.x.begin() + first * problem.x_stride(),
+                    problem.x.begin() + (first + count) * problem.x_stride());
+      ThreadPool pool(threads);
+      ProblemIn<HostBuffer> one(some, pool.executor());
+      one.hold_derived();
+      expect_ok(one.linear(Activation::none));
+      return one.y().download();
+    };
+    const std::vector<std::byte> all = run(0, 200, 1);
+    for (const int threads : {2, 5}) EXPECT_EQ(run(0, 200, threads), all);
+    const auto row = static_cast<std::ptrdiff_t>(all.size()) / 200;
+    for (const auto& [first, count] : {std::pair<std::int64_t, std::int64_t>{0, 5}, {17, 16}, {63, 40}}) {
+      const std::vector<std::byte> part = run(first, count, 2);
+      EXPECT_TRUE(std::equal(part.begin(), part.end(), all.begin() + first * row)) << first << ' ' << count;
+    }
+  }
+}
+
+// Columns without stored blocks may hold anything, beside the padding of groups too; what meets a stored
+// block passes through, stored zeros included.
+TEST_P(PairsTest, NanAndInfinityPassWhereBlocksAreStored) {
+  for (const auto& [rows, cols] : {std::pair<std::int64_t, std::int64_t>{16, 1}, {32, 2}, {16, 32}}) {
+    Problem problem = make_problem({40, 3 * rows, 9 * cols, rows, cols, 0.4, DType::bf16, true, 0});
+    for (std::int64_t m = 0; m < 40; ++m) {
+      problem.x[static_cast<std::size_t>(m * problem.x_stride() + m % problem.spec.k)] = m % 3 == 0 ? kNan
+                                                                                         : m % 3 == 1
+                                                                                             ? kInfinity
+                                                                                             : -kInfinity;
+    }
+    problem.values[3] = kNan;
+    problem.bias[1] = kInfinity;
+    ProblemIn<HostBuffer> run(problem);
+    run_all(run);
+    const std::vector<double> expected =
+        Host{problem}.linear(problem.x, problem.values, &problem.bias, Activation::none);
+    const std::vector<double> got = decode(run.y().download(), DType::bf16);
+    for (std::size_t i = 0; i < expected.size(); ++i) {
+      const std::size_t n = static_cast<std::size_t>(problem.spec.n);
+      ASSERT_TRUE(same(got[i / n * static_cast<std::size_t>(problem.y_stride()) + i % n], expected[i])) << i;
+    }
+  }
+}
+
+// Subnormal numbers may count as 0, in x, in the weight and as a result: each changes a result by less than
+// 2⁻¹²⁶ times the other factor.
+TEST_P(PairsTest, SubnormalNumbersMayBeZero) {
+  Problem problem = make_problem({40, 32, 64, 16, 1, 1.0, DType::bf16, true, 0});
+  for (std::size_t i = 0; i < problem.x.size(); i += 3) problem.x[i] = 0x1p-130;
+  for (std::size_t i = 0; i < problem.values.size(); i += 5) problem.values[i] = -0x1p-127;
+  for (double& bias : problem.bias) bias = 0;
+  ProblemIn<HostBuffer> run(problem);
+  run_all(run);
+  const std::vector<double> expected =
+      Host{problem}.linear(problem.x, problem.values, &problem.bias, Activation::none);
+  const std::vector<double> got = decode(run.y().download(), DType::bf16);
+  for (std::size_t i = 0; i < expected.size(); ++i) {
+    ASSERT_LE(std::abs(got[i] - expected[i]), 64 * 2 * 0x1p-126 + 0x1p-9 * std::abs(expected[i])) << i;
+  }
+}
+
+TEST_P(PairsTest, EveryConfigurationComputesTheSame) {
+  for (const char* config : {"panels=1 splits=1", "panels=3 splits=2", "panels=16 splits=5"}) {
+    const Force force(GetParam() + "," + GetParam() + "_linear(" + config + ")");
+    const Problem problem = make_problem({150, 170, 200, 32, 1, 0.4, DType::bf16, true, 0});
+    ProblemIn<HostBuffer> run(problem);
+    run.hold_derived();
+    expect_ok(run.linear(Activation::none));
+    expect_linear(problem, run);
+  }
+}
+
+TEST(PairsSelectionTest, SaysWhatItDoesNotTake) {
+  const auto why_not = [](rarefy::Problem problem) {
+    problem.derived = kAnyDerived;
+    for (const Candidate& candidate : explain(problem).candidates) {
+      if (candidate.kernel.family == "pairs") return candidate.why_not;
+    }
+    return std::string("no such row");
+  };
+  EXPECT_EQ(why_not(make_problem(Op::linear, {64, 64, 16, 1, 9}, 5, DType::bf16)), "");
+  EXPECT_EQ(why_not(make_problem(Op::linear, {64, 64, 8, 1, 9}, 5, DType::bf16)),
+            "takes blocks of a multiple of 16 outputs; got 8");
+  EXPECT_EQ(why_not(make_problem(Op::grad_input, {64, 64, 16, 1, 9}, 5, DType::bf16)),
+            "takes blocks of a multiple of 16 outputs; got 1");
+  EXPECT_EQ(why_not(make_problem(Op::linear, {64, 64, 16, 1, 9}, 4, DType::bf16)),
+            "takes more than 4 tokens; got 4");
+  EXPECT_EQ(why_not(make_problem(Op::linear, {64, 64, 16, 1, 9}, 5, DType::f32)),
+            "takes bf16 inputs and values alone, to bf16");
+  // Without its packed weight, another kernel is chosen; so it is before the portable twin.
+  const rarefy::Problem plain = make_problem(Op::linear, {64, 64, 16, 1, 9}, 64, DType::bf16);
+  for (const Candidate& candidate : explain(plain).candidates) {
+    if (candidate.chosen) {
+      EXPECT_EQ(candidate.kernel.name.find("pairs"), std::string::npos);
+    }
+    if (candidate.kernel.family == "pairs") {
+      EXPECT_EQ(candidate.why_not, "its prepared or packed weight is not at hand");
+    }
+  }
+}
+
+// The model of the work, on a machine that is not this one: weights beyond L2 meet several panels, a few
+// tokens are shared out by outputs.
+TEST(PairsSelectionTest, ConfigurationsFollowTheProblem) {
+  const auto config = [](std::int64_t tokens, int threads) {
+    Machine machine;
+    machine.l2 = 2 << 20;
+    const Kernel* row = nullptr;
+    for (const Kernel& kernel : registry()) {
+      if (kernel.name == "amx_linear") row = &kernel;
+    }
+    if (row == nullptr) return cpu::PairsBlocking{0, 0};  // not built for x86-64
+    rarefy::Problem problem = make_problem(Op::linear, {3072, 768, 32, 1, 3072 * 768 / 64}, tokens,
+                                           DType::bf16, Device::cpu, threads);
+    return from_config<cpu::PairsBlocking>(row->configure(problem, machine));
+  };
+#if defined(__x86_64__)
+  EXPECT_EQ(config(32, 1), (cpu::PairsBlocking{1, 1}));
+  EXPECT_GE(config(2048, 1).panels, 4);
+  EXPECT_EQ(config(32, 16).panels, 1);
+  EXPECT_GE(config(32, 16).splits, 16);
+  EXPECT_GE(config(512, 16).panels, 2);
+#else
+  EXPECT_EQ(config(32, 1).panels, 0);
+#endif
+}
+
+}  // namespace
+}  // namespace rarefy::test
