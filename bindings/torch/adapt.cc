@@ -217,6 +217,19 @@ void Call::check_dtype(std::string_view argument, const Tensor& tensor, std::str
                       torch_name(tensor.scalar_type())));
 }
 
+Activation Call::activation(std::string_view name) const {
+  static_assert(kActivations == 5);
+  constexpr std::pair<std::string_view, Activation> kNames[] = {{"none", Activation::none},
+                                                                {"relu", Activation::relu},
+                                                                {"gelu", Activation::gelu_erf},
+                                                                {"gelu_tanh", Activation::gelu_tanh},
+                                                                {"silu", Activation::silu}};
+  for (const auto& [known, activation] : kNames) {
+    if (known == name) return activation;
+  }
+  raise(op_, invalid(op_, "activation must be none, relu, gelu, gelu_tanh or silu", cat('"', name, '"')));
+}
+
 MatrixView Call::matrix(std::string_view argument, Tensor& tensor, std::string_view columns_name,
                         std::int64_t columns) const {
   check_device(argument, tensor);

@@ -65,6 +65,9 @@ class Call {
   void check_dtype(std::string_view argument, const Tensor& tensor, std::string_view other,
                    DType dtype) const;
 
+  // "none", "relu", "gelu", "gelu_tanh", "silu", as torch calls them.
+  Activation activation(std::string_view name) const;
+
   // A tensor of any leading dimensions as a matrix whose rows are `columns` long. `tensor` is
   // replaced by a contiguous copy when its rows are not evenly spaced or not contiguous.
   MatrixView matrix(std::string_view argument, Tensor& tensor, std::string_view columns_name,

@@ -13,16 +13,16 @@ namespace {
 
 Tensor bsr_linear(Tensor x, const Tensor& values, const Tensor& plan, const std::optional<Tensor>& bias,
                   std::int64_t out_features, std::int64_t in_features, const std::optional<Tensor>& prepared,
-                  const std::optional<Tensor>& packed, std::int64_t derived) {
+                  const std::optional<Tensor>& packed, std::int64_t derived, std::string_view activation) {
   const Call call("bsr_linear", "values", values);
+  const Activation fused = call.activation(activation);
   BsrView weight = call.weight(values, plan, out_features, in_features);
   const MatrixView in = call.matrix("x", x, "in_features", in_features);
   call.check_stored(weight.dtype, "x", in.dtype);
   weight.derived = view_derived(call, {prepared, packed, derived}, &weight);
   const void* bias_data = call.bias(bias, out_features, in.dtype);
   Tensor y = call.empty_rows(x, out_features);
-  check(call.op(),
-        linear(in, weight, bias_data, Activation::none, call.output(y, in, out_features), call.context()));
+  check(call.op(), linear(in, weight, bias_data, fused, call.output(y, in, out_features), call.context()));
   return y;
 }
 
@@ -102,7 +102,8 @@ Tensor bsr_plan(const Tensor& crow_indices, const Tensor& col_indices, std::int6
 STABLE_TORCH_LIBRARY(rarefy, m) {
   m.def(
       "bsr_linear(Tensor x, Tensor values, Tensor plan, Tensor? bias, SymInt out_features, "
-      "SymInt in_features, Tensor? prepared=None, Tensor? packed=None, int derived=0) -> Tensor");
+      "SymInt in_features, Tensor? prepared=None, Tensor? packed=None, int derived=0, "
+      "str activation=\"none\") -> Tensor");
   m.def(
       "bsr_grad_input(Tensor grad_output, Tensor values, Tensor plan, SymInt out_features, "
       "SymInt in_features, Tensor? prepared=None, Tensor? packed=None, int derived=0) -> Tensor");

@@ -71,6 +71,11 @@ def in_autocast() -> bool:
     return _in_autocast() if autograd_kernels else any(map(torch.is_autocast_enabled, ("cpu", "cuda")))
 
 
+def in_torch_func() -> bool:
+    """Whether a transform of torch.func is on."""
+    return autograd_kernels and _in_torch_func()
+
+
 def forward_mode() -> bool:
     """Whether dual numbers may be around."""
     return autograd_kernels and forward_ad._current_level >= 0

@@ -19,6 +19,7 @@ from torch.autograd.forward_ad import unpack_dual
 
 from . import _load, _torch_private
 from ._torch_private import Function, below_autograd
+from .activations import NONE, activate
 
 linear, grad_input, grad_weight = map(_load.op, ("bsr_linear", "bsr_grad_input", "bsr_grad_weight"))
 run_linear, run_grad_input, run_grad_weight = map(below_autograd, (linear, grad_input, grad_weight))
@@ -52,7 +53,7 @@ def _tangent(ctx: Any, product: Any, d_first: Tensor | None, d_second: Tensor | 
         return sum(terms[1:], start=terms[0]) if terms else None
 
 
-def _compact(values: Tensor) -> Tensor:
+def compact(values: Tensor) -> Tensor:
     """Contiguous values. A tensor of torch.func may call itself contiguous where the one inside is not."""
     if _torch_private.plain() and values.is_contiguous():
         return values
@@ -83,6 +84,8 @@ class Linear(Function):
     @staticmethod
     def save(ctx, inputs, output):  # noqa: D102
         x, values, plan, _, *ctx.rest = inputs
+        if len(ctx.rest) == 6:
+            raise NotImplementedError("[bsr_linear] activation must be None; got a torch that lacks names")
         ctx.values_shape, ctx.values_dtype = values.shape, values.dtype
         _save(ctx, x, values, plan)
 
@@ -129,7 +132,7 @@ class Linear(Function):
     @staticmethod
     def jvp(ctx, dx, dvalues, _plan, dbias, *_rest):  # noqa: D102
         def product(x: Tensor, values: Tensor) -> Tensor:
-            return linear(x, _compact(values), ctx.plan, None, *_of_pattern(ctx.rest))
+            return linear(x, compact(values), ctx.plan, None, *_of_pattern(ctx.rest))
 
         return _tangent(ctx, product, dx, dvalues, dbias)
 
@@ -165,7 +168,7 @@ class GradInput(Function):
     @staticmethod
     def jvp(ctx, ddy, dvalues, *_):  # noqa: D102
         def product(dy: Tensor, values: Tensor) -> Tensor:
-            return grad_input(dy, _compact(values), ctx.plan, *_of_pattern(ctx.rest))
+            return grad_input(dy, compact(values), ctx.plan, *_of_pattern(ctx.rest))
 
         return _tangent(ctx, product, ddy, dvalues)
 
@@ -189,7 +192,7 @@ class GradWeight(Function):
         ddy = dx = None
         if ddvalues is not None:
             dy, x = ctx.saved_tensors
-            ddvalues, needs = _compact(ddvalues), ctx.needs_input_grad
+            ddvalues, needs = compact(ddvalues), ctx.needs_input_grad
             if needs[0]:
                 ddy = linear(x, ddvalues, ctx.plan, None, *ctx.sizes[2:4])
             if needs[1]:
@@ -217,16 +220,35 @@ def kernel(function: type[Function], op: Any) -> Any:
     return autograd
 
 
+def linear_kernel(op: Any) -> Any:
+    """The same of bsr_linear, whose activation is torch's own where anything records it."""
+    below, without = below_autograd(op), kernel(Linear, op)
+
+    def autograd(*args: Any) -> Tensor:
+        *args, activation = args if len(args) == 10 else (*args, NONE)
+        if activation == NONE:
+            return without(*args)
+        tracked = any(args[at] is not None and args[at].requires_grad for at in (0, 1, 3))
+        if (torch.is_grad_enabled() and tracked) or _torch_private.forward_mode():
+            return activate(op(*args), activation)
+        return below(*args, activation)
+
+    return autograd
+
+
 # vmap --------------------------------------------------------------------------------------------
 
 
 def vmap_linear(info, dims, x, values, plan, bias, *rest):
     """A batch dimension of x is more tokens; batched values or biases are a call each."""
-    _check_plan("bsr_linear", dims[2])
+    check_plan("bsr_linear", dims[2])
+    if len(rest) == 6:
+        y, dim = vmap_linear(info, dims, x, values, plan, bias, *rest[:5])
+        return activate(y, rest[5]), dim
     if dims[1] is None and dims[3] is None:
         return linear(x.movedim(dims[0], 0), values, plan, bias, *rest), 0
-    return _each(
-        lambda x, w, b: linear(x, _compact(w), plan, b, *_of_pattern(rest)),
+    return batched(
+        lambda x, w, b: linear(x, compact(w), plan, b, *_of_pattern(rest)),
         info,
         (dims[0], dims[1], dims[3]),
         x,
@@ -237,25 +259,26 @@ def vmap_linear(info, dims, x, values, plan, bias, *rest):
 
 def vmap_grad_input(info, dims, dy, values, plan, *rest):
     """As vmap_linear."""
-    _check_plan("bsr_grad_input", dims[2])
+    check_plan("bsr_grad_input", dims[2])
     if dims[1] is None:
         return grad_input(dy.movedim(dims[0], 0), values, plan, *rest), 0
     rest = _of_pattern(rest)
-    return _each(lambda dy, w: grad_input(dy, _compact(w), plan, *rest), info, dims[:2], dy, values)
+    return batched(lambda dy, w: grad_input(dy, compact(w), plan, *rest), info, dims[:2], dy, values)
 
 
 def vmap_grad_weight(info, dims, dy, x, plan, *sizes):
     """A gradient for each sample is a call for each."""
-    _check_plan("bsr_grad_weight", dims[2])
-    return _each(lambda dy, x: grad_weight(dy, x, plan, *sizes), info, dims[:2], dy, x)
+    check_plan("bsr_grad_weight", dims[2])
+    return batched(lambda dy, x: grad_weight(dy, x, plan, *sizes), info, dims[:2], dy, x)
 
 
-def _check_plan(op: str, dim: int | None) -> None:
+def check_plan(op: str, dim: int | None) -> None:
+    """Raise unless a plan has no batch dimension."""
     if dim is not None:
         raise ValueError(f"[{op}] plan must be one for the whole batch of a vmap; got batch dimension {dim}")
 
 
-def _each(call: Any, info: Any, dims: tuple, *tensors: Tensor | None) -> tuple[Tensor, int]:
+def batched(call: Any, info: Any, dims: tuple, *tensors: Tensor | None) -> tuple[Tensor, int]:
     """Stack the results of one call for each element of the batch."""
     parts = (
         [tensor] * info.batch_size if dim is None else tensor.unbind(dim)

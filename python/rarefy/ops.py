@@ -13,8 +13,11 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from . import _load, _torch_private, derivatives
+from .activations import NONE, check_activation
 from .checks import fail
 from .derivatives import grad_input, grad_weight, linear
+from .feed_forward import bsr_feed_forward as bsr_feed_forward
+from .op_rules import autocast_to, fake_rows_like
 
 _PLAIN = (Tensor, Parameter)  # not the subclasses, which may have a say in what an op does
 
@@ -29,8 +32,9 @@ def bsr_linear(
     out_features: int,
     in_features: int,
     *derived: Tensor | int | None,
+    activation: str | None = None,
 ) -> Tensor:
-    """Return ``x @ W.T + bias`` for a block-sparse W of shape (out_features, in_features).
+    """Return ``x @ W.T + bias``, or its activation, for a block-sparse W, (out_features, in_features).
 
     Args:
         x: (..., in_features); any leading dimensions and strides; float64, float32, bfloat16 or float16.
@@ -43,6 +47,8 @@ def bsr_linear(
         in_features: columns of W.
         derived: nothing, or prepared, packed and their key, as ``weight.derived(x)`` gives them; it makes
             calls faster and changes no result. Packed values must be those of `values`.
+        activation: "relu", "gelu" (by erf), "gelu_tanh", "silu", or None; of the sums, in their dtype. A call
+            that is recorded has torch's, of the rounded result, which its derivative needs.
 
     Returns:
         (..., out_features), contiguous, of x's dtype; sums are in float32 (float64 for float64). Under
@@ -53,6 +59,9 @@ def bsr_linear(
         TypeError: a dtype or a device does not fit.
         ImportError: the compiled library is missing.
     """
+    if activation is not None:
+        name = check_activation("bsr_linear", activation)
+        return linear(x, values, plan, bias, out_features, in_features, *(derived or (None, None, 0)), name)
     if (
         type(x) not in _PLAIN
         or type(values) not in _PLAIN
@@ -145,19 +154,14 @@ def bsr_plan(
 # Fake kernels ------------------------------------------------------------------------------------
 
 
-def _rows_like(op: str, argument: str, tensor: Tensor, columns: int, dimension: str, new: int) -> Tensor:
-    if tensor.dim() == 0 or tensor.shape[-1] != columns:
-        got = tuple(tensor.shape)
-        raise ValueError(f"[{op}] {argument}'s last dimension must be {dimension}={columns}; got shape {got}")
-    return tensor.new_empty((*tensor.shape[:-1], new))
-
-
 def _fake_linear(x, values, plan, bias, out_features, in_features, *derived):
-    return _rows_like("bsr_linear", "x", x, in_features, "in_features", out_features)
+    return fake_rows_like("bsr_linear", "x", x, in_features, "in_features", out_features)
 
 
 def _fake_grad_input(grad_output, values, plan, out_features, in_features, *derived):
-    return _rows_like("bsr_grad_input", "grad_output", grad_output, out_features, "out_features", in_features)
+    return fake_rows_like(
+        "bsr_grad_input", "grad_output", grad_output, out_features, "out_features", in_features
+    )
 
 
 def _empty_plan_size(out_features, in_features, block_rows, block_cols):
@@ -208,19 +212,26 @@ def _fake_plan(
 
 
 def _autocast_linear(device_type: str) -> Callable[..., Tensor]:
-    """The kernel that casts as F.linear does under autocast: floats of this device but float64."""
+    cast = autocast_to(device_type)
 
-    def cast(tensor: Tensor | None) -> Tensor | None:
-        if tensor is None or not tensor.is_floating_point() or tensor.dtype == torch.float64:
-            return tensor
-        if tensor.device.type != device_type:
-            return tensor
-        return tensor.to(torch.get_autocast_dtype(device_type))
-
-    def kernel(x, values, plan, bias, out_features, in_features, prepared=None, packed=None, derived=0):
+    def kernel(
+        x,
+        values,
+        plan,
+        bias,
+        out_features,
+        in_features,
+        prepared=None,
+        packed=None,
+        derived=0,
+        activation=NONE,
+    ):
         arguments = (cast(x), cast(values), plan, cast(bias), out_features, in_features)
-        if packed is None and derived:  # what is packed belongs to the values before the cast
-            arguments = (*arguments, prepared, None, derived)
+        keeps = packed is None and derived  # what is packed belongs to the values before the cast
+        if keeps or activation != NONE:
+            arguments += (prepared, None, derived) if keeps else (None, None, 0)
+        if activation != NONE:
+            arguments += (activation,)
         return _torch_private.without_autocast(device_type, linear, *arguments)
 
     return kernel
@@ -244,7 +255,9 @@ def _register() -> torch.library.Library:
     library = torch.library.Library("rarefy", "IMPL")
     for name, function, vmap in derivatives.RULES:
         if _torch_private.autograd_kernels:
-            library.impl(name, derivatives.kernel(function, _load.op(name)), "Autograd")
+            op = _load.op(name)
+            autograd = derivatives.linear_kernel(op) if op is linear else derivatives.kernel(function, op)
+            library.impl(name, autograd, "Autograd")
         else:
             torch.library.register_autograd(f"rarefy::{name}", function.backward, setup_context=function.save)
         torch.library.register_vmap(f"rarefy::{name}", vmap)

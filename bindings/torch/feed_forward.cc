@@ -1,0 +1,123 @@
+// bsr_feed_forward: up to three weights in one op.
+#include "rarefy/feed_forward.h"
+
+#include <torch/csrc/stable/library.h>
+
+#include <optional>
+#include <tuple>
+
+#include "adapt.h"
+#include "core/message.h"
+
+namespace rarefy::binding {
+
+namespace {
+
+using Optional = std::optional<Tensor>;
+
+// The arguments of both ops, in the order of their schema.
+struct Arguments {
+  Tensor x;
+  const Tensor &up_values, &up_plan;
+  const Optional& up_bias;
+  const Optional &gate_values, &gate_plan, &gate_bias;
+  const Tensor &down_values, &down_plan;
+  const Optional& down_bias;
+  std::int64_t out_features, hidden_features, in_features;
+  std::string_view activation;
+};
+
+// Errors name tensors as their layer does: this says which one of several it is.
+template <class F>
+auto of_layer(const Call& call, std::string_view layer, F&& make) {
+  const auto named = [&](const std::exception& error) {
+    return cat('[', call.op(), "] the ", layer, " layer's ",
+               std::string_view(error.what()).substr(call.op().size() + 3));
+  };
+  try {
+    return make();
+  } catch (const TypeMismatch& error) {
+    throw TypeMismatch(named(error));
+  } catch (const std::invalid_argument& error) {
+    throw std::invalid_argument(named(error));
+  }
+}
+
+std::tuple<Tensor, Tensor, Tensor> run(Arguments a, bool save) {
+  const Call call("bsr_feed_forward", "the up layer's values", a.up_values);
+  const MatrixView x = call.matrix("x", a.x, "in_features", a.in_features);
+  const auto layer = [&](std::string_view which, const Tensor& values, const Tensor& plan,
+                         const Optional& bias, std::int64_t out, std::int64_t in) {
+    return of_layer(call, which, [&] {
+      call.check_device("values", values);
+      const BsrView weight = call.weight(values, plan, out, in);
+      call.check_stored(weight.dtype, "x", x.dtype);
+      return LayerView{weight, call.bias(bias, out, x.dtype)};
+    });
+  };
+  if (a.gate_values.has_value() != a.gate_plan.has_value()) {
+    raise(call.op(), invalid(call.op(), "gate_values and gate_plan must come together",
+                             a.gate_values ? "gate_values alone" : "gate_plan alone"));
+  }
+  FeedForward layers{
+      layer("up", a.up_values, a.up_plan, a.up_bias, a.hidden_features, a.in_features),
+      layer("down", a.down_values, a.down_plan, a.down_bias, a.out_features, a.hidden_features),
+      call.activation(a.activation),
+      {}};
+  if (a.gate_values) {
+    layers.gate = layer("gate", *a.gate_values, *a.gate_plan, a.gate_bias, a.hidden_features, a.in_features);
+  }
+  Tensor y = call.empty_rows(a.x, a.out_features);
+  Tensor up = save ? call.empty_rows(a.x, a.hidden_features) : call.nothing(a.x);
+  Tensor gate = save && layers.gate ? call.empty_rows(a.x, a.hidden_features) : call.nothing(a.x);
+  HiddenViews saved;
+  if (save) saved.up = call.output(up, x, a.hidden_features);
+  if (save && layers.gate) saved.gate = call.output(gate, x, a.hidden_features);
+  check(call.op(), feed_forward(x, layers, call.output(y, x, a.out_features), call.context(), saved));
+  return {y, up, gate};
+}
+
+Tensor bsr_feed_forward(Tensor x, const Tensor& up_values, const Tensor& up_plan, const Optional& up_bias,
+                        const Optional& gate_values, const Optional& gate_plan, const Optional& gate_bias,
+                        const Tensor& down_values, const Tensor& down_plan, const Optional& down_bias,
+                        std::int64_t out_features, std::int64_t hidden_features, std::int64_t in_features,
+                        std::string_view activation) {
+  return std::get<0>(
+      run({std::move(x), up_values, up_plan, up_bias, gate_values, gate_plan, gate_bias, down_values,
+           down_plan, down_bias, out_features, hidden_features, in_features, activation},
+          false));
+}
+
+// With the results of `up` and `gate` before the activation, which a backward pass wants; (0,) without a
+// gate.
+std::tuple<Tensor, Tensor, Tensor> bsr_feed_forward_hidden(
+    Tensor x, const Tensor& up_values, const Tensor& up_plan, const Optional& up_bias,
+    const Optional& gate_values, const Optional& gate_plan, const Optional& gate_bias,
+    const Tensor& down_values, const Tensor& down_plan, const Optional& down_bias, std::int64_t out_features,
+    std::int64_t hidden_features, std::int64_t in_features, std::string_view activation) {
+  return run({std::move(x), up_values, up_plan, up_bias, gate_values, gate_plan, gate_bias, down_values,
+              down_plan, down_bias, out_features, hidden_features, in_features, activation},
+             true);
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_FRAGMENT(rarefy, m) {
+  m.def(
+      "bsr_feed_forward(Tensor x, Tensor up_values, Tensor up_plan, Tensor? up_bias, Tensor? gate_values, "
+      "Tensor? gate_plan, Tensor? gate_bias, Tensor down_values, Tensor down_plan, Tensor? down_bias, "
+      "SymInt out_features, SymInt hidden_features, SymInt in_features, str activation) -> Tensor");
+  m.def(
+      "_bsr_feed_forward_hidden(Tensor x, Tensor up_values, Tensor up_plan, Tensor? up_bias, "
+      "Tensor? gate_values, Tensor? gate_plan, Tensor? gate_bias, Tensor down_values, Tensor down_plan, "
+      "Tensor? down_bias, SymInt out_features, SymInt hidden_features, SymInt in_features, str activation) "
+      "-> (Tensor, Tensor, Tensor)");
+}
+
+// On the CPU alone: elsewhere feed_forward.py of the front goes layer by layer.
+STABLE_TORCH_LIBRARY_IMPL(rarefy, CPU, m) {
+  m.impl("bsr_feed_forward", TORCH_BOX(&bsr_feed_forward));
+  m.impl("_bsr_feed_forward_hidden", TORCH_BOX(&bsr_feed_forward_hidden));
+}
+
+}  // namespace rarefy::binding
