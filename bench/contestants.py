@@ -69,14 +69,22 @@ def dense_product(p: Problem, w: Tensor) -> Tensor:
 
 
 def rarefy_call(p: Problem) -> Call:
-    """Rarefy's op with a plan, as BlockSparseLinear calls it."""
+    """Rarefy's product, as BlockSparseLinear calls it."""
     N, K, (rows, cols) = p.case.N, p.case.K, p.case.block
     plan = rarefy.ops.bsr_plan(p.crow, p.col, N, K, rows, cols)
     if p.case.op == "linear":
-        return lambda: rarefy.ops.bsr_linear(p.x, p.values, plan, None, N, K)
+        weight = prepared_weight(p)
+        return lambda: weight.linear(p.x)
     if p.case.op == "grad_input":
         return lambda: rarefy.ops.bsr_grad_input(p.dy, p.values, plan, N, K)
     return lambda: rarefy.ops.bsr_grad_weight(p.dy, p.x, plan, rows, cols, N, K)
+
+
+def prepared_weight(p: Problem) -> rarefy.BsrWeight:
+    """The weight of a layer, with what kernels derive from it made ahead, as a server does."""
+    shape, block = (p.case.N, p.case.K), p.case.block
+    weight = rarefy.BsrWeight(p.values, p.crow, p.col, shape=shape, block_shape=block)
+    return weight.requires_grad_(False).prepare()
 
 
 def onednn_call(p: Problem) -> Call | None:

@@ -23,7 +23,7 @@ from tqdm import tqdm
 
 import rarefy
 from cases import Case, load_cases
-from contestants import RIVALS, make_contestants, make_problem
+from contestants import RIVALS, Problem, make_contestants, make_problem, prepared_weight
 from timing import Times, graph_of, interleave
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -93,27 +93,15 @@ def peak_gflops(program: Path, threads: int) -> float | None:
     return float(json.loads(out)["gflops"])
 
 
-def kernel_of(case: Case) -> str:
+def kernel_of(p: Problem) -> str:
     """The kernel that Rarefy runs for a case and its configuration, as `rarefy.explain` says."""
-    layer = rarefy.BlockSparseLinear(
-        case.K,
-        case.N,
-        density=case.density,
-        block_shape=case.block,
-        device="meta",
-        dtype={"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16, "f64": torch.float64}[
-            case.dtype
-        ],
-    )
-    x = torch.empty(case.M, case.K, device=case.device, dtype=layer.weight.dtype)
-    explained = rarefy.explain(layer, x, op=case.op)
+    explained = rarefy.explain(prepared_weight(p), p.x, op=p.case.op)
     return f"{explained['kernel']} {explained['config']}".strip()
 
 
-def row_of(
-    case: Case, times: dict[str, Times], useful_flop: float, peak: float | None, mode: str
-) -> dict[str, object]:
+def row_of(p: Problem, times: dict[str, Times], peak: float | None, mode: str) -> dict[str, object]:
     """One case's columns, but for those of `environment`."""
+    case, useful_flop = p.case, p.useful_flop
     best = min((name for name in DENSE if name in times), key=lambda name: times[name].median)
     dense, sparse = times[best].median, times["rarefy"].median
     dense_flop = 2.0 * case.M * case.N * case.K
@@ -123,7 +111,7 @@ def row_of(
         "block": f"{case.block[0]}x{case.block[1]}",
         "density": case.density,
         "mode": mode,
-        "kernel": kernel_of(case),
+        "kernel": kernel_of(p),
         "dense_ms": f"{dense * 1e3:.5g}",
         "dense_by": best.removeprefix("dense_"),
         "speedup": f"{dense / sparse:.4g}",
@@ -153,10 +141,10 @@ def measure(case: Case, rivals: list[str], budget: float, peak_program: Path) ->
     calls = make_contestants(problem, rivals)
     if case.device == "cpu":
         peak = peak_gflops(peak_program, case.threads)
-        return [row_of(case, interleave(calls, "cpu", budget), problem.useful_flop, peak, "eager")]
+        return [row_of(problem, interleave(calls, "cpu", budget), peak, "eager")]
     graphs = {name: graph_of(call) for name, call in calls.items()}
     return [
-        row_of(case, interleave(group, "cuda", budget), problem.useful_flop, None, mode)
+        row_of(problem, interleave(group, "cuda", budget), None, mode)
         for mode, group in (("graph", graphs), ("eager", calls))
     ]
 
