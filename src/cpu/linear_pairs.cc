@@ -15,7 +15,7 @@ namespace rarefy::cpu {
 namespace {
 
 constexpr std::int64_t kStored = 64;  // features of Y that are stored at a time: two cache lines a token
-constexpr std::int64_t kNear = 8;     // panels that share weights in L1
+constexpr std::int64_t kNear = 4;     // panels that share weights in L1: their sums take 32 KB
 
 std::int64_t ceil_div(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
 

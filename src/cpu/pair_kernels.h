@@ -17,6 +17,14 @@ struct PairSteps {
   std::int32_t last_pairs;  // of the last step
   float* sums;              // from the first output on
   bool first;               // the sums start from 0
+  const char* ahead;        // weights of the next chunk: a share of it to ask for at each step, in lines
+  std::int32_t ahead_lines;
+
+  // Into L2. The hardware loses the stream while a chunk meets its panels.
+  void fetch(std::int32_t step) const {
+    const char* from = ahead + std::int64_t{step} * ahead_lines * 64;
+    for (std::int32_t i = 0; i < ahead_lines; ++i) __builtin_prefetch(from + i * 64, 0, 2);
+  }
 };
 
 // What E::multiply does along its way, step by step and pair by pair, where there is any; here: nothing.
@@ -54,6 +62,7 @@ void multiply_chunk(const PairProduct& t, PairSteps s, Work work) {
     E::template multiply<kRows, kHalves>(s, along);
     s.w += kRows * kGroup;
     s.sums += kRows * kPanelTokens;
+    s.ahead_lines = 0;
     row += kRows;
   };
   if constexpr (E::kRows > kTileRows) {
@@ -98,7 +107,9 @@ void multiply_groups(const PairProduct& t) {
                 steps,
                 end == t.groups ? t.pairs - (t.groups - 1) * (kGroup / 2) : kGroup / 2,
                 t.sums,
-                chunk == 0};
+                chunk == 0,
+                reinterpret_cast<const char*>(t.w + end * w_stride),
+                (t.rows + t.panels - 1) / t.panels};
     for (std::int32_t p = 0; p < t.panels; ++p, panel += t.panel_stride, s.sums += t.sums_stride) {
       if constexpr (kGather) {
         for (std::int32_t i = 0; i < steps; ++i) {
@@ -117,6 +128,7 @@ void multiply_groups(const PairProduct& t) {
         for (std::int32_t i = 0; i < steps; ++i) x[i] = panel + offsets(group)[i];
         multiply_chunk<E, kHalves>(t, s, NoWork{});
       }
+      s.ahead += std::int64_t{steps} * s.ahead_lines * 64;
     }
   }
 }

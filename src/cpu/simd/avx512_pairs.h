@@ -138,6 +138,7 @@ struct Avx512Bf16 : Avx512Pairs {
     for (std::int32_t step = 0; step < s.steps; ++step) {
       const std::uint16_t* x = s.x[step];
       const std::uint16_t* w = s.w + step * s.w_stride;
+      s.fetch(step);
       const int pairs = step + 1 == s.steps ? s.last_pairs : kGroup / 2;
       const auto dots = [&](auto along) {
         for (int p = 0; p < pairs; ++p, x += kPairLine, w += 2) {
