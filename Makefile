@@ -9,7 +9,7 @@ VENV := .venv
 IN_VENV := $(VENV)/bin/python
 CXX_FILES = $(shell git ls-files '*.cc' '*.h' '*.cu' '*.cuh')
 
-.PHONY: help setup test bench lint demo sanitize mutants clean
+.PHONY: help setup test bench lint demo sanitize test-arm mutants clean
 
 help:
 	@echo "make setup     packages, virtual environment (.venv), Release build;"
@@ -18,6 +18,7 @@ help:
 	@echo "make demo      a real model, sparse and faster make bench     benchmarks (bench/)"
 	@echo "make lint      formats, clang-tidy, ruff, links make clean    removes build/ and .venv/"
 	@echo "               and the C++ tests with clang"
+	@echo "make test-arm  C++ tests for AArch64 under qemu-user"
 	@echo "make mutants   small defects, one at a time, that the tests must notice: hours (tests/mutation)"
 
 $(STAMPS)/packages: apt.txt
@@ -67,6 +68,13 @@ sanitize: $(STAMPS)/packages
 	  cmake --build --preset $$preset -j $(JOBS); \
 	  ctest --preset $$preset --output-on-failure -j $(JOBS); \
 	done
+
+# AArch64 under qemu-user: 5 minutes to build, 5 to run.
+test-arm: $(STAMPS)/packages
+	./tools/install_packages.sh apt-arm.txt
+	cmake --preset arm
+	cmake --build --preset arm -j $(JOBS)
+	ctest --preset arm --output-on-failure -j $(JOBS)
 
 # Goes on where an earlier run stopped. Not for CI: hours.
 mutants: setup

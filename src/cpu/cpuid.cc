@@ -92,6 +92,8 @@ Machine detect() {
 #endif
 #if defined(__x86_64__)
   add_x86(m);
+#elif defined(__aarch64__)
+  m.features.emplace_back("neon");
 #endif
   return m;
 }

@@ -140,6 +140,8 @@ extern const Kernels kScalar;
 #if defined(__x86_64__)
 extern const Kernels kAvx2;
 extern const Kernels kAvx512;
+#elif defined(__aarch64__)
+extern const Kernels kNeon;
 #endif
 
 }  // namespace rarefy::cpu

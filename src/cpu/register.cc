@@ -150,6 +150,8 @@ constexpr std::string_view kHasAvx512 = "avx512";
 constexpr std::string_view kHasAvx2 = "avx2";
 constexpr std::string_view kHasAmx = "amx_bf16";
 constexpr std::string_view kHasBf16 = "avx512_bf16_fast";
+#elif defined(__aarch64__)
+constexpr std::string_view kHasNeon = "neon";
 #endif
 
 }  // namespace
@@ -164,6 +166,9 @@ void register_cpu(Registry& registry) {
   add_few<cpu::kAvx2, kHasAvx2>(registry, "avx2_linear_few");
   add<cpu::kAvx2, kHasAvx2>(registry, "avx2_linear", "avx2_grad_input", "avx2_grad_weight");
   add_feed_forward<cpu::kAvx2, kHasAvx2>(registry, "avx2_feed_forward", "avx2_feed_forward_apart");
+#elif defined(__aarch64__)
+  add<cpu::kNeon, kHasNeon>(registry, "neon_linear", "neon_grad_input", "neon_grad_weight");
+  add_feed_forward<cpu::kNeon, kHasNeon>(registry, "neon_feed_forward", "neon_feed_forward_apart");
 #endif
   add<cpu::kScalar, kAny>(registry, "scalar_linear", "scalar_grad_input", "scalar_grad_weight");
   add_feed_forward<cpu::kScalar, kAny>(registry, "scalar_feed_forward", "scalar_feed_forward_apart");

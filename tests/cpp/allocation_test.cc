@@ -227,7 +227,7 @@ std::vector<Entry> entries() {
        [](Inputs& in, C) { return parse_bsr_file(std::span(in.file_bytes).first(100)).status(); },
        StatusCode::invalid_argument},
   };
-  for (const char* impl : {"avx512", "avx2", "scalar", "ref"}) {
+  for (const char* impl : {"avx512", "avx2", "neon", "scalar", "ref"}) {
     all.push_back({"Linear", [](Inputs& in, C c) { return linear_of(in, c, 70); }, StatusCode::ok, impl});
     all.push_back(
         {"LinearOfFewTokens", [](Inputs& in, C c) { return linear_of(in, c, 2); }, StatusCode::ok, impl});
@@ -267,7 +267,7 @@ TEST_P(AllocationFailureTest, IsAStatus) {
   const Entry& entry = GetParam();
   ASSERT_FALSE(backend_info().kernels.empty());  // the list of kernels is made once, and stays
   if (entry.impl != nullptr) {
-    ASSERT_TRUE(force_impl(std::string("cpu:") + entry.impl).ok());
+    if (!force_impl(std::string("cpu:") + entry.impl).ok()) GTEST_SKIP() << "a build for another processor";
     const Explanation e = explain(make_problem(Op::grad_input, {40, 36, 4, 4, 9}, 8, DType::f32));
     if (e.kernel.empty()) {
       ASSERT_TRUE(force_impl("").ok());

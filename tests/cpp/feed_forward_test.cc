@@ -335,7 +335,7 @@ TEST_P(FeedForwardTest, IsTheOneForced) {
   EXPECT_EQ(chosen({64, 16, 4, 1, 100}, 64), GetParam() + "_feed_forward");
   if (GetParam() == "ref") return;
   EXPECT_EQ(chosen({64, 16, 1, 16, 20}, 64), GetParam() + "_feed_forward_apart");
-  if (GetParam() != "scalar") {
+  if (GetParam() == "avx512" || GetParam() == "avx2") {  // which have kernels for few tokens
     EXPECT_EQ(chosen({64, 16, 4, 1, 100}, 4), GetParam() + "_feed_forward_apart");
   }
 }

@@ -19,6 +19,14 @@ Machine machine_with(std::int64_t l2) {
   return machine;
 }
 
+// Null for instruction sets of other processors than this build's.
+const Kernel* find_kernel(std::string_view name) {
+  for (const Kernel& kernel : registry()) {
+    if (kernel.name == name) return &kernel;
+  }
+  return nullptr;
+}
+
 rarefy::Problem layer_problem(std::int64_t tokens, std::int64_t n, std::int64_t k, std::int64_t r,
                               std::int64_t c, double density, int threads = 1, DType dtype = DType::f32) {
   BsrShape shape{n, k, r, c, 0};
@@ -53,6 +61,7 @@ TEST(SelectTest, EveryCandidateHasItsReason) {
 }
 
 TEST(SelectTest, AMachineThatLacksAnInstructionSetIsTheReason) {
+  if (find_kernel("avx512_linear") == nullptr) GTEST_SKIP() << "a build without kernels for x86";
   Machine machine = machine_with(1 << 20);
   machine.features = {"avx2"};
   const rarefy::Problem problem = layer_problem(512, 64, 64, 4, 4, 0.5);
@@ -72,6 +81,8 @@ TEST(SelectTest, ThisProcessorsFamiliesAreTaken) {
     EXPECT_EQ(kernel, "avx512_linear");
   } else if (machine.has("avx2")) {
     EXPECT_EQ(kernel, "avx2_linear");
+  } else if (machine.has("neon")) {
+    EXPECT_EQ(kernel, "neon_linear");
   }
   EXPECT_GE(machine.cores, 1);
   EXPECT_NE(to_string(machine).find(machine.cpu), std::string::npos);
@@ -79,6 +90,7 @@ TEST(SelectTest, ThisProcessorsFamiliesAreTaken) {
 
 // Each way of working has problems that get it.
 TEST(SelectTest, ConfigurationsFollowTheProblem) {
+  if (find_kernel("avx512_linear") == nullptr) GTEST_SKIP() << "a build without kernels for x86";
   const Machine machine = machine_with(1 << 20);
   using cpu::Blocking;
   EXPECT_EQ(config_for<Blocking>(layer_problem(512, 768, 768, 1, 16, 0.5), machine, "avx512", "avx512_linear")
@@ -100,6 +112,7 @@ TEST(SelectTest, ConfigurationsFollowTheProblem) {
 
 // Half of a core's L2 holds the panels, whatever its size.
 TEST(SelectTest, PanelsFollowTheCache) {
+  if (find_kernel("avx512_linear") == nullptr) GTEST_SKIP() << "a build without kernels for x86";
   std::int64_t last = 0;
   for (const std::int64_t l2 : {512 << 10, 1 << 20, 2 << 20}) {
     const rarefy::Problem problem = layer_problem(512, 768, 65536, 16, 16, 0.1);
@@ -145,9 +158,7 @@ std::vector<std::byte> run_forced(const Problem& problem, const Kernel& kernel, 
 }
 
 const Kernel& kernel_named(std::string_view name) {
-  for (const Kernel& kernel : registry()) {
-    if (kernel.name == name) return kernel;
-  }
+  if (const Kernel* kernel = find_kernel(name)) return *kernel;
   throw std::runtime_error("no such kernel");
 }
 
@@ -160,7 +171,8 @@ TEST(SelectTest, EveryConfigurationComputesTheSame) {
       ProblemSpec spec{70, 7 * r + 1, 13 * c + 1, r, c, 0.4, dtype, true, 2};
       const Problem problem = make_problem(spec);
       const std::vector<std::byte> want = run_forced(problem, kernel_named("ref_linear"), {}, {});
-      for (const char* name : {"avx512_linear", "avx2_linear", "scalar_linear"}) {
+      for (const char* name : {"avx512_linear", "avx2_linear", "neon_linear", "scalar_linear"}) {
+        if (find_kernel(name) == nullptr) continue;
         const Kernel& kernel = kernel_named(name);
         const rarefy::Problem asked = make_problem(Op::linear, problem.pattern.shape(), spec.m, dtype,
                                                    Device::cpu, pool.executor().threads);
@@ -263,10 +275,9 @@ TEST(SelectTest, OperandsHaveTheirOwnDTypes) {
   const auto y_want = host.linear(problem.x, problem.values, &problem.bias, Activation::none);
   const auto dx_want = host.grad_input(problem.dy, problem.values);
   const auto dw_want = host.grad_weight(problem.dy, problem.x);
-  for (const char* family : {"avx512", "avx2", "scalar", "ref"}) {
-    if (!kernel_named(std::string(family) + "_linear")
-             .supports(layer_problem(37, 22, 35, 4, 4, 0.5), cpu_machine())
-             .empty()) {
+  for (const char* family : {"avx512", "avx2", "neon", "scalar", "ref"}) {
+    const Kernel* kernel = find_kernel(std::string(family) + "_linear");
+    if (kernel == nullptr || !kernel->supports(layer_problem(37, 22, 35, 4, 4, 0.5), cpu_machine()).empty()) {
       continue;
     }
     const Force force(family);
