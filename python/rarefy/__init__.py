@@ -2,6 +2,7 @@
 
 from . import ops
 from .backend import __version__, backend_info, explain, force_impl
+from .chain import fuse
 from .csr import CsrSpec, CsrWeight
 from .loading import load_file, load_state_dict, set_strict_pattern
 from .modules import BlockSparseLinear
@@ -33,6 +34,7 @@ __all__ = [
     "desparsify",
     "explain",
     "force_impl",
+    "fuse",
     "load_file",
     "load_state_dict",
     "ops",

@@ -34,6 +34,15 @@ except AttributeError:
     autograd_kernels = False
 
 
+# A tensor subclass without memory, which says what happens to it; without it, layers never wait (chain.py).
+wrappers = hasattr(torch.Tensor, "_make_wrapper_subclass") and autograd_kernels
+
+
+def wrapper_tensor(kind: type, size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Any:
+    """An object of a subclass of Tensor with sizes and no memory."""
+    return torch.Tensor._make_wrapper_subclass(kind, size, dtype=dtype, device=device)
+
+
 # Where nn.Module keeps what users register on a module; there are no public names.
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _HOOKS += ("_state_dict_hooks", "_state_dict_pre_hooks")

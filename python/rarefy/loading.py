@@ -13,6 +13,7 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from ._torch_private import storage_of
+from .chain import fuse as fuse_networks
 from .checks import check_tensor, fail
 from .layers import Layer, find_layers
 from .modules import BlockSparseLinear
@@ -20,7 +21,9 @@ from .serialization import FORMAT, KEY, build, format_of
 from .sparse_weight import SparseWeight, formats, reserved_endings
 
 
-def load_file(model: nn.Module, path: str | os.PathLike[str], *, mmap: bool = False) -> None:
+def load_file(
+    model: nn.Module, path: str | os.PathLike[str], *, mmap: bool = False, fuse: bool = True
+) -> None:
     """Loads a file of save_file, in place; linear layers that the file has as sparse become sparse.
 
     Args:
@@ -29,6 +32,7 @@ def load_file(model: nn.Module, path: str | os.PathLike[str], *, mmap: bool = Fa
         path: the file.
         mmap: leave values of new weights on the CPU in the file, mapped into memory: quick, and read as
             they are used, but the file must neither change nor shrink as long as the model lives.
+        fuse: whether feed-forward networks run as one op where nothing is recorded; see rarefy.fuse.
 
     Devices, training mode and requires_grad stay those of the model. Everything is checked before the
     model changes.
@@ -66,6 +70,7 @@ def load_file(model: nn.Module, path: str | os.PathLike[str], *, mmap: bool = Fa
     _add_tied(weights, aliases, places)
     aliases = {k: v for k, v in aliases.items() if v in tensors}
     _restore(op, model, tensors, weights, aliases, places)
+    fuse_networks(model, fuse)
 
 
 def _add_tied(weights: dict[str, SparseWeight], aliases: Mapping[str, str], places: _Places) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from .chain import Hidden, may_wait
 from .checks import check_dtype, check_tensor, fail
 from .linear_base import LinearBase, check_linear, check_sizes, new_linear
 from .masks import grid_of, random_blocks
@@ -39,6 +40,7 @@ class BlockSparseLinear(LinearBase):
     """
 
     weight: SparseWeight
+    waits: bool = False  # whether the product may wait for what follows it; see chain.py
 
     def __init__(
         self,
@@ -149,6 +151,10 @@ class BlockSparseLinear(LinearBase):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """(…, K) to (…, N)."""
+        if type(x) is Hidden:
+            return x.through(self)
+        if self.waits and may_wait(self, x):
+            return Hidden.of(self, x)
         # From their dicts: nn.Module's lookup of both takes a tenth of the time of a small layer.
         parameters = self._parameters
         bias = parameters["bias"] if "bias" in parameters else self.bias  # noqa: SIM401 (evaluates both)

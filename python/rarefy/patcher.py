@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from .chain import fuse as fuse_networks
 from .changes import Change, change_of
 from .checks import check_int, fail
 from .layers import Layer, find_layers
@@ -77,6 +78,7 @@ class BlockSparseModelPatcher:
         measure: bool = True,
         tokens: int = 512,
         optimizer: Optimizer | None = None,
+        fuse: bool = True,
     ) -> Report:
         """Replaces the matching layers in place and reports on every layer; see rarefy.sparsify."""
         op = "patch_model"
@@ -119,6 +121,7 @@ class BlockSparseModelPatcher:
         if not dry_run:
             for change in changes:
                 change.apply()
+            fuse_networks(model, fuse)
         return Report(rows, tokens=tokens, dry_run=dry_run, environment=environment())
 
     def _assign(self, op: str, layers: list[Layer]) -> dict[str, Spec]:

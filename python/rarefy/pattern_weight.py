@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from . import ops
 from ._torch_private import in_autocast
+from .activations import activate
 from .checks import check_dtype, check_tensor, fail, first_position
 from .derived import Derived, Kept, capturing, dtype_of_product
 from .masks import from_blocks, random_blocks
@@ -171,10 +172,13 @@ class PatternWeight(SparseWeight):
 
     # -- use ------------------------------------------------------------------------------------
 
-    def linear(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        """Returns x Wᵀ + bias, as F.linear does: x of shape (…, K) gives (…, N)."""
+    def linear(
+        self, x: torch.Tensor, bias: torch.Tensor | None = None, activation: str | None = None
+    ) -> torch.Tensor:
+        """Returns x Wᵀ + bias, as F.linear does: x of shape (…, K) gives (…, N); or an activation of it."""
         if getattr(x, "is_nested", False):
-            return linear_of_nested(self, x, bias)
+            y = linear_of_nested(self, x, bias)
+            return y if activation is None else activate(y, activation)
         pattern, values = self.pattern, self._parameters.get("values")  # nn.Module's lookup takes longer
         values = self.blocks(self.values if values is None else values)
         # First what a small layer meets, to which a call of derived() is a tenth of its time.
@@ -185,7 +189,9 @@ class PatternWeight(SparseWeight):
         if bias is not None and not bias.is_contiguous():
             bias = bias.contiguous()
         n, k = self.shape
-        return ops.bsr_linear(x, values, pattern.plan, bias, n, k, *derived)
+        if activation is None:
+            return ops.bsr_linear(x, values, pattern.plan, bias, n, k, *derived)
+        return ops.bsr_linear(x, values, pattern.plan, bias, n, k, *derived, activation=activation)
 
     def derived(self, x: torch.Tensor) -> Derived | tuple[()]:
         """What kernels for x want of this weight beside values and plan: the last arguments of the ops.

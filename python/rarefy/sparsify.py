@@ -30,6 +30,7 @@ def sparsify(
     measure: bool = True,
     tokens: int = 512,
     optimizer: Optimizer | None = None,
+    fuse: bool = True,
 ) -> Report:
     r"""Makes the linear layers whose names match a pattern block-sparse, in place, keeping trained values.
 
@@ -47,6 +48,7 @@ def sparsify(
             of layer, three times as long where the machine is busy.
         tokens: see `measure`.
         optimizer: keeps its state for layers that are sparse already and become sparser; see below.
+        fuse: whether feed-forward networks run as one op where nothing is recorded; see rarefy.fuse.
 
     Returns:
         A Report with one row for every layer that has a weight matrix: what it became, or why it stayed.
@@ -82,6 +84,7 @@ def sparsify(
         measure=measure,
         tokens=tokens,
         optimizer=optimizer,
+        fuse=fuse,
     )
 
 

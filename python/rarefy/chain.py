@@ -1,0 +1,274 @@
+"""Feed-forward networks of sparse layers as one op, whatever the model's code around them looks like.
+
+`fuse` marks the layers that an activation and another sparse layer may follow. A marked layer returns a
+Hidden: a tensor that knows its layer and x, and computes nothing yet. Activations, dropout that is off and
+the product with a gate are noted; the next sparse layer then runs bsr_feed_forward on x. Whatever else is
+done with a Hidden, it first becomes the tensor it stands for. docs/design/pytorch.md says why it is so.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.utils._pytree import tree_map_only
+
+from . import _torch_private, ops
+from .activations import NONE
+from .checks import fail
+from .pattern_weight import PatternWeight
+
+# Blocks of fewer rows, and fewer tokens, gain nothing: their kernels go layer by layer. Below so many
+# products of the dense layer, to wait costs what it saves, some microseconds.
+_ROWS, _TOKENS, _WORK = 4, 5, 1 << 19
+_PLAIN = (torch.Tensor, nn.Parameter)
+_STORED = (torch.bfloat16, torch.float16)
+
+
+class Hidden(torch.Tensor):
+    """act(x Wᵀ + b) of a sparse layer, times that of a gate, not computed until something looks."""
+
+    _up: nn.Module
+    _gate: nn.Module | None
+    _activation: str
+    _x: torch.Tensor
+    _x_version: int
+    _value: torch.Tensor | None
+
+    @staticmethod
+    def of(up: nn.Module, x: torch.Tensor, activation: str = NONE, gate: nn.Module | None = None) -> Hidden:
+        """What `up` would return for x; see may_wait."""
+        size = (*x.shape[:-1], up.out_features)
+        hidden = _torch_private.wrapper_tensor(Hidden, size, x.dtype, x.device)
+        hidden._up, hidden._gate, hidden._activation = up, gate, activation
+        hidden._x, hidden._x_version, hidden._value = x, _version(x), None
+        return hidden
+
+    def value(self) -> torch.Tensor:
+        """The tensor that this one stands for, computed once, layer by layer."""
+        if self._value is None:
+            x = self._unchanged_x()
+            with torch.no_grad():  # only what nothing records waits
+                if self._gate is None:
+                    self._value = _activated(self._up, x, self._activation)
+                else:
+                    self._value = _activated(self._gate, x, self._activation) * _activated(self._up, x, NONE)
+            self._x = None
+        return self._value
+
+    def through(self, down: nn.Module) -> torch.Tensor:
+        """What `down` makes of it: the whole network in one op where that can be, else of the value."""
+        if self._value is not None or not _runs(down, self._x):
+            return down.forward(self.value())
+        up, gate = _operands(self._up), (None,) * 3 if self._gate is None else _operands(self._gate)
+        sizes = (down.out_features, down.in_features, self._up.in_features)
+        return ops.bsr_feed_forward(
+            self._unchanged_x(), *up, *gate, *_operands(down), *sizes, self._activation
+        )
+
+    def _unchanged_x(self) -> torch.Tensor:
+        if _version(self._x) != self._x_version:
+            raise RuntimeError(
+                "[BlockSparseLinear] x must stay as it is until the layer's output is used "
+                "(rarefy.fuse(model, False) lets layers compute at once); got an x that was written to"
+            )
+        return self._x
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:  # noqa: D105
+        kwargs = kwargs or {}
+        if func in _OF_SHAPE:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        noted = _NOTED.get(func)
+        result = noted(*args, **kwargs) if noted is not None else None
+        if result is not None:
+            return result
+        args, kwargs = tree_map_only(Hidden, Hidden.value, (args, kwargs))
+        return func(*args, **kwargs)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:  # noqa: D105
+        args, kwargs = tree_map_only(Hidden, Hidden.value, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+
+def _version(tensor: torch.Tensor) -> int:
+    return -1 if tensor.is_inference() else tensor._version
+
+
+# When a layer may wait, and when the chain may run -----------------------------------------------
+
+
+def may_wait(layer: nn.Module, x: torch.Tensor) -> bool:
+    """Whether a marked layer's product with x can wait for what follows: nothing sees or records it."""
+    if torch.compiler.is_compiling() or type(x) not in _PLAIN or torch.jit.is_tracing():
+        return False
+    if x.is_nested or x.layout is not torch.strided:
+        return False
+    tokens, wanted = x.shape[:-1].numel(), layer.in_features
+    if tokens < _TOKENS or tokens * wanted * layer.out_features < _WORK or x.shape[-1] != wanted:
+        return False
+    return _runs(layer, x)
+
+
+def _runs(layer: nn.Module, x: torch.Tensor) -> bool:
+    """Whether the op takes this layer for x, and layer by layer would be no better."""
+    weight, bias = layer._modules["weight"], layer.bias
+    if not _fits(weight) or x.device.type != "cpu" or not _torch_private.plain():
+        return False
+    values = weight._parameters["values"]
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, values, bias)):
+        return False
+    wide = weight.x_dtype == x.dtype == torch.float32 and values.dtype in _STORED
+    if not (wide or values.dtype == x.dtype) or values.device.type != "cpu" or x.dtype == torch.float64:
+        return False
+    if bias is not None and (bias.dtype != x.dtype or not bias.is_contiguous()):
+        return False
+    return not weight.derived(x)  # kernels on packed weights are faster one by one
+
+
+def _fits(weight: Any) -> bool:
+    plain = isinstance(weight, PatternWeight) and type(weight._parameters.get("values")) in _PLAIN
+    return plain and weight.block_shape[0] >= _ROWS
+
+
+def _operands(layer: nn.Module) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    weight = layer._modules["weight"]
+    plan = weight.pattern.plan  # first: it settles the padding of values
+    return weight.blocks(weight._parameters["values"]), plan, layer.bias
+
+
+def _activated(layer: nn.Module, x: torch.Tensor, activation: str) -> torch.Tensor:
+    weight = layer._modules["weight"]
+    return weight.linear(x, layer.bias, None if activation == NONE else activation)
+
+
+# What is noted instead of computed ---------------------------------------------------------------
+
+
+def _activation(name: str) -> Callable[..., Any]:
+    def note(input: Any, inplace: bool = False) -> Any:  # noqa: A002 (torch's name)
+        waits = isinstance(input, Hidden) and input._value is None
+        if not waits or input._gate is not None or input._activation != NONE:
+            return None
+        if not inplace:
+            return Hidden.of(input._up, input._unchanged_x(), name)
+        input._activation = name
+        return input
+
+    return note
+
+
+def _gelu(input: Any, *, approximate: str = "none") -> Any:  # noqa: A002 (torch's name)
+    name = {"none": "gelu", "tanh": "gelu_tanh"}.get(approximate)
+    return None if name is None else _activation(name)(input)
+
+
+def _dropout(input: Any, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:  # noqa: A002
+    return input if isinstance(input, Hidden) and not (training and p > 0) else None
+
+
+def _times(a: Any, b: Any, **more: Any) -> Any:
+    """act(gate) * up, in either order."""
+    if more or not (type(a) is Hidden and type(b) is Hidden) or a is b:
+        return None
+    if any(h._value is not None or h._gate is not None for h in (a, b)) or a._x is not b._x:
+        return None
+    gate, up = (a, b) if b._activation == NONE else (b, a)
+    if up._activation != NONE:
+        return None
+    return Hidden.of(up._up, up._unchanged_x(), gate._activation, gate._up)
+
+
+_NOTED: dict[Any, Callable[..., Any]] = {
+    functional.gelu: _gelu,
+    functional.dropout: _dropout,
+    **dict.fromkeys((torch.mul, torch.multiply, torch.Tensor.mul, torch.Tensor.__mul__), _times),
+    **dict.fromkeys((functional.relu, torch.relu, torch.Tensor.relu), _activation("relu")),
+    **dict.fromkeys((torch.relu_, torch.Tensor.relu_), lambda x: _activation("relu")(x, True)),
+    functional.silu: _activation("silu"),
+}
+
+_OF_SHAPE = {
+    torch.Tensor.size,
+    torch.Tensor.dim,
+    torch.Tensor.numel,
+    torch.Tensor.is_floating_point,
+    *(getattr(torch.Tensor, name).__get__ for name in ("shape", "dtype", "device", "ndim", "is_nested")),
+}
+
+
+# Which layers are marked -------------------------------------------------------------------------
+
+_FUNCTIONS = (functional.gelu, functional.relu, functional.silu, torch.relu)
+_NAMES = ("gelu", "relu", "silu", "swish")
+
+
+def fuse(model: nn.Module, enabled: bool = True) -> list[str]:
+    """Lets feed-forward networks of sparse layers run as one op; sparsify and load_file do it by themselves.
+
+    A network is a sparse layer, an activation beside it (GELU, ReLU, SiLU) and a sparse layer that takes as
+    many features, in the same module or in one beside it, as in transformers' BERT, ViT and Llama, with or
+    without a gate. In float32 results are, bit for bit, those of the layers with fused activations, which
+    differ from torch's by units in the last place (docs/numerics.md). Nothing else changes: parameters,
+    names, hooks, gradients. Calls that are recorded for a gradient, under autocast, torch.compile or
+    torch.func, and on CUDA, go layer by layer.
+
+    Args:
+        model: any module.
+        enabled: False undoes it.
+
+    Returns:
+        The names of the layers whose output may now wait for what follows.
+
+    Raises:
+        TypeError: `model` is not a module.
+    """
+    if not isinstance(model, nn.Module):
+        fail("fuse", "model must be an nn.Module", type(model).__name__, TypeError)
+    for module in model.modules():
+        if _is_sparse(module):
+            vars(module).pop("waits", None)
+    if not enabled or not _torch_private.wrappers:
+        return []
+    names = []
+    for name, up in _followed(model):
+        up.waits = True
+        names.append(name)
+    return names
+
+
+def _is_sparse(module: nn.Module) -> bool:
+    """A BlockSparseLinear, whose module imports this one."""
+    return hasattr(type(module), "waits")
+
+
+def _followed(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The layers with an activation beside them and a layer after it, by name."""
+    for name, parent in model.named_modules():
+        if not _has_activation(parent):
+            continue
+        around = list(model.get_submodule(name.rpartition(".")[0]).children()) if name else [parent]
+        later = around[around.index(parent) + 1 :] if name else []
+        keys = list(dict(parent.named_children()))
+        layers = [*parent.children(), *(layer for module in later for layer in module.children())]
+        for at, key in enumerate(keys):
+            up, after = layers[at], filter(_is_sparse, layers[at + 1 :])
+            if not _is_sparse(up) or not _fits(up._modules["weight"]):
+                continue
+            if any(down.in_features == up.out_features for down in after):
+                yield f"{name}.{key}".lstrip("."), up
+
+
+def _has_activation(module: nn.Module) -> bool:
+    for child in module.children():
+        kind = type(child).__name__.lower()
+        if any(name in kind for name in _NAMES) and next(child.parameters(), None) is None:
+            return True
+    values = (v for v in vars(module).values() if inspect.isroutine(v))
+    return any(value is function for value in values for function in _FUNCTIONS)
