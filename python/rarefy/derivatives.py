@@ -76,16 +76,17 @@ class Linear(Function):
     @staticmethod
     def forward(ctx, x, values, plan, bias, *rest):  # noqa: D102
         y = run_linear(x, values, plan, bias, *rest)
-        ctx.rest = rest  # both sizes, and what is derived
+        ctx.rest, ctx.trailing = rest, len(rest)  # both sizes, and what is derived
         ctx.values_shape, ctx.values_dtype = values.shape, values.dtype
         _save(ctx, x, values, plan)
         return y
 
     @staticmethod
     def save(ctx, inputs, output):  # noqa: D102
-        x, values, plan, _, *ctx.rest = inputs
-        if len(ctx.rest) == 6:
+        x, values, plan, _, *ctx.rest, activation = inputs
+        if activation != NONE:
             raise NotImplementedError("[bsr_linear] activation must be None; got a torch that lacks names")
+        ctx.trailing = len(ctx.rest) + 1
         ctx.values_shape, ctx.values_dtype = values.shape, values.dtype
         _save(ctx, x, values, plan)
 
@@ -93,7 +94,7 @@ class Linear(Function):
     def backward(ctx, dy):  # noqa: D102
         x, values = ctx.saved_tensors if dy is not None else (None, None)
         needs, rest = ctx.needs_input_grad, ctx.rest
-        nothing = (None,) * len(rest)
+        nothing = (None,) * ctx.trailing
         dx = dvalues = dbias = None
         if dy is None:
             return None, None, None, None, *nothing
