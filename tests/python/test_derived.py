@@ -260,3 +260,67 @@ def test_the_ops_that_make_it_check_their_arguments():
         torch.ops.rarefy.bsr_prepare("linear", weight.values, weight.plan, 32, 24, torch.int32)
     with pytest.raises(ValueError, match="values must have shape"):
         torch.ops.rarefy.bsr_pack("linear", weight.values[0], weight.plan, None, 32, 24, torch.float32)
+
+
+# A kernel that packs: bf16 in pairs, portable, so on any machine -----------------------------------
+
+
+@pytest.fixture
+def pairs():
+    before = rarefy.force_impl("cpu:pairs")
+    yield
+    rarefy.force_impl(before)
+
+
+def tall() -> tuple[rarefy.BlockSparseLinear, torch.Tensor]:
+    generator = torch.Generator().manual_seed(5)
+    linear = rarefy.BlockSparseLinear(
+        48, 64, density=0.5, block_shape=(16, 1), dtype=torch.bfloat16, generator=generator
+    )
+    with torch.no_grad():  # small integers: sums are exact
+        linear.weight.values.copy_(torch.randint(-3, 4, linear.weight.values.shape, generator=generator))
+        linear.bias.zero_()
+    return linear, torch.randint(-3, 4, (20, 48), generator=generator).bfloat16()
+
+
+@torch.no_grad()
+def test_packed_values_are_multiplied(pairs):
+    linear, x = tall()
+    linear.weight.prepare()
+    assert rarefy.explain(linear, x)["kernel"] == "pairs_linear"
+    for _ in range(2):
+        assert torch.equal(linear(x), x @ linear.weight.to_dense().T)
+        linear.weight.values.neg_()
+        linear.weight.prepare()
+
+
+@torch.no_grad()
+def test_a_write_that_torch_does_not_count_is_noticed():
+    linear, x = tall()
+    before = rarefy.force_impl("cpu:pairs")
+    try:
+        linear.weight.prepare()
+        derived_of_old = linear.weight.derived(x)
+    finally:
+        rarefy.force_impl(before)
+    arguments = (linear.weight.values, linear.weight.plan, None, 64, 48)
+    linear.weight.values.data.mul_(2)
+    want = x @ linear.weight.to_dense().T
+    assert torch.equal(torch.ops.rarefy.bsr_linear(x, *arguments, *derived_of_old), want)
+
+
+@torch.no_grad()
+def test_packed_bytes_of_another_size_are_refused(pairs):
+    linear, x = tall()
+    prepared, packed, key = linear.weight.prepare().derived(x)
+    with pytest.raises(ValueError, match=r"\[bsr_linear\] derived.packed must have \d+ bytes"):
+        torch.ops.rarefy.bsr_linear(
+            x, linear.weight.values, linear.weight.plan, None, 64, 48, prepared, packed[:-64].clone(), key
+        )
+    packed_for_other_values = torch.ops.rarefy.bsr_pack(
+        "linear", linear.weight.values + 1, linear.weight.plan, prepared, 64, 48, torch.bfloat16
+    )
+    with pytest.raises(RuntimeError, match="a kernel|an implementation"):  # pairs is forced: no other
+        torch.ops.rarefy.bsr_linear(
+            x, linear.weight.values, linear.weight.plan, None, 64, 48, prepared, packed_for_other_values, key
+        )
