@@ -10,11 +10,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from . import _load
+from ._torch_private import in_autocast
 
 Derived = tuple[Tensor | None, Tensor | None, int]  # prepared, packed, key: the last arguments of a product
+_PLAIN = (Tensor, nn.Parameter)  # not the subclasses, which may hold no data
 
 _sizes, _prepare, _pack = map(_load.op, ("bsr_derived_sizes", "bsr_prepare", "bsr_pack"))
 
@@ -73,6 +75,11 @@ class Kept:
         return sum(t.numel() for t in (self.prepared, self._packed[1]) if t is not None)
 
 
+def reads_itself(values: torch.Tensor, x_dtype: torch.dtype) -> bool:
+    """Whether products with x of this dtype read such values as they are stored: 16 bits, on the CPU."""
+    return values.device.type == "cpu" and x_dtype == torch.float32 and values.dtype.itemsize == 2
+
+
 def capturing(tensor: Tensor) -> bool:
     """Whether a CUDA graph is being captured: what is made then belongs to the graph."""
     return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
@@ -83,3 +90,59 @@ def dtype_of_product(x: Tensor) -> torch.dtype:
     if x.dtype == torch.float64 or not torch.is_autocast_enabled(x.device.type):
         return x.dtype
     return torch.get_autocast_dtype(x.device.type)
+
+
+class HoldsDerived:
+    """What a weight with `pattern`, `values` and `blocks` holds for its kernels; a base class of it."""
+
+    _kept: dict[torch.dtype, Kept]  # by the dtype of x
+
+    def derived(self, x: torch.Tensor) -> Derived | tuple[()]:
+        """What kernels for x want of this weight beside values and plan: the last arguments of the ops.
+
+        Nothing where they want nothing. Made when it is first asked for; see derived.py.
+        """
+        tracing = type(x) not in _PLAIN or torch.compiler.is_compiling()
+        if tracing and not isinstance(x, torch.Tensor):
+            return ()  # the op says what is wrong
+        dtype = dtype_of_product(x) if in_autocast() else x.dtype
+        kept = self._kept.get(dtype)
+        if kept is None and not tracing:
+            kept = self._ask(dtype)
+        if kept is None or not kept.key or (tracing and kept.packed_bytes):
+            return ()  # a traced graph cannot look at versions
+        values = self._parameters.get("values")
+        if values is None:  # a parametrization's, others in each call
+            return () if kept.packed_bytes else kept.of_pattern()
+        return kept.current(values, self.blocks(values))
+
+    def _ask(self, dtype: torch.dtype) -> Kept | None:
+        values = self._parameters.get("values")
+        if type(values) is not nn.Parameter or values.is_meta or capturing(values):
+            return None
+        if not dtype.is_floating_point or not values.is_floating_point():
+            return None  # for the op to refuse
+        stored = values.dtype == dtype or (reads_itself(values, dtype) and not in_autocast())
+        kept = self._kept[dtype] = Kept(self.pattern, self.blocks(values.detach()), dtype, stored)
+        return kept
+
+    def prepare(self, *x_dtypes: torch.dtype) -> HoldsDerived:
+        """Makes what kernels derive from this weight now, not in the first calls, for inputs of these dtypes.
+
+        Without any: of the layer's own, and of autocast where it is on. Ahead of a CUDA graph's capture, or
+        of a server's first request; `derived_nbytes` says what is held. Nothing else changes.
+        """
+        device = self.device.type
+        for dtype in x_dtypes or {
+            self.x_dtype or self.dtype,
+            *([torch.get_autocast_dtype(device)] if torch.is_autocast_enabled(device) else []),
+        }:
+            kept = self._kept.get(dtype) or self._ask(dtype)
+            if kept is not None and kept.packed_bytes:
+                kept.current(self.values, self.blocks(self.values), now=True)
+        return self
+
+    @property
+    def derived_nbytes(self) -> int:
+        """Bytes that are held of what kernels derived from this weight, beside `nbytes` and the plan."""
+        return sum(kept.nbytes for kept in self._kept.values())

@@ -14,19 +14,17 @@ from torch.optim import Optimizer
 from . import ops
 from ._torch_private import in_autocast
 from .activations import activate
-from .checks import check_dtype, check_tensor, fail, first_position
-from .derived import Derived, Kept, capturing, dtype_of_product
+from .checks import check_dtype, check_tensor, fail
+from .derived import HoldsDerived, Kept, reads_itself
 from .masks import from_blocks, random_blocks
 from .nested import linear_of_nested
-from .pattern import BsrPattern, as_index, digest
+from .pattern import BsrPattern, digest
 from .pattern_change import PatternChange
+from .pattern_state import INDICES, read_state
 from .sparse_weight import SparseWeight, swap_data
 from .values import check_padding, init_bounds, zero_padding
 
-_INDICES = ("crow_indices", "col_indices")
-_PUBLIC = (*_INDICES, "pattern_digest")
-
-_PLAIN = (torch.Tensor, nn.Parameter)  # not the subclasses, which may hold no data
+_PUBLIC = (*INDICES, "pattern_digest")
 
 _alive: weakref.WeakSet[PatternWeight] = weakref.WeakSet()
 
@@ -51,16 +49,11 @@ def _version(tensor: torch.Tensor) -> int:
     return -1 if tensor.is_inference() else tensor._version
 
 
-def _reads_itself(values: torch.Tensor, x_dtype: torch.dtype) -> bool:
-    """Whether products with x of this dtype read such values as they are stored: 16 bits, on the CPU."""
-    return values.device.type == "cpu" and x_dtype == torch.float32 and values.dtype.itemsize == 2
-
-
 def _equal(a: tuple[torch.Tensor, ...], b: tuple[torch.Tensor, ...]) -> bool:
     return all(x.shape == y.shape and torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
-class PatternWeight(SparseWeight):
+class PatternWeight(HoldsDerived, SparseWeight):
     """A weight of `values`, the one Parameter, and a `pattern` that says where they are.
 
     `pattern` is the one truth about the pattern. The buffers `crow_indices` and `col_indices` are copies
@@ -70,8 +63,8 @@ class PatternWeight(SparseWeight):
     else (averages, as AveragedModel makes of all buffers, or an edit) is put back, with a warning.
     """
 
-    pieces = ("values", *_INDICES)
-    reserved = _INDICES
+    pieces = ("values", *INDICES)
+    reserved = INDICES
 
     values: nn.Parameter
     crow_indices: torch.Tensor
@@ -184,7 +177,7 @@ class PatternWeight(SparseWeight):
         # First what a small layer meets, to which a call of derived() is a tenth of its time.
         kept = self._kept.get(getattr(x, "dtype", None))
         derived = () if kept is not None and not kept.key and not in_autocast() else self.derived(x)
-        if self.x_dtype is not None and not _reads_itself(values, self.x_dtype):
+        if self.x_dtype is not None and not reads_itself(values, self.x_dtype):
             values = values.to(self.x_dtype)  # the one place where narrower values are widened
         if bias is not None and not bias.is_contiguous():
             bias = bias.contiguous()
@@ -192,56 +185,6 @@ class PatternWeight(SparseWeight):
         if activation is None:
             return ops.bsr_linear(x, values, pattern.plan, bias, n, k, *derived)
         return ops.bsr_linear(x, values, pattern.plan, bias, n, k, *derived, activation=activation)
-
-    def derived(self, x: torch.Tensor) -> Derived | tuple[()]:
-        """What kernels for x want of this weight beside values and plan: the last arguments of the ops.
-
-        Nothing where they want nothing. Made when it is first asked for; see derived.py.
-        """
-        tracing = type(x) not in _PLAIN or torch.compiler.is_compiling()
-        if tracing and not isinstance(x, torch.Tensor):
-            return ()  # the op says what is wrong
-        dtype = dtype_of_product(x) if in_autocast() else x.dtype
-        kept = self._kept.get(dtype)
-        if kept is None and not tracing:
-            kept = self._ask(dtype)
-        if kept is None or not kept.key or (tracing and kept.packed_bytes):
-            return ()  # a traced graph cannot look at versions
-        values = self._parameters.get("values")
-        if values is None:  # a parametrization's, others in each call
-            return () if kept.packed_bytes else kept.of_pattern()
-        return kept.current(values, self.blocks(values))
-
-    def _ask(self, dtype: torch.dtype) -> Kept | None:
-        values = self._parameters.get("values")
-        if type(values) is not nn.Parameter or values.is_meta or capturing(values):
-            return None
-        if not dtype.is_floating_point or not values.is_floating_point():
-            return None  # for the op to refuse
-        stored = values.dtype == dtype or (_reads_itself(values, dtype) and not in_autocast())
-        kept = self._kept[dtype] = Kept(self.pattern, self.blocks(values.detach()), dtype, stored)
-        return kept
-
-    def prepare(self, *x_dtypes: torch.dtype) -> PatternWeight:
-        """Makes what kernels derive from this weight now, not in the first calls, for inputs of these dtypes.
-
-        Without any: of the layer's own, and of autocast where it is on. Ahead of a CUDA graph's capture, or
-        of a server's first request; `derived_nbytes` says what is held. Nothing else changes.
-        """
-        device = self.device.type
-        for dtype in x_dtypes or {
-            self.x_dtype or self.dtype,
-            *([torch.get_autocast_dtype(device)] if torch.is_autocast_enabled(device) else []),
-        }:
-            kept = self._kept.get(dtype) or self._ask(dtype)
-            if kept is not None and kept.packed_bytes:
-                kept.current(self.values, self.blocks(self.values), now=True)
-        return self
-
-    @property
-    def derived_nbytes(self) -> int:
-        """Bytes that are held of what kernels derived from this weight, beside `nbytes` and the plan."""
-        return sum(kept.nbytes for kept in self._kept.values())
 
     def to_dense(self) -> torch.Tensor:
         """The (N, K) tensor with zeros for the blocks that are not stored; differentiable, exact."""
@@ -286,7 +229,7 @@ class PatternWeight(SparseWeight):
             crow, col = (index.clone() for index in pattern.indices())
             buffers = (crow, col, digest(crow, col))
         for name, buffer in zip(_PUBLIC, buffers, strict=True):
-            self.register_buffer(name, buffer, persistent=name in _INDICES)
+            self.register_buffer(name, buffer, persistent=name in INDICES)
         self._seen()
 
     def _seen(self) -> None:
@@ -476,50 +419,7 @@ class PatternWeight(SparseWeight):
         What was found is kept for the load that follows, so that nothing is checked or planned twice.
         """
         brought = [state_dict.get(prefix + piece) for piece in self.pieces]
-        self._incoming = (prefix, brought, self._read_state(op, state_dict, prefix))
-
-    def _read_state(self, op: str, state_dict: Mapping[str, Any], prefix: str) -> BsrPattern | None:
-        """The pattern that a state_dict brings, None for the present one, after all checks."""
-        own = self.pattern
-        advice = "rarefy.load_state_dict(model, state_dict) takes a pattern over"
-        indices, changed = [], False
-        for name, mine in zip(_INDICES, own.indices(), strict=True):
-            if prefix + name not in state_dict:
-                indices.append(mine)
-                continue
-            index = as_index(op, prefix + name, state_dict[prefix + name])
-            indices.append(index)
-            requirement = f"{prefix}{name} must be of this module's pattern"
-            if index.shape != mine.shape:
-                if self.strict_pattern:
-                    fail(op, f"{requirement}, {len(mine)} elements ({advice})", len(index))
-                changed = True
-            elif self._pattern_known and not index.is_meta:
-                differs = index.to(mine.device) != mine
-                if not bool(differs.any()):
-                    continue
-                if self.strict_pattern:
-                    (at,) = first_position(differs)
-                    requirement += f", whose {name}[{at}]={int(mine[at])} ({advice})"
-                    fail(op, requirement, f"{name}[{at}]={int(index[at])}")
-                changed = True
-        crow, col = (index.to(indices[0].device) for index in indices)
-        pattern = None
-        if (changed or not self._pattern_known) and not crow.is_meta:
-            pattern = BsrPattern(crow, col, shape=self.shape, block_shape=self.block_shape, op=op)
-        values = state_dict.get(prefix + "values")
-        if values is not None:
-            check_tensor(op, prefix + "values", values)
-            expected = self.values_shape(pattern or own)
-            if tuple(values.shape) != expected:
-                requirement = f"{prefix}values must be of shape {expected} ({advice})"
-                fail(op, requirement, tuple(values.shape))
-            brought = pattern or own
-            if not brought.is_meta:
-                check_padding(op, values, brought if values.is_meta else brought.to(values.device))
-        elif changed:
-            fail(op, f"{prefix}values must come with another pattern", "none")
-        return pattern
+        self._incoming = (prefix, brought, read_state(self, op, state_dict, prefix))
 
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *args: Any
@@ -528,7 +428,7 @@ class PatternWeight(SparseWeight):
         checked, tensors, pattern = self.__dict__.pop("_incoming", (None, [], None))
         same = (state_dict.get(prefix + p) is t for p, t in zip(self.pieces, tensors, strict=True))
         if checked != prefix or not all(same):
-            pattern = self._read_state(op, state_dict, prefix)
+            pattern = read_state(self, op, state_dict, prefix)
         assigns = local_metadata.get("assign_to_params_buffers", False)
         if pattern is not None and self._pattern_known and not self.values.is_meta:
             self.change_pattern(pattern)  # the Parameter stays, and what belongs to it fits
@@ -537,7 +437,7 @@ class PatternWeight(SparseWeight):
             self._pattern_known = True
         # The pattern holds the indices now: the buffers take the place of those that came.
         state = dict(state_dict)
-        state |= {prefix + n: self._buffers[n] for n in _INDICES if prefix + n in state_dict}
+        state |= {prefix + n: self._buffers[n] for n in INDICES if prefix + n in state_dict}
         super()._load_from_state_dict(state, prefix, local_metadata, *args)
         pattern = pattern or self._pattern
         if self._pattern.device != self.values.device and not pattern.is_meta:
