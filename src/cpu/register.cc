@@ -116,7 +116,7 @@ void add(Registry& registry, std::string_view linear, std::string_view grad_inpu
   });
 }
 
-// Products in bf16 pairs, on weights that the caller holds packed.
+// Products in bf16 pairs, on weights that the caller holds packed, or packed in the call.
 template <const cpu::PairKernels& kKernels, const std::string_view& kFeature>
 void add_pairs(Registry& registry, std::string_view linear, std::string_view grad_input) {
   for (const Op op : {Op::linear, Op::grad_input}) {
@@ -135,6 +135,7 @@ void add_pairs(Registry& registry, std::string_view linear, std::string_view gra
         .candidates = [](const Problem& p,
                          const Machine& m) { return cpu::pairs_candidates(kKernels, p, m); },
         .workspace = cpu::pairs_workspace,
+        .derived_optional = true,
         .derives_as = op == Op::linear ? "pairs" : "pairs_transposed",
         .prepared_size = cpu::pairs_prepared_size,
         .prepare = cpu::prepare_pairs,

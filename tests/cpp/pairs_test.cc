@@ -185,6 +185,23 @@ TEST_P(PairsTest, SubnormalNumbersMayBeZero) {
   }
 }
 
+// Weights that nobody holds packed are packed in the call.
+TEST_P(PairsTest, PackedInTheCall) {
+  ThreadPool pool(3);
+  const Force force(GetParam());
+  for (const auto& [rows, cols] : {std::pair<std::int64_t, std::int64_t>{32, 1}, {16, 16}, {16, 32}}) {
+    for (const bool integers : {true, false}) {
+      const Problem problem = make_problem({100, 170, 200, rows, cols, 0.4, DType::bf16, integers, 1});
+      ProblemIn<HostBuffer> run(problem, pool.executor());
+      expect_ok(run.linear(Activation::none));
+      expect_linear(problem, run);
+      if (cols == 1) continue;
+      expect_ok(run.grad_input());
+      expect_grad_input(problem, run);
+    }
+  }
+}
+
 TEST_P(PairsTest, EveryConfigurationComputesTheSame) {
   for (const char* config : {"panels=1 splits=1", "panels=3 splits=2", "panels=16 splits=5"}) {
     const Force force(GetParam() + "," + GetParam() + "_linear(" + config + ")");
@@ -213,14 +230,17 @@ TEST(PairsSelectionTest, SaysWhatItDoesNotTake) {
             "takes more than 4 tokens; got 4");
   EXPECT_EQ(why_not(make_problem(Op::linear, {64, 64, 16, 1, 9}, 5, DType::f32)),
             "takes bf16 inputs and values alone, to bf16");
-  // Without its packed weight, another kernel is chosen; so it is before the portable twin.
-  const rarefy::Problem plain = make_problem(Op::linear, {64, 64, 16, 1, 9}, 64, DType::bf16);
-  for (const Candidate& candidate : explain(plain).candidates) {
-    if (candidate.chosen) {
-      EXPECT_EQ(candidate.kernel.name.find("pairs"), std::string::npos);
-    }
-    if (candidate.kernel.family == "pairs") {
-      EXPECT_EQ(candidate.why_not, "its prepared or packed weight is not at hand");
+  // The portable twin is never chosen by itself.
+  for (const std::int64_t tokens : {63, 64}) {
+    const rarefy::Problem plain = make_problem(Op::linear, {64, 64, 16, 1, 9}, tokens, DType::bf16);
+    for (const Candidate& candidate : explain(plain).candidates) {
+      if (candidate.chosen) {
+        EXPECT_NE(candidate.kernel.family, "pairs");
+      }
+      if (candidate.kernel.family == "pairs") {
+        EXPECT_EQ(candidate.why_not,
+                  tokens < 64 ? "without its packed weight, takes at least 64 tokens; got 63" : "");
+      }
     }
   }
 }
