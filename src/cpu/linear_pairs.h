@@ -27,4 +27,15 @@ Status prepare_pairs(const Call& call, void* prepared);
 std::int64_t pairs_packed_size(const Problem& problem, const Config& config);
 Status pack_pairs_weight(const Call& call, void* packed);
 
+// grad_input of R×1 blocks, which needs nothing packed (grad_input_pairs.cc).
+struct SpreadBlocking {
+  std::int64_t panels = 1;  // of 32 tokens each, of one task
+  std::int64_t splits = 1;  // ranges of W's columns
+  static constexpr std::string_view kFields[] = {"panels", "splits"};
+};
+Reason supports_spread(const PairKernels& kernels, const Problem& problem);
+Config configure_spread(const Problem& problem, const Machine& machine);
+std::int64_t spread_workspace(const Problem& problem, const Config& config);
+Status run_spread(const PairKernels& kernels, const Call& call);
+
 }  // namespace rarefy::cpu

@@ -205,7 +205,8 @@ void store_pairs(const PairStore& t) {
 
 template <class E>
 constexpr PairKernels pair_table(const char* family) {
-  return {family, E::kTileCycles, E::enter, E::leave, pack_pairs<E>, multiply_pairs<E>, store_pairs<E>};
+  return {family,        E::kSpreadRows,    E::kTileCycles, E::enter,      E::leave,
+          pack_pairs<E>, multiply_pairs<E>, E::spread,      store_pairs<E>};
 }
 
 }  // namespace rarefy::cpu

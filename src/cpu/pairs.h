@@ -64,6 +64,17 @@ inline constexpr std::int32_t kChunkSize = 12 * 1024;  // elements of W
 inline constexpr std::int32_t kMostChunk = 24;         // groups
 inline constexpr std::int32_t kGatheredGroups = kMostChunk + 1;
 
+// sums[columns[e]][token] += Σ W[o, columns[e]] · dy[o][token] over the rows o of one block row of R×1
+// blocks: stored as they are, [entry][rows], they are rows of a tile.
+struct PairSpread {
+  const std::uint16_t* w;
+  const std::int32_t* columns;
+  std::int32_t entries;
+  std::int32_t rows;        // a multiple of spread_rows
+  const std::uint16_t* dy;  // in pairs, [rows / 2][32 tokens][2]
+  float* sums;              // [column][32]
+};
+
 // y[token][o] = act(sums[o][token] + bias[o]), row-major.
 struct PairStore {
   const float* sums;  // [cols, in whole tiles][32]
@@ -77,11 +88,13 @@ struct PairStore {
 // What one instruction set offers.
 struct PairKernels {
   const char* family;
+  std::int32_t spread_rows;
   double tile_cycles;  // that 16 outputs, 32 features and 32 tokens take: a figure for the configuration
   void (*enter)();     // before and after a task, on its thread
   void (*leave)();
   void (*pack)(const PairPack&);
   void (*multiply)(const PairProduct&);
+  void (*spread)(const PairSpread&);
   void (*store)(const PairStore&);
 };
 

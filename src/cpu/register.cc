@@ -118,7 +118,8 @@ void add(Registry& registry, std::string_view linear, std::string_view grad_inpu
 
 // Products in bf16 pairs, on weights that the caller holds packed, or packed in the call.
 template <const cpu::PairKernels& kKernels, const std::string_view& kFeature>
-void add_pairs(Registry& registry, std::string_view linear, std::string_view grad_input) {
+void add_pairs(Registry& registry, std::string_view linear, std::string_view grad_input,
+               std::string_view grad_columns) {
   for (const Op op : {Op::linear, Op::grad_input}) {
     registry.push_back({
         .op = op,
@@ -143,6 +144,20 @@ void add_pairs(Registry& registry, std::string_view linear, std::string_view gra
         .pack = cpu::pack_pairs_weight,
     });
   }
+  registry.push_back({
+      .op = Op::grad_input,
+      .device = Device::cpu,
+      .family = kKernels.family,
+      .name = grad_columns,
+      .supports = [](const Problem& p, const Machine& machine) -> Reason {
+        if (!kFeature.empty() && !machine.has(kFeature)) return cat("the processor lacks ", kFeature);
+        return cpu::supports_spread(kKernels, p);
+      },
+      .run = [](const Call& call) { return cpu::run_spread(kKernels, call); },
+      .configure = cpu::configure_spread,
+      .fields = cpu::SpreadBlocking::kFields,
+      .workspace = cpu::spread_workspace,
+  });
 }
 
 constexpr std::string_view kAny;
@@ -159,8 +174,9 @@ constexpr std::string_view kHasNeon = "neon";
 
 void register_cpu(Registry& registry) {
 #if defined(__x86_64__)
-  add_pairs<cpu::kAmx, kHasAmx>(registry, "amx_linear", "amx_grad_input");
-  add_pairs<cpu::kAvx512Bf16, kHasBf16>(registry, "avx512_bf16_linear", "avx512_bf16_grad_input");
+  add_pairs<cpu::kAmx, kHasAmx>(registry, "amx_linear", "amx_grad_input", "amx_grad_input_columns");
+  add_pairs<cpu::kAvx512Bf16, kHasBf16>(registry, "avx512_bf16_linear", "avx512_bf16_grad_input",
+                                        "avx512_bf16_grad_input_columns");
   add_few<cpu::kAvx512, kHasAvx512>(registry, "avx512_linear_few");
   add<cpu::kAvx512, kHasAvx512>(registry, "avx512_linear", "avx512_grad_input", "avx512_grad_weight");
   add_feed_forward<cpu::kAvx512, kHasAvx512>(registry, "avx512_feed_forward", "avx512_feed_forward_apart");
@@ -174,7 +190,8 @@ void register_cpu(Registry& registry) {
   add<cpu::kScalar, kAny>(registry, "scalar_linear", "scalar_grad_input", "scalar_grad_weight");
   add_feed_forward<cpu::kScalar, kAny>(registry, "scalar_feed_forward", "scalar_feed_forward_apart");
   // After rows that take all that it takes: only who asks for it by name gets it.
-  add_pairs<cpu::kPairsPortable, kAny>(registry, "pairs_linear", "pairs_grad_input");
+  add_pairs<cpu::kPairsPortable, kAny>(registry, "pairs_linear", "pairs_grad_input",
+                                       "pairs_grad_input_columns");
 }
 
 const Machine& cpu_machine() {

@@ -44,7 +44,8 @@ class PairsTest : public ::testing::TestWithParam<std::string> {
     ProblemIn<HostBuffer> run(problem, executor);
     run_all(run);
     expect_linear(problem, run);
-    if (spec.block_cols % 16 != 0) return;
+    const std::int64_t tall = GetParam() == "amx" ? 32 : 16;
+    if (spec.block_cols % 16 != 0 && !(spec.block_cols == 1 && spec.block_rows % tall == 0)) return;
     const Force force(GetParam());
     expect_ok(run.grad_input());
     expect_grad_input(problem, run);
@@ -203,6 +204,13 @@ TEST_P(PairsTest, PackedInTheCall) {
 }
 
 TEST_P(PairsTest, EveryConfigurationComputesTheSame) {
+  for (const char* config : {"panels=1 splits=1", "panels=3 splits=2", "panels=2 splits=7"}) {
+    const Force force(GetParam() + "," + GetParam() + "_grad_input_columns(" + config + ")");
+    const Problem problem = make_problem({150, 170, 200, 32, 1, 0.4, DType::bf16, true, 0});
+    ProblemIn<HostBuffer> run(problem);
+    expect_ok(run.grad_input());
+    expect_grad_input(problem, run);
+  }
   for (const char* config : {"panels=1 splits=1", "panels=3 splits=2", "panels=16 splits=5"}) {
     const Force force(GetParam() + "," + GetParam() + "_linear(" + config + ")");
     const Problem problem = make_problem({150, 170, 200, 32, 1, 0.4, DType::bf16, true, 0});
@@ -214,10 +222,11 @@ TEST_P(PairsTest, EveryConfigurationComputesTheSame) {
 }
 
 TEST(PairsSelectionTest, SaysWhatItDoesNotTake) {
-  const auto why_not = [](rarefy::Problem problem) {
+  const auto why_not = [](rarefy::Problem problem, const std::string& kernel = "") {
     problem.derived = kAnyDerived;
     for (const Candidate& candidate : explain(problem).candidates) {
-      if (candidate.kernel.family == "pairs") return candidate.why_not;
+      if (kernel.empty() ? candidate.kernel.family == "pairs" : candidate.kernel.name == kernel)
+        return candidate.why_not;
     }
     return std::string("no such row");
   };
@@ -226,6 +235,15 @@ TEST(PairsSelectionTest, SaysWhatItDoesNotTake) {
             "takes blocks of a multiple of 16 outputs; got 8");
   EXPECT_EQ(why_not(make_problem(Op::grad_input, {64, 64, 16, 1, 9}, 5, DType::bf16)),
             "takes blocks of a multiple of 16 outputs; got 1");
+  EXPECT_EQ(
+      why_not(make_problem(Op::grad_input, {64, 64, 8, 1, 9}, 5, DType::bf16), "pairs_grad_input_columns"),
+      "takes blocks of a multiple of 16 rows and one column; got 8x1");
+  EXPECT_EQ(
+      why_not(make_problem(Op::grad_input, {64, 64, 16, 2, 9}, 5, DType::bf16), "pairs_grad_input_columns"),
+      "takes blocks of a multiple of 16 rows and one column; got 16x2");
+  EXPECT_EQ(
+      why_not(make_problem(Op::grad_input, {64, 64, 16, 1, 9}, 5, DType::bf16), "pairs_grad_input_columns"),
+      "");
   EXPECT_EQ(why_not(make_problem(Op::linear, {64, 64, 16, 1, 9}, 4, DType::bf16)),
             "takes more than 4 tokens; got 4");
   EXPECT_EQ(why_not(make_problem(Op::linear, {64, 64, 16, 1, 9}, 5, DType::f32)),

@@ -7,7 +7,7 @@
 namespace rarefy::cpu {
 
 struct Amx : Avx512Pairs {
-  static constexpr int kRows = 32;
+  static constexpr int kRows = 32, kSpreadRows = 32;
   static constexpr double kTileCycles = 50;
 
   // Eight tiles of 16 rows of 64 bytes. GCC 12's _tile_loadconfig tells the compiler of 8 bytes that are
@@ -67,6 +67,64 @@ struct Amx : Avx512Pairs {
     if constexpr (kWide) _tile_stored(1, s.sums + 16, kSumsStride);
     if constexpr (kTall) _tile_stored(2, below, kSumsStride);
     if constexpr (kTall && kWide) _tile_stored(3, below + 16, kSumsStride);
+  }
+
+  // 32 columns at a time; while tiles work on these, the ones before are added to their sums.
+  static void spread(const PairSpread& t) {
+    alignas(64) float done[2][32 * kPanelTokens];
+    const auto add = [&](std::int32_t first, const float* from) {
+      const std::int32_t count = t.entries - first < 32 ? t.entries - first : 32;
+      for (std::int32_t i = 0; i < count; ++i, from += kPanelTokens) {
+        float* to = t.sums + std::int64_t{t.columns[first + i]} * kPanelTokens;
+        _mm512_storeu_ps(to, _mm512_add_ps(_mm512_loadu_ps(to), _mm512_load_ps(from)));
+        _mm512_storeu_ps(to + 16, _mm512_add_ps(_mm512_loadu_ps(to + 16), _mm512_load_ps(from + 16)));
+      }
+    };
+    for (std::int32_t e = 0; e < t.entries; e += 32) {
+      spread_columns(t, e);
+      if (e > 0) add(e - 32, done[e / 32 % 2 ^ 1]);
+      float* to = done[e / 32 % 2];
+      _tile_stored(0, to, kPanelTokens * 4);
+      _tile_stored(1, to + 16, kPanelTokens * 4);
+      _tile_stored(2, to + 16 * kPanelTokens, kPanelTokens * 4);
+      _tile_stored(3, to + 16 * kPanelTokens + 16, kPanelTokens * 4);
+    }
+    if (t.entries > 0) add((t.entries - 1) / 32 * 32, done[(t.entries - 1) / 32 % 2]);
+  }
+
+ private:
+  static void spread_columns(const PairSpread& t, std::int32_t first) {
+    constexpr int kXStride = kPairLine * 2;
+    const std::int64_t w_stride = t.rows * 2;
+    const std::uint16_t* w = t.w + std::int64_t{first} * t.rows;
+    const std::int32_t count = t.entries - first;
+    alignas(64) std::uint16_t edge[32 * kGroup];
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+    for (std::int32_t o = 0; o < t.rows; o += kGroup) {
+      const std::uint16_t* from = w + o;
+      std::int64_t stride = w_stride;
+      if (count < 32) {  // past the last entry is nothing that may be read
+        __builtin_memset(edge, 0, sizeof(edge));
+        for (std::int32_t i = 0; i < count; ++i) {
+          __builtin_memcpy(edge + i * kGroup, w + o + std::int64_t{i} * t.rows, kGroup * 2);
+        }
+        from = edge;
+        stride = kGroup * 2;
+      }
+      const std::uint16_t* dy = t.dy + std::int64_t{o} * kPanelTokens;
+      __asm__ volatile("" ::: "memory");  // as in multiply
+      _tile_loadd(6, dy, kXStride);
+      _tile_loadd(4, from, stride);
+      _tile_dpbf16ps(0, 4, 6);
+      _tile_loadd(7, dy + 32, kXStride);
+      _tile_dpbf16ps(1, 4, 7);
+      _tile_loadd(5, from + 8 * stride, stride);  // 16 rows further, in elements
+      _tile_dpbf16ps(2, 5, 6);
+      _tile_dpbf16ps(3, 5, 7);
+    }
   }
 };
 

@@ -116,7 +116,7 @@ struct Avx512Pairs {
 
 // vdpbf16ps: 8 outputs × 32 tokens in registers, weights broadcast by pairs.
 struct Avx512Bf16 : Avx512Pairs {
-  static constexpr int kRows = 8;
+  static constexpr int kRows = 8, kSpreadRows = 16;
   static constexpr double kTileCycles = 550;
 
   static void enter() {}
@@ -164,6 +164,45 @@ struct Avx512Bf16 : Avx512Pairs {
       }
     }
     each([&](int o, int h) { _mm512_storeu_ps(s.sums + o * kPanelTokens + h * 16, sum[o][h]); });
+  }
+
+  // As many columns at a time, their sums in registers.
+  static void spread(const PairSpread& t) {
+    std::int32_t e = 0;
+    for (; e + kRows <= t.entries; e += kRows) spread_columns<kRows>(t, e);
+    for (; e + 2 <= t.entries; e += 2) spread_columns<2>(t, e);
+    if (e < t.entries) spread_columns<1>(t, e);
+  }
+
+ private:
+  template <int kColumns>
+  static void spread_columns(const PairSpread& t, std::int32_t first) {
+    float* to[kColumns];
+    __m512 sum[kColumns][2];
+#pragma GCC unroll 8
+    for (int i = 0; i < kColumns; ++i) {
+      to[i] = t.sums + std::int64_t{t.columns[first + i]} * kPanelTokens;
+      sum[i][0] = _mm512_loadu_ps(to[i]);
+      sum[i][1] = _mm512_loadu_ps(to[i] + 16);
+    }
+    const std::uint16_t* w = t.w + std::int64_t{first} * t.rows;
+    const std::uint16_t* dy = t.dy;
+    for (std::int32_t o = 0; o < t.rows; o += 2, w += 2, dy += kPairLine) {
+      const auto low = (__m512bh)_mm512_loadu_si512(dy), high = (__m512bh)_mm512_loadu_si512(dy + 32);
+#pragma GCC unroll 8
+      for (int i = 0; i < kColumns; ++i) {
+        std::int32_t pair;
+        __builtin_memcpy(&pair, w + std::int64_t{i} * t.rows, sizeof(pair));
+        const auto wv = (__m512bh)_mm512_set1_epi32(pair);
+        sum[i][0] = _mm512_dpbf16_ps(sum[i][0], wv, low);
+        sum[i][1] = _mm512_dpbf16_ps(sum[i][1], wv, high);
+      }
+    }
+#pragma GCC unroll 8
+    for (int i = 0; i < kColumns; ++i) {
+      _mm512_storeu_ps(to[i], sum[i][0]);
+      _mm512_storeu_ps(to[i] + 16, sum[i][1]);
+    }
   }
 };
 

@@ -7,7 +7,7 @@
 namespace rarefy::cpu {
 
 struct PairsPortable {
-  static constexpr int kRows = 32;
+  static constexpr int kRows = 32, kSpreadRows = 16;
   static constexpr double kTileCycles = 20000;
 
   static void enter() {}
@@ -52,6 +52,17 @@ struct PairsPortable {
             s.sums[o * kPanelTokens + m] += number(w[i]) * number(x[2 * m]);
           }
         }
+      }
+    }
+  }
+
+  static void spread(const PairSpread& t) {
+    for (std::int32_t e = 0; e < t.entries; ++e) {
+      float* sums = t.sums + std::int64_t{t.columns[e]} * kPanelTokens;
+      const std::uint16_t* w = t.w + std::int64_t{e} * t.rows;
+      for (std::int32_t o = 0; o < t.rows; ++o) {
+        const std::uint16_t* dy = t.dy + std::int64_t{o / 2} * kPairLine + o % 2;
+        for (int m = 0; m < kPanelTokens; ++m) sums[m] += number(w[o]) * number(dy[2 * m]);
       }
     }
   }
