@@ -65,6 +65,7 @@ void run_product(benchmark::State& state, Op op, const std::string& family, Bloc
       case Op::linear: status = linear(x, w, nullptr, Activation::none, y); break;
       case Op::grad_input: status = grad_input(dy, w, dx); break;
       case Op::grad_weight: status = grad_weight(dy, x, w.plan, out.data(), DType::f32); break;
+      case Op::feed_forward: break;  // not asked for
     }
     if (!status.ok()) return state.SkipWithError(status.message().c_str());
     benchmark::ClobberMemory();
@@ -100,7 +101,7 @@ void run_gather(benchmark::State& state, const cpu::Kernels& kernels, BlockShape
   const BsrView w = layer.weight.view();
   const std::int64_t lanes = std::int64_t{vectors} * kernels.width;
   const BsrShape& shape = w.plan.shape;
-  std::vector<float> memory(static_cast<std::size_t>((kIn + kOut) * lanes + kOut + 16));
+  std::vector<float> memory(static_cast<std::size_t>((kIn + 2 * kOut) * lanes + kOut + 16));
   float* x = memory.data() + 16 - reinterpret_cast<std::uintptr_t>(memory.data()) % 64 / 4;
   float* y = x + kIn * lanes;
   const std::vector<float> start(static_cast<std::size_t>(kOut));
@@ -119,7 +120,10 @@ void run_gather(benchmark::State& state, const cpu::Kernels& kernels, BlockShape
                              y,
                              start.data(),
                              vectors,
-                             nullptr};
+                             nullptr,
+                             w.plan.crow,
+                             y + kOut * lanes,
+                             0};
   for (auto _ : state) {
     kernels.gather(task);
     benchmark::ClobberMemory();

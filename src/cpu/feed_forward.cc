@@ -30,7 +30,7 @@ class FloatMultiply {
                float* unpacked) const {
     const float* start = p.start == nullptr ? nullptr : p.start + std::int64_t{p.out_begin} * p.w.out_block;
     k_.gather({p.w, p.entry_begin, p.entry_end, p.out_begin, p.out_end, in, p.red_begin, sums, start, vectors,
-               unpacked});
+               unpacked, p.row, p.total, p.total_step});
   }
 
  private:

@@ -24,6 +24,7 @@ struct FeedForwardSizes {
   std::int64_t granule;    // hidden features of which slices are multiples
   std::int64_t out_group;  // features of y stored at a time
   std::int64_t unpacked;   // floats of a chunk of values, where a weight is stored in 16 bits
+  std::int64_t tallest;    // rows of a block
   bool gated;
 
   explicit FeedForwardSizes(const Problem& p) : gated(p.gate != WeightSpec{}) {
@@ -38,6 +39,7 @@ struct FeedForwardSizes {
     group = rows * std::max<std::int64_t>(1, kStored / rows);
     granule = std::lcm(rows, down.block_cols);
     out_group = down.block_rows * std::max<std::int64_t>(1, kStored / down.block_rows);
+    tallest = std::max({up.block_rows, gate.block_rows, down.block_rows});
     const bool halves =
         p.weight.dtype != DType::f32 || p.down.dtype != DType::f32 || (gated && p.gate.dtype != DType::f32);
     unpacked = halves ? std::max({kUnpacked, up.block_size(), gate.block_size(), down.block_size()}) : 0;
@@ -56,8 +58,11 @@ struct ChainedProduct {
   const std::int32_t* entry_begin;
   const std::int32_t* entry_end;
   std::int32_t out_begin, out_end;
-  std::int32_t red_begin;  // where the panel of inputs begins
-  const float* start;      // of feature 0
+  std::int32_t red_begin;   // where the panel of inputs begins
+  const float* start;       // of feature 0
+  const std::int32_t* row;  // parts of sums, as in GatherTask
+  float* total = nullptr;
+  std::int64_t total_step = 0;
 };
 
 // The working memory: what tasks share, and what each worker has.
@@ -71,7 +76,7 @@ struct FeedForwardMemory {
 
   struct Own {
     Element *x, *hidden;
-    float *sums, *gate, *y, *unpacked;
+    float *sums, *gate, *y, *total, *down_total, *unpacked;
   };
 
   FeedForwardMemory(const Kernels& kernels, const Problem& p, const FeedForwardSizes& s,
@@ -104,6 +109,10 @@ struct FeedForwardMemory {
     own.sums = room.take<float>(Multiply::kInPlace ? 0 : sizes_.group * lanes_);
     own.gate = room.take<float>(sizes_.gated ? sizes_.group * lanes_ : 0);
     own.y = room.take<float>((whole ? sizes_.out_group : sizes_.out) * lanes_);
+    if constexpr (Multiply::kInPlace) {  // by gather, which keeps long sums in parts
+      own.total = room.take<float>(sizes_.tallest * lanes_);
+      own.down_total = whole ? own.total : room.take<float>(sizes_.out * lanes_);
+    }
     own.unpacked = room.take<float>(sizes_.unpacked);
     return own;
   }
@@ -202,7 +211,8 @@ class FeedForwardDriver {
             0,
             static_cast<std::int32_t>(plan.shape.row_count()),
             0,
-            start};
+            start,
+            plan.crow};
   }
 
   // Hidden features from … to of a panel, activated: groups of block rows, whose sums are in L1.
@@ -235,6 +245,7 @@ class FeedForwardDriver {
     const WeightSpec& spec = &layer == &layers_.up ? call_.problem.weight : call_.problem.gate;
     const BsrShape& shape = spec.shape;
     ChainedProduct p = product(layer, spec.dtype, start);
+    p.total = own.total;
     p.out_begin = static_cast<std::int32_t>(first / shape.block_rows);
     p.out_end = static_cast<std::int32_t>(
         std::min((last + shape.block_rows - 1) / shape.block_rows, shape.row_count()));
@@ -254,17 +265,20 @@ class FeedForwardDriver {
               to.row_stride, panel.rows, static_cast<std::int32_t>(last - first), storage(to.dtype)});
   }
 
-  // Block rows begin … end of y, a group at a time, from all entries of p. `y`: of block row `begin`, where
+  // Block rows begin … end of y, a group at a time, from all entries of p. own.y: of block row `begin`, where
   // earlier slices left their sums, or room for a group.
   void out_rows(const Panel& panel, ChainedProduct p, std::int32_t begin, std::int32_t end, const Element* in,
-                float* y, bool waiting, bool store_them, float* unpacked) const {
+                const Own& own, bool waiting, bool store_them) const {
     const std::int64_t rows = p.w.out_block;
     const auto group = static_cast<std::int32_t>(sizes_.out_group / rows);
     for (std::int32_t o = begin; o < end; o += group) {
       p.out_begin = o;
       p.out_end = std::min(o + group, end);
-      float* sums = waiting ? y + (o - begin) * rows * panel.lanes : y;
-      multiply_.product(p, in, panel.vectors, sums, unpacked);
+      const std::int64_t at = waiting ? (o - begin) * rows * panel.lanes : 0;
+      float* sums = own.y + at;
+      if constexpr (Multiply::kInPlace) p.total = own.down_total + at;
+      p.total_step = waiting ? rows * panel.lanes : 0;
+      multiply_.product(p, in, panel.vectors, sums, own.unpacked);
       if (store_them) {
         store(panel, call_.out, o * rows, std::min(p.out_end * rows, call_.out.cols), sums, panel.lanes);
       }
@@ -279,7 +293,7 @@ class FeedForwardDriver {
     p.entry_begin = memory_.cuts + slice * shape.row_count();
     p.entry_end = p.entry_begin + shape.row_count();
     p.red_begin = static_cast<std::int32_t>(slice * cut_.features / shape.block_cols);
-    out_rows(panel, p, 0, p.out_end, own.hidden, own.y, sizes_.slices(cut_) > 1, last, own.unpacked);
+    out_rows(panel, p, 0, p.out_end, own.hidden, own, sizes_.slices(cut_) > 1, last);
   }
 
   // Each product in tasks of its own: parts of the hidden features, then ranges of y with equal work.
@@ -302,7 +316,7 @@ class FeedForwardDriver {
       const Own own = memory_.own(worker);
       out_rows(panel_of(task / splits * lanes, lanes),
                product(layers_.down, call_.problem.down.dtype, memory_.down_start), bound(task % splits),
-               bound(task % splits + 1), between(task / splits, lanes), own.y, false, true, own.unpacked);
+               bound(task % splits + 1), between(task / splits, lanes), own, false, true);
     });
   }
 

@@ -126,19 +126,19 @@ void few_rows(const FewTask& task) {
   row.y = task.y;
   row.y_stride = task.y_stride;
   const std::int64_t chunk = w.block_size < kUnpacked ? kUnpacked / w.block_size : 1;
+  constexpr std::int32_t part = kPartTerms * (kSpread == Spread::group ? I::kWidth / N : 1);  // of a lane
   for (std::int32_t o = task.begin; o < task.end; ++o, row.y += w.out_block) {
     const std::int32_t end = task.entry_begin[o + 1];
     std::int32_t e = task.entry_begin[o];
-    if (w.storage == Storage::f32) {
-      row.values = static_cast<const float*>(w.values) + e * w.block_size;
-      row.index = w.index + e;
-      row.count = end - e;
-      few_row<I, kSpread, N, Tokens>(row);
-      continue;
-    }
-    row.values = task.unpacked;
     for (; e < end; e += row.count) {
       row.index = w.index + e;
+      if (w.storage == Storage::f32) {
+        row.values = static_cast<const float*>(w.values) + e * w.block_size;
+        row.count = end - e < part ? end - e : part;
+        few_row<I, kSpread, N, Tokens>(row);
+        continue;
+      }
+      row.values = task.unpacked;
       row.count = end - e < chunk ? end - e : static_cast<std::int32_t>(chunk);
       unpack<I>(w.storage, static_cast<const std::uint16_t*>(w.values) + e * w.block_size,
                 row.count * w.block_size, task.unpacked);

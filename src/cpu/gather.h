@@ -152,42 +152,47 @@ void gather_blocks(const GatherTask& task) {
   row.stride = kLayout == Layout::row_major ? w.out_stride : w.red_stride;
   row.x_block = w.red_block * lanes;
   row.x = task.x - task.x_first * row.x_block;
+  const std::int32_t part = part_entries(w.red_block);
   const std::int64_t chunk = w.block_size < kUnpacked ? kUnpacked / w.block_size : 1;
+  const std::int64_t size = w.out_block * lanes;
   float* y = task.y;
   const float* start = task.start;
-  for (std::int32_t o = task.begin; o < task.end; ++o, y += w.out_block * lanes) {
-    const std::int32_t begin = task.entry_begin[o];
+  for (std::int32_t o = task.begin; o < task.end; ++o, y += size) {
+    const std::int32_t first = task.row[o];
+    const std::int32_t last_part = task.row[o + 1] - least_entries(part);  // where it begins at the latest
     const std::int32_t end = task.entry_end[o];
+    std::int32_t e = task.entry_begin[o];
     const float* from = start;
     if (start != nullptr) start += w.out_block;
-    row.index = w.index + begin;
-    if (w.storage == Storage::f32) {
-      const auto* values = static_cast<const float*>(w.values);
-      if (w.perm != nullptr) row.perm = w.perm + begin;
-      row.count = end - begin;
-      gather_block<I, kLayout, kSteps, Vectors>(
-          row, w.out_block, w.perm != nullptr ? values : values + begin * w.block_size, y, from);
-      continue;
-    }
-    // 16-bit values: a chunk of entries becomes float in L1; one pass at least, to write y.
-    std::int32_t e = begin;
-    row.perm = kIdentity.position;
-    do {
-      row.count = end - e < chunk ? end - e : static_cast<std::int32_t>(chunk);
-      const auto* values = static_cast<const std::uint16_t*>(w.values);
-      if (w.perm == nullptr) {
-        unpack<I>(w.storage, values + e * w.block_size, row.count * w.block_size, task.unpacked);
-      } else {
-        for (std::int32_t i = 0; i < row.count; ++i) {
-          unpack<I>(w.storage, values + w.perm[e + i] * w.block_size, w.block_size,
-                    task.unpacked + i * w.block_size);
-        }
+    if (e == end && e != first) continue;  // the rest of the row was in earlier tiles
+    const bool several = first + part <= last_part;
+    float* total = several ? task.total + (o - task.begin) * task.total_step : nullptr;
+    std::int32_t full = first + part;  // where the open part ends, unless it is the last
+    if (e != first) full += (e - first - 1) / part * part;
+    do {  // at least once, to write y
+      if (e == full && full <= last_part) {
+        if (full != first + part) add_total<I>(total, y, size);
+        clear<I>(y, size);
+        full += part;
       }
-      gather_block<I, kLayout, kSteps, Vectors>(row, w.out_block, task.unpacked, y, from);
+      float* sums = several && full == first + part ? total : y;  // the first part is the total so far
+      row.count = (full <= last_part && full < end ? full : end) - e;
+      row.index = w.index + e;
+      if (w.storage == Storage::f32) {
+        const auto* values = static_cast<const float*>(w.values);
+        if (w.perm != nullptr) row.perm = w.perm + e;
+        gather_block<I, kLayout, kSteps, Vectors>(
+            row, w.out_block, w.perm != nullptr ? values : values + e * w.block_size, sums, from);
+      } else {  // 16-bit values become float in L1
+        if (row.count > chunk) row.count = static_cast<std::int32_t>(chunk);
+        unpack_entries<I>(w, e, row.count, task.unpacked);
+        row.perm = kIdentity.position;
+        gather_block<I, kLayout, kSteps, Vectors>(row, w.out_block, task.unpacked, sums, from);
+      }
       from = nullptr;
       e += row.count;
-      row.index += row.count;
     } while (e < end);
+    if (several && e == task.row[o + 1]) add_total<I>(y, total, size);
   }
 }
 

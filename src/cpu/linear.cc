@@ -3,6 +3,8 @@
 // of output blocks; ranges have equal shares of the stored blocks.
 #include <algorithm>
 #include <array>
+#include <functional>
+#include <numeric>
 
 #include "core/message.h"
 #include "cpu/blocking.h"
@@ -16,6 +18,7 @@ namespace {
 struct Sizes {
   std::int64_t out_blocks, red_blocks;
   std::int64_t out_block, red_block;
+  std::int64_t entries;
   bool halves;  // W is stored in 16 bits
 
   explicit Sizes(const Problem& p)
@@ -23,11 +26,16 @@ struct Sizes {
         red_blocks(p.weight.shape.col_count()),
         out_block(p.weight.shape.block_rows),
         red_block(p.weight.shape.block_cols),
+        entries(p.weight.shape.nnzb),
         halves(p.weight.dtype != DType::f32) {
     if (p.op == Op::linear) return;
     std::swap(out_blocks, red_blocks);
     std::swap(out_block, red_block);
   }
+
+  std::int32_t part() const { return part_entries(static_cast<std::int32_t>(red_block)); }
+  // Whether a row can have several parts.
+  bool parted() const { return red_blocks >= part() + least_entries(part()); }
 };
 
 // The entries of W listed by one of its dimensions: `begin` has one more element than blocks.
@@ -60,18 +68,19 @@ struct Product {
 
 BlockingProblem problem_of(const Kernels& kernels, const Problem& p, const Machine& machine) {
   const Sizes s(p);
-  return {p.tokens,          s.out_blocks,         s.red_blocks,
-          s.out_block,       s.red_block,          p.weight.shape.nnzb,
-          p.threads,         kernels.width,        kernels.max_vectors,
-          kernels.registers, panel_floats(machine)};
+  return {p.tokens,  s.out_blocks,  s.red_blocks,        s.out_block,       s.red_block,          s.entries,
+          p.threads, kernels.width, kernels.max_vectors, kernels.registers, panel_floats(machine)};
 }
 
 // The working memory of a call: what all tasks read, and what each worker has.
 struct Parts {
-  float* start;  // what the sums of whole output blocks start from: the bias as float, or 0
+  float* start;              // what the sums of whole output blocks start from: the bias as float, or 0
+  FullPart* full;            // scatter: the full parts of all sums, by reduction block and output block
+  std::int32_t* full_begin;  // null if no row can have several
   // A worker's:
   float* x;
   float* y;
+  float* total;  // of full parts of sums
   float* unpacked;
   std::int32_t* cursors;
 };
@@ -83,16 +92,19 @@ struct Layout {
   Layout(const Kernels& kernels, const Sizes& s, const Blocking& b)
       : piece(piece_of_range(s.out_blocks, b.splits)) {
     Room all;
-    take_shared(all, s);
-    shared = all.bytes();
     Parts parts{};
+    take_shared(all, s, b, parts);
+    shared = all.bytes();
     Room own;
     take_worker(own, kernels, s, b, parts);
     worker = own.bytes();
   }
 
-  static float* take_shared(Room& room, const Sizes& s) {
-    return room.take<float>(s.out_blocks * s.out_block);
+  static void take_shared(Room& room, const Sizes& s, const Blocking& b, Parts& parts) {
+    parts.start = room.take<float>(s.out_blocks * s.out_block);
+    if (b.scatter == 0 || !s.parted()) return;
+    parts.full = room.take<FullPart>(s.entries / s.part());
+    parts.full_begin = room.take<std::int32_t>(s.red_blocks + 1);
   }
 
   void take_worker(Room& room, const Kernels& kernels, const Sizes& s, const Blocking& b,
@@ -104,10 +116,13 @@ struct Layout {
     if (b.scatter != 0) {
       parts.x = room.take<float>(b.tile_blocks * s.red_block * lanes);
       parts.y = room.take<float>(piece * sums);
-      parts.cursors = room.take<std::int32_t>(2 * b.tile_blocks);
+      parts.total = room.take<float>(s.parted() ? piece * sums : 0);
+      parts.cursors = room.take<std::int32_t>((s.parted() ? 4 : 2) * b.tile_blocks);
     } else {
       parts.x = room.take<float>(b.panels * tile * s.red_block * lanes);
-      parts.y = room.take<float>(single ? std::min(b.group, piece) * sums : b.panels * piece * sums);
+      const std::int64_t waiting = single ? std::min(b.group, piece) * sums : b.panels * piece * sums;
+      parts.y = room.take<float>(waiting);
+      parts.total = room.take<float>(!s.parted() ? 0 : single ? sums : waiting);
       parts.cursors = room.take<std::int32_t>(single ? 0 : 2 * piece);
     }
     parts.unpacked = room.take<float>(s.halves ? std::max(kUnpacked, s.out_block * s.red_block) : 0);
@@ -172,14 +187,14 @@ class Task {
         const std::int32_t stop = std::min(o + group, end);
         for (std::int64_t s = 0; s < panels.count; ++s) {
           const Panel& panel = panels[s];
-          float* to =
-              single ? parts_.y
-                     : parts_.y + s * y_size + (std::int64_t{o} - begin) * list.w.out_block * panel.lanes;
+          const std::int64_t at =
+              single ? 0 : s * y_size + (std::int64_t{o} - begin) * list.w.out_block * panel.lanes;
           k_.gather({list.w, entry_begin, entry_end, o, stop, parts_.x + s * x_size,
-                     static_cast<std::int32_t>(first), to,
+                     static_cast<std::int32_t>(first), parts_.y + at,
                      first == 0 ? parts_.start + std::int64_t{o} * list.w.out_block : nullptr, panel.vectors,
-                     parts_.unpacked});
-          if (last == red_blocks) store(panel, o, stop, to);
+                     parts_.unpacked, list.begin, parts_.total + at,
+                     single ? 0 : list.w.out_block * panel.lanes});
+          if (last == red_blocks) store(panel, o, stop, parts_.y + at);
         }
       }
     }
@@ -199,18 +214,40 @@ class Task {
     for (std::int64_t first = 0; first < red_blocks; first += piece) {
       const std::int64_t last = std::min(first + piece, red_blocks);
       pack(panel, first, last, list.w.red_block, parts_.x);
-      for (std::int64_t j = first; j < last; ++j) {
-        const std::int32_t* rows = list.w.index;
-        const std::int32_t* from = rows + list.begin[j];
-        const std::int32_t* to = rows + list.begin[j + 1];
-        if (begin > 0) from = std::lower_bound(from, to, begin);
-        if (end < p_.sizes.out_blocks) to = std::lower_bound(from, to, end);
-        cursors[j - first] = static_cast<std::int32_t>(from - rows);
-        cursors[piece + j - first] = static_cast<std::int32_t>(to - rows);
+      // Of what is listed by reduction block, that which is for these output blocks.
+      const auto restrict = [&](const auto* items, const std::int32_t* listed, std::int32_t* to,
+                                auto before) {
+        for (std::int64_t j = first; j < last; ++j) {
+          const auto* from = items + listed[j];
+          const auto* stop = items + listed[j + 1];
+          if (begin > 0) from = std::lower_bound(from, stop, begin, before);
+          if (end < p_.sizes.out_blocks) stop = std::lower_bound(from, stop, end, before);
+          to[j - first] = static_cast<std::int32_t>(from - items);
+          to[piece + j - first] = static_cast<std::int32_t>(stop - items);
+        }
+      };
+      restrict(list.w.index, list.begin, cursors, std::less<>());
+      ScatterTask task{list.w,
+                       cursors - first,
+                       cursors + piece - first,
+                       static_cast<std::int32_t>(first),
+                       static_cast<std::int32_t>(last),
+                       parts_.x,
+                       parts_.y,
+                       begin,
+                       panel.vectors,
+                       parts_.unpacked};
+      if (parts_.full_begin != nullptr) {
+        restrict(parts_.full, parts_.full_begin, cursors + 2 * piece,
+                 [](const FullPart& part, std::int32_t o) { return part.out < o; });
+        task.full_begin = cursors + 2 * piece - first;
+        task.full_end = cursors + 3 * piece - first;
+        task.parts = parts_.full;
+        task.total = parts_.total;
+        task.complete = last == red_blocks ? end - begin : 0;
+        task.row = p_.by_output.begin + begin;
       }
-      k_.scatter({list.w, cursors - first, cursors + piece - first, static_cast<std::int32_t>(first),
-                  static_cast<std::int32_t>(last), parts_.x, parts_.y, begin, panel.vectors,
-                  parts_.unpacked});
+      k_.scatter(task);
     }
     store(panel, begin, end, parts_.y);
   }
@@ -253,6 +290,28 @@ class Task {
   const Blocking& blocking_;
   const Parts& parts_;
 };
+
+// Where parts of the sums of output blocks are full: listed by reduction block, and there by output block.
+void list_full_parts(const Product& p, std::int32_t* begin, FullPart* full) {
+  const Listing& rows = p.by_output;
+  const std::int32_t part = p.sizes.part();
+  std::int32_t* end = begin + 1;
+  std::fill_n(begin, p.sizes.red_blocks + 1, 0);
+  const auto each = [&](auto f) {
+    for (auto o = static_cast<std::int32_t>(p.sizes.out_blocks); o-- > 0;) {
+      const std::int32_t first = rows.begin[o] + part;
+      for (std::int32_t e = first; e <= rows.begin[o + 1] - least_entries(part); e += part) {
+        f(rows.w.index[e], FullPart{o, e == first});
+      }
+    }
+  };
+  each([&](std::int32_t before, const FullPart&) { ++end[before]; });
+  std::partial_sum(begin, begin + p.sizes.red_blocks + 1, begin);
+  const std::int32_t count = begin[p.sizes.red_blocks];
+  each([&](std::int32_t before, const FullPart& one) { full[--end[before]] = one; });
+  std::copy(end, end + p.sizes.red_blocks, begin);  // each end has come down to its beginning
+  begin[p.sizes.red_blocks] = count;
+}
 
 // A forced configuration may be anything.
 Status check_blocking(const Kernels& kernels, const Sizes& s, const Blocking& b) {
@@ -308,7 +367,9 @@ Status run_product(const Kernels& kernels, const Call& call) {
   if (Status status = check_blocking(kernels, sizes, blocking); !status.ok()) return status;
   const Layout layout(kernels, sizes, blocking);
   Room shared(call.workspace);
-  float* start = Layout::take_shared(shared, sizes);
+  Parts common{};
+  Layout::take_shared(shared, sizes, blocking, common);
+  float* start = common.start;
   const std::int64_t out_features = sizes.out_blocks * sizes.out_block;
   if (call.bias != nullptr) {
     unpack_bias(kernels, product.out.dtype, call.bias, product.out.cols, start);
@@ -316,6 +377,8 @@ Status run_product(const Kernels& kernels, const Call& call) {
   } else {
     std::fill_n(start, out_features, 0.0F);
   }
+
+  if (common.full_begin != nullptr) list_full_parts(product, common.full_begin, common.full);
 
   // Ranges of output blocks have equal work: stored elements, and a price for writing each output feature
   // that equals about 12 of them.
@@ -331,7 +394,7 @@ Status run_product(const Kernels& kernels, const Call& call) {
     const std::int32_t end = bound(t % blocking.splits + 1);
     std::int32_t begin = bound(t % blocking.splits);
     if (begin == end) return;
-    Parts parts{start, nullptr, nullptr, nullptr, nullptr};
+    Parts parts = common;
     Room own(static_cast<char*>(call.workspace) + layout.shared + worker * layout.worker);
     layout.take_worker(own, kernels, sizes, blocking, parts);
     const Panels panels(first, std::min(tokens, product.in.rows - first), lanes, kernels.width);

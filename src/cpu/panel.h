@@ -45,6 +45,20 @@ void store_part(Storage storage, void* data, std::int64_t at, Vec<I> v, int coun
                    static_cast<std::size_t>(count * bytes_of(storage)));
 }
 
+// y = y + total, or total alone; `count` floats, whole vectors.
+template <class I>
+void add_total(float* y, const float* total, std::int64_t count, bool first = false) {
+  for (std::int64_t i = 0; i < count; i += I::kWidth) {
+    const Vec<I> sum = I::load(total + i);
+    I::store(y + i, first ? sum : I::add(sum, I::load(y + i)));
+  }
+}
+
+template <class I>
+void clear(float* y, std::int64_t count) {
+  for (std::int64_t i = 0; i < count; i += I::kWidth) I::store(y + i, I::zero());
+}
+
 // Calls f with the storage as a compile-time constant: the tile loops must not branch on it.
 template <class F>
 void dispatch_storage(Storage storage, F f) {
@@ -181,6 +195,16 @@ void unpack(Storage from, const void* values, std::int64_t count, float* to) {
   if (i < count) {
     store_part<I>(Storage::f32, to, i, load_part<I>(from, values, i, static_cast<int>(count - i)),
                   static_cast<int>(count - i));
+  }
+}
+
+// `count` entries from e on, one after the other.
+template <class I>
+void unpack_entries(const SparseOperand& w, std::int32_t e, std::int32_t count, float* to) {
+  const auto* values = static_cast<const std::uint16_t*>(w.values);
+  if (w.perm == nullptr) return unpack<I>(w.storage, values + e * w.block_size, count * w.block_size, to);
+  for (std::int32_t i = 0; i < count; ++i, to += w.block_size) {
+    unpack<I>(w.storage, values + w.perm[e + i] * w.block_size, w.block_size, to);
   }
 }
 

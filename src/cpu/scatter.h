@@ -1,7 +1,7 @@
 // Input stationary: for stored blocks flatter than a register tile (1×16, or the transpose of 4×1).
 // A few features of the reduction block stay in registers; each entry updates its output features
 // in the y panel: per entry and output feature `vectors` loads and stores for
-// inputs · vectors FMAs, so four inputs already hide them.
+// inputs · vectors FMAs, so four inputs already hide them. Sums have the same parts as in gather.h.
 #pragma once
 
 #include "cpu/panel.h"
@@ -58,7 +58,14 @@ void scatter_blocks(const ScatterTask& task) {
   const SparseOperand& w = task.w;
   const float* x = task.x;
   const std::int64_t chunk = w.block_size < kUnpacked ? kUnpacked / w.block_size : 1;
+  const std::int64_t size = w.out_block * lanes;
   for (std::int32_t j = task.begin; j < task.end; ++j, x += w.red_block * lanes) {
+    const std::int32_t full = task.full_end != nullptr ? task.full_end[j] : 0;
+    for (std::int32_t p = full != 0 ? task.full_begin[j] : 0; p < full; ++p) {
+      const std::int64_t at = (task.parts[p].out - task.y_first) * size;
+      add_total<I>(task.total + at, task.y + at, size, task.parts[p].first != 0);
+      clear<I>(task.y + at, size);
+    }
     std::int32_t e = task.entry_begin[j];
     const std::int32_t end = task.entry_end[j];
     while (e < end) {
@@ -66,13 +73,8 @@ void scatter_blocks(const ScatterTask& task) {
       const std::int32_t* perm = w.perm != nullptr ? w.perm + e : nullptr;
       std::int32_t count = end - e;
       if (w.storage != Storage::f32) {
-        const auto* half = static_cast<const std::uint16_t*>(w.values);
         count = count < chunk ? count : static_cast<std::int32_t>(chunk);
-        for (std::int32_t i = 0; i < count; ++i) {
-          const std::int64_t position = perm != nullptr ? perm[i] : e + i;
-          unpack<I>(w.storage, half + position * w.block_size, w.block_size,
-                    task.unpacked + i * w.block_size);
-        }
+        unpack_entries<I>(w, e, count, task.unpacked);
         values = task.unpacked;
         perm = nullptr;
       } else if (perm == nullptr) {
@@ -95,6 +97,11 @@ void scatter_blocks(const ScatterTask& task) {
       if (left == 1) step.template operator()<1>();
       e += count;
     }
+  }
+  const std::int32_t part = part_entries(w.red_block);
+  for (std::int32_t o = 0; o < task.complete; ++o) {
+    if (task.row[o + 1] - task.row[o] < part + least_entries(part)) continue;
+    add_total<I>(task.y + o * size, task.total + o * size, size);
   }
 }
 

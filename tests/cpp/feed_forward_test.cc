@@ -361,6 +361,28 @@ TEST_P(FeedForwardTest, HasTheBitsOfItsLayers) {
   }
 }
 
+// The same where sums are long enough for several parts, and slices cut them elsewhere.
+TEST_P(FeedForwardTest, HasTheBitsOfItsLayersInLongSums) {
+  if (GetParam() == "ref") GTEST_SKIP() << "the reference keeps hidden features in double";
+  const Layers layers({40, 900, 1300, 24, all_of(4, 1), 0.8, DType::f32, false, 0, false, Activation::relu});
+  std::vector<float> hidden(40 * 1300), y(40 * 24);
+  const Chain run(layers);
+  const FeedForward l = run.layers();
+  {
+    const Force force(GetParam());
+    expect_ok(linear(run.x_view(), l.up.weight, l.up.bias, Activation::relu,
+                     {hidden.data(), DType::f32, 40, 1300, 1300}));
+    expect_ok(linear({hidden.data(), DType::f32, 40, 1300, 1300}, l.down.weight, l.down.bias,
+                     Activation::none, {y.data(), DType::f32, 40, 24, 24}));
+  }
+  for (const char* config : {"features=1300 splits=1", "features=100 splits=1", "features=700 splits=2"}) {
+    const Force force("cpu:" + GetParam() + "," + GetParam() + "_feed_forward(" + config + ")");
+    expect_ok(run.feed_forward(false));
+    const std::vector<std::byte> got = run.y.download();
+    EXPECT_EQ(std::memcmp(got.data(), y.data(), got.size()), 0) << config;
+  }
+}
+
 const Kernel& kernel_named(std::string_view name) {
   for (const Kernel& kernel : registry()) {
     if (kernel.name == name) return kernel;

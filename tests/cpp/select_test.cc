@@ -125,16 +125,18 @@ TEST(SelectTest, PanelsFollowTheCache) {
   }
 }
 
-// Runs one layer under a kernel and configuration of one's choice.
+// Runs one layer under a kernel and configuration of one's choice, with values stored as in x or otherwise.
 std::vector<std::byte> run_forced(const Problem& problem, const Kernel& kernel, const Config& config,
-                                  const Executor& executor) {
+                                  const Executor& executor, std::optional<DType> stored = {}) {
   const ProblemSpec& s = problem.spec;
-  const std::vector<std::byte> x = encode(problem.x, s.dtype), values = encode(problem.values, s.dtype),
+  const std::vector<std::byte> x = encode(problem.x, s.dtype),
+                               values = encode(problem.values, stored.value_or(s.dtype)),
                                bias = encode(problem.bias, s.dtype);
   std::vector<std::byte> y(static_cast<std::size_t>(s.m * s.n) * size_of(s.dtype), kPoison);
   Call call;
   call.problem =
       make_problem(Op::linear, problem.pattern.shape(), s.m, s.dtype, Device::cpu, executor.threads);
+  call.problem.weight.dtype = stored.value_or(s.dtype);
   call.config = config;
   call.x = {x.data(), s.dtype, s.m, s.k, problem.x_stride()};
   call.plan = problem.pattern.view();
@@ -190,6 +192,38 @@ TEST(SelectTest, EveryConfigurationComputesTheSame) {
         for (const Config& config : configs) {
           EXPECT_EQ(run_forced(problem, kernel, config, pool.executor()), want)
               << name << ' ' << to_string(kernel, config) << " block " << r << 'x' << c;
+        }
+      }
+    }
+  }
+}
+
+// Sums long enough for several parts, of numbers whose sums depend on the order: the parts are the same
+// however the work is cut, and when the values are stored in 16 bits.
+TEST(SelectTest, LongSumsHaveTheSamePartsInEveryConfiguration) {
+  ThreadPool pool(3);
+  for (const auto& [r, c] :
+       {std::pair<std::int64_t, std::int64_t>{4, 1}, {1, 1}, {1, 16}, {16, 16}, {3, 300}}) {
+    for (const double density : {1.0, 0.4}) {
+      const ProblemSpec spec{37, 7 * r + 1, 2100, r, c, density, DType::f32};
+      Problem problem = make_problem(spec);
+      problem.values = decode(encode(problem.values, DType::bf16), DType::bf16);
+      for (const char* name : {"avx512_linear", "avx2_linear", "scalar_linear"}) {
+        const Kernel& kernel = kernel_named(name);
+        const rarefy::Problem asked = make_problem(Op::linear, problem.pattern.shape(), spec.m, DType::f32,
+                                                   Device::cpu, pool.executor().threads);
+        if (!kernel.supports(asked, cpu_machine()).empty()) continue;
+        const Config base = kernel.configure(asked, cpu_machine());
+        const auto want = run_forced(problem, kernel, base, pool.executor());
+        for (const char* text :
+             {"scatter=0 panels=1 splits=1", "scatter=0 vectors=1 tile_blocks=1 panels=3 splits=2",
+              "scatter=0 tile_blocks=7 panels=1 group=2", "scatter=0 tile_blocks=5 panels=2",
+              "scatter=1 panels=1 tile_blocks=3 splits=3", "scatter=1 panels=1 vectors=2 splits=1"}) {
+          const Config config = *parse_config(kernel, base, text);
+          for (const DType stored : {DType::f32, DType::bf16}) {
+            EXPECT_EQ(run_forced(problem, kernel, config, pool.executor(), stored), want)
+                << name << ' ' << text << " block " << r << 'x' << c << ", values " << rarefy::name(stored);
+          }
         }
       }
     }

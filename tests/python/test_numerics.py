@@ -17,10 +17,20 @@ SHAPES = [
     ((200, 200), (1, 1), 0.3),
     ((96, 160), (3, 5), 0.5),
 ]
-# Long sums, for dtypes whose results are rounded more coarsely than they are added.
 LONG = [((96, 3000), (16, 1), 1.0), ((2048, 96), (4, 4), 0.5)]
-CASES = [(dtype, *case) for dtype in (torch.float64, torch.float32) for case in SHAPES] + [
-    (dtype, *case) for dtype in (torch.bfloat16, torch.float16) for case in SHAPES + LONG
+# Long sums of f32, where torch and we both keep partial sums: gather and scatter, both directions.
+LONGER = [
+    ((160, 575), (4, 1), 0.75),
+    ((160, 1024), (16, 16), 0.75),
+    ((96, 3072), (1, 16), 0.9),
+    ((4096, 64), (4, 1), 0.75),
+    ((64, 12288), (16, 32), 1.0),
+    ((96, 4096), (8, 512), 1.0),
+]
+CASES = [
+    *((torch.float64, *case) for case in SHAPES),
+    *((torch.float32, *case) for case in SHAPES + LONG + LONGER),
+    *((dtype, *case) for dtype in (torch.bfloat16, torch.float16) for case in SHAPES + LONG),
 ]
 
 
@@ -68,6 +78,23 @@ def test_errors_are_at_most_twice_those_of_torch(dtype, shape, block_shape, dens
         theirs = _error(torchs, exact, magnitude, stored)
         assert theirs > 0, "a comparison with nothing"
         assert _error(ours, exact, magnitude, stored) <= 2 * theirs, name
+
+
+@pytest.mark.parametrize("rows", [3, 96])
+@pytest.mark.parametrize("block_shape", [(1, 1), (4, 1), (1, 16), (16, 16)])
+@pytest.mark.parametrize(("k", "density"), [(4096, 0.1), (1536, 0.25), (860, 0.5), (65536, 0.05)])
+def test_sparse_sums_are_as_good_as_dense_ones_of_as_many_terms(k, density, block_shape, rows):
+    """A masked dense weight adds zeros exactly: torch's error is then smaller than that of its length."""
+    n = 96
+    bsr = random_bsr((n, k), block_shape, density)
+    x, dense = torch.randn(rows, k), bsr.dense()
+    exact, magnitude = x.double() @ dense.double().T, x.double().abs() @ dense.double().abs().T
+    stored = (magnitude > 0).numpy()
+    ours = _error(ops.bsr_linear(x, *bsr.operands, None, n, k), exact.numpy(), magnitude.numpy(), stored)
+    terms = round(density * k)
+    x, dense = torch.randn(rows, terms), torch.randn(n, terms)
+    exact, magnitude = x.double() @ dense.double().T, x.double().abs() @ dense.double().abs().T
+    assert ours <= 2 * _error(x @ dense.T, exact.numpy(), magnitude.numpy(), magnitude.numpy() > 0)
 
 
 @pytest.mark.parametrize("block_shape", [(4, 32), (1, 7), (40, 1), (64, 64)])
