@@ -20,6 +20,10 @@ std::int64_t columns_of_range(const Problem& p, const SpreadBlocking& b) {
   return ceil_div(ceil_div(p.weight.shape.cols, b.splits), kGroup) * kGroup;
 }
 
+std::int32_t padded_rows(const BsrShape& s) {
+  return static_cast<std::int32_t>(ceil_div(s.block_rows, kGroup) * kGroup);
+}
+
 struct SpreadParts {
   float* zeros;  // a bias, for all workers
   float* sums;
@@ -30,7 +34,7 @@ struct SpreadParts {
     const std::int64_t columns = columns_of_range(p, b);
     parts.zeros = shared.take<float>(columns);
     parts.sums = own.take<float>(b.panels * columns * kPanelTokens);
-    parts.dy = own.take<std::uint16_t>((p.weight.shape.block_rows + 2) * kPanelTokens);
+    parts.dy = own.take<std::uint16_t>(padded_rows(p.weight.shape) * kPanelTokens);
     return parts;
   }
 };
@@ -50,7 +54,8 @@ void spread(const PairKernels& kernels, const Call& call, const SpreadParts& par
     for (std::int64_t m = 0; m < tokens; m += kPanelTokens) {
       kernels.pack({reinterpret_cast<const std::uint16_t*>(at(call.dy, token + m, n)), call.dy.row_stride,
                     static_cast<std::int32_t>(std::min<std::int64_t>(kPanelTokens, tokens - m)),
-                    static_cast<std::int32_t>(std::min(s.block_rows, s.rows - n)), rows, true, parts.dy});
+                    static_cast<std::int32_t>(std::min(s.block_rows, s.rows - n)), padded_rows(s), true,
+                    parts.dy});
       kernels.spread({static_cast<const std::uint16_t*>(call.values) + (from - plan.col) * s.block_rows, from,
                       static_cast<std::int32_t>(to - from), rows, parts.dy,
                       parts.sums + (m / kPanelTokens * (end - begin) - begin) * kPanelTokens});
@@ -60,14 +65,14 @@ void spread(const PairKernels& kernels, const Call& call, const SpreadParts& par
 
 }  // namespace
 
-Reason supports_spread(const PairKernels& kernels, const Problem& p) {
+Reason supports_spread(const Problem& p) {
   if (p.in != DType::bf16 || p.weight.dtype != DType::bf16 || p.out != DType::bf16) {
     return "takes bf16 inputs and values alone, to bf16";
   }
   const BsrShape& s = p.weight.shape;
-  if (s.block_cols != 1 || s.block_rows % kernels.spread_rows != 0) {
-    return cat("takes blocks of a multiple of ", kernels.spread_rows, " rows and one column; got ",
-               s.block_rows, 'x', s.block_cols);
+  if (s.block_cols != 1 || s.block_rows % kTileRows != 0) {
+    return cat("takes blocks of a multiple of ", kTileRows, " rows and one column; got ", s.block_rows, 'x',
+               s.block_cols);
   }
   if (p.tokens <= kFewTokens) return cat("takes more than ", kFewTokens, " tokens; got ", p.tokens);
   return {};

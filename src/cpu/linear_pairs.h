@@ -33,7 +33,7 @@ struct SpreadBlocking {
   std::int64_t splits = 1;  // ranges of W's columns
   static constexpr std::string_view kFields[] = {"panels", "splits"};
 };
-Reason supports_spread(const PairKernels& kernels, const Problem& problem);
+Reason supports_spread(const Problem& problem);
 Config configure_spread(const Problem& problem, const Machine& machine);
 std::int64_t spread_workspace(const Problem& problem, const Config& config);
 Status run_spread(const PairKernels& kernels, const Call& call);

@@ -70,8 +70,8 @@ struct PairSpread {
   const std::uint16_t* w;
   const std::int32_t* columns;
   std::int32_t entries;
-  std::int32_t rows;        // a multiple of spread_rows
-  const std::uint16_t* dy;  // in pairs, [rows / 2][32 tokens][2]
+  std::int32_t rows;        // a multiple of 16
+  const std::uint16_t* dy;  // in pairs, [rows / 2][32 tokens][2], with zeros up to a whole group
   float* sums;              // [column][32]
 };
 
@@ -88,7 +88,6 @@ struct PairStore {
 // What one instruction set offers.
 struct PairKernels {
   const char* family;
-  std::int32_t spread_rows;
   double tile_cycles;  // that 16 outputs, 32 features and 32 tokens take: a figure for the configuration
   void (*enter)();     // before and after a task, on its thread
   void (*leave)();

@@ -151,7 +151,7 @@ void add_pairs(Registry& registry, std::string_view linear, std::string_view gra
       .name = grad_columns,
       .supports = [](const Problem& p, const Machine& machine) -> Reason {
         if (!kFeature.empty() && !machine.has(kFeature)) return cat("the processor lacks ", kFeature);
-        return cpu::supports_spread(kKernels, p);
+        return cpu::supports_spread(p);
       },
       .run = [](const Call& call) { return cpu::run_spread(kKernels, call); },
       .configure = cpu::configure_spread,

@@ -7,7 +7,7 @@
 namespace rarefy::cpu {
 
 struct Amx : Avx512Pairs {
-  static constexpr int kRows = 32, kSpreadRows = 32;
+  static constexpr int kRows = 32;
   static constexpr double kTileCycles = 50;
 
   // Eight tiles of 16 rows of 64 bytes. GCC 12's _tile_loadconfig tells the compiler of 8 bytes that are
@@ -95,9 +95,8 @@ struct Amx : Avx512Pairs {
  private:
   static void spread_columns(const PairSpread& t, std::int32_t first) {
     constexpr int kXStride = kPairLine * 2;
-    const std::int64_t w_stride = t.rows * 2;
     const std::uint16_t* w = t.w + std::int64_t{first} * t.rows;
-    const std::int32_t count = t.entries - first;
+    const std::int32_t count = t.entries - first < 32 ? t.entries - first : 32;
     alignas(64) std::uint16_t edge[32 * kGroup];
     _tile_zero(0);
     _tile_zero(1);
@@ -105,11 +104,15 @@ struct Amx : Avx512Pairs {
     _tile_zero(3);
     for (std::int32_t o = 0; o < t.rows; o += kGroup) {
       const std::uint16_t* from = w + o;
-      std::int64_t stride = w_stride;
-      if (count < 32) {  // past the last entry is nothing that may be read
-        __builtin_memset(edge, 0, sizeof(edge));
+      std::int64_t stride = std::int64_t{t.rows} * 2;
+      const bool half = t.rows - o < kGroup;
+      if (count < 32 || half) {  // what is no entry's, or another's, is 0
+        if (count < 32) __builtin_memset(edge, 0, sizeof(edge));
         for (std::int32_t i = 0; i < count; ++i) {
-          __builtin_memcpy(edge + i * kGroup, w + o + std::int64_t{i} * t.rows, kGroup * 2);
+          const std::uint16_t* entry = from + std::int64_t{i} * t.rows;
+          const auto* sixteen = reinterpret_cast<const __m256i*>(entry);
+          _mm512_store_si512(edge + i * kGroup, half ? _mm512_zextsi256_si512(_mm256_loadu_si256(sixteen))
+                                                     : _mm512_loadu_si512(entry));
         }
         from = edge;
         stride = kGroup * 2;

@@ -116,7 +116,7 @@ struct Avx512Pairs {
 
 // vdpbf16ps: 8 outputs × 32 tokens in registers, weights broadcast by pairs.
 struct Avx512Bf16 : Avx512Pairs {
-  static constexpr int kRows = 8, kSpreadRows = 16;
+  static constexpr int kRows = 8;
   static constexpr double kTileCycles = 550;
 
   static void enter() {}

@@ -7,7 +7,7 @@
 namespace rarefy::cpu {
 
 struct PairsPortable {
-  static constexpr int kRows = 32, kSpreadRows = 16;
+  static constexpr int kRows = 32;
   static constexpr double kTileCycles = 20000;
 
   static void enter() {}
