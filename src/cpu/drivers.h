@@ -47,6 +47,11 @@ Status run_feed_forward(const Kernels& kernels, const Call& call);
 
 // The same by the kernels of linear, one layer after the other, for what they do better
 // (feed_forward_apart.cc).
+struct FeedForwardApart {
+  std::int64_t workspace = 0;  // bytes that a layer's kernel may use
+  static constexpr std::string_view kFields[] = {"workspace"};
+};
+Config configure_feed_forward_apart(const Problem& problem, const Machine& machine);
 std::int64_t feed_forward_apart_workspace(const Problem& problem, const Config& config);
 Status run_feed_forward_apart(const Kernels& kernels, const Call& call);
 

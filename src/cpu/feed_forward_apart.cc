@@ -1,7 +1,9 @@
 // feed_forward as calls of linear's kernels: for a few tokens, and for blocks of few rows, whose best kernels
 // are not those of panels. Hidden features are float rows of the workspace, some hundred tokens at a time.
 #include <algorithm>
+#include <new>
 
+#include "core/message.h"
 #include "cpu/drivers.h"
 
 namespace rarefy::cpu {
@@ -64,6 +66,11 @@ Status run_layer(const Call& call, const LayerView& layer, const WeightSpec& wei
   one.problem.bias = bias != nullptr;
   const auto choice = choose(one.problem);
   if (!choice.ok()) return choice.status();
+  const std::int64_t room = from_config<FeedForwardApart>(call.config).workspace;
+  if (choice->workspace > room) {
+    return invalid(name(Op::feed_forward),
+                   cat("workspace of the config must be at least ", choice->workspace), cat(room));
+  }
   one.config = choice->config;
   one.x = in;
   one.plan = layer.weight.plan;
@@ -93,18 +100,28 @@ View rows_of(View view, std::int64_t first, std::int64_t rows) {
 
 }  // namespace
 
-std::int64_t feed_forward_apart_workspace(const Problem& p, const Config& /*config*/) {
-  std::int64_t most = 0;
+// What the kernels that the layers get now want; the run sees that it gives them no less.
+Config configure_feed_forward_apart(const Problem& p, const Machine& /*machine*/) {
+  FeedForwardApart most;
   const bool gated = p.gate != WeightSpec{};
   const std::int64_t whole = tokens_at_a_time(p);
   for (const std::int64_t tokens : {whole, p.tokens % whole}) {
     for (const WeightSpec* weight : {&p.weight, &p.down, gated ? &p.gate : &p.down}) {
       if (tokens == 0) continue;
       const auto choice = choose(layer_problem(p, *weight, tokens));
-      if (choice.ok()) most = std::max(most, choice->workspace);  // else the run says why
+      if (choice.ok()) {
+        most.workspace = std::max(most.workspace, choice->workspace);
+      } else if (choice.status().code() == StatusCode::out_of_memory) {
+        throw std::bad_alloc();  // for choose(), which is asking
+      }
     }
   }
-  return Parts(p, nullptr, most).bytes;
+  return to_config(most);
+}
+
+std::int64_t feed_forward_apart_workspace(const Problem& p, const Config& config) {
+  const auto layer = from_config<FeedForwardApart>(config);
+  return Parts(p, nullptr, std::max<std::int64_t>(layer.workspace, 0)).bytes;
 }
 
 Status run_feed_forward_apart(const Kernels& kernels, const Call& call) {

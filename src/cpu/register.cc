@@ -76,6 +76,8 @@ void add_feed_forward(Registry& registry, std::string_view chained, std::string_
       .name = apart,
       .supports = supports<kKernels, kFeature>,
       .run = [](const Call& call) { return cpu::run_feed_forward_apart(kKernels, call); },
+      .configure = cpu::configure_feed_forward_apart,
+      .fields = cpu::FeedForwardApart::kFields,
       .workspace = cpu::feed_forward_apart_workspace,
   });
 }

@@ -106,7 +106,7 @@ struct Inputs {
   std::vector<float> x = std::vector<float>(kTokens * kCols, 1), dy = std::vector<float>(kTokens * kRows, 2);
   std::vector<float> dense = std::vector<float>(kRows * kCols, 1);
   std::vector<float> out = std::vector<float>(kTokens * kRows);
-  std::optional<Pattern> pattern;
+  std::optional<Pattern> pattern, down;  // down: (36, 40), a block a row
   std::optional<BsrMatrix> bsr;
   std::optional<CsrMatrix> csr;
   std::optional<CscMatrix> csc;
@@ -122,6 +122,8 @@ struct Inputs {
       crow.push_back(static_cast<std::int32_t>(col.size()));
     }
     pattern = *Pattern::create({kRows, kCols, 4, 4, 0}, crow, col);
+    const std::vector<std::int32_t> each{0, 1, 2, 3, 4, 5, 6, 7, 8, 9};
+    down = *Pattern::create({kCols, kRows, 4, 4, 0}, each, std::span(each).first(9));
     values.assign(static_cast<std::size_t>(pattern->shape().value_count()), 0.25F);
     const auto bytes = std::as_bytes(std::span(values));
     bsr = BsrMatrix{*pattern, DType::f32, {bytes.begin(), bytes.end()}};
@@ -167,6 +169,13 @@ void PrintTo(const Entry& entry, std::ostream* out) { *out << entry.name; }
 Status linear_of(Inputs& in, const Context& context, std::int64_t tokens) {
   return linear(in.view(in.x, tokens, Inputs::kCols), in.w(), in.bias.data(), Activation::gelu_tanh,
                 {in.out.data(), DType::f32, tokens, Inputs::kRows, Inputs::kRows}, context);
+}
+
+Status feed_forward_of(Inputs& in, const Context& context, std::int64_t tokens) {
+  const FeedForward layers{
+      {in.w(), in.bias.data()}, {{in.down->view(), in.values.data()}}, Activation::silu, LayerView{in.w()}};
+  return feed_forward(in.view(in.x, tokens, Inputs::kCols), layers,
+                      {in.out.data(), DType::f32, tokens, Inputs::kCols, Inputs::kCols}, context);
 }
 
 std::vector<Entry> entries() {
@@ -231,6 +240,10 @@ std::vector<Entry> entries() {
     all.push_back({"Linear", [](Inputs& in, C c) { return linear_of(in, c, 70); }, StatusCode::ok, impl});
     all.push_back(
         {"LinearOfFewTokens", [](Inputs& in, C c) { return linear_of(in, c, 2); }, StatusCode::ok, impl});
+    all.push_back(
+        {"FeedForward", [](Inputs& in, C c) { return feed_forward_of(in, c, 70); }, StatusCode::ok, impl});
+    all.push_back({"FeedForwardOfFewTokens", [](Inputs& in, C c) { return feed_forward_of(in, c, 2); },
+                   StatusCode::ok, impl});
     all.push_back(
         {"GradInput",
          [](Inputs& in, C c) {

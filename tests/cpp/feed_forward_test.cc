@@ -451,6 +451,11 @@ TEST(FeedForwardConfigTest, ConfigurationsOutOfRangeAreRefused) {
     const Status status = run.feed_forward(false);
     EXPECT_NE(status.message().find(text), std::string::npos) << status.message();
   }
+  const Layers flat({33, 20, 100, 30, all_of(1, 4)});
+  const Force force("cpu:scalar,scalar_feed_forward_apart(workspace=7)");
+  const Status status = Chain(flat).feed_forward(false);
+  EXPECT_EQ(status.message().find("[feed_forward] workspace of the config must be at least "), 0U)
+      << status.message();
 }
 
 // Threads that few panels cannot keep busy get parts of each product.
