@@ -212,12 +212,12 @@ _NAMES = ("gelu", "relu", "silu", "swish")
 def fuse(model: nn.Module, enabled: bool = True) -> list[str]:
     """Lets feed-forward networks of sparse layers run as one op; sparsify and load_file do it by themselves.
 
-    A network is a sparse layer, an activation beside it (GELU, ReLU, SiLU) and a sparse layer that takes as
-    many features, in the same module or in one beside it, as in transformers' BERT, ViT and Llama, with or
-    without a gate. In float32 results are, bit for bit, those of the layers with fused activations, which
-    differ from torch's by units in the last place (docs/numerics.md). Nothing else changes: parameters,
-    names, hooks, gradients. Calls that are recorded for a gradient, under autocast, torch.compile or
-    torch.func, and on CUDA, go layer by layer.
+    A network is a sparse layer, GELU, ReLU or SiLU, and a sparse layer that takes as many features, in the
+    same module or in one after it, as in transformers' BERT, ViT and Llama, with or without a gate. Where no
+    activation lies beside the first layer, it must make more features than it takes. In float32 results are,
+    bit for bit, those of the layers with fused activations, which differ from torch's by units in the last
+    place (docs/numerics.md). Nothing else changes: parameters, names, hooks, gradients. Calls that are
+    recorded for a gradient, under autocast, torch.compile or torch.func, and on CUDA, go layer by layer.
 
     Args:
         model: any module.
@@ -249,10 +249,11 @@ def _is_sparse(module: nn.Module) -> bool:
 
 
 def _followed(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """The layers with an activation beside them and a layer after it, by name."""
+    """The layers that a network may begin with, by name: a wrong guess costs some microseconds a call."""
     for name, parent in model.named_modules():
-        if not _has_activation(parent):
+        if not any(map(_is_sparse, parent.children())):
             continue
+        active = _has_activation(parent)
         around = list(model.get_submodule(name.rpartition(".")[0]).children()) if name else [parent]
         later = around[around.index(parent) + 1 :] if name else []
         keys = list(dict(parent.named_children()))
@@ -261,7 +262,8 @@ def _followed(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             up, after = layers[at], filter(_is_sparse, layers[at + 1 :])
             if not _is_sparse(up) or not _fits(up._modules["weight"]):
                 continue
-            if any(down.in_features == up.out_features for down in after):
+            expands = active or up.out_features > up.in_features
+            if expands and any(down.in_features == up.out_features for down in after):
                 yield f"{name}.{key}".lstrip("."), up
 
 

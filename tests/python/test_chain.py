@@ -47,6 +47,17 @@ class Between(nn.Module):
         return self.fc2(self.drop(self.act(self.fc1(x))))
 
 
+class Plain(nn.Module):
+    """Functions between layers, and no module or attribute that says so."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(K, H), nn.Linear(H, K)
+
+    def forward(self, x):
+        return self.down(functional.gelu(self.up(x)))
+
+
 class Bert(nn.Module):
     """The two modules of BERT's layers, which meet in a third."""
 
@@ -81,6 +92,7 @@ NETWORKS = {
     "silu": lambda: Between(nn.SiLU()),
     "function": lambda: Between(functional.gelu),
     "sequential": lambda: nn.Sequential(nn.Linear(K, H), nn.GELU(), nn.Linear(H, K)),
+    "plain": Plain,
     "bert": Bert,
     "llama": Llama,
     "llama_swapped": lambda: Llama(True),
