@@ -8,70 +8,14 @@
 #include <limits>
 
 #include "core/message.h"
-#include "cpu/drivers.h"
+#include "cpu/pairs_weight.h"
 
 namespace rarefy::cpu {
 
 namespace {
 
-constexpr std::int64_t kStored = 64;  // features of Y that are stored at a time: two cache lines a token
-constexpr std::int64_t kNear = 4;     // panels that share weights in L1: their sums take 32 KB
-
-std::int64_t ceil_div(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
-
-// The product seen as out = W · in, for which the problem is enough.
-struct PairsShape {
-  std::int64_t out_blocks, red_blocks, out_block, red_block;
-  std::int64_t entries;
-  std::int64_t padded;  // features of a panel: the last two are 0, for groups that are not full
-  PairSource source;
-
-  explicit PairsShape(const Problem& p) {
-    const BsrShape& s = p.weight.shape;
-    out_blocks = s.row_count();
-    red_blocks = s.col_count();
-    out_block = s.block_rows;
-    red_block = s.block_cols;
-    entries = s.nnzb;
-    if (p.op == Op::grad_input) {
-      std::swap(out_blocks, red_blocks);
-      std::swap(out_block, red_block);
-    }
-    source = red_block % kGroup == 0 ? PairSource::whole
-             : red_block % 2 == 0    ? PairSource::lines
-                                     : PairSource::columns;
-    padded = ceil_div(red_blocks * red_block, 2) * 2 + 2;
-  }
-  std::int64_t out_features() const { return out_blocks * out_block; }
-  // At most: each block row's last group may hold a single column.
-  std::int64_t groups() const {
-    return (entries * red_block + (kGroup - 1) * std::min(out_blocks, entries)) / kGroup;
-  }
-  std::int64_t groups_of(std::int64_t blocks) const { return ceil_div(blocks * red_block, kGroup); }
-  std::int64_t panel_size() const { return padded * kPanelTokens; }
-  std::int64_t tiles_size() const { return out_block * kGroup; }  // of one group
-};
-
-// Tier 2: groups before each block row, and the offsets of every group.
-struct Prepared {
-  std::int32_t* first;
-  std::uint32_t* offsets;
-  std::int64_t bytes;
-
-  Prepared(const PairsShape& s, const void* data) {
-    Room room(const_cast<void*>(data));
-    first = room.take<std::int32_t>(s.out_blocks + 1);
-    offsets = room.take<std::uint32_t>(s.groups() * offsets_of(s.source));
-    bytes = room.bytes();
-  }
-};
-
-std::int64_t packed_bytes(const PairsShape& s) {
-  return s.groups() * s.tiles_size() * std::int64_t{sizeof(std::uint16_t)};  // whole lines
-}
-
 // Of what a call derives for itself.
-std::int64_t own_bytes(const PairsShape& s) { return Prepared(s, nullptr).bytes + packed_bytes(s); }
+std::int64_t own_bytes(const PairsShape& s) { return Prepared(s, nullptr).bytes + s.tiles_bytes(); }
 
 SparseOperand operand_of(const Call& call) {
   if (call.problem.op == Op::linear) return operand(call, call.plan.col, nullptr, false);
@@ -91,10 +35,8 @@ struct Parts {
 
 struct PairsLayout {
   std::int64_t shared, worker;  // bytes
-  std::int64_t group;           // output blocks that are stored at a time
 
-  PairsLayout(const PairsShape& s, const PairsBlocking& b)
-      : group(std::max<std::int64_t>(1, kStored / s.out_block)) {
+  PairsLayout(const PairsShape& s, const PairsBlocking& b) {
     Parts parts{};
     Room all;
     take_shared(all, s, parts);
@@ -106,89 +48,31 @@ struct PairsLayout {
   static void take_shared(Room& room, const PairsShape& s, Parts& parts) {
     parts.bias = room.take<float>(s.out_features() + kGroup);
   }
-  void take_worker(Room& room, const PairsShape& s, const PairsBlocking& b, Parts& parts) const {
+  static void take_worker(Room& room, const PairsShape& s, const PairsBlocking& b, Parts& parts) {
     parts.panels = room.take<std::uint16_t>(b.panels * s.panel_size());
     parts.gathered = room.take<std::uint16_t>(kGatheredGroups * kGroupSize);
-    parts.sums = room.take<float>(std::min(b.panels, kNear) * group * s.out_block * kPanelTokens);
+    parts.sums = room.take<float>(std::min(b.panels, kNear) * s.sums_size());
   }
 };
 
-class PairsTask {
- public:
-  PairsTask(const PairKernels& kernels, const Call& call, const PairsShape& shape, std::int64_t group,
-            const Parts& parts)
-      : k_(kernels),
-        call_(call),
-        in_(call.problem.op == Op::linear ? call.x : call.dy),
-        s_(shape),
-        group_(group),
-        parts_(parts),
-        prepared_(shape, call.derived.prepared) {}
-
-  // Output blocks begin … end for tokens first … first + tokens.
-  void run(std::int64_t first, std::int64_t tokens, std::int64_t begin, std::int64_t end) const {
-    k_.enter();
-    for (std::int64_t m = 0; m < tokens; m += kPanelTokens) pack(first + m, rows(tokens, m), panel(m));
-    for (std::int64_t o = begin; o < end; o += group_) {
-      const std::int64_t stop = std::min(o + group_, end);
-      for (std::int64_t m = 0; m < tokens;) {
-        // Panels that share chunks of a block row's weights in L1; one that is half empty, alone.
-        const std::int64_t whole = (tokens - m + kPanelTokens / 2 - 1) / kPanelTokens;
-        const std::int64_t panels = std::clamp<std::int64_t>(whole, 1, kNear);
-        for (std::int64_t block = o; block < stop; ++block) {
-          multiply(block, rows(tokens, m), panels, panel(m),
-                   parts_.sums + (block - o) * s_.out_block * kPanelTokens);
-        }
-        for (std::int64_t p = 0; p < panels; ++p, m += kPanelTokens) {
-          store(first + m, rows(tokens, m), o, stop, parts_.sums + p * sums_stride());
-        }
-      }
-    }
-    k_.leave();
-  }
-
- private:
-  static std::int32_t rows(std::int64_t tokens, std::int64_t from) {
-    return static_cast<std::int32_t>(std::min<std::int64_t>(kPanelTokens, tokens - from));
-  }
-  std::uint16_t* panel(std::int64_t from) const {
-    return parts_.panels + from / kPanelTokens * s_.panel_size();
-  }
-  std::int64_t sums_stride() const { return group_ * s_.out_block * kPanelTokens; }
-
-  void pack(std::int64_t token, std::int32_t rows, std::uint16_t* to) const {
-    k_.pack({reinterpret_cast<const std::uint16_t*>(at(in_, token, 0)), in_.row_stride, rows,
-             static_cast<std::int32_t>(in_.cols), static_cast<std::int32_t>(s_.padded),
-             s_.source != PairSource::columns, to});
-  }
-  void multiply(std::int64_t block, std::int32_t rows, std::int64_t panels, const std::uint16_t* x,
-                float* sums) const {
-    const std::int32_t* begin = begin_of(call_);
-    const std::int32_t from = prepared_.first[block];
-    const std::int64_t columns = (std::int64_t{begin[block + 1]} - begin[block]) * s_.red_block;
-    k_.multiply({static_cast<const std::uint16_t*>(call_.derived.packed) + from * s_.tiles_size(),
-                 prepared_.offsets + std::int64_t{from} * offsets_of(s_.source), s_.source,
-                 prepared_.first[block + 1] - from, static_cast<std::int32_t>(ceil_div(columns, 2)),
-                 static_cast<std::int32_t>(s_.out_block), rows > kPanelTokens / 2 ? 2 : 1,
-                 static_cast<std::int32_t>(panels), x, s_.panel_size(), parts_.gathered, sums,
-                 sums_stride()});
-  }
-  void store(std::int64_t token, std::int32_t rows, std::int64_t begin, std::int64_t end,
-             const float* sums) const {
-    const std::int64_t from = begin * s_.out_block;
-    k_.store({sums, parts_.bias + from, call_.activation,
-              reinterpret_cast<std::uint16_t*>(at(call_.out, token, from)), call_.out.row_stride, rows,
-              static_cast<std::int32_t>(std::min(end * s_.out_block, call_.out.cols) - from)});
-  }
-
-  const PairKernels& k_;
-  const Call& call_;
-  const MatrixView& in_;
-  const PairsShape& s_;
-  std::int64_t group_;
-  Parts parts_;
-  Prepared prepared_;
-};
+// Output blocks begin … end for tokens first … first + tokens.
+void run_task(const PairsWeight& w, const Call& call, const Parts& parts, std::int64_t first,
+              std::int64_t tokens, std::int64_t begin, std::int64_t end) {
+  const PairsShape& s = w.shape;
+  w.kernels.enter();
+  pack_panels(w.kernels, s, call.problem.op == Op::linear ? call.x : call.dy, first, tokens, parts.panels,
+              s.panel_size());
+  w.multiply(
+      parts.panels, s.panel_size(), tokens, begin, end, parts.gathered, parts.sums,
+      [&](std::int64_t m, std::int32_t rows, std::int64_t block, std::int64_t stop, const float* sums) {
+        const std::int64_t from = block * s.out_block;
+        w.kernels.store({sums, parts.bias + from, call.activation,
+                         reinterpret_cast<std::uint16_t*>(at(call.out, first + m, from)), call.out.row_stride,
+                         rows,
+                         static_cast<std::int32_t>(std::min(stop * s.out_block, call.out.cols) - from)});
+      });
+  w.kernels.leave();
+}
 
 // Cycles, measured (docs/design/cpu_kernels.md): packing and storing an element, and a byte of W out of L3.
 constexpr double kPack = 0.3, kStore = 0.35, kWeightByte = 0.1;
@@ -269,7 +153,7 @@ std::int64_t pairs_prepared_size(const Problem& problem, const Config& /*config*
 }
 
 std::int64_t pairs_packed_size(const Problem& problem, const Config& /*config*/) {
-  return packed_bytes(PairsShape(problem));
+  return PairsShape(problem).tiles_bytes();
 }
 
 Status prepare_pairs(const Call& call, void* data) {
@@ -352,15 +236,15 @@ Status run_pairs(const PairKernels& kernels, const Call& given) {
   const auto bound = [&](std::int64_t part) {  // writing a feature costs as much as some 12 stored elements
     return begin_of_part(begin, s.out_blocks, s.red_block, 12, part, b.splits);
   };
+  const PairsWeight weight(kernels, s, begin, call.derived);
   call.executor.parallel_for(sets * b.splits, [&](std::int64_t t, int worker) {
     const std::int64_t first = t / b.splits * tokens;
     const std::int32_t from = bound(t % b.splits), to = bound(t % b.splits + 1);
     if (from == to) return;
     Parts parts = shared;
     Room own(memory + layout.shared + worker * layout.worker);
-    layout.take_worker(own, s, b, parts);
-    const PairsTask task(kernels, call, s, layout.group, parts);
-    task.run(first, std::min(tokens, call.problem.tokens - first), from, to);
+    PairsLayout::take_worker(own, s, b, parts);
+    run_task(weight, call, parts, first, std::min(tokens, call.problem.tokens - first), from, to);
   });
   return {};
 }
