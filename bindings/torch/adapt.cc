@@ -343,6 +343,10 @@ Tensor Call::empty_bytes(std::int64_t count) const {
   return empty(std::array{count}, aoti_torch_dtype_uint8());
 }
 
+Tensor Call::empty_bytes(std::int64_t rows, std::int64_t columns) const {
+  return empty(std::array{rows, columns}, aoti_torch_dtype_uint8());
+}
+
 Tensor Call::nothing(const Tensor& like) const { return empty(std::array{std::int64_t{0}}, raw_dtype(like)); }
 
 Tensor Call::sum_rows(const Tensor& tensor, const MatrixView& matrix) const {

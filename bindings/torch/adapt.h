@@ -86,6 +86,7 @@ class Call {
   Tensor empty_rows(const Tensor& like, std::int64_t columns) const;  // like.shape[:-1] + (columns,)
   Tensor empty_values(const BsrShape& shape, ScalarType dtype) const;
   Tensor empty_bytes(std::int64_t count) const;                           // (count,) of uint8
+  Tensor empty_bytes(std::int64_t rows, std::int64_t columns) const;      // uint8
   Tensor nothing(const Tensor& like) const;                               // (0,)
   Tensor sum_rows(const Tensor& tensor, const MatrixView& matrix) const;  // of tensor as a matrix: (columns,)
   MutableMatrixView output(const Tensor& tensor, const MatrixView& rows_of, std::int64_t columns) const;

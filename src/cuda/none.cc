@@ -1,5 +1,6 @@
 // Stands in for the CUDA back end in builds without nvcc: it registers nothing.
 #include "core/message.h"
+#include "core/move_blocks.h"
 #include "core/registry.h"
 
 namespace rarefy {
@@ -16,6 +17,12 @@ Status build_device_plan(std::string_view op, const BsrShape& /*shape*/,
                          std::span<const std::int32_t> /*crow_indices*/,
                          std::span<const std::int32_t> /*col_indices*/, std::span<std::int32_t> /*plan*/,
                          const Context& /*context*/) {
+  return error(StatusCode::unsupported, op, "needs a build with CUDA (RAREFY_CUDA=on)", "a build without it");
+}
+
+Status move_device_blocks(std::string_view op, const std::byte* /*from*/, std::int64_t /*from_blocks*/,
+                          const std::int64_t* /*source*/, std::int64_t /*blocks*/,
+                          std::int64_t /*block_bytes*/, std::byte* /*to*/, const Context& /*context*/) {
   return error(StatusCode::unsupported, op, "needs a build with CUDA (RAREFY_CUDA=on)", "a build without it");
 }
 

@@ -5,6 +5,7 @@
 #include <cmath>
 #include <limits>
 
+#include "core/move_blocks.h"
 #include "cuda_device.h"
 #include "product_checks.h"
 
@@ -197,6 +198,30 @@ TEST_F(Sm90Test, DerivedDataOfAnotherProblemIsNotUsed) {
   EXPECT_NE(derived_sizes(asked)->key, first->key);
   asked.derived = first->key;
   EXPECT_EQ(explain(asked).kernel, "simt_linear") << to_string(explain(asked));
+}
+
+// Blocks of every alignment move as on the host; sources out of range give zeros and read nothing.
+TEST_F(CudaTest, BlocksMove) {
+  for (const std::int64_t block : {1, 2, 6, 4, 12, 16, 1024}) {
+    const std::int64_t before = 500, after = 700;
+    std::vector<std::int64_t> source;
+    for (std::int64_t i = 0; i < after; ++i)
+      source.push_back(i % 7 == 3 ? -1 : i % 11 == 5 ? before + i : i / 2);
+    std::vector<std::byte> from(static_cast<std::size_t>(before * block)), want;
+    for (std::size_t i = 0; i < from.size(); ++i) from[i] = static_cast<std::byte>(i * 37 % 251 + 1);
+    for (const std::int64_t s : source) {
+      for (std::int64_t b = 0; b < block; ++b) {
+        want.push_back(s < 0 || s >= before ? std::byte{} : from[static_cast<std::size_t>(s * block + b)]);
+      }
+    }
+    const DeviceBuffer on_from = DeviceBuffer::upload<std::byte>(from);
+    const DeviceBuffer on_source = DeviceBuffer::upload<std::int64_t>(source);
+    const DeviceBuffer to(want.size());
+    expect_ok(move_device_blocks("test", static_cast<const std::byte*>(on_from.data()), before,
+                                 static_cast<const std::int64_t*>(on_source.data()), after, block,
+                                 static_cast<std::byte*>(to.data()), {}));
+    EXPECT_EQ(to.download(), want) << block;
+  }
 }
 
 // The plan that the device makes is the host's, word for word; so are the errors.

@@ -149,6 +149,40 @@ def test_a_pending_backward_notices():
         y.sum().backward()
 
 
+def test_a_pending_backward_notices_blocks_that_move_in_place():
+    weight = BsrWeight.from_dense(torch.randn(SHAPE), block_shape=BLOCK, mask=pattern(50, 1).mask())
+    y = weight.linear(torch.randn(3, SHAPE[1], requires_grad=True))
+    weight.change_pattern(pattern(50, 2))
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
+def test_tensors_of_any_dtype_and_layout_move_in_place(device):
+    old, new = pattern(50, 1).to(device), pattern(50, 2)
+    change = PatternChange(old, new)
+    for dtype in (torch.float64, torch.bfloat16, torch.int8, torch.bool):
+        tensor = torch.randn(50, *BLOCK).to(device, dtype)
+        strided = tensor.transpose(1, 2).contiguous().transpose(1, 2)
+        want = change.move(tensor)
+        assert torch.equal(spread(new, want.cpu().float()), expected(old, new, tensor.cpu().float()))
+        for moved in (tensor, strided):
+            memory = moved.data_ptr()
+            rarefy.pattern_change.move_blocks_(moved, change.source)
+            assert torch.equal(moved, want) and moved.data_ptr() == memory
+
+
+def test_the_op_refuses_sources_that_would_read_elsewhere():
+    blocks = torch.zeros(3, 4, dtype=torch.uint8)
+    for source in ([0, 3, -1], [1, 0, 2], [-2, 0, 1]):
+        for op in (torch.ops.rarefy._move_blocks, torch.ops.rarefy._move_blocks_):
+            with pytest.raises(ValueError, match=r"\[_move_blocks\] source must be -1, or ascend within"):
+                op(blocks, torch.tensor(source))
+    with pytest.raises(ValueError, match="blocks must be contiguous uint8"):
+        torch.ops.rarefy._move_blocks(blocks.float(), torch.tensor([0, 1, 2]))
+    with pytest.raises(ValueError, match="source must have 3 elements; got 2"):
+        torch.ops.rarefy._move_blocks_(blocks, torch.tensor([0, 1]))
+
+
 def test_what_cannot_move_is_named_and_nothing_changes():
     layer, optimizer = trained(torch.optim.AdamW, pattern(50, 1))
     weight = layer.weight
