@@ -84,7 +84,8 @@ void multiply_groups(const PairProduct& t) {
   const std::uint16_t* x[kMostChunk];
   const std::int64_t w_stride = std::int64_t{t.rows} * kGroup;
   const std::int32_t fit = static_cast<std::int32_t>(kChunkSize / w_stride);
-  const std::int32_t most = fit < 1 ? 1 : fit < kMostChunk ? fit : kMostChunk;
+  const std::int32_t limit = t.rows <= E::kRows ? kMostChunk : kMostReused;
+  const std::int32_t most = fit < 1 ? 1 : fit < limit ? fit : limit;
   const std::int32_t chunks = (t.groups + most - 1) / most;
   // Gathered groups are used once if the block row has one tile of outputs, else until the chunk ends.
   const std::int32_t slots = t.rows <= E::kRows ? 2 : most + 1;

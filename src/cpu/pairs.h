@@ -62,6 +62,7 @@ struct PairProduct {
 // with what is gathered: on Sapphire Rapids L2 gives a line in two cycles, and is the bound.
 inline constexpr std::int32_t kChunkSize = 12 * 1024;  // elements of W
 inline constexpr std::int32_t kMostChunk = 24;         // groups
+inline constexpr std::int32_t kMostReused = 8;         // where several tiles of outputs read X: 16 KB of L1
 inline constexpr std::int32_t kGatheredGroups = kMostChunk + 1;
 
 // sums[columns[e]][token] += Σ W[o, columns[e]] · dy[o][token] over the rows o of one block row of R×1
