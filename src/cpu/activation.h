@@ -21,7 +21,8 @@ template <class I>
 Vec<I> exp(Vec<I> x) {
   static constexpr float kTaylor[] = {1.0F,      1.0F,       1.0F / 2,   1.0F / 6,
                                       1.0F / 24, 1.0F / 120, 1.0F / 720, 1.0F / 5040};
-  x = I::max(I::set1(-87.0F), I::min(I::set1(89.0F), x));  // NaN passes; 89 overflows to infinity
+  // 89 overflows to infinity. NaN becomes 89, as n must convert to an integer; callers multiply by x.
+  x = I::max(I::set1(-87.0F), I::min(x, I::set1(89.0F)));
   const Vec<I> n = I::round(I::mul(x, I::set1(1.44269504F)));
   Vec<I> r = I::fma(n, I::set1(-0.693145752F), x);  // ln 2 in two parts: n times the first is exact
   r = I::fma(n, I::set1(-1.42860677e-6F), r);

@@ -54,9 +54,9 @@ GROUPS = [
             ("I::set1(89.0F)", "I::set1(30.0F)"),
             ("I::set1(89.0F)", "I::set1(88.0F)"),
             (
+                "I::max(I::set1(-87.0F), I::min(x, I::set1(89.0F)))",
                 "I::max(I::set1(-87.0F), I::min(I::set1(89.0F), x))",
-                "I::max(I::min(x, I::set1(89.0F)), I::set1(-87.0F))",
-                {"alive": "a NaN is lost here, but x is a factor of every result"},
+                {"alive": "a NaN passes on to a conversion, but x is a factor of every result"},
             ),
             (
                 "1.44269504F",
@@ -105,24 +105,22 @@ GROUPS = [
             ("row.x = task.x - task.x_first * row.x_block;", "row.x = task.x;"),
             ("if (start != nullptr) start += w.out_block;", ""),
             (
-                "if (w.perm != nullptr) row.perm = w.perm + begin;",
+                "if (w.perm != nullptr) row.perm = w.perm + e;",
                 "if (w.perm != nullptr) row.perm = w.perm;",
             ),
             (
-                "w.perm != nullptr ? values : values + begin * w.block_size",
-                "w.perm != nullptr ? values : values + begin",
+                "w.perm != nullptr ? values : values + e * w.block_size",
+                "w.perm != nullptr ? values : values + e",
             ),
-            (
-                "row.count = end - e < chunk ? end - e : static_cast<std::int32_t>(chunk);",
-                "row.count = end - e;",
-            ),
+            ("if (row.count > chunk) row.count = static_cast<std::int32_t>(chunk);", ""),
             ("      from = nullptr;\n", ""),
-            ("      row.index += row.count;\n", ""),
-            ("values + w.perm[e + i] * w.block_size", "values + w.perm[i] * w.block_size"),
-            (
-                "task.unpacked + i * w.block_size);\n        }\n      }\n      gather_block",
-                "task.unpacked);\n        }\n      }\n      gather_block",
-            ),
+            ("      row.index = w.index + e;\n", "      row.index = w.index + first;\n"),
+            ("if (e == end && e != first) continue;", ""),
+            ("full += (e - first - 1) / part * part;", "full += (e - first) / part * part;"),
+            ("if (full != first + part) add_total", "if (false) add_total"),
+            ("        clear<I>(y, size);\n", ""),
+            ("several && full == first + part ? total : y", "y"),
+            ("if (several && e == task.row[o + 1]) add_total", "if (several && e == end) add_total"),
             ("    } while (e < end);", "    } while (false);"),
             ("if (task.w.red_block % kUnroll == 0) return", "if (task.w.red_block > kUnroll) return"),
             (
@@ -131,7 +129,10 @@ GROUPS = [
                 {"alive": "by rows the output's stride is red_block: the second test says the same"},
             ),
             ("case 3: return gather_blocks<I, kLayout, kSteps, 3>(task);", ""),
-            ("kUnpacked / w.block_size : 1;\n  float* y", "2 * kUnpacked / w.block_size : 1;\n  float* y"),
+            (
+                "kUnpacked / w.block_size : 1;\n  const std::int64_t size",
+                "2 * kUnpacked / w.block_size : 1;\n  const std::int64_t size",
+            ),
         ],
     ),
     (
@@ -143,10 +144,10 @@ GROUPS = [
             ("task.y - task.y_first * w.out_block * lanes", "task.y"),
             ("block += w.out_stride", "block += w.red_stride"),
             ("I::set1(block[i * w.red_stride])", "I::set1(block[i])"),
-            (
-                "const std::int64_t position = perm != nullptr ? perm[i] : e + i;",
-                "const std::int64_t position = perm != nullptr ? perm[i] : i;",
-            ),
+            ("add_total<I>(task.total + at, task.y + at, size, task.parts[p].first != 0);", ""),
+            ("task.parts[p].first != 0", "true"),
+            ("      clear<I>(task.y + at, size);\n", ""),
+            ("< part + least_entries(part)) continue;", "< part) continue;"),
             ("        perm = nullptr;\n", ""),
             ("        values += e * w.block_size;\n", ""),
             ("values += Inputs * w.red_stride;", "values += Inputs;"),
@@ -192,8 +193,8 @@ GROUPS = [
                 "const std::int64_t chunk = 1 << 20;",
             ),
             (
-                "      row.index = w.index + e;\n      row.count = end - e < chunk",
-                "      row.index = w.index + task.entry_begin[o];\n      row.count = end - e < chunk",
+                "      row.index = w.index + e;\n      if (w.storage",
+                "      row.index = w.index + task.entry_begin[o];\n      if (w.storage",
             ),
             (
                 "if (rows == 4) return few_rows<I, Spread::group, 4, Tokens>(task);",
@@ -293,7 +294,7 @@ GROUPS = [
     ),
     (
         "src/cpu/simd/avx512.h",
-        ("cpp:*Products*avx512*",),
+        ("cpp:*Products*avx512*", "cpp:*KernelTable*"),
         [
             (
                 "_mm512_cmp_ps_mask(x, zero(), _CMP_LT_OQ), otherwise, if_negative",
@@ -324,7 +325,7 @@ GROUPS = [
     ),
     (
         "src/cpu/simd/avx2.h",
-        ("cpp:*Products*avx2*",),
+        ("cpp:*Products*avx2*", "cpp:*KernelTable*"),
         [
             ("_mm256_blendv_ps(otherwise, if_negative,", "_mm256_blendv_ps(if_negative, otherwise,"),
             ("_mm256_set1_epi32(127)", "_mm256_set1_epi32(126)"),
@@ -347,7 +348,7 @@ GROUPS = [
     ),
     (
         "src/cpu/simd/scalar.h",
-        ("cpp:*Products*scalar*",),
+        ("cpp:*Products*scalar*", "cpp:*KernelTable*"),
         [
             (
                 "a.lane[i] > b.lane[i] ? a.lane[i] : b.lane[i]",
