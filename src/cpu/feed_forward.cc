@@ -39,8 +39,9 @@ class FloatMultiply {
 
 // Cycles to activate one hidden feature of a token: an exponential, a division, a polynomial.
 constexpr double kActivate = 1.5;
-// Cycles of a weight on its way from L3, once a panel; the most of it is hidden.
-constexpr double kStream = 0.05;
+// Cycles of a weight on its way from L3, once a panel: two matrices pass by, and wide panels ask for them
+// less often.
+constexpr double kStream = 0.35;
 // Cycles of a round of tasks that all wait for.
 constexpr double kBarrier = 10'000;
 
