@@ -1,6 +1,4 @@
 // Checks and times the strip kernel (linear and grad_input, blocks of 64 and more).
-#include <chrono>
-
 #include "cuda/sm90/strips.h"
 #include "hopper.h"
 #include "setup.cuh"
@@ -10,6 +8,8 @@ namespace {
 
 using namespace rarefy;
 using namespace rarefy::sm90;
+
+const sm90::Machine kMachine{132, 227 * 1024};
 
 template <class T>
 StripProblem problem_of(const Setup<T>& s) {
@@ -28,12 +28,32 @@ StripProblem problem_of(const Setup<T>& s) {
   return p;
 }
 
-HostIndex index_of(const Pattern& p, bool transposed) {
-  if (transposed) return {p.ccol.data(), p.row.data(), p.perm.data()};
-  return {p.crow.data(), p.col.data(), nullptr};
-}
+// A pattern's index, what is prepared of it, and a counter, on the device: for any number of tokens.
+struct Prepared {
+  Buffer<std::int32_t> offsets, others, entries, words;
+  bool transposed;
+  Prepared(const StripProblem& problem, const Pattern& p)
+      : offsets(to_device(problem.transposed ? p.ccol : p.crow)),
+        others(to_device(problem.transposed ? p.row : p.col)),
+        entries(to_device(p.perm)),
+        words(static_cast<std::size_t>(StripPlan(problem, kMachine.sms).words)),
+        transposed(problem.transposed) {
+    make(problem, nullptr);
+    CHECK(cudaDeviceSynchronize());
+  }
+  void make(const StripProblem& problem, cudaStream_t stream) const {
+    CHECK(prepare(problem, kMachine.sms, {offsets.data(), others.data(), transposed ? entries.data() : nullptr},
+                  words.data(), stream));
+  }
+};
 
-const sm90::Machine kMachine{132, 227 * 1024};
+template <class T>
+void run(const Setup<T>& s, const Prepared& prepared, const StripProblem& problem, const StripConfig& config,
+         cudaStream_t stream) {
+  CHECK(launch(problem, config, kMachine.sms,
+               {s.x.data(), s.values.data(), s.bias_or_null(), s.y.data(), prepared.words.data()},
+               stream));
+}
 
 // Every configuration of one case; false if one is wrong.
 template <class T>
@@ -44,16 +64,13 @@ bool check(const Case& c, bool integers, unsigned seed) {
     std::printf("%s: %s\n", describe(c).c_str(), reason.c_str());
     return false;
   }
+  const Prepared prepared(problem, s.pattern);
   const Expected expected(s, integers, 300);
   bool good = true;
   for (const StripCandidate& candidate : strip_candidates(problem, kMachine)) {
     if (!candidate.reason.empty() || !chosen_by_env(candidate.config.text())) continue;
-    const StripPlan plan = prepare(problem, candidate.config, kMachine, index_of(s.pattern, c.transposed));
-    const auto words = to_device(plan.words);
-    good &= expected.compare(s, candidate.config.text(), [&] {
-      CHECK(launch(problem, candidate.config, plan,
-                   {s.x.data(), s.values.data(), s.bias_or_null(), s.y.data(), words.data()}, nullptr));
-    });
+    good &= expected.compare(s, candidate.config.text(),
+                             [&] { run(s, prepared, problem, candidate.config, nullptr); });
   }
   return good;
 }
@@ -113,29 +130,22 @@ void time_strips(Report& report, Dense& dense, bool every_config) {
         Case c{shape.transposed, shape.m, shape.n, shape.k, b, b, density};
         Setup<__nv_bfloat16> s(c, false, 7);
         const StripProblem problem = problem_of(s);
+        const Prepared prepared(problem, s.pattern);
+        const double prepare_us =
+            time_graph([&](cudaStream_t stream) { prepared.make(problem, stream); }, 5).median;
         const std::string chosen = configure(problem, kMachine).text();
         for (const StripCandidate& candidate : strip_candidates(problem, kMachine)) {
           const bool is_chosen = candidate.config.text() == chosen;
           if (!candidate.reason.empty() || !chosen_by_env(candidate.config.text()) ||
               !(is_chosen || (every_config && main_shape && !shape.transposed)))
             continue;
-          const auto start = std::chrono::steady_clock::now();
-          const StripPlan plan =
-              prepare(problem, candidate.config, kMachine, index_of(s.pattern, shape.transposed));
-          const double prepare_us =
-              std::chrono::duration<double, std::micro>(std::chrono::steady_clock::now() - start).count();
-          const auto words = to_device(plan.words);
           if (main_shape) {
             const Expected expected(s, false, 16);
-            expected.compare(s, candidate.config.text(), [&] {
-              CHECK(launch(problem, candidate.config, plan,
-                           {s.x.data(), s.values.data(), nullptr, s.y.data(), words.data()}, nullptr));
-            });
+            expected.compare(s, candidate.config.text(),
+                             [&] { run(s, prepared, problem, candidate.config, nullptr); });
           }
-          const Times t = time_graph([&](cudaStream_t stream) {
-            CHECK(launch(problem, candidate.config, plan,
-                         {s.x.data(), s.values.data(), nullptr, s.y.data(), words.data()}, stream));
-          });
+          const Times t = time_graph(
+              [&](cudaStream_t stream) { run(s, prepared, problem, candidate.config, stream); });
           report.add({shape.transposed ? "grad_input" : "linear", shape.m, shape.n, shape.k, block_text(c),
                       density, "strips", candidate.config.text() + (is_chosen ? " *" : ""), t, t_dense,
                       candidate.microseconds, prepare_us});

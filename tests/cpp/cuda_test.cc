@@ -131,7 +131,7 @@ class Sm90Test : public CudaTest {
                                       << " density " << spec.density << (spec.integers ? " integers" : ""));
     const Problem problem = make_problem(spec);
     ProblemIn<DeviceBuffer> gpu(problem);
-    gpu.hold_derived();
+    gpu.hold_derived(4096);  // as a front does, for whatever tokens come
     rarefy::Problem asked = gpu.problem(Op::linear, problem.x_stride(), problem.y_stride());
     asked.bias = true;
     asked.derived = kAnyDerived;
@@ -161,6 +161,17 @@ TEST_F(Sm90Test, Strips) {
   }
 }
 
+// Tokens in every sum of lists, ragged; more of them than the lists have; more groups than a round; one strip.
+TEST_F(Sm90Test, StripsOfManyTokens) {
+  for (const std::int64_t tokens : {255, 257, 770, 1281, 1800, 4100}) {
+    check({tokens, 320, 448, 64, 64, 0.4, DType::bf16, true, 0}, "sm90_strips_linear");
+    check({tokens, 384, 256, 128, 128, 0.1, DType::bf16, true, 8}, "sm90_strips_linear");
+  }
+  check({40000, 64, 128, 64, 64, 0.6, DType::bf16, true, 0}, "sm90_strips_linear");
+  check({600, 64 * 300, 128, 64, 64, 0.5, DType::f16, true, 0}, "sm90_strips_linear");
+  check({300, 128 * 150, 64, 128, 64, 0.3, DType::f16, true, 0}, "sm90_strips_linear");
+}
+
 TEST_F(Sm90Test, Decode) {
   const std::pair<std::int64_t, std::int64_t> blocks[] = {{16, 16}, {32, 32}, {64, 64}, {128, 64}, {16, 48}};
   for (const auto& [r, c] : blocks) {
@@ -188,16 +199,24 @@ TEST_F(Sm90Test, Activations) {
   }
 }
 
-// Another number of tokens is another plan: the key says so, and a call gets a kernel that needs none.
-TEST_F(Sm90Test, DerivedDataOfAnotherProblemIsNotUsed) {
+// What is prepared follows from the weight alone; another kernel's is in nobody's way.
+TEST_F(Sm90Test, DerivedDataServesAnyTokens) {
   const BsrShape shape{256, 256, 64, 64, 8};
   rarefy::Problem asked = make_problem(Op::linear, shape, 300, DType::bf16, Device::cuda);
   const auto first = derived_sizes(asked);
   ASSERT_TRUE(first.ok() && first->key != 0) << to_string(explain(asked));
   asked.tokens = 3000;
-  EXPECT_NE(derived_sizes(asked)->key, first->key);
+  asked.bias = true;
+  asked.activation = Activation::relu;
+  EXPECT_EQ(derived_sizes(asked)->key, first->key);
+  EXPECT_EQ(derived_sizes(asked)->prepared, first->prepared);
   asked.derived = first->key;
-  EXPECT_EQ(explain(asked).kernel, "simt_linear") << to_string(explain(asked));
+  EXPECT_EQ(explain(asked).kernel, "sm90_strips_linear") << to_string(explain(asked));
+  asked.tokens = 3;
+  EXPECT_EQ(explain(asked).kernel, "sm90_decode") << to_string(explain(asked));
+  asked = make_problem(Op::grad_input, shape, 3000, DType::bf16, Device::cuda);
+  asked.derived = first->key;
+  EXPECT_EQ(explain(asked).kernel, "simt_grad_input") << to_string(explain(asked));
 }
 
 // Blocks of every alignment move as on the host; sources out of range give zeros and read nothing.

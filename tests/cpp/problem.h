@@ -180,8 +180,12 @@ class ProblemIn {
     asked.out_stride = out_stride;
     return asked;
   }
-  // From now on calls hold what their kernels derive from the weight, made anew for each.
-  void hold_derived() { hold_derived_ = true; }
+  // From now on calls hold what their kernels derive from the weight, made anew for each: for as many tokens as it
+  // has, or for others.
+  void hold_derived(std::int64_t tokens = 0) {
+    hold_derived_ = true;
+    derived_tokens_ = tokens;
+  }
 
   Guarded<Buffer>& y() { return y_; }
   Guarded<Buffer>& dx() { return dx_; }
@@ -200,8 +204,9 @@ class ProblemIn {
     const auto* data = static_cast<const std::int32_t*>(plan_.data());
     return *view_device_plan("test", host_.pattern.shape(), data, words);
   }
-  BsrView w_view(const rarefy::Problem& asked, void* stream) {
+  BsrView w_view(rarefy::Problem asked, void* stream) {
     BsrView w{plan_view(), values_.data(), spec_.dtype, Buffer::kDevice};
+    if (derived_tokens_ > 0) asked.tokens = derived_tokens_;
     const auto sizes = hold_derived_ && spec_.m > 0 ? derived_sizes(asked) : DerivedSizes{};
     if (!sizes.ok()) throw std::runtime_error(sizes.status().message());
     if (sizes->key == 0) return w;
@@ -230,6 +235,7 @@ class ProblemIn {
   Buffer plan_, x_, dy_, values_, bias_;
   Guarded<Buffer> y_, dx_, dvalues_;
   bool hold_derived_ = false;
+  std::int64_t derived_tokens_ = 0;
   std::optional<Buffer> prepared_, packed_;
 };
 

@@ -2,7 +2,6 @@
 // The tall kernel has no row yet: it wants X by feature, which a Problem cannot say.
 #include "cuda/sm90/register.h"
 
-#include <algorithm>
 #include <vector>
 
 #include "core/message.h"
@@ -63,11 +62,10 @@ Status run_decode(const Call& call) {
 
 // Strips ------------------------------------------------------------------------------------------------
 
-// StripConfig as the registry keeps it; `workers` are the clusters that the GPU runs at once.
+// StripConfig as the registry keeps it; `sms` are the thread blocks that the GPU runs at once.
 struct StripChoice {
-  std::int64_t strips = 2, tokens = 256, cluster = 1, slots = 5, w_slots = 8, workers = 132;
-  static constexpr std::string_view kFields[] = {"strips", "tokens",  "cluster",
-                                                 "slots",  "w_slots", "workers"};
+  std::int64_t strips = 2, tokens = 256, cluster = 1, slots = 5, w_slots = 8, sms = 132;
+  static constexpr std::string_view kFields[] = {"strips", "tokens", "cluster", "slots", "w_slots", "sms"};
 
   StripConfig config() const {
     const auto n = [](std::int64_t x) { return static_cast<int>(x); };
@@ -93,7 +91,7 @@ Machine sm90_machine(const rarefy::Machine& machine) {
 
 Config choice_of(const StripConfig& c, const rarefy::Machine& machine) {
   return to_config(
-      StripChoice{c.strips, c.tokens, c.cluster, c.slots, c.w_slots, machine.gpu.sms / c.cluster});
+      StripChoice{c.strips, c.tokens, c.cluster, c.slots, c.w_slots, machine.gpu.sms});
 }
 
 Config configure_strips(const Problem& p, const rarefy::Machine& machine) {
@@ -108,88 +106,29 @@ std::vector<Config> candidates_strips(const Problem& p, const rarefy::Machine& m
   return all;
 }
 
-// A StripPlan in a buffer whose size and offsets follow from problem and config alone: the launch must not
-// read it. What one pattern leaves unused is never looked at.
-struct Layout {
-  std::int64_t tiles_at, steps_at, words;
-
-  Layout(const StripProblem& p, const StripChoice& c) {
-    const auto up = [](std::int64_t a, std::int64_t b) { return (a + b - 1) / b; };
-    const auto line = [&](std::int64_t count) { return up(count, 32) * 32; };
-    const std::int64_t groups = up(up(p.out_features(), 64), c.strips);
-    const std::int64_t tiles = groups * up(up(p.tokens, c.tokens), c.cluster) + c.workers * c.strips;
-    const std::int64_t blocks = p.blocks * (p.block_rows / 64) * (p.block_cols / 64);
-    tiles_at = line(c.workers + 1);
-    steps_at = line(tiles_at + 8 * tiles);
-    words = steps_at + 4 * 2 * blocks;  // of groups, and of single strips at the end
-  }
-};
+int sms_of(const Config& config) { return static_cast<int>(from_config<StripChoice>(config).sms); }
 
 std::int64_t prepared_size(const Problem& p, const Config& config) {
-  return Layout(strip_problem(p), from_config<StripChoice>(config)).words *
-         static_cast<std::int64_t>(sizeof(std::int32_t));
+  return StripPlan(strip_problem(p), sms_of(config)).words * static_cast<std::int64_t>(sizeof(std::int32_t));
 }
 
-// The plan lists tiles of tokens; of the config, only the depth of the rings leaves it as it is.
-std::int64_t variant(const Problem& p, const Config& config) {
-  const auto c = from_config<StripChoice>(config);
-  return (((p.tokens * 8 + c.strips) * 1024 + c.tokens) * 1024 + c.workers) * 4 + c.cluster;
-}
-
-// On the host for now: the index comes over once, the plan goes back.
 Status prepare_strips(const Call& call, void* prepared) {
-  const auto stream = static_cast<cudaStream_t>(call.stream);
-  const BsrShape& shape = call.plan.shape;
+  const PlanView& plan = call.plan;
   const StripProblem problem = strip_problem(call.problem);
-  const auto choice = from_config<StripChoice>(call.config);
-  const std::string_view op = name(call.problem.op);
-  const auto to_host = [&](const std::int32_t* device, std::int64_t count) {
-    std::vector<std::int32_t> host(static_cast<std::size_t>(count));
-    cudaMemcpyAsync(host.data(), device, host.size() * sizeof(std::int32_t), cudaMemcpyDeviceToHost, stream);
-    return host;
-  };
-  const bool by_column = problem.transposed;
-  const auto offsets = by_column ? to_host(call.plan.ccol, shape.col_count() + 1)
-                                 : to_host(call.plan.crow, shape.row_count() + 1);
-  const auto others = to_host(by_column ? call.plan.row : call.plan.col, shape.nnzb);
-  const auto entries = to_host(call.plan.perm, by_column ? shape.nnzb : 0);
-  if (const cudaError_t code = cudaStreamSynchronize(stream); code != cudaSuccess) {
-    return cuda::launch_status(op, code);
-  }
-  const Machine machine{static_cast<int>(choice.workers * choice.cluster), 0};
-  const StripPlan plan = prepare(problem, choice.config(), machine,
-                                 {offsets.data(), others.data(), by_column ? entries.data() : nullptr});
-  const Layout layout(problem, choice);
-  std::vector<std::int32_t> words(static_cast<std::size_t>(layout.words));
-  const auto ranges = plan.words.begin();
-  const auto tiles = ranges + plan.tiles_at;
-  const auto steps = ranges + plan.steps_at;
-  if (plan.steps_at - plan.tiles_at > layout.steps_at - layout.tiles_at || plan.clusters > choice.workers ||
-      plan.words.end() - steps > layout.words - layout.steps_at) {
-    return error(StatusCode::internal, op, "the plan must fit in its buffer",
-                 cat(plan.words.size(), " words"));
-  }
-  std::copy(ranges, ranges + plan.clusters + 1, words.begin());
-  std::fill(words.begin() + plan.clusters + 1, words.begin() + choice.workers + 1, ranges[plan.clusters]);
-  std::copy(tiles, steps, words.begin() + layout.tiles_at);
-  std::copy(steps, plan.words.end(), words.begin() + layout.steps_at);
-  cudaMemcpyAsync(prepared, words.data(), words.size() * sizeof(std::int32_t), cudaMemcpyHostToDevice,
-                  stream);
-  return cuda::launch_status(op, cudaStreamSynchronize(stream));
+  const StripIndex index = problem.transposed ? StripIndex{plan.ccol, plan.row, plan.perm}
+                                              : StripIndex{plan.crow, plan.col, nullptr};
+  return cuda::launch_status(name(call.problem.op), prepare(problem, sms_of(call.config), index,
+                                                            static_cast<std::int32_t*>(prepared),
+                                                            static_cast<cudaStream_t>(call.stream)));
 }
 
 Status run_strips(const Call& call) {
   const StripProblem problem = strip_problem(call.problem);
-  const auto choice = from_config<StripChoice>(call.config);
-  const Layout layout(problem, choice);
-  StripPlan plan;
-  plan.tiles_at = layout.tiles_at;
-  plan.steps_at = layout.steps_at;
-  plan.clusters = static_cast<int>(choice.workers);
   const StripOperands operands{problem.transposed ? call.dy.data : call.x.data, call.values, call.bias,
                                call.out.data, static_cast<const std::int32_t*>(call.derived.prepared)};
-  return cuda::launch_status(name(call.problem.op), launch(problem, choice.config(), plan, operands,
-                                                           static_cast<cudaStream_t>(call.stream)));
+  return cuda::launch_status(
+      name(call.problem.op), launch(problem, from_config<StripChoice>(call.config).config(), sms_of(call.config),
+                                    operands, static_cast<cudaStream_t>(call.stream)));
 }
 
 Kernel strips(Op op, std::string_view name) {
@@ -202,7 +141,6 @@ Kernel strips(Op op, std::string_view name) {
           .configure = configure_strips,
           .fields = StripChoice::kFields,
           .candidates = candidates_strips,
-          .variant = variant,
           .prepared_size = prepared_size,
           .prepare = prepare_strips};
 }

@@ -1,30 +1,51 @@
-// The strip kernel, device side. One warp loads: for each step of each tile it brings 64 features of X for
-// the tile's tokens and, packed behind one another, those 64 × 64 blocks of W that the tile's strips store
-// there. A warpgroup for each strip multiplies: W is operand A, X is operand B. It skips steps where its
-// strip stores nothing, and stores its 64 features of all tokens at the end.
+// The strip kernel, device side. One warp walks the plan: it reads this block's tiles and their steps ahead. One warp
+// loads: for each step it brings 64 features of X for the tile's tokens and, packed behind one another, those
+// 64 × 64 blocks of W that the tile's strips store there. A warpgroup for each strip multiplies: W is operand A,
+// X is operand B. It skips steps where its strip stores nothing, and stores its 64 features of all tokens at the
+// end.
 #pragma once
 
 #include "cuda/sm90/device/wgmma.cuh"
+#include "cuda/sm90/strip_walk.h"
 #include "cuda/sm90/tile/ring.cuh"
 #include "cuda/sm90/tile/store.cuh"
 
 namespace rarefy::sm90 {
 
 inline constexpr u32 kBlockBytes = 64 * 64 * 2;
-struct StripTile {  // 32 bytes of the plan
-  int first_step, steps, token_tile, unused;
-  int strip[4];  // -1: none
-};
+inline constexpr int kBatches = 3;  // of eight steps, read ahead
+inline constexpr int kTiles = 8;    // known ahead
 
 struct StripParams {
   CUtensorMap x, w, y;
-  const int* tile_range;  // of each cluster
-  const int4* tiles;      // StripTile
-  const int* steps;       // four words each: column, block of W for each strip or -1
+  const int2* items;  // of all lists
+  int clusters, levels, list_begin[StripLists::kMostLevels], list_items[StripLists::kMostLevels];
+  const int4* groups;   // StripGroup
+  const int* steps;     // four words each
   const void* bias;
   int features;   // of y
   int w_columns;  // 64-wide columns of a stored block
+  int columns;    // 64-wide, of X
+  int token_tiles;  // of a cluster
   u32 slots, w_slots;
+};
+
+inline constexpr u32 kAbsent = 0xFF;  // in a header: this strip stores nothing in this step
+
+struct StripState {
+  RingState ring;
+  u32 header[kMaxSlots];  // byte s: the slot of W for strip s
+  struct Tile {
+    int steps;  // -1: there are no more tiles
+    int token, strip[kMostGroup];
+  } tile[kTiles];
+  struct Batch {
+    int x_row;      // -1: there are no more
+    int words[32];  // lane 4j + r: word r of step j, -1 where the tile has nothing
+  } batch[kBatches];
+  // Barriers, in pairs: it is there, nobody reads it any more.
+  alignas(8) u64 tile_full[kTiles], tile_empty[kTiles];
+  alignas(8) u64 batch_full[kBatches], batch_empty[kBatches];
 };
 
 // A thread's share of the register file by role. ptxas refuses a single instruction with more registers than
@@ -46,48 +67,107 @@ template <int kStrips, int kTokens, int kCluster>
 struct StripWarps {
   using Shape = StripShape<kStrips, kTokens>;
   const StripParams& p;
+  StripState& state;
   u32 x_ring, w_ring, rank;
-  RingState& ring;
-  int tile, end;  // the cluster's tiles that are left
 
-  __device__ u32 full(u32 slot) const { return shared_address(&ring.full[slot]); }
-  __device__ u32 empty(u32 slot) const { return shared_address(&ring.empty[slot]); }
-  __device__ int4 read_tile(int t) const { return t < end ? __ldg(p.tiles + 2 * t) : int4{}; }
-  __device__ int read_strip(int t, int strip) const {
-    return t < end ? __ldg(reinterpret_cast<const int*>(p.tiles + 2 * t + 1) + strip) : -1;
-  }
-  __device__ int first_token(int token_tile) const {
-    return (token_tile * kCluster + static_cast<int>(rank)) * kTokens;
+  __device__ u32 full(u32 slot) const { return shared_address(&state.ring.full[slot]); }
+  __device__ u32 empty(u32 slot) const { return shared_address(&state.ring.empty[slot]); }
+
+  // This cluster's items: those of a list, then those of the next. Where a list begins, clusters change places, so
+  // that small lists do not all go to the first ones.
+  struct Cursor {
+    int level = 0, first_token_tile = 0, token_tiles = 0, turn = 0;  // of the list, and behind it
+    int2 item{0, -1}, ahead{0, -1};
+  };
+  __device__ bool next(Cursor& c) const {  // false: there is none
+    int at = c.item.y;
+    if (at >= 0) {
+      c.item = c.ahead;
+    } else {
+      while (at < 0) {
+        c.first_token_tile = c.token_tiles;
+        if (c.first_token_tile == p.token_tiles) return false;
+        c.level = min(p.levels, 32 - __clz(p.token_tiles - c.first_token_tile)) - 1;
+        c.token_tiles += 1 << c.level;
+        const int place = (static_cast<int>(blockIdx.x) / kCluster + p.clusters - c.turn) % p.clusters;
+        c.turn = (c.turn + p.list_items[c.level]) % p.clusters;
+        if (place < p.list_items[c.level]) at = place;
+      }
+      c.item = __ldg(p.items + p.list_begin[c.level] + at);
+    }
+    if (c.item.y >= 0) c.ahead = __ldg(p.items + p.list_begin[c.level] + c.item.y);
+    return true;
   }
 
-  // A warp reads eight steps at once: lane 4j + r has word r of step j.
-  __device__ int read_steps(const int4& t, int step, int lane) const {
-    if (step + lane / 4 >= t.y || lane % 4 > kStrips) return -1;
-    return __ldg(p.steps + (static_cast<std::int64_t>(t.x) + step) * 4 + lane);
+  // Lane 4j + r has word r of step j. Behind the last step there may be anything.
+  __device__ int read_steps(const StripTile& t, int step, int lane) const {
+    if (step + lane / 4 >= p.columns || lane % 4 > kStrips) return -1;
+    if (t.part >= 0 && lane % 4 != 0 && lane % 4 != t.part + 1) return -1;
+    return __ldg(p.steps + (static_cast<std::int64_t>(t.group) * p.columns + step) * 4 + lane);
+  }
+
+  __device__ void walk(int lane) {
+    Turn batches, tiles;
+    batches.parity = tiles.parity = 1;  // the first round is free
+    const auto put_tile = [&](const StripState::Tile& tile) {
+      wait(shared_address(&state.tile_empty[tiles.slot]), tiles.parity);
+      if (lane == 0) {
+        state.tile[tiles.slot] = tile;
+        arrive(shared_address(&state.tile_full[tiles.slot]));
+      }
+      tiles.next(kTiles);
+    };
+    const auto put_batch = [&](int x_row, int word) {
+      wait(shared_address(&state.batch_empty[batches.slot]), batches.parity);
+      state.batch[batches.slot].words[lane] = word;
+      if (lane == 0) state.batch[batches.slot].x_row = x_row;
+      __syncwarp();
+      if (lane == 0) arrive(shared_address(&state.batch_full[batches.slot]));
+      batches.next(kBatches);
+    };
+    Cursor cursor;
+#pragma unroll 1
+    while (next(cursor)) {
+      const StripTile t = unpack_tile(cursor.item.x);
+      const int4 a = __ldg(p.groups + 2 * t.group), b = __ldg(p.groups + 2 * t.group + 1);  // StripGroup
+      int word = read_steps(t, 0, lane);
+      const int token_tile = (cursor.first_token_tile + t.token_tile) * kCluster + static_cast<int>(rank);
+      StripState::Tile tile{a.x, token_tile * kTokens, {a.y, a.z, a.w}};
+      if (t.part >= 0) {  // one strip alone
+        tile.steps = t.part == 0 ? b.x : t.part == 1 ? b.y : b.z;
+        if (t.part != 0) tile.strip[0] = -1;
+        if (t.part != 1) tile.strip[1] = -1;
+        if (t.part != 2) tile.strip[2] = -1;
+      }
+      put_tile(tile);
+      const int steps = tile.steps > 0 ? a.x : 0;
+#pragma unroll 1
+      for (int step = 0; step < steps; step += 8) {
+        const int this_word = step + lane / 4 < steps ? word : -1;
+        if (step + 8 < steps) word = read_steps(t, step + 8, lane);
+        put_batch(tile.token, this_word);
+      }
+    }
+    put_tile({-1, 0, {}});
+    put_batch(-1, -1);
   }
 
   __device__ void load(int lane) {
     RingSpace space{p.slots, p.w_slots};
-    Turn at;         // the next slot
+    Turn at, from;   // the next slot, the next batch
     u32 w_head = 0;  // the next slot of W
-    int4 now = read_tile(tile), next = read_tile(tile + 1);
-    int step = 0;
-    int word = read_steps(now, 0, lane);
-    while (tile < end) {
-      const int first = step, steps = now.y, this_word = word;
-      const int x_row = first_token(now.z);
-      step += 8;  // ask for the next eight before these are copied
-      if (step >= steps) {
-        ++tile;
-        now = next;
-        next = read_tile(tile + 1);
-        step = 0;
-      }
-      if (tile < end) word = read_steps(now, step, lane);
+    for (;;) {
+      wait(shared_address(&state.batch_full[from.slot]), from.parity);
+      const int word = state.batch[from.slot].words[lane];
+      const int x_row = __reduce_max_sync(~0u, state.batch[from.slot].x_row);  // uniform, as in multiply
+      if (lane == 0) arrive(shared_address(&state.batch_empty[from.slot]));
+      from.next(kBatches);
+      if (x_row < 0) return;
 
-      const u32 stored = __ballot_sync(~0u, this_word >= 0 && lane % 4 != 0);
-      for (int j = 0; j < min(8, steps - first); ++j) {
+      const u32 stored = __ballot_sync(~0u, word >= 0 && lane % 4 != 0);
+      for (int j = 0; j < 8; ++j) {
         const u32 present = stored >> (4 * j + 1) & 7;
+        if (present == 0) continue;
         const auto blocks = static_cast<u32>(__popc(present));
         space.take(blocks, empty(0), p.slots);
         const u32 barrier = full(at.slot);
@@ -99,18 +179,18 @@ struct StripWarps {
           u32 header = 0;
 #pragma unroll
           for (int s = 0; s < kStrips; ++s) header |= (present >> s & 1 ? w_slot(s) : kAbsent) << (8 * s);
-          ring.header[at.slot] = header;
+          state.header[at.slot] = header;
           arrive_expect(barrier, Shape::kSlotBytes + blocks * kBlockBytes);
         }
         __syncwarp();
         if (lane == 4 * j) {
-          load_box(x_ring + at.slot * Shape::kSlotBytes, &p.x, this_word * 64, x_row, barrier);
-        } else if (lane / 4 == j && this_word >= 0) {
+          load_box(x_ring + at.slot * Shape::kSlotBytes, &p.x, word * 64, x_row, barrier);
+        } else if (lane / 4 == j && word >= 0) {
           constexpr u32 kPart =
               kBlockBytes / kCluster;  // each thread block of the cluster brings its rows to all
           const u32 to = w_ring + w_slot(lane % 4 - 1) * kBlockBytes + rank * kPart;
-          const int column = this_word % p.w_columns;
-          const int row = this_word / p.w_columns * 64 + static_cast<int>(rank) * (64 / kCluster);
+          const int column = word % p.w_columns;
+          const int row = word / p.w_columns * 64 + static_cast<int>(rank) * (64 / kCluster);
           if constexpr (kCluster == 1) {
             load_box(to, &p.w, 0, column, row, barrier);
           } else {
@@ -125,18 +205,24 @@ struct StripWarps {
   }
 
   template <class T, Major kMajorW, Activation kActivation>
-  __device__ void multiply(int strip, StoreLane out) {
+  __device__ void multiply(int strip, StoreLane out) const {
     const int warp = out.warp, lane = out.lane;
-    int4 next = read_tile(tile);
-    int next_strip = read_strip(tile, strip);
-    Turn at;
-    while (tile < end) {
-      const int4 now = next;
-      const int feature = next_strip * 64;  // negative: this warpgroup has no strip in this tile
-      ++tile;
-      next = read_tile(tile);
-      next_strip = read_strip(tile, strip);
-
+    Turn at, tiles;
+    int next_steps, next_token, next_feature;  // of the tile to come
+    const auto read_tile = [&] {
+      wait(shared_address(&state.tile_full[tiles.slot]), tiles.parity);
+      // Reduced, so that the compiler knows them for the same in all lanes: the loop below stays in uniform
+      // registers, where products want their operands.
+      const StripState::Tile& tile = state.tile[tiles.slot];
+      next_steps = __reduce_max_sync(~0u, tile.steps);
+      next_token = __reduce_max_sync(~0u, tile.token);
+      next_feature = __reduce_max_sync(~0u, tile.strip[strip]) * 64;  // negative: no strip for these warps
+      if (lane == 0) arrive(shared_address(&state.tile_empty[tiles.slot]));
+      tiles.next(kTiles);
+    };
+    read_tile();
+    while (next_steps >= 0) {
+      const int steps = next_steps, token = next_token, feature = next_feature;
       float2 bias{0, 0};
       if (p.bias != nullptr && feature >= 0) {
         const int row = feature + 16 * warp + lane / 4;
@@ -147,11 +233,11 @@ struct StripWarps {
 
       float d[Shape::kParts][Shape::kPart / 2];
       u32 add = 0;  // the first product overwrites d
-      for (int step = 0; step < now.y; ++step) {
+      for (int step = 0; step < steps; ++step) {
         wait(full(at.slot), at.parity);
         // Read by the lane that will say so: the slot, header and all, is free once it has arrived.
         u32 header = 0;
-        if (lane == 0) header = ring.header[at.slot];
+        if (lane == 0) header = state.header[at.slot];
         const u32 w_slot = __shfl_sync(~0u, header, 0) >> (8 * strip) & 0xFF;
         if (w_slot != kAbsent) {
           const u64 a = operand(w_ring + w_slot * kBlockBytes);
@@ -177,6 +263,7 @@ struct StripWarps {
         }
         at.next(p.slots);
       }
+      read_tile();
       if (add == 0) {
 #pragma unroll
         for (int part = 0; part < Shape::kParts; ++part) {
@@ -185,7 +272,6 @@ struct StripWarps {
         }
       }
       if (feature >= 0) {
-        const int token = first_token(now.z);
 #pragma unroll
         for (int part = 0; part < Shape::kParts; ++part) {
           store_tile<T, kActivation>(out, d[part], bias, &p.y, feature, token + part * Shape::kPart);
@@ -201,39 +287,45 @@ __global__ void __launch_bounds__(StripShape<kStrips, kTokens>::kThreads, 1)
     strip_kernel(const __grid_constant__ StripParams p) {
   using Shape = StripShape<kStrips, kTokens>;
   extern __shared__ unsigned char dynamic_shared[];
-  __shared__ RingState ring;
+  __shared__ StripState state;
   const u32 x_ring = (shared_address(dynamic_shared) + 1023) & ~1023u;
   const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 32, 0);
   const int lane = static_cast<int>(threadIdx.x) % 32;
 
   if (threadIdx.x == 0) {
+    prefetch_map(&p.x);
+    prefetch_map(&p.w);
+    prefetch_map(&p.y);
     for (u32 i = 0; i < p.slots; ++i) {
-      barrier_init(shared_address(&ring.full[i]), 1);
-      barrier_init(shared_address(&ring.empty[i]), 4 * kStrips * kCluster);
+      barrier_init(shared_address(&state.ring.full[i]), 1);
+      barrier_init(shared_address(&state.ring.empty[i]), 4 * kStrips * kCluster);
+    }
+    for (int i = 0; i < kTiles; ++i) {
+      barrier_init(shared_address(&state.tile_full[i]), 1);
+      barrier_init(shared_address(&state.tile_empty[i]), 4 * kStrips);
+    }
+    for (int i = 0; i < kBatches; ++i) {
+      barrier_init(shared_address(&state.batch_full[i]), 1);
+      barrier_init(shared_address(&state.batch_empty[i]), 1);
     }
     barrier_init_done();
   }
   __syncthreads();
   if constexpr (kCluster > 1) cluster_sync();
 
-  const int cluster = static_cast<int>(blockIdx.x) / kCluster;
   const u32 w_ring = x_ring + p.slots * Shape::kSlotBytes, y_buffers = w_ring + p.w_slots * kBlockBytes;
-  StripWarps<kStrips, kTokens, kCluster> warps{p,
-                                               x_ring,
-                                               w_ring,
-                                               kCluster == 1 ? 0 : cluster_rank(),
-                                               ring,
-                                               __ldg(p.tile_range + cluster),
-                                               __ldg(p.tile_range + cluster + 1)};
+  StripWarps<kStrips, kTokens, kCluster> warps{p, state, x_ring, w_ring,
+                                                     kCluster == 1 ? 0 : cluster_rank()};
   if (warp < 4 * kStrips) {
     take_registers<Shape::kMultiplyRegisters>();
     const auto strip = static_cast<u32>(warp) / 4;
     warps.template multiply<T, kTransposed ? Major::mn : Major::k, kActivation>(
         static_cast<int>(strip),
         {y_buffers + strip * kStoreBuffers * kStoreBytes, strip + 1, warp % 4, lane});
-  } else {  // one warp of this warpgroup works
+  } else {  // two warps of this warpgroup work
     give_registers<Shape::kOtherRegisters>();
     if (warp == 4 * kStrips) warps.load(lane);
+    if (warp == 4 * kStrips + 1) warps.walk(lane);
   }
   if constexpr (kCluster > 1) {
     __syncwarp();

@@ -40,6 +40,8 @@ cudaError_t launch_shape(const StripConfig& c, int clusters, const StripParams& 
     return launch_strips<T, kTransposed, kActivation, 3, 256, 1>(c, clusters, params, stream);
   if (is(2, 128, 1))
     return launch_strips<T, kTransposed, kActivation, 2, 128, 1>(c, clusters, params, stream);
+  if (is(3, 128, 1))
+    return launch_strips<T, kTransposed, kActivation, 3, 128, 1>(c, clusters, params, stream);
   return cudaErrorInvalidConfiguration;
 }
 

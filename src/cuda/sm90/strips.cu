@@ -4,8 +4,8 @@
 
 namespace rarefy::sm90 {
 
-cudaError_t launch(const StripProblem& p, const StripConfig& config, const StripPlan& plan,
-                   const StripOperands& operands, cudaStream_t stream) {
+cudaError_t launch(const StripProblem& p, const StripConfig& config, int sms, const StripOperands& operands,
+                   cudaStream_t stream) {
   StripParams params{};
   const auto u = [](std::int64_t x) { return static_cast<std::uint64_t>(x); };
 
@@ -32,6 +32,8 @@ cudaError_t launch(const StripProblem& p, const StripConfig& config, const Strip
     w.box[2] = static_cast<std::uint32_t>(64 / config.cluster);
     status = make_tensor_map(&params.w, p.dtype, operands.values, w);
     if (status != cudaSuccess) return status;
+  } else {
+    params.w = params.x;  // never read, but asked for ahead
   }
 
   TensorShape y;  // [token][feature]: 64 features × 64 tokens
@@ -42,17 +44,29 @@ cudaError_t launch(const StripProblem& p, const StripConfig& config, const Strip
   status = make_tensor_map(&params.y, p.dtype, operands.y, y);
   if (status != cudaSuccess) return status;
 
-  params.tile_range = operands.plan;
-  params.tiles = reinterpret_cast<const int4*>(operands.plan + plan.tiles_at);
+  const auto n = [](std::int64_t x) { return static_cast<int>(x); };
+  const StripPlan plan(p, sms);
+  const StripLists lists = plan.lists(config.cluster);
+  params.clusters = lists.clusters;
+  params.levels = lists.levels();
+  for (int level = 0; level < params.levels; ++level) {
+    params.list_begin[level] = lists.begin(level);
+    params.list_items[level] = StripOrder(lists.groups, lists.size, 1 << level, lists.clusters).items;
+  }
+  params.items = reinterpret_cast<const int2*>(operands.plan + plan.items_at[config.cluster - 1]);
+  params.groups = reinterpret_cast<const int4*>(operands.plan + plan.groups_at);
   params.steps = operands.plan + plan.steps_at;
+  const std::int64_t tokens = config.tokens * config.cluster;
+  params.token_tiles = n((p.tokens + tokens - 1) / tokens);
   params.bias = operands.bias;
-  params.features = static_cast<int>(p.out_features());
-  params.w_columns = static_cast<int>(p.block_cols / 64);
+  params.features = n(p.out_features());
+  params.w_columns = n(p.block_cols / 64);
+  params.columns = n((p.in_features() + 63) / 64);
   params.slots = static_cast<u32>(config.slots);
   params.w_slots = static_cast<u32>(config.w_slots);
   const auto run = p.dtype == DType::bf16 ? (p.transposed ? launch_grad_input_bf16 : launch_linear_bf16)
                                           : (p.transposed ? launch_grad_input_f16 : launch_linear_f16);
-  return run(p.activation, config, plan.clusters, params, stream);
+  return run(p.activation, config, lists.clusters, params, stream);
 }
 
 }  // namespace rarefy::sm90

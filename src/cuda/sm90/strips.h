@@ -1,6 +1,7 @@
 // The strip kernel, host side: linear and grad_input for blocks whose sides are multiples of 64.
-// A strip is 64 rows of W (64 columns for grad_input): what one warpgroup multiplies. A tile is a few strips
-// with similar patterns times 256 or 128 tokens; it walks the union of its strips' 64-wide columns.
+// A strip is 64 rows of W (64 columns for grad_input): what one warpgroup multiplies. A group is two or three
+// strips with similar patterns; a tile, a group times 256 or 128 tokens, walks the union of its strips' 64-wide
+// columns. Groups and unions follow from the pattern alone and are made on the device (strip_plan.cu).
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -9,6 +10,7 @@
 #include <string>
 #include <vector>
 
+#include "cuda/sm90/strip_walk.h"
 #include "rarefy/dtype.h"
 #include "rarefy/linear.h"
 
@@ -27,6 +29,13 @@ struct StripProblem {
   std::int64_t in_features() const { return transposed ? rows : cols; }
   std::int64_t out_features() const { return transposed ? cols : rows; }
   double density() const;  // stored / all
+  // Strips of a group. Three save bytes of X, but where two share a block row they have the same columns, and where
+  // little is stored groups have little in common. Of the weight alone: what is prepared serves any tokens.
+  int group_size() const {
+    return (transposed ? block_cols : block_rows) / 64 % 2 == 0 || density() < 1.0 / 6 ? 2 : 3;
+  }
+  std::int64_t strips() const { return (out_features() + 63) / 64; }
+  std::int64_t groups() const { return (strips() + group_size() - 1) / group_size(); }
 };
 
 struct Machine {
@@ -34,7 +43,7 @@ struct Machine {
   int shared_bytes = 227 * 1024;  // that a block may have
 };
 
-// One warpgroup for each strip; `cluster` thread blocks with neighbouring tokens share every block of W.
+// One warpgroup for each strip of a group; `cluster` thread blocks with neighbouring tokens share every block of W.
 struct StripConfig {
   int strips = 2, tokens = 256, cluster = 1;
   int slots = 5, w_slots = 8;  // in flight: steps, and blocks of W
@@ -55,25 +64,24 @@ std::vector<StripCandidate> strip_candidates(const StripProblem& problem, const 
 // The fastest by prediction. Only for supported problems.
 StripConfig configure(const StripProblem& problem, const Machine& machine);
 
-// What the kernel walks, as one buffer of 32-bit words: for each cluster its tiles, for each tile its steps.
-// Derived from the pattern and the number of tokens alone. Offsets are in words.
+// Where things are in a prepared buffer, in words: all follows from shapes and the GPU, so that no launch reads it.
+// What is there: strip_walk.h.
 struct StripPlan {
-  std::vector<std::int32_t> words;
-  std::int64_t tiles_at = 0, steps_at = 0;
-  int clusters = 0;
-  std::int64_t steps = 0, tiles = 0;
-  double clocks = 0;  // predicted
+  int groups, size, sms;  // strips of a group; thread blocks at a time
+  std::int64_t groups_at = 0, steps_at = 0, items_at[2] = {}, scratch_at = 0, words = 0;
+  StripPlan(const StripProblem& problem, int sms);
+  StripLists lists(int cluster) const { return {groups, size, sms / cluster}; }
 };
 
-// The pattern's index by block row (crow, col) or, for grad_input, by block column (ccol, row, perm), on the
-// host.
-struct HostIndex {
+// A pattern's index on the device: by block row (crow, col) or, for grad_input, by block column (ccol, row, perm).
+struct StripIndex {
   const std::int32_t* offsets = nullptr;
   const std::int32_t* others = nullptr;
   const std::int32_t* entries = nullptr;  // position in values; null: in order
 };
-StripPlan prepare(const StripProblem& problem, const StripConfig& config, const Machine& machine,
-                  const HostIndex& index);
+// Queues the kernels that fill `words`, which are StripPlan::words; tokens and strides do not matter.
+cudaError_t prepare(const StripProblem& problem, int sms, const StripIndex& index, std::int32_t* words,
+                    cudaStream_t stream);
 
 // Device pointers, all 16-byte aligned. bias: out_features elements of the dtype, or null.
 struct StripOperands {
@@ -81,11 +89,11 @@ struct StripOperands {
   const void* values = nullptr;
   const void* bias = nullptr;
   void* y = nullptr;
-  const std::int32_t* plan = nullptr;  // StripPlan::words on the device
+  const std::int32_t* plan = nullptr;  // what prepare made
 };
 
 // Queues one kernel; waits for nothing and allocates nothing.
-cudaError_t launch(const StripProblem& problem, const StripConfig& config, const StripPlan& plan,
+cudaError_t launch(const StripProblem& problem, const StripConfig& config, int sms,
                    const StripOperands& operands, cudaStream_t stream);
 
 }  // namespace rarefy::sm90

@@ -1,5 +1,5 @@
-// What is in flight between the loading warp and the multiplying warpgroups of the strip kernel: a ring of
-// steps, each with a slot for X, and a ring of blocks of W, of which a step takes as many as it needs.
+// What is in flight between the loading warp and the multiplying warpgroups: a ring of steps, each with a slot for
+// X, and a ring of blocks of W, of which a step of the strip kernel takes as many as it needs.
 #pragma once
 
 #include "cuda/sm90/device/mbarrier.cuh"
@@ -7,12 +7,10 @@
 namespace rarefy::sm90 {
 
 inline constexpr int kMaxSlots = 8;
-inline constexpr u32 kAbsent = 0xFF;  // in a header: this strip stores nothing in this step
 
 struct RingState {
   alignas(8) u64 full[kMaxSlots];   // X and W of the step are there
   alignas(8) u64 empty[kMaxSlots];  // nobody reads them any more
-  u32 header[kMaxSlots];            // byte s: the slot of W for strip s
 };
 
 // A place in the ring: a slot, and the parity of the round.
