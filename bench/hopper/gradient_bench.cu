@@ -46,12 +46,16 @@ struct GradientSetup {
   Pattern pattern;
   GradientProblem problem;
   Buffer<T> dy, x, dvalues;
+  Buffer<std::int32_t> crow, col;
+  GradientOperands operands() const { return {dy.data(), x.data(), crow.data(), col.data(), dvalues.data()}; }
   GradientSetup(const GradientCase& c, bool integers, unsigned seed)
       : c(c),
         pattern(make_pattern(c.n, c.k, c.r, c.c, c.density, c.kind, seed)),
         dy(static_cast<std::size_t>(c.m * (c.n + c.pad))),
         x(static_cast<std::size_t>(c.m * (c.k + c.pad))),
-        dvalues(static_cast<std::size_t>(pattern.blocks() * c.r * c.c)) {
+        dvalues(static_cast<std::size_t>(pattern.blocks() * c.r * c.c)),
+        crow(to_device(pattern.crow)),
+        col(to_device(pattern.col)) {
     fill(dy.data(), dy.size, seed + 1, 1, integers);
     fill(x.data(), x.size, seed + 2, 1, integers);
     if (c.nan)
@@ -96,12 +100,8 @@ bool check(const GradientCase& c, bool integers, unsigned seed) {
   bool good = true;
   for (const GradientCandidate& candidate : gradient_candidates(s.problem, kMachine)) {
     if (!candidate.reason.empty() || !chosen_by_env(candidate.config.text())) continue;
-    const GradientPlan plan =
-        prepare(s.problem, candidate.config, s.pattern.crow.data(), s.pattern.col.data());
-    const auto words = to_device(plan.words);
     const auto call = [&] {
-      CHECK(launch(s.problem, candidate.config, plan,
-                   {s.dy.data(), s.x.data(), s.dvalues.data(), words.data()}, nullptr));
+      CHECK(launch(s.problem, candidate.config, s.operands(), nullptr));
       CHECK(cudaDeviceSynchronize());
     };
     s.dvalues.poison();
@@ -195,12 +195,8 @@ void time_gradient(Report& report, Dense& dense, bool every_config) {
           if (!candidate.reason.empty() || !chosen_by_env(candidate.config.text()) ||
               !(is_chosen || (every_config && main_shape)))
             continue;
-          const GradientPlan plan =
-              prepare(s.problem, candidate.config, s.pattern.crow.data(), s.pattern.col.data());
-          const auto words = to_device(plan.words);
           const Times t = time_graph([&](cudaStream_t stream) {
-            CHECK(launch(s.problem, candidate.config, plan,
-                         {s.dy.data(), s.x.data(), s.dvalues.data(), words.data()}, stream));
+            CHECK(launch(s.problem, candidate.config, s.operands(), stream));
           });
           report.add({"grad_weight", shape.m, shape.n, shape.k, std::to_string(b) + "x" + std::to_string(b),
                       density, "gradient", candidate.config.text() + (is_chosen ? " *" : ""), t, t_dense,

@@ -172,6 +172,31 @@ TEST_F(Sm90Test, StripsOfManyTokens) {
   check({300, 128 * 150, 64, 128, 64, 0.3, DType::f16, true, 0}, "sm90_strips_linear");
 }
 
+TEST_F(Sm90Test, GradWeight) {
+  const std::pair<std::int64_t, std::int64_t> blocks[] = {{64, 64}, {128, 128}, {64, 128}, {192, 64}, {128, 64}};
+  for (const auto& [r, c] : blocks) {
+    for (const DType dtype : {DType::bf16, DType::f16}) {
+      for (const bool integers : {false, true}) {
+        // Empty and full rows; few tokens and many, in shares; more block rows than threads.
+        for (const ProblemSpec& spec : {ProblemSpec{300, 9 * r, 13 * c, r, c, 0.3, dtype, integers, 8},
+                                        ProblemSpec{1, 5 * r - 24, 3 * c - 40, r, c, 0.6, dtype, integers, 8},
+                                        ProblemSpec{1500, 2 * r, 5 * c - 8, r, c, 1.0, dtype, integers, 16}}) {
+          const Problem problem = make_problem(spec);
+          ProblemIn<DeviceBuffer> gpu(problem);
+          const Force force("cuda:sm90");
+          expect_ok(gpu.grad_weight());
+          expect_grad_weight(problem, gpu);
+        }
+      }
+    }
+  }
+  const Problem problem = make_problem({80, 64 * 500, 128, 64, 64, 0.5, DType::bf16, true, 0});
+  ProblemIn<DeviceBuffer> gpu(problem);
+  const Force force("cuda:sm90");
+  expect_ok(gpu.grad_weight());
+  expect_grad_weight(problem, gpu);
+}
+
 TEST_F(Sm90Test, Decode) {
   const std::pair<std::int64_t, std::int64_t> blocks[] = {{16, 16}, {32, 32}, {64, 64}, {128, 64}, {16, 48}};
   for (const auto& [r, c] : blocks) {

@@ -146,17 +146,22 @@ void expect_grad_input(const Problem& problem, ProblemIn<Buffer>& run) {
 }
 
 template <class Buffer>
-void expect_products(const Problem& problem, ProblemIn<Buffer>& run) {
+void expect_grad_weight(const Problem& problem, ProblemIn<Buffer>& run) {
   const ProblemSpec& spec = problem.spec;
   const Host host{problem};
-  expect_linear(problem, run);
-  expect_grad_input(problem, run);
   const std::int64_t value_count = problem.pattern.shape().value_count();
   const std::vector<double> tokens(static_cast<std::size_t>(value_count), static_cast<double>(spec.m));
   expect_close("grad_weight", spec, run.dvalues(), value_count, std::max<std::int64_t>(value_count, 1),
                {host.grad_weight(problem.dy, problem.x),
                 host.grad_weight(absolute(problem.dy), absolute(problem.x)), tokens},
                spec.integers);
+}
+
+template <class Buffer>
+void expect_products(const Problem& problem, ProblemIn<Buffer>& run) {
+  expect_linear(problem, run);
+  expect_grad_input(problem, run);
+  expect_grad_weight(problem, run);
 }
 
 // An activation adds to its argument's error, as far as its slope (below 1.2) passes it on, a few units of

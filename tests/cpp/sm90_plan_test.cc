@@ -181,35 +181,23 @@ TEST(TallPlan, CoversEachOutputOnce) {
   }
 }
 
-TEST(GradientPlan, CoversEachPartOfEachStoredBlockOnce) {
+// Thread blocks find their tiles themselves: no pattern has more than are launched.
+TEST(GradientTiles, NoPatternHasMore) {
   for (const auto& [r, c] : {std::pair{64, 64}, {128, 128}, {192, 64}, {64, 256}, {256, 128}}) {
-    for (const double density : {0.0, 0.1, 0.5, 1.0}) {
+    for (const double density : {0.0, 0.02, 0.1, 0.5, 1.0}) {
       const std::int64_t rows = 1000, cols = 1300;
       const Pattern pattern = random_pattern((rows + r - 1) / r, (cols + c - 1) / c, density, 4);
       const GradientProblem p{DType::bf16, 500, rows, cols, r, c, std::ssize(pattern.col), 1000, 1304};
       ASSERT_EQ(unsupported(p), "");
       for (const GradientCandidate& candidate : gradient_candidates(p, kMachine)) {
         if (!candidate.reason.empty()) continue;
-        const GradientPlan plan = prepare(p, candidate.config, pattern.crow.data(), pattern.col.data());
-        std::set<int> seen;
-        for (std::int64_t t = 0; t < plan.tiles; ++t) {
-          const std::int32_t* tile = plan.words.data() + 20 * t;
-          int columns = 0;
-          for (int i = 0; i < 8; ++i) columns += tile[4 + i] >= 0;
-          EXPECT_EQ(columns, tile[2]);
-          for (int i = 0; i < 8; ++i) {
-            const int part = tile[12 + i], column = tile[4 + (candidate.config.two ? i % 4 : i)];
-            ASSERT_EQ(part >= 0, column >= 0);
-            if (part < 0) continue;
-            EXPECT_TRUE(seen.insert(part).second);
-            const std::int64_t row = part / (c / 64), entry = row / (r / 64);  // in values
-            const auto above = std::upper_bound(pattern.crow.begin(), pattern.crow.end(), entry);
-            const std::int64_t block_row = above - pattern.crow.begin() - 1;
-            EXPECT_EQ(tile[0] + (candidate.config.two ? i / 4 : 0), block_row * (r / 64) + row % (r / 64));
-            EXPECT_EQ(column, pattern.col[static_cast<std::size_t>(entry)] * (c / 64) + part % (c / 64));
-          }
+        const GradientConfig& config = candidate.config;
+        std::int64_t tiles = 0;
+        for (std::size_t i = 0; i + 1 < pattern.crow.size(); ++i) {
+          const std::int64_t columns = (pattern.crow[i + 1] - pattern.crow[i]) * (c / 64);
+          tiles += (columns + config.columns() - 1) / config.columns() * (r / 64) / (config.two ? 2 : 1);
         }
-        EXPECT_EQ(std::ssize(seen), std::ssize(pattern.col) * (r / 64) * (c / 64)) << candidate.config.text();
+        EXPECT_LE(tiles, tiles_at_most(p, config)) << config.text();
       }
     }
   }

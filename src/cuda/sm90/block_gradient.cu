@@ -14,16 +14,16 @@ namespace {
 
 constexpr u32 kPanelBytes = 64 * 64 * 2;  // 64 tokens × 64 features
 
-struct GradientTile {  // 80 bytes of the plan
-  int strip, strips, columns, unused;
+struct GradientTile {
+  int strip, strips, columns;  // columns: 0: there is no such tile
   int column[8];  // panels of X; -1: none
   int part[8];    // of warpgroup w at 4w …; -1: none
 };
 
 struct GradientParams {
   CUtensorMap dy, x, dvalues;
-  const GradientTile* tiles;
-  int tokens, rows, cols, w_columns;
+  const int *crow, *col;
+  int tokens, rows, cols, block_row_count, high, wide;  // high, wide: of a block, / 64
 };
 
 template <bool kTwo>
@@ -33,6 +33,81 @@ struct GradientShape {
   static constexpr u32 kSlots = kTwo ? 4 : 3;
   static constexpr u32 kBytes = 1024 + kSlots * kSlotBytes;
 };
+
+// The sum of `value` over the threads before this one; `total` over all. Every thread of the block calls it.
+__device__ inline int sum_before(int value, int& total, int* of_warps) {
+  const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
+  int sum = value;
+#pragma unroll
+  for (int d = 1; d < 32; d *= 2) {
+    const int below = __shfl_up_sync(~0u, sum, d);
+    if (lane >= d) sum += below;
+  }
+  __syncthreads();
+  if (lane == 31) of_warps[warp] = sum;
+  __syncthreads();
+  int before = 0;
+  total = 0;
+#pragma unroll
+  for (int w = 0; w < 12; ++w) {
+    before += w < warp ? of_warps[w] : 0;
+    total += of_warps[w];
+  }
+  return before + sum - value;
+}
+
+// Tile `index` of those of all block rows, by falling width: whole ones first, then what is left of each row, which
+// costs less and fills the last round. Into shared memory, by all threads; a barrier has to follow.
+template <bool kTwo>
+__device__ inline void find_tile(const GradientParams& p, int index, GradientTile& tile) {
+  constexpr int kColumns = kTwo ? 4 : 8, kStrips = kTwo ? 2 : 1;
+  __shared__ int of_warps[12], found[3];  // block row, first column, columns
+  const int self = static_cast<int>(threadIdx.x), tiles_of_row = p.high / kStrips;
+  const int each = (p.block_row_count + 383) / 384, begin = min(self * each, p.block_row_count),
+            end = min(begin + each, p.block_row_count);
+  const int first_strip = index % tiles_of_row * kStrips;
+  index /= tiles_of_row;
+  if (self < 3) found[self] = 0;
+  const auto columns_of = [&](int row) { return (__ldg(p.crow + row + 1) - __ldg(p.crow + row)) * p.wide; };
+  // Tiles of one width that a row has, for the widths from whole to 1, until `index` is among them.
+  for (int width = kColumns; width > 0; --width) {
+    const auto tiles_of = [&](int row) {
+      return width == kColumns ? columns_of(row) / kColumns : columns_of(row) % kColumns == width ? 1 : 0;
+    };
+    int mine = 0, total = 0;
+    for (int row = begin; row < end; ++row) mine += tiles_of(row);
+    int left = index - sum_before(mine, total, of_warps);
+    if (left >= 0 && left < mine) {
+      int row = begin;
+      for (; left >= tiles_of(row); ++row) left -= tiles_of(row);
+      found[0] = row;
+      found[1] = width == kColumns ? left * kColumns : columns_of(row) / kColumns * kColumns;
+      found[2] = width;
+    }
+    if (index < total) break;
+    index -= total;
+  }
+  __syncthreads();
+  const int row = found[0], first = found[1], count = found[2];
+  if (self == 0) {
+    tile.strip = row * p.high + first_strip;
+    tile.strips = kStrips;
+    tile.columns = count;
+  }
+  if (self < 8) {
+    // Without a second strip, warpgroup 0 has the first half of the columns.
+    const int half = (count + 1) / 2;
+    const int c = kTwo ? (self < count ? self : -1)
+                       : (self < 4 ? (self < half ? self : -1) : (self - 4 < count - half ? half + self - 4 : -1));
+    const int entry = c < 0 ? 0 : __ldg(p.crow + row) + (first + c) / p.wide, inside = (first + c) % p.wide;
+    tile.column[self] = c < 0 ? -1 : __ldg(p.col + entry) * p.wide + inside;
+    if (!kTwo) tile.part[self] = c < 0 ? -1 : (entry * p.high + first_strip) * p.wide + inside;
+    if (kTwo && self < 4) {
+      tile.part[self] = c < 0 ? -1 : (entry * p.high + first_strip) * p.wide + inside;
+      tile.part[self + 4] = c < 0 ? -1 : (entry * p.high + first_strip + 1) * p.wide + inside;
+    }
+  }
+}
 
 template <class T, bool kTwo, int kSplit>
 __global__ void __launch_bounds__(384, 1) gradient_kernel(const __grid_constant__ GradientParams p) {
@@ -45,7 +120,8 @@ __global__ void __launch_bounds__(384, 1) gradient_kernel(const __grid_constant_
   const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 32, 0);
   const int lane = static_cast<int>(threadIdx.x) % 32;
   const u32 rank = kSplit == 1 ? 0 : cluster_rank();
-  const GradientTile& tile = p.tiles[blockIdx.x / kSplit];
+  __shared__ GradientTile tile;
+  find_tile<kTwo>(p, static_cast<int>(blockIdx.x) / kSplit, tile);
   const int all_steps = (p.tokens + 63) / 64;
   const int first = all_steps * static_cast<int>(rank) / kSplit,
             last = all_steps * (static_cast<int>(rank) + 1) / kSplit;
@@ -57,6 +133,7 @@ __global__ void __launch_bounds__(384, 1) gradient_kernel(const __grid_constant_
     barrier_init_done();
   }
   __syncthreads();
+  if (tile.columns == 0) return;  // of all blocks of the cluster
 
   if (warp >= 8) {
     give_registers<40>();
@@ -187,7 +264,7 @@ __global__ void __launch_bounds__(384, 1) gradient_kernel(const __grid_constant_
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       if (part[i] < 0) continue;
-      store_box(&p.dvalues, 0, part[i] % p.w_columns, part[i] / p.w_columns * 64,
+      store_box(&p.dvalues, 0, part[i] % p.wide, part[i] / p.wide * 64,
                 stage + static_cast<u32>(i) * kPanelBytes);
     }
     store_commit();
@@ -196,7 +273,7 @@ __global__ void __launch_bounds__(384, 1) gradient_kernel(const __grid_constant_
 }
 
 template <class T, bool kTwo, int kSplit>
-cudaError_t launch_kernel(const GradientPlan& plan, const GradientParams& params, cudaStream_t stream) {
+cudaError_t launch_kernel(std::int64_t tiles, const GradientParams& params, cudaStream_t stream) {
   const auto kernel = gradient_kernel<T, kTwo, kSplit>;
   const int bytes = static_cast<int>(GradientShape<kTwo>::kBytes);
   const cudaError_t status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
@@ -205,7 +282,7 @@ cudaError_t launch_kernel(const GradientPlan& plan, const GradientParams& params
   cluster.id = cudaLaunchAttributeClusterDimension;
   cluster.val.clusterDim = {kSplit, 1, 1};
   cudaLaunchConfig_t launch{};
-  launch.gridDim = dim3(static_cast<unsigned>(plan.tiles * kSplit));
+  launch.gridDim = dim3(static_cast<unsigned>(tiles * kSplit));
   launch.blockDim = dim3(384);
   launch.dynamicSmemBytes = static_cast<std::size_t>(bytes);
   launch.stream = stream;
@@ -215,21 +292,21 @@ cudaError_t launch_kernel(const GradientPlan& plan, const GradientParams& params
 }
 
 template <class T, bool kTwo>
-cudaError_t launch_split(int split, const GradientPlan& plan, const GradientParams& params,
-                         cudaStream_t stream) {
+cudaError_t launch_split(int split, std::int64_t tiles, const GradientParams& params, cudaStream_t stream) {
   switch (split) {
-    case 1: return launch_kernel<T, kTwo, 1>(plan, params, stream);
-    case 2: return launch_kernel<T, kTwo, 2>(plan, params, stream);
-    case 4: return launch_kernel<T, kTwo, 4>(plan, params, stream);
+    case 1: return launch_kernel<T, kTwo, 1>(tiles, params, stream);
+    case 2: return launch_kernel<T, kTwo, 2>(tiles, params, stream);
+    case 4: return launch_kernel<T, kTwo, 4>(tiles, params, stream);
     default: return cudaErrorInvalidConfiguration;
   }
 }
 
 }  // namespace
 
-cudaError_t launch(const GradientProblem& p, const GradientConfig& config, const GradientPlan& plan,
-                   const GradientOperands& o, cudaStream_t stream) {
-  if (plan.tiles == 0) return cudaSuccess;
+cudaError_t launch(const GradientProblem& p, const GradientConfig& config, const GradientOperands& o,
+                   cudaStream_t stream) {
+  const std::int64_t tiles = tiles_at_most(p, config);
+  if (tiles == 0) return cudaSuccess;
   GradientParams params{};
   const auto u = [](std::int64_t x) { return static_cast<std::uint64_t>(x); };
   const auto by_token = [&](CUtensorMap* map, const void* data, std::int64_t features, std::int64_t stride) {
@@ -253,17 +330,20 @@ cudaError_t launch(const GradientProblem& p, const GradientConfig& config, const
   w.box[0] = w.box[2] = 64;
   status = make_tensor_map(&params.dvalues, p.dtype, o.dvalues, w);
   if (status != cudaSuccess) return status;
-  params.tiles = reinterpret_cast<const GradientTile*>(o.plan);
+  params.crow = o.crow;
+  params.col = o.col;
+  params.block_row_count = static_cast<int>((p.rows + p.block_rows - 1) / p.block_rows);
+  params.high = static_cast<int>(p.block_rows / 64);
   params.tokens = static_cast<int>(p.tokens);
   params.rows = static_cast<int>(p.rows);
   params.cols = static_cast<int>(p.cols);
-  params.w_columns = static_cast<int>(p.block_cols / 64);
+  params.wide = static_cast<int>(p.block_cols / 64);
   if (p.dtype == DType::bf16) {
-    return config.two ? launch_split<__nv_bfloat16, true>(config.split, plan, params, stream)
-                      : launch_split<__nv_bfloat16, false>(config.split, plan, params, stream);
+    return config.two ? launch_split<__nv_bfloat16, true>(config.split, tiles, params, stream)
+                      : launch_split<__nv_bfloat16, false>(config.split, tiles, params, stream);
   }
-  return config.two ? launch_split<__half, true>(config.split, plan, params, stream)
-                    : launch_split<__half, false>(config.split, plan, params, stream);
+  return config.two ? launch_split<__half, true>(config.split, tiles, params, stream)
+                    : launch_split<__half, false>(config.split, tiles, params, stream);
 }
 
 }  // namespace rarefy::sm90

@@ -26,6 +26,7 @@ struct GradientProblem {
 struct GradientConfig {
   int split = 1;    // thread blocks that share the tokens of a tile: 1, 2 or 4
   bool two = true;  // tiles of two strips
+  int columns() const { return two ? 4 : 8; }  // of a tile, 64-wide
 
   std::string text() const {
     return "split=" + std::to_string(split) + " strips=" + (two ? std::string("2") : std::string("1"));
@@ -42,22 +43,17 @@ std::string unsupported(const GradientProblem& problem);
 std::vector<GradientCandidate> gradient_candidates(const GradientProblem& problem, const Machine& machine);
 GradientConfig configure(const GradientProblem& problem, const Machine& machine);
 
-struct GradientPlan {
-  std::vector<std::int32_t>
-      words;  // 12 a tile: strip, parts, two unused, then columns and blocks (see the kernel)
-  std::int64_t tiles = 0;
-};
-// crow and col on the host.
-GradientPlan prepare(const GradientProblem& problem, const GradientConfig& config, const std::int32_t* crow,
-                     const std::int32_t* col);
+// Thread blocks of a launch: the most tiles that a pattern of these sizes can have. Each finds its own tile in
+// crow; those that find none leave.
+std::int64_t tiles_at_most(const GradientProblem& problem, const GradientConfig& config);
 
 struct GradientOperands {  // device pointers, 16-byte aligned
   const void *dy = nullptr, *x = nullptr;
+  const std::int32_t *crow = nullptr, *col = nullptr;
   void* dvalues = nullptr;
-  const std::int32_t* plan = nullptr;
 };
 
-cudaError_t launch(const GradientProblem& problem, const GradientConfig& config, const GradientPlan& plan,
+cudaError_t launch(const GradientProblem& problem, const GradientConfig& config,
                    const GradientOperands& operands, cudaStream_t stream);
 
 }  // namespace rarefy::sm90

@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "core/message.h"
+#include "cuda/sm90/block_gradient.h"
 #include "cuda/sm90/decode.h"
 #include "cuda/sm90/strips.h"
 #include "cuda/status.h"
@@ -145,6 +146,46 @@ Kernel strips(Op op, std::string_view name) {
           .prepare = prepare_strips};
 }
 
+// The gradient of stored blocks -------------------------------------------------------------------------
+
+struct GradientChoice {
+  std::int64_t split = 1, strips = 2;
+  static constexpr std::string_view kFields[] = {"split", "strips"};
+  GradientConfig config() const { return {static_cast<int>(split), strips == 2}; }
+};
+
+GradientProblem gradient_problem(const Problem& p) {
+  const BsrShape& s = p.weight.shape;
+  return {p.in, p.tokens, s.rows, s.cols, s.block_rows, s.block_cols, s.nnzb, p.in_stride, p.out_stride};
+}
+
+Reason supports_gradient(const Problem& p, const rarefy::Machine& machine) {
+  if (Reason reason = supports_family(p, machine); !reason.empty()) return reason;
+  if (p.out_alignment < 16) return cat("needs gradients aligned to 16 bytes; got ", p.out_alignment);
+  return unsupported(gradient_problem(p));
+}
+
+Config gradient_config(const GradientConfig& c) { return to_config(GradientChoice{c.split, c.two ? 2 : 1}); }
+
+Config configure_gradient(const Problem& p, const rarefy::Machine& machine) {
+  return gradient_config(configure(gradient_problem(p), sm90_machine(machine)));
+}
+
+std::vector<Config> candidates_gradient(const Problem& p, const rarefy::Machine& machine) {
+  std::vector<Config> all;
+  for (const GradientCandidate& c : gradient_candidates(gradient_problem(p), sm90_machine(machine))) {
+    if (c.reason.empty()) all.push_back(gradient_config(c.config));
+  }
+  return all;
+}
+
+Status run_gradient(const Call& call) {
+  const GradientOperands operands{call.dy.data, call.x.data, call.plan.crow, call.plan.col, call.dvalues};
+  return cuda::launch_status("grad_weight", launch(gradient_problem(call.problem),
+                                                   from_config<GradientChoice>(call.config).config(), operands,
+                                                   static_cast<cudaStream_t>(call.stream)));
+}
+
 }  // namespace
 
 void add_rows(Registry& registry) {
@@ -159,6 +200,15 @@ void add_rows(Registry& registry) {
                       .candidates = candidates_decode});
   registry.push_back(strips(Op::linear, "sm90_strips_linear"));
   registry.push_back(strips(Op::grad_input, "sm90_strips_grad_input"));
+  registry.push_back({.op = Op::grad_weight,
+                      .device = Device::cuda,
+                      .family = "sm90",
+                      .name = "sm90_block_gradient",
+                      .supports = supports_gradient,
+                      .run = run_gradient,
+                      .configure = configure_gradient,
+                      .fields = GradientChoice::kFields,
+                      .candidates = candidates_gradient});
 }
 
 }  // namespace rarefy::sm90
