@@ -46,8 +46,12 @@ struct GradientSetup {
   Pattern pattern;
   GradientProblem problem;
   Buffer<T> dy, x, dvalues;
-  Buffer<std::int32_t> crow, col;
-  GradientOperands operands() const { return {dy.data(), x.data(), crow.data(), col.data(), dvalues.data()}; }
+  Buffer<std::int32_t> crow, col, list;
+  // With a list, or with none: then thread blocks find their tiles themselves.
+  GradientOperands operands(const GradientConfig& config, bool prepared) const {
+    if (prepared) CHECK(prepare(problem, config, crow.data(), col.data(), list.data(), nullptr));
+    return {dy.data(), x.data(), crow.data(), col.data(), dvalues.data(), prepared ? list.data() : nullptr};
+  }
   GradientSetup(const GradientCase& c, bool integers, unsigned seed)
       : c(c),
         pattern(make_pattern(c.n, c.k, c.r, c.c, c.density, c.kind, seed)),
@@ -55,7 +59,8 @@ struct GradientSetup {
         x(static_cast<std::size_t>(c.m * (c.k + c.pad))),
         dvalues(static_cast<std::size_t>(pattern.blocks() * c.r * c.c)),
         crow(to_device(pattern.crow)),
-        col(to_device(pattern.col)) {
+        col(to_device(pattern.col)),
+        list(static_cast<std::size_t>((pattern.blocks() + c.n) * (c.r / 64) * (c.c / 64) * kTileWords)) {
     fill(dy.data(), dy.size, seed + 1, 1, integers);
     fill(x.data(), x.size, seed + 2, 1, integers);
     if (c.nan)
@@ -100,12 +105,12 @@ bool check(const GradientCase& c, bool integers, unsigned seed) {
   bool good = true;
   for (const GradientCandidate& candidate : gradient_candidates(s.problem, kMachine)) {
     if (!candidate.reason.empty() || !chosen_by_env(candidate.config.text())) continue;
-    const auto call = [&] {
-      CHECK(launch(s.problem, candidate.config, s.operands(), nullptr));
+    const auto call = [&](bool prepared) {
+      CHECK(launch(s.problem, candidate.config, s.operands(candidate.config, prepared), nullptr));
       CHECK(cudaDeviceSynchronize());
     };
     s.dvalues.poison();
-    call();
+    call(true);
     const std::vector<T> dw = s.dvalues.host();
     const bool guards = s.dvalues.guards_intact();
     std::int64_t wrong = 0, unwritten = 0;
@@ -133,7 +138,7 @@ bool check(const GradientCase& c, bool integers, unsigned seed) {
       std::memcpy(&bits, &v, 2);
       unwritten += bits == 0xFFFF;
     }
-    call();
+    call(false);
     const std::vector<T> again = s.dvalues.host();
     const bool same = dw.empty() || std::memcmp(again.data(), dw.data(), dw.size() * sizeof(T)) == 0;
     if (wrong > 0 || (unwritten > 0 && !c.nan) || !guards || !same) {
@@ -195,9 +200,9 @@ void time_gradient(Report& report, Dense& dense, bool every_config) {
           if (!candidate.reason.empty() || !chosen_by_env(candidate.config.text()) ||
               !(is_chosen || (every_config && main_shape)))
             continue;
-          const Times t = time_graph([&](cudaStream_t stream) {
-            CHECK(launch(s.problem, candidate.config, s.operands(), stream));
-          });
+          const GradientOperands operands = s.operands(candidate.config, true);
+          const Times t = time_graph(
+              [&](cudaStream_t stream) { CHECK(launch(s.problem, candidate.config, operands, stream)); });
           report.add({"grad_weight", shape.m, shape.n, shape.k, std::to_string(b) + "x" + std::to_string(b),
                       density, "gradient", candidate.config.text() + (is_chosen ? " *" : ""), t, t_dense,
                       candidate.microseconds});

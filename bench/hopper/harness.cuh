@@ -193,8 +193,8 @@ inline __global__ void read_kernel(const uint4* p, std::size_t n, unsigned* sum)
   if (s == 0x12345678) *sum = s;
 }
 
-// Microseconds of one call, replayed as a graph. Before each, L2 is filled with other lines: written ones, and with
-// FLUSH=read then with read ones, which cost nothing to push out.
+// Microseconds of one call, replayed as a graph. Before each, L2 is filled with other lines: written ones,
+// and with FLUSH=read then with read ones, which cost nothing to push out.
 template <class F>
 Times time_graph(F&& call, int repeats = 21) {
   static Buffer<char> flush(256u << 20), others(256u << 20);

@@ -42,8 +42,9 @@ struct Prepared {
     CHECK(cudaDeviceSynchronize());
   }
   void make(const StripProblem& problem, cudaStream_t stream) const {
-    CHECK(prepare(problem, kMachine.sms, {offsets.data(), others.data(), transposed ? entries.data() : nullptr},
-                  words.data(), stream));
+    CHECK(prepare(problem, kMachine.sms,
+                  {offsets.data(), others.data(), transposed ? entries.data() : nullptr}, words.data(),
+                  stream));
   }
 };
 
@@ -51,8 +52,7 @@ template <class T>
 void run(const Setup<T>& s, const Prepared& prepared, const StripProblem& problem, const StripConfig& config,
          cudaStream_t stream) {
   CHECK(launch(problem, config, kMachine.sms,
-               {s.x.data(), s.values.data(), s.bias_or_null(), s.y.data(), prepared.words.data()},
-               stream));
+               {s.x.data(), s.values.data(), s.bias_or_null(), s.y.data(), prepared.words.data()}, stream));
 }
 
 // Every configuration of one case; false if one is wrong.
@@ -125,31 +125,46 @@ void time_strips(Report& report, Dense& dense, bool every_config) {
     // dX = dY W is a product of (M, N) and (N, K).
     const Times t_dense =
         shape.transposed ? dense.linear(shape.m, shape.k, shape.n) : dense.linear(shape.m, shape.n, shape.k);
+    struct Which {
+      std::int64_t b;
+      double density;
+      Kind kind = Kind::random;
+    };
+    std::vector<Which> all;
     for (const std::int64_t b : {128, 64}) {
-      for (const double density : {.5, .25, .1}) {
-        Case c{shape.transposed, shape.m, shape.n, shape.k, b, b, density};
-        Setup<__nv_bfloat16> s(c, false, 7);
-        const StripProblem problem = problem_of(s);
-        const Prepared prepared(problem, s.pattern);
-        const double prepare_us =
-            time_graph([&](cudaStream_t stream) { prepared.make(problem, stream); }, 5).median;
-        const std::string chosen = configure(problem, kMachine).text();
-        for (const StripCandidate& candidate : strip_candidates(problem, kMachine)) {
-          const bool is_chosen = candidate.config.text() == chosen;
-          if (!candidate.reason.empty() || !chosen_by_env(candidate.config.text()) ||
-              !(is_chosen || (every_config && main_shape && !shape.transposed)))
-            continue;
-          if (main_shape) {
-            const Expected expected(s, false, 16);
-            expected.compare(s, candidate.config.text(),
-                             [&] { run(s, prepared, problem, candidate.config, nullptr); });
-          }
-          const Times t = time_graph(
-              [&](cudaStream_t stream) { run(s, prepared, problem, candidate.config, stream); });
-          report.add({shape.transposed ? "grad_input" : "linear", shape.m, shape.n, shape.k, block_text(c),
-                      density, "strips", candidate.config.text() + (is_chosen ? " *" : ""), t, t_dense,
-                      candidate.microseconds, prepare_us});
+      for (const double density : {.5, .25, .1}) all.push_back({b, density});
+      if (!main_shape || shape.transposed) continue;
+      for (const double density : {.25, .1}) {  // skewed
+        all.push_back({b, density, Kind::one_dense_row});
+        all.push_back({b, density, Kind::rows_half_empty});
+      }
+    }
+    for (const auto& [b, density, kind] : all) {
+      const char* name = kind == Kind::random          ? "strips"
+                         : kind == Kind::one_dense_row ? "strips (one dense row)"
+                                                       : "strips (half of the rows empty)";
+      Case c{shape.transposed, shape.m, shape.n, shape.k, b, b, density, kind};
+      Setup<__nv_bfloat16> s(c, false, 7);
+      const StripProblem problem = problem_of(s);
+      const Prepared prepared(problem, s.pattern);
+      const double prepare_us =
+          time_graph([&](cudaStream_t stream) { prepared.make(problem, stream); }, 5).median;
+      const std::string chosen = configure(problem, kMachine).text();
+      for (const StripCandidate& candidate : strip_candidates(problem, kMachine)) {
+        const bool is_chosen = candidate.config.text() == chosen;
+        if (!candidate.reason.empty() || !chosen_by_env(candidate.config.text()) ||
+            !(is_chosen || (every_config && main_shape && !shape.transposed)))
+          continue;
+        if (main_shape) {
+          const Expected expected(s, false, 16);
+          expected.compare(s, candidate.config.text(),
+                           [&] { run(s, prepared, problem, candidate.config, nullptr); });
         }
+        const Times t =
+            time_graph([&](cudaStream_t stream) { run(s, prepared, problem, candidate.config, stream); });
+        report.add({shape.transposed ? "grad_input" : "linear", shape.m, shape.n, shape.k, block_text(c),
+                    density, name, candidate.config.text() + (is_chosen ? " *" : ""), t, t_dense,
+                    candidate.microseconds, prepare_us});
       }
     }
   }

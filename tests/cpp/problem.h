@@ -168,11 +168,12 @@ class ProblemIn {
                               context(stream));
   }
   Status grad_weight(void* stream = nullptr) {
+    const rarefy::Problem asked = problem(Op::grad_weight, host_.y_stride(), host_.x_stride());
     return rarefy::grad_weight(dy_view(), x_view(), plan_view(), dvalues_.data(), spec_.dtype,
-                               context(stream));
+                               context(stream), w_view(asked, stream).derived);
   }
 
-  // What linear() and grad_input() ask for, without data.
+  // What the products ask for, without data.
   rarefy::Problem problem(Op op, std::int64_t in_stride, std::int64_t out_stride) const {
     rarefy::Problem asked = rarefy::make_problem(op, host_.pattern.shape(), spec_.m, spec_.dtype,
                                                  Buffer::kDevice, executor_.threads);
@@ -180,8 +181,8 @@ class ProblemIn {
     asked.out_stride = out_stride;
     return asked;
   }
-  // From now on calls hold what their kernels derive from the weight, made anew for each: for as many tokens as it
-  // has, or for others.
+  // From now on calls hold what their kernels derive from the weight, made anew for each: for as many tokens
+  // as it has, or for others.
   void hold_derived(std::int64_t tokens = 0) {
     hold_derived_ = true;
     derived_tokens_ = tokens;

@@ -77,7 +77,8 @@ TEST(StripOrder, CoversEachStripOfEachTokenTileOnce) {
           }
           EXPECT_EQ(std::ssize(seen), groups * token_tiles * size);
           // Cut tiles fill no round that whole ones would not.
-          EXPECT_LE((order.items + clusters - 1) / clusters, (groups * token_tiles + clusters - 1) / clusters);
+          EXPECT_LE((order.items + clusters - 1) / clusters,
+                    (groups * token_tiles + clusters - 1) / clusters);
         }
       }
     }

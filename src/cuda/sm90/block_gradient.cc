@@ -40,7 +40,9 @@ std::vector<GradientCandidate> gradient_candidates(const GradientProblem& p, con
       // Thread blocks walk the tokens together and find each other's panels in L2: a step takes little more
       // than its products. Sums of each further share are collected one after another.
       candidate.microseconds = 6 + rounds * (steps * 1150 / 1750 + 2 + 9 * (split - 1));
-      if (two && p.block_rows % 128 != 0) candidate.reason = "block rows do not come in pairs of 64";
+      if (two != (p.block_rows % 128 == 0)) {  // the weight alone decides
+        candidate.reason = two ? "block rows do not come in pairs of 64" : "block rows come in pairs of 64";
+      }
       if (split > ceil_div(p.tokens, 64)) candidate.reason = "fewer than 64 tokens for each share";
     }
   }
@@ -58,7 +60,8 @@ GradientConfig configure(const GradientProblem& p, const Machine& machine) {
 }
 
 std::int64_t tiles_at_most(const GradientProblem& p, const GradientConfig& config) {
-  const std::int64_t rows = ceil_div(p.rows, p.block_rows), high = p.block_rows / 64, wide = p.block_cols / 64;
+  const std::int64_t rows = ceil_div(p.rows, p.block_rows), high = p.block_rows / 64,
+                     wide = p.block_cols / 64;
   // Whole tiles, and one for what is left of each row.
   return (p.blocks * wide / config.columns() + std::min(rows, p.blocks)) * (high / (config.two ? 2 : 1));
 }

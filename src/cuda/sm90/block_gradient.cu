@@ -15,14 +15,16 @@ namespace {
 constexpr u32 kPanelBytes = 64 * 64 * 2;  // 64 tokens × 64 features
 
 struct GradientTile {
-  int strip, strips, columns;  // columns: 0: there is no such tile
-  int column[8];  // panels of X; -1: none
-  int part[8];    // of warpgroup w at 4w …; -1: none
+  int strip, strips, columns, unused;  // columns: 0: there is no such tile
+  int column[8];                       // panels of X; -1: none
+  int part[8];                         // of warpgroup w at 4w …; -1: none
 };
+static_assert(sizeof(GradientTile) == kTileWords * sizeof(int));
 
 struct GradientParams {
   CUtensorMap dy, x, dvalues;
   const int *crow, *col;
+  const int* list;                                      // GradientTile; null: none was made
   int tokens, rows, cols, block_row_count, high, wide;  // high, wide: of a block, / 64
 };
 
@@ -56,18 +58,18 @@ __device__ inline int sum_before(int value, int& total, int* of_warps) {
   return before + sum - value;
 }
 
-// Tile `index` of those of all block rows, by falling width: whole ones first, then what is left of each row, which
-// costs less and fills the last round. Into shared memory, by all threads; a barrier has to follow.
+// Tile `index` of those of all block rows, by falling width: whole ones first, then what is left of each row,
+// which costs less and fills the last round. Into shared memory, by all threads; a barrier has to follow.
 template <bool kTwo>
 __device__ inline void find_tile(const GradientParams& p, int index, GradientTile& tile) {
   constexpr int kColumns = kTwo ? 4 : 8, kStrips = kTwo ? 2 : 1;
-  __shared__ int of_warps[12], found[3];  // block row, first column, columns
+  __shared__ int of_warps[12], found[4];  // block row, first column, columns, its first entry
   const int self = static_cast<int>(threadIdx.x), tiles_of_row = p.high / kStrips;
   const int each = (p.block_row_count + 383) / 384, begin = min(self * each, p.block_row_count),
             end = min(begin + each, p.block_row_count);
   const int first_strip = index % tiles_of_row * kStrips;
   index /= tiles_of_row;
-  if (self < 3) found[self] = 0;
+  if (self < 4) found[self] = 0;
   const auto columns_of = [&](int row) { return (__ldg(p.crow + row + 1) - __ldg(p.crow + row)) * p.wide; };
   // Tiles of one width that a row has, for the widths from whole to 1, until `index` is among them.
   for (int width = kColumns; width > 0; --width) {
@@ -83,6 +85,7 @@ __device__ inline void find_tile(const GradientParams& p, int index, GradientTil
       found[0] = row;
       found[1] = width == kColumns ? left * kColumns : columns_of(row) / kColumns * kColumns;
       found[2] = width;
+      found[3] = __ldg(p.crow + row);
     }
     if (index < total) break;
     index -= total;
@@ -97,9 +100,10 @@ __device__ inline void find_tile(const GradientParams& p, int index, GradientTil
   if (self < 8) {
     // Without a second strip, warpgroup 0 has the first half of the columns.
     const int half = (count + 1) / 2;
-    const int c = kTwo ? (self < count ? self : -1)
-                       : (self < 4 ? (self < half ? self : -1) : (self - 4 < count - half ? half + self - 4 : -1));
-    const int entry = c < 0 ? 0 : __ldg(p.crow + row) + (first + c) / p.wide, inside = (first + c) % p.wide;
+    const int c =
+        kTwo ? (self < count ? self : -1)
+             : (self < 4 ? (self < half ? self : -1) : (self - 4 < count - half ? half + self - 4 : -1));
+    const int entry = c < 0 ? 0 : found[3] + (first + c) / p.wide, inside = (first + c) % p.wide;
     tile.column[self] = c < 0 ? -1 : __ldg(p.col + entry) * p.wide + inside;
     if (!kTwo) tile.part[self] = c < 0 ? -1 : (entry * p.high + first_strip) * p.wide + inside;
     if (kTwo && self < 4) {
@@ -107,6 +111,17 @@ __device__ inline void find_tile(const GradientParams& p, int index, GradientTil
       tile.part[self + 4] = c < 0 ? -1 : (entry * p.high + first_strip + 1) * p.wide + inside;
     }
   }
+}
+
+template <bool kTwo>
+__global__ void __launch_bounds__(384) list_kernel(const __grid_constant__ GradientParams p, int* list) {
+  __shared__ GradientTile tile;
+  if (threadIdx.x < kTileWords) reinterpret_cast<int*>(&tile)[threadIdx.x] = -1;
+  __syncthreads();
+  find_tile<kTwo>(p, static_cast<int>(blockIdx.x), tile);
+  __syncthreads();
+  if (threadIdx.x < kTileWords)
+    list[blockIdx.x * kTileWords + threadIdx.x] = reinterpret_cast<const int*>(&tile)[threadIdx.x];
 }
 
 template <class T, bool kTwo, int kSplit>
@@ -121,7 +136,12 @@ __global__ void __launch_bounds__(384, 1) gradient_kernel(const __grid_constant_
   const int lane = static_cast<int>(threadIdx.x) % 32;
   const u32 rank = kSplit == 1 ? 0 : cluster_rank();
   __shared__ GradientTile tile;
-  find_tile<kTwo>(p, static_cast<int>(blockIdx.x) / kSplit, tile);
+  if (p.list == nullptr) {
+    find_tile<kTwo>(p, static_cast<int>(blockIdx.x) / kSplit, tile);
+  } else if (threadIdx.x < kTileWords) {
+    reinterpret_cast<int*>(&tile)[threadIdx.x] =
+        __ldg(p.list + blockIdx.x / kSplit * kTileWords + threadIdx.x);
+  }
   const int all_steps = (p.tokens + 63) / 64;
   const int first = all_steps * static_cast<int>(rank) / kSplit,
             last = all_steps * (static_cast<int>(rank) + 1) / kSplit;
@@ -303,11 +323,39 @@ cudaError_t launch_split(int split, std::int64_t tiles, const GradientParams& pa
 
 }  // namespace
 
+namespace {
+
+GradientParams of_pattern(const GradientProblem& p, const std::int32_t* crow, const std::int32_t* col) {
+  GradientParams params{};
+  params.crow = crow;
+  params.col = col;
+  params.block_row_count = static_cast<int>((p.rows + p.block_rows - 1) / p.block_rows);
+  params.high = static_cast<int>(p.block_rows / 64);
+  params.wide = static_cast<int>(p.block_cols / 64);
+  return params;
+}
+
+}  // namespace
+
+cudaError_t prepare(const GradientProblem& p, const GradientConfig& config, const std::int32_t* crow,
+                    const std::int32_t* col, std::int32_t* words, cudaStream_t stream) {
+  const auto tiles = static_cast<unsigned>(tiles_at_most(p, config));
+  if (tiles == 0) return cudaSuccess;
+  const GradientParams params = of_pattern(p, crow, col);
+  if (config.two) {
+    list_kernel<true><<<tiles, 384, 0, stream>>>(params, words);
+  } else {
+    list_kernel<false><<<tiles, 384, 0, stream>>>(params, words);
+  }
+  return cudaGetLastError();
+}
+
 cudaError_t launch(const GradientProblem& p, const GradientConfig& config, const GradientOperands& o,
                    cudaStream_t stream) {
   const std::int64_t tiles = tiles_at_most(p, config);
   if (tiles == 0) return cudaSuccess;
-  GradientParams params{};
+  GradientParams params = of_pattern(p, o.crow, o.col);
+  params.list = o.prepared;
   const auto u = [](std::int64_t x) { return static_cast<std::uint64_t>(x); };
   const auto by_token = [&](CUtensorMap* map, const void* data, std::int64_t features, std::int64_t stride) {
     TensorShape shape;  // 64 features × 64 tokens
@@ -330,14 +378,9 @@ cudaError_t launch(const GradientProblem& p, const GradientConfig& config, const
   w.box[0] = w.box[2] = 64;
   status = make_tensor_map(&params.dvalues, p.dtype, o.dvalues, w);
   if (status != cudaSuccess) return status;
-  params.crow = o.crow;
-  params.col = o.col;
-  params.block_row_count = static_cast<int>((p.rows + p.block_rows - 1) / p.block_rows);
-  params.high = static_cast<int>(p.block_rows / 64);
   params.tokens = static_cast<int>(p.tokens);
   params.rows = static_cast<int>(p.rows);
   params.cols = static_cast<int>(p.cols);
-  params.wide = static_cast<int>(p.block_cols / 64);
   if (p.dtype == DType::bf16) {
     return config.two ? launch_split<__nv_bfloat16, true>(config.split, tiles, params, stream)
                       : launch_split<__nv_bfloat16, false>(config.split, tiles, params, stream);

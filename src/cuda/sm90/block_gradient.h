@@ -24,8 +24,8 @@ struct GradientProblem {
 };
 
 struct GradientConfig {
-  int split = 1;    // thread blocks that share the tokens of a tile: 1, 2 or 4
-  bool two = true;  // tiles of two strips
+  int split = 1;                               // thread blocks that share the tokens of a tile: 1, 2 or 4
+  bool two = true;                             // tiles of two strips: where block rows come in pairs of 64
   int columns() const { return two ? 4 : 8; }  // of a tile, 64-wide
 
   std::string text() const {
@@ -43,14 +43,20 @@ std::string unsupported(const GradientProblem& problem);
 std::vector<GradientCandidate> gradient_candidates(const GradientProblem& problem, const Machine& machine);
 GradientConfig configure(const GradientProblem& problem, const Machine& machine);
 
-// Thread blocks of a launch: the most tiles that a pattern of these sizes can have. Each finds its own tile in
-// crow; those that find none leave.
+// Thread blocks of a launch: the most tiles that a pattern of these sizes can have. Each finds its own tile
+// in crow and col, or in a list made of them once; those that find none leave.
 std::int64_t tiles_at_most(const GradientProblem& problem, const GradientConfig& config);
+inline constexpr std::int64_t kTileWords = 20;  // of the list
+
+// Queues the kernel that makes the list: kTileWords for each tile. Splits do not matter.
+cudaError_t prepare(const GradientProblem& problem, const GradientConfig& config, const std::int32_t* crow,
+                    const std::int32_t* col, std::int32_t* words, cudaStream_t stream);
 
 struct GradientOperands {  // device pointers, 16-byte aligned
   const void *dy = nullptr, *x = nullptr;
   const std::int32_t *crow = nullptr, *col = nullptr;
   void* dvalues = nullptr;
+  const std::int32_t* prepared = nullptr;  // null: tiles are found by each thread block
 };
 
 cudaError_t launch(const GradientProblem& problem, const GradientConfig& config,

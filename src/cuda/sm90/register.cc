@@ -91,8 +91,7 @@ Machine sm90_machine(const rarefy::Machine& machine) {
 }
 
 Config choice_of(const StripConfig& c, const rarefy::Machine& machine) {
-  return to_config(
-      StripChoice{c.strips, c.tokens, c.cluster, c.slots, c.w_slots, machine.gpu.sms});
+  return to_config(StripChoice{c.strips, c.tokens, c.cluster, c.slots, c.w_slots, machine.gpu.sms});
 }
 
 Config configure_strips(const Problem& p, const rarefy::Machine& machine) {
@@ -127,9 +126,9 @@ Status run_strips(const Call& call) {
   const StripProblem problem = strip_problem(call.problem);
   const StripOperands operands{problem.transposed ? call.dy.data : call.x.data, call.values, call.bias,
                                call.out.data, static_cast<const std::int32_t*>(call.derived.prepared)};
-  return cuda::launch_status(
-      name(call.problem.op), launch(problem, from_config<StripChoice>(call.config).config(), sms_of(call.config),
-                                    operands, static_cast<cudaStream_t>(call.stream)));
+  return cuda::launch_status(name(call.problem.op),
+                             launch(problem, from_config<StripChoice>(call.config).config(),
+                                    sms_of(call.config), operands, static_cast<cudaStream_t>(call.stream)));
 }
 
 Kernel strips(Op op, std::string_view name) {
@@ -179,11 +178,25 @@ std::vector<Config> candidates_gradient(const Problem& p, const rarefy::Machine&
   return all;
 }
 
+std::int64_t gradient_prepared_size(const Problem& p, const Config& config) {
+  return tiles_at_most(gradient_problem(p), from_config<GradientChoice>(config).config()) * kTileWords *
+         static_cast<std::int64_t>(sizeof(std::int32_t));
+}
+
+Status prepare_gradient(const Call& call, void* prepared) {
+  return cuda::launch_status(
+      "grad_weight", prepare(gradient_problem(call.problem),
+                             from_config<GradientChoice>(call.config).config(), call.plan.crow, call.plan.col,
+                             static_cast<std::int32_t*>(prepared), static_cast<cudaStream_t>(call.stream)));
+}
+
 Status run_gradient(const Call& call) {
-  const GradientOperands operands{call.dy.data, call.x.data, call.plan.crow, call.plan.col, call.dvalues};
-  return cuda::launch_status("grad_weight", launch(gradient_problem(call.problem),
-                                                   from_config<GradientChoice>(call.config).config(), operands,
-                                                   static_cast<cudaStream_t>(call.stream)));
+  const GradientOperands operands{call.dy.data,   call.x.data,
+                                  call.plan.crow, call.plan.col,
+                                  call.dvalues,   static_cast<const std::int32_t*>(call.derived.prepared)};
+  return cuda::launch_status(
+      "grad_weight", launch(gradient_problem(call.problem), from_config<GradientChoice>(call.config).config(),
+                            operands, static_cast<cudaStream_t>(call.stream)));
 }
 
 }  // namespace
@@ -208,7 +221,10 @@ void add_rows(Registry& registry) {
                       .run = run_gradient,
                       .configure = configure_gradient,
                       .fields = GradientChoice::kFields,
-                      .candidates = candidates_gradient});
+                      .candidates = candidates_gradient,
+                      .derived_optional = true,
+                      .prepared_size = gradient_prepared_size,
+                      .prepare = prepare_gradient});
 }
 
 }  // namespace rarefy::sm90

@@ -1,8 +1,8 @@
-// The strip kernel, device side. One warp walks the plan: it reads this block's tiles and their steps ahead. One warp
-// loads: for each step it brings 64 features of X for the tile's tokens and, packed behind one another, those
-// 64 × 64 blocks of W that the tile's strips store there. A warpgroup for each strip multiplies: W is operand A,
-// X is operand B. It skips steps where its strip stores nothing, and stores its 64 features of all tokens at the
-// end.
+// The strip kernel, device side. One warp walks the plan: it reads this block's tiles and their steps ahead.
+// One warp loads: for each step it brings 64 features of X for the tile's tokens and, packed behind one
+// another, those 64 × 64 blocks of W that the tile's strips store there. A warpgroup for each strip
+// multiplies: W is operand A, X is operand B. It skips steps where its strip stores nothing, and stores its
+// 64 features of all tokens at the end.
 #pragma once
 
 #include "cuda/sm90/device/wgmma.cuh"
@@ -20,12 +20,12 @@ struct StripParams {
   CUtensorMap x, w, y;
   const int2* items;  // of all lists
   int clusters, levels, list_begin[StripLists::kMostLevels], list_items[StripLists::kMostLevels];
-  const int4* groups;   // StripGroup
-  const int* steps;     // four words each
+  const int4* groups;  // StripGroup
+  const int* steps;    // four words each
   const void* bias;
-  int features;   // of y
-  int w_columns;  // 64-wide columns of a stored block
-  int columns;    // 64-wide, of X
+  int features;     // of y
+  int w_columns;    // 64-wide columns of a stored block
+  int columns;      // 64-wide, of X
   int token_tiles;  // of a cluster
   u32 slots, w_slots;
 };
@@ -73,8 +73,8 @@ struct StripWarps {
   __device__ u32 full(u32 slot) const { return shared_address(&state.ring.full[slot]); }
   __device__ u32 empty(u32 slot) const { return shared_address(&state.ring.empty[slot]); }
 
-  // This cluster's items: those of a list, then those of the next. Where a list begins, clusters change places, so
-  // that small lists do not all go to the first ones.
+  // This cluster's items: those of a list, then those of the next. Where a list begins, clusters change
+  // places, so that small lists do not all go to the first ones.
   struct Cursor {
     int level = 0, first_token_tile = 0, token_tiles = 0, turn = 0;  // of the list, and behind it
     int2 item{0, -1}, ahead{0, -1};
@@ -314,8 +314,7 @@ __global__ void __launch_bounds__(StripShape<kStrips, kTokens>::kThreads, 1)
   if constexpr (kCluster > 1) cluster_sync();
 
   const u32 w_ring = x_ring + p.slots * Shape::kSlotBytes, y_buffers = w_ring + p.w_slots * kBlockBytes;
-  StripWarps<kStrips, kTokens, kCluster> warps{p, state, x_ring, w_ring,
-                                                     kCluster == 1 ? 0 : cluster_rank()};
+  StripWarps<kStrips, kTokens, kCluster> warps{p, state, x_ring, w_ring, kCluster == 1 ? 0 : cluster_rank()};
   if (warp < 4 * kStrips) {
     take_registers<Shape::kMultiplyRegisters>();
     const auto strip = static_cast<u32>(warp) / 4;

@@ -288,7 +288,9 @@ cudaError_t prepare(const StripProblem& p, int sms, const StripIndex& index, std
   params.steps_of = take(params.groups);
   params.out = reinterpret_cast<StripGroup*>(words + plan.groups_at);
   params.steps = reinterpret_cast<int4*>(words + plan.steps_at);
-  const auto warps = [](int count) { return static_cast<unsigned>((count + kThreads / 32 - 1) / (kThreads / 32)); };
+  const auto warps = [](int count) {
+    return static_cast<unsigned>((count + kThreads / 32 - 1) / (kThreads / 32));
+  };
   mark_kernel<<<warps(params.rows), kThreads, 0, stream>>>(params);
   group_kernel<<<1, kThreads, 0, stream>>>(params);
   for (int i = 0; i < 2; ++i) {

@@ -1,5 +1,5 @@
-// The order in which the strip kernel works on tiles, and what it reads of a pattern: shared by the kernels that
-// make it, the one that walks it, and tests on the host.
+// The order in which the strip kernel works on tiles, and what it reads of a pattern: shared by the kernels
+// that make it, the one that walks it, and tests on the host.
 #pragma once
 
 #ifdef __CUDACC__
@@ -13,8 +13,8 @@ namespace rarefy::sm90 {
 inline constexpr int kMostGroup = 3;
 inline constexpr int kMostClusters = 160;  // that share the work: a multiple of 32, no more than 256
 
-// 32 bytes of the plan. The steps of group g begin at step g · columns; each is four words: a 64-wide column that
-// one of the strips stores, and the 64 × 64 block of each strip there, or -1.
+// 32 bytes of the plan. The steps of group g begin at step g · columns; each is four words: a 64-wide column
+// that one of the strips stores, and the 64 × 64 block of each strip there, or -1.
 struct alignas(16) StripGroup {
   int steps;
   int strip[kMostGroup];   // -1: none
@@ -33,17 +33,18 @@ struct StripTile {
   int part;  // of the group's strips this one alone; -1: all
 };
 
-// The items of some token tiles, in the order in which they should start: tiles, the last ones cut into strips if
-// these fill no more than a round of all clusters. Groups lie by falling cost. Token tile by token tile, so that
-// those running at one time share X; but those of the last three rounds by falling cost, so that what is left at the
-// end is small.
+// The items of some token tiles, in the order in which they should start: tiles, the last ones cut into
+// strips if these fill no more than a round of all clusters. Groups lie by falling cost. Token tile by token
+// tile, so that those running at one time share X; but those of the last three rounds by falling cost, so
+// that what is left at the end is small.
 struct StripOrder {
   int groups, size;  // strips of a group
   int token_tiles, falling, cut_from, items;
 
   RAREFY_HOST_DEVICE StripOrder(int group_count, int group_size, int tiles_of_tokens, int clusters)
       : groups(group_count), size(group_size), token_tiles(tiles_of_tokens) {
-    const int tiles = groups * token_tiles, rest = tiles % clusters, round = (3 * clusters + groups - 1) / groups;
+    const int tiles = groups * token_tiles, rest = tiles % clusters,
+              round = (3 * clusters + groups - 1) / groups;
     const bool cut = rest * size <= clusters;
     falling = round < token_tiles ? round : token_tiles;
     cut_from = cut ? tiles - rest : tiles;
@@ -63,9 +64,9 @@ struct StripOrder {
   }
 };
 
-// Which cluster works on which items, for 1, 2, 4 … token tiles: any number is a sum of them. Each item goes to the
-// cluster that would be free first, item c < clusters to cluster c; a list says for each which is its cluster's next
-// one. A list has room for the items of its token tiles, cut or not.
+// Which cluster works on which items, for 1, 2, 4 … token tiles: any number is a sum of them. Each item goes
+// to the cluster that would be free first, item c < clusters to cluster c; a list says for each which is its
+// cluster's next one. A list has room for the items of its token tiles, cut or not.
 struct StripLists {
   static constexpr int kMostLevels = 7;
   int groups, size, clusters;

@@ -27,7 +27,7 @@ double tile_clocks(const StripConfig& c, double steps, double blocks,
                    double bytes_per_clock = kBytesPerClock) {
   const double multiply = blocks * kBlockClocks * c.tokens / 256 + steps * kStepClocks;
   // Three warpgroups wait for one another more often; smaller steps meet more barriers.
-  const double wait = c.tokens == 128 ? (c.strips == 3 ? 1.6 : 1.2) : c.strips == 3 ? 1.08 : 1.0;
+  const double wait = c.tokens == 128 ? (c.strips == 3 ? 1.4 : 1.2) : c.strips == 3 ? 1.08 : 1.0;
   const double w_share = c.cluster == 2 ? 0.85 : 1.0;  // half of the bytes, but each step waits for the peer
   const double copy = wait * (steps * c.tokens * 128 + w_share * blocks * 8192) / bytes_per_clock;
   return std::max(multiply, copy) + kTileClocks * c.tokens / 256;
@@ -42,7 +42,9 @@ int w_room(StripConfig c, const Machine& machine) {
 }  // namespace
 
 StripPlan::StripPlan(const StripProblem& p, int thread_blocks)
-    : groups(static_cast<int>(p.groups())), size(p.group_size()), sms(std::min(thread_blocks, kMostClusters)) {
+    : groups(static_cast<int>(p.groups())),
+      size(p.group_size()),
+      sms(std::min(thread_blocks, kMostClusters)) {
   const auto take = [&](std::int64_t count) {
     const std::int64_t at = words;
     words += (count + 31) / 32 * 32;
@@ -56,7 +58,8 @@ StripPlan::StripPlan(const StripProblem& p, int thread_blocks)
     const StripLists l = lists(i + 1);
     items_at[i] = take(2 * std::int64_t{l.begin(l.levels())});
   }
-  // Columns of each block row as bits, how many; strips by falling length; of each group strips, clocks and steps.
+  // Columns of each block row as bits, how many; strips by falling length; of each group strips, clocks and
+  // steps.
   scratch_at = take(rows * (ceil_div(columns, 32) + 1) + p.strips() + 5 * p.groups());
 }
 
@@ -125,9 +128,7 @@ std::vector<StripCandidate> strip_candidates(const StripProblem& p, const Machin
     const bool cut = tiles * n <= clusters;
     const double tile = cut ? tile_clocks(c, blocks / n, blocks / n, std::max(kBytesPerClock, bandwidth / n))
                             : tile_clocks(c, steps, blocks, bandwidth);
-    candidate.microseconds =
-        (rounds * tile + kLaunchClocks + (cluster - 1) * kClusterClocks) /
-        kClock;
+    candidate.microseconds = (rounds * tile + kLaunchClocks + (cluster - 1) * kClusterClocks) / kClock;
     if (cluster > 1 && token_tiles < cluster) candidate.reason = "fewer token tiles than blocks of a cluster";
   }
   return list;

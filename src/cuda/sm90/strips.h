@@ -1,7 +1,8 @@
 // The strip kernel, host side: linear and grad_input for blocks whose sides are multiples of 64.
 // A strip is 64 rows of W (64 columns for grad_input): what one warpgroup multiplies. A group is two or three
-// strips with similar patterns; a tile, a group times 256 or 128 tokens, walks the union of its strips' 64-wide
-// columns. Groups and unions follow from the pattern alone and are made on the device (strip_plan.cu).
+// strips with similar patterns; a tile, a group times 256 or 128 tokens, walks the union of its strips'
+// 64-wide columns. Groups and unions follow from the pattern alone and are made on the device
+// (strip_plan.cu).
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -29,8 +30,9 @@ struct StripProblem {
   std::int64_t in_features() const { return transposed ? rows : cols; }
   std::int64_t out_features() const { return transposed ? cols : rows; }
   double density() const;  // stored / all
-  // Strips of a group. Three save bytes of X, but where two share a block row they have the same columns, and where
-  // little is stored groups have little in common. Of the weight alone: what is prepared serves any tokens.
+  // Strips of a group. Three save bytes of X, but where two share a block row they have the same columns, and
+  // where little is stored groups have little in common. Of the weight alone: what is prepared serves any
+  // tokens.
   int group_size() const {
     return (transposed ? block_cols : block_rows) / 64 % 2 == 0 || density() < 1.0 / 6 ? 2 : 3;
   }
@@ -43,7 +45,8 @@ struct Machine {
   int shared_bytes = 227 * 1024;  // that a block may have
 };
 
-// One warpgroup for each strip of a group; `cluster` thread blocks with neighbouring tokens share every block of W.
+// One warpgroup for each strip of a group; `cluster` thread blocks with neighbouring tokens share every block
+// of W.
 struct StripConfig {
   int strips = 2, tokens = 256, cluster = 1;
   int slots = 5, w_slots = 8;  // in flight: steps, and blocks of W
@@ -64,8 +67,8 @@ std::vector<StripCandidate> strip_candidates(const StripProblem& problem, const 
 // The fastest by prediction. Only for supported problems.
 StripConfig configure(const StripProblem& problem, const Machine& machine);
 
-// Where things are in a prepared buffer, in words: all follows from shapes and the GPU, so that no launch reads it.
-// What is there: strip_walk.h.
+// Where things are in a prepared buffer, in words: all follows from shapes and the GPU, so that no launch
+// reads it. What is there: strip_walk.h.
 struct StripPlan {
   int groups, size, sms;  // strips of a group; thread blocks at a time
   std::int64_t groups_at = 0, steps_at = 0, items_at[2] = {}, scratch_at = 0, words = 0;
@@ -73,7 +76,8 @@ struct StripPlan {
   StripLists lists(int cluster) const { return {groups, size, sms / cluster}; }
 };
 
-// A pattern's index on the device: by block row (crow, col) or, for grad_input, by block column (ccol, row, perm).
+// A pattern's index on the device: by block row (crow, col) or, for grad_input, by block column (ccol, row,
+// perm).
 struct StripIndex {
   const std::int32_t* offsets = nullptr;
   const std::int32_t* others = nullptr;

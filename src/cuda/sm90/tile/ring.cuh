@@ -1,5 +1,5 @@
-// What is in flight between the loading warp and the multiplying warpgroups: a ring of steps, each with a slot for
-// X, and a ring of blocks of W, of which a step of the strip kernel takes as many as it needs.
+// What is in flight between the loading warp and the multiplying warpgroups: a ring of steps, each with a
+// slot for X, and a ring of blocks of W, of which a step of the strip kernel takes as many as it needs.
 #pragma once
 
 #include "cuda/sm90/device/mbarrier.cuh"
