@@ -160,6 +160,7 @@ struct StripWarps {
       wait(shared_address(&state.batch_full[from.slot]), from.parity);
       const int word = state.batch[from.slot].words[lane];
       const int x_row = __reduce_max_sync(~0u, state.batch[from.slot].x_row);  // uniform, as in multiply
+      __syncwarp();  // all have read it
       if (lane == 0) arrive(shared_address(&state.batch_empty[from.slot]));
       from.next(kBatches);
       if (x_row < 0) return;
@@ -217,6 +218,7 @@ struct StripWarps {
       next_steps = __reduce_max_sync(~0u, tile.steps);
       next_token = __reduce_max_sync(~0u, tile.token);
       next_feature = __reduce_max_sync(~0u, tile.strip[strip]) * 64;  // negative: no strip for these warps
+      __syncwarp();  // all have read it
       if (lane == 0) arrive(shared_address(&state.tile_empty[tiles.slot]));
       tiles.next(kTiles);
     };

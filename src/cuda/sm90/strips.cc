@@ -27,7 +27,7 @@ double tile_clocks(const StripConfig& c, double steps, double blocks,
                    double bytes_per_clock = kBytesPerClock) {
   const double multiply = blocks * kBlockClocks * c.tokens / 256 + steps * kStepClocks;
   // Three warpgroups wait for one another more often; smaller steps meet more barriers.
-  const double wait = c.tokens == 128 ? (c.strips == 3 ? 1.4 : 1.2) : c.strips == 3 ? 1.08 : 1.0;
+  const double wait = c.tokens == 128 ? (c.strips == 3 ? 1.28 : 1.2) : c.strips == 3 ? 1.08 : 1.0;
   const double w_share = c.cluster == 2 ? 0.85 : 1.0;  // half of the bytes, but each step waits for the peer
   const double copy = wait * (steps * c.tokens * 128 + w_share * blocks * 8192) / bytes_per_clock;
   return std::max(multiply, copy) + kTileClocks * c.tokens / 256;
