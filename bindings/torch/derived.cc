@@ -17,21 +17,50 @@ namespace {
 // A weight has one of each, whatever is multiplied with it: what kernels for many tokens derive.
 constexpr std::int64_t kTypicalTokens = 4096;
 
-Op op_named(std::string_view text) {
-  for (const Op op : kProducts) {
-    if (name(op) == text) return op;
-  }
-  raise("bsr_derived", invalid("bsr_derived", "op must be linear, grad_input or grad_weight", text));
-}
+// `prepared` has a section for each product, in this order, aligned as kernels want it on any device.
+constexpr std::array kProducts{Op::linear, Op::grad_input, Op::grad_weight};
+constexpr std::int64_t kAlignment = 256;
 
-Problem typical(const Call& call, std::string_view op, const BsrView& w, ScalarType dtype) {
+// A product with a weight of this shape and dtype, for inputs of another.
+struct Operands {
+  const BsrShape& shape;
+  DType stored, in;
+};
+
+Problem typical(const Call& call, Op op, const Operands& w) {
   const auto threads = static_cast<int>(torch::stable::get_num_threads());
-  Problem problem = make_problem(op_named(op), w.plan.shape, kTypicalTokens, call.any_dtype("dtype", dtype),
-                                 call.device(), threads);
-  problem.weight.dtype = w.dtype;
-  if (problem.op == Op::grad_weight) problem.out = w.dtype;
+  Problem problem = make_problem(op, w.shape, kTypicalTokens, w.in, call.device(), threads);
+  problem.weight.dtype = w.stored;
+  if (op == Op::grad_weight) problem.out = w.stored;
   problem.device_index = call.device() == Device::cuda ? call.device_index() : 0;
   return problem;
+}
+
+// What a product's kernel wants of what is held here: of the gradients' nothing that is made of values.
+DerivedSizes sizes_of(const Call& call, Op op, const Operands& w) {
+  const auto sizes = derived_sizes(typical(call, op, w));
+  if (op == Op::linear) return value_of(call.op(), sizes);
+  return sizes.ok() && sizes->packed == 0 ? *sizes : DerivedSizes{};
+}
+
+struct Section {
+  std::int64_t offset;
+  DerivedSizes sizes;
+};
+
+Section section_of(const Call& call, Op op, const Operands& w) {
+  std::int64_t offset = 0;
+  for (const Op product : kProducts) {
+    const DerivedSizes sizes = sizes_of(call, product, w);
+    if (product == op) return {offset, sizes};
+    offset += (sizes.prepared + kAlignment - 1) / kAlignment * kAlignment;
+  }
+  return {offset, {}};
+}
+
+std::int64_t prepared_bytes(const Call& call, const Operands& w) {
+  const Section last = section_of(call, kProducts.back(), w);
+  return last.offset + last.sizes.prepared;
 }
 
 // Writes that torch does not count (`values.data.mul_`) would leave packed values behind. So a few of the
@@ -76,13 +105,20 @@ std::int64_t sample_bytes(const Call& call) { return call.device() == Device::cp
 
 }  // namespace
 
-Derived view_derived(const Call& call, const DerivedTensors& tensors, const BsrView* weight) {
+Derived view_derived(const Call& call, const DerivedTensors& tensors, Op op, const PlanView& plan, DType in,
+                     const BsrView* weight, DType stored) {
   if (tensors.key == 0) return {};
   Derived derived{static_cast<std::uint64_t>(tensors.key)};
   if (tensors.prepared) {
     check_bytes(call, "prepared", *tensors.prepared);
     derived.prepared = tensors.prepared->data_ptr();
     derived.prepared_bytes = tensors.prepared->numel();
+  }
+  if (op != Op::linear) {
+    const Section section = section_of(call, op, {plan.shape, stored, in});
+    if (section.sizes.key == 0 || derived.prepared_bytes < section.offset + section.sizes.prepared) return {};
+    return {section.sizes.key, static_cast<const std::byte*>(derived.prepared) + section.offset, nullptr,
+            section.sizes.prepared};
   }
   if (tensors.packed) {
     check_bytes(call, "packed", *tensors.packed);
@@ -92,65 +128,72 @@ Derived view_derived(const Call& call, const DerivedTensors& tensors, const BsrV
       raise(call.op(), invalid(call.op(), cat("packed must have at least ", samples, " bytes"),
                                cat(tensors.packed->numel())));
     }
-    if (weight == nullptr || (samples > 0 && !samples_agree(*weight, bytes))) return {};
+    if (samples > 0 && !samples_agree(*weight, bytes)) return {};
     derived.packed = bytes + samples;
     derived.packed_bytes = tensors.packed->numel() - samples;
   }
   return derived;
 }
 
-std::tuple<std::int64_t, std::int64_t, std::int64_t> derived_sizes(std::string_view op, const Tensor& values,
-                                                                   const Tensor& plan,
+std::tuple<std::int64_t, std::int64_t, std::int64_t> derived_sizes(const Tensor& values, const Tensor& plan,
                                                                    std::int64_t out_features,
                                                                    std::int64_t in_features,
                                                                    ScalarType dtype) {
   const Call call("bsr_derived_sizes", "values", values);
   const BsrView weight = call.weight(values, plan, out_features, in_features);
-  const DerivedSizes sizes = value_of(call.op(), rarefy::derived_sizes(typical(call, op, weight, dtype)));
+  const Operands operands{weight.plan.shape, weight.dtype, call.any_dtype("dtype", dtype)};
+  const DerivedSizes sizes = sizes_of(call, Op::linear, operands);
   const std::int64_t samples = sizes.packed > 0 ? sample_bytes(call) : 0;
-  return {static_cast<std::int64_t>(sizes.key), sizes.prepared, sizes.packed + samples};
+  if (sizes.key == 0) return {0, 0, 0};
+  return {static_cast<std::int64_t>(sizes.key), prepared_bytes(call, operands), sizes.packed + samples};
 }
 
-Tensor prepare(std::string_view op, const Tensor& values, const Tensor& plan, std::int64_t out_features,
-               std::int64_t in_features, ScalarType dtype) {
+Tensor prepare(const Tensor& values, const Tensor& plan, std::int64_t out_features, std::int64_t in_features,
+               ScalarType dtype) {
   const Call call("bsr_prepare", "values", values);
   const BsrView weight = call.weight(values, plan, out_features, in_features);
-  const Problem problem = typical(call, op, weight, dtype);
-  Tensor prepared = call.empty_bytes(value_of(call.op(), rarefy::derived_sizes(problem)).prepared);
-  check(call.op(), rarefy::prepare(problem, weight.plan, prepared.data_ptr(), call.context()));
+  const Operands operands{weight.plan.shape, weight.dtype, call.any_dtype("dtype", dtype)};
+  Tensor prepared = call.empty_bytes(prepared_bytes(call, operands));
+  for (const Op op : kProducts) {
+    const Section section = section_of(call, op, operands);
+    if (section.sizes.prepared == 0) continue;
+    check(call.op(),
+          rarefy::prepare(typical(call, op, operands), weight.plan,
+                          static_cast<std::byte*>(prepared.data_ptr()) + section.offset, call.context()));
+  }
   return prepared;
 }
 
-Tensor pack(std::string_view op, const Tensor& values, const Tensor& plan,
-            const std::optional<Tensor>& prepared, std::int64_t out_features, std::int64_t in_features,
-            ScalarType dtype) {
+Tensor pack(const Tensor& values, const Tensor& plan, const std::optional<Tensor>& prepared,
+            std::int64_t out_features, std::int64_t in_features, ScalarType dtype) {
   const Call call("bsr_pack", "values", values);
   const BsrView weight = call.weight(values, plan, out_features, in_features);
-  const Problem problem = typical(call, op, weight, dtype);
-  const DerivedSizes sizes = value_of(call.op(), rarefy::derived_sizes(problem));
+  const Operands operands{weight.plan.shape, weight.dtype, call.any_dtype("dtype", dtype)};
+  const DerivedSizes sizes = sizes_of(call, Op::linear, operands);
   if (prepared) check_bytes(call, "prepared", *prepared);
   const std::int64_t given = prepared ? prepared->numel() : 0;
-  if (given != sizes.prepared) {
-    raise(call.op(), invalid(call.op(), cat("prepared must have ", sizes.prepared, " bytes"), cat(given)));
+  if (given < sizes.prepared) {
+    raise(call.op(),
+          invalid(call.op(), cat("prepared must have at least ", sizes.prepared, " bytes"), cat(given)));
   }
   const std::int64_t samples = sample_bytes(call);
   Tensor packed = call.empty_bytes(samples + sizes.packed);
   auto* bytes = static_cast<std::byte*>(packed.data_ptr());
   if (samples > 0) take_samples(weight, bytes);  // first: whoever writes meanwhile is noticed
-  check(call.op(), rarefy::pack(problem, weight, prepared ? prepared->data_ptr() : nullptr, bytes + samples,
-                                call.context()));
+  check(call.op(), rarefy::pack(typical(call, Op::linear, operands), weight,
+                                prepared ? prepared->data_ptr() : nullptr, bytes + samples, call.context()));
   return packed;
 }
 
 STABLE_TORCH_LIBRARY_FRAGMENT(rarefy, m) {
   m.def(
-      "bsr_derived_sizes(str op, Tensor values, Tensor plan, int out_features, int in_features, "
+      "bsr_derived_sizes(Tensor values, Tensor plan, int out_features, int in_features, "
       "ScalarType dtype) -> (int, int, int)");
   m.def(
-      "bsr_prepare(str op, Tensor values, Tensor plan, int out_features, int in_features, ScalarType dtype) "
+      "bsr_prepare(Tensor values, Tensor plan, int out_features, int in_features, ScalarType dtype) "
       "-> Tensor");
   m.def(
-      "bsr_pack(str op, Tensor values, Tensor plan, Tensor? prepared, int out_features, int in_features, "
+      "bsr_pack(Tensor values, Tensor plan, Tensor? prepared, int out_features, int in_features, "
       "ScalarType dtype) -> Tensor");
 }
 

@@ -4,7 +4,6 @@
 
 #include <cstdint>
 #include <optional>
-#include <string_view>
 #include <tuple>
 
 #include "adapt.h"
@@ -18,19 +17,20 @@ struct DerivedTensors {
   std::int64_t key = 0;
 };
 
-// As a product takes it. Empty if `values` are no longer those that were packed. Null: the op has none.
-Derived view_derived(const Call& call, const DerivedTensors& tensors, const BsrView* weight);
+// As a product takes it: linear both, the gradients what its kernel derives from the pattern. Empty if the
+// values are no longer those that were packed. `weight` may be null for the weight's gradient, of `stored`.
+Derived view_derived(const Call& call, const DerivedTensors& tensors, Op op, const PlanView& plan, DType in,
+                     const BsrView* weight, DType stored);
 
-// Key, and bytes to prepare and to pack; key 0: the best kernel wants nothing. For inputs of `dtype`.
-std::tuple<std::int64_t, std::int64_t, std::int64_t> derived_sizes(std::string_view op, const Tensor& values,
-                                                                   const Tensor& plan,
+// Key, and bytes to prepare for all products and to pack for linear; key 0: its best kernel wants nothing.
+// For inputs of `dtype`.
+std::tuple<std::int64_t, std::int64_t, std::int64_t> derived_sizes(const Tensor& values, const Tensor& plan,
                                                                    std::int64_t out_features,
                                                                    std::int64_t in_features,
                                                                    ScalarType dtype);
-Tensor prepare(std::string_view op, const Tensor& values, const Tensor& plan, std::int64_t out_features,
-               std::int64_t in_features, ScalarType dtype);
-Tensor pack(std::string_view op, const Tensor& values, const Tensor& plan,
-            const std::optional<Tensor>& prepared, std::int64_t out_features, std::int64_t in_features,
-            ScalarType dtype);
+Tensor prepare(const Tensor& values, const Tensor& plan, std::int64_t out_features, std::int64_t in_features,
+               ScalarType dtype);
+Tensor pack(const Tensor& values, const Tensor& plan, const std::optional<Tensor>& prepared,
+            std::int64_t out_features, std::int64_t in_features, ScalarType dtype);
 
 }  // namespace rarefy::binding

@@ -65,7 +65,9 @@ std::string explain_json(std::string_view op, std::int64_t out_features, std::in
   problem.weight.dtype = parse_dtype("values_dtype", values_dtype);
   problem.device_index = static_cast<int>(device_index);
   problem.bias = bias;
-  problem.derived = static_cast<std::uint64_t>(derived);
+  // The key is that of linear; who holds it has what the gradients' kernels want of the pattern, too.
+  problem.derived =
+      problem.op == Op::linear || derived == 0 ? static_cast<std::uint64_t>(derived) : kAnyDerived;
   problem.activation = parse(
       "activation", activation,
       {Activation::none, Activation::relu, Activation::gelu_erf, Activation::gelu_tanh, Activation::silu});

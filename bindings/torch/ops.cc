@@ -19,7 +19,8 @@ Tensor bsr_linear(Tensor x, const Tensor& values, const Tensor& plan, const std:
   BsrView weight = call.weight(values, plan, out_features, in_features);
   const MatrixView in = call.matrix("x", x, "in_features", in_features);
   call.check_stored(weight.dtype, "x", in.dtype);
-  weight.derived = view_derived(call, {prepared, packed, derived}, &weight);
+  weight.derived = view_derived(call, {prepared, packed, derived}, Op::linear, weight.plan, in.dtype, &weight,
+                                weight.dtype);
   const void* bias_data = call.bias(bias, out_features, in.dtype);
   Tensor y = call.empty_rows(x, out_features);
   check(call.op(), linear(in, weight, bias_data, fused, call.output(y, in, out_features), call.context()));
@@ -33,7 +34,8 @@ Tensor bsr_grad_input(Tensor grad_output, const Tensor& values, const Tensor& pl
   BsrView weight = call.weight(values, plan, out_features, in_features);
   const MatrixView dy = call.matrix("grad_output", grad_output, "out_features", out_features);
   call.check_stored(weight.dtype, "grad_output", dy.dtype);
-  weight.derived = view_derived(call, {prepared, packed, derived}, &weight);
+  weight.derived = view_derived(call, {prepared, packed, derived}, Op::grad_input, weight.plan, dy.dtype,
+                                &weight, weight.dtype);
   Tensor dx = call.empty_rows(grad_output, in_features);
   check(call.op(), grad_input(dy, weight, call.output(dx, dy, in_features), call.context()));
   return dx;
@@ -51,7 +53,8 @@ Tensor bsr_grad_weight(Tensor grad_output, Tensor x, const Tensor& plan, std::in
   const DType stored = call.stored_dtype(dtype, "x", in.dtype);
   Tensor dvalues = call.empty_values(pattern.shape, dtype.value_or(x.scalar_type()));
   check(call.op(), grad_weight(dy, in, pattern, dvalues.data_ptr(), stored, call.context(),
-                               view_derived(call, {prepared, std::nullopt, derived}, nullptr)));
+                               view_derived(call, {prepared, std::nullopt, derived}, Op::grad_weight, pattern,
+                                            in.dtype, nullptr, stored)));
   return dvalues;
 }
 
@@ -68,7 +71,8 @@ std::tuple<Tensor, Tensor, Tensor> bsr_linear_backward(
   const auto input_gradient = [&] {
     BsrView weight = call.weight(*values, pattern);
     call.check_stored(weight.dtype, "grad_output", dy.dtype);
-    weight.derived = view_derived(call, {prepared, packed, derived}, &weight);
+    weight.derived = view_derived(call, {prepared, packed, derived}, Op::grad_input, pattern, dy.dtype,
+                                  &weight, weight.dtype);
     Tensor dx = call.empty_rows(grad_output, in_features);
     check(call.op(), grad_input(dy, weight, call.output(dx, dy, in_features), call.context()));
     return dx;
@@ -79,7 +83,8 @@ std::tuple<Tensor, Tensor, Tensor> bsr_linear_backward(
     const DType stored = call.stored_dtype(dtype, "x", in.dtype);
     Tensor dvalues = call.empty_values(pattern.shape, dtype.value_or(x->scalar_type()));
     check(call.op(), grad_weight(dy, in, pattern, dvalues.data_ptr(), stored, call.context(),
-                                 view_derived(call, {prepared, std::nullopt, derived}, nullptr)));
+                                 view_derived(call, {prepared, std::nullopt, derived}, Op::grad_weight,
+                                              pattern, in.dtype, nullptr, stored)));
     return dvalues;
   };
   return {values ? input_gradient() : call.nothing(grad_output),

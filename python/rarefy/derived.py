@@ -35,7 +35,7 @@ class Kept:
         with torch.inference_mode(False), torch.no_grad():
             if not stored:
                 values = torch.empty_like(values, dtype=x_dtype)
-            arguments = ("linear", values, pattern.plan, n, k, x_dtype)
+            arguments = (values, pattern.plan, n, k, x_dtype)
             self.key, prepared_bytes, self.packed_bytes = _sizes(*arguments)
             if self.packed_bytes and not stored:
                 self.key = 0
@@ -61,7 +61,7 @@ class Kept:
             packed = None
         if packed is None and (now or seen == at):
             with torch.inference_mode(False), torch.no_grad():
-                packed = _pack("linear", values.detach(), *self._arguments)
+                packed = _pack(values.detach(), *self._arguments)
         self._packed = (at, packed)
         return (self.prepared, packed, self.key) if packed is not None else ()
 

@@ -39,15 +39,15 @@ Status find_workspace(Call& call, const Workspace& given, std::int64_t bytes,
 
 // What is at hand for the kernel must be as large as derived_sizes said.
 Status check_derived(const Call& call, const Choice& choice) {
-  const std::string_view op = name(call.problem.op);
-  const auto size = [&](auto of) { return of == nullptr ? 0 : of(call.problem, choice.config); };
-  if (Status status = check_size(op, "derived.prepared", "bytes (derived_sizes)",
-                                 size(choice.kernel->prepared_size), call.derived.prepared_bytes);
-      !status.ok()) {
-    return status;
-  }
-  return check_size(op, "derived.packed", "bytes (derived_sizes)", size(choice.kernel->packed_size),
-                    call.derived.packed_bytes);
+  const auto check = [&](std::string_view what, auto of, std::int64_t got) -> Status {
+    const std::int64_t size = of == nullptr ? 0 : of(call.problem, choice.config);
+    if (got >= size) return {};
+    return invalid(name(call.problem.op), cat(what, " must have at least ", size, " bytes (derived_sizes)"),
+                   cat(got));
+  };
+  Status status = check("derived.prepared", choice.kernel->prepared_size, call.derived.prepared_bytes);
+  if (!status.ok()) return status;
+  return check("derived.packed", choice.kernel->packed_size, call.derived.packed_bytes);
 }
 
 }  // namespace

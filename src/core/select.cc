@@ -218,7 +218,7 @@ Result<Choice> choose(const Problem& problem) {
     std::uint64_t generation = 0;
     Choice choice;
   };
-  thread_local std::array<Slot, 16> slots;
+  thread_local std::array<Slot, 64> slots;  // a model's layers, forward and backward: 20 KB
   try {
     ForcedState& state = forced_state();
     const std::uint64_t generation = state.generation.load(std::memory_order_acquire);
