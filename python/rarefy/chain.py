@@ -35,18 +35,36 @@ class Hidden(torch.Tensor):
     _up: nn.Module
     _gate: nn.Module | None
     _activation: str
+    _given: torch.Tensor  # x as it was given, and what holds its values
     _x: torch.Tensor
     _x_version: int
     _value: torch.Tensor | None
 
     @staticmethod
-    def of(up: nn.Module, x: torch.Tensor, activation: str = NONE, gate: nn.Module | None = None) -> Hidden:
+    def of(up: nn.Module, x: torch.Tensor) -> Hidden:
         """What `up` would return for x; see may_wait."""
-        size = (*x.shape[:-1], up.out_features)
-        hidden = _torch_private.wrapper_tensor(Hidden, size, x.dtype, x.device)
-        hidden._up, hidden._gate, hidden._activation = up, gate, activation
-        hidden._x, hidden._x_version, hidden._value = x, _version(x), None
+        # Nothing counts the writes to an inference tensor: a copy, which costs a hundredth of the product.
+        held = x.clone() if x.is_inference() else x
+        return Hidden._of(up, None, NONE, (x, held, _version(held)))
+
+    @staticmethod
+    def _of(up: nn.Module, gate: nn.Module | None, activation: str, x: tuple) -> Hidden:
+        given = x[0]
+        size = (*given.shape[:-1], up.out_features)
+        hidden = _torch_private.wrapper_tensor(Hidden, size, given.dtype, given.device)
+        hidden._up, hidden._gate, hidden._activation, hidden._value = up, gate, activation, None
+        hidden._given, hidden._x, hidden._x_version = x
         return hidden
+
+    def noted(self, activation: str, gate: nn.Module | None = None) -> Hidden:
+        """This one with an activation, and a layer whose activated output it is multiplied with."""
+        return Hidden._of(self._up, gate, activation, (self._given, self._unchanged_x(), self._x_version))
+
+    def same_x(self, other: Hidden) -> bool:
+        """Whether both layers saw one x with the same values."""
+        if self._given is not other._given or self._x_version != other._x_version:
+            return False
+        return self._x is other._x or torch.equal(self._x, other._x)
 
     def value(self) -> torch.Tensor:
         """The tensor that this one stands for, computed once, layer by layer."""
@@ -57,7 +75,7 @@ class Hidden(torch.Tensor):
                     self._value = _activated(self._up, x, self._activation)
                 else:
                     self._value = _activated(self._gate, x, self._activation) * _activated(self._up, x, NONE)
-            self._x = None
+            self._given = self._x = None
         return self._value
 
     def through(self, down: nn.Module) -> torch.Tensor:
@@ -157,7 +175,7 @@ def _activation(name: str) -> Callable[..., Any]:
         if not waits or input._gate is not None or input._activation != NONE:
             return None
         if not inplace:
-            return Hidden.of(input._up, input._unchanged_x(), name)
+            return input.noted(name)
         input._activation = name
         return input
 
@@ -177,12 +195,12 @@ def _times(a: Any, b: Any, **more: Any) -> Any:
     """act(gate) * up, in either order."""
     if more or not (type(a) is Hidden and type(b) is Hidden) or a is b:
         return None
-    if any(h._value is not None or h._gate is not None for h in (a, b)) or a._x is not b._x:
+    if any(h._value is not None or h._gate is not None for h in (a, b)) or not a.same_x(b):
         return None
     gate, up = (a, b) if b._activation == NONE else (b, a)
     if up._activation != NONE:
         return None
-    return Hidden.of(up._up, up._unchanged_x(), gate._activation, gate._up)
+    return up.noted(gate._activation, gate._up)
 
 
 _NOTED: dict[Any, Callable[..., Any]] = {

@@ -250,6 +250,23 @@ def test_x_that_is_written_to_is_an_error():
             use()
 
 
+@pytest.mark.parametrize("kind", ["gelu", "gated"])
+def test_in_inference_mode_x_may_be_written_to(kind):
+    """Nothing counts such writes: the layer has kept what x was."""
+    net = sparse(NETWORKS["gelu"])
+    with torch.inference_mode():
+        x = torch.randn(T, K)
+        want = net.fc1(x.clone()) + 0
+        h = net.fc1(x)
+        x.add_(1)
+        if kind == "gated":
+            up = net.fc1(x)  # of another x, though the same tensor
+            product = functional.gelu(h) * up
+            torch.testing.assert_close(product + 0, functional.gelu(want) * (net.fc1(x.clone()) + 0))
+        else:
+            torch.testing.assert_close(functional.gelu(h) + 0, functional.gelu(want))
+
+
 def test_used_twice_it_is_computed_once():
     net = sparse(NETWORKS["gelu"])
     with torch.no_grad():
