@@ -90,7 +90,10 @@ std::vector<std::string> op_names(std::span<const Op> ops) { return names_of(ops
 std::vector<std::string> dtype_names() { return names_of(kAllDTypes); }
 
 Op parse_op(const std::string& text) {
-  return *std::find_if(std::begin(kAllOps), std::end(kAllOps), [&](Op op) { return name(op) == text; });
+  for (const Op op : kAllOps) {
+    if (name(op) == text) return op;
+  }
+  return Op::linear;  // CLI11 lets no other name through
 }
 
 Result<BlockShape> parse_block(std::string_view op, const std::string& text) {

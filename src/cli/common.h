@@ -39,7 +39,7 @@ std::string fixed(double value, int decimals);  // "0.500"
 // What options take, in the core's order and by its names; parse_op takes one of them.
 std::vector<std::string> op_names(std::span<const Op> ops = kAllOps);
 std::vector<std::string> dtype_names();
-Op parse_op(const std::string& name);
+Op parse_op(const std::string& text);
 
 // "16x16" → rows and columns.
 Result<BlockShape> parse_block(std::string_view op, const std::string& text);

@@ -318,7 +318,7 @@ def test_packed_bytes_of_another_size_are_refused(pairs):
     packed_for_other_values = torch.ops.rarefy.bsr_pack(
         linear.weight.values + 1, linear.weight.plan, prepared, 64, 48, torch.bfloat16
     )
-    with pytest.raises(RuntimeError, match="a kernel|an implementation"):  # pairs is forced: no other
+    with pytest.raises(RuntimeError, match=r"a kernel|an implementation"):  # pairs is forced: no other
         torch.ops.rarefy.bsr_linear(
             x, linear.weight.values, linear.weight.plan, None, 64, 48, prepared, packed_for_other_values, key
         )
