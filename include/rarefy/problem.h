@@ -54,7 +54,9 @@ struct Problem {
   Device device = Device::cpu;
   int device_index = 0;  // of the GPU
   int threads = 1;
-  std::uint64_t derived = 0;  // key of what the caller holds, derived from the weight (linear.h); 0: nothing
+  // Key of what the caller holds, derived from the weight (linear.h), or from each of feed_forward's as for
+  // linear; 0: nothing, or of different kernels.
+  std::uint64_t derived = 0;
   WeightSpec down = {}, gate = {};  // feed_forward: the other layers; a gate of no rows and columns: none
   bool operator==(const Problem&) const = default;
 };

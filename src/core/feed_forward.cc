@@ -35,6 +35,14 @@ Status check_saved(std::string_view argument, const MutableMatrixView& saved, co
   return mismatch(kOp, cat(argument, " must be of y's dtype, ", name(y.dtype)), name(saved.dtype));
 }
 
+// The key of what every layer holds, for a kernel that reads the weights as linear's kernel does.
+std::uint64_t common_key(const FeedForward& layers) {
+  const std::uint64_t key = layers.up.weight.derived.key;
+  const bool same =
+      layers.down.weight.derived.key == key && (!layers.gate || layers.gate->weight.derived.key == key);
+  return same ? key : 0;
+}
+
 Range bias_of(std::string_view argument, const LayerView& layer, DType dtype) {
   const std::int64_t bytes = layer.weight.plan.shape.rows * static_cast<std::int64_t>(size_of(dtype));
   return {argument, layer.bias, layer.bias == nullptr ? 0 : bytes};
@@ -126,6 +134,7 @@ Status feed_forward(const MatrixView& x, const FeedForward& layers, const Mutabl
   p.device = device;
   call.x = x;
   call.layers = &layers;
+  call.derived.key = common_key(layers);
   call.save = save;
   call.out = y;
   return dispatch(call, context);

@@ -88,7 +88,8 @@ struct Kernel {
   std::int64_t (*packed_size)(const Problem&, const Config&) = nullptr;
   Status (*pack)(const Call&, void* packed) = nullptr;
 
-  bool derives() const { return prepare != nullptr || pack != nullptr; }
+  // A row of feed_forward makes nothing: by `derives_as` it names what its layers hold as linear's.
+  bool derives() const { return !derives_as.empty() || prepare != nullptr || pack != nullptr; }
 };
 
 using Registry = std::vector<Kernel>;

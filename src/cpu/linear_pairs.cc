@@ -226,10 +226,7 @@ Status run_pairs(const PairKernels& kernels, const Call& given) {
   Parts shared{};
   Room all(memory);
   PairsLayout::take_shared(all, s, shared);
-  std::fill_n(shared.bias, s.out_features() + kGroup, 0.0F);
-  for (std::int64_t n = 0; call.bias != nullptr && n < call.out.cols; ++n) {
-    shared.bias[n] += to_float(static_cast<const bfloat16*>(call.bias)[n]);
-  }
+  unpack_pairs_bias(call.bias, call.out.cols, s.out_features() + kGroup, shared.bias);
   const std::int64_t tokens = b.panels * kPanelTokens;
   const std::int64_t sets = ceil_div(call.problem.tokens, tokens);
   const std::int32_t* begin = begin_of(call);

@@ -27,6 +27,21 @@ Status prepare_pairs(const Call& call, void* prepared);
 std::int64_t pairs_packed_size(const Problem& problem, const Config& config);
 Status pack_pairs_weight(const Call& call, void* packed);
 
+// feed_forward on weights that linear's row packed (feed_forward_pairs.cc).
+struct FeedForwardSets {
+  std::int64_t panels =
+      1;  // of 32 tokens each, at most, that a task takes from x to y, or to hidden features
+  std::int64_t splits = 1;  // more: parts of each product that are tasks of their own, hidden panels shared
+  static constexpr std::string_view kFields[] = {"panels", "splits"};
+};
+Reason supports_feed_forward_pairs(const Problem& problem);
+Config configure_feed_forward_pairs(const PairKernels& kernels, const Problem& problem,
+                                    const Machine& machine);
+std::vector<Config> feed_forward_pairs_candidates(const PairKernels& kernels, const Problem& problem,
+                                                  const Machine& machine);
+std::int64_t feed_forward_pairs_workspace(const Problem& problem, const Config& config);
+Status run_feed_forward_pairs(const PairKernels& kernels, const Call& call);
+
 // grad_input of R×1 blocks, which needs nothing packed (grad_input_pairs.cc).
 struct SpreadBlocking {
   std::int64_t panels = 1;  // of 32 tokens each, of one task

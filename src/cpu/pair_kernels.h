@@ -211,8 +211,8 @@ void store_pairs(const PairStore& t) {
 
 template <class E>
 constexpr PairKernels pair_table(const char* family) {
-  return {family,        E::kTileCycles,    E::enter,  E::leave,
-          pack_pairs<E>, multiply_pairs<E>, E::spread, store_pairs<E>};
+  return {family,    E::kTileCycles, E::enter, E::leave, pack_pairs<E>, multiply_pairs<E>,
+          E::spread, store_pairs<E>, E::keep};
 }
 
 }  // namespace rarefy::cpu

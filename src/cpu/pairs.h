@@ -86,6 +86,16 @@ struct PairStore {
   std::int32_t rows, cols;
 };
 
+// act(sums[o][token] + bias[o]) as a panel, whose features are these outputs: rounded as in PairStore.
+struct PairKeep {
+  const float* sums;  // [rows][32]
+  const float* bias;
+  Activation activation;
+  std::int32_t rows;  // a multiple of 16
+  bool paired;
+  std::uint16_t* panel;
+};
+
 // What one instruction set offers.
 struct PairKernels {
   const char* family;
@@ -96,6 +106,7 @@ struct PairKernels {
   void (*multiply)(const PairProduct&);
   void (*spread)(const PairSpread&);
   void (*store)(const PairStore&);
+  void (*keep)(const PairKeep&);
 };
 
 extern const PairKernels kPairsPortable;

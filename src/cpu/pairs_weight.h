@@ -118,6 +118,14 @@ struct PairsWeight {
   }
 };
 
+// A bias as floats, 0 where there is none; −0 becomes +0, as if it were added to sums that start at 0.
+inline void unpack_pairs_bias(const void* bias, std::int64_t count, std::int64_t padded, float* to) {
+  std::fill_n(to, padded, 0.0F);
+  for (std::int64_t n = 0; bias != nullptr && n < count; ++n) {
+    to[n] += to_float(static_cast<const bfloat16*>(bias)[n]);
+  }
+}
+
 // Row-major X to the panels of its tokens first … first + tokens.
 inline void pack_panels(const PairKernels& kernels, const PairsShape& shape, const MatrixView& x,
                         std::int64_t first, std::int64_t tokens, std::uint16_t* panels,

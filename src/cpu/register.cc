@@ -121,7 +121,7 @@ void add(Registry& registry, std::string_view linear, std::string_view grad_inpu
 // Products in bf16 pairs, on weights that the caller holds packed, or packed in the call.
 template <const cpu::PairKernels& kKernels, const std::string_view& kFeature>
 void add_pairs(Registry& registry, std::string_view linear, std::string_view grad_input,
-               std::string_view grad_columns) {
+               std::string_view grad_columns, std::string_view feed_forward) {
   for (const Op op : {Op::linear, Op::grad_input}) {
     registry.push_back({
         .op = op,
@@ -160,6 +160,24 @@ void add_pairs(Registry& registry, std::string_view linear, std::string_view gra
       .fields = cpu::SpreadBlocking::kFields,
       .workspace = cpu::spread_workspace,
   });
+  registry.push_back({
+      .op = Op::feed_forward,
+      .device = Device::cpu,
+      .family = kKernels.family,
+      .name = feed_forward,
+      .supports = [](const Problem& p, const Machine& machine) -> Reason {
+        if (!kFeature.empty() && !machine.has(kFeature)) return cat("the processor lacks ", kFeature);
+        return cpu::supports_feed_forward_pairs(p);
+      },
+      .run = [](const Call& call) { return cpu::run_feed_forward_pairs(kKernels, call); },
+      .configure = [](const Problem& p,
+                      const Machine& m) { return cpu::configure_feed_forward_pairs(kKernels, p, m); },
+      .fields = cpu::FeedForwardSets::kFields,
+      .candidates = [](const Problem& p,
+                       const Machine& m) { return cpu::feed_forward_pairs_candidates(kKernels, p, m); },
+      .workspace = cpu::feed_forward_pairs_workspace,
+      .derives_as = "pairs",
+  });
 }
 
 constexpr std::string_view kAny;
@@ -176,9 +194,10 @@ constexpr std::string_view kHasNeon = "neon";
 
 void register_cpu(Registry& registry) {
 #if defined(__x86_64__)
-  add_pairs<cpu::kAmx, kHasAmx>(registry, "amx_linear", "amx_grad_input", "amx_grad_input_columns");
+  add_pairs<cpu::kAmx, kHasAmx>(registry, "amx_linear", "amx_grad_input", "amx_grad_input_columns",
+                                "amx_feed_forward");
   add_pairs<cpu::kAvx512Bf16, kHasBf16>(registry, "avx512_bf16_linear", "avx512_bf16_grad_input",
-                                        "avx512_bf16_grad_input_columns");
+                                        "avx512_bf16_grad_input_columns", "avx512_bf16_feed_forward");
   add_few<cpu::kAvx512, kHasAvx512>(registry, "avx512_linear_few");
   add<cpu::kAvx512, kHasAvx512>(registry, "avx512_linear", "avx512_grad_input", "avx512_grad_weight");
   add_feed_forward<cpu::kAvx512, kHasAvx512>(registry, "avx512_feed_forward", "avx512_feed_forward_apart");
@@ -193,7 +212,7 @@ void register_cpu(Registry& registry) {
   add_feed_forward<cpu::kScalar, kAny>(registry, "scalar_feed_forward", "scalar_feed_forward_apart");
   // After rows that take all that it takes: only who asks for it by name gets it.
   add_pairs<cpu::kPairsPortable, kAny>(registry, "pairs_linear", "pairs_grad_input",
-                                       "pairs_grad_input_columns");
+                                       "pairs_grad_input_columns", "pairs_feed_forward");
 }
 
 const Machine& cpu_machine() {

@@ -64,6 +64,11 @@ struct Avx512Pairs {
     _mm512_storeu_si512(to + 32, b);
   }
 
+  static void keep(const PairKeep& t) {
+    if (t.activation == Activation::none) return keep_as<false>(t);
+    keep_as<true>(t);
+  }
+
   // `outputs` × 32 sums to 32 tokens of row-major Y. Rounded before it is transposed, in dwords of two
   // outputs: half of the shuffles.
   static void store(const float* sums, int outputs, const float* bias, Activation activation,
@@ -78,28 +83,59 @@ struct Avx512Pairs {
   }
 
  private:
-  template <int kOutputs, bool kActivate>
-  static void store_as(const float* sums, const float* bias, Activation activation, std::uint16_t* y,
-                       std::int64_t stride) {
+  template <bool kActivate>
+  static __m512 finished(const float* sums, __m512 bias, Activation activation) {
+    const __m512 v = _mm512_add_ps(_mm512_loadu_ps(sums), bias);
+    if constexpr (kActivate) return activate<Avx512>(activation, v);
+    return v;
+  }
+  // Two lines of 16 words, alternating.
+  static __m512i interleaved(__m512bh both) {
     alignas(64) static constexpr std::uint16_t kInterleave[32] = {0,  16, 1,  17, 2,  18, 3,  19, 4,  20, 5,
                                                                   21, 6,  22, 7,  23, 8,  24, 9,  25, 10, 26,
                                                                   11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
-    const __m512i interleave = _mm512_load_si512(kInterleave);
+    return _mm512_permutexvar_epi16(_mm512_load_si512(kInterleave), (__m512i)both);
+  }
+
+  // Two features at a time, in the orders that pack gives.
+  template <bool kActivate>
+  static void keep_as(const PairKeep& t) {
+    const __m512i quarters = _mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7);
+    const float* sums = t.sums;
+    std::uint16_t* to = t.panel;
+    for (std::int32_t o = 0; o < t.rows; o += 2, sums += 2 * kPanelTokens, to += kPairLine) {
+      __m512 v[2][2];  // [feature][half]
+#pragma GCC unroll 2
+      for (int i = 0; i < 2; ++i) {
+        const __m512 bias = _mm512_set1_ps(t.bias[o + i]);
+#pragma GCC unroll 2
+        for (int h = 0; h < 2; ++h)
+          v[i][h] = finished<kActivate>(sums + i * kPanelTokens + h * 16, bias, t.activation);
+      }
+#pragma GCC unroll 2
+      for (int i = 0; i < 2; ++i) {
+        const __m512i line =
+            t.paired ? interleaved(_mm512_cvtne2ps_pbh(v[1][i], v[0][i]))
+                     : _mm512_permutexvar_epi64(quarters, (__m512i)_mm512_cvtne2ps_pbh(v[i][1], v[i][0]));
+        _mm512_storeu_si512(to + i * kPanelTokens, line);
+      }
+    }
+  }
+
+  template <int kOutputs, bool kActivate>
+  static void store_as(const float* sums, const float* bias, Activation activation, std::uint16_t* y,
+                       std::int64_t stride) {
 #pragma GCC unroll 2
     for (int half = 0; half < 2; ++half) {
       const auto sum = [&](int o) {
-        const __m512 v =
-            _mm512_add_ps(_mm512_loadu_ps(sums + o * kPanelTokens + half * 16), _mm512_set1_ps(bias[o]));
-        if constexpr (kActivate) return activate<Avx512>(activation, v);
-        return v;
+        return finished<kActivate>(sums + o * kPanelTokens + half * 16, _mm512_set1_ps(bias[o]), activation);
       };
       __m512i rows[16];
 #pragma GCC unroll 16
       for (int i = 0; i < 16; ++i) {
         rows[i] = _mm512_setzero_si512();
         if (2 * i >= kOutputs) continue;
-        const __m512bh both = _mm512_cvtne2ps_pbh(sum(2 * i + 1), sum(2 * i));
-        rows[i] = _mm512_permutexvar_epi16(interleave, (__m512i)both);
+        rows[i] = interleaved(_mm512_cvtne2ps_pbh(sum(2 * i + 1), sum(2 * i)));
       }
       transpose(rows);
 #pragma GCC unroll 16

@@ -80,6 +80,19 @@ struct PairsPortable {
       }
     }
   }
+
+  static void keep(const PairKeep& t) {
+    alignas(64) std::uint16_t rows[kPanelTokens][kTileRows];
+    for (std::int32_t o = 0; o < t.rows; o += kTileRows) {
+      store(t.sums + o * kPanelTokens, kTileRows, t.bias + o, t.activation, rows[0], kTileRows);
+      for (int i = 0; i < kTileRows; ++i) {
+        for (int m = 0; m < kPanelTokens; ++m) {
+          const int at = t.paired ? (o + i) / 2 * kPairLine + 2 * m + i % 2 : (o + i) * kPanelTokens + m;
+          t.panel[at] = rows[m][i];
+        }
+      }
+    }
+  }
 };
 
 }  // namespace rarefy::cpu

@@ -1,0 +1,286 @@
+// feed_forward in bf16 pairs (pairs.h), on weights packed as for linear. A task takes a set of panels of
+// tokens through both products; hidden features are rounded into panels of L2, in the order that the second
+// product reads, and are never seen by rows. With few panels for the threads each product is cut into tasks
+// of its own, and hidden panels wait in shared memory between the two.
+#include <limits>
+
+#include "core/arguments.h"
+#include "core/message.h"
+#include "cpu/linear_pairs.h"
+#include "cpu/pairs_weight.h"
+
+namespace rarefy::cpu {
+
+namespace {
+
+struct Shapes {
+  PairsShape up, down;
+  std::int64_t hidden;  // elements of a panel: all block rows of `up`, and the zeros that `down` reads
+
+  explicit Shapes(const Problem& p)
+      : up(p.weight.shape),
+        down(p.down.shape),
+        hidden(std::max(up.out_features(), down.padded) * kPanelTokens) {}
+};
+
+std::int64_t panels_of(std::int64_t tokens) {
+  return std::max<std::int64_t>(1, ceil_div(tokens, kPanelTokens));
+}
+
+// The working memory: what tasks share, and what each worker has.
+struct Memory {
+  float *up_bias, *down_bias;
+  std::uint16_t* between;  // hidden panels of all tokens, if the products are apart
+  std::int64_t shared, worker;
+
+  struct Own {
+    std::uint16_t *x, *hidden, *gathered;
+    float* sums;
+  };
+
+  Memory(const Problem& p, const Shapes& s, const FeedForwardSets& sets, void* base)
+      : base_(static_cast<char*>(base)), shapes_(s), sets_(sets) {
+    Room all(base);
+    up_bias = all.take<float>(s.up.out_features() + kGroup);
+    down_bias = all.take<float>(s.down.out_features() + kGroup);
+    between = all.take<std::uint16_t>(sets.splits > 1 ? panels_of(p.tokens) * s.hidden : 0);
+    shared = all.bytes();
+    Room own;
+    take(own);
+    worker = own.bytes();
+  }
+  Own own(int index) const {
+    Room room(base_ + shared + index * worker);
+    return take(room);
+  }
+
+ private:
+  Own take(Room& room) const {
+    Own own{};
+    own.x = room.take<std::uint16_t>(sets_.panels * shapes_.up.panel_size());
+    own.hidden = room.take<std::uint16_t>(sets_.splits > 1 ? 0 : sets_.panels * shapes_.hidden);
+    own.gathered = room.take<std::uint16_t>(kGatheredGroups * kGroupSize);
+    own.sums = room.take<float>(std::min(sets_.panels, kNear) *
+                                std::max(shapes_.up.sums_size(), shapes_.down.sums_size()));
+    return own;
+  }
+  char* base_;
+  const Shapes& shapes_;
+  const FeedForwardSets& sets_;
+};
+
+class Network {
+ public:
+  Network(const PairKernels& kernels, const Call& call, const FeedForwardSets& sets)
+      : k_(kernels),
+        call_(call),
+        sets_(sets),
+        shapes_(call.problem),
+        memory_(call.problem, shapes_, sets_, call.workspace),
+        up_(kernels, shapes_.up, call.layers->up.weight.plan.crow, call.layers->up.weight.derived),
+        down_(kernels, shapes_.down, call.layers->down.weight.plan.crow, call.layers->down.weight.derived) {}
+
+  void run() const {
+    unpack_pairs_bias(call_.layers->up.bias, features(), shapes_.up.out_features() + kGroup, memory_.up_bias);
+    unpack_pairs_bias(call_.layers->down.bias, call_.out.cols, shapes_.down.out_features() + kGroup,
+                      memory_.down_bias);
+    if (sets_.splits == 1) {
+      return each_set(1, [&](const Set& set, const Memory::Own& own, std::int64_t) {
+        hidden(set, own, 0, shapes_.up.out_blocks, own.hidden);
+        out(set, own, 0, shapes_.down.out_blocks, own.hidden);
+      });
+    }
+    const auto bound = [&](const PairsWeight& w, std::int64_t part) {  // as in linear_pairs.cc
+      return begin_of_part(w.begin, w.shape.out_blocks, w.shape.red_block, 12, part, sets_.splits);
+    };
+    each_set(sets_.splits, [&](const Set& set, const Memory::Own& own, std::int64_t part) {
+      hidden(set, own, bound(up_, part), bound(up_, part + 1), between(set));
+    });
+    each_set(sets_.splits, [&](const Set& set, const Memory::Own& own, std::int64_t part) {
+      out(set, own, bound(down_, part), bound(down_, part + 1), between(set));
+    });
+  }
+
+ private:
+  struct Set {
+    std::int64_t first, tokens;
+  };
+
+  // Sets differ by a panel at most.
+  template <class F>
+  void each_set(std::int64_t parts, F&& task) const {
+    const std::int64_t panels = panels_of(call_.x.rows), sets = ceil_div(panels, sets_.panels);
+    call_.executor.parallel_for(sets * parts, [&](std::int64_t t, int worker) {
+      const std::int64_t set = t / parts;
+      const std::int64_t first = panels * set / sets * kPanelTokens;
+      const std::int64_t end = std::min(panels * (set + 1) / sets * kPanelTokens, call_.x.rows);
+      k_.enter();
+      task(Set{first, end - first}, memory_.own(worker), t % parts);
+      k_.leave();
+    });
+  }
+
+  std::int64_t features() const { return call_.problem.weight.shape.rows; }
+  std::uint16_t* between(const Set& set) const {
+    return memory_.between + set.first / kPanelTokens * shapes_.hidden;
+  }
+
+  // Block rows begin … end of `up` for a set, activated, into its hidden panels.
+  void hidden(const Set& set, const Memory::Own& own, std::int64_t begin, std::int64_t end,
+              std::uint16_t* to) const {
+    if (begin == end) return;
+    const PairsShape& s = shapes_.up;
+    pack_panels(k_, s, call_.x, set.first, set.tokens, own.x, s.panel_size());
+    const MutableMatrixView& save = call_.save.up;
+    up_.multiply(own.x, s.panel_size(), set.tokens, begin, end, own.gathered, own.sums,
+                 [&](std::int64_t m, std::int32_t rows, std::int64_t block, std::int64_t stop, float* sums) {
+                   const std::int64_t from = block * s.out_block, count = (stop - block) * s.out_block;
+                   const std::int64_t there = std::min(count, features() - from);
+                   if (save.data != nullptr) {
+                     k_.store({sums, memory_.up_bias + from, Activation::none,
+                               reinterpret_cast<std::uint16_t*>(at(save, set.first + m, from)),
+                               save.row_stride, rows, static_cast<std::int32_t>(there)});
+                   }
+                   // `down` multiplies features past the edge by its padding: they must be no NaN.
+                   std::fill(sums + there * kPanelTokens, sums + count * kPanelTokens, 0.0F);
+                   k_.keep({sums, memory_.up_bias + from, call_.layers->activation,
+                            static_cast<std::int32_t>(count), shapes_.down.source != PairSource::columns,
+                            to + m / kPanelTokens * shapes_.hidden + from * kPanelTokens});
+                 });
+    if (end < s.out_blocks) return;
+    for (std::int64_t m = 0; m < set.tokens; m += kPanelTokens) {
+      std::uint16_t* panel = to + m / kPanelTokens * shapes_.hidden;
+      std::fill(panel + s.out_features() * kPanelTokens, panel + shapes_.hidden, std::uint16_t{0});
+    }
+  }
+
+  // Block rows begin … end of y for a set.
+  void out(const Set& set, const Memory::Own& own, std::int64_t begin, std::int64_t end,
+           const std::uint16_t* in) const {
+    const std::int64_t block_rows = shapes_.down.out_block;
+    down_.multiply(
+        in, shapes_.hidden, set.tokens, begin, end, own.gathered, own.sums,
+        [&](std::int64_t m, std::int32_t rows, std::int64_t block, std::int64_t stop, const float* sums) {
+          const std::int64_t from = block * block_rows;
+          k_.store({sums, memory_.down_bias + from, Activation::none,
+                    reinterpret_cast<std::uint16_t*>(at(call_.out, set.first + m, from)),
+                    call_.out.row_stride, rows,
+                    static_cast<std::int32_t>(std::min(stop * block_rows, call_.out.cols) - from)});
+        });
+  }
+
+  const PairKernels& k_;
+  const Call& call_;
+  FeedForwardSets sets_;
+  Shapes shapes_;
+  Memory memory_;
+  PairsWeight up_, down_;
+};
+
+// Cycles, as in linear_pairs.cc: packing and storing an element, activating one into a panel, a byte of W out
+// of L3; hidden features that another core reads; a round of tasks that all wait for.
+constexpr double kPack = 0.3, kStore = 0.35, kKeep = 1.3, kWeightByte = 0.1, kShared = 0.1, kBarrier = 10'000;
+constexpr std::int64_t kMostSet = 16;
+
+// Calls visit(sets, cost in cycles) for all that are weighed.
+template <class F>
+void for_each_sets(const PairKernels& kernels, const Problem& p, const Machine& machine, F&& visit) {
+  const Shapes s(p);
+  const auto product = [&](const PairsShape& w, double panels) {
+    const double tiles = static_cast<double>(w.entries * w.out_block * w.red_block) / kTileSize;
+    return tiles * (panels * kernels.tile_cycles + 2 * kTileSize * kWeightByte);
+  };
+  const std::int64_t all = panels_of(p.tokens);
+  const std::int64_t fit = panel_floats(machine) * 2 / (s.up.panel_size() + s.hidden);
+  const std::int64_t most = std::clamp<std::int64_t>(fit, 1, std::min(all, kMostSet));
+  const std::int64_t blocks = std::max(s.up.out_blocks, s.down.out_blocks);
+  for (std::int64_t panels = 1; panels <= most; ++panels) {
+    const std::int64_t sets = ceil_div(all, panels);
+    const auto even = static_cast<double>(ceil_div(all, sets));
+    const double pack = even * static_cast<double>(s.up.panel_size()) * kPack;
+    const double hidden = even * static_cast<double>(s.hidden);
+    const double out = even * static_cast<double>(s.down.out_features() * kPanelTokens);
+    const double work = product(s.up, even) + product(s.down, even) + hidden * kKeep + out * kStore;
+    for (std::int64_t splits = 1; splits <= std::min<std::int64_t>(4 * p.threads, blocks); ++splits) {
+      const auto rounds = static_cast<double>(ceil_div(sets * splits, p.threads));
+      const double apart = splits == 1 ? 0 : kBarrier + rounds * hidden * kShared;
+      visit(FeedForwardSets{panels, splits}, rounds * (pack + work / static_cast<double>(splits)) + apart);
+    }
+  }
+}
+
+}  // namespace
+
+Reason supports_feed_forward_pairs(const Problem& p) {
+  if (p.gate != WeightSpec{}) return "takes networks without a gate";
+  if (p.in != DType::bf16 || p.weight.dtype != DType::bf16 || p.down.dtype != DType::bf16 ||
+      p.out != DType::bf16) {
+    return "takes bf16 inputs and values alone, to bf16";
+  }
+  const Shapes s(p);
+  for (const PairsShape& w : {s.up, s.down}) {
+    if (w.out_block % kTileRows != 0) {
+      return cat("takes blocks of a multiple of ", kTileRows, " outputs; got ", w.out_block);
+    }
+  }
+  if (std::max(s.up.panel_size(), s.hidden) > std::numeric_limits<std::uint32_t>::max()) {
+    return "takes less than 2^27 features";
+  }
+  if (p.tokens <= kFewTokens) return cat("takes more than ", kFewTokens, " tokens; got ", p.tokens);
+  return {};
+}
+
+Config configure_feed_forward_pairs(const PairKernels& kernels, const Problem& problem,
+                                    const Machine& machine) {
+  FeedForwardSets best;
+  double best_cost = std::numeric_limits<double>::infinity();
+  for_each_sets(kernels, problem, machine, [&](const FeedForwardSets& sets, double cost) {
+    if (cost >= best_cost * 0.999) return;  // ties: fewer splits
+    best_cost = cost;
+    best = sets;
+  });
+  return to_config(best);
+}
+
+std::vector<Config> feed_forward_pairs_candidates(const PairKernels& kernels, const Problem& problem,
+                                                  const Machine& machine) {
+  std::vector<Config> all;
+  for_each_sets(kernels, problem, machine,
+                [&](const FeedForwardSets& sets, double) { all.push_back(to_config(sets)); });
+  return all;
+}
+
+std::int64_t feed_forward_pairs_workspace(const Problem& problem, const Config& config) {
+  const Shapes shapes(problem);
+  const auto sets = from_config<FeedForwardSets>(config);
+  const Memory memory(problem, shapes, sets, nullptr);
+  return memory.shared + problem.threads * memory.worker;
+}
+
+Status run_feed_forward_pairs(const PairKernels& kernels, const Call& call) {
+  const auto sets = from_config<FeedForwardSets>(call.config);
+  const Shapes s(call.problem);
+  const std::int64_t most = std::max<std::int64_t>({1, s.up.out_blocks, s.down.out_blocks});
+  if (sets.panels < 1 || sets.panels > 4096 || sets.splits < 1 || sets.splits > most) {
+    return invalid(kernels.family,
+                   cat("panels and splits of the config must be in [1, 4096] and [1, ", most, ']'),
+                   cat(sets.panels, " and ", sets.splits));
+  }
+  const auto check = [&](std::string_view prepared, std::string_view packed, const PairsShape& shape,
+                         const Derived& derived) {
+    const std::string_view op = name(Op::feed_forward), bytes = "bytes (derived_sizes)";
+    Status status = check_size(op, prepared, bytes, Prepared(shape, nullptr).bytes, derived.prepared_bytes);
+    return status.ok() ? check_size(op, packed, bytes, shape.tiles_bytes(), derived.packed_bytes) : status;
+  };
+  if (Status status = check("up derived.prepared", "up derived.packed", s.up, call.layers->up.weight.derived);
+      !status.ok())
+    return status;
+  if (Status status =
+          check("down derived.prepared", "down derived.packed", s.down, call.layers->down.weight.derived);
+      !status.ok())
+    return status;
+  Network(kernels, call, sets).run();
+  return {};
+}
+
+}  // namespace rarefy::cpu
