@@ -12,8 +12,8 @@ namespace rarefy::binding {
 
 // The optional arguments of the products; `key` 0 with no tensors is nothing.
 struct DerivedTensors {
-  const std::optional<Tensor>& prepared;
-  const std::optional<Tensor>& packed;
+  std::optional<Tensor> prepared;
+  std::optional<Tensor> packed;
   std::int64_t key = 0;
 };
 

@@ -8,6 +8,7 @@
 
 #include "adapt.h"
 #include "core/message.h"
+#include "derived.h"
 
 namespace rarefy::binding {
 
@@ -25,6 +26,7 @@ struct Arguments {
   const Optional& down_bias;
   std::int64_t out_features, hidden_features, in_features;
   std::string_view activation;
+  DerivedTensors up = {}, down = {};  // what the layers hold; a gate goes without
 };
 
 // Errors name tensors as their layer does: this says which one of several it is.
@@ -47,11 +49,13 @@ std::tuple<Tensor, Tensor, Tensor> run(Arguments a, bool save) {
   const Call call("bsr_feed_forward", "the up layer's values", a.up_values);
   const MatrixView x = call.matrix("x", a.x, "in_features", a.in_features);
   const auto layer = [&](std::string_view which, const Tensor& values, const Tensor& plan,
-                         const Optional& bias, std::int64_t out, std::int64_t in) {
+                         const Optional& bias, std::int64_t out, std::int64_t in,
+                         const DerivedTensors& derived) {
     return of_layer(call, which, [&] {
       call.check_device("values", values);
-      const BsrView weight = call.weight(values, plan, out, in);
+      BsrView weight = call.weight(values, plan, out, in);
       call.check_stored(weight.dtype, "x", x.dtype);
+      weight.derived = view_derived(call, derived, Op::linear, weight.plan, x.dtype, &weight, weight.dtype);
       return LayerView{weight, call.bias(bias, out, x.dtype)};
     });
   };
@@ -60,12 +64,13 @@ std::tuple<Tensor, Tensor, Tensor> run(Arguments a, bool save) {
                              a.gate_values ? "gate_values alone" : "gate_plan alone"));
   }
   FeedForward layers{
-      layer("up", a.up_values, a.up_plan, a.up_bias, a.hidden_features, a.in_features),
-      layer("down", a.down_values, a.down_plan, a.down_bias, a.out_features, a.hidden_features),
+      layer("up", a.up_values, a.up_plan, a.up_bias, a.hidden_features, a.in_features, a.up),
+      layer("down", a.down_values, a.down_plan, a.down_bias, a.out_features, a.hidden_features, a.down),
       call.activation(a.activation),
       {}};
   if (a.gate_values) {
-    layers.gate = layer("gate", *a.gate_values, *a.gate_plan, a.gate_bias, a.hidden_features, a.in_features);
+    layers.gate =
+        layer("gate", *a.gate_values, *a.gate_plan, a.gate_bias, a.hidden_features, a.in_features, {});
   }
   Tensor y = call.empty_rows(a.x, a.out_features);
   Tensor up = save ? call.empty_rows(a.x, a.hidden_features) : call.nothing(a.x);
@@ -81,11 +86,25 @@ Tensor bsr_feed_forward(Tensor x, const Tensor& up_values, const Tensor& up_plan
                         const Optional& gate_values, const Optional& gate_plan, const Optional& gate_bias,
                         const Tensor& down_values, const Tensor& down_plan, const Optional& down_bias,
                         std::int64_t out_features, std::int64_t hidden_features, std::int64_t in_features,
-                        std::string_view activation) {
-  return std::get<0>(
-      run({std::move(x), up_values, up_plan, up_bias, gate_values, gate_plan, gate_bias, down_values,
-           down_plan, down_bias, out_features, hidden_features, in_features, activation},
-          false));
+                        std::string_view activation, const Optional& up_prepared, const Optional& up_packed,
+                        const Optional& down_prepared, const Optional& down_packed, std::int64_t derived) {
+  return std::get<0>(run({std::move(x),
+                          up_values,
+                          up_plan,
+                          up_bias,
+                          gate_values,
+                          gate_plan,
+                          gate_bias,
+                          down_values,
+                          down_plan,
+                          down_bias,
+                          out_features,
+                          hidden_features,
+                          in_features,
+                          activation,
+                          {up_prepared, up_packed, derived},
+                          {down_prepared, down_packed, derived}},
+                         false));
 }
 
 // With the results of `up` and `gate` before the activation, which a backward pass wants; (0,) without a
@@ -106,7 +125,9 @@ STABLE_TORCH_LIBRARY_FRAGMENT(rarefy, m) {
   m.def(
       "bsr_feed_forward(Tensor x, Tensor up_values, Tensor up_plan, Tensor? up_bias, Tensor? gate_values, "
       "Tensor? gate_plan, Tensor? gate_bias, Tensor down_values, Tensor down_plan, Tensor? down_bias, "
-      "SymInt out_features, SymInt hidden_features, SymInt in_features, str activation) -> Tensor");
+      "SymInt out_features, SymInt hidden_features, SymInt in_features, str activation, "
+      "Tensor? up_prepared=None, Tensor? up_packed=None, Tensor? down_prepared=None, "
+      "Tensor? down_packed=None, int derived=0) -> Tensor");
   m.def(
       "_bsr_feed_forward_hidden(Tensor x, Tensor up_values, Tensor up_plan, Tensor? up_bias, "
       "Tensor? gate_values, Tensor? gate_plan, Tensor? gate_bias, Tensor down_values, Tensor down_plan, "

@@ -82,10 +82,13 @@ class Hidden(torch.Tensor):
         """What `down` makes of it: the whole network in one op where that can be, else of the value."""
         if self._value is not None or not _runs(down, self._x):
             return down.forward(self.value())
+        derived = _derived(self._up, self._gate, down, self._x)
+        if derived is None:
+            return down.forward(self.value())
         up, gate = _operands(self._up), (None,) * 3 if self._gate is None else _operands(self._gate)
         sizes = (down.out_features, down.in_features, self._up.in_features)
         return ops.bsr_feed_forward(
-            self._unchanged_x(), *up, *gate, *_operands(down), *sizes, self._activation
+            self._unchanged_x(), *up, *gate, *_operands(down), *sizes, self._activation, *derived
         )
 
     def _unchanged_x(self) -> torch.Tensor:
@@ -135,7 +138,7 @@ def may_wait(layer: nn.Module, x: torch.Tensor) -> bool:
 
 
 def _runs(layer: nn.Module, x: torch.Tensor) -> bool:
-    """Whether the op takes this layer for x, and layer by layer would be no better."""
+    """Whether the op takes this layer for x."""
     weight, bias = layer._modules["weight"], layer.bias
     if not _fits(weight) or x.device.type != "cpu" or not _torch_private.plain():
         return False
@@ -145,9 +148,21 @@ def _runs(layer: nn.Module, x: torch.Tensor) -> bool:
     wide = weight.x_dtype == x.dtype == torch.float32 and values.dtype in _STORED
     if not (wide or values.dtype == x.dtype) or values.device.type != "cpu" or x.dtype == torch.float64:
         return False
-    if bias is not None and (bias.dtype != x.dtype or not bias.is_contiguous()):
-        return False
-    return not weight.derived(x)  # kernels on packed weights are faster one by one
+    return bias is None or (bias.dtype == x.dtype and bias.is_contiguous())
+
+
+def _derived(up: nn.Module, gate: nn.Module | None, down: nn.Module, x: torch.Tensor) -> tuple | None:
+    """What kernels hold of a network's weights, as the op takes it; None: they are faster layer by layer.
+
+    Without any, its kernels are those for weights as they are. Where each layer holds what one kernel
+    derives, a kernel of the op reads the same, but for gates.
+    """
+    held = [layer._modules["weight"].derived(x) for layer in (up, gate, down) if layer is not None]
+    if not any(held):
+        return ()
+    if gate is not None or len({derived[2:] for derived in held}) > 1:
+        return None
+    return (*held[0][:2], *held[1][:2], held[0][2])
 
 
 def _fits(weight: Any) -> bool:

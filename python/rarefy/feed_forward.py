@@ -23,6 +23,7 @@ _run, _run_hidden = map(below_autograd, (op, _op_hidden))
 # Where the arguments of the op are: what has a gradient, the plans, and values of layers.
 _TENSORS = (0, 1, 3, 4, 6, 7, 9)
 _PLANS = (2, 5, 8)
+_DERIVED = 14  # from here on
 
 
 def bsr_feed_forward(
@@ -40,6 +41,7 @@ def bsr_feed_forward(
     hidden_features: int,
     in_features: int,
     activation: str | None = None,
+    *derived: Tensor | int | None,
 ) -> Tensor:
     """Return ``act(up(x)) @ D.T + bd``; with a gate, ``(act(gate(x)) * up(x)) @ D.T + bd``.
 
@@ -61,12 +63,14 @@ def bsr_feed_forward(
         hidden_features: rows of U and G, columns of D.
         in_features: columns of U and G.
         activation: "relu", "gelu" (by erf), "gelu_tanh", "silu", or None.
+        derived: nothing, or up's prepared and packed, D's prepared and packed, and the key that both have, as
+            ``weight.derived(x)`` gives them. Packed values must be those of the layers.
 
     Returns:
         (..., out_features), contiguous, of x's dtype. Hidden activations are not rounded to it: in float32
         the result has the bits of bsr_linear with `activation` and bsr_linear, in 16 bits it is closer to the
-        exact one. A call that is recorded keeps the hidden features before the activation, half of what its
-        layers would keep.
+        exact one; but a kernel on packed weights rounds them, and has the layers' bits. A call that is
+        recorded keeps the hidden features before the activation, half of what its layers would keep.
 
     Raises:
         ValueError: a shape, a plan, a layout or a name does not fit.
@@ -86,7 +90,7 @@ def bsr_feed_forward(
         down_plan,
         down_bias,
     )
-    return op(*args, out_features, hidden_features, in_features, name)
+    return op(*args, out_features, hidden_features, in_features, name, *derived)
 
 
 def layers(
@@ -104,6 +108,7 @@ def layers(
     h: int,
     k: int,
     activation: str,
+    *_: Tensor | int | None,
 ) -> Tensor:
     """The same as ops that have derivatives of any order."""
     hidden = linear(x, up_values, up_plan, up_bias, h, k)
@@ -119,7 +124,7 @@ class FeedForward(Function):
 
     @staticmethod
     def forward(ctx, *args):  # noqa: D102
-        y, up, gate = _run_hidden(*args)
+        y, up, gate = _run_hidden(*args[:_DERIVED])
         _save(ctx, args, up, gate)
         return y
 
@@ -130,9 +135,9 @@ class FeedForward(Function):
     @staticmethod
     def backward(ctx, dy):  # noqa: D102
         if dy is None:
-            return (None,) * 14
+            return (None,) * len(ctx.others)
         *tensors, up, gate = ctx.saved_tensors
-        args = list(ctx.others)
+        args = list(ctx.others[:_DERIVED])
         for at, tensor in zip(_TENSORS, tensors, strict=True):
             args[at] = tensor
         needs = ctx.needs_input_grad
@@ -140,7 +145,7 @@ class FeedForward(Function):
             grads = _recorded(args, needs, dy)
         else:
             grads = _gradients(args, needs, dy, up, gate)
-        return tuple(grads.get(at) for at in range(14))
+        return tuple(grads.get(at) for at in range(len(ctx.others)))
 
 
 def _save(ctx: Any, args: tuple, up: Tensor | None, gate: Tensor | None) -> None:
@@ -217,7 +222,7 @@ def _vmap(info, dims, *args):
         return op(args[0].movedim(dims[0], 0), *args[1:]), 0
 
     def call(*tensors: Tensor | None) -> Tensor:
-        mine = list(args)
+        mine = list(args[:_DERIVED])
         for at, tensor in zip(_TENSORS, tensors, strict=True):
             mine[at] = compact(tensor) if at in (1, 4, 7) and tensor is not None else tensor
         return op(*mine)
@@ -225,7 +230,9 @@ def _vmap(info, dims, *args):
     return batched(call, info, [dims[at] for at in _TENSORS], *(args[at] for at in _TENSORS))
 
 
-def _fake(x, uv, up, ub, gv, gate, gb, dv, down, db, out_features, hidden_features, in_features, activation):
+def _fake(
+    x, uv, up, ub, gv, gate, gb, dv, down, db, out_features, hidden_features, in_features, activation, *_
+):
     return fake_rows_like("bsr_feed_forward", "x", x, in_features, "in_features", out_features)
 
 

@@ -4,7 +4,6 @@
 // of its own, and hidden panels wait in shared memory between the two.
 #include <limits>
 
-#include "core/arguments.h"
 #include "core/message.h"
 #include "cpu/linear_pairs.h"
 #include "cpu/pairs_weight.h"
@@ -268,9 +267,13 @@ Status run_feed_forward_pairs(const PairKernels& kernels, const Call& call) {
   }
   const auto check = [&](std::string_view prepared, std::string_view packed, const PairsShape& shape,
                          const Derived& derived) {
-    const std::string_view op = name(Op::feed_forward), bytes = "bytes (derived_sizes)";
-    Status status = check_size(op, prepared, bytes, Prepared(shape, nullptr).bytes, derived.prepared_bytes);
-    return status.ok() ? check_size(op, packed, bytes, shape.tiles_bytes(), derived.packed_bytes) : status;
+    const auto room = [](std::string_view what, std::int64_t size, std::int64_t got) -> Status {
+      if (got >= size) return {};
+      return invalid(name(Op::feed_forward),
+                     cat(what, " must have at least ", size, " bytes (derived_sizes)"), cat(got));
+    };
+    Status status = room(prepared, Prepared(shape, nullptr).bytes, derived.prepared_bytes);
+    return status.ok() ? room(packed, shape.tiles_bytes(), derived.packed_bytes) : status;
   };
   if (Status status = check("up derived.prepared", "up derived.packed", s.up, call.layers->up.weight.derived);
       !status.ok())

@@ -9,9 +9,8 @@
 
 namespace rarefy::cpu {
 
-inline constexpr std::int64_t kStored =
-    64;                                   // outputs that are finished at a time: two cache lines of a token
-inline constexpr std::int64_t kNear = 4;  // panels that share weights in L1: their sums take 32 KB
+inline constexpr std::int64_t kStored = 64;  // outputs finished at a time: two cache lines of a token
+inline constexpr std::int64_t kNear = 4;     // panels that share weights in L1: their sums take 32 KB
 
 constexpr std::int64_t ceil_div(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
 

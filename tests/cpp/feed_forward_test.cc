@@ -596,7 +596,7 @@ TEST_P(FeedForwardPairsTest, TakesWhatLinearDerives) {
             std::string::npos)
       << run.feed_forward(false).message();
   run.derived[2] = down;
-  run.derived[0].prepared_bytes += 64;
+  run.derived[0].prepared_bytes -= 64;
   EXPECT_NE(run.feed_forward(false).message().find("[feed_forward] up derived.prepared must have"),
             std::string::npos)
       << run.feed_forward(false).message();

@@ -415,3 +415,43 @@ def test_the_op_equals_what_the_front_calls():
             down.weight.values, down.weight.plan, down.bias, K, H, K, "gelu",
         )  # fmt: skip
         assert torch.equal(direct, net(x))
+
+
+@pytest.fixture
+def pairs():
+    before = rarefy.force_impl("cpu:pairs")
+    yield
+    rarefy.force_impl(before)
+
+
+@pytest.mark.parametrize("spec", ["block:16x1@0.5", "block:16x2@0.5"])
+def test_networks_in_bf16_pairs_have_the_bits_of_their_layers(pairs, spec):
+    net, x = sparse(NETWORKS["gelu"], spec).to(torch.bfloat16), torch.randn(70, K).bfloat16()
+    up, down = net.fc1, net.fc2
+    with torch.no_grad():
+        hidden = up.weight.prepare().linear(x, up.bias, "gelu")
+        wanted = down.weight.prepare().linear(hidden, down.bias)
+        y, names = ran(lambda: net(x))
+        assert names == ["bsr_feed_forward"]
+        assert torch.equal(y, wanted)
+        up.weight.values.data.mul_(2)  # what torch does not count
+        with pytest.raises(RuntimeError, match="its prepared or packed weight is not at hand"):
+            net(x)  # `pairs` is forced, and has no other kernel
+        up.weight.values.data.div_(2)
+        held = (*up.weight.derived(x)[:2], *down.weight.derived(x))
+        args = (
+            x, up.weight.values, up.weight.plan, up.bias, None, None, None,
+            down.weight.values, down.weight.plan, down.bias, K, H, K, "gelu",
+        )  # fmt: skip
+        assert torch.equal(ops.bsr_feed_forward(*args, *held), wanted)
+        batched = torch.func.vmap(lambda x: ops.bsr_feed_forward(x, *args[1:], *held))(x.view(7, 10, K))
+        assert torch.equal(batched.view(70, K), wanted)
+
+
+def test_gated_networks_in_bf16_pairs_go_layer_by_layer(pairs):
+    net, x = sparse(NETWORKS["llama"], "block:16x1@0.5").to(torch.bfloat16), torch.randn(70, K).bfloat16()
+    with torch.no_grad():
+        for layer in net.modules():
+            if isinstance(layer, BlockSparseLinear):
+                layer.weight.prepare()
+        assert set(ran(lambda: net(x))[1]) == {"bsr_linear"}

@@ -289,3 +289,20 @@ def test_linear_refuses_other_activations():
         ops.bsr_linear(torch.randn(2, 7), bsr.values, bsr.plan, None, 9, 7, activation="tanh")
     with pytest.raises(ValueError, match=r'\[bsr_linear\] activation must be none, relu.*; got "tanh"'):
         RAW.bsr_linear(torch.randn(2, 7), bsr.values, bsr.plan, None, 9, 7, None, None, 0, "tanh")
+
+
+def test_recorded_and_batched_calls_may_hold_what_kernels_derive(gated):
+    layers, held = Layers(gated, torch.float32), (None, None, None, None, 3)  # of a kernel that is not there
+    wanted = layers.op("silu")(*layers.leaves)
+    arguments = (*layers.arguments(), "silu")
+    y = ops.bsr_feed_forward(*arguments, *held)
+    assert torch.equal(y, wanted)
+    dy = torch.randn_like(y)
+    for mine, theirs in zip(
+        torch.autograd.grad(y, layers.leaves, dy), torch.autograd.grad(wanted, layers.leaves, dy), strict=True
+    ):
+        assert torch.equal(mine, theirs)
+    batched = vmap(lambda x: ops.bsr_feed_forward(x, *arguments[1:], *held))(layers.x.view(5, 1, K))
+    torch.testing.assert_close(batched.view(5, N), wanted)
+    many = vmap(lambda b: ops.bsr_feed_forward(*arguments[:3], b, *arguments[4:], *held))(arguments[3][None])
+    torch.testing.assert_close(many[0], wanted)
