@@ -691,6 +691,7 @@ TEST(FeedForwardConfigTest, ConfigurationsOutOfRangeAreRefused) {
       << status.message();
 }
 
+#if defined(__x86_64__)  // whose rows these are
 // Threads that few panels cannot keep busy get parts of each product.
 TEST(FeedForwardConfigTest, FollowsTheProblem) {
   Machine machine;
@@ -707,6 +708,27 @@ TEST(FeedForwardConfigTest, FollowsTheProblem) {
   EXPECT_EQ(config(4096, 16), "vectors=4 features=3072 splits=1");
   EXPECT_NE(config(16, 16).find("splits=16"), std::string::npos) << config(16, 16);
 }
+
+// In pairs as well; hidden panels go through shared memory only where sets of them leave threads idle.
+TEST(FeedForwardConfigTest, PairsFollowTheProblem) {
+  Machine machine;
+  machine.features = {"avx2", "avx512", "amx_bf16"};
+  machine.l2 = 2 << 20;
+  const auto config = [&](std::int64_t tokens, int threads) {
+    rarefy::Problem p =
+        make_problem(Op::feed_forward, {1536, 384, 32, 1, 9216}, tokens, DType::bf16, Device::cpu, threads);
+    p.down.shape = {384, 1536, 32, 1, 9216};
+    p.derived = kAnyDerived;
+    const Choice choice = *choose_from(registry(), p, machine, "amx");
+    EXPECT_EQ(choice.kernel->name, "amx_feed_forward");
+    return to_string(*choice.kernel, choice.config);
+  };
+  EXPECT_EQ(config(544, 1), "panels=6 splits=1");
+  EXPECT_EQ(config(544, 2), "panels=3 splits=1");
+  EXPECT_NE(config(32, 16).find("splits=16"), std::string::npos) << config(32, 16);
+}
+
+#endif
 
 TEST(FeedForwardProblemTest, PrintsAllLayers) {
   rarefy::Problem p = make_problem(Op::feed_forward, {64, 16, 4, 1, 100}, 7, DType::f32);
