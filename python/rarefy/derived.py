@@ -48,8 +48,8 @@ class Kept:
     def current(self, parameter: Tensor, values: Tensor, now: bool = False) -> Derived | tuple[()]:
         """What a call with these values may use.
 
-        Values that changed are packed at the second call with them, as a training step changes them after
-        each; `now` does it at once.
+        Values that changed are packed at once where no gradients are recorded, so that equal calls have equal
+        bits; else at the second call with them, as a training step changes them after each. `now`: at once.
         """
         if not self.packed_bytes:
             return self.of_pattern()
@@ -59,7 +59,7 @@ class Kept:
         seen, packed = self._packed
         if seen != at:
             packed = None
-        if packed is None and (now or seen == at):
+        if packed is None and (now or seen == at or not torch.is_grad_enabled()):
             with torch.inference_mode(False), torch.no_grad():
                 packed = _pack(values.detach(), *self._arguments)
         self._packed = (at, packed)
