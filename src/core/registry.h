@@ -131,7 +131,7 @@ struct Choice {
 Result<Choice> choose(const Problem& problem);
 
 // The same without memory, over any list and machine.
-Result<Choice> choose_from(const Registry& registry, const Problem& problem, const Machine& machine,
+Result<Choice> choose_from(const Registry& kernels, const Problem& problem, const Machine& machine,
                            std::string_view forced_family);
 
 Choice configured(const Kernel& kernel, const Problem& problem, const Config& config);

@@ -27,10 +27,8 @@ struct Forced {
 };
 
 bool has_family(Device device, std::string_view family) {
-  for (const Kernel& kernel : registry()) {
-    if (kernel.device == device && kernel.family == family) return true;
-  }
-  return false;
+  return std::ranges::any_of(
+      registry(), [&](const Kernel& kernel) { return kernel.device == device && kernel.family == family; });
 }
 
 std::string families() {

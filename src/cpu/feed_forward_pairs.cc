@@ -260,7 +260,7 @@ std::int64_t feed_forward_pairs_workspace(const Problem& problem, const Config& 
 Status run_feed_forward_pairs(const PairKernels& kernels, const Call& call) {
   const auto sets = from_config<FeedForwardSets>(call.config);
   const Shapes s(call.problem);
-  const std::int64_t most = std::max<std::int64_t>({1, s.up.out_blocks, s.down.out_blocks});
+  const auto most = std::max<std::int64_t>({1, s.up.out_blocks, s.down.out_blocks});
   if (sets.panels < 1 || sets.panels > 4096 || sets.splits < 1 || sets.splits > most) {
     return invalid(kernels.family,
                    cat("panels and splits of the config must be in [1, 4096] and [1, ", most, ']'),

@@ -19,11 +19,11 @@ Config configure_pairs(const PairKernels& kernels, const Problem& problem, const
 std::vector<Config> pairs_candidates(const PairKernels& kernels, const Problem& problem,
                                      const Machine& machine);
 std::int64_t pairs_workspace(const Problem& problem, const Config& config);
-Status run_pairs(const PairKernels& kernels, const Call& call);
+Status run_pairs(const PairKernels& kernels, const Call& given);
 
 // The same for all tables: where a block row's stored columns lie, and its weights in tiles.
 std::int64_t pairs_prepared_size(const Problem& problem, const Config& config);
-Status prepare_pairs(const Call& call, void* prepared);
+Status prepare_pairs(const Call& call, void* data);
 std::int64_t pairs_packed_size(const Problem& problem, const Config& config);
 Status pack_pairs_weight(const Call& call, void* packed);
 
