@@ -86,7 +86,8 @@ void for_each_cut(const Kernels& kernels, const Problem& p, const Machine& machi
     for (std::int64_t splits = 2; splits <= 4 * p.threads; ++splits) {
       const std::int64_t part = sliced((s.hidden + splits - 1) / splits);
       if (part * (splits - 1) >= s.hidden) break;  // a part would be empty
-      const auto apart = static_cast<double>((panels * splits + p.threads - 1) / p.threads);
+      const std::int64_t turns = (panels * splits + p.threads - 1) / p.threads;
+      const auto apart = static_cast<double>(turns);
       const auto share = static_cast<double>(splits);
       const double shared = static_cast<double>(s.hidden) * lane_count * 0.3;  // written and read, in L3
       visit(FeedForwardCut{vectors, part, splits},

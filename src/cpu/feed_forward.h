@@ -35,7 +35,8 @@ struct FeedForwardSizes {
     hidden = std::max({up.row_count() * up.block_rows, gate.row_count() * gate.block_rows,
                        down.col_count() * down.block_cols});
     out = down.row_count() * down.block_rows;
-    const std::int64_t rows = std::lcm(up.block_rows, gate.block_rows);
+    // Blocks have rows (check_shape); the analyzer cannot know.
+    const std::int64_t rows = std::max<std::int64_t>(1, std::lcm(up.block_rows, gate.block_rows));
     group = rows * std::max<std::int64_t>(1, kStored / rows);
     granule = std::lcm(rows, down.block_cols);
     out_group = down.block_rows * std::max<std::int64_t>(1, kStored / down.block_rows);

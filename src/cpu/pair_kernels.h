@@ -83,7 +83,7 @@ void multiply_groups(const PairProduct& t) {
   typename Gather::Group next[kMostChunk];
   const std::uint16_t* x[kMostChunk];
   const std::int64_t w_stride = std::int64_t{t.rows} * kGroup;
-  const std::int32_t fit = static_cast<std::int32_t>(kChunkSize / w_stride);
+  const auto fit = static_cast<std::int32_t>(kChunkSize / w_stride);
   const std::int32_t limit = t.rows <= E::kRows ? kMostChunk : kMostReused;
   const std::int32_t most = fit < 1 ? 1 : fit < limit ? fit : limit;
   const std::int32_t chunks = (t.groups + most - 1) / most;
