@@ -4,9 +4,9 @@
 #include <torch/csrc/stable/library.h>
 
 #include <algorithm>
-#include <array>
 #include <cstddef>
 #include <cstring>
+#include <iterator>
 
 #include "core/message.h"
 
@@ -17,8 +17,7 @@ namespace {
 // A weight has one of each, whatever is multiplied with it: what kernels for many tokens derive.
 constexpr std::int64_t kTypicalTokens = 4096;
 
-// `prepared` has a section for each product, in this order, aligned as kernels want it on any device.
-constexpr std::array kProducts{Op::linear, Op::grad_input, Op::grad_weight};
+// `prepared` has a section for each of kProducts, in their order, aligned as kernels want it on any device.
 constexpr std::int64_t kAlignment = 256;
 
 // A product with a weight of this shape and dtype, for inputs of another.
@@ -59,7 +58,7 @@ Section section_of(const Call& call, Op op, const Operands& w) {
 }
 
 std::int64_t prepared_bytes(const Call& call, const Operands& w) {
-  const Section last = section_of(call, kProducts.back(), w);
+  const Section last = section_of(call, *std::rbegin(kProducts), w);
   return last.offset + last.sizes.prepared;
 }
 

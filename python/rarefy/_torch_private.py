@@ -115,6 +115,11 @@ def below_autograd(op: Any) -> Callable[..., Any]:
     return below
 
 
+def without_torch_function() -> Any:
+    """A context in which a tensor subclass is asked nothing: its functions are those of any tensor."""
+    return torch._C.DisableTorchFunctionSubclass()
+
+
 def without_autocast(device_type: str, op: Callable[..., Any], *args: Any) -> Any:
     """Call an op below the autocast of this device type."""
     key = getattr(torch._C.DispatchKey, f"Autocast{device_type.upper()}")

@@ -103,7 +103,7 @@ class Hidden(torch.Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:  # noqa: D105
         kwargs = kwargs or {}
         if func in _OF_SHAPE:
-            with torch._C.DisableTorchFunctionSubclass():
+            with _torch_private.without_torch_function():
                 return func(*args, **kwargs)
         noted = _NOTED.get(func)
         result = noted(*args, **kwargs) if noted is not None else None

@@ -115,4 +115,18 @@ Status check_disjoint(std::string_view op, const Range& out, std::initializer_li
   return {};
 }
 
+Status check_rows(std::string_view op, const Rows<MatrixView>& in, const Rows<MutableMatrixView>& out,
+                  std::string_view rows_text, Device device) {
+  const MatrixView& x = in.matrix;
+  const MutableMatrixView& y = out.matrix;
+  if (Status status = check_matrix(op, in.argument, x, device); !status.ok()) return status;
+  if (Status status = check_output(op, out.argument, y, device); !status.ok()) return status;
+  if (Status status = check_size(op, in.argument, in.columns_text, in.columns, x.cols); !status.ok())
+    return status;
+  if (Status status = check_size(op, out.argument, out.columns_text, out.columns, y.cols); !status.ok())
+    return status;
+  if (Status status = check_size(op, out.argument, rows_text, x.rows, y.rows); !status.ok()) return status;
+  return check_output_dtype(op, in.argument, x.dtype, out.argument, y.dtype);
+}
+
 }  // namespace rarefy

@@ -27,6 +27,19 @@ Status check_output_dtype(std::string_view op, std::string_view in_name, DType i
 
 Status check_activation(std::string_view op, Activation activation);
 
+// An input or output of a product, with what messages say of it: literals, as calls must not build text.
+template <class Matrix>
+struct Rows {
+  std::string_view argument;      // "x"
+  std::string_view columns_text;  // "columns (in_features)"
+  std::int64_t columns;
+  const Matrix& matrix;
+};
+
+// The two matrices of a product that turns rows into rows; `rows_text`: "rows, like x".
+Status check_rows(std::string_view op, const Rows<MatrixView>& in, const Rows<MutableMatrixView>& out,
+                  std::string_view rows_text, Device device);
+
 // Whether the weights of a feed-forward network fit each other; a gate of no block rows is none.
 Status check_feed_forward(std::string_view op, const BsrShape& up, const BsrShape& down,
                           const BsrShape& gate);

@@ -90,14 +90,11 @@ Status feed_forward(const MatrixView& x, const FeedForward& layers, const Mutabl
       !status.ok()) {
     return status;
   }
-  if (Status status = check_matrix(kOp, "x", x, device); !status.ok()) return status;
-  if (Status status = check_output(kOp, "y", y, device); !status.ok()) return status;
-  if (Status status = check_size(kOp, "x", "columns (in_features)", up.cols, x.cols); !status.ok())
+  if (Status status = check_rows(kOp, {"x", "columns (in_features)", up.cols, x},
+                                 {"y", "columns (out_features)", down.rows, y}, "rows, like x", device);
+      !status.ok()) {
     return status;
-  if (Status status = check_size(kOp, "y", "columns (out_features)", down.rows, y.cols); !status.ok())
-    return status;
-  if (Status status = check_size(kOp, "y", "rows, like x", x.rows, y.rows); !status.ok()) return status;
-  if (Status status = check_output_dtype(kOp, "x", x.dtype, "y", y.dtype); !status.ok()) return status;
+  }
   if (Status status = check_activation(kOp, layers.activation); !status.ok()) return status;
   if (Status status = check_saved("saved up", save.up, y, up.rows); !status.ok()) return status;
   if (Status status = check_saved("saved gate", save.gate, y, up.rows); !status.ok()) return status;

@@ -97,14 +97,11 @@ Status linear(const MatrixView& x, const BsrView& w, const void* bias, Activatio
   constexpr std::string_view op = "linear";
   const BsrShape& shape = w.plan.shape;
   if (Status status = check_plan(op, "values", w.plan, w.values); !status.ok()) return status;
-  if (Status status = check_matrix(op, "x", x, w.device); !status.ok()) return status;
-  if (Status status = check_output(op, "y", y, w.device); !status.ok()) return status;
-  if (Status status = check_size(op, "x", "columns (in_features)", shape.cols, x.cols); !status.ok())
+  if (Status status = check_rows(op, {"x", "columns (in_features)", shape.cols, x},
+                                 {"y", "columns (out_features)", shape.rows, y}, "rows, like x", w.device);
+      !status.ok()) {
     return status;
-  if (Status status = check_size(op, "y", "columns (out_features)", shape.rows, y.cols); !status.ok())
-    return status;
-  if (Status status = check_size(op, "y", "rows, like x", x.rows, y.rows); !status.ok()) return status;
-  if (Status status = check_output_dtype(op, "x", x.dtype, "y", y.dtype); !status.ok()) return status;
+  }
   if (Status status = check_activation(op, activation); !status.ok()) return status;
   const Range bias_range{"bias", bias,
                          bias == nullptr ? 0 : shape.rows * static_cast<std::int64_t>(size_of(y.dtype))};
@@ -142,14 +139,11 @@ Status grad_input(const MatrixView& dy, const BsrView& w, const MutableMatrixVie
   constexpr std::string_view op = "grad_input";
   const BsrShape& shape = w.plan.shape;
   if (Status status = check_plan(op, "values", w.plan, w.values); !status.ok()) return status;
-  if (Status status = check_matrix(op, "dy", dy, w.device); !status.ok()) return status;
-  if (Status status = check_output(op, "dx", dx, w.device); !status.ok()) return status;
-  if (Status status = check_size(op, "dy", "columns (out_features)", shape.rows, dy.cols); !status.ok())
+  if (Status status = check_rows(op, {"dy", "columns (out_features)", shape.rows, dy},
+                                 {"dx", "columns (in_features)", shape.cols, dx}, "rows, like dy", w.device);
+      !status.ok()) {
     return status;
-  if (Status status = check_size(op, "dx", "columns (in_features)", shape.cols, dx.cols); !status.ok())
-    return status;
-  if (Status status = check_size(op, "dx", "rows, like dy", dy.rows, dx.rows); !status.ok()) return status;
-  if (Status status = check_output_dtype(op, "dy", dy.dtype, "dx", dx.dtype); !status.ok()) return status;
+  }
   if (Status status = check_disjoint(op, range_of("dx", dx),
                                      {range_of("dy", dy), range_of("values", w.plan, w.values, w.dtype)});
       !status.ok()) {

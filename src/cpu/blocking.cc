@@ -2,7 +2,6 @@
 #include "cpu/blocking.h"
 
 #include <algorithm>
-#include <limits>
 #include <utility>
 
 namespace rarefy::cpu {
@@ -87,14 +86,7 @@ void for_each_blocking(const BlockingProblem& p, F&& visit) {
 }  // namespace
 
 Blocking choose_blocking(const BlockingProblem& p) {
-  Blocking best;
-  double best_cost = std::numeric_limits<double>::infinity();
-  for_each_blocking(p, [&](const Blocking& b, double cost) {
-    if (cost >= best_cost * 0.999) return;  // ties: fewer splits, gather
-    best_cost = cost;
-    best = b;
-  });
-  return completed(p, best);
+  return completed(p, cheapest<Blocking>([&](auto&& visit) { for_each_blocking(p, visit); }));
 }
 
 std::vector<Blocking> all_blockings(const BlockingProblem& p) {

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <limits>
 #include <string_view>
 #include <vector>
 
@@ -34,6 +35,20 @@ struct Blocking {
 };
 
 inline constexpr std::int64_t kMostPanels = 8;
+
+// The cheapest of all that `for_each` visits with their costs. What comes first wins by less than 0.1 %:
+// models are not as exact, and list what is simpler first.
+template <class T, class ForEach>
+T cheapest(ForEach&& for_each) {
+  T best;
+  double best_cost = std::numeric_limits<double>::infinity();
+  for_each([&](const T& choice, double cost) {
+    if (cost >= best_cost * 0.999) return;
+    best_cost = cost;
+    best = choice;
+  });
+  return best;
+}
 
 // Cycles that a panel of `vectors` costs for each stored weight.
 double cycles_per_weight(const BlockingProblem& problem, int vectors, bool scatter);

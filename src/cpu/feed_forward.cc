@@ -2,7 +2,6 @@
 #include "cpu/feed_forward.h"
 
 #include <array>
-#include <limits>
 
 #include "core/message.h"
 #include "cpu/blocking.h"
@@ -137,14 +136,8 @@ Reason supports_feed_forward(const Kernels& kernels, const Problem& p) {
 }
 
 Config configure_feed_forward(const Kernels& kernels, const Problem& problem, const Machine& machine) {
-  FeedForwardCut best;
-  double best_cost = std::numeric_limits<double>::infinity();
-  for_each_cut(kernels, problem, machine, [&](const FeedForwardCut& cut, double cost) {
-    if (cost >= best_cost * 0.999) return;  // ties: fewer splits
-    best_cost = cost;
-    best = cut;
-  });
-  return to_config(best);
+  return to_config(
+      cheapest<FeedForwardCut>([&](auto&& visit) { for_each_cut(kernels, problem, machine, visit); }));
 }
 
 std::vector<Config> feed_forward_candidates(const Kernels& kernels, const Problem& problem,

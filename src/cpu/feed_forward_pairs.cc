@@ -232,14 +232,8 @@ Reason supports_feed_forward_pairs(const Problem& p) {
 
 Config configure_feed_forward_pairs(const PairKernels& kernels, const Problem& problem,
                                     const Machine& machine) {
-  FeedForwardSets best;
-  double best_cost = std::numeric_limits<double>::infinity();
-  for_each_sets(kernels, problem, machine, [&](const FeedForwardSets& sets, double cost) {
-    if (cost >= best_cost * 0.999) return;  // ties: fewer splits
-    best_cost = cost;
-    best = sets;
-  });
-  return to_config(best);
+  return to_config(
+      cheapest<FeedForwardSets>([&](auto&& visit) { for_each_sets(kernels, problem, machine, visit); }));
 }
 
 std::vector<Config> feed_forward_pairs_candidates(const PairKernels& kernels, const Problem& problem,

@@ -124,14 +124,8 @@ Reason supports_pairs(const Problem& p) {
 }
 
 Config configure_pairs(const PairKernels& kernels, const Problem& problem, const Machine& machine) {
-  PairsBlocking best;
-  double best_cost = std::numeric_limits<double>::infinity();
-  for_each_blocking(kernels, problem, machine, [&](const PairsBlocking& b, double cost) {
-    if (cost >= best_cost * 0.999) return;
-    best_cost = cost;
-    best = b;
-  });
-  return to_config(best);
+  return to_config(
+      cheapest<PairsBlocking>([&](auto&& visit) { for_each_blocking(kernels, problem, machine, visit); }));
 }
 
 std::vector<Config> pairs_candidates(const PairKernels& kernels, const Problem& problem,

@@ -5,15 +5,6 @@
 namespace rarefy::test {
 namespace {
 
-std::vector<std::string> cpu_impls() {
-  std::vector<std::string> families;
-  for (const Candidate& candidate :
-       explain(make_problem(Op::grad_input, {4, 4, 4, 4, 1}, 8, DType::f32)).candidates) {
-    if (candidate.why_not.empty()) families.push_back(candidate.kernel.family);
-  }
-  return families;
-}
-
 class FeedForwardTest : public ::testing::TestWithParam<std::string> {
  protected:
   void check(const Spec& spec, Executor executor = {}) {

@@ -10,6 +10,16 @@ namespace rarefy::test {
 
 inline void expect_ok(const Status& status) { EXPECT_TRUE(status.ok()) << status.message(); }
 
+// The families that this machine can run.
+inline std::vector<std::string> cpu_impls() {
+  std::vector<std::string> families;
+  for (const Candidate& candidate :
+       explain(make_problem(Op::grad_input, {4, 4, 4, 4, 1}, 8, DType::f32)).candidates) {
+    if (candidate.why_not.empty()) families.push_back(candidate.kernel.family);
+  }
+  return families;
+}
+
 // Unit roundoff.
 inline double roundoff(DType dtype) {
   switch (dtype) {

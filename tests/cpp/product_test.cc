@@ -13,16 +13,6 @@
 namespace rarefy::test {
 namespace {
 
-// The families that this machine can run.
-std::vector<std::string> cpu_impls() {
-  std::vector<std::string> families;
-  for (const Candidate& candidate :
-       explain(make_problem(Op::grad_input, {4, 4, 4, 4, 1}, 8, DType::f32)).candidates) {
-    if (candidate.why_not.empty()) families.push_back(candidate.kernel.family);
-  }
-  return families;
-}
-
 constexpr DType kDTypes[] = {DType::f32, DType::bf16, DType::f16};
 
 constexpr double kInfinity = std::numeric_limits<double>::infinity();

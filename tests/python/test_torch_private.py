@@ -143,6 +143,19 @@ def test_views_share_a_storage_and_copies_do_not(device):
     assert private.storage_of(tensor) != private.storage_of(tensor.clone())
 
 
+def test_a_subclass_is_asked_nothing_without_torch_function():
+    class Asked(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, func, types, args=(), kwargs=None):
+            raise AssertionError("asked")
+
+    tensor = torch.ones(2, 3).as_subclass(Asked)
+    with pytest.raises(AssertionError, match="asked"):
+        tensor.dim()
+    with private.without_torch_function():
+        assert tensor.dim() == 2
+
+
 WITHOUT_HOOKS = """
 import torch
 import torch._functorch.utils
