@@ -213,7 +213,10 @@ inline void expect_feed_forward(const Layers& l, const Chain& run, bool saved, b
   }
   if (pairs) {
     const double half = storing(s.dtype);
-    for (std::size_t e = 0; e < hidden.size(); ++e) off[e] = off[e] * (1 + half) + half * std::abs(hidden[e]);
+    for (std::size_t e = 0; e < hidden.size(); ++e) {
+      off[e] += pairs_activation_error(s.activation, hidden[e]);
+      off[e] = off[e] * (1 + half) + half * std::abs(hidden[e]);
+    }
     if (s.integers) hidden = decode(encode(hidden, s.dtype), s.dtype);  // exact before, so exact after
   }
   Sums y = up;  // the same shape of result

@@ -2,6 +2,8 @@
 // reference, on weights that are packed anew for each call. Their accumulation is docs/numerics.md's.
 #include <gtest/gtest.h>
 
+#include <bit>
+#include <cmath>
 #include <limits>
 #include <set>
 
@@ -14,6 +16,18 @@ namespace {
 
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
 constexpr double kNan = std::numeric_limits<double>::quiet_NaN();
+
+// act(x) in double.
+double activated(Activation activation, double x) {
+  switch (activation) {
+    case Activation::none: return x;
+    case Activation::relu: return std::isnan(x) ? x : std::max(x, 0.0);
+    case Activation::gelu_erf: return 0.5 * x * std::erfc(-x / std::sqrt(2.0));
+    case Activation::gelu_tanh: return x / (1 + std::exp(-1.5957691216057308 * (x + 0.044715 * x * x * x)));
+    case Activation::silu: return x / (1 + std::exp(-x));
+  }
+  return x;
+}
 
 // The families whose rows take bf16 in pairs, of those that this machine can run.
 std::vector<std::string> pair_families() {
@@ -113,7 +127,71 @@ TEST_P(PairsTest, Activations) {
       const Force force(GetParam());
       expect_ok(run.linear(activation));
     }
-    expect_activation(problem, run, activation);
+    expect_activation(problem, run, activation, true);
+  }
+}
+
+const cpu::PairKernels& table_of(const std::string& family) {
+#if defined(__x86_64__)
+  if (family == "amx") return cpu::kAmx;
+  if (family == "avx512_bf16") return cpu::kAvx512Bf16;
+#endif
+  return cpu::kPairsPortable;
+}
+
+// On floats of every size: a rounding to bf16 and a sixteenth of its last place, in both tails; NaN,
+// infinities and the signs of zeros as the formulas have them; the same bits in a panel.
+TEST_P(PairsTest, ActivationsOfEveryFloat) {
+  constexpr std::int32_t kSide = 32;
+  constexpr double kLargest = 0x1.fep127;
+  const cpu::PairKernels& kernels = table_of(GetParam());
+  const std::vector<float> bias(kSide);
+  std::vector<float> sums(kSide * cpu::kPanelTokens);
+  std::vector<std::uint16_t> y(sums.size()), panel(sums.size());
+  const float special[] = {0.0F,
+                           -0.0F,
+                           1.0F,
+                           -1.0F,
+                           0x1p127F,
+                           -0x1p127F,
+                           -0x1p-126F,
+                           -12.8F,
+                           -87.0F,
+                           static_cast<float>(kInfinity),
+                           -static_cast<float>(kInfinity),
+                           static_cast<float>(kNan)};
+  const auto expect = [&](Activation activation, float x, double got) {
+    const double exact = activated(activation, x);
+    if (std::isnan(exact)) {
+      EXPECT_TRUE(std::isnan(got)) << x;
+    } else if (std::abs(exact) > kLargest) {
+      EXPECT_GE(got, kLargest) << x;
+    } else if (std::abs(exact) < kTail) {
+      EXPECT_LE(std::abs(got), 2 * kTail) << x;
+    } else {
+      const double place = std::ldexp(1.0, std::ilogb(exact) - 7);
+      EXPECT_LE(std::abs(got - exact), 0.5625 * place) << x << ": " << got << " for " << exact;
+      EXPECT_EQ(std::signbit(got), std::signbit(exact)) << x;
+    }
+  };
+  for (const Activation activation :
+       {Activation::relu, Activation::gelu_erf, Activation::gelu_tanh, Activation::silu}) {
+    SCOPED_TRACE(name(activation));
+    std::uint32_t bits = 0;
+    for (int round = 0; round < 512; ++round) {
+      for (float& x : sums) x = std::bit_cast<float>(bits += 8191);  // 2²⁰ / 2 of them, by odd steps
+      if (round == 0) std::copy(std::begin(special), std::end(special), sums.begin());
+      kernels.store({sums.data(), bias.data(), activation, y.data(), kSide, cpu::kPanelTokens, kSide});
+      kernels.keep({sums.data(), bias.data(), activation, kSide, true, panel.data()});
+      for (std::size_t o = 0; o < kSide; ++o) {
+        for (std::size_t m = 0; m < cpu::kPanelTokens; ++m) {
+          const std::uint16_t got = y[m * kSide + o];
+          ASSERT_EQ(panel[o / 2 * cpu::kPairLine + 2 * m + o % 2], got);
+          expect(activation, sums[o * cpu::kPanelTokens + m] + bias[o], to_float(bfloat16{got}));
+        }
+      }
+      if (HasFailure()) return;
+    }
   }
 }
 

@@ -27,6 +27,11 @@ struct Avx512 {
   }
   static Vec round(Vec x) { return _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
   static Vec scale(Vec v, Vec n) { return _mm512_scalef_ps(v, n); }
+  // x - ⌊x⌋, 0 for infinities; v · 2^⌊x⌋ for any x; 1 / x to 2⁻¹⁴, exact for powers of 2; min(|x|, most).
+  static Vec fraction(Vec x) { return _mm512_reduce_ps(x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC); }
+  static Vec scale_floor(Vec v, Vec x) { return _mm512_scalef_ps(v, x); }
+  static Vec reciprocal(Vec x) { return _mm512_rcp14_ps(x); }
+  static Vec magnitude(Vec x, float most) { return _mm512_range_ps(x, set1(most), 0b1010); }
   static float sum(Vec v) { return _mm512_reduce_add_ps(v); }
   static void sum4(Vec a, Vec b, Vec c, Vec d, float* out) {  // four sums for the shuffles of two
     const Vec ab = add(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b));

@@ -86,7 +86,7 @@ struct Avx512Pairs {
   template <bool kActivate>
   static __m512 finished(const float* sums, __m512 bias, Activation activation) {
     const __m512 v = _mm512_add_ps(_mm512_loadu_ps(sums), bias);
-    if constexpr (kActivate) return activate<Avx512>(activation, v);
+    if constexpr (kActivate) return activate_bf16<Avx512>(activation, v);
     return v;
   }
   // Two lines of 16 words, alternating.

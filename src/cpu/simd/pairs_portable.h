@@ -75,7 +75,7 @@ struct PairsPortable {
       for (int m = 0; m < kPanelTokens; m += Scalar::kWidth) {
         std::uint16_t out[Scalar::kWidth];
         const Scalar::Vec sum = Scalar::add(Scalar::load(sums + o * kPanelTokens + m), b);
-        Scalar::store_bf16(out, activate<Scalar>(activation, sum));
+        Scalar::store_bf16(out, activate_bf16<Scalar>(activation, sum));
         for (int i = 0; i < Scalar::kWidth; ++i) y[(m + i) * stride + o] = out[i];
       }
     }

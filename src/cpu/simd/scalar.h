@@ -65,6 +65,21 @@ struct Scalar {
       return v.lane[i] * power;
     });
   }
+  // x - ⌊x⌋, 0 for infinities; v · 2^⌊x⌋ for any x; 1 / x; min(|x|, most).
+  static Vec fraction(Vec x) {
+    return map(
+        [&](int i) { return __builtin_isfinite(x.lane[i]) ? x.lane[i] - __builtin_floorf(x.lane[i]) : 0; });
+  }
+  static Vec scale_floor(Vec v, Vec x) {
+    return map([&](int i) {  // 300 is further than floats go, either way
+      const float most = x.lane[i] < 300 ? x.lane[i] : 300;
+      return __builtin_ldexpf(v.lane[i], static_cast<int>(__builtin_floorf(most > -300 ? most : -300)));
+    });
+  }
+  static Vec reciprocal(Vec x) { return div(set1(1), x); }
+  static Vec magnitude(Vec x, float most) {
+    return map([&](int i) { return __builtin_fabsf(x.lane[i]) < most ? __builtin_fabsf(x.lane[i]) : most; });
+  }
   static float sum(Vec v) { return (v.lane[0] + v.lane[2]) + (v.lane[1] + v.lane[3]); }
   static void sum4(Vec a, Vec b, Vec c, Vec d, float* out) {
     out[0] = sum(a);
