@@ -389,14 +389,8 @@ Tensor Call::build_plan(const BsrShape& shape, const Tensor& crow, const Tensor&
                    {static_cast<std::int32_t*>(plan.data_ptr()), static_cast<std::size_t>(size)}, context()));
     return plan;
   }
-  // Checked are copies, as another thread may write to the indices meanwhile.
-  const auto copy = [](std::span<const std::int32_t> indices) {
-    return std::vector<std::int32_t>(indices.begin(), indices.end());
-  };
-  const std::vector<std::int32_t> crow_copy = copy(words(crow));
-  const std::vector<std::int32_t> col_copy = copy(words(col));
   check(op_,
-        rarefy::build_plan(op_, shape, crow_copy, col_copy,
+        rarefy::build_plan(op_, shape, words(crow), words(col),
                            {static_cast<std::int32_t*>(plan.data_ptr()), static_cast<std::size_t>(size)}));
   return plan;
 }

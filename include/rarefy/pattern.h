@@ -53,7 +53,8 @@ RAREFY_API Status check_indices(std::string_view op, const BsrShape& shape,
 // The plan as plain words: its length depends on the shape alone, so device code never reads it back.
 RAREFY_API std::int64_t plan_size(const BsrShape& shape);  // in int32 words
 
-// Validates the pattern and writes its plan. `plan` has plan_size(shape) words; untouched on error.
+// Copies the indices into `plan`, plan_size(shape) words, validates the copy and writes the rest. Whoever
+// writes to the indices meanwhile does no harm. On error the header is not written: no plan.
 RAREFY_API Status build_plan(std::string_view op, const BsrShape& shape,
                              std::span<const std::int32_t> crow_indices,
                              std::span<const std::int32_t> col_indices, std::span<std::int32_t> plan);

@@ -17,7 +17,7 @@ _HEADER = 8  # words of a plan before its copy of the indices (src/core/plan_lay
 
 
 def as_index(op: str, name: str, value: Any) -> torch.Tensor:
-    """A copy of an index tensor as contiguous int32; int64 is accepted when it fits."""
+    """An index tensor as contiguous int32; int64 is accepted when it fits."""
     check_tensor(op, name, value)
     if value.dtype not in (torch.int32, torch.int64):
         fail(op, f"{name} must be int32 or int64", str(value.dtype).removeprefix("torch."), TypeError)
@@ -28,7 +28,7 @@ def as_index(op: str, name: str, value: Any) -> torch.Tensor:
         if bool(wide.any()):
             (at,) = first_position(wide)
             fail(op, f"{name} must fit in int32", f"{name}[{at}]={value[at].item()}")
-    return value.detach().to(torch.int32, copy=True, memory_format=torch.contiguous_format)
+    return value.detach().to(torch.int32).contiguous()
 
 
 def digest(crow: torch.Tensor, col: torch.Tensor) -> torch.Tensor:
@@ -54,8 +54,8 @@ class BsrPattern:
         shape: (N, K). Sizes that are no multiple of the block are padded in the last block.
         block_shape: (R, C), at most the shape rounded up to multiples of 256.
 
-    Indices are copied and checked here, once; from then on nothing changes, so weights, their copies
-    and tied layers share one pattern. `deepcopy` returns the pattern itself, pickle stores the indices
+    Indices are copied into the plan and checked there, once; from then on nothing changes, so weights, their
+    copies and tied layers share one pattern. `deepcopy` returns the pattern itself, pickle stores the indices
     alone, `to` gives its twin on another device, one and the same for all who ask. What kernels derive
     from a pattern, the `plan`, belongs to it. Patterns are equal if they store the same blocks.
 

@@ -40,9 +40,22 @@ void write_transposed(const PlanView& plan, std::int32_t* ccol, std::int32_t* ro
 }
 
 Status check_length(std::string_view op, const BsrShape& shape, std::int64_t words) {
-  if (Status status = check_shape(op, shape); !status.ok()) return status;
   if (words != plan_size(shape)) {
     return invalid(op, cat("plan must have ", plan_size(shape), " elements for this pattern"), cat(words));
+  }
+  return {};
+}
+
+Status check_index_sizes(std::string_view op, const BsrShape& shape, std::size_t crow, std::size_t col) {
+  if (Status status = check_shape(op, shape); !status.ok()) return status;
+  if (static_cast<std::int64_t>(col) != shape.nnzb) {
+    return invalid(op, cat("col_indices must have ", shape.nnzb, " elements"), cat(col));
+  }
+  if (static_cast<std::int64_t>(crow) != shape.row_count() + 1) {
+    return invalid(op,
+                   cat("crow_indices must have ", shape.row_count() + 1, " elements for ", shape.row_count(),
+                       " block rows"),
+                   cat(crow));
   }
   return {};
 }
@@ -51,38 +64,34 @@ Status check_length(std::string_view op, const BsrShape& shape, std::int64_t wor
 
 Status check_plan_sizes(std::string_view op, const BsrShape& shape, std::size_t crow, std::size_t col,
                         std::size_t plan) {
-  if (Status status = check_length(op, shape, static_cast<std::int64_t>(plan)); !status.ok()) return status;
-  if (static_cast<std::int64_t>(crow) != shape.row_count() + 1) {
-    return invalid(op,
-                   cat("crow_indices must have ", shape.row_count() + 1, " elements for ", shape.row_count(),
-                       " block rows"),
-                   cat(crow));
-  }
-  if (static_cast<std::int64_t>(col) != shape.nnzb) {
-    return invalid(op, cat("col_indices must have ", shape.nnzb, " elements"), cat(col));
-  }
-  return {};
+  if (Status status = check_index_sizes(op, shape, crow, col); !status.ok()) return status;
+  return check_length(op, shape, static_cast<std::int64_t>(plan));
 }
 
 std::int64_t plan_size(const BsrShape& shape) { return PlanLayout(shape).size; }
 
 Status build_plan(std::string_view op, const BsrShape& shape, std::span<const std::int32_t> crow_indices,
                   std::span<const std::int32_t> col_indices, std::span<std::int32_t> plan) {
-  if (Status status = check_indices(op, shape, crow_indices, col_indices); !status.ok()) return status;
-  if (Status status = check_length(op, shape, static_cast<std::int64_t>(plan.size())); !status.ok()) {
+  if (Status status = check_plan_sizes(op, shape, crow_indices.size(), col_indices.size(), plan.size());
+      !status.ok()) {
     return status;
   }
   const PlanLayout layout(shape);
   std::int32_t* words = plan.data();
-  const PlanHeader header(shape);
-  std::copy(std::begin(header.word), std::end(header.word), words);
   std::copy(crow_indices.begin(), crow_indices.end(), words + layout.crow);
   std::copy(col_indices.begin(), col_indices.end(), words + layout.col);
+  // What is checked is the copy: another thread may write to the indices meanwhile.
+  const std::span<const std::int32_t> crow(words + layout.crow, crow_indices.size());
+  const std::span<const std::int32_t> col(words + layout.col, col_indices.size());
+  if (Status status = check_indices(op, shape, crow, col); !status.ok()) return status;
+  const PlanHeader header(shape);  // last: what could not be made is no plan
+  std::copy(std::begin(header.word), std::end(header.word), words);
   write_transposed(pointers(shape, words), words + layout.ccol, words + layout.row, words + layout.perm);
   return {};
 }
 
 Result<PlanView> view_plan(std::string_view op, const BsrShape& shape, std::span<const std::int32_t> plan) {
+  if (Status status = check_shape(op, shape); !status.ok()) return status;
   if (Status status = check_length(op, shape, static_cast<std::int64_t>(plan.size())); !status.ok()) {
     return status;
   }
@@ -103,6 +112,7 @@ Result<PlanView> view_plan(std::string_view op, const BsrShape& shape, std::span
 
 Result<PlanView> view_device_plan(std::string_view op, const BsrShape& shape, const std::int32_t* plan,
                                   std::int64_t plan_words) {
+  if (Status status = check_shape(op, shape); !status.ok()) return status;
   if (Status status = check_length(op, shape, plan_words); !status.ok()) return status;
   return pointers(shape, plan);
 }
@@ -111,7 +121,9 @@ Result<Pattern> Pattern::create(BsrShape shape, std::span<const std::int32_t> cr
                                 std::span<const std::int32_t> col_indices) {
   constexpr std::string_view op = "Pattern";
   shape.nnzb = static_cast<std::int64_t>(col_indices.size());
-  if (Status status = check_indices(op, shape, crow_indices, col_indices); !status.ok()) return status;
+  if (Status status = check_index_sizes(op, shape, crow_indices.size(), col_indices.size()); !status.ok()) {
+    return status;  // before memory is taken
+  }
   try {
     std::vector<std::int32_t> words(static_cast<std::size_t>(plan_size(shape)));
     if (Status status = build_plan(op, shape, crow_indices, col_indices, words); !status.ok()) return status;

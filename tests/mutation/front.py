@@ -1,15 +1,33 @@
-"""Mutants of the Python front and of the binding."""
+"""Mutants of the Python front."""
 
 T = "tests/python/"
+FAST = "-knot(compile)and(not(ddp))and(not(process))and(not(export))and(not(transformers))"
 MASKS = f"py:{T}test_weight.py {T}test_bad_inputs.py"
-WEIGHT = f"py:{T}test_weight.py {T}test_pattern.py -knot(compile)and(not(ddp))and(not(process))"
-FILES = f"py:{T}test_serialization.py {T}test_files.py"
-OPS = f"py:{T}test_ops.py {T}test_ops_in_torch.py -knot(compile)and(not(export))"
+WEIGHT = f"py:{T}test_weight.py {T}test_pattern.py {FAST}"
+FILES = f"py:{T}test_serialization.py {T}test_files.py {FAST}"
+DERIVED = f"py:{T}test_derived.py {FAST}"
+NETWORKS = f"py:{T}test_feed_forward.py {T}test_chain.py {FAST}"
+OPS = f"py:{T}test_ops.py {T}test_ops_in_torch.py {FAST}"
+WIDE = "py:" + " ".join(
+    f"{T}test_{name}.py"
+    for name in [
+        "modules",
+        "weight",
+        "pattern",
+        "pattern_change",
+        "bad_inputs",
+        "serialization",
+        "csr",
+        "sparsify",
+        "drop_in",
+    ]
+)
+WIDE += f" {FAST}"
 
 GROUPS = [
     (
         "python/rarefy/masks.py",
-        (MASKS,),
+        (MASKS, WIDE),
         [
             (
                 "return -(-shape[0] // block_shape[0]), -(-shape[1] // block_shape[1])",
@@ -57,7 +75,7 @@ GROUPS = [
     ),
     (
         "python/rarefy/checks.py",
-        (MASKS,),
+        (MASKS, WIDE),
         [
             (
                 "if not 0 <= density <= 1 or math.isnan(density):",
@@ -90,7 +108,7 @@ GROUPS = [
     ),
     (
         "python/rarefy/values.py",
-        (WEIGHT,),
+        (WEIGHT, WIDE),
         [
             ("        widths[-1] = in_features % block_cols\n", "        pass\n"),
             (
@@ -120,7 +138,7 @@ GROUPS = [
     ),
     (
         "python/rarefy/sparse_weight.py",
-        (WEIGHT,),
+        (WEIGHT, WIDE),
         [
             ("    parameter.grad = grad\n", ""),
             (
@@ -131,12 +149,12 @@ GROUPS = [
     ),
     (
         "python/rarefy/pattern.py",
-        (WEIGHT,),
+        (WEIGHT, WIDE),
         [
             ("if value.dtype not in (torch.int32, torch.int64):", "if False:"),
             ("if value.ndim != 1:", "if False:"),
             ("(value > _INT32.max) | (value < _INT32.min)", "value > _INT32.max"),
-            ("to(torch.int32, copy=True, memory_format=torch.contiguous_format)", "to(torch.int32)"),
+            ("value.detach().to(torch.int32).contiguous()", "value.detach().to(torch.int32)"),
             (
                 "return self.nnzb / blocks if blocks else 0.0",
                 "return self.nnzb / max(1, blocks - 1) if blocks else 0.0",
@@ -162,7 +180,7 @@ GROUPS = [
     ),
     (
         "python/rarefy/pattern_weight.py",
-        (WEIGHT,),
+        (WEIGHT, WIDE),
         [
             ("if values.device != pattern.device:", "if False:"),
             ("if not values.is_contiguous():", "if False:"),
@@ -180,47 +198,38 @@ GROUPS = [
             ("        if not all(seen):\n", "        if not seen[0]:\n"),
             ("        if not all(seen):\n", "        if not seen[1]:\n"),
             ("if other.shape != self.shape:", "if False:"),
-            (
-                "        self.x_dtype = other.x_dtype\n        self._pattern_known",
-                "        self._pattern_known",
-            ),
+            ("        self.x_dtype = other.x_dtype\n", ""),
             (
                 "            self._settle()  # what is saved can be loaded: indices of one pattern, padding zero …\n",
                 "            pass\n",
             ),
-            (
-                "            if index.shape != mine.shape:\n                if self.strict_pattern:\n",
-                "            if index.shape != mine.shape:\n                if False:\n",
-            ),
-            (
-                "                if self.strict_pattern:\n                    (at,)",
-                "                if False:\n                    (at,)",
-            ),
         ],
     ),
     (
-        "python/rarefy/linear_base.py",
-        (f"py:{T}test_bad_inputs.py {T}test_modules.py",),
+        "python/rarefy/pattern_state.py",
+        (WEIGHT, WIDE),
         [
-            ("bound = 1 / math.sqrt(self.in_features) if", "bound = 2 / math.sqrt(self.in_features) if"),
-            ("self.bias.uniform_(-bound, bound, generator=generator)", "self.bias.uniform_(-bound, bound)"),
             (
-                "requires_grad=source.requires_grad and data.dtype.is_floating_point",
-                "requires_grad=data.dtype.is_floating_point",
+                "        if index.shape != mine.shape:\n            if weight.strict_pattern:\n",
+                "        if index.shape != mine.shape:\n            if False:\n",
             ),
-            ("_parameter_like(tensor.detach().clone(), tensor)", "_parameter_like(tensor.detach(), tensor)"),
-            ("    return linear.train(training)\n", "    return linear\n"),
-            ("        return self.train(training)\n", "        return self\n"),
-            ("    if unnamed:\n", "    if False:\n"),
             (
-                "linear.weight = nn.Parameter(weight, requires_grad=requires_grad)",
-                "linear.weight = nn.Parameter(weight)",
+                "            if weight.strict_pattern:\n                (at,)",
+                "            if False:\n                (at,)",
             ),
+            ("            if not bool(differs.any()):\n", "            if True:\n"),
+            (
+                "if (changed or not weight._pattern_known) and not crow.is_meta:",
+                "if changed and not crow.is_meta:",
+            ),
+            ("        if tuple(values.shape) != expected:\n", "        if False:\n"),
+            ("        if not brought.is_meta:\n", "        if False:\n"),
+            ("    elif changed:\n", "    elif False:\n"),
         ],
     ),
     (
         "python/rarefy/foreign.py",
-        (f"py:{T}test_weight.py",),
+        (f"py:{T}test_weight.py", WIDE),
         [
             ("if padded != tuple(shape) and not pad:", "if padded != tuple(shape) and pad:"),
             ("if _round_up(shape, block_shape) != tuple(padded):", "if False:"),
@@ -243,7 +252,7 @@ GROUPS = [
     ),
     (
         "python/rarefy/serialization.py",
-        (FILES,),
+        (FILES, WIDE),
         [
             ("        if tensor.is_meta:\n", "        if False:\n"),
             ("if key.endswith(reserved_endings()) and key not in pieces:", "if False:"),
@@ -271,7 +280,7 @@ GROUPS = [
     ),
     (
         "python/rarefy/files.py",
-        (FILES,),
+        (FILES, WIDE),
         [
             ("        _sync(temporary)\n", ""),
             ("            _sync(path.parent)\n", "            pass\n"),
@@ -282,7 +291,7 @@ GROUPS = [
     ),
     (
         "python/rarefy/loading.py",
-        (FILES,),
+        (FILES, WIDE),
         [
             ("    if missing := expected - set(tensors):\n", "    if missing := set():\n"),
             ("    if unexpected := set(tensors) - expected:\n", "    if unexpected := set():\n"),
@@ -321,15 +330,120 @@ GROUPS = [
         "python/rarefy/ops.py",
         (OPS,),
         [
+            ("return 8 + row_count + 1 + col_count + 1", "return 8 + row_count + col_count + 1"),
+            ("cast(bias), out_features, in_features)", "bias, out_features, in_features)"),
+        ],
+    ),
+    (
+        "python/rarefy/op_rules.py",
+        (OPS,),
+        [
             ("or tensor.dtype == torch.float64:", "or tensor.dtype == torch.float16:"),
             ("if tensor.device.type != device_type:", "if tensor.device.type == device_type:"),
-            ("return 8 + row_count + 1 + col_count + 1", "return 8 + row_count + col_count + 1"),
             (
                 "return tensor.new_empty((*tensor.shape[:-1], new))",
                 "return tensor.new_empty((tensor.shape[0], new))",
             ),
             ("if tensor.dim() == 0 or tensor.shape[-1] != columns:", "if False:"),
-            ("cast(bias), out_features, in_features)", "bias, out_features, in_features)"),
+        ],
+    ),
+    (
+        "python/rarefy/derived.py",
+        (DERIVED,),
+        [
+            (
+                "self.key, prepared_bytes, self.packed_bytes = _sizes(*arguments)",
+                "self.key, prepared_bytes, self.packed_bytes = _sizes(*arguments)\n            prepared_bytes = 0",
+            ),
+            ("            if self.packed_bytes and not stored:\n", "            if False:\n"),
+            ("        if parameter.is_inference() or capturing(parameter):\n", "        if False:\n"),
+            ("at = (parameter.data_ptr(), parameter._version)", "at = (parameter.data_ptr(), 0)"),
+            ("at = (parameter.data_ptr(), parameter._version)", "at = (0, parameter._version)"),
+            ("        if seen != at:\n            packed = None\n", ""),
+            ("(now or seen == at or not torch.is_grad_enabled())", "(now or seen == at)"),
+            ("(now or seen == at or not torch.is_grad_enabled())", "True"),
+            (
+                "(now or seen == at or not torch.is_grad_enabled())",
+                "(seen == at or not torch.is_grad_enabled())",
+            ),
+            ("or (tracing and kept.packed_bytes):", "or False:"),
+            (
+                "            return () if kept.packed_bytes else kept.of_pattern()\n",
+                "            return kept.of_pattern()\n",
+            ),
+            ("dtype = dtype_of_product(x) if in_autocast() else x.dtype", "dtype = x.dtype"),
+            (
+                "return sum(t.numel() for t in (self.prepared, self._packed[1]) if t is not None)",
+                "return sum(t.numel() for t in (self.prepared,) if t is not None)",
+            ),
+            ("            if kept is not None and kept.packed_bytes:\n", "            if False:\n"),
+        ],
+    ),
+    (
+        "python/rarefy/feed_forward.py",
+        (NETWORKS,),
+        [
+            ("hidden = activate(hidden, activation)\n", "pass\n"),
+            (
+                "activate(linear(x, gate_values, gate_plan, gate_bias, h, k), activation) * hidden",
+                "linear(x, gate_values, gate_plan, gate_bias, h, k) * activate(hidden, activation)",
+            ),
+            ("if torch.is_grad_enabled():  # the gradient's own", "if False:  # the gradient's own"),
+            (
+                "aliases = {at: args[at].view_as(args[at]) for at in wanted}",
+                "aliases = {at: args[at] for at in wanted}",
+            ),
+            ("hidden = active * up if gated else active", "hidden = active"),
+            (
+                "(d_hidden * active if gated else activation_gradient(d_hidden, up, activation), uv, up_plan, 1)",
+                "(d_hidden if gated else activation_gradient(d_hidden, up, activation), uv, up_plan, 1)",
+            ),
+            (
+                "activation_gradient(d_hidden * up, gate, activation)",
+                "activation_gradient(d_hidden, gate, activation)",
+            ),
+            ("grads[0] = grads[0] + dx if 0 in grads else dx", "grads[0] = dx"),
+            ("            grads[at + 2] = _sum(d)\n", "            grads[at + 2] = _sum(d) * 0\n"),
+            (
+                "if all(dims[at] is None for at in _TENSORS[1:]):",
+                "if all(dims[at] is None for at in _TENSORS[2:]):",
+            ),
+            ("if not recorded and not _torch_private.forward_mode():", "if not recorded:"),
+        ],
+    ),
+    (
+        "python/rarefy/chain.py",
+        (NETWORKS,),
+        [
+            ("held = x.clone() if x.is_inference() else x", "held = x"),
+            (
+                "        if self._given is not other._given or self._x_version != other._x_version:\n            return False\n",
+                "",
+            ),
+            ("        if _version(self._x) != self._x_version:\n", "        if False:\n"),
+            ("if gate is not None or len({derived[2:] for derived in held}) > 1:", "if gate is not None:"),
+            (
+                "if torch.is_grad_enabled() and any(t is not None",
+                "if torch.is_grad_enabled() and all(t is not None",
+            ),
+            (
+                "if not waits or input._gate is not None or input._activation != NONE:",
+                "if not waits or input._gate is not None:",
+            ),
+            ("        if not inplace:\n", "        if True:\n"),
+            ('{"none": "gelu", "tanh": "gelu_tanh"}', '{"none": "gelu", "tanh": "gelu"}'),
+            ("not (training and p > 0)", "not training"),
+            ("not (training and p > 0)", "p > 0"),
+            ("gate, up = (a, b) if b._activation == NONE else (b, a)", "gate, up = (a, b)"),
+            ("    if up._activation != NONE:\n        return None\n", ""),
+            ("or a is b:", "or False:"),
+            ("return bias is None or (bias.dtype == x.dtype and bias.is_contiguous())", "return True"),
+            ('            vars(module).pop("waits", None)\n', "            pass\n"),
+            (
+                "if expands and any(down.in_features == up.out_features for down in after):",
+                "if expands and any(True for down in after):",
+            ),
+            ("if self._value is not None or not _runs(down, self._x):", "if not _runs(down, self._x):"),
         ],
     ),
     (
@@ -350,41 +464,11 @@ GROUPS = [
             ("dbias = dy.sum(tuple(range(dy.dim() - 1))) if dy.dim() > 1 else dy", "dbias = dy.sum(0)"),
             ("dvalues = grad_weight(dy, ddx, ctx.plan", "dvalues = grad_weight(ddx, dy, ctx.plan"),
             (
-                "ddy = linear(ddx, values, ctx.plan, None, *ctx.size)",
-                "ddy = linear(ddx, values, ctx.plan, None, *ctx.size) * 2",
+                "ddy = linear(ddx, values, ctx.plan, None, *rest)",
+                "ddy = linear(ddx, values, ctx.plan, None, *rest) * 2",
             ),
             ("dx = grad_input(dy, ddvalues, ctx.plan, *ctx.sizes[2:4])", "dx = None"),
-            ("ddvalues, needs = _compact(ddvalues), ctx.needs_input_grad", "needs = ctx.needs_input_grad"),
-        ],
-    ),
-    (
-        "bindings/torch/adapt.cc",
-        (OPS,),
-        [
-            ("if (tensor.size(i) == 1) continue;", ""),
-            ("even = even && tensor.stride(i) == rows * row_stride;", ""),
-            ("bool even = columns <= 1 || tensor.stride(leading) == 1;", "bool even = true;"),
-            ("if (rows == 1) row_stride = tensor.stride(i);", "row_stride = tensor.stride(i);"),
-            ("if (!values.is_contiguous()) raise", "if (false) raise"),
-            ("if (values.dim() != 3) {", "if (values.dim() < 3) {"),
-            ("|| bias->size(0) != out_features ||", "||"),
-            ("|| !bias->is_contiguous()) {", ") {"),
-            ("tensor.dim() != 1 || !tensor.is_contiguous()", "tensor.dim() != 1"),
-            (
-                "const auto workers = std::min<std::int64_t>(tasks, torch::stable::get_num_threads());",
-                "const std::int64_t workers = 1;",
-            ),
-            ("if (leading < 0 || tensor.size(leading) != columns) {", "if (leading < 0) {"),
-            ("if (float_dtype(argument, tensor) == dtype) return;", "return;"),
-            (
-                "case StatusCode::type_mismatch: throw TypeMismatch(text);",
-                "case StatusCode::type_mismatch: throw std::invalid_argument(text);",
-            ),
-            ("sizes[static_cast<std::size_t>(dimensions - 1)] = columns;", "sizes[0] = columns;"),
-            (
-                "const std::vector<std::int32_t> col_copy = copy(words(col));",
-                "const std::span<const std::int32_t> col_copy = words(col);",
-            ),
+            ("ddvalues, needs = compact(ddvalues), ctx.needs_input_grad", "needs = ctx.needs_input_grad"),
         ],
     ),
 ]

@@ -1,7 +1,7 @@
 """Mutation tests: small defects, one at a time, that the test suites must notice. `make mutants` runs it.
 
-Each mutant of the tables (core.py, kernels.py, files.py, front.py) is a text of one source file and what replaces
-it. In a scratch worktree of HEAD the file is changed, what depends on it is rebuilt, and its tests run, the
+Each mutant of the tables (core.py, kernels.py, files.py, binding.py, front.py) is a text of one file and what
+replaces it. In a scratch worktree of HEAD the file is changed, what depends on it is rebuilt, and its tests run, the
 narrowest selection first, until one fails: the mutant is caught. One that no test notices has survived, and
 needs a test, or a reason in its table. Results are kept by the mutant's text: a run that is interrupted goes on
 where it stopped, and `--again survived` repeats those that may have new tests.
@@ -32,7 +32,7 @@ SCRATCH = ROOT / "build" / os.environ.get("RAREFY_MUTATION_SCRATCH", "mutation")
 TREE = SCRATCH / "tree"
 BUILD = SCRATCH / "build"
 RESULTS = SCRATCH / "results.json"
-TABLES = ("core", "kernels", "files", "front")
+TABLES = ("core", "kernels", "files", "binding", "front")
 # The CPU kernels are templates: their mutants are compiled for one instruction set, the best of the machine,
 # from a copy of the headers. "{isa}" in a test's name stands for it.
 OVERLAY = TREE / "overlay"

@@ -10,6 +10,8 @@ import pytest
 import torch
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten
 
 import rarefy
 from rarefy import BlockSparseLinear, BsrPattern, BsrWeight, ops
@@ -143,6 +145,75 @@ def test_a_pattern_is_checked_and_planned_once_on_the_way_to_a_file_and_back(tmp
     before = len(calls)
     empty.load_state_dict(model.state_dict(), assign=True)
     assert len(calls) == before + 1
+
+
+class Copies(TorchDispatchMode):
+    """Counts what torch runs whose results have at least so many elements and memory of their own."""
+
+    def __init__(self, elements):
+        super().__init__()
+        self.elements, self.names = elements, []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        before = {
+            t.untyped_storage().data_ptr() for t in tree_flatten((args, kwargs))[0] if torch.is_tensor(t)
+        }
+        result = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten.set_.source_Storage:  # safetensors views the mapped file
+            return result
+        for t in tree_flatten(result)[0]:
+            large = torch.is_tensor(t) and t.numel() >= self.elements and not t.is_meta
+            if large and (
+                t.untyped_storage().data_ptr() not in before or func is torch.ops.aten.copy_.default
+            ):
+                self.names.append(str(func).removesuffix(".default"))
+        return result
+
+
+def test_values_are_copied_and_padding_is_checked_once_each_way(tmp_path, monkeypatch):
+    """W from nn.Linear to a file and back, into dense and sparse layers."""
+    checks = []
+    for module in (rarefy.pattern_weight, rarefy.pattern_state):
+        check = module.check_padding
+        monkeypatch.setattr(module, "check_padding", lambda *a, check=check: checks.append(1) or check(*a))
+    linear, mask = nn.Linear(64, 96), torch.rand(12, 8) < 0.6
+    path, stored = tmp_path / "m.safetensors", int(mask.sum()) * 64
+    with Copies(stored) as made:
+        model = nn.Sequential(BlockSparseLinear.from_dense(linear, block_shape=(8, 8), mask=mask))
+    assert made.names == ["aten.index.Tensor"] and not checks
+    with Copies(stored) as made:
+        rarefy.save_file(model, path)
+    assert not made.names and not checks
+    others = [BlockSparseLinear.from_dense(linear, block_shape=(8, 8), mask=m) for m in (mask, ~mask)]
+    for layer in (nn.Linear(64, 96), *others):
+        skeleton = nn.Sequential(layer)
+        del checks[:]
+        with Copies(stored) as made:
+            rarefy.load_file(skeleton, path)
+        assert len(made.names) == 1 and len(checks) == 1, (layer, made.names)
+        assert torch.equal(skeleton[0].weight.values, model[0].weight.values)
+    state = model.state_dict()
+    del checks[:]
+    with Copies(stored) as made:
+        skeleton.load_state_dict(state)
+    assert made.names == ["aten.copy_"] and len(checks) == 1
+
+
+def test_x_reaches_the_kernel_as_it_is_in_one_op():
+    layer = BlockSparseLinear(48, 32, density=0.5, block_shape=(8, 8))
+    seen = []
+
+    class Ops(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            seen.append((str(func), args[0].data_ptr()))
+            return func(*args, **(kwargs or {}))
+
+    for x in (torch.randn(3, 48), torch.randn(2, 3, 48), torch.randn(4, 50)[:, 1:49]):
+        layer(x)
+        del seen[:]
+        with Ops():
+            layer(x)
+        assert seen == [("rarefy.bsr_linear.default", x.data_ptr())]
 
 
 # Writers of buffers --------------------------------------------------------------------------------
