@@ -43,6 +43,7 @@ setup: $(BUILD)/build.ninja
 test: setup
 	ctest --test-dir $(BUILD) --output-on-failure -j $(JOBS)
 	$(IN_VENV) -m pytest tests/python
+	@$(BUILD)/tests/cpp/rarefy_tests --gtest_filter='FamiliesTest.*' --gtest_brief=1 | grep '^Not run here'
 
 bench: setup
 	cmake -DRAREFY_BUILD_BENCH=ON $(BUILD)

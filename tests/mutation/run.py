@@ -90,6 +90,8 @@ def applicable(mutant: Mutant, root: Path) -> str:
 
 
 _FOREVER = 1200  # seconds
+# Who waits for ever takes no processor time: he gets this much of the clock for each second of it, and a start.
+_PATIENCE, _START = 40, 120
 
 
 def run(command: list[str], cpu: float = 0, memory: int = 0, **options) -> tuple[int | None, str]:
@@ -116,7 +118,7 @@ def run(command: list[str], cpu: float = 0, memory: int = 0, **options) -> tuple
         **options,
     )
     try:
-        output, _ = process.communicate(timeout=_FOREVER)
+        output, _ = process.communicate(timeout=min(_FOREVER, _START + _PATIENCE * cpu) if cpu else _FOREVER)
         out_of_time = cpu and process.returncode in (-signal.SIGXCPU, -signal.SIGKILL)
         return (None if out_of_time else process.returncode), output
     except subprocess.TimeoutExpired:
@@ -156,7 +158,7 @@ class Pytest:
         command = [sys.executable, "-c", _FORKING]
         self.server = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
-    def run(self, arguments: list[str], environment: dict[str, str]) -> tuple[int | None, str]:
+    def run(self, arguments: list[str], environment: dict[str, str], cpu: float) -> tuple[int | None, str]:
         output = SCRATCH / "pytest.log"
         request = {
             "cwd": str(TREE),
@@ -167,7 +169,7 @@ class Pytest:
         self.server.stdin.write(json.dumps(request) + "\n")
         self.server.stdin.flush()
         child = int(self.server.stdout.readline())
-        late = threading.Timer(_FOREVER, os.killpg, (child, signal.SIGKILL))
+        late = threading.Timer(min(_FOREVER, _START + _PATIENCE * cpu), os.killpg, (child, signal.SIGKILL))
         late.start()
         code = int(self.server.stdout.readline())
         expired = not late.is_alive()
@@ -242,7 +244,7 @@ def test(step: str, cpu: float) -> tuple[int | None, str]:
         global _pytest
         _pytest = _pytest or Pytest()
         arguments = ["-x", "-q", "-p", "no:cacheprovider", *selection.split(" ")]
-        return _pytest.run(arguments, {**environment, "PYTHONDONTWRITEBYTECODE": "1"})
+        return _pytest.run(arguments, {**environment, "PYTHONDONTWRITEBYTECODE": "1"}, cpu)
     binary = str(BUILD / BINARIES[kind][1])
     selection = selection.replace("{isa}", ISA)
     command = [binary, f"--gtest_filter={selection}", "--gtest_brief=1", "--gtest_fail_fast"]

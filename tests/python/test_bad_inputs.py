@@ -100,6 +100,11 @@ CASES = {
         ValueError,
         f"col_indices must fit in int32; got col_indices[2]={2**32 + 2}",
     ),
+    "col_below_int32": (  # which would wrap to 2
+        lambda: weight(col=(1, 0, 2 - 2**32), index=torch.int64),
+        ValueError,
+        f"col_indices must fit in int32; got col_indices[2]={2 - 2**32}",
+    ),
     "col_sparse_layout": (
         lambda: weight(col=torch.tensor([1, 0, 2]).to_sparse()),
         TypeError,

@@ -10,7 +10,7 @@ from torch import nn
 
 import rarefy
 from helpers import ROUNDOFF, assert_within_bound
-from rarefy import BlockSparseLinear, PseudoBlockSparseLinear, masks
+from rarefy import BlockSparseLinear, PseudoBlockSparseLinear, masks, values
 
 SIZES = [
     (16, 8, (4, 4)),
@@ -148,6 +148,13 @@ def test_initial_values_have_the_bound_of_the_stored_fan_in(layer, density):
     variance = (dense.double().square().sum(1) / stored) / (bound**2 / 3)
     assert abs(variance.mean() - 1) < 0.01
     assert made.bias.abs().max() <= 1 / math.sqrt(1000)
+
+
+def test_bounds_count_the_features_inside_the_matrix():
+    """Blocks 3 wide on 7 columns: the last one has 1 of them."""
+    mask = torch.tensor([[1, 1, 1], [1, 0, 1], [0, 0, 1], [0, 0, 0]]).bool()
+    stored = torch.tensor([7, 4, 1]).double()
+    assert torch.equal(values.init_bounds(mask, 7, 3), torch.cat([stored.rsqrt(), torch.zeros(1).double()]))
 
 
 def test_reset_parameters_keeps_pattern_and_padding():

@@ -49,11 +49,12 @@ def test_sizes_indices_and_plan():
     assert p.positions().tolist() == [0, 2, 7, 8] and p.block_rows().tolist() == [0, 0, 2, 2]
 
 
-def test_indices_are_copied_in_and_out():
-    crow, col = torch.tensor([0, 1, 2]), torch.tensor([1, 0])
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_indices_are_copied_in_and_out(dtype):
+    crow, col = torch.tensor([0, 1, 2], dtype=dtype), torch.tensor([1, 0], dtype=dtype)
     p = BsrPattern(crow, col, shape=(4, 4), block_shape=(2, 2))
     crow[1], col[0] = 0, 99
-    p.col_indices[0] = 7
+    p.crow_indices[1], p.col_indices[0] = 7, 7
     assert p.col_indices.tolist() == [1, 0] and p.crow_indices.tolist() == [0, 1, 2]
 
 
@@ -98,12 +99,16 @@ def test_sizes_that_waste_memory_or_overflow_are_refused_everywhere(change, part
         lambda: BsrWeight(torch.ones(1, 1, 1), *index, **sizes),
         lambda: BlockSparseLinear(k, n, block_shape=sizes["block_shape"]),
     ]
+    names = ["BsrPattern", "BsrWeight", "BlockSparseLinear"]
     if n < 2**31:
         calls.append(lambda: BsrWeight.from_dense(torch.ones(n, k), block_shape=sizes["block_shape"]))
         linear = nn.Linear(k, n)
         calls.append(lambda: BlockSparseLinear.from_dense(linear, block_shape=sizes["block_shape"]))
-    for call in calls:
-        with pytest.raises(ValueError, match=r"^\[\w+(\.\w+)?\] .+; got ") as caught:
+        names += ["BsrWeight.from_dense"] * 2
+    for name, call in zip(
+        names, calls, strict=True
+    ):  # by the first whom the sizes meet: nothing is allocated
+        with pytest.raises(ValueError, match=rf"^\[{name}\] .+; got ") as caught:
             call()
         assert part in str(caught.value)
 
