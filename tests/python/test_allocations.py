@@ -52,3 +52,16 @@ def test_a_steady_call_allocates_its_outputs_alone(out_features, in_features, bl
         backward()
     given, gradients = allocations(backward)
     assert sorted(given) == sorted(sizes(*gradients))
+
+
+@torch.no_grad()
+def test_rows_at_even_strides_are_not_copied():
+    """A dimension of one element has no say, whatever its stride."""
+    layer = rarefy.BlockSparseLinear(48, 32, block_shape=(4, 4))
+    memory = torch.randn(600)
+    for size, stride in (((4, 48), (50, 1)), ((2, 1, 3, 48), (144, 7, 48, 1)), ((1, 5, 48), (3, 48, 1))):
+        x = memory.as_strided(size, stride)
+        layer(x)
+        given, y = allocations(lambda x=x: layer(x))
+        assert given == sizes(y), (size, stride)
+        torch.testing.assert_close(y, layer(x.contiguous()))
