@@ -3,6 +3,7 @@
 
 #include <optional>
 #include <tuple>
+#include <utility>
 
 #include "adapt.h"
 #include "derived.h"
@@ -25,6 +26,14 @@ Tensor bsr_linear(Tensor x, const Tensor& values, const Tensor& plan, const std:
   Tensor y = call.empty_rows(x, out_features);
   check(call.op(), linear(in, weight, bias_data, fused, call.output(y, in, out_features), call.context()));
   return y;
+}
+
+// bsr_linear for eager calls, where a small layer spends its time on the way to an op: each argument that
+// is not there saves 0.1 to 0.2 us of boxing.
+Tensor bsr_linear_alone(Tensor x, const Tensor& values, const Tensor& plan, const std::optional<Tensor>& bias,
+                        std::int64_t out_features, std::int64_t in_features) {
+  return bsr_linear(std::move(x), values, plan, bias, out_features, in_features, std::nullopt, std::nullopt,
+                    0, "none");
 }
 
 Tensor bsr_grad_input(Tensor grad_output, const Tensor& values, const Tensor& plan, std::int64_t out_features,
@@ -110,6 +119,9 @@ STABLE_TORCH_LIBRARY(rarefy, m) {
       "SymInt in_features, Tensor? prepared=None, Tensor? packed=None, int derived=0, "
       "str activation=\"none\") -> Tensor");
   m.def(
+      "_bsr_linear(Tensor x, Tensor values, Tensor plan, Tensor? bias, SymInt out_features, "
+      "SymInt in_features) -> Tensor");
+  m.def(
       "bsr_grad_input(Tensor grad_output, Tensor values, Tensor plan, SymInt out_features, "
       "SymInt in_features, Tensor? prepared=None, Tensor? packed=None, int derived=0) -> Tensor");
   m.def(
@@ -127,6 +139,7 @@ STABLE_TORCH_LIBRARY(rarefy, m) {
 
 STABLE_TORCH_LIBRARY_IMPL(rarefy, CPU, m) {
   m.impl("bsr_linear", TORCH_BOX(&bsr_linear));
+  m.impl("_bsr_linear", TORCH_BOX(&bsr_linear_alone));
   m.impl("bsr_grad_input", TORCH_BOX(&bsr_grad_input));
   m.impl("bsr_grad_weight", TORCH_BOX(&bsr_grad_weight));
   m.impl("_bsr_linear_backward", TORCH_BOX(&bsr_linear_backward));
@@ -136,6 +149,7 @@ STABLE_TORCH_LIBRARY_IMPL(rarefy, CPU, m) {
 // Also in builds without CUDA, to say so.
 STABLE_TORCH_LIBRARY_IMPL(rarefy, CUDA, m) {
   m.impl("bsr_linear", TORCH_BOX(&bsr_linear));
+  m.impl("_bsr_linear", TORCH_BOX(&bsr_linear_alone));
   m.impl("bsr_grad_input", TORCH_BOX(&bsr_grad_input));
   m.impl("bsr_grad_weight", TORCH_BOX(&bsr_grad_weight));
   m.impl("_bsr_linear_backward", TORCH_BOX(&bsr_linear_backward));

@@ -25,6 +25,8 @@ try:
     _below_autograd = torch._C._AutoDispatchBelowAutograd
     _in_torch_func = torch._C._are_functorch_transforms_active
     _in_autocast = torch._C._is_any_autocast_enabled
+    _dispatch_modes = torch._C._len_torch_dispatch_stack
+    _tracing_state = torch._C._get_tracing_state
     _set_forward_mode = forward_ad._set_fwd_grad_enabled
     forward_ad._current_level  # noqa: B018
     autograd_kernels = True
@@ -75,6 +77,11 @@ def plain() -> bool:
     )
 
 
+def eager() -> bool:
+    """The same, and nothing writes down what is called: no mode of the dispatcher, no torch.jit.trace."""
+    return plain() and not _dispatch_modes() and _tracing_state() is None
+
+
 def in_autocast() -> bool:
     """Whether autocast is on for any device."""
     return _in_autocast() if autograd_kernels else any(map(torch.is_autocast_enabled, ("cpu", "cuda")))
@@ -113,6 +120,19 @@ def below_autograd(op: Any) -> Callable[..., Any]:
             raise TypeError(*error.args) from None
 
     return below
+
+
+def eager_call(op: Any) -> Callable[..., Any]:
+    """How a call that meets nothing and is not recorded enters an op that has no autograd kernel."""
+    call = getattr(op, "_op", op)  # without the Python around it; below_autograd takes 0.7 µs more
+
+    def eagerly(*args: Any) -> Any:
+        try:
+            return call(*args)
+        except IndexError as error:
+            raise TypeError(*error.args) from None
+
+    return eagerly
 
 
 def without_torch_function() -> Any:

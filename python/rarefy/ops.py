@@ -66,18 +66,19 @@ def bsr_linear(
         type(x) not in _PLAIN
         or type(values) not in _PLAIN
         or not (bias is None or type(bias) in _PLAIN)
-        or not _torch_private.plain()
+        or not _torch_private.eager()
     ):
         if not isinstance(x, Tensor) and x is not None:  # torch would say RuntimeError of it
             fail("bsr_linear", "x must be a tensor", type(x).__name__, TypeError)
         return linear(x, values, plan, bias, out_features, in_features, *derived)
     # The same as by the dispatcher, where Python kernels cost three times as much as the product of a
     # small layer.
+    call = (plan, out_features, in_features, *derived)
     if torch.is_grad_enabled() and (
         x.requires_grad or values.requires_grad or (bias is not None and bias.requires_grad)
     ):
-        return derivatives.Linear.apply(x, values, plan, bias, out_features, in_features, *derived)
-    return derivatives.run_linear(x, values, plan, bias, out_features, in_features, *derived)
+        return derivatives.EagerLinear.apply(x, values, bias, call)
+    return derivatives.run_eagerly(x, values, bias, call)
 
 
 def bsr_grad_input(
@@ -243,6 +244,7 @@ def _autocast_linear(device_type: str) -> Callable[..., Tensor]:
 def _register() -> torch.library.Library:
     fakes = {
         "bsr_linear": _fake_linear,
+        "_bsr_linear": _fake_linear,
         "bsr_grad_input": _fake_grad_input,
         "bsr_grad_weight": _fake_grad_weight,
         "_bsr_linear_backward": _fake_backward,

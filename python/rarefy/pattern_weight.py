@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.compiler import is_compiling
 from torch.optim import Optimizer
 
 from . import ops
@@ -123,7 +124,7 @@ class PatternWeight(HoldsDerived, SparseWeight):
     @property
     def pattern(self) -> BsrPattern:
         """Which blocks are stored; see the class for who may change it."""
-        if torch.compiler.is_compiling():
+        if is_compiling():
             if torch.compiler.is_dynamo_compiling():  # else torch.export traces all that is done here
                 _settle_all()
         elif not self._is_settled():
@@ -172,7 +173,8 @@ class PatternWeight(HoldsDerived, SparseWeight):
         if getattr(x, "is_nested", False):
             y = linear_of_nested(self, x, bias)
             return y if activation is None else activate(y, activation)
-        pattern, values = self.pattern, self._parameters.get("values")  # nn.Module's lookup takes longer
+        pattern = self._pattern if not is_compiling() and self._is_settled() else self.pattern
+        values = self._parameters.get("values")  # nn.Module's lookup takes longer
         values = self.blocks(self.values if values is None else values)
         # First what a small layer meets, to which a call of derived() is a tenth of its time.
         kept = self._kept.get(getattr(x, "dtype", None))
@@ -235,39 +237,38 @@ class PatternWeight(HoldsDerived, SparseWeight):
     def _seen(self) -> None:
         """Remembers that the buffers are what the pattern says, and that padding is zero."""
         buffers = self._buffers
-        watched = [buffers["crow_indices"], buffers["col_indices"]]
-        if self._pattern.is_padded:  # only then there is something in values to look after
-            watched.append(self._parameters.get("values"))
-        self._watched = [(t, _version(t)) for t in watched if t is not None]
+        crow, col = buffers["crow_indices"], buffers["col_indices"]
+        # Only then there is something in values to look after.
+        values = self._parameters.get("values") if self._pattern.is_padded else None
+        self._watched = (crow, _version(crow), col, _version(col))
+        self._watched_values = (values, -1 if values is None else _version(values))
 
     def _is_settled(self) -> bool:
         """Whether nobody wrote to what is watched. On every call, so every 0.1 µs counts."""
-        watched, buffers = self._watched, self._buffers
-        (crow, crow_version), (col, col_version) = watched[0], watched[1]
-        if buffers["crow_indices"] is not crow or buffers["col_indices"] is not col:
-            return False
-        if crow._version != crow_version or col._version != col_version:  # never inference tensors
-            return False
-        if len(watched) == 2:
-            return not self._pattern.is_padded or "values" not in self._parameters
-        values, version = watched[2]
-        return self._parameters.get("values") is values and _version(values) == version
+        return self._indices_are_settled() and (not self._pattern.is_padded or self._padding_is_settled())
+
+    def _indices_are_settled(self) -> bool:
+        buffers = self._buffers
+        crow, crow_version, col, col_version = self._watched
+        return (
+            buffers["crow_indices"] is crow
+            and buffers["col_indices"] is col
+            and crow._version == crow_version  # never inference tensors
+            and col._version == col_version
+        )
+
+    def _padding_is_settled(self) -> bool:
+        values, (seen, version) = self._parameters.get("values"), self._watched_values
+        return values is None or (values is seen and _version(values) == version)
 
     def _settle(self) -> None:
         """Looks at buffers that were written to since the last look, and at padding; see the class."""
-        if self._is_settled():
-            return
-        crow, col = self._buffers["crow_indices"], self._buffers["col_indices"]
-        values = self._parameters.get("values")
-        seen = [any(now is t and _version(now) == v for t, v in self._watched) for now in (crow, col)]
         # Not without need: a write between a forward and its backward is an error.
-        touched = values is not None and not any(
-            values is t and _version(values) == v for t, v in self._watched
-        )
-        if not all(seen):
-            self._settle_indices(crow, col)
-        if touched and self._pattern.is_padded:
-            self._settle_padding(values)
+        touched = self._pattern.is_padded and not self._padding_is_settled()
+        if not self._indices_are_settled():
+            self._settle_indices(self._buffers["crow_indices"], self._buffers["col_indices"])
+        if touched:
+            self._settle_padding(self._parameters["values"])
 
     def _settle_indices(self, crow: torch.Tensor, col: torch.Tensor) -> None:
         own = self._pattern
@@ -392,7 +393,7 @@ class PatternWeight(HoldsDerived, SparseWeight):
 
     def __getstate__(self) -> dict[str, Any]:  # noqa: D105
         self._settle()
-        hidden = ("_watched", "_looked_in", "_kept")
+        hidden = ("_watched", "_watched_values", "_looked_in", "_kept")
         state = {key: value for key, value in self.__dict__.items() if key not in hidden}
         # Weights that share a pattern share it in a pickle, too; the buffers are made of it again.
         state["_buffers"] = {k: b for k, b in self._buffers.items() if k not in _PUBLIC}
@@ -407,7 +408,7 @@ class PatternWeight(HoldsDerived, SparseWeight):
     # -- state_dict -----------------------------------------------------------------------------
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        if not torch.compiler.is_compiling():
+        if not is_compiling():
             self._settle()  # what is saved can be loaded: indices of one pattern, padding zero …
             if self._pattern.is_padded and "values" in self._parameters:
                 self._settle_padding(self.values)  # … even if it was written to behind the version counter

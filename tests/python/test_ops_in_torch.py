@@ -10,6 +10,7 @@ from rarefy import ops
 
 # Odd edges, an empty block row, CSR, no block at all.
 SHAPES = [((9, 7), (4, 3), 0.6), ((5, 6), (1, 1), 0.4), ((6, 8), (3, 4), 0.0)]
+WITHOUT_AUTOGRAD = ("test_schema", "test_faketensor")
 UTILS = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
 
 
@@ -137,6 +138,24 @@ def test_autocast_casts_as_dense_linear_does(dtype, device):
 
 
 @pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("trace", ["make_fx", "jit"])
+def test_what_traces_write_down_has_derivatives(trace):
+    """The short way of eager calls ends in an op without; it must not end up in a graph."""
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    bsr = weight((8, 8), (4, 4), 0.5)
+    x = torch.randn(3, 8).double()
+
+    def f(x):
+        return linear(bsr, x, bsr.values, None)
+
+    graph = make_fx(f)(x) if trace == "make_fx" else torch.jit.trace(f, x, check_trace=False)
+    leaf = x.clone().requires_grad_()
+    torch.testing.assert_close(
+        torch.autograd.grad(graph(leaf).sum(), leaf), torch.autograd.grad(f(leaf).sum(), leaf)
+    )
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_opcheck(dtype, device):
     bsr = weight((9, 7), (4, 3), 0.6, dtype, device)
@@ -149,14 +168,16 @@ def test_opcheck(dtype, device):
     rarefy_ops = torch.ops.rarefy
     bound = {} if dtype == torch.float64 else {"rtol": 2**-7, "atol": 2**-7}
     for bias in (leaf(n), None):
-        torch.library.opcheck(rarefy_ops.bsr_linear, (x, values, plan, bias, n, k), test_utils=UTILS, **bound)
+        arguments = (x, values, plan, bias, n, k)
+        torch.library.opcheck(rarefy_ops.bsr_linear, arguments, test_utils=UTILS, **bound)
+        torch.library.opcheck(
+            rarefy_ops._bsr_linear, arguments, test_utils=("test_schema", "test_faketensor")
+        )
     torch.library.opcheck(rarefy_ops.bsr_grad_input, (dy, values, plan, n, k), test_utils=UTILS, **bound)
     torch.library.opcheck(rarefy_ops.bsr_grad_weight, (dy, x, plan, r, c, n, k), test_utils=UTILS, **bound)
     for saved in ((x, values, True), (x, None, False), (None, values, False)):
         arguments = (dy, *saved[:2], plan, r, c, n, k, saved[2])
-        torch.library.opcheck(
-            rarefy_ops._bsr_linear_backward, arguments, test_utils=("test_schema", "test_faketensor")
-        )
+        torch.library.opcheck(rarefy_ops._bsr_linear_backward, arguments, test_utils=WITHOUT_AUTOGRAD)
     torch.library.opcheck(rarefy_ops.bsr_plan, (bsr.crow, bsr.col, n, k, r, c), test_utils=UTILS)
 
 

@@ -12,6 +12,7 @@ from rarefy import _torch_private as private
 
 BSR = random_bsr((8, 8), (4, 4), 1.0)
 LINEAR = torch.ops.rarefy.bsr_linear.default
+ALONE = torch.ops.rarefy._bsr_linear.default
 
 
 def arguments(**leaves):
@@ -41,11 +42,30 @@ def test_plain_is_false_wherever_a_call_meets_more_than_autograd():
     assert seen == [False] * 3 and private.plain() and not private.forward_mode()
 
 
+def test_eager_is_false_where_calls_are_written_down():
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    seen = []
+
+    def f(x):
+        seen.append((private.plain(), private.eager()))
+        return x + 1
+
+    f(torch.ones(2))
+    make_fx(f)(torch.ones(2))
+    torch.jit.trace(f, torch.ones(2), check_trace=False)
+    assert seen == [(True, True), (True, False), (True, False)]
+
+
 def test_below_autograd_records_nothing():
     x = torch.ones(2, 8, requires_grad=True)
     assert LINEAR(*arguments(x=x)).requires_grad
     assert not private.below_autograd(LINEAR)(*arguments(x=x)).requires_grad
     assert torch.is_grad_enabled()
+    with torch.no_grad():
+        assert torch.equal(private.eager_call(ALONE)(*arguments(x=x)), LINEAR(*arguments(x=x)))
+        with pytest.raises(TypeError, match="bsr_linear"):
+            private.eager_call(ALONE)(*arguments(x=x.double()))
 
 
 def test_a_function_is_one_level_of_torch_func_as_a_kernel():
