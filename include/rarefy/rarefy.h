@@ -11,6 +11,7 @@
 #include "rarefy/linear.h"
 #include "rarefy/pattern.h"
 #include "rarefy/problem.h"
+#include "rarefy/prune.h"
 #include "rarefy/safetensors.h"
 #include "rarefy/status.h"
 #include "rarefy/version.h"

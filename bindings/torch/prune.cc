@@ -1,0 +1,164 @@
+// Masks of pruning: scores in, bits out. python/rarefy/prune knows what the arguments mean.
+#include "rarefy/prune.h"
+
+#include <torch/csrc/stable/library.h>
+
+#include <string>
+#include <tuple>
+#include <vector>
+
+#include "adapt.h"
+#include "core/message.h"
+
+namespace rarefy::binding {
+
+namespace {
+
+Importance importance_of(std::string_view op, std::string_view text) {
+  if (text == "value") return Importance::value;
+  if (text == "magnitude") return Importance::magnitude;
+  if (text == "square") return Importance::square;
+  raise(op, invalid(op, "importance must be value, magnitude or square", cat('"', text, '"')));
+}
+
+void check_bytes(const Call& call, std::string_view argument, const Tensor& tensor, std::int64_t rows,
+                 std::int64_t cols) {
+  call.check_device(argument, tensor);
+  const ScalarType type = tensor.scalar_type();
+  if (tensor.dim() == 2 && tensor.size(0) == rows && tensor.size(1) == cols && tensor.is_contiguous() &&
+      (type == ScalarType::Byte || type == ScalarType::Bool)) {
+    return;
+  }
+  raise(call.op(),
+        invalid(call.op(), cat(argument, " must be contiguous bytes of shape (", rows, ", ", cols, ')'),
+                "another tensor"));
+}
+
+std::uint8_t* bytes_of(const Tensor& tensor) { return static_cast<std::uint8_t*>(tensor.data_ptr()); }
+
+// A matrix of scores with what goes with it; tensors without elements stand for none.
+PruneScores scores_of(const Call& call, Tensor& scores, std::string_view importance, const Tensor* scale,
+                      const Tensor* previous) {
+  if (scores.dim() != 2) {
+    raise(call.op(), invalid(call.op(), "scores must have 2 dimensions", cat(scores.dim())));
+  }
+  PruneScores result{call.matrix("scores", scores, "columns", scores.size(1)),
+                     importance_of(call.op(), importance)};
+  if (scale != nullptr && scale->numel() > 0) {
+    call.check_device("column_scale", *scale);
+    if (scale->dim() != 1 || scale->size(0) != scores.size(1) || !scale->is_contiguous() ||
+        scale->scalar_type() != ScalarType::Double) {
+      raise(
+          call.op(),
+          invalid(call.op(), cat("column_scale must be contiguous float64 of ", scores.size(1), " elements"),
+                  "another tensor"));
+    }
+    result.column_scale = static_cast<const double*>(scale->data_ptr());
+  }
+  if (previous != nullptr && previous->numel() > 0) {
+    check_bytes(call, "previous", *previous, scores.size(0), mask_row_bytes(scores.size(1)));
+    result.previous = bytes_of(*previous);
+  }
+  return result;
+}
+
+PruneUnits units_of(const Call& call, const std::vector<std::int64_t>& units, std::size_t layer) {
+  if (units.size() < 4 * (layer + 1)) {
+    raise(call.op(), invalid(call.op(), "units must have 4 numbers a matrix", cat(units.size())));
+  }
+  const std::int64_t* u = units.data() + 4 * layer;
+  return {{u[0], u[1]}, u[2], u[3], false};
+}
+
+std::tuple<Tensor, std::int64_t, std::int64_t> mask(Tensor scores, std::string importance,
+                                                    std::optional<Tensor> column_scale,
+                                                    std::optional<Tensor> previous,
+                                                    std::vector<std::int64_t> units, bool each_row,
+                                                    std::int64_t remove) {
+  const Call call("prune_mask", "scores", scores);
+  PruneScores view = scores_of(call, scores, importance, column_scale ? &*column_scale : nullptr,
+                               previous ? &*previous : nullptr);
+  PruneUnits what = units_of(call, units, 0);
+  what.each_row = each_row;
+  Tensor bits = call.empty_bytes(view.matrix.rows, mask_row_bytes(view.matrix.cols));
+  const PruneCount count =
+      value_of(call.op(), prune_mask(view, what, remove, bytes_of(bits), call.context().executor));
+  return {bits, count.kept, count.nan};
+}
+
+std::vector<std::int64_t> allocate(std::vector<Tensor> scores, std::string importance,
+                                   std::vector<Tensor> column_scales, std::vector<Tensor> previous,
+                                   std::vector<std::int64_t> units, std::vector<std::int64_t> limits,
+                                   std::int64_t remove) {
+  constexpr std::string_view op = "allocate_global";
+  const std::size_t n = scores.size();
+  if (n == 0 || column_scales.size() != n || previous.size() != n || limits.size() != 2 * n) {
+    raise(op, invalid(op, "there must be layers, and an entry for each in every list", cat(n, " scores")));
+  }
+  const Call call(op, "scores", scores[0]);
+  std::vector<PruneLayer> layers;
+  for (std::size_t i = 0; i < n; ++i) {
+    layers.push_back({scores_of(call, scores[i], importance, &column_scales[i], &previous[i]),
+                      units_of(call, units, i), limits[2 * i], limits[2 * i + 1]});
+  }
+  std::vector<std::int64_t> removed(n);
+  check(op, allocate_global(layers, remove, removed, call.context().executor));
+  return removed;
+}
+
+void apply(const Tensor& x, const Tensor& bits) {
+  const Call call("apply_mask", "x", x);
+  if (x.dim() != 2) raise(call.op(), invalid(call.op(), "x must have 2 dimensions", cat(x.dim())));
+  check_bytes(call, "mask", bits, x.size(0), mask_row_bytes(x.size(1)));
+  Tensor same = x;
+  const MatrixView view = call.matrix("x", same, "columns", x.size(1));
+  if (view.data != x.data_ptr())
+    raise(call.op(), invalid(call.op(), "x must be a matrix in memory", "another"));
+  check(call.op(), apply_mask({x.data_ptr(), view.dtype, view.rows, view.cols, view.row_stride},
+                              bytes_of(bits), call.context().executor));
+}
+
+Tensor pack(const Tensor& bytes) {
+  const Call call("pack_mask", "mask", bytes);
+  if (bytes.dim() != 2) raise(call.op(), invalid(call.op(), "mask must have 2 dimensions", cat(bytes.dim())));
+  check_bytes(call, "mask", bytes, bytes.size(0), bytes.size(1));
+  Tensor bits = call.empty_bytes(bytes.size(0), mask_row_bytes(bytes.size(1)));
+  pack_mask(bytes_of(bytes), bytes.size(0), bytes.size(1), bytes_of(bits), call.context().executor);
+  return bits;
+}
+
+Tensor unpack(const Tensor& bits, std::int64_t cols) {
+  const Call call("unpack_mask", "mask", bits);
+  if (bits.dim() != 2 || cols < 0) {
+    raise(call.op(), invalid(call.op(), "mask must have 2 dimensions and columns", cat(bits.dim())));
+  }
+  check_bytes(call, "mask", bits, bits.size(0), mask_row_bytes(cols));
+  Tensor bytes = call.empty_bytes(bits.size(0), cols);
+  unpack_mask(bytes_of(bits), bits.size(0), cols, bytes_of(bytes), call.context().executor);
+  return bytes;
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_FRAGMENT(rarefy, m) {
+  m.def(
+      "_prune_mask(Tensor scores, str importance, Tensor? column_scale, Tensor? previous, int[] units, "
+      "bool each_row, int remove) -> (Tensor, int, int)");
+  m.def(
+      "_prune_allocate(Tensor[] scores, str importance, Tensor[] column_scales, Tensor[] previous, int[] "
+      "units, "
+      "int[] limits, int remove) -> int[]");
+  m.def("_mask_apply_(Tensor(a!) x, Tensor mask) -> ()");
+  m.def("_mask_pack(Tensor mask) -> Tensor");
+  m.def("_mask_unpack(Tensor mask, int cols) -> Tensor");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(rarefy, CPU, m) {
+  m.impl("_prune_mask", TORCH_BOX(&mask));
+  m.impl("_prune_allocate", TORCH_BOX(&allocate));
+  m.impl("_mask_apply_", TORCH_BOX(&apply));
+  m.impl("_mask_pack", TORCH_BOX(&pack));
+  m.impl("_mask_unpack", TORCH_BOX(&unpack));
+}
+
+}  // namespace rarefy::binding
