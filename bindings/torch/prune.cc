@@ -1,5 +1,5 @@
 // Masks of pruning: scores in, bits out. python/rarefy/prune knows what the arguments mean.
-#include "rarefy/prune.h"
+#include "rarefy/prune_reconstruct.h"
 
 #include <torch/csrc/stable/library.h>
 
@@ -138,6 +138,56 @@ Tensor unpack(const Tensor& bits, std::int64_t cols) {
   return bytes;
 }
 
+// float64 without gaps, of the given shape.
+double* doubles_of(const Call& call, std::string_view argument, const Tensor& tensor, std::int64_t rows,
+                   std::int64_t cols) {
+  call.check_device(argument, tensor);
+  if (tensor.dim() == 2 && tensor.size(0) == rows && tensor.size(1) == cols && tensor.is_contiguous() &&
+      tensor.scalar_type() == ScalarType::Double) {
+    return static_cast<double*>(tensor.data_ptr());
+  }
+  raise(call.op(),
+        invalid(call.op(), cat(argument, " must be contiguous float64 of shape (", rows, ", ", cols, ')'),
+                "another tensor"));
+}
+
+// What all reconstructions have in common; the mask is written or read.
+Reconstruction problem_of(const Call& call, const Tensor& weight, const Tensor& bits,
+                          const std::vector<std::int64_t>& units, bool each_row, std::int64_t remove) {
+  if (weight.dim() != 2) {
+    raise(call.op(), invalid(call.op(), "weight must have 2 dimensions", cat(weight.dim())));
+  }
+  const std::int64_t rows = weight.size(0), cols = weight.size(1);
+  check_bytes(call, "mask", bits, rows, mask_row_bytes(cols));
+  PruneUnits what = units_of(call, units, 0);
+  what.each_row = each_row;
+  return {doubles_of(call, "weight", weight, rows, cols), rows, cols, what, remove, bytes_of(bits)};
+}
+
+void sweep(const Tensor& weight, const Tensor& bits, const Tensor& factor, std::vector<std::int64_t> units,
+           std::int64_t remove, std::int64_t panel, bool fixed) {
+  const Call call("sparse_gpt", "weight", weight);
+  const Reconstruction problem = problem_of(call, weight, bits, units, false, remove);
+  const double* u = doubles_of(call, "factor", factor, problem.cols, problem.cols);
+  check(call.op(), sparse_gpt(problem, u, panel, fixed, call.context().executor));
+}
+
+void solve(const Tensor& weight, const Tensor& bits, const Tensor& hessian, const Tensor& inverse) {
+  const Call call("least_squares", "weight", weight);
+  const Reconstruction problem = problem_of(call, weight, bits, {1, 1, 0, 0}, false, 0);
+  const double* h = doubles_of(call, "hessian", hessian, problem.cols, problem.cols);
+  const double* i = doubles_of(call, "inverse", inverse, problem.cols, problem.cols);
+  check(call.op(), least_squares(problem, h, i, call.context().executor));
+}
+
+void surgeon(const Tensor& weight, const Tensor& bits, const Tensor& inverse, std::vector<std::int64_t> units,
+             std::int64_t remove, std::int64_t steps) {
+  const Call call("block_obs", "weight", weight);
+  const Reconstruction problem = problem_of(call, weight, bits, units, true, remove);
+  const double* i = doubles_of(call, "inverse", inverse, problem.cols, problem.cols);
+  check(call.op(), block_obs(problem, i, steps, call.context().executor));
+}
+
 }  // namespace
 
 STABLE_TORCH_LIBRARY_FRAGMENT(rarefy, m) {
@@ -151,6 +201,13 @@ STABLE_TORCH_LIBRARY_FRAGMENT(rarefy, m) {
   m.def("_mask_apply_(Tensor(a!) x, Tensor mask) -> ()");
   m.def("_mask_pack(Tensor mask) -> Tensor");
   m.def("_mask_unpack(Tensor mask, int cols) -> Tensor");
+  m.def(
+      "_sparse_gpt_(Tensor(a!) weight, Tensor(b!) mask, Tensor factor, int[] units, int remove, int panel, "
+      "bool fixed) -> ()");
+  m.def("_least_squares_(Tensor(a!) weight, Tensor mask, Tensor hessian, Tensor inverse) -> ()");
+  m.def(
+      "_block_obs_(Tensor(a!) weight, Tensor(b!) mask, Tensor inverse, int[] units, int remove, int steps) "
+      "-> ()");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(rarefy, CPU, m) {
@@ -159,6 +216,9 @@ STABLE_TORCH_LIBRARY_IMPL(rarefy, CPU, m) {
   m.impl("_mask_apply_", TORCH_BOX(&apply));
   m.impl("_mask_pack", TORCH_BOX(&pack));
   m.impl("_mask_unpack", TORCH_BOX(&unpack));
+  m.impl("_sparse_gpt_", TORCH_BOX(&sweep));
+  m.impl("_least_squares_", TORCH_BOX(&solve));
+  m.impl("_block_obs_", TORCH_BOX(&surgeon));
 }
 
 }  // namespace rarefy::binding

@@ -12,6 +12,7 @@
 #include "rarefy/pattern.h"
 #include "rarefy/problem.h"
 #include "rarefy/prune.h"
+#include "rarefy/prune_reconstruct.h"
 #include "rarefy/safetensors.h"
 #include "rarefy/status.h"
 #include "rarefy/version.h"

@@ -1,4 +1,4 @@
-"""What leaves or stays as one: single weights, N:M, blocks, rows, columns, channels, heads, bands, any mask."""
+"""What leaves or stays as one: weights, N:M, blocks, rows, columns, channels, heads, bands, any mask."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ class Unstructured(Pattern):
 
 @dataclass(frozen=True)
 class NM(Pattern):
-    """At most n of each m neighbouring weights of a row stay: "2:4". A shorter last group counts as padded.
+    """At most n of m neighbours in a row stay: "2:4". A shorter last group counts as padded.
 
     Below the sparsity 1 − n/m only a part of the groups becomes sparse: those that lose least.
     """
@@ -134,7 +134,7 @@ class NM(Pattern):
 
 @dataclass(frozen=True)
 class Block(Pattern):
-    """Blocks of r × c weights: "block:16x16"; those at the edges are smaller and count as one all the same."""
+    """Blocks of r × c weights: "block:16x16"; those at the edges are smaller and count as one."""
 
     r: int
     c: int
@@ -174,7 +174,11 @@ class BlockNM(Block):
         super().__post_init__()
         NM(self.n, self.m)
         if self.c % self.m or self.n == 0:
-            fail("BlockNM", "c must be a multiple of m, and n at least 1", f"{self.r}x{self.c}, {self.n}:{self.m}")
+            fail(
+                "BlockNM",
+                "c must be a multiple of m, and n at least 1",
+                f"{self.r}x{self.c}, {self.n}:{self.m}",
+            )
 
     def units(self, shape: torch.Size) -> tuple[int, int, int, int]:  # noqa: D102
         return self.r, self.c, self.n, self.m
@@ -213,6 +217,24 @@ class RowBalanced(Block):
 
     def __str__(self) -> str:  # noqa: D105
         return "row_balanced" if self.r == self.c == 1 else f"row_balanced:{self.r}x{self.c}"
+
+
+@dataclass(frozen=True)
+class EachRow(Pattern):
+    """Another pattern, with the same number of units leaving each row of them: what the scope PerRow asks."""
+
+    inner: Pattern
+
+    @property
+    def each_row(self) -> bool:  # noqa: D102
+        return True
+
+    def units(self, shape: torch.Size) -> tuple[int, int, int, int]:  # noqa: D102
+        return self.inner.units(shape)
+
+    def removed(self, shape: torch.Size, sparsity: float) -> int:  # noqa: D102
+        whole = self.inner.count(shape)
+        return count_of(self.inner.removed(shape, sparsity) / whole, self.count(shape)) if whole else 0
 
 
 @dataclass(frozen=True)
@@ -266,7 +288,9 @@ class Head(Pattern):
         super().check_shape(op, name, shape)
         size = matrix_shape(shape)[1 if self.columns else 0]
         if size % self.dim:
-            fail(op, f"{name} must have a multiple of {self.dim} {'columns' if self.columns else 'rows'}", size)
+            fail(
+                op, f"{name} must have a multiple of {self.dim} {'columns' if self.columns else 'rows'}", size
+            )
 
     def __str__(self) -> str:  # noqa: D105
         return f"head:{self.dim}" + (":columns" if self.columns else "")
@@ -359,9 +383,10 @@ _EXAMPLES = [*_WORDS, "2:4", "block:16x16", "block:16x16+2:4", "row_balanced:4x1
 
 
 def parse_pattern(pattern: Any, op: str = "parse_pattern") -> Pattern:
-    """A Pattern, or one of its names: "unstructured", "2:4", "block:16x16", "block:16x16+2:4", "row_balanced".
+    """A Pattern, or one of its names: "unstructured", "2:4", "block:16x16", "block:16x16+2:4".
 
-    "row", "column", "channel", "head:64", "head:64:columns", "diagonal:3" are the others.
+    The others are "row_balanced", "row_balanced:4x1", "row", "column", "channel", "head:64",
+    "head:64:columns" and "diagonal:3".
 
     Raises:
         ValueError: an unknown name; near ones are listed.

@@ -39,16 +39,14 @@ class Schedule:
 
     def due(self, step: int) -> bool:
         """Whether step `step`, counted from 0, makes masks."""
-        return self.begin <= step <= self.end and (
-            (step - self.begin) % self.every == 0 or step == self.end
-        )
+        return self.begin <= step <= self.end and ((step - self.begin) % self.every == 0 or step == self.end)
 
     def part(self, way: float) -> float:
         """How much of the whole change is done after a part of the way, both in [0, 1]."""
         return 1.0
 
     def sparsity(self, step: int, final: float) -> float:
-        """The sparsity that is in force after step `step`; 0 before `begin`, exactly `final` from `end` on."""
+        """The sparsity in force after step `step`; 0 before `begin`, exactly `final` from `end` on."""
         if step < self.begin:
             return 0.0
         if step >= self.end:

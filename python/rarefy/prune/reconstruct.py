@@ -1,0 +1,331 @@
+"""Layer-wise reconstruction: weights that stay make up for those that leave, from XᵀX of calibration data."""
+
+from __future__ import annotations
+
+import difflib
+import sys
+import warnings
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from tqdm import tqdm
+
+from .. import _load
+from ..checks import check_int, check_tensor, fail
+from .criteria import check_sparsity
+from .groups import Config, FilterFn, find_groups, observing
+from .masks import Mask, Scores, make_mask
+from .patterns import Pattern, RowBalanced, matrix_shape, parse_pattern
+
+_sparse_gpt = _load.op("_sparse_gpt_")
+_least_squares = _load.op("_least_squares_")
+_block_obs = _load.op("_block_obs_")
+
+METHODS = ("sparsegpt", "obs", "wanda", "magnitude", "least_squares")
+
+
+def damped_inverse(gram: torch.Tensor, dampening: float, name: str) -> torch.Tensor:
+    """(XᵀX + λI)⁻¹ in float64, with λ = dampening · mean of the diagonal.
+
+    A matrix that is singular even so gets ten times more, up to 10⁶ times, and a RuntimeWarning says it.
+
+    Raises ValueError for a matrix that is not finite, or singular still.
+    """
+    return _damped(gram, dampening, name)[1]
+
+
+def _damped(gram: torch.Tensor, dampening: float, name: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """The damped matrix, and its inverse."""
+    op = "reconstruct"
+    gram = gram.double()
+    if not bool(torch.isfinite(gram).all()):
+        fail(op, f"XᵀX of {name} must be finite", "NaN or infinity")
+    mean = float(gram.diagonal().mean()) if len(gram) else 0.0
+    used = dampening
+    for attempt in range(7):
+        damped = gram.clone()
+        damped.diagonal().add_(used * (mean or 1.0))
+        factor, info = torch.linalg.cholesky_ex(damped)
+        inverse = torch.cholesky_inverse(factor)
+        if int(info) == 0 and bool(torch.isfinite(inverse).all()):
+            if attempt:
+                what = f"XᵀX of {name} is singular"
+                text = f"[{op}] {what}; dampening raised from {dampening:g} to {used:g}"
+                warnings.warn(text, RuntimeWarning, stacklevel=4)
+            return damped, inverse
+        used = max(used, 1e-6) * 10
+    return fail(op, f"XᵀX of {name} must be positive definite after dampening", f"dampening {used / 10:g}")
+
+
+def layer_error(weight: torch.Tensor, changed: torch.Tensor, gram: torch.Tensor) -> float:
+    """‖X(W − Ŵ)ᵀ‖² / ‖XWᵀ‖², from XᵀX: the part of a layer's output that pruning took, in float64."""
+    weight, gram = weight.double(), gram.double()
+    difference = weight - changed.double()
+    whole = float(((weight @ gram) * weight).sum())
+    return float(((difference @ gram) * difference).sum()) / whole if whole else 0.0
+
+
+@torch.no_grad()
+def reconstruct_weight(
+    weight: torch.Tensor,
+    gram: torch.Tensor,
+    pattern: Any,
+    sparsity: float | None = None,
+    method: str = "sparsegpt",
+    *,
+    refit: bool = False,
+    mask: Mask | None = None,
+    dampening: float = 0.01,
+    panel: int = 128,
+    steps: int = 16,
+    name: str = "weight",
+) -> tuple[torch.Tensor, Mask]:
+    """Prunes one weight so that its layer's outputs change least.
+
+    Args:
+        weight: (N, K), of any float dtype; not changed.
+        gram: (K, K), XᵀX of calibration inputs X of shape (tokens, K).
+        pattern: a Pattern or its name; exactly pattern.removed(shape, sparsity) units leave.
+        sparsity: in [0, 1]; None: what the pattern allows at most, else 0.5.
+        method: "sparsegpt": one sweep over the columns (Frantar & Alistarh 2023), for unstructured, N:M
+            and blocks. "obs": optimal brain surgeon, block by block (Hassibi & Stork 1993; Frantar & Alistarh
+            2022): better and slower; blocks, as many in each block row. "wanda", "magnitude": only a mask.
+            "least_squares": no new mask but `mask`, or the weight's zeros.
+        refit: solve for the best weights on the mask in the end, by least squares: O(rows · k³), except that
+            rows of equal masks share the work.
+        mask: for "sparsegpt" and "least_squares": keep to it instead of choosing one.
+        dampening: λ / mean of XᵀX's diagonal; see damped_inverse.
+        panel: columns among which "sparsegpt" compares units.
+        steps: rounds of "obs".
+        name: for messages.
+
+    Returns the weight (N, K), in its dtype, and the mask.
+
+    Raises:
+        ValueError: shapes that differ, XᵀX that is not finite, sparsities and patterns that do not fit.
+        TypeError: arguments of the wrong kind.
+    """
+    op = "reconstruct"
+    check_tensor(op, name, weight)
+    check_tensor(op, "gram", gram)
+    if weight.ndim != 2 or tuple(gram.shape) != (weight.shape[1],) * 2:
+        fail(op, f"{name} must be (N, K) and gram (K, K)", f"{tuple(weight.shape)} and {tuple(gram.shape)}")
+    if method not in METHODS:
+        near = difflib.get_close_matches(str(method), METHODS, n=3, cutoff=0.3) or METHODS
+        fail(op, "method must be a known one", f"{method!r}; near names: {', '.join(near)}")
+    check_int(op, "panel", panel, 1)
+    check_int(op, "steps", steps, 1)
+    if not 0 <= dampening < float("inf"):
+        fail(op, "dampening must not be negative", dampening)
+    pattern = parse_pattern(pattern, op)
+    pattern.check_shape(op, name, weight.shape)
+    sparsity = _sparsity(op, pattern, sparsity)
+    if mask is not None and method not in ("sparsegpt", "least_squares"):
+        fail(op, 'mask needs the method "sparsegpt" or "least_squares"', repr(method))
+
+    new = weight.detach().cpu().double().contiguous().clone()
+    damped, inverse = _damped(gram.detach().cpu(), dampening, name)
+    inverse = inverse.contiguous()
+    units, shape = pattern.units(weight.shape), weight.shape
+    # What no input reaches costs nothing: it leaves first, and comes back as it was if it may stay.
+    dead = gram.detach().cpu().diagonal() == 0
+    if method in ("sparsegpt", "obs"):
+        new[:, dead] = 0
+    if method == "sparsegpt":
+        if pattern.each_row:
+            fail(op, 'the method "sparsegpt" counts in whole layers ("obs" in rows)', pattern)
+        factor = torch.linalg.cholesky(inverse, upper=True).contiguous()
+        fixed = mask is not None or pattern.fixed
+        found = mask if mask is not None else pattern.mask(Scores(new), shape, sparsity) if fixed else None
+        bits = (
+            found.bits.clone()
+            if found is not None
+            else torch.zeros(len(new), -(-shape[1] // 8), dtype=torch.uint8)
+        )
+        inside = pattern
+        if units[3] and sparsity < pattern.most and units[:2] != (1, 1):
+            inside = parse_pattern(
+                f"{units[2]}:{units[3]}"
+            )  # below its sparsity "block:…+2:4" is 2:4 in part
+        remove = 0 if fixed else inside.removed(shape, sparsity)
+        _sparse_gpt(new, bits, factor, list(inside.units(shape)), remove, panel, fixed)
+        kept = int(Mask(bits, shape[1], 0).unpack().sum())
+        chosen = Mask(bits, shape[1], kept)
+    elif method == "obs":
+        if units[3] or pattern.fixed:
+            fail(op, 'the method "obs" is for blocks', pattern)
+        rows = RowBalanced(min(units[0], shape[0]), min(units[1], shape[1]))
+        bits = torch.zeros(len(new), -(-shape[1] // 8), dtype=torch.uint8)
+        _block_obs(new, bits, inverse, list(rows.units(shape)), rows.removed(shape, sparsity), steps)
+        chosen = Mask(bits, shape[1], int(Mask(bits, shape[1], 0).unpack().sum()))
+    elif method == "least_squares":
+        chosen = mask if mask is not None else Mask.pack(new != 0)
+        refit = True
+    else:
+        scale = gram.detach().cpu().double().diagonal().clamp(min=0).sqrt() if method == "wanda" else None
+        scores = Scores(new, "magnitude" if method == "wanda" else "square", scale)
+        if method == "wanda" and not units[3] and not pattern.fixed:
+            rows = RowBalanced(min(units[0], shape[0]), min(units[1], shape[1]))
+            chosen = make_mask(scores, rows.units(shape), rows.removed(shape, sparsity), each_row=True)
+        else:
+            chosen = pattern.mask(scores, shape, sparsity)
+        chosen.apply_(new)
+    if method in ("sparsegpt", "obs"):
+        back = chosen.unpack() & dead
+        new[back] = weight.detach().cpu().double()[back]
+    if refit:
+        # From the original weights: what they do on X is the aim.
+        new = weight.detach().cpu().double().contiguous().clone()
+        _least_squares(new, chosen.bits, damped.contiguous(), inverse)
+    return new.to(weight.device, weight.dtype), chosen
+
+
+@dataclass
+class Reconstruction:
+    """What reconstruct did.
+
+    Attributes:
+        masks: by the name of each weight.
+        errors: ‖X(W − Ŵ)ᵀ‖² / ‖XWᵀ‖² of each layer, with the inputs it had when its turn came.
+    """
+
+    masks: dict[str, Mask] = field(default_factory=dict)
+    errors: dict[str, float] = field(default_factory=dict)
+
+    def __str__(self) -> str:  # noqa: D105
+        lines = [f"{n}  kept {m.density:.4f}  error {self.errors[n]:.4g}" for n, m in self.masks.items()]
+        return "\n".join(lines)
+
+
+def reconstruct(
+    model: nn.Module,
+    data: Collection[Any],
+    pattern: Any = "unstructured",
+    sparsity: float | None = None,
+    method: str = "sparsegpt",
+    *,
+    config: Config = None,
+    filter_fn: FilterFn | None = None,
+    forward: Callable[[Any], Any] | None = None,
+    memory: int = 1 << 30,
+    skip: Collection[str] = (),
+    on_layer: Callable[[str, Mask, float], None] | None = None,
+    **options: Any,
+) -> Reconstruction:
+    """Prunes the linear layers and convolutions of a model, in place, from calibration data.
+
+    Args:
+        model: in the mode (eval) in which it is to be good.
+        data: batches, run through as often as `memory` asks: tensors, tuples of arguments or dicts of them.
+        pattern: see reconstruct_weight.
+        sparsity: the same for each layer; `config` may give layers their own "sparsity" and "pattern".
+        method: see reconstruct_weight.
+        config: which layers, as for Sparsifier.prepare.
+        filter_fn: as there.
+        forward: what to do with a batch instead of calling the model.
+        memory: bytes of XᵀX (float64, K² for each layer) held at a time. Layers are taken in that many at
+            once, in the model's order, each lot with the inputs that the pruned ones before it give; 0: one
+            by one.
+        skip: names of weights that were done before: with the model saved in `on_layer`, what an
+            interruption costs is the layer in progress.
+        on_layer: called with name, mask and error after each layer.
+        **options: refit, dampening, panel, steps, mask: see reconstruct_weight.
+
+    Shows a progress bar on a terminal.
+
+    Raises ValueError for data that is empty or not finite where a layer sees it, and as reconstruct_weight
+    does.
+    """
+    op = "reconstruct"
+    if not isinstance(model, nn.Module):
+        fail(op, "model must be an nn.Module", type(model).__name__, TypeError)
+    pattern = parse_pattern(pattern, op)
+    groups = [g for g in find_groups(op, model, config, filter_fn) if g["tensor_fqn"] not in skip]
+    groups = [g for g in groups if isinstance(g["module"], nn.Linear | nn.Conv2d)]
+    for group in groups:
+        group["pattern"] = parse_pattern(group.get("pattern", pattern), op)
+        asked = group.get("sparsity", group.get("sparsity_level", sparsity))
+        group["sparsity"] = _sparsity(op, group["pattern"], asked)
+        weight = getattr(group["module"], group["tensor_name"])
+        group["pattern"].check_shape(op, group["tensor_fqn"], weight.shape)
+    result = Reconstruction()
+    bar = tqdm(total=len(groups), desc="reconstruct", disable=not sys.stderr.isatty(), leave=False)
+    for lot in _lots(groups, memory):
+        state: dict[str, dict[str, Any]] = {g["tensor_fqn"]: {} for g in lot}
+        with torch.no_grad(), observing(lot, state, gram=True):
+            for batch in data:
+                if forward is not None:
+                    forward(batch)
+                else:
+                    _call(model, batch)
+        for group in lot:
+            fqn, weight = group["tensor_fqn"], getattr(group["module"], group["tensor_name"])
+            if "gram" not in state[fqn]:
+                fail(op, "data must reach every layer that is to be pruned", f"none at {fqn}")
+            mask, error = _one(weight, state[fqn].pop("gram"), group, method, options)
+            result.masks[fqn], result.errors[fqn] = mask, error
+            if on_layer is not None:
+                on_layer(fqn, mask, error)
+            bar.update()
+    bar.close()
+    return result
+
+
+def _one(
+    weight: torch.Tensor, grams: torch.Tensor, group: dict[str, Any], method: str, options: dict[str, Any]
+) -> tuple[Mask, float]:
+    """One layer, in place; the groups of a convolution one after the other."""
+    matrix = weight.detach().reshape(matrix_shape(weight.shape))
+    part = len(matrix) // len(grams)
+    new, bits, lost, whole = torch.empty_like(matrix), [], 0.0, 0.0
+    for i, gram in enumerate(grams):
+        rows = slice(i * part, (i + 1) * part)
+        given = {**options, "name": group["tensor_fqn"]}
+        new[rows], mask = reconstruct_weight(
+            matrix[rows], gram, group["pattern"], group["sparsity"], method, **given
+        )
+        bits.append(mask)
+        size = float(((matrix[rows].double().cpu() @ gram) * matrix[rows].double().cpu()).sum())
+        lost += layer_error(matrix[rows].cpu(), new[rows].cpu(), gram) * size
+        whole += size
+    with torch.no_grad():
+        weight.copy_(new.view(weight.shape))
+    mask = Mask(torch.cat([m.bits for m in bits]), matrix.shape[1], sum(m.kept for m in bits))
+    return mask, lost / whole if whole else 0.0
+
+
+def _call(model: nn.Module, batch: Any) -> None:
+    if isinstance(batch, Mapping):
+        model(**batch)
+    elif isinstance(batch, tuple | list):
+        model(*batch)
+    else:
+        model(batch)
+
+
+def _sparsity(op: str, pattern: Pattern, sparsity: float | None) -> float:
+    if sparsity is None:
+        return pattern.most if pattern.most < 1 else 0.5
+    sparsity = check_sparsity(op, "sparsity", sparsity)
+    pattern.check_sparsity(op, sparsity)
+    return sparsity
+
+
+def _lots(groups: Iterable[dict[str, Any]], memory: int) -> Iterator[list[dict[str, Any]]]:
+    """Groups in order, as many at once as `memory` bytes of XᵀX allow; at least one."""
+    lot: list[dict[str, Any]] = []
+    used = 0
+    for group in groups:
+        weight = getattr(group["module"], group["tensor_name"])
+        columns = matrix_shape(weight.shape)[1]
+        size = 8 * columns**2 * getattr(group["module"], "groups", 1)
+        if lot and used + size > memory:
+            yield lot
+            lot, used = [], 0
+        lot.append(group)
+        used += size
+    if lot:
+        yield lot

@@ -1,0 +1,299 @@
+"""Reconstruction against the published algorithms in plain numpy: errors are no larger, counts exact."""
+
+from __future__ import annotations
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import rarefy
+from rarefy.prune import Mask, layer_error, reconstruct, reconstruct_weight
+from rarefy.prune.patterns import parse_pattern
+from rarefy.prune.reconstruct import damped_inverse
+
+
+def problem(n=48, k=96, tokens=300, seed=0):
+    """A weight, and inputs that are correlated and of different size."""
+    g = torch.Generator().manual_seed(seed)
+    mix = torch.randn(k, k, generator=g, dtype=torch.float64) / k**0.5 + torch.eye(k)
+    x = torch.randn(tokens, k, generator=g, dtype=torch.float64) @ mix
+    x *= torch.rand(k, generator=g, dtype=torch.float64) * 3 + 0.1
+    return torch.randn(n, k, generator=g, dtype=torch.float64), x.T @ x
+
+
+def published(weight, gram, sparsity, n=0, m=0, panel=128, exact=False):
+    """SparseGPT as its authors wrote it down: thresholds (or exact counts), panels, errors to the right."""
+    w, h = weight.numpy().copy(), gram.numpy().copy()
+    k = w.shape[1]
+    h[np.diag_indices(k)] += 0.01 * np.mean(np.diag(h))
+    u = np.linalg.cholesky(np.linalg.inv(h)).T
+    for begin in range(0, k, panel):
+        end = min(begin + panel, k)
+        part, errors = w[:, begin:end].copy(), np.zeros((len(w), end - begin))
+        cost = part**2 / np.diag(u)[begin:end] ** 2
+        gone = np.zeros(part.shape, bool)
+        if m == 0 and exact:
+            whole = round(sparsity * w.size)
+            due = round(whole * end / k) - round(whole * begin / k)
+            gone.ravel()[np.argsort(cost, axis=None)[:due]] = True
+        elif m == 0:
+            gone = cost <= np.sort(cost.ravel())[int(cost.size * sparsity)]
+        for i in range(end - begin):
+            d = u[begin + i, begin + i]
+            if m and i % m == 0:
+                now = part[:, i : i + m] ** 2 / np.diag(u)[begin + i : begin + i + m] ** 2
+                lowest = np.argsort(now, axis=1)[:, : m - n]
+                np.put_along_axis(gone[:, i : i + m], lowest, True, axis=1)
+            q = np.where(gone[:, i], 0, part[:, i])
+            e = (part[:, i] - q) / d
+            part[:, i:] -= np.outer(e, u[begin + i, begin + i : end])
+            part[:, i] = q
+            errors[:, i] = e
+        w[:, begin:end] = part
+        w[:, end:] -= errors @ u[begin:end, end:]
+    return torch.from_numpy(w)
+
+
+@pytest.mark.parametrize("sparsity", [0.3, 0.5, 0.8])
+@pytest.mark.parametrize("panel", [32, 128])
+def test_sparsegpt_is_no_worse_than_published(sparsity, panel):
+    weight, gram = problem()
+    new, mask = reconstruct_weight(weight, gram, "unstructured", sparsity, panel=panel)
+    assert mask.kept == weight.numel() - round(sparsity * weight.numel())
+    assert torch.equal(new == 0, ~mask.unpack())
+    exact = published(weight, gram, sparsity, panel=panel, exact=True)
+    torch.testing.assert_close(new, exact, rtol=1e-8, atol=1e-10)
+    # The published threshold takes one weight more from each panel: that costs, but for chance.
+    ours = theirs = 0.0
+    for seed in range(8):
+        weight, gram = problem(seed=seed)
+        new, _ = reconstruct_weight(weight, gram, "unstructured", sparsity, panel=panel)
+        ours += layer_error(weight, new, gram)
+        theirs += layer_error(weight, published(weight, gram, sparsity, panel=panel), gram)
+    assert ours <= theirs
+
+
+@pytest.mark.parametrize(("n", "m"), [(2, 4), (4, 8), (1, 3)])
+def test_sparsegpt_n_of_m_is_the_published(n, m):
+    weight, gram = problem()
+    new, mask = reconstruct_weight(weight, gram, f"{n}:{m}", panel=96 if m == 3 else 128)
+    oracle = published(weight, gram, 0, n, m, panel=96 if m == 3 else 128)
+    torch.testing.assert_close(new, oracle, rtol=1e-8, atol=1e-10)
+    assert int(mask.unpack().view(len(weight), -1, m).sum(2).max()) == n
+
+
+@pytest.mark.parametrize("pattern", ["block:4x4", "block:1x8", "block:16x1", "block:16x16", "block:5x7"])
+def test_sparsegpt_in_blocks(pattern):
+    weight, gram = problem()
+    kind = parse_pattern(pattern)
+    new, mask = reconstruct_weight(weight, gram, pattern, 0.5)
+    blocks = rarefy.masks.to_blocks(mask.unpack(), (kind.r, kind.c)).flatten(2).any(2)
+    assert int((~blocks).sum()) == kind.removed(weight.shape, 0.5)
+    assert torch.equal(rarefy.masks.expand_mask(blocks, tuple(weight.shape), (kind.r, kind.c)), mask.unpack())
+    assert torch.equal(new == 0, ~mask.unpack())
+    plain = rarefy.masks.top_blocks(rarefy.masks.block_norms(weight, (kind.r, kind.c)), 0.5)
+    plain = weight * rarefy.masks.expand_mask(plain, tuple(weight.shape), (kind.r, kind.c))
+    assert layer_error(weight, new, gram) < 0.9 * layer_error(weight, plain, gram)
+
+
+def test_blocks_of_one_are_unstructured():
+    weight, gram = problem()
+    one, two = (reconstruct_weight(weight, gram, p, 0.5)[0] for p in ("unstructured", "block:1x1"))
+    assert torch.equal(one, two)
+
+
+def test_sparsegpt_keeps_to_a_given_mask():
+    weight, gram = problem()
+    mask = Mask.pack(torch.rand(weight.shape) < 0.5)
+    new, same = reconstruct_weight(weight, gram, "unstructured", 0.5, mask=mask)
+    assert torch.equal(same.unpack(), mask.unpack())
+    assert torch.equal(new == 0, ~mask.unpack())
+    assert layer_error(weight, new, gram) < 0.85 * layer_error(weight, weight * mask.unpack(), gram)
+
+
+def _best(weight, gram, mask):
+    """Least squares row by row, in numpy."""
+    h = gram.numpy() + 0.01 * np.mean(np.diag(gram.numpy())) * np.eye(len(gram))
+    out = np.zeros(weight.shape)
+    for r, row in enumerate(weight.numpy()):
+        s = mask[r].numpy()
+        if s.any():
+            out[r, s] = np.linalg.solve(h[np.ix_(s, s)], h[s] @ row)
+    return torch.from_numpy(out)
+
+
+@pytest.mark.parametrize("density", [0.0, 0.2, 0.5, 0.8, 1.0])
+def test_least_squares_is_its_oracle(density):
+    weight, gram = problem()
+    mask = torch.rand(weight.shape) < density
+    mask[1] = mask[0]
+    new, _ = reconstruct_weight(weight, gram, "unstructured", method="least_squares", mask=Mask.pack(mask))
+    torch.testing.assert_close(new, _best(weight, gram, mask), rtol=1e-7, atol=1e-9)
+
+
+def test_refit_makes_every_method_better():
+    weight, gram = problem()
+    for method in ("sparsegpt", "obs", "wanda", "magnitude"):
+        pattern = "row_balanced" if method == "obs" else "unstructured"
+        once, mask = reconstruct_weight(weight, gram, pattern, 0.6, method)
+        again, same = reconstruct_weight(weight, gram, pattern, 0.6, method, refit=True)
+        assert torch.equal(mask.bits, same.bits)
+        assert layer_error(weight, again, gram) <= layer_error(weight, once, gram) * (1 + 1e-9)
+
+
+def test_methods_are_ordered_as_in_the_papers():
+    weight, gram = problem(64, 128, 500)
+    error = {
+        m: layer_error(weight, reconstruct_weight(weight, gram, "unstructured", 0.5, m)[0], gram)
+        for m in ("magnitude", "wanda", "sparsegpt", "obs")
+    }
+    assert error["magnitude"] > error["wanda"] > error["sparsegpt"] > error["obs"]
+
+
+def surgeon(weight, gram, r, c, drop, steps):
+    """The demo's block OBS: a few blocks of every block row at a time, the joint update after each."""
+    w = weight.numpy().copy()
+    h0 = gram.numpy() + 0.01 * np.mean(np.diag(gram.numpy())) * np.eye(len(gram))
+    for begin in range(0, len(w), r):
+        rows, inverse, keep, done = w[begin : begin + r], np.linalg.inv(h0), np.ones(w.shape[1] // c, bool), 0
+        for step in range(steps):
+            count = drop * (step + 1) // steps - done
+            done += count
+            cost = np.full(len(keep), np.inf)
+            for j in np.flatnonzero(keep):
+                b = slice(j * c, (j + 1) * c)
+                cost[j] = np.trace(rows[:, b] @ np.linalg.solve(inverse[b, b], rows[:, b].T))
+            gone = np.argsort(cost, kind="stable")[:count]
+            keep[gone] = False
+            d = (gone[:, None] * c + np.arange(c)).ravel()
+            if len(d):
+                solved = np.linalg.solve(inverse[np.ix_(d, d)], inverse[d])
+                rows -= rows[:, d] @ solved
+                inverse = inverse - inverse[:, d] @ solved
+            rows[:, np.repeat(~keep, c)] = 0
+    return torch.from_numpy(w)
+
+
+@pytest.mark.parametrize(("r", "c"), [(1, 1), (4, 1), (16, 1), (4, 4), (16, 16)])
+def test_block_obs_is_the_demos(r, c):
+    weight, gram = problem()
+    blocks = 96 // c
+    for density in (0.25, 0.5, 1.0):
+        drop = blocks - round(density * blocks)
+        new, mask = reconstruct_weight(weight, gram, f"row_balanced:{r}x{c}", 1 - density, "obs", steps=5)
+        torch.testing.assert_close(new, surgeon(weight, gram, r, c, drop, 5), rtol=1e-7, atol=1e-8)
+        kept = rarefy.masks.to_blocks(mask.unpack(), (r, c)).flatten(2).any(2).sum(1)
+        assert set(kept.tolist()) == {blocks - drop}
+
+
+def test_block_obs_with_ragged_edges():
+    weight, gram = problem(10, 23)
+    new, mask = reconstruct_weight(weight, gram, "block:4x5", 0.4, "obs")
+    blocks = rarefy.masks.to_blocks(mask.unpack(), (4, 5)).flatten(2).any(2)
+    assert blocks.sum(1).tolist() == [3, 3, 3]
+    assert torch.equal(rarefy.masks.expand_mask(blocks, (10, 23), (4, 5)), mask.unpack())
+    best = reconstruct_weight(weight, gram, "unstructured", method="least_squares", mask=mask)[0]
+    torch.testing.assert_close(new, best, rtol=1e-6, atol=1e-8)  # OBS ends at the best on its mask
+
+
+def test_a_singular_hessian_is_damped_more_and_said():
+    gram = torch.ones(8, 8, dtype=torch.float64) * 4
+    gram[0, 0] = 3.9  # indefinite: no damping below 0.1 / 4 makes it positive
+    weight = torch.randn(4, 8)
+    with pytest.warns(RuntimeWarning, match=r"XᵀX of fc is singular; dampening raised from 0\.001 to 0\.1"):
+        new, mask = reconstruct_weight(weight, gram, "2:4", dampening=0.001, name="fc")
+    assert mask.kept == 16 and new.isfinite().all()
+    bad = torch.diag(torch.tensor([-1e9, 1.0]))
+    with pytest.raises(ValueError, match="XᵀX of w must be positive definite after dampening"):
+        damped_inverse(bad, 0.01, "w")
+    with pytest.raises(ValueError, match="XᵀX of w must be finite; got NaN or infinity"):
+        damped_inverse(bad * torch.nan, 0.01, "w")
+
+
+def test_columns_without_inputs_leave_first():
+    weight, gram = problem()
+    gram[10] = gram[:, 10] = 0
+    _, mask = reconstruct_weight(weight, gram, "unstructured", 0.1)
+    assert not mask.unpack()[:, 10].any()
+    new, mask = reconstruct_weight(weight, gram, "unstructured", 0.0)
+    torch.testing.assert_close(new, weight)
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(4, 8, 3, padding=1, groups=2)
+        self.up = nn.Linear(8, 24)
+        self.down = nn.Linear(24, 6)
+
+    def forward(self, x):
+        return self.down(torch.relu(self.up(torch.relu(self.conv(x)).mean((2, 3)))))
+
+
+def data():
+    g = torch.Generator().manual_seed(1)
+    return [torch.randn(64, 4, 6, 6, generator=g) for _ in range(3)]
+
+
+@pytest.mark.parametrize("memory", [0, 1 << 30])
+def test_a_whole_model(memory):
+    dense, model = Net(), Net()
+    model.load_state_dict(dense.state_dict())
+    seen = []
+    result = reconstruct(
+        model, data(), "unstructured", 0.5, refit=True, memory=memory, on_layer=lambda *a: seen.append(a[0])
+    )
+    assert seen == list(result.masks) == ["conv.weight", "up.weight", "down.weight"]
+    for name, mask in result.masks.items():
+        weight = model.get_parameter(name).detach().flatten(1)
+        assert torch.equal(weight == 0, ~mask.unpack())
+        assert mask.density == pytest.approx(0.5, abs=0.01)
+    plain = copy.deepcopy(dense)
+    reconstruct(plain, data(), "unstructured", 0.5, "magnitude")
+    x = data()[0]
+    with torch.no_grad():
+        want = dense(x)
+        assert (model(x) - want).norm() < 0.5 * (plain(x) - want).norm()
+    assert "conv.weight" in str(result)
+
+
+def test_layers_of_their_own_and_those_done_before():
+    model = Net()
+    before = copy.deepcopy(model.state_dict())
+    config = {"up": {"sparsity": 0.75, "pattern": "block:4x4"}, "down|conv": {}}
+    result = reconstruct(model, data(), "2:4", config=config, skip=["down.weight"])
+    assert set(result.masks) == {"up.weight", "conv.weight"}
+    assert result.masks["up.weight"].density == 0.25
+    assert torch.equal(model.down.weight, before["down.weight"])
+
+
+def test_bad_input():
+    weight, gram = problem()
+
+    def message(*args, **options):
+        with pytest.raises((ValueError, TypeError)) as error:
+            reconstruct_weight(*args, **options)
+        return str(error.value)
+
+    assert "near names: sparsegpt" in message(weight, gram, "2:4", method="sparsgpt")
+    assert "must be (N, K) and gram (K, K); got (48, 96) and (95, 96)" in message(weight, gram[1:], "2:4")
+    assert "sparsity must be in [0, 1]; got -1" in message(weight, gram, "unstructured", -1)
+    assert "at most 0.5 with the pattern 2:4" in message(weight, gram, "2:4", 0.7)
+    assert 'counts in whole layers ("obs" in rows)' in message(weight, gram, "row_balanced", 0.5)
+    assert 'the method "obs" is for blocks' in message(weight, gram, "2:4", method="obs")
+    assert "blocks must not be larger than weight, 48x96; got 64x1" in message(weight, gram, "block:64x1")
+    assert "panel must be at least 1; got 0" in message(weight, gram, "2:4", panel=0)
+    assert "steps must be at least 1; got 0" in message(weight, gram, "block:4x1", method="obs", steps=0)
+    assert "dampening must not be negative; got -1" in message(weight, gram, "2:4", dampening=-1)
+    assert 'mask needs the method "sparsegpt"' in message(
+        weight, gram, "2:4", method="wanda", mask=Mask.pack(weight > 0)
+    )
+    with pytest.raises(
+        ValueError, match=r"data must reach every layer that is to be pruned; got none at conv\.weight"
+    ):
+        reconstruct(Net(), [])
+    with pytest.raises(ValueError, match=r"the inputs of conv\.weight must be finite"):
+        reconstruct(Net(), [data()[0] * torch.nan])
