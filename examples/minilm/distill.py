@@ -25,11 +25,12 @@ from .model import embed, pad, pool, token_ids
 class Recipe:
     """What was found best on validation texts; see docs/demo.md."""
 
-    lr: float = 5e-4
+    lr: float = 1e-3
     warmup: float = 0.05  # share of the budget
     tokens: int = 512  # a batch holds about so many tokens
     pooled: float = 1.0  # weight of 1 − cosine of the sentence embeddings
     states: float = 1.0  # weight of the normalised squared error of the token states, every layer alike
+    relations: float = 10.0  # weight of the squared error of the cosines between sentences of a batch
     clip: float = 1.0
     seed: int = 0
     check_seconds: float = 30.0
@@ -74,20 +75,25 @@ def batches(
 
 
 def loss_fn(student: nn.Module, teacher: nn.Module, batch: dict[str, Tensor], recipe: Recipe) -> Tensor:
-    """pooled·(1 − cosine) + states·(squared error / variance of the dense token states, mean over layers)."""
+    """What student and teacher differ in on a batch: sentences, token states, and how like sentences are.
+
+    pooled·(1 − cosine) + states·(squared error / variance of the dense token states, mean over layers) +
+    relations·(squared error of the cosines between sentences, by which headwords are found).
+    """
     mask = batch["attention_mask"]
     with torch.no_grad():
-        want = teacher(**batch, output_hidden_states=True).hidden_states
+        want = [state.float() for state in teacher(**batch, output_hidden_states=True).hidden_states]
     got = student(**batch, output_hidden_states=True).hidden_states
-    loss = recipe.pooled * (1 - (pool(got[-1], mask) * pool(want[-1], mask)).sum(-1)).mean()
-    if recipe.states:
-        keep = mask.bool()
-        errors = [
-            (g[keep] - w[keep]).square().mean() / w[keep].var()
-            for g, w in zip(got[1:], want[1:], strict=True)
-        ]
-        loss = loss + recipe.states * torch.stack(errors).mean()
-    return loss
+    keep = mask.bool()
+    errors = [
+        (g[keep] - w[keep]).square().mean() / w[keep].var() for g, w in zip(got[1:], want[1:], strict=True)
+    ]
+    ours, theirs = pool(got[-1], mask), pool(want[-1], mask)
+    return (
+        recipe.pooled * (1 - (ours * theirs).sum(-1)).mean()
+        + recipe.states * torch.stack(errors).mean()
+        + recipe.relations * (ours @ ours.T - theirs @ theirs.T).square().mean()
+    )
 
 
 def rate(progress: float, warmup: float) -> float:

@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import copy
+import statistics
+import time
+import warnings
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -14,7 +19,9 @@ from .data import Entry
 from .model import embed_batch, tokenize
 
 BATCHES = (1, 8, 32, 128)
+CONTEST_BATCH = 32
 DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16}
+MAX_ACC10_LOSS = 0.01  # against dense f32
 
 
 def middle_batch(entries: list[Entry], size: int) -> list[str]:
@@ -24,10 +31,33 @@ def middle_batch(entries: list[Entry], size: int) -> list[str]:
     return texts[start : start + size]
 
 
+def contenders(dense: nn.Module, sparse: nn.Module) -> dict[str, nn.Module]:
+    """Both f32 encoders in every dtype that they run in, by name: "dense f32", "sparse bf16" and so on."""
+    models = {}
+    for kind, model in (("dense", dense), ("sparse", sparse)):
+        for name, dtype in DTYPES.items():
+            models[f"{kind} {name}"] = copy.deepcopy(model).to(dtype)
+    quantized = _dynamic_int8(dense)
+    return models if quantized is None else models | {"dense int8": quantized}
+
+
+def _dynamic_int8(dense: nn.Module) -> nn.Module | None:
+    """Torch's own int8, weights s8 and inputs u8 by their range; None where torch has it no longer."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return torch.ao.quantization.quantize_dynamic(copy.deepcopy(dense), {nn.Linear}, torch.qint8)
+    except (AttributeError, RuntimeError):
+        return None
+
+
+def _encoder(model: nn.Module, tokenizer, texts: list[str]) -> Callable[[], torch.Tensor]:
+    return lambda: embed_batch(model, tokenize(tokenizer, texts))
+
+
 @torch.inference_mode()
 def encoding_times(
-    dense: nn.Module,
-    sparse: nn.Module,
+    models: dict[str, nn.Module],
     tokenizer,
     entries: list[Entry],
     rounds: range = range(9, 34),
@@ -35,25 +65,100 @@ def encoding_times(
 ) -> list[dict]:
     """Times tokenizing, encoding and pooling a batch; rows of the report's `speed` key.
 
-    dense and sparse are f32 encoders; copies of them are converted to each dtype and take turns, in three
-    passes of `rounds` (rarefy.timing). Times are medians in milliseconds, with quartiles; `tokens` counts
-    what the encoder sees, padding included. What three tries found noisy has the reason as `noise`, and no
-    `speedup`.
+    models: the contenders. Dense and sparse of one dtype take turns, in three passes of `rounds`
+    (rarefy.timing). Times are medians in milliseconds, with quartiles; `tokens` counts what the encoder sees,
+    padding included. What three tries found noisy has the reason as `noise`, and no `speedup`.
     """
     rows = []
-    for dtype_name, dtype in DTYPES.items():
-        models = [copy.deepcopy(model).to(dtype) for model in (dense, sparse)]
+    for dtype in DTYPES:
         for size in batches:
             texts = middle_batch(entries, size)
-            encode = [lambda m=model, t=texts: embed_batch(m, tokenize(tokenizer, t)) for model in models]
-            times = quietest(lambda pair=encode: measure_pair(*pair, rounds=rounds, budget=0.3))
+            pair = [_encoder(models[f"{kind} {dtype}"], tokenizer, texts) for kind in ("dense", "sparse")]
+            times = quietest(partial(measure_pair, *pair, rounds=rounds, budget=0.3))
             tokens = tokenize(tokenizer, texts)["input_ids"].numel()
-            row = {"batch": size, "tokens": tokens, "dtype": dtype_name}
+            row = {"batch": size, "tokens": tokens, "dtype": dtype}
             for name, timing in (("dense", times.dense), ("sparse", times.sparse)):
                 row[f"{name}_ms"] = timing.median
                 row[f"{name}_quartiles_ms"] = [timing.lower, timing.upper]
             rows.append(row | {"speedup": times.speedup, "noise": times.noise, "rounds": times.dense.rounds})
     return rows
+
+
+@torch.inference_mode()
+def contest(
+    models: dict[str, nn.Module],
+    quality: dict[str, dict],
+    tokenizer,
+    entries: list[Entry],
+    rounds: range = range(9, 34),
+    batch: int = CONTEST_BATCH,
+) -> tuple[list[dict], dict]:
+    """Every contender against dense f32, and the best sparse one against the best dense one.
+
+    quality: acc1, acc10 and mean_cosine by name. Returns the report's `models`: rows with `name`, quality,
+    `good` (accuracy@10 within 0.01 of dense f32), `ms` and `speedup` over dense f32, measured in turns; and
+    `best`: names and times of the fastest good ones, in turns, `speedup`, and `over_dense_f32`.
+    """
+    texts = middle_batch(entries, batch)
+    encode = {name: _encoder(model, tokenizer, texts) for name, model in models.items()}
+
+    def turns(first: str, second: str):
+        return quietest(partial(measure_pair, encode[first], encode[second], rounds=rounds, budget=0.3))
+
+    rows = []
+    for name in models:
+        good = quality[name]["acc10"] >= quality["dense f32"]["acc10"] - MAX_ACC10_LOSS - 1e-9
+        times = turns("dense f32", name)
+        speedup = 1.0 if name == "dense f32" else times.speedup
+        row = {"name": name, **quality[name], "good": good, "ms": times.sparse.median}
+        rows.append(row | {"speedup": speedup, "noise": times.noise})
+
+    def fastest(kind: str) -> dict:
+        mine = [row for row in rows if row["name"].startswith(kind)]
+        return max(mine, key=lambda row: (row["good"], row["speedup"] or 0.0))
+
+    dense, sparse = fastest("dense"), fastest("sparse")
+    times = turns(dense["name"], sparse["name"])
+    best = {"dense": dense["name"], "sparse": sparse["name"], "good": sparse["good"]}
+    best |= {"dense_ms": times.dense.median, "sparse_ms": times.sparse.median}
+    return rows, best | {
+        "speedup": times.speedup,
+        "noise": times.noise,
+        "over_dense_f32": sparse["speedup"],
+    }
+
+
+@torch.inference_mode()
+def outside(
+    models: dict[str, nn.Module], names: list[str], tokenizer, entries: list[Entry], rounds: int = 11
+) -> dict[str, dict[str, float]]:
+    """What no kernel for these layers can make faster: shares of the dense time, by dtype, at batch 32.
+
+    `share` of the time is not spent in the named layers, `bound` = 1 / share is what the whole encoder would
+    gain if they took no time.
+    """
+    texts, found = middle_batch(entries, CONTEST_BATCH), {}
+    for dtype in DTYPES:
+        model = models[f"dense {dtype}"]
+        encode, spent, hooks = _encoder(model, tokenizer, texts), [0.0], []
+        for name in names:
+            layer = model.get_submodule(name)
+            hooks.append(
+                layer.register_forward_pre_hook(lambda *_, s=spent: s.append(s.pop() - time.perf_counter()))
+            )
+            hooks.append(
+                layer.register_forward_hook(lambda *_, s=spent: s.append(s.pop() + time.perf_counter()))
+            )
+        shares = []
+        for _ in range(rounds):
+            spent[0], begin = 0.0, time.perf_counter()
+            encode()
+            shares.append(1 - spent[0] / (time.perf_counter() - begin))
+        for hook in hooks:
+            hook.remove()
+        share = statistics.median(shares)
+        found[dtype] = {"share": share, "bound": 1 / share}
+    return found
 
 
 def linear_bytes(path: Path, names: list[str]) -> int:

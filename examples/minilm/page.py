@@ -10,10 +10,14 @@ from matplotlib.figure import Figure
 from rarefy.report_html import bytes_chart, document, heading, paragraph, speed_chart, table
 
 from .summary import (
+    MODEL_HEADINGS,
     QUALITY_HEADINGS,
     SIZE_HEADINGS,
     SPEED_HEADINGS,
+    best_sentence,
     missed_goals,
+    model_rows,
+    outside_sentences,
     quality_rows,
     size_rows,
     slower_notes,
@@ -30,7 +34,7 @@ def page(result: dict, details: dict) -> str:
     layers = [row for row in result["layers"] if row["sparse_bytes"] is not None]
     parts = [
         paragraph(
-            f"all-MiniLM-L6-v2 with {details['spec']} in its feed-forward layers, after "
+            f"all-MiniLM-L6-v2 with {details['spec']}, after "
             f"{training.seconds / 60:.1f} minutes of distillation."
         ),
         *(paragraph(text, "missed") for text in missed_goals(result)),
@@ -53,6 +57,12 @@ def page(result: dict, details: dict) -> str:
             for row in result["speed"]
             if row["speedup"] is not None
         ),
+        paragraph(
+            "Every dtype at batch 32, the sparse ones with the same weights, each in turns with dense f32:"
+        ),
+        table(MODEL_HEADINGS, model_rows(result)),
+        paragraph(best_sentence(result["best"])),
+        *(paragraph(text) for text in outside_sentences(result["outside"])),
         heading("Size"),
         table(SIZE_HEADINGS, size_rows(result)),
         heading("Layers that became sparse"),

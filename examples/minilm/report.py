@@ -16,9 +16,13 @@ import rarefy
 
 from . import page
 from .summary import (
+    MODEL_HEADINGS,
     QUALITY_HEADINGS,
     SIZE_HEADINGS,
     SPEED_HEADINGS,
+    best_sentence,
+    model_rows,
+    outside_sentences,
     quality_rows,
     size_rows,
     slower_notes,
@@ -58,6 +62,11 @@ def show(result: dict, details: dict, console: Console) -> None:
     tables = (
         (f"Quality with {details['spec']}", QUALITY_HEADINGS, quality_rows(result, details)),
         ("Speed, from text to embedding: median (quartiles)", SPEED_HEADINGS, speed_rows(result)),
+        (
+            "Every dtype, the sparse ones with the same weights, at batch 32",
+            MODEL_HEADINGS,
+            model_rows(result),
+        ),
         ("Size", SIZE_HEADINGS, size_rows(result)),
     )
     for title, headings, rows in tables:
@@ -67,6 +76,9 @@ def show(result: dict, details: dict, console: Console) -> None:
         for row in rows:
             table.add_row(*row)
         console.print(table)
+    console.print(best_sentence(result["best"]))
+    for sentence in outside_sentences(result["outside"]):
+        console.print(sentence)
     for note in slower_notes(result["speed"]):
         console.print(note, style="yellow")
     console.print(f"Mean cosine of sparse and dense embeddings: {result['quality']['mean_cosine']:.4f}")

@@ -23,7 +23,7 @@ import rarefy
 from . import data, measure, report
 from .distill import Distiller, Progress, write_checkpoint
 from .evaluate import embed_entries, mean_cosine, quality
-from .model import FFN_LAYERS, load_dense, load_tokenizer, quiet_transformers, skeleton
+from .model import ATTENTION_LAYERS, FFN_LAYERS, load_dense, load_tokenizer, quiet_transformers, skeleton
 from .prune import prune
 from .summary import missed_goals
 
@@ -41,7 +41,13 @@ def options(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--density", type=float, default=0.5, help="stored share of blocks (default: %(default)s)"
     )
-    parser.add_argument("--block", default="4x1", help="rows x columns of a block (default: %(default)s)")
+    parser.add_argument("--block", default="32x1", help="rows x columns of a block (default: %(default)s)")
+    parser.add_argument(
+        "--attention",
+        type=float,
+        default=0.7,
+        help="stored share of blocks in the attention's layers; 1 leaves them dense (default: %(default)s)",
+    )
     parser.add_argument("--out", type=Path, default=Path("build/demo"), help="folder (default: %(default)s)")
     parser.add_argument(
         "--fresh", action="store_true", help="start anew, even where an earlier run can go on"
@@ -52,11 +58,12 @@ def options(argv: list[str] | None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     rows, _, cols = args.block.partition("x")
     if not (rows.isdigit() and cols.isdigit() and int(rows) and int(cols)):
-        parser.error(f"--block must look like 4x1; got {args.block}")
+        parser.error(f"--block must look like 32x1; got {args.block}")
     if WIDTH % int(rows) or WIDTH % int(cols):
         parser.error(f"--block must divide {WIDTH} both ways; got {args.block}")
-    if not 0 < args.density <= 1:
-        parser.error(f"--density must be above 0 and at most 1; got {args.density}")
+    for name in ("density", "attention"):
+        if not 0 < (value := getattr(args, name)) <= 1:
+            parser.error(f"--{name} must be above 0 and at most 1; got {value}")
     if args.minutes < 0:
         parser.error(f"--minutes must not be negative; got {args.minutes}")
     args.block_shape = (int(rows), int(cols))
@@ -68,25 +75,32 @@ def sparsified(dense: nn.Module, tokenizer, texts: list[str], args: argparse.Nam
 
     The reconstructed weights are kept in the output folder: a rerun must train the same blocks.
     """
-    spec = f"block:{args.block}@{args.density:g}"
+    densities = {FFN_LAYERS: args.density}
+    key = f"block:{args.block}@{args.density:g}"
+    if args.attention < 1:
+        densities[ATTENTION_LAYERS] = args.attention
+        key += f", {args.attention:g} in the attention's layers"
     kept_at, training_at = args.out / "pruned.pt", args.out / "training.pt"
     kept = torch.load(kept_at, weights_only=True) if kept_at.is_file() and not args.fresh else None
     student = copy.deepcopy(dense)
-    if kept is None or kept["spec"] != spec:
+    if kept is None or kept["key"] != key:
         training_at.unlink(missing_ok=True)
-        masks = prune(
-            student, tokenizer, texts[:CALIBRATION_TEXTS], FFN_LAYERS, args.block_shape, args.density
-        )
-        weights = {name: student.get_submodule(name).weight.detach() for name in masks}
-        write_checkpoint({"spec": spec, "masks": masks, "weights": weights}, kept_at)
-    else:
-        masks = kept["masks"]
-        for name, weight in kept["weights"].items():
-            student.get_submodule(name).weight.data.copy_(weight)
+        calibration = texts[:CALIBRATION_TEXTS]
+        masks = prune(dense, student, tokenizer, calibration, densities, args.block_shape)
+        kept = {"key": key, "masks": masks, "weights": student.encoder.state_dict()}
+        write_checkpoint(kept, kept_at)
+    masks = kept["masks"]
+    student.encoder.load_state_dict(kept["weights"])
     # The exact density of each mask, so that the blocks of largest score are those of the mask.
     patterns = {re.escape(name): f"block:{args.block}@{mask.double().mean()}" for name, mask in masks.items()}
     scores = {name: mask.float() for name, mask in masks.items()}
-    return student, rarefy.sparsify(student, patterns, scores=scores), spec
+    return student, rarefy.sparsify(student, patterns, scores=scores), key
+
+
+def teacher(dense: nn.Module) -> nn.Module:
+    """What the student learns from: dense in bf16 where that is faster, which leaves more time for steps."""
+    fast = {"amx_bf16", "avx512_bf16_fast"} & set(rarefy.backend_info().get("cpu_features", ()))
+    return copy.deepcopy(dense).bfloat16() if fast else dense
 
 
 def recover(student: nn.Module, dense: nn.Module, tokenizer, split: data.Split, args, key: str) -> Progress:
@@ -94,9 +108,37 @@ def recover(student: nn.Module, dense: nn.Module, tokenizer, split: data.Split, 
     chosen = split.validation[:VALIDATION_ENTRIES]
     validation = [text for entry in chosen for text in (entry.definition, entry.headword)]
     distiller = Distiller(
-        student, dense, tokenizer, split.train_texts, validation, checkpoint=args.out / "training.pt", key=key
+        student,
+        teacher(dense),
+        tokenizer,
+        split.train_texts,
+        validation,
+        checkpoint=args.out / "training.pt",
+        key=key,
     )
     return distiller.run(args.minutes)
+
+
+def measured(dense: nn.Module, sparse: nn.Module, tokenizer, split: data.Split, names: list[str]) -> dict:
+    """The report's `quality`, `speed`, `models`, `best` and `outside`; names: the layers that are sparse."""
+    models = measure.contenders(dense, sparse)
+    embedded = {name: embed_entries(model, tokenizer, split.held_out) for name, model in models.items()}
+    found = {
+        name: quality(e) | {"mean_cosine": mean_cosine(embedded["dense f32"], e)}
+        for name, e in embedded.items()
+    }
+    rows, best = measure.contest(models, found, tokenizer, split.held_out)
+    return {
+        "quality": {
+            "dense": quality(embedded["dense f32"]),
+            "sparse": quality(embedded["sparse f32"]),
+            "mean_cosine": found["sparse f32"]["mean_cosine"],
+        },
+        "speed": measure.encoding_times(models, tokenizer, split.held_out),
+        "models": rows,
+        "best": best,
+        "outside": measure.outside(models, names, tokenizer, split.held_out),
+    }
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -113,7 +155,6 @@ def main(argv: list[str] | None = None) -> int:
     args.out.mkdir(parents=True, exist_ok=True)
     split = data.split(entries)
     console.print(f"WordNet: {len(entries)} definitions, {len(split.held_out)} of them held out.")
-    dense_embedded = embed_entries(dense, tokenizer, split.held_out)
 
     console.print("Choosing blocks and reconstructing layers …")
     student, layers, key = sparsified(dense, tokenizer, split.train_texts, args)
@@ -126,17 +167,10 @@ def main(argv: list[str] | None = None) -> int:
     rarefy.save_file(student, files["sparse"])
     sparse = skeleton()
     rarefy.load_file(sparse, files["sparse"])
-    sparse_embedded = embed_entries(sparse, tokenizer, split.held_out)
 
     console.print("Measuring …")
-    speed = measure.encoding_times(dense, sparse, tokenizer, split.held_out)
     result = {
-        "quality": {
-            "dense": quality(dense_embedded),
-            "sparse": quality(sparse_embedded),
-            "mean_cosine": mean_cosine(dense_embedded, sparse_embedded),
-        },
-        "speed": speed,
+        **measured(dense, sparse, tokenizer, split, [row.name for row in layers.replaced]),
         "size": measure.sizes(dense, files["dense"], files["sparse"]),
         "layers": layers.to_dict()["layers"],
         "machine": report.machine(),
