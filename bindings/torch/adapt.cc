@@ -9,6 +9,7 @@
 #include <span>
 #include <type_traits>
 
+#include "core/arguments.h"
 #include "core/message.h"
 #include "core/registry.h"
 #include "core/scalar.h"
@@ -230,8 +231,24 @@ Activation Call::activation(std::string_view name) const {
   raise(op_, invalid(op_, "activation must be none, relu, gelu, gelu_tanh or silu", cat('"', name, '"')));
 }
 
+bool Call::reads_in_place(const MatrixView& x, const BsrView& weight, std::int64_t derived) const {
+  const auto threads = device_ == Device::cpu ? static_cast<int>(torch::stable::get_num_threads()) : 1;
+  Problem problem = make_problem(Op::linear, weight.plan.shape, x.rows, x.dtype, device_, threads);
+  problem.weight.dtype = weight.dtype;
+  problem.device_index = device_ == Device::cuda ? device_index_ : 0;
+  problem.derived = static_cast<std::uint64_t>(derived);
+  const auto copied = choose(problem);
+  Alignment alignment;
+  alignment.add(x);
+  problem.in_alignment = alignment.bytes();
+  problem.in_layout = x.layout();
+  problem.in_stride = x.stride();
+  const auto in_place = choose(problem);
+  return copied.ok() && in_place.ok() && copied->kernel == in_place->kernel;
+}
+
 MatrixView Call::matrix(std::string_view argument, Tensor& tensor, std::string_view columns_name,
-                        std::int64_t columns) const {
+                        std::int64_t columns, const BsrView* weight, std::int64_t derived) const {
   check_device(argument, tensor);
   const DType dtype = float_dtype(argument, tensor);
   const std::int64_t leading = tensor.dim() - 1;
@@ -241,7 +258,8 @@ MatrixView Call::matrix(std::string_view argument, Tensor& tensor, std::string_v
   }
   std::int64_t rows = 1;
   std::int64_t row_stride = columns;
-  bool even = columns <= 1 || tensor.stride(leading) == 1;
+  const std::int64_t col_stride = columns <= 1 ? 1 : tensor.stride(leading);
+  bool even = true;
   for (std::int64_t i = leading - 1; i >= 0; --i) {
     if (tensor.size(i) == 1) continue;
     // The innermost dimension that counts sets the stride; the others must continue it.
@@ -249,7 +267,12 @@ MatrixView Call::matrix(std::string_view argument, Tensor& tensor, std::string_v
     even = even && tensor.stride(i) == rows * row_stride;
     rows *= tensor.size(i);
   }
-  if (!even && rows > 0) {
+  if (rows > 0 && !(even && col_stride == 1)) {
+    const MatrixView by_feature{tensor.data_ptr(), dtype, rows, columns, 1, device_, col_stride};
+    if (weight != nullptr && even && row_stride == 1 && col_stride > 1 &&
+        reads_in_place(by_feature, *weight, derived)) {
+      return by_feature;
+    }
     tensor = torch::stable::contiguous(tensor);
     row_stride = columns;
   }

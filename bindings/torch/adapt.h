@@ -69,9 +69,11 @@ class Call {
   Activation activation(std::string_view name) const;
 
   // A tensor of any leading dimensions as a matrix whose rows are `columns` long. `tensor` is
-  // replaced by a contiguous copy when its rows are not evenly spaced or not contiguous.
+  // replaced by a contiguous copy when its rows are not evenly spaced or not contiguous. But one by feature
+  // (x.t() of a (features, tokens) tensor) is read in place if it is multiplied with the weight given, for
+  // which `derived` is at hand, by a kernel that would get the copy too: then a copy saves nothing.
   MatrixView matrix(std::string_view argument, Tensor& tensor, std::string_view columns_name,
-                    std::int64_t columns) const;
+                    std::int64_t columns, const BsrView* weight = nullptr, std::int64_t derived = 0) const;
 
   // What kernels read of a pattern, after a check in O(1) that `plan` is one for this shape (on CUDA:
   // that its length is). The second takes the number of blocks from the plan's length.
@@ -96,6 +98,7 @@ class Call {
  private:
   Tensor empty(std::span<const std::int64_t> sizes, std::int32_t dtype) const;
   static void* provide_workspace(void* call, std::int64_t bytes);
+  bool reads_in_place(const MatrixView& x, const BsrView& weight, std::int64_t derived) const;
 
   std::string_view op_;
   Device device_;

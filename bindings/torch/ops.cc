@@ -18,7 +18,7 @@ Tensor bsr_linear(Tensor x, const Tensor& values, const Tensor& plan, const std:
   const Call call("bsr_linear", "values", values);
   const Activation fused = call.activation(activation);
   BsrView weight = call.weight(values, plan, out_features, in_features);
-  const MatrixView in = call.matrix("x", x, "in_features", in_features);
+  const MatrixView in = call.matrix("x", x, "in_features", in_features, &weight, derived);
   call.check_stored(weight.dtype, "x", in.dtype);
   weight.derived = view_derived(call, {prepared, packed, derived}, Op::linear, weight.plan, in.dtype, &weight,
                                 weight.dtype);

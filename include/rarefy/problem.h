@@ -27,6 +27,7 @@ RAREFY_API std::string_view name(Op op);
 RAREFY_API std::string_view name(Format format);
 RAREFY_API std::string_view name(Activation activation);
 RAREFY_API std::string_view name(Device device);
+RAREFY_API std::string_view name(Layout layout);
 
 struct WeightSpec {
   Format format = Format::bsr;
@@ -44,8 +45,10 @@ struct Problem {
   DType in = DType::f32;   // x; for grad_input dy; for grad_weight both
   DType out = DType::f32;  // y, dx; for grad_weight the weight's
   std::int64_t tokens = 0;
-  std::int64_t in_stride = 0;   // elements between rows of x (grad_input, grad_weight: of dy)
-  std::int64_t out_stride = 0;  // of y, dx; for grad_weight of x
+  // Elements between rows of x (grad_input, grad_weight: of dy), or by feature between its columns; of y, dx,
+  // for grad_weight of x.
+  std::int64_t in_stride = 0, out_stride = 0;
+  Layout in_layout = Layout::by_token, out_layout = Layout::by_token;
   // Bytes, ≤ 16, that addresses are a multiple of: rows of what is read and the values; rows of what is
   // written, and the bias.
   std::int32_t in_alignment = 16, out_alignment = 16;

@@ -12,8 +12,9 @@ namespace {
 // Bytes from the first element to past the last one; nullopt when that overflows.
 std::optional<std::int64_t> extent_bytes(const MatrixView& m) {
   if (m.rows == 0 || m.cols == 0) return 0;
-  const auto last_row = checked_mul(m.rows - 1, m.row_stride);
-  const auto elements = last_row ? checked_add(*last_row, m.cols) : std::nullopt;
+  const bool by_token = m.layout() == Layout::by_token;
+  const auto last = checked_mul((by_token ? m.rows : m.cols) - 1, m.stride());
+  const auto elements = last ? checked_add(*last, by_token ? m.cols : m.rows) : std::nullopt;
   return elements ? checked_mul(*elements, static_cast<std::int64_t>(size_of(m.dtype))) : std::nullopt;
 }
 
@@ -52,15 +53,26 @@ Status check_feed_forward(std::string_view op, const BsrShape& up, const BsrShap
   return check_size(op, "gate", "columns (in_features)", up.cols, gate.cols);
 }
 
-Status check_matrix(std::string_view op, std::string_view argument, const MatrixView& m, Device device) {
+Status check_matrix(std::string_view op, std::string_view argument, const MatrixView& m, Device device,
+                    bool any_layout) {
   const auto shape = [&] { return cat('(', m.rows, ", ", m.cols, ')'); };  // costs more than the checks
   if (m.rows < 0 || m.cols < 0) return invalid(op, cat(argument, "'s shape must not be negative"), shape());
   if (m.row_stride < 0) {
     return invalid(op, cat(argument, "'s row stride must not be negative"), cat(m.row_stride));
   }
+  if (m.layout() == Layout::by_feature) {
+    if (m.col_stride < 0)
+      return invalid(op, cat(argument, "'s column stride must not be negative"), cat(m.col_stride));
+    if (!any_layout) return invalid(op, cat(argument, "'s column stride must be 1"), cat(m.col_stride));
+    if (m.row_stride != 1 && m.rows > 1) {
+      return invalid(op, cat(argument, "'s row or column stride must be 1"),
+                     cat(m.row_stride, " and ", m.col_stride));
+    }
+  }
   if (!extent_bytes(m)) {
     return invalid(op, cat(argument, " must fit in memory"),
-                   cat("shape ", shape(), ", row stride ", m.row_stride));
+                   cat("shape ", shape(),
+                       m.layout() == Layout::by_token ? ", row stride " : ", column stride ", m.stride()));
   }
   if (m.data == nullptr && m.rows > 0 && m.cols > 0) {
     return invalid(op, cat(argument, " must point to its elements"), "a null pointer");
@@ -71,8 +83,14 @@ Status check_matrix(std::string_view op, std::string_view argument, const Matrix
   return {};
 }
 
-Status check_output(std::string_view op, std::string_view argument, const MatrixView& m, Device device) {
-  if (Status status = check_matrix(op, argument, m, device); !status.ok()) return status;
+Status check_output(std::string_view op, std::string_view argument, const MatrixView& m, Device device,
+                    bool any_layout) {
+  if (Status status = check_matrix(op, argument, m, device, any_layout); !status.ok()) return status;
+  if (m.layout() == Layout::by_feature) {
+    if (m.cols <= 1 || m.col_stride >= m.rows) return {};
+    return invalid(op, cat(argument, "'s columns must not overlap: column stride ≥ ", m.rows),
+                   cat(m.col_stride));
+  }
   if (m.rows > 1 && m.row_stride < m.cols) {
     return invalid(op, cat(argument, "'s rows must not overlap: row stride ≥ ", m.cols), cat(m.row_stride));
   }
@@ -119,8 +137,8 @@ Status check_rows(std::string_view op, const Rows<MatrixView>& in, const Rows<Mu
                   std::string_view rows_text, Device device) {
   const MatrixView& x = in.matrix;
   const MutableMatrixView& y = out.matrix;
-  if (Status status = check_matrix(op, in.argument, x, device); !status.ok()) return status;
-  if (Status status = check_output(op, out.argument, y, device); !status.ok()) return status;
+  if (Status status = check_matrix(op, in.argument, x, device, true); !status.ok()) return status;
+  if (Status status = check_output(op, out.argument, y, device, true); !status.ok()) return status;
   if (Status status = check_size(op, in.argument, in.columns_text, in.columns, x.cols); !status.ok())
     return status;
   if (Status status = check_size(op, out.argument, out.columns_text, out.columns, y.cols); !status.ok())

@@ -11,11 +11,13 @@
 
 namespace rarefy {
 
-// Sizes, strides, pointer and device of an input.
-Status check_matrix(std::string_view op, std::string_view argument, const MatrixView& m, Device device);
+// Sizes, strides, pointer and device of an input, which must lie by token unless any_layout.
+Status check_matrix(std::string_view op, std::string_view argument, const MatrixView& m, Device device,
+                    bool any_layout = false);
 
-// The same for an output, whose rows must not overlap.
-Status check_output(std::string_view op, std::string_view argument, const MatrixView& m, Device device);
+// The same for an output, whose rows (by feature: columns) must not overlap.
+Status check_output(std::string_view op, std::string_view argument, const MatrixView& m, Device device,
+                    bool any_layout = false);
 
 // argument must have `expected` of `what`.
 Status check_size(std::string_view op, std::string_view argument, std::string_view what,
@@ -59,13 +61,14 @@ Range range_of(std::string_view argument, const PlanView& checked, const void* v
 
 Status check_disjoint(std::string_view op, const Range& out, std::initializer_list<Range> inputs);
 
-// The largest power of two ≤ 16 that divides every address and row stride, in bytes.
+// The largest power of two ≤ 16 that divides every address and stride, in bytes.
 class Alignment {
  public:
   void add(const void* data) { bits_ |= reinterpret_cast<std::uintptr_t>(data); }
   void add(const MatrixView& m) {
     add(m.data);
-    if (m.rows > 1) bits_ |= static_cast<std::uintptr_t>(m.row_stride) * size_of(m.dtype);
+    if ((m.layout() == Layout::by_token ? m.rows : m.cols) > 1)
+      bits_ |= static_cast<std::uintptr_t>(m.stride()) * size_of(m.dtype);
   }
   std::int32_t bytes() const { return 1 << std::countr_zero(bits_ | 16U); }
 

@@ -122,8 +122,10 @@ Status feed_forward(const MatrixView& x, const FeedForward& layers, const Mutabl
   p.in = x.dtype;
   p.out = y.dtype;
   p.tokens = x.rows;
-  p.in_stride = x.row_stride;
-  p.out_stride = y.row_stride;
+  p.in_stride = x.stride();
+  p.out_stride = y.stride();
+  p.in_layout = x.layout();
+  p.out_layout = y.layout();
   p.in_alignment = in.bytes();
   p.out_alignment = out.bytes();
   p.bias = layers.up.bias != nullptr || layers.down.bias != nullptr;

@@ -118,12 +118,13 @@ Status linear(const MatrixView& x, const BsrView& w, const void* bias, Activatio
   out.add(y);
   out.add(bias);
   Call call;
-  call.problem = {Op::linear,   {Format::bsr, shape, w.dtype},
-                  x.dtype,      y.dtype,
-                  x.rows,       x.row_stride,
-                  y.row_stride, in.bytes(),
-                  out.bytes(),  bias != nullptr,
-                  activation,   w.device};
+  call.problem = {Op::linear,  {Format::bsr, shape, w.dtype},
+                  x.dtype,     y.dtype,
+                  x.rows,      x.stride(),
+                  y.stride(),  x.layout(),
+                  y.layout(),  in.bytes(),
+                  out.bytes(), bias != nullptr,
+                  activation,  w.device};
   call.x = x;
   call.plan = w.plan;
   call.values = w.values;
@@ -157,8 +158,9 @@ Status grad_input(const MatrixView& dy, const BsrView& w, const MutableMatrixVie
   Call call;
   call.problem = {Op::grad_input,   {Format::bsr, shape, w.dtype},
                   dy.dtype,         dx.dtype,
-                  dy.rows,          dy.row_stride,
-                  dx.row_stride,    in.bytes(),
+                  dy.rows,          dy.stride(),
+                  dx.stride(),      dy.layout(),
+                  dx.layout(),      in.bytes(),
                   out.bytes(),      false,
                   Activation::none, w.device};
   call.dy = dy;
@@ -174,8 +176,8 @@ Status grad_weight(const MatrixView& dy, const MatrixView& x, const PlanView& pl
   constexpr std::string_view op = "grad_weight";
   const BsrShape& shape = plan.shape;
   if (Status status = check_plan(op, "dvalues", plan, dvalues); !status.ok()) return status;
-  if (Status status = check_matrix(op, "dy", dy, x.device); !status.ok()) return status;
-  if (Status status = check_matrix(op, "x", x, x.device); !status.ok()) return status;
+  if (Status status = check_matrix(op, "dy", dy, x.device, true); !status.ok()) return status;
+  if (Status status = check_matrix(op, "x", x, x.device, true); !status.ok()) return status;
   if (Status status = check_size(op, "dy", "columns (out_features)", shape.rows, dy.cols); !status.ok())
     return status;
   if (Status status = check_size(op, "x", "columns (in_features)", shape.cols, x.cols); !status.ok())
@@ -198,8 +200,9 @@ Status grad_weight(const MatrixView& dy, const MatrixView& x, const PlanView& pl
   Call call;
   call.problem = {Op::grad_weight,  {Format::bsr, shape, dtype},
                   x.dtype,          dtype,
-                  x.rows,           dy.row_stride,
-                  x.row_stride,     in.bytes(),
+                  x.rows,           dy.stride(),
+                  x.stride(),       dy.layout(),
+                  x.layout(),       in.bytes(),
                   out.bytes(),      false,
                   Activation::none, x.device};
   call.dy = dy;

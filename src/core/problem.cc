@@ -39,6 +39,8 @@ std::string_view name(Activation activation) {
 
 std::string_view name(Device device) { return device == Device::cpu ? "cpu" : "cuda"; }
 
+std::string_view name(Layout layout) { return layout == Layout::by_token ? "by token" : "by feature"; }
+
 Problem make_problem(Op op, const BsrShape& shape, std::int64_t tokens, DType dtype, Device device,
                      int threads) {
   const DType out = dtype == DType::i8 ? DType::f32 : dtype;
@@ -74,7 +76,15 @@ std::string to_string(const Problem& p) {
   std::string text = cat(name(p.op), ' ', weight(p.weight));
   if (p.gate != WeightSpec{}) text += cat(", gate ", weight(p.gate));
   if (p.op == Op::feed_forward) text += cat(", down ", weight(p.down));
-  text += cat(", ", p.tokens, " tokens, ", name(p.in), " -> ", name(p.out));
+  const auto matrix = [](DType dtype, Layout layout) {
+    return cat(name(dtype), layout == Layout::by_feature ? " by feature" : "");
+  };
+  text += cat(", ", p.tokens, " tokens, ");
+  if (p.op == Op::grad_weight) {  // both are read
+    text += cat(matrix(p.in, p.in_layout), " and ", matrix(p.in, p.out_layout), " -> ", name(p.out));
+  } else {
+    text += cat(matrix(p.in, p.in_layout), " -> ", matrix(p.out, p.out_layout));
+  }
   if (p.bias) text += ", bias";
   if (p.activation != Activation::none) text += cat(", ", name(p.activation));
   text += cat(", ", name(p.device));

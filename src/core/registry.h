@@ -69,6 +69,7 @@ struct Kernel {
   // Pure: asked without data, for machines that are not this one too.
   Reason (*supports)(const Problem&, const Machine&);
   Status (*run)(const Call&);
+  bool any_layout = false;  // it is asked about matrices by feature too; `supports` may still refuse
 
   // Tuning: a pure function, the names of what it chooses, and all that it chose from.
   Config (*configure)(const Problem&, const Machine&) = nullptr;

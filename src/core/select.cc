@@ -126,6 +126,8 @@ Reason why_not(const Kernel& kernel, const Problem& problem, const Machine& mach
   if (!forced_family.empty() && kernel.family != forced_family) {
     return cat(kVariable, " forces ", forced_family);
   }
+  const bool by_token = problem.in_layout == Layout::by_token && problem.out_layout == Layout::by_token;
+  if (!by_token && !kernel.any_layout) return "takes and gives matrices by token; got one by feature";
   if (Reason reason = kernel.supports(problem, machine); !reason.empty()) return reason;
   if (!kernel.derives() || kernel.derived_optional || problem.derived == kAnyDerived) return {};
   if (problem.derived == 0) return "its prepared or packed weight is not at hand";
@@ -183,7 +185,8 @@ std::uint64_t hash_of(const Problem& p) {
   mix(static_cast<std::int64_t>(p.op) | static_cast<std::int64_t>(p.weight.dtype) << 8 |
       static_cast<std::int64_t>(p.in) << 16 | static_cast<std::int64_t>(p.activation) << 24 |
       static_cast<std::int64_t>(p.threads) << 32);
-  mix(p.in_alignment | p.out_alignment << 8 | p.device_index << 16);
+  mix(p.in_alignment | p.out_alignment << 8 | static_cast<int>(p.in_layout) << 14 |
+      static_cast<int>(p.out_layout) << 15 | p.device_index << 16);
   mix(static_cast<std::int64_t>(p.derived));
   if (p.op == Op::feed_forward) {
     for (const WeightSpec* w : {&p.down, &p.gate}) {

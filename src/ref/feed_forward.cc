@@ -11,17 +11,18 @@ namespace rarefy::ref {
 
 namespace {
 
-void read(DType dtype, const void* data, std::int64_t first, std::int64_t count, double* row) {
+void read(DType dtype, const void* data, std::int64_t first, std::int64_t stride, std::int64_t count,
+          double* row) {
   visit_dtype(dtype, [&]<class T>(T) {
     const T* from = static_cast<const T*>(data) + first;
-    for (std::int64_t i = 0; i < count; ++i) row[i] = load(from + i);
+    for (std::int64_t i = 0; i < count; ++i) row[i] = load(from + i * stride);
   });
 }
 
 void write(const MutableMatrixView& to, std::int64_t m, const double* row) {
   visit_float(to.dtype, [&]<class T>(T) {
     T* out = static_cast<T*>(to.data) + m * to.row_stride;
-    for (std::int64_t i = 0; i < to.cols; ++i) store(out + i, row[i]);
+    for (std::int64_t i = 0; i < to.cols; ++i) store(out + i * to.col_stride, row[i]);
   });
 }
 
@@ -30,7 +31,7 @@ void apply(const LayerView& layer, DType bias_dtype, const double* x, double* y)
   const PlanView& plan = layer.weight.plan;
   const BsrShape& s = plan.shape;
   std::fill_n(y, s.rows, 0.0);
-  if (layer.bias != nullptr) read(bias_dtype, layer.bias, 0, s.rows, y);
+  if (layer.bias != nullptr) read(bias_dtype, layer.bias, 0, 1, s.rows, y);
   visit_dtype(layer.weight.dtype, [&]<class T>(T) {
     const auto* values = static_cast<const T*>(layer.weight.values);
     for (std::int64_t n = 0; n < s.rows; ++n) {
@@ -61,7 +62,7 @@ Status feed_forward(const Call& call) {
     double* hidden = x + in;
     double* gate = hidden + width;
     double* y = gate + width;
-    read(call.x.dtype, call.x.data, m * call.x.row_stride, in, x);
+    read(call.x.dtype, call.x.data, m * call.x.row_stride, call.x.col_stride, in, x);
     apply(layers.up, call.out.dtype, x, hidden);
     if (call.save.up.data != nullptr) write(call.save.up, m, hidden);
     if (layers.gate) apply(*layers.gate, call.out.dtype, x, gate);

@@ -25,6 +25,11 @@ void dispatch_dtypes(const Problem& p, F&& f) {
   });
 }
 
+template <class T>
+const T* at(const MatrixView& matrix, std::int64_t row, std::int64_t col) {
+  return static_cast<const T*>(matrix.data) + row * matrix.row_stride + col * matrix.col_stride;
+}
+
 Status linear_ref(const Call& call) {
   const PlanView& plan = call.plan;
   const BsrShape& shape = plan.shape;
@@ -41,11 +46,11 @@ Status linear_ref(const Call& call) {
           const W* w = values + e * shape.block_size() + (n % shape.block_rows) * shape.block_cols;
           const std::int64_t k0 = plan.col[e] * shape.block_cols;
           for (std::int64_t c = 0; c < std::min(shape.block_cols, shape.cols - k0); ++c) {
-            sum += load(x + k0 + c) * load(w + c);
+            sum += load(x + (k0 + c) * call.x.col_stride) * load(w + c);
           }
         }
         if (bias != nullptr) sum += load(bias + n);
-        store(y + n, ref::activate(call.activation, sum));
+        store(y + n * call.out.col_stride, ref::activate(call.activation, sum));
       }
     });
   });
@@ -67,10 +72,10 @@ Status grad_input_ref(const Call& call) {
           const W* w = values + plan.perm[e] * shape.block_size() + k % shape.block_cols;
           const std::int64_t n0 = plan.row[e] * shape.block_rows;
           for (std::int64_t r = 0; r < std::min(shape.block_rows, shape.rows - n0); ++r) {
-            sum += load(dy + n0 + r) * load(w + r * shape.block_cols);
+            sum += load(dy + (n0 + r) * call.dy.col_stride) * load(w + r * shape.block_cols);
           }
         }
-        store(dx + k, sum);
+        store(dx + k * call.out.col_stride, sum);
       }
     });
   });
@@ -92,8 +97,7 @@ Status grad_weight_ref(const Call& call) {
               double sum = 0;
               if (n < shape.rows && k < shape.cols) {
                 for (std::int64_t m = 0; m < call.x.rows; ++m) {
-                  sum += load(static_cast<const In*>(call.dy.data) + m * call.dy.row_stride + n) *
-                         load(static_cast<const In*>(call.x.data) + m * call.x.row_stride + k);
+                  sum += load(at<In>(call.dy, m, n)) * load(at<In>(call.x, m, k));
                 }
               }
               store(block + r * shape.block_cols + c, sum);
@@ -112,7 +116,13 @@ Reason always(const Problem& /*problem*/, const Machine& /*machine*/) { return {
 
 void register_ref(Registry& registry) {
   const auto row = [](Op op, std::string_view name, Status (*run)(const Call&)) -> Kernel {
-    return {.op = op, .device = Device::cpu, .family = "ref", .name = name, .supports = always, .run = run};
+    return {.op = op,
+            .device = Device::cpu,
+            .family = "ref",
+            .name = name,
+            .supports = always,
+            .run = run,
+            .any_layout = true};
   };
   registry.push_back(row(Op::linear, "ref_linear", linear_ref));
   registry.push_back(row(Op::grad_input, "ref_grad_input", grad_input_ref));

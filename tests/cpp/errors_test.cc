@@ -214,6 +214,20 @@ const Case kProductCases[] = {
      [](Call& c) { return c.x_view.row_stride = kHuge / 2, c.linear(); }},
     {"LinearBytesOverflow", kBad, "[linear] x must fit in memory",
      [](Call& c) { return c.x_view.row_stride = kHuge / 4, c.linear(); }},
+    {"LinearBothStrides", kBad, "[linear] x's row or column stride must be 1; got 8 and 3",
+     [](Call& c) { return c.x_view.col_stride = 3, c.linear(); }},
+    {"LinearNegativeColumnStride", kBad, "[linear] x's column stride must not be negative; got -3",
+     [](Call& c) { return c.x_view.row_stride = 1, c.x_view.col_stride = -3, c.linear(); }},
+    {"LinearOverlappingColumns", kBad, "[linear] y's columns must not overlap: column stride ≥ 3; got 2",
+     [](Call& c) { return c.y_view.row_stride = 1, c.y_view.col_stride = 2, c.linear(); }},
+    {"LinearColumnsOverflow", kBad, "[linear] x must fit in memory; got shape (3, 8), column stride",
+     [](Call& c) { return c.x_view.row_stride = 1, c.x_view.col_stride = kHuge / 2, c.linear(); }},
+    {"ToDenseByFeature", kBad, "dense's column stride must be 1; got 6",
+     [](Call& c) {
+       c.dense_view.row_stride = 1;
+       c.dense_view.col_stride = 6;
+       return bsr_to_dense(c.w, c.dense_view);
+     }},
     {"LinearInPlace", kBad, "[linear] y must not share memory with the inputs; got an overlap with x",
      [](Call& c) { return c.y_view.data = c.x + 8, c.linear(); }},
     {"LinearIntoValues", kBad, "got an overlap with values",

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cmath>
+#include <map>
 #include <optional>
 #include <random>
 #include <stdexcept>
@@ -36,6 +37,8 @@ struct ProblemSpec {
   DType dtype = DType::f32;
   bool integers = false;    // small ones: every sum is exact in every dtype
   std::int64_t stride = 3;  // row strides are this much longer than the rows; −1 broadcasts one row of x
+  // In the memory under test, of x and dx, and of y and dy. By feature, columns are `stride` longer instead.
+  Layout x_layout = Layout::by_token, y_layout = Layout::by_token;
 };
 
 inline std::vector<std::byte> encode(std::span<const double> numbers, DType dtype) {
@@ -71,7 +74,8 @@ inline std::vector<double> decode(std::span<const std::byte> bytes, DType dtype)
   return numbers;
 }
 
-// The host half. All numbers are exact in spec.dtype; integers have zeros of both signs among them.
+// The host half. All numbers are exact in spec.dtype; integers have zeros of both signs among them. x and dy
+// lie by token here, whatever their layout in the memory under test.
 struct Problem {
   ProblemSpec spec;
   Pattern pattern;
@@ -147,46 +151,51 @@ class ProblemIn {
         spec_(problem.spec),
         host_(problem),
         plan_(Buffer::template upload<std::int32_t>(problem.pattern.plan())),
-        x_(upload(problem.x)),
-        dy_(upload(problem.dy)),
+        x_(upload(laid_out(problem.x, spec_.k, problem.x_stride(), spec_.x_layout))),
+        dy_(upload(laid_out(problem.dy, spec_.n, problem.y_stride(), spec_.y_layout))),
         values_(upload(problem.values)),
         bias_(upload(problem.bias)),
-        y_(static_cast<std::size_t>(spec_.m * problem.y_stride()) * size_of(spec_.dtype)),
-        dx_(static_cast<std::size_t>(spec_.m * problem.dx_stride()) * size_of(spec_.dtype)),
+        y_(output_bytes(spec_.n, spec_.y_layout)),
+        dx_(output_bytes(spec_.k, spec_.x_layout)),
         dvalues_(problem.values.size() * size_of(spec_.dtype)) {}
 
   Status linear(Activation activation, bool with_bias = true, void* stream = nullptr) {
-    rarefy::Problem asked = problem(Op::linear, host_.x_stride(), host_.y_stride());
+    rarefy::Problem asked = problem(Op::linear);
     asked.bias = with_bias;
     asked.activation = activation;
     return rarefy::linear(x_view(), w_view(asked, stream), with_bias ? bias_.data() : nullptr, activation,
-                          output(y_, spec_.n, host_.y_stride()), context(stream));
+                          y_view(), context(stream));
   }
   Status grad_input(void* stream = nullptr) {
-    const rarefy::Problem asked = problem(Op::grad_input, host_.y_stride(), host_.dx_stride());
-    return rarefy::grad_input(dy_view(), w_view(asked, stream), output(dx_, spec_.k, host_.dx_stride()),
-                              context(stream));
+    return rarefy::grad_input(dy_view(), w_view(problem(Op::grad_input), stream), dx_view(), context(stream));
   }
   Status grad_weight(void* stream = nullptr) {
-    const rarefy::Problem asked = problem(Op::grad_weight, host_.y_stride(), host_.x_stride());
     return rarefy::grad_weight(dy_view(), x_view(), plan_view(), dvalues_.data(), spec_.dtype,
-                               context(stream), w_view(asked, stream).derived);
+                               context(stream), w_view(problem(Op::grad_weight), stream).derived);
   }
 
   // What the products ask for, without data.
-  rarefy::Problem problem(Op op, std::int64_t in_stride, std::int64_t out_stride) const {
+  rarefy::Problem problem(Op op) const {
     rarefy::Problem asked = rarefy::make_problem(op, host_.pattern.shape(), spec_.m, spec_.dtype,
                                                  Buffer::kDevice, executor_.threads);
-    asked.in_stride = in_stride;
-    asked.out_stride = out_stride;
+    const MatrixView in = op == Op::linear ? x_view() : dy_view();
+    const MatrixView out = op == Op::linear ? y_view() : op == Op::grad_input ? dx_view() : x_view();
+    asked.in_stride = in.stride();
+    asked.in_layout = in.layout();
+    asked.out_stride = out.stride();
+    asked.out_layout = out.layout();
     return asked;
   }
-  // From now on calls hold what their kernels derive from the weight, made anew for each: for as many tokens
-  // as it has, or for others.
+  // From now on calls hold what their kernels derive from the weight, made at the first that wants it: for as
+  // many tokens as it has, or for others.
   void hold_derived(std::int64_t tokens = 0) {
     hold_derived_ = true;
     derived_tokens_ = tokens;
   }
+
+  BsrView weight() { return w_view(problem(Op::linear), nullptr); }
+  const void* bias() const { return bias_.data(); }
+  MatrixView x_view() const { return view<MatrixView>(x_.data(), spec_.k, host_.x_stride(), spec_.x_layout); }
 
   Guarded<Buffer>& y() { return y_; }
   Guarded<Buffer>& dx() { return dx_; }
@@ -199,7 +208,46 @@ class ProblemIn {
   Buffer upload(std::span<const double> numbers) const {
     return Buffer::template upload<std::byte>(encode(numbers, spec_.dtype));
   }
-  Context context(void* stream) const { return {executor_, stream}; }
+  // Rows of the host's, `stride` apart, in a layout: by feature with as large a gap after each column.
+  std::vector<double> laid_out(const std::vector<double>& rows, std::int64_t cols, std::int64_t stride,
+                               Layout layout) const {
+    if (layout == Layout::by_token) return rows;
+    const std::int64_t column = spec_.m + spec_.stride;
+    std::vector<double> columns(static_cast<std::size_t>(cols * column), std::nan(""));
+    for (std::int64_t m = 0; m < spec_.m; ++m) {
+      for (std::int64_t c = 0; c < cols; ++c)
+        columns[static_cast<std::size_t>(c * column + m)] = rows[static_cast<std::size_t>(m * stride + c)];
+    }
+    return columns;
+  }
+  std::size_t output_bytes(std::int64_t cols, Layout layout) const {
+    const std::int64_t gap = std::abs(spec_.stride);
+    const std::int64_t count = layout == Layout::by_token ? spec_.m * (cols + gap) : cols * (spec_.m + gap);
+    return static_cast<std::size_t>(count) * size_of(spec_.dtype);
+  }
+  template <class View, class Data>
+  View view(Data data, std::int64_t cols, std::int64_t row_stride, Layout layout) const {
+    if (layout == Layout::by_token) return {data, spec_.dtype, spec_.m, cols, row_stride, Buffer::kDevice};
+    return {data, spec_.dtype, spec_.m, cols, 1, Buffer::kDevice, spec_.m + spec_.stride};
+  }
+
+  // Workspace as it is asked for, poisoned where it grows.
+  static void* provide(void* self, std::int64_t bytes) {
+    auto* workspace = static_cast<std::optional<Buffer>*>(self);
+    if (!*workspace || workspace->value().bytes() < static_cast<std::size_t>(bytes)) {
+      workspace->emplace(static_cast<std::size_t>(bytes));
+      workspace->value().fill(kPoison);
+    }
+    return workspace->value().data();
+  }
+  Context context(void* stream) {
+    Context context{executor_, stream};
+    if (Buffer::kDevice == Device::cuda) {  // the CPU's is tested by select_test.cc
+      context.workspace.provide = provide;
+      context.workspace.provider = &workspace_;
+    }
+    return context;
+  }
   PlanView plan_view() const {
     const auto words = static_cast<std::int64_t>(host_.pattern.plan().size());
     const auto* data = static_cast<const std::int32_t*>(plan_.data());
@@ -207,27 +255,34 @@ class ProblemIn {
   }
   BsrView w_view(rarefy::Problem asked, void* stream) {
     BsrView w{plan_view(), values_.data(), spec_.dtype, Buffer::kDevice};
-    if (derived_tokens_ > 0) asked.tokens = derived_tokens_;
-    const auto sizes = hold_derived_ && spec_.m > 0 ? derived_sizes(asked) : DerivedSizes{};
-    if (!sizes.ok()) throw std::runtime_error(sizes.status().message());
-    if (sizes->key == 0) return w;
-    prepared_.emplace(static_cast<std::size_t>(sizes->prepared));
-    packed_.emplace(static_cast<std::size_t>(sizes->packed));
-    for (const Status& status : {prepare(asked, w.plan, prepared_->data(), context(stream)),
-                                 pack(asked, w, prepared_->data(), packed_->data(), context(stream))}) {
-      if (!status.ok()) throw std::runtime_error(status.message());
+    if (!hold_derived_ || spec_.m == 0) return w;
+    if (derived_tokens_ > 0) {  // as a front asks: by token, without gaps
+      const Op op = asked.op;
+      asked = rarefy::make_problem(op, host_.pattern.shape(), derived_tokens_, spec_.dtype, Buffer::kDevice,
+                                   executor_.threads);
     }
-    w.derived = {sizes->key, prepared_->data(), packed_->data(), sizes->prepared, sizes->packed};
+    const auto sizes = derived_sizes(asked);
+    if (!sizes.ok() || sizes->key == 0) return w;  // the call says why there is no kernel
+    const auto [held, made] = held_.try_emplace(sizes->key, static_cast<std::size_t>(sizes->prepared),
+                                                static_cast<std::size_t>(sizes->packed));
+    auto& [prepared, packed] = held->second;
+    if (made) {
+      for (const Status& status : {prepare(asked, w.plan, prepared.data(), context(stream)),
+                                   pack(asked, w, prepared.data(), packed.data(), context(stream))}) {
+        if (!status.ok()) throw std::runtime_error(status.message());
+      }
+    }
+    w.derived = {sizes->key, prepared.data(), packed.data(), sizes->prepared, sizes->packed};
     return w;
   }
-  MatrixView x_view() const {
-    return {x_.data(), spec_.dtype, spec_.m, spec_.k, host_.x_stride(), Buffer::kDevice};
-  }
   MatrixView dy_view() const {
-    return {dy_.data(), spec_.dtype, spec_.m, spec_.n, host_.y_stride(), Buffer::kDevice};
+    return view<MatrixView>(dy_.data(), spec_.n, host_.y_stride(), spec_.y_layout);
   }
-  MutableMatrixView output(const Guarded<Buffer>& out, std::int64_t cols, std::int64_t stride) const {
-    return {out.data(), spec_.dtype, spec_.m, cols, stride, Buffer::kDevice};
+  MutableMatrixView y_view() const {
+    return view<MutableMatrixView>(y_.data(), spec_.n, host_.y_stride(), spec_.y_layout);
+  }
+  MutableMatrixView dx_view() const {
+    return view<MutableMatrixView>(dx_.data(), spec_.k, host_.dx_stride(), spec_.x_layout);
   }
 
   Executor executor_;
@@ -237,7 +292,8 @@ class ProblemIn {
   Guarded<Buffer> y_, dx_, dvalues_;
   bool hold_derived_ = false;
   std::int64_t derived_tokens_ = 0;
-  std::optional<Buffer> prepared_, packed_;
+  std::map<std::uint64_t, std::pair<Buffer, Buffer>> held_;  // prepared and packed, by their key
+  std::optional<Buffer> workspace_;
 };
 
 }  // namespace rarefy::test

@@ -98,23 +98,27 @@ inline bool same(double got, double expected) {
 }
 
 // Per element: |got − value| ≤ γ · magnitude + u_out · |got|, with the terms of its own sum, and the
-// reference's γ; integers exactly. Gaps between rows must still be poison.
+// reference's γ; integers exactly. Gaps between rows, `stride` apart (by feature: between columns, as far
+// apart as spec says), must still be poison.
 template <class Buffer>
 void expect_close(const char* what, const ProblemSpec& spec, const Guarded<Buffer>& output, std::int64_t cols,
-                  std::int64_t stride, const Expected& expected, bool exact) {
+                  std::int64_t stride, const Expected& expected, bool exact,
+                  Layout layout = Layout::by_token) {
   SCOPED_TRACE(what);
   const std::vector<std::byte> bytes = output.download();
   const std::vector<double> got = decode(bytes, spec.dtype);
   // An exact sum of integers is still rounded when the output dtype cannot hold it.
   const std::vector<double> rounded = decode(encode(expected.value, spec.dtype), spec.dtype);
   const double smallest = spec.dtype == DType::f16 ? 0x1p-25 : 0;  // half of a subnormal step
+  const bool by_token = layout == Layout::by_token;
+  if (!by_token) stride = spec.m + spec.stride;
   for (std::size_t t = 0; t < got.size(); ++t) {
-    const auto row = static_cast<std::int64_t>(t) / stride;
-    const auto col = static_cast<std::int64_t>(t) % stride;
-    if (col >= cols) {
+    const auto line = static_cast<std::int64_t>(t) / stride, at = static_cast<std::int64_t>(t) % stride;
+    const auto row = by_token ? line : at, col = by_token ? at : line;
+    if (at >= (by_token ? cols : spec.m)) {
       const std::size_t size = size_of(spec.dtype);
       for (std::size_t b = 0; b < size; ++b) {
-        ASSERT_EQ(bytes[t * size + b], kPoison) << "gap after row " << row;
+        ASSERT_EQ(bytes[t * size + b], kPoison) << "gap after row or column " << line;
       }
       continue;
     }
@@ -143,7 +147,7 @@ void expect_linear(const Problem& problem, ProblemIn<Buffer>& run) {
       "linear", problem.spec, run.y(), problem.spec.n, problem.y_stride(),
       {host.linear(problem.x, problem.values, &problem.bias, Activation::none),
        host.linear(absolute(problem.x), absolute(problem.values), &abs_bias, Activation::none), terms},
-      problem.spec.integers);
+      problem.spec.integers, problem.spec.y_layout);
 }
 
 template <class Buffer>
@@ -152,7 +156,7 @@ void expect_grad_input(const Problem& problem, ProblemIn<Buffer>& run) {
   expect_close("grad_input", problem.spec, run.dx(), problem.spec.k, problem.dx_stride(),
                {host.grad_input(problem.dy, problem.values),
                 host.grad_input(absolute(problem.dy), absolute(problem.values)), problem.stored_per_col()},
-               problem.spec.integers);
+               problem.spec.integers, problem.spec.x_layout);
 }
 
 template <class Buffer>
@@ -211,12 +215,15 @@ void expect_activation(const Problem& problem, ProblemIn<Buffer>& run, Activatio
     const double terms = expected.terms[e % expected.terms.size()];
     expected.magnitude[e] = 1.2 * expected.magnitude[e] + own / gamma(terms, accumulator(dtype));
   }
-  expect_close("linear", problem.spec, run.y(), problem.spec.n, problem.y_stride(), expected, false);
+  expect_close("linear", problem.spec, run.y(), problem.spec.n, problem.y_stride(), expected, false,
+               problem.spec.y_layout);
 }
 
-// For integers with NaN or infinity among them: NaN where the reference has one, else the same.
+// For integers with NaN or infinity among them: NaN where the reference has one, else the same. `which`: of
+// linear, grad_input and grad_weight.
 template <class Buffer>
-void expect_same_or_nan(const Problem& problem, ProblemIn<Buffer>& run) {
+void expect_same_or_nan(const Problem& problem, ProblemIn<Buffer>& run,
+                        const bool (&which)[3] = {true, true, true}) {
   const Host host{problem};
   const auto expect_same = [&](const char* what, const Guarded<Buffer>& output,
                                const std::vector<double>& expected, std::int64_t cols, std::int64_t stride) {
@@ -229,10 +236,15 @@ void expect_same_or_nan(const Problem& problem, ProblemIn<Buffer>& run) {
           << '(' << row << ", " << col << "): " << number << " for " << expected[e];
     }
   };
-  expect_same("linear", run.y(), host.linear(problem.x, problem.values, &problem.bias, Activation::none),
-              problem.spec.n, problem.y_stride());
-  expect_same("grad_input", run.dx(), host.grad_input(problem.dy, problem.values), problem.spec.k,
-              problem.dx_stride());
+  if (which[0]) {
+    expect_same("linear", run.y(), host.linear(problem.x, problem.values, &problem.bias, Activation::none),
+                problem.spec.n, problem.y_stride());
+  }
+  if (which[1]) {
+    expect_same("grad_input", run.dx(), host.grad_input(problem.dy, problem.values), problem.spec.k,
+                problem.dx_stride());
+  }
+  if (!which[2]) return;
   const std::int64_t values = std::max<std::int64_t>(problem.pattern.shape().value_count(), 1);
   expect_same("grad_weight", run.dvalues(), host.grad_weight(problem.dy, problem.x), values, values);
 }

@@ -316,6 +316,19 @@ def test_narrow_values_in_torch(dtype):
             ops.bsr_linear(x.detach().to(dtype), wrong, weight.plan, None, 9, 7)
 
 
+def test_a_layer_with_narrow_values_on_every_device(device):
+    """Values in bfloat16 under float32 x: read as they are on the CPU, widened in one place elsewhere."""
+    layer = BlockSparseLinear.from_dense(nn.Linear(96, 64), "block:16x8@0.5:bf16").to(device)
+    x = torch.randn(7, 96, device=device, requires_grad=True)
+    y = layer(x)
+    y.sum().backward()
+    assert y.dtype == torch.float32 and layer.weight.values.dtype == torch.bfloat16
+    dense = layer.weight.to_dense().detach().double()
+    torch.testing.assert_close(y.double(), x.double() @ dense.T + layer.bias.double(), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(x.grad.double(), dense.sum(0).expand(7, -1), rtol=1e-5, atol=1e-5)
+    assert layer.weight.values.grad.dtype == torch.bfloat16
+
+
 def test_casting_a_layer_with_narrow_values():
     def layer():
         return BlockSparseLinear.from_dense(nn.Linear(40, 32), "block:4x4@0.5:bf16")

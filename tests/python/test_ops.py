@@ -135,6 +135,64 @@ def test_strided_inputs_equal_their_copies(name, dtype, device):
         assert got.is_contiguous() and torch.equal(got, want)
 
 
+@pytest.mark.parametrize("block_shape", [(4, 4), (64, 64), (128, 1)])
+@pytest.mark.parametrize("tokens", [5, 40])
+def test_what_lies_between_rows_is_not_read(block_shape, tokens, device):
+    """Copies of whole boxes end where rows do, not at the next multiple of 16 bytes."""
+    layer = rarefy.BlockSparseLinear(
+        236, 200, density=0.6, block_shape=block_shape, device=device, dtype=torch.bfloat16
+    )
+    wide = torch.full((tokens, 240), torch.nan, device=device, dtype=torch.bfloat16)
+    x = wide[:, :236]
+    x.normal_()
+    x.requires_grad_()
+    dy = torch.randn(tokens, 200, device=device, dtype=torch.bfloat16)
+    y = layer(x)
+    dx, dvalues = torch.autograd.grad(y, (x, layer.weight.values), dy)
+    assert y.isfinite().all() and dx.isfinite().all() and dvalues.isfinite().all()
+    want = x.double() @ layer.weight.to_dense().double().T + layer.bias.double()
+    torch.testing.assert_close(y.double(), want, rtol=2**-7, atol=2**-6)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_inputs_by_feature_are_read_in_place(dtype, device):
+    """A kernel of any layout reads x.t() as it is, with the bits of a copy: memory of a copy is not there."""
+    rows, features = 64, 2048
+    bsr = random_bsr((4, features), (4, 8), 0.5, dtype=dtype, device=device)
+    x = torch.randn(features, rows + 3, dtype=dtype, device=device)[:, :rows].t()
+    before = rarefy.force_impl("cpu:ref,cuda:simt" if device == "cuda" else "cpu:ref")
+    try:
+        want = ops.bsr_linear(x.contiguous(), *bsr.operands, None, *bsr.shape)
+        if device == "cuda":
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+            held = torch.cuda.memory_allocated()
+        got = ops.bsr_linear(x, *bsr.operands, None, *bsr.shape)
+        if device == "cuda":
+            assert torch.cuda.max_memory_allocated() - held < x.nbytes // 2
+    finally:
+        rarefy.force_impl(before)
+    assert got.is_contiguous() and torch.equal(got, want)
+
+
+@pytest.mark.parametrize("block_shape", [(128, 1), (64, 1)])
+def test_tall_vectors_take_both_layouts(block_shape, device):
+    """Where a machine has a kernel of their own, layers get it, for x by token and by feature."""
+    layer = rarefy.BlockSparseLinear(
+        136, 256, density=0.4, block_shape=block_shape, device=device, dtype=torch.bfloat16
+    )
+    with torch.no_grad():
+        for tokens in (1, 8, 300):
+            x = torch.randn(136, (tokens + 7) // 8 * 8, device=device).bfloat16()[:, :tokens].t()
+            y = layer(x)
+            assert y.is_contiguous()
+            torch.testing.assert_close(y, layer(x.contiguous()), rtol=2**-7, atol=2**-6)
+            dense = x.double() @ layer.weight.to_dense().double().T + layer.bias.double()
+            torch.testing.assert_close(y.double(), dense, rtol=2**-7, atol=2**-6)
+        if device == "cuda" and torch.cuda.get_device_capability() == (9, 0):
+            assert rarefy.explain(layer, x.contiguous())["kernel"] == "sm90_tall"
+
+
 @pytest.mark.parametrize("leading", [(), (1,), (0,), (2, 0, 3), (4, 1, 2), (1, 1, 1)])
 def test_any_leading_dimensions(leading, device):
     bsr = random_bsr((6, 10), (2, 5), 0.5, device=device)

@@ -12,12 +12,14 @@ struct Plan {
   const std::int32_t *ccol, *row, *perm;  // the transposed index, by block column
 };
 
-// Consecutive rows are row_stride elements apart; 0 broadcasts one row.
+// Consecutive rows are row_stride elements apart, columns col_stride; one of them is 1.
 template <class T>
 struct Matrix {
   T* data;
   std::int64_t rows;
-  std::int64_t row_stride;
+  std::int64_t row_stride, col_stride;
+
+  __device__ bool by_feature() const { return col_stride != 1; }
 };
 
 }  // namespace rarefy::device

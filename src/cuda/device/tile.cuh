@@ -28,10 +28,9 @@ struct Step {
 // In which direction consecutive threads read an operand; choose the one contiguous in memory.
 enum class Along { steps, index };
 
-template <class Tile, Along along_a, Along along_b, class T, class IndexA, class IndexB, class StepAt,
-          class Store>
-__device__ void tile_product(const T* a, const T* b, std::int64_t steps, IndexA a_index, IndexB b_index,
-                             StepAt step_at, Store store_sum) {
+template <class Tile, class T, class IndexA, class IndexB, class StepAt, class Store>
+__device__ void tile_product(const T* a, Along along_a, const T* b, Along along_b, std::int64_t steps,
+                             IndexA a_index, IndexB b_index, StepAt step_at, Store store_sum) {
   using Sum = accumulator_t<T>;
   constexpr int kSumsA = Tile::kRows / Tile::kThreadsA;
   constexpr int kSumsB = Tile::kCols / Tile::kThreadsB;

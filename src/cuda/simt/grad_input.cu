@@ -28,17 +28,18 @@ __global__ void __launch_bounds__(Tile::kThreads)
     const std::int64_t r = static_cast<std::uint32_t>(s) % block_rows;
     const std::int64_t n = plan.row[entry] * plan.block_rows + r;
     if (n >= plan.rows) return {kSkip, kSkip};
-    return {(plan.perm[entry] * plan.block_rows + r) * plan.block_cols + first_col, n};
+    return {(plan.perm[entry] * plan.block_rows + r) * plan.block_cols + first_col, n * dy.col_stride};
   };
 
   for (std::int64_t m0 = std::int64_t{blockIdx.y} * Tile::kCols; m0 < dy.rows;
        m0 += std::int64_t{gridDim.y} * Tile::kCols) {
-    tile_product<Tile, Along::index, Along::steps>(
-        values, dy.data, stored_rows, [&](int i) { return i < cols ? std::int64_t{i} : kSkip; },
+    tile_product<Tile>(
+        values, Along::index, dy.data, dy.by_feature() ? Along::index : Along::steps, stored_rows,
+        [&](int i) { return i < cols ? std::int64_t{i} : kSkip; },
         [&](int j) { return m0 + j < dy.rows ? (m0 + j) * dy.row_stride : kSkip; }, stored_row,
         [&](int i, int j, accumulator_t<T> sum) {
           if (i >= cols || m0 + j >= dy.rows) return;
-          store(dx.data + (m0 + j) * dx.row_stride + first_k + i, sum);
+          store(dx.data + (m0 + j) * dx.row_stride + (first_k + i) * dx.col_stride, sum);
         });
   }
 }

@@ -30,13 +30,15 @@ __global__ void __launch_bounds__(Tile::kThreads)
     const auto col_at = [&](int j) -> std::int64_t {
       return static_cast<std::uint32_t>(q0 + j) % block_cols;
     };
-    tile_product<Tile, Along::index, Along::index>(
-        dy.data, x.data, x.rows,
-        [&](int i) { return i < rows && first_n + i < plan.rows ? first_n + i : kSkip; },
+    const Along along_dy = dy.by_feature() ? Along::steps : Along::index;
+    const Along along_x = x.by_feature() ? Along::steps : Along::index;
+    tile_product<Tile>(
+        dy.data, along_dy, x.data, along_x, x.rows,
+        [&](int i) { return i < rows && first_n + i < plan.rows ? (first_n + i) * dy.col_stride : kSkip; },
         [&](int j) {
           if (q0 + j >= stored_cols) return kSkip;
           const std::int64_t k = plan.col[block_at(j)] * plan.block_cols + col_at(j);
-          return k < plan.cols ? k : kSkip;
+          return k < plan.cols ? k * x.col_stride : kSkip;
         },
         [&](std::int64_t m) {
           return Step{m * dy.row_stride, m * x.row_stride};

@@ -20,12 +20,12 @@ inline device::Plan device_plan(const PlanView& plan) {
 
 template <class T>
 device::Matrix<const T> device_matrix(const MatrixView& m) {
-  return {static_cast<const T*>(m.data), m.rows, m.row_stride};
+  return {static_cast<const T*>(m.data), m.rows, m.row_stride, m.col_stride};
 }
 
 template <class T>
 device::Matrix<T> device_matrix(const MutableMatrixView& m) {
-  return {static_cast<T*>(m.data), m.rows, m.row_stride};
+  return {static_cast<T*>(m.data), m.rows, m.row_stride, m.col_stride};
 }
 
 // Calls f(T{}) for the dtypes that supports() lets through.

@@ -40,18 +40,19 @@ __global__ void __launch_bounds__(Tile::kThreads)
     const std::int64_t c = static_cast<std::uint32_t>(s) % block_cols;
     const std::int64_t k = plan.col[block] * plan.block_cols + c;
     if (k >= plan.cols) return {kSkip, kSkip};
-    return {(block * plan.block_rows + first_row) * plan.block_cols + c, k};
+    return {(block * plan.block_rows + first_row) * plan.block_cols + c, k * x.col_stride};
   };
 
   for (std::int64_t m0 = std::int64_t{blockIdx.y} * Tile::kCols; m0 < x.rows;
        m0 += std::int64_t{gridDim.y} * Tile::kCols) {
-    tile_product<Tile, Along::steps, Along::steps>(
-        values, x.data, stored_cols, [&](int i) { return i < rows ? i * plan.block_cols : kSkip; },
+    tile_product<Tile>(
+        values, Along::steps, x.data, x.by_feature() ? Along::index : Along::steps, stored_cols,
+        [&](int i) { return i < rows ? i * plan.block_cols : kSkip; },
         [&](int j) { return m0 + j < x.rows ? (m0 + j) * x.row_stride : kSkip; }, stored_col,
         [&](int i, int j, accumulator_t<T> sum) {
           if (i >= rows || m0 + j >= x.rows) return;
           if (bias != nullptr) sum += load(bias + first_n + i);
-          store(y.data + (m0 + j) * y.row_stride + first_n + i, activate(activation, sum));
+          store(y.data + (m0 + j) * y.row_stride + (first_n + i) * y.col_stride, activate(activation, sum));
         });
   }
 }

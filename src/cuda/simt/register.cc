@@ -42,6 +42,7 @@ Kernel row(Op op, std::string_view name, Status (*run)(const Call&)) {
       .name = name,
       .supports = supports,
       .run = run,
+      .any_layout = true,
       .configure = configure,
       .fields = TileChoice::kFields,
       .candidates = candidates,
