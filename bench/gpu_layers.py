@@ -4,7 +4,7 @@ The three products by CUDA graph, what the host needs for a call, and a training
 network. Results are checked before they are timed.
 
 python bench/gpu_layers.py                       # 8192 × 4096 → 4096; writes nothing
-python bench/gpu_layers.py --csv FILE --blocks 128 64 --densities 0.5 0.25 0.1
+python bench/gpu_layers.py --csv FILE --blocks 128x128 64x64 128x1 --densities 0.5 0.25 0.1
 """
 
 from __future__ import annotations
@@ -61,33 +61,40 @@ def check(got: torch.Tensor, want: torch.Tensor) -> None:
     torch.testing.assert_close(got.float(), want.float(), atol=0.02 * float(want.abs().max()), rtol=0.02)
 
 
-def products(m: int, k: int, n: int, block: int, density: float) -> list[dict]:
-    """Rows of the three products of one layer."""
+def products(m: int, k: int, n: int, block: tuple[int, int], density: float) -> list[dict]:
+    """Rows of the three products of one layer; of tall vectors, linear with x by token and by feature."""
     x, dy = torch.randn(m, k, device="cuda", dtype=DTYPE), torch.randn(m, n, device="cuda", dtype=DTYPE)
-    w = rarefy.BlockSparseLinear(
-        k, n, density=density, block_shape=(block, block), device="cuda", dtype=DTYPE
-    ).weight
+    w = rarefy.BlockSparseLinear(k, n, density=density, block_shape=block, device="cuda", dtype=DTYPE).weight
     dense, size, derived = w.to_dense().detach(), (n, k), w.derived(x)
     for_weight = (derived[0], derived[2]) if derived else ()
     sparse = {
         "linear": lambda: OPS.bsr_linear(x, w.values, w.plan, None, *size, *derived),
         "grad_input": lambda: OPS.bsr_grad_input(dy, w.values, w.plan, *size, *derived),
-        "grad_weight": lambda: OPS.bsr_grad_weight(dy, x, w.plan, block, block, *size, None, *for_weight),
+        "grad_weight": lambda: OPS.bsr_grad_weight(dy, x, w.plan, *block, *size, None, *for_weight),
     }
     dense_calls = {
         "linear": lambda: x @ dense.T,
         "grad_input": lambda: dy @ dense,
         "grad_weight": lambda: dy.T @ x,
     }
+    if block[1] == 1:
+        by_feature = x.t().contiguous().t()
+        sparse = {
+            "linear": sparse["linear"],
+            "linear, x by feature": lambda: OPS.bsr_linear(
+                by_feature, w.values, w.plan, None, *size, *derived
+            ),
+        }
+        dense_calls["linear, x by feature"] = dense_calls["linear"]
     rows = []
     with torch.no_grad():
         for op, call in sparse.items():
             if op != "grad_weight":
                 check(call(), dense_calls[op]())
             t_dense, t = graph_ms(dense_calls[op]), graph_ms(call)
-            kernel = rarefy.explain(w, x, op=op)["kernel"]
+            kernel = rarefy.explain(w, x, op=op.split(",")[0])["kernel"]
             rows.append(
-                {"case": f"{op} {m}x{k}x{n} {block}x{block}", "density": density, "kernel": kernel,
+                {"case": f"{op} {m}x{k}x{n} {block[0]}x{block[1]}", "density": density, "kernel": kernel,
                  "dense_ms": round(t_dense, 4), "ms": round(t, 4), "speedup": round(t_dense / t, 3),
                  "efficiency": round(density * t_dense / t, 3), "derived_bytes": w.derived_nbytes}
             )  # fmt: skip
@@ -145,7 +152,7 @@ def main() -> None:
     """Prints each row, and writes all where --csv says."""
     parser = argparse.ArgumentParser(description="Layers on a GPU, sparse against dense.")
     parser.add_argument("--shape", default="8192x4096x4096", help="tokens x in x out (default: %(default)s)")
-    parser.add_argument("--blocks", type=int, nargs="+", default=[128, 64])
+    parser.add_argument("--blocks", nargs="+", default=["128x128", "64x64", "128x1", "64x1"])
     parser.add_argument("--densities", type=float, nargs="+", default=[0.5, 0.25, 0.1])
     parser.add_argument("--csv", type=Path)
     args = parser.parse_args()
@@ -154,8 +161,9 @@ def main() -> None:
     rows = []
     for block in args.blocks:
         for density in args.densities:
-            rows += products(*shape, block, density)
-            print(*rows[-3:], sep="\n", flush=True)
+            made = products(*shape, tuple(int(side) for side in block.split("x")), density)
+            print(*made, sep="\n", flush=True)
+            rows += made
     rows += host_times() + [training_step(b, d) for b, d in ((64, 0.5), (64, 0.25), (128, 0.25))]
     print(*rows[-5:], sep="\n")
     if args.csv:

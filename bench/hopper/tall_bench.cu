@@ -1,6 +1,5 @@
-// Checks and times the tall kernel (linear for blocks of one column, X by feature).
-#include <chrono>
-
+// Checks and times the tall kernel (linear for blocks of one column), X by feature and by token, and the
+// transpose that the latter takes.
 #include "cuda/sm90/tall.h"
 #include "hopper.h"
 #include "setup.cuh"
@@ -22,11 +21,38 @@ TallProblem problem_of(const Setup<T>& s) {
   p.cols = s.c.k;
   p.block_rows = s.c.r;
   p.blocks = s.pattern.blocks();
+  p.x_layout = s.c.x_by_feature ? Layout::by_feature : Layout::by_token;
   p.x_stride = s.x_stride();
   p.y_stride = s.y_stride();
   p.activation = s.c.activation;
   return p;
 }
+
+// A pattern's index, what is prepared of it, and workspace, on the device.
+struct Prepared {
+  TallConfig config;
+  Buffer<std::int32_t> crow, col, words;
+  Buffer<char> workspace;
+  Prepared(const TallProblem& problem, const Pattern& p)
+      : config(configure(problem, kSharedBytes)),
+        crow(to_device(p.crow)),
+        col(to_device(p.col)),
+        words(static_cast<std::size_t>(TallPlan(problem, config, kSms).words)),
+        workspace(static_cast<std::size_t>(config.workspace(problem))) {
+    make(problem, nullptr);
+    CHECK(cudaDeviceSynchronize());
+  }
+  void make(const TallProblem& problem, cudaStream_t stream) const {
+    CHECK(prepare(problem, config, kSms, crow.data(), words.data(), stream));
+  }
+  template <class T>
+  void run(const Setup<T>& s, const TallProblem& problem, cudaStream_t stream) const {
+    CHECK(launch(problem, config, kSms,
+                 {s.x.data(), s.values.data(), col.data(), s.bias_or_null(), s.y.data(), words.data(),
+                  workspace.data()},
+                 stream));
+  }
+};
 
 template <class T>
 bool check(const Case& c, bool integers, unsigned seed) {
@@ -36,20 +62,9 @@ bool check(const Case& c, bool integers, unsigned seed) {
     std::printf("%s: %s\n", describe(c).c_str(), reason.c_str());
     return false;
   }
-  const auto col = to_device(s.pattern.col);
+  const Prepared prepared(problem, s.pattern);
   const Expected expected(s, integers, 300);
-  bool good = true;
-  for (const TallCandidate& candidate : tall_candidates(problem, kSms, kSharedBytes)) {
-    if (!candidate.reason.empty() || !chosen_by_env(candidate.config.text())) continue;
-    const TallPlan plan = prepare(problem, candidate.config, kSms, s.pattern.crow.data());
-    const auto words = to_device(plan.words);
-    good &= expected.compare(s, "tall " + candidate.config.text(), [&] {
-      CHECK(launch(problem, candidate.config, plan,
-                   {s.x.data(), s.values.data(), col.data(), s.bias_or_null(), s.y.data(), words.data()},
-                   nullptr));
-    });
-  }
-  return good;
+  return expected.compare(s, "tall " + prepared.config.text(), [&] { prepared.run(s, problem, nullptr); });
 }
 
 }  // namespace
@@ -63,9 +78,10 @@ bool check_tall(bool small) {
   };
   for (const std::int64_t r : {64, 128, 192, 256}) {
     add(300, 768, 200, r, .3);
-    add(777, 1000, 333, r, .2, Kind::rows_half_empty, Activation::none, true, 8);
-    add(1, 512, 100, r, 1, Kind::random, Activation::none, true);
-    add(513, 256, 100, r, 0, Kind::random, Activation::none, true);
+    add(777, 1000, 336, r, .2, Kind::rows_half_empty, Activation::none, true, 8);
+    add(1100, 512, 96, r, .4, Kind::random, Activation::none, true);
+    add(1, 512, 104, r, 1, Kind::random, Activation::none, true);
+    add(513, 256, 104, r, 0, Kind::random, Activation::none, true);
     add(1025, 512, 600, r, .05, Kind::one_dense_row);
   }
   for (const Activation a :
@@ -76,53 +92,113 @@ bool check_tall(bool small) {
   if (!small) add(8192, 4096, 4096, 64, .1);
   bool good = true;
   unsigned seed = 200;
-  for (const Case& c : cases) {
-    good &= check<__nv_bfloat16>(c, false, seed++);
-    good &= check<__nv_bfloat16>(c, true, seed++);
-    good &= check<__half>(c, false, seed++);
+  for (const bool by_feature : {true, false}) {
+    for (Case c : cases) {
+      c.x_by_feature = by_feature;
+      good &= check<__nv_bfloat16>(c, false, seed++);
+      good &= check<__nv_bfloat16>(c, true, seed++);
+      good &= check<__half>(c, false, seed++);
+    }
   }
-  std::printf("tall: %zu cases, every configuration, %s\n", cases.size(), good ? "all right" : "WRONG");
+  std::printf("tall: %zu cases in two layouts, %s\n", cases.size(), good ? "all right" : "WRONG");
   return good;
 }
 
+// The transpose beside a copy of as many bytes.
+void time_transpose(Report& report) {
+  struct Shape {
+    std::int64_t rows, cols;
+  };
+  for (const auto& [rows, cols] :
+       {Shape{8192, 4096}, {8192, 14336}, {4096, 768}, {2048, 4096}, {512, 4096}}) {
+    const auto count = static_cast<std::size_t>(rows * cols);
+    Buffer<__nv_bfloat16> from(count), to(count);
+    fill(from.data(), count, 1, 1, false);
+    const Times t = time_graph([&, r = rows, c = cols](cudaStream_t stream) {
+      CHECK(transpose(from.data(), r, c, c, to.data(), r, false, stream));
+    });
+    const Times copy = time_graph([&](cudaStream_t stream) {
+      CHECK(cudaMemcpyAsync(to.data(), from.data(), count * 2, cudaMemcpyDeviceToDevice, stream));
+    });
+    Row row{"transpose", rows, 0, cols, "1x1", 1, "transpose", "beside a copy", t, copy};
+    row.bytes = static_cast<double>(count) * 4;
+    report.add(row);
+  }
+}
+
+// 4096 → 14336 → 4096 with GELU as two launches: hidden features are stored by feature, as the second one
+// reads them. Beside two products of cuBLAS without an activation.
+void time_networks(Report& report, Dense& dense) {
+  const std::int64_t m = 8192, k = 4096, h = 14336;
+  Times t_dense = dense.linear(m, h, k);
+  const Times t_down = dense.linear(m, k, h);
+  t_dense = {t_dense.median + t_down.median, t_dense.q1 + t_down.q1, t_dense.q3 + t_down.q3};
+  for (const std::int64_t r : {128, 64}) {
+    for (const double density : {.5, .25, .1}) {
+      const Case up_case{false, m, h, k, r, 1, density, Kind::random, Activation::gelu_erf, false, 0, false};
+      Case down_case = up_case;
+      std::swap(down_case.n, down_case.k);
+      down_case.activation = Activation::none;
+      down_case.x_by_feature = true;
+      const Setup<__nv_bfloat16> up(up_case, false, 7), down(down_case, false, 8);
+      TallProblem first = problem_of(up);
+      first.y_layout = Layout::by_feature;
+      first.y_stride = m;
+      const TallProblem second = problem_of(down);
+      const Prepared first_prepared(first, up.pattern), second_prepared(second, down.pattern);
+      const Times t = time_graph([&](cudaStream_t stream) {
+        CHECK(launch(first, first_prepared.config, kSms,
+                     {up.x.data(), up.values.data(), first_prepared.col.data(), nullptr, down.x.data(),
+                      first_prepared.words.data(), first_prepared.workspace.data()},
+                     stream));
+        second_prepared.run(down, second, stream);
+      });
+      report.add({"network", m, k, k, block_text(up_case), density, "tall, hidden by feature",
+                  first_prepared.config.text(), t, t_dense,
+                  predicted_microseconds(first, first_prepared.config, kSms) +
+                      predicted_microseconds(second, second_prepared.config, kSms)});
+    }
+  }
+}
+
 void time_tall(Report& report, Dense& dense, bool every_config) {
+  time_transpose(report);
   struct Shape {
     std::int64_t m, n, k;
   };
-  for (const Shape& shape :
-       {Shape{8192, 4096, 4096}, {8192, 14336, 4096}, {8192, 4096, 14336}, {4096, 3072, 768}}) {
+  for (const Shape& shape : {Shape{8192, 4096, 4096},
+                             {8192, 14336, 4096},
+                             {8192, 4096, 14336},
+                             {4096, 3072, 768},
+                             {2048, 11008, 4096},
+                             {512, 4096, 4096}}) {
     const Times t_dense = dense.linear(shape.m, shape.n, shape.k);
+    const bool main_shape = shape.m == 8192 && shape.n == 4096 && shape.k == 4096;
     for (const std::int64_t r : {128, 64}) {
       for (const double density : {.5, .25, .1, .05}) {
-        const Case c{false,   shape.m,      shape.n,          shape.k, r, 1,
-                     density, Kind::random, Activation::none, false,   0, true};
-        Setup<__nv_bfloat16> s(c, false, 7);
-        const TallProblem problem = problem_of(s);
-        const auto col = to_device(s.pattern.col);
-        const std::string chosen = configure(problem, kSms, kSharedBytes).text();
-        for (const TallCandidate& candidate : tall_candidates(problem, kSms, kSharedBytes)) {
-          const bool is_chosen = candidate.config.text() == chosen;
-          if (!candidate.reason.empty() || !(is_chosen || every_config)) continue;
-          const auto start = std::chrono::steady_clock::now();
-          const TallPlan plan = prepare(problem, candidate.config, kSms, s.pattern.crow.data());
+        for (const bool by_feature : {true, false}) {
+          if (density == .05 && !every_config) continue;
+          const Case c{false,   shape.m,      shape.n,          shape.k, r, 1,
+                       density, Kind::random, Activation::none, false,   0, by_feature};
+          Setup<__nv_bfloat16> s(c, false, 7);
+          const TallProblem problem = problem_of(s);
+          const Prepared prepared(problem, s.pattern);
           const double prepare_us =
-              std::chrono::duration<double, std::micro>(std::chrono::steady_clock::now() - start).count();
-          const auto words = to_device(plan.words);
-          const auto call = [&](cudaStream_t stream) {
-            CHECK(launch(problem, candidate.config, plan,
-                         {s.x.data(), s.values.data(), col.data(), nullptr, s.y.data(), words.data()},
-                         stream));
-          };
-          if (shape.n == 4096 && shape.k == 4096) {
-            Expected(s, false, 16).compare(s, "tall " + candidate.config.text(), [&] { call(nullptr); });
+              time_graph([&](cudaStream_t stream) { prepared.make(problem, stream); }, 5).median;
+          if (main_shape) {
+            Expected(s, false, 16).compare(s, "tall " + prepared.config.text(), [&] {
+              prepared.run(s, problem, nullptr);
+            });
           }
-          report.add({"linear", shape.m, shape.n, shape.k, block_text(c), density, "tall",
-                      candidate.config.text() + (is_chosen ? " *" : ""), time_graph(call), t_dense,
-                      candidate.microseconds, prepare_us});
+          report.add({"linear", shape.m, shape.n, shape.k, block_text(c), density,
+                      by_feature ? "tall (X by feature)" : "tall (X by token)", prepared.config.text(),
+                      time_graph([&](cudaStream_t stream) { prepared.run(s, problem, stream); }), t_dense,
+                      predicted_microseconds(problem, prepared.config, kSms), prepare_us});
         }
       }
     }
   }
+  time_networks(report, dense);
 }
 
 }  // namespace bench

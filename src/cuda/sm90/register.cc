@@ -1,5 +1,4 @@
 // The sm90 family's rows: problems of the core as the kernels' own, and their plans as prepared buffers.
-// The tall kernel has no row yet: it wants X by feature, which a Problem cannot say.
 #include "cuda/sm90/register.h"
 
 #include <vector>
@@ -11,7 +10,6 @@
 #include "cuda/status.h"
 
 namespace rarefy::sm90 {
-namespace {
 
 Reason supports_family(const Problem& p, const rarefy::Machine& machine) {
   if (machine.gpu.arch != 90) return cat("needs compute capability 9.0; got sm_", machine.gpu.arch);
@@ -22,6 +20,8 @@ Reason supports_family(const Problem& p, const rarefy::Machine& machine) {
   if (p.in_alignment < 16) return cat("needs inputs and values aligned to 16 bytes; got ", p.in_alignment);
   return {};
 }
+
+namespace {
 
 // Up to 16 tokens ---------------------------------------------------------------------------------------
 
@@ -213,6 +213,7 @@ void add_rows(Registry& registry) {
                       .candidates = candidates_decode});
   registry.push_back(strips(Op::linear, "sm90_strips_linear"));
   registry.push_back(strips(Op::grad_input, "sm90_strips_grad_input"));
+  add_tall_rows(registry);
   registry.push_back({.op = Op::grad_weight,
                       .device = Device::cuda,
                       .family = "sm90",

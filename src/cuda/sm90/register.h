@@ -6,5 +6,9 @@
 namespace rarefy::sm90 {
 
 void add_rows(Registry& registry);
+void add_tall_rows(Registry& registry);  // tall_rows.cc
+
+// What all its kernels want of a machine and of dtypes.
+Reason supports_family(const Problem& problem, const rarefy::Machine& machine);
 
 }  // namespace rarefy::sm90

@@ -1,89 +1,67 @@
-// What the tall kernel runs and how: supported problems, the choice of a tile, who works on which tiles.
+// What the tall kernel runs and how: supported problems, the tile, where things are in what is prepared.
 #include "cuda/sm90/tall.h"
 
 #include <algorithm>
-#include <numeric>
 
-#include "cuda/sm90/schedule.h"
+#include "cuda/sm90/tall_walk.h"
 
 namespace rarefy::sm90 {
 namespace {
 
 constexpr std::int64_t ceil_div(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
 
-// Clocks of a tile with this many stored columns: gathered bytes arrive slower than boxes
-// (docs/design/hopper.md).
-double tile_clocks(const TallConfig& c, double columns) {
-  const double steps = columns / c.columns() + 0.5;
-  const double multiply = steps * c.rows * c.tokens() * c.columns() * 2 / 4096;
-  const double copy = steps * c.slot_bytes() / 36;
-  return std::max(multiply, copy) + 1500;
-}
+constexpr int kMostGroups = 1 << 16;  // 16 bits in the lists
+
+// Bytes of a transposed chunk, so that wide layers ask for no more workspace than that. Smaller ones, which
+// would stay in L2, cost as much in launches as they save.
+constexpr std::int64_t kChunkBytes = 72 << 20;
+
+// Block rows may reach past W by more than a tile.
+std::int64_t group_count(const TallProblem& p, int rows) { return ceil_div(p.rows, rows); }
 
 }  // namespace
 
 std::string unsupported(const TallProblem& p) {
   if (p.dtype != DType::bf16 && p.dtype != DType::f16) return "tensor cores of this kernel take bf16 and f16";
   if (p.block_rows % 64 != 0) return "a warpgroup's product has 64 rows: blocks must have a multiple of 64";
+  if (p.tokens < 1) return "there are no tokens";
   if (p.x_stride % 8 != 0 || p.y_stride % 8 != 0)
     return "copies of 16 bytes need rows of X and Y 16 bytes apart";
-  if (p.y_stride < p.rows) return "TMA needs rows that do not overlap";
-  if (p.tokens < 1) return "there are no tokens";
-  if (p.x_stride > INT32_MAX / 2) return "distances of features are 32-bit";
-  if (p.tokens > INT32_MAX || p.blocks > INT32_MAX) return "coordinates of TMA are 32-bit";
+  const bool by_token = p.y_layout == Layout::by_token;
+  if (p.y_stride < (by_token ? p.rows : p.tokens)) return "TMA needs rows that do not overlap";
+  if (p.x_layout == Layout::by_feature && p.x_stride > INT32_MAX / 2)
+    return "distances of features are 32-bit";
+  if (p.tokens > INT32_MAX - 1024 || p.blocks > INT32_MAX) return "coordinates of TMA are 32-bit";
+  if ((by_token ? p.rows : p.tokens) % 8 != 0) return "TMA writes rows of Y in pieces of 16 bytes";
+  if (group_count(p, 64) >= kMostGroups) return "lists of tiles take less than 2^22 features";
   return {};
 }
 
-std::vector<TallCandidate> tall_candidates(const TallProblem& p, int sms, int shared_bytes) {
-  std::vector<TallCandidate> list;
-  for (const int rows : {128, 64}) {
-    TallCandidate& candidate = list.emplace_back();
-    TallConfig& c = candidate.config = {rows, 0};
-    c.slots = std::min(8, (shared_bytes - 512 - c.shared_bytes()) / c.slot_bytes());
-    const double groups = static_cast<double>(ceil_div(p.rows, rows));
-    const double columns =
-        static_cast<double>(p.blocks) / static_cast<double>(ceil_div(p.rows, p.block_rows));
-    const double tiles = groups * static_cast<double>(ceil_div(p.tokens, c.tokens()));
-    candidate.microseconds = std::max(1.0, tiles / sms) * tile_clocks(c, columns) / 1750 + 9;
-    if (p.block_rows % rows != 0) candidate.reason = "blocks have fewer rows than the tile";
-  }
-  return list;
+TallConfig configure(const TallProblem& p, int shared_bytes) {
+  TallConfig c{p.block_rows % 128 == 0 ? 128 : 64, 0};
+  c.slots = std::min(8, (shared_bytes - 512 - c.shared_bytes()) / c.slot_bytes());
+  const std::int64_t chunks = std::max<std::int64_t>(1, ceil_div(p.tokens * p.cols * 2, kChunkBytes));
+  c.chunk = std::max<std::int64_t>(512, ceil_div(ceil_div(p.tokens, chunks), 512) * 512);
+  return c;
 }
 
-TallConfig configure(const TallProblem& p, int sms, int shared_bytes) {
-  const std::vector<TallCandidate> list = tall_candidates(p, sms, shared_bytes);
-  const TallCandidate* best = nullptr;
-  for (const TallCandidate& candidate : list) {
-    if (!candidate.reason.empty()) continue;
-    if (best == nullptr || candidate.microseconds < best->microseconds) best = &candidate;
+double predicted_microseconds(const TallProblem& p, const TallConfig& c, int sms) {
+  const auto groups = static_cast<double>(group_count(p, c.rows));
+  const double columns = static_cast<double>(p.blocks) / static_cast<double>(ceil_div(p.rows, p.block_rows));
+  const double tiles = groups * static_cast<double>(ceil_div(p.tokens, c.tokens()));
+  double transpose = 0;
+  if (p.x_layout == Layout::by_token) {
+    const auto chunks = static_cast<double>(ceil_div(p.tokens, c.chunk));
+    transpose = static_cast<double>(p.tokens * p.cols) * 2 / 3.6e6 + 2 + 7 * (chunks - 1);  // bytes a µs
   }
-  return best->config;
+  return std::max(1.0, tiles / sms) * tall_clocks(c.rows, static_cast<int>(columns)) / 1750 + 9 + transpose;
 }
 
-TallPlan prepare(const TallProblem& p, const TallConfig& config, int sms, const std::int32_t* crow) {
-  const std::int64_t per_block = p.block_rows / config.rows;
-  std::vector<int> group;  // by falling cost
-  std::vector<double> clocks;
-  const auto columns = [&](int g) { return crow[g / per_block + 1] - crow[g / per_block]; };
-  group.resize(static_cast<std::size_t>(
-      std::min(ceil_div(p.rows, config.rows), ceil_div(p.rows, p.block_rows) * per_block)));
-  std::iota(group.begin(), group.end(), 0);
-  std::stable_sort(group.begin(), group.end(), [&](int a, int b) { return columns(a) > columns(b); });
-  for (const int g : group) clocks.push_back(tile_clocks(config, columns(g)));
-  const std::vector<Tile> tiles =
-      tile_order(std::ssize(group), ceil_div(p.tokens, config.tokens()), p.blocks * p.block_rows * 2);
-  const Schedule schedule = assign(tiles, clocks, sms);
-  TallPlan plan;
-  plan.workers = static_cast<int>(std::ssize(schedule.lists));
-  append_ranges(schedule, plan.words);
-  plan.tiles_at = std::ssize(plan.words);
-  for (const auto& list : schedule.lists) {
-    for (const Tile& t : list) {
-      const int g = group[static_cast<std::size_t>(t.group)];
-      plan.words.insert(plan.words.end(), {g, t.token_tile, crow[g / per_block], crow[g / per_block + 1]});
-    }
-  }
-  return plan;
+TallPlan::TallPlan(const TallProblem& p, const TallConfig& config, int thread_blocks)
+    : groups(static_cast<int>(group_count(p, config.rows))), sms(std::min(thread_blocks, kMostClusters)) {
+  items_at = (4 * std::int64_t{groups} + 31) / 32 * 32;
+  const StripLists l = lists();
+  words = items_at + 2 * std::int64_t{l.begin(l.levels())};
 }
 
 }  // namespace rarefy::sm90

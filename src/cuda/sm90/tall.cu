@@ -1,6 +1,8 @@
 // The tall kernel's launch: tensor maps and the choice of the instantiation.
 #include "cuda/sm90/tall.h"
 
+#include <algorithm>
+
 #include "cuda/sm90/tall_kernel.cuh"
 #include "cuda/sm90/tensor_map.h"
 
@@ -8,46 +10,53 @@ namespace rarefy::sm90 {
 namespace {
 
 template <class T, Activation kActivation, int kRows>
-cudaError_t launch_tile(const TallConfig& config, int workers, const TallParams& params,
+cudaError_t launch_tile(const TallConfig& config, bool after_transpose, const TallParams& params,
                         cudaStream_t stream) {
   const auto kernel = tall_kernel<T, kActivation, kRows>;
   const cudaError_t status =
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, config.shared_bytes());
   if (status != cudaSuccess) return status;
+  // It may start while X is being transposed: its first loads are of W and of its lists.
+  cudaLaunchAttribute overlap{};
+  overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  overlap.val.programmaticStreamSerializationAllowed = 1;
   cudaLaunchConfig_t launch{};
-  launch.gridDim = dim3(static_cast<unsigned>(workers));
+  launch.gridDim = dim3(static_cast<unsigned>(params.lists.clusters));
   launch.blockDim = dim3(384);
   launch.dynamicSmemBytes = static_cast<std::size_t>(config.shared_bytes());
   launch.stream = stream;
+  launch.attrs = &overlap;
+  launch.numAttrs = after_transpose ? 1 : 0;
   return cudaLaunchKernelEx(&launch, kernel, params);
 }
 
 template <class T, Activation kActivation>
-cudaError_t launch_activation(const TallConfig& c, int workers, const TallParams& params,
+cudaError_t launch_activation(const TallConfig& c, bool after_transpose, const TallParams& params,
                               cudaStream_t stream) {
-  if (c.rows == 128) return launch_tile<T, kActivation, 128>(c, workers, params, stream);
-  if (c.rows == 64) return launch_tile<T, kActivation, 64>(c, workers, params, stream);
+  if (c.rows == 128) return launch_tile<T, kActivation, 128>(c, after_transpose, params, stream);
+  if (c.rows == 64) return launch_tile<T, kActivation, 64>(c, after_transpose, params, stream);
   return cudaErrorInvalidConfiguration;
 }
 
 template <class T>
-cudaError_t launch_type(rarefy::Activation activation, const TallConfig& c, int workers,
+cudaError_t launch_type(rarefy::Activation activation, const TallConfig& c, bool after_transpose,
                         const TallParams& params, cudaStream_t stream) {
   switch (static_cast<device::Activation>(activation)) {
-    case Activation::none: return launch_activation<T, Activation::none>(c, workers, params, stream);
-    case Activation::relu: return launch_activation<T, Activation::relu>(c, workers, params, stream);
-    case Activation::gelu_erf: return launch_activation<T, Activation::gelu_erf>(c, workers, params, stream);
+    case Activation::none: return launch_activation<T, Activation::none>(c, after_transpose, params, stream);
+    case Activation::relu: return launch_activation<T, Activation::relu>(c, after_transpose, params, stream);
+    case Activation::gelu_erf:
+      return launch_activation<T, Activation::gelu_erf>(c, after_transpose, params, stream);
     case Activation::gelu_tanh:
-      return launch_activation<T, Activation::gelu_tanh>(c, workers, params, stream);
-    case Activation::silu: return launch_activation<T, Activation::silu>(c, workers, params, stream);
+      return launch_activation<T, Activation::gelu_tanh>(c, after_transpose, params, stream);
+    case Activation::silu: return launch_activation<T, Activation::silu>(c, after_transpose, params, stream);
   }
   return cudaErrorInvalidValue;
 }
 
 }  // namespace
 
-cudaError_t launch(const TallProblem& p, const TallConfig& config, const TallPlan& plan,
-                   const TallOperands& o, cudaStream_t stream) {
+cudaError_t launch(const TallProblem& p, const TallConfig& config, int sms, const TallOperands& o,
+                   cudaStream_t stream) {
   TallParams params{};
   const auto u = [](std::int64_t x) { return static_cast<std::uint64_t>(x); };
   if (p.blocks > 0) {
@@ -60,27 +69,48 @@ cudaError_t launch(const TallProblem& p, const TallConfig& config, const TallPla
     const cudaError_t status = make_tensor_map(&params.w, p.dtype, o.values, w);
     if (status != cudaSuccess) return status;
   }
-  TensorShape y;  // [token][feature]
-  y.size[0] = u(p.rows);
-  y.size[1] = u(p.tokens);
-  y.stride[0] = u(p.y_stride) * 2;
-  y.box[0] = y.box[1] = 64;
-  const cudaError_t status = make_tensor_map(&params.y, p.dtype, o.y, y);
-  if (status != cudaSuccess) return status;
-  params.tile_range = o.plan;
-  params.tiles = reinterpret_cast<const int4*>(o.plan + plan.tiles_at);
+  const TallPlan plan(p, config, sms);
+  params.groups = reinterpret_cast<const int4*>(o.plan);
   params.col = o.col;
-  params.x = o.x;
   params.values = o.values;
   params.bias = o.bias;
-  params.x_bytes = static_cast<u32>(p.x_stride * 2);
-  params.tokens = static_cast<int>(p.tokens);
   params.features = static_cast<int>(p.rows);
   params.block_rows = static_cast<int>(p.block_rows);
+  params.y_by_feature = p.y_layout == Layout::by_feature;
   params.slots = static_cast<u32>(config.slots);
-  return p.dtype == DType::bf16
-             ? launch_type<__nv_bfloat16>(p.activation, config, plan.workers, params, stream)
-             : launch_type<__half>(p.activation, config, plan.workers, params, stream);
+
+  const bool by_token = p.x_layout == Layout::by_token;
+  const std::int64_t at_once = by_token ? config.chunk : p.tokens;
+  for (std::int64_t first = 0; first < p.tokens; first += at_once) {
+    const std::int64_t tokens = std::min(at_once, p.tokens - first);
+    auto* y_data = static_cast<std::uint16_t*>(o.y) + first * (params.y_by_feature ? 1 : p.y_stride);
+    TensorShape y;  // [token][feature], or [feature][token]
+    y.size[0] = u(params.y_by_feature ? tokens : p.rows);
+    y.size[1] = u(params.y_by_feature ? p.rows : tokens);
+    y.stride[0] = u(p.y_stride) * 2;
+    y.box[0] = y.box[1] = 64;
+    cudaError_t status = make_tensor_map(&params.y, p.dtype, y_data, y);
+    if (status != cudaSuccess) return status;
+    if (p.blocks == 0) params.w = params.y;  // never read, but asked for ahead
+    params.x = o.x;
+    params.x_bytes = static_cast<u32>(p.x_stride * 2);
+    if (by_token) {
+      const std::int64_t stride = config.transposed_stride(p.tokens);
+      const auto* x = static_cast<const std::uint16_t*>(o.x) + first * p.x_stride;
+      status = transpose(x, tokens, p.cols, p.x_stride, o.workspace, stride, first > 0, stream);
+      if (status != cudaSuccess) return status;
+      params.x = o.workspace;
+      params.x_bytes = static_cast<u32>(stride * 2);
+    }
+    params.tokens = static_cast<int>(tokens);
+    params.lists = {plan.lists(), o.plan + plan.items_at,
+                    static_cast<int>((tokens + config.tokens() - 1) / config.tokens())};
+    status = p.dtype == DType::bf16
+                 ? launch_type<__nv_bfloat16>(p.activation, config, by_token, params, stream)
+                 : launch_type<__half>(p.activation, config, by_token, params, stream);
+    if (status != cudaSuccess) return status;
+  }
+  return cudaSuccess;
 }
 
 }  // namespace rarefy::sm90

@@ -1,14 +1,14 @@
-// The tall kernel, host side: linear for blocks of one column and a multiple of 64 rows, with X by feature
-// ([feature][token]). Canonical values are read in place; of the pattern it takes col_indices and a list of
-// tiles.
+// The tall kernel, host side: linear for blocks of one column and a multiple of 64 rows. Canonical values are
+// read in place. X is read by feature; one by token is transposed first, into workspace. What the kernel
+// walks follows from the pattern alone and is made on the device (tall_plan.cu).
 #pragma once
 
 #include <cuda_runtime_api.h>
 
 #include <cstdint>
 #include <string>
-#include <vector>
 
+#include "cuda/sm90/strip_walk.h"
 #include "rarefy/dtype.h"
 #include "rarefy/linear.h"
 
@@ -18,43 +18,52 @@ struct TallProblem {
   DType dtype = DType::bf16;
   std::int64_t tokens = 0, rows = 0, cols = 0;  // W is (rows, cols)
   std::int64_t block_rows = 0, blocks = 0;
-  std::int64_t x_stride = 0, y_stride = 0;  // elements between features of X, between tokens of Y
+  Layout x_layout = Layout::by_feature, y_layout = Layout::by_token;
+  std::int64_t x_stride = 0, y_stride = 0;  // elements between features, or between tokens
   Activation activation = Activation::none;
 };
 
-// A tile: `rows` features × `tokens` tokens. Two warpgroups share it by rows (128) or by tokens (64).
+// A tile: `rows` features × `tokens` tokens. Two warpgroups share it by rows (128) or by tokens (64). X by
+// token is transposed and multiplied `chunk` tokens at a time.
 struct TallConfig {
   int rows = 128;
   int slots = 4;
+  std::int64_t chunk = 1 << 20;  // a multiple of 512
 
   int tokens() const { return rows == 128 ? 256 : 512; }
   int columns() const { return rows == 128 ? 64 : 32; }  // of a step
   int slot_bytes() const { return (tokens() + rows) * columns() * 2; }
   int shared_bytes() const { return 1024 + slots * slot_bytes() + 2 * 2 * 8192; }
+  // Elements between features of a transposed chunk, and bytes of one; 0 where X is read in place.
+  std::int64_t transposed_stride(std::int64_t all) const {
+    return ((all < chunk ? all : chunk) + 63) / 64 * 64;
+  }
+  std::int64_t workspace(const TallProblem& p) const {
+    return p.x_layout == Layout::by_token ? p.cols * transposed_stride(p.tokens) * 2 : 0;
+  }
   std::string text() const {
     return "rows=" + std::to_string(rows) + " tokens=" + std::to_string(tokens()) +
-           " slots=" + std::to_string(slots);
+           " slots=" + std::to_string(slots) + " chunk=" + std::to_string(chunk);
   }
 };
 
-struct TallCandidate {
-  TallConfig config;
-  double microseconds = 0;  // predicted
-  std::string reason;       // why not; empty if it can run
-};
-
 std::string unsupported(const TallProblem& problem);
-std::vector<TallCandidate> tall_candidates(const TallProblem& problem, int sms, int shared_bytes);
-TallConfig configure(const TallProblem& problem, int sms, int shared_bytes);
+// The tile is of the weight alone, as what is prepared follows it: tiles of 128 rows ask for fewer bytes.
+TallConfig configure(const TallProblem& problem, int shared_bytes);
+double predicted_microseconds(const TallProblem& problem, const TallConfig& config, int sms);
 
+// Where things are in a prepared buffer, in words: groups of rows, four words each (the group, its first
+// stored column and the one behind its last), by falling cost; and lists (strip_walk.h) of tiles of them.
 struct TallPlan {
-  std::vector<std::int32_t> words;  // for each thread block the range of its tiles; the tiles: group of rows,
-                                    // token tile, range of stored columns
-  std::int64_t tiles_at = 0;
-  int workers = 0;
+  int groups, sms;  // groups of `rows` rows; thread blocks
+  std::int64_t items_at, words;
+  TallPlan(const TallProblem& problem, const TallConfig& config, int sms);
+  StripLists lists() const { return {groups, 1, sms}; }
 };
-// crow on the host.
-TallPlan prepare(const TallProblem& problem, const TallConfig& config, int sms, const std::int32_t* crow);
+
+// Queues the kernels that fill `words`; tokens, layouts and strides do not matter. crow on the device.
+cudaError_t prepare(const TallProblem& problem, const TallConfig& config, int sms, const std::int32_t* crow,
+                    std::int32_t* words, cudaStream_t stream);
 
 struct TallOperands {  // device pointers, 16-byte aligned
   const void* x = nullptr;
@@ -63,9 +72,18 @@ struct TallOperands {  // device pointers, 16-byte aligned
   const void* bias = nullptr;
   void* y = nullptr;
   const std::int32_t* plan = nullptr;
+  void* workspace = nullptr;  // config.workspace(problem) bytes
 };
 
-cudaError_t launch(const TallProblem& problem, const TallConfig& config, const TallPlan& plan,
+// Queues one kernel, or two for each chunk.
+cudaError_t launch(const TallProblem& problem, const TallConfig& config, int sms,
                    const TallOperands& operands, cudaStream_t stream);
+
+// to[column][row] = from[row][column], elements of 16 bits; rows of `from` and of `to` are strides apart,
+// which are multiples of 8 elements, as addresses are of 16 bytes. Rows of `to` are written up to a multiple
+// of 64. The next kernel of the stream may start while this one ends; `overlap`: this one may start, and
+// read, while the kernel before ends.
+cudaError_t transpose(const void* from, std::int64_t rows, std::int64_t cols, std::int64_t stride, void* to,
+                      std::int64_t to_stride, bool overlap, cudaStream_t stream);
 
 }  // namespace rarefy::sm90

@@ -6,7 +6,8 @@
 #include "cuda/sm90/device/async_copy.cuh"
 #include "cuda/sm90/device/wgmma.cuh"
 #include "cuda/sm90/tile/ring.cuh"
-#include "cuda/sm90/tile/store.cuh"
+#include "cuda/sm90/tile/store_either.cuh"
+#include "cuda/sm90/tile_lists.cuh"
 
 namespace rarefy::sm90 {
 
@@ -15,12 +16,37 @@ constexpr int tall_columns(int rows) { return rows == 128 ? 64 : 32; }
 
 struct TallParams {
   CUtensorMap w, y;
-  const int *tile_range, *col;
-  const int4* tiles;  // group of rows, token tile, its columns' first and end in col
+  TileLists lists;
+  const int4* groups;  // of rows, its columns' first and end in col
+  const int* col;
   const void *x, *values, *bias;
   u32 x_bytes;  // between features of X
   int tokens, features, block_rows;
+  bool y_by_feature;
   u32 slots;
+};
+
+// A number that is the same in all lanes, and known to the compiler for it: what it makes of it stays in
+// uniform registers.
+__device__ inline int uniform(int x) { return __reduce_max_sync(~0u, x); }
+__device__ inline u32 uniform(u32 x) { return __reduce_max_sync(~0u, x); }
+
+// This thread block's tiles, one after the other. Each gathering warp walks for itself, a tile ahead of its
+// work: what it reads has arrived when it is wanted. One of them tells the multiplying warps.
+struct TallWalk {
+  const TallParams& p;
+  TileCursor cursor;
+
+  struct Tile {
+    int group, token_tile;  // -1: there are no more
+    int first, end;         // columns, in col
+  };
+  __device__ Tile next() {
+    if (!cursor.next(p.lists, static_cast<int>(blockIdx.x))) return {-1, -1, 0, 0};
+    const StripTile t = unpack_tile(cursor.item.x);
+    const int4 group = load_ahead(p.groups + t.group);
+    return {group.x, cursor.first_token_tile + t.token_tile, group.y, group.z};
+  }
 };
 
 // A warpgroup multiplies 64 rows by 256 tokens: two share a tile by rows (128 × 256) or by tokens (64 × 512).
@@ -36,6 +62,15 @@ struct TallShape {
   static constexpr u32 kSlotBytes = kXBytes + kRows / 64 * kPanelBytes;
 };
 
+inline constexpr int kTallTiles = 4;  // known ahead
+
+struct TallState {
+  RingState ring;
+  int4 tile[kTallTiles];  // its steps (-1: there are no more), group, token tile
+  // Barriers, in pairs: it is there, nobody reads it any more.
+  alignas(8) u64 tile_full[kTallTiles], tile_empty[kTallTiles];
+};
+
 template <class T, int kRows>
 struct TallWarps {
   using Shape = TallShape<kRows>;
@@ -43,37 +78,48 @@ struct TallWarps {
   static constexpr u32 kPanelBytes = Shape::kPanelBytes;
   const TallParams& p;
   u32 slots;  // address
-  RingState& ring;
-  int tile, end;
+  TallState& state;
 
-  __device__ u32 full(u32 slot) const { return shared_address(&ring.full[slot]); }
-  __device__ u32 empty(u32 slot) const { return shared_address(&ring.empty[slot]); }
-
-  __device__ int4 read_tile(int t) const { return t < end ? __ldg(p.tiles + t) : int4{}; }
+  __device__ u32 full(u32 slot) const { return shared_address(&state.ring.full[slot]); }
+  __device__ u32 empty(u32 slot) const { return shared_address(&state.ring.empty[slot]); }
 
   // Each of four warps gathers a quarter of a step's columns, kTokens / 8 pieces of 16 bytes of each. A warp
   // is alone on its scheduler, so what counts are instructions one after another: two to four a copy, and few
   // around them.
-  __device__ void load(int warp, int lane) {
+  __device__ void load(int warp, int lane) const {
     constexpr int kMine = kColumns / 4;
     Turn at;
     at.parity = 1;  // the first round is free
-    const auto read_column = [&](const int4& t, int step) {
+    const auto read_column = [&](const TallWalk::Tile& t, int step) {
       const int i = step + kMine * warp + lane % kMine;
-      return i < t.w ? __ldg(p.col + i) : -1;
+      return i < t.end ? __ldg(p.col + i) : -1;
     };
-    int4 next_tile = read_tile(tile);
-    int next = read_column(next_tile, next_tile.z);
-    while (tile < end) {
-      const int4 t = next_tile;
-      ++tile;
-      const int first_row = t.x * kRows % p.block_rows, token = t.y * kTokens;
+    Turn tiles;
+    tiles.parity = 1;
+    const auto put_tile = [&](const int4& tile) {
+      if (warp != 0) return;
+      wait(shared_address(&state.tile_empty[tiles.slot]), tiles.parity);
+      if (lane == 0) {
+        state.tile[tiles.slot] = tile;
+        arrive(shared_address(&state.tile_full[tiles.slot]));
+      }
+      tiles.next(kTallTiles);
+    };
+    TallWalk walk{p, {}};
+    TallWalk::Tile next_tile = walk.next();
+    int next = read_column(next_tile, next_tile.first);
+    wait_for_kernels();  // X may just have been transposed
+    while (next_tile.token_tile >= 0) {
+      const TallWalk::Tile t = next_tile;
+      const int first_row = t.group * kRows % p.block_rows, token = t.token_tile * kTokens;
+      // A tile without columns is a step of zeros.
+      put_tile({max(1, (t.end - t.first + kColumns - 1) / kColumns), t.group, t.token_tile, 0});
       const bool tokens_end = token + kTokens > p.tokens;
       const char* x = reinterpret_cast<const char*>(static_cast<const T*>(p.x) + token);
       int column = next;
-      next_tile = read_tile(tile);
-      int step = t.z;
-      for (; step + kColumns <= t.w; step += kColumns) {
+      next_tile = walk.next();
+      int step = t.first;
+      for (; step + kColumns <= t.end; step += kColumns) {
         next = read_column(t, step + kColumns);
         const u32 to = slots + at.slot * Shape::kSlotBytes, barrier = full(at.slot);
         wait(empty(at.slot), at.parity);
@@ -89,25 +135,26 @@ struct TallWarps {
         } else {
           gather_edge(to, column, token, warp, lane);
         }
-        arrive_after_copies(barrier);
+        arrive_after_copies(uniform(barrier));
         at.next(p.slots);
         column = next;
       }
-      next = read_column(next_tile, next_tile.z);
-      if (step < t.w) {
+      next = read_column(next_tile, next_tile.first);
+      if (step < t.end || t.first == t.end) {
         const u32 to = slots + at.slot * Shape::kSlotBytes, barrier = full(at.slot);
         wait(empty(at.slot), at.parity);
         if (warp == 0 && lane == 0) arrive(barrier);
-        load_last_weights(to + Shape::kXBytes, first_row, step, t.w, warp, lane);
+        load_last_weights(to + Shape::kXBytes, first_row, step, t.end, warp, lane);
         if (!tokens_end) {
           gather<true>(to, column, x, warp, lane);
         } else {
           gather_edge(to, column, token, warp, lane);
         }
-        arrive_after_copies(barrier);
+        arrive_after_copies(uniform(barrier));
         at.next(p.slots);
       }
     }
+    put_tile({-1, 0, 0, 0});
     wait_for_copies();
   }
 
@@ -172,22 +219,29 @@ struct TallWarps {
   }
 
   template <Activation kActivation>
-  __device__ void multiply(u32 group, StoreLane out) {
+  __device__ void multiply(u32 group, StoreLane out) const {
     const u32 my_rows = kRows == 128 ? group : 0, my_tokens = kRows == 128 ? 0 : group;
     Turn at;
-    int4 next_tile = read_tile(tile);
-    while (tile < end) {
-      const int4 t = next_tile;
-      ++tile;
-      next_tile = read_tile(tile);
-      const int steps = (t.w - t.z + kColumns - 1) / kColumns;
-      const int feature = t.x * kRows + static_cast<int>(my_rows) * 64;
-      float2 bias{0, 0};
+    Turn tiles;
+    int next_steps, next_feature, next_token;  // of the tile to come
+    const auto read_tile = [&] {
+      wait(shared_address(&state.tile_full[tiles.slot]), tiles.parity);
+      const int4 tile = state.tile[tiles.slot];
+      next_steps = uniform(tile.x);
+      next_feature = uniform(tile.y) * kRows + static_cast<int>(my_rows) * 64;
+      next_token = uniform(tile.z) * kTokens + static_cast<int>(my_tokens) * 256;
+      arrive(shared_address(&state.tile_empty[tiles.slot]));  // each lane for what it read
+      tiles.next(kTallTiles);
+    };
+    read_tile();
+    while (next_steps >= 0) {
+      const int steps = next_steps, feature = next_feature, token = next_token;
+      T biases[2] = {};
       if (p.bias != nullptr) {
         const int row = feature + 16 * out.warp + out.lane / 4;
         const T* b = static_cast<const T*>(p.bias);
-        if (row < p.features) bias.x = static_cast<float>(b[row]);
-        if (row + 8 < p.features) bias.y = static_cast<float>(b[row + 8]);
+        if (row < p.features) biases[0] = b[row];
+        if (row + 8 < p.features) biases[1] = b[row + 8];
       }
       float d[128];  // 256 tokens
       for (int step = 0; step < steps; ++step) {
@@ -208,12 +262,9 @@ struct TallWarps {
         if (out.lane == 0) arrive(empty(at.slot));
         at.next(p.slots);
       }
-      if (steps == 0) {
-#pragma unroll
-        for (float& sum : d) sum = 0;
-      }
-      const int token = t.y * kTokens + static_cast<int>(my_tokens) * 256;
-      store_tile<T, kActivation>(out, d, bias, &p.y, feature, token);
+      read_tile();
+      const float2 bias{static_cast<float>(biases[0]), static_cast<float>(biases[1])};
+      store_either<T, kActivation>(out, d, bias, &p.y, feature, token, p.y_by_feature);
     }
     if (out.leads()) store_wait_all();
   }
@@ -223,20 +274,26 @@ template <class T, Activation kActivation, int kRows>
 __global__ void __launch_bounds__(384, 1) tall_kernel(const __grid_constant__ TallParams p) {
   using Shape = TallShape<kRows>;
   extern __shared__ unsigned char dynamic_shared[];
-  __shared__ RingState ring;
+  __shared__ TallState state;
   const u32 slots = (shared_address(dynamic_shared) + 1023) & ~1023u;
   const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 32, 0);
   const int lane = static_cast<int>(threadIdx.x) % 32;
   if (threadIdx.x == 0) {
+    prefetch_map(&p.w);
+    prefetch_map(&p.y);
     for (u32 i = 0; i < p.slots; ++i) {
-      barrier_init(shared_address(&ring.full[i]), 128 + 1);
-      barrier_init(shared_address(&ring.empty[i]), 8);
+      barrier_init(shared_address(&state.ring.full[i]), 128 + 1);
+      barrier_init(shared_address(&state.ring.empty[i]), 8);
+    }
+    for (int i = 0; i < kTallTiles; ++i) {
+      barrier_init(shared_address(&state.tile_full[i]), 1);
+      barrier_init(shared_address(&state.tile_empty[i]), 256);
     }
     barrier_init_done();
   }
   __syncthreads();
-  TallWarps<T, kRows> warps{p, slots, ring, __ldg(p.tile_range + blockIdx.x),
-                            __ldg(p.tile_range + blockIdx.x + 1)};
+  launch_dependents();
+  const TallWarps<T, kRows> warps{p, slots, state};
   if (warp < 8) {
     take_registers<Shape::kMultiplyRegisters>();
     const auto group = static_cast<u32>(warp) / 4;

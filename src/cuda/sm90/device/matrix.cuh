@@ -41,6 +41,15 @@ __device__ inline void store_matrices(u32 address, u32 a, u32 b, u32 c, u32 d) {
                : "memory");
 }
 
+// Loads four matrices transposed: lane l gives the address of row l % 8 of matrix l / 8, and gets elements
+// (2(l % 4), l / 4) and (2(l % 4) + 1, l / 4) of each.
+__device__ inline void load_transposed(u32 address, u32 (&r)[4]) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "r"(address)
+               : "memory");
+}
+
 // d[16][8] += a[16][16] · b[16][8]
 __device__ inline void mma(__nv_bfloat16 /*type*/, float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0,
                            u32 b1) {

@@ -109,6 +109,11 @@ __device__ inline void take_registers() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(registers));
 }
 
+// Between kernels of a stream that may overlap (programmatic launches): the next one may start; all before
+// this one has ended.
+__device__ inline void launch_dependents() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+__device__ inline void wait_for_kernels() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+
 // Makes ordinary writes to shared memory visible to tensor cores and bulk copies.
 __device__ inline void fence_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
