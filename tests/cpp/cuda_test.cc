@@ -4,10 +4,13 @@
 
 #include <cmath>
 #include <limits>
+#include <optional>
+#include <sstream>
 
 #include "core/move_blocks.h"
 #include "cuda_device.h"
 #include "product_checks.h"
+#include "rarefy/feed_forward.h"
 
 namespace rarefy::test {
 namespace {
@@ -19,99 +22,220 @@ class CudaTest : public ::testing::Test {
   }
 };
 
-void check_products(const ProblemSpec& spec) {
-  SCOPED_TRACE(::testing::Message() << name(spec.dtype) << " M=" << spec.m << " N=" << spec.n << " K="
-                                    << spec.k << " block " << spec.block_rows << 'x' << spec.block_cols
-                                    << " density " << spec.density << " stride " << spec.stride);
-  const Problem problem = make_problem(spec);
-  ProblemIn<DeviceBuffer> gpu(problem);
-  expect_ok(gpu.linear(Activation::none));
-  expect_ok(gpu.grad_input());
-  expect_ok(gpu.grad_weight());
-  expect_products(problem, gpu);
+bool runs_sm90() { return backend_info().cuda_devices[0].arch == 90; }
+
+std::string text_of(const ProblemSpec& spec) {
+  std::ostringstream text;
+  text << name(spec.dtype) << " M=" << spec.m << " N=" << spec.n << " K=" << spec.k << " block "
+       << spec.block_rows << 'x' << spec.block_cols << " density " << spec.density << " stride "
+       << spec.stride << ", x " << name(spec.x_layout) << ", y " << name(spec.y_layout)
+       << (spec.integers ? ", integers" : "");
+  return text.str();
 }
 
+// A family, forced. simt takes every problem; another family leaves out what it says it cannot have, and a
+// test in which nothing is left fails. Callers hold what its kernels derive from a weight.
+class CudaFamilyTest : public CudaTest {
+ protected:
+  void set_family(const std::string& family) {
+    if (IsSkipped()) return;
+    if (family == "sm90" && !runs_sm90()) GTEST_SKIP() << "no GPU of compute capability 9.0";
+    family_ = family;
+    force_.emplace("cuda:" + family);
+  }
+  void TearDown() override {
+    if (!IsSkipped()) {
+      EXPECT_GT(taken_, 0) << family_ << " takes nothing of this";
+    }
+    force_.reset();
+  }
+
+  ProblemIn<DeviceBuffer> make(const Problem& problem) const {
+    ProblemIn<DeviceBuffer> gpu(problem);
+    if (family_ != "simt") gpu.hold_derived(4096);  // as a front does, for whatever tokens come
+    return gpu;
+  }
+  bool takes(const ProblemIn<DeviceBuffer>& gpu, Op op, Activation activation = Activation::none) {
+    rarefy::Problem asked = gpu.problem(op);
+    asked.bias = op == Op::linear;
+    asked.activation = activation;
+    asked.derived = kAnyDerived;
+    const bool takes = !explain(asked).kernel.empty();
+    EXPECT_TRUE(takes || family_ != "simt") << to_string(explain(asked));
+    taken_ += takes ? 1 : 0;
+    return takes;
+  }
+  void check_products(const ProblemSpec& spec) {
+    SCOPED_TRACE(text_of(spec));
+    const Problem problem = make_problem(spec);
+    ProblemIn<DeviceBuffer> gpu = make(problem);
+    if (takes(gpu, Op::linear)) {
+      expect_ok(gpu.linear(Activation::none));
+      expect_linear(problem, gpu);
+    }
+    if (takes(gpu, Op::grad_input)) {
+      expect_ok(gpu.grad_input());
+      expect_grad_input(problem, gpu);
+    }
+    if (problem.pattern.shape().nnzb == 0 || takes(gpu, Op::grad_weight)) {
+      expect_ok(gpu.grad_weight());
+      expect_grad_weight(problem, gpu);
+    }
+  }
+
+  std::string family_;
+  int taken_ = 0;
+  std::optional<Force> force_;
+};
+
 constexpr DType kDTypes[] = {DType::f64, DType::f32, DType::bf16, DType::f16};
+constexpr Layout kLayouts[] = {Layout::by_token, Layout::by_feature};
 
 struct Blocks {
+  const char* family;
   std::int64_t rows, cols;
 };
 
-class CudaProductsTest : public CudaTest, public ::testing::WithParamInterface<Blocks> {};
+class CudaProductsTest : public CudaFamilyTest, public ::testing::WithParamInterface<Blocks> {
+ protected:
+  void SetUp() override {
+    CudaFamilyTest::SetUp();
+    set_family(GetParam().family);
+  }
+};
 
 TEST_P(CudaProductsTest, MatchHost) {
-  const auto [rows, cols] = GetParam();
+  const auto [family, rows, cols] = GetParam();
+  // N and K are no multiples of anything, or of eight, with rows 16 bytes apart, for kernels that want it;
+  // with 2 block columns the last one is padded.
+  const std::int64_t n = 5 * rows + rows / 2 + 1, k = 6 * cols + cols / 2 + 1;
   for (const DType dtype : kDTypes) {
     for (const double density : {0.0, 0.3, 1.0}) {
-      // N and K are no multiples of anything; with 2 block columns the last one is padded.
-      check_products(
-          {33, 5 * rows + rows / 2 + 1, 6 * cols + cols / 2 + 1, rows, cols, density, dtype, false, 3});
+      check_products({33, n, k, rows, cols, density, dtype, false, 3});
+      check_products({77, (n + 7) / 8 * 8, (k + 7) / 8 * 8, rows, cols, density, dtype, true, 8});
       check_products({1, 3 * rows, 2 * cols, rows, cols, density, dtype, true, 0});
       check_products({131, 9 * rows - rows / 3, 2 * cols - cols / 3, rows, cols, density, dtype, true, -1});
     }
   }
 }
 
-INSTANTIATE_TEST_SUITE_P(Cuda, CudaProductsTest,
-                         ::testing::Values(Blocks{1, 1}, Blocks{1, 7}, Blocks{7, 1}, Blocks{2, 2},
-                                           Blocks{4, 1}, Blocks{4, 4}, Blocks{3, 5}, Blocks{8, 16},
-                                           Blocks{16, 16}, Blocks{17, 33}, Blocks{32, 32}, Blocks{64, 64},
-                                           Blocks{70, 130}),
-                         [](const auto& tested) {
-                           return std::to_string(tested.param.rows) + "x" + std::to_string(tested.param.cols);
-                         });
-
-using CudaProductTest = CudaTest;
-
-TEST_F(CudaProductTest, BlockLargerThanTheMatrix) {
-  for (const DType dtype : kDTypes) check_products({5, 7, 9, 40, 50, 1.0, dtype, true, 2});
-}
-
-TEST_F(CudaProductTest, LongSums) {
-  for (const DType dtype : kDTypes) check_products({1030, 48, 2000, 16, 16, 0.5, dtype, false, 0});
-}
-
-TEST_F(CudaProductTest, MoreTokensThanTheGridIsHigh) {
-  check_products({65535 * 64 + 70, 5, 2, 5, 1, 1.0, DType::f16, true, -1});
-}
-
-TEST_F(CudaProductTest, Activations) {
+// Each of x (and dx) and y (and dy) by token and by feature.
+TEST_P(CudaProductsTest, EveryLayout) {
+  const auto [family, rows, cols] = GetParam();
   for (const DType dtype : kDTypes) {
-    for (const Activation activation :
-         {Activation::relu, Activation::gelu_erf, Activation::gelu_tanh, Activation::silu}) {
-      SCOPED_TRACE(::testing::Message() << name(activation) << ' ' << name(dtype));
-      const ProblemSpec spec{65, 40, 50, 4, 4, 0.4, dtype, false, 1};
-      const Problem problem = make_problem(spec);
-      ProblemIn<DeviceBuffer> gpu(problem);
-      expect_ok(gpu.linear(activation));
-      expect_activation(problem, gpu, activation);
+    for (const Layout x : kLayouts) {
+      for (const Layout y : kLayouts) {
+        check_products({67, 2 * rows + 2, 3 * cols + 1, rows, cols, 0.5, dtype, true, 3, x, y});
+        check_products({80, 3 * rows, 24 * cols, rows, cols, 0.4, dtype, false, 8, x, y});
+        check_products({16, 3 * rows, 24 * cols, rows, cols, 0.4, dtype, true, 8, x, y});
+      }
     }
   }
 }
 
-TEST_F(CudaProductTest, EmptyBatch) {
-  const Problem problem = make_problem({0, 20, 30, 4, 4, 0.5, DType::f32, true, 0});
-  ProblemIn<DeviceBuffer> gpu(problem);
+INSTANTIATE_TEST_SUITE_P(
+    Cuda, CudaProductsTest,
+    ::testing::Values(Blocks{"simt", 1, 1}, Blocks{"simt", 1, 7}, Blocks{"simt", 7, 1}, Blocks{"simt", 2, 2},
+                      Blocks{"simt", 4, 1}, Blocks{"simt", 4, 4}, Blocks{"simt", 3, 5}, Blocks{"simt", 8, 16},
+                      Blocks{"simt", 16, 16}, Blocks{"simt", 17, 33}, Blocks{"simt", 32, 32},
+                      Blocks{"simt", 64, 64}, Blocks{"simt", 70, 130}, Blocks{"sm90", 16, 16},
+                      Blocks{"sm90", 32, 32}, Blocks{"sm90", 64, 64}, Blocks{"sm90", 128, 64},
+                      Blocks{"sm90", 64, 128}, Blocks{"sm90", 64, 1}, Blocks{"sm90", 128, 1},
+                      Blocks{"sm90", 192, 1}),
+    [](const auto& tested) {
+      return std::string(tested.param.family) + '_' + std::to_string(tested.param.rows) + 'x' +
+             std::to_string(tested.param.cols);
+    });
+
+// What is special about a problem, for every family.
+class CudaProductTest : public CudaFamilyTest, public ::testing::WithParamInterface<std::string> {
+ protected:
+  void SetUp() override {
+    CudaFamilyTest::SetUp();
+    set_family(GetParam());
+  }
+  bool simt() const { return GetParam() == "simt"; }
+};
+
+INSTANTIATE_TEST_SUITE_P(Cuda, CudaProductTest, ::testing::Values("simt", "sm90"),
+                         [](const auto& tested) { return tested.param; });
+
+TEST_P(CudaProductTest, BlockLargerThanTheMatrix) {
+  for (const DType dtype : kDTypes) {
+    check_products({5, 7, 9, 40, 50, 1.0, dtype, true, 2});
+    check_products({50, 40, 56, 64, 64, 1.0, dtype, true, 8});
+    check_products({50, 40, 16, 128, 1, 1.0, dtype, true, 8});
+  }
+}
+
+TEST_P(CudaProductTest, LongSums) {
+  for (const DType dtype : kDTypes) {
+    if (simt()) check_products({1030, 48, 2000, 16, 16, 0.5, dtype, false, 0});
+    check_products({1030, 64, 2048, 64, 64, 0.5, dtype, false, 0});
+    check_products({520, 64, 2048, 64, 1, 0.5, dtype, false, 0});
+  }
+}
+
+TEST_P(CudaProductTest, MoreTokensThanTheGridIsHigh) {
+  if (simt()) {
+    check_products({65535 * 64 + 70, 5, 2, 5, 1, 1.0, DType::f16, true, -1});
+  } else {
+    check_products({65535 * 8 + 72, 8, 8, 64, 1, 1.0, DType::f16, true, 0});
+  }
+}
+
+TEST_P(CudaProductTest, Activations) {
+  for (const DType dtype : kDTypes) {
+    for (const Activation activation :
+         {Activation::relu, Activation::gelu_erf, Activation::gelu_tanh, Activation::silu}) {
+      for (const ProblemSpec& spec : {ProblemSpec{65, 40, 50, 4, 4, 0.4, dtype, false, 1},
+                                      ProblemSpec{5, 192, 256, 64, 64, 0.5, dtype, false, 8},
+                                      ProblemSpec{200, 192, 256, 64, 64, 0.5, dtype, false, 8},
+                                      ProblemSpec{200, 256, 120, 128, 1, 0.5, dtype, false, 8},
+                                      ProblemSpec{200, 192, 120, 64, 1, 0.5, dtype, false, 8,
+                                                  Layout::by_feature, Layout::by_feature}}) {
+        SCOPED_TRACE(std::string(name(activation)) + ' ' + text_of(spec));
+        const Problem problem = make_problem(spec);
+        ProblemIn<DeviceBuffer> gpu = make(problem);
+        if (!takes(gpu, Op::linear, activation)) continue;
+        expect_ok(gpu.linear(activation));
+        expect_activation(problem, gpu, activation);
+      }
+    }
+  }
+}
+
+TEST_P(CudaProductTest, EmptyBatch) {
+  const Problem problem = make_problem({0, 192, 128, 64, 64, 0.5, DType::bf16, true, 0});
+  ProblemIn<DeviceBuffer> gpu = make(problem);
   expect_ok(gpu.linear(Activation::none));
   expect_ok(gpu.grad_input());
+  if (!simt()) force_.emplace("cuda:simt");  // Hopper's kernels want tokens
+  taken_ = 1;
   expect_ok(gpu.grad_weight());
-  for (const double number : decode(gpu.dvalues().download(), DType::f32)) EXPECT_EQ(number, 0);
+  for (const double number : decode(gpu.dvalues().download(), DType::bf16)) EXPECT_EQ(number, 0);
 }
 
 // A NaN in x reaches every y whose row has a block there, and nothing else; padding stays zero.
-TEST_F(CudaProductTest, NanPassesThroughAndNotFurther) {
+TEST_P(CudaProductTest, NanPassesThroughAndNotFurther) {
   for (const DType dtype : kDTypes) {
-    SCOPED_TRACE(name(dtype));
-    const ProblemSpec spec{40, 21, 22, 4, 5, 0.4, dtype, true, 0};
-    Problem problem = make_problem(spec);
-    problem.x[7 * 22 + 21] = std::numeric_limits<double>::quiet_NaN();  // token 7, in the padded block column
-    problem.x[9 * 22 + 3] = std::numeric_limits<double>::infinity();
-    problem.dy[11 * 21 + 20] = std::numeric_limits<double>::quiet_NaN();  // in the padded block row
-    ProblemIn<DeviceBuffer> gpu(problem);
-    expect_ok(gpu.linear(Activation::none));
-    expect_ok(gpu.grad_input());
-    expect_ok(gpu.grad_weight());
-    expect_same_or_nan(problem, gpu);
+    for (const ProblemSpec& spec : {ProblemSpec{40, 21, 22, 4, 5, 0.4, dtype, true, 0},
+                                    ProblemSpec{40, 200, 240, 64, 64, 0.4, dtype, true, 0},
+                                    ProblemSpec{40, 200, 240, 128, 1, 0.4, dtype, true, 0}}) {
+      SCOPED_TRACE(text_of(spec));
+      Problem problem = make_problem(spec);
+      const auto last_k = static_cast<std::size_t>(spec.k - 1), k = static_cast<std::size_t>(spec.k);
+      const auto n = static_cast<std::size_t>(spec.n);
+      problem.x[7 * k + last_k] = std::numeric_limits<double>::quiet_NaN();  // token 7, in the padded column
+      problem.x[9 * k + 3] = std::numeric_limits<double>::infinity();
+      problem.dy[11 * n + n - 1] = std::numeric_limits<double>::quiet_NaN();  // in the padded block row
+      ProblemIn<DeviceBuffer> gpu = make(problem);
+      const bool all[] = {takes(gpu, Op::linear), takes(gpu, Op::grad_input), takes(gpu, Op::grad_weight)};
+      if (all[0]) expect_ok(gpu.linear(Activation::none));
+      if (all[1]) expect_ok(gpu.grad_input());
+      if (all[2]) expect_ok(gpu.grad_weight());
+      expect_same_or_nan(problem, gpu, all);
+    }
   }
 }
 
@@ -121,26 +245,23 @@ class Sm90Test : public CudaTest {
   void SetUp() override {
     CudaTest::SetUp();
     if (IsSkipped()) return;
-    if (backend_info().cuda_devices[0].arch != 90) GTEST_SKIP() << "no GPU of compute capability 9.0";
+    if (!runs_sm90()) GTEST_SKIP() << "no GPU of compute capability 9.0";
   }
 
   // `kernel` is what linear must get.
   static void check(const ProblemSpec& spec, std::string_view kernel) {
-    SCOPED_TRACE(::testing::Message() << name(spec.dtype) << " M=" << spec.m << " N=" << spec.n << " K="
-                                      << spec.k << " block " << spec.block_rows << 'x' << spec.block_cols
-                                      << " density " << spec.density << (spec.integers ? " integers" : ""));
+    SCOPED_TRACE(text_of(spec));
     const Problem problem = make_problem(spec);
     ProblemIn<DeviceBuffer> gpu(problem);
-    const bool strips = kernel == "sm90_strips_linear";
-    gpu.hold_derived(strips ? 4096 : 0);  // as a front does, for whatever tokens come
-    rarefy::Problem asked = gpu.problem(Op::linear, problem.x_stride(), problem.y_stride());
+    gpu.hold_derived(kernel == "sm90_decode" ? 0 : 4096);  // as a front does, for whatever tokens come
+    rarefy::Problem asked = gpu.problem(Op::linear);
     asked.bias = true;
     asked.derived = kAnyDerived;
     ASSERT_EQ(explain(asked).kernel, kernel) << to_string(explain(asked));
     const Force force("cuda:sm90");
     expect_ok(gpu.linear(Activation::none));
     expect_linear(problem, gpu);
-    asked = gpu.problem(Op::grad_input, problem.y_stride(), problem.dx_stride());
+    asked = gpu.problem(Op::grad_input);
     asked.derived = kAnyDerived;
     if (explain(asked).kernel.empty()) return;
     expect_ok(gpu.grad_input());
@@ -217,19 +338,68 @@ TEST_F(Sm90Test, Decode) {
   check({1, 4096, 2048, 32, 32, 0.25, DType::bf16, true, 0}, "sm90_decode");
 }
 
-TEST_F(Sm90Test, Activations) {
-  for (const std::int64_t tokens : {5, 200}) {
-    for (const Activation activation :
-         {Activation::relu, Activation::gelu_erf, Activation::gelu_tanh, Activation::silu}) {
-      SCOPED_TRACE(::testing::Message() << name(activation) << ' ' << tokens);
-      const Problem problem = make_problem({tokens, 192, 256, 64, 64, 0.5, DType::bf16, false, 8});
-      ProblemIn<DeviceBuffer> gpu(problem);
-      gpu.hold_derived();
-      const Force force("cuda:sm90");
-      expect_ok(gpu.linear(activation));
-      expect_activation(problem, gpu, activation);
+// X in place and transposed first; every number of groups and tiles; ragged edges; more rows than a round.
+TEST_F(Sm90Test, Tall) {
+  for (const std::int64_t r : {64, 128, 192, 256}) {
+    for (const DType dtype : {DType::bf16, DType::f16}) {
+      for (const Layout x : kLayouts) {
+        for (const Layout y : kLayouts) {
+          for (const double density : {0.0, 0.3, 1.0}) {
+            check({136, 4 * r - 8, 80, r, 1, density, dtype, true, 8, x, y}, "sm90_tall");
+          }
+          check({520, 3 * r - 24, 328, r, 1, 0.3, dtype, false, 8, x, y}, "sm90_tall");
+          // TMA writes whole pieces of 16 bytes: tokens that end a row of Y come in eights.
+          const bool by_token = x == Layout::by_token && y == Layout::by_token;
+          check({by_token ? 1 : 8, 2 * r - 8, 40, r, 1, 0.5, dtype, true, 8, x, y}, "sm90_tall");
+        }
+      }
     }
   }
+}
+
+// A network of two such layers is its layers, bit for bit: hidden features are rounded between them.
+TEST_F(Sm90Test, TallNetworks) {
+  const Force force("cuda:sm90");
+  const DeviceBuffer workspace(64 << 20);
+  Context context;
+  context.workspace = {workspace.data(), 64 << 20};
+  for (const std::int64_t tokens : {1, 40, 301}) {
+    for (const std::int64_t r : {64, 128}) {
+      for (const Layout x : kLayouts) {
+        if (x == Layout::by_feature && tokens % 8 != 0) continue;
+        const Problem up = make_problem({tokens, 384, 136, r, 1, 0.4, DType::bf16, false, 0, x});
+        const Problem down = make_problem({tokens, 200, 384, r, 1, 0.4, DType::bf16, false, 0}, 2);
+        ProblemIn<DeviceBuffer> first(up), second(down);
+        first.hold_derived(4096);
+        second.hold_derived(4096);
+        const auto rows = [&](const DeviceBuffer& out, std::int64_t cols) {
+          return MutableMatrixView{out.data(), DType::bf16, tokens, cols, cols, Device::cuda};
+        };
+        const auto room = [&](std::int64_t cols) {
+          return DeviceBuffer(static_cast<std::size_t>(tokens * cols * 2));
+        };
+        const DeviceBuffer hidden = room(384), apart = room(200), together = room(200);
+        expect_ok(linear(first.x_view(), first.weight(), first.bias(), Activation::gelu_erf,
+                         rows(hidden, 384), context));
+        expect_ok(linear(rows(hidden, 384), second.weight(), second.bias(), Activation::none,
+                         rows(apart, 200), context));
+        expect_ok(feed_forward(
+            first.x_view(),
+            {{first.weight(), first.bias()}, {second.weight(), second.bias()}, Activation::gelu_erf, {}},
+            rows(together, 200), context));
+        EXPECT_EQ(together.download(), apart.download()) << tokens << ' ' << r << ' ' << name(x);
+      }
+    }
+  }
+}
+
+TEST_F(Sm90Test, TallOfManyTokens) {
+  for (const std::int64_t tokens : {255, 257, 1281, 4100}) {
+    check({tokens, 384, 96, 128, 1, 0.4, DType::bf16, true, 8}, "sm90_tall");
+    check({tokens, 320, 96, 64, 1, 0.1, DType::bf16, true, 8}, "sm90_tall");
+  }
+  check({40000, 64, 32, 64, 1, 0.6, DType::bf16, true, 0}, "sm90_tall");
+  check({600, 64 * 300, 64, 64, 1, 0.5, DType::f16, true, 0}, "sm90_tall");
 }
 
 // What is prepared follows from the weight alone; another kernel's is in nobody's way.
@@ -328,18 +498,29 @@ TEST_F(CudaTest, PlansAreBuiltOnTheDevice) {
   same_error(crow, {1, 3, 0, 3, 2});
 }
 
-class CudaQueueTest : public CudaTest {
+// Layers whose products make up what a family runs.
+struct QueueLayer {
+  const char *name, *family;
+  ProblemSpec spec;
+};
+
+class CudaQueueTest : public CudaFamilyTest, public ::testing::WithParamInterface<QueueLayer> {
  protected:
-  // Everything the three products wrote, run on `stream`.
-  static std::vector<std::byte> run(ProblemIn<DeviceBuffer>& gpu, cudaStream_t stream) {
+  void SetUp() override {
+    CudaFamilyTest::SetUp();
+    set_family(GetParam().family);
+  }
+  // Everything the products wrote, run on `stream`.
+  std::vector<std::byte> run(ProblemIn<DeviceBuffer>& gpu, cudaStream_t stream) {
     gpu.poison();
     enqueue(gpu, stream);
     return results(gpu, stream);
   }
-  static void enqueue(ProblemIn<DeviceBuffer>& gpu, cudaStream_t stream) {
-    expect_ok(gpu.linear(Activation::gelu_erf, true, stream));
-    expect_ok(gpu.grad_input(stream));
-    expect_ok(gpu.grad_weight(stream));
+  void enqueue(ProblemIn<DeviceBuffer>& gpu, cudaStream_t stream) {
+    if (takes(gpu, Op::linear, Activation::gelu_erf))
+      expect_ok(gpu.linear(Activation::gelu_erf, true, stream));
+    if (takes(gpu, Op::grad_input)) expect_ok(gpu.grad_input(stream));
+    if (takes(gpu, Op::grad_weight)) expect_ok(gpu.grad_weight(stream));
   }
   static std::vector<std::byte> results(ProblemIn<DeviceBuffer>& gpu, cudaStream_t stream) {
     require(cudaStreamSynchronize(stream), "cudaStreamSynchronize");
@@ -352,7 +533,13 @@ class CudaQueueTest : public CudaTest {
   }
 };
 
-constexpr ProblemSpec kLayer{300, 250, 270, 16, 16, 0.3, DType::bf16, false, 2};
+INSTANTIATE_TEST_SUITE_P(
+    Cuda, CudaQueueTest,
+    ::testing::Values(QueueLayer{"simt", "simt", {300, 250, 270, 16, 16, 0.3, DType::bf16, false, 2}},
+                      QueueLayer{"sm90_squares", "sm90", {300, 248, 320, 64, 64, 0.3, DType::bf16, false, 8}},
+                      QueueLayer{"sm90_tall", "sm90", {600, 376, 320, 128, 1, 0.3, DType::bf16, false, 8}},
+                      QueueLayer{"sm90_decode", "sm90", {9, 256, 320, 32, 32, 0.3, DType::bf16, false, 8}}),
+    [](const auto& tested) { return tested.param.name; });
 
 // A stream that does not wait for the default one.
 struct Stream {
@@ -363,25 +550,37 @@ struct Stream {
   Stream& operator=(const Stream&) = delete;
 };
 
-TEST_F(CudaQueueTest, RepeatedRunsAreBitwiseEqual) {
-  for (const std::int64_t block : {1, 4, 16, 32}) {
-    const Problem problem = make_problem({300, 250, 270, block, block, 0.3, DType::f32, false, 2});
-    ProblemIn<DeviceBuffer> gpu(problem);
+TEST_P(CudaQueueTest, RepeatedRunsAreBitwiseEqual) {
+  std::vector<ProblemSpec> specs{GetParam().spec};
+  if (family_ == "simt") {
+    for (const std::int64_t block : {1, 4, 32})
+      specs.push_back({300, 250, 270, block, block, 0.3, DType::f32, false, 2});
+  }
+  for (const ProblemSpec& spec : specs) {
+    const Problem problem = make_problem(spec);
+    ProblemIn<DeviceBuffer> gpu = make(problem);
     const std::vector<std::byte> first = run(gpu, nullptr);
     for (int repeat = 0; repeat < 100; ++repeat) ASSERT_EQ(run(gpu, nullptr), first) << repeat;
   }
 }
 
-// The result of a token depends neither on the batch it is in nor on its place there.
-TEST_F(CudaQueueTest, TokensDoNotDependOnTheBatch) {
-  const Problem problem = make_problem(kLayer);
+// The result of a token depends neither on the batch it is in nor on its place there: with simt, which has
+// one kernel for all numbers of tokens, and with tall vectors.
+TEST_P(CudaQueueTest, TokensDoNotDependOnTheBatch) {
+  const std::string name = GetParam().name;
+  const Problem problem = make_problem(GetParam().spec);
+  if (name != "simt" && name != "sm90_tall") {
+    taken_ = 1;
+    return;
+  }
   Problem one = problem;
   one.spec.m = 1;
   const std::int64_t token = 211;
   one.x.assign(problem.x.begin() + token * problem.x_stride(),
                problem.x.begin() + (token + 1) * problem.x_stride());
-  ProblemIn<DeviceBuffer> batch(problem);
-  ProblemIn<DeviceBuffer> single(one);
+  ProblemIn<DeviceBuffer> batch = make(problem);
+  ProblemIn<DeviceBuffer> single = make(one);
+  ASSERT_TRUE(takes(batch, Op::linear) && takes(single, Op::linear));
   expect_ok(batch.linear(Activation::none));
   expect_ok(single.linear(Activation::none));
   const std::vector<std::byte> all = batch.y().download();
@@ -390,20 +589,21 @@ TEST_F(CudaQueueTest, TokensDoNotDependOnTheBatch) {
       std::equal(row.begin(), row.end(), all.begin() + token * static_cast<std::int64_t>(row.size())));
 }
 
-TEST_F(CudaQueueTest, OtherStream) {
-  const Problem problem = make_problem(kLayer);
-  ProblemIn<DeviceBuffer> gpu(problem);
+TEST_P(CudaQueueTest, OtherStream) {
+  const Problem problem = make_problem(GetParam().spec);
+  ProblemIn<DeviceBuffer> gpu = make(problem);
   const Stream stream;
   EXPECT_EQ(run(gpu, stream.handle), run(gpu, nullptr));
 }
 
-TEST_F(CudaQueueTest, GraphReplayEqualsEager) {
-  const Problem problem = make_problem(kLayer);
-  ProblemIn<DeviceBuffer> gpu(problem);
+TEST_P(CudaQueueTest, GraphReplayEqualsEager) {
+  const Problem problem = make_problem(GetParam().spec);
+  ProblemIn<DeviceBuffer> gpu = make(problem);
   const Stream stream;
   cudaGraph_t graph = nullptr;
   cudaGraphExec_t executable = nullptr;
-  // Captured before the first eager run: nothing of a launch may need a warm-up.
+  // Captured before the first eager run: nothing of a launch may need a warm-up, but what callers hold.
+  if (family_ != "simt") run(gpu, nullptr);
   require(cudaStreamBeginCapture(stream.handle, cudaStreamCaptureModeGlobal), "cudaStreamBeginCapture");
   enqueue(gpu, stream.handle);
   require(cudaStreamEndCapture(stream.handle, &graph), "cudaStreamEndCapture");
@@ -418,14 +618,14 @@ TEST_F(CudaQueueTest, GraphReplayEqualsEager) {
   cudaGraphDestroy(graph);
 }
 
-TEST_F(CudaQueueTest, SecondDevice) {
+TEST_P(CudaQueueTest, SecondDevice) {
   int count = 0;
   require(cudaGetDeviceCount(&count), "cudaGetDeviceCount");
   if (count < 2) GTEST_SKIP() << "one NVIDIA GPU only";
-  const Problem problem = make_problem(kLayer);
+  const Problem problem = make_problem(GetParam().spec);
   const auto run_on = [&](int device) {
     require(cudaSetDevice(device), "cudaSetDevice");
-    ProblemIn<DeviceBuffer> gpu(problem);
+    ProblemIn<DeviceBuffer> gpu = make(problem);
     const Stream stream;
     return run(gpu, stream.handle);
   };
@@ -433,7 +633,7 @@ TEST_F(CudaQueueTest, SecondDevice) {
   EXPECT_EQ(second, run_on(0));
 }
 
-TEST_F(CudaQueueTest, KernelsAreChosen) {
+TEST_F(CudaTest, KernelsAreChosen) {
   const BackendInfo info = backend_info();
   ASSERT_FALSE(info.cuda_devices.empty());
   const DeviceInfo& gpu = info.cuda_devices[0];

@@ -146,6 +146,9 @@ TEST(Unsupported, SaysWhy) {
   strips.x_stride = 260;
   EXPECT_EQ(unsupported(strips), "TMA needs rows of X and Y 16 bytes apart");
   strips.x_stride = 256;
+  strips.rows = 255;
+  EXPECT_EQ(unsupported(strips), "TMA writes rows of Y in pieces of 16 bytes");
+  strips.rows = 256;
   strips.dtype = DType::f32;
   EXPECT_NE(unsupported(strips), "");
 
@@ -155,31 +158,57 @@ TEST(Unsupported, SaysWhy) {
   EXPECT_EQ(unsupported(decode), "made for 1 to 16 tokens");
   EXPECT_EQ((DecodeProblem{DType::bf16, 1, 256, 256, 96, 16, 4, 256, 256}.strip_rows()), 32);
 
-  TallProblem tall{DType::f16, 100, 256, 333, 128, 40, 104, 256};
+  TallProblem tall{DType::f16, 100, 256, 333, 128, 40};
+  tall.x_stride = 104;
+  tall.y_stride = 256;
+  EXPECT_EQ(unsupported(tall), "");
+  tall.y_layout = Layout::by_feature;
+  EXPECT_EQ(unsupported(tall), "TMA writes rows of Y in pieces of 16 bytes");
+  tall.tokens = 104;
+  EXPECT_EQ(unsupported(tall), "");
+  tall.y_stride = 96;
+  EXPECT_EQ(unsupported(tall), "TMA needs rows that do not overlap");
+  tall.y_stride = 104;
+  tall.x_layout = Layout::by_token;
+  tall.x_stride = 333;
+  EXPECT_EQ(unsupported(tall), "copies of 16 bytes need rows of X and Y 16 bytes apart");
+  tall.x_stride = 336;
   EXPECT_EQ(unsupported(tall), "");
   tall.block_rows = 32;
-  EXPECT_NE(unsupported(tall), "");
+  EXPECT_EQ(unsupported(tall), "a warpgroup's product has 64 rows: blocks must have a multiple of 64");
 }
 
-TEST(TallPlan, CoversEachOutputOnce) {
-  const Pattern pattern = random_pattern(4, 333, 0.2, 3);
-  const TallProblem p{DType::bf16, 1000, 1000, 333, 256, std::ssize(pattern.col), 1000, 1000};
-  for (const TallCandidate& candidate : tall_candidates(p, 132, 227 * 1024)) {
-    ASSERT_EQ(candidate.reason, "");
-    EXPECT_LE(candidate.config.shared_bytes() + 512, 227 * 1024);
-    const TallPlan plan = prepare(p, candidate.config, 132, pattern.crow.data());
-    std::set<std::pair<int, int>> seen;
-    for (int t = 0; t < plan.words[static_cast<std::size_t>(plan.workers)]; ++t) {
-      const std::int32_t* tile = plan.words.data() + plan.tiles_at + 4 * t;
-      EXPECT_TRUE(seen.insert({tile[0], tile[1]}).second);
-      const auto block_row = static_cast<std::size_t>(tile[0] * candidate.config.rows / 256);
-      EXPECT_EQ(tile[2], pattern.crow[block_row]);
-      EXPECT_EQ(tile[3], pattern.crow[block_row + 1]);
-    }
-    const std::int64_t groups = (1000 + candidate.config.rows - 1) / candidate.config.rows;
-    const std::int64_t token_tiles = (1000 + candidate.config.tokens() - 1) / candidate.config.tokens();
-    EXPECT_EQ(std::ssize(seen), groups * token_tiles);
-  }
+TEST(TallPlan, FollowsTheWeightAlone) {
+  TallProblem p{DType::bf16, 1000, 1000, 333, 256, 200};
+  p.x_stride = p.y_stride = 1000;
+  const TallConfig config = configure(p, kMachine.shared_bytes);
+  EXPECT_EQ(config.rows, 128);
+  EXPECT_LE(config.shared_bytes() + 512, kMachine.shared_bytes);
+  EXPECT_GE(config.slots, 4);
+  TallProblem other = p;
+  other.tokens = 3;
+  other.x_layout = Layout::by_token;
+  other.y_layout = Layout::by_feature;
+  other.x_stride = 336;
+  other.activation = Activation::silu;
+  EXPECT_EQ(configure(other, kMachine.shared_bytes).rows, 128);
+  const TallPlan plan(p, config, 132), same(other, config, 132);
+  EXPECT_EQ(plan.words, same.words);
+  EXPECT_EQ(plan.items_at, same.items_at);
+  EXPECT_EQ(plan.groups, 8);
+  EXPECT_EQ(config.workspace(p), 0);
+  EXPECT_EQ(configure(other, kMachine.shared_bytes).workspace(other), 333 * 64 * 2);
+  // X that is transposed in parts, as large as each other.
+  other.tokens = 8192;
+  other.cols = 14336;
+  const TallConfig parts = configure(other, kMachine.shared_bytes);
+  EXPECT_EQ(parts.chunk, 2048);
+  EXPECT_EQ(parts.workspace(other), 2048 * 14336 * 2);
+  p.block_rows = 192;  // no multiple of 128
+  const TallConfig narrow = configure(p, kMachine.shared_bytes);
+  EXPECT_EQ(narrow.rows, 64);
+  EXPECT_LE(narrow.shared_bytes() + 512, kMachine.shared_bytes);
+  EXPECT_EQ(TallPlan(p, narrow, 132).groups, 16);
 }
 
 // Thread blocks find their tiles themselves: no pattern has more than are launched.

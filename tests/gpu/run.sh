@@ -1,6 +1,7 @@
 #!/bin/sh
-# Runs the CUDA tests of a built test binary on a machine with an NVIDIA GPU, plain and then under
-# compute-sanitizer. One summary line a step; logs go to the folder. Exit 1 when any step failed.
+# Runs the CUDA tests of a built test binary on a machine with an NVIDIA GPU, plain and under
+# compute-sanitizer, all at once: most of the time goes into what the host computes to compare with. One
+# summary line a step; logs go to the folder. Exit 1 when any step failed.
 #   usage: tests/gpu/run.sh TEST_BINARY LOG_FOLDER [GTEST_FILTER]
 set -u
 if [ $# -lt 2 ]; then
@@ -14,7 +15,7 @@ mkdir -p "$logs"
 PATH=$PATH:/usr/local/cuda/bin:/usr/local/cuda/compute-sanitizer
 failed=0
 
-# step NAME SECONDS COMMAND…: its log is LOG_FOLDER/NAME.log.
+# step NAME SECONDS COMMAND…: its log is LOG_FOLDER/NAME.log, its summary NAME.line, its exit status NAME.code.
 step() {
   name=$1
   limit=$2
@@ -34,11 +35,9 @@ step() {
   if [ "$code" -eq 0 ] && ! grep -q 'PASSED' "$log"; then
     code=1
   fi
-  if [ "$code" -ne 0 ]; then
-    failed=1
-  fi
+  echo "$code" >"$logs/$name.code"
   echo "$name: exit $code, $seconds s: $(grep -E 'PASSED|SKIPPED  |FAILED  .* tests|ERROR SUMMARY|RACECHECK SUMMARY|timed out' "$log" |
-    grep -vE '\] (Cuda|Sm90)' | tr -s ' =' ' ' | tr '\n' ';')"
+    grep -vE '\] (Cuda|Sm90)' | tr -s ' =' ' ' | tr '\n' ';')" >"$logs/$name.line"
 }
 
 # sanitize TOOL SECONDS FILTER [OPTION…]
@@ -53,15 +52,24 @@ sanitize() {
 if command -v nvidia-smi >/dev/null; then
   nvidia-smi --query-gpu=name,driver_version,memory.total --format=csv,noheader | tee "$logs/gpu.txt"
 fi
-step tests 120 "$binary" "--gtest_filter=$filter"
+steps=tests
+step tests 240 "$binary" "--gtest_filter=$filter" &
 if command -v compute-sanitizer >/dev/null; then
   # Instrumented kernels are tens of times slower: the hundred repeats add nothing here.
   slow="$filter:-*Repeat*:*MoreTokens*"
-  sanitize memcheck 200 "$slow" --leak-check full
-  sanitize initcheck 130 "$slow"
-  sanitize racecheck 130 "$slow:*LongSums*"
+  steps='tests memcheck initcheck racecheck'
+  sanitize memcheck 400 "$slow" --leak-check full &
+  sanitize initcheck 400 "$slow" &
+  sanitize racecheck 400 "$slow:*LongSums*" &
 else
   echo "compute-sanitizer: not found, nothing was sanitized"
   failed=1
 fi
+wait
+for name in $steps; do
+  cat "$logs/$name.line"
+  if [ "$(cat "$logs/$name.code")" -ne 0 ]; then
+    failed=1
+  fi
+done
 exit $failed
