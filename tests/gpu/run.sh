@@ -53,14 +53,14 @@ if command -v nvidia-smi >/dev/null; then
   nvidia-smi --query-gpu=name,driver_version,memory.total --format=csv,noheader | tee "$logs/gpu.txt"
 fi
 steps=tests
-step tests 240 "$binary" "--gtest_filter=$filter" &
+step tests 180 "$binary" "--gtest_filter=$filter" &
 if command -v compute-sanitizer >/dev/null; then
   # Instrumented kernels are tens of times slower: the hundred repeats add nothing here.
   slow="$filter:-*Repeat*:*MoreTokens*"
   steps='tests memcheck initcheck racecheck'
-  sanitize memcheck 400 "$slow" --leak-check full &
-  sanitize initcheck 400 "$slow" &
-  sanitize racecheck 400 "$slow:*LongSums*" &
+  sanitize memcheck 240 "$slow" --leak-check full &
+  sanitize initcheck 240 "$slow" &
+  sanitize racecheck 240 "$slow:*LongSums*" &
 else
   echo "compute-sanitizer: not found, nothing was sanitized"
   failed=1

@@ -159,8 +159,7 @@ struct StripWarps {
       wait(shared_address(&state.batch_full[from.slot]), from.parity);
       const int word = state.batch[from.slot].words[lane];
       const int x_row = __reduce_max_sync(~0u, state.batch[from.slot].x_row);  // uniform, as in multiply
-      __syncwarp();                                                            // all have read it
-      if (lane == 0) arrive(shared_address(&state.batch_empty[from.slot]));
+      arrive(shared_address(&state.batch_empty[from.slot]));                   // each lane for what it read
       from.next(kBatches);
       if (x_row < 0) return;
 
@@ -217,8 +216,7 @@ struct StripWarps {
       next_steps = __reduce_max_sync(~0u, tile.steps);
       next_token = __reduce_max_sync(~0u, tile.token);
       next_feature = __reduce_max_sync(~0u, tile.strip[strip]) * 64;  // negative: no strip for these warps
-      __syncwarp();                                                   // all have read it
-      if (lane == 0) arrive(shared_address(&state.tile_empty[tiles.slot]));
+      arrive(shared_address(&state.tile_empty[tiles.slot]));          // each lane for what it read
       tiles.next(kTiles);
     };
     read_tile();
@@ -303,11 +301,11 @@ __global__ void __launch_bounds__(StripShape<kStrips, kTokens>::kThreads, 1)
     }
     for (int i = 0; i < kTiles; ++i) {
       barrier_init(shared_address(&state.tile_full[i]), 1);
-      barrier_init(shared_address(&state.tile_empty[i]), 4 * kStrips);
+      barrier_init(shared_address(&state.tile_empty[i]), 4 * kStrips * 32);
     }
     for (int i = 0; i < kBatches; ++i) {
       barrier_init(shared_address(&state.batch_full[i]), 32);
-      barrier_init(shared_address(&state.batch_empty[i]), 1);
+      barrier_init(shared_address(&state.batch_empty[i]), 32);
     }
     barrier_init_done();
   }
