@@ -267,6 +267,8 @@ class ProblemIn {
                                                 static_cast<std::size_t>(sizes->packed));
     auto& [prepared, packed] = held->second;
     if (made) {
+      prepared.fill(kPoison);  // kernels may read ahead of what they use
+      packed.fill(kPoison);
       for (const Status& status : {prepare(asked, w.plan, prepared.data(), context(stream)),
                                    pack(asked, w, prepared.data(), packed.data(), context(stream))}) {
         if (!status.ok()) throw std::runtime_error(status.message());
