@@ -15,7 +15,9 @@ GROUPS = [
         [
             ("if (tensor.size(i) == 1) continue;", ""),
             ("even = even && tensor.stride(i) == rows * row_stride;", ""),
-            ("bool even = columns <= 1 || tensor.stride(leading) == 1;", "bool even = true;"),
+            ("if (rows > 0 && !(even && col_stride == 1)) {", "if (rows > 0 && !even) {"),
+            ("weight != nullptr && even && row_stride == 1", "weight != nullptr && row_stride == 1"),
+            ("copied->kernel == in_place->kernel", "true"),
             ("if (rows == 1) row_stride = tensor.stride(i);", "row_stride = tensor.stride(i);"),
             ("if (!values.is_contiguous()) raise", "if (false) raise"),
             ("if (values.dim() != 3) {", "if (values.dim() < 3) {"),

@@ -96,8 +96,12 @@ GROUPS = [
             ("if (m.row_stride < 0) {", "if (m.row_stride < -100) {"),
             ("if (m.rows < 0 || m.cols < 0)", "if (m.rows < 0)"),
             ("if (m.rows == 0 || m.cols == 0) return 0;", ""),
-            ("checked_mul(m.rows - 1, m.row_stride)", "checked_mul(m.rows, m.row_stride)"),
-            ("checked_add(*last_row, m.cols)", "checked_add(*last_row, 0)"),
+            ("checked_mul((by_token ? m.rows : m.cols) - 1", "checked_mul((by_token ? m.rows : m.cols)"),
+            ("checked_mul((by_token ? m.rows : m.cols) - 1", "checked_mul(m.rows - 1"),
+            ("checked_add(*last, by_token ? m.cols : m.rows)", "checked_add(*last, 0)"),
+            ("if (m.row_stride != 1 && m.rows > 1) {", "if (false) {"),
+            ("if (m.cols <= 1 || m.col_stride >= m.rows) return {};", "return {};"),
+            ("    if (!any_layout) return", "    if (false) return"),
             (
                 "checked_mul(*elements, static_cast<std::int64_t>(size_of(m.dtype)))",
                 "std::optional(*elements)",
@@ -281,6 +285,7 @@ GROUPS = [
         "src/core/select.cc",
         ("cpp:Select*:*ForcedImpl*:Registry*:AddAKernel*", PRODUCTS, *ALL),
         [
+            ("if (!by_token && !kernel.any_layout) return", "if (false) return"),
             (
                 "if (problem.derived == key_of(kernel, problem, configuration(kernel, problem, machine))) return {};",
                 "return {};",

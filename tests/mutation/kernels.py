@@ -23,7 +23,9 @@ GROUPS = [
             ("plan.perm[e] * shape.block_size() + k", "e * shape.block_size() + k"),
             ("if (n < shape.rows && k < shape.cols) {", "if (n < shape.rows) {"),
             ("if (n < shape.rows && k < shape.cols) {", "if (k < shape.cols) {"),
-            ("store(y + n, ref::activate(call.activation, sum));", "store(y + n, sum);"),
+            ("ref::activate(call.activation, sum)", "sum"),
+            ("load(x + (k0 + c) * call.x.col_stride)", "load(x + k0 + c)"),
+            ("load(dy + (n0 + r) * call.dy.col_stride)", "load(dy + n0 + r)"),
             (
                 "static_cast<const In*>(call.x.data) + m * call.x.row_stride;",
                 "static_cast<const In*>(call.x.data) + m * call.x.cols;",
