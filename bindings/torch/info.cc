@@ -34,6 +34,12 @@ DType parse_dtype(std::string_view argument, std::string_view text) {
   raise("explain", invalid("explain", cat(argument, " must be f64, f32, bf16, f16 or i8"), text));
 }
 
+Activation parse_activation(std::string_view text) {
+  return parse(
+      "activation", text,
+      {Activation::none, Activation::relu, Activation::gelu_erf, Activation::gelu_tanh, Activation::silu});
+}
+
 }  // namespace
 
 std::string backend_info_json(std::int64_t block_rows, std::int64_t block_cols, std::int64_t tokens) {
@@ -68,9 +74,31 @@ std::string explain_json(std::string_view op, std::int64_t out_features, std::in
   // The key is that of linear; who holds it has what the gradients' kernels want of the pattern, too.
   problem.derived =
       problem.op == Op::linear || derived == 0 ? static_cast<std::uint64_t>(derived) : kAnyDerived;
-  problem.activation = parse(
-      "activation", activation,
-      {Activation::none, Activation::relu, Activation::gelu_erf, Activation::gelu_tanh, Activation::silu});
+  problem.activation = parse_activation(activation);
+  check("explain", check_problem("explain", problem));
+  return text_of(to_json(explain(problem)));
+}
+
+std::string explain_feed_forward_json(std::int64_t out_features, std::int64_t hidden_features,
+                                      std::int64_t in_features, std::int64_t up_rows, std::int64_t up_cols,
+                                      std::int64_t up_nnzb, std::int64_t gate_rows, std::int64_t gate_cols,
+                                      std::int64_t gate_nnzb, std::int64_t down_rows, std::int64_t down_cols,
+                                      std::int64_t down_nnzb, std::string_view values_dtype,
+                                      std::string_view in_dtype, std::int64_t tokens, bool bias,
+                                      std::string_view activation, std::int64_t derived) {
+  const BsrShape up{hidden_features, in_features, up_rows, up_cols, up_nnzb};
+  Problem problem = make_problem(Op::feed_forward, up, tokens, parse_dtype("in_dtype", in_dtype), Device::cpu,
+                                 torch_threads());
+  problem.weight.dtype = problem.down.dtype = parse_dtype("values_dtype", values_dtype);
+  problem.down.shape = {out_features, hidden_features, down_rows, down_cols, down_nnzb};
+  if (gate_rows > 0) {
+    problem.gate = problem.weight;
+    problem.gate.shape = {hidden_features, in_features, gate_rows, gate_cols, gate_nnzb};
+  }
+  problem.out_stride = out_features;
+  problem.bias = bias;
+  problem.derived = static_cast<std::uint64_t>(derived);
+  problem.activation = parse_activation(activation);
   check("explain", check_problem("explain", problem));
   return text_of(to_json(explain(problem)));
 }
@@ -87,12 +115,19 @@ STABLE_TORCH_LIBRARY_FRAGMENT(rarefy, m) {
       "explain(str op, int out_features, int in_features, int block_rows, int block_cols, int nnzb, "
       "str values_dtype, str in_dtype, int tokens, bool bias, str activation, str device, int device_index, "
       "int derived) -> str");
+  m.def(
+      "explain_feed_forward(int out_features, int hidden_features, int in_features, int up_rows, int "
+      "up_cols, "
+      "int up_nnzb, int gate_rows, int gate_cols, int gate_nnzb, int down_rows, int down_cols, int "
+      "down_nnzb, "
+      "str values_dtype, str in_dtype, int tokens, bool bias, str activation, int derived) -> str");
   m.def("force_impl(str forced) -> str");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(rarefy, CompositeExplicitAutograd, m) {
   m.impl("backend_info", TORCH_BOX(&backend_info_json));
   m.impl("explain", TORCH_BOX(&explain_json));
+  m.impl("explain_feed_forward", TORCH_BOX(&explain_feed_forward_json));
   m.impl("force_impl", TORCH_BOX(&force));
 }
 

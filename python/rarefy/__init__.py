@@ -1,6 +1,7 @@
 """Sparse linear layers for PyTorch that are really faster than dense ones."""
 
 from . import ops
+from .advice import Advice, advise
 from .backend import __version__, backend_info, explain, force_impl
 from .chain import fuse
 from .csr import CsrSpec, CsrWeight
@@ -17,6 +18,7 @@ from .sparsify import desparsify, sparsify
 from .weight import BlockSpec, BsrWeight
 
 __all__ = [
+    "Advice",
     "BlockSparseLinear",
     "BlockSparseModelPatcher",
     "BlockSpec",
@@ -30,6 +32,7 @@ __all__ = [
     "SparseWeight",
     "Spec",
     "__version__",
+    "advise",
     "backend_info",
     "desparsify",
     "explain",

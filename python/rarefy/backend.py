@@ -7,11 +7,14 @@ from typing import Any
 
 import torch
 
-from . import _load
+from . import _load, chain
+from .activations import NONE, check_activation
 from .checks import DTYPE_NAMES, check_block_shape, check_int, check_tensor, fail
 from .pattern_weight import forget_derived
 
 __version__ = "0.1.0"
+
+_ACTIVATIONS = {"gelu": "gelu_erf"}  # the core's names, where they are not torch's
 
 
 def backend_info(block_shape: tuple[int, int] = (32, 32), tokens: int = 1024) -> dict[str, Any]:
@@ -45,25 +48,33 @@ def backend_info(block_shape: tuple[int, int] = (32, 32), tokens: int = 1024) ->
     return info
 
 
-def explain(layer: Any, x: torch.Tensor, *, op: str = "linear") -> dict[str, Any]:
+def explain(
+    layer: Any, x: torch.Tensor, *, op: str = "linear", activation: str | None = None
+) -> dict[str, Any]:
     """Return which kernel runs this layer on this input, in which configuration, and why no other.
 
     Args:
-        layer: a BlockSparseLinear, or a weight.
+        layer: a BlockSparseLinear, a weight, or the layers (up, down) or (up, gate, down) of a network, for
+            the op that it runs as once fused (rarefy.fuse).
         x: (…, K), as for the layer; its values do not matter.
-        op: "linear", "grad_input" or "grad_weight"; for the gradients, of an output of x.
+        op: "linear", "grad_input" or "grad_weight"; for the gradients, of an output of x. Not for networks.
+        activation: "relu", "gelu", "gelu_tanh", "silu" or None: after the layer, or in the network.
 
     Returns:
         ``problem`` (one line: op, weight, tokens, dtypes, device, threads), ``kernel`` (None when none fits,
         and ``why_none`` says so), ``config`` (its tuning choices, "scatter=0 vectors=4 …"), ``workspace``
         (bytes of working memory a call takes) and ``candidates``: ``{kernel, family, chosen, why_not}`` in
-        order of preference; ``why_not`` is empty for those that could run too.
+        order of preference; ``why_not`` is empty for those that could run too. A network whose layers run one
+        by one for x has no ``kernel`` and the reason as ``why_none``.
 
     Raises:
-        ValueError: x's last dimension is not K; op is unknown.
+        ValueError: x's last dimension is not K; layers do not fit each other; op or activation is unknown.
         TypeError: arguments of the wrong kind or dtype.
         ImportError: the compiled library is missing.
     """
+    name = _ACTIVATIONS.get(check_activation("explain", activation), activation or NONE)
+    if isinstance(layer, tuple | list):
+        return _explain_network(layer, x, op, name)
     weight = getattr(layer, "weight", layer)
     if not all(hasattr(weight, name) for name in ("shape", "block_shape", "nnzb", "values")):
         fail("explain", "layer must be a BlockSparseLinear or its weight", type(layer).__name__, TypeError)
@@ -86,12 +97,54 @@ def explain(layer: Any, x: torch.Tensor, *, op: str = "linear") -> dict[str, Any
             DTYPE_NAMES[x.dtype],
             x.shape[:-1].numel(),
             op == "linear" and getattr(layer, "bias", None) is not None,
-            "none",
+            name if op == "linear" else NONE,
             x.device.type,
             x.device.index or 0,
             derived,
         )
     )
+
+
+def _explain_network(layers: Any, x: torch.Tensor, op: str, activation: str) -> dict[str, Any]:
+    requirement = "layer must be a BlockSparseLinear, or a network's (up, down) or (up, gate, down)"
+    weights = [getattr(layer, "weight", None) for layer in layers]
+    if len(weights) not in (2, 3) or not all(hasattr(weight, "nnzb") for weight in weights):
+        fail("explain", requirement, [type(layer).__name__ for layer in layers], TypeError)
+    if op != "linear":
+        fail("explain", 'op must be "linear" for a network', repr(op))
+    check_tensor("explain", "x", x)
+    (up, *gate, down), dtype = weights, weights[0].values.dtype
+    if x.ndim == 0 or x.shape[-1] != up.shape[1]:
+        fail("explain", f"x's last dimension must be in_features={up.shape[1]}", tuple(x.shape))
+    shapes = [weight.shape for weight in (up, *gate)]
+    if len(set(shapes)) > 1 or down.shape[1] != up.shape[0]:
+        fail("explain", "up and gate must be alike, and down must take what they make", [*shapes, down.shape])
+    if x.dtype not in DTYPE_NAMES:
+        fail("explain", "x must be float64, float32, bfloat16 or float16", x.dtype, TypeError)
+    if _load.problem is not None:
+        raise ImportError(_load.problem)
+    key, why = chain.network_key(layers[0], layers[1] if gate else None, layers[-1], x)
+    found = json.loads(
+        torch.ops.rarefy.explain_feed_forward(
+            down.shape[0],
+            *up.shape,
+            *(size for w in (up, gate[0] if gate else None, down) for size in _blocks(w)),
+            DTYPE_NAMES[dtype],
+            DTYPE_NAMES[x.dtype],
+            x.shape[:-1].numel(),
+            any(getattr(layer, "bias", None) is not None for layer in layers),
+            activation,
+            key,
+        )
+    )
+    if why is None:
+        return found
+    candidates = [candidate | {"chosen": False} for candidate in found["candidates"]]
+    return found | {"kernel": None, "config": None, "why_none": why, "candidates": candidates}
+
+
+def _blocks(weight: Any) -> tuple[int, int, int]:
+    return (0, 0, 0) if weight is None else (*weight.block_shape, weight.nnzb)
 
 
 def force_impl(forced: str) -> str:

@@ -165,6 +165,27 @@ def _derived(up: nn.Module, gate: nn.Module | None, down: nn.Module, x: torch.Te
     return (*held[0][:2], *held[1][:2], held[0][2])
 
 
+def network_key(
+    up: nn.Module, gate: nn.Module | None, down: nn.Module, x: torch.Tensor
+) -> tuple[int, str | None]:
+    """The key of what the network's op holds of its weights (0: nothing), or why layers run one by one."""
+    with torch.no_grad():
+        if not may_wait(up, x):
+            return 0, f"layers run one by one: {_WAITS}"
+        if not all(_runs(layer, x) for layer in (gate, down) if layer is not None):
+            return 0, f"layers run one by one: all of them must fit, {_WAITS}"
+        derived = _derived(up, gate, down, x)
+    if derived is None:
+        return 0, "layers run one by one: their kernels have weights that no kernel of the network reads"
+    return (derived[-1] if derived else 0), None
+
+
+_WAITS = (
+    f"blocks of {_ROWS} rows or more, {_TOKENS} tokens or more, {_WORK} products or more, "
+    "x and values of one dtype on the CPU"
+)
+
+
 def _fits(weight: Any) -> bool:
     plain = isinstance(weight, PatternWeight) and type(weight._parameters.get("values")) in _PLAIN
     return plain and weight.block_shape[0] >= _ROWS
@@ -242,6 +263,15 @@ _FUNCTIONS = (functional.gelu, functional.relu, functional.silu, torch.relu)
 _NAMES = ("gelu", "relu", "silu", "swish")
 
 
+def networks(model: nn.Module) -> list[tuple[str, ...]]:
+    """The layers of each network that may run as one op, by name: what it begins with, and then `down`."""
+    found: dict[str, list[str]] = {}
+    for name, _, down in _followed(model):
+        if name not in found:  # what ends a network seldom begins the next
+            found.setdefault(down, []).append(name)
+    return [(*names, down) for down, names in found.items()]
+
+
 def fuse(model: nn.Module, enabled: bool = True) -> list[str]:
     """Lets feed-forward networks of sparse layers run as one op; sparsify and load_file do it by themselves.
 
@@ -270,7 +300,7 @@ def fuse(model: nn.Module, enabled: bool = True) -> list[str]:
     if not enabled or not _torch_private.wrappers:
         return []
     names = []
-    for name, up in _followed(model):
+    for name, up, _ in _followed(model):
         up.waits = True
         names.append(name)
     return names
@@ -281,8 +311,9 @@ def _is_sparse(module: nn.Module) -> bool:
     return hasattr(type(module), "waits")
 
 
-def _followed(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """The layers that a network may begin with, by name: a wrong guess costs some microseconds a call."""
+def _followed(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
+    """The layers that a network may begin with, and the name of what may end it: a guess, some µs a call."""
+    named = {id(module): name for name, module in model.named_modules()}
     for name, parent in model.named_modules():
         if not any(map(_is_sparse, parent.children())):
             continue
@@ -296,8 +327,9 @@ def _followed(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             if not _is_sparse(up) or not _fits(up._modules["weight"]):
                 continue
             expands = active or up.out_features > up.in_features
-            if expands and any(down.in_features == up.out_features for down in after):
-                yield f"{name}.{key}".lstrip("."), up
+            down = next((layer for layer in after if layer.in_features == up.out_features), None)
+            if expands and down is not None:
+                yield f"{name}.{key}".lstrip("."), up, named[id(down)]
 
 
 def _has_activation(module: nn.Module) -> bool:

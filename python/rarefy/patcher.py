@@ -11,7 +11,9 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from .advice import Auto
 from .chain import fuse as fuse_networks
+from .chain import networks
 from .changes import Change, change_of
 from .checks import check_int, fail
 from .layers import Layer, find_layers
@@ -42,14 +44,15 @@ class BlockSparseModelPatcher:
     """
 
     def __init__(self) -> None:
-        self.patterns: list[tuple[re.Pattern[str], Spec]] = []
+        self.patterns: list[tuple[re.Pattern[str], Spec | Auto]] = []
 
     def add_pattern(self, pattern: str | re.Pattern[str], spec: Any) -> None:
         """Adds a regular expression and what its layers become.
 
         Args:
             pattern: matched against the whole qualified name of a layer.
-            spec: "block:16x16@0.5", "csr@0.1", {"block_shape": (16, 16), "density": 0.5} or a Spec.
+            spec: "block:16x16@0.5", "csr@0.1", {"block_shape": (16, 16), "density": 0.5} or a Spec; or
+                "auto@0.5", which chooses blocks, or leaves a layer dense, by predicted time.
 
         Raises:
             ValueError: an expression or a spec that cannot be read.
@@ -62,7 +65,7 @@ class BlockSparseModelPatcher:
             compiled = re.compile(pattern)
         except re.error as error:
             fail(op, "pattern must be a regular expression", f"{pattern!r}: {error}")
-        self.patterns.append((compiled, Spec.parse(spec, op)))
+        self.patterns.append((compiled, Auto.parse(spec, op) or Spec.parse(spec, op)))
 
     def get_patchable_layers(self, model: nn.Module) -> list[Layer]:
         """The layers of `model` that can become block-sparse, whatever the patterns."""
@@ -104,6 +107,11 @@ class BlockSparseModelPatcher:
             row.reason = _why_stays(layer, spec, filter_fn)
             if row.reason is not None:
                 continue
+            if isinstance(spec, Auto):
+                spec, row.predicted = spec.chosen(layer.module, tokens)
+                if isinstance(spec, str):
+                    row.reason = spec
+                    continue
             given = next((scores[name] for name in layer.names if name in scores), None)
             change = change_of(op, layer, spec, given, optimizer)
             if isinstance(change, str):
@@ -118,17 +126,18 @@ class BlockSparseModelPatcher:
         if measure:
             time_layers(measured, tokens)
         # Nothing has changed so far; from here on nothing can fail.
+        fused = []
         if not dry_run:
             for change in changes:
                 change.apply()
-            fuse_networks(model, fuse)
-        return Report(rows, tokens=tokens, dry_run=dry_run, environment=environment())
+            fused = networks(model) if fuse_networks(model, fuse) else []
+        return Report(rows, tokens=tokens, dry_run=dry_run, networks=fused, environment=environment())
 
-    def _assign(self, op: str, layers: list[Layer]) -> dict[str, Spec]:
+    def _assign(self, op: str, layers: list[Layer]) -> dict[str, Spec | Auto]:
         """The spec of each matched layer; every pattern must have at least one layer of its own."""
         if not self.patterns:
             fail(op, "there must be at least one pattern", "none")
-        specs: dict[str, Spec] = {}
+        specs: dict[str, Spec | Auto] = {}
         for pattern, spec in self.patterns:
             matched = [layer for layer in layers if any(map(pattern.fullmatch, layer.names))]
             if not matched:
@@ -144,7 +153,7 @@ class BlockSparseModelPatcher:
         return specs
 
 
-def _why_stays(layer: Layer, spec: Spec | None, filter_fn: FilterFn | None) -> str | None:
+def _why_stays(layer: Layer, spec: Spec | Auto | None, filter_fn: FilterFn | None) -> str | None:
     if spec is None:
         return "no pattern matches"
     sparse = isinstance(layer.module, BlockSparseLinear)  # it can become sparser
@@ -152,7 +161,7 @@ def _why_stays(layer: Layer, spec: Spec | None, filter_fn: FilterFn | None) -> s
         return layer.reason
     if layer.module.weight.device.type == "meta":
         return "its weight is on the meta device and holds no values"
-    if (reason := spec.why_not(layer.shape)) is not None:
+    if isinstance(spec, Spec) and (reason := spec.why_not(layer.shape)) is not None:
         return reason
     if filter_fn is not None and not filter_fn(layer.name, layer.module):
         return "filter_fn declined it"

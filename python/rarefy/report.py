@@ -40,6 +40,7 @@ class Report:
     rows: list[LayerRow]
     tokens: int = 512  # rows of x in the measured calls
     dry_run: bool = False
+    networks: list[tuple[str, ...]] = field(default_factory=list)  # feed-forward ones, by their layers' names
     environment: dict[str, Any] = field(default_factory=dict)
 
     def __iter__(self) -> Iterator[LayerRow]:  # noqa: D105
@@ -87,6 +88,7 @@ class Report:
                 "dense_bytes": self.dense_bytes,
                 "sparse_bytes": self.sparse_bytes,
             },
+            "networks": [list(names) for names in self.networks],
             "layers": [row.to_dict() for row in self.rows],
         }
 
@@ -114,6 +116,12 @@ class Report:
         if dense:
             text += (
                 f" Weights: {dense / 1e6:.2f} MB dense, {sparse / 1e6:.2f} MB sparse ({sparse / dense:.0%})."
+            )
+        if self.networks:
+            first, more = " > ".join(self.networks[0]), ", …" if len(self.networks) > 1 else ""
+            text += (
+                f" Feed-forward networks that may run as one op: {len(self.networks)} ({first}{more});"
+                " their time is not the sum of their layers'."
             )
         if noisy := [row.name for row in self.rows if row.noise]:
             load, processors = (self.environment.get(key) for key in ("load", "processors"))

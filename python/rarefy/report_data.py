@@ -39,6 +39,7 @@ class LayerRow:
     sparse_bytes: int | None = None
     times: Times | None = None
     timed_as: str | None = None  # the equal layer that was timed instead
+    predicted: tuple[float, float] | None = None  # ms of dense and sparse, where "auto" chose
 
     @property
     def dense_time(self) -> Timing | None:
@@ -89,6 +90,7 @@ class LayerRow:
         row["noise"] = self.noise
         row["waited"] = self.times.waited if self.times else None
         row["timed_as"] = self.timed_as
+        row["predicted_ms"] = None if self.predicted is None else list(self.predicted)
         row["skipped"] = self.reason
         return row
 

@@ -39,7 +39,9 @@ def sparsify(
         patterns: regular expressions for whole qualified names, and what the layers become:
             {r"encoder\.layer\.\d+\.output\.dense": "block:16x16@0.5"} keeps half of the 16×16 blocks,
             "csr@0.1" a tenth of the single weights; "block:16x1@0.5:bf16" stores values as bf16 under
-            whatever dtype the layer computes in. Where two match a layer, the first counts.
+            whatever dtype the layer computes in. "auto@0.5" chooses the blocks that are predicted to be
+            fastest on this processor at `tokens` rows, and leaves dense what dense does faster; see
+            rarefy.advise. Where two match a layer, the first counts.
         scores: for some of the matched layers, by name, a tensor that ranks blocks instead of their L2
             norm: (N, K), summed over each block, or one number a block.
         filter_fn: called with name and module of each layer that would change; False keeps it dense.

@@ -1,0 +1,315 @@
+"""Advise: which blocks and which dtype make a model's linear layers fastest here, by prediction."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from . import _load
+from .checks import DTYPE_NAMES, check_density, check_int, check_shape, fail
+from .layers import find_layers
+from .predictor import Case, break_even, predictor
+from .sparse_weight import NUMBER, Spec, read_density
+
+# Finest first: of blocks that are about as fast, the one that keeps a model's quality best is the first.
+BLOCKS = ((4, 1), (16, 1), (32, 1), (16, 16), (32, 32))
+_NEAR = 1.05
+_DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class LayerAdvice:
+    """What is predicted for the layers of one shape, of one dtype; times are of one call, in milliseconds."""
+
+    names: tuple[str, ...]
+    shape: tuple[int, int]
+    tokens: int
+    dtype: str
+    dense_ms: float
+    spec: str | None  # None: dense is faster than all blocks at this density
+    sparse_ms: float  # of `spec`, or of what comes closest
+    break_even: float | None  # the density below which those blocks are faster than dense
+
+    @property
+    def speedup(self) -> float:
+        """Dense time / sparse time."""
+        return self.dense_ms / self.sparse_ms
+
+    @property
+    def best_ms(self) -> float:
+        """Of a call, if the advice is taken."""
+        return self.dense_ms if self.spec is None else self.sparse_ms
+
+
+@dataclass(frozen=True)
+class Advice:
+    """What advise found: iterable over its rows, those of the recommended dtype first. `print` it."""
+
+    rows: list[LayerAdvice]
+    dtype: str  # in which all layers together take least time
+    density: float
+
+    def __iter__(self) -> Iterator[LayerAdvice]:  # noqa: D105
+        return iter(self.rows)
+
+    def patterns(self) -> dict[str, str]:
+        """Names and specs for rarefy.sparsify, in the recommended dtype; convert the model to that dtype."""
+        return {
+            re.escape(name): row.spec
+            for row in self.rows
+            if row.dtype == self.dtype and row.spec is not None
+            for name in row.names
+        }
+
+    def total_ms(self, dtype: str, *, dense: bool = False) -> float:
+        """Of all layers, as advised or dense."""
+        rows = [row for row in self.rows if row.dtype == dtype]
+        return sum(len(row.names) * (row.dense_ms if dense else row.best_ms) for row in rows)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything as plain values, ready for json."""
+        rows = [vars(row) | {"names": list(row.names), "speedup": row.speedup} for row in self.rows]
+        return {"dtype": self.dtype, "density": self.density, "layers": rows}
+
+    def __str__(self) -> str:
+        """A table, and a sentence for each dtype."""
+        head = (
+            "layers",
+            "shape",
+            "tokens",
+            "dtype",
+            "dense ms",
+            "sparse ms",
+            "speedup",
+            "break-even",
+            "spec",
+        )
+        lines = [head] + [
+            (
+                row.names[0] + (f" and {len(row.names) - 1} more" if len(row.names) > 1 else ""),
+                "x".join(map(str, row.shape)),
+                str(row.tokens),
+                row.dtype,
+                f"{row.dense_ms:.3f}",
+                f"{row.sparse_ms:.3f}",
+                f"{row.speedup:.2f}x",
+                "none" if row.break_even is None else f"{row.break_even:.3f}",
+                row.spec or "stays dense",
+            )
+            for row in self.rows
+        ]
+        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+        text = "\n".join(
+            "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
+            for line in lines
+        )
+        for dtype in dict.fromkeys(row.dtype for row in self.rows):
+            best, dense = self.total_ms(dtype), self.total_ms(dtype, dense=True)
+            text += (
+                f"\n{dtype}: all layers {dense:.3f} ms dense, {best:.3f} ms as advised ({dense / best:.2f}x)."
+            )
+        return f"{text}\nRecommended: {self.dtype}. All times are predicted."
+
+
+def advise(
+    model: nn.Module | Mapping[str, tuple[int, int]],
+    x: Any = None,
+    *,
+    tokens: int = 512,
+    density: float = 0.5,
+    dtypes: tuple[str, ...] = ("f32", "bf16"),
+) -> Advice:
+    """Predicts what the linear layers of a model gain on this processor, and which blocks and dtype are best.
+
+    The first call on a machine measures for some seconds; its figures are kept in ~/.cache/rarefy (or
+    $XDG_CACHE_HOME), for this processor, number of threads and versions.
+
+    Args:
+        model: its nn.Linear layers that can become sparse are looked at; or shapes (N, K) by name.
+        x: what the model is called with (a tensor, a tuple of arguments or a mapping of keyword arguments),
+            to learn how many tokens each layer sees.
+        tokens: of each layer, where there is no x.
+        density: share of blocks that stay.
+        dtypes: of model and inputs, "f32" and "bf16".
+
+    Returns:
+        An Advice with a row for each shape and dtype. The finest blocks within 5 % of the fastest are named.
+
+    Raises:
+        ValueError: no layer that could become sparse; tokens below 1; a density or dtype that is not valid.
+        TypeError: arguments of the wrong kind.
+        ImportError: the compiled library is missing.
+    """
+    op = "advise"
+    check_int(op, "tokens", tokens, 1)
+    check_density(op, density)
+    if not dtypes or (unknown := [name for name in dtypes if name not in _DTYPES]):
+        fail(op, f"dtypes must be some of {', '.join(_DTYPES)}", dtypes if not dtypes else unknown)
+    if _load.problem is not None:
+        raise ImportError(_load.problem)
+    kinds: dict[tuple[tuple[int, int], int], list[str]] = {}
+    for name, shape, rows in _layers(op, model, x, tokens):
+        kinds.setdefault((shape, rows), []).append(name)
+    rows = [
+        _advice(tuple(names), Case(count, *shape, _DTYPES[dtype]), density)
+        for dtype in dtypes
+        for (shape, count), names in kinds.items()
+    ]
+    found = Advice(rows, dtypes[0], density)
+    best = min(dtypes, key=found.total_ms)
+    return Advice(sorted(rows, key=lambda row: row.dtype != best), best, density)
+
+
+def _layers(op: str, model: Any, x: Any, tokens: int) -> list[tuple[str, tuple[int, int], int]]:
+    """Name, shape and tokens of each layer."""
+    if isinstance(model, Mapping):
+        found = [(str(name), check_shape(op, shape), tokens) for name, shape in model.items()]
+    elif isinstance(model, nn.Module):
+        layers = [layer for layer in find_layers(model) if layer.reason is None]
+        seen = {} if x is None else _tokens_seen(model, layers, x)
+        found = [(layer.name, layer.shape, seen.get(layer.name, tokens)) for layer in layers]
+    else:
+        fail(op, "model must be an nn.Module, or shapes by name", type(model).__name__, TypeError)
+    if not found:
+        fail(op, "model must have layers that can become sparse", "none")
+    return found
+
+
+def _tokens_seen(model: nn.Module, layers: list, x: Any) -> dict[str, int]:
+    """How many rows each layer multiplies when the model is called with x."""
+    seen: dict[str, int] = {}
+
+    def watch(name: str):
+        def hook(_module: nn.Module, inputs: tuple) -> None:
+            seen[name] = max(1, inputs[0].shape[:-1].numel())
+
+        return hook
+
+    hooks = [layer.module.register_forward_pre_hook(watch(layer.name)) for layer in layers]
+    try:
+        with torch.inference_mode():
+            if isinstance(x, Mapping):
+                model(**x)
+            else:
+                model(*x) if isinstance(x, tuple) else model(x)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return seen
+
+
+def _advice(names: tuple[str, ...], dense: Case, density: float) -> LayerAdvice:
+    dense_s, block, sparse_s = _best(dense, density)
+    even, spec = None, None
+    if block is not None:
+        even = break_even(replace(dense, block=block), dense_s)
+        spec = "block:{}x{}@{:g}".format(*block, density) if sparse_s < dense_s else None
+    sizes, name = (dense.out_features, dense.in_features), DTYPE_NAMES[dense.dtype]
+    return LayerAdvice(names, sizes, dense.tokens, name, 1e3 * dense_s, spec, 1e3 * sparse_s, even)
+
+
+def _best(dense: Case, density: float) -> tuple[float, tuple[int, int] | None, float]:
+    """Predicted seconds of dense; the finest block within 5 % of the fastest, if any; its seconds."""
+    times = {
+        block: predictor().seconds(replace(dense, block=block, density=density))
+        for block in BLOCKS
+        if dense.out_features % block[0] == 0 and dense.in_features % block[1] == 0
+    }
+    block = next((b for b, s in times.items() if s <= _NEAR * min(times.values())), None)
+    return predictor().seconds(dense), block, times.get(block, float("inf"))
+
+
+# "auto@0.5" ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Auto:
+    """A spec for sparsify, "auto@0.5": the blocks that are fastest here, or dense where that is faster."""
+
+    density: float
+
+    @staticmethod
+    def parse(text: Any, op: str) -> Auto | None:
+        """Reads "auto@0.5"; None for what does not begin with "auto"."""
+        if not isinstance(text, str) or not text.startswith("auto"):
+            return None
+        match = re.fullmatch(f"auto@{NUMBER}", text)
+        if match is None:
+            fail(op, "spec must look like auto@0.5", repr(text))
+        return Auto(read_density(op, match[1]))
+
+    def chosen(self, layer: nn.Module, tokens: int) -> tuple[Spec | str, tuple[float, float] | None]:
+        """What a layer becomes, or why it stays; and the predicted milliseconds of dense and sparse."""
+        weight = layer.weight
+        if not isinstance(layer, nn.Linear):
+            return "already block-sparse: auto chooses for dense layers", None
+        if weight.device.type != "cpu" or weight.dtype not in _DTYPES.values():
+            return "auto predicts for the CPU, in float32 and bfloat16", None
+        dense, block, sparse = _best(Case(tokens, *weight.shape, weight.dtype), self.density)
+        if block is None:
+            return "no block shape that auto knows divides it", None
+        times = (1e3 * dense, 1e3 * sparse)
+        if sparse >= dense:
+            found = "dense is predicted to be faster: {:.3f} ms, {}x{} blocks {:.3f} ms at {} tokens"
+            return found.format(times[0], *block, times[1], tokens), times
+        return Spec.parse({"block_shape": block, "density": self.density}), times
+
+
+# python -m rarefy advise --------------------------------------------------------------------------
+
+
+def main(argv: list[str]) -> int:
+    """Prints what layers of given shapes, or of a safetensors file, would gain; exit code 1 for bad input."""
+    parser = argparse.ArgumentParser(prog="python -m rarefy advise", description=main.__doc__)
+    parser.add_argument(
+        "file", nargs="?", help="safetensors file: its two-dimensional .weight tensors are layers"
+    )
+    parser.add_argument(
+        "--shape", action="append", default=[], help="out_features x in_features, like 1536x384"
+    )
+    parser.add_argument("--tokens", type=int, default=512, help="rows of x (default: %(default)s)")
+    parser.add_argument("--density", type=float, default=0.5, help="stored share of blocks (default: 0.5)")
+    parser.add_argument("--dtype", action="append", choices=sorted(_DTYPES), help="default: all")
+    parser.add_argument("--threads", type=int, help="threads of a call (default: torch's)")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    args = parser.parse_args(argv)
+    try:
+        shapes = _shapes(args.file, args.shape)
+        if args.threads is not None:
+            torch.set_num_threads(check_int("advise", "--threads", args.threads, 1))
+        dtypes = tuple(args.dtype or _DTYPES)
+        found = advise(shapes, tokens=args.tokens, density=args.density, dtypes=dtypes)
+    except (ValueError, OSError, ImportError) as error:
+        print(error, file=sys.stderr)
+        return 1
+    print(json.dumps(found.to_dict(), indent=2) if args.json else found)
+    return 0
+
+
+def _shapes(file: str | None, texts: list[str]) -> dict[str, tuple[int, int]]:
+    shapes: dict[str, tuple[int, int]] = {}
+    for text in texts:
+        match = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", text)
+        if match is None:
+            fail("advise", "--shape must look like 1536x384", repr(text))
+        shapes[text] = (int(match[1]), int(match[2]))
+    if file is not None:
+        from safetensors import SafetensorError, safe_open
+
+        try:
+            with safe_open(file, framework="pt") as tensors:
+                for key in tensors.keys():  # noqa: SIM118
+                    sizes = tensors.get_slice(key).get_shape()
+                    if key.endswith(".weight") and len(sizes) == 2 and "embedding" not in key:
+                        shapes[key.removesuffix(".weight")] = tuple(sizes)
+        except SafetensorError as error:
+            fail("advise", "file must be a safetensors file", f"{file}: {error}")
+    return shapes

@@ -1,0 +1,300 @@
+"""How long a linear layer takes on this processor: a model of each kernel's configuration, calibrated once.
+
+What a kernel does for a problem follows from its configuration, as its driver reckons it: tokens that a
+thread packs and stores, products, weights that stream by. Some short measurements say what each of these
+costs here; they are kept in a file. docs/performance.md has how exact that is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import json
+import math
+import os
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from . import _load
+from .backend import backend_info
+from .checks import DTYPE_NAMES, fail
+from .files import replacing
+from .masks import block_count, grid_of
+from .modules import BlockSparseLinear
+
+FEW = 4  # tokens, up to which kernels of their own read weights at the speed of memory
+_LANES = {"avx512": 16, "avx2": 8, "neon": 4}  # floats of a vector, by family
+_PANEL, _GROUP = 32, 32  # tokens of a panel in pairs, columns of a group (src/cpu/pairs.h)
+
+# What is measured: (out_features, in_features), densities, tokens for each kind of kernel.
+_SHAPES = ((768, 768), (384, 1536), (2048, 1024))
+_DENSITIES = (0.1, 0.5)
+_TOKENS = {True: (1, 4), False: (16, 128, 512)}
+_SECONDS = 0.02  # for a single measurement
+_FORMAT = 1  # of the file
+
+
+@dataclass(frozen=True)
+class Case:
+    """A layer and its input: what a time is predicted for. block: rows × columns; None: nn.Linear."""
+
+    tokens: int
+    out_features: int
+    in_features: int
+    dtype: torch.dtype = torch.float32
+    block: tuple[int, int] | None = None
+    density: float = 1.0
+
+    @property
+    def blocks(self) -> int:
+        """Stored blocks."""
+        return block_count(
+            self.density, math.prod(grid_of((self.out_features, self.in_features), self.block))
+        )
+
+    @property
+    def group(self) -> str:
+        """Cases of one group are predicted from the same measurements."""
+        block = "dense" if self.block is None else "{}x{}".format(*self.block)
+        return f"{DTYPE_NAMES[self.dtype]} {block} {'few' if self.tokens <= FEW else 'many'}"
+
+
+# What a kernel does, in terms that each have their own cost -----------------------------------------
+
+
+@functools.lru_cache(maxsize=4096)
+def _explained(case: Case, threads: int, forced: str) -> tuple[str, dict[str, int]]:
+    """Name and configuration of the kernel that the layer runs, with its packed weight at hand."""
+    name = DTYPE_NAMES[case.dtype]
+    sizes = (case.out_features, case.in_features, *case.block, case.blocks)
+    text = torch.ops.rarefy.explain("linear", *sizes, name, name, case.tokens, True, "none", "cpu", 0, -1)
+    found = json.loads(text)
+    if found["kernel"] is None:
+        fail("predict", "a kernel of this build must fit the layer", found["why_none"])
+    config = dict(item.split("=") for item in (found["config"] or "").split())
+    return found["kernel"], {field: int(value) for field, value in config.items()}
+
+
+def terms(case: Case, threads: int, forced: str = "") -> list[float]:
+    """What the slowest thread does: how many products, elements packed, stored and so on; the first is 1."""
+    m, n, k = case.tokens, case.out_features, case.in_features
+    if case.block is None:
+        return [1, m * n * k / threads, n * k / threads, m * k, m * n / threads]
+    (rows, cols), blocks = case.block, case.blocks
+    weights = blocks * rows * cols
+    kernel, config = _explained(case, threads, forced)
+    splits, panels = config.get("splits", 1), config.get("panels", 1)
+    if "scatter" in config:  # linear.cc, blocking.cc
+        width = _LANES.get(kernel.partition("_")[0], 8)
+        lanes = config["vectors"] * width
+        most = -(-m // lanes)
+        worked = _rounds(most, panels, splits, threads) * -(-m // width) * width / most
+        each = worked / lanes
+    elif set(config) == {"panels", "splits"}:  # linear_pairs.cc
+        most = -(-m // _PANEL)
+        worked = _rounds(most, panels, splits, threads) * -(-m // (_PANEL // 2)) * (_PANEL // 2) / most
+        each = worked / _PANEL
+        weights += n * _GROUP / 2 if cols % _GROUP else 0  # a block row's last group is half empty
+    else:  # up to FEW tokens, and what has no model of its own
+        return [1, weights / threads, m * weights / threads, m * k, m * n / threads, blocks / threads]
+    return [
+        1,
+        worked * weights / splits,  # products
+        worked * k,  # packed
+        worked * n / splits,  # stored
+        each * weights / splits,  # weights that stream by a panel
+        each * (blocks + n // rows) / splits,  # blocks that begin, block rows that end
+    ]
+
+
+def _rounds(most: int, panels: int, splits: int, threads: int) -> int:
+    """Panels that the slowest thread goes through."""
+    return -(-(-(-most // panels) * splits) // threads) * min(panels, most)
+
+
+def fitted(rows: list[list[float]], times: list[float]) -> list[float]:
+    """Costs ≥ 0 of the terms, so that the sums of squared relative errors is least.
+
+    rows: terms of each measurement; times: theirs. The costs of terms that do not help are 0.
+    """
+    a = torch.tensor(rows, dtype=torch.float64) / torch.tensor(times, dtype=torch.float64).unsqueeze(1)
+    scale = a.norm(dim=0).clamp(min=1e-300)
+    a, wanted = a / scale, torch.ones(len(times), dtype=torch.float64)
+    x, used = torch.zeros(a.shape[1], dtype=torch.float64), []
+    for _ in range(4 * a.shape[1]):  # Lawson & Hanson 1974, chapter 23
+        gain = a.T @ (wanted - a @ x)
+        gain[used] = -1.0
+        if gain.max() < 1e-9:
+            break
+        used.append(int(gain.argmax()))
+        while True:
+            target = torch.zeros_like(x)
+            target[used] = torch.linalg.lstsq(a[:, used], wanted.unsqueeze(1), driver="gelsd").solution[:, 0]
+            if not used or (target[used] > 0).all():
+                break
+            negative = [i for i in used if target[i] <= 0]
+            step = min(float(x[i] / (x[i] - target[i])) for i in negative)
+            x = x + step * (target - x)
+            used = [i for i in used if x[i] > 1e-12]
+            x[[i for i in range(len(x)) if i not in used]] = 0.0
+        x = target
+    return (x / scale).tolist()
+
+
+# Measuring ----------------------------------------------------------------------------------------
+
+
+def layer_of(case: Case) -> nn.Module:
+    """A layer as the case says, with random values, for inference."""
+    generator = torch.Generator("cpu").manual_seed(0)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        dense = nn.Linear(case.in_features, case.out_features).requires_grad_(False)
+    if case.block is None:
+        return dense.to(case.dtype)
+    grid = grid_of((case.out_features, case.in_features), case.block)
+    scores = torch.rand(grid, generator=generator)
+    spec = {"block_shape": case.block, "density": case.density}
+    return BlockSparseLinear.from_dense(dense.to(case.dtype), spec=spec, scores=scores)
+
+
+@torch.inference_mode()
+def measure(case: Case, seconds: float = _SECONDS) -> float:
+    """Seconds that a call takes: the shortest of those that fit into `seconds`, at least five."""
+    layer, x = layer_of(case), torch.randn(case.tokens, case.in_features, dtype=case.dtype)
+    for _ in range(2):
+        layer(x)
+    best, calls, end = math.inf, 0, time.perf_counter() + seconds
+    while calls < 5 or time.perf_counter() < end:
+        begin = time.perf_counter()
+        layer(x)
+        best = min(best, time.perf_counter() - begin)
+        calls += 1
+    return best
+
+
+# The machine's costs, and where they are kept ---------------------------------------------------------
+
+
+def machine_key() -> dict[str, Any]:
+    """What costs depend on: processor, versions, the compiled library, threads, forced kernels."""
+    if _load.problem is not None:
+        raise ImportError(_load.problem)
+    info, library = backend_info(), _load.LIBRARY.stat()
+    return {
+        "format": _FORMAT,
+        "machine": info["machine"],
+        "rarefy": info["version"],
+        "torch": info["torch"],
+        "library": f"{library.st_size} {library.st_mtime_ns}",
+        "threads": torch.get_num_threads(),
+        "forced": info["forced_impl"] or "",
+    }
+
+
+def cache_folder() -> Path:
+    """$XDG_CACHE_HOME/rarefy, or ~/.cache/rarefy."""
+    home = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    return (home if home.is_absolute() else Path.home() / ".cache") / "rarefy"
+
+
+class Predictor:
+    """Predicts times on one machine as it is: its processor, libraries and number of threads.
+
+    Costs are measured when a group of cases is asked for that nobody asked for before, about 0.4 s each, and
+    kept in a file in `folder`. What cannot be read there is measured anew.
+    """
+
+    def __init__(self, folder: Path | None = None) -> None:
+        self.key = machine_key()
+        digest = hashlib.sha256(json.dumps(self.key, sort_keys=True).encode()).hexdigest()[:16]
+        self.path = (folder or cache_folder()) / f"speed-{digest}.json"
+        self.costs: dict[str, list[float]] = self._read()
+
+    def seconds(self, case: Case) -> float:
+        """The time of one call of the layer, everything included."""
+        self.calibrate([case])
+        return sum(c * t for c, t in zip(self.costs[case.group], self._terms(case), strict=True))
+
+    def calibrate(self, cases: Iterable[Case]) -> None:
+        """Measures what is not known yet of the groups of these cases."""
+        new = {
+            case.group: case
+            for case in cases
+            if len(self.costs.get(case.group, ())) != len(self._terms(case))
+        }
+        for group, case in new.items():
+            points = list(calibration(case))
+            times = [measure(point) for point in points]
+            self.costs[group] = fitted([self._terms(point) for point in points], times)
+        if new:
+            self._write()
+
+    def _terms(self, case: Case) -> list[float]:
+        return terms(case, self.key["threads"], self.key["forced"])
+
+    def _read(self) -> dict[str, list[float]]:
+        try:
+            kept = json.loads(self.path.read_text(encoding="utf-8"))
+            costs = kept["costs"]
+            sound = kept["key"] == self.key and all(
+                isinstance(row, list)
+                and all(type(c) is float and 0 <= c < math.inf for c in row)
+                and any(row)
+                for row in costs.values()
+            )
+            return costs if sound else {}
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            return {}
+
+    def _write(self) -> None:
+        text = json.dumps({"key": self.key, "costs": self.costs}, indent=1, allow_nan=False)
+        with contextlib.suppress(OSError):
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with replacing(self.path) as temporary:
+                temporary.write_text(text + "\n", encoding="utf-8")
+
+
+def calibration(case: Case) -> Iterable[Case]:
+    """The cases that are measured for the group of this one."""
+    for n, k in _SHAPES:
+        if case.block is not None and (n % case.block[0] or k % case.block[1]):
+            n, k = (max(b, size // b * b) for size, b in zip((n, k), case.block, strict=True))
+        for tokens in _TOKENS[case.tokens <= FEW]:
+            for density in (1.0,) if case.block is None else _DENSITIES:
+                yield replace(case, tokens=tokens, out_features=n, in_features=k, density=density)
+
+
+_known: dict[str, Predictor] = {}
+
+
+def predictor() -> Predictor:
+    """The predictor of this machine, with the number of threads and the forced kernels of now."""
+    key = json.dumps([machine_key(), str(cache_folder())])
+    if key not in _known:
+        _known[key] = Predictor()
+    return _known[key]
+
+
+def break_even(case: Case, dense: float) -> float | None:
+    """The largest density at which the layer takes no more than `dense` seconds; None if there is none."""
+    total = math.prod(grid_of((case.out_features, case.in_features), case.block))
+    if predictor().seconds(replace(case, density=1 / total)) > dense:
+        return None
+    if predictor().seconds(replace(case, density=1.0)) <= dense:
+        return 1.0
+    low, high = 1, total  # blocks: `low` is fast enough, `high` is not
+    while high - low > max(1, total // 1000):
+        middle = (low + high) // 2
+        if predictor().seconds(replace(case, density=middle / total)) <= dense:
+            low = middle
+        else:
+            high = middle
+    return low / total
