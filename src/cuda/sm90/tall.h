@@ -57,7 +57,7 @@ double predicted_microseconds(const TallProblem& problem, const TallConfig& conf
 struct TallPlan {
   int groups, sms;  // groups of `rows` rows; thread blocks
   std::int64_t items_at, words;
-  TallPlan(const TallProblem& problem, const TallConfig& config, int sms);
+  TallPlan(const TallProblem& problem, const TallConfig& config, int thread_blocks);
   StripLists lists() const { return {groups, 1, sms}; }
 };
 
