@@ -343,6 +343,29 @@ def test_lamp_is_its_oracle():
     assert scopes.LAMP().removed(infos, 0.7) == [lost.count(i) for i in range(3)]
 
 
+def test_owl_is_its_oracle():
+    weights = [torch.randn(40, 30), torch.randn(20, 40) ** 3, torch.randn(10, 20)]
+    inputs = [torch.rand(1, w.shape[1], dtype=torch.float64) for w in weights]
+    infos = [
+        scopes.LayerInfo(str(i), w, w.numel(), x)
+        for i, (w, x) in enumerate(zip(weights, inputs, strict=True))
+    ]
+    outliers = []
+    for w, x in zip(weights, inputs, strict=True):
+        metric = np.abs(w.double().numpy()) * np.sqrt(x.numpy())
+        outliers.append((metric > 3 * metric.mean()).mean())
+    ratio = np.array(outliers)
+    ratio = (ratio - ratio.min()) / (ratio.max() - ratio.min()) * 2 * 0.1
+    sizes = np.array([w.numel() for w in weights])
+    density = ratio - (ratio * sizes).sum() / sizes.sum() + 0.4
+    lost = scopes.OWL(3, 0.1).removed(infos, 0.6)
+    assert sum(lost) == round(0.6 * sizes.sum())
+    assert np.abs(lost - (1 - density) * sizes).max() <= 1
+    clipped = scopes.OWL(3, 0.5).removed(infos, 0.9)
+    assert sum(clipped) == round(0.9 * sizes.sum())
+    assert all(0 <= n <= size for n, size in zip(clipped, sizes, strict=True))
+
+
 # -- schedules ----------------------------------------------------------------------------------------------
 
 
@@ -581,6 +604,7 @@ def _same(a, b) -> bool:
     return a == b
 
 
+@pytest.mark.timeout(300)  # a new process imports torch: a minute on a machine that is busy
 def test_a_run_goes_on_bit_for_bit_in_a_new_process(tmp_path):
     script = tmp_path / "run.py"
     script.write_text(RUN)
@@ -589,7 +613,7 @@ def test_a_run_goes_on_bit_for_bit_in_a_new_process(tmp_path):
     first = [here["run"](here["start"](*settings), 0, 17) for settings in here["RUNS"]]
     torch.save(first, tmp_path / "first.pt")
     arguments = [sys.executable, script, tmp_path / "first.pt", tmp_path / "second.pt"]
-    subprocess.run(arguments, check=True, timeout=110)
+    subprocess.run(arguments, check=True, timeout=280)
     assert whole[0][2]["clock"] == 40
     assert _same(whole, torch.load(tmp_path / "second.pt"))
 
@@ -611,6 +635,22 @@ def test_a_state_dict_is_a_copy_and_is_not_changed():
     assert torch.equal(b.up.parametrizations.weight[0].mask, first.masks()["up.weight"])
     assert kept["state"]["up.weight"]["mask"]["bits"].numel() == 30 * 2  # a bit a weight
     assert second.defaults == first.defaults
+
+
+def test_a_squashed_run_goes_on():
+    first, second = (Sparsifier(0.5) for _ in range(2))
+    first.prepare(a := Net())
+    first.step()
+    first.squash_mask()
+    second.prepare(b := Net())
+    second.load_state_dict(first.state_dict())
+    b.load_state_dict(a.state_dict())
+    optimizer = torch.optim.SGD(b.parameters(), lr=0.1, momentum=0.9)
+    second.attach(optimizer)
+    b(batch()).sum().backward()
+    optimizer.step()
+    second.step()
+    assert torch.equal(b.up.weight != 0, first.masks()["up.weight"])
 
 
 def test_state_dicts_of_others_are_refused():

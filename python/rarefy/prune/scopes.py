@@ -85,9 +85,20 @@ class Uniform(Allocation):
 
 
 def _exact(densities: Sequence[float], units: Sequence[int], sparsity: float) -> list[int]:
-    """Counts near (1 − density) · units that add up to round(sparsity · all); largest remainders first."""
+    """Counts near (1 − density) · units that add up to round(sparsity · all).
+
+    Where they do not, all densities move by the same, within [0, 1]; largest remainders get the rest.
+    """
     total = count_of(sparsity, sum(units))
-    wanted = [min(max((1 - d) * u, 0.0), float(u)) for d, u in zip(densities, units, strict=True)]
+
+    def lost(shift: float) -> list[float]:
+        return [min(max(1 - d + shift, 0.0), 1.0) * u for d, u in zip(densities, units, strict=True)]
+
+    low, high = -1.0, 1.0
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if sum(lost(middle)) < total else (low, middle)
+    wanted = lost(high)
     counts = [math.floor(w) for w in wanted]
     order = sorted(range(len(units)), key=lambda i: (counts[i] - wanted[i], i))
     missing, at = total - sum(counts), 0
@@ -136,8 +147,8 @@ class ERK(ER):
 class OWL(Allocation):
     """Layers with more outliers stay denser (Yin et al. 2024): "owl".
 
-    An outlier is an |W_ij| ‖X_j‖ above m times the layer's mean; densities differ by at most 2λ and their
-    mean is kept.
+    An outlier is an |W_ij| ‖X_j‖ above m times the layer's mean; densities differ by at most 2λ, and the
+    density of the whole is kept.
 
     Attributes:
         m: what makes an outlier.
@@ -162,9 +173,9 @@ class OWL(Allocation):
             parts.append(float((scores > self.m * scores.mean()).double().mean()))
         low, span = min(parts), max(parts) - min(parts)
         around = [2 * self.lmbda * (part - low) / span if span else 0.0 for part in parts]
-        mean = sum(around) / len(around)
-        densities = [min(1.0, max(0.0, 1 - sparsity + a - mean)) for a in around]
-        return _exact(densities, [layer.units for layer in layers], sparsity)
+        units = [layer.units for layer in layers]
+        mean = sum(a * u for a, u in zip(around, units, strict=True)) / max(1, sum(units))
+        return _exact([1 - sparsity + a - mean for a in around], units, sparsity)
 
 
 @dataclass(frozen=True)

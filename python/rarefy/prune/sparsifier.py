@@ -18,6 +18,7 @@ from tqdm import tqdm
 
 from ..checks import fail
 from ..report import Report
+from . import checkpoint
 from .conversion import swap, to_sparse
 from .criteria import check_sparsity, parse_criterion
 from .groups import Config, FilterFn, find_groups, observing
@@ -27,8 +28,6 @@ from .patterns import EachRow, Pattern, count_of, matrix_shape, parse_pattern
 from .schedules import parse_schedule
 from .scopes import Global, LayerInfo, PerRow, Uniform, parse_allocation, parse_scope
 from .table import Row, Table
-
-_VERSION = 1
 
 
 class Sparsifier(BaseSparsifier):
@@ -104,6 +103,7 @@ class Sparsifier(BaseSparsifier):
         self._levels: dict[str, float] = {}  # of sparsity, when masks were last made
         self._optimizers: list[tuple[Optimizer, list[Any]]] = []
         self._squashed = self._observed = False
+        self._targets: dict[str, float] = {}  # the groups' sparsity_level then
 
     # -- before ---------------------------------------------------------------------------------------
 
@@ -133,13 +133,13 @@ class Sparsifier(BaseSparsifier):
             level = group.pop("sparsity", self.defaults["sparsity_level"])
             group["sparsity_level"] = check_sparsity(op, "sparsity_level", group.get("sparsity_level", level))
             group["pattern"].check_sparsity(op, group["sparsity_level"])
-            weight = self._weight(group)
+            weight = self._original(group)
             group["pattern"].check_shape(op, group["tensor_fqn"], weight.shape)
             if isinstance(self.scope, Global) and group["pattern"].each_row:
                 fail(op, "a global scope needs units of whole layers", group["pattern"])
         self.groups, self._model = groups, model
         for group in groups:
-            weight = self._weight(group)
+            weight = self._original(group)
             rows, cols = matrix_shape(weight.shape)
             ones = torch.ones(rows, cols, dtype=torch.bool)
             self.state[group["tensor_fqn"]]["mask"] = Mask.pack(ones)
@@ -188,7 +188,7 @@ class Sparsifier(BaseSparsifier):
         """
         self._check_prepared("observe")
         self._observed = True
-        if self.criterion.needs != "gradient":
+        if self.criterion.needs != "gradient" or self._squashed:
             return
         for group in self.groups:
             original = self._original(group)
@@ -260,7 +260,7 @@ class Sparsifier(BaseSparsifier):
         self._set(
             group,
             self._pattern(group).mask(
-                scores, self._weight(group).shape, group["sparsity_level"], self._previous(fqn)
+                scores, self._original(group).shape, group["sparsity_level"], self._previous(fqn)
             ),
         )
 
@@ -270,7 +270,7 @@ class Sparsifier(BaseSparsifier):
         else:
             counts = self._allocated(levels)
             for group in self.groups:
-                fqn, shape, pattern = group["tensor_fqn"], self._weight(group).shape, self._pattern(group)
+                fqn, shape, pattern = group["tensor_fqn"], self._original(group).shape, self._pattern(group)
                 scores, previous = self._scores(group), self._previous(group["tensor_fqn"])
                 if counts is None or fqn not in counts:
                     mask = pattern.mask(scores, shape, levels[fqn], previous)
@@ -311,7 +311,7 @@ class Sparsifier(BaseSparsifier):
         scores = [self._scores(group) for group in groups]
         if len({s.importance for s in scores}) > 1:
             scores = [Scores(s.dense()) for s in scores]
-        shapes = [self._weight(group).shape for group in groups]
+        shapes = [self._original(group).shape for group in groups]
         counts = [g["pattern"].count(shape) for g, shape in zip(groups, shapes, strict=True)]
         layers = [
             LayerInfo(g["tensor_fqn"], self._original(g), n) for g, n in zip(groups, counts, strict=True)
@@ -334,7 +334,7 @@ class Sparsifier(BaseSparsifier):
             self._set(group, group["pattern"].mask_of_count(score, shape, n, before))
         for group in self.groups:
             if group["pattern"].fixed:
-                self._set(group, group["pattern"].mask(self._scores(group), self._weight(group).shape, 0.0))
+                self._set(group, group["pattern"].mask(self._scores(group), self._original(group).shape, 0.0))
 
     def _pattern(self, group: dict[str, Any]) -> Pattern:
         pattern = group["pattern"]
@@ -408,13 +408,9 @@ class Sparsifier(BaseSparsifier):
             return module.parametrizations[tensor].original
         return getattr(module, tensor)
 
-    def _weight(self, group: dict[str, Any]) -> torch.Tensor:
-        """The same, for its shape."""
-        return self._original(group)
-
     def masks(self) -> dict[str, torch.Tensor]:
         """By the name of each weight, a bool tensor of its shape: True stays."""
-        shapes = {g["tensor_fqn"]: self._weight(g).shape for g in self.groups}
+        shapes = {g["tensor_fqn"]: self._original(g).shape for g in self.groups}
         return {fqn: self.state[fqn]["mask"].unpack().view(shape) for fqn, shape in shapes.items()}
 
     def report(self) -> Table:
@@ -422,7 +418,7 @@ class Sparsifier(BaseSparsifier):
         self._check_prepared("report")
         rows = []
         for group in self.groups:
-            fqn, shape = group["tensor_fqn"], tuple(self._weight(group).shape)
+            fqn, shape = group["tensor_fqn"], tuple(self._original(group).shape)
             mask = self.state[fqn]["mask"]
             bits = mask.unpack()
             target = self._levels.get(fqn, 0.0)
@@ -515,28 +511,7 @@ class Sparsifier(BaseSparsifier):
         are saved by themselves.
         """
         self._check_prepared("state_dict")
-
-        def plain(value: Any) -> Any:
-            if isinstance(value, Mask):
-                return {"bits": value.bits.clone(), "cols": value.cols, "kept": value.kept}
-            return value.clone() if isinstance(value, torch.Tensor) else value
-
-        skipped = ("module", "module_fqn", "tensor_name", "places", "pattern")
-        return {
-            "version": _VERSION,
-            "settings": self._settings(),
-            "clock": self.clock,
-            "levels": dict(self._levels),
-            "targets": dict(getattr(self, "_targets", {})),
-            "squashed": self._squashed,
-            "random": self.random.get_state(),
-            "defaults": dict(self.defaults),
-            "state": {fqn: {k: plain(v) for k, v in mine.items()} for fqn, mine in self.state.items()},
-            "groups": [
-                {**{k: v for k, v in g.items() if k not in skipped}, "pattern": str(g["pattern"])}
-                for g in self.groups
-            ],
-        }
+        return checkpoint.save(self)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> None:
         """Goes on where another sparsifier's state_dict() was taken; `state_dict` is not changed.
@@ -550,44 +525,11 @@ class Sparsifier(BaseSparsifier):
         Raises ValueError, before anything changes, for one of another model, of other settings, or no such
         dict.
         """
-        op = "load_state_dict"
-        self._check_prepared(op)
-        if not isinstance(state_dict, Mapping) or state_dict.get("version") != _VERSION:
-            fail(op, f"state_dict must be of a Sparsifier, version {_VERSION}", _described(state_dict))
-        mine, theirs = [g["tensor_fqn"] for g in self.groups], [g["tensor_fqn"] for g in state_dict["groups"]]
-        if set(mine) != set(theirs):
-            differ = sorted(set(mine) ^ set(theirs))
-            fail(op, "state_dict must be of the same weights", f"{', '.join(differ[:5])} in one of both only")
-        if strict and state_dict["settings"] != self._settings():
-            ours = self._settings()
-            differ = [
-                f"{k}={v} instead of {ours[k]}" for k, v in state_dict["settings"].items() if v != ours[k]
-            ]
-            fail(op, "state_dict must have these settings (strict=False ignores them)", ", ".join(differ))
-        state: dict[str, dict[str, Any]] = {}
-        for group in self.groups:
-            fqn = group["tensor_fqn"]
-            rows, cols = matrix_shape(self._weight(group).shape)
-            entry = dict(state_dict["state"][fqn])
-            saved = entry["mask"]
-            if (tuple(saved["bits"].shape), saved["cols"]) != ((rows, -(-cols // 8)), cols):
-                fail(op, f"the mask of {fqn} must be {rows}x{cols}", f"{len(saved['bits'])}x{saved['cols']}")
-            entry["mask"] = Mask(saved["bits"].clone(), saved["cols"], saved["kept"])
-            state[fqn] = {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in entry.items()}
-        if state_dict["squashed"] and not self._squashed:
-            self.squash_mask()
-        self.state.update(state)
-        by_name = {g["tensor_fqn"]: g for g in state_dict["groups"]}
-        for group in self.groups:
-            group["sparsity_level"] = by_name[group["tensor_fqn"]]["sparsity_level"]
-            self._show(group)
-        self.defaults = dict(state_dict["defaults"])
-        self.clock, self._levels = state_dict["clock"], dict(state_dict["levels"])
-        self._targets = dict(state_dict["targets"])
-        self.random.set_state(state_dict["random"])
-        self._observed = False
+        self._check_prepared("load_state_dict")
+        checkpoint.load(self, state_dict, strict)
 
-    def _settings(self) -> dict[str, str]:
+    def settings(self) -> dict[str, str]:
+        """What it was made with, as text: what a checkpoint must agree in."""
         names = ("criterion", "pattern", "scope", "allocation", "schedule", "ste", "regrow")
         return {name: str(getattr(self, name)) for name in names}
 
@@ -601,7 +543,7 @@ class Sparsifier(BaseSparsifier):
         self.random.set_state(state["random"])
 
     def __repr__(self) -> str:  # noqa: D105
-        settings = ", ".join(f"{k}={v}" for k, v in self._settings().items())
+        settings = ", ".join(f"{k}={v}" for k, v in self.settings().items())
         return (
             f"Sparsifier(sparsity={self.defaults['sparsity_level']}, {settings}, groups={len(self.groups)})"
         )
@@ -611,7 +553,3 @@ def _mean(levels: dict[str, float], layers: list[LayerInfo]) -> float:
     """The sparsity over all units of the layers."""
     total = sum(layer.units for layer in layers)
     return sum(levels[layer.name] * layer.units for layer in layers) / total if total else 0.0
-
-
-def _described(value: Any) -> str:
-    return f"version {value.get('version')}" if isinstance(value, Mapping) else type(value).__name__
