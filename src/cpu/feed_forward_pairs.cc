@@ -16,9 +16,9 @@ struct Shapes {
   PairsShape up, down;
   std::int64_t hidden;  // elements of a panel: all block rows of `up`, and the zeros that `down` reads
 
-  explicit Shapes(const Problem& p)
-      : up(p.weight.shape),
-        down(p.down.shape),
+  Shapes(const PairKernels& kernels, const Problem& p)
+      : up(kernels, p.weight.shape),
+        down(kernels, p.down.shape),
         hidden(std::max(up.out_features(), down.padded) * kPanelTokens) {}
 };
 
@@ -34,6 +34,7 @@ struct Memory {
 
   struct Own {
     std::uint16_t *x, *hidden, *gathered;
+    std::uint32_t* unfinished;
     float* sums;
   };
 
@@ -59,6 +60,7 @@ struct Memory {
     own.x = room.take<std::uint16_t>(sets_.panels * shapes_.up.panel_size());
     own.hidden = room.take<std::uint16_t>(sets_.splits > 1 ? 0 : sets_.panels * shapes_.hidden);
     own.gathered = room.take<std::uint16_t>(kGatheredGroups * kGroupSize);
+    own.unfinished = room.take<std::uint32_t>(sets_.panels);
     own.sums = room.take<float>(std::min(sets_.panels, kNear) *
                                 std::max(shapes_.up.sums_size(), shapes_.down.sums_size()));
     return own;
@@ -74,10 +76,10 @@ class Network {
       : k_(kernels),
         call_(call),
         sets_(sets),
-        shapes_(call.problem),
+        shapes_(kernels, call.problem),
         memory_(call.problem, shapes_, sets_, call.workspace),
-        up_(kernels, shapes_.up, call.layers->up.weight.plan.crow, call.layers->up.weight.derived),
-        down_(kernels, shapes_.down, call.layers->down.weight.plan.crow, call.layers->down.weight.derived) {}
+        up_(weight(shapes_.up, call.layers->up.weight)),
+        down_(weight(shapes_.down, call.layers->down.weight)) {}
 
   void run() const {
     unpack_pairs_bias(call_.layers->up.bias, features(), shapes_.up.out_features() + kGroup, memory_.up_bias);
@@ -89,8 +91,8 @@ class Network {
         out(set, own, 0, shapes_.down.out_blocks, own.hidden);
       });
     }
-    const auto bound = [&](const PairsWeight& w, std::int64_t part) {  // as in linear_pairs.cc
-      return begin_of_part(w.begin, w.shape.out_blocks, w.shape.red_block, 12, part, sets_.splits);
+    const auto bound = [&](const PairsWeight& w, std::int64_t part) {
+      return w.begin_of(part, sets_.splits);
     };
     each_set(sets_.splits, [&](const Set& set, const Memory::Own& own, std::int64_t part) {
       hidden(set, own, bound(up_, part), bound(up_, part + 1), between(set));
@@ -104,6 +106,11 @@ class Network {
   struct Set {
     std::int64_t first, tokens;
   };
+
+  PairsWeight weight(const PairsShape& shape, const BsrView& w) const {
+    const SparseOperand stored = operand(w.plan.shape, w.values, DType::bf16, w.plan.col, nullptr, false);
+    return {k_, shape, {stored, w.plan.crow}, w.derived};
+  }
 
   // Sets differ by a panel at most.
   template <class F>
@@ -131,7 +138,8 @@ class Network {
     const PairsShape& s = shapes_.up;
     pack_panels(k_, s, call_.x, set.first, set.tokens, own.x, s.panel_size());
     const MutableMatrixView& save = call_.save.up;
-    up_.multiply(own.x, s.panel_size(), set.tokens, begin, end, own.gathered, own.sums,
+    find_unfinished(k_, s, own.x, s.panel_size(), set.tokens, own.unfinished);
+    up_.multiply(own.x, s.panel_size(), set.tokens, own.unfinished, begin, end, own.gathered, own.sums,
                  [&](std::int64_t m, std::int32_t rows, std::int64_t block, std::int64_t stop, float* sums) {
                    const std::int64_t from = block * s.out_block, count = (stop - block) * s.out_block;
                    const std::int64_t there = std::min(count, features() - from);
@@ -157,8 +165,9 @@ class Network {
   void out(const Set& set, const Memory::Own& own, std::int64_t begin, std::int64_t end,
            const std::uint16_t* in) const {
     const std::int64_t block_rows = shapes_.down.out_block;
+    find_unfinished(k_, shapes_.down, in, shapes_.hidden, set.tokens, own.unfinished);
     down_.multiply(
-        in, shapes_.hidden, set.tokens, begin, end, own.gathered, own.sums,
+        in, shapes_.hidden, set.tokens, own.unfinished, begin, end, own.gathered, own.sums,
         [&](std::int64_t m, std::int32_t rows, std::int64_t block, std::int64_t stop, const float* sums) {
           const std::int64_t from = block * block_rows;
           k_.store({sums, memory_.down_bias + from, Activation::none,
@@ -185,10 +194,9 @@ constexpr std::int64_t kMostSet = 16;
 // Calls visit(sets, cost in cycles) for all that are weighed.
 template <class F>
 void for_each_sets(const PairKernels& kernels, const Problem& p, const Machine& machine, F&& visit) {
-  const Shapes s(p);
+  const Shapes s(kernels, p);
   const auto product = [&](const PairsShape& w, double panels) {
-    const double tiles = static_cast<double>(w.entries * w.out_block * w.red_block) / kTileSize;
-    return tiles * (panels * kernels.tile_cycles + 2 * kTileSize * kWeightByte);
+    return w.tiles() * (panels * kernels.tile_cycles + 2 * kTileSize * kWeightByte);
   };
   const std::int64_t all = panels_of(p.tokens);
   const std::int64_t fit = panel_floats(machine) * 2 / (s.up.panel_size() + s.hidden);
@@ -211,17 +219,15 @@ void for_each_sets(const PairKernels& kernels, const Problem& p, const Machine& 
 
 }  // namespace
 
-Reason supports_feed_forward_pairs(const Problem& p) {
+Reason supports_feed_forward_pairs(const PairKernels& kernels, const Problem& p) {
   if (p.gate != WeightSpec{}) return "takes networks without a gate";
   if (p.in != DType::bf16 || p.weight.dtype != DType::bf16 || p.down.dtype != DType::bf16 ||
       p.out != DType::bf16) {
     return "takes bf16 inputs and values alone, to bf16";
   }
-  const Shapes s(p);
+  const Shapes s(kernels, p);
   for (const PairsShape& w : {s.up, s.down}) {
-    if (w.out_block % kTileRows != 0) {
-      return cat("takes blocks of a multiple of ", kTileRows, " outputs; got ", w.out_block);
-    }
+    if (Reason reason = takes_rows(w.row_block); !reason.empty()) return reason;
   }
   if (std::max(s.up.panel_size(), s.hidden) > std::numeric_limits<std::uint32_t>::max()) {
     return "takes less than 2^27 features";
@@ -244,8 +250,9 @@ std::vector<Config> feed_forward_pairs_candidates(const PairKernels& kernels, co
   return all;
 }
 
-std::int64_t feed_forward_pairs_workspace(const Problem& problem, const Config& config) {
-  const Shapes shapes(problem);
+std::int64_t feed_forward_pairs_workspace(const PairKernels& kernels, const Problem& problem,
+                                          const Config& config) {
+  const Shapes shapes(kernels, problem);
   const auto sets = from_config<FeedForwardSets>(config);
   const Memory memory(problem, shapes, sets, nullptr);
   return memory.shared + problem.threads * memory.worker;
@@ -253,7 +260,7 @@ std::int64_t feed_forward_pairs_workspace(const Problem& problem, const Config& 
 
 Status run_feed_forward_pairs(const PairKernels& kernels, const Call& call) {
   const auto sets = from_config<FeedForwardSets>(call.config);
-  const Shapes s(call.problem);
+  const Shapes s(kernels, call.problem);
   const auto most = std::max<std::int64_t>({1, s.up.out_blocks, s.down.out_blocks});
   if (sets.panels < 1 || sets.panels > 4096 || sets.splits < 1 || sets.splits > most) {
     return invalid(kernels.family,

@@ -17,12 +17,9 @@ namespace {
 // Of what a call derives for itself.
 std::int64_t own_bytes(const PairsShape& s) { return Prepared(s, nullptr).bytes + s.tiles_bytes(); }
 
-SparseOperand operand_of(const Call& call) {
-  if (call.problem.op == Op::linear) return operand(call, call.plan.col, nullptr, false);
-  return operand(call, call.plan.row, call.plan.perm, true);
-}
-const std::int32_t* begin_of(const Call& call) {
-  return call.problem.op == Op::linear ? call.plan.crow : call.plan.ccol;
+PairsStored stored_of(const Call& call) {
+  if (call.problem.op == Op::linear) return {operand(call, call.plan.col, nullptr, false), call.plan.crow};
+  return {operand(call, call.plan.row, call.plan.perm, true), call.plan.ccol};
 }
 
 // The working memory of a call: what all tasks read, and what each worker has.
@@ -30,6 +27,7 @@ struct Parts {
   float* bias;
   std::uint16_t* panels;
   std::uint16_t* gathered;
+  std::uint32_t* unfinished;
   float* sums;
 };
 
@@ -51,6 +49,7 @@ struct PairsLayout {
   static void take_worker(Room& room, const PairsShape& s, const PairsBlocking& b, Parts& parts) {
     parts.panels = room.take<std::uint16_t>(b.panels * s.panel_size());
     parts.gathered = room.take<std::uint16_t>(kGatheredGroups * kGroupSize);
+    parts.unfinished = room.take<std::uint32_t>(b.panels);
     parts.sums = room.take<float>(std::min(b.panels, kNear) * s.sums_size());
   }
 };
@@ -62,8 +61,9 @@ void run_task(const PairsWeight& w, const Call& call, const Parts& parts, std::i
   w.kernels.enter();
   pack_panels(w.kernels, s, call.problem.op == Op::linear ? call.x : call.dy, first, tokens, parts.panels,
               s.panel_size());
+  find_unfinished(w.kernels, s, parts.panels, s.panel_size(), tokens, parts.unfinished);
   w.multiply(
-      parts.panels, s.panel_size(), tokens, begin, end, parts.gathered, parts.sums,
+      parts.panels, s.panel_size(), tokens, parts.unfinished, begin, end, parts.gathered, parts.sums,
       [&](std::int64_t m, std::int32_t rows, std::int64_t block, std::int64_t stop, const float* sums) {
         const std::int64_t from = block * s.out_block;
         w.kernels.store({sums, parts.bias + from, call.activation,
@@ -84,8 +84,8 @@ constexpr std::int64_t kPackingTokens = 64;
 
 template <class F>
 void for_each_blocking(const PairKernels& kernels, const Problem& p, const Machine& machine, F&& visit) {
-  const PairsShape s(p);
-  const double tiles = static_cast<double>(s.entries * s.out_block * s.red_block) / kTileSize;
+  const PairsShape s(kernels, p);
+  const double tiles = s.tiles();
   const auto out = static_cast<double>(s.out_features());
   const std::int64_t all = std::max<std::int64_t>(1, ceil_div(p.tokens, kPanelTokens));
   const std::int64_t fit = panel_floats(machine) * 2 / s.panel_size();
@@ -106,14 +106,12 @@ void for_each_blocking(const PairKernels& kernels, const Problem& p, const Machi
 
 }  // namespace
 
-Reason supports_pairs(const Problem& p) {
+Reason supports_pairs(const PairKernels& kernels, const Problem& p) {
   if (p.in != DType::bf16 || p.weight.dtype != DType::bf16 || p.out != DType::bf16) {
     return "takes bf16 inputs and values alone, to bf16";
   }
-  const PairsShape s(p);
-  if (s.out_block % kTileRows != 0) {
-    return cat("takes blocks of a multiple of ", kTileRows, " outputs; got ", s.out_block);
-  }
+  const PairsShape s(kernels, p);
+  if (Reason reason = takes_rows(s.row_block); !reason.empty()) return reason;
   if (s.panel_size() > std::numeric_limits<std::uint32_t>::max())
     return "takes less than 2^27 input features";
   if (p.tokens <= kFewTokens) return cat("takes more than ", kFewTokens, " tokens; got ", p.tokens);
@@ -136,71 +134,34 @@ std::vector<Config> pairs_candidates(const PairKernels& kernels, const Problem& 
   return all;
 }
 
-std::int64_t pairs_workspace(const Problem& problem, const Config& config) {
-  const PairsShape s(problem);
+std::int64_t pairs_workspace(const PairKernels& kernels, const Problem& problem, const Config& config) {
+  const PairsShape s(kernels, problem);
   const PairsLayout layout(s, from_config<PairsBlocking>(config));
   return (problem.derived == 0 ? own_bytes(s) : 0) + layout.shared + problem.threads * layout.worker;
 }
 
-std::int64_t pairs_prepared_size(const Problem& problem, const Config& /*config*/) {
-  return Prepared(PairsShape(problem), nullptr).bytes;
+std::int64_t pairs_prepared_size(const PairKernels& kernels, const Problem& problem) {
+  return Prepared(PairsShape(kernels, problem), nullptr).bytes;
 }
 
-std::int64_t pairs_packed_size(const Problem& problem, const Config& /*config*/) {
-  return PairsShape(problem).tiles_bytes();
+std::int64_t pairs_packed_size(const PairKernels& kernels, const Problem& problem) {
+  return PairsShape(kernels, problem).tiles_bytes();
 }
 
-Status prepare_pairs(const Call& call, void* data) {
-  const PairsShape s(call.problem);
-  const Prepared prepared(s, data);
-  const SparseOperand w = operand_of(call);
-  const std::int32_t* begin = begin_of(call);
-  const std::int64_t step = s.source == PairSource::columns ? 1 : s.source == PairSource::lines ? 2 : kGroup;
-  const auto offset = [&](std::int64_t feature) {
-    return static_cast<std::uint32_t>(feature * kPanelTokens);
-  };
-  std::uint32_t* to = prepared.offsets;
-  prepared.first[0] = 0;
-  for (std::int64_t o = 0; o < s.out_blocks; ++o) {
-    const std::int64_t groups = s.groups_of(begin[o + 1] - begin[o]);
-    prepared.first[o + 1] = prepared.first[o] + static_cast<std::int32_t>(groups);
-    const std::uint32_t* end = prepared.offsets + std::int64_t{prepared.first[o + 1]} * offsets_of(s.source);
-    for (std::int32_t e = begin[o]; e < begin[o + 1]; ++e) {
-      const std::int64_t from = std::int64_t{w.index[e]} * s.red_block;
-      for (std::int64_t i = 0; i < s.red_block; i += step) *to++ = offset(from + i);
-    }
-    while (to != end) *to++ = offset(s.padded - 2);
-  }
+Status prepare_pairs(const PairKernels& kernels, const Call& call, void* data) {
+  prepare_pairs(PairsShape(kernels, call.problem), stored_of(call), data);
   return {};
 }
 
-Status pack_pairs_weight(const Call& call, void* packed) {
-  const PairsShape s(call.problem);
-  const Prepared prepared(s, call.derived.prepared);
-  const SparseOperand w = operand_of(call);
-  const std::int32_t* begin = begin_of(call);
-  call.executor.parallel_for(s.out_blocks, [&](std::int64_t o, int) {
-    auto* tiles = static_cast<std::uint16_t*>(packed) + prepared.first[o] * s.tiles_size();
-    const std::int64_t columns = (std::int64_t{begin[o + 1]} - begin[o]) * s.red_block;
-    for (std::int64_t i = 0; i < ceil_div(columns, kGroup) * kGroup; ++i) {
-      std::uint16_t* to = tiles + i / kGroup * s.tiles_size() + i % kGroup;
-      if (i >= columns) {
-        for (std::int64_t r = 0; r < s.out_block; ++r) to[r * kGroup] = 0;
-        continue;
-      }
-      const std::int64_t e = begin[o] + i / s.red_block;
-      const std::int64_t position = w.perm == nullptr ? e : w.perm[e];
-      const std::uint16_t* from = static_cast<const std::uint16_t*>(w.values) + position * w.block_size +
-                                  i % s.red_block * w.red_stride;
-      for (std::int64_t r = 0; r < s.out_block; ++r) to[r * kGroup] = from[r * w.out_stride];
-    }
-  });
+Status pack_pairs_weight(const PairKernels& kernels, const Call& call, void* packed) {
+  pack_pairs(PairsShape(kernels, call.problem), stored_of(call), call.executor, call.derived.prepared,
+             packed);
   return {};
 }
 
 Status run_pairs(const PairKernels& kernels, const Call& given) {
   const auto b = from_config<PairsBlocking>(given.config);
-  const PairsShape s(given.problem);
+  const PairsShape s(kernels, given.problem);
   if (b.panels < 1 || b.panels > 4096 || b.splits < 1 || b.splits > std::max<std::int64_t>(1, s.out_blocks)) {
     return invalid(kernels.family,
                    cat("panels and splits of the config must be in [1, 4096] and [1, ", s.out_blocks, ']'),
@@ -212,8 +173,8 @@ Status run_pairs(const PairKernels& kernels, const Call& given) {
     char* packed = memory + Prepared(s, nullptr).bytes;
     call.derived.prepared = memory;
     call.derived.packed = packed;
-    if (Status status = prepare_pairs(call, memory); !status.ok()) return status;
-    if (Status status = pack_pairs_weight(call, packed); !status.ok()) return status;
+    prepare_pairs(s, stored_of(call), memory);
+    pack_pairs(s, stored_of(call), call.executor, memory, packed);
     memory += own_bytes(s);
   }
   const PairsLayout layout(s, b);
@@ -223,14 +184,11 @@ Status run_pairs(const PairKernels& kernels, const Call& given) {
   unpack_pairs_bias(call.bias, call.out.cols, s.out_features() + kGroup, shared.bias);
   const std::int64_t tokens = b.panels * kPanelTokens;
   const std::int64_t sets = ceil_div(call.problem.tokens, tokens);
-  const std::int32_t* begin = begin_of(call);
-  const auto bound = [&](std::int64_t part) {  // writing a feature costs as much as some 12 stored elements
-    return begin_of_part(begin, s.out_blocks, s.red_block, 12, part, b.splits);
-  };
-  const PairsWeight weight(kernels, s, begin, call.derived);
+  const PairsWeight weight(kernels, s, stored_of(call), call.derived);
   call.executor.parallel_for(sets * b.splits, [&](std::int64_t t, int worker) {
     const std::int64_t first = t / b.splits * tokens;
-    const std::int32_t from = bound(t % b.splits), to = bound(t % b.splits + 1);
+    const std::int64_t part = t % b.splits;
+    const std::int32_t from = weight.begin_of(part, b.splits), to = weight.begin_of(part + 1, b.splits);
     if (from == to) return;
     Parts parts = shared;
     Room own(memory + layout.shared + worker * layout.worker);

@@ -14,18 +14,18 @@ struct PairsBlocking {
   bool operator==(const PairsBlocking&) const = default;
 };
 
-Reason supports_pairs(const Problem& problem);
+Reason supports_pairs(const PairKernels& kernels, const Problem& problem);
 Config configure_pairs(const PairKernels& kernels, const Problem& problem, const Machine& machine);
 std::vector<Config> pairs_candidates(const PairKernels& kernels, const Problem& problem,
                                      const Machine& machine);
-std::int64_t pairs_workspace(const Problem& problem, const Config& config);
+std::int64_t pairs_workspace(const PairKernels& kernels, const Problem& problem, const Config& config);
 Status run_pairs(const PairKernels& kernels, const Call& given);
 
-// The same for all tables: where a block row's stored columns lie, and its weights in tiles.
-std::int64_t pairs_prepared_size(const Problem& problem, const Config& config);
-Status prepare_pairs(const Call& call, void* data);
-std::int64_t pairs_packed_size(const Problem& problem, const Config& config);
-Status pack_pairs_weight(const Call& call, void* packed);
+// The same for tables with the same `rows`: where an output block's columns lie, and its weights in tiles.
+std::int64_t pairs_prepared_size(const PairKernels& kernels, const Problem& problem);
+Status prepare_pairs(const PairKernels& kernels, const Call& call, void* data);
+std::int64_t pairs_packed_size(const PairKernels& kernels, const Problem& problem);
+Status pack_pairs_weight(const PairKernels& kernels, const Call& call, void* packed);
 
 // feed_forward on weights that linear's row packed (feed_forward_pairs.cc).
 struct FeedForwardSets {
@@ -34,12 +34,13 @@ struct FeedForwardSets {
   std::int64_t splits = 1;  // more: parts of each product that are tasks of their own, hidden panels shared
   static constexpr std::string_view kFields[] = {"panels", "splits"};
 };
-Reason supports_feed_forward_pairs(const Problem& problem);
+Reason supports_feed_forward_pairs(const PairKernels& kernels, const Problem& problem);
 Config configure_feed_forward_pairs(const PairKernels& kernels, const Problem& problem,
                                     const Machine& machine);
 std::vector<Config> feed_forward_pairs_candidates(const PairKernels& kernels, const Problem& problem,
                                                   const Machine& machine);
-std::int64_t feed_forward_pairs_workspace(const Problem& problem, const Config& config);
+std::int64_t feed_forward_pairs_workspace(const PairKernels& kernels, const Problem& problem,
+                                          const Config& config);
 Status run_feed_forward_pairs(const PairKernels& kernels, const Call& call);
 
 // grad_input of R×1 blocks, which needs nothing packed (grad_input_pairs.cc).

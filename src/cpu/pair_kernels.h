@@ -27,6 +27,16 @@ struct PairSteps {
   }
 };
 
+// Some groups of a block row of few outputs, as E::multiply_few sees them: X as it lies in the panel.
+struct PairLines {
+  const std::uint16_t* w;
+  const std::uint32_t* offsets;
+  std::int32_t pairs;
+  const std::uint16_t* panel;
+  float* sums;
+  bool first;
+};
+
 // What E::multiply does along its way, step by step and pair by pair, where there is any; here: nothing.
 struct NoWork {
   static constexpr bool any(std::int32_t /*step*/) { return false; }
@@ -134,12 +144,40 @@ void multiply_groups(const PairProduct& t) {
   }
 }
 
+// All of a block row that has no more outputs than fit in registers at once: its pairs are made where they
+// are used, as nobody uses them twice.
+template <class E, int kRows, int kHalves, PairSource kSource>
+void multiply_few(const PairProduct& t) {
+  constexpr std::int32_t kSize = kRows * kGroup, kMost = kChunkSize / kSize;
+  for (std::int32_t group = 0; group < t.groups; group += kMost) {
+    const std::int32_t end = t.groups - group < kMost ? t.groups : group + kMost;
+    PairLines s{t.w + std::int64_t{group} * kSize,
+                t.offsets + std::int64_t{group} * offsets_of(kSource),
+                (end == t.groups ? t.pairs : end * (kGroup / 2)) - group * (kGroup / 2),
+                t.panel,
+                t.sums,
+                group == 0};
+    for (std::int32_t p = 0; p < t.panels; ++p, s.panel += t.panel_stride, s.sums += t.sums_stride) {
+      E::template multiply_few<kRows, kHalves, kSource>(s);
+    }
+  }
+}
+
+template <class E, int kHalves, PairSource kSource>
+void multiply_rows(const PairProduct& t) {
+  if constexpr (E::kRows < kTileRows) {
+    if (t.rows == E::kRows) return multiply_few<E, E::kRows, kHalves, kSource>(t);
+    if (t.rows == E::kLeast) return multiply_few<E, E::kLeast, kHalves, kSource>(t);
+  }
+  multiply_groups<E, kHalves, kSource>(t);
+}
+
 template <class E, int kHalves>
 void multiply_source(const PairProduct& t) {
   switch (t.source) {
-    case PairSource::columns: return multiply_groups<E, kHalves, PairSource::columns>(t);
-    case PairSource::lines: return multiply_groups<E, kHalves, PairSource::lines>(t);
-    case PairSource::whole: return multiply_groups<E, kHalves, PairSource::whole>(t);
+    case PairSource::columns: return multiply_rows<E, kHalves, PairSource::columns>(t);
+    case PairSource::lines: return multiply_rows<E, kHalves, PairSource::lines>(t);
+    case PairSource::whole: return multiply_rows<E, kHalves, PairSource::whole>(t);
   }
 }
 
@@ -210,9 +248,19 @@ void store_pairs(const PairStore& t) {
 }
 
 template <class E>
+bool finite_pairs(const std::uint16_t* values, std::int64_t count) {
+  std::uint16_t most = 0;  // of the exponents, and what is below them; signs are shifted out
+  for (std::int64_t i = 0; i < count; ++i) {
+    const auto exponent = static_cast<std::uint16_t>(values[i] << 1);
+    most = exponent > most ? exponent : most;
+  }
+  return most < 0xff00;
+}
+
+template <class E>
 constexpr PairKernels pair_table(const char* family) {
-  return {family,    E::kTileCycles, E::enter, E::leave, pack_pairs<E>, multiply_pairs<E>,
-          E::spread, store_pairs<E>, E::keep};
+  return {family,    E::kTileCycles, E::kLeast, E::enter,        E::leave, pack_pairs<E>, multiply_pairs<E>,
+          E::spread, store_pairs<E>, E::keep,   finite_pairs<E>, E::token};
 }
 
 }  // namespace rarefy::cpu

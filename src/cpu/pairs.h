@@ -43,12 +43,12 @@ constexpr std::int32_t offsets_of(PairSource source) {
 
 // sums[panel][o][token] = Σ W[o, i] · x[i][token] over the stored columns of one block row, for some panels.
 struct PairProduct {
-  const std::uint16_t* w;        // [group][row / 16][16][32]
+  const std::uint16_t* w;        // [group][row][32]
   const std::uint32_t* offsets;  // of each group
   PairSource source;
   std::int32_t groups;
   std::int32_t pairs;   // of them all: the last group may have less than 16
-  std::int32_t rows;    // outputs, a multiple of 16
+  std::int32_t rows;    // outputs: a multiple of 16, or as few as PairKernels::rows says, 4 or 8
   std::int32_t halves;  // of the panels that hold tokens: 1 or 2
   std::int32_t panels;
   const std::uint16_t* panel;  // the first
@@ -91,7 +91,7 @@ struct PairKeep {
   const float* sums;  // [rows][32]
   const float* bias;
   Activation activation;
-  std::int32_t rows;  // a multiple of 16
+  std::int32_t rows;  // as of a product
   bool paired;
   std::uint16_t* panel;
 };
@@ -100,6 +100,7 @@ struct PairKeep {
 struct PairKernels {
   const char* family;
   double tile_cycles;  // that 16 outputs, 32 features and 32 tokens take: a figure for the configuration
+  std::int32_t rows;   // outputs that fill a product: block rows of fewer are joined
   void (*enter)();     // before and after a task, on its thread
   void (*leave)();
   void (*pack)(const PairPack&);
@@ -107,6 +108,8 @@ struct PairKernels {
   void (*spread)(const PairSpread&);
   void (*store)(const PairStore&);
   void (*keep)(const PairKeep&);
+  bool (*finite)(const std::uint16_t* values, std::int64_t count);
+  std::int32_t (*token)(std::int32_t token);  // where it lies in a line of one feature
 };
 
 extern const PairKernels kPairsPortable;

@@ -3,45 +3,64 @@
 #pragma once
 
 #include <algorithm>
+#include <cmath>
 
+#include "core/message.h"
 #include "cpu/drivers.h"
 #include "cpu/pairs.h"
 
 namespace rarefy::cpu {
 
-inline constexpr std::int64_t kStored = 64;  // outputs finished at a time: two cache lines of a token
-inline constexpr std::int64_t kNear = 4;     // panels that share weights in L1: their sums take 32 KB
+inline constexpr std::int64_t kStored = 64;    // outputs finished at a time: two cache lines of a token
+inline constexpr double kJoinedDensity = 0.3;  // from which two block rows of 16 outputs are joined
+inline constexpr std::int64_t kNear = 4;       // panels that share weights in L1: their sums take 32 KB
 
 constexpr std::int64_t ceil_div(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
 
-// The product seen as out = W · in, for which the problem is enough.
+// The product seen as out = W · in, for which the problem is enough. Block rows that have fewer outputs than
+// a product are joined: an output block is then several of them, with all columns that any of them stores.
 struct PairsShape {
   std::int64_t out_blocks, red_blocks, out_block, red_block;
   std::int64_t entries;
+  std::int64_t join, rows, row_block;  // block rows of an output block; of all; outputs of each
   std::int64_t padded;  // features of a panel: the last two are 0, for groups that are not full
   PairSource source;
 
-  explicit PairsShape(const BsrShape& s, bool transposed = false)
-      : out_blocks(s.row_count()),
-        red_blocks(s.col_count()),
-        out_block(s.block_rows),
+  PairsShape(const PairKernels& kernels, const BsrShape& s, bool transposed = false)
+      : red_blocks(s.col_count()),
         red_block(s.block_cols),
-        entries(s.nnzb) {
+        entries(s.nnzb),
+        rows(s.row_count()),
+        row_block(s.block_rows) {
     if (transposed) {
-      std::swap(out_blocks, red_blocks);
-      std::swap(out_block, red_block);
+      std::swap(rows, red_blocks);
+      std::swap(row_block, red_block);
     }
+    join = row_block < kernels.rows && kernels.rows % row_block == 0 ? kernels.rows / row_block : 1;
+    if (row_block % kTileRows == 0 && density() < kJoinedDensity) join = 1;
+    out_blocks = ceil_div(rows, join);
+    out_block = join * row_block;
     source = red_block % kGroup == 0 ? PairSource::whole
              : red_block % 2 == 0    ? PairSource::lines
                                      : PairSource::columns;
     padded = ceil_div(red_blocks * red_block, 2) * 2 + 2;
   }
-  explicit PairsShape(const Problem& p) : PairsShape(p.weight.shape, p.op == Op::grad_input) {}
+  PairsShape(const PairKernels& kernels, const Problem& p)
+      : PairsShape(kernels, p.weight.shape, p.op == Op::grad_input) {}
 
+  double density() const {
+    return static_cast<double>(entries) / static_cast<double>(std::max<std::int64_t>(1, rows * red_blocks));
+  }
   std::int64_t out_features() const { return out_blocks * out_block; }
-  // At most: each block row's last group may hold a single column.
+  // At most: each output block's last group may hold a single column; joined rows may have none in common.
   std::int64_t groups() const {
-    return (entries * red_block + (kGroup - 1) * std::min(out_blocks, entries)) / kGroup;
+    const std::int64_t apart = (entries * red_block + (kGroup - 1) * std::min(out_blocks, entries)) / kGroup;
+    return std::min(apart, out_blocks * groups_of(red_blocks));
+  }
+  // Tiles of 16 × 32 to multiply, if blocks lie at random.
+  double tiles() const {
+    const double stored = 1 - std::pow(1 - density(), static_cast<double>(join));
+    return stored * static_cast<double>(out_blocks * out_block * red_blocks * red_block) / kTileSize;
   }
   std::int64_t groups_of(std::int64_t blocks) const { return ceil_div(blocks * red_block, kGroup); }
   std::int64_t panel_size() const { return padded * kPanelTokens; }
@@ -52,15 +71,23 @@ struct PairsShape {
   std::int64_t sums_size() const { return finished() * out_block * kPanelTokens; }
 };
 
-// Tier 2: groups before each block row, and the offsets of every group.
+// Blocks whose rows fill a product, alone or joined.
+inline Reason takes_rows(std::int64_t rows) {
+  if (rows % kTileRows == 0 || rows == 4 || rows == 8) return {};
+  return cat("takes blocks of 4, 8 or a multiple of ", kTileRows, " outputs; got ", rows);
+}
+
+// Tier 2: groups before each output block, the pairs of its columns, and the offsets of every group.
 struct Prepared {
   std::int32_t* first;
+  std::int32_t* pairs;
   std::uint32_t* offsets;
   std::int64_t bytes;
 
   Prepared(const PairsShape& s, const void* data) {
     Room room(const_cast<void*>(data));
     first = room.take<std::int32_t>(s.out_blocks + 1);
+    pairs = room.take<std::int32_t>(s.out_blocks);
     offsets = room.take<std::uint32_t>(s.groups() * offsets_of(s.source));
     bytes = room.bytes();
   }
@@ -70,28 +97,51 @@ inline std::int32_t panel_rows(std::int64_t tokens, std::int64_t from) {
   return static_cast<std::int32_t>(std::min<std::int64_t>(kPanelTokens, tokens - from));
 }
 
+// What is stored, by block rows of `out`.
+struct PairsStored {
+  SparseOperand w;
+  const std::int32_t* begin;  // the entries of each block row
+};
+
+void prepare_pairs(const PairsShape& shape, const PairsStored& stored, void* prepared);
+void pack_pairs(const PairsShape& shape, const PairsStored& stored, const Executor& executor,
+                const void* prepared, void* packed);
+
+// Tokens of panels that hold NaN or infinity, a bit each. Where rows are joined, a tile multiplies a column
+// by zeros for the rows that do not store it, which such a token must not reach.
+void find_unfinished(const PairKernels& kernels, const PairsShape& shape, const std::uint16_t* panels,
+                     std::int64_t panel_stride, std::int64_t tokens, std::uint32_t* unfinished);
+
 // A weight as kernels multiply it.
 struct PairsWeight {
   const PairKernels& kernels;
   PairsShape shape;
-  const std::int32_t* begin;  // the entries of each output block
+  PairsStored stored;
   Prepared prepared;
   const std::uint16_t* packed;
 
-  PairsWeight(const PairKernels& k, const PairsShape& s, const std::int32_t* entries, const Derived& derived)
+  PairsWeight(const PairKernels& k, const PairsShape& s, const PairsStored& what, const Derived& derived)
       : kernels(k),
         shape(s),
-        begin(entries),
+        stored(what),
         prepared(s, derived.prepared),
         packed(static_cast<const std::uint16_t*>(derived.packed)) {}
+
+  // The first output block of a part of them. Writing a feature costs as much as some 12 stored elements.
+  std::int32_t begin_of(std::int64_t part, std::int64_t parts) const {
+    return begin_of_part(prepared.first, shape.out_blocks, kGroup, 12, part, parts);
+  }
+
+  // Sums of some tokens of a panel anew, over what is stored alone.
+  void sum_stored(std::int64_t block, const std::uint16_t* panel, std::uint32_t tokens, float* sums) const;
 
   // Output blocks first … last for some tokens, whose panels lie `panel_stride` apart. As soon as sums are
   // there, finish(token, rows, block, end, sums) gets those of blocks block … end for one panel. `sums` has
   // room for sums_size of kNear panels, or of all.
   template <class Finish>
   void multiply(const std::uint16_t* panels, std::int64_t panel_stride, std::int64_t tokens,
-                std::int64_t first, std::int64_t last, std::uint16_t* gathered, float* sums,
-                Finish&& finish) const {
+                const std::uint32_t* unfinished, std::int64_t first, std::int64_t last,
+                std::uint16_t* gathered, float* sums, Finish&& finish) const {
     for (std::int64_t o = first; o < last; o += shape.finished()) {
       const std::int64_t end = std::min(o + shape.finished(), last);
       for (std::int64_t m = 0; m < tokens;) {
@@ -100,14 +150,18 @@ struct PairsWeight {
         const std::int64_t near = std::clamp<std::int64_t>(whole, 1, kNear);
         for (std::int64_t block = o; block < end; ++block) {
           const std::int32_t from = prepared.first[block];
-          const std::int64_t columns = (std::int64_t{begin[block + 1]} - begin[block]) * shape.red_block;
+          const std::uint16_t* x = panels + m / kPanelTokens * panel_stride;
+          float* to = sums + (block - o) * shape.out_block * kPanelTokens;
           kernels.multiply({packed + from * shape.tiles_size(),
                             prepared.offsets + std::int64_t{from} * offsets_of(shape.source), shape.source,
-                            prepared.first[block + 1] - from, static_cast<std::int32_t>(ceil_div(columns, 2)),
+                            prepared.first[block + 1] - from, prepared.pairs[block],
                             static_cast<std::int32_t>(shape.out_block),
                             panel_rows(tokens, m) > kPanelTokens / 2 ? 2 : 1, static_cast<std::int32_t>(near),
-                            panels + m / kPanelTokens * panel_stride, panel_stride, gathered,
-                            sums + (block - o) * shape.out_block * kPanelTokens, shape.sums_size()});
+                            x, panel_stride, gathered, to, shape.sums_size()});
+          for (std::int64_t p = 0; shape.join > 1 && p < near; ++p) {
+            const std::uint32_t odd = unfinished[m / kPanelTokens + p];
+            if (odd != 0) sum_stored(block, x + p * panel_stride, odd, to + p * shape.sums_size());
+          }
         }
         for (std::int64_t p = 0; p < near; ++p, m += kPanelTokens) {
           finish(m, panel_rows(tokens, m), o, end, sums + p * shape.sums_size());

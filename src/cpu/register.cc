@@ -121,7 +121,8 @@ void add(Registry& registry, std::string_view linear, std::string_view grad_inpu
 // Products in bf16 pairs, on weights that the caller holds packed, or packed in the call.
 template <const cpu::PairKernels& kKernels, const std::string_view& kFeature>
 void add_pairs(Registry& registry, std::string_view linear, std::string_view grad_input,
-               std::string_view grad_columns, std::string_view feed_forward) {
+               std::string_view grad_columns, std::string_view feed_forward, std::string_view packed,
+               std::string_view packed_transposed) {
   for (const Op op : {Op::linear, Op::grad_input}) {
     registry.push_back({
         .op = op,
@@ -130,20 +131,21 @@ void add_pairs(Registry& registry, std::string_view linear, std::string_view gra
         .name = op == Op::linear ? linear : grad_input,
         .supports = [](const Problem& p, const Machine& machine) -> Reason {
           if (!kFeature.empty() && !machine.has(kFeature)) return cat("the processor lacks ", kFeature);
-          return cpu::supports_pairs(p);
+          return cpu::supports_pairs(kKernels, p);
         },
         .run = [](const Call& call) { return cpu::run_pairs(kKernels, call); },
         .configure = [](const Problem& p, const Machine& m) { return cpu::configure_pairs(kKernels, p, m); },
         .fields = cpu::PairsBlocking::kFields,
         .candidates = [](const Problem& p,
                          const Machine& m) { return cpu::pairs_candidates(kKernels, p, m); },
-        .workspace = cpu::pairs_workspace,
+        .workspace = [](const Problem& p, const Config& c) { return cpu::pairs_workspace(kKernels, p, c); },
         .derived_optional = true,
-        .derives_as = op == Op::linear ? "pairs" : "pairs_transposed",
-        .prepared_size = cpu::pairs_prepared_size,
-        .prepare = cpu::prepare_pairs,
-        .packed_size = cpu::pairs_packed_size,
-        .pack = cpu::pack_pairs_weight,
+        .derives_as = op == Op::linear ? packed : packed_transposed,
+        .prepared_size = [](const Problem& p,
+                            const Config&) { return cpu::pairs_prepared_size(kKernels, p); },
+        .prepare = [](const Call& call, void* to) { return cpu::prepare_pairs(kKernels, call, to); },
+        .packed_size = [](const Problem& p, const Config&) { return cpu::pairs_packed_size(kKernels, p); },
+        .pack = [](const Call& call, void* to) { return cpu::pack_pairs_weight(kKernels, call, to); },
     });
   }
   registry.push_back({
@@ -167,7 +169,7 @@ void add_pairs(Registry& registry, std::string_view linear, std::string_view gra
       .name = feed_forward,
       .supports = [](const Problem& p, const Machine& machine) -> Reason {
         if (!kFeature.empty() && !machine.has(kFeature)) return cat("the processor lacks ", kFeature);
-        return cpu::supports_feed_forward_pairs(p);
+        return cpu::supports_feed_forward_pairs(kKernels, p);
       },
       .run = [](const Call& call) { return cpu::run_feed_forward_pairs(kKernels, call); },
       .configure = [](const Problem& p,
@@ -175,8 +177,9 @@ void add_pairs(Registry& registry, std::string_view linear, std::string_view gra
       .fields = cpu::FeedForwardSets::kFields,
       .candidates = [](const Problem& p,
                        const Machine& m) { return cpu::feed_forward_pairs_candidates(kKernels, p, m); },
-      .workspace = cpu::feed_forward_pairs_workspace,
-      .derives_as = "pairs",
+      .workspace = [](const Problem& p,
+                      const Config& c) { return cpu::feed_forward_pairs_workspace(kKernels, p, c); },
+      .derives_as = packed,
   });
 }
 
@@ -195,9 +198,10 @@ constexpr std::string_view kHasNeon = "neon";
 void register_cpu(Registry& registry) {
 #if defined(__x86_64__)
   add_pairs<cpu::kAmx, kHasAmx>(registry, "amx_linear", "amx_grad_input", "amx_grad_input_columns",
-                                "amx_feed_forward");
+                                "amx_feed_forward", "pairs_32", "pairs_32_transposed");
   add_pairs<cpu::kAvx512Bf16, kHasBf16>(registry, "avx512_bf16_linear", "avx512_bf16_grad_input",
-                                        "avx512_bf16_grad_input_columns", "avx512_bf16_feed_forward");
+                                        "avx512_bf16_grad_input_columns", "avx512_bf16_feed_forward", "pairs",
+                                        "pairs_transposed");
   add_few<cpu::kAvx512, kHasAvx512>(registry, "avx512_linear_few");
   add<cpu::kAvx512, kHasAvx512>(registry, "avx512_linear", "avx512_grad_input", "avx512_grad_weight");
   add_feed_forward<cpu::kAvx512, kHasAvx512>(registry, "avx512_feed_forward", "avx512_feed_forward_apart");
@@ -212,7 +216,8 @@ void register_cpu(Registry& registry) {
   add_feed_forward<cpu::kScalar, kAny>(registry, "scalar_feed_forward", "scalar_feed_forward_apart");
   // After rows that take all that it takes: only who asks for it by name gets it.
   add_pairs<cpu::kPairsPortable, kAny>(registry, "pairs_linear", "pairs_grad_input",
-                                       "pairs_grad_input_columns", "pairs_feed_forward");
+                                       "pairs_grad_input_columns", "pairs_feed_forward", "pairs_32",
+                                       "pairs_32_transposed");
 }
 
 const Machine& cpu_machine() {

@@ -44,8 +44,8 @@ INSTANTIATE_TEST_SUITE_P(Cpu, FeedForwardPairsTest, ::testing::ValuesIn(FeedForw
                          [](const auto& tested) { return tested.param; });
 
 TEST_P(FeedForwardPairsTest, EveryBlockShape) {
-  const std::pair<std::int64_t, std::int64_t> blocks[] = {{16, 1}, {32, 1}, {48, 5},  {64, 1},
-                                                          {16, 2}, {32, 3}, {16, 16}, {32, 32}};
+  const std::pair<std::int64_t, std::int64_t> blocks[] = {{4, 1},  {8, 8},  {16, 1}, {32, 1},  {48, 5},
+                                                          {64, 1}, {16, 2}, {32, 3}, {16, 16}, {32, 32}};
   for (const auto& [rows, cols] : blocks) {
     for (const auto& [down_rows, down_cols] : blocks) {
       const BlockShapes mixed{{{rows, cols}, {rows, cols}, {down_rows, down_cols}}};
@@ -60,6 +60,7 @@ TEST_P(FeedForwardPairsTest, EveryNumberOfTokens) {
   for (const std::int64_t tokens : {5, 15, 16, 17, 31, 32, 33, 48, 49, 64, 65, 130, 300, 513}) {
     check({tokens, 50, 130, 70, all_of(32, 1), 0.5, DType::bf16, true, tokens % 2 == 0 ? 0 : -1});
     check({tokens, 50, 130, 70, all_of(16, 4), 0.5, DType::bf16, true, 1}, pool.executor());
+    check({tokens, 50, 130, 70, all_of(4, 1), 0.5, DType::bf16, true, 1}, pool.executor());
   }
 }
 
@@ -67,6 +68,7 @@ TEST_P(FeedForwardPairsTest, EmptyFullAndNothing) {
   for (const double density : {0.0, 0.03, 1.0}) {
     check({37, 30, 141, 125, all_of(32, 1), density, DType::bf16, true, 2});
     check({37, 30, 141, 125, all_of(16, 16), density, DType::bf16, true, 2});
+    check({37, 30, 141, 125, all_of(4, 1), density, DType::bf16, true, 2});
   }
   check({9, 0, 40, 17, all_of(16, 1), 0.0, DType::bf16, true, 2});  // no input features
   check({9, 8, 0, 17, all_of(16, 1), 0.0, DType::bf16, true, 2});   // no hidden ones: y is the bias
@@ -79,7 +81,7 @@ TEST_P(FeedForwardPairsTest, HasTheBitsOfItsLayers) {
   const Force force(GetParam());
   for (const Activation activation :
        {Activation::none, Activation::relu, Activation::gelu_erf, Activation::gelu_tanh, Activation::silu}) {
-    for (const BlockShapes& blocks : {all_of(32, 1), all_of(16, 16), all_of(32, 32)}) {
+    for (const BlockShapes& blocks : {all_of(32, 1), all_of(16, 16), all_of(32, 32), all_of(4, 1)}) {
       const Layers layers({150, 200, 300, 130, blocks, 0.4, DType::bf16, false, 0, false, activation});
       Chain apart(layers);
       apart.hold_derived();
@@ -103,7 +105,8 @@ TEST_P(FeedForwardPairsTest, HasTheBitsOfItsLayers) {
 // x is NaN where nothing is stored; a row of NaN elsewhere stays in its row, hidden features past the edge
 // are none.
 TEST_P(FeedForwardPairsTest, NanStaysWhereItIs) {
-  for (const BlockShapes& blocks : {all_of(16, 1), all_of(16, 2), all_of(32, 32)}) {
+  for (const BlockShapes& blocks :
+       {all_of(16, 1), all_of(16, 2), all_of(32, 32), all_of(4, 1), all_of(8, 4)}) {
     Layers layers({40, 50, 75, 39, blocks, 0.5, DType::bf16, true, 0});
     for (std::int64_t k = 0; k < 50; k += 2) layers.up.x[static_cast<std::size_t>(50 + k)] = kNan;
     Chain run(layers);
@@ -211,8 +214,8 @@ TEST_P(FeedForwardPairsTest, TakesWhatLinearDerives) {
   other.tokens = 4;
   EXPECT_EQ(reason(other), "takes more than 4 tokens; got 4");
   other = p;
-  other.down.shape.block_rows = 8;
-  EXPECT_EQ(reason(other), "takes blocks of a multiple of 16 outputs; got 8");
+  other.down.shape.block_rows = 6;
+  EXPECT_EQ(reason(other), "takes blocks of 4, 8 or a multiple of 16 outputs; got 6");
 }
 
 #if defined(__x86_64__)

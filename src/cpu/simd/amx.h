@@ -7,7 +7,7 @@
 namespace rarefy::cpu {
 
 struct Amx : Avx512Pairs {
-  static constexpr int kRows = 32;
+  static constexpr int kRows = 32, kLeast = 32;
   static constexpr double kTileCycles = 50;
 
   // Eight tiles of 16 rows of 64 bytes. GCC 12's _tile_loadconfig tells the compiler of 8 bytes that are

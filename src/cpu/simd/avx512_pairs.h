@@ -53,6 +53,8 @@ struct Avx512Pairs {
     }
   }
 
+  static std::int32_t token(std::int32_t token) { return token % 16 / 4 * 8 + token / 16 * 4 + token % 4; }
+
   static void pair(const std::uint16_t* even, const std::uint16_t* odd, std::uint16_t* to) {
     const __m512i a = _mm512_loadu_si512(even), b = _mm512_loadu_si512(odd);
     _mm512_storeu_si512(to, _mm512_unpacklo_epi16(a, b));
@@ -150,9 +152,10 @@ struct Avx512Pairs {
   }
 };
 
-// vdpbf16ps: 8 outputs × 32 tokens in registers, weights broadcast by pairs.
+// vdpbf16ps: 8 outputs × 32 tokens in registers, weights broadcast by pairs; blocks of 4 outputs on their
+// own.
 struct Avx512Bf16 : Avx512Pairs {
-  static constexpr int kRows = 8;
+  static constexpr int kRows = 8, kLeast = 4;
   static constexpr double kTileCycles = 550;
 
   static void enter() {}
@@ -197,6 +200,49 @@ struct Avx512Bf16 : Avx512Pairs {
         dots(work);
       } else {
         dots(NoWork{});
+      }
+    }
+    each([&](int o, int h) { _mm512_storeu_ps(s.sums + o * kPanelTokens + h * 16, sum[o][h]); });
+  }
+
+  template <int kOutputs, int kHalves, PairSource kSource>
+  static void multiply_few(const PairLines& s) {
+    __m512 sum[kOutputs][kHalves];
+    const auto each = [](auto f) {
+#pragma GCC unroll 8
+      for (int o = 0; o < kOutputs; ++o) {
+#pragma GCC unroll 2
+        for (int h = 0; h < kHalves; ++h) f(o, h);
+      }
+    };
+    each([&](int o, int h) {
+      sum[o][h] = s.first ? _mm512_setzero_ps() : _mm512_loadu_ps(s.sums + o * kPanelTokens + h * 16);
+    });
+    const std::uint16_t *w = s.w, *x = s.panel;
+    const std::uint32_t* offsets = s.offsets;
+    for (std::int32_t left = s.pairs; left > 0; left -= kGroup / 2, w += kOutputs * kGroup) {
+      const std::int32_t pairs = left < kGroup / 2 ? left : kGroup / 2;
+      if constexpr (kSource == PairSource::whole) x = s.panel + *offsets++;
+      for (std::int32_t p = 0; p < pairs; ++p) {
+        __m512i xv[2];
+        if constexpr (kSource == PairSource::columns) {
+          const __m512i a = _mm512_loadu_si512(x + offsets[0]), b = _mm512_loadu_si512(x + offsets[1]);
+          xv[0] = _mm512_unpacklo_epi16(a, b);
+          xv[1] = _mm512_unpackhi_epi16(a, b);
+          offsets += 2;
+        } else {
+          const std::uint16_t* line = kSource == PairSource::lines ? x + *offsets++ : x + p * kPairLine;
+          xv[0] = _mm512_loadu_si512(line);
+          xv[1] = _mm512_loadu_si512(line + 32);
+        }
+#pragma GCC unroll 8
+        for (int o = 0; o < kOutputs; ++o) {
+          std::int32_t pair;
+          __builtin_memcpy(&pair, w + o * kGroup + 2 * p, sizeof(pair));
+          const auto wv = (__m512bh)_mm512_set1_epi32(pair);
+#pragma GCC unroll 2
+          for (int h = 0; h < kHalves; ++h) sum[o][h] = _mm512_dpbf16_ps(sum[o][h], wv, (__m512bh)xv[h]);
+        }
       }
     }
     each([&](int o, int h) { _mm512_storeu_ps(s.sums + o * kPanelTokens + h * 16, sum[o][h]); });

@@ -7,7 +7,7 @@
 namespace rarefy::cpu {
 
 struct PairsPortable {
-  static constexpr int kRows = 32;
+  static constexpr int kRows = 32, kLeast = 32;
   static constexpr double kTileCycles = 20000;
 
   static void enter() {}
@@ -22,6 +22,7 @@ struct PairsPortable {
       }
     }
   }
+  static std::int32_t token(std::int32_t token) { return token; }
   // Two features of 32 tokens, in pair order.
   static void pair(const std::uint16_t* even, const std::uint16_t* odd, std::uint16_t* to) {
     for (int m = 0; m < kPanelTokens; ++m) {

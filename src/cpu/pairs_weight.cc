@@ -1,0 +1,140 @@
+// What products in bf16 pairs derive from a weight, and what they do where a tile cannot: tokens with NaN or
+// infinity, where block rows are joined.
+#include "cpu/pairs_weight.h"
+
+#include <bit>
+#include <limits>
+
+namespace rarefy::cpu {
+
+namespace {
+
+constexpr std::int64_t kMostJoined = 8;
+
+// Features between two offsets of a group.
+std::int64_t step_of(PairSource source) { return kGroup / offsets_of(source); }
+
+// Calls visit(column) for the block columns that block rows begin … end store, ascending.
+template <class F>
+void for_each_column(const PairsStored& s, std::int64_t begin, std::int64_t end, F&& visit) {
+  std::int32_t next[kMostJoined];
+  std::copy(s.begin + begin, s.begin + end, next);
+  constexpr std::int32_t kNone = std::numeric_limits<std::int32_t>::max();
+  const auto column = [&](std::int64_t row) {
+    const std::int32_t entry = next[row - begin];
+    return entry < s.begin[row + 1] ? s.w.index[entry] : kNone;
+  };
+  for (;;) {
+    std::int32_t least = kNone;
+    for (std::int64_t row = begin; row < end; ++row) least = std::min(least, column(row));
+    if (least == kNone) return;
+    visit(std::int64_t{least});
+    for (std::int64_t row = begin; row < end; ++row) next[row - begin] += column(row) == least ? 1 : 0;
+  }
+}
+
+}  // namespace
+
+void prepare_pairs(const PairsShape& s, const PairsStored& stored, void* data) {
+  const Prepared prepared(s, data);
+  const std::int64_t step = step_of(s.source);
+  const auto offset = [](std::int64_t feature) { return static_cast<std::uint32_t>(feature * kPanelTokens); };
+  std::uint32_t* to = prepared.offsets;
+  prepared.first[0] = 0;
+  for (std::int64_t o = 0; o < s.out_blocks; ++o) {
+    std::int64_t columns = 0;
+    for_each_column(stored, o * s.join, std::min((o + 1) * s.join, s.rows), [&](std::int64_t column) {
+      for (std::int64_t i = 0; i < s.red_block; i += step) *to++ = offset(column * s.red_block + i);
+      columns += s.red_block;
+    });
+    prepared.pairs[o] = static_cast<std::int32_t>(ceil_div(columns, 2));
+    prepared.first[o + 1] = prepared.first[o] + static_cast<std::int32_t>(ceil_div(columns, kGroup));
+    const std::uint32_t* end = prepared.offsets + std::int64_t{prepared.first[o + 1]} * offsets_of(s.source);
+    while (to != end) *to++ = offset(s.padded - 2);
+  }
+}
+
+void pack_pairs(const PairsShape& s, const PairsStored& stored, const Executor& executor, const void* data,
+                void* packed) {
+  const Prepared prepared(s, data);
+  const SparseOperand& w = stored.w;
+  const std::int64_t step = step_of(s.source);
+  executor.parallel_for(s.out_blocks, [&](std::int64_t o, int) {
+    const std::int32_t first = prepared.first[o], end = prepared.first[o + 1];
+    if (first == end) return;
+    auto* tiles = static_cast<std::uint16_t*>(packed) + first * s.tiles_size();
+    // What is not stored: in the last group, or for some of the rows that are joined.
+    const std::int64_t whole = s.join > 1 ? 0 : end - 1 - first;
+    std::fill(tiles + whole * s.tiles_size(), tiles + (end - first) * s.tiles_size(), std::uint16_t{0});
+    const std::uint32_t* offsets = prepared.offsets + std::int64_t{first} * offsets_of(s.source);
+    const std::int64_t stop = std::min((o + 1) * s.join, s.rows);
+    for (std::int64_t row = o * s.join; row < stop; ++row) {
+      std::uint16_t* tile_row = tiles + (row - o * s.join) * s.row_block * kGroup;
+      std::int64_t at = 0;  // among the columns of the output block
+      for (std::int32_t e = stored.begin[row]; e < stored.begin[row + 1]; ++e, at += s.red_block) {
+        while (offsets[at / step] != w.index[e] * s.red_block * kPanelTokens) at += s.red_block;
+        const auto* from =
+            static_cast<const std::uint16_t*>(w.values) + (w.perm == nullptr ? e : w.perm[e]) * w.block_size;
+        for (std::int64_t i = 0; i < s.red_block; ++i) {
+          std::uint16_t* to = tile_row + (at + i) / kGroup * s.tiles_size() + (at + i) % kGroup;
+          for (std::int64_t r = 0; r < s.row_block; ++r) {
+            to[r * kGroup] = from[r * w.out_stride + i * w.red_stride];
+          }
+        }
+      }
+    }
+  });
+}
+
+namespace {
+
+bool is_finite(std::uint16_t bf16) { return (bf16 & 0x7f80U) != 0x7f80U; }
+
+// Where a feature of a panel lies, and its tokens from there.
+std::int64_t place(const PairKernels& kernels, PairSource source, std::int64_t feature, std::int32_t token) {
+  if (source == PairSource::columns) return feature * kPanelTokens + kernels.token(token);
+  return feature / 2 * kPairLine + 2 * token + feature % 2;
+}
+
+}  // namespace
+
+void find_unfinished(const PairKernels& kernels, const PairsShape& s, const std::uint16_t* panels,
+                     std::int64_t panel_stride, std::int64_t tokens, std::uint32_t* unfinished) {
+  for (std::int64_t m = 0; s.join > 1 && m < tokens; m += kPanelTokens, panels += panel_stride) {
+    std::uint32_t& found = unfinished[m / kPanelTokens];
+    found = 0;
+    if (kernels.finite(panels, s.panel_size())) continue;
+    for (std::int64_t f = 0; f < s.padded; ++f) {
+      for (std::int32_t t = 0; t < kPanelTokens; ++t) {
+        if (!is_finite(panels[place(kernels, s.source, f, t)])) found |= 1U << t;
+      }
+    }
+  }
+}
+
+void PairsWeight::sum_stored(std::int64_t block, const std::uint16_t* panel, std::uint32_t tokens,
+                             float* sums) const {
+  const SparseOperand& w = stored.w;
+  const auto number = [](std::uint16_t bits) { return to_float(bfloat16{bits}); };
+  for (; tokens != 0; tokens &= tokens - 1) {
+    const int token = std::countr_zero(tokens);
+    float* sum = sums + token;
+    for (std::int64_t o = 0; o < shape.out_block; ++o) sum[o * kPanelTokens] = 0;
+    const std::int64_t first = block * shape.join, stop = std::min(first + shape.join, shape.rows);
+    for (std::int64_t row = first; row < stop; ++row, sum += shape.row_block * kPanelTokens) {
+      for (std::int32_t e = stored.begin[row]; e < stored.begin[row + 1]; ++e) {
+        const auto* values =
+            static_cast<const std::uint16_t*>(w.values) + (w.perm == nullptr ? e : w.perm[e]) * w.block_size;
+        for (std::int64_t i = 0; i < shape.red_block; ++i) {
+          const std::int64_t feature = w.index[e] * shape.red_block + i;
+          const float x = number(panel[place(kernels, shape.source, feature, token)]);
+          for (std::int64_t r = 0; r < shape.row_block; ++r) {
+            sum[r * kPanelTokens] += number(values[r * w.out_stride + i * w.red_stride]) * x;
+          }
+        }
+      }
+    }
+  }
+}
+
+}  // namespace rarefy::cpu
