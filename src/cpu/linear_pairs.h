@@ -1,5 +1,5 @@
 // What runs a product in bf16 pairs on a table of pair kernels (linear_pairs.cc): linear, and grad_input of
-// blocks that are tall the other way round.
+// blocks that are tall the other way round; and the rows beside it.
 #pragma once
 
 #include "core/registry.h"
@@ -53,5 +53,17 @@ Reason supports_spread(const Problem& problem);
 Config configure_spread(const Problem& problem, const Machine& machine);
 std::int64_t spread_workspace(const Problem& problem, const Config& config);
 Status run_spread(const PairKernels& kernels, const Call& call);
+
+// grad_weight, which needs nothing packed either (grad_weight_pairs.cc).
+struct PairDotRanges {
+  std::int64_t rows = 1;     // ranges of block rows
+  std::int64_t columns = 1;  // of block columns; each pair of ranges is a task
+  static constexpr std::string_view kFields[] = {"rows", "columns"};
+};
+Reason supports_grad_weight_pairs(const PairKernels& kernels, const Problem& problem);
+Config configure_grad_weight_pairs(const PairKernels& kernels, const Problem& problem,
+                                   const Machine& machine);
+std::int64_t grad_weight_pairs_workspace(const PairKernels& kernels, const Problem& problem);
+Status run_grad_weight_pairs(const PairKernels& kernels, const Call& call);
 
 }  // namespace rarefy::cpu

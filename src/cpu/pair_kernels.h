@@ -8,10 +8,13 @@
 
 namespace rarefy::cpu {
 
+inline constexpr std::int32_t kNoRing = -1;
+
 // Some groups of a block row, as E::multiply sees them.
 struct PairSteps {
   const std::uint16_t* w;  // tiles of the first group, from the first output on
   std::int64_t w_stride;   // to the next group's
+  std::int32_t w_ring;     // a mask of steps: those that are equal in it have one place
   const std::uint16_t* const* x;
   std::int32_t steps;
   std::int32_t last_pairs;  // of the last step
@@ -114,6 +117,7 @@ void multiply_groups(const PairProduct& t) {
     const std::uint16_t* panel = t.panel;
     PairSteps s{t.w + group * w_stride,
                 w_stride,
+                kNoRing,
                 x,
                 steps,
                 end == t.groups ? t.pairs - (t.groups - 1) * (kGroup / 2) : kGroup / 2,
@@ -247,6 +251,95 @@ void store_pairs(const PairStore& t) {
   }
 }
 
+// The lines of the next step, from where they lie to a ring of places.
+template <class E>
+struct GatherLines {
+  static constexpr std::int32_t kRing = 3;  // a mask
+  const PairDots* t;
+  std::uint16_t* to;
+
+  bool any(std::int32_t step) const { return step + 1 < t->steps; }
+  void operator()(std::int32_t step, int pair) const { take(step + 1, pair); }
+  void take(std::int32_t step, int pair) const {
+    if (2 * pair >= E::kRows) return;
+    const std::uint16_t* from = t->lines + step * t->lines_stride;
+    std::uint16_t* place = to + ((step & kRing) * E::kRows + 2 * pair) * kGroup;
+    E::copy_line(from + t->offsets[2 * pair], place);
+    E::copy_line(from + t->offsets[2 * pair + 1], place + kGroup);
+  }
+};
+
+template <class E, int kHalves>
+void multiply_dots(const PairDots& t) {
+  alignas(64) std::uint16_t ring[(GatherLines<E>::kRing + 1) * E::kRows * kGroup];
+  const std::uint16_t* lanes[kDotSteps];
+  for (std::int32_t i = 0; i < t.steps; ++i) lanes[i] = t.lanes + i * t.lanes_stride;
+  PairSteps s{t.lines, t.lines_stride, kNoRing, lanes, t.steps, kGroup / 2, t.sums, true, nullptr, 0};
+  PairDots rest = t;
+  for (std::int32_t line = 0; line < t.count; line += E::kRows, s.sums += E::kRows * kPanelTokens) {
+    if (t.offsets == nullptr) {
+      s.w = t.lines + line * kGroup;
+      if (t.count - line <= kTileRows && E::kRows > kTileRows) {
+        E::template multiply<(E::kRows > kTileRows ? kTileRows : E::kRows), kHalves>(s, NoWork{});
+      } else {
+        E::template multiply<E::kRows, kHalves>(s, NoWork{});
+      }
+      continue;
+    }
+    rest.offsets = t.offsets + line;
+    const GatherLines<E> gather{&rest, ring};
+    for (int pair = 0; pair < kGroup / 2; ++pair) gather.take(0, pair);
+    s.w = ring;
+    s.w_stride = E::kRows * kGroup;
+    s.w_ring = GatherLines<E>::kRing;
+    E::template multiply<E::kRows, kHalves>(s, gather);
+  }
+}
+
+template <class E>
+void dot_pairs(const PairDots& t) {
+  if (t.halves == 2) return multiply_dots<E, 2>(t);
+  multiply_dots<E, 1>(t);
+}
+
+template <class E>
+void pack_token_pairs(const PairTokens& t) {
+  if (t.rows == kPanelTokens && t.cols == 32) return E::pack_tokens(t.x, t.row_stride, t.to);
+  alignas(64) std::uint16_t from[kPanelTokens][32];
+  __builtin_memset(from, 0, sizeof(from));
+  for (std::int32_t m = 0; m < t.rows; ++m) {
+    __builtin_memcpy(from[m], t.x + m * t.row_stride, static_cast<std::size_t>(t.cols) * 2);
+  }
+  E::pack_tokens(from[0], 32, t.to);
+}
+
+template <class E, int kLength>
+void deliver_runs(const PairDeliver& t) {
+  for (std::int32_t i = 0; i < t.count; ++i) {
+    const PairRun& run = t.runs[i];
+    float* partial = t.partial + run.to;
+    for (std::int32_t from = 0; from < t.length; from += kLength) {
+      float v[kLength];
+      for (int j = 0; j < kLength; ++j) v[j] = from + j < run.valid ? t.sums[run.from + from + j] : 0.0F;
+      if (!t.first) {
+        for (int j = 0; j < kLength; ++j) v[j] += partial[from + j];
+      }
+      if (!t.last) {
+        for (int j = 0; j < kLength; ++j) partial[from + j] = v[j];
+      } else {
+        E::template round<kLength>(v, t.out + run.to + from);
+      }
+    }
+  }
+}
+
+template <class E>
+void deliver_pairs(const PairDeliver& t) {
+  if (t.length == 4) return deliver_runs<E, 4>(t);
+  if (t.length == 8) return deliver_runs<E, 8>(t);
+  deliver_runs<E, 16>(t);
+}
+
 template <class E>
 bool finite_pairs(const std::uint16_t* values, std::int64_t count) {
   std::uint16_t most = 0;  // of the exponents, and what is below them; signs are shifted out
@@ -259,8 +352,21 @@ bool finite_pairs(const std::uint16_t* values, std::int64_t count) {
 
 template <class E>
 constexpr PairKernels pair_table(const char* family) {
-  return {family,    E::kTileCycles, E::kLeast, E::enter,        E::leave, pack_pairs<E>, multiply_pairs<E>,
-          E::spread, store_pairs<E>, E::keep,   finite_pairs<E>, E::token};
+  return {family,
+          E::kTileCycles,
+          E::kLeast,
+          E::enter,
+          E::leave,
+          pack_pairs<E>,
+          multiply_pairs<E>,
+          E::spread,
+          store_pairs<E>,
+          E::keep,
+          pack_token_pairs<E>,
+          dot_pairs<E>,
+          deliver_pairs<E>,
+          finite_pairs<E>,
+          E::token};
 }
 
 }  // namespace rarefy::cpu

@@ -96,6 +96,44 @@ struct PairKeep {
   std::uint16_t* panel;
 };
 
+// Row-major x to pairs of tokens, [16 pairs][32 features][2], in the order that a panel's lines of one
+// feature have; what is not there becomes 0.
+struct PairTokens {
+  const std::uint16_t* x;
+  std::int64_t row_stride;
+  std::int32_t rows, cols;  // at most 32 each
+  std::uint16_t* to;
+};
+
+// sums[line][lane] = Σ over tokens of lines[line] · lanes[lane]: what a weight's gradient is made of.
+struct PairDots {
+  const std::uint16_t* lines;    // [step][line][32 tokens]
+  std::int64_t lines_stride;     // to the next step's
+  const std::uint32_t* offsets;  // of each line in a step, kDotLines of them; null: one after the other
+  std::int32_t count;            // lines, at most kDotLines
+  const std::uint16_t* lanes;    // [step][16 pairs of tokens][32][2]
+  std::int64_t lanes_stride;
+  std::int32_t halves;  // of the lanes: 1 or 2
+  std::int32_t steps;   // of 32 tokens, at most kDotSteps
+  float* sums;          // [kDotLines][32]
+};
+inline constexpr std::int32_t kDotLines = 32;
+inline constexpr std::int32_t kDotSteps = 16;
+
+// Runs of such sums to where they belong: added to those of the tokens before, rounded after the last ones.
+struct PairRun {
+  std::int64_t to;
+  std::int32_t from, valid;  // of `length` elements: the others become 0
+};
+struct PairDeliver {
+  const float* sums;
+  const PairRun* runs;
+  std::int32_t count, length;  // 4, 8, or a multiple of 16
+  bool first, last;
+  float* partial;  // where tokens before and after these meet; not read if first, not written if last
+  std::uint16_t* out;
+};
+
 // What one instruction set offers.
 struct PairKernels {
   const char* family;
@@ -108,6 +146,9 @@ struct PairKernels {
   void (*spread)(const PairSpread&);
   void (*store)(const PairStore&);
   void (*keep)(const PairKeep&);
+  void (*pack_tokens)(const PairTokens&);
+  void (*dots)(const PairDots&);
+  void (*deliver)(const PairDeliver&);
   bool (*finite)(const std::uint16_t* values, std::int64_t count);
   std::int32_t (*token)(std::int32_t token);  // where it lies in a line of one feature
 };

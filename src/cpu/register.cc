@@ -121,8 +121,8 @@ void add(Registry& registry, std::string_view linear, std::string_view grad_inpu
 // Products in bf16 pairs, on weights that the caller holds packed, or packed in the call.
 template <const cpu::PairKernels& kKernels, const std::string_view& kFeature>
 void add_pairs(Registry& registry, std::string_view linear, std::string_view grad_input,
-               std::string_view grad_columns, std::string_view feed_forward, std::string_view packed,
-               std::string_view packed_transposed) {
+               std::string_view grad_columns, std::string_view grad_weight, std::string_view feed_forward,
+               std::string_view packed, std::string_view packed_transposed) {
   for (const Op op : {Op::linear, Op::grad_input}) {
     registry.push_back({
         .op = op,
@@ -163,6 +163,22 @@ void add_pairs(Registry& registry, std::string_view linear, std::string_view gra
       .workspace = cpu::spread_workspace,
   });
   registry.push_back({
+      .op = Op::grad_weight,
+      .device = Device::cpu,
+      .family = kKernels.family,
+      .name = grad_weight,
+      .supports = [](const Problem& p, const Machine& machine) -> Reason {
+        if (!kFeature.empty() && !machine.has(kFeature)) return cat("the processor lacks ", kFeature);
+        return cpu::supports_grad_weight_pairs(kKernels, p);
+      },
+      .run = [](const Call& call) { return cpu::run_grad_weight_pairs(kKernels, call); },
+      .configure = [](const Problem& p,
+                      const Machine& m) { return cpu::configure_grad_weight_pairs(kKernels, p, m); },
+      .fields = cpu::PairDotRanges::kFields,
+      .workspace = [](const Problem& p,
+                      const Config&) { return cpu::grad_weight_pairs_workspace(kKernels, p); },
+  });
+  registry.push_back({
       .op = Op::feed_forward,
       .device = Device::cpu,
       .family = kKernels.family,
@@ -198,10 +214,10 @@ constexpr std::string_view kHasNeon = "neon";
 void register_cpu(Registry& registry) {
 #if defined(__x86_64__)
   add_pairs<cpu::kAmx, kHasAmx>(registry, "amx_linear", "amx_grad_input", "amx_grad_input_columns",
-                                "amx_feed_forward", "pairs_32", "pairs_32_transposed");
+                                "amx_grad_weight", "amx_feed_forward", "pairs_32", "pairs_32_transposed");
   add_pairs<cpu::kAvx512Bf16, kHasBf16>(registry, "avx512_bf16_linear", "avx512_bf16_grad_input",
-                                        "avx512_bf16_grad_input_columns", "avx512_bf16_feed_forward", "pairs",
-                                        "pairs_transposed");
+                                        "avx512_bf16_grad_input_columns", "avx512_bf16_grad_weight",
+                                        "avx512_bf16_feed_forward", "pairs", "pairs_transposed");
   add_few<cpu::kAvx512, kHasAvx512>(registry, "avx512_linear_few");
   add<cpu::kAvx512, kHasAvx512>(registry, "avx512_linear", "avx512_grad_input", "avx512_grad_weight");
   add_feed_forward<cpu::kAvx512, kHasAvx512>(registry, "avx512_feed_forward", "avx512_feed_forward_apart");
@@ -216,8 +232,8 @@ void register_cpu(Registry& registry) {
   add_feed_forward<cpu::kScalar, kAny>(registry, "scalar_feed_forward", "scalar_feed_forward_apart");
   // After rows that take all that it takes: only who asks for it by name gets it.
   add_pairs<cpu::kPairsPortable, kAny>(registry, "pairs_linear", "pairs_grad_input",
-                                       "pairs_grad_input_columns", "pairs_feed_forward", "pairs_32",
-                                       "pairs_32_transposed");
+                                       "pairs_grad_input_columns", "pairs_grad_weight", "pairs_feed_forward",
+                                       "pairs_32", "pairs_32_transposed");
 }
 
 const Machine& cpu_machine() {

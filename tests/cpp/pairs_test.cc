@@ -49,6 +49,16 @@ class PairsTest : public ::testing::TestWithParam<std::string> {
     run.hold_derived();
     expect_ok(run.linear(Activation::none));
   }
+  static void check_grad_weight(const Problem& problem, ProblemIn<HostBuffer>& run) {
+    const ProblemSpec& spec = problem.spec;
+    const bool few = (spec.block_rows == 4 || spec.block_rows == 8) && GetParam() != "avx512_bf16";
+    const bool columns = spec.block_cols == 1 && (spec.block_rows % 16 == 0 || few);
+    if (!columns && (spec.block_cols % 16 != 0 || spec.block_rows < 8)) return;
+    if (spec.m < 32) return;
+    const Force force(GetParam());
+    expect_ok(run.grad_weight());
+    expect_grad_weight(problem, run);
+  }
   void check(ProblemSpec spec, Executor executor = {}) {
     spec.dtype = DType::bf16;
     const Problem problem = make_problem(spec);
@@ -58,6 +68,7 @@ class PairsTest : public ::testing::TestWithParam<std::string> {
     ProblemIn<HostBuffer> run(problem, executor);
     run_all(run);
     expect_linear(problem, run);
+    check_grad_weight(problem, run);
     const bool columns = spec.block_cols == 1 && spec.block_rows % 16 == 0;
     if (spec.block_cols % 16 != 0 && spec.block_cols != 4 && spec.block_cols != 8 && !columns) return;
     const Force force(GetParam());
@@ -115,6 +126,52 @@ TEST_P(PairsTest, GroupsAndChunks) {
   }
   check({5, 70, 0, 16, 1, 0.0, {}, true, 2});  // no input features
   check({5, 0, 90, 16, 1, 0.0, {}, true, 2});  // no output features
+}
+
+// Chunks of tokens, their sums kept between them; ranges of rows and columns; what is no line and no lane.
+TEST_P(PairsTest, GradWeightOfManyTokens) {
+  ThreadPool pool(3);
+  using Block = std::pair<std::int64_t, std::int64_t>;
+  for (const auto& [rows, cols] :
+       {Block{32, 1}, {48, 1}, {128, 1}, {16, 1}, {4, 1}, {8, 1}, {8, 16}, {32, 32}, {20, 48}}) {
+    for (const bool integers : {true, false}) {
+      for (const std::int64_t tokens : {32, 511, 512, 513, 1100}) {
+        const Problem problem = make_problem(
+            {tokens, 3 * rows + 5, 4 * cols + 37, rows, cols, 0.4, DType::bf16, integers, tokens % 2});
+        ProblemIn<HostBuffer> run(problem, pool.executor());
+        check_grad_weight(problem, run);
+      }
+    }
+  }
+}
+
+// Equal bits on any number of threads; NaN and infinity in what a block meets, and zeros in padding whatever
+// x and dy hold.
+TEST_P(PairsTest, GradWeightOfNanAndOnThreads) {
+  const Force force(GetParam());
+  using Block = std::pair<std::int64_t, std::int64_t>;
+  for (const auto& [rows, cols] : {Block{32, 1}, {16, 16}, {16, 32}}) {
+    Problem problem = make_problem({600, 3 * rows + 5, 4 * cols + 37, rows, cols, 0.4, DType::bf16, true, 0});
+    problem.x[7] = kNan;
+    problem.dy[3] = kInfinity;
+    std::set<std::vector<std::byte>> results;
+    for (const int threads : {1, 2, 5}) {
+      ThreadPool pool(threads);
+      ProblemIn<HostBuffer> run(problem, pool.executor());
+      expect_ok(run.grad_weight());
+      results.insert(run.dvalues().download());
+    }
+    ASSERT_EQ(results.size(), 1U);
+    const std::vector<double> got = decode(*results.begin(), DType::bf16);
+    const std::vector<double> expected = Host{problem}.grad_weight(problem.dy, problem.x);
+    const std::vector<double> rounded = decode(encode(expected, DType::bf16), DType::bf16);
+    bool some = false;
+    for (std::size_t i = 0; i < rounded.size(); ++i) {
+      ASSERT_TRUE(same(got[i], rounded[i])) << i << ": " << got[i] << " for " << rounded[i];
+      some = some || std::isnan(got[i]);
+    }
+    EXPECT_TRUE(some);
+  }
 }
 
 TEST_P(PairsTest, OnSeveralThreads) {
@@ -304,6 +361,15 @@ TEST_P(PairsTest, EveryConfigurationComputesTheSame) {
     expect_ok(run.grad_input());
     expect_grad_input(problem, run);
   }
+  for (const char* config : {"rows=1 columns=1", "rows=7 columns=3", "rows=100 columns=500"}) {
+    const Force force(GetParam() + "," + GetParam() + "_grad_weight(" + config + ")");
+    for (const std::int64_t cols : {1, 16}) {
+      const Problem problem = make_problem({150, 170, 200, 32, cols, 0.4, DType::bf16, true, 0});
+      ProblemIn<HostBuffer> run(problem);
+      expect_ok(run.grad_weight());
+      expect_grad_weight(problem, run);
+    }
+  }
   for (const char* config : {"panels=1 splits=1", "panels=3 splits=2", "panels=16 splits=5"}) {
     const Force force(GetParam() + "," + GetParam() + "_linear(" + config + ")");
     const Problem problem = make_problem({150, 170, 200, 32, 1, 0.4, DType::bf16, true, 0});
@@ -338,6 +404,13 @@ TEST(PairsSelectionTest, SaysWhatItDoesNotTake) {
   EXPECT_EQ(
       why_not(make_problem(Op::grad_input, {64, 64, 16, 1, 9}, 5, DType::bf16), "pairs_grad_input_columns"),
       "");
+  EXPECT_EQ(why_not(make_problem(Op::grad_weight, {64, 64, 4, 1, 9}, 32, DType::bf16)), "");
+  EXPECT_EQ(why_not(make_problem(Op::grad_weight, {64, 64, 32, 32, 4}, 31, DType::bf16)),
+            "takes at least 32 tokens; got 31");
+  EXPECT_EQ(
+      why_not(make_problem(Op::grad_weight, {64, 64, 4, 4, 9}, 32, DType::bf16)),
+      "takes blocks of one column and 4, 8 or a multiple of 16 rows, or of as many columns and 8 rows or "
+      "more; got 4x4");
   EXPECT_EQ(why_not(make_problem(Op::linear, {64, 64, 16, 1, 9}, 4, DType::bf16)),
             "takes more than 4 tokens; got 4");
   EXPECT_EQ(why_not(make_problem(Op::linear, {64, 64, 16, 1, 9}, 5, DType::f32)),

@@ -42,7 +42,7 @@ struct Amx : Avx512Pairs {
     }
     for (std::int32_t step = 0; step < s.steps; ++step) {
       const std::uint16_t* x = s.x[step];
-      const std::uint16_t* w = s.w + step * s.w_stride;
+      const std::uint16_t* w = s.w + (step & s.w_ring) * s.w_stride;
       s.fetch(step);
       __asm__ volatile("" ::: "memory");  // tile loads are asm that GCC moves across stores
       const auto quarter = [&](int from) {

@@ -66,6 +66,32 @@ struct Avx512Pairs {
     _mm512_storeu_si512(to + 32, b);
   }
 
+  static void copy_line(const std::uint16_t* from, std::uint16_t* to) {
+    _mm512_storeu_si512(to, _mm512_loadu_si512(from));
+  }
+
+  // 32 tokens × 32 features of row-major X to pairs of tokens, in the order of a panel's lines.
+  static void pack_tokens(const std::uint16_t* x, std::int64_t stride, std::uint16_t* to) {
+    alignas(64) static constexpr std::uint16_t kLow[32] = {0,  32, 1,  33, 2,  34, 3,  35, 4,  36, 5,
+                                                           37, 6,  38, 7,  39, 8,  40, 9,  41, 10, 42,
+                                                           11, 43, 12, 44, 13, 45, 14, 46, 15, 47};
+    const __m512i low = _mm512_load_si512(kLow), high = _mm512_add_epi16(low, _mm512_set1_epi16(16));
+#pragma GCC unroll 16
+    for (int m = 0; m < kPanelTokens; m += 2) {
+      const __m512i even = _mm512_loadu_si512(x + m * stride), odd = _mm512_loadu_si512(x + (m + 1) * stride);
+      std::uint16_t* line = to + token(m) / 2 * kPairLine;
+      _mm512_storeu_si512(line, _mm512_permutex2var_epi16(even, low, odd));
+      _mm512_storeu_si512(line + 32, _mm512_permutex2var_epi16(even, high, odd));
+    }
+  }
+
+  template <int kLength>
+  static void round(const float* v, std::uint16_t* to) {
+    constexpr __mmask16 kMask = (1U << kLength) - 1;
+    const __m256i words = (__m256i)_mm512_cvtneps_pbh(_mm512_maskz_loadu_ps(kMask, v));
+    _mm256_mask_storeu_epi16(to, kMask, words);
+  }
+
   static void keep(const PairKeep& t) {
     if (t.activation == Activation::none) return keep_as<false>(t);
     keep_as<true>(t);
@@ -176,7 +202,7 @@ struct Avx512Bf16 : Avx512Pairs {
     });
     for (std::int32_t step = 0; step < s.steps; ++step) {
       const std::uint16_t* x = s.x[step];
-      const std::uint16_t* w = s.w + step * s.w_stride;
+      const std::uint16_t* w = s.w + (step & s.w_ring) * s.w_stride;
       s.fetch(step);
       const int pairs = step + 1 == s.steps ? s.last_pairs : kGroup / 2;
       const auto dots = [&](auto along) {

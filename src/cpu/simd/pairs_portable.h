@@ -32,6 +32,18 @@ struct PairsPortable {
   }
   static void copy(const std::uint16_t* from, std::uint16_t* to) { std::memcpy(to, from, 2 * kPairLine); }
 
+  static void copy_line(const std::uint16_t* from, std::uint16_t* to) { std::memcpy(to, from, kPairLine); }
+  // 32 tokens × 32 features of row-major X to pairs of tokens.
+  static void pack_tokens(const std::uint16_t* x, std::int64_t stride, std::uint16_t* to) {
+    for (int m = 0; m < kPanelTokens; ++m) {
+      for (int k = 0; k < 32; ++k) to[m / 2 * kPairLine + 2 * k + m % 2] = x[m * stride + k];
+    }
+  }
+  template <int kLength>
+  static void round(const float* v, std::uint16_t* to) {
+    for (int i = 0; i < kLength; i += Scalar::kWidth) Scalar::store_bf16(to + i, Scalar::load(v + i));
+  }
+
   static float number(std::uint16_t bf16) {
     const std::uint32_t bits = std::uint32_t{bf16} << 16;
     float x;
@@ -46,7 +58,7 @@ struct PairsPortable {
       for (int p = 0; p < kGroup / 2 && work.any(step); ++p) work(step, p);
       const int pairs = step + 1 == s.steps ? s.last_pairs : kGroup / 2;
       for (int o = 0; o < kOutputs; ++o) {
-        const std::uint16_t* w = s.w + step * s.w_stride + o * kGroup;
+        const std::uint16_t* w = s.w + (step & s.w_ring) * s.w_stride + o * kGroup;
         for (int i = 0; i < 2 * pairs; ++i) {
           const std::uint16_t* x = s.x[step] + i / 2 * kPairLine + i % 2;
           for (int m = 0; m < kHalves * 16; ++m) {
