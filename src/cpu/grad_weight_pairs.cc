@@ -1,10 +1,8 @@
 // Drives the weight gradient in bf16 pairs (pairs.h), pairs of tokens. Of a stored block one side's features
 // are lines of tokens, the other side's the lanes of sums: the side along which values lie together. For R×1
-// blocks that is dY's, and lines of X are gathered by what a block row stores; rows of fewer than 32 outputs
-// are joined where that fills tiles. Else it is X's, and nothing is gathered. Chunks of tokens are packed by
-// all threads.
+// blocks that is dY's, and lines of X are gathered by what a block row stores; else it is X's, and nothing is
+// gathered. Chunks of tokens are packed by all threads.
 #include <algorithm>
-#include <limits>
 
 #include "core/message.h"
 #include "cpu/linear_pairs.h"
@@ -15,30 +13,25 @@ namespace rarefy::cpu {
 namespace {
 
 constexpr std::int64_t kSide = 32;
+constexpr std::int64_t kPartSize = kSide * kPanelTokens;   // of 32 lanes, a step
 constexpr std::int64_t kChunk = kDotSteps * kPanelTokens;  // tokens packed at a time
 constexpr std::int64_t kTasks = 8;                         // a thread: the last ones to end are short
 constexpr std::int64_t kFewest = 32;                       // tokens that are worth packing
 
-// How a weight's two sides are packed.
+// How a weight's two sides are packed: lines as panels, lanes by groups of a block each, in 32s.
 struct Sides {
-  bool columns;       // R×1: X is lines, dY is lanes; else the other way round
-  std::int64_t join;  // block rows whose outputs are lanes together
-  std::int64_t line_features, lane_groups, group_lanes;  // of all; lanes of a group are features of one task
-  std::int64_t groups_of_32;                             // of 32 lanes, to a group
+  bool columns;  // R×1: X is lines, dY is lanes; else the other way round
+  std::int64_t lines, groups, group_lanes, group_parts;
 
-  Sides(const PairKernels& kernels, const BsrShape& s) : columns(s.block_cols == 1), join(1) {
-    if (columns && s.block_rows < kernels.rows && kernels.rows % s.block_rows == 0) {
-      join = kernels.rows / s.block_rows;
-    }
-    if (s.block_rows % kTileRows == 0) join = 1;
-    const std::int64_t rows = s.row_count() * s.block_rows;
-    line_features = (columns ? s.cols : rows) + kSide;  // tiles may read past the last block
-    group_lanes = columns ? join * s.block_rows : s.block_cols;
-    lane_groups = columns ? ceil_div(s.row_count(), join) : s.col_count();
-    groups_of_32 = ceil_div(group_lanes, kSide);
-  }
-  std::int64_t lines_size() const { return line_features * kPanelTokens; }
-  std::int64_t lanes_size() const { return lane_groups * groups_of_32 * kSide * kPanelTokens; }
+  explicit Sides(const BsrShape& s)
+      : columns(s.block_cols == 1),
+        lines((columns ? s.cols : s.row_count() * s.block_rows) +
+              kSide),  // tiles may read past the last block
+        groups(columns ? s.row_count() : s.col_count()),
+        group_lanes(columns ? s.block_rows : s.block_cols),
+        group_parts(ceil_div(group_lanes, kSide)) {}
+  std::int64_t lines_size() const { return lines * kPanelTokens; }
+  std::int64_t lanes_size() const { return groups * group_parts * kPartSize; }
 };
 
 struct DotParts {
@@ -63,11 +56,7 @@ struct Chunk {
 class Gradient {
  public:
   Gradient(const PairKernels& kernels, const Call& call)
-      : k_(kernels),
-        call_(call),
-        shape_(call.plan.shape),
-        sides_(kernels, shape_),
-        parts_(make(call, sides_)) {}
+      : k_(kernels), call_(call), shape_(call.plan.shape), sides_(shape_), parts_(make(call, sides_)) {}
 
   void run() const {
     for (std::int64_t m = 0; m < call_.x.rows; m += kChunk) {
@@ -75,14 +64,14 @@ class Gradient {
       const Chunk chunk{m, tokens, m == 0, m + tokens == call_.x.rows};
       pack(chunk);
       const auto ranges = from_config<PairDotRanges>(call_.config);
-      const std::int64_t rows = sides_.columns ? sides_.lane_groups : shape_.row_count();
+      const std::int64_t rows = shape_.row_count();
       call_.executor.parallel_for(ranges.rows * ranges.columns, [&](std::int64_t task, int) {
         const std::int64_t row = task % ranges.rows, column = task / ranges.rows;
         const std::int64_t all = shape_.col_count();
         k_.enter();
         for (std::int64_t o = rows * row / ranges.rows; o < rows * (row + 1) / ranges.rows; ++o) {
           const std::int64_t begin = all * column / ranges.columns, end = all * (column + 1) / ranges.columns;
-          sides_.columns ? rows_of_columns(chunk, o, begin, end) : row_of_blocks(chunk, o, begin, end);
+          sides_.columns ? row_of_columns(chunk, o, begin, end) : row_of_blocks(chunk, o, begin, end);
         }
         k_.leave();
       });
@@ -107,15 +96,14 @@ class Gradient {
       const std::int32_t rows = panel_rows(chunk.first + chunk.tokens, m);
       if (task % 2 == 0) {
         k_.pack({element(lines, m, 0), lines.row_stride, rows, static_cast<std::int32_t>(lines.cols),
-                 static_cast<std::int32_t>(sides_.line_features), false,
-                 parts_.lines + step * sides_.lines_size()});
+                 static_cast<std::int32_t>(sides_.lines), false, parts_.lines + step * sides_.lines_size()});
         return;
       }
-      std::uint16_t* to = parts_.lanes + step * sides_.lanes_size();
-      for (std::int64_t group = 0; group < sides_.lane_groups; ++group) {
+      std::uint16_t* to = parts_.lanes + step * kPartSize;
+      for (std::int64_t group = 0; group < sides_.groups; ++group) {
         const std::int64_t begin = group * sides_.group_lanes;
         const std::int64_t end = std::min(begin + sides_.group_lanes, lanes.cols);
-        for (std::int64_t i = 0; i < sides_.groups_of_32; ++i, to += kSide * kPanelTokens) {
+        for (std::int64_t i = 0; i < sides_.group_parts; ++i, to += chunk.steps() * kPartSize) {
           const std::int64_t col = begin + i * kSide;
           const auto cols = static_cast<std::int32_t>(std::clamp<std::int64_t>(end - col, 0, kSide));
           k_.pack_tokens({element(lanes, m, cols > 0 ? col : 0), lanes.row_stride, rows, cols, to});
@@ -124,12 +112,11 @@ class Gradient {
     });
   }
 
-  // The sums of up to 32 lines with the lanes of one group of 32, and the runs of them that are stored.
+  // The sums of up to 32 lines with 32 lanes, all steps of which lie together.
   void multiply(const Chunk& chunk, const std::uint16_t* lines, const std::uint32_t* offsets,
-                std::int64_t count, std::int64_t lanes, bool half, float* sums) const {
+                std::int64_t count, std::int64_t part, bool half, float* sums) const {
     k_.dots({lines, sides_.lines_size(), offsets, static_cast<std::int32_t>(count),
-             parts_.lanes + lanes * kSide * kPanelTokens, sides_.lanes_size(), half ? 1 : 2, chunk.steps(),
-             sums});
+             parts_.lanes + part * chunk.steps() * kPartSize, kPartSize, half ? 1 : 2, chunk.steps(), sums});
   }
   void deliver(const Chunk& chunk, const float* sums, const PairRun* runs, std::int64_t count,
                std::int64_t length) const {
@@ -137,50 +124,28 @@ class Gradient {
                 chunk.is_first, chunk.is_last, parts_.partial, static_cast<std::uint16_t*>(call_.dvalues)});
   }
 
-  // Block rows that are lanes together, by all columns that any of them stores.
-  void rows_of_columns(const Chunk& chunk, std::int64_t group, std::int64_t begin, std::int64_t end) const {
+  // One block row of R×1 blocks, 32 of them at a time.
+  void row_of_columns(const Chunk& chunk, std::int64_t row, std::int64_t begin, std::int64_t end) const {
     const PlanView& plan = call_.plan;
-    constexpr std::int64_t kMostJoined = 8;
-    const std::int64_t first = group * sides_.join;
-    const std::int64_t rows = std::min(sides_.join, shape_.row_count() - first);
-    std::int32_t next[kMostJoined], stop[kMostJoined];
-    for (std::int64_t j = 0; j < rows; ++j) {
-      const std::int32_t* from = plan.col + plan.crow[first + j];
-      const std::int32_t* to = plan.col + plan.crow[first + j + 1];
-      next[j] = static_cast<std::int32_t>(std::lower_bound(from, to, begin) - plan.col);
-      stop[j] = static_cast<std::int32_t>(std::lower_bound(from, to, end) - plan.col);
-    }
+    const std::int32_t* last = plan.col + plan.crow[row + 1];
+    const std::int32_t* col = std::lower_bound(plan.col + plan.crow[row], last, begin);
+    last = std::lower_bound(col, last, end);
+    const std::int64_t there = shape_.rows - row * shape_.block_rows;
     alignas(64) float sums[kDotLines * kSide];
-    PairRun runs[kDotLines * kMostJoined];
-    for (;;) {
+    PairRun runs[kDotLines];
+    for (; col < last; col += kDotLines) {
       std::uint32_t offsets[kDotLines] = {};  // of what is no line: any
-      std::int64_t count = 0, stored = 0;
-      for (; count < kDotLines; ++count) {
-        constexpr std::int32_t kNone = std::numeric_limits<std::int32_t>::max();
-        std::int32_t column = kNone;
-        for (std::int64_t j = 0; j < rows; ++j) {
-          if (next[j] < stop[j]) column = std::min(column, plan.col[next[j]]);
+      const std::int64_t count = std::min<std::int64_t>(last - col, kDotLines);
+      for (std::int64_t i = 0; i < count; ++i) offsets[i] = static_cast<std::uint32_t>(col[i] * kPanelTokens);
+      for (std::int64_t lane = 0; lane < shape_.block_rows; lane += kSide) {
+        const std::int64_t lanes = std::min(kSide, shape_.block_rows - lane);
+        multiply(chunk, parts_.lines, offsets, count, row * sides_.group_parts + lane / kSide,
+                 lanes <= kSide / 2, sums);
+        for (std::int64_t i = 0; i < count; ++i) {
+          runs[i] = {(col + i - plan.col) * shape_.block_rows + lane, static_cast<std::int32_t>(i * kSide),
+                     static_cast<std::int32_t>(std::clamp<std::int64_t>(there - lane, 0, lanes))};
         }
-        if (column == kNone) break;
-        offsets[count] = static_cast<std::uint32_t>(column * kPanelTokens);
-        for (std::int64_t j = 0; j < rows; ++j) {
-          if (next[j] == stop[j] || plan.col[next[j]] != column) continue;
-          const std::int64_t valid = shape_.rows - (first + j) * shape_.block_rows;
-          runs[stored++] = {next[j]++ * shape_.block_rows,
-                            static_cast<std::int32_t>(count * kSide + j * shape_.block_rows),
-                            static_cast<std::int32_t>(std::min(valid, shape_.block_rows))};
-        }
-      }
-      if (count == 0) return;
-      for (std::int64_t lane = 0; lane < sides_.group_lanes; lane += kSide) {
-        const std::int64_t width = std::min(kSide, sides_.group_lanes - lane);
-        multiply(chunk, parts_.lines, offsets, count, group * sides_.groups_of_32 + lane / kSide,
-                 width <= kSide / 2, sums);
-        deliver(chunk, sums, runs, stored, std::min(width, shape_.block_rows));
-        for (std::int64_t i = 0; i < stored; ++i) {
-          runs[i].to += kSide;
-          runs[i].valid -= kSide;
-        }
+        deliver(chunk, sums, runs, count, lanes);
       }
     }
   }
@@ -201,7 +166,7 @@ class Gradient {
         for (std::int64_t r = 0; r < shape_.block_rows; r += kDotLines) {
           const std::int64_t lines = std::min<std::int64_t>(kDotLines, shape_.block_rows - r);
           multiply(chunk, parts_.lines + (n + r) * kPanelTokens, nullptr, lines,
-                   *col * sides_.groups_of_32 + lane / kSide, lanes <= kSide / 2, sums);
+                   *col * sides_.group_parts + lane / kSide, lanes <= kSide / 2, sums);
           for (std::int64_t i = 0; i < lines; ++i) {
             runs[i] = {position + (r + i) * width + lane, static_cast<std::int32_t>(i * kSide),
                        n + r + i < shape_.rows ? static_cast<std::int32_t>(there) : 0};
@@ -221,41 +186,38 @@ class Gradient {
 
 }  // namespace
 
-Reason supports_grad_weight_pairs(const PairKernels& kernels, const Problem& p) {
+Reason supports_grad_weight_pairs(const Problem& p) {
   if (p.in != DType::bf16 || p.weight.dtype != DType::bf16 || p.out != DType::bf16) {
     return "takes bf16 inputs and values alone, to bf16";
   }
   const BsrShape& s = p.weight.shape;
-  const bool joined = kernels.rows == kSide && (s.block_rows == 4 || s.block_rows == 8);
-  const bool columns = s.block_cols == 1 && (s.block_rows % kTileRows == 0 || joined);
+  const bool columns = s.block_cols == 1 && s.block_rows % kTileRows == 0;
   const bool blocks = s.block_cols % kTileRows == 0 && s.block_rows >= 8;
   if (!columns && !blocks) {
-    return cat("takes blocks of one column and ", kernels.rows == kSide ? "4, 8 or " : "", "a multiple of ",
-               kTileRows, " rows, or of as many columns and 8 rows or more; got ", s.block_rows, 'x',
-               s.block_cols);
+    return cat("takes blocks of one column and a multiple of ", kTileRows,
+               " rows, or of as many columns and 8 rows or more; got ", s.block_rows, 'x', s.block_cols);
   }
   if (p.tokens < kFewest) return cat("takes at least ", kFewest, " tokens; got ", p.tokens);
   return {};
 }
 
 // What tasks read of X stays in half of L2; ranges of block rows leave every thread several tasks.
-Config configure_grad_weight_pairs(const PairKernels& kernels, const Problem& p, const Machine& machine) {
+Config configure_grad_weight_pairs(const Problem& p, const Machine& machine) {
   const BsrShape& s = p.weight.shape;
-  const Sides sides(kernels, s);
+  const Sides sides(s);
   const std::int64_t steps = std::min<std::int64_t>(ceil_div(p.tokens, kPanelTokens), kDotSteps);
   const std::int64_t elements = (sides.columns ? sides.lines_size() : sides.lanes_size()) * steps;
   PairDotRanges ranges;
   ranges.columns = std::clamp<std::int64_t>(ceil_div(elements, panel_floats(machine) * 2), 1,
                                             std::max<std::int64_t>(1, s.col_count()));
-  const std::int64_t rows = sides.columns ? sides.lane_groups : s.row_count();
   ranges.rows = std::clamp<std::int64_t>(ceil_div(kTasks * p.threads, ranges.columns), 1,
-                                         std::max<std::int64_t>(1, rows));
+                                         std::max<std::int64_t>(1, s.row_count()));
   return to_config(ranges);
 }
 
-std::int64_t grad_weight_pairs_workspace(const PairKernels& kernels, const Problem& p) {
+std::int64_t grad_weight_pairs_workspace(const Problem& p, const Config& /*config*/) {
   Room room;
-  const DotParts parts(room, p, Sides(kernels, p.weight.shape));
+  const DotParts parts(room, p, Sides(p.weight.shape));
   return room.bytes();
 }
 

@@ -313,31 +313,25 @@ void pack_token_pairs(const PairTokens& t) {
   E::pack_tokens(from[0], 32, t.to);
 }
 
-template <class E, int kLength>
-void deliver_runs(const PairDeliver& t) {
+template <class E>
+void deliver_pairs(const PairDeliver& t) {
+  constexpr int kLength = 16;
   for (std::int32_t i = 0; i < t.count; ++i) {
     const PairRun& run = t.runs[i];
-    float* partial = t.partial + run.to;
     for (std::int32_t from = 0; from < t.length; from += kLength) {
+      float* partial = t.partial == nullptr ? nullptr : t.partial + run.to + from;  // one chunk has none
       float v[kLength];
       for (int j = 0; j < kLength; ++j) v[j] = from + j < run.valid ? t.sums[run.from + from + j] : 0.0F;
       if (!t.first) {
-        for (int j = 0; j < kLength; ++j) v[j] += partial[from + j];
+        for (int j = 0; j < kLength; ++j) v[j] += partial[j];
       }
       if (!t.last) {
-        for (int j = 0; j < kLength; ++j) partial[from + j] = v[j];
+        for (int j = 0; j < kLength; ++j) partial[j] = v[j];
       } else {
-        E::template round<kLength>(v, t.out + run.to + from);
+        E::round(v, t.out + run.to + from);
       }
     }
   }
-}
-
-template <class E>
-void deliver_pairs(const PairDeliver& t) {
-  if (t.length == 4) return deliver_runs<E, 4>(t);
-  if (t.length == 8) return deliver_runs<E, 8>(t);
-  deliver_runs<E, 16>(t);
 }
 
 template <class E>

@@ -128,7 +128,7 @@ struct PairRun {
 struct PairDeliver {
   const float* sums;
   const PairRun* runs;
-  std::int32_t count, length;  // 4, 8, or a multiple of 16
+  std::int32_t count, length;  // a multiple of 16
   bool first, last;
   float* partial;  // where tokens before and after these meet; not read if first, not written if last
   std::uint16_t* out;
@@ -138,7 +138,7 @@ struct PairDeliver {
 struct PairKernels {
   const char* family;
   double tile_cycles;  // that 16 outputs, 32 features and 32 tokens take: a figure for the configuration
-  std::int32_t rows;   // outputs that fill a product: block rows of fewer are joined
+  std::int32_t rows;   // outputs that fill a product: block rows of 4 and 8 are joined to so many
   void (*enter)();     // before and after a task, on its thread
   void (*leave)();
   void (*pack)(const PairPack&);

@@ -11,14 +11,13 @@
 
 namespace rarefy::cpu {
 
-inline constexpr std::int64_t kStored = 64;    // outputs finished at a time: two cache lines of a token
-inline constexpr double kJoinedDensity = 0.3;  // from which two block rows of 16 outputs are joined
-inline constexpr std::int64_t kNear = 4;       // panels that share weights in L1: their sums take 32 KB
+inline constexpr std::int64_t kStored = 64;  // outputs finished at a time: two cache lines of a token
+inline constexpr std::int64_t kNear = 4;     // panels that share weights in L1: their sums take 32 KB
 
 constexpr std::int64_t ceil_div(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
 
 // The product seen as out = W · in, for which the problem is enough. Block rows that have fewer outputs than
-// a product are joined: an output block is then several of them, with all columns that any of them stores.
+// a tile are joined: an output block is then several of them, with all columns that any of them stores.
 struct PairsShape {
   std::int64_t out_blocks, red_blocks, out_block, red_block;
   std::int64_t entries;
@@ -36,8 +35,7 @@ struct PairsShape {
       std::swap(rows, red_blocks);
       std::swap(row_block, red_block);
     }
-    join = row_block < kernels.rows && kernels.rows % row_block == 0 ? kernels.rows / row_block : 1;
-    if (row_block % kTileRows == 0 && density() < kJoinedDensity) join = 1;
+    join = row_block < kTileRows && kernels.rows % row_block == 0 ? kernels.rows / row_block : 1;
     out_blocks = ceil_div(rows, join);
     out_block = join * row_block;
     source = red_block % kGroup == 0 ? PairSource::whole

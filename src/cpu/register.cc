@@ -169,14 +169,12 @@ void add_pairs(Registry& registry, std::string_view linear, std::string_view gra
       .name = grad_weight,
       .supports = [](const Problem& p, const Machine& machine) -> Reason {
         if (!kFeature.empty() && !machine.has(kFeature)) return cat("the processor lacks ", kFeature);
-        return cpu::supports_grad_weight_pairs(kKernels, p);
+        return cpu::supports_grad_weight_pairs(p);
       },
       .run = [](const Call& call) { return cpu::run_grad_weight_pairs(kKernels, call); },
-      .configure = [](const Problem& p,
-                      const Machine& m) { return cpu::configure_grad_weight_pairs(kKernels, p, m); },
+      .configure = cpu::configure_grad_weight_pairs,
       .fields = cpu::PairDotRanges::kFields,
-      .workspace = [](const Problem& p,
-                      const Config&) { return cpu::grad_weight_pairs_workspace(kKernels, p); },
+      .workspace = cpu::grad_weight_pairs_workspace,
   });
   registry.push_back({
       .op = Op::feed_forward,

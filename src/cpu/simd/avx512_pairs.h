@@ -85,11 +85,8 @@ struct Avx512Pairs {
     }
   }
 
-  template <int kLength>
   static void round(const float* v, std::uint16_t* to) {
-    constexpr __mmask16 kMask = (1U << kLength) - 1;
-    const __m256i words = (__m256i)_mm512_cvtneps_pbh(_mm512_maskz_loadu_ps(kMask, v));
-    _mm256_mask_storeu_epi16(to, kMask, words);
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), (__m256i)_mm512_cvtneps_pbh(_mm512_loadu_ps(v)));
   }
 
   static void keep(const PairKeep& t) {

@@ -39,9 +39,8 @@ struct PairsPortable {
       for (int k = 0; k < 32; ++k) to[m / 2 * kPairLine + 2 * k + m % 2] = x[m * stride + k];
     }
   }
-  template <int kLength>
   static void round(const float* v, std::uint16_t* to) {
-    for (int i = 0; i < kLength; i += Scalar::kWidth) Scalar::store_bf16(to + i, Scalar::load(v + i));
+    for (int i = 0; i < 16; i += Scalar::kWidth) Scalar::store_bf16(to + i, Scalar::load(v + i));
   }
 
   static float number(std::uint16_t bf16) {
