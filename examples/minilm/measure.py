@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 import statistics
 import time
 import warnings
@@ -13,6 +14,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+import rarefy
 from rarefy.timing import measure_pair, quietest
 
 from .data import Entry
@@ -37,8 +39,10 @@ def contenders(dense: nn.Module, sparse: nn.Module) -> dict[str, nn.Module]:
     for kind, model in (("dense", dense), ("sparse", sparse)):
         for name, dtype in DTYPES.items():
             models[f"{kind} {name}"] = copy.deepcopy(model).to(dtype)
-    quantized = _dynamic_int8(dense)
-    return models if quantized is None else models | {"dense int8": quantized}
+    for kind, quantized in (("dense", _dynamic_int8(dense)), ("sparse", _sparse_int8(sparse))):
+        if quantized is not None:
+            models[f"{kind} int8"] = quantized
+    return models
 
 
 def _dynamic_int8(dense: nn.Module) -> nn.Module | None:
@@ -49,6 +53,25 @@ def _dynamic_int8(dense: nn.Module) -> nn.Module | None:
             return torch.ao.quantization.quantize_dynamic(copy.deepcopy(dense), {nn.Linear}, torch.qint8)
     except (AttributeError, RuntimeError):
         return None
+
+
+def _sparse_int8(sparse: nn.Module) -> nn.Module | None:
+    """The same blocks in int8, inputs rounded token by token; None where Rarefy has no such format."""
+    patterns = {}
+    for name, layer in sparse.named_modules():
+        if isinstance(layer, rarefy.BlockSparseLinear):
+            rows, cols = layer.weight.block_shape
+            patterns[re.escape(name)] = f"block:{rows}x{cols}@{layer.weight.density!r}:int8"
+    try:
+        for spec in patterns.values():
+            rarefy.Spec.parse(spec)
+    except ValueError:
+        return None
+    if not patterns:
+        return None
+    quantized = copy.deepcopy(sparse)
+    rarefy.sparsify(quantized, patterns, measure=False)
+    return quantized
 
 
 def _encoder(model: nn.Module, tokenizer, texts: list[str]) -> Callable[[], torch.Tensor]:

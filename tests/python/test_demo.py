@@ -315,6 +315,22 @@ def test_contest_of_the_fastest_that_are_good_enough() -> None:
     assert rows[0]["speedup"] == 1.0 and all(row["ms"] > 0 for row in rows)
 
 
+def test_int8_joins_where_there_is_such_a_format() -> None:
+    sparse = encoder(0)
+    rarefy.sparsify(sparse, {model.FFN_LAYERS: "block:16x1@0.5"}, measure=False)
+    models = measure.contenders(encoder(0), sparse)
+    try:
+        rarefy.Spec.parse("block:16x1@0.5:int8")
+    except ValueError:
+        assert "sparse int8" not in models
+        return
+    wide, narrow = (models[f"sparse {dtype}"] for dtype in ("f32", "int8"))
+    layers = [net.get_submodule("encoder.layer.0.output.dense") for net in (wide, narrow)]
+    assert layers[0].weight.nnzb == layers[1].weight.nnzb and "int8" in str(layers[1])
+    near = model.embed(wide, Words(), TEXTS) * model.embed(narrow, Words(), TEXTS)
+    assert near.sum(-1).min() > 0.99
+
+
 def test_the_share_outside_of_layers_is_between_those_of_none_and_all() -> None:
     many = [data.Entry(str(i), text) for i, text in enumerate(TEXTS)]
     models = measure.contenders(encoder(0), encoder(1))
