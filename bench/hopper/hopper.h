@@ -14,6 +14,7 @@ struct Row {
   Times time, dense;
   double predicted_us = 0, prepare_us = 0;
   double bytes = 0;  // of W and index, where the kernel is bound by them
+  double pack_us = 0;
 };
 
 // Prints rows and writes them as CSV.
@@ -31,6 +32,8 @@ bool check_decode(bool small);
 void time_decode(Report& report, Dense& dense, bool every_config);
 bool check_tall(bool small);
 void time_tall(Report& report, Dense& dense, bool every_config);
+bool check_unions(bool small);
+void time_unions(Report& report, Dense& dense, bool every_config);
 bool check_gradient(bool small);
 void time_gradient(Report& report, Dense& dense, bool every_config);
 

@@ -12,7 +12,7 @@ void Report::open(const std::string& path) {
   if (csv == nullptr) return;
   std::fprintf(csv,
                "op,M,N,K,block,density,dtype,kernel,config,us,us_q1,us_q3,dense_us,dense_q1,dense_q3,speedup,"
-               "efficiency,GB_per_s,predicted_us,prepare_us,machine,date,commit,repro\n");
+               "efficiency,GB_per_s,predicted_us,prepare_us,pack_us,machine,date,commit,repro\n");
 }
 
 void Report::add(const Row& r) {
@@ -22,14 +22,15 @@ void Report::add(const Row& r) {
               r.op.c_str(), r.m, r.k, r.n, r.block.c_str(), r.density, r.kernel.c_str(), r.time.median,
               r.time.q1, r.time.q3, r.dense.median, speedup, 100 * efficiency);
   if (r.bytes > 0) std::printf("  %6.0f GB/s", bandwidth);
+  if (r.pack_us > 0) std::printf("  prepared in %.0f us, packed in %.1f", r.prepare_us, r.pack_us);
   std::printf("  [%s, predicted %.0f]\n", r.config.c_str(), r.predicted_us);
   if (csv == nullptr) return;
   std::fprintf(
       csv,
-      "%s,%ld,%ld,%ld,%s,%g,bf16,%s,%s,%.2f,%.2f,%.2f,%.2f,%.2f,%.2f,%.3f,%.4f,%.0f,%.1f,%.0f,%s,%s,%s,%s\n",
+      "%s,%ld,%ld,%ld,%s,%g,bf16,%s,%s,%.2f,%.2f,%.2f,%.2f,%.2f,%.2f,%.3f,%.4f,%.0f,%.1f,%.0f,%.1f,%s,%s,%s,%s\n",
       r.op.c_str(), r.m, r.n, r.k, r.block.c_str(), r.density, r.kernel.c_str(), r.config.c_str(),
       r.time.median, r.time.q1, r.time.q3, r.dense.median, r.dense.q1, r.dense.q3, speedup, efficiency,
-      bandwidth, r.predicted_us, r.prepare_us, machine.c_str(), date.c_str(), commit.c_str(), repro.c_str());
+      bandwidth, r.predicted_us, r.prepare_us, r.pack_us, machine.c_str(), date.c_str(), commit.c_str(), repro.c_str());
   std::fflush(csv);
 }
 
@@ -51,6 +52,7 @@ int main(int argc, char** argv) {
     const bool small = what == "check-small";
     bool good = true;
     if (wanted("strips")) good &= check_strips(small);
+    if (wanted("unions")) good &= check_unions(small);
     if (wanted("decode")) good &= check_decode(small);
     if (wanted("tall")) good &= check_tall(small);
     if (wanted("gradient")) good &= check_gradient(small);
@@ -71,6 +73,7 @@ int main(int argc, char** argv) {
   Dense dense;
   const bool every = what == "time-all";
   if (wanted("strips")) time_strips(report, dense, every);
+  if (wanted("unions")) time_unions(report, dense, every);
   if (wanted("decode")) time_decode(report, dense, every);
   if (wanted("tall")) time_tall(report, dense, every);
   if (wanted("gradient")) time_gradient(report, dense, every);

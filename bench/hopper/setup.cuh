@@ -1,6 +1,7 @@
 // One case of the Hopper bench: its operands on the device, what it must give, and the comparison.
 #pragma once
 
+#include <limits>
 #include <type_traits>
 
 #include "harness.cuh"
@@ -36,6 +37,7 @@ struct Case {
   bool bias = false;
   std::int64_t pad = 0;       // elements between rows of X and of Y beyond their length
   bool x_by_feature = false;  // X is [feature][token]
+  bool specials = false;      // some tokens of X have an Inf or a NaN
 };
 
 // CONFIG=text: only configurations whose text has that in it.
@@ -48,9 +50,10 @@ inline std::string block_text(const Case& c) { return std::to_string(c.r) + "x" 
 
 inline std::string describe(const Case& c) {
   char text[160];
-  std::snprintf(text, sizeof text, "%s M%ld N%ld K%ld b%ldx%ld d%g kind%d act%d bias%d pad%ld",
+  std::snprintf(text, sizeof text, "%s M%ld N%ld K%ld b%ldx%ld d%g kind%d act%d bias%d pad%ld%s",
                 c.transposed ? "grad_input" : "linear", c.m, c.n, c.k, c.r, c.c, c.density,
-                static_cast<int>(c.kind), static_cast<int>(c.activation), c.bias, c.pad);
+                static_cast<int>(c.kind), static_cast<int>(c.activation), c.bias, c.pad,
+                c.specials ? " Inf and NaN" : "");
   return text;
 }
 
@@ -69,6 +72,7 @@ struct Setup {
     fill(x.data(), x.size, seed + 1, 1, integers);
     fill(values.data(), values.size, seed + 2, .02f, integers);
     fill(bias.data(), bias.size, seed + 3, 1, integers);
+    if (c.specials) add_specials();
     if (c.n % c.r != 0 || c.k % c.c != 0) zero_padding();
   }
   std::int64_t in() const { return c.transposed ? c.n : c.k; }
@@ -78,6 +82,18 @@ struct Setup {
   const T* bias_or_null() const { return c.bias ? bias.data() : nullptr; }
 
  private:
+  // In tokens of every row of a tile: one Inf, one NaN, both; at features that many rows of W do not store.
+  void add_specials() {
+    std::vector<T> v = x.host();
+    for (std::int64_t t = 0; t < c.m; ++t) {
+      T* row = v.data() + t * x_stride();
+      const float inf = std::numeric_limits<float>::infinity();
+      if (t % 5 == 1) row[t * 37 % in()] = T(t % 2 == 0 ? inf : -inf);
+      if (t % 7 == 2) row[(t * 53 + 5) % in()] = T(std::numeric_limits<float>::quiet_NaN());
+    }
+    CHECK(cudaMemcpy(x.data(), v.data(), v.size() * sizeof(T), cudaMemcpyHostToDevice));
+  }
+
   void zero_padding() {  // the format's rule
     std::vector<T> v = values.host();
     for (std::int64_t i = 0; i < pattern.block_rows(); ++i) {
@@ -150,6 +166,10 @@ struct Expected {
         const std::size_t at = t * static_cast<std::size_t>(s.out()) + static_cast<std::size_t>(o);
         const double want = activate(s.c.activation, sum[at]);
         const double got = static_cast<float>(y[static_cast<std::size_t>(tokens[t] * s.y_stride() + o)]);
+        if (!std::isfinite(want)) {
+          wrong += !(std::isnan(want) ? std::isnan(got) : got == want);
+          continue;
+        }
         if (integers && s.c.activation <= Activation::relu) {
           wrong += !(got == static_cast<double>(static_cast<float>(T(static_cast<float>(want)))));
           continue;

@@ -11,6 +11,7 @@
 #include "cuda/sm90/decode.h"
 #include "cuda/sm90/strips.h"
 #include "cuda/sm90/tall.h"
+#include "cuda/sm90/unions.h"
 
 namespace rarefy::sm90 {
 namespace {
@@ -137,6 +138,76 @@ TEST(StripConfig, FitsSharedMemoryAndFollowsTheProblem) {
   EXPECT_EQ(configure(many, kMachine).strips, 2);
 }
 
+UnionProblem union_problem(bool transposed, std::int64_t tokens, std::int64_t rows, std::int64_t cols,
+                           std::int64_t r, std::int64_t c, std::int64_t blocks) {
+  UnionProblem p;
+  static_cast<Product&>(p) = strip_problem(transposed, tokens, rows, cols, r, c, blocks);
+  return p;
+}
+
+TEST(UnionPlan, FollowsTheWeightAlone) {
+  const UnionProblem p = union_problem(false, 512, 1024, 2048, 32, 32, 400);
+  UnionProblem other = p;
+  other.tokens = 7;
+  other.x_stride = 4096;
+  other.activation = Activation::silu;
+  const UnionLayout layout = layout_of(p), same = layout_of(other);
+  EXPECT_EQ(layout.strips, same.strips);
+  EXPECT_EQ(layout.width, same.width);
+  EXPECT_EQ(UnionPlan(p, layout, 132).words, UnionPlan(other, layout, 132).words);
+  EXPECT_EQ(UnionPlan(p, layout, 132).packed_bytes(), UnionPlan(other, layout, 132).packed_bytes());
+  EXPECT_EQ(configure(other, kMachine).strips, layout.strips);
+  EXPECT_EQ(configure(other, kMachine).width, layout.width);
+}
+
+// Unit rows are what has one pattern; no pattern has more pieces than there is room for.
+TEST(UnionPlan, HasRoomForAllPieces) {
+  EXPECT_EQ(union_problem(false, 1, 96, 64, 48, 32, 2).unit(), 16);
+  EXPECT_EQ(union_problem(true, 1, 96, 64, 48, 32, 2).unit(), 32);
+  EXPECT_EQ(union_problem(false, 1, 1000, 64, 16, 16, 2).units(), 63);
+  EXPECT_EQ(union_problem(false, 1, 1000, 64, 16, 16, 2).strips(), 16);
+  for (const auto& [r, c] : {std::pair{16, 16}, {32, 32}, {16, 64}, {64, 16}, {48, 32}}) {
+    for (const double density : {0.0, 0.05, 0.5, 1.0}) {
+      const std::int64_t rows = 1000, cols = 1300;
+      const Pattern pattern = random_pattern((rows + r - 1) / r, (cols + c - 1) / c, density, 4);
+      const UnionProblem p = union_problem(false, 64, rows, cols, r, c, std::ssize(pattern.col));
+      ASSERT_EQ(unsupported(p), "");
+      // Unit rows in order, the worst that similarity can do.
+      std::set<std::pair<std::int64_t, int>> pieces;
+      for (std::size_t i = 0; i + 1 < pattern.crow.size(); ++i) {
+        for (int e = pattern.crow[i]; e < pattern.crow[i + 1]; ++e) {
+          for (int row = 0; row < r; row += 16) {
+            for (int k = 0; k < c / 16; ++k) {
+              const int column = pattern.col[static_cast<std::size_t>(e)] * (c / 16) + k;
+              if (column < (cols + 15) / 16)
+                pieces.emplace((static_cast<std::int64_t>(i) * r + row) / 64, column);
+            }
+          }
+        }
+      }
+      EXPECT_GE(UnionPlan(p, layout_of(p), 132).pieces, std::ssize(pieces)) << r << 'x' << c;
+    }
+  }
+}
+
+TEST(UnionConfig, FitsSharedMemory) {
+  for (const std::int64_t tokens : {1, 512, 8192}) {
+    for (const double density : {0.0, 0.05, 0.5, 1.0}) {
+      for (const int b : {16, 32}) {
+        const auto blocks = static_cast<std::int64_t>(4096 / b * 4096 / b * density);
+        const UnionProblem p = union_problem(false, tokens, 4096, 4096, b, b, blocks);
+        for (const UnionLayout& layout : kUnionLayouts) {
+          for (const UnionCandidate& c : union_candidates(p, layout, kMachine)) {
+            EXPECT_LE(c.config.shared_bytes() + 2048, kMachine.shared_bytes) << c.config.text();
+            EXPECT_GE(c.config.pieces, 4 * c.config.strips) << c.config.text();
+            EXPECT_GE(c.config.slots, 2) << c.config.text();
+          }
+        }
+      }
+    }
+  }
+}
+
 TEST(Unsupported, SaysWhy) {
   StripProblem strips = strip_problem(false, 8, 256, 256, 64, 64, 4);
   EXPECT_EQ(unsupported(strips), "");
@@ -151,6 +222,13 @@ TEST(Unsupported, SaysWhy) {
   strips.rows = 256;
   strips.dtype = DType::f32;
   EXPECT_NE(unsupported(strips), "");
+
+  UnionProblem unions = union_problem(true, 8, 256, 256, 32, 16, 4);
+  EXPECT_EQ(unsupported(unions), "");
+  unions.activation = Activation::relu;
+  EXPECT_EQ(unsupported(unions), "grad_input has no activation");
+  EXPECT_EQ(unsupported(union_problem(false, 8, 256, 256, 64, 64, 4)), "blocks of 64 are strips already");
+  EXPECT_EQ(unsupported(union_problem(false, 8, 256, 256, 8, 16, 4)), "block sides must be multiples of 16");
 
   DecodeProblem decode{DType::bf16, 16, 256, 256, 16, 16, 4, 256, 256};
   EXPECT_EQ(unsupported(decode), "");

@@ -7,6 +7,7 @@
 #include "cuda/sm90/block_gradient.h"
 #include "cuda/sm90/decode.h"
 #include "cuda/sm90/strips.h"
+#include "cuda/sm90/unions.h"
 #include "cuda/status.h"
 
 namespace rarefy::sm90 {
@@ -61,6 +62,32 @@ Status run_decode(const Call& call) {
                                               static_cast<cudaStream_t>(call.stream)));
 }
 
+// What strips and unions share ---------------------------------------------------------------------------
+
+template <class P>
+P product(const Problem& p) {
+  const BsrShape& s = p.weight.shape;
+  P product{};
+  product.transposed = p.op == Op::grad_input;
+  product.dtype = p.in;
+  product.tokens = p.tokens;
+  product.rows = s.rows;
+  product.cols = s.cols;
+  product.block_rows = s.block_rows;
+  product.block_cols = s.block_cols;
+  product.blocks = s.nnzb;
+  product.x_stride = p.in_stride;
+  product.y_stride = p.out_stride;
+  product.activation = p.activation;
+  return product;
+}
+
+ProductIndex index_of(const Call& call) {
+  const PlanView& plan = call.plan;
+  return call.problem.op == Op::grad_input ? ProductIndex{plan.ccol, plan.row, plan.perm}
+                                           : ProductIndex{plan.crow, plan.col, nullptr};
+}
+
 // Strips ------------------------------------------------------------------------------------------------
 
 // StripConfig as the registry keeps it; `sms` are the thread blocks that the GPU runs at once.
@@ -74,11 +101,7 @@ struct StripChoice {
   }
 };
 
-StripProblem strip_problem(const Problem& p) {
-  const BsrShape& s = p.weight.shape;
-  return {p.op == Op::grad_input, p.in,   p.tokens,    s.rows,       s.cols,      s.block_rows,
-          s.block_cols,           s.nnzb, p.in_stride, p.out_stride, p.activation};
-}
+StripProblem strip_problem(const Problem& p) { return product<StripProblem>(p); }
 
 Reason supports_strips(const Problem& p, const rarefy::Machine& machine) {
   if (Reason reason = supports_family(p, machine); !reason.empty()) return reason;
@@ -113,10 +136,8 @@ std::int64_t prepared_size(const Problem& p, const Config& config) {
 }
 
 Status prepare_strips(const Call& call, void* prepared) {
-  const PlanView& plan = call.plan;
   const StripProblem problem = strip_problem(call.problem);
-  const StripIndex index = problem.transposed ? StripIndex{plan.ccol, plan.row, plan.perm}
-                                              : StripIndex{plan.crow, plan.col, nullptr};
+  const ProductIndex index = index_of(call);
   return cuda::launch_status(name(call.problem.op), prepare(problem, sms_of(call.config), index,
                                                             static_cast<std::int32_t*>(prepared),
                                                             static_cast<cudaStream_t>(call.stream)));
@@ -143,6 +164,104 @@ Kernel strips(Op op, std::string_view name) {
           .candidates = candidates_strips,
           .prepared_size = prepared_size,
           .prepare = prepare_strips};
+}
+
+// Unions ------------------------------------------------------------------------------------------------
+
+struct UnionChoice {
+  std::int64_t strips = 2, width = 64, tokens = 256, slots = 4, pieces = 32, buffers = 2, sms = 132;
+  static constexpr std::string_view kFields[] = {"strips", "width",   "tokens", "slots",
+                                                 "pieces", "buffers", "sms"};
+
+  UnionConfig config() const {
+    const auto n = [](std::int64_t x) { return static_cast<int>(x); };
+    return {n(strips), n(width), n(tokens), n(slots), n(pieces), n(buffers)};
+  }
+};
+
+UnionProblem union_problem(const Problem& p) { return product<UnionProblem>(p); }
+
+Reason supports_unions(const Problem& p, const rarefy::Machine& machine) {
+  if (Reason reason = supports_family(p, machine); !reason.empty()) return reason;
+  if (p.out_alignment < 16) return cat("needs outputs and bias aligned to 16 bytes; got ", p.out_alignment);
+  return unsupported(union_problem(p));
+}
+
+Config choice_of(const UnionConfig& c, const rarefy::Machine& machine) {
+  return to_config(UnionChoice{c.strips, c.width, c.tokens, c.slots, c.pieces, c.buffers, machine.gpu.sms});
+}
+
+Config configure_unions(const Problem& p, const rarefy::Machine& machine) {
+  return choice_of(configure(union_problem(p), sm90_machine(machine)), machine);
+}
+
+std::vector<Config> candidates_unions(const Problem& p, const rarefy::Machine& machine) {
+  const UnionProblem problem = union_problem(p);
+  const Machine sm90 = sm90_machine(machine);
+  std::vector<Config> all;
+  for (const UnionCandidate& c : union_candidates(problem, layout_of(problem), sm90)) {
+    if (c.reason.empty()) all.push_back(choice_of(c.config, machine));
+  }
+  return all;
+}
+
+UnionPlan union_plan(const Problem& p, const Config& config) {
+  const auto choice = from_config<UnionChoice>(config);
+  return {union_problem(p), choice.config().layout(), static_cast<int>(choice.sms)};
+}
+
+std::int64_t union_prepared_size(const Problem& p, const Config& config) {
+  return union_plan(p, config).words * static_cast<std::int64_t>(sizeof(std::int32_t));
+}
+
+std::int64_t union_packed_size(const Problem& p, const Config& config) {
+  return union_plan(p, config).packed_bytes();
+}
+
+Status prepare_unions(const Call& call, void* prepared) {
+  const UnionPlan plan = union_plan(call.problem, call.config);
+  return cuda::launch_status(
+      name(call.problem.op),
+      prepare(union_problem(call.problem), plan.layout, plan.sms, index_of(call),
+              static_cast<std::int32_t*>(prepared), static_cast<cudaStream_t>(call.stream)));
+}
+
+Status pack_unions(const Call& call, void* packed) {
+  const UnionPlan plan = union_plan(call.problem, call.config);
+  return cuda::launch_status(name(call.problem.op),
+                             pack(union_problem(call.problem), plan.layout, plan.sms,
+                                  static_cast<const std::int32_t*>(call.derived.prepared), call.values,
+                                  packed, static_cast<cudaStream_t>(call.stream)));
+}
+
+Status run_unions(const Call& call) {
+  const UnionOperands operands{call.problem.op == Op::grad_input ? call.dy.data : call.x.data,
+                               call.values,
+                               index_of(call),
+                               call.bias,
+                               call.out.data,
+                               static_cast<const std::int32_t*>(call.derived.prepared),
+                               call.derived.packed};
+  const auto choice = from_config<UnionChoice>(call.config);
+  return cuda::launch_status(name(call.problem.op), launch(union_problem(call.problem), choice.config(),
+                                                           static_cast<int>(choice.sms), operands,
+                                                           static_cast<cudaStream_t>(call.stream)));
+}
+
+Kernel unions(Op op, std::string_view name) {
+  return {.op = op,
+          .device = Device::cuda,
+          .family = "sm90",
+          .name = name,
+          .supports = supports_unions,
+          .run = run_unions,
+          .configure = configure_unions,
+          .fields = UnionChoice::kFields,
+          .candidates = candidates_unions,
+          .prepared_size = union_prepared_size,
+          .prepare = prepare_unions,
+          .packed_size = union_packed_size,
+          .pack = pack_unions};
 }
 
 // The gradient of stored blocks -------------------------------------------------------------------------
@@ -213,6 +332,8 @@ void add_rows(Registry& registry) {
                       .candidates = candidates_decode});
   registry.push_back(strips(Op::linear, "sm90_strips_linear"));
   registry.push_back(strips(Op::grad_input, "sm90_strips_grad_input"));
+  registry.push_back(unions(Op::linear, "sm90_unions_linear"));
+  registry.push_back(unions(Op::grad_input, "sm90_unions_grad_input"));
   add_tall_rows(registry);
   registry.push_back({.op = Op::grad_weight,
                       .device = Device::cuda,

@@ -6,6 +6,7 @@
 #pragma once
 
 #include "cuda/sm90/device/wgmma.cuh"
+#include "cuda/sm90/strip_shape.cuh"
 #include "cuda/sm90/strip_walk.h"
 #include "cuda/sm90/tile/ring.cuh"
 #include "cuda/sm90/tile/store.cuh"
@@ -46,21 +47,6 @@ struct StripState {
   // Barriers, in pairs: it is there, nobody reads it any more.
   alignas(8) u64 tile_full[kTiles], tile_empty[kTiles];
   alignas(8) u64 batch_full[kBatches], batch_empty[kBatches];
-};
-
-// A thread's share of the register file by role. ptxas refuses a single instruction with more registers than
-// the launch allows each thread (65536 / threads), but hands out as many as setmaxnreg takes: three
-// warpgroups work with products of 128 tokens at a time, and not with one of 256.
-template <int kStrips, int kTokens>
-struct StripShape {
-  static constexpr int kThreads = (kStrips + 1) * 128;
-  static constexpr u32 kSlotBytes = kTokens * 64 * 2;         // X of a step
-  static constexpr int kPart = kStrips == 2 ? kTokens : 128;  // tokens of one instruction
-  static constexpr int kParts = kTokens / kPart;
-  // Together as many as the launch gives: 3 × 168 and 4 × 128. One more, and taking them waits for ever.
-  static constexpr int kOtherRegisters = kStrips == 2 ? 40 : 32;
-  static constexpr int kMultiplyRegisters = kStrips == 2 ? 232 : 160;
-  static_assert(kStrips * kMultiplyRegisters + kOtherRegisters == (kStrips + 1) * (65536 / kThreads / 8 * 8));
 };
 
 template <int kStrips, int kTokens, int kCluster>
@@ -152,7 +138,7 @@ struct StripWarps {
   }
 
   __device__ void load(int lane) {
-    RingSpace space{p.slots, p.w_slots};
+    RingSpace<> space{p.slots, p.w_slots};
     Turn at, from;   // the next slot, the next batch
     u32 w_head = 0;  // the next slot of W
     for (;;) {

@@ -257,7 +257,7 @@ __global__ void __launch_bounds__(32) list_kernel(const PlanParams p) {
 
 }  // namespace
 
-cudaError_t prepare(const StripProblem& p, int sms, const StripIndex& index, std::int32_t* words,
+cudaError_t prepare(const StripProblem& p, int sms, const ProductIndex& index, std::int32_t* words,
                     cudaStream_t stream) {
   const auto n = [](std::int64_t x) { return static_cast<int>(x); };
   const auto up = [](std::int64_t a, std::int64_t b) { return (a + b - 1) / b; };

@@ -13,13 +13,13 @@ namespace rarefy::sm90 {
 inline constexpr int kMostGroup = 3;
 inline constexpr int kMostClusters = 160;  // that share the work: a multiple of 32, no more than 256
 
-// 32 bytes of the plan. The steps of group g begin at step g · columns; each is four words: a 64-wide column
-// that one of the strips stores, and the 64 × 64 block of each strip there, or -1.
+// 32 bytes of the plan. The steps of group g begin at step g · columns; each is four words. For the strip
+// kernel: a 64-wide column that one of the strips stores, and the 64 × 64 block of each strip there, or -1.
 struct alignas(16) StripGroup {
   int steps;
   int strip[kMostGroup];   // -1: none
   int blocks[kMostGroup];  // steps in which the strip stores one
-  int unused;
+  int clocks;              // what a tile costs
 };
 
 // What steps cost together, in clocks of an SM: products of 64 × 64 × 256, or bytes of X and W from L2.

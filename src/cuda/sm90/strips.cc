@@ -60,12 +60,7 @@ StripPlan::StripPlan(const StripProblem& p, int thread_blocks)
   }
   // Columns of each block row as bits, how many; strips by falling length; of each group strips, clocks and
   // steps.
-  scratch_at = take(rows * (ceil_div(columns, 32) + 1) + p.strips() + 5 * p.groups());
-}
-
-double StripProblem::density() const {
-  const std::int64_t all = ceil_div(rows, block_rows) * ceil_div(cols, block_cols);
-  return all == 0 ? 0 : static_cast<double>(blocks) / static_cast<double>(all);
+  scratch_at = take(rows * (ceil_div(columns, 32) + 1) + p.strips() + (kMostGroup + 2) * p.groups());
 }
 
 int StripConfig::shared_bytes() const {
@@ -98,7 +93,7 @@ std::vector<StripCandidate> strip_candidates(const StripProblem& p, const Machin
   const double density = p.density();
   const double columns = static_cast<double>(ceil_div(p.in_features(), 64));
   // Strips of one block row have the same columns.
-  const std::int64_t alike = (p.transposed ? p.block_cols : p.block_rows) / 64;
+  const std::int64_t alike = p.block_out() / 64;
   std::vector<StripCandidate> list;
   struct Shape {
     int strips, tokens, cluster;

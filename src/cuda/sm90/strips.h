@@ -11,31 +11,16 @@
 #include <string>
 #include <vector>
 
+#include "cuda/sm90/product.h"
 #include "cuda/sm90/strip_walk.h"
-#include "rarefy/dtype.h"
-#include "rarefy/linear.h"
 
 namespace rarefy::sm90 {
 
-struct StripProblem {
-  bool transposed = false;  // grad_input: Y = X W instead of X Wᵀ
-  DType dtype = DType::bf16;
-  std::int64_t tokens = 0;
-  std::int64_t rows = 0, cols = 0;              // of W
-  std::int64_t block_rows = 0, block_cols = 0;  // of a block
-  std::int64_t blocks = 0;                      // stored
-  std::int64_t x_stride = 0, y_stride = 0;      // elements between consecutive tokens
-  Activation activation = Activation::none;
-
-  std::int64_t in_features() const { return transposed ? rows : cols; }
-  std::int64_t out_features() const { return transposed ? cols : rows; }
-  double density() const;  // stored / all
+struct StripProblem : Product {
   // Strips of a group. Three save bytes of X, but where two share a block row they have the same columns, and
   // where little is stored groups have little in common. Of the weight alone: what is prepared serves any
   // tokens.
-  int group_size() const {
-    return (transposed ? block_cols : block_rows) / 64 % 2 == 0 || density() < 1.0 / 6 ? 2 : 3;
-  }
+  int group_size() const { return block_out() / 64 % 2 == 0 || density() < 1.0 / 6 ? 2 : 3; }
   std::int64_t strips() const { return (out_features() + 63) / 64; }
   std::int64_t groups() const { return (strips() + group_size() - 1) / group_size(); }
 };
@@ -76,15 +61,8 @@ struct StripPlan {
   StripLists lists(int cluster) const { return {groups, size, sms / cluster}; }
 };
 
-// A pattern's index on the device: by block row (crow, col) or, for grad_input, by block column (ccol, row,
-// perm).
-struct StripIndex {
-  const std::int32_t* offsets = nullptr;
-  const std::int32_t* others = nullptr;
-  const std::int32_t* entries = nullptr;  // position in values; null: in order
-};
 // Queues the kernels that fill `words`, which are StripPlan::words; tokens and strides do not matter.
-cudaError_t prepare(const StripProblem& problem, int sms, const StripIndex& index, std::int32_t* words,
+cudaError_t prepare(const StripProblem& problem, int sms, const ProductIndex& index, std::int32_t* words,
                     cudaStream_t stream);
 
 // Device pointers, all 16-byte aligned. bias: out_features elements of the dtype, or null.

@@ -22,10 +22,13 @@ cudaError_t make_tensor_map(CUtensorMap* map, DType dtype, const void* data, con
   if (encode == nullptr) return cudaErrorNotSupported;
   const CUtensorMapDataType type =
       dtype == DType::bf16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
+  const CUtensorMapSwizzle swizzle = shape.box[0] == 64   ? CU_TENSOR_MAP_SWIZZLE_128B
+                                     : shape.box[0] == 32 ? CU_TENSOR_MAP_SWIZZLE_64B
+                                                          : CU_TENSOR_MAP_SWIZZLE_32B;
   const std::uint32_t steps[3] = {1, 1, 1};
   const CUresult made =
       encode(map, type, static_cast<std::uint32_t>(shape.rank), const_cast<void*>(data), shape.size,
-             shape.stride, shape.box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+             shape.stride, shape.box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle,
              CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   return made == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
 }

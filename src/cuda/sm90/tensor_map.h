@@ -16,7 +16,7 @@ struct TensorShape {
   int rank = 2;
   std::uint64_t size[3] = {1, 1, 1};
   std::uint64_t stride[2] = {0, 0};
-  std::uint32_t box[3] = {1, 1, 1};  // innermost: 64 elements, swizzled by 128 bytes
+  std::uint32_t box[3] = {1, 1, 1};  // innermost: 64, 32 or 16 elements, swizzled by as many bytes
 };
 
 cudaError_t make_tensor_map(CUtensorMap* map, DType dtype, const void* data, const TensorShape& shape);

@@ -61,6 +61,18 @@ __device__ inline void named_barrier(u32 id, u32 threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
+// The same; true when it is for any of the threads.
+__device__ inline bool named_barrier_any(u32 id, u32 threads, bool mine) {
+  u32 any;
+  asm volatile(
+      "{\n.reg .pred p, q;\nsetp.ne.u32 p, %3, 0;\nbarrier.cta.red.or.aligned.pred q, %1, %2, p;\n"
+      "selp.u32 %0, 1, 0, q;\n}"
+      : "=r"(any)
+      : "r"(id), "r"(threads), "r"(static_cast<u32>(mine))
+      : "memory");
+  return any != 0;
+}
+
 __device__ inline u32 cluster_rank() {
   u32 rank;
   asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));

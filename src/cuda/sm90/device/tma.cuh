@@ -34,6 +34,14 @@ __device__ inline void load_box_multicast(u32 to, const CUtensorMap* map, int x,
       : "memory");
 }
 
+// Bytes as they are: a multiple of 16, from and to multiples of 16.
+__device__ inline void load_bytes(u32 to, const void* from, u32 bytes, u32 barrier) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
+      "l"(from), "r"(bytes), "r"(barrier)
+      : "memory");
+}
+
 __device__ inline void store_box(const CUtensorMap* map, int x, int y, u32 from) {
   asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%1, %2}], [%3];" ::"l"(map),
                "r"(x), "r"(y), "r"(from)

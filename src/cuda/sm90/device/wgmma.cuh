@@ -19,6 +19,17 @@ __device__ inline u64 operand(u32 address, u32 tile_stride = 16) {
          static_cast<u64>(1024 >> 4) << 32 | static_cast<u64>(1) << 62;
 }
 
+// The same from its parts. k_major: `next_8` bytes between groups of eight rows; without a swizzle eight rows
+// of 16 bytes lie behind one another, and `next_k` bytes lead to the next eight steps of the sum.
+enum class Swizzle : int { none = 0, b128 = 1, b64 = 2, b32 = 3 };
+__host__ __device__ inline constexpr u64 operand_layout(Swizzle swizzle, u32 next_8, u32 next_k = 16) {
+  return static_cast<u64>(next_k >> 4) << 16 | static_cast<u64>(next_8 >> 4) << 32 |
+         static_cast<u64>(swizzle) << 62;
+}
+__device__ inline u64 operand_at(u64 layout, u32 address) {
+  return layout | static_cast<u64>((address & 0x3FFFF) >> 4);
+}
+
 // What to add to an operand for the next 16 steps of the sum.
 template <Major major>
 inline constexpr u64 kNext16 = (major == Major::k ? 32 : 2048) >> 4;

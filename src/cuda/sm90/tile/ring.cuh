@@ -25,9 +25,11 @@ struct Turn {
 };
 
 // What the loading warp knows of free space. All its lanes hold the same.
+template <u32 kBits = 2>
 struct RingSpace {
+  static_assert(kMaxSlots * kBits <= 32);
   u32 slots, w_slots;  // free ones
-  u32 counts = 0;      // blocks of W of the steps in flight, 2 bits each, the latest lowest
+  u32 counts = 0;      // blocks of W of the steps in flight, kBits each, the latest lowest
   u32 in_flight = 0;
   Turn oldest;
 
@@ -37,10 +39,10 @@ struct RingSpace {
       wait(empty + oldest.slot * 8, oldest.parity);
       oldest.next(ring_slots);
       --in_flight;
-      w_slots += counts >> (2 * in_flight) & 3;
+      w_slots += counts >> (kBits * in_flight) & ((1u << kBits) - 1);
       ++slots;
     }
-    counts = counts << 2 | blocks;
+    counts = counts << kBits | blocks;
     ++in_flight;
     --slots;
     w_slots -= blocks;

@@ -13,25 +13,50 @@ using device::Activation;
 inline constexpr u32 kStoreBytes = 64 * 64 * 2;  // a buffer: 64 tokens × 64 features
 inline constexpr int kStoreBuffers = 2;
 
-// One warpgroup's way out: its buffers (1024-byte aligned) and a named barrier of its own.
+// One warpgroup's way out: its one or two buffers (1024-byte aligned) and a named barrier of its own.
 struct StoreLane {
   u32 buffers, barrier;
   int warp, lane;
+  int count = kStoreBuffers;
   u32 turn = 0;
   __device__ bool leads() const { return warp == 0 && lane == 0; }
 };
 
+// Where a tile's 64 features go: 64 neighbours, or boxes of fewer, each at a place of its own.
+struct Neighbours {
+  int first;
+  __device__ static constexpr int wide() { return 3; }  // a box is 8 << wide features
+  __device__ int box() const { return first; }          // the first feature of box `lane`; negative: none
+};
+struct Boxes {
+  int log_wide, of_lane;
+  __device__ int wide() const { return log_wide; }
+  __device__ int box() const { return of_lane; }
+};
+
 // The warp's sums of feature `row` = 16 · warp + lane / 4 and of row + 8 are d[4j + 2h + e]: token 8j +
 // 2(lane % 4) + e, h = 1 for row + 8. `bias` has the biases of the two.
-template <class T, Activation activation, int sums>
+template <class T, Activation activation, int sums, class Features>
 __device__ inline void store_tile(StoreLane& out, const float (&d)[sums], float2 bias, const CUtensorMap* y,
-                                  int feature, int token) {
+                                  const Features& features, int token) {
+  const int wide = features.wide();
+  const bool stores = out.warp == 0 && out.lane < 8 >> wide;  // a lane for each box
 #pragma unroll
   for (int chunk = 0; chunk < sums / 32; ++chunk) {  // of 64 tokens
-    if (out.leads()) store_wait_read<kStoreBuffers - 1>();
+    if (stores) {
+      if (out.count == 2) {
+        store_wait_read<1>();
+      } else {
+        store_wait_read<0>();
+      }
+    }
     named_barrier(out.barrier, 128);
     const u32 buffer = out.buffers + out.turn * kStoreBytes;
-    out.turn ^= 1;
+    if (out.count == 2) out.turn ^= 1;
+    const int piece = 2 * out.warp + out.lane / 8 % 2;  // 16 bytes: eight features
+    // In a box rows are 16 << wide bytes, swizzled.
+    const int place =
+        (piece >> wide << (10 + wide)) | ((piece & ((1 << wide) - 1)) ^ out.lane % 8 >> (3 - wide)) << 4;
 #pragma unroll
     for (int j = 0; j < 8; j += 2) {
       u32 v[4];
@@ -41,18 +66,24 @@ __device__ inline void store_tile(StoreLane& out, const float (&d)[sums], float2
         const float b = i % 2 == 0 ? bias.x : bias.y;
         v[i] = pack<T>(device::apply<activation>(d[at] + b), device::apply<activation>(d[at + 1] + b));
       }
-      const int row = (j + out.lane / 16) * 8 + out.lane % 8;  // token of the chunk: 128 bytes, swizzled
-      const int piece = 2 * out.warp + out.lane / 8 % 2;       // 16 bytes: eight features
-      store_transposed(buffer + static_cast<u32>(row * 128 + ((piece ^ row % 8) << 4)), v[0], v[1], v[2],
-                       v[3]);
+      const int row = (j + out.lane / 16) * 8 + out.lane % 8;  // token of the chunk
+      store_transposed(buffer + static_cast<u32>((row << (4 + wide)) + place), v[0], v[1], v[2], v[3]);
     }
     fence_async();
     named_barrier(out.barrier, 128);
-    if (out.leads()) {
-      store_box(y, feature, token + chunk * 64, buffer);
+    if (stores) {
+      if (features.box() >= 0) {
+        store_box(y, features.box(), token + chunk * 64, buffer + static_cast<u32>(out.lane << (10 + wide)));
+      }
       store_commit();
     }
   }
+}
+
+template <class T, Activation activation, int sums>
+__device__ inline void store_tile(StoreLane& out, const float (&d)[sums], float2 bias, const CUtensorMap* y,
+                                  int feature, int token) {
+  store_tile<T, activation>(out, d, bias, y, Neighbours{feature}, token);
 }
 
 }  // namespace rarefy::sm90

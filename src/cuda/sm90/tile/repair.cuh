@@ -1,0 +1,77 @@
+// Elements of Y that must be computed again from stored blocks alone: those that are NaN where zeros, packed
+// for blocks that are not stored, may have met an Inf or a NaN of X. Slow, and right; nothing comes here
+// while sums are finite.
+#pragma once
+
+#include <cstdint>
+
+#include "cuda/device/activation.cuh"
+
+namespace rarefy::sm90 {
+
+// A product as its caller stated it: canonical values, the index, X and Y.
+struct Stored {
+  const void *x, *values;
+  void* y;
+  const int *offsets, *others, *entries;  // entries: null, or of grad_input
+  std::int64_t x_stride, y_stride;
+  int tokens, in, out;      // features
+  int block_in, block_out;  // of a block
+};
+
+// One element, by a warp; every lane gets it. Stops at the first NaN, which stays.
+template <class T>
+__device__ float stored_sum(const Stored& p, std::int64_t token, int o, int lane) {
+  const T* x = static_cast<const T*>(p.x) + token * p.x_stride;
+  const int begin = p.offsets[o / p.block_out], row = o % p.block_out;
+  const int count = (p.offsets[o / p.block_out + 1] - begin) * p.block_in;
+  float sum = 0;
+  for (int first = 0; first < count; first += 32) {
+    const int at = first + lane;
+    if (at < count) {
+      const int e = begin + at / p.block_in, k = at % p.block_in;
+      const int i = p.others[e] * p.block_in + k;
+      const std::int64_t entry = p.entries == nullptr ? e : p.entries[e];
+      const std::int64_t place = p.entries == nullptr ? (entry * p.block_out + row) * p.block_in + k
+                                                      : (entry * p.block_in + k) * p.block_out + row;
+      if (i < p.in)
+        sum += static_cast<float>(static_cast<const T*>(p.values)[place]) * static_cast<float>(x[i]);
+    }
+    if (__any_sync(~0u, sum != sum)) break;
+  }
+#pragma unroll
+  for (int other = 16; other > 0; other /= 2) sum += __shfl_xor_sync(~0u, sum, other);
+  return sum;
+}
+
+// By each warp: features `first` … `first` + 15 of `count` tokens. Y is written, and the thread sees it.
+template <class T, device::Activation activation>
+__device__ inline void repair(const Stored& p, const T* bias, int first, int token, int count, int lane) {
+  if (first < 0) return;
+  const int end = min(token + count, p.tokens);
+  const int feature = first + lane % 16;
+#pragma unroll 1
+  for (; token < end; token += 2) {
+    const int own = token + lane / 16;
+    bool bad = false;
+    if (own < end && feature < p.out) {
+      const T y = __ldcg(static_cast<const T*>(p.y) + own * p.y_stride + feature);
+      bad = static_cast<float>(y) != static_cast<float>(y);
+    }
+    u32 left = __ballot_sync(~0u, bad);
+#pragma unroll 1
+    while (left != 0) {
+      const int at = __ffs(static_cast<int>(left)) - 1;
+      left &= left - 1;
+      const std::int64_t its_token = token + at / 16;
+      const int o = first + at % 16;
+      float sum = stored_sum<T>(p, its_token, o, lane);
+      if (bias != nullptr) sum += static_cast<float>(bias[o]);
+      if (lane == 0) {
+        static_cast<T*>(p.y)[its_token * p.y_stride + o] = static_cast<T>(device::apply<activation>(sum));
+      }
+    }
+  }
+}
+
+}  // namespace rarefy::sm90

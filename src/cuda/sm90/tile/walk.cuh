@@ -1,0 +1,128 @@
+// The walking warp: it goes through its thread block's tiles, reads what was prepared of their steps ahead,
+// and hands both on, so that the loading and the multiplying warps see only what to do next. Tiles and steps:
+// strip_walk.h.
+#pragma once
+
+#include "cuda/sm90/tile/ring.cuh"
+#include "cuda/sm90/tile_lists.cuh"
+
+namespace rarefy::sm90 {
+
+inline constexpr int kBatches = 3;  // of eight steps, read ahead
+inline constexpr int kTiles = 8;    // known ahead
+
+struct WalkParams {
+  TileLists lists;
+  const int4* groups;  // StripGroup, two each
+  const int* steps;    // four words each
+  int columns;         // room for steps of a group
+};
+
+struct WalkState {
+  struct Tile {
+    int steps;  // -1: there are no more tiles
+    int token, strip[kMostGroup];
+  } tile[kTiles];
+  struct Batch {
+    int x_row;      // -1: there are no more
+    int words[32];  // lane 4j + r: word r of step j, -1 where the tile has nothing
+  } batch[kBatches];
+  // Barriers, in pairs: it is there, nobody reads it any more.
+  alignas(8) u64 tile_full[kTiles], tile_empty[kTiles];
+  alignas(8) u64 batch_full[kBatches], batch_empty[kBatches];
+
+  __device__ void init(u32 multiplying_warps) {
+    for (int i = 0; i < kTiles; ++i) {
+      barrier_init(shared_address(&tile_full[i]), 1);
+      barrier_init(shared_address(&tile_empty[i]), multiplying_warps);
+    }
+    for (int i = 0; i < kBatches; ++i) {
+      barrier_init(shared_address(&batch_full[i]), 32);
+      barrier_init(shared_address(&batch_empty[i]), 1);
+    }
+  }
+
+  // The next tile, for the warps that multiply `strip`; all lanes get the same.
+  __device__ Tile read_tile(Turn& turn, int strip, int lane) {
+    wait(shared_address(&tile_full[turn.slot]), turn.parity);
+    // Reduced, so that the compiler knows them for the same in all lanes: the loop of products stays in
+    // uniform registers, where products want their operands.
+    const Tile& from = tile[turn.slot];
+    Tile t;
+    t.steps = __reduce_max_sync(~0u, from.steps);
+    t.token = __reduce_max_sync(~0u, from.token);
+    t.strip[0] = __reduce_max_sync(~0u, from.strip[strip]);  // negative: none for these warps
+    __syncwarp();                                            // all have read it
+    if (lane == 0) arrive(shared_address(&tile_empty[turn.slot]));
+    turn.next(kTiles);
+    return t;
+  }
+
+  // This lane's word of the next eight steps, and the row of X, negative when there are no more.
+  __device__ int read_batch(Turn& turn, int lane, int* x_row) {
+    wait(shared_address(&batch_full[turn.slot]), turn.parity);
+    const int word = batch[turn.slot].words[lane];
+    *x_row = __reduce_max_sync(~0u, batch[turn.slot].x_row);  // uniform, as above
+    __syncwarp();
+    if (lane == 0) arrive(shared_address(&batch_empty[turn.slot]));
+    turn.next(kBatches);
+    return word;
+  }
+};
+
+// A token tile is `tokens` high, and this thread block's begins `first_token` behind its first. `keep(part,
+// r, word)` is what a tile wants of word r of a step's four, -1 if nothing; `part`: the one strip that it
+// multiplies, or negative.
+template <class Keep>
+__device__ void walk(const WalkParams& p, WalkState& state, int tokens, int lane, Keep&& keep) {
+  Turn batches, tiles;
+  batches.parity = tiles.parity = 1;  // the first round is free
+  const auto put_tile = [&](const WalkState::Tile& tile) {
+    wait(shared_address(&state.tile_empty[tiles.slot]), tiles.parity);
+    if (lane == 0) {
+      state.tile[tiles.slot] = tile;
+      arrive(shared_address(&state.tile_full[tiles.slot]));
+    }
+    tiles.next(kTiles);
+  };
+  const auto put_batch = [&](int x_row, int word) {
+    wait(shared_address(&state.batch_empty[batches.slot]), batches.parity);
+    state.batch[batches.slot].words[lane] = word;
+    if (lane == 0) state.batch[batches.slot].x_row = x_row;
+    arrive(shared_address(&state.batch_full[batches.slot]));  // each lane for what it wrote
+    batches.next(kBatches);
+  };
+  // Lane 4j + r has word r of step j. Behind the last step there may be anything.
+  const auto read_steps = [&](const StripTile& t, int step) {
+    if (step + lane / 4 >= p.columns) return -1;
+    return __ldg(p.steps + (static_cast<std::int64_t>(t.group) * p.columns + step) * 4 + lane);
+  };
+  TileCursor cursor;
+#pragma unroll 1
+  while (cursor.next(p.lists, static_cast<int>(blockIdx.x))) {
+    const StripTile t = unpack_tile(cursor.item.x);
+    const int4 a = __ldg(p.groups + 2 * t.group), b = __ldg(p.groups + 2 * t.group + 1);  // StripGroup
+    int word = read_steps(t, 0);
+    const int token = (cursor.first_token_tile + t.token_tile) * tokens;
+    WalkState::Tile tile{a.x, token, {a.y, a.z, a.w}};
+    if (t.part >= 0) {  // one strip alone
+      tile.steps = t.part == 0 ? b.x : t.part == 1 ? b.y : b.z;
+#pragma unroll
+      for (int s = 0; s < kMostGroup; ++s) {
+        if (t.part != s) tile.strip[s] = -1;
+      }
+    }
+    put_tile(tile);
+    const int steps = tile.steps > 0 ? a.x : 0;
+#pragma unroll 1
+    for (int step = 0; step < steps; step += 8) {
+      const int this_word = keep(t.part, lane % 4, step + lane / 4 < steps ? word : -1);
+      if (step + 8 < steps) word = read_steps(t, step + 8);
+      put_batch(tile.token, this_word);
+    }
+  }
+  put_tile({-1, 0, {}});
+  put_batch(-1, -1);
+}
+
+}  // namespace rarefy::sm90

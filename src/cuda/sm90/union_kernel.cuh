@@ -1,0 +1,275 @@
+// The union kernel, device side: blocks of 16 and 32 as strips of 64 rows. A strip is 64 / unit neighbouring
+// or similar *unit rows* (16 or 32 features of Y); where one of them stores a 16-wide column, the strip has a
+// *piece*: 64 × 16 weights, packed, zeros where the others store nothing. A step is 64 features of X that the
+// strips of a group want, in one box or two; a byte of the step's mask says which strip has which of its four
+// pieces. Roles of warps, walk and ring are those of the strip kernel.
+//
+// Zeros times Inf or NaN would be NaN where nothing is stored. A NaN among the sums gives that away: then the
+// tile's NaNs are computed again from stored blocks alone (repair), so results are exact whatever X holds,
+// and what is finite pays one addition for each sum.
+#pragma once
+
+#include "cuda/sm90/device/wgmma.cuh"
+#include "cuda/sm90/strip_shape.cuh"
+#include "cuda/sm90/tile/repair.cuh"
+#include "cuda/sm90/tile/ring.cuh"
+#include "cuda/sm90/tile/store.cuh"
+#include "cuda/sm90/tile/walk.cuh"
+#include "cuda/sm90/union_walk.h"
+
+namespace rarefy::sm90 {
+
+struct UnionParams {
+  CUtensorMap x, y;
+  WalkParams walk;
+  const unsigned char* w;  // pieces, packed
+  const int4* units;       // of each strip: its unit rows, -1: none
+  const void* bias;
+  Stored stored;
+  int features;  // of y
+  int log_unit;
+  u32 slots, pieces;  // of the ring
+  int buffers;        // for results, of each strip
+  // X of a step: one box of 64 features, or two of 32, `box_bytes` apart; which pieces want which.
+  u32 box_bytes, first_box, second_box;
+  int box_width;
+  u64 x_layout;
+};
+
+// What a strip multiplies in a step, made by the loading warp: how many pieces (3 bits), which
+// columns of X the first three want (2 bits each; a fourth wants the last), where they begin in the ring
+// (from bit 16 on).
+__device__ inline u32 strip_header(u32 mask, int strip, u32 head, u32 ring) {
+  const u32 its = mask >> (4 * strip) & 0xF;
+  u32 piece = head + static_cast<u32>(__popc(mask & ((1u << (4 * strip)) - 1)));
+  if (piece >= ring) piece -= ring;
+  u32 header = static_cast<u32>(__popc(its)) | piece << 16;
+  u32 left = its;
+#pragma unroll
+  for (int k = 0; k < 3; ++k) {
+    header |= (static_cast<u32>(__ffs(static_cast<int>(left)) - 1) & 3) << (3 + 2 * k);
+    left &= left - 1;
+  }
+  return header;
+}
+
+struct UnionState {
+  RingState ring;
+  u32 header[kMaxSlots][4];  // of each strip: what it multiplies
+  WalkState walk;
+};
+
+template <int kStrips, int kTokens>
+struct UnionWarps {
+  using Shape = StripShape<kStrips, kTokens>;
+  const UnionParams& p;
+  UnionState& state;
+  u32 x_ring, w_ring;
+
+  __device__ u32 full(u32 slot) const { return shared_address(&state.ring.full[slot]); }
+  __device__ u32 empty(u32 slot) const { return shared_address(&state.ring.empty[slot]); }
+
+  // Words of a step (union_walk.h): one strip alone wants its four bits of the mask, and its own pieces.
+  __device__ void walk(int lane) const {
+    sm90::walk(p.walk, state.walk, kTokens, lane, [lane](int part, int r, int word) {
+      const int mask = __shfl_sync(~0u, word, lane / 4 * 4 + kStepMask);
+      if (part < 0 || word < 0) return word;
+      if (r == kStepMask) return word & 0xF << 4 * part;
+      if (r == kStepPiece) return word + __popc(mask & ((1 << 4 * part) - 1));
+      return word;
+    });
+  }
+
+  __device__ void load(int lane) {
+    RingSpace<4> space{p.slots, p.pieces};
+    Turn at, from;
+    u32 head = 0;  // where the next piece goes in the ring
+    for (;;) {
+      int x_row;
+      const int word = state.walk.read_batch(from, lane, &x_row);
+      if (x_row < 0) return;
+      for (int j = 0; j < 8; ++j) {
+        const int mask_word = __shfl_sync(~0u, word, 4 * j + kStepMask);
+        if (mask_word <= 0) continue;
+        const auto mask = static_cast<u32>(mask_word);
+        const int piece = __shfl_sync(~0u, word, 4 * j + kStepPiece);
+        const int box = __shfl_sync(~0u, word, 4 * j + (lane == 0 ? kStepFirst : kStepSecond));
+        const auto count = static_cast<u32>(__popc(mask));
+        space.take(count, empty(0), p.slots);
+        const u32 barrier = full(at.slot);
+        const bool first = (mask & p.first_box) != 0, second = (mask & p.second_box) != 0;
+        if (lane < kStrips) {  // each arrives for what it wrote
+          state.header[at.slot][lane] = strip_header(mask, lane, head, p.pieces);
+          const u32 boxes = (first ? 1u : 0u) + (second ? 1u : 0u);
+          arrive_expect(barrier, lane == 0 ? boxes * p.box_bytes + count * kPieceBytes : 0);
+        }
+        __syncwarp();
+        if (lane < 2) {
+          if (lane == 0 ? first : second) {
+            load_box(x_ring + at.slot * Shape::kSlotBytes + (lane == 0 ? 0 : p.box_bytes), &p.x,
+                     box * p.box_width, x_row, barrier);
+          }
+        } else if (lane < 4) {  // the ring may end among the pieces
+          const u32 end = head + count;
+          const u32 from_piece = lane == 2 ? head : max(head, p.pieces);
+          const u32 to_piece = lane == 2 ? min(end, p.pieces) : end;
+          if (from_piece < to_piece) {
+            load_bytes(w_ring + (lane == 2 ? from_piece : from_piece - p.pieces) * kPieceBytes,
+                       p.w + (static_cast<std::int64_t>(piece) + (from_piece - head)) * kPieceBytes,
+                       (to_piece - from_piece) * kPieceBytes, barrier);
+          }
+        }
+        __syncwarp();
+        head += count;
+        if (head >= p.pieces) head -= p.pieces;
+        at.next(p.slots);
+      }
+    }
+  }
+
+  // The products of a step with `count` pieces: straight code that ends with all of them done, or ptxas would
+  // wait after each.
+  template <class T, int count>
+  __device__ static void products(float (&d)[Shape::kParts][Shape::kPart / 2], const u64 (&a)[4],
+                                  const u64 (&b)[4], u64 part_stride, u32 add) {
+    wgmma_fence();
+#pragma unroll
+    for (int k = 0; k < count; ++k) {
+#pragma unroll
+      for (int part = 0; part < Shape::kParts; ++part) {
+        wgmma<T, Major::k, Major::k>(d[part], a[k], b[k] + static_cast<u64>(part) * part_stride,
+                                     k == 0 ? add : 1);
+      }
+    }
+    wgmma_commit();
+    wgmma_wait<0>();
+  }
+
+  template <class T, Activation kActivation>
+  __device__ void multiply(int strip, StoreLane out) const {
+    constexpr u64 kPieceLayout = operand_layout(Swizzle::none, 256, 128);
+    const int warp = out.warp, lane = out.lane;
+    // In units of 16 bytes: tokens of an instruction apart; how much farther the second half of a step's
+    // features is.
+    const auto part_stride = static_cast<u64>(Shape::kPart * p.box_width * 2 >> 4);
+    const u32 second_more = p.box_width == 64 ? 0 : (p.box_bytes >> 4) - 4;
+    const u32 x_slots = (x_ring & 0x3FFFF) >> 4, w_pieces = (w_ring & 0x3FFFF) >> 4;
+    Turn at, tiles;
+    WalkState::Tile next = state.walk.read_tile(tiles, strip, lane);
+    while (next.steps >= 0) {
+      const int steps = next.steps, token = next.token, mine = next.strip[0];
+      // Lane i knows the first feature of the strip's i-th unit row.
+      int box = -1;
+      if (mine >= 0) box = __ldg(reinterpret_cast<const int*>(p.units + mine) + lane % 4);
+      box = box < 0 ? -1 : box << p.log_unit;
+      const int unit_row = __shfl_sync(~0u, box, 16 * warp >> p.log_unit);
+      const int row16 = unit_row < 0 ? -1 : unit_row + (16 * warp & ((1 << p.log_unit) - 1));
+      float2 bias{0, 0};
+      if (p.bias != nullptr && row16 >= 0) {
+        const int row = row16 + lane / 4;
+        const T* b = static_cast<const T*>(p.bias);
+        if (row < p.features) bias.x = static_cast<float>(b[row]);
+        if (row + 8 < p.features) bias.y = static_cast<float>(b[row + 8]);
+      }
+
+      float d[Shape::kParts][Shape::kPart / 2];
+      u32 add = 0;  // the first product overwrites d
+      for (int step = 0; step < steps; ++step) {
+        wait(full(at.slot), at.parity);
+        // Read by the lane that will say so: the slot, header and all, is free once it has arrived.
+        u32 header = 0;
+        if (lane == 0) header = state.header[at.slot][strip];
+        header = __reduce_max_sync(~0u, header);
+        const u32 count = header & 7;
+        if (count != 0) {
+          u32 piece = header >> 16;
+          const u32 x = x_slots + at.slot * (Shape::kSlotBytes >> 4);
+          u64 a[4], b[4];
+#pragma unroll
+          for (int k = 0; k < 4; ++k) {
+            a[k] = kPieceLayout | (w_pieces + piece * (kPieceBytes >> 4));
+            if (++piece == p.pieces) piece = 0;
+            const u32 column = k == 3 ? 3 : header >> (3 + 2 * k) & 3;
+            b[k] = p.x_layout | (x + column * 2 + (column >> 1) * second_more);
+          }
+          if (count == 4) {
+            products<T, 4>(d, a, b, part_stride, add);
+          } else if (count == 3) {
+            products<T, 3>(d, a, b, part_stride, add);
+          } else if (count == 2) {
+            products<T, 2>(d, a, b, part_stride, add);
+          } else {
+            products<T, 1>(d, a, b, part_stride, add);
+          }
+          add = 1;
+        }
+        if (lane == 0) arrive(empty(at.slot));
+        at.next(p.slots);
+      }
+      next = state.walk.read_tile(tiles, strip, lane);
+      if (add == 0) {
+#pragma unroll
+        for (int part = 0; part < Shape::kParts; ++part) {
+#pragma unroll
+          for (float& sum : d[part]) sum = 0;
+        }
+      }
+      if (mine < 0) continue;
+      float all[4] = {0, 0, 0, 0};  // NaN if one is
+#pragma unroll
+      for (int part = 0; part < Shape::kParts; ++part) {
+#pragma unroll
+        for (int i = 0; i < Shape::kPart / 2; ++i) all[i % 4] += d[part][i];
+        store_tile<T, kActivation>(out, d[part], bias, &p.y, Boxes{p.log_unit - 3, box},
+                                   token + part * Shape::kPart);
+      }
+      const float sum = (all[0] + all[1]) + (all[2] + all[3]);
+      if (named_barrier_any(out.barrier, 128, sum != sum)) {  // by all warps, as they share the stores
+        if (out.warp == 0) store_wait_all();
+        named_barrier(out.barrier, 128);
+        repair<T, kActivation>(p.stored, static_cast<const T*>(p.bias), row16, token, kTokens, lane);
+      }
+    }
+    if (out.warp == 0) store_wait_all();
+  }
+};
+
+template <class T, Activation kActivation, int kStrips, int kTokens>
+__global__ void __launch_bounds__(StripShape<kStrips, kTokens>::kThreads, 1)
+    union_kernel(const __grid_constant__ UnionParams p) {
+  using Shape = StripShape<kStrips, kTokens>;
+  extern __shared__ unsigned char dynamic_shared[];
+  __shared__ UnionState state;
+  const u32 x_ring = (shared_address(dynamic_shared) + 1023) & ~1023u;
+  const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 32, 0);
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+
+  if (threadIdx.x == 0) {
+    prefetch_map(&p.x);
+    prefetch_map(&p.y);
+    for (u32 i = 0; i < p.slots; ++i) {
+      barrier_init(shared_address(&state.ring.full[i]), kStrips);
+      barrier_init(shared_address(&state.ring.empty[i]), 4 * kStrips);
+    }
+    state.walk.init(4 * kStrips);
+    barrier_init_done();
+  }
+  __syncthreads();
+
+  const u32 y_buffers = x_ring + p.slots * Shape::kSlotBytes,
+            y_bytes = static_cast<u32>(p.buffers) * kStoreBytes;
+  const u32 w_ring = y_buffers + kStrips * y_bytes;
+  UnionWarps<kStrips, kTokens> warps{p, state, x_ring, w_ring};
+  if (warp < 4 * kStrips) {
+    take_registers<Shape::kMultiplyRegisters>();
+    const auto strip = static_cast<u32>(warp) / 4;
+    warps.template multiply<T, kActivation>(
+        static_cast<int>(strip), {y_buffers + strip * y_bytes, strip + 1, warp % 4, lane, p.buffers});
+  } else {  // two warps of this warpgroup work
+    give_registers<Shape::kOtherRegisters>();
+    if (warp == 4 * kStrips) warps.load(lane);
+    if (warp == 4 * kStrips + 1) warps.walk(lane);
+  }
+}
+
+}  // namespace rarefy::sm90

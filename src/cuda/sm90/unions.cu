@@ -1,0 +1,67 @@
+// The union kernel's launch: tensor maps and the choice of the instantiation.
+#include "cuda/sm90/tensor_map.h"
+#include "cuda/sm90/union_launch.cuh"
+
+namespace rarefy::sm90 {
+
+cudaError_t launch(const UnionProblem& p, const UnionConfig& config, int sms, const UnionOperands& operands,
+                   cudaStream_t stream) {
+  UnionParams params{};
+  const auto u = [](std::int64_t x) { return static_cast<std::uint64_t>(x); };
+  const auto n = [](std::int64_t x) { return static_cast<int>(x); };
+
+  TensorShape x;  // [token][feature]: a box's features × a tile's tokens
+  x.size[0] = u(p.in_features());
+  x.size[1] = u(p.tokens);
+  x.stride[0] = u(p.x_stride) * 2;
+  x.box[0] = static_cast<std::uint32_t>(config.width);
+  x.box[1] = static_cast<std::uint32_t>(config.tokens);
+  cudaError_t status = make_tensor_map(&params.x, p.dtype, operands.x, x);
+  if (status != cudaSuccess) return status;
+
+  TensorShape y;  // [token][feature]: a unit row's features × 64 tokens
+  y.size[0] = u(p.out_features());
+  y.size[1] = u(p.tokens);
+  y.stride[0] = u(p.y_stride) * 2;
+  y.box[0] = static_cast<std::uint32_t>(p.unit());
+  y.box[1] = 64;
+  status = make_tensor_map(&params.y, p.dtype, operands.y, y);
+  if (status != cudaSuccess) return status;
+
+  const UnionPlan plan(p, config.layout(), sms);
+  params.walk = {TileLists(plan.lists(), operands.plan + plan.items_at,
+                           n((p.tokens + config.tokens - 1) / config.tokens)),
+                 reinterpret_cast<const int4*>(operands.plan + plan.groups_at), operands.plan + plan.steps_at,
+                 plan.columns};
+  params.w = static_cast<const unsigned char*>(operands.packed);
+  params.units = reinterpret_cast<const int4*>(operands.plan + plan.units_at);
+  params.bias = operands.bias;
+  params.stored = {operands.x,
+                   operands.values,
+                   operands.y,
+                   operands.index.offsets,
+                   operands.index.others,
+                   operands.index.entries,
+                   p.x_stride,
+                   p.y_stride,
+                   n(p.tokens),
+                   n(p.in_features()),
+                   n(p.out_features()),
+                   n(p.block_in()),
+                   n(p.block_out())};
+  params.features = n(p.out_features());
+  params.log_unit = p.unit() == 64 ? 6 : p.unit() == 32 ? 5 : 4;
+  params.slots = static_cast<u32>(config.slots);
+  params.pieces = static_cast<u32>(config.pieces);
+  params.buffers = config.buffers;
+  const bool one = config.width == 64;
+  params.box_width = config.width;
+  params.box_bytes = static_cast<u32>(config.tokens * config.width * 2);
+  params.first_box = one ? 0xFFF : 0x333;
+  params.second_box = one ? 0 : 0xCCC;
+  params.x_layout = one ? operand_layout(Swizzle::b128, 1024) : operand_layout(Swizzle::b64, 512);
+  const auto run = p.dtype == DType::bf16 ? launch_union_bf16 : launch_union_f16;
+  return run(p.activation, config, plan.sms, params, stream);
+}
+
+}  // namespace rarefy::sm90

@@ -1,0 +1,96 @@
+// The union kernel, host side: linear and grad_input for blocks whose sides are multiples of 16 and not both
+// of
+// 64. A *unit row* is 16 or 32 features of Y with one pattern; 64 / unit of them are a strip, which stores
+// the union of their columns, packed with zeros; two or three strips are a group. Which unit rows go together
+// and what they store follows from the pattern alone and is made on the device (union_plan.cu); the values
+// are packed when they change (union_pack.cu).
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "cuda/sm90/product.h"
+#include "cuda/sm90/strips.h"
+
+namespace rarefy::sm90 {
+
+// What a prepared buffer is made for; of the weight alone, so that it serves any tokens.
+struct UnionLayout {
+  int strips = 2;  // of a group: two or three
+  int width = 64;  // features of a box of X: 64 or 32
+};
+
+inline constexpr UnionLayout kUnionLayouts[] = {{2, 64}, {2, 32}, {3, 64}, {3, 32}};
+
+struct UnionProblem : Product {
+  // Features of Y that have one pattern.
+  int unit() const { return block_out() % 64 == 0 ? 64 : block_out() % 32 == 0 ? 32 : 16; }
+  std::int64_t units() const { return (out_features() + unit() - 1) / unit(); }
+  std::int64_t strips() const { return (units() * unit() + 63) / 64; }
+  std::int64_t groups(const UnionLayout& layout) const {
+    return (strips() + layout.strips - 1) / layout.strips;
+  }
+  // Shares of all (0 … 1) that random patterns of this density fill: pieces of strips, boxes of X of groups.
+  double piece_share() const;
+  double box_share(const UnionLayout& layout) const;
+};
+
+struct UnionConfig {
+  int strips = 2, width = 64;  // the layout
+  int tokens = 256;
+  int slots = 4, pieces = 32;  // in flight
+  int buffers = 2;             // for results, of each strip
+
+  UnionLayout layout() const { return {strips, width}; }
+  int shared_bytes() const;
+  std::string text() const;
+};
+
+struct UnionCandidate {
+  UnionConfig config;
+  double microseconds = 0;  // predicted
+  std::string reason;       // why not; empty if it can run
+};
+
+std::string unsupported(const UnionProblem& problem);
+std::vector<UnionCandidate> union_candidates(const UnionProblem& problem, const UnionLayout& layout,
+                                             const Machine& machine);
+UnionLayout layout_of(const UnionProblem& problem);
+UnionConfig configure(const UnionProblem& problem, const Machine& machine);
+
+// Where things are in a prepared buffer, in words.
+struct UnionPlan {
+  UnionLayout layout;
+  int groups, strips, sms, columns;  // columns: room for steps of a group
+  std::int64_t pieces;               // at most
+  std::int64_t groups_at = 0, units_at = 0, steps_at = 0, sources_at = 0, count_at = 0, items_at = 0;
+  std::int64_t scratch_at = 0, words = 0;
+  UnionPlan(const UnionProblem& problem, const UnionLayout& layout, int sms);
+  StripLists lists() const { return {groups, layout.strips, sms}; }
+  std::int64_t packed_bytes() const;
+};
+
+cudaError_t prepare(const UnionProblem& problem, const UnionLayout& layout, int sms,
+                    const ProductIndex& index, std::int32_t* words, cudaStream_t stream);
+// Fills `packed` (UnionPlan::packed_bytes) from canonical values and what prepare made.
+cudaError_t pack(const UnionProblem& problem, const UnionLayout& layout, int sms, const std::int32_t* words,
+                 const void* values, void* packed, cudaStream_t stream);
+
+struct UnionOperands {
+  const void* x = nullptr;
+  const void* values = nullptr;  // canonical, with the index: for what must be computed again
+  ProductIndex index;
+  const void* bias = nullptr;
+  void* y = nullptr;
+  const std::int32_t* plan = nullptr;
+  const void* packed = nullptr;
+};
+
+// Queues one kernel; waits for nothing and allocates nothing.
+cudaError_t launch(const UnionProblem& problem, const UnionConfig& config, int sms,
+                   const UnionOperands& operands, cudaStream_t stream);
+
+}  // namespace rarefy::sm90
