@@ -280,6 +280,7 @@ GOOD = {
 # What is wrong, the changed arguments, the error and what its message must say.
 BAD = {
     "values 2-d": ({"values": torch.ones(3, 16)}, ValueError, r"values.*\(nnzb, .*; got shape \(3, 16\)"),
+    "values 4-d": ({"values": torch.ones(3, 4, 4, 1)}, ValueError, r"values.*; got shape \(3, 4, 4, 1\)"),
     "values count": ({"values": torch.ones(2, 4, 4)}, ValueError, "plan must have 20 elements.*; got 23"),
     "values block of 0": ({"values": torch.ones(3, 0, 4)}, ValueError, "block_shape must be at least 1"),
     "values strided": ({"values": torch.ones(3, 4, 8)[..., ::2]}, ValueError, "values must be contiguous"),

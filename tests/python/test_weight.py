@@ -280,6 +280,26 @@ def test_padding_stays_zero_through_training():
         BsrWeight(*pieces, shape=(7, 10), block_shape=(4, 3))
     weight.zero_padding_()
     BsrWeight(*pieces, shape=(7, 10), block_shape=(4, 3))
+    weight.values.data.add_(1)  # which no version counts
+    weight.zero_padding_()
+    BsrWeight(*pieces, shape=(7, 10), block_shape=(4, 3))
+    weight.reset_parameters()
+    BsrWeight(*pieces, shape=(7, 10), block_shape=(4, 3))
+
+
+def test_values_and_weights_that_do_not_fit_are_refused():
+    weight = small((8, 12), (4, 3))
+    meta = rarefy.BsrPattern(
+        *(index.to("meta") for index in weight.pattern.indices()), shape=(8, 12), block_shape=(4, 3)
+    )
+    with pytest.raises(TypeError, match=r"^\[BsrWeight.from_pattern\] pattern must be on .*cpu; got meta"):
+        BsrWeight.from_pattern(weight.values, meta)
+    with pytest.raises(ValueError, match=r"^\[BsrWeight.assign_\] other must be of shape \(8, 12\); got "):
+        weight.assign_(small((12, 8), (4, 3)))
+    narrow = small((8, 12), (4, 3)).stored_as(torch.bfloat16)
+    assert narrow.x_dtype == torch.float32
+    weight.assign_(narrow)
+    assert (weight.dtype, weight.x_dtype) == (torch.bfloat16, torch.float32)
 
 
 def test_properties():
