@@ -314,6 +314,7 @@ def main() -> int:
     parser.add_argument("tables", nargs="*", help=f"of {', '.join(TABLES)}; default: all")
     parser.add_argument("--file", help="only mutants of files whose path contains this")
     parser.add_argument("--again", action="append", default=[], help="run those of this state once more")
+    parser.add_argument("--only", help="run those of this state once more, and no new ones")
     parser.add_argument("--check", action="store_true", help="only say which mutants fit HEAD no more")
     parser.add_argument("--summary", action="store_true", help="only print the results so far")
     parser.add_argument("--revision", default="HEAD")
@@ -335,7 +336,8 @@ def main() -> int:
     if options.summary:
         return not summary(mutants, results)
 
-    todo = [m for m in mutants if results.get(m.key, {}).get("state", "") in ("", *options.again)]
+    wanted = (options.only,) if options.only else ("", *options.again)
+    todo = [m for m in mutants if results.get(m.key, {}).get("state", "") in wanted]
     todo = todo[:: options.every]
     print(f"{len(mutants)} mutants, {len(todo)} to run", flush=True)
     if todo:
