@@ -2,7 +2,7 @@
 
 ALL = "cpp:*Product*:*Reference*:*Families*"
 P = "*ProductsTest."
-ISA = "cpp:*ProductsTest.*{isa}"
+ISA = "cpp:*ProductsTest.*{isa}:SelectTest.*Configuration*:SelectTest.Skewed*"
 ACTIVATIONS = f"cpp:{P}Activations*{{isa}}"
 FEW = f"cpp:{P}FewTokens*{{isa}}:{P}Activations*{{isa}}"
 SHAPES = f"cpp:{P}EveryBlockShape*{{isa}}:{P}EveryNumberOfTokens*{{isa}}"
