@@ -6,6 +6,8 @@
 #pragma once
 
 #include <cstdint>
+#include <span>
+#include <string_view>
 
 #include "rarefy/executor.h"
 #include "rarefy/export.h"
@@ -30,6 +32,8 @@ struct BsrView {
   DType dtype = DType::f32;
   Device device = Device::cpu;
   Derived derived = {};
+  Scaling scaling = Scaling::none;  // of int8 values; with it
+  const float* scales = nullptr;    // plan.shape.rows of them, which check_scales accepts
 };
 
 // Memory that a kernel may use during the call; its contents do not matter before or after. Given ahead
@@ -50,11 +54,15 @@ struct Context {
 };
 
 // Dtypes: x any; the weight's values the same or any other that is stored; y that of x (int8: f32 or f64).
-// What no kernel can combine is refused with the reasons of all (see backend.h).
+// What no kernel can combine is refused with the reasons of all (see backend.h). Scaled int8 values take x in
+// f32, bf16 or f16, and have no grad_weight; grad_input is that of the scaled values, whatever x was rounded to.
 
 // bias: N elements of y's dtype, or null.
 RAREFY_API Status linear(const MatrixView& x, const BsrView& w, const void* bias, Activation activation,
                          const MutableMatrixView& y, const Context& context = {});
+
+// Scales must be finite and above 0; names the first that is not. The others' check is the caller's.
+RAREFY_API Status check_scales(std::string_view op, std::span<const float> scales);
 
 RAREFY_API Status grad_input(const MatrixView& dy, const BsrView& w, const MutableMatrixView& dx,
                              const Context& context = {});

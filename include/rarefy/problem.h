@@ -23,7 +23,15 @@ inline constexpr Op kProducts[] = {Op::linear, Op::grad_input, Op::grad_weight};
 // How a weight is stored. CSR is BSR with blocks of 1×1: the same arrays, the same kernels.
 enum class Format : std::uint8_t { bsr };
 
+// What int8 values stand for. Scaled ones are W[n, k] = scale[n] · value, with a float for each row of W.
+enum class Scaling : std::uint8_t {
+  none,     // numbers as they are
+  weight,   // scaled
+  dynamic,  // scaled; and each token of x is rounded to int8, with a scale of its own (docs/numerics.md)
+};
+
 RAREFY_API std::string_view name(Op op);
+RAREFY_API std::string_view name(Scaling scaling);
 RAREFY_API std::string_view name(Format format);
 RAREFY_API std::string_view name(Activation activation);
 RAREFY_API std::string_view name(Device device);
@@ -33,6 +41,7 @@ struct WeightSpec {
   Format format = Format::bsr;
   BsrShape shape;
   DType dtype = DType::f32;  // of the stored values; for grad_weight, of the gradient
+  Scaling scaling = Scaling::none;
   bool operator==(const WeightSpec&) const = default;
 };
 

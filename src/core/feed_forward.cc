@@ -17,6 +17,9 @@ WeightSpec spec_of(const BsrView& w) { return {Format::bsr, w.plan.shape, w.dtyp
 Status check_layer(std::string_view values, const LayerView& layer, Device device) {
   if (Status status = check_plan(kOp, values, layer.weight.plan, layer.weight.values); !status.ok())
     return status;
+  if (layer.weight.scaling != Scaling::none || layer.weight.scales != nullptr) {
+    return invalid(kOp, cat(values, " must be numbers as they are"), "values with scales");
+  }
   if (layer.weight.device == device) return {};
   return mismatch(kOp, cat(values, " must be on device ", name(device)), name(layer.weight.device));
 }

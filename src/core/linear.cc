@@ -1,6 +1,8 @@
 // The three products: check everything, then run the first kernel of the registry that fits.
 #include "rarefy/linear.h"
 
+#include <algorithm>
+#include <cmath>
 #include <cstdlib>
 #include <memory>
 #include <new>
@@ -79,8 +81,46 @@ Status dispatch(Call& call, const Context& context) {
   return choice->kernel->run(call);
 }
 
+namespace {
+
+// What scaled values need of the other arguments; `in`: x, or dy.
+Status check_scaling(std::string_view op, const WeightSpec& w, std::string_view argument, DType in) {
+  if (w.scaling == Scaling::none) return {};
+  if (w.scaling != Scaling::weight && w.scaling != Scaling::dynamic) {
+    return invalid(op, "scaling must be one of rarefy/problem.h", cat(static_cast<int>(w.scaling)));
+  }
+  if (w.dtype != DType::i8) return mismatch(op, "values with scales must be i8", name(w.dtype));
+  if (in == DType::f32 || in == DType::bf16 || in == DType::f16) return {};
+  return mismatch(op, cat(argument, " must be f32, bf16 or f16 for values with scales"), name(in));
+}
+
+// The same of a call.
+Status check_scaling(std::string_view op, const BsrView& w, std::string_view argument, DType in) {
+  if (w.scaling == Scaling::none && w.scales == nullptr) return {};
+  if (w.scaling == Scaling::none) return invalid(op, "scales must come with a scaling", "none");
+  if (w.scales == nullptr && w.plan.shape.rows > 0) {
+    return invalid(op, "scales must point to their elements", "a null pointer");
+  }
+  return check_scaling(op, {Format::bsr, w.plan.shape, w.dtype, w.scaling}, argument, in);
+}
+
+Range range_of_scales(const BsrView& w) {
+  return {"scales", w.scales,
+          w.scales == nullptr ? 0 : w.plan.shape.rows * static_cast<std::int64_t>(sizeof(float))};
+}
+
+}  // namespace
+
+Status check_scales(std::string_view op, std::span<const float> scales) {
+  const auto bad = std::ranges::find_if(scales, [](float s) { return !(s > 0 && std::isfinite(s)); });
+  if (bad == scales.end()) return {};
+  return invalid(op, "scales must be finite and above 0",
+                 cat("scales[", bad - scales.begin(), "]=", static_cast<double>(*bad)));
+}
+
 Status check_problem(std::string_view op, const Problem& p) {
   if (Status status = check_shape(op, p.weight.shape); !status.ok()) return status;
+  if (Status status = check_scaling(op, p.weight, "inputs", p.in); !status.ok()) return status;
   if (Status status = check_activation(op, p.activation); !status.ok()) return status;
   if (p.op == Op::feed_forward) {
     if (Status status = check_feed_forward(op, p.weight.shape, p.down.shape, p.gate.shape); !status.ok())
@@ -102,12 +142,13 @@ Status linear(const MatrixView& x, const BsrView& w, const void* bias, Activatio
       !status.ok()) {
     return status;
   }
+  if (Status status = check_scaling(op, w, "x", x.dtype); !status.ok()) return status;
   if (Status status = check_activation(op, activation); !status.ok()) return status;
   const Range bias_range{"bias", bias,
                          bias == nullptr ? 0 : shape.rows * static_cast<std::int64_t>(size_of(y.dtype))};
-  if (Status status =
-          check_disjoint(op, range_of("y", y),
-                         {range_of("x", x), range_of("values", w.plan, w.values, w.dtype), bias_range});
+  if (Status status = check_disjoint(
+          op, range_of("y", y),
+          {range_of("x", x), range_of("values", w.plan, w.values, w.dtype), bias_range, range_of_scales(w)});
       !status.ok()) {
     return status;
   }
@@ -118,7 +159,7 @@ Status linear(const MatrixView& x, const BsrView& w, const void* bias, Activatio
   out.add(y);
   out.add(bias);
   Call call;
-  call.problem = {Op::linear,  {Format::bsr, shape, w.dtype},
+  call.problem = {Op::linear,  {Format::bsr, shape, w.dtype, w.scaling},
                   x.dtype,     y.dtype,
                   x.rows,      x.stride(),
                   y.stride(),  x.layout(),
@@ -128,6 +169,7 @@ Status linear(const MatrixView& x, const BsrView& w, const void* bias, Activatio
   call.x = x;
   call.plan = w.plan;
   call.values = w.values;
+  call.scales = w.scales;
   call.derived = w.derived;
   call.bias = bias;
   call.activation = activation;
@@ -145,8 +187,10 @@ Status grad_input(const MatrixView& dy, const BsrView& w, const MutableMatrixVie
       !status.ok()) {
     return status;
   }
-  if (Status status = check_disjoint(op, range_of("dx", dx),
-                                     {range_of("dy", dy), range_of("values", w.plan, w.values, w.dtype)});
+  if (Status status = check_scaling(op, w, "dy", dy.dtype); !status.ok()) return status;
+  if (Status status = check_disjoint(
+          op, range_of("dx", dx),
+          {range_of("dy", dy), range_of("values", w.plan, w.values, w.dtype), range_of_scales(w)});
       !status.ok()) {
     return status;
   }
@@ -156,7 +200,7 @@ Status grad_input(const MatrixView& dy, const BsrView& w, const MutableMatrixVie
   in.add(w.values);
   out.add(dx);
   Call call;
-  call.problem = {Op::grad_input,   {Format::bsr, shape, w.dtype},
+  call.problem = {Op::grad_input,   {Format::bsr, shape, w.dtype, w.scaling},
                   dy.dtype,         dx.dtype,
                   dy.rows,          dy.stride(),
                   dx.stride(),      dy.layout(),
@@ -166,6 +210,7 @@ Status grad_input(const MatrixView& dy, const BsrView& w, const MutableMatrixVie
   call.dy = dy;
   call.plan = w.plan;
   call.values = w.values;
+  call.scales = w.scales;
   call.derived = w.derived;
   call.out = dx;
   return dispatch(call, context);
@@ -262,10 +307,12 @@ Status pack(const Problem& problem, const BsrView& w, const void* prepared, void
   if (!choice.ok()) return choice.status();
   if (Status status = check_plan("pack", "values", w.plan, w.values); !status.ok()) return status;
   if (Status status = check_same_shape("pack", problem, w.plan); !status.ok()) return status;
+  if (Status status = check_scaling("pack", w, "inputs", problem.in); !status.ok()) return status;
   if (choice->kernel->pack == nullptr) return {};
   call.config = choice->config;
   call.plan = w.plan;
   call.values = w.values;
+  call.scales = w.scales;
   call.derived = {choice->derived_key, prepared, nullptr};
   call.executor = context.executor;
   call.stream = context.stream;

@@ -25,6 +25,15 @@ std::string_view name(Format format) {
   return "?";
 }
 
+std::string_view name(Scaling scaling) {
+  switch (scaling) {
+    case Scaling::none: return "none";
+    case Scaling::weight: return "scaled";
+    case Scaling::dynamic: return "dynamic";
+  }
+  return "?";
+}
+
 std::string_view name(Activation activation) {
   static_assert(kActivations == 5);
   switch (activation) {
@@ -71,7 +80,8 @@ std::string to_string(const Problem& p) {
   const auto weight = [](const WeightSpec& w) {
     const BsrShape& s = w.shape;
     return cat(name(w.format), ' ', s.rows, 'x', s.cols, " block ", s.block_rows, 'x', s.block_cols, " nnzb ",
-               s.nnzb, ' ', name(w.dtype));
+               s.nnzb, ' ', name(w.dtype), w.scaling == Scaling::none ? "" : " ",
+               w.scaling == Scaling::none ? "" : name(w.scaling));
   };
   std::string text = cat(name(p.op), ' ', weight(p.weight));
   if (p.gate != WeightSpec{}) text += cat(", gate ", weight(p.gate));

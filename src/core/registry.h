@@ -45,7 +45,8 @@ struct Call {
   MatrixView x;   // linear, grad_weight, feed_forward
   MatrixView dy;  // grad_input, grad_weight
   PlanView plan;
-  const void* values = nullptr;  // linear, grad_input
+  const void* values = nullptr;   // linear, grad_input
+  const float* scales = nullptr;  // of scaled values
   Derived derived;
   const void* bias = nullptr;
   Activation activation = Activation::none;

@@ -59,7 +59,9 @@ struct GatherNext {
   bool any(std::int32_t step) const { return next[step].panel != nullptr; }
   void operator()(std::int32_t step, int pair) const {
     const auto& [panel, offsets, to] = next[step];
-    if constexpr (kColumns) {
+    if constexpr (kColumns && E::kFeatures == 4) {
+      E::quad(panel, offsets + 4 * pair, to + pair * kPairLine);
+    } else if constexpr (kColumns) {
       E::pair(panel + offsets[2 * pair], panel + offsets[2 * pair + 1], to + pair * kPairLine);
     } else {
       E::copy(panel + offsets[pair], to + pair * kPairLine);
@@ -91,7 +93,7 @@ void multiply_chunk(const PairProduct& t, PairSteps s, Work work) {
 template <class E, int kHalves, PairSource kSource>
 void multiply_groups(const PairProduct& t) {
   constexpr bool kGather = kSource != PairSource::whole;
-  constexpr std::int32_t kOffsets = offsets_of(kSource);
+  constexpr std::int32_t kOffsets = offsets_of(kSource, E::kFeatures);
   using Gather = GatherNext<E, kSource == PairSource::columns>;
   typename Gather::Group next[kMostChunk];
   const std::uint16_t* x[kMostChunk];
@@ -169,7 +171,7 @@ void multiply_few(const PairProduct& t) {
 
 template <class E, int kHalves, PairSource kSource>
 void multiply_rows(const PairProduct& t) {
-  if constexpr (E::kRows < kTileRows) {
+  if constexpr (E::kLeast < kTileRows) {
     if (t.rows == E::kRows) return multiply_few<E, E::kRows, kHalves, kSource>(t);
     if (t.rows == E::kLeast) return multiply_few<E, E::kLeast, kHalves, kSource>(t);
   }

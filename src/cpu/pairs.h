@@ -37,8 +37,10 @@ enum class PairSource : std::uint8_t {
   whole,    // one, of the first of 16 neighbouring pairs
 };
 
-constexpr std::int32_t offsets_of(PairSource source) {
-  return source == PairSource::columns ? kGroup : source == PairSource::lines ? kGroup / 2 : 1;
+// A line holds so many features: 2, or 4 in int8 (quads.h), whose groups have 64.
+constexpr std::int32_t offsets_of(PairSource source, std::int32_t features = 2) {
+  constexpr std::int32_t kLines = kGroup / 2;
+  return source == PairSource::columns ? kLines * features : source == PairSource::lines ? kLines : 1;
 }
 
 // sums[panel][o][token] = Σ W[o, i] · x[i][token] over the stored columns of one block row, for some panels.

@@ -3,7 +3,7 @@
 #include "core/message.h"
 #include "cpu/cpuid.h"
 #include "cpu/drivers.h"
-#include "cpu/linear_pairs.h"
+#include "cpu/linear_quads.h"
 
 namespace rarefy {
 
@@ -197,12 +197,65 @@ void add_pairs(Registry& registry, std::string_view linear, std::string_view gra
   });
 }
 
+// linear in int8, packed by the caller or in the call.
+template <const cpu::QuadKernels& kKernels, const std::string_view& kFeature>
+void add_quads(Registry& registry, std::string_view name) {
+  registry.push_back({
+      .op = Op::linear,
+      .device = Device::cpu,
+      .family = kKernels.family,
+      .name = name,
+      .supports = [](const Problem& p, const Machine& machine) -> Reason {
+        if (!kFeature.empty() && !machine.has(kFeature)) return cat("the processor lacks ", kFeature);
+        return cpu::supports_quads(p);
+      },
+      .run = [](const Call& call) { return cpu::run_quads(kKernels, call); },
+      .configure = [](const Problem& p, const Machine& m) { return cpu::configure_quads(kKernels, p, m); },
+      .fields = cpu::PairsBlocking::kFields,
+      .candidates = [](const Problem& p, const Machine& m) { return cpu::quads_candidates(kKernels, p, m); },
+      .workspace = cpu::quads_workspace,
+      .derived_optional = true,
+      .derives_as = "quads",
+      .prepared_size = cpu::quads_prepared_size,
+      .prepare = cpu::prepare_quads,
+      .packed_size = cpu::quads_packed_size,
+      .pack = cpu::pack_quads_weight,
+  });
+}
+
+// Scaled int8 values as floats, for the same family's kernels.
+template <const cpu::Kernels& kKernels, const std::string_view& kFeature>
+void add_scaled(Registry& registry, std::string_view linear, std::string_view grad_input) {
+  for (const Op op : {Op::linear, Op::grad_input}) {
+    registry.push_back({
+        .op = op,
+        .device = Device::cpu,
+        .family = kKernels.family,
+        .name = op == Op::linear ? linear : grad_input,
+        .supports = [](const Problem& p, const Machine& machine) -> Reason {
+          if (!kFeature.empty() && !machine.has(kFeature)) return cat("the processor lacks ", kFeature);
+          return cpu::supports_scaled(p);
+        },
+        .run = cpu::run_scaled,
+        .configure = cpu::configure_scaled,
+        .fields = cpu::ScaledWorkspace::kFields,
+        .workspace = cpu::scaled_workspace,
+        .derived_optional = true,
+        .derives_as = "scaled",
+        .packed_size = cpu::scaled_packed_size,
+        .pack = cpu::pack_scaled,
+    });
+  }
+}
+
 constexpr std::string_view kAny;
 #if defined(__x86_64__)
 constexpr std::string_view kHasAvx512 = "avx512";
 constexpr std::string_view kHasAvx2 = "avx2";
 constexpr std::string_view kHasAmx = "amx_bf16";
 constexpr std::string_view kHasBf16 = "avx512_bf16_fast";
+constexpr std::string_view kHasVnni = "avx512_vnni";
+constexpr std::string_view kHasAmxInt8 = "amx_int8";
 #elif defined(__aarch64__)
 constexpr std::string_view kHasNeon = "neon";
 #endif
@@ -216,18 +269,26 @@ void register_cpu(Registry& registry) {
   add_pairs<cpu::kAvx512Bf16, kHasBf16>(registry, "avx512_bf16_linear", "avx512_bf16_grad_input",
                                         "avx512_bf16_grad_input_columns", "avx512_bf16_grad_weight",
                                         "avx512_bf16_feed_forward", "pairs", "pairs_transposed");
+  add_quads<cpu::kQuadsAmx, kHasAmxInt8>(registry, "amx_linear_int8");
+  add_quads<cpu::kQuadsVnni, kHasVnni>(registry, "avx512_linear_int8");
+  add_quads<cpu::kQuadsAvx2, kHasAvx2>(registry, "avx2_linear_int8");
   add_few<cpu::kAvx512, kHasAvx512>(registry, "avx512_linear_few");
   add<cpu::kAvx512, kHasAvx512>(registry, "avx512_linear", "avx512_grad_input", "avx512_grad_weight");
   add_feed_forward<cpu::kAvx512, kHasAvx512>(registry, "avx512_feed_forward", "avx512_feed_forward_apart");
+  add_scaled<cpu::kAvx512, kHasAvx512>(registry, "avx512_linear_scaled", "avx512_grad_input_scaled");
   add_few<cpu::kAvx2, kHasAvx2>(registry, "avx2_linear_few");
   add<cpu::kAvx2, kHasAvx2>(registry, "avx2_linear", "avx2_grad_input", "avx2_grad_weight");
   add_feed_forward<cpu::kAvx2, kHasAvx2>(registry, "avx2_feed_forward", "avx2_feed_forward_apart");
+  add_scaled<cpu::kAvx2, kHasAvx2>(registry, "avx2_linear_scaled", "avx2_grad_input_scaled");
 #elif defined(__aarch64__)
   add<cpu::kNeon, kHasNeon>(registry, "neon_linear", "neon_grad_input", "neon_grad_weight");
   add_feed_forward<cpu::kNeon, kHasNeon>(registry, "neon_feed_forward", "neon_feed_forward_apart");
+  add_scaled<cpu::kNeon, kHasNeon>(registry, "neon_linear_scaled", "neon_grad_input_scaled");
 #endif
   add<cpu::kScalar, kAny>(registry, "scalar_linear", "scalar_grad_input", "scalar_grad_weight");
   add_feed_forward<cpu::kScalar, kAny>(registry, "scalar_feed_forward", "scalar_feed_forward_apart");
+  add_quads<cpu::kQuadsScalar, kAny>(registry, "scalar_linear_int8");
+  add_scaled<cpu::kScalar, kAny>(registry, "scalar_linear_scaled", "scalar_grad_input_scaled");
   // After rows that take all that it takes: only who asks for it by name gets it.
   add_pairs<cpu::kPairsPortable, kAny>(registry, "pairs_linear", "pairs_grad_input",
                                        "pairs_grad_input_columns", "pairs_grad_weight", "pairs_feed_forward",

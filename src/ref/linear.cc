@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 
+#include "core/quantize.h"
 #include "core/registry.h"
 #include "core/scalar.h"
 #include "ref/activation.h"
@@ -30,7 +31,54 @@ const T* at(const MatrixView& matrix, std::int64_t row, std::int64_t col) {
   return static_cast<const T*>(matrix.data) + row * matrix.row_stride + col * matrix.col_stride;
 }
 
+template <class In>
+TokenScale scale_of(const In* x, std::int64_t count, std::int64_t stride) {
+  std::uint32_t most = 0;
+  for (std::int64_t k = 0; k < count; ++k) {
+    most = std::max(most, magnitude_bits(static_cast<float>(load(x + k * stride))));
+  }
+  return token_scale(most);
+}
+
+// Scaled int8 values: each row's sum, exact where x is rounded to integers too, times the scales.
+Status linear_scaled_ref(const Call& call) {
+  const PlanView& plan = call.plan;
+  const BsrShape& shape = plan.shape;
+  const bool dynamic = call.problem.weight.scaling == Scaling::dynamic;
+  const auto* values = static_cast<const std::int8_t*>(call.values);
+  visit_float(call.problem.in, [&]<class In>(In) {
+    const auto* bias = static_cast<const In*>(call.bias);
+    call.executor.parallel_for(call.x.rows, [&](std::int64_t m) {
+      const In* x = static_cast<const In*>(call.x.data) + m * call.x.row_stride;
+      In* y = static_cast<In*>(call.out.data) + m * call.out.row_stride;
+      const TokenScale token = dynamic ? scale_of(x, shape.cols, call.x.col_stride) : TokenScale{1, 0};
+      const auto number = [&](std::int64_t k) {
+        const double value = load(x + k * call.x.col_stride);
+        if (!dynamic) return value;
+        if (std::isnan(token.scale)) return 0.0;
+        return static_cast<double>(quantized(static_cast<float>(value), token));
+      };
+      for (std::int64_t n = 0; n < shape.rows; ++n) {
+        const std::int64_t i = n / shape.block_rows;
+        double sum = 0;
+        for (std::int32_t e = plan.crow[i]; e < plan.crow[i + 1]; ++e) {
+          const std::int8_t* w = values + e * shape.block_size() + (n % shape.block_rows) * shape.block_cols;
+          const std::int64_t k0 = plan.col[e] * shape.block_cols;
+          for (std::int64_t c = 0; c < std::min(shape.block_cols, shape.cols - k0); ++c) {
+            sum += number(k0 + c) * w[c];
+          }
+        }
+        sum = sum * call.scales[n] * token.scale;
+        if (bias != nullptr) sum += load(bias + n);
+        store(y + n * call.out.col_stride, ref::activate(call.activation, sum));
+      }
+    });
+  });
+  return {};
+}
+
 Status linear_ref(const Call& call) {
+  if (call.scales != nullptr) return linear_scaled_ref(call);
   const PlanView& plan = call.plan;
   const BsrShape& shape = plan.shape;
   dispatch_dtypes(call.problem, [&]<class In, class W, class Out>(In, W, Out) {
@@ -72,7 +120,8 @@ Status grad_input_ref(const Call& call) {
           const W* w = values + plan.perm[e] * shape.block_size() + k % shape.block_cols;
           const std::int64_t n0 = plan.row[e] * shape.block_rows;
           for (std::int64_t r = 0; r < std::min(shape.block_rows, shape.rows - n0); ++r) {
-            sum += load(dy + (n0 + r) * call.dy.col_stride) * load(w + r * shape.block_cols);
+            const double scale = call.scales == nullptr ? 1 : call.scales[n0 + r];
+            sum += load(dy + (n0 + r) * call.dy.col_stride) * scale * load(w + r * shape.block_cols);
           }
         }
         store(dx + k * call.out.col_stride, sum);

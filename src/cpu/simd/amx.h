@@ -6,6 +6,14 @@
 
 namespace rarefy::cpu {
 
+// The instruction by the numbers of its tiles: sums += a · b. GCC's macros want digits.
+struct Bf16Tiles {
+  template <int kSums, int kA, int kB>
+  static void dot() {
+    __asm__ volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(kSums), "i"(kA), "i"(kB));
+  }
+};
+
 struct Amx : Avx512Pairs {
   static constexpr int kRows = 32, kLeast = 32;
   static constexpr double kTileCycles = 50;
@@ -23,9 +31,14 @@ struct Amx : Avx512Pairs {
   }
   static void leave() { _tile_release(); }
 
-  // Sums in tiles 0 … 3: [output / 16][token / 16]; W in 4 and 5, X in 6 and 7.
   template <int kOutputs, int kHalves, class Work>
   static void multiply(const PairSteps& s, Work work) {
+    multiply_tiles<Bf16Tiles, kOutputs, kHalves>(s, work);
+  }
+
+  // Sums in tiles 0 … 3: [output / 16][token / 16]; W in 4 and 5, X in 6 and 7.
+  template <class Tiles, int kOutputs, int kHalves, class Work>
+  static void multiply_tiles(const PairSteps& s, Work work) {
     constexpr bool kTall = kOutputs == 32, kWide = kHalves == 2;
     constexpr int kSumsStride = kPanelTokens * 4, kXStride = kPairLine * 2, kWStride = kGroup * 2;
     float* below = s.sums + 16 * kPanelTokens;
@@ -53,15 +66,15 @@ struct Amx : Avx512Pairs {
       _tile_loadd(6, x, kXStride);
       _tile_loadd(4, w, kWStride);
       quarter(0);
-      _tile_dpbf16ps(0, 4, 6);
+      Tiles::template dot<0, 4, 6>();
       if constexpr (kWide) _tile_loadd(7, x + 32, kXStride);
       quarter(4);
-      if constexpr (kWide) _tile_dpbf16ps(1, 4, 7);
+      if constexpr (kWide) Tiles::template dot<1, 4, 7>();
       if constexpr (kTall) _tile_loadd(5, w + kTileSize, kWStride);
       quarter(8);
-      if constexpr (kTall) _tile_dpbf16ps(2, 5, 6);
+      if constexpr (kTall) Tiles::template dot<2, 5, 6>();
       quarter(12);
-      if constexpr (kTall && kWide) _tile_dpbf16ps(3, 5, 7);
+      if constexpr (kTall && kWide) Tiles::template dot<3, 5, 7>();
     }
     _tile_stored(0, s.sums, kSumsStride);
     if constexpr (kWide) _tile_stored(1, s.sums + 16, kSumsStride);

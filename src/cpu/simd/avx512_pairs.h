@@ -7,6 +7,8 @@
 namespace rarefy::cpu {
 
 struct Avx512Pairs {
+  static constexpr int kFeatures = 2;
+
   static __m512i bits(__m512 v) { return _mm512_castps_si512(v); }
 
   // 16 × 16 dwords.

@@ -7,6 +7,7 @@
 namespace rarefy::cpu {
 
 struct PairsPortable {
+  static constexpr int kFeatures = 2;
   static constexpr int kRows = 32, kLeast = 32;
   static constexpr double kTileCycles = 20000;
 

@@ -1,0 +1,8 @@
+// Products in int8 compiled for AMX, with AVX-512.
+#include "cpu/simd/amx_quads.h"
+
+namespace rarefy::cpu {
+
+const QuadKernels kQuadsAmx = quad_table<AmxQuads>("amx");
+
+}  // namespace rarefy::cpu

@@ -1,0 +1,33 @@
+// What runs linear in int8 (linear_quads.cc), beside the drivers of bf16 pairs, whose configurations it has.
+#pragma once
+
+#include "cpu/linear_pairs.h"
+#include "cpu/quads.h"
+
+namespace rarefy::cpu {
+
+// Scaling::dynamic: x is rounded to int8, too.
+Reason supports_quads(const Problem& problem);
+Config configure_quads(const QuadKernels& kernels, const Problem& problem, const Machine& machine);
+std::vector<Config> quads_candidates(const QuadKernels& kernels, const Problem& problem,
+                                     const Machine& machine);
+std::int64_t quads_prepared_size(const Problem& problem, const Config& config);
+Status prepare_quads(const Call& call, void* data);
+std::int64_t quads_workspace(const Problem& problem, const Config& config);
+std::int64_t quads_packed_size(const Problem& problem, const Config& config);
+Status pack_quads_weight(const Call& call, void* packed);
+Status run_quads(const QuadKernels& kernels, const Call& given);
+
+// Scaling::weight: by the float kernels, on values that pack scales to floats (linear_scaled.cc).
+struct ScaledWorkspace {
+  std::int64_t workspace = 0;  // bytes that linear's float kernel may use
+  static constexpr std::string_view kFields[] = {"workspace"};
+};
+Reason supports_scaled(const Problem& problem);
+Config configure_scaled(const Problem& problem, const Machine& machine);
+std::int64_t scaled_workspace(const Problem& problem, const Config& config);
+std::int64_t scaled_packed_size(const Problem& problem, const Config& config);
+Status pack_scaled(const Call& call, void* packed);
+Status run_scaled(const Call& call);
+
+}  // namespace rarefy::cpu

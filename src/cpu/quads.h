@@ -1,0 +1,65 @@
+// The contract between the driver of products in int8 (linear_quads.cc) and their kernels, beside pairs.h,
+// whose layouts and walk they share: an instruction multiplies four neighbouring features and adds the
+// products to one int32 (tdpbssd on AMX's tiles, vpdpbusd on vectors), a line has four features of 32 tokens,
+// a group 64.
+//
+// Each token is rounded to int8 with a scale of its own while it is packed (core/quantize.h), each output of
+// W has another: y = act(sum · scale[output] · scale[token] + bias). Sums are exact.
+#pragma once
+
+#include <cstdint>
+
+#include "cpu/pairs.h"
+#include "rarefy/activation.h"
+
+namespace rarefy::cpu {
+
+inline constexpr std::int32_t kQuad = 4;
+inline constexpr std::int32_t kQuadGroup = kGroup / 2 * kQuad;   // features multiplied at a time
+inline constexpr std::int32_t kQuadLine = kQuad * kPanelTokens;  // bytes
+
+// Row-major floats, or bf16, to a panel of `padded` features, a multiple of 4; what is not there becomes 0.
+struct QuadPack {
+  const void* x;
+  bool bf16;
+  std::int64_t row_stride;
+  std::int32_t rows, cols;
+  std::int32_t padded;
+  bool quads;           // as lines; else feature by feature
+  std::uint8_t* panel;  // int8, plus 128 where the instruction wants it
+  float* scales;        // of 32 tokens; NaN for one with a NaN or an infinity
+};
+
+// y[token][o] = act((sums[o][token] − offset · total[o]) · scales[o] · tokens[token] + bias[o]), row-major.
+struct QuadStore {
+  const std::int32_t* sums;    // [cols, in whole tiles][32]
+  const std::int32_t* totals;  // of each output's stored values, and the next three as many as sums
+  const float* scales;
+  const float* bias;
+  const float* tokens;
+  Activation activation;
+  void* y;
+  bool bf16;
+  std::int64_t row_stride;
+  std::int32_t rows, cols;
+};
+
+// What one instruction set offers. `multiply` is that of pairs.h on groups of 64, with sums in int32.
+struct QuadKernels {
+  const char* family;
+  double tile_cycles;  // that 16 outputs, 64 features and 32 tokens take: a figure for the configuration
+  void (*enter)();
+  void (*leave)();
+  void (*pack)(const QuadPack&);
+  void (*multiply)(const PairProduct&);
+  void (*store)(const QuadStore&);
+};
+
+extern const QuadKernels kQuadsScalar;
+#if defined(__x86_64__)
+extern const QuadKernels kQuadsAvx2;
+extern const QuadKernels kQuadsVnni;
+extern const QuadKernels kQuadsAmx;
+#endif
+
+}  // namespace rarefy::cpu

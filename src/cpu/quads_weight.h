@@ -1,0 +1,115 @@
+// What linear in int8 knows of a product and of what is derived from its weight; a sibling of pairs_weight.h,
+// with four features to a line and 64 to a group. Sizes are in units of 16 bits, as the kernels of pairs
+// count.
+#pragma once
+
+#include <algorithm>
+
+#include "cpu/drivers.h"
+#include "cpu/pairs_weight.h"
+#include "cpu/quads.h"
+
+namespace rarefy::cpu {
+
+struct QuadsShape {
+  std::int64_t out_blocks, red_blocks, out_block, red_block;
+  std::int64_t entries;
+  std::int64_t padded;  // features of a panel: the last four are 0, for groups that are not full
+  PairSource source;
+
+  explicit QuadsShape(const BsrShape& s)
+      : out_blocks(s.row_count()),
+        red_blocks(s.col_count()),
+        out_block(s.block_rows),
+        red_block(s.block_cols),
+        entries(s.nnzb) {
+    source = red_block % kQuadGroup == 0 ? PairSource::whole
+             : red_block % kQuad == 0    ? PairSource::lines
+                                         : PairSource::columns;
+    padded = ceil_div(red_blocks * red_block, kQuad) * kQuad + kQuad;
+  }
+
+  std::int64_t out_features() const { return out_blocks * out_block; }
+  // At most: each block row's last group may hold a single column.
+  std::int64_t groups() const {
+    return (entries * red_block + (kQuadGroup - 1) * std::min(out_blocks, entries)) / kQuadGroup;
+  }
+  std::int64_t groups_of(std::int64_t blocks) const { return ceil_div(blocks * red_block, kQuadGroup); }
+  std::int64_t offsets() const { return offsets_of(source, kQuad); }  // of a group
+  std::int64_t panel_size() const { return padded * kPanelTokens / 2; }
+  std::int64_t tiles_size() const { return out_block * kGroup; }  // of one group
+  std::int64_t tiles_bytes() const { return groups() * tiles_size() * 2; }
+  // Output blocks that are finished at a time, and the sums of them for one panel.
+  std::int64_t finished() const { return std::max<std::int64_t>(1, kStored / out_block); }
+  std::int64_t sums_size() const { return finished() * out_block * kPanelTokens; }
+};
+
+// Tier 2: groups before each block row, and the offsets of every group.
+struct QuadsPrepared {
+  std::int32_t* first;
+  std::uint32_t* offsets;
+  std::int64_t bytes;
+
+  QuadsPrepared(const QuadsShape& s, const void* data) {
+    Room room(const_cast<void*>(data));
+    first = room.take<std::int32_t>(s.out_blocks + 1);
+    offsets = room.take<std::uint32_t>(s.groups() * s.offsets());
+    bytes = room.bytes();
+  }
+};
+
+// Tier 3: tiles, and the total of each output's values.
+struct QuadsPacked {
+  std::int8_t* tiles;
+  std::int32_t* totals;
+  std::int64_t bytes;
+
+  QuadsPacked(const QuadsShape& s, const void* data) {
+    Room room(const_cast<void*>(data));
+    tiles = room.take<std::int8_t>(s.tiles_bytes());
+    totals = room.take<std::int32_t>(s.out_features());
+    bytes = room.bytes();
+  }
+};
+
+// A weight as kernels multiply it.
+struct QuadsWeight {
+  const QuadKernels& kernels;
+  QuadsShape shape;
+  const std::int32_t* begin;  // the entries of each output block
+  QuadsPrepared prepared;
+  QuadsPacked packed;
+
+  QuadsWeight(const QuadKernels& k, const QuadsShape& s, const std::int32_t* entries, const Derived& derived)
+      : kernels(k), shape(s), begin(entries), prepared(s, derived.prepared), packed(s, derived.packed) {}
+
+  // As PairsWeight::multiply: finish(token, rows, block, end, sums) as soon as sums are there.
+  template <class Finish>
+  void multiply(const std::uint16_t* panels, std::int64_t tokens, std::int64_t first, std::int64_t last,
+                std::uint16_t* gathered, float* sums, Finish&& finish) const {
+    const auto* tiles = reinterpret_cast<const std::uint16_t*>(packed.tiles);
+    for (std::int64_t o = first; o < last; o += shape.finished()) {
+      const std::int64_t end = std::min(o + shape.finished(), last);
+      for (std::int64_t m = 0; m < tokens;) {
+        const std::int64_t whole = (tokens - m + kPanelTokens / 2 - 1) / kPanelTokens;
+        const std::int64_t near = std::clamp<std::int64_t>(whole, 1, kNear);
+        for (std::int64_t block = o; block < end; ++block) {
+          const std::int32_t from = prepared.first[block];
+          const std::int64_t columns = (std::int64_t{begin[block + 1]} - begin[block]) * shape.red_block;
+          kernels.multiply({tiles + from * shape.tiles_size(), prepared.offsets + from * shape.offsets(),
+                            shape.source, prepared.first[block + 1] - from,
+                            static_cast<std::int32_t>(ceil_div(columns, kQuad)),
+                            static_cast<std::int32_t>(shape.out_block),
+                            panel_rows(tokens, m) > kPanelTokens / 2 ? 2 : 1, static_cast<std::int32_t>(near),
+                            panels + m / kPanelTokens * shape.panel_size(), shape.panel_size(), gathered,
+                            sums + (block - o) * shape.out_block * kPanelTokens, shape.sums_size()});
+        }
+        for (std::int64_t p = 0; p < near; ++p, m += kPanelTokens) {
+          finish(m, panel_rows(tokens, m), o, end, sums + p * shape.sums_size());
+        }
+      }
+    }
+  }
+};
+
+}  // namespace rarefy::cpu

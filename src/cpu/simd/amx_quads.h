@@ -1,0 +1,29 @@
+// Products in int8 on AMX's tiles: those of amx.h with another instruction. Both of its operands have a sign.
+#pragma once
+
+#include "cpu/simd/amx.h"
+#include "cpu/simd/avx512_quads.h"
+
+namespace rarefy::cpu {
+
+struct Int8Tiles {
+  template <int kSums, int kA, int kB>
+  static void dot() {
+    __asm__ volatile("tdpbssd %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(kSums), "i"(kA), "i"(kB));
+  }
+};
+
+struct AmxQuads : Avx512Quads<false> {
+  static constexpr int kRows = Amx::kRows, kLeast = kTileRows;
+  static constexpr double kTileCycles = Amx::kTileCycles;
+
+  static void enter() { Amx::enter(); }
+  static void leave() { Amx::leave(); }
+
+  template <int kOutputs, int kHalves, class Work>
+  static void multiply(const PairSteps& s, Work work) {
+    Amx::multiply_tiles<Int8Tiles, kOutputs, kHalves>(s, work);
+  }
+};
+
+}  // namespace rarefy::cpu

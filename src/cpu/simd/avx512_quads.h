@@ -1,0 +1,209 @@
+// Products in int8 on AVX-512: packing and storing, which AMX shares, and vpdpbusd.
+#pragma once
+
+#include "cpu/quad_kernels.h"
+#include "cpu/simd/avx512.h"
+
+namespace rarefy::cpu {
+
+// vpdpbusd wants bytes without sign on one side: then x is kept as x + 128, and 128 times the total of an
+// output's stored values is taken off its sums.
+template <bool kUnsigned>
+struct Avx512Quads {
+  static constexpr int kFeatures = 4;
+
+  static std::uint32_t absmax(const float* x, std::int32_t count) {
+    const __m512i magnitude = _mm512_set1_epi32(0x7fffffff);
+    __m512i most[2] = {_mm512_setzero_si512(), _mm512_setzero_si512()};
+    std::int32_t k = 0;
+    for (; k + 32 <= count; k += 32) {
+      for (int i = 0; i < 2; ++i) {
+        const __m512i v = _mm512_and_si512(_mm512_loadu_si512(x + k + 16 * i), magnitude);
+        most[i] = _mm512_max_epu32(most[i], v);
+      }
+    }
+    for (; k < count; k += 16) {
+      const auto mask = static_cast<__mmask16>(count - k >= 16 ? 0xffff : (1U << (count - k)) - 1);
+      const __m512i v = _mm512_and_si512(_mm512_maskz_loadu_epi32(mask, x + k), magnitude);
+      most[0] = _mm512_max_epu32(most[0], v);
+    }
+    return _mm512_reduce_max_epu32(_mm512_max_epu32(most[0], most[1]));
+  }
+  static std::uint32_t absmax(const std::uint16_t* x, std::int32_t count) {
+    const __m512i magnitude = _mm512_set1_epi16(0x7fff);
+    __m512i most = _mm512_setzero_si512();
+    for (std::int32_t k = 0; k < count; k += 32) {
+      const auto mask = static_cast<__mmask32>(count - k >= 32 ? ~0U : (1U << (count - k)) - 1);
+      most = _mm512_max_epu16(most, _mm512_and_si512(_mm512_maskz_loadu_epi16(mask, x + k), magnitude));
+    }
+    const __m512i wide =
+        _mm512_max_epu32(_mm512_slli_epi32(most, 16),
+                         _mm512_and_si512(most, _mm512_set1_epi32(static_cast<int>(0xffff0000U))));
+    return _mm512_reduce_max_epu32(wide);
+  }
+
+  static __m512 load(const float* x) { return Avx512::load(x); }
+  static __m512 load(const std::uint16_t* x) { return Avx512::load_bf16(x); }
+
+  // 64 features of a token. Dword r has features 4 · line(r) … : the order in which packing leaves them.
+  template <class T>
+  static __m512i rounded(const T* x, float inverse) {
+    const __m512 by = _mm512_set1_ps(inverse);
+    __m512i v[4];
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; ++i) v[i] = _mm512_cvtps_epi32(_mm512_mul_ps(load(x + 16 * i), by));
+    const __m512i bytes = _mm512_packs_epi16(_mm512_packs_epi32(v[0], v[1]), _mm512_packs_epi32(v[2], v[3]));
+    return kUnsigned ? _mm512_xor_si512(bytes, _mm512_set1_epi8(static_cast<char>(0x80))) : bytes;
+  }
+  static constexpr int line(int r) { return r % 4 * 4 + r / 4; }
+
+  static void transpose(__m512i (&m)[16]) {
+    __m512 t[16];
+#pragma GCC unroll 16
+    for (int i = 0; i < 16; ++i) t[i] = _mm512_castsi512_ps(m[i]);
+    Avx512::transpose(t);
+#pragma GCC unroll 16
+    for (int i = 0; i < 16; ++i) m[i] = _mm512_castps_si512(t[i]);
+  }
+
+  // 32 tokens × 64 features. A dword is four features of a token: transposed as such, it is in order. Apart,
+  // tokens lie in fours 0, 2, 4, 6, 1, 3, 5, 7, which interleaving halves of vectors (quad) undoes.
+  template <class T>
+  static void pack(const T* x, std::int64_t stride, const float* inverse, bool quads, std::uint8_t* panel) {
+#pragma GCC unroll 32
+    for (int m = 0; m < kPanelTokens; ++m) __builtin_prefetch(x + m * stride + kQuadGroup);
+    __m512i low[16], high[16];
+#pragma GCC unroll 16
+    for (int m = 0; m < 16; ++m) low[m] = rounded(x + m * stride, inverse[m]);
+    transpose(low);
+    if (quads) {
+#pragma GCC unroll 16
+      for (int r = 0; r < 16; ++r) _mm512_storeu_si512(panel + line(r) * kQuadLine, low[r]);
+    }
+#pragma GCC unroll 16
+    for (int m = 0; m < 16; ++m) high[m] = rounded(x + (m + 16) * stride, inverse[m + 16]);
+    transpose(high);
+    if (quads) {
+#pragma GCC unroll 16
+      for (int r = 0; r < 16; ++r) _mm512_storeu_si512(panel + line(r) * kQuadLine + 64, high[r]);
+      return;
+    }
+    const __m512i bytes =
+        _mm512_broadcast_i32x4(_mm_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15));
+    const __m512i first = _mm512_setr_epi32(0, 8, 16, 24, 4, 12, 20, 28, 1, 9, 17, 25, 5, 13, 21, 29);
+    const __m512i second = _mm512_add_epi32(first, _mm512_set1_epi32(2));
+#pragma GCC unroll 16
+    for (int r = 0; r < 16; ++r) {
+      const __m512i a = _mm512_shuffle_epi8(low[r], bytes), b = _mm512_shuffle_epi8(high[r], bytes);
+      std::uint8_t* to = panel + line(r) * kQuadLine;
+      _mm512_storeu_si512(to, _mm512_permutex2var_epi32(a, first, b));
+      _mm512_storeu_si512(to + 64, _mm512_permutex2var_epi32(a, second, b));
+    }
+  }
+
+  static void quad(const std::uint16_t* panel, const std::uint32_t* offsets, std::uint16_t* to) {
+    const auto one = [&](int i) {
+      return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(panel + offsets[i]));
+    };
+    const __m256i a = one(0), b = one(1), c = one(2), d = one(3);
+    const __m256i ab_low = _mm256_unpacklo_epi8(a, b), ab_high = _mm256_unpackhi_epi8(a, b);
+    const __m256i cd_low = _mm256_unpacklo_epi8(c, d), cd_high = _mm256_unpackhi_epi8(c, d);
+    auto* out = reinterpret_cast<__m256i*>(to);
+    _mm256_storeu_si256(out, _mm256_unpacklo_epi16(ab_low, cd_low));
+    _mm256_storeu_si256(out + 1, _mm256_unpackhi_epi16(ab_low, cd_low));
+    _mm256_storeu_si256(out + 2, _mm256_unpacklo_epi16(ab_high, cd_high));
+    _mm256_storeu_si256(out + 3, _mm256_unpackhi_epi16(ab_high, cd_high));
+  }
+  static void copy(const std::uint16_t* from, std::uint16_t* to) {
+    const __m512i a = _mm512_loadu_si512(from), b = _mm512_loadu_si512(from + 32);
+    _mm512_storeu_si512(to, a);
+    _mm512_storeu_si512(to + 32, b);
+  }
+
+  // 16 outputs of 32 tokens, from output `first` on.
+  template <class T>
+  static void store(const QuadStore& t, std::int32_t first, T* y, std::int64_t stride) {
+    if (t.activation == Activation::none) return store_as<false>(t, first, y, stride);
+    store_as<true>(t, first, y, stride);
+  }
+
+ private:
+  static void put(float* y, __m512 v) { Avx512::store(y, v); }
+  static void put(std::uint16_t* y, __m512 v) { Avx512::store_bf16(y, v); }
+
+  template <bool kActivate, class T>
+  static void store_as(const QuadStore& t, std::int32_t first, T* y, std::int64_t stride) {
+#pragma GCC unroll 2
+    for (int half = 0; half < 2; ++half) {
+      const __m512 tokens = _mm512_loadu_ps(t.tokens + half * 16);
+      __m512 rows[16];
+#pragma GCC unroll 16
+      for (int i = 0; i < 16; ++i) {
+        const std::int32_t o = first + i;
+        __m512i sum = _mm512_loadu_si512(t.sums + o * kPanelTokens + half * 16);
+        if constexpr (kUnsigned) sum = _mm512_sub_epi32(sum, _mm512_set1_epi32(t.totals[o] * 128));
+        const __m512 scaled = _mm512_mul_ps(_mm512_cvtepi32_ps(sum), _mm512_set1_ps(t.scales[o]));
+        rows[i] = _mm512_fmadd_ps(scaled, tokens, _mm512_set1_ps(t.bias[o]));
+        if constexpr (kActivate) rows[i] = activate<Avx512>(t.activation, rows[i]);
+      }
+      Avx512::transpose(rows);
+#pragma GCC unroll 16
+      for (int m = 0; m < 16; ++m, y += stride) put(y, rows[m]);
+    }
+  }
+};
+
+// vpdpbusd: 8 outputs × 32 tokens in registers, weights broadcast by fours.
+struct Avx512Vnni : Avx512Quads<true> {
+  static constexpr int kRows = 8, kLeast = kTileRows;
+  static constexpr double kTileCycles = 550;
+
+  static void enter() {}
+  static void leave() {}
+
+  template <int kOutputs, int kHalves, class Work>
+  static void multiply(const PairSteps& s, Work work) {
+    __m512i sum[kOutputs][kHalves];
+    const auto each = [](auto f) {
+#pragma GCC unroll 8
+      for (int o = 0; o < kOutputs; ++o) {
+#pragma GCC unroll 2
+        for (int h = 0; h < kHalves; ++h) f(o, h);
+      }
+    };
+    each([&](int o, int h) {
+      sum[o][h] = s.first ? _mm512_setzero_si512() : _mm512_loadu_si512(s.sums + o * kPanelTokens + h * 16);
+    });
+    for (std::int32_t step = 0; step < s.steps; ++step) {
+      const std::uint16_t* x = s.x[step];
+      const std::uint16_t* w = s.w + step * s.w_stride;
+      s.fetch(step);
+      const int lines = step + 1 == s.steps ? s.last_pairs : kGroup / 2;
+      const auto dots = [&](auto along) {
+        for (int p = 0; p < lines; ++p, x += kPairLine, w += 2) {
+          along(step, p);
+          __m512i xv[kHalves];
+#pragma GCC unroll 2
+          for (int h = 0; h < kHalves; ++h) xv[h] = _mm512_loadu_si512(x + h * 32);
+#pragma GCC unroll 8
+          for (int o = 0; o < kOutputs; ++o) {
+            std::int32_t four;
+            __builtin_memcpy(&four, w + o * kGroup, sizeof(four));
+            const __m512i wv = _mm512_set1_epi32(four);
+#pragma GCC unroll 2
+            for (int h = 0; h < kHalves; ++h) sum[o][h] = _mm512_dpbusd_epi32(sum[o][h], xv[h], wv);
+          }
+        }
+        for (int p = lines; p < kGroup / 2; ++p) along(step, p);
+      };
+      if (work.any(step)) {
+        dots(work);
+      } else {
+        dots(NoWork{});
+      }
+    }
+    each([&](int o, int h) { _mm512_storeu_si512(s.sums + o * kPanelTokens + h * 16, sum[o][h]); });
+  }
+};
+
+}  // namespace rarefy::cpu

@@ -1,0 +1,549 @@
+// Scaled int8 values, with x rounded to int8 (dynamic) and as it is: by every family that this machine has,
+// against sums of whole numbers made here.
+#include <gtest/gtest.h>
+
+#include <limits>
+
+#include "core/quantize.h"
+#include "core/registry.h"
+#include "product_checks.h"
+
+namespace rarefy::test {
+namespace {
+
+constexpr float kInfinity = std::numeric_limits<float>::infinity();
+constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
+
+// The families with a row for such a problem that this machine runs.
+std::vector<std::string> families_of(Scaling scaling) {
+  rarefy::Problem asked = make_problem(Op::linear, {32, 8, 16, 2, 1}, 8, DType::f32);
+  asked.weight.dtype = DType::i8;
+  asked.weight.scaling = scaling;
+  std::vector<std::string> families;
+  for (const Candidate& candidate : explain(asked).candidates) {
+    if (candidate.why_not.empty()) families.push_back(candidate.kernel.family);
+  }
+  return families;
+}
+
+struct Spec {
+  std::int64_t m, n, k, block_rows, block_cols;
+  double density = 0.5;
+  DType dtype = DType::f32;  // of x and y
+  bool integers = false;     // x of integers with 127 in each token: its scale is 1, results are exact
+  std::int64_t stride = 3;
+  Activation activation = Activation::none;
+};
+
+// A weight with scales, x and bias; what it must give.
+struct Layer {
+  Spec spec;
+  Pattern pattern;
+  std::vector<std::int8_t> values;
+  std::vector<float> scales;
+  std::vector<double> x, bias;  // exact in spec.dtype
+
+  explicit Layer(const Spec& s, unsigned seed = 1)
+      : spec(s),
+        pattern(
+            make_problem(ProblemSpec{s.m, s.n, s.k, s.block_rows, s.block_cols, s.density}, seed).pattern),
+        values(static_cast<std::size_t>(pattern.shape().value_count())),
+        scales(static_cast<std::size_t>(s.n)) {
+    std::mt19937 random(seed);
+    std::uniform_int_distribution<> byte(-127, 127), small(-2, 2);
+    std::normal_distribution<> normal;
+    for (std::int8_t& v : values) v = static_cast<std::int8_t>(s.integers ? small(random) : byte(random));
+    for (float& scale : scales) {
+      scale =
+          s.integers ? std::ldexp(1.0F, small(random)) : static_cast<float>(0.01 + std::abs(normal(random)));
+    }
+    x.resize(static_cast<std::size_t>(s.m * x_stride()));
+    for (double& number : x) number = s.integers ? small(random) : normal(random);
+    for (std::int64_t m = 0; s.integers && s.k > 0 && m < s.m; ++m) {
+      x[static_cast<std::size_t>(m * x_stride() + m % s.k)] = m % 2 == 0 ? 127 : -127;
+    }
+    bias.resize(static_cast<std::size_t>(s.n));
+    for (double& number : bias) number = s.integers ? small(random) : normal(random);
+    x = decode(encode(x, s.dtype), s.dtype);
+    bias = decode(encode(bias, s.dtype), s.dtype);
+  }
+
+  std::int64_t x_stride() const { return spec.k + spec.stride; }
+  std::int64_t y_stride() const { return spec.n + spec.stride; }
+
+  // One token as it is multiplied: its integers and their scale, or x and 1.
+  double token(std::int64_t m, Scaling scaling, std::vector<double>& out) const {
+    const double* from = x.data() + m * x_stride();
+    out.assign(from, from + spec.k);
+    if (scaling == Scaling::weight) return 1;
+    float most = 0;
+    for (const double number : out) {
+      if (!std::isfinite(number)) return kNan;
+      most = std::max(most, static_cast<float>(std::abs(number)));
+    }
+    most = std::max(most, 0x1p-100F);
+    const float inverse = 127 / most;
+    for (double& number : out) number = std::nearbyint(static_cast<float>(number) * inverse);
+    return most / 127;
+  }
+};
+
+// Runs linear between guards, with what it derives made ahead or in the call.
+class LinearRun {
+ public:
+  LinearRun(const Layer& layer, Scaling scaling, Executor executor = {}, bool derived = true)
+      : layer_(layer),
+        plan_(HostBuffer::upload<std::int32_t>(layer.pattern.plan())),
+        x_(HostBuffer::upload<std::byte>(encode(layer.x, layer.spec.dtype))),
+        values_(HostBuffer::upload<std::int8_t>(layer.values)),
+        scales_(HostBuffer::upload<float>(layer.scales)),
+        bias_(HostBuffer::upload<std::byte>(encode(layer.bias, layer.spec.dtype))),
+        y_(static_cast<std::size_t>(layer.spec.m * layer.y_stride()) * size_of(layer.spec.dtype)) {
+    const Spec& s = layer.spec;
+    const auto words = static_cast<std::int64_t>(layer.pattern.plan().size());
+    weight_ = {*view_device_plan("test", layer.pattern.shape(),
+                                 static_cast<const std::int32_t*>(plan_.data()), words),
+               values_.data(), DType::i8};
+    weight_.scaling = scaling;
+    weight_.scales = static_cast<const float*>(scales_.data());
+    context_.executor = executor;
+    if (derived && s.m > 0) derive();
+  }
+
+  Status linear() {
+    const Spec& s = layer_.spec;
+    return rarefy::linear({x_.data(), s.dtype, s.m, s.k, layer_.x_stride()}, weight_, bias_.data(),
+                          s.activation, {y_.data(), s.dtype, s.m, s.n, layer_.y_stride()}, context_);
+  }
+  std::vector<std::byte> bytes() const { return y_.download(); }
+  std::vector<double> y() const { return decode(bytes(), layer_.spec.dtype); }
+  const BsrView& weight() const { return weight_; }
+
+ private:
+  void derive() {
+    rarefy::Problem asked =
+        make_problem(Op::linear, layer_.pattern.shape(), layer_.spec.m, layer_.spec.dtype);
+    asked.weight.dtype = DType::i8;
+    asked.weight.scaling = weight_.scaling;
+    const auto sizes = derived_sizes(asked);
+    expect_ok(sizes.status());
+    if (!sizes.ok() || sizes->key == 0) return;
+    prepared_.emplace(static_cast<std::size_t>(sizes->prepared));
+    packed_.emplace(static_cast<std::size_t>(sizes->packed));
+    expect_ok(prepare(asked, weight_.plan, prepared_->data()));
+    expect_ok(pack(asked, weight_, prepared_->data(), packed_->data()));
+    weight_.derived = {sizes->key, prepared_->data(), packed_->data(), sizes->prepared, sizes->packed};
+  }
+
+  const Layer& layer_;
+  HostBuffer plan_, x_, values_, scales_, bias_;
+  Guarded<HostBuffer> y_;
+  BsrView weight_;
+  Context context_;
+  std::optional<HostBuffer> prepared_, packed_;
+};
+
+// |got − exact| ≤ 4 u (|sum · scales| + |b|) + u_out |got| where sums are whole numbers; where x is as it is,
+// γ for as many roundings as the sum has terms, and two more. Gaps between rows stay as they were.
+void expect_linear(const Layer& layer, Scaling scaling, const std::vector<double>& got) {
+  const Spec& s = layer.spec;
+  const BsrShape& shape = layer.pattern.shape();
+  const PlanView plan = layer.pattern.view();
+  std::vector<double> x;
+  for (std::int64_t m = 0; m < s.m; ++m) {
+    const double scale = layer.token(m, scaling, x);
+    for (std::int64_t n = 0; n < layer.y_stride(); ++n) {
+      const double y = got[static_cast<std::size_t>(m * layer.y_stride() + n)];
+      if (n >= s.n) {
+        ASSERT_TRUE(std::isnan(y)) << m << ' ' << n;
+        continue;
+      }
+      double sum = 0, magnitude = 0, terms = 0;
+      const std::int64_t i = n / s.block_rows;
+      for (std::int32_t e = plan.crow[i]; e < plan.crow[i + 1]; ++e) {
+        for (std::int64_t c = 0; c < s.block_cols; ++c) {
+          const std::int64_t k = plan.col[e] * s.block_cols + c;
+          if (k >= s.k) break;
+          const double w = layer.values[static_cast<std::size_t>(e * shape.block_size() +
+                                                                 n % s.block_rows * s.block_cols + c)];
+          sum += w * x[static_cast<std::size_t>(k)];
+          magnitude += std::abs(w * x[static_cast<std::size_t>(k)]);
+          ++terms;
+        }
+      }
+      const double both = layer.scales[static_cast<std::size_t>(n)] * scale;
+      const double bias = layer.bias[static_cast<std::size_t>(n)];
+      const double exact = sum * both + bias;
+      if (s.integers) {
+        ASSERT_EQ(y, decode(encode(std::vector{exact}, s.dtype), s.dtype)[0]) << m << ' ' << n;
+        continue;
+      }
+      const double u = accumulator(s.dtype);
+      const double bound = scaling == Scaling::dynamic
+                               ? 4 * u * (std::abs(sum * both) + std::abs(bias))
+                               : gamma(terms + 3, u) * (magnitude * both + std::abs(bias));
+      ASSERT_LE(std::abs(y - exact), bound + storing(s.dtype) * std::abs(y)) << m << ' ' << n;
+    }
+  }
+}
+
+struct Forced {
+  std::string family;
+  Scaling scaling;
+};
+
+std::vector<Forced> all_forced() {
+  std::vector<Forced> all;
+  for (const Scaling scaling : {Scaling::dynamic, Scaling::weight}) {
+    for (const std::string& family : families_of(scaling)) all.push_back({family, scaling});
+  }
+  return all;
+}
+
+class Int8Test : public ::testing::TestWithParam<Forced> {
+ protected:
+  void check(const Spec& spec, Executor executor = {}, bool derived = true) {
+    SCOPED_TRACE(::testing::Message() << GetParam().family << " M=" << spec.m << " N=" << spec.n << " K="
+                                      << spec.k << " block " << spec.block_rows << 'x' << spec.block_cols
+                                      << " density " << spec.density << ' ' << name(spec.dtype));
+    const Layer layer(spec);
+    const Force force(GetParam().family);
+    LinearRun run(layer, GetParam().scaling, executor, derived);
+    expect_ok(run.linear());
+    expect_linear(layer, GetParam().scaling, run.y());
+  }
+};
+
+INSTANTIATE_TEST_SUITE_P(Cpu, Int8Test, ::testing::ValuesIn(all_forced()), [](const auto& tested) {
+  return tested.param.family + (tested.param.scaling == Scaling::dynamic ? "_dynamic" : "_weight");
+});
+
+TEST_P(Int8Test, EveryBlockShape) {
+  const std::pair<std::int64_t, std::int64_t> blocks[] = {
+      {16, 1}, {32, 1},  {48, 1},  {64, 1},  {128, 1}, {16, 2},  {32, 3},  {16, 4},
+      {32, 8}, {16, 16}, {48, 16}, {32, 32}, {64, 64}, {16, 96}, {16, 31}, {160, 33}};
+  for (const auto& [rows, cols] : blocks) {
+    for (const bool integers : {true, false}) {
+      for (const DType dtype : {DType::f32, DType::bf16}) {
+        check({37, 5 * rows + rows / 2 + 1, 6 * cols + cols / 2 + 1, rows, cols, 0.4, dtype, integers, 3});
+      }
+      check({64, 3 * rows, 7 * cols, rows, cols, 0.3, DType::f32, integers, 0});
+    }
+  }
+}
+
+TEST_P(Int8Test, EveryNumberOfTokens) {
+  for (const std::int64_t tokens : {0, 1, 2, 4, 5, 15, 16, 17, 31, 32, 33, 48, 49, 64, 65, 130, 300}) {
+    check({tokens, 70, 90, 32, 1, 0.5, DType::f32, true, tokens % 2});
+    check({tokens, 90, 70, 16, 4, 0.5, DType::bf16, false, 1});
+  }
+}
+
+// More groups than a chunk has, last groups of every number of lines, and patterns without any.
+TEST_P(Int8Test, GroupsAndChunks) {
+  for (std::int64_t columns = 1; columns <= 131; ++columns) {
+    check({33, 32, columns, 32, 1, 1.0, DType::f32, true, 0});
+    check({20, 16, 4 * columns, 16, 4, 1.0, DType::f32, true, 0});
+  }
+  for (const std::int64_t columns : {511, 512, 513, 1023, 1025, 2100}) {
+    check({40, 80, columns, 32, 1, 0.9, DType::f32, true, 0});
+    check({40, 80, columns, 64, 1, 1.0, DType::bf16, false, 0});
+    check({40, 80, columns, 32, 32, 0.9, DType::f32, true, 0});
+    check({40, 128, columns, 64, 64, 0.9, DType::f32, false, 0});
+  }
+  for (const double density : {0.0, 0.02, 1.0}) {
+    check({70, 90, 80, 32, 1, density, DType::f32, true, 2});
+    check({70, 90, 80, 16, 16, density, DType::f32, true, 2});
+  }
+  check({5, 70, 0, 16, 1, 0.0, DType::f32, true, 2});
+  check({5, 0, 90, 16, 1, 0.0, DType::f32, true, 2});
+}
+
+TEST_P(Int8Test, OnSeveralThreadsAndPackedInTheCall) {
+  ThreadPool pool(3);
+  for (const bool derived : {true, false}) {
+    check({300, 500, 300, 32, 1, 0.3, DType::f32, true, 0}, pool.executor(), derived);
+    check({70, 600, 377, 64, 1, 0.3, DType::bf16, false, 1}, pool.executor(), derived);
+    check({33, 1024, 512, 16, 16, 0.2, DType::f32, false, 0}, pool.executor(), derived);
+  }
+}
+
+// The largest sums: no instruction may saturate. Values may be −128 here, whatever fronts let through.
+TEST_P(Int8Test, LargestNumbers) {
+  for (const auto& [value, sign] : {std::pair{127, 1}, {127, -1}, {-127, 1}, {-128, 1}, {-128, -1}}) {
+    Layer layer({33, 32, 4096, 32, 32, 1.0, DType::f32, true, 0});
+    std::fill(layer.values.begin(), layer.values.end(), static_cast<std::int8_t>(value));
+    std::fill(layer.x.begin(), layer.x.end(), sign * 127.0);
+    std::fill(layer.scales.begin(), layer.scales.end(), 0x1p-20F);
+    std::fill(layer.bias.begin(), layer.bias.end(), 0.0);
+    const Force force(GetParam().family);
+    LinearRun run(layer, GetParam().scaling);
+    expect_ok(run.linear());
+    const double expected = static_cast<float>(4096.0 * value * sign * 127) * 0x1p-20;
+    for (const double y : run.y()) ASSERT_EQ(y, expected) << value << ' ' << sign;
+  }
+}
+
+TEST_P(Int8Test, Activations) {
+  for (const Activation activation :
+       {Activation::relu, Activation::gelu_erf, Activation::gelu_tanh, Activation::silu}) {
+    SCOPED_TRACE(name(activation));
+    Spec spec{40, 70, 90, 16, 1, 0.5, DType::f32, true, 0, activation};
+    const Layer layer(spec);
+    spec.activation = Activation::none;
+    const Layer plain(spec);
+    const Force force(GetParam().family);
+    LinearRun run(layer, GetParam().scaling), sums(plain, GetParam().scaling);
+    expect_ok(run.linear());
+    expect_ok(sums.linear());
+    const std::vector<double> got = run.y(), arguments = sums.y();
+    for (std::size_t i = 0; i < got.size(); ++i) {
+      const double x = arguments[i];
+      const double value = activation == Activation::relu       ? std::max(x, 0.0)
+                           : activation == Activation::gelu_erf ? x * std::erfc(-x / std::sqrt(2.0)) / 2
+                           : activation == Activation::gelu_tanh
+                               ? x / (1 + std::exp(-2 * 0.7978845608028654 * (x + 0.044715 * x * x * x)))
+                               : x / (1 + std::exp(-x));
+      ASSERT_LE(std::abs(got[i] - value), activation_error(activation, x, value, 0x1p-24) + 1e-30) << x;
+    }
+  }
+}
+
+// Bits do not depend on threads, nor on the batch that a token is in.
+TEST_P(Int8Test, TheSameBitsInEveryBatchAndOnEveryThread) {
+  const Force force(GetParam().family);
+  for (const std::int64_t cols : {1, 4, 32}) {
+    const Layer layer({200, 130, 600, 32, cols, 0.4, DType::f32, false, 0});
+    const auto run = [&](std::int64_t first, std::int64_t count, int threads) {
+      Layer some = layer;
+      some.spec.m = count;
+      some.x.assign(layer.x.begin() + first * layer.x_stride(),
+                    layer.x.begin() + (first + count) * layer.x_stride());
+      ThreadPool pool(threads);
+      LinearRun one(some, GetParam().scaling, pool.executor());
+      expect_ok(one.linear());
+      return one.bytes();
+    };
+    const std::vector<std::byte> all = run(0, 200, 1);
+    for (const int threads : {2, 5}) EXPECT_EQ(run(0, 200, threads), all);
+    const auto row = static_cast<std::ptrdiff_t>(all.size()) / 200;
+    for (const auto& [first, count] : {std::pair<std::int64_t, std::int64_t>{0, 5}, {17, 16}, {63, 40}}) {
+      const std::vector<std::byte> part = run(first, count, 2);
+      EXPECT_TRUE(std::equal(part.begin(), part.end(), all.begin() + first * row)) << first << ' ' << count;
+    }
+  }
+}
+
+// Rounded: a token with a NaN or an infinity has no scale, and all of its results are NaN; the others do not
+// notice. As it is: NaN where a value is stored.
+TEST_P(Int8Test, NanAndInfinity) {
+  const bool dynamic = GetParam().scaling == Scaling::dynamic;
+  for (const DType dtype : {DType::f32, DType::bf16}) {
+    for (const Activation activation : {Activation::none, Activation::relu}) {
+      Layer layer({40, 48, 70, 16, 1, 0.4, dtype, true, 0, activation});
+      for (const auto& [m, number] : {std::pair{3, kNan}, {17, kInfinity}, {38, -kInfinity}}) {
+        layer.x[static_cast<std::size_t>(m * layer.x_stride() + m)] = number;
+      }
+      const Force force(GetParam().family);
+      LinearRun run(layer, GetParam().scaling);
+      expect_ok(run.linear());
+      const std::vector<double> got = run.y();
+      std::vector<double> x;
+      const std::vector<bool> stored = [&] {  // by block row and column
+        std::vector<bool> at(3 * 70);
+        const PlanView plan = layer.pattern.view();
+        for (std::size_t i = 0; i < 3; ++i) {
+          for (std::int32_t e = plan.crow[i]; e < plan.crow[i + 1]; ++e) {
+            at[i * 70 + static_cast<std::size_t>(plan.col[e])] = true;
+          }
+        }
+        return at;
+      }();
+      for (std::size_t m = 0; m < 40; ++m) {
+        const bool bad = m == 3 || m == 17 || m == 38;
+        for (std::size_t n = 0; n < 48; ++n) {
+          const double y = got[m * 48 + n];
+          if (bad && dynamic) {
+            ASSERT_TRUE(std::isnan(y)) << m << ' ' << n;
+          } else if (!bad || !stored[n / 16 * 70 + m]) {
+            ASSERT_TRUE(std::isfinite(y)) << m << ' ' << n;
+          } else if (m == 3) {
+            ASSERT_TRUE(std::isnan(y)) << n;
+          }
+        }
+      }
+    }
+  }
+}
+
+// Tokens of zeros, of subnormal and of the largest numbers.
+TEST_P(Int8Test, TinyAndHugeTokens) {
+  Layer layer({34, 32, 64, 16, 1, 1.0, DType::f32, false, 0});
+  for (float& scale : layer.scales) scale *= 0x1p-12F;
+  for (std::size_t k = 0; k < 64; ++k) {
+    layer.x[k] = 0;
+    layer.x[64 + k] = static_cast<float>(std::ldexp(static_cast<double>(k) - 32, -140));
+    layer.x[128 + k] = static_cast<float>(layer.x[128 + k] * 0x1p-90);
+    layer.x[192 + k] =
+        k % 2 == 0 ? std::numeric_limits<float>::max() : -std::numeric_limits<float>::max() / 3;
+  }
+  const Force force(GetParam().family);
+  LinearRun run(layer, GetParam().scaling);
+  expect_ok(run.linear());
+  std::vector<double> got = run.y();
+  for (std::size_t n = 0; n < 32; ++n) EXPECT_EQ(got[n], layer.bias[n]);
+  // Sums near the largest float may pass it on the way.
+  std::vector<double> rest(got.begin() + 4 * 32, got.end());
+  for (std::size_t n = 0; n < 32; ++n) EXPECT_FALSE(std::isnan(got[3 * 32 + n])) << n;
+  Layer small = layer;
+  small.spec.m = 3;
+  expect_linear(small, GetParam().scaling, got);
+}
+
+TEST_P(Int8Test, EveryConfigurationComputesTheSame) {
+  if (GetParam().scaling != Scaling::dynamic || GetParam().family == "ref") return;
+  for (const char* config : {"panels=1 splits=1", "panels=3 splits=2", "panels=16 splits=5"}) {
+    const Force force(GetParam().family + "," + GetParam().family + "_linear_int8(" + config + ")");
+    const Layer layer({150, 170, 200, 32, 1, 0.4, DType::f32, true, 0});
+    LinearRun run(layer, GetParam().scaling);
+    expect_ok(run.linear());
+    expect_linear(layer, GetParam().scaling, run.y());
+  }
+  const Force force(GetParam().family + "," + GetParam().family + "_linear_int8(panels=0)");
+  const Layer layer({150, 170, 200, 32, 1, 0.4});
+  EXPECT_NE(LinearRun(layer, GetParam().scaling, {}, false).linear().message().find("panels and splits"),
+            std::string::npos);
+}
+
+// dX of the scaled values, whatever x was rounded to.
+TEST_P(Int8Test, GradInput) {
+  const bool has = GetParam().scaling == Scaling::weight || GetParam().family == "ref";
+  if (!has) return;
+  const Layer layer({20, 70, 50, 16, 4, 0.4, DType::f32, true, 0});
+  const Force force(GetParam().family);
+  const LinearRun run(layer, GetParam().scaling);
+  std::vector<float> dy(20 * 70), dx(20 * 50);
+  for (std::size_t i = 0; i < dy.size(); ++i) dy[i] = static_cast<float>(i % 5) - 2;
+  expect_ok(rarefy::grad_input({dy.data(), DType::f32, 20, 70, 70}, run.weight(),
+                               {dx.data(), DType::f32, 20, 50, 50}));
+  std::vector<double> expected(dx.size());
+  const PlanView plan = layer.pattern.view();
+  for (std::int64_t i = 0; i < layer.pattern.shape().row_count(); ++i) {
+    for (std::int32_t e = plan.crow[i]; e < plan.crow[i + 1]; ++e) {
+      for (std::int64_t r = 0; r < std::min<std::int64_t>(16, 70 - i * 16); ++r) {
+        for (std::int64_t c = 0; c < std::min<std::int64_t>(4, 50 - plan.col[e] * 4); ++c) {
+          const double w = layer.values[static_cast<std::size_t>((e * 16 + r) * 4 + c)] *
+                           layer.scales[static_cast<std::size_t>(i * 16 + r)];
+          for (std::int64_t m = 0; m < 20; ++m) {
+            expected[static_cast<std::size_t>(m * 50 + plan.col[e] * 4 + c)] +=
+                w * dy[static_cast<std::size_t>(m * 70 + i * 16 + r)];
+          }
+        }
+      }
+    }
+  }
+  for (std::size_t i = 0; i < dx.size(); ++i) ASSERT_EQ(dx[i], expected[i]) << i;
+}
+
+// The rule that every kernel follows, at its edges.
+TEST(QuantizeTest, Tokens) {
+  const auto scale = [](float most) { return token_scale(magnitude_bits(most)); };
+  EXPECT_EQ(scale(127).scale, 1);
+  EXPECT_EQ(scale(-127).inverse, 1);
+  EXPECT_EQ(scale(0).scale, 0x1p-100F / 127);
+  EXPECT_EQ(scale(1e-40F).scale, 0x1p-100F / 127);
+  for (const float bad : {kNan, -kNan, kInfinity, -kInfinity}) {
+    EXPECT_TRUE(std::isnan(scale(bad).scale));
+    EXPECT_EQ(scale(bad).inverse, 0);
+  }
+  EXPECT_EQ(quantized(2.5F, scale(127)), 2);
+  EXPECT_EQ(quantized(-3.5F, scale(127)), -4);
+  std::mt19937 random(1);
+  std::uniform_int_distribution<std::uint32_t> bits(1, 0x7f7fffff);
+  for (int i = 0; i < 100000; ++i) {
+    const float most = std::bit_cast<float>(bits(random));
+    const TokenScale token = scale(most);
+    ASSERT_TRUE(std::isfinite(token.scale) && std::isfinite(token.inverse) && token.scale > 0) << most;
+    ASSERT_LE(std::abs(quantized(most, token)), 127) << most;
+    if (most >= 0x1p-100F) {
+      ASSERT_EQ(quantized(-most, token), -127) << most;
+    }
+  }
+}
+
+TEST(Int8SelectionTest, SaysWhatItDoesNotTake) {
+  const auto why_not = [](rarefy::Problem problem, const std::string& kernel) {
+    problem.weight.dtype = DType::i8;
+    for (const Candidate& candidate : explain(problem).candidates) {
+      if (candidate.kernel.name == kernel) return candidate.why_not;
+    }
+    return std::string("no such row");
+  };
+  const auto asked = [](BsrShape shape, DType in, Scaling scaling) {
+    rarefy::Problem problem = make_problem(Op::linear, shape, 9, in);
+    problem.weight.scaling = scaling;
+    return problem;
+  };
+  const std::string kernel = "scalar_linear_int8";
+  EXPECT_EQ(why_not(asked({64, 64, 16, 1, 9}, DType::f32, Scaling::dynamic), kernel), "");
+  EXPECT_EQ(why_not(asked({64, 64, 8, 1, 9}, DType::f32, Scaling::dynamic), kernel),
+            "takes blocks of a multiple of 16 outputs; got 8");
+  EXPECT_EQ(why_not(asked({64, 64, 16, 1, 9}, DType::f16, Scaling::dynamic), kernel),
+            "takes inputs in f32 or bf16, to outputs like them; got f16 and f16");
+  EXPECT_EQ(why_not(asked({64, 64, 16, 1, 9}, DType::f32, Scaling::weight), kernel),
+            "takes int8 values with scales, for x rounded to int8");
+  EXPECT_EQ(why_not(asked({64, 1 << 17, 16, 1, 9}, DType::f32, Scaling::dynamic), kernel),
+            "takes less than 131072 input features");
+  EXPECT_EQ(why_not(asked({64, 64, 16, 1, 9}, DType::f32, Scaling::dynamic), "scalar_linear_scaled"),
+            "takes x as it is, not rounded");
+  EXPECT_EQ(why_not(asked({64, 64, 16, 1, 9}, DType::f32, Scaling::none), "scalar_linear_scaled"),
+            "takes int8 values with scales");
+}
+
+TEST(Int8ArgumentsTest, AreChecked) {
+  const Layer layer({4, 16, 8, 16, 4, 1.0, DType::f32, true, 0});
+  const LinearRun run(layer, Scaling::dynamic);
+  std::vector<double> wide(64);
+  std::vector<float> x(32), y(64);
+  const auto linear = [&](const BsrView& w) {
+    return rarefy::linear({x.data(), DType::f32, 4, 8, 8}, w, nullptr, Activation::none,
+                          {y.data(), DType::f32, 4, 16, 16});
+  };
+  const auto expect_refused = [](const Status& status, const std::string& text) {
+    EXPECT_EQ(status.message(), text);
+  };
+  expect_ok(linear(run.weight()));
+  BsrView w = run.weight();
+  w.scales = nullptr;
+  expect_refused(linear(w), "[linear] scales must point to their elements; got a null pointer");
+  w = run.weight();
+  w.scaling = Scaling::none;
+  expect_refused(linear(w), "[linear] scales must come with a scaling; got none");
+  w = run.weight();
+  w.scaling = static_cast<Scaling>(7);
+  expect_refused(linear(w), "[linear] scaling must be one of rarefy/problem.h; got 7");
+  w = run.weight();
+  w.dtype = DType::f32;
+  std::vector<float> values(layer.values.size());
+  w.values = values.data();
+  expect_refused(linear(w), "[linear] values with scales must be i8; got f32");
+  w = run.weight();
+  w.scales = y.data();
+  EXPECT_NE(linear(w).message().find("overlap with scales"), std::string::npos);
+  expect_refused(rarefy::linear({wide.data(), DType::f64, 4, 8, 8}, run.weight(), nullptr, Activation::none,
+                                {wide.data() + 32, DType::f64, 1, 16, 16}),
+                 "[linear] y must have 4 rows, like x; got 1");
+  std::vector<double> out(64);
+  expect_refused(rarefy::linear({wide.data(), DType::f64, 4, 8, 8}, run.weight(), nullptr, Activation::none,
+                                {out.data(), DType::f64, 4, 16, 16}),
+                 "[linear] x must be f32, bf16 or f16 for values with scales; got f64");
+  for (const float bad : {0.0F, -1.0F, kNan, kInfinity}) {
+    const std::vector<float> scales{1, bad, bad};
+    const std::string message = check_scales("test", scales).message();
+    EXPECT_EQ(message.rfind("[test] scales must be finite and above 0; got scales[1]=", 0), 0U) << message;
+  }
+  expect_ok(check_scales("test", layer.scales));
+}
+
+}  // namespace
+}  // namespace rarefy::test
