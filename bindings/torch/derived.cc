@@ -24,12 +24,18 @@ constexpr std::int64_t kAlignment = 256;
 struct Operands {
   const BsrShape& shape;
   DType stored, in;
+  Scaling scaling = Scaling::none;
 };
+
+Operands operands_of(const Call& call, const BsrView& w, ScalarType in) {
+  return {w.plan.shape, w.dtype, call.any_dtype("dtype", in), w.scaling};
+}
 
 Problem typical(const Call& call, Op op, const Operands& w) {
   const auto threads = static_cast<int>(torch::stable::get_num_threads());
   Problem problem = make_problem(op, w.shape, kTypicalTokens, w.in, call.device(), threads);
   problem.weight.dtype = w.stored;
+  if (op != Op::grad_weight) problem.weight.scaling = w.scaling;
   if (op == Op::grad_weight) problem.out = w.stored;
   problem.device_index = call.device() == Device::cuda ? call.device_index() : 0;
   return problem;
@@ -134,24 +140,17 @@ Derived view_derived(const Call& call, const DerivedTensors& tensors, Op op, con
   return derived;
 }
 
-std::tuple<std::int64_t, std::int64_t, std::int64_t> derived_sizes(const Tensor& values, const Tensor& plan,
-                                                                   std::int64_t out_features,
-                                                                   std::int64_t in_features,
+std::tuple<std::int64_t, std::int64_t, std::int64_t> derived_sizes(const Call& call, const BsrView& weight,
                                                                    ScalarType dtype) {
-  const Call call("bsr_derived_sizes", "values", values);
-  const BsrView weight = call.weight(values, plan, out_features, in_features);
-  const Operands operands{weight.plan.shape, weight.dtype, call.any_dtype("dtype", dtype)};
+  const Operands operands = operands_of(call, weight, dtype);
   const DerivedSizes sizes = sizes_of(call, Op::linear, operands);
   const std::int64_t samples = sizes.packed > 0 ? sample_bytes(call) : 0;
   if (sizes.key == 0) return {0, 0, 0};
   return {static_cast<std::int64_t>(sizes.key), prepared_bytes(call, operands), sizes.packed + samples};
 }
 
-Tensor prepare(const Tensor& values, const Tensor& plan, std::int64_t out_features, std::int64_t in_features,
-               ScalarType dtype) {
-  const Call call("bsr_prepare", "values", values);
-  const BsrView weight = call.weight(values, plan, out_features, in_features);
-  const Operands operands{weight.plan.shape, weight.dtype, call.any_dtype("dtype", dtype)};
+Tensor prepare(const Call& call, const BsrView& weight, ScalarType dtype) {
+  const Operands operands = operands_of(call, weight, dtype);
   Tensor prepared = call.empty_bytes(prepared_bytes(call, operands));
   for (const Op op : kProducts) {
     const Section section = section_of(call, op, operands);
@@ -163,11 +162,9 @@ Tensor prepare(const Tensor& values, const Tensor& plan, std::int64_t out_featur
   return prepared;
 }
 
-Tensor pack(const Tensor& values, const Tensor& plan, const std::optional<Tensor>& prepared,
-            std::int64_t out_features, std::int64_t in_features, ScalarType dtype) {
-  const Call call("bsr_pack", "values", values);
-  const BsrView weight = call.weight(values, plan, out_features, in_features);
-  const Operands operands{weight.plan.shape, weight.dtype, call.any_dtype("dtype", dtype)};
+Tensor pack(const Call& call, const BsrView& weight, const std::optional<Tensor>& prepared,
+            ScalarType dtype) {
+  const Operands operands = operands_of(call, weight, dtype);
   const DerivedSizes sizes = sizes_of(call, Op::linear, operands);
   if (prepared) check_bytes(call, "prepared", *prepared);
   const std::int64_t given = prepared ? prepared->numel() : 0;
@@ -184,6 +181,31 @@ Tensor pack(const Tensor& values, const Tensor& plan, const std::optional<Tensor
   return packed;
 }
 
+namespace {
+
+std::tuple<std::int64_t, std::int64_t, std::int64_t> bsr_derived_sizes(const Tensor& values,
+                                                                       const Tensor& plan,
+                                                                       std::int64_t out_features,
+                                                                       std::int64_t in_features,
+                                                                       ScalarType dtype) {
+  const Call call("bsr_derived_sizes", "values", values);
+  return derived_sizes(call, call.weight(values, plan, out_features, in_features), dtype);
+}
+
+Tensor bsr_prepare(const Tensor& values, const Tensor& plan, std::int64_t out_features,
+                   std::int64_t in_features, ScalarType dtype) {
+  const Call call("bsr_prepare", "values", values);
+  return prepare(call, call.weight(values, plan, out_features, in_features), dtype);
+}
+
+Tensor bsr_pack(const Tensor& values, const Tensor& plan, const std::optional<Tensor>& prepared,
+                std::int64_t out_features, std::int64_t in_features, ScalarType dtype) {
+  const Call call("bsr_pack", "values", values);
+  return pack(call, call.weight(values, plan, out_features, in_features), prepared, dtype);
+}
+
+}  // namespace
+
 STABLE_TORCH_LIBRARY_FRAGMENT(rarefy, m) {
   m.def(
       "bsr_derived_sizes(Tensor values, Tensor plan, int out_features, int in_features, "
@@ -197,9 +219,9 @@ STABLE_TORCH_LIBRARY_FRAGMENT(rarefy, m) {
 }
 
 STABLE_TORCH_LIBRARY_IMPL(rarefy, CompositeExplicitAutograd, m) {
-  m.impl("bsr_derived_sizes", TORCH_BOX(&derived_sizes));
-  m.impl("bsr_prepare", TORCH_BOX(&prepare));
-  m.impl("bsr_pack", TORCH_BOX(&pack));
+  m.impl("bsr_derived_sizes", TORCH_BOX(&bsr_derived_sizes));
+  m.impl("bsr_prepare", TORCH_BOX(&bsr_prepare));
+  m.impl("bsr_pack", TORCH_BOX(&bsr_pack));
 }
 
 }  // namespace rarefy::binding

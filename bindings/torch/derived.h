@@ -24,13 +24,9 @@ Derived view_derived(const Call& call, const DerivedTensors& tensors, Op op, con
 
 // Key, and bytes to prepare for all products and to pack for linear; key 0: its best kernel wants nothing.
 // For inputs of `dtype`.
-std::tuple<std::int64_t, std::int64_t, std::int64_t> derived_sizes(const Tensor& values, const Tensor& plan,
-                                                                   std::int64_t out_features,
-                                                                   std::int64_t in_features,
+std::tuple<std::int64_t, std::int64_t, std::int64_t> derived_sizes(const Call& call, const BsrView& weight,
                                                                    ScalarType dtype);
-Tensor prepare(const Tensor& values, const Tensor& plan, std::int64_t out_features, std::int64_t in_features,
-               ScalarType dtype);
-Tensor pack(const Tensor& values, const Tensor& plan, const std::optional<Tensor>& prepared,
-            std::int64_t out_features, std::int64_t in_features, ScalarType dtype);
+Tensor prepare(const Call& call, const BsrView& weight, ScalarType dtype);
+Tensor pack(const Call& call, const BsrView& weight, const std::optional<Tensor>& prepared, ScalarType dtype);
 
 }  // namespace rarefy::binding

@@ -68,6 +68,10 @@ std::string explain_json(std::string_view op, std::int64_t out_features, std::in
   Problem problem = make_problem(parse("op", op, {Op::linear, Op::grad_input, Op::grad_weight}), shape,
                                  tokens, parse_dtype("in_dtype", in_dtype),
                                  parse("device", device, {Device::cpu, Device::cuda}), torch_threads());
+  if (values_dtype.starts_with("i8 ")) {  // "i8 dynamic": as problems are printed
+    problem.weight.scaling = parse("scaling", values_dtype.substr(3), {Scaling::weight, Scaling::dynamic});
+    values_dtype = "i8";
+  }
   problem.weight.dtype = parse_dtype("values_dtype", values_dtype);
   problem.device_index = static_cast<int>(device_index);
   problem.bias = bias;

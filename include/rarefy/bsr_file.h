@@ -6,7 +6,8 @@
 //   {"format":"bsr-v1","version":"0.1.0","modules":{"M.weight":
 //     {"shape":[N,K],"block_shape":[R,C],"nnzb":n,"dtype":"f32"}}}
 // A weight in CSR has values of one dimension, (nnz), and
-// {"format":"csr","shape":[N,K],"nnz":n,"dtype":"f32"}.
+// {"format":"csr","shape":[N,K],"nnz":n,"dtype":"f32"}. One of int8 values with scales has M.weight.scales, f32
+// (N), too, and {"format":"int8", … as for blocks, "dtype":"i8","x_dtype":"f32","activations":"int8"}.
 #pragma once
 
 #include <cstddef>
@@ -28,7 +29,7 @@
 namespace rarefy {
 
 // How a file stores a weight. In memory CSR is blocks of 1×1.
-enum class WeightFormat : std::uint8_t { bsr, csr };
+enum class WeightFormat : std::uint8_t { bsr, csr, int8 };
 RAREFY_API std::string_view name(WeightFormat format);  // as the metadata has it
 
 // A weight and how its file stores it. `x_dtype`: what it is multiplied with, if not with its own dtype.
@@ -39,6 +40,8 @@ struct FileWeight : BsrMatrix {
 
   WeightFormat format;
   std::optional<DType> x_dtype;
+  Scaling scaling = Scaling::none;  // of format int8; with it a scale for each row
+  std::vector<float> scales;
 };
 
 // A file's sparse weights by name ("M.weight"), and everything else in it, untouched. Without
@@ -55,18 +58,20 @@ struct BsrEntry {
   DType dtype = DType::f32;
   WeightFormat format = WeightFormat::bsr;
   std::optional<DType> x_dtype;
+  Scaling scaling = Scaling::none;
 };
 
 // The weights that a header declares, checked against its tensors: none missing, none left over,
 // shapes and dtypes equal. Looks at no data.
 RAREFY_API Result<std::map<std::string, BsrEntry>> bsr_entries(const SafetensorsHeader& header);
 
-// All of that, and the data: patterns valid, padding zero.
+// All of that, and the data: patterns valid, padding zero, scales above 0, scaled values in −127 … 127.
 RAREFY_API Result<BsrFile> read_bsr_file(const std::string& path);
 RAREFY_API Result<BsrFile> parse_bsr_file(std::span<const std::byte> file);
 
 RAREFY_API Status write_bsr_file(const std::string& path, const BsrFile& file);
-// The same file with every weight dense; of those, a few rows at a time are in memory.
+// The same file with every weight dense, scaled ones in their x_dtype; of those, a few rows at a time are in
+// memory.
 RAREFY_API Status write_dense_file(const std::string& path, const BsrFile& file);
 RAREFY_API Result<std::vector<std::byte>> serialize_bsr_file(const BsrFile& file);
 

@@ -5,6 +5,7 @@ from .advice import Advice, advise
 from .backend import __version__, backend_info, explain, force_impl
 from .chain import fuse
 from .csr import CsrSpec, CsrWeight
+from .int8 import Int8Spec, Int8Weight
 from .loading import load_file, load_state_dict, set_strict_pattern
 from .modules import BlockSparseLinear
 from .patcher import BlockSparseModelPatcher
@@ -26,6 +27,8 @@ __all__ = [
     "BsrWeight",
     "CsrSpec",
     "CsrWeight",
+    "Int8Spec",
+    "Int8Weight",
     "PatternChange",
     "PseudoBlockSparseLinear",
     "Report",

@@ -93,7 +93,7 @@ def explain(
             *weight.shape,
             *weight.block_shape,
             weight.nnzb,
-            DTYPE_NAMES[weight.values.dtype],
+            getattr(weight, "core_dtype", DTYPE_NAMES[weight.values.dtype]),
             DTYPE_NAMES[x.dtype],
             x.shape[:-1].numel(),
             op == "linear" and getattr(layer, "bias", None) is not None,

@@ -68,4 +68,4 @@ def _sparser(
 
 def _same_format(a: SparseWeight, b: SparseWeight) -> bool:
     kinds = type(a) is type(b) and isinstance(a, PatternWeight)
-    return kinds and a.block_shape == b.block_shape and (a.dtype, a.x_dtype) == (b.dtype, b.x_dtype)
+    return kinds and a.spec_format() == b.spec_format() and (a.dtype, a.x_dtype) == (b.dtype, b.x_dtype)

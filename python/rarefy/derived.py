@@ -43,7 +43,7 @@ class Kept:
             if self.key and prepared_bytes:
                 self.prepared = pattern.prepared(self.key, lambda: _prepare(*arguments))
         self._arguments = (pattern.plan, self.prepared, n, k, x_dtype)
-        self._packed: tuple[tuple[int, int] | None, Tensor | None] = (None, None)  # of what, or seen once
+        self._packed: tuple[tuple[int, ...] | None, Tensor | None] = (None, None)  # of what, or seen once
 
     def current(self, parameter: Tensor, values: Tensor, now: bool = False) -> Derived | tuple[()]:
         """What a call with these values may use.
@@ -55,15 +55,22 @@ class Kept:
             return self.of_pattern()
         if parameter.is_inference() or capturing(parameter):
             return ()  # nothing counts the changes of such values, nor those between replays
-        at = (parameter.data_ptr(), parameter._version)
+        at = self._at(parameter)
         seen, packed = self._packed
         if seen != at:
             packed = None
         if packed is None and (now or seen == at or not torch.is_grad_enabled()):
             with torch.inference_mode(False), torch.no_grad():
-                packed = _pack(values.detach(), *self._arguments)
+                packed = self._make(values.detach())
         self._packed = (at, packed)
         return (self.prepared, packed, self.key) if packed is not None else ()
+
+    def _at(self, parameter: Tensor) -> tuple[int, ...]:
+        """What `packed` is made of: it holds as long as this stays the same."""
+        return parameter.data_ptr(), parameter._version
+
+    def _make(self, values: Tensor) -> Tensor:
+        return _pack(values, *self._arguments)
 
     def of_pattern(self) -> Derived | tuple[()]:
         """What a call may use whatever the values are, where nothing is packed."""

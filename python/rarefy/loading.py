@@ -125,7 +125,7 @@ def _infer(
 ) -> tuple[type[SparseWeight], dict[str, Any]]:
     """The format whose tensors `name` has, and the metadata that they have in no state_dict."""
     found = {}
-    for kind in formats().values():
+    for kind in sorted(formats().values(), key=lambda kind: -len(kind.pieces)):  # what has more says more
         pieces = {p: tensors[f"{name}.{p}"] for p in kind.pieces if f"{name}.{p}" in tensors}
         found |= {piece: tuple(tensor.shape) for piece, tensor in pieces.items()}
         if (entry := kind.infer(pieces, shape)) is not None:
@@ -216,6 +216,8 @@ class _Places:
         sparse = isinstance(old, SparseWeight)
         if sparse and weight.x_dtype is None and weight.dtype == old.dtype:
             weight.x_dtype = old.x_dtype  # which a state_dict does not say
+        elif weight.x_dtype is None and weight.computes_in_x_dtype:
+            weight.x_dtype = old.x_dtype or old.dtype if sparse else old.dtype
         computes = [w.x_dtype or w.dtype if isinstance(w, SparseWeight) else w.dtype for w in (old, weight)]
         _check_same_dtype(self.op, name, *computes)
         if old.device.type not in ("meta", weight.device.type):

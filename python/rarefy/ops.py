@@ -17,6 +17,7 @@ from .activations import NONE, check_activation
 from .checks import fail
 from .derivatives import grad_input, grad_weight, linear
 from .feed_forward import bsr_feed_forward as bsr_feed_forward
+from .int8_ops import int8_linear as int8_linear
 from .op_rules import autocast_to, fake_rows_like
 
 _PLAIN = (Tensor, Parameter)  # not the subclasses, which may have a say in what an op does

@@ -49,6 +49,7 @@ class SparseWeight(nn.Module):
     shape: torch.Size
     # The dtype of x and of the result where values are stored narrower; None: that of the values.
     x_dtype: torch.dtype | None = None
+    computes_in_x_dtype: ClassVar[bool] = False  # whether x_dtype is never that of the values
     # Whether load_state_dict refuses another pattern than the present one, or takes it over.
     strict_pattern: bool = True
 

@@ -121,7 +121,8 @@ Result<json> to_dense(const BsrFile& file, const Options& options, std::int64_t 
   std::optional<std::int64_t> total = 0;
   for (const auto& [name, weight] : file.weights) {
     const BsrShape& shape = weight.pattern.shape();
-    const auto bytes = checked_mul(shape.rows * shape.cols, static_cast<std::int64_t>(size_of(weight.dtype)));
+    const DType dtype = weight.format == WeightFormat::int8 ? *weight.x_dtype : weight.dtype;
+    const auto bytes = checked_mul(shape.rows * shape.cols, static_cast<std::int64_t>(size_of(dtype)));
     total = bytes ? checked_add(*total, *bytes) : std::nullopt;
     if (!total || *total > limit) {
       return error(
@@ -129,7 +130,11 @@ Result<json> to_dense(const BsrFile& file, const Options& options, std::int64_t 
           cat("the dense weights must have at most ", bytes_text(limit), " in all, or --limit be given"),
           cat("more, with \"", name, "\" of shape (", shape.rows, ", ", shape.cols, ')'));
     }
-    rows.push_back(row(name, weight));
+    json entry = row(name, weight);
+    entry["dense_bytes"] = *bytes;
+    entry["sparse_bytes"] = entry["sparse_bytes"].get<std::int64_t>() +
+                            static_cast<std::int64_t>(weight.scales.size() * sizeof(float));
+    rows.push_back(std::move(entry));
   }
   return rows;
 }

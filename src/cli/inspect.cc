@@ -25,8 +25,10 @@ json weight_json(const SafetensorsHeader& header, const std::string& weight, con
   const BsrShape& shape = entry.shape;
   const double blocks = static_cast<double>(shape.row_count()) * static_cast<double>(shape.col_count());
   // Saturated: without stored blocks, an entry may describe a size that nobody could store.
+  const bool scaled = entry.format == WeightFormat::int8;
+  const DType dense_dtype = scaled ? *entry.x_dtype : entry.dtype;
   const std::int64_t dense =
-      checked_mul(shape.rows * shape.cols, static_cast<std::int64_t>(size_of(entry.dtype)))
+      checked_mul(shape.rows * shape.cols, static_cast<std::int64_t>(size_of(dense_dtype)))
           .value_or(INT64_MAX);
   return {{"name", weight},
           {"format", name(entry.format)},
@@ -37,7 +39,8 @@ json weight_json(const SafetensorsHeader& header, const std::string& weight, con
           {"nnzb", shape.nnzb},
           {"density", blocks == 0 ? 0.0 : static_cast<double>(shape.nnzb) / blocks},
           {"bytes", bytes_of(header, weight + ".values") + bytes_of(header, weight + ".crow_indices") +
-                        bytes_of(header, weight + ".col_indices")},
+                        bytes_of(header, weight + ".col_indices") +
+                        (scaled ? bytes_of(header, weight + ".scales") : 0)},
           {"dense_bytes", dense}};
 }
 

@@ -4,8 +4,10 @@
 #include <algorithm>
 #include <array>
 #include <cstring>
+#include <memory>
 #include <optional>
 
+#include "core/scalar.h"
 #include "io/json.h"
 #include "io/tensors.h"
 #include "rarefy/version.h"
@@ -19,6 +21,7 @@ constexpr std::string_view kFormat = "bsr-v1";
 constexpr std::string_view kValues = ".values";
 constexpr std::string_view kCrow = ".crow_indices";
 constexpr std::string_view kCol = ".col_indices";
+constexpr std::string_view kScales = ".scales";
 
 // A plan has one word per block column, stored blocks or not. Past this many in all weights together,
 // the file must be as large itself, so that a few bytes of metadata cannot ask for gigabytes.
@@ -40,6 +43,8 @@ constexpr const char* kFormatKey = "format";
 constexpr const char* kXDType = "x_dtype";
 constexpr const char* kBsrKeys[] = {"block_shape", "dtype", "nnzb", "shape"};
 constexpr const char* kCsrKeys[] = {"dtype", "nnz", "shape"};
+constexpr const char* kActivations = "activations";
+constexpr const char* kInt8Keys[] = {kActivations, "block_shape", "dtype", "nnzb", "shape"};
 constexpr FormatRow kFormats[] = {
     {WeightFormat::bsr, "bsr", kBsrKeys, "nnzb",
      [](const BsrShape& shape) {
@@ -47,7 +52,15 @@ constexpr FormatRow kFormats[] = {
      }},
     {WeightFormat::csr, "csr", kCsrKeys, "nnz",
      [](const BsrShape& shape) { return std::vector{shape.nnzb}; }},
+    {WeightFormat::int8, "int8", kInt8Keys, "nnzb",
+     [](const BsrShape& shape) {
+       return std::vector{shape.nnzb, shape.block_rows, shape.block_cols};
+     }},
 };
+
+// What x becomes for scaled values, as files say it.
+constexpr std::pair<std::string_view, Scaling> kScalings[] = {{"int8", Scaling::dynamic},
+                                                              {"float", Scaling::weight}};
 
 const FormatRow& row_of(WeightFormat format) { return kFormats[static_cast<std::size_t>(format)]; }
 
@@ -96,7 +109,27 @@ Result<WeightFormat> parse_format(std::string_view op, const JsonObject& entry) 
   for (const FormatRow& row : kFormats) {
     if (value.string() != nullptr && *value.string() == row.name) return row.format;
   }
-  return error(StatusCode::unsupported, op, "format must be bsr or csr", value.text());
+  return error(StatusCode::unsupported, op, "format must be bsr, csr or int8", value.text());
+}
+
+Status check_int8(std::string_view op, const BsrEntry& entry) {
+  if (entry.dtype != DType::i8) return invalid(op, "dtype of format int8 must be i8", name(entry.dtype));
+  const DType in = entry.x_dtype.value_or(DType::i8);
+  if (in == DType::f32 || in == DType::bf16 || in == DType::f16) return {};
+  return invalid(op, cat(kXDType, " of format int8 must be f32, bf16 or f16"),
+                 entry.x_dtype ? name(in) : "none");
+}
+
+// What an entry of format int8 says beyond others.
+Status parse_scaling(std::string_view op, const JsonObject& value, BsrEntry& entry) {
+  const JsonValue& activations = *value.at(kActivations);
+  for (const auto& [text, scaling] : kScalings) {
+    if (activations.string() != nullptr && *activations.string() == text) entry.scaling = scaling;
+  }
+  if (entry.scaling == Scaling::none) {
+    return invalid(op, cat(kActivations, " must be int8 or float"), activations.text());
+  }
+  return check_int8(op, entry);
 }
 
 Result<BsrEntry> parse_entry(std::string_view op, const JsonValue& entry_value) {
@@ -127,11 +160,14 @@ Result<BsrEntry> parse_entry(std::string_view op, const JsonValue& entry_value) 
   if (!dtype.ok()) return dtype.status();
   const BsrShape sizes{(*shape)[0], (*shape)[1], block[0], block[1],
                        static_cast<std::int64_t>(*count.number())};
-  BsrEntry entry{sizes, *dtype, *format, std::nullopt};
+  BsrEntry entry{sizes, *dtype, *format, std::nullopt, Scaling::none};
   if (value.contains(kXDType)) {
     const auto x_dtype = parse_dtype_key(op, kXDType, *value.at(kXDType));
     if (!x_dtype.ok()) return x_dtype.status();
     entry.x_dtype = *x_dtype;
+  }
+  if (entry.format == WeightFormat::int8) {
+    if (Status status = parse_scaling(op, value, entry); !status.ok()) return status;
   }
   if (Status status = check_shape(op, entry.shape); !status.ok()) return status;
   return entry;
@@ -167,6 +203,13 @@ Status check_entry(std::string_view op, const SafetensorsHeader& header, const s
   if (Status status = check_piece(op, header, piece(weight, kValues), {to_safetensors(entry.dtype)}, values);
       !status.ok()) {
     return status;
+  }
+  if (entry.format == WeightFormat::int8) {
+    if (Status status =
+            check_piece(op, header, piece(weight, kScales), {SafetensorsDType::f32}, {shape.rows});
+        !status.ok()) {
+      return status;
+    }
   }
   constexpr auto i32 = SafetensorsDType::i32, i64 = SafetensorsDType::i64;
   if (Status status = check_piece(op, header, piece(weight, kCrow), {i32, i64}, {shape.row_count() + 1});
@@ -247,6 +290,21 @@ std::optional<std::string> dirty_padding(const PlanView& plan, std::span<const s
   return std::nullopt;
 }
 
+// Scales of as many rows, above 0, and no value of −128.
+Status check_scaled(std::string_view op, const FileWeight& weight) {
+  const BsrShape& shape = weight.pattern.shape();
+  if (static_cast<std::int64_t>(weight.scales.size()) != shape.rows) {
+    return invalid(op, cat("scales must have ", shape.rows, " elements"), cat(weight.scales.size()));
+  }
+  if (Status status = check_scales(op, weight.scales); !status.ok()) return status;
+  const auto least = std::find(weight.values.begin(), weight.values.end(), std::byte{0x80});
+  if (least == weight.values.end()) return {};
+  const std::int64_t at = least - weight.values.begin(), in_block = at % shape.block_size();
+  return invalid(op, "values with scales must be in [-127, 127]",
+                 cat("values[", at / shape.block_size(), ", ", in_block / shape.block_cols, ", ",
+                     in_block % shape.block_cols, "]=-128"));
+}
+
 Status check_padding(std::string_view op, const BsrMatrix& weight) {
   if (const auto dirty = dirty_padding(weight.pattern.view(), weight.values, weight.dtype)) {
     return invalid(op, "the padding of edge blocks must be zero", cat("other bits at ", *dirty));
@@ -272,8 +330,8 @@ Result<std::vector<std::int64_t>> read_index(std::string_view op, const ByteSour
   return std::vector<std::int64_t>(narrow.begin(), narrow.end());
 }
 
-Result<BsrMatrix> read_weight(std::string_view op, const ByteSource& source, const SafetensorsHeader& header,
-                              const std::string& weight, const BsrEntry& entry) {
+Result<FileWeight> read_weight(std::string_view op, const ByteSource& source, const SafetensorsHeader& header,
+                               const std::string& weight, const BsrEntry& entry) {
   const auto crow = read_index(op, source, header, piece(weight, kCrow));
   if (!crow.ok()) return crow.status();
   const auto col = read_index(op, source, header, piece(weight, kCol));
@@ -288,7 +346,15 @@ Result<BsrMatrix> read_weight(std::string_view op, const ByteSource& source, con
   if (!values.ok()) return values.status();
   BsrMatrix matrix{std::move(pattern).value(), entry.dtype, std::move(values).value()};
   if (Status status = check_padding(op, matrix); !status.ok()) return status;
-  return matrix;
+  FileWeight read(std::move(matrix), entry.format, entry.x_dtype);
+  if (entry.format == WeightFormat::int8) {
+    const auto scales = read_data(op, source, header, header.tensors.at(piece(weight, kScales)));
+    if (!scales.ok()) return scales.status();
+    read.scaling = entry.scaling;
+    read.scales = as_numbers<float>(*scales);
+    if (Status status = check_scaled(op, read); !status.ok()) return status;
+  }
+  return read;
 }
 
 Result<BsrFile> read_all(std::string_view op, const ByteSource& source) {
@@ -300,13 +366,16 @@ Result<BsrFile> read_all(std::string_view op, const ByteSource& source) {
   for (const auto& [weight, entry] : *entries) {
     auto matrix = read_weight(scoped(op, weight), source, *header, weight, entry);
     if (!matrix.ok()) return matrix.status();
-    file.weights.emplace(weight, FileWeight(std::move(matrix).value(), entry.format, entry.x_dtype));
+    file.weights.emplace(weight, std::move(matrix).value());
   }
   for (const auto& [tensor, info] : header->tensors) {
-    const bool is_piece =
-        owner_of_index(tensor) ||
-        (tensor.ends_with(kValues) && entries->contains(tensor.substr(0, tensor.size() - kValues.size())));
-    if (is_piece) continue;
+    const auto entry_of = [&](std::string_view suffix) {
+      if (!tensor.ends_with(suffix)) return entries->end();
+      return entries->find(tensor.substr(0, tensor.size() - suffix.size()));
+    };
+    const auto scaled = entry_of(kScales);
+    const bool is_scales = scaled != entries->end() && scaled->second.format == WeightFormat::int8;
+    if (owner_of_index(tensor) || is_scales || entry_of(kValues) != entries->end()) continue;
     auto data = read_data(op, source, *header, info);
     if (!data.ok()) return data.status();
     file.tensors.emplace(tensor, StoredTensor{info.dtype, info.shape, std::move(data).value()});
@@ -320,7 +389,35 @@ Result<BsrFile> read_all(std::string_view op, const ByteSource& source) {
 struct Parts {
   std::vector<TensorRef> tensors;
   Metadata metadata;
+  std::vector<std::unique_ptr<BsrMatrix>> scaled;  // as floats, for dense files
 };
+
+// Scaled values as what they stand for, in the weight's x_dtype.
+std::unique_ptr<BsrMatrix> unscaled(const FileWeight& weight) {
+  const BsrShape& shape = weight.pattern.shape();
+  const DType dtype = weight.x_dtype.value_or(DType::f32);
+  auto matrix = std::make_unique<BsrMatrix>(BsrMatrix{weight.pattern, dtype, {}});
+  matrix->values.resize(weight.values.size() * size_of(dtype));
+  const PlanView plan = weight.pattern.view();
+  const auto* from = reinterpret_cast<const std::int8_t*>(weight.values.data());
+  visit_float(dtype, [&]<class T>(T) {
+    for (std::int64_t i = 0; i < shape.row_count(); ++i) {
+      for (std::int64_t e = plan.crow[i]; e < plan.crow[i + 1]; ++e) {
+        for (std::int64_t at = 0; at < shape.block_size(); ++at) {
+          const std::int64_t row = i * shape.block_rows + at / shape.block_cols;
+          const float scale = row < shape.rows ? weight.scales[static_cast<std::size_t>(row)] : 0;
+          const std::int64_t position = e * shape.block_size() + at;
+          T number;
+          // As a product of floats first, as fronts have it.
+          store(&number, static_cast<float>(scale * static_cast<float>(from[position])));
+          std::memcpy(matrix->values.data() + static_cast<std::size_t>(position) * sizeof(T), &number,
+                      sizeof(T));
+        }
+      }
+    }
+  });
+  return matrix;
+}
 
 // The entry of a weight in the metadata, keys sorted.
 std::string entry_text(const FileWeight& weight) {
@@ -330,8 +427,12 @@ std::string entry_text(const FileWeight& weight) {
     text += join({text.size() > 1 ? "," : "", "\"", key, "\":", value});
   };
   const auto quoted = [](std::string_view word) { return join({"\"", word, "\""}); };
+  for (const auto& [word, scaling] : kScalings) {
+    if (weight.scaling == scaling) add(kActivations, quoted(word));
+  }
   const bool is_bsr = weight.format == WeightFormat::bsr;
-  if (is_bsr) add("block_shape", json_array({shape.block_rows, shape.block_cols}));
+  if (weight.format != WeightFormat::csr)
+    add("block_shape", json_array({shape.block_rows, shape.block_cols}));
   add("dtype", quoted(name(weight.dtype)));
   if (!is_bsr) add(kFormatKey, quoted(name(weight.format)));
   add(row_of(weight.format).count, std::to_string(shape.nnzb));
@@ -342,8 +443,9 @@ std::string entry_text(const FileWeight& weight) {
 
 Status check_weight(std::string_view op, const BsrFile& file, const std::string& weight,
                     const FileWeight& matrix) {
-  for (const std::string& taken :
-       {weight, piece(weight, kValues), piece(weight, kCrow), piece(weight, kCol)}) {
+  const bool scaled = matrix.format == WeightFormat::int8;
+  for (const std::string& taken : {weight, piece(weight, kValues), piece(weight, kCrow), piece(weight, kCol),
+                                   scaled ? piece(weight, kScales) : weight}) {
     if (file.tensors.contains(taken)) {
       return invalid(op, "names must be distinct", cat("another tensor ", quote(taken)));
     }
@@ -357,13 +459,21 @@ Status check_weight(std::string_view op, const BsrFile& file, const std::string&
   if (matrix.values.size() != bytes) {
     return invalid(op, cat("values must have ", bytes, " bytes"), cat(matrix.values.size()));
   }
+  if (scaled != (matrix.scaling != Scaling::none)) {
+    return invalid(op, "scaling must go with format int8", name(matrix.scaling));
+  }
+  if (scaled) {
+    BsrEntry entry{shape, matrix.dtype, matrix.format, matrix.x_dtype, matrix.scaling};
+    if (Status status = check_int8(op, entry); !status.ok()) return status;
+    if (Status status = check_scaled(op, matrix); !status.ok()) return status;
+  }
   return check_padding(op, matrix);
 }
 
 enum class Weights : std::uint8_t { sparse, dense };
 
 Result<Parts> take_apart(std::string_view op, const BsrFile& file, Weights weights = Weights::sparse) {
-  Parts parts{{}, file.metadata};
+  Parts parts{{}, file.metadata, {}};
   if (file.metadata.contains(std::string(kMetadataKey))) {
     return invalid(op, "metadata must leave \"rarefy\" to the writer", "a value of its own");
   }
@@ -380,7 +490,9 @@ Result<Parts> take_apart(std::string_view op, const BsrFile& file, Weights weigh
     if (Status status = check_weight(scope, file, weight, matrix); !status.ok()) return status;
     const BsrShape& shape = matrix.pattern.shape();
     if (weights == Weights::dense) {
-      parts.tensors.push_back({weight, to_safetensors(matrix.dtype), {shape.rows, shape.cols}, {}, &matrix});
+      const BsrMatrix* dense = &matrix;
+      if (matrix.format == WeightFormat::int8) dense = parts.scaled.emplace_back(unscaled(matrix)).get();
+      parts.tensors.push_back({weight, to_safetensors(dense->dtype), {shape.rows, shape.cols}, {}, dense});
       continue;
     }
     const auto crow = matrix.pattern.crow_indices();
@@ -391,6 +503,12 @@ Result<Parts> take_apart(std::string_view op, const BsrFile& file, Weights weigh
     parts.tensors.push_back(
         {piece(weight, kCrow), SafetensorsDType::i32, {length(crow)}, std::as_bytes(crow)});
     parts.tensors.push_back({piece(weight, kCol), SafetensorsDType::i32, {length(col)}, std::as_bytes(col)});
+    if (matrix.format == WeightFormat::int8) {
+      parts.tensors.push_back({piece(weight, kScales),
+                               SafetensorsDType::f32,
+                               {shape.rows},
+                               std::as_bytes(std::span(matrix.scales))});
+    }
     const std::string label = json_string(weight);
     if (label.empty()) return invalid(op, "the weights' names must be UTF-8", "other bytes");
     modules += join({modules.empty() ? "" : ",", label, ":", entry_text(matrix)});

@@ -1,0 +1,449 @@
+"""Blocks of int8 with a scale for each row: rounding, both products, gradients, specs, files, bad input."""
+
+import copy
+import json
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+import rarefy
+from rarefy import BlockSparseLinear, Int8Spec, Int8Weight, Spec, ops
+from test_serialization import assert_same_state, command, read  # noqa: F401 (a fixture)
+from tiny import FEED, Tiny, ids
+
+SPECS = ["block:32x1@0.5:int8", "block:16x16@0.4:int8", "block:32x1@0.5:w8", "block:4x4@0.5:w8"]
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+def layer(spec: str = SPECS[0], n: int = 70, k: int = 90, dtype: torch.dtype = torch.float32):
+    return BlockSparseLinear.from_dense(nn.Linear(k, n, dtype=dtype), spec)
+
+
+def rounded(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Each token as integers and their scale, as docs/numerics.md says, in float64."""
+    most = x.float().abs().amax(-1, keepdim=True).clamp(min=2.0**-100)
+    inverse = torch.full_like(most, 127) / most  # 127 / most would be 127 · (1 / most)
+    return (x.float() * inverse).round().double(), (most / 127).double()
+
+
+def expected(
+    weight: Int8Weight, x: torch.Tensor, bias: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The result in float64, and a bound of its rounding in float32."""
+    q, scale = rounded(x) if weight.dynamic else (x.double(), torch.ones(*x.shape[:-1], 1).double())
+    dense = rarefy.BsrWeight(
+        weight.values,
+        weight.crow_indices,
+        weight.col_indices,
+        shape=weight.shape,
+        block_shape=weight.block_shape,
+    ).to_dense()
+    w = dense.double() * weight.scales.double()[:, None]
+    b = torch.zeros(weight.shape[0]).double() if bias is None else bias.detach().double()
+    terms = 4 if weight.dynamic else weight.shape[1] + 4
+    sums = (q @ w.T * scale).abs() if weight.dynamic else q.abs() @ w.abs().T
+    return q @ w.T * scale + b, terms * 2**-24 * (sums + b.abs())
+
+
+# Rounding ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_each_row_has_its_scale(dtype):
+    dense = torch.randn(70, 90).to(dtype)
+    dense[5], dense[6] = 0, 1e-33
+    weight = Int8Weight.from_dense(dense, block_shape=(16, 2), density=0.5)
+    kept = torch.kron(weight.block_mask().float(), torch.ones(16, 2))[:70, :90].bool()
+    stored = torch.where(kept, dense, 0).float()
+    scales = stored.abs().amax(1).clamp(min=2.0**-100) / 127
+    scales[stored.abs().amax(1) == 0] = 1
+    assert torch.equal(weight.scales, scales) and weight.scales[5] == 1
+    error = (weight.to_dense().float() - stored).abs()
+    unit = {torch.float32: 2**-24, torch.bfloat16: 2**-8, torch.float16: 2**-11}[dtype]
+    tiny = 2**-25 if dtype == torch.float16 else 0
+    assert (
+        error <= scales[:, None] * 0.5 * (1 + 1e-5) + unit * stored.abs() + unit * scales[:, None] + tiny
+    ).all()
+    assert weight.values.abs().max() == 127 and not weight.values.requires_grad
+    assert weight.x_dtype == dtype and weight.dtype == torch.int8
+    again = Int8Weight.from_dense(weight.to_dense(), block_shape=(16, 2), mask=weight.block_mask())
+    if dtype == torch.float32:
+        assert torch.equal(again.values, weight.values)
+
+
+@pytest.mark.parametrize("shape", [(0, 5), (5, 0), (1, 1), (33, 65)])
+def test_any_shape(shape):
+    weight = Int8Weight.from_dense(torch.randn(shape), block_shape=(32, 1))
+    assert weight.to_dense().shape == shape and weight.scales.shape == (shape[0],)
+    assert weight.linear(torch.randn(3, shape[1])).shape == (3, shape[0])
+
+
+# Products ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("spec", SPECS)
+def test_products(spec, dtype):
+    sparse = layer(spec, dtype=dtype)
+    store = {torch.float32: 0, torch.bfloat16: 2**-8, torch.float16: 2**-11}[dtype]
+    for tokens in (0, 1, 3, 33, 100):
+        x = torch.randn(tokens, 90, dtype=dtype)
+        want, bound = expected(sparse.weight, x, sparse.bias)
+        for _ in range(3):  # unpacked, packed
+            with torch.no_grad():
+                y = sparse(x)
+            assert y.dtype == dtype
+            assert (
+                (y.double() - want).abs() <= bound + store * y.double().abs() + 2**-24 * (store > 0)
+            ).all()
+    with torch.no_grad():
+        assert torch.equal(sparse(x.reshape(2, 50, 90)), sparse(x).reshape(2, 50, 70))
+        fused = sparse.weight.linear(x, sparse.bias, activation="relu")
+        assert torch.equal(fused, sparse(x).relu())
+
+
+def test_error_against_the_exact_layer():
+    """docs/numerics.md: |y − x Wᵀ| ≤ Σ s_x/2 |w| + s_w/2 |x| + s_x s_w/4 over the stored elements."""
+    dense, x = torch.randn(64, 96), torch.randn(40, 96) * torch.logspace(-3, 3, 40)[:, None]
+    weight = Int8Weight.from_dense(dense, block_shape=(32, 1), density=0.5)
+    kept = weight.block_mask().repeat_interleave(32, 0)
+    exact = x.double() @ torch.where(kept, dense, 0).double().T
+    _, sx = rounded(x)
+    sw = weight.scales.double()
+    bound = (
+        sx / 2 @ torch.ones(1, 96).double() @ torch.where(kept, dense.abs(), 0).double().T
+        + x.double().abs() @ (kept * sw[:, None] / 2).T
+        + sx / 4 * (kept.double() * sw[:, None]).sum(1)
+    )
+    error = (weight.linear(x).double() - exact).abs()
+    assert (error <= bound * (1 + 1e-5)).all()
+    assert error.max() > 0
+
+
+def test_packed_values_follow_values_and_scales():
+    for spec in ("block:32x1@0.5:int8", "block:32x1@0.5:w8"):
+        sparse, x = layer(spec), torch.randn(20, 90)
+        with torch.no_grad():
+            first = sparse(x)
+            assert sparse.weight.derived_nbytes > 0
+            sparse.weight.values.neg_()
+            flipped = sparse(x) - sparse.bias
+            assert torch.allclose(flipped, -(first - sparse.bias), rtol=1e-5, atol=1e-6)
+            sparse.weight.scales.mul_(2)
+            assert torch.allclose(sparse(x) - sparse.bias, 2 * flipped, rtol=1e-5, atol=1e-6)
+            sparse.weight.values.data.zero_()  # which torch does not count
+            assert torch.equal(sparse(x), sparse.bias.expand(20, -1))
+
+
+def test_the_mode_may_change():
+    sparse, x = layer(), torch.randn(20, 90)
+    with torch.no_grad():
+        dynamic = sparse(x)
+        sparse.weight.dynamic = False
+        exact = sparse(x)
+        assert not torch.equal(dynamic, exact)
+        assert torch.allclose(
+            exact, nn.functional.linear(x, sparse.weight.to_dense(), sparse.bias), atol=1e-5
+        )
+    assert str(sparse).count("block:32x1:w8") == 1
+
+
+def test_a_token_with_nan_or_infinity_is_all_nan():
+    sparse, x = layer(), torch.randn(40, 90)
+    with torch.no_grad():
+        clean = sparse(x)
+        for token, number in ((3, torch.nan), (17, torch.inf), (38, -torch.inf)):
+            x[token, token] = number
+        y = sparse(x)
+    bad = torch.zeros(40, dtype=torch.bool)
+    bad[[3, 17, 38]] = True
+    assert y[bad].isnan().all() and torch.equal(y[~bad], clean[~bad])
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_gradients_are_those_of_the_scaled_values(spec):
+    sparse = layer(spec)
+    x = torch.randn(2, 20, 90, requires_grad=True)
+    upstream = torch.randn(2, 20, 70)
+    sparse(x).backward(upstream)
+    dense = sparse.weight.to_dense()
+    assert torch.allclose(x.grad, upstream @ dense, rtol=1e-4, atol=1e-4)
+    assert torch.allclose(sparse.bias.grad, upstream.sum((0, 1)), rtol=1e-5, atol=1e-5)
+    assert sparse.weight.values.grad is None and not sparse.weight.requires_grad
+    # The gradient's gradient, forward mode, torch.func.
+    y = torch.randn(2, 20, 70, requires_grad=True)
+    dx = torch.ops.rarefy.int8_grad_input(
+        y, sparse.weight.values, sparse.weight.scales, sparse.weight.plan, 70, 90
+    )
+    (ddy,) = torch.autograd.grad(dx, y, upstream @ dense)
+    assert torch.allclose(ddy, upstream @ dense @ dense.T, rtol=1e-3, atol=1e-3)
+    _, tangent = torch.func.jvp(sparse, (x.detach(),), (torch.ones_like(x),))
+    assert torch.allclose(tangent, torch.ones_like(x) @ dense.T, rtol=1e-4, atol=1e-4)
+    with torch.no_grad():
+        assert torch.allclose(torch.func.vmap(sparse)(x.detach()), sparse(x.detach()), atol=1e-6)
+    recorded = sparse.weight.linear(x, sparse.bias, activation="gelu")
+    with torch.no_grad():
+        assert torch.allclose(recorded, sparse.weight.linear(x, sparse.bias, activation="gelu"), atol=1e-5)
+
+
+def test_autocast_and_compile():
+    sparse, x = layer(), torch.randn(20, 90)
+    with torch.no_grad():
+        with torch.autocast("cpu", torch.bfloat16):
+            y = sparse(x)
+        assert y.dtype == torch.bfloat16
+        assert torch.equal(y, copy.deepcopy(sparse).bfloat16()(x.bfloat16()))
+        compiled = torch.compile(sparse, backend="aot_eager")
+        assert torch.equal(compiled(x), sparse(x))
+
+
+def test_explain_names_the_kernel():
+    sparse, x = layer(), torch.randn(20, 90)
+    assert rarefy.explain(sparse, x)["kernel"].endswith("_linear_int8")
+    sparse.weight.dynamic = False
+    assert rarefy.explain(sparse, x)["kernel"].endswith("_linear_scaled")
+    narrow = layer("block:8x1@0.5:int8")
+    assert rarefy.explain(narrow, x)["kernel"] == "ref_linear"
+
+
+# Moving, copying, states ---------------------------------------------------------------------------
+
+
+def test_copies_moves_and_state():
+    sparse, x = layer(), torch.randn(20, 90)
+    assert list(sparse.weight.state_dict()) == ["values", "crow_indices", "col_indices", "scales"]
+    with torch.no_grad():
+        y = sparse(x)
+        for other in (copy.deepcopy(sparse), pickle.loads(pickle.dumps(sparse))):
+            assert torch.equal(other(x), y)
+        half = copy.deepcopy(sparse).bfloat16()
+        assert half.weight.x_dtype == torch.bfloat16 and half.weight.scales.dtype == torch.float32
+        assert torch.equal(half.weight.values, sparse.weight.values)
+        other = copy.deepcopy(sparse)
+        other.reset_parameters()
+        assert not torch.equal(other(x), y) and (other.weight.scales > 0).all()
+        other.load_state_dict(sparse.state_dict())
+        assert torch.equal(other(x), y)
+        with torch.device("meta"):
+            empty = nn.Linear(90, 70)
+        meta = copy.deepcopy(sparse).to("meta")
+        assert meta.weight.scales.is_meta and empty.weight.is_meta
+        back = meta.to_empty(device="cpu")
+        back.load_state_dict(sparse.state_dict())
+        assert torch.equal(back(x), y)
+    smaller = copy.deepcopy(sparse)
+    mask = sparse.weight.block_mask()
+    mask[0] = False
+    smaller.weight.change_pattern(rarefy.BsrPattern.from_mask(mask, shape=(70, 90), block_shape=(32, 1)))
+    assert torch.equal(smaller.weight.to_dense()[32:], sparse.weight.to_dense()[32:])
+    assert not smaller.weight.to_dense()[:32].any()
+
+
+def test_state_dicts_that_do_not_fit():
+    sparse = layer()
+    for key, tensor, kind, said in (
+        ("weight.scales", -torch.ones(70), ValueError, r"scales\[0\]=-1"),
+        ("weight.scales", torch.ones(69), ValueError, r"shape \(70,\)"),
+        ("weight.scales", torch.ones(70).double(), TypeError, "float32"),
+        ("weight.values", sparse.weight.values.float(), TypeError, "int8; got float32"),
+        ("weight.values", torch.full_like(sparse.weight.values, -128), ValueError, "-128|padding"),
+    ):
+        with pytest.raises(kind, match=said):
+            sparse.load_state_dict({**sparse.state_dict(), key: tensor})
+
+
+# Specs, the patcher, the report --------------------------------------------------------------------
+
+
+def test_specs():
+    assert Spec.parse("block:32x1@0.5:int8") == Int8Spec((32, 1), 0.5)
+    assert str(Spec.parse("block:32x32@0.25:w8")) == "block:32x32@0.25:w8"
+    assert Spec.parse({"block_shape": (32, 1), "density": 0.5, "int8": "w8"}) == Int8Spec((32, 1), 0.5, "w8")
+    for text in ("block:32x1:int8", "block:32x1@0.5:int4", "block:32x1@0.5:int8:bf16", "csr@0.5:int8"):
+        with pytest.raises(ValueError, match=r"^\[Spec.parse\] spec must look like .*; got "):
+            Spec.parse(text)
+    with pytest.raises(ValueError, match='int8 must be "int8" or "w8"'):
+        Spec.parse({"block_shape": (32, 1), "density": 0.5, "int8": True})
+
+
+def test_sparsify_reports_and_desparsifies():
+    model = Tiny().eval()
+    report = rarefy.sparsify(model, {FEED: "block:16x1@0.5:int8", "once": "block:4x4@0.5:w8"}, measure=False)
+    row = report["encoder.layer.0.intermediate.dense"]
+    assert (row.format, row.density) == ("block:16x1:int8", 0.5) and "block:16x1:int8" in str(report)
+    assert row.sparse_bytes == 32 * 16 // 2 + 4 * 32 + 4 * (16 + 3)
+    again = rarefy.sparsify(model, {FEED: "block:16x1@0.5:int8"}, measure=False)
+    assert "already block:16x1@0.5:int8" in again["encoder.layer.0.intermediate.dense"].reason
+    dense = model.encoder.layer[0].intermediate["dense"].weight.to_dense()
+    rarefy.desparsify(model)
+    assert torch.equal(model.encoder.layer[0].intermediate["dense"].weight, dense)
+
+
+# Files ---------------------------------------------------------------------------------------------
+
+
+def int8_tiny() -> Tiny:
+    model = Tiny().eval()
+    specs = {FEED: "block:16x1@0.5:int8", "once": "block:4x4@0.5:w8", "head": "block:16x2@0.5:bf16"}
+    rarefy.sparsify(model, specs, measure=False)
+    return model
+
+
+def test_file_round_trip_into_dense_sparse_and_meta_models(tmp_path):
+    model = int8_tiny()
+    rarefy.save_file(model, tmp_path / "m.safetensors")
+    tensors, metadata = read(tmp_path / "m.safetensors")
+    entry = json.loads(metadata["rarefy"])["modules"]["encoder.layer.1.intermediate.dense.weight"]
+    assert entry == {
+        "format": "int8", "shape": [32, 16], "block_shape": [16, 1], "nnzb": 16,
+        "dtype": "i8", "x_dtype": "f32", "activations": "int8",
+    }  # fmt: skip
+    assert tensors["encoder.layer.1.intermediate.dense.weight.scales"].shape == (32,)
+    dense, other = Tiny().eval(), Tiny().eval()
+    rarefy.sparsify(other, {FEED: "block:2x8@0.75", "once": "block:16x1@0.5:int8"}, measure=False)
+    with torch.device("meta"):
+        meta = Tiny().eval()
+    for skeleton in (dense, other, meta, int8_tiny()):
+        rarefy.load_file(skeleton, tmp_path / "m.safetensors")
+        assert_same_state(model, skeleton)
+        assert torch.equal(model(ids()), skeleton(ids()))
+        assert not skeleton.once.weight.dynamic
+    with pytest.raises(TypeError, match="must be bfloat16"):
+        rarefy.load_file(Tiny().eval().bfloat16(), tmp_path / "m.safetensors")
+
+
+def test_state_dicts_bring_their_format():
+    model = Tiny().eval()
+    rarefy.sparsify(model, {FEED: "block:16x1@0.5:int8"}, measure=False)
+    other = Tiny().eval()
+    rarefy.sparsify(other, {FEED: "block:16x1@0.5:int8"}, measure=False)
+    third = Tiny().eval()
+    rarefy.sparsify(third, {FEED: "block:2x8@0.75:bf16"}, measure=False)
+    for target in (other, Tiny().eval(), third):
+        rarefy.load_state_dict(target, model.state_dict())
+        assert_same_state(model, target)
+        weight = target.encoder.layer[0].output["dense"].weight
+        assert isinstance(weight, Int8Weight) and weight.x_dtype == torch.float32
+        assert torch.equal(model(ids()), target(ids()))
+
+
+LIES = {
+    "nnzb_wrong": ({"nnzb": 15}, "15 blocks"),
+    "dtype_wrong": ({"dtype": "f32"}, "i8"),
+    "x_dtype_f64": ({"x_dtype": "f64"}, "x_dtype must be"),
+    "activations_unknown": ({"activations": "int4"}, "activations"),
+    "activations_number": ({"activations": 8}, "activations"),
+    "format_bsr": ({"format": "bsr"}, "keys"),
+    "scales_negative": ({}, r"scales\[3\]=-1"),
+    "scales_nan": ({}, r"scales\[3\]=nan"),
+    "scales_zero": ({}, r"scales\[3\]=0"),
+    "scales_short": ({}, "scales must be of shape"),
+    "scales_double": ({}, "scales must be float32"),
+    "value_too_low": ({}, r"values\[2, 1, 0\]=-128"),
+}
+
+
+def lie(tensors, name, weight="encoder.layer.1.intermediate.dense.weight"):
+    scales = tensors[f"{weight}.scales"]
+    if name in ("scales_negative", "scales_nan", "scales_zero"):
+        scales[3] = {"scales_negative": -1.0, "scales_nan": torch.nan, "scales_zero": 0.0}[name]
+    if name == "scales_short":
+        tensors[f"{weight}.scales"] = scales[1:].clone()
+    if name == "scales_double":
+        tensors[f"{weight}.scales"] = scales.double()
+    if name == "value_too_low":
+        tensors[f"{weight}.values"][2, 1, 0] = -128
+
+
+@pytest.mark.parametrize("name", LIES)
+def test_lies_in_files_are_named(tmp_path, name, command):  # noqa: F811
+    from safetensors.torch import save_file as save_tensors
+
+    change, said = LIES[name]
+    model = int8_tiny()
+    rarefy.save_file(model, tmp_path / "m.safetensors")
+    command("verify", tmp_path / "m.safetensors")
+    tensors, metadata = read(tmp_path / "m.safetensors")
+    root = json.loads(metadata["rarefy"])
+    root["modules"]["encoder.layer.1.intermediate.dense.weight"].update(change)
+    lie(tensors, name)
+    save_tensors(tensors, tmp_path / "m.safetensors", metadata | {"rarefy": json.dumps(root)})
+    with pytest.raises((ValueError, TypeError), match=rf"^\[load_file\] (?s:.*)({said})"):
+        rarefy.load_file(model, tmp_path / "m.safetensors")
+    with pytest.raises(AssertionError):
+        command("verify", tmp_path / "m.safetensors")
+
+
+# Bad input -----------------------------------------------------------------------------------------
+
+
+def test_bad_arguments_are_named():
+    values, index = torch.ones(2, 16, 1, dtype=torch.int8), (torch.tensor([0, 2]), torch.tensor([0, 1]))
+
+    def make(values=values, scales=None, **options):
+        scales = torch.ones(16) if scales is None else scales
+        return Int8Weight(values, scales, *index, **{"shape": (16, 2), "block_shape": (16, 1)} | options)
+
+    assert make().linear(torch.ones(3, 2)).shape == (3, 16)
+    low = values.clone()
+    low[1, 2, 0] = -128
+    wrong = torch.ones(16)
+    cases = [
+        (lambda: make(values.float()), TypeError, "values must be int8; got float32"),
+        (lambda: make(low), ValueError, "values must be in [-127, 127]; got values[1, 2, 0]=-128"),
+        (
+            lambda: make(scales=torch.ones(15)),
+            ValueError,
+            "scales must be of shape (16,), one for each row; got (15,)",
+        ),
+        (lambda: make(scales=torch.ones(16, 1)), ValueError, "scales must be of shape (16,)"),
+        (lambda: make(scales=torch.ones(16).half()), TypeError, "scales must be float32; got float16"),
+        (lambda: make(scales=[1.0]), TypeError, "scales must be a torch.Tensor"),
+        (lambda: make(x_dtype=torch.float64), TypeError, "x_dtype must be float32, bfloat16 or float16"),
+    ]
+    for number in (0.0, -2.0, torch.nan, torch.inf):
+        scales = wrong.clone()
+        scales[7] = number
+        cases.append((lambda s=scales: make(scales=s), ValueError, f"scales[7]={scales[7].item()}"))
+    dense = torch.ones(20, 4)
+    dense[17, 3] = torch.nan
+    from_dense = Int8Weight.from_dense
+    cases += [
+        (lambda: from_dense(dense, block_shape=(16, 1)), ValueError, "finite; got W[17, 3]=nan"),
+        (
+            lambda: from_dense(dense.double(), block_shape=(16, 1)),
+            TypeError,
+            "must be float32, bfloat16 or float16",
+        ),
+        (lambda: make().stored_as(torch.bfloat16), TypeError, "dtype must be int8"),
+        (lambda: make().linear(torch.ones(3, 2).double()), TypeError, "x must be f32, bf16 or f16"),
+        (lambda: make().linear(torch.ones(3, 5)), ValueError, "in_features=2"),
+    ]
+    x, plan = torch.ones(1, 2), make().plan
+
+    def op(values=values, scales=wrong, **options):
+        return ops.int8_linear(x, values, scales, plan, None, 16, 2, **options)
+
+    cases += [
+        (lambda: op(values.float()), TypeError, "values must be int8"),
+        (lambda: op(scales=wrong[1:]), ValueError, "scales must be contiguous, with out_features=16"),
+        (lambda: op(scales=wrong.half()), TypeError, "scales must be float32"),
+        (lambda: op(activation="tanh"), ValueError, "activation"),
+    ]
+    for call, kind, said in cases:
+        with pytest.raises(kind) as caught:
+            call()
+        assert said in str(caught.value), str(caught.value)
+
+
+def test_opcheck():
+    weight, x = layer().weight, torch.randn(6, 90, requires_grad=True)
+    bias = torch.randn(70, requires_grad=True)
+    args = (x, weight.values, weight.scales, weight.plan, bias, 70, 90, False)
+    torch.library.opcheck(torch.ops.rarefy.int8_linear, args)
+    dy = torch.randn(6, 70, requires_grad=True)
+    torch.library.opcheck(
+        torch.ops.rarefy.int8_grad_input, (dy, weight.values, weight.scales, weight.plan, 70, 90)
+    )
