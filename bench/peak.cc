@@ -1,5 +1,6 @@
-// Prints what this machine's cores reach in float32 fused multiply-adds: the roof over every product.
-//   usage: rarefy_peak [threads] [seconds]   →   {"isa": "avx512", "threads": 2, "gflops": 512.3}
+// Prints what this machine's cores reach in float32 fused multiply-adds: the roof over every product. Or in
+// int8 with sums in int32: tdpbssd on AMX, else vpdpbusd.
+//   usage: rarefy_peak [threads] [seconds] [f32|int8]   →   {"isa": "avx512", "threads": 2, "gflops": 512.3}
 // Each thread runs independent chains in registers, long enough to hide the latency; the best of
 // several short runs counts, so that what other processes take away is left out.
 #include <algorithm>
@@ -7,11 +8,17 @@
 #include <chrono>
 #include <cstdio>
 #include <cstdlib>
+#include <cstring>
 #include <thread>
 #include <vector>
 
 #if defined(__x86_64__)
 #include <immintrin.h>
+#endif
+#if defined(__linux__) && defined(__x86_64__)
+#include <cpuid.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 #endif
 
 namespace {
@@ -61,7 +68,56 @@ __attribute__((target("avx512f"))) float run_avx512() {
   for (int c = 1; c < kChains; ++c) sum[0] = _mm512_add_ps(sum[0], sum[c]);
   return _mm512_cvtss_f32(sum[0]);
 }
+
+__attribute__((target("avx512f,avx512vnni"))) float run_vnni() {
+  __m512i sum[kChains];
+  const __m512i a = _mm512_set1_epi8(3), b = _mm512_set1_epi8(-1);
+  for (__m512i& s : sum) s = a;
+  for (int i = 0; i < kSteps; ++i) {
+#pragma GCC unroll 12
+    for (__m512i& s : sum) s = _mm512_dpbusd_epi32(s, a, b);
+  }
+  for (int c = 1; c < kChains; ++c) sum[0] = _mm512_add_epi32(sum[0], sum[c]);
+  return static_cast<float>(_mm512_reduce_add_epi32(sum[0]));
+}
+
+// Four tiles of sums, as the kernels have.
+__attribute__((target("amx-tile,amx-int8"))) float run_amx() {
+  struct alignas(64) {
+    unsigned char palette = 1, start_row = 0, reserved[14] = {};
+    unsigned short bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
+    unsigned char rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
+  } config;
+  __asm__ volatile("ldtilecfg %0" ::"m"(config));
+  for (int i = 0; i < kSteps; ++i) {
+    __asm__ volatile(
+        "tdpbssd %tmm6, %tmm4, %tmm0\n\ttdpbssd %tmm7, %tmm4, %tmm1\n\t"
+        "tdpbssd %tmm6, %tmm5, %tmm2\n\ttdpbssd %tmm7, %tmm5, %tmm3");
+  }
+  __asm__ volatile("tilerelease");
+  return 0;
+}
+
+bool has_amx_int8() {
+#if defined(__linux__)
+  constexpr long kRequestPermission = 0x1023, kTileData = 18;  // as in src/cpu/cpuid.cc
+  unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
+  return __get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx) != 0 && (edx & (1U << 25)) != 0 &&
+         ::syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+#else
+  return false;
 #endif
+}
+#endif
+
+Isa best_int8() {
+#if defined(__x86_64__)
+  __builtin_cpu_init();
+  if (has_amx_int8()) return {"amx_int8", 4.0 * 2 * 16 * 16 * 64 * kSteps, run_amx};
+  if (__builtin_cpu_supports("avx512vnni")) return {"avx512_vnni", 64 * 2.0 * kChains * kSteps, run_vnni};
+#endif
+  return {"none", 0, run_scalar};
+}
 
 Isa best_isa() {
   constexpr double per_lane = 2.0 * kChains * kSteps;
@@ -93,11 +149,13 @@ double best_run(const Isa& isa, double seconds) {
 int main(int argc, char** argv) {
   const int threads = argc > 1 ? std::atoi(argv[1]) : 1;
   const double seconds = argc > 2 ? std::atof(argv[2]) : 0.05;
-  if (threads < 1 || threads > 4096 || !(seconds > 0)) {
-    std::fprintf(stderr, "usage: rarefy_peak [threads] [seconds]\n");
+  const char* dtype = argc > 3 ? argv[3] : "f32";
+  const bool int8 = std::strcmp(dtype, "int8") == 0;
+  if (threads < 1 || threads > 4096 || !(seconds > 0) || (!int8 && std::strcmp(dtype, "f32") != 0)) {
+    std::fprintf(stderr, "usage: rarefy_peak [threads] [seconds] [f32|int8]\n");
     return 2;
   }
-  const Isa isa = best_isa();
+  const Isa isa = int8 ? best_int8() : best_isa();
   std::vector<double> best(static_cast<std::size_t>(threads));
   std::atomic<int> waiting{threads};  // all start together, so that clock rates drop as they will
   std::vector<std::thread> workers;
