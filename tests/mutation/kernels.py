@@ -13,22 +13,40 @@ GROUPS = [
         "src/ref/linear.cc",
         ("cpp:ReferenceTest.*:ProductsOfInt8Test.*:*ProductsTest.EveryBlockShape*", ALL),
         [
-            ("if (bias != nullptr) sum += load(bias + n);", ""),
-            ("if (bias != nullptr) sum += load(bias + n);", "if (bias != nullptr) sum -= load(bias + n);"),
-            ("(n % shape.block_rows) * shape.block_cols", "(n % shape.block_rows) * shape.block_rows"),
-            ("const std::int64_t i = n / shape.block_rows;", "const std::int64_t i = n / shape.block_cols;"),
+            (
+                "          }\n        }\n        if (bias != nullptr) sum += load(bias + n);\n",
+                "          }\n        }\n",
+            ),
+            (
+                "          }\n        }\n        if (bias != nullptr) sum += load(bias + n);",
+                "          }\n        }\n        if (bias != nullptr) sum -= load(bias + n);",
+            ),
+            (
+                "const W* w = values + e * shape.block_size() + (n % shape.block_rows) * shape.block_cols;",
+                "const W* w = values + e * shape.block_size() + (n % shape.block_rows) * shape.block_rows;",
+            ),
+            (
+                "Out* y = static_cast<Out*>(call.out.data) + m * call.out.row_stride;\n      for (std::int64_t n = 0; n < shape.rows; ++n) {\n        const std::int64_t i = n / shape.block_rows;",
+                "Out* y = static_cast<Out*>(call.out.data) + m * call.out.row_stride;\n      for (std::int64_t n = 0; n < shape.rows; ++n) {\n        const std::int64_t i = n / shape.block_cols;",
+            ),
             ("const std::int64_t j = k / shape.block_cols;", "const std::int64_t j = k / shape.block_rows;"),
-            ("c < std::min(shape.block_cols, shape.cols - k0)", "c < shape.block_cols"),
+            (
+                "c < std::min(shape.block_cols, shape.cols - k0); ++c) {\n            sum += load(x",
+                "c < shape.block_cols; ++c) {\n            sum += load(x",
+            ),
             ("r < std::min(shape.block_rows, shape.rows - n0)", "r < shape.block_rows"),
             ("plan.perm[e] * shape.block_size() + k", "e * shape.block_size() + k"),
             ("if (n < shape.rows && k < shape.cols) {", "if (n < shape.rows) {"),
             ("if (n < shape.rows && k < shape.cols) {", "if (k < shape.cols) {"),
-            ("ref::activate(call.activation, sum)", "sum"),
+            (
+                "          }\n        }\n        if (bias != nullptr) sum += load(bias + n);\n        store(y + n * call.out.col_stride, ref::activate(call.activation, sum));",
+                "          }\n        }\n        if (bias != nullptr) sum += load(bias + n);\n        store(y + n * call.out.col_stride, sum);",
+            ),
             ("load(x + (k0 + c) * call.x.col_stride)", "load(x + k0 + c)"),
             ("load(dy + (n0 + r) * call.dy.col_stride)", "load(dy + n0 + r)"),
             (
-                "static_cast<const In*>(call.x.data) + m * call.x.row_stride;",
-                "static_cast<const In*>(call.x.data) + m * call.x.cols;",
+                "m * call.x.row_stride;\n      Out* y",
+                "m * call.x.cols;\n      Out* y",
             ),
             (
                 "Out* dx = static_cast<Out*>(call.out.data) + m * call.out.row_stride;",
@@ -61,8 +79,8 @@ GROUPS = [
                 {"alive": "a NaN passes on to a conversion, but x is a factor of every result"},
             ),
             (
-                "1.44269504F",
-                "1.4426F",
+                "set1(1.44269504F)",
+                "set1(1.4426F)",
                 {"alive": "n may be off by one near a half: r grows by 10⁻⁵, and the series bears it"},
             ),
             ("r = I::fma(n, I::set1(-1.42860677e-6F), r);", ""),
