@@ -79,7 +79,15 @@ def plain() -> bool:
 
 def eager() -> bool:
     """The same, and nothing writes down what is called: no mode of the dispatcher, no torch.jit.trace."""
-    return plain() and not _dispatch_modes() and _tracing_state() is None
+    return (  # not by way of plain(), which takes 0.1 µs
+        not is_dynamo_compiling()
+        and autograd_kernels
+        and forward_ad._current_level < 0
+        and not _in_torch_func()
+        and not _in_autocast()
+        and not _dispatch_modes()
+        and _tracing_state() is None
+    )
 
 
 def in_autocast() -> bool:
@@ -122,9 +130,14 @@ def below_autograd(op: Any) -> Callable[..., Any]:
     return below
 
 
+def bare(op: Any) -> Callable[..., Any]:
+    """An op without the Python around it."""
+    return getattr(op, "_op", op)
+
+
 def eager_call(op: Any) -> Callable[..., Any]:
     """How a call that meets nothing and is not recorded enters an op that has no autograd kernel."""
-    call = getattr(op, "_op", op)  # without the Python around it; below_autograd takes 0.7 µs more
+    call = bare(op)  # below_autograd takes 0.7 µs more
 
     def eagerly(*args: Any) -> Any:
         try:

@@ -20,7 +20,7 @@ from .feed_forward import bsr_feed_forward as bsr_feed_forward
 from .int8_ops import int8_linear as int8_linear
 from .op_rules import autocast_to, fake_rows_like
 
-_PLAIN = (Tensor, Parameter)  # not the subclasses, which may have a say in what an op does
+PLAIN = (Tensor, Parameter)  # not the subclasses, which may have a say in what an op does
 
 _plan = _load.op("bsr_plan")
 
@@ -64,21 +64,27 @@ def bsr_linear(
         name = check_activation("bsr_linear", activation)
         return linear(x, values, plan, bias, out_features, in_features, *(derived or (None, None, 0)), name)
     if (
-        type(x) not in _PLAIN
-        or type(values) not in _PLAIN
-        or not (bias is None or type(bias) in _PLAIN)
+        type(x) not in PLAIN
+        or type(values) not in PLAIN
+        or not (bias is None or type(bias) in PLAIN)
         or not _torch_private.eager()
     ):
         if not isinstance(x, Tensor) and x is not None:  # torch would say RuntimeError of it
             fail("bsr_linear", "x must be a tensor", type(x).__name__, TypeError)
         return linear(x, values, plan, bias, out_features, in_features, *derived)
-    # The same as by the dispatcher, where Python kernels cost three times as much as the product of a
-    # small layer.
-    call = (plan, out_features, in_features, *derived)
+    return eager_linear(x, values, bias, (plan, out_features, in_features, *derived))
+
+
+def eager_linear(x: Tensor, values: Tensor, bias: Tensor | None, call: tuple) -> Tensor:
+    """bsr_linear for those who know: tensors, not of subclasses, and ``_torch_private.eager()``.
+
+    The same as by the dispatcher, where Python kernels cost three times as much as the product of a small
+    layer. `call` is the plan, out_features, in_features, and what is derived.
+    """
     if torch.is_grad_enabled() and (
         x.requires_grad or values.requires_grad or (bias is not None and bias.requires_grad)
     ):
-        return derivatives.EagerLinear.apply(x, values, bias, call)
+        return derivatives.record_linear(x, values, bias, call)
     return derivatives.run_eagerly(x, values, bias, call)
 
 

@@ -9,9 +9,12 @@ namespace rarefy::cpu {
 template <class I>
 using Vec = typename I::Vec;
 
+// Static, all of them: units of several instruction sets use one trait, and of weak twins the linker would
+// keep any, AVX-512's of those that were compiled with AMX.
+
 // c[0] + c[1] x + …
 template <class I, int N>
-Vec<I> polynomial(const float (&c)[N], Vec<I> x) {
+static Vec<I> polynomial(const float (&c)[N], Vec<I> x) {
   Vec<I> sum = I::set1(c[N - 1]);
   for (int i = N - 2; i >= 0; --i) sum = I::fma(sum, x, I::set1(c[i]));
   return sum;
@@ -19,7 +22,7 @@ Vec<I> polynomial(const float (&c)[N], Vec<I> x) {
 
 // eˣ = 2ⁿ eʳ, |r| ≤ ln 2 / 2, with the Taylor series to r⁷ (the next term is 5e-9).
 template <class I>
-Vec<I> exp(Vec<I> x) {
+static Vec<I> exp(Vec<I> x) {
   static constexpr float kTaylor[] = {1.0F,      1.0F,       1.0F / 2,   1.0F / 6,
                                       1.0F / 24, 1.0F / 120, 1.0F / 720, 1.0F / 5040};
   // 89 overflows to infinity. NaN becomes 89, as n must convert to an integer; callers multiply by x.
@@ -32,14 +35,14 @@ Vec<I> exp(Vec<I> x) {
 
 // x / (1 + e⁻ᶻ)
 template <class I>
-Vec<I> times_sigmoid(Vec<I> x, Vec<I> z) {
+static Vec<I> times_sigmoid(Vec<I> x, Vec<I> z) {
   return I::div(x, I::add(I::set1(1.0F), exp<I>(I::mul(z, I::set1(-1.0F)))));
 }
 
 // x Φ(x), Φ(-|x|) = e^(-z²) t p(t) with z = |x| / √2, t = 1 / (1 + 0.4 z): p is a least-squares fit
 // of erfc (relative error 6e-9), so the left tail keeps its relative accuracy, unlike 1 + erf.
 template <class I>
-Vec<I> gelu_erf(Vec<I> x) {
+static Vec<I> gelu_erf(Vec<I> x) {
   static constexpr float kFit[] = {0.112837918F,  0.112837851F,  0.103808075F,   0.0858598128F,
                                    0.0595509149F, 0.041819334F,  -0.0231826007F, 0.0684558824F,
                                    -0.11751648F,  0.0701171532F, -0.014587868F};
@@ -55,14 +58,14 @@ Vec<I> gelu_erf(Vec<I> x) {
 
 // 0.5 x (1 + tanh u) = x / (1 + e^(-2u)), u = √(2/π) (x + 0.044715 x³): Hendrycks & Gimpel 2016.
 template <class I>
-Vec<I> gelu_tanh(Vec<I> x) {
+static Vec<I> gelu_tanh(Vec<I> x) {
   const Vec<I> cube = I::mul(I::mul(x, x), x);
   const Vec<I> inner = I::fma(cube, I::set1(0.044715F), x);
   return times_sigmoid<I>(x, I::mul(inner, I::set1(1.59576912F)));
 }
 
 template <class I>
-Vec<I> activate(Activation activation, Vec<I> x) {
+static Vec<I> activate(Activation activation, Vec<I> x) {
   static_assert(kActivations == 5);
   switch (activation) {
     case Activation::none: return x;
@@ -79,21 +82,21 @@ Vec<I> activate(Activation activation, Vec<I> x) {
 
 // 2ˣ, whatever x is: 2^⌊x⌋ times a minimax cubic of the rest (7.5e-5).
 template <class I>
-Vec<I> exp2_bf16(Vec<I> x) {
+static Vec<I> exp2_bf16(Vec<I> x) {
   static constexpr float kFit[] = {0.999925222F, 0.69583341F, 0.226067571F, 0.078024246F};
   return I::scale_floor(polynomial<I>(kFit, I::fraction(x)), x);
 }
 
 // x / (1 + 2ᶻ)
 template <class I>
-Vec<I> over_exp2_bf16(Vec<I> x, Vec<I> z) {
+static Vec<I> over_exp2_bf16(Vec<I> x, Vec<I> z) {
   return I::mul(x, I::reciprocal(I::add(I::set1(1.0F), exp2_bf16<I>(z))));
 }
 
 // Φ(-|x|) = 2^p(|x|): p is a minimax fit of the logarithm (1.6e-4 of Φ up to 13, a fiftieth of that weight
 // from there to 14.75, whose 2⁻¹⁶² is 0).
 template <class I>
-Vec<I> gelu_erf_bf16(Vec<I> x) {
+static Vec<I> gelu_erf_bf16(Vec<I> x) {
   static constexpr float kFit[] = {-1.00023055F,    -1.14852464F,     -0.463701904F,
                                    -0.0501821153F,  0.00721621839F,   -0.000708352949F,
                                    4.41599113e-05F, -1.56213821e-06F, 2.37562254e-08F};
@@ -103,13 +106,13 @@ Vec<I> gelu_erf_bf16(Vec<I> x) {
 
 // The exponent of gelu_tanh, times -log₂ e.
 template <class I>
-Vec<I> gelu_tanh_bf16(Vec<I> x) {
+static Vec<I> gelu_tanh_bf16(Vec<I> x) {
   const Vec<I> slope = I::fma(I::mul(x, x), I::set1(-0.102943242F), I::set1(-2.30220819F));
   return over_exp2_bf16<I>(x, I::mul(x, slope));
 }
 
 template <class I>
-Vec<I> activate_bf16(Activation activation, Vec<I> x) {
+static Vec<I> activate_bf16(Activation activation, Vec<I> x) {
   static_assert(kActivations == 5);
   switch (activation) {
     case Activation::none:

@@ -252,6 +252,30 @@ TEST(SelectTest, SkewedPatternsStayWithinTheWorkspace) {
   }
 }
 
+// A row of several parts whose last entries lie in the first tiles: later tiles have nothing to add to it.
+TEST(SelectTest, LongRowsMayEndBeforeTheLastTile) {
+  const BsrShape shape{8, 3000, 4, 1, 0};
+  std::vector<std::int32_t> crow{0, 1500, 4500}, col(4500);
+  for (int i = 0; i < 4500; ++i) col[i] = i < 1500 ? i : i - 1500;
+  Problem problem = make_problem({33, 8, 3000, 4, 1, 1.0, DType::f32, true, 2});
+  problem.pattern = *Pattern::create(shape, crow, col);
+  problem.values.resize(static_cast<std::size_t>(problem.pattern.shape().value_count()));
+  const std::vector<std::byte> want = run_forced(problem, kernel_named("ref_linear"), {}, {});
+  for (const char* name : {"avx512_linear", "avx2_linear", "neon_linear", "scalar_linear"}) {
+    if (find_kernel(name) == nullptr) continue;
+    const Kernel& kernel = kernel_named(name);
+    const rarefy::Problem asked =
+        make_problem(Op::linear, problem.pattern.shape(), 33, DType::f32, Device::cpu, 1);
+    if (!kernel.supports(asked, cpu_machine()).empty()) continue;
+    const Config base = kernel.configure(asked, cpu_machine());
+    for (const char* text : {"scatter=0 tile_blocks=100 panels=1", "scatter=0 tile_blocks=700 panels=2",
+                             "scatter=1 tile_blocks=100 panels=1"}) {
+      EXPECT_EQ(run_forced(problem, kernel, *parse_config(kernel, base, text), {}), want)
+          << name << ' ' << text;
+    }
+  }
+}
+
 TEST(SelectTest, ConfigurationsOutOfRangeAreRefused) {
   const Problem problem = make_problem({9, 8, 8, 4, 4, 1.0, DType::f32, true, 0});
   const Kernel& kernel = kernel_named("scalar_linear");
