@@ -18,6 +18,7 @@ from torch.nn import functional
 from torch.utils._pytree import tree_map_only
 
 from . import _torch_private, ops
+from ._torch_private import PLAIN
 from .activations import NONE
 from .checks import fail
 from .pattern_weight import PatternWeight
@@ -25,7 +26,6 @@ from .pattern_weight import PatternWeight
 # Blocks of fewer rows, and fewer tokens, gain nothing: their kernels go layer by layer. Below so many
 # products of the dense layer, to wait costs what it saves, some microseconds.
 _ROWS, _TOKENS, _WORK = 4, 5, 1 << 19
-_PLAIN = (torch.Tensor, nn.Parameter)
 _STORED = (torch.bfloat16, torch.float16)
 
 
@@ -127,7 +127,7 @@ def _version(tensor: torch.Tensor) -> int:
 
 def may_wait(layer: nn.Module, x: torch.Tensor) -> bool:
     """Whether a marked layer's product with x can wait for what follows: nothing sees or records it."""
-    if torch.compiler.is_compiling() or type(x) not in _PLAIN or torch.jit.is_tracing():
+    if torch.compiler.is_compiling() or type(x) not in PLAIN or torch.jit.is_tracing():
         return False
     if x.is_nested or x.layout is not torch.strided:
         return False
@@ -187,7 +187,7 @@ _WAITS = (
 
 
 def _fits(weight: Any) -> bool:
-    plain = isinstance(weight, PatternWeight) and type(weight._parameters.get("values")) in _PLAIN
+    plain = isinstance(weight, PatternWeight) and type(weight._parameters.get("values")) in PLAIN
     return plain and weight.block_shape[0] >= _ROWS
 
 

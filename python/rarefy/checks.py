@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import difflib
 import math
 import numbers
+from collections.abc import Collection
 from typing import Any, NoReturn
 
 import torch
@@ -114,3 +116,11 @@ def first_position(bad: torch.Tensor) -> tuple[int, ...]:
         flat, at = divmod(flat, size)
         position.append(at)
     return tuple(reversed(position))
+
+
+def check_known(op: str, what: str, name: object, known: Collection[str], got: object = None) -> None:
+    """Raises ValueError, with the near names, unless `name`, which came as `got`, is a known one."""
+    if not isinstance(name, str) or name not in known:
+        near = difflib.get_close_matches(str(name), known, n=3, cutoff=0.3) or known
+        got = name if got is None else got
+        fail(op, f"{what} must be a known one", f"{got!r}; near names: {', '.join(near)}")

@@ -23,18 +23,14 @@ from .activations import NONE, activate
 
 linear, grad_input, grad_weight = map(_load.op, ("bsr_linear", "bsr_grad_input", "bsr_grad_weight"))
 run_linear, run_grad_input, run_grad_weight = map(below_autograd, (linear, grad_input, grad_weight))
-run_backward = eager_call(_load.op("_bsr_linear_backward"))
-_run_alone = _torch_private.bare(_load.op("_bsr_linear"))
+run_alone, run_backward = map(eager_call, map(_load.op, ("_bsr_linear", "_bsr_linear_backward")))
 
 
 def run_eagerly(x: Tensor, values: Tensor, bias: Tensor | None, call: tuple) -> Tensor:
     """The product of an eager call below autograd; `call`: the plan, both sizes, and what is derived."""
     if len(call) > 3:
         return run_linear(x, values, call[0], bias, *call[1:])
-    try:
-        return _run_alone(x, values, call[0], bias, call[1], call[2])
-    except IndexError as error:  # as in _torch_private.rename_type_errors
-        raise TypeError(*error.args) from None
+    return run_alone(x, values, call[0], bias, call[1], call[2])
 
 
 def _save(ctx: Any, first: Tensor, second: Tensor, plan: Tensor) -> None:

@@ -13,10 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from . import _load
-from ._torch_private import in_autocast
+from ._torch_private import PLAIN, in_autocast
 
 Derived = tuple[Tensor | None, Tensor | None, int]  # prepared, packed, key: the last arguments of a product
-_PLAIN = (Tensor, nn.Parameter)  # not the subclasses, which may hold no data
 
 _sizes, _prepare, _pack = map(_load.op, ("bsr_derived_sizes", "bsr_prepare", "bsr_pack"))
 
@@ -109,7 +108,7 @@ class HoldsDerived:
 
         Nothing where they want nothing. Made when it is first asked for; see derived.py.
         """
-        tracing = type(x) not in _PLAIN or torch.compiler.is_compiling()
+        tracing = type(x) not in PLAIN or torch.compiler.is_compiling()
         if tracing and not isinstance(x, torch.Tensor):
             return ()  # the op says what is wrong
         dtype = dtype_of_product(x) if in_autocast() else x.dtype

@@ -112,16 +112,6 @@ class Int8Weight(PatternWeight):
     def dynamic(self, value: bool) -> None:
         self._dynamic, self._kept = bool(value), {}
 
-    @staticmethod
-    def values_shape(pattern: BsrPattern) -> tuple[int, ...]:
-        """(nnzb, R, C)."""
-        return (pattern.nnzb, *pattern.block_shape)
-
-    @staticmethod
-    def blocks(values: torch.Tensor) -> torch.Tensor:
-        """The values themselves."""
-        return values
-
     # -- construction ---------------------------------------------------------------------------
 
     @classmethod

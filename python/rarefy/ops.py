@@ -10,7 +10,6 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 
 from . import _load, _torch_private, derivatives
 from .activations import NONE, check_activation
@@ -19,8 +18,6 @@ from .derivatives import grad_input, grad_weight, linear
 from .feed_forward import bsr_feed_forward as bsr_feed_forward
 from .int8_ops import int8_linear as int8_linear
 from .op_rules import autocast_to, fake_rows_like
-
-PLAIN = (Tensor, Parameter)  # not the subclasses, which may have a say in what an op does
 
 _plan = _load.op("bsr_plan")
 
@@ -64,9 +61,9 @@ def bsr_linear(
         name = check_activation("bsr_linear", activation)
         return linear(x, values, plan, bias, out_features, in_features, *(derived or (None, None, 0)), name)
     if (
-        type(x) not in PLAIN
-        or type(values) not in PLAIN
-        or not (bias is None or type(bias) in PLAIN)
+        type(x) not in _torch_private.PLAIN
+        or type(values) not in _torch_private.PLAIN
+        or not (bias is None or type(bias) in _torch_private.PLAIN)
         or not _torch_private.eager()
     ):
         if not isinstance(x, Tensor) and x is not None:  # torch would say RuntimeError of it

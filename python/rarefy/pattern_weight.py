@@ -13,7 +13,7 @@ from torch.compiler import is_compiling
 from torch.optim import Optimizer
 
 from . import ops
-from ._torch_private import eager
+from ._torch_private import PLAIN, eager
 from .activations import activate
 from .checks import check_dtype, check_tensor, fail
 from .derived import HoldsDerived, Kept, reads_itself
@@ -107,17 +107,17 @@ class PatternWeight(HoldsDerived, SparseWeight):
             fail(op, "values must be contiguous", f"strides {values.stride()}")
         check_padding(op, values, pattern)
 
-    # -- to be defined by a format --------------------------------------------------------------
+    # -- what values are: blocks, unless a format says otherwise ------------------------------------
 
     @staticmethod
     def values_shape(pattern: BsrPattern) -> tuple[int, ...]:
-        """The shape of `values` on a pattern."""
-        raise NotImplementedError
+        """The shape of `values` on a pattern: (nnzb, R, C)."""
+        return (pattern.nnzb, *pattern.block_shape)
 
     @staticmethod
     def blocks(values: torch.Tensor) -> torch.Tensor:
         """`values` as (nnzb, R, C), a view."""
-        raise NotImplementedError
+        return values
 
     # -- properties -----------------------------------------------------------------------------
 
@@ -178,9 +178,9 @@ class PatternWeight(HoldsDerived, SparseWeight):
             kept is not None
             and not kept.key
             and activation is None
-            and type(x) in ops.PLAIN
+            and type(x) in PLAIN
             and type(values) is nn.Parameter
-            and (bias is None or (type(bias) in ops.PLAIN and bias.is_contiguous()))
+            and (bias is None or (type(bias) in PLAIN and bias.is_contiguous()))
             and eager()
             and self.x_dtype is None
             and not x.is_nested

@@ -67,16 +67,6 @@ class BsrWeight(PatternWeight):
         self._check_values(op, values, pattern)
         self._init(values, pattern, x_dtype)
 
-    @staticmethod
-    def values_shape(pattern: BsrPattern) -> tuple[int, ...]:
-        """(nnzb, R, C)."""
-        return (pattern.nnzb, *pattern.block_shape)
-
-    @staticmethod
-    def blocks(values: torch.Tensor) -> torch.Tensor:
-        """The values themselves."""
-        return values
-
     # -- construction ---------------------------------------------------------------------------
 
     @classmethod

@@ -1,4 +1,4 @@
-// Size arithmetic that says when it overflows.
+// Size arithmetic: products and sums that say when they overflow, quotients that count what is begun.
 #pragma once
 
 #include <cstdint>
@@ -17,5 +17,7 @@ inline std::optional<std::int64_t> checked_add(std::int64_t a, std::int64_t b) {
   if (__builtin_add_overflow(a, b, &sum)) return std::nullopt;
   return sum;
 }
+
+constexpr std::int64_t ceil_div(std::int64_t a, std::int64_t b) { return a / b + (a % b != 0); }
 
 }  // namespace rarefy

@@ -3,6 +3,7 @@
 // its blocks are multiplied as they are stored, and added to the sums of their columns.
 #include <algorithm>
 
+#include "core/checked.h"
 #include "core/message.h"
 #include "cpu/drivers.h"
 #include "cpu/linear_pairs.h"
@@ -12,8 +13,6 @@ namespace rarefy::cpu {
 namespace {
 
 constexpr std::int64_t kMostSpread = 8;  // panels that share a block row's weights in L1
-
-std::int64_t ceil_div(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
 
 // Columns of one range, in whole tiles of what is stored.
 std::int64_t columns_of_range(const Problem& p, const SpreadBlocking& b) {

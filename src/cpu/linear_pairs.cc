@@ -74,34 +74,14 @@ void run_task(const PairsWeight& w, const Call& call, const Parts& parts, std::i
   w.kernels.leave();
 }
 
-// Cycles, measured (docs/design/cpu_kernels.md): packing and storing an element, and a byte of W out of L3.
-constexpr double kPack = 0.3, kStore = 0.35, kWeightByte = 0.1;
-constexpr std::int64_t kMostSet = 16;
-
 // Tokens from which packing the weight in the call pays: half a nanosecond an element, against 0.008 saved a
 // token on Zen 4 and 0.013 on AMX.
 constexpr std::int64_t kPackingTokens = 64;
 
-template <class F>
-void for_each_blocking(const PairKernels& kernels, const Problem& p, const Machine& machine, F&& visit) {
+PanelWork work_of(const PairKernels& kernels, const Problem& p) {
   const PairsShape s(kernels, p);
-  const double tiles = s.tiles();
-  const auto out = static_cast<double>(s.out_features());
-  const std::int64_t all = std::max<std::int64_t>(1, ceil_div(p.tokens, kPanelTokens));
-  const std::int64_t fit = panel_floats(machine) * 2 / s.panel_size();
-  const std::int64_t most = std::clamp<std::int64_t>(fit, 1, std::min(all, kMostSet));
-  for (std::int64_t panels = 1; panels <= most; ++panels) {
-    const std::int64_t sets = ceil_div(all, panels);
-    const double pack = static_cast<double>(panels * s.panel_size()) * kPack;
-    const double work =
-        tiles * (static_cast<double>(panels) * kernels.tile_cycles + 2 * kTileSize * kWeightByte) +
-        out * static_cast<double>(panels * kPanelTokens) * kStore;
-    for (std::int64_t splits = 1; splits <= std::min<std::int64_t>(4 * p.threads, s.out_blocks); ++splits) {
-      const std::int64_t rounds = ceil_div(sets * splits, p.threads);
-      visit(PairsBlocking{panels, splits},
-            static_cast<double>(rounds) * (pack + work / static_cast<double>(splits)));
-    }
-  }
+  return {s.tiles(),      kernels.tile_cycles, static_cast<double>(s.panel_size()),
+          s.panel_size(), s.out_features(),    s.out_blocks};
 }
 
 }  // namespace
@@ -122,16 +102,12 @@ Reason supports_pairs(const PairKernels& kernels, const Problem& p) {
 }
 
 Config configure_pairs(const PairKernels& kernels, const Problem& problem, const Machine& machine) {
-  return to_config(
-      cheapest<PairsBlocking>([&](auto&& visit) { for_each_blocking(kernels, problem, machine, visit); }));
+  return configure_panels(work_of(kernels, problem), problem, machine);
 }
 
 std::vector<Config> pairs_candidates(const PairKernels& kernels, const Problem& problem,
                                      const Machine& machine) {
-  std::vector<Config> all;
-  for_each_blocking(kernels, problem, machine,
-                    [&](const PairsBlocking& b, double) { all.push_back(to_config(b)); });
-  return all;
+  return panel_candidates(work_of(kernels, problem), problem, machine);
 }
 
 std::int64_t pairs_workspace(const PairKernels& kernels, const Problem& problem, const Config& config) {
@@ -162,11 +138,7 @@ Status pack_pairs_weight(const PairKernels& kernels, const Call& call, void* pac
 Status run_pairs(const PairKernels& kernels, const Call& given) {
   const auto b = from_config<PairsBlocking>(given.config);
   const PairsShape s(kernels, given.problem);
-  if (b.panels < 1 || b.panels > 4096 || b.splits < 1 || b.splits > std::max<std::int64_t>(1, s.out_blocks)) {
-    return invalid(kernels.family,
-                   cat("panels and splits of the config must be in [1, 4096] and [1, ", s.out_blocks, ']'),
-                   cat(b.panels, " and ", b.splits));
-  }
+  if (Status status = check_panels(kernels.family, b, s.out_blocks); !status.ok()) return status;
   Call call = given;
   auto* memory = static_cast<char*>(call.workspace);
   if (call.derived.packed == nullptr) {
@@ -182,19 +154,15 @@ Status run_pairs(const PairKernels& kernels, const Call& given) {
   Room all(memory);
   PairsLayout::take_shared(all, s, shared);
   unpack_pairs_bias(call.bias, call.out.cols, s.out_features() + kGroup, shared.bias);
-  const std::int64_t tokens = b.panels * kPanelTokens;
-  const std::int64_t sets = ceil_div(call.problem.tokens, tokens);
   const PairsWeight weight(kernels, s, stored_of(call), call.derived);
-  call.executor.parallel_for(sets * b.splits, [&](std::int64_t t, int worker) {
-    const std::int64_t first = t / b.splits * tokens;
-    const std::int64_t part = t % b.splits;
-    const std::int32_t from = weight.begin_of(part, b.splits), to = weight.begin_of(part + 1, b.splits);
-    if (from == to) return;
-    Parts parts = shared;
-    Room own(memory + layout.shared + worker * layout.worker);
-    PairsLayout::take_worker(own, s, b, parts);
-    run_task(weight, call, parts, first, std::min(tokens, call.problem.tokens - first), from, to);
-  });
+  const auto bound = [&](std::int64_t part) { return weight.begin_of(part, b.splits); };
+  for_each_part(call, b, bound,
+                [&](int worker, std::int64_t first, std::int64_t tokens, std::int32_t from, std::int32_t to) {
+                  Parts parts = shared;
+                  Room own(memory + layout.shared + worker * layout.worker);
+                  PairsLayout::take_worker(own, s, b, parts);
+                  run_task(weight, call, parts, first, tokens, from, to);
+                });
   return {};
 }
 

@@ -4,15 +4,9 @@
 
 #include "core/registry.h"
 #include "cpu/pairs.h"
+#include "cpu/pairs_blocking.h"
 
 namespace rarefy::cpu {
-
-struct PairsBlocking {
-  std::int64_t panels = 1;  // of 32 tokens each, which meet a block row's weights while they are near
-  std::int64_t splits = 1;  // tasks over the output blocks of one such set
-  static constexpr std::string_view kFields[] = {"panels", "splits"};
-  bool operator==(const PairsBlocking&) const = default;
-};
 
 Reason supports_pairs(const PairKernels& kernels, const Problem& problem);
 Config configure_pairs(const PairKernels& kernels, const Problem& problem, const Machine& machine);

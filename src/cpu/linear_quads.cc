@@ -92,45 +92,25 @@ void run_task(const QuadsWeight& w, const Call& call, const Parts& parts, std::i
   w.kernels.leave();
 }
 
-// Cycles, as measured for pairs: rounding and packing an element, storing one, and a byte of W out of L3.
-constexpr double kPack = 0.3, kStore = 0.35, kWeightByte = 0.1;
-constexpr std::int64_t kMostSet = 16;
-
-template <class F>
-void for_each_blocking(const QuadKernels& kernels, const Problem& p, const Machine& machine, F&& visit) {
+PanelWork work_of(const QuadKernels& kernels, const Problem& p) {
   const QuadsShape s(p.weight.shape);
-  const double tiles = static_cast<double>(s.entries * s.out_block * s.red_block) / (kTileRows * kQuadGroup);
-  const auto out = static_cast<double>(s.out_features());
-  const std::int64_t all = std::max<std::int64_t>(1, ceil_div(p.tokens, kPanelTokens));
-  const std::int64_t fit = panel_floats(machine) * 2 / s.panel_size();
-  const std::int64_t most = std::clamp<std::int64_t>(fit, 1, std::min(all, kMostSet));
-  for (std::int64_t panels = 1; panels <= most; ++panels) {
-    const std::int64_t sets = ceil_div(all, panels);
-    const double pack = static_cast<double>(panels * s.padded * kPanelTokens) * kPack;
-    const double work =
-        tiles * (static_cast<double>(panels) * kernels.tile_cycles + 2 * kTileSize * kWeightByte) +
-        out * static_cast<double>(panels * kPanelTokens) * kStore;
-    for (std::int64_t splits = 1; splits <= std::min<std::int64_t>(4 * p.threads, s.out_blocks); ++splits) {
-      const std::int64_t rounds = ceil_div(sets * splits, p.threads);
-      visit(PairsBlocking{panels, splits},
-            static_cast<double>(rounds) * (pack + work / static_cast<double>(splits)));
-    }
-  }
+  return {static_cast<double>(s.entries * s.out_block * s.red_block) / (kTileRows * kQuadGroup),
+          kernels.tile_cycles,
+          static_cast<double>(s.padded * kPanelTokens),
+          s.panel_size(),
+          s.out_features(),
+          s.out_blocks};
 }
 
 }  // namespace
 
 Config configure_quads(const QuadKernels& kernels, const Problem& problem, const Machine& machine) {
-  return to_config(
-      cheapest<PairsBlocking>([&](auto&& visit) { for_each_blocking(kernels, problem, machine, visit); }));
+  return configure_panels(work_of(kernels, problem), problem, machine);
 }
 
 std::vector<Config> quads_candidates(const QuadKernels& kernels, const Problem& problem,
                                      const Machine& machine) {
-  std::vector<Config> all;
-  for_each_blocking(kernels, problem, machine,
-                    [&](const PairsBlocking& b, double) { all.push_back(to_config(b)); });
-  return all;
+  return panel_candidates(work_of(kernels, problem), problem, machine);
 }
 
 Reason supports_quads(const Problem& p) {
@@ -214,11 +194,7 @@ Status pack_quads_weight(const Call& call, void* data) {
 Status run_quads(const QuadKernels& kernels, const Call& given) {
   const auto b = from_config<PairsBlocking>(given.config);
   const QuadsShape s(given.problem.weight.shape);
-  if (b.panels < 1 || b.panels > 4096 || b.splits < 1 || b.splits > std::max<std::int64_t>(1, s.out_blocks)) {
-    return invalid(kernels.family,
-                   cat("panels and splits of the config must be in [1, 4096] and [1, ", s.out_blocks, ']'),
-                   cat(b.panels, " and ", b.splits));
-  }
+  if (Status status = check_panels(kernels.family, b, s.out_blocks); !status.ok()) return status;
   Call call = given;
   auto* memory = static_cast<char*>(call.workspace);
   if (call.derived.packed == nullptr) {
@@ -234,22 +210,18 @@ Status run_quads(const QuadKernels& kernels, const Call& given) {
   Room all(memory);
   QuadsLayout::take_shared(all, s, shared);
   unpack_outputs(call, s, shared);
-  const std::int64_t tokens = b.panels * kPanelTokens;
-  const std::int64_t sets = ceil_div(call.problem.tokens, tokens);
   const std::int32_t* begin = call.plan.crow;
-  const auto bound = [&](std::int64_t part) {  // as in linear_pairs.cc
+  const auto bound = [&](std::int64_t part) {  // as PairsWeight::begin_of
     return begin_of_part(begin, s.out_blocks, s.red_block, 12, part, b.splits);
   };
   const QuadsWeight weight(kernels, s, begin, call.derived);
-  call.executor.parallel_for(sets * b.splits, [&](std::int64_t t, int worker) {
-    const std::int64_t first = t / b.splits * tokens;
-    const std::int32_t from = bound(t % b.splits), to = bound(t % b.splits + 1);
-    if (from == to) return;
-    Parts parts = shared;
-    Room own(memory + layout.shared + worker * layout.worker);
-    QuadsLayout::take_worker(own, s, b, parts);
-    run_task(weight, call, parts, first, std::min(tokens, call.problem.tokens - first), from, to);
-  });
+  for_each_part(call, b, bound,
+                [&](int worker, std::int64_t first, std::int64_t tokens, std::int32_t from, std::int32_t to) {
+                  Parts parts = shared;
+                  Room own(memory + layout.shared + worker * layout.worker);
+                  QuadsLayout::take_worker(own, s, b, parts);
+                  run_task(weight, call, parts, first, tokens, from, to);
+                });
   return {};
 }
 

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cmath>
 
+#include "core/checked.h"
 #include "core/message.h"
 #include "cpu/drivers.h"
 #include "cpu/pairs.h"
@@ -13,8 +14,6 @@ namespace rarefy::cpu {
 
 inline constexpr std::int64_t kStored = 64;  // outputs finished at a time: two cache lines of a token
 inline constexpr std::int64_t kNear = 4;     // panels that share weights in L1: their sums take 32 KB
-
-constexpr std::int64_t ceil_div(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
 
 // The product seen as out = W · in, for which the problem is enough. Block rows that have fewer outputs than
 // a tile are joined: an output block is then several of them, with all columns that any of them stores.

@@ -21,11 +21,11 @@ Reason supports_dtypes(const Problem& p) {
   return {};
 }
 
-// `feature` is what the processor must have; empty: nothing.
-template <const cpu::Kernels& kKernels, const std::string_view& kFeature>
+// What the processor must have (empty: nothing), then the kernel's own answer, which may ask for its table.
+template <const std::string_view& kFeature, auto kSupports, const auto&... kTable>
 Reason supports(const Problem& p, const Machine& machine) {
   if (!kFeature.empty() && !machine.has(kFeature)) return cat("the processor lacks ", kFeature);
-  return supports_dtypes(p);
+  return kSupports(kTable..., p);
 }
 
 template <const cpu::Kernels& kKernels, const std::string_view& kFeature>
@@ -37,7 +37,7 @@ void add_few(Registry& registry, std::string_view name) {
       .name = name,
       .supports =
           [](const Problem& p, const Machine& machine) {
-            Reason reason = supports<kKernels, kFeature>(p, machine);
+            Reason reason = supports<kFeature, supports_dtypes>(p, machine);
             return reason.empty() ? cpu::supports_few(kKernels, p) : reason;
           },
       .run = [](const Call& call) { return cpu::run_linear_few(kKernels, call); },
@@ -57,7 +57,7 @@ void add_feed_forward(Registry& registry, std::string_view chained, std::string_
       .name = chained,
       .supports =
           [](const Problem& p, const Machine& machine) {
-            Reason reason = supports<kKernels, kFeature>(p, machine);
+            Reason reason = supports<kFeature, supports_dtypes>(p, machine);
             return reason.empty() ? cpu::supports_feed_forward(kKernels, p) : reason;
           },
       .run = [](const Call& call) { return cpu::run_feed_forward(kKernels, call); },
@@ -74,7 +74,7 @@ void add_feed_forward(Registry& registry, std::string_view chained, std::string_
       .device = Device::cpu,
       .family = kKernels.family,
       .name = apart,
-      .supports = supports<kKernels, kFeature>,
+      .supports = supports<kFeature, supports_dtypes>,
       .run = [](const Call& call) { return cpu::run_feed_forward_apart(kKernels, call); },
       .configure = cpu::configure_feed_forward_apart,
       .fields = cpu::FeedForwardApart::kFields,
@@ -91,7 +91,7 @@ void add(Registry& registry, std::string_view linear, std::string_view grad_inpu
         .device = Device::cpu,
         .family = kKernels.family,
         .name = name,
-        .supports = supports<kKernels, kFeature>,
+        .supports = supports<kFeature, supports_dtypes>,
         .run = [](const Call& call) { return cpu::run_product(kKernels, call); },
         .configure = [](const Problem& p,
                         const Machine& m) { return cpu::configure_product(kKernels, p, m); },
@@ -108,7 +108,7 @@ void add(Registry& registry, std::string_view linear, std::string_view grad_inpu
       .device = Device::cpu,
       .family = kKernels.family,
       .name = grad_weight,
-      .supports = supports<kKernels, kFeature>,
+      .supports = supports<kFeature, supports_dtypes>,
       .run = [](const Call& call) { return cpu::run_grad_weight(kKernels, call); },
       .configure = [](const Problem& p,
                       const Machine& m) { return cpu::configure_grad_weight(kKernels, p, m); },
@@ -129,10 +129,7 @@ void add_pairs(Registry& registry, std::string_view linear, std::string_view gra
         .device = Device::cpu,
         .family = kKernels.family,
         .name = op == Op::linear ? linear : grad_input,
-        .supports = [](const Problem& p, const Machine& machine) -> Reason {
-          if (!kFeature.empty() && !machine.has(kFeature)) return cat("the processor lacks ", kFeature);
-          return cpu::supports_pairs(kKernels, p);
-        },
+        .supports = supports<kFeature, cpu::supports_pairs, kKernels>,
         .run = [](const Call& call) { return cpu::run_pairs(kKernels, call); },
         .configure = [](const Problem& p, const Machine& m) { return cpu::configure_pairs(kKernels, p, m); },
         .fields = cpu::PairsBlocking::kFields,
@@ -153,10 +150,7 @@ void add_pairs(Registry& registry, std::string_view linear, std::string_view gra
       .device = Device::cpu,
       .family = kKernels.family,
       .name = grad_columns,
-      .supports = [](const Problem& p, const Machine& machine) -> Reason {
-        if (!kFeature.empty() && !machine.has(kFeature)) return cat("the processor lacks ", kFeature);
-        return cpu::supports_spread(p);
-      },
+      .supports = supports<kFeature, cpu::supports_spread>,
       .run = [](const Call& call) { return cpu::run_spread(kKernels, call); },
       .configure = cpu::configure_spread,
       .fields = cpu::SpreadBlocking::kFields,
@@ -167,10 +161,7 @@ void add_pairs(Registry& registry, std::string_view linear, std::string_view gra
       .device = Device::cpu,
       .family = kKernels.family,
       .name = grad_weight,
-      .supports = [](const Problem& p, const Machine& machine) -> Reason {
-        if (!kFeature.empty() && !machine.has(kFeature)) return cat("the processor lacks ", kFeature);
-        return cpu::supports_grad_weight_pairs(p);
-      },
+      .supports = supports<kFeature, cpu::supports_grad_weight_pairs>,
       .run = [](const Call& call) { return cpu::run_grad_weight_pairs(kKernels, call); },
       .configure = cpu::configure_grad_weight_pairs,
       .fields = cpu::PairDotRanges::kFields,
@@ -181,10 +172,7 @@ void add_pairs(Registry& registry, std::string_view linear, std::string_view gra
       .device = Device::cpu,
       .family = kKernels.family,
       .name = feed_forward,
-      .supports = [](const Problem& p, const Machine& machine) -> Reason {
-        if (!kFeature.empty() && !machine.has(kFeature)) return cat("the processor lacks ", kFeature);
-        return cpu::supports_feed_forward_pairs(kKernels, p);
-      },
+      .supports = supports<kFeature, cpu::supports_feed_forward_pairs, kKernels>,
       .run = [](const Call& call) { return cpu::run_feed_forward_pairs(kKernels, call); },
       .configure = [](const Problem& p,
                       const Machine& m) { return cpu::configure_feed_forward_pairs(kKernels, p, m); },
@@ -205,10 +193,7 @@ void add_quads(Registry& registry, std::string_view name) {
       .device = Device::cpu,
       .family = kKernels.family,
       .name = name,
-      .supports = [](const Problem& p, const Machine& machine) -> Reason {
-        if (!kFeature.empty() && !machine.has(kFeature)) return cat("the processor lacks ", kFeature);
-        return cpu::supports_quads(p);
-      },
+      .supports = supports<kFeature, cpu::supports_quads>,
       .run = [](const Call& call) { return cpu::run_quads(kKernels, call); },
       .configure = [](const Problem& p, const Machine& m) { return cpu::configure_quads(kKernels, p, m); },
       .fields = cpu::PairsBlocking::kFields,
@@ -232,10 +217,7 @@ void add_scaled(Registry& registry, std::string_view linear, std::string_view gr
         .device = Device::cpu,
         .family = kKernels.family,
         .name = op == Op::linear ? linear : grad_input,
-        .supports = [](const Problem& p, const Machine& machine) -> Reason {
-          if (!kFeature.empty() && !machine.has(kFeature)) return cat("the processor lacks ", kFeature);
-          return cpu::supports_scaled(p);
-        },
+        .supports = supports<kFeature, cpu::supports_scaled>,
         .run = cpu::run_scaled,
         .configure = cpu::configure_scaled,
         .fields = cpu::ScaledWorkspace::kFields,

@@ -183,7 +183,7 @@ Status block_obs(const Reconstruction& problem, const double* inverse, std::int6
   }
   if (problem.rows == 0 || problem.cols == 0) return {};
   std::atomic<bool> singular{false}, memory{false};
-  executor.parallel_for(prune::ceil_div(problem.rows, problem.units.block.rows), [&](std::int64_t row) {
+  executor.parallel_for(ceil_div(problem.rows, problem.units.block.rows), [&](std::int64_t row) {
     try {
       if (!prune::Surgeon(problem, row, inverse).run(problem.remove, steps)) singular = true;
     } catch (const std::bad_alloc&) {

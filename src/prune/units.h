@@ -8,12 +8,11 @@
 #include <limits>
 #include <vector>
 
+#include "core/checked.h"
 #include "prune/keys.h"
 #include "rarefy/prune.h"
 
 namespace rarefy::prune {
-
-inline std::int64_t ceil_div(std::int64_t a, std::int64_t b) { return a / b + (a % b != 0); }
 
 inline bool bit(const std::uint8_t* row, std::int64_t col) { return ((row[col / 8] >> (col % 8)) & 1) != 0; }
 

@@ -184,7 +184,7 @@ GROUPS = [
         [
             ("if values.device != pattern.device:", "if False:"),
             ("if not values.is_contiguous():", "if False:"),
-            ("        check_padding(op, values, pattern)\n\n    # -- to be", "\n    # -- to be"),
+            ("        check_padding(op, values, pattern)\n\n    # -- what values", "\n    # -- what values"),
             (
                 "        zero_padding(self.blocks(self.values), self._pattern)\n        return self\n",
                 "        return self\n",

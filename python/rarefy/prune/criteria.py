@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ..checks import check_tensor, fail
+from ..checks import check_known, check_tensor, fail
 from .masks import Scores
 
 State = dict[str, Any]
@@ -300,9 +300,7 @@ def parse_criterion(criterion: Any, op: str = "parse_criterion") -> Criterion:
     if isinstance(criterion, Criterion):
         return criterion
     if isinstance(criterion, str):
-        if criterion not in _NAMES:
-            near = difflib.get_close_matches(criterion, _NAMES, n=3, cutoff=0.3) or list(_NAMES)
-            fail(op, "criterion must be a known one", f"{criterion!r}; near names: {', '.join(near)}")
+        check_known(op, "criterion", criterion, _NAMES)
         return _NAMES[criterion]()
     if isinstance(criterion, Mapping) or callable(criterion):
         return User(criterion)

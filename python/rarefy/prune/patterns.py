@@ -296,8 +296,23 @@ class Head(Pattern):
         return f"head:{self.dim}" + (":columns" if self.columns else "")
 
 
+class _Fixed(Pattern):
+    """A pattern that says which elements stay, whatever they are worth."""
+
+    @property
+    def fixed(self) -> bool:
+        return True
+
+    def units(self, shape: torch.Size) -> tuple[int, int, int, int]:
+        return 1, 1, 0, 0
+
+    @property
+    def spec(self) -> str:
+        return "csr"
+
+
 @dataclass(frozen=True)
-class Diagonal(Pattern):
+class Diagonal(_Fixed):
     """A band around the diagonal: (i, j) stays if |i − j| ≤ nearliness // 2. "diagonal:3"; odd only."""
 
     nearliness: int = 1
@@ -306,17 +321,6 @@ class Diagonal(Pattern):
         check_int("Diagonal", "nearliness", self.nearliness, 1)
         if self.nearliness % 2 == 0:
             fail("Diagonal", "nearliness must be odd", self.nearliness)
-
-    @property
-    def fixed(self) -> bool:  # noqa: D102
-        return True
-
-    def units(self, shape: torch.Size) -> tuple[int, int, int, int]:  # noqa: D102
-        return 1, 1, 0, 0
-
-    @property
-    def spec(self) -> str:  # noqa: D102
-        return "csr"
 
     def check_shape(self, op: str, name: str, shape: torch.Size) -> None:  # noqa: D102
         super().check_shape(op, name, shape)
@@ -336,7 +340,7 @@ class Diagonal(Pattern):
 
 
 @dataclass(frozen=True, eq=False)
-class Custom(Pattern):
+class Custom(_Fixed):
     """A given mask, bool or 0 and 1, of the weight's shape."""
 
     tensor: torch.Tensor
@@ -345,17 +349,6 @@ class Custom(Pattern):
         check_tensor("Custom", "mask", self.tensor)
         if bool(((self.tensor != 0) & (self.tensor != 1)).any()):
             fail("Custom", "mask must hold only 0 and 1", "other numbers")
-
-    @property
-    def fixed(self) -> bool:  # noqa: D102
-        return True
-
-    def units(self, shape: torch.Size) -> tuple[int, int, int, int]:  # noqa: D102
-        return 1, 1, 0, 0
-
-    @property
-    def spec(self) -> str:  # noqa: D102
-        return "csr"
 
     def check_shape(self, op: str, name: str, shape: torch.Size) -> None:  # noqa: D102
         super().check_shape(op, name, shape)

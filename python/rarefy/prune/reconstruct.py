@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import sys
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -14,7 +13,7 @@ from torch import nn
 from tqdm import tqdm
 
 from .. import _load
-from ..checks import check_int, check_tensor, fail
+from ..checks import check_int, check_known, check_tensor, fail
 from .criteria import check_sparsity
 from .groups import Config, FilterFn, find_groups, observing
 from .masks import Mask, Scores, make_mask
@@ -113,9 +112,7 @@ def reconstruct_weight(
     check_tensor(op, "gram", gram)
     if weight.ndim != 2 or tuple(gram.shape) != (weight.shape[1],) * 2:
         fail(op, f"{name} must be (N, K) and gram (K, K)", f"{tuple(weight.shape)} and {tuple(gram.shape)}")
-    if method not in METHODS:
-        near = difflib.get_close_matches(str(method), METHODS, n=3, cutoff=0.3) or METHODS
-        fail(op, "method must be a known one", f"{method!r}; near names: {', '.join(near)}")
+    check_known(op, "method", method, METHODS)
     check_int(op, "panel", panel, 1)
     check_int(op, "steps", steps, 1)
     if not 0 <= dampening < float("inf"):

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from ..checks import check_int, fail
+from ..checks import check_int, check_known, fail
 
 
 @dataclass(frozen=True)
@@ -153,9 +152,7 @@ def parse_schedule(schedule: Any, op: str = "parse_schedule") -> Schedule:
     if not isinstance(schedule, str):
         fail(op, "schedule must be a Schedule or a str", type(schedule).__name__, TypeError)
     name, *numbers = schedule.split(":")
-    if name not in _NAMES:
-        near = difflib.get_close_matches(name, _NAMES, n=3, cutoff=0.3) or list(_NAMES)
-        fail(op, "schedule must be a known one", f"{schedule!r}; near names: {', '.join(near)}")
+    check_known(op, "schedule", name, _NAMES, got=schedule)
     if len(numbers) > 3 or not all(n.isdigit() for n in numbers):
         fail(op, "schedule must be written name:begin:end:every", repr(schedule))
     return _NAMES[name](*map(int, numbers))

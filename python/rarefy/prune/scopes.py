@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ..checks import fail
+from ..checks import check_known, fail
 from .masks import Scores
 from .patterns import count_of, matrix_shape
 
@@ -205,9 +204,7 @@ def _parse(op: str, what: str, given: Any, base: type, names: dict[str, type]) -
     if not isinstance(given, str):
         requirement = f"{what} must be of rarefy.prune.{base.__name__} or a str"
         fail(op, requirement, type(given).__name__, TypeError)
-    if given not in names:
-        near = difflib.get_close_matches(given, names, n=3, cutoff=0.3) or list(names)
-        fail(op, f"{what} must be a known one", f"{given!r}; near names: {', '.join(near)}")
+    check_known(op, what, given, names)
     return names[given]()
 
 

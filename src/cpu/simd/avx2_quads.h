@@ -4,6 +4,7 @@
 #pragma once
 
 #include "cpu/simd/avx2.h"
+#include "cpu/simd/interleave_quad.h"
 #include "cpu/simd/quads_plain.h"
 
 namespace rarefy::cpu {
@@ -18,17 +19,7 @@ struct Avx2Quads : QuadsPlain<Avx2Quads, Avx2> {
     return (four % 2 * 4 + four / 2) * 4 + token % 4;
   }
   static void quad(const std::uint16_t* panel, const std::uint32_t* offsets, std::uint16_t* to) {
-    const auto line = [&](int i) {
-      return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(panel + offsets[i]));
-    };
-    const __m256i a = line(0), b = line(1), c = line(2), d = line(3);
-    const __m256i ab_low = _mm256_unpacklo_epi8(a, b), ab_high = _mm256_unpackhi_epi8(a, b);
-    const __m256i cd_low = _mm256_unpacklo_epi8(c, d), cd_high = _mm256_unpackhi_epi8(c, d);
-    auto* out = reinterpret_cast<__m256i*>(to);
-    _mm256_storeu_si256(out, _mm256_unpacklo_epi16(ab_low, cd_low));
-    _mm256_storeu_si256(out + 1, _mm256_unpackhi_epi16(ab_low, cd_low));
-    _mm256_storeu_si256(out + 2, _mm256_unpacklo_epi16(ab_high, cd_high));
-    _mm256_storeu_si256(out + 3, _mm256_unpackhi_epi16(ab_high, cd_high));
+    interleave_quad(panel, offsets, to);
   }
 
   template <int kOutputs, int kHalves, class Work>

@@ -3,6 +3,7 @@
 
 #include "cpu/quad_kernels.h"
 #include "cpu/simd/avx512.h"
+#include "cpu/simd/interleave_quad.h"
 
 namespace rarefy::cpu {
 
@@ -102,17 +103,7 @@ struct Avx512Quads {
   }
 
   static void quad(const std::uint16_t* panel, const std::uint32_t* offsets, std::uint16_t* to) {
-    const auto one = [&](int i) {
-      return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(panel + offsets[i]));
-    };
-    const __m256i a = one(0), b = one(1), c = one(2), d = one(3);
-    const __m256i ab_low = _mm256_unpacklo_epi8(a, b), ab_high = _mm256_unpackhi_epi8(a, b);
-    const __m256i cd_low = _mm256_unpacklo_epi8(c, d), cd_high = _mm256_unpackhi_epi8(c, d);
-    auto* out = reinterpret_cast<__m256i*>(to);
-    _mm256_storeu_si256(out, _mm256_unpacklo_epi16(ab_low, cd_low));
-    _mm256_storeu_si256(out + 1, _mm256_unpackhi_epi16(ab_low, cd_low));
-    _mm256_storeu_si256(out + 2, _mm256_unpacklo_epi16(ab_high, cd_high));
-    _mm256_storeu_si256(out + 3, _mm256_unpackhi_epi16(ab_high, cd_high));
+    interleave_quad(panel, offsets, to);
   }
   static void copy(const std::uint16_t* from, std::uint16_t* to) {
     const __m512i a = _mm512_loadu_si512(from), b = _mm512_loadu_si512(from + 32);

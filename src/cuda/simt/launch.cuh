@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <cstdint>
 
+#include "core/checked.h"
 #include "cuda/device/bsr.cuh"
 #include "cuda/device/tile.cuh"
 #include "cuda/simt/kernels.h"
@@ -52,8 +53,6 @@ cudaError_t with_tile(const Config& config, F&& f) {
     default: return cudaErrorInvalidConfiguration;
   }
 }
-
-constexpr std::int64_t ceil_div(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
 
 // x covers the pattern: at most one thread block a row of W, and W has fewer than 2^31, the limit
 // of grid.x. grid.y ends at 65535, so kernels walk it in strides of gridDim.y.

@@ -4,13 +4,9 @@
 #include <algorithm>
 #include <cmath>
 
+#include "core/checked.h"
+
 namespace rarefy::sm90 {
-namespace {
-
-constexpr std::int64_t ceil_div(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
-
-}  // namespace
-
 std::string unsupported(const GradientProblem& p) {
   if (p.dtype != DType::bf16 && p.dtype != DType::f16) return "tensor cores of this kernel take bf16 and f16";
   if (p.block_rows % 64 != 0 || p.block_cols % 64 != 0) return "block sides must be multiples of 64";

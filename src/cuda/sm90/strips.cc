@@ -4,10 +4,10 @@
 #include <algorithm>
 #include <cmath>
 
+#include "core/checked.h"
+
 namespace rarefy::sm90 {
 namespace {
-
-constexpr std::int64_t ceil_div(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
 
 // Rates of one SM, fitted to measurements (docs/design/hopper.md).
 constexpr double kClock = 1750;          // per microsecond

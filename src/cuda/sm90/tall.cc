@@ -3,12 +3,11 @@
 
 #include <algorithm>
 
+#include "core/checked.h"
 #include "cuda/sm90/tall_walk.h"
 
 namespace rarefy::sm90 {
 namespace {
-
-constexpr std::int64_t ceil_div(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
 
 constexpr int kMostGroups = 1 << 16;  // 16 bits in the lists
 

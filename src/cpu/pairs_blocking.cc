@@ -1,0 +1,61 @@
+// Which sets of panels a product is cut into: the cheapest by a count of cycles.
+#include "cpu/pairs_blocking.h"
+
+#include "core/checked.h"
+#include "core/message.h"
+#include "cpu/blocking.h"
+#include "cpu/drivers.h"
+
+namespace rarefy::cpu {
+
+namespace {
+
+// Cycles, measured (docs/design/cpu_kernels.md): packing and storing an element, and a byte of W out of L3.
+constexpr double kPack = 0.3, kStore = 0.35, kWeightByte = 0.1;
+constexpr std::int64_t kMostSet = 16;
+
+template <class F>
+void for_each_blocking(const PanelWork& w, const Problem& p, const Machine& machine, F&& visit) {
+  const auto out = static_cast<double>(w.out_features);
+  const std::int64_t all = std::max<std::int64_t>(1, ceil_div(p.tokens, kPanelTokens));
+  const std::int64_t fit = panel_floats(machine) * 2 / w.panel_size;
+  const std::int64_t most = std::clamp<std::int64_t>(fit, 1, std::min(all, kMostSet));
+  for (std::int64_t panels = 1; panels <= most; ++panels) {
+    const std::int64_t sets = ceil_div(all, panels);
+    const double pack = static_cast<double>(panels) * w.packed * kPack;
+    const double work =
+        w.tiles * (static_cast<double>(panels) * w.tile_cycles + 2 * kTileSize * kWeightByte) +
+        out * static_cast<double>(panels * kPanelTokens) * kStore;
+    for (std::int64_t splits = 1; splits <= std::min<std::int64_t>(4 * p.threads, w.out_blocks); ++splits) {
+      const std::int64_t rounds = ceil_div(sets * splits, p.threads);
+      visit(PairsBlocking{panels, splits},
+            static_cast<double>(rounds) * (pack + work / static_cast<double>(splits)));
+    }
+  }
+}
+
+}  // namespace
+
+Config configure_panels(const PanelWork& work, const Problem& problem, const Machine& machine) {
+  return to_config(
+      cheapest<PairsBlocking>([&](auto&& visit) { for_each_blocking(work, problem, machine, visit); }));
+}
+
+std::vector<Config> panel_candidates(const PanelWork& work, const Problem& problem, const Machine& machine) {
+  std::vector<Config> all;
+  for_each_blocking(work, problem, machine,
+                    [&](const PairsBlocking& b, double) { all.push_back(to_config(b)); });
+  return all;
+}
+
+Status check_panels(std::string_view family, const PairsBlocking& b, std::int64_t out_blocks) {
+  if (b.panels >= 1 && b.panels <= 4096 && b.splits >= 1 &&
+      b.splits <= std::max<std::int64_t>(1, out_blocks)) {
+    return {};
+  }
+  return invalid(family,
+                 cat("panels and splits of the config must be in [1, 4096] and [1, ", out_blocks, ']'),
+                 cat(b.panels, " and ", b.splits));
+}
+
+}  // namespace rarefy::cpu
