@@ -230,19 +230,24 @@ class TwoLayers(torch.nn.Module):
         return ops.bsr_linear(h, self.second_values, self.second_plan, None, 10, 24)
 
 
-# Inductor adds what it generates around the ops, and runs a C++ compiler for it: one case, without processes
-# and headers that pay off for many.
+@pytest.fixture
+def quick_inductor():
+    """Without processes, headers and looks at instruction sets (the longest) that pay off for many graphs."""
+    inductor = pytest.importorskip("torch._inductor.config")
+    with inductor.patch(  # pytest's monkeypatch would leave settings behind that nothing can read
+        {"compile_threads": 1, "cpp_cache_precompile_headers": False, "cpp.vec_isa_ok": False}
+    ):
+        yield
+
+
+# Inductor adds what it generates around the ops, and runs a C++ compiler for it: one case.
 @pytest.mark.parametrize(
     ("backend", "dynamic"), [("aot_eager", False), ("aot_eager", True), ("inductor", False)]
 )
+@pytest.mark.usefixtures("quick_inductor")
 @pytest.mark.timeout(600)
-def test_compile_without_graph_breaks(backend, dynamic, device, monkeypatch):
+def test_compile_without_graph_breaks(backend, dynamic, device):
     torch.compiler.reset()
-    if backend == "inductor":
-        inductor = pytest.importorskip("torch._inductor.config")
-        monkeypatch.setattr(inductor, "compile_threads", 1)
-        monkeypatch.setattr(inductor, "cpp_cache_precompile_headers", False)
-        monkeypatch.setattr(inductor.cpp, "vec_isa_ok", False)  # trying instruction sets out takes longest
     model = TwoLayers(device)
     compiled = torch.compile(model, fullgraph=True, backend=backend, dynamic=dynamic)
     for rows in (3, 8) if dynamic else (3,):
