@@ -188,6 +188,7 @@ _WAITS = (
 
 def _fits(weight: Any) -> bool:
     plain = isinstance(weight, PatternWeight) and type(weight._parameters.get("values")) in PLAIN
+    plain = plain and type(weight).linear is PatternWeight.linear  # else it multiplies in a way of its own
     return plain and weight.block_shape[0] >= _ROWS
 
 

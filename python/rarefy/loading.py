@@ -223,7 +223,7 @@ class _Places:
         if old.device.type not in ("meta", weight.device.type):
             weight = weight.to(old.device)
         weight.requires_grad_(old.requires_grad)
-        if sparse and type(old) is type(weight):
+        if sparse and isinstance(old, type(weight)):
             return lambda: (old.assign_(weight), self._own(old))
         layer = self.layer_at(name)
         if sparse:

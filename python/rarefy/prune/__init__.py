@@ -4,36 +4,52 @@ Criteria, patterns, scopes with allocations, and schedules are objects that know
 Sparsifier puts them together. docs/pruning.md walks from a model to a faster model.
 """
 
-from . import criteria, patterns, schedules, scopes
+from . import criteria, drop_fractions, patterns, schedules, scopes
 from .criteria import Criterion, parse_criterion
+from .drop_fractions import DropFraction, parse_fraction
+from .growth import gradient_norms
 from .masked import Masked
 from .masks import Mask, Scores, allocate_global, make_mask
+from .moving import SET, MagnitudeRegrow, Move, MovingPattern, RigL, SRigL
 from .patterns import Pattern, parse_pattern
 from .reconstruct import Reconstruction, layer_error, reconstruct, reconstruct_weight
 from .schedules import Schedule, parse_schedule
 from .scopes import Allocation, Scope, parse_allocation, parse_scope
 from .sparsifier import Sparsifier
+from .start import sparse_start
 from .table import Row, Table
+from .top_kast import TopKAST
 
 __all__ = [
+    "SET",
     "Allocation",
     "Criterion",
+    "DropFraction",
+    "MagnitudeRegrow",
     "Mask",
     "Masked",
+    "Move",
+    "MovingPattern",
     "Pattern",
     "Reconstruction",
+    "RigL",
     "Row",
+    "SRigL",
     "Schedule",
     "Scope",
     "Scores",
     "Sparsifier",
     "Table",
+    "TopKAST",
     "allocate_global",
     "criteria",
+    "drop_fractions",
+    "gradient_norms",
     "layer_error",
     "make_mask",
     "parse_allocation",
     "parse_criterion",
+    "parse_fraction",
     "parse_pattern",
     "parse_schedule",
     "parse_scope",
@@ -42,4 +58,5 @@ __all__ = [
     "reconstruct_weight",
     "schedules",
     "scopes",
+    "sparse_start",
 ]
