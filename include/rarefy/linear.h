@@ -17,7 +17,8 @@
 namespace rarefy {
 
 // What one kernel derived from a weight, in memory that its caller holds: `prepared` from the pattern,
-// `packed` from the values too. Made by prepare() and pack() below, for one key.
+// `packed` from the values too. Made by prepare() and pack() below, for one key. Without `packed` a call packs
+// for itself, into workspace: derived_sizes' bytes more than workspace_size, rounded up to 256.
 struct Derived {
   std::uint64_t key = 0;  // 0: nothing
   const void* prepared = nullptr;

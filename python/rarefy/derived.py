@@ -23,7 +23,7 @@ _sizes, _prepare, _pack = map(_load.op, ("bsr_derived_sizes", "bsr_prepare", "bs
 class Kept:
     """What is derived from one weight for x of one dtype."""
 
-    __slots__ = ("_arguments", "_packed", "key", "packed_bytes", "prepared")
+    __slots__ = ("_arguments", "_packed", "_packs_in_calls", "key", "packed_bytes", "prepared")
 
     def __init__(self, pattern: Any, values: Tensor, x_dtype: torch.dtype, stored: bool = True) -> None:
         """Asks what the best kernel wants and prepares; `values` as (nnzb, R, C). Packs nothing yet.
@@ -34,14 +34,19 @@ class Kept:
         with torch.inference_mode(False), torch.no_grad():
             if not stored:
                 values = torch.empty_like(values, dtype=x_dtype)
-            arguments = (values, pattern.plan, n, k, x_dtype)
-            self.key, prepared_bytes, self.packed_bytes = _sizes(*arguments)
-            if self.packed_bytes and not stored:
-                self.key = 0
-            self.prepared = None
-            if self.key and prepared_bytes:
-                self.prepared = pattern.prepared(self.key, lambda: _prepare(*arguments))
+            self._ask(pattern, _sizes, _prepare, (values, pattern.plan, n, k, x_dtype), stored)
         self._arguments = (pattern.plan, self.prepared, n, k, x_dtype)
+
+    def _ask(self, pattern: Any, sizes: Any, prepare: Any, arguments: tuple, stored: bool = True) -> None:
+        """Asks the op `sizes` what the best kernel wants, and has the pattern keep what `prepare` makes."""
+        self.key, prepared_bytes, self.packed_bytes = sizes(*arguments)
+        # CUDA's kernels have their calls pack what is not given; on the CPU others are faster then.
+        self._packs_in_calls = arguments[0].is_cuda
+        if self.packed_bytes and not stored:
+            self.key, self.packed_bytes = self.key if self._packs_in_calls else 0, 0
+        self.prepared = None
+        if self.key and prepared_bytes:
+            self.prepared = pattern.prepared(self.key, lambda: prepare(*arguments))
         self._packed: tuple[tuple[int, ...] | None, Tensor | None] = (None, None)  # of what, or seen once
 
     def current(self, parameter: Tensor, values: Tensor, now: bool = False) -> Derived | tuple[()]:
@@ -50,10 +55,8 @@ class Kept:
         Values that changed are packed at once where no gradients are recorded, so that equal calls have equal
         bits; else at the second call with them, as a training step changes them after each. `now`: at once.
         """
-        if not self.packed_bytes:
-            return self.of_pattern()
-        if parameter.is_inference() or capturing(parameter):
-            return ()  # nothing counts the changes of such values, nor those between replays
+        if not self.packed_bytes or parameter.is_inference() or capturing(parameter):
+            return self.unpacked()  # nothing counts the changes of such values, nor those between replays
         at = self._at(parameter)
         seen, packed = self._packed
         if seen != at:
@@ -62,7 +65,7 @@ class Kept:
             with torch.inference_mode(False), torch.no_grad():
                 packed = self._make(values.detach())
         self._packed = (at, packed)
-        return (self.prepared, packed, self.key) if packed is not None else ()
+        return self.unpacked() if packed is None else (self.prepared, packed, self.key)
 
     def _at(self, parameter: Tensor) -> tuple[int, ...]:
         """What `packed` is made of: it holds as long as this stays the same."""
@@ -71,9 +74,10 @@ class Kept:
     def _make(self, values: Tensor) -> Tensor:
         return _pack(values, *self._arguments)
 
-    def of_pattern(self) -> Derived | tuple[()]:
-        """What a call may use whatever the values are, where nothing is packed."""
-        return (self.prepared, None, self.key) if self.key else ()
+    def unpacked(self) -> Derived | tuple[()]:
+        """What a call may use whatever the values are."""
+        usable = self.key and (self._packs_in_calls or not self.packed_bytes)
+        return (self.prepared, None, self.key) if usable else ()
 
     @property
     def nbytes(self) -> int:
@@ -115,11 +119,11 @@ class HoldsDerived:
         kept = self._kept.get(dtype)
         if kept is None and not tracing:
             kept = self._ask(dtype)
-        if kept is None or not kept.key or (tracing and kept.packed_bytes):
-            return ()  # a traced graph cannot look at versions
+        if kept is None or not kept.key:
+            return ()
         values = self._parameters.get("values")
-        if values is None:  # a parametrization's, others in each call
-            return () if kept.packed_bytes else kept.of_pattern()
+        if tracing or values is None:  # a graph sees no versions; a parametrization has new values each time
+            return kept.unpacked()
         return kept.current(values, self.blocks(values))
 
     def _ask(self, dtype: torch.dtype) -> Kept | None:

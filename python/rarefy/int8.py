@@ -309,12 +309,8 @@ class _Int8Kept(Kept):
         n, k = pattern.shape
         with torch.inference_mode(False), torch.no_grad():
             arguments = (values, scales, pattern.plan, n, k, weight.dynamic, x_dtype)
-            self.key, prepared_bytes, self.packed_bytes = _sizes(*arguments)
-            self.prepared = None
-            if self.key and prepared_bytes:
-                self.prepared = pattern.prepared(self.key, lambda: _prepare(*arguments))
+            self._ask(pattern, _sizes, _prepare, arguments)
         self._arguments = (scales, pattern.plan, self.prepared, n, k, weight.dynamic, x_dtype)
-        self._packed = (None, None)
 
     def _at(self, parameter: torch.Tensor) -> tuple[int, ...]:
         scales = self._arguments[0]

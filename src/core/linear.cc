@@ -8,6 +8,7 @@
 #include <new>
 
 #include "core/arguments.h"
+#include "core/checked.h"
 #include "core/message.h"
 #include "core/registry.h"
 
@@ -39,7 +40,15 @@ Status find_workspace(Call& call, const Workspace& given, std::int64_t bytes,
   return {};
 }
 
-// What is at hand for the kernel must be as large as derived_sizes said.
+// Bytes that are packed in the call, behind the kernel's own workspace: its caller holds nothing packed.
+std::int64_t packed_in_call(const Call& call, const Choice& choice) {
+  const bool missing = call.derived.key != 0 && call.derived.packed == nullptr;
+  return missing && choice.kernel->pack != nullptr
+             ? choice.kernel->packed_size(call.problem, choice.config)
+             : 0;
+}
+
+// What is at hand for the kernel must be as large as derived_sizes said; packed may be missing.
 Status check_derived(const Call& call, const Choice& choice) {
   const auto check = [&](std::string_view what, auto of, std::int64_t got) -> Status {
     const std::int64_t size = of == nullptr ? 0 : of(call.problem, choice.config);
@@ -49,6 +58,7 @@ Status check_derived(const Call& call, const Choice& choice) {
   };
   Status status = check("derived.prepared", choice.kernel->prepared_size, call.derived.prepared_bytes);
   if (!status.ok()) return status;
+  if (packed_in_call(call, choice) > 0) return {};
   return check("derived.packed", choice.kernel->packed_size, call.derived.packed_bytes);
 }
 
@@ -76,8 +86,16 @@ Status dispatch(Call& call, const Context& context) {
   call.executor = context.executor;
   call.stream = context.stream;
   std::unique_ptr<void, Free> own;
-  if (Status status = find_workspace(call, context.workspace, choice->workspace, own); !status.ok())
+  const std::int64_t packed = packed_in_call(call, *choice);
+  const std::int64_t first = packed == 0 ? choice->workspace : ceil_div(choice->workspace, 256) * 256;
+  if (Status status = find_workspace(call, context.workspace, first + packed, own); !status.ok())
     return status;
+  if (packed > 0) {
+    void* to = static_cast<std::byte*>(call.workspace) + first;
+    if (Status status = choice->kernel->pack(call, to); !status.ok()) return status;
+    call.derived.packed = to;
+    call.derived.packed_bytes = packed;
+  }
   return choice->kernel->run(call);
 }
 

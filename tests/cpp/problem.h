@@ -192,6 +192,10 @@ class ProblemIn {
     hold_derived_ = true;
     derived_tokens_ = tokens;
   }
+  void hold_prepared_alone() {
+    hold_derived();
+    hold_packed_ = false;
+  }
 
   BsrView weight() { return w_view(problem(Op::linear), nullptr); }
   const void* bias() const { return bias_.data(); }
@@ -274,7 +278,8 @@ class ProblemIn {
         if (!status.ok()) throw std::runtime_error(status.message());
       }
     }
-    w.derived = {sizes->key, prepared.data(), packed.data(), sizes->prepared, sizes->packed};
+    w.derived = {sizes->key, prepared.data(), nullptr, sizes->prepared};
+    if (hold_packed_) w.derived.packed = packed.data(), w.derived.packed_bytes = sizes->packed;
     return w;
   }
   MatrixView dy_view() const {
@@ -292,7 +297,7 @@ class ProblemIn {
   const Problem& host_;
   Buffer plan_, x_, dy_, values_, bias_;
   Guarded<Buffer> y_, dx_, dvalues_;
-  bool hold_derived_ = false;
+  bool hold_derived_ = false, hold_packed_ = true;
   std::int64_t derived_tokens_ = 0;
   std::map<std::uint64_t, std::pair<Buffer, Buffer>> held_;  // prepared and packed, by their key
   std::optional<Buffer> workspace_;
