@@ -94,11 +94,7 @@ void run_on_torch_threads(void* /*context*/, std::int64_t tasks, TaskRef body) {
   });
 }
 
-std::span<const std::int32_t> words(const Tensor& tensor) {
-  return {static_cast<const std::int32_t*>(tensor.data_ptr()), static_cast<std::size_t>(tensor.numel())};
-}
-
-void check_words(const Call& call, std::string_view argument, const Tensor& tensor) {
+std::span<const std::int32_t> words(const Call& call, std::string_view argument, const Tensor& tensor) {
   call.check_device(argument, tensor);
   const ScalarType type = tensor.scalar_type();
   if (type != ScalarType::Int) {
@@ -111,6 +107,8 @@ void check_words(const Call& call, std::string_view argument, const Tensor& tens
           invalid(call.op(), cat(argument, " must be contiguous, with 1 dimension"),
                   cat("shape ", shape_text(tensor), tensor.is_contiguous() ? "" : ", not contiguous")));
   }
+  return {static_cast<const std::int32_t*>(call.elements(argument, tensor)),
+          static_cast<std::size_t>(tensor.numel())};
 }
 
 }  // namespace
@@ -195,6 +193,14 @@ void Call::check_device(std::string_view argument, const Tensor& tensor) const {
                       device_text(tensor)));
 }
 
+void* Call::elements(std::string_view argument, const Tensor& tensor) const {
+  void* data = tensor.data_ptr();
+  if (data == nullptr && tensor.numel() > 0) {
+    raise(op_, invalid(op_, cat(argument, " must point to its elements"), "a null pointer"));
+  }
+  return data;
+}
+
 void Call::check_stored(DType stored, std::string_view other, DType dtype) const {
   const bool narrow = dtype != DType::f64 && (stored == DType::bf16 || stored == DType::f16);
   if (stored == dtype || narrow) return;
@@ -216,6 +222,10 @@ void Call::check_dtype(std::string_view argument, const Tensor& tensor, std::str
   if (float_dtype(argument, tensor) == dtype) return;
   raise(op_, mismatch(op_, cat(argument, " must have the dtype of ", other, ", ", torch_name(dtype)),
                       torch_name(tensor.scalar_type())));
+}
+
+void Call::check_rows(const MatrixView& x, const MatrixView& grad_output) const {
+  check(op_, check_size(op_, "x", "rows, like grad_output", grad_output.rows, x.rows));
 }
 
 Activation Call::activation(std::string_view name) const {
@@ -268,7 +278,7 @@ MatrixView Call::matrix(std::string_view argument, Tensor& tensor, std::string_v
     rows *= tensor.size(i);
   }
   if (rows > 0 && !(even && col_stride == 1)) {
-    const MatrixView by_feature{tensor.data_ptr(), dtype, rows, columns, 1, device_, col_stride};
+    const MatrixView by_feature{elements(argument, tensor), dtype, rows, columns, 1, device_, col_stride};
     if (weight != nullptr && even && row_stride == 1 && col_stride > 1 &&
         reads_in_place(by_feature, *weight, derived)) {
       return by_feature;
@@ -276,26 +286,29 @@ MatrixView Call::matrix(std::string_view argument, Tensor& tensor, std::string_v
     tensor = torch::stable::contiguous(tensor);
     row_stride = columns;
   }
-  return {tensor.data_ptr(), dtype, rows, columns, row_stride, device_};
+  return {elements(argument, tensor), dtype, rows, columns, row_stride, device_};
+}
+
+PlanView Call::view(std::span<const std::int32_t> plan, const BsrShape& shape) const {
+  if (device_ == Device::cpu) return value_of(op_, view_plan(op_, shape, plan));
+  return value_of(op_, view_device_plan(op_, shape, plan.data(), std::ssize(plan)));
 }
 
 PlanView Call::plan(const Tensor& plan, const BsrShape& shape) const {
-  check_words(*this, "plan", plan);
-  if (device_ == Device::cpu) return value_of(op_, view_plan(op_, shape, words(plan)));
-  return value_of(op_, view_device_plan(op_, shape, words(plan).data(), plan.numel()));
+  return view(words(*this, "plan", plan), shape);
 }
 
 PlanView Call::plan(const Tensor& plan, std::int64_t out_features, std::int64_t in_features,
                     std::int64_t block_rows, std::int64_t block_cols) const {
+  const std::span<const std::int32_t> all = words(*this, "plan", plan);
   BsrShape shape{out_features, in_features, block_rows, block_cols, 0};
-  check_words(*this, "plan", plan);
   check(op_, check_shape(op_, shape));
   // A plan's length grows by the same number of words with each block.
   const std::int64_t empty = plan_size(shape);
   shape.nnzb = 1;
   const std::int64_t step = plan_size(shape) - empty;
-  shape.nnzb = std::max<std::int64_t>(plan.numel() - empty, 0) / step;
-  return this->plan(plan, shape);
+  shape.nnzb = std::max<std::int64_t>(std::ssize(all) - empty, 0) / step;
+  return view(all, shape);
 }
 
 BsrView Call::weight(const Tensor& values, const Tensor& plan, std::int64_t out_features,
@@ -307,7 +320,7 @@ BsrView Call::weight(const Tensor& values, const Tensor& plan, std::int64_t out_
   if (!values.is_contiguous()) raise(op_, invalid(op_, "values must be contiguous", "another layout"));
   const PlanView pattern =
       this->plan(plan, {out_features, in_features, values.size(1), values.size(2), values.size(0)});
-  return {pattern, values.data_ptr(), float_dtype("values", values), device_};
+  return {pattern, elements("values", values), float_dtype("values", values), device_};
 }
 
 BsrView Call::weight(const Tensor& values, const PlanView& pattern) const {
@@ -320,7 +333,7 @@ BsrView Call::weight(const Tensor& values, const PlanView& pattern) const {
                            shape.block_cols, ')'),
                        cat("shape ", shape_text(values))));
   }
-  return {pattern, values.data_ptr(), float_dtype("values", values), device_};
+  return {pattern, elements("values", values), float_dtype("values", values), device_};
 }
 
 const void* Call::bias(const std::optional<Tensor>& bias, std::int64_t out_features, DType dtype) const {
@@ -331,7 +344,7 @@ const void* Call::bias(const std::optional<Tensor>& bias, std::int64_t out_featu
     raise(op_, invalid(op_, cat("bias must be contiguous, with out_features=", out_features, " elements"),
                        cat("shape ", shape_text(*bias), bias->is_contiguous() ? "" : ", not contiguous")));
   }
-  return bias->data_ptr();
+  return elements("bias", *bias);
 }
 
 Tensor Call::empty(std::span<const std::int64_t> sizes, std::int32_t dtype) const {
@@ -401,19 +414,19 @@ MutableMatrixView Call::output(const Tensor& tensor, const MatrixView& rows_of, 
 }
 
 Tensor Call::build_plan(const BsrShape& shape, const Tensor& crow, const Tensor& col) const {
-  check_words(*this, "crow_indices", crow);
-  check_words(*this, "col_indices", col);
+  const std::span<const std::int32_t> rows = words(*this, "crow_indices", crow);
+  const std::span<const std::int32_t> columns = words(*this, "col_indices", col);
   check(op_, check_shape(op_, shape));
   const std::int64_t size = plan_size(shape);
   Tensor plan = empty(std::array{size}, aoti_torch_dtype_int32());
   if (device_ == Device::cuda) {
     check(op_, build_device_plan(
-                   op_, shape, words(crow), words(col),
+                   op_, shape, rows, columns,
                    {static_cast<std::int32_t*>(plan.data_ptr()), static_cast<std::size_t>(size)}, context()));
     return plan;
   }
   check(op_,
-        rarefy::build_plan(op_, shape, words(crow), words(col),
+        rarefy::build_plan(op_, shape, rows, columns,
                            {static_cast<std::int32_t*>(plan.data_ptr()), static_cast<std::size_t>(size)}));
   return plan;
 }

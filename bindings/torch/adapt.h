@@ -59,11 +59,15 @@ class Call {
   DType float_dtype(std::string_view argument, const Tensor& tensor) const;
   DType any_dtype(std::string_view argument, ScalarType type) const;  // the same of a dtype
   void check_device(std::string_view argument, const Tensor& tensor) const;
+  // Its elements, which a tensor whose storage was freed does not have.
+  void* elements(std::string_view argument, const Tensor& tensor) const;
   // The one rule of dtypes: values have that of x, or under 32 and 16 bits are bfloat16 or float16.
   void check_stored(DType stored, std::string_view other, DType dtype) const;
   DType stored_dtype(const std::optional<ScalarType>& asked, std::string_view other, DType dtype) const;
   void check_dtype(std::string_view argument, const Tensor& tensor, std::string_view other,
                    DType dtype) const;
+
+  void check_rows(const MatrixView& x, const MatrixView& grad_output) const;
 
   // "none", "relu", "gelu", "gelu_tanh", "silu", as torch calls them.
   Activation activation(std::string_view name) const;
@@ -96,6 +100,7 @@ class Call {
   Tensor build_plan(const BsrShape& shape, const Tensor& crow, const Tensor& col) const;
 
  private:
+  PlanView view(std::span<const std::int32_t> plan, const BsrShape& shape) const;
   Tensor empty(std::span<const std::int64_t> sizes, std::int32_t dtype) const;
   static void* provide_workspace(void* call, std::int64_t bytes);
   bool reads_in_place(const MatrixView& x, const BsrView& weight, std::int64_t derived) const;

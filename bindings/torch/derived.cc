@@ -118,7 +118,7 @@ Derived view_derived(const Call& call, const DerivedTensors& tensors, Op op, con
   Derived derived{static_cast<std::uint64_t>(tensors.key)};
   if (tensors.prepared) {
     check_bytes(call, "prepared", *tensors.prepared);
-    derived.prepared = tensors.prepared->data_ptr();
+    derived.prepared = call.elements("prepared", *tensors.prepared);
     derived.prepared_bytes = tensors.prepared->numel();
   }
   if (op != Op::linear) {
@@ -130,7 +130,7 @@ Derived view_derived(const Call& call, const DerivedTensors& tensors, Op op, con
   if (tensors.packed) {
     check_bytes(call, "packed", *tensors.packed);
     const std::int64_t samples = sample_bytes(call);
-    const auto* bytes = static_cast<const std::byte*>(tensors.packed->data_ptr());
+    const auto* bytes = static_cast<const std::byte*>(call.elements("packed", *tensors.packed));
     if (tensors.packed->numel() < samples) {
       raise(call.op(), invalid(call.op(), cat("packed must have at least ", samples, " bytes"),
                                cat(tensors.packed->numel())));

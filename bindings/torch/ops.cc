@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "adapt.h"
+#include "core/products.h"
 #include "derived.h"
 
 namespace rarefy::binding {
@@ -24,7 +25,8 @@ Tensor bsr_linear(Tensor x, const Tensor& values, const Tensor& plan, const std:
                                 weight.dtype);
   const void* bias_data = call.bias(bias, out_features, in.dtype);
   Tensor y = call.empty_rows(x, out_features);
-  check(call.op(), linear(in, weight, bias_data, fused, call.output(y, in, out_features), call.context()));
+  check(call.op(),
+        run_linear(in, weight, bias_data, fused, call.output(y, in, out_features), call.context()));
   return y;
 }
 
@@ -46,7 +48,7 @@ Tensor bsr_grad_input(Tensor grad_output, const Tensor& values, const Tensor& pl
   weight.derived = view_derived(call, {prepared, packed, derived}, Op::grad_input, weight.plan, dy.dtype,
                                 &weight, weight.dtype);
   Tensor dx = call.empty_rows(grad_output, in_features);
-  check(call.op(), grad_input(dy, weight, call.output(dx, dy, in_features), call.context()));
+  check(call.op(), run_grad_input(dy, weight, call.output(dx, dy, in_features), call.context()));
   return dx;
 }
 
@@ -59,11 +61,12 @@ Tensor bsr_grad_weight(Tensor grad_output, Tensor x, const Tensor& plan, std::in
   const MatrixView dy = call.matrix("grad_output", grad_output, "out_features", out_features);
   const MatrixView in = call.matrix("x", x, "in_features", in_features);
   call.check_dtype("x", x, "grad_output", dy.dtype);
+  call.check_rows(in, dy);
   const DType stored = call.stored_dtype(dtype, "x", in.dtype);
   Tensor dvalues = call.empty_values(pattern.shape, dtype.value_or(x.scalar_type()));
-  check(call.op(), grad_weight(dy, in, pattern, dvalues.data_ptr(), stored, call.context(),
-                               view_derived(call, {prepared, std::nullopt, derived}, Op::grad_weight, pattern,
-                                            in.dtype, nullptr, stored)));
+  check(call.op(), run_grad_weight(dy, in, pattern, dvalues.data_ptr(), stored, call.context(),
+                                   view_derived(call, {prepared, std::nullopt, derived}, Op::grad_weight,
+                                                pattern, in.dtype, nullptr, stored)));
   return dvalues;
 }
 
@@ -83,17 +86,18 @@ std::tuple<Tensor, Tensor, Tensor> bsr_linear_backward(
     weight.derived = view_derived(call, {prepared, packed, derived}, Op::grad_input, pattern, dy.dtype,
                                   &weight, weight.dtype);
     Tensor dx = call.empty_rows(grad_output, in_features);
-    check(call.op(), grad_input(dy, weight, call.output(dx, dy, in_features), call.context()));
+    check(call.op(), run_grad_input(dy, weight, call.output(dx, dy, in_features), call.context()));
     return dx;
   };
   const auto weight_gradient = [&] {
     const MatrixView in = call.matrix("x", *x, "in_features", in_features);
     call.check_dtype("x", *x, "grad_output", dy.dtype);
+    call.check_rows(in, dy);
     const DType stored = call.stored_dtype(dtype, "x", in.dtype);
     Tensor dvalues = call.empty_values(pattern.shape, dtype.value_or(x->scalar_type()));
-    check(call.op(), grad_weight(dy, in, pattern, dvalues.data_ptr(), stored, call.context(),
-                                 view_derived(call, {prepared, std::nullopt, derived}, Op::grad_weight,
-                                              pattern, in.dtype, nullptr, stored)));
+    check(call.op(), run_grad_weight(dy, in, pattern, dvalues.data_ptr(), stored, call.context(),
+                                     view_derived(call, {prepared, std::nullopt, derived}, Op::grad_weight,
+                                                  pattern, in.dtype, nullptr, stored)));
     return dvalues;
   };
   return {values ? input_gradient() : call.nothing(grad_output),

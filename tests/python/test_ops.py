@@ -611,3 +611,38 @@ def test_scipy_agrees():
     assert_within_bound(
         y, torch.from_numpy((w @ x.T).T.copy()), torch.from_numpy((abs(w) @ abs(x).T).T.copy()), 40
     )
+
+
+@pytest.mark.parametrize("op", ["linear", "grad_input", "grad_weight", "backward"])
+def test_freed_storage_is_an_error(op):
+    bsr = random_bsr((8, 12), (4, 4), 0.5, dtype=torch.float32)
+    dy, x, bias = torch.ones(5, 8), torch.ones(5, 12), torch.ones(8)
+    values, plan = bsr.values.detach(), bsr.plan.clone()
+    sizes = (8, 12)
+    run, arguments = {
+        "linear": (ops.bsr_linear, {"x": x, "values": values, "plan": plan, "bias": bias}),
+        "grad_input": (ops.bsr_grad_input, {"grad_output": dy, "values": values, "plan": plan}),
+        "grad_weight": (ops.bsr_grad_weight, {"grad_output": dy, "x": x, "plan": plan}),
+        "backward": (
+            torch.ops.rarefy._bsr_linear_backward,
+            {"grad_output": dy, "x": x, "values": values, "plan": plan},
+        ),
+    }[op]
+    rest = {"grad_weight": (4, 4, *sizes), "backward": (4, 4, *sizes, True)}.get(op, sizes)
+    run(*arguments.values(), *rest)
+    for name, tensor in arguments.items():
+        freed = tensor.clone()
+        freed.untyped_storage().resize_(0)
+        call = arguments | {name: freed}
+        with pytest.raises(ValueError, match=rf"{name} must point to its elements; got a null pointer"):
+            run(*call.values(), *rest)
+
+
+def test_gradients_want_as_many_rows_on_both_sides():
+    bsr = random_bsr((8, 12), (4, 4), 0.5, dtype=torch.float32)
+    x, dy = torch.ones(5, 12), torch.ones(4, 8)
+    message = "x must have 4 rows, like grad_output; got 5"
+    with pytest.raises(ValueError, match=rf"\[bsr_grad_weight\] {message}"):
+        ops.bsr_grad_weight(dy, x, bsr.plan, 4, 4, 8, 12)
+    with pytest.raises(ValueError, match=rf"\[bsr_linear_backward\] {message}"):
+        torch.ops.rarefy._bsr_linear_backward(dy, x, None, bsr.plan, 4, 4, 8, 12, False)

@@ -1,0 +1,172 @@
+// Runs a checked product: the first kernel of the registry that fits, with its workspace and what it derives.
+#include "core/products.h"
+
+#include <cstdlib>
+#include <memory>
+
+#include "core/arguments.h"
+#include "core/checked.h"
+#include "core/message.h"
+#include "core/registry.h"
+
+namespace rarefy {
+
+namespace {
+
+struct Free {
+  void operator()(void* p) const { std::free(p); }  // NOLINT(cppcoreguidelines-no-malloc)
+};
+
+// The workspace that the kernel asked for: the caller's, what its function gives, or ours.
+Status find_workspace(Call& call, const Workspace& given, std::int64_t bytes,
+                      std::unique_ptr<void, Free>& own) {
+  const std::string_view op = name(call.problem.op);
+  call.workspace = given.data;
+  if (given.bytes >= bytes) return {};
+  if (given.provide != nullptr) {
+    call.workspace = given.provide(given.provider, bytes);
+  } else if (call.problem.device == Device::cpu) {
+    own.reset(std::aligned_alloc(64, static_cast<std::size_t>((bytes + 63) / 64 * 64)));
+    call.workspace = own.get();
+  } else {
+    return invalid(op, cat("workspace must have ", bytes, " bytes (workspace_size)"), cat(given.bytes));
+  }
+  if (call.workspace == nullptr) {
+    return error(StatusCode::out_of_memory, op, "the workspace must fit in memory", "an allocation failure");
+  }
+  return {};
+}
+
+// Bytes that are packed in the call, behind the kernel's own workspace: its caller holds nothing packed.
+std::int64_t packed_in_call(const Call& call, const Choice& choice) {
+  const bool missing = call.derived.key != 0 && call.derived.packed == nullptr;
+  return missing && choice.kernel->pack != nullptr ? choice.kernel->packed_size(call.problem, choice.config)
+                                                   : 0;
+}
+
+// What is at hand for the kernel must be as large as derived_sizes said; packed may be missing.
+Status check_derived(const Call& call, const Choice& choice) {
+  const auto check = [&](std::string_view what, auto of, std::int64_t got) -> Status {
+    const std::int64_t size = of == nullptr ? 0 : of(call.problem, choice.config);
+    if (got >= size) return {};
+    return invalid(name(call.problem.op), cat(what, " must have at least ", size, " bytes (derived_sizes)"),
+                   cat(got));
+  };
+  Status status = check("derived.prepared", choice.kernel->prepared_size, call.derived.prepared_bytes);
+  if (!status.ok()) return status;
+  if (packed_in_call(call, choice) > 0) return {};
+  return check("derived.packed", choice.kernel->packed_size, call.derived.packed_bytes);
+}
+
+}  // namespace
+
+Status dispatch(Call& call, const Context& context) {
+  Problem& problem = call.problem;
+  problem.threads = context.executor.threads;
+  problem.derived = call.derived.key;
+  if (problem.device == Device::cuda) problem.device_index = current_cuda_device();
+  const auto choice = choose(problem);
+  if (!choice.ok()) return choice.status();
+  if (choice->derived_key != call.derived.key) {  // another kernel's; or a forced configuration's
+    if (choice->kernel->derives() && !choice->kernel->derived_optional) {
+      return invalid(name(problem.op),
+                     cat("derived data must be made by prepare and pack for ", choice->kernel->name),
+                     "another configuration's");
+    }
+    call.derived = {};
+    problem.derived = 0;
+  } else if (choice->derived_key != 0) {
+    if (Status status = check_derived(call, *choice); !status.ok()) return status;
+  }
+  call.config = choice->config;
+  call.executor = context.executor;
+  call.stream = context.stream;
+  std::unique_ptr<void, Free> own;
+  const std::int64_t packed = packed_in_call(call, *choice);
+  const std::int64_t first = packed == 0 ? choice->workspace : ceil_div(choice->workspace, 256) * 256;
+  if (Status status = find_workspace(call, context.workspace, first + packed, own); !status.ok())
+    return status;
+  if (packed > 0) {
+    void* to = static_cast<std::byte*>(call.workspace) + first;
+    if (Status status = choice->kernel->pack(call, to); !status.ok()) return status;
+    call.derived.packed = to;
+    call.derived.packed_bytes = packed;
+  }
+  return choice->kernel->run(call);
+}
+
+Status run_linear(const MatrixView& x, const BsrView& w, const void* bias, Activation activation,
+                  const MutableMatrixView& y, const Context& context) {
+  if (y.rows == 0 || y.cols == 0) return {};
+  Alignment in, out;
+  in.add(x);
+  in.add(w.values);
+  out.add(y);
+  out.add(bias);
+  Call call;
+  call.problem = {Op::linear,  {Format::bsr, w.plan.shape, w.dtype, w.scaling},
+                  x.dtype,     y.dtype,
+                  x.rows,      x.stride(),
+                  y.stride(),  x.layout(),
+                  y.layout(),  in.bytes(),
+                  out.bytes(), bias != nullptr,
+                  activation,  w.device};
+  call.x = x;
+  call.plan = w.plan;
+  call.values = w.values;
+  call.scales = w.scales;
+  call.derived = w.derived;
+  call.bias = bias;
+  call.activation = activation;
+  call.out = y;
+  return dispatch(call, context);
+}
+
+Status run_grad_input(const MatrixView& dy, const BsrView& w, const MutableMatrixView& dx,
+                      const Context& context) {
+  if (dx.rows == 0 || dx.cols == 0) return {};
+  Alignment in, out;
+  in.add(dy);
+  in.add(w.values);
+  out.add(dx);
+  Call call;
+  call.problem = {Op::grad_input,   {Format::bsr, w.plan.shape, w.dtype, w.scaling},
+                  dy.dtype,         dx.dtype,
+                  dy.rows,          dy.stride(),
+                  dx.stride(),      dy.layout(),
+                  dx.layout(),      in.bytes(),
+                  out.bytes(),      false,
+                  Activation::none, w.device};
+  call.dy = dy;
+  call.plan = w.plan;
+  call.values = w.values;
+  call.scales = w.scales;
+  call.derived = w.derived;
+  call.out = dx;
+  return dispatch(call, context);
+}
+
+Status run_grad_weight(const MatrixView& dy, const MatrixView& x, const PlanView& plan, void* dvalues,
+                       DType dtype, const Context& context, const Derived& derived) {
+  if (plan.shape.nnzb == 0) return {};
+  Alignment in, out;
+  in.add(dy);
+  in.add(x);
+  out.add(dvalues);
+  Call call;
+  call.problem = {Op::grad_weight,  {Format::bsr, plan.shape, dtype},
+                  x.dtype,          dtype,
+                  x.rows,           dy.stride(),
+                  x.stride(),       dy.layout(),
+                  x.layout(),       in.bytes(),
+                  out.bytes(),      false,
+                  Activation::none, x.device};
+  call.dy = dy;
+  call.x = x;
+  call.plan = plan;
+  call.derived = derived;
+  call.dvalues = dvalues;
+  return dispatch(call, context);
+}
+
+}  // namespace rarefy

@@ -1,0 +1,18 @@
+// The three products once their arguments are checked: linear.cc checks views and bare pointers, the binding
+// tensors, whose sizes, strides and devices cannot be wrong in most of the ways that a view's can.
+#pragma once
+
+#include "rarefy/linear.h"
+
+namespace rarefy {
+
+Status run_linear(const MatrixView& x, const BsrView& w, const void* bias, Activation activation,
+                  const MutableMatrixView& y, const Context& context);
+
+Status run_grad_input(const MatrixView& dy, const BsrView& w, const MutableMatrixView& dx,
+                      const Context& context);
+
+Status run_grad_weight(const MatrixView& dy, const MatrixView& x, const PlanView& plan, void* dvalues,
+                       DType dtype, const Context& context, const Derived& derived);
+
+}  // namespace rarefy
