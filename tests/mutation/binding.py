@@ -47,9 +47,11 @@ GROUPS = [
             ("i * matrix.row_stride + j);", "i * matrix.cols + j);"),
             ("const bool narrow = dtype != DType::f64 &&", "const bool narrow ="),
             (
-                "shape.nnzb = std::max<std::int64_t>(plan.numel() - empty, 0) / step;",
-                "shape.nnzb = std::max<std::int64_t>(plan.numel() - empty, 0) / (step + 1);",
+                "shape.nnzb = std::max<std::int64_t>(std::ssize(all) - empty, 0) / step;",
+                "shape.nnzb = std::max<std::int64_t>(std::ssize(all) - empty, 0) / (step + 1);",
             ),
+            ("data == nullptr && tensor.numel() > 0", "false"),
+            ('  check(op_, check_size(op_, "x", "rows, like grad_output", grad_output.rows, x.rows));\n', ""),
             ("values.dim() != 3 || values.size(0) != shape.nnzb ||", "values.dim() != 3 ||"),
             (
                 "    if (known == name) return activation;",

@@ -311,16 +311,27 @@ GROUPS = [
         "src/core/linear.cc",
         ("cpp:Select*:AddAKernel*:BadInput*", BAD, PRODUCTS, *ALL),
         [
+            ("  if (p.tokens < 0) return", "  if (p.tokens < -1) return"),
+            ("  if (p.threads < 1) return", "  if (p.threads < 0) return"),
+        ],
+    ),
+    (
+        "src/core/products.cc",
+        ("cpp:Select*:AddAKernel*:BadInput*:*PackedInTheCall*", BAD, PRODUCTS, *ALL),
+        [
             ("  if (given.bytes >= bytes) return {};", ""),
             ("  if (given.bytes >= bytes) return {};", "  if (given.bytes > 0) return {};"),
             ("    if (got >= size) return {};", "    return {};"),
-            ("  if (p.tokens < 0) return", "  if (p.tokens < -1) return"),
-            ("  if (p.threads < 1) return", "  if (p.threads < 0) return"),
             ("(bytes + 63) / 64 * 64", "bytes / 64 * 64"),
             (
                 "  if (y.rows == 0 || y.cols == 0) return {};\n  Alignment in, out;\n  in.add(x);\n  in.add(w.values);",
                 "  Alignment in, out;\n  in.add(x);\n  in.add(w.values);",
             ),
+            ("call.derived.key != 0 && call.derived.packed == nullptr", "call.derived.packed == nullptr"),
+            ("  if (packed_in_call(call, choice) > 0) return {};\n", ""),
+            ("call.workspace) + first;", "call.workspace);"),
+            ("context.workspace, first + packed,", "context.workspace, first,"),
+            ("    call.derived.packed = to;\n", ""),
         ],
     ),
     (

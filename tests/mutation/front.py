@@ -356,11 +356,11 @@ GROUPS = [
         (DERIVED,),
         [
             (
-                "self.key, prepared_bytes, self.packed_bytes = _sizes(*arguments)",
-                "self.key, prepared_bytes, self.packed_bytes = _sizes(*arguments)\n            prepared_bytes = 0",
+                "self.key, prepared_bytes, self.packed_bytes = sizes(*arguments)",
+                "self.key, prepared_bytes, self.packed_bytes = sizes(*arguments)\n        prepared_bytes = 0",
             ),
-            ("            if self.packed_bytes and not stored:\n", "            if False:\n"),
-            ("        if parameter.is_inference() or capturing(parameter):\n", "        if False:\n"),
+            ("        if self.packed_bytes and not stored:\n", "        if False:\n"),
+            ("parameter.is_inference() or capturing(parameter):", "False:"),
             ("return parameter.data_ptr(), parameter._version", "return parameter.data_ptr(), 0"),
             ("return parameter.data_ptr(), parameter._version", "return 0, parameter._version"),
             ("        if seen != at:\n            packed = None\n", ""),
@@ -370,11 +370,8 @@ GROUPS = [
                 "(now or seen == at or not torch.is_grad_enabled())",
                 "(seen == at or not torch.is_grad_enabled())",
             ),
-            ("or (tracing and kept.packed_bytes):", "or False:"),
-            (
-                "            return () if kept.packed_bytes else kept.of_pattern()\n",
-                "            return kept.of_pattern()\n",
-            ),
+            ("if tracing or values is None:", "if values is None:"),
+            ("self._packs_in_calls or not self.packed_bytes", "True"),
             ("dtype = dtype_of_product(x) if in_autocast() else x.dtype", "dtype = x.dtype"),
             (
                 "return sum(t.numel() for t in (self.prepared, self._packed[1]) if t is not None)",
