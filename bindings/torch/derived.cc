@@ -41,8 +41,8 @@ Problem typical(const Call& call, Op op, const Operands& w) {
   return problem;
 }
 
-// What a product's kernel wants of what is held here: of the gradients' nothing that is made of values. Those of
-// the CPU then do without all of it and pack as they go; CUDA's pack in the call.
+// What a product's kernel wants of what is held here: of the gradients' nothing that is made of values. Those
+// of the CPU then do without all of it and pack as they go; CUDA's pack in the call.
 DerivedSizes sizes_of(const Call& call, Op op, const Operands& w) {
   const auto sizes = derived_sizes(typical(call, op, w));
   if (op == Op::linear) return value_of(call.op(), sizes);

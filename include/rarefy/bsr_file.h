@@ -6,8 +6,8 @@
 //   {"format":"bsr-v1","version":"0.1.0","modules":{"M.weight":
 //     {"shape":[N,K],"block_shape":[R,C],"nnzb":n,"dtype":"f32"}}}
 // A weight in CSR has values of one dimension, (nnz), and
-// {"format":"csr","shape":[N,K],"nnz":n,"dtype":"f32"}. One of int8 values with scales has M.weight.scales, f32
-// (N), too, and {"format":"int8", … as for blocks, "dtype":"i8","x_dtype":"f32","activations":"int8"}.
+// {"format":"csr","shape":[N,K],"nnz":n,"dtype":"f32"}. One of int8 values with scales has M.weight.scales,
+// f32 (N), too, and {"format":"int8", … as for blocks, "dtype":"i8","x_dtype":"f32","activations":"int8"}.
 #pragma once
 
 #include <cstddef>

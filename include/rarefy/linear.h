@@ -17,8 +17,8 @@
 namespace rarefy {
 
 // What one kernel derived from a weight, in memory that its caller holds: `prepared` from the pattern,
-// `packed` from the values too. Made by prepare() and pack() below, for one key. Without `packed` a call packs
-// for itself, into workspace: derived_sizes' bytes more than workspace_size, rounded up to 256.
+// `packed` from the values too. Made by prepare() and pack() below, for one key. Without `packed` a call
+// packs for itself, into workspace: derived_sizes' bytes more than workspace_size, rounded up to 256.
 struct Derived {
   std::uint64_t key = 0;  // 0: nothing
   const void* prepared = nullptr;
@@ -56,7 +56,8 @@ struct Context {
 
 // Dtypes: x any; the weight's values the same or any other that is stored; y that of x (int8: f32 or f64).
 // What no kernel can combine is refused with the reasons of all (see backend.h). Scaled int8 values take x in
-// f32, bf16 or f16, and have no grad_weight; grad_input is that of the scaled values, whatever x was rounded to.
+// f32, bf16 or f16, and have no grad_weight; grad_input is that of the scaled values, whatever x was rounded
+// to.
 
 // bias: N elements of y's dtype, or null.
 RAREFY_API Status linear(const MatrixView& x, const BsrView& w, const void* bias, Activation activation,

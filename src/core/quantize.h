@@ -1,5 +1,5 @@
-// How a token of x becomes int8 for Scaling::dynamic: one rule for every kernel, in float, so that all of them
-// multiply the same integers (docs/numerics.md).
+// How a token of x becomes int8 for Scaling::dynamic: one rule for every kernel, in float, so that all of
+// them multiply the same integers (docs/numerics.md).
 #pragma once
 
 #include <algorithm>

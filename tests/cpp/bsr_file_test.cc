@@ -180,7 +180,8 @@ TEST(BsrFileTest, ReadsAndWritesCsr) {
 
 TEST(BsrFileTest, RefusesWrongCsr) {
   const std::pair<const char*, const char*> cases[] = {
-      {R"({"format":"csc","shape":[2,5],"nnz":2,"dtype":"bf16"})", "format must be bsr, csr or int8; got \"csc\""},
+      {R"({"format":"csc","shape":[2,5],"nnz":2,"dtype":"bf16"})",
+       "format must be bsr, csr or int8; got \"csc\""},
       {R"({"format":7,"shape":[2,5],"nnz":2,"dtype":"bf16"})", "format must be bsr, csr or int8; got 7"},
       {R"({"format":"csr","shape":[2,5],"nnzb":2,"dtype":"bf16"})", "must have \"nnz\""},
       {R"({"format":"csr","shape":[2,5],"nnz":3,"dtype":"bf16"})", "must be BF16 [3]"},

@@ -333,7 +333,8 @@ TEST_P(PairsTest, SubnormalNumbersMayBeZero) {
   }
 }
 
-// Weights that nobody holds packed are packed in the call: by the driver, or ahead of it for who holds the rest.
+// Weights that nobody holds packed are packed in the call: by the driver, or ahead of it for who holds the
+// rest.
 TEST_P(PairsTest, PackedInTheCall) {
   ThreadPool pool(3);
   const Force force(GetParam());

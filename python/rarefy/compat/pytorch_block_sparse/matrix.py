@@ -196,9 +196,7 @@ class BlockSparseMatrixBase(BsrWeight):
         """A torch COO tensor (⌈N/R⌉, ⌈K/C⌉, R, C) with dense blocks, of `data` or of what replaces it."""
         data = (self.data if data_replace is None else data_replace).reshape(-1, *self.block_shape)
         size = (*self.blocks_count(), *self.block_shape)
-        return torch.sparse_coo_tensor(
-            self.build_coo_block_index().long(), data, size, check_invariants=True
-        )
+        return torch.sparse_coo_tensor(self.build_coo_block_index().long(), data, size, check_invariants=True)
 
     def to_dense(self, data_replace: torch.Tensor | None = None) -> torch.Tensor:
         """(N, K) with zeros where nothing is stored, of `data` or of what replaces it; differentiable."""
