@@ -28,8 +28,6 @@ Status cuda::launch_status(std::string_view op, cudaError_t launched) {
 void register_cuda(Registry& registry) {
   sm90::add_rows(registry);
   cuda::simt::add_rows(registry);
-  // Last, for those who force them: as they stand they have not run on a GPU yet (docs/design/hopper.md).
-  sm90::add_union_rows(registry);
 }
 
 bool cuda_built() { return true; }

@@ -17,7 +17,7 @@ class Sm90UnionsTest : public ::testing::Test {
     if (backend_info().cuda_devices[0].arch != 90) GTEST_SKIP() << "no GPU of compute capability 9.0";
   }
 
-  static std::string_view kernel_of(ProblemIn<DeviceBuffer>& gpu, Op op) {
+  static std::string kernel_of(ProblemIn<DeviceBuffer>& gpu, Op op) {
     rarefy::Problem asked = gpu.problem(op);
     asked.derived = kAnyDerived;
     return explain(asked).kernel;

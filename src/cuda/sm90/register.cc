@@ -332,6 +332,8 @@ void add_rows(Registry& registry) {
                       .candidates = candidates_decode});
   registry.push_back(strips(Op::linear, "sm90_strips_linear"));
   registry.push_back(strips(Op::grad_input, "sm90_strips_grad_input"));
+  registry.push_back(unions(Op::linear, "sm90_unions_linear"));
+  registry.push_back(unions(Op::grad_input, "sm90_unions_grad_input"));
   add_tall_rows(registry);
   registry.push_back({.op = Op::grad_weight,
                       .device = Device::cuda,
@@ -345,11 +347,6 @@ void add_rows(Registry& registry) {
                       .derived_optional = true,
                       .prepared_size = gradient_prepared_size,
                       .prepare = prepare_gradient});
-}
-
-void add_union_rows(Registry& registry) {
-  registry.push_back(unions(Op::linear, "sm90_unions_linear"));
-  registry.push_back(unions(Op::grad_input, "sm90_unions_grad_input"));
 }
 
 }  // namespace rarefy::sm90

@@ -7,7 +7,6 @@ namespace rarefy::sm90 {
 
 void add_rows(Registry& registry);
 void add_tall_rows(Registry& registry);  // tall_rows.cc
-void add_union_rows(Registry& registry);
 
 // What all its kernels want of a machine and of dtypes.
 Reason supports_family(const Problem& problem, const rarefy::Machine& machine);
