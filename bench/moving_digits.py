@@ -23,18 +23,19 @@ from torch.nn import functional
 
 from rarefy.prune import SET, RigL, Sparsifier, sparse_start
 
-STEPS, BATCH, EVERY, HIDDEN = 1200, 128, 20, ["0", "2"]
+STEPS, BATCH, EVERY, HIDDEN = 1200, 64, 20, ["0", "2"]
 
 
 def digits(seed: int) -> tuple[torch.Tensor, ...]:
-    """Inputs in [0, 1] and labels, for training and for testing."""
+    """Inputs, each pixel of mean 0 and deviation 1 over those for training, and labels; for testing too."""
     from sklearn.datasets import load_digits
 
     data = load_digits()
-    x, y = torch.tensor(data.data, dtype=torch.float32) / 16, torch.tensor(data.target)
+    x, y = torch.tensor(data.data, dtype=torch.float32), torch.tensor(data.target)
     order = torch.randperm(len(x), generator=torch.Generator().manual_seed(seed))
-    cut = len(x) // 3
-    return x[order[cut:]], y[order[cut:]], x[order[:cut]], y[order[:cut]]
+    test, train = order[: len(x) // 3], order[len(x) // 3 :]
+    x = (x - x[train].mean(0)) / x[train].std(0).clamp(min=0.1)
+    return x[train], y[train], x[test], y[test]
 
 
 def run(method: str, density: float, seed: int, allocation: str) -> float:
@@ -45,7 +46,7 @@ def run(method: str, density: float, seed: int, allocation: str) -> float:
     moving = None
     if method in ("static", "set", "rigl"):
         sparse_start(model, "csr", density, allocation=allocation, layers=HIDDEN, seed=seed)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9, weight_decay=1e-4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-4)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
     if method in ("set", "rigl"):
         options = {"every": EVERY, "end": STEPS * 3 // 4, "seed": seed}

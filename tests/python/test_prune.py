@@ -28,6 +28,7 @@ from rarefy.prune import (
     schedules,
     scopes,
 )
+from rarefy.prune.choice import scores_of
 from tiny import Tiny, ids
 
 
@@ -158,7 +159,7 @@ def test_scores_against_plain_formulas():
         sparsifier.observe()  # observations add up
         for group in sparsifier.groups:
             fqn = group["tensor_fqn"]
-            got = sparsifier._scores(group).dense()
+            got = scores_of(sparsifier, group).dense()
             want = formula(weight[fqn], gradient[fqn], inputs[fqn])
             torch.testing.assert_close(
                 got, want, rtol=2e-5, atol=1e-9, msg=lambda m, n=name, f=fqn: f"{n} {f}: {m}"

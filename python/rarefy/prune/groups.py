@@ -132,6 +132,13 @@ def find_groups(
     return list(groups.values())
 
 
+def call(model: nn.Module, batch: Any) -> Any:
+    """The model's result for a batch: a tensor, a tuple of arguments or a dict of them."""
+    if isinstance(batch, Mapping):
+        return model(**batch)
+    return model(*batch) if isinstance(batch, tuple | list) else model(batch)
+
+
 def inputs_of(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
     """What the weight of a Linear or Conv2d multiplies, (groups, tokens, K) in float64 on the CPU."""
     x = x.detach().cpu().double()

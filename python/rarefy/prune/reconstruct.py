@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,7 +15,7 @@ from tqdm import tqdm
 from .. import _load
 from ..checks import check_int, check_known, check_tensor, fail
 from .criteria import check_sparsity
-from .groups import Config, FilterFn, find_groups, observing
+from .groups import Config, FilterFn, call, find_groups, observing
 from .masks import Mask, Scores, make_mask
 from .patterns import Pattern, RowBalanced, matrix_shape, parse_pattern
 
@@ -257,7 +257,7 @@ def reconstruct(
                 if forward is not None:
                     forward(batch)
                 else:
-                    _call(model, batch)
+                    call(model, batch)
         for group in lot:
             fqn, weight = group["tensor_fqn"], getattr(group["module"], group["tensor_name"])
             if "gram" not in state[fqn]:
@@ -292,15 +292,6 @@ def _one(
         weight.copy_(new.view(weight.shape))
     mask = Mask(torch.cat([m.bits for m in bits]), matrix.shape[1], sum(m.kept for m in bits))
     return mask, lost / whole if whole else 0.0
-
-
-def _call(model: nn.Module, batch: Any) -> None:
-    if isinstance(batch, Mapping):
-        model(**batch)
-    elif isinstance(batch, tuple | list):
-        model(*batch)
-    else:
-        model(batch)
 
 
 def _sparsity(op: str, pattern: Pattern, sparsity: float | None) -> float:

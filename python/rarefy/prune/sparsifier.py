@@ -19,15 +19,16 @@ from tqdm import tqdm
 from ..checks import fail
 from ..report import Report
 from . import checkpoint
+from .choice import choose_alone, choose_masks
 from .conversion import swap, to_sparse
 from .criteria import check_sparsity, parse_criterion
-from .groups import Config, FilterFn, find_groups, observing
+from .groups import Config, FilterFn, call, find_groups, observing
 from .masked import Masked
-from .masks import Mask, Scores, allocate_global
-from .patterns import EachRow, Pattern, count_of, matrix_shape, parse_pattern
+from .masks import Mask
+from .patterns import matrix_shape, parse_pattern
 from .schedules import parse_schedule
-from .scopes import Global, LayerInfo, PerRow, Uniform, parse_allocation, parse_scope
-from .table import Row, Table
+from .scopes import Global, Uniform, parse_allocation, parse_scope
+from .table import Table
 
 
 class Sparsifier(BaseSparsifier):
@@ -171,14 +172,7 @@ class Sparsifier(BaseSparsifier):
         with self.calibration():
             model = self._model
             for batch in tqdm(data, desc="calibration", disable=not sys.stderr.isatty(), leave=False):
-                if forward is not None:
-                    forward(batch)
-                elif isinstance(batch, Mapping):
-                    model(**batch)
-                elif isinstance(batch, tuple | list):
-                    model(*batch)
-                else:
-                    model(batch)
+                call(model, batch) if forward is None else forward(batch)
 
     @torch.no_grad()
     def observe(self) -> None:
@@ -255,109 +249,18 @@ class Sparsifier(BaseSparsifier):
     def update_mask(self, module: nn.Module, tensor_name: str, **kwargs: Any) -> None:
         """Makes the mask of one weight at its final sparsity now, by itself."""
         group = next(g for g in self.groups if (module, tensor_name) in [(m, t) for _, m, t in g["places"]])
-        fqn = group["tensor_fqn"]
-        scores = self._scores(group)
-        self._set(
-            group,
-            self._pattern(group).mask(
-                scores, self._original(group).shape, group["sparsity_level"], self._previous(fqn)
-            ),
-        )
+        choose_alone(self, group, group["sparsity_level"])
 
     def _update(self, levels: dict[str, float]) -> None:
-        if isinstance(self.scope, Global):
-            self._update_globally(levels)
-        else:
-            counts = self._allocated(levels)
-            for group in self.groups:
-                fqn, shape, pattern = group["tensor_fqn"], self._original(group).shape, self._pattern(group)
-                scores, previous = self._scores(group), self._previous(group["tensor_fqn"])
-                if counts is None or fqn not in counts:
-                    mask = pattern.mask(scores, shape, levels[fqn], previous)
-                else:
-                    mask = pattern.mask_of_count(scores, shape, counts[fqn], previous)
-                self._set(group, mask)
+        choose_masks(self, levels)
         for optimizer, _ in self._optimizers:
             self._mask_state(optimizer)
-
-    def _allocated(self, levels: dict[str, float]) -> dict[str, int] | None:
-        """Units that leave each layer, unless all layers have their own sparsity."""
-        if isinstance(self.allocation, Uniform):
-            return None
-        groups = [g for g in self.groups if not g["pattern"].fixed]
-        layers = []
-        for group in groups:
-            weight = self._original(group).detach()
-            inputs = self.state[group["tensor_fqn"]].get("inputs")
-            # Counts of each row of units are shared as counts of all.
-            layers.append(
-                LayerInfo(group["tensor_fqn"], weight, group["pattern"].count(weight.shape), inputs)
-            )
-        removed = self.allocation.removed(layers, _mean(levels, layers))
-        if isinstance(self.scope, PerRow):
-            across = [
-                self._pattern(group).count(layer.weight.shape)
-                for group, layer in zip(groups, layers, strict=True)
-            ]
-            removed = [
-                count_of(n / x.units, a) if x.units else 0
-                for n, x, a in zip(removed, layers, across, strict=True)
-            ]
-        return {layer.name: n for layer, n in zip(layers, removed, strict=True)}
-
-    def _update_globally(self, levels: dict[str, float]) -> None:
-        assert isinstance(self.scope, Global)
-        groups = [g for g in self.groups if not g["pattern"].fixed]
-        scores = [self._scores(group) for group in groups]
-        if len({s.importance for s in scores}) > 1:
-            scores = [Scores(s.dense()) for s in scores]
-        shapes = [self._original(group).shape for group in groups]
-        counts = [g["pattern"].count(shape) for g, shape in zip(groups, shapes, strict=True)]
-        layers = [
-            LayerInfo(g["tensor_fqn"], self._original(g), n) for g, n in zip(groups, counts, strict=True)
-        ]
-        total = sum(
-            g["pattern"].removed(s, levels[g["tensor_fqn"]]) for g, s in zip(groups, shapes, strict=True)
-        )
-        limits = [self.scope.limits(n) for n in counts]
-        # On its way a schedule may ask for less than the ceilings take: those hold for what is asked.
-        least, most = sum(low for low, _ in limits), sum(high for _, high in limits)
-        if total < least:
-            limits = [(0, high) for _, high in limits]
-        if total > most:
-            got = f"{_mean(levels, layers):g}; the most that can be is {most / max(1, sum(counts)):g}"
-            fail("step", f"sparsity must leave every layer a density of {self.scope.min_density:g}", got)
-        units = [g["pattern"].units(shape) for g, shape in zip(groups, shapes, strict=True)]
-        previous = [self._previous(g["tensor_fqn"]) for g in groups]
-        removed = allocate_global(scores, units, limits, total, previous) if groups else []
-        for group, score, shape, n, before in zip(groups, scores, shapes, removed, previous, strict=True):
-            self._set(group, group["pattern"].mask_of_count(score, shape, n, before))
-        for group in self.groups:
-            if group["pattern"].fixed:
-                self._set(group, group["pattern"].mask(self._scores(group), self._original(group).shape, 0.0))
-
-    def _pattern(self, group: dict[str, Any]) -> Pattern:
-        pattern = group["pattern"]
-        if isinstance(self.scope, PerRow) and not pattern.each_row and not pattern.fixed:
-            return EachRow(pattern)
-        return pattern
-
-    def _previous(self, fqn: str) -> Mask | None:
-        return None if self.regrow else self.state[fqn]["mask"]
-
-    def _scores(self, group: dict[str, Any]) -> Scores:
-        weight = self._original(group).detach()
-        matrix = weight.reshape(matrix_shape(weight.shape))
-        fqn = group["tensor_fqn"]
-        if group["pattern"].fixed:
-            return Scores(matrix)
-        return self.criterion.score(fqn, matrix, self.state[fqn], self.random)
 
     def _set(self, group: dict[str, Any], mask: Mask) -> None:
         fqn = group["tensor_fqn"]
         if mask.nan:
             text = f"[step] {fqn} has {mask.nan} scores that are NaN; they count as lowest"
-            warnings.warn(text, RuntimeWarning, stacklevel=4)
+            warnings.warn(text, RuntimeWarning, stacklevel=5)
         self.state[fqn]["mask"] = mask
         self._show(group)
 
@@ -416,15 +319,11 @@ class Sparsifier(BaseSparsifier):
     def report(self) -> Table:
         """What each weight has lost so far, against what was asked."""
         self._check_prepared("report")
-        rows = []
-        for group in self.groups:
-            fqn, shape = group["tensor_fqn"], tuple(self._original(group).shape)
-            mask = self.state[fqn]["mask"]
-            bits = mask.unpack()
-            target = self._levels.get(fqn, 0.0)
-            empty = [int((~bits.any(dim)).sum()) for dim in (1, 0)]
-            rows.append(Row(fqn, shape, str(group["pattern"]), target, 1 - mask.density, mask.kept, *empty))
-        return Table(rows)
+        names = [g["tensor_fqn"] for g in self.groups]
+        shapes = [tuple(self._original(g).shape) for g in self.groups]
+        targets = [self._levels.get(fqn, 0.0) for fqn in names]
+        masks = [self.state[fqn]["mask"] for fqn in names]
+        return Table.of(names, shapes, [str(g["pattern"]) for g in self.groups], targets, masks)
 
     # -- after ----------------------------------------------------------------------------------------
 
@@ -445,9 +344,8 @@ class Sparsifier(BaseSparsifier):
         if self._squashed:
             return
         for group in self.groups:
-            keep = tuple(params_to_keep or ()) + tuple(
-                (params_to_keep_per_layer or {}).get(group["module_fqn"], ())
-            )
+            of_layer = (params_to_keep_per_layer or {}).get(group["module_fqn"], ())
+            keep = (*(params_to_keep or ()), *of_layer)
             for key in keep:
                 if key not in group:
                     fail("squash_mask", f"params_to_keep must be of {sorted(group)}", repr(key))
@@ -543,13 +441,9 @@ class Sparsifier(BaseSparsifier):
         self.random.set_state(state["random"])
 
     def __repr__(self) -> str:  # noqa: D105
-        settings = ", ".join(f"{k}={v}" for k, v in self.settings().items())
-        return (
-            f"Sparsifier(sparsity={self.defaults['sparsity_level']}, {settings}, groups={len(self.groups)})"
-        )
-
-
-def _mean(levels: dict[str, float], layers: list[LayerInfo]) -> float:
-    """The sparsity over all units of the layers."""
-    total = sum(layer.units for layer in layers)
-    return sum(levels[layer.name] * layer.units for layer in layers) / total if total else 0.0
+        settings = {
+            "sparsity": self.defaults["sparsity_level"],
+            **self.settings(),
+            "groups": len(self.groups),
+        }
+        return f"Sparsifier({', '.join(f'{k}={v}' for k, v in settings.items())})"

@@ -6,8 +6,9 @@ import csv
 import io
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, fields
+from typing import Any
 
 from ..files import replacing
 
@@ -31,6 +32,16 @@ class Table:
     """The rows, and the totals over them."""
 
     rows: list[Row]
+
+    @classmethod
+    def of(cls, *columns: Iterable[Any]) -> Table:
+        """Of names, shapes, patterns, sparsities asked for, and masks (Mask), one each for every weight."""
+        rows = []
+        for name, shape, pattern, target, mask in zip(*columns, strict=True):
+            bits = mask.unpack()
+            empty = [int((~bits.any(dim)).sum()) for dim in (1, 0)]
+            rows.append(Row(name, shape, pattern, target, 1 - mask.density, mask.kept, *empty))
+        return cls(rows)
 
     def __iter__(self) -> Iterator[Row]:  # noqa: D105
         return iter(self.rows)
