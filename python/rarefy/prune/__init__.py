@@ -15,6 +15,7 @@ from .patterns import Pattern, parse_pattern
 from .reconstruct import Reconstruction, layer_error, reconstruct, reconstruct_weight
 from .schedules import Schedule, parse_schedule
 from .scopes import Allocation, Scope, parse_allocation, parse_scope
+from .sensitivity import Plan, Point, Sensitivity, sensitivity
 from .sparsifier import Sparsifier
 from .start import sparse_start
 from .table import Row, Table
@@ -31,6 +32,8 @@ __all__ = [
     "Move",
     "MovingPattern",
     "Pattern",
+    "Plan",
+    "Point",
     "Reconstruction",
     "RigL",
     "Row",
@@ -38,6 +41,7 @@ __all__ = [
     "Schedule",
     "Scope",
     "Scores",
+    "Sensitivity",
     "Sparsifier",
     "Table",
     "TopKAST",
@@ -58,5 +62,6 @@ __all__ = [
     "reconstruct_weight",
     "schedules",
     "scopes",
+    "sensitivity",
     "sparse_start",
 ]
