@@ -1,0 +1,176 @@
+"""rarefy.compat.nn_prune: torch.nn.utils.prune's numerics, its defects mended, its checkpoints read."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import prune as original
+
+from rarefy.compat import nn_prune as prune
+
+
+def layer(kind=nn.Linear) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Linear(12, 10) if kind is nn.Linear else nn.Conv2d(4, 6, 3)
+
+
+def mask_of(module) -> torch.Tensor:
+    return module.parametrizations.weight[0].mask
+
+
+CALLS = [
+    ("l1_unstructured", {"amount": 0.3}),
+    ("l1_unstructured", {"amount": 7}),
+    ("ln_structured", {"amount": 0.5, "n": 2, "dim": 0}),
+    ("ln_structured", {"amount": 2, "n": 1, "dim": 1}),
+    ("ln_structured", {"amount": 1, "n": float("inf"), "dim": -1}),
+]
+
+
+@pytest.mark.parametrize(("name", "options"), CALLS)
+@pytest.mark.parametrize("kind", [nn.Linear, nn.Conv2d])
+def test_masks_are_the_originals(name, options, kind):
+    mine, theirs = layer(kind), layer(kind)
+    for _ in range(2):  # amounts count what is left
+        assert getattr(prune, name)(mine, "weight", **options) is mine
+        getattr(original, name)(theirs, "weight", **options)
+        assert torch.equal(mask_of(mine), theirs.weight_mask)
+    assert torch.equal(mine.weight, theirs.weight) and prune.is_pruned(nn.Sequential(mine))
+    before = mine.parametrizations.weight.original
+    assert prune.remove(mine, "weight") is mine
+    original.remove(theirs, "weight")
+    assert torch.equal(mine.weight, theirs.weight) and mine.weight is before
+    assert not prune.is_pruned(mine) and isinstance(mine.weight, nn.Parameter)
+
+
+def test_scores_instead_of_magnitudes():
+    mine, theirs, scores = layer(), layer(), torch.rand(10, 12)
+    prune.l1_unstructured(mine, "weight", 0.4, importance_scores=scores)
+    original.l1_unstructured(theirs, "weight", 0.4, importance_scores=scores)
+    assert torch.equal(mask_of(mine), theirs.weight_mask)
+    prune.ln_structured(mine, "weight", 2, 2, 0, importance_scores=scores)
+    original.ln_structured(theirs, "weight", 2, 2, 0, importance_scores=scores)
+    assert torch.equal(mask_of(mine), theirs.weight_mask)
+
+
+def test_random_ones_are_exact_and_follow_a_generator():
+    for name, options, counts in (
+        ("random_unstructured", {"amount": 0.5}, [60, 90]),
+        ("random_structured", {"amount": 0.5, "dim": 0}, [60, 84]),
+    ):
+        modules = [layer(), layer(), layer()]
+        for module, seed in zip(modules, (1, 1, 2), strict=True):
+            generator = torch.Generator().manual_seed(seed)
+            for count in counts:
+                getattr(prune, name)(module, "weight", **options, generator=generator)
+                assert int((mask_of(module) == 0).sum()) == count
+        assert torch.equal(mask_of(modules[0]), mask_of(modules[1]))
+        assert not torch.equal(mask_of(modules[0]), mask_of(modules[2]))
+
+
+def test_global_pruning_is_the_originals_and_can_keep_a_floor():
+    """Of two layers whose scales differ by a thousand the small one lost 98 %."""
+    pairs = []
+    for method, module in ((prune, "l1"), (original, original.L1Unstructured)):
+        layers = [layer(), layer(), nn.Linear(12, 4)]
+        torch.manual_seed(1)
+        with torch.no_grad():
+            layers[1].weight.mul_(1e-3)
+            layers[2].weight.copy_(torch.randn(4, 12))
+        places = [(x, "weight") for x in layers]
+        for _ in range(2):
+            method.global_unstructured(places, module, amount=0.4)
+        pairs.append([x.weight == 0 for x in layers])
+    assert all(torch.equal(a, b) for a, b in zip(*pairs, strict=True))
+    layers = [layer(), layer()]
+    with torch.no_grad():
+        layers[1].weight.mul_(1e-3)
+    prune.global_unstructured([(x, "weight") for x in layers], amount=0.5, min_density=0.2)
+    assert [int((x.weight == 0).sum()) for x in layers] == [24, 96]
+    with pytest.raises(ValueError, match=r"density of 0\.5"):
+        prune.global_unstructured([(x, "weight") for x in layers], amount=0.9, min_density=0.5)
+
+
+def test_amounts():
+    """1 is one weight, 1.0 is all of them."""
+    for amount, gone in ((1, 1), (1.0, 120), (0, 0), (0.0, 0)):
+        assert int((prune.l1_unstructured(layer(), "weight", amount).weight == 0).sum()) == gone
+    module = prune.custom_from_mask(prune.identity(layer(), "weight"), "weight", torch.eye(10, 12))
+    assert torch.equal(mask_of(module), torch.eye(10, 12))
+    assert int((prune.l1_unstructured(layer(), "bias", 3).bias == 0).sum()) == 3
+
+
+def test_defect_copies_after_a_forward():
+    """It raised: only tensors created explicitly by the user support it."""
+    module = prune.l1_unstructured(layer(), "weight", 0.5)
+    x = torch.randn(3, 12)
+    y = module(x)
+    twin = copy.deepcopy(module)
+    assert torch.equal(twin(x), y)
+    theirs = original.l1_unstructured(layer(), "weight", 0.5)
+    theirs(x)
+    with pytest.raises(RuntimeError):
+        copy.deepcopy(theirs)
+
+
+def test_defect_ties_lost_whole_rows():
+    module = layer()
+    nn.init.ones_(module.weight)
+    mask = mask_of(prune.l1_unstructured(module, "weight", 0.5))
+    assert (mask.sum(1) > 0).all() and (mask.sum(0) > 0).all() and int(mask.sum()) == 60
+
+
+def test_nan_leaves_and_does_not_come_through():
+    module = layer()
+    with torch.no_grad():
+        module.weight[2, 2] = torch.nan
+    prune.l1_unstructured(module, "weight", 1)
+    assert module.weight[2, 2] == 0 and module.weight.isfinite().all()
+
+
+@pytest.mark.parametrize("prepared", [False, True])
+def test_checkpoints_of_the_original_load(prepared):
+    model, theirs = (nn.Sequential(layer(), nn.ReLU(), nn.Linear(10, 4)) for _ in "12")
+    original.l1_unstructured(theirs[0], "weight", 0.5)
+    original.random_unstructured(theirs[2], "bias", 2)
+    if prepared:
+        prune.l1_unstructured(model[0], "weight", 0.1)
+    state = theirs.state_dict()
+    keys = list(state)
+    prune.load_state_dict(model, state)
+    assert list(state) == keys and "0.weight_orig" in keys
+    x = torch.randn(3, 12)
+    assert torch.equal(model(x), theirs(x)) and torch.equal(mask_of(model[0]), theirs[0].weight_mask)
+    again = nn.Sequential(layer(), nn.ReLU(), nn.Linear(10, 4))
+    for name in ("weight", "bias"):
+        prune.identity(again[0 if name == "weight" else 2], name)
+    prune.load_state_dict(again, model.state_dict())
+    assert torch.equal(again(x), model(x))
+    with pytest.raises(ValueError, match="one of the model"):
+        prune.load_state_dict(nn.Sequential(layer()), state)
+    with pytest.raises(ValueError, match="must be of shape"):
+        prune.load_state_dict(nn.Sequential(nn.Linear(3, 3), nn.ReLU(), nn.Linear(10, 4)), state)
+
+
+@pytest.mark.parametrize(
+    ("call", "text"),
+    [
+        (lambda m: prune.l1_unstructured(m, "weigth", 0.5), "near names: weight"),
+        (lambda m: prune.l1_unstructured(m, "weight", 1.5), r"in \[0\.0, 1\.0\]"),
+        (lambda m: prune.l1_unstructured(m, "weight", 121), r"in \[0, 120\]"),
+        (lambda m: prune.ln_structured(m, "weight", 1, 2, 2), "dim must be"),
+        (lambda m: prune.random_structured(m, "bias", 1, 0), "2 or more dimensions"),
+        (lambda m: prune.custom_from_mask(m, "weight", torch.ones(3)), "mask must be of shape"),
+        (lambda m: prune.l1_unstructured(m, "weight", 1, torch.ones(3)), "importance_scores must be"),
+        (lambda m: prune.global_unstructured([(m, "weight")], "l3", amount=1), "near names: l1"),
+        (lambda m: prune.remove(m, "weight"), "must be pruned"),
+    ],
+)
+def test_bad_arguments_are_refused(call, text):
+    module = layer()
+    with pytest.raises(ValueError, match=text):
+        call(module)
+    assert not prune.is_pruned(module)
