@@ -52,66 +52,64 @@ __device__ inline u32 block_max(u32 key, u32* of_warps) {
 }
 
 // By one thread block: `to` gets `groups` times `kStride` members, -1 behind the last. Greedily from the
-// longest member on: with it go those that share most columns with the group so far.
+// longest member on: with it go those that share most columns with the group so far. `sorted` has room for
+// all members, `columns` for all their words: word w of the i-th longest is columns[w · count + i], so that
+// threads read side by side.
 template <int kStride>
-__device__ void group_members(const MemberBits& all, int size, int groups, int* sorted, int* to) {
-  __shared__ u32 used[kMostMembers / 32], of_warps[2][kPlanThreads / 32];
-  const int self = static_cast<int>(threadIdx.x);
+__device__ void group_members(const MemberBits& all, int size, int groups, int* sorted, u32* columns,
+                              int* to) {
+  __shared__ u32 used[kMostMembers / 32], joined[kMostMembers / 32], of_warps[2][kPlanThreads / 32];
+  const int self = static_cast<int>(threadIdx.x), count = all.count, words = all.words;
   if (all.across % size == 0) {  // those of a row are alike
     for (int i = self; i < groups * kStride; i += kPlanThreads) {
       const int m = i % kStride, member = i / kStride * size + m;
-      to[i] = m < size && member < all.count ? member : -1;
+      to[i] = m < size && member < count ? member : -1;
     }
     __syncthreads();
     return;
   }
   for (int i = self; i < kMostMembers / 32; i += kPlanThreads) used[i] = 0;
-  for (int s = self; s < all.count; s += kPlanThreads) {
+  for (int s = self; s < count; s += kPlanThreads) {
     const int row = s / all.across, length = all.length[row];
     int before = s % all.across;
     for (int other = 0; other < all.rows; ++other) {
-      const int l = all.length[other], its = min(all.across, all.count - other * all.across);
+      const int l = all.length[other], its = min(all.across, count - other * all.across);
       if (l > length || (l == length && other < row)) before += its;
     }
     sorted[before] = s;
   }
   __syncthreads();
-  const u32* mine = self < all.count ? all.of(sorted[self]) : nullptr;
+  for (int i = self; i < words * count; i += kPlanThreads) columns[i] = all.of(sorted[i % count])[i / count];
+  __syncthreads();
   int first = 0, turn = 0;
   for (int g = 0; g < groups; ++g) {
     while (used[first / 32] >> first % 32 & 1) ++first;  // there is one: groups · size reaches the last
-    const u32* chosen[kStride - 1];                      // of the group so far, or the first again
-#pragma unroll
-    for (int m = 0; m < kStride - 1; ++m) chosen[m] = all.of(sorted[first]);
-    __syncthreads();  // all have read `used`
+    __syncthreads();                                     // all have read `used`
     if (self == 0) {
       used[first / 32] |= 1u << first % 32;
       to[g * kStride] = sorted[first];
     }
+    for (int w = self; w < words; w += kPlanThreads) joined[w] = columns[w * count + first];
     __syncthreads();
-#pragma unroll
     for (int m = 1; m < kStride; ++m) {
       if (m >= size) {
         if (self == 0) to[g * kStride + m] = -1;
         continue;
       }
       u32 best = 0;
-      for (int i = first + 1 + self; i < all.count; i += kPlanThreads) {
+      for (int i = first + 1 + self; i < count; i += kPlanThreads) {
         if (used[i / 32] >> i % 32 & 1) continue;
-        const u32* own = i == self ? mine : all.of(sorted[i]);
         u32 shared = 0;
-        for (int w = 0; w < all.words; ++w) {
-          u32 joined = chosen[0][w];
-#pragma unroll
-          for (int c = 1; c < kStride - 1; ++c) joined |= c < m ? chosen[c][w] : 0;
-          shared += static_cast<u32>(__popc(joined & own[w]));
-        }
+        for (int w = 0; w < words; ++w)
+          shared += static_cast<u32>(__popc(joined[w] & columns[w * count + i]));
         best = max(best, shared << 16 | static_cast<u32>(kMostMembers - 1 - i));
       }
       best = block_max(best, of_warps[turn]);
       turn ^= 1;
       const int i = best == 0 ? -1 : kMostMembers - 1 - static_cast<int>(best & 0xFFFF);
-      if (i >= 0 && m < kStride - 1) chosen[m] = all.of(sorted[i]);
+      if (i >= 0) {
+        for (int w = self; w < words; w += kPlanThreads) joined[w] |= columns[w * count + i];
+      }
       if (self == 0) {
         to[g * kStride + m] = i < 0 ? -1 : sorted[i];
         if (i >= 0) used[i / 32] |= 1u << i % 32;

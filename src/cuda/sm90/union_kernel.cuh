@@ -9,6 +9,8 @@
 // and what is finite pays one addition for each sum.
 #pragma once
 
+#include <climits>
+
 #include "cuda/sm90/device/wgmma.cuh"
 #include "cuda/sm90/strip_shape.cuh"
 #include "cuda/sm90/tile/repair.cuh"
@@ -36,7 +38,7 @@ struct UnionParams {
   u64 x_layout;
 };
 
-// What a strip multiplies in a step, made by the loading warp: how many pieces (3 bits), which
+// What a strip multiplies in a step, made by a loading warp: how many pieces (3 bits), which
 // columns of X the first three want (2 bits each; a fourth wants the last), where they begin in the ring
 // (from bit 16 on).
 __device__ inline u32 strip_header(u32 mask, int strip, u32 head, u32 ring) {
@@ -80,48 +82,83 @@ struct UnionWarps {
     });
   }
 
-  __device__ void load(int lane) {
-    RingSpace<4> space{p.slots, p.pieces};
+  // One warp brings X …
+  __device__ void load_x(int lane) const {
     Turn at, from;
-    u32 head = 0;  // where the next piece goes in the ring
+    at.parity = 1;  // the first round is free
     for (;;) {
       int x_row;
       const int word = state.walk.read_batch(from, lane, &x_row);
       if (x_row < 0) return;
+      const u32 wanted = __ballot_sync(~0u, lane % 4 == kStepMask && word > 0);
+#pragma unroll 1
       for (int j = 0; j < 8; ++j) {
-        const int mask_word = __shfl_sync(~0u, word, 4 * j + kStepMask);
-        if (mask_word <= 0) continue;
-        const auto mask = static_cast<u32>(mask_word);
-        const int piece = __shfl_sync(~0u, word, 4 * j + kStepPiece);
-        const int box = __shfl_sync(~0u, word, 4 * j + (lane == 0 ? kStepFirst : kStepSecond));
-        const auto count = static_cast<u32>(__popc(mask));
-        space.take(count, empty(0), p.slots);
+        if ((wanted >> (4 * j + kStepMask) & 1) == 0) continue;
+        // By reduction, so that they are uniform: copies want their operands so.
+        const auto word_of = [&](int r) {
+          return __reduce_max_sync(~0u, lane == 4 * j + r ? word : INT_MIN);
+        };
+        const auto mask = static_cast<u32>(word_of(kStepMask));
+        const int boxes[2] = {word_of(kStepFirst), word_of(kStepSecond)};
+        const bool want[2] = {(mask & p.first_box) != 0, (mask & p.second_box) != 0};
+        const u32 barrier = full(at.slot), to = x_ring + at.slot * Shape::kSlotBytes;
+        wait(empty(at.slot), at.parity);
+        if (lane == 0) {
+          arrive_expect(barrier, ((want[0] ? 1u : 0u) + (want[1] ? 1u : 0u)) * p.box_bytes);
+#pragma unroll
+          for (u32 i = 0; i < 2; ++i) {
+            if (want[i]) load_box(to + i * p.box_bytes, &p.x, boxes[i] * p.box_width, x_row, barrier);
+          }
+        }
+        __syncwarp();
+        at.next(p.slots);
+      }
+    }
+  }
+
+  // … and one the pieces, and says what to multiply. All that does not wait is made for eight steps at once:
+  // lane 4j + r knows the header of strip r in step j; r = 0, 1: what to copy, as the ring may end among the
+  // pieces.
+  __device__ void load_pieces(int lane) const {
+    RingSpace<4> space{p.slots, p.pieces};
+    Turn at, from;
+    u32 head = 0;  // where the next piece goes in the ring
+    const int r = lane % 4;
+    for (;;) {
+      int x_row;
+      const int word = state.walk.read_batch(from, lane, &x_row);
+      if (x_row < 0) return;
+      const auto mask = static_cast<u32>(max(__shfl_sync(~0u, word, lane - r + kStepMask), 0));
+      const u32 wanted = __ballot_sync(~0u, mask != 0);
+      const auto count = static_cast<u32>(__popc(mask));
+      u32 behind = count;  // pieces of this batch up to this step
+#pragma unroll
+      for (int d = 4; d < 32; d *= 2) {
+        const u32 other = __shfl_up_sync(~0u, behind, d);
+        if (lane >= d) behind += other;
+      }
+      const u32 begin = (head + behind - count) % p.pieces;
+      head = (head + __shfl_sync(~0u, behind, 31)) % p.pieces;
+      const u32 header = strip_header(mask, r, begin, p.pieces);
+      const u32 first = min(count, p.pieces - begin);  // up to the ring's end
+      const u32 copied = r == 0 ? first : r == 1 ? count - first : 0;
+      const u32 to = w_ring + (r == 0 ? begin : 0) * kPieceBytes;
+      const std::int64_t piece =
+          __shfl_sync(~0u, word, lane - r + kStepPiece) + (r == 0 ? 0 : static_cast<int>(first));
+      const unsigned char* source = p.w + piece * kPieceBytes;
+#pragma unroll 1
+      for (int j = 0; j < 8; ++j) {
+        if ((wanted >> (4 * j) & 1) == 0) continue;
+        space.take(__reduce_max_sync(~0u, lane == 4 * j ? count : 0), empty(0), p.slots);
         const u32 barrier = full(at.slot);
-        const bool first = (mask & p.first_box) != 0, second = (mask & p.second_box) != 0;
-        if (lane < kStrips) {  // each arrives for what it wrote
-          state.header[at.slot][lane] = strip_header(mask, lane, head, p.pieces);
-          const u32 boxes = (first ? 1u : 0u) + (second ? 1u : 0u);
-          arrive_expect(barrier, lane == 0 ? boxes * p.box_bytes + count * kPieceBytes : 0);
+        if (lane / 4 == j) {
+          if (r < kStrips) {  // each arrives for what it wrote
+            state.header[at.slot][r] = header;
+            arrive_expect(barrier, r == 0 ? count * kPieceBytes : 0);
+          }
+          if (copied > 0) load_bytes(to, source, copied * kPieceBytes, barrier);
         }
         __syncwarp();
-        if (lane < 2) {
-          if (lane == 0 ? first : second) {
-            load_box(x_ring + at.slot * Shape::kSlotBytes + (lane == 0 ? 0 : p.box_bytes), &p.x,
-                     box * p.box_width, x_row, barrier);
-          }
-        } else if (lane < 4) {  // the ring may end among the pieces
-          const u32 end = head + count;
-          const u32 from_piece = lane == 2 ? head : max(head, p.pieces);
-          const u32 to_piece = lane == 2 ? min(end, p.pieces) : end;
-          if (from_piece < to_piece) {
-            load_bytes(w_ring + (lane == 2 ? from_piece : from_piece - p.pieces) * kPieceBytes,
-                       p.w + (static_cast<std::int64_t>(piece) + (from_piece - head)) * kPieceBytes,
-                       (to_piece - from_piece) * kPieceBytes, barrier);
-          }
-        }
-        __syncwarp();
-        head += count;
-        if (head >= p.pieces) head -= p.pieces;
         at.next(p.slots);
       }
     }
@@ -248,10 +285,10 @@ __global__ void __launch_bounds__(StripShape<kStrips, kTokens>::kThreads, 1)
     prefetch_map(&p.x);
     prefetch_map(&p.y);
     for (u32 i = 0; i < p.slots; ++i) {
-      barrier_init(shared_address(&state.ring.full[i]), kStrips);
+      barrier_init(shared_address(&state.ring.full[i]), kStrips + 1);
       barrier_init(shared_address(&state.ring.empty[i]), 4 * kStrips);
     }
-    state.walk.init(4 * kStrips);
+    state.walk.init(4 * kStrips, 2);
     barrier_init_done();
   }
   __syncthreads();
@@ -265,10 +302,11 @@ __global__ void __launch_bounds__(StripShape<kStrips, kTokens>::kThreads, 1)
     const auto strip = static_cast<u32>(warp) / 4;
     warps.template multiply<T, kActivation>(
         static_cast<int>(strip), {y_buffers + strip * y_bytes, strip + 1, warp % 4, lane, p.buffers});
-  } else {  // two warps of this warpgroup work
+  } else {  // three warps of this warpgroup work
     give_registers<Shape::kOtherRegisters>();
-    if (warp == 4 * kStrips) warps.load(lane);
-    if (warp == 4 * kStrips + 1) warps.walk(lane);
+    if (warp == 4 * kStrips) warps.load_x(lane);
+    if (warp == 4 * kStrips + 1) warps.load_pieces(lane);
+    if (warp == 4 * kStrips + 2) warps.walk(lane);
   }
 }
 

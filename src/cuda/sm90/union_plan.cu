@@ -23,6 +23,7 @@ struct PlanParams {
   int boxes, box;                         // of a step; 16-wide columns of one
   int room;                               // for steps of a group
   int *sorted, *members, *clocks, *steps_of, *pieces_of;
+  u32* by_column;
   int* units_of;  // outputs: of each strip its unit rows
   StripGroup* out;
   int* first_piece;  // of each group, and behind the last the number of all
@@ -41,7 +42,7 @@ __device__ inline u32 boxes_of(u32 columns, int box) {
 // One block: strips, groups and their order.
 __global__ void __launch_bounds__(kThreads) group_kernel(const PlanParams p) {
   const int self = static_cast<int>(threadIdx.x), words = p.units.words;
-  group_members<kUnitStride>(p.units, 64 / p.unit, p.strips.count, p.sorted, p.units_of);
+  group_members<kUnitStride>(p.units, 64 / p.unit, p.strips.count, p.sorted, p.by_column, p.units_of);
   for (int i = self; i < p.strips.count * words; i += kThreads) {
     const int strip = i / words, w = i % words;
     u32 joined = 0;
@@ -58,7 +59,7 @@ __global__ void __launch_bounds__(kThreads) group_kernel(const PlanParams p) {
     p.strips.length[s] = length;
   }
   __syncthreads();
-  group_members<kMostGroup>(p.strips, p.size, p.groups, p.sorted, p.members);
+  group_members<kMostGroup>(p.strips, p.size, p.groups, p.sorted, p.by_column, p.members);
   for (int g = self; g < p.groups; g += kThreads) {
     const int* strip = p.members + g * kMostGroup;
     int boxes = 0, pieces = 0;
@@ -226,6 +227,7 @@ cudaError_t prepare(const UnionProblem& p, const UnionLayout& layout, int sms, c
   params.units = members(up(p.out_features(), p.block_out()), p.block_out() / p.unit(), p.units());
   params.strips = members(plan.strips, 1, plan.strips);
   params.sorted = take(p.units());
+  params.by_column = reinterpret_cast<u32*>(take(p.units() * params.units.words));
   params.members = take(std::int64_t{kMostGroup} * plan.groups);
   params.clocks = take(plan.groups);
   params.steps_of = take(plan.groups);

@@ -11,13 +11,13 @@ namespace {
 
 // Rates of one SM, fitted to measurements (docs/design/hopper.md).
 constexpr double kClock = 1750;          // per microsecond
-constexpr double kBytesPerClock = 42;    // from L2 into shared memory, all SMs at once
+constexpr double kBytesPerClock = 43;    // from L2 into shared memory, all SMs at once
 constexpr double kMultiply = 0.84;       // of the tensor cores' peak that a warpgroup's products reach
-constexpr double kLoadClocks = 1100;     // of a step: the loading warp's instructions
-constexpr double kSecondBox = 20;        // more of them
+constexpr double kLoadClocks = 500;      // of a step: a loading warp's instructions
+constexpr double kSecondBox = 100;       // more of them
 constexpr double kWaitClocks = 65;       // of a step, for each that is missing to four in flight
 constexpr double kTileClocks = 900;      // writing a tile's sums
-constexpr double kOneBuffer = 3000;      // more, with one buffer for results
+constexpr double kOneBuffer = 300;       // more, with one buffer for results
 constexpr double kLaunchClocks = 20000;  // launch, first loads from device memory, last stores
 
 constexpr std::int64_t kMostFeatures = (1 << 20) - 64;  // unit rows and overlaps are 16-bit in the plan
@@ -89,10 +89,11 @@ UnionPlan::UnionPlan(const UnionProblem& p, const UnionLayout& l, int thread_blo
   sources_at = take(pieces * (64 / p.unit()));
   count_at = take(std::int64_t{groups} + 1);
   items_at = take(2 * std::int64_t{lists().begin(lists().levels())});
-  // Columns of block rows and of strips as bits, how many; unit rows by falling length; of each group strips,
-  // clocks, steps and pieces.
-  const std::int64_t rows = ceil_div(p.out_features(), p.block_out()) + strips;
-  scratch_at = take(rows * (ceil_div(columns16, 32) + 1) + p.units() + std::int64_t{kMostGroup + 3} * groups);
+  // Columns of block rows and of strips as bits, how many, and those of each unit row; unit rows by falling
+  // length; of each group strips, clocks, steps and pieces.
+  const std::int64_t rows = ceil_div(p.out_features(), p.block_out()) + strips,
+                     bits = ceil_div(columns16, 32);
+  scratch_at = take(rows * (bits + 1) + p.units() * (bits + 1) + std::int64_t{kMostGroup + 3} * groups);
 }
 
 std::int64_t UnionPlan::packed_bytes() const { return pieces * kPieceBytes; }
@@ -148,7 +149,7 @@ std::vector<UnionCandidate> union_candidates(const UnionProblem& p, const UnionL
 // As measured: three strips, unless two leave out half of X; narrow boxes where they save some.
 UnionLayout layout_of(const UnionProblem& p) {
   UnionLayout layout{3, 32};
-  if (p.block_in() % 64 == 0 || p.box_share(layout) > 0.95 * p.box_share({3, 64})) layout.width = 64;
+  if (p.block_in() % 64 == 0 || p.box_share(layout) > 0.9 * p.box_share({3, 64})) layout.width = 64;
   if (p.box_share({2, layout.width}) < 0.5) layout.strips = 2;
   return layout;
 }

@@ -31,14 +31,14 @@ struct WalkState {
   alignas(8) u64 tile_full[kTiles], tile_empty[kTiles];
   alignas(8) u64 batch_full[kBatches], batch_empty[kBatches];
 
-  __device__ void init(u32 multiplying_warps) {
+  __device__ void init(u32 multiplying_warps, u32 loading_warps) {
     for (int i = 0; i < kTiles; ++i) {
       barrier_init(shared_address(&tile_full[i]), 1);
       barrier_init(shared_address(&tile_empty[i]), multiplying_warps);
     }
     for (int i = 0; i < kBatches; ++i) {
       barrier_init(shared_address(&batch_full[i]), 32);
-      barrier_init(shared_address(&batch_empty[i]), 1);
+      barrier_init(shared_address(&batch_empty[i]), loading_warps);
     }
   }
 
