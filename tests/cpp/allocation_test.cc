@@ -106,6 +106,11 @@ struct Inputs {
   std::vector<float> x = std::vector<float>(kTokens * kCols, 1), dy = std::vector<float>(kTokens * kRows, 2);
   std::vector<float> dense = std::vector<float>(kRows * kCols, 1);
   std::vector<float> out = std::vector<float>(kTokens * kRows);
+  // For pruning: scores that differ, a mask, double weights, and I for H and both its relatives.
+  std::vector<float> scores = std::vector<float>(kRows * kCols);
+  std::vector<std::uint8_t> mask = std::vector<std::uint8_t>(kRows * mask_row_bytes(kCols), 0xFF);
+  std::vector<double> weight = std::vector<double>(kRows * kCols, 1),
+                      identity = std::vector<double>(kCols * kCols);
   std::optional<Pattern> pattern, down;  // down: (36, 40), a block a row
   std::optional<BsrMatrix> bsr;
   std::optional<CsrMatrix> csr;
@@ -124,6 +129,8 @@ struct Inputs {
     pattern = *Pattern::create({kRows, kCols, 4, 4, 0}, crow, col);
     const std::vector<std::int32_t> each{0, 1, 2, 3, 4, 5, 6, 7, 8, 9};
     down = *Pattern::create({kCols, kRows, 4, 4, 0}, each, std::span(each).first(9));
+    for (std::size_t i = 0; i < scores.size(); ++i) scores[i] = static_cast<float>(i * 37 % 101);
+    for (std::size_t i = 0; i < static_cast<std::size_t>(kCols); ++i) identity[i * (kCols + 1)] = 1;
     values.assign(static_cast<std::size_t>(pattern->shape().value_count()), 0.25F);
     const auto bytes = std::as_bytes(std::span(values));
     bsr = BsrMatrix{*pattern, DType::f32, {bytes.begin(), bytes.end()}};
@@ -156,6 +163,22 @@ struct Inputs {
     return {m.data(), DType::f32, rows, cols, cols};
   }
 };
+
+// A mask of 40 × 36, 1 at even columns.
+void alternate(Inputs& in) {
+  for (std::uint8_t& byte : in.mask) byte = 0x55;
+  for (std::size_t last = 4; last < in.mask.size(); last += 5) in.mask[last] = 0x05;
+}
+
+Status mask_of(Inputs& in, const Context& context, const PruneUnits& units, std::int64_t remove) {
+  const MatrixView scores = in.view(in.scores, Inputs::kRows, Inputs::kCols);
+  return prune_mask({scores, Importance::magnitude}, units, remove, in.mask.data(), context.executor)
+      .status();
+}
+
+Reconstruction reconstruction_of(Inputs& in, const PruneUnits& units, std::int64_t remove) {
+  return {in.weight.data(), Inputs::kRows, Inputs::kCols, units, remove, in.mask.data()};
+}
 
 struct Entry {
   const char* name;
@@ -219,6 +242,42 @@ std::vector<Entry> entries() {
       {"ParseBsrFile", [](Inputs& in, C) { return parse_bsr_file(in.file_bytes).status(); }},
       {"SerializeBsrFile", [](Inputs& in, C) { return serialize_bsr_file(in.file).status(); }},
       {"WriteBsrFile", [](Inputs& in, C) { return write_bsr_file(in.out_path, in.file); }},
+      {"PruneMask", [](Inputs& in, C c) { return mask_of(in, c, {}, 700); }},
+      {"PruneMaskOfBlocks",
+       [](Inputs& in, C c) {
+         return mask_of(in, c, {{4, 4}}, 30);
+       }},
+      {"PruneMaskOfEachRow",
+       [](Inputs& in, C c) {
+         return mask_of(in, c, {{1, 1}, 0, 0, true}, 9);
+       }},
+      {"PruneMaskOfGroups",
+       [](Inputs& in, C c) {
+         return mask_of(in, c, {{1, 1}, 2, 4}, 200);
+       }},
+      {"AllocateGlobal",
+       [](Inputs& in, C c) {
+         const MatrixView scores = in.view(in.scores, Inputs::kRows, Inputs::kCols);
+         const PruneLayer layers[] = {{{scores}, {}, 0, 1440}, {{scores}, {{4, 4}}, 0, 90}};
+         std::int64_t removed[2] = {};
+         return allocate_global(layers, 700, removed, c.executor);
+       }},
+      {"SparseGpt",
+       [](Inputs& in, C c) {
+         const Reconstruction problem = reconstruction_of(in, {{4, 4}}, 45);
+         return sparse_gpt(problem, in.identity.data(), 16, false, c.executor);
+       }},
+      {"LeastSquares",
+       [](Inputs& in, C c) {
+         alternate(in);
+         const Reconstruction problem = reconstruction_of(in, {}, 0);
+         return least_squares(problem, in.identity.data(), in.identity.data(), c.executor);
+       }},
+      {"BlockObs",
+       [](Inputs& in, C c) {
+         const Reconstruction problem = reconstruction_of(in, {{4, 4}, 0, 0, true}, 4);
+         return block_obs(problem, in.identity.data(), 2, c.executor);
+       }},
       // Errors are texts, which take memory, too.
       {"PatternOfBadIndices",
        [](Inputs& in, C) { return Pattern::create(in.pattern->shape(), in.col, in.crow).status(); },
