@@ -59,11 +59,22 @@ std::string backend_info_json(std::int64_t block_rows, std::int64_t block_cols, 
   return text_of(json);
 }
 
+// The problem of x as it lies, unless the call would copy it: by feature for a kernel that wants it by token.
+Problem as_read(const Problem& by_token, std::int64_t in_stride, bool by_feature) {
+  Problem problem = by_token;
+  problem.in_stride = in_stride;
+  if (!by_feature) return problem;
+  problem.in_layout = Layout::by_feature;
+  const auto copied = choose(by_token), in_place = choose(problem);
+  return copied.ok() && in_place.ok() && copied->kernel == in_place->kernel ? problem : by_token;
+}
+
 std::string explain_json(std::string_view op, std::int64_t out_features, std::int64_t in_features,
                          std::int64_t block_rows, std::int64_t block_cols, std::int64_t nnzb,
                          std::string_view values_dtype, std::string_view in_dtype, std::int64_t tokens,
                          bool bias, std::string_view activation, std::string_view device,
-                         std::int64_t device_index, std::int64_t derived) {
+                         std::int64_t device_index, std::int64_t derived, std::int64_t in_stride,
+                         bool by_feature) {
   const BsrShape shape{out_features, in_features, block_rows, block_cols, nnzb};
   Problem problem = make_problem(parse("op", op, {Op::linear, Op::grad_input, Op::grad_weight}), shape,
                                  tokens, parse_dtype("in_dtype", in_dtype),
@@ -80,6 +91,7 @@ std::string explain_json(std::string_view op, std::int64_t out_features, std::in
       problem.op == Op::linear || derived == 0 ? static_cast<std::uint64_t>(derived) : kAnyDerived;
   problem.activation = parse_activation(activation);
   check("explain", check_problem("explain", problem));
+  if (problem.op == Op::linear && in_stride > 0) problem = as_read(problem, in_stride, by_feature);
   return text_of(to_json(explain(problem)));
 }
 
@@ -118,7 +130,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(rarefy, m) {
   m.def(
       "explain(str op, int out_features, int in_features, int block_rows, int block_cols, int nnzb, "
       "str values_dtype, str in_dtype, int tokens, bool bias, str activation, str device, int device_index, "
-      "int derived) -> str");
+      "int derived, int in_stride=0, bool by_feature=False) -> str");
   m.def(
       "explain_feed_forward(int out_features, int hidden_features, int in_features, int up_rows, int "
       "up_cols, "

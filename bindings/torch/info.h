@@ -14,7 +14,8 @@ std::string explain_json(std::string_view op, std::int64_t out_features, std::in
                          std::int64_t block_rows, std::int64_t block_cols, std::int64_t nnzb,
                          std::string_view values_dtype, std::string_view in_dtype, std::int64_t tokens,
                          bool bias, std::string_view activation, std::string_view device,
-                         std::int64_t device_index, std::int64_t derived);
+                         std::int64_t device_index, std::int64_t derived, std::int64_t in_stride,
+                         bool by_feature);
 
 // The same for a feed-forward network on the CPU; a gate of no block rows is none.
 std::string explain_feed_forward_json(std::int64_t out_features, std::int64_t hidden_features,

@@ -56,7 +56,8 @@ def explain(
     Args:
         layer: a BlockSparseLinear, a weight, or the layers (up, down) or (up, gate, down) of a network, for
             the op that it runs as once fused (rarefy.fuse).
-        x: (…, K), as for the layer; its values do not matter.
+        x: (…, K), as for the layer; its values do not matter, its strides do: `x.t()` of a (K, tokens) tensor is
+            read in place by some kernels, and copied for the others.
         op: "linear", "grad_input" or "grad_weight"; for the gradients, of an output of x. Not for networks.
         activation: "relu", "gelu", "gelu_tanh", "silu" or None: after the layer, or in the network.
 
@@ -101,8 +102,18 @@ def explain(
             x.device.type,
             x.device.index or 0,
             derived,
+            *_rows(x),
         )
     )
+
+
+def _rows(x: torch.Tensor) -> tuple[int, bool]:
+    """How far apart rows of x as a matrix lie, or its columns if it lies by feature; a copy's if neither."""
+    matrix = torch.empty_strided(x.shape, x.stride(), device="meta").reshape(-1, x.shape[-1])
+    row, column = matrix.stride()
+    if matrix.shape[0] == 0 or x.shape[-1] <= 1 or column == 1:
+        return row, False
+    return (column, True) if row == 1 else (x.shape[-1], False)
 
 
 def _explain_network(layers: Any, x: torch.Tensor, op: str, activation: str) -> dict[str, Any]:

@@ -93,7 +93,12 @@ std::string to_string(const Problem& p) {
   if (p.op == Op::grad_weight) {  // both are read
     text += cat(matrix(p.in, p.in_layout), " and ", matrix(p.in, p.out_layout), " -> ", name(p.out));
   } else {
-    text += cat(matrix(p.in, p.in_layout), " -> ", matrix(p.out, p.out_layout));
+    text += matrix(p.in, p.in_layout);
+    const BsrShape& s = p.weight.shape;
+    const std::int64_t row = p.op == Op::grad_input ? s.rows : s.cols;
+    if (p.in_stride != (p.in_layout == Layout::by_token ? row : p.tokens))
+      text += cat(" stride ", p.in_stride);
+    text += cat(" -> ", matrix(p.out, p.out_layout));
   }
   if (p.bias) text += ", bias";
   if (p.activation != Activation::none) text += cat(", ", name(p.activation));

@@ -581,6 +581,13 @@ def test_explain_names_what_runs(forced):
     assert rarefy.explain(layer.weight, torch.ones(3, 2, 64), op="grad_input")["kernel"].endswith(
         "_grad_input"
     )
+    assert "stride 70" in rarefy.explain(layer, torch.ones(9, 70)[:, :64])["problem"]
+    before = rarefy.force_impl("cpu:ref")
+    try:  # which reads x by feature; the CPU's own kernels get a copy
+        assert "by feature" in rarefy.explain(layer, torch.ones(64, 9).t())["problem"]
+    finally:
+        rarefy.force_impl(before)
+    assert "by feature" not in rarefy.explain(layer, torch.ones(64, 9).t())["problem"]
     with pytest.raises(
         ValueError, match=r"\[explain\] x's last dimension must be in_features=64; got \(2, 3\)"
     ):
