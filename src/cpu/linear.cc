@@ -68,8 +68,10 @@ struct Product {
 
 BlockingProblem problem_of(const Kernels& kernels, const Problem& p, const Machine& machine) {
   const Sizes s(p);
-  return {p.tokens,  s.out_blocks,  s.red_blocks,        s.out_block,       s.red_block,          s.entries,
-          p.threads, kernels.width, kernels.max_vectors, kernels.registers, panel_floats(machine)};
+  return {p.tokens,          s.out_blocks,          s.red_blocks,
+          s.out_block,       s.red_block,           s.entries,
+          p.threads,         kernels.width,         kernels.max_vectors,
+          kernels.registers, panel_floats(machine), p.op == Op::linear};
 }
 
 // The working memory of a call: what all tasks read, and what each worker has.
