@@ -323,3 +323,50 @@ def test_packed_bytes_of_another_size_are_refused(pairs):
         torch.ops.rarefy.bsr_linear(
             x, linear.weight.values, linear.weight.plan, None, 64, 48, prepared, packed_for_other_values, key
         )
+
+
+def test_values_packed_in_the_call_are_those_of_the_call(device):
+    """Blocks whose kernel wants W packed, where machines have one: in training, graphs and captures."""
+    generator = torch.Generator().manual_seed(0)
+    layer = rarefy.BlockSparseLinear(
+        256, 192, density=0.4, block_shape=(32, 32), dtype=torch.bfloat16, device=device, generator=generator
+    )
+    weight, x = layer.weight, torch.randn(300, 256, device=device).bfloat16()
+    hopper = device == "cuda" and torch.cuda.get_device_capability() == (9, 0)
+
+    def check(y: torch.Tensor) -> None:
+        want = x.double() @ weight.to_dense().double().T + layer.bias.double()
+        torch.testing.assert_close(y.double(), want, rtol=2**-7, atol=2**-6)
+
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+    for _ in range(3):  # nothing packed is held: each step has other values
+        inputs = x.detach().requires_grad_()
+        y = layer(inputs)
+        check(y)
+        y.sum().backward()
+        dx = weight.to_dense().double().sum(0).expand(300, -1)
+        torch.testing.assert_close(inputs.grad.double(), dx, rtol=2**-7, atol=2**-6)
+        if hopper:
+            prepared, packed, _ = weight._kept[torch.bfloat16].unpacked()
+            assert prepared is not None and packed is None
+            assert rarefy.explain(layer, x)["kernel"] == "sm90_unions_linear"
+        optimizer.step()
+        optimizer.zero_grad()
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    with torch.no_grad():
+        for _ in range(2):
+            check(layer(x))
+            check(compiled(x))
+            weight.values.mul_(-2)
+    if device != "cuda":
+        return
+    with torch.no_grad():
+        layer(x)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            y = layer(x)
+        for _ in range(2):
+            graph.replay()
+            check(y)
+            weight.values.mul_(0.5)
