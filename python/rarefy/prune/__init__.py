@@ -8,6 +8,7 @@ from . import criteria, drop_fractions, patterns, schedules, scopes
 from .criteria import Criterion, parse_criterion
 from .drop_fractions import DropFraction, parse_fraction
 from .growth import gradient_norms
+from .low_rank import Factorization, LowRankLinear, factorize, factorize_weight, factorize_with_blocks
 from .masked import Masked
 from .masks import Mask, Scores, allocate_global, make_mask
 from .moving import SET, MagnitudeRegrow, Move, MovingPattern, RigL, SRigL
@@ -26,6 +27,8 @@ __all__ = [
     "Allocation",
     "Criterion",
     "DropFraction",
+    "Factorization",
+    "LowRankLinear",
     "MagnitudeRegrow",
     "Mask",
     "Masked",
@@ -48,6 +51,9 @@ __all__ = [
     "allocate_global",
     "criteria",
     "drop_fractions",
+    "factorize",
+    "factorize_weight",
+    "factorize_with_blocks",
     "gradient_norms",
     "layer_error",
     "make_mask",
