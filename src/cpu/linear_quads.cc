@@ -1,6 +1,7 @@
 // Drives linear in int8 (quads.h) as linear_pairs.cc does in bf16: a task rounds and packs a set of panels of
 // tokens and goes through a range of output blocks. Weights are tiles of 16 outputs × 64 of the block row's
-// stored columns, in fours, whatever their blocks were; beside them the total of each output's values.
+// stored columns, in fours, or lines of all its outputs (lanes.h), whatever their blocks were; beside them
+// the total of each output's values.
 #include "cpu/linear_quads.h"
 
 #include <algorithm>
@@ -28,28 +29,41 @@ struct Parts {
   float *bias, *scales;
   std::uint16_t *panels, *gathered;
   float *tokens, *sums;
+  std::int32_t* lane_sums;
 };
+
+constexpr std::int64_t kLaneChunk = 128;  // lines, 8 KB, as their weights are for 32 outputs
+// Between the lines that are read and those that are written meanwhile: not the same place of a page, where a
+// load would wait for a store.
+constexpr std::int64_t kLaneRing = (kLaneChunk + 16) * kPairLine;
 
 struct QuadsLayout {
   std::int64_t shared, worker;  // bytes
 
-  QuadsLayout(const QuadsShape& s, const PairsBlocking& b) {
+  QuadsLayout(const QuadKernels& kernels, const QuadsShape& s, const PairsBlocking& b) {
     Parts parts{};
     Room all;
     take_shared(all, s, parts);
     shared = all.bytes();
     Room own;
-    take_worker(own, s, b, parts);
+    take_worker(own, kernels, s, b, parts);
     worker = own.bytes();
   }
   static void take_shared(Room& room, const QuadsShape& s, Parts& parts) {
     parts.bias = room.take<float>(s.out_features());
     parts.scales = room.take<float>(s.out_features());
   }
-  static void take_worker(Room& room, const QuadsShape& s, const PairsBlocking& b, Parts& parts) {
+  static void take_worker(Room& room, const QuadKernels& kernels, const QuadsShape& s, const PairsBlocking& b,
+                          Parts& parts) {
     parts.panels = room.take<std::uint16_t>(b.panels * s.panel_size());
-    parts.gathered = room.take<std::uint16_t>(kGatheredGroups * kGroupSize);
     parts.tokens = room.take<float>(b.panels * kPanelTokens);
+    if (kernels.lanes != nullptr) {
+      const bool gathers = s.source == PairSource::columns;
+      parts.gathered = room.take<std::uint16_t>(gathers ? 2 * kLaneRing : 0);
+      parts.lane_sums = room.take<std::int32_t>(gathers ? b.panels * kPanelTokens * s.out_block : 0);
+      return;
+    }
+    parts.gathered = room.take<std::uint16_t>(kGatheredGroups * kGroupSize);
     parts.sums = room.take<float>(std::min(b.panels, kNear) * s.sums_size());
   }
 };
@@ -67,6 +81,110 @@ void unpack_outputs(const Call& call, const QuadsShape& s, const Parts& parts) {
   }
 }
 
+// The products of a task on lanes of outputs, for all of which some things are the same.
+class LaneTask {
+ public:
+  LaneTask(const QuadsWeight& w, const Call& call, const Parts& parts, std::int64_t first,
+           std::int64_t tokens)
+      : w_(w), s_(w.shape), call_(call), parts_(parts), first_(first), tokens_(tokens) {
+    t_.rows = static_cast<std::int32_t>(s_.out_block);
+    t_.activation = call.activation;
+    t_.out = storage(call.out.dtype);
+    t_.row_stride = call.out.row_stride;
+  }
+
+  // What is stored in whole lines is read from the panels.
+  void lines(std::int64_t begin, std::int64_t end) {
+    t_.run = static_cast<std::int32_t>(s_.red_block / kQuad);
+    t_.first = t_.last = true;
+    for (std::int64_t o = begin; o < end; ++o) {
+      outputs(o);
+      t_.w = weights(o);
+      t_.index = call_.plan.col + w_.begin[o];
+      t_.blocks = w_.begin[o + 1] - w_.begin[o];
+      for (std::int64_t m = 0; m < tokens_; m += kPanelTokens) {
+        t_.panel = panel(m);
+        multiply(o, m);
+      }
+    }
+  }
+
+  // Columns are put together as lines: those of a product while the one before is at work. Some at a time, so
+  // that they and their weights stay in L1 while these meet all panels.
+  void columns(std::int64_t begin, std::int64_t end) {
+    static constexpr std::int32_t kOne = 0;
+    t_.index = &kOne;
+    Place at{begin, 0, 0};
+    t_.next = gathering(at, end, parts_.gathered);
+    w_.kernels.lanes(t_);  // no tokens, no blocks
+    t_.blocks = 1;
+    for (std::int64_t step = 0; at.o < end; ++step) {
+      const Place now = at;
+      const std::int64_t chunks = chunks_of(at.o);
+      const std::int64_t from = line_of(now.o, now.chunk);
+      t_.run = static_cast<std::int32_t>(line_of(now.o, now.chunk + 1) - from);
+      t_.first = now.chunk == 0;
+      t_.last = now.chunk + 1 == chunks;
+      t_.w = weights(now.o) + from * kQuad * s_.out_block;
+      t_.sums = parts_.lane_sums + now.m * s_.out_block;
+      t_.panel = parts_.gathered + step % 2 * kLaneRing;
+      if ((at.m += kPanelTokens) >= tokens_) {
+        at.m = 0;
+        if (++at.chunk == chunks) at = {at.o + 1, 0, 0};
+      }
+      t_.next = gathering(at, end, parts_.gathered + (step + 1) % 2 * kLaneRing);
+      outputs(now.o);
+      multiply(now.o, now.m);
+    }
+  }
+
+ private:
+  struct Place {
+    std::int64_t o, chunk, m;
+  };
+  std::int64_t lines_of(std::int64_t o) const {
+    return ceil_div((std::int64_t{w_.begin[o + 1]} - w_.begin[o]) * s_.red_block, kQuad);
+  }
+  std::int64_t chunks_of(std::int64_t o) const {
+    return std::max<std::int64_t>(1, ceil_div(lines_of(o), kLaneChunk));
+  }
+  std::int64_t line_of(std::int64_t o, std::int64_t chunk) const {
+    return lines_of(o) * chunk / chunks_of(o);
+  }
+  const std::int8_t* weights(std::int64_t o) const {
+    return w_.packed.tiles + w_.prepared.first[o] * 2 * s_.tiles_size();
+  }
+  const std::uint16_t* panel(std::int64_t m) const {
+    return parts_.panels + m / kPanelTokens * s_.panel_size();
+  }
+  LaneGather gathering(const Place& at, std::int64_t end, std::uint16_t* to) const {
+    if (at.o == end) return {};
+    const std::int64_t from = line_of(at.o, at.chunk);
+    return {panel(at.m), w_.prepared.offsets + w_.prepared.first[at.o] * s_.offsets() + from * kQuad, to,
+            static_cast<std::int32_t>(line_of(at.o, at.chunk + 1) - from)};
+  }
+  void outputs(std::int64_t o) {
+    const std::int64_t from = o * s_.out_block;
+    t_.start = parts_.bias + from;
+    t_.totals = w_.packed.totals + from;
+    t_.scales = parts_.scales + from;
+    t_.cols = static_cast<std::int32_t>(std::min(s_.out_block, call_.out.cols - from));
+  }
+  void multiply(std::int64_t o, std::int64_t m) {
+    t_.tokens = panel_rows(tokens_, m);
+    t_.token_scales = parts_.tokens + m;
+    t_.y = at(call_.out, first_ + m, o * s_.out_block);
+    w_.kernels.lanes(t_);
+  }
+
+  const QuadsWeight& w_;
+  const QuadsShape& s_;
+  const Call& call_;
+  const Parts& parts_;
+  const std::int64_t first_, tokens_;
+  LaneProduct t_{};
+};
+
 // Output blocks begin … end for tokens first … first + tokens.
 void run_task(const QuadsWeight& w, const Call& call, const Parts& parts, std::int64_t first,
               std::int64_t tokens, std::int64_t begin, std::int64_t end) {
@@ -78,6 +196,15 @@ void run_task(const QuadsWeight& w, const Call& call, const Parts& parts, std::i
                     static_cast<std::int32_t>(s.padded), s.source != PairSource::columns,
                     reinterpret_cast<std::uint8_t*>(parts.panels + m / kPanelTokens * s.panel_size()),
                     parts.tokens + m});
+  }
+  if (w.kernels.lanes != nullptr) {
+    LaneTask task(w, call, parts, first, tokens);
+    if (s.source == PairSource::columns) {
+      task.columns(begin, end);
+    } else {
+      task.lines(begin, end);
+    }
+    return w.kernels.leave();
   }
   w.multiply(
       parts.panels, tokens, begin, end, parts.gathered, parts.sums,
@@ -99,7 +226,9 @@ PanelWork work_of(const QuadKernels& kernels, const Problem& p) {
           static_cast<double>(s.padded * kPanelTokens),
           s.panel_size(),
           s.out_features(),
-          s.out_blocks};
+          s.out_blocks,
+          kernels.lanes != nullptr ? streamed_byte(static_cast<double>(s.tiles_bytes()))
+                                   : PanelWork{}.weight_byte};
 }
 
 }  // namespace
@@ -128,9 +257,9 @@ Reason supports_quads(const Problem& p) {
   return {};
 }
 
-std::int64_t quads_workspace(const Problem& problem, const Config& config) {
+std::int64_t quads_workspace(const QuadKernels& kernels, const Problem& problem, const Config& config) {
   const QuadsShape s(problem.weight.shape);
-  const QuadsLayout layout(s, from_config<PairsBlocking>(config));
+  const QuadsLayout layout(kernels, s, from_config<PairsBlocking>(config));
   return (problem.derived == 0 ? own_bytes(s) : 0) + layout.shared + problem.threads * layout.worker;
 }
 
@@ -165,13 +294,16 @@ std::int64_t quads_packed_size(const Problem& problem, const Config& /*config*/)
   return QuadsPacked(QuadsShape(problem.weight.shape), nullptr).bytes;
 }
 
-Status pack_quads_weight(const Call& call, void* data) {
+Status pack_quads_weight(const QuadKernels& kernels, const Call& call, void* data) {
   const QuadsShape s(call.problem.weight.shape);
   const QuadsPrepared prepared(s, call.derived.prepared);
   const QuadsPacked packed(s, data);
   const std::int32_t* begin = call.plan.crow;
   const auto* values = static_cast<const std::int8_t*>(call.values);
   const std::int64_t block = s.out_block * s.red_block;
+  // Between the fours of an output, and those of neighbouring outputs.
+  const std::int64_t line = kernels.lanes != nullptr ? s.out_block * kQuad : kQuad;
+  const std::int64_t output = kernels.lanes != nullptr ? kQuad : kQuadGroup;
   call.executor.parallel_for(s.out_blocks, [&](std::int64_t o, int) {
     std::int8_t* tiles = packed.tiles + prepared.first[o] * 2 * s.tiles_size();
     std::int32_t* totals = packed.totals + o * s.out_block;
@@ -180,10 +312,11 @@ Status pack_quads_weight(const Call& call, void* data) {
     std::memset(tiles, 0, static_cast<std::size_t>(groups * 2 * s.tiles_size()));
     std::fill_n(totals, s.out_block, 0);
     for (std::int64_t i = 0; i < columns; ++i) {
-      std::int8_t* to = tiles + i / kQuadGroup * 2 * s.tiles_size() + i % kQuadGroup;
+      std::int8_t* to =
+          tiles + i / kQuadGroup * 2 * s.tiles_size() + i % kQuadGroup / kQuad * line + i % kQuad;
       const std::int8_t* from = values + (begin[o] + i / s.red_block) * block + i % s.red_block;
       for (std::int64_t r = 0; r < s.out_block; ++r) {
-        to[r * kQuadGroup] = from[r * s.red_block];
+        to[r * output] = from[r * s.red_block];
         totals[r] += from[r * s.red_block];
       }
     }
@@ -202,10 +335,10 @@ Status run_quads(const QuadKernels& kernels, const Call& given) {
     call.derived.prepared = memory;
     call.derived.packed = packed;
     if (Status status = prepare_quads(call, memory); !status.ok()) return status;
-    if (Status status = pack_quads_weight(call, packed); !status.ok()) return status;
+    if (Status status = pack_quads_weight(kernels, call, packed); !status.ok()) return status;
     memory += own_bytes(s);
   }
-  const QuadsLayout layout(s, b);
+  const QuadsLayout layout(kernels, s, b);
   Parts shared{};
   Room all(memory);
   QuadsLayout::take_shared(all, s, shared);
@@ -219,7 +352,7 @@ Status run_quads(const QuadKernels& kernels, const Call& given) {
                 [&](int worker, std::int64_t first, std::int64_t tokens, std::int32_t from, std::int32_t to) {
                   Parts parts = shared;
                   Room own(memory + layout.shared + worker * layout.worker);
-                  QuadsLayout::take_worker(own, s, b, parts);
+                  QuadsLayout::take_worker(own, kernels, s, b, parts);
                   run_task(weight, call, parts, first, tokens, from, to);
                 });
   return {};

@@ -10,8 +10,8 @@ namespace rarefy::cpu {
 
 namespace {
 
-// Cycles, measured (docs/design/cpu_kernels.md): packing and storing an element, and a byte of W out of L3.
-constexpr double kPack = 0.3, kStore = 0.35, kWeightByte = 0.1;
+// Cycles, measured (docs/design/cpu_kernels.md): packing and storing an element.
+constexpr double kPack = 0.3, kStore = 0.35;
 constexpr std::int64_t kMostSet = 16;
 
 template <class F>
@@ -24,7 +24,7 @@ void for_each_blocking(const PanelWork& w, const Problem& p, const Machine& mach
     const std::int64_t sets = ceil_div(all, panels);
     const double pack = static_cast<double>(panels) * w.packed * kPack;
     const double work =
-        w.tiles * (static_cast<double>(panels) * w.tile_cycles + 2 * kTileSize * kWeightByte) +
+        w.tiles * (static_cast<double>(panels) * w.tile_cycles + 2 * kTileSize * w.weight_byte) +
         out * static_cast<double>(panels * kPanelTokens) * kStore;
     for (std::int64_t splits = 1; splits <= std::min<std::int64_t>(4 * p.threads, w.out_blocks); ++splits) {
       const std::int64_t rounds = ceil_div(sets * splits, p.threads);

@@ -26,7 +26,11 @@ struct PanelWork {
   double packed = 0;            // elements of x that a panel packs
   std::int64_t panel_size = 0;  // 16-bit words
   std::int64_t out_features = 0, out_blocks = 0;
+  double weight_byte = 0.1;  // cycles, of W out of L3 (docs/design/cpu_kernels.md)
 };
+
+// Of kernels that read W as one stream and ask for it ahead: nothing, while caches hold it.
+constexpr double streamed_byte(double weight_bytes) { return weight_bytes < 16e6 ? 0 : 0.1; }
 
 Config configure_panels(const PanelWork& work, const Problem& problem, const Machine& machine);
 std::vector<Config> panel_candidates(const PanelWork& work, const Problem& problem, const Machine& machine);

@@ -9,8 +9,8 @@
 
 #include <cstdint>
 
+#include "cpu/lanes.h"
 #include "cpu/pairs.h"
-#include "rarefy/activation.h"
 
 namespace rarefy::cpu {
 
@@ -44,7 +44,8 @@ struct QuadStore {
   std::int32_t rows, cols;
 };
 
-// What one instruction set offers. `multiply` is that of pairs.h on groups of 64, with sums in int32.
+// What one instruction set offers. `multiply` is that of pairs.h on groups of 64, with sums in int32; or
+// there is `lanes` instead, which stores, too, and wants a group of W as [line][output][4].
 struct QuadKernels {
   const char* family;
   double tile_cycles;  // that 16 outputs, 64 features and 32 tokens take: a figure for the configuration
@@ -53,6 +54,7 @@ struct QuadKernels {
   void (*pack)(const QuadPack&);
   void (*multiply)(const PairProduct&);
   void (*store)(const QuadStore&);
+  void (*lanes)(const LaneProduct&);
 };
 
 extern const QuadKernels kQuadsScalar;

@@ -3,6 +3,7 @@
 #include "core/message.h"
 #include "cpu/cpuid.h"
 #include "cpu/drivers.h"
+#include "cpu/linear_lanes.h"
 #include "cpu/linear_quads.h"
 
 namespace rarefy {
@@ -45,6 +46,29 @@ void add_few(Registry& registry, std::string_view name) {
       .fields = cpu::FewSplit::kFields,
       .workspace = [](const Problem& p, const Config& c) { return cpu::few_workspace(kKernels, p, c); },
   });
+}
+
+// Floats on lanes of outputs.
+template <const cpu::LaneKernels& kKernels, const cpu::Kernels& kPanels, const std::string_view& kFeature>
+void add_lanes(Registry& registry, std::string_view linear, std::string_view grad_input) {
+  for (const Op op : {Op::linear, Op::grad_input}) {
+    registry.push_back({
+        .op = op,
+        .device = Device::cpu,
+        .family = kPanels.family,
+        .name = op == Op::linear ? linear : grad_input,
+        .supports =
+            [](const Problem& p, const Machine& machine) {
+              Reason reason = supports<kFeature, supports_dtypes>(p, machine);
+              return reason.empty() ? cpu::supports_lanes(kKernels, p, machine) : reason;
+            },
+        .run = [](const Call& call) { return cpu::run_lanes(kKernels, call); },
+        .configure = cpu::configure_lanes,
+        .fields = cpu::PairsBlocking::kFields,
+        .candidates = cpu::lanes_candidates,
+        .workspace = cpu::lanes_workspace,
+    });
+  }
 }
 
 // A panel through both layers; what that row declines goes to the other.
@@ -187,7 +211,7 @@ void add_pairs(Registry& registry, std::string_view linear, std::string_view gra
 
 // linear in int8, packed by the caller or in the call.
 template <const cpu::QuadKernels& kKernels, const std::string_view& kFeature>
-void add_quads(Registry& registry, std::string_view name) {
+void add_quads(Registry& registry, std::string_view name, std::string_view packed) {
   registry.push_back({
       .op = Op::linear,
       .device = Device::cpu,
@@ -198,13 +222,13 @@ void add_quads(Registry& registry, std::string_view name) {
       .configure = [](const Problem& p, const Machine& m) { return cpu::configure_quads(kKernels, p, m); },
       .fields = cpu::PairsBlocking::kFields,
       .candidates = [](const Problem& p, const Machine& m) { return cpu::quads_candidates(kKernels, p, m); },
-      .workspace = cpu::quads_workspace,
+      .workspace = [](const Problem& p, const Config& c) { return cpu::quads_workspace(kKernels, p, c); },
       .derived_optional = true,
-      .derives_as = "quads",
+      .derives_as = packed,
       .prepared_size = cpu::quads_prepared_size,
       .prepare = cpu::prepare_quads,
       .packed_size = cpu::quads_packed_size,
-      .pack = cpu::pack_quads_weight,
+      .pack = [](const Call& call, void* to) { return cpu::pack_quads_weight(kKernels, call, to); },
   });
 }
 
@@ -251,15 +275,17 @@ void register_cpu(Registry& registry) {
   add_pairs<cpu::kAvx512Bf16, kHasBf16>(registry, "avx512_bf16_linear", "avx512_bf16_grad_input",
                                         "avx512_bf16_grad_input_columns", "avx512_bf16_grad_weight",
                                         "avx512_bf16_feed_forward", "pairs", "pairs_transposed");
-  add_quads<cpu::kQuadsVnni, kHasVnni>(registry, "avx512_linear_int8");
-  // By name alone (cpu:amx) until its tests have run on such a machine; then it comes first.
-  add_quads<cpu::kQuadsAmx, kHasAmxInt8>(registry, "amx_linear_int8");
-  add_quads<cpu::kQuadsAvx2, kHasAvx2>(registry, "avx2_linear_int8");
+  add_quads<cpu::kQuadsAmx, kHasAmxInt8>(registry, "amx_linear_int8", "quads");
+  add_quads<cpu::kQuadsVnni, kHasVnni>(registry, "avx512_linear_int8", "quad_lanes");
+  add_quads<cpu::kQuadsAvx2, kHasAvx2>(registry, "avx2_linear_int8", "quads");
   add_few<cpu::kAvx512, kHasAvx512>(registry, "avx512_linear_few");
+  add_lanes<cpu::kLanesAvx512, cpu::kAvx512, kHasAvx512>(registry, "avx512_linear_lanes",
+                                                         "avx512_grad_input_lanes");
   add<cpu::kAvx512, kHasAvx512>(registry, "avx512_linear", "avx512_grad_input", "avx512_grad_weight");
   add_feed_forward<cpu::kAvx512, kHasAvx512>(registry, "avx512_feed_forward", "avx512_feed_forward_apart");
   add_scaled<cpu::kAvx512, kHasAvx512>(registry, "avx512_linear_scaled", "avx512_grad_input_scaled");
   add_few<cpu::kAvx2, kHasAvx2>(registry, "avx2_linear_few");
+  add_lanes<cpu::kLanesAvx2, cpu::kAvx2, kHasAvx2>(registry, "avx2_linear_lanes", "avx2_grad_input_lanes");
   add<cpu::kAvx2, kHasAvx2>(registry, "avx2_linear", "avx2_grad_input", "avx2_grad_weight");
   add_feed_forward<cpu::kAvx2, kHasAvx2>(registry, "avx2_feed_forward", "avx2_feed_forward_apart");
   add_scaled<cpu::kAvx2, kHasAvx2>(registry, "avx2_linear_scaled", "avx2_grad_input_scaled");
@@ -270,7 +296,7 @@ void register_cpu(Registry& registry) {
 #endif
   add<cpu::kScalar, kAny>(registry, "scalar_linear", "scalar_grad_input", "scalar_grad_weight");
   add_feed_forward<cpu::kScalar, kAny>(registry, "scalar_feed_forward", "scalar_feed_forward_apart");
-  add_quads<cpu::kQuadsScalar, kAny>(registry, "scalar_linear_int8");
+  add_quads<cpu::kQuadsScalar, kAny>(registry, "scalar_linear_int8", "quads");
   add_scaled<cpu::kScalar, kAny>(registry, "scalar_linear_scaled", "scalar_grad_input_scaled");
   // After rows that take all that it takes: only who asks for it by name gets it.
   add_pairs<cpu::kPairsPortable, kAny>(registry, "pairs_linear", "pairs_grad_input",

@@ -89,15 +89,18 @@ TEST(FamiliesTest, AreAllThatThisMachineRuns) {
     std::vector<std::string> expected, found;
     const bool pairs = op != Op::grad_weight;
     const bool chain = op == Op::feed_forward;
+    const bool lanes = op == Op::linear || op == Op::grad_input;
     const auto expect = [&](const char* family, bool there, const char* suffix = "") {
       if (there) expected.push_back(std::string(family) + '_' + std::string(name(op)) + suffix);
     };
     expect("amx", amx && pairs);
     expect("avx512_bf16", bf16 && pairs);
     expect("avx512", avx512 && op == Op::linear, "_few");
+    expect("avx512", avx512 && lanes, "_lanes");
     expect("avx512", avx512);
     expect("avx512", avx512 && chain, "_apart");
     expect("avx2", avx2 && op == Op::linear, "_few");
+    expect("avx2", avx2 && lanes, "_lanes");
     expect("avx2", avx2);
     expect("avx2", avx2 && chain, "_apart");
     expect("neon", neon);
@@ -106,8 +109,8 @@ TEST(FamiliesTest, AreAllThatThisMachineRuns) {
     expect("scalar", chain, "_apart");
     expect("pairs", pairs);
     expect("ref", true);
-    std::set<std::string> fit;  // with few tokens or many
-    for (const std::int64_t tokens : {1, 8}) {
+    std::set<std::string> fit;  // with few tokens or many, or enough to pack for
+    for (const std::int64_t tokens : {1, 8, op == Op::linear ? 300 : 8}) {
       rarefy::Problem problem = make_problem(op, {16, 16, 16, 16, 1}, tokens, DType::bf16);
       problem.derived = kAnyDerived;
       for (const Candidate& candidate : explain(problem).candidates) {

@@ -6,6 +6,7 @@
 
 #include "core/registry.h"
 #include "cpu/drivers.h"
+#include "cpu/pairs_blocking.h"
 #include "product_checks.h"
 
 namespace rarefy::test {
@@ -97,13 +98,24 @@ TEST(SelectTest, ConfigurationsFollowTheProblem) {
                 .scatter,
             1);
   const auto square =
-      config_for<Blocking>(layer_problem(512, 768, 768, 16, 16, 0.5), machine, "avx512", "avx512_linear");
+      config_for<Blocking>(layer_problem(512, 768, 768, 8, 8, 0.5), machine, "avx512", "avx512_linear");
   EXPECT_EQ(square.scatter, 0);
-  EXPECT_EQ(square.tile_blocks, 48) << "one tile holds all of X";
+  EXPECT_EQ(square.tile_blocks, 96) << "one tile holds all of X";
   const auto wide =
       config_for<Blocking>(layer_problem(512, 768, 65536, 16, 16, 0.5), machine, "avx512", "avx512_linear");
   EXPECT_LT(wide.tile_blocks, 4096) << "several tiles";
   EXPECT_EQ(wide.panels, 4) << "W streams from memory: panels share it";
+  // Outputs as lanes: one panel a time while caches hold W.
+  for (const std::int64_t columns : {1, 16}) {
+    const auto lanes = config_for<cpu::PairsBlocking>(layer_problem(512, 768, 768, 32, columns, 0.5), machine,
+                                                      "avx512", "avx512_linear_lanes");
+    EXPECT_EQ(lanes.panels, 1);
+  }
+  // Blocks that are packed in the call take tokens to pay for it; few outputs fill no vector of AVX-512.
+  config_for<cpu::Blocking>(layer_problem(128, 768, 768, 32, 16, 0.5), machine, "avx512", "avx512_linear");
+  config_for<cpu::Blocking>(layer_problem(512, 768, 768, 8, 1, 0.5), machine, "avx512", "avx512_linear");
+  config_for<cpu::PairsBlocking>(layer_problem(512, 768, 768, 8, 1, 0.5), machine, "avx2",
+                                 "avx2_linear_lanes");
   EXPECT_EQ(config_for<cpu::FewSplit>(layer_problem(1, 768, 768, 16, 16, 0.5, 2), machine, "avx512",
                                       "avx512_linear_few")
                 .tasks,

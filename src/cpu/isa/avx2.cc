@@ -2,9 +2,11 @@
 #include "cpu/simd/avx2.h"
 
 #include "cpu/kernel_table.h"
+#include "cpu/lane_kernels.h"
 
 namespace rarefy::cpu {
 
 const Kernels kAvx2 = kernel_table<Avx2>("avx2", 3);
+const LaneKernels kLanesAvx2 = {kAvx2, multiply_lanes<Avx2>};
 
 }  // namespace rarefy::cpu

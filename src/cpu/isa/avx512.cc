@@ -2,9 +2,11 @@
 #include "cpu/simd/avx512.h"
 
 #include "cpu/kernel_table.h"
+#include "cpu/lane_kernels.h"
 
 namespace rarefy::cpu {
 
 const Kernels kAvx512 = kernel_table<Avx512>("avx512", 4);
+const LaneKernels kLanesAvx512 = {kAvx512, multiply_lanes<Avx512>};
 
 }  // namespace rarefy::cpu

@@ -1,8 +1,15 @@
 // Products in int8 compiled for AVX-512 with VNNI.
-#include "cpu/simd/avx512_quads.h"
+#include "cpu/simd/avx512_vnni.h"
 
 namespace rarefy::cpu {
 
-const QuadKernels kQuadsVnni = quad_table<Avx512Vnni>("avx512");
+namespace {
+
+void none() {}
+
+}  // namespace
+
+const QuadKernels kQuadsVnni = {
+    "avx512", 550, none, none, pack_quads<Avx512Quads<true>>, nullptr, nullptr, multiply_quad_lanes};
 
 }  // namespace rarefy::cpu

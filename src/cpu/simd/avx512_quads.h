@@ -1,4 +1,4 @@
-// Products in int8 on AVX-512: packing and storing, which AMX shares, and vpdpbusd.
+// Products in int8 on AVX-512: packing, and storing sums that lie by output, as AMX has them.
 #pragma once
 
 #include "cpu/quad_kernels.h"
@@ -141,59 +141,6 @@ struct Avx512Quads {
 #pragma GCC unroll 16
       for (int m = 0; m < 16; ++m, y += stride) put(y, rows[m]);
     }
-  }
-};
-
-// vpdpbusd: 8 outputs × 32 tokens in registers, weights broadcast by fours.
-struct Avx512Vnni : Avx512Quads<true> {
-  static constexpr int kRows = 8, kLeast = kTileRows;
-  static constexpr double kTileCycles = 550;
-
-  static void enter() {}
-  static void leave() {}
-
-  template <int kOutputs, int kHalves, class Work>
-  static void multiply(const PairSteps& s, Work work) {
-    __m512i sum[kOutputs][kHalves];
-    const auto each = [](auto f) {
-#pragma GCC unroll 8
-      for (int o = 0; o < kOutputs; ++o) {
-#pragma GCC unroll 2
-        for (int h = 0; h < kHalves; ++h) f(o, h);
-      }
-    };
-    each([&](int o, int h) {
-      sum[o][h] = s.first ? _mm512_setzero_si512() : _mm512_loadu_si512(s.sums + o * kPanelTokens + h * 16);
-    });
-    for (std::int32_t step = 0; step < s.steps; ++step) {
-      const std::uint16_t* x = s.x[step];
-      const std::uint16_t* w = s.w + step * s.w_stride;
-      s.fetch(step);
-      const int lines = step + 1 == s.steps ? s.last_pairs : kGroup / 2;
-      const auto dots = [&](auto along) {
-        for (int p = 0; p < lines; ++p, x += kPairLine, w += 2) {
-          along(step, p);
-          __m512i xv[kHalves];
-#pragma GCC unroll 2
-          for (int h = 0; h < kHalves; ++h) xv[h] = _mm512_loadu_si512(x + h * 32);
-#pragma GCC unroll 8
-          for (int o = 0; o < kOutputs; ++o) {
-            std::int32_t four;
-            __builtin_memcpy(&four, w + o * kGroup, sizeof(four));
-            const __m512i wv = _mm512_set1_epi32(four);
-#pragma GCC unroll 2
-            for (int h = 0; h < kHalves; ++h) sum[o][h] = _mm512_dpbusd_epi32(sum[o][h], xv[h], wv);
-          }
-        }
-        for (int p = lines; p < kGroup / 2; ++p) along(step, p);
-      };
-      if (work.any(step)) {
-        dots(work);
-      } else {
-        dots(NoWork{});
-      }
-    }
-    each([&](int o, int h) { _mm512_storeu_si512(s.sums + o * kPanelTokens + h * 16, sum[o][h]); });
   }
 };
 

@@ -1,0 +1,65 @@
+// The contract of kernels whose lanes are neighbouring outputs (lane_kernels.h): a number of x is broadcast
+// and meets a vector of W, sums of some tokens × outputs stay in registers until they are complete, and go to
+// the rows of Y from there. Nothing is transposed on the way out, and no sum waits in memory. Plain structs
+// only.
+//
+// x is packed feature-major for 32 tokens, as all panels are: a line has 32 dwords, one a token, of one float
+// or four int8 (quads.h).
+#pragma once
+
+#include <cstdint>
+
+#include "cpu/kernels.h"
+
+namespace rarefy::cpu {
+
+inline constexpr std::int32_t kLaneTokens = 32;
+
+// Lines of int8 to be put together for a later product, from the features of a panel.
+struct LaneGather {
+  const std::uint16_t* panel;
+  const std::uint32_t* offsets;  // of four features a line, in units of 16 bits
+  std::uint16_t* to;
+  std::int32_t lines;
+};
+
+// y[token][o] = act(Σ over blocks and their lines of w[block][line][o] · x[index[block] · run +
+// line][token]), for the outputs of one block row: floats start from `start`, int8's sums are scaled as in
+// QuadStore.
+struct LaneProduct {
+  const void* w;
+  Storage storage;           // of w, for floats
+  const std::int32_t* perm;  // position of each block in w; null: as they are listed
+  const std::int32_t* index;
+  std::int32_t blocks;
+  std::int32_t run;   // lines of a block
+  std::int32_t rows;  // outputs, whole vectors
+  const void* panel;  // lines of 32 dwords
+  std::int32_t tokens;
+  const float* start;  // or, in int8, what is added at the end
+  std::int32_t part;   // floats: blocks of a part of a sum (kernels.h)
+  const std::int32_t* totals;
+  const float* scales;
+  const float* token_scales;
+  std::int32_t* sums;  // int8: [token][rows], of the lines before and for those after; null: these are all
+  bool first, last;
+  LaneGather next;  // int8: made along the way
+  Activation activation;
+  void* y;
+  Storage out;
+  std::int64_t row_stride;
+  std::int32_t cols;  // of the outputs, those that exist
+};
+
+// Floats on lanes of outputs, beside a table of kernels.h that packs.
+struct LaneKernels {
+  const Kernels& panels;
+  void (*multiply)(const LaneProduct&);
+};
+
+#if defined(__x86_64__)
+extern const LaneKernels kLanesAvx2;
+extern const LaneKernels kLanesAvx512;
+#endif
+
+}  // namespace rarefy::cpu

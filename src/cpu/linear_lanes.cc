@@ -1,0 +1,217 @@
+// Drives linear and grad_input on lanes of outputs (lanes.h) in floats. The values of a column of a block
+// must lie side by side, as outputs do: those of R×1 blocks do for linear, those of R×C blocks for
+// grad_input; linear packs other blocks in the call. Sums are made in the order of linear.cc's kernels, so
+// bits are the same.
+#include "cpu/linear_lanes.h"
+
+#include <algorithm>
+
+#include "core/checked.h"
+#include "core/message.h"
+#include "cpu/drivers.h"
+#include "cpu/pairs_blocking.h"
+
+namespace rarefy::cpu {
+
+namespace {
+
+// Tokens from which it pays to pack blocks in the call: about a cycle an element, two for 32 tokens.
+constexpr std::int64_t kPackingTokens = 256;
+
+// A call as out = W · in with blocks of out_block × red_block.
+struct Shape {
+  std::int64_t out_blocks, red_blocks, out_block, red_block, entries;
+  bool transposed;
+
+  explicit Shape(const Problem& p)
+      : out_blocks(p.weight.shape.row_count()),
+        red_blocks(p.weight.shape.col_count()),
+        out_block(p.weight.shape.block_rows),
+        red_block(p.weight.shape.block_cols),
+        entries(p.weight.shape.nnzb),
+        transposed(p.op == Op::grad_input) {
+    if (!transposed) return;
+    std::swap(out_blocks, red_blocks);
+    std::swap(out_block, red_block);
+  }
+
+  bool packs() const { return !transposed && red_block > 1; }
+  std::int64_t panel_size() const { return red_blocks * red_block * kLaneTokens; }  // floats
+  std::int64_t values() const { return entries * out_block * red_block; }
+};
+
+// The working memory: what all tasks read, and each worker's panels.
+struct Parts {
+  float *start, *packed, *panels;
+};
+
+struct Layout {
+  std::int64_t shared, worker;  // bytes
+
+  Layout(const Shape& s, const PairsBlocking& b) {
+    Parts parts{};
+    Room all, own;
+    take_shared(all, s, parts);
+    take_worker(own, s, b, parts);
+    shared = all.bytes();
+    worker = own.bytes();
+  }
+  static void take_shared(Room& room, const Shape& s, Parts& parts) {
+    parts.start = room.take<float>(s.out_blocks * s.out_block);
+    parts.packed = room.take<float>(s.packs() ? s.values() : 0);
+  }
+  static void take_worker(Room& room, const Shape& s, const PairsBlocking& b, Parts& parts) {
+    parts.panels = room.take<float>(b.panels * s.panel_size());
+  }
+};
+
+PanelWork work_of(const Problem& p) {
+  constexpr double kTileCycles = 540;  // 16 outputs × 16 features × 32 tokens
+  const Shape s(p);
+  const auto size = static_cast<double>(s.panel_size());
+  return {static_cast<double>(s.values()) / (16 * 16),
+          kTileCycles,
+          size,
+          std::max<std::int64_t>(1, 2 * s.panel_size()),
+          s.out_blocks * s.out_block,
+          s.out_blocks,
+          streamed_byte(4.0 * static_cast<double>(s.values()))};
+}
+
+// Blocks of R×C, by rows, as [C][R] floats.
+void pack_blocks(const Kernels& kernels, const Call& call, const Shape& s, float* to) {
+  const std::int64_t block = s.out_block * s.red_block;
+  const DType dtype = call.problem.weight.dtype;
+  const auto* values = static_cast<const char*>(call.values);
+  call.executor.parallel_for(s.out_blocks, [&](std::int64_t o, int) {
+    for (std::int64_t e = call.plan.crow[o]; e < call.plan.crow[o + 1]; ++e) {
+      kernels.pack(
+          {{values + e * block * static_cast<std::int64_t>(size_of(dtype)), s.red_block,
+            static_cast<std::int32_t>(s.out_block), static_cast<std::int32_t>(s.red_block), storage(dtype)},
+           to + e * block,
+           static_cast<std::int32_t>(s.out_block)});
+    }
+  });
+}
+
+class Task {
+ public:
+  Task(const LaneKernels& kernels, const Call& call, const Shape& s, const Parts& parts)
+      : kernels_(kernels),
+        call_(call),
+        s_(s),
+        parts_(parts),
+        in_(s.transposed ? call.dy : call.x),
+        begin_(s.transposed ? call.plan.ccol : call.plan.crow),
+        index_(s.transposed ? call.plan.row : call.plan.col) {
+    t_.storage = s.packs() ? Storage::f32 : storage(call.problem.weight.dtype);
+    t_.run = static_cast<std::int32_t>(s.red_block);
+    t_.rows = static_cast<std::int32_t>(s.out_block);
+    t_.part = part_entries(t_.run);
+    t_.first = t_.last = true;
+    t_.activation = call.activation;
+    t_.out = storage(call.out.dtype);
+    t_.row_stride = call.out.row_stride;
+  }
+
+  // Output blocks begin … end for tokens first … first + tokens.
+  void run(std::int64_t first, std::int64_t tokens, std::int64_t begin, std::int64_t end) {
+    for (std::int64_t m = 0; m < tokens; m += kLaneTokens) pack(first + m, rows(tokens, m), panel(m));
+    const std::int64_t block_bytes = s_.out_block * s_.red_block * (t_.storage == Storage::f32 ? 4 : 2);
+    for (std::int64_t o = begin; o < end; ++o) {
+      const std::int64_t from = o * s_.out_block;
+      const auto* values = static_cast<const char*>(s_.packs() ? parts_.packed : call_.values);
+      t_.w = s_.transposed ? values : values + begin_[o] * block_bytes;
+      t_.perm = s_.transposed ? call_.plan.perm + begin_[o] : nullptr;
+      t_.index = index_ + begin_[o];
+      t_.blocks = begin_[o + 1] - begin_[o];
+      t_.start = parts_.start + from;
+      t_.cols = static_cast<std::int32_t>(std::min(s_.out_block, call_.out.cols - from));
+      for (std::int64_t m = 0; m < tokens; m += kLaneTokens) {
+        t_.panel = panel(m);
+        t_.tokens = rows(tokens, m);
+        t_.y = at(call_.out, first + m, from);
+        kernels_.multiply(t_);
+      }
+    }
+  }
+
+ private:
+  static std::int32_t rows(std::int64_t tokens, std::int64_t m) {
+    return static_cast<std::int32_t>(std::min<std::int64_t>(kLaneTokens, tokens - m));
+  }
+  float* panel(std::int64_t m) const { return parts_.panels + m / kLaneTokens * s_.panel_size(); }
+  // Features past the edge become 0.
+  void pack(std::int64_t first, std::int32_t tokens, float* to) const {
+    kernels_.panels.pack(
+        {{at(in_, first, 0), in_.row_stride, tokens, static_cast<std::int32_t>(in_.cols), storage(in_.dtype)},
+         to,
+         kLaneTokens});
+    std::fill(to + in_.cols * kLaneTokens, to + s_.panel_size(), 0.0F);
+  }
+
+  const LaneKernels& kernels_;
+  const Call& call_;
+  const Shape& s_;
+  const Parts& parts_;
+  const MatrixView& in_;
+  const std::int32_t *begin_, *index_;
+  LaneProduct t_{};
+};
+
+}  // namespace
+
+Reason supports_lanes(const LaneKernels& kernels, const Problem& p, const Machine& machine) {
+  const Shape s(p);
+  if (s.out_block % kernels.panels.width != 0) {
+    return cat("takes blocks of a multiple of ", kernels.panels.width, " outputs; got ", s.out_block);
+  }
+  if (p.tokens <= kFewTokens) return cat("takes more than ", kFewTokens, " tokens; got ", p.tokens);
+  if (s.panel_size() > panel_floats(machine)) return "takes panels that fit half of L2";
+  if (s.packs() && p.tokens < kPackingTokens) {
+    return cat("packs blocks of several columns for at least ", kPackingTokens, " tokens; got ", p.tokens);
+  }
+  return {};
+}
+
+Config configure_lanes(const Problem& problem, const Machine& machine) {
+  return configure_panels(work_of(problem), problem, machine);
+}
+
+std::vector<Config> lanes_candidates(const Problem& problem, const Machine& machine) {
+  return panel_candidates(work_of(problem), problem, machine);
+}
+
+std::int64_t lanes_workspace(const Problem& problem, const Config& config) {
+  const Layout layout(Shape(problem), from_config<PairsBlocking>(config));
+  return layout.shared + problem.threads * layout.worker;
+}
+
+Status run_lanes(const LaneKernels& kernels, const Call& call) {
+  const auto b = from_config<PairsBlocking>(call.config);
+  const Shape s(call.problem);
+  if (Status status = check_panels(kernels.panels.family, b, s.out_blocks); !status.ok()) return status;
+  const Layout layout(s, b);
+  Parts shared{};
+  Room all(call.workspace);
+  Layout::take_shared(all, s, shared);
+  std::fill_n(shared.start, s.out_blocks * s.out_block, 0.0F);
+  if (call.bias != nullptr) {
+    unpack_bias(kernels.panels, call.out.dtype, call.bias, call.out.cols, shared.start);
+  }
+  if (s.packs()) pack_blocks(kernels.panels, call, s, shared.packed);
+  const std::int32_t* begin = s.transposed ? call.plan.ccol : call.plan.crow;
+  const auto bound = [&](std::int64_t part) {  // as in linear.cc
+    return begin_of_part(begin, s.out_blocks, s.red_block, 12, part, b.splits);
+  };
+  for_each_part(call, b, bound,
+                [&](int worker, std::int64_t first, std::int64_t tokens, std::int32_t from, std::int32_t to) {
+                  Parts parts = shared;
+                  Room own(static_cast<char*>(call.workspace) + layout.shared + worker * layout.worker);
+                  Layout::take_worker(own, s, b, parts);
+                  Task(kernels, call, s, parts).run(first, tokens, from, to);
+                });
+  return {};
+}
+
+}  // namespace rarefy::cpu

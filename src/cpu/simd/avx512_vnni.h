@@ -1,0 +1,63 @@
+// Products in int8 by vpdpbusd, on lanes of outputs (lanes.h): a dword of x, four features without sign, is
+// broadcast to 16 outputs' dwords of W.
+#pragma once
+
+#include "cpu/lane_kernels.h"
+#include "cpu/simd/avx512_quads.h"
+
+namespace rarefy::cpu {
+
+struct VnniLanes {
+  using Isa = Avx512;
+  using Sum = __m512i;
+  using Vector = __m512i;
+  static constexpr bool kParts = false;
+
+  static std::int32_t* at(const LaneProduct& t, int token, int o) {
+    return t.sums + std::int64_t{token} * t.rows + o;
+  }
+  static Sum start(const LaneProduct& t, int token, int o) {
+    return t.first ? _mm512_setzero_si512() : _mm512_loadu_si512(at(t, token, o));
+  }
+  static void keep(const LaneProduct& t, int token, int o, Sum sum) {
+    _mm512_storeu_si512(at(t, token, o), sum);
+  }
+  static Vector broadcast(const char* x) {
+    std::int32_t four;
+    __builtin_memcpy(&four, x, sizeof(four));
+    return _mm512_set1_epi32(four);
+  }
+  template <Storage kStorage>
+  static Vector weights(const char* w) {
+    return _mm512_loadu_si512(w);
+  }
+  // By name: of the intrinsic, GCC 12 keeps copies of all sums, in memory.
+  static Sum dot(Sum sum, Vector x, Vector w) {
+    __asm__("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(x), "v"(w));
+    return sum;
+  }
+  static __m512 finished(const LaneProduct& t, Sum sum, int token, int o) {
+    const __m512i exact = _mm512_sub_epi32(sum, _mm512_slli_epi32(_mm512_loadu_si512(t.totals + o), 7));
+    const __m512 scaled = _mm512_mul_ps(_mm512_cvtepi32_ps(exact), _mm512_loadu_ps(t.scales + o));
+    return _mm512_fmadd_ps(scaled, _mm512_set1_ps(t.token_scales[token]), _mm512_loadu_ps(t.start + o));
+  }
+};
+
+struct GatherFours {
+  LaneGather to_do;
+  std::int32_t steps;
+  void operator()(std::int32_t left) const { take(steps - left); }
+  void take(std::int32_t line) const {
+    if (line >= to_do.lines) return;
+    interleave_quad(to_do.panel, to_do.offsets + kQuad * line, to_do.to + kPairLine * line);
+  }
+};
+
+inline void multiply_quad_lanes(const LaneProduct& t) {
+  if (t.next.lines == 0) return lane_outputs<VnniLanes, Storage::f32, false>(t, NoLaneWork{});
+  const GatherFours gather{t.next, t.run};
+  lane_outputs<VnniLanes, Storage::f32, false>(t, gather);
+  for (std::int32_t line = t.run; line < t.next.lines; ++line) gather.take(line);
+}
+
+}  // namespace rarefy::cpu
