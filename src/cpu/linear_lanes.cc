@@ -15,8 +15,10 @@ namespace rarefy::cpu {
 
 namespace {
 
-// Tokens from which it pays to pack blocks in the call: about a cycle an element, two for 32 tokens.
+// Tokens from which it pays to pack blocks in the call: about a cycle an element, two for 32 tokens; and what
+// is packed then is memory of the call.
 constexpr std::int64_t kPackingTokens = 256;
+constexpr std::int64_t kMostPacked = 4 << 20;  // floats
 
 // A call as out = W · in with blocks of out_block × red_block.
 struct Shape {
@@ -171,6 +173,7 @@ Reason supports_lanes(const LaneKernels& kernels, const Problem& p, const Machin
   if (s.packs() && p.tokens < kPackingTokens) {
     return cat("packs blocks of several columns for at least ", kPackingTokens, " tokens; got ", p.tokens);
   }
+  if (s.packs() && s.values() > kMostPacked) return cat("packs at most ", kMostPacked, " values in a call");
   return {};
 }
 

@@ -29,8 +29,8 @@ struct PanelWork {
   double weight_byte = 0.1;  // cycles, of W out of L3 (docs/design/cpu_kernels.md)
 };
 
-// Of kernels that read W as one stream and ask for it ahead: nothing, while caches hold it.
-constexpr double streamed_byte(double weight_bytes) { return weight_bytes < 16e6 ? 0 : 0.1; }
+// Of kernels that read W as one stream and ask for it ahead: nothing, while it is small.
+constexpr double streamed_byte(double weight_bytes) { return weight_bytes < 6e6 ? 0 : 0.1; }
 
 Config configure_panels(const PanelWork& work, const Problem& problem, const Machine& machine);
 std::vector<Config> panel_candidates(const PanelWork& work, const Problem& problem, const Machine& machine);

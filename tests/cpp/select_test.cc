@@ -2,6 +2,7 @@
 // what explain() says is what runs.
 #include <gtest/gtest.h>
 
+#include <array>
 #include <set>
 
 #include "core/registry.h"
@@ -236,6 +237,36 @@ TEST(SelectTest, LongSumsHaveTheSamePartsInEveryConfiguration) {
             EXPECT_EQ(run_forced(problem, kernel, config, pool.executor(), stored), want)
                 << name << ' ' << text << " block " << r << 'x' << c << ", values " << rarefy::name(stored);
           }
+        }
+      }
+    }
+  }
+}
+
+// What has outputs as lanes adds in the order of what has tokens: the same bits, whichever a problem gets.
+TEST(SelectTest, LanesOfOutputsHaveTheBitsOfLanesOfTokens) {
+  ThreadPool pool(3);
+  for (const auto& [r, c, tokens] : {std::array<std::int64_t, 3>{16, 1, 5},
+                                     {32, 1, 13},
+                                     {48, 1, 37},
+                                     {32, 1, 70},
+                                     {16, 16, 260},
+                                     {32, 3, 257}}) {
+    for (const DType dtype : {DType::f32, DType::bf16}) {
+      const Problem problem = make_problem({tokens, 3 * r + 5, 1100, r, c, 0.6, dtype, false, 3});
+      for (const std::string family : {"avx512", "avx2"}) {
+        if (find_kernel(family + "_linear_lanes") == nullptr) continue;
+        const Kernel &lanes = kernel_named(family + "_linear_lanes"),
+                     &gather = kernel_named(family + "_linear");
+        const rarefy::Problem asked = make_problem(Op::linear, problem.pattern.shape(), tokens, dtype,
+                                                   Device::cpu, pool.executor().threads);
+        if (!lanes.supports(asked, cpu_machine()).empty()) continue;
+        const auto want =
+            run_forced(problem, gather, gather.configure(asked, cpu_machine()), pool.executor());
+        for (const char* text : {"panels=1 splits=1", "panels=3 splits=2"}) {
+          const Config config = *parse_config(lanes, lanes.configure(asked, cpu_machine()), text);
+          EXPECT_EQ(run_forced(problem, lanes, config, pool.executor()), want)
+              << family << ' ' << text << " block " << r << 'x' << c << ' ' << rarefy::name(dtype);
         }
       }
     }
