@@ -329,8 +329,8 @@ def test_values_packed_in_the_call_are_those_of_the_call(device):
     """Blocks whose kernel wants W packed, where machines have one: in training, graphs and captures."""
     generator = torch.Generator().manual_seed(0)
     layer = rarefy.BlockSparseLinear(
-        256, 192, density=0.4, block_shape=(32, 32), dtype=torch.bfloat16, device=device, generator=generator
-    )
+        256, 192, density=0.4, block_shape=(32, 32), dtype=torch.bfloat16, generator=generator
+    ).to(device)
     weight, x = layer.weight, torch.randn(300, 256, device=device).bfloat16()
     hopper = device == "cuda" and torch.cuda.get_device_capability() == (9, 0)
 
