@@ -34,6 +34,7 @@ RAREFY_API std::string_view name(WeightFormat format);  // as the metadata has i
 
 // A weight and how its file stores it. `x_dtype`: what it is multiplied with, if not with its own dtype.
 struct FileWeight : BsrMatrix {
+  // Any matrix is a weight as it stands.  NOLINTNEXTLINE(google-explicit-constructor)
   FileWeight(BsrMatrix matrix, WeightFormat stored_as = WeightFormat::bsr,
              std::optional<DType> multiplied_with = std::nullopt)
       : BsrMatrix(std::move(matrix)), format(stored_as), x_dtype(multiplied_with) {}
