@@ -19,12 +19,14 @@ from .scopes import Allocation, Scope, parse_allocation, parse_scope
 from .sensitivity import Plan, Point, Sensitivity, sensitivity
 from .sparsifier import Sparsifier
 from .start import sparse_start
+from .structured import Coupling, find_couplings, shrink
 from .table import Row, Table
 from .top_kast import TopKAST
 
 __all__ = [
     "SET",
     "Allocation",
+    "Coupling",
     "Criterion",
     "DropFraction",
     "Factorization",
@@ -54,6 +56,7 @@ __all__ = [
     "factorize",
     "factorize_weight",
     "factorize_with_blocks",
+    "find_couplings",
     "gradient_norms",
     "layer_error",
     "make_mask",
@@ -69,5 +72,6 @@ __all__ = [
     "schedules",
     "scopes",
     "sensitivity",
+    "shrink",
     "sparse_start",
 ]

@@ -1,0 +1,153 @@
+"""Structured removal: a shrunken model computes what the whole one does without the removed columns."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from rarefy.prune import structured
+from rarefy.prune.structured import Coupling, find_couplings, shrink, unit_norms
+
+
+def mlp() -> nn.Sequential:
+    torch.manual_seed(0)
+    first, last = (nn.Linear(10, 24), nn.ReLU(), nn.Dropout(0.1)), (nn.GELU(), nn.Linear(16, 3))
+    return nn.Sequential(*first, nn.Linear(24, 16, bias=False), *last).eval()
+
+
+def cnn() -> nn.Sequential:
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(8, 12, 3),
+        nn.BatchNorm2d(12), nn.SiLU(), nn.Flatten(), nn.Linear(12 * 4, 20),
+        nn.BatchNorm1d(20), nn.Tanh(), nn.Linear(20, 5),
+    )  # fmt: skip
+    model(torch.randn(16, 3, 8, 8))  # statistics
+    return model.eval()
+
+
+class Block(nn.Module):
+    """A gated network by Llama's names, with a residual."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mlp = nn.ModuleDict(
+            {k: nn.Linear(8, 20) for k in ("gate_proj", "up_proj")} | {"down_proj": nn.Linear(20, 8)}
+        )
+
+    def forward(self, x):
+        m = self.mlp
+        return x + m["down_proj"](nn.functional.silu(m["gate_proj"](x)) * m["up_proj"](x))
+
+
+MODELS = [
+    (mlp, (5, 10), 2),
+    (cnn, (5, 3, 8, 8), 3),
+    (lambda: Block().eval(), (5, 8), 1),
+    (lambda: nn.TransformerEncoderLayer(8, 2, 24, batch_first=True, norm_first=True).eval(), (2, 5, 8), 1),
+]
+
+
+@pytest.mark.parametrize(("make", "shape", "count"), MODELS)
+@pytest.mark.parametrize("sparsity", [0.25, 0.5, 1.0])
+def test_what_stays_computes_what_it_did(make, shape, count, sparsity):
+    model, x = make(), torch.randn(shape)
+    masked, couplings = copy.deepcopy(model), find_couplings(model)
+    assert len(couplings) == count
+    gone = {}
+    for coupling in couplings:
+        norms = unit_norms(model, coupling)
+        remove = min(round(sparsity * len(norms)), len(norms) - 1)
+        gone[coupling.name] = norms.argsort()[:remove]
+        for name in coupling.consumers:
+            weight = masked.get_submodule(name).weight.detach()
+            wide = weight.view(len(weight), len(norms), -1)
+            wide[:, gone[coupling.name]] = 0
+    before = sum(p.numel() for p in model.parameters())
+    result = shrink(model, sparsity)
+    with torch.no_grad():
+        torch.testing.assert_close(model(x), masked(x), rtol=1e-5, atol=1e-5)
+    for row, coupling in zip(result, couplings, strict=True):
+        assert row.before - row.after == len(gone[coupling.name])
+        for name in coupling.producers:
+            layer = model.get_submodule(name)
+            assert len(layer.weight) == row.after and (layer.bias is None or len(layer.bias) == row.after)
+            assert getattr(layer, "out_features", getattr(layer, "out_channels", 0)) == row.after
+    assert sum(p.numel() for p in model.parameters()) < before
+    model.train()(x).sum().backward()
+
+
+def test_heads_and_networks_of_bert():
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = transformers.BertConfig(
+        vocab_size=50, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48
+    )
+    model = transformers.BertModel(config).eval()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(0.05 * torch.randn_like(p))
+    masked = copy.deepcopy(model)
+    couplings = find_couplings(model)
+    assert [c.unit for c in couplings].count(8) == 2 and len(couplings) == 4
+    kept = {}
+    for coupling in couplings:
+        norms = unit_norms(model, coupling)
+        kept[coupling.name] = norms.argsort()[len(norms) // 2 :]
+        weight = masked.get_submodule(coupling.consumers[0]).weight.detach().view(32, len(norms), -1)
+        weight[:, norms.argsort()[: len(norms) // 2]] = 0
+    result = shrink(model, 0.5)
+    ids = torch.arange(24).reshape(2, 12)
+    with torch.no_grad():
+        got, expected = (m(ids).last_hidden_state for m in (model, masked))
+    torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
+    assert sorted((row.before, row.after) for row in result) == [(4, 2), (4, 2), (48, 24), (48, 24)]
+    inner = model.encoder.layer[0].attention.self
+    assert inner.num_attention_heads == 2 and inner.query.out_features == 16
+    assert all(row.parameters_after < 0.6 * row.parameters_before for row in result)
+
+
+def test_sparsities_and_scores_by_name():
+    model = mlp()
+    scores = torch.arange(24.0).flip(0)
+    weight = model[0].weight.detach().clone()
+    result = shrink(model, {"0": 0.5}, scores={"0": scores})
+    assert [(row.name, row.after) for row in result] == [("0", 12), ("3", 16)]
+    assert torch.equal(model[0].weight, weight[:12]) and model[3].in_features == 12
+
+
+def test_shared_and_grouped_layers_are_left_out():
+    shared = nn.Linear(8, 8)
+    assert find_couplings(nn.Sequential(shared, nn.ReLU(), shared)) == []
+    tied = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
+    tied[2].weight = tied[0].weight
+    assert find_couplings(tied) == []
+    assert find_couplings(nn.Sequential(nn.Conv2d(4, 8, 3, groups=2), nn.Conv2d(8, 4, 3))) == []
+    assert find_couplings(nn.Sequential(nn.Linear(4, 4), nn.Softmax(-1), nn.Linear(4, 4))) == []
+    # Features that are mixed on the way: a token's are neighbours, and a picture's columns are no channels.
+    assert find_couplings(nn.Sequential(nn.Linear(4, 4), nn.Flatten(), nn.Linear(8, 4))) == []
+    assert find_couplings(nn.Sequential(nn.Conv2d(3, 4, 1), nn.Linear(8, 4))) == []
+    assert find_couplings(nn.Sequential(nn.Linear(4, 8), nn.MaxPool2d(2), nn.Linear(8, 4))) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ((1.5, {}), r"in \[0, 1\]"),
+        (({"9": 0.5}, {}), "near names"),
+        ((0.5, {"scores": {"0": torch.ones(3)}}), r"must be of shape \(24,\)"),
+        ((0.5, {"couplings": [Coupling("0", ("0",), ("5",))]}), "same hidden features"),
+        ((0.5, {"couplings": [Coupling("0", ("0",), ("1",))]}), "plain nn.Linear"),
+        ((0.5, {"couplings": []}), "must have a coupling"),
+    ],
+)
+def test_bad_arguments_are_refused_and_nothing_changes(arguments, text):
+    model = mlp()
+    before = {k: v.clone() for k, v in model.state_dict().items()}
+    with pytest.raises(ValueError, match=text):
+        shrink(model, arguments[0], **arguments[1])
+    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+    assert structured.__doc__
