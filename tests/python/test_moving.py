@@ -514,6 +514,20 @@ def test_gradients_that_are_not_finite_put_the_change_off():
         assert torch.equal(layer.weight.block_mask(), before) == (step < 5)
 
 
+@pytest.mark.parametrize("candidates", [None, 1.5])
+def test_under_autocast_and_in_bfloat16(candidates):
+    """The gradient of an output may be narrower than the input of its layer."""
+    for dtype, cast in ((torch.float32, True), (torch.bfloat16, False)):
+        layer = layer_of("block:4x3", 0.3).to(dtype)
+        moving = RigL(nn.Sequential(layer), fraction=0.3, every=1, candidates=candidates)
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=cast):
+            y = layer(data(0)[0].to(dtype))
+        assert y.dtype == torch.bfloat16
+        y.float().square().mean().backward()
+        assert moving.step()[0].grown > 0
+        assert layer.weight.values.dtype == dtype
+
+
 def test_layers_are_watched_in_steps_with_a_change_alone():
     layer = layer_of("block:4x3", 0.3)
     moving = RigL(nn.Sequential(layer), fraction=0.3, every=3)

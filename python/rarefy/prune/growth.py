@@ -57,7 +57,9 @@ def candidate_norms(
     """gradient_norms of some blocks, bool (⌈N/R⌉, ⌈K/C⌉), and −∞ for the others; only those are computed."""
     shape = (dy.shape[1], x.shape[1])
     pattern = BsrPattern.from_mask(candidates, shape=shape, block_shape=block_shape).to(x.device)
-    blocks = bsr_grad_weight(dy.contiguous(), x.contiguous(), pattern.plan, *block_shape, *shape)
+    dtype = torch.promote_types(dy.dtype, x.dtype)  # under autocast dY is the narrower one
+    dy, x = (tensor.to(dtype).contiguous() for tensor in (dy, x))
+    blocks = bsr_grad_weight(dy, x, pattern.plan, *block_shape, *shape)
     norms = torch.linalg.vector_norm(_wide(blocks).flatten(1), dim=1)
     grid = norms.new_full(candidates.shape, -torch.inf)
     grid.view(-1)[pattern.positions()] = norms
