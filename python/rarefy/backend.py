@@ -56,8 +56,8 @@ def explain(
     Args:
         layer: a BlockSparseLinear, a weight, or the layers (up, down) or (up, gate, down) of a network, for
             the op that it runs as once fused (rarefy.fuse).
-        x: (…, K), as for the layer; its values do not matter, its strides do: `x.t()` of a (K, tokens) tensor is
-            read in place by some kernels, and copied for the others.
+        x: (…, K), as for the layer; its values do not matter, its strides do: `x.t()` of a (K, tokens)
+            tensor is read in place by some kernels, and copied for the others.
         op: "linear", "grad_input" or "grad_weight"; for the gradients, of an output of x. Not for networks.
         activation: "relu", "gelu", "gelu_tanh", "silu" or None: after the layer, or in the network.
 
