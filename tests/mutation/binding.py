@@ -46,7 +46,9 @@ GROUPS = [
             (
                 "if (device_ == Device::cuda || matrix.rows * matrix.cols > kFew) {",
                 "if (false) {",
-                "the same sum, slower; on CUDA the host would read the GPU's memory, which a GPU's tests notice",
+                {
+                    "alive": "the same sum, slower; on CUDA it reads the GPU's memory, which a GPU's tests notice"
+                },
             ),
             ("i * matrix.row_stride + j);", "i * matrix.cols + j);"),
             ("const bool narrow = dtype != DType::f64 &&", "const bool narrow ="),
