@@ -241,6 +241,21 @@ Times time_graph(F&& call, int repeats = 21) {
   return {at(.5), at(.25), at(.75)};
 }
 
+// GELU as an eager framework computes it: a kernel of its own, rounded sums in, 16 bytes a thread and turn.
+inline __global__ void gelu_kernel(const uint4* from, uint4* to, std::size_t n) {
+  for (std::size_t i = blockIdx.x * std::size_t{blockDim.x} + threadIdx.x; i < n;
+       i += std::size_t{gridDim.x} * blockDim.x) {
+    uint4 v = from[i];
+    auto* pairs = reinterpret_cast<__nv_bfloat162*>(&v);
+    for (int j = 0; j < 4; ++j) {
+      const float2 x = __bfloat1622float2(pairs[j]);
+      pairs[j] = __floats2bfloat162_rn(x.x * 0.5f * (1 + erff(x.x * 0.70710678f)),
+                                       x.y * 0.5f * (1 + erff(x.y * 0.70710678f)));
+    }
+    to[i] = v;
+  }
+}
+
 // cuBLAS, row-major: y[m][n] = x[m][k] · w, w as [n][k] (transposed: as [k][n]).
 struct Dense {
   cublasHandle_t handle;
@@ -251,6 +266,25 @@ struct Dense {
   }
   Times linear(std::int64_t m, std::int64_t n, std::int64_t k) { return product(m, n, k, false); }
   Times grad_weight(std::int64_t m, std::int64_t n, std::int64_t k) { return product(m, n, k, true); }
+  // k → h → k with a GELU kernel between the products, or, without one, on the same buffers.
+  Times network(std::int64_t m, std::int64_t k, std::int64_t h, bool gelu) {
+    using T = __nv_bfloat16;
+    const auto room = [](std::int64_t n) { return Buffer<T>(static_cast<std::size_t>(n)); };
+    Buffer<T> x = room(m * k), up = room(h * k), down = room(k * h), hidden = room(m * h),
+              active = room(m * h), y = room(m * k);
+    fill(x.data(), x.size, 1, 1, false);
+    fill(up.data(), up.size, 2, .02f, false);
+    fill(down.data(), down.size, 3, .02f, false);
+    fill(active.data(), active.size, 4, 1, false);
+    return time_graph([&](cudaStream_t s) {
+      multiply(s, m, h, k, x.data(), up.data(), hidden.data());
+      if (gelu) {
+        gelu_kernel<<<132 * 16, 256, 0, s>>>(reinterpret_cast<const uint4*>(hidden.data()),
+                                             reinterpret_cast<uint4*>(active.data()), hidden.size / 8);
+      }
+      multiply(s, m, k, h, active.data(), down.data(), y.data());
+    });
+  }
 
  private:
   // y (m, n) = x (m, k) wᵀ, or w (n, k) = yᵀ x.
@@ -261,20 +295,28 @@ struct Dense {
     fill(x.data(), x.size, 1, 1, false);
     fill(w.data(), w.size, 2, .02f, false);
     fill(y.data(), y.size, 3, 1, false);
-    const float one = 1, zero = 0;
-    const auto i = [](std::int64_t v) { return static_cast<int>(v); };
     return time_graph([&](cudaStream_t s) {
-      CHECK(cublasSetStream(handle, s));
       if (gradient) {
+        const float one = 1, zero = 0;
+        const auto i = [](std::int64_t v) { return static_cast<int>(v); };
+        CHECK(cublasSetStream(handle, s));
         CHECK(cublasGemmEx(handle, CUBLAS_OP_N, CUBLAS_OP_T, i(k), i(n), i(m), &one, x.data(), CUDA_R_16BF,
                            i(k), y.data(), CUDA_R_16BF, i(n), &zero, w.data(), CUDA_R_16BF, i(k),
                            CUBLAS_COMPUTE_32F, CUBLAS_GEMM_DEFAULT));
       } else {
-        CHECK(cublasGemmEx(handle, CUBLAS_OP_T, CUBLAS_OP_N, i(n), i(m), i(k), &one, w.data(), CUDA_R_16BF,
-                           i(k), x.data(), CUDA_R_16BF, i(k), &zero, y.data(), CUDA_R_16BF, i(n),
-                           CUBLAS_COMPUTE_32F, CUBLAS_GEMM_DEFAULT));
+        multiply(s, m, n, k, x.data(), w.data(), y.data());
       }
     });
+  }
+
+  void multiply(cudaStream_t s, std::int64_t m, std::int64_t n, std::int64_t k, const void* x, const void* w,
+                void* y) {
+    const float one = 1, zero = 0;
+    const auto i = [](std::int64_t v) { return static_cast<int>(v); };
+    CHECK(cublasSetStream(handle, s));
+    CHECK(cublasGemmEx(handle, CUBLAS_OP_T, CUBLAS_OP_N, i(n), i(m), i(k), &one, w, CUDA_R_16BF, i(k), x,
+                       CUDA_R_16BF, i(k), &zero, y, CUDA_R_16BF, i(n), CUBLAS_COMPUTE_32F,
+                       CUBLAS_GEMM_DEFAULT));
   }
 };
 

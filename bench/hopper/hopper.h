@@ -32,6 +32,7 @@ bool check_decode(bool small);
 void time_decode(Report& report, Dense& dense, bool every_config);
 bool check_tall(bool small);
 void time_tall(Report& report, Dense& dense, bool every_config);
+void time_networks(Report& report, Dense& dense, bool every_config);
 bool check_unions(bool small);
 void time_unions(Report& report, Dense& dense, bool every_config);
 bool check_gradient(bool small);

@@ -77,6 +77,7 @@ int main(int argc, char** argv) {
   if (wanted("unions")) time_unions(report, dense, every);
   if (wanted("decode")) time_decode(report, dense, every);
   if (wanted("tall")) time_tall(report, dense, every);
+  if (wanted("networks")) time_networks(report, dense, every);
   if (wanted("gradient")) time_gradient(report, dense, every);
   return 0;
 }

@@ -126,37 +126,40 @@ void time_transpose(Report& report) {
   }
 }
 
-// 4096 → 14336 → 4096 with GELU as two launches: hidden features are stored by feature, as the second one
-// reads them. Beside two products of cuBLAS without an activation.
-void time_networks(Report& report, Dense& dense) {
+// 4096 → 14336 → 4096 as two launches: hidden features are stored by feature, as the second one reads them.
+// Beside two products of cuBLAS with a GELU kernel in between; both without the GELU to see what it costs.
+void time_networks(Report& report, Dense& dense, bool every_config) {
   const std::int64_t m = 8192, k = 4096, h = 14336;
-  Times t_dense = dense.linear(m, h, k);
-  const Times t_down = dense.linear(m, k, h);
-  t_dense = {t_dense.median + t_down.median, t_dense.q1 + t_down.q1, t_dense.q3 + t_down.q3};
-  for (const std::int64_t r : {128, 64}) {
-    for (const double density : {.5, .25, .1}) {
-      const Case up_case{false, m, h, k, r, 1, density, Kind::random, Activation::gelu_erf, false, 0, false};
-      Case down_case = up_case;
-      std::swap(down_case.n, down_case.k);
-      down_case.activation = Activation::none;
-      down_case.x_by_feature = true;
-      const Setup<__nv_bfloat16> up(up_case, false, 7), down(down_case, false, 8);
-      TallProblem first = problem_of(up);
-      first.y_layout = Layout::by_feature;
-      first.y_stride = m;
-      const TallProblem second = problem_of(down);
-      const Prepared first_prepared(first, up.pattern), second_prepared(second, down.pattern);
-      const Times t = time_graph([&](cudaStream_t stream) {
-        CHECK(launch(first, first_prepared.config, kSms,
-                     {up.x.data(), up.values.data(), first_prepared.col.data(), nullptr, down.x.data(),
-                      first_prepared.words.data(), first_prepared.workspace.data()},
-                     stream));
-        second_prepared.run(down, second, stream);
-      });
-      report.add({"network", m, k, k, block_text(up_case), density, "tall, hidden by feature",
-                  first_prepared.config.text(), t, t_dense,
-                  predicted_microseconds(first, first_prepared.config, kSms) +
-                      predicted_microseconds(second, second_prepared.config, kSms)});
+  for (const Activation activation : {Activation::gelu_erf, Activation::none}) {
+    const bool gelu = activation != Activation::none;
+    if (!gelu && !every_config) continue;
+    for (const std::int64_t r : {128, 64}) {
+      for (const double density : {.5, .25, .1}) {
+        const Times t_dense = dense.network(m, k, h, gelu);  // each time: clocks fall as the GPU warms up
+        const Case up_case{false, m, h, k, r, 1, density, Kind::random, activation, false, 0, false};
+        Case down_case = up_case;
+        std::swap(down_case.n, down_case.k);
+        down_case.activation = Activation::none;
+        down_case.x_by_feature = true;
+        const Setup<__nv_bfloat16> up(up_case, false, 7), down(down_case, false, 8);
+        TallProblem first = problem_of(up);
+        first.y_layout = Layout::by_feature;
+        first.y_stride = m;
+        const TallProblem second = problem_of(down);
+        const Prepared first_prepared(first, up.pattern), second_prepared(second, down.pattern);
+        const Times t = time_graph([&](cudaStream_t stream) {
+          CHECK(launch(first, first_prepared.config, kSms,
+                       {up.x.data(), up.values.data(), first_prepared.col.data(), nullptr, down.x.data(),
+                        first_prepared.words.data(), first_prepared.workspace.data()},
+                       stream));
+          second_prepared.run(down, second, stream);
+        });
+        report.add({"network", m, k, k, block_text(up_case), density,
+                    gelu ? "tall; hidden by feature; GELU" : "tall; hidden by feature",
+                    first_prepared.config.text(), t, t_dense,
+                    predicted_microseconds(first, first_prepared.config, kSms) +
+                        predicted_microseconds(second, second_prepared.config, kSms)});
+      }
     }
   }
 }
@@ -198,7 +201,6 @@ void time_tall(Report& report, Dense& dense, bool every_config) {
       }
     }
   }
-  time_networks(report, dense);
 }
 
 }  // namespace bench

@@ -199,7 +199,7 @@ TEST_P(CudaProductTest, Activations) {
         ProblemIn<DeviceBuffer> gpu = make(problem);
         if (!takes(gpu, Op::linear, activation)) continue;
         expect_ok(gpu.linear(activation));
-        expect_activation(problem, gpu, activation);
+        expect_activation(problem, gpu, activation, !simt());
       }
     }
   }
@@ -296,8 +296,9 @@ TEST_F(Sm90Test, StripsOfManyTokens) {
 }
 
 TEST_F(Sm90Test, GradWeight) {
-  const std::pair<std::int64_t, std::int64_t> blocks[] = {
-      {64, 64}, {128, 128}, {64, 128}, {192, 64}, {128, 64}};
+  const std::pair<std::int64_t, std::int64_t> blocks[] = {{64, 64},  {128, 128}, {64, 128}, {192, 64},
+                                                          {128, 64}, {32, 32},   {16, 16},  {16, 64},
+                                                          {64, 48},  {48, 32}};
   for (const auto& [r, c] : blocks) {
     for (const DType dtype : {DType::bf16, DType::f16}) {
       for (const bool integers : {false, true}) {
@@ -309,12 +310,13 @@ TEST_F(Sm90Test, GradWeight) {
           const Problem problem = make_problem(spec);
           ProblemIn<DeviceBuffer> gpu(problem);
           const Force force("cuda:sm90");
-          expect_ok(gpu.grad_weight());  // thread blocks find their tiles
-          expect_grad_weight(problem, gpu);
+          expect_ok(gpu.grad_weight());  // thread blocks find their tiles, or the call makes a list of them
+          const std::vector<std::byte> found = gpu.dvalues().download();
           gpu.poison();
-          gpu.hold_derived(4096);  // in a list
+          gpu.hold_derived(4096);  // the caller has the list
           expect_ok(gpu.grad_weight());
           expect_grad_weight(problem, gpu);
+          EXPECT_EQ(gpu.dvalues().download(), found);
         }
       }
     }
@@ -324,6 +326,75 @@ TEST_F(Sm90Test, GradWeight) {
   const Force force("cuda:sm90");
   expect_ok(gpu.grad_weight());
   expect_grad_weight(problem, gpu);
+}
+
+// Every finite number through each activation, in both ways out of a tile: relative errors, also in the
+// tails.
+TEST_F(Sm90Test, ActivationsOfAllNumbers) {
+  const Force force("cuda:sm90");
+  for (const DType dtype : {DType::bf16, DType::f16}) {
+    std::vector<std::byte> bytes;
+    for (unsigned bits = 0; bits < 1u << 16; ++bits) {
+      const unsigned exponent = dtype == DType::f16 ? 0x7C00 : 0x7F80;
+      if ((bits & exponent) == exponent) continue;
+      bytes.push_back(static_cast<std::byte>(bits & 0xFF));
+      bytes.push_back(static_cast<std::byte>(bits >> 8));
+    }
+    const std::vector<double> numbers = decode(bytes, dtype);
+    for (const std::int64_t block_cols : {64, 1}) {
+      Problem problem =
+          make_problem({std::ssize(numbers) / 64, 64, 64, 64, block_cols, 1.0, dtype, false, 0});
+      problem.x = numbers;
+      problem.bias.assign(64, 0);
+      for (std::size_t i = 0; i < 64 * 64; ++i) problem.values[i] = i / 64 == i % 64;
+      ProblemIn<DeviceBuffer> gpu(problem);
+      gpu.hold_derived(4096);
+      for (const Activation activation :
+           {Activation::relu, Activation::gelu_erf, Activation::gelu_tanh, Activation::silu}) {
+        SCOPED_TRACE(std::string(name(activation)) + ' ' + text_of(problem.spec));
+        gpu.poison();
+        expect_ok(gpu.linear(activation));
+        const std::vector<double> got = decode(gpu.y().download(), dtype),
+                                  exact = Host{problem}.linear(numbers, problem.values, nullptr, activation);
+        for (std::size_t i = 0; i < numbers.size(); ++i) {
+          const double bound = storing(dtype) * std::abs(exact[i]) * (1 + 0x1p-10) +
+                               pairs_activation_error(activation, exact[i], dtype) +
+                               (dtype == DType::f16 ? 0x1.01p-25 : kTail);
+          ASSERT_LE(std::abs(got[i] - exact[i]), bound) << numbers[i] << ": " << got[i];
+        }
+      }
+    }
+  }
+}
+
+// −∞ is NaN but for ReLU; ∞ and NaN stay.
+TEST_F(Sm90Test, ActivationsOfInfinity) {
+  const Force force("cuda:sm90");
+  const double inf = std::numeric_limits<double>::infinity();
+  for (const std::int64_t block_cols : {64, 1}) {
+    Problem problem = make_problem({24, 64, 64, 64, block_cols, 1.0, DType::bf16, true, 0});
+    problem.x.assign(problem.x.size(), 0);
+    problem.bias.assign(64, 0);
+    for (double& value : problem.values) value = 1;
+    const double numbers[] = {inf, -inf, std::nan("")};
+    for (std::size_t t = 0; t < 3; ++t) problem.x[t * 64 + 5] = numbers[t];
+    ProblemIn<DeviceBuffer> gpu(problem);
+    gpu.hold_derived(4096);
+    for (const Activation activation :
+         {Activation::relu, Activation::gelu_erf, Activation::gelu_tanh, Activation::silu}) {
+      SCOPED_TRACE(name(activation));
+      expect_ok(gpu.linear(activation));
+      const std::vector<double> got = decode(gpu.y().download(), DType::bf16);
+      EXPECT_EQ(got[7], inf);
+      if (activation == Activation::relu) {
+        EXPECT_EQ(got[64 + 7], 0);
+      } else {
+        EXPECT_TRUE(std::isnan(got[64 + 7]));
+      }
+      EXPECT_TRUE(std::isnan(got[128 + 7]));
+      EXPECT_EQ(got[192 + 7], 0);
+    }
+  }
 }
 
 TEST_F(Sm90Test, Decode) {

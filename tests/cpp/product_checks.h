@@ -191,9 +191,11 @@ inline double activation_error(Activation activation, double x, double value, do
   return unit * (16 + 5 * a) * std::abs(value) + kTail;
 }
 
-// Kernels of bf16 pairs compute activations as exactly as bf16 needs: so much more, relative.
-inline double pairs_activation_error(Activation activation, double value) {
-  return activation == Activation::none || activation == Activation::relu ? 0 : 0x1p-12 * std::abs(value);
+// Kernels of bf16 pairs, and sm90's, compute activations as exactly as what results are rounded to needs: so
+// much more, relative.
+inline double pairs_activation_error(Activation activation, double value, DType dtype = DType::bf16) {
+  if (activation == Activation::none || activation == Activation::relu) return 0;
+  return (dtype == DType::f16 ? 0x1p-15 : 0x1p-12) * std::abs(value);
 }
 
 template <class Buffer>
@@ -211,7 +213,7 @@ void expect_activation(const Problem& problem, ProblemIn<Buffer>& run, Activatio
   // As magnitudes of the bound: 1.2 × those of the sums, and what makes γ times them the activation's error.
   for (std::size_t e = 0; e < expected.value.size(); ++e) {
     double own = activation_error(activation, argument[e], expected.value[e], accumulator(dtype));
-    if (pairs) own += pairs_activation_error(activation, expected.value[e]);
+    if (pairs) own += pairs_activation_error(activation, expected.value[e], dtype);
     const double terms = expected.terms[e % expected.terms.size()];
     expected.magnitude[e] = 1.2 * expected.magnitude[e] + own / gamma(terms, accumulator(dtype));
   }

@@ -311,5 +311,73 @@ TEST(GradientTiles, NoPatternHasMore) {
   }
 }
 
+// The same with panels of 32, which a pattern's rows of 64 or 128 features store together.
+TEST(GradientTiles, NoUnionHasMore) {
+  for (const auto& [r, c] :
+       {std::pair{32, 32}, {16, 16}, {16, 64}, {48, 32}, {64, 48}, {128, 16}, {32, 80}}) {
+    for (const double density : {0.0, 0.02, 0.1, 0.5, 1.0}) {
+      const std::int64_t rows = 1000, cols = 1300;
+      const Pattern pattern = random_pattern((rows + r - 1) / r, (cols + c - 1) / c, density, 4);
+      const GradientProblem p{DType::bf16, 500, rows, cols, r, c, std::ssize(pattern.col), 1000, 1304};
+      ASSERT_EQ(unsupported(p), "");
+      for (const bool two : {false, true}) {
+        const GradientConfig config{1, 32, two};
+        std::vector<std::set<std::int64_t>> stored(static_cast<std::size_t>(union_rows(p, config)));
+        for (std::size_t i = 0; i + 1 < pattern.crow.size(); ++i) {
+          const auto row = static_cast<std::int64_t>(i) * r;
+          for (auto e = static_cast<std::size_t>(pattern.crow[i]);
+               e < static_cast<std::size_t>(pattern.crow[i + 1]); ++e) {
+            for (std::int64_t n = row / (two ? 128 : 64); n <= (row + r - 1) / (two ? 128 : 64); ++n) {
+              for (std::int64_t k = pattern.col[e] * c; k < (pattern.col[e] + 1) * c; k += 16)
+                stored[static_cast<std::size_t>(n)].insert(k / 32);
+            }
+          }
+        }
+        std::int64_t tiles = 0;
+        for (const auto& columns : stored)
+          tiles += (std::ssize(columns) + config.columns() - 1) / config.columns();
+        EXPECT_LE(tiles, tiles_at_most(p, config)) << r << 'x' << c << ' ' << density << ' ' << two;
+      }
+    }
+  }
+}
+
+// Every row's rest is in one tile, with one that fits or alone.
+TEST(GradientTiles, RestsAreInOneTileEach) {
+  for (const TileShape& shape : {TileShape{64, true, true}, TileShape{64, false, true},
+                                 TileShape{32, false, true}, TileShape{64, false, false}}) {
+    int left[kMostColumns] = {};
+    for (int w = 1; w < shape.columns(); ++w) left[w] = 5 * w % 7 + (w == 2 ? 0 : 1);
+    int seen[kMostColumns] = {}, counts[kMostColumns], tiles = 0, rests = 0;
+    std::copy_n(left, kMostColumns, counts);
+    pair_rests(shape, counts, [&](int w, int v, int n) {
+      EXPECT_TRUE(n > 0 && v <= w && (v == 0 || shape.fit(w, v)));
+      seen[w] += n;
+      if (v > 0) seen[v] += n;
+      tiles += n;
+      return false;
+    });
+    for (int w = 1; w < kMostColumns; ++w) {
+      EXPECT_EQ(seen[w], left[w]) << w;
+      EXPECT_EQ(counts[w], 0);
+      rests += left[w];
+    }
+    EXPECT_EQ(tiles < rests, shape.pairs);
+  }
+}
+
+// 4096² at some densities: as few rounds as can be.
+TEST(GradientTiles, PairsFillRounds) {
+  const auto config = [](std::int64_t b, double density) {
+    const auto blocks = static_cast<std::int64_t>(density * (4096 / b) * (4096 / b));
+    return configure({DType::bf16, 8192, 4096, 4096, b, b, blocks, 4096, 4096}, kMachine);
+  };
+  EXPECT_EQ(config(128, .25).text(), "split=1 wide=64 strips=2 pairs=1");
+  EXPECT_EQ(config(128, .1).split, 2);
+  EXPECT_EQ(config(64, .1).split, 2);
+  EXPECT_EQ(config(32, .25).columns(), 16);
+  EXPECT_EQ(config(16, .25).columns(), 8);  // two strips store nearly the same columns
+}
+
 }  // namespace
 }  // namespace rarefy::sm90

@@ -4,41 +4,172 @@
 #include <algorithm>
 #include <cmath>
 
-#include "core/checked.h"
-
 namespace rarefy::sm90 {
+namespace {
+
+constexpr std::int64_t ceil_div(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
+
+// Rows that tiles are cut from, and what blocks at random make of one: `cells` that store with probability p,
+// `columns` panels each.
+struct Rows {
+  double count, p;
+  std::int64_t cells, columns;
+};
+
+Rows rows_of(const GradientProblem& problem, const GradientConfig& c) {
+  const std::int64_t block_cols = ceil_div(problem.cols, problem.block_cols);
+  const auto all = static_cast<double>(std::max<std::int64_t>(1, problem.block_row_count() * block_cols));
+  const double density = static_cast<double>(problem.blocks) / all;
+  if (c.wide == 64) {
+    const std::int64_t tiles = problem.block_rows / 64 / c.shape().strips();
+    return {static_cast<double>(problem.block_row_count() * tiles), density, block_cols,
+            problem.block_cols / 64};
+  }
+  const double blocks = std::max(1., 64. * c.shape().strips() / static_cast<double>(problem.block_rows)) *
+                        std::max(1., 32. / static_cast<double>(problem.block_cols));
+  return {static_cast<double>(union_rows(problem, c)), 1 - std::pow(1 - density, blocks),
+          ceil_div(block_cols * problem.block_cols, 32), 1};
+}
+
+// Tiles alike: bytes of a step of 64 tokens, and its clocks, of products at 89 % of the tensor cores' rate or
+// of 60 bytes from L2 (docs/design/hopper.md). Rows of 64 bytes come slower: as if they were an eighth
+// longer.
+struct Tiles {
+  double bytes, clocks;
+  std::int64_t count;
+};
+
+std::vector<Tiles> expected_tiles(const GradientProblem& problem, const GradientConfig& c) {
+  const TileShape shape = c.shape();
+  const Rows rows = rows_of(problem, c);
+  const auto tiles_of = [&](int columns, int parts, int quarters, std::int64_t count) -> Tiles {
+    const double bytes = columns * (shape.wide == 64 ? 8192. : 4608.) + parts * shape.strips() * 8192.;
+    return {bytes, std::max(quarters * 288., bytes / 60), count};
+  };
+  double whole = 0, rest[kMostColumns] = {};
+  const auto n = static_cast<double>(rows.cells), p = rows.p;
+  const auto add = [&](double k, double share) {
+    const auto columns = static_cast<std::int64_t>(k) * rows.columns;
+    whole += rows.count * share * static_cast<double>(columns / shape.columns());
+    rest[columns % shape.columns()] += rows.count * share;
+  };
+  // Binomial: from its summit down on both sides.
+  const double summit = p <= 0 ? 0 : std::min(n, std::floor((n + 1) * p));
+  const double top =
+      p <= 0 || p >= 1 ? 1
+                       : std::exp(std::lgamma(n + 1) - std::lgamma(summit + 1) - std::lgamma(n - summit + 1) +
+                                  summit * std::log(p) + (n - summit) * std::log1p(-p));
+  add(summit, top);
+  if (p > 0 && p < 1) {
+    double share = top;
+    for (double k = summit; k < n && share > 1e-6; ++k) add(k + 1, share *= (n - k) / (k + 1) * p / (1 - p));
+    share = top;
+    for (double k = summit; k > 0 && share > 1e-6; --k) add(k - 1, share *= k / (n - k + 1) * (1 - p) / p);
+  }
+  std::vector<Tiles> tiles{tiles_of(shape.columns(), 1, 4, std::llround(whole))};
+  int left[kMostColumns] = {};
+  for (int w = 1; w < kMostColumns; ++w) left[w] = static_cast<int>(std::lround(rest[w]));
+  pair_rests(shape, left, [&](int w, int v, int count) {
+    tiles.push_back(tiles_of(w + v, v > 0 ? 2 : 1, shape.quarters(w) + shape.quarters(v), count));
+    return false;
+  });
+  return tiles;
+}
+
+// When the last of them is ready, in clocks: each begins where it can first, and L2 has 45 bytes a clock and
+// SM for all together.
+double makespan(const std::vector<Tiles>& all, double steps, double around, int places) {
+  struct Level {  // so many places are free from then on
+    double clocks;
+    std::int64_t places;
+  };
+  std::vector<Level> levels{{0, places}};  // latest first
+  double last = 0, bytes = 0;
+  for (const Tiles& tiles : all) {
+    bytes += steps * tiles.bytes * static_cast<double>(tiles.count);
+    for (std::int64_t left = tiles.count; left > 0;) {
+      Level& first = levels.back();
+      const std::int64_t now = std::min(left, first.places);
+      const double end = first.clocks + steps * tiles.clocks + around;
+      left -= now;
+      first.places -= now;
+      if (first.places == 0) levels.pop_back();
+      const auto at =
+          std::find_if(levels.begin(), levels.end(), [&](const Level& l) { return l.clocks <= end; });
+      if (at != levels.end() && at->clocks == end) {
+        at->places += now;
+      } else {
+        levels.insert(at, {end, now});
+      }
+      last = std::max(last, end);
+    }
+  }
+  return std::max(last, bytes / (45. * places) + around);
+}
+
+double predicted_microseconds(const GradientProblem& p, int split, const Machine& machine,
+                              const std::vector<Tiles>& tiles) {
+  const double steps = static_cast<double>(ceil_div(p.tokens, 64)) / split;
+  const double around = split > 1 ? 14200 : 5000;  // the first loads; sums on their way out
+  const int places = std::max(1, machine.sms / split);
+  // Each round of tiles reads X and dY, a part of them still from L2.
+  double count = 0;
+  for (const Tiles& its : tiles) count += static_cast<double>(its.count);
+  const double memory =
+      std::max(1., count / places) * static_cast<double>(p.tokens * (p.rows + p.cols)) * 2 / 6e6;
+  return 5 + std::max(memory, makespan(tiles, steps, around, places) / 1750);
+}
+
+std::int64_t panels_touched(std::int64_t side, std::int64_t panel) {  // by a block
+  return side % panel == 0 ? side / panel : panel % side == 0 ? 1 : side / panel + 2;
+}
+
+}  // namespace
+
 std::string unsupported(const GradientProblem& p) {
   if (p.dtype != DType::bf16 && p.dtype != DType::f16) return "tensor cores of this kernel take bf16 and f16";
-  if (p.block_rows % 64 != 0 || p.block_cols % 64 != 0) return "block sides must be multiples of 64";
+  if (p.block_rows % 16 != 0 || p.block_cols % 16 != 0) return "block sides must be multiples of 16";
   if (p.x_stride % 8 != 0 || p.dy_stride % 8 != 0) return "TMA needs rows of X and dY 16 bytes apart";
   if (p.x_stride < p.cols || p.dy_stride < p.rows) return "TMA needs rows that do not overlap";
   if (p.tokens < 1) return "there are no tokens";
-  if (p.tokens > INT32_MAX - 64 || p.blocks * p.block_rows > INT32_MAX)
-    return "coordinates of TMA are 32-bit";
+  if (p.tokens > INT32_MAX - 64 || p.blocks * p.block_rows > INT32_MAX ||
+      p.blocks * p.block_rows * p.block_cols / 8 > INT32_MAX)
+    return "coordinates are 32-bit";
+  if (!p.whole() && ceil_div(p.cols, p.block_cols) * p.block_cols > std::int64_t{kMostUnionColumns} * 32)
+    return "lists of tiles take up to 2^20 features";
   return {};
 }
 
 std::vector<GradientCandidate> gradient_candidates(const GradientProblem& p, const Machine& machine) {
-  const double block_row_count = static_cast<double>(ceil_div(p.rows, p.block_rows));
-  const double columns =
-      static_cast<double>(p.blocks) / block_row_count * static_cast<double>(p.block_cols / 64);  // a row
-  std::vector<GradientCandidate> list;
+  GradientProblem typical = p;
+  typical.tokens = 8192;
+  struct Cut {
+    bool two, pairs;
+    std::vector<Tiles> tiles;
+    double typically = 0;  // the best of all splits with a typical number of tokens
+  };
+  std::vector<Cut> cuts;
   for (const bool two : {true, false}) {
+    if (p.whole() && two != (p.block_rows % 128 == 0)) continue;
+    for (const bool pairs : {true, false}) {
+      Cut& cut = cuts.emplace_back(Cut{two, pairs, expected_tiles(p, {1, p.whole() ? 64 : 32, two, pairs})});
+      cut.typically = INFINITY;
+      for (const int split : {1, 2, 4}) {
+        const double time = predicted_microseconds(typical, split, machine, cut.tiles);
+        cut.typically = std::min(cut.typically, pairs ? time : 1.01 * time);  // of equal ones, fewer tiles
+      }
+    }
+  }
+  // The weight alone decides how tiles are cut, as what is prepared follows it.
+  const auto best = std::min_element(cuts.begin(), cuts.end(),
+                                     [](const Cut& a, const Cut& b) { return a.typically < b.typically; });
+  std::vector<GradientCandidate> list;
+  for (const Cut& cut : cuts) {
     for (const int split : {1, 2, 4}) {
       GradientCandidate& candidate = list.emplace_back();
-      const GradientConfig& c = candidate.config = {split, two};
-      const auto per_tile = static_cast<double>(c.columns());
-      const double strips = block_row_count * static_cast<double>(p.block_rows / 64) / (two ? 2 : 1);
-      // In halves of a whole tile: what is left of a row takes one of them on average.
-      const double tiles = strips * std::max(0.5, columns / per_tile + 0.1);
-      const double rounds = std::max(1.0, std::ceil(2 * tiles / std::floor(machine.sms / split)) / 2);
-      const double steps = static_cast<double>(ceil_div(p.tokens, 64)) / split;
-      // Thread blocks walk the tokens together and find each other's panels in L2: a step takes little more
-      // than its products. Sums of each further share are collected one after another.
-      candidate.microseconds = 6 + rounds * (steps * 1150 / 1750 + 2 + 9 * (split - 1));
-      if (two != (p.block_rows % 128 == 0)) {  // the weight alone decides
-        candidate.reason = two ? "block rows do not come in pairs of 64" : "block rows come in pairs of 64";
-      }
+      candidate.config = {split, p.whole() ? 64 : 32, cut.two, cut.pairs};
+      candidate.microseconds = predicted_microseconds(p, split, machine, cut.tiles);
+      if (&cut != &*best) candidate.reason = "other tiles fit better";
       if (split > ceil_div(p.tokens, 64)) candidate.reason = "fewer than 64 tokens for each share";
     }
   }
@@ -56,10 +187,30 @@ GradientConfig configure(const GradientProblem& p, const Machine& machine) {
 }
 
 std::int64_t tiles_at_most(const GradientProblem& p, const GradientConfig& config) {
-  const std::int64_t rows = ceil_div(p.rows, p.block_rows), high = p.block_rows / 64,
-                     wide = p.block_cols / 64;
-  // Whole tiles, and one for what is left of each row.
-  return (p.blocks * wide / config.columns() + std::min(rows, p.blocks)) * (high / (config.two ? 2 : 1));
+  // Whole tiles, and one for what is left of each row that stores anything.
+  if (config.wide == 64) {
+    const std::int64_t columns = p.blocks * (p.block_cols / 64);
+    return (columns / config.columns() + std::min(p.block_row_count(), p.blocks)) *
+           (p.block_rows / 64 / config.shape().strips());
+  }
+  const std::int64_t rows = union_rows(p, config);
+  const std::int64_t all = ceil_div(ceil_div(p.cols, p.block_cols) * p.block_cols, 32) * rows;
+  const std::int64_t columns =
+      std::min(all, p.blocks * panels_touched(p.block_rows, 64 * config.shape().strips()) *
+                        panels_touched(p.block_cols, 32));
+  return columns / config.columns() + std::min(rows, columns);
+}
+
+std::int64_t list_at(const GradientProblem& p, const GradientConfig& config) {
+  return config.wide == 64 ? 0 : ceil_div(union_rows(p, config), 32) * 32;
+}
+
+std::int64_t union_rows(const GradientProblem& p, const GradientConfig& config) {
+  return ceil_div(p.block_row_count() * p.block_rows, 64 * config.shape().strips());
+}
+
+std::int64_t prepared_words(const GradientProblem& p, const GradientConfig& config) {
+  return list_at(p, config) + tiles_at_most(p, config) * (config.wide == 64 ? kTileWords64 : kTileWords32);
 }
 
 }  // namespace rarefy::sm90

@@ -267,9 +267,11 @@ Kernel unions(Op op, std::string_view name) {
 // The gradient of stored blocks -------------------------------------------------------------------------
 
 struct GradientChoice {
-  std::int64_t split = 1, strips = 2;
-  static constexpr std::string_view kFields[] = {"split", "strips"};
-  GradientConfig config() const { return {static_cast<int>(split), strips == 2}; }
+  std::int64_t split = 1, wide = 64, strips = 2, pairs = 0;
+  static constexpr std::string_view kFields[] = {"split", "wide", "strips", "pairs"};
+  GradientConfig config() const {
+    return {static_cast<int>(split), static_cast<int>(wide), strips == 2, pairs != 0};
+  }
 };
 
 GradientProblem gradient_problem(const Problem& p) {
@@ -283,7 +285,9 @@ Reason supports_gradient(const Problem& p, const rarefy::Machine& machine) {
   return unsupported(gradient_problem(p));
 }
 
-Config gradient_config(const GradientConfig& c) { return to_config(GradientChoice{c.split, c.two ? 2 : 1}); }
+Config gradient_config(const GradientConfig& c) {
+  return to_config(GradientChoice{c.split, c.wide, c.two ? 2 : 1, c.pairs ? 1 : 0});
+}
 
 Config configure_gradient(const Problem& p, const rarefy::Machine& machine) {
   return gradient_config(configure(gradient_problem(p), sm90_machine(machine)));
@@ -298,7 +302,7 @@ std::vector<Config> candidates_gradient(const Problem& p, const rarefy::Machine&
 }
 
 std::int64_t gradient_prepared_size(const Problem& p, const Config& config) {
-  return tiles_at_most(gradient_problem(p), from_config<GradientChoice>(config).config()) * kTileWords *
+  return prepared_words(gradient_problem(p), from_config<GradientChoice>(config).config()) *
          static_cast<std::int64_t>(sizeof(std::int32_t));
 }
 
@@ -309,10 +313,20 @@ Status prepare_gradient(const Call& call, void* prepared) {
                              static_cast<std::int32_t*>(prepared), static_cast<cudaStream_t>(call.stream)));
 }
 
+// Panels of 32 want a list: callers that hold none make it in each call.
+std::int64_t gradient_workspace(const Problem& p, const Config& config) {
+  return p.derived == 0 && from_config<GradientChoice>(config).wide == 32 ? gradient_prepared_size(p, config)
+                                                                          : 0;
+}
+
 Status run_gradient(const Call& call) {
-  const GradientOperands operands{call.dy.data,   call.x.data,
-                                  call.plan.crow, call.plan.col,
-                                  call.dvalues,   static_cast<const std::int32_t*>(call.derived.prepared)};
+  const void* prepared = call.derived.prepared;
+  if (prepared == nullptr && from_config<GradientChoice>(call.config).wide == 32) {
+    if (Status status = prepare_gradient(call, call.workspace); !status.ok()) return status;
+    prepared = call.workspace;
+  }
+  const GradientOperands operands{call.dy.data,  call.x.data,  call.plan.crow,
+                                  call.plan.col, call.dvalues, static_cast<const std::int32_t*>(prepared)};
   return cuda::launch_status(
       "grad_weight", launch(gradient_problem(call.problem), from_config<GradientChoice>(call.config).config(),
                             operands, static_cast<cudaStream_t>(call.stream)));
@@ -344,6 +358,7 @@ void add_rows(Registry& registry) {
                       .configure = configure_gradient,
                       .fields = GradientChoice::kFields,
                       .candidates = candidates_gradient,
+                      .workspace = gradient_workspace,
                       .derived_optional = true,
                       .prepared_size = gradient_prepared_size,
                       .prepare = prepare_gradient});

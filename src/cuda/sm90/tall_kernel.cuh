@@ -243,7 +243,12 @@ struct TallWarps {
         if (row < p.features) biases[0] = b[row];
         if (row + 8 < p.features) biases[1] = b[row + 8];
       }
-      float d[128];  // 256 tokens
+      float d[128];    // 256 tokens
+      u32 before = 0;  // the slot of the step before
+      const auto release = [&] {
+        __syncwarp();
+        if (out.lane == 0) arrive(empty(before));
+      };
       for (int step = 0; step < steps; ++step) {
         const u32 from = slots + at.slot * Shape::kSlotBytes;
         wait(full(at.slot), at.parity);
@@ -257,11 +262,13 @@ struct TallWarps {
                                          step + k > 0);
         }
         wgmma_commit();
-        wgmma_wait<0>();
-        __syncwarp();
-        if (out.lane == 0) arrive(empty(at.slot));
+        wgmma_wait<1>();  // the step before has ended, and this one is on its way
+        if (step > 0) release();
+        before = at.slot;
         at.next(p.slots);
       }
+      wgmma_wait<0>();
+      release();
       read_tile();
       const float2 bias{static_cast<float>(biases[0]), static_cast<float>(biases[1])};
       store_either<T, kActivation>(out, d, bias, &p.y, feature, token, p.y_by_feature);

@@ -95,20 +95,23 @@ __device__ inline float load_remote(u32 address, u32 rank) {
   return value;
 }
 
-__device__ inline float4 load_remote_4(u32 address, u32 rank) {
-  float4 v;
+// Four floats into the shared memory of thread block `rank`, where `address` is here; a cluster barrier makes
+// them visible.
+__device__ inline void store_remote_4(u32 address, u32 rank, float a, float b, float c, float d) {
   asm volatile(
-      "{\n.reg .b32 remote;\nmapa.shared::cluster.u32 remote, %4, %5;\n"
-      "ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [remote];\n}"
-      : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
-      : "r"(address), "r"(rank)
+      "{\n.reg .b32 remote;\nmapa.shared::cluster.u32 remote, %0, %1;\n"
+      "st.shared::cluster.v4.f32 [remote], {%2, %3, %4, %5};\n}" ::"r"(address),
+      "r"(rank), "f"(a), "f"(b), "f"(c), "f"(d)
       : "memory");
-  return v;
 }
 
-__device__ inline void store_shared_4(u32 address, float a, float b, float c, float d) {
-  asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(address), "f"(a), "f"(b), "f"(c), "f"(d)
+__device__ inline float4 load_shared_4(u32 address) {
+  float4 v;
+  asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
+               : "r"(address)
                : "memory");
+  return v;
 }
 
 // Moves registers between the warpgroups of a block; every warp of a warpgroup calls it.

@@ -5,7 +5,7 @@
 
 #include <cstdint>
 
-#include "cuda/device/activation.cuh"
+#include "cuda/sm90/tile/activation.cuh"
 
 namespace rarefy::sm90 {
 
@@ -68,7 +68,7 @@ __device__ inline void repair(const Stored& p, const T* bias, int first, int tok
       float sum = stored_sum<T>(p, its_token, o, lane);
       if (bias != nullptr) sum += static_cast<float>(bias[o]);
       if (lane == 0) {
-        static_cast<T*>(p.y)[its_token * p.y_stride + o] = static_cast<T>(device::apply<activation>(sum));
+        static_cast<T*>(p.y)[its_token * p.y_stride + o] = static_cast<T>(apply_rounded<T, activation>(sum));
       }
     }
   }

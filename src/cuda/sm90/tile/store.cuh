@@ -2,13 +2,11 @@
 // activation, rounded once, through shared memory and TMA.
 #pragma once
 
-#include "cuda/device/activation.cuh"
 #include "cuda/sm90/device/matrix.cuh"
 #include "cuda/sm90/device/tma.cuh"
+#include "cuda/sm90/tile/activation.cuh"
 
 namespace rarefy::sm90 {
-
-using device::Activation;
 
 inline constexpr u32 kStoreBytes = 64 * 64 * 2;  // a buffer: 64 tokens × 64 features
 inline constexpr int kStoreBuffers = 2;
@@ -64,7 +62,7 @@ __device__ inline void store_tile(StoreLane& out, const float (&d)[sums], float2
       for (int i = 0; i < 4; ++i) {  // matrix i: tokens 8(j + i / 2) …, features 16 · warp + 8(i % 2) …
         const int at = (chunk * 8 + j + i / 2) * 4 + i % 2 * 2;
         const float b = i % 2 == 0 ? bias.x : bias.y;
-        v[i] = pack<T>(device::apply<activation>(d[at] + b), device::apply<activation>(d[at + 1] + b));
+        v[i] = pack<T>(apply_rounded<T, activation>(d[at] + b), apply_rounded<T, activation>(d[at + 1] + b));
       }
       const int row = (j + out.lane / 16) * 8 + out.lane % 8;  // token of the chunk
       store_transposed(buffer + static_cast<u32>((row << (4 + wide)) + place), v[0], v[1], v[2], v[3]);

@@ -24,7 +24,7 @@ __device__ inline void store_either(StoreLane& out, const float (&d)[sums], floa
       for (int i = 0; i < 4; ++i) {  // matrix i: tokens 8(j + i / 2) …, features 16 · warp + 8(i % 2) …
         const int at = (chunk * 8 + j + i / 2) * 4 + i % 2 * 2;
         const float b = i % 2 == 0 ? bias.x : bias.y;
-        v[i] = pack<T>(device::apply<activation>(d[at] + b), device::apply<activation>(d[at + 1] + b));
+        v[i] = pack<T>(apply_rounded<T, activation>(d[at] + b), apply_rounded<T, activation>(d[at + 1] + b));
       }
       // Matrix lane / 8: of which eight tokens, and of which eight features.
       const int tokens = j + out.lane / 16, features = 2 * out.warp + out.lane / 8 % 2;

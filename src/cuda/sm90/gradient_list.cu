@@ -1,0 +1,138 @@
+// Lists of the weight gradient's tiles, made of a pattern on the device. Blocks whose sides are multiples of
+// 16 are seen as rows of 64 or 128 features of dY over the union of their 32-wide columns.
+#include "cuda/sm90/block_gradient.h"
+#include "cuda/sm90/gradient_tiles.cuh"
+
+namespace rarefy::sm90 {
+namespace {
+
+template <int kWide>
+__device__ inline void write_tile(const GradientTile<kWide>& tile, int* list) {
+  constexpr int kWords = sizeof(tile) / sizeof(int);
+  static_assert(kWords == (kWide == 64 ? kTileWords64 : kTileWords32) && kWords <= kTileThreads);
+  const int self = static_cast<int>(threadIdx.x);
+  if (self < kWords) list[blockIdx.x * kWords + threadIdx.x] = reinterpret_cast<const int*>(&tile)[self];
+}
+
+template <int kWide>
+__device__ inline void clear(GradientTile<kWide>& tile) {
+  constexpr int kWords = sizeof(tile) / sizeof(int);
+  if (threadIdx.x < kWords) reinterpret_cast<int*>(&tile)[threadIdx.x] = -1;
+  __syncthreads();
+}
+
+__global__ void __launch_bounds__(kTileThreads)
+    list_kernel(const __grid_constant__ GradientParams p, int* list) {
+  __shared__ GradientTile<64> tile;
+  clear(tile);
+  find_tile(p, static_cast<int>(blockIdx.x), tile);
+  __syncthreads();
+  write_tile(tile, list);
+}
+
+constexpr int kBitWords = kMostUnionColumns / 32;
+
+// Which 32-wide columns a row of `high` features stores. All see it on return.
+__device__ inline void row_bits(const GradientParams& p, int row, int high, u32* bits) {
+  const int self = static_cast<int>(threadIdx.x);
+  __syncthreads();  // the bits before may still be read
+  for (int i = self; i < kBitWords; i += kTileThreads) bits[i] = 0;
+  __syncthreads();
+  const int first = row * high / p.block_rows,
+            last = min((row * high + high - 1) / p.block_rows, p.block_row_count - 1);
+  for (int e = __ldg(p.crow + first) + self; e < __ldg(p.crow + last + 1); e += kTileThreads) {
+    const int k = __ldg(p.col + e) * p.block_cols;
+    for (int c = k / 32; c <= (k + p.block_cols - 1) / 32; ++c) atomicOr(bits + c / 32, 1u << c % 32);
+  }
+  __syncthreads();
+}
+
+// A thread block for each row: how many columns it stores.
+__global__ void __launch_bounds__(kTileThreads)
+    count_kernel(const __grid_constant__ GradientParams p, int* counts) {
+  __shared__ u32 bits[kBitWords];
+  __shared__ alignas(16) int of_warps[kTileThreads / 32];
+  row_bits(p, static_cast<int>(blockIdx.x), p.two ? 128 : 64, bits);
+  int mine = 0, total = 0;
+  for (int i = static_cast<int>(threadIdx.x); i < kBitWords; i += kTileThreads) mine += __popc(bits[i]);
+  sum_before(mine, total, of_warps);
+  if (threadIdx.x == 0) counts[blockIdx.x] = total;
+}
+
+// The stored block at a place, or -1.
+__device__ inline int find_block(const GradientParams& p, int block_row, int block_col) {
+  int low = __ldg(p.crow + block_row), high = __ldg(p.crow + block_row + 1);
+  const int end = high;
+  while (low < high) {
+    const int middle = (low + high) / 2;
+    if (__ldg(p.col + middle) < block_col) {
+      low = middle + 1;
+    } else {
+      high = middle;
+    }
+  }
+  return low < end && __ldg(p.col + low) == block_col ? low : -1;
+}
+
+__global__ void __launch_bounds__(kTileThreads)
+    union_list_kernel(const __grid_constant__ GradientParams p, const int* counts, int rows, int* list) {
+  __shared__ GradientTile<32> tile;
+  __shared__ RowPart parts[2];
+  __shared__ u32 bits[kBitWords];
+  __shared__ int feature[2][kMostColumns];
+  const int self = static_cast<int>(threadIdx.x);
+  const TileShape shape{32, p.two, p.pairs};
+  clear(tile);
+  find_parts(
+      shape, rows, static_cast<int>(blockIdx.x), [&](int row) { return __ldg(counts + row); }, parts);
+#pragma unroll
+  for (int part = 0; part < 2; ++part) {
+    if (parts[part].count == 0) continue;
+    row_bits(p, parts[part].row, 64 * shape.strips(), bits);
+    if (self < parts[part].count) {
+      int rank = parts[part].first + self, word = 0;
+      for (int n = __popc(bits[0]); rank >= n; n = __popc(bits[++word])) rank -= n;
+      feature[part][self] = (word * 32 + static_cast<int>(__fns(bits[word], 0, rank + 1))) * 32;
+    }
+  }
+  __syncthreads();
+  fill_tile<32>(
+      shape, parts, tile, [&](int part, int column) { return feature[part][column]; },
+      [&](int part) { return parts[part].row * shape.strips(); });
+  if (self < 8 * 16) {
+    const int cell = self / 16, piece = self % 16;
+    const Quarter q = quarter_of(shape, parts, cell / 2);
+    const int column = q.first + cell % 2 * 2 + piece % 4 / 2;
+    if (q.part >= 0 && column < parts[q.part].count) {
+      const int n = (parts[q.part].row * shape.strips() + q.strip) * 64 + piece / 4 * 16,
+                k = feature[q.part][column] + piece % 2 * 16;
+      const int block_row = n / p.block_rows;
+      const int entry = block_row < p.block_row_count ? find_block(p, block_row, k / p.block_cols) : -1;
+      if (entry >= 0) {
+        const std::int64_t row = std::int64_t{entry} * p.block_rows + n % p.block_rows;
+        tile.offset[self] = static_cast<int>((row * p.block_cols + k % p.block_cols) / 8);
+      }
+    }
+  }
+  __syncthreads();
+  write_tile(tile, list);
+}
+
+}  // namespace
+
+cudaError_t prepare(const GradientProblem& p, const GradientConfig& config, const std::int32_t* crow,
+                    const std::int32_t* col, std::int32_t* words, cudaStream_t stream) {
+  const auto tiles = static_cast<unsigned>(tiles_at_most(p, config));
+  if (tiles == 0) return cudaSuccess;
+  const GradientParams params = of_pattern(p, config, crow, col);
+  if (config.wide == 64) {
+    list_kernel<<<tiles, kTileThreads, 0, stream>>>(params, words);
+  } else {
+    const int rows = static_cast<int>(union_rows(p, config));
+    count_kernel<<<static_cast<unsigned>(rows), kTileThreads, 0, stream>>>(params, words);
+    union_list_kernel<<<tiles, kTileThreads, 0, stream>>>(params, words, rows, words + list_at(p, config));
+  }
+  return cudaGetLastError();
+}
+
+}  // namespace rarefy::sm90
