@@ -68,7 +68,7 @@ int main(int argc, char** argv) {
   report.machine = device.name;
   report.date = date;
   report.commit = commit == nullptr ? "" : commit;
-  report.repro = "rarefy_hopper_bench time" + (only.empty() ? "" : " " + only);
+  report.repro = "rarefy_hopper_bench " + what + (only.empty() ? "" : " " + only);
   report.open(std::string(out == nullptr ? "." : out) + "/hopper" + (only.empty() ? "" : "-" + only) +
               ".csv");
   Dense dense;
