@@ -242,7 +242,7 @@ std::vector<Config> quads_candidates(const QuadKernels& kernels, const Problem& 
   return panel_candidates(work_of(kernels, problem), problem, machine);
 }
 
-Reason supports_quads(const Problem& p) {
+Reason supports_quads(const QuadKernels& kernels, const Problem& p) {
   if (p.weight.dtype != DType::i8 || p.weight.scaling != Scaling::dynamic) {
     return "takes int8 values with scales, for x rounded to int8";
   }
@@ -250,8 +250,8 @@ Reason supports_quads(const Problem& p) {
     return cat("takes inputs in f32 or bf16, to outputs like them; got ", name(p.in), " and ", name(p.out));
   }
   const QuadsShape s(p.weight.shape);
-  if (s.out_block % kTileRows != 0) {
-    return cat("takes blocks of a multiple of ", kTileRows, " outputs; got ", s.out_block);
+  if (s.out_block % kernels.rows != 0) {
+    return cat("takes blocks of a multiple of ", kernels.rows, " outputs; got ", s.out_block);
   }
   if (s.padded > kMostFeatures) return cat("takes less than ", kMostFeatures, " input features");
   return {};

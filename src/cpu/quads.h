@@ -49,6 +49,7 @@ struct QuadStore {
 struct QuadKernels {
   const char* family;
   double tile_cycles;  // that 16 outputs, 64 features and 32 tokens take: a figure for the configuration
+  std::int32_t rows;   // outputs of a block row are a multiple of it
   void (*enter)();
   void (*leave)();
   void (*pack)(const QuadPack&);

@@ -217,7 +217,7 @@ void add_quads(Registry& registry, std::string_view name, std::string_view packe
       .device = Device::cpu,
       .family = kKernels.family,
       .name = name,
-      .supports = supports<kFeature, cpu::supports_quads>,
+      .supports = supports<kFeature, cpu::supports_quads, kKernels>,
       .run = [](const Call& call) { return cpu::run_quads(kKernels, call); },
       .configure = [](const Problem& p, const Machine& m) { return cpu::configure_quads(kKernels, p, m); },
       .fields = cpu::PairsBlocking::kFields,

@@ -202,6 +202,13 @@ std::vector<Forced> all_forced() {
 
 class Int8Test : public ::testing::TestWithParam<Forced> {
  protected:
+  static bool takes_eight_rows() {
+    rarefy::Problem asked = make_problem(Op::linear, {32, 8, 8, 2, 1}, 8, DType::f32);
+    asked.weight.dtype = DType::i8;
+    asked.weight.scaling = GetParam().scaling;
+    const Force force(GetParam().family);
+    return !explain(asked).kernel.empty();
+  }
   void check(const Spec& spec, Executor executor = {}, bool derived = true) {
     SCOPED_TRACE(::testing::Message() << GetParam().family << " M=" << spec.m << " N=" << spec.n << " K="
                                       << spec.k << " block " << spec.block_rows << 'x' << spec.block_cols
@@ -229,6 +236,20 @@ TEST_P(Int8Test, EveryBlockShape) {
       }
       check({64, 3 * rows, 7 * cols, rows, cols, 0.3, DType::f32, integers, 0});
     }
+  }
+}
+
+// Outputs that fill half a vector, and an odd number of halves.
+TEST_P(Int8Test, BlocksOfEightRows) {
+  if (!takes_eight_rows()) GTEST_SKIP() << "takes blocks of 16 rows and more";
+  for (const std::int64_t rows : {8, 24, 56}) {
+    for (const std::int64_t cols : {1, 3, 4, 8, 64}) {
+      for (const std::int64_t tokens : {1, 3, 11, 33, 70}) {
+        check({tokens, 3 * rows + 3, 5 * cols + cols / 2, rows, cols, 0.6, DType::f32, true, 1});
+        check({tokens, 4 * rows, 300 * cols / 16 + 1, rows, cols, 0.5, DType::bf16, false, 0});
+      }
+    }
+    check({33, 2 * rows, 2100, rows, 1, 0.9, DType::f32, true, 0});
   }
 }
 
@@ -288,7 +309,7 @@ TEST_P(Int8Test, Activations) {
   for (const Activation activation :
        {Activation::relu, Activation::gelu_erf, Activation::gelu_tanh, Activation::silu}) {
     SCOPED_TRACE(name(activation));
-    Spec spec{40, 70, 90, 16, 1, 0.5, DType::f32, true, 0, activation};
+    Spec spec{40, 70, 90, takes_eight_rows() ? 8 : 16, 1, 0.5, DType::f32, true, 0, activation};
     const Layer layer(spec);
     spec.activation = Activation::none;
     const Layer plain(spec);

@@ -9,7 +9,8 @@ void none() {}
 
 }  // namespace
 
-const QuadKernels kQuadsVnni = {
-    "avx512", 550, none, none, pack_quads<Avx512Quads<true>>, nullptr, nullptr, multiply_quad_lanes};
+const QuadKernels kQuadsVnni = {"avx512", 550,     Avx512Half::kWidth,
+                                none,     none,    pack_quads<Avx512Quads<true>>,
+                                nullptr,  nullptr, multiply_quad_lanes};
 
 }  // namespace rarefy::cpu

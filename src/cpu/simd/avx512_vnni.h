@@ -1,8 +1,9 @@
 // Products in int8 by vpdpbusd, on lanes of outputs (lanes.h): a dword of x, four features without sign, is
-// broadcast to 16 outputs' dwords of W.
+// broadcast to 16 outputs' dwords of W, or 8.
 #pragma once
 
 #include "cpu/lane_kernels.h"
+#include "cpu/simd/avx512_half.h"
 #include "cpu/simd/avx512_quads.h"
 
 namespace rarefy::cpu {
@@ -43,6 +44,43 @@ struct VnniLanes {
   }
 };
 
+// The same on half a vector: two of these instructions a cycle do what one does on a whole.
+struct VnniHalfLanes {
+  using Isa = Avx512Half;
+  using Sum = __m256i;
+  using Vector = __m256i;
+  static constexpr bool kParts = false;
+
+  static Sum* at(const LaneProduct& t, int token, int o) {
+    return reinterpret_cast<Sum*>(VnniLanes::at(t, token, o));
+  }
+  static Sum start(const LaneProduct& t, int token, int o) {
+    return t.first ? _mm256_setzero_si256() : _mm256_loadu_si256(at(t, token, o));
+  }
+  static void keep(const LaneProduct& t, int token, int o, Sum sum) {
+    _mm256_storeu_si256(at(t, token, o), sum);
+  }
+  static Vector broadcast(const char* x) {
+    std::int32_t four;
+    __builtin_memcpy(&four, x, sizeof(four));
+    return _mm256_set1_epi32(four);
+  }
+  template <Storage kStorage>
+  static Vector weights(const char* w) {
+    return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(w));
+  }
+  static Sum dot(Sum sum, Vector x, Vector w) {
+    __asm__("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(x), "v"(w));
+    return sum;
+  }
+  static __m256 finished(const LaneProduct& t, Sum sum, int token, int o) {
+    const auto* totals = reinterpret_cast<const __m256i*>(t.totals + o);
+    const __m256i exact = _mm256_sub_epi32(sum, _mm256_slli_epi32(_mm256_loadu_si256(totals), 7));
+    const __m256 scaled = _mm256_mul_ps(_mm256_cvtepi32_ps(exact), _mm256_loadu_ps(t.scales + o));
+    return _mm256_fmadd_ps(scaled, _mm256_set1_ps(t.token_scales[token]), _mm256_loadu_ps(t.start + o));
+  }
+};
+
 struct GatherFours {
   LaneGather to_do;
   std::int32_t steps;
@@ -53,11 +91,17 @@ struct GatherFours {
   }
 };
 
-inline void multiply_quad_lanes(const LaneProduct& t) {
-  if (t.next.lines == 0) return lane_outputs<VnniLanes, Storage::f32, false>(t, NoLaneWork{});
+template <class E>
+void multiply_quad_lanes_of(const LaneProduct& t) {
+  if (t.next.lines == 0) return lane_outputs<E, Storage::f32, false>(t, NoLaneWork{});
   const GatherFours gather{t.next, t.run};
-  lane_outputs<VnniLanes, Storage::f32, false>(t, gather);
+  lane_outputs<E, Storage::f32, false>(t, gather);
   for (std::int32_t line = t.run; line < t.next.lines; ++line) gather.take(line);
+}
+
+inline void multiply_quad_lanes(const LaneProduct& t) {
+  if (t.rows % Avx512::kWidth == 0) return multiply_quad_lanes_of<VnniLanes>(t);
+  multiply_quad_lanes_of<VnniHalfLanes>(t);
 }
 
 }  // namespace rarefy::cpu
