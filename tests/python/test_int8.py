@@ -204,7 +204,7 @@ def test_explain_names_the_kernel():
     assert rarefy.explain(sparse, x)["kernel"].endswith("_linear_int8")
     sparse.weight.dynamic = False
     assert rarefy.explain(sparse, x)["kernel"].endswith("_linear_scaled")
-    narrow = layer("block:8x1@0.5:int8")
+    narrow = layer("block:4x1@0.5:int8")
     assert rarefy.explain(narrow, x)["kernel"] == "ref_linear"
 
 
