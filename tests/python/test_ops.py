@@ -135,6 +135,26 @@ def test_strided_inputs_equal_their_copies(name, dtype, device):
         assert got.is_contiguous() and torch.equal(got, want)
 
 
+def test_rows_by_feature_that_are_not_even_are_copied(device):
+    """(2, 3, K) out of 5 rows each: no one distance leads from row to row."""
+    bsr = random_bsr((19, 23), (4, 3), 0.5, device=device)
+    x = torch.randn(23, 10, device=device).t().as_strided((2, 3, 23), (5, 1, 10))
+    before = rarefy.force_impl("cpu:ref,cuda:simt" if device == "cuda" else "cpu:ref")
+    try:
+        got, want = (ops.bsr_linear(i, *bsr.operands, None, *bsr.shape) for i in (x, x.contiguous()))
+    finally:
+        rarefy.force_impl(before)
+    assert torch.equal(got, want)
+
+
+def test_the_bias_gradient_of_strided_rows(device):
+    bsr = random_bsr((8, 12), (4, 4), 0.5, device=device)
+    dy = torch.randn(5, 11, device=device)[:, :8]
+    backward = torch.ops.rarefy._bsr_linear_backward
+    *_, dbias = backward(dy, None, None, bsr.plan, 4, 4, 8, 12, True)
+    torch.testing.assert_close(dbias, dy.sum(0))
+
+
 @pytest.mark.parametrize("block_shape", [(4, 4), (64, 64), (128, 1)])
 @pytest.mark.parametrize("tokens", [5, 40])
 def test_what_lies_between_rows_is_not_read(block_shape, tokens, device):
