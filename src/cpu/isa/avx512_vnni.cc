@@ -7,6 +7,11 @@ namespace {
 
 void none() {}
 
+void multiply_quad_lanes(const LaneProduct& t) {
+  if (t.rows % Avx512::kWidth == 0) return multiply_quad_lanes_of<Avx512VnniLanes>(t);
+  multiply_quad_lanes_of<Avx512VnniHalfLanes>(t);
+}
+
 }  // namespace
 
 const QuadKernels kQuadsVnni = {"avx512", 550,     Avx512Half::kWidth,

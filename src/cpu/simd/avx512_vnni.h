@@ -8,7 +8,7 @@
 
 namespace rarefy::cpu {
 
-struct VnniLanes {
+struct Avx512VnniLanes {
   using Isa = Avx512;
   using Sum = __m512i;
   using Vector = __m512i;
@@ -45,14 +45,14 @@ struct VnniLanes {
 };
 
 // The same on half a vector: two of these instructions a cycle do what one does on a whole.
-struct VnniHalfLanes {
+struct Avx512VnniHalfLanes {
   using Isa = Avx512Half;
   using Sum = __m256i;
   using Vector = __m256i;
   static constexpr bool kParts = false;
 
   static Sum* at(const LaneProduct& t, int token, int o) {
-    return reinterpret_cast<Sum*>(VnniLanes::at(t, token, o));
+    return reinterpret_cast<Sum*>(Avx512VnniLanes::at(t, token, o));
   }
   static Sum start(const LaneProduct& t, int token, int o) {
     return t.first ? _mm256_setzero_si256() : _mm256_loadu_si256(at(t, token, o));
@@ -97,11 +97,6 @@ void multiply_quad_lanes_of(const LaneProduct& t) {
   const GatherFours gather{t.next, t.run};
   lane_outputs<E, Storage::f32, false>(t, gather);
   for (std::int32_t line = t.run; line < t.next.lines; ++line) gather.take(line);
-}
-
-inline void multiply_quad_lanes(const LaneProduct& t) {
-  if (t.rows % Avx512::kWidth == 0) return multiply_quad_lanes_of<VnniLanes>(t);
-  multiply_quad_lanes_of<VnniHalfLanes>(t);
 }
 
 }  // namespace rarefy::cpu
