@@ -57,10 +57,12 @@ step tests 180 "$binary" "--gtest_filter=$filter" &
 if command -v compute-sanitizer >/dev/null; then
   # Instrumented kernels are tens of times slower: the hundred repeats add nothing here.
   slow="$filter:-*Repeat*:*MoreTokens*"
-  steps='tests memcheck initcheck racecheck'
+  steps='tests memcheck initcheck racecheck racecheck_sm90'
   sanitize memcheck 240 "$slow" --leak-check full &
   sanitize initcheck 240 "$slow" &
-  sanitize racecheck 400 "$slow:*LongSums*:*EveryLayout/simt*" &
+  sanitize racecheck 400 "$slow:*LongSums*:*EveryLayout/simt*:Sm90*" &
+  step racecheck_sm90 400 compute-sanitizer --tool racecheck --error-exitcode 3 "$binary" \
+    "--gtest_filter=Sm90*:-*Repeat*:*MoreTokens*:*ManyTokens*" &
 else
   echo "compute-sanitizer: not found, nothing was sanitized"
   failed=1
