@@ -71,13 +71,17 @@ class Times:
         return None if self.noise else self.dense.median / self.sparse.median
 
 
-def _queued() -> float:
-    """Seconds that the threads of this process have waited in a processor's queue; 0 where nobody counts."""
+def _queued(tasks: Path = Path("/proc/self/task")) -> float:
+    """Seconds that the threads of this process have waited in a processor's queue; 0 where nobody counts.
+
+    Of each thread no more than it has run: threads of a tokenizer that look for work behind those that
+    multiply wait for 60 to 85 % of the time, run for 1 %, and hold up nobody.
+    """
     nanoseconds = 0
-    for task in Path("/proc/self/task").glob("*/schedstat"):
+    for task in tasks.glob("*/schedstat"):
         try:
-            nanoseconds += int(task.read_text().split()[1])
-        except (OSError, ValueError, IndexError):  # a thread that has ended, a kernel without statistics
+            nanoseconds += min(map(int, task.read_text().split()[:2]))  # ran, waited
+        except (OSError, ValueError):  # a thread that has ended, a kernel without statistics
             continue
     return 1e-9 * nanoseconds
 

@@ -38,7 +38,7 @@ struct WalkState {
     }
     for (int i = 0; i < kBatches; ++i) {
       barrier_init(shared_address(&batch_full[i]), 32);
-      barrier_init(shared_address(&batch_empty[i]), loading_warps);
+      barrier_init(shared_address(&batch_empty[i]), 32 * loading_warps);
     }
   }
 
@@ -63,8 +63,7 @@ struct WalkState {
     wait(shared_address(&batch_full[turn.slot]), turn.parity);
     const int word = batch[turn.slot].words[lane];
     *x_row = __reduce_max_sync(~0u, batch[turn.slot].x_row);  // uniform, as above
-    __syncwarp();
-    if (lane == 0) arrive(shared_address(&batch_empty[turn.slot]));
+    arrive(shared_address(&batch_empty[turn.slot]));  // each lane for what it read: racecheck follows that
     turn.next(kBatches);
     return word;
   }
