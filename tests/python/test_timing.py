@@ -116,13 +116,9 @@ def test_the_first_quiet_result_counts_and_else_the_quietest():
 
 
 def test_threads_that_look_for_work_wait_for_nothing(tmp_path):
-    """Ran, waited, slices: of a thread that multiplies, of one that looks for work, and what no kernel writes."""
-    for name, text in {
-        "1": "5000000000 1000000000 70",
-        "2": "10000000 9000000000 900",
-        "3": "",
-        "4": "x",
-    }.items():
+    """Ran, waited, slices: of a thread that multiplies, of one that looks for work, and nonsense."""
+    files = ("5000000000 1000000000 70", "10000000 9000000000 900", "", "x")
+    for name, text in zip("1234", files, strict=True):
         (tmp_path / name).mkdir()
         (tmp_path / name / "schedstat").write_text(text)
     assert timing._queued(tmp_path) == pytest.approx(1.0 + 0.01)
