@@ -369,9 +369,9 @@ Result<BsrFile> read_all(std::string_view op, const ByteSource& source) {
     file.weights.emplace(weight, std::move(matrix).value());
   }
   for (const auto& [tensor, info] : header->tensors) {
-    const auto entry_of = [&](std::string_view suffix) {
-      if (!tensor.ends_with(suffix)) return entries->end();
-      return entries->find(tensor.substr(0, tensor.size() - suffix.size()));
+    const auto entry_of = [&entries, &name = tensor](std::string_view suffix) {
+      if (!name.ends_with(suffix)) return entries->end();
+      return entries->find(name.substr(0, name.size() - suffix.size()));
     };
     const auto scaled = entry_of(kScales);
     const bool is_scales = scaled != entries->end() && scaled->second.format == WeightFormat::int8;
