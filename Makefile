@@ -55,7 +55,7 @@ demo: setup
 
 lint: setup
 	clang-format --dry-run -Werror $(CXX_FILES)
-	git ls-files 'src/*.cc' | xargs -P $(JOBS) -n 1 clang-tidy --quiet -p $(BUILD) --warnings-as-errors='*'
+	grep -oE '$(CURDIR)/src/[^"]*\.cc' $(BUILD)/compile_commands.json | sort -u | xargs -P $(JOBS) -n 1 clang-tidy --quiet -p $(BUILD) --warnings-as-errors='*'
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(IN_VENV) tools/check_links.py

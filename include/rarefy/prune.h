@@ -18,7 +18,7 @@ namespace rarefy {
 
 // A mask has one bit for each element: bit c % 8 of byte c / 8 of its row, 1 where the element stays. Rows
 // begin at bytes; the bits past the last column are 0. As numpy.packbits(mask, axis=1, bitorder="little").
-constexpr std::int64_t mask_row_bytes(std::int64_t cols) { return cols / 8 + (cols % 8 != 0); }
+constexpr std::int64_t mask_row_bytes(std::int64_t cols) { return cols / 8 + (cols % 8 != 0 ? 1 : 0); }
 
 // How an element counts: as it is, |x|, or x². A unit counts as the sum over its elements, in double, for
 // `square` as the root of that.

@@ -26,7 +26,8 @@ struct LaneGather {
 // y[token][o] = act(Σ over blocks and their lines of w[block][line][o] · x[index[block] · run +
 // line][token]), for the outputs of one block row: floats start from `start`, int8's sums are scaled as in
 // QuadStore.
-struct LaneProduct {
+// One a task, so what belongs together stands together.
+struct LaneProduct {  // NOLINT(clang-analyzer-optin.performance.Padding)
   const void* w;
   Storage storage;           // of w, for floats
   const std::int32_t* perm;  // position of each block in w; null: as they are listed

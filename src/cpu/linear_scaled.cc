@@ -63,7 +63,8 @@ Status pack_scaled(const Call& call, void* packed) {
       for (std::int64_t r = 0; r < s.block_rows; ++r) {
         const float scale = r < rows ? call.scales[i * s.block_rows + r] : 0;
         const std::int64_t from = (e * s.block_rows + r) * s.block_cols;
-        for (std::int64_t c = from; c < from + s.block_cols; ++c) out[c] = scale * values[c];
+        for (std::int64_t c = from; c < from + s.block_cols; ++c)
+          out[c] = scale * static_cast<float>(values[c]);
       }
     }
   });

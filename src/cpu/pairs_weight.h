@@ -100,9 +100,9 @@ struct PairsStored {
   const std::int32_t* begin;  // the entries of each block row
 };
 
-void prepare_pairs(const PairsShape& shape, const PairsStored& stored, void* prepared);
-void pack_pairs(const PairsShape& shape, const PairsStored& stored, const Executor& executor,
-                const void* prepared, void* packed);
+void prepare_pairs(const PairsShape& s, const PairsStored& stored, void* data);
+void pack_pairs(const PairsShape& s, const PairsStored& stored, const Executor& executor, const void* data,
+                void* packed);
 
 // Tokens of panels that hold NaN or infinity, a bit each. Where rows are joined, a tile multiplies a column
 // by zeros for the rows that do not store it, which such a token must not reach.

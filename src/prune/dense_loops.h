@@ -1,10 +1,13 @@
-// Plain loops that the compiler turns into vectors of whatever the including file is built for.
+// Plain loops that the compiler turns into vectors of whatever the including file is built for: each has its
+// own.
 #pragma once
 
 #include "prune/dense.h"
 
 namespace rarefy::prune {
 namespace {
+
+// NOLINTBEGIN(misc-definitions-in-headers)
 
 double dot(const double* a, const double* b, std::int64_t n) {
   constexpr int kLanes = 16;
@@ -15,7 +18,7 @@ double dot(const double* a, const double* b, std::int64_t n) {
   }
   double sum = 0;
   for (; i < n; ++i) sum += a[i] * b[i];
-  for (int l = 0; l < kLanes; ++l) sum += sums[l];
+  for (const double lane : sums) sum += lane;
   return sum;
 }
 
@@ -35,6 +38,8 @@ void minus8(double* __restrict y, const double* __restrict a, const double* __re
 }
 
 constexpr DenseKernels kKernels = {dot, minus, minus8};
+
+// NOLINTEND(misc-definitions-in-headers)
 
 }  // namespace
 }  // namespace rarefy::prune

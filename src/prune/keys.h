@@ -2,6 +2,7 @@
 #pragma once
 
 #include <bit>
+#include <cmath>
 #include <cstdint>
 #include <type_traits>
 
@@ -22,7 +23,7 @@ KeyOf<Real> key_of(Real x) {
   constexpr Key kSign = Key{1} << (sizeof(Key) * 8 - 1);
   const auto bits = std::bit_cast<Key>(x + Real{0});  // −0 is +0
   const Key key = (bits & kSign) != 0 ? ~bits : bits | kSign;
-  return x != x ? Key{kNanKey} : key;
+  return std::isnan(x) ? Key{kNanKey} : key;
 }
 
 // Roberts' additive sequence in the plane, in 32 bits: the reciprocals of the plastic number and of its

@@ -78,7 +78,7 @@ void thin(const Scores& s, Importance importance, std::int64_t keep, std::int64_
 
 // Blocks by a sort of all of them, of each row of blocks if asked; then N:M in what stays.
 Rows expected(const Scores& s, Importance importance, const PruneUnits& u, std::int64_t remove) {
-  const auto [R, C] = u.block;
+  const std::int64_t R = u.block.rows, C = u.block.cols;
   const std::int64_t rows = (s.rows + R - 1) / R, cols = (s.cols + C - 1) / C;
   std::vector<std::pair<Place, std::pair<std::int64_t, std::int64_t>>> order;
   for (std::int64_t i = 0; i < rows; ++i) {

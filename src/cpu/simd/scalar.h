@@ -67,8 +67,9 @@ struct Scalar {
   }
   // x - ⌊x⌋, 0 for infinities; v · 2^⌊x⌋ for any x; 1 / x; min(|x|, most).
   static Vec fraction(Vec x) {
-    return map(
-        [&](int i) { return __builtin_isfinite(x.lane[i]) ? x.lane[i] - __builtin_floorf(x.lane[i]) : 0; });
+    return map([&](int i) {
+      return __builtin_isfinite(x.lane[i]) != 0 ? x.lane[i] - __builtin_floorf(x.lane[i]) : 0;
+    });
   }
   static Vec scale_floor(Vec v, Vec x) {
     return map([&](int i) {  // 300 is further than floats go, either way
