@@ -26,7 +26,7 @@ from .int8_ops import int8_linear
 from .nested import linear_of_nested
 from .pattern import BsrPattern
 from .pattern_weight import PatternWeight
-from .sparse_weight import NUMBER, Spec, check_metadata, read_density, register_format
+from .sparse_weight import NUMBER, Spec, check_metadata, read_density, register_format, why_no_block
 from .values import choose_from_dense, init_bounds
 
 _sizes, _prepare, _pack = map(_load.op, ("int8_derived_sizes", "int8_prepare", "int8_pack"))
@@ -407,9 +407,7 @@ class Int8Spec(Spec):
 
     def why_not(self, shape: tuple[int, int]) -> str | None:
         """A block must not be larger than the matrix."""
-        if any(size < block for size, block in zip(shape, self.block_shape, strict=True)):
-            return f"smaller than a block of {self.block_shape[0]}x{self.block_shape[1]}"
-        return None
+        return why_no_block(shape, self.block_shape)
 
     def make(
         self, dense: torch.Tensor, *, mask: torch.Tensor | None = None, scores: torch.Tensor | None = None

@@ -337,6 +337,13 @@ def _from_mapping(op: str, spec: Mapping[str, Any]) -> Spec:
 NUMBER = r"([-+]?(?:[0-9.]+(?:e[-+]?[0-9]+)?|inf|nan))"  # a density in a spec, checked by read_density
 
 
+def why_no_block(shape: tuple[int, int], block_shape: tuple[int, int]) -> str | None:
+    """Why a matrix of this shape has no blocks of that one, or None: it is smaller than one of them."""
+    if any(size < block for size, block in zip(shape, block_shape, strict=True)):
+        return f"smaller than a block of {block_shape[0]}x{block_shape[1]}"
+    return None
+
+
 def read_density(op: str, text: str) -> float:
     """The density of a spec, for from_match."""
     try:

@@ -21,7 +21,7 @@ from .checks import (
 )
 from .pattern import BsrPattern
 from .pattern_weight import PatternWeight
-from .sparse_weight import NUMBER, Spec, check_metadata, read_density, register_format
+from .sparse_weight import NUMBER, Spec, check_metadata, read_density, register_format, why_no_block
 from .values import choose_from_dense
 
 
@@ -256,9 +256,7 @@ class BlockSpec(Spec):
 
     def why_not(self, shape: tuple[int, int]) -> str | None:
         """A block must not be larger than the matrix."""
-        if any(size < block for size, block in zip(shape, self.block_shape, strict=True)):
-            return f"smaller than a block of {self.block_shape[0]}x{self.block_shape[1]}"
-        return None
+        return why_no_block(shape, self.block_shape)
 
     def make(
         self, dense: torch.Tensor, *, mask: torch.Tensor | None = None, scores: torch.Tensor | None = None
