@@ -4,6 +4,7 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cmath>
 #include <limits>
 #include <random>
@@ -199,13 +200,12 @@ TEST(AddAKernel, RunsOnItsPackedWeight) {
   call.problem.derived = kAnyDerived;
   const Choice choice = *choose_from(copy, call.problem, cpu_machine(), "");
   ASSERT_EQ(choice.kernel->name, "columns_packed_linear");
-  EXPECT_NE(choice.derived_key, 0U);
+  EXPECT_NE(choice.derived.key, 0U);
   call.config = choice.config;
-  std::vector<std::byte> packed(
-      static_cast<std::size_t>(choice.kernel->packed_size(call.problem, choice.config)));
+  std::vector<std::byte> packed(static_cast<std::size_t>(choice.derived.packed));
   ASSERT_TRUE(choice.kernel->pack(call, packed.data()).ok());
-  call.derived = {choice.derived_key, nullptr, packed.data()};
-  call.problem.derived = choice.derived_key;
+  call.derived = {choice.derived.key, nullptr, packed.data()};
+  call.problem.derived = choice.derived.key;
   EXPECT_EQ(choose_from(copy, call.problem, cpu_machine(), "")->kernel->name, "columns_packed_linear");
   ASSERT_TRUE(choice.kernel->run(call).ok());
   for (std::int64_t m = 0; m < 5; ++m) {
@@ -213,27 +213,34 @@ TEST(AddAKernel, RunsOnItsPackedWeight) {
   }
 }
 
-// A kernel that can do without is eligible with nothing and with another's, and then asks for the workspace
-// that it has to pack in.
-TEST(AddAKernel, MayDoWithoutItsPackedWeight) {
+// A row that refuses no caller is eligible with nothing and with another's: it does without, in workspace of
+// another size, or the core packs ahead of it.
+TEST(AddAKernel, MayHaveNoPackedWeightAtHand) {
   Registry copy = with_columns();
-  for (Kernel& kernel : copy) {
-    if (kernel.name != "columns_packed_linear") continue;
-    kernel.derived_optional = true;
-    kernel.workspace = [](const Problem& p, const Config&) { return std::int64_t{p.derived == 0 ? 64 : 8}; };
-  }
+  const auto columns = std::find_if(copy.begin(), copy.end(),
+                                    [](const Kernel& k) { return k.name == "columns_packed_linear"; });
+  columns->unheld = Unheld::runs;
+  columns->workspace = [](const Problem& p, const Config&) { return std::int64_t{p.derived == 0 ? 64 : 8}; };
   Problem problem = make_problem(Op::linear, {8, 8, 4, 1, 1}, 64, DType::f32, Device::cpu, 2);
   problem.weight.dtype = DType::bf16;
   problem.derived = kAnyDerived;
   const Choice with = *choose_from(copy, problem, cpu_machine(), "");
   ASSERT_EQ(with.kernel->name, "columns_packed_linear");
   EXPECT_EQ(with.workspace, 8);
-  for (const auto& [derived, bytes] : {std::pair{with.derived_key, 8}, {with.derived_key ^ 2, 64}, {0, 64}}) {
+  const std::uint64_t key = with.derived.key;
+  for (const auto& [derived, bytes] : {std::pair{key, 8}, {key ^ 2, 64}, {0, 64}}) {
     problem.derived = derived;
     const Choice choice = *choose_from(copy, problem, cpu_machine(), "");
     EXPECT_EQ(choice.kernel->name, "columns_packed_linear");
     EXPECT_EQ(choice.workspace, bytes);
+    EXPECT_EQ(made_in_call(choice, derived == key, derived == key).bytes(), 0);
   }
+  columns->unheld = Unheld::made;
+  const Choice choice = *choose_from(copy, problem, cpu_machine(), "");
+  EXPECT_EQ(choice.derived.packed, 4 * 4);  // a block of floats
+  EXPECT_EQ(made_in_call(choice, false, false).bytes(), 256);
+  EXPECT_EQ(made_in_call(choice, true, false).packed, 256);
+  EXPECT_EQ(made_in_call(choice, true, true).bytes(), 0);
 }
 
 TEST(AddAKernel, PassesNaNOn) {

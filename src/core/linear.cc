@@ -150,9 +150,7 @@ Result<DerivedSizes> derived_sizes(const Problem& problem) {
   Problem asked = problem;
   const auto choice = deriving("derived_sizes", asked);
   if (!choice.ok()) return choice.status();
-  const Kernel& kernel = *choice->kernel;
-  const auto size = [&](auto of) { return of == nullptr ? 0 : of(asked, choice->config); };
-  return DerivedSizes{choice->derived_key, size(kernel.prepared_size), size(kernel.packed_size)};
+  return choice->derived;
 }
 
 Status prepare(const Problem& problem, const PlanView& plan, void* prepared, const Context& context) {
@@ -184,7 +182,7 @@ Status pack(const Problem& problem, const BsrView& w, const void* prepared, void
   call.plan = w.plan;
   call.values = w.values;
   call.scales = w.scales;
-  call.derived = {choice->derived_key, prepared, nullptr};
+  call.derived = {choice->derived.key, prepared, nullptr};
   call.executor = context.executor;
   call.stream = context.stream;
   return choice->kernel->pack(call, packed);

@@ -5,7 +5,6 @@
 #include <memory>
 
 #include "core/arguments.h"
-#include "core/checked.h"
 #include "core/message.h"
 #include "core/registry.h"
 
@@ -37,25 +36,35 @@ Status find_workspace(Call& call, const Workspace& given, std::int64_t bytes,
   return {};
 }
 
-// Bytes that are packed in the call, behind the kernel's own workspace: its caller holds nothing packed.
-std::int64_t packed_in_call(const Call& call, const Choice& choice) {
-  const bool missing = call.derived.key != 0 && call.derived.packed == nullptr;
-  return missing && choice.kernel->pack != nullptr ? choice.kernel->packed_size(call.problem, choice.config)
-                                                   : 0;
-}
-
 // What is at hand for the kernel must be as large as derived_sizes said; packed may be missing.
-Status check_derived(const Call& call, const Choice& choice) {
-  const auto check = [&](std::string_view what, auto of, std::int64_t got) -> Status {
-    const std::int64_t size = of == nullptr ? 0 : of(call.problem, choice.config);
+Status check_derived(const Call& call, const DerivedSizes& sizes) {
+  const auto check = [&](std::string_view what, std::int64_t size, std::int64_t got) -> Status {
     if (got >= size) return {};
     return invalid(name(call.problem.op), cat(what, " must have at least ", size, " bytes (derived_sizes)"),
                    cat(got));
   };
-  Status status = check("derived.prepared", choice.kernel->prepared_size, call.derived.prepared_bytes);
-  if (!status.ok()) return status;
-  if (packed_in_call(call, choice) > 0) return {};
-  return check("derived.packed", choice.kernel->packed_size, call.derived.packed_bytes);
+  const Derived& derived = call.derived;
+  Status status = check("derived.prepared", sizes.prepared, derived.prepared_bytes);
+  if (!status.ok() || derived.packed == nullptr) return status;
+  return check("derived.packed", sizes.packed, derived.packed_bytes);
+}
+
+// Prepares and packs what is not at hand at the start of the workspace; the kernel's own follows.
+Status make_derived(Call& call, const Choice& choice, const Made& made) {
+  auto* memory = static_cast<std::byte*>(call.workspace);
+  call.derived.key = choice.derived.key;
+  if (made.prepared > 0) {
+    if (Status status = choice.kernel->prepare(call, memory); !status.ok()) return status;
+    call.derived.prepared = memory;
+    call.derived.prepared_bytes = made.prepared;
+  }
+  if (made.packed > 0) {
+    if (Status status = choice.kernel->pack(call, memory + made.prepared); !status.ok()) return status;
+    call.derived.packed = memory + made.prepared;
+    call.derived.packed_bytes = made.packed;
+  }
+  call.workspace = memory + made.bytes();
+  return {};
 }
 
 }  // namespace
@@ -67,32 +76,29 @@ Status dispatch(Call& call, const Context& context) {
   if (problem.device == Device::cuda) problem.device_index = current_cuda_device();
   const auto choice = choose(problem);
   if (!choice.ok()) return choice.status();
-  if (choice->derived_key != call.derived.key) {  // another kernel's; or a forced configuration's
-    if (choice->kernel->derives() && !choice->kernel->derived_optional) {
-      return invalid(name(problem.op),
-                     cat("derived data must be made by prepare and pack for ", choice->kernel->name),
+  const Kernel& kernel = *choice->kernel;
+  const bool held = choice->derived.key == call.derived.key;  // not another kernel's, or a forced config's
+  if (held) {
+    if (Status status = check_derived(call, choice->derived); !status.ok()) return status;
+  } else {
+    if (kernel.derives() && kernel.unheld == Unheld::refused) {
+      return invalid(name(problem.op), cat("derived data must be made by prepare and pack for ", kernel.name),
                      "another configuration's");
     }
     call.derived = {};
     problem.derived = 0;
-  } else if (choice->derived_key != 0) {
-    if (Status status = check_derived(call, *choice); !status.ok()) return status;
   }
   call.config = choice->config;
   call.executor = context.executor;
   call.stream = context.stream;
   std::unique_ptr<void, Free> own;
-  const std::int64_t packed = packed_in_call(call, *choice);
-  const std::int64_t first = packed == 0 ? choice->workspace : ceil_div(choice->workspace, 256) * 256;
-  if (Status status = find_workspace(call, context.workspace, first + packed, own); !status.ok())
-    return status;
-  if (packed > 0) {
-    void* to = static_cast<std::byte*>(call.workspace) + first;
-    if (Status status = choice->kernel->pack(call, to); !status.ok()) return status;
-    call.derived.packed = to;
-    call.derived.packed_bytes = packed;
+  const Made made = made_in_call(*choice, held, call.derived.packed != nullptr);
+  const std::int64_t bytes = made.bytes() + choice->workspace;
+  if (Status status = find_workspace(call, context.workspace, bytes, own); !status.ok()) return status;
+  if (made.bytes() > 0) {
+    if (Status status = make_derived(call, *choice, made); !status.ok()) return status;
   }
-  return choice->kernel->run(call);
+  return kernel.run(call);
 }
 
 Status run_linear(const MatrixView& x, const BsrView& w, const void* bias, Activation activation,

@@ -62,6 +62,13 @@ struct Call {
 // What a problem lets a kernel do; the text says why not. Empty: it can.
 using Reason = std::string;
 
+// What becomes of a call whose caller holds nothing of what a row derives.
+enum class Unheld : std::uint8_t {
+  refused,  // the next row gets it
+  made,     // the core prepares and packs ahead of `run`, in workspace
+  runs,     // `run` does without: Call::derived is empty
+};
+
 struct Kernel {
   Op op;
   Device device;
@@ -78,11 +85,11 @@ struct Kernel {
   std::vector<Config> (*candidates)(const Problem&, const Machine&) = nullptr;
   std::int64_t (*workspace)(const Problem&, const Config&) = nullptr;  // bytes
 
-  // Tiers 2 and 3: what it derives from the pattern, and from the values. Kernels with either run only for
-  // callers that hold them (Problem::derived), unless they can do without: then Call::derived may be empty.
-  // Rows of one `derives_as` (their name by default), problems and configs of one `variant` share them; a
-  // front holds one for each weight, so neither should follow tokens, strides or bias.
-  bool derived_optional = false;
+  // Tiers 2 and 3: what it derives from the pattern, and from the values; callers hold them
+  // (Problem::derived). Rows of one `derives_as` (their name by default), problems and configs of one
+  // `variant` share them; a front holds one for each weight, so neither should follow tokens, strides or
+  // bias.
+  Unheld unheld = Unheld::refused;
   std::string_view derives_as{};
   std::int64_t (*variant)(const Problem&, const Config&) = nullptr;
   std::int64_t (*prepared_size)(const Problem&, const Config&) = nullptr;  // bytes
@@ -124,9 +131,17 @@ Status dispatch(Call& call, const Context& context);
 struct Choice {
   const Kernel* kernel = nullptr;
   Config config;
-  std::int64_t workspace = 0;
-  std::uint64_t derived_key = 0;  // of the kernel and the variant; 0 when it derives nothing
+  std::int64_t workspace = 0;  // of its `run`
+  DerivedSizes derived;        // of the kernel and the variant; key 0 when it derives nothing
 };
+
+// Bytes of what a call makes for a caller who does not hold it, in workspace ahead of the kernel's own.
+struct Made {
+  std::int64_t prepared = 0, packed = 0;  // multiples of 256
+  std::int64_t bytes() const { return prepared + packed; }
+};
+
+Made made_in_call(const Choice& choice, bool holds_prepared, bool holds_packed);
 
 // The first kernel that fits, configured. Kept for the last few problems of each thread: a repeated one
 // costs a hash and a comparison.

@@ -9,6 +9,7 @@
 #include <utility>
 #include <vector>
 
+#include "core/checked.h"
 #include "core/message.h"
 #include "core/registry.h"
 
@@ -120,6 +121,16 @@ Config configuration(const Kernel& kernel, const Problem& problem, const Machine
   return kernel.configure == nullptr ? Config{} : kernel.configure(problem, machine);
 }
 
+bool holds(const Problem& problem, std::uint64_t key) {
+  return problem.derived == key || problem.derived == kAnyDerived;
+}
+
+// What the caller has to give: the kernel's own workspace, and what is made ahead of it.
+std::int64_t whole_workspace(const Problem& problem, const Choice& choice) {
+  const bool held = holds(problem, choice.derived.key);
+  return made_in_call(choice, held, held).bytes() + choice.workspace;
+}
+
 // Why this kernel cannot have the problem; empty when it can.
 Reason why_not(const Kernel& kernel, const Problem& problem, const Machine& machine,
                std::string_view forced_family) {
@@ -129,7 +140,7 @@ Reason why_not(const Kernel& kernel, const Problem& problem, const Machine& mach
   const bool by_token = problem.in_layout == Layout::by_token && problem.out_layout == Layout::by_token;
   if (!by_token && !kernel.any_layout) return "takes and gives matrices by token; got one by feature";
   if (Reason reason = kernel.supports(problem, machine); !reason.empty()) return reason;
-  if (!kernel.derives() || kernel.derived_optional || problem.derived == kAnyDerived) return {};
+  if (!kernel.derives() || kernel.unheld != Unheld::refused || problem.derived == kAnyDerived) return {};
   if (problem.derived == 0) return "its prepared or packed weight is not at hand";
   if (problem.derived == key_of(kernel, problem, configuration(kernel, problem, machine))) return {};
   return "the prepared or packed weight at hand is another kernel's";
@@ -203,8 +214,19 @@ std::uint64_t hash_of(const Problem& p) {
 Choice configured(const Kernel& kernel, const Problem& problem, const Config& config) {
   const std::uint64_t key = kernel.derives() ? key_of(kernel, problem, config) : 0;
   Problem own = problem;  // as the kernel sees it: what is at hand is its own, or nothing
-  if (problem.derived != key && problem.derived != kAnyDerived) own.derived = 0;
-  return {&kernel, config, kernel.workspace == nullptr ? 0 : kernel.workspace(own, config), key};
+  if (!holds(problem, key)) own.derived = 0;
+  const auto bytes = [&](auto of) { return of == nullptr ? 0 : of(own, config); };
+  return {&kernel,
+          config,
+          bytes(kernel.workspace),
+          {key, bytes(kernel.prepared_size), bytes(kernel.packed_size)}};
+}
+
+Made made_in_call(const Choice& choice, bool holds_prepared, bool holds_packed) {
+  if (!holds_prepared && choice.kernel->unheld != Unheld::made) return {};
+  const auto whole = [](std::int64_t bytes) { return ceil_div(bytes, 256) * 256; };
+  return {holds_prepared ? 0 : whole(choice.derived.prepared),
+          holds_packed ? 0 : whole(choice.derived.packed)};
 }
 
 Result<Choice> choose_from(const Registry& kernels, const Problem& problem, const Machine& machine,
@@ -255,7 +277,7 @@ Explanation explain(const Problem& problem) {
           with_forced_config(*forced, problem, *choose_from(registry(), problem, machine, family));
       result.kernel = kernel.name;
       result.config = to_string(kernel, choice.config);
-      result.workspace = choice.workspace;
+      result.workspace = whole_workspace(problem, choice);
     }
     result.candidates.push_back(std::move(candidate));
   }
@@ -288,7 +310,7 @@ Result<std::int64_t> workspace_size(const Problem& problem) {
   if (Status status = check_problem("workspace_size", problem); !status.ok()) return status;
   const auto choice = choose(problem);
   if (!choice.ok()) return choice.status();
-  return choice->workspace;
+  return whole_workspace(problem, *choice);
 }
 
 }  // namespace rarefy

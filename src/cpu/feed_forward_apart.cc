@@ -64,22 +64,13 @@ Status run_layer(const Call& call, const LayerView& layer, const WeightSpec& wei
   Call one;
   one.problem = layer_problem(call.problem, weight, in.rows);
   one.problem.bias = bias != nullptr;
-  const auto choice = choose(one.problem);
-  if (!choice.ok()) return choice.status();
-  const std::int64_t room = from_config<FeedForwardApart>(call.config).workspace;
-  if (choice->workspace > room) {
-    return invalid(name(Op::feed_forward),
-                   cat("workspace of the config must be at least ", choice->workspace), cat(room));
-  }
-  one.config = choice->config;
   one.x = in;
   one.plan = layer.weight.plan;
   one.values = layer.weight.values;
   one.bias = bias;
   one.out = out;
-  one.workspace = workspace;
-  one.executor = call.executor;
-  return choice->kernel->run(one);
+  const std::int64_t bytes = from_config<FeedForwardApart>(call.config).workspace;
+  return dispatch(one, {call.executor, call.stream, {workspace, bytes}});
 }
 
 // Rows of a matrix of floats into one of another dtype.
@@ -100,7 +91,7 @@ View rows_of(View view, std::int64_t first, std::int64_t rows) {
 
 }  // namespace
 
-// What the kernels that the layers get now want; the run sees that it gives them no less.
+// What the kernels that the layers get now want; with less they take their memory from the heap.
 Config configure_feed_forward_apart(const Problem& p, const Machine& /*machine*/) {
   FeedForwardApart most;
   const bool gated = p.gate != WeightSpec{};
@@ -108,10 +99,10 @@ Config configure_feed_forward_apart(const Problem& p, const Machine& /*machine*/
   for (const std::int64_t tokens : {whole, p.tokens % whole}) {
     for (const WeightSpec* weight : {&p.weight, &p.down, gated ? &p.gate : &p.down}) {
       if (tokens == 0) continue;
-      const auto choice = choose(layer_problem(p, *weight, tokens));
-      if (choice.ok()) {
-        most.workspace = std::max(most.workspace, choice->workspace);
-      } else if (choice.status().code() == StatusCode::out_of_memory) {
+      const auto bytes = workspace_size(layer_problem(p, *weight, tokens));
+      if (bytes.ok()) {
+        most.workspace = std::max(most.workspace, *bytes);
+      } else if (bytes.status().code() == StatusCode::out_of_memory) {
         throw std::bad_alloc();  // for choose(), which is asking
       }
     }

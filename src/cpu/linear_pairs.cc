@@ -14,9 +14,6 @@ namespace rarefy::cpu {
 
 namespace {
 
-// Of what a call derives for itself.
-std::int64_t own_bytes(const PairsShape& s) { return Prepared(s, nullptr).bytes + s.tiles_bytes(); }
-
 PairsStored stored_of(const Call& call) {
   if (call.problem.op == Op::linear) return {operand(call, call.plan.col, nullptr, false), call.plan.crow};
   return {operand(call, call.plan.row, call.plan.perm, true), call.plan.ccol};
@@ -113,7 +110,7 @@ std::vector<Config> pairs_candidates(const PairKernels& kernels, const Problem& 
 std::int64_t pairs_workspace(const PairKernels& kernels, const Problem& problem, const Config& config) {
   const PairsShape s(kernels, problem);
   const PairsLayout layout(s, from_config<PairsBlocking>(config));
-  return (problem.derived == 0 ? own_bytes(s) : 0) + layout.shared + problem.threads * layout.worker;
+  return layout.shared + problem.threads * layout.worker;
 }
 
 std::int64_t pairs_prepared_size(const PairKernels& kernels, const Problem& problem) {
@@ -135,20 +132,11 @@ Status pack_pairs_weight(const PairKernels& kernels, const Call& call, void* pac
   return {};
 }
 
-Status run_pairs(const PairKernels& kernels, const Call& given) {
-  const auto b = from_config<PairsBlocking>(given.config);
-  const PairsShape s(kernels, given.problem);
+Status run_pairs(const PairKernels& kernels, const Call& call) {
+  const auto b = from_config<PairsBlocking>(call.config);
+  const PairsShape s(kernels, call.problem);
   if (Status status = check_panels(kernels.family, b, s.out_blocks); !status.ok()) return status;
-  Call call = given;
   auto* memory = static_cast<char*>(call.workspace);
-  if (call.derived.packed == nullptr) {
-    char* packed = memory + Prepared(s, nullptr).bytes;
-    call.derived.prepared = memory;
-    call.derived.packed = packed;
-    prepare_pairs(s, stored_of(call), memory);
-    pack_pairs(s, stored_of(call), call.executor, memory, packed);
-    memory += own_bytes(s);
-  }
   const PairsLayout layout(s, b);
   Parts shared{};
   Room all(memory);

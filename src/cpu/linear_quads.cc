@@ -19,11 +19,6 @@ static_assert(kTileRows * kQuadGroup == kTileSize * 2, "a tile has the bytes of 
 // 128 · 127 times as many products fit in an int32; what vpdpbusd adds beyond comes off again, modulo 2³².
 constexpr std::int64_t kMostFeatures = 1 << 17;
 
-// Of what a call derives for itself.
-std::int64_t own_bytes(const QuadsShape& s) {
-  return QuadsPrepared(s, nullptr).bytes + QuadsPacked(s, nullptr).bytes;
-}
-
 // The working memory of a call: what all tasks read, and what each worker has.
 struct Parts {
   float *bias, *scales;
@@ -260,7 +255,7 @@ Reason supports_quads(const QuadKernels& kernels, const Problem& p) {
 std::int64_t quads_workspace(const QuadKernels& kernels, const Problem& problem, const Config& config) {
   const QuadsShape s(problem.weight.shape);
   const QuadsLayout layout(kernels, s, from_config<PairsBlocking>(config));
-  return (problem.derived == 0 ? own_bytes(s) : 0) + layout.shared + problem.threads * layout.worker;
+  return layout.shared + problem.threads * layout.worker;
 }
 
 std::int64_t quads_prepared_size(const Problem& problem, const Config& /*config*/) {
@@ -324,20 +319,11 @@ Status pack_quads_weight(const QuadKernels& kernels, const Call& call, void* dat
   return {};
 }
 
-Status run_quads(const QuadKernels& kernels, const Call& given) {
-  const auto b = from_config<PairsBlocking>(given.config);
-  const QuadsShape s(given.problem.weight.shape);
+Status run_quads(const QuadKernels& kernels, const Call& call) {
+  const auto b = from_config<PairsBlocking>(call.config);
+  const QuadsShape s(call.problem.weight.shape);
   if (Status status = check_panels(kernels.family, b, s.out_blocks); !status.ok()) return status;
-  Call call = given;
   auto* memory = static_cast<char*>(call.workspace);
-  if (call.derived.packed == nullptr) {
-    char* packed = memory + QuadsPrepared(s, nullptr).bytes;
-    call.derived.prepared = memory;
-    call.derived.packed = packed;
-    if (Status status = prepare_quads(call, memory); !status.ok()) return status;
-    if (Status status = pack_quads_weight(kernels, call, packed); !status.ok()) return status;
-    memory += own_bytes(s);
-  }
   const QuadsLayout layout(kernels, s, b);
   Parts shared{};
   Room all(memory);

@@ -21,12 +21,6 @@ Problem float_problem(const Problem& p) {
   return own;
 }
 
-std::int64_t values_bytes(const Problem& p) {
-  Room room;
-  room.take<float>(p.weight.shape.value_count());
-  return room.bytes();
-}
-
 }  // namespace
 
 Reason supports_scaled(const Problem& p) {
@@ -37,20 +31,20 @@ Reason supports_scaled(const Problem& p) {
   return {};
 }
 
-// What the kernel wants that the float problem gets now; the run sees that it gives it no less.
+// What the kernel wants that the float problem gets now; with less it takes its memory from the heap.
 Config configure_scaled(const Problem& p, const Machine& /*machine*/) {
-  const auto choice = choose(float_problem(p));
-  if (choice.ok()) return to_config(ScaledWorkspace{choice->workspace});
-  if (choice.status().code() == StatusCode::out_of_memory) throw std::bad_alloc();  // for choose(), who asks
+  const auto bytes = workspace_size(float_problem(p));
+  if (bytes.ok()) return to_config(ScaledWorkspace{*bytes});
+  if (bytes.status().code() == StatusCode::out_of_memory) throw std::bad_alloc();  // for choose(), who asks
   return to_config(ScaledWorkspace{});
 }
 
-std::int64_t scaled_workspace(const Problem& problem, const Config& config) {
-  return (problem.derived == 0 ? values_bytes(problem) : 0) + from_config<ScaledWorkspace>(config).workspace;
+std::int64_t scaled_workspace(const Problem& /*problem*/, const Config& config) {
+  return from_config<ScaledWorkspace>(config).workspace;
 }
 
 std::int64_t scaled_packed_size(const Problem& problem, const Config& /*config*/) {
-  return values_bytes(problem);
+  return problem.weight.shape.value_count() * static_cast<std::int64_t>(sizeof(float));
 }
 
 Status pack_scaled(const Call& call, void* packed) {
@@ -74,25 +68,11 @@ Status pack_scaled(const Call& call, void* packed) {
 Status run_scaled(const Call& call) {
   Call own = call;
   own.problem = float_problem(call.problem);
-  const auto choice = choose(own.problem);
-  if (!choice.ok()) return choice.status();
-  const std::int64_t room = from_config<ScaledWorkspace>(call.config).workspace;
-  if (choice->workspace > room) {
-    return invalid(name(call.problem.op), cat("workspace of the config must be at least ", choice->workspace),
-                   cat(room));
-  }
-  auto* memory = static_cast<char*>(call.workspace);
   own.values = call.derived.packed;
-  if (own.values == nullptr) {
-    own.values = memory;
-    if (Status status = pack_scaled(call, memory); !status.ok()) return status;
-    memory += values_bytes(call.problem);
-  }
-  own.config = choice->config;
-  own.workspace = memory;
   own.scales = nullptr;
   own.derived = {};
-  return choice->kernel->run(own);
+  const std::int64_t bytes = from_config<ScaledWorkspace>(call.config).workspace;
+  return dispatch(own, {call.executor, call.stream, {call.workspace, bytes}});
 }
 
 }  // namespace rarefy::cpu

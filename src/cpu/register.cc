@@ -142,7 +142,7 @@ void add(Registry& registry, std::string_view linear, std::string_view grad_inpu
   });
 }
 
-// Products in bf16 pairs, on weights that the caller holds packed, or packed in the call.
+// Products in bf16 pairs, on packed weights.
 template <const cpu::PairKernels& kKernels, const std::string_view& kFeature>
 void add_pairs(Registry& registry, std::string_view linear, std::string_view grad_input,
                std::string_view grad_columns, std::string_view grad_weight, std::string_view feed_forward,
@@ -160,7 +160,7 @@ void add_pairs(Registry& registry, std::string_view linear, std::string_view gra
         .candidates = [](const Problem& p,
                          const Machine& m) { return cpu::pairs_candidates(kKernels, p, m); },
         .workspace = [](const Problem& p, const Config& c) { return cpu::pairs_workspace(kKernels, p, c); },
-        .derived_optional = true,
+        .unheld = Unheld::made,
         .derives_as = op == Op::linear ? packed : packed_transposed,
         .prepared_size = [](const Problem& p,
                             const Config&) { return cpu::pairs_prepared_size(kKernels, p); },
@@ -209,7 +209,7 @@ void add_pairs(Registry& registry, std::string_view linear, std::string_view gra
   });
 }
 
-// linear in int8, packed by the caller or in the call.
+// linear in int8, on packed weights.
 template <const cpu::QuadKernels& kKernels, const std::string_view& kFeature>
 void add_quads(Registry& registry, std::string_view name, std::string_view packed) {
   registry.push_back({
@@ -223,7 +223,7 @@ void add_quads(Registry& registry, std::string_view name, std::string_view packe
       .fields = cpu::PairsBlocking::kFields,
       .candidates = [](const Problem& p, const Machine& m) { return cpu::quads_candidates(kKernels, p, m); },
       .workspace = [](const Problem& p, const Config& c) { return cpu::quads_workspace(kKernels, p, c); },
-      .derived_optional = true,
+      .unheld = Unheld::made,
       .derives_as = packed,
       .prepared_size = cpu::quads_prepared_size,
       .prepare = cpu::prepare_quads,
@@ -246,7 +246,7 @@ void add_scaled(Registry& registry, std::string_view linear, std::string_view gr
         .configure = cpu::configure_scaled,
         .fields = cpu::ScaledWorkspace::kFields,
         .workspace = cpu::scaled_workspace,
-        .derived_optional = true,
+        .unheld = Unheld::made,
         .derives_as = "scaled",
         .packed_size = cpu::scaled_packed_size,
         .pack = cpu::pack_scaled,

@@ -359,7 +359,7 @@ void add_rows(Registry& registry) {
                       .fields = GradientChoice::kFields,
                       .candidates = candidates_gradient,
                       .workspace = gradient_workspace,
-                      .derived_optional = true,
+                      .unheld = Unheld::runs,
                       .prepared_size = gradient_prepared_size,
                       .prepare = prepare_gradient});
 }
