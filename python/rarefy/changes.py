@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 from torch.optim import Optimizer
 
+from .dense import kind_of
 from .layers import Layer
 from .modules import BlockSparseLinear
 from .pattern_change import PatternChange
@@ -33,11 +34,13 @@ def change_of(
     try:
         if isinstance(layer.module, BlockSparseLinear):
             return _sparser(layer.module, spec, scores, optimizer)
-        sparse = BlockSparseLinear.from_dense(layer.module, spec=spec, scores=scores)
+        dense = layer.linear()
+        sparse = BlockSparseLinear.from_dense(dense, spec=spec, scores=scores)
     except (ValueError, TypeError) as error:
         raise type(error)(f"[{op}] layer {layer.name}: {error}") from None
     sparse.bias = layer.module.bias  # the same Parameter: a tie to it stays a tie
-    return Change(layer.module, sparse, lambda: layer.replace(sparse))
+    sparse.stands_for = kind_of(layer.module)
+    return Change(dense, sparse, lambda: layer.replace(sparse))
 
 
 def _sparser(

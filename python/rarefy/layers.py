@@ -11,6 +11,7 @@ from torch.nn.utils.parametrize import ParametrizationList, is_parametrized
 
 from ._torch_private import has_hooks, has_tensor_hooks, storage_of
 from .checks import fail
+from .dense import KINDS, kind_of
 from .modules import BlockSparseLinear
 from .pseudo import PseudoBlockSparseLinear
 
@@ -34,7 +35,14 @@ class Layer:
         """Shape of the weight, (N, K) for a linear layer; None where there is none (yet)."""
         weight = getattr(self.module, "weight", None)
         lazy = isinstance(weight, nn.parameter.UninitializedTensorMixin)
-        return None if weight is None or lazy else tuple(weight.shape)
+        if weight is None or lazy:
+            return None
+        return tuple(self.linear().weight.shape) if kind_of(self.module) else tuple(weight.shape)
+
+    def linear(self) -> nn.Module:
+        """The layer as an nn.Linear of the same memory, where it is one of another library; else itself."""
+        kind = kind_of(self.module)
+        return self.module if kind is None else KINDS[kind].as_linear(self.module)
 
     def replace(self, module: nn.Module) -> None:
         """Puts `module` wherever this layer is used."""
@@ -75,7 +83,11 @@ def _overlap(a: Extent, b: Extent) -> bool:
 
 
 def _why_not(
-    module: nn.Module, names: list[str], parents: list[nn.Module], owners: list[tuple[str, Extent]]
+    module: nn.Module,
+    names: list[str],
+    parents: list[nn.Module],
+    owners: list[tuple[str, Extent]],
+    rewritten: bool,
 ) -> str | None:
     """Why this module cannot become block-sparse without changing what the model computes, or None."""
     kind = type(module).__name__
@@ -87,7 +99,8 @@ def _why_not(
         return "nn.MultiheadAttention multiplies by its parameters itself"
     if any(isinstance(parent, nn.MultiheadAttention) for parent in parents):
         return "nn.MultiheadAttention reads this weight directly and never calls the layer"
-    if not isinstance(module, nn.Linear):
+    other = kind_of(module) if rewritten else None
+    if not isinstance(module, nn.Linear) and other is None:
         return f"{kind} is not an nn.Linear"
     if is_parametrized(module):
         return "its parameters are parametrized (torch.nn.utils.parametrize)"
@@ -100,7 +113,7 @@ def _why_not(
         return f"{kind}: its parent reads the weight directly"
     if type(weight) is not nn.Parameter:
         return f"its weight is a {type(weight).__name__} and no plain Parameter"
-    if type(module) is not nn.Linear or "forward" in vars(module):
+    if (type(module) is not nn.Linear and other is None) or "forward" in vars(module):
         return f"{kind} with a forward of its own may compute something else than nn.Linear"
     if has_hooks(module) or has_tensor_hooks(weight):
         return "it has hooks, which a new layer would lose"
@@ -116,8 +129,11 @@ def _why_not(
     return None
 
 
-def find_layers(model: nn.Module) -> list[Layer]:
-    """Every module with a weight matrix, in order, with the reason why it cannot be replaced, or None."""
+def find_layers(model: nn.Module, *, rewritten: bool = False) -> list[Layer]:
+    """Every module with a weight matrix, in order, with the reason why it cannot be replaced, or None.
+
+    With `rewritten`, layers of other libraries that are nn.Linear in all but name can be: `Layer.linear()`.
+    """
     if not isinstance(model, nn.Module):
         fail("find_layers", "model must be an nn.Module", type(model).__name__, TypeError)
     layers: dict[int, Layer] = {}
@@ -134,5 +150,6 @@ def find_layers(model: nn.Module) -> list[Layer]:
                 layer.places.append((model.get_submodule(parent), key))
     owners = _owners(model)
     for layer in layers.values():
-        layer.reason = _why_not(layer.module, layer.names, [p for p, _ in layer.places], owners)
+        parents = [parent for parent, _ in layer.places]
+        layer.reason = _why_not(layer.module, layer.names, parents, owners, rewritten)
     return list(layers.values())

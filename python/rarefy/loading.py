@@ -15,6 +15,7 @@ from torch import nn
 from ._torch_private import storage_of
 from .chain import fuse as fuse_networks
 from .checks import check_tensor, fail
+from .dense import kind_of
 from .layers import Layer, find_layers
 from .modules import BlockSparseLinear
 from .serialization import FORMAT, KEY, build, format_of
@@ -101,7 +102,7 @@ def load_state_dict(model: nn.Module, state_dict: Mapping[str, torch.Tensor]) ->
     places = _Places(op, model, tensors.values())
     weights = {}
     for name in sorted({key.rpartition(".")[0] for key in tensors if key.endswith(reserved_endings())}):
-        shape = tuple(places.weight_at(name).shape)
+        shape = places.shape_at(name)
         kind, entry = _infer(op, name, tensors, shape)
         weights[name] = build(op, name, tensors, kind, entry)
     _restore(op, model, tensors, weights, {}, places)
@@ -172,15 +173,15 @@ class _Places:
         self.op = op
         # Memory that new weights must not keep: the file's, which is mapped, or the state_dict's.
         self.foreign = {storage_of(tensor) for tensor in foreign}
-        self.layers = {name: layer for layer in find_layers(model) for name in layer.names}
+        self.layers = {n: layer for layer in find_layers(model, rewritten=True) for n in layer.names}
         modules = list(model.named_modules(remove_duplicate=False))
         self.containers = {name: module for name, module in modules if isinstance(module, SparseWeight)}
 
     def layer_at(self, name: str) -> Layer:
         """The layer whose weight is called `name`; raises if there is none that can become sparse."""
         layer = self.layers.get(name.removesuffix("weight").removesuffix("."))
-        linear = nn.Linear | BlockSparseLinear
-        if layer is None or not name.endswith("weight") or not isinstance(layer.module, linear):
+        fits = layer is not None and isinstance(layer.linear(), nn.Linear | BlockSparseLinear)
+        if not fits or not name.endswith("weight"):
             fail(self.op, "a block-sparse weight must belong to a linear layer of the model", repr(name))
         if layer.reason is not None and not isinstance(layer.module, BlockSparseLinear):
             fail(self.op, f"{layer.name} must be a layer that can become sparse", layer.reason)
@@ -189,6 +190,10 @@ class _Places:
     def weight_at(self, name: str) -> SparseWeight | nn.Parameter:
         """The weight called `name`, sparse or dense."""
         return self.containers[name] if name in self.containers else self.layer_at(name).module.weight
+
+    def shape_at(self, name: str) -> tuple[int, ...]:
+        """(N, K) of the weight called `name`."""
+        return tuple(self.containers[name].shape if name in self.containers else self.layer_at(name).shape)
 
     def names_at(self, name: str) -> list[str]:
         """All names of the weight called `name`, as names of weights."""
@@ -205,7 +210,7 @@ class _Places:
 
     def check_shape(self, name: str, shape: Iterable[int]) -> None:
         """Raises unless the model's weight called `name` is of this shape."""
-        mine = tuple(self.weight_at(name).shape)
+        mine = self.shape_at(name)
         if mine != tuple(shape):
             fail(self.op, f"{name} must be of shape {mine}", tuple(shape))
 
@@ -230,6 +235,7 @@ class _Places:
             return lambda: setattr(layer.module, "weight", self._own(weight).train(layer.module.training))
         linear = BlockSparseLinear.from_weight(weight).train(layer.module.training)
         linear.bias = layer.module.bias  # the same Parameter: its value comes with the other tensors
+        linear.stands_for = kind_of(layer.module)
         return lambda: (self._own(weight), layer.replace(linear))
 
     def _own(self, weight: SparseWeight) -> SparseWeight:

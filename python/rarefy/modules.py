@@ -40,6 +40,7 @@ class BlockSparseLinear(LinearBase):
     """
 
     weight: SparseWeight
+    stands_for: str | None = None  # the kind of dense.py that desparsify turns it into; None: nn.Linear
     waits: bool = False  # whether the product may wait for what follows it; see chain.py
 
     def __init__(

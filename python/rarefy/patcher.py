@@ -69,7 +69,7 @@ class BlockSparseModelPatcher:
 
     def get_patchable_layers(self, model: nn.Module) -> list[Layer]:
         """The layers of `model` that can become block-sparse, whatever the patterns."""
-        return [layer for layer in find_layers(model) if layer.reason is None]
+        return [layer for layer in find_layers(model, rewritten=True) if layer.reason is None]
 
     def patch_model(
         self,
@@ -86,8 +86,8 @@ class BlockSparseModelPatcher:
         """Replaces the matching layers in place and reports on every layer; see rarefy.sparsify."""
         op = "patch_model"
         check_int(op, "tokens", tokens, 1)
-        layers = find_layers(model)
-        specs = self._assign(op, layers)
+        layers = find_layers(model, rewritten=True)
+        specs = self.assign(op, layers)
         scores = {} if scores is None else scores
         if not isinstance(scores, Mapping):
             fail(op, "scores must be a mapping of layer names to tensors", type(scores).__name__, TypeError)
@@ -104,11 +104,11 @@ class BlockSparseModelPatcher:
             spec = specs.get(layer.name)
             row = LayerRow(layer.name, layer.names[1:], layer.shape, matched=spec is not None)
             rows.append(row)
-            row.reason = _why_stays(layer, spec, filter_fn)
+            row.reason = why_stays(layer, spec, filter_fn)
             if row.reason is not None:
                 continue
             if isinstance(spec, Auto):
-                spec, row.predicted = spec.chosen(layer.module, tokens)
+                spec, row.predicted = spec.chosen(layer.linear(), tokens)
                 if isinstance(spec, str):
                     row.reason = spec
                     continue
@@ -133,7 +133,7 @@ class BlockSparseModelPatcher:
             fused = networks(model) if fuse_networks(model, fuse) else []
         return Report(rows, tokens=tokens, dry_run=dry_run, networks=fused, environment=environment())
 
-    def _assign(self, op: str, layers: list[Layer]) -> dict[str, Spec | Auto]:
+    def assign(self, op: str, layers: list[Layer]) -> dict[str, Spec | Auto]:
         """The spec of each matched layer; every pattern must have at least one layer of its own."""
         if not self.patterns:
             fail(op, "there must be at least one pattern", "none")
@@ -153,13 +153,16 @@ class BlockSparseModelPatcher:
         return specs
 
 
-def _why_stays(layer: Layer, spec: Spec | Auto | None, filter_fn: FilterFn | None) -> str | None:
+def why_stays(
+    layer: Layer, spec: Spec | Auto | None, filter_fn: FilterFn | None, *, meta: bool = False
+) -> str | None:
+    """Why a layer stays as it is, or None; with `meta`, its values may be still to come."""
     if spec is None:
         return "no pattern matches"
     sparse = isinstance(layer.module, BlockSparseLinear)  # it can become sparser
     if layer.reason is not None and not sparse:
         return layer.reason
-    if layer.module.weight.device.type == "meta":
+    if layer.module.weight.device.type == "meta" and not meta:
         return "its weight is on the meta device and holds no values"
     if isinstance(spec, Spec) and (reason := spec.why_not(layer.shape)) is not None:
         return reason

@@ -58,10 +58,7 @@ def save_file(
         check_tensor(op, key, tensor)
         if tensor.is_meta:
             fail(op, f"{key} must hold data", "a tensor on the meta device", TypeError)
-    weights = {n: m for n, m in model.named_modules(remove_duplicate=False) if isinstance(m, SparseWeight)}
-    if "" in weights:
-        kind = type(weights[""]).__name__
-        fail(op, f"model must be a module around a {kind}", f"a {kind} alone", TypeError)
+    weights = _weights(op, model)
     pieces = {f"{name}.{piece}" for name, weight in weights.items() for piece in weight.pieces}
     for key in state:
         if key.endswith(reserved_endings()) and key not in pieces:
@@ -69,21 +66,40 @@ def save_file(
             fail(op, f"names that end in {endings} must belong to a sparse weight", key)
 
     kept, aliases = _without_shared({k: t for k, t in state.items() if k not in pieces})
-    modules: dict[str, dict[str, Any]] = {}
-    stored: list[tuple[str, SparseWeight]] = []
-    for name, weight in weights.items():
-        first = next((n for n, other in stored if weight.is_tied_to(other)), None)
-        if first is not None:
-            aliases |= {f"{name}.{piece}": f"{first}.{piece}" for piece in weight.pieces}
-            continue
-        stored.append((name, weight))
+    modules, ties = entries_of(op, model)
+    for name, first in ties.items():
+        aliases |= {f"{name}.{piece}": f"{first}.{piece}" for piece in weights[name].pieces}
+    for name in modules:
         # Pieces are contiguous and may be shared with other weights (a pattern, one Parameter): no aliases
         # here, since a reader wants the pieces of each entry; safetensors wants memory of their own.
-        tensors = _without_shared({f"{name}.{p}": state[f"{name}.{p}"] for p in weight.pieces}, shared=kept)
-        kept |= tensors[0]
-        modules[name] = ({} if weight.format == DEFAULT else {"format": weight.format}) | weight.metadata()
+        pieces = {f"{name}.{p}": state[f"{name}.{p}"] for p in weights[name].pieces}
+        kept |= _without_shared(pieces, shared=kept)[0]
     entry = json.dumps({"format": FORMAT, "version": __version__, "modules": modules})
     _write(kept, {**aliases, **(metadata or {}), KEY: entry}, Path(path))
+
+
+def _weights(op: str, model: nn.Module) -> dict[str, SparseWeight]:
+    """The sparse weights of a model under all their names."""
+    weights = {n: m for n, m in model.named_modules(remove_duplicate=False) if isinstance(m, SparseWeight)}
+    if "" in weights:
+        kind = type(weights[""]).__name__
+        fail(op, f"model must be a module around a {kind}", f"a {kind} alone", TypeError)
+    return weights
+
+
+def entries_of(op: str, model: nn.Module) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
+    """What a file says of the sparse weights of a model, and which of them stand for which others."""
+    modules: dict[str, dict[str, Any]] = {}
+    ties: dict[str, str] = {}
+    stored: list[tuple[str, SparseWeight]] = []
+    for name, weight in _weights(op, model).items():
+        first = next((n for n, other in stored if weight.is_tied_to(other)), None)
+        if first is not None:
+            ties[name] = first
+            continue
+        stored.append((name, weight))
+        modules[name] = ({} if weight.format == DEFAULT else {"format": weight.format}) | weight.metadata()
+    return modules, ties
 
 
 def _check_metadata(op: str, metadata: Mapping[str, str], state: Mapping[str, Any]) -> None:

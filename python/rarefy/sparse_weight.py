@@ -149,6 +149,10 @@ class SparseWeight(nn.Module):
 
     # -- the same for every format --------------------------------------------------------------
 
+    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """As `linear`, which layers call."""
+        return type(self).linear(self, *args, **kwargs)
+
     @property
     def ndim(self) -> int:
         """2, as of any matrix."""
@@ -190,6 +194,10 @@ class SparseWeight(nn.Module):
         if name == "parametrizations" and type(value) is nn.ModuleDict:
             value = _Parametrizations()
         super().__setattr__(name, value)
+        if (
+            name == "forward"
+        ):  # accelerate's hooks, which bring offloaded tensors in: a product must meet them
+            self.__dict__["linear"] = value
 
     def __setstate__(self, state: dict[str, Any]) -> None:  # noqa: D105
         super().__setstate__(state)

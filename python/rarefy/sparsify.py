@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from ._torch_private import has_hooks, has_tensor_hooks
 from .checks import fail
+from .dense import KINDS
 from .layers import find_layers
 from .modules import BlockSparseLinear
 from .patcher import BlockSparseModelPatcher, FilterFn
@@ -91,7 +92,7 @@ def sparsify(
 
 
 def desparsify(model: nn.Module) -> list[str]:
-    """Turns every block-sparse layer of a model back into an nn.Linear, exactly, in place.
+    """Turns every block-sparse layer of a model back into the nn.Linear or Conv1D it was, exactly, in place.
 
     Layers that share a weight share it afterwards, too; biases stay the same Parameters. Returns the
     names of the layers that changed.
@@ -125,10 +126,20 @@ def desparsify(model: nn.Module) -> list[str]:
         linear = module.to_dense()
         linear.weight = shared.setdefault(_key(module.weight), linear.weight)
         linear.bias = layer.module.bias  # the same Parameter, as in sparsify
-        dense.append(linear)
+        dense.append(_as_it_was(op, layer.name, module, linear))
     for layer, linear in zip(layers, dense, strict=True):
         layer.replace(linear)
     return [layer.name for layer in layers]
+
+
+def _as_it_was(op: str, name: str, module: nn.Module, linear: nn.Linear) -> nn.Module:
+    """The dense layer that a sparse one stands for: an nn.Linear, or one of another library."""
+    if getattr(module, "stands_for", None) is None:
+        return linear
+    kind = KINDS[module.stands_for]
+    if (found := kind.type()) is None:
+        fail(op, f"{kind.module} must be imported to give {name} back as a {kind.name}", "no such module")
+    return kind.from_linear(found, linear)
 
 
 def _key(weight: Any) -> Any:

@@ -2,7 +2,6 @@
 
 import copy
 import os
-import warnings
 
 import pytest
 import torch
@@ -392,27 +391,6 @@ def test_an_expanded_buffer_is_named_before_anything_changes(tmp_path):
         with pytest.raises(ValueError, match=r"^\[load_\w+\] .*scale.*; got strides \(0,\)|every tensor"):
             load()
         assert_unchanged(model, before)
-
-
-@pytest.mark.parametrize("save", ["save_pretrained", "parent"])
-def test_save_pretrained_refuses_until_from_pretrained_works(save, tmp_path):
-    transformers = pytest.importorskip("transformers")
-    config = transformers.BertConfig(
-        vocab_size=30, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32
-    )
-    model = transformers.BertForMaskedLM(config)
-    model.save_pretrained(tmp_path / "dense")
-    target = model if save == "save_pretrained" else model.bert.encoder
-    rarefy.sparsify(target, {r".*(intermediate|layer\.\d+\.output)\.dense": "block:4x4@0.5"}, measure=False)
-    with pytest.raises(NotImplementedError, match=r"^\[save_pretrained\] .*rarefy\.save_file.*; got "):
-        model.save_pretrained(tmp_path / "sparse")
-    with pytest.raises(NotImplementedError):
-        copy.deepcopy(model).save_pretrained(tmp_path / "sparse", state_dict=model.state_dict())
-    assert not (tmp_path / "sparse").exists()
-    rarefy.desparsify(model)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        model.save_pretrained(tmp_path / "again")
 
 
 def test_two_forwards_before_a_backward_with_buffers_broadcast_between():

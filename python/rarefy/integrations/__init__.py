@@ -1,0 +1,1 @@
+"""Rarefy inside other libraries: each module imports its library, so import only what is installed."""

@@ -1,0 +1,201 @@
+"""Sparse weights of a transformers folder: the skeleton's layers wait for their pieces, then become sparse.
+
+transformers reads, renames, shards and places the pieces as any other tensors. The last piece of a weight to
+arrive makes it, with the checks of a file; so nothing is in memory twice, and an error stops the load.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import nn
+
+from ..checks import fail
+from ..dense import kind_of
+from ..layers import Layer
+from ..modules import BlockSparseLinear
+from ..serialization import format_of
+from ..sparse_weight import SparseWeight
+
+OP = "from_pretrained"
+
+
+class Pending(SparseWeight):
+    """The place of a sparse weight: its pieces on the meta device, until the tensors of a file come.
+
+    Attributes:
+        name: in the model; `source`, in the file.
+        wanted: the dtype that the weight is to be multiplied with; `widens`, whether x comes in another one.
+    """
+
+    format = "pending"
+
+    def __init__(
+        self,
+        name: str,
+        source: str,
+        entry: Any,
+        found: Mapping[str, Any],
+        wanted: torch.dtype,
+        widens: bool = False,
+    ) -> None:
+        super().__init__()
+        self.name, self.source, self.wanted, self.widens = name, source, wanted, widens
+        self.kind, self.entry = format_of(OP, source, entry)
+        self.pieces, self.places = self.kind.pieces, []
+        shape = self.entry.get("shape")
+        if not isinstance(shape, list) or len(shape) != 2 or not all(type(n) is int for n in shape):
+            fail(OP, f"shape in config.json of {source} must be two ints", shape)
+        self.shape = torch.Size(shape)
+        for piece in self.pieces:
+            key = f"{source}.{piece}"
+            if key not in found:
+                files = sorted({file for file, _, _ in found.values()})
+                fail(OP, f"{', '.join(files) or 'the checkpoint'} must have {key}", "no tensor of that name")
+            _, size, dtype = found[key]
+            empty = torch.empty(size, dtype=dtype, device="meta")
+            if piece == self.pieces[0]:
+                self.register_parameter(piece, nn.Parameter(empty, requires_grad=dtype.is_floating_point))
+            else:
+                self.register_buffer(piece, empty)
+        self.waits = True
+
+    def put(self, layers: Mapping[str, Layer], name: str) -> Pending:
+        """Makes the weight `name` of a skeleton, whose layers are given by name, wait for this one."""
+        path = name.rpartition(".")[0]
+        layer = layers.get(path)
+        if layer is None or layer.shape is None:
+            fail(OP, f"{self.source} must belong to a linear layer of the model", path)
+        module = layer.module
+        if any(module is place for place in self.places):
+            fail(OP, f"{path} must be another layer than {self.name}, to which it is tied", "one module")
+        if layer.reason is not None and not isinstance(module, BlockSparseLinear):
+            fail(OP, f"{path} must be a layer that can become sparse", layer.reason)
+        if tuple(layer.shape) != tuple(self.shape):
+            fail(OP, f"{self.source} must be of shape {tuple(layer.shape)}", tuple(self.shape))
+        weight = _StandIn(self.shape) if self.places else self
+        if not isinstance(module, BlockSparseLinear):
+            linear = BlockSparseLinear.from_weight(weight).train(module.training)
+            linear.bias, linear.stands_for = module.bias, kind_of(module)
+            layer.replace(linear)
+            layer.module = module = linear
+        module.weight = weight
+        self.places.append(module)
+        return self
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Takes a piece in; the last one makes the weight."""
+        super().__setattr__(name, value)
+        # transformers marks what it has read: what it makes up for a missing tensor has no mark.
+        if name in self.__dict__.get("pieces", ()) and getattr(value, "_is_hf_initialized", False):
+            pieces = {piece: getattr(self, piece) for piece in self.pieces}
+            if self.waits and all(getattr(p, "_is_hf_initialized", False) for p in pieces.values()):
+                self._make(pieces)
+
+    def _make(self, pieces: dict[str, torch.Tensor]) -> None:
+        try:
+            weight = self.kind.from_pieces({p: t.detach() for p, t in pieces.items()}, self.entry)
+        except (ValueError, TypeError) as error:
+            raise type(error)(f"[{OP}] {self.source}: {error}") from None
+        if (weight.x_dtype or weight.dtype) != self.wanted:
+            weight.to(self.wanted)
+        for module in self.places:
+            module.weight = weight
+            if self.widens:
+                module.register_forward_pre_hook(_widen)
+        for module in (weight, *self.places):
+            module._is_hf_initialized = True  # transformers must not draw anything here
+        self.waits = False
+
+    def finish(self) -> None:
+        """Raises if pieces did not come."""
+        if self.waits:
+            missing = [p for p in self.pieces if not getattr(getattr(self, p), "_is_hf_initialized", False)]
+            advice = "in files, and by device_map in memory (accelerate.disk_offload moves it afterwards)"
+            fail(OP, f"every piece of {self.source} must be {advice}", f"no {', '.join(missing)}")
+
+    def linear(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> NoReturn:
+        """Raises: there is nothing to multiply by yet."""
+        fail(OP, f"{self.name} must be loaded before it is used", "a weight that still waits", RuntimeError)
+
+
+class _StandIn(SparseWeight):
+    """Where a weight is tied to one that still waits: without tensors, which would count as missing."""
+
+    format, pieces = "stand-in", ()
+
+    def __init__(self, shape: torch.Size) -> None:
+        super().__init__()
+        self.shape = shape
+
+
+def _widen(layer: BlockSparseLinear, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """T5 keeps a layer in float32 in a model of float16, and casts x for it if its weight is a tensor."""
+    weight = layer.weight
+    return (args[0].to(weight.x_dtype or weight.dtype), *args[1:])
+
+
+def headers(files: Iterable[str] | None) -> dict[str, tuple[str, list[int], torch.dtype]]:
+    """File, shape and dtype of each tensor of a checkpoint's files, of which only the headers are read."""
+    found = {}
+    for path in files or ():
+        try:
+            with safe_open(path, framework="pt") as file:
+                for key in file.keys():  # noqa: SIM118 (no mapping)
+                    piece = file.get_slice(key)
+                    dtype = _DTYPES.get(piece.get_dtype(), torch.uint8)
+                    found[key] = (Path(path).name, piece.get_shape(), dtype)
+        except SafetensorError as error:
+            fail(OP, "sparse weights must be in safetensors files", f"{path}: {error}")
+    return found
+
+
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I8": torch.int8,
+    "I32": torch.int32,
+    "I64": torch.int64,
+}
+
+
+def resolve(model: nn.Module, names: Iterable[str]) -> dict[str, str]:
+    """The model's names for weights of the file, without those that it has no place for."""
+    known = dict.fromkeys(model.state_dict(), True)
+    known |= {name: True for name, m in model.named_modules() if isinstance(m, SparseWeight)}
+    try:
+        from transformers.conversion_mapping import get_model_conversion_mapping
+        from transformers.core_model_loading import WeightRenaming, rename_source_key
+    except ImportError:  # 4.x adds and removes the prefix of the base model, and nothing else
+        prefix = f"{model.base_model_prefix}."
+        tries = {name: (name, prefix + name, name.removeprefix(prefix)) for name in names}
+        return {
+            name: next(n for n in t if n in known) for name, t in tries.items() if any(n in known for n in t)
+        }
+    renamings = [c for c in get_model_conversion_mapping(model) if isinstance(c, WeightRenaming)]
+    found = {}
+    for name in names:
+        key = name
+        if key not in known:
+            key, _ = rename_source_key(name, renamings, [], model.base_model_prefix, known)
+        if key in known:
+            found[name] = key
+    return found
+
+
+def wanted_dtype(model: nn.Module, name: str, dtype: torch.dtype) -> torch.dtype:
+    """What transformers would cast a weight to: `dtype`, or float32 where the model says to keep that."""
+    plan = getattr(model, "_get_dtype_plan", lambda _: {})(dtype)
+    if not plan:
+        return dtype
+    from transformers.core_model_loading import build_glob_alternation
+
+    alternation, groups, _ = build_glob_alternation(list(plan))
+    match = alternation.search(name)
+    return plan[groups[match.lastgroup]] if match is not None else dtype

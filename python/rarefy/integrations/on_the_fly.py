@@ -1,0 +1,78 @@
+"""Dense weights that become sparse while transformers loads them: one at a time is in memory as a whole."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.core_model_loading import ConversionOps
+
+from ..advice import Auto
+from ..changes import change_of
+from ..checks import fail
+from ..layers import Layer, find_layers
+from ..patcher import BlockSparseModelPatcher, why_stays
+from .mapped import forget_pages
+
+OP = "from_pretrained"
+
+
+def patcher_of(op: str, patterns: Any) -> BlockSparseModelPatcher:
+    """The patcher of a mapping of patterns to specs."""
+    if not isinstance(patterns, Mapping):
+        fail(op, "patterns must be a mapping of regular expressions", type(patterns).__name__, TypeError)
+    patcher = BlockSparseModelPatcher()
+    for pattern, spec in patterns.items():
+        patcher.add_pattern(pattern, spec)
+    return patcher
+
+
+class SparsifyOnLoad(ConversionOps):
+    """Layers of a skeleton that become sparse when their weights come, and what makes them so."""
+
+    def __init__(self, model: nn.Module, patterns: Mapping[str, Any], tokens: int, mapped: bool) -> None:
+        self.tokens, self.mapped = tokens, mapped
+        layers = find_layers(model, rewritten=True)
+        specs = patcher_of(OP, patterns).assign(OP, layers)
+        ties = getattr(model, "all_tied_weights_keys", {})
+        tied = {*ties, *ties.values()}
+        self.waiting: dict[str, tuple[Layer, Any]] = {}
+        for layer in layers:
+            spec = specs.get(layer.name)
+            names = [f"{name}.weight" for name in layer.names]
+            if not tied.intersection(names) and why_stays(layer, spec, None, meta=True) is None:
+                self.waiting |= dict.fromkeys(names, (layer, spec))
+
+    def wants(self, name: str) -> bool:
+        """Whether the tensor called `name` becomes sparse."""
+        return name in self.waiting
+
+    @torch.no_grad()
+    def convert(
+        self, input_dict: dict[str, Any], *, full_layer_name: str, missing_keys: Any = None, **_: Any
+    ) -> dict[str, torch.Tensor]:
+        """Makes the layer of a tensor sparse; returns what is still to be put into the model."""
+        rest = {}
+        for name, tensors in input_dict.items():
+            tensor = tensors[0] if isinstance(tensors, list) else tensors
+            target = name if name in self.waiting else full_layer_name
+            if target not in self.waiting:
+                rest[name] = tensor
+                continue
+            layer, spec = self.waiting[target]
+            layer.module.weight = nn.Parameter(tensor)
+            if isinstance(spec, Auto):
+                spec, _times = spec.chosen(layer.linear(), self.tokens)
+            change = spec if isinstance(spec, str) else change_of(OP, layer, spec, None, None)
+            if isinstance(change, str):  # it stays as it is
+                rest[target] = tensor
+                continue
+            change.apply()
+            change.sparse.weight._is_hf_initialized = True
+            if self.mapped:
+                forget_pages(tensor)
+            if missing_keys is not None:
+                missing_keys.difference_update(f"{n}.weight" for n in layer.names)
+        return rest
