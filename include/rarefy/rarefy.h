@@ -14,6 +14,7 @@
 #include "rarefy/prune.h"
 #include "rarefy/prune_reconstruct.h"
 #include "rarefy/safetensors.h"
+#include "rarefy/sparse.h"
 #include "rarefy/status.h"
 #include "rarefy/version.h"
 #include "rarefy/view.h"

@@ -1,6 +1,6 @@
 """Sparse linear layers for PyTorch that are really faster than dense ones."""
 
-from . import ops
+from . import ops, sparse
 from .advice import Advice, advise
 from .backend import __version__, backend_info, explain, force_impl
 from .chain import fuse
@@ -47,5 +47,6 @@ __all__ = [
     "register_format",
     "save_file",
     "set_strict_pattern",
+    "sparse",
     "sparsify",
 ]

@@ -1,4 +1,4 @@
-"""The Python of README.md and docs/pruning.md runs as it stands there."""
+"""The Python of README.md and of pages of docs runs as it stands there."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 BLOCKS = [
     pytest.param(code, id=f"{page}, Python block {i}")
-    for page in ("README.md", "docs/pruning.md")
+    for page in ("README.md", "docs/pruning.md", "docs/sparse.md")
     for i, code in enumerate(
         re.findall(
             r"^```python\n(.*?)^```", (ROOT / page).read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL

@@ -1,0 +1,130 @@
+// Ops of rarefy.sparse on the host; python/rarefy/sparse knows what the arguments mean.
+#include "rarefy/sparse.h"
+
+#include <torch/csrc/stable/library.h>
+
+#include <cstring>
+#include <tuple>
+
+#include "adapt.h"
+#include "core/message.h"
+
+namespace rarefy::binding {
+
+namespace {
+
+using Sizes = std::vector<std::int64_t>;  // N, K, R, C
+
+PlanView plan_of(const Call& call, const Tensor& plan, const Sizes& sizes) {
+  if (sizes.size() != 4)
+    raise(call.op(), invalid(call.op(), "sizes must be 4 of each matrix", cat(sizes.size())));
+  return call.plan(plan, sizes[0], sizes[1], sizes[2], sizes[3]);
+}
+
+// Values of a plan's matrix, of one of the dtypes of products.
+BsrView weight_of(const Call& call, const Tensor& values, const Tensor& plan, const Sizes& sizes) {
+  plan_of(call, plan, sizes);
+  return call.weight(values, plan, sizes[0], sizes[1]);
+}
+
+Tensor words(const Call& call, const std::vector<std::int32_t>& from) {
+  const auto bytes = static_cast<std::int64_t>(from.size() * sizeof(std::int32_t));
+  Tensor to = call.empty_bytes(bytes);
+  if (bytes > 0) std::memcpy(to.mutable_data_ptr(), from.data(), static_cast<std::size_t>(bytes));
+  return to;
+}
+
+std::tuple<Tensor, Tensor> product_pattern(const Tensor& a_plan, Sizes a_sizes, const Tensor& b_plan,
+                                           Sizes b_sizes) {
+  const Call call("sparse_matmul", "a", a_plan);
+  const Indices c =
+      value_of(call.op(), rarefy::product_pattern(call.op(), plan_of(call, a_plan, a_sizes),
+                                                  plan_of(call, b_plan, b_sizes), call.context().executor));
+  return {words(call, c.crow), words(call, c.col)};
+}
+
+Tensor sampled_product(const Tensor& a, const Tensor& a_plan, Sizes a_sizes, const Tensor& b,
+                       const Tensor& b_plan, Sizes b_sizes, const Tensor& plan, Sizes sizes) {
+  const Call call("sparse_matmul", "a", a);
+  const PlanView pattern = plan_of(call, plan, sizes);
+  Tensor values = call.empty_values(pattern.shape, a.scalar_type());
+  check(call.op(), rarefy::sampled_product(call.op(), weight_of(call, a, a_plan, a_sizes),
+                                           weight_of(call, b, b_plan, b_sizes), pattern,
+                                           values.mutable_data_ptr(), call.context().executor));
+  return values;
+}
+
+Tensor softmax(const Tensor& values, const Tensor& plan, Sizes sizes) {
+  const Call call("sparse_softmax", "values", values);
+  const BsrView w = weight_of(call, values, plan, sizes);
+  Tensor out = call.empty_values(w.plan.shape, values.scalar_type());
+  check(call.op(), stored_softmax(call.op(), w, out.mutable_data_ptr(), call.context().executor));
+  return out;
+}
+
+Tensor softmax_gradient(const Tensor& p, const Tensor& gradient, const Tensor& plan, Sizes sizes) {
+  const Call call("sparse_softmax", "values", p);
+  const BsrView w = weight_of(call, p, plan, sizes);
+  const BsrView g = weight_of(call, gradient, plan, sizes);
+  if (g.dtype != w.dtype) {
+    raise(call.op(), mismatch(call.op(), cat("gradient must be ", name(w.dtype)), name(g.dtype)));
+  }
+  Tensor out = call.empty_values(w.plan.shape, p.scalar_type());
+  check(call.op(),
+        stored_softmax_gradient(call.op(), w, g.values, out.mutable_data_ptr(), call.context().executor));
+  return out;
+}
+
+// x and y are (tokens, K) and (tokens, N), contiguous; all of one integer dtype.
+Tensor integers(const Tensor& x, const Tensor& values, const Tensor& plan, const std::optional<Tensor>& bias,
+                Sizes sizes, std::string_view activation) {
+  const Call call("sparse_dense", "x", x);
+  const PlanView pattern = plan_of(call, plan, sizes);
+  const auto check_integers = [&](std::string_view argument, const Tensor& tensor, std::int64_t count) {
+    call.check_device(argument, tensor);
+    if (tensor.scalar_type() != x.scalar_type())
+      raise(call.op(), mismatch(call.op(), cat(argument, " must be of the integer dtype of x"), "another"));
+    if (tensor.numel() == count && tensor.is_contiguous()) return;
+    raise(call.op(), invalid(call.op(), cat(argument, " must be contiguous, of ", count, " elements"),
+                             cat(tensor.numel())));
+  };
+  const ScalarType type = x.scalar_type();
+  if (type != ScalarType::Char && type != ScalarType::Short && type != ScalarType::Int &&
+      type != ScalarType::Long) {
+    raise(call.op(), mismatch(call.op(), "x must be of an integer dtype", "another"));
+  }
+  if (x.dim() != 2) raise(call.op(), invalid(call.op(), "x must have 2 dimensions", cat(x.dim())));
+  check_integers("x", x, x.size(0) * sizes[1]);
+  check_integers("data", values, pattern.shape.value_count());
+  if (bias) check_integers("bias", *bias, sizes[0]);
+  const auto bytes = static_cast<int>(x.element_size());
+  Tensor y = call.empty_rows(x, sizes[0]);
+  check(call.op(), integer_linear(call.op(), bytes, x.data_ptr(), x.size(0), pattern, values.data_ptr(),
+                                  bias ? bias->data_ptr() : nullptr, call.activation(activation),
+                                  y.mutable_data_ptr(), call.context().executor));
+  return y;
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_FRAGMENT(rarefy, m) {
+  m.def("_product_pattern(Tensor a_plan, int[] a_sizes, Tensor b_plan, int[] b_sizes) -> (Tensor, Tensor)");
+  m.def(
+      "_sampled_product(Tensor a, Tensor a_plan, int[] a_sizes, Tensor b, Tensor b_plan, int[] b_sizes, "
+      "Tensor plan, int[] sizes) -> Tensor");
+  m.def("_stored_softmax(Tensor values, Tensor plan, int[] sizes) -> Tensor");
+  m.def("_stored_softmax_gradient(Tensor p, Tensor gradient, Tensor plan, int[] sizes) -> Tensor");
+  m.def(
+      "_integer_linear(Tensor x, Tensor values, Tensor plan, Tensor? bias, int[] sizes, str activation) "
+      "-> Tensor");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(rarefy, CPU, m) {
+  m.impl("_product_pattern", TORCH_BOX(&product_pattern));
+  m.impl("_sampled_product", TORCH_BOX(&sampled_product));
+  m.impl("_stored_softmax", TORCH_BOX(&softmax));
+  m.impl("_stored_softmax_gradient", TORCH_BOX(&softmax_gradient));
+  m.impl("_integer_linear", TORCH_BOX(&integers));
+}
+
+}  // namespace rarefy::binding

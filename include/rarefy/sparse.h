@@ -1,0 +1,46 @@
+// Beyond the products of a layer, on the host: both operands sparse, softmax over what is stored, integers.
+#pragma once
+
+#include <cstdint>
+#include <string_view>
+#include <vector>
+
+#include "rarefy/activation.h"
+#include "rarefy/executor.h"
+#include "rarefy/export.h"
+#include "rarefy/linear.h"
+#include "rarefy/pattern.h"
+#include "rarefy/status.h"
+
+namespace rarefy {
+
+// The indices of a matrix, as a Pattern takes them.
+struct Indices {
+  std::vector<std::int32_t> crow, col;
+};
+
+// Where A B, (M, N) in blocks R × C, may differ from zero: A is (M, K) in blocks R × S, B (K, N) in S × C.
+RAREFY_API Result<Indices> product_pattern(std::string_view op, const PlanView& a, const PlanView& b,
+                                           const Executor& executor = {});
+
+// The blocks of A B that `pattern` stores, (nnzb, R, C); padding gets 0. All of one floating-point dtype;
+// sums in double for f64, else in float, in the order of A's columns.
+RAREFY_API Status sampled_product(std::string_view op, const BsrView& a, const BsrView& b,
+                                  const PlanView& pattern, void* values, const Executor& executor = {});
+
+// exp(v − max) / Σ exp(v − max) over the elements that a row stores; padding gets 0. −∞ counts as not
+// stored; a row of nothing else is zero.
+RAREFY_API Status stored_softmax(std::string_view op, const BsrView& w, void* values,
+                                 const Executor& executor = {});
+
+// Of the softmax `p`: p (g − Σ g p), with the sum over the row.
+RAREFY_API Status stored_softmax_gradient(std::string_view op, const BsrView& p, const void* gradient,
+                                          void* values, const Executor& executor = {});
+
+// Y = X Wᵀ + b in integers of `bytes` 1, 2, 4 or 8, modulo 2^(8 bytes) as C's unsigned ones; ReLU or nothing.
+// X is (tokens, K) and Y (tokens, N), by rows without gaps; values are whole blocks.
+RAREFY_API Status integer_linear(std::string_view op, int bytes, const void* x, std::int64_t tokens,
+                                 const PlanView& plan, const void* values, const void* bias,
+                                 Activation activation, void* y, const Executor& executor = {});
+
+}  // namespace rarefy

@@ -1,0 +1,85 @@
+"""TVM's sparse operators by their names and argument order, which were deleted with Relay in 2025.
+
+Arrays are tensors or NumPy arrays, as in scipy. What the originals left open or got wrong is decided here:
+rectangular transposes, leading dimensions, int64 indices, every dtype, a bias everywhere, gradients, and
+indices that are checked. On the CPU their default case, CSR on the right, was a serial scalar loop.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import sparse
+from ..sparse.matrix import SparseMatrix, as_tensor
+
+Arrays = tuple[Tensor, Tensor, Tensor]  # data, indices, indptr
+
+
+def sparse_dense(
+    dense_data: Any, sparse_data: Any, sparse_indices: Any, sparse_indptr: Any, sparse_lhs: bool = False
+) -> Tensor:
+    """`topi.nn.sparse_dense`: ``dense_data @ S.T``, (M, N), or with `sparse_lhs` ``S @ dense_data.T``.
+
+    CSR if `sparse_data` has 1 dimension, BSR if it has 3; see rarefy.sparse.sparse_dense for all else.
+    """
+    arrays = (sparse_data, sparse_indices, sparse_indptr)
+    return sparse.sparse_dense(dense_data, arrays, sparse_lhs=sparse_lhs)
+
+
+def sparse_transpose(
+    sparse_data: Any, sparse_indices: Any, sparse_indptr: Any, columns: int | None = None
+) -> Arrays:
+    """`topi.nn.sparse_transpose`: the arrays of the transposed matrix, rows in order; BSR too.
+
+    `columns` of the matrix are as many as its rows by default: the original knew square ones alone.
+    """
+    data = as_tensor("sparse_transpose", "sparse_data", sparse_data)
+    indptr = as_tensor("sparse_transpose", "sparse_indptr", sparse_indptr)
+    rows = max(0, len(indptr) - 1) * (data.shape[1] if data.ndim == 3 else 1)
+    shape = (rows, rows if columns is None else columns)
+    matrix = SparseMatrix(data, sparse_indices, indptr, shape=shape, op="sparse_transpose")
+    result = sparse.sparse_transpose(matrix)
+    kind = matrix.indices.dtype
+    return result.data, result.indices.to(kind), result.indptr.to(kind)
+
+
+def sparse_add(dense_data: Any, sparse_data: Any, sparse_indices: Any, sparse_indptr: Any) -> Tensor:
+    """`topi.nn.sparse_add`: ``dense_data + S``, dense; CSR or BSR."""
+    dense = as_tensor("sparse_add", "dense_data", dense_data)
+    return sparse.sparse_add(dense, (sparse_data, sparse_indices, sparse_indptr))
+
+
+def csrmv(a: Any, x: Any, y: Tensor | None = None) -> Tensor:
+    """`topi.sparse.csrmv`: ``a @ x + y``, (M, 1), for a sparse a, (M, K), x (K, 1) and y (1,) or (M, 1)."""
+    return csrmm(a, x, y)
+
+
+def csrmm(a: Any, b: Any, c: Tensor | None = None) -> Tensor:
+    """`topi.sparse.csrmm`: ``a @ b + c``, (M, N), for a sparse a, (M, K), b (K, N) and c that broadcasts.
+
+    `a`: a SparseMatrix, (data, indices, indptr), or a CSR matrix of scipy or torch.
+    """
+    b = as_tensor("csrmm", "b", b)
+    product = sparse.sparse_dense(b.t(), a).t()
+    return product if c is None else product + c
+
+
+def dense_si(data: Any, weight: Any, bias: Tensor | None = None) -> Tensor:
+    """`topi.sparse.dense` of a sparse input (M, K) and a dense weight (N, K): ``data @ weight.T + bias``."""
+    return sparse.sparse_dense(weight, data, bias, sparse_lhs=True)
+
+
+def dense_sw(data: Any, weight: Any, bias: Tensor | None = None) -> Tensor:
+    """`topi.sparse.dense` of a dense input (M, K) and a sparse weight (N, K): ``data @ weight.T + bias``."""
+    return sparse.sparse_dense(data, weight, bias)
+
+
+def dense(data: Any, weight: Any, bias: Tensor | None = None) -> Tensor:
+    """`topi.sparse.dense`: `dense_si` for a dense weight, else `dense_sw`."""
+    strided = isinstance(weight, Tensor) and weight.layout == torch.strided
+    if strided or (hasattr(weight, "__array_interface__") and not isinstance(weight, Tensor)):
+        return dense_si(data, weight, bias)
+    return dense_sw(data, weight, bias)

@@ -1,0 +1,324 @@
+"""SparseMatrix: a matrix in scipy's arrays, checked once, with the plan that kernels read."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import foreign
+from ..checks import check_shape, check_tensor, fail, first_position
+from ..derived import Derived, Kept, reads_itself
+from ..masks import from_blocks
+from ..pattern import BsrPattern
+from ..sparse_weight import SparseWeight
+from ..values import check_padding
+
+CHECKS = ("once", "always", "trusted")
+FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8)
+_INDICES = (torch.int32, torch.int64)
+
+
+def as_tensor(op: str, name: str, value: Any) -> Tensor:
+    """A strided tensor, or a NumPy array as one that shares its memory (read-only ones are copied)."""
+    if hasattr(value, "__array_interface__") and not isinstance(value, Tensor):
+        value = torch.tensor(value) if not value.flags.writeable else torch.from_numpy(value)
+    return check_tensor(op, name, value)
+
+
+class SparseMatrix:
+    """A sparse matrix of shape (N, K) as `scipy.sparse.csr_matrix` and `bsr_matrix` have it.
+
+    Args:
+        data: (nnz,) for CSR, or (nnzb, R, C) for BSR; float64, float32, bfloat16, float16, int64, int32,
+            int16 or int8; a tensor or a NumPy array, not copied. It may require gradients, which flow through
+            every product; values that are written to later are those of the next product.
+        indices: (nnz,) or (nnzb,) int32 or int64: the column, or block column, of each entry.
+        indptr: (N + 1,) or (N / R + 1,) int32 or int64: row i is entries indptr[i] … indptr[i + 1].
+        shape: (N, K). Sizes that are no multiple of the block are padded in the last block, where `data` must
+            be zero.
+        check: "once": indices are validated here, and copied. Unsorted ones are sorted, with a warning;
+            those that occur twice in a row are summed, as in scipy. "always": the same again before each
+            product with indices that were written to since. "trusted": sorted and distinct, or an error.
+
+    Whatever `check` says, kernels read the plan's own copy of the indices and stay within the matrix.
+
+    Raises:
+        ValueError: an index, a size or a shape is not valid, with the position.
+        TypeError: a wrong dtype, device or kind of object.
+    """
+
+    data: Tensor
+    indices: Tensor
+    indptr: Tensor
+    pattern: BsrPattern
+
+    def __init__(
+        self,
+        data: Any,
+        indices: Any,
+        indptr: Any,
+        *,
+        shape: tuple[int, int],
+        check: str = "once",
+        op: str = "SparseMatrix",
+    ) -> None:
+        if check not in CHECKS:
+            fail(op, 'check must be "once", "always" or "trusted"', repr(check))
+        self.check = check
+        self.data = as_tensor(op, "data", data)
+        self.indices = as_tensor(op, "indices", indices)
+        self.indptr = as_tensor(op, "indptr", indptr)
+        if self.data.dtype not in FLOATS + INTEGERS:
+            known = ", ".join(str(d).removeprefix("torch.") for d in FLOATS + INTEGERS)
+            fail(op, f"data must be of dtype {known}", self.data.dtype, TypeError)
+        if self.data.ndim not in (1, 3):
+            fail(
+                op,
+                "data must have 1 dimension (CSR) or 3 (BSR)",
+                f"{self.data.ndim}: {tuple(self.data.shape)}",
+            )
+        self.shape = torch.Size(check_shape(op, shape))
+        self._op = op
+        self._read_indices()
+
+    def _read_indices(self) -> None:
+        """Validates the arrays as they are now and makes the pattern of them."""
+        op, data, indices, indptr = self._op, self.data, self.indices, self.indptr
+        for name, index in (("indices", indices), ("indptr", indptr)):
+            if index.dtype not in _INDICES:
+                fail(op, f"{name} must be int32 or int64", str(index.dtype).removeprefix("torch."), TypeError)
+            if index.device != data.device:
+                fail(op, f"{name} must be on the device of data, {data.device}", index.device, TypeError)
+            if index.ndim != 1:
+                fail(op, f"{name} must have 1 dimension", f"{index.ndim}: {tuple(index.shape)}")
+        r, c = self.block_shape
+        rows, columns = (-(-size // block) for size, block in zip(self.shape, (r, c), strict=True))
+        if len(indptr) != rows + 1:
+            fail(op, f"indptr must have {rows + 1} elements, one more than rows of blocks", len(indptr))
+        if len(indices) != len(data):
+            fail(op, f"indices must have {len(data)} elements, as many as data", len(indices))
+        self._slot = self._order = None
+        if self.check != "trusted":
+            self._check_ranges(columns)
+        if self.check != "trusted" and not _ascends(indices, indptr):
+            self._sort(rows, columns)
+        else:
+            self.pattern = BsrPattern(indptr, indices, shape=tuple(self.shape), block_shape=(r, c), op=op)
+        if self.pattern.is_padded and self.check != "trusted":
+            check_padding(op, self.blocks().detach(), self.pattern)
+        self._read = self._versions()
+        self._kept: dict[torch.dtype, Kept] = {}
+
+    def _versions(self) -> tuple[int, ...]:
+        """Moves when someone writes to the indices; inference tensors do not count that."""
+        return tuple(-1 if t.is_inference() else t._version for t in (self.indices, self.indptr))
+
+    def _check_ranges(self, columns: int) -> None:
+        op, indices, indptr = self._op, self.indices, self.indptr
+        if int(indptr[0]) != 0 or int(indptr[-1]) != len(indices):
+            got = f"{int(indptr[0])} … {int(indptr[-1])}"
+            fail(op, f"indptr must begin with 0 and end with {len(indices)}, the number of indices", got)
+        falls = indptr.diff() < 0
+        if bool(falls.any()):
+            (at,) = first_position(falls)
+            fail(
+                op, "indptr must not decrease", f"indptr[{at}]={int(indptr[at])}, then {int(indptr[at + 1])}"
+            )
+        wrong = (indices < 0) | (indices >= columns)
+        if bool(wrong.any()):
+            (at,) = first_position(wrong)
+            fail(op, f"indices must be in [0, {columns})", f"indices[{at}]={int(indices[at])}")
+
+    def _sort(self, rows: int, columns: int) -> None:
+        """The pattern of unsorted indices; `_slot` is where an entry goes, `_order` where one is from."""
+        row = torch.arange(rows, device=self.data.device).repeat_interleave(self.indptr.diff().long())
+        positions, slot = torch.unique(row * columns + self.indices, return_inverse=True)
+        if len(positions) == len(slot):
+            self._order = torch.empty_like(slot)
+            self._order[slot] = torch.arange(len(slot), device=slot.device)
+            warnings.warn(f"[{self._op}] indices are not sorted in each row: sorted once", stacklevel=6)
+        self._slot = slot
+        counts = torch.zeros(rows + 1, dtype=torch.int64, device=slot.device)
+        counts[1:] = torch.bincount(positions // columns if columns else positions, minlength=rows)
+        self.pattern = BsrPattern(
+            counts.cumsum(0), positions % columns, shape=tuple(self.shape), block_shape=self.block_shape
+        )
+
+    @classmethod
+    def on_pattern(cls, data: Tensor, pattern: BsrPattern) -> SparseMatrix:
+        """Values, (nnzb, R, C), or (nnz,) for a pattern of single elements, on a pattern that is shared."""
+        matrix = cls.__new__(cls)
+        matrix.data, matrix.pattern, matrix.shape = data, pattern, pattern.shape
+        matrix.indptr, matrix.indices = pattern.indices()
+        matrix.check, matrix._op, matrix._slot, matrix._order = "once", "SparseMatrix", None, None
+        matrix._kept = {}
+        return matrix
+
+    # -- what it is -----------------------------------------------------------------------------
+
+    @property
+    def format(self) -> str:
+        """The name that scipy has for it: csr or bsr."""
+        return "csr" if self.data.ndim == 1 else "bsr"
+
+    @property
+    def block_shape(self) -> tuple[int, int]:
+        """(R, C); (1, 1) for CSR."""
+        return (1, 1) if self.data.ndim == 1 else (self.data.shape[1], self.data.shape[2])
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of data."""
+        return self.data.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Of all arrays."""
+        return self.data.device
+
+    @property
+    def nnz(self) -> int:
+        """Stored elements, zeros and duplicates too, as in scipy."""
+        return self.data.numel()
+
+    @property
+    def T(self) -> SparseMatrix:  # noqa: N802
+        """The transposed matrix; see sparse_transpose."""
+        from .structure import sparse_transpose
+
+        return sparse_transpose(self)
+
+    def settled(self) -> SparseMatrix:
+        """This matrix, its indices looked at again if `check` is "always" and they were written to."""
+        if self.check == "always" and self._read != self._versions():
+            self._read_indices()
+        return self
+
+    def values(self) -> Tensor:
+        """`data` on the pattern: sorted, duplicates summed, contiguous; differentiable."""
+        if self._order is not None:
+            return self.data[self._order]
+        if self._slot is not None:
+            summed = self.data.new_zeros((self.pattern.nnzb, *self.data.shape[1:]))
+            return summed.index_add(0, self._slot, self.data)
+        return self.data.contiguous()
+
+    def blocks(self) -> Tensor:
+        """`values()` as (nnzb, R, C)."""
+        values = self.values()
+        return values.view(-1, 1, 1) if values.ndim == 1 else values
+
+    def derived(self, x: Tensor, blocks: Tensor) -> Derived | tuple[()]:
+        """What kernels for x want of this matrix beside values and plan, as a weight holds it."""
+        if self._slot is not None or not x.dtype.is_floating_point or not blocks.is_floating_point():
+            return ()
+        kept = self._kept.get(x.dtype)
+        if kept is None:
+            stored = blocks.dtype == x.dtype or reads_itself(blocks, x.dtype)
+            kept = self._kept[x.dtype] = Kept(self.pattern, blocks.detach(), x.dtype, stored)
+        return kept.current(self.data, blocks) if kept.key else ()
+
+    # -- other kinds ----------------------------------------------------------------------------
+
+    def to_dense(self) -> Tensor:
+        """(N, K), zeros where nothing is stored; differentiable."""
+        pattern, blocks = self.settled().pattern, self.blocks()
+        (rows, columns), shape = pattern.grid, pattern.block_shape
+        grid = blocks.new_zeros((rows * columns, *shape)).index_copy(0, pattern.positions(), blocks)
+        return from_blocks(grid.reshape(rows, columns, *shape), self.shape)
+
+    def to_scipy(self) -> Any:
+        """A scipy.sparse.csr_array or bsr_array with copies of the arrays, sorted and without duplicates."""
+        from scipy import sparse
+
+        op = "SparseMatrix.to_scipy"
+        if self.dtype in (torch.bfloat16, torch.float16):
+            fail(op, "data must have a dtype that scipy.sparse computes with", self.dtype, TypeError)
+        foreign.padded_shape(op, tuple(self.shape), self.block_shape, False)
+        indptr, indices = self.settled().pattern.indices()
+        arrays = tuple(t.detach().cpu().numpy().copy() for t in (self.values(), indices, indptr))
+        kind = sparse.csr_array if self.format == "csr" else sparse.bsr_array
+        return kind(arrays, shape=tuple(self.shape))
+
+    def __matmul__(self, other: Any) -> Any:
+        """`spmm` with a dense matrix, `spmv` with a vector, `sparse_matmul` with a sparse matrix."""
+        from . import products
+
+        if isinstance(other, Tensor) and other.layout == torch.strided:
+            return (products.spmv if other.ndim == 1 else products.spmm)(self, other)
+        return products.sparse_matmul(self, other)
+
+    def __add__(self, other: Any) -> Any:
+        """`sparse_add`."""
+        from .structure import sparse_add
+
+        return sparse_add(self, other)
+
+    def __getitem__(self, key: Any) -> SparseMatrix:
+        """`sparse_slice`: rows, or rows and columns, as slices with step 1."""
+        from .structure import sparse_slice
+
+        rows, columns = key if isinstance(key, tuple) else (key, slice(None))
+        return sparse_slice(self, rows, columns)
+
+    def __repr__(self) -> str:  # noqa: D105
+        block = "" if self.format == "csr" else f", block_shape={self.block_shape}"
+        return (
+            f"SparseMatrix({self.format}, shape={tuple(self.shape)}{block}, nnz={self.nnz}, "
+            f"dtype={str(self.dtype).removeprefix('torch.')}, device={self.device})"
+        )
+
+
+def _ascends(indices: Tensor, indptr: Tensor) -> bool:
+    """Whether indices are sorted and distinct in each row; indptr is valid."""
+    falls = indices[1:] <= indices[:-1]
+    starts = indptr[1:-1]
+    falls[(starts[(starts > 0) & (starts < len(indices))] - 1).long()] = False
+    return not bool(falls.any())
+
+
+def as_matrix(
+    op: str, name: str, value: Any, *, columns: int | None = None, check: str = "once"
+) -> SparseMatrix:
+    """A SparseMatrix of what users hold: one, (data, indices, indptr), or another library's.
+
+    Args:
+        op: for messages, with `name`.
+        name: what the argument is called.
+        value: a SparseMatrix, which keeps its plan; a SparseWeight; a tuple of scipy's arrays; a scipy.sparse
+            matrix or array; a torch.sparse_csr or sparse_bsr tensor.
+        columns: of a tuple, which does not say it; None: as many as its indices reach.
+        check: for tuples and other libraries' matrices; see SparseMatrix.
+    """
+    if isinstance(value, SparseMatrix):
+        return value.settled()
+    if isinstance(value, SparseWeight):
+        if not hasattr(value, "pattern"):
+            fail(op, f"{name} must be of a format on a pattern (BSR, CSR)", type(value).__name__, TypeError)
+        return SparseMatrix.on_pattern(value.values, value.pattern)
+    if isinstance(value, Tensor) and value.layout in (torch.sparse_csr, torch.sparse_bsr):
+        if value.ndim != 2:
+            fail(op, f"{name} must be a matrix without batch dimensions", tuple(value.shape))
+        arrays = value.values(), value.col_indices(), value.crow_indices()
+        return SparseMatrix(*arrays, shape=tuple(value.shape), check=check, op=op)
+    if getattr(value, "format", None) in ("csr", "bsr") and hasattr(value, "indptr"):
+        shape = tuple(int(size) for size in value.shape)
+        return SparseMatrix(value.data, value.indices, value.indptr, shape=shape, check=check, op=op)
+    if not isinstance(value, tuple | list) or len(value) != 3:
+        requirement = (
+            f"{name} must be a SparseMatrix, a SparseWeight, (data, indices, indptr), or a CSR or BSR matrix "
+            "of scipy.sparse or torch"
+        )
+        fail(op, requirement, type(value).__name__, TypeError)
+    data, indices, indptr = (
+        as_tensor(op, part, array) for part, array in zip(("data", "indices", "indptr"), value, strict=True)
+    )
+    r, c = (data.shape[1], data.shape[2]) if data.ndim == 3 else (1, 1)
+    if columns is None:
+        columns = (int(indices.max()) + 1) * c if len(indices) else 0
+    shape = (max(0, len(indptr) - 1) * r, columns)
+    return SparseMatrix(data, indices, indptr, shape=shape, check=check, op=op)

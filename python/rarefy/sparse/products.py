@@ -1,0 +1,237 @@
+"""Products with a sparse operand: dense × sparse, sparse × dense, sampled, sparse × sparse."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import _load, ops
+from ..activations import NONE, activate, check_activation
+from ..checks import check_tensor, fail
+from ..pattern import BsrPattern
+from ..sparse_weight import SparseWeight
+from .matrix import FLOATS, SparseMatrix, as_matrix, as_tensor
+
+_integers, _product_pattern, _sampled_product = map(
+    _load.op, ("_integer_linear", "_product_pattern", "_sampled_product")
+)
+
+
+def sparse_dense(
+    x: Any,
+    weight: Any,
+    bias: Tensor | None = None,
+    *,
+    sparse_lhs: bool = False,
+    activation: str | None = None,
+    check: str = "once",
+) -> Tensor:
+    """Return ``x @ W.T + bias``, or its activation, of which one matrix is sparse: TVM's op, with gradients.
+
+    Args:
+        x: (…, K), any leading dimensions and strides, of the dtype of data; or float32 and 16-bit data, on
+            the CPU. With `sparse_lhs` the dense weight, (N, K).
+        weight: W, (N, K), sparse: `(data, indices, indptr)` with exactly scipy's arrays (CSR if data has 1
+            dimension, BSR if it has 3), a SparseMatrix, a SparseWeight, or a CSR or BSR matrix of
+            scipy.sparse or torch. A SparseMatrix is validated once; the others in each call. With
+            `sparse_lhs` the sparse left side S, (M, K).
+        bias: (N,) of x's dtype; with `sparse_lhs` too, whose columns are N.
+        sparse_lhs: the sparse matrix is on the left: ``S @ x.T``, (M, N).
+        activation: "relu", "gelu", "gelu_tanh", "silu" or None; integers know "relu" alone.
+        check: "once", "always" or "trusted" for arrays; see SparseMatrix.
+
+    Returns:
+        (…, N), or (M, N) with `sparse_lhs`, of x's dtype. Floats are summed in float32 (float64 in float64).
+        Integers are exact modulo 2 to their bits, as in NumPy, on the CPU.
+
+    Raises:
+        ValueError: an index, a size or a shape is not valid, with the position.
+        TypeError: a wrong dtype, device or kind of object.
+    """
+    op = "sparse_dense"
+    x = as_tensor(op, "x", x)
+    if x.ndim == 0 or (sparse_lhs and x.ndim != 2):
+        fail(op, f"x must have {'2' if sparse_lhs else 'at least 1'} dimensions", x.ndim)
+    name = check_activation(op, activation)
+    if not sparse_lhs and isinstance(weight, SparseWeight) and bias is None and name == NONE:
+        return weight.linear(x)
+    matrix = as_matrix(op, "weight", weight, columns=x.shape[-1], check=check)
+    if matrix.shape[1] != x.shape[-1]:
+        fail(op, f"x must have {matrix.shape[1]} columns, as the sparse matrix has", x.shape[-1])
+    if not sparse_lhs:
+        return _linear(op, matrix, x, bias, name)
+    y = _linear(op, matrix, x, None, NONE).t()
+    return activate(y if bias is None else y + bias, name)
+
+
+def _linear(op: str, matrix: SparseMatrix, x: Tensor, bias: Tensor | None, activation: str) -> Tensor:
+    """The product with a matrix, x Wᵀ + bias, for any dtype that matrices have."""
+    blocks, (n, k) = matrix.blocks(), matrix.shape
+    if not x.is_floating_point():
+        if x.dtype != blocks.dtype:
+            fail(op, f"x must be of the dtype of data, {blocks.dtype}", x.dtype, TypeError)
+        if x.device.type != "cpu":
+            fail(op, "integers must be on the CPU", x.device, TypeError)
+        bias = None if bias is None else bias.contiguous()
+        rows = x.reshape(-1, k).contiguous()
+        y = _integers(rows, blocks, matrix.pattern.plan, bias, [n, k, *matrix.block_shape], activation)
+        return y.reshape(*x.shape[:-1], n)
+    if not blocks.is_floating_point():
+        fail(op, f"data must be of the dtype of x, {x.dtype}", blocks.dtype, TypeError)
+    if bias is not None:
+        bias = check_tensor(op, "bias", bias).contiguous()
+    derived = matrix.derived(x, blocks)
+    fused = {} if activation == NONE else {"activation": activation}
+    return ops.bsr_linear(x, blocks, matrix.pattern.plan, bias, n, k, *derived, **fused)
+
+
+def spmm(a: Any, b: Tensor, *, check: str = "once") -> Tensor:
+    """Return ``a @ b``, (M, N), of a sparse a, (M, K), and a dense b, (K, N); scipy's and torch's `@`.
+
+    `a` and the errors are those of `sparse_dense`'s weight; the result lies by column where b does not.
+    """
+    op = "spmm"
+    b = as_tensor(op, "b", b)
+    if b.ndim != 2:
+        fail(op, "b must have 2 dimensions", b.ndim)
+    matrix = as_matrix(op, "a", a, columns=b.shape[0], check=check)
+    if matrix.shape[1] != b.shape[0]:
+        fail(op, f"b must have {matrix.shape[1]} rows, as a has columns", b.shape[0])
+    return _linear(op, matrix, b.t(), None, NONE).t()
+
+
+def spmv(a: Any, v: Tensor, *, check: str = "once") -> Tensor:
+    """Return ``a @ v``, (M,), of a sparse a, (M, K), and a vector v, (K,)."""
+    op = "spmv"
+    v = as_tensor(op, "v", v)
+    if v.ndim != 1:
+        fail(op, "v must have 1 dimension", v.ndim)
+    matrix = as_matrix(op, "a", a, columns=len(v), check=check)
+    if matrix.shape[1] != len(v):
+        fail(op, f"v must have {matrix.shape[1]} elements, as a has columns", len(v))
+    return _linear(op, matrix, v, None, NONE)
+
+
+def sddmm(a: Any, x: Tensor, y: Tensor, *, weighted: bool = False, check: str = "once") -> SparseMatrix:
+    """Return ``x @ y.T`` where `a` is stored, as a matrix on its pattern; a product sampled by a sparse one.
+
+    Args:
+        a: (M, N), sparse; see `sparse_dense`. Only its pattern matters, unless `weighted`.
+        x: (M, D) of any floating-point dtype.
+        y: (N, D) of the same.
+        weighted: multiply by a's values, the textbook's ``a ∘ (x yᵀ)``.
+        check: see SparseMatrix.
+
+    Returns:
+        A SparseMatrix on a's pattern, which it shares, of x's dtype. Gradients flow to x, y, and with
+        `weighted` to a's data.
+    """
+    op = "sddmm"
+    x, y = as_tensor(op, "x", x), as_tensor(op, "y", y)
+    for name, tensor in (("x", x), ("y", y)):
+        if tensor.ndim != 2:
+            fail(op, f"{name} must have 2 dimensions", tensor.ndim)
+        if tensor.dtype not in FLOATS:
+            fail(op, f"{name} must be of a floating-point dtype", tensor.dtype, TypeError)
+    matrix = as_matrix(op, "a", a, columns=len(y), check=check)
+    if (len(x), len(y)) != tuple(matrix.shape):
+        fail(op, f"x and y must have {matrix.shape[0]} and {matrix.shape[1]} rows", f"{len(x)} and {len(y)}")
+    if x.shape[1] != y.shape[1]:
+        fail(op, "x and y must have as many columns", f"{x.shape[1]} and {y.shape[1]}")
+    blocks = ops.bsr_grad_weight(x.t(), y.t(), matrix.pattern.plan, *matrix.block_shape, *matrix.shape)
+    if weighted:
+        blocks = blocks * matrix.blocks()
+    return SparseMatrix.on_pattern(blocks.flatten() if matrix.format == "csr" else blocks, matrix.pattern)
+
+
+def sparse_matmul(a: Any, b: Any, *, dense: bool = False, check: str = "once") -> SparseMatrix | Tensor:
+    """Return ``a @ b`` of two sparse matrices, sparse, or dense if asked.
+
+    Args:
+        a: (M, K), in blocks (R, S), or CSR; see `sparse_dense`.
+        b: (K, N), in blocks (S, C), or CSR, of a's floating-point dtype. A pattern is computed by rows
+            (Gustavson, 1978), so the cost follows the products, not the sizes.
+        dense: give an (M, N) tensor. Faster where most of the result is not zero.
+        check: see SparseMatrix.
+
+    Returns:
+        A SparseMatrix that stores what may differ from zero, also where sums cancel; CSR if both are.
+        Gradients flow to the data of both.
+    """
+    op = "sparse_matmul"
+    left = as_matrix(op, "a", a, check=check)
+    right = as_matrix(op, "b", b, check=check)
+    if left.shape[1] != right.shape[0] and isinstance(a, tuple | list):
+        left = as_matrix(op, "a", a, columns=right.shape[0], check=check)  # a tuple does not say it
+    if left.dtype != right.dtype or left.dtype not in FLOATS:
+        fail(op, "a and b must have one floating-point dtype", f"{left.dtype} and {right.dtype}", TypeError)
+    if left.device != right.device:
+        fail(op, f"b must be on a's device, {left.device}", right.device, TypeError)
+    if left.shape[1] != right.shape[0]:
+        fail(op, f"b must have {left.shape[1]} rows, as a has columns", right.shape[0])
+    if dense or left.device.type != "cpu":
+        product = spmm(left, right.to_dense())
+        return product if dense else _sampled(product, left, right)
+    pattern = _pattern_of_product(left, right)
+    blocks = _SampledProduct.apply(left.blocks(), right.blocks(), (left.pattern, right.pattern, pattern))
+    both = left.format == right.format == "csr"
+    return SparseMatrix.on_pattern(blocks.flatten() if both else blocks, pattern)
+
+
+def _sizes(pattern: BsrPattern) -> list[int]:
+    return [*pattern.shape, *pattern.block_shape]
+
+
+def _pattern_of_product(a: SparseMatrix, b: SparseMatrix) -> BsrPattern:
+    op = "sparse_matmul"
+    if a.block_shape[1] != b.block_shape[0]:
+        fail(op, f"blocks of b must have {a.block_shape[1]} rows, as those of a have columns", b.block_shape)
+    arrays = _product_pattern(a.pattern.plan, _sizes(a.pattern), b.pattern.plan, _sizes(b.pattern))
+    crow, col = (array.view(torch.int32) for array in arrays)
+    shape, block = (a.shape[0], b.shape[1]), (a.block_shape[0], b.block_shape[1])
+    return BsrPattern(crow, col, shape=shape, block_shape=block, op=op)
+
+
+def _sampled(product: Tensor, a: SparseMatrix, b: SparseMatrix) -> SparseMatrix:
+    """The blocks of a dense product that the pattern of the sparse one stores."""
+    host = [SparseMatrix.on_pattern(m.data.detach().cpu(), m.pattern.to("cpu")) for m in (a, b)]
+    pattern = _pattern_of_product(*host).to(product.device)
+    (rows, columns), (r, c) = pattern.grid, pattern.block_shape
+    padded = torch.nn.functional.pad(product, (0, columns * c - product.shape[1], 0, rows * r - len(product)))
+    blocks = padded.reshape(rows, r, columns, c).transpose(1, 2)[
+        pattern.block_rows(), pattern.indices()[1].long()
+    ]
+    both = a.format == b.format == "csr"
+    return SparseMatrix.on_pattern(blocks.flatten() if both else blocks.contiguous(), pattern)
+
+
+class _SampledProduct(torch.autograd.Function):
+    """The blocks of A B on a pattern; both gradients are sampled products of it and a transposed operand."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, a: Tensor, b: Tensor, patterns: tuple[BsrPattern, BsrPattern, BsrPattern]
+    ) -> Tensor:
+        ctx.patterns = patterns
+        ctx.save_for_backward(a, b)
+        pa, pb, pc = patterns
+        return _sampled_product(
+            a.contiguous(), pa.plan, _sizes(pa), b.contiguous(), pb.plan, _sizes(pb), pc.plan, _sizes(pc)
+        )
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        from .structure import transposed
+
+        a, b = ctx.saved_tensors
+        pa, pb, pc = ctx.patterns
+        da = db = None
+        if ctx.needs_input_grad[0]:  # dC Bᵀ where A is stored
+            bt, pbt = transposed(b, pb)
+            da = _SampledProduct.apply(gradient, bt, (pc, pbt, pa))
+        if ctx.needs_input_grad[1]:  # Aᵀ dC where B is stored
+            at, pat = transposed(a, pa)
+            db = _SampledProduct.apply(at, gradient, (pat, pc, pb))
+        return da, db, None

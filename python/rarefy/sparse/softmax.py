@@ -1,0 +1,130 @@
+"""Softmax over what a sparse matrix stores, and attention on a pattern of blocks made of it."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import _load
+from ..checks import fail
+from ..pattern import BsrPattern
+from .matrix import FLOATS, SparseMatrix, as_matrix
+from .products import sddmm, spmm
+
+_softmax, _softmax_gradient = map(_load.op, ("_stored_softmax", "_stored_softmax_gradient"))
+
+
+def sparse_softmax(a: Any, *, check: str = "once") -> SparseMatrix:
+    """Return the softmax of each row over the elements that `a` stores, on the same pattern.
+
+    What is not stored counts as −∞, and so does a stored −∞: a mask inside a block. A row that stores nothing
+    else is zero. Gradients flow to a's data. `a` and the errors are those of `sparse_dense`'s weight.
+    """
+    op = "sparse_softmax"
+    matrix = as_matrix(op, "a", a, check=check)
+    if matrix.dtype not in FLOATS:
+        fail(op, "a must be of a floating-point dtype", matrix.dtype, TypeError)
+    blocks = _Softmax.apply(matrix.blocks(), matrix.pattern)
+    return SparseMatrix.on_pattern(blocks.flatten() if matrix.format == "csr" else blocks, matrix.pattern)
+
+
+class _Softmax(torch.autograd.Function):
+    """One pass of the core on the host; torch's reductions over block rows elsewhere."""
+
+    @staticmethod
+    def forward(ctx: Any, blocks: Tensor, pattern: BsrPattern) -> Tensor:
+        ctx.pattern = pattern
+        if blocks.device.type == "cpu":
+            p = _softmax(blocks.contiguous(), pattern.plan, [*pattern.shape, *pattern.block_shape])
+        else:
+            p = _softmax_by_reductions(blocks, pattern)
+        ctx.save_for_backward(p)
+        return p
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        (p,) = ctx.saved_tensors
+        if not torch.is_grad_enabled() and p.device.type == "cpu":
+            sizes = [*ctx.pattern.shape, *ctx.pattern.block_shape]
+            return _softmax_gradient(p, gradient.contiguous(), ctx.pattern.plan, sizes), None
+        product = p * gradient
+        rows = ctx.pattern.block_rows()
+        sums = product.new_zeros((ctx.pattern.grid[0], p.shape[1])).index_add(0, rows, product.sum(2))
+        return product - p * sums[rows][:, :, None], None
+
+
+def _softmax_by_reductions(blocks: Tensor, pattern: BsrPattern) -> Tensor:
+    rows, (r, c) = pattern.block_rows(), pattern.block_shape
+    wide = blocks.to(torch.float64 if blocks.dtype == torch.float64 else torch.float32)
+    outside = pattern.shape[1] % c
+    if outside:
+        wide = wide.clone()
+        wide[pattern.last_column(), :, outside:] = -math.inf
+    most = wide.new_full((pattern.grid[0], r), -math.inf)
+    most = most.index_reduce(0, rows, wide.amax(2) if len(wide) else wide.new_empty((0, r)), "amax")
+    e = (wide - most.clamp(min=torch.finfo(wide.dtype).min)[rows][:, :, None]).exp()
+    sums = e.new_zeros((pattern.grid[0], r)).index_add(0, rows, e.sum(2))
+    p = e / sums.clamp(min=torch.finfo(wide.dtype).tiny)[rows][:, :, None]
+    if pattern.shape[0] % r:
+        first, end = pattern.last_row()
+        p[first:end, pattern.shape[0] % r :] = 0
+    return p.to(blocks.dtype)
+
+
+def sparse_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    pattern: BsrPattern,
+    *,
+    scale: float | None = None,
+    causal: bool = False,
+) -> Tensor:
+    """Return softmax(query keyᵀ · scale) value where `pattern` stores a score, and only there.
+
+    The recipe `sddmm → sparse_softmax → spmm`, for each of the leading dimensions, with gradients to all.
+
+    Args:
+        query: (…, L, D).
+        key: (…, S, D) of the same leading dimensions.
+        value: (…, S, E).
+        pattern: which blocks of the (L, S) scores there are, on the device of query.
+        scale: 1 / √D by default.
+        causal: scores right of the diagonal, inside the stored blocks, count as not stored.
+
+    Returns:
+        (…, L, E); rows for which nothing is stored are zero.
+
+    Raises ValueError for shapes that do not fit, TypeError for dtypes or devices.
+    """
+    op = "sparse_attention"
+    lead = query.shape[:-2]
+    if key.shape[:-2] != lead or value.shape[:-2] != lead or key.shape[-2] != value.shape[-2]:
+        requirement = "query, key and value must have equal leading dimensions, and key and value equal rows"
+        fail(op, requirement, f"{tuple(query.shape)}, {tuple(key.shape)}, {tuple(value.shape)}")
+    if (query.shape[-2], key.shape[-2]) != tuple(pattern.shape):
+        fail(op, f"pattern must be of {query.shape[-2]} × {key.shape[-2]} scores", tuple(pattern.shape))
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    here = SparseMatrix.on_pattern(query.new_empty((pattern.nnzb, *pattern.block_shape)), pattern)
+    mask = _causal_mask(pattern) if causal else None
+    heads = []
+    flat = (tensor.reshape(-1, *tensor.shape[-2:]) for tensor in (query, key, value))
+    for q, k, v in zip(*flat, strict=True):
+        scores = sddmm(here, q * scale, k)
+        if mask is not None:
+            scores = SparseMatrix.on_pattern(scores.data.masked_fill(mask, -math.inf), pattern)
+        heads.append(spmm(sparse_softmax(scores), v))
+    if not heads:
+        return value.new_empty((*lead, query.shape[-2], value.shape[-1]))
+    return torch.stack(heads).reshape(*lead, query.shape[-2], value.shape[-1])
+
+
+def _causal_mask(pattern: BsrPattern) -> Tensor:
+    """(nnzb, R, C) bool: which stored elements lie right of the diagonal."""
+    r, c = pattern.block_shape
+    row = pattern.block_rows()[:, None] * r + torch.arange(r, device=pattern.device)
+    column = pattern.indices()[1][:, None] * c + torch.arange(c, device=pattern.device)
+    return column[:, None, :] > row[:, :, None]

@@ -1,0 +1,174 @@
+"""What changes where a sparse matrix stores: transposing, adding, slicing, joining."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..checks import fail
+from ..masks import from_blocks
+from ..pattern import BsrPattern
+from .matrix import SparseMatrix, as_matrix, as_tensor
+
+
+def transposed(blocks: Tensor, pattern: BsrPattern) -> tuple[Tensor, BsrPattern]:
+    """Blocks and pattern of the transposed matrix; the pattern is made once for each one."""
+    columns, nnzb = pattern.grid[1], pattern.nnzb
+    start = len(pattern.plan) - 2 * nnzb - columns - 1
+    ccol, row, perm = pattern.plan[start:].split([columns + 1, nnzb, nnzb])
+    known = pattern.__dict__.get("_transposed")
+    if known is None:
+        shape, block = tuple(pattern.shape), pattern.block_shape
+        known = BsrPattern(ccol, row, shape=(shape[1], shape[0]), block_shape=(block[1], block[0]))
+        pattern._transposed = known
+    return blocks[perm.long()].transpose(1, 2).contiguous(), known
+
+
+def sparse_transpose(a: Any, *, check: str = "once") -> SparseMatrix:
+    """Return aᵀ: (K, N) for a of (N, K), blocks (C, R) for blocks (R, C); rectangular too.
+
+    In each row of the result entries keep the order of a's rows. The pattern of the transposed matrix is a
+    part of a's plan. Gradients flow to a's data. `a` and the errors are those of `sparse_dense`'s weight.
+    """
+    matrix = as_matrix("sparse_transpose", "a", a, check=check)
+    blocks, pattern = transposed(matrix.blocks(), matrix.pattern)
+    return SparseMatrix.on_pattern(blocks.flatten() if matrix.format == "csr" else blocks, pattern)
+
+
+def sparse_add(a: Any, b: Any, *, check: str = "once") -> SparseMatrix | Tensor:
+    """Return a + b: a sparse matrix and a dense one (in either order) as a dense one, or two sparse ones.
+
+    Args:
+        a: (N, K), sparse (see `sparse_dense`) or dense.
+        b: the same, of a's dtype, any that a SparseMatrix has. Two sparse ones must be cut into equal
+            blocks; the result stores what either does.
+        check: see SparseMatrix.
+    """
+    op = "sparse_add"
+    if isinstance(a, Tensor) and a.layout == torch.strided:
+        a, b = b, a
+    if not (isinstance(b, Tensor) and b.layout == torch.strided) and not hasattr(b, "__array_interface__"):
+        return _add_sparse(op, as_matrix(op, "a", a, check=check), as_matrix(op, "b", b, check=check))
+    dense = as_tensor(op, "dense", b)
+    if dense.ndim != 2:
+        fail(op, "dense must have 2 dimensions", dense.ndim)
+    matrix = as_matrix(op, "a", a, columns=dense.shape[1], check=check)
+    _check_alike(op, matrix, tuple(dense.shape), dense.dtype, dense.device)
+    pattern, blocks = matrix.pattern, matrix.blocks()
+    if pattern.is_padded:
+        return dense + matrix.to_dense()
+    (rows, columns), (r, c) = pattern.grid, pattern.block_shape
+    result = dense.reshape(rows, r, columns, c).transpose(1, 2).reshape(rows * columns, r, c)
+    positions = pattern.positions()
+    result = result.index_copy(0, positions, result[positions] + blocks)
+    return from_blocks(result.reshape(rows, columns, r, c), matrix.shape)
+
+
+def _check_alike(
+    op: str, a: SparseMatrix, shape: tuple[int, int], dtype: torch.dtype, device: torch.device
+) -> None:
+    if tuple(a.shape) != shape:
+        fail(op, f"both must be of one shape, {tuple(a.shape)}", shape)
+    if a.dtype != dtype or a.device != device:
+        fail(op, f"both must be of {a.dtype} on {a.device}", f"{dtype} on {device}", TypeError)
+
+
+def _add_sparse(op: str, a: SparseMatrix, b: SparseMatrix) -> SparseMatrix:
+    _check_alike(op, a, tuple(b.shape), b.dtype, b.device)
+    if a.block_shape != b.block_shape:
+        fail(op, f"both must be in blocks of {a.block_shape}", b.block_shape)
+    mine, theirs = a.pattern.positions(), b.pattern.positions()
+    positions = torch.unique(torch.cat((mine, theirs)))
+    pattern = _pattern_at(positions, tuple(a.shape), a.block_shape)
+    sums = a.blocks().new_zeros((len(positions), *a.block_shape))
+    sums = sums.index_copy(0, torch.searchsorted(positions, mine), a.blocks())
+    at = torch.searchsorted(positions, theirs)
+    sums = sums.index_copy(0, at, sums[at] + b.blocks())
+    csr = a.format == b.format == "csr"
+    return SparseMatrix.on_pattern(sums.flatten() if csr else sums, pattern)
+
+
+def _pattern_at(positions: Tensor, shape: tuple[int, int], block: tuple[int, int]) -> BsrPattern:
+    """The pattern of blocks at ascending places of the grid."""
+    rows, columns = (-(-size // b) for size, b in zip(shape, block, strict=True))
+    at = torch.arange(rows + 1, device=positions.device) * columns
+    crow = torch.searchsorted(positions, at)
+    return BsrPattern(crow, positions % max(1, columns), shape=shape, block_shape=block)
+
+
+def _range(op: str, name: str, piece: Any, size: int, block: int) -> tuple[int, int]:
+    """First and end of a slice, in blocks; both at the edge of one."""
+    if not isinstance(piece, slice) or piece.step not in (None, 1):
+        fail(op, f"{name} must be a slice with step 1", repr(piece), TypeError)
+    first, end, _ = piece.indices(size)
+    end = max(first, end)
+    for what, at in (("begin", first), ("end", end)):
+        if at % block and at != size:
+            fail(op, f"{name} must {what} at a multiple of the block's {block}", at)
+    return first, end
+
+
+def sparse_slice(
+    a: Any, rows: slice = slice(None), columns: slice = slice(None), *, check: str = "once"
+) -> Any:
+    """Return ``a[rows, columns]`` for slices with step 1, at the edges of blocks, as a SparseMatrix.
+
+    Gradients flow to a's data. `a` and the errors are those of `sparse_dense`'s weight.
+    """
+    op = "sparse_slice"
+    matrix = as_matrix(op, "a", a, check=check)
+    (r, c), pattern = matrix.block_shape, matrix.pattern
+    top, bottom = _range(op, "rows", rows, matrix.shape[0], r)
+    left, right = _range(op, "columns", columns, matrix.shape[1], c)
+    crow, col = pattern.indices()
+    first, end = (int(i) for i in crow[[top // r, -(-bottom // r)]])
+    crow, col = crow[top // r : -(-bottom // r) + 1] - first, col[first:end]
+    values = matrix.values()[first:end]
+    if (left, right) != (0, matrix.shape[1]):
+        kept = (col >= left // c) & (col < -(-right // c))
+        counts = torch.zeros(len(kept) + 1, dtype=torch.int64, device=col.device)
+        counts[1:] = kept.cumsum(0)
+        crow, col, values = counts[crow.long()], col[kept] - left // c, values[kept]
+    shape = (bottom - top, right - left)
+    return SparseMatrix.on_pattern(values, BsrPattern(crow, col, shape=shape, block_shape=(r, c), op=op))
+
+
+def sparse_concat(matrices: Sequence[Any], dim: int = 0, *, check: str = "once") -> SparseMatrix:
+    """Return matrices below one another (dim 0) or side by side (dim 1).
+
+    They must be of one format, dtype and block shape, and all but the last must end at the edge of a block.
+    Gradients flow to the data of all. Each matrix and the errors are those of `sparse_dense`'s weight.
+    """
+    op = "sparse_concat"
+    if dim not in (0, 1):
+        fail(op, "dim must be 0 or 1", repr(dim))
+    parts = [as_matrix(op, f"matrices[{i}]", m, check=check) for i, m in enumerate(matrices)]
+    if not parts:
+        fail(op, "there must be at least one matrix", 0)
+    one = parts[0]
+    for i, part in enumerate(parts):
+        if (part.format, part.block_shape, part.dtype) != (one.format, one.block_shape, one.dtype):
+            requirement = f"matrices[{i}] must be {one.format} of {one.dtype} in blocks of {one.block_shape}"
+            fail(op, requirement, f"{part.format} of {part.dtype} in blocks of {part.block_shape}")
+        if part.shape[1 - dim] != one.shape[1 - dim]:
+            requirement = f"matrices[{i}] must have {one.shape[1 - dim]} {'columns' if dim == 0 else 'rows'}"
+            fail(op, requirement, part.shape[1 - dim])
+        if i + 1 < len(parts) and part.shape[dim] % one.block_shape[dim]:
+            requirement = f"matrices[{i}] must end at a multiple of the block's {one.block_shape[dim]}"
+            fail(op, requirement, part.shape[dim])
+    sizes = [part.shape[dim] for part in parts]
+    shape = (sum(sizes), one.shape[1]) if dim == 0 else (one.shape[0], sum(sizes))
+    columns = -(-shape[1] // one.block_shape[1])
+    positions, start = [], 0
+    for part in parts:
+        rows, cols = part.pattern.block_rows(), part.pattern.indices()[1]
+        positions.append((rows + (0 if dim else start)) * columns + cols + (start if dim else 0))
+        start += part.pattern.grid[dim]
+    values = torch.cat([part.values() for part in parts])
+    ascending, order = torch.sort(torch.cat(positions))
+    if dim == 1:
+        values = values[order]
+    return SparseMatrix.on_pattern(values, _pattern_at(ascending, shape, one.block_shape))

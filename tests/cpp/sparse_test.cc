@@ -1,0 +1,240 @@
+// Products of two sparse matrices, softmax over what is stored, integers: against plain loops in double.
+#include "rarefy/sparse.h"
+
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <limits>
+#include <set>
+#include <vector>
+
+#include "product_checks.h"
+
+namespace rarefy {
+namespace {
+
+using test::encode, test::decode, test::expect_ok, test::make_problem;
+
+// A weight of test::Problem, in some dtype, and the same dense.
+struct Matrix {
+  test::Problem problem;
+  DType dtype;
+  std::vector<std::byte> values;
+  std::vector<double> dense;
+
+  Matrix(std::int64_t rows, std::int64_t cols, std::int64_t r, std::int64_t c, DType type, unsigned seed,
+         double density = 0.4)
+      : problem(make_problem({1, rows, cols, r, c, density, type, true, 0}, seed)),
+        dtype(type),
+        values(encode(problem.values, type)),
+        dense(static_cast<std::size_t>(rows * cols)) {
+    each([&](std::size_t at, std::int64_t n, std::int64_t k) {
+      dense[static_cast<std::size_t>(n * cols + k)] = problem.values[at];
+    });
+  }
+  BsrView view() const { return {problem.pattern.view(), values.data(), dtype}; }
+  const BsrShape& shape() const { return problem.pattern.shape(); }
+
+  // Calls f(position in values, row, column) for all that is stored inside the matrix.
+  template <class F>
+  void each(F&& f) const {
+    const PlanView& plan = problem.pattern.view();
+    const BsrShape& s = plan.shape;
+    for (std::int64_t i = 0; i < s.row_count(); ++i) {
+      for (std::int32_t e = plan.crow[i]; e < plan.crow[i + 1]; ++e) {
+        for (std::int64_t b = 0; b < s.block_size(); ++b) {
+          const std::int64_t n = i * s.block_rows + b / s.block_cols;
+          const std::int64_t k = plan.col[e] * s.block_cols + b % s.block_cols;
+          if (n < s.rows && k < s.cols) f(static_cast<std::size_t>(e * s.block_size() + b), n, k);
+        }
+      }
+    }
+  }
+};
+
+std::vector<double> multiply(const Matrix& a, const Matrix& b) {
+  const std::int64_t m = a.shape().rows, k = a.shape().cols, n = b.shape().cols;
+  std::vector<double> c(static_cast<std::size_t>(m * n));
+  for (std::int64_t i = 0; i < m; ++i) {
+    for (std::int64_t s = 0; s < k; ++s) {
+      for (std::int64_t j = 0; j < n; ++j) {
+        c[static_cast<std::size_t>(i * n + j)] +=
+            a.dense[static_cast<std::size_t>(i * k + s)] * b.dense[static_cast<std::size_t>(s * n + j)];
+      }
+    }
+  }
+  return c;
+}
+
+constexpr DType kFloats[] = {DType::f64, DType::f32, DType::bf16, DType::f16};
+
+// Sums of small integers are exact in every dtype's sums; ragged edges, blocks of single elements, long rows.
+TEST(SparseProductTest, IsExactOnIntegersInEveryDType) {
+  ThreadPool pool(3);
+  struct Case {
+    std::int64_t m, k, n, r, s, c;
+    double density;
+  };
+  for (const Case& q : {Case{70, 33, 45, 1, 1, 1, 0.4},
+                        {67, 33, 41, 4, 2, 3, 0.4},
+                        {9, 20, 2000, 1, 1, 1, 0.01},
+                        {33, 40, 37, 16, 8, 16, 1.0},
+                        {5, 6, 7, 2, 2, 2, 0.0}}) {
+    for (const DType dtype : kFloats) {
+      const Matrix a(q.m, q.k, q.r, q.s, dtype, 1, q.density), b(q.k, q.n, q.s, q.c, dtype, 2, q.density);
+      const Result<Indices> indices = product_pattern("test", a.view().plan, b.view().plan, pool.executor());
+      ASSERT_TRUE(indices.ok()) << indices.status().message();
+      const auto pattern = Pattern::create({q.m, q.n, q.r, q.c, 0}, indices->crow, indices->col);
+      ASSERT_TRUE(pattern.ok()) << pattern.status().message();  // sorted and distinct
+      std::vector<std::byte> values(static_cast<std::size_t>(pattern->shape().value_count()) * size_of(dtype),
+                                    std::byte{0x7f});
+      expect_ok(sampled_product("test", a.view(), b.view(), pattern->view(), values.data(), pool.executor()));
+      Matrix c = a;  // for each() over the product
+      c.problem.pattern = *pattern;
+      const std::vector<double> got = decode(values, dtype), want = multiply(a, b);
+      std::set<std::size_t> inside;
+      std::size_t nonzero = 0;
+      c.each([&](std::size_t at, std::int64_t i, std::int64_t j) {
+        const double exact = want[static_cast<std::size_t>(i * q.n + j)];
+        EXPECT_EQ(got[at], decode(encode(std::vector<double>{exact}, dtype), dtype)[0]) << i << ", " << j;
+        inside.insert(at);
+        nonzero += exact != 0 ? 1U : 0U;
+      });
+      for (std::size_t at = 0; at < got.size(); ++at) {
+        if (inside.contains(at)) continue;
+        EXPECT_EQ(got[at], 0) << "padding";
+      }
+      std::size_t all = 0;
+      for (const double exact : want) all += exact != 0 ? 1U : 0U;
+      EXPECT_EQ(nonzero, all);  // nothing that differs from zero is missing
+    }
+  }
+}
+
+// A pattern that is not the product's: only what it stores is computed, in any order of threads.
+TEST(SparseProductTest, IsSampledByAnyPattern) {
+  const Matrix a(60, 31, 1, 1, DType::f64, 1), b(31, 44, 1, 1, DType::f64, 2),
+      c(60, 44, 1, 1, DType::f64, 3, 0.3);
+  std::vector<double> values(static_cast<std::size_t>(c.shape().value_count()));
+  expect_ok(sampled_product("test", a.view(), b.view(), c.view().plan, values.data()));
+  const std::vector<double> want = multiply(a, b);
+  c.each([&](std::size_t at, std::int64_t i, std::int64_t j) {
+    EXPECT_EQ(values[at], want[static_cast<std::size_t>(i * 44 + j)]);
+  });
+}
+
+TEST(SparseProductTest, OperandsThatDoNotFitAreNamed) {
+  const Matrix a(8, 6, 2, 3, DType::f32, 1), b(6, 4, 3, 2, DType::f32, 2), wide(7, 4, 3, 2, DType::f32, 2),
+      other(6, 4, 2, 2, DType::f32, 2), halves(6, 4, 3, 2, DType::bf16, 2);
+  double values[64];
+  const auto message = [&](const Matrix& right, const PlanView& c) {
+    return sampled_product("op", a.view(), right.view(), c, values).message();
+  };
+  EXPECT_EQ(message(wide, b.view().plan), "[op] b must have 6 rows, as a has columns; got 7");
+  EXPECT_EQ(message(other, b.view().plan),
+            "[op] blocks of b must have 3 rows, as those of a have columns; got 2");
+  EXPECT_EQ(message(b, b.view().plan),
+            "[op] the pattern must be of 8 × 4 in blocks of 2 × 2; got 6 × 4 in blocks of 3 × 2");
+  const Matrix c(8, 4, 2, 2, DType::f32, 3);
+  EXPECT_EQ(message(halves, c.view().plan), "[op] a and b must have one dtype; got f32 and bf16");
+  EXPECT_EQ(product_pattern("op", a.view().plan, wide.view().plan).status().message(),
+            "[op] b must have 6 rows, as a has columns; got 7");
+}
+
+TEST(StoredSoftmaxTest, IsThatOfTheStoredElements) {
+  ThreadPool pool(2);
+  constexpr double kInfinity = std::numeric_limits<double>::infinity();
+  for (const DType dtype : kFloats) {
+    Matrix w(29, 37, 4, 8, dtype, 5, 0.5);
+    std::vector<double> v = w.problem.values;
+    w.each([&](std::size_t at, std::int64_t n, std::int64_t k) {
+      v[at] = n == 3 || (n == 4 && k % 2 == 0) ? -kInfinity : v[at] / 4;
+    });
+    w.values = encode(v, dtype);
+    std::vector<std::byte> out(w.values.size(), std::byte{0x7f});
+    expect_ok(stored_softmax("test", w.view(), out.data(), pool.executor()));
+    std::vector<double> got = decode(out, dtype), sums(29), most(29, -kInfinity), want(v.size());
+    w.each([&](std::size_t at, std::int64_t n, std::int64_t) { most[n] = std::max(most[n], v[at]); });
+    w.each([&](std::size_t at, std::int64_t n, std::int64_t) {
+      if (most[n] > -kInfinity) sums[n] += want[at] = std::exp(v[at] - most[n]);
+    });
+    const double unit = std::ldexp(1.0, dtype == DType::f64   ? -53
+                                        : dtype == DType::f32 ? -24
+                                        : dtype == DType::f16 ? -11
+                                                              : -8);
+    w.each([&](std::size_t at, std::int64_t n, std::int64_t) {
+      if (sums[n] > 0) want[at] /= sums[n];
+    });
+    for (std::size_t at = 0; at < got.size(); ++at) {
+      // exp within an ulp, a sum, a division, a rounding; subnormals of 16 bits
+      EXPECT_NEAR(got[at], want[at],
+                  64 * std::max(unit / 16, 0x1p-53) * want[at] + unit * want[at] + 0x1p-25);
+    }
+    std::vector<std::byte> gradient(out.size(), std::byte{0x7f});
+    const std::vector<std::byte> g = encode(w.problem.values, dtype);
+    expect_ok(stored_softmax_gradient("test", {w.view().plan, out.data(), dtype}, g.data(), gradient.data()));
+    const std::vector<double> dv = decode(gradient, dtype);
+    std::vector<double> inner(29);
+    w.each([&](std::size_t at, std::int64_t n, std::int64_t) { inner[n] += got[at] * w.problem.values[at]; });
+    w.each([&](std::size_t at, std::int64_t n, std::int64_t) {
+      const double exact = got[at] * (w.problem.values[at] - inner[n]);
+      EXPECT_NEAR(dv[at], exact, 2 * unit * std::fabs(exact) + 1e-5 * got[at] + 0x1p-25);
+    });
+  }
+}
+
+TEST(StoredSoftmaxTest, NaNSpoilsItsRowAlone) {
+  Matrix w(6, 5, 1, 1, DType::f32, 5, 1.0);
+  auto* values = reinterpret_cast<float*>(w.values.data());
+  values[7] = std::numeric_limits<float>::quiet_NaN();  // row 1; row 4 is empty
+  std::vector<float> out(w.problem.values.size());
+  expect_ok(stored_softmax("test", w.view(), out.data()));
+  w.each([&](std::size_t at, std::int64_t n, std::int64_t) { EXPECT_EQ(std::isnan(out[at]), n == 1); });
+}
+
+template <class U>
+void expect_integers(const Matrix& w, U scale) {
+  const std::int64_t m = 7, n = w.shape().rows, k = w.shape().cols;
+  std::vector<U> values, x(static_cast<std::size_t>(m * k)), bias(static_cast<std::size_t>(n)),
+      y(static_cast<std::size_t>(m * n));
+  for (const double v : w.problem.values)
+    values.push_back(static_cast<U>(static_cast<std::int64_t>(v)) * scale);
+  for (std::size_t i = 0; i < x.size(); ++i) x[i] = static_cast<U>(i * 2654435761U);
+  for (std::size_t i = 0; i < bias.size(); ++i) bias[i] = static_cast<U>(0 - i * 40503U);
+  for (const Activation activation : {Activation::none, Activation::relu}) {
+    expect_ok(integer_linear("test", sizeof(U), x.data(), m, w.view().plan, values.data(), bias.data(),
+                             activation, y.data()));
+    std::vector<U> want(y.size());
+    for (std::int64_t t = 0; t < m; ++t) {
+      for (std::int64_t r = 0; r < n; ++r) want[static_cast<std::size_t>(t * n + r)] = bias[r];
+      w.each([&](std::size_t at, std::int64_t r, std::int64_t c) {
+        U& sum = want[static_cast<std::size_t>(t * n + r)];
+        sum = static_cast<U>(sum + std::uint64_t{x[t * k + c]} * values[at]);
+      });
+    }
+    if (activation == Activation::relu) {
+      for (U& v : want) v = static_cast<std::make_signed_t<U>>(v) < 0 ? U{0} : v;
+    }
+    EXPECT_EQ(y, want);
+  }
+}
+
+TEST(IntegerLinearTest, WrapsAround) {
+  const Matrix w(22, 35, 4, 3, DType::f64, 9);
+  expect_integers<std::uint8_t>(w, 31);
+  expect_integers<std::uint16_t>(w, 8191);
+  expect_integers<std::uint32_t>(w, 0x3fffffffU);
+  expect_integers<std::uint64_t>(w, 0x3fffffffffffffffU);
+}
+
+TEST(IntegerLinearTest, RefusesWhatIntegersDoNotHave) {
+  const Matrix w(2, 2, 1, 1, DType::f64, 9);
+  std::int64_t none[8] = {};
+  EXPECT_EQ(integer_linear("op", 4, none, 1, w.view().plan, none, nullptr, Activation::silu, none).message(),
+            "[op] activation of integers must be none or relu; got silu");
+  EXPECT_EQ(integer_linear("op", 3, none, 1, w.view().plan, none, nullptr, Activation::none, none).message(),
+            "[op] integers must have 1, 2, 4 or 8 bytes; got 3");
+}
+
+}  // namespace
+}  // namespace rarefy

@@ -1,0 +1,117 @@
+"""TVM's own cases under its names, and what it got wrong, by name."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from scipy import sparse as sp
+
+from rarefy.compat import tvm
+
+
+def matrix(rows: int, columns: int, density: float, dtype: str = "f4", seed: int = 0) -> sp.csr_matrix:
+    rng = np.random.default_rng(seed)
+    values = np.where(rng.random((rows, columns)) < density, rng.uniform(-100, 100, (rows, columns)), 0)
+    return sp.csr_matrix(values.astype(dtype))
+
+
+def arrays(w) -> tuple:
+    return w.data, w.indices, w.indptr
+
+
+@pytest.mark.parametrize(("dtype", "bias"), [("f4", False), ("f8", True), ("i4", True)])
+def test_csrmv(dtype, bias):
+    a = matrix(5, 7, 0.5, dtype)
+    x = np.random.default_rng(1).uniform(-100, 100, (7, 1)).astype(dtype)
+    y = np.array([3], dtype) if bias else None
+    got = tvm.csrmv(a, x, None if y is None else torch.from_numpy(y))
+    np.testing.assert_allclose(got.numpy(), a @ x + (y if bias else 0), rtol=1e-4)
+
+
+@pytest.mark.parametrize(("dtype", "bias"), [("i8", False), ("f8", True)])
+def test_csrmm(dtype, bias):
+    a = matrix(5, 7, 0.5, dtype)
+    b = np.random.default_rng(1).uniform(-100, 100, (7, 2)).astype(dtype)
+    c = np.array([[1], [2], [3], [4], [5]], dtype) if bias else None
+    got = tvm.csrmm(a, b, None if c is None else torch.from_numpy(c))
+    np.testing.assert_allclose(got.numpy(), a @ b + (c if bias else 0), rtol=1e-2)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("dtype", ["f4", "i4", "i2"])
+def test_dense_with_a_sparse_input_and_with_a_sparse_weight(dtype, bias):
+    rng = np.random.default_rng(2)
+    x, w = (np.maximum(rng.uniform(-10, 10, size), 0).astype(dtype) for size in ((3, 5), (2, 5)))
+    b = rng.uniform(-10, 10, 2).astype(dtype) if bias else np.zeros(2, dtype)
+    given = torch.from_numpy(b) if bias else None
+    want = x @ w.T + b
+    for got in (
+        tvm.dense_si(sp.csr_matrix(x), w, given),
+        tvm.dense_sw(x, sp.csr_matrix(w), given),
+        tvm.dense(sp.csr_matrix(x), w, given),
+        tvm.dense(x, sp.csr_matrix(w), given),
+    ):
+        np.testing.assert_allclose(got.numpy(), want, rtol=1e-4)
+
+
+@pytest.mark.parametrize("left", [False, True])
+def test_sparse_dense(left):
+    w = matrix(17, 47, 0.2)
+    x = np.random.default_rng(3).random((1, 47)).astype("f4")
+    got = tvm.sparse_dense(x, *arrays(w), sparse_lhs=left).numpy()
+    np.testing.assert_allclose(got, w @ x.T if left else (w @ x.T).T, rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize("index", ["i4", "i8"])
+@pytest.mark.parametrize("dtype", ["f4", "f8"])
+def test_sparse_add(dtype, index):
+    w = matrix(3, 49, 0.2, dtype)
+    dense = np.random.default_rng(4).random((3, 49)).astype(dtype)
+    got = tvm.sparse_add(dense, w.data, w.indices.astype(index), w.indptr.astype(index))
+    np.testing.assert_allclose(got.numpy(), dense + w.toarray(), rtol=1e-6)
+
+
+def test_sparse_transpose_gives_arrays_of_the_same_kind():
+    w = matrix(103, 103, 0.3)
+    for index in ("i4", "i8"):
+        data, indices, indptr = tvm.sparse_transpose(w.data, w.indices.astype(index), w.indptr.astype(index))
+        assert {indices.dtype, indptr.dtype} == {torch.from_numpy(np.zeros(0, index)).dtype}
+        want = w.T.tocsr()
+        want.sort_indices()
+        for got, array in zip((data, indices, indptr), arrays(want), strict=True):
+            np.testing.assert_array_equal(got.numpy(), array)
+
+
+def test_sparse_transpose_of_a_rectangle():
+    """The original: square matrices of CSR alone."""
+    w = sp.bsr_matrix(matrix(6, 20, 0.5).toarray(), blocksize=(2, 5))
+    result = tvm.sparse_transpose(*arrays(w), columns=20)
+    got = sp.bsr_matrix(tuple(array.numpy() for array in result), shape=(20, 6))
+    np.testing.assert_array_equal(got.toarray(), w.toarray().T)
+    with pytest.raises(ValueError, match=r"\[sparse_transpose\] indices must be in"):
+        tvm.sparse_transpose(*arrays(matrix(2, 9, 0.9)))
+
+
+def test_there_are_gradients():
+    """The original registers none for any sparse operator."""
+    w = matrix(4, 6, 0.5, "f8")
+    data = torch.from_numpy(w.data).requires_grad_()
+    x = torch.randn(3, 6, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda d, x: tvm.sparse_dense(x, d, w.indices, w.indptr), (data, x))
+
+
+def test_leading_dimensions():
+    """The original's docstring promises them; its code unpacks two sizes."""
+    w = matrix(4, 6, 0.5)
+    x = torch.randn(2, 3, 6)
+    got = tvm.sparse_dense(x, *arrays(w))
+    torch.testing.assert_close(got, x @ torch.from_numpy(w.toarray()).T)
+
+
+def test_an_index_out_of_range_is_an_error():
+    """The original reads whatever lies there."""
+    w = matrix(4, 6, 0.9)
+    w.indices[2] = 77
+    with pytest.raises(ValueError, match=r"indices must be in \[0, 6\); got indices\[2\]=77"):
+        tvm.sparse_dense(torch.randn(1, 6), *arrays(w))

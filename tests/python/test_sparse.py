@@ -1,0 +1,484 @@
+"""rarefy.sparse against scipy and dense torch: conventions, dtypes, gradients, bad input."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from scipy import sparse as sp
+from torch import nn
+
+import rarefy
+from rarefy import BsrPattern, sparse
+from rarefy.sparse import SparseMatrix
+
+FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8)
+NUMPY = {torch.float64: "f8", torch.float32: "f4", torch.int64: "i8", torch.int32: "i4"}
+NUMPY |= {torch.int16: "i2", torch.int8: "i1"}
+
+
+def random_blocks(rows: int, columns: int, r: int, c: int, density: float, dtype=torch.float32, index="i4"):
+    """Blocks as (data, indices, indptr), and the dense matrix; integers up to 8, exact in any dtype."""
+    mask = torch.rand(rows, columns) < density
+    blocks = torch.randint(-8, 9, (int(mask.sum()), r, c)).to(dtype)
+    place = mask.nonzero()
+    dense = torch.zeros(rows, columns, r, c, dtype=dtype)
+    dense[place[:, 0], place[:, 1]] = blocks
+    indptr = torch.zeros(rows + 1, dtype=torch.int64)
+    indptr[1:] = mask.sum(1).cumsum(0)
+    kind = {"i4": torch.int32, "i8": torch.int64}[index]
+    arrays = (blocks, place[:, 1].to(kind), indptr.to(kind))
+    return arrays, dense.transpose(1, 2).reshape(rows * r, columns * c)
+
+
+def csr(rows: int, columns: int, density: float, dtype=torch.float32, index="i4"):
+    (data, indices, indptr), dense = random_blocks(rows, columns, 1, 1, density, dtype, index)
+    return (data.flatten(), indices, indptr), dense
+
+
+def whole(*shape: int, dtype=torch.float32) -> torch.Tensor:
+    return torch.randint(-8, 9, shape).to(dtype)
+
+
+def on(arrays, device):
+    return tuple(array.to(device) for array in arrays)
+
+
+# What TVM's suite tests ---------------------------------------------------------------------------
+
+
+def test_csr_weight_of_odd_sizes(device):
+    arrays, dense = csr(17, 47, 0.2)
+    x = torch.randn(1, 47)
+    y = sparse.sparse_dense(x.to(device), on(arrays, device)).cpu()
+    torch.testing.assert_close(y, x @ dense.T, atol=1e-4, rtol=1e-4)
+
+
+def test_csr_on_the_left(device):
+    arrays, dense = csr(17, 47, 0.2)
+    w = torch.randn(3, 47)
+    y = sparse.sparse_dense(w.to(device), on(arrays, device), sparse_lhs=True).cpu()
+    assert y.shape == (17, 3)
+    torch.testing.assert_close(y, dense @ w.T, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("relu", [False, True])
+@pytest.mark.parametrize("left", [False, True])
+def test_bsr_with_and_without_relu(device, relu, left):
+    arrays, dense = random_blocks(8, 8, 8, 16, 0.9)
+    x = torch.randn(1, 128)
+    activation = "relu" if relu else None
+    y = sparse.sparse_dense(x.to(device), on(arrays, device), sparse_lhs=left, activation=activation).cpu()
+    want = dense @ x.T if left else x @ dense.T
+    torch.testing.assert_close(y, want.relu() if relu else want, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("trial", range(20))
+def test_bsr_of_random_sizes(trial):
+    rng = np.random.default_rng(trial)
+    r, c = rng.integers(1, 16, 2)
+    m, rows, columns = rng.integers(1, 32), *rng.integers(1, 16, 2)
+    arrays, dense = random_blocks(rows, columns, r, c, float(np.clip(rng.random(), 0.1, 0.9)))
+    x = torch.rand(m, columns * c)
+    torch.testing.assert_close(sparse.sparse_dense(x, arrays), x @ dense.T, atol=1e-4, rtol=1e-5)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("dtype", [*FLOATS, *INTEGERS], ids=str)
+def test_every_dtype_is_exact_on_integers(dtype, bias):
+    arrays, dense = csr(5, 7, 0.5, dtype)
+    x, b = whole(3, 7, dtype=dtype), whole(5, dtype=dtype)
+    y = sparse.sparse_dense(x, arrays, b if bias else None)
+    want = x.long() @ dense.long().T + (b.long() if bias else 0)
+    assert y.dtype == dtype
+    assert torch.equal(y, want.to(dtype))
+
+
+def test_integers_wrap_around_as_in_numpy():
+    for dtype in INTEGERS:
+        info = torch.iinfo(dtype)
+        dense = torch.randint(max(info.min, -(2**62)), min(info.max, 2**62), (6, 9), dtype=dtype)
+        w = sp.csr_matrix(dense.numpy())
+        x = torch.randint(max(info.min, -(2**62)), min(info.max, 2**62), (4, 9), dtype=dtype)
+        y = sparse.sparse_dense(x, w, activation="relu")
+        with np.errstate(over="ignore"):
+            want = x.numpy() @ dense.numpy().T
+        assert torch.equal(y, torch.from_numpy(np.maximum(want, 0)))
+
+
+@pytest.mark.parametrize("size", [(3, 4, 3), (3, 3, 3), (5, 5, 5), (7, 9, 5)])
+def test_all_four_transposes(size):
+    """TensorFlow's sparse_dense_matmul: either operand as it is or transposed; rows may be empty."""
+    m, k, n = size
+    arrays, dense = csr(m, k, 0.4)
+    a = SparseMatrix(*arrays, shape=(m, k))
+    b = torch.randn(k, n)
+    for left, dense_left in ((a, dense), (a.T.T, dense)):
+        torch.testing.assert_close(left @ b, dense_left @ b)
+        torch.testing.assert_close(left @ b.T.contiguous().T, dense_left @ b)
+    torch.testing.assert_close(a.T @ torch.ones(m, n), dense.T @ torch.ones(m, n))
+    torch.testing.assert_close(a.T @ torch.ones(n, m).T, dense.T @ torch.ones(m, n))
+
+
+@pytest.mark.parametrize("index", ["i4", "i8"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.int32], ids=str)
+def test_sparse_plus_dense(device, index, dtype):
+    for arrays, dense in (csr(3, 49, 0.2, dtype, index), random_blocks(3, 5, 4, 3, 0.4, dtype, index)):
+        other = whole(*dense.shape, dtype=dtype)
+        assert torch.equal(sparse.sparse_add(other.to(device), on(arrays, device)).cpu(), other + dense)
+        assert torch.equal(sparse.sparse_add(on(arrays, device), other.to(device)).cpu(), other + dense)
+
+
+def test_transpose_of_a_large_square():
+    arrays, dense = csr(1023, 1023, 0.3)
+    assert torch.equal(sparse.sparse_transpose(arrays).to_dense(), dense.T)
+
+
+# What it does not -----------------------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore:.*not sorted")
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(st.data())
+def test_scipy_agrees_on_random_matrices(data):
+    """Products, sums, transposes and slices; unsorted and repeated indices, empty rows and matrices."""
+    r, c, d = (data.draw(st.integers(1, 4)) for _ in range(3))
+    rows, inner, columns = (data.draw(st.integers(0, 6)) for _ in range(3))
+    arrays = []
+    for grid, block in (((rows, inner), (r, c)), ((inner, columns), (c, d)), ((rows, inner), (r, c))):
+        counts = [data.draw(st.integers(0, 4)) if grid[1] else 0 for _ in range(grid[0])]
+        indices = [data.draw(st.integers(0, grid[1] - 1)) for count in counts for _ in range(count)]
+        values = [data.draw(st.integers(-5, 5)) for _ in indices]
+        blocks = np.array(values, "f8")[:, None, None] + np.arange(block[0] * block[1]).reshape(block)
+        indptr = np.array([0, *np.cumsum(counts)], "i4")
+        shape = (grid[0] * block[0], grid[1] * block[1])
+        arrays.append(((blocks, np.array(indices, "i4"), indptr), shape))
+    matrices = [SparseMatrix(*a, shape=shape) for a, shape in arrays]
+    dense = [_dense_of(*a, shape) for a, shape in arrays]
+    a, b, like_a = matrices
+    for matrix, want in zip(matrices, dense, strict=True):
+        assert torch.equal(matrix.to_dense(), want)
+        assert torch.equal(matrix.T.to_dense(), want.T)
+        x = torch.arange(3.0 * want.shape[1], dtype=torch.float64).reshape(3, -1)
+        assert torch.equal(sparse.sparse_dense(x, matrix), x @ want.T)
+        assert torch.equal(matrix @ x.T, want @ x.T)
+        assert torch.equal(matrix @ x[0], want @ x[0])
+    assert torch.equal((a @ b).to_dense(), dense[0] @ dense[1])
+    assert torch.equal(sparse.sparse_matmul(a, b, dense=True), dense[0] @ dense[1])
+    assert torch.equal((a + like_a).to_dense(), dense[0] + dense[2])
+    assert torch.equal(sparse.sparse_concat([a, like_a]).to_dense(), torch.cat((dense[0], dense[2])))
+    assert torch.equal(sparse.sparse_concat([a, like_a], 1).to_dense(), torch.cat((dense[0], dense[2]), 1))
+    top, bottom = sorted(data.draw(st.integers(0, rows)) * r for _ in range(2))
+    left, right = sorted(data.draw(st.integers(0, inner)) * c for _ in range(2))
+    assert torch.equal(a[top:bottom, left:right].to_dense(), dense[0][top:bottom, left:right])
+
+
+def _dense_of(data, indices, indptr, shape):
+    """By plain loops: what occurs twice is summed."""
+    _, r, c = data.shape
+    dense = torch.zeros(shape, dtype=torch.float64)
+    for i in range(len(indptr) - 1):
+        for e in range(indptr[i], indptr[i + 1]):
+            j = indices[e]
+            dense[i * r : (i + 1) * r, j * c : (j + 1) * c] += torch.from_numpy(data[e])
+    return dense
+
+
+def test_unsorted_indices_are_sorted_once_and_said():
+    data, indices, indptr = torch.tensor([1.0, 2, 3]), torch.tensor([2, 0, 1]), torch.tensor([0, 2, 3])
+    with pytest.warns(UserWarning, match=r"\[SparseMatrix\] indices are not sorted in each row: sorted once"):
+        matrix = SparseMatrix(data, indices, indptr, shape=(2, 3))
+    assert matrix.to_dense().tolist() == [[2, 0, 1], [0, 3, 0]]
+    with pytest.raises(ValueError, match="col_indices must be"):
+        SparseMatrix(data, indices, indptr, shape=(2, 3), check="trusted")
+
+
+@pytest.mark.filterwarnings("ignore:.*not sorted")
+def test_data_is_read_when_it_is_multiplied():
+    """With sorted indices, with unsorted ones, and with some that occur twice: data stays the caller's."""
+    for indices in ([0, 2], [2, 0], [1, 1]):
+        data = torch.ones(2)
+        matrix = SparseMatrix(data, torch.tensor(indices), torch.tensor([0, 2]), shape=(1, 3))
+        x = torch.tensor([[1.0, 10, 100]])
+        before = sparse.sparse_dense(x, matrix)
+        data.mul_(3)
+        assert torch.equal(sparse.sparse_dense(x, matrix), 3 * before)
+
+
+def test_indices_are_read_again_only_if_asked():
+    arrays = [torch.ones(2), torch.tensor([0, 1]), torch.tensor([0, 1, 2])]
+    once = SparseMatrix(*arrays, shape=(2, 3))
+    always = SparseMatrix(*arrays, shape=(2, 3), check="always")
+    arrays[1][1] = 2
+    x = torch.tensor([[1.0, 10, 100]])
+    assert sparse.sparse_dense(x, once).tolist() == [[1, 10]]
+    assert sparse.sparse_dense(x, always).tolist() == [[1, 100]]
+    arrays[1][1] = 3
+    with pytest.raises(ValueError, match=r"indices must be in \[0, 3\); got indices\[1\]=3"):
+        sparse.sparse_dense(x, always)
+
+
+@pytest.mark.filterwarnings("ignore:Sparse")  # torch on its own sparse tensors
+@pytest.mark.parametrize("kind", ["tuple", "scipy", "torch", "weight", "matrix"])
+@pytest.mark.parametrize("block", [None, (4, 2)])
+def test_everything_that_users_hold(device, kind, block):
+    arrays, dense = csr(12, 8, 0.4) if block is None else random_blocks(3, 4, *block, 0.5)
+    x = torch.randn(2, 3, 8)
+    if kind == "tuple":
+        weight = on(arrays, device)
+    elif kind == "scipy":
+        data, indices, indptr = (array.numpy() for array in arrays)
+        weight = (sp.csr_array if block is None else sp.bsr_array)((data, indices, indptr), shape=dense.shape)
+        device = "cpu"
+    elif kind == "torch":
+        make = torch.sparse_csr_tensor if block is None else torch.sparse_bsr_tensor
+        weight = make(arrays[2], arrays[1], arrays[0], size=dense.shape).to(device)
+    elif kind == "weight":
+        cls = rarefy.CsrWeight if block is None else rarefy.BsrWeight
+        pattern = BsrPattern(arrays[2], arrays[1], shape=tuple(dense.shape), block_shape=block or (1, 1))
+        weight = cls.from_pattern(arrays[0], pattern).to(device)
+    else:
+        weight = SparseMatrix(*on(arrays, device), shape=tuple(dense.shape))
+    y = sparse.sparse_dense(x.to(device), weight).cpu()
+    torch.testing.assert_close(y, nn.functional.linear(x, dense))
+
+
+def test_a_weights_gradients_are_those_of_its_parameter():
+    weight = rarefy.CsrWeight.from_dense(torch.randn(6, 5), density=0.5)
+    x = torch.randn(4, 5, requires_grad=True)
+    sparse.spmm(weight, x.t()).square().sum().backward()
+    dense = weight.to_dense().detach().requires_grad_()
+    (dense @ x.detach().t()).square().sum().backward()
+    rows = weight.pattern.block_rows()
+    torch.testing.assert_close(weight.values.grad, dense.grad[rows, weight.pattern.indices()[1].long()])
+
+
+def test_strided_and_expanded_inputs():
+    arrays, dense = random_blocks(4, 3, 2, 5, 0.5)
+    x = torch.randn(15, 6).t()[::2]
+    torch.testing.assert_close(sparse.sparse_dense(x, arrays), x @ dense.T)
+    wide = torch.randn(1, 15).expand(7, 15)
+    torch.testing.assert_close(sparse.sparse_dense(wide, arrays), wide @ dense.T)
+    assert sparse.sparse_dense(torch.randn(0, 15), arrays).shape == (0, 8)
+    assert sparse.sparse_dense(torch.randn(15), arrays).shape == (8,)
+
+
+def test_nan_and_infinity_pass():
+    arrays, dense = csr(4, 6, 0.6)
+    x = torch.randn(3, 6)
+    x[0, 1], x[1, 2] = float("nan"), float("inf")
+    y, stored = sparse.sparse_dense(x, arrays), dense != 0
+    assert torch.equal(y[0].isnan(), stored[:, 1])
+    assert torch.equal(~y[1].isfinite(), stored[:, 2])
+
+
+@pytest.mark.filterwarnings("ignore:.*not sorted")
+@pytest.mark.parametrize("repeated", [False, True])
+def test_gradients_of_every_product(device, repeated):
+    """By finite differences in float64: data with unsorted indices, and with some that occur twice."""
+    columns = [2, 0, 1, 3, 0] if not repeated else [2, 2, 1, 3, 3]
+    indices = torch.tensor(columns, device=device)
+    indptr = torch.tensor([0, 2, 5, 5], device=device)
+
+    def matrix(data):
+        return SparseMatrix(data, indices, indptr, shape=(6, 8))
+
+    def normal(*shape):
+        return torch.randn(*shape, dtype=torch.float64, device=device, requires_grad=True)
+
+    data, x, bias = normal(5, 2, 2), normal(3, 8), normal(6)
+    check = torch.autograd.gradcheck
+    assert check(lambda d, x, b: sparse.sparse_dense(x, matrix(d), b, activation="gelu"), (data, x, bias))
+    assert check(lambda d, x: sparse.sparse_dense(x, matrix(d), sparse_lhs=True), (data, x))
+    assert check(lambda d, x: sparse.spmm(matrix(d), x.t()), (data, x))
+    assert check(lambda d, x: sparse.spmv(matrix(d), x[0]), (data, x))
+    assert check(lambda d: sparse.sparse_transpose(matrix(d)).data, (data,))
+    assert check(lambda d: (matrix(d) + matrix(d * d)).data, (data,))
+    assert check(lambda d, y: sparse.sparse_add(matrix(d), y), (data, normal(6, 8)))
+    assert check(lambda d: matrix(d)[2:6, 2:8].data, (data,))
+    assert check(lambda d: sparse.sparse_concat([matrix(d), matrix(2 * d)], 1).data, (data,))
+    assert check(
+        lambda d, x, y: sparse.sddmm(matrix(d), x, y, weighted=True).data, (data, normal(6, 3), normal(8, 3))
+    )
+    assert check(lambda d: sparse.sparse_softmax(matrix(d)).data, (data,))
+    if device == "cpu":
+        other = normal(5, 2, 2)
+        assert check(lambda d, e: (matrix(d) @ matrix(e).T).data, (data, other))
+        assert torch.autograd.gradgradcheck(lambda d, e: (matrix(d) @ matrix(e).T).data, (data, other))
+    assert torch.autograd.gradgradcheck(lambda d: sparse.sparse_softmax(matrix(d)).data, (data,))
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_products_of_sparse_matrices_in_every_dtype(dtype):
+    (left, a), (right, b) = random_blocks(5, 6, 2, 3, 0.5, dtype), random_blocks(6, 4, 3, 5, 0.5, dtype)
+    product = sparse.sparse_matmul(left, right)
+    assert product.dtype == dtype and product.block_shape == (2, 5)
+    assert torch.equal(product.to_dense().double(), (a.double() @ b.double()).to(dtype).double())
+
+
+def test_a_product_stores_what_cancels():
+    a = SparseMatrix(torch.tensor([1.0, 1]), torch.tensor([0, 1]), torch.tensor([0, 2]), shape=(1, 2))
+    b = SparseMatrix(torch.tensor([1.0, -1]), torch.tensor([0, 0]), torch.tensor([0, 1, 2]), shape=(2, 1))
+    product = a @ b
+    assert product.data.tolist() == [0]
+
+
+# Softmax and attention ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("block", [(1, 1), (4, 8)])
+def test_softmax_is_that_of_a_masked_dense_matrix(device, dtype, block):
+    """Ragged edges, a row that stores nothing, −∞ inside a block, and a whole row of it."""
+    shape = (14, 29)
+    mask = torch.rand(-(-shape[0] // block[0]), -(-shape[1] // block[1])) < 0.4
+    mask[1], mask[0, -1] = False, True
+    pattern = BsrPattern.from_mask(mask, shape=shape, block_shape=block)
+    dense = (torch.randn(shape) * 4).to(dtype)
+    dense[0], dense[2, ::3] = -torch.inf, -torch.inf
+    finite = dense.float().nan_to_num(neginf=-1e30)
+    weight = rarefy.BsrWeight.from_dense(finite, block_shape=block, mask=mask)
+    data = weight.values.detach().where(weight.values > -1e29, -torch.inf).to(dtype)
+    got = sparse.sparse_softmax(SparseMatrix.on_pattern(data.to(device), pattern.to(device)))
+    stored = mask.repeat_interleave(block[0], 0).repeat_interleave(block[1], 1)[: shape[0], : shape[1]]
+    want = dense.double().masked_fill(~stored, -torch.inf).softmax(1).nan_to_num(0)
+    accuracy = {torch.float64: 1e-14, torch.float32: 2e-7, torch.float16: 2**-11, torch.bfloat16: 2**-8}
+    torch.testing.assert_close(
+        got.to_dense().cpu().double(), want, rtol=2 * accuracy[dtype], atol=accuracy[dtype] * 1e-2
+    )
+    assert got.dtype == dtype
+
+
+def test_softmax_of_nan_is_nan():
+    data = torch.tensor([1.0, float("nan"), 2.0])
+    matrix = SparseMatrix(data, torch.tensor([0, 1, 0]), torch.tensor([0, 2, 3]), shape=(2, 2))
+    assert sparse.sparse_softmax(matrix).data.isnan().tolist() == [True, True, False]
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_attention_is_masked_dense_attention(device, causal):
+    length, keys, block = 24, 40, 8
+    mask = torch.rand(length // block, keys // block) < 0.5
+    mask[:, 0] = True
+    pattern = BsrPattern.from_mask(mask, shape=(length, keys), block_shape=(block, block), device=device)
+    elements = mask.repeat_interleave(block, 0).repeat_interleave(block, 1)
+    if causal:
+        elements &= torch.ones(length, keys, dtype=torch.bool).tril()
+    sizes = ((2, 3, length, 16), (2, 3, keys, 16), (2, 3, keys, 12))
+    ours = [torch.randn(size, device=device, requires_grad=True) for size in sizes]
+    theirs = [tensor.detach().cpu().double().requires_grad_() for tensor in ours]
+    got = sparse.sparse_attention(*ours, pattern, causal=causal)
+    want = nn.functional.scaled_dot_product_attention(*theirs, attn_mask=elements)
+    torch.testing.assert_close(got.cpu().double(), want, rtol=1e-5, atol=1e-6)
+    weights = torch.randn(want.shape, dtype=torch.float64)
+    (want * weights).sum().backward()
+    (got * weights.to(got)).sum().backward()
+    for mine, oracle in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(mine.grad.cpu().double(), oracle.grad, rtol=1e-4, atol=1e-5)
+
+
+# Bad input ------------------------------------------------------------------------------------------
+
+
+def _bad(**changes):
+    arrays = {
+        "data": torch.ones(3),
+        "indices": torch.tensor([0, 1, 2]),
+        "indptr": torch.tensor([0, 2, 3]),
+        "shape": (2, 3),
+    }
+    arrays |= changes
+    return SparseMatrix(arrays["data"], arrays["indices"], arrays["indptr"], shape=arrays["shape"])
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "text"),
+    [
+        ({"data": torch.ones(3, 1)}, ValueError, r"data must have 1 dimension \(CSR\) or 3 \(BSR\); got 2"),
+        ({"data": torch.ones(3, dtype=torch.bool)}, TypeError, "data must be of dtype float64"),
+        ({"data": torch.ones(4)}, ValueError, "indices must have 4 elements, as many as data; got 3"),
+        (
+            {"indices": torch.tensor([0, 3, 2])},
+            ValueError,
+            r"indices must be in \[0, 3\); got indices\[1\]=3",
+        ),
+        ({"indices": torch.tensor([0, -1, 2])}, ValueError, r"in \[0, 3\); got indices\[1\]=-1"),
+        ({"indices": torch.tensor([0.0, 1, 2])}, TypeError, "indices must be int32 or int64; got float32"),
+        ({"indices": torch.tensor([[0, 1, 2]])}, ValueError, "indices must have 1 dimension"),
+        ({"indptr": torch.tensor([0, 2])}, ValueError, "indptr must have 3 elements, one more than rows"),
+        ({"indptr": torch.tensor([1, 2, 3])}, ValueError, "indptr must begin with 0 and end with 3"),
+        ({"indptr": torch.tensor([0, 2, 4])}, ValueError, "end with 3, the number of indices; got 0 … 4"),
+        ({"indptr": torch.tensor([0, 4, 3])}, ValueError, r"not decrease; got indptr\[1\]=4, then 3"),
+        ({"shape": (2, -3)}, ValueError, "shape"),
+        ({"shape": (3, 3)}, ValueError, "indptr must have 4 elements"),
+    ],
+)
+def test_wrong_arrays_are_named_with_the_position(changes, error, text):
+    with pytest.raises(error, match=text) as caught:
+        _bad(**changes)
+    assert str(caught.value).startswith("[SparseMatrix] ")
+
+
+def test_padding_must_be_zero():
+    data = torch.ones(1, 2, 2)
+    with pytest.raises(ValueError, match="zero"):
+        SparseMatrix(data, torch.tensor([0]), torch.tensor([0, 1]), shape=(1, 2))
+
+
+def test_wrong_operands_are_named():
+    arrays, _ = csr(4, 6, 0.5)
+    matrix = SparseMatrix(*arrays, shape=(4, 6))
+    x = torch.randn(2, 6)
+    cases = [
+        (
+            lambda: sparse.sparse_dense(x[:, :5], matrix),
+            ValueError,
+            r"\[sparse_dense\] x must have 6 columns",
+        ),
+        (lambda: sparse.sparse_dense(x.double(), matrix), TypeError, "dtype|float"),
+        (lambda: sparse.sparse_dense(x.int(), matrix), TypeError, "x must be of the dtype of data"),
+        (lambda: sparse.sparse_dense(x, "w"), TypeError, r"weight must be a SparseMatrix.*got str"),
+        (lambda: sparse.sparse_dense(x, matrix, activation="swish"), ValueError, "activation must be"),
+        (lambda: sparse.sparse_dense(x, matrix, torch.ones(5)), ValueError, "bias"),
+        (lambda: sparse.sparse_dense(x, arrays, check="never"), ValueError, 'check must be "once"'),
+        (lambda: sparse.sparse_dense(torch.randn(2, 2, 6), matrix, sparse_lhs=True), ValueError, "2 dim"),
+        (lambda: sparse.spmm(matrix, x), ValueError, r"\[spmm\] b must have 6 rows"),
+        (lambda: sparse.spmv(matrix, x), ValueError, r"\[spmv\] v must have 1 dimension"),
+        (lambda: sparse.spmv(matrix, x[0, :3]), ValueError, "v must have 6 elements"),
+        (lambda: sparse.sddmm(matrix, x, x), ValueError, r"\[sddmm\] x and y must have 4 and 6 rows"),
+        (lambda: sparse.sddmm(matrix, torch.ones(4, 2), torch.ones(6, 3)), ValueError, "as many columns"),
+        (lambda: matrix @ matrix, ValueError, r"\[sparse_matmul\] b must have 6 rows"),
+        (lambda: sparse.sparse_add(matrix, torch.ones(4, 5)), ValueError, r"\[sparse_add\] both must be"),
+        (lambda: sparse.sparse_add(matrix, torch.ones(4, 6).double()), TypeError, "both must be of"),
+        (lambda: matrix[::2], TypeError, r"\[sparse_slice\] rows must be a slice with step 1"),
+        (lambda: sparse.sparse_concat([]), ValueError, "at least one matrix"),
+        (lambda: sparse.sparse_concat([matrix, matrix.T]), ValueError, r"matrices\[1\] must have 6 columns"),
+        (lambda: sparse.sparse_concat([matrix], 2), ValueError, "dim must be 0 or 1"),
+    ]
+    for call, error, text in cases:
+        with pytest.raises(error, match=text):
+            call()
+    blocks = random_blocks(2, 3, 2, 2, 0.9)[0]
+    with pytest.raises(ValueError, match="rows must begin at a multiple of the block's 2; got 1"):
+        sparse.sparse_slice(blocks, slice(1, 4))
+    with pytest.raises(ValueError, match="both must be in blocks of"):
+        sparse.sparse_add(SparseMatrix(*blocks, shape=(4, 6)), matrix)
+
+
+@pytest.mark.filterwarnings("ignore:.*not sorted")
+@settings(max_examples=300, deadline=None)
+@given(st.lists(st.integers(-2, 6), max_size=6), st.lists(st.integers(-1, 7), min_size=4, max_size=4))
+def test_any_arrays_give_a_matrix_or_an_error(indices, indptr):
+    """Whatever the numbers are, kernels stay inside the matrix, and errors are ours."""
+    valid = indptr[0] == 0 and indptr == sorted(indptr) and indptr[-1] == len(indices)
+    valid = valid and all(0 <= index < 5 for index in indices)
+    arrays = np.ones(len(indices)), np.array(indices, "i8"), np.array(indptr)
+    if valid:
+        matrix = SparseMatrix(*arrays, shape=(3, 5))
+        assert float(sparse.sparse_dense(torch.ones(1, 5, dtype=torch.float64), matrix).sum()) == len(indices)
+    else:
+        with pytest.raises(ValueError, match=r"^\[SparseMatrix\] ind"):
+            SparseMatrix(*arrays, shape=(3, 5))
