@@ -6,6 +6,7 @@ from .backend import __version__, backend_info, explain, force_impl
 from .chain import fuse
 from .csr import CsrSpec, CsrWeight
 from .int8 import Int8Spec, Int8Weight
+from .legacy import load_legacy
 from .loading import load_file, load_state_dict, set_strict_pattern
 from .modules import BlockSparseLinear
 from .patcher import BlockSparseModelPatcher
@@ -42,6 +43,7 @@ __all__ = [
     "force_impl",
     "fuse",
     "load_file",
+    "load_legacy",
     "load_state_dict",
     "ops",
     "register_format",

@@ -1,4 +1,4 @@
-"""``python -m rarefy``: what is in use and why, or ``advise``: what layers would gain; ``--json``."""
+"""``python -m rarefy``: what is in use and why, ``advise`` or ``convert``; ``--json``."""
 
 from __future__ import annotations
 
@@ -15,10 +15,15 @@ def main() -> int:
     """Print backend_info(); the exit code is 1 when the library is not loaded, 3 when output is lost."""
     if sys.argv[1:2] == ["advise"]:
         return advice.main(sys.argv[2:])
+    if sys.argv[1:2] == ["convert"]:
+        from .legacy import load
+
+        return load.main(sys.argv[2:])
     parser = argparse.ArgumentParser(
         prog="python -m rarefy",
         description=main.__doc__,
-        epilog="python -m rarefy advise predicts what linear layers gain; it has its own --help.",
+        epilog="python -m rarefy advise predicts what linear layers gain, python -m rarefy convert reads"
+        " checkpoints of old formats; each has its own --help.",
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--block", default="32x32", help="block shape RxC that kernels are selected for")

@@ -10,10 +10,10 @@ from typing import Any, ClassVar
 import torch
 
 from . import foreign
-from .checks import DTYPE_NAMES, check_density, check_devices, check_tensor, fail
+from .checks import DTYPE_NAMES, check_devices, check_tensor, fail
 from .pattern import BsrPattern
 from .pattern_weight import PatternWeight
-from .sparse_weight import NUMBER, Spec, check_metadata, read_density, register_format
+from .sparse_weight import KEPT, Spec, check_metadata, kept_text, read_kept, register_format
 from .values import choose_from_dense
 
 _BLOCK = (1, 1)
@@ -88,6 +88,7 @@ class CsrWeight(PatternWeight):
             dense: (N, K), of a dtype that weights can have.
             mask: which elements to keep, (N, K), bool or 0/1.
             density: keep the round(density · N · K) elements of largest magnitude; ties keep the earlier.
+                "nonzero": every element that is not zero.
             scores: with `density`, keep those of largest score instead, (N, K).
 
         Without any of them every element is kept, zeros too.
@@ -170,24 +171,24 @@ class CsrWeight(PatternWeight):
 class CsrSpec(Spec):
     """What a layer becomes: the `density` of single elements that matter most, values in `dtype`."""
 
-    density: float
+    density: float | str
 
-    pattern: ClassVar = re.compile(rf"csr@{NUMBER}")
+    pattern: ClassVar = re.compile(rf"csr@{KEPT}")
     example: ClassVar = '"csr@0.1" (csr@DENSITY)'
     keys: ClassVar = ("density",)
 
     @classmethod
     def from_match(cls, op: str, match: re.Match[str], dtype: torch.dtype | None) -> CsrSpec:
         """Reads "csr@0.1"."""
-        return cls(read_density(op, match[1]), dtype=dtype)
+        return cls(read_kept(op, match[1]), dtype=dtype)
 
     @classmethod
     def from_keys(cls, op: str, dtype: torch.dtype | None, density: Any) -> CsrSpec:
         """Reads {"density": 0.1}."""
-        return cls(check_density(op, density), dtype=dtype)
+        return cls(read_kept(op, density), dtype=dtype)
 
     def __str__(self) -> str:  # noqa: D105
-        return f"csr@{self.density:g}{self.suffix}"
+        return f"csr@{kept_text(self.density)}{self.suffix}"
 
     @property
     def format(self) -> str:

@@ -15,7 +15,6 @@ from .activations import activate
 from .checks import (
     DTYPE_NAMES,
     check_block_shape,
-    check_density,
     check_devices,
     check_tensor,
     fail,
@@ -26,7 +25,7 @@ from .int8_ops import int8_linear
 from .nested import linear_of_nested
 from .pattern import BsrPattern
 from .pattern_weight import PatternWeight
-from .sparse_weight import NUMBER, Spec, check_metadata, read_density, register_format, why_no_block
+from .sparse_weight import KEPT, Spec, check_metadata, kept_text, read_kept, register_format, why_no_block
 from .values import choose_from_dense, init_bounds
 
 _sizes, _prepare, _pack = map(_load.op, ("int8_derived_sizes", "int8_prepare", "int8_pack"))
@@ -371,10 +370,10 @@ class Int8Spec(Spec):
     """What a layer becomes: blocks of int8 at `density`, with x rounded too ("int8") or as it is ("w8")."""
 
     block_shape: tuple[int, int]
-    density: float
+    density: float | str
     int8: str = "int8"
 
-    pattern: ClassVar = re.compile(rf"block:([0-9]+)x([0-9]+)@{NUMBER}:(int8|w8)")
+    pattern: ClassVar = re.compile(rf"block:([0-9]+)x([0-9]+)@{KEPT}:(int8|w8)")
     example: ClassVar = '"block:32x1@0.5:int8" (int8 rounds x as well, w8 the weight alone)'
     keys: ClassVar = ("block_shape", "density", "int8")
 
@@ -383,7 +382,7 @@ class Int8Spec(Spec):
         """Reads "block:32x1@0.5:int8"."""
         if dtype is not None:
             fail(op, f"spec must look like {cls.example}", repr(f"{match[0]}:{DTYPE_NAMES[dtype]}"))
-        density = read_density(op, match[3])
+        density = read_kept(op, match[3])
         return cls(check_block_shape(op, (int(match[1]), int(match[2]))), density, match[4])
 
     @classmethod
@@ -395,10 +394,10 @@ class Int8Spec(Spec):
             fail(op, "dtype must be int8 or left out", dtype, TypeError)
         if int8 not in ("int8", "w8"):
             fail(op, 'int8 must be "int8" or "w8"', repr(int8))
-        return cls(check_block_shape(op, block_shape), check_density(op, density), int8)
+        return cls(check_block_shape(op, block_shape), read_kept(op, density), int8)
 
     def __str__(self) -> str:  # noqa: D105
-        return f"block:{self.block_shape[0]}x{self.block_shape[1]}@{self.density:g}:{self.int8}"
+        return f"block:{self.block_shape[0]}x{self.block_shape[1]}@{kept_text(self.density)}:{self.int8}"
 
     @property
     def format(self) -> str:

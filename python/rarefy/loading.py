@@ -74,6 +74,13 @@ def load_file(
     fuse_networks(model, fuse)
 
 
+def restore(
+    op: str, model: nn.Module, tensors: dict[str, torch.Tensor], weights: dict[str, SparseWeight]
+) -> None:
+    """Puts tensors and sparse weights into a model, as load_state_dict does, after checking all of them."""
+    _restore(op, model, tensors, weights, {}, _Places(op, model, tensors.values()))
+
+
 def _add_tied(weights: dict[str, SparseWeight], aliases: Mapping[str, str], places: _Places) -> None:
     """Weights that stand for others by the file's aliases of their pieces, unless it is the same module."""
     for alias, target in aliases.items():

@@ -7,6 +7,8 @@ from torch.nn import functional
 
 from .checks import check_density, check_tensor, fail, first_position
 
+NONZERO = "nonzero"  # a density: every block that is not all zeros
+
 
 def grid_of(shape: tuple[int, int], block_shape: tuple[int, int]) -> tuple[int, int]:
     """Block rows and block columns of a matrix, the padded last ones included."""
@@ -108,10 +110,12 @@ def choose_blocks(
     dense: torch.Tensor,
     block_shape: tuple[int, int],
     mask: torch.Tensor | None,
-    density: float | None,
+    density: float | str | None,
     scores: torch.Tensor | None,
 ) -> torch.Tensor:
     """The block mask that `from_dense` asks for: a mask, or a density ranked by L2 norm or by scores.
+
+    "nonzero" as a density keeps every block that is not all zeros.
 
     Without any of the three, every block is kept. `scores` rank the blocks that `density` keeps, so
     they come with a density; a mask says everything by itself and takes neither.
@@ -127,6 +131,10 @@ def choose_blocks(
     grid = grid_of(shape, block_shape)
     if density is None:
         return torch.ones(grid, dtype=torch.bool, device=dense.device)
+    if density == NONZERO:
+        if scores is not None:
+            fail(op, "scores rank what a number of blocks keeps", f"scores and density {NONZERO!r}")
+        return (to_blocks(dense, block_shape) != 0).flatten(2).any(2)
     density = check_density(op, density)
     if scores is None:
         return top_blocks(block_norms(dense, block_shape), density)

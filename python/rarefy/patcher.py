@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -123,6 +124,7 @@ class BlockSparseModelPatcher:
             row.dense_bytes = dense.numel() * dense.element_size()
             row.sparse_bytes = change.sparse.weight.nbytes
             measured.append((row, change.dense, change.sparse))
+        self._warn_of_idle_patterns(layers, {row.name: row.reason for row in rows})
         if measure:
             time_layers(measured, tokens)
         # Nothing has changed so far; from here on nothing can fail.
@@ -132,6 +134,15 @@ class BlockSparseModelPatcher:
                 change.apply()
             fused = networks(model) if fuse_networks(model, fuse) else []
         return Report(rows, tokens=tokens, dry_run=dry_run, networks=fused, environment=environment())
+
+    def _warn_of_idle_patterns(self, layers: list[Layer], reasons: Mapping[str, str | None]) -> None:
+        """Says so where all layers of a pattern stay because of what they are."""
+        for pattern, _ in self.patterns:
+            matched = [layer for layer in layers if any(map(pattern.fullmatch, layer.names))]
+            if all(layer.reason and not isinstance(layer.module, BlockSparseLinear) for layer in matched):
+                first = matched[0].name
+                text = f"pattern {pattern.pattern!r} matches only layers that stay: {first}: {reasons[first]}"
+                warnings.warn(f"[patch_model] {text}", stacklevel=4)
 
     def assign(self, op: str, layers: list[Layer]) -> dict[str, Spec | Auto]:
         """The spec of each matched layer; every pattern must have at least one layer of its own."""

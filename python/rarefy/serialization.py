@@ -75,7 +75,7 @@ def save_file(
         pieces = {f"{name}.{p}": state[f"{name}.{p}"] for p in weights[name].pieces}
         kept |= _without_shared(pieces, shared=kept)[0]
     entry = json.dumps({"format": FORMAT, "version": __version__, "modules": modules})
-    _write(kept, {**aliases, **(metadata or {}), KEY: entry}, Path(path))
+    write(kept, {**aliases, **(metadata or {}), KEY: entry}, Path(path))
 
 
 def _weights(op: str, model: nn.Module) -> dict[str, SparseWeight]:
@@ -98,8 +98,13 @@ def entries_of(op: str, model: nn.Module) -> tuple[dict[str, dict[str, Any]], di
             ties[name] = first
             continue
         stored.append((name, weight))
-        modules[name] = ({} if weight.format == DEFAULT else {"format": weight.format}) | weight.metadata()
+        modules[name] = entry_of(weight)
     return modules, ties
+
+
+def entry_of(weight: SparseWeight) -> dict[str, Any]:
+    """What a file says of a sparse weight."""
+    return ({} if weight.format == DEFAULT else {"format": weight.format}) | weight.metadata()
 
 
 def _check_metadata(op: str, metadata: Mapping[str, str], state: Mapping[str, Any]) -> None:
@@ -141,7 +146,8 @@ def _without_shared(
     return kept, aliases
 
 
-def _write(tensors: dict[str, torch.Tensor], metadata: dict[str, str], path: Path) -> None:
+def write(tensors: dict[str, torch.Tensor], metadata: dict[str, str], path: Path) -> None:
+    """A safetensors file, in one step."""
     try:
         with replacing(path) as temporary:
             save_tensors(tensors, temporary, metadata=metadata)

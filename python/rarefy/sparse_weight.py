@@ -17,6 +17,7 @@ from torch.nn import functional
 
 from .checks import DTYPE_NAMES, check_density, check_tensor, fail
 from .hugging_face import guard_save_pretrained
+from .masks import NONZERO
 
 # What a matrix would answer to and a sparse weight does not: what to use instead.
 _ADVICE = {
@@ -345,6 +346,10 @@ def _from_mapping(op: str, spec: Mapping[str, Any]) -> Spec:
 NUMBER = r"([-+]?(?:[0-9.]+(?:e[-+]?[0-9]+)?|inf|nan))"  # a density in a spec, checked by read_density
 
 
+# What stands after @ where what is not zero stays: as a density it is a number only for a given weight.
+KEPT = rf"{NUMBER[:-1]}|{NONZERO})"
+
+
 def why_no_block(shape: tuple[int, int], block_shape: tuple[int, int]) -> str | None:
     """Why a matrix of this shape has no blocks of that one, or None: it is smaller than one of them."""
     if any(size < block for size, block in zip(shape, block_shape, strict=True)):
@@ -359,6 +364,18 @@ def read_density(op: str, text: str) -> float:
     except ValueError:  # dots in the wrong places
         fail(op, "spec must look like a number after @", repr(text))
     return check_density(op, density)
+
+
+def read_kept(op: str, value: Any) -> float | str:
+    """The density of a spec or mapping, or "nonzero"; for formats whose from_dense takes both."""
+    if value == NONZERO:
+        return NONZERO
+    return read_density(op, value) if isinstance(value, str) else check_density(op, value)
+
+
+def kept_text(density: float | str) -> str:
+    """What a spec has after @."""
+    return density if isinstance(density, str) else f"{density:g}"
 
 
 def check_metadata(op: str, metadata: Mapping[str, Any], *keys: str) -> dict[str, Any]:

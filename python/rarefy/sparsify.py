@@ -19,11 +19,12 @@ from .patcher import BlockSparseModelPatcher, FilterFn
 from .pattern_weight import PatternWeight
 from .pseudo import PseudoBlockSparseLinear
 from .report import Report
+from .sparse_weight import Spec
 
 
 def sparsify(
     model: nn.Module,
-    patterns: Mapping[str, Any],
+    patterns: Mapping[str, Any] | str | Spec,
     *,
     scores: Mapping[str, torch.Tensor] | None = None,
     filter_fn: FilterFn | None = None,
@@ -39,10 +40,11 @@ def sparsify(
         model: any module; its nn.Linear layers are candidates.
         patterns: regular expressions for whole qualified names, and what the layers become:
             {r"encoder\.layer\.\d+\.output\.dense": "block:16x16@0.5"} keeps half of the 16×16 blocks,
-            "csr@0.1" a tenth of the single weights; "block:16x1@0.5:bf16" stores values as bf16 under
-            whatever dtype the layer computes in. "auto@0.5" chooses the blocks that are predicted to be
-            fastest on this processor at `tokens` rows, and leaves dense what dense does faster; see
-            rarefy.advise. Where two match a layer, the first counts.
+            "csr@0.1" a tenth of the single weights, "block:16x16@nonzero" each block that is not all zeros;
+            "block:16x1@0.5:bf16" stores values as bf16 under whatever dtype the layer computes in.
+            "auto@0.5" chooses the blocks that are predicted to be fastest on this processor at `tokens`
+            rows, and leaves dense what dense does faster; see rarefy.advise. Where two match a layer, the
+            first counts. A spec alone is for all layers; "auto" alone is "auto@0.5".
         scores: for some of the matched layers, by name, a tensor that ranks blocks instead of their L2
             norm: (N, K), summed over each block, or one number a block.
         filter_fn: called with name and module of each layer that would change; False keeps it dense.
@@ -59,6 +61,8 @@ def sparsify(
         another module, embeddings, nn.MultiheadAttention's projections, parametrized layers, layers
         with hooks, subclasses of nn.Linear, layers smaller than a block.
 
+    A warning names a pattern that matches layers which must stay, and no others.
+
     Raises:
         ValueError: a pattern matches no layer, or only layers of earlier patterns (near names are listed);
             a spec, scores or densities that are not valid.
@@ -74,6 +78,8 @@ def sparsify(
     op = "sparsify"
     if not isinstance(model, nn.Module):
         fail(op, "model must be an nn.Module", type(model).__name__, TypeError)
+    if isinstance(patterns, str | Spec):
+        patterns = {".*": "auto@0.5" if patterns == "auto" else patterns}
     if not isinstance(patterns, Mapping):
         fail(op, "patterns must be a mapping of regular expressions", type(patterns).__name__, TypeError)
     patcher = BlockSparseModelPatcher()

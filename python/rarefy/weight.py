@@ -14,14 +14,13 @@ from .checks import (
     DTYPE_NAMES,
     check_block_fits,
     check_block_shape,
-    check_density,
     check_devices,
     check_tensor,
     fail,
 )
 from .pattern import BsrPattern
 from .pattern_weight import PatternWeight
-from .sparse_weight import NUMBER, Spec, check_metadata, read_density, register_format, why_no_block
+from .sparse_weight import KEPT, Spec, check_metadata, kept_text, read_kept, register_format, why_no_block
 from .values import choose_from_dense
 
 
@@ -76,7 +75,7 @@ class BsrWeight(PatternWeight):
         *,
         block_shape: tuple[int, int],
         mask: torch.Tensor | None = None,
-        density: float | None = None,
+        density: float | str | None = None,
         scores: torch.Tensor | None = None,
     ) -> BsrWeight:
         """Stores the chosen blocks of a dense (N, K) tensor, bit for bit.
@@ -87,6 +86,7 @@ class BsrWeight(PatternWeight):
             mask: which elements (N, K) or blocks (ceil(N/R), ceil(K/C)) to keep, bool or 0/1;
                 element-wise it must be constant inside each block.
             density: keep the round(density · blocks) blocks of largest L2 norm; ties keep the earlier.
+                "nonzero": every block that is not all zeros.
             scores: with `density`, keep those of largest score instead; (N, K), which is summed over
                 each block, or block-wise.
 
@@ -229,25 +229,25 @@ class BlockSpec(Spec):
     """What a layer becomes: blocks of `block_shape` at `density`, values in `dtype` (None: the layer's)."""
 
     block_shape: tuple[int, int]
-    density: float
+    density: float | str
 
-    pattern: ClassVar = re.compile(rf"block:([0-9]+)x([0-9]+)@{NUMBER}")
+    pattern: ClassVar = re.compile(rf"block:([0-9]+)x([0-9]+)@{KEPT}")
     example: ClassVar = '"block:16x16@0.5" (block:ROWSxCOLUMNS@DENSITY)'
     keys: ClassVar = ("block_shape", "density")
 
     @classmethod
     def from_match(cls, op: str, match: re.Match[str], dtype: torch.dtype | None) -> BlockSpec:
         """Reads "block:16x16@0.5"."""
-        density = read_density(op, match[3])
+        density = read_kept(op, match[3])
         return cls(check_block_shape(op, (int(match[1]), int(match[2]))), density, dtype=dtype)
 
     @classmethod
     def from_keys(cls, op: str, dtype: torch.dtype | None, block_shape: Any, density: Any) -> BlockSpec:
         """Reads {"block_shape": (16, 16), "density": 0.5}."""
-        return cls(check_block_shape(op, block_shape), check_density(op, density), dtype=dtype)
+        return cls(check_block_shape(op, block_shape), read_kept(op, density), dtype=dtype)
 
     def __str__(self) -> str:  # noqa: D105
-        return f"{self.format}@{self.density:g}{self.suffix}"
+        return f"{self.format}@{kept_text(self.density)}{self.suffix}"
 
     @property
     def format(self) -> str:

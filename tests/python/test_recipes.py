@@ -1,4 +1,4 @@
-"""The Python of docs/transformers.md and docs/recipes runs: each page as a whole, on small models."""
+"""The Python of docs/transformers.md, legacy.md and recipes runs: each page as a whole, on small models."""
 
 from __future__ import annotations
 
@@ -8,13 +8,16 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = [ROOT / "docs/transformers.md", *sorted((ROOT / "docs/recipes").glob("*.md"))]
+PAGES = [
+    ROOT / "docs/transformers.md",
+    ROOT / "docs/legacy.md",
+    *sorted((ROOT / "docs/recipes").glob("*.md")),
+]
 PAGES = [page for page in PAGES if "```python" in page.read_text("utf-8")]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_page_runs(page, tmp_path, monkeypatch):
-    pytest.importorskip("transformers")
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     text = page.read_text("utf-8")
     code = "\n".join(re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL))
@@ -23,7 +26,7 @@ def test_page_runs(page, tmp_path, monkeypatch):
         from examples.minilm.model import model_folder
 
         code = code.replace("sentence-transformers/all-MiniLM-L6-v2", str(model_folder()))
-    for library in ("sentence_transformers", "peft"):
+    for library in ("transformers", "sentence_transformers", "peft"):
         if re.search(rf"^(from|import) {library}\b", code, re.MULTILINE):
             pytest.importorskip(library)
     monkeypatch.chdir(tmp_path)

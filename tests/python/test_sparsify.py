@@ -3,6 +3,7 @@
 import copy
 import pickle
 import re
+import warnings
 
 import pytest
 import torch
@@ -180,8 +181,47 @@ def test_desparsify_refuses_what_it_would_break():
 
 
 def test_wrong_kinds_of_arguments_are_named():
-    for model, patterns in (({}, {"fc": "block:4x4@1"}), (Tiny(), ["fc"]), (Tiny(), "fc")):
+    for model, patterns in (({}, {"fc": "block:4x4@1"}), (Tiny(), ["fc"]), (Tiny(), 7)):
         with pytest.raises(TypeError, match=r"^\[sparsify\] (model|patterns)"):
             rarefy.sparsify(model, patterns)
     with pytest.raises(ValueError, match="at least one pattern"):
         rarefy.sparsify(Tiny(), {})
+    with pytest.raises(ValueError, match=r"spec must look like .*; got 'fc'"):
+        rarefy.sparsify(Tiny(), "fc")
+
+
+def test_nonzero_keeps_each_block_that_is_not_all_zeros():
+    model = nn.Sequential(nn.Linear(10, 12), nn.Linear(12, 4))
+    with torch.no_grad():
+        model[0].weight[:4, :4] = 0
+        model[0].weight[8:, 8:] = -0.0
+        model[0].weight[5, 5] = torch.nan
+        model[1].weight.zero_()
+    dense = model[0].weight.detach().clone()
+    rarefy.sparsify(model, "block:4x4@nonzero", measure=False)
+    assert model[0].weight.nnzb == 7 and model[1].weight.nnzb == 0
+    assert torch.equal(model[0].weight.to_dense().nan_to_num(7), dense.nan_to_num(7))
+    for spec in ("csr@nonzero", {"block_shape": (1, 1), "density": "nonzero"}, "block:1x1@nonzero:bf16"):
+        weight = BlockSparseLinear.from_dense(model[0].to_dense(), spec).weight
+        assert weight.nnzb == int((dense != 0).sum())
+    assert str(rarefy.Spec.parse("block:4x1@nonzero:int8")) == "block:4x1@nonzero:int8"
+    with pytest.raises(ValueError, match="scores rank what a number of blocks keeps"):
+        BlockSparseLinear.from_dense(nn.Linear(4, 4), "csr@nonzero", scores=torch.ones(4, 4))
+
+
+def test_a_spec_alone_is_for_all_layers_and_auto_is_one():
+    model = nn.Sequential(nn.Linear(1024, 1024), nn.Embedding(4, 4))
+    (row, stays) = rarefy.sparsify(model, "auto", measure=False).rows
+    assert (row.format is not None) == isinstance(model[0], BlockSparseLinear) and row.predicted is not None
+    assert stays.reason.startswith("an embedding")
+    rarefy.sparsify(model, rarefy.Spec.parse("block:4x4@0.125"), measure=False)
+    assert model[0].block_shape == (4, 4)
+
+
+def test_a_pattern_of_layers_that_must_stay_warns():
+    model = nn.Sequential(nn.Linear(8, 8), nn.Embedding(4, 4))
+    with pytest.warns(UserWarning, match=r"^\[patch_model\] pattern '1' matches only .* 1: an embedding"):
+        rarefy.sparsify(model, {"1": "csr@0.5", "0": "csr@0.5"}, measure=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        rarefy.sparsify(model, {".*": "csr@0.5"}, measure=False)

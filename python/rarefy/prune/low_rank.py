@@ -233,6 +233,8 @@ def factorize(
     if sparse is not None and energy is not None:
         fail(op, "sparse goes with rank or ratio", "energy")
     spec = None if sparse is None else Spec.parse(sparse, op)
+    if isinstance(getattr(spec, "density", None), str):
+        fail(op, "sparse must have a density that is a number", str(spec))
     groups = find_groups(op, model, config, filter_fn)
     groups = [g for g in groups if isinstance(g["module"], nn.Linear) and g["tensor_name"] == "weight"]
     state: dict[str, dict[str, Any]] = {g["tensor_fqn"]: {} for g in groups}
