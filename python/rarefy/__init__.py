@@ -4,6 +4,7 @@ from . import ops, sparse
 from .advice import Advice, advise
 from .backend import __version__, backend_info, explain, force_impl
 from .chain import fuse
+from .conv import BlockSparseConv2d
 from .csr import CsrSpec, CsrWeight
 from .int8 import Int8Spec, Int8Weight
 from .legacy import load_legacy
@@ -21,6 +22,7 @@ from .weight import BlockSpec, BsrWeight
 
 __all__ = [
     "Advice",
+    "BlockSparseConv2d",
     "BlockSparseLinear",
     "BlockSparseModelPatcher",
     "BlockSpec",

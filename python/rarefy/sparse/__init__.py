@@ -1,5 +1,6 @@
 """Sparse matrices in scipy's arrays: products of any kind, with gradients, on the layers' kernels."""
 
+from .conv import sparse_conv2d
 from .matrix import SparseMatrix
 from .products import sddmm, sparse_dense, sparse_matmul, spmm, spmv
 from .softmax import sparse_attention, sparse_softmax
@@ -11,6 +12,7 @@ __all__ = [
     "sparse_add",
     "sparse_attention",
     "sparse_concat",
+    "sparse_conv2d",
     "sparse_dense",
     "sparse_matmul",
     "sparse_slice",

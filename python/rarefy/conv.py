@@ -1,0 +1,244 @@
+"""BlockSparseConv2d, the drop-in for nn.Conv2d with a block-sparse weight."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import nn
+
+from .checks import check_density, check_dtype, check_int, check_tensor, fail
+from .linear_base import copy_parameter
+from .masks import block_count, block_norms, choose_blocks, grid_of, random_blocks, top_blocks
+from .pattern import BsrPattern
+from .sparse.conv import Geometry, check_size, convolve, read_geometry
+from .weight import BsrWeight
+
+
+class BlockSparseConv2d(nn.Module):
+    """A convolution whose weight stores only chosen blocks; a drop-in for nn.Conv2d.
+
+    Args:
+        in_channels, out_channels: C and O.
+        kernel_size, stride, padding, dilation: as for nn.Conv2d: an int or a pair; zeros around the images.
+        groups: input and output channels in so many parts that see one another alone; must divide both, and
+            blocks must not reach over them.
+        bias: add a learned bias, (O,).
+        density: stored blocks / all blocks within the groups.
+        block_shape: (R, C'), output channels and input channels of a block, at one place of the kernel.
+        generator: a torch.Generator for pattern and values.
+
+    `weight` is a BsrWeight of shape (O, KH · KW · C), columns in the order (kernel row, kernel column,
+    channel), so blocks lie within a place of the kernel where C' divides C. x is (B, C, H, W) or (C, H, W); y
+    is (B, O, HO, WO), in x's memory format. channels_last is the fast one: others are copied.
+
+    Values start uniform in ±1/√f, f the stored inputs of an output channel; see BlockSparseLinear.
+
+    Raises ValueError for sizes that are not valid, TypeError for arguments of the wrong kind.
+    """
+
+    weight: BsrWeight
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        kernel_size: int | tuple[int, int],
+        stride: int | tuple[int, int] = 1,
+        padding: int | tuple[int, int] = 0,
+        dilation: int | tuple[int, int] = 1,
+        groups: int = 1,
+        bias: bool = True,
+        *,
+        density: float = 0.5,
+        block_shape: tuple[int, int] = (16, 1),
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        generator: torch.Generator | None = None,
+    ) -> None:
+        super().__init__()
+        op = "BlockSparseConv2d"
+        self._set_sizes(op, in_channels, out_channels, kernel_size, stride, padding, dilation, groups)
+        dtype = dtype if dtype is not None else torch.get_default_dtype()
+        check_dtype(op, "dtype", dtype)
+        density = check_density(op, density)
+        device = torch.empty(0, device=device).device
+        inside = self._inside(op, block_shape)
+        chosen = torch.zeros_like(inside)
+        chosen[inside] = random_blocks((1, int(inside.sum())), density, generator).flatten()
+        pattern = BsrPattern.from_mask(chosen, shape=self._shape, block_shape=block_shape, device=device)
+        values = torch.zeros((pattern.nnzb, *block_shape), device=device, dtype=dtype)
+        self.weight = BsrWeight.from_pattern(values, pattern)
+        self.register_parameter("bias", None)
+        if bias:
+            self.bias = nn.Parameter(torch.empty(out_channels, device=device, dtype=dtype))
+        self.reset_parameters(generator)
+
+    def _set_sizes(
+        self, op: str, c: Any, o: Any, kernel: Any, stride: Any, pad: Any, dil: Any, g: Any
+    ) -> None:
+        self.in_channels = check_int(op, "in_channels", c, 1)
+        self.out_channels = check_int(op, "out_channels", o, 1)
+        self.groups = check_int(op, "groups", g, 1)
+        if self.in_channels % self.groups or self.out_channels % self.groups:
+            fail(op, f"groups must divide {self.in_channels} and {self.out_channels} channels", self.groups)
+        geometry = read_geometry(op, kernel, stride, pad, dil)
+        self.kernel_size, self.stride = geometry.kernel, geometry.stride
+        self.padding, self.dilation = geometry.padding, geometry.dilation
+        self.padding_mode = "zeros"
+
+    @property
+    def _geometry(self) -> Geometry:
+        return Geometry(self.kernel_size, self.stride, self.padding, self.dilation)
+
+    @property
+    def _shape(self) -> tuple[int, int]:
+        """Of the weight as a matrix."""
+        return self.out_channels, self.kernel_size[0] * self.kernel_size[1] * self.in_channels
+
+    def _inside(self, op: str, block_shape: Any) -> torch.Tensor:
+        """Which blocks lie inside of a group: all, for one group."""
+        rows, columns = grid_of(self._shape, block_shape)
+        if self.groups == 1:
+            return torch.ones(rows, columns, dtype=torch.bool)
+        out, into = self.out_channels // self.groups, self.in_channels // self.groups
+        if out % block_shape[0] or into % block_shape[1]:
+            requirement = f"block_shape must divide the {out} × {into} channels of a group"
+            fail(op, requirement, tuple(block_shape))
+        row_group = torch.arange(rows) * block_shape[0] // out
+        column_group = torch.arange(columns) * block_shape[1] % self.in_channels // into
+        return row_group[:, None] == column_group
+
+    # -- to and from nn.Conv2d ------------------------------------------------------------------
+
+    @classmethod
+    def from_dense(
+        cls,
+        conv: nn.Conv2d,
+        *,
+        block_shape: tuple[int, int],
+        density: float | None = None,
+        mask: torch.Tensor | None = None,
+        scores: torch.Tensor | None = None,
+    ) -> BlockSparseConv2d:
+        """Keeps the trained values of the chosen blocks of an nn.Conv2d, bit for bit, and its bias.
+
+        `density`, `mask` and `scores` are those of BsrWeight.from_dense, of the weight as a matrix; density
+        counts the blocks within the groups. Without any, all of those are kept. Copies; `conv` stays.
+
+        Raises ValueError for padding modes other than zeros, for padding as text, and as from_dense does.
+        """
+        op = "BlockSparseConv2d.from_dense"
+        if not isinstance(conv, nn.Conv2d):
+            fail(op, "conv must be an nn.Conv2d", type(conv).__name__, TypeError)
+        if conv.padding_mode != "zeros" or isinstance(conv.padding, str):
+            got = f"padding_mode={conv.padding_mode!r}, padding={conv.padding!r}"
+            fail(op, "conv must have zeros around its images, as numbers", got)
+        layer = cls.__new__(cls)
+        nn.Module.__init__(layer)
+        sizes = (conv.kernel_size, conv.stride, conv.padding, conv.dilation, conv.groups)
+        layer._set_sizes(op, conv.in_channels, conv.out_channels, *sizes)
+        dense = layer._matrix(conv.weight.detach())
+        inside = layer._inside(op, block_shape).to(dense.device)
+        kept = choose_blocks(op, dense, block_shape, mask, density, scores)
+        if layer.groups > 1 and mask is not None and bool((kept & ~inside).any()):
+            fail(op, "mask must keep nothing outside of the groups", f"{int((kept & ~inside).sum())} blocks")
+        if layer.groups > 1 and mask is None:
+            kept = _within(dense if scores is None else scores, inside, block_shape, density)
+        weight = BsrWeight.from_dense(dense, block_shape=block_shape, mask=kept)
+        weight.values.requires_grad_(conv.weight.requires_grad)
+        layer.weight = weight
+        layer.bias = copy_parameter(conv.bias)
+        return layer.train(conv.training)
+
+    def to_dense(self) -> nn.Conv2d:
+        """The nn.Conv2d that computes the same, with zeros for what is not stored."""
+        (kh, kw), c, o = self.kernel_size, self.in_channels, self.out_channels
+        whole = self.weight.to_dense().detach().reshape(o, kh, kw, c).permute(0, 3, 1, 2)
+        into = c // self.groups
+        parts = whole.reshape(self.groups, o // self.groups, self.groups, into, kh, kw)
+        group = torch.arange(self.groups, device=whole.device)
+        weight = parts[group, :, group].reshape(o, into, kh, kw)
+        options = {"stride": self.stride, "padding": self.padding, "dilation": self.dilation}
+        conv = nn.Conv2d(
+            c, o, self.kernel_size, groups=self.groups, bias=self.bias is not None, device="meta", **options
+        )
+        conv.weight = nn.Parameter(weight.clone(), requires_grad=self.weight.values.requires_grad)
+        conv.bias = copy_parameter(self.bias)
+        return conv.train(self.training)
+
+    def _matrix(self, weight: torch.Tensor) -> torch.Tensor:
+        """(O, C / groups, KH, KW) as the matrix (O, KH · KW · C), zeros outside of the groups."""
+        (kh, kw), c, o, g = self.kernel_size, self.in_channels, self.out_channels, self.groups
+        if g == 1:
+            return weight.permute(0, 2, 3, 1).reshape(o, kh * kw * c)
+        whole = weight.new_zeros((g, o // g, kh, kw, g, c // g))
+        group = torch.arange(g, device=weight.device)
+        parts = weight.reshape(g, o // g, c // g, kh, kw).permute(0, 1, 3, 4, 2)
+        whole[group, :, :, :, group] = parts
+        return whole.reshape(o, kh * kw * c)
+
+    # -- what it is -----------------------------------------------------------------------------
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Returns the convolution of images, (B, C, H, W) or (C, H, W)."""
+        op = "BlockSparseConv2d"
+        check_tensor(op, "x", x)
+        if x.ndim not in (3, 4) or x.shape[-3] != self.in_channels:
+            requirement = f"x must be (B, {self.in_channels}, H, W) or ({self.in_channels}, H, W)"
+            fail(op, requirement, tuple(x.shape))
+        images = x if x.ndim == 4 else x[None]
+        places = images.permute(0, 2, 3, 1)
+        check_size(op, places, self._geometry)
+        if places.stride(3) != 1 and not self._geometry.is_pointwise:
+            places = places.contiguous()
+        weight = self.weight
+        pattern, values = weight.pattern, weight.values
+        y = convolve(places, values, pattern, self.bias, self._geometry, weight.derived(x)).permute(
+            0, 3, 1, 2
+        )
+        if images.is_contiguous() and not images.is_contiguous(memory_format=torch.channels_last):
+            y = y.contiguous()
+        return y if x.ndim == 4 else y[0]
+
+    @torch.no_grad()
+    def reset_parameters(self, generator: torch.Generator | None = None) -> None:
+        """Draws values and bias anew on the same pattern."""
+        self.weight.reset_parameters(generator)
+        if self.bias is not None:
+            bound = 1 / math.sqrt(self._shape[1] / self.groups)
+            self.bias.uniform_(-bound, bound, generator=generator)
+
+    @property
+    def block_shape(self) -> tuple[int, int]:
+        """(R, C')."""
+        return self.weight.block_shape
+
+    @property
+    def density(self) -> float:
+        """Stored blocks / all blocks within the groups."""
+        return min(1.0, self.weight.density * self.groups)
+
+    def extra_repr(self) -> str:
+        """The arguments that made the layer, density as it is."""
+        text = (
+            f"{self.in_channels}, {self.out_channels}, kernel_size={self.kernel_size}, stride={self.stride}"
+        )
+        for name, default in (("padding", (0, 0)), ("dilation", (1, 1)), ("groups", 1)):
+            if getattr(self, name) != default:
+                text += f", {name}={getattr(self, name)}"
+        text += f", bias={self.bias is not None}, density={self.density:.4g}"
+        return f"{text}, block_shape={self.block_shape}"
+
+
+def _within(
+    scores: torch.Tensor, inside: torch.Tensor, block_shape: tuple[int, int], density: float | None
+) -> torch.Tensor:
+    """The blocks within the groups that score most: density · their number of them; None: all."""
+    if density is None:
+        return inside
+    if scores.shape != inside.shape:
+        scores = block_norms(scores, block_shape)
+    share = block_count(density, int(inside.sum())) / max(1, inside.numel())
+    return top_blocks(scores.double().to(inside.device).masked_fill(~inside, -math.inf), share)

@@ -1,0 +1,287 @@
+"""Convolutions with a sparse weight: products of windows, some rows of output at a time.
+
+The weight is a matrix (O, KH · KW · C), columns in the order (kernel row, kernel column, channel). A piece of
+the output is `windows · Wᵀ`; pieces are small, so windows stay in cache and are never there as a whole, in
+training neither. The three functions are each other's derivatives, as the three products of a layer are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from .. import ops
+from ..activations import NONE, activate, check_activation
+from ..checks import check_pair, check_tensor, fail
+from ..pattern import BsrPattern
+from .matrix import FLOATS, as_matrix
+
+# Windows of a piece: with the columns of a product they stay in L2. On a GPU a piece is one that fills it.
+_PIECE_BYTES = {"cpu": 2 << 20}
+_LARGE_PIECE = 256 << 20
+_LEAST_ROWS = 256  # of a product, so that its weights are worth reading
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """Sizes of a convolution: all but images, and output size, follow from them."""
+
+    kernel: tuple[int, int]
+    stride: tuple[int, int]
+    padding: tuple[int, int]
+    dilation: tuple[int, int]
+
+    def output(self, size: tuple[int, int]) -> tuple[int, int]:
+        """Rows and columns of the result for an input of rows and columns."""
+        return tuple(
+            (s + 2 * p - d * (k - 1) - 1) // t + 1
+            for s, k, t, p, d in zip(size, self.kernel, self.stride, self.padding, self.dilation, strict=True)
+        )
+
+    @property
+    def is_pointwise(self) -> bool:
+        """Whether a window is one place."""
+        return self.kernel == (1, 1) and self.padding == (0, 0)
+
+    def padded(self, x: Tensor) -> Tensor:
+        """The input (B, H, W, C) with zeros around it."""
+        ph, pw = self.padding
+        return functional.pad(x, (0, 0, pw, pw, ph, ph)) if ph or pw else x
+
+    def windows(self, padded: Tensor) -> Tensor:
+        """A view of a padded input: (B, HO, WO, KH, KW, C)."""
+        (b, h, w, c), (sb, sh, sw, sc) = padded.shape, padded.stride()
+        rows, columns = Geometry(self.kernel, self.stride, (0, 0), self.dilation).output((h, w))
+        (th, tw), (dh, dw) = self.stride, self.dilation
+        sizes = (b, rows, columns, *self.kernel, c)
+        strides = (sb, sh * th, sw * tw, sh * dh, sw * dw, sc)
+        return padded.as_strided(sizes, strides, padded.storage_offset())
+
+
+def _pieces(windows: Tensor) -> Iterator[tuple[slice, slice]]:
+    """Images and output rows of each piece."""
+    b, rows, columns, *window = windows.shape
+    line = max(1, columns * windows.element_size() * window[0] * window[1] * window[2])
+    limit = _PIECE_BYTES.get(windows.device.type, _LARGE_PIECE)
+    lines = max(1, limit // line, -(-_LEAST_ROWS // max(1, columns)))
+    if lines >= rows > 0:
+        images = max(1, lines // rows)
+        for first in range(0, b, images):
+            yield slice(first, first + images), slice(0, rows)
+        return
+    for image in range(b):
+        for first in range(0, rows, lines):
+            yield slice(image, image + 1), slice(first, first + lines)
+
+
+def _forward(x: Tensor, values: Tensor, bias: Tensor | None, call: tuple) -> Tensor:
+    geometry, pattern, derived, activation = call
+    windows = geometry.windows(geometry.padded(x))
+    n, k = pattern.shape
+    y = x.new_empty((*windows.shape[:3], n))
+    for at in _pieces(windows):
+        piece = windows[at].reshape(-1, k)
+        product = ops.bsr_linear(piece, values, pattern.plan, bias, n, k, *derived, activation=activation)
+        y[at] = product.view(y[at].shape)
+    return y
+
+
+def _grad_input(dy: Tensor, values: Tensor, size: tuple[int, ...], call: tuple) -> Tensor:
+    geometry, pattern, _, _ = call
+    n, k = pattern.shape
+    (b, h, w, c), (ph, pw) = size, geometry.padding
+    padded = dy.new_zeros((b, h + 2 * ph, w + 2 * pw, c))
+    windows = geometry.windows(padded)
+    for at in _pieces(windows):
+        dx = ops.bsr_grad_input(dy[at].reshape(-1, n), values, pattern.plan, n, k).view(windows[at].shape)
+        for i in range(geometry.kernel[0]):
+            for j in range(geometry.kernel[1]):  # windows of one place of the kernel do not overlap
+                windows[at][:, :, :, i, j] += dx[:, :, :, i, j]
+    return padded[:, ph : ph + h, pw : pw + w]
+
+
+def _grad_weight(dy: Tensor, x: Tensor, call: tuple) -> Tensor:
+    geometry, pattern, _, _ = call
+    n, k = pattern.shape
+    windows = geometry.windows(geometry.padded(x))
+    wide = torch.float64 if x.dtype == torch.float64 else torch.float32  # of the pieces' sum
+    total = torch.zeros((pattern.nnzb, *pattern.block_shape), dtype=wide, device=x.device)
+    for at in _pieces(windows):
+        sizes = (*pattern.block_shape, n, k)
+        rows, piece = dy[at].reshape(-1, n), windows[at].reshape(-1, k)
+        total += ops.bsr_grad_weight(rows, piece, pattern.plan, *sizes)
+    return total.to(x.dtype)
+
+
+class _Conv(torch.autograd.Function):
+    """The convolution of x with values; `call`: geometry, pattern, what is derived, activation."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, values: Tensor, bias: Tensor | None, call: tuple) -> Tensor:
+        ctx.call = call
+        ctx.save_for_backward(x, values)
+        return _forward(x, values, bias, call)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, values = ctx.saved_tensors
+        needs = ctx.needs_input_grad
+        return (
+            _ConvInput.apply(dy, values, x.shape, ctx.call) if needs[0] else None,
+            _ConvWeight.apply(dy, x, ctx.call) if needs[1] else None,
+            dy.sum((0, 1, 2)) if needs[2] else None,
+            None,
+        )
+
+
+class _ConvInput(torch.autograd.Function):
+    """Its gradient to x, linear in dy and values."""
+
+    @staticmethod
+    def forward(ctx: Any, dy: Tensor, values: Tensor, size: torch.Size, call: tuple) -> Tensor:
+        ctx.call = call
+        ctx.save_for_backward(dy, values)
+        return _grad_input(dy, values, size, call)
+
+    @staticmethod
+    def backward(ctx: Any, ddx: Tensor) -> tuple[Tensor | None, ...]:
+        dy, values = ctx.saved_tensors
+        needs = ctx.needs_input_grad
+        return (
+            _Conv.apply(ddx, values, None, ctx.call) if needs[0] else None,
+            _ConvWeight.apply(dy, ddx, ctx.call) if needs[1] else None,
+            None,
+            None,
+        )
+
+
+class _ConvWeight(torch.autograd.Function):
+    """Its gradient to values, linear in dy and x."""
+
+    @staticmethod
+    def forward(ctx: Any, dy: Tensor, x: Tensor, call: tuple) -> Tensor:
+        ctx.call = call
+        ctx.save_for_backward(dy, x)
+        return _grad_weight(dy, x, call)
+
+    @staticmethod
+    def backward(ctx: Any, ddvalues: Tensor) -> tuple[Tensor | None, ...]:
+        dy, x = ctx.saved_tensors
+        needs = ctx.needs_input_grad
+        return (
+            _Conv.apply(x, ddvalues.contiguous(), None, ctx.call) if needs[0] else None,
+            _ConvInput.apply(dy, ddvalues.contiguous(), x.shape, ctx.call) if needs[1] else None,
+            None,
+        )
+
+
+def convolve(
+    x: Tensor,
+    values: Tensor,
+    pattern: BsrPattern,
+    bias: Tensor | None,
+    geometry: Geometry,
+    derived: tuple = (),
+    activation: str | None = None,
+) -> Tensor:
+    """A checked convolution of x, (B, H, W, C); where gradients are recorded, without an activation."""
+    n, k = pattern.shape
+    if geometry.is_pointwise:
+        th, tw = geometry.stride
+        places = x[:, ::th, ::tw]
+        return ops.bsr_linear(places, values, pattern.plan, bias, n, k, *derived, activation=activation)
+    return _Conv.apply(x, values, bias, (geometry, pattern, derived, activation))
+
+
+def sparse_conv2d(
+    x: Tensor,
+    weight: Any,
+    bias: Tensor | None = None,
+    *,
+    kernel_size: int | tuple[int, int] = 1,
+    stride: int | tuple[int, int] = 1,
+    padding: int | tuple[int, int] = 0,
+    dilation: int | tuple[int, int] = 1,
+    layout: str = "NHWC",
+    activation: str | None = None,
+    check: str = "once",
+) -> Tensor:
+    """Return the convolution of images with a sparse weight, as ``F.conv2d`` computes it.
+
+    Args:
+        x: (B, H, W, C), or (B, C, H, W) with layout "NCHW"; any strides, of the dtype of data. Fastest where
+            channels are contiguous (torch.channels_last for NCHW).
+        weight: (O, KH · KW · C), sparse, columns in the order (kernel row, kernel column, channel); see
+            `sparse_dense`. Data of 2 dimensions, (nnzb, R), are blocks of one column, as TVM had them. Groups
+            are a pattern that stores nothing outside of them; see BlockSparseConv2d.
+        bias: (O,) of x's dtype.
+        kernel_size: an int, or one for rows and one for columns, as the next three.
+        stride: places between windows.
+        padding: zeros around the images.
+        dilation: places between those of a window.
+        layout: "NHWC" or "NCHW".
+        activation: "relu", "gelu", "gelu_tanh", "silu" or None.
+        check: see SparseMatrix.
+
+    Returns:
+        (B, HO, WO, O), or (B, O, HO, WO), of x's dtype, channels contiguous. Gradients flow to all three.
+
+    Raises ValueError for sizes and indices that are not valid, TypeError for dtypes and devices.
+    """
+    op = "sparse_conv2d"
+    check_tensor(op, "x", x)
+    if layout not in ("NHWC", "NCHW"):
+        fail(op, 'layout must be "NHWC" or "NCHW"', repr(layout))
+    if x.ndim != 4 or x.dtype not in FLOATS:
+        fail(op, "x must have 4 dimensions, of a floating-point dtype", f"{x.ndim}, {x.dtype}")
+    name = check_activation(op, activation)
+    x = x.permute(0, 2, 3, 1) if layout == "NCHW" else x
+    geometry = read_geometry(op, kernel_size, stride, padding, dilation)
+    check_size(op, x, geometry)
+    columns = geometry.kernel[0] * geometry.kernel[1] * x.shape[3]
+    if isinstance(weight, tuple | list) and len(weight) == 3 and getattr(weight[0], "ndim", 0) == 2:
+        weight = (weight[0][:, :, None], *weight[1:])
+    matrix = as_matrix(op, "weight", weight, columns=columns, check=check)
+    if matrix.shape[1] != columns:
+        got = f"{matrix.shape[1]} for {x.shape[3]} channels"
+        fail(op, f"weight must have {columns} columns, kernel places times channels", got)
+    if matrix.dtype != x.dtype:
+        fail(op, f"x must be of the dtype of data, {matrix.dtype}", x.dtype, TypeError)
+    blocks = matrix.blocks()
+    bias = None if bias is None else check_tensor(op, "bias", bias).contiguous()
+    derived = matrix.derived(x, blocks)
+    y = _activated(x, blocks, matrix.pattern, bias, geometry, derived, name)
+    return y.permute(0, 3, 1, 2) if layout == "NCHW" else y
+
+
+def _activated(x, blocks, pattern, bias, geometry, derived, name: str) -> Tensor:
+    recorded = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, blocks, bias))
+    if recorded or name == NONE:
+        return activate(convolve(x, blocks, pattern, bias, geometry, derived), name)
+    return convolve(x, blocks, pattern, bias, geometry, derived, name)
+
+
+def read_geometry(op: str, kernel: Any, stride: Any, padding: Any, dilation: Any) -> Geometry:
+    """Sizes as pairs, checked."""
+
+    def pair(name: str, value: Any, least: int) -> tuple[int, int]:
+        return check_pair(op, name, (value, value) if isinstance(value, int) else value, least)
+
+    return Geometry(
+        pair("kernel_size", kernel, 1),
+        pair("stride", stride, 1),
+        pair("padding", padding, 0),
+        pair("dilation", dilation, 1),
+    )
+
+
+def check_size(op: str, x: Tensor, geometry: Geometry) -> None:
+    """Raises unless a window fits into the padded images, (B, H, W, C)."""
+    if min(geometry.output(tuple(x.shape[1:3]))) < 1:
+        span = tuple(d * (k - 1) + 1 for k, d in zip(geometry.kernel, geometry.dilation, strict=True))
+        fail(op, f"x must have at least {span} rows and columns with its padding", tuple(x.shape[1:3]))
