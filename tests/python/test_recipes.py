@@ -8,11 +8,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = [
-    ROOT / "docs/transformers.md",
-    ROOT / "docs/legacy.md",
-    *sorted((ROOT / "docs/recipes").glob("*.md")),
-]
+PAGES = [ROOT / f"docs/{name}.md" for name in ("transformers", "legacy", "peft")]
+PAGES += sorted((ROOT / "docs/recipes").glob("*.md"))
 PAGES = [page for page in PAGES if "```python" in page.read_text("utf-8")]
 
 
