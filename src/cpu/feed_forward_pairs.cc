@@ -19,7 +19,7 @@ struct Shapes {
   Shapes(const PairKernels& kernels, const Problem& p)
       : up(kernels, p.weight.shape),
         down(kernels, p.down.shape),
-        hidden(std::max(up.out_features(), down.padded) * kPanelTokens) {}
+        hidden(std::max(ceil_div(up.out_features(), kGroup) * kGroup, down.padded) * kPanelTokens) {}
 };
 
 std::int64_t panels_of(std::int64_t tokens) {
@@ -61,8 +61,8 @@ struct Memory {
     own.hidden = room.take<std::uint16_t>(sets_.splits > 1 ? 0 : sets_.panels * shapes_.hidden);
     own.gathered = room.take<std::uint16_t>(kGatheredGroups * kGroupSize);
     own.unfinished = room.take<std::uint32_t>(sets_.panels);
-    own.sums = room.take<float>(std::min(sets_.panels, kNear) *
-                                std::max(shapes_.up.sums_size(), shapes_.down.sums_size()));
+    const auto sums = [&](const PairsShape& s) { return std::min(sets_.panels, s.near()) * s.sums_size(); };
+    own.sums = room.take<float>(std::max(sums(shapes_.up), sums(shapes_.down)));
     return own;
   }
   char* base_;
@@ -136,28 +136,41 @@ class Network {
               std::uint16_t* to) const {
     if (begin == end) return;
     const PairsShape& s = shapes_.up;
+    const bool by_token = s.source == PairSource::tokens;
     pack_panels(k_, s, call_.x, set.first, set.tokens, own.x, s.panel_size());
     const MutableMatrixView& save = call_.save.up;
     find_unfinished(k_, s, own.x, s.panel_size(), set.tokens, own.unfinished);
     up_.multiply(own.x, s.panel_size(), set.tokens, own.unfinished, begin, end, own.gathered, own.sums,
-                 [&](std::int64_t m, std::int32_t rows, std::int64_t block, std::int64_t stop, float* sums) {
+                 [&](std::int64_t m, std::int32_t rows, std::int64_t block, std::int64_t stop, float* sums,
+                     const PairsPlace& /*next*/) {
                    const std::int64_t from = block * s.out_block, count = (stop - block) * s.out_block;
                    const std::int64_t there = std::min(count, features() - from);
                    if (save.data != nullptr) {
-                     k_.store({sums, memory_.up_bias + from, Activation::none,
+                     k_.store({sums, by_token, memory_.up_bias + from, Activation::none,
                                reinterpret_cast<std::uint16_t*>(at(save, set.first + m, from)),
-                               save.row_stride, rows, static_cast<std::int32_t>(there)});
+                               save.row_stride, rows, static_cast<std::int32_t>(there), nullptr});
                    }
                    // `down` multiplies features past the edge by its padding: they must be no NaN.
-                   std::fill(sums + there * kPanelTokens, sums + count * kPanelTokens, 0.0F);
-                   k_.keep({sums, memory_.up_bias + from, call_.layers->activation,
-                            static_cast<std::int32_t>(count), shapes_.down.source != PairSource::columns,
-                            to + m / kPanelTokens * shapes_.hidden + from * kPanelTokens});
+                   for (std::int64_t o = there; o < count; ++o) {
+                     float* sum =
+                         by_token ? sums + o / kGroup * kGroupSize + o % kGroup : sums + o * kPanelTokens;
+                     for (std::int64_t t = 0; t < kPanelTokens; ++t) sum[by_token ? t * kGroup : t] = 0;
+                   }
+                   k_.keep({sums, by_token, memory_.up_bias + from, call_.layers->activation,
+                            static_cast<std::int32_t>(count), order_of(shapes_.down.source), from,
+                            to + m / kPanelTokens * shapes_.hidden});
                  });
     if (end < s.out_blocks) return;
     for (std::int64_t m = 0; m < set.tokens; m += kPanelTokens) {
       std::uint16_t* panel = to + m / kPanelTokens * shapes_.hidden;
-      std::fill(panel + s.out_features() * kPanelTokens, panel + shapes_.hidden, std::uint16_t{0});
+      std::uint16_t* rest = panel + s.out_features() * kPanelTokens;
+      if (shapes_.down.source == PairSource::tokens && s.out_features() % kGroup != 0) {  // half of a group
+        rest -= kTileSize;
+        for (std::int64_t t = 0; t < kPanelTokens; ++t)
+          std::fill_n(rest + t * kGroup + kTileRows, kTileRows, 0);
+        rest += kGroupSize;
+      }
+      std::fill(rest, panel + shapes_.hidden, std::uint16_t{0});
     }
   }
 
@@ -166,15 +179,18 @@ class Network {
            const std::uint16_t* in) const {
     const std::int64_t block_rows = shapes_.down.out_block;
     find_unfinished(k_, shapes_.down, in, shapes_.hidden, set.tokens, own.unfinished);
-    down_.multiply(
-        in, shapes_.hidden, set.tokens, own.unfinished, begin, end, own.gathered, own.sums,
-        [&](std::int64_t m, std::int32_t rows, std::int64_t block, std::int64_t stop, const float* sums) {
-          const std::int64_t from = block * block_rows;
-          k_.store({sums, memory_.down_bias + from, Activation::none,
-                    reinterpret_cast<std::uint16_t*>(at(call_.out, set.first + m, from)),
-                    call_.out.row_stride, rows,
-                    static_cast<std::int32_t>(std::min(stop * block_rows, call_.out.cols) - from)});
-        });
+    down_.multiply(in, shapes_.hidden, set.tokens, own.unfinished, begin, end, own.gathered, own.sums,
+                   [&](std::int64_t m, std::int32_t rows, std::int64_t block, std::int64_t stop,
+                       const float* sums, const PairsPlace& next) {
+                     const std::int64_t from = block * block_rows;
+                     const auto to = [&](std::int64_t token, std::int64_t output) {
+                       return reinterpret_cast<std::uint16_t*>(at(call_.out, set.first + token, output));
+                     };
+                     k_.store({sums, shapes_.down.source == PairSource::tokens, memory_.down_bias + from,
+                               Activation::none, to(m, from), call_.out.row_stride, rows,
+                               static_cast<std::int32_t>(std::min(stop * block_rows, call_.out.cols) - from),
+                               next.block < end ? to(next.token, next.block * block_rows) : nullptr});
+                   });
   }
 
   const PairKernels& k_;

@@ -53,8 +53,8 @@ void spread(const PairKernels& kernels, const Call& call, const SpreadParts& par
     for (std::int64_t m = 0; m < tokens; m += kPanelTokens) {
       kernels.pack({reinterpret_cast<const std::uint16_t*>(at(call.dy, token + m, n)), call.dy.row_stride,
                     static_cast<std::int32_t>(std::min<std::int64_t>(kPanelTokens, tokens - m)),
-                    static_cast<std::int32_t>(std::min(s.block_rows, s.rows - n)), padded_rows(s), true,
-                    parts.dy});
+                    static_cast<std::int32_t>(std::min(s.block_rows, s.rows - n)), padded_rows(s),
+                    PairOrder::paired, parts.dy});
       kernels.spread({static_cast<const std::uint16_t*>(call.values) + (from - plan.col) * s.block_rows, from,
                       static_cast<std::int32_t>(to - from), rows, parts.dy,
                       parts.sums + (m / kPanelTokens * (end - begin) - begin) * kPanelTokens});
@@ -118,10 +118,11 @@ Status run_spread(const PairKernels& kernels, const Call& call) {
     std::fill_n(parts.sums, ceil_div(count, kPanelTokens) * columns * kPanelTokens, 0.0F);
     spread(kernels, call, parts, token, count, begin, begin + columns);
     for (std::int64_t m = 0; m < count; m += kPanelTokens) {
-      kernels.store({parts.sums + m * columns, all.zeros, Activation::none,
-                     reinterpret_cast<std::uint16_t*>(at(call.out, token + m, begin)), call.out.row_stride,
+      auto* out = reinterpret_cast<std::uint16_t*>(at(call.out, token + m, begin));
+      kernels.store({parts.sums + m * columns, false, all.zeros, Activation::none, out, call.out.row_stride,
                      static_cast<std::int32_t>(std::min<std::int64_t>(kPanelTokens, count - m)),
-                     static_cast<std::int32_t>(std::min(columns, s.cols - begin))});
+                     static_cast<std::int32_t>(std::min(columns, s.cols - begin)),
+                     out + kPanelTokens * call.out.row_stride});
     }
     kernels.leave();
   });

@@ -96,7 +96,8 @@ class Gradient {
       const std::int32_t rows = panel_rows(chunk.first + chunk.tokens, m);
       if (task % 2 == 0) {
         k_.pack({element(lines, m, 0), lines.row_stride, rows, static_cast<std::int32_t>(lines.cols),
-                 static_cast<std::int32_t>(sides_.lines), false, parts_.lines + step * sides_.lines_size()});
+                 static_cast<std::int32_t>(sides_.lines), PairOrder::apart,
+                 parts_.lines + step * sides_.lines_size()});
         return;
       }
       std::uint16_t* to = parts_.lanes + step * kPartSize;

@@ -47,7 +47,7 @@ struct PairsLayout {
     parts.panels = room.take<std::uint16_t>(b.panels * s.panel_size());
     parts.gathered = room.take<std::uint16_t>(kGatheredGroups * kGroupSize);
     parts.unfinished = room.take<std::uint32_t>(b.panels);
-    parts.sums = room.take<float>(std::min(b.panels, kNear) * s.sums_size());
+    parts.sums = room.take<float>(std::min(b.panels, s.near()) * s.sums_size());
   }
 };
 
@@ -59,15 +59,18 @@ void run_task(const PairsWeight& w, const Call& call, const Parts& parts, std::i
   pack_panels(w.kernels, s, call.problem.op == Op::linear ? call.x : call.dy, first, tokens, parts.panels,
               s.panel_size());
   find_unfinished(w.kernels, s, parts.panels, s.panel_size(), tokens, parts.unfinished);
-  w.multiply(
-      parts.panels, s.panel_size(), tokens, parts.unfinished, begin, end, parts.gathered, parts.sums,
-      [&](std::int64_t m, std::int32_t rows, std::int64_t block, std::int64_t stop, const float* sums) {
-        const std::int64_t from = block * s.out_block;
-        w.kernels.store({sums, parts.bias + from, call.activation,
-                         reinterpret_cast<std::uint16_t*>(at(call.out, first + m, from)), call.out.row_stride,
-                         rows,
-                         static_cast<std::int32_t>(std::min(stop * s.out_block, call.out.cols) - from)});
-      });
+  w.multiply(parts.panels, s.panel_size(), tokens, parts.unfinished, begin, end, parts.gathered, parts.sums,
+             [&](std::int64_t m, std::int32_t rows, std::int64_t block, std::int64_t stop, const float* sums,
+                 const PairsPlace& next) {
+               const std::int64_t from = block * s.out_block;
+               const auto to = [&](std::int64_t token, std::int64_t output) {
+                 return reinterpret_cast<std::uint16_t*>(at(call.out, first + token, output));
+               };
+               w.kernels.store({sums, s.source == PairSource::tokens, parts.bias + from, call.activation,
+                                to(m, from), call.out.row_stride, rows,
+                                static_cast<std::int32_t>(std::min(stop * s.out_block, call.out.cols) - from),
+                                next.block < end ? to(next.token, next.block * s.out_block) : nullptr});
+             });
   w.kernels.leave();
 }
 

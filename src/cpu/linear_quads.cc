@@ -59,7 +59,7 @@ struct QuadsLayout {
       return;
     }
     parts.gathered = room.take<std::uint16_t>(kGatheredGroups * kGroupSize);
-    parts.sums = room.take<float>(std::min(b.panels, kNear) * s.sums_size());
+    parts.sums = room.take<float>(std::min(b.panels, s.near()) * s.sums_size());
   }
 };
 

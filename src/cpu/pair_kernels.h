@@ -70,11 +70,15 @@ struct GatherNext {
 };
 
 // All outputs of the block row, for one chunk of its groups and one panel.
-template <class E, int kHalves, class Work>
+template <class E, int kHalves, PairSource kSource, class Work>
 void multiply_chunk(const PairProduct& t, PairSteps s, Work work) {
   std::int32_t row = 0;
   const auto outputs = [&]<int kRows>(auto along) {
-    E::template multiply<kRows, kHalves>(s, along);
+    if constexpr (kSource == PairSource::tokens) {
+      E::template multiply_tokens<kHalves>(s);
+    } else {
+      E::template multiply<kRows, kHalves>(s, along);
+    }
     s.w += kRows * kGroup;
     s.sums += kRows * kPanelTokens;
     s.ahead_lines = 0;
@@ -92,29 +96,55 @@ void multiply_chunk(const PairProduct& t, PairSteps s, Work work) {
 
 template <class E, int kHalves, PairSource kSource>
 void multiply_groups(const PairProduct& t) {
-  constexpr bool kGather = kSource != PairSource::whole;
+  constexpr bool kGather = kSource == PairSource::columns || kSource == PairSource::lines;
   constexpr std::int32_t kOffsets = offsets_of(kSource, E::kFeatures);
   using Gather = GatherNext<E, kSource == PairSource::columns>;
   typename Gather::Group next[kMostChunk];
   const std::uint16_t* x[kMostChunk];
+  constexpr std::int32_t kEarly = E::kEarly;
   const std::int64_t w_stride = std::int64_t{t.rows} * kGroup;
   const auto fit = static_cast<std::int32_t>(kChunkSize / w_stride);
   const std::int32_t limit = t.rows <= E::kRows ? kMostChunk : kMostReused;
   const std::int32_t most = fit < 1 ? 1 : fit < limit ? fit : limit;
   const std::int32_t chunks = (t.groups + most - 1) / most;
+  const auto first_of = [&](std::int32_t chunk) { return t.groups * chunk / chunks; };
   // Gathered groups are used once if the block row has one tile of outputs, else until the chunk ends.
-  const std::int32_t slots = t.rows <= E::kRows ? 2 : most + 1;
+  const std::int32_t slots = t.rows <= E::kRows ? kEarly + 1 : most + kEarly;
+  const auto gathered = [&](std::int32_t slot) { return t.gathered + std::int64_t{slot} * kGroupSize; };
+  const auto after = [&](std::int32_t& slot) {
+    const std::int32_t now = slot;
+    slot = slot + 1 == slots ? 0 : slot + 1;
+    return gathered(now);
+  };
   std::int32_t slot = 0;
-  const auto after = [&](std::int32_t i) { return slot + i < slots ? slot + i : slot + i - slots; };
-  const auto gathered = [&](std::int32_t i) { return t.gathered + std::int64_t{i} * kGroupSize; };
-  const auto offsets = [&](std::int32_t group) { return t.offsets + std::int64_t{group} * kOffsets; };
+  // The groups in the order in which they are gathered, some steps before they are multiplied.
+  struct {
+    std::int32_t chunk, panel, group, end, slot;
+  } ahead{0, 0, 0, first_of(1), 0};
+  const auto take = [&]() -> typename Gather::Group {
+    if (ahead.chunk == chunks) return {nullptr, nullptr, nullptr};
+    const typename Gather::Group group{t.panel + ahead.panel * t.panel_stride,
+                                       t.offsets + std::int64_t{ahead.group} * kOffsets, after(ahead.slot)};
+    if (++ahead.group == ahead.end) {
+      if (++ahead.panel == t.panels) {
+        ahead.panel = 0;
+        ++ahead.chunk;
+        ahead.end = first_of(ahead.chunk + 1);
+      }
+      ahead.group = first_of(ahead.chunk);
+    }
+    return group;
+  };
   if constexpr (kGather) {
-    next[0] = {t.panel, t.offsets, t.gathered};
-    for (int pair = 0; pair < kGroup / 2; ++pair) Gather{next}(0, pair);
+    for (std::int32_t i = 0; i < kEarly; ++i) {
+      next[i] = take();
+      for (int pair = 0; pair < kGroup / 2 && next[i].panel != nullptr; ++pair) Gather{next}(i, pair);
+    }
   }
+  // Sums that are asked for one panel after the other have one place, which stays in L1.
+  const std::int64_t sums_stride = chunks == 1 && t.done.call != nullptr ? 0 : t.sums_stride;
   for (std::int32_t chunk = 0; chunk < chunks; ++chunk) {
-    const std::int32_t group = t.groups * chunk / chunks;
-    const std::int32_t end = t.groups * (chunk + 1) / chunks;
+    const std::int32_t group = first_of(chunk), end = first_of(chunk + 1);
     const std::int32_t steps = end - group;
     const std::uint16_t* panel = t.panel;
     PairSteps s{t.w + group * w_stride,
@@ -127,25 +157,19 @@ void multiply_groups(const PairProduct& t) {
                 chunk == 0,
                 reinterpret_cast<const char*>(t.w + end * w_stride),
                 (t.rows + t.panels - 1) / t.panels};
-    for (std::int32_t p = 0; p < t.panels; ++p, panel += t.panel_stride, s.sums += t.sums_stride) {
+    for (std::int32_t p = 0; p < t.panels; ++p, panel += t.panel_stride, s.sums += sums_stride) {
       if constexpr (kGather) {
         for (std::int32_t i = 0; i < steps; ++i) {
-          x[i] = gathered(after(i % slots));
-          next[i] = {panel, offsets(group + i + 1), gathered(after((i + 1) % slots))};
+          x[i] = after(slot);
+          next[i] = take();
         }
-        if (p + 1 < t.panels) {
-          next[steps - 1].panel = panel + t.panel_stride;
-          next[steps - 1].offsets = offsets(group);
-        } else {
-          next[steps - 1].panel = end == t.groups ? nullptr : t.panel;
-        }
-        slot = after(steps % slots);
-        multiply_chunk<E, kHalves>(t, s, Gather{next});
+        multiply_chunk<E, kHalves, kSource>(t, s, Gather{next});
       } else {
-        for (std::int32_t i = 0; i < steps; ++i) x[i] = panel + offsets(group)[i];
-        multiply_chunk<E, kHalves>(t, s, NoWork{});
+        for (std::int32_t i = 0; i < steps; ++i) x[i] = panel + t.offsets[group + i];
+        multiply_chunk<E, kHalves, kSource>(t, s, NoWork{});
       }
       s.ahead += std::int64_t{steps} * s.ahead_lines * 64;
+      if (end == t.groups && t.done.call != nullptr) t.done.call(t.done.context, p, s.sums);
     }
   }
 }
@@ -184,6 +208,8 @@ void multiply_source(const PairProduct& t) {
     case PairSource::columns: return multiply_rows<E, kHalves, PairSource::columns>(t);
     case PairSource::lines: return multiply_rows<E, kHalves, PairSource::lines>(t);
     case PairSource::whole: return multiply_rows<E, kHalves, PairSource::whole>(t);
+    case PairSource::tokens:
+      if constexpr (E::kByToken) return multiply_groups<E, kHalves, PairSource::tokens>(t);
   }
 }
 
@@ -191,7 +217,9 @@ template <class E>
 void multiply_pairs(const PairProduct& t) {
   if (t.groups == 0) {
     for (std::int32_t p = 0; p < t.panels; ++p) {
-      __builtin_memset(t.sums + p * t.sums_stride, 0, sizeof(float) * t.rows * kPanelTokens);
+      float* sums = t.sums + p * t.sums_stride;
+      __builtin_memset(sums, 0, sizeof(float) * t.rows * kPanelTokens);
+      if (t.done.call != nullptr) t.done.call(t.done.context, p, sums);
     }
     return;
   }
@@ -207,7 +235,7 @@ void pack_pairs(const PairPack& t) {
     for (; k + kSide <= t.cols; k += kSide) {
       // Each row is a stream of its own, too many for the hardware: cold, it took 2.5 times as long.
       for (std::int32_t m = 0; m < kPanelTokens; ++m) __builtin_prefetch(t.x + k + kSide + m * t.row_stride);
-      E::pack(t.x + k, t.row_stride, t.paired, t.panel + std::int64_t{k} * kPanelTokens);
+      E::pack(t.x + k, t.row_stride, t.order, t.panel + std::int64_t{k} * kPanelTokens);
     }
   }
   alignas(64) std::uint16_t from[kPanelTokens][kSide];
@@ -224,44 +252,71 @@ void pack_pairs(const PairPack& t) {
       if (done < cols)
         __builtin_memcpy(from[m] + done, row + done, static_cast<std::size_t>(cols - done) * 2);
     }
-    E::pack(from[0], kSide, t.paired, to);
+    E::pack(from[0], kSide, t.order, to);
     __builtin_memcpy(t.panel + std::int64_t{k} * kPanelTokens, to,
                      static_cast<std::size_t>(width) * kPanelTokens * 2);
   }
 }
 
+// 32 × 32, or half as many outputs.
+template <class E>
+void store_square(const float* sums, bool by_token, int outputs, const float* bias, Activation activation,
+                  std::uint16_t* y, std::int64_t stride) {
+  if constexpr (E::kByToken) {
+    if (by_token) return E::store_tokens(sums, bias, activation, y, stride);
+  }
+  E::store(sums, outputs, bias, activation, y, stride);
+}
+
 template <class E>
 void store_pairs(const PairStore& t) {
-  constexpr std::int32_t kSide = 32;  // E::store gives 32 × 32
+  constexpr std::int32_t kSide = 32;
   alignas(64) std::uint16_t to[kPanelTokens][kSide];
   for (std::int32_t n = 0; n < t.cols; n += kSide) {
     const std::int32_t cols = t.cols - n < kSide ? t.cols - n : kSide;
     const float* sums = t.sums + n * kPanelTokens;
     if (cols == kSide && t.rows == kPanelTokens) {
-      // Y's lines of the next panel: without, each waits for its owner, and storing took 5 times as long.
-      std::uint16_t* y = t.y + n;
-      for (std::int32_t m = kPanelTokens; m < 2 * kPanelTokens; ++m)
-        __builtin_prefetch(y + m * t.row_stride, 1);
-      E::store(sums, kSide, t.bias + n, t.activation, y, t.row_stride);
+      // Y's lines of the next ones: without, each waits for its owner, and storing took 5 times as long.
+      if (t.ahead != nullptr) {
+        for (std::int32_t m = 0; m < kPanelTokens; ++m) __builtin_prefetch(t.ahead + n + m * t.row_stride, 1);
+      }
+      store_square<E>(sums, t.by_token, kSide, t.bias + n, t.activation, t.y + n, t.row_stride);
       continue;
     }
     // Whole tiles of sums are there: 16 or 32 of them.
-    E::store(sums, cols <= kTileRows ? kTileRows : kSide, t.bias + n, t.activation, to[0], kSide);
+    store_square<E>(sums, t.by_token, cols <= kTileRows ? kTileRows : kSide, t.bias + n, t.activation, to[0],
+                    kSide);
     for (std::int32_t m = 0; m < t.rows; ++m) {
       __builtin_memcpy(t.y + m * t.row_stride + n, to[m], static_cast<std::size_t>(cols) * 2);
     }
   }
 }
 
-// The lines of the next step, from where they lie to a ring of places.
+// As rows of 32 features, and from there in another order, where sums or the panel are by token.
+template <class E>
+void keep_pairs(const PairKeep& t) {
+  constexpr std::int32_t kSide = 32;
+  if (!t.by_token && t.order != PairOrder::tokens) return E::keep(t);
+  const std::int32_t width = t.by_token ? kSide : kTileRows;
+  alignas(64) std::uint16_t square[kPanelTokens * kSide];
+  for (std::int32_t o = 0; o < t.rows; o += width) {
+    const std::int64_t feature = t.feature + o, within = feature % kSide;
+    const bool tokens = t.order == PairOrder::tokens;
+    std::uint16_t* to = tokens ? t.panel + (feature - within) * kPanelTokens + within : square;
+    store_square<E>(t.sums + o * kPanelTokens, t.by_token, width, t.bias + o, t.activation, to, kSide);
+    if (!tokens) E::pack(square, kSide, t.order, t.panel + feature * kPanelTokens);
+  }
+}
+
+// The lines of a step to come, from where they lie to a ring of places.
 template <class E>
 struct GatherLines {
   static constexpr std::int32_t kRing = 3;  // a mask
   const PairDots* t;
   std::uint16_t* to;
 
-  bool any(std::int32_t step) const { return step + 1 < t->steps; }
-  void operator()(std::int32_t step, int pair) const { take(step + 1, pair); }
+  bool any(std::int32_t step) const { return step + E::kEarly < t->steps; }
+  void operator()(std::int32_t step, int pair) const { take(step + E::kEarly, pair); }
   void take(std::int32_t step, int pair) const {
     if (2 * pair >= E::kRows) return;
     const std::uint16_t* from = t->lines + step * t->lines_stride;
@@ -290,7 +345,9 @@ void multiply_dots(const PairDots& t) {
     }
     rest.offsets = t.offsets + line;
     const GatherLines<E> gather{&rest, ring};
-    for (int pair = 0; pair < kGroup / 2; ++pair) gather.take(0, pair);
+    for (std::int32_t step = 0; step < E::kEarly && step < t.steps; ++step) {
+      for (int pair = 0; pair < kGroup / 2; ++pair) gather.take(step, pair);
+    }
     s.w = ring;
     s.w_stride = E::kRows * kGroup;
     s.w_ring = GatherLines<E>::kRing;
@@ -317,21 +374,17 @@ void pack_token_pairs(const PairTokens& t) {
 
 template <class E>
 void deliver_pairs(const PairDeliver& t) {
-  constexpr int kLength = 16;
+  constexpr int kLength = 16;  // E::deliver's
   for (std::int32_t i = 0; i < t.count; ++i) {
     const PairRun& run = t.runs[i];
     for (std::int32_t from = 0; from < t.length; from += kLength) {
       float* partial = t.partial == nullptr ? nullptr : t.partial + run.to + from;  // one chunk has none
-      float v[kLength];
-      for (int j = 0; j < kLength; ++j) v[j] = from + j < run.valid ? t.sums[run.from + from + j] : 0.0F;
-      if (!t.first) {
-        for (int j = 0; j < kLength; ++j) v[j] += partial[j];
-      }
-      if (!t.last) {
-        for (int j = 0; j < kLength; ++j) partial[j] = v[j];
-      } else {
-        E::round(v, t.out + run.to + from);
-      }
+      const std::int32_t left = run.valid - from;
+      E::deliver(t.sums + run.from + from,
+                 left < 0         ? 0
+                 : left < kLength ? left
+                                  : kLength,
+                 t.first ? nullptr : partial, t.last ? nullptr : partial, t.out + run.to + from);
     }
   }
 }
@@ -348,21 +401,10 @@ bool finite_pairs(const std::uint16_t* values, std::int64_t count) {
 
 template <class E>
 constexpr PairKernels pair_table(const char* family) {
-  return {family,
-          E::kTileCycles,
-          E::kLeast,
-          E::enter,
-          E::leave,
-          pack_pairs<E>,
-          multiply_pairs<E>,
-          E::spread,
-          store_pairs<E>,
-          E::keep,
-          pack_token_pairs<E>,
-          dot_pairs<E>,
-          deliver_pairs<E>,
-          finite_pairs<E>,
-          E::token};
+  return {family,       E::kTileCycles,   E::kLeast,       E::kByToken,
+          E::enter,     E::leave,         pack_pairs<E>,   multiply_pairs<E>,
+          E::spread,    store_pairs<E>,   keep_pairs<E>,   pack_token_pairs<E>,
+          dot_pairs<E>, deliver_pairs<E>, finite_pairs<E>, E::token};
 }
 
 }  // namespace rarefy::cpu

@@ -4,7 +4,8 @@
 // An instruction multiplies two neighbouring features at once and adds both products to one float: tdpbf16ps
 // on tiles (AMX), vdpbf16ps on vectors. 32 tokens are packed feature-major in bf16, two features to a line of
 // 128 bytes: `paired`, [token][2], where W is stored in blocks of an even number of columns; else one after
-// the other, and a kernel pairs what a block row stores as it goes.
+// the other, and a kernel pairs what a block row stores as it goes. AMX takes 32 neighbouring features by
+// token.
 #pragma once
 
 #include <cstdint>
@@ -20,13 +21,20 @@ inline constexpr std::int32_t kPairLine = 2 * kPanelTokens;        // elements o
 inline constexpr std::int32_t kGroupSize = kGroup * kPanelTokens;  // elements of a group of X
 inline constexpr std::int32_t kTileSize = kTileRows * kGroup;      // elements of a tile of W
 
+// How the features of a panel lie.
+enum class PairOrder : std::uint8_t {
+  apart,   // lines of one feature
+  paired,  // lines of two, [token][2]
+  tokens,  // 32 at a time, [token][32]
+};
+
 // Row-major X to a panel of `padded` features, an even number; what is not there becomes 0.
 struct PairPack {
   const std::uint16_t* x;
   std::int64_t row_stride;
   std::int32_t rows, cols;
   std::int32_t padded;
-  bool paired;
+  PairOrder order;
   std::uint16_t* panel;
 };
 
@@ -35,7 +43,14 @@ enum class PairSource : std::uint8_t {
   columns,  // 32 a group, of features
   lines,    // 16, of paired features
   whole,    // one, of the first of 16 neighbouring pairs
+  tokens,   // one, of 32 neighbouring features by token: so are the sums then, [token][32 outputs]
 };
+
+constexpr PairOrder order_of(PairSource source) {
+  return source == PairSource::columns  ? PairOrder::apart
+         : source == PairSource::tokens ? PairOrder::tokens
+                                        : PairOrder::paired;
+}
 
 // A line holds so many features: 2, or 4 in int8 (quads.h), whose groups have 64.
 constexpr std::int32_t offsets_of(PairSource source, std::int32_t features = 2) {
@@ -43,9 +58,15 @@ constexpr std::int32_t offsets_of(PairSource source, std::int32_t features = 2) 
   return source == PairSource::columns ? kLines * features : source == PairSource::lines ? kLines : 1;
 }
 
+// Called as soon as a panel's sums are there, while they are in L1. Null: they are wanted of all panels.
+struct PairDone {
+  void (*call)(void* context, std::int32_t panel, float* sums);
+  void* context;
+};
+
 // sums[panel][o][token] = Σ W[o, i] · x[i][token] over the stored columns of one block row, for some panels.
 struct PairProduct {
-  const std::uint16_t* w;        // [group][row][32]
+  const std::uint16_t* w;        // [group][row][32]; source tokens: [group][16 rows][pair][row][2]
   const std::uint32_t* offsets;  // of each group
   PairSource source;
   std::int32_t groups;
@@ -56,8 +77,9 @@ struct PairProduct {
   const std::uint16_t* panel;  // the first
   std::int64_t panel_stride;
   std::uint16_t* gathered;  // room for kGatheredGroups groups
-  float* sums;              // [rows][32], of the first panel
+  float* sums;              // [rows][32], of the first panel; source tokens: [32 rows][token][row]
   std::int64_t sums_stride;
+  PairDone done;
 };
 
 // A block row is multiplied in chunks of groups, each for all panels, so that its weights (24 KB) stay in L1
@@ -65,7 +87,7 @@ struct PairProduct {
 inline constexpr std::int32_t kChunkSize = 12 * 1024;  // elements of W
 inline constexpr std::int32_t kMostChunk = 24;         // groups
 inline constexpr std::int32_t kMostReused = 8;         // where several tiles of outputs read X: 16 KB of L1
-inline constexpr std::int32_t kGatheredGroups = kMostChunk + 1;
+inline constexpr std::int32_t kGatheredGroups = kMostChunk + 2;
 
 // sums[columns[e]][token] += Σ W[o, columns[e]] · dy[o][token] over the rows o of one block row of R×1
 // blocks: stored as they are, [entry][rows], they are rows of a tile.
@@ -80,21 +102,25 @@ struct PairSpread {
 
 // y[token][o] = act(sums[o][token] + bias[o]), row-major.
 struct PairStore {
-  const float* sums;  // [cols, in whole tiles][32]
+  const float* sums;  // [cols, in whole tiles][32], or [32 cols][token][32]
+  bool by_token;
   const float* bias;  // as many
   Activation activation;
   std::uint16_t* y;
   std::int64_t row_stride;
   std::int32_t rows, cols;
+  const std::uint16_t* ahead;  // where the next ones go, as many: their lines are asked for
 };
 
-// act(sums[o][token] + bias[o]) as a panel, whose features are these outputs: rounded as in PairStore.
+// act(sums[o][token] + bias[o]) as features of a panel, from `feature` on: rounded as in PairStore.
 struct PairKeep {
-  const float* sums;  // [rows][32]
+  const float* sums;  // as of PairStore
+  bool by_token;
   const float* bias;
   Activation activation;
   std::int32_t rows;  // as of a product
-  bool paired;
+  PairOrder order;
+  std::int64_t feature;
   std::uint16_t* panel;
 };
 
@@ -141,6 +167,7 @@ struct PairKernels {
   const char* family;
   double tile_cycles;  // that 16 outputs, 32 features and 32 tokens take: a figure for the configuration
   std::int32_t rows;   // outputs that fill a product: block rows of 4 and 8 are joined to so many
+  bool by_token;       // takes blocks of whole groups by token (PairSource::tokens)
   void (*enter)();     // before and after a task, on its thread
   void (*leave)();
   void (*pack)(const PairPack&);

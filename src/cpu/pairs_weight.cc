@@ -76,9 +76,14 @@ void pack_pairs(const PairsShape& s, const PairsStored& stored, const Executor& 
         const auto* from =
             static_cast<const std::uint16_t*>(w.values) + (w.perm == nullptr ? e : w.perm[e]) * w.block_size;
         for (std::int64_t i = 0; i < s.red_block; ++i) {
-          std::uint16_t* to = tile_row + (at + i) / kGroup * s.tiles_size() + (at + i) % kGroup;
+          const std::int64_t column = (at + i) % kGroup;
+          std::uint16_t* to = tile_row + (at + i) / kGroup * s.tiles_size();
           for (std::int64_t r = 0; r < s.row_block; ++r) {
-            to[r * kGroup] = from[r * w.out_stride + i * w.red_stride];
+            const std::int64_t place =
+                s.source == PairSource::tokens
+                    ? r / kTileRows * kTileSize + column / 2 * 32 + r % kTileRows * 2 + column % 2
+                    : r * kGroup + column;
+            to[place] = from[r * w.out_stride + i * w.red_stride];
           }
         }
       }

@@ -12,8 +12,9 @@
 
 namespace rarefy::cpu {
 
-inline constexpr std::int64_t kStored = 64;  // outputs finished at a time: two cache lines of a token
-inline constexpr std::int64_t kNear = 4;     // panels that share weights in L1: their sums take 32 KB
+inline constexpr std::int64_t kStored = 64;  // outputs finished at a time, of blocks that have less than 32
+// Panels that share weights in L1: more, where their sums do not wait there for each other.
+inline constexpr std::int64_t kNear = 8, kNearSums = 4;
 
 // The product seen as out = W · in, for which the problem is enough. Block rows that have fewer outputs than
 // a tile are joined: an output block is then several of them, with all columns that any of them stores.
@@ -37,7 +38,8 @@ struct PairsShape {
     join = row_block < kTileRows && kernels.rows % row_block == 0 ? kernels.rows / row_block : 1;
     out_blocks = ceil_div(rows, join);
     out_block = join * row_block;
-    source = red_block % kGroup == 0 ? PairSource::whole
+    const bool by_token = kernels.by_token && join == 1 && out_block % kGroup == 0;
+    source = red_block % kGroup == 0 ? by_token ? PairSource::tokens : PairSource::whole
              : red_block % 2 == 0    ? PairSource::lines
                                      : PairSource::columns;
     padded = ceil_div(red_blocks * red_block, 2) * 2 + 2;
@@ -63,8 +65,9 @@ struct PairsShape {
   std::int64_t panel_size() const { return padded * kPanelTokens; }
   std::int64_t tiles_size() const { return out_block * kGroup; }  // of one group
   std::int64_t tiles_bytes() const { return groups() * tiles_size() * std::int64_t{sizeof(std::uint16_t)}; }
-  // Output blocks that are finished at a time, and the floats of their sums for one panel.
-  std::int64_t finished() const { return std::max<std::int64_t>(1, kStored / out_block); }
+  // Output blocks that are finished at a time; panels that share weights; the floats of the sums of one.
+  std::int64_t finished() const { return out_block < 32 ? kStored / out_block : 1; }
+  std::int64_t near() const { return finished() == 1 ? kNear : kNearSums; }
   std::int64_t sums_size() const { return finished() * out_block * kPanelTokens; }
 };
 
@@ -109,6 +112,11 @@ void pack_pairs(const PairsShape& s, const PairsStored& stored, const Executor& 
 void find_unfinished(const PairKernels& kernels, const PairsShape& shape, const std::uint16_t* panels,
                      std::int64_t panel_stride, std::int64_t tokens, std::uint32_t* unfinished);
 
+// A token and an output block.
+struct PairsPlace {
+  std::int64_t token, block;
+};
+
 // A weight as kernels multiply it.
 struct PairsWeight {
   const PairKernels& kernels;
@@ -133,8 +141,8 @@ struct PairsWeight {
   void sum_stored(std::int64_t block, const std::uint16_t* panel, std::uint32_t tokens, float* sums) const;
 
   // Output blocks first … last for some tokens, whose panels lie `panel_stride` apart. As soon as sums are
-  // there, finish(token, rows, block, end, sums) gets those of blocks block … end for one panel. `sums` has
-  // room for sums_size of kNear panels, or of all.
+  // there, finish(token, rows, block, end, sums, ahead) gets those of blocks block … end for one panel;
+  // `ahead` says which come next, token and block. `sums` has room for sums_size of near() panels, or of all.
   template <class Finish>
   void multiply(const std::uint16_t* panels, std::int64_t panel_stride, std::int64_t tokens,
                 const std::uint32_t* unfinished, std::int64_t first, std::int64_t last,
@@ -144,25 +152,44 @@ struct PairsWeight {
       for (std::int64_t m = 0; m < tokens;) {
         // Panels that share chunks of a block row's weights in L1; one that is half empty, alone.
         const std::int64_t whole = (tokens - m + kPanelTokens / 2 - 1) / kPanelTokens;
-        const std::int64_t near = std::clamp<std::int64_t>(whole, 1, kNear);
+        const std::int64_t near = std::clamp<std::int64_t>(whole, 1, shape.near());
+        const std::uint16_t* x = panels + m / kPanelTokens * panel_stride;
+        const auto fix = [&](std::int64_t block, std::int64_t p, float* to) {
+          const std::uint32_t odd = shape.join > 1 ? unfinished[m / kPanelTokens + p] : 0;
+          if (odd != 0) sum_stored(block, x + p * panel_stride, odd, to);
+        };
+        const auto finish_panel = [&](std::int64_t p, float* to) {
+          const std::int64_t token = m + p * kPanelTokens;
+          const bool more = p + 1 < near, others = m + near * kPanelTokens < tokens;
+          finish(token, panel_rows(tokens, token), o, end, to,
+                 more || others ? PairsPlace{token + kPanelTokens, o} : PairsPlace{0, end});
+        };
+        auto at_once = [&](std::int32_t p, float* to) {
+          fix(o, p, to);
+          finish_panel(p, to);
+        };
+        const PairDone done{[](void* context, std::int32_t p, float* to) {
+                              (*static_cast<decltype(at_once)*>(context))(p, to);
+                            },
+                            &at_once};
         for (std::int64_t block = o; block < end; ++block) {
           const std::int32_t from = prepared.first[block];
-          const std::uint16_t* x = panels + m / kPanelTokens * panel_stride;
           float* to = sums + (block - o) * shape.out_block * kPanelTokens;
           kernels.multiply({packed + from * shape.tiles_size(),
                             prepared.offsets + std::int64_t{from} * offsets_of(shape.source), shape.source,
                             prepared.first[block + 1] - from, prepared.pairs[block],
                             static_cast<std::int32_t>(shape.out_block),
                             panel_rows(tokens, m) > kPanelTokens / 2 ? 2 : 1, static_cast<std::int32_t>(near),
-                            x, panel_stride, gathered, to, shape.sums_size()});
-          for (std::int64_t p = 0; shape.join > 1 && p < near; ++p) {
-            const std::uint32_t odd = unfinished[m / kPanelTokens + p];
-            if (odd != 0) sum_stored(block, x + p * panel_stride, odd, to + p * shape.sums_size());
+                            x, panel_stride, gathered, to, shape.sums_size(),
+                            shape.finished() == 1 ? done : PairDone{}});
+          for (std::int64_t p = 0; shape.finished() > 1 && p < near; ++p) {
+            fix(block, p, to + p * shape.sums_size());
           }
         }
-        for (std::int64_t p = 0; p < near; ++p, m += kPanelTokens) {
-          finish(m, panel_rows(tokens, m), o, end, sums + p * shape.sums_size());
+        for (std::int64_t p = 0; shape.finished() > 1 && p < near; ++p) {
+          finish_panel(p, sums + p * shape.sums_size());
         }
+        m += near * kPanelTokens;
       }
     }
   }
@@ -183,7 +210,7 @@ inline void pack_panels(const PairKernels& kernels, const PairsShape& shape, con
   for (std::int64_t m = 0; m < tokens; m += kPanelTokens) {
     kernels.pack({reinterpret_cast<const std::uint16_t*>(at(x, first + m, 0)), x.row_stride,
                   panel_rows(tokens, m), static_cast<std::int32_t>(x.cols),
-                  static_cast<std::int32_t>(shape.padded), shape.source != PairSource::columns,
+                  static_cast<std::int32_t>(shape.padded), order_of(shape.source),
                   panels + m / kPanelTokens * panel_stride});
   }
 }

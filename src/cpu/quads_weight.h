@@ -39,8 +39,10 @@ struct QuadsShape {
   std::int64_t panel_size() const { return padded * kPanelTokens / 2; }
   std::int64_t tiles_size() const { return out_block * kGroup; }  // of one group
   std::int64_t tiles_bytes() const { return groups() * tiles_size() * 2; }
-  // Output blocks that are finished at a time, and the sums of them for one panel.
+  // Output blocks that are finished at a time (their rows of Y are 256 bytes in f32), panels that share
+  // weights in L1, and the sums of one.
   std::int64_t finished() const { return std::max<std::int64_t>(1, kStored / out_block); }
+  std::int64_t near() const { return finished() == 1 ? kNear : kNearSums; }
   std::int64_t sums_size() const { return finished() * out_block * kPanelTokens; }
 };
 
@@ -92,21 +94,30 @@ struct QuadsWeight {
       const std::int64_t end = std::min(o + shape.finished(), last);
       for (std::int64_t m = 0; m < tokens;) {
         const std::int64_t whole = (tokens - m + kPanelTokens / 2 - 1) / kPanelTokens;
-        const std::int64_t near = std::clamp<std::int64_t>(whole, 1, kNear);
+        const std::int64_t near = std::clamp<std::int64_t>(whole, 1, shape.near());
+        auto finish_panel = [&](std::int32_t p, float* to) {
+          const std::int64_t token = m + p * kPanelTokens;
+          finish(token, panel_rows(tokens, token), o, end, to);
+        };
+        const PairDone done{[](void* context, std::int32_t p, float* to) {
+                              (*static_cast<decltype(finish_panel)*>(context))(p, to);
+                            },
+                            &finish_panel};
         for (std::int64_t block = o; block < end; ++block) {
           const std::int32_t from = prepared.first[block];
           const std::int64_t columns = (std::int64_t{begin[block + 1]} - begin[block]) * shape.red_block;
-          kernels.multiply({tiles + from * shape.tiles_size(), prepared.offsets + from * shape.offsets(),
-                            shape.source, prepared.first[block + 1] - from,
-                            static_cast<std::int32_t>(ceil_div(columns, kQuad)),
-                            static_cast<std::int32_t>(shape.out_block),
-                            panel_rows(tokens, m) > kPanelTokens / 2 ? 2 : 1, static_cast<std::int32_t>(near),
-                            panels + m / kPanelTokens * shape.panel_size(), shape.panel_size(), gathered,
-                            sums + (block - o) * shape.out_block * kPanelTokens, shape.sums_size()});
+          kernels.multiply(
+              {tiles + from * shape.tiles_size(), prepared.offsets + from * shape.offsets(), shape.source,
+               prepared.first[block + 1] - from, static_cast<std::int32_t>(ceil_div(columns, kQuad)),
+               static_cast<std::int32_t>(shape.out_block), panel_rows(tokens, m) > kPanelTokens / 2 ? 2 : 1,
+               static_cast<std::int32_t>(near), panels + m / kPanelTokens * shape.panel_size(),
+               shape.panel_size(), gathered, sums + (block - o) * shape.out_block * kPanelTokens,
+               shape.sums_size(), shape.finished() == 1 ? done : PairDone{}});
         }
-        for (std::int64_t p = 0; p < near; ++p, m += kPanelTokens) {
-          finish(m, panel_rows(tokens, m), o, end, sums + p * shape.sums_size());
+        for (std::int32_t p = 0; shape.finished() > 1 && p < near; ++p) {
+          finish_panel(p, sums + p * shape.sums_size());
         }
+        m += near * kPanelTokens;
       }
     }
   }

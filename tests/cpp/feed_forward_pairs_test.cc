@@ -60,6 +60,7 @@ TEST_P(FeedForwardPairsTest, EveryNumberOfTokens) {
   for (const std::int64_t tokens : {5, 15, 16, 17, 31, 32, 33, 48, 49, 64, 65, 130, 300, 513}) {
     check({tokens, 50, 130, 70, all_of(32, 1), 0.5, DType::bf16, true, tokens % 2 == 0 ? 0 : -1});
     check({tokens, 50, 130, 70, all_of(16, 4), 0.5, DType::bf16, true, 1}, pool.executor());
+    check({tokens, 50, 130, 70, all_of(32, 32), 0.5, DType::bf16, true, 1}, pool.executor());
     check({tokens, 50, 130, 70, all_of(4, 1), 0.5, DType::bf16, true, 1}, pool.executor());
   }
 }
@@ -69,6 +70,8 @@ TEST_P(FeedForwardPairsTest, EmptyFullAndNothing) {
     check({37, 30, 141, 125, all_of(32, 1), density, DType::bf16, true, 2});
     check({37, 30, 141, 125, all_of(16, 16), density, DType::bf16, true, 2});
     check({37, 30, 141, 125, all_of(4, 1), density, DType::bf16, true, 2});
+    check({37, 30, 141, 125, all_of(32, 32), density, DType::bf16, true, 2});
+    check({37, 30, 101, 125, {{{48, 5}, {48, 5}, {32, 32}}}, density, DType::bf16, true, 2});  // hidden: 144
   }
   check({9, 0, 40, 17, all_of(16, 1), 0.0, DType::bf16, true, 2});  // no input features
   check({9, 8, 0, 17, all_of(16, 1), 0.0, DType::bf16, true, 2});   // no hidden ones: y is the bias

@@ -97,6 +97,7 @@ TEST_P(PairsTest, EveryNumberOfTokens) {
   for (const std::int64_t tokens : {5, 15, 16, 17, 31, 32, 33, 48, 49, 63, 64, 65, 128, 130, 300}) {
     check({tokens, 70, 90, 32, 1, 0.5, {}, true, tokens % 2 == 0 ? 0 : -1});
     check({tokens, 90, 70, 16, 4, 0.5, {}, false, 1});
+    check({tokens, 90, 130, 32, 32, 0.5, {}, false, 1});
     check({tokens, 70, 90, 4, 1, 0.3, {}, true, 0});
     check({tokens, 90, 70, 8, 8, 0.3, {}, false, 1});
   }
@@ -247,8 +248,10 @@ TEST_P(PairsTest, ActivationsOfEveryFloat) {
     for (int round = 0; round < 512; ++round) {
       for (float& x : sums) x = std::bit_cast<float>(bits += 8191);  // 2²⁰ / 2 of them, by odd steps
       if (round == 0) std::copy(std::begin(special), std::end(special), sums.begin());
-      kernels.store({sums.data(), bias.data(), activation, y.data(), kSide, cpu::kPanelTokens, kSide});
-      kernels.keep({sums.data(), bias.data(), activation, kSide, true, panel.data()});
+      kernels.store(
+          {sums.data(), false, bias.data(), activation, y.data(), kSide, cpu::kPanelTokens, kSide, nullptr});
+      kernels.keep(
+          {sums.data(), false, bias.data(), activation, kSide, cpu::PairOrder::paired, 0, panel.data()});
       for (std::size_t o = 0; o < kSide; ++o) {
         for (std::size_t m = 0; m < cpu::kPanelTokens; ++m) {
           const std::uint16_t got = y[m * kSide + o];

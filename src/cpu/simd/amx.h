@@ -16,6 +16,8 @@ struct Bf16Tiles {
 
 struct Amx : Avx512Pairs {
   static constexpr int kRows = 32, kLeast = 32;
+  static constexpr int kEarly = 2;  // tiles are not loaded from stores that are under way
+  static constexpr bool kByToken = true;
   static constexpr double kTileCycles = 50;
 
   // Eight tiles of 16 rows of 64 bytes. GCC 12's _tile_loadconfig tells the compiler of 8 bytes that are
@@ -36,50 +38,19 @@ struct Amx : Avx512Pairs {
     multiply_tiles<Bf16Tiles, kOutputs, kHalves>(s, work);
   }
 
-  // Sums in tiles 0 … 3: [output / 16][token / 16]; W in 4 and 5, X in 6 and 7.
   template <class Tiles, int kOutputs, int kHalves, class Work>
   static void multiply_tiles(const PairSteps& s, Work work) {
-    constexpr bool kTall = kOutputs == 32, kWide = kHalves == 2;
-    constexpr int kSumsStride = kPanelTokens * 4, kXStride = kPairLine * 2, kWStride = kGroup * 2;
-    float* below = s.sums + 16 * kPanelTokens;
-    if (s.first) {
-      _tile_zero(0);
-      if constexpr (kWide) _tile_zero(1);
-      if constexpr (kTall) _tile_zero(2);
-      if constexpr (kTall && kWide) _tile_zero(3);
-    } else {
-      _tile_loadd(0, s.sums, kSumsStride);
-      if constexpr (kWide) _tile_loadd(1, s.sums + 16, kSumsStride);
-      if constexpr (kTall) _tile_loadd(2, below, kSumsStride);
-      if constexpr (kTall && kWide) _tile_loadd(3, below + 16, kSumsStride);
-    }
-    for (std::int32_t step = 0; step < s.steps; ++step) {
-      const std::uint16_t* x = s.x[step];
-      const std::uint16_t* w = s.w + (step & s.w_ring) * s.w_stride;
-      s.fetch(step);
-      __asm__ volatile("" ::: "memory");  // tile loads are asm that GCC moves across stores
-      const auto quarter = [&](int from) {
-        if (!work.any(step)) return;
-#pragma GCC unroll 4
-        for (int p = from; p < from + 4; ++p) work(step, p);
-      };
-      _tile_loadd(6, x, kXStride);
-      _tile_loadd(4, w, kWStride);
-      quarter(0);
-      Tiles::template dot<0, 4, 6>();
-      if constexpr (kWide) _tile_loadd(7, x + 32, kXStride);
-      quarter(4);
-      if constexpr (kWide) Tiles::template dot<1, 4, 7>();
-      if constexpr (kTall) _tile_loadd(5, w + kTileSize, kWStride);
-      quarter(8);
-      if constexpr (kTall) Tiles::template dot<2, 5, 6>();
-      quarter(12);
-      if constexpr (kTall && kWide) Tiles::template dot<3, 5, 7>();
-    }
-    _tile_stored(0, s.sums, kSumsStride);
-    if constexpr (kWide) _tile_stored(1, s.sums + 16, kSumsStride);
-    if constexpr (kTall) _tile_stored(2, below, kSumsStride);
-    if constexpr (kTall && kWide) _tile_stored(3, below + 16, kSumsStride);
+    const auto w = [&](std::int32_t step) { return s.w + (step & s.w_ring) * s.w_stride; };
+    const auto x = [&](std::int32_t step) { return s.x[step]; };
+    squares<Tiles, kOutputs == 32, kHalves == 2>(s, w, x, kPairLine * 2, 32, work);
+  }
+
+  // x by token is the first operand: what comes out are rows of Y.
+  template <int kHalves>
+  static void multiply_tokens(const PairSteps& s) {
+    const auto w = [&](std::int32_t step) { return s.w + step * s.w_stride; };
+    const auto x = [&](std::int32_t step) { return s.x[step]; };
+    squares<Bf16Tiles, kHalves == 2, true>(s, x, w, kGroup * 2, kTileSize, NoWork{});
   }
 
   // 32 columns at a time; while tiles work on these, the ones before are added to their sums.
@@ -106,6 +77,51 @@ struct Amx : Avx512Pairs {
   }
 
  private:
+  // Up to 2 × 2 tiles of sums, rows[step] · columns[step] summed up: sums in tiles 0 … 3, a row of them 128
+  // bytes; rows in 4 and 5, columns in 6 and 7, whose second tile lies `second` elements behind the first.
+  template <class Tiles, bool kTall, bool kWide, class Rows, class Columns, class Work>
+  static void squares(const PairSteps& s, Rows rows, Columns columns, int stride, int second, Work work) {
+    constexpr int kSumsStride = kPanelTokens * 4, kRowsStride = kGroup * 2;
+    float* below = s.sums + 16 * kPanelTokens;
+    if (s.first) {
+      _tile_zero(0);
+      if constexpr (kWide) _tile_zero(1);
+      if constexpr (kTall) _tile_zero(2);
+      if constexpr (kTall && kWide) _tile_zero(3);
+    } else {
+      _tile_loadd(0, s.sums, kSumsStride);
+      if constexpr (kWide) _tile_loadd(1, s.sums + 16, kSumsStride);
+      if constexpr (kTall) _tile_loadd(2, below, kSumsStride);
+      if constexpr (kTall && kWide) _tile_loadd(3, below + 16, kSumsStride);
+    }
+    for (std::int32_t step = 0; step < s.steps; ++step) {
+      const std::uint16_t *row = rows(step), *column = columns(step);
+      s.fetch(step);
+      __asm__ volatile("" ::: "memory");  // tile loads are asm that GCC moves across stores
+      const auto quarter = [&](int from) {
+        if (!work.any(step)) return;
+#pragma GCC unroll 4
+        for (int p = from; p < from + 4; ++p) work(step, p);
+      };
+      _tile_loadd(6, column, stride);
+      _tile_loadd(4, row, kRowsStride);
+      quarter(0);
+      Tiles::template dot<0, 4, 6>();
+      if constexpr (kWide) _tile_loadd(7, column + second, stride);
+      quarter(4);
+      if constexpr (kWide) Tiles::template dot<1, 4, 7>();
+      if constexpr (kTall) _tile_loadd(5, row + kTileSize, kRowsStride);
+      quarter(8);
+      if constexpr (kTall) Tiles::template dot<2, 5, 6>();
+      quarter(12);
+      if constexpr (kTall && kWide) Tiles::template dot<3, 5, 7>();
+    }
+    _tile_stored(0, s.sums, kSumsStride);
+    if constexpr (kWide) _tile_stored(1, s.sums + 16, kSumsStride);
+    if constexpr (kTall) _tile_stored(2, below, kSumsStride);
+    if constexpr (kTall && kWide) _tile_stored(3, below + 16, kSumsStride);
+  }
+
   static void spread_columns(const PairSpread& t, std::int32_t first) {
     constexpr int kXStride = kPairLine * 2;
     const std::uint16_t* w = t.w + std::int64_t{first} * t.rows;

@@ -8,6 +8,8 @@ namespace rarefy::cpu {
 
 struct Avx512Pairs {
   static constexpr int kFeatures = 2;
+  static constexpr int kEarly = 1;  // steps before a group is multiplied, it is gathered
+  static constexpr bool kByToken = false;
 
   static __m512i bits(__m512 v) { return _mm512_castps_si512(v); }
 
@@ -24,11 +26,17 @@ struct Avx512Pairs {
   // 32 tokens × 32 features of row-major X into the lines of a panel. A dword of X is a pair of features:
   // transposed as such, it is in pair order. Apart, tokens lie in an order that interleaving lines (unpack)
   // undoes: 4 of the first half, 4 of the second.
-  static void pack(const std::uint16_t* x, std::int64_t stride, bool paired, std::uint16_t* panel) {
+  static void pack(const std::uint16_t* x, std::int64_t stride, PairOrder order, std::uint16_t* panel) {
     // Each row is a stream of its own, too many for the hardware's prefetcher; cold, it took 2.5 times as
     // long.
 #pragma GCC unroll 32
     for (int m = 0; m < kPanelTokens; ++m) __builtin_prefetch(x + m * stride + kGroup);
+    if (order == PairOrder::tokens) {
+#pragma GCC unroll 32
+      for (int m = 0; m < kPanelTokens; ++m) copy_line(x + m * stride, panel + m * kGroup);
+      return;
+    }
+    const bool paired = order == PairOrder::paired;
     __m512i low[16], high[16];
 #pragma GCC unroll 16
     for (int m = 0; m < 16; ++m) low[m] = _mm512_loadu_si512(x + m * stride);
@@ -87,8 +95,12 @@ struct Avx512Pairs {
     }
   }
 
-  static void round(const float* v, std::uint16_t* to) {
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), (__m256i)_mm512_cvtneps_pbh(_mm512_loadu_ps(v)));
+  // 16 sums, of which `valid` are there, and those of `before`: to `after`, or rounded.
+  static void deliver(const float* sums, int valid, const float* before, float* after, std::uint16_t* to) {
+    __m512 v = _mm512_maskz_loadu_ps(static_cast<__mmask16>((1U << valid) - 1), sums);
+    if (before != nullptr) v = _mm512_add_ps(v, _mm512_loadu_ps(before));
+    if (after != nullptr) return _mm512_storeu_ps(after, v);
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), (__m256i)_mm512_cvtneps_pbh(v));
   }
 
   static void keep(const PairKeep& t) {
@@ -109,7 +121,26 @@ struct Avx512Pairs {
     }
   }
 
+  // The same of sums by token.
+  static void store_tokens(const float* sums, const float* bias, Activation activation, std::uint16_t* y,
+                           std::int64_t stride) {
+    if (activation == Activation::none) return store_tokens_as<false>(sums, bias, activation, y, stride);
+    store_tokens_as<true>(sums, bias, activation, y, stride);
+  }
+
  private:
+  template <bool kActivate>
+  static void store_tokens_as(const float* sums, const float* bias, Activation activation, std::uint16_t* y,
+                              std::int64_t stride) {
+    const __m512 low = _mm512_loadu_ps(bias), high = _mm512_loadu_ps(bias + 16);
+#pragma GCC unroll 4
+    for (int m = 0; m < kPanelTokens; ++m, sums += 32, y += stride) {
+      const __m512 a = finished<kActivate>(sums, low, activation);
+      const __m512 b = finished<kActivate>(sums + 16, high, activation);
+      _mm512_storeu_si512(y, (__m512i)_mm512_cvtne2ps_pbh(b, a));
+    }
+  }
+
   template <bool kActivate>
   static __m512 finished(const float* sums, __m512 bias, Activation activation) {
     const __m512 v = _mm512_add_ps(_mm512_loadu_ps(sums), bias);
@@ -129,7 +160,7 @@ struct Avx512Pairs {
   static void keep_as(const PairKeep& t) {
     const __m512i quarters = _mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7);
     const float* sums = t.sums;
-    std::uint16_t* to = t.panel;
+    std::uint16_t* to = t.panel + t.feature * kPanelTokens;
     for (std::int32_t o = 0; o < t.rows; o += 2, sums += 2 * kPanelTokens, to += kPairLine) {
       __m512 v[2][2];  // [feature][half]
 #pragma GCC unroll 2
@@ -142,8 +173,9 @@ struct Avx512Pairs {
 #pragma GCC unroll 2
       for (int i = 0; i < 2; ++i) {
         const __m512i line =
-            t.paired ? interleaved(_mm512_cvtne2ps_pbh(v[1][i], v[0][i]))
-                     : _mm512_permutexvar_epi64(quarters, (__m512i)_mm512_cvtne2ps_pbh(v[i][1], v[i][0]));
+            t.order == PairOrder::paired
+                ? interleaved(_mm512_cvtne2ps_pbh(v[1][i], v[0][i]))
+                : _mm512_permutexvar_epi64(quarters, (__m512i)_mm512_cvtne2ps_pbh(v[i][1], v[i][0]));
         _mm512_storeu_si512(to + i * kPanelTokens, line);
       }
     }

@@ -12,6 +12,8 @@ namespace rarefy::cpu {
 template <bool kUnsigned>
 struct Avx512Quads {
   static constexpr int kFeatures = 4;
+  static constexpr int kEarly = 1;
+  static constexpr bool kByToken = false;
 
   static std::uint32_t absmax(const float* x, std::int32_t count) {
     const __m512i magnitude = _mm512_set1_epi32(0x7fffffff);

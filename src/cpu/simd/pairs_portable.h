@@ -8,20 +8,23 @@ namespace rarefy::cpu {
 
 struct PairsPortable {
   static constexpr int kFeatures = 2;
-  static constexpr int kRows = 32, kLeast = 32;
+  static constexpr int kRows = 32, kLeast = 32, kEarly = 2;
+  static constexpr bool kByToken = true;
   static constexpr double kTileCycles = 20000;
 
   static void enter() {}
   static void leave() {}
 
   // 32 tokens × 32 features of row-major X into the lines of a panel.
-  static void pack(const std::uint16_t* x, std::int64_t stride, bool paired, std::uint16_t* panel) {
+  static void pack(const std::uint16_t* x, std::int64_t stride, PairOrder order, std::uint16_t* panel) {
     for (int k = 0; k < kGroup; ++k) {
-      for (int m = 0; m < kPanelTokens; ++m) {
-        const int at = paired ? k / 2 * kPairLine + 2 * m + k % 2 : k * kPanelTokens + m;
-        panel[at] = x[m * stride + k];
-      }
+      for (int m = 0; m < kPanelTokens; ++m) panel[place(order, k, m)] = x[m * stride + k];
     }
+  }
+  static int place(PairOrder order, int feature, int token) {
+    if (order == PairOrder::apart) return feature * kPanelTokens + token;
+    if (order == PairOrder::tokens) return feature / kGroup * kGroupSize + token * kGroup + feature % kGroup;
+    return feature / 2 * kPairLine + 2 * token + feature % 2;
   }
   static std::int32_t token(std::int32_t token) { return token; }
   // Two features of 32 tokens, in pair order.
@@ -40,7 +43,15 @@ struct PairsPortable {
       for (int k = 0; k < 32; ++k) to[m / 2 * kPairLine + 2 * k + m % 2] = x[m * stride + k];
     }
   }
-  static void round(const float* v, std::uint16_t* to) {
+  // 16 sums, of which `valid` are there, and those of `before`: to `after`, or rounded.
+  static void deliver(const float* sums, int valid, const float* before, float* after, std::uint16_t* to) {
+    float v[16] = {};
+    for (int i = 0; i < valid; ++i) v[i] = sums[i];
+    for (int i = 0; i < 16 && before != nullptr; ++i) v[i] += before[i];
+    if (after != nullptr) {
+      std::memcpy(after, v, sizeof(v));
+      return;
+    }
     for (int i = 0; i < 16; i += Scalar::kWidth) Scalar::store_bf16(to + i, Scalar::load(v + i));
   }
 
@@ -63,6 +74,21 @@ struct PairsPortable {
           const std::uint16_t* x = s.x[step] + i / 2 * kPairLine + i % 2;
           for (int m = 0; m < kHalves * 16; ++m) {
             s.sums[o * kPanelTokens + m] += number(w[i]) * number(x[2 * m]);
+          }
+        }
+      }
+    }
+  }
+
+  template <int kHalves>
+  static void multiply_tokens(const PairSteps& s) {
+    if (s.first) std::memset(s.sums, 0, sizeof(float) * 32 * kPanelTokens);
+    for (std::int32_t step = 0; step < s.steps; ++step) {
+      for (int m = 0; m < kHalves * 16; ++m) {
+        for (int o = 0; o < 32; ++o) {
+          const std::uint16_t* w = s.w + step * s.w_stride + o / 16 * kTileSize + o % 16 * 2;
+          for (int i = 0; i < kGroup; ++i) {
+            s.sums[m * 32 + o] += number(s.x[step][m * kGroup + i]) * number(w[i / 2 * 32 + i % 2]);
           }
         }
       }
@@ -94,15 +120,24 @@ struct PairsPortable {
     }
   }
 
+  // The same of sums by token.
+  static void store_tokens(const float* sums, const float* bias, Activation activation, std::uint16_t* y,
+                           std::int64_t stride) {
+    for (int m = 0; m < kPanelTokens; ++m, sums += 32, y += stride) {
+      for (int o = 0; o < 32; o += Scalar::kWidth) {
+        const Scalar::Vec sum = Scalar::add(Scalar::load(sums + o), Scalar::load(bias + o));
+        Scalar::store_bf16(y + o, activate_bf16<Scalar>(activation, sum));
+      }
+    }
+  }
+
   static void keep(const PairKeep& t) {
     alignas(64) std::uint16_t rows[kPanelTokens][kTileRows];
+    std::uint16_t* panel = t.panel + t.feature * kPanelTokens;
     for (std::int32_t o = 0; o < t.rows; o += kTileRows) {
       store(t.sums + o * kPanelTokens, kTileRows, t.bias + o, t.activation, rows[0], kTileRows);
       for (int i = 0; i < kTileRows; ++i) {
-        for (int m = 0; m < kPanelTokens; ++m) {
-          const int at = t.paired ? (o + i) / 2 * kPairLine + 2 * m + i % 2 : (o + i) * kPanelTokens + m;
-          t.panel[at] = rows[m][i];
-        }
+        for (int m = 0; m < kPanelTokens; ++m) panel[place(t.order, o + i, m)] = rows[m][i];
       }
     }
   }

@@ -11,6 +11,8 @@ namespace rarefy::cpu {
 template <class Self, class I>
 struct QuadsPlain {
   static constexpr int kFeatures = 4;
+  static constexpr int kEarly = 1;
+  static constexpr bool kByToken = false;
 
   static void enter() {}
   static void leave() {}
