@@ -148,7 +148,7 @@ class Network {
                    if (save.data != nullptr) {
                      k_.store({sums, by_token, memory_.up_bias + from, Activation::none,
                                reinterpret_cast<std::uint16_t*>(at(save, set.first + m, from)),
-                               save.row_stride, rows, static_cast<std::int32_t>(there), nullptr});
+                               save.row_stride, rows, static_cast<std::int32_t>(there), 0});
                    }
                    // `down` multiplies features past the edge by its padding: they must be no NaN.
                    for (std::int64_t o = there; o < count; ++o) {
@@ -186,10 +186,11 @@ class Network {
                      const auto to = [&](std::int64_t token, std::int64_t output) {
                        return reinterpret_cast<std::uint16_t*>(at(call_.out, set.first + token, output));
                      };
+                     std::uint16_t* y = to(m, from);
                      k_.store({sums, shapes_.down.source == PairSource::tokens, memory_.down_bias + from,
-                               Activation::none, to(m, from), call_.out.row_stride, rows,
+                               Activation::none, y, call_.out.row_stride, rows,
                                static_cast<std::int32_t>(std::min(stop * block_rows, call_.out.cols) - from),
-                               next.block < end ? to(next.token, next.block * block_rows) : nullptr});
+                               next.block < end ? to(next.token, next.block * block_rows) - y : 0});
                    });
   }
 

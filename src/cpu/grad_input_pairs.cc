@@ -122,7 +122,7 @@ Status run_spread(const PairKernels& kernels, const Call& call) {
       kernels.store({parts.sums + m * columns, false, all.zeros, Activation::none, out, call.out.row_stride,
                      static_cast<std::int32_t>(std::min<std::int64_t>(kPanelTokens, count - m)),
                      static_cast<std::int32_t>(std::min(columns, s.cols - begin)),
-                     out + kPanelTokens * call.out.row_stride});
+                     kPanelTokens * call.out.row_stride});
     }
     kernels.leave();
   });

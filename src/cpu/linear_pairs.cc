@@ -66,10 +66,11 @@ void run_task(const PairsWeight& w, const Call& call, const Parts& parts, std::i
                const auto to = [&](std::int64_t token, std::int64_t output) {
                  return reinterpret_cast<std::uint16_t*>(at(call.out, first + token, output));
                };
-               w.kernels.store({sums, s.source == PairSource::tokens, parts.bias + from, call.activation,
-                                to(m, from), call.out.row_stride, rows,
+               std::uint16_t* y = to(m, from);
+               w.kernels.store({sums, s.source == PairSource::tokens, parts.bias + from, call.activation, y,
+                                call.out.row_stride, rows,
                                 static_cast<std::int32_t>(std::min(stop * s.out_block, call.out.cols) - from),
-                                next.block < end ? to(next.token, next.block * s.out_block) : nullptr});
+                                next.block < end ? to(next.token, next.block * s.out_block) - y : 0});
              });
   w.kernels.leave();
 }

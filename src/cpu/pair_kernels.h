@@ -40,6 +40,21 @@ struct PairLines {
   bool first;
 };
 
+// Rows of Y, one after the other; with each, a line of those that come next is asked for, `ahead` elements
+// further. Without, each waits for its owner, and storing took 5 times as long.
+struct PairRows {
+  std::uint16_t* y;
+  std::int64_t stride;
+  std::int64_t ahead;
+
+  std::uint16_t* next() {
+    std::uint16_t* row = y;
+    __builtin_prefetch(row + ahead, 1);
+    y += stride;
+    return row;
+  }
+};
+
 // What E::multiply does along its way, step by step and pair by pair, where there is any; here: nothing.
 struct NoWork {
   static constexpr bool any(std::int32_t /*step*/) { return false; }
@@ -261,11 +276,11 @@ void pack_pairs(const PairPack& t) {
 // 32 × 32, or half as many outputs.
 template <class E>
 void store_square(const float* sums, bool by_token, int outputs, const float* bias, Activation activation,
-                  std::uint16_t* y, std::int64_t stride) {
+                  PairRows y) {
   if constexpr (E::kByToken) {
-    if (by_token) return E::store_tokens(sums, bias, activation, y, stride);
+    if (by_token) return E::store_tokens(sums, bias, activation, y);
   }
-  E::store(sums, outputs, bias, activation, y, stride);
+  E::store(sums, outputs, bias, activation, y);
 }
 
 template <class E>
@@ -276,16 +291,12 @@ void store_pairs(const PairStore& t) {
     const std::int32_t cols = t.cols - n < kSide ? t.cols - n : kSide;
     const float* sums = t.sums + n * kPanelTokens;
     if (cols == kSide && t.rows == kPanelTokens) {
-      // Y's lines of the next ones: without, each waits for its owner, and storing took 5 times as long.
-      if (t.ahead != nullptr) {
-        for (std::int32_t m = 0; m < kPanelTokens; ++m) __builtin_prefetch(t.ahead + n + m * t.row_stride, 1);
-      }
-      store_square<E>(sums, t.by_token, kSide, t.bias + n, t.activation, t.y + n, t.row_stride);
+      store_square<E>(sums, t.by_token, kSide, t.bias + n, t.activation, {t.y + n, t.row_stride, t.ahead});
       continue;
     }
     // Whole tiles of sums are there: 16 or 32 of them.
-    store_square<E>(sums, t.by_token, cols <= kTileRows ? kTileRows : kSide, t.bias + n, t.activation, to[0],
-                    kSide);
+    store_square<E>(sums, t.by_token, cols <= kTileRows ? kTileRows : kSide, t.bias + n, t.activation,
+                    {to[0], kSide, 0});
     for (std::int32_t m = 0; m < t.rows; ++m) {
       __builtin_memcpy(t.y + m * t.row_stride + n, to[m], static_cast<std::size_t>(cols) * 2);
     }
@@ -303,7 +314,7 @@ void keep_pairs(const PairKeep& t) {
     const std::int64_t feature = t.feature + o, within = feature % kSide;
     const bool tokens = t.order == PairOrder::tokens;
     std::uint16_t* to = tokens ? t.panel + (feature - within) * kPanelTokens + within : square;
-    store_square<E>(t.sums + o * kPanelTokens, t.by_token, width, t.bias + o, t.activation, to, kSide);
+    store_square<E>(t.sums + o * kPanelTokens, t.by_token, width, t.bias + o, t.activation, {to, kSide, 0});
     if (!tokens) E::pack(square, kSide, t.order, t.panel + feature * kPanelTokens);
   }
 }

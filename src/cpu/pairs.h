@@ -109,7 +109,7 @@ struct PairStore {
   std::uint16_t* y;
   std::int64_t row_stride;
   std::int32_t rows, cols;
-  const std::uint16_t* ahead;  // where the next ones go, as many: their lines are asked for
+  std::int64_t ahead;  // elements to where the next ones go: their lines are asked for
 };
 
 // act(sums[o][token] + bias[o]) as features of a panel, from `feature` on: rounded as in PairStore.

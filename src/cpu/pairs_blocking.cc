@@ -10,8 +10,9 @@ namespace rarefy::cpu {
 
 namespace {
 
-// Cycles, measured (docs/design/cpu_kernels.md): packing and storing an element.
-constexpr double kPack = 0.3, kStore = 0.35;
+// Cycles, measured (docs/design/cpu_kernels.md): packing and storing an element, the latter into the rows of
+// more than two panels as well; a byte of W out of L2, where it stays.
+constexpr double kPack = 0.3, kStore = 0.35, kStoreFar = 0.14, kWeightNear = 0.03;
 constexpr std::int64_t kMostSet = 16;
 
 template <class F>
@@ -20,12 +21,15 @@ void for_each_blocking(const PanelWork& w, const Problem& p, const Machine& mach
   const std::int64_t all = std::max<std::int64_t>(1, ceil_div(p.tokens, kPanelTokens));
   const std::int64_t fit = panel_floats(machine) * 2 / w.panel_size;
   const std::int64_t most = std::clamp<std::int64_t>(fit, 1, std::min(all, kMostSet));
+  const double weight = 2 * kTileSize * w.tiles;                               // bytes
+  const bool near = weight <= static_cast<double>(panel_floats(machine) * 2);  // a quarter of L2
+  const double weight_byte = near ? std::min(w.weight_byte, kWeightNear) : w.weight_byte;
   for (std::int64_t panels = 1; panels <= most; ++panels) {
     const std::int64_t sets = ceil_div(all, panels);
     const double pack = static_cast<double>(panels) * w.packed * kPack;
     const double work =
-        w.tiles * (static_cast<double>(panels) * w.tile_cycles + 2 * kTileSize * w.weight_byte) +
-        out * static_cast<double>(panels * kPanelTokens) * kStore;
+        w.tiles * static_cast<double>(panels) * w.tile_cycles + weight * weight_byte +
+        out * static_cast<double>(panels * kPanelTokens) * (panels > 2 ? kStore + kStoreFar : kStore);
     for (std::int64_t splits = 1; splits <= std::min<std::int64_t>(4 * p.threads, w.out_blocks); ++splits) {
       const std::int64_t rounds = ceil_div(sets * splits, p.threads);
       visit(PairsBlocking{panels, splits},

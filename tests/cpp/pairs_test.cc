@@ -249,7 +249,7 @@ TEST_P(PairsTest, ActivationsOfEveryFloat) {
       for (float& x : sums) x = std::bit_cast<float>(bits += 8191);  // 2²⁰ / 2 of them, by odd steps
       if (round == 0) std::copy(std::begin(special), std::end(special), sums.begin());
       kernels.store(
-          {sums.data(), false, bias.data(), activation, y.data(), kSide, cpu::kPanelTokens, kSide, nullptr});
+          {sums.data(), false, bias.data(), activation, y.data(), kSide, cpu::kPanelTokens, kSide, 0});
       kernels.keep(
           {sums.data(), false, bias.data(), activation, kSide, cpu::PairOrder::paired, 0, panel.data()});
       for (std::size_t o = 0; o < kSide; ++o) {

@@ -110,34 +110,31 @@ struct Avx512Pairs {
 
   // `outputs` × 32 sums to 32 tokens of row-major Y. Rounded before it is transposed, in dwords of two
   // outputs: half of the shuffles.
-  static void store(const float* sums, int outputs, const float* bias, Activation activation,
-                    std::uint16_t* y, std::int64_t stride) {
+  static void store(const float* sums, int outputs, const float* bias, Activation activation, PairRows y) {
     if (activation == Activation::none) {
-      outputs == 32 ? store_as<32, false>(sums, bias, activation, y, stride)
-                    : store_as<16, false>(sums, bias, activation, y, stride);
+      outputs == 32 ? store_as<32, false>(sums, bias, activation, y)
+                    : store_as<16, false>(sums, bias, activation, y);
     } else {
-      outputs == 32 ? store_as<32, true>(sums, bias, activation, y, stride)
-                    : store_as<16, true>(sums, bias, activation, y, stride);
+      outputs == 32 ? store_as<32, true>(sums, bias, activation, y)
+                    : store_as<16, true>(sums, bias, activation, y);
     }
   }
 
   // The same of sums by token.
-  static void store_tokens(const float* sums, const float* bias, Activation activation, std::uint16_t* y,
-                           std::int64_t stride) {
-    if (activation == Activation::none) return store_tokens_as<false>(sums, bias, activation, y, stride);
-    store_tokens_as<true>(sums, bias, activation, y, stride);
+  static void store_tokens(const float* sums, const float* bias, Activation activation, PairRows y) {
+    if (activation == Activation::none) return store_tokens_as<false>(sums, bias, activation, y);
+    store_tokens_as<true>(sums, bias, activation, y);
   }
 
  private:
   template <bool kActivate>
-  static void store_tokens_as(const float* sums, const float* bias, Activation activation, std::uint16_t* y,
-                              std::int64_t stride) {
+  static void store_tokens_as(const float* sums, const float* bias, Activation activation, PairRows y) {
     const __m512 low = _mm512_loadu_ps(bias), high = _mm512_loadu_ps(bias + 16);
 #pragma GCC unroll 4
-    for (int m = 0; m < kPanelTokens; ++m, sums += 32, y += stride) {
+    for (int m = 0; m < kPanelTokens; ++m, sums += 32) {
       const __m512 a = finished<kActivate>(sums, low, activation);
       const __m512 b = finished<kActivate>(sums + 16, high, activation);
-      _mm512_storeu_si512(y, (__m512i)_mm512_cvtne2ps_pbh(b, a));
+      _mm512_storeu_si512(y.next(), (__m512i)_mm512_cvtne2ps_pbh(b, a));
     }
   }
 
@@ -182,8 +179,7 @@ struct Avx512Pairs {
   }
 
   template <int kOutputs, bool kActivate>
-  static void store_as(const float* sums, const float* bias, Activation activation, std::uint16_t* y,
-                       std::int64_t stride) {
+  static void store_as(const float* sums, const float* bias, Activation activation, PairRows y) {
 #pragma GCC unroll 2
     for (int half = 0; half < 2; ++half) {
       const auto sum = [&](int o) {
@@ -198,11 +194,12 @@ struct Avx512Pairs {
       }
       transpose(rows);
 #pragma GCC unroll 16
-      for (int m = 0; m < 16; ++m, y += stride) {
+      for (int m = 0; m < 16; ++m) {
+        std::uint16_t* row = y.next();
         if constexpr (kOutputs == 32) {
-          _mm512_storeu_si512(y, rows[m]);
+          _mm512_storeu_si512(row, rows[m]);
         } else {
-          _mm256_storeu_si256(reinterpret_cast<__m256i*>(y), _mm512_castsi512_si256(rows[m]));
+          _mm256_storeu_si256(reinterpret_cast<__m256i*>(row), _mm512_castsi512_si256(rows[m]));
         }
       }
     }

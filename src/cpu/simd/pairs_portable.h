@@ -107,26 +107,25 @@ struct PairsPortable {
   }
 
   // `outputs` × 32 sums to 32 tokens of row-major Y.
-  static void store(const float* sums, int outputs, const float* bias, Activation activation,
-                    std::uint16_t* y, std::int64_t stride) {
+  static void store(const float* sums, int outputs, const float* bias, Activation activation, PairRows y) {
     for (int o = 0; o < outputs; ++o) {
       const Scalar::Vec b = Scalar::set1(bias[o]);
       for (int m = 0; m < kPanelTokens; m += Scalar::kWidth) {
         std::uint16_t out[Scalar::kWidth];
         const Scalar::Vec sum = Scalar::add(Scalar::load(sums + o * kPanelTokens + m), b);
         Scalar::store_bf16(out, activate_bf16<Scalar>(activation, sum));
-        for (int i = 0; i < Scalar::kWidth; ++i) y[(m + i) * stride + o] = out[i];
+        for (int i = 0; i < Scalar::kWidth; ++i) y.y[(m + i) * y.stride + o] = out[i];
       }
     }
   }
 
   // The same of sums by token.
-  static void store_tokens(const float* sums, const float* bias, Activation activation, std::uint16_t* y,
-                           std::int64_t stride) {
-    for (int m = 0; m < kPanelTokens; ++m, sums += 32, y += stride) {
+  static void store_tokens(const float* sums, const float* bias, Activation activation, PairRows y) {
+    for (int m = 0; m < kPanelTokens; ++m, sums += 32) {
+      std::uint16_t* row = y.next();
       for (int o = 0; o < 32; o += Scalar::kWidth) {
         const Scalar::Vec sum = Scalar::add(Scalar::load(sums + o), Scalar::load(bias + o));
-        Scalar::store_bf16(y + o, activate_bf16<Scalar>(activation, sum));
+        Scalar::store_bf16(row + o, activate_bf16<Scalar>(activation, sum));
       }
     }
   }
@@ -135,7 +134,7 @@ struct PairsPortable {
     alignas(64) std::uint16_t rows[kPanelTokens][kTileRows];
     std::uint16_t* panel = t.panel + t.feature * kPanelTokens;
     for (std::int32_t o = 0; o < t.rows; o += kTileRows) {
-      store(t.sums + o * kPanelTokens, kTileRows, t.bias + o, t.activation, rows[0], kTileRows);
+      store(t.sums + o * kPanelTokens, kTileRows, t.bias + o, t.activation, {rows[0], kTileRows, 0});
       for (int i = 0; i < kTileRows; ++i) {
         for (int m = 0; m < kPanelTokens; ++m) panel[place(t.order, o + i, m)] = rows[m][i];
       }
