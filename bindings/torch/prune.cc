@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "adapt.h"
+#include "core/checked.h"
 #include "core/message.h"
 
 namespace rarefy::binding {
@@ -188,6 +189,22 @@ void surgeon(const Tensor& weight, const Tensor& bits, const Tensor& inverse, st
   check(call.op(), block_obs(problem, i, steps, call.context().executor));
 }
 
+void surgeon_costs(const Tensor& weight, const Tensor& inverse, std::vector<std::int64_t> units,
+                   std::int64_t steps, const Tensor& costs) {
+  const Call call("block_obs_costs", "weight", weight);
+  const PruneUnits what = units_of(call, units, 0);
+  if (weight.dim() != 2 || what.block.rows < 1 || what.block.cols < 1) {
+    raise(call.op(), invalid(call.op(), "weight must be a matrix and blocks at least 1x1", "others"));
+  }
+  const std::int64_t rows = weight.size(0), cols = weight.size(1);
+  std::uint8_t unused = 0;  // the mask is not written
+  const Reconstruction problem{doubles_of(call, "weight", weight, rows, cols), rows, cols, what, 0, &unused};
+  const double* i = doubles_of(call, "inverse", inverse, cols, cols);
+  double* c =
+      doubles_of(call, "costs", costs, ceil_div(rows, what.block.rows), ceil_div(cols, what.block.cols));
+  check(call.op(), block_obs_costs(problem, i, steps, c, call.context().executor));
+}
+
 }  // namespace
 
 STABLE_TORCH_LIBRARY_FRAGMENT(rarefy, m) {
@@ -208,6 +225,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(rarefy, m) {
   m.def(
       "_block_obs_(Tensor(a!) weight, Tensor(b!) mask, Tensor inverse, int[] units, int remove, int steps) "
       "-> ()");
+  m.def("_block_obs_costs_(Tensor weight, Tensor inverse, int[] units, int steps, Tensor(a!) costs) -> ()");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(rarefy, CPU, m) {
@@ -219,6 +237,7 @@ STABLE_TORCH_LIBRARY_IMPL(rarefy, CPU, m) {
   m.impl("_sparse_gpt_", TORCH_BOX(&sweep));
   m.impl("_least_squares_", TORCH_BOX(&solve));
   m.impl("_block_obs_", TORCH_BOX(&surgeon));
+  m.impl("_block_obs_costs_", TORCH_BOX(&surgeon_costs));
 }
 
 }  // namespace rarefy::binding

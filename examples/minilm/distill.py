@@ -83,7 +83,7 @@ def loss_fn(student: nn.Module, teacher: nn.Module, batch: dict[str, Tensor], re
     mask = batch["attention_mask"]
     with torch.no_grad():
         want = [state.float() for state in teacher(**batch, output_hidden_states=True).hidden_states]
-    got = student(**batch, output_hidden_states=True).hidden_states
+    got = [state.float() for state in student(**batch, output_hidden_states=True).hidden_states]
     keep = mask.bool()
     errors = [
         (g[keep] - w[keep]).square().mean() / w[keep].var() for g, w in zip(got[1:], want[1:], strict=True)
@@ -116,7 +116,7 @@ class Distiller:
     student, teacher: encoders of the same architecture in evaluation mode (no dropout); everything of the
     student but its embeddings is trained. texts: to learn from. validation: texts on which the best state is
     chosen. checkpoint: where to keep the run (None: nowhere); a file there with the same `key` and recipe is
-    resumed.
+    resumed. bf16: whether steps run under autocast, for processors that multiply bf16 faster; checks do not.
     """
 
     def __init__(
@@ -130,10 +130,13 @@ class Distiller:
         recipe: Recipe | None = None,
         checkpoint: Path | None = None,
         key: str = "",
+        bf16: bool = False,
     ):
         self.student, self.teacher, self.tokenizer, self.texts = student, teacher, tokenizer, texts
         self.validation, self.recipe = validation, recipe or Recipe()
-        self.checkpoint, self.key = checkpoint, f"{key} {self.recipe}"
+        self.checkpoint, self.key, self.bf16 = checkpoint, f"{key} {self.recipe}", bf16
+        if bf16:  # torch's fused attention is slow in bf16 on CPUs, at these lengths
+            student.set_attn_implementation("eager")
         student.embeddings.requires_grad_(False)
         self.parameters = {name: p for name, p in student.named_parameters() if p.requires_grad}
         self.optimizer = torch.optim.AdamW(
@@ -182,7 +185,8 @@ class Distiller:
     def _step(self, batch: dict[str, Tensor], lr: float) -> float:
         for group in self.optimizer.param_groups:
             group["lr"] = lr
-        loss = loss_fn(self.student, self.teacher, batch, self.recipe)
+        with torch.autocast("cpu", torch.bfloat16, enabled=self.bf16):
+            loss = loss_fn(self.student, self.teacher, batch, self.recipe)
         self.optimizer.zero_grad()
         loss.backward()
         nn.utils.clip_grad_norm_(self.parameters.values(), self.recipe.clip)

@@ -50,7 +50,7 @@ def versions() -> dict[str, str]:
 
 
 def write(result: dict, details: dict, folder: Path) -> None:
-    """Writes report.json (the result alone) and report.html (with details: spec, one_shot, training)."""
+    """Writes report.json (the result alone) and report.html (with details: see page)."""
     (folder / "report.json").write_text(
         json.dumps(result, indent=2, allow_nan=False) + "\n", encoding="utf-8"
     )

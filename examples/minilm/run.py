@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import copy
-import re
 import sys
 import time
 from pathlib import Path
@@ -19,16 +18,18 @@ from rich.console import Console
 from torch import nn
 
 import rarefy
+from rarefy.prune import Sensitivity
 
-from . import data, measure, report
+from . import data, measure, prune, report
 from .distill import Distiller, Progress, write_checkpoint
 from .evaluate import embed_entries, mean_cosine, quality
-from .model import ATTENTION_LAYERS, FFN_LAYERS, load_dense, load_tokenizer, quiet_transformers, skeleton
-from .prune import prune
+from .model import load_dense, load_tokenizer, quiet_transformers, skeleton
 from .summary import missed_goals
 
 WIDTH = 384  # of the encoder; its feed-forward layers are four times as wide
 CALIBRATION_TEXTS = 3000
+SENSITIVITY_ENTRIES = 100  # their definitions and headwords say what a layer's blocks are worth
+LEAST_SHARE = 0.25
 VALIDATION_ENTRIES = 250  # their definitions and headwords choose the best state
 
 
@@ -39,15 +40,12 @@ def options(argv: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--minutes", type=float, default=6.0, help="training time (default: %(default)s)")
     parser.add_argument(
-        "--density", type=float, default=0.5, help="stored share of blocks (default: %(default)s)"
+        "--share",
+        type=float,
+        default=0.55,
+        help="of the linear layers' weights, all together, that stays (default: %(default)s)",
     )
     parser.add_argument("--block", default="32x1", help="rows x columns of a block (default: %(default)s)")
-    parser.add_argument(
-        "--attention",
-        type=float,
-        default=0.7,
-        help="stored share of blocks in the attention's layers; 1 leaves them dense (default: %(default)s)",
-    )
     parser.add_argument("--out", type=Path, default=Path("build/demo"), help="folder (default: %(default)s)")
     parser.add_argument(
         "--fresh", action="store_true", help="start anew, even where an earlier run can go on"
@@ -61,60 +59,64 @@ def options(argv: list[str] | None) -> argparse.Namespace:
         parser.error(f"--block must look like 32x1; got {args.block}")
     if WIDTH % int(rows) or WIDTH % int(cols):
         parser.error(f"--block must divide {WIDTH} both ways; got {args.block}")
-    for name in ("density", "attention"):
-        if not 0 < (value := getattr(args, name)) <= 1:
-            parser.error(f"--{name} must be above 0 and at most 1; got {value}")
+    if not LEAST_SHARE <= args.share <= 1:
+        parser.error(f"--share must be at least {LEAST_SHARE} and at most 1; got {args.share}")
     if args.minutes < 0:
         parser.error(f"--minutes must not be negative; got {args.minutes}")
-    args.block_shape = (int(rows), int(cols))
     return args
 
 
-def sparsified(dense: nn.Module, tokenizer, texts: list[str], args: argparse.Namespace):
-    """A sparse copy of the dense encoder, reconstructed layer by layer, and sparsify's report.
+def sparsified(dense: nn.Module, tokenizer, split: data.Split, args: argparse.Namespace):
+    """A sparse copy of the dense encoder, reconstructed layer by layer, and how that came about.
 
-    The reconstructed weights are kept in the output folder: a rerun must train the same blocks.
+    Sensitivities and reconstructed weights are kept in the output folder: a rerun must train the same blocks.
+
+    Returns the copy, sparsify's report, the Sensitivity, the Plan, and a key of what was done.
     """
-    densities = {FFN_LAYERS: args.density}
-    key = f"block:{args.block}@{args.density:g}"
-    if args.attention < 1:
-        densities[ATTENTION_LAYERS] = args.attention
-        key += f", {args.attention:g} in the attention's layers"
-    kept_at, training_at = args.out / "pruned.pt", args.out / "training.pt"
+    kept_at, measured_at = args.out / "pruned.pt", args.out / "sensitivity.json"
+    key = f"block:{args.block}, {args.share:g} of the weights"
+    batches = list(prune.same_lengths(tokenizer, split.train_texts[:CALIBRATION_TEXTS]))
+    arranged = copy.deepcopy(dense)
+    prune.arranged(arranged, batches, int(args.block.partition("x")[0]))
+    report = None
+    if measured_at.is_file() and not args.fresh:
+        report = Sensitivity.from_json(measured_at.read_text(encoding="utf-8"))
+        report = report if report.pattern == f"block:{args.block}" else None
+    chosen = split.validation[:SENSITIVITY_ENTRIES]
+    texts = [text for entry in chosen for text in (entry.definition, entry.headword)]
+    report = prune.measured(arranged, tokenizer, batches[::4], texts, args.block, report, measured_at)
+    plan = prune.allocated(report, args.share)
     kept = torch.load(kept_at, weights_only=True) if kept_at.is_file() and not args.fresh else None
-    student = copy.deepcopy(dense)
+    student = copy.deepcopy(arranged)
     if kept is None or kept["key"] != key:
-        training_at.unlink(missing_ok=True)
-        calibration = texts[:CALIBRATION_TEXTS]
-        masks = prune(dense, student, tokenizer, calibration, densities, args.block_shape)
-        kept = {"key": key, "masks": masks, "weights": student.encoder.state_dict()}
+        (args.out / "training.pt").unlink(missing_ok=True)
+        masks = prune.prune(arranged, student, batches, plan.sparsities, args.block)
+        patterns, scores = prune.patterns_of(masks, args.block)
+        kept = {"key": key, "patterns": patterns, "scores": scores, "weights": student.encoder.state_dict()}
         write_checkpoint(kept, kept_at)
-    masks = kept["masks"]
     student.encoder.load_state_dict(kept["weights"])
-    # The exact density of each mask, so that the blocks of largest score are those of the mask.
-    patterns = {re.escape(name): f"block:{args.block}@{mask.double().mean()}" for name, mask in masks.items()}
-    scores = {name: mask.float() for name, mask in masks.items()}
-    return student, rarefy.sparsify(student, patterns, scores=scores), key
+    return student, rarefy.sparsify(student, kept["patterns"], scores=kept["scores"]), report, plan, key
 
 
-def teacher(dense: nn.Module) -> nn.Module:
-    """What the student learns from: dense in bf16 where that is faster, which leaves more time for steps."""
-    fast = {"amx_bf16", "avx512_bf16_fast"} & set(rarefy.backend_info().get("cpu_features", ()))
-    return copy.deepcopy(dense).bfloat16() if fast else dense
+def fast_bf16() -> bool:
+    """Whether this processor multiplies bf16 faster than f32."""
+    return bool({"amx_bf16", "avx512_bf16_fast"} & set(rarefy.backend_info().get("cpu_features", ())))
 
 
 def recover(student: nn.Module, dense: nn.Module, tokenizer, split: data.Split, args, key: str) -> Progress:
     """Distils the student in place for args.minutes, counting those of an earlier run."""
     chosen = split.validation[:VALIDATION_ENTRIES]
     validation = [text for entry in chosen for text in (entry.definition, entry.headword)]
+    fast = fast_bf16()
     distiller = Distiller(
         student,
-        teacher(dense),
+        copy.deepcopy(dense).bfloat16() if fast else dense,
         tokenizer,
         split.train_texts,
         validation,
         checkpoint=args.out / "training.pt",
         key=key,
+        bf16=fast,
     )
     return distiller.run(args.minutes)
 
@@ -156,8 +158,8 @@ def main(argv: list[str] | None = None) -> int:
     split = data.split(entries)
     console.print(f"WordNet: {len(entries)} definitions, {len(split.held_out)} of them held out.")
 
-    console.print("Choosing blocks and reconstructing layers …")
-    student, layers, key = sparsified(dense, tokenizer, split.train_texts, args)
+    console.print("Measuring how much each layer matters, and reconstructing layers …")
+    student, layers, sensitivity, plan, key = sparsified(dense, tokenizer, split, args)
     one_shot = quality(embed_entries(student, tokenizer, split.held_out))
     console.print(f"Distilling for {args.minutes:g} minutes (Ctrl-C keeps the best so far) …")
     progress = recover(student, dense, tokenizer, split, args, key)
@@ -177,7 +179,13 @@ def main(argv: list[str] | None = None) -> int:
         "versions": report.versions(),
         "seconds_total": time.monotonic() - start,
     }
-    details = {"spec": key, "one_shot": one_shot, "training": progress}
+    details = {
+        "spec": key,
+        "one_shot": one_shot,
+        "training": progress,
+        "sensitivity": sensitivity,
+        "plan": plan,
+    }
     report.write(result, details, args.out)
     report.show(result, details, console)
     missed = missed_goals(result)

@@ -36,4 +36,11 @@ RAREFY_API Status least_squares(const Reconstruction& problem, const double* hes
 RAREFY_API Status block_obs(const Reconstruction& problem, const double* inverse, std::int64_t steps,
                             const Executor& executor);
 
+// The same without a number: every block leaves, in `steps` rounds, and costs[i · ⌈K/C⌉ + j] is what block
+// (i, j) cost when it did. In a block row costs rise strictly in the order of leaving: any number of blocks
+// of least cost, over the whole layer, is a choice that OBS made, and least_squares has its weights. The
+// weight is not changed, and the mask not written.
+RAREFY_API Status block_obs_costs(const Reconstruction& problem, const double* inverse, std::int64_t steps,
+                                  double* costs, const Executor& executor);
+
 }  // namespace rarefy

@@ -2,7 +2,10 @@
 #include <algorithm>
 #include <atomic>
 #include <cmath>
+#include <compare>
 #include <cstring>
+#include <functional>
+#include <limits>
 #include <new>
 #include <numeric>
 #include <vector>
@@ -39,7 +42,7 @@ class Surgeon {
       const std::int64_t count = remove * (step + 1) / steps - done;
       if (count == 0) continue;
       done += count;
-      if (!take_out(cheapest(count))) return false;
+      if (!take_out(columns_of(cheapest(count)))) return false;
     }
     for (std::int64_t r = 0; r < rows_; ++r) {
       double* to = p_.weight + (first_ + r) * p_.cols;
@@ -55,15 +58,45 @@ class Surgeon {
     return true;
   }
 
+  // Until nothing is left: what each block cost when it left, never less than those that left before it.
+  bool order(std::int64_t steps, double* costs) {
+    const std::int64_t all = ceil_div(n_, c_);
+    double last = 0;
+    for (std::int64_t step = 0, done = 0; step < steps; ++step) {
+      const std::int64_t count = all * (step + 1) / steps - done;
+      if (count == 0) continue;
+      done += count;
+      const std::vector<Block> gone = cheapest(count);
+      for (const Block& block : gone) {
+        const double above = std::nextafter(last, std::numeric_limits<double>::infinity());
+        costs[columns_[static_cast<std::size_t>(block.begin)] / c_] = last = std::max(block.cost, above);
+      }
+      if (done < all && !take_out(columns_of(gone))) return false;
+    }
+    return true;
+  }
+
  private:
-  // The columns (positions among those left) of the `count` blocks whose leaving costs least, tr(B (H⁻¹_BB)⁻¹
-  // Bᵀ).
-  std::vector<std::int64_t> cheapest(std::int64_t count) {
-    std::vector<std::pair<double, std::int64_t>> costs;  // and where the block begins
+  struct Block {
+    double cost;
+    std::int64_t begin;  // its first position among the columns that are left
+    auto operator<=>(const Block&) const = default;
+  };
+
+  // Blocks are whole here: the end of the one that begins at this position.
+  std::int64_t end_of(std::int64_t begin) const {
+    const std::int64_t block = columns_[static_cast<std::size_t>(begin)] / c_;
+    std::int64_t end = begin + 1;
+    while (end < n_ && columns_[static_cast<std::size_t>(end)] / c_ == block) ++end;
+    return end;
+  }
+
+  // The `count` blocks whose leaving costs least, tr(B (H⁻¹_BB)⁻¹ Bᵀ), the cheapest first.
+  std::vector<Block> cheapest(std::int64_t count) {
+    std::vector<Block> blocks;
     std::vector<double> corner(static_cast<std::size_t>(c_ * c_)), x(static_cast<std::size_t>(c_));
     for (std::int64_t begin = 0, end = 0; begin < n_; begin = end) {
-      const std::int64_t block = columns_[static_cast<std::size_t>(begin)] / c_;
-      while (end < n_ && columns_[static_cast<std::size_t>(end)] / c_ == block) ++end;
+      end = end_of(begin);
       const std::int64_t m = end - begin;
       for (std::int64_t i = 0; i < m; ++i) {
         for (std::int64_t j = 0; j <= i; ++j) corner[i * m + j] = h(begin + i, begin + j);
@@ -76,18 +109,20 @@ class Surgeon {
           cost += dense_.dot(x.data(), x.data(), m);
         }
       }
-      costs.emplace_back(cost, begin);
+      blocks.push_back({cost, begin});
     }
-    std::nth_element(costs.begin(), costs.begin() + (count - 1), costs.end());
-    std::vector<std::int64_t> gone;
-    for (std::int64_t b = 0; b < count; ++b) {
-      const std::int64_t begin = costs[static_cast<std::size_t>(b)].second;
-      const std::int64_t block = columns_[static_cast<std::size_t>(begin)] / c_;
-      for (std::int64_t i = begin; i < n_ && columns_[static_cast<std::size_t>(i)] / c_ == block; ++i)
-        gone.push_back(i);
+    std::partial_sort(blocks.begin(), blocks.begin() + count, blocks.end());
+    blocks.resize(static_cast<std::size_t>(count));
+    return blocks;
+  }
+
+  std::vector<std::int64_t> columns_of(const std::vector<Block>& blocks) const {
+    std::vector<std::int64_t> columns;
+    for (const Block& block : blocks) {
+      for (std::int64_t i = block.begin; i < end_of(block.begin); ++i) columns.push_back(i);
     }
-    std::sort(gone.begin(), gone.end());
-    return gone;
+    std::sort(columns.begin(), columns.end());
+    return columns;
   }
 
   double h(std::int64_t i, std::int64_t j) const { return h_[static_cast<std::size_t>(i * n_ + j)]; }
@@ -170,29 +205,52 @@ class Surgeon {
   std::vector<std::int64_t> columns_;
 };
 
+// `work` for each block row, on all threads.
+Status each_block_row(std::string_view op, const Reconstruction& problem, const double* inverse,
+                      std::int64_t steps, const Executor& executor,
+                      const std::function<bool(Surgeon&, std::int64_t)>& work) {
+  if (Status status = check_problem(op, problem, inverse); !status.ok()) return status;
+  if (steps < 1) return invalid(op, "steps must be at least 1", cat(steps));
+  if (problem.rows == 0 || problem.cols == 0) return {};
+  std::atomic<bool> singular{false}, memory{false};
+  executor.parallel_for(ceil_div(problem.rows, problem.units.block.rows), [&](std::int64_t row) {
+    try {
+      Surgeon surgeon(problem, row, inverse);
+      if (!work(surgeon, row)) singular = true;
+    } catch (const std::bad_alloc&) {
+      memory = true;
+    }
+  });
+  if (memory) return no_memory(op);
+  if (singular) return invalid(op, "inverse must be positive definite", "a singular one");
+  return {};
+}
+
 }  // namespace
 }  // namespace prune
 
 Status block_obs(const Reconstruction& problem, const double* inverse, std::int64_t steps,
                  const Executor& executor) {
   constexpr std::string_view op = "block_obs";
-  if (Status status = prune::check_problem(op, problem, inverse); !status.ok()) return status;
-  if (steps < 1) return invalid(op, "steps must be at least 1", cat(steps));
   if (!problem.units.each_row || problem.units.of > 0) {
     return invalid(op, "units must be blocks counted in each row, without N:M", "others");
   }
-  if (problem.rows == 0 || problem.cols == 0) return {};
-  std::atomic<bool> singular{false}, memory{false};
-  executor.parallel_for(ceil_div(problem.rows, problem.units.block.rows), [&](std::int64_t row) {
-    try {
-      if (!prune::Surgeon(problem, row, inverse).run(problem.remove, steps)) singular = true;
-    } catch (const std::bad_alloc&) {
-      memory = true;
-    }
-  });
-  if (memory) return prune::no_memory(op);
-  if (singular) return invalid(op, "inverse must be positive definite", "a singular one");
-  return {};
+  return prune::each_block_row(
+      op, problem, inverse, steps, executor,
+      [&](prune::Surgeon& surgeon, std::int64_t) { return surgeon.run(problem.remove, steps); });
+}
+
+Status block_obs_costs(const Reconstruction& problem, const double* inverse, std::int64_t steps,
+                       double* costs, const Executor& executor) {
+  constexpr std::string_view op = "block_obs_costs";
+  if (problem.units.of > 0) return invalid(op, "units must be blocks, without N:M", "others");
+  if (costs == nullptr && problem.rows > 0 && problem.cols > 0) {
+    return invalid(op, "costs must point to its elements", "a null pointer");
+  }
+  const std::int64_t across = ceil_div(problem.cols, problem.units.block.cols);
+  return prune::each_block_row(
+      op, problem, inverse, steps, executor,
+      [&](prune::Surgeon& surgeon, std::int64_t row) { return surgeon.order(steps, costs + row * across); });
 }
 
 }  // namespace rarefy

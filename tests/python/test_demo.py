@@ -20,6 +20,7 @@ pytest.importorskip("transformers")
 
 import rarefy
 from examples.minilm import data, distill, evaluate, measure, model, prune, report, run, summary
+from rarefy.prune import Point, Sensitivity
 
 pytestmark = pytest.mark.usefixtures("one_thread")  # the encoders here have matrices of 16 columns
 
@@ -89,59 +90,6 @@ def test_accuracy_counts_ranks_and_gives_nothing_for_ties() -> None:
     )
 
 
-def fitted(block: tuple[int, int], density: float, **more) -> tuple:
-    """A layer pruned for inputs with many dependences, its mask, the inputs, and the outputs wanted."""
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(500, 24, generator=generator) @ torch.randn(24, 24, generator=generator) + 1
-    layer = torch.nn.Linear(24, 16)
-    with torch.no_grad():
-        for p in layer.parameters():
-            p.copy_(torch.randn(p.shape, generator=generator))
-        wanted, moments = layer(x), prune.Moments(24, 16)
-        moments.add(x, wanted)
-        mask = prune.reconstruct(layer, moments, block, density, **more)
-    return layer, mask, x, wanted
-
-
-@pytest.mark.parametrize("block", [(4, 1), (4, 4), (1, 1), (16, 1)])
-@pytest.mark.parametrize("chunk", [prune.INVERSE_BYTES, 1])
-def test_reconstruction_beats_plain_masks(block: tuple[int, int], chunk: int, monkeypatch) -> None:
-    monkeypatch.setattr(prune, "INVERSE_BYTES", chunk)  # 1: block rows one by one
-    dense = fitted(block, 1.0)[0].weight.detach()
-    layer, mask, x, wanted = fitted(block, 0.5, steps=4)
-    full = mask.repeat_interleave(block[0], 0).repeat_interleave(block[1], 1)
-    assert mask.sum() == mask.numel() // 2 and (layer.weight[~full] == 0).all()
-    norms = dense.square().view(16 // block[0], block[0], 24 // block[1], block[1]).sum((1, 3))
-    kept = norms >= norms.flatten().sort(descending=True).values[norms.numel() // 2 - 1]
-    plain = dense * kept.repeat_interleave(block[0], 0).repeat_interleave(block[1], 1)
-    lost = x @ (plain - dense).T
-    assert (layer(x) - wanted).norm() < 0.7 * (lost - lost.mean(0)).norm()  # even with the best bias
-
-
-def test_reconstruction_fits_what_it_keeps_exactly() -> None:
-    layer, mask, x, wanted = fitted((4, 1), 0.5)
-    used = torch.cat([x[:, mask[0]], torch.ones(len(x), 1)], 1).double()
-    best = used @ torch.linalg.lstsq(used, wanted[:, :4].double()).solution
-    ours = (layer(x)[:, :4] - wanted[:, :4]).norm()
-    assert ours <= 1.01 * (best - wanted[:, :4]).norm()  # the ridge is the difference
-
-
-def test_reconstruction_at_density_one_changes_nothing() -> None:
-    layer, mask, x, wanted = fitted((4, 1), 1.0)
-    assert mask.all()
-    torch.testing.assert_close(layer(x), wanted, rtol=1e-4, atol=1e-4)
-
-
-def test_rows_that_care_for_the_same_inputs_become_neighbours() -> None:
-    importance = 0.3 * torch.rand(8, 6, generator=torch.Generator().manual_seed(0))
-    importance[::2, :3] += 1.0
-    importance[1::2, 3:] += 1.0
-    order = prune.grouped(importance, rows=4, kept=3)
-    assert sorted(order.tolist()) == list(range(8))
-    assert len({i % 2 for i in order[:4].tolist()}) == 1
-    assert torch.equal(prune.grouped(importance[order], rows=4, kept=3), torch.arange(8))
-
-
 class Words:
     """A tokenizer as the demo uses one: a word's id is its length."""
 
@@ -172,23 +120,37 @@ def test_batches_of_one_length_hold_every_text() -> None:
     )
 
 
-@pytest.mark.parametrize("attention", [0.75, None])
-def test_pruning_keeps_more_than_plain_masks_do(attention: float | None) -> None:
-    dense, densities = encoder(0), {model.FFN_LAYERS: 0.5}
-    if attention:
-        densities[model.ATTENTION_LAYERS] = attention
-    student, plain = copy.deepcopy(dense), copy.deepcopy(dense)
-    masks = prune.prune(dense, student, Words(), TEXTS, densities, (4, 1))
-    assert len(masks) == (12 if attention else 4)
-    for name, mask in masks.items():
-        gone = ~mask.repeat_interleave(4, 0)
-        assert mask.double().mean() == (attention if "attention" in name else 0.5)
-        assert (student.get_submodule(name).weight[gone] == 0).all()
-    patterns = {pattern: f"block:4x1@{density}" for pattern, density in densities.items()}
-    rarefy.sparsify(plain, patterns, measure=False)
+def split_of() -> data.Split:
+    entries = [data.Entry(text, " ".join(reversed(text.split()))) for text in TEXTS[:40]]
+    return data.Split(entries, entries, TEXTS)
+
+
+def test_pruning_keeps_more_than_plain_masks_do(tmp_path: Path) -> None:
+    dense, batches = encoder(0), list(prune.same_lengths(Words(), TEXTS))
     want = model.embed(dense, Words(), TEXTS)
+    prune.arranged(dense, batches, 4)
+    torch.testing.assert_close(model.embed(dense, Words(), TEXTS), want)  # hidden features change places only
+    path = tmp_path / "sensitivity.json"
+    report = prune.measured(dense, Words(), batches, TEXTS[:40], "4x1", None, path)
+    assert len(report.groups()) == 8 and path.is_file()
+    assert prune.measured(dense, Words(), [], [], "4x1", report, path) is report
+    plan = prune.allocated(report, 0.6)
+    student, plain = copy.deepcopy(dense), copy.deepcopy(dense)
+    masks = prune.prune(dense, student, batches, plan.sparsities, "4x1")
+    pruned = {name for name, sparsity in plan.sparsities.items() if sparsity}
+    assert len(plan.sparsities) == 12 and set(masks) == pruned
+    linear = {n: m for n, m in student.named_modules() if isinstance(m, torch.nn.Linear)}
+    kept = sum(masks[n].kept if n in masks else m.weight.numel() for n, m in linear.items())
+    assert plan.parameters == kept <= 0.6 * sum(m.weight.numel() for m in linear.values())
+    patterns, scores = prune.patterns_of(masks, "4x1")
+    for name, mask in masks.items():
+        assert (student.get_submodule(name).weight[~mask.unpack()] == 0).all()
+    rarefy.sparsify(plain, patterns, measure=False)  # as many blocks of largest norm
     errors = [(model.embed(net, Words(), TEXTS) - want).norm() for net in (student, plain)]
     assert errors[0] < 0.7 * errors[1]
+    before = model.embed(student, Words(), TEXTS)
+    rarefy.sparsify(student, patterns, scores=scores, measure=False)
+    torch.testing.assert_close(model.embed(student, Words(), TEXTS), before)
 
 
 def test_batches_cover_every_text_once_a_round() -> None:
@@ -350,21 +312,24 @@ def measure_tokens(many: list[data.Entry], size: int) -> int:
 
 def test_the_whole_chain_on_a_tiny_encoder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     steps_of(monkeypatch, 0.03)
-    options = ["--out", str(tmp_path), "--block", "4x1", "--attention", "1"]
+    options = ["--out", str(tmp_path), "--block", "4x1", "--share", "0.5"]
     args, dense = run.options(options), encoder(0)
-    student, layers, key = run.sparsified(dense, Words(), TEXTS, args)
-    assert key == "block:4x1@0.5"
-    assert [row.density for row in layers.replaced] == [0.5] * 4
-    again, _, _ = run.sparsified(dense, Words(), TEXTS, args)  # from what the first call kept
+    student, layers, report, plan, key = run.sparsified(dense, Words(), split_of(), args)
+    assert key == "block:4x1, 0.5 of the weights" and plan.parameters <= 0.5 * 2 * (4 * 256 + 2 * 512)
+    asked = {name: 1 - sparsity for name, sparsity in plan.sparsities.items() if sparsity}
+    assert {row.name: row.density for row in layers.replaced} == pytest.approx(asked, abs=0.01)
+    again, _, kept, _, _ = run.sparsified(dense, Words(), split_of(), args)  # from what the first call kept
+    assert kept == report
     assert torch.equal(model.embed(student, Words(), TEXTS), model.embed(again, Words(), TEXTS))
 
     with torch.no_grad():  # so small a network is reconstructed almost exactly
         for p in student.encoder.parameters():
             p.add_(0.1 * torch.randn(p.shape, generator=torch.Generator().manual_seed(0)))
     job = distill.Distiller(student, dense, Words(), TEXTS[20:], TEXTS[:20], recipe=distill.Recipe(tokens=64))
-    before, values = validation_loss(job), student.encoder.layer[0].output.dense.weight.values.clone()
+    sparse = student.get_submodule(next(iter(asked)))
+    before, values = validation_loss(job), sparse.weight.values.clone()
     assert job.run(minutes=2 / 60).best < 0.7 * before
-    assert not torch.equal(student.encoder.layer[0].output.dense.weight.values, values)
+    assert not torch.equal(sparse.weight.values, values)
 
     files = tmp_path / "dense.safetensors", tmp_path / "sparse.safetensors"
     for net, path in zip((dense, student), files, strict=True):
@@ -374,10 +339,12 @@ def test_the_whole_chain_on_a_tiny_encoder(tmp_path: Path, monkeypatch: pytest.M
     assert torch.equal(model.embed(loaded, Words(), TEXTS), model.embed(student, Words(), TEXTS))
     size = measure.sizes(dense, *files)
     linear = 2 * (4 * (16 * 16 + 16) + 2 * 16 * 32 + 16 + 32)  # weights and biases of two layers
-    stored = 2 * 2 * 16 * 32 // 2  # values of the two halved matrices in each of them
-    indices = stored // 4 + 2 * (9 + 5)  # a column for each 4×1 block, and N/4 + 1 row starts
+    shapes = {name: dense.get_submodule(name).weight.shape for name in asked}
+    gone = 2 * (4 * 256 + 2 * 512) - plan.parameters
+    blocks = sum(n * k for n, k in shapes.values()) - gone  # values of the sparse layers
+    indices = blocks // 4 + sum(n // 4 + 1 for n, _ in shapes.values())  # a column for each block, row starts
     assert size["linear_dense_bytes"] == 4 * linear
-    assert size["linear_sparse_bytes"] == 4 * (linear - stored + indices)
+    assert size["linear_sparse_bytes"] == 4 * (linear - gone + indices)
     assert [size["file_dense_bytes"], size["file_sparse_bytes"]] == [path.stat().st_size for path in files]
 
 
@@ -473,9 +440,8 @@ def test_a_slower_dtype_is_said() -> None:
         "--block=4",
         "--block=0x1",
         "--block=5x1",
-        "--density=0",
-        "--density=1.5",
-        "--attention=0",
+        "--share=0.2",
+        "--share=1.5",
         "--minutes=-1",
     ],
 )
@@ -490,6 +456,10 @@ def test_json_report_has_the_promised_keys(tmp_path: Path) -> None:
     curve = [{"seconds": at, "train": train, "validation": loss} for at, train, loss in points]
     progress = distill.Progress(step=3, seconds=9.0, train=0.1, best=0.02, curve=curve)
     details = {"spec": "block:4x1@0.5", "one_shot": {"acc1": 0.3, "acc10": 0.5}, "training": progress}
+    layers = ("encoder.layer.1.output.dense.weight",)
+    points = [Point("down, layer 1", layers, s, 0.01 * s, 100, 400, None) for s in (0.0, 0.5)]
+    details |= {"sensitivity": Sensitivity("block:4x1", 512, 0.0, points)}
+    details |= {"plan": details["sensitivity"].allocate(parameters=100)}
     rows = rarefy.sparsify(encoder(0), {model.FFN_LAYERS: "block:4x1@0.5"}).to_dict()["layers"]
     report.write(result() | {"layers": rows}, details, tmp_path)
     read = json.loads((tmp_path / "report.json").read_text(), parse_constant=lambda name: pytest.fail(name))
@@ -508,7 +478,11 @@ def test_json_report_has_the_promised_keys(tmp_path: Path) -> None:
     assert set(read["speed"][0]) >= {"batch", "tokens", "dtype", "dense_ms", "sparse_ms", "speedup"}
     page = (tmp_path / "report.html").read_text()
     assert page.lower().startswith("<!doctype html>") and "dense bf16" in page and "40% of dense" in page
-    assert page.count("<td>encoder.layer.1.output.dense</td>") == 1 and page.count("<svg") == 3
+    assert (
+        page.count("<td>encoder.layer.1.output.dense</td>") == 1
+        and page.count("<svg") == 5
+        and page.count("The frontier") == 1
+    )
     assert not re.search(
         r"""<script|<link|@import|(src|xlink:href|href)="(?!#|data:)""", page
     )  # self-contained

@@ -7,10 +7,12 @@ Sparsifier puts them together. docs/pruning.md walks from a model to a faster mo
 from . import criteria, drop_fractions, patterns, schedules, scopes
 from .criteria import Criterion, parse_criterion
 from .drop_fractions import DropFraction, parse_fraction
+from .elimination import Elimination, eliminations
 from .growth import gradient_norms
 from .low_rank import Factorization, LowRankLinear, factorize, factorize_weight, factorize_with_blocks
 from .masked import Masked
 from .masks import Mask, Scores, allocate_global, make_mask
+from .moments import Moments, arrange, arrange_hidden, reconstruct_layer
 from .moving import SET, MagnitudeRegrow, Move, MovingPattern, RigL, SRigL
 from .patterns import Pattern, parse_pattern
 from .reconstruct import Reconstruction, layer_error, reconstruct, reconstruct_weight
@@ -29,11 +31,13 @@ __all__ = [
     "Coupling",
     "Criterion",
     "DropFraction",
+    "Elimination",
     "Factorization",
     "LowRankLinear",
     "MagnitudeRegrow",
     "Mask",
     "Masked",
+    "Moments",
     "Move",
     "MovingPattern",
     "Pattern",
@@ -51,8 +55,11 @@ __all__ = [
     "Table",
     "TopKAST",
     "allocate_global",
+    "arrange",
+    "arrange_hidden",
     "criteria",
     "drop_fractions",
+    "eliminations",
     "factorize",
     "factorize_weight",
     "factorize_with_blocks",
@@ -68,6 +75,7 @@ __all__ = [
     "parse_scope",
     "patterns",
     "reconstruct",
+    "reconstruct_layer",
     "reconstruct_weight",
     "schedules",
     "scopes",

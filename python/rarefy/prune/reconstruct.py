@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,6 +14,8 @@ from tqdm import tqdm
 from .. import _load
 from ..checks import check_int, check_known, check_tensor, fail
 from .criteria import check_sparsity
+from .damping import damped
+from .elimination import Elimination
 from .groups import Config, FilterFn, call, find_groups, observing
 from .masks import Mask, Scores, make_mask
 from .patterns import Pattern, RowBalanced, matrix_shape, parse_pattern
@@ -24,39 +25,6 @@ _least_squares = _load.op("_least_squares_")
 _block_obs = _load.op("_block_obs_")
 
 METHODS = ("sparsegpt", "obs", "wanda", "magnitude", "least_squares")
-
-
-def damped_inverse(gram: torch.Tensor, dampening: float, name: str) -> torch.Tensor:
-    """(XᵀX + λI)⁻¹ in float64, with λ = dampening · mean of the diagonal.
-
-    A matrix that is singular even so gets ten times more, up to 10⁶ times, and a RuntimeWarning says it.
-
-    Raises ValueError for a matrix that is not finite, or singular still.
-    """
-    return _damped(gram, dampening, name)[1]
-
-
-def _damped(gram: torch.Tensor, dampening: float, name: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """The damped matrix, and its inverse."""
-    op = "reconstruct"
-    gram = gram.double()
-    if not bool(torch.isfinite(gram).all()):
-        fail(op, f"XᵀX of {name} must be finite", "NaN or infinity")
-    mean = float(gram.diagonal().mean()) if len(gram) else 0.0
-    used = dampening
-    for attempt in range(7):
-        damped = gram.clone()
-        damped.diagonal().add_(used * (mean or 1.0))
-        factor, info = torch.linalg.cholesky_ex(damped)
-        inverse = torch.cholesky_inverse(factor)
-        if int(info) == 0 and bool(torch.isfinite(inverse).all()):
-            if attempt:
-                what = f"XᵀX of {name} is singular"
-                text = f"[{op}] {what}; dampening raised from {dampening:g} to {used:g}"
-                warnings.warn(text, RuntimeWarning, stacklevel=4)
-            return damped, inverse
-        used = max(used, 1e-6) * 10
-    return fail(op, f"XᵀX of {name} must be positive definite after dampening", f"dampening {used / 10:g}")
 
 
 def layer_error(weight: torch.Tensor, changed: torch.Tensor, gram: torch.Tensor) -> float:
@@ -91,14 +59,15 @@ def reconstruct_weight(
         sparsity: in [0, 1]; None: what the pattern allows at most, else 0.5.
         method: "sparsegpt": one sweep over the columns (Frantar & Alistarh 2023), for unstructured, N:M
             and blocks. "obs": optimal brain surgeon, block by block (Hassibi & Stork 1993; Frantar & Alistarh
-            2022): better and slower; blocks, as many in each block row. "wanda", "magnitude": only a mask.
+            2022), see Elimination: better and slower; blocks, over the whole layer, or with "row_balanced" as
+            many in each block row. "wanda", "magnitude": only a mask.
             "least_squares": no new mask but `mask`, or the weight's zeros.
         refit: solve for the best weights on the mask in the end, by least squares: O(rows · k³), except that
             rows of equal masks share the work.
         mask: for "sparsegpt" and "least_squares": keep to it instead of choosing one.
-        dampening: λ / mean of XᵀX's diagonal; see damped_inverse.
+        dampening: λ / mean of XᵀX's diagonal; singular matrices get more (see damped).
         panel: columns among which "sparsegpt" compares units.
-        steps: rounds of "obs".
+        steps: rounds of "obs" until as many have left; over the whole layer twice as many until none is left.
         name: for messages.
 
     Returns the weight (N, K), in its dtype, and the mask.
@@ -124,8 +93,12 @@ def reconstruct_weight(
         fail(op, 'mask needs the method "sparsegpt" or "least_squares"', repr(method))
 
     new = weight.detach().cpu().double().contiguous().clone()
-    damped, inverse = _damped(gram.detach().cpu(), dampening, name)
-    inverse = inverse.contiguous()
+    if method == "obs" and not pattern.each_row:
+        if pattern.units(weight.shape)[3] or pattern.fixed:
+            fail(op, 'the method "obs" is for blocks', pattern)
+        elimination = Elimination(weight, gram, pattern, dampening=dampening, steps=2 * steps, name=name)
+        return elimination.prune(sparsity)
+    hessian, inverse = damped(gram.detach().cpu(), dampening, name)
     units, shape = pattern.units(weight.shape), weight.shape
     # What no input reaches costs nothing: it leaves first, and comes back as it was if it may stay.
     dead = gram.detach().cpu().diagonal() == 0
@@ -152,11 +125,8 @@ def reconstruct_weight(
         kept = int(Mask(bits, shape[1], 0).unpack().sum())
         chosen = Mask(bits, shape[1], kept)
     elif method == "obs":
-        if units[3] or pattern.fixed:
-            fail(op, 'the method "obs" is for blocks', pattern)
-        rows = RowBalanced(min(units[0], shape[0]), min(units[1], shape[1]))
         bits = torch.zeros(len(new), -(-shape[1] // 8), dtype=torch.uint8)
-        _block_obs(new, bits, inverse, list(rows.units(shape)), rows.removed(shape, sparsity), steps)
+        _block_obs(new, bits, inverse, list(units), pattern.removed(shape, sparsity), steps)
         chosen = Mask(bits, shape[1], int(Mask(bits, shape[1], 0).unpack().sum()))
     elif method == "least_squares":
         chosen = mask if mask is not None else Mask.pack(new != 0)
@@ -176,7 +146,7 @@ def reconstruct_weight(
     if refit:
         # From the original weights: what they do on X is the aim.
         new = weight.detach().cpu().double().contiguous().clone()
-        _least_squares(new, chosen.bits, damped.contiguous(), inverse)
+        _least_squares(new, chosen.bits, hessian, inverse)
     return new.to(weight.device, weight.dtype), chosen
 
 

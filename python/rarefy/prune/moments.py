@@ -1,0 +1,192 @@
+"""Layers fitted to outputs that are wanted of them, from moments of inputs and outputs; biases included."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..checks import check_int, check_tensor, fail
+from .damping import damped
+from .masks import Mask
+from .reconstruct import reconstruct_weight
+
+
+class Moments:
+    """XᵀX, XᵀY, and the sums of X and Y over all tokens, in float64: what a least-squares fit needs.
+
+    X are a layer's inputs, as what was pruned before it gives them; Y the outputs that are wanted for them,
+    as the dense model has them, or whatever mends what layers before it broke.
+
+    Args:
+        inputs: K.
+        outputs: N.
+    """
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        self.tokens = 0
+        self.gram = torch.zeros(inputs, inputs, dtype=torch.float64)
+        self.cross = torch.zeros(inputs, outputs, dtype=torch.float64)
+        self.x = torch.zeros(inputs, dtype=torch.float64)
+        self.y = torch.zeros(outputs, dtype=torch.float64)
+
+    @torch.no_grad()
+    def add(self, x: torch.Tensor, y: torch.Tensor) -> None:
+        """x: (…, K) inputs; y: (…, N), the outputs that are wanted. Products of a call in float32, or wider.
+
+        Raises ValueError for other widths, different numbers of tokens, and values that are not finite.
+        """
+        op, (k, n) = "Moments.add", self.cross.shape
+        check_tensor(op, "x", x)
+        check_tensor(op, "y", y)
+        if x.shape[-1:] != (k,) or y.shape[-1:] != (n,) or x.shape[:-1] != y.shape[:-1]:
+            fail(op, f"x must be (…, {k}) and y (…, {n})", f"{tuple(x.shape)} and {tuple(y.shape)}")
+        x, y = (
+            t.detach().flatten(0, -2).cpu().to(torch.promote_types(t.dtype, torch.float32)) for t in (x, y)
+        )
+        gram = x.T @ x
+        if not bool(torch.isfinite(gram).all() and torch.isfinite(y).all()):
+            fail(op, "x and y must be finite", "NaN or infinity")
+        self.tokens += len(x)
+        self.gram += gram
+        self.cross += x.T @ y.to(x.dtype)
+        self.x += x.sum(0, dtype=torch.float64)
+        self.y += y.sum(0, dtype=torch.float64)
+
+    def centred(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """(K, K) and (K, N): the same of X and Y less their means, with which a bias takes no part."""
+        means = self.x / max(1, self.tokens)
+        return self.gram - torch.outer(self.x, means), self.cross - torch.outer(means, self.y)
+
+
+@torch.no_grad()
+def fitted(layer: nn.Linear, moments: Moments, ridge: float = 0.01) -> tuple[torch.Tensor, torch.Tensor]:
+    """The dense weight (N, K) that fits best, in float64, and the XᵀX that it is best for.
+
+    argmin ‖XWᵀ + b − Y‖² + λ‖W − W₀‖², λ = ridge · mean of XᵀX's diagonal, W₀ the layer's; X and Y less their
+    means if it has a bias.
+
+    Raises ValueError for moments of another shape or without tokens.
+    """
+    op = "reconstruct_layer"
+    if tuple(moments.cross.shape) != (layer.in_features, layer.out_features):
+        want = (layer.in_features, layer.out_features)
+        fail(op, f"moments must be of {want[0]} inputs and {want[1]} outputs", tuple(moments.cross.shape))
+    if not moments.tokens:
+        fail(op, "moments must have tokens", 0)
+    gram, cross = (moments.gram, moments.cross) if layer.bias is None else moments.centred()
+    hessian, inverse = damped(gram, ridge, "moments")
+    pull = hessian.diagonal() - gram.diagonal()
+    near = layer.weight.detach().cpu().double()
+    return (inverse @ (cross + pull[:, None] * near.T)).T.contiguous(), gram
+
+
+@torch.no_grad()
+def reconstruct_layer(
+    layer: nn.Linear,
+    moments: Moments,
+    pattern: Any = None,
+    sparsity: float | None = None,
+    method: str = "obs",
+    *,
+    ridge: float = 0.01,
+    **options: Any,
+) -> Mask | None:
+    """Prunes one layer in place so that it gives what is wanted of it, bias included.
+
+    First the dense weight that fits best, with a pull to the layer's own (see fitted), then
+    reconstruct_weight of that; the bias is the rest, mean(Y) − Ŵ mean(X).
+
+    Args:
+        layer: changed in place.
+        moments: of its inputs, and of the outputs that are wanted.
+        pattern: see reconstruct_weight; None: only fitted.
+        sparsity: the same.
+        method: the same.
+        ridge: see fitted; also the dampening of reconstruct_weight.
+        **options: refit, panel, steps, mask, name, mode: see there.
+
+    Returns the mask, None without a pattern. Raises what reconstruct_weight and fitted do.
+    """
+    weight, gram = fitted(layer, moments, ridge)
+    mask = None
+    if pattern is not None:
+        weight, mask = reconstruct_weight(weight, gram, pattern, sparsity, method, dampening=ridge, **options)
+    layer.weight.copy_(weight)
+    if layer.bias is not None:
+        layer.bias.copy_((moments.y - weight @ moments.x) / moments.tokens)
+    return mask
+
+
+def arrange(importance: torch.Tensor, rows: int, kept: int, rounds: int = 12) -> torch.Tensor:
+    """An order of outputs in which `rows` neighbours care for the same inputs, so that tall blocks fit.
+
+    Groups keep their `kept` best inputs; outputs go, those with most to lose first, to the group that keeps
+    most of theirs and has room. The round that kept most wins; the first one is the order as it is.
+
+    Args:
+        importance: (N, K), what leaving a weight out costs; ≥ 0, N a multiple of rows.
+        rows: of a block.
+        kept: inputs that a block row keeps, of K.
+        rounds: how often outputs are assigned anew.
+
+    Returns the order, (N,) int64: W[order] has similar rows side by side.
+
+    Raises ValueError for an N that is no multiple, or kept outside [1, K].
+    """
+    op = "arrange"
+    check_tensor(op, "importance", importance)
+    check_int(op, "rows", rows, 1)
+    n = len(importance)
+    if importance.ndim != 2 or n % rows or not 1 <= kept <= importance.shape[1]:
+        want = "importance must be (N, K) with N a multiple of rows, and kept in [1, K]"
+        fail(op, want, f"{tuple(importance.shape)}, rows={rows}, kept={kept}")
+    importance, groups = importance.detach().float().cpu(), n // rows
+    order, best, most = torch.arange(n), torch.arange(n), -1.0
+    for _ in range(rounds):
+        sums = importance[order].view(groups, rows, -1).sum(1)
+        top = torch.zeros_like(sums).scatter_(1, sums.topk(kept, dim=1).indices, 1.0)
+        if (found := (sums * top).sum().item()) > most:
+            best, most = order, found
+        gain = importance @ top.T
+        chosen, room = torch.empty(n, dtype=torch.long), [rows] * groups
+        for row in (gain.max(1).values - gain.mean(1)).argsort(descending=True).tolist():
+            chosen[row] = group = int(gain[row].argmax())
+            room[group] -= 1
+            if room[group] == 0:
+                gain[:, group] = -torch.inf
+        order = chosen.argsort(stable=True)
+    return best
+
+
+@torch.no_grad()
+def arrange_hidden(
+    up: nn.Linear, down: nn.Linear, gram: torch.Tensor, rows: int, density: float, ridge: float = 0.01
+) -> torch.Tensor:
+    """Orders the hidden features between two layers, in place, so that tall blocks of `up` fit; see arrange.
+
+    What they compute together stays the same, if what is between them treats features alike.
+
+    Args:
+        up: of (H, K).
+        down: of (N, H).
+        gram: (K, K), XᵀX of the inputs of `up`: leaving w_ij out costs w_ij² / [H⁻¹]_jj.
+        rows: of a block.
+        density: of `up`, by and by.
+        ridge: dampening of gram.
+
+    Returns the order, (H,) int64.
+    """
+    op = "arrange_hidden"
+    if up.out_features != down.in_features:
+        fail(op, "down must have as many inputs as up has outputs", f"{down.in_features}, {up.out_features}")
+    inverse = damped(gram.detach().cpu(), ridge, "gram")[1].diagonal()
+    importance = up.weight.detach().cpu().double().square() / inverse
+    order = arrange(importance, rows, max(1, round(density * up.in_features)))
+    at = order.to(up.weight.device)
+    up.weight.copy_(up.weight[at])
+    if up.bias is not None:
+        up.bias.copy_(up.bias[at])
+    down.weight.copy_(down.weight[:, at])
+    return order
