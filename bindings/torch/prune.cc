@@ -166,11 +166,11 @@ Reconstruction problem_of(const Call& call, const Tensor& weight, const Tensor& 
 }
 
 void sweep(const Tensor& weight, const Tensor& bits, const Tensor& factor, std::vector<std::int64_t> units,
-           std::int64_t remove, std::int64_t panel, bool fixed) {
+           std::int64_t remove, std::int64_t panel, bool fixed, std::int64_t levels) {
   const Call call("sparse_gpt", "weight", weight);
   const Reconstruction problem = problem_of(call, weight, bits, units, false, remove);
   const double* u = doubles_of(call, "factor", factor, problem.cols, problem.cols);
-  check(call.op(), sparse_gpt(problem, u, panel, fixed, call.context().executor));
+  check(call.op(), sparse_gpt(problem, u, panel, fixed, levels, call.context().executor));
 }
 
 void solve(const Tensor& weight, const Tensor& bits, const Tensor& hessian, const Tensor& inverse) {
@@ -220,7 +220,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(rarefy, m) {
   m.def("_mask_unpack(Tensor mask, int cols) -> Tensor");
   m.def(
       "_sparse_gpt_(Tensor(a!) weight, Tensor(b!) mask, Tensor factor, int[] units, int remove, int panel, "
-      "bool fixed) -> ()");
+      "bool fixed, int levels) -> ()");
   m.def("_least_squares_(Tensor(a!) weight, Tensor mask, Tensor hessian, Tensor inverse) -> ()");
   m.def(
       "_block_obs_(Tensor(a!) weight, Tensor(b!) mask, Tensor inverse, int[] units, int remove, int steps) "

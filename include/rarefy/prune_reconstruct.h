@@ -22,8 +22,11 @@ struct Reconstruction {
 // blocks, the units of least error leave, the same part of each panel (N:M: as each group is reached); then
 // every column's error goes to the columns on its right. `factor` is the upper U with H⁻¹ = UᵀU. With fixed =
 // true the mask is given and only the errors are passed on.
+// With levels > 0, and a mask that is given, what stays is rounded to multiples of its row's largest |w| /
+// levels when its column is reached, and that error is passed on, too (Frantar et al. 2023, GPTQ). The
+// largest weight of a row keeps its size, so that rounding the result again, by rows, changes nothing.
 RAREFY_API Status sparse_gpt(const Reconstruction& problem, const double* factor, std::int64_t panel,
-                             bool fixed, const Executor& executor);
+                             bool fixed, std::int64_t levels, const Executor& executor);
 
 // The best weights on the mask that is given: for every row the least squares solution, by the smaller of two
 // systems, that of what stays (H) or of what leaves (H⁻¹). Rows of the same mask share its factorization.

@@ -4,7 +4,6 @@
 #include <cmath>
 #include <compare>
 #include <cstring>
-#include <functional>
 #include <limits>
 #include <new>
 #include <numeric>
@@ -206,9 +205,9 @@ class Surgeon {
 };
 
 // `work` for each block row, on all threads.
+template <typename Work>
 Status each_block_row(std::string_view op, const Reconstruction& problem, const double* inverse,
-                      std::int64_t steps, const Executor& executor,
-                      const std::function<bool(Surgeon&, std::int64_t)>& work) {
+                      std::int64_t steps, const Executor& executor, const Work& work) {
   if (Status status = check_problem(op, problem, inverse); !status.ok()) return status;
   if (steps < 1) return invalid(op, "steps must be at least 1", cat(steps));
   if (problem.rows == 0 || problem.cols == 0) return {};

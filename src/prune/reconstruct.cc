@@ -36,16 +36,19 @@ namespace {
 // The panels of a sweep.
 class Sweep {
  public:
-  Sweep(const Reconstruction& problem, const double* factor, std::int64_t panel, const Executor& executor)
+  Sweep(const Reconstruction& problem, const double* factor, std::int64_t panel, std::int64_t levels,
+        const Executor& executor)
       : p_(problem),
         u_(factor),
         executor_(executor),
+        levels_(levels),
         view_({.matrix = {problem.weight, DType::f64, problem.rows, problem.cols, problem.cols}},
               problem.units),
         panel_(std::min(problem.cols, ceil_div(panel, view_.unit_cols()) * view_.unit_cols())),
         whole_groups_(view_.groups() && problem.remove == view_.rows() * view_.cols()) {}
 
   Status run(bool fixed) {
+    if (levels_ > 0) find_grids();
     const std::int64_t all = view_.rows() * view_.cols();
     std::int64_t seen = 0, removed = 0;
     for (std::int64_t begin = 0; begin < p_.cols; begin += panel_) {
@@ -66,6 +69,32 @@ class Sweep {
   }
 
  private:
+  // What a row is rounded to: multiples of `step`; the weight in column `at` to ± levels of them.
+  struct Grid {
+    double step = 0;
+    std::int64_t at = 0, levels = 0;
+    double sign = 1;
+
+    double round(double w, std::int64_t col) const {
+      const auto most = static_cast<double>(levels);
+      return step * (col == at ? sign * most : std::clamp(std::nearbyint(w / step), -most, most));
+    }
+  };
+
+  void find_grids() {
+    grids_.assign(static_cast<std::size_t>(p_.rows), {1, -1, levels_, 1});
+    for (std::int64_t r = 0; r < p_.rows; ++r) {
+      const double* w = p_.weight + r * p_.cols;
+      double most = 0;
+      for (std::int64_t c = 0; c < p_.cols; ++c) {
+        if (!bit(mask_row(r), c) || !(std::abs(w[c]) > most)) continue;
+        most = std::abs(w[c]);
+        grids_[static_cast<std::size_t>(r)] = {most / static_cast<double>(levels_), c, levels_,
+                                               w[c] < 0 ? -1.0 : 1.0};
+      }
+    }
+  }
+
   std::uint8_t* mask_row(std::int64_t row) const { return p_.mask + row * mask_row_bytes(p_.cols); }
 
   // The error of taking `n` elements of a row out in one go: ‖w U⁻¹‖² on the diagonal block of U.
@@ -152,12 +181,14 @@ class Sweep {
       std::vector<std::pair<double, std::int64_t>> order;
       for (std::int64_t r = task * kRows; r < std::min(p_.rows, (task + 1) * kRows); ++r) {
         double* w = p_.weight + r * k;
+        const Grid grid = levels_ > 0 ? grids_[static_cast<std::size_t>(r)] : Grid{};
         for (std::int64_t c = begin; c < end; ++c) {
           if (!fixed && p_.units.of > 0 && c % p_.units.of == 0) thin(r, c, begin, end, order);
           double& e = errors[static_cast<std::size_t>(c - begin)];
-          e = bit(mask_row(r), c) ? 0.0 : w[c] / u_[c * k + c];
+          const double stays = !bit(mask_row(r), c) ? 0.0 : levels_ > 0 ? grid.round(w[c], c) : w[c];
+          e = (w[c] - stays) / u_[c * k + c];
           if (e != 0) dense.minus(w + c + 1, e, u_ + c * k + c + 1, end - c - 1);
-          if (!bit(mask_row(r), c)) w[c] = 0;
+          w[c] = stays;
         }
         std::int64_t c = begin;
         for (; c + 8 <= end && end < k; c += 8) {
@@ -188,6 +219,8 @@ class Sweep {
   const Reconstruction& p_;
   const double* u_;
   const Executor& executor_;
+  std::int64_t levels_;
+  std::vector<Grid> grids_;
   Units<double> view_;
   std::int64_t panel_;
   bool whole_groups_;
@@ -240,10 +273,13 @@ bool solve_rows(const Reconstruction& p, const double* hessian, const double* in
 }  // namespace prune
 
 Status sparse_gpt(const Reconstruction& problem, const double* factor, std::int64_t panel, bool fixed,
-                  const Executor& executor) {
+                  std::int64_t levels, const Executor& executor) {
   constexpr std::string_view op = "sparse_gpt";
   if (Status status = prune::check_problem(op, problem, factor); !status.ok()) return status;
   if (panel < 1) return invalid(op, "panel must be at least 1", cat(panel));
+  if (levels < 0 || (levels > 0 && !fixed)) {
+    return invalid(op, "levels must not be negative, and need a mask that is fixed", cat(levels));
+  }
   if (problem.units.each_row) return invalid(op, "units must be counted over the whole layer", "in each row");
   for (std::int64_t c = 0; c < problem.cols; ++c) {
     const double d = factor[c * problem.cols + c];
@@ -256,7 +292,7 @@ Status sparse_gpt(const Reconstruction& problem, const double* factor, std::int6
     if (!fixed) {
       std::memset(problem.mask, 0, static_cast<std::size_t>(problem.rows * mask_row_bytes(problem.cols)));
     }
-    return prune::Sweep(problem, factor, panel, executor).run(fixed);
+    return prune::Sweep(problem, factor, panel, levels, executor).run(fixed);
   } catch (const std::bad_alloc&) {
     return prune::no_memory(op);
   }

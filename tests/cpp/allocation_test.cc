@@ -265,7 +265,7 @@ std::vector<Entry> entries() {
       {"SparseGpt",
        [](Inputs& in, C c) {
          const Reconstruction problem = reconstruction_of(in, {{4, 4}}, 45);
-         return sparse_gpt(problem, in.identity.data(), 16, false, c.executor);
+         return sparse_gpt(problem, in.identity.data(), 16, false, 0, c.executor);
        }},
       {"LeastSquares",
        [](Inputs& in, C c) {
@@ -277,6 +277,18 @@ std::vector<Entry> entries() {
        [](Inputs& in, C c) {
          const Reconstruction problem = reconstruction_of(in, {{4, 4}, 0, 0, true}, 4);
          return block_obs(problem, in.identity.data(), 2, c.executor);
+       }},
+      {"BlockObsCosts",
+       [](Inputs& in, C c) {
+         const Reconstruction problem = reconstruction_of(in, {{4, 4}}, 0);
+         double costs[90];
+         return block_obs_costs(problem, in.identity.data(), 2, costs, c.executor);
+       }},
+      {"SparseGptToInt8",
+       [](Inputs& in, C c) {
+         alternate(in);
+         const Reconstruction problem = reconstruction_of(in, {}, 0);
+         return sparse_gpt(problem, in.identity.data(), 16, true, 127, c.executor);
        }},
       // Errors are texts, which take memory, too.
       {"PatternOfBadIndices",

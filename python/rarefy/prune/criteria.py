@@ -9,8 +9,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 
-from ..checks import check_known, check_tensor, fail
+from ..checks import check_int, check_known, check_tensor, fail
+from .damping import damped
 from .masks import Scores
 
 State = dict[str, Any]
@@ -163,6 +165,47 @@ class Fisher(Criterion):
         return Scores(weight.float().square().mul_(fisher.to(weight.device)).mul_(0.5))
 
 
+@dataclass(frozen=True)
+class BlockFisher(Criterion):
+    """w² / 2[F⁻¹]_qq, F = Σ gᵀg + λI of `size` neighbours of a row (Kurtic et al. 2022): "block_fisher".
+
+    The second-order change of the loss if one weight leaves and its neighbours adapt; with size 1 and without
+    λ it is Fisher's. F takes `size` times the memory of the weight, in float32.
+
+    Attributes:
+        size: of neighbours; the last ones of a row may be fewer.
+        dampening: λ as a part of the mean of F's diagonal over the weight.
+    """
+
+    size: int = 16
+    dampening: float = 0.01
+
+    def __post_init__(self) -> None:  # noqa: D105
+        check_int("BlockFisher", "size", self.size, 1)
+        if not 0 < self.dampening < math.inf:
+            fail("BlockFisher", "dampening must be positive", self.dampening)
+
+    @property
+    def needs(self) -> str:  # noqa: D102
+        return "gradient"
+
+    def _cut(self, matrix: torch.Tensor) -> torch.Tensor:
+        """(N, K) as (N, ⌈K/size⌉, size), zeros past the end."""
+        rest = -matrix.shape[1] % self.size
+        return nn.functional.pad(matrix, (0, rest)).unflatten(1, (-1, self.size))
+
+    def observe(self, weight, gradient, state) -> None:  # noqa: D102
+        parts = self._cut(gradient.float())
+        _add(state, "gradient", parts.unsqueeze(3) * parts.unsqueeze(2))
+
+    def score(self, name, weight, state, random) -> Scores:  # noqa: D102
+        fisher = _observed(self, state, "gradient", name)
+        mean = float(fisher.diagonal(dim1=2, dim2=3).sum()) / max(1, weight.numel())
+        fisher = fisher + (self.dampening * mean or 1.0) * torch.eye(self.size, device=fisher.device)
+        inverse = torch.linalg.inv(fisher).diagonal(dim1=2, dim2=3).flatten(1)[:, : weight.shape[1]]
+        return Scores(weight.float().square() / (2 * inverse.to(weight.device)))
+
+
 def _by_column(weight: torch.Tensor, scale: torch.Tensor, importance: str) -> Scores:
     """`scale` is (K,), or (groups, K) of a grouped convolution, whose outputs see different inputs."""
     if len(scale) == 1:
@@ -224,10 +267,8 @@ class Hessian(Criterion):
         return "gram"
 
     def score(self, name, weight, state, random) -> Scores:  # noqa: D102
-        from .reconstruct import damped_inverse
-
         grams = _observed(self, state, "gram", name)
-        diagonals = [damped_inverse(gram, self.dampening, name).diagonal() for gram in grams]
+        diagonals = [damped(gram, self.dampening, name)[1].diagonal() for gram in grams]
         return _by_column(weight, torch.stack(diagonals).reciprocal(), "square")
 
 
@@ -284,6 +325,7 @@ _NAMES: dict[str, Callable[[], Criterion]] = {
     "movement": Movement,
     "snip": Snip,
     "fisher": Fisher,
+    "block_fisher": BlockFisher,
     "wanda": Wanda,
     "activation": Activation,
     "hessian": Hessian,

@@ -37,6 +37,7 @@ class Elimination:
         name: for messages.
 
     Attributes:
+        inverse: (K, K) float64, H⁻¹.
         costs: (⌈N/R⌉, ⌈K/C⌉) float64: by how much ‖X(W − Ŵ)ᵀ‖² + λ‖W − Ŵ‖² grew, about, when a block left.
 
     Takes K³/3 operations for each block row.
@@ -62,10 +63,10 @@ class Elimination:
         self.block = units[0], units[1]
         self._home = weight.device, weight.dtype
         self._weight = weight.detach().cpu().double().contiguous().clone()
-        self._hessian, self._inverse = damped(gram.detach().cpu(), dampening, name)
+        self._hessian, self.inverse = damped(gram.detach().cpu(), dampening, name)
         reached = self._weight * (gram.detach().cpu().diagonal() != 0)  # what no input reaches costs nothing
         self.costs = torch.zeros(grid_of(tuple(weight.shape), self.block), dtype=torch.float64)
-        _costs(reached, self._inverse, list(units), steps, self.costs)
+        _costs(reached, self.inverse, list(units), steps, self.costs)
 
     def mask(self, sparsity: float) -> Mask:
         """Which weights stay: exactly pattern.removed(shape, sparsity) blocks leave, those of least cost."""
@@ -78,7 +79,7 @@ class Elimination:
     def prune(self, sparsity: float) -> tuple[torch.Tensor, Mask]:
         """The best weights (N, K) with that mask, in the weight's dtype and on its device, and the mask."""
         mask, new = self.mask(sparsity), self._weight.clone()
-        _least_squares(new, mask.bits, self._hessian, self._inverse)
+        _least_squares(new, mask.bits, self._hessian, self.inverse)
         return new.to(*self._home), mask
 
 

@@ -24,6 +24,7 @@ _sparse_gpt = _load.op("_sparse_gpt_")
 _least_squares = _load.op("_least_squares_")
 _block_obs = _load.op("_block_obs_")
 
+_LEVELS = 127  # of int8
 METHODS = ("sparsegpt", "obs", "wanda", "magnitude", "least_squares")
 
 
@@ -48,6 +49,7 @@ def reconstruct_weight(
     dampening: float = 0.01,
     panel: int = 128,
     steps: int = 16,
+    int8: bool = False,
     name: str = "weight",
 ) -> tuple[torch.Tensor, Mask]:
     """Prunes one weight so that its layer's outputs change least.
@@ -67,7 +69,10 @@ def reconstruct_weight(
         mask: for "sparsegpt" and "least_squares": keep to it instead of choosing one.
         dampening: λ / mean of XᵀX's diagonal; singular matrices get more (see damped).
         panel: columns among which "sparsegpt" compares units.
-        steps: rounds of "obs" until as many have left; over the whole layer twice as many until none is left.
+        steps: rounds of "obs" until as many have left; over the whole layer twice as many until none is.
+        int8: round what stays to int8 as Int8Weight does, with a scale for each row, column after column:
+            those on the right make up for the rounding, too (Frantar et al. 2023, GPTQ). The result, float,
+            is what "block:…:int8" stores of it: rounding it again changes nothing but the last place.
         name: for messages.
 
     Returns the weight (N, K), in its dtype, and the mask.
@@ -97,7 +102,8 @@ def reconstruct_weight(
         if pattern.units(weight.shape)[3] or pattern.fixed:
             fail(op, 'the method "obs" is for blocks', pattern)
         elimination = Elimination(weight, gram, pattern, dampening=dampening, steps=2 * steps, name=name)
-        return elimination.prune(sparsity)
+        new, chosen = elimination.prune(sparsity)
+        return (_to_int8(new, chosen, elimination.inverse, panel) if int8 else new), chosen
     hessian, inverse = damped(gram.detach().cpu(), dampening, name)
     units, shape = pattern.units(weight.shape), weight.shape
     # What no input reaches costs nothing: it leaves first, and comes back as it was if it may stay.
@@ -121,7 +127,7 @@ def reconstruct_weight(
                 f"{units[2]}:{units[3]}"
             )  # below its sparsity "block:…+2:4" is 2:4 in part
         remove = 0 if fixed else inside.removed(shape, sparsity)
-        _sparse_gpt(new, bits, factor, list(inside.units(shape)), remove, panel, fixed)
+        _sparse_gpt(new, bits, factor, list(inside.units(shape)), remove, panel, fixed, 0)
         kept = int(Mask(bits, shape[1], 0).unpack().sum())
         chosen = Mask(bits, shape[1], kept)
     elif method == "obs":
@@ -147,7 +153,16 @@ def reconstruct_weight(
         # From the original weights: what they do on X is the aim.
         new = weight.detach().cpu().double().contiguous().clone()
         _least_squares(new, chosen.bits, hessian, inverse)
-    return new.to(weight.device, weight.dtype), chosen
+    new = new.to(weight.device, weight.dtype)
+    return (_to_int8(new, chosen, inverse, panel) if int8 else new), chosen
+
+
+def _to_int8(weight: torch.Tensor, mask: Mask, inverse: torch.Tensor, panel: int) -> torch.Tensor:
+    """What stays, rounded by rows to −127 … 127; columns on the right make up for those on the left."""
+    new = weight.detach().cpu().double().contiguous().clone()
+    factor = torch.linalg.cholesky(inverse, upper=True).contiguous()
+    _sparse_gpt(new, mask.bits.clone(), factor, [1, 1, 0, 0], 0, panel, True, _LEVELS)
+    return new.to(weight.device, weight.dtype)
 
 
 @dataclass
