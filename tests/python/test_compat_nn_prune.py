@@ -174,3 +174,90 @@ def test_bad_arguments_are_refused(call, text):
     with pytest.raises(ValueError, match=text):
         call(module)
     assert not prune.is_pruned(module)
+
+
+CLASSES = [
+    ("L1Unstructured", (0.3,)),
+    ("L1Unstructured", (7,)),
+    ("LnStructured", (0.5, 2, 0)),
+    ("LnStructured", (2, 1, 1)),
+    ("LnStructured", (1, float("inf"), -1)),
+    ("Identity", ()),
+]
+
+
+@pytest.mark.parametrize(("name", "args"), CLASSES)
+@pytest.mark.parametrize("kind", [nn.Linear, nn.Conv2d])
+def test_classes_prune_as_the_originals(name, args, kind):
+    mine, theirs = layer(kind), layer(kind)
+    scores = torch.rand(mine.weight.shape)
+    for given in (None, scores):  # the second on top of the first
+        method = getattr(prune, name).apply(mine, "weight", *args, importance_scores=given)
+        options = {} if name == "Identity" else {"importance_scores": given}
+        getattr(original, name).apply(theirs, "weight", *args, **options)
+        assert torch.equal(mask_of(mine), theirs.weight_mask)
+    assert torch.equal(method.apply_mask(mine), theirs.weight)
+    assert method.PRUNING_TYPE == getattr(original, name).PRUNING_TYPE
+    t, before = torch.randn(6, 8), (torch.rand(6, 8) < 0.7).float()
+    ours = getattr(prune, name)(*args).prune(t, before)
+    assert ((ours != 0) <= (before != 0)).all()
+    method.remove(mine)
+    assert not prune.is_pruned(mine)
+
+
+def test_a_method_of_ones_own():
+    class EveryOther(prune.BasePruningMethod):
+        PRUNING_TYPE = "unstructured"
+
+        def compute_mask(self, t, default_mask):
+            mask = default_mask.clone()
+            mask.view(-1)[::2] = 0
+            return mask
+
+    class Theirs(original.BasePruningMethod):
+        PRUNING_TYPE = "unstructured"
+        compute_mask = EveryOther.compute_mask
+
+    mine, theirs = layer(), layer()
+    for _ in range(3):
+        EveryOther.apply(mine, "weight")
+        Theirs.apply(theirs, "weight")
+        assert torch.equal(mask_of(mine), theirs.weight_mask)
+    assert torch.equal(copy.deepcopy(mine).weight, theirs.weight)
+
+    class Wrong(EveryOther):
+        PRUNING_TYPE = "structred"
+
+    with pytest.raises(ValueError, match=r"\[Wrong\] .*near names: structured"):
+        Wrong.apply(mine, "weight")
+
+
+def test_containers_combine():
+    t = torch.randn(6, 8)
+    rows, single = prune.LnStructured(2, 2, 0), prune.L1Unstructured(5)
+    both = prune.PruningContainer(rows, single)
+    assert len(both) == 2 and list(both) == [rows, single] and both[1] is single
+    out = both.prune(t)
+    assert int((out == 0).sum()) == 2 * 8 + 5
+    assert torch.equal(out, single.prune(t, (rows.prune(t) != 0).float()))
+    custom = prune.CustomFromMask((torch.arange(8) < 4).expand(6, 8)).prune(t)
+    assert torch.equal(custom, torch.cat([t[:, :4], torch.zeros(6, 4)], 1))
+    with pytest.raises(TypeError, match="a method must be a BasePruningMethod; got int"):
+        prune.PruningContainer(1)
+    other = prune.L1Unstructured.apply(layer(), "weight", 1)
+    bias = prune.L1Unstructured.apply(layer(), "bias", 1)
+    with pytest.raises(ValueError, match="methods must be for 'weight'; got 'bias'"):
+        prune.PruningContainer(other, bias)
+
+
+def test_random_classes_are_exact_and_follow_a_generator():
+    for make, gone in (
+        (lambda g: prune.RandomUnstructured(0.25, generator=g), 30),
+        (lambda g: prune.RandomStructured(3, 1, generator=g), 30),
+    ):
+        outs = [make(torch.Generator().manual_seed(1)).prune(torch.ones(10, 12)) for _ in range(2)]
+        assert int((outs[0] == 0).sum()) == gone and torch.equal(*outs)
+    with pytest.raises(ValueError, match=r"\[L1Unstructured\] amount must be in \[0, 12\]"):
+        prune.L1Unstructured(13).prune(torch.ones(12))
+    with pytest.raises(ValueError, match=r"\[LnStructured\] dim must be of 2 dimensions, 2 or more; got 2"):
+        prune.LnStructured(1, 2, 2).prune(torch.ones(3, 4))

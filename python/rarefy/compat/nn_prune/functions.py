@@ -1,12 +1,4 @@
-"""torch.nn.utils.prune as parametrizations: the same functions and numerics, on modules that deep-copy.
-
-from rarefy.compat import nn_prune as prune
-prune.l1_unstructured(module, "weight", amount=0.3)
-
-There `module.weight` becomes a plain tensor beside `weight_orig` and `weight_mask`, so that deepcopy fails
-after a forward; here it is computed by a parametrization, `Pruned`, of a mask and the original.
-Ties are spread over rows (there whole rows are lost). `load_state_dict` reads checkpoints of the original.
-"""
+"""The functions of torch.nn.utils.prune on a parametrization, and the reader of its checkpoints."""
 
 from __future__ import annotations
 
@@ -18,23 +10,9 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrize
 
-from ..checks import check_known, check_tensor, fail
-from ..prune.masks import Mask, Scores, allocate_global, make_mask
-from ..prune.patterns import matrix_shape
-
-__all__ = [
-    "Pruned",
-    "custom_from_mask",
-    "global_unstructured",
-    "identity",
-    "is_pruned",
-    "l1_unstructured",
-    "ln_structured",
-    "load_state_dict",
-    "random_structured",
-    "random_unstructured",
-    "remove",
-]
+from ...checks import check_known, check_tensor, fail
+from ...prune.masks import Mask, Scores, allocate_global, make_mask
+from ...prune.patterns import matrix_shape
 
 
 class Pruned(nn.Module):
