@@ -110,6 +110,34 @@ def test_heads_and_networks_of_bert():
     assert all(row.parameters_after < 0.6 * row.parameters_before for row in result)
 
 
+@pytest.mark.parametrize(("queries", "keys"), [(4, 4), (4, 2), (8, 2)])
+def test_grouped_query_heads_leave_together(queries, keys):
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=50, hidden_size=32, num_hidden_layers=2, num_attention_heads=queries, head_dim=8,
+        num_key_value_heads=keys, intermediate_size=48, attention_bias=True,
+    )  # fmt: skip
+    model = transformers.LlamaModel(config).eval()
+    masked = copy.deepcopy(model)
+    couplings = [c for c in find_couplings(model) if c.heads]
+    assert [c.unit for c in couplings] == [8 * queries // keys] * 2
+    for coupling in couplings:
+        norms = unit_norms(model, coupling)
+        assert norms.shape == (keys,)
+        weight = masked.get_submodule(coupling.consumers[0]).weight.detach().view(32, keys, -1)
+        weight[:, norms.argsort()[: round(0.4 * keys)]] = 0
+    result = shrink(model, 0.4, couplings=couplings)
+    ids = torch.arange(24).reshape(2, 12)
+    with torch.no_grad():
+        got, expected = (m(ids).last_hidden_state for m in (model, masked))
+    torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
+    left = keys - round(0.4 * keys)
+    inner = model.layers[0].self_attn
+    assert [(row.before, row.after) for row in result] == [(keys, left)] * 2
+    assert (inner.q_proj.out_features, inner.k_proj.out_features) == (8 * left * queries // keys, 8 * left)
+
+
 def test_sparsities_and_scores_by_name():
     model = mlp()
     scores = torch.arange(24.0).flip(0)

@@ -40,8 +40,9 @@ class Coupling:
         producers: names of layers whose outputs they are: nn.Linear, nn.Conv2d.
         consumers: of those whose inputs they are.
         norms: of batch norms between.
-        unit: how many neighbours leave together: the size of a head.
-        heads: name of the module whose count of heads changes, or None.
+        unit: how many neighbours of the first producer leave together: the size of a head. In layers of other
+            widths as large a part does: a head of keys with all heads of queries that share it.
+        heads: name of the module whose counts of heads change, or None.
     """
 
     name: str
@@ -87,8 +88,9 @@ def find_couplings(model: nn.Module) -> list[Coupling]:
     Found are: Linear and Conv2d that follow each other in an nn.Sequential, with activations, dropout,
     pooling, batch norms and nn.Flatten between; feed-forward networks of transformers by their layers' names
     (BERT, RoBERTa, ViT, CLIP, Llama, nn.TransformerEncoderLayer), where only what works element by element
-    may lie between; heads of BERT's attention. Layers that occur twice, or whose weight is shared, are left
-    out.
+    may lie between; heads of BERT's attention, and of Llama's (Mistral's, Qwen's, …), where a head of keys
+    and values leaves with the heads of queries that share it. Layers that occur twice, or whose weight is
+    shared, are left out.
     """
     found: list[Coupling] = []
     for name, module in model.named_modules():
@@ -110,6 +112,13 @@ def find_couplings(model: nn.Module) -> list[Coupling]:
             found.append(
                 Coupling(names[0], names, (f"{prefix}output.dense",), unit=size, heads=f"{prefix}self")
             )
+        size, out = getattr(module, "head_dim", None), _child(module, "o_proj")
+        parts = [_child(module, f"{x}_proj") for x in "qkv"]
+        if isinstance(size, int) and size > 0 and all(map(_plain, (*parts, out))):
+            shared = _outputs(parts[0]) // max(1, _outputs(parts[1]))
+            names = tuple(f"{prefix}{x}_proj" for x in "qkv")
+            if _outputs(parts[1]) == _outputs(parts[2]) and shared * _outputs(parts[1]) == _outputs(parts[0]):
+                found.append(Coupling(names[0], names, (f"{prefix}o_proj",), unit=shared * size, heads=name))
     uses: dict[int, int] = {}
     for _, module in model.named_modules(remove_duplicate=False):
         for parameter in module._parameters.values():
@@ -147,14 +156,19 @@ def _in_sequence(sequence: nn.Sequential, prefix: str) -> Iterator[Coupling]:
 
 def unit_norms(model: nn.Module, coupling: Coupling) -> torch.Tensor:
     """(units,) float64: norms of what would leave with each, rows of producers and columns of consumers."""
-    width = _outputs(model.get_submodule(coupling.producers[0]))
-    squares = torch.zeros(width, dtype=torch.float64)
+    units = _units(model, coupling)
+    squares = torch.zeros(units, dtype=torch.float64)
     for name in coupling.producers:
-        squares += model.get_submodule(name).weight.detach().double().cpu().flatten(1).square().sum(1)
+        weight = model.get_submodule(name).weight.detach().double().cpu()
+        squares += weight.reshape(units, -1).square().sum(1)
     for name in coupling.consumers:
         weight = model.get_submodule(name).weight.detach().double().cpu()
-        squares += weight.reshape(len(weight), width, -1).square().sum((0, 2))
-    return squares.view(-1, coupling.unit).sum(1).sqrt()
+        squares += weight.reshape(len(weight), units, -1).square().sum((0, 2))
+    return squares.sqrt()
+
+
+def _units(model: nn.Module, coupling: Coupling) -> int:
+    return _outputs(model.get_submodule(coupling.producers[0])) // coupling.unit
 
 
 @torch.no_grad()
@@ -193,12 +207,12 @@ def shrink(
         _check_fits(op, model, coupling)
         rank = unit_norms(model, coupling) if name not in (scores or {}) else scores[name]
         check_tensor(op, "scores", rank)
-        units = _outputs(model.get_submodule(coupling.producers[0])) // coupling.unit
+        units = _units(model, coupling)
         if tuple(rank.shape) != (units,):
             fail(op, f"the scores of {name} must be of shape ({units},)", tuple(rank.shape))
         gone = min(round(check_sparsity(op, "sparsity", part) * units), units - 1)
         kept = make_mask(Scores(rank.detach().double().view(-1, 1)), (1, 1, 0, 0), gone).unpack().view(-1)
-        plans.append((coupling, kept.repeat_interleave(coupling.unit)))
+        plans.append((coupling, kept))
     return [_cut(model, coupling, keep) for coupling, keep in plans]
 
 
@@ -207,40 +221,51 @@ def _check_fits(op: str, model: nn.Module, coupling: Coupling) -> None:
     if not all(map(_plain, layers)) or not coupling.producers or not coupling.consumers:
         got = ", ".join(type(x).__name__ for x in layers)
         fail(op, f"the layers of {coupling.name} must be plain nn.Linear or nn.Conv2d", got)
-    widths = {_outputs(model.get_submodule(x)) for x in coupling.producers}
-    width = min(widths)
-    fits = len(widths) == 1 and width % coupling.unit == 0
-    if not fits or any(model.get_submodule(x).weight.shape[1] % width for x in coupling.consumers):
-        fail(op, f"the layers of {coupling.name} must have the same hidden features", sorted(widths))
+    widths = [_outputs(model.get_submodule(x)) for x in coupling.producers]
+    whole, units = widths[0] % coupling.unit == 0, max(1, widths[0] // coupling.unit)
+    same = coupling.unit > 1 or len(set(widths)) == 1
+    reads = [model.get_submodule(x).weight.shape[1] for x in coupling.consumers]
+    if not (whole and same) or any(width % units for width in (*widths, *reads)):
+        fail(op, f"the layers of {coupling.name} must have the same hidden features", sorted(set(widths)))
 
 
 def _cut(model: nn.Module, coupling: Coupling, keep: torch.Tensor) -> Removed:
     names = (*coupling.producers, *coupling.norms, *coupling.consumers)
     count = lambda: sum(p.numel() for x in names for p in model.get_submodule(x).parameters())  # noqa: E731
-    before = count()
+    before, units = count(), _units(model, coupling)
+
+    def wide(width: int, tensor: torch.Tensor) -> torch.Tensor:
+        return keep.repeat_interleave(width // units).to(tensor.device)
+
     for name in coupling.producers:
         module = model.get_submodule(name)
-        _replace(module, "weight", module.weight[keep.to(module.weight.device)])
+        rows = wide(_outputs(module), module.weight)
+        _replace(module, "weight", module.weight[rows])
         if module.bias is not None:
-            _replace(module, "bias", module.bias[keep.to(module.bias.device)])
-        setattr(module, "out_features" if isinstance(module, nn.Linear) else "out_channels", int(keep.sum()))
+            _replace(module, "bias", module.bias[rows])
+        setattr(module, "out_features" if isinstance(module, nn.Linear) else "out_channels", int(rows.sum()))
     for name in coupling.norms:
         module = model.get_submodule(name)
-        module.num_features = int(keep.sum())
+        channels = wide(module.num_features, keep)
+        module.num_features = int(channels.sum())
         for key in ("weight", "bias", "running_mean", "running_var"):
             tensor = getattr(module, key)
             if tensor is not None:
-                _replace(module, key, tensor[keep.to(tensor.device)])
+                _replace(module, key, tensor[channels.to(tensor.device)])
     for name in coupling.consumers:
         module = model.get_submodule(name)
-        columns = keep.repeat_interleave(module.weight.shape[1] // len(keep)).to(module.weight.device)
+        columns = wide(module.weight.shape[1], module.weight)
         _replace(module, "weight", module.weight[:, columns])
         setattr(module, "in_features" if isinstance(module, nn.Linear) else "in_channels", int(columns.sum()))
-    units = int(keep.sum()) // coupling.unit
+    left = int(keep.sum())
     if coupling.heads is not None:
         module = model.get_submodule(coupling.heads)
-        module.num_attention_heads, module.all_head_size = units, int(keep.sum())
-    return Removed(coupling.name, len(keep) // coupling.unit, units, before, count())
+        if hasattr(module, "all_head_size"):
+            module.all_head_size = module.all_head_size // units * left
+        for key in ("num_attention_heads", "num_heads", "num_key_value_heads"):
+            if isinstance(getattr(module, key, None), int):
+                setattr(module, key, getattr(module, key) // units * left)
+    return Removed(coupling.name, units, left, before, count())
 
 
 def _replace(module: nn.Module, key: str, tensor: torch.Tensor) -> None:
