@@ -12,7 +12,13 @@ from torch.ao.pruning._experimental import data_sparsifier
 from torch.nn.utils import parametrize
 
 from rarefy.compat import torch_ao_pruning as compat
-from rarefy.compat.torch_ao_pruning import DataNormSparsifier, SaliencyPruner, WeightNormSparsifier
+from rarefy.compat.torch_ao_pruning import (
+    BaseDataScheduler,
+    DataNormSparsifier,
+    SaliencyPruner,
+    WeightNormSparsifier,
+)
+from rarefy.compat.torch_ao_pruning.lightning import PostTrainingDataSparsity, TrainingAwareDataSparsity
 
 
 def net(dtype=torch.float32) -> nn.Sequential:
@@ -257,3 +263,72 @@ def test_the_whole_public_surface_is_there():
     assert int((mask_of(model) != 0).sum()) == 22
     for kind in (compat.FPGMPruner, compat.LSTMSaliencyPruner):
         assert issubclass(kind, compat.BaseSparsifier) and kind.__doc__
+
+
+class _Lightning:
+    """What a callback sees of a LightningModule."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        self.model = nn.Sequential(nn.Conv2d(2, 3, 3), nn.Flatten(), nn.Linear(12, 8), nn.Linear(8, 4))
+
+
+def test_lightning_callback_after_the_training():
+    module = _Lightning()
+    before = copy.deepcopy(module.model.state_dict())
+    options = {"sparsity_level": 0.5, "sparse_block_shape": (1, 1), "zeros_per_block": 1}
+    callback = PostTrainingDataSparsity(DataNormSparsifier, options)
+    callback.on_fit_end(None, module)
+    assert all(torch.equal(before[k], v) for k, v in module.model.state_dict().items())
+    made = callback.sparsified
+    assert int((made[2].weight == 0).sum()) == 48 and int((made[3].weight == 0).sum()) == 16
+    kept = made[2].weight != 0
+    assert torch.equal(made[2].weight[kept], module.model[2].weight[kept])
+    assert torch.equal(made[0].weight, module.model[0].weight)  # of four dimensions
+    with pytest.raises(TypeError, match=r"\[PostTrainingDataSparsity\] .* BaseDataSparsifier; got Linear"):
+        PostTrainingDataSparsity(nn.Linear, {})
+
+
+def test_lightning_callback_along_a_schedule():
+    class Rising(BaseDataScheduler):
+        def get_schedule_param(self):
+            return {
+                name: min(0.75, 0.25 * (self.last_epoch + 1)) for name in self.data_sparsifier.data_groups
+            }
+
+    module = _Lightning()
+    options = {"sparsity_level": 0.25, "sparse_block_shape": (1, 1), "zeros_per_block": 1}
+    callback = TrainingAwareDataSparsity(
+        DataNormSparsifier, options, Rising, {"schedule_param": "sparsity_level"}
+    )
+    callback.on_train_start(None, module)
+    gone = []
+    for _ in range(4):
+        with torch.no_grad():
+            module.model[2].weight.add_(0.01)
+        callback.on_train_epoch_end(None, module)
+        gone.append(int((callback.sparsified[2].weight == 0).sum()))
+        left = callback.sparsified[2].weight != 0
+        assert torch.equal(callback.sparsified[2].weight[left], module.model[2].weight[left])
+    assert gone == [24, 48, 72, 72] and not (module.model[2].weight == 0).any()
+    callback.on_train_end(None, module)
+    with pytest.raises(TypeError, match="data_scheduler_class must be a BaseDataScheduler; got Linear"):
+        TrainingAwareDataSparsity(DataNormSparsifier, options, nn.Linear, {})
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_embeddings_sparse_and_quantized(first):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(20, 16), nn.Linear(16, 4)).eval()
+    dense = model[0].weight.detach().clone()
+    compat.post_training_sparse_quantize(
+        model, DataNormSparsifier, first, sparsity_level=0.5, sparse_block_shape=(1, 4), zeros_per_block=4
+    )
+    got = torch.dequantize(model[0].weight())
+    step = float((dense.amax(1) - dense.amin(1)).max()) / 255  # zero is between two levels
+    gone = (got.abs() <= step).view(20, 4, 4).all(2)
+    assert int(gone.sum()) == 40
+    kept = ~gone.repeat_interleave(4, 1)
+    assert float((got - dense)[kept].abs().max()) <= 1.01 * step
+    norms = dense.abs().view(20, 4, 4).sum(2)
+    assert float(norms[gone].max()) <= 1.02 * float(norms[~gone].min())

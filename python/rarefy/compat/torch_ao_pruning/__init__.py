@@ -20,6 +20,7 @@ from torch.ao.pruning import (
 from torch.ao.pruning._experimental.activation_sparsifier.activation_sparsifier import ActivationSparsifier
 from torch.ao.pruning._experimental.data_scheduler import BaseDataScheduler
 from torch.ao.pruning._experimental.data_sparsifier import BaseDataSparsifier
+from torch.ao.pruning._experimental.data_sparsifier.quantization_utils import post_training_sparse_quantize
 from torch.ao.pruning._experimental.pruner import BiasHook
 
 from .experimental import (
@@ -55,4 +56,5 @@ __all__ = [
     "get_dynamic_sparse_quantized_mapping",
     "get_static_sparse_quantized_mapping",
     "module_to_fqn",
+    "post_training_sparse_quantize",
 ]
