@@ -42,7 +42,7 @@ def options(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--share",
         type=float,
-        default=0.55,
+        default=0.5,
         help="of the linear layers' weights, all together, that stays (default: %(default)s)",
     )
     parser.add_argument("--block", default="32x1", help="rows x columns of a block (default: %(default)s)")
