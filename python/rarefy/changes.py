@@ -33,7 +33,7 @@ def change_of(
     """The change of a layer to a spec, or why it stays as it is. Errors name the layer."""
     try:
         if isinstance(layer.module, BlockSparseLinear):
-            return _sparser(layer.module, spec, scores, optimizer)
+            return _sparser(layer, spec, scores, optimizer)
         dense = layer.linear()
         sparse = BlockSparseLinear.from_dense(dense, spec=spec, scores=scores)
     except (ValueError, TypeError) as error:
@@ -44,10 +44,10 @@ def change_of(
 
 
 def _sparser(
-    module: BlockSparseLinear, spec: Spec, scores: torch.Tensor | None, optimizer: Optimizer | None
+    layer: Layer, spec: Spec, scores: torch.Tensor | None, optimizer: Optimizer | None
 ) -> Change | str:
     """The change of a layer that is sparse already; within its format the weight stays the same."""
-    weight = module.weight
+    module, weight = layer.module, layer.module.weight
     if is_parametrized(weight):
         return "its values are parametrized (torch.nn.utils.parametrize)"
     dense = module.to_dense()
@@ -66,7 +66,7 @@ def _sparser(
         requirement = "optimizer state can follow within one format and block shape only"
         raise ValueError(f"{requirement}; got {weight.spec_format()} to {spec.format}")
     target.requires_grad_(weight.requires_grad)
-    return Change(dense, sparse, lambda: setattr(module, "weight", target))
+    return Change(dense, sparse, lambda: layer.put(target))
 
 
 def _same_format(a: SparseWeight, b: SparseWeight) -> bool:

@@ -51,8 +51,20 @@ def _to_conv1d(kind: type, linear: nn.Linear) -> nn.Module:
     return module.train(linear.training)
 
 
-# GPT-2's layer, which stores W transposed.
-KINDS = {"conv1d": Kind("transformers.pytorch_utils", "Conv1D", _from_conv1d, _to_conv1d)}
+def _to_out_proj(kind: type, linear: nn.Linear) -> nn.Module:
+    with torch.device("meta"):
+        module = kind(linear.in_features, linear.out_features, bias=linear.bias is not None)
+    module.weight, module.bias = linear.weight, linear.bias
+    return module.train(linear.training)
+
+
+# GPT-2's layer, which stores W transposed; and the last one of nn.MultiheadAttention.
+KINDS = {
+    "conv1d": Kind("transformers.pytorch_utils", "Conv1D", _from_conv1d, _to_conv1d),
+    "out_proj": Kind(
+        "torch.nn.modules.linear", "NonDynamicallyQuantizableLinear", lambda layer: layer, _to_out_proj
+    ),
+}
 
 
 def kind_of(module: nn.Module) -> str | None:

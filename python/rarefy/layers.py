@@ -10,10 +10,12 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.utils.parametrize import ParametrizationList, is_parametrized
 
 from ._torch_private import has_hooks, has_tensor_hooks, storage_of
+from .attention import projections, put_projection, settle
 from .checks import fail
 from .dense import KINDS, kind_of
 from .modules import BlockSparseLinear
 from .pseudo import PseudoBlockSparseLinear
+from .sparse_weight import SparseWeight
 
 
 @dataclass
@@ -44,10 +46,60 @@ class Layer:
         kind = kind_of(self.module)
         return self.module if kind is None else KINDS[kind].as_linear(self.module)
 
+    @property
+    def weight_names(self) -> list[str]:
+        """All names of its weight."""
+        return [f"{name}.weight".lstrip(".") for name in self.names]
+
     def replace(self, module: nn.Module) -> None:
         """Puts `module` wherever this layer is used."""
         for parent, key in self.places:
             setattr(parent, key, module)
+            settle(parent)
+
+    def put(self, weight: SparseWeight) -> None:
+        """Gives the layer, which is sparse, another weight."""
+        self.module.weight = weight
+
+
+@dataclass
+class Projection(Layer):
+    """A weight of an nn.MultiheadAttention as a layer: `module` is one that holds it, without a bias."""
+
+    holder: nn.Module | None = None
+    attribute: str = ""
+
+    @property
+    def weight_names(self) -> list[str]:
+        """All names of its weight: "attention.in_proj_weight" of the layer "attention.in_proj"."""
+        return [f"{name}_weight" for name in self.names]
+
+    def replace(self, module: nn.Module) -> None:
+        """Puts the weight of `module` into the attention."""
+        put_projection(self.holder, self.attribute, module.weight)
+
+    def put(self, weight: SparseWeight) -> None:
+        """Gives the attention another weight."""
+        put_projection(self.holder, self.attribute, weight)
+
+
+def _projections(layer: Layer) -> list[Layer]:
+    """The layers that a module's own projections are as; none if it has no such."""
+    found = []
+    for attribute in projections(layer.module):
+        weight, short = getattr(layer.module, attribute), attribute.removesuffix("_weight")
+        if isinstance(weight, SparseWeight):
+            module = BlockSparseLinear.from_weight(weight)
+        elif isinstance(weight, nn.Parameter):
+            n, k = weight.shape
+            module = nn.Linear(k, n, bias=False, device="meta")
+            module.weight = weight
+        else:
+            return [layer]  # parametrized
+        names = [f"{name}.{short}".lstrip(".") for name in layer.names]
+        module.train(layer.module.training)
+        found.append(Projection(names, module, holder=layer.module, attribute=attribute))
+    return found or [layer]
 
 
 # Where a tensor lies: its storage, and the first byte and the end of what it spans there.
@@ -85,6 +137,7 @@ def _overlap(a: Extent, b: Extent) -> bool:
 def _why_not(
     module: nn.Module,
     names: list[str],
+    own: set[str],
     parents: list[nn.Module],
     owners: list[tuple[str, Extent]],
     rewritten: bool,
@@ -97,9 +150,10 @@ def _why_not(
         return "an embedding looks rows up instead of multiplying"
     if isinstance(module, nn.MultiheadAttention):
         return "nn.MultiheadAttention multiplies by its parameters itself"
-    if any(isinstance(parent, nn.MultiheadAttention) for parent in parents):
+    held = [parent for parent in parents if isinstance(parent, nn.MultiheadAttention)]
+    if held and not (rewritten and all(map(projections, held))):
         return "nn.MultiheadAttention reads this weight directly and never calls the layer"
-    other = kind_of(module) if rewritten else None
+    other = kind_of(module) if rewritten and (held or kind_of(module) != "out_proj") else None
     if not isinstance(module, nn.Linear) and other is None:
         return f"{kind} is not an nn.Linear"
     if is_parametrized(module):
@@ -109,7 +163,7 @@ def _why_not(
         return "its weight is computed from other parameters (weight norm, torch pruning)"
     if isinstance(weight, nn.parameter.UninitializedTensorMixin):
         return "a lazy layer without a shape yet: run the model once"
-    if isinstance(module, NonDynamicallyQuantizableLinear):
+    if isinstance(module, NonDynamicallyQuantizableLinear) and other is None:
         return f"{kind}: its parent reads the weight directly"
     if type(weight) is not nn.Parameter:
         return f"its weight is a {type(weight).__name__} and no plain Parameter"
@@ -121,7 +175,6 @@ def _why_not(
     if extent is None or not weight.dtype.is_floating_point or weight.dtype.itemsize < 2:
         return f"its weight is {str(weight.dtype).removeprefix('torch.')}, {weight.layout}"
     # All names that the weight has as part of this module are its own, whatever the module is called.
-    own = {f"{name}.weight".lstrip(".") for name in names}
     if others := [name for name, other in owners if name not in own and _overlap(extent, other)]:
         return f"its weight is tied to {', '.join(others)}"
     if "" in names:
@@ -132,7 +185,8 @@ def _why_not(
 def find_layers(model: nn.Module, *, rewritten: bool = False) -> list[Layer]:
     """Every module with a weight matrix, in order, with the reason why it cannot be replaced, or None.
 
-    With `rewritten`, layers of other libraries that are nn.Linear in all but name can be: `Layer.linear()`.
+    With `rewritten`, layers of other libraries that are nn.Linear in all but name can be, `Layer.linear()`,
+    and the projections of nn.MultiheadAttention are layers, too.
     """
     if not isinstance(model, nn.Module):
         fail("find_layers", "model must be an nn.Module", type(model).__name__, TypeError)
@@ -148,8 +202,10 @@ def find_layers(model: nn.Module, *, rewritten: bool = False) -> list[Layer]:
             parent, _, key = name.rpartition(".")
             if name:
                 layer.places.append((model.get_submodule(parent), key))
-    owners = _owners(model)
-    for layer in layers.values():
-        parents = [parent for parent, _ in layer.places]
-        layer.reason = _why_not(layer.module, layer.names, parents, owners, rewritten)
-    return list(layers.values())
+    owners, found = _owners(model), list(layers.values())
+    if rewritten:
+        found = [part for layer in found for part in _projections(layer)]
+    for layer in found:
+        parents, own = [parent for parent, _ in layer.places], set(layer.weight_names)
+        layer.reason = _why_not(layer.module, layer.names, own, parents, owners, rewritten)
+    return found

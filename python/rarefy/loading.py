@@ -180,15 +180,15 @@ class _Places:
         self.op = op
         # Memory that new weights must not keep: the file's, which is mapped, or the state_dict's.
         self.foreign = {storage_of(tensor) for tensor in foreign}
-        self.layers = {n: layer for layer in find_layers(model, rewritten=True) for n in layer.names}
+        self.layers = {n: layer for layer in find_layers(model, rewritten=True) for n in layer.weight_names}
         modules = list(model.named_modules(remove_duplicate=False))
         self.containers = {name: module for name, module in modules if isinstance(module, SparseWeight)}
 
     def layer_at(self, name: str) -> Layer:
         """The layer whose weight is called `name`; raises if there is none that can become sparse."""
-        layer = self.layers.get(name.removesuffix("weight").removesuffix("."))
+        layer = self.layers.get(name)
         fits = layer is not None and isinstance(layer.linear(), nn.Linear | BlockSparseLinear)
-        if not fits or not name.endswith("weight"):
+        if not fits:
             fail(self.op, "a block-sparse weight must belong to a linear layer of the model", repr(name))
         if layer.reason is not None and not isinstance(layer.module, BlockSparseLinear):
             fail(self.op, f"{layer.name} must be a layer that can become sparse", layer.reason)
@@ -206,7 +206,7 @@ class _Places:
         """All names of the weight called `name`, as names of weights."""
         if name in self.containers:
             return [n for n, m in self.containers.items() if m is self.containers[name]]
-        return [f"{n}.weight".lstrip(".") for n in self.layer_at(name).names]
+        return self.layer_at(name).weight_names
 
     def keys_at(self, name: str) -> set[str]:
         """Keys of the state_dict that a new weight at `name` replaces, under all names of its module."""
@@ -239,7 +239,7 @@ class _Places:
             return lambda: (old.assign_(weight), self._own(old))
         layer = self.layer_at(name)
         if sparse:
-            return lambda: setattr(layer.module, "weight", self._own(weight).train(layer.module.training))
+            return lambda: layer.put(self._own(weight).train(layer.module.training))
         linear = BlockSparseLinear.from_weight(weight).train(layer.module.training)
         linear.bias = layer.module.bias  # the same Parameter: its value comes with the other tensors
         linear.stands_for = kind_of(layer.module)

@@ -58,8 +58,9 @@ def sparsify(
     Returns:
         A Report with one row for every layer that has a weight matrix: what it became, or why it stayed.
         Layers that cannot change without changing what the model computes stay: weights tied to
-        another module, embeddings, nn.MultiheadAttention's projections, parametrized layers, layers
-        with hooks, subclasses of nn.Linear, layers smaller than a block.
+        another module, embeddings, parametrized layers, layers with hooks, subclasses of nn.Linear, layers
+        smaller than a block. The projections of an nn.MultiheadAttention are layers ("attention.in_proj",
+        "attention.out_proj"; "q_proj" … where sizes differ), and so is GPT-2's Conv1D.
 
     A warning names a pattern that matches layers which must stay, and no others.
 
@@ -98,7 +99,7 @@ def sparsify(
 
 
 def desparsify(model: nn.Module) -> list[str]:
-    """Turns every block-sparse layer of a model back into the nn.Linear or Conv1D it was, exactly, in place.
+    """Turns every block-sparse layer of a model back into what it was, exactly, in place.
 
     Layers that share a weight share it afterwards, too; biases stay the same Parameters. Returns the
     names of the layers that changed.
@@ -118,7 +119,7 @@ def desparsify(model: nn.Module) -> list[str]:
             got,
             TypeError,
         )
-    layers = [layer for layer in find_layers(model) if isinstance(layer.module, sparse)]
+    layers = [layer for layer in find_layers(model, rewritten=True) if isinstance(layer.module, sparse)]
     dense, shared = [], {}
     for layer in layers:
         module = layer.module
