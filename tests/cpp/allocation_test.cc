@@ -111,7 +111,7 @@ struct Inputs {
   std::vector<std::uint8_t> mask = std::vector<std::uint8_t>(kRows * mask_row_bytes(kCols), 0xFF);
   std::vector<double> weight = std::vector<double>(kRows * kCols, 1),
                       identity = std::vector<double>(kCols * kCols);
-  std::optional<Pattern> pattern, down;  // down: (36, 40), a block a row
+  std::optional<Pattern> pattern, down, square;  // down: (36, 40), square: (40, 40), a block a row
   std::optional<BsrMatrix> bsr;
   std::optional<CsrMatrix> csr;
   std::optional<CscMatrix> csc;
@@ -129,6 +129,9 @@ struct Inputs {
     pattern = *Pattern::create({kRows, kCols, 4, 4, 0}, crow, col);
     const std::vector<std::int32_t> each{0, 1, 2, 3, 4, 5, 6, 7, 8, 9};
     down = *Pattern::create({kCols, kRows, 4, 4, 0}, each, std::span(each).first(9));
+    std::vector<std::int32_t> rows = each;
+    rows.push_back(10);
+    square = *Pattern::create({kRows, kRows, 4, 4, 0}, rows, each);
     for (std::size_t i = 0; i < scores.size(); ++i) scores[i] = static_cast<float>(i * 37 % 101);
     for (std::size_t i = 0; i < static_cast<std::size_t>(kCols); ++i) identity[i * (kCols + 1)] = 1;
     values.assign(static_cast<std::size_t>(pattern->shape().value_count()), 0.25F);
@@ -291,6 +294,15 @@ std::vector<Entry> entries() {
          return sparse_gpt(problem, in.identity.data(), 16, true, 127, c.executor);
        }},
       // Errors are texts, which take memory, too.
+      {"ProductPattern",
+       [](Inputs& in, C c) {
+         return product_pattern("test", in.pattern->view(), in.down->view(), c.executor).status();
+       }},
+      {"SampledProduct",
+       [](Inputs& in, C c) {
+         return sampled_product("test", in.w(), {in.down->view(), in.values.data()}, in.square->view(),
+                                in.out.data(), c.executor);
+       }},
       {"PatternOfBadIndices",
        [](Inputs& in, C) { return Pattern::create(in.pattern->shape(), in.col, in.crow).status(); },
        StatusCode::invalid_argument},
