@@ -34,6 +34,15 @@ Tensor words(const Call& call, const std::vector<std::int32_t>& from) {
   return to;
 }
 
+Tensor transpose_plan(const Tensor& plan, Sizes sizes) {
+  const Call call("sparse_transpose", "plan", plan);
+  const PlanView from = plan_of(call, plan, sizes);
+  Tensor to = torch::stable::empty_like(plan);
+  rarefy::transpose_plan(
+      from, {static_cast<std::int32_t*>(to.mutable_data_ptr()), static_cast<std::size_t>(to.numel())});
+  return to;
+}
+
 std::tuple<Tensor, Tensor> product_pattern(const Tensor& a_plan, Sizes a_sizes, const Tensor& b_plan,
                                            Sizes b_sizes) {
   const Call call("sparse_matmul", "a", a_plan);
@@ -108,6 +117,7 @@ Tensor integers(const Tensor& x, const Tensor& values, const Tensor& plan, const
 }  // namespace
 
 STABLE_TORCH_LIBRARY_FRAGMENT(rarefy, m) {
+  m.def("_transpose_plan(Tensor plan, int[] sizes) -> Tensor");
   m.def("_product_pattern(Tensor a_plan, int[] a_sizes, Tensor b_plan, int[] b_sizes) -> (Tensor, Tensor)");
   m.def(
       "_sampled_product(Tensor a, Tensor a_plan, int[] a_sizes, Tensor b, Tensor b_plan, int[] b_sizes, "
@@ -120,6 +130,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(rarefy, m) {
 }
 
 STABLE_TORCH_LIBRARY_IMPL(rarefy, CPU, m) {
+  m.impl("_transpose_plan", TORCH_BOX(&transpose_plan));
   m.impl("_product_pattern", TORCH_BOX(&product_pattern));
   m.impl("_sampled_product", TORCH_BOX(&sampled_product));
   m.impl("_stored_softmax", TORCH_BOX(&softmax));

@@ -59,6 +59,9 @@ RAREFY_API Status build_plan(std::string_view op, const BsrShape& shape,
                              std::span<const std::int32_t> crow_indices,
                              std::span<const std::int32_t> col_indices, std::span<std::int32_t> plan);
 
+// The plan of the transposed matrix, plan_size words: the parts of a valid one in another order.
+RAREFY_API void transpose_plan(const PlanView& plan, std::span<std::int32_t> words);
+
 // Pointers into a plan in host memory, after checking in O(1) that it is one and has this shape.
 RAREFY_API Result<PlanView> view_plan(std::string_view op, const BsrShape& shape,
                                       std::span<const std::int32_t> plan);

@@ -8,11 +8,13 @@ from typing import Any
 
 import torch
 
+from . import _load
 from .checks import check_block_fits, check_block_shape, check_shape, check_tensor, fail, first_position
 from .masks import grid_of, pattern_of
 from .ops import bsr_plan
 
 _INT32 = torch.iinfo(torch.int32)
+_transpose_plan = _load.op("_transpose_plan")
 _HEADER = 8  # words of a plan before its copy of the indices (src/core/plan_layout.h)
 
 
@@ -186,6 +188,32 @@ class BsrPattern:
         if key not in self._prepared:
             self._prepared[key] = make()
         return self._prepared[key]
+
+    def transposed(self) -> tuple[BsrPattern, torch.Tensor]:
+        """The pattern of the transposed matrix, made once, and which block each of its blocks is, int32.
+
+        Its plan has the parts of this one in another order, so nothing is sorted or checked again.
+        """
+        perm = self.plan[len(self.plan) - self.nnzb :]
+        known = self.__dict__.get("_transposed")
+        if known is None:
+            with torch.inference_mode(False):
+                plan = self._transposed_plan(perm)
+            known = object.__new__(BsrPattern)
+            shape, block = torch.Size(reversed(self.shape)), (self.block_shape[1], self.block_shape[0])
+            known._set(shape, block, self.nnzb, plan, {})
+            self._transposed = known
+        return known, perm
+
+    def _transposed_plan(self, perm: torch.Tensor) -> torch.Tensor:
+        if self.device.type == "cpu":
+            return _transpose_plan(self.plan, [*self.shape, *self.block_shape])
+        rows, columns = self.grid
+        sizes = (_HEADER, rows + 1, self.nnzb, columns + 1, self.nnzb, self.nnzb)
+        header, crow, col, ccol, row, _ = self.plan.split(sizes)
+        back = torch.empty_like(perm)
+        back[perm.long()] = torch.arange(self.nnzb, dtype=perm.dtype, device=perm.device)
+        return torch.cat((header[[0, 2, 1, 4, 3, *range(5, _HEADER)]], ccol, row, crow, col, back))
 
     # -- moving and comparing -------------------------------------------------------------------
 

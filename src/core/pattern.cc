@@ -90,6 +90,24 @@ Status build_plan(std::string_view op, const BsrShape& shape, std::span<const st
   return {};
 }
 
+void transpose_plan(const PlanView& plan, std::span<std::int32_t> words) {
+  const BsrShape& s = plan.shape;
+  const BsrShape shape{s.cols, s.rows, s.block_cols, s.block_rows, s.nnzb};
+  const PlanLayout layout(shape);
+  std::int32_t* to = words.data();
+  std::copy_n(plan.ccol, s.col_count() + 1, to + layout.crow);
+  std::copy_n(plan.row, s.nnzb, to + layout.col);
+  std::copy_n(plan.crow, s.row_count() + 1, to + layout.ccol);
+  std::copy_n(plan.col, s.nnzb, to + layout.row);
+  // The inverse of perm, in order of the blocks: the next place of each column, which stays in cache. They
+  // are counted where crow of the result will be.
+  std::int32_t* next = to + layout.crow;
+  for (std::int64_t e = 0; e < s.nnzb; ++e) to[layout.perm + e] = next[plan.col[e]]++;
+  std::copy_n(plan.ccol, s.col_count() + 1, next);
+  const PlanHeader header(shape);
+  std::copy(std::begin(header.word), std::end(header.word), to);
+}
+
 Result<PlanView> view_plan(std::string_view op, const BsrShape& shape, std::span<const std::int32_t> plan) {
   if (Status status = check_shape(op, shape); !status.ok()) return status;
   if (Status status = check_length(op, shape, static_cast<std::int64_t>(plan.size())); !status.ok()) {

@@ -407,3 +407,18 @@ def test_another_pattern_is_refused_unless_the_weight_lets_it_in(density):
     model(x).sum().backward()
     assert values.grad.shape == values.shape
     assert_one_truth(model.weight)
+
+
+@pytest.mark.parametrize("block", [(1, 1), (2, 3)])
+def test_the_plan_of_a_transposed_pattern_is_one_that_is_made_for_it(device, block):
+    mask = torch.rand(7, 9) < 0.4
+    shape = (7 * block[0] - block[0] // 2, 9 * block[1])
+    pattern = BsrPattern.from_mask(mask, shape=shape, block_shape=block, device=device)
+    got, order = pattern.transposed()
+    want = BsrPattern.from_mask(
+        mask.T.contiguous(), shape=shape[::-1], block_shape=block[::-1], device=device
+    )
+    assert torch.equal(got.plan, want.plan)
+    assert torch.equal(pattern.positions()[order.long()] // 9, got.indices()[1].long())
+    assert pattern.transposed()[0] is got
+    assert got.transposed()[0] == pattern

@@ -14,17 +14,11 @@ from ..pattern import BsrPattern
 from .matrix import SparseMatrix, as_matrix, as_tensor
 
 
-def transposed(blocks: Tensor, pattern: BsrPattern) -> tuple[Tensor, BsrPattern]:
-    """Blocks and pattern of the transposed matrix; the pattern is made once for each one."""
-    columns, nnzb = pattern.grid[1], pattern.nnzb
-    start = len(pattern.plan) - 2 * nnzb - columns - 1
-    ccol, row, perm = pattern.plan[start:].split([columns + 1, nnzb, nnzb])
-    known = pattern.__dict__.get("_transposed")
-    if known is None:
-        shape, block = tuple(pattern.shape), pattern.block_shape
-        known = BsrPattern(ccol, row, shape=(shape[1], shape[0]), block_shape=(block[1], block[0]))
-        pattern._transposed = known
-    return blocks[perm.long()].transpose(1, 2).contiguous(), known
+def transposed(values: Tensor, pattern: BsrPattern) -> tuple[Tensor, BsrPattern]:
+    """Values, (nnz,) or (nnzb, R, C), and pattern of the transposed matrix."""
+    other, order = pattern.transposed()
+    moved = values.index_select(0, order)
+    return (moved if moved.ndim == 1 else moved.transpose(1, 2).contiguous()), other
 
 
 def sparse_transpose(a: Any, *, check: str = "once") -> SparseMatrix:
@@ -34,8 +28,7 @@ def sparse_transpose(a: Any, *, check: str = "once") -> SparseMatrix:
     part of a's plan. Gradients flow to a's data. `a` and the errors are those of `sparse_dense`'s weight.
     """
     matrix = as_matrix("sparse_transpose", "a", a, check=check)
-    blocks, pattern = transposed(matrix.blocks(), matrix.pattern)
-    return SparseMatrix.on_pattern(blocks.flatten() if matrix.format == "csr" else blocks, pattern)
+    return SparseMatrix.on_pattern(*transposed(matrix.values(), matrix.pattern))
 
 
 def sparse_add(a: Any, b: Any, *, check: str = "once") -> SparseMatrix | Tensor:
