@@ -82,12 +82,19 @@ def _architecture(name: str) -> tuple[Any, Any, dict[str, torch.Tensor], int]:
             {"input_features": torch.randn(2, 8, 20), "decoder_input_ids": IDS},
             16,
         ),
+        # Its experts are two tensors of three dimensions in each layer, and stay dense.
+        "mixtral": lambda: (
+            t.MixtralForCausalLM,
+            t.MixtralConfig(**heads, num_local_experts=2),
+            ids,
+            9,
+        ),
         "clip": lambda: (t.CLIPModel, t.CLIPConfig(**both), {**ids, "pixel_values": _pixels()}, 26),
     }[name]()
 
 
 _SIDE = {"layers": 1, "attention_heads": 2, "ffn_dim": 32}
-ARCHITECTURES = ["bert", "roberta", "distilbert", "vit", "gpt2", "llama", "t5", "whisper", "clip"]
+ARCHITECTURES = ["bert", "roberta", "distilbert", "vit", "gpt2", "llama", "t5", "whisper", "clip", "mixtral"]
 
 
 def _bert(patterns: dict[str, str] | None = None) -> Any:

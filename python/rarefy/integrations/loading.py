@@ -20,6 +20,7 @@ from ..layers import Layer
 from ..modules import BlockSparseLinear
 from ..serialization import format_of
 from ..sparse_weight import SparseWeight
+from .mapped import forget_pages
 
 OP = "from_pretrained"
 
@@ -98,7 +99,7 @@ class Pending(SparseWeight):
 
     def _make(self, pieces: dict[str, torch.Tensor]) -> None:
         try:
-            weight = self.kind.from_pieces({p: t.detach() for p, t in pieces.items()}, self.entry)
+            weight = self.kind.from_pieces({p: _aligned(t.detach()) for p, t in pieces.items()}, self.entry)
         except (ValueError, TypeError) as error:
             raise type(error)(f"[{OP}] {self.source}: {error}") from None
         if (weight.x_dtype or weight.dtype) != self.wanted:
@@ -121,6 +122,15 @@ class Pending(SparseWeight):
     def linear(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> NoReturn:
         """Raises: there is nothing to multiply by yet."""
         fail(OP, f"{self.name} must be loaded before it is used", "a weight that still waits", RuntimeError)
+
+
+def _aligned(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor, or a copy where it lies askew in a mapped file: kernels read whole cache lines."""
+    if tensor.device.type != "cpu" or tensor.data_ptr() % 64 == 0:
+        return tensor
+    copy = tensor.clone()
+    forget_pages(tensor)
+    return copy
 
 
 class _StandIn(SparseWeight):
