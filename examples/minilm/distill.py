@@ -25,7 +25,7 @@ from .model import embed, pad, pool, token_ids
 class Recipe:
     """What was found best on validation texts; see docs/demo.md."""
 
-    lr: float = 1e-3
+    lr: float = 5e-4
     warmup: float = 0.05  # share of the budget
     tokens: int = 512  # a batch holds about so many tokens
     pooled: float = 1.0  # weight of 1 − cosine of the sentence embeddings

@@ -91,7 +91,7 @@ def layer_cells(row: dict) -> tuple[str, ...]:
 
 
 def frontier(models: list[dict]) -> str:
-    """Accuracy@10 against milliseconds of every contender; the line joins those that nothing beats in both."""
+    """Accuracy@10 over milliseconds of every contender; the line joins those that nothing beats in both."""
     figure = Figure(figsize=(7.5, 3.4), layout="constrained")
     axes = figure.subplots()
     best, line = -1.0, []

@@ -121,10 +121,11 @@ def allocated(report: Sensitivity, share: float) -> Plan:
 def prune(
     dense: nn.Module, student: nn.Module, batches: list[Tensor], sparsities: Mapping[str, float], block: str
 ) -> dict[str, Mask]:
-    """Reconstructs, in place, the student's linear layers; masks of those that are pruned, by name.
+    """Reconstructs, in place, the student's linear layers; their masks by name.
 
     dense, student: the dense encoder and a copy of it (transformers' BertModel). sparsities: by names of
-    layers. Layers without one, or 0, are fitted, too: they mend what the pruned ones before them broke.
+    layers. Those without one, or 0, keep all blocks, and are fitted, too: they mend what the pruned ones
+    before them broke.
     """
     masks: dict[str, Mask] = {}
     wanted = [dense.embeddings(ids) for ids in batches]
@@ -139,8 +140,7 @@ def prune(
             sparsity = sparsities.get(name, 0)
             pattern = f"block:{block}" if sparsity else None
             mask = reconstruct_layer(layer, moments, pattern, sparsity)
-            if mask is not None:
-                masks[name] = mask
+            masks[name] = Mask.pack(torch.ones_like(layer.weight, dtype=torch.bool)) if mask is None else mask
 
         for name in ("query", "key", "value"):
             name = f"attention.self.{name}"
