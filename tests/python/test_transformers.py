@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import json
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -451,6 +452,14 @@ def test_models_that_a_config_cannot_describe_are_not_saved(tmp_path):
         model.bert.encoder.layer[0].output.dense.weight, "values", torch.nn.Identity()
     )
     with pytest.raises(NotImplementedError, match=r"^\[save_pretrained\] .*rarefy\.save_file.*; got bert\."):
+        model.save_pretrained(tmp_path / "sparse")
+    assert not (tmp_path / "sparse").exists()
+
+
+def test_a_transformers_that_lacks_what_is_needed_saves_no_sparse_model(tmp_path, monkeypatch):
+    model = _bert()
+    monkeypatch.setitem(sys.modules, "rarefy.integrations.transformers", None)  # as if its imports failed
+    with pytest.raises(NotImplementedError, match=r"^\[save_pretrained\] transformers must be .*save_file"):
         model.save_pretrained(tmp_path / "sparse")
     assert not (tmp_path / "sparse").exists()
 

@@ -13,6 +13,8 @@ from typing import Any, NoReturn
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightRenaming, build_glob_alternation, rename_source_key
 
 from ..checks import fail
 from ..dense import kind_of
@@ -179,15 +181,6 @@ def resolve(model: nn.Module, names: Iterable[str]) -> dict[str, str]:
     """The model's names for weights of the file, without those that it has no place for."""
     known = dict.fromkeys(model.state_dict(), True)
     known |= {name: True for name, m in model.named_modules() if isinstance(m, SparseWeight)}
-    try:
-        from transformers.conversion_mapping import get_model_conversion_mapping
-        from transformers.core_model_loading import WeightRenaming, rename_source_key
-    except ImportError:  # 4.x adds and removes the prefix of the base model, and nothing else
-        prefix = f"{model.base_model_prefix}."
-        tries = {name: (name, prefix + name, name.removeprefix(prefix)) for name in names}
-        return {
-            name: next(n for n in t if n in known) for name, t in tries.items() if any(n in known for n in t)
-        }
     renamings = [c for c in get_model_conversion_mapping(model) if isinstance(c, WeightRenaming)]
     found = {}
     for name in names:
@@ -201,11 +194,9 @@ def resolve(model: nn.Module, names: Iterable[str]) -> dict[str, str]:
 
 def wanted_dtype(model: nn.Module, name: str, dtype: torch.dtype) -> torch.dtype:
     """What transformers would cast a weight to: `dtype`, or float32 where the model says to keep that."""
-    plan = getattr(model, "_get_dtype_plan", lambda _: {})(dtype)
+    plan = model._get_dtype_plan(dtype)
     if not plan:
         return dtype
-    from transformers.core_model_loading import build_glob_alternation
-
     alternation, groups, _ = build_glob_alternation(list(plan))
     match = alternation.search(name)
     return plan[groups[match.lastgroup]] if match is not None else dtype

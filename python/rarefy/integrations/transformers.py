@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 from transformers.configuration_utils import PreTrainedConfig
+from transformers.core_model_loading import revert_weight_conversion
 from transformers.modeling_utils import PreTrainedModel
 from transformers.quantizers.auto import register_quantization_config, register_quantizer
 from transformers.quantizers.base import HfQuantizer
@@ -234,10 +235,6 @@ def _is_sharded(state: Mapping[str, torch.Tensor], size: int | str | None) -> bo
 
 def _name_in_file(model: PreTrainedModel, name: str, state: Mapping[str, torch.Tensor]) -> str:
     """The name that transformers gives a weight in its files."""
-    try:
-        from transformers.core_model_loading import revert_weight_conversion
-    except ImportError:  # 4.x renames nothing when it saves
-        return name
     piece = next((p for p in state if p.startswith(f"{name}.")), f"{name}.values")
     (key,) = revert_weight_conversion(model, {piece: torch.empty(0)})
     return key.removesuffix(piece.removeprefix(name))
