@@ -86,10 +86,12 @@ struct Setup {
   void add_specials() {
     std::vector<T> v = x.host();
     for (std::int64_t t = 0; t < c.m; ++t) {
-      T* row = v.data() + t * x_stride();
+      const auto at = [&](std::int64_t i) -> T& {
+        return v[static_cast<std::size_t>(c.x_by_feature ? i * x_stride() + t : t * x_stride() + i)];
+      };
       const float inf = std::numeric_limits<float>::infinity();
-      if (t % 5 == 1) row[t * 37 % in()] = T(t % 2 == 0 ? inf : -inf);
-      if (t % 7 == 2) row[(t * 53 + 5) % in()] = T(std::numeric_limits<float>::quiet_NaN());
+      if (t % 5 == 1) at(t * 37 % in()) = T(t % 2 == 0 ? inf : -inf);
+      if (t % 7 == 2) at((t * 53 + 5) % in()) = T(std::numeric_limits<float>::quiet_NaN());
     }
     CHECK(cudaMemcpy(x.data(), v.data(), v.size() * sizeof(T), cudaMemcpyHostToDevice));
   }

@@ -32,24 +32,30 @@ TallProblem problem_of(const Setup<T>& s) {
 struct Prepared {
   TallConfig config;
   Buffer<std::int32_t> crow, col, words;
-  Buffer<char> workspace;
+  Buffer<char> workspace, packed;
   Prepared(const TallProblem& problem, const Pattern& p)
       : config(configure(problem, kSharedBytes)),
         crow(to_device(p.crow)),
         col(to_device(p.col)),
         words(static_cast<std::size_t>(TallPlan(problem, config, kSms).words)),
-        workspace(static_cast<std::size_t>(config.workspace(problem))) {
+        workspace(static_cast<std::size_t>(config.workspace(problem))),
+        packed(static_cast<std::size_t>(problem.packed_bytes())) {
     make(problem, nullptr);
     CHECK(cudaDeviceSynchronize());
   }
   void make(const TallProblem& problem, cudaStream_t stream) const {
-    CHECK(prepare(problem, config, kSms, crow.data(), words.data(), stream));
+    CHECK(prepare(problem, config, kSms, crow.data(), col.data(), words.data(), stream));
+  }
+  template <class T>
+  void pack_values(const Setup<T>& s, const TallProblem& problem, cudaStream_t stream) const {
+    if (problem.in_pairs())
+      CHECK(pack(problem, config, kSms, words.data(), s.values.data(), packed.data(), stream));
   }
   template <class T>
   void run(const Setup<T>& s, const TallProblem& problem, cudaStream_t stream) const {
     CHECK(launch(problem, config, kSms,
-                 {s.x.data(), s.values.data(), col.data(), s.bias_or_null(), s.y.data(), words.data(),
-                  workspace.data()},
+                 {s.x.data(), s.values.data(), crow.data(), col.data(), s.bias_or_null(), s.y.data(),
+                  words.data(), workspace.data(), packed.data()},
                  stream));
   }
 };
@@ -63,6 +69,7 @@ bool check(const Case& c, bool integers, unsigned seed) {
     return false;
   }
   const Prepared prepared(problem, s.pattern);
+  prepared.pack_values(s, problem, nullptr);
   const Expected expected(s, integers, 300);
   return expected.compare(s, "tall " + prepared.config.text(), [&] { prepared.run(s, problem, nullptr); });
 }
@@ -76,7 +83,7 @@ bool check_tall(bool small) {
                        std::int64_t pad = 0) {
     cases.push_back({false, m, n, k, r, 1, density, kind, activation, bias, pad, true});
   };
-  for (const std::int64_t r : {64, 128, 192, 256}) {
+  for (const std::int64_t r : {32, 64, 96, 128, 192, 256}) {
     add(300, 768, 200, r, .3);
     add(777, 1000, 336, r, .2, Kind::rows_half_empty, Activation::none, true, 8);
     add(1100, 512, 96, r, .4, Kind::random, Activation::none, true);
@@ -84,12 +91,17 @@ bool check_tall(bool small) {
     add(513, 256, 104, r, 0, Kind::random, Activation::none, true);
     add(1025, 512, 600, r, .05, Kind::one_dense_row);
   }
+  for (const std::int64_t tokens : {300, 1030}) {  // Inf and NaN where the other of a pair stores nothing
+    add(tokens, 544, 200, 32, .3);
+    cases.back().specials = true;
+  }
   for (const Activation a :
        {Activation::relu, Activation::gelu_erf, Activation::gelu_tanh, Activation::silu}) {
     add(333, 256, 512, 128, .3, Kind::random, a, true);
   }
   if (!small) add(8192, 4096, 4096, 128, .1);
   if (!small) add(8192, 4096, 4096, 64, .1);
+  if (!small) add(8192, 4096, 4096, 32, .25);
   bool good = true;
   unsigned seed = 200;
   for (const bool by_feature : {true, false}) {
@@ -149,8 +161,8 @@ void time_networks(Report& report, Dense& dense, bool every_config) {
         const Prepared first_prepared(first, up.pattern), second_prepared(second, down.pattern);
         const Times t = time_graph([&](cudaStream_t stream) {
           CHECK(launch(first, first_prepared.config, kSms,
-                       {up.x.data(), up.values.data(), first_prepared.col.data(), nullptr, down.x.data(),
-                        first_prepared.words.data(), first_prepared.workspace.data()},
+                       {up.x.data(), up.values.data(), nullptr, first_prepared.col.data(), nullptr,
+                        down.x.data(), first_prepared.words.data(), first_prepared.workspace.data()},
                        stream));
           second_prepared.run(down, second, stream);
         });
@@ -177,7 +189,7 @@ void time_tall(Report& report, Dense& dense, bool every_config) {
                              {512, 4096, 4096}}) {
     const Times t_dense = dense.linear(shape.m, shape.n, shape.k);
     const bool main_shape = shape.m == 8192 && shape.n == 4096 && shape.k == 4096;
-    for (const std::int64_t r : {128, 64}) {
+    for (const std::int64_t r : {128, 64, 32}) {
       for (const double density : {.5, .25, .1, .05}) {
         for (const bool by_feature : {true, false}) {
           if (density == .05 && !every_config) continue;
@@ -188,6 +200,12 @@ void time_tall(Report& report, Dense& dense, bool every_config) {
           const Prepared prepared(problem, s.pattern);
           const double prepare_us =
               time_graph([&](cudaStream_t stream) { prepared.make(problem, stream); }, 5).median;
+          prepared.pack_values(s, problem, nullptr);
+          const double pack_us =
+              r % 64 == 0
+                  ? 0
+                  : time_graph([&](cudaStream_t stream) { prepared.pack_values(s, problem, stream); }, 5)
+                        .median;
           if (main_shape) {
             Expected(s, false, 16).compare(s, "tall " + prepared.config.text(), [&] {
               prepared.run(s, problem, nullptr);
@@ -196,7 +214,7 @@ void time_tall(Report& report, Dense& dense, bool every_config) {
           report.add({"linear", shape.m, shape.n, shape.k, block_text(c), density,
                       by_feature ? "tall (X by feature)" : "tall (X by token)", prepared.config.text(),
                       time_graph([&](cudaStream_t stream) { prepared.run(s, problem, stream); }), t_dense,
-                      predicted_microseconds(problem, prepared.config, kSms), prepare_us});
+                      predicted_microseconds(problem, prepared.config, kSms), prepare_us, 0, pack_us});
         }
       }
     }

@@ -5,6 +5,7 @@
 
 #include "cuda/sm90/device/async_copy.cuh"
 #include "cuda/sm90/device/wgmma.cuh"
+#include "cuda/sm90/tile/repair.cuh"
 #include "cuda/sm90/tile/ring.cuh"
 #include "cuda/sm90/tile/store_either.cuh"
 #include "cuda/sm90/tile_lists.cuh"
@@ -24,6 +25,7 @@ struct TallParams {
   int tokens, features, block_rows;
   bool y_by_feature;
   u32 slots;
+  Stored stored;  // of pairs, whose zeros may meet an Inf or a NaN of X; else no values
 };
 
 // A number that is the same in all lanes, and known to the compiler for it: what it makes of it stays in
@@ -155,7 +157,7 @@ struct TallWarps {
       }
     }
     put_tile({-1, 0, 0, 0});
-    wait_for_copies();
+    device::wait_for_all_copies();
   }
 
   // One column at a time, a piece of 32 × 8 tokens after the other. missing: where column is -1, zeros.
@@ -218,6 +220,20 @@ struct TallWarps {
     }
   }
 
+  // Where a sum is NaN: what has been stored is computed again where that is, from stored blocks alone.
+  template <Activation kActivation>
+  __device__ void repair_tile(const float (&d)[128], const StoreLane& out, int feature, int token) const {
+    float all[4] = {0, 0, 0, 0};
+#pragma unroll
+    for (int i = 0; i < 128; ++i) all[i % 4] += d[i];
+    const float sum = (all[0] + all[1]) + (all[2] + all[3]);
+    if (!named_barrier_any(out.barrier, 128, sum != sum)) return;
+    if (out.leads()) store_wait_all();
+    named_barrier(out.barrier, 128);
+    repair<T, kActivation>(p.stored, static_cast<const T*>(p.bias), feature + 16 * out.warp, token, 256,
+                           out.lane);
+  }
+
   template <Activation kActivation>
   __device__ void multiply(u32 group, StoreLane out) const {
     const u32 my_rows = kRows == 128 ? group : 0, my_tokens = kRows == 128 ? 0 : group;
@@ -272,6 +288,9 @@ struct TallWarps {
       read_tile();
       const float2 bias{static_cast<float>(biases[0]), static_cast<float>(biases[1])};
       store_either<T, kActivation>(out, d, bias, &p.y, feature, token, p.y_by_feature);
+      if constexpr (kRows == 64) {
+        if (p.stored.values != nullptr) repair_tile<kActivation>(d, out, feature, token);
+      }
     }
     if (out.leads()) store_wait_all();
   }

@@ -1,5 +1,5 @@
-// The tall kernel's rows: linear, and a feed-forward network of two such layers, whose hidden features stay
-// by feature between them.
+// The tall kernel's rows: linear, for blocks in place or packed, and a feed-forward network of two such
+// layers, whose hidden features stay by feature between them.
 #include "core/message.h"
 #include "cuda/sm90/register.h"
 #include "cuda/sm90/tall.h"
@@ -28,6 +28,18 @@ Reason supports_tall(const Problem& p, const rarefy::Machine& machine) {
   return unsupported(tall_problem(p));
 }
 
+Reason supports_whole(const Problem& p, const rarefy::Machine& machine) {
+  Reason reason = supports_tall(p, machine);
+  return reason.empty() && tall_problem(p).in_pairs() ? "takes blocks whose rows are a multiple of 64"
+                                                      : reason;
+}
+
+Reason supports_pairs(const Problem& p, const rarefy::Machine& machine) {
+  Reason reason = supports_tall(p, machine);
+  return reason.empty() && !tall_problem(p).in_pairs() ? "takes blocks whose rows are an odd multiple of 32"
+                                                       : reason;
+}
+
 Config configure_tall(const Problem& p, const rarefy::Machine& machine) {
   const TallConfig c = configure(tall_problem(p), static_cast<int>(machine.gpu.shared_memory));
   return to_config(TallChoice{c.rows, c.slots, c.chunk, machine.gpu.sms});
@@ -47,17 +59,33 @@ std::int64_t tall_prepared_size(const Problem& p, const Config& config) {
 Status prepare_tall(const Call& call, void* prepared) {
   return cuda::launch_status(
       "linear", prepare(tall_problem(call.problem), from_config<TallChoice>(call.config).config(),
-                        tall_sms(call.config), call.plan.crow, static_cast<std::int32_t*>(prepared),
-                        static_cast<cudaStream_t>(call.stream)));
+                        tall_sms(call.config), call.plan.crow, call.plan.col,
+                        static_cast<std::int32_t*>(prepared), static_cast<cudaStream_t>(call.stream)));
+}
+
+std::int64_t tall_packed_size(const Problem& p, const Config& /*config*/) {
+  return tall_problem(p).packed_bytes();
+}
+
+Status pack_tall(const Call& call, void* packed) {
+  return cuda::launch_status(
+      "linear", pack(tall_problem(call.problem), from_config<TallChoice>(call.config).config(),
+                     tall_sms(call.config), static_cast<const std::int32_t*>(call.derived.prepared),
+                     call.values, packed, static_cast<cudaStream_t>(call.stream)));
 }
 
 Status run_tall(const Call& call) {
   if (const std::int64_t chunk = from_config<TallChoice>(call.config).chunk; chunk < 512 || chunk % 512 != 0)
     return invalid("linear", "chunk of the config must be a multiple of 512", cat(chunk));
-  const TallOperands operands{call.x.data,   call.values,
-                              call.plan.col, call.bias,
-                              call.out.data, static_cast<const std::int32_t*>(call.derived.prepared),
-                              call.workspace};
+  const TallOperands operands{call.x.data,
+                              call.values,
+                              call.plan.crow,
+                              call.plan.col,
+                              call.bias,
+                              call.out.data,
+                              static_cast<const std::int32_t*>(call.derived.prepared),
+                              call.workspace,
+                              call.derived.packed};
   return cuda::launch_status("linear",
                              launch(tall_problem(call.problem), from_config<TallChoice>(call.config).config(),
                                     tall_sms(call.config), operands, static_cast<cudaStream_t>(call.stream)));
@@ -96,8 +124,8 @@ Reason supports_chain(const Problem& p, const rarefy::Machine& machine) {
   if (p.gate != WeightSpec{}) return "has no gate";
   Problem up = layer_problem(p, false);
   up.tokens = hidden_stride(p);  // what is written behind the last token is in the workspace, and not read
-  if (Reason reason = supports_tall(up, machine); !reason.empty()) return cat("up: ", reason);
-  if (Reason reason = supports_tall(layer_problem(p, true), machine); !reason.empty())
+  if (Reason reason = supports_whole(up, machine); !reason.empty()) return cat("up: ", reason);
+  if (Reason reason = supports_whole(layer_problem(p, true), machine); !reason.empty())
     return cat("down: ", reason);
   const auto rows = [&](bool down) {
     return from_config<TallChoice>(configure_tall(layer_problem(p, down), machine)).rows;
@@ -153,19 +181,26 @@ void add_tall_rows(Registry& registry) {
   const auto variant = [](const Problem& /*problem*/, const Config& config) {
     return from_config<TallChoice>(config).rows;
   };
-  registry.push_back({.op = Op::linear,
-                      .device = Device::cuda,
-                      .family = "sm90",
-                      .name = "sm90_tall",
-                      .supports = supports_tall,
-                      .run = run_tall,
-                      .any_layout = true,
-                      .configure = configure_tall,
-                      .fields = TallChoice::kFields,
-                      .workspace = tall_workspace,
-                      .variant = variant,
-                      .prepared_size = tall_prepared_size,
-                      .prepare = prepare_tall});
+  Kernel whole{.op = Op::linear,
+               .device = Device::cuda,
+               .family = "sm90",
+               .name = "sm90_tall",
+               .supports = supports_whole,
+               .run = run_tall,
+               .any_layout = true,
+               .configure = configure_tall,
+               .fields = TallChoice::kFields,
+               .workspace = tall_workspace,
+               .variant = variant,
+               .prepared_size = tall_prepared_size,
+               .prepare = prepare_tall};
+  Kernel pairs = whole;
+  pairs.name = "sm90_tall_pairs";
+  pairs.supports = supports_pairs;
+  pairs.packed_size = tall_packed_size;
+  pairs.pack = pack_tall;
+  registry.push_back(whole);
+  registry.push_back(pairs);
   registry.push_back({.op = Op::feed_forward,
                       .device = Device::cuda,
                       .family = "sm90",

@@ -15,8 +15,9 @@ struct Stored {
   void* y;
   const int *offsets, *others, *entries;  // entries: null, or of grad_input
   std::int64_t x_stride, y_stride;
-  int tokens, in, out;      // features
-  int block_in, block_out;  // of a block
+  int tokens, in, out;                        // features
+  int block_in, block_out;                    // of a block
+  std::int64_t x_feature = 1, y_feature = 1;  // between features
 };
 
 // One element, by a warp; every lane gets it. Stops at the first NaN, which stays.
@@ -35,7 +36,8 @@ __device__ float stored_sum(const Stored& p, std::int64_t token, int o, int lane
       const std::int64_t place = p.entries == nullptr ? (entry * p.block_out + row) * p.block_in + k
                                                       : (entry * p.block_in + k) * p.block_out + row;
       if (i < p.in)
-        sum += static_cast<float>(static_cast<const T*>(p.values)[place]) * static_cast<float>(x[i]);
+        sum += static_cast<float>(static_cast<const T*>(p.values)[place]) *
+               static_cast<float>(x[i * p.x_feature]);
     }
     if (__any_sync(~0u, sum != sum)) break;
   }
@@ -55,7 +57,7 @@ __device__ inline void repair(const Stored& p, const T* bias, int first, int tok
     const int own = token + lane / 16;
     bool bad = false;
     if (own < end && feature < p.out) {
-      const T y = __ldcg(static_cast<const T*>(p.y) + own * p.y_stride + feature);
+      const T y = __ldcg(static_cast<const T*>(p.y) + own * p.y_stride + feature * p.y_feature);
       bad = static_cast<float>(y) != static_cast<float>(y);
     }
     u32 left = __ballot_sync(~0u, bad);
@@ -68,7 +70,8 @@ __device__ inline void repair(const Stored& p, const T* bias, int first, int tok
       float sum = stored_sum<T>(p, its_token, o, lane);
       if (bias != nullptr) sum += static_cast<float>(bias[o]);
       if (lane == 0) {
-        static_cast<T*>(p.y)[its_token * p.y_stride + o] = static_cast<T>(apply_rounded<T, activation>(sum));
+        static_cast<T*>(p.y)[its_token * p.y_stride + o * p.y_feature] =
+            static_cast<T>(apply_rounded<T, activation>(sum));
       }
     }
   }

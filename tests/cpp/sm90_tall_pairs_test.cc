@@ -1,0 +1,137 @@
+// The tall kernel on blocks of 32×1 and odd multiples of it, whose rows go in pairs, packed: against the
+// host's products in double, through the registry; and that what a row does not store is skipped, whatever X
+// holds.
+#include <gtest/gtest.h>
+
+#include <limits>
+
+#include "cuda_device.h"
+#include "product_checks.h"
+
+namespace rarefy::test {
+namespace {
+
+constexpr Layout kLayouts[] = {Layout::by_token, Layout::by_feature};
+
+class Sm90TallPairsTest : public ::testing::Test {
+ protected:
+  void SetUp() override {
+    if (const std::string reason = no_gpu(); !reason.empty()) GTEST_SKIP() << reason;
+    if (backend_info().cuda_devices[0].arch != 90) GTEST_SKIP() << "no GPU of compute capability 9.0";
+  }
+
+  // Of a front that holds what was made for 4096 tokens.
+  static void check(const ProblemSpec& spec) {
+    SCOPED_TRACE(::testing::Message()
+                 << name(spec.dtype) << " M=" << spec.m << " N=" << spec.n << " K=" << spec.k << " block "
+                 << spec.block_rows << "×1 density " << spec.density << " x " << name(spec.x_layout) << " y "
+                 << name(spec.y_layout) << (spec.integers ? " integers" : ""));
+    const Problem problem = make_problem(spec);
+    ProblemIn<DeviceBuffer> gpu(problem);
+    gpu.hold_derived(4096);
+    rarefy::Problem asked = gpu.problem(Op::linear);
+    asked.derived = kAnyDerived;
+    ASSERT_EQ(explain(asked).kernel, "sm90_tall_pairs") << to_string(explain(asked));
+    const Force force("cuda:sm90");
+    expect_ok(gpu.linear(Activation::none));
+    expect_linear(problem, gpu);
+  }
+};
+
+TEST_F(Sm90TallPairsTest, MatchHost) {
+  for (const std::int64_t r : {32, 96}) {
+    for (const DType dtype : {DType::bf16, DType::f16}) {
+      for (const Layout x : kLayouts) {
+        for (const Layout y : kLayouts) {
+          for (const double density : {0.0, 0.3, 1.0}) {
+            check({136, 5 * r - 8, 80, r, 1, density, dtype, true, 8, x, y});
+          }
+          check({520, 4 * r - 24, 328, r, 1, 0.3, dtype, false, 8, x, y});
+          const bool by_token = x == Layout::by_token && y == Layout::by_token;
+          check({by_token ? 1 : 8, 3 * r - 8, 40, r, 1, 0.5, dtype, true, 8, x, y});
+        }
+      }
+    }
+  }
+}
+
+// Ragged token tiles, many groups, and columns that fill several words for each thread of the plan.
+TEST_F(Sm90TallPairsTest, ManyTokensRowsAndColumns) {
+  for (const std::int64_t tokens : {255, 257, 1281, 4100}) {
+    check({tokens, 320, 96, 32, 1, 0.4, DType::bf16, true, 8});
+  }
+  check({40000, 64, 32, 32, 1, 0.6, DType::bf16, true, 0});
+  check({600, 32 * 599, 64, 32, 1, 0.5, DType::f16, true, 0});
+  check({64, 64, 20000, 32, 1, 0.02, DType::bf16, true, 0});
+}
+
+// A row that does not store a column gets nothing of the Inf or NaN that X has there: its zeros, packed
+// beside the other row's weights, are not multiplied by it.
+TEST_F(Sm90TallPairsTest, AbsentBlocksAreSkippedWhateverXHolds) {
+  const double inf = std::numeric_limits<double>::infinity(), nan = std::numeric_limits<double>::quiet_NaN();
+  for (const DType dtype : {DType::bf16, DType::f16}) {
+    for (const Layout x : kLayouts) {
+      for (const Layout y : kLayouts) {
+        SCOPED_TRACE(::testing::Message() << name(dtype) << ' ' << name(x) << ' ' << name(y));
+        const ProblemSpec spec{304, 5 * 32, 336, 32, 1, 0.3, dtype, true, 0, x, y};
+        Problem problem = make_problem(spec);
+        for (std::int64_t t = 0; t < spec.m; ++t) {
+          double* row = &problem.x[static_cast<std::size_t>(t * spec.k)];
+          if (t % 3 == 0) row[t * 31 % spec.k] = t % 2 == 0 ? inf : -inf;
+          if (t % 5 == 0) row[t * 17 % spec.k] = nan;
+        }
+        std::fill_n(problem.x.begin() + 7 * spec.k, spec.k, nan);  // a token of nothing else
+        ProblemIn<DeviceBuffer> gpu(problem);
+        gpu.hold_derived(4096);
+        const Force force("cuda:sm90");
+        expect_ok(gpu.linear(Activation::none));
+        const std::vector<double> got = decode(gpu.y().download(), dtype);
+        const std::vector<double> exact = decode(
+            encode(Host{problem}.linear(problem.x, problem.values, &problem.bias, Activation::none), dtype),
+            dtype);
+        for (std::int64_t t = 0; t < spec.m; ++t) {
+          for (std::int64_t n = 0; n < spec.n; ++n) {
+            const double mine =
+                got[static_cast<std::size_t>(y == Layout::by_token ? t * spec.n + n : n * spec.m + t)];
+            const double its = exact[static_cast<std::size_t>(t * spec.n + n)];
+            ASSERT_TRUE(std::isnan(its) ? std::isnan(mine) : mine == its)
+                << t << ' ' << n << ": " << mine << ' ' << its;
+          }
+        }
+      }
+    }
+  }
+}
+
+TEST_F(Sm90TallPairsTest, Activations) {
+  for (const Activation activation :
+       {Activation::relu, Activation::gelu_erf, Activation::gelu_tanh, Activation::silu}) {
+    for (const DType dtype : {DType::bf16, DType::f16}) {
+      SCOPED_TRACE(::testing::Message() << name(activation) << ' ' << name(dtype));
+      const Problem problem = make_problem({200, 192, 256, 32, 1, 0.3, dtype, false, 8});
+      ProblemIn<DeviceBuffer> gpu(problem);
+      gpu.hold_derived();
+      const Force force("cuda:sm90");
+      expect_ok(gpu.linear(activation));
+      expect_activation(problem, gpu, activation);
+    }
+  }
+}
+
+TEST_F(Sm90TallPairsTest, RepeatsAreEqual) {
+  const Problem problem = make_problem({700, 544, 512, 32, 1, 0.3, DType::bf16, false, 0});
+  ProblemIn<DeviceBuffer> gpu(problem);
+  gpu.hold_derived(4096);
+  expect_ok(gpu.linear(Activation::none));
+  const std::vector<std::byte> first = gpu.y().download();
+  for (int i = 0; i < 1000; ++i) {
+    gpu.poison();
+    expect_ok(gpu.linear(Activation::none));
+    if (i % 50 == 0) {
+      ASSERT_EQ(gpu.y().download(), first) << i;
+    }
+  }
+}
+
+}  // namespace
+}  // namespace rarefy::test
