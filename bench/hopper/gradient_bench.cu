@@ -48,10 +48,13 @@ struct GradientSetup {
   Buffer<std::int32_t> crow, col;
   GradientProblem problem;
   Buffer<std::int32_t> list;
+  Buffer<char> workspace;
   // With a list, or with none: then thread blocks find their tiles themselves.
   GradientOperands operands(const GradientConfig& config, bool prepared) const {
     if (prepared) CHECK(prepare(problem, config, crow.data(), col.data(), list.data(), nullptr));
-    return {dy.data(), x.data(), crow.data(), col.data(), dvalues.data(), prepared ? list.data() : nullptr};
+    return {dy.data(),       x.data(),       crow.data(),
+            col.data(),      dvalues.data(), prepared ? list.data() : nullptr,
+            workspace.data()};
   }
   GradientSetup(const GradientCase& c, bool integers, unsigned seed)
       : c(c),
@@ -62,7 +65,8 @@ struct GradientSetup {
         crow(to_device(pattern.crow)),
         col(to_device(pattern.col)),
         problem{kDType<T>, c.m, c.n, c.k, c.r, c.c, pattern.blocks(), c.n + c.pad, c.k + c.pad},
-        list(words()) {
+        list(most([this](const GradientConfig& g) { return prepared_words(problem, g); })),
+        workspace(most([this](const GradientConfig& g) { return workspace_bytes(problem, g); })) {
     fill(dy.data(), dy.size, seed + 1, 1, integers);
     fill(x.data(), x.size, seed + 2, 1, integers);
     if (c.nan)
@@ -71,10 +75,11 @@ struct GradientSetup {
   }
 
  private:
-  std::size_t words() const {  // as many as any configuration asks for
+  template <class F>
+  std::size_t most(F&& of) const {  // that any configuration asks for
     std::int64_t most = 1;
     for (const GradientCandidate& candidate : gradient_candidates(problem, kMachine))
-      most = std::max(most, prepared_words(problem, candidate.config));
+      most = std::max(most, of(candidate.config));
     return static_cast<std::size_t>(most);
   }
 };
@@ -150,7 +155,7 @@ bool check(const GradientCase& c, bool integers, unsigned seed) {
       std::memcpy(&bits, &v, 2);
       unwritten += bits == 0xFFFF;
     }
-    call(candidate.config.wide == 32);
+    call(candidate.config.wide < 64);
     const std::vector<T> again = s.dvalues.host();
     const bool same = dw.empty() || std::memcmp(again.data(), dw.data(), dw.size() * sizeof(T)) == 0;
     if (wrong > 0 || (unwritten > 0 && !c.nan) || !guards || !same) {

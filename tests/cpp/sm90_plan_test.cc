@@ -253,7 +253,13 @@ TEST(Unsupported, SaysWhy) {
   tall.x_stride = 336;
   EXPECT_EQ(unsupported(tall), "");
   tall.block_rows = 32;
-  EXPECT_EQ(unsupported(tall), "a warpgroup's product has 64 rows: blocks must have a multiple of 64");
+  EXPECT_EQ(unsupported(tall), "");
+  tall.cols = (1 << 16) + 8;
+  EXPECT_EQ(unsupported(tall), "pairs of block rows take up to 2^16 features of X");
+  tall.block_rows = 16;
+  EXPECT_EQ(
+      unsupported(tall),
+      "a warpgroup's product has 64 rows, of two block rows at most: blocks must have a multiple of 32");
 }
 
 TEST(TallPlan, FollowsTheWeightAlone) {
@@ -314,29 +320,30 @@ TEST(GradientTiles, NoPatternHasMore) {
 // The same with panels of 32, which a pattern's rows of 64 or 128 features store together.
 TEST(GradientTiles, NoUnionHasMore) {
   for (const auto& [r, c] :
-       {std::pair{32, 32}, {16, 16}, {16, 64}, {48, 32}, {64, 48}, {128, 16}, {32, 80}}) {
-    for (const double density : {0.0, 0.02, 0.1, 0.5, 1.0}) {
+       {std::pair{32, 32}, {16, 16}, {16, 64}, {48, 32}, {64, 48}, {128, 16}, {32, 80}, {96, 32}}) {
+    for (const double density : {0.0, 0.05, 0.5, 1.0}) {
       const std::int64_t rows = 1000, cols = 1300;
-      const Pattern pattern = random_pattern((rows + r - 1) / r, (cols + c - 1) / c, density, 4);
+      const Pattern pattern = random_pattern((rows + r - 1) / r, (cols + c - 1) / c, density, 5);
       const GradientProblem p{DType::bf16, 500, rows, cols, r, c, std::ssize(pattern.col), 1000, 1304};
       ASSERT_EQ(unsupported(p), "");
-      for (const bool two : {false, true}) {
-        const GradientConfig config{1, 32, two};
+      for (const auto& [two, wide, most] :
+           {std::tuple{true, 32, 8}, {false, 32, 16}, {false, 32, 10}, {true, 16, 16}, {false, 16, 19}}) {
+        const GradientConfig config{1, wide, two, false, most % 2 == 0, most};
         std::vector<std::set<std::int64_t>> stored(static_cast<std::size_t>(union_rows(p, config)));
         for (std::size_t i = 0; i + 1 < pattern.crow.size(); ++i) {
-          const auto row = static_cast<std::int64_t>(i) * r;
-          for (auto e = static_cast<std::size_t>(pattern.crow[i]);
-               e < static_cast<std::size_t>(pattern.crow[i + 1]); ++e) {
-            for (std::int64_t n = row / (two ? 128 : 64); n <= (row + r - 1) / (two ? 128 : 64); ++n) {
-              for (std::int64_t k = pattern.col[e] * c; k < (pattern.col[e] + 1) * c; k += 16)
-                stored[static_cast<std::size_t>(n)].insert(k / 32);
+          for (int e = pattern.crow[i]; e < pattern.crow[i + 1]; ++e) {
+            const std::int64_t row = static_cast<std::int64_t>(i) * r,
+                               first = pattern.col[static_cast<std::size_t>(e)] * c;
+            for (std::int64_t n = row; n < row + r; n += 16) {
+              for (std::int64_t k = first; k < first + c; k += 16)
+                stored[static_cast<std::size_t>(n / (two ? 128 : 64))].insert(k / wide);
             }
           }
         }
         std::int64_t tiles = 0;
         for (const auto& columns : stored)
           tiles += (std::ssize(columns) + config.columns() - 1) / config.columns();
-        EXPECT_LE(tiles, tiles_at_most(p, config)) << r << 'x' << c << ' ' << density << ' ' << two;
+        EXPECT_LE(tiles, tiles_at_most(p, config)) << r << 'x' << c << ' ' << density << ' ' << config.text();
       }
     }
   }
@@ -344,8 +351,9 @@ TEST(GradientTiles, NoUnionHasMore) {
 
 // Every row's rest is in one tile, with one that fits or alone.
 TEST(GradientTiles, RestsAreInOneTileEach) {
-  for (const TileShape& shape : {TileShape{64, true, true}, TileShape{64, false, true},
-                                 TileShape{32, false, true}, TileShape{64, false, false}}) {
+  for (const TileShape& shape :
+       {TileShape{64, true, true}, TileShape{64, false, true}, TileShape{32, false, true},
+        TileShape{16, false, true, false, 27}, TileShape{64, false, false}}) {
     int left[kMostColumns] = {};
     for (int w = 1; w < shape.columns(); ++w) left[w] = 5 * w % 7 + (w == 2 ? 0 : 1);
     int seen[kMostColumns] = {}, counts[kMostColumns], tiles = 0, rests = 0;
@@ -375,8 +383,11 @@ TEST(GradientTiles, PairsFillRounds) {
   EXPECT_EQ(config(128, .25).text(), "split=1 wide=64 strips=2 pairs=1");
   EXPECT_EQ(config(128, .1).split, 2);
   EXPECT_EQ(config(64, .1).split, 2);
-  EXPECT_EQ(config(32, .25).columns(), 16);
-  EXPECT_EQ(config(16, .25).columns(), 8);  // two strips store nearly the same columns
+  EXPECT_EQ(config(32, .5).two, true);  // two strips store nearly the same columns
+  EXPECT_EQ(config(16, .25).two, true);
+  EXPECT_EQ(config(32, .25).text(), "split=1 wide=32 strips=1 pairs=1 even=0 most=14");
+  EXPECT_EQ(config(32, .1).text(), "split=1 wide=32 strips=1 pairs=1 even=0 most=13");
+  EXPECT_EQ(config(16, .1).wide, 16);
 }
 
 }  // namespace

@@ -27,14 +27,13 @@ Rows rows_of(const GradientProblem& problem, const GradientConfig& c) {
             problem.block_cols / 64};
   }
   const double blocks = std::max(1., 64. * c.shape().strips() / static_cast<double>(problem.block_rows)) *
-                        std::max(1., 32. / static_cast<double>(problem.block_cols));
+                        std::max(1., c.wide / static_cast<double>(problem.block_cols));
   return {static_cast<double>(union_rows(problem, c)), 1 - std::pow(1 - density, blocks),
-          ceil_div(block_cols * problem.block_cols, 32), 1};
+          ceil_div(block_cols * problem.block_cols, c.wide), 1};
 }
 
-// Tiles alike: bytes of a step of 64 tokens, and its clocks, of products at 89 % of the tensor cores' rate or
-// of 60 bytes from L2 (docs/design/hopper.md). Rows of 64 bytes come slower: as if they were an eighth
-// longer.
+// Tiles alike: bytes of a step of 64 tokens, and its clocks: of products at 89 % of the tensor cores' rate,
+// of 60 bytes from L2, or of two rows of boxes in three, of 128 bytes or fewer (docs/design/hopper.md).
 struct Tiles {
   double bytes, clocks;
   std::int64_t count;
@@ -51,14 +50,20 @@ std::vector<Tiles> expected_tiles(const GradientProblem& problem, const Gradient
   const TileShape shape = c.shape();
   const Rows rows = rows_of(problem, c);
   const auto tiles_of = [&](int columns, int parts, int quarters, std::int64_t count) -> Tiles {
-    const double bytes = columns * (shape.wide == 64 ? 8192. : 4608.) + parts * shape.strips() * 8192.;
-    return {bytes, std::max(quarters * 288., bytes / 60), count};
+    const double bytes = columns * shape.wide * 128. + parts * shape.strips() * 8192.,
+                 boxes = columns * (shape.wide == 16 ? 16. : 64.) + parts * shape.strips() * 64.;
+    return {bytes, std::max({quarters * 288., bytes / 60, 1.5 * boxes}), count};
   };
-  double whole = 0, rest[kMostColumns] = {};
+  double whole = 0, rest[kMostColumns] = {}, even[kMostColumns + 1] = {};
   const auto n = static_cast<double>(rows.cells), p = rows.p;
   const auto add = [&](double k, double share) {
     const std::int64_t columns = static_cast<std::int64_t>(k) * rows.columns,
                        tiles = columns / shape.columns();
+    if (shape.even) {
+      const std::int64_t cut = ceil_div(columns, shape.columns());
+      if (cut > 0) even[ceil_div(columns, cut)] += rows.count * share * static_cast<double>(cut);
+      return;
+    }
     whole += rows.count * share * static_cast<double>(tiles);
     rest[columns % shape.columns()] += rows.count * share;
   };
@@ -74,6 +79,18 @@ std::vector<Tiles> expected_tiles(const GradientProblem& problem, const Gradient
     for (double k = summit; k < n && share > 1e-6; ++k) add(k + 1, share *= (n - k) / (k + 1) * p / (1 - p));
     share = top;
     for (double k = summit; k > 0 && share > 1e-6; --k) add(k - 1, share *= k / (n - k + 1) * (1 - p) / p);
+  }
+  if (shape.even) {
+    std::vector<Tiles> tiles;
+    double expected = 0;
+    std::int64_t so_far = 0;
+    for (int w = shape.columns(); w > 0; --w) {
+      expected += 1.01 * even[w];  // a pattern may well have some more
+      const std::int64_t count = std::llround(expected) - so_far;
+      so_far += count;
+      if (count > 0) tiles.push_back(tiles_of(w, 1, shape.quarters(w), count));
+    }
+    return tiles;
   }
   std::vector<Tiles> tiles{tiles_of(shape.columns(), 1, 4, std::llround(whole))};
   int left[kMostColumns] = {};
@@ -116,8 +133,8 @@ double makespan(const std::vector<Tiles>& all, double steps, double around, int 
   return std::max(last, bytes / (45. * places) + around);
 }
 
-double predicted_microseconds(const GradientProblem& p, int split, const Machine& machine,
-                              const std::vector<Tiles>& tiles) {
+double predicted_microseconds(const GradientProblem& p, const GradientConfig& c, int split,
+                              const Machine& machine, const std::vector<Tiles>& tiles) {
   const double steps = static_cast<double>(ceil_div(p.tokens, 64)) / split;
   const double around = split > 1 ? 14200 : 5000;  // the first loads; sums on their way out
   const int places = std::max(1, machine.sms / split);
@@ -126,7 +143,11 @@ double predicted_microseconds(const GradientProblem& p, int split, const Machine
   for (const Tiles& its : tiles) count += static_cast<double>(its.count);
   const double memory =
       std::max(1., count / places) * static_cast<double>(p.tokens * (p.rows + p.cols)) * 2 / 6e6;
-  return 5 + std::max(memory, makespan(tiles, steps, around, places) / 1750);
+  const double transposed =
+      c.wide == 16 ? static_cast<double>(p.tokens * p.cols) * 2 / 3.6e6 + 2 : 0;  // bytes a µs
+  // Tiles that do not end together do not begin together, and no longer find each other's panels in L2.
+  const double apart = c.even && count > places ? 1.15 : 1;
+  return 5 + transposed + std::max(memory, apart * makespan(tiles, steps, around, places) / 1750);
 }
 
 std::int64_t panels_touched(std::int64_t side, std::int64_t panel) {  // by a block
@@ -144,7 +165,7 @@ std::string unsupported(const GradientProblem& p) {
   if (p.tokens > INT32_MAX - 64 || p.blocks * p.block_rows > INT32_MAX ||
       p.blocks * p.block_rows * p.block_cols / 8 > INT32_MAX)
     return "coordinates are 32-bit";
-  if (!p.whole() && ceil_div(p.cols, p.block_cols) * p.block_cols > std::int64_t{kMostUnionColumns} * 32)
+  if (!p.whole() && ceil_div(p.cols, p.block_cols) * p.block_cols > std::int64_t{kMostUnionColumns} * 16)
     return "lists of tiles take up to 2^20 features";
   return {};
 }
@@ -153,19 +174,32 @@ std::vector<GradientCandidate> gradient_candidates(const GradientProblem& p, con
   GradientProblem typical = p;
   typical.tokens = 8192;
   struct Cut {
-    bool two, pairs;
+    GradientConfig config;
     std::vector<Tiles> tiles;
     double typically = 0;  // the best of all splits with a typical number of tokens
   };
   std::vector<Cut> cuts;
+  const auto add_cut = [&](const GradientConfig& config, double worth) {
+    Cut& cut = cuts.emplace_back(Cut{config, expected_tiles(p, config), INFINITY});
+    for (const int split : {1, 2, 4}) {
+      cut.typically =
+          std::min(cut.typically, worth * predicted_microseconds(typical, config, split, machine, cut.tiles));
+    }
+  };
   for (const bool two : {true, false}) {
-    if (p.whole() && two != (p.block_rows % 128 == 0)) continue;
-    for (const bool pairs : {true, false}) {
-      Cut& cut = cuts.emplace_back(Cut{two, pairs, expected_tiles(p, {1, p.whole() ? 64 : 32, two, pairs})});
-      cut.typically = INFINITY;
-      for (const int split : {1, 2, 4}) {
-        const double time = predicted_microseconds(typical, split, machine, cut.tiles);
-        cut.typically = std::min(cut.typically, pairs ? time : 1.01 * time);  // of equal ones, fewer tiles
+    if (p.whole()) {
+      if (two != (p.block_rows % 128 == 0)) continue;
+      for (const bool pairs : {true, false})
+        add_cut({1, 64, two, pairs}, pairs ? 1 : 1.01);  // of equal ones, fewer tiles
+      continue;
+    }
+    for (const int wide : {32, 16}) {
+      if (wide == 16 && p.block_cols % 32 == 0) continue;
+      const int most = TileShape{wide, two, false}.columns();
+      for (int columns = most; columns > most / 2; columns -= most / (two ? 8 : 16)) {
+        const double worth = wide == 16 ? 1.05 : 1;  // a workspace as large as X is worth some gain
+        add_cut({1, wide, two, true, false, columns}, worth);
+        add_cut({1, wide, two, false, true, columns}, worth);
       }
     }
   }
@@ -176,8 +210,9 @@ std::vector<GradientCandidate> gradient_candidates(const GradientProblem& p, con
   for (const Cut& cut : cuts) {
     for (const int split : {1, 2, 4}) {
       GradientCandidate& candidate = list.emplace_back();
-      candidate.config = {split, p.whole() ? 64 : 32, cut.two, cut.pairs};
-      candidate.microseconds = predicted_microseconds(p, split, machine, cut.tiles);
+      candidate.config = cut.config;
+      candidate.config.split = split;
+      candidate.microseconds = predicted_microseconds(p, cut.config, split, machine, cut.tiles);
       if (&cut != &*best) candidate.reason = "other tiles fit better";
       if (split > ceil_div(p.tokens, 64)) candidate.reason = "fewer than 64 tokens for each share";
     }
@@ -203,11 +238,15 @@ std::int64_t tiles_at_most(const GradientProblem& p, const GradientConfig& confi
            (p.block_rows / 64 / config.shape().strips());
   }
   const std::int64_t rows = union_rows(p, config);
-  const std::int64_t all = ceil_div(ceil_div(p.cols, p.block_cols) * p.block_cols, 32) * rows;
+  const std::int64_t all = ceil_div(ceil_div(p.cols, p.block_cols) * p.block_cols, config.wide) * rows;
   const std::int64_t columns =
       std::min(all, p.blocks * panels_touched(p.block_rows, 64 * config.shape().strips()) *
-                        panels_touched(p.block_cols, 32));
+                        panels_touched(p.block_cols, config.wide));
   return columns / config.columns() + std::min(rows, columns);
+}
+
+std::int64_t workspace_bytes(const GradientProblem& p, const GradientConfig& config) {
+  return config.wide == 16 ? p.cols * ceil_div(p.tokens, 64) * 64 * 2 : 0;
 }
 
 std::int64_t list_at(const GradientProblem& p, const GradientConfig& config) {
@@ -219,7 +258,7 @@ std::int64_t union_rows(const GradientProblem& p, const GradientConfig& config) 
 }
 
 std::int64_t prepared_words(const GradientProblem& p, const GradientConfig& config) {
-  return list_at(p, config) + tiles_at_most(p, config) * (config.wide == 64 ? kTileWords64 : kTileWords32);
+  return list_at(p, config) + tiles_at_most(p, config) * tile_words(config.wide);
 }
 
 }  // namespace rarefy::sm90

@@ -6,18 +6,19 @@
 #include "cuda/sm90/device/tma.cuh"
 #include "cuda/sm90/device/wgmma.cuh"
 #include "cuda/sm90/gradient_tiles.cuh"
+#include "cuda/sm90/tall.h"
 #include "cuda/sm90/tensor_map.h"
 #include "cuda/sm90/tile/ring.cuh"
 
 namespace rarefy::sm90 {
 namespace {
 
-constexpr u32 kDyBytes = 64 * 64 * 2;         // a panel of dY: 64 tokens × 64 features; a cell of results
-constexpr u32 kRingBytes = 3 * 9 * kDyBytes;  // three steps of the largest tiles, more of smaller ones
-// Products read up to three panels of 32 beyond X's last one, which dY's panel may be too short for: columns
-// that nobody stores.
-constexpr u32 kSharedBytes = 1024 + kRingBytes + kDyBytes / 2;
-constexpr u32 kResultsAt = 16 * kDyBytes;  // behind the sums of other thread blocks
+constexpr u32 kCellBytes = 64 * 64 * 2;         // of results; of dY, 64 tokens × 64 features
+constexpr u32 kRingBytes = 3 * 9 * kCellBytes;  // three steps of the largest tiles, more of smaller ones
+// Products read up to seven panels of 16 beyond X's last one, which dY's are too short for: columns that
+// nobody stores.
+constexpr u32 kSharedBytes = 1024 + kRingBytes + 7 * 2048 - kCellBytes;
+constexpr u32 kResultsAt = 16 * kCellBytes;  // behind the sums of other thread blocks
 
 __device__ inline int uniform(int x) { return __reduce_max_sync(~0u, x); }  // and known for it
 
@@ -63,8 +64,10 @@ __device__ inline void exchange(float (&d)[2][64], u32 rank, u32 slots) {
 template <class T, int kWide, int kSplit>
 __global__ void __launch_bounds__(kTileThreads, 1) gradient_kernel(const __grid_constant__ GradientParams p) {
   using Tile = GradientTile<kWide>;
-  constexpr u32 kXBytes = 64 * kWide * 2;  // a panel of X
-  constexpr int kInCell = 64 / kWide;      // panels
+  constexpr u32 kXBytes = 64 * kWide * 2, kDyBytes = 64 * 64 * 2;  // panels
+  // Panels of 16 features are read by feature: tokens lie side by side.
+  constexpr Major kXMajor = kWide == 16 ? Major::k : Major::mn;
+  constexpr int kInCell = 64 / kWide;  // panels
   constexpr int kWords = sizeof(Tile) / sizeof(int);
   static_assert(kSharedBytes + sizeof(Tile) + sizeof(RingState) + 512 <= 227 * 1024);
   extern __shared__ unsigned char dynamic_shared[];
@@ -108,6 +111,8 @@ __global__ void __launch_bounds__(kTileThreads, 1) gradient_kernel(const __grid_
     const int feature = loads ? tile.feature[panel] : 0;
     const u32 place =
         of_x ? static_cast<u32>(panel) * kXBytes : dy_at + static_cast<u32>(panel - x_panels) * kDyBytes;
+    const bool by_feature = of_x && kXMajor == Major::k;
+    if constexpr (kWide == 16) wait_for_kernels();  // X has been transposed
     Turn at;
     at.parity = 1;  // the first round is free
     for (int step = first; step < last; ++step) {
@@ -115,8 +120,8 @@ __global__ void __launch_bounds__(kTileThreads, 1) gradient_kernel(const __grid_
       if (warp == 8 && lane == 0) arrive_expect(full(at.slot), slot_bytes);
       __syncwarp();
       if (loads) {
-        load_box(slots + at.slot * slot_bytes + place, of_x ? &p.x : &p.dy, feature, step * 64,
-                 full(at.slot));
+        load_box(slots + at.slot * slot_bytes + place, of_x ? &p.x : &p.dy, by_feature ? step * 64 : feature,
+                 by_feature ? feature : step * 64, full(at.slot));
       }
       at.next(slot_count);
     }
@@ -135,9 +140,9 @@ __global__ void __launch_bounds__(kTileThreads, 1) gradient_kernel(const __grid_
   // Operands of the first slot, but for their constant upper halves. Reduced, so that the compiler keeps them
   // and does not make them anew in each step.
   constexpr u64 kA = operand_layout(Swizzle::b128, 1024),
-                kB = kWide == 64 ? operand_layout(Swizzle::b128, 1024, kXBytes)
-                                 : operand_layout(Swizzle::b64, 512, kXBytes);
-  constexpr u64 kNextB = kWide == 64 ? kNext16<Major::mn> : kNext16<Major::mn> / 2;
+                kB = kWide == 32 ? operand_layout(Swizzle::b64, 512, kXBytes)
+                                 : operand_layout(Swizzle::b128, 1024, kWide == 64 ? kXBytes : 16);
+  constexpr u64 kNextB = kNext16<kXMajor> / (kWide == 32 ? 2 : 1);
   const auto low = [&](u64 layout, u32 at) {
     return uniform(static_cast<int>(operand_at(layout, slots + at)));
   };
@@ -172,7 +177,7 @@ __global__ void __launch_bounds__(kTileThreads, 1) gradient_kernel(const __grid_
       for (u32 k = 0; k < 4; ++k) {
 #pragma unroll
         for (int half = 0; half < kHalves; ++half) {
-          wgmma<T, Major::mn, Major::mn>(d[half], a[half] + k * kNext16<Major::mn>, b[half] + k * kNextB, 1);
+          wgmma<T, Major::mn, kXMajor>(d[half], a[half] + k * kNext16<Major::mn>, b[half] + k * kNextB, 1);
         }
       }
       if constexpr (kHalves > 0) wgmma_commit();
@@ -206,7 +211,7 @@ __global__ void __launch_bounds__(kTileThreads, 1) gradient_kernel(const __grid_
     named_barrier(1, 256);
   }
   const int row = 16 * (warp % 4) + lane / 4;
-  const u32 stage = slots + kResultsAt + static_cast<u32>(group) * 4 * kDyBytes;
+  const u32 stage = slots + kResultsAt + static_cast<u32>(group) * 4 * kCellBytes;
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
     if (i * kSplit / 4 != static_cast<int>(rank) || (i < 2 ? a0 : a1) < 0) continue;
@@ -226,7 +231,7 @@ __global__ void __launch_bounds__(kTileThreads, 1) gradient_kernel(const __grid_
 #pragma unroll
     for (int j = 0; j < 8; j += 2) {  // matrices: rows 0 and 8, columns 8j and 8j + 8
       const u32 to =
-          stage + static_cast<u32>(i) * kDyBytes +
+          stage + static_cast<u32>(i) * kCellBytes +
           static_cast<u32>((16 * (warp % 4) + lane % 16) * 128 + ((j + lane / 16) ^ lane % 8) * 16);
       store_matrices(to, pack<T>(sums[4 * j], sums[4 * j + 1]), pack<T>(sums[4 * j + 2], sums[4 * j + 3]),
                      pack<T>(sums[4 * j + 4], sums[4 * j + 5]), pack<T>(sums[4 * j + 6], sums[4 * j + 7]));
@@ -245,7 +250,7 @@ __global__ void __launch_bounds__(kTileThreads, 1) gradient_kernel(const __grid_
       if (offset < 0) continue;
       const int inside =
           kWide == 64 ? r * p.block_cols + piece * 8 : thread / 8 * p.block_cols + piece % 2 * 8;
-      const float4 values = load_shared_4(stage + static_cast<u32>(i) * kDyBytes +
+      const float4 values = load_shared_4(stage + static_cast<u32>(i) * kCellBytes +
                                           static_cast<u32>(r * 128 + ((piece ^ r % 8) << 4)));
       *reinterpret_cast<float4*>(static_cast<T*>(p.dvalues) + std::int64_t{offset} * 8 + inside) = values;
     }
@@ -258,16 +263,23 @@ cudaError_t launch_kernel(std::int64_t tiles, const GradientParams& params, cuda
   const cudaError_t status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                                   static_cast<int>(kSharedBytes));
   if (status != cudaSuccess) return status;
-  cudaLaunchAttribute cluster{};
-  cluster.id = cudaLaunchAttributeClusterDimension;
-  cluster.val.clusterDim = {kSplit, 1, 1};
+  cudaLaunchAttribute attributes[2]{};
+  unsigned count = 0;
+  if (kWide == 16) {  // it may start while X is being transposed
+    attributes[count].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attributes[count++].val.programmaticStreamSerializationAllowed = 1;
+  }
+  if (kSplit > 1) {
+    attributes[count].id = cudaLaunchAttributeClusterDimension;
+    attributes[count++].val.clusterDim = {kSplit, 1, 1};
+  }
   cudaLaunchConfig_t launch{};
   launch.gridDim = dim3(static_cast<unsigned>(tiles * kSplit));
   launch.blockDim = dim3(kTileThreads);
   launch.dynamicSmemBytes = kSharedBytes;
   launch.stream = stream;
-  launch.attrs = &cluster;
-  launch.numAttrs = kSplit > 1 ? 1 : 0;
+  launch.attrs = attributes;
+  launch.numAttrs = count;
   return cudaLaunchKernelEx(&launch, kernel, params);
 }
 
@@ -281,39 +293,54 @@ cudaError_t launch_split(int split, std::int64_t tiles, const GradientParams& pa
   }
 }
 
+template <class T>
+cudaError_t launch_type(const GradientConfig& c, std::int64_t tiles, const GradientParams& params,
+                        cudaStream_t stream) {
+  switch (c.wide) {
+    case 64: return launch_split<T, 64>(c.split, tiles, params, stream);
+    case 32: return launch_split<T, 32>(c.split, tiles, params, stream);
+    case 16: return launch_split<T, 16>(c.split, tiles, params, stream);
+    default: return cudaErrorInvalidConfiguration;
+  }
+}
+
 }  // namespace
 
 cudaError_t launch(const GradientProblem& p, const GradientConfig& config, const GradientOperands& o,
                    cudaStream_t stream) {
   const std::int64_t tiles = tiles_at_most(p, config);
   if (tiles == 0) return cudaSuccess;
-  if (config.wide == 32 && o.prepared == nullptr) return cudaErrorInvalidValue;
+  if (config.wide < 64 && o.prepared == nullptr) return cudaErrorInvalidValue;
   GradientParams params = of_pattern(p, config, o.crow, o.col);
   params.list = o.prepared == nullptr ? nullptr : o.prepared + list_at(p, config);
   params.dvalues = o.dvalues;
-  const auto u = [](std::int64_t x) { return static_cast<std::uint64_t>(x); };
-  const auto by_token = [&](CUtensorMap* map, const void* data, std::int64_t features, std::int64_t stride,
-                            int wide) {
-    TensorShape shape;  // `wide` features × 64 tokens
-    shape.size[0] = u(features);
-    shape.size[1] = u(p.tokens);
+  // Boxes of `wide` × 64: features × tokens, or the other way round.
+  const auto map_of = [&](CUtensorMap* map, const void* data, std::int64_t size, std::int64_t others,
+                          std::int64_t stride, int wide, int other) {
+    const auto u = [](std::int64_t x) { return static_cast<std::uint64_t>(x); };
+    TensorShape shape;
+    shape.size[0] = u(size);
+    shape.size[1] = u(others);
     shape.stride[0] = u(stride) * 2;
     shape.box[0] = static_cast<std::uint32_t>(wide);
-    shape.box[1] = 64;
+    shape.box[1] = static_cast<std::uint32_t>(other);
     return make_tensor_map(map, p.dtype, data, shape);
   };
-  cudaError_t status = by_token(&params.dy, o.dy, p.rows, p.dy_stride, 64);
-  if (status == cudaSuccess) status = by_token(&params.x, o.x, p.cols, p.x_stride, config.wide);
+  cudaError_t status = map_of(&params.dy, o.dy, p.rows, p.tokens, p.dy_stride, 64, 64);
+  if (status != cudaSuccess) return status;
+  if (config.wide == 16) {
+    const std::int64_t stride = (p.tokens + 63) / 64 * 64;
+    status = transpose(o.x, p.tokens, p.cols, p.x_stride, o.workspace, stride, false, stream);
+    if (status == cudaSuccess) status = map_of(&params.x, o.workspace, p.tokens, p.cols, stride, 64, 16);
+  } else {
+    status = map_of(&params.x, o.x, p.cols, p.tokens, p.x_stride, config.wide, 64);
+  }
   if (status != cudaSuccess) return status;
   params.tokens = static_cast<int>(p.tokens);
   params.rows = static_cast<int>(p.rows);
   params.cols = static_cast<int>(p.cols);
-  if (p.dtype == DType::bf16) {
-    return config.wide == 64 ? launch_split<__nv_bfloat16, 64>(config.split, tiles, params, stream)
-                             : launch_split<__nv_bfloat16, 32>(config.split, tiles, params, stream);
-  }
-  return config.wide == 64 ? launch_split<__half, 64>(config.split, tiles, params, stream)
-                           : launch_split<__half, 32>(config.split, tiles, params, stream);
+  return p.dtype == DType::bf16 ? launch_type<__nv_bfloat16>(config, tiles, params, stream)
+                                : launch_type<__half>(config, tiles, params, stream);
 }
 
 }  // namespace rarefy::sm90

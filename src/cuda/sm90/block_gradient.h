@@ -1,8 +1,9 @@
 // The gradient of stored blocks, host side: grad_weight for blocks whose sides are multiples of 16.
 // A tile is 64 rows of W times 512 features of X that these store, or 128 times 256 where blocks are so high,
-// or halves of two of them, summed over a share of the tokens; the thread blocks of a cluster have the other
-// shares and add up a part of the sums each. Features of X come in panels of 64, or of 32 for blocks with
-// smaller sides, those that any of the 64 rows stores.
+// or halves of two of them, or fewer features, summed over a share of the tokens; the thread blocks of a
+// cluster have the other shares and add up a part of the sums each. Features of X come in panels of 64, or
+// for blocks with smaller sides of 32, or of 16 of an X that is transposed first: those that any of the 64
+// rows stores.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -29,16 +30,19 @@ struct GradientProblem {
 
 struct GradientConfig {
   int split = 1;  // thread blocks that share the tokens of a tile: 1, 2 or 4
-  int wide = 64;  // features of a panel: 64, or 32 where blocks are smaller
+  int wide = 64;  // features of a panel: 64, or 32 or 16 where blocks are smaller
   // Tiles of two strips: where block rows come in pairs of 64, or where their columns are mostly the same.
   bool two = true;
   bool pairs = false;  // what is left of two rows may be one tile
+  bool even = false;   // tiles of a row are of one width, and nothing is left
+  int most = 0;        // panels of X of a tile, fewer than it has room for; 0: all
 
-  TileShape shape() const { return {wide, two, pairs}; }
+  TileShape shape() const { return {wide, two, pairs, even, most}; }
   int columns() const { return shape().columns(); }
   std::string text() const {
     return "split=" + std::to_string(split) + " wide=" + std::to_string(wide) +
-           " strips=" + (two ? "2" : "1") + " pairs=" + (pairs ? "1" : "0");
+           " strips=" + (two ? "2" : "1") + " pairs=" + (pairs ? "1" : "0") +
+           (wide == 64 ? "" : std::string(" even=") + (even ? "1" : "0") + " most=" + std::to_string(most));
   }
 };
 
@@ -55,9 +59,11 @@ GradientConfig configure(const GradientProblem& problem, const Machine& machine)
 // Thread blocks of a launch: the most tiles that a pattern of these sizes can have. Each reads its own in a
 // list made once, or, with panels of 64, finds it in crow and col; those that have none leave.
 std::int64_t tiles_at_most(const GradientProblem& problem, const GradientConfig& config);
-inline constexpr int kTileWords64 = 27, kTileWords32 = 155;                             // of the list
-std::int64_t union_rows(const GradientProblem& problem, const GradientConfig& config);  // with panels of 32
-inline constexpr int kMostUnionColumns = 1 << 15;                                       // 32-wide, of W
+RAREFY_HOST_DEVICE constexpr int tile_words(int wide) {  // of the list
+  return 11 + 512 / wide + (wide == 64 ? 8 : 128);
+}
+std::int64_t union_rows(const GradientProblem& problem, const GradientConfig& config);  // of narrow panels
+inline constexpr int kMostUnionColumns = 1 << 16;                                       // of W
 std::int64_t list_at(const GradientProblem& problem,
                      const GradientConfig& config);  // behind counts of columns
 std::int64_t prepared_words(const GradientProblem& problem, const GradientConfig& config);
@@ -71,7 +77,11 @@ struct GradientOperands {  // device pointers, 16-byte aligned
   const std::int32_t *crow = nullptr, *col = nullptr;
   void* dvalues = nullptr;
   const std::int32_t* prepared = nullptr;  // null: tiles are found by each thread block; panels of 64 alone
+  void* workspace = nullptr;               // workspace_bytes
 };
+
+// Of X by feature, where panels are of 16.
+std::int64_t workspace_bytes(const GradientProblem& problem, const GradientConfig& config);
 
 cudaError_t launch(const GradientProblem& problem, const GradientConfig& config,
                    const GradientOperands& operands, cudaStream_t stream);

@@ -1,5 +1,5 @@
 // Lists of the weight gradient's tiles, made of a pattern on the device. Blocks whose sides are multiples of
-// 16 are seen as rows of 64 or 128 features of dY over the union of their 32-wide columns.
+// 16 are seen as rows of 64 or 128 features of dY over the union of their 32- or 16-wide columns.
 #include "cuda/sm90/block_gradient.h"
 #include "cuda/sm90/gradient_tiles.cuh"
 
@@ -9,7 +9,7 @@ namespace {
 template <int kWide>
 __device__ inline void write_tile(const GradientTile<kWide>& tile, int* list) {
   constexpr int kWords = sizeof(tile) / sizeof(int);
-  static_assert(kWords == (kWide == 64 ? kTileWords64 : kTileWords32) && kWords <= kTileThreads);
+  static_assert(kWords == tile_words(kWide) && kWords <= kTileThreads);
   const int self = static_cast<int>(threadIdx.x);
   if (self < kWords) list[blockIdx.x * kWords + threadIdx.x] = reinterpret_cast<const int*>(&tile)[self];
 }
@@ -32,7 +32,7 @@ __global__ void __launch_bounds__(kTileThreads)
 
 constexpr int kBitWords = kMostUnionColumns / 32;
 
-// Which 32-wide columns a row of `high` features stores. All see it on return.
+// Which columns, `wide` each, a row of `high` features stores. All see it on return.
 __device__ inline void row_bits(const GradientParams& p, int row, int high, u32* bits) {
   const int self = static_cast<int>(threadIdx.x);
   __syncthreads();  // the bits before may still be read
@@ -42,7 +42,7 @@ __device__ inline void row_bits(const GradientParams& p, int row, int high, u32*
             last = min((row * high + high - 1) / p.block_rows, p.block_row_count - 1);
   for (int e = __ldg(p.crow + first) + self; e < __ldg(p.crow + last + 1); e += kTileThreads) {
     const int k = __ldg(p.col + e) * p.block_cols;
-    for (int c = k / 32; c <= (k + p.block_cols - 1) / 32; ++c) atomicOr(bits + c / 32, 1u << c % 32);
+    for (int c = k / p.wide; c <= (k + p.block_cols - 1) / p.wide; ++c) atomicOr(bits + c / 32, 1u << c % 32);
   }
   __syncthreads();
 }
@@ -74,14 +74,15 @@ __device__ inline int find_block(const GradientParams& p, int block_row, int blo
   return low < end && __ldg(p.col + low) == block_col ? low : -1;
 }
 
+template <int kWide>
 __global__ void __launch_bounds__(kTileThreads)
     union_list_kernel(const __grid_constant__ GradientParams p, const int* counts, int rows, int* list) {
-  __shared__ GradientTile<32> tile;
+  __shared__ GradientTile<kWide> tile;
   __shared__ RowPart parts[2];
   __shared__ u32 bits[kBitWords];
   __shared__ int feature[2][kMostColumns];
   const int self = static_cast<int>(threadIdx.x);
-  const TileShape shape{32, p.two, p.pairs};
+  const TileShape shape{kWide, p.two, p.pairs, p.even, p.most};
   clear(tile);
   find_parts(
       shape, rows, static_cast<int>(blockIdx.x), [&](int row) { return __ldg(counts + row); }, parts);
@@ -92,20 +93,21 @@ __global__ void __launch_bounds__(kTileThreads)
     if (self < parts[part].count) {
       int rank = parts[part].first + self, word = 0;
       for (int n = __popc(bits[0]); rank >= n; n = __popc(bits[++word])) rank -= n;
-      feature[part][self] = (word * 32 + static_cast<int>(__fns(bits[word], 0, rank + 1))) * 32;
+      feature[part][self] = (word * 32 + static_cast<int>(__fns(bits[word], 0, rank + 1))) * kWide;
     }
   }
   __syncthreads();
-  fill_tile<32>(
+  fill_tile<kWide>(
       shape, parts, tile, [&](int part, int column) { return feature[part][column]; },
       [&](int part) { return parts[part].row * shape.strips(); });
   if (self < 8 * 16) {
     const int cell = self / 16, piece = self % 16;
     const Quarter q = quarter_of(shape, parts, cell / 2);
-    const int column = q.first + cell % 2 * 2 + piece % 4 / 2;
+    constexpr int kInCell = 64 / kWide, kPieces = kWide / 16;  // panels; pieces of a panel, side by side
+    const int column = q.first + cell % 2 * kInCell + piece % 4 / kPieces;
     if (q.part >= 0 && column < parts[q.part].count) {
       const int n = (parts[q.part].row * shape.strips() + q.strip) * 64 + piece / 4 * 16,
-                k = feature[q.part][column] + piece % 2 * 16;
+                k = feature[q.part][column] + piece % kPieces * 16;
       const int block_row = n / p.block_rows;
       const int entry = block_row < p.block_row_count ? find_block(p, block_row, k / p.block_cols) : -1;
       if (entry >= 0) {
@@ -130,7 +132,8 @@ cudaError_t prepare(const GradientProblem& p, const GradientConfig& config, cons
   } else {
     const int rows = static_cast<int>(union_rows(p, config));
     count_kernel<<<static_cast<unsigned>(rows), kTileThreads, 0, stream>>>(params, words);
-    union_list_kernel<<<tiles, kTileThreads, 0, stream>>>(params, words, rows, words + list_at(p, config));
+    const auto list = config.wide == 32 ? union_list_kernel<32> : union_list_kernel<16>;
+    list<<<tiles, kTileThreads, 0, stream>>>(params, words, rows, words + list_at(p, config));
   }
   return cudaGetLastError();
 }

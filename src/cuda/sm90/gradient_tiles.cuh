@@ -27,7 +27,8 @@ struct GradientParams {
   const int* list;  // GradientTile; null: none was made
   void* dvalues;
   int tokens, rows, cols, block_rows, block_cols, block_row_count;
-  bool two, pairs;
+  int wide, most;
+  bool two, pairs, even;
 };
 
 inline GradientParams of_pattern(const GradientProblem& p, const GradientConfig& config,
@@ -38,6 +39,9 @@ inline GradientParams of_pattern(const GradientProblem& p, const GradientConfig&
   params.block_rows = static_cast<int>(p.block_rows);
   params.block_cols = static_cast<int>(p.block_cols);
   params.block_row_count = static_cast<int>(p.block_row_count());
+  params.wide = config.wide;
+  params.most = config.most;
+  params.even = config.even;
   params.two = config.two;
   params.pairs = config.pairs;
   return params;
@@ -95,6 +99,15 @@ __device__ inline void find_parts(const TileShape& shape, int rows, int index, C
     }
     return total;
   };
+  if (shape.even) {
+    const auto tiles_of = [&](int row) { return (columns_of(row) + whole - 1) / whole; };
+    find(index, tiles_of, [&](int row, int at) {
+      const int columns = columns_of(row), tiles = tiles_of(row), first = at * columns / tiles;
+      parts[0] = {row, first, (at + 1) * columns / tiles - first};
+    });
+    __syncthreads();
+    return;
+  }
   const int total = find(
       index, [&](int row) { return columns_of(row) / whole; },
       [&](int row, int at) {

@@ -10,12 +10,16 @@ namespace rarefy::sm90 {
 // from: one strip of 64 rows of W, or two (`two`) that store the same columns; a column is a panel of `wide`
 // features of X that is stored there.
 struct TileShape {
-  int wide;         // 64 or 32
-  bool two, pairs;  // pairs: what is left of two rows may be one tile
+  int wide;           // 64, 32 or 16
+  bool two, pairs;    // pairs: what is left of two rows may be one tile
+  bool even = false;  // each row's tiles are of one width, and nothing is left
+  int most = 0;       // columns of a tile; 0: as many as it has room for
 
   RAREFY_HOST_DEVICE int strips() const { return two ? 2 : 1; }
   RAREFY_HOST_DEVICE int per_quarter() const { return 128 / wide; }
-  RAREFY_HOST_DEVICE int columns() const { return 4 / strips() * per_quarter(); }  // of a whole tile
+  RAREFY_HOST_DEVICE int columns() const {  // of a whole tile
+    return most > 0 ? most : 4 / strips() * per_quarter();
+  }
   RAREFY_HOST_DEVICE int quarters(int count) const {
     return (count + per_quarter() - 1) / per_quarter() * strips();
   }
@@ -25,7 +29,7 @@ struct TileShape {
   }
 };
 
-inline constexpr int kMostColumns = 16;  // of a tile
+inline constexpr int kMostColumns = 32;  // of a tile
 
 // What is left of rows after whole tiles, left[w] times w columns, as tiles: emit(w, v, n) stands for n tiles
 // of w columns of one row and v ≤ w of another (0: of none), until it returns true. Widest first, each with

@@ -267,10 +267,11 @@ Kernel unions(Op op, std::string_view name) {
 // The gradient of stored blocks -------------------------------------------------------------------------
 
 struct GradientChoice {
-  std::int64_t split = 1, wide = 64, strips = 2, pairs = 0;
-  static constexpr std::string_view kFields[] = {"split", "wide", "strips", "pairs"};
+  std::int64_t split = 1, wide = 64, strips = 2, pairs = 0, even = 0, most = 0;
+  static constexpr std::string_view kFields[] = {"split", "wide", "strips", "pairs", "even", "most"};
   GradientConfig config() const {
-    return {static_cast<int>(split), static_cast<int>(wide), strips == 2, pairs != 0};
+    const auto n = [](std::int64_t x) { return static_cast<int>(x); };
+    return {n(split), n(wide), strips == 2, pairs != 0, even != 0, n(most)};
   }
 };
 
@@ -286,7 +287,7 @@ Reason supports_gradient(const Problem& p, const rarefy::Machine& machine) {
 }
 
 Config gradient_config(const GradientConfig& c) {
-  return to_config(GradientChoice{c.split, c.wide, c.two ? 2 : 1, c.pairs ? 1 : 0});
+  return to_config(GradientChoice{c.split, c.wide, c.two ? 2 : 1, c.pairs ? 1 : 0, c.even ? 1 : 0, c.most});
 }
 
 Config configure_gradient(const Problem& p, const rarefy::Machine& machine) {
@@ -313,20 +314,27 @@ Status prepare_gradient(const Call& call, void* prepared) {
                              static_cast<std::int32_t*>(prepared), static_cast<cudaStream_t>(call.stream)));
 }
 
-// Panels of 32 want a list: callers that hold none make it in each call.
+std::int64_t own_workspace(const Problem& p, const Config& config) {
+  return (workspace_bytes(gradient_problem(p), from_config<GradientChoice>(config).config()) + 255) / 256 *
+         256;
+}
+
+// Behind the kernel's own a list, which narrow panels want: callers that hold none make it in each call.
 std::int64_t gradient_workspace(const Problem& p, const Config& config) {
-  return p.derived == 0 && from_config<GradientChoice>(config).wide == 32 ? gradient_prepared_size(p, config)
-                                                                          : 0;
+  const bool list = p.derived == 0 && from_config<GradientChoice>(config).wide < 64;
+  return own_workspace(p, config) + (list ? gradient_prepared_size(p, config) : 0);
 }
 
 Status run_gradient(const Call& call) {
   const void* prepared = call.derived.prepared;
-  if (prepared == nullptr && from_config<GradientChoice>(call.config).wide == 32) {
-    if (Status status = prepare_gradient(call, call.workspace); !status.ok()) return status;
-    prepared = call.workspace;
+  if (prepared == nullptr && from_config<GradientChoice>(call.config).wide < 64) {
+    void* list = static_cast<std::byte*>(call.workspace) + own_workspace(call.problem, call.config);
+    if (Status status = prepare_gradient(call, list); !status.ok()) return status;
+    prepared = list;
   }
   const GradientOperands operands{call.dy.data,  call.x.data,  call.plan.crow,
-                                  call.plan.col, call.dvalues, static_cast<const std::int32_t*>(prepared)};
+                                  call.plan.col, call.dvalues, static_cast<const std::int32_t*>(prepared),
+                                  call.workspace};
   return cuda::launch_status(
       "grad_weight", launch(gradient_problem(call.problem), from_config<GradientChoice>(call.config).config(),
                             operands, static_cast<cudaStream_t>(call.stream)));

@@ -1,29 +1,15 @@
-// 8×8 matrices of 16-bit elements between the registers of a warp and shared memory, packing of pairs of
-// sums, and products of one warp (mma.sync), for what wgmma is too large for.
+// 8×8 matrices of 16-bit elements between the registers of a warp and shared memory, and what is small beside
+// wgmma: packing of pairs of sums, products of one warp.
 #pragma once
 
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-
+#include "cuda/device/matrix.cuh"
 #include "mbarrier.cuh"
 
 namespace rarefy::sm90 {
 
-// Two sums as one register of 16-bit elements, `low` first in memory; rounded to nearest even.
-template <class T>
-__device__ inline u32 pack(float low, float high);
-template <>
-__device__ inline u32 pack<__nv_bfloat16>(float low, float high) {
-  u32 r;
-  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
-  return r;
-}
-template <>
-__device__ inline u32 pack<__half>(float low, float high) {
-  u32 r;
-  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
-  return r;
-}
+using device::load_transposed;
+using device::mma;
+using device::pack;
 
 // Stores four matrices transposed: lane l gives the address of row l % 8 of matrix l / 8 as it is in memory,
 // and holds elements (2(l % 4), l / 4) and (2(l % 4) + 1, l / 4) of each.
@@ -39,32 +25,6 @@ __device__ inline void store_matrices(u32 address, u32 a, u32 b, u32 c, u32 d) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(a),
                "r"(b), "r"(c), "r"(d)
                : "memory");
-}
-
-// Loads four matrices transposed: lane l gives the address of row l % 8 of matrix l / 8, and gets elements
-// (2(l % 4), l / 4) and (2(l % 4) + 1, l / 4) of each.
-__device__ inline void load_transposed(u32 address, u32 (&r)[4]) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-               : "r"(address)
-               : "memory");
-}
-
-// d[16][8] += a[16][16] · b[16][8]
-__device__ inline void mma(__nv_bfloat16 /*type*/, float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0,
-                           u32 b1) {
-  asm volatile(
-      "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
-      "{%0, %1, %2, %3};"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
-}
-__device__ inline void mma(__half /*type*/, float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
-  asm volatile(
-      "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
-      "{%0, %1, %2, %3};"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 
 }  // namespace rarefy::sm90
