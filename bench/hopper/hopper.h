@@ -37,5 +37,6 @@ bool check_unions(bool small);
 void time_unions(Report& report, Dense& dense, bool every_config);
 bool check_gradient(bool small);
 void time_gradient(Report& report, Dense& dense, bool every_config);
+void time_sm80(Report& report, Dense& dense, bool every_config);
 
 }  // namespace bench

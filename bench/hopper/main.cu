@@ -79,5 +79,6 @@ int main(int argc, char** argv) {
   if (wanted("tall")) time_tall(report, dense, every);
   if (wanted("networks")) time_networks(report, dense, every);
   if (wanted("gradient")) time_gradient(report, dense, every);
+  if (wanted("sm80")) time_sm80(report, dense, every);
   return 0;
 }

@@ -4,6 +4,7 @@
 #include "core/message.h"
 #include "core/registry.h"
 #include "cuda/simt/kernels.h"
+#include "cuda/sm80/kernels.h"
 #include "cuda/sm90/register.h"
 #include "cuda/status.h"
 
@@ -27,6 +28,7 @@ Status cuda::launch_status(std::string_view op, cudaError_t launched) {
 
 void register_cuda(Registry& registry) {
   sm90::add_rows(registry);
+  cuda::sm80::add_rows(registry);
   cuda::simt::add_rows(registry);
 }
 

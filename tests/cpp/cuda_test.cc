@@ -23,6 +23,7 @@ class CudaTest : public ::testing::Test {
 };
 
 bool runs_sm90() { return backend_info().cuda_devices[0].arch == 90; }
+bool runs_sm80() { return backend_info().cuda_devices[0].arch >= 80; }
 
 std::string text_of(const ProblemSpec& spec) {
   std::ostringstream text;
@@ -40,6 +41,7 @@ class CudaFamilyTest : public CudaTest {
   void set_family(const std::string& family) {
     if (IsSkipped()) return;
     if (family == "sm90" && !runs_sm90()) GTEST_SKIP() << "no GPU of compute capability 9.0";
+    if (family == "sm80" && !runs_sm80()) GTEST_SKIP() << "no GPU of compute capability 8.0";
     family_ = family;
     force_.emplace("cuda:" + family);
   }
@@ -138,10 +140,12 @@ INSTANTIATE_TEST_SUITE_P(
     ::testing::Values(Blocks{"simt", 1, 1}, Blocks{"simt", 1, 7}, Blocks{"simt", 7, 1}, Blocks{"simt", 2, 2},
                       Blocks{"simt", 4, 1}, Blocks{"simt", 4, 4}, Blocks{"simt", 3, 5}, Blocks{"simt", 8, 16},
                       Blocks{"simt", 16, 16}, Blocks{"simt", 17, 33}, Blocks{"simt", 32, 32},
-                      Blocks{"simt", 64, 64}, Blocks{"simt", 70, 130}, Blocks{"sm90", 16, 16},
-                      Blocks{"sm90", 32, 32}, Blocks{"sm90", 64, 64}, Blocks{"sm90", 128, 64},
-                      Blocks{"sm90", 64, 128}, Blocks{"sm90", 64, 1}, Blocks{"sm90", 128, 1},
-                      Blocks{"sm90", 192, 1}),
+                      Blocks{"simt", 64, 64}, Blocks{"simt", 70, 130}, Blocks{"sm80", 16, 16},
+                      Blocks{"sm80", 32, 32}, Blocks{"sm80", 64, 64}, Blocks{"sm80", 16, 64},
+                      Blocks{"sm80", 128, 16}, Blocks{"sm80", 48, 32}, Blocks{"sm80", 96, 80},
+                      Blocks{"sm90", 16, 16}, Blocks{"sm90", 32, 32}, Blocks{"sm90", 64, 64},
+                      Blocks{"sm90", 128, 64}, Blocks{"sm90", 64, 128}, Blocks{"sm90", 64, 1},
+                      Blocks{"sm90", 128, 1}, Blocks{"sm90", 192, 1}),
     [](const auto& tested) {
       return std::string(tested.param.family) + '_' + std::to_string(tested.param.rows) + 'x' +
              std::to_string(tested.param.cols);
@@ -157,7 +161,7 @@ class CudaProductTest : public CudaFamilyTest, public ::testing::WithParamInterf
   bool simt() const { return GetParam() == "simt"; }
 };
 
-INSTANTIATE_TEST_SUITE_P(Cuda, CudaProductTest, ::testing::Values("simt", "sm90"),
+INSTANTIATE_TEST_SUITE_P(Cuda, CudaProductTest, ::testing::Values("simt", "sm80", "sm90"),
                          [](const auto& tested) { return tested.param; });
 
 TEST_P(CudaProductTest, BlockLargerThanTheMatrix) {
@@ -179,6 +183,8 @@ TEST_P(CudaProductTest, LongSums) {
 TEST_P(CudaProductTest, MoreTokensThanTheGridIsHigh) {
   if (simt()) {
     check_products({65535 * 64 + 70, 5, 2, 5, 1, 1.0, DType::f16, true, -1});
+  } else if (GetParam() == "sm80") {
+    check_products({65535 * 8 + 72, 8, 8, 16, 16, 1.0, DType::f16, true, 0});
   } else {
     check_products({65535 * 8 + 72, 8, 8, 64, 1, 1.0, DType::f16, true, 0});
   }
@@ -492,7 +498,7 @@ TEST_F(Sm90Test, DerivedDataServesAnyTokens) {
   EXPECT_EQ(explain(asked).kernel, "sm90_decode") << to_string(explain(asked));
   asked = make_problem(Op::grad_input, shape, 3000, DType::bf16, Device::cuda);
   asked.derived = first->key;
-  EXPECT_EQ(explain(asked).kernel, "simt_grad_input") << to_string(explain(asked));
+  EXPECT_EQ(explain(asked).kernel, "sm80_grad_input") << to_string(explain(asked));
 }
 
 // Blocks of every alignment move as on the host; sources out of range give zeros and read nothing.
@@ -609,8 +615,12 @@ class CudaQueueTest : public CudaFamilyTest, public ::testing::WithParamInterfac
 INSTANTIATE_TEST_SUITE_P(
     Cuda, CudaQueueTest,
     ::testing::Values(QueueLayer{"simt", "simt", {300, 250, 270, 16, 16, 0.3, DType::bf16, false, 2}},
+                      QueueLayer{"sm80", "sm80", {300, 248, 320, 32, 32, 0.3, DType::bf16, false, 8}},
                       QueueLayer{"sm90_squares", "sm90", {300, 248, 320, 64, 64, 0.3, DType::bf16, false, 8}},
                       QueueLayer{"sm90_tall", "sm90", {600, 376, 320, 128, 1, 0.3, DType::bf16, false, 8}},
+                      QueueLayer{
+                          "sm90_tall_pairs", "sm90", {600, 376, 320, 32, 1, 0.3, DType::bf16, false, 8}},
+                      QueueLayer{"sm90_small", "sm90", {300, 248, 320, 16, 16, 0.2, DType::bf16, false, 8}},
                       QueueLayer{"sm90_decode", "sm90", {9, 256, 320, 32, 32, 0.3, DType::bf16, false, 8}}),
     [](const auto& tested) { return tested.param.name; });
 
@@ -637,12 +647,12 @@ TEST_P(CudaQueueTest, RepeatedRunsAreBitwiseEqual) {
   }
 }
 
-// The result of a token depends neither on the batch it is in nor on its place there: with simt, which has
-// one kernel for all numbers of tokens, and with tall vectors.
+// The result of a token depends neither on the batch it is in nor on its place there: with simt and sm80,
+// which have one kernel for all numbers of tokens, and with tall vectors.
 TEST_P(CudaQueueTest, TokensDoNotDependOnTheBatch) {
   const std::string name = GetParam().name;
   const Problem problem = make_problem(GetParam().spec);
-  if (name != "simt" && name != "sm90_tall") {
+  if (name != "simt" && name != "sm80" && name != "sm90_tall" && name != "sm90_tall_pairs") {
     taken_ = 1;
     return;
   }
@@ -719,7 +729,8 @@ TEST_F(CudaTest, KernelsAreChosen) {
       const Explanation e = explain(make_problem(op, {16, 16, 16, 16, 1}, 64, dtype, Device::cuda));
       // The one kernel for such blocks that wants nothing derived of the weight.
       const bool sm90 = op == Op::grad_weight && size_of(dtype) == 2 && runs_sm90();
-      EXPECT_EQ(e.kernel, sm90 ? "sm90_block_gradient" : "simt_" + std::string(name(op))) << to_string(e);
+      const std::string family = size_of(dtype) == 2 && runs_sm80() ? "sm80_" : "simt_";
+      EXPECT_EQ(e.kernel, sm90 ? "sm90_block_gradient" : family + std::string(name(op))) << to_string(e);
     }
   }
 }

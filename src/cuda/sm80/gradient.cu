@@ -1,0 +1,187 @@
+// grad_weight on mma.sync: a thread block has kRows rows of one block row and up to 128 or 256 columns of the
+// blocks that are stored there, 16 at a time, side by side, over all tokens. dY is operand A, X operand B,
+// both with tokens outermost.
+#include "cuda/sm80/kernels.h"
+#include "cuda/sm80/tile.cuh"
+
+namespace rarefy::cuda::sm80 {
+namespace {
+
+struct GradientParams {
+  const void *dy, *x;
+  void* dvalues;
+  const int *crow, *col;
+  int tokens, rows, cols, block_rows, block_cols, block_row_count;
+  std::int64_t dy_stride, x_stride;
+  int strips;  // of a block row
+};
+
+template <int kRows>
+struct GradientTile {
+  static constexpr int kWide = kRows == 64 ? 128 : 256;  // columns; 32 of a warp
+  static constexpr int kTokens = 32;                     // of a step
+  static constexpr int kDyBytes = kTokens * kRows * 2, kBytes = kDyBytes + kTokens * kWide * 2;
+  static constexpr int kStages = kRows == 64 ? 4 : 3;
+  static constexpr int kPieces = kWide / 16;  // of 16 columns
+};
+
+// Thread blocks of a block row begin at crow / kPieces of it, and one more for each row before: so none has
+// fewer than it needs, and none needs a list.
+template <int kPieces>
+__host__ __device__ inline std::int64_t first_block(std::int64_t pieces_before, std::int64_t row) {
+  return pieces_before / kPieces + row;
+}
+
+template <class T, int kRows>
+__global__ void __launch_bounds__(kThreads) gradient_kernel(const GradientParams p) {
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
+  using Tile = GradientTile<kRows>;
+  constexpr int kDyPieces = kRows / 8, kXPieces = Tile::kWide / 8;
+  extern __shared__ __align__(128) unsigned char shared[];
+  __shared__ int feature[Tile::kPieces];          // of X, where 16 columns begin; beyond all: none
+  __shared__ std::int64_t offset[Tile::kPieces];  // in values; -1: none
+  const uint32_t slots = device::shared_address(shared);
+  const int self = static_cast<int>(threadIdx.x), warp = self / 32, lane = self % 32;
+  const int index = static_cast<int>(blockIdx.x) / p.strips,
+            within = static_cast<int>(blockIdx.x) % p.strips * kRows, per = p.block_cols / 16;
+  const auto pieces_before = [&](int row) { return std::int64_t{__ldg(p.crow + row)} * per; };
+  int low = 0, high = p.block_row_count;  // the last row that begins at `index` or before
+  while (high - low > 1) {
+    const int middle = (low + high) / 2;
+    (first_block<Tile::kPieces>(pieces_before(middle), middle) <= index ? low : high) = middle;
+  }
+  const std::int64_t begin = pieces_before(low), end = pieces_before(low + 1);
+  const std::int64_t first = begin + (index - first_block<Tile::kPieces>(begin, low)) * Tile::kPieces;
+  if (first >= end) return;
+  const int row0 = low * p.block_rows + within;
+  if (self < Tile::kPieces) {
+    const std::int64_t piece = first + self;
+    const bool stored = piece < end;
+    const int entry = static_cast<int>(piece / per), k = static_cast<int>(piece % per) * 16;
+    feature[self] = stored ? __ldg(p.col + entry) * p.block_cols + k : p.cols;
+    offset[self] =
+        stored ? (std::int64_t{entry} * p.block_rows + within) * p.block_cols + k : std::int64_t{-1};
+  }
+  __syncthreads();
+
+  const T *dy = static_cast<const T*>(p.dy), *x = static_cast<const T*>(p.x);
+  const auto bring = [&](int step, int stage) {
+    const uint32_t to = slots + static_cast<uint32_t>(stage * Tile::kBytes);
+    const auto bring_rows = [&](uint32_t at, auto pieces, const T* from, std::int64_t stride, int size,
+                                auto&& feature_of) {
+      constexpr int kPieces = decltype(pieces)::value;
+#pragma unroll
+      for (int i = self; i < Tile::kTokens * kPieces; i += kThreads) {
+        const int row = i / kPieces, piece = i % kPieces, token = step * Tile::kTokens + row;
+        const bool exists = token < p.tokens;
+        copy_piece(at + place<kPieces>(row, piece), from + (exists ? token : 0) * stride, feature_of(piece),
+                   size, exists);
+      }
+    };
+    bring_rows(to, std::integral_constant<int, kDyPieces>{}, dy, p.dy_stride, p.rows,
+               [&](int piece) { return row0 + piece * 8; });
+    bring_rows(to + Tile::kDyBytes, std::integral_constant<int, kXPieces>{}, x, p.x_stride, p.cols,
+               [&](int piece) { return feature[piece / 2] + piece % 2 * 8; });
+  };
+
+  constexpr int kHigh = kRows < 32 ? 1 : 2;  // times 16 rows of a warp
+  constexpr int kAcross = Tile::kWide / 32;
+  const int my_rows = warp / kAcross * 32, my_columns = warp % kAcross * 32;
+  float d[kHigh][4][4] = {};
+  const auto multiply = [&](int stage) {
+    const uint32_t from = slots + static_cast<uint32_t>(stage * Tile::kBytes), xs = from + Tile::kDyBytes;
+#pragma unroll
+    for (int k = 0; k < Tile::kTokens / 16; ++k) {
+      uint32_t a[kHigh][4], b[2][4];
+#pragma unroll
+      for (int m = 0; m < kHigh; ++m) {
+        device::load_transposed(
+            from + place<kDyPieces>(16 * k + lane / 16 * 8 + lane % 8, (my_rows + 16 * m) / 8 + lane / 8 % 2),
+            a[m]);
+      }
+#pragma unroll
+      for (int n = 0; n < 2; ++n) {
+        device::load_transposed(
+            xs + place<kXPieces>(16 * k + lane % 16, (my_columns + 16 * n) / 8 + lane / 16), b[n]);
+      }
+#pragma unroll
+      for (int m = 0; m < kHigh; ++m) {
+#pragma unroll
+        for (int n = 0; n < 4; ++n) {
+          device::mma(T{}, d[m][n], a[m][0], a[m][1], a[m][2], a[m][3], b[n / 2][n % 2 * 2],
+                      b[n / 2][n % 2 * 2 + 1]);
+        }
+      }
+    }
+  };
+  pipeline<Tile::kStages>((p.tokens + Tile::kTokens - 1) / Tile::kTokens, bring, multiply);
+
+  // A lane has two neighbouring columns of rows lane / 4 and lane / 4 + 8. Padding is zero, whatever dY has.
+#pragma unroll
+  for (int n = 0; n < 4; ++n) {
+    const int column = my_columns + 8 * n + 2 * (lane % 4), piece = column / 16;
+    if (offset[piece] < 0) continue;
+    const int k = feature[piece] + column % 16;
+#pragma unroll
+    for (int half = 0; half < 2 * kHigh; ++half) {
+      const int row = my_rows + 8 * half + lane / 4;
+      const bool inside = row0 + row < p.rows;
+      const float low = inside && k < p.cols ? d[half / 2][n][half % 2 * 2] : 0,
+                  high = inside && k + 1 < p.cols ? d[half / 2][n][half % 2 * 2 + 1] : 0;
+      T* to = static_cast<T*>(p.dvalues) + offset[piece] + std::int64_t{row} * p.block_cols + column % 16;
+      *reinterpret_cast<uint32_t*>(to) = device::pack<T>(low, high);
+    }
+  }
+#endif
+}
+
+template <class T, int kRows>
+cudaError_t launch_tile(GradientParams params, std::int64_t blocks, cudaStream_t stream) {
+  using Tile = GradientTile<kRows>;
+  const auto kernel = gradient_kernel<T, kRows>;
+  constexpr int kBytes = Tile::kStages * Tile::kBytes;
+  const cudaError_t status =
+      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
+  if (status != cudaSuccess) return status;
+  params.strips = params.block_rows / kRows;
+  const std::int64_t grid =
+      first_block<Tile::kPieces>(blocks * (params.block_cols / 16), params.block_row_count) * params.strips;
+  if (grid > INT32_MAX) return cudaErrorInvalidConfiguration;
+  kernel<<<static_cast<unsigned>(grid), kThreads, kBytes, stream>>>(params);
+  return cudaGetLastError();
+}
+
+template <class T>
+cudaError_t launch_type(const GradientParams& params, std::int64_t blocks, cudaStream_t stream) {
+  if (params.block_rows % 64 == 0) return launch_tile<T, 64>(params, blocks, stream);
+  return params.block_rows % 32 == 0 ? launch_tile<T, 32>(params, blocks, stream)
+                                     : launch_tile<T, 16>(params, blocks, stream);
+}
+
+}  // namespace
+
+cudaError_t launch_gradient(const Call& call) {
+  const Problem& p = call.problem;
+  const BsrShape& s = p.weight.shape;
+  if (s.nnzb == 0) return cudaSuccess;
+  const auto n = [](std::int64_t i) { return static_cast<int>(i); };
+  GradientParams params{};
+  params.dy = call.dy.data;
+  params.x = call.x.data;
+  params.dvalues = call.dvalues;
+  params.crow = call.plan.crow;
+  params.col = call.plan.col;
+  params.tokens = n(p.tokens);
+  params.rows = n(s.rows);
+  params.cols = n(s.cols);
+  params.block_rows = n(s.block_rows);
+  params.block_cols = n(s.block_cols);
+  params.block_row_count = n(s.row_count());
+  params.dy_stride = p.in_stride;
+  params.x_stride = p.out_stride;
+  auto* stream = static_cast<cudaStream_t>(call.stream);
+  return p.in == DType::bf16 ? launch_type<__nv_bfloat16>(params, s.nnzb, stream)
+                             : launch_type<__half>(params, s.nnzb, stream);
+}
+
+}  // namespace rarefy::cuda::sm80

@@ -1,0 +1,54 @@
+// What the sm80 kernels share: tiles in shared memory as rows of 16-byte pieces, swizzled so that eight rows
+// of one piece are in different banks, and how many steps of them are in flight.
+#pragma once
+
+#include "cuda/device/async_copy.cuh"
+#include "cuda/device/matrix.cuh"
+
+namespace rarefy::cuda::sm80 {
+
+using device::commit_copies;
+using device::copy_16;
+using device::wait_for_copies;
+using std::uint32_t;
+
+inline constexpr int kThreads = 256, kWarps = kThreads / 32;
+
+// Bytes from a tile's begin to a piece, in rows of kPieces.
+template <int kPieces>
+__device__ inline uint32_t place(int row, int piece) {
+  static_assert(kPieces >= 2 && (kPieces & (kPieces - 1)) == 0);
+  const int turned = kPieces >= 8 ? piece ^ row % 8 : piece ^ row / (8 / kPieces) % kPieces;
+  return static_cast<uint32_t>((row * kPieces + turned) * 16);
+}
+
+// Eight neighbours of a row of `size` elements, zeros behind its end.
+template <class T>
+__device__ inline void copy_piece(uint32_t to, const T* row, int first, int size, bool exists) {
+  const int left = exists ? size - first : 0;
+  const int bytes = left >= 8 ? 16 : left > 0 ? left * 2 : 0;
+  copy_16(to, row + (bytes > 0 ? first : 0), static_cast<uint32_t>(bytes));
+}
+
+// Runs `steps` steps, kStages - 1 of them under way: bring(step, stage) starts a step's copies,
+// multiply(stage) uses what they brought.
+template <int kStages, class Bring, class Multiply>
+__device__ inline void pipeline(int steps, Bring&& bring, Multiply&& multiply) {
+#pragma unroll
+  for (int s = 0; s < kStages - 1; ++s) {
+    if (s < steps) bring(s, s);
+    commit_copies();
+  }
+  int stage = 0, next = kStages - 1;
+  for (int step = 0; step < steps; ++step) {
+    wait_for_copies<kStages - 2>();
+    __syncthreads();  // this step is there for all, and nobody reads the one before any more
+    if (step + kStages - 1 < steps) bring(step + kStages - 1, next);
+    commit_copies();
+    multiply(stage);
+    stage = stage + 1 == kStages ? 0 : stage + 1;
+    next = next + 1 == kStages ? 0 : next + 1;
+  }
+}
+
+}  // namespace rarefy::cuda::sm80
