@@ -374,6 +374,22 @@ TEST(GradientTiles, RestsAreInOneTileEach) {
   }
 }
 
+// What can be forced, and what cannot.
+TEST(GradientConfig, IsChecked) {
+  const GradientProblem small{DType::bf16, 500, 1024, 1024, 16, 16, 600, 1024, 1024};
+  for (const GradientCandidate& c : gradient_candidates(small, kMachine)) EXPECT_TRUE(valid(small, c.config));
+  EXPECT_FALSE(valid(small, {1, 64, false}));
+  EXPECT_FALSE(valid(small, {3, 32, false}));
+  EXPECT_FALSE(valid(small, {1, 32, false, true, false, 17}));
+  EXPECT_FALSE(valid(small, {1, 32, true, true, false, 9}));
+  EXPECT_FALSE(valid(small, {1, 16, false, true, false, -1}));
+  EXPECT_TRUE(valid(small, {1, 16, false, true, false, 31}));
+  const GradientProblem large{DType::bf16, 500, 1024, 1024, 64, 64, 100, 1024, 1024};
+  for (const GradientCandidate& c : gradient_candidates(large, kMachine)) EXPECT_TRUE(valid(large, c.config));
+  EXPECT_FALSE(valid(large, {1, 64, true}));
+  EXPECT_FALSE(valid(large, {1, 64, false, true, false, 4}));
+}
+
 // 4096² at some densities: as few rounds as can be.
 TEST(GradientTiles, PairsFillRounds) {
   const auto config = [](std::int64_t b, double density) {

@@ -23,7 +23,7 @@ struct ProductTile {
   static constexpr int kWide = kRows < 32 ? kRows : 32;          // features of a warp
   static constexpr int kTokens = 32 * kWarps / (kRows / kWide);  // 32 of a warp
   static constexpr int kXBytes = kTokens * kChunk * 2, kBytes = kXBytes + kRows * kChunk * 2;
-  static constexpr int kStages = kRows == 64 ? 4 : 3;
+  static constexpr int kStages = kRows == 64 && kChunk < 64 ? 4 : 3;
 };
 
 // kChunk features of X at a time. kTransposed: W's tile lies with Y's features side by side.
@@ -148,6 +148,9 @@ cudaError_t launch_type(const ProductParams& params, std::int64_t blocks, cudaSt
   const int out = kTransposed ? params.block_cols : params.block_rows,
             in = kTransposed ? params.block_rows : params.block_cols;
   const auto run = [&]<int kRows>() {
+    if constexpr (kRows == 64) {  // fewer barriers; smaller tiles would not fit every GPU's shared memory
+      if (in % 64 == 0) return launch_tile<T, kRows, 64, kTransposed>(params, out, blocks, stream);
+    }
     return in % 32 == 0 ? launch_tile<T, kRows, 32, kTransposed>(params, out, blocks, stream)
                         : launch_tile<T, kRows, 16, kTransposed>(params, out, blocks, stream);
   };

@@ -2,8 +2,11 @@
 #include "cuda/sm90/block_gradient.h"
 
 #include <algorithm>
+#include <array>
 #include <cmath>
+#include <map>
 #include <numbers>
+#include <utility>
 
 namespace rarefy::sm90 {
 namespace {
@@ -154,6 +157,71 @@ std::int64_t panels_touched(std::int64_t side, std::int64_t panel) {  // by a bl
   return side % panel == 0 ? side / panel : panel % side == 0 ? 1 : side / panel + 2;
 }
 
+// A way to cut rows into tiles, and what that makes of a pattern.
+struct Cut {
+  GradientConfig config;
+  std::vector<Tiles> tiles;
+  double typically = INFINITY;  // the best of all splits with a typical number of tokens
+};
+
+std::vector<Cut> cuts_of(const GradientProblem& p, const Machine& machine) {
+  GradientProblem typical = p;
+  typical.tokens = 8192;
+  std::vector<Cut> cuts;
+  const auto add = [&](const GradientConfig& config, double worth) {
+    Cut& cut = cuts.emplace_back(Cut{config, expected_tiles(p, config)});
+    for (const int split : {1, 2, 4}) {
+      cut.typically =
+          std::min(cut.typically, worth * predicted_microseconds(typical, config, split, machine, cut.tiles));
+    }
+  };
+  for (const bool two : {true, false}) {
+    if (p.whole()) {
+      if (two != (p.block_rows % 128 == 0)) continue;
+      for (const bool pairs : {true, false})
+        add({1, 64, two, pairs}, pairs ? 1 : 1.01);  // of equal ones, fewer tiles
+      continue;
+    }
+    for (const int wide : {32, 16}) {
+      if (wide == 16 && p.block_cols % 32 == 0) continue;
+      const int most = TileShape{wide, two, false}.columns();
+      for (int columns = most; columns > most / 2; columns -= most / (two ? 8 : 16)) {
+        const double worth = wide == 16 ? 1.05 : 1;  // a workspace as large as X is worth some gain
+        add({1, wide, two, true, false, columns}, worth);
+        add({1, wide, two, false, true, columns}, worth);
+      }
+    }
+  }
+  return cuts;
+}
+
+// The weight alone decides how tiles are cut, as what is prepared follows it.
+std::size_t best_of(const std::vector<Cut>& cuts) {
+  const auto best = std::min_element(cuts.begin(), cuts.end(),
+                                     [](const Cut& a, const Cut& b) { return a.typically < b.typically; });
+  return static_cast<std::size_t>(best - cuts.begin());
+}
+
+GradientCandidate candidate_of(const GradientProblem& p, const Machine& machine, const Cut& cut, int split) {
+  GradientCandidate candidate{
+      cut.config, predicted_microseconds(p, cut.config, split, machine, cut.tiles), {}};
+  candidate.config.split = split;
+  if (split > ceil_div(p.tokens, 64)) candidate.reason = "fewer than 64 tokens for each share";
+  return candidate;
+}
+
+// The best cut, remembered for the weights of a model: it takes up to 0.2 ms to find.
+const Cut& best_cut(const GradientProblem& p, const Machine& machine) {
+  using Weight = std::array<std::int64_t, 6>;
+  thread_local std::map<Weight, Cut> known;
+  const Weight weight{p.rows, p.cols, p.block_rows, p.block_cols, p.blocks, machine.sms};
+  const auto at = known.find(weight);
+  if (at != known.end()) return at->second;
+  if (known.size() >= 4096) known.clear();
+  std::vector<Cut> cuts = cuts_of(p, machine);
+  return known.emplace(weight, std::move(cuts[best_of(cuts)])).first->second;
+}
+
 }  // namespace
 
 std::string unsupported(const GradientProblem& p) {
@@ -171,63 +239,32 @@ std::string unsupported(const GradientProblem& p) {
 }
 
 std::vector<GradientCandidate> gradient_candidates(const GradientProblem& p, const Machine& machine) {
-  GradientProblem typical = p;
-  typical.tokens = 8192;
-  struct Cut {
-    GradientConfig config;
-    std::vector<Tiles> tiles;
-    double typically = 0;  // the best of all splits with a typical number of tokens
-  };
-  std::vector<Cut> cuts;
-  const auto add_cut = [&](const GradientConfig& config, double worth) {
-    Cut& cut = cuts.emplace_back(Cut{config, expected_tiles(p, config), INFINITY});
-    for (const int split : {1, 2, 4}) {
-      cut.typically =
-          std::min(cut.typically, worth * predicted_microseconds(typical, config, split, machine, cut.tiles));
-    }
-  };
-  for (const bool two : {true, false}) {
-    if (p.whole()) {
-      if (two != (p.block_rows % 128 == 0)) continue;
-      for (const bool pairs : {true, false})
-        add_cut({1, 64, two, pairs}, pairs ? 1 : 1.01);  // of equal ones, fewer tiles
-      continue;
-    }
-    for (const int wide : {32, 16}) {
-      if (wide == 16 && p.block_cols % 32 == 0) continue;
-      const int most = TileShape{wide, two, false}.columns();
-      for (int columns = most; columns > most / 2; columns -= most / (two ? 8 : 16)) {
-        const double worth = wide == 16 ? 1.05 : 1;  // a workspace as large as X is worth some gain
-        add_cut({1, wide, two, true, false, columns}, worth);
-        add_cut({1, wide, two, false, true, columns}, worth);
-      }
-    }
-  }
-  // The weight alone decides how tiles are cut, as what is prepared follows it.
-  const auto best = std::min_element(cuts.begin(), cuts.end(),
-                                     [](const Cut& a, const Cut& b) { return a.typically < b.typically; });
+  const std::vector<Cut> cuts = cuts_of(p, machine);
+  const std::size_t best = best_of(cuts);
   std::vector<GradientCandidate> list;
-  for (const Cut& cut : cuts) {
+  for (std::size_t i = 0; i < cuts.size(); ++i) {
     for (const int split : {1, 2, 4}) {
-      GradientCandidate& candidate = list.emplace_back();
-      candidate.config = cut.config;
-      candidate.config.split = split;
-      candidate.microseconds = predicted_microseconds(p, cut.config, split, machine, cut.tiles);
-      if (&cut != &*best) candidate.reason = "other tiles fit better";
-      if (split > ceil_div(p.tokens, 64)) candidate.reason = "fewer than 64 tokens for each share";
+      list.push_back(candidate_of(p, machine, cuts[i], split));
+      if (list.back().reason.empty() && i != best) list.back().reason = "other tiles fit better";
     }
   }
   return list;
 }
 
 GradientConfig configure(const GradientProblem& p, const Machine& machine) {
-  const std::vector<GradientCandidate> list = gradient_candidates(p, machine);
-  const GradientCandidate* best = nullptr;
-  for (const GradientCandidate& candidate : list) {
-    if (!candidate.reason.empty()) continue;
-    if (best == nullptr || candidate.microseconds < best->microseconds) best = &candidate;
+  const Cut& cut = best_cut(p, machine);
+  GradientCandidate best = candidate_of(p, machine, cut, 1);
+  for (const int split : {2, 4}) {
+    const GradientCandidate candidate = candidate_of(p, machine, cut, split);
+    if (candidate.reason.empty() && candidate.microseconds < best.microseconds) best = candidate;
   }
-  return best->config;
+  return best.config;
+}
+
+bool valid(const GradientProblem& p, const GradientConfig& c) {
+  if (c.split != 1 && c.split != 2 && c.split != 4) return false;
+  if (c.wide == 64) return p.whole() && (!c.two || p.block_rows % 128 == 0) && !c.even && c.most == 0;
+  return (c.wide == 32 || c.wide == 16) && c.most >= 0 && c.most <= TileShape{c.wide, c.two, false}.columns();
 }
 
 std::int64_t tiles_at_most(const GradientProblem& p, const GradientConfig& config) {

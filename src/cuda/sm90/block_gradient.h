@@ -55,6 +55,8 @@ struct GradientCandidate {
 std::string unsupported(const GradientProblem& problem);
 std::vector<GradientCandidate> gradient_candidates(const GradientProblem& problem, const Machine& machine);
 GradientConfig configure(const GradientProblem& problem, const Machine& machine);
+// Whether the kernels take a configuration, which may be a forced one.
+bool valid(const GradientProblem& problem, const GradientConfig& config);
 
 // Thread blocks of a launch: the most tiles that a pattern of these sizes can have. Each reads its own in a
 // list made once, or, with panels of 64, finds it in crow and col; those that have none leave.

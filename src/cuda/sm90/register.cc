@@ -307,7 +307,14 @@ std::int64_t gradient_prepared_size(const Problem& p, const Config& config) {
          static_cast<std::int64_t>(sizeof(std::int32_t));
 }
 
+Status check_gradient(const Call& call) {
+  const GradientConfig config = from_config<GradientChoice>(call.config).config();
+  if (valid(gradient_problem(call.problem), config)) return {};
+  return invalid("grad_weight", "the config must be one that the blocks allow", config.text());
+}
+
 Status prepare_gradient(const Call& call, void* prepared) {
+  if (Status status = check_gradient(call); !status.ok()) return status;
   return cuda::launch_status(
       "grad_weight", prepare(gradient_problem(call.problem),
                              from_config<GradientChoice>(call.config).config(), call.plan.crow, call.plan.col,
@@ -326,6 +333,7 @@ std::int64_t gradient_workspace(const Problem& p, const Config& config) {
 }
 
 Status run_gradient(const Call& call) {
+  if (Status status = check_gradient(call); !status.ok()) return status;
   const void* prepared = call.derived.prepared;
   if (prepared == nullptr && from_config<GradientChoice>(call.config).wide < 64) {
     void* list = static_cast<std::byte*>(call.workspace) + own_workspace(call.problem, call.config);
