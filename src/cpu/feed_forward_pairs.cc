@@ -141,11 +141,10 @@ class Network {
     const MutableMatrixView& save = call_.save.up;
     find_unfinished(k_, s, own.x, s.panel_size(), set.tokens, own.unfinished);
     up_.multiply(own.x, s.panel_size(), set.tokens, own.unfinished, begin, end, own.gathered, own.sums,
-                 [&](std::int64_t m, std::int32_t rows, std::int64_t block, std::int64_t stop, float* sums,
+                 [&](std::int64_t m, std::int32_t rows, std::int64_t from, std::int64_t count, float* sums,
                      const PairsPlace& /*next*/) {
-                   const std::int64_t from = block * s.out_block, count = (stop - block) * s.out_block;
-                   const std::int64_t there = std::min(count, features() - from);
-                   if (save.data != nullptr) {
+                   const std::int64_t there = std::clamp<std::int64_t>(features() - from, 0, count);
+                   if (save.data != nullptr && there > 0) {
                      k_.store({sums, by_token, memory_.up_bias + from, Activation::none,
                                reinterpret_cast<std::uint16_t*>(at(save, set.first + m, from)),
                                save.row_stride, rows, static_cast<std::int32_t>(there), 0});
@@ -180,17 +179,16 @@ class Network {
     const std::int64_t block_rows = shapes_.down.out_block;
     find_unfinished(k_, shapes_.down, in, shapes_.hidden, set.tokens, own.unfinished);
     down_.multiply(in, shapes_.hidden, set.tokens, own.unfinished, begin, end, own.gathered, own.sums,
-                   [&](std::int64_t m, std::int32_t rows, std::int64_t block, std::int64_t stop,
+                   [&](std::int64_t m, std::int32_t rows, std::int64_t from, std::int64_t count,
                        const float* sums, const PairsPlace& next) {
-                     const std::int64_t from = block * block_rows;
                      const auto to = [&](std::int64_t token, std::int64_t output) {
                        return reinterpret_cast<std::uint16_t*>(at(call_.out, set.first + token, output));
                      };
                      std::uint16_t* y = to(m, from);
                      k_.store({sums, shapes_.down.source == PairSource::tokens, memory_.down_bias + from,
                                Activation::none, y, call_.out.row_stride, rows,
-                               static_cast<std::int32_t>(std::min(stop * block_rows, call_.out.cols) - from),
-                               next.block < end ? to(next.token, next.block * block_rows) - y : 0});
+                               static_cast<std::int32_t>(std::min(count, call_.out.cols - from)),
+                               next.output < end * block_rows ? to(next.token, next.output) - y : 0});
                    });
   }
 

@@ -60,17 +60,16 @@ void run_task(const PairsWeight& w, const Call& call, const Parts& parts, std::i
               s.panel_size());
   find_unfinished(w.kernels, s, parts.panels, s.panel_size(), tokens, parts.unfinished);
   w.multiply(parts.panels, s.panel_size(), tokens, parts.unfinished, begin, end, parts.gathered, parts.sums,
-             [&](std::int64_t m, std::int32_t rows, std::int64_t block, std::int64_t stop, const float* sums,
+             [&](std::int64_t m, std::int32_t rows, std::int64_t from, std::int64_t count, const float* sums,
                  const PairsPlace& next) {
-               const std::int64_t from = block * s.out_block;
                const auto to = [&](std::int64_t token, std::int64_t output) {
                  return reinterpret_cast<std::uint16_t*>(at(call.out, first + token, output));
                };
                std::uint16_t* y = to(m, from);
                w.kernels.store({sums, s.source == PairSource::tokens, parts.bias + from, call.activation, y,
                                 call.out.row_stride, rows,
-                                static_cast<std::int32_t>(std::min(stop * s.out_block, call.out.cols) - from),
-                                next.block < end ? to(next.token, next.block * s.out_block) - y : 0});
+                                static_cast<std::int32_t>(std::min(count, call.out.cols - from)),
+                                next.output < end * s.out_block ? to(next.token, next.output) - y : 0});
              });
   w.kernels.leave();
 }

@@ -203,13 +203,11 @@ void run_task(const QuadsWeight& w, const Call& call, const Parts& parts, std::i
   }
   w.multiply(
       parts.panels, tokens, begin, end, parts.gathered, parts.sums,
-      [&](std::int64_t m, std::int32_t rows, std::int64_t block, std::int64_t stop, const float* sums) {
-        const std::int64_t from = block * s.out_block;
+      [&](std::int64_t m, std::int32_t rows, std::int64_t from, std::int64_t count, const float* sums) {
         w.kernels.store({reinterpret_cast<const std::int32_t*>(sums), w.packed.totals + from,
                          parts.scales + from, parts.bias + from, parts.tokens + m, call.activation,
                          at(call.out, first + m, from), call.problem.out == DType::bf16, call.out.row_stride,
-                         rows,
-                         static_cast<std::int32_t>(std::min(stop * s.out_block, call.out.cols) - from)});
+                         rows, static_cast<std::int32_t>(std::min(count, call.out.cols - from))});
       });
   w.kernels.leave();
 }

@@ -58,9 +58,10 @@ constexpr std::int32_t offsets_of(PairSource source, std::int32_t features = 2) 
   return source == PairSource::columns ? kLines * features : source == PairSource::lines ? kLines : 1;
 }
 
-// Called as soon as a panel's sums are there, while they are in L1. Null: they are wanted of all panels.
+// Called as soon as a panel's sums are there of outputs row … row + rows of the block row, while they are in
+// L1. Null: they are wanted of all panels.
 struct PairDone {
-  void (*call)(void* context, std::int32_t panel, float* sums);
+  void (*call)(void* context, std::int32_t panel, std::int32_t row, std::int32_t rows, float* sums);
   void* context;
 };
 
@@ -82,11 +83,12 @@ struct PairProduct {
   PairDone done;
 };
 
-// A block row is multiplied in chunks of groups, each for all panels, so that its weights (24 KB) stay in L1
-// with what is gathered: on Sapphire Rapids L2 gives a line in two cycles, and is the bound.
-inline constexpr std::int32_t kChunkSize = 12 * 1024;  // elements of W
-inline constexpr std::int32_t kMostChunk = 24;         // groups
-inline constexpr std::int32_t kMostReused = 8;         // where several tiles of outputs read X: 16 KB of L1
+// A block row is multiplied in chunks of groups, each for all panels, so that its weights stay near: 48 KB
+// where one tile of outputs reads X, as sums go in and out between chunks, else 24 KB, which stay in L1 with
+// what is gathered. On Sapphire Rapids L2 gives a line in two cycles, and is the bound.
+inline constexpr std::int32_t kChunkSize = 24 * 1024, kChunkReused = 12 * 1024;  // elements of W
+inline constexpr std::int32_t kMostChunk = 24;                                   // groups
+inline constexpr std::int32_t kMostReused = 8;  // where several tiles of outputs read X: 16 KB of L1
 inline constexpr std::int32_t kGatheredGroups = kMostChunk + 2;
 
 // sums[columns[e]][token] += Σ W[o, columns[e]] · dy[o][token] over the rows o of one block row of R×1

@@ -112,9 +112,8 @@ void pack_pairs(const PairsShape& s, const PairsStored& stored, const Executor& 
 void find_unfinished(const PairKernels& kernels, const PairsShape& shape, const std::uint16_t* panels,
                      std::int64_t panel_stride, std::int64_t tokens, std::uint32_t* unfinished);
 
-// A token and an output block.
 struct PairsPlace {
-  std::int64_t token, block;
+  std::int64_t token, output;
 };
 
 // A weight as kernels multiply it.
@@ -141,8 +140,8 @@ struct PairsWeight {
   void sum_stored(std::int64_t block, const std::uint16_t* panel, std::uint32_t tokens, float* sums) const;
 
   // Output blocks first … last for some tokens, whose panels lie `panel_stride` apart. As soon as sums are
-  // there, finish(token, rows, block, end, sums, ahead) gets those of blocks block … end for one panel;
-  // `ahead` says which come next, token and block. `sums` has room for sums_size of near() panels, or of all.
+  // there, finish(token, rows, output, count, sums, next) gets those of some outputs for one panel; `next`
+  // says which come then. `sums` has room for sums_size of near() panels, or of all.
   template <class Finish>
   void multiply(const std::uint16_t* panels, std::int64_t panel_stride, std::int64_t tokens,
                 const std::uint32_t* unfinished, std::int64_t first, std::int64_t last,
@@ -158,19 +157,22 @@ struct PairsWeight {
           const std::uint32_t odd = shape.join > 1 ? unfinished[m / kPanelTokens + p] : 0;
           if (odd != 0) sum_stored(block, x + p * panel_stride, odd, to);
         };
-        const auto finish_panel = [&](std::int64_t p, float* to) {
-          const std::int64_t token = m + p * kPanelTokens;
-          const bool more = p + 1 < near, others = m + near * kPanelTokens < tokens;
-          finish(token, panel_rows(tokens, token), o, end, to,
-                 more || others ? PairsPlace{token + kPanelTokens, o} : PairsPlace{0, end});
+        const std::int64_t outputs = (end - o) * shape.out_block;
+        const auto finish_panel = [&](std::int64_t p, std::int64_t row, std::int64_t rows, float* to) {
+          const std::int64_t token = m + p * kPanelTokens, output = o * shape.out_block + row;
+          const std::int64_t after = m + near * kPanelTokens;
+          const PairsPlace next = p + 1 < near           ? PairsPlace{token + kPanelTokens, output}
+                                  : row + rows < outputs ? PairsPlace{m, output + rows}
+                                  : after < tokens       ? PairsPlace{after, o * shape.out_block}
+                                                         : PairsPlace{0, end * shape.out_block};
+          finish(token, panel_rows(tokens, token), output, rows, to, next);
         };
-        auto at_once = [&](std::int32_t p, float* to) {
+        auto at_once = [&](std::int32_t p, std::int32_t row, std::int32_t rows, float* to) {
           fix(o, p, to);
-          finish_panel(p, to);
+          finish_panel(p, row, rows, to);
         };
-        const PairDone done{[](void* context, std::int32_t p, float* to) {
-                              (*static_cast<decltype(at_once)*>(context))(p, to);
-                            },
+        const PairDone done{[](void* context, std::int32_t p, std::int32_t row, std::int32_t rows,
+                               float* to) { (*static_cast<decltype(at_once)*>(context))(p, row, rows, to); },
                             &at_once};
         for (std::int64_t block = o; block < end; ++block) {
           const std::int32_t from = prepared.first[block];
@@ -187,7 +189,7 @@ struct PairsWeight {
           }
         }
         for (std::int64_t p = 0; shape.finished() > 1 && p < near; ++p) {
-          finish_panel(p, sums + p * shape.sums_size());
+          finish_panel(p, 0, outputs, sums + p * shape.sums_size());
         }
         m += near * kPanelTokens;
       }

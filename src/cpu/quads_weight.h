@@ -85,7 +85,7 @@ struct QuadsWeight {
   QuadsWeight(const QuadKernels& k, const QuadsShape& s, const std::int32_t* entries, const Derived& derived)
       : kernels(k), shape(s), begin(entries), prepared(s, derived.prepared), packed(s, derived.packed) {}
 
-  // As PairsWeight::multiply: finish(token, rows, block, end, sums) as soon as sums are there.
+  // As PairsWeight::multiply: finish(token, rows, output, count, sums) as soon as sums are there.
   template <class Finish>
   void multiply(const std::uint16_t* panels, std::int64_t tokens, std::int64_t first, std::int64_t last,
                 std::uint16_t* gathered, float* sums, Finish&& finish) const {
@@ -95,14 +95,15 @@ struct QuadsWeight {
       for (std::int64_t m = 0; m < tokens;) {
         const std::int64_t whole = (tokens - m + kPanelTokens / 2 - 1) / kPanelTokens;
         const std::int64_t near = std::clamp<std::int64_t>(whole, 1, shape.near());
-        auto finish_panel = [&](std::int32_t p, float* to) {
+        auto finish_panel = [&](std::int32_t p, std::int64_t row, std::int64_t rows, float* to) {
           const std::int64_t token = m + p * kPanelTokens;
-          finish(token, panel_rows(tokens, token), o, end, to);
+          finish(token, panel_rows(tokens, token), o * shape.out_block + row, rows, to);
         };
-        const PairDone done{[](void* context, std::int32_t p, float* to) {
-                              (*static_cast<decltype(finish_panel)*>(context))(p, to);
-                            },
-                            &finish_panel};
+        const PairDone done{
+            [](void* context, std::int32_t p, std::int32_t row, std::int32_t rows, float* to) {
+              (*static_cast<decltype(finish_panel)*>(context))(p, row, rows, to);
+            },
+            &finish_panel};
         for (std::int64_t block = o; block < end; ++block) {
           const std::int32_t from = prepared.first[block];
           const std::int64_t columns = (std::int64_t{begin[block + 1]} - begin[block]) * shape.red_block;
@@ -115,7 +116,7 @@ struct QuadsWeight {
                shape.sums_size(), shape.finished() == 1 ? done : PairDone{}});
         }
         for (std::int32_t p = 0; shape.finished() > 1 && p < near; ++p) {
-          finish_panel(p, sums + p * shape.sums_size());
+          finish_panel(p, 0, (end - o) * shape.out_block, sums + p * shape.sums_size());
         }
         m += near * kPanelTokens;
       }
