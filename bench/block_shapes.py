@@ -9,7 +9,8 @@ Feed-forward layers (with --layers all every linear layer) are reconstructed at 
 other as in examples/minilm, on 1,500 texts; --minutes of distillation follow. A row of the CSV for each:
 accuracy@10 and mean cosine to dense on the 1,000 validation entries, and what the predictor says of those
 layers with 512 tokens, in f32 and bf16. --measure times the layers of the rows that are there, dense and
-sparse in turns. Rows that are in the file are not made again.
+sparse in turns, as processor time, which a busy machine changes least. Rows that are in the file are not made
+again.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import argparse
 import copy
 import csv
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -33,7 +35,6 @@ from examples.minilm.evaluate import embed_entries, mean_cosine, quality
 from examples.minilm.model import FFN_LAYERS, load_dense, load_tokenizer, quiet_transformers
 from examples.minilm.run import fast_bf16
 from rarefy.predictor import Case, predictor
-from rarefy.timing import measure_pair, quietest
 
 BLOCKS = ("4x1", "16x1", "32x1", "128x1", "16x16", "32x32")
 DENSITIES = (0.5, 0.25, 0.35)
@@ -77,22 +78,26 @@ def predicted(shapes: list[tuple[int, int]], block: str, density: float) -> dict
 
 
 @torch.inference_mode()
-def measured(shapes: list[tuple[int, int]], block: str, density: float) -> dict[str, float]:
-    """The same, measured in turns: layers with random blocks; nothing where the machine is too busy."""
+def measured(shapes: list[tuple[int, int]], block: str, density: float, rounds: int = 15) -> dict[str, float]:
+    """The same as processor time of all threads, in turns, the least of the rounds; random blocks."""
     found = {}
     for name, dtype in DTYPES.items():
-        dense = [nn.Linear(k, n).to(dtype) for n, k in shapes]
+        dense = [nn.Linear(k, n) for n, k in shapes]
         sparse = [rarefy.BlockSparseLinear.from_dense(layer, f"block:{block}@{density}") for layer in dense]
+        lots = {"dense": dense, "sparse": sparse}
+        times: dict[str, list[float]] = {kind: [] for kind in lots}
         inputs = [torch.randn(TOKENS, k).to(dtype) for _, k in shapes]
-
-        def call(layers: list[nn.Module], inputs=inputs):
-            return lambda: [layer(x) for layer, x in zip(layers, inputs, strict=True)]
-
-        pair = call(dense), call(sparse)
-        times = quietest(lambda pair=pair: measure_pair(*pair, rounds=range(9, 34), budget=0.3))
-        if times.noise is None:
-            found[f"measured_dense_{name}"] = times.dense.median
-            found[f"measured_sparse_{name}"] = times.sparse.median
+        for layers in lots.values():
+            for layer in layers:
+                layer.to(dtype)
+        for _ in range(rounds + 2):
+            for kind, layers in lots.items():
+                begin = time.process_time()
+                for layer, x in zip(layers, inputs, strict=True):
+                    layer(x)
+                times[kind].append(time.process_time() - begin)
+        for kind, all_of in times.items():
+            found[f"measured_{kind}_{name}"] = 1e3 * min(all_of[2:])
     return found
 
 
@@ -158,8 +163,8 @@ def plot(rows: dict[tuple[str, ...], dict[str, str]], path: Path) -> None:
                     if (float(row["minutes"]) > 0) != trained:
                         continue
                     how = "measured" if row[f"measured_sparse_{dtype}"] else "predicted"
-                    time = float(row[f"{how}_sparse_{dtype}"]) / float(row[f"{how}_dense_{dtype}"])
-                    points.append((time, float(row["cosine"])))
+                    part = float(row[f"{how}_sparse_{dtype}"]) / float(row[f"{how}_dense_{dtype}"])
+                    points.append((part, float(row["cosine"])))
                 if points:
                     style = "s" if trained else "o-"
                     axes.plot(*zip(*sorted(points), strict=True), style, color=f"C{number}",

@@ -55,3 +55,9 @@ def test_a_row_is_made(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     shapes = list(block_shapes.layers_of(bench.dense, "ffn").values())
     assert shapes == [(32, 16), (16, 32)] * 2
     assert len(block_shapes.layers_of(bench.dense, "all")) == 12
+
+
+def test_layers_are_timed_in_turns() -> None:
+    found = block_shapes.measured([(32, 16), (16, 32)], "4x1", 0.5, rounds=1)
+    assert set(found) == {f"measured_{kind}_{d}" for kind in ("dense", "sparse") for d in ("f32", "bf16")}
+    assert all(time > 0 for time in found.values())
