@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <limits>
 #include <new>
+#include <span>
 
 #include "core/checked.h"
 #include "core/message.h"
@@ -39,10 +40,12 @@ void for_each_row(const Executor& executor, std::int64_t rows, Each&& each) {
 
 // The block columns of a row of A B, each once, in the order in which they are met.
 template <class Take>
-void for_each_column(const PlanView& a, const PlanView& b, std::int64_t i, std::int32_t* last, Take&& take) {
+void for_each_column(const PlanView& a, const PlanView& b, std::int64_t i, std::span<std::int32_t> last,
+                     Take&& take) {
   for (std::int32_t e = a.crow[i]; e < a.crow[i + 1]; ++e) {
     for (std::int32_t f = b.crow[a.col[e]]; f < b.crow[a.col[e] + 1]; ++f) {
-      std::int32_t& seen = last[b.col[f]];  // the last row that had this column, plus one
+      std::int32_t& seen =
+          last[static_cast<std::size_t>(b.col[f])];  // the last row that had this column, plus one
       if (seen == i + 1) continue;
       seen = static_cast<std::int32_t>(i + 1);
       take(b.col[f]);
@@ -144,7 +147,7 @@ Result<Indices> product_pattern(std::string_view op, const PlanView& a, const Pl
   c.crow.assign(static_cast<std::size_t>(rows + 1), 0);
   for_each_row(executor, rows, [&](std::int64_t i, int worker) {
     std::int32_t count = 0;
-    for_each_column(a, b, i, last[static_cast<std::size_t>(worker)].data(), [&](std::int32_t) { ++count; });
+    for_each_column(a, b, i, last[static_cast<std::size_t>(worker)], [&](std::int32_t) { ++count; });
     c.crow[i + 1] = count;
   });
   std::int64_t total = 0;
@@ -160,11 +163,11 @@ Result<Indices> product_pattern(std::string_view op, const PlanView& a, const Pl
   forget();
   for_each_row(executor, rows, [&](std::int64_t i, int worker) {
     std::int32_t* to = c.col.data() + c.crow[i];
-    std::int32_t* own = last[static_cast<std::size_t>(worker)].data();
+    const std::span<std::int32_t> own = last[static_cast<std::size_t>(worker)];
     if ((std::int64_t{c.crow[i + 1]} - c.crow[i]) * kSorting > columns) {
       for_each_column(a, b, i, own, [](std::int32_t) {});
       for (std::int32_t j = 0; j < columns; ++j) {
-        if (own[j] == i + 1) *to++ = j;
+        if (own[static_cast<std::size_t>(j)] == i + 1) *to++ = j;
       }
     } else {
       for_each_column(a, b, i, own, [&](std::int32_t j) { *to++ = j; });
