@@ -13,6 +13,7 @@ from .linear_base import copy_parameter
 from .masks import block_count, block_norms, choose_blocks, grid_of, random_blocks, top_blocks
 from .pattern import BsrPattern
 from .sparse.conv import Geometry, check_size, convolve, read_geometry
+from .values import draw_uniform_
 from .weight import BsrWeight
 
 
@@ -208,7 +209,7 @@ class BlockSparseConv2d(nn.Module):
         self.weight.reset_parameters(generator)
         if self.bias is not None:
             bound = 1 / math.sqrt(self._shape[1] / self.groups)
-            self.bias.uniform_(-bound, bound, generator=generator)
+            draw_uniform_(self.bias, bound, generator)
 
     @property
     def block_shape(self) -> tuple[int, int]:

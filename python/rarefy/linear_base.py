@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from .checks import check_block_fits, check_block_shape, check_density, check_int, check_shape, fail
+from .values import draw_uniform_
 
 
 def check_sizes(
@@ -77,4 +78,4 @@ class LinearBase(nn.Module):
     def _reset_bias(self, generator: torch.Generator | None) -> None:
         if self.bias is not None:
             bound = 1 / math.sqrt(self.in_features) if self.in_features > 0 else 0
-            self.bias.uniform_(-bound, bound, generator=generator)
+            draw_uniform_(self.bias, bound, generator)

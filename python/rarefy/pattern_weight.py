@@ -23,7 +23,7 @@ from .pattern import BsrPattern, digest
 from .pattern_change import PatternChange
 from .pattern_state import INDICES, read_state
 from .sparse_weight import SparseWeight, swap_data
-from .values import check_padding, init_bounds, zero_padding
+from .values import check_padding, draw_uniform_, init_bounds, zero_padding
 
 _PUBLIC = (*INDICES, "pattern_digest")
 
@@ -231,7 +231,7 @@ class PatternWeight(HoldsDerived, SparseWeight):
         if self.values.is_meta:
             return
         bounds = init_bounds(self.block_mask(), self.shape[1], self.block_shape[1])
-        self.values.uniform_(-1, 1, generator=generator)
+        draw_uniform_(self.values, 1, generator)
         self.blocks(self.values).mul_(bounds[self.block_row_indices()].to(self.dtype)[:, None, None])
         self.zero_padding_()
 

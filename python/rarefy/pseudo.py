@@ -12,7 +12,7 @@ from .checks import check_block_shape, fail
 from .linear_base import LinearBase, check_linear, check_sizes, new_linear
 from .masks import choose_blocks, expand_mask, grid_of, random_blocks
 from .modules import BlockSparseLinear
-from .values import init_bounds
+from .values import draw_uniform_, init_bounds
 
 
 class PseudoBlockSparseLinear(LinearBase):
@@ -67,7 +67,7 @@ class PseudoBlockSparseLinear(LinearBase):
         if not self.weight.is_meta:
             bounds = init_bounds(self.block_mask, self.in_features, self.block_shape[1])
             rows = bounds.repeat_interleave(self.block_shape[0])[: self.out_features, None]
-            self.weight.uniform_(-1, 1, generator=generator)
+            draw_uniform_(self.weight, 1, generator)
             self.weight.copy_(self.masked_weight() * rows.to(self.weight.dtype))
         self._reset_bias(generator)
 

@@ -40,6 +40,15 @@ def init_bounds(block_mask: torch.Tensor, in_features: int, block_cols: int) -> 
     return torch.where(stored > 0, stored.rsqrt(), torch.zeros_like(stored))
 
 
+def draw_uniform_(tensor: torch.Tensor, bound: float, generator: torch.Generator | None) -> None:
+    """Uniform numbers in ±bound; a generator of another device draws the same ones wherever the tensor is."""
+    if generator is None or generator.device.type == tensor.device.type:
+        tensor.uniform_(-bound, bound, generator=generator)
+    else:
+        drawn = torch.empty(tensor.shape, dtype=tensor.dtype, device=generator.device)
+        tensor.copy_(drawn.uniform_(-bound, bound, generator=generator))
+
+
 def check_padding(op: str, values: torch.Tensor, pattern: BsrPattern) -> None:
     """Raises ValueError where a stored block has something else than zero outside the matrix."""
     if values.is_meta or values.ndim != 3 or not pattern.is_padded:

@@ -136,6 +136,16 @@ def test_generator_makes_layers_repeatable_and_leaves_the_global_one_alone():
     assert torch.equal(a.to_dense().weight, b.to_dense().weight) and torch.equal(a.bias, b.bias)
 
 
+def test_a_generator_of_the_host_draws_the_same_layer_on_every_device(device):
+    options = {"density": 0.5, "block_shape": (4, 2)}
+    here, there = (
+        BlockSparseLinear(30, 20, generator=torch.Generator().manual_seed(3), device=d, **options)
+        for d in ("cpu", device)
+    )
+    assert torch.equal(here.to_dense().weight, there.to_dense().weight.cpu())
+    assert torch.equal(here.bias, there.bias.cpu())
+
+
 @pytest.mark.parametrize("layer", [BlockSparseLinear, PseudoBlockSparseLinear])
 @pytest.mark.parametrize("density", [0.25, 1.0])
 def test_initial_values_have_the_bound_of_the_stored_fan_in(layer, density):
