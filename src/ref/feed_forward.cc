@@ -6,6 +6,7 @@
 
 #include "core/scalar.h"
 #include "ref/activation.h"
+#include "ref/sum.h"
 
 namespace rarefy::ref {
 
@@ -36,13 +37,14 @@ void apply(const LayerView& layer, DType bias_dtype, const double* x, double* y)
     const auto* values = static_cast<const T*>(layer.weight.values);
     for (std::int64_t n = 0; n < s.rows; ++n) {
       const std::int64_t i = n / s.block_rows;
-      double sum = 0;
+      Sum terms;
       for (std::int32_t e = plan.crow[i]; e < plan.crow[i + 1]; ++e) {
         const T* w = values + e * s.block_size() + n % s.block_rows * s.block_cols;
         const std::int64_t k = plan.col[e] * s.block_cols;
-        for (std::int64_t c = 0; c < std::min(s.block_cols, s.cols - k); ++c) sum += x[k + c] * load(w + c);
+        for (std::int64_t c = 0; c < std::min(s.block_cols, s.cols - k); ++c)
+          terms.add(x[k + c] * load(w + c));
       }
-      y[n] = sum + y[n];  // a bias of −0 gives +0, as in linear
+      y[n] = terms.total() + y[n];  // a bias of −0 gives +0, as in linear
     }
   });
 }

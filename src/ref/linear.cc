@@ -8,6 +8,7 @@
 #include "core/scalar.h"
 #include "ref/activation.h"
 #include "ref/feed_forward.h"
+#include "ref/sum.h"
 
 namespace rarefy {
 namespace {
@@ -89,14 +90,15 @@ Status linear_ref(const Call& call) {
       Out* y = static_cast<Out*>(call.out.data) + m * call.out.row_stride;
       for (std::int64_t n = 0; n < shape.rows; ++n) {
         const std::int64_t i = n / shape.block_rows;
-        double sum = 0;
+        ref::Sum terms;
         for (std::int32_t e = plan.crow[i]; e < plan.crow[i + 1]; ++e) {
           const W* w = values + e * shape.block_size() + (n % shape.block_rows) * shape.block_cols;
           const std::int64_t k0 = plan.col[e] * shape.block_cols;
           for (std::int64_t c = 0; c < std::min(shape.block_cols, shape.cols - k0); ++c) {
-            sum += load(x + (k0 + c) * call.x.col_stride) * load(w + c);
+            terms.add(load(x + (k0 + c) * call.x.col_stride) * load(w + c));
           }
         }
+        double sum = terms.total();
         if (bias != nullptr) sum += load(bias + n);
         store(y + n * call.out.col_stride, ref::activate(call.activation, sum));
       }
@@ -115,16 +117,16 @@ Status grad_input_ref(const Call& call) {
       Out* dx = static_cast<Out*>(call.out.data) + m * call.out.row_stride;
       for (std::int64_t k = 0; k < shape.cols; ++k) {
         const std::int64_t j = k / shape.block_cols;
-        double sum = 0;
+        ref::Sum terms;
         for (std::int32_t e = plan.ccol[j]; e < plan.ccol[j + 1]; ++e) {
           const W* w = values + plan.perm[e] * shape.block_size() + k % shape.block_cols;
           const std::int64_t n0 = plan.row[e] * shape.block_rows;
           for (std::int64_t r = 0; r < std::min(shape.block_rows, shape.rows - n0); ++r) {
             const double scale = call.scales == nullptr ? 1 : call.scales[n0 + r];
-            sum += load(dy + (n0 + r) * call.dy.col_stride) * scale * load(w + r * shape.block_cols);
+            terms.add(load(dy + (n0 + r) * call.dy.col_stride) * scale * load(w + r * shape.block_cols));
           }
         }
-        store(dx + k * call.out.col_stride, sum);
+        store(dx + k * call.out.col_stride, terms.total());
       }
     });
   });
@@ -143,13 +145,13 @@ Status grad_weight_ref(const Call& call) {
             for (std::int64_t c = 0; c < shape.block_cols; ++c) {
               const std::int64_t n = i * shape.block_rows + r;
               const std::int64_t k = plan.col[e] * shape.block_cols + c;
-              double sum = 0;
+              ref::Sum terms;
               if (n < shape.rows && k < shape.cols) {
                 for (std::int64_t m = 0; m < call.x.rows; ++m) {
-                  sum += load(at<In>(call.dy, m, n)) * load(at<In>(call.x, m, k));
+                  terms.add(load(at<In>(call.dy, m, n)) * load(at<In>(call.x, m, k)));
                 }
               }
-              store(block + r * shape.block_cols + c, sum);
+              store(block + r * shape.block_cols + c, terms.total());
             }
           }
         }

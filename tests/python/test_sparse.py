@@ -246,6 +246,16 @@ def test_everything_that_users_hold(device, kind, block):
     torch.testing.assert_close(y, nn.functional.linear(x, dense))
 
 
+def test_weights_of_other_formats_multiply_and_are_no_matrices():
+    weight = rarefy.Int8Weight.from_dense(torch.randn(32, 16), block_shape=(16, 4), density=0.5)
+    x, bias = torch.randn(3, 16), torch.randn(32)
+    got = sparse.sparse_dense(x, weight, bias, activation="relu")
+    assert torch.equal(got, weight.linear(x, bias).relu())
+    for call in (sparse.sparse_transpose, lambda w: sparse.sparse_dense(x, w, sparse_lhs=True)):
+        with pytest.raises(TypeError, match="must be a weight of format bsr or csr; got int8"):
+            call(weight)
+
+
 def test_a_weights_gradients_are_those_of_its_parameter():
     weight = rarefy.CsrWeight.from_dense(torch.randn(6, 5), density=0.5)
     x = torch.randn(4, 5, requires_grad=True)

@@ -297,8 +297,8 @@ def as_matrix(
     if isinstance(value, SparseMatrix):
         return value.settled()
     if isinstance(value, SparseWeight):
-        if not hasattr(value, "pattern"):
-            fail(op, f"{name} must be of a format on a pattern (BSR, CSR)", type(value).__name__, TypeError)
+        if value.format not in ("bsr", "csr"):  # others' values are not the elements of the matrix
+            fail(op, f"{name} must be a weight of format bsr or csr", value.format, TypeError)
         return SparseMatrix.on_pattern(value.values, value.pattern)
     if isinstance(value, Tensor) and value.layout in (torch.sparse_csr, torch.sparse_bsr):
         if value.ndim != 2:

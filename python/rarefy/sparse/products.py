@@ -55,8 +55,8 @@ def sparse_dense(
     if x.ndim == 0 or (sparse_lhs and x.ndim != 2):
         fail(op, f"x must have {'2' if sparse_lhs else 'at least 1'} dimensions", x.ndim)
     name = check_activation(op, activation)
-    if not sparse_lhs and isinstance(weight, SparseWeight) and bias is None and name == NONE:
-        return weight.linear(x)
+    if not sparse_lhs and isinstance(weight, SparseWeight):  # of any format, and it keeps what kernels derive
+        return activate(weight.linear(x, bias), name)
     matrix = as_matrix(op, "weight", weight, columns=x.shape[-1], check=check)
     if matrix.shape[1] != x.shape[-1]:
         fail(op, f"x must have {matrix.shape[1]} columns, as the sparse matrix has", x.shape[-1])
