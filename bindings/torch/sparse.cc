@@ -23,8 +23,7 @@ PlanView plan_of(const Call& call, const Tensor& plan, const Sizes& sizes) {
 
 // Values of a plan's matrix, of one of the dtypes of products.
 BsrView weight_of(const Call& call, const Tensor& values, const Tensor& plan, const Sizes& sizes) {
-  plan_of(call, plan, sizes);
-  return call.weight(values, plan, sizes[0], sizes[1]);
+  return call.weight(values, plan_of(call, plan, sizes));
 }
 
 Tensor words(const Call& call, const std::vector<std::int32_t>& from) {

@@ -121,7 +121,7 @@ class CsrWeight(PatternWeight):
 
     def to_scipy(self) -> Any:
         """A scipy.sparse.csr_array with copies of values and indices; float64, float32 and int8 only."""
-        arrays = foreign.scipy_arrays("CsrWeight.to_scipy", self)
+        arrays = foreign.scipy_arrays("CsrWeight.to_scipy", self.values, self.pattern)
         from scipy.sparse import csr_array
 
         return csr_array(arrays, shape=tuple(self.shape))

@@ -80,10 +80,10 @@ def from_scipy(op: str, matrix: Any) -> tuple[torch.Tensor, ...]:
         fail(op, "matrix must have a dtype that torch knows", matrix.dtype, TypeError)
 
 
-def scipy_arrays(op: str, weight: Any) -> tuple[Any, ...]:
-    """Copies of a weight's values, col_indices and crow_indices as scipy takes them."""
-    if weight.dtype in (torch.bfloat16, torch.float16):
+def scipy_arrays(op: str, values: torch.Tensor, pattern: Any) -> tuple[Any, ...]:
+    """Copies of values, col_indices and crow_indices as scipy takes them."""
+    if values.dtype in (torch.bfloat16, torch.float16):
         requirement = "values must have a dtype that scipy.sparse computes with (.float() converts)"
-        fail(op, requirement, weight.dtype, TypeError)
-    crow, col = weight.pattern.indices()
-    return tuple(t.detach().cpu().numpy().copy() for t in (weight.values, col, crow))
+        fail(op, requirement, values.dtype, TypeError)
+    crow, col = pattern.indices()
+    return tuple(t.detach().cpu().numpy().copy() for t in (values, col, crow))

@@ -118,6 +118,15 @@ class BsrPattern:
         crow, col = (index.to(device or block_mask.device) for index in pattern_of(block_mask))
         return cls(crow, col, shape=shape, block_shape=block_shape)
 
+    @classmethod
+    def from_positions(
+        cls, positions: torch.Tensor, *, shape: tuple[int, int], block_shape: tuple[int, int]
+    ) -> BsrPattern:
+        """The pattern of blocks at ascending, distinct places of the grid, row-major; see `positions`."""
+        rows, columns = grid_of(shape, block_shape)
+        crow = torch.searchsorted(positions, torch.arange(rows + 1, device=positions.device) * columns)
+        return cls(crow, positions % max(1, columns), shape=shape, block_shape=block_shape)
+
     # -- what it is -----------------------------------------------------------------------------
 
     @property

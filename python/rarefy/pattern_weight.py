@@ -17,13 +17,13 @@ from ._torch_private import PLAIN, eager
 from .activations import activate
 from .checks import check_dtype, check_tensor, fail
 from .derived import HoldsDerived, Kept, reads_itself
-from .masks import from_blocks, random_blocks
+from .masks import random_blocks
 from .nested import linear_of_nested
 from .pattern import BsrPattern, digest
 from .pattern_change import PatternChange
 from .pattern_state import INDICES, read_state
 from .sparse_weight import SparseWeight, swap_data
-from .values import check_padding, draw_uniform_, init_bounds, zero_padding
+from .values import check_padding, dense_of, draw_uniform_, init_bounds, zero_padding
 
 _PUBLIC = (*INDICES, "pattern_digest")
 
@@ -204,10 +204,7 @@ class PatternWeight(HoldsDerived, SparseWeight):
 
     def to_dense(self) -> torch.Tensor:
         """The (N, K) tensor with zeros for the blocks that are not stored; differentiable, exact."""
-        (rows, cols), shape = self.grid, self.block_shape
-        values = self.blocks(self.values)
-        blocks = values.new_zeros((rows * cols, *shape)).index_copy(0, self.pattern.positions(), values)
-        return from_blocks(blocks.reshape(rows, cols, *shape), self.shape)
+        return dense_of(self.blocks(self.values), self.pattern)
 
     def stored_as(self, dtype: torch.dtype | None) -> PatternWeight:
         """This weight with values stored in a dtype, x and results staying as they are; None: no change."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from .checks import check_block_fits, check_dtype, check_tensor, fail, first_position
-from .masks import choose_blocks, to_blocks
+from .masks import choose_blocks, from_blocks, to_blocks
 from .pattern import BsrPattern
 
 
@@ -29,6 +29,13 @@ def choose_from_dense(
     block_mask = choose_blocks(op, dense, block_shape, mask, density, scores)
     pattern = BsrPattern.from_mask(block_mask, shape=shape, block_shape=block_shape)
     return to_blocks(dense, block_shape)[block_mask].contiguous(), pattern
+
+
+def dense_of(blocks: torch.Tensor, pattern: BsrPattern) -> torch.Tensor:
+    """(N, K) of the stored blocks, (nnzb, R, C), zeros for the others; differentiable, exact."""
+    (rows, cols), shape = pattern.grid, pattern.block_shape
+    grid = blocks.new_zeros((rows * cols, *shape)).index_copy(0, pattern.positions(), blocks)
+    return from_blocks(grid.reshape(rows, cols, *shape), pattern.shape)
 
 
 def init_bounds(block_mask: torch.Tensor, in_features: int, block_cols: int) -> torch.Tensor:

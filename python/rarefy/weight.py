@@ -162,7 +162,7 @@ class BsrWeight(PatternWeight):
         scipy needs sizes that are multiples of the block; with `pad=True` others are rounded up.
         """
         op = "BsrWeight.to_scipy"
-        arrays = foreign.scipy_arrays(op, self)
+        arrays = foreign.scipy_arrays(op, self.values, self.pattern)
         from scipy.sparse import bsr_array
 
         shape = foreign.padded_shape(op, self.shape, self.block_shape, pad)

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
 #include "rarefy/dtype.h"
 
@@ -17,6 +18,10 @@ inline void store(double* p, double x) { *p = x; }
 inline void store(float* p, double x) { *p = static_cast<float>(x); }
 inline void store(bfloat16* p, double x) { *p = to_bfloat16(x); }
 inline void store(float16* p, double x) { *p = to_float16(x); }
+
+// What sums of T are kept in.
+template <class T>
+using SumOf = std::conditional_t<std::is_same_v<T, double>, double, float>;
 
 // Calls f(T{}) for the floating-point element type T of `dtype`; for int8, which is no output, not at all.
 template <class F>

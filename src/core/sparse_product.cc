@@ -60,9 +60,6 @@ struct Scratch {
   std::vector<Sum> sums;
 };
 
-template <class T>
-using SumOf = std::conditional_t<std::is_same_v<T, double>, double, float>;
-
 // A row of single elements.
 template <class T>
 void multiply_elements(const BsrView& a, const BsrView& b, std::int64_t i, Scratch<SumOf<T>>& scratch) {

@@ -48,9 +48,6 @@ void for_each_row(const PlanView& plan, T* values, const Executor& executor, Eac
 }
 
 template <class T>
-using SumOf = std::conditional_t<std::is_same_v<T, double>, double, float>;
-
-template <class T>
 void softmax_row(const PlanView& plan, std::int64_t n, const T* from, T* to) {
   using Sum = SumOf<T>;
   Sum most = -std::numeric_limits<Sum>::infinity();

@@ -10,9 +10,10 @@ from torch import nn
 from ..activations import activate
 from ..checks import check_density, fail
 from ..csr import CsrWeight
-from ..masks import block_count, from_blocks
+from ..masks import block_count
 from ..ops import bsr_grad_input, bsr_grad_weight, bsr_linear
 from ..pattern import BsrPattern
+from ..values import dense_of
 from ..weight import BsrWeight
 from .movable import Movable, Stored
 from .moving import Move, MovingPattern, top
@@ -65,11 +66,7 @@ class _Part:
 
     def to_dense(self) -> torch.Tensor:
         """The (N, K) tensor that it multiplies by, zeros for what is not active; differentiable."""
-        (rows, cols), shape = self.grid, self.block_shape
-        part = self.blocks(self.values)[self.active]
-        blocks = part.new_zeros((rows * cols, *shape))
-        blocks = blocks.index_copy(0, self.active_pattern.positions(), part)
-        return from_blocks(blocks.reshape(rows, cols, *shape), self.shape)
+        return dense_of(self.blocks(self.values)[self.active], self.active_pattern)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         super()._apply(fn, recurse)

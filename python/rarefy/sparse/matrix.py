@@ -11,10 +11,9 @@ from torch import Tensor
 from .. import foreign
 from ..checks import check_shape, check_tensor, fail, first_position
 from ..derived import Derived, Kept, reads_itself
-from ..masks import from_blocks
 from ..pattern import BsrPattern
 from ..sparse_weight import SparseWeight
-from ..values import check_padding
+from ..values import check_padding, dense_of
 
 CHECKS = ("once", "always", "trusted")
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -142,10 +141,8 @@ class SparseMatrix:
             self._order[slot] = torch.arange(len(slot), device=slot.device)
             warnings.warn(f"[{self._op}] indices are not sorted in each row: sorted once", stacklevel=6)
         self._slot = slot
-        counts = torch.zeros(rows + 1, dtype=torch.int64, device=slot.device)
-        counts[1:] = torch.bincount(positions // columns if columns else positions, minlength=rows)
-        self.pattern = BsrPattern(
-            counts.cumsum(0), positions % columns, shape=tuple(self.shape), block_shape=self.block_shape
+        self.pattern = BsrPattern.from_positions(
+            positions, shape=tuple(self.shape), block_shape=self.block_shape
         )
 
     @classmethod
@@ -157,6 +154,12 @@ class SparseMatrix:
         matrix.check, matrix._op, matrix._slot, matrix._order = "once", "SparseMatrix", None, None
         matrix._kept = {}
         return matrix
+
+    @classmethod
+    def of_blocks(cls, blocks: Tensor, pattern: BsrPattern, *like: SparseMatrix) -> SparseMatrix:
+        """The same of values as blocks; CSR if all the matrices that they came of are."""
+        csr = all(matrix.format == "csr" for matrix in like)
+        return cls.on_pattern(blocks.flatten() if csr else blocks, pattern)
 
     # -- what it is -----------------------------------------------------------------------------
 
@@ -226,21 +229,15 @@ class SparseMatrix:
 
     def to_dense(self) -> Tensor:
         """(N, K), zeros where nothing is stored; differentiable."""
-        pattern, blocks = self.settled().pattern, self.blocks()
-        (rows, columns), shape = pattern.grid, pattern.block_shape
-        grid = blocks.new_zeros((rows * columns, *shape)).index_copy(0, pattern.positions(), blocks)
-        return from_blocks(grid.reshape(rows, columns, *shape), self.shape)
+        return dense_of(self.settled().blocks(), self.pattern)
 
     def to_scipy(self) -> Any:
         """A scipy.sparse.csr_array or bsr_array with copies of the arrays, sorted and without duplicates."""
         from scipy import sparse
 
         op = "SparseMatrix.to_scipy"
-        if self.dtype in (torch.bfloat16, torch.float16):
-            fail(op, "data must have a dtype that scipy.sparse computes with", self.dtype, TypeError)
         foreign.padded_shape(op, tuple(self.shape), self.block_shape, False)
-        indptr, indices = self.settled().pattern.indices()
-        arrays = tuple(t.detach().cpu().numpy().copy() for t in (self.values(), indices, indptr))
+        arrays = foreign.scipy_arrays(op, self.settled().values(), self.pattern)
         kind = sparse.csr_array if self.format == "csr" else sparse.bsr_array
         return kind(arrays, shape=tuple(self.shape))
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from .. import _load, ops
 from ..activations import NONE, activate, check_activation
 from ..checks import check_tensor, fail
+from ..masks import to_blocks
 from ..pattern import BsrPattern
 from ..sparse_weight import SparseWeight
 from .matrix import FLOATS, SparseMatrix, as_matrix, as_tensor
@@ -143,7 +144,7 @@ def sddmm(a: Any, x: Tensor, y: Tensor, *, weighted: bool = False, check: str = 
     blocks = ops.bsr_grad_weight(x.t(), y.t(), matrix.pattern.plan, *matrix.block_shape, *matrix.shape)
     if weighted:
         blocks = blocks * matrix.blocks()
-    return SparseMatrix.on_pattern(blocks.flatten() if matrix.format == "csr" else blocks, matrix.pattern)
+    return SparseMatrix.of_blocks(blocks, matrix.pattern, matrix)
 
 
 def sparse_matmul(a: Any, b: Any, *, dense: bool = False, check: str = "once") -> SparseMatrix | Tensor:
@@ -176,8 +177,7 @@ def sparse_matmul(a: Any, b: Any, *, dense: bool = False, check: str = "once") -
         return product if dense else _sampled(product, left, right)
     pattern = _pattern_of_product(left, right)
     blocks = _SampledProduct.apply(left.blocks(), right.blocks(), (left.pattern, right.pattern, pattern))
-    both = left.format == right.format == "csr"
-    return SparseMatrix.on_pattern(blocks.flatten() if both else blocks, pattern)
+    return SparseMatrix.of_blocks(blocks, pattern, left, right)
 
 
 def _sizes(pattern: BsrPattern) -> list[int]:
@@ -198,13 +198,9 @@ def _sampled(product: Tensor, a: SparseMatrix, b: SparseMatrix) -> SparseMatrix:
     """The blocks of a dense product that the pattern of the sparse one stores."""
     host = [SparseMatrix.on_pattern(m.data.detach().cpu(), m.pattern.to("cpu")) for m in (a, b)]
     pattern = _pattern_of_product(*host).to(product.device)
-    (rows, columns), (r, c) = pattern.grid, pattern.block_shape
-    padded = torch.nn.functional.pad(product, (0, columns * c - product.shape[1], 0, rows * r - len(product)))
-    blocks = padded.reshape(rows, r, columns, c).transpose(1, 2)[
-        pattern.block_rows(), pattern.indices()[1].long()
-    ]
-    both = a.format == b.format == "csr"
-    return SparseMatrix.on_pattern(blocks.flatten() if both else blocks.contiguous(), pattern)
+    grid = to_blocks(product, pattern.block_shape)
+    blocks = grid[pattern.block_rows(), pattern.indices()[1].long()]
+    return SparseMatrix.of_blocks(blocks, pattern, a, b)
 
 
 class _SampledProduct(torch.autograd.Function):

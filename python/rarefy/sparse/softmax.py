@@ -28,7 +28,7 @@ def sparse_softmax(a: Any, *, check: str = "once") -> SparseMatrix:
     if matrix.dtype not in FLOATS:
         fail(op, "a must be of a floating-point dtype", matrix.dtype, TypeError)
     blocks = _Softmax.apply(matrix.blocks(), matrix.pattern)
-    return SparseMatrix.on_pattern(blocks.flatten() if matrix.format == "csr" else blocks, matrix.pattern)
+    return SparseMatrix.of_blocks(blocks, matrix.pattern, matrix)
 
 
 class _Softmax(torch.autograd.Function):

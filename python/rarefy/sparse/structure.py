@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..checks import fail
-from ..masks import from_blocks
+from ..masks import from_blocks, grid_of, to_blocks
 from ..pattern import BsrPattern
 from .matrix import SparseMatrix, as_matrix, as_tensor
 
@@ -51,13 +51,10 @@ def sparse_add(a: Any, b: Any, *, check: str = "once") -> SparseMatrix | Tensor:
     matrix = as_matrix(op, "a", a, columns=dense.shape[1], check=check)
     _check_alike(op, matrix, tuple(dense.shape), dense.dtype, dense.device)
     pattern, blocks = matrix.pattern, matrix.blocks()
-    if pattern.is_padded:
-        return dense + matrix.to_dense()
-    (rows, columns), (r, c) = pattern.grid, pattern.block_shape
-    result = dense.reshape(rows, r, columns, c).transpose(1, 2).reshape(rows * columns, r, c)
-    positions = pattern.positions()
+    grid, positions = to_blocks(dense, pattern.block_shape), pattern.positions()
+    result = grid.flatten(0, 1)
     result = result.index_copy(0, positions, result[positions] + blocks)
-    return from_blocks(result.reshape(rows, columns, r, c), matrix.shape)
+    return from_blocks(result.view(grid.shape), matrix.shape)
 
 
 def _check_alike(
@@ -75,21 +72,12 @@ def _add_sparse(op: str, a: SparseMatrix, b: SparseMatrix) -> SparseMatrix:
         fail(op, f"both must be in blocks of {a.block_shape}", b.block_shape)
     mine, theirs = a.pattern.positions(), b.pattern.positions()
     positions = torch.unique(torch.cat((mine, theirs)))
-    pattern = _pattern_at(positions, tuple(a.shape), a.block_shape)
+    pattern = BsrPattern.from_positions(positions, shape=tuple(a.shape), block_shape=a.block_shape)
     sums = a.blocks().new_zeros((len(positions), *a.block_shape))
     sums = sums.index_copy(0, torch.searchsorted(positions, mine), a.blocks())
     at = torch.searchsorted(positions, theirs)
     sums = sums.index_copy(0, at, sums[at] + b.blocks())
-    csr = a.format == b.format == "csr"
-    return SparseMatrix.on_pattern(sums.flatten() if csr else sums, pattern)
-
-
-def _pattern_at(positions: Tensor, shape: tuple[int, int], block: tuple[int, int]) -> BsrPattern:
-    """The pattern of blocks at ascending places of the grid."""
-    rows, columns = (-(-size // b) for size, b in zip(shape, block, strict=True))
-    at = torch.arange(rows + 1, device=positions.device) * columns
-    crow = torch.searchsorted(positions, at)
-    return BsrPattern(crow, positions % max(1, columns), shape=shape, block_shape=block)
+    return SparseMatrix.of_blocks(sums, pattern, a, b)
 
 
 def _range(op: str, name: str, piece: Any, size: int, block: int) -> tuple[int, int]:
@@ -106,8 +94,8 @@ def _range(op: str, name: str, piece: Any, size: int, block: int) -> tuple[int, 
 
 def sparse_slice(
     a: Any, rows: slice = slice(None), columns: slice = slice(None), *, check: str = "once"
-) -> Any:
-    """Return ``a[rows, columns]`` for slices with step 1, at the edges of blocks, as a SparseMatrix.
+) -> SparseMatrix:
+    """Return ``a[rows, columns]`` for slices with step 1, at the edges of blocks.
 
     Gradients flow to a's data. `a` and the errors are those of `sparse_dense`'s weight.
     """
@@ -154,7 +142,7 @@ def sparse_concat(matrices: Sequence[Any], dim: int = 0, *, check: str = "once")
             fail(op, requirement, part.shape[dim])
     sizes = [part.shape[dim] for part in parts]
     shape = (sum(sizes), one.shape[1]) if dim == 0 else (one.shape[0], sum(sizes))
-    columns = -(-shape[1] // one.block_shape[1])
+    columns = grid_of(shape, one.block_shape)[1]
     positions, start = [], 0
     for part in parts:
         rows, cols = part.pattern.block_rows(), part.pattern.indices()[1]
@@ -164,4 +152,5 @@ def sparse_concat(matrices: Sequence[Any], dim: int = 0, *, check: str = "once")
     ascending, order = torch.sort(torch.cat(positions))
     if dim == 1:
         values = values[order]
-    return SparseMatrix.on_pattern(values, _pattern_at(ascending, shape, one.block_shape))
+    pattern = BsrPattern.from_positions(ascending, shape=shape, block_shape=one.block_shape)
+    return SparseMatrix.on_pattern(values, pattern)

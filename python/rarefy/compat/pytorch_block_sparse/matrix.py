@@ -14,6 +14,7 @@ from ...activations import activate
 from ...checks import check_block_shape, check_int, check_shape, check_tensor, fail
 from ...masks import block_norms, expand_mask, grid_of, to_blocks, top_blocks
 from ...pattern import BsrPattern
+from ...values import dense_of
 from ...weight import BsrWeight
 from .original import ORIGINAL, check_indices, from_original
 
@@ -202,11 +203,7 @@ class BlockSparseMatrixBase(BsrWeight):
         """(N, K) with zeros where nothing is stored, of `data` or of what replaces it; differentiable."""
         if data_replace is None:
             return super().to_dense()
-        (rows, cols), shape = self.grid, self.block_shape
-        blocks = data_replace.new_zeros((rows * cols, *shape))
-        blocks = blocks.index_copy(0, self.pattern.positions(), data_replace.reshape(-1, *shape))
-        dense = blocks.view(rows, cols, *shape).transpose(1, 2).reshape(rows * shape[0], cols * shape[1])
-        return dense[: self.shape[0], : self.shape[1]]
+        return dense_of(data_replace.reshape(-1, *self.block_shape), self.pattern)
 
     def check_with_dense(self, dense: torch.Tensor) -> None:
         """Raises ValueError unless every stored block has exactly the values of a dense (N, K) matrix."""
