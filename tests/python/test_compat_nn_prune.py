@@ -46,8 +46,10 @@ def test_masks_are_the_originals(name, options, kind):
     assert not prune.is_pruned(mine) and isinstance(mine.weight, nn.Parameter)
 
 
-def test_scores_instead_of_magnitudes():
-    mine, theirs, scores = layer(), layer(), torch.rand(10, 12)
+@pytest.mark.parametrize("draw", [torch.rand, torch.randn])
+def test_scores_instead_of_magnitudes(draw):
+    """Negative ones count by their magnitude, as the original ranks them."""
+    mine, theirs, scores = layer(), layer(), draw(10, 12)
     prune.l1_unstructured(mine, "weight", 0.4, importance_scores=scores)
     original.l1_unstructured(theirs, "weight", 0.4, importance_scores=scores)
     assert torch.equal(mask_of(mine), theirs.weight_mask)
@@ -261,3 +263,20 @@ def test_random_classes_are_exact_and_follow_a_generator():
         prune.L1Unstructured(13).prune(torch.ones(12))
     with pytest.raises(ValueError, match=r"\[LnStructured\] dim must be of 2 dimensions, 2 or more; got 2"):
         prune.LnStructured(1, 2, 2).prune(torch.ones(3, 4))
+
+
+def test_a_mask_on_top_of_another_parametrization():
+    """A mask behind a parametrization that was there before is found, or refused; never an AttributeError."""
+    mine = layer()
+    prune.l1_unstructured(mine, "weight", 0.3)
+    nn.utils.parametrize.register_parametrization(mine, "weight", nn.Identity())
+    prune.l1_unstructured(mine, "weight", 0.5)
+    assert int((mine.weight == 0).sum()) == 36 + 42
+
+
+def test_global_scores_count_by_their_magnitude():
+    mine, theirs, scores = layer(), layer(), torch.randn(10, 12)
+    prune.global_unstructured([(mine, "weight")], importance_scores={(mine, "weight"): scores}, amount=0.4)
+    places, given = [(theirs, "weight")], {(theirs, "weight"): scores}
+    original.global_unstructured(places, original.L1Unstructured, given, amount=0.4)
+    assert torch.equal(mask_of(mine), theirs.weight_mask)

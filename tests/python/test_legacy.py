@@ -83,7 +83,11 @@ def test_masks_of_torch_prune_load_into_the_dense_model_with_its_outputs(tmp_pat
     torch.save({"epoch": 3, "state_dict": pruned.state_dict()}, tmp_path / "old.pth")
     with torch.no_grad():
         pruned[0].weight_orig[pruned[0].weight_mask == 0] = torch.nan  # what is masked counts for nothing
-    for source in (tmp_path / "old.pth", pruned.state_dict(), tmp_path):
+    folder = tmp_path / "of a Trainer"
+    folder.mkdir()
+    torch.save(pruned.state_dict(), folder / "pytorch_model.bin")
+    torch.save({"arguments": Evil()}, folder / "training_args.bin")  # beside it, and never read
+    for source in (tmp_path / "old.pth", pruned.state_dict(), tmp_path, folder):
         twin = copy.deepcopy(model)
         found = rarefy.load_legacy(twin, source)
         assert [f.name for f in found] == ["0.weight", "0.bias", "1.weight"]
@@ -275,6 +279,28 @@ class Evil:
     @staticmethod
     def _called() -> None:
         Evil.calls += 1
+
+
+def test_sparse_weights_of_a_conv1d_are_refused_dense_or_sparse():
+    """Its checkpoint has them transposed: a square one would load without a word."""
+    conv1d = pytest.importorskip("transformers").pytorch_utils.Conv1D
+    state = {"0.weight_orig": torch.randn(8, 8), "0.weight_mask": torch.eye(8)}
+    model = nn.Sequential(conv1d(8, 8))
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r'must be of an nn.Linear \(spec="dense" loads others\)'):
+            rarefy.load_legacy(model, state)
+        rarefy.sparsify(model, {".*": "block:4x4@0.5"}, measure=False)
+
+
+def test_sparse_weights_of_a_projection_load():
+    model = nn.ModuleDict({"attention": nn.MultiheadAttention(8, 2)})
+    weight = torch.randn(8, 8)
+    mask = (torch.rand(8, 8) < 0.4).float()
+    state = {f"attention.{name}": t for name, t in model["attention"].state_dict().items()}
+    state.pop("attention.out_proj.weight")
+    state |= {"attention.out_proj.weight_orig": weight, "attention.out_proj.weight_mask": mask}
+    rarefy.load_legacy(model, state)
+    assert torch.equal(model["attention"].out_proj.weight.to_dense().detach(), weight * mask)
 
 
 def test_an_error_leaves_the_model_as_it_was():

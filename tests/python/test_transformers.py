@@ -427,6 +427,7 @@ def test_patterns_and_devices_that_cannot_be(tmp_path):
     for arguments, kind, message in (
         ((), ValueError, "must be patterns"),
         (([],), TypeError, "patterns must be a mapping"),
+        (("csr@0.1",), TypeError, "patterns must be a mapping"),
         (({"(": "csr@0.5"},), ValueError, "regular expression"),
         (({"a": "cube"},), ValueError, "spec must look like"),
     ):

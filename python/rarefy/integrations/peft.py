@@ -45,16 +45,14 @@ class SparseLinear(lora.Linear):
         return {(): None}
 
     def _stored(self, adapter: str) -> tuple[torch.Tensor, torch.Tensor]:
-        """What the weight stores of an adapter, as its values; the share of its square outside."""
+        """What the weight stores of an adapter, as its values, and the whole of it."""
         weight = self.get_base_layer().weight
         if not isinstance(weight, PatternWeight) or not weight.dtype.is_floating_point:
             requirement = "an adapter must be merged into a weight of floats on a pattern"
             fail(OP, requirement, type(weight).__name__, TypeError)
         delta = self.get_delta_weight(adapter)
         inside = to_blocks(delta, weight.block_shape)[weight.block_mask()]
-        total = delta.double().square().sum()
-        lost = (total - inside.double().square().sum()) / total if total > 0 else total
-        return inside.reshape(weight.values.shape).to(weight.dtype), lost
+        return inside.reshape(weight.values.shape), delta
 
     @torch.no_grad()
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
@@ -66,11 +64,16 @@ class SparseLinear(lora.Linear):
         names = [a for a in check_adapters_to_merge(self, adapter_names) if a in self.lora_A]
         deltas, base = {}, self.get_base_layer()
         for name in names:
-            delta, lost = self._stored(name)
-            # What rounding alone leaves of a sum is not a loss.
-            if self.strict and float(lost) > 1e-6:
-                requirement = "an adapter must lie within the pattern (strict_merge(model, False) drops more)"
-                fail(OP, requirement, f"{100 * float(lost):.3g}% of the square of {name!r} outside")
+            inside, whole = self._stored(name)
+            if self.strict:
+                total = whole.double().square().sum()
+                lost = float((total - inside.double().square().sum()) / total) if total > 0 else 0.0
+                if lost > 1e-6:  # what rounding alone leaves of a sum is not a loss
+                    requirement = (
+                        "an adapter must lie within the pattern (strict_merge(model, False) drops more)"
+                    )
+                    fail(OP, requirement, f"{100 * lost:.3g}% of the square of {name!r} outside")
+            delta = inside.to(base.weight.dtype)
             if self.lora_bias[name] and base.bias is None:
                 fail(OP, "a layer must have a bias to take an adapter's", f"none, for {name!r}")
             if safe_merge and not bool((base.weight.values + delta).isfinite().all()):
@@ -89,7 +92,9 @@ class SparseLinear(lora.Linear):
         while self.merged_adapters:
             name = self.merged_adapters.pop()
             if name in self.lora_A:
-                self.get_base_layer().weight.values.sub_(self._stored(name)[0])
+                self.get_base_layer().weight.values.sub_(
+                    self._stored(name)[0].to(self.get_base_layer().weight.dtype)
+                )
                 self._add_bias(name, -1)
 
     def _add_bias(self, name: str, sign: int) -> None:

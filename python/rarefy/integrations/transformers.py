@@ -81,13 +81,13 @@ class RarefyConfig(QuantizationConfigMixin):
         for name, value in (("modules", modules), ("ties", ties)):
             if value is not None and not isinstance(value, Mapping):
                 fail(op, f"{name} must be a mapping", type(value).__name__, TypeError)
+        if patterns is not None:
+            patcher_of(op, patterns)
         self.quant_method, self.format, self.version = quant_method, format, version
         self.fuse, self.tokens = bool(fuse), tokens
         self.patterns = None if patterns is None else dict(patterns)
         self.modules = None if modules is None else dict(modules)
         self.ties = dict(ties or {})
-        if patterns is not None:
-            patcher_of(op, patterns)
 
     def to_dict(self) -> dict[str, Any]:
         """What config.json holds."""

@@ -145,15 +145,20 @@ def load_legacy(
     if not isinstance(model, nn.Module):
         fail(OP, "model must be an nn.Module", type(model).__name__, TypeError)
     layers = [x for x in find_layers(model, rewritten=True) if x.shape is not None and len(x.shape) == 2]
-    shapes = {f"{name}.weight": tuple(layer.shape) for layer in layers for name in layer.names}
+    shapes = {name: tuple(layer.shape) for layer in layers for name in layer.weight_names}
     out, found = read_legacy(source, spec=spec, shapes=shapes)
-    conv1d = {f"{n}.weight" for layer in layers if kind_of(layer.module) for n in layer.names}
+    conv1d = {name for layer in layers if _is_conv1d(layer.module) for name in layer.weight_names}
     for name in conv1d.intersection(out):
         if isinstance(out[name], SparseWeight):  # the checkpoint has such a layer's weight transposed
             fail(OP, f'{name} must be of an nn.Linear (spec="dense" loads others)', "a Conv1D")
     weights = {name: w for name, w in out.items() if isinstance(w, SparseWeight)}
     restore(OP, model, {name: t for name, t in out.items() if name not in weights}, weights)
     return found
+
+
+def _is_conv1d(module: nn.Module) -> bool:
+    """Whether a layer is transformers' Conv1D, or one that became sparse."""
+    return "conv1d" in (kind_of(module), getattr(module, "stands_for", None))
 
 
 # Sources -------------------------------------------------------------------------------------------
@@ -164,7 +169,8 @@ def _tensors(source: Any) -> Mapping[str, Any]:
         return _state_dict(source)
     path = Path(source)
     if path.is_dir():
-        kinds = ("*.safetensors", "*.bin", "*.pt", "*.pth")
+        # Of a Trainer's folder pytorch_model.bin: training_args.bin beside it is no checkpoint.
+        kinds = ("*.safetensors", "pytorch_model*.bin", "*.bin", "*.pt", "*.pth")
         files = next((sorted(path.glob(kind)) for kind in kinds if any(path.glob(kind))), [])
         if not files:
             fail(OP, f"the folder must hold one of {', '.join(kinds)}", path)

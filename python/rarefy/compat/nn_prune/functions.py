@@ -71,11 +71,9 @@ def _prune(op: str, module: nn.Module, name: str, keep: torch.Tensor) -> nn.Modu
     return module
 
 
-def _left(module: nn.Module, name: str, tensor: torch.Tensor) -> torch.Tensor:
-    """Bool: what no mask has removed so far."""
-    if parametrize.is_parametrized(module, name):
-        return module.parametrizations[name][0].mask != 0
-    return torch.ones_like(tensor, dtype=torch.bool)
+def _left(tensor: torch.Tensor, made: Pruned | None) -> torch.Tensor:
+    """Bool: what no mask has removed so far, of what _place gave."""
+    return torch.ones_like(tensor, dtype=torch.bool) if made is None else made.mask != 0
 
 
 def _scores(op: str, tensor: torch.Tensor, given: torch.Tensor | None) -> torch.Tensor:
@@ -88,8 +86,8 @@ def _scores(op: str, tensor: torch.Tensor, given: torch.Tensor | None) -> torch.
 
 
 def _unstructured(op: str, module: nn.Module, name: str, amount: Any, scores: torch.Tensor) -> nn.Module:
-    tensor, _ = _place(op, module, name)
-    left = _left(module, name, tensor)
+    tensor, made = _place(op, module, name)
+    left = _left(tensor, made)
     remove = _count(op, amount, int(left.sum())) + int((~left).sum())
     ranked = scores.float().masked_fill(~left.to(scores.device), -torch.inf)
     matrix = ranked.reshape(matrix_shape(tensor.shape) if tensor.ndim > 1 else (1, -1)).cpu()
@@ -101,12 +99,12 @@ def _structured(
     op: str, module: nn.Module, name: str, amount: Any, dim: int, scores: torch.Tensor
 ) -> nn.Module:
     """Slices along `dim` of least score leave; those that left before do not count."""
-    tensor, _ = _place(op, module, name)
+    tensor, made = _place(op, module, name)
     if tensor.ndim < 2:
         fail(op, f"{name} must have 2 or more dimensions", tuple(tensor.shape))
     if not -tensor.ndim <= dim < tensor.ndim:
         fail(op, f"dim must be of {tensor.ndim} dimensions", dim)
-    slices = _left(module, name, tensor).movedim(dim, 0).flatten(1).any(1).cpu()
+    slices = _left(tensor, made).movedim(dim, 0).flatten(1).any(1).cpu()
     remove = _count(op, amount, int(slices.sum())) + int((~slices).sum())
     ranked = scores.float().cpu().masked_fill(~slices, -torch.inf).unsqueeze(1)
     keep = make_mask(Scores(ranked), (1, 1, 0, 0), remove).unpack().view(-1)
@@ -145,7 +143,7 @@ def l1_unstructured(
     """Elements of least magnitude, or of least score, leave; see random_unstructured."""
     op = "l1_unstructured"
     tensor, _ = _place(op, module, name)
-    return _unstructured(op, module, name, amount, _scores(op, tensor, importance_scores))
+    return _unstructured(op, module, name, amount, _scores(op, tensor, importance_scores).abs())
 
 
 def random_structured(
@@ -208,11 +206,13 @@ def global_unstructured(
     check_known(op, "pruning_method", kind := names.get(named, named), ("l1", "random"))
     scores, previous, limits = [], [], []
     for module, name in places:
-        tensor, _ = _place(op, module, name)
-        left = _left(module, name, tensor)
+        tensor, made = _place(op, module, name)
+        left = _left(tensor, made)
         given = (importance_scores or {}).get((module, name))
         drawn = (
-            torch.rand(tensor.shape, generator=generator) if kind == "random" else _scores(op, tensor, given)
+            torch.rand(tensor.shape, generator=generator)
+            if kind == "random"
+            else _scores(op, tensor, given).abs()
         )
         shape = matrix_shape(tensor.shape) if tensor.ndim > 1 else (1, tensor.numel())
         scores.append(Scores(drawn.float().reshape(shape)))

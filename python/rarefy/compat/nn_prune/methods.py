@@ -91,9 +91,9 @@ class BasePruningMethod(ABC):
         """
         op, method = f"{cls.__name__}.apply", cls(*args, **kwargs)
         method._tensor_name = name
-        tensor, _ = _place(op, module, name)
+        tensor, made = _place(op, module, name)
         scores = tensor if importance_scores is None else _scores(op, tensor, importance_scores)
-        mask = _left(module, name, tensor).to(tensor.dtype)
+        mask = _left(tensor, made).to(tensor.dtype)
         _prune(op, module, name, method._on_top(scores.to(tensor.device), mask) != 0)
         return method
 
