@@ -34,6 +34,7 @@ from examples.minilm.distill import Distiller
 from examples.minilm.evaluate import embed_entries, mean_cosine, quality
 from examples.minilm.model import FFN_LAYERS, load_dense, load_tokenizer, quiet_transformers
 from examples.minilm.run import fast_bf16
+from rarefy.files import replacing
 from rarefy.predictor import Case, predictor
 
 BLOCKS = ("4x1", "16x1", "32x1", "128x1", "16x16", "32x32")
@@ -56,12 +57,10 @@ def read(path: Path) -> dict[tuple[str, ...], dict[str, str]]:
 
 def write(path: Path, rows: dict[tuple[str, ...], dict[str, str]]) -> None:
     """The whole file anew, in one step."""
-    part = path.with_suffix(".part")
-    with part.open("w", encoding="utf-8", newline="") as lines:
+    with replacing(path) as part, part.open("w", encoding="utf-8", newline="") as lines:
         table = csv.DictWriter(lines, [*KEYS, *FIGURES], lineterminator="\n")
         table.writeheader()
         table.writerows(rows.values())
-    part.replace(path)
 
 
 def predicted(shapes: list[tuple[int, int]], block: str, density: float) -> dict[str, float]:

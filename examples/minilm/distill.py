@@ -18,6 +18,8 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
+from rarefy.files import replacing
+
 from .model import embed, pad, pool, token_ids
 
 
@@ -105,9 +107,8 @@ def rate(progress: float, warmup: float) -> float:
 
 def write_checkpoint(kept: dict, path: Path) -> None:
     """torch.save in one step: the file is the old or the new one, never half of it."""
-    part = path.with_suffix(".part")
-    torch.save(kept, part)
-    part.replace(path)
+    with replacing(path) as part:
+        torch.save(kept, part)
 
 
 class Distiller:

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 MAX_TOKENS = 128
 FFN_LAYERS = r"encoder\.layer\.\d+\.(intermediate|output)\.dense"
-ATTENTION_LAYERS = r"encoder\.layer\.\d+\.attention\.(self\.(query|key|value)|output\.dense)"
 
 
 def model_folder() -> Path:

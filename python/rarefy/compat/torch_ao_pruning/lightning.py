@@ -37,15 +37,18 @@ class _DataSparsity(Callback):
 
     def __init__(self, data_sparsifier_class: type, data_sparsifier_args: Mapping[str, Any]) -> None:
         super().__init__()
-        if not (
-            isinstance(data_sparsifier_class, type) and issubclass(data_sparsifier_class, BaseDataSparsifier)
-        ):
-            got = getattr(data_sparsifier_class, "__name__", data_sparsifier_class)
-            fail(type(self).__name__, "data_sparsifier_class must be a BaseDataSparsifier", got, TypeError)
-        self.data_sparsifier_class = data_sparsifier_class
+        self.data_sparsifier_class = self._subclass(
+            "data_sparsifier_class", data_sparsifier_class, BaseDataSparsifier
+        )
         self.data_sparsifier_args = dict(data_sparsifier_args)
         self.data_sparsifier: BaseDataSparsifier | None = None
         self.sparsified: nn.Module | None = None
+
+    def _subclass(self, name: str, given: Any, base: type) -> type:
+        if not (isinstance(given, type) and issubclass(given, base)):
+            got = getattr(given, "__name__", given)
+            fail(type(self).__name__, f"{name} must be a {base.__name__}", got, TypeError)
+        return given
 
     def _attach(self, model: nn.Module) -> None:
         """Puts a model's parameters in the sparsifier's place of those of the same names; masks stay."""
@@ -100,12 +103,9 @@ class TrainingAwareDataSparsity(_DataSparsity):
         data_scheduler_class: type, data_scheduler_args: Mapping[str, Any],
     ) -> None:  # fmt: skip
         super().__init__(data_sparsifier_class, data_sparsifier_args)
-        if not (
-            isinstance(data_scheduler_class, type) and issubclass(data_scheduler_class, BaseDataScheduler)
-        ):
-            got = getattr(data_scheduler_class, "__name__", data_scheduler_class)
-            fail(type(self).__name__, "data_scheduler_class must be a BaseDataScheduler", got, TypeError)
-        self.data_scheduler_class = data_scheduler_class
+        self.data_scheduler_class = self._subclass(
+            "data_scheduler_class", data_scheduler_class, BaseDataScheduler
+        )
         self.data_scheduler_args = dict(data_scheduler_args)
         self.data_scheduler: BaseDataScheduler | None = None
 
