@@ -47,6 +47,21 @@ class BlockSparseModelPatcher:
     def __init__(self) -> None:
         self.patterns: list[tuple[re.Pattern[str], Spec | Auto]] = []
 
+    @classmethod
+    def of(cls, op: str, patterns: Any) -> BlockSparseModelPatcher:
+        """The patcher of what rarefy.sparsify takes: patterns and their specs, or a spec for all layers.
+
+        Raises as add_pattern does; TypeError for another kind of object.
+        """
+        if isinstance(patterns, str | Spec):
+            patterns = {".*": "auto@0.5" if patterns == "auto" else patterns}
+        if not isinstance(patterns, Mapping):
+            fail(op, "patterns must be a mapping of regular expressions", type(patterns).__name__, TypeError)
+        patcher = cls()
+        for pattern, spec in patterns.items():
+            patcher.add_pattern(pattern, spec)
+        return patcher
+
     def add_pattern(self, pattern: str | re.Pattern[str], spec: Any) -> None:
         """Adds a regular expression and what its layers become.
 

@@ -74,8 +74,7 @@ def save_file(
         # here, since a reader wants the pieces of each entry; safetensors wants memory of their own.
         pieces = {f"{name}.{p}": state[f"{name}.{p}"] for p in weights[name].pieces}
         kept |= _without_shared(pieces, shared=kept)[0]
-    entry = json.dumps({"format": FORMAT, "version": __version__, "modules": modules})
-    write(kept, {**aliases, **(metadata or {}), KEY: entry}, Path(path))
+    write(kept, {**aliases, **(metadata or {}), **header(modules)}, Path(path))
 
 
 def _weights(op: str, model: nn.Module) -> dict[str, SparseWeight]:
@@ -100,6 +99,11 @@ def entries_of(op: str, model: nn.Module) -> tuple[dict[str, dict[str, Any]], di
         stored.append((name, weight))
         modules[name] = entry_of(weight)
     return modules, ties
+
+
+def header(modules: Mapping[str, dict[str, Any]]) -> dict[str, str]:
+    """What makes a file's metadata those of a bsr-v1 file with these entries."""
+    return {KEY: json.dumps({"format": FORMAT, "version": __version__, "modules": modules})}
 
 
 def entry_of(weight: SparseWeight) -> dict[str, Any]:
@@ -177,8 +181,14 @@ def build(
     missing = [p for p in kind.pieces if f"{name}.{p}" not in tensors]
     if missing:
         fail(op, f"{name} must have {', '.join(kind.pieces)}", f"no {' and no '.join(missing)}")
-    pieces = {p: tensors.pop(f"{name}.{p}").detach() for p in kind.pieces}
+    return weight_of(op, name, {p: tensors.pop(f"{name}.{p}") for p in kind.pieces}, kind, entry)
+
+
+def weight_of(
+    op: str, name: str, pieces: Mapping[str, torch.Tensor], kind: type[SparseWeight], entry: Mapping[str, Any]
+) -> SparseWeight:
+    """The weight called `name` of its pieces, validated. Errors name it."""
     try:
-        return kind.from_pieces(pieces, entry)
+        return kind.from_pieces({piece: tensor.detach() for piece, tensor in pieces.items()}, entry)
     except (ValueError, TypeError) as error:
         raise type(error)(f"[{op}] {name}: {error}") from None

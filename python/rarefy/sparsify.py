@@ -79,14 +79,7 @@ def sparsify(
     op = "sparsify"
     if not isinstance(model, nn.Module):
         fail(op, "model must be an nn.Module", type(model).__name__, TypeError)
-    if isinstance(patterns, str | Spec):
-        patterns = {".*": "auto@0.5" if patterns == "auto" else patterns}
-    if not isinstance(patterns, Mapping):
-        fail(op, "patterns must be a mapping of regular expressions", type(patterns).__name__, TypeError)
-    patcher = BlockSparseModelPatcher()
-    for pattern, spec in patterns.items():
-        patcher.add_pattern(pattern, spec)
-    return patcher.patch_model(
+    return BlockSparseModelPatcher.of(op, patterns).patch_model(
         model,
         scores=scores,
         filter_fn=filter_fn,
@@ -131,9 +124,11 @@ def desparsify(model: nn.Module) -> list[str]:
             requirement = "a layer must not have a forward of its own, which nn.Linear would not have"
             fail(op, requirement, f"{layer.name}, a {type(module).__name__}")
         linear = module.to_dense()
-        linear.weight = shared.setdefault(_key(module.weight), linear.weight)
         linear.bias = layer.module.bias  # the same Parameter, as in sparsify
-        dense.append(_as_it_was(op, layer.name, module, linear))
+        made = _as_it_was(op, layer.name, module, linear)
+        # Layers of one class, that is: a Conv1D has its weight transposed.
+        made.weight = shared.setdefault((type(made), _key(module.weight)), made.weight)
+        dense.append(made)
     for layer, linear in zip(layers, dense, strict=True):
         layer.replace(linear)
     return [layer.name for layer in layers]

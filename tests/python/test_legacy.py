@@ -158,10 +158,10 @@ def test_nn_prunings_compiled_layers(rows, cols):
 # Bad input -------------------------------------------------------------------------------------------
 
 BAD: list[tuple[str, Callable[[dict[str, Any]], object], str]] = [
-    ("sparse-bitmask-float32", lambda s: s.update({"fc.shape": torch.tensor([7, 2**40])}), "two sizes"),
-    ("sparse-bitmask-float32", lambda s: s.update({"fc.shape": torch.tensor([7, -1])}), "two sizes"),
-    ("sparse-bitmask-float32", lambda s: s.update({"fc.shape": torch.tensor([7.0, 19.0])}), "two sizes"),
-    ("sparse-bitmask-float32", lambda s: s.update({"fc.shape": torch.tensor([7, 19, 1])}), "two sizes"),
+    ("sparse-bitmask-float32", lambda s: s.update({"fc.shape": torch.tensor([7, 2**40])}), r"fc\.bitmask must be \(7"),
+    ("sparse-bitmask-float32", lambda s: s.update({"fc.shape": torch.tensor([7, -1])}), r"fc\.shape\[1\] must be at least 0"),
+    ("sparse-bitmask-float32", lambda s: s.update({"fc.shape": torch.tensor([7.0, 19.0])}), r"fc\.shape\[0\] must be an int"),
+    ("sparse-bitmask-float32", lambda s: s.update({"fc.shape": torch.tensor([7, 19, 1])}), r"fc\.shape must have 2 elements"),
     (
         "sparse-bitmask-float32",
         lambda s: s.update({"fc.shape": torch.tensor([2**30, 2**30])}),
@@ -174,7 +174,7 @@ BAD: list[tuple[str, Callable[[dict[str, Any]], object], str]] = [
     (
         "sparse-bitmask-float32",
         lambda s: s.update({"fc.compressed": s["fc.compressed"].long()}),
-        "one of f64",
+        "must be of dtype",
     ),
     ("sparse-24-bitmask-float32", lambda s: s["fc.bitmask"][1, 0].bitwise_xor_(1), "one for each bit"),
     ("marlin-24-4-group-512", lambda s: s["fc.meta"][0, 0].fill_(0), "two columns of each four"),
@@ -221,7 +221,7 @@ BAD: list[tuple[str, Callable[[dict[str, Any]], object], str]] = [
 def test_tensors_that_contradict_each_other_are_refused(name, damage, message):
     state = _state(name)
     damage(state)
-    with pytest.raises(ValueError, match=rf"^\[load_legacy\] (?s:.)*{message}") as error:
+    with pytest.raises((ValueError, TypeError), match=rf"^\[load_legacy\] (?s:.)*{message}") as error:
         read_legacy(state)
     assert "\n" not in str(error.value) and "fc" in str(error.value)
 

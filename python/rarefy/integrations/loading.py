@@ -20,7 +20,7 @@ from ..checks import fail
 from ..dense import kind_of
 from ..layers import Layer
 from ..modules import BlockSparseLinear
-from ..serialization import format_of
+from ..serialization import format_of, weight_of
 from ..sparse_weight import SparseWeight
 from .mapped import forget_pages
 
@@ -49,7 +49,8 @@ class Pending(SparseWeight):
         super().__init__()
         self.name, self.source, self.wanted, self.widens = name, source, wanted, widens
         self.kind, self.entry = format_of(OP, source, entry)
-        self.pieces, self.places = self.kind.pieces, []
+        self.pieces = self.kind.pieces
+        self.places: list[Layer] = []
         shape = self.entry.get("shape")
         if not isinstance(shape, list) or len(shape) != 2 or not all(type(n) is int for n in shape):
             fail(OP, f"shape in config.json of {source} must be two ints", shape)
@@ -68,16 +69,15 @@ class Pending(SparseWeight):
         self.waits = True
 
     def put(self, layers: Mapping[str, Layer], name: str) -> Pending:
-        """Makes the weight `name` of a skeleton, whose layers are given by name, wait for this one."""
-        path = name.rpartition(".")[0]
-        layer = layers.get(path)
+        """Makes the weight `name` of a skeleton, with layers by the names of their weights, wait for this."""
+        layer = layers.get(name)
         if layer is None or layer.shape is None:
-            fail(OP, f"{self.source} must belong to a linear layer of the model", path)
+            fail(OP, f"{self.source} must belong to a linear layer of the model", name)
         module = layer.module
-        if any(module is place for place in self.places):
-            fail(OP, f"{path} must be another layer than {self.name}, to which it is tied", "one module")
+        if any(layer is place for place in self.places):
+            fail(OP, f"{name} must be of another layer than {self.name}, to which it is tied", "one module")
         if layer.reason is not None and not isinstance(module, BlockSparseLinear):
-            fail(OP, f"{path} must be a layer that can become sparse", layer.reason)
+            fail(OP, f"{layer.name} must be a layer that can become sparse", layer.reason)
         if tuple(layer.shape) != tuple(self.shape):
             fail(OP, f"{self.source} must be of shape {tuple(layer.shape)}", tuple(self.shape))
         weight = _StandIn(self.shape) if self.places else self
@@ -85,9 +85,9 @@ class Pending(SparseWeight):
             linear = BlockSparseLinear.from_weight(weight).train(module.training)
             linear.bias, linear.stands_for = module.bias, kind_of(module)
             layer.replace(linear)
-            layer.module = module = linear
-        module.weight = weight
-        self.places.append(module)
+            layer.module = linear
+        layer.put(weight)
+        self.places.append(layer)
         return self
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -100,17 +100,15 @@ class Pending(SparseWeight):
                 self._make(pieces)
 
     def _make(self, pieces: dict[str, torch.Tensor]) -> None:
-        try:
-            weight = self.kind.from_pieces({p: _aligned(t.detach()) for p, t in pieces.items()}, self.entry)
-        except (ValueError, TypeError) as error:
-            raise type(error)(f"[{OP}] {self.source}: {error}") from None
+        aligned = {piece: _aligned(tensor) for piece, tensor in pieces.items()}
+        weight = weight_of(OP, self.source, aligned, self.kind, self.entry)
         if (weight.x_dtype or weight.dtype) != self.wanted:
             weight.to(self.wanted)
-        for module in self.places:
-            module.weight = weight
+        for layer in self.places:
+            layer.put(weight)
             if self.widens:
-                module.register_forward_pre_hook(_widen)
-        for module in (weight, *self.places):
+                layer.module.register_forward_pre_hook(_widen)
+        for module in (weight, *(layer.module for layer in self.places)):
             module._is_hf_initialized = True  # transformers must not draw anything here
         self.waits = False
 

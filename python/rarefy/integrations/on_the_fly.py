@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -11,7 +10,6 @@ from transformers.core_model_loading import ConversionOps
 
 from ..advice import Auto
 from ..changes import change_of
-from ..checks import fail
 from ..layers import Layer, find_layers
 from ..patcher import BlockSparseModelPatcher, why_stays
 from .mapped import forget_pages
@@ -19,31 +17,21 @@ from .mapped import forget_pages
 OP = "from_pretrained"
 
 
-def patcher_of(op: str, patterns: Any) -> BlockSparseModelPatcher:
-    """The patcher of a mapping of patterns to specs."""
-    if not isinstance(patterns, Mapping):
-        fail(op, "patterns must be a mapping of regular expressions", type(patterns).__name__, TypeError)
-    patcher = BlockSparseModelPatcher()
-    for pattern, spec in patterns.items():
-        patcher.add_pattern(pattern, spec)
-    return patcher
-
-
 class SparsifyOnLoad(ConversionOps):
     """Layers of a skeleton that become sparse when their weights come, and what makes them so."""
 
-    def __init__(self, model: nn.Module, patterns: Mapping[str, Any], tokens: int, mapped: bool) -> None:
+    def __init__(self, model: nn.Module, patterns: Any, tokens: int, mapped: bool) -> None:
         self.tokens, self.mapped = tokens, mapped
         layers = find_layers(model, rewritten=True)
-        specs = patcher_of(OP, patterns).assign(OP, layers)
+        specs = BlockSparseModelPatcher.of(OP, patterns).assign(OP, layers)
         ties = getattr(model, "all_tied_weights_keys", {})
         tied = {*ties, *ties.values()}
         self.waiting: dict[str, tuple[Layer, Any]] = {}
         for layer in layers:
             spec = specs.get(layer.name)
-            names = [f"{name}.weight" for name in layer.names]
-            if not tied.intersection(names) and why_stays(layer, spec, None, meta=True) is None:
-                self.waiting |= dict.fromkeys(names, (layer, spec))
+            untied = not tied.intersection(layer.weight_names)
+            if untied and why_stays(layer, spec, None, meta=True) is None:
+                self.waiting |= dict.fromkeys(layer.weight_names, (layer, spec))
 
     def wants(self, name: str) -> bool:
         """Whether the tensor called `name` becomes sparse."""
@@ -74,5 +62,5 @@ class SparsifyOnLoad(ConversionOps):
             if self.mapped:
                 forget_pages(tensor)
             if missing_keys is not None:
-                missing_keys.difference_update(f"{n}.weight" for n in layer.names)
+                missing_keys.difference_update(layer.weight_names)
         return rest

@@ -28,10 +28,11 @@ from ..backend import __version__
 from ..chain import fuse as fuse_networks
 from ..checks import fail
 from ..layers import find_layers
-from ..serialization import FORMAT, KEY, entries_of
+from ..patcher import BlockSparseModelPatcher
+from ..serialization import FORMAT, entries_of, header
 from ..sparse_weight import SparseWeight, Spec, reserved_endings
 from .loading import Pending, headers, resolve, wanted_dtype
-from .on_the_fly import SparsifyOnLoad, patcher_of
+from .on_the_fly import SparsifyOnLoad
 
 METHOD = "rarefy"
 
@@ -47,7 +48,8 @@ class RarefyConfig(QuantizationConfigMixin):
     AutoModel.from_pretrained(dense, quantization_config=RarefyConfig({r".*\.dense": "block:16x16@0.5"}))
 
     Args:
-        patterns: regular expressions for whole names of layers, and specs, as rarefy.sparsify takes them.
+        patterns: regular expressions for whole names of layers, and specs, as rarefy.sparsify takes them; or
+            a spec for all layers.
         fuse: whether feed-forward networks run as one op where nothing is recorded; see rarefy.fuse.
         tokens: rows of x that "auto@…" predicts times for.
 
@@ -60,7 +62,7 @@ class RarefyConfig(QuantizationConfigMixin):
 
     def __init__(
         self,
-        patterns: Mapping[str, Any] | None = None,
+        patterns: Mapping[str, Any] | str | Spec | None = None,
         *,
         fuse: bool = True,
         tokens: int = 512,
@@ -82,10 +84,10 @@ class RarefyConfig(QuantizationConfigMixin):
             if value is not None and not isinstance(value, Mapping):
                 fail(op, f"{name} must be a mapping", type(value).__name__, TypeError)
         if patterns is not None:
-            patcher_of(op, patterns)
+            BlockSparseModelPatcher.of(op, patterns)
         self.quant_method, self.format, self.version = quant_method, format, version
         self.fuse, self.tokens = bool(fuse), tokens
-        self.patterns = None if patterns is None else dict(patterns)
+        self.patterns = dict(patterns) if isinstance(patterns, Mapping) else patterns
         self.modules = None if modules is None else dict(modules)
         self.ties = dict(ties or {})
 
@@ -94,7 +96,11 @@ class RarefyConfig(QuantizationConfigMixin):
         base = {"quant_method": METHOD, "format": self.format, "version": self.version, "fuse": self.fuse}
         if self.modules is not None:
             return base | {"modules": self.modules} | ({"ties": self.ties} if self.ties else {})
-        texts = {name: str(s) if isinstance(s, Spec) else s for name, s in self.patterns.items()}
+        found = self.patterns
+        if isinstance(found, Mapping):
+            texts = {name: str(s) if isinstance(s, Spec) else s for name, s in found.items()}
+        else:
+            texts = str(found)
         return base | {"patterns": texts, "tokens": self.tokens}
 
 
@@ -151,7 +157,7 @@ class RarefyQuantizer(HfQuantizer):
             first = next(iter(config.modules), "nothing")
             requirement = f"config.json must name sparse weights of layers that {type(model).__name__} has"
             fail("from_pretrained", requirement, first)
-        layers = {name: layer for layer in find_layers(model, rewritten=True) for name in layer.names}
+        layers = {name: layer for layer in find_layers(model, rewritten=True) for name in layer.weight_names}
         for name, entry in config.modules.items():
             if name in names:  # others are those of a head that this model is without
                 wanted = wanted_dtype(model, names[name], dtype)
@@ -219,9 +225,8 @@ def save_sparse(save: Any, model: PreTrainedModel, args: tuple[Any, ...], kwargs
     names = {name: _name_in_file(model, name, state) for name in (*modules, *ties)}
     modules = {names[name]: entry for name, entry in modules.items()}
     ties = {names[alias]: names[name] for alias, name in ties.items()}
-    text = json.dumps({"format": FORMAT, "version": __version__, "modules": modules})
     # A shard has a part of the pieces, so what it says of them would not be true: config.json says it.
-    metadata = {} if _is_sharded(state, kwargs.get("max_shard_size")) else {KEY: text}
+    metadata = {} if _is_sharded(state, kwargs.get("max_shard_size")) else header(modules)
     config = RarefyConfig(modules=modules, ties=ties)
     with _attached(model, config, _Saving(config, state, metadata)):
         return save(model, *args, **kwargs)

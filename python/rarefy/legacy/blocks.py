@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from ..checks import fail
+from ..checks import check_dtype, fail
 from ..csr import CsrWeight
 from ..sparse_weight import SparseWeight
 from ..weight import BsrWeight
-from .readers import OP, Reader, check, check_values, csr_of_mask
+from .readers import OP, Reader, check, csr_of_mask
 
 Pieces = dict[str, torch.Tensor]
 Shape = tuple[int, int] | None
@@ -16,7 +16,7 @@ Shape = tuple[int, int] | None
 
 def _prune(name: str, pieces: Pieces, _: Shape) -> SparseWeight | torch.Tensor:
     original, mask = pieces["_orig"], pieces["_mask"]
-    check_values(name, original)
+    check_dtype(OP, name, original.dtype)
     check(
         mask.shape == original.shape, f"the mask of {name} must be {tuple(original.shape)}", tuple(mask.shape)
     )
@@ -28,7 +28,8 @@ def _prune(name: str, pieces: Pieces, _: Shape) -> SparseWeight | torch.Tensor:
 
 def _block_sparse(name: str, pieces: Pieces, _: Shape) -> BsrWeight:
     """Blocks (C, R) in any order; (block column, number of the block) for each place, by block row."""
-    data = check_values(f"{name}.data", pieces[".data"])
+    data = pieces[".data"]
+    check_dtype(OP, f"{name}.data", data.dtype)
     cols, starts, ends = pieces[".cols_a"].long(), pieces[".row_start_ends_a"], pieces[".col_start_ends_b"]
     check(cols.ndim == 2 and cols.shape[1] == 2, f"{name}.cols_a must be (blocks, 2)", tuple(cols.shape))
     count = len(cols)
@@ -45,7 +46,8 @@ def _block_sparse(name: str, pieces: Pieces, _: Shape) -> BsrWeight:
 
 def _dimensions(name: str, pieces: Pieces, shape: Shape) -> CsrWeight | torch.Tensor:
     """Rows and columns that stay, as a smaller layer, and which they are."""
-    weight = check_values(f"{name}.linear.weight", pieces[".linear.weight"])
+    weight = pieces[".linear.weight"]
+    check_dtype(OP, f"{name}.linear.weight", weight.dtype)
     check(weight.ndim == 2, f"{name}.linear.weight must be a matrix", tuple(weight.shape))
     sizes = []
     for axis, ending in enumerate((".output_expand", ".input_extract")):
@@ -113,7 +115,8 @@ def torchao_blocks(name: str, tensor: BlockSparseTensor) -> BsrWeight:
     crow, col, values = (getattr(tensor, f"bsr_{p}", None) for p in ("crow_indices", "col_indices", "values"))
     whole = all(isinstance(t, torch.Tensor) for t in (crow, col, values)) and values.ndim == 3
     check(whole, f"{name} must hold bsr_crow_indices, bsr_col_indices and bsr_values", type(values).__name__)
-    arrays = (check_values(name, values.detach()).cpu().contiguous(), crow.cpu(), col.cpu())
+    check_dtype(OP, name, values.dtype)
+    arrays = (values.detach().cpu().contiguous(), crow.cpu(), col.cpu())
     return BsrWeight(*arrays, shape=tuple(tensor.shape), block_shape=tuple(values.shape[1:]))
 
 

@@ -12,8 +12,9 @@ from typing import Any
 
 import torch
 
+from ..checks import check_dtype, check_pair
 from ..csr import CsrWeight
-from .readers import Reader, check, check_pair, check_values, csr_of_mask
+from .readers import OP, Reader, check, csr_of_mask
 
 Pieces = dict[str, torch.Tensor]
 Shape = tuple[int, int] | None
@@ -32,8 +33,10 @@ def _unpacked(name: str, bits: torch.Tensor, shape: tuple[int, int]) -> torch.Te
 
 
 def _bitmask(name: str, pieces: Pieces, _: Shape) -> CsrWeight:
-    values = check_values(f"{name}.compressed", pieces[".compressed"])
-    mask = _unpacked(f"{name}.bitmask", pieces[".bitmask"], check_pair(f"{name}.shape", pieces[".shape"]))
+    values = pieces[".compressed"]
+    check_dtype(OP, f"{name}.compressed", values.dtype)
+    shape = check_pair(OP, f"{name}.shape", pieces[".shape"].flatten().tolist(), 0)
+    mask = _unpacked(f"{name}.bitmask", pieces[".bitmask"], shape)
     stored = int(mask.sum())
     check(
         values.numel() == stored,

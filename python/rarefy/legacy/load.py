@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import pickle
 from collections.abc import Mapping
@@ -15,12 +14,11 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
-from ..backend import __version__
 from ..checks import fail
 from ..dense import kind_of
 from ..layers import find_layers
 from ..loading import restore
-from ..serialization import FORMAT, KEY, entry_of, write
+from ..serialization import entry_of, header, write
 from ..sparse_weight import SparseWeight, Spec, reserved_endings
 from . import blocks, compressed
 from .readers import OP
@@ -249,4 +247,4 @@ def save(tensors: Mapping[str, torch.Tensor | SparseWeight], path: Path) -> None
             fail(OP, "names must not be those of a sparse weight's indices", name)
         else:
             kept[name] = tensor.detach().contiguous().clone()
-    write(kept, {KEY: json.dumps({"format": FORMAT, "version": __version__, "modules": modules})}, path)
+    write(kept, header(modules), path)

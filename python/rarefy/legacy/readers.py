@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ..checks import DTYPE_NAMES, check_tensor, fail
+from ..checks import check_tensor, fail
 from ..csr import CsrWeight
 from ..pattern import BsrPattern
 from ..sparse_weight import SparseWeight
@@ -53,25 +53,7 @@ def check(condition: bool, requirement: str, got: object) -> None:
         fail(OP, requirement, got)
 
 
-def check_pair(name: str, tensor: torch.Tensor) -> tuple[int, int]:
-    """Two sizes that are stored as a tensor."""
-    values = tensor.flatten().tolist()
-    whole = not tensor.is_floating_point() and len(values) == 2
-    check(whole and all(0 <= n < 2**31 for n in values), f"{name} must be two sizes", values[:3])
-    return int(values[0]), int(values[1])
-
-
-def check_values(name: str, values: torch.Tensor) -> torch.Tensor:
-    """Raises unless values are of a dtype that weights can have."""
-    known = values.dtype in DTYPE_NAMES
-    check(known, f"{name} must be one of {', '.join(DTYPE_NAMES.values())}", values.dtype)
-    return values
-
-
 def csr_of_mask(values: torch.Tensor, mask: torch.Tensor) -> CsrWeight:
     """Values, in order, at the places of a bool mask (N, K)."""
-    crow = torch.zeros(mask.shape[0] + 1, dtype=torch.int64)
-    torch.cumsum(mask.sum(1), 0, out=crow[1:])
-    shape = (mask.shape[0], mask.shape[1])
-    pattern = BsrPattern(crow, mask.nonzero()[:, 1], shape=shape, block_shape=(1, 1), op=OP)
+    pattern = BsrPattern.from_mask(mask, shape=tuple(mask.shape), block_shape=(1, 1))
     return CsrWeight.from_pattern(values.contiguous().clone(), pattern)
