@@ -158,10 +158,26 @@ def test_nn_prunings_compiled_layers(rows, cols):
 # Bad input -------------------------------------------------------------------------------------------
 
 BAD: list[tuple[str, Callable[[dict[str, Any]], object], str]] = [
-    ("sparse-bitmask-float32", lambda s: s.update({"fc.shape": torch.tensor([7, 2**40])}), r"fc\.bitmask must be \(7"),
-    ("sparse-bitmask-float32", lambda s: s.update({"fc.shape": torch.tensor([7, -1])}), r"fc\.shape\[1\] must be at least 0"),
-    ("sparse-bitmask-float32", lambda s: s.update({"fc.shape": torch.tensor([7.0, 19.0])}), r"fc\.shape\[0\] must be an int"),
-    ("sparse-bitmask-float32", lambda s: s.update({"fc.shape": torch.tensor([7, 19, 1])}), r"fc\.shape must have 2 elements"),
+    (
+        "sparse-bitmask-float32",
+        lambda s: s.update({"fc.shape": torch.tensor([7, 2**40])}),
+        r"fc\.bitmask must be \(7",
+    ),
+    (
+        "sparse-bitmask-float32",
+        lambda s: s.update({"fc.shape": torch.tensor([7, -1])}),
+        r"fc\.shape\[1\] must be at least 0",
+    ),
+    (
+        "sparse-bitmask-float32",
+        lambda s: s.update({"fc.shape": torch.tensor([7.0, 19.0])}),
+        r"fc\.shape\[0\] must be an int",
+    ),
+    (
+        "sparse-bitmask-float32",
+        lambda s: s.update({"fc.shape": torch.tensor([7, 19, 1])}),
+        r"fc\.shape must have 2 elements",
+    ),
     (
         "sparse-bitmask-float32",
         lambda s: s.update({"fc.shape": torch.tensor([2**30, 2**30])}),

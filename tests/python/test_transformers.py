@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import importlib
 import json
 import sys
 from collections.abc import Callable, Iterator
@@ -508,6 +509,13 @@ def test_a_transformers_that_lacks_what_is_needed_saves_no_sparse_model(tmp_path
     with pytest.raises(NotImplementedError, match=r"^\[save_pretrained\] transformers must be .*save_file"):
         model.save_pretrained(tmp_path / "sparse")
     assert not (tmp_path / "sparse").exists()
+
+
+def test_an_old_transformers_is_named_in_one_sentence(monkeypatch):
+    monkeypatch.delitem(sys.modules, "rarefy.integrations.transformers")
+    monkeypatch.setattr("importlib.metadata.version", {"transformers": "4.57.6"}.__getitem__)
+    with pytest.raises(ImportError, match=r"transformers must be 5\.3 or later; got 4\.57\.6$"):
+        importlib.import_module("rarefy.integrations.transformers")
 
 
 def test_saving_leaves_the_model_as_it_was_also_after_an_error(tmp_path):

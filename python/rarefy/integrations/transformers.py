@@ -17,6 +17,12 @@ from typing import Any
 
 import torch
 from torch import nn
+
+from ..checks import fail
+from .needs import need
+
+need("transformers", "5.3")  # before names that earlier versions do not have
+
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.modeling_utils import PreTrainedModel
@@ -26,7 +32,6 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from ..backend import __version__
 from ..chain import fuse as fuse_networks
-from ..checks import fail
 from ..layers import find_layers
 from ..patcher import BlockSparseModelPatcher
 from ..serialization import FORMAT, entries_of, header
@@ -119,6 +124,7 @@ class RarefyQuantizer(HfQuantizer):
             fail("from_pretrained", requirement, "modules" if saved else "patterns")
         self.pending: dict[str, Pending] = {}
         self.pieces: set[str] = set()
+        self.dtypes: dict[str, torch.dtype] = {}  # of the model's dense tensors
         self.on_load: SparsifyOnLoad | None = None
 
     # transformers' switches: a sparse model trains, saves and compiles as any other.
@@ -152,6 +158,8 @@ class RarefyQuantizer(HfQuantizer):
             return
         found = headers(files)
         dtype = kwargs.get("dtype") or torch.get_default_dtype()
+        floats = ((name, t) for name, t in model.state_dict().items() if t.is_floating_point())
+        self.dtypes = {name: wanted_dtype(model, name, t.dtype) for name, t in floats}
         names = resolve(model, [*config.modules, *config.ties])
         if not any(name in names for name in config.modules):
             first = next(iter(config.modules), "nothing")
@@ -193,6 +201,11 @@ class RarefyQuantizer(HfQuantizer):
         """Leaves a plain model: what it is sparse in, its layers say, and each save asks them anew."""
         for weight in self.pending.values():
             weight.finish()
+        # Older transformers leave a renamed tensor of a quantized model in the file's dtype.
+        state = model.state_dict(keep_vars=True)
+        for name in self.dtypes.keys() & state.keys():
+            if state[name].dtype != self.dtypes[name]:
+                state[name].data = state[name].data.to(self.dtypes[name])
         self.remove_quantization_config(model)
         fuse_networks(model, self.quantization_config.fuse)
 
