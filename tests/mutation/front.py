@@ -189,11 +189,8 @@ GROUPS = [
                 "        zero_padding(self.blocks(self.values), self._pattern)\n        return self\n",
                 "        return self\n",
             ),
-            ("self.values.uniform_(-1, 1, generator=generator)", "self.values.uniform_(-1, 1)"),
-            (
-                "self.values.uniform_(-1, 1, generator=generator)",
-                "self.values.uniform_(0, 1, generator=generator)",
-            ),
+            ("draw_uniform_(self.values, 1, generator)", "draw_uniform_(self.values, 1, None)"),
+            ("draw_uniform_(self.values, 1, generator)", "draw_uniform_(self.values, 2, generator)"),
             (
                 "[:, None, None])\n        self.zero_padding_()",
                 "[:, None, None])",
@@ -250,7 +247,7 @@ GROUPS = [
                 "    matrix = matrix.copy()\n    matrix.sum_duplicates()\n    matrix.resize",
                 "    matrix.sum_duplicates()\n    matrix.resize",
             ),
-            ("if weight.dtype in (torch.bfloat16, torch.float16):", "if False:"),
+            ("if values.dtype in (torch.bfloat16, torch.float16):", "if False:"),
             (".detach().cpu().numpy().copy() for t", ".detach().cpu().numpy() for t"),
         ],
     ),

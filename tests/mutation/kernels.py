@@ -10,16 +10,26 @@ SPECIAL = f"{ACTIVATIONS}:{P}Nan*{{isa}}:{P}Subnormal*{{isa}}:{P}SumsStart*{{isa
 
 GROUPS = [
     (
+        "src/ref/sum.h",
+        ("cpp:ReferenceTest.*:*ProductsTest.EveryBlockShape*", ALL),
+        [
+            ("next_ = (next_ + 1) % parts_.size();", "next_ = (next_ + 1) % (parts_.size() - 1);"),
+            ("    next_ = (next_ + 1) % parts_.size();\n", ""),
+            ("(parts_[6] + parts_[7])", "(parts_[6] + parts_[6])"),
+            ("parts_[next_] += term;", "parts_[next_] = term;"),
+        ],
+    ),
+    (
         "src/ref/linear.cc",
         ("cpp:ReferenceTest.*:ProductsOfInt8Test.*:*ProductsTest.EveryBlockShape*", ALL),
         [
             (
-                "          }\n        }\n        if (bias != nullptr) sum += load(bias + n);\n",
-                "          }\n        }\n",
+                "        double sum = terms.total();\n        if (bias != nullptr) sum += load(bias + n);\n",
+                "        double sum = terms.total();\n",
             ),
             (
-                "          }\n        }\n        if (bias != nullptr) sum += load(bias + n);",
-                "          }\n        }\n        if (bias != nullptr) sum -= load(bias + n);",
+                "        double sum = terms.total();\n        if (bias != nullptr) sum += load(bias + n);",
+                "        double sum = terms.total();\n        if (bias != nullptr) sum -= load(bias + n);",
             ),
             (
                 "const W* w = values + e * shape.block_size() + (n % shape.block_rows) * shape.block_cols;",
@@ -31,16 +41,16 @@ GROUPS = [
             ),
             ("const std::int64_t j = k / shape.block_cols;", "const std::int64_t j = k / shape.block_rows;"),
             (
-                "c < std::min(shape.block_cols, shape.cols - k0); ++c) {\n            sum += load(x",
-                "c < shape.block_cols; ++c) {\n            sum += load(x",
+                "c < std::min(shape.block_cols, shape.cols - k0); ++c) {\n            terms.add(load(x",
+                "c < shape.block_cols; ++c) {\n            terms.add(load(x",
             ),
             ("r < std::min(shape.block_rows, shape.rows - n0)", "r < shape.block_rows"),
             ("plan.perm[e] * shape.block_size() + k", "e * shape.block_size() + k"),
             ("if (n < shape.rows && k < shape.cols) {", "if (n < shape.rows) {"),
             ("if (n < shape.rows && k < shape.cols) {", "if (k < shape.cols) {"),
             (
-                "          }\n        }\n        if (bias != nullptr) sum += load(bias + n);\n        store(y + n * call.out.col_stride, ref::activate(call.activation, sum));",
-                "          }\n        }\n        if (bias != nullptr) sum += load(bias + n);\n        store(y + n * call.out.col_stride, sum);",
+                "        double sum = terms.total();\n        if (bias != nullptr) sum += load(bias + n);\n        store(y + n * call.out.col_stride, ref::activate(call.activation, sum));",
+                "        double sum = terms.total();\n        if (bias != nullptr) sum += load(bias + n);\n        store(y + n * call.out.col_stride, sum);",
             ),
             ("load(x + (k0 + c) * call.x.col_stride)", "load(x + k0 + c)"),
             ("load(dy + (n0 + r) * call.dy.col_stride)", "load(dy + n0 + r)"),
