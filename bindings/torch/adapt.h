@@ -80,12 +80,16 @@ class Call {
                     std::int64_t columns, const BsrView* weight = nullptr, std::int64_t derived = 0) const;
 
   // What kernels read of a pattern, after a check in O(1) that `plan` is one for this shape (on CUDA:
-  // that its length is). The second takes the number of blocks from the plan's length.
-  PlanView plan(const Tensor& plan, const BsrShape& shape) const;
+  // that its length is). The second takes the number of blocks from the plan's length. Where `part` is rows
+  // a row plan will do, on the CPU.
+  enum class Part { whole, rows };
+  PlanView plan(const Tensor& plan, const BsrShape& shape, Part part = Part::whole) const;
   PlanView plan(const Tensor& plan, std::int64_t out_features, std::int64_t in_features,
                 std::int64_t block_rows, std::int64_t block_cols) const;
+  // Of a plan on the CPU, a row plan or a whole one, which says itself how many blocks there are.
+  PlanView row_plan(const Tensor& plan, BsrShape shape) const;
   BsrView weight(const Tensor& values, const Tensor& plan, std::int64_t out_features,
-                 std::int64_t in_features) const;
+                 std::int64_t in_features, Part part = Part::whole) const;
   BsrView weight(const Tensor& values, const PlanView& pattern) const;
   const void* bias(const std::optional<Tensor>& bias, std::int64_t out_features, DType dtype) const;
 
@@ -93,6 +97,7 @@ class Call {
   Tensor empty_values(const BsrShape& shape, ScalarType dtype) const;
   Tensor empty_bytes(std::int64_t count) const;                           // (count,) of uint8
   Tensor empty_bytes(std::int64_t rows, std::int64_t columns) const;      // uint8
+  Tensor empty_words(std::int64_t count) const;                           // (count,) of int32
   Tensor nothing(const Tensor& like) const;                               // (0,)
   Tensor sum_rows(const Tensor& tensor, const MatrixView& matrix) const;  // of tensor as a matrix: (columns,)
   MutableMatrixView output(const Tensor& tensor, const MatrixView& rows_of, std::int64_t columns) const;
@@ -100,7 +105,7 @@ class Call {
   Tensor build_plan(const BsrShape& shape, const Tensor& crow, const Tensor& col) const;
 
  private:
-  PlanView view(std::span<const std::int32_t> plan, const BsrShape& shape) const;
+  PlanView view(std::span<const std::int32_t> plan, const BsrShape& shape, Part part) const;
   Tensor empty(std::span<const std::int64_t> sizes, std::int32_t dtype) const;
   static void* provide_workspace(void* call, std::int64_t bytes);
   bool reads_in_place(const MatrixView& x, const BsrView& weight, std::int64_t derived) const;

@@ -191,7 +191,7 @@ std::tuple<std::int64_t, std::int64_t, std::int64_t> bsr_derived_sizes(const Ten
                                                                        std::int64_t in_features,
                                                                        ScalarType dtype) {
   const Call call("bsr_derived_sizes", "values", values);
-  return derived_sizes(call, call.weight(values, plan, out_features, in_features), dtype);
+  return derived_sizes(call, call.weight(values, plan, out_features, in_features, Call::Part::rows), dtype);
 }
 
 Tensor bsr_prepare(const Tensor& values, const Tensor& plan, std::int64_t out_features,

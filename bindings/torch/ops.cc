@@ -18,7 +18,9 @@ Tensor bsr_linear(Tensor x, const Tensor& values, const Tensor& plan, const std:
                   const std::optional<Tensor>& packed, std::int64_t derived, std::string_view activation) {
   const Call call("bsr_linear", "values", values);
   const Activation fused = call.activation(activation);
-  BsrView weight = call.weight(values, plan, out_features, in_features);
+  const bool by_rows = values.dim() == 3 && values.size(2) <= values.size(1);  // pattern.h
+  BsrView weight =
+      call.weight(values, plan, out_features, in_features, by_rows ? Call::Part::rows : Call::Part::whole);
   const MatrixView in = call.matrix("x", x, "in_features", in_features, &weight, derived);
   call.check_stored(weight.dtype, "x", in.dtype);
   weight.derived = view_derived(call, {prepared, packed, derived}, Op::linear, weight.plan, in.dtype, &weight,

@@ -18,7 +18,7 @@ using Sizes = std::vector<std::int64_t>;  // N, K, R, C
 PlanView plan_of(const Call& call, const Tensor& plan, const Sizes& sizes) {
   if (sizes.size() != 4)
     raise(call.op(), invalid(call.op(), "sizes must be 4 of each matrix", cat(sizes.size())));
-  return call.plan(plan, sizes[0], sizes[1], sizes[2], sizes[3]);
+  return call.row_plan(plan, {sizes[0], sizes[1], sizes[2], sizes[3]});
 }
 
 // Values of a plan's matrix, of one of the dtypes of products.
@@ -33,13 +33,56 @@ Tensor words(const Call& call, const std::vector<std::int32_t>& from) {
   return to;
 }
 
-Tensor transpose_plan(const Tensor& plan, Sizes sizes) {
-  const Call call("sparse_transpose", "plan", plan);
+Tensor empty_row_plan(const Call& call, const BsrShape& shape) {
+  return call.empty_words(row_plan_size(shape));
+}
+
+std::span<std::int32_t> words_of(const Tensor& plan) {
+  return {static_cast<std::int32_t*>(plan.mutable_data_ptr()), static_cast<std::size_t>(plan.numel())};
+}
+
+// Of indices that are valid and ascend in each row; else an empty tensor: who asks looks closer.
+Tensor row_plan(const Tensor& crow, const Tensor& col, Sizes sizes) {
+  const Call call("bsr_plan", "crow_indices", crow);
+  call.check_device("col_indices", col);
+  const Tensor none = call.empty_words(0);
+  const bool wide = col.scalar_type() == ScalarType::Long;
+  if (sizes.size() != 4 || crow.scalar_type() != ScalarType::Int || !crow.is_contiguous() ||
+      !col.is_contiguous() || (!wide && col.scalar_type() != ScalarType::Int)) {
+    return none;
+  }
+  const BsrShape shape{sizes[0], sizes[1], sizes[2], sizes[3], col.numel()};
+  if (!check_shape(call.op(), shape).ok()) return none;
+  const Tensor plan = empty_row_plan(call, shape);
+  const auto build = [&]<class Index>(Index) {
+    const std::span<const std::int32_t> rows{static_cast<const std::int32_t*>(crow.data_ptr()),
+                                             static_cast<std::size_t>(crow.numel())};
+    const std::span<const Index> columns{static_cast<const Index*>(col.data_ptr()),
+                                         static_cast<std::size_t>(col.numel())};
+    return build_row_plan(call.op(), shape, rows, columns, words_of(plan), call.context().executor);
+  };
+  const Status status = wide ? build(std::int64_t{}) : build(std::int32_t{});
+  return status.ok() ? plan : none;
+}
+
+// Values (nnz,) or (nnzb, R, C), of any dtype, and the row plan of the transposed matrix.
+std::tuple<Tensor, Tensor> transposed(const Tensor& values, const Tensor& plan, Sizes sizes) {
+  const Call call("sparse_transpose", "values", values);
   const PlanView from = plan_of(call, plan, sizes);
-  Tensor to = torch::stable::empty_like(plan);
-  rarefy::transpose_plan(
-      from, {static_cast<std::int32_t*>(to.mutable_data_ptr()), static_cast<std::size_t>(to.numel())});
-  return to;
+  if (values.numel() != from.shape.value_count() || !values.is_contiguous()) {
+    raise(call.op(),
+          invalid(call.op(), cat("values must be contiguous, of ", from.shape.value_count(), " elements"),
+                  cat(values.numel())));
+  }
+  const BsrShape& s = from.shape;
+  Tensor row_plan = empty_row_plan(call, {s.cols, s.rows, s.block_cols, s.block_rows, s.nnzb});
+  Tensor moved = values.dim() == 1 ? torch::stable::empty_like(values)
+                                   : call.empty_values({s.cols, s.rows, s.block_cols, s.block_rows, s.nnzb},
+                                                       values.scalar_type());
+  check(call.op(),
+        rarefy::transpose(call.op(), from, values.data_ptr(), static_cast<int>(values.element_size()),
+                          words_of(row_plan), moved.mutable_data_ptr(), call.context().executor));
+  return {moved, row_plan};
 }
 
 std::tuple<Tensor, Tensor> product_pattern(const Tensor& a_plan, Sizes a_sizes, const Tensor& b_plan,
@@ -116,7 +159,8 @@ Tensor integers(const Tensor& x, const Tensor& values, const Tensor& plan, const
 }  // namespace
 
 STABLE_TORCH_LIBRARY_FRAGMENT(rarefy, m) {
-  m.def("_transpose_plan(Tensor plan, int[] sizes) -> Tensor");
+  m.def("_row_plan(Tensor crow_indices, Tensor col_indices, int[] sizes) -> Tensor");
+  m.def("_transposed(Tensor values, Tensor plan, int[] sizes) -> (Tensor, Tensor)");
   m.def("_product_pattern(Tensor a_plan, int[] a_sizes, Tensor b_plan, int[] b_sizes) -> (Tensor, Tensor)");
   m.def(
       "_sampled_product(Tensor a, Tensor a_plan, int[] a_sizes, Tensor b, Tensor b_plan, int[] b_sizes, "
@@ -129,7 +173,8 @@ STABLE_TORCH_LIBRARY_FRAGMENT(rarefy, m) {
 }
 
 STABLE_TORCH_LIBRARY_IMPL(rarefy, CPU, m) {
-  m.impl("_transpose_plan", TORCH_BOX(&transpose_plan));
+  m.impl("_row_plan", TORCH_BOX(&row_plan));
+  m.impl("_transposed", TORCH_BOX(&transposed));
   m.impl("_product_pattern", TORCH_BOX(&product_pattern));
   m.impl("_sampled_product", TORCH_BOX(&sampled_product));
   m.impl("_stored_softmax", TORCH_BOX(&softmax));

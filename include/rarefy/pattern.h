@@ -8,6 +8,7 @@
 #include <string_view>
 #include <vector>
 
+#include "rarefy/executor.h"
 #include "rarefy/export.h"
 #include "rarefy/status.h"
 
@@ -59,12 +60,26 @@ RAREFY_API Status build_plan(std::string_view op, const BsrShape& shape,
                              std::span<const std::int32_t> crow_indices,
                              std::span<const std::int32_t> col_indices, std::span<std::int32_t> plan);
 
-// The plan of the transposed matrix, plan_size words: the parts of a valid one in another order.
-RAREFY_API void transpose_plan(const PlanView& plan, std::span<std::int32_t> words);
+// A row plan is the first part of a plan, the header, crow and col: all that `linear` on the host reads of
+// blocks that are not wider than tall, and whatever else goes by rows. Made in a fifth of the time of a whole
+// plan, on the executor's threads: for those who have indices for one product.
+RAREFY_API std::int64_t row_plan_size(const BsrShape& shape);  // in int32 words
+RAREFY_API Status build_row_plan(std::string_view op, const BsrShape& shape,
+                                 std::span<const std::int32_t> crow_indices,
+                                 std::span<const std::int32_t> col_indices, std::span<std::int32_t> plan,
+                                 const Executor& executor = {});
+RAREFY_API Status build_row_plan(std::string_view op, const BsrShape& shape,
+                                 std::span<const std::int32_t> crow_indices,
+                                 std::span<const std::int64_t> col_indices, std::span<std::int32_t> plan,
+                                 const Executor& executor = {});
 
 // Pointers into a plan in host memory, after checking in O(1) that it is one and has this shape.
 RAREFY_API Result<PlanView> view_plan(std::string_view op, const BsrShape& shape,
                                       std::span<const std::int32_t> plan);
+
+// The same of a row plan or a whole one; of a row plan ccol, row and perm are null.
+RAREFY_API Result<PlanView> view_row_plan(std::string_view op, const BsrShape& shape,
+                                          std::span<const std::int32_t> plan);
 
 // The same for device memory, which the host cannot look into: only the length can be checked.
 RAREFY_API Result<PlanView> view_device_plan(std::string_view op, const BsrShape& shape,

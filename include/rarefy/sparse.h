@@ -1,7 +1,9 @@
-// Beyond the products of a layer, on the host: both operands sparse, softmax over what is stored, integers.
+// Beyond the products of a layer, on the host: transposes, both operands sparse, softmax over what is stored,
+// integers. Plans are whole ones or row plans.
 #pragma once
 
 #include <cstdint>
+#include <span>
 #include <string_view>
 #include <vector>
 
@@ -27,6 +29,11 @@ RAREFY_API Result<Indices> product_pattern(std::string_view op, const PlanView& 
 // sums in double for f64, else in float, in the order of A's columns.
 RAREFY_API Status sampled_product(std::string_view op, const BsrView& a, const BsrView& b,
                                   const PlanView& pattern, void* values, const Executor& executor = {});
+
+// Wᵀ: its row plan, in row_plan_size words of the transposed shape, and its values, blocks (C, R) of elements
+// of `bytes` 1, 2, 4 or 8. A whole plan has the order of the blocks, of a row plan they are sorted; stable.
+RAREFY_API Status transpose(std::string_view op, const PlanView& plan, const void* values, int bytes,
+                            std::span<std::int32_t> row_plan, void* out, const Executor& executor = {});
 
 // exp(v − max) / Σ exp(v − max) over the elements that a row stores; padding gets 0. −∞ counts as not
 // stored; a row of nothing else is zero.

@@ -34,19 +34,23 @@ class Kept:
         with torch.inference_mode(False), torch.no_grad():
             if not stored:
                 values = torch.empty_like(values, dtype=x_dtype)
-            self._ask(pattern, _sizes, _prepare, (values, pattern.plan, n, k, x_dtype), stored)
-        self._arguments = (pattern.plan, self.prepared, n, k, x_dtype)
+            self._ask(pattern, _sizes, _prepare, lambda plan: (values, plan, n, k, x_dtype), stored)
+        self._arguments = (pattern.plan if self.key else None, self.prepared, n, k, x_dtype)
 
-    def _ask(self, pattern: Any, sizes: Any, prepare: Any, arguments: tuple, stored: bool = True) -> None:
-        """Asks the op `sizes` what the best kernel wants, and has the pattern keep what `prepare` makes."""
-        self.key, prepared_bytes, self.packed_bytes = sizes(*arguments)
+    def _ask(self, pattern: Any, sizes: Any, prepare: Any, arguments: Any, stored: bool = True) -> None:
+        """Asks the op `sizes` what the best kernel wants, and has the pattern keep what `prepare` makes.
+
+        `arguments` gives theirs for a plan: for `sizes` a row plan, so that none is made for nothing.
+        """
+        asked = arguments(pattern.row_plan)
+        self.key, prepared_bytes, self.packed_bytes = sizes(*asked)
         # CUDA's kernels have their calls pack what is not given; on the CPU others are faster then.
-        self._packs_in_calls = arguments[0].is_cuda
+        self._packs_in_calls = asked[0].is_cuda
         if self.packed_bytes and not stored:
             self.key, self.packed_bytes = self.key if self._packs_in_calls else 0, 0
         self.prepared = None
         if self.key and prepared_bytes:
-            self.prepared = pattern.prepared(self.key, lambda: prepare(*arguments))
+            self.prepared = pattern.prepared(self.key, lambda: prepare(*arguments(pattern.plan)))
         self._packed: tuple[tuple[int, ...] | None, Tensor | None] = (None, None)  # of what, or seen once
 
     def current(self, parameter: Tensor, values: Tensor, now: bool = False) -> Derived | tuple[()]:

@@ -307,9 +307,9 @@ class _Int8Kept(Kept):
         pattern, values, scales = weight.pattern, weight.values.detach(), weight.scales
         n, k = pattern.shape
         with torch.inference_mode(False), torch.no_grad():
-            arguments = (values, scales, pattern.plan, n, k, weight.dynamic, x_dtype)
-            self._ask(pattern, _sizes, _prepare, arguments)
-        self._arguments = (scales, pattern.plan, self.prepared, n, k, weight.dynamic, x_dtype)
+            fixed = (n, k, weight.dynamic, x_dtype)
+            self._ask(pattern, _sizes, _prepare, lambda plan: (values, scales, plan, *fixed))
+        self._arguments = (scales, pattern.plan, self.prepared, *fixed)
 
     def _at(self, parameter: torch.Tensor) -> tuple[int, ...]:
         scales = self._arguments[0]

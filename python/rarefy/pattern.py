@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from .masks import grid_of, pattern_of
 from .ops import bsr_plan
 
 _INT32 = torch.iinfo(torch.int32)
-_transpose_plan = _load.op("_transpose_plan")
+_row_plan, _transposed = map(_load.op, ("_row_plan", "_transposed"))
 _HEADER = 8  # words of a plan before its copy of the indices (src/core/plan_layout.h)
 
 
@@ -72,7 +73,9 @@ class BsrPattern:
     block_shape: tuple[int, int]
     nnzb: int
     is_padded: bool  # whether blocks at the edge reach past the matrix
-    plan: torch.Tensor  # all that kernels read, 1-D int32; it has its own copy of the indices
+    # 1-D int32, with its own copy of the indices: all of the plan, or the first part of it, which is what
+    # products by rows read on the CPU. Whoever has raw arrays for one product pays for no more.
+    row_plan: torch.Tensor
 
     def __init__(
         self,
@@ -92,18 +95,49 @@ class BsrPattern:
             if col.device != crow.device:
                 requirement = f"col_indices must be on the device of crow_indices, {crow.device}"
                 fail(op, requirement, col.device, TypeError)
-            plan = bsr_plan(crow, col, n, k, *block_shape, op)
-        self._set(torch.Size((n, k)), block_shape, len(col), plan, {})
+            self.plan = bsr_plan(crow, col, n, k, *block_shape, op)
+        self._set(torch.Size((n, k)), block_shape, len(col), self.plan, {})
 
     def _set(
         self, shape: torch.Size, block_shape: tuple[int, int], nnzb: int, plan: torch.Tensor, family: dict
     ) -> None:
-        self.shape, self.block_shape, self.nnzb, self.plan = shape, block_shape, nnzb, plan
+        self.shape, self.block_shape, self.nnzb, self.row_plan = shape, block_shape, nnzb, plan
         self.is_padded = any(size % block for size, block in zip(shape, block_shape, strict=True))
         self._prepared: dict[int, torch.Tensor] = {}  # by the key of the kernels that want it
         self._family = family  # the twins by device, as weak references: who moves away frees his plan
         if not plan.is_meta:
             family[plan.device] = weakref.ref(self)
+
+    @cached_property
+    def plan(self) -> torch.Tensor:
+        """All that kernels read, 1-D int32; of a row plan it is made when it is first asked for."""
+        with torch.inference_mode(False):
+            return bsr_plan(*self.indices(), *self.shape, *self.block_shape)
+
+    @classmethod
+    def by_rows(
+        cls,
+        crow_indices: torch.Tensor,
+        col_indices: torch.Tensor,
+        *,
+        shape: tuple[int, int],
+        block_shape: tuple[int, int],
+    ) -> BsrPattern | None:
+        """The pattern of indices on the CPU, int32 or int64, with a row plan; None if they are not valid.
+
+        At about the speed of memory: whoever gets None asks the constructor what is wrong.
+        """
+        with torch.inference_mode(False):
+            plan = _row_plan(crow_indices.to(torch.int32), col_indices, [*shape, *block_shape])
+        return cls._of_rows(plan, shape, block_shape, len(col_indices)) if len(plan) else None
+
+    @classmethod
+    def _of_rows(
+        cls, plan: torch.Tensor, shape: tuple[int, int], block_shape: tuple[int, int], nnzb: int
+    ) -> BsrPattern:
+        pattern = object.__new__(cls)
+        pattern._set(torch.Size(shape), block_shape, nnzb, plan, {})
+        return pattern
 
     @classmethod
     def from_mask(
@@ -132,12 +166,12 @@ class BsrPattern:
     @property
     def device(self) -> torch.device:
         """Of the plan."""
-        return self.plan.device
+        return self.row_plan.device
 
     @property
     def is_meta(self) -> bool:
         """Whether there are sizes only."""
-        return self.plan.is_meta
+        return self.row_plan.is_meta
 
     @property
     def grid(self) -> tuple[int, int]:
@@ -153,7 +187,7 @@ class BsrPattern:
     def indices(self) -> tuple[torch.Tensor, torch.Tensor]:
         """crow_indices and col_indices as views of the plan, for reading only."""
         rows = self.grid[0] + 1
-        return self.plan[_HEADER : _HEADER + rows], self.plan[_HEADER + rows : _HEADER + rows + self.nnzb]
+        return self.row_plan[_HEADER : _HEADER + rows], self.row_plan[_HEADER + rows :][: self.nnzb]
 
     @property
     def crow_indices(self) -> torch.Tensor:
@@ -198,31 +232,46 @@ class BsrPattern:
             self._prepared[key] = make()
         return self._prepared[key]
 
-    def transposed(self) -> tuple[BsrPattern, torch.Tensor]:
+    def transposed(self, values: torch.Tensor) -> tuple[BsrPattern, torch.Tensor]:
+        """The pattern of the transposed matrix, and values, (nnz,) or (nnzb, R, C), of its blocks there.
+
+        Not differentiable; see `transposition`.
+        """
+        shape, block = tuple(reversed(self.shape)), tuple(reversed(self.block_shape))
+        if self.device.type != "cpu":
+            known, perm = self.transposition()
+            moved = values.index_select(0, perm)
+            return known, moved if moved.ndim == 1 else moved.transpose(1, 2).contiguous()
+        known = self.__dict__.get("plan", self.row_plan)
+        with torch.inference_mode(False):
+            moved, plan = _transposed(values.contiguous(), known, [*self.shape, *self.block_shape])
+        return BsrPattern._of_rows(plan, shape, block, self.nnzb), moved
+
+    def transposition(self) -> tuple[BsrPattern, torch.Tensor]:
         """The pattern of the transposed matrix, made once, and which block each of its blocks is, int32.
 
-        Its plan has the parts of this one in another order, so nothing is sorted or checked again.
+        Both are parts of the plan in another order, so nothing is sorted or checked again.
         """
         perm = self.plan[len(self.plan) - self.nnzb :]
         known = self.__dict__.get("_transposed")
         if known is None:
             with torch.inference_mode(False):
-                plan = self._transposed_plan(perm)
-            known = object.__new__(BsrPattern)
-            shape, block = torch.Size(reversed(self.shape)), (self.block_shape[1], self.block_shape[0])
-            known._set(shape, block, self.nnzb, plan, {})
-            self._transposed = known
+                known = self._transposed = self._transpose(perm)
         return known, perm
 
-    def _transposed_plan(self, perm: torch.Tensor) -> torch.Tensor:
-        if self.device.type == "cpu":
-            return _transpose_plan(self.plan, [*self.shape, *self.block_shape])
+    def _transpose(self, perm: torch.Tensor) -> BsrPattern:
+        shape, block = torch.Size(reversed(self.shape)), (self.block_shape[1], self.block_shape[0])
         rows, columns = self.grid
         sizes = (_HEADER, rows + 1, self.nnzb, columns + 1, self.nnzb, self.nnzb)
         header, crow, col, ccol, row, _ = self.plan.split(sizes)
+        mine = (header[[0, 2, 1, 4, 3, *range(5, _HEADER)]], ccol, row)
+        if self.device.type == "cpu":
+            return BsrPattern._of_rows(torch.cat(mine), shape, block, self.nnzb)
         back = torch.empty_like(perm)
         back[perm.long()] = torch.arange(self.nnzb, dtype=perm.dtype, device=perm.device)
-        return torch.cat((header[[0, 2, 1, 4, 3, *range(5, _HEADER)]], ccol, row, crow, col, back))
+        known = BsrPattern._of_rows(torch.cat((*mine, crow, col, back)), shape, block, self.nnzb)
+        known.plan = known.row_plan
+        return known
 
     # -- moving and comparing -------------------------------------------------------------------
 
@@ -238,7 +287,8 @@ class BsrPattern:
         if twin is None:
             twin = object.__new__(BsrPattern)
             with torch.inference_mode(False):
-                twin._set(self.shape, self.block_shape, self.nnzb, self.plan.to(device), self._family)
+                twin.plan = self.plan.to(device)
+                twin._set(self.shape, self.block_shape, self.nnzb, twin.plan, self._family)
         return twin
 
     def same_sizes(self, other: BsrPattern) -> bool:

@@ -46,8 +46,10 @@ Status check_rows(std::string_view op, const Rows<MatrixView>& in, const Rows<Mu
 Status check_feed_forward(std::string_view op, const BsrShape& up, const BsrShape& down,
                           const BsrShape& gate);
 
-// Sizes and pointers of a pattern and its values; the indices were validated when the plan was built.
-Status check_plan(std::string_view op, std::string_view argument, const PlanView& plan, const void* values);
+// Sizes and pointers of a pattern and its values; the indices were validated when the plan was built. With
+// `by_rows` a row plan will do.
+Status check_plan(std::string_view op, std::string_view argument, const PlanView& plan, const void* values,
+                  bool by_rows = false);
 
 // Memory that an argument covers.
 struct Range {

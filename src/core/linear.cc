@@ -66,7 +66,8 @@ Status linear(const MatrixView& x, const BsrView& w, const void* bias, Activatio
               const MutableMatrixView& y, const Context& context) {
   constexpr std::string_view op = "linear";
   const BsrShape& shape = w.plan.shape;
-  if (Status status = check_plan(op, "values", w.plan, w.values); !status.ok()) return status;
+  const bool by_rows = w.device == Device::cpu && shape.block_cols <= shape.block_rows;
+  if (Status status = check_plan(op, "values", w.plan, w.values, by_rows); !status.ok()) return status;
   if (Status status = check_rows(op, {"x", "columns (in_features)", shape.cols, x},
                                  {"y", "columns (out_features)", shape.rows, y}, "rows, like x", w.device);
       !status.ok()) {

@@ -46,6 +46,21 @@ Status check_length(std::string_view op, const BsrShape& shape, std::int64_t wor
   return {};
 }
 
+Status check_header(std::string_view op, const BsrShape& shape, const std::int32_t* words) {
+  const BsrShape stored{words[1], words[2], words[3], words[4], words[5]};
+  if (words[0] == PlanHeader::kMagic && stored == shape) return {};
+  return invalid(
+      op,
+      cat("plan must be made by bsr_plan for shape (", shape.rows, ", ", shape.cols, "), block_shape (",
+          shape.block_rows, ", ", shape.block_cols, "), ", shape.nnzb, " blocks"),
+      words[0] != PlanHeader::kMagic
+          ? std::string("something else")
+          : cat("a plan for shape (", stored.rows, ", ", stored.cols, "), block_shape (", stored.block_rows,
+                ", ", stored.block_cols, "), ", stored.nnzb, " blocks"));
+}
+
+}  // namespace
+
 Status check_index_sizes(std::string_view op, const BsrShape& shape, std::size_t crow, std::size_t col) {
   if (Status status = check_shape(op, shape); !status.ok()) return status;
   if (static_cast<std::int64_t>(col) != shape.nnzb) {
@@ -59,8 +74,6 @@ Status check_index_sizes(std::string_view op, const BsrShape& shape, std::size_t
   }
   return {};
 }
-
-}  // namespace
 
 Status check_plan_sizes(std::string_view op, const BsrShape& shape, std::size_t crow, std::size_t col,
                         std::size_t plan) {
@@ -90,42 +103,22 @@ Status build_plan(std::string_view op, const BsrShape& shape, std::span<const st
   return {};
 }
 
-void transpose_plan(const PlanView& plan, std::span<std::int32_t> words) {
-  const BsrShape& s = plan.shape;
-  const BsrShape shape{s.cols, s.rows, s.block_cols, s.block_rows, s.nnzb};
-  const PlanLayout layout(shape);
-  std::int32_t* to = words.data();
-  std::copy_n(plan.ccol, s.col_count() + 1, to + layout.crow);
-  std::copy_n(plan.row, s.nnzb, to + layout.col);
-  std::copy_n(plan.crow, s.row_count() + 1, to + layout.ccol);
-  std::copy_n(plan.col, s.nnzb, to + layout.row);
-  // The inverse of perm, in order of the blocks: the next place of each column, which stays in cache. They
-  // are counted where crow of the result will be.
-  std::int32_t* next = to + layout.crow;
-  for (std::int64_t e = 0; e < s.nnzb; ++e) to[layout.perm + e] = next[plan.col[e]]++;
-  std::copy_n(plan.ccol, s.col_count() + 1, next);
-  const PlanHeader header(shape);
-  std::copy(std::begin(header.word), std::end(header.word), to);
-}
-
 Result<PlanView> view_plan(std::string_view op, const BsrShape& shape, std::span<const std::int32_t> plan) {
   if (Status status = check_shape(op, shape); !status.ok()) return status;
   if (Status status = check_length(op, shape, static_cast<std::int64_t>(plan.size())); !status.ok()) {
     return status;
   }
-  const std::int32_t* words = plan.data();
-  const BsrShape stored{words[1], words[2], words[3], words[4], words[5]};
-  if (words[0] != PlanHeader::kMagic || stored != shape) {
-    return invalid(
-        op,
-        cat("plan must be made by bsr_plan for shape (", shape.rows, ", ", shape.cols, "), block_shape (",
-            shape.block_rows, ", ", shape.block_cols, "), ", shape.nnzb, " blocks"),
-        words[0] != PlanHeader::kMagic
-            ? std::string("something else")
-            : cat("a plan for shape (", stored.rows, ", ", stored.cols, "), block_shape (", stored.block_rows,
-                  ", ", stored.block_cols, "), ", stored.nnzb, " blocks"));
-  }
-  return pointers(shape, words);
+  if (Status status = check_header(op, shape, plan.data()); !status.ok()) return status;
+  return pointers(shape, plan.data());
+}
+
+Result<PlanView> view_row_plan(std::string_view op, const BsrShape& shape,
+                               std::span<const std::int32_t> plan) {
+  if (Status status = check_shape(op, shape); !status.ok()) return status;
+  if (std::ssize(plan) != row_plan_size(shape)) return view_plan(op, shape, plan);
+  if (Status status = check_header(op, shape, plan.data()); !status.ok()) return status;
+  const PlanView whole = pointers(shape, plan.data());
+  return PlanView{shape, whole.crow, whole.col};
 }
 
 Result<PlanView> view_device_plan(std::string_view op, const BsrShape& shape, const std::int32_t* plan,

@@ -38,6 +38,8 @@ struct PlanLayout {
         size(perm + shape.nnzb) {}
 };
 
+Status check_index_sizes(std::string_view op, const BsrShape& shape, std::size_t crow, std::size_t col);
+
 // Lengths of the index arrays and of the plan, for those who cannot look at the arrays yet.
 Status check_plan_sizes(std::string_view op, const BsrShape& shape, std::size_t crow, std::size_t col,
                         std::size_t plan);

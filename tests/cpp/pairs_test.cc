@@ -362,6 +362,50 @@ TEST_P(PairsTest, PackedInTheCall) {
   }
 }
 
+// What a caller holds for another kernel, or of another version, is no kernel's: it is not read, and what is
+// lacking is made. Also for f32, whose kernels derive nothing.
+TEST_P(PairsTest, DerivedDataOfOthersIsNotRead) {
+  const std::vector<std::byte> garbage(1 << 20, std::byte{0x7f});
+  const auto bytes = static_cast<std::int64_t>(garbage.size());
+  for (const DType dtype : {DType::bf16, DType::f32}) {
+    const Force force(dtype == DType::bf16 ? GetParam() : std::string());
+    for (const std::int64_t tokens : {3, 100}) {
+      if (dtype == DType::bf16 && tokens == 3) continue;  // another family's
+      const Problem problem = make_problem({tokens, 170, 200, 32, 1, 0.4, dtype, false, 1});
+      ProblemIn<HostBuffer> run(problem);
+      BsrView w = run.weight();
+      const auto product = [&] {
+        std::vector<std::byte> y(static_cast<std::size_t>(tokens) * 170 * size_of(dtype));
+        expect_ok(linear(run.x_view(), w, run.bias(), Activation::none, {y.data(), dtype, tokens, 170, 170}));
+        return y;
+      };
+      const std::vector<std::byte> want = product();
+      for (const std::uint64_t key : {std::uint64_t{12345}, kAnyDerived}) {
+        w.derived = {key, garbage.data(), garbage.data(), bytes, bytes};
+        EXPECT_EQ(product(), want) << tokens << " tokens, " << name(dtype) << ", key " << key;
+      }
+    }
+  }
+}
+
+TEST_P(PairsTest, DerivedDataThatIsTooSmallIsRefused) {
+  const Force force(GetParam());
+  const Problem problem = make_problem({100, 170, 200, 32, 1, 0.4, DType::bf16, false, 1});
+  ProblemIn<HostBuffer> run(problem);
+  run.hold_derived();
+  std::vector<std::byte> y(100 * 170 * 2);
+  for (const bool packed : {false, true}) {
+    BsrView w = run.weight();
+    (packed ? w.derived.packed_bytes : w.derived.prepared_bytes) -= 1;
+    const Status status =
+        linear(run.x_view(), w, run.bias(), Activation::none, {y.data(), DType::bf16, 100, 170, 170});
+    EXPECT_EQ(status.code(), StatusCode::invalid_argument);
+    EXPECT_NE(status.message().find(packed ? "derived.packed must have" : "derived.prepared must have"),
+              std::string::npos)
+        << status.message();
+  }
+}
+
 TEST_P(PairsTest, EveryConfigurationComputesTheSame) {
   for (const char* config : {"panels=1 splits=1", "panels=3 splits=2", "panels=2 splits=7"}) {
     const Force force(GetParam() + "," + GetParam() + "_grad_input_columns(" + config + ")");

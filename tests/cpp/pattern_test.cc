@@ -3,6 +3,11 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
+#include <utility>
+
+#include "product_checks.h"
+
 namespace rarefy {
 namespace {
 
@@ -29,6 +34,65 @@ TEST(PatternTest, ListsItsBlocksByColumnToo) {
   EXPECT_EQ(std::vector(plan.ccol, plan.ccol + 4), (std::vector<std::int32_t>{0, 2, 2, 4}));
   EXPECT_EQ(std::vector(plan.row, plan.row + 4), (std::vector<std::int32_t>{0, 2, 0, 1}));
   EXPECT_EQ(std::vector(plan.perm, plan.perm + 4), (std::vector<std::int32_t>{0, 3, 1, 2}));
+}
+
+// A row plan is the first part of the plan, on any number of threads, of either width of indices.
+TEST(PatternTest, RowPlansAreTheFirstPart) {
+  ThreadPool pool(3);
+  const Pattern pattern = test::make_problem({1, 900, 700, 1, 1, 0.3}).pattern;
+  const std::vector<std::int64_t> wide(pattern.col_indices().begin(), pattern.col_indices().end());
+  std::vector<std::int32_t> words(static_cast<std::size_t>(row_plan_size(pattern.shape())));
+  const std::span<const std::int32_t> want = pattern.plan().first(words.size());
+  for (const Executor& executor : {Executor{}, pool.executor()}) {
+    for (const bool of_wide : {false, true}) {
+      std::fill(words.begin(), words.end(), -7);
+      const std::span<const std::int32_t> crow = pattern.crow_indices();
+      test::expect_ok(
+          of_wide ? build_row_plan("test", pattern.shape(), crow, wide, words, executor)
+                  : build_row_plan("test", pattern.shape(), crow, pattern.col_indices(), words, executor));
+      EXPECT_TRUE(std::equal(words.begin(), words.end(), want.begin()));
+    }
+  }
+  const auto view = view_row_plan("test", pattern.shape(), words);
+  ASSERT_TRUE(view.ok());
+  EXPECT_EQ(view->crow[900], pattern.shape().nnzb);
+  EXPECT_EQ(view->perm, nullptr);
+  EXPECT_NE(view_row_plan("test", pattern.shape(), pattern.plan())->perm, nullptr);
+  EXPECT_FALSE(view_plan("test", pattern.shape(), words).ok());
+  words[0] = 1;
+  EXPECT_FALSE(view_row_plan("test", pattern.shape(), words).ok());
+}
+
+// Every kind of damage, at every place of a few tasks' worth of indices, with the message of build_plan.
+TEST(PatternTest, RowPlansAreCheckedAsPlans) {
+  const Pattern pattern = test::make_problem({1, 900, 700, 1, 1, 0.3}).pattern;
+  const BsrShape& shape = pattern.shape();
+  const std::span<const std::int32_t> crow = pattern.crow_indices();
+  std::vector<std::int32_t> col(pattern.col_indices().begin(), pattern.col_indices().end());
+  std::vector<std::int32_t> rows(static_cast<std::size_t>(row_plan_size(shape)));
+  std::vector<std::int32_t> whole(static_cast<std::size_t>(plan_size(shape)));
+  std::size_t refused = 0;
+  for (std::size_t e = 0; e < col.size(); e += e % 7 == 0 ? 1 : 997) {
+    for (const std::int32_t wrong : {-1, 700, e > 0 ? col[e - 1] : 0, col[e] + 1}) {
+      const std::int32_t right = std::exchange(col[e], wrong);
+      const Status got = build_row_plan("test", shape, crow, col, rows);
+      EXPECT_EQ(got.message(), build_plan("test", shape, crow, col, whole).message()) << e << ' ' << wrong;
+      refused += got.ok() ? 0 : 1;
+      col[e] = right;
+    }
+  }
+  EXPECT_GT(refused, 400U);
+  std::vector<std::int64_t> wide(col.begin(), col.end());
+  wide[5] += std::int64_t{1} << 32;
+  EXPECT_FALSE(build_row_plan("test", shape, crow, wide, rows).ok());
+  EXPECT_FALSE(build_row_plan("test", shape, crow.first(900), col, rows).ok());
+  EXPECT_FALSE(build_row_plan("test", shape, crow, col, whole).ok());
+  for (const std::size_t i : {std::size_t{0}, std::size_t{450}, std::size_t{900}}) {
+    std::vector<std::int32_t> starts(crow.begin(), crow.end());
+    starts[i] += 1000;
+    EXPECT_EQ(build_row_plan("test", shape, starts, col, rows).message(),
+              build_plan("test", shape, starts, col, whole).message());
+  }
 }
 
 TEST(PatternTest, AnEmptyMatrixHasDensityZero) {

@@ -66,6 +66,63 @@ std::vector<double> multiply(const Matrix& a, const Matrix& b) {
   return c;
 }
 
+// By the order of a whole plan and by sorting a row plan, on one thread and on three, rectangular and ragged,
+// with rows that are longer and shorter than a stripe's run.
+TEST(TransposeTest, MovesEveryElement) {
+  ThreadPool pool(3);
+  struct Case {
+    std::int64_t rows, cols, r, c;
+    double density;
+  };
+  for (const Case& q : {Case{700, 900, 1, 1, 0.3},
+                        {900, 700, 1, 1, 0.01},
+                        {3000, 1500, 1, 1, 0.05},
+                        {65, 43, 4, 3, 0.5},
+                        {64, 48, 8, 8, 1.0},
+                        {5, 6, 1, 1, 0.0}}) {
+    for (const DType dtype : {DType::f64, DType::f32, DType::bf16, DType::i8}) {
+      const Matrix a(q.rows, q.cols, q.r, q.c, dtype, 3, q.density);
+      const BsrShape& s = a.shape();
+      const PlanView whole = a.view().plan;
+      for (const PlanView& plan : {whole, PlanView{s, whole.crow, whole.col}}) {
+        for (const Executor& executor : {Executor{}, pool.executor()}) {
+          const BsrShape turned{s.cols, s.rows, s.block_cols, s.block_rows, s.nnzb};
+          std::vector<std::int32_t> words(static_cast<std::size_t>(row_plan_size(turned)));
+          std::vector<std::byte> moved(a.values.size());
+          const auto bytes = static_cast<int>(size_of(dtype));
+          expect_ok(transpose("test", plan, a.values.data(), bytes, words, moved.data(), executor));
+          const PlanView got = *view_row_plan("test", turned, words);
+          // As a weight whose elements are those of `a` at their places.
+          const std::vector<double> values = decode(moved, dtype);
+          std::vector<double> dense(a.dense.size());
+          for (std::int64_t i = 0; i < turned.row_count(); ++i) {
+            for (std::int32_t e = got.crow[i]; e < got.crow[i + 1]; ++e) {
+              EXPECT_TRUE(e == got.crow[i] || got.col[e] > got.col[e - 1]);
+              for (std::int64_t b = 0; b < turned.block_size(); ++b) {
+                const std::int64_t k = i * turned.block_rows + b / turned.block_cols;
+                const std::int64_t n = got.col[e] * turned.block_cols + b % turned.block_cols;
+                if (k >= s.cols || n >= s.rows) continue;
+                dense[static_cast<std::size_t>(n * s.cols + k)] =
+                    values[static_cast<std::size_t>(e * turned.block_size() + b)];
+              }
+            }
+          }
+          EXPECT_EQ(dense, a.dense) << q.rows << 'x' << q.cols << ' ' << name(dtype);
+        }
+      }
+    }
+  }
+}
+
+TEST(TransposeTest, RefusesOtherSizes) {
+  const Matrix a(6, 8, 2, 2, DType::f32, 3);
+  std::vector<std::int32_t> words(3);
+  std::vector<std::byte> moved(a.values.size());
+  EXPECT_FALSE(transpose("test", a.view().plan, a.values.data(), 4, words, moved.data()).ok());
+  words.resize(static_cast<std::size_t>(row_plan_size({8, 6, 2, 2, a.shape().nnzb})));
+  EXPECT_FALSE(transpose("test", a.view().plan, a.values.data(), 3, words, moved.data()).ok());
+}
+
 constexpr DType kFloats[] = {DType::f64, DType::f32, DType::bf16, DType::f16};
 
 // Sums of small integers are exact in every dtype's sums; ragged edges, blocks of single elements, long rows.

@@ -320,7 +320,7 @@ GROUPS = [
     ),
     (
         "src/core/products.cc",
-        ("cpp:Select*:AddAKernel*:BadInput*:*PackedInTheCall*", BAD, PRODUCTS, *ALL),
+        ("cpp:Select*:AddAKernel*:BadInput*:*PackedInTheCall*:*DerivedData*", BAD, PRODUCTS, *ALL),
         [
             ("  if (given.bytes >= bytes) return {};", ""),
             ("  if (given.bytes >= bytes) return {};", "  if (given.bytes > 0) return {};"),
@@ -329,6 +329,7 @@ GROUPS = [
             (
                 "  if (y.rows == 0 || y.cols == 0) return {};\n  Alignment in, out;\n  in.add(x);\n  in.add(w.values);",
                 "  Alignment in, out;\n  in.add(x);\n  in.add(w.values);",
+                {"alive": "kernels compute nothing of no outputs; their choice is saved"},
             ),
             ("derived.packed == nullptr) return status;", "derived.packed != nullptr) return status;"),
             ("    call.derived.prepared = memory;\n", ""),
@@ -338,7 +339,11 @@ GROUPS = [
             ("  call.workspace = memory + made.bytes();\n", ""),
             ("choice->derived.key == call.derived.key;", "call.derived.key != 0;"),
             ("kernel.derives() && kernel.unheld == Unheld::refused", "kernel.unheld == Unheld::refused"),
-            ("kernel.derives() && kernel.unheld == Unheld::refused", "false"),
+            (
+                "kernel.derives() && kernel.unheld == Unheld::refused",
+                "false",
+                {"alive": "no row of the CPU refuses; with a forced configuration CUDA's would"},
+            ),
             ("    call.derived = {};\n    problem.derived = 0;\n", "    problem.derived = 0;\n"),
             ("    call.derived = {};\n    problem.derived = 0;\n", "    call.derived = {};\n"),
             ("held, call.derived.packed != nullptr);", "held, held);"),

@@ -410,15 +410,58 @@ def test_another_pattern_is_refused_unless_the_weight_lets_it_in(density):
 
 
 @pytest.mark.parametrize("block", [(1, 1), (2, 3)])
-def test_the_plan_of_a_transposed_pattern_is_one_that_is_made_for_it(device, block):
+def test_transposed_patterns_are_those_that_are_made_for_it(device, block):
     mask = torch.rand(7, 9) < 0.4
     shape = (7 * block[0] - block[0] // 2, 9 * block[1])
-    pattern = BsrPattern.from_mask(mask, shape=shape, block_shape=block, device=device)
-    got, order = pattern.transposed()
+    sizes = {"shape": shape, "block_shape": block}
+    pattern = BsrPattern.from_mask(mask, **sizes, device=device)
     want = BsrPattern.from_mask(
         mask.T.contiguous(), shape=shape[::-1], block_shape=block[::-1], device=device
     )
+    got, order = pattern.transposition()
     assert torch.equal(got.plan, want.plan)
     assert torch.equal(pattern.positions()[order.long()] // 9, got.indices()[1].long())
-    assert pattern.transposed()[0] is got
-    assert got.transposed()[0] == pattern
+    assert pattern.transposition()[0] is got
+    assert got.transposition()[0] == pattern
+    values = torch.randn(pattern.nnzb, *block, device=device)
+    one_by_one = BsrPattern.by_rows(*pattern.indices(), **sizes) if device == "cpu" else pattern
+    for known in (pattern, one_by_one):
+        other, moved = known.transposed(values)
+        assert other == want
+        assert torch.equal(other.plan, want.plan)
+        assert torch.equal(moved, values[order.long()].mT)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_row_plans_are_the_first_part_of_plans(dtype):
+    pattern = BsrPattern.from_mask(torch.rand(300, 500) < 0.3, shape=(600, 500), block_shape=(2, 1))
+    crow, col = (index.to(dtype) for index in pattern.indices())
+    rows = BsrPattern.by_rows(crow, col, shape=(600, 500), block_shape=(2, 1))
+    assert "plan" not in rows.__dict__
+    assert torch.equal(rows.row_plan, pattern.plan[: len(rows.row_plan)])
+    assert len(rows.row_plan) == 8 + len(crow) + len(col)
+    assert rows == pattern
+    assert torch.equal(pickle.loads(pickle.dumps(rows)).plan, pattern.plan)
+    assert torch.equal(rows.plan, pattern.plan)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda crow, col: col.__setitem__(1, col[0].item()),
+        lambda crow, col: col.__setitem__(slice(0, 2), col[:2].flip(0)),
+        lambda crow, col: col.__setitem__(0, -1),
+        lambda crow, col: col.__setitem__(-1, 500),
+        lambda crow, col: col.__setitem__(5, 2**32 + col[5].item()),
+        lambda crow, col: crow.__setitem__(0, 1),
+        lambda crow, col: crow.__setitem__(-1, len(col) - 1),
+        lambda crow, col: crow.__setitem__(3, crow[5].item()),
+    ],
+)
+def test_row_plans_are_refused_where_plans_are(damage):
+    pattern = BsrPattern.from_mask(torch.rand(300, 500) < 0.3, shape=(300, 500), block_shape=(1, 1))
+    crow, col = (index.long() for index in pattern.indices())
+    damage(crow, col)
+    assert BsrPattern.by_rows(crow, col, shape=(300, 500), block_shape=(1, 1)) is None
+    with pytest.raises(ValueError, match="must"):
+        BsrPattern(crow, col, shape=(300, 500), block_shape=(1, 1))

@@ -54,6 +54,7 @@ class SparseMatrix:
     indices: Tensor
     indptr: Tensor
     pattern: BsrPattern
+    _keeps = True  # what kernels derive of it, for the products to come
 
     def __init__(
         self,
@@ -101,12 +102,18 @@ class SparseMatrix:
         if len(indices) != len(data):
             fail(op, f"indices must have {len(data)} elements, as many as data", len(indices))
         self._slot = self._order = None
-        if self.check != "trusted":
-            self._check_ranges(columns)
-        if self.check != "trusted" and not _ascends(indices, indptr):
-            self._sort(rows, columns)
+        sizes = {"shape": tuple(self.shape), "block_shape": (r, c)}
+        pattern = BsrPattern.by_rows(indptr, indices, **sizes) if data.device.type == "cpu" else None
+        if pattern is not None:
+            self.pattern = pattern
+        elif self.check == "trusted":
+            self.pattern = BsrPattern(indptr, indices, **sizes, op=op)
         else:
-            self.pattern = BsrPattern(indptr, indices, shape=tuple(self.shape), block_shape=(r, c), op=op)
+            self._check_ranges(columns)
+            if _ascends(indices, indptr):
+                self.pattern = BsrPattern(indptr, indices, **sizes, op=op)
+            else:
+                self._sort(rows, columns)
         if self.pattern.is_padded and self.check != "trusted":
             check_padding(op, self.blocks().detach(), self.pattern)
         self._read = self._versions()
@@ -217,7 +224,9 @@ class SparseMatrix:
 
     def derived(self, x: Tensor, blocks: Tensor) -> Derived | tuple[()]:
         """What kernels for x want of this matrix beside values and plan, as a weight holds it."""
-        if self._slot is not None or not x.dtype.is_floating_point or not blocks.is_floating_point():
+        if not self._keeps or self._slot is not None:
+            return ()
+        if not x.dtype.is_floating_point or not blocks.is_floating_point():
             return ()
         kept = self._kept.get(x.dtype)
         if kept is None:
@@ -301,10 +310,10 @@ def as_matrix(
         if value.ndim != 2:
             fail(op, f"{name} must be a matrix without batch dimensions", tuple(value.shape))
         arrays = value.values(), value.col_indices(), value.crow_indices()
-        return SparseMatrix(*arrays, shape=tuple(value.shape), check=check, op=op)
+        return _passing(*arrays, shape=tuple(value.shape), check=check, op=op)
     if getattr(value, "format", None) in ("csr", "bsr") and hasattr(value, "indptr"):
         shape = tuple(int(size) for size in value.shape)
-        return SparseMatrix(value.data, value.indices, value.indptr, shape=shape, check=check, op=op)
+        return _passing(value.data, value.indices, value.indptr, shape=shape, check=check, op=op)
     if not isinstance(value, tuple | list) or len(value) != 3:
         requirement = (
             f"{name} must be a SparseMatrix, a SparseWeight, (data, indices, indptr), or a CSR or BSR matrix "
@@ -318,4 +327,11 @@ def as_matrix(
     if columns is None:
         columns = (int(indices.max()) + 1) * c if len(indices) else 0
     shape = (max(0, len(indptr) - 1) * r, columns)
-    return SparseMatrix(data, indices, indptr, shape=shape, check=check, op=op)
+    return _passing(data, indices, indptr, shape=shape, check=check, op=op)
+
+
+def _passing(*arrays: Any, **options: Any) -> SparseMatrix:
+    """A matrix for one call, which derives nothing that only later calls would gain by."""
+    matrix = SparseMatrix(*arrays, **options)
+    matrix._keeps = False
+    return matrix

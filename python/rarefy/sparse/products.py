@@ -77,7 +77,7 @@ def _linear(op: str, matrix: SparseMatrix, x: Tensor, bias: Tensor | None, activ
             fail(op, "integers must be on the CPU", x.device, TypeError)
         bias = None if bias is None else bias.contiguous()
         rows = x.reshape(-1, k).contiguous()
-        y = _integers(rows, blocks, matrix.pattern.plan, bias, [n, k, *matrix.block_shape], activation)
+        y = _integers(rows, blocks, matrix.pattern.row_plan, bias, [n, k, *matrix.block_shape], activation)
         return y.reshape(*x.shape[:-1], n)
     if not blocks.is_floating_point():
         fail(op, f"data must be of the dtype of x, {x.dtype}", blocks.dtype, TypeError)
@@ -85,7 +85,10 @@ def _linear(op: str, matrix: SparseMatrix, x: Tensor, bias: Tensor | None, activ
         bias = check_tensor(op, "bias", bias).contiguous()
     derived = matrix.derived(x, blocks)
     fused = {} if activation == NONE else {"activation": activation}
-    return ops.bsr_linear(x, blocks, matrix.pattern.plan, bias, n, k, *derived, **fused)
+    recorded = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, blocks, bias))
+    by_rows = matrix.block_shape[1] <= matrix.block_shape[0] and not recorded
+    plan = matrix.pattern.row_plan if by_rows else matrix.pattern.plan
+    return ops.bsr_linear(x, blocks, plan, bias, n, k, *derived, **fused)
 
 
 def spmm(a: Any, b: Tensor, *, check: str = "once") -> Tensor:
@@ -188,7 +191,7 @@ def _pattern_of_product(a: SparseMatrix, b: SparseMatrix) -> BsrPattern:
     op = "sparse_matmul"
     if a.block_shape[1] != b.block_shape[0]:
         fail(op, f"blocks of b must have {a.block_shape[1]} rows, as those of a have columns", b.block_shape)
-    arrays = _product_pattern(a.pattern.plan, _sizes(a.pattern), b.pattern.plan, _sizes(b.pattern))
+    arrays = _product_pattern(a.pattern.row_plan, _sizes(a.pattern), b.pattern.row_plan, _sizes(b.pattern))
     crow, col = (array.view(torch.int32) for array in arrays)
     shape, block = (a.shape[0], b.shape[1]), (a.block_shape[0], b.block_shape[1])
     return BsrPattern(crow, col, shape=shape, block_shape=block, op=op)
@@ -213,9 +216,8 @@ class _SampledProduct(torch.autograd.Function):
         ctx.patterns = patterns
         ctx.save_for_backward(a, b)
         pa, pb, pc = patterns
-        return _sampled_product(
-            a.contiguous(), pa.plan, _sizes(pa), b.contiguous(), pb.plan, _sizes(pb), pc.plan, _sizes(pc)
-        )
+        operands = [(t.contiguous(), p.row_plan, _sizes(p)) for t, p in ((a, pa), (b, pb))]
+        return _sampled_product(*operands[0], *operands[1], pc.row_plan, _sizes(pc))
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None]:

@@ -38,7 +38,7 @@ class _Softmax(torch.autograd.Function):
     def forward(ctx: Any, blocks: Tensor, pattern: BsrPattern) -> Tensor:
         ctx.pattern = pattern
         if blocks.device.type == "cpu":
-            p = _softmax(blocks.contiguous(), pattern.plan, [*pattern.shape, *pattern.block_shape])
+            p = _softmax(blocks.contiguous(), pattern.row_plan, [*pattern.shape, *pattern.block_shape])
         else:
             p = _softmax_by_reductions(blocks, pattern)
         ctx.save_for_backward(p)
@@ -49,7 +49,7 @@ class _Softmax(torch.autograd.Function):
         (p,) = ctx.saved_tensors
         if not torch.is_grad_enabled() and p.device.type == "cpu":
             sizes = [*ctx.pattern.shape, *ctx.pattern.block_shape]
-            return _softmax_gradient(p, gradient.contiguous(), ctx.pattern.plan, sizes), None
+            return _softmax_gradient(p, gradient.contiguous(), ctx.pattern.row_plan, sizes), None
         product = p * gradient
         rows = ctx.pattern.block_rows()
         sums = product.new_zeros((ctx.pattern.grid[0], p.shape[1])).index_add(0, rows, product.sum(2))

@@ -15,8 +15,11 @@ from .matrix import SparseMatrix, as_matrix, as_tensor
 
 
 def transposed(values: Tensor, pattern: BsrPattern) -> tuple[Tensor, BsrPattern]:
-    """Values, (nnz,) or (nnzb, R, C), and pattern of the transposed matrix."""
-    other, order = pattern.transposed()
+    """Values, (nnz,) or (nnzb, R, C), and pattern of the transposed matrix; differentiable."""
+    if not values.requires_grad or not torch.is_grad_enabled():
+        other, moved = pattern.transposed(values)
+        return moved, other
+    other, order = pattern.transposition()
     moved = values.index_select(0, order)
     return (moved if moved.ndim == 1 else moved.transpose(1, 2).contiguous()), other
 
@@ -24,8 +27,8 @@ def transposed(values: Tensor, pattern: BsrPattern) -> tuple[Tensor, BsrPattern]
 def sparse_transpose(a: Any, *, check: str = "once") -> SparseMatrix:
     """Return aᵀ: (K, N) for a of (N, K), blocks (C, R) for blocks (R, C); rectangular too.
 
-    In each row of the result entries keep the order of a's rows. The pattern of the transposed matrix is a
-    part of a's plan. Gradients flow to a's data. `a` and the errors are those of `sparse_dense`'s weight.
+    In each row of the result entries keep the order of a's rows. Gradients flow to a's data.
+    `a` and the errors are those of `sparse_dense`'s weight.
     """
     matrix = as_matrix("sparse_transpose", "a", a, check=check)
     return SparseMatrix.on_pattern(*transposed(matrix.values(), matrix.pattern))
