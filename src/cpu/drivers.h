@@ -97,6 +97,11 @@ inline char* at(const MutableMatrixView& m, std::int64_t row, std::int64_t col) 
   return const_cast<char*>(at(static_cast<const MatrixView&>(m), row, col));
 }
 
+// Terms of a part of a sum (kernels.h).
+inline std::int32_t part_terms(const Problem& p) {
+  return p.op != Op::grad_input && p.tokens <= kFewTokens ? kFewPartTerms : kPartTerms;
+}
+
 // `count` elements of the bias as float; −0 becomes +0, as if it were added to sums that start at 0.
 inline void unpack_bias(const Kernels& kernels, DType dtype, const void* bias, std::int64_t count,
                         float* to) {

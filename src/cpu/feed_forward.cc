@@ -15,7 +15,7 @@ class FloatMultiply {
   using Element = float;
   static constexpr bool kInPlace = true;
 
-  explicit FloatMultiply(const Kernels& kernels) : k_(kernels) {}
+  FloatMultiply(const Kernels& kernels, const Problem& p) : k_(kernels), part_terms_(part_terms(p)) {}
 
   void pack(const MatrixView& x, std::int64_t first, std::int32_t rows, std::int64_t features,
             std::int64_t lanes, float* to) const {
@@ -29,11 +29,12 @@ class FloatMultiply {
                float* unpacked) const {
     const float* start = p.start == nullptr ? nullptr : p.start + std::int64_t{p.out_begin} * p.w.out_block;
     k_.gather({p.w, p.entry_begin, p.entry_end, p.out_begin, p.out_end, in, p.red_begin, sums, start, vectors,
-               unpacked, p.row, p.total, p.total_step});
+               unpacked, part_entries(p.w.red_block, part_terms_), p.row, p.total, p.total_step});
   }
 
  private:
   const Kernels& k_;
+  std::int32_t part_terms_;
 };
 
 // Cycles to activate one hidden feature of a token: an exponential, a division, a polynomial.

@@ -132,7 +132,7 @@ class FeedForwardDriver {
  public:
   FeedForwardDriver(const Kernels& kernels, const Call& call, const FeedForwardCut& cut)
       : k_(kernels),
-        multiply_(kernels),
+        multiply_(kernels, call.problem),
         call_(call),
         layers_(*call.layers),
         cut_(cut),

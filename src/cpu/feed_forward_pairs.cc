@@ -136,7 +136,7 @@ class Network {
               std::uint16_t* to) const {
     if (begin == end) return;
     const PairsShape& s = shapes_.up;
-    const bool by_token = s.source == PairSource::tokens;
+    const bool by_token = s.by_token();
     pack_panels(k_, s, call_.x, set.first, set.tokens, own.x, s.panel_size());
     const MutableMatrixView& save = call_.save.up;
     find_unfinished(k_, s, own.x, s.panel_size(), set.tokens, own.unfinished);
@@ -163,7 +163,7 @@ class Network {
     for (std::int64_t m = 0; m < set.tokens; m += kPanelTokens) {
       std::uint16_t* panel = to + m / kPanelTokens * shapes_.hidden;
       std::uint16_t* rest = panel + s.out_features() * kPanelTokens;
-      if (shapes_.down.source == PairSource::tokens && s.out_features() % kGroup != 0) {  // half of a group
+      if (shapes_.down.by_token() && s.out_features() % kGroup != 0) {  // half of a group
         rest -= kTileSize;
         for (std::int64_t t = 0; t < kPanelTokens; ++t)
           std::fill_n(rest + t * kGroup + kTileRows, kTileRows, 0);
@@ -176,20 +176,9 @@ class Network {
   // Block rows begin … end of y for a set.
   void out(const Set& set, const Memory::Own& own, std::int64_t begin, std::int64_t end,
            const std::uint16_t* in) const {
-    const std::int64_t block_rows = shapes_.down.out_block;
     find_unfinished(k_, shapes_.down, in, shapes_.hidden, set.tokens, own.unfinished);
     down_.multiply(in, shapes_.hidden, set.tokens, own.unfinished, begin, end, own.gathered, own.sums,
-                   [&](std::int64_t m, std::int32_t rows, std::int64_t from, std::int64_t count,
-                       const float* sums, const PairsPlace& next) {
-                     const auto to = [&](std::int64_t token, std::int64_t output) {
-                       return reinterpret_cast<std::uint16_t*>(at(call_.out, set.first + token, output));
-                     };
-                     std::uint16_t* y = to(m, from);
-                     k_.store({sums, shapes_.down.source == PairSource::tokens, memory_.down_bias + from,
-                               Activation::none, y, call_.out.row_stride, rows,
-                               static_cast<std::int32_t>(std::min(count, call_.out.cols - from)),
-                               next.output < end * block_rows ? to(next.token, next.output) - y : 0});
-                   });
+                   down_.storing(call_.out, set.first, end, memory_.down_bias, Activation::none));
   }
 
   const PairKernels& k_;

@@ -11,7 +11,8 @@ namespace rarefy::cpu {
 enum class Spread : std::uint8_t {
   whole,   // C is a multiple of the width: a vector of one row of the block, and as many of X
   repeat,  // C = N divides the width: N elements of X, once for each row of the block in the vector
-  group,  // N × 1 blocks, N divides the width: several entries, and each one's element of X for all its rows
+  group,   // R × C = Size divides the width: several entries, and each one's C = N elements of X for all its
+           // rows
 };
 
 // The entries of one block row, values already float.
@@ -29,93 +30,114 @@ struct FewRow {
 
 inline constexpr std::int64_t kFewAhead = 4;  // blocks
 
+// Sums in three levels, so that their errors are no larger than those of a dense product, which has as many
+// lanes for one output as a block of 16×1 has outputs: so many vectors of W make a part, in registers; so
+// many of these are added up beside it; and what comes of that, onto y. Whole vectors have the lanes.
+inline constexpr std::int32_t kFewPart = 16, kFewParts = 8;
+
 // Adds slices first … first + Slices of every entry to y.
-template <class I, Spread kSpread, int N, int Slices, int Tokens>
+template <class I, Spread kSpread, int Size, int N, int Slices, int Tokens>
 void few_slices(const FewRow& row, int first) {
   constexpr int w = I::kWidth;
-  constexpr int entries = kSpread == Spread::group ? w / N : 1;  // of a vector
+  constexpr int entries = kSpread == Spread::group ? w / Size : 1;  // of a vector
+  constexpr bool kParts = kSpread != Spread::whole;
   Vec<I> sum[Slices][Tokens];
   std::int64_t offset[Slices];
-#pragma GCC unroll 16
-  for (int s = 0; s < Slices; ++s) {
-    offset[s] = static_cast<std::int64_t>(first + s) * w % row.red_block;
-#pragma GCC unroll 16
-    for (int m = 0; m < Tokens; ++m) sum[s][m] = I::zero();
-  }
-  const float* values = row.values + static_cast<std::int64_t>(first) * w;
-  std::int32_t e = 0;
-  for (; e + entries <= row.count; e += entries, values += entries * row.block_size) {
-    const float* x = row.x + static_cast<std::int64_t>(row.index[e]) * row.red_block;
-    Vec<I> xv[Tokens];
-#pragma GCC unroll 16
-    for (int m = 0; m < Tokens; ++m) {
-      if constexpr (kSpread == Spread::repeat) xv[m] = I::template repeat<N>(x + m * row.x_stride);
-      if constexpr (kSpread == Spread::group)
-        xv[m] = I::template group<N>(row.x + m * row.x_stride, row.index + e);
-    }
+  const auto each = [&](auto f) {
 #pragma GCC unroll 16
     for (int s = 0; s < Slices; ++s) {
-      const Vec<I> wv = I::load(values + s * w);
-      // A pass over some slices of each block is no stream that the hardware follows.
-      if constexpr (Slices > 1) __builtin_prefetch(values + s * w + kFewAhead * row.block_size);
+#pragma GCC unroll 16
+      for (int m = 0; m < Tokens; ++m) f(s, m);
+    }
+  };
+  for (int s = 0; s < Slices; ++s) offset[s] = static_cast<std::int64_t>(first + s) * w % row.red_block;
+  const float* values = row.values + static_cast<std::int64_t>(first) * w;
+  const std::int32_t whole = row.count - row.count % entries;
+  alignas(64) float total[Slices][Tokens][w];  // of the parts before
+  each([&](int s, int m) {
+    sum[s][m] = I::zero();
+    if (kParts) I::store(total[s][m], I::zero());
+  });
+  std::int32_t e = 0;
+  for (;;) {
+    constexpr std::int32_t kFull = kFewPart * entries;
+    const std::int32_t stop = kParts && whole - e > kFull ? e + kFull : whole;
+    for (; e != stop; e += entries, values += entries * row.block_size) {
+      const float* x = row.x + static_cast<std::int64_t>(row.index[e]) * row.red_block;
+      Vec<I> xv[Tokens];
 #pragma GCC unroll 16
       for (int m = 0; m < Tokens; ++m) {
-        if constexpr (kSpread == Spread::whole) xv[m] = I::load(x + m * row.x_stride + offset[s]);
-        sum[s][m] = I::fma(wv, xv[m], sum[s][m]);
+        if constexpr (kSpread == Spread::repeat) xv[m] = I::template repeat<N>(x + m * row.x_stride);
+        if constexpr (kSpread == Spread::group)
+          xv[m] = I::template group<Size, N>(row.x + m * row.x_stride, row.index + e);
+      }
+#pragma GCC unroll 16
+      for (int s = 0; s < Slices; ++s) {
+        const Vec<I> wv = I::load(values + s * w);
+        // A pass over some slices of each block is no stream that the hardware follows.
+        if constexpr (Slices > 1) __builtin_prefetch(values + s * w + kFewAhead * row.block_size);
+#pragma GCC unroll 16
+        for (int m = 0; m < Tokens; ++m) {
+          if constexpr (kSpread == Spread::whole) xv[m] = I::load(x + m * row.x_stride + offset[s]);
+          sum[s][m] = I::fma(wv, xv[m], sum[s][m]);
+        }
       }
     }
+    if (!kParts || stop == whole) break;
+    each([&](int s, int m) {
+      I::store(total[s][m], I::add(I::load(total[s][m]), sum[s][m]));
+      sum[s][m] = I::zero();
+    });
   }
   if constexpr (kSpread == Spread::group) {  // the rest is less than a group: 0 beside it, on both sides
     const std::int32_t rest = row.count - e;
     if (rest > 0) {
-      const Vec<I> wv = load_part<I>(Storage::f32, values, 0, rest * N);
+      const Vec<I> wv = load_part<I>(Storage::f32, values, 0, rest * Size);
       for (int m = 0; m < Tokens; ++m) {
         float spread[w] = {};
-        for (int i = 0; i < rest * N; ++i) spread[i] = row.x[m * row.x_stride + row.index[e + i / N]];
+        for (int i = 0; i < rest * Size; ++i) {
+          spread[i] = row.x[m * row.x_stride + row.index[e + i / Size] * std::int64_t{N} + i % N];
+        }
         sum[0][m] = I::fma(wv, I::load(spread), sum[0][m]);
       }
     }
   }
+  if (kParts) each([&](int s, int m) { sum[s][m] = I::add(I::load(total[s][m]), sum[s][m]); });
   for (int m = 0; m < Tokens; ++m) {
     float* y = row.y + m * row.y_stride;
     for (int s = 0; s < Slices; ++s) {
       if constexpr (kSpread == Spread::whole) {
         y[static_cast<std::int64_t>(first + s) * w / row.red_block] += I::sum(sum[s][m]);
+      } else if constexpr (kSpread == Spread::repeat && N == 1) {
+        float* to = y + static_cast<std::int64_t>(first + s) * w;
+        I::store(to, I::add(I::load(to), sum[s][m]));
       } else {
         float lane[w];
         I::store(lane, sum[s][m]);
-        constexpr int rows = kSpread == Spread::group ? N : w / N;
-        for (int i = 0; i < w; ++i) {
-          y[(first + s) * rows + (kSpread == Spread::group ? i % N : i / N)] += lane[i];
-        }
+        constexpr int rows = kSpread == Spread::group ? 0 : w / N;  // of a slice
+        for (int i = 0; i < w; ++i)
+          y[(first + s) * rows + i % (kSpread == Spread::group ? Size : w) / N] += lane[i];
       }
     }
   }
 }
 
 // All slices of a block row, as many at a time as leave sums in registers.
-template <class I, Spread kSpread, int N, int Tokens>
+template <class I, Spread kSpread, int Size, int N, int Tokens>
 void few_row(const FewRow& row) {
-  if constexpr (kSpread == Spread::group) {
-    few_slices<I, kSpread, N, 1, Tokens>(row, 0);
-  } else {
-    const auto slices = static_cast<int>(row.block_size / I::kWidth);
-    int s = 0;
-    constexpr int most = I::kRegisters / 2 / Tokens;
-    if constexpr (most >= 16) {
-      for (; s + 16 <= slices; s += 16) few_slices<I, kSpread, N, 16, Tokens>(row, s);
-    }
-    if constexpr (most >= 8) {
-      for (; s + 8 <= slices; s += 8) few_slices<I, kSpread, N, 8, Tokens>(row, s);
-    }
-    if constexpr (most >= 4) {
-      for (; s + 4 <= slices; s += 4) few_slices<I, kSpread, N, 4, Tokens>(row, s);
-    }
-    for (; s < slices; ++s) few_slices<I, kSpread, N, 1, Tokens>(row, s);
-  }
+  const auto slices = kSpread == Spread::group ? 1 : static_cast<int>(row.block_size / I::kWidth);
+  int s = 0;
+  const auto step = [&]<int Slices>() {
+    for (; s + Slices <= slices; s += Slices) few_slices<I, kSpread, Size, N, Slices, Tokens>(row, s);
+  };
+  constexpr int most = kSpread == Spread::group ? 1 : I::kRegisters / 2 / Tokens;
+  if constexpr (most >= 16) step.template operator()<16>();
+  if constexpr (most >= 8) step.template operator()<8>();
+  if constexpr (most >= 4) step.template operator()<4>();
+  step.template operator()<1>();
 }
 
-template <class I, Spread kSpread, int N, int Tokens>
+template <class I, Spread kSpread, int Size, int N, int Tokens>
 void few_rows(const FewTask& task) {
   const SparseOperand& w = task.w;
   FewRow row{};
@@ -125,47 +147,66 @@ void few_rows(const FewTask& task) {
   row.x_stride = task.x_stride;
   row.y = task.y;
   row.y_stride = task.y_stride;
-  const std::int64_t chunk = w.block_size < kUnpacked ? kUnpacked / w.block_size : 1;
-  constexpr std::int32_t part = kPartTerms * (kSpread == Spread::group ? I::kWidth / N : 1);  // of a lane
+  constexpr std::int32_t most =
+      kSpread == Spread::whole ? kPartTerms
+                               : kFewParts * kFewPart * (kSpread == Spread::group ? I::kWidth / Size : 1);
+  std::int64_t fit = w.block_size < kUnpacked ? kUnpacked / w.block_size : 1;
+  if (w.storage == Storage::f32 || fit > most) fit = most;
   for (std::int32_t o = task.begin; o < task.end; ++o, row.y += w.out_block) {
     const std::int32_t end = task.entry_begin[o + 1];
-    std::int32_t e = task.entry_begin[o];
-    for (; e < end; e += row.count) {
+    for (std::int32_t e = task.entry_begin[o]; e < end; e += row.count) {
       row.index = w.index + e;
-      if (w.storage == Storage::f32) {
-        row.values = static_cast<const float*>(w.values) + e * w.block_size;
-        row.count = end - e < part ? end - e : part;
-        few_row<I, kSpread, N, Tokens>(row);
-        continue;
+      row.count = end - e < fit ? end - e : static_cast<std::int32_t>(fit);
+      row.values = static_cast<const float*>(w.values) + e * w.block_size;
+      if (w.storage != Storage::f32) {
+        unpack<I>(w.storage, static_cast<const std::uint16_t*>(w.values) + e * w.block_size,
+                  row.count * w.block_size, task.unpacked);
+        row.values = task.unpacked;
       }
-      row.values = task.unpacked;
-      row.count = end - e < chunk ? end - e : static_cast<std::int32_t>(chunk);
-      unpack<I>(w.storage, static_cast<const std::uint16_t*>(w.values) + e * w.block_size,
-                row.count * w.block_size, task.unpacked);
-      few_row<I, kSpread, N, Tokens>(row);
+      few_row<I, kSpread, Size, N, Tokens>(row);
     }
+  }
+}
+
+// Blocks that fill no vector alone: several at a time.
+template <class I, int Size, int Tokens>
+void few_groups(const FewTask& task) {
+  switch (task.w.red_block) {
+    case 1: return few_rows<I, Spread::group, Size, 1, Tokens>(task);
+    case 2:
+      if constexpr (Size >= 2) return few_rows<I, Spread::group, Size, 2, Tokens>(task);
+      break;
+    case 4:
+      if constexpr (Size >= 4) return few_rows<I, Spread::group, Size, 4, Tokens>(task);
+      break;
+    case 8:
+      if constexpr (Size >= 8) return few_rows<I, Spread::group, Size, 8, Tokens>(task);
+      break;
+    default: break;
   }
 }
 
 template <class I, int Tokens>
 void few_tokens(const FewTask& task) {
-  const std::int32_t rows = task.w.out_block;
-  const std::int32_t cols = task.w.red_block;
-  if (cols == 1 && rows < I::kWidth) {
-    if (rows == 1) return few_rows<I, Spread::group, 1, Tokens>(task);
-    if (rows == 4) return few_rows<I, Spread::group, 4, Tokens>(task);
-    if constexpr (I::kWidth > 8) return few_rows<I, Spread::group, 8, Tokens>(task);
-  }
-  switch (cols) {
-    case 1: return few_rows<I, Spread::repeat, 1, Tokens>(task);
-    case 2: return few_rows<I, Spread::repeat, 2, Tokens>(task);
-    case 4: return few_rows<I, Spread::repeat, 4, Tokens>(task);
+  switch (task.w.block_size) {
+    case 1: return few_groups<I, 1, Tokens>(task);
+    case 2: return few_groups<I, 2, Tokens>(task);
+    case 4: return few_groups<I, 4, Tokens>(task);
+    case 8:
+      if constexpr (I::kWidth > 8) return few_groups<I, 8, Tokens>(task);
+      break;
     default: break;
   }
-  if constexpr (I::kWidth > 8) {
-    if (cols == 8) return few_rows<I, Spread::repeat, 8, Tokens>(task);
+  switch (task.w.red_block) {
+    case 1: return few_rows<I, Spread::repeat, 0, 1, Tokens>(task);
+    case 2: return few_rows<I, Spread::repeat, 0, 2, Tokens>(task);
+    case 4: return few_rows<I, Spread::repeat, 0, 4, Tokens>(task);
+    case 8:
+      if constexpr (I::kWidth > 8) return few_rows<I, Spread::repeat, 0, 8, Tokens>(task);
+      break;
+    default: break;
   }
-  return few_rows<I, Spread::whole, 0, Tokens>(task);
+  return few_rows<I, Spread::whole, 0, 0, Tokens>(task);
 }
 
 template <class I>
@@ -182,9 +223,9 @@ void few(const FewTask& task) {
 template <class I>
 bool few_takes(std::int64_t block_rows, std::int64_t block_cols) {
   constexpr int w = I::kWidth;
-  if (block_cols == 1 && block_rows < w) return block_rows == 1 || block_rows == 4 || block_rows == 8;
-  const bool repeats = block_cols < w && w % block_cols == 0;
-  return (repeats || block_cols % w == 0) && block_rows * block_cols % w == 0;
+  const std::int64_t size = block_rows * block_cols;
+  if (size < w) return w % size == 0;
+  return size % w == 0 && (block_cols % w == 0 || w % block_cols == 0);
 }
 
 }  // namespace rarefy::cpu

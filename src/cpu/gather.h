@@ -152,7 +152,7 @@ void gather_blocks(const GatherTask& task) {
   row.stride = kLayout == Layout::row_major ? w.out_stride : w.red_stride;
   row.x_block = w.red_block * lanes;
   row.x = task.x - task.x_first * row.x_block;
-  const std::int32_t part = part_entries(w.red_block);
+  const std::int32_t part = task.part;
   const std::int64_t chunk = w.block_size < kUnpacked ? kUnpacked / w.block_size : 1;
   const std::int64_t size = w.out_block * lanes;
   float* y = task.y;

@@ -61,8 +61,11 @@ struct SparseOperand {
 // half as many more: the same in every kernel, however the work is cut. 288 leaves the rows of 768 inputs at
 // a density of 0.5 whole; beyond, parts cost 2–3 % of a product (128 terms: 5 %), in scatter up to 6 %.
 inline constexpr std::int32_t kPartTerms = 288;
-static constexpr std::int32_t part_entries(std::int32_t red_block) {
-  return red_block < kPartTerms ? kPartTerms / red_block : 1;
+// Up to kFewTokens tokens a dense product (MKL's on Intel) adds up in 16 lanes and more: there parts are
+// short.
+inline constexpr std::int32_t kFewPartTerms = 24;
+static constexpr std::int32_t part_entries(std::int32_t red_block, std::int32_t terms = kPartTerms) {
+  return red_block < terms ? terms / red_block : 1;
 }
 // What must be left of a row for another part to begin.
 static constexpr std::int32_t least_entries(std::int32_t part) { return (part + 1) / 2; }
@@ -80,6 +83,7 @@ struct GatherTask {
   const float* start;  // of the output features from block `begin` on; null: y itself is the start
   std::int32_t vectors;
   float* unpacked;          // room for max(kUnpacked, block_size) floats, if storage is 16-bit
+  std::int32_t part;        // entries of a part of a sum
   const std::int32_t* row;  // where the entries of each output block begin; the next one's is the end
   float* total;             // full parts of the sums of block `begin`; the next one's are total_step further
   std::int64_t total_step;  // 0 where rows are complete: there the place serves one after the other
@@ -104,7 +108,8 @@ struct ScatterTask {
   float* y;                 // panel of output features, from block y_first on
   std::int32_t y_first;
   std::int32_t vectors;
-  float* unpacked;  // as in GatherTask
+  float* unpacked;    // as in GatherTask
+  std::int32_t part;  // entries of a part of a sum
   // Into `parts`, indexed by reduction block; null if no row has several.
   const std::int32_t* full_begin = nullptr;
   const std::int32_t* full_end = nullptr;

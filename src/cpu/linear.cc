@@ -19,7 +19,8 @@ struct Sizes {
   std::int64_t out_blocks, red_blocks;
   std::int64_t out_block, red_block;
   std::int64_t entries;
-  bool halves;  // W is stored in 16 bits
+  bool halves;        // W is stored in 16 bits
+  std::int32_t part;  // entries of a part of a sum
 
   explicit Sizes(const Problem& p)
       : out_blocks(p.weight.shape.row_count()),
@@ -28,14 +29,15 @@ struct Sizes {
         red_block(p.weight.shape.block_cols),
         entries(p.weight.shape.nnzb),
         halves(p.weight.dtype != DType::f32) {
-    if (p.op == Op::linear) return;
-    std::swap(out_blocks, red_blocks);
-    std::swap(out_block, red_block);
+    if (p.op != Op::linear) {
+      std::swap(out_blocks, red_blocks);
+      std::swap(out_block, red_block);
+    }
+    part = part_entries(static_cast<std::int32_t>(red_block), part_terms(p));
   }
 
-  std::int32_t part() const { return part_entries(static_cast<std::int32_t>(red_block)); }
   // Whether a row can have several parts.
-  bool parted() const { return red_blocks >= part() + least_entries(part()); }
+  bool parted() const { return red_blocks >= part + least_entries(part); }
 };
 
 // The entries of W listed by one of its dimensions: `begin` has one more element than blocks.
@@ -105,7 +107,7 @@ struct Layout {
   static void take_shared(Room& room, const Sizes& s, const Blocking& b, Parts& parts) {
     parts.start = room.take<float>(s.out_blocks * s.out_block);
     if (b.scatter == 0 || !s.parted()) return;
-    parts.full = room.take<FullPart>(s.entries / s.part());
+    parts.full = room.take<FullPart>(s.entries / s.part);
     parts.full_begin = room.take<std::int32_t>(s.red_blocks + 1);
   }
 
@@ -194,7 +196,7 @@ class Task {
           k_.gather({list.w, entry_begin, entry_end, o, stop, parts_.x + s * x_size,
                      static_cast<std::int32_t>(first), parts_.y + at,
                      first == 0 ? parts_.start + std::int64_t{o} * list.w.out_block : nullptr, panel.vectors,
-                     parts_.unpacked, list.begin, parts_.total + at,
+                     parts_.unpacked, p_.sizes.part, list.begin, parts_.total + at,
                      single ? 0 : list.w.out_block * panel.lanes});
           if (last == red_blocks) store(panel, o, stop, parts_.y + at);
         }
@@ -238,7 +240,8 @@ class Task {
                        parts_.y,
                        begin,
                        panel.vectors,
-                       parts_.unpacked};
+                       parts_.unpacked,
+                       p_.sizes.part};
       if (parts_.full_begin != nullptr) {
         restrict(parts_.full, parts_.full_begin, cursors + 2 * piece,
                  [](const FullPart& part, std::int32_t o) { return part.out < o; });
@@ -296,7 +299,7 @@ class Task {
 // Where parts of the sums of output blocks are full: listed by reduction block, and there by output block.
 void list_full_parts(const Product& p, std::int32_t* begin, FullPart* full) {
   const Listing& rows = p.by_output;
-  const std::int32_t part = p.sizes.part();
+  const std::int32_t part = p.sizes.part;
   std::int32_t* end = begin + 1;
   std::fill_n(begin, p.sizes.red_blocks + 1, 0);
   const auto each = [&](auto f) {

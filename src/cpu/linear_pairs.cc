@@ -60,17 +60,7 @@ void run_task(const PairsWeight& w, const Call& call, const Parts& parts, std::i
               s.panel_size());
   find_unfinished(w.kernels, s, parts.panels, s.panel_size(), tokens, parts.unfinished);
   w.multiply(parts.panels, s.panel_size(), tokens, parts.unfinished, begin, end, parts.gathered, parts.sums,
-             [&](std::int64_t m, std::int32_t rows, std::int64_t from, std::int64_t count, const float* sums,
-                 const PairsPlace& next) {
-               const auto to = [&](std::int64_t token, std::int64_t output) {
-                 return reinterpret_cast<std::uint16_t*>(at(call.out, first + token, output));
-               };
-               std::uint16_t* y = to(m, from);
-               w.kernels.store({sums, s.source == PairSource::tokens, parts.bias + from, call.activation, y,
-                                call.out.row_stride, rows,
-                                static_cast<std::int32_t>(std::min(count, call.out.cols - from)),
-                                next.output < end * s.out_block ? to(next.token, next.output) - y : 0});
-             });
+             w.storing(call.out, first, end, parts.bias, call.activation));
   w.kernels.leave();
 }
 

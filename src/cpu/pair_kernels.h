@@ -200,7 +200,7 @@ void multiply_groups(const PairProduct& all, std::int32_t row, std::int32_t rows
 template <class E, int kHalves, PairSource kSource>
 void multiply_slices(const PairProduct& t) {
   constexpr bool kApart = E::kFeatures == 2 && E::kRows > kTileRows && kSource != PairSource::tokens;
-  if (!kApart || t.done.call == nullptr) return multiply_groups<E, kHalves, kSource>(t, 0, t.rows);
+  if (!kApart) return multiply_groups<E, kHalves, kSource>(t, 0, t.rows);
   for (std::int32_t row = 0; row < t.rows; row += E::kRows) {
     multiply_groups<E, kHalves, kSource>(t, row, t.rows - row < E::kRows ? t.rows - row : E::kRows);
   }

@@ -89,7 +89,7 @@ struct PairProduct {
 inline constexpr std::int32_t kChunkSize = 24 * 1024, kChunkReused = 12 * 1024;  // elements of W
 inline constexpr std::int32_t kMostChunk = 24;                                   // groups
 inline constexpr std::int32_t kMostReused = 8;  // where several tiles of outputs read X: 16 KB of L1
-inline constexpr std::int32_t kGatheredGroups = kMostChunk + 2;
+inline constexpr std::int32_t kGatheredGroups = kMostReused + 2;  // and those gathered ahead
 
 // sums[columns[e]][token] += Σ W[o, columns[e]] · dy[o][token] over the rows o of one block row of R×1
 // blocks: stored as they are, [entry][rows], they are rows of a tile.

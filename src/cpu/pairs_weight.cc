@@ -80,9 +80,8 @@ void pack_pairs(const PairsShape& s, const PairsStored& stored, const Executor& 
           std::uint16_t* to = tile_row + (at + i) / kGroup * s.tiles_size();
           for (std::int64_t r = 0; r < s.row_block; ++r) {
             const std::int64_t place =
-                s.source == PairSource::tokens
-                    ? r / kTileRows * kTileSize + column / 2 * 32 + r % kTileRows * 2 + column % 2
-                    : r * kGroup + column;
+                s.by_token() ? r / kTileRows * kTileSize + column / 2 * 32 + r % kTileRows * 2 + column % 2
+                             : r * kGroup + column;
             to[place] = from[r * w.out_stride + i * w.red_stride];
           }
         }

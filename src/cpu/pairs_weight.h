@@ -68,6 +68,7 @@ struct PairsShape {
   // Output blocks that are finished at a time; panels that share weights; the floats of the sums of one.
   std::int64_t finished() const { return out_block < 32 ? kStored / out_block : 1; }
   std::int64_t near() const { return finished() == 1 ? kNear : kNearSums; }
+  bool by_token() const { return source == PairSource::tokens; }
   std::int64_t sums_size() const { return finished() * out_block * kPanelTokens; }
 };
 
@@ -112,6 +113,15 @@ void pack_pairs(const PairsShape& s, const PairsStored& stored, const Executor& 
 void find_unfinished(const PairKernels& kernels, const PairsShape& shape, const std::uint16_t* panels,
                      std::int64_t panel_stride, std::int64_t tokens, std::uint32_t* unfinished);
 
+// Calls f, which must outlive it.
+template <class F>
+PairDone done_by(F& f) {
+  return {[](void* context, std::int32_t panel, std::int32_t row, std::int32_t rows, float* sums) {
+            (*static_cast<F*>(context))(panel, row, rows, sums);
+          },
+          &f};
+}
+
 struct PairsPlace {
   std::int64_t token, output;
 };
@@ -134,6 +144,22 @@ struct PairsWeight {
   // The first output block of a part of them. Writing a feature costs as much as some 12 stored elements.
   std::int32_t begin_of(std::int64_t part, std::int64_t parts) const {
     return begin_of_part(prepared.first, shape.out_blocks, kGroup, 12, part, parts);
+  }
+
+  // For `multiply` to finish with: rows of `out` from token `first` on, of which the task has the outputs of
+  // blocks up to `end`.
+  auto storing(const MutableMatrixView& out, std::int64_t first, std::int64_t end, const float* bias,
+               Activation activation) const {
+    return [=, this](std::int64_t m, std::int32_t rows, std::int64_t from, std::int64_t count,
+                     const float* sums, const PairsPlace& next) {
+      const auto to = [&](std::int64_t token, std::int64_t output) {
+        return reinterpret_cast<std::uint16_t*>(at(out, first + token, output));
+      };
+      std::uint16_t* y = to(m, from);
+      kernels.store({sums, shape.by_token(), bias + from, activation, y, out.row_stride, rows,
+                     static_cast<std::int32_t>(std::min(count, out.cols - from)),
+                     next.output < end * shape.out_block ? to(next.token, next.output) - y : 0});
+    };
   }
 
   // Sums of some tokens of a panel anew, over what is stored alone.
@@ -171,9 +197,6 @@ struct PairsWeight {
           fix(o, p, to);
           finish_panel(p, row, rows, to);
         };
-        const PairDone done{[](void* context, std::int32_t p, std::int32_t row, std::int32_t rows,
-                               float* to) { (*static_cast<decltype(at_once)*>(context))(p, row, rows, to); },
-                            &at_once};
         for (std::int64_t block = o; block < end; ++block) {
           const std::int32_t from = prepared.first[block];
           float* to = sums + (block - o) * shape.out_block * kPanelTokens;
@@ -183,7 +206,7 @@ struct PairsWeight {
                             static_cast<std::int32_t>(shape.out_block),
                             panel_rows(tokens, m) > kPanelTokens / 2 ? 2 : 1, static_cast<std::int32_t>(near),
                             x, panel_stride, gathered, to, shape.sums_size(),
-                            shape.finished() == 1 ? done : PairDone{}});
+                            shape.finished() == 1 ? done_by(at_once) : PairDone{}});
           for (std::int64_t p = 0; shape.finished() > 1 && p < near; ++p) {
             fix(block, p, to + p * shape.sums_size());
           }

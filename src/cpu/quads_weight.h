@@ -99,11 +99,6 @@ struct QuadsWeight {
           const std::int64_t token = m + p * kPanelTokens;
           finish(token, panel_rows(tokens, token), o * shape.out_block + row, rows, to);
         };
-        const PairDone done{
-            [](void* context, std::int32_t p, std::int32_t row, std::int32_t rows, float* to) {
-              (*static_cast<decltype(finish_panel)*>(context))(p, row, rows, to);
-            },
-            &finish_panel};
         for (std::int64_t block = o; block < end; ++block) {
           const std::int32_t from = prepared.first[block];
           const std::int64_t columns = (std::int64_t{begin[block + 1]} - begin[block]) * shape.red_block;
@@ -113,7 +108,7 @@ struct QuadsWeight {
                static_cast<std::int32_t>(shape.out_block), panel_rows(tokens, m) > kPanelTokens / 2 ? 2 : 1,
                static_cast<std::int32_t>(near), panels + m / kPanelTokens * shape.panel_size(),
                shape.panel_size(), gathered, sums + (block - o) * shape.out_block * kPanelTokens,
-               shape.sums_size(), shape.finished() == 1 ? done : PairDone{}});
+               shape.sums_size(), shape.finished() == 1 ? done_by(finish_panel) : PairDone{}});
         }
         for (std::int32_t p = 0; shape.finished() > 1 && p < near; ++p) {
           finish_panel(p, 0, (end - o) * shape.out_block, sums + p * shape.sums_size());

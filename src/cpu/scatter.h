@@ -98,9 +98,8 @@ void scatter_blocks(const ScatterTask& task) {
       e += count;
     }
   }
-  const std::int32_t part = part_entries(w.red_block);
   for (std::int32_t o = 0; o < task.complete; ++o) {
-    if (task.row[o + 1] - task.row[o] < part + least_entries(part)) continue;
+    if (task.row[o + 1] - task.row[o] < task.part + least_entries(task.part)) continue;
     add_total<I>(task.y + o * size, task.total + o * size, size);
   }
 }

@@ -57,6 +57,7 @@ TEST_P(ProductsTest, AreTheOnesForced) {
     EXPECT_EQ(chosen(4, 1, 1), GetParam() + "_linear_few");
     EXPECT_EQ(chosen(4, 4, 1), GetParam() + "_linear_few");
     EXPECT_EQ(chosen(1, 1, 1), GetParam() + "_linear_few");
+    EXPECT_EQ(chosen(2, 2, 1), GetParam() + "_linear_few");
     EXPECT_EQ(chosen(3, 5, 1), GetParam() + "_linear");
   }
 }
@@ -150,8 +151,9 @@ TEST_P(ProductsTest, EveryNumberOfTokens) {
 // groups of entries; the rest of a group, and several slices of a block, included.
 TEST_P(ProductsTest, FewTokens) {
   const std::pair<std::int64_t, std::int64_t> blocks[] = {
-      {1, 1}, {1, 16}, {2, 8}, {4, 1},   {8, 1},   {16, 1}, {32, 1}, {4, 2},  {8, 2},
-      {4, 4}, {16, 4}, {8, 8}, {16, 16}, {12, 16}, {5, 32}, {64, 2}, {32, 32}};
+      {1, 1},  {2, 1},  {1, 2}, {2, 2},   {1, 4},   {2, 4},  {1, 8},  {3, 5},
+      {1, 16}, {2, 8},  {4, 1}, {8, 1},   {16, 1},  {32, 1}, {4, 2},  {8, 2},
+      {4, 4},  {16, 4}, {8, 8}, {16, 16}, {12, 16}, {5, 32}, {64, 2}, {32, 32}};
   for (const auto& [rows, cols] : blocks) {
     for (const std::int64_t tokens : {1, 2, 3, 4}) {
       for (const DType dtype : kDTypes) {
@@ -166,6 +168,10 @@ TEST_P(ProductsTest, FewTokens) {
   for (const bool integers : {false, true}) {  // several chunks of values
     check({2, 70, 9000, 4, 1, 0.9, DType::f16, integers, 0}, pool.executor());
     check({3, 40, 9001, 1, 1, 0.9, DType::f32, integers, 0}, pool.executor());
+    check({1, 40, 9001, 2, 2, 0.9, DType::f32, integers, 0}, pool.executor());
+    check({4, 64, 3001, 32, 1, 0.9, DType::f32, integers, 0}, pool.executor());
+    check({2, 42, 3001, 3, 5, 0.9, DType::f32, integers, 0}, pool.executor());
+    check({2, 43, 3001, 1, 3, 0.9, DType::f32, integers, 0}, pool.executor());
     check({4, 64, 9000, 16, 16, 0.9, DType::bf16, integers, 0}, pool.executor());
   }
 }

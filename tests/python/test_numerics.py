@@ -16,6 +16,8 @@ SHAPES = [
     ((256, 256), (4, 1), 0.4),
     ((200, 200), (1, 1), 0.3),
     ((96, 160), (3, 5), 0.5),
+    ((128, 250), (16, 1), 0.4),
+    ((128, 250), (2, 2), 0.4),
 ]
 LONG = [((96, 3000), (16, 1), 1.0), ((2048, 96), (4, 4), 0.5)]
 # Long sums of f32, where torch and we both keep partial sums: gather and scatter, both directions.

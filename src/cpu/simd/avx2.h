@@ -70,13 +70,18 @@ struct Avx2 {
     if constexpr (N == 2) return _mm256_castpd_ps(_mm256_broadcastsd_pd(_mm_castsi128_pd(_mm_loadu_si64(p))));
     if constexpr (N == 4) return _mm256_broadcast_ps(reinterpret_cast<const __m128*>(p));
   }
-  // x[index[0]] N times, x[index[1]] N times, …
-  template <int N>
+  // Size lanes with the N elements from x + index[0] · N, Size with those from x + index[1] · N, …
+  template <int Size, int N>
   static Vec group(const float* x, const std::int32_t* index) {
-    if constexpr (N == 1) {
+    if constexpr (Size == 1) {
       return _mm256_i32gather_ps(x, _mm256_loadu_si256(reinterpret_cast<const __m256i*>(index)), 4);
     }
-    if constexpr (N == 4) return _mm256_set_m128(_mm_set1_ps(x[index[1]]), _mm_set1_ps(x[index[0]]));
+    const auto from = [&](int i) { return repeat<N>(x + std::int64_t{index[i]} * N); };
+    if constexpr (Size == 4) return _mm256_blend_ps(from(0), from(1), 0xf0);
+    if constexpr (Size == 2) {
+      return _mm256_blend_ps(_mm256_blend_ps(from(0), from(1), 0x0c), _mm256_blend_ps(from(2), from(3), 0xc0),
+                             0xf0);
+    }
   }
 
   static void transpose(Vec (&m)[kWidth]) {

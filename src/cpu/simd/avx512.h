@@ -69,17 +69,25 @@ struct Avx512 {
     if constexpr (N == 4) return _mm512_broadcast_f32x4(_mm_loadu_ps(p));
     if constexpr (N == 8) return _mm512_broadcast_f32x8(_mm256_loadu_ps(p));
   }
-  // x[index[0]] N times, x[index[1]] N times, …
+  // The same, but in the lanes of `to` alone.
   template <int N>
+  static Vec repeat(Vec others, __mmask16 to, const float* p) {
+    if constexpr (N == 1) return _mm512_mask_broadcastss_ps(others, to, _mm_load_ss(p));
+    if constexpr (N == 2) return _mm512_mask_broadcast_f32x2(others, to, _mm_castsi128_ps(_mm_loadu_si64(p)));
+    if constexpr (N == 4) return _mm512_mask_broadcast_f32x4(others, to, _mm_loadu_ps(p));
+    if constexpr (N == 8) return _mm512_mask_broadcast_f32x8(others, to, _mm256_loadu_ps(p));
+  }
+  // Size lanes with the N elements from x + index[0] · N, Size with those from x + index[1] · N, …
+  template <int Size, int N>
   static Vec group(const float* x, const std::int32_t* index) {
-    if constexpr (N == 1) return _mm512_i32gather_ps(_mm512_loadu_si512(index), x, 4);
-    const Vec first = set1(x[index[0]]);
-    if constexpr (N == 8) return _mm512_mask_broadcastss_ps(first, 0xff00, _mm_load_ss(x + index[1]));
-    if constexpr (N == 4) {
-      const Vec two = _mm512_mask_broadcastss_ps(first, 0x00f0, _mm_load_ss(x + index[1]));
-      const Vec three = _mm512_mask_broadcastss_ps(two, 0x0f00, _mm_load_ss(x + index[2]));
-      return _mm512_mask_broadcastss_ps(three, 0xf000, _mm_load_ss(x + index[3]));
+    if constexpr (Size == 1) return _mm512_i32gather_ps(_mm512_loadu_si512(index), x, 4);
+    Vec lanes = repeat<N>(x + std::int64_t{index[0]} * N);
+#pragma GCC unroll 8
+    for (int i = 1; i < kWidth / Size; ++i) {
+      const auto to = static_cast<__mmask16>(((1U << Size) - 1) << (i * Size));
+      lanes = repeat<N>(lanes, to, x + std::int64_t{index[i]} * N);
     }
+    return lanes;
   }
 
   static void transpose(Vec (&m)[kWidth]) {
