@@ -114,3 +114,34 @@ def test_hidden_features_in_order_compute_the_same():
     torch.testing.assert_close(down(torch.nn.functional.gelu(up(x))), want)
     with pytest.raises(ValueError, match="down must have as many inputs as up has outputs; got 32, 12"):
         arrange_hidden(down, down, torch.eye(32), 4, 0.5)
+
+
+def test_moments_are_factored_once(monkeypatch):
+    layer, x, y = wanted()
+    real, calls = torch.linalg.cholesky_ex, []
+    monkeypatch.setattr(torch.linalg, "cholesky_ex", lambda a: calls.append(len(a)) or real(a))
+    reconstruct_layer(layer, moments_of(x, y), "block:4x1", 0.5)
+    assert calls == [24]
+
+
+def test_nothing_that_is_asked_for_is_dropped():
+    layer, x, y = wanted()
+    before = layer.weight.clone()
+    with pytest.raises(ValueError, match=r"\[reconstruct_layer\] int8 and sparsity must come with a pattern"):
+        reconstruct_layer(layer, moments_of(x, y), None, 0.5, int8=True)
+    with pytest.raises(ValueError, match="dampening must be finite and not negative; got -1"):
+        reconstruct_layer(layer, moments_of(x, y), "block:4x1", 0.5, ridge=-1.0)
+    assert torch.equal(layer.weight, before)
+
+
+def test_an_order_that_stays_is_not_sought_again(monkeypatch):
+    importance = torch.zeros(16, 8)
+    for row in range(16):  # four kinds of rows, mixed
+        importance[row, 2 * (row % 4) : 2 * (row % 4) + 2] = 1.0 + 0.1 * row
+    real, rounds = torch.Tensor.topk, []
+    monkeypatch.setattr(torch.Tensor, "topk", lambda *a, **k: rounds.append(1) or real(*a, **k))
+    order = arrange(importance, 4, 2, rounds=50)
+    assert len(rounds) < 20
+    monkeypatch.undo()
+    assert torch.equal(order, arrange(importance, 4, 2, rounds=len(rounds)))
+    assert sorted(order.tolist()) == list(range(16))

@@ -13,7 +13,10 @@ import rarefy
 from rarefy.prune import (
     Elimination,
     Mask,
+    arrange_hidden,
     eliminations,
+    factorize_weight,
+    grams,
     layer_error,
     reconstruct,
     reconstruct_weight,
@@ -312,6 +315,45 @@ def test_block_obs_with_ragged_edges():
     torch.testing.assert_close(new, best, rtol=1e-6, atol=1e-8)  # OBS ends at the best on its mask
 
 
+def test_int8_is_rounded_before_the_dtype_is():
+    """Steps and what the right makes up for come from float64, not from what bf16 left of the weights."""
+    torch.manual_seed(3)
+    x = torch.randn(300, 16) @ torch.randn(16, 16)
+    weight, gram = torch.randn(8, 16).bfloat16(), x.T @ x
+    for method in ("obs", "sparsegpt", "magnitude"):
+        wide, _ = reconstruct_weight(weight.double(), gram, "block:4x1", 0.5, method, int8=True)
+        new, _ = reconstruct_weight(weight, gram, "block:4x1", 0.5, method, int8=True)
+        assert torch.equal(new, wide.bfloat16()), method
+
+
+@pytest.mark.parametrize("dampening", [-0.1, float("nan"), float("inf")])
+def test_dampening_is_checked_wherever_it_is_used(dampening):
+    layer = nn.Linear(4, 4)
+    gram = torch.eye(4)
+    with pytest.raises(ValueError, match=r"\[Elimination\] dampening must be finite and not negative"):
+        Elimination(layer.weight, gram, "block:2x1", dampening=dampening)
+    with pytest.raises(ValueError, match=r"\[reconstruct\] dampening must be"):
+        reconstruct_weight(layer.weight, gram, "2:4", dampening=dampening)
+    with pytest.raises(ValueError, match=r"\[factorize\] dampening must be"):
+        factorize_weight(layer.weight, rank=1, gram=gram, dampening=dampening)
+    with pytest.raises(ValueError, match=r"\[arrange_hidden\] dampening must be"):
+        arrange_hidden(layer, nn.Linear(4, 4), gram, 2, 0.5, ridge=dampening)
+
+
+def test_grams_are_those_of_the_inputs():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 4), nn.ReLU(), nn.Conv1d(1, 1, 1), nn.Linear(4, 3))
+    data = [torch.randn(5, 1, 6), torch.randn(2, 1, 6)]
+    found = grams(model, data)
+    assert list(found) == ["0.weight", "3.weight"]
+    x = torch.cat(data).flatten(0, 1).double()
+    torch.testing.assert_close(found["0.weight"], (x.T @ x).unsqueeze(0))
+    only = grams(model, data, config={"3": {}}, forward=lambda x: model(2 * x))
+    assert list(only) == ["3.weight"] and only["3.weight"].shape == (1, 4, 4)
+    with pytest.raises(ValueError, match=r"\[grams\] data must reach every layer; got none at 0.weight"):
+        grams(model, [])
+
+
 def test_a_singular_hessian_is_damped_more_and_said():
     gram = torch.ones(8, 8, dtype=torch.float64) * 4
     gram[0, 0] = 3.9  # indefinite: no damping below 0.1 / 4 makes it positive
@@ -321,9 +363,9 @@ def test_a_singular_hessian_is_damped_more_and_said():
     assert mask.kept == 16 and new.isfinite().all()
     bad = torch.diag(torch.tensor([-1e9, 1.0]))
     with pytest.raises(ValueError, match="XᵀX of w must be positive definite after dampening"):
-        damped(bad, 0.01, "w")
+        damped("x", bad, 0.01, "w")
     with pytest.raises(ValueError, match="XᵀX of w must be finite; got NaN or infinity"):
-        damped(bad * torch.nan, 0.01, "w")
+        damped("x", bad * torch.nan, 0.01, "w")
 
 
 def test_columns_without_inputs_leave_first():
@@ -400,13 +442,11 @@ def test_bad_input():
     assert "blocks must not be larger than weight, 48x96; got 64x1" in message(weight, gram, "block:64x1")
     assert "panel must be at least 1; got 0" in message(weight, gram, "2:4", panel=0)
     assert "steps must be at least 1; got 0" in message(weight, gram, "block:4x1", method="obs", steps=0)
-    assert "dampening must not be negative; got -1" in message(weight, gram, "2:4", dampening=-1)
+    assert "dampening must be finite and not negative; got -1" in message(weight, gram, "2:4", dampening=-1)
     assert 'mask needs the method "sparsegpt"' in message(
         weight, gram, "2:4", method="wanda", mask=Mask.pack(weight > 0)
     )
-    with pytest.raises(
-        ValueError, match=r"data must reach every layer that is to be pruned; got none at conv\.weight"
-    ):
+    with pytest.raises(ValueError, match=r"data must reach every layer; got none at conv\.weight"):
         reconstruct(Net(), [])
     with pytest.raises(ValueError, match=r"the inputs of conv\.weight must be finite"):
         reconstruct(Net(), [data()[0] * torch.nan])

@@ -8,6 +8,7 @@ from . import criteria, drop_fractions, patterns, schedules, scopes
 from .criteria import Criterion, parse_criterion
 from .drop_fractions import DropFraction, parse_fraction
 from .elimination import Elimination, eliminations
+from .groups import grams
 from .growth import gradient_norms
 from .low_rank import Factorization, LowRankLinear, factorize, factorize_weight, factorize_with_blocks
 from .masked import Masked
@@ -65,6 +66,7 @@ __all__ = [
     "factorize_with_blocks",
     "find_couplings",
     "gradient_norms",
+    "grams",
     "layer_error",
     "make_mask",
     "parse_allocation",

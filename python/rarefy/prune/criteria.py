@@ -268,7 +268,7 @@ class Hessian(Criterion):
 
     def score(self, name, weight, state, random) -> Scores:  # noqa: D102
         grams = _observed(self, state, "gram", name)
-        diagonals = [damped(gram, self.dampening, name)[1].diagonal() for gram in grams]
+        diagonals = [damped("Hessian", gram, self.dampening, name).inverse.diagonal() for gram in grams]
         return _by_column(weight, torch.stack(diagonals).reciprocal(), "square")
 
 

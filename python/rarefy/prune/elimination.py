@@ -12,13 +12,23 @@ from .. import _load
 from ..checks import check_int, check_tensor, fail
 from ..masks import expand_mask, grid_of
 from .criteria import check_sparsity
-from .damping import damped
-from .groups import Config, FilterFn, call, find_groups, observing
+from .damping import Damped, damped
+from .groups import Config, FilterFn, collect_grams, find_groups
 from .masks import Mask, Scores, make_mask
 from .patterns import Pattern, parse_pattern
 
 _costs = _load.op("_block_obs_costs_")
 _least_squares = _load.op("_least_squares_")
+
+
+def check_shapes(op: str, name: str, weight: torch.Tensor, gram: torch.Tensor | Damped) -> None:
+    """Weight (N, K) and gram (K, K), or ValueError."""
+    matrix = gram.gram if isinstance(gram, Damped) else gram
+    check_tensor(op, name, weight)
+    check_tensor(op, "gram", matrix)
+    if weight.ndim != 2 or tuple(matrix.shape) != (weight.shape[1],) * 2:
+        shapes = f"{tuple(weight.shape)} and {tuple(matrix.shape)}"
+        fail(op, f"{name} must be (N, K) and gram (K, K)", shapes)
 
 
 class Elimination:
@@ -30,14 +40,14 @@ class Elimination:
 
     Args:
         weight: (N, K), of any float dtype; copied.
-        gram: (K, K), XᵀX of calibration inputs.
+        gram: (K, K), XᵀX of calibration inputs; or a Damped of it, which is used as it is.
         pattern: blocks, or single weights.
         dampening: λ / mean of XᵀX's diagonal; see damped.
         steps: rounds from all blocks to none; in each a part of every block row leaves.
         name: for messages.
 
     Attributes:
-        inverse: (K, K) float64, H⁻¹.
+        damped: H, with its inverse.
         costs: (⌈N/R⌉, ⌈K/C⌉) float64: by how much ‖X(W − Ŵ)ᵀ‖² + λ‖W − Ŵ‖² grew, about, when a block left.
 
     Takes K³/3 operations for each block row.
@@ -46,15 +56,12 @@ class Elimination:
     """
 
     def __init__(
-        self, weight: torch.Tensor, gram: torch.Tensor, pattern: Any, *, dampening: float = 0.01,
+        self, weight: torch.Tensor, gram: torch.Tensor | Damped, pattern: Any, *, dampening: float = 0.01,
         steps: int = 32, name: str = "weight",
     ) -> None:  # fmt: skip
         op = "Elimination"
-        check_tensor(op, name, weight)
-        check_tensor(op, "gram", gram)
+        check_shapes(op, name, weight, gram)
         check_int(op, "steps", steps, 1)
-        if weight.ndim != 2 or tuple(gram.shape) != (weight.shape[1],) * 2:
-            fail(op, f"{name} must be (N, K) and gram (K, K)", f"{tuple(weight.shape)}, {tuple(gram.shape)}")
         self.pattern: Pattern = parse_pattern(pattern, op)
         self.pattern.check_shape(op, name, weight.shape)
         units = self.pattern.units(weight.shape)
@@ -63,10 +70,10 @@ class Elimination:
         self.block = units[0], units[1]
         self._home = weight.device, weight.dtype
         self._weight = weight.detach().cpu().double().contiguous().clone()
-        self._hessian, self.inverse = damped(gram.detach().cpu(), dampening, name)
-        reached = self._weight * (gram.detach().cpu().diagonal() != 0)  # what no input reaches costs nothing
+        self.damped = damped(op, gram, dampening, name)
+        reached = self._weight * (self.damped.gram.diagonal() != 0)  # what no input reaches costs nothing
         self.costs = torch.zeros(grid_of(tuple(weight.shape), self.block), dtype=torch.float64)
-        _costs(reached, self.inverse, list(units), steps, self.costs)
+        _costs(reached, self.damped.inverse, list(units), steps, self.costs)
 
     def mask(self, sparsity: float) -> Mask:
         """Which weights stay: exactly pattern.removed(shape, sparsity) blocks leave, those of least cost."""
@@ -78,9 +85,14 @@ class Elimination:
 
     def prune(self, sparsity: float) -> tuple[torch.Tensor, Mask]:
         """The best weights (N, K) with that mask, in the weight's dtype and on its device, and the mask."""
-        mask, new = self.mask(sparsity), self._weight.clone()
-        _least_squares(new, mask.bits, self._hessian, self.inverse)
+        new, mask = self.solve(sparsity)
         return new.to(*self._home), mask
+
+    def solve(self, sparsity: float) -> tuple[torch.Tensor, Mask]:
+        """The same in float64 on the CPU."""
+        mask, new = self.mask(sparsity), self._weight.clone()
+        _least_squares(new, mask.bits, self.damped.hessian, self.damped.inverse)
+        return new, mask
 
 
 def eliminations(
@@ -110,18 +122,8 @@ def eliminations(
     """
     op = "eliminations"
     groups = [g for g in find_groups(op, model, config, filter_fn) if isinstance(g["module"], nn.Linear)]
-    state: dict[str, dict[str, Any]] = {g["tensor_fqn"]: {} for g in groups}
-    with torch.no_grad(), observing(groups, state, gram=True):
-        for batch in data:
-            if forward is not None:
-                forward(batch)
-            else:
-                call(model, batch)
-    found = {}
+    grams, found = collect_grams(op, model, groups, data, forward), {}
     for group in groups:
-        name = group["tensor_fqn"]
-        if "gram" not in state[name]:
-            fail(op, "data must reach every layer", f"none at {name}")
-        weight, gram = getattr(group["module"], group["tensor_name"]), state[name].pop("gram")[0]
-        found[name] = Elimination(weight, gram, pattern, name=name, **options)
+        name, weight = group["tensor_fqn"], getattr(group["module"], group["tensor_name"])
+        found[name] = Elimination(weight, grams.pop(name)[0], pattern, name=name, **options)
     return found

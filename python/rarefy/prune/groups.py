@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -159,6 +159,58 @@ def inputs_of(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
         columns = nn.functional.unfold(x, module.kernel_size, module.dilation, 0, module.stride)
         return columns.unflatten(1, (module.groups, -1)).permute(1, 0, 3, 2).flatten(1, 2)
     return x.reshape(1, -1, x.shape[-1])
+
+
+@torch.no_grad()
+def run_through(model: nn.Module, data: Iterable[Any], forward: Callable[[Any], Any] | None) -> None:
+    """Batches through a model, or through `forward` in place of it, without gradients."""
+    for batch in data:
+        call(model, batch) if forward is None else forward(batch)
+
+
+def collect_grams(
+    op: str,
+    model: nn.Module,
+    groups: list[dict[str, Any]],
+    data: Iterable[Any],
+    forward: Callable[[Any], Any] | None,
+) -> dict[str, torch.Tensor]:
+    """XᵀX of what each group's layers get of the data, (groups of a convolution, K, K) float64, by name.
+
+    Raises ValueError for data that does not reach a layer, or is not finite there.
+    """
+    state: dict[str, dict[str, Any]] = {group["tensor_fqn"]: {} for group in groups}
+    with observing(groups, state, gram=True):
+        run_through(model, data, forward)
+    for name, seen in state.items():
+        if "gram" not in seen:
+            fail(op, "data must reach every layer", f"none at {name}")
+    return {name: seen["gram"] for name, seen in state.items()}
+
+
+def grams(
+    model: nn.Module,
+    data: Iterable[Any],
+    *,
+    config: Config = None,
+    filter_fn: FilterFn | None = None,
+    forward: Callable[[Any], Any] | None = None,
+) -> dict[str, torch.Tensor]:
+    """XᵀX of the inputs of linear layers and convolutions, by the names of their weights.
+
+    Args:
+        model: in the mode (eval) in which it is to be good; not changed.
+        data: batches: tensors, tuples of arguments or dicts of them.
+        config: which layers, as for Sparsifier.prepare.
+        filter_fn: as there.
+        forward: what to do with a batch instead of calling the model.
+
+    Returns (groups, K, K) float64 each, one group for a linear layer. Raises ValueError for data that does
+    not reach a layer, or is not finite there.
+    """
+    groups = find_groups("grams", model, config, filter_fn)
+    groups = [g for g in groups if isinstance(g["module"], nn.Linear | nn.Conv2d)]
+    return collect_grams("grams", model, groups, data, forward)
 
 
 @contextmanager

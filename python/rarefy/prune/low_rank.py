@@ -16,7 +16,8 @@ from ..linear_base import check_linear, copy_parameter, new_linear
 from ..modules import BlockSparseLinear
 from ..sparse_weight import Spec
 from .criteria import check_sparsity
-from .groups import Config, FilterFn, call, find_groups, observing
+from .damping import damped
+from .groups import Config, FilterFn, collect_grams, find_groups
 from .masks import Scores
 from .patterns import parse_pattern
 from .reconstruct import layer_error
@@ -142,13 +143,7 @@ def factorize_weight(
     wide = weight.detach().cpu().double()
     scaled = wide
     if gram is not None:
-        gram = gram.detach().cpu().double()
-        if not bool(torch.isfinite(gram).all()):
-            fail(op, "gram must be finite", "NaN or infinity")
-        damped = gram + torch.eye(len(gram), dtype=gram.dtype) * (
-            dampening * float(gram.diagonal().mean()) or 1.0
-        )
-        scaled = wide @ torch.linalg.cholesky(damped)
+        scaled = wide @ damped(op, gram, dampening, "gram").lower
     left, values, _ = torch.linalg.svd(scaled, full_matrices=False)
     if energy is not None:
         check_sparsity(op, "energy", energy)
@@ -237,17 +232,11 @@ def factorize(
         fail(op, "sparse must have a density that is a number", str(spec))
     groups = find_groups(op, model, config, filter_fn)
     groups = [g for g in groups if isinstance(g["module"], nn.Linear) and g["tensor_name"] == "weight"]
-    state: dict[str, dict[str, Any]] = {g["tensor_fqn"]: {} for g in groups}
-    if data is not None:
-        with torch.no_grad(), observing(groups, state, gram=True):
-            for batch in data:
-                call(model, batch) if forward is None else forward(batch)
+    grams = {} if data is None else collect_grams(op, model, groups, data, forward)
     layers = {id(x.module): x for x in find_layers(model)}
     rows, changes = [], []
     for group in groups:
-        layer, gram = layers[id(group["module"])], state[group["tensor_fqn"]].get("gram")
-        if data is not None and gram is None:
-            fail(op, "data must reach every layer that is to be factorized", f"none at {layer.name}")
+        layer, gram = layers[id(group["module"])], grams.get(group["tensor_fqn"])
         gram = None if gram is None else gram[0]
         row, new = _one(layer, spec, gram, rank, energy, ratio)
         rows.append(row)

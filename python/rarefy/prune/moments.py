@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from ..checks import check_int, check_tensor, fail
-from .damping import damped
+from .damping import Damped, damped
 from .masks import Mask
 from .reconstruct import reconstruct_weight
 
@@ -61,8 +61,8 @@ class Moments:
 
 
 @torch.no_grad()
-def fitted(layer: nn.Linear, moments: Moments, ridge: float = 0.01) -> tuple[torch.Tensor, torch.Tensor]:
-    """The dense weight (N, K) that fits best, in float64, and the XᵀX that it is best for.
+def fitted(layer: nn.Linear, moments: Moments, ridge: float = 0.01) -> tuple[torch.Tensor, Damped]:
+    """The dense weight (N, K) that fits best, in float64, and the XᵀX that it is best for, damped.
 
     argmin ‖XWᵀ + b − Y‖² + λ‖W − W₀‖², λ = ridge · mean of XᵀX's diagonal, W₀ the layer's; X and Y less their
     means if it has a bias.
@@ -76,10 +76,10 @@ def fitted(layer: nn.Linear, moments: Moments, ridge: float = 0.01) -> tuple[tor
     if not moments.tokens:
         fail(op, "moments must have tokens", 0)
     gram, cross = (moments.gram, moments.cross) if layer.bias is None else moments.centred()
-    hessian, inverse = damped(gram, ridge, "moments")
-    pull = hessian.diagonal() - gram.diagonal()
+    found = damped(op, gram, ridge, "moments")
+    pull = found.hessian.diagonal() - gram.diagonal()
     near = layer.weight.detach().cpu().double()
-    return (inverse @ (cross + pull[:, None] * near.T)).T.contiguous(), gram
+    return (found.inverse @ (cross + pull[:, None] * near.T)).T.contiguous(), found
 
 
 @torch.no_grad()
@@ -101,18 +101,21 @@ def reconstruct_layer(
     Args:
         layer: changed in place.
         moments: of its inputs, and of the outputs that are wanted.
-        pattern: see reconstruct_weight; None: only fitted.
+        pattern: see reconstruct_weight; None: only fitted, without sparsity and options.
         sparsity: the same.
         method: the same.
         ridge: see fitted; also the dampening of reconstruct_weight.
-        **options: refit, panel, steps, mask, name, mode: see there.
+        **options: refit, panel, steps, mask, int8, name: see there.
 
     Returns the mask, None without a pattern. Raises what reconstruct_weight and fitted do.
     """
-    weight, gram = fitted(layer, moments, ridge)
+    given = sorted(options) + ["sparsity"] * (sparsity is not None)
+    if pattern is None and given:
+        fail("reconstruct_layer", f"{' and '.join(given)} must come with a pattern", "None")
+    weight, found = fitted(layer, moments, ridge)
     mask = None
     if pattern is not None:
-        weight, mask = reconstruct_weight(weight, gram, pattern, sparsity, method, dampening=ridge, **options)
+        weight, mask = reconstruct_weight(weight, found, pattern, sparsity, method, **options)
     layer.weight.copy_(weight)
     if layer.bias is not None:
         layer.bias.copy_((moments.y - weight @ moments.x) / moments.tokens)
@@ -156,7 +159,9 @@ def arrange(importance: torch.Tensor, rows: int, kept: int, rounds: int = 12) ->
             room[group] -= 1
             if room[group] == 0:
                 gain[:, group] = -torch.inf
-        order = chosen.argsort(stable=True)
+        before, order = order, chosen.argsort(stable=True)
+        if torch.equal(before, order):  # it stays as it is from now on
+            break
     return best
 
 
@@ -181,7 +186,7 @@ def arrange_hidden(
     op = "arrange_hidden"
     if up.out_features != down.in_features:
         fail(op, "down must have as many inputs as up has outputs", f"{down.in_features}, {up.out_features}")
-    inverse = damped(gram.detach().cpu(), ridge, "gram")[1].diagonal()
+    inverse = damped(op, gram, ridge, "gram").inverse.diagonal()
     importance = up.weight.detach().cpu().double().square() / inverse
     order = arrange(importance, rows, max(1, round(density * up.in_features)))
     at = order.to(up.weight.device)

@@ -12,11 +12,11 @@ from torch import nn
 from tqdm import tqdm
 
 from .. import _load
-from ..checks import check_int, check_known, check_tensor, fail
+from ..checks import check_int, check_known, fail
 from .criteria import check_sparsity
-from .damping import damped
-from .elimination import Elimination
-from .groups import Config, FilterFn, call, find_groups, observing
+from .damping import Damped, damped
+from .elimination import Elimination, check_shapes
+from .groups import Config, FilterFn, collect_grams, find_groups
 from .masks import Mask, Scores, make_mask
 from .patterns import Pattern, RowBalanced, matrix_shape, parse_pattern
 
@@ -39,7 +39,7 @@ def layer_error(weight: torch.Tensor, changed: torch.Tensor, gram: torch.Tensor)
 @torch.no_grad()
 def reconstruct_weight(
     weight: torch.Tensor,
-    gram: torch.Tensor,
+    gram: torch.Tensor | Damped,
     pattern: Any,
     sparsity: float | None = None,
     method: str = "sparsegpt",
@@ -56,7 +56,7 @@ def reconstruct_weight(
 
     Args:
         weight: (N, K), of any float dtype; not changed.
-        gram: (K, K), XᵀX of calibration inputs X of shape (tokens, K).
+        gram: (K, K), XᵀX of calibration inputs X of shape (tokens, K); or a Damped of it, used as it is.
         pattern: a Pattern or its name; exactly pattern.removed(shape, sparsity) units leave.
         sparsity: in [0, 1]; None: what the pattern allows at most, else 0.5.
         method: "sparsegpt": one sweep over the columns (Frantar & Alistarh 2023), for unstructured, N:M
@@ -82,87 +82,84 @@ def reconstruct_weight(
         TypeError: arguments of the wrong kind.
     """
     op = "reconstruct"
-    check_tensor(op, name, weight)
-    check_tensor(op, "gram", gram)
-    if weight.ndim != 2 or tuple(gram.shape) != (weight.shape[1],) * 2:
-        fail(op, f"{name} must be (N, K) and gram (K, K)", f"{tuple(weight.shape)} and {tuple(gram.shape)}")
+    check_shapes(op, name, weight, gram)
     check_known(op, "method", method, METHODS)
     check_int(op, "panel", panel, 1)
     check_int(op, "steps", steps, 1)
-    if not 0 <= dampening < float("inf"):
-        fail(op, "dampening must not be negative", dampening)
     pattern = parse_pattern(pattern, op)
     pattern.check_shape(op, name, weight.shape)
     sparsity = _sparsity(op, pattern, sparsity)
     if mask is not None and method not in ("sparsegpt", "least_squares"):
         fail(op, 'mask needs the method "sparsegpt" or "least_squares"', repr(method))
+    if method == "sparsegpt" and pattern.each_row:
+        fail(op, 'the method "sparsegpt" counts in whole layers ("obs" in rows)', pattern)
+    if method == "obs" and not pattern.each_row and (pattern.units(weight.shape)[3] or pattern.fixed):
+        fail(op, 'the method "obs" is for blocks', pattern)
 
-    new = weight.detach().cpu().double().contiguous().clone()
+    found = damped(op, gram, dampening, name)
+    old = weight.detach().cpu().double().contiguous()
     if method == "obs" and not pattern.each_row:
-        if pattern.units(weight.shape)[3] or pattern.fixed:
-            fail(op, 'the method "obs" is for blocks', pattern)
-        elimination = Elimination(weight, gram, pattern, dampening=dampening, steps=2 * steps, name=name)
-        new, chosen = elimination.prune(sparsity)
-        return (_to_int8(new, chosen, elimination.inverse, panel) if int8 else new), chosen
-    hessian, inverse = damped(gram.detach().cpu(), dampening, name)
-    units, shape = pattern.units(weight.shape), weight.shape
-    # What no input reaches costs nothing: it leaves first, and comes back as it was if it may stay.
-    dead = gram.detach().cpu().diagonal() == 0
-    if method in ("sparsegpt", "obs"):
+        new, chosen = Elimination(old, found, pattern, steps=2 * steps, name=name).solve(sparsity)
+    elif method in ("sparsegpt", "obs"):
+        # What no input reaches costs nothing: it leaves first, and comes back as it was if it may stay.
+        dead = found.gram.diagonal() == 0
+        new = old.clone()
         new[:, dead] = 0
-    if method == "sparsegpt":
-        if pattern.each_row:
-            fail(op, 'the method "sparsegpt" counts in whole layers ("obs" in rows)', pattern)
-        factor = torch.linalg.cholesky(inverse, upper=True).contiguous()
-        fixed = mask is not None or pattern.fixed
-        found = mask if mask is not None else pattern.mask(Scores(new), shape, sparsity) if fixed else None
-        bits = (
-            found.bits.clone()
-            if found is not None
-            else torch.zeros(len(new), -(-shape[1] // 8), dtype=torch.uint8)
-        )
-        inside = pattern
-        if units[3] and sparsity < pattern.most and units[:2] != (1, 1):
-            inside = parse_pattern(
-                f"{units[2]}:{units[3]}"
-            )  # below its sparsity "block:…+2:4" is 2:4 in part
-        remove = 0 if fixed else inside.removed(shape, sparsity)
-        _sparse_gpt(new, bits, factor, list(inside.units(shape)), remove, panel, fixed, 0)
-        kept = int(Mask(bits, shape[1], 0).unpack().sum())
-        chosen = Mask(bits, shape[1], kept)
-    elif method == "obs":
-        bits = torch.zeros(len(new), -(-shape[1] // 8), dtype=torch.uint8)
-        _block_obs(new, bits, inverse, list(units), pattern.removed(shape, sparsity), steps)
-        chosen = Mask(bits, shape[1], int(Mask(bits, shape[1], 0).unpack().sum()))
-    elif method == "least_squares":
-        chosen = mask if mask is not None else Mask.pack(new != 0)
-        refit = True
-    else:
-        scale = gram.detach().cpu().double().diagonal().clamp(min=0).sqrt() if method == "wanda" else None
-        scores = Scores(new, "magnitude" if method == "wanda" else "square", scale)
-        if method == "wanda" and not units[3] and not pattern.fixed:
-            rows = RowBalanced(min(units[0], shape[0]), min(units[1], shape[1]))
-            chosen = make_mask(scores, rows.units(shape), rows.removed(shape, sparsity), each_row=True)
+        if method == "sparsegpt":
+            chosen = _sweep(new, found, pattern, sparsity, mask, panel)
         else:
-            chosen = pattern.mask(scores, shape, sparsity)
-        chosen.apply_(new)
-    if method in ("sparsegpt", "obs"):
+            bits = torch.zeros(len(new), -(-weight.shape[1] // 8), dtype=torch.uint8)
+            count = pattern.removed(weight.shape, sparsity)
+            _block_obs(new, bits, found.inverse, list(pattern.units(weight.shape)), count, steps)
+            chosen = _counted(bits, weight.shape[1])
         back = chosen.unpack() & dead
-        new[back] = weight.detach().cpu().double()[back]
+        new[back] = old[back]
+    elif method == "least_squares":
+        chosen, refit = mask if mask is not None else Mask.pack(old != 0), True
+    else:
+        chosen = _plain_mask(old, found.gram if method == "wanda" else None, pattern, sparsity)
+        new = chosen.apply_(old.clone())
     if refit:
-        # From the original weights: what they do on X is the aim.
-        new = weight.detach().cpu().double().contiguous().clone()
-        _least_squares(new, chosen.bits, hessian, inverse)
-    new = new.to(weight.device, weight.dtype)
-    return (_to_int8(new, chosen, inverse, panel) if int8 else new), chosen
+        new = old.clone()  # from the original weights: what they do on X is the aim
+        _least_squares(new, chosen.bits, found.hessian, found.inverse)
+    if int8:
+        _sparse_gpt(new, chosen.bits.clone(), found.sweep, [1, 1, 0, 0], 0, panel, True, _LEVELS)
+    return new.to(weight.device, weight.dtype), chosen
 
 
-def _to_int8(weight: torch.Tensor, mask: Mask, inverse: torch.Tensor, panel: int) -> torch.Tensor:
-    """What stays, rounded by rows to −127 … 127; columns on the right make up for those on the left."""
-    new = weight.detach().cpu().double().contiguous().clone()
-    factor = torch.linalg.cholesky(inverse, upper=True).contiguous()
-    _sparse_gpt(new, mask.bits.clone(), factor, [1, 1, 0, 0], 0, panel, True, _LEVELS)
-    return new.to(weight.device, weight.dtype)
+def _counted(bits: torch.Tensor, cols: int) -> Mask:
+    return Mask(bits, cols, int(Mask(bits, cols, 0).unpack().sum()))
+
+
+def _sweep(
+    new: torch.Tensor, found: Damped, pattern: Pattern, sparsity: float, mask: Mask | None, panel: int
+) -> Mask:
+    """SparseGPT over the columns of `new`, in place: the mask that it chose, or kept to."""
+    shape = new.shape
+    units, fixed = pattern.units(shape), mask is not None or pattern.fixed
+    if fixed:
+        mask = pattern.mask(Scores(new), shape, sparsity) if mask is None else mask
+        bits = mask.bits.clone()
+    else:
+        bits = torch.zeros(len(new), -(-shape[1] // 8), dtype=torch.uint8)
+    inside = pattern
+    if units[3] and sparsity < pattern.most and units[:2] != (1, 1):
+        inside = parse_pattern(f"{units[2]}:{units[3]}")  # below its sparsity "block:…+2:4" is 2:4 in part
+    remove = 0 if fixed else inside.removed(shape, sparsity)
+    _sparse_gpt(new, bits, found.sweep, list(inside.units(shape)), remove, panel, fixed, 0)
+    return _counted(bits, shape[1])
+
+
+def _plain_mask(old: torch.Tensor, gram: torch.Tensor | None, pattern: Pattern, sparsity: float) -> Mask:
+    """By magnitudes, or with `gram` by Wanda's scores, within rows where the pattern leaves the choice."""
+    shape = old.shape
+    if gram is None:
+        return pattern.mask(Scores(old, "square"), shape, sparsity)
+    scores, units = Scores(old, "magnitude", gram.diagonal().clamp(min=0).sqrt()), pattern.units(shape)
+    if units[3] or pattern.fixed:
+        return pattern.mask(scores, shape, sparsity)
+    rows = RowBalanced(min(units[0], shape[0]), min(units[1], shape[1]))
+    return make_mask(scores, rows.units(shape), rows.removed(shape, sparsity), each_row=True)
 
 
 @dataclass
@@ -236,18 +233,10 @@ def reconstruct(
     result = Reconstruction()
     bar = tqdm(total=len(groups), desc="reconstruct", disable=not sys.stderr.isatty(), leave=False)
     for lot in _lots(groups, memory):
-        state: dict[str, dict[str, Any]] = {g["tensor_fqn"]: {} for g in lot}
-        with torch.no_grad(), observing(lot, state, gram=True):
-            for batch in data:
-                if forward is not None:
-                    forward(batch)
-                else:
-                    call(model, batch)
+        grams = collect_grams(op, model, lot, data, forward)
         for group in lot:
             fqn, weight = group["tensor_fqn"], getattr(group["module"], group["tensor_name"])
-            if "gram" not in state[fqn]:
-                fail(op, "data must reach every layer that is to be pruned", f"none at {fqn}")
-            mask, error = _one(weight, state[fqn].pop("gram"), group, method, options)
+            mask, error = _one(weight, grams.pop(fqn), group, method, options)
             result.masks[fqn], result.errors[fqn] = mask, error
             if on_layer is not None:
                 on_layer(fqn, mask, error)

@@ -22,7 +22,7 @@ from . import checkpoint
 from .choice import choose_alone, choose_masks
 from .conversion import swap, to_sparse
 from .criteria import check_sparsity, parse_criterion
-from .groups import Config, FilterFn, call, find_groups, observing
+from .groups import Config, FilterFn, find_groups, observing, run_through
 from .masked import Masked
 from .masks import Mask
 from .patterns import matrix_shape, parse_pattern
@@ -170,9 +170,8 @@ class Sparsifier(BaseSparsifier):
         Raises ValueError for data that is empty, or not finite where a layer sees it.
         """
         with self.calibration():
-            model = self._model
-            for batch in tqdm(data, desc="calibration", disable=not sys.stderr.isatty(), leave=False):
-                call(model, batch) if forward is None else forward(batch)
+            bar = tqdm(data, desc="calibration", disable=not sys.stderr.isatty(), leave=False)
+            run_through(self._model, bar, forward)
 
     @torch.no_grad()
     def observe(self) -> None:
