@@ -261,7 +261,7 @@ def test_random_classes_are_exact_and_follow_a_generator():
         assert int((outs[0] == 0).sum()) == gone and torch.equal(*outs)
     with pytest.raises(ValueError, match=r"\[L1Unstructured\] amount must be in \[0, 12\]"):
         prune.L1Unstructured(13).prune(torch.ones(12))
-    with pytest.raises(ValueError, match=r"\[LnStructured\] dim must be of 2 dimensions, 2 or more; got 2"):
+    with pytest.raises(ValueError, match=r"\[LnStructured\] dim must be of 2 dimensions; got 2"):
         prune.LnStructured(1, 2, 2).prune(torch.ones(3, 4))
 
 
@@ -280,3 +280,80 @@ def test_global_scores_count_by_their_magnitude():
     places, given = [(theirs, "weight")], {(theirs, "weight"): scores}
     original.global_unstructured(places, original.L1Unstructured, given, amount=0.4)
     assert torch.equal(mask_of(mine), theirs.weight_mask)
+
+
+def test_nan_does_not_take_the_place_of_what_has_left():
+    """Two NaN and two weights that left before: one more is one more."""
+    for call in (prune.l1_unstructured, prune.L1Unstructured.apply):
+        module, mask = layer(), torch.ones(10, 12)
+        mask[0, 0] = mask[5, 5] = 0
+        prune.custom_from_mask(module, "weight", mask)
+        with torch.no_grad():
+            module.parametrizations.weight.original[1, 1] = torch.nan
+            module.parametrizations.weight.original[2, 2] = torch.nan
+        call(module, "weight", 1)
+        assert int((mask_of(module) == 0).sum()) == 3
+        assert mask_of(module)[1, 1] + mask_of(module)[2, 2] == 1
+
+
+def test_functions_are_their_classes():
+    """The same ties, the same random numbers."""
+    for name, kind, options in (
+        ("l1_unstructured", prune.L1Unstructured, {"amount": 0.5}),
+        ("random_unstructured", prune.RandomUnstructured, {"amount": 0.5}),
+        ("random_structured", prune.RandomStructured, {"amount": 3, "dim": 1}),
+        ("ln_structured", prune.LnStructured, {"amount": 3, "n": 2, "dim": 1}),
+    ):
+        one, other = layer(), layer()
+        for module in (one, other):
+            nn.init.ones_(module.weight)
+        for _ in range(2):
+            state = torch.random.get_rng_state()
+            getattr(prune, name)(one, "weight", **options)
+            torch.random.set_rng_state(state)
+            kind.apply(other, "weight", **options)
+        assert torch.equal(mask_of(one), mask_of(other)), name
+        if "unstructured" in name and "l1" in name:
+            assert (mask_of(other).sum(1) > 0).all()  # ties leave evenly over rows
+
+
+def test_a_checkpoint_that_does_not_fit_changes_nothing():
+    theirs = nn.Sequential(layer(), nn.ReLU(), nn.Linear(10, 4))
+    original.l1_unstructured(theirs[0], "weight", 0.5)
+    original.l1_unstructured(theirs[2], "weight", 0.5)
+    state = theirs.state_dict()
+    for change in (
+        {"2.bias": torch.zeros(5)},  # refused by nn.Module.load_state_dict, after others were copied
+        {"2.weight_mask": torch.zeros(5, 5)},
+        {"more": torch.zeros(1)},
+    ):
+        model = nn.Sequential(layer(), nn.ReLU(), nn.Linear(10, 4))
+        before, places = {k: v.clone() for k, v in model.state_dict().items()}, list(model.parameters())
+        with pytest.raises((ValueError, RuntimeError)):
+            prune.load_state_dict(model, {**state, **change})
+        assert list(model.state_dict()) == list(before) and not prune.is_pruned(model)
+        assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+        assert all(a is b for a, b in zip(model.parameters(), places, strict=True))
+
+
+def test_a_checkpoint_finds_its_mask_behind_another_parametrization():
+    theirs, mine = nn.Sequential(layer()), nn.Sequential(layer())
+    original.l1_unstructured(theirs[0], "weight", 0.5)
+    nn.utils.parametrize.register_parametrization(mine[0], "weight", nn.Identity())
+    nn.utils.parametrize.register_parametrization(mine[0], "weight", prune.Pruned(torch.ones(10, 12)))
+    prune.load_state_dict(mine, theirs.state_dict())
+    assert torch.equal(mine[0].weight, theirs[0].weight)
+
+
+def test_modules_are_listed_once(monkeypatch):
+    model = nn.Sequential(*(layer() for _ in range(20)))
+    for inner in model:
+        original.l1_unstructured(inner, "weight", 0.5)
+    state = model.state_dict()
+    fresh, calls = nn.Sequential(*(layer() for _ in range(20))), []
+    real = nn.Module.named_modules
+    monkeypatch.setattr(
+        nn.Module, "named_modules", lambda self, *a, **k: calls.append(self) or real(self, *a, **k)
+    )
+    prune.load_state_dict(fresh, state)
+    assert sum(module is fresh for module in calls) <= 2

@@ -9,17 +9,14 @@ Ties are spread over rows (there whole rows are lost). `load_state_dict` reads c
 """
 
 from .functions import (
-    Pruned,
     custom_from_mask,
     global_unstructured,
     identity,
-    is_pruned,
     l1_unstructured,
     ln_structured,
     load_state_dict,
     random_structured,
     random_unstructured,
-    remove,
 )
 from .methods import (
     BasePruningMethod,
@@ -31,6 +28,7 @@ from .methods import (
     RandomStructured,
     RandomUnstructured,
 )
+from .pruned import Pruned, is_pruned, remove
 
 __all__ = [
     "BasePruningMethod",

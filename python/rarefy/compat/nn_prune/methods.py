@@ -10,18 +10,20 @@ import torch
 from torch import nn
 
 from ...checks import check_known, check_tensor, fail
-from ...prune.masks import Scores, make_mask
+from ...prune.masks import Mask, Scores, make_mask
 from ...prune.patterns import matrix_shape
-from .functions import _count, _left, _place, _prune, _scores, remove
+from .pruned import add_mask, count_of, left_of, place, remove, scores_of
 
 _TYPES = ("unstructured", "structured", "global")
 
 
-def _lowest(scores: torch.Tensor, count: int, mask: torch.Tensor) -> torch.Tensor:
-    """`mask` with zeros at the `count` lowest scores, of its shape; ties leave evenly over rows."""
-    matrix = scores.float().cpu().reshape(matrix_shape(scores.shape) if scores.ndim > 1 else (1, -1))
-    keep = make_mask(Scores(matrix), (1, 1, 0, 0), count).unpack().view(mask.shape)
-    return mask * keep.to(mask)
+def without_lowest(scores: torch.Tensor, count: int, left: torch.Tensor) -> torch.Tensor:
+    """`left`, bool of the shape of `scores`, without its `count` lowest; ties leave evenly over rows."""
+    shape = matrix_shape(scores.shape) if scores.ndim > 1 else (1, scores.numel())
+    before = Mask.pack(left.cpu().reshape(shape))
+    matrix = Scores(scores.float().cpu().reshape(shape))
+    gone = left.numel() - before.kept
+    return make_mask(matrix, (1, 1, 0, 0), gone + count, previous=before).unpack().view(scores.shape)
 
 
 class BasePruningMethod(ABC):
@@ -46,8 +48,10 @@ class BasePruningMethod(ABC):
             part: Any = mask != 0
         elif self.PRUNING_TYPE == "structured":
             dim = self.dim
-            if scores.ndim < 2 or not -scores.ndim <= dim < scores.ndim:
-                fail(op, f"dim must be of {scores.ndim} dimensions, 2 or more", dim)
+            if scores.ndim < 2:
+                fail(op, "a tensor must have 2 or more dimensions", tuple(scores.shape))
+            if not -scores.ndim <= dim < scores.ndim:
+                fail(op, f"dim must be of {scores.ndim} dimensions", dim)
             left = (mask != 0).movedim(dim, 0).flatten(1).any(1)
             part = (slice(None),) * (dim % scores.ndim) + (left,)
         else:
@@ -66,7 +70,7 @@ class BasePruningMethod(ABC):
         mask = torch.ones_like(t) if default_mask is None else default_mask
         if mask.shape != t.shape:
             fail(op, f"default_mask must be of shape {tuple(t.shape)}", tuple(mask.shape))
-        scores = t.detach() if importance_scores is None else _scores(op, t, importance_scores)
+        scores = t.detach() if importance_scores is None else scores_of(op, t, importance_scores)
         return torch.where(self._on_top(scores, mask) != 0, t, 0)
 
     def apply_mask(self, module: nn.Module) -> torch.Tensor:
@@ -91,10 +95,10 @@ class BasePruningMethod(ABC):
         """
         op, method = f"{cls.__name__}.apply", cls(*args, **kwargs)
         method._tensor_name = name
-        tensor, made = _place(op, module, name)
-        scores = tensor if importance_scores is None else _scores(op, tensor, importance_scores)
-        mask = _left(tensor, made).to(tensor.dtype)
-        _prune(op, module, name, method._on_top(scores.to(tensor.device), mask) != 0)
+        tensor, made = place(op, module, name)
+        scores = tensor if importance_scores is None else scores_of(op, tensor, importance_scores)
+        mask = left_of(tensor, made).to(tensor.dtype)
+        add_mask(op, module, name, method._on_top(scores.to(tensor.device), mask) != 0)
         return method
 
     def remove(self, module: nn.Module) -> None:
@@ -165,25 +169,41 @@ class CustomFromMask(BasePruningMethod):
         return default_mask * self.mask.to(default_mask)
 
 
-class RandomUnstructured(BasePruningMethod):
-    """Random elements: an int of them, or a part of what is left."""
-
-    def __init__(self, amount: Any, *, generator: torch.Generator | None = None) -> None:
-        self.amount, self.generator = amount, generator
-
-    def compute_mask(self, t, default_mask):  # noqa: D102
-        scores = torch.rand(t.shape, generator=self.generator)
-        return _lowest(scores, _count(type(self).__name__, self.amount, t.numel()), default_mask)
-
-
-class L1Unstructured(BasePruningMethod):
-    """Elements of least magnitude: an int of them, or a part of what is left."""
+class _Lowest(BasePruningMethod):
+    """Methods of this module see the whole tensor: ties spread over its rows, whatever left before."""
 
     def __init__(self, amount: Any) -> None:
         self.amount = amount
 
-    def compute_mask(self, t, default_mask):  # noqa: D102
-        return _lowest(t.abs(), _count(type(self).__name__, self.amount, t.numel()), default_mask)
+    def _importance(self, t: torch.Tensor) -> torch.Tensor:
+        """What the lowest of leave, of the shape of `t`."""
+        raise NotImplementedError
+
+    def compute_mask(self, t, default_mask):
+        left = default_mask != 0
+        count = count_of(type(self).__name__, self.amount, int(left.sum()))
+        return without_lowest(self._importance(t), count, left).to(default_mask)
+
+    def _on_top(self, scores, mask):
+        return self.compute_mask(scores, mask)
+
+
+class RandomUnstructured(_Lowest):
+    """Random elements: an int of them, or a part of what is left."""
+
+    def __init__(self, amount: Any, *, generator: torch.Generator | None = None) -> None:
+        super().__init__(amount)
+        self.generator = generator
+
+    def _importance(self, t: torch.Tensor) -> torch.Tensor:
+        return torch.rand(t.shape, generator=self.generator)
+
+
+class L1Unstructured(_Lowest):
+    """Elements of least magnitude: an int of them, or a part of what is left."""
+
+    def _importance(self, t: torch.Tensor) -> torch.Tensor:
+        return t.abs()
 
 
 class _Structured(BasePruningMethod):
@@ -198,8 +218,9 @@ class _Structured(BasePruningMethod):
 
     def compute_mask(self, t, default_mask):
         slices = t.float().movedim(self.dim, 0).flatten(1)
-        count = _count(type(self).__name__, self.amount, len(slices))
-        keep = _lowest(self._scores(slices).unsqueeze(1), count, torch.ones(len(slices), 1)).view(-1)
+        count = count_of(type(self).__name__, self.amount, len(slices))
+        every = torch.ones(len(slices), 1, dtype=torch.bool)
+        keep = without_lowest(self._scores(slices).unsqueeze(1), count, every).view(-1)
         shape = [1] * t.ndim
         shape[self.dim] = -1
         return default_mask * keep.view(shape).to(default_mask)
