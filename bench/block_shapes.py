@@ -2,15 +2,18 @@
 
     python bench/block_shapes.py --out bench/results/pruning/block_shapes.csv
     python bench/block_shapes.py --out … --blocks 32x1 --densities 0.5 --minutes 20
+    python bench/block_shapes.py --out … --steps 5000 --device cuda --jobs 16
     python bench/block_shapes.py --out … --measure
     python bench/block_shapes.py --out … --plot docs/block_shapes.svg
 
-Feed-forward layers (with --layers all every linear layer) are reconstructed at one density, one after the
-other as in examples/minilm, on 1,500 texts; --minutes of distillation follow. A row of the CSV for each:
-accuracy@10 and mean cosine to dense on the 1,000 validation entries, and what the predictor says of those
-layers with 512 tokens, in f32 and bf16. --measure times the layers of the rows that are there, dense and
-sparse in turns, as processor time, which a busy machine changes least. Rows that are in the file are not made
-again.
+Feed-forward layers (with --layers all every linear layer) are reconstructed one after the other as in
+examples/minilm; densities are of all of them together, shared out by sensitivities that were measured once,
+with one shape. Then they are distilled: for --minutes with Rarefy's layers on the CPU, or for --steps, all
+rows at once, with masked ones on a --device (students.py). A row of the CSV for each: quality on the 1,000
+validation entries and on the 1,000 held-out ones, and what the predictor says of those layers with 512
+tokens, in f32 and bf16. --measure times the layers of the rows that are there, dense and sparse in turns, as
+processor time, which a busy machine changes least. Rows that are in the file are not made again; masks,
+weights and sensitivities are kept in --kept.
 """
 
 from __future__ import annotations
@@ -18,31 +21,40 @@ from __future__ import annotations
 import argparse
 import copy
 import csv
+import itertools
+import multiprocessing
+import re
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import fields, replace
 from pathlib import Path
 
 import torch
 from torch import nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import rarefy
-from examples.minilm import data, prune
-from examples.minilm.distill import Distiller
+import students
+from examples.minilm import data, prune, run
+from examples.minilm.distill import Recipe, batches, write_checkpoint
 from examples.minilm.evaluate import embed_entries, mean_cosine, quality
-from examples.minilm.model import FFN_LAYERS, load_dense, load_tokenizer, quiet_transformers
-from examples.minilm.run import fast_bf16
+from examples.minilm.model import FFN_LAYERS, load_dense, load_tokenizer, quiet_transformers, skeleton
 from rarefy.files import replacing
 from rarefy.predictor import Case, predictor
+from rarefy.prune import Mask, Sensitivity
 
 BLOCKS = ("4x1", "16x1", "32x1", "128x1", "16x16", "32x32")
-DENSITIES = (0.5, 0.25, 0.35)
-TEXTS, TOKENS = 1500, 512
+DENSITIES = (0.5, 0.35, 0.25)
+TOKENS = 512  # for which layers are timed
+SHARED, SPARSITIES = "16x1", (0.2, 0.35, 0.5, 0.65, 0.8, 0.9)  # how the sensitivities are measured
 DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16}
-KEYS = ("block", "density", "layers", "minutes")
-FIGURES = ("acc1", "acc10", "cosine", "steps",
+KEYS = ("block", "density", "layers", "budget", "recipe")
+QUALITY = ("acc1", "acc10", "cosine")
+FIGURES = (*QUALITY, *(f"held_out_{name}" for name in QUALITY), "steps", "seconds", "on",
            *(f"{how}_{kind}_{dtype}" for how in ("predicted", "measured") for dtype in DTYPES
              for kind in ("dense", "sparse")))  # fmt: skip
 
@@ -101,44 +113,77 @@ def measured(shapes: list[tuple[int, int]], block: str, density: float, rounds: 
 
 
 class Bench:
-    """The encoder, its task, and what all rows share."""
+    """The encoder, its task, and what all rows share; what is found on the way is kept in a folder."""
 
-    def __init__(self) -> None:
+    def __init__(self, kept: Path) -> None:
         quiet_transformers()
+        self.kept, self.base, self.order = kept, {}, None
+        self.kept.mkdir(parents=True, exist_ok=True)
         self.split = data.split(data.read_entries(data.find_wordnet()))
         self.dense, self.tokenizer = load_dense(), load_tokenizer()
-        self.base = embed_entries(self.dense, self.tokenizer, self.split.validation)
-        self.batches = list(prune.same_lengths(self.tokenizer, self.split.train_texts[:TEXTS]))
+        self.batches = list(
+            prune.same_lengths(self.tokenizer, self.split.train_texts[: run.CALIBRATION_TEXTS])
+        )
 
-    def sparse(self, block: str, density: float, names: list[str]) -> nn.Module:
-        """A copy of the encoder with these layers reconstructed at one density."""
-        arranged = copy.deepcopy(self.dense)
-        if (rows := int(block.split("x")[0])) > 1:
-            prune.arranged(arranged, self.batches, rows)
-        student = copy.deepcopy(arranged)
-        masks = prune.prune(arranged, student, self.batches, dict.fromkeys(names, 1 - density), block)
+    def shares(self, density: float, which: str) -> dict[str, float]:
+        """Sparsities of layers, by measured sensitivity with one shape: every shape gets the same."""
+        path = self.kept / f"sensitivity-{SHARED}.json"
+        found = Sensitivity.from_json(path.read_text(encoding="utf-8")) if path.is_file() else None
+        if not prune.complete(found, self.dense):
+            texts = data.texts_of(self.split.validation[: run.SENSITIVITY_ENTRIES])
+            model, some = self.arranged(SHARED), self.batches[::4]
+            found = prune.measured(model, self.tokenizer, some, texts, SHARED, found, path, SPARSITIES)
+        names = set(layers_of(self.dense, which))
+        found.points = [p for p in found.points if {n.removesuffix(".weight") for n in p.layers} <= names]
+        return prune.allocated(found, density).sparsities
+
+    def arranged(self, block: str) -> nn.Module:
+        """A copy of the dense encoder whose hidden features stand as the blocks want them."""
+        rows = int(block.split("x")[0])
+        if self.order is None or self.order[0] != rows:
+            self.order = rows, copy.deepcopy(self.dense)
+            prune.arranged(self.order[1], self.batches, rows)
+        return self.order[1]
+
+    def pruned(self, block: str, density: float, which: str) -> tuple[nn.Module, dict[str, Mask]]:
+        """A copy of the encoder with these layers reconstructed, and their masks; kept in the folder."""
+        path = self.kept / f"{which}-{block}-{density:g}.pt"
+        found = torch.load(path, weights_only=True) if path.is_file() else {"masks": None, "weights": None}
+        masks = found["masks"] and {n: Mask(*fields) for n, fields in found["masks"].items()}
+        if found["weights"] is None:
+            model = self.arranged(block)
+            student, shares = copy.deepcopy(model), self.shares(density, which)
+            masks = prune.prune(model, student, self.batches, shares, block, masks)
+            masks = {name: mask for name, mask in masks.items() if shares.get(name, 0)}
+            kept = {n: (m.bits, m.cols, m.kept) for n, m in masks.items()}
+            found = {"masks": kept, "weights": student.encoder.state_dict()}
+            write_checkpoint(found, path)
+        student = copy.deepcopy(self.dense)
+        student.encoder.load_state_dict(found["weights"])
+        return student, masks
+
+    def distil(
+        self, student: nn.Module, masks: dict[str, Mask], block: str, minutes: float, recipe: Recipe
+    ) -> int:
+        """Trains Rarefy's layers for so long on the CPU; returns the steps."""
         patterns, scores = prune.patterns_of(masks, block)
         rarefy.sparsify(student, patterns, scores=scores, measure=False)
-        return student
-
-    def distil(self, student: nn.Module, minutes: float) -> int:
-        """Trains so long; returns the steps."""
-        texts = [t for e in self.split.validation[:250] for t in (e.definition, e.headword)]
-        fast = fast_bf16()
-        teacher = copy.deepcopy(self.dense).bfloat16() if fast else self.dense
-        job = Distiller(student, teacher, self.tokenizer, self.split.train_texts, texts, bf16=fast)
-        return job.run(minutes).step
+        return run.recover(student, self.dense, self.tokenizer, self.split, minutes, recipe=recipe).step
 
     def figures(self, student: nn.Module) -> dict[str, float]:
-        """Quality on the validation entries."""
-        found = embed_entries(student, self.tokenizer, self.split.validation)
-        return quality(found) | {"cosine": mean_cosine(self.base, found)}
+        """Quality on the entries that choices were made on, and on those that none was."""
+        found = {}
+        for prefix, entries in (("", self.split.validation), ("held_out_", self.split.held_out)):
+            if prefix not in self.base:
+                self.base[prefix] = embed_entries(self.dense, self.tokenizer, entries)
+            mine = embed_entries(student, self.tokenizer, entries)
+            given = quality(mine) | {"cosine": mean_cosine(self.base[prefix], mine)}
+            found |= {prefix + name: value for name, value in given.items()}
+        return found
 
 
 def layers_of(model: nn.Module, which: str) -> dict[str, tuple[int, int]]:
     """Shapes of the layers that are pruned, by name."""
-    import re
-
     linear = {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear)}
     return {
         n: (m.out_features, m.in_features)
@@ -148,37 +193,70 @@ def layers_of(model: nn.Module, which: str) -> dict[str, tuple[int, int]]:
 
 
 def plot(rows: dict[tuple[str, ...], dict[str, str]], path: Path) -> None:
-    """Cosine against the part of the dense time: a line for each block shape, squares with training."""
+    """Cosine against the part of the dense time: a line for each block shape, dashed without training."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(10, 4.2), layout="constrained")
     panels = figure.subplots(1, 2, sharey=True)
+    mine = [row for row in rows.values() if row["layers"] == "ffn" and not row["recipe"]]
+    budgets = sorted({int(row["steps"]) for row in mine})
     for axes, dtype in zip(panels, DTYPES, strict=True):
-        for number, block in enumerate(BLOCKS):
-            mine = [row for row in rows.values() if row["block"] == block and row["layers"] == "ffn"]
-            for trained in (False, True):
+        for steps, style in zip(budgets, ("o--", "s-", "*:"), strict=False):
+            for number, block in enumerate(BLOCKS):
                 points = []
                 for row in mine:
-                    if (float(row["minutes"]) > 0) != trained:
-                        continue
-                    how = "measured" if row[f"measured_sparse_{dtype}"] else "predicted"
-                    part = float(row[f"{how}_sparse_{dtype}"]) / float(row[f"{how}_dense_{dtype}"])
-                    points.append((part, float(row["cosine"])))
-                if points:
-                    style = "s" if trained else "o-"
-                    axes.plot(*zip(*sorted(points), strict=True), style, color=f"C{number}",
-                              label=None if trained else block)  # fmt: skip
+                    if (row["block"], row["steps"]) == (block, str(steps)):
+                        how = "measured" if row[f"measured_sparse_{dtype}"] else "predicted"
+                        part = float(row[f"{how}_sparse_{dtype}"]) / float(row[f"{how}_dense_{dtype}"])
+                        points.append((part, float(row["held_out_cosine"])))
+                label = block if steps == budgets[-1] else None
+                axes.plot(*zip(*sorted(points), strict=True), style, color=f"C{number}", label=label)
         axes.axvline(1, color="#77808a", linewidth=0.8)
         axes.set(xlabel=f"time / dense, {dtype}, 512 tokens", title=f"Feed-forward layers, {dtype}")
         axes.grid(alpha=0.3)
-    panels[0].set_ylabel("mean cosine to dense")
+    panels[0].set_ylabel("mean cosine to dense, held out")
     panels[0].legend(title="block")
     figure.savefig(path, metadata={"Date": None})
 
 
-def todo(args: argparse.Namespace) -> Iterator[tuple[str, float]]:
-    """Blocks and densities, the highest density of each block first."""
-    return ((block, density) for density in args.densities for block in args.blocks)
+def recipe_of(text: str) -> Recipe:
+    """The demo's recipe with other values, "lr=1e-3,pooled=4"; ValueError for names that it lacks."""
+    given = dict(part.split("=") for part in text.split(",") if part)
+    if unknown := set(given) - {field.name for field in fields(Recipe)}:
+        raise ValueError(f"[recipe] names must be those of Recipe; got {sorted(unknown)}")
+    return replace(Recipe(), **{name: float(value) for name, value in given.items()})
+
+
+def prepare(kept: Path, of: tuple[str, float, str], threads: int) -> None:
+    """In a process of its own: one student, pruned and kept."""
+    torch.set_num_threads(threads)
+    Bench(kept).pruned(*of)
+
+
+def together(bench: Bench, keys: list[tuple[str, ...]], steps: int, device: str, jobs: int) -> Iterator[dict]:
+    """Students of all these rows, trained at once: what each row has of it, and the figures."""
+    of = [(block, float(density), which) for block, density, which, _, _ in keys]
+    if jobs > 1:
+        threads = itertools.repeat(max(1, torch.get_num_threads() // jobs))
+        with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:
+            list(pool.map(prepare, itertools.repeat(bench.kept), dict.fromkeys(of), threads))
+    models, masks = zip(*(bench.pruned(*each) for each in of), strict=True)
+    learning = students.Students(models, masks, device)
+    teacher = students.Students([bench.dense], [{}], device)
+    recipes = [recipe_of(key[-1]) for key in keys]
+    made = batches(bench.tokenizer, bench.split.train_texts, recipes[0].tokens, recipes[0].seed)
+    cuda = device.startswith("cuda")
+    start = time.monotonic()
+    students.train(learning, teacher, made, steps, recipes, bf16=cuda)
+    seconds, model = f"{time.monotonic() - start:.0f}", copy.deepcopy(bench.dense).to(device)
+    for number in range(len(keys)):
+        learning.load_into(model, number)
+        about = {
+            "steps": str(steps),
+            "seconds": seconds,
+            "on": torch.cuda.get_device_name() if cuda else "CPU",
+        }
+        yield about | {name: f"{value:.4f}" for name, value in bench.figures(model).items()}
 
 
 def main() -> int:  # noqa: D103
@@ -186,10 +264,16 @@ def main() -> int:  # noqa: D103
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--kept", type=Path, default=Path("build/block_shapes"))
     parser.add_argument("--blocks", nargs="+", default=BLOCKS)
     parser.add_argument("--densities", nargs="+", type=float, default=DENSITIES)
     parser.add_argument("--layers", choices=("ffn", "all"), default="ffn")
-    parser.add_argument("--minutes", type=float, default=0.0)
+    budget = parser.add_mutually_exclusive_group()
+    budget.add_argument("--minutes", type=float, default=0.0)
+    budget.add_argument("--steps", type=int, default=0)
+    parser.add_argument("--device", default="cpu", help="where --steps are made")
+    parser.add_argument("--jobs", type=int, default=1, help="students that are pruned at a time for --steps")
+    parser.add_argument("--recipes", nargs="+", default=[""], help="as lr=1e-3,pooled=4")
     parser.add_argument("--measure", action="store_true", help="times of the rows that are there")
     parser.add_argument("--plot", type=Path, help="draw the rows that are there")
     args = parser.parse_args()
@@ -197,25 +281,43 @@ def main() -> int:  # noqa: D103
     if args.plot:
         plot(rows, args.plot)
         return 0
-    bench = Bench()
     if args.measure:
+        with torch.device("meta"):
+            model = skeleton()
         for row in rows.values():
-            shapes = list(layers_of(bench.dense, row["layers"]).values())
+            shapes = list(layers_of(model, row["layers"]).values())
             row |= {k: f"{v:.3f}" for k, v in measured(shapes, row["block"], float(row["density"])).items()}
             write(args.out, rows)
         return 0
-    layers = layers_of(bench.dense, args.layers)
-    for block, density in todo(args):
-        key = (block, f"{density:g}", args.layers, f"{args.minutes:g}")
-        if key in rows:
-            continue
-        student = bench.sparse(block, density, list(layers))
-        steps = bench.distil(student, args.minutes) if args.minutes else 0
-        found = bench.figures(student) | predicted(list(layers.values()), block, density)
-        row = dict.fromkeys(FIGURES, "") | dict(zip(KEYS, key, strict=True)) | {"steps": str(steps)}
-        rows[key] = row | {name: f"{value:.4f}" for name, value in found.items()}
+    bench = Bench(args.kept)
+    layers = list(layers_of(bench.dense, args.layers).values())
+    label = f"{args.steps} steps" if args.steps else f"{args.minutes:g} minutes"
+    keys = [
+        (block, f"{density:g}", args.layers, label, recipe)
+        for density in args.densities for block in args.blocks for recipe in args.recipes
+    ]  # fmt: skip
+    keys = [key for key in keys if key not in rows]
+
+    def alone() -> Iterator[dict]:
+        for block, density, which, _, recipe in keys:
+            student, masks = bench.pruned(block, float(density), which)
+            start = time.monotonic()
+            steps = (
+                bench.distil(student, masks, block, args.minutes, recipe_of(recipe)) if args.minutes else 0
+            )
+            about = {"steps": str(steps), "seconds": f"{time.monotonic() - start:.0f}", "on": "CPU"}
+            yield about | {name: f"{value:.4f}" for name, value in bench.figures(student).items()}
+
+    found = together(bench, keys, args.steps, args.device, args.jobs) if args.steps else alone()
+    for key, figures in zip(keys, found, strict=True):
+        times = {n: f"{v:.3f}" for n, v in predicted(layers, key[0], float(key[1])).items()}
+        rows[key] = dict.fromkeys(FIGURES, "") | dict(zip(KEYS, key, strict=True)) | times | figures
         write(args.out, rows)
-        print(*key, {k: round(found[k], 4) for k in ("acc10", "cosine")}, flush=True)
+        print(
+            *key,
+            *(figures[name] for name in ("acc10", "cosine", "held_out_acc10", "held_out_cosine")),
+            flush=True,
+        )
     return 0
 
 

@@ -27,6 +27,11 @@ class Split:
     train_texts: list[str]
 
 
+def texts_of(entries: list[Entry]) -> list[str]:
+    """Definition and headword of each entry, in turns."""
+    return [text for entry in entries for text in (entry.definition, entry.headword)]
+
+
 def find_wordnet() -> Path:
     """The folder with WordNet's data.noun, data.verb, data.adj and data.adv.
 
@@ -91,6 +96,6 @@ def split(entries: list[Entry], held_out: int = 1000, validation: int = 1000, se
             f"[split] entries must have {held_out + validation} distinct headwords and definitions; "
             f"got {len(chosen)}"
         )
-    texts = dict.fromkeys(text for entry in rest for text in (entry.definition, entry.headword))
+    texts = dict.fromkeys(texts_of(rest))
     train = [text for text in texts if text.lower() not in taken]
     return Split(chosen[:held_out], chosen[held_out:], train)

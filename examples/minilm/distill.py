@@ -91,10 +91,14 @@ def loss_fn(student: nn.Module, teacher: nn.Module, batch: dict[str, Tensor], re
         (g[keep] - w[keep]).square().mean() / w[keep].var() for g, w in zip(got[1:], want[1:], strict=True)
     ]
     ours, theirs = pool(got[-1], mask), pool(want[-1], mask)
+    with torch.autocast(
+        mask.device.type, enabled=False
+    ):  # bf16 cannot tell cosines apart that differ by 0.004
+        relations = (ours @ ours.T - theirs @ theirs.T).square().mean()
     return (
         recipe.pooled * (1 - (ours * theirs).sum(-1)).mean()
         + recipe.states * torch.stack(errors).mean()
-        + recipe.relations * (ours @ ours.T - theirs @ theirs.T).square().mean()
+        + recipe.relations * relations
     )
 
 

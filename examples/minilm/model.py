@@ -82,10 +82,14 @@ def embed_batch(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
 
 @torch.inference_mode()
 def embed(model: nn.Module, tokenizer, texts: list[str], batch_size: int = 128) -> Tensor:
-    """Embeddings of the texts in their order, (len(texts), H) f32; sorted by length inside, to pad little."""
+    """Embeddings of the texts in their order, (len(texts), H) f32 on the CPU, from the model's device.
+
+    Sorted by length inside, to pad little.
+    """
     order = sorted(range(len(texts)), key=lambda i: len(texts[i]))
     out = torch.empty(len(texts), model.config.hidden_size)
     for start in range(0, len(order), batch_size):
         rows = order[start : start + batch_size]
-        out[rows] = embed_batch(model, tokenize(tokenizer, [texts[i] for i in rows]))
+        batch = tokenize(tokenizer, [texts[i] for i in rows])
+        out[rows] = embed_batch(model, {k: v.to(model.device) for k, v in batch.items()}).cpu()
     return out

@@ -9,7 +9,7 @@ also mends what those broke.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -22,6 +22,7 @@ from rarefy.prune import (
     Sensitivity,
     arrange_hidden,
     eliminations,
+    grams,
     reconstruct_layer,
     sensitivity,
 )
@@ -29,7 +30,6 @@ from rarefy.prune import (
 from .model import embed, pad, token_ids
 
 SPARSITIES = (0.2, 0.35, 0.5, 0.65, 0.8)
-LAYERS = r"encoder\.layer\.\d+\..*"
 # Layers that get one sparsity together.
 GROUPS = {
     "query, key, value": r"attention\.self\.(query|key|value)",
@@ -54,25 +54,24 @@ def same_lengths(tokenizer, texts: list[str], most: int = 64) -> Iterator[Tensor
 @torch.no_grad()
 def arranged(model: nn.Module, batches: list[Tensor], rows: int) -> None:
     """Puts the hidden features of feed-forward networks in an order in which tall blocks fit, in place."""
-    grams: list[Tensor | float] = [0.0] * len(model.encoder.layer)
-
-    def hook(i: int):
-        def add(_, args) -> None:
-            x = args[0].flatten(0, -2)
-            grams[i] = grams[i] + x.T @ x
-
-        return add
-
-    hooks = [
-        layer.intermediate.dense.register_forward_pre_hook(hook(i))
-        for i, layer in enumerate(model.encoder.layer)
-    ]
-    for ids in batches:
-        model(ids)
-    for handle in hooks:
-        handle.remove()
-    for layer, gram in zip(model.encoder.layer, grams, strict=True):
+    found = grams(model, batches, config={r"encoder\.layer\.\d+\.intermediate\.dense": {}})
+    for i, layer in enumerate(model.encoder.layer):
+        (gram,) = found[f"encoder.layer.{i}.intermediate.dense.weight"]
         arrange_hidden(layer.intermediate.dense, layer.output.dense, gram, rows, FEED_FORWARD_DENSITY)
+
+
+def groups_of(model: nn.Module, kinds: Mapping[str, str] = GROUPS) -> dict[str, str]:
+    """Groups of layers that get one sparsity together: expressions for their layers' names, by name."""
+    return {
+        f"{kind}, layer {i}": rf"encoder\.layer\.{i}\.{names}"
+        for i in range(len(model.encoder.layer))
+        for kind, names in kinds.items()
+    }
+
+
+def complete(report: Sensitivity | None, model: nn.Module, kinds: Mapping[str, str] = GROUPS) -> bool:
+    """Whether a report has all groups of the model."""
+    return report is not None and set(groups_of(model, kinds)) <= set(report.groups())
 
 
 def measured(
@@ -83,28 +82,28 @@ def measured(
     block: str,
     resume: Sensitivity | None,
     path: Path,
+    sparsities: Sequence[float] = SPARSITIES,
+    kinds: Mapping[str, str] = GROUPS,
 ) -> Sensitivity:
     """1 − mean cosine to the dense embeddings, with each group of layers pruned alone.
 
     batches: for XᵀX. validation: texts. resume: what an earlier run measured. path: where it is kept.
+    sparsities: of each group. kinds: which groups, of GROUPS.
     """
-    groups = {
-        f"{group}, layer {i}": rf"encoder\.layer\.{i}\.{names}"
-        for i in range(len(model.encoder.layer))
-        for group, names in GROUPS.items()
-    }
-    if resume is not None and set(resume.groups()) == set(groups):
+    if complete(resume, model, kinds):
         return resume
-    found = eliminations(model, batches, f"block:{block}", config={LAYERS: {}})
+    groups = groups_of(model, kinds)
+    config = {"|".join(groups.values()): {}}
+    found = eliminations(model, batches, f"block:{block}", config=config)
     target = embed(model, tokenizer, validation)
     return sensitivity(
         model,
         lambda student: 1 - (embed(student, tokenizer, validation) * target).sum(-1).mean().item(),
         f"block:{block}",
-        SPARSITIES,
+        sparsities,
         by=groups,
         prune=lambda name, weight, sparsity: found[name].prune(sparsity)[0],
-        config={LAYERS: {}},
+        config=config,
         time=False,
         resume=resume,
         path=path,
@@ -119,13 +118,18 @@ def allocated(report: Sensitivity, share: float) -> Plan:
 
 @torch.no_grad()
 def prune(
-    dense: nn.Module, student: nn.Module, batches: list[Tensor], sparsities: Mapping[str, float], block: str
+    dense: nn.Module,
+    student: nn.Module,
+    batches: list[Tensor],
+    sparsities: Mapping[str, float],
+    block: str,
+    chosen: Mapping[str, Mask] | None = None,
 ) -> dict[str, Mask]:
     """Reconstructs, in place, the student's linear layers; their masks by name.
 
     dense, student: the dense encoder and a copy of it (transformers' BertModel). sparsities: by names of
     layers. Those without one, or 0, keep all blocks, and are fitted, too: they mend what the pruned ones
-    before them broke.
+    before them broke. chosen: masks that an earlier call returned; the same weights are then found faster.
     """
     masks: dict[str, Mask] = {}
     wanted = [dense.embeddings(ids) for ids in batches]
@@ -138,8 +142,13 @@ def prune(
             for x, y in zip(inputs, aims, strict=True):
                 moments.add(x, y)
             sparsity = sparsities.get(name, 0)
-            pattern = f"block:{block}" if sparsity else None
-            mask = reconstruct_layer(layer, moments, pattern, sparsity)
+            if not sparsity:
+                mask = reconstruct_layer(layer, moments)
+            elif chosen is None:
+                mask = reconstruct_layer(layer, moments, f"block:{block}", sparsity)
+            else:
+                how = {"method": "least_squares", "mask": chosen[name]}
+                mask = reconstruct_layer(layer, moments, f"block:{block}", sparsity, **how)
             masks[name] = Mask.pack(torch.ones_like(layer.weight, dtype=torch.bool)) if mask is None else mask
 
         for name in ("query", "key", "value"):

@@ -21,7 +21,7 @@ import rarefy
 from rarefy.prune import Sensitivity
 
 from . import data, measure, prune, report
-from .distill import Distiller, Progress, write_checkpoint
+from .distill import Distiller, Progress, Recipe, write_checkpoint
 from .evaluate import embed_entries, mean_cosine, quality
 from .model import load_dense, load_tokenizer, quiet_transformers, skeleton
 from .summary import missed_goals
@@ -75,21 +75,24 @@ def sparsified(dense: nn.Module, tokenizer, split: data.Split, args: argparse.Na
     """
     kept_at, measured_at = args.out / "pruned.pt", args.out / "sensitivity.json"
     key = f"block:{args.block}, {args.share:g} of the weights"
-    batches = list(prune.same_lengths(tokenizer, split.train_texts[:CALIBRATION_TEXTS]))
-    arranged = copy.deepcopy(dense)
-    prune.arranged(arranged, batches, int(args.block.partition("x")[0]))
-    report = None
+    report = kept = None
     if measured_at.is_file() and not args.fresh:
         report = Sensitivity.from_json(measured_at.read_text(encoding="utf-8"))
         report = report if report.pattern == f"block:{args.block}" else None
-    chosen = split.validation[:SENSITIVITY_ENTRIES]
-    texts = [text for entry in chosen for text in (entry.definition, entry.headword)]
-    report = prune.measured(arranged, tokenizer, batches[::4], texts, args.block, report, measured_at)
+    if kept_at.is_file() and not args.fresh:
+        kept = torch.load(kept_at, weights_only=True)
+        kept = kept if kept["key"] == key else None
+    if kept is None or not prune.complete(report, dense):
+        batches = list(prune.same_lengths(tokenizer, split.train_texts[:CALIBRATION_TEXTS]))
+        arranged = copy.deepcopy(dense)
+        prune.arranged(arranged, batches, int(args.block.partition("x")[0]))
+        texts = data.texts_of(split.validation[:SENSITIVITY_ENTRIES])
+        report = prune.measured(arranged, tokenizer, batches[::4], texts, args.block, report, measured_at)
     plan = prune.allocated(report, args.share)
-    kept = torch.load(kept_at, weights_only=True) if kept_at.is_file() and not args.fresh else None
-    student = copy.deepcopy(arranged)
-    if kept is None or kept["key"] != key:
+    student = copy.deepcopy(dense)
+    if kept is None:
         (args.out / "training.pt").unlink(missing_ok=True)
+        student = copy.deepcopy(arranged)
         masks = prune.prune(arranged, student, batches, plan.sparsities, args.block)
         patterns, scores = prune.patterns_of(masks, args.block)
         kept = {"key": key, "patterns": patterns, "scores": scores, "weights": student.encoder.state_dict()}
@@ -103,22 +106,26 @@ def fast_bf16() -> bool:
     return bool({"amx_bf16", "avx512_bf16_fast"} & set(rarefy.backend_info().get("cpu_features", ())))
 
 
-def recover(student: nn.Module, dense: nn.Module, tokenizer, split: data.Split, args, key: str) -> Progress:
-    """Distils the student in place for args.minutes, counting those of an earlier run."""
-    chosen = split.validation[:VALIDATION_ENTRIES]
-    validation = [text for entry in chosen for text in (entry.definition, entry.headword)]
+def recover(
+    student: nn.Module, dense: nn.Module, tokenizer, split: data.Split, minutes: float,
+    checkpoint: Path | None = None, key: str = "", recipe: Recipe | None = None,
+) -> Progress:  # fmt: skip
+    """Distils the student in place for so many minutes, counting those of an earlier run; see Distiller."""
     fast = fast_bf16()
+    teacher = copy.deepcopy(dense).bfloat16() if fast else dense
+    chosen = data.texts_of(split.validation[:VALIDATION_ENTRIES])
     distiller = Distiller(
         student,
-        copy.deepcopy(dense).bfloat16() if fast else dense,
+        teacher,
         tokenizer,
         split.train_texts,
-        validation,
-        checkpoint=args.out / "training.pt",
+        chosen,
+        recipe=recipe,
+        checkpoint=checkpoint,
         key=key,
         bf16=fast,
     )
-    return distiller.run(args.minutes)
+    return distiller.run(minutes)
 
 
 def measured(dense: nn.Module, sparse: nn.Module, tokenizer, split: data.Split, names: list[str]) -> dict:
@@ -162,7 +169,7 @@ def main(argv: list[str] | None = None) -> int:
     student, layers, sensitivity, plan, key = sparsified(dense, tokenizer, split, args)
     one_shot = quality(embed_entries(student, tokenizer, split.held_out))
     console.print(f"Distilling for {args.minutes:g} minutes (Ctrl-C keeps the best so far) …")
-    progress = recover(student, dense, tokenizer, split, args, key)
+    progress = recover(student, dense, tokenizer, split, args.minutes, args.out / "training.pt", key)
 
     files = {"dense": args.out / "dense.safetensors", "sparse": args.out / "sparse.safetensors"}
     rarefy.save_file(dense, files["dense"])

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 pytest.importorskip("transformers")
 sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
@@ -13,48 +14,114 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import block_shapes
 from examples.minilm import prune
-from examples.minilm.evaluate import embed_entries
 from test_demo import TEXTS, Words, encoder, split_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-def row(block: str, density: str, minutes: str = "0") -> dict[str, str]:
+def row(block: str, budget: str = "0 minutes") -> dict[str, str]:
     figures = dict.fromkeys(block_shapes.FIGURES, "")
     figures |= {f"predicted_{kind}_{d}": "2.0" for kind in ("dense", "sparse") for d in block_shapes.DTYPES}
-    of = dict(zip(block_shapes.KEYS, (block, density, "ffn", minutes), strict=True))
-    return of | figures | {"cosine": "0.9", "acc10": "0.6"}
+    of = dict(zip(block_shapes.KEYS, (block, "0.5", "ffn", budget, ""), strict=True))
+    steps = {"steps": "0" if budget == "0 minutes" else "10"}
+    return of | figures | steps | {"held_out_cosine": "0.9", "acc10": "0.6"}
 
 
 def test_rows_are_kept_and_found_again(tmp_path: Path) -> None:
     path = tmp_path / "rows.csv"
     assert block_shapes.read(path) == {}
-    rows = {("4x1", "0.5", "ffn", minutes): row("4x1", "0.5", minutes) for minutes in ("0", "20")}
+    rows = {("4x1", "0.5", "ffn", b, ""): row("4x1", b) for b in ("0 minutes", "20 minutes")}
     block_shapes.write(path, rows)
     assert block_shapes.read(path) == rows and [p.name for p in tmp_path.iterdir()] == ["rows.csv"]
     block_shapes.plot(rows, tmp_path / "plot.svg")
     assert "4x1" in (tmp_path / "plot.svg").read_text()
 
 
-def test_a_row_is_made(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    bench = object.__new__(block_shapes.Bench)
-    bench.dense, bench.tokenizer, bench.split = encoder(0), Words(), split_of()
-    bench.base = embed_entries(bench.dense, bench.tokenizer, bench.split.validation)
-    bench.batches = list(prune.same_lengths(bench.tokenizer, TEXTS))
-    monkeypatch.setattr(block_shapes, "Bench", lambda: bench)
+@pytest.fixture
+def bench(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> block_shapes.Bench:
+    made = object.__new__(block_shapes.Bench)
+    made.dense, made.tokenizer, made.split = encoder(0), Words(), split_of()
+    made.kept, made.base, made.order = tmp_path, {}, None
+    with torch.no_grad():  # layers that matter
+        for p in made.dense.encoder.parameters():
+            p.mul_(8 if p.ndim == 2 else 1)
+    made.batches = list(prune.same_lengths(made.tokenizer, TEXTS))
+    monkeypatch.setattr(block_shapes, "Bench", lambda kept: made)
     monkeypatch.setattr(block_shapes, "predicted", lambda *a: {"predicted_dense_f32": 1.0})
-    arguments = ["x", "--out", str(tmp_path / "x.csv"), "--blocks", "4x1", "8x4", "--densities", "0.5"]
-    monkeypatch.setattr(sys, "argv", arguments)
+    monkeypatch.setattr(block_shapes, "prepare", lambda kept, of, threads: made.pruned(*of))
+    monkeypatch.setattr(block_shapes, "ProcessPoolExecutor", Here)
+    return made
+
+
+class Here:
+    """A pool whose processes are this one."""
+
+    def __init__(self, *arguments: object) -> None:
+        pass
+
+    def __enter__(self) -> Here:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+    def map(self, function, *arguments):
+        return map(function, *arguments)
+
+
+def main_of(monkeypatch: pytest.MonkeyPatch, path: Path, *arguments: str) -> dict:
+    options = ["--out", str(path), "--densities", "0.6", *arguments]
+    monkeypatch.setattr(sys, "argv", ["x", *options])
     assert block_shapes.main() == 0
-    rows = block_shapes.read(tmp_path / "x.csv")
-    tall, square = rows["4x1", "0.5", "ffn", "0"], rows["8x4", "0.5", "ffn", "0"]
+    return block_shapes.read(path)
+
+
+def test_rows_are_made(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, bench: block_shapes.Bench) -> None:
+    path = tmp_path / "x.csv"
+    rows = main_of(monkeypatch, path, "--blocks", "4x1", "8x4")
+    tall, square = (rows[block, "0.6", "ffn", "0 minutes", ""] for block in ("4x1", "8x4"))
     assert 0.9 < float(square["cosine"]) <= float(tall["cosine"]) <= 1
-    assert tall["predicted_dense_f32"] == "1.0000" and tall["steps"] == "0"
-    monkeypatch.setattr(bench, "sparse", lambda *a: pytest.fail("made again"))
-    assert block_shapes.main() == 0
-    shapes = list(block_shapes.layers_of(bench.dense, "ffn").values())
-    assert shapes == [(32, 16), (16, 32)] * 2
+    assert tall["held_out_cosine"] == tall["cosine"]  # the same entries here
+    assert tall["predicted_dense_f32"] == "1.000" and tall["steps"] == "0"
+    _, masks = bench.pruned("4x1", 0.6, "ffn")
+    shapes = block_shapes.layers_of(bench.dense, "ffn")
+    assert list(shapes.values()) == [(32, 16), (16, 32)] * 2 and set(masks) <= set(shapes)
+    whole = sum(n * k for n, k in shapes.values())
+    kept = whole - sum(len(m.bits) * m.cols - m.kept for m in masks.values())
+    assert 0.5 * whole < kept <= 0.6 * whole
     assert len(block_shapes.layers_of(bench.dense, "all")) == 12
+    with monkeypatch.context() as patch:
+        patch.setattr(prune, "prune", lambda *a: pytest.fail("made again"))
+        recipes = ("--jobs", "2", "--recipes", "", "lr=0")
+        rows = main_of(monkeypatch, path, "--blocks", "4x1", "--steps", "30", *recipes)
+    trained, still = (rows["4x1", "0.6", "ffn", "30 steps", recipe] for recipe in ("", "lr=0"))
+    assert still["cosine"] == tall["cosine"] < trained["cosine"]
+    assert (trained["steps"], trained["on"]) == ("30", "CPU")
+
+
+def test_masks_alone_give_the_same_weights(bench: block_shapes.Bench) -> None:
+    student, masks = bench.pruned("4x1", 0.6, "all")
+    path = bench.kept / "all-4x1-0.6.pt"
+    torch.save(torch.load(path) | {"weights": None}, path)
+    again, same = bench.pruned("4x1", 0.6, "all")
+    assert masks.keys() == same.keys()
+    for name, p in again.named_parameters():
+        torch.testing.assert_close(p, student.get_parameter(name))
+
+
+@pytest.mark.parametrize("bad", ["rate=1", "lr=fast"])
+def test_a_recipe_is_refused(bad: str) -> None:
+    with pytest.raises(ValueError, match=r"names must be|could not convert"):
+        block_shapes.recipe_of(bad)
+
+
+def test_layers_are_timed_without_the_task(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    path = tmp_path / "x.csv"
+    block_shapes.write(path, {("4x1", "0.5", "ffn", "0 minutes", ""): row("4x1")})
+    monkeypatch.setattr(block_shapes, "Bench", lambda kept: pytest.fail("not needed"))
+    monkeypatch.setattr(block_shapes, "skeleton", lambda: encoder(0))
+    (timed,) = main_of(monkeypatch, path, "--measure").values()
+    assert float(timed["measured_sparse_f32"]) > 0
 
 
 def test_layers_are_timed_in_turns() -> None:

@@ -1,0 +1,199 @@
+"""Several sparse copies of the demo's encoder distilled at once, on one device: for experiments on a GPU.
+
+A step of 512 tokens leaves a GPU idle; twenty students that learn from the same batches, each with its own
+blocks and recipe, fill it. Their weights are stacked, (S, …), so that a layer of all of them is one batched
+product. Blocks that left are masked: the same numbers as Rarefy's layers, none of their speed. Losses,
+schedule and batches are the demo's (examples/minilm/distill.py), budgets are steps in place of minutes.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import islice
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from examples.minilm.distill import Recipe, rate
+from rarefy.prune import Mask
+
+
+class Students:
+    """Encoders of one architecture (transformers' BertModel), their weights stacked: (S, …) each.
+
+    models: S of them, all with the same embeddings. masks: of each, what stays of a layer, by layers' names.
+    All parameters of an encoder lie in one row of `weights`, (S, P) float32 on the device, so `gradients`.
+    """
+
+    def __init__(
+        self, models: Sequence[nn.Module], masks: Sequence[Mapping[str, Mask]], device: torch.device | str
+    ) -> None:
+        first = models[0]
+        self.config, self.embeddings = first.config, copy.deepcopy(first.embeddings).to(device)
+        self.weights = torch.stack(
+            [nn.utils.parameters_to_vector(m.encoder.parameters()).detach() for m in models]
+        ).to(device)
+        self.gradients = torch.zeros_like(self.weights)
+        self.keep = torch.ones_like(self.weights, dtype=torch.bool)
+        self.parts: dict[str, Tensor] = {}
+        begin = 0
+        for name, p in first.encoder.named_parameters():
+            part, end = (len(models), *p.shape), begin + p.numel()
+            self.parts[name] = self.weights[:, begin:end].view(part).requires_grad_()
+            self.parts[name].grad = self.gradients[:, begin:end].view(part)
+            layer = f"encoder.{name.removesuffix('.weight')}"
+            for s, kept in enumerate(masks):
+                if layer in kept:
+                    self.keep[s, begin:end] = kept[layer].unpack().flatten().to(device)
+            begin = end
+
+    def states(self, batch: Mapping[str, Tensor]) -> list[Tensor]:
+        """Token states after each layer, (S, B, T, H) each, of a batch (B, T)."""
+        config, mask = self.config, batch["attention_mask"]
+        with torch.no_grad():
+            x = self.embeddings(batch["input_ids"])
+        (b, t), s = mask.shape, len(self.weights)
+        heads = (s, b, t, config.num_attention_heads, -1)
+        hidden = torch.zeros_like(mask, dtype=x.dtype).masked_fill(mask == 0, torch.finfo(x.dtype).min)
+        hidden, x, states = hidden[:, None, None], x.expand(s, b, t, -1).flatten(1, 2), []
+        for i in range(config.num_hidden_layers):
+            q, k, v = (
+                self._linear(f"{i}.attention.self.{name}", x).view(heads).transpose(2, 3)
+                for name in ("query", "key", "value")
+            )
+            likeness = (q @ k.mT) * q.shape[-1] ** -0.5 + hidden
+            context = (likeness.softmax(-1).to(v.dtype) @ v).transpose(2, 3).reshape(s, b * t, -1)
+            x = self._norm(f"{i}.attention.output", self._linear(f"{i}.attention.output.dense", context) + x)
+            inner = functional.gelu(self._linear(f"{i}.intermediate.dense", x))
+            x = self._norm(f"{i}.output", self._linear(f"{i}.output.dense", inner) + x)
+            states.append(x.view(s, b, t, -1))
+        return states
+
+    def _linear(self, name: str, x: Tensor) -> Tensor:
+        weight, bias = (self.parts[f"layer.{name}.{kind}"] for kind in ("weight", "bias"))
+        return torch.baddbmm(bias.unsqueeze(1), x, weight.mT)
+
+    def _norm(self, name: str, x: Tensor) -> Tensor:
+        scale, shift = (self.parts[f"layer.{name}.LayerNorm.{kind}"] for kind in ("weight", "bias"))
+        normal = functional.layer_norm(x, x.shape[-1:], eps=self.config.layer_norm_eps)
+        return normal * scale.unsqueeze(1) + shift.unsqueeze(1)
+
+    def load_into(self, model: nn.Module, student: int) -> None:
+        """Copies one student's weights into an encoder."""
+        nn.utils.vector_to_parameters(self.weights[student].to(model.device), model.encoder.parameters())
+
+
+def losses(got: list[Tensor], want: list[Tensor], mask: Tensor, weights: Sequence[Tensor]) -> Tensor:
+    """The demo's loss_fn of each student, (S,).
+
+    got, want: states of students, (S, B, T, H) for each layer, and of the teacher, (1, B, T, H). weights: of
+    sentences, states and relations, (S,) each.
+    """
+    part = mask[None, :, :, None].to(torch.float32)
+    count = part.sum() * got[0].shape[-1]
+    errors = []
+    for g, w in zip(got, want, strict=True):
+        mean = (w * part).sum() / count
+        variance = ((w - mean).square() * part).sum() / (count - 1)
+        errors.append(((g - w).square() * part).sum((1, 2, 3)) / count / variance)
+    ours, theirs = (functional.normalize((x[-1] * part).sum(2), dim=-1) for x in (got, want))  # (S, B, H)
+    sentences = (1 - (ours * theirs).sum(-1)).mean(-1)
+    relations = (ours @ ours.mT - theirs @ theirs.mT).square().mean((1, 2))
+    return weights[0] * sentences + weights[1] * torch.stack(errors).mean(0) + weights[2] * relations
+
+
+def train(
+    students: Students, teacher: Students, batches: Iterable[dict[str, Tensor]], steps: int,
+    recipes: Sequence[Recipe], *, bf16: bool = False,
+) -> list[list[float]]:  # fmt: skip
+    """So many steps of every student with its recipe, in place; mean losses of each, ten times on the way.
+
+    recipes: lr, warmup, clip and the loss's weights are each student's own, the batches those of the first.
+    bf16: steps under autocast, as the demo trains where bf16 is fast.
+    """
+    device = students.weights.device
+    weights = [
+        torch.tensor([getattr(r, name) for r in recipes], device=device)
+        for name in ("pooled", "states", "relations")
+    ]
+    clip = torch.tensor([r.clip for r in recipes], device=device)
+    rows = [nn.Parameter(row) for row in students.weights]
+    for row, gradient in zip(rows, students.gradients, strict=True):
+        row.grad = gradient
+    optimizer = torch.optim.AdamW(
+        [{"params": [row]} for row in rows], lr=0.0, betas=(0.9, 0.98), weight_decay=0.0,
+        fused=device.type == "cuda",
+    )  # fmt: skip
+    curve, mean, every = [], torch.zeros(len(rows), device=device), max(1, steps // 10)
+
+    def differentiated(batch: Mapping[str, Tensor]) -> Tensor:
+        with torch.autocast(device.type, torch.bfloat16, enabled=bf16):
+            with torch.no_grad():
+                want = [x.float() for x in teacher.states(batch)]
+            got = [x.float() for x in students.states(batch)]
+        loss = losses(got, want, batch["attention_mask"], weights)
+        students.gradients.zero_()
+        loss.sum().backward()
+        students.gradients.mul_(students.keep)
+        return loss.detach()
+
+    with on_a_stream(device):
+        step_of = Graphs(differentiated) if device.type == "cuda" else differentiated
+        for step, batch in enumerate(islice(batches, steps)):
+            loss = step_of({name: tensor.to(device) for name, tensor in batch.items()})
+            norms = torch.linalg.vector_norm(students.gradients, dim=1)
+            students.gradients.mul_((clip / (norms + 1e-6)).clamp(max=1).unsqueeze(1))
+            for group, recipe in zip(optimizer.param_groups, recipes, strict=True):
+                group["lr"] = recipe.lr * rate(step / steps, recipe.warmup)
+            optimizer.step()
+            mean += loss / every
+            if (step + 1) % every == 0:
+                curve.append(mean.tolist())
+                mean.zero_()
+    return [list(points) for points in zip(*curve, strict=True)]
+
+
+@contextmanager
+def on_a_stream(device: torch.device) -> Iterator[None]:
+    """On a GPU a stream other than the default one, which graphs need; elsewhere nothing."""
+    if device.type != "cuda":
+        yield
+        return
+    stream = torch.cuda.Stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
+        yield
+    torch.cuda.synchronize(device)
+
+
+class Graphs:
+    """A function of a batch as CUDA graphs, one for each shape that comes often: launching costs most."""
+
+    OFTEN = 4
+
+    def __init__(self, function: Callable[[Mapping[str, Tensor]], Tensor]) -> None:
+        self.function, self.seen, self.made = function, Counter(), {}
+        self.pool = torch.cuda.graph_pool_handle()
+        gc.collect()
+        gc.freeze()  # every capture collects garbage
+
+    def __call__(self, batch: Mapping[str, Tensor]) -> Tensor:  # noqa: D102
+        shape = tuple(batch["input_ids"].shape)
+        self.seen[shape] += 1
+        if self.seen[shape] < self.OFTEN:
+            return self.function(batch)
+        if shape not in self.made:
+            held, graph = {name: tensor.clone() for name, tensor in batch.items()}, torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=self.pool, stream=torch.cuda.current_stream()):
+                result = self.function(held)
+            self.made[shape] = graph, held, result
+        graph, held, result = self.made[shape]
+        for name, tensor in batch.items():
+            held[name].copy_(tensor)
+        graph.replay()
+        return result

@@ -1,0 +1,76 @@
+"""bench/students.py: several students at once learn what each learns alone in the demo's distiller."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+sys.path.insert(0, str(Path(__file__).parents[2]))
+sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
+sys.path.insert(0, str(Path(__file__).parent))
+
+import rarefy
+import students
+from examples.minilm import distill, model, prune
+from test_demo import TEXTS, Words, encoder
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def test_states_are_those_of_transformers() -> None:
+    both = [encoder(0), encoder(1)]
+    both[1].embeddings.load_state_dict(both[0].embeddings.state_dict())
+    together = students.Students(both, [{}, {}], "cpu")
+    batch = model.tokenize(Words(), TEXTS[:9])
+    keep = batch["attention_mask"].bool()
+    with torch.no_grad():
+        found = together.states(batch)
+        for s, one in enumerate(both):
+            wanted = one(**batch, output_hidden_states=True).hidden_states[1:]
+            for got, want in zip(found, wanted, strict=True):
+                torch.testing.assert_close(got[s][keep], want[keep])
+    copied = copy.deepcopy(both[0])
+    together.load_into(copied, 1)
+    for p, q in zip(copied.parameters(), both[1].parameters(), strict=True):
+        assert torch.equal(p, q)
+
+
+def test_steps_are_those_of_the_demo() -> None:
+    dense, batches = encoder(0), list(prune.same_lengths(Words(), TEXTS))
+    recipes = [distill.Recipe(lr=3e-3, tokens=64), distill.Recipe(lr=1e-3, tokens=64, pooled=3.0, clip=0.5)]
+    pruned, masks = [], []
+    for density in (0.5, 0.75):
+        student = copy.deepcopy(dense)
+        names = [n for n, m in student.named_modules() if isinstance(m, torch.nn.Linear) and "self" not in n]
+        masks.append(prune.prune(dense, student, batches, dict.fromkeys(names, 1 - density), "4x1"))
+        pruned.append(student)
+    steps = 12
+    teacher = students.Students([dense], [{}], "cpu")
+    together = students.Students(pruned, masks, "cpu")
+    made = distill.batches(Words(), TEXTS, tokens=64, seed=0)
+    curves = students.train(together, teacher, made, steps, recipes)
+    assert len(curves) == 2 and all(len(curve) == 12 for curve in curves)
+    probe = model.tokenize(Words(), TEXTS[:9])
+    for s, (student, mask, recipe) in enumerate(zip(pruned, masks, recipes, strict=True)):
+        patterns, scores = prune.patterns_of(mask, "4x1")
+        rarefy.sparsify(student, patterns, scores=scores, measure=False)
+        with torch.no_grad():
+            before = student(**probe).last_hidden_state
+        job = distill.Distiller(student, dense, Words(), TEXTS, TEXTS[:4], recipe=recipe)
+        for step, batch in enumerate(itertools.islice(distill.batches(Words(), TEXTS, 64, 0), steps)):
+            job._step(batch, recipe.lr * distill.rate(step / steps, recipe.warmup))
+        found = copy.deepcopy(dense)
+        together.load_into(found, s)
+        assert all(
+            (found.get_submodule(name).weight[~kept.unpack()] == 0).all() for name, kept in mask.items()
+        )
+        with torch.no_grad():
+            got, want = (net(**probe).last_hidden_state for net in (found, student))
+            torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+            assert (got - before).abs().max() > 0.005
