@@ -10,9 +10,7 @@ from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 from torch.optim import Optimizer
 
-from .dense import kind_of
-from .layers import Layer
-from .modules import BlockSparseLinear
+from .layers import SPARSE, Layer
 from .pattern_change import PatternChange
 from .pattern_weight import PatternWeight
 from .sparse_weight import SparseWeight, Spec
@@ -22,8 +20,8 @@ from .sparse_weight import SparseWeight, Spec
 class Change:
     """A layer as a dense one and as it will be, and what makes it so."""
 
-    dense: nn.Linear
-    sparse: BlockSparseLinear
+    dense: nn.Module
+    sparse: nn.Module
     apply: Callable[[], None]
 
 
@@ -32,14 +30,12 @@ def change_of(
 ) -> Change | str:
     """The change of a layer to a spec, or why it stays as it is. Errors name the layer."""
     try:
-        if isinstance(layer.module, BlockSparseLinear):
+        if isinstance(layer.module, SPARSE):
             return _sparser(layer, spec, scores, optimizer)
         dense = layer.linear()
-        sparse = BlockSparseLinear.from_dense(dense, spec=spec, scores=scores)
+        sparse = layer.around(layer.from_dense(dense, spec, scores).weight)
     except (ValueError, TypeError) as error:
         raise type(error)(f"[{op}] layer {layer.name}: {error}") from None
-    sparse.bias = layer.module.bias  # the same Parameter: a tie to it stays a tie
-    sparse.stands_for = kind_of(layer.module)
     return Change(dense, sparse, lambda: layer.replace(sparse))
 
 
@@ -51,13 +47,13 @@ def _sparser(
     if is_parametrized(weight):
         return "its values are parametrized (torch.nn.utils.parametrize)"
     dense = module.to_dense()
-    target = spec.make(dense.weight, scores=scores)
+    target = layer.from_dense(dense, spec, scores).weight
     if scores is None and target.density > weight.density:
         return f"already sparser, at density {weight.density:.4g}: scores say which blocks to add"
     stays = _same_format(weight, target)
     if stays and weight.pattern == target.pattern:
         return f"already {spec}"
-    sparse = BlockSparseLinear.from_weight(target.train(module.training), module.bias).train(module.training)
+    sparse = layer.around(target)
     if stays:
         PatternChange(weight.pattern, target.pattern).check(weight.values, optimizer)
         pattern = target.pattern

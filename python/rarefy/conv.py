@@ -13,8 +13,9 @@ from .linear_base import copy_parameter
 from .masks import block_count, block_norms, choose_blocks, grid_of, random_blocks, top_blocks
 from .pattern import BsrPattern
 from .sparse.conv import Geometry, check_size, convolve, read_geometry
+from .sparse_weight import SparseWeight, Spec
 from .values import draw_uniform_
-from .weight import BsrWeight
+from .weight import BlockSpec, BsrWeight
 
 
 class BlockSparseConv2d(nn.Module):
@@ -95,8 +96,7 @@ class BlockSparseConv2d(nn.Module):
 
     @property
     def _shape(self) -> tuple[int, int]:
-        """Of the weight as a matrix."""
-        return self.out_channels, self.kernel_size[0] * self.kernel_size[1] * self.in_channels
+        return matrix_shape(self)
 
     def _inside(self, op: str, block_shape: Any) -> torch.Tensor:
         """Which blocks lie inside of a group: all, for one group."""
@@ -117,41 +117,82 @@ class BlockSparseConv2d(nn.Module):
     def from_dense(
         cls,
         conv: nn.Conv2d,
+        spec: str | Spec | None = None,
         *,
-        block_shape: tuple[int, int],
+        block_shape: tuple[int, int] | None = None,
         density: float | None = None,
         mask: torch.Tensor | None = None,
         scores: torch.Tensor | None = None,
     ) -> BlockSparseConv2d:
         """Keeps the trained values of the chosen blocks of an nn.Conv2d, bit for bit, and its bias.
 
-        `density`, `mask` and `scores` are those of BsrWeight.from_dense, of the weight as a matrix; density
-        counts the blocks within the groups. Without any, all of those are kept. Copies; `conv` stays.
+        Blocks are those of a `spec` ("block:8x1@0.3"), or of `block_shape`. `density`, `mask` and `scores`
+        are those of BsrWeight.from_dense, of the weight as a matrix; scores may also have the shape of the
+        convolution's own weight. Density counts the blocks within the groups. Without any, all of those are
+        kept. Copies; `conv` stays.
 
-        Raises ValueError for padding modes other than zeros, for padding as text, and as from_dense does.
+        Raises ValueError for padding modes other than zeros, for padding as text, for a spec of another
+        format, and as from_dense does.
         """
         op = "BlockSparseConv2d.from_dense"
         if not isinstance(conv, nn.Conv2d):
             fail(op, "conv must be an nn.Conv2d", type(conv).__name__, TypeError)
-        if conv.padding_mode != "zeros" or isinstance(conv.padding, str):
-            got = f"padding_mode={conv.padding_mode!r}, padding={conv.padding!r}"
-            fail(op, "conv must have zeros around its images, as numbers", got)
-        layer = cls.__new__(cls)
-        nn.Module.__init__(layer)
-        sizes = (conv.kernel_size, conv.stride, conv.padding, conv.dilation, conv.groups)
-        layer._set_sizes(op, conv.in_channels, conv.out_channels, *sizes)
+        if (reason := why_no_conv(conv)) is not None:
+            fail(op, "conv must have zeros around its images, as numbers", reason)
+        dtype = None
+        if spec is not None:
+            if block_shape is not None or density is not None:
+                fail(op, "a spec excludes block_shape and density", (block_shape, density))
+            spec = Spec.parse(spec, op)
+            if not isinstance(spec, BlockSpec):
+                fail(op, "the spec of a convolution must be blocks (block:ROWSxCOLUMNS@DENSITY)", spec)
+            block_shape, dtype = spec.block_shape, spec.dtype
+            density = spec.density if mask is None else None
+        elif block_shape is None:
+            fail(op, "block_shape or a spec must be given", "neither", TypeError)
+        layer = cls._like(op, conv)
         dense = layer._matrix(conv.weight.detach())
+        if scores is not None and scores.shape == conv.weight.shape:
+            scores = layer._matrix(scores)
         inside = layer._inside(op, block_shape).to(dense.device)
         kept = choose_blocks(op, dense, block_shape, mask, density, scores)
         if layer.groups > 1 and mask is not None and bool((kept & ~inside).any()):
             fail(op, "mask must keep nothing outside of the groups", f"{int((kept & ~inside).sum())} blocks")
-        if layer.groups > 1 and mask is None:
+        if layer.groups > 1 and mask is None and not isinstance(density, str):
             kept = _within(dense if scores is None else scores, inside, block_shape, density)
-        weight = BsrWeight.from_dense(dense, block_shape=block_shape, mask=kept)
+        weight = BsrWeight.from_dense(dense, block_shape=block_shape, mask=kept).stored_as(dtype)
         weight.values.requires_grad_(conv.weight.requires_grad)
-        layer.weight = weight
+        layer.weight = weight.train(conv.training)
         layer.bias = copy_parameter(conv.bias)
         return layer.train(conv.training)
+
+    @classmethod
+    def from_weight(cls, weight: SparseWeight, conv: nn.Module) -> BlockSparseConv2d:
+        """The layer of the sizes, and with the bias, of another one, nn.Conv2d or sparse, around a weight.
+
+        The weight, (O, KH · KW · C) in blocks, is taken as it is. Raises ValueError for another shape or
+        format, and for blocks outside of the groups.
+        """
+        op = "BlockSparseConv2d.from_weight"
+        layer = cls._like(op, conv)
+        if tuple(weight.shape) != layer._shape:
+            fail(op, f"weight must be of shape {layer._shape}", tuple(weight.shape))
+        if weight.format not in (BsrWeight.format, "pending"):
+            fail(op, f"the weight of a convolution must be of format {BsrWeight.format}", weight.format)
+        if layer.groups > 1 and isinstance(weight, BsrWeight):
+            inside = layer._inside(op, weight.block_shape).to(weight.device)
+            if outside := int((weight.pattern.mask() & ~inside).sum()):
+                fail(op, "weight must store nothing outside of the groups", f"{outside} blocks")
+        layer.weight, layer.bias = weight, copy_parameter(conv.bias)
+        return layer.train(conv.training)
+
+    @classmethod
+    def _like(cls, op: str, conv: Any) -> BlockSparseConv2d:
+        layer = cls.__new__(cls)
+        nn.Module.__init__(layer)
+        sizes = (conv.kernel_size, conv.stride, conv.padding, conv.dilation, conv.groups)
+        layer._set_sizes(op, conv.in_channels, conv.out_channels, *sizes)
+        return layer
 
     def to_dense(self) -> nn.Conv2d:
         """The nn.Conv2d that computes the same, with zeros for what is not stored."""
@@ -231,6 +272,18 @@ class BlockSparseConv2d(nn.Module):
                 text += f", {name}={getattr(self, name)}"
         text += f", bias={self.bias is not None}, density={self.density:.4g}"
         return f"{text}, block_shape={self.block_shape}"
+
+
+def matrix_shape(conv: nn.Module) -> tuple[int, int]:
+    """(O, KH · KW · C) of a convolution's weight as a matrix, zeros outside of the groups included."""
+    return conv.out_channels, conv.kernel_size[0] * conv.kernel_size[1] * conv.in_channels
+
+
+def why_no_conv(conv: nn.Conv2d) -> str | None:
+    """Why a convolution cannot be block-sparse, or None."""
+    if conv.padding_mode != "zeros" or isinstance(conv.padding, str):
+        return f"padding_mode={conv.padding_mode!r}, padding={conv.padding!r}"
+    return None
 
 
 def _within(

@@ -12,10 +12,13 @@ from torch.nn.utils.parametrize import ParametrizationList, is_parametrized
 from ._torch_private import has_hooks, has_tensor_hooks, storage_of
 from .attention import projections, put_projection, settle
 from .checks import fail
+from .conv import BlockSparseConv2d, matrix_shape, why_no_conv
 from .dense import KINDS, kind_of
 from .modules import BlockSparseLinear
 from .pseudo import PseudoBlockSparseLinear
-from .sparse_weight import SparseWeight
+from .sparse_weight import SparseWeight, Spec
+
+SPARSE = BlockSparseLinear | BlockSparseConv2d  # layers around a SparseWeight
 
 
 @dataclass
@@ -60,6 +63,45 @@ class Layer:
     def put(self, weight: SparseWeight) -> None:
         """Gives the layer, which is sparse, another weight."""
         self.module.weight = weight
+
+    def check(self, weight: SparseWeight) -> None:
+        """Raises if the layer cannot be around a weight of its shape."""
+
+    def from_dense(self, dense: nn.Module, spec: Spec, scores: torch.Tensor | None) -> nn.Module:
+        """A sparse layer of what `dense`, this one or what it was, holds; with a copy of the bias."""
+        return BlockSparseLinear.from_dense(dense, spec=spec, scores=scores)
+
+    def around(self, weight: SparseWeight) -> nn.Module:
+        """A sparse layer for the place of this one, around a weight; with the same bias: ties stay ties."""
+        sparse = self._around(weight).train(self.module.training)
+        sparse.bias = self.module.bias
+        return sparse
+
+    def _around(self, weight: SparseWeight) -> nn.Module:
+        sparse = BlockSparseLinear.from_weight(weight)
+        sparse.stands_for = kind_of(self.module)
+        return sparse
+
+
+@dataclass
+class Convolution(Layer):
+    """A convolution of images; its weight counts as the matrix (O, KH · KW · C)."""
+
+    @property
+    def shape(self) -> tuple[int, ...] | None:
+        """Of the weight as a matrix."""
+        return matrix_shape(self.module)
+
+    def check(self, weight: SparseWeight) -> None:
+        """Raises for a format or blocks that convolutions have not."""
+        BlockSparseConv2d.from_weight(weight, self.module)
+
+    def from_dense(self, dense: nn.Module, spec: Spec, scores: torch.Tensor | None) -> nn.Module:
+        """A BlockSparseConv2d."""
+        return BlockSparseConv2d.from_dense(dense, spec, scores=scores)
+
+    def _around(self, weight: SparseWeight) -> nn.Module:
+        return BlockSparseConv2d.from_weight(weight, self.module)
 
 
 @dataclass
@@ -144,7 +186,7 @@ def _why_not(
 ) -> str | None:
     """Why this module cannot become block-sparse without changing what the model computes, or None."""
     kind = type(module).__name__
-    if isinstance(module, BlockSparseLinear | PseudoBlockSparseLinear):
+    if isinstance(module, SPARSE | PseudoBlockSparseLinear):
         return "already block-sparse"
     if isinstance(module, nn.Embedding | nn.EmbeddingBag):
         return "an embedding looks rows up instead of multiplying"
@@ -154,7 +196,10 @@ def _why_not(
     if held and not (rewritten and all(map(projections, held))):
         return "nn.MultiheadAttention reads this weight directly and never calls the layer"
     other = kind_of(module) if rewritten and (held or kind_of(module) != "out_proj") else None
-    if not isinstance(module, nn.Linear) and other is None:
+    if isinstance(module, nn.Conv2d):
+        if (reason := why_no_conv(module)) is not None:
+            return reason
+    elif not isinstance(module, nn.Linear) and other is None:
         return f"{kind} is not an nn.Linear"
     if is_parametrized(module):
         return "its parameters are parametrized (torch.nn.utils.parametrize)"
@@ -167,8 +212,9 @@ def _why_not(
         return f"{kind}: its parent reads the weight directly"
     if type(weight) is not nn.Parameter:
         return f"its weight is a {type(weight).__name__} and no plain Parameter"
-    if (type(module) is not nn.Linear and other is None) or "forward" in vars(module):
-        return f"{kind} with a forward of its own may compute something else than nn.Linear"
+    if (type(module) not in (nn.Linear, nn.Conv2d) and other is None) or "forward" in vars(module):
+        base = "nn.Conv2d" if isinstance(module, nn.Conv2d) else "nn.Linear"
+        return f"{kind} with a forward of its own may compute something else than {base}"
     if has_hooks(module) or has_tensor_hooks(weight):
         return "it has hooks, which a new layer would lose"
     extent = _extent(weight)
@@ -178,7 +224,8 @@ def _why_not(
     if others := [name for name, other in owners if name not in own and _overlap(extent, other)]:
         return f"its weight is tied to {', '.join(others)}"
     if "" in names:
-        return "it is the model itself: use BlockSparseLinear.from_dense"
+        layer = "BlockSparseConv2d" if isinstance(module, nn.Conv2d) else "BlockSparseLinear"
+        return f"it is the model itself: use {layer}.from_dense"
     return None
 
 
@@ -186,7 +233,7 @@ def find_layers(model: nn.Module, *, rewritten: bool = False) -> list[Layer]:
     """Every module with a weight matrix, in order, with the reason why it cannot be replaced, or None.
 
     With `rewritten`, layers of other libraries that are nn.Linear in all but name can be, `Layer.linear()`,
-    and the projections of nn.MultiheadAttention are layers, too.
+    and the projections of nn.MultiheadAttention and the convolutions of images are layers, too.
     """
     if not isinstance(model, nn.Module):
         fail("find_layers", "model must be an nn.Module", type(model).__name__, TypeError)
@@ -196,8 +243,9 @@ def find_layers(model: nn.Module, *, rewritten: bool = False) -> list[Layer]:
             continue
         weight = getattr(module, "weight", None)
         is_matrix = isinstance(weight, torch.Tensor) and weight.ndim == 2
-        if is_matrix or isinstance(module, nn.Linear | nn.MultiheadAttention | BlockSparseLinear):
-            layer = layers.setdefault(id(module), Layer([], module))
+        is_conv = rewritten and isinstance(module, nn.Conv2d | BlockSparseConv2d)
+        if is_matrix or is_conv or isinstance(module, nn.Linear | nn.MultiheadAttention | BlockSparseLinear):
+            layer = layers.setdefault(id(module), (Convolution if is_conv else Layer)([], module))
             layer.names.append(name)
             parent, _, key = name.rpartition(".")
             if name:

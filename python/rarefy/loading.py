@@ -15,9 +15,7 @@ from torch import nn
 from ._torch_private import storage_of
 from .chain import fuse as fuse_networks
 from .checks import check_tensor, fail
-from .dense import kind_of
-from .layers import Layer, find_layers
-from .modules import BlockSparseLinear
+from .layers import SPARSE, Layer, find_layers
 from .serialization import FORMAT, KEY, build, format_of
 from .sparse_weight import SparseWeight, formats, reserved_endings
 
@@ -187,10 +185,11 @@ class _Places:
     def layer_at(self, name: str) -> Layer:
         """The layer whose weight is called `name`; raises if there is none that can become sparse."""
         layer = self.layers.get(name)
-        fits = layer is not None and isinstance(layer.linear(), nn.Linear | BlockSparseLinear)
+        fits = layer is not None and isinstance(layer.linear(), nn.Linear | nn.Conv2d | SPARSE)
         if not fits:
-            fail(self.op, "a block-sparse weight must belong to a linear layer of the model", repr(name))
-        if layer.reason is not None and not isinstance(layer.module, BlockSparseLinear):
+            requirement = "a block-sparse weight must belong to a linear layer or a convolution of the model"
+            fail(self.op, requirement, repr(name))
+        if layer.reason is not None and not isinstance(layer.module, SPARSE):
             fail(self.op, f"{layer.name} must be a layer that can become sparse", layer.reason)
         return layer
 
@@ -235,15 +234,15 @@ class _Places:
         if old.device.type not in ("meta", weight.device.type):
             weight = weight.to(old.device)
         weight.requires_grad_(old.requires_grad)
+        if name in self.layers:
+            self.layers[name].check(weight)
         if sparse and isinstance(old, type(weight)):
             return lambda: (old.assign_(weight), self._own(old))
         layer = self.layer_at(name)
         if sparse:
             return lambda: layer.put(self._own(weight).train(layer.module.training))
-        linear = BlockSparseLinear.from_weight(weight).train(layer.module.training)
-        linear.bias = layer.module.bias  # the same Parameter: its value comes with the other tensors
-        linear.stands_for = kind_of(layer.module)
-        return lambda: (self._own(weight), layer.replace(linear))
+        module = layer.around(weight)  # with the same bias, whose value comes with the other tensors
+        return lambda: (self._own(weight), layer.replace(module))
 
     def _own(self, weight: SparseWeight) -> SparseWeight:
         """`weight`, whose Parameters get memory of their own where they have the file's or state_dict's."""

@@ -17,8 +17,7 @@ from .chain import fuse as fuse_networks
 from .chain import networks
 from .changes import Change, change_of
 from .checks import check_int, fail
-from .layers import Layer, find_layers
-from .modules import BlockSparseLinear
+from .layers import SPARSE, Convolution, Layer, find_layers
 from .report import Report, environment
 from .report_data import LayerRow
 from .sparse_weight import Spec
@@ -35,7 +34,7 @@ def _near(name: str, names: Iterable[str]) -> str:
 
 
 class BlockSparseModelPatcher:
-    r"""Replaces the linear layers whose qualified names match a pattern by BlockSparseLinear, values kept.
+    r"""Replaces the layers whose qualified names match a pattern by block-sparse ones, values kept.
 
     patcher = BlockSparseModelPatcher()
     patcher.add_pattern(r"encoder\.layer\.\d+\.output\.dense", "block:16x16@0.5")
@@ -115,7 +114,7 @@ class BlockSparseModelPatcher:
 
         rows: list[LayerRow] = []
         changes: list[Change] = []
-        measured: list[tuple[LayerRow, nn.Linear, BlockSparseLinear]] = []
+        measured: list[tuple[LayerRow, nn.Module, nn.Module]] = []
         for layer in layers:
             spec = specs.get(layer.name)
             row = LayerRow(layer.name, layer.names[1:], layer.shape, matched=spec is not None)
@@ -154,7 +153,7 @@ class BlockSparseModelPatcher:
         """Says so where all layers of a pattern stay because of what they are."""
         for pattern, _ in self.patterns:
             matched = [layer for layer in layers if any(map(pattern.fullmatch, layer.names))]
-            if all(layer.reason and not isinstance(layer.module, BlockSparseLinear) for layer in matched):
+            if all(layer.reason and not isinstance(layer.module, SPARSE) for layer in matched):
                 first = matched[0].name
                 text = f"pattern {pattern.pattern!r} matches only layers that stay: {first}: {reasons[first]}"
                 warnings.warn(f"[patch_model] {text}", stacklevel=4)
@@ -185,13 +184,15 @@ def why_stays(
     """Why a layer stays as it is, or None; with `meta`, its values may be still to come."""
     if spec is None:
         return "no pattern matches"
-    sparse = isinstance(layer.module, BlockSparseLinear)  # it can become sparser
+    sparse = isinstance(layer.module, SPARSE)  # it can become sparser
     if layer.reason is not None and not sparse:
         return layer.reason
     if layer.module.weight.device.type == "meta" and not meta:
         return "its weight is on the meta device and holds no values"
     if isinstance(spec, Spec) and (reason := spec.why_not(layer.shape)) is not None:
         return reason
+    if isinstance(layer, Convolution) and isinstance(spec, Auto):
+        return '"auto" predicts linear layers alone: a convolution takes block:ROWSxCOLUMNS@DENSITY'
     if filter_fn is not None and not filter_fn(layer.name, layer.module):
         return "filter_fn declined it"
     return None

@@ -12,8 +12,9 @@ from torch.optim import Optimizer
 
 from ._torch_private import has_hooks, has_tensor_hooks
 from .checks import fail
+from .conv import BlockSparseConv2d
 from .dense import KINDS
-from .layers import find_layers
+from .layers import SPARSE, find_layers
 from .modules import BlockSparseLinear
 from .patcher import BlockSparseModelPatcher, FilterFn
 from .pattern_weight import PatternWeight
@@ -34,10 +35,10 @@ def sparsify(
     optimizer: Optimizer | None = None,
     fuse: bool = True,
 ) -> Report:
-    r"""Makes the linear layers whose names match a pattern block-sparse, in place, keeping trained values.
+    r"""Makes the layers whose names match a pattern block-sparse, in place, keeping trained values.
 
     Args:
-        model: any module; its nn.Linear layers are candidates.
+        model: any module; its nn.Linear layers and nn.Conv2d are candidates.
         patterns: regular expressions for whole qualified names, and what the layers become:
             {r"encoder\.layer\.\d+\.output\.dense": "block:16x16@0.5"} keeps half of the 16×16 blocks,
             "csr@0.1" a tenth of the single weights, "block:16x16@nonzero" each block that is not all zeros;
@@ -51,7 +52,7 @@ def sparsify(
         dry_run: report only, change nothing.
         measure: time each layer before and after, on inputs of `tokens` rows: about 0.2 s for each kind
             of layer, three times as long where the machine is busy.
-        tokens: see `measure`.
+        tokens: see `measure`; of a convolution, places of its output.
         optimizer: keeps its state for layers that are sparse already and become sparser; see below.
         fuse: whether feed-forward networks run as one op where nothing is recorded; see rarefy.fuse.
 
@@ -60,7 +61,8 @@ def sparsify(
         Layers that cannot change without changing what the model computes stay: weights tied to
         another module, embeddings, parametrized layers, layers with hooks, subclasses of nn.Linear, layers
         smaller than a block. The projections of an nn.MultiheadAttention are layers ("attention.in_proj",
-        "attention.out_proj"; "q_proj" … where sizes differ), and so is GPT-2's Conv1D.
+        "attention.out_proj"; "q_proj" … where sizes differ), and so is GPT-2's Conv1D. An nn.Conv2d takes
+        blocks alone, of its weight as the matrix (O, KH · KW · C), and becomes a BlockSparseConv2d.
 
     A warning names a pattern that matches layers which must stay, and no others.
 
@@ -103,7 +105,7 @@ def desparsify(model: nn.Module) -> list[str]:
             compute something else than nn.Linear; nothing changes then.
     """
     op = "desparsify"
-    sparse = BlockSparseLinear | PseudoBlockSparseLinear
+    sparse = SPARSE | PseudoBlockSparseLinear
     if not isinstance(model, nn.Module) or isinstance(model, sparse):
         got = type(model).__name__
         fail(
@@ -120,8 +122,9 @@ def desparsify(model: nn.Module) -> list[str]:
             fail(op, "a layer must have no hooks, which the new one would lose", layer.name)
         if is_parametrized(module) or is_parametrized(module.weight):
             fail(op, "a layer must not be parametrized (torch.nn.utils.parametrize)", layer.name)
-        if type(module) not in (BlockSparseLinear, PseudoBlockSparseLinear) or "forward" in vars(module):
-            requirement = "a layer must not have a forward of its own, which nn.Linear would not have"
+        plain = (BlockSparseLinear, BlockSparseConv2d, PseudoBlockSparseLinear)
+        if type(module) not in plain or "forward" in vars(module):
+            requirement = "a layer must not have a forward of its own, which the dense one would not have"
             fail(op, requirement, f"{layer.name}, a {type(module).__name__}")
         linear = module.to_dense()
         linear.bias = layer.module.bias  # the same Parameter, as in sparsify

@@ -8,6 +8,7 @@ agree.
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable
@@ -150,11 +151,23 @@ def quietest(measure: Callable[[], Times], tries: int = _TRIES) -> Times:
     return min(found, key=lambda times: times.waited)
 
 
-def time_pair(dense: nn.Linear, sparse: nn.Module, tokens: int) -> Times:
-    """Forward times of two layers on the same (tokens, K) input."""
-    weight = dense.weight
+def _input(dense: nn.Module, tokens: int) -> torch.Tensor:
+    """Rows of x; for a convolution a square image, channels last, of as many places of output or more."""
     generator = torch.Generator("cpu").manual_seed(0)  # the user's global one stays as it is
-    x = torch.randn(tokens, weight.shape[1], generator=generator, device="cpu").to(weight)
+    if not isinstance(dense, nn.Conv2d):
+        x = torch.randn(tokens, dense.weight.shape[1], generator=generator, device="cpu")
+        return x.to(dense.weight)
+    side = math.isqrt(tokens - 1) + 1
+    geometry = zip(dense.kernel_size, dense.stride, dense.padding, dense.dilation, strict=True)
+    sizes = [(side - 1) * step + dil * (kernel - 1) + 1 - 2 * pad for kernel, step, pad, dil in geometry]
+    sizes = [max(1, size) for size in sizes]
+    x = torch.randn(1, dense.in_channels, *sizes, generator=generator, device="cpu")
+    return x.to(dense.weight).to(memory_format=torch.channels_last)
+
+
+def time_pair(dense: nn.Module, sparse: nn.Module, tokens: int) -> Times:
+    """Forward times of two layers on the same input, (tokens, K) for linear ones."""
+    x = _input(dense, tokens)
     if x.device.type != "cuda":
         with torch.inference_mode():
             return measure_pair(lambda: dense(x), lambda: sparse(x))
@@ -168,7 +181,7 @@ def time_pair(dense: nn.Linear, sparse: nn.Module, tokens: int) -> Times:
         return measure_pair(lambda: finished(dense), lambda: finished(sparse), clock=Clock(cpu=None))
 
 
-def time_layers(layers: list[tuple[Any, nn.Linear, nn.Module]], tokens: int) -> None:
+def time_layers(layers: list[tuple[Any, nn.Module, nn.Module]], tokens: int) -> None:
     """Times dense layers against sparse ones and stores what comes out in their rows.
 
     Layers that are equal in shape, format, density, dtype, device and bias are timed once; noisy ones again
@@ -177,12 +190,14 @@ def time_layers(layers: list[tuple[Any, nn.Linear, nn.Module]], tokens: int) -> 
     Args:
         layers: (row, dense, sparse): `times` of the rows, LayerRows, is set, and `timed_as` where another
             row's layer was timed.
-        tokens: rows of x.
+        tokens: rows of x; of a convolution, places of the output.
     """
-    groups: dict[Any, list[tuple[Any, nn.Linear, nn.Module]]] = {}
+    groups: dict[Any, list[tuple[Any, nn.Module, nn.Module]]] = {}
     for row, dense, sparse in layers:
         tensors = (dense.weight.device, dense.weight.dtype, sparse.weight.dtype, dense.bias is None)
-        groups.setdefault((row.shape, row.format, row.density, tensors), []).append((row, dense, sparse))
+        geometry = [getattr(dense, name, None) for name in ("kernel_size", "stride", "dilation", "groups")]
+        key = (row.shape, row.format, row.density, tensors, *geometry)
+        groups.setdefault(key, []).append((row, dense, sparse))
     todo = list(groups.values())
     for attempt in range(_TRIES):
         text = "timing layers" if attempt == 0 else "timing noisy layers again"

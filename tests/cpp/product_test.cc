@@ -9,6 +9,7 @@
 #include <set>
 
 #include "product_checks.h"
+#include "ref/sum.h"
 
 namespace rarefy::test {
 namespace {
@@ -506,6 +507,23 @@ TEST(ProductsOfInt8Test, AreExact) {
   expect_ok(linear({x.data(), DType::i8, 1, 3, 3}, {pattern.view(), w.data(), DType::i8}, nullptr,
                    Activation::none, {&y, DType::f32, 1, 1, 1}));
   EXPECT_EQ(y, 128 * 128 + 127 * 127 - 3);
+  double wide = 0;
+  expect_ok(linear({x.data(), DType::i8, 1, 3, 3}, {pattern.view(), w.data(), DType::i8}, nullptr,
+                   Activation::none, {&wide, DType::f64, 1, 1, 1}));
+  EXPECT_EQ(wide, 128 * 128 + 127 * 127 - 3);
+}
+
+// In eight parts a sum is off by less: each part's roundings are those of an eighth of the terms.
+TEST(ReferenceTest, SumsAreInParts) {
+  ref::Sum parts;
+  double one = 0;
+  constexpr int kTerms = 1 << 16;
+  for (int i = 0; i < kTerms; ++i) {
+    parts.add(0.1);
+    one += 0.1;
+  }
+  const long double exact = static_cast<long double>(0.1) * kTerms;
+  EXPECT_LT(std::fabs(parts.total() - exact), 0.25 * std::fabs(one - exact));
 }
 
 // The reference itself, against sums over the dense matrix in long double.

@@ -13,7 +13,11 @@ GROUPS = [
         "src/ref/sum.h",
         ("cpp:ReferenceTest.*:*ProductsTest.EveryBlockShape*", ALL),
         [
-            ("next_ = (next_ + 1) % parts_.size();", "next_ = (next_ + 1) % (parts_.size() - 1);"),
+            (
+                "next_ = (next_ + 1) % parts_.size();",
+                "next_ = (next_ + 1) % (parts_.size() - 1);",
+                {"alive": "seven parts are as good as eight"},
+            ),
             ("    next_ = (next_ + 1) % parts_.size();\n", ""),
             ("(parts_[6] + parts_[7])", "(parts_[6] + parts_[6])"),
             ("parts_[next_] += term;", "parts_[next_] = term;"),

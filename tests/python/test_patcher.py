@@ -8,7 +8,6 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrizations, parametrize, prune
 
-import rarefy
 from rarefy import BlockSparseLinear, BlockSparseModelPatcher, BlockSpec, PseudoBlockSparseLinear
 from tiny import FEED, Tiny, assert_unchanged, ids, snapshot
 
@@ -301,7 +300,7 @@ def test_a_failure_in_the_last_layer_changes_nothing(monkeypatch):
             raise MemoryError
         return from_dense(layer, **options)
 
-    monkeypatch.setattr(rarefy.patcher.BlockSparseLinear, "from_dense", fail_at_the_end)
+    monkeypatch.setattr(BlockSparseLinear, "from_dense", fail_at_the_end)
     with pytest.raises(MemoryError):
         patch(model, FEED, "block:4x4@0.5")
     assert_unchanged(model, before)

@@ -17,9 +17,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightRenaming, build_glob_alternation, rename_source_key
 
 from ..checks import fail
-from ..dense import kind_of
-from ..layers import Layer
-from ..modules import BlockSparseLinear
+from ..layers import SPARSE, Layer
 from ..serialization import format_of, weight_of
 from ..sparse_weight import SparseWeight
 from .mapped import forget_pages
@@ -72,20 +70,19 @@ class Pending(SparseWeight):
         """Makes the weight `name` of a skeleton, with layers by the names of their weights, wait for this."""
         layer = layers.get(name)
         if layer is None or layer.shape is None:
-            fail(OP, f"{self.source} must belong to a linear layer of the model", name)
+            fail(OP, f"{self.source} must belong to a layer of the model that can be sparse", name)
         module = layer.module
         if any(layer is place for place in self.places):
             fail(OP, f"{name} must be of another layer than {self.name}, to which it is tied", "one module")
-        if layer.reason is not None and not isinstance(module, BlockSparseLinear):
+        if layer.reason is not None and not isinstance(module, SPARSE):
             fail(OP, f"{layer.name} must be a layer that can become sparse", layer.reason)
         if tuple(layer.shape) != tuple(self.shape):
             fail(OP, f"{self.source} must be of shape {tuple(layer.shape)}", tuple(self.shape))
         weight = _StandIn(self.shape) if self.places else self
-        if not isinstance(module, BlockSparseLinear):
-            linear = BlockSparseLinear.from_weight(weight).train(module.training)
-            linear.bias, linear.stands_for = module.bias, kind_of(module)
-            layer.replace(linear)
-            layer.module = linear
+        if not isinstance(module, SPARSE):
+            sparse = layer.around(weight)
+            layer.replace(sparse)
+            layer.module = sparse
         layer.put(weight)
         self.places.append(layer)
         return self
@@ -143,7 +140,7 @@ class _StandIn(SparseWeight):
         self.shape = shape
 
 
-def _widen(layer: BlockSparseLinear, args: tuple[Any, ...]) -> tuple[Any, ...]:
+def _widen(layer: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
     """T5 keeps a layer in float32 in a model of float16, and casts x for it if its weight is a tensor."""
     weight = layer.weight
     return (args[0].to(weight.x_dtype or weight.dtype), *args[1:])
