@@ -6,7 +6,7 @@ import argparse
 import json
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,12 +16,14 @@ from torch import nn
 from . import _load
 from .checks import DTYPE_NAMES, check_density, check_int, check_shape, fail
 from .layers import find_layers
+from .masks import NONZERO, nonzero_blocks
 from .predictor import Case, break_even, predictor
-from .sparse_weight import NUMBER, Spec, read_density
+from .sparse_weight import KEPT, Spec, kept_text, read_kept
 
 # Finest first: of blocks that are about as fast, the one that keeps a model's quality best is the first.
 BLOCKS = ((4, 1), (16, 1), (32, 1), (16, 16), (32, 32))
 _NEAR = 1.05
+_MOSTLY = 0.5  # zeros among the weights of a layer that was pruned before
 _DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -207,7 +209,7 @@ def _tokens_seen(model: nn.Module, layers: list, x: Any) -> dict[str, int]:
 
 
 def _advice(names: tuple[str, ...], dense: Case, density: float) -> LayerAdvice:
-    dense_s, block, sparse_s = _best(dense, density)
+    dense_s, block, sparse_s = _best(dense, lambda _: density)
     even, spec = None, None
     if block is not None:
         even = break_even(replace(dense, block=block), dense_s)
@@ -216,10 +218,12 @@ def _advice(names: tuple[str, ...], dense: Case, density: float) -> LayerAdvice:
     return LayerAdvice(names, sizes, dense.tokens, name, 1e3 * dense_s, spec, 1e3 * sparse_s, even)
 
 
-def _best(dense: Case, density: float) -> tuple[float, tuple[int, int] | None, float]:
+def _best(
+    dense: Case, density: Callable[[tuple[int, int]], float]
+) -> tuple[float, tuple[int, int] | None, float]:
     """Predicted seconds of dense; the finest block within 5 % of the fastest, if any; its seconds."""
     times = {
-        block: predictor().seconds(replace(dense, block=block, density=density))
+        block: predictor().seconds(replace(dense, block=block, density=density(block)))
         for block in BLOCKS
         if dense.out_features % block[0] == 0 and dense.in_features % block[1] == 0
     }
@@ -232,19 +236,28 @@ def _best(dense: Case, density: float) -> tuple[float, tuple[int, int] | None, f
 
 @dataclass(frozen=True)
 class Auto:
-    """A spec for sparsify, "auto@0.5": the blocks that are fastest here, or dense where that is faster."""
+    """A spec for sparsify: the blocks that are fastest here, or dense where that is faster.
 
-    density: float
+    "auto@0.5" keeps half of the blocks, "auto@nonzero" all that are not zero, so that nothing changes but the
+    speed. "auto" is the latter where half of a layer's weights or more are zero, and else "auto@0.5".
+    """
+
+    density: float | str | None
 
     @staticmethod
     def parse(text: Any, op: str) -> Auto | None:
         """Reads "auto@0.5"; None for what does not begin with "auto"."""
         if not isinstance(text, str) or not text.startswith("auto"):
             return None
-        match = re.fullmatch(f"auto@{NUMBER}", text)
+        if text == "auto":
+            return Auto(None)
+        match = re.fullmatch(f"auto@{KEPT}", text)
         if match is None:
-            fail(op, "spec must look like auto@0.5", repr(text))
-        return Auto(read_density(op, match[1]))
+            fail(op, "spec must look like auto, auto@0.5 or auto@nonzero", repr(text))
+        return Auto(read_kept(op, match[1]))
+
+    def __str__(self) -> str:  # noqa: D105
+        return "auto" if self.density is None else f"auto@{kept_text(self.density)}"
 
     def chosen(self, layer: nn.Module, tokens: int) -> tuple[Spec | str, tuple[float, float] | None]:
         """What a layer becomes, or why it stays; and the predicted milliseconds of dense and sparse."""
@@ -253,14 +266,22 @@ class Auto:
             return "already block-sparse: auto chooses for dense layers", None
         if weight.device.type != "cpu" or weight.dtype not in _DTYPES.values():
             return "auto predicts for the CPU, in float32 and bfloat16", None
-        dense, block, sparse = _best(Case(tokens, *weight.shape, weight.dtype), self.density)
+        kept = self.density
+        if kept is None:
+            zeros = weight.numel() - int(torch.count_nonzero(weight.detach()))
+            kept = NONZERO if weight.numel() and zeros >= _MOSTLY * weight.numel() else 0.5
+
+        def density(block: tuple[int, int]) -> float:
+            return float(nonzero_blocks(weight.detach(), block).float().mean()) if kept == NONZERO else kept
+
+        dense, block, sparse = _best(Case(tokens, *weight.shape, weight.dtype), density)
         if block is None:
             return "no block shape that auto knows divides it", None
         times = (1e3 * dense, 1e3 * sparse)
         if sparse >= dense:
             found = "dense is predicted to be faster: {:.3f} ms, {}x{} blocks {:.3f} ms at {} tokens"
             return found.format(times[0], *block, times[1], tokens), times
-        return Spec.parse({"block_shape": block, "density": self.density}), times
+        return Spec.parse({"block_shape": block, "density": kept}), times
 
 
 # python -m rarefy advise --------------------------------------------------------------------------

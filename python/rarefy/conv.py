@@ -103,10 +103,9 @@ class BlockSparseConv2d(nn.Module):
         rows, columns = grid_of(self._shape, block_shape)
         if self.groups == 1:
             return torch.ones(rows, columns, dtype=torch.bool)
+        if (reason := why_no_groups(self, block_shape)) is not None:
+            fail(op, reason, tuple(block_shape))
         out, into = self.out_channels // self.groups, self.in_channels // self.groups
-        if out % block_shape[0] or into % block_shape[1]:
-            requirement = f"block_shape must divide the {out} × {into} channels of a group"
-            fail(op, requirement, tuple(block_shape))
         row_group = torch.arange(rows) * block_shape[0] // out
         column_group = torch.arange(columns) * block_shape[1] % self.in_channels // into
         return row_group[:, None] == column_group
@@ -277,6 +276,14 @@ class BlockSparseConv2d(nn.Module):
 def matrix_shape(conv: nn.Module) -> tuple[int, int]:
     """(O, KH · KW · C) of a convolution's weight as a matrix, zeros outside of the groups included."""
     return conv.out_channels, conv.kernel_size[0] * conv.kernel_size[1] * conv.in_channels
+
+
+def why_no_groups(conv: nn.Module, block_shape: tuple[int, int]) -> str | None:
+    """Why blocks would reach over the groups of a convolution, or None."""
+    out, into = conv.out_channels // conv.groups, conv.in_channels // conv.groups
+    if conv.groups == 1 or (out % block_shape[0] == 0 and into % block_shape[1] == 0):
+        return None
+    return f"block_shape must divide the {out} × {into} channels of a group"
 
 
 def why_no_conv(conv: nn.Conv2d) -> str | None:

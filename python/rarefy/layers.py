@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import nn
@@ -12,11 +13,12 @@ from torch.nn.utils.parametrize import ParametrizationList, is_parametrized
 from ._torch_private import has_hooks, has_tensor_hooks, storage_of
 from .attention import projections, put_projection, settle
 from .checks import fail
-from .conv import BlockSparseConv2d, matrix_shape, why_no_conv
+from .conv import BlockSparseConv2d, matrix_shape, why_no_conv, why_no_groups
 from .dense import KINDS, kind_of
 from .modules import BlockSparseLinear
 from .pseudo import PseudoBlockSparseLinear
 from .sparse_weight import SparseWeight, Spec
+from .weight import BlockSpec
 
 SPARSE = BlockSparseLinear | BlockSparseConv2d  # layers around a SparseWeight
 
@@ -64,6 +66,10 @@ class Layer:
         """Gives the layer, which is sparse, another weight."""
         self.module.weight = weight
 
+    def why_not(self, spec: Any) -> str | None:
+        """Why the layer cannot become what a Spec, or an Auto, says; or None."""
+        return spec.why_not(self.shape) if isinstance(spec, Spec) else None
+
     def check(self, weight: SparseWeight) -> None:
         """Raises if the layer cannot be around a weight of its shape."""
 
@@ -91,6 +97,12 @@ class Convolution(Layer):
     def shape(self) -> tuple[int, ...] | None:
         """Of the weight as a matrix."""
         return matrix_shape(self.module)
+
+    def why_not(self, spec: Any) -> str | None:
+        """It takes blocks that do not reach over its groups; "auto" predicts linear layers alone."""
+        if not isinstance(spec, BlockSpec):
+            return f"a convolution takes block:ROWSxCOLUMNS@DENSITY, not {spec}"
+        return super().why_not(spec) or why_no_groups(self.module, spec.block_shape)
 
     def check(self, weight: SparseWeight) -> None:
         """Raises for a format or blocks that convolutions have not."""

@@ -105,6 +105,11 @@ def aligned_block_mask(
     return kept
 
 
+def nonzero_blocks(dense: torch.Tensor, block_shape: tuple[int, int]) -> torch.Tensor:
+    """Which blocks of a matrix are not all zeros."""
+    return (to_blocks(dense, block_shape) != 0).flatten(2).any(2)
+
+
 def choose_blocks(
     op: str,
     dense: torch.Tensor,
@@ -134,7 +139,7 @@ def choose_blocks(
     if density == NONZERO:
         if scores is not None:
             fail(op, "scores rank what a number of blocks keeps", f"scores and density {NONZERO!r}")
-        return (to_blocks(dense, block_shape) != 0).flatten(2).any(2)
+        return nonzero_blocks(dense, block_shape)
     density = check_density(op, density)
     if scores is None:
         return top_blocks(block_norms(dense, block_shape), density)

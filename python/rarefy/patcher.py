@@ -17,7 +17,7 @@ from .chain import fuse as fuse_networks
 from .chain import networks
 from .changes import Change, change_of
 from .checks import check_int, fail
-from .layers import SPARSE, Convolution, Layer, find_layers
+from .layers import SPARSE, Layer, find_layers
 from .report import Report, environment
 from .report_data import LayerRow
 from .sparse_weight import Spec
@@ -53,7 +53,7 @@ class BlockSparseModelPatcher:
         Raises as add_pattern does; TypeError for another kind of object.
         """
         if isinstance(patterns, str | Spec):
-            patterns = {".*": "auto@0.5" if patterns == "auto" else patterns}
+            patterns = {".*": patterns}
         if not isinstance(patterns, Mapping):
             fail(op, "patterns must be a mapping of regular expressions", type(patterns).__name__, TypeError)
         patcher = cls()
@@ -67,7 +67,8 @@ class BlockSparseModelPatcher:
         Args:
             pattern: matched against the whole qualified name of a layer.
             spec: "block:16x16@0.5", "csr@0.1", {"block_shape": (16, 16), "density": 0.5} or a Spec; or
-                "auto@0.5", which chooses blocks, or leaves a layer dense, by predicted time.
+                "auto@0.5", "auto@nonzero" or "auto", which choose blocks, or leave a layer dense, by
+                predicted time.
 
         Raises:
             ValueError: an expression or a spec that cannot be read.
@@ -189,10 +190,8 @@ def why_stays(
         return layer.reason
     if layer.module.weight.device.type == "meta" and not meta:
         return "its weight is on the meta device and holds no values"
-    if isinstance(spec, Spec) and (reason := spec.why_not(layer.shape)) is not None:
+    if (reason := layer.why_not(spec)) is not None:
         return reason
-    if isinstance(layer, Convolution) and isinstance(spec, Auto):
-        return '"auto" predicts linear layers alone: a convolution takes block:ROWSxCOLUMNS@DENSITY'
     if filter_fn is not None and not filter_fn(layer.name, layer.module):
         return "filter_fn declined it"
     return None

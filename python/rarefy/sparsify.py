@@ -44,8 +44,10 @@ def sparsify(
             "csr@0.1" a tenth of the single weights, "block:16x16@nonzero" each block that is not all zeros;
             "block:16x1@0.5:bf16" stores values as bf16 under whatever dtype the layer computes in.
             "auto@0.5" chooses the blocks that are predicted to be fastest on this processor at `tokens`
-            rows, and leaves dense what dense does faster; see rarefy.advise. Where two match a layer, the
-            first counts. A spec alone is for all layers; "auto" alone is "auto@0.5".
+            rows, and leaves dense what dense does faster; see rarefy.advise. "auto@nonzero" does so among
+            the blocks that are not zero, for weights that were pruned before: nothing changes but the
+            speed. "auto" is that where half of a layer is zero, and else "auto@0.5". Where two patterns match
+            a layer, the first counts. A spec alone is for all layers.
         scores: for some of the matched layers, by name, a tensor that ranks blocks instead of their L2
             norm: (N, K), summed over each block, or one number a block.
         filter_fn: called with name and module of each layer that would change; False keeps it dense.

@@ -358,16 +358,32 @@ def test_convolutions_that_stay_say_why():
     assert reasons["2"] is None
     assert "parametrized" in reasons["3"]
     assert "4" not in reasons
-    report = rarefy.sparsify(nn.Sequential(nn.Conv2d(8, 8, 1), nn.Linear(8, 8)), "auto@0.5", measure=False)
-    assert "linear layers alone" in report.rows[0].reason
+    for spec, kept in (("auto@0.5", "auto@0.5"), ("csr@0.1", "csr@0.1"), ("block:4x4@0.5:int8", "int8")):
+        model = nn.Sequential(nn.Conv2d(8, 8, 1), nn.Linear(8, 8))
+        report = rarefy.sparsify(model, spec, measure=False)
+        assert report.rows[0].reason.startswith("a convolution takes block:ROWSxCOLUMNS@DENSITY, not ")
+        assert kept in report.rows[0].reason
+    depthwise = nn.Sequential(nn.Conv2d(8, 8, 3, groups=8), nn.Conv2d(8, 16, 1))
+    report = rarefy.sparsify(depthwise, "block:4x1@0.5", measure=False)
+    assert report.rows[0].reason == "block_shape must divide the 1 × 1 channels of a group"
+    assert isinstance(depthwise[1], rarefy.BlockSparseConv2d)
 
 
-def test_a_format_that_convolutions_have_not_changes_nothing():
-    model = residual()
-    before = list(model.parameters())
+def test_from_dense_and_from_weight_refuse_what_convolutions_have_not():
+    conv = residual().conv2
     for spec in ("csr@0.1", "block:8x1@0.5:int8"):
-        with pytest.raises(ValueError, match=r"layer conv1: .*must be blocks"):
-            rarefy.sparsify(model, {"conv1": spec}, measure=False)
+        with pytest.raises(ValueError, match="must be blocks"):
+            BlockSparseConv2d.from_dense(conv, spec)
+    with pytest.raises(ValueError, match="excludes block_shape"):
+        BlockSparseConv2d.from_dense(conv, "block:8x1@0.5", density=0.5)
+    with pytest.raises(TypeError, match="block_shape or a spec"):
+        BlockSparseConv2d.from_dense(conv)
     with pytest.raises(ValueError, match="must divide the 8 × 8 channels"):
-        rarefy.sparsify(model, {"conv2": "block:3x1@0.5"}, measure=False)
-    assert all(a is b for a, b in zip(before, model.parameters(), strict=True))
+        BlockSparseConv2d.from_dense(conv, "block:3x1@0.5")
+    weight = BlockSparseConv2d.from_dense(conv, "block:8x1@0.5").weight
+    assert torch.equal(BlockSparseConv2d.from_weight(weight, conv).bias, conv.bias)
+    with pytest.raises(ValueError, match=r"must be of shape \(16, 72\)"):
+        BlockSparseConv2d.from_weight(weight, residual().conv1)
+    csr = rarefy.BlockSparseLinear.from_dense(nn.Linear(144, 16), "csr@0.1").weight
+    with pytest.raises(ValueError, match="must be of format bsr"):
+        BlockSparseConv2d.from_weight(csr, conv)

@@ -279,12 +279,35 @@ def test_auto_chooses_or_leaves_dense_and_says_so(clock: list[Case]) -> None:
     assert again["up"].reason == "already block-sparse: auto chooses for dense layers"
 
 
+def test_auto_keeps_what_is_not_zero(clock: list[Case]) -> None:
+    """By the fill of blocks: 16×16 where zeros come in such blocks, 4×1 where they are thin; exactly."""
+    torch.manual_seed(0)
+    net = nn.ModuleDict({name: nn.Linear(256, 256) for name in ("squares", "thin", "spread", "whole")})
+    with torch.no_grad():
+        net["squares"].weight *= (torch.rand(16, 16) < 0.2).repeat_interleave(16, 0).repeat_interleave(16, 1)
+        net["thin"].weight *= (torch.rand(64, 256) < 0.2).repeat_interleave(4, 0)
+        net["spread"].weight *= torch.rand(256, 256) < 0.45
+    before = {name: layer.weight.detach().clone() for name, layer in net.items()}
+    report = rarefy.sparsify(net, "auto", measure=False)
+    assert report["squares"].density == pytest.approx(0.2, abs=0.07)
+    assert report["thin"].format == "block:4x1"
+    assert "dense is predicted to be faster" in report["spread"].reason
+    for name in ("squares", "thin"):
+        assert torch.equal(net[name].weight.to_dense(), before[name])
+    assert report["whole"].density in (None, pytest.approx(0.5))
+    net["whole"] = nn.Linear(256, 256)
+    again = rarefy.sparsify(net, {"whole": "auto@nonzero"}, measure=False)
+    assert "dense is predicted to be faster" in again["whole"].reason
+
+
 def test_auto_predicts_nothing_for_other_dtypes(clock: list[Case]) -> None:
     reason, times = Auto(0.5).chosen(nn.Linear(64, 64, dtype=torch.float64), 512)
     assert reason == "auto predicts for the CPU, in float32 and bfloat16" and times is None and not clock
 
 
-@pytest.mark.parametrize("spec", ["auto", "auto@", "auto@x", "auto@1.5", "auto@0.5:bf16", "automatic@0.5"])
+@pytest.mark.parametrize(
+    "spec", ["auto@", "auto@x", "auto@none", "auto@1.5", "auto@0.5:bf16", "automatic@0.5"]
+)
 def test_bad_auto_specs_are_refused(spec: str) -> None:
     with pytest.raises(ValueError, match=r"\[add_pattern\]"):
         rarefy.sparsify(network(), {"up": spec})

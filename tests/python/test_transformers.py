@@ -74,7 +74,7 @@ def _architecture(name: str) -> tuple[Any, Any, dict[str, torch.Tensor], int]:
         "bert": lambda: (t.BertForMaskedLM, t.BertConfig(**SIZES), ids, 13),
         "roberta": lambda: (t.RobertaForMaskedLM, t.RobertaConfig(**SIZES, pad_token_id=1), ids, 13),
         "distilbert": lambda: (t.DistilBertForMaskedLM, t.DistilBertConfig(**distil), ids, 13),
-        "vit": lambda: (t.ViTModel, t.ViTConfig(**tower, **patches), {"pixel_values": _pixels()}, 13),
+        "vit": lambda: (t.ViTModel, t.ViTConfig(**tower, **patches), {"pixel_values": _pixels()}, 14),
         "gpt2": lambda: (t.GPT2LMHeadModel, t.GPT2Config(**gpt2), ids, 8),
         "llama": lambda: (t.LlamaForCausalLM, t.LlamaConfig(**heads), ids, 15),
         "t5": lambda: (t.T5ForConditionalGeneration, t.T5Config(**t5), seq, 32),
@@ -91,7 +91,7 @@ def _architecture(name: str) -> tuple[Any, Any, dict[str, torch.Tensor], int]:
             ids,
             9,
         ),
-        "clip": lambda: (t.CLIPModel, t.CLIPConfig(**both), {**ids, "pixel_values": _pixels()}, 26),
+        "clip": lambda: (t.CLIPModel, t.CLIPConfig(**both), {**ids, "pixel_values": _pixels()}, 27),
     }[name]()
 
 
