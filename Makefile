@@ -7,7 +7,7 @@ BUILD := build/release
 STAMPS := build/stamps
 VENV := .venv
 IN_VENV := $(VENV)/bin/python
-CXX_FILES = $(shell git ls-files '*.cc' '*.h' '*.cu' '*.cuh')
+CXX_FILES = $(shell git ls-files '*.c' '*.cc' '*.h' '*.cu' '*.cuh')
 
 .PHONY: help setup test bench lint demo sanitize test-arm mutants clean
 

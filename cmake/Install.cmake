@@ -20,6 +20,11 @@ install(FILES ${PROJECT_BINARY_DIR}/rarefyConfig.cmake ${PROJECT_BINARY_DIR}/rar
 set(rarefy_pc_libs "-lrarefy")
 if(NOT BUILD_SHARED_LIBS)
   string(APPEND rarefy_pc_libs " -pthread")
+  foreach(library ${CMAKE_CXX_IMPLICIT_LINK_LIBRARIES})  # which a program in C does not have of itself
+    if(library MATCHES "^(stdc\\+\\+|c\\+\\+|m)$")
+      string(APPEND rarefy_pc_libs " -l${library}")
+    endif()
+  endforeach()
   if(RAREFY_HAS_CUDA)
     get_target_property(rarefy_cudart CUDA::cudart_static IMPORTED_LOCATION)
     string(APPEND rarefy_pc_libs " ${rarefy_cudart} -lrt -ldl")

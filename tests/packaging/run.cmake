@@ -1,6 +1,6 @@
 # cmake -D… -P run.cmake: configures, builds and runs the consumer.
 #   MODE       add_subdirectory (of SOURCE, shared or static by SHARED), find_package, or pkg_config with CXX
-#   INSTALL    find_package: the build tree to install from, into WORK/prefix; pkg_config: use that prefix
+#   INSTALL    find_package: the build tree to install from, into WORK/prefix; pkg_config: use that prefix, CC too
 function(run)
   execute_process(COMMAND ${ARGN} RESULT_VARIABLE result OUTPUT_VARIABLE output ERROR_VARIABLE output)
   if(NOT result EQUAL 0)
@@ -26,6 +26,9 @@ if(MODE STREQUAL "pkg_config")
   separate_arguments(flags UNIX_COMMAND "${output}")
   file(MAKE_DIRECTORY ${WORK})
   run(${CXX} -std=c++20 ${SOURCE}/tests/packaging/consumer/main.cc ${flags} -o ${WORK}/consumer)
+  check_consumer()
+  run(${CC} -std=c11 -Wall -Wextra -Wpedantic -Werror ${SOURCE}/tests/packaging/consumer/main.c ${flags}
+      -o ${WORK}/consumer)
   check_consumer()
   return()
 endif()
