@@ -9,7 +9,7 @@ VENV := .venv
 IN_VENV := $(VENV)/bin/python
 CXX_FILES = $(shell git ls-files '*.c' '*.cc' '*.h' '*.cu' '*.cuh')
 
-.PHONY: help setup test bench lint demo sanitize test-arm mutants clean
+.PHONY: help setup test bench lint demo docs wheel sanitize test-arm mutants clean
 
 help:
 	@echo "make setup     packages, virtual environment (.venv), Release build;"
@@ -18,6 +18,8 @@ help:
 	@echo "make demo      a real model, sparse and faster make bench     benchmarks (bench/)"
 	@echo "make lint      formats, clang-tidy, ruff, links make clean    removes build/ and .venv/"
 	@echo "               and the C++ tests with clang"
+	@echo "make docs      pages and reference, into build/docs"
+	@echo "make wheel     an sdist and one wheel for all, into dist/, tried on each Python that there is"
 	@echo "make test-arm  C++ tests for AArch64 under qemu-user"
 	@echo "make mutants   small defects, one at a time, that the tests must notice: hours (tests/mutation)"
 
@@ -69,6 +71,16 @@ sanitize: $(STAMPS)/packages
 	  cmake --build --preset $$preset -j $(JOBS); \
 	  ctest --preset $$preset --output-on-failure -j $(JOBS); \
 	done
+
+docs: setup
+	./tools/install_packages.sh apt-docs.txt
+	$(VENV)/bin/uv pip install -q -p $(IN_VENV) -r requirements/docs.txt
+	$(VENV)/bin/sphinx-build -q -E -W --keep-going -c docs/api docs build/docs
+
+# Minutes on many cores, half an hour on two where nvcc builds the CUDA back end.
+wheel: setup
+	$(VENV)/bin/uv pip install -q -p $(IN_VENV) -r requirements/wheel.txt
+	$(IN_VENV) tools/wheel.py
 
 # AArch64 under qemu-user: 5 minutes to build, 5 to run.
 test-arm: $(STAMPS)/packages
