@@ -72,8 +72,9 @@ def make_sdist(folder: Path) -> Path:
 
 def make_wheel(sdist: Path, folder: Path, env: dict[str, str]) -> Path:
     """A manylinux wheel of an unpacked sdist."""
-    shutil.rmtree(BUILD / "raw", ignore_errors=True)
     source = BUILD / sdist.name.removesuffix(".tar.gz")
+    for stale in (BUILD / "raw", source):  # an sdist's files have times of their own: ninja would be misled
+        shutil.rmtree(stale, ignore_errors=True)
     with tarfile.open(sdist) as archive:
         archive.extractall(BUILD, filter="data")
     pip = (sys.executable, "-m", "pip", "wheel", "--no-build-isolation", "--no-deps", "-w", BUILD / "raw")
