@@ -6,9 +6,11 @@ from .backend import __version__, backend_info, explain, force_impl
 from .chain import fuse
 from .conv import BlockSparseConv2d
 from .csr import CsrSpec, CsrWeight
+from .folder import report_folder
 from .int8 import Int8Spec, Int8Weight
 from .legacy import load_legacy
 from .loading import load_file, load_state_dict, set_strict_pattern
+from .log import nvtx
 from .modules import BlockSparseLinear
 from .patcher import BlockSparseModelPatcher
 from .pattern import BsrPattern
@@ -47,8 +49,10 @@ __all__ = [
     "load_file",
     "load_legacy",
     "load_state_dict",
+    "nvtx",
     "ops",
     "register_format",
+    "report_folder",
     "save_file",
     "set_strict_pattern",
     "sparse",

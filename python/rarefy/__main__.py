@@ -1,4 +1,4 @@
-"""``python -m rarefy``: what is in use and why, ``advise`` or ``convert``; ``--json``."""
+"""``python -m rarefy``: what is in use and why; ``advise``, ``convert``, ``report``, ``bench``."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import json
 import signal
 import sys
 
-from . import advice
+from . import advice, folder
 from .backend import backend_info
 
 
@@ -19,11 +19,13 @@ def main() -> int:
         from .legacy import load
 
         return load.main(sys.argv[2:])
+    if sys.argv[1:2] in (["report"], ["bench"]):
+        return folder.main(sys.argv[2:], measure=sys.argv[1] == "bench")
     parser = argparse.ArgumentParser(
         prog="python -m rarefy",
         description=main.__doc__,
-        epilog="python -m rarefy advise predicts what linear layers gain, python -m rarefy convert reads"
-        " checkpoints of old formats; each has its own --help.",
+        epilog="python -m rarefy advise predicts what linear layers gain, convert reads checkpoints of old"
+        " formats, report says what a saved model holds, bench times its layers; each has its --help.",
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--block", default="32x32", help="block shape RxC that kernels are selected for")

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from . import _load
 from ._torch_private import PLAIN, in_autocast
+from .log import logger
 
 Derived = tuple[Tensor | None, Tensor | None, int]  # prepared, packed, key: the last arguments of a product
 
@@ -76,6 +77,7 @@ class Kept:
         return parameter.data_ptr(), parameter._version
 
     def _make(self, values: Tensor) -> Tensor:
+        logger.debug("packing %d bytes for kernels of key %x", self.packed_bytes, self.key)
         return _pack(values, *self._arguments)
 
     def unpacked(self) -> Derived | tuple[()]:

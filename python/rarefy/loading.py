@@ -16,6 +16,7 @@ from ._torch_private import storage_of
 from .chain import fuse as fuse_networks
 from .checks import check_tensor, fail
 from .layers import SPARSE, Layer, find_layers
+from .log import logger
 from .serialization import FORMAT, KEY, build, format_of
 from .sparse_weight import SparseWeight, formats, reserved_endings
 
@@ -52,7 +53,7 @@ def load_file(
             tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 (no mapping)
     except SafetensorError as error:
         raise ValueError(f"[{op}] path must be a safetensors file; got {os.fspath(path)}: {error}") from None
-    modules = _entries(op, metadata)
+    modules = entries_in(op, metadata)
     places = _Places(op, model, () if mmap else tensors.values())
     weights = {}
     for name, value in modules.items():
@@ -70,6 +71,7 @@ def load_file(
     aliases = {k: v for k, v in aliases.items() if v in tensors}
     _restore(op, model, tensors, weights, aliases, places)
     fuse_networks(model, fuse)
+    logger.info("load_file: %s, %d sparse weights, %d other tensors", path, len(weights), len(tensors))
 
 
 def restore(
@@ -146,8 +148,8 @@ def _check_model(op: str, model: Any) -> None:
         fail(op, "model must be an nn.Module", type(model).__name__, TypeError)
 
 
-def _entries(op: str, metadata: Mapping[str, str]) -> dict[str, Any]:
-    """The modules that the metadata declares."""
+def entries_in(op: str, metadata: Mapping[str, str]) -> dict[str, Any]:
+    """The modules that a file's metadata declares."""
     if KEY not in metadata:
         fail(
             op,

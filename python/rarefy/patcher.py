@@ -18,6 +18,7 @@ from .chain import networks
 from .changes import Change, change_of
 from .checks import check_int, fail
 from .layers import SPARSE, Layer, find_layers
+from .log import logger, progress
 from .report import Report, environment
 from .report_data import LayerRow
 from .sparse_weight import Spec
@@ -116,7 +117,7 @@ class BlockSparseModelPatcher:
         rows: list[LayerRow] = []
         changes: list[Change] = []
         measured: list[tuple[LayerRow, nn.Module, nn.Module]] = []
-        for layer in layers:
+        for layer in progress(layers, "sparsifying"):
             spec = specs.get(layer.name)
             row = LayerRow(layer.name, layer.names[1:], layer.shape, matched=spec is not None)
             rows.append(row)
@@ -148,6 +149,10 @@ class BlockSparseModelPatcher:
             for change in changes:
                 change.apply()
             fused = networks(model) if fuse_networks(model, fuse) else []
+        for row in rows:
+            if row.matched:
+                what = f"stays: {row.reason}" if row.reason else f"{row.format} at density {row.density:.4g}"
+                logger.info("sparsify%s: %s %s", " (dry run)" if dry_run else "", row.name, what)
         return Report(rows, tokens=tokens, dry_run=dry_run, networks=fused, environment=environment())
 
     def _warn_of_idle_patterns(self, layers: list[Layer], reasons: Mapping[str, str | None]) -> None:

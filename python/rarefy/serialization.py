@@ -22,6 +22,7 @@ from ._torch_private import storage_of
 from .backend import __version__
 from .checks import check_tensor, fail
 from .files import replacing
+from .log import logger
 from .sparse_weight import SparseWeight, formats, reserved_endings
 
 FORMAT = "bsr-v1"
@@ -157,6 +158,7 @@ def write(tensors: dict[str, torch.Tensor], metadata: dict[str, str], path: Path
             save_tensors(tensors, temporary, metadata=metadata)
     except SafetensorError as error:  # how safetensors reports a full disk
         raise OSError(f"[save_file] path must be writable; got {path}: {error}") from None
+    logger.info("save_file: %s, %d tensors", path, len(tensors))
 
 
 # What loading.py reads ---------------------------------------------------------------------------

@@ -18,7 +18,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from tqdm import tqdm
+
+from .log import progress
 
 _PASSES = 3
 _ROUNDS = range(3, 201)  # of a pass: at least, at most
@@ -201,8 +202,7 @@ def time_layers(layers: list[tuple[Any, nn.Module, nn.Module]], tokens: int) -> 
     todo = list(groups.values())
     for attempt in range(_TRIES):
         text = "timing layers" if attempt == 0 else "timing noisy layers again"
-        # disable=None: quiet when the output is no terminal.
-        for group in tqdm(todo, desc=text, unit="layer", delay=1, leave=False, disable=None):
+        for group in progress(todo, text):
             first, dense, sparse = group[0]
             times = time_pair(dense, sparse, tokens)
             if first.times is None or (times.noise is None, -times.waited) > (False, -first.times.waited):

@@ -11,6 +11,7 @@ from transformers.core_model_loading import ConversionOps
 from ..advice import Auto
 from ..changes import change_of
 from ..layers import Layer, find_layers
+from ..log import logger
 from ..patcher import BlockSparseModelPatcher, why_stays
 from .mapped import forget_pages
 
@@ -58,6 +59,7 @@ class SparsifyOnLoad(ConversionOps):
                 rest[target] = tensor
                 continue
             change.apply()
+            logger.info("from_pretrained: %s %s", layer.name, change.sparse.weight.spec_format())
             change.sparse.weight._is_hf_initialized = True
             if self.mapped:
                 forget_pages(tensor)

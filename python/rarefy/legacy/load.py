@@ -18,6 +18,7 @@ from ..checks import fail
 from ..dense import kind_of
 from ..layers import find_layers
 from ..loading import restore
+from ..log import logger, progress
 from ..serialization import entry_of, header, write
 from ..sparse_weight import SparseWeight, Spec, reserved_endings
 from . import blocks, compressed
@@ -88,9 +89,10 @@ def read_legacy(
                 now = DENSE if target is None else f"dense, {why}" if why else weight.spec_format()
             out[name] = weight
         found.append(Found(name, was, now, tuple(weight.shape), density))
+        logger.info("read_legacy: %s", found[-1])
 
     for reader in _READERS:
-        for name in reader.names(tensors):
+        for name in progress(reader.names(tensors), reader.format, "weight"):
             pieces, full = reader.take(name, tensors), name + reader.weight
             try:
                 put(full, reader.format, reader.read(name, pieces, shapes.get(full)))

@@ -1,0 +1,130 @@
+"""Reports on saved models, times of their layers, and what Rarefy says while it works."""
+
+from __future__ import annotations
+
+import json
+import logging
+import subprocess
+import sys
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+import rarefy
+from rarefy import log
+from rarefy.__main__ import main
+
+
+def _model() -> nn.Module:
+    model = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 32), nn.Linear(32, 8))
+    rarefy.sparsify(model, {"0": "block:16x4@0.5", "2": "csr@0.25"}, measure=False)
+    return model
+
+
+def test_a_file_of_save_file(tmp_path):
+    model = _model()
+    rarefy.save_file(model, tmp_path / "m.safetensors")
+    report = rarefy.report_folder(tmp_path / "m.safetensors")
+    for name in ("0", "2"):
+        row, weight = report[name], model[int(name)].weight
+        assert (row.format, row.density) == (weight.spec_format(), weight.density)
+        assert (row.sparse_bytes, row.dense_bytes) == (weight.nbytes, 4 * 32 * 64)
+    assert report["3"].reason == "dense, 0% zeros" and report["3"].shape == (8, 32)
+    assert len(report) == 3 and report["0"].speedup is None
+
+
+@pytest.mark.parametrize("shards", [None, "4KB"])
+def test_a_folder_of_transformers(shards, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("rarefy.integrations.transformers")
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+    model = transformers.BertModel(transformers.BertConfig(**sizes, vocab_size=40))
+    rarefy.sparsify(model, {".*query": "block:4x4@0.5", ".*key": "block:4x1@0.5:w8"}, measure=False)
+    model.save_pretrained(tmp_path, **({} if shards is None else {"max_shard_size": shards}))
+    report = rarefy.report_folder(tmp_path)
+    assert {row.name.rpartition(".")[2]: row.format for row in report.replaced} == {
+        "query": "block:4x4",
+        "key": model.encoder.layer[0].attention.self.key.weight.spec_format(),
+    }
+    assert len([row for row in report if row.reason]) == 5  # the other layers of BERT; no embedding
+    if shards is not None:
+        next(tmp_path.glob("model-*.safetensors")).unlink()
+        with pytest.raises(FileNotFoundError, match=r"\[report_folder\] the folder must hold model-"):
+            rarefy.report_folder(tmp_path)
+
+
+def test_bench_times_what_is_sparse_or_would_become_so(tmp_path, capsys, monkeypatch):
+    save_file({"a.weight": torch.randn(64, 32), "a.bias": torch.randn(64)}, tmp_path / "dense.safetensors")
+    arguments = ["rarefy", "bench", str(tmp_path), "--spec", "block:16x4@0.5", "--tokens", "4", "--json"]
+    monkeypatch.setattr(sys, "argv", arguments)
+    assert main() == 0
+    found = json.loads(capsys.readouterr().out)
+    (layer,) = found["layers"]
+    assert layer["format"] == "block:16x4" and layer["dense_ms"] > 0 and layer["sparse_ms"] > 0
+    assert found["tokens"] == 4 and found["dry_run"]
+    monkeypatch.setattr(sys, "argv", ["rarefy", "report", str(tmp_path), "--html", str(tmp_path / "a.html")])
+    assert main() == 0
+    assert "dense, 0% zeros" in capsys.readouterr().out and (tmp_path / "a.html").stat().st_size > 1000
+
+
+def test_bad_folders_are_named_in_one_sentence(tmp_path, capsys, monkeypatch):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "bad.safetensors").write_bytes(b"no")
+    rarefy.save_file(_model(), tmp_path / "m.safetensors")
+    for path, text in (
+        ("nowhere", "path must be a file or a folder"),
+        ("empty", "the folder must hold safetensors files"),
+        ("bad.safetensors", "bad.safetensors must be a safetensors file"),
+    ):
+        monkeypatch.setattr(sys, "argv", ["rarefy", "report", str(tmp_path / path)])
+        assert main() == 1
+        out = capsys.readouterr()
+        assert text in out.err and not out.out
+    with pytest.raises(ValueError, match="tokens must be at least 1"):
+        rarefy.report_folder(tmp_path / "m.safetensors", tokens=0)
+
+
+def test_lines_of_the_log(tmp_path, caplog):
+    with caplog.at_level(logging.INFO, "rarefy"):
+        model = _model()
+        rarefy.save_file(model, tmp_path / "m.safetensors")
+        rarefy.load_file(model, tmp_path / "m.safetensors")
+    lines = [record.getMessage() for record in caplog.records]
+    assert lines[:2] == ["sparsify: 0 block:16x4 at density 0.5", "sparsify: 2 csr at density 0.25"]
+    assert any(line.startswith("save_file: ") for line in lines)
+    assert any("2 sparse weights" in line for line in lines)
+
+
+def test_rarefy_log_prints_to_stderr_and_refuses_other_levels(tmp_path):
+    code = "import torch, rarefy; model = torch.nn.Sequential(torch.nn.Linear(8, 8))"
+    code += "; rarefy.sparsify(model, 'csr@0.5', measure=False)"
+
+    def run(level: str) -> subprocess.CompletedProcess[str]:
+        env = {"PYTHONPATH": ":".join(sys.path), "PATH": "", "RAREFY_LOG": level}
+        return subprocess.run(
+            [sys.executable, "-c", code], env=env, capture_output=True, text=True, cwd=tmp_path
+        )
+
+    assert "rarefy INFO: sparsify: 0 csr" in run("info").stderr
+    assert run("").stderr == "" and not list(tmp_path.iterdir())
+    bad = run("loud")
+    assert bad.returncode != 0 and "RAREFY_LOG must be one of debug, info, warning; got 'loud'" in bad.stderr
+
+
+def test_ranges_have_the_names_of_layers(monkeypatch):
+    ranges: list[str | None] = []
+    monkeypatch.setattr(torch.cuda.nvtx, "range_push", ranges.append)
+    monkeypatch.setattr(torch.cuda.nvtx, "range_pop", lambda: ranges.append(None))
+    model = _model()
+    x = torch.randn(2, 32)
+    wanted = model(x)
+    with log.nvtx(model):
+        assert torch.equal(model(x), wanted)
+        with pytest.raises(ValueError, match="bsr_linear"):
+            model(torch.randn(2, 31))
+    assert ranges[:4] == ["0: 64x32 block:16x4@0.5", None, "2: 32x64 csr@0.25", None]
+    assert ranges[4:] == ["0: 64x32 block:16x4@0.5", None]  # also where a layer fails
+    model(x)
+    assert len(ranges) == 6
