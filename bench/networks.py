@@ -2,7 +2,8 @@
 
 BERT-base with 16×1 blocks in its encoder, MobileNetV2 with 4×1 blocks in its 1×1 convolutions, ResNet-18 with
 8×1 blocks in its 3×3. Of each: the share of the dense time in the layers that become sparse, the bound that
-follows from it (Amdahl), and the speed-up of the network and of those layers alone. Dense convolutions run in whichever memory format is faster.
+follows from it (Amdahl), and the speed-up of the network and of those layers alone. Dense convolutions run in
+whichever memory format is faster.
 
 python bench/networks.py                                # all, on torch's threads
 python bench/networks.py bert --threads 1 --csv out.csv
@@ -123,7 +124,8 @@ def main() -> None:
                 rows.append(row)
                 print(f"{name} {spec} batch {batch}: {row['dense_ms']} -> {row['sparse_ms']} ms, "
                       f"{row['speedup']:.2f} x; the layers {row['layers_speedup']:.2f} x, "
-                      f"{row['share_of_layers']:.0%} of dense, bound {row['bound']:.1f} x {row['noise']}", flush=True)  # fmt: skip
+                      f"{row['share_of_layers']:.0%} of dense, bound {row['bound']:.1f} x {row['noise']}",
+                      flush=True)  # fmt: skip
     if args.csv:
         with args.csv.open("w", newline="") as file:
             writer = csv.DictWriter(file, rows[0])
