@@ -178,6 +178,26 @@ TEST(BsrFileTest, ReadsAndWritesCsr) {
   EXPECT_EQ(again->tensors.at("m.weight.values").shape, (std::vector<std::int64_t>{2}));
 }
 
+// Scales belong to their weight: they are not among the other tensors, but a tensor that is only called so
+// is.
+TEST(BsrFileTest, ReadsAndWritesInt8) {
+  FileWeight weight(make_weight({4, 6, 2, 1}, DType::i8, 3), WeightFormat::int8, DType::f32);
+  weight.scaling = Scaling::dynamic;
+  weight.scales = {1, 2, 0.5F, 4};
+  BsrFile file;
+  file.weights.emplace("m.weight", weight);
+  file.weights.emplace("plain.weight", make_weight({4, 6, 2, 1}, DType::f32, 3));
+  file.tensors["plain.weight.scales"] = {SafetensorsDType::f32, {1}, counting_bytes(4)};
+  const auto bytes = serialize_bsr_file(file);
+  ASSERT_TRUE(bytes.ok()) << bytes.status().message();
+  const auto read = parse_bsr_file(*bytes);
+  ASSERT_TRUE(read.ok()) << read.status().message();
+  expect_equal(*read, file);
+  EXPECT_EQ(read->weights.at("m.weight").scales, weight.scales);
+  EXPECT_EQ(read->weights.at("m.weight").scaling, Scaling::dynamic);
+  EXPECT_EQ(*serialize_bsr_file(*read), *bytes);
+}
+
 TEST(BsrFileTest, RefusesWrongCsr) {
   const std::pair<const char*, const char*> cases[] = {
       {R"({"format":"csc","shape":[2,5],"nnz":2,"dtype":"bf16"})",

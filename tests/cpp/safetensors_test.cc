@@ -331,6 +331,9 @@ TEST(SafetensorsWriterTest, RefusesWhatItCouldNotReadBack) {
   refused({{{"__metadata__", {u8, {0}, {}}}}, {}}, "must not be __metadata__");
   refused({{{"\xff", {u8, {0}, {}}}}, {}}, "must be UTF-8");
   refused({{}, {{"k", "\xff"}}}, "must be UTF-8");
+  // Long names are cut between characters.
+  const std::string a(95, 'a');
+  refused({{{a + "éé", {u8, {3}, counting_bytes(4)}}}, {}}, a + "…\"");
 }
 
 TEST(SafetensorsWriterTest, ReplacesInOneStepAndLeavesNothingBehind) {
