@@ -6,7 +6,9 @@ import numpy as np
 import pytest
 import torch
 from scipy import sparse as sp
+from torch import nn
 
+import rarefy
 from rarefy.compat import tvm
 
 
@@ -115,3 +117,45 @@ def test_an_index_out_of_range_is_an_error():
     w.indices[2] = 77
     with pytest.raises(ValueError, match=r"indices must be in \[0, 6\); got indices\[2\]=77"):
         tvm.sparse_dense(torch.randn(1, 6), *arrays(w))
+
+
+@pytest.mark.parametrize("kernel", [0, 1, 3])
+@pytest.mark.parametrize("last", [False, True])
+def test_convert_stores_the_blocks_that_are_not_zero(kernel, last):
+    """The original's cases: relu → dense → relu with (32, 1), 1×1 with (8, 1), 3×3 with (16, 1)."""
+    torch.manual_seed(0)
+    block = {0: (32, 1), 1: (8, 1), 3: (16, 1)}[kernel]
+    if kernel == 0:
+        layer, other, x = nn.Linear(128, 768), nn.Linear(768, 64), torch.randn(2, 128)
+        convert, sparse_kind = tvm.bsr_dense.convert, rarefy.BlockSparseLinear
+    else:
+        layer, other = nn.Conv2d(16, 32, kernel, padding=kernel // 2), nn.Conv2d(32, 32, 1)
+        x = torch.randn(2, 16, 8, 8)
+        x = x.to(memory_format=torch.channels_last) if last else x
+        convert, sparse_kind = tvm.bsr_conv2d.convert, rarefy.BlockSparseConv2d
+    model = nn.Sequential(nn.ReLU(), layer, nn.ReLU(), other)
+    with torch.no_grad():
+        kept = torch.rand(len(layer.weight) // block[0], *layer.weight.shape[1:]) < 0.1
+        layer.weight *= kept.repeat_interleave(block[0], 0)
+        other.weight *= torch.rand_like(other.weight) < 0.2  # spread: 80 % of the elements, few blocks
+    want = model(x)
+    first, second = convert(model, block, 0.5).rows
+    assert isinstance(model[1], sparse_kind)
+    assert first.density == pytest.approx(float(kept.float().mean()), abs=1e-6)
+    assert second.reason == "filter_fn declined it"
+    torch.testing.assert_close(model(x), want, rtol=1e-5, atol=1e-5)
+
+
+def test_convert_refuses_what_is_no_threshold():
+    with pytest.raises(ValueError, match=r"\[bsr_dense.convert\] density"):
+        tvm.bsr_dense.convert(nn.Sequential(nn.Linear(4, 4)), (1, 1), 1.5)
+    with pytest.raises(ValueError, match=r"\[bsr_conv2d.convert\] block_shape"):
+        tvm.bsr_conv2d.convert(nn.Sequential(nn.Conv2d(4, 4, 1)), (0, 1), 0.5)
+
+
+def test_convert_leaves_layers_of_the_other_kind():
+    model = nn.Sequential(nn.Conv2d(4, 4, 1), nn.Linear(4, 4))
+    tvm.bsr_conv2d.convert(model, (1, 1), 0)
+    assert isinstance(model[0], rarefy.BlockSparseConv2d)
+    tvm.bsr_dense.convert(model, (1, 1), 0)
+    assert isinstance(model[1], rarefy.BlockSparseLinear)

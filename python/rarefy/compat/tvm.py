@@ -10,10 +10,14 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from .. import sparse
+from ..checks import check_block_shape, check_density
+from ..masks import nonzero_blocks
+from ..report import Report
 from ..sparse.matrix import SparseMatrix, as_tensor
+from ..sparsify import sparsify
 
 Arrays = tuple[Tensor, Tensor, Tensor]  # data, indices, indptr
 
@@ -83,3 +87,42 @@ def dense(data: Any, weight: Any, bias: Tensor | None = None) -> Tensor:
     if strided or (hasattr(weight, "__array_interface__") and not isinstance(weight, Tensor)):
         return dense_si(data, weight, bias)
     return dense_sw(data, weight, bias)
+
+
+class bsr_dense:
+    """`relay.data_dep_optimization.bsr_dense`."""
+
+    @staticmethod
+    def convert(model: nn.Module, blocksize: tuple[int, int], sparsity_threshold: float) -> Report:
+        """Makes the nn.Linear layers sparse of whose blocks at least `sparsity_threshold` are zero, exactly.
+
+        In place; `blocksize` is (R, C). The original counted zeros among the elements, and so stored nearly
+        all blocks of a weight whose zeros are spread.
+        """
+        return _convert("bsr_dense.convert", model, nn.Linear, blocksize, sparsity_threshold)
+
+
+class bsr_conv2d:
+    """`relay.data_dep_optimization.bsr_conv2d`."""
+
+    @staticmethod
+    def convert(model: nn.Module, blocksize: tuple[int, int], sparsity_threshold: float) -> Report:
+        """The same of nn.Conv2d: 1×1 and k×k, both memory formats, and groups that blocks fit into.
+
+        Blocks are (output channels, input channels) at a place of the kernel.
+        """
+        return _convert("bsr_conv2d.convert", model, nn.Conv2d, blocksize, sparsity_threshold)
+
+
+def _convert(op: str, model: nn.Module, kind: type, blocksize: Any, threshold: Any) -> Report:
+    block, threshold = check_block_shape(op, blocksize), check_density(op, threshold)
+
+    def is_sparse(_: str, module: nn.Module) -> bool:
+        if not isinstance(module, kind):
+            return False
+        weight = module.weight.detach()
+        matrix = weight.movedim(1, -1).flatten(1)  # channels of a place beside one another
+        return float(nonzero_blocks(matrix, block).double().mean()) <= 1 - threshold
+
+    spec = f"block:{block[0]}x{block[1]}@nonzero"
+    return sparsify(model, spec, filter_fn=is_sparse, measure=False)
