@@ -51,6 +51,7 @@ bench: setup
 	cmake -DRAREFY_BUILD_BENCH=ON $(BUILD)
 	cmake --build $(BUILD) -j $(JOBS) --target rarefy_peak
 	$(IN_VENV) bench/run.py
+	$(IN_VENV) bench/reached.py
 
 demo: setup
 	$(IN_VENV) -m examples.minilm.run

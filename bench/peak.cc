@@ -1,6 +1,8 @@
 // Prints what this machine's cores reach in float32 fused multiply-adds: the roof over every product. Or in
-// int8 with sums in int32: tdpbssd on AMX, else vpdpbusd.
-//   usage: rarefy_peak [threads] [seconds] [f32|int8]   →   {"isa": "avx512", "threads": 2, "gflops": 512.3}
+// int8 with sums in int32 (tdpbssd on AMX, else vpdpbusd), in bf16 (tdpbf16ps, else vdpbf16ps), or in reading
+// so many MB over and over, shared by the threads: from the cache that holds them.
+//   usage: rarefy_peak [threads] [seconds] [f32|bf16|int8|MB]   →   {"isa": "avx512", "threads": 2, "gflops":
+//   512.3}
 // Each thread runs independent chains in registers, long enough to hide the latency; the best of
 // several short runs counts, so that what other processes take away is left out.
 #include <algorithm>
@@ -9,6 +11,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <memory>
 #include <thread>
 #include <vector>
 
@@ -31,6 +34,17 @@ struct Isa {
   double flop;     // of one run
   float (*run)();  // returns a number, so that nothing is optimised away
 };
+
+thread_local const float* values = nullptr;  // to read
+thread_local std::size_t value_count = 0;    // a multiple of 8 vectors
+
+float read_scalar() {
+  float sum[8] = {};
+  for (std::size_t i = 0; i < value_count; i += 8) {
+    for (std::size_t j = 0; j < 8; ++j) sum[j] += values[i + j];
+  }
+  return sum[0] + sum[1] + sum[2] + sum[3] + sum[4] + sum[5] + sum[6] + sum[7];
+}
 
 float run_scalar() {
   volatile float start = 1.0F;
@@ -69,6 +83,33 @@ __attribute__((target("avx512f"))) float run_avx512() {
   return _mm512_cvtss_f32(sum[0]);
 }
 
+__attribute__((target("avx512f"))) float read_avx512() {
+  __m512 sum[8];
+  for (__m512& s : sum) s = _mm512_setzero_ps();
+  for (std::size_t i = 0; i < value_count; i += 128) {
+#pragma GCC unroll 8
+    for (std::size_t j = 0; j < 8; ++j) {
+      __builtin_prefetch(values + i + j * 16 + 1024);
+      sum[j] = _mm512_add_ps(sum[j], _mm512_loadu_ps(values + i + j * 16));
+    }
+  }
+  for (int j = 1; j < 8; ++j) sum[0] = _mm512_add_ps(sum[0], sum[j]);
+  return _mm512_cvtss_f32(sum[0]);
+}
+
+__attribute__((target("avx512f,avx512bf16"))) float run_bf16() {
+  __m512 sum[kChains];
+  const __m512 one = _mm512_set1_ps(0.001F);
+  const __m512bh a = _mm512_cvtne2ps_pbh(one, one);
+  for (__m512& s : sum) s = one;
+  for (int i = 0; i < kSteps; ++i) {
+#pragma GCC unroll 12
+    for (__m512& s : sum) s = _mm512_dpbf16_ps(s, a, a);
+  }
+  for (int c = 1; c < kChains; ++c) sum[0] = _mm512_add_ps(sum[0], sum[c]);
+  return _mm512_cvtss_f32(sum[0]);
+}
+
 __attribute__((target("avx512f,avx512vnni"))) float run_vnni() {
   __m512i sum[kChains];
   const __m512i a = _mm512_set1_epi8(3), b = _mm512_set1_epi8(-1);
@@ -82,7 +123,8 @@ __attribute__((target("avx512f,avx512vnni"))) float run_vnni() {
 }
 
 // Four tiles of sums, as the kernels have.
-__attribute__((target("amx-tile,amx-int8"))) float run_amx() {
+template <bool kInt8>
+__attribute__((target("amx-tile,amx-int8,amx-bf16"))) float run_amx() {
   struct alignas(64) {
     unsigned char palette = 1, start_row = 0, reserved[14] = {};
     unsigned short bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
@@ -90,20 +132,26 @@ __attribute__((target("amx-tile,amx-int8"))) float run_amx() {
   } config;
   __asm__ volatile("ldtilecfg %0" ::"m"(config));
   for (int i = 0; i < kSteps; ++i) {
-    __asm__ volatile(
-        "tdpbssd %tmm6, %tmm4, %tmm0\n\ttdpbssd %tmm7, %tmm4, %tmm1\n\t"
-        "tdpbssd %tmm6, %tmm5, %tmm2\n\ttdpbssd %tmm7, %tmm5, %tmm3");
+    if constexpr (kInt8) {
+      __asm__ volatile(
+          "tdpbssd %tmm6, %tmm4, %tmm0\n\ttdpbssd %tmm7, %tmm4, %tmm1\n\t"
+          "tdpbssd %tmm6, %tmm5, %tmm2\n\ttdpbssd %tmm7, %tmm5, %tmm3");
+    } else {
+      __asm__ volatile(
+          "tdpbf16ps %tmm6, %tmm4, %tmm0\n\ttdpbf16ps %tmm7, %tmm4, %tmm1\n\t"
+          "tdpbf16ps %tmm6, %tmm5, %tmm2\n\ttdpbf16ps %tmm7, %tmm5, %tmm3");
+    }
   }
   __asm__ volatile("tilerelease");
   return 0;
 }
 
-bool has_amx_int8() {
+bool has_amx() {
 #if defined(__linux__)
   constexpr long kRequestPermission = 0x1023, kTileData = 18;  // as in src/cpu/cpuid.cc
   unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
   return __get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx) != 0 && (edx & (1U << 25)) != 0 &&
-         ::syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+         (edx & (1U << 22)) != 0 && ::syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
 #else
   return false;
 #endif
@@ -113,10 +161,29 @@ bool has_amx_int8() {
 Isa best_int8() {
 #if defined(__x86_64__)
   __builtin_cpu_init();
-  if (has_amx_int8()) return {"amx_int8", 4.0 * 2 * 16 * 16 * 64 * kSteps, run_amx};
+  if (has_amx()) return {"amx_int8", 4.0 * 2 * 16 * 16 * 64 * kSteps, run_amx<true>};
   if (__builtin_cpu_supports("avx512vnni")) return {"avx512_vnni", 64 * 2.0 * kChains * kSteps, run_vnni};
 #endif
   return {"none", 0, run_scalar};
+}
+
+Isa best_bf16() {
+#if defined(__x86_64__)
+  __builtin_cpu_init();
+  if (has_amx()) return {"amx_bf16", 4.0 * 2 * 16 * 16 * 32 * kSteps, run_amx<false>};
+  if (__builtin_cpu_supports("avx512bf16")) return {"avx512_bf16", 32 * 2.0 * kChains * kSteps, run_bf16};
+#endif
+  return {"none", 0, run_scalar};
+}
+
+// A byte counts as a FLOP.
+Isa best_read(std::size_t count) {
+  const double bytes = 4.0 * static_cast<double>(count);
+#if defined(__x86_64__)
+  __builtin_cpu_init();
+  if (__builtin_cpu_supports("avx512f")) return {"avx512_read", bytes, read_avx512};
+#endif
+  return {"read", bytes, read_scalar};
 }
 
 Isa best_isa() {
@@ -150,17 +217,26 @@ int main(int argc, char** argv) {
   const int threads = argc > 1 ? std::atoi(argv[1]) : 1;
   const double seconds = argc > 2 ? std::atof(argv[2]) : 0.05;
   const char* dtype = argc > 3 ? argv[3] : "f32";
-  const bool int8 = std::strcmp(dtype, "int8") == 0;
-  if (threads < 1 || threads > 4096 || !(seconds > 0) || (!int8 && std::strcmp(dtype, "f32") != 0)) {
-    std::fprintf(stderr, "usage: rarefy_peak [threads] [seconds] [f32|int8]\n");
+  const auto is = [&](const char* name) { return std::strcmp(dtype, name) == 0; };
+  const double megabytes = std::atof(dtype);
+  if (threads < 1 || threads > 4096 || !(seconds > 0) || megabytes > 4096 ||
+      (!is("f32") && !is("bf16") && !is("int8") && !(megabytes > 0))) {
+    std::fprintf(stderr, "usage: rarefy_peak [threads] [seconds] [f32|bf16|int8|MB]\n");
     return 2;
   }
-  const Isa isa = int8 ? best_int8() : best_isa();
+  const auto count = static_cast<std::size_t>(megabytes * 1e6 / 4 / threads) / 128 * 128;  // of a thread
+  const Isa isa = is("bf16")      ? best_bf16()
+                  : is("int8")    ? best_int8()
+                  : megabytes > 0 ? best_read(count)
+                                  : best_isa();
   std::vector<double> best(static_cast<std::size_t>(threads));
   std::atomic<int> waiting{threads};  // all start together, so that clock rates drop as they will
   std::vector<std::thread> workers;
   for (double& slot : best) {
     workers.emplace_back([&] {
+      const std::unique_ptr<float[]> memory(new float[count + 1]());
+      values = memory.get();
+      value_count = count;
       --waiting;
       while (waiting > 0) {
       }

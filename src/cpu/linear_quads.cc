@@ -137,9 +137,7 @@ class LaneTask {
   struct Place {
     std::int64_t o, chunk, m;
   };
-  std::int64_t lines_of(std::int64_t o) const {
-    return ceil_div((std::int64_t{w_.begin[o + 1]} - w_.begin[o]) * s_.red_block, kQuad);
-  }
+  std::int64_t lines_of(std::int64_t o) const { return ceil_div(w_.prepared.columns[o], kQuad); }
   std::int64_t chunks_of(std::int64_t o) const {
     return std::max<std::int64_t>(1, ceil_div(lines_of(o), kLaneChunk));
   }
@@ -214,7 +212,7 @@ void run_task(const QuadsWeight& w, const Call& call, const Parts& parts, std::i
 
 PanelWork work_of(const QuadKernels& kernels, const Problem& p) {
   const QuadsShape s(p.weight.shape);
-  return {static_cast<double>(s.entries * s.out_block * s.red_block) / (kTileRows * kQuadGroup),
+  return {s.columns() * static_cast<double>(s.out_block) / (kTileRows * kQuadGroup),
           kernels.tile_cycles,
           static_cast<double>(s.padded * kPanelTokens),
           s.panel_size(),
@@ -244,7 +242,7 @@ Reason supports_quads(const QuadKernels& kernels, const Problem& p) {
   }
   const QuadsShape s(p.weight.shape);
   if (s.out_block % kernels.rows != 0) {
-    return cat("takes blocks of a multiple of ", kernels.rows, " outputs; got ", s.out_block);
+    return cat("takes blocks of 4, 8 or a multiple of ", kernels.rows, " outputs; got ", s.row_block);
   }
   if (s.padded > kMostFeatures) return cat("takes less than ", kMostFeatures, " input features");
   return {};
@@ -260,25 +258,35 @@ std::int64_t quads_prepared_size(const Problem& problem, const Config& /*config*
   return QuadsPrepared(QuadsShape(problem.weight.shape), nullptr).bytes;
 }
 
+namespace {
+
+// Of a feature in a panel, where it has 32 bytes.
+std::uint32_t offset_of(std::int64_t feature) {
+  return static_cast<std::uint32_t>(feature * kPanelTokens / 2);
+}
+
+}  // namespace
+
 Status prepare_quads(const Call& call, void* data) {
   const QuadsShape s(call.problem.weight.shape);
   const QuadsPrepared prepared(s, data);
   const std::int32_t* begin = call.plan.crow;
   const std::int64_t step = kQuadGroup / s.offsets();
-  const auto offset = [](std::int64_t feature) {  // features have 32 bytes
-    return static_cast<std::uint32_t>(feature * kPanelTokens / 2);
-  };
   std::uint32_t* to = prepared.offsets;
   prepared.first[0] = 0;
   for (std::int64_t o = 0; o < s.out_blocks; ++o) {
-    const std::int64_t groups = s.groups_of(begin[o + 1] - begin[o]);
-    prepared.first[o + 1] = prepared.first[o] + static_cast<std::int32_t>(groups);
+    std::int64_t columns = 0;
+    for_each_column(begin, call.plan.col, o * s.join, std::min((o + 1) * s.join, s.rows),
+                    [&](std::int64_t column) {
+                      for (std::int64_t i = 0; i < s.red_block; i += step) {
+                        *to++ = offset_of(column * s.red_block + i);
+                      }
+                      columns += s.red_block;
+                    });
+    prepared.columns[o] = static_cast<std::int32_t>(columns);
+    prepared.first[o + 1] = prepared.first[o] + static_cast<std::int32_t>(ceil_div(columns, kQuadGroup));
     const std::uint32_t* end = prepared.offsets + prepared.first[o + 1] * s.offsets();
-    for (std::int32_t e = begin[o]; e < begin[o + 1]; ++e) {
-      const std::int64_t from = std::int64_t{call.plan.col[e]} * s.red_block;
-      for (std::int64_t i = 0; i < s.red_block; i += step) *to++ = offset(from + i);
-    }
-    while (to != end) *to++ = offset(s.padded - kQuad);
+    while (to != end) *to++ = offset_of(s.padded - kQuad);
   }
   return {};
 }
@@ -293,24 +301,32 @@ Status pack_quads_weight(const QuadKernels& kernels, const Call& call, void* dat
   const QuadsPacked packed(s, data);
   const std::int32_t* begin = call.plan.crow;
   const auto* values = static_cast<const std::int8_t*>(call.values);
-  const std::int64_t block = s.out_block * s.red_block;
+  const std::int64_t block = s.row_block * s.red_block;
   // Between the fours of an output, and those of neighbouring outputs.
   const std::int64_t line = kernels.lanes != nullptr ? s.out_block * kQuad : kQuad;
   const std::int64_t output = kernels.lanes != nullptr ? kQuad : kQuadGroup;
   call.executor.parallel_for(s.out_blocks, [&](std::int64_t o, int) {
     std::int8_t* tiles = packed.tiles + prepared.first[o] * 2 * s.tiles_size();
     std::int32_t* totals = packed.totals + o * s.out_block;
-    const std::int64_t columns = (std::int64_t{begin[o + 1]} - begin[o]) * s.red_block;
-    const std::int64_t groups = s.groups_of(begin[o + 1] - begin[o]);
+    const std::uint32_t* offsets = prepared.offsets + prepared.first[o] * s.offsets();
+    const std::int64_t groups = prepared.first[o + 1] - prepared.first[o];
     std::memset(tiles, 0, static_cast<std::size_t>(groups * 2 * s.tiles_size()));
     std::fill_n(totals, s.out_block, 0);
-    for (std::int64_t i = 0; i < columns; ++i) {
-      std::int8_t* to =
-          tiles + i / kQuadGroup * 2 * s.tiles_size() + i % kQuadGroup / kQuad * line + i % kQuad;
-      const std::int8_t* from = values + (begin[o] + i / s.red_block) * block + i % s.red_block;
-      for (std::int64_t r = 0; r < s.out_block; ++r) {
-        to[r * output] = from[r * s.red_block];
-        totals[r] += from[r * s.red_block];
+    const std::int64_t stop = std::min((o + 1) * s.join, s.rows);
+    for (std::int64_t row = o * s.join; row < stop;
+         ++row, tiles += s.row_block * output, totals += s.row_block) {
+      std::int64_t at = 0;  // among the columns of the output block
+      for (std::int32_t e = begin[row]; e < begin[row + 1]; ++e) {
+        while (s.join > 1 && offsets[at] != offset_of(call.plan.col[e] * s.red_block)) at += s.red_block;
+        for (std::int64_t i = 0; i < s.red_block; ++i, ++at) {
+          std::int8_t* to =
+              tiles + at / kQuadGroup * 2 * s.tiles_size() + at % kQuadGroup / kQuad * line + at % kQuad;
+          const std::int8_t* from = values + e * block + i;
+          for (std::int64_t r = 0; r < s.row_block; ++r) {
+            to[r * output] = from[r * s.red_block];
+            totals[r] += from[r * s.red_block];
+          }
+        }
       }
     }
   });
@@ -327,11 +343,10 @@ Status run_quads(const QuadKernels& kernels, const Call& call) {
   Room all(memory);
   QuadsLayout::take_shared(all, s, shared);
   unpack_outputs(call, s, shared);
-  const std::int32_t* begin = call.plan.crow;
+  const QuadsWeight weight(kernels, s, call.plan.crow, call.derived);
   const auto bound = [&](std::int64_t part) {  // as PairsWeight::begin_of
-    return begin_of_part(begin, s.out_blocks, s.red_block, 12, part, b.splits);
+    return begin_of_part(weight.prepared.first, s.out_blocks, kQuadGroup, 12, part, b.splits);
   };
-  const QuadsWeight weight(kernels, s, begin, call.derived);
   for_each_part(call, b, bound,
                 [&](int worker, std::int64_t first, std::int64_t tokens, std::int32_t from, std::int32_t to) {
                   Parts parts = shared;

@@ -3,35 +3,13 @@
 #include "cpu/pairs_weight.h"
 
 #include <bit>
-#include <limits>
 
 namespace rarefy::cpu {
 
 namespace {
 
-constexpr std::int64_t kMostJoined = 8;
-
 // Features between two offsets of a group.
 std::int64_t step_of(PairSource source) { return kGroup / offsets_of(source); }
-
-// Calls visit(column) for the block columns that block rows begin … end store, ascending.
-template <class F>
-void for_each_column(const PairsStored& s, std::int64_t begin, std::int64_t end, F&& visit) {
-  std::int32_t next[kMostJoined];
-  std::copy(s.begin + begin, s.begin + end, next);
-  constexpr std::int32_t kNone = std::numeric_limits<std::int32_t>::max();
-  const auto column = [&](std::int64_t row) {
-    const std::int32_t entry = next[row - begin];
-    return entry < s.begin[row + 1] ? s.w.index[entry] : kNone;
-  };
-  for (;;) {
-    std::int32_t least = kNone;
-    for (std::int64_t row = begin; row < end; ++row) least = std::min(least, column(row));
-    if (least == kNone) return;
-    visit(std::int64_t{least});
-    for (std::int64_t row = begin; row < end; ++row) next[row - begin] += column(row) == least ? 1 : 0;
-  }
-}
 
 }  // namespace
 
@@ -43,10 +21,12 @@ void prepare_pairs(const PairsShape& s, const PairsStored& stored, void* data) {
   prepared.first[0] = 0;
   for (std::int64_t o = 0; o < s.out_blocks; ++o) {
     std::int64_t columns = 0;
-    for_each_column(stored, o * s.join, std::min((o + 1) * s.join, s.rows), [&](std::int64_t column) {
-      for (std::int64_t i = 0; i < s.red_block; i += step) *to++ = offset(column * s.red_block + i);
-      columns += s.red_block;
-    });
+    for_each_column(stored.begin, stored.w.index, o * s.join, std::min((o + 1) * s.join, s.rows),
+                    [&](std::int64_t column) {
+                      for (std::int64_t i = 0; i < s.red_block; i += step)
+                        *to++ = offset(column * s.red_block + i);
+                      columns += s.red_block;
+                    });
     prepared.pairs[o] = static_cast<std::int32_t>(ceil_div(columns, 2));
     prepared.first[o + 1] = prepared.first[o] + static_cast<std::int32_t>(ceil_div(columns, kGroup));
     const std::uint32_t* end = prepared.offsets + std::int64_t{prepared.first[o + 1]} * offsets_of(s.source);

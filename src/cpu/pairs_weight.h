@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <limits>
 
 #include "core/checked.h"
 #include "core/message.h"
@@ -103,6 +104,28 @@ struct PairsStored {
   SparseOperand w;
   const std::int32_t* begin;  // the entries of each block row
 };
+
+// Calls visit(column) for the block columns that block rows first … last store, ascending; `begin` says where
+// the columns of each are listed.
+template <class F>
+void for_each_column(const std::int32_t* begin, const std::int32_t* columns, std::int64_t first,
+                     std::int64_t last, F&& visit) {
+  constexpr std::int64_t kMostJoined = 8;
+  std::int32_t next[kMostJoined];
+  std::copy(begin + first, begin + last, next);
+  constexpr std::int32_t kNone = std::numeric_limits<std::int32_t>::max();
+  const auto column = [&](std::int64_t row) {
+    const std::int32_t entry = next[row - first];
+    return entry < begin[row + 1] ? columns[entry] : kNone;
+  };
+  for (;;) {
+    std::int32_t least = kNone;
+    for (std::int64_t row = first; row < last; ++row) least = std::min(least, column(row));
+    if (least == kNone) return;
+    visit(std::int64_t{least});
+    for (std::int64_t row = first; row < last; ++row) next[row - first] += column(row) == least ? 1 : 0;
+  }
+}
 
 void prepare_pairs(const PairsShape& s, const PairsStored& stored, void* data);
 void pack_pairs(const PairsShape& s, const PairsStored& stored, const Executor& executor, const void* data,

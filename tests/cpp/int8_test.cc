@@ -202,8 +202,9 @@ std::vector<Forced> all_forced() {
 
 class Int8Test : public ::testing::TestWithParam<Forced> {
  protected:
-  static bool takes_eight_rows() {
-    rarefy::Problem asked = make_problem(Op::linear, {32, 8, 8, 2, 1}, 8, DType::f32);
+  // What is no multiple of 16 outputs and not joined to it.
+  static bool takes_half_vectors() {
+    rarefy::Problem asked = make_problem(Op::linear, {48, 24, 24, 2, 1}, 8, DType::f32);
     asked.weight.dtype = DType::i8;
     asked.weight.scaling = GetParam().scaling;
     const Force force(GetParam().family);
@@ -239,10 +240,24 @@ TEST_P(Int8Test, EveryBlockShape) {
   }
 }
 
+// Rows that are joined to 16: with columns that some of them store, that all do, and none.
+TEST_P(Int8Test, BlocksOfFourAndEightRows) {
+  for (const std::int64_t rows : {4, 8}) {
+    for (const std::int64_t cols : {1, 3, 4, 8, 64}) {
+      for (const double density : {0.05, 0.5, 1.0}) {
+        for (const std::int64_t tokens : {1, 11, 70}) {
+          check({tokens, 9 * rows + 3, 5 * cols + cols / 2, rows, cols, density, DType::f32, true, 1});
+        }
+        check({33, 12 * rows, 300 * cols / 16 + 1, rows, cols, density, DType::bf16, false, 0});
+      }
+    }
+  }
+}
+
 // Outputs that fill half a vector, and an odd number of halves.
-TEST_P(Int8Test, BlocksOfEightRows) {
-  if (!takes_eight_rows()) GTEST_SKIP() << "takes blocks of 16 rows and more";
-  for (const std::int64_t rows : {8, 24, 56}) {
+TEST_P(Int8Test, HalvesOfVectors) {
+  if (!takes_half_vectors()) GTEST_SKIP() << "takes multiples of 16 rows";
+  for (const std::int64_t rows : {24, 56}) {
     for (const std::int64_t cols : {1, 3, 4, 8, 64}) {
       for (const std::int64_t tokens : {1, 3, 11, 33, 70}) {
         check({tokens, 3 * rows + 3, 5 * cols + cols / 2, rows, cols, 0.6, DType::f32, true, 1});
@@ -309,7 +324,7 @@ TEST_P(Int8Test, Activations) {
   for (const Activation activation :
        {Activation::relu, Activation::gelu_erf, Activation::gelu_tanh, Activation::silu}) {
     SCOPED_TRACE(name(activation));
-    Spec spec{40, 70, 90, takes_eight_rows() ? 8 : 16, 1, 0.5, DType::f32, true, 0, activation};
+    Spec spec{40, 70, 90, takes_half_vectors() ? 24 : 16, 1, 0.5, DType::f32, true, 0, activation};
     const Layer layer(spec);
     spec.activation = Activation::none;
     const Layer plain(spec);
@@ -507,8 +522,8 @@ TEST(Int8SelectionTest, SaysWhatItDoesNotTake) {
   };
   const std::string kernel = "scalar_linear_int8";
   EXPECT_EQ(why_not(asked({64, 64, 16, 1, 9}, DType::f32, Scaling::dynamic), kernel), "");
-  EXPECT_EQ(why_not(asked({64, 64, 8, 1, 9}, DType::f32, Scaling::dynamic), kernel),
-            "takes blocks of a multiple of 16 outputs; got 8");
+  EXPECT_EQ(why_not(asked({64, 64, 12, 1, 9}, DType::f32, Scaling::dynamic), kernel),
+            "takes blocks of 4, 8 or a multiple of 16 outputs; got 12");
   EXPECT_EQ(why_not(asked({64, 64, 16, 1, 9}, DType::f16, Scaling::dynamic), kernel),
             "takes inputs in f32 or bf16, to outputs like them; got f16 and f16");
   EXPECT_EQ(why_not(asked({64, 64, 16, 1, 9}, DType::f32, Scaling::weight), kernel),
