@@ -238,6 +238,30 @@ def test_wrong_calls():
         BlockSparseConv2d.from_dense(grouped, block_shape=(1, 1), mask=mask)
 
 
+@pytest.mark.parametrize("kernel", [1, 3])
+@pytest.mark.parametrize("train", [False, True])
+def test_layers_compile_and_export_whole(kernel, train):
+    torch.manual_seed(0)
+    layer = BlockSparseConv2d(8, 16, kernel, padding=kernel // 2, stride=2, block_shape=(8, 1)).train(train)
+    x = torch.randn(2, 8, 9, 7)
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    gradients = []
+    for call in (layer, compiled):
+        layer.zero_grad()
+        with torch.set_grad_enabled(train):
+            y = call(x)
+        if train:
+            y.square().sum().backward()
+            gradients.append([p.grad for p in layer.parameters()])
+        torch.testing.assert_close(y, layer(x), rtol=1e-5, atol=1e-5)
+    if train:
+        torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-4)
+        return
+    for strict in (False, True):
+        exported = torch.export.export(layer, (x,), strict=strict)
+        torch.testing.assert_close(exported.module()(x), layer(x), rtol=1e-5, atol=1e-5)
+
+
 # -- in sparsify, files and reports -----------------------------------------------------------------
 
 

@@ -492,3 +492,36 @@ def test_any_arrays_give_a_matrix_or_an_error(indices, indptr):
     else:
         with pytest.raises(ValueError, match=r"^\[SparseMatrix\] ind"):
             SparseMatrix(*arrays, shape=(3, 5))
+
+
+class Uses(torch.nn.Module):
+    """A product with a matrix that it holds, in both orders."""
+
+    def __init__(self, blocks):
+        super().__init__()
+        make = random_blocks(6, 4, *blocks, 0.5)[0] if blocks else csr(24, 16, 0.3)[0]
+        r, c = blocks or (4, 4)
+        self.data = torch.nn.Parameter(torch.as_tensor(make[0]))
+        self.matrix = sparse.SparseMatrix(self.data, *make[1:], shape=(6 * r, 4 * c))
+
+    def forward(self, x):
+        return sparse.sparse_dense(x, self.matrix, activation="relu"), sparse.spmm(self.matrix, x.t())
+
+
+@pytest.mark.parametrize("blocks", [None, (4, 2), (1, 8)])
+@pytest.mark.parametrize("train", [False, True])
+def test_matrices_compile_and_export_whole(blocks, train):
+    torch.manual_seed(0)
+    model = Uses(blocks)
+    x = torch.randn(5, model.matrix.shape[1])
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    with torch.set_grad_enabled(train):
+        want, got = model(x), compiled(x)
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+    if train:
+        gradients = [torch.autograd.grad(sum(y.square().sum() for y in ys), model.data) for ys in (want, got)]
+        torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-4)
+        return
+    with torch.no_grad():
+        exported = torch.export.export(model, (x,))
+        torch.testing.assert_close(exported.module()(x), want, rtol=1e-5, atol=1e-5)

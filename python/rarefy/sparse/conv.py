@@ -60,7 +60,7 @@ class Geometry:
         (th, tw), (dh, dw) = self.stride, self.dilation
         sizes = (b, rows, columns, *self.kernel, c)
         strides = (sb, sh * th, sw * tw, sh * dh, sw * dw, sc)
-        return padded.as_strided(sizes, strides, padded.storage_offset())
+        return padded.as_strided(sizes, strides)  # from where `padded` begins
 
 
 def _pieces(windows: Tensor) -> Iterator[tuple[slice, slice]]:
