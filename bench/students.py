@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import copy
 import gc
+import math
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -174,23 +176,26 @@ def on_a_stream(device: torch.device) -> Iterator[None]:
 class Graphs:
     """A function of a batch as CUDA graphs, one for each shape that comes often: launching costs most."""
 
-    OFTEN = 4
-
     def __init__(self, function: Callable[[Mapping[str, Tensor]], Tensor]) -> None:
         self.function, self.seen, self.made = function, Counter(), {}
-        self.pool = torch.cuda.graph_pool_handle()
+        self.often, self.pool = 4, torch.cuda.graph_pool_handle()
         gc.collect()
         gc.freeze()  # every capture collects garbage
 
     def __call__(self, batch: Mapping[str, Tensor]) -> Tensor:  # noqa: D102
         shape = tuple(batch["input_ids"].shape)
         self.seen[shape] += 1
-        if self.seen[shape] < self.OFTEN:
+        if self.seen[shape] < self.often:
             return self.function(batch)
         if shape not in self.made:
             held, graph = {name: tensor.clone() for name, tensor in batch.items()}, torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=self.pool, stream=torch.cuda.current_stream()):
-                result = self.function(held)
+            try:
+                with torch.cuda.graph(graph, pool=self.pool, stream=torch.cuda.current_stream()):
+                    result = self.function(held)
+            except RuntimeError as error:
+                print(f"without graphs: {error}", file=sys.stderr)
+                self.often = math.inf
+                return self.function(batch)
             self.made[shape] = graph, held, result
         graph, held, result = self.made[shape]
         for name, tensor in batch.items():

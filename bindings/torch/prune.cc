@@ -35,6 +35,19 @@ void check_bytes(const Call& call, std::string_view argument, const Tensor& tens
                 "another tensor"));
 }
 
+// float64 without gaps, of the given shape.
+double* doubles_of(const Call& call, std::string_view argument, const Tensor& tensor, std::int64_t rows,
+                   std::int64_t cols) {
+  call.check_device(argument, tensor);
+  if (tensor.dim() == 2 && tensor.size(0) == rows && tensor.size(1) == cols && tensor.is_contiguous() &&
+      tensor.scalar_type() == ScalarType::Double) {
+    return static_cast<double*>(tensor.data_ptr());
+  }
+  raise(call.op(),
+        invalid(call.op(), cat(argument, " must be contiguous float64 of shape (", rows, ", ", cols, ')'),
+                "another tensor"));
+}
+
 std::uint8_t* bytes_of(const Tensor& tensor) { return static_cast<std::uint8_t*>(tensor.data_ptr()); }
 
 // A matrix of scores with what goes with it; tensors without elements stand for none.
@@ -107,6 +120,14 @@ std::vector<std::int64_t> allocate(std::vector<Tensor> scores, std::string impor
   return removed;
 }
 
+void lamp(Tensor weight, const Tensor& scores) {
+  const Call call("lamp_scores", "weight", weight);
+  if (weight.dim() != 2)
+    raise(call.op(), invalid(call.op(), "weight must have 2 dimensions", cat(weight.dim())));
+  const MatrixView view = call.matrix("weight", weight, "columns", weight.size(1));
+  check(call.op(), lamp_scores(view, doubles_of(call, "scores", scores, view.rows, view.cols)));
+}
+
 void apply(const Tensor& x, const Tensor& bits) {
   const Call call("apply_mask", "x", x);
   if (x.dim() != 2) raise(call.op(), invalid(call.op(), "x must have 2 dimensions", cat(x.dim())));
@@ -137,19 +158,6 @@ Tensor unpack(const Tensor& bits, std::int64_t cols) {
   Tensor bytes = call.empty_bytes(bits.size(0), cols);
   unpack_mask(bytes_of(bits), bits.size(0), cols, bytes_of(bytes), call.context().executor);
   return bytes;
-}
-
-// float64 without gaps, of the given shape.
-double* doubles_of(const Call& call, std::string_view argument, const Tensor& tensor, std::int64_t rows,
-                   std::int64_t cols) {
-  call.check_device(argument, tensor);
-  if (tensor.dim() == 2 && tensor.size(0) == rows && tensor.size(1) == cols && tensor.is_contiguous() &&
-      tensor.scalar_type() == ScalarType::Double) {
-    return static_cast<double*>(tensor.data_ptr());
-  }
-  raise(call.op(),
-        invalid(call.op(), cat(argument, " must be contiguous float64 of shape (", rows, ", ", cols, ')'),
-                "another tensor"));
 }
 
 // What all reconstructions have in common; the mask is written or read.
@@ -215,6 +223,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(rarefy, m) {
       "_prune_allocate(Tensor[] scores, str importance, Tensor[] column_scales, Tensor[] previous, int[] "
       "units, "
       "int[] limits, int remove) -> int[]");
+  m.def("_lamp_scores_(Tensor weight, Tensor(a!) scores) -> ()");
   m.def("_mask_apply_(Tensor(a!) x, Tensor mask) -> ()");
   m.def("_mask_pack(Tensor mask) -> Tensor");
   m.def("_mask_unpack(Tensor mask, int cols) -> Tensor");
@@ -231,6 +240,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(rarefy, m) {
 STABLE_TORCH_LIBRARY_IMPL(rarefy, CPU, m) {
   m.impl("_prune_mask", TORCH_BOX(&mask));
   m.impl("_prune_allocate", TORCH_BOX(&allocate));
+  m.impl("_lamp_scores_", TORCH_BOX(&lamp));
   m.impl("_mask_apply_", TORCH_BOX(&apply));
   m.impl("_mask_pack", TORCH_BOX(&pack));
   m.impl("_mask_unpack", TORCH_BOX(&unpack));

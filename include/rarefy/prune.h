@@ -67,6 +67,11 @@ struct PruneLayer {
 RAREFY_API Status allocate_global(std::span<const PruneLayer> layers, std::int64_t remove,
                                   std::span<std::int64_t> removed, const Executor& executor);
 
+// Lee et al. 2021: w² / Σ of the squares of all weights of the matrix that are not less, for each weight, in
+// ascending order; as doubles to `scores`, rows × cols of them. NaN counts as 0. Between layers such scores
+// say what each should lose: they go to allocate_global.
+RAREFY_API Status lamp_scores(const MatrixView& weight, double* scores);
+
 // Sets to +0 what the mask has removed, NaN included.
 RAREFY_API Status apply_mask(const MutableMatrixView& matrix, const std::uint8_t* mask,
                              const Executor& executor);

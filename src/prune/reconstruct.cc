@@ -69,28 +69,28 @@ class Sweep {
   }
 
  private:
-  // What a row is rounded to: multiples of `step`; the weight in column `at` to ± levels of them.
+  // What a row is rounded to: multiples of `step`; the weight in column `at` to ± all levels of them.
   struct Grid {
-    double step = 0;
-    std::int64_t at = 0, levels = 0;
+    double step = 1;
+    std::int64_t at = -1;
     double sign = 1;
-
-    double round(double w, std::int64_t col) const {
-      const auto most = static_cast<double>(levels);
-      return step * (col == at ? sign * most : std::clamp(std::nearbyint(w / step), -most, most));
-    }
   };
 
+  double rounded(const Grid& grid, double w, std::int64_t col) const {
+    const auto most = static_cast<double>(levels_);
+    return grid.step *
+           (col == grid.at ? grid.sign * most : std::clamp(std::nearbyint(w / grid.step), -most, most));
+  }
+
   void find_grids() {
-    grids_.assign(static_cast<std::size_t>(p_.rows), {1, -1, levels_, 1});
+    grids_.assign(static_cast<std::size_t>(p_.rows), {});
     for (std::int64_t r = 0; r < p_.rows; ++r) {
       const double* w = p_.weight + r * p_.cols;
       double most = 0;
       for (std::int64_t c = 0; c < p_.cols; ++c) {
         if (!bit(mask_row(r), c) || !(std::abs(w[c]) > most)) continue;
         most = std::abs(w[c]);
-        grids_[static_cast<std::size_t>(r)] = {most / static_cast<double>(levels_), c, levels_,
-                                               w[c] < 0 ? -1.0 : 1.0};
+        grids_[static_cast<std::size_t>(r)] = {most / static_cast<double>(levels_), c, w[c] < 0 ? -1.0 : 1.0};
       }
     }
   }
@@ -185,7 +185,7 @@ class Sweep {
         for (std::int64_t c = begin; c < end; ++c) {
           if (!fixed && p_.units.of > 0 && c % p_.units.of == 0) thin(r, c, begin, end, order);
           double& e = errors[static_cast<std::size_t>(c - begin)];
-          const double stays = !bit(mask_row(r), c) ? 0.0 : levels_ > 0 ? grid.round(w[c], c) : w[c];
+          const double stays = !bit(mask_row(r), c) ? 0.0 : levels_ > 0 ? rounded(grid, w[c], c) : w[c];
           e = (w[c] - stays) / u_[c * k + c];
           if (e != 0) dense.minus(w + c + 1, e, u_ + c * k + c + 1, end - c - 1);
           w[c] = stays;

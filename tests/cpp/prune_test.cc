@@ -325,6 +325,36 @@ TEST(PruneTest, GlobalKeepsToFloorsAndCeilings) {
             (std::vector<std::int64_t>{600, 300}));
 }
 
+TEST(PruneTest, LampIsASortWithSums) {
+  for (const DType dtype : {DType::f64, DType::f32, DType::bf16, DType::f16}) {
+    Scores weight = random_scores(30, 70, dtype, dtype == DType::f16 ? 5 : 0, 3);  // f16 with ties and zeros
+    std::vector<double> squares, got(30 * 70, kNan);
+    for (const double x : weight.stored) squares.push_back(x * x);
+    std::sort(squares.begin(), squares.end());
+    ASSERT_TRUE(lamp_scores(weight.view(), got.data()).ok());
+    double sum = 0;
+    for (std::size_t i = squares.size(); i-- > 0;) {
+      sum += squares[i];
+      EXPECT_NEAR(got[i], squares[i] / sum, 1e-15);
+    }
+    EXPECT_EQ(got.back(), 1);
+  }
+}
+
+TEST(PruneTest, LampOfNanInfinityAndNothing) {
+  const double inf = std::numeric_limits<double>::infinity();
+  std::vector<double> got(4);
+  const auto of = [&](std::vector<double> x) {
+    EXPECT_TRUE(lamp_scores({x.data(), DType::f64, 2, 2, 2}, got.data()).ok());
+    return got;
+  };
+  EXPECT_EQ(of({kNan, 2, -1, 0}), (std::vector<double>{0, 0, 0.2, 1}));
+  EXPECT_EQ(of({1, inf, -inf, 3}), (std::vector<double>{0, 0, 1, 1}));
+  EXPECT_EQ(of({0, 0, 0, -0.0}), (std::vector<double>{0, 0, 0, 0}));
+  EXPECT_TRUE(lamp_scores({nullptr, DType::f32, 0, 5, 5}, nullptr).ok());
+  EXPECT_FALSE(lamp_scores({got.data(), DType::i8, 2, 2, 2}, got.data()).ok());
+}
+
 TEST(PruneTest, MasksToBytesAndBack) {
   ThreadPool pool(2);
   for (const std::int64_t cols : {1, 7, 8, 9, 64, 100}) {

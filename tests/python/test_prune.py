@@ -358,6 +358,18 @@ def test_lamp_is_its_oracle():
     assert scopes.LAMP().removed(infos, 0.7) == [lost.count(i) for i in range(3)]
 
 
+def test_lamp_of_any_layer():
+    """NaN weighed on every other weight of its layer; torch sorted copies of eight bytes."""
+    conv, half = torch.randn(6, 4, 3, 3), torch.randn(20, 12).half()
+    conv[0, 0, 0, 0] = torch.nan
+    infos = [scopes.LayerInfo(str(i), w, w.numel()) for i, w in enumerate((conv, half, half.T))]
+    lost = scopes.LAMP().removed(infos, 0.5)
+    clean = conv.nan_to_num(0.0)
+    same = [scopes.LayerInfo(str(i), w, w.numel()) for i, w in enumerate((clean, half, half.T))]
+    assert lost == scopes.LAMP().removed(same, 0.5)
+    assert sum(lost) == 348 and abs(lost[1] - lost[2]) <= 1
+
+
 def test_owl_is_its_oracle():
     weights = [torch.randn(40, 30), torch.randn(20, 40) ** 3, torch.randn(10, 20)]
     inputs = [torch.rand(1, w.shape[1], dtype=torch.float64) for w in weights]

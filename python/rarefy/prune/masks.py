@@ -12,6 +12,7 @@ from ..checks import check_int, check_tensor, fail
 
 _prune_mask = _load.op("_prune_mask")
 _allocate = _load.op("_prune_allocate")
+_lamp = _load.op("_lamp_scores_")
 _apply = _load.op("_mask_apply_")
 _pack = _load.op("_mask_pack")
 _unpack = _load.op("_mask_unpack")
@@ -112,6 +113,15 @@ def make_mask(
     args = (scores.values, scores.importance, scores.column_scale, before, list(units), each_row, remove)
     bits, kept, nan = _prune_mask(*args)
     return Mask(bits, scores.values.shape[1], kept, nan)
+
+
+@torch.no_grad()
+def lamp_scores(weight: torch.Tensor) -> torch.Tensor:
+    """w² / Σ of the squares that are not less, of all weights in ascending order: (1, N·K) float64."""
+    matrix = weight.detach().cpu().reshape(1, -1)
+    scores = torch.empty(matrix.shape, dtype=torch.float64)
+    _lamp(matrix, scores)
+    return scores
 
 
 def allocate_global(

@@ -185,12 +185,9 @@ class LAMP(Allocation):
     """
 
     def removed(self, layers: Sequence[LayerInfo], sparsity: float) -> list[int]:  # noqa: D102
-        from .masks import allocate_global
+        from .masks import allocate_global, lamp_scores
 
-        scores = []
-        for layer in layers:
-            squares = layer.weight.detach().reshape(1, -1).double().cpu().square().sort().values
-            scores.append(Scores(squares / squares.flip(1).cumsum(1).flip(1).clamp(min=1e-300)))
+        scores = [Scores(lamp_scores(layer.weight)) for layer in layers]
         sizes = [layer.weight.numel() for layer in layers]
         limits, units = [(0, size) for size in sizes], [(1, 1, 0, 0)] * len(sizes)
         lost = allocate_global(scores, units, limits, count_of(sparsity, sum(sizes)))
