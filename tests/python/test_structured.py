@@ -43,7 +43,48 @@ class Block(nn.Module):
         return x + m["down_proj"](nn.functional.silu(m["gate_proj"](x)) * m["up_proj"](x))
 
 
+class Residual(nn.Module):
+    """A block of a residual network by torchvision's names; `first` says what stands before what."""
+
+    def __init__(self, wide: int, widths: tuple[int, ...], first: str = "conv") -> None:
+        super().__init__()
+        for i, (k, n) in enumerate(zip((wide, *widths), (*widths, wide), strict=True), 1):
+            layers = {f"conv{i}": nn.Conv2d(k, n, 3, padding=1, bias=False), f"bn{i}": nn.BatchNorm2d(n)}
+            for name in sorted(layers, reverse=first == "conv"):
+                self.add_module(name, layers[name])
+        self.relu, self.count = nn.ReLU(inplace=True), len(widths) + 1
+
+    def forward(self, x):
+        y = x
+        for i in range(1, self.count + 1):
+            y = self.get_submodule(f"bn{i}")(self.get_submodule(f"conv{i}")(y))
+            y = self.relu(y) if i < self.count else y
+        return self.relu(x + y)
+
+
+def residuals() -> nn.Sequential:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 6, 3), Residual(6, (10,)), Residual(6, (8, 12)))
+    model(torch.randn(16, 3, 8, 8))
+    return model.eval()
+
+
+def mobile() -> nn.Sequential:
+    """An inverted residual's convolutions as MobileNet nests them."""
+    torch.manual_seed(0)
+    norm = lambda n: (nn.BatchNorm2d(n), nn.ReLU6())  # noqa: E731
+    model = nn.Sequential(
+        nn.Sequential(nn.Conv2d(4, 24, 1, bias=False), *norm(24)),
+        nn.Sequential(nn.Conv2d(24, 24, 3, padding=1, groups=24), *norm(24)),
+        nn.Conv2d(24, 4, 1), nn.BatchNorm2d(4),
+    )  # fmt: skip
+    model(torch.randn(16, 4, 8, 8))
+    return model.eval()
+
+
 MODELS = [
+    (residuals, (5, 3, 8, 8), 3),
+    (mobile, (5, 4, 8, 8), 1),
     (mlp, (5, 10), 2),
     (cnn, (5, 3, 8, 8), 3),
     (lambda: Block().eval(), (5, 8), 1),
@@ -145,6 +186,29 @@ def test_sparsities_and_scores_by_name():
     result = shrink(model, {"0": 0.5}, scores={"0": scores})
     assert [(row.name, row.after) for row in result] == [("0", 12), ("3", 16)]
     assert torch.equal(model[0].weight, weight[:12]) and model[3].in_features == 12
+
+
+def test_blocks_whose_names_say_too_little_are_left_out():
+    block = Residual(6, (6,))
+    assert [c.name for c in find_couplings(block)] == ["conv1"]
+    block.gate = nn.Conv2d(6, 6, 1)  # who knows what it reads
+    assert find_couplings(block) == [] == find_couplings(Residual(6, (6,), first="bn"))
+
+    class Twice(nn.Sequential):
+        def forward(self, x):
+            return super().forward(x) + self[0](x)
+
+    assert find_couplings(Twice(nn.Linear(4, 4), nn.Linear(4, 4))) == []
+
+
+def test_a_depthwise_convolution_shrinks_with_its_channels():
+    model = mobile()
+    (coupling,) = find_couplings(model)
+    assert coupling.norms == ("0.1", "1.0", "1.1") and coupling.consumers == ("2",)
+    shrink(model, 0.5)
+    depthwise = model[1][0]
+    assert depthwise.groups == depthwise.in_channels == depthwise.out_channels == 12
+    assert depthwise.weight.shape == (12, 1, 3, 3) and depthwise.bias.shape == (12,)
 
 
 def test_shared_and_grouped_layers_are_left_out():

@@ -39,7 +39,7 @@ class Coupling:
         name: of the first producer.
         producers: names of layers whose outputs they are: nn.Linear, nn.Conv2d.
         consumers: of those whose inputs they are.
-        norms: of batch norms between.
+        norms: of what lies between and has a number for each: batch norms, depthwise convolutions.
         unit: how many neighbours of the first producer leave together: the size of a head. In layers of other
             widths as large a part does: a head of keys with all heads of queries that share it.
         heads: name of the module whose counts of heads change, or None.
@@ -78,6 +78,13 @@ def _plain(module: nn.Module | None) -> bool:
     return type(module.weight) is nn.Parameter
 
 
+def _depthwise(module: nn.Module | None) -> bool:
+    """Whether a convolution keeps channels apart, one to one."""
+    if type(module) is not nn.Conv2d or type(module.weight) is not nn.Parameter:
+        return False
+    return module.groups == module.in_channels == module.out_channels > 1
+
+
 def _outputs(module: nn.Module) -> int:
     return module.weight.shape[0]
 
@@ -85,18 +92,21 @@ def _outputs(module: nn.Module) -> int:
 def find_couplings(model: nn.Module) -> list[Coupling]:
     """The hidden features of common blocks, each with all that has them.
 
-    Found are: Linear and Conv2d that follow each other in an nn.Sequential, with activations, dropout,
-    pooling, batch norms and nn.Flatten between; feed-forward networks of transformers by their layers' names
-    (BERT, RoBERTa, ViT, CLIP, Llama, nn.TransformerEncoderLayer), where only what works element by element
-    may lie between; heads of BERT's attention, and of Llama's (Mistral's, Qwen's, …), where a head of keys
-    and values leaves with the heads of queries that share it. Layers that occur twice, or whose weight is
-    shared, are left out.
+    Found are: Linear and Conv2d that follow each other in an nn.Sequential (and in those inside it), with
+    activations, dropout, pooling, batch norms, depthwise convolutions and nn.Flatten between; the channels
+    inside of residual blocks, conv1, bn1, conv2, …, as torchvision and timm name them, where nothing but
+    those, activations and a shortcut is in the block (those of the sum itself stay); feed-forward networks of
+    transformers by their layers' names (BERT, RoBERTa, ViT, CLIP, Llama, nn.TransformerEncoderLayer), where
+    only what works element by element may lie between; heads of BERT's attention, and of Llama's (Mistral's,
+    Qwen's, …), where a head of keys and values leaves with the heads of queries that share it. Layers that
+    occur twice, or whose weight is shared, are left out.
     """
     found: list[Coupling] = []
     for name, module in model.named_modules():
         prefix = f"{name}." if name else ""
-        if isinstance(module, nn.Sequential):
+        if _in_order(module):
             found += _in_sequence(module, prefix)
+        found += _in_block(module, prefix)
         for ups, down in _NETWORKS:
             layers = [_child(module, x) for x in (*ups, down)]
             if all(map(_plain, layers)) and {_outputs(x) for x in layers[:-1]} == {
@@ -126,18 +136,52 @@ def find_couplings(model: nn.Module) -> list[Coupling]:
     alone = lambda c: all(  # noqa: E731
         uses[id(model.get_submodule(x).weight)] == 1 for x in (*c.producers, *c.consumers)
     )
-    return [coupling for coupling in found if alone(coupling)]
+    named = {coupling.name: coupling for coupling in found}  # a sequence inside another is seen twice
+    return [coupling for coupling in named.values() if alone(coupling)]
+
+
+def _in_order(module: nn.Module) -> bool:
+    """Whether a module calls its children one after the other."""
+    return isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward
+
+
+def _flat(sequence: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
+    for name, module in sequence.named_children():
+        if _in_order(module):
+            yield from _flat(module, f"{prefix}{name}.")
+        else:
+            yield prefix + name, module
+
+
+def _in_block(module: nn.Module, prefix: str) -> Iterator[Coupling]:
+    """The channels between conv1, conv2, … of a residual block."""
+    layers = dict(module.named_children())
+    convolutions = list(itertools.takewhile(layers.__contains__, (f"conv{i}" for i in itertools.count(1))))
+    norms = [name.replace("conv", "bn") for name in convolutions]
+    if len(convolutions) < 2 or not all(type(layers.get(name)) in _NORMS for name in norms):
+        return
+    order = list(layers)
+    if any(order.index(a) > order.index(b) for a, b in zip(convolutions, norms, strict=True)):
+        return  # norms before convolutions are of what comes in
+    others = layers.keys() - {*convolutions, *norms, "downsample", "shortcut"}
+    if any(type(layers[name]) not in _BETWEEN for name in others):
+        return
+    for one, norm, other in zip(convolutions, norms, convolutions[1:], strict=False):
+        if not (_plain(layers[one]) and _plain(layers[other])):
+            continue
+        if _outputs(layers[one]) == layers[norm].num_features == layers[other].in_channels:
+            yield Coupling(prefix + one, (prefix + one,), (prefix + other,), (prefix + norm,))
 
 
 def _in_sequence(sequence: nn.Sequential, prefix: str) -> Iterator[Coupling]:
     """Of each layer and the next one what lies between keeps features apart: else there is no coupling."""
-    children = list(sequence.named_children())
+    children = list(_flat(sequence))
     for at, (name, module) in enumerate(children):
         if not _plain(module):
             continue
         channels, flat, norms = isinstance(module, nn.Conv2d), False, []
         for other, after in itertools.islice(children, at + 1, None):
-            if type(after) in _NORMS:
+            if type(after) in _NORMS or (channels and not flat and _depthwise(after)):
                 norms.append(prefix + other)
             elif _plain(after):
                 # Channels reach an nn.Linear flattened, channel by channel; features as they are.
@@ -246,10 +290,13 @@ def _cut(model: nn.Module, coupling: Coupling, keep: torch.Tensor) -> Removed:
         setattr(module, "out_features" if isinstance(module, nn.Linear) else "out_channels", int(rows.sum()))
     for name in coupling.norms:
         module = model.get_submodule(name)
-        channels = wide(module.num_features, keep)
-        module.num_features = int(channels.sum())
+        channels = wide(getattr(module, "num_features", None) or module.out_channels, keep)
+        if isinstance(module, nn.Conv2d):
+            module.in_channels = module.out_channels = module.groups = int(channels.sum())
+        else:
+            module.num_features = int(channels.sum())
         for key in ("weight", "bias", "running_mean", "running_var"):
-            tensor = getattr(module, key)
+            tensor = getattr(module, key, None)
             if tensor is not None:
                 _replace(module, key, tensor[channels.to(tensor.device)])
     for name in coupling.consumers:
