@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import copy
-import csv
 import sys
 import time
 from functools import partial
@@ -22,6 +21,7 @@ from torch.nn import functional
 
 import rarefy
 from rarefy.timing import Times, measure_pair, quietest
+from rows import write_csv
 
 
 class Layer(nn.Module):
@@ -126,10 +126,7 @@ def main() -> None:
         print(f"batch {batch}, × dense f32: {line}; sparse/dense: f32 {f32:.2f}, bf16 {bf16:.2f}, "
               f"best {best[1] / best[0]:.2f}", flush=True)  # fmt: skip
     if args.csv:
-        with args.csv.open("w", newline="") as file:
-            writer = csv.DictWriter(file, rows[0])
-            writer.writeheader()
-            writer.writerows(rows)
+        write_csv(args.csv, rows)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import copy
-import csv
 import sys
 import time
 from collections.abc import Callable
@@ -28,6 +27,7 @@ from torch import nn
 
 import rarefy
 from rarefy.timing import measure_pair, quietest
+from rows import write_csv
 
 
 def bert(batch: int) -> tuple[nn.Module, torch.Tensor, str]:
@@ -127,10 +127,7 @@ def main() -> None:
                       f"{row['share_of_layers']:.0%} of dense, bound {row['bound']:.1f} x {row['noise']}",
                       flush=True)  # fmt: skip
     if args.csv:
-        with args.csv.open("w", newline="") as file:
-            writer = csv.DictWriter(file, rows[0])
-            writer.writeheader()
-            writer.writerows(rows)
+        write_csv(args.csv, rows)
 
 
 if __name__ == "__main__":

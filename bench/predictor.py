@@ -7,7 +7,6 @@ python bench/predictor.py --threads 1 --csv out.csv
 from __future__ import annotations
 
 import argparse
-import csv
 import statistics
 import sys
 import tempfile
@@ -19,6 +18,7 @@ import torch
 import rarefy
 from rarefy.checks import DTYPE_NAMES
 from rarefy.predictor import Case, Predictor, measure
+from rows import write_csv
 
 SHAPES = ((3072, 768), (768, 3072), (1024, 1024), (1536, 512), (640, 960), (2048, 2048))
 TOKENS = (1, 2, 8, 32, 64, 256, 512, 1024)
@@ -87,10 +87,7 @@ def main() -> None:
             f"upper quartile {quartiles[2]:.1%}"
         )
     if args.csv:
-        with args.csv.open("w", newline="") as file:
-            writer = csv.DictWriter(file, rows[0])
-            writer.writeheader()
-            writer.writerows(rows)
+        write_csv(args.csv, rows)
 
 
 if __name__ == "__main__":
