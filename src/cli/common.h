@@ -50,5 +50,6 @@ void add_inspect(CLI::App& app, Exit& exit);
 void add_verify(CLI::App& app, Exit& exit);
 void add_convert(CLI::App& app, Exit& exit);
 void add_bench(CLI::App& app, Exit& exit);
+void add_completion(CLI::App& app, Exit& exit);  // of the commands that were added, and itself
 
 }  // namespace rarefy::cli

@@ -49,6 +49,7 @@ int main(int argc, char** argv) {  // NOLINT(bugprone-exception-escape)
   rarefy::cli::add_verify(app, exit);
   rarefy::cli::add_convert(app, exit);
   rarefy::cli::add_bench(app, exit);
+  rarefy::cli::add_completion(app, exit);
   try {
     app.parse(argc, argv);
   } catch (const CLI::ParseError& problem) {

@@ -361,5 +361,28 @@ TEST_F(CliTest, BenchRefusesBadValues) {
   expect_failure("bench --block 0x4", 1, "--block must be");
 }
 
+TEST_F(CliTest, CompletesCommandsAndOptionsInBash) {
+  const Finished script = rarefy("completion bash");
+  ASSERT_EQ(script.exit, 0) << script.err;
+  std::ofstream(path("script")) << script.out;
+  const auto completed = [&](const std::string& words, int at) {
+    const Finished run = shell("exec bash -c 'source " + path("script") + "; COMP_WORDS=(rarefy " + words +
+                               "); COMP_CWORD=" + std::to_string(at) + "; _rarefy; echo ${COMPREPLY[@]}' >" +
+                               path("out") + " 2>" + path("err"));
+    EXPECT_EQ(run.exit, 0) << run.err;
+    return run.out;
+  };
+  EXPECT_EQ(completed("conv", 1), "convert\n");
+  EXPECT_EQ(completed("--v", 1), "--version\n");
+  EXPECT_EQ(completed("convert --dens", 2), "--density\n");
+  EXPECT_EQ(completed("convert a.safetensors", 2), "\n");  // bash's own file names
+  EXPECT_EQ(completed("none --", 2), "\n");
+
+  const Finished zsh = rarefy("completion zsh");
+  EXPECT_EQ(zsh.out.find("autoload -U +X bashcompinit"), 0U);
+  EXPECT_NE(zsh.out.find(script.out), std::string::npos);
+  EXPECT_EQ(rarefy("completion fish").exit, 2);
+}
+
 }  // namespace
 }  // namespace rarefy

@@ -1,7 +1,7 @@
 """vLLM: bsr-v1 linear layers of a folder that save_pretrained wrote. docs/vllm.md.
 
-The package names `register` as an entry point of the group vllm.general_plugins, so that each process of vLLM
-calls it; a folder whose quant_method is "rarefy" then finds RarefyVllmConfig. Written against vLLM's interface for
+The package names `register` as an entry point of the group vllm.general_plugins: each process of vLLM calls
+it. A folder whose quant_method is "rarefy" then finds RarefyVllmConfig. Written against vLLM's interface for
 quantization methods and tested against stubs of it, without a server.
 """
 
