@@ -15,9 +15,9 @@ enum class Spread : std::uint8_t {
            // rows
 };
 
-// The entries of one block row, values already float.
+// Some entries of one block row.
 struct FewRow {
-  const float* values;
+  const char* values;
   const std::int32_t* index;
   std::int32_t count;
   std::int32_t red_block;
@@ -36,7 +36,7 @@ inline constexpr std::int64_t kFewAhead = 4;  // blocks
 inline constexpr std::int32_t kFewPart = 16, kFewParts = 8;
 
 // Adds slices first … first + Slices of every entry to y.
-template <class I, Spread kSpread, int Size, int N, int Slices, int Tokens>
+template <class I, Storage kStorage, Spread kSpread, int Size, int N, int Slices, int Tokens>
 void few_slices(const FewRow& row, int first) {
   constexpr int w = I::kWidth;
   constexpr int entries = kSpread == Spread::group ? w / Size : 1;  // of a vector
@@ -51,7 +51,8 @@ void few_slices(const FewRow& row, int first) {
     }
   };
   for (int s = 0; s < Slices; ++s) offset[s] = static_cast<std::int64_t>(first + s) * w % row.red_block;
-  const float* values = row.values + static_cast<std::int64_t>(first) * w;
+  constexpr std::int64_t kBytes = bytes_of(kStorage);
+  const char* values = row.values + static_cast<std::int64_t>(first) * w * kBytes;
   const std::int32_t whole = row.count - row.count % entries;
   alignas(64) float total[Slices][Tokens][w];  // of the parts before
   each([&](int s, int m) {
@@ -62,7 +63,7 @@ void few_slices(const FewRow& row, int first) {
   for (;;) {
     constexpr std::int32_t kFull = kFewPart * entries;
     const std::int32_t stop = kParts && whole - e > kFull ? e + kFull : whole;
-    for (; e != stop; e += entries, values += entries * row.block_size) {
+    for (; e != stop; e += entries, values += entries * row.block_size * kBytes) {
       const float* x = row.x + static_cast<std::int64_t>(row.index[e]) * row.red_block;
       Vec<I> xv[Tokens];
 #pragma GCC unroll 16
@@ -73,9 +74,9 @@ void few_slices(const FewRow& row, int first) {
       }
 #pragma GCC unroll 16
       for (int s = 0; s < Slices; ++s) {
-        const Vec<I> wv = I::load(values + s * w);
+        const Vec<I> wv = load_as<I>(kStorage, values, s * w);
         // A pass over some slices of each block is no stream that the hardware follows.
-        if constexpr (Slices > 1) __builtin_prefetch(values + s * w + kFewAhead * row.block_size);
+        if constexpr (Slices > 1) __builtin_prefetch(values + (s * w + kFewAhead * row.block_size) * kBytes);
 #pragma GCC unroll 16
         for (int m = 0; m < Tokens; ++m) {
           if constexpr (kSpread == Spread::whole) xv[m] = I::load(x + m * row.x_stride + offset[s]);
@@ -92,7 +93,7 @@ void few_slices(const FewRow& row, int first) {
   if constexpr (kSpread == Spread::group) {  // the rest is less than a group: 0 beside it, on both sides
     const std::int32_t rest = row.count - e;
     if (rest > 0) {
-      const Vec<I> wv = load_part<I>(Storage::f32, values, 0, rest * Size);
+      const Vec<I> wv = load_part<I>(kStorage, values, 0, rest * Size);
       for (int m = 0; m < Tokens; ++m) {
         float spread[w] = {};
         for (int i = 0; i < rest * Size; ++i) {
@@ -123,12 +124,13 @@ void few_slices(const FewRow& row, int first) {
 }
 
 // All slices of a block row, as many at a time as leave sums in registers.
-template <class I, Spread kSpread, int Size, int N, int Tokens>
+template <class I, Storage kStorage, Spread kSpread, int Size, int N, int Tokens>
 void few_row(const FewRow& row) {
   const auto slices = kSpread == Spread::group ? 1 : static_cast<int>(row.block_size / I::kWidth);
   int s = 0;
   const auto step = [&]<int Slices>() {
-    for (; s + Slices <= slices; s += Slices) few_slices<I, kSpread, Size, N, Slices, Tokens>(row, s);
+    for (; s + Slices <= slices; s += Slices)
+      few_slices<I, kStorage, kSpread, Size, N, Slices, Tokens>(row, s);
   };
   constexpr int most = kSpread == Spread::group ? 1 : I::kRegisters / 2 / Tokens;
   if constexpr (most >= 16) step.template operator()<16>();
@@ -137,7 +139,7 @@ void few_row(const FewRow& row) {
   step.template operator()<1>();
 }
 
-template <class I, Spread kSpread, int Size, int N, int Tokens>
+template <class I, Storage kStorage, Spread kSpread, int Size, int N, int Tokens>
 void few_rows(const FewTask& task) {
   const SparseOperand& w = task.w;
   FewRow row{};
@@ -150,73 +152,68 @@ void few_rows(const FewTask& task) {
   constexpr std::int32_t most =
       kSpread == Spread::whole ? kPartTerms
                                : kFewParts * kFewPart * (kSpread == Spread::group ? I::kWidth / Size : 1);
-  std::int64_t fit = w.block_size < kUnpacked ? kUnpacked / w.block_size : 1;
-  if (w.storage == Storage::f32 || fit > most) fit = most;
   for (std::int32_t o = task.begin; o < task.end; ++o, row.y += w.out_block) {
     const std::int32_t end = task.entry_begin[o + 1];
     for (std::int32_t e = task.entry_begin[o]; e < end; e += row.count) {
       row.index = w.index + e;
-      row.count = end - e < fit ? end - e : static_cast<std::int32_t>(fit);
-      row.values = static_cast<const float*>(w.values) + e * w.block_size;
-      if (w.storage != Storage::f32) {
-        unpack<I>(w.storage, static_cast<const std::uint16_t*>(w.values) + e * w.block_size,
-                  row.count * w.block_size, task.unpacked);
-        row.values = task.unpacked;
-      }
-      few_row<I, kSpread, Size, N, Tokens>(row);
+      row.count = end - e < most ? end - e : most;
+      row.values = static_cast<const char*>(w.values) + e * w.block_size * bytes_of(kStorage);
+      few_row<I, kStorage, kSpread, Size, N, Tokens>(row);
     }
   }
 }
 
 // Blocks that fill no vector alone: several at a time.
-template <class I, int Size, int Tokens>
+template <class I, Storage kStorage, int Size, int Tokens>
 void few_groups(const FewTask& task) {
   switch (task.w.red_block) {
-    case 1: return few_rows<I, Spread::group, Size, 1, Tokens>(task);
+    case 1: return few_rows<I, kStorage, Spread::group, Size, 1, Tokens>(task);
     case 2:
-      if constexpr (Size >= 2) return few_rows<I, Spread::group, Size, 2, Tokens>(task);
+      if constexpr (Size >= 2) return few_rows<I, kStorage, Spread::group, Size, 2, Tokens>(task);
       break;
     case 4:
-      if constexpr (Size >= 4) return few_rows<I, Spread::group, Size, 4, Tokens>(task);
+      if constexpr (Size >= 4) return few_rows<I, kStorage, Spread::group, Size, 4, Tokens>(task);
       break;
     case 8:
-      if constexpr (Size >= 8) return few_rows<I, Spread::group, Size, 8, Tokens>(task);
+      if constexpr (Size >= 8) return few_rows<I, kStorage, Spread::group, Size, 8, Tokens>(task);
       break;
     default: break;
   }
 }
 
-template <class I, int Tokens>
+template <class I, Storage kStorage, int Tokens>
 void few_tokens(const FewTask& task) {
   switch (task.w.block_size) {
-    case 1: return few_groups<I, 1, Tokens>(task);
-    case 2: return few_groups<I, 2, Tokens>(task);
-    case 4: return few_groups<I, 4, Tokens>(task);
+    case 1: return few_groups<I, kStorage, 1, Tokens>(task);
+    case 2: return few_groups<I, kStorage, 2, Tokens>(task);
+    case 4: return few_groups<I, kStorage, 4, Tokens>(task);
     case 8:
-      if constexpr (I::kWidth > 8) return few_groups<I, 8, Tokens>(task);
+      if constexpr (I::kWidth > 8) return few_groups<I, kStorage, 8, Tokens>(task);
       break;
     default: break;
   }
   switch (task.w.red_block) {
-    case 1: return few_rows<I, Spread::repeat, 0, 1, Tokens>(task);
-    case 2: return few_rows<I, Spread::repeat, 0, 2, Tokens>(task);
-    case 4: return few_rows<I, Spread::repeat, 0, 4, Tokens>(task);
+    case 1: return few_rows<I, kStorage, Spread::repeat, 0, 1, Tokens>(task);
+    case 2: return few_rows<I, kStorage, Spread::repeat, 0, 2, Tokens>(task);
+    case 4: return few_rows<I, kStorage, Spread::repeat, 0, 4, Tokens>(task);
     case 8:
-      if constexpr (I::kWidth > 8) return few_rows<I, Spread::repeat, 0, 8, Tokens>(task);
+      if constexpr (I::kWidth > 8) return few_rows<I, kStorage, Spread::repeat, 0, 8, Tokens>(task);
       break;
     default: break;
   }
-  return few_rows<I, Spread::whole, 0, 0, Tokens>(task);
+  return few_rows<I, kStorage, Spread::whole, 0, 0, Tokens>(task);
 }
 
 template <class I>
 void few(const FewTask& task) {
-  switch (task.tokens) {
-    case 1: return few_tokens<I, 1>(task);
-    case 2: return few_tokens<I, 2>(task);
-    case 4: return few_tokens<I, 4>(task);
-    default: return;
-  }
+  dispatch_storage(task.w.storage, [&]<Storage kStorage>() {
+    switch (task.tokens) {
+      case 1: return few_tokens<I, kStorage, 1>(task);
+      case 2: return few_tokens<I, kStorage, 2>(task);
+      case 4: return few_tokens<I, kStorage, 4>(task);
+      default: return;
+    }
+  });
 }
 
 // Whether every vector of W is of one of the kinds above.

@@ -131,7 +131,6 @@ struct FewTask {
   std::int32_t tokens;
   float* y;  // from block `begin` on, padded to whole blocks
   std::int64_t y_stride;
-  float* unpacked;  // as in GatherTask
 };
 
 inline constexpr std::int64_t kFewTokens = 4;

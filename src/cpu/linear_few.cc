@@ -21,13 +21,12 @@ void to_float(const Kernels& kernels, const MatrixView& from, std::int64_t rows,
   }
 }
 
-// The working memory: X for all, sums and unpacked values for each worker.
+// The working memory: X for all, sums for each worker.
 struct Layout {
   std::int64_t tokens;       // that the kernels have: 1, 2 or 4
   std::int64_t in_features;  // padded
   std::int64_t piece;        // block rows that a task works on at once
   std::int64_t stride;       // floats of a row of sums
-  std::int64_t unpacked;
   std::int64_t shared, worker;
 
   Layout(const Kernels& kernels, const Problem& p, const FewSplit& split) {
@@ -36,13 +35,11 @@ struct Layout {
     in_features = s.col_count() * s.block_cols;
     piece = piece_of_range(s.row_count(), split.tasks);
     stride = (piece * s.block_rows + kernels.width - 1) / kernels.width * kernels.width;
-    unpacked = p.weight.dtype == DType::f32 ? 0 : std::max(kUnpacked, s.block_size());
     Room all;
     all.take<float>(tokens * in_features);
     shared = all.bytes();
     Room own;
     own.take<float>(tokens * stride);
-    own.take<float>(unpacked);
     worker = own.bytes();
   }
 };
@@ -79,7 +76,7 @@ Status run_linear_few(const Kernels& kernels, const Call& call) {
   to_float(kernels, call.x, layout.tokens, layout.in_features, x);
 
   // Block rows begin … end, at most a piece of them.
-  const auto rows = [&](std::int32_t begin, std::int32_t end, float* y, float* unpacked) {
+  const auto rows = [&](std::int32_t begin, std::int32_t end, float* y) {
     const std::int64_t first = begin * s.block_rows;
     const std::int64_t features = std::min(end * s.block_rows, s.rows) - first;
     std::fill_n(y, layout.tokens * layout.stride, 0.0F);
@@ -91,7 +88,7 @@ Status run_linear_few(const Kernels& kernels, const Call& call) {
       }
     }
     kernels.few({operand(call, plan.col, nullptr, false), plan.crow, begin, end, x, layout.in_features,
-                 static_cast<std::int32_t>(layout.tokens), y, layout.stride, unpacked});
+                 static_cast<std::int32_t>(layout.tokens), y, layout.stride});
     for (std::int64_t m = 0; m < call.x.rows; ++m) {
       kernels.activate(call.activation, y + m * layout.stride, layout.stride);
       kernels.round(storage(call.out.dtype), y + m * layout.stride, features, at(call.out, m, first));
@@ -100,11 +97,10 @@ Status run_linear_few(const Kernels& kernels, const Call& call) {
   call.executor.parallel_for(split.tasks, [&](std::int64_t task, int worker) {
     Room own(static_cast<char*>(call.workspace) + layout.shared + worker * layout.worker);
     auto* y = own.take<float>(layout.tokens * layout.stride);
-    auto* unpacked = own.take<float>(layout.unpacked);
     const std::int32_t end = begin_of_part(plan.crow, s.row_count(), 1, 0, task + 1, split.tasks);
     std::int32_t begin = begin_of_part(plan.crow, s.row_count(), 1, 0, task, split.tasks);
     for (; begin < end; begin += static_cast<std::int32_t>(layout.piece)) {
-      rows(begin, static_cast<std::int32_t>(std::min<std::int64_t>(begin + layout.piece, end)), y, unpacked);
+      rows(begin, static_cast<std::int32_t>(std::min<std::int64_t>(begin + layout.piece, end)), y);
     }
   });
   return {};

@@ -207,7 +207,7 @@ GROUPS = [
         (FEW, SPECIAL, ISA),
         [
             ("offset[s] = static_cast<std::int64_t>(first + s) * w % row.red_block;", "offset[s] = 0;"),
-            ("row.values + static_cast<std::int64_t>(first) * w;", "row.values;"),
+            ("row.values + static_cast<std::int64_t>(first) * w * kBytes;", "row.values;"),
             ("row.count - row.count % entries;", "row.count - entries;"),
             (
                 "I::store(total[s][m], I::add(I::load(total[s][m]), sum[s][m]));",
@@ -217,7 +217,7 @@ GROUPS = [
                 "row.x + static_cast<std::int64_t>(row.index[e]) * row.red_block;",
                 "row.x + static_cast<std::int64_t>(row.index[e]);",
             ),
-            ("load_part<I>(Storage::f32, values, 0, rest * Size)", "I::load(values)"),
+            ("load_part<I>(kStorage, values, 0, rest * Size)", "load_as<I>(kStorage, values, 0)"),
             (
                 "row.index[e + i / Size] * std::int64_t{N} + i % N",
                 "row.index[e + i / Size] * std::int64_t{N}",
@@ -229,10 +229,6 @@ GROUPS = [
             ("float* y = row.y + m * row.y_stride;", "float* y = row.y;"),
             ("s + Slices <= slices;", "s + Slices < slices;"),
             ("++o, row.y += w.out_block)", "++o, row.y += w.red_block)"),
-            (
-                "std::int64_t fit = w.block_size < kUnpacked ? kUnpacked / w.block_size : 1;",
-                "std::int64_t fit = 1 << 20;",
-            ),
             ("row.index = w.index + e;", "row.index = w.index + task.entry_begin[o];"),
             ("case 2: return few_tokens<I, 2>(task);", ""),
             ("if (size < w) return w % size == 0;", "if (size < w) return true;"),

@@ -99,6 +99,18 @@ def test_sparse_sums_are_as_good_as_dense_ones_of_as_many_terms(k, density, bloc
     assert ours <= 2 * _error(x @ dense.T, exact.numpy(), magnitude.numpy(), magnitude.numpy() > 0)
 
 
+@pytest.mark.parametrize("rows", [1, 3, 40])
+@pytest.mark.parametrize("block_shape", [(1, 1), (4, 1), (32, 1), (2, 2), (3, 5), (16, 16)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_narrow_values_have_the_bits_of_the_same_values_in_float32(dtype, block_shape, rows):
+    n, k = 96, 2048
+    bsr = random_bsr((n, k), block_shape, 0.5)
+    x, (_, *rest) = torch.randn(rows, k), bsr.operands
+    narrow = bsr.values.to(dtype)
+    y = ops.bsr_linear(x, narrow, *rest, None, n, k)
+    assert torch.equal(y, ops.bsr_linear(x, narrow.float(), *rest, None, n, k))
+
+
 @pytest.mark.parametrize("block_shape", [(4, 32), (1, 7), (40, 1), (64, 64)])
 def test_initial_values_fill_the_bounds_of_their_rows(block_shape):
     """In every block row ±1/√(stored inputs), where the last block column may reach past the edge."""
