@@ -193,22 +193,19 @@ inline __global__ void read_kernel(const uint4* p, std::size_t n, unsigned* sum)
   if (s == 0x12345678) *sum = s;
 }
 
-// Microseconds of one call, replayed as a graph. Before each, L2 is filled with other lines: written ones,
-// and with FLUSH=read then with read ones, which cost nothing to push out.
-template <class F>
-Times time_graph(F&& call, int repeats = 21) {
-  static Buffer<char> flush(256u << 20), others(256u << 20);
-  static const bool read = std::getenv("FLUSH") != nullptr && std::string(std::getenv("FLUSH")) == "read";
+// Microseconds of a graph of what `record` queues, replayed; `before` queues what comes first each time.
+template <class F, class G>
+Times time_replays(F&& record, G&& before, int repeats) {
   // A copy from pageable memory returns before it has ended, and the stream below does not wait for it.
   CHECK(cudaDeviceSynchronize());
   cudaStream_t stream;
   CHECK(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
-  call(stream);
+  record(stream);
   CHECK(cudaStreamSynchronize(stream));
   cudaGraph_t graph;
   cudaGraphExec_t exec;
   CHECK(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
-  call(stream);
+  record(stream);
   CHECK(cudaStreamEndCapture(stream, &graph));
   CHECK(cudaGraphInstantiate(&exec, graph, 0));
   cudaEvent_t a, b;
@@ -216,11 +213,7 @@ Times time_graph(F&& call, int repeats = 21) {
   CHECK(cudaEventCreate(&b));
   std::vector<double> times;
   for (int i = 0; i < repeats + 3; ++i) {
-    CHECK(cudaMemsetAsync(flush.raw, i, 256u << 20, stream));
-    if (read) {
-      read_kernel<<<1056, 256, 0, stream>>>(reinterpret_cast<const uint4*>(others.data()), others.size / 16,
-                                            reinterpret_cast<unsigned*>(flush.raw));
-    }
+    before(stream, i);
     CHECK(cudaEventRecord(a, stream));
     CHECK(cudaGraphLaunch(exec, stream));
     CHECK(cudaEventRecord(b, stream));
@@ -239,6 +232,35 @@ Times time_graph(F&& call, int repeats = 21) {
     return times[static_cast<std::size_t>(q * static_cast<double>(times.size() - 1) + 0.5)];
   };
   return {at(.5), at(.25), at(.75)};
+}
+
+// Microseconds of one call, replayed as a graph. Before each, L2 is filled with other lines: written ones,
+// and with FLUSH=read then with read ones, which cost nothing to push out.
+template <class F>
+Times time_graph(F&& call, int repeats = 21) {
+  static Buffer<char> flush(256u << 20), others(256u << 20);
+  static const bool read = std::getenv("FLUSH") != nullptr && std::string(std::getenv("FLUSH")) == "read";
+  return time_replays(
+      call,
+      [&](cudaStream_t stream, int i) {
+        CHECK(cudaMemsetAsync(flush.raw, i, 256u << 20, stream));
+        if (!read) return;
+        read_kernel<<<1056, 256, 0, stream>>>(reinterpret_cast<const uint4*>(others.data()), others.size / 16,
+                                              reinterpret_cast<unsigned*>(flush.raw));
+      },
+      repeats);
+}
+
+// Microseconds of one of `calls` calls, one after another in a graph: call(stream, i) is to read other
+// weights for each i, more of them all together than L2 holds.
+template <class F>
+Times time_chain(int calls, F&& call, int repeats = 21) {
+  const Times all = time_replays(
+      [&](cudaStream_t stream) {
+        for (int i = 0; i < calls; ++i) call(stream, i);
+      },
+      [](cudaStream_t, int) {}, repeats);
+  return {all.median / calls, all.q1 / calls, all.q3 / calls};
 }
 
 // GELU as an eager framework computes it: a kernel of its own, rounded sums in, 16 bytes a thread and turn.
@@ -264,8 +286,26 @@ struct Dense {
     CHECK(cublasCreate(&handle));
     CHECK(cublasSetWorkspace(handle, workspace.raw, 64u << 20));
   }
-  Times linear(std::int64_t m, std::int64_t n, std::int64_t k) { return product(m, n, k, false); }
-  Times grad_weight(std::int64_t m, std::int64_t n, std::int64_t k) { return product(m, n, k, true); }
+  template <class T = __nv_bfloat16>
+  Times linear(std::int64_t m, std::int64_t n, std::int64_t k) {
+    return product<T>(m, n, k, false);
+  }
+  template <class T = __nv_bfloat16>
+  Times grad_weight(std::int64_t m, std::int64_t n, std::int64_t k) {
+    return product<T>(m, n, k, true);
+  }
+  // linear, `copies` times with weights of their own.
+  Times linear_chain(std::int64_t m, std::int64_t n, std::int64_t k, int copies) {
+    using T = __nv_bfloat16;
+    Buffer<T> x(static_cast<std::size_t>(m * k)), w(static_cast<std::size_t>(n * k * copies)),
+        y(static_cast<std::size_t>(m * n));
+    fill(x.data(), x.size, 1, 1, false);
+    fill(w.data(), w.size, 2, .02f, false);
+    return time_chain(copies, [&](cudaStream_t s, int i) {
+      multiply(s, m, n, k, x.data(), w.data() + static_cast<std::size_t>(i) * static_cast<std::size_t>(n * k),
+               y.data());
+    });
+  }
   // k → h → k with a GELU kernel between the products, or, without one, on the same buffers.
   Times network(std::int64_t m, std::int64_t k, std::int64_t h, bool gelu) {
     using T = __nv_bfloat16;
@@ -287,9 +327,12 @@ struct Dense {
   }
 
  private:
-  // y (m, n) = x (m, k) wᵀ, or w (n, k) = yᵀ x.
+  template <class T>
+  static constexpr cudaDataType_t kData = sizeof(T) == 4 ? CUDA_R_32F : CUDA_R_16BF;
+
+  // y (m, n) = x (m, k) wᵀ, or w (n, k) = yᵀ x. f32 is not rounded to tf32: that is asked for otherwise.
+  template <class T>
   Times product(std::int64_t m, std::int64_t n, std::int64_t k, bool gradient) {
-    using T = __nv_bfloat16;
     Buffer<T> x(static_cast<std::size_t>(m * k)), w(static_cast<std::size_t>(n * k)),
         y(static_cast<std::size_t>(m * n));
     fill(x.data(), x.size, 1, 1, false);
@@ -300,23 +343,23 @@ struct Dense {
         const float one = 1, zero = 0;
         const auto i = [](std::int64_t v) { return static_cast<int>(v); };
         CHECK(cublasSetStream(handle, s));
-        CHECK(cublasGemmEx(handle, CUBLAS_OP_N, CUBLAS_OP_T, i(k), i(n), i(m), &one, x.data(), CUDA_R_16BF,
-                           i(k), y.data(), CUDA_R_16BF, i(n), &zero, w.data(), CUDA_R_16BF, i(k),
-                           CUBLAS_COMPUTE_32F, CUBLAS_GEMM_DEFAULT));
+        CHECK(cublasGemmEx(handle, CUBLAS_OP_N, CUBLAS_OP_T, i(k), i(n), i(m), &one, x.data(), kData<T>, i(k),
+                           y.data(), kData<T>, i(n), &zero, w.data(), kData<T>, i(k), CUBLAS_COMPUTE_32F,
+                           CUBLAS_GEMM_DEFAULT));
       } else {
-        multiply(s, m, n, k, x.data(), w.data(), y.data());
+        multiply<T>(s, m, n, k, x.data(), w.data(), y.data());
       }
     });
   }
 
+  template <class T = __nv_bfloat16>
   void multiply(cudaStream_t s, std::int64_t m, std::int64_t n, std::int64_t k, const void* x, const void* w,
                 void* y) {
     const float one = 1, zero = 0;
     const auto i = [](std::int64_t v) { return static_cast<int>(v); };
     CHECK(cublasSetStream(handle, s));
-    CHECK(cublasGemmEx(handle, CUBLAS_OP_T, CUBLAS_OP_N, i(n), i(m), i(k), &one, w, CUDA_R_16BF, i(k), x,
-                       CUDA_R_16BF, i(k), &zero, y, CUDA_R_16BF, i(n), CUBLAS_COMPUTE_32F,
-                       CUBLAS_GEMM_DEFAULT));
+    CHECK(cublasGemmEx(handle, CUBLAS_OP_T, CUBLAS_OP_N, i(n), i(m), i(k), &one, w, kData<T>, i(k), x,
+                       kData<T>, i(k), &zero, y, kData<T>, i(n), CUBLAS_COMPUTE_32F, CUBLAS_GEMM_DEFAULT));
   }
 };
 

@@ -14,7 +14,9 @@ using rarefy::Activation;
 using rarefy::DType;
 
 template <class T>
-inline constexpr DType kDType = std::is_same_v<T, __half> ? DType::f16 : DType::bf16;
+inline constexpr DType kDType = std::is_same_v<T, float>    ? DType::f32
+                                : std::is_same_v<T, __half> ? DType::f16
+                                                            : DType::bf16;
 
 inline double activate(Activation a, double x) {
   switch (a) {

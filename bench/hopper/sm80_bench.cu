@@ -17,44 +17,51 @@ void check_ok(const Status& status) {
   std::exit(1);
 }
 
-}  // namespace
-
-void time_sm80(Report& report, Dense& dense, bool /*every_config*/) {
-  check_ok(force_impl("cuda:sm80"));
+template <class T>
+void time_type(Report& report, Dense& dense, const char* name) {
   constexpr std::int64_t m = 8192, n = 4096, k = 4096;
-  const Times t_linear = dense.linear(m, n, k), t_gradient = dense.grad_weight(m, n, k);
+  const Times t_linear = dense.linear<T>(m, n, k), t_gradient = dense.grad_weight<T>(m, n, k);
   for (const std::int64_t b : {128, 64, 32, 16}) {
+    if (b == 16 && sizeof(T) == 4) continue;
     for (const double density : {.5, .25, .1}) {
-      const Setup<__nv_bfloat16> s({false, m, n, k, b, b, density}, false, 7);
+      const Setup<T> s({false, m, n, k, b, b, density}, false, 7);
       const BsrShape shape{n, k, b, b, s.pattern.blocks()};
       const auto pattern = rarefy::Pattern::create(shape, s.pattern.crow, s.pattern.col);
       check_ok(pattern.status());
       const auto words = to_device(std::vector<std::int32_t>(pattern->plan().begin(), pattern->plan().end()));
       const PlanView plan =
           *view_device_plan("bench", shape, words.data(), static_cast<std::int64_t>(words.size));
-      const MatrixView x{s.x.data(), DType::bf16, m, k, k, Device::cuda};
+      const MatrixView x{s.x.data(), kDType<T>, m, k, k, Device::cuda};
       // What linear leaves is grad_input's and grad_weight's dY.
-      const MatrixView dy{s.y.data(), DType::bf16, m, n, n, Device::cuda};
-      const MutableMatrixView y{s.y.data(), DType::bf16, m, n, n, Device::cuda};
-      Buffer<__nv_bfloat16> dvalues(s.values.size), dx(s.x.size);
-      const BsrView w{plan, s.values.data(), DType::bf16, Device::cuda};
+      const MatrixView dy{s.y.data(), kDType<T>, m, n, n, Device::cuda};
+      const MutableMatrixView y{s.y.data(), kDType<T>, m, n, n, Device::cuda};
+      Buffer<T> dvalues(s.values.size), dx(s.x.size);
+      const BsrView w{plan, s.values.data(), kDType<T>, Device::cuda};
       const auto time = [&](const char* op, const Times& t_dense, auto&& call) {
         const Times t = time_graph([&](cudaStream_t stream) {
           Context context;
           context.stream = stream;
           check_ok(call(context));
         });
-        report.add({op, m, n, k, block_text(s.c), density, "sm80", "", t, t_dense});
+        report.add({op, m, n, k, block_text(s.c), density, name, "", t, t_dense});
       };
       time("linear", t_linear,
            [&](const Context& c) { return linear(x, w, nullptr, Activation::none, y, c); });
       time("grad_input", t_linear, [&](const Context& c) {
-        return grad_input(dy, w, {dx.data(), DType::bf16, m, k, k, Device::cuda}, c);
+        return grad_input(dy, w, {dx.data(), kDType<T>, m, k, k, Device::cuda}, c);
       });
       time("grad_weight", t_gradient,
-           [&](const Context& c) { return grad_weight(dy, x, plan, dvalues.data(), DType::bf16, c); });
+           [&](const Context& c) { return grad_weight(dy, x, plan, dvalues.data(), kDType<T>, c); });
     }
   }
+}
+
+}  // namespace
+
+void time_sm80(Report& report, Dense& dense, bool /*every_config*/) {
+  check_ok(force_impl("cuda:sm80"));
+  time_type<float>(report, dense, "sm80 (f32)");
+  time_type<__nv_bfloat16>(report, dense, "sm80");
   check_ok(force_impl(""));
 }
 

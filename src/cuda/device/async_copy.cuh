@@ -2,13 +2,9 @@
 // Addresses in shared memory are 32-bit shared-window addresses.
 #pragma once
 
-#include <cstdint>
+#include "shared_address.cuh"
 
 namespace rarefy::device {
-
-__device__ inline std::uint32_t shared_address(const void* p) {
-  return static_cast<std::uint32_t>(__cvta_generic_to_shared(p));
-}
 
 // Reads `bytes` of 16 and fills the rest with zeros.
 __device__ inline void copy_16(std::uint32_t to, const void* from, std::uint32_t bytes) {

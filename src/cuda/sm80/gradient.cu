@@ -1,20 +1,11 @@
 // grad_weight on mma.sync: a thread block has kRows rows of one block row and up to 128 or 256 columns of the
 // blocks that are stored there, 16 at a time, side by side, over all tokens. dY is operand A, X operand B,
 // both with tokens outermost.
+#include "cuda/sm80/gradient_tile.cuh"
 #include "cuda/sm80/kernels.h"
-#include "cuda/sm80/tile.cuh"
 
 namespace rarefy::cuda::sm80 {
 namespace {
-
-struct GradientParams {
-  const void *dy, *x;
-  void* dvalues;
-  const int *crow, *col;
-  int tokens, rows, cols, block_rows, block_cols, block_row_count;
-  std::int64_t dy_stride, x_stride;
-  int strips;  // of a block row
-};
 
 template <int kRows>
 struct GradientTile {
@@ -24,13 +15,6 @@ struct GradientTile {
   static constexpr int kStages = kRows == 64 ? 4 : 3;
   static constexpr int kPieces = kWide / 16;  // of 16 columns
 };
-
-// Thread blocks of a block row begin at crow / kPieces of it, and one more for each row before: so none has
-// fewer than it needs, and none needs a list.
-template <int kPieces>
-__host__ __device__ inline std::int64_t first_block(std::int64_t pieces_before, std::int64_t row) {
-  return pieces_before / kPieces + row;
-}
 
 template <class T, int kRows>
 __global__ void __launch_bounds__(kThreads) gradient_kernel(const GradientParams p) {
@@ -42,46 +26,17 @@ __global__ void __launch_bounds__(kThreads) gradient_kernel(const GradientParams
   __shared__ std::int64_t offset[Tile::kPieces];  // in values; -1: none
   const uint32_t slots = device::shared_address(shared);
   const int self = static_cast<int>(threadIdx.x), warp = self / 32, lane = self % 32;
-  const int index = static_cast<int>(blockIdx.x) / p.strips,
-            within = static_cast<int>(blockIdx.x) % p.strips * kRows, per = p.block_cols / 16;
-  const auto pieces_before = [&](int row) { return std::int64_t{__ldg(p.crow + row)} * per; };
-  int low = 0, high = p.block_row_count;  // the last row that begins at `index` or before
-  while (high - low > 1) {
-    const int middle = (low + high) / 2;
-    (first_block<Tile::kPieces>(pieces_before(middle), middle) <= index ? low : high) = middle;
-  }
-  const std::int64_t begin = pieces_before(low), end = pieces_before(low + 1);
-  const std::int64_t first = begin + (index - first_block<Tile::kPieces>(begin, low)) * Tile::kPieces;
-  if (first >= end) return;
-  const int row0 = low * p.block_rows + within;
-  if (self < Tile::kPieces) {
-    const std::int64_t piece = first + self;
-    const bool stored = piece < end;
-    const int entry = static_cast<int>(piece / per), k = static_cast<int>(piece % per) * 16;
-    feature[self] = stored ? __ldg(p.col + entry) * p.block_cols + k : p.cols;
-    offset[self] =
-        stored ? (std::int64_t{entry} * p.block_rows + within) * p.block_cols + k : std::int64_t{-1};
-  }
-  __syncthreads();
-
+  const int row0 = find_pieces<Tile::kPieces>(p, kRows, feature, offset);
+  if (row0 < 0) return;
   const T *dy = static_cast<const T*>(p.dy), *x = static_cast<const T*>(p.x);
   const auto bring = [&](int step, int stage) {
     const uint32_t to = slots + static_cast<uint32_t>(stage * Tile::kBytes);
-    const auto bring_rows = [&](uint32_t at, auto pieces, const T* from, std::int64_t stride, int size,
-                                auto&& feature_of) {
-      constexpr int kPieces = decltype(pieces)::value;
-#pragma unroll
-      for (int i = self; i < Tile::kTokens * kPieces; i += kThreads) {
-        const int row = i / kPieces, piece = i % kPieces, token = step * Tile::kTokens + row;
-        const bool exists = token < p.tokens;
-        copy_piece(at + place<kPieces>(row, piece), from + (exists ? token : 0) * stride, feature_of(piece),
-                   size, exists);
-      }
-    };
-    bring_rows(to, std::integral_constant<int, kDyPieces>{}, dy, p.dy_stride, p.rows,
-               [&](int piece) { return row0 + piece * 8; });
-    bring_rows(to + Tile::kDyBytes, std::integral_constant<int, kXPieces>{}, x, p.x_stride, p.cols,
-               [&](int piece) { return feature[piece / 2] + piece % 2 * 8; });
+    const Tokens tokens{step * Tile::kTokens, p.tokens};
+    bring_tokens<Tile::kTokens, kDyPieces, kThreads>(to, dy, p.dy_stride, p.rows, tokens,
+                                                     [&](int piece) { return row0 + piece * 8; });
+    bring_tokens<Tile::kTokens, kXPieces, kThreads>(
+        to + Tile::kDyBytes, x, p.x_stride, p.cols, tokens,
+        [&](int piece) { return feature[piece / 2] + piece % 2 * 8; });
   };
 
   constexpr int kHigh = kRows < 32 ? 1 : 2;  // times 16 rows of a warp
@@ -104,14 +59,7 @@ __global__ void __launch_bounds__(kThreads) gradient_kernel(const GradientParams
         device::load_transposed(
             xs + place<kXPieces>(16 * k + lane % 16, (my_columns + 16 * n) / 8 + lane / 16), b[n]);
       }
-#pragma unroll
-      for (int m = 0; m < kHigh; ++m) {
-#pragma unroll
-        for (int n = 0; n < 4; ++n) {
-          device::mma(T{}, d[m][n], a[m][0], a[m][1], a[m][2], a[m][3], b[n / 2][n % 2 * 2],
-                      b[n / 2][n % 2 * 2 + 1]);
-        }
-      }
+      multiply_tiles<T>(d, a, b);
     }
   };
   pipeline<Tile::kStages>((p.tokens + Tile::kTokens - 1) / Tile::kTokens, bring, multiply);
@@ -138,17 +86,9 @@ __global__ void __launch_bounds__(kThreads) gradient_kernel(const GradientParams
 template <class T, int kRows>
 cudaError_t launch_tile(GradientParams params, std::int64_t blocks, cudaStream_t stream) {
   using Tile = GradientTile<kRows>;
-  const auto kernel = gradient_kernel<T, kRows>;
-  constexpr int kBytes = Tile::kStages * Tile::kBytes;
-  const cudaError_t status =
-      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
-  if (status != cudaSuccess) return status;
   params.strips = params.block_rows / kRows;
-  const std::int64_t grid =
-      first_block<Tile::kPieces>(blocks * (params.block_cols / 16), params.block_row_count) * params.strips;
-  if (grid > INT32_MAX) return cudaErrorInvalidConfiguration;
-  kernel<<<static_cast<unsigned>(grid), kThreads, kBytes, stream>>>(params);
-  return cudaGetLastError();
+  return launch_tiles<Tile>(gradient_kernel<T, kRows>, kThreads, tiles_of<Tile::kPieces>(params, blocks),
+                            params, stream);
 }
 
 template <class T>
@@ -164,21 +104,7 @@ cudaError_t launch_gradient(const Call& call) {
   const Problem& p = call.problem;
   const BsrShape& s = p.weight.shape;
   if (s.nnzb == 0) return cudaSuccess;
-  const auto n = [](std::int64_t i) { return static_cast<int>(i); };
-  GradientParams params{};
-  params.dy = call.dy.data;
-  params.x = call.x.data;
-  params.dvalues = call.dvalues;
-  params.crow = call.plan.crow;
-  params.col = call.plan.col;
-  params.tokens = n(p.tokens);
-  params.rows = n(s.rows);
-  params.cols = n(s.cols);
-  params.block_rows = n(s.block_rows);
-  params.block_cols = n(s.block_cols);
-  params.block_row_count = n(s.row_count());
-  params.dy_stride = p.in_stride;
-  params.x_stride = p.out_stride;
+  const GradientParams params = gradient_params(call);
   auto* stream = static_cast<cudaStream_t>(call.stream);
   return p.in == DType::bf16 ? launch_type<__nv_bfloat16>(params, s.nnzb, stream)
                              : launch_type<__half>(params, s.nnzb, stream);

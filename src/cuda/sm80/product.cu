@@ -87,14 +87,7 @@ __global__ void __launch_bounds__(kThreads) product_kernel(const ProductParams p
                                 b[n]);
         }
       }
-#pragma unroll
-      for (int m = 0; m < 2; ++m) {
-#pragma unroll
-        for (int n = 0; n < kWide / 8; ++n) {
-          device::mma(T{}, d[m][n], a[m][0], a[m][1], a[m][2], a[m][3], b[n / 2][n % 2 * 2],
-                      b[n / 2][n % 2 * 2 + 1]);
-        }
-      }
+      multiply_tiles<T>(d, a, b);
     }
   };
   pipeline<Tile::kStages>((end - begin) * chunks, bring, multiply);
@@ -130,17 +123,10 @@ __global__ void __launch_bounds__(kThreads) product_kernel(const ProductParams p
 template <class T, int kRows, int kChunk, bool kTransposed>
 cudaError_t launch_tile(ProductParams params, int block_out, std::int64_t blocks, cudaStream_t stream) {
   using Tile = ProductTile<kRows, kChunk>;
-  const auto kernel = product_kernel<T, kRows, kChunk, kTransposed>;
-  constexpr int kBytes = Tile::kStages * Tile::kBytes;
-  const cudaError_t status =
-      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
-  if (status != cudaSuccess) return status;
   const std::int64_t strips = blocks * (block_out / kRows),
-                     grid = strips * ((params.tokens + Tile::kTokens - 1) / Tile::kTokens);
-  if (grid > INT32_MAX) return cudaErrorInvalidConfiguration;
+                     tiles = strips * ((params.tokens + Tile::kTokens - 1) / Tile::kTokens);
   params.strips = static_cast<int>(strips);
-  kernel<<<static_cast<unsigned>(grid), kThreads, kBytes, stream>>>(params);
-  return cudaGetLastError();
+  return launch_tiles<Tile>(product_kernel<T, kRows, kChunk, kTransposed>, kThreads, tiles, params, stream);
 }
 
 template <class T, bool kTransposed>

@@ -1,5 +1,5 @@
 // What the sm80 kernels share: tiles in shared memory as rows of 16-byte pieces, swizzled so that eight rows
-// of one piece are in different banks, and how many steps of them are in flight.
+// of one piece are in different banks, how many steps of them are in flight, products and the launch.
 #pragma once
 
 #include "cuda/device/async_copy.cuh"
@@ -22,11 +22,12 @@ __device__ inline uint32_t place(int row, int piece) {
   return static_cast<uint32_t>((row * kPieces + turned) * 16);
 }
 
-// Eight neighbours of a row of `size` elements, zeros behind its end.
+// 16 bytes of neighbours of a row of `size` elements, zeros behind its end.
 template <class T>
 __device__ inline void copy_piece(uint32_t to, const T* row, int first, int size, bool exists) {
+  constexpr int kSize = sizeof(T), kAll = 16 / kSize;
   const int left = exists ? size - first : 0;
-  const int bytes = left >= 8 ? 16 : left > 0 ? left * 2 : 0;
+  const int bytes = left >= kAll ? 16 : left > 0 ? left * kSize : 0;
   copy_16(to, row + (bytes > 0 ? first : 0), static_cast<uint32_t>(bytes));
 }
 
@@ -49,6 +50,35 @@ __device__ inline void pipeline(int steps, Bring&& bring, Multiply&& multiply) {
     stage = stage + 1 == kStages ? 0 : stage + 1;
     next = next + 1 == kStages ? 0 : next + 1;
   }
+}
+
+// Sums of 16 × 8 each, `high` rows of them, from fragments of 16 × 16: d += a · b. A fragment of b is two
+// wide.
+template <class T, int high, int wide>
+__device__ inline void multiply_tiles(float (&d)[high][wide][4], const uint32_t (&a)[high][4],
+                                      const uint32_t (&b)[wide / 2][4]) {
+#pragma unroll
+  for (int m = 0; m < high; ++m) {
+#pragma unroll
+    for (int n = 0; n < wide; ++n) {
+      device::mma(T{}, d[m][n], a[m][0], a[m][1], a[m][2], a[m][3], b[n / 2][n % 2 * 2],
+                  b[n / 2][n % 2 * 2 + 1]);
+    }
+  }
+}
+
+// A thread block for each tile, or for each share of one.
+template <class Tile, class Params>
+cudaError_t launch_tiles(void (*kernel)(Params), int threads, std::int64_t tiles, const Params& params,
+                         cudaStream_t stream, int shares = 1) {
+  constexpr int kBytes = Tile::kStages * Tile::kBytes;
+  const cudaError_t status =
+      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
+  if (status != cudaSuccess) return status;
+  if (tiles > INT32_MAX) return cudaErrorInvalidConfiguration;
+  kernel<<<dim3(static_cast<unsigned>(tiles), static_cast<unsigned>(shares)), threads, kBytes, stream>>>(
+      params);
+  return cudaGetLastError();
 }
 
 }  // namespace rarefy::cuda::sm80

@@ -2,14 +2,14 @@
 // what a cluster of thread blocks needs. Addresses are 32-bit shared-window addresses.
 #pragma once
 
-#include <cstdint>
+#include "cuda/device/shared_address.cuh"
 
 namespace rarefy::sm90 {
 
 using u32 = std::uint32_t;
 using u64 = std::uint64_t;
 
-__device__ inline u32 shared_address(const void* p) { return static_cast<u32>(__cvta_generic_to_shared(p)); }
+using device::shared_address;
 
 __device__ inline void barrier_init(u32 barrier, u32 arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
