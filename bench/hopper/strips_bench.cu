@@ -121,6 +121,7 @@ void time_strips(Report& report, Dense& dense, bool every_config) {
                              {4096, 768, 3072, false},
                              {2048, 11008, 4096, false},
                              {512, 4096, 4096, false}}) {
+    if (const char* only = std::getenv("TOKENS"); only != nullptr && std::atoll(only) != shape.m) continue;
     const bool main_shape = shape.m == 8192 && shape.n == 4096 && shape.k == 4096;
     // dX = dY W is a product of (M, N) and (N, K).
     const Times t_dense =
@@ -153,7 +154,7 @@ void time_strips(Report& report, Dense& dense, bool every_config) {
       for (const StripCandidate& candidate : strip_candidates(problem, kMachine)) {
         const bool is_chosen = candidate.config.text() == chosen;
         if (!candidate.reason.empty() || !chosen_by_env(candidate.config.text()) ||
-            !(is_chosen || (every_config && main_shape && !shape.transposed)))
+            !(is_chosen || (every_config && (main_shape || shape.m <= 512) && !shape.transposed)))
           continue;
         if (main_shape) {
           const Expected expected(s, false, 16);

@@ -143,9 +143,9 @@ INSTANTIATE_TEST_SUITE_P(
                       Blocks{"simt", 64, 64}, Blocks{"simt", 70, 130}, Blocks{"sm80", 16, 16},
                       Blocks{"sm80", 32, 32}, Blocks{"sm80", 64, 64}, Blocks{"sm80", 16, 64},
                       Blocks{"sm80", 128, 16}, Blocks{"sm80", 48, 32}, Blocks{"sm80", 96, 80},
-                      Blocks{"sm90", 16, 16}, Blocks{"sm90", 32, 32}, Blocks{"sm90", 64, 64},
-                      Blocks{"sm90", 128, 64}, Blocks{"sm90", 64, 128}, Blocks{"sm90", 64, 1},
-                      Blocks{"sm90", 128, 1}, Blocks{"sm90", 192, 1}),
+                      Blocks{"sm80", 96, 64}, Blocks{"sm90", 16, 16}, Blocks{"sm90", 32, 32},
+                      Blocks{"sm90", 64, 64}, Blocks{"sm90", 128, 64}, Blocks{"sm90", 64, 128},
+                      Blocks{"sm90", 64, 1}, Blocks{"sm90", 128, 1}, Blocks{"sm90", 192, 1}),
     [](const auto& tested) {
       return std::string(tested.param.family) + '_' + std::to_string(tested.param.rows) + 'x' +
              std::to_string(tested.param.cols);
@@ -413,6 +413,86 @@ TEST_F(Sm90Test, Decode) {
     }
   }
   check({1, 4096, 2048, 32, 32, 0.25, DType::bf16, true, 0}, "sm90_decode");
+  check({8, 320, 1024, 32, 256, 0.5, DType::bf16, true, 0}, "sm90_decode");
+}
+
+// Every way to cut W among warps gives the sums of the default one, up to their order.
+TEST_F(Sm90Test, DecodeIsCutInEveryWay) {
+  for (const auto& [block, tokens] : {std::pair{64, 3}, {64, 13}, {32, 5}, {16, 16}}) {
+    const Problem problem =
+        make_problem({tokens, 5 * block, 9 * block, block, block, 0.6, DType::bf16, true, 0});
+    ProblemIn<DeviceBuffer> gpu(problem);
+    for (const int rows : {16, 32, 64}) {
+      if (rows > block || (rows == 64 && tokens <= 8)) continue;
+      for (const int warps : {4, 8}) {
+        for (const int split : {1, 2, 4, 8}) {
+          const std::string config = "sm90_decode(rows=" + std::to_string(rows) +
+                                     " warps=" + std::to_string(warps) + " split=" + std::to_string(split) +
+                                     ')';
+          SCOPED_TRACE(config);
+          const Force force("cuda:sm90," + config);
+          gpu.poison();
+          expect_ok(gpu.linear(Activation::none));
+          expect_linear(problem, gpu);
+        }
+      }
+    }
+  }
+}
+
+// A kernel that may start while the one before ends sees all that this one wrote: 64 layers, each reading
+// what the last one left, as if each had been waited for.
+TEST_F(Sm90Test, DecodeInAChain) {
+  Problem problem = make_problem({4, 1024, 1024, 32, 32, 0.5, DType::bf16, false, 0});
+  for (double& value : problem.values) value /= 16;  // so that numbers neither grow nor vanish
+  ProblemIn<DeviceBuffer> gpu(problem);
+  const Force force("cuda:sm90");
+  const auto run = [&](bool wait) {
+    const DeviceBuffer first = DeviceBuffer::upload<std::byte>(encode(problem.x, DType::bf16)),
+                       second(first.bytes());
+    for (int layer = 0; layer < 64; ++layer) {
+      const DeviceBuffer& from = layer % 2 == 0 ? first : second;
+      const DeviceBuffer& to = layer % 2 == 0 ? second : first;
+      expect_ok(linear({from.data(), DType::bf16, 4, 1024, 1024, Device::cuda}, gpu.weight(), gpu.bias(),
+                       Activation::silu, {to.data(), DType::bf16, 4, 1024, 1024, Device::cuda}));
+      if (wait) require(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
+    }
+    return first.download();
+  };
+  EXPECT_EQ(run(false), run(true));
+}
+
+// Forced configurations may hold anything: they are refused, and nothing is divided by what they say.
+TEST_F(Sm90Test, ForcedConfigurationsAreChecked) {
+  struct Refused {
+    std::int64_t tokens, block_rows, block_cols;
+    const char *config, *error;
+  };
+  for (const auto& [tokens, rows, cols, config, error] :
+       {Refused{80, 64, 1, "sm90_tall(rows=0)", "rows of the config must be 64, or 128"},
+        Refused{80, 64, 1, "sm90_tall(rows=128)", "rows of the config must be 64, or 128"},
+        Refused{80, 32, 1, "sm90_tall_pairs(rows=128)", "rows of the config must be 64, or 128"},
+        Refused{80, 64, 1, "sm90_tall(slots=1)", "slots of the config must be in [2, 8]; got 1"},
+        Refused{80, 64, 1, "sm90_tall(chunk=100)", "chunk of the config must be a multiple of 512; got 100"},
+        Refused{80, 64, 1, "sm90_tall(sms=0)", "sms of the config must be in [1, 160]; got 0"},
+        Refused{3, 32, 32, "sm90_decode(rows=48)", "the config must be one that the blocks and tokens allow"},
+        Refused{3, 32, 32, "sm90_decode(rows=64)", "the config must be one that the blocks and tokens allow"},
+        Refused{3, 32, 32, "sm90_decode(warps=3)", "the config must be one that the blocks and tokens allow"},
+        Refused{3, 32, 32, "sm90_decode(split=0)",
+                "the config must be one that the blocks and tokens allow"}}) {
+    SCOPED_TRACE(config);
+    const Problem problem = make_problem({tokens, 256, 64, rows, cols, 0.5, DType::bf16, true, 0});
+    ProblemIn<DeviceBuffer> gpu(problem);
+    const Force force(std::string("cuda:sm90,") + config);
+    std::string message;
+    try {
+      if (tokens > 16) gpu.hold_derived();
+      message = gpu.linear(Activation::none).message();
+    } catch (const std::runtime_error& thrown) {  // by what is prepared
+      message = thrown.what();
+    }
+    EXPECT_NE(message.find(error), std::string::npos) << message;
+  }
 }
 
 // X in place and transposed first; every number of groups and tiles; ragged edges; more rows than a round.
@@ -616,6 +696,7 @@ INSTANTIATE_TEST_SUITE_P(
     Cuda, CudaQueueTest,
     ::testing::Values(QueueLayer{"simt", "simt", {300, 250, 270, 16, 16, 0.3, DType::bf16, false, 2}},
                       QueueLayer{"sm80", "sm80", {300, 248, 320, 32, 32, 0.3, DType::bf16, false, 8}},
+                      QueueLayer{"sm80_float", "sm80", {300, 248, 320, 32, 64, 0.3, DType::f32, false, 8}},
                       QueueLayer{"sm90_squares", "sm90", {300, 248, 320, 64, 64, 0.3, DType::bf16, false, 8}},
                       QueueLayer{"sm90_tall", "sm90", {600, 376, 320, 128, 1, 0.3, DType::bf16, false, 8}},
                       QueueLayer{
@@ -652,7 +733,8 @@ TEST_P(CudaQueueTest, RepeatedRunsAreBitwiseEqual) {
 TEST_P(CudaQueueTest, TokensDoNotDependOnTheBatch) {
   const std::string name = GetParam().name;
   const Problem problem = make_problem(GetParam().spec);
-  if (name != "simt" && name != "sm80" && name != "sm90_tall" && name != "sm90_tall_pairs") {
+  if (name != "simt" && name != "sm80" && name != "sm80_float" && name != "sm90_tall" &&
+      name != "sm90_tall_pairs") {
     taken_ = 1;
     return;
   }

@@ -208,6 +208,39 @@ TEST(UnionConfig, FitsSharedMemory) {
   }
 }
 
+// Strips divide blocks; warps are about one round of what an SM holds, in one thread block a strip where they
+// are enough.
+TEST(DecodeConfig, CutsWForTheGpu) {
+  for (const std::int64_t tokens : {1, 8, 9, 16}) {
+    for (const std::int64_t block : {16, 32, 48, 64, 96, 128}) {
+      for (const auto& [n, k] :
+           {std::pair{14336, 4096}, {4096, 14336}, {64, 8192}, {128256, 4096}, {256, 256}}) {
+        DecodeProblem p{DType::bf16, tokens, n, k, block, block};
+        p.blocks = p.block_row_count() * ((k + block - 1) / block) / 4;
+        const DecodeConfig c = configure(p, 132);
+        SCOPED_TRACE(std::to_string(tokens) + " tokens, " + std::to_string(block) + ": " + c.text());
+        EXPECT_TRUE(valid(p, c));
+        EXPECT_EQ(block % c.rows, 0);
+        const std::int64_t warps = c.strips(p) * c.warps * c.split, places = 132 * (tokens > 8 ? 20 : 32);
+        EXPECT_TRUE(c.split == 1 || warps <= places) << warps;
+        if (n == 14336 && block >= 32) {
+          EXPECT_EQ(c.split, 1);
+        }
+        if (n == 128256) {  // many rounds
+          EXPECT_EQ(c.rows, tokens > 8 && block % 64 == 0 ? 64 : block % 32 == 0 ? 32 : 16);
+        }
+        if (n == 64 && block == 64) {
+          EXPECT_GT(c.split, 1);
+        }
+      }
+    }
+  }
+  const DecodeProblem p{DType::bf16, 4, 256, 256, 32, 32, 16};
+  for (const DecodeConfig& c :
+       {DecodeConfig{0, 8, 1}, {48, 8, 1}, {64, 8, 1}, {32, 5, 1}, {32, 8, 0}, {32, 8, 9}})
+    EXPECT_FALSE(valid(p, c)) << c.text();
+}
+
 TEST(Unsupported, SaysWhy) {
   StripProblem strips = strip_problem(false, 8, 256, 256, 64, 64, 4);
   EXPECT_EQ(unsupported(strips), "");
@@ -234,7 +267,6 @@ TEST(Unsupported, SaysWhy) {
   EXPECT_EQ(unsupported(decode), "");
   decode.tokens = 17;
   EXPECT_EQ(unsupported(decode), "made for 1 to 16 tokens");
-  EXPECT_EQ((DecodeProblem{DType::bf16, 1, 256, 256, 96, 16, 4, 256, 256}.strip_rows()), 32);
 
   TallProblem tall{DType::f16, 100, 256, 333, 128, 40};
   tall.x_stride = 104;

@@ -8,6 +8,8 @@
 #include <numbers>
 #include <utility>
 
+#include "cuda/sm90/transpose.h"
+
 namespace rarefy::sm90 {
 namespace {
 
@@ -146,8 +148,7 @@ double predicted_microseconds(const GradientProblem& p, const GradientConfig& c,
   for (const Tiles& its : tiles) count += static_cast<double>(its.count);
   const double memory =
       std::max(1., count / places) * static_cast<double>(p.tokens * (p.rows + p.cols)) * 2 / 6e6;
-  const double transposed =
-      c.wide == 16 ? static_cast<double>(p.tokens * p.cols) * 2 / 3.6e6 + 2 : 0;  // bytes a µs
+  const double transposed = c.wide == 16 ? transpose_microseconds(p.tokens * p.cols) : 0;
   // Tiles that do not end together do not begin together, and no longer find each other's panels in L2.
   const double apart = c.even && count > places ? 1.15 : 1;
   return 5 + transposed + std::max(memory, apart * makespan(tiles, steps, around, places) / 1750);
@@ -283,7 +284,7 @@ std::int64_t tiles_at_most(const GradientProblem& p, const GradientConfig& confi
 }
 
 std::int64_t workspace_bytes(const GradientProblem& p, const GradientConfig& config) {
-  return config.wide == 16 ? p.cols * ceil_div(p.tokens, 64) * 64 * 2 : 0;
+  return config.wide == 16 ? p.cols * transposed_stride(p.tokens) * 2 : 0;
 }
 
 std::int64_t list_at(const GradientProblem& p, const GradientConfig& config) {

@@ -6,9 +6,9 @@
 #include "cuda/sm90/device/tma.cuh"
 #include "cuda/sm90/device/wgmma.cuh"
 #include "cuda/sm90/gradient_tiles.cuh"
-#include "cuda/sm90/tall.h"
 #include "cuda/sm90/tensor_map.h"
 #include "cuda/sm90/tile/ring.cuh"
+#include "cuda/sm90/transpose.h"
 
 namespace rarefy::sm90 {
 namespace {
@@ -329,7 +329,7 @@ cudaError_t launch(const GradientProblem& p, const GradientConfig& config, const
   cudaError_t status = map_of(&params.dy, o.dy, p.rows, p.tokens, p.dy_stride, 64, 64);
   if (status != cudaSuccess) return status;
   if (config.wide == 16) {
-    const std::int64_t stride = (p.tokens + 63) / 64 * 64;
+    const std::int64_t stride = transposed_stride(p.tokens);
     status = transpose(o.x, p.tokens, p.cols, p.x_stride, o.workspace, stride, false, stream);
     if (status == cudaSuccess) status = map_of(&params.x, o.workspace, p.tokens, p.cols, stride, 64, 16);
   } else {

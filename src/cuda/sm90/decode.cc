@@ -1,12 +1,25 @@
-// Which problems the decode kernel takes, and how far it splits a strip.
+// Which problems the decode kernel takes, and how W is cut among warps.
 #include "cuda/sm90/decode.h"
 
-namespace rarefy::sm90 {
+#include <algorithm>
 
-std::int64_t DecodeProblem::strips() const {
-  const std::int64_t block_count = (rows + block_rows - 1) / block_rows;
-  return block_count * (block_rows / strip_rows());
+namespace rarefy::sm90 {
+namespace {
+
+// Warps that an SM holds: with more tokens a thread has more sums.
+int warps_at_once(const DecodeProblem& p) { return p.many() ? 20 : 32; }
+
+std::string why_not(const DecodeProblem& p, const DecodeConfig& c) {
+  if ((c.rows != 64 && c.rows != 32 && c.rows != 16) || (c.warps != 8 && c.warps != 4) || c.split < 1 ||
+      c.split > 8)
+    return "strips have 64, 32 or 16 rows, thread blocks 8 or 4 warps, clusters up to 8 of them";
+  if (p.block_rows % c.rows != 0) return "strips must divide block rows";
+  if (c.rows == 64 && (p.wide() != 32 || !p.many()))
+    return "64 rows are for more than eight tokens, and blocks of a multiple of 32 columns";
+  return {};
 }
+
+}  // namespace
 
 std::string unsupported(const DecodeProblem& p) {
   if (p.dtype != DType::bf16 && p.dtype != DType::f16) return "tensor cores of this kernel take bf16 and f16";
@@ -22,23 +35,39 @@ std::string unsupported(const DecodeProblem& p) {
 
 std::vector<DecodeCandidate> decode_candidates(const DecodeProblem& p) {
   std::vector<DecodeCandidate> list;
-  for (const int split : {1, 2, 4, 8}) {
-    DecodeCandidate& c = list.emplace_back();
-    c.config.split = split;
-    // A warp has about 8 KB in flight; less than that for each warp of a strip is nothing to share.
-    const std::int64_t strip_bytes =
-        p.blocks * p.block_rows * p.block_cols * 2 / (p.strips() > 0 ? p.strips() : 1);
-    if (split > 1 && strip_bytes < std::int64_t{split} * 8 * 4096) c.reason = "less than 4 KB for each warp";
+  for (const int rows : {64, 32, 16}) {
+    for (const int warps : {8, 4}) {
+      for (const int split : {1, 2, 4, 8}) {
+        const DecodeConfig c{rows, warps, split};
+        list.push_back({c, why_not(p, c)});
+      }
+    }
   }
   return list;
 }
 
+bool valid(const DecodeProblem& p, const DecodeConfig& config) { return why_not(p, config).empty(); }
+
+// Best is one round of warps that fills half of the places or more, of few strips with many rows (their
+// inputs are read once for all of them), without clusters.
 DecodeConfig configure(const DecodeProblem& p, int sms) {
+  const std::int64_t places = std::int64_t{warps_at_once(p)} * sms;
+  const auto warps_of = [&](const DecodeConfig& c) { return c.strips(p) * c.warps * c.split; };
+  const auto fits = [&](const DecodeConfig& c) { return warps_of(c) <= places; };
+  const auto fill = [&](const DecodeConfig& c) { return 20 * warps_of(c) >= 9 * places; };
   DecodeConfig best;
-  for (const DecodeCandidate& c : decode_candidates(p)) {
-    if (!c.reason.empty()) continue;
-    if (10 * p.strips() * best.split < std::int64_t{19} * sms)
-      best = c.config;  // about two thread blocks an SM are best
+  for (const int rows : {64, 32, 16}) {
+    best = {rows, 8, 1};
+    if (!why_not(p, best).empty()) continue;
+    if (!fits(best)) best.warps = 4;
+    if (fill(best)) break;  // many rounds, too
+  }
+  // Strips that are few, or long, are shared.
+  const std::int64_t bytes = p.blocks * p.block_rows * p.block_cols * 2;
+  while (best.split < 8 && 2 * warps_of(best) <= places) {
+    const std::int64_t each = bytes / std::max<std::int64_t>(1, warps_of(best));
+    if (each < (fill(best) ? 16 << 10 : 8 << 10)) break;
+    best.split *= 2;
   }
   return best;
 }

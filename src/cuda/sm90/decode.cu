@@ -1,6 +1,7 @@
 // linear for up to 16 tokens. Rows of W are operand A of warp-sized products, tokens operand B. A product's
 // sum may run over its 16 steps in any order, so a lane takes eight neighbouring weights of a row with one
 // 16-byte load and the same eight inputs of a token with another: no shared memory, no shuffles, no packing.
+// Loads are not `.nc`: the kernel before, which this one may overlap, may write what they read.
 #include "cuda/sm90/decode.h"
 
 #include "cuda/device/activation.cuh"
@@ -11,123 +12,148 @@ namespace {
 
 using device::Activation;
 
-constexpr int kWarps = 8;
+constexpr u32 kAheadBytes = 2048;  // of W that each warp asks for before it may read: 8 MB, a part of L2
 
 struct DecodeParams {
   const void *x, *values, *bias;
   void* y;
   const int *crow, *col;
-  int blocks, tokens, rows, cols, block_rows, block_cols;
+  int blocks, tokens, rows, cols, block_rows, block_cols, block_size, block_row_count;
+  int split;  // thread blocks of a cluster, which share a strip
+  u32 ahead;  // bytes of W that a thread block asks L2 for
   std::int64_t x_stride, y_stride;
   Activation activation;
 };
 
-template <int kWords>
-struct Words {  // 4 or 2 words of 16-bit pairs
-  u32 w[kWords] = {};
+struct Words {  // eight 16-bit elements
+  u32 w[4] = {};
 };
 
-template <int kWords>
-__device__ inline Words<kWords> load_streamed(const void* p) {  // read once: not worth a line of L1
-  Words<kWords> r;
-  if constexpr (kWords == 4) {
-    asm volatile("ld.global.nc.L1::no_allocate.L2::128B.v4.u32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(r.w[0]), "=r"(r.w[1]), "=r"(r.w[2]), "=r"(r.w[3])
-                 : "l"(p));
-  } else {
-    asm volatile("ld.global.nc.L1::no_allocate.L2::128B.v2.u32 {%0, %1}, [%2];"
-                 : "=r"(r.w[0]), "=r"(r.w[1])
-                 : "l"(p));
-  }
+__device__ inline Words load_streamed(const void* p) {  // read once: not worth a line of L1
+  Words r;
+  asm volatile("ld.global.L1::no_allocate.L2::128B.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(r.w[0]), "=r"(r.w[1]), "=r"(r.w[2]), "=r"(r.w[3])
+               : "l"(p)
+               : "memory");
   return r;
 }
 
-template <int kWords>
-__device__ inline Words<kWords> load_cached(const void* p) {
-  Words<kWords> r;
-  if constexpr (kWords == 4) {
-    const uint4 v = __ldg(static_cast<const uint4*>(p));
-    r.w[0] = v.x, r.w[1] = v.y, r.w[2] = v.z, r.w[3] = v.w;
-  } else {
-    const uint2 v = __ldg(static_cast<const uint2*>(p));
-    r.w[0] = v.x, r.w[1] = v.y;
-  }
-  return r;
+__device__ inline Words load_cached(const void* p) {
+  const uint4 v = *static_cast<const uint4*>(p);
+  return {{v.x, v.y, v.z, v.w}};
 }
 
 // All thread blocks together ask L2 for the whole index and X, which are small, before they are needed one
 // after another: each first read of a line from device memory would cost as much as 4 KB of W for every warp.
+// Each asks for the begin of about what it will read of W, too. Hints, so they may be given while the kernel
+// before runs, whatever that writes.
 template <class T>
-__device__ inline void prefetch_index_and_x(const DecodeParams& p) {
-  const int threads = static_cast<int>(gridDim.x) * kWarps * 32, line_bytes = 128;
+__device__ inline void ask_ahead(const DecodeParams& p) {
+  if (p.blocks == 0) return;
+  const int threads = static_cast<int>(gridDim.x * blockDim.x), line_bytes = 128;
   const int self = static_cast<int>(threadIdx.x) * static_cast<int>(gridDim.x) + static_cast<int>(blockIdx.x);
-  const int col_lines = p.blocks / 32 + 1, x_lines = p.cols * static_cast<int>(sizeof(T)) / line_bytes + 1;
-  const int lines = col_lines + p.tokens * x_lines;
+  const int crow_lines = p.block_row_count / 32 + 1, col_lines = p.blocks / 32 + 1,
+            x_lines = p.cols * static_cast<int>(sizeof(T)) / line_bytes + 1;
+  const int lines = crow_lines + col_lines + p.tokens * x_lines;
   for (int i = self; i < lines; i += threads) {
-    const void* at = i < col_lines ? static_cast<const void*>(p.col + min(i * 32, p.blocks - 1))
-                                   : static_cast<const T*>(p.x) + (i - col_lines) / x_lines * p.x_stride +
-                                         min((i - col_lines) % x_lines * 64, p.cols - 1);
-    if (p.blocks > 0) asm volatile("prefetch.global.L2 [%0];" ::"l"(at));
+    const void* at;
+    if (i < crow_lines) {
+      at = p.crow + min(i * 32, p.block_row_count);
+    } else if (i < crow_lines + col_lines) {
+      at = p.col + min((i - crow_lines) * 32, p.blocks - 1);
+    } else {
+      const int line = i - crow_lines - col_lines;
+      at = static_cast<const T*>(p.x) + line / x_lines * p.x_stride + min(line % x_lines * 64, p.cols - 1);
+    }
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(at));
+  }
+  if (threadIdx.x == 0) {
+    constexpr std::int64_t kPiece = 512;  // 16 × 16 weights
+    const std::int64_t pieces = std::int64_t{p.blocks} * p.block_rows * p.block_cols / 256;
+    const std::int64_t begin = pieces * blockIdx.x / gridDim.x * kPiece,
+                       end = pieces * (blockIdx.x + 1) / gridDim.x * kPiece;
+    const auto bytes = static_cast<u32>(min(std::int64_t{p.ahead}, end - begin));
+    if (bytes > 0) {
+      asm volatile(
+          "cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(static_cast<const char*>(p.values) + begin),
+          "r"(bytes)
+          : "memory");
+    }
   }
 }
 
-// kTiles × 16 rows, kTokens × 8 tokens, pieces of kStep columns (a row's pieces fill four lanes).
-template <class T, int kTiles, int kTokens, int kStep, int kSplit>
-__global__ void __launch_bounds__(kWarps * 32, kTokens == 1 ? 4 : 3) decode_kernel(const DecodeParams p) {
-  constexpr int kRows = 16 * kTiles, kWords = kStep / 8, kPieces = 4 / kTiles;  // pieces in flight
-  constexpr int kSums = kRows * kTokens * 8;
-  __shared__ float partial[kWarps][kSums];
-  const u32 rank = kSplit == 1 ? 0 : cluster_rank();
-  const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
-  const int row = lane / 4, k0 = lane % 4 * (kStep / 4);  // of the piece
-  const int strip = static_cast<int>(blockIdx.x) / kSplit, strips_per_block = p.block_rows / kRows;
-  const int block_row = strip / strips_per_block, first_row = strip % strips_per_block * kRows;
-  prefetch_index_and_x<T>(p);
-  const int begin = __ldg(p.crow + block_row), end = __ldg(p.crow + block_row + 1);
-  const int per_block = p.block_cols / kStep, pieces = (end - begin) * per_block;
-  const T* x = static_cast<const T*>(p.x);
-  const T* values = static_cast<const T*>(p.values) +
-                    (static_cast<std::int64_t>(begin) * p.block_rows + first_row + row) * p.block_cols + k0;
+// How a warp reads rows of W: each lane 16 bytes, and lane 4g + q holds a product's row g.
+//   64 columns: eight lanes read a row of 128 bytes, so that g and g ^ 1 have two halves of one row of W.
+//   Tokens have
+//     two columns of the product each: inputs of the first half in one, of the second in the other. Of a
+//     row's sums those of its half count, and the two are added up.
+//   32 columns: four lanes read a row.  16: four lanes read what two stored blocks, one after another, have
+//   of it.
+template <int kWide>
+struct Reading {
+  static constexpr bool kPaired = kWide == 64;
+  static constexpr int kUnit = kWide;                 // columns that lie side by side
+  static constexpr int kUnits = kWide == 16 ? 2 : 1;  // of a step
+  static constexpr int kAcross = kPaired ? 4 : 8;     // rows of one load; tokens of a product
+};
 
-  float d[kTiles][kTokens][4] = {};
-  const int workers = kWarps * kSplit, worker = static_cast<int>(rank) * kWarps + warp;
-  for (int first = worker * kPieces; first < pieces; first += workers * kPieces) {
-    Words<kWords> a[kPieces][kTiles][2], b[kPieces][kTokens];
+// kRows rows of W, kTiles products of tokens.
+template <class T, int kWide, int kRows, int kTiles, int kWarps>
+__global__ void __launch_bounds__(kWarps * 32, (kTiles == 1 ? 32 : 20) / kWarps)
+    decode_kernel(const DecodeParams p) {
+  using R = Reading<kWide>;
+  constexpr int kLoads = kRows / R::kAcross, kSteps = 8 / kLoads;  // in flight: eight loads
+  constexpr int kTokens = kTiles * R::kAcross, kSums = kRows * kTokens, kThreads = kWarps * 32;
+  __shared__ float partial[kWarps][kSums];
+  const int split = p.split, rank = static_cast<int>(cluster_rank());
+  const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
+  const int g = lane / 4, q = lane % 4, row = R::kPaired ? g / 2 : g;  // of W, and of tokens
+  const int strip = static_cast<int>(blockIdx.x) / split, strips_per_block = p.block_rows / kRows;
+  const int block_row = strip / strips_per_block, first_row = strip % strips_per_block * kRows;
+  launch_dependents();
+  ask_ahead<T>(p);
+  wait_for_kernels();
+  const int begin = p.crow[block_row], end = p.crow[block_row + 1];
+  const int per_block = p.block_cols / R::kUnit, units = (end - begin) * per_block,
+            steps = (units + R::kUnits - 1) / R::kUnits;
+  const int k0 = 8 * (R::kPaired ? lane % 8 : kWide == 32 ? q : q % 2);
+  const int in_block = (first_row + row) * p.block_cols + k0;
+
+  float d[kLoads / 2][kTiles][4] = {};
+  const int workers = kWarps * split, worker = rank * kWarps + warp;
+  for (int first = worker * kSteps; first < steps; first += workers * kSteps) {
+    Words a[kSteps][kLoads], b[kSteps][kTiles];
+    int k[kSteps];  // of X; before, the entry
 #pragma unroll
-    for (int i = 0; i < kPieces; ++i) {
-      const int piece = first + i, entry = piece / per_block;
-      if (piece >= pieces) continue;
-      const T* from =
-          values + static_cast<std::int64_t>(entry) * p.block_rows * p.block_cols + piece % per_block * kStep;
+    for (int i = 0; i < kSteps; ++i) {
+      const int unit = R::kUnits * (first + i) + (R::kUnits == 2 ? q / 2 : 0);
+      k[i] = p.cols;
+      if (unit >= units) continue;
+      const int entry = begin + unit / per_block, side = unit % per_block * R::kUnit;
+      const T* from = static_cast<const T*>(p.values) +
+                      (static_cast<std::int64_t>(entry) * p.block_size + (side + in_block));
 #pragma unroll
-      for (int t = 0; t < kTiles; ++t) {
+      for (int j = 0; j < kLoads; ++j, from += R::kAcross * p.block_cols) a[i][j] = load_streamed(from);
+      k[i] = p.col[entry] * p.block_cols + side + k0;
+    }
 #pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          a[i][t][half] =
-              load_streamed<kWords>(from + static_cast<std::int64_t>(16 * t + 8 * half) * p.block_cols);
-        }
+    for (int i = 0; i < kSteps; ++i) {
+#pragma unroll
+      for (int n = 0; n < kTiles; ++n) {
+        const int token = row + R::kAcross * n;
+        if (token < p.tokens && k[i] < p.cols)
+          b[i][n] = load_cached(static_cast<const T*>(p.x) + (token * p.x_stride + k[i]));
       }
     }
 #pragma unroll
-    for (int i = 0; i < kPieces; ++i) {
-      const int piece = first + i, entry = piece / per_block;
-      if (piece >= pieces) continue;
-      const int k = __ldg(p.col + begin + entry) * p.block_cols + piece % per_block * kStep + k0;
+    for (int i = 0; i < kSteps; ++i) {
 #pragma unroll
-      for (int t = 0; t < kTokens; ++t) {
-        if (row + 8 * t < p.tokens && k < p.cols)
-          b[i][t] = load_cached<kWords>(x + (row + 8 * t) * p.x_stride + k);
-      }
-    }
+      for (int j = 0; j < kLoads; j += 2) {
 #pragma unroll
-    for (int i = 0; i < kPieces; ++i) {
+        for (int n = 0; n < kTiles; ++n) {
 #pragma unroll
-      for (int t = 0; t < kTiles; ++t) {
-#pragma unroll
-        for (int n = 0; n < kTokens; ++n) {
-#pragma unroll
-          for (int w = 0; w < kWords; w += 2) {
-            mma(T{}, d[t][n], a[i][t][0].w[w], a[i][t][1].w[w], a[i][t][0].w[w + 1], a[i][t][1].w[w + 1],
+          for (int w = 0; w < 4; w += 2) {
+            mma(T{}, d[j / 2][n], a[i][j].w[w], a[i][j + 1].w[w], a[i][j].w[w + 1], a[i][j + 1].w[w + 1],
                 b[i][n].w[w], b[i][n].w[w + 1]);
           }
         }
@@ -137,55 +163,69 @@ __global__ void __launch_bounds__(kWarps * 32, kTokens == 1 ? 4 : 3) decode_kern
 
   // Sums by token, then row: what is stored side by side lies side by side.
 #pragma unroll
-  for (int t = 0; t < kTiles; ++t) {
+  for (int j = 0; j < kLoads / 2; ++j) {
 #pragma unroll
-    for (int n = 0; n < kTokens; ++n) {
+    for (int n = 0; n < kTiles; ++n) {
+      const float(&sums)[4] = d[j][n];  // rows g, g, g + 8, g + 8, columns 2q, 2q + 1, 2q, 2q + 1
+      if constexpr (R::kPaired) {
+        float low = g % 2 == 0 ? sums[0] : sums[1], high = g % 2 == 0 ? sums[2] : sums[3];
+        low += __shfl_xor_sync(~0u, low, 4);
+        high += __shfl_xor_sync(~0u, high, 4);
+        partial[warp][(4 * n + q) * kRows + 8 * j + g % 2 * 4 + g / 2] = g % 2 == 0 ? low : high;
+      } else {
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const int token = 8 * n + 2 * (lane % 4) + i % 2, r = 16 * t + row + i / 2 * 8;
-        partial[warp][token * kRows + r] = d[t][n][i];
+        for (int i = 0; i < 4; ++i)
+          partial[warp][(8 * n + 2 * q + i % 2) * kRows + 16 * j + g + i / 2 * 8] = sums[i];
       }
     }
   }
   __syncthreads();
-  for (int i = static_cast<int>(threadIdx.x); i < kSums; i += kWarps * 32) {
+  const int sums = kRows * min(p.tokens, kTokens);
+  for (int i = static_cast<int>(threadIdx.x); i < sums; i += kThreads) {
     float sum = 0;
 #pragma unroll
     for (int w = 0; w < kWarps; ++w) sum += partial[w][i];
     partial[0][i] = sum;  // by its only reader
   }
-  if constexpr (kSplit > 1)
+  if (split > 1)
     cluster_sync();
   else
     __syncthreads();
-  for (int i = static_cast<int>(rank) * kWarps * 32 + static_cast<int>(threadIdx.x); i < kSums;
-       i += kSplit * kWarps * 32) {
+  for (int i = rank * kThreads + static_cast<int>(threadIdx.x); i < sums; i += split * kThreads) {
     const int token = i / kRows, n = block_row * p.block_rows + first_row + i % kRows;
-    if (token >= p.tokens || n >= p.rows) continue;
+    if (n >= p.rows) continue;
     float sum = p.bias == nullptr ? 0 : static_cast<float>(static_cast<const T*>(p.bias)[n]);
-    if constexpr (kSplit == 1) {
+    if (split == 1) {
       sum += partial[0][i];
     } else {
+      float theirs[8];
 #pragma unroll
-      for (u32 r = 0; r < kSplit; ++r) sum += load_remote(shared_address(&partial[0][i]), r);
+      for (u32 r = 0; r < 8; ++r) {
+        theirs[r] = 0;
+        if (static_cast<int>(r) < split) theirs[r] = load_remote(shared_address(&partial[0][i]), r);
+      }
+#pragma unroll
+      for (const float t : theirs) sum += t;
     }
     static_cast<T*>(p.y)[token * p.y_stride + n] = T(device::activate(p.activation, sum));
   }
-  if constexpr (kSplit > 1) cluster_sync();  // a peer may still read here
+  if (split > 1) cluster_sync();  // a peer may still read here
 }
 
-template <class T, int kTiles, int kTokens, int kStep, int kSplit>
+template <class T, int kWide, int kRows, int kTiles, int kWarps>
 cudaError_t launch_kernel(std::int64_t strips, const DecodeParams& params, cudaStream_t stream) {
-  cudaLaunchAttribute cluster{};
-  cluster.id = cudaLaunchAttributeClusterDimension;
-  cluster.val.clusterDim = {kSplit, 1, 1};
+  cudaLaunchAttribute attributes[2]{};
+  attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attributes[0].val.programmaticStreamSerializationAllowed = 1;
+  attributes[1].id = cudaLaunchAttributeClusterDimension;
+  attributes[1].val.clusterDim = {static_cast<unsigned>(params.split), 1, 1};
   cudaLaunchConfig_t launch{};
-  launch.gridDim = dim3(static_cast<unsigned>(strips * kSplit));
+  launch.gridDim = dim3(static_cast<unsigned>(strips * params.split));
   launch.blockDim = dim3(kWarps * 32);
   launch.stream = stream;
-  launch.attrs = &cluster;
-  launch.numAttrs = kSplit > 1 ? 1 : 0;
-  return cudaLaunchKernelEx(&launch, decode_kernel<T, kTiles, kTokens, kStep, kSplit>, params);
+  launch.attrs = attributes;
+  launch.numAttrs = params.split > 1 ? 2 : 1;
+  return cudaLaunchKernelEx(&launch, decode_kernel<T, kWide, kRows, kTiles, kWarps>, params);
 }
 
 // Calls f with a compile-time integer equal to `value`, one of `first`, `rest` ….
@@ -199,11 +239,16 @@ cudaError_t with_int(int value, F&& f) {
 template <class T>
 cudaError_t launch_type(const DecodeProblem& p, const DecodeConfig& config, const DecodeParams& params,
                         cudaStream_t stream) {
-  return with_int<1, 2, 4>(p.strip_rows() / 16, [&](auto tiles) {
-    return with_int<1, 2>(p.tokens > 8 ? 2 : 1, [&](auto tokens) {
-      return with_int<32, 16>(p.block_cols % 32 == 0 ? 32 : 16, [&](auto step) {
-        return with_int<1, 2, 4, 8>(config.split, [&](auto split) {
-          return launch_kernel<T, tiles, tokens, step, split>(p.strips(), params, stream);
+  const std::int64_t strips = config.strips(p);
+  return with_int<64, 32, 16>(p.wide(), [&](auto wide) {
+    return with_int<1, 2>(p.tokens > Reading<wide>::kAcross ? 2 : 1, [&](auto tiles) {
+      return with_int<16, 32, 64>(config.rows, [&](auto rows) {
+        return with_int<4, 8>(config.warps, [&](auto warps) {
+          if constexpr (rows == 64 && (wide != 32 || tiles == 1)) {  // as decode_candidates says
+            return cudaErrorInvalidConfiguration;
+          } else {
+            return launch_kernel<T, wide, rows, tiles, warps>(strips, params, stream);
+          }
         });
       });
     });
@@ -228,6 +273,10 @@ cudaError_t launch(const DecodeProblem& p, const DecodeConfig& config, const Dec
   params.cols = n(p.cols);
   params.block_rows = n(p.block_rows);
   params.block_cols = n(p.block_cols);
+  params.block_row_count = n(p.block_row_count());
+  params.ahead = static_cast<u32>(config.warps) * kAheadBytes;
+  params.split = config.split;
+  params.block_size = n(p.block_rows * p.block_cols);
   params.x_stride = p.x_stride;
   params.y_stride = p.y_stride;
   params.activation = static_cast<device::Activation>(p.activation);

@@ -1,6 +1,6 @@
 // linear for up to 16 tokens, host side. Bound by reading W once: canonical values and the pattern's own
-// index are all it needs. A strip is 16, 32 or 64 rows of one block row; a cluster of `split` thread blocks
-// shares its stored blocks and adds up in a fixed order.
+// index are all it needs. A strip is 16, 32 or 64 rows of one block row; a thread block, or a cluster of
+// them, shares its stored blocks and adds up in a fixed order.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -21,13 +21,23 @@ struct DecodeProblem {
   std::int64_t x_stride = 0, y_stride = 0;
   Activation activation = Activation::none;
 
-  int strip_rows() const { return block_rows % 64 == 0 ? 64 : block_rows % 32 == 0 ? 32 : 16; }
-  std::int64_t strips() const;
+  bool many() const { return tokens > 8; }
+  // Columns that a warp's lanes read side by side: whole lines of 128 bytes, where tokens leave registers for
+  // it.
+  int wide() const { return block_cols % 64 == 0 && !many() ? 64 : block_cols % 32 == 0 ? 32 : 16; }
+  std::int64_t block_row_count() const { return (rows + block_rows - 1) / block_rows; }
 };
 
 struct DecodeConfig {
-  int split = 1;
-  std::string text() const { return "split=" + std::to_string(split); }
+  int rows = 32;  // of a strip
+  int warps = 8;  // of a thread block
+  int split = 1;  // thread blocks for a strip
+
+  std::int64_t strips(const DecodeProblem& p) const { return p.block_row_count() * (p.block_rows / rows); }
+  std::string text() const {
+    return "rows=" + std::to_string(rows) + " warps=" + std::to_string(warps) +
+           " split=" + std::to_string(split);
+  }
 };
 
 struct DecodeCandidate {
@@ -38,6 +48,7 @@ struct DecodeCandidate {
 std::string unsupported(const DecodeProblem& problem);
 std::vector<DecodeCandidate> decode_candidates(const DecodeProblem& problem);
 DecodeConfig configure(const DecodeProblem& problem, int sms);
+bool valid(const DecodeProblem& problem, const DecodeConfig& config);  // a forced one may be anything
 
 struct DecodeOperands {  // device pointers; x and values 16-byte aligned
   const void* x = nullptr;
@@ -47,6 +58,7 @@ struct DecodeOperands {  // device pointers; x and values 16-byte aligned
   void* y = nullptr;
 };
 
+// One kernel, which may start while the one before in the stream ends: it reads nothing before that has.
 cudaError_t launch(const DecodeProblem& problem, const DecodeConfig& config, const DecodeOperands& operands,
                    cudaStream_t stream);
 

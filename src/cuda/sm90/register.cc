@@ -26,10 +26,15 @@ namespace {
 
 // Up to 16 tokens ---------------------------------------------------------------------------------------
 
-struct Split {
-  std::int64_t split = 1;  // thread blocks of a cluster, which share a strip's stored blocks
-  static constexpr std::string_view kFields[] = {"split"};
+struct DecodeChoice {
+  std::int64_t rows = 32, warps = 8, split = 1;
+  static constexpr std::string_view kFields[] = {"rows", "warps", "split"};
+  DecodeConfig config() const {
+    return {static_cast<int>(rows), static_cast<int>(warps), static_cast<int>(split)};
+  }
 };
+
+Config decode_config(const DecodeConfig& c) { return to_config(DecodeChoice{c.rows, c.warps, c.split}); }
 
 DecodeProblem decode_problem(const Problem& p) {
   const BsrShape& s = p.weight.shape;
@@ -43,13 +48,13 @@ Reason supports_decode(const Problem& p, const rarefy::Machine& machine) {
 }
 
 Config configure_decode(const Problem& p, const rarefy::Machine& machine) {
-  return to_config(Split{configure(decode_problem(p), machine.gpu.sms).split});
+  return decode_config(configure(decode_problem(p), machine.gpu.sms));
 }
 
 std::vector<Config> candidates_decode(const Problem& p, const rarefy::Machine& /*machine*/) {
   std::vector<Config> all;
   for (const DecodeCandidate& c : decode_candidates(decode_problem(p))) {
-    if (c.reason.empty()) all.push_back(to_config(Split{c.config.split}));
+    if (c.reason.empty()) all.push_back(decode_config(c.config));
   }
   return all;
 }
@@ -57,7 +62,9 @@ std::vector<Config> candidates_decode(const Problem& p, const rarefy::Machine& /
 Status run_decode(const Call& call) {
   const DecodeOperands operands{call.x.data,   call.values, call.plan.crow,
                                 call.plan.col, call.bias,   call.out.data};
-  const DecodeConfig config{static_cast<int>(from_config<Split>(call.config).split)};
+  const DecodeConfig config = from_config<DecodeChoice>(call.config).config();
+  if (!valid(decode_problem(call.problem), config))
+    return invalid("linear", "the config must be one that the blocks and tokens allow", config.text());
   return cuda::launch_status("linear", launch(decode_problem(call.problem), config, operands,
                                               static_cast<cudaStream_t>(call.stream)));
 }
@@ -313,36 +320,42 @@ Status check_gradient(const Call& call) {
   return invalid("grad_weight", "the config must be one that the blocks allow", config.text());
 }
 
-Status prepare_gradient(const Call& call, void* prepared) {
-  if (Status status = check_gradient(call); !status.ok()) return status;
+// Of a config that has been checked.
+Status make_gradient_list(const Call& call, void* list) {
   return cuda::launch_status(
       "grad_weight", prepare(gradient_problem(call.problem),
                              from_config<GradientChoice>(call.config).config(), call.plan.crow, call.plan.col,
-                             static_cast<std::int32_t*>(prepared), static_cast<cudaStream_t>(call.stream)));
+                             static_cast<std::int32_t*>(list), static_cast<cudaStream_t>(call.stream)));
 }
 
-std::int64_t own_workspace(const Problem& p, const Config& config) {
-  return (workspace_bytes(gradient_problem(p), from_config<GradientChoice>(config).config()) + 255) / 256 *
-         256;
+Status prepare_gradient(const Call& call, void* prepared) {
+  Status status = check_gradient(call);
+  return status.ok() ? make_gradient_list(call, prepared) : status;
 }
 
-// Behind the kernel's own a list, which narrow panels want: callers that hold none make it in each call.
+// Narrow panels want a list: callers that hold none make it in each call, at the start of the workspace.
+std::int64_t gradient_list_bytes(const Problem& p, const Config& config) {
+  if (p.derived != 0 || from_config<GradientChoice>(config).wide >= 64) return 0;
+  return (gradient_prepared_size(p, config) + 255) / 256 * 256;
+}
+
 std::int64_t gradient_workspace(const Problem& p, const Config& config) {
-  const bool list = p.derived == 0 && from_config<GradientChoice>(config).wide < 64;
-  return own_workspace(p, config) + (list ? gradient_prepared_size(p, config) : 0);
+  return gradient_list_bytes(p, config) +
+         workspace_bytes(gradient_problem(p), from_config<GradientChoice>(config).config());
 }
 
 Status run_gradient(const Call& call) {
   if (Status status = check_gradient(call); !status.ok()) return status;
   const void* prepared = call.derived.prepared;
-  if (prepared == nullptr && from_config<GradientChoice>(call.config).wide < 64) {
-    void* list = static_cast<std::byte*>(call.workspace) + own_workspace(call.problem, call.config);
-    if (Status status = prepare_gradient(call, list); !status.ok()) return status;
-    prepared = list;
+  auto* workspace = static_cast<std::byte*>(call.workspace);
+  if (const std::int64_t bytes = gradient_list_bytes(call.problem, call.config); bytes > 0) {
+    if (Status status = make_gradient_list(call, workspace); !status.ok()) return status;
+    prepared = workspace;
+    workspace += bytes;
   }
   const GradientOperands operands{call.dy.data,  call.x.data,  call.plan.crow,
                                   call.plan.col, call.dvalues, static_cast<const std::int32_t*>(prepared),
-                                  call.workspace};
+                                  workspace};
   return cuda::launch_status(
       "grad_weight", launch(gradient_problem(call.problem), from_config<GradientChoice>(call.config).config(),
                             operands, static_cast<cudaStream_t>(call.stream)));
@@ -358,7 +371,7 @@ void add_rows(Registry& registry) {
                       .supports = supports_decode,
                       .run = run_decode,
                       .configure = configure_decode,
-                      .fields = Split::kFields,
+                      .fields = DecodeChoice::kFields,
                       .candidates = candidates_decode});
   registry.push_back(strips(Op::linear, "sm90_strips_linear"));
   registry.push_back(strips(Op::grad_input, "sm90_strips_grad_input"));

@@ -10,6 +10,7 @@
 #include <string>
 
 #include "cuda/sm90/strip_walk.h"
+#include "cuda/sm90/transpose.h"
 #include "rarefy/dtype.h"
 #include "rarefy/linear.h"
 
@@ -43,11 +44,9 @@ struct TallConfig {
   int slot_bytes() const { return (tokens() + rows) * columns() * 2; }
   int shared_bytes() const { return 1024 + slots * slot_bytes() + 2 * 2 * 8192; }
   // Elements between features of a transposed chunk, and bytes of one; 0 where X is read in place.
-  std::int64_t transposed_stride(std::int64_t all) const {
-    return ((all < chunk ? all : chunk) + 63) / 64 * 64;
-  }
+  std::int64_t chunk_stride(std::int64_t all) const { return transposed_stride(all < chunk ? all : chunk); }
   std::int64_t workspace(const TallProblem& p) const {
-    return p.x_layout == Layout::by_token ? p.cols * transposed_stride(p.tokens) * 2 : 0;
+    return p.x_layout == Layout::by_token ? p.cols * chunk_stride(p.tokens) * 2 : 0;
   }
   std::string text() const {
     return "rows=" + std::to_string(rows) + " tokens=" + std::to_string(tokens()) +
@@ -94,12 +93,5 @@ struct TallOperands {  // device pointers, 16-byte aligned
 // Queues one kernel, or two for each chunk.
 cudaError_t launch(const TallProblem& problem, const TallConfig& config, int sms,
                    const TallOperands& operands, cudaStream_t stream);
-
-// to[column][row] = from[row][column], elements of 16 bits; rows of `from` and of `to` are strides apart,
-// which are multiples of 8 elements, as addresses are of 16 bytes. Rows of `to` are written up to a multiple
-// of 64. The next kernel of the stream may start while this one ends; `overlap`: this one may start, and
-// read, while the kernel before ends.
-cudaError_t transpose(const void* from, std::int64_t rows, std::int64_t cols, std::int64_t stride, void* to,
-                      std::int64_t to_stride, bool overlap, cudaStream_t stream);
 
 }  // namespace rarefy::sm90

@@ -220,20 +220,6 @@ struct TallWarps {
     }
   }
 
-  // Where a sum is NaN: what has been stored is computed again where that is, from stored blocks alone.
-  template <Activation kActivation>
-  __device__ void repair_tile(const float (&d)[128], const StoreLane& out, int feature, int token) const {
-    float all[4] = {0, 0, 0, 0};
-#pragma unroll
-    for (int i = 0; i < 128; ++i) all[i % 4] += d[i];
-    const float sum = (all[0] + all[1]) + (all[2] + all[3]);
-    if (!named_barrier_any(out.barrier, 128, sum != sum)) return;
-    if (out.leads()) store_wait_all();
-    named_barrier(out.barrier, 128);
-    repair<T, kActivation>(p.stored, static_cast<const T*>(p.bias), feature + 16 * out.warp, token, 256,
-                           out.lane);
-  }
-
   template <Activation kActivation>
   __device__ void multiply(u32 group, StoreLane out) const {
     const u32 my_rows = kRows == 128 ? group : 0, my_tokens = kRows == 128 ? 0 : group;
@@ -259,8 +245,8 @@ struct TallWarps {
         if (row < p.features) biases[0] = b[row];
         if (row + 8 < p.features) biases[1] = b[row + 8];
       }
-      float d[128];    // 256 tokens
-      u32 before = 0;  // the slot of the step before
+      float d[1][128];  // 256 tokens
+      u32 before = 0;   // the slot of the step before
       const auto release = [&] {
         __syncwarp();
         if (out.lane == 0) arrive(empty(before));
@@ -274,7 +260,7 @@ struct TallWarps {
         wgmma_fence();
 #pragma unroll
         for (u32 k = 0; k < kColumns / 16; ++k) {
-          wgmma<T, Major::mn, Major::mn>(d, a + k * kNext16<Major::mn>, b + k * kNext16<Major::mn>,
+          wgmma<T, Major::mn, Major::mn>(d[0], a + k * kNext16<Major::mn>, b + k * kNext16<Major::mn>,
                                          step + k > 0);
         }
         wgmma_commit();
@@ -287,9 +273,12 @@ struct TallWarps {
       release();
       read_tile();
       const float2 bias{static_cast<float>(biases[0]), static_cast<float>(biases[1])};
-      store_either<T, kActivation>(out, d, bias, &p.y, feature, token, p.y_by_feature);
+      store_either<T, kActivation>(out, d[0], bias, &p.y, feature, token, p.y_by_feature);
       if constexpr (kRows == 64) {
-        if (p.stored.values != nullptr) repair_tile<kActivation>(d, out, feature, token);
+        if (p.stored.values != nullptr) {
+          repair_if_nan<T, kActivation>(p.stored, static_cast<const T*>(p.bias), sum_of_all(d), out,
+                                        feature + 16 * out.warp, token, 256);
+        }
       }
     }
     if (out.leads()) store_wait_all();

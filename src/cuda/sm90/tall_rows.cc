@@ -45,18 +45,38 @@ Config configure_tall(const Problem& p, const rarefy::Machine& machine) {
   return to_config(TallChoice{c.rows, c.slots, c.chunk, machine.gpu.sms});
 }
 
+// A forced config may hold anything. What it would take is nothing where it cannot run.
+Status check_tall(const Problem& p, const Config& config) {
+  const auto choice = from_config<TallChoice>(config);
+  const auto refuse = [](std::string_view requirement, std::int64_t got) {
+    return invalid("linear", requirement, cat(got));
+  };
+  if (choice.rows != 64 && !(choice.rows == 128 && p.weight.shape.block_rows % 128 == 0))
+    return refuse("rows of the config must be 64, or 128 where a block has a multiple of 128", choice.rows);
+  if (choice.slots < 2 || choice.slots > 8)
+    return refuse("slots of the config must be in [2, 8]", choice.slots);
+  if (choice.chunk < 512 || choice.chunk % 512 != 0)
+    return refuse("chunk of the config must be a multiple of 512", choice.chunk);
+  if (choice.sms < 1 || choice.sms > kMostClusters)
+    return refuse(cat("sms of the config must be in [1, ", kMostClusters, ']'), choice.sms);
+  return {};
+}
+
 int tall_sms(const Config& config) { return static_cast<int>(from_config<TallChoice>(config).sms); }
 
 std::int64_t tall_workspace(const Problem& p, const Config& config) {
+  if (!check_tall(p, config).ok()) return 0;
   return from_config<TallChoice>(config).config().workspace(tall_problem(p));
 }
 
 std::int64_t tall_prepared_size(const Problem& p, const Config& config) {
+  if (!check_tall(p, config).ok()) return 0;
   return TallPlan(tall_problem(p), from_config<TallChoice>(config).config(), tall_sms(config)).words *
          static_cast<std::int64_t>(sizeof(std::int32_t));
 }
 
 Status prepare_tall(const Call& call, void* prepared) {
+  if (Status status = check_tall(call.problem, call.config); !status.ok()) return status;
   return cuda::launch_status(
       "linear", prepare(tall_problem(call.problem), from_config<TallChoice>(call.config).config(),
                         tall_sms(call.config), call.plan.crow, call.plan.col,
@@ -68,6 +88,7 @@ std::int64_t tall_packed_size(const Problem& p, const Config& /*config*/) {
 }
 
 Status pack_tall(const Call& call, void* packed) {
+  if (Status status = check_tall(call.problem, call.config); !status.ok()) return status;
   return cuda::launch_status(
       "linear", pack(tall_problem(call.problem), from_config<TallChoice>(call.config).config(),
                      tall_sms(call.config), static_cast<const std::int32_t*>(call.derived.prepared),
@@ -75,8 +96,7 @@ Status pack_tall(const Call& call, void* packed) {
 }
 
 Status run_tall(const Call& call) {
-  if (const std::int64_t chunk = from_config<TallChoice>(call.config).chunk; chunk < 512 || chunk % 512 != 0)
-    return invalid("linear", "chunk of the config must be a multiple of 512", cat(chunk));
+  if (Status status = check_tall(call.problem, call.config); !status.ok()) return status;
   const TallOperands operands{call.x.data,
                               call.values,
                               call.plan.crow,

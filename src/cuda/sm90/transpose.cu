@@ -4,7 +4,7 @@
 #include <climits>
 
 #include "cuda/sm90/device/matrix.cuh"
-#include "cuda/sm90/tall.h"
+#include "cuda/sm90/transpose.h"
 
 namespace rarefy::sm90 {
 namespace {

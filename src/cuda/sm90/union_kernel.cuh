@@ -252,20 +252,13 @@ struct UnionWarps {
         }
       }
       if (mine < 0) continue;
-      float all[4] = {0, 0, 0, 0};  // NaN if one is
 #pragma unroll
       for (int part = 0; part < Shape::kParts; ++part) {
-#pragma unroll
-        for (int i = 0; i < Shape::kPart / 2; ++i) all[i % 4] += d[part][i];
         store_tile<T, kActivation>(out, d[part], bias, &p.y, Boxes{p.log_unit - 3, box},
                                    token + part * Shape::kPart);
       }
-      const float sum = (all[0] + all[1]) + (all[2] + all[3]);
-      if (named_barrier_any(out.barrier, 128, sum != sum)) {  // by all warps, as they share the stores
-        if (out.warp == 0) store_wait_all();
-        named_barrier(out.barrier, 128);
-        repair<T, kActivation>(p.stored, static_cast<const T*>(p.bias), row16, token, kTokens, lane);
-      }
+      repair_if_nan<T, kActivation>(p.stored, static_cast<const T*>(p.bias), sum_of_all(d), out, row16, token,
+                                    kTokens);
     }
     if (out.warp == 0) store_wait_all();
   }

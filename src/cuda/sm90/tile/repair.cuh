@@ -5,7 +5,7 @@
 
 #include <cstdint>
 
-#include "cuda/sm90/tile/activation.cuh"
+#include "cuda/sm90/tile/store.cuh"
 
 namespace rarefy::sm90 {
 
@@ -75,6 +75,29 @@ __device__ inline void repair(const Stored& p, const T* bias, int first, int tok
       }
     }
   }
+}
+
+// All sums of a tile added up: NaN if one of them is.
+template <int parts, int sums>
+__device__ inline float sum_of_all(const float (&d)[parts][sums]) {
+  float all[4] = {0, 0, 0, 0};
+#pragma unroll
+  for (int part = 0; part < parts; ++part) {
+#pragma unroll
+    for (int i = 0; i < sums; ++i) all[i % 4] += d[part][i];
+  }
+  return (all[0] + all[1]) + (all[2] + all[3]);
+}
+
+// By a warpgroup that has stored a tile, where one of its threads has a NaN among its sums: repair, by all
+// warps, as they share the stores. `first` is the warp's first feature.
+template <class T, device::Activation activation>
+__device__ inline void repair_if_nan(const Stored& p, const T* bias, float sum, const StoreLane& out,
+                                     int first, int token, int count) {
+  if (!named_barrier_any(out.barrier, 128, sum != sum)) return;
+  if (out.warp == 0) store_wait_all();
+  named_barrier(out.barrier, 128);
+  repair<T, activation>(p, bias, first, token, count, out.lane);
 }
 
 }  // namespace rarefy::sm90
