@@ -462,39 +462,6 @@ TEST_F(Sm90Test, DecodeInAChain) {
   EXPECT_EQ(run(false), run(true));
 }
 
-// Forced configurations may hold anything: they are refused, and nothing is divided by what they say.
-TEST_F(Sm90Test, ForcedConfigurationsAreChecked) {
-  struct Refused {
-    std::int64_t tokens, block_rows, block_cols;
-    const char *config, *error;
-  };
-  for (const auto& [tokens, rows, cols, config, error] :
-       {Refused{80, 64, 1, "sm90_tall(rows=0)", "rows of the config must be 64, or 128"},
-        Refused{80, 64, 1, "sm90_tall(rows=128)", "rows of the config must be 64, or 128"},
-        Refused{80, 32, 1, "sm90_tall_pairs(rows=128)", "rows of the config must be 64, or 128"},
-        Refused{80, 64, 1, "sm90_tall(slots=1)", "slots of the config must be in [2, 8]; got 1"},
-        Refused{80, 64, 1, "sm90_tall(chunk=100)", "chunk of the config must be a multiple of 512; got 100"},
-        Refused{80, 64, 1, "sm90_tall(sms=0)", "sms of the config must be in [1, 160]; got 0"},
-        Refused{3, 32, 32, "sm90_decode(rows=48)", "the config must be one that the blocks and tokens allow"},
-        Refused{3, 32, 32, "sm90_decode(rows=64)", "the config must be one that the blocks and tokens allow"},
-        Refused{3, 32, 32, "sm90_decode(warps=3)", "the config must be one that the blocks and tokens allow"},
-        Refused{3, 32, 32, "sm90_decode(split=0)",
-                "the config must be one that the blocks and tokens allow"}}) {
-    SCOPED_TRACE(config);
-    const Problem problem = make_problem({tokens, 256, 64, rows, cols, 0.5, DType::bf16, true, 0});
-    ProblemIn<DeviceBuffer> gpu(problem);
-    const Force force(std::string("cuda:sm90,") + config);
-    std::string message;
-    try {
-      if (tokens > 16) gpu.hold_derived();
-      message = gpu.linear(Activation::none).message();
-    } catch (const std::runtime_error& thrown) {  // by what is prepared
-      message = thrown.what();
-    }
-    EXPECT_NE(message.find(error), std::string::npos) << message;
-  }
-}
-
 // X in place and transposed first; every number of groups and tiles; ragged edges; more rows than a round.
 TEST_F(Sm90Test, Tall) {
   for (const std::int64_t r : {64, 128, 192, 256}) {

@@ -7,6 +7,7 @@
 #include <set>
 #include <tuple>
 
+#include "core/registry.h"
 #include "cuda/sm90/block_gradient.h"
 #include "cuda/sm90/decode.h"
 #include "cuda/sm90/strips.h"
@@ -239,6 +240,51 @@ TEST(DecodeConfig, CutsWForTheGpu) {
   for (const DecodeConfig& c :
        {DecodeConfig{0, 8, 1}, {48, 8, 1}, {64, 8, 1}, {32, 5, 1}, {32, 8, 0}, {32, 8, 9}})
     EXPECT_FALSE(valid(p, c)) << c.text();
+}
+
+// Forced configurations may hold anything: sizes are asked for, nothing is divided by what they say, and they
+// are refused before anything is queued.
+TEST(Sm90Rows, ForcedConfigurationsAreChecked) {
+  struct Refused {
+    std::int64_t tokens, block_rows, block_cols;
+    const char *kernel, *config, *error;
+  };
+  const char *kRows = "rows of the config must be 64, or 128 where a block has a multiple of 128; got ",
+             *kDecode = "the config must be one that the blocks and tokens allow; got ";
+  for (const auto& [tokens, rows, cols, name, config, error] :
+       {Refused{80, 64, 1, "sm90_tall", "rows=0", kRows}, Refused{80, 64, 1, "sm90_tall", "rows=128", kRows},
+        Refused{80, 128, 1, "sm90_tall", "rows=96", kRows},
+        Refused{80, 32, 1, "sm90_tall_pairs", "rows=128", kRows},
+        Refused{80, 64, 1, "sm90_tall", "slots=1", "slots of the config must be in [2, 8]; got 1"},
+        Refused{80, 64, 1, "sm90_tall", "chunk=100",
+                "chunk of the config must be a multiple of 512; got 100"},
+        Refused{80, 64, 1, "sm90_tall", "sms=0", "sms of the config must be in [1, 160]; got 0"},
+        Refused{3, 32, 32, "sm90_decode", "rows=0", kDecode},
+        Refused{3, 32, 32, "sm90_decode", "rows=64", kDecode},
+        Refused{3, 32, 32, "sm90_decode", "warps=3", kDecode},
+        Refused{3, 32, 32, "sm90_decode", "split=0", kDecode}}) {
+    SCOPED_TRACE(std::string(name) + ' ' + config);
+    const auto kernel = std::find_if(registry().begin(), registry().end(),
+                                     [wanted = name](const Kernel& k) { return k.name == wanted; });
+    ASSERT_NE(kernel, registry().end());
+    rarefy::Machine h200;
+    h200.gpu.arch = 90, h200.gpu.sms = 132, h200.gpu.shared_memory = 227 << 10;
+    Call call;
+    call.problem = make_problem(Op::linear, {256, 64, rows, cols, 256 / rows * 64 / cols / 2}, tokens,
+                                DType::bf16, Device::cuda);
+    ASSERT_EQ(kernel->supports(call.problem, h200), "");
+    const Config own = kernel->configure(call.problem, h200);
+    call.config = *parse_config(*kernel, own, config);
+    const Choice choice = configured(*kernel, call.problem, call.config);
+    EXPECT_GE(choice.workspace, 0);
+    EXPECT_NE(kernel->run(call).message().find(error), std::string::npos) << kernel->run(call).message();
+    if (kernel->prepare == nullptr) continue;
+    EXPECT_GT(choice.derived.prepared, 0);  // else nobody asks for it
+    EXPECT_NE(kernel->prepare(call, nullptr).message().find(error), std::string::npos);
+    if (kernel->pack != nullptr) {
+      EXPECT_NE(kernel->pack(call, nullptr).message().find(error), std::string::npos);
+    }
+  }
 }
 
 TEST(Unsupported, SaysWhy) {

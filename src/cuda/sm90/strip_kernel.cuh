@@ -1,9 +1,11 @@
 // The strip kernel, device side. One warp walks the plan: it reads this block's tiles and their steps ahead.
-// One warp loads: for each step it brings 64 features of X for the tile's tokens and, packed behind one
-// another, those 64 × 64 blocks of W that the tile's strips store there. A warpgroup for each strip
+// Two warps load: for each step one brings 64 features of X for the tile's tokens, the other, packed behind
+// one another, those 64 × 64 blocks of W that the tile's strips store there. A warpgroup for each strip
 // multiplies: W is operand A, X is operand B. It skips steps where its strip stores nothing, and stores its
 // 64 features of all tokens at the end.
 #pragma once
+
+#include <climits>
 
 #include "cuda/sm90/device/wgmma.cuh"
 #include "cuda/sm90/strip_shape.cuh"
@@ -137,53 +139,96 @@ struct StripWarps {
     put_batch(-1, -1);
   }
 
-  __device__ void load(int lane) {
-    RingSpace<> space{p.slots, p.w_slots};
-    Turn at, from;   // the next slot, the next batch
-    u32 w_head = 0;  // the next slot of W
-    for (;;) {
-      wait(shared_address(&state.batch_full[from.slot]), from.parity);
-      const int word = state.batch[from.slot].words[lane];
-      const int x_row = __reduce_max_sync(~0u, state.batch[from.slot].x_row);  // uniform, as in multiply
-      arrive(shared_address(&state.batch_empty[from.slot]));                   // each lane for what it read
-      from.next(kBatches);
-      if (x_row < 0) return;
+  // The next eight steps: lane 4j + r gets word r of step j. False: there are no more.
+  __device__ bool read_batch(Turn& from, int lane, int* word, int* x_row) const {
+    wait(shared_address(&state.batch_full[from.slot]), from.parity);
+    *word = state.batch[from.slot].words[lane];
+    *x_row = __reduce_max_sync(~0u, state.batch[from.slot].x_row);  // uniform, as in multiply
+    arrive(shared_address(&state.batch_empty[from.slot]));          // each lane for what it read
+    from.next(kBatches);
+    return *x_row >= 0;
+  }
 
+  // What lane `of` has, uniform: copies want their operands so.
+  __device__ static int from_lane(int value, int of, int lane) {
+    return __reduce_max_sync(~0u, lane == of ? value : INT_MIN);
+  }
+
+  // One warp brings X …
+  __device__ void load_x(int lane) const {
+    Turn at, from;
+    at.parity = 1;  // the first round is free
+    for (int word, x_row; read_batch(from, lane, &word, &x_row);) {
       const u32 stored = __ballot_sync(~0u, word >= 0 && lane % 4 != 0);
+#pragma unroll 1
       for (int j = 0; j < 8; ++j) {
-        const u32 present = stored >> (4 * j + 1) & 7;
-        if (present == 0) continue;
-        const auto blocks = static_cast<u32>(__popc(present));
-        space.take(blocks, empty(0), p.slots);
-        const u32 barrier = full(at.slot);
-        const auto w_slot = [&](int strip) {
-          const u32 s = w_head + static_cast<u32>(__popc(present & ((1u << strip) - 1)));
-          return s < p.w_slots ? s : s - p.w_slots;
-        };
-        if (lane == 4 * j) {
-          u32 header = 0;
-#pragma unroll
-          for (int s = 0; s < kStrips; ++s) header |= (present >> s & 1 ? w_slot(s) : kAbsent) << (8 * s);
-          state.header[at.slot] = header;
-          arrive_expect(barrier, Shape::kSlotBytes + blocks * kBlockBytes);
+        if ((stored >> (4 * j + 1) & 7) == 0) continue;
+        const int column = from_lane(word, 4 * j, lane);
+        wait(empty(at.slot), at.parity);
+        if (lane == 0) {
+          arrive_expect(full(at.slot), Shape::kSlotBytes);
+          load_box(x_ring + at.slot * Shape::kSlotBytes, &p.x, column * 64, x_row, full(at.slot));
         }
         __syncwarp();
+        at.next(p.slots);
+      }
+    }
+  }
+
+  // … and one W, and says where it is. All that does not wait is made for eight steps at once.
+  __device__ void load_w(int lane) const {
+    constexpr u32 kPart = kBlockBytes / kCluster;  // each thread block of the cluster brings its rows to all
+    RingSpace<> space{p.slots, p.w_slots};
+    Turn at, from;
+    u32 head = 0;  // the next slot of W
+    const int r = lane % 4;
+    for (int word, x_row; read_batch(from, lane, &word, &x_row);) {
+      const u32 stored = __ballot_sync(~0u, word >= 0 && r != 0);
+      const u32 present = stored >> (lane - r + 1) & 7, count = static_cast<u32>(__popc(present));
+      u32 behind = count;  // blocks of this batch up to this step
+#pragma unroll
+      for (int d = 4; d < 32; d *= 2) {
+        const u32 other = __shfl_up_sync(~0u, behind, d);
+        if (lane >= d) behind += other;
+      }
+      const u32 begin = (head + behind - count) % p.w_slots;
+      head = (head + __shfl_sync(~0u, behind, 31)) % p.w_slots;
+      const auto w_slot = [&](int strip) {
+        const u32 slot = begin + static_cast<u32>(__popc(present & ((1u << strip) - 1)));
+        return slot < p.w_slots ? slot : slot - p.w_slots;
+      };
+      u32 header = 0;
+#pragma unroll
+      for (int s = 0; s < kStrips; ++s) header |= (present >> s & 1 ? w_slot(s) : kAbsent) << (8 * s);
+      const int block = max(word, 0), column = block % p.w_columns,
+                row = block / p.w_columns * 64 + static_cast<int>(rank) * (64 / kCluster);
+      const auto to = static_cast<int>(w_ring + w_slot(max(r - 1, 0)) * kBlockBytes + rank * kPart);
+#pragma unroll 1
+      for (int j = 0; j < 8; ++j) {
+        const u32 here = stored >> (4 * j + 1) & 7;
+        if (here == 0) continue;
+        const auto blocks = static_cast<u32>(__popc(here));
+        space.take(blocks, empty(0), p.slots);
+        const u32 barrier = full(at.slot);
         if (lane == 4 * j) {
-          load_box(x_ring + at.slot * Shape::kSlotBytes, &p.x, word * 64, x_row, barrier);
-        } else if (lane / 4 == j && word >= 0) {
-          constexpr u32 kPart =
-              kBlockBytes / kCluster;  // each thread block of the cluster brings its rows to all
-          const u32 to = w_ring + w_slot(lane % 4 - 1) * kBlockBytes + rank * kPart;
-          const int column = word % p.w_columns;
-          const int row = word / p.w_columns * 64 + static_cast<int>(rank) * (64 / kCluster);
+          state.header[at.slot] = header;
+          arrive_expect(barrier, blocks * kBlockBytes);
+        }
+        __syncwarp();
+#pragma unroll
+        for (int s = 0; s < kStrips; ++s) {
+          if ((here >> s & 1) == 0) continue;
+          const int its = 4 * j + 1 + s;
+          const auto its_to = static_cast<u32>(from_lane(to, its, lane));
+          const int its_column = from_lane(column, its, lane), its_row = from_lane(row, its, lane);
+          if (lane != 0) continue;
           if constexpr (kCluster == 1) {
-            load_box(to, &p.w, 0, column, row, barrier);
+            load_box(its_to, &p.w, 0, its_column, its_row, barrier);
           } else {
-            load_box_multicast(to, &p.w, 0, column, row, barrier, (1 << kCluster) - 1);
+            load_box_multicast(its_to, &p.w, 0, its_column, its_row, barrier, (1 << kCluster) - 1);
           }
         }
-        w_head += blocks;
-        if (w_head >= p.w_slots) w_head -= p.w_slots;
+        __syncwarp();
         at.next(p.slots);
       }
     }
@@ -282,7 +327,7 @@ __global__ void __launch_bounds__(StripShape<kStrips, kTokens>::kThreads, 1)
     prefetch_map(&p.w);
     prefetch_map(&p.y);
     for (u32 i = 0; i < p.slots; ++i) {
-      barrier_init(shared_address(&state.ring.full[i]), 1);
+      barrier_init(shared_address(&state.ring.full[i]), 2);  // one who brings X, one W
       barrier_init(shared_address(&state.ring.empty[i]), 4 * kStrips * kCluster);
     }
     for (int i = 0; i < kTiles; ++i) {
@@ -291,7 +336,7 @@ __global__ void __launch_bounds__(StripShape<kStrips, kTokens>::kThreads, 1)
     }
     for (int i = 0; i < kBatches; ++i) {
       barrier_init(shared_address(&state.batch_full[i]), 32);
-      barrier_init(shared_address(&state.batch_empty[i]), 32);
+      barrier_init(shared_address(&state.batch_empty[i]), 64);
     }
     barrier_init_done();
   }
@@ -306,10 +351,11 @@ __global__ void __launch_bounds__(StripShape<kStrips, kTokens>::kThreads, 1)
     warps.template multiply<T, kTransposed ? Major::mn : Major::k, kActivation>(
         static_cast<int>(strip),
         {y_buffers + strip * kStoreBuffers * kStoreBytes, strip + 1, warp % 4, lane});
-  } else {  // two warps of this warpgroup work
+  } else {  // three warps of this warpgroup work
     give_registers<Shape::kOtherRegisters>();
-    if (warp == 4 * kStrips) warps.load(lane);
-    if (warp == 4 * kStrips + 1) warps.walk(lane);
+    if (warp == 4 * kStrips) warps.load_x(lane);
+    if (warp == 4 * kStrips + 1) warps.load_w(lane);
+    if (warp == 4 * kStrips + 2) warps.walk(lane);
   }
   if constexpr (kCluster > 1) {
     __syncwarp();

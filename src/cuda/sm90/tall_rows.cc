@@ -45,7 +45,7 @@ Config configure_tall(const Problem& p, const rarefy::Machine& machine) {
   return to_config(TallChoice{c.rows, c.slots, c.chunk, machine.gpu.sms});
 }
 
-// A forced config may hold anything. What it would take is nothing where it cannot run.
+// A forced config may hold anything; sizes are asked for before it is refused.
 Status check_tall(const Problem& p, const Config& config) {
   const auto choice = from_config<TallChoice>(config);
   const auto refuse = [](std::string_view requirement, std::int64_t got) {
@@ -70,7 +70,7 @@ std::int64_t tall_workspace(const Problem& p, const Config& config) {
 }
 
 std::int64_t tall_prepared_size(const Problem& p, const Config& config) {
-  if (!check_tall(p, config).ok()) return 0;
+  if (!check_tall(p, config).ok()) return sizeof(std::int32_t);  // `prepare` says why
   return TallPlan(tall_problem(p), from_config<TallChoice>(config).config(), tall_sms(config)).words *
          static_cast<std::int64_t>(sizeof(std::int32_t));
 }
