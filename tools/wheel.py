@@ -25,7 +25,8 @@ BIN = Path(sys.executable).parent
 MAX_BYTES = 64 * 2**20
 # libtorch is there before rarefy is: `import rarefy` imports torch.
 NOT_OURS = ("libtorch.so", "libtorch_cpu.so", "libtorch_cuda.so", "libc10.so", "libc10_cuda.so")
-PYTHONS = ("3.10", "3.11", "3.12", "3.13")
+# The oldest Python gets the oldest torch, others the newest that there is.
+PYTHONS = {"3.10": "torch==2.10.0", "3.11": "torch", "3.12": "torch", "3.13": "torch"}
 
 # What the wheel is asked in an environment of its own, in which there is no compiler and no source tree.
 TRIAL = """
@@ -114,7 +115,7 @@ def try_on(version: str, interpreter: str, wheel: Path) -> None:
     env = BUILD / f"env-{version}"
     shutil.rmtree(env, ignore_errors=True)
     run(BIN / "uv", "venv", "-q", "-p", interpreter, env)
-    run(BIN / "uv", "pip", "install", "-q", "-p", env / "bin/python", wheel)
+    run(BIN / "uv", "pip", "install", "-q", "-p", env / "bin/python", wheel, PYTHONS[version])
     clean = {"PATH": str(env / "bin"), "HOME": str(env)}
     out = run(env / "bin/python", "-c", TRIAL, env=clean, cwd=env).strip()
     path = out.split()[-1]
