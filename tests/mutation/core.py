@@ -345,7 +345,11 @@ GROUPS = [
                 {"alive": "no row of the CPU refuses; with a forced configuration CUDA's would"},
             ),
             ("    call.derived = {};\n    problem.derived = 0;\n", "    problem.derived = 0;\n"),
-            ("    call.derived = {};\n    problem.derived = 0;\n", "    call.derived = {};\n"),
+            (
+                "    call.derived = {};\n    problem.derived = 0;\n",
+                "    call.derived = {};\n",
+                {"alive": "kernels of the CPU ask Call::derived alone; some of CUDA's ask the problem"},
+            ),
             ("held, call.derived.packed != nullptr);", "held, held);"),
             ("made.bytes() + choice->workspace;", "choice->workspace;"),
         ],
