@@ -121,6 +121,7 @@ void run_gather(benchmark::State& state, const cpu::Kernels& kernels, BlockShape
                              start.data(),
                              vectors,
                              nullptr,
+                             cpu::part_entries(static_cast<std::int32_t>(shape.block_cols)),
                              w.plan.crow,
                              y + kOut * lanes,
                              0};
