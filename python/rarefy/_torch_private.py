@@ -86,6 +86,13 @@ def eager() -> bool:
     return plain() and not _dispatch_modes() and _tracing_state() is None
 
 
+def unrecorded(*tensors: torch.Tensor | None) -> bool:
+    """Whether nothing will ask for a derivative of a call with these, also one that is compiled."""
+    if forward_mode() or in_torch_func():
+        return False
+    return not (torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors))
+
+
 def in_autocast() -> bool:
     """Whether autocast is on for any device."""
     return _in_autocast() if autograd_kernels else any(map(torch.is_autocast_enabled, ("cpu", "cuda")))

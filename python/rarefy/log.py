@@ -53,12 +53,12 @@ def nvtx(model: nn.Module) -> Iterator[nn.Module]:
 
     Raises RuntimeError where torch has no NVTX (a build without CUDA).
     """
-    from .modules import BlockSparseLinear
+    from .layers import SPARSE
 
     mark: Any = torch.cuda.nvtx
     handles = []
     for name, layer in model.named_modules():
-        if isinstance(layer, BlockSparseLinear):
+        if isinstance(layer, SPARSE):
             n, k = layer.weight.shape
             text = f"{name}: {n}x{k} {layer.weight.spec_format()}@{layer.weight.density:.3g}"
             begin = functools.partial(_begin, mark, text)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -76,6 +75,7 @@ class BsrPattern:
     # 1-D int32, with its own copy of the indices: all of the plan, or the first part of it, which is what
     # products by rows read on the CPU. Whoever has raw arrays for one product pays for no more.
     row_plan: torch.Tensor
+    plan: torch.Tensor  # all that kernels read; made when it is first asked for, if there is a row plan alone
 
     def __init__(
         self,
@@ -108,11 +108,13 @@ class BsrPattern:
         if not plan.is_meta:
             family[plan.device] = weakref.ref(self)
 
-    @cached_property
-    def plan(self) -> torch.Tensor:
-        """All that kernels read, 1-D int32; of a row plan it is made when it is first asked for."""
+    def __getattr__(self, name: str) -> Any:  # noqa: D105
+        # A cached_property has a lock, which torch.compile cannot take; a property costs layers time.
+        if name != "plan":
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         with torch.inference_mode(False):
-            return bsr_plan(*self.indices(), *self.shape, *self.block_shape)
+            self.plan = bsr_plan(*self.indices(), *self.shape, *self.block_shape)
+        return self.plan
 
     @classmethod
     def by_rows(

@@ -153,6 +153,14 @@ def test_convert_refuses_what_is_no_threshold():
         tvm.bsr_conv2d.convert(nn.Sequential(nn.Conv2d(4, 4, 1)), (0, 1), 0.5)
 
 
+def test_a_threshold_that_is_just_met_converts():
+    model = nn.Sequential(nn.Linear(10, 1))
+    with torch.no_grad():
+        model[0].weight[:, 1:] = 0
+    tvm.bsr_dense.convert(model, (1, 1), 0.9)
+    assert isinstance(model[0], rarefy.BlockSparseLinear)
+
+
 def test_convert_leaves_layers_of_the_other_kind():
     model = nn.Sequential(nn.Conv2d(4, 4, 1), nn.Linear(4, 4))
     tvm.bsr_conv2d.convert(model, (1, 1), 0)

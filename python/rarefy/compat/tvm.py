@@ -122,7 +122,7 @@ def _convert(op: str, model: nn.Module, kind: type, blocksize: Any, threshold: A
             return False
         weight = module.weight.detach()
         matrix = weight.movedim(1, -1).flatten(1)  # channels of a place beside one another
-        return float(nonzero_blocks(matrix, block).double().mean()) <= 1 - threshold
+        return float((~nonzero_blocks(matrix, block)).double().mean()) >= threshold
 
     spec = f"block:{block[0]}x{block[1]}@nonzero"
     return sparsify(model, spec, filter_fn=is_sparse, measure=False)

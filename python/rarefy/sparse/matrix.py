@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from .. import foreign
+from .._torch_private import PLAIN
 from ..checks import check_shape, check_tensor, fail, first_position
 from ..derived import Derived, Kept, reads_itself
 from ..pattern import BsrPattern
@@ -229,6 +230,10 @@ class SparseMatrix:
         if not x.dtype.is_floating_point or not blocks.is_floating_point():
             return ()
         kept = self._kept.get(x.dtype)
+        if (
+            type(x) not in PLAIN or torch.compiler.is_compiling()
+        ):  # a graph makes nothing, and sees no versions
+            return () if kept is None else kept.unpacked()
         if kept is None:
             stored = blocks.dtype == x.dtype or reads_itself(blocks, x.dtype)
             kept = self._kept[x.dtype] = Kept(self.pattern, blocks.detach(), x.dtype, stored)

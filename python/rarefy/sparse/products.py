@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from .. import _load, ops
+from .._torch_private import unrecorded
 from ..activations import NONE, activate, check_activation
 from ..checks import check_tensor, fail
 from ..masks import to_blocks
@@ -85,8 +86,7 @@ def _linear(op: str, matrix: SparseMatrix, x: Tensor, bias: Tensor | None, activ
         bias = check_tensor(op, "bias", bias).contiguous()
     derived = matrix.derived(x, blocks)
     fused = {} if activation == NONE else {"activation": activation}
-    recorded = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, blocks, bias))
-    by_rows = matrix.block_shape[1] <= matrix.block_shape[0] and not recorded
+    by_rows = matrix.block_shape[1] <= matrix.block_shape[0] and unrecorded(x, blocks, bias)
     plan = matrix.pattern.row_plan if by_rows else matrix.pattern.plan
     return ops.bsr_linear(x, blocks, plan, bias, n, k, *derived, **fused)
 

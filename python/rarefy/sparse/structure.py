@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._torch_private import eager, unrecorded
 from ..checks import fail
 from ..masks import from_blocks, grid_of, to_blocks
 from ..pattern import BsrPattern
@@ -16,7 +17,7 @@ from .matrix import SparseMatrix, as_matrix, as_tensor
 
 def transposed(values: Tensor, pattern: BsrPattern) -> tuple[Tensor, BsrPattern]:
     """Values, (nnz,) or (nnzb, R, C), and pattern of the transposed matrix; differentiable."""
-    if not values.requires_grad or not torch.is_grad_enabled():
+    if eager() and unrecorded(values):
         other, moved = pattern.transposed(values)
         return moved, other
     other, order = pattern.transposition()
