@@ -71,6 +71,7 @@ thread_local std::string last_error;
 template <class Body>
 rarefy_status guarded(Body body) {
   const char* text = nullptr;
+  rarefy_status code = RAREFY_OUT_OF_MEMORY;
   try {
     const Status status = body();
     if (status.ok()) return RAREFY_OK;
@@ -80,12 +81,13 @@ rarefy_status guarded(Body body) {
     text = "[rarefy] the call must fit in memory; got an allocation failure";
   } catch (...) {
     text = "[rarefy] the call must not fail like this; got an unknown exception";
+    code = RAREFY_INTERNAL;
   }
   try {
     last_error = text;
   } catch (...) {  // the sentence of the failure before stays
   }
-  return RAREFY_OUT_OF_MEMORY;
+  return code;
 }
 
 template <class... Pointers>

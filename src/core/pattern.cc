@@ -89,16 +89,11 @@ Status build_plan(std::string_view op, const BsrShape& shape, std::span<const st
       !status.ok()) {
     return status;
   }
+  const auto by_rows = plan.first(static_cast<std::size_t>(row_plan_size(shape)));
+  if (Status status = build_row_plan(op, shape, crow_indices, col_indices, by_rows); !status.ok())
+    return status;
   const PlanLayout layout(shape);
   std::int32_t* words = plan.data();
-  std::copy(crow_indices.begin(), crow_indices.end(), words + layout.crow);
-  std::copy(col_indices.begin(), col_indices.end(), words + layout.col);
-  // What is checked is the copy: another thread may write to the indices meanwhile.
-  const std::span<const std::int32_t> crow(words + layout.crow, crow_indices.size());
-  const std::span<const std::int32_t> col(words + layout.col, col_indices.size());
-  if (Status status = check_indices(op, shape, crow, col); !status.ok()) return status;
-  const PlanHeader header(shape);  // last: what could not be made is no plan
-  std::copy(std::begin(header.word), std::end(header.word), words);
   write_transposed(pointers(shape, words), words + layout.ccol, words + layout.row, words + layout.perm);
   return {};
 }

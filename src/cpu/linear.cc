@@ -370,7 +370,7 @@ Status run_product(const Kernels& kernels, const Call& call) {
   const Product product(call);
   const Sizes& sizes = product.sizes;
   if (Status status = check_blocking(kernels, sizes, blocking); !status.ok()) return status;
-  if (blocking.scatter != 0 && call.plan.perm == nullptr) {
+  if (blocking.scatter != 0 && call.plan.ccol == nullptr) {
     return invalid(kernels.family, "plan must have its transposed index for scatter", "a row plan");
   }
   const Layout layout(kernels, sizes, blocking);

@@ -62,11 +62,12 @@ std::vector<Config> candidates_decode(const Problem& p, const rarefy::Machine& /
 Status run_decode(const Call& call) {
   const DecodeOperands operands{call.x.data,   call.values, call.plan.crow,
                                 call.plan.col, call.bias,   call.out.data};
+  const DecodeProblem problem = decode_problem(call.problem);
   const DecodeConfig config = from_config<DecodeChoice>(call.config).config();
-  if (!valid(decode_problem(call.problem), config))
+  if (!valid(problem, config))
     return invalid("linear", "the config must be one that the blocks and tokens allow", config.text());
-  return cuda::launch_status("linear", launch(decode_problem(call.problem), config, operands,
-                                              static_cast<cudaStream_t>(call.stream)));
+  return cuda::launch_status("linear",
+                             launch(problem, config, operands, static_cast<cudaStream_t>(call.stream)));
 }
 
 // What strips and unions share ---------------------------------------------------------------------------
