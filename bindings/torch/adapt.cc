@@ -411,6 +411,10 @@ Tensor Call::empty_values(const BsrShape& shape, ScalarType dtype) const {
   return empty(std::array{shape.nnzb, shape.block_rows, shape.block_cols}, static_cast<std::int32_t>(dtype));
 }
 
+Tensor Call::empty_elements(std::int64_t count, ScalarType dtype) const {
+  return empty(std::array{count}, static_cast<std::int32_t>(dtype));
+}
+
 Tensor Call::empty_bytes(std::int64_t count) const {
   return empty(std::array{count}, aoti_torch_dtype_uint8());
 }

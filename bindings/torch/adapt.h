@@ -95,6 +95,7 @@ class Call {
 
   Tensor empty_rows(const Tensor& like, std::int64_t columns) const;  // like.shape[:-1] + (columns,)
   Tensor empty_values(const BsrShape& shape, ScalarType dtype) const;
+  Tensor empty_elements(std::int64_t count, ScalarType dtype) const;      // (count,)
   Tensor empty_bytes(std::int64_t count) const;                           // (count,) of uint8
   Tensor empty_bytes(std::int64_t rows, std::int64_t columns) const;      // uint8
   Tensor empty_words(std::int64_t count) const;                           // (count,) of int32

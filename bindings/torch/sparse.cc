@@ -76,7 +76,7 @@ std::tuple<Tensor, Tensor> transposed(const Tensor& values, const Tensor& plan, 
   }
   const BsrShape& s = from.shape;
   Tensor row_plan = empty_row_plan(call, {s.cols, s.rows, s.block_cols, s.block_rows, s.nnzb});
-  Tensor moved = values.dim() == 1 ? torch::stable::empty_like(values)
+  Tensor moved = values.dim() == 1 ? call.empty_elements(s.nnzb, values.scalar_type())
                                    : call.empty_values({s.cols, s.rows, s.block_cols, s.block_rows, s.nnzb},
                                                        values.scalar_type());
   check(call.op(),

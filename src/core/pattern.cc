@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <new>
 
+#include "core/column_sort.h"
 #include "core/message.h"
 #include "core/plan_layout.h"
 
@@ -19,24 +20,6 @@ PlanView pointers(const BsrShape& shape, const std::int32_t* words) {
           words + layout.ccol,
           words + layout.row,
           words + layout.perm};
-}
-
-// Counting sort of the blocks by column: ccol, row, perm.
-void write_transposed(const PlanView& plan, std::int32_t* ccol, std::int32_t* row, std::int32_t* perm) {
-  const std::int64_t cols = plan.shape.col_count();
-  std::fill(ccol, ccol + cols + 1, 0);
-  for (std::int64_t e = 0; e < plan.shape.nnzb; ++e) ++ccol[plan.col[e] + 1];
-  for (std::int64_t c = 0; c < cols; ++c) ccol[c + 1] += ccol[c];
-  // ccol[c] is the next free entry of column c while filling, and its end afterwards: shift back.
-  for (std::int64_t i = 0; i < plan.shape.row_count(); ++i) {
-    for (std::int32_t e = plan.crow[i]; e < plan.crow[i + 1]; ++e) {
-      const std::int32_t entry = ccol[plan.col[e]]++;
-      row[entry] = static_cast<std::int32_t>(i);
-      perm[entry] = e;
-    }
-  }
-  std::copy_backward(ccol, ccol + cols, ccol + cols + 1);
-  ccol[0] = 0;
 }
 
 Status check_length(std::string_view op, const BsrShape& shape, std::int64_t words) {
@@ -84,7 +67,7 @@ Status check_plan_sizes(std::string_view op, const BsrShape& shape, std::size_t 
 std::int64_t plan_size(const BsrShape& shape) { return PlanLayout(shape).size; }
 
 Status build_plan(std::string_view op, const BsrShape& shape, std::span<const std::int32_t> crow_indices,
-                  std::span<const std::int32_t> col_indices, std::span<std::int32_t> plan) {
+                  std::span<const std::int32_t> col_indices, std::span<std::int32_t> plan) try {
   if (Status status = check_plan_sizes(op, shape, crow_indices.size(), col_indices.size(), plan.size());
       !status.ok()) {
     return status;
@@ -94,8 +77,13 @@ Status build_plan(std::string_view op, const BsrShape& shape, std::span<const st
     return status;
   const PlanLayout layout(shape);
   std::int32_t* words = plan.data();
-  write_transposed(pointers(shape, words), words + layout.ccol, words + layout.row, words + layout.perm);
+  sort_by_column(pointers(shape, words), words + layout.ccol, words + layout.row, words + layout.perm,
+                 Executor{}, [](std::int32_t e) { return e; });
   return {};
+} catch (const std::bad_alloc&) {
+  plan[0] = 0;  // the rows alone are no plan
+  return error(StatusCode::out_of_memory, op, "the transposed index must fit in memory",
+               "an allocation failure");
 }
 
 Result<PlanView> view_plan(std::string_view op, const BsrShape& shape, std::span<const std::int32_t> plan) {

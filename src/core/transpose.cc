@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "core/checked.h"
+#include "core/column_sort.h"
 #include "core/message.h"
 #include "core/plan_layout.h"
 #include "rarefy/sparse.h"
@@ -14,81 +15,12 @@ namespace rarefy {
 namespace {
 
 constexpr std::int64_t kTaskEntries = 1 << 15;
-// Columns that are written to at a time: two open lines each, which L1 holds (stores that miss it wait for
-// one another: 10 ns an entry instead of 5). Runs of a row in a stripe are at least kRun entries long, as
-// each costs a mispredicted branch, and are read kAhead rows early: nothing else foresees where a row goes
-// on.
-constexpr std::int64_t kStripe = 256;
-constexpr std::int64_t kRun = 16;
-constexpr std::int64_t kAhead = 8;
 
 // Calls each(begin, end) for ranges of entries.
 template <class Each>
 void for_entries(const Executor& executor, std::int64_t entries, std::int64_t per_task, Each&& each) {
   executor.parallel_for(ceil_div(entries, per_task), [&](std::int64_t task) {
     each(task * per_task, std::min(entries, (task + 1) * per_task));
-  });
-}
-
-std::int64_t stripe_of(const BsrShape& s) {
-  const auto rows = static_cast<double>(s.row_count()), columns = static_cast<double>(s.col_count());
-  const double run = kRun * rows * columns / static_cast<double>(std::max<std::int64_t>(1, s.nnzb));
-  return std::max(kStripe, static_cast<std::int64_t>(std::min(run, columns)));
-}
-
-// A stable counting sort by column: crow and col of the result; put(at, e) puts entry e there, ahead(e) is a
-// hint. Threads count ranges of entries, then each writes columns of its own, a stripe of them at a time
-// through all rows.
-template <class Put, class Ahead>
-void sort_by_column(const PlanView& plan, std::int32_t* crow, std::int32_t* col, const Executor& executor,
-                    Put put, Ahead ahead) {
-  const BsrShape& s = plan.shape;
-  const std::int64_t rows = s.row_count(), columns = s.col_count(), entries = s.nnzb;
-  const std::int64_t parts =
-      std::clamp<std::int64_t>(entries / std::max({kTaskEntries, rows, columns}), 1, executor.threads);
-  std::vector<std::int32_t> counts(static_cast<std::size_t>(parts * columns));
-  executor.parallel_for(parts, [&](std::int64_t part) {
-    std::int32_t* count = counts.data() + part * columns;
-    const std::int64_t end = entries * (part + 1) / parts;
-    for (std::int64_t e = entries * part / parts; e < end; ++e) ++count[plan.col[e]];
-  });
-  crow[0] = 0;
-  for (std::int64_t c = 0; c < columns; ++c) {
-    std::int32_t count = 0;
-    for (std::int64_t part = 0; part < parts; ++part) count += counts[part * columns + c];
-    crow[c + 1] = crow[c] + count;
-  }
-  const std::int64_t stripe = stripe_of(s);
-  executor.parallel_for(parts, [&](std::int64_t part) {
-    const auto column_of = [&](std::int64_t entry) {
-      return std::lower_bound(crow, crow + columns, entry) - crow;
-    };
-    const std::int64_t first = part == 0 ? 0 : column_of(entries * part / parts);
-    const std::int64_t last = part + 1 == parts ? columns : column_of(entries * (part + 1) / parts);
-    std::vector<std::int32_t> next(crow + first, crow + last);
-    std::vector<std::int32_t> from(plan.crow, plan.crow + rows);  // where each row goes on
-    if (first > 0) {
-      for (std::int64_t i = 0; i < rows; ++i) {
-        const std::int32_t *begin = plan.col + plan.crow[i], *end = plan.col + plan.crow[i + 1];
-        from[i] = static_cast<std::int32_t>(std::lower_bound(begin, end, first) - plan.col);
-      }
-    }
-    for (std::int64_t begin = first; begin < last; begin += stripe) {
-      const std::int64_t end = std::min(begin + stripe, last);
-      for (std::int64_t i = 0; i < rows; ++i) {
-        if (i + kAhead < rows) {
-          __builtin_prefetch(plan.col + from[i + kAhead]);
-          ahead(from[i + kAhead]);
-        }
-        std::int32_t e = from[i];
-        for (const std::int32_t stop = plan.crow[i + 1]; e < stop && plan.col[e] < end; ++e) {
-          const std::int32_t at = next[plan.col[e] - first]++;
-          col[at] = static_cast<std::int32_t>(i);
-          put(at, e);
-        }
-        from[i] = e;
-      }
-    }
   });
 }
 
@@ -125,13 +57,10 @@ void transpose_as(const PlanView& plan, const Word* values, std::int32_t* crow, 
     return move_blocks(s, plan.perm, values, out, executor);
   }
   if (s.block_size() == 1) {
-    return sort_by_column(
-        plan, crow, col, executor, [=](std::int32_t at, std::int32_t e) { out[at] = values[e]; },
-        [=](std::int32_t e) { __builtin_prefetch(values + e); });
+    return sort_by_column(plan, crow, col, out, executor, [=](std::int32_t e) { return values[e]; });
   }
   std::vector<std::int32_t> perm(static_cast<std::size_t>(s.nnzb));
-  sort_by_column(
-      plan, crow, col, executor, [&](std::int32_t at, std::int32_t e) { perm[at] = e; }, [](std::int32_t) {});
+  sort_by_column(plan, crow, col, perm.data(), executor, [](std::int32_t e) { return e; });
   move_blocks(s, perm.data(), values, out, executor);
 }
 

@@ -3,8 +3,11 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cmath>
 #include <limits>
+#include <numeric>
+#include <random>
 #include <set>
 #include <vector>
 
@@ -67,7 +70,7 @@ std::vector<double> multiply(const Matrix& a, const Matrix& b) {
 }
 
 // By the order of a whole plan and by sorting a row plan, on one thread and on three, rectangular and ragged,
-// with rows that are longer and shorter than a stripe's run.
+// with entries for one bucket of columns and for several.
 TEST(TransposeTest, MovesEveryElement) {
   ThreadPool pool(3);
   struct Case {
@@ -110,6 +113,69 @@ TEST(TransposeTest, MovesEveryElement) {
           EXPECT_EQ(dense, a.dense) << q.rows << 'x' << q.cols << ' ' << name(dtype);
         }
       }
+    }
+  }
+}
+
+// Against a stable sort: the widest buckets, one column a bucket, rows that are empty, full, or hold one
+// entry, a column that has most of the entries.
+TEST(TransposeTest, IsAStableSortByColumn) {
+  struct Case {
+    std::int64_t rows, cols, per_row, full_rows, full_column;
+  };
+  ThreadPool pool(3);
+  for (const Case& q : {Case{70000, 300000, 1, 0, -1},
+                        {40, 120000, 800, 1, -1},
+                        {5000, 40, 20, 4, -1},
+                        {90000, 5000, 1, 0, 4999},
+                        {3, 40000, 40000, 3, -1}}) {
+    std::mt19937 random(7);
+    std::vector<std::int32_t> crow{0}, col;
+    for (std::int64_t i = 0; i < q.rows; ++i) {
+      std::set<std::int32_t> columns;
+      const bool full = i >= q.rows - q.full_rows;
+      for (std::int64_t n = 0; n < (full ? q.cols : i % 3 == 0 ? 0 : q.per_row); ++n) {
+        columns.insert(static_cast<std::int32_t>(full ? n : static_cast<std::int64_t>(random()) % q.cols));
+      }
+      if (q.full_column >= 0) columns.insert(static_cast<std::int32_t>(q.full_column));
+      col.insert(col.end(), columns.begin(), columns.end());
+      crow.push_back(static_cast<std::int32_t>(col.size()));
+    }
+    const BsrShape shape{q.rows, q.cols, 1, 1, std::ssize(col)},
+        turned{q.cols, q.rows, 1, 1, std::ssize(col)};
+    struct Entry {
+      std::int32_t column, row, position;
+    };
+    std::vector<Entry> want;
+    for (std::int32_t i = 0; i < q.rows; ++i) {
+      for (std::int32_t e = crow[i]; e < crow[i + 1]; ++e) want.push_back({col[e], i, e});
+    }
+    std::ranges::stable_sort(want, {}, &Entry::column);
+    std::vector<std::int32_t> values(col.size());
+    std::iota(values.begin(), values.end(), 0);
+    std::vector<std::int32_t> rows(static_cast<std::size_t>(row_plan_size(shape)));
+    expect_ok(build_row_plan("test", shape, crow, col, rows));
+    for (const Executor& executor : {Executor{}, pool.executor()}) {
+      std::vector<std::int32_t> words(static_cast<std::size_t>(row_plan_size(turned)), -1), moved(col.size());
+      expect_ok(transpose("test", *view_row_plan("test", shape, rows), values.data(), 4, words, moved.data(),
+                          executor));
+      const PlanView got = *view_row_plan("test", turned, words);
+      ASSERT_EQ(got.crow[0], 0);
+      std::int32_t e = 0;
+      for (std::int32_t c = 0; c < q.cols; ++c) {
+        for (; e < got.crow[c + 1]; ++e) {
+          const Entry& entry = want[static_cast<std::size_t>(e)];
+          ASSERT_TRUE(entry.column == c && entry.row == got.col[e] && entry.position == moved[e])
+              << q.rows << ' ' << e;
+        }
+      }
+      EXPECT_EQ(e, std::ssize(col));
+    }
+    const Result<Pattern> pattern = Pattern::create(shape, crow, col);  // its transposed index is the same
+    ASSERT_TRUE(pattern.ok()) << pattern.status().message();
+    for (std::size_t e = 0; e < want.size(); ++e) {
+      ASSERT_EQ(pattern->view().row[e], want[e].row);
+      ASSERT_EQ(pattern->view().perm[e], want[e].position);
     }
   }
 }
