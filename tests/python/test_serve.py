@@ -46,9 +46,10 @@ def test_a_package_is_served_without_python(tmp_path):
         assert done.returncode == 0, done.stdout + done.stderr
     serve = tmp_path / "build/serve"
     assert "libpython" not in _run("ldd", serve).stdout
-    done = _run(serve, LIBRARY, tmp_path, env={})
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("5 rows, largest difference ")
+    for model, rows in (("layers", 5), ("sparse", 32)):
+        done = _run(serve, LIBRARY, tmp_path / model, env={})
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.startswith(f"{rows} rows, largest difference ")
     # Without the library the ops are not there, and the program says so.
-    done = _run(serve, tmp_path / "nowhere.so", tmp_path, env={})
+    done = _run(serve, tmp_path / "nowhere.so", tmp_path / "layers", env={})
     assert done.returncode == 1 and "nowhere.so" in done.stderr

@@ -528,6 +528,36 @@ def test_matrices_compile_and_export_whole(blocks, train):
         torch.testing.assert_close(exported.module()(x), want, rtol=1e-5, atol=1e-5)
 
 
+class Attends(torch.nn.Module):
+    """Attention on blocks of scores, and a product of integers."""
+
+    def __init__(self):
+        super().__init__()
+        blocks = torch.ones(4, 4).tril() > 0
+        self.scores = rarefy.BsrPattern.from_mask(blocks, shape=(16, 16), block_shape=(4, 4))
+        (data, indices, indptr), _ = csr(6, 8, 0.5)
+        data = (torch.as_tensor(data) * 5).to(torch.int32)
+        self.matrix = sparse.SparseMatrix(data, indices, indptr, shape=(6, 8))
+
+    def forward(self, x):
+        attended = sparse.sparse_attention(x, x, x, self.scores, causal=True)
+        return attended, sparse.sparse_dense((x * 10).to(torch.int32), self.matrix)
+
+
+def test_attention_and_integers_compile_and_export_whole():
+    model, x = Attends(), torch.randn(16, 8, generator=torch.Generator().manual_seed(0))
+    want = model(x)
+    for got in (
+        torch.compile(model, fullgraph=True, backend="aot_eager")(x),
+        torch.export.export(model, (x,)).module()(x),
+    ):
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+    leaf = [x.clone().requires_grad_() for _ in range(2)]
+    model(leaf[0])[0].square().sum().backward()
+    torch.compile(model, fullgraph=True, backend="aot_eager")(leaf[1])[0].square().sum().backward()
+    torch.testing.assert_close(leaf[0].grad, leaf[1].grad, rtol=1e-4, atol=1e-4)
+
+
 def test_forward_mode_and_torch_func_through_matrices():
     """Products and transposes whose matrix is made in the call, from a row plan."""
     (data, indices, indptr), dense = csr(24, 16, 0.3, torch.float64)

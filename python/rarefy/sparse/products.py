@@ -233,3 +233,14 @@ class _SampledProduct(torch.autograd.Function):
             at, pat = transposed(a, pa)
             db = _SampledProduct.apply(at, gradient, (pat, pc, pb))
         return da, db, None
+
+
+# Fake kernel; sparse × sparse has none, as its sizes follow from indices ---------------------------
+
+
+def _fake_integers(x: Tensor, values: Tensor, plan: Tensor, bias: Any, sizes: list[int], *_: Any) -> Tensor:
+    return x.new_empty((x.shape[0], sizes[0]))
+
+
+if _load.problem is None:
+    torch.library.register_fake("rarefy::_integer_linear", _fake_integers)

@@ -31,6 +31,15 @@ def sparse_softmax(a: Any, *, check: str = "once") -> SparseMatrix:
     return SparseMatrix.of_blocks(blocks, matrix.pattern, matrix)
 
 
+def _fake(values: Tensor, *_: Any) -> Tensor:
+    return torch.empty_like(values)
+
+
+if _load.problem is None:
+    for _name in ("_stored_softmax", "_stored_softmax_gradient"):
+        torch.library.register_fake(f"rarefy::{_name}", _fake)
+
+
 class _Softmax(torch.autograd.Function):
     """One pass of the core on the host; torch's reductions over block rows elsewhere."""
 
