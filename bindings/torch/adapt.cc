@@ -140,11 +140,12 @@ Call::Call(std::string_view op, std::string_view argument, const Tensor& tensor)
 // On the CPU a thread keeps what it was given last, up to here: with fresh pages in each call, 512 × 3072 →
 // 768 with 4×1 at 0.5 took 7.1–9.3 instead of 6.1–6.6 ms (Zen 4, 2 threads). Beyond, and on CUDA, each call
 // asks and gives back.
-constexpr std::int64_t kKeptWorkspace = 16 << 20;
+constexpr std::int64_t kKeptByThread = 2 << 20;
 
 void* Call::provide_workspace(void* call, std::int64_t bytes) {
   const auto* self = static_cast<const Call*>(call);
-  const bool keep = self->device_ == Device::cpu && bytes <= kKeptWorkspace;
+  const std::int64_t most = kKeptByThread * std::max<std::int64_t>(8, torch::stable::get_num_threads());
+  const bool keep = self->device_ == Device::cpu && bytes <= most;
   thread_local std::optional<Tensor> kept;
   if (keep && kept && kept->numel() >= bytes) return kept->data_ptr();
   const auto type =
