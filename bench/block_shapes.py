@@ -40,9 +40,16 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 import rarefy
 import students
 from examples.minilm import data, prune, run
-from examples.minilm.distill import Recipe, batches, write_checkpoint
+from examples.minilm.distill import Recipe, write_checkpoint
 from examples.minilm.evaluate import embed_entries, mean_cosine, quality
-from examples.minilm.model import FFN_LAYERS, load_dense, load_tokenizer, quiet_transformers, skeleton
+from examples.minilm.model import (
+    FFN_LAYERS,
+    load_dense,
+    load_tokenizer,
+    quiet_transformers,
+    skeleton,
+    token_ids,
+)
 from rarefy.files import replacing
 from rarefy.predictor import Case, predictor
 from rarefy.prune import Mask, Sensitivity
@@ -125,14 +132,19 @@ class Bench:
             prune.same_lengths(self.tokenizer, self.split.train_texts[: run.CALIBRATION_TEXTS])
         )
 
-    def shares(self, density: float, which: str) -> dict[str, float]:
-        """Sparsities of layers, by measured sensitivity with one shape: every shape gets the same."""
+    def sensitivity(self) -> Sensitivity:
+        """Of all groups of layers, measured once, with one shape, and kept in the folder."""
         path = self.kept / f"sensitivity-{SHARED}.json"
         found = Sensitivity.from_json(path.read_text(encoding="utf-8")) if path.is_file() else None
         if not prune.complete(found, self.dense):
             texts = data.texts_of(self.split.validation[: run.SENSITIVITY_ENTRIES])
             model, some = self.arranged(SHARED), self.batches[::4]
             found = prune.measured(model, self.tokenizer, some, texts, SHARED, found, path, SPARSITIES)
+        return found
+
+    def shares(self, density: float, which: str) -> dict[str, float]:
+        """Sparsities of layers under one budget, by that sensitivity: every shape gets the same."""
+        found = self.sensitivity()
         names = set(layers_of(self.dense, which))
         found.points = [p for p in found.points if {n.removesuffix(".weight") for n in p.layers} <= names]
         return prune.allocated(found, density).sparsities
@@ -145,9 +157,13 @@ class Bench:
             prune.arranged(self.order[1], self.batches, rows)
         return self.order[1]
 
+    def kept_at(self, block: str, density: float, which: str) -> Path:
+        """The file with one student."""
+        return self.kept / f"{which}-{block}-{density:g}.pt"
+
     def pruned(self, block: str, density: float, which: str) -> tuple[nn.Module, dict[str, Mask]]:
         """A copy of the encoder with these layers reconstructed, and their masks; kept in the folder."""
-        path = self.kept / f"{which}-{block}-{density:g}.pt"
+        path = self.kept_at(block, density, which)
         found = torch.load(path, weights_only=True) if path.is_file() else {"masks": None, "weights": None}
         masks = found["masks"] and {n: Mask(*fields) for n, fields in found["masks"].items()}
         if found["weights"] is None:
@@ -221,10 +237,10 @@ def plot(rows: dict[tuple[str, ...], dict[str, str]], path: Path) -> None:
 
 def recipe_of(text: str) -> Recipe:
     """The demo's recipe with other values, "lr=1e-3,pooled=4"; ValueError for names that it lacks."""
-    given = dict(part.split("=") for part in text.split(",") if part)
+    given, demo = dict(part.split("=") for part in text.split(",") if part), Recipe()
     if unknown := set(given) - {field.name for field in fields(Recipe)}:
         raise ValueError(f"[recipe] names must be those of Recipe; got {sorted(unknown)}")
-    return replace(Recipe(), **{name: float(value) for name, value in given.items()})
+    return replace(demo, **{name: type(getattr(demo, name))(value) for name, value in given.items()})
 
 
 def prepare(kept: Path, of: tuple[str, float, str], threads: int) -> None:
@@ -236,15 +252,18 @@ def prepare(kept: Path, of: tuple[str, float, str], threads: int) -> None:
 def together(bench: Bench, keys: list[tuple[str, ...]], steps: int, device: str, jobs: int) -> Iterator[dict]:
     """Students of all these rows, trained at once: what each row has of it, and the figures."""
     of = [(block, float(density), which) for block, density, which, _, _ in keys]
-    if jobs > 1:
+    missing = [each for each in dict.fromkeys(of) if not bench.kept_at(*each).is_file()]
+    if jobs > 1 and missing:
+        bench.sensitivity()  # once, not by every process
         threads = itertools.repeat(max(1, torch.get_num_threads() // jobs))
         with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:
-            list(pool.map(prepare, itertools.repeat(bench.kept), dict.fromkeys(of), threads))
+            list(pool.map(prepare, itertools.repeat(bench.kept), missing, threads))
     models, masks = zip(*(bench.pruned(*each) for each in of), strict=True)
     learning = students.Students(models, masks, device)
     teacher = students.Students([bench.dense], [{}], device)
     recipes = [recipe_of(key[-1]) for key in keys]
-    made = batches(bench.tokenizer, bench.split.train_texts, recipes[0].tokens, recipes[0].seed)
+    ids = token_ids(bench.tokenizer, bench.split.train_texts)
+    made = students.batches(ids, recipes[0].tokens, recipes[0].seed, device)
     cuda = device.startswith("cuda")
     start = time.monotonic()
     students.train(learning, teacher, made, steps, recipes, bf16=cuda)
@@ -289,14 +308,16 @@ def main() -> int:  # noqa: D103
             row |= {k: f"{v:.3f}" for k, v in measured(shapes, row["block"], float(row["density"])).items()}
             write(args.out, rows)
         return 0
-    bench = Bench(args.kept)
-    layers = list(layers_of(bench.dense, args.layers).values())
     label = f"{args.steps} steps" if args.steps else f"{args.minutes:g} minutes"
     keys = [
         (block, f"{density:g}", args.layers, label, recipe)
         for density in args.densities for block in args.blocks for recipe in args.recipes
     ]  # fmt: skip
     keys = [key for key in keys if key not in rows]
+    if not keys:
+        return 0
+    bench = Bench(args.kept)
+    layers = list(layers_of(bench.dense, args.layers).values())
 
     def alone() -> Iterator[dict]:
         for block, density, which, _, recipe in keys:

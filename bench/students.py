@@ -2,8 +2,9 @@
 
 A step of 512 tokens leaves a GPU idle; twenty students that learn from the same batches, each with its own
 blocks and recipe, fill it. Their weights are stacked, (S, …), so that a layer of all of them is one batched
-product. Blocks that left are masked: the same numbers as Rarefy's layers, none of their speed. Losses,
-schedule and batches are the demo's (examples/minilm/distill.py), budgets are steps in place of minutes.
+product. Blocks that left are masked: the same numbers as Rarefy's layers, none of their speed. Losses and
+schedule are the demo's (examples/minilm/distill.py), budgets are steps in place of minutes, batches those of
+`batches`, where launching kernels costs more than computing, or the demo's.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import copy
 import gc
 import math
+import random
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -22,6 +24,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from examples.minilm.distill import Recipe, rate
+from examples.minilm.model import pad
 from rarefy.prune import Mask
 
 
@@ -93,20 +96,42 @@ class Students:
 def losses(got: list[Tensor], want: list[Tensor], mask: Tensor, weights: Sequence[Tensor]) -> Tensor:
     """The demo's loss_fn of each student, (S,).
 
-    got, want: states of students, (S, B, T, H) for each layer, and of the teacher, (1, B, T, H). weights: of
-    sentences, states and relations, (S,) each.
+    got, want: states of students, (S, B, T, H) for each of L layers, and of the teacher, (1, B, T, H).
+    weights: of sentences, states and relations, (S,) each.
     """
     part = mask[None, :, :, None].to(torch.float32)
-    count = part.sum() * got[0].shape[-1]
-    errors = []
-    for g, w in zip(got, want, strict=True):
-        mean = (w * part).sum() / count
-        variance = ((w - mean).square() * part).sum() / (count - 1)
-        errors.append(((g - w).square() * part).sum((1, 2, 3)) / count / variance)
-    ours, theirs = (functional.normalize((x[-1] * part).sum(2), dim=-1) for x in (got, want))  # (S, B, H)
-    sentences = (1 - (ours * theirs).sum(-1)).mean(-1)
+    ours, theirs = torch.stack(got, 1), torch.stack(want, 1)  # (S, L, B, T, H)
+    count = part.sum() * ours.shape[-1]
+    mean = (theirs * part).sum((2, 3, 4), keepdim=True) / count
+    variance = ((theirs - mean).square() * part).sum((2, 3, 4)) / (count - 1)  # (1, L)
+    errors = ((ours - theirs).square() * part).sum((2, 3, 4)) / count / variance
+    ours, theirs = (functional.normalize((x[:, -1] * part).sum(2), dim=-1) for x in (ours, theirs))
+    sentences = (1 - (ours * theirs).sum(-1)).mean(-1)  # of (S, B, H)
     relations = (ours @ ours.mT - theirs @ theirs.mT).square().mean((1, 2))
-    return weights[0] * sentences + weights[1] * torch.stack(errors).mean(0) + weights[2] * relations
+    return weights[0] * sentences + weights[1] * errors.mean(1) + weights[2] * relations
+
+
+def batches(
+    ids: Sequence[Sequence[int]], tokens: int, seed: int, device: torch.device | str = "cpu"
+) -> Iterator[dict[str, Tensor]]:
+    """Endless batches of few shapes, on the device: T a multiple of 4, ⌊tokens / T⌋ texts of such lengths.
+
+    ids: of each text. Texts come in an order fixed by the seed, all of them before one comes again (but for
+    those that wait for others of their length). Few shapes are few CUDA graphs: the demo's batches have 140.
+    """
+    table, mask = pad(ids, 0).values()
+    widths = (4 * ((mask.sum(1) + 3) // 4)).tolist()
+    beyond, rng = (0, -table.shape[1] % 4), random.Random(seed)
+    table, mask = (functional.pad(x.int(), beyond).to(device) for x in (table, mask))
+    waiting: dict[int, list[int]] = {width: [] for width in widths}
+    while True:
+        for text in rng.sample(range(len(ids)), len(ids)):
+            width = widths[text]
+            waiting[width].append(text)
+            if len(waiting[width]) >= tokens // width:
+                rows = torch.tensor(waiting[width], device=device)
+                waiting[width].clear()
+                yield {"input_ids": table[rows, :width].long(), "attention_mask": mask[rows, :width].long()}
 
 
 def train(

@@ -99,6 +99,32 @@ def test_rows_are_made(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, bench: b
     assert (trained["steps"], trained["on"]) == ("30", "CPU")
 
 
+def test_nothing_to_do_is_no_error(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, bench: block_shapes.Bench
+) -> None:
+    path = tmp_path / "x.csv"
+    options = ("--blocks", "4x1", "--steps", "2")
+    rows = main_of(monkeypatch, path, *options)
+    assert main_of(monkeypatch, path, *options) == rows
+
+
+def test_processes_find_the_sensitivities_measured(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, bench: block_shapes.Bench
+) -> None:
+    monkeypatch.setattr(
+        block_shapes,
+        "prepare",
+        lambda kept, of, threads: (next(kept.glob("sensitivity*")), bench.pruned(*of)),
+    )
+    main_of(monkeypatch, tmp_path / "x.csv", "--blocks", "4x1", "8x4", "--steps", "2", "--jobs", "2")
+
+
+def test_a_recipe_keeps_the_kinds_of_its_numbers() -> None:
+    recipe = block_shapes.recipe_of("lr=1e-3,tokens=64,seed=1,pooled=4")
+    assert recipe == block_shapes.Recipe(lr=1e-3, tokens=64, seed=1, pooled=4.0)
+    assert [type(x) for x in (recipe.tokens, recipe.seed, recipe.pooled)] == [int, int, float]
+
+
 def test_masks_alone_give_the_same_weights(bench: block_shapes.Bench) -> None:
     student, masks = bench.pruned("4x1", 0.6, "all")
     path = bench.kept / "all-4x1-0.6.pt"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -39,6 +40,25 @@ def test_states_are_those_of_transformers() -> None:
     together.load_into(copied, 1)
     for p, q in zip(copied.parameters(), both[1].parameters(), strict=True):
         assert torch.equal(p, q)
+
+
+def test_batches_have_few_shapes_and_every_text_in_turn() -> None:
+    ids = model.token_ids(Words(), TEXTS)
+    made = list(itertools.islice(students.batches(ids, 64, 0), 40))
+    assert {tuple(b["input_ids"].shape) for b in made} == {(16, 4), (8, 8)}
+    rows = [
+        tuple(row[mask.bool()].tolist())
+        for batch in made
+        for row, mask in zip(batch["input_ids"], batch["attention_mask"], strict=True)
+    ]
+    known = Counter(map(tuple, ids))
+    assert Counter(rows[: len(ids)]).keys() <= known.keys()
+    counts = Counter(rows)
+    turns = [counts[text] / often for text, often in known.items()]
+    assert max(turns) - min(turns) <= 1 + 1e-9  # all texts before one comes again, but for those that wait
+    again = itertools.islice(students.batches(ids, 64, 0), 40)
+    assert all(torch.equal(a["input_ids"], b["input_ids"]) for a, b in zip(made, again, strict=True))
+    assert not torch.equal(made[0]["input_ids"], next(students.batches(ids, 64, 1))["input_ids"])
 
 
 def test_steps_are_those_of_the_demo() -> None:
