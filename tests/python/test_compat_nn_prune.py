@@ -336,6 +336,34 @@ def test_a_checkpoint_that_does_not_fit_changes_nothing():
         assert all(a is b for a, b in zip(model.parameters(), places, strict=True))
 
 
+class Counted(nn.Linear):
+    """A layer with a state of its own, which is no tensor."""
+
+    seen = 0
+
+    def get_extra_state(self):
+        return {"seen": self.seen}
+
+    def set_extra_state(self, state):
+        self.seen = state["seen"]
+
+
+@pytest.mark.parametrize("fits", [True, False])
+def test_a_checkpoint_with_extra_state_loads_or_changes_nothing(fits):
+    theirs, mine = nn.Sequential(Counted(12, 10)), nn.Sequential(Counted(12, 10))
+    original.l1_unstructured(theirs[0], "weight", 0.5)
+    theirs[0].seen, mine[0].seen = 7, 3
+    state = theirs.state_dict() | ({} if fits else {"0.bias": torch.zeros(3)})
+    if fits:
+        prune.load_state_dict(mine, state)
+        assert torch.equal(mine[0].weight, theirs[0].weight) and mine[0].seen == 7
+    else:
+        before = mine[0].weight.clone()
+        with pytest.raises(RuntimeError, match="size mismatch"):
+            prune.load_state_dict(mine, state)
+        assert torch.equal(mine[0].weight, before) and mine[0].seen == 3
+
+
 def test_a_checkpoint_finds_its_mask_behind_another_parametrization():
     theirs, mine = nn.Sequential(layer()), nn.Sequential(layer())
     original.l1_unstructured(theirs[0], "weight", 0.5)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ..checks import check_known, fail
-from .masks import Scores
+from .masks import Scores, allocate_global, lamp_scores
 from .patterns import count_of, matrix_shape
 
 
@@ -185,8 +185,6 @@ class LAMP(Allocation):
     """
 
     def removed(self, layers: Sequence[LayerInfo], sparsity: float) -> list[int]:  # noqa: D102
-        from .masks import allocate_global, lamp_scores
-
         scores = [Scores(lamp_scores(layer.weight)) for layer in layers]
         sizes = [layer.weight.numel() for layer in layers]
         limits, units = [(0, size) for size in sizes], [(1, 1, 0, 0)] * len(sizes)

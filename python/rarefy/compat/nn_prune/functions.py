@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -139,7 +140,7 @@ def load_state_dict(model: nn.Module, state_dict: Mapping[str, torch.Tensor], st
     op = "load_state_dict"
     state, modules = dict(state_dict), dict(model.named_modules())
     added: list[tuple[nn.Module, str, list[str]]] = []
-    kept = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    kept = copy.deepcopy(model.state_dict())  # extra states too, which may be anything
     try:
         for key in state_dict:
             base = key.removesuffix("_orig")

@@ -70,8 +70,7 @@ class BasePruningMethod(ABC):
         mask = torch.ones_like(t) if default_mask is None else default_mask
         if mask.shape != t.shape:
             fail(op, f"default_mask must be of shape {tuple(t.shape)}", tuple(mask.shape))
-        scores = t.detach() if importance_scores is None else scores_of(op, t, importance_scores)
-        return torch.where(self._on_top(scores, mask) != 0, t, 0)
+        return torch.where(self._on_top(scores_of(op, t, importance_scores), mask) != 0, t, 0)
 
     def apply_mask(self, module: nn.Module) -> torch.Tensor:
         """The pruned tensor of a module that this method was applied to."""
@@ -96,9 +95,8 @@ class BasePruningMethod(ABC):
         op, method = f"{cls.__name__}.apply", cls(*args, **kwargs)
         method._tensor_name = name
         tensor, made = place(op, module, name)
-        scores = tensor if importance_scores is None else scores_of(op, tensor, importance_scores)
         mask = left_of(tensor, made).to(tensor.dtype)
-        add_mask(op, module, name, method._on_top(scores.to(tensor.device), mask) != 0)
+        add_mask(op, module, name, method._on_top(scores_of(op, tensor, importance_scores), mask) != 0)
         return method
 
     def remove(self, module: nn.Module) -> None:

@@ -74,13 +74,13 @@ def left_of(tensor: torch.Tensor, made: Pruned | None) -> torch.Tensor:
 
 
 def scores_of(op: str, tensor: torch.Tensor, given: torch.Tensor | None) -> torch.Tensor:
-    """The scores that were given, checked, or the tensor's magnitudes."""
+    """The scores that were given, checked, on the tensor's device; or the tensor itself."""
     if given is None:
-        return tensor.abs()
+        return tensor.detach()
     check_tensor(op, "importance_scores", given)
     if given.shape != tensor.shape:
         fail(op, f"importance_scores must be of shape {tuple(tensor.shape)}", tuple(given.shape))
-    return given.detach()
+    return given.detach().to(tensor.device)
 
 
 def remove(module: nn.Module, name: str) -> nn.Module:
