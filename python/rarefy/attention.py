@@ -21,7 +21,10 @@ _THREE = ("q_proj_weight", "k_proj_weight", "v_proj_weight")
 
 
 class SparseMultiheadAttention(nn.MultiheadAttention):
-    """nn.MultiheadAttention whose in_proj_weight, q_proj_weight … and out_proj.weight may be sparse."""
+    """nn.MultiheadAttention whose in_proj_weight, q_proj_weight … and out_proj.weight may be sparse.
+
+    Its heads need not fill embed_dim: q_proj_weight is (num_heads · head_dim, E) then, and so are the others.
+    """
 
     def forward(
         self,
@@ -112,10 +115,24 @@ def projections(module: nn.Module) -> list[str]:
     return ["in_proj_weight"] if module._qkv_same_embed_dim else list(_THREE)
 
 
+def separate(module: nn.Module) -> None:
+    """Makes three of one in_proj_weight, as torch does where keys are of another width than embed_dim.
+
+    torch's own forward, and nn.TransformerEncoderLayer's fused one, want E rows of each projection otherwise.
+    """
+    if module._qkv_same_embed_dim:
+        packed = module.in_proj_weight
+        module.register_parameter("in_proj_weight", None)
+        for name, weight in zip(_THREE, packed.detach().chunk(3), strict=True):
+            module.register_parameter(name, nn.Parameter(weight.clone(), packed.requires_grad))
+        module._qkv_same_embed_dim = False
+
+
 def settle(module: nn.Module) -> None:
-    """Gives an nn.MultiheadAttention the class that its weights want."""
+    """Gives an nn.MultiheadAttention the class that its weights and heads want."""
     if names := projections(module):
         sparse = any(isinstance(getattr(module, name), SparseWeight) for name in names)
+        sparse = sparse or module.num_heads * module.head_dim != module.embed_dim
         sparse = sparse or isinstance(module.out_proj, BlockSparseLinear)
         module.__class__ = SparseMultiheadAttention if sparse else nn.MultiheadAttention
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from rarefy.prune import structured
-from rarefy.prune.structured import Coupling, find_couplings, shrink, unit_norms
+from rarefy.prune import Coupling, find_couplings, shrink, trace_couplings
+from rarefy.prune.structured import unit_norms
 
 
 def mlp() -> nn.Sequential:
@@ -82,41 +82,62 @@ def mobile() -> nn.Sequential:
     return model.eval()
 
 
+def grouped() -> nn.Sequential:
+    """Convolutions in groups, two that make channels for three, and a last one that reads all."""
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Conv2d(4, 12, 3, groups=2), nn.BatchNorm2d(12), nn.ReLU(), nn.Conv2d(12, 18, 3, groups=3),
+        nn.SiLU(), nn.Conv2d(18, 6, 1), nn.Flatten(), nn.Linear(6 * 16, 5),
+    )  # fmt: skip
+    model(torch.randn(16, 4, 8, 8))
+    return model.eval()
+
+
 MODELS = [
+    (grouped, (5, 4, 8, 8), 3),
     (residuals, (5, 3, 8, 8), 3),
     (mobile, (5, 4, 8, 8), 1),
     (mlp, (5, 10), 2),
     (cnn, (5, 3, 8, 8), 3),
     (lambda: Block().eval(), (5, 8), 1),
-    (lambda: nn.TransformerEncoderLayer(8, 2, 24, batch_first=True, norm_first=True).eval(), (2, 5, 8), 1),
+    (lambda: nn.TransformerEncoderLayer(8, 2, 24, batch_first=True, norm_first=True).eval(), (2, 5, 8), 2),
 ]
+
+
+def without(model: nn.Module, couplings: list[Coupling], sparsity: float) -> tuple[nn.Module, dict[str, int]]:
+    """A copy with the columns of the least units at zero in their consumers; how many units, by coupling."""
+    masked, gone = copy.deepcopy(model), {}
+    for coupling in couplings:
+        norms = unit_norms(model, coupling)
+        gone[coupling.name] = min(round(sparsity * len(norms)), len(norms) - 1)
+        for name in coupling.consumers:
+            layer = masked.get_submodule(name)
+            parts = coupling.groups // getattr(layer, "groups", 1)
+            wide = layer.weight.detach().view(len(layer.weight), parts, len(norms), -1)
+            wide[:, :, norms.argsort()[: gone[coupling.name]]] = 0
+    return masked, gone
 
 
 @pytest.mark.parametrize(("make", "shape", "count"), MODELS)
 @pytest.mark.parametrize("sparsity", [0.25, 0.5, 1.0])
 def test_what_stays_computes_what_it_did(make, shape, count, sparsity):
-    model, x = make(), torch.randn(shape)
-    masked, couplings = copy.deepcopy(model), find_couplings(model)
+    model, x, couplings = make(), torch.randn(shape), find_couplings(make())
     assert len(couplings) == count
-    gone = {}
-    for coupling in couplings:
-        norms = unit_norms(model, coupling)
-        remove = min(round(sparsity * len(norms)), len(norms) - 1)
-        gone[coupling.name] = norms.argsort()[:remove]
-        for name in coupling.consumers:
-            weight = masked.get_submodule(name).weight.detach()
-            wide = weight.view(len(weight), len(norms), -1)
-            wide[:, gone[coupling.name]] = 0
+    masked, gone = without(model, couplings, sparsity)
     before = sum(p.numel() for p in model.parameters())
     result = shrink(model, sparsity)
     with torch.no_grad():
         torch.testing.assert_close(model(x), masked(x), rtol=1e-5, atol=1e-5)
     for row, coupling in zip(result, couplings, strict=True):
-        assert row.before - row.after == len(gone[coupling.name])
+        assert row.before - row.after == gone[coupling.name]
         for name in coupling.producers:
             layer = model.get_submodule(name)
-            assert len(layer.weight) == row.after and (layer.bias is None or len(layer.bias) == row.after)
-            assert getattr(layer, "out_features", getattr(layer, "out_channels", 0)) == row.after
+            if isinstance(layer, nn.MultiheadAttention):
+                assert layer.num_heads == row.after
+                continue
+            width = row.after * coupling.groups
+            assert len(layer.weight) == width and (layer.bias is None or len(layer.bias) == width)
+            assert getattr(layer, "out_features", getattr(layer, "out_channels", 0)) == width
     assert sum(p.numel() for p in model.parameters()) < before
     model.train()(x).sum().backward()
 
@@ -179,6 +200,147 @@ def test_grouped_query_heads_leave_together(queries, keys):
     assert (inner.q_proj.out_features, inner.k_proj.out_features) == (8 * left * queries // keys, 8 * left)
 
 
+@pytest.mark.parametrize(
+    "options", [{}, {"batch_first": True, "bias": False}, {"kdim": 12, "vdim": 20}, {"add_bias_kv": True}]
+)
+@pytest.mark.parametrize("mode", ["train", "eval"])
+def test_heads_of_torchs_attention_leave(options, mode):
+    torch.manual_seed(0)
+    model = nn.Module()
+    model.attention = nn.MultiheadAttention(32, 4, **options)
+    (coupling,) = find_couplings(model)
+    assert (coupling.unit, coupling.heads) == (8, "attention")
+    getattr(model, mode)()
+    masked, _ = without(model, [coupling], 0.5)
+    layer, whole = model.attention, masked.attention
+    x, keys, values = (torch.randn(5, 3, n) for n in (32, layer.kdim, layer.vdim))
+    (row,) = shrink(model, 0.5)
+    assert (row.before, row.after, layer.num_heads, layer.head_dim) == (4, 2, 2, 8)
+    assert layer.q_proj_weight.shape == (16, 32) and layer.out_proj.weight.shape == (32, 16)
+    for need in (True, False):
+        got, attention = layer(x, keys, values, need_weights=need)
+        torch.testing.assert_close(got, whole(x, keys, values, need_weights=need)[0], rtol=1e-5, atol=1e-5)
+        assert not need or torch.allclose(attention.sum(-1), torch.ones(()))
+    again = copy.deepcopy(layer)
+    again.load_state_dict(layer.state_dict())
+    assert torch.equal(again(x, keys, values, need_weights=False)[0], got)
+    got.sum().backward()
+    assert layer.v_proj_weight.grad.shape == (16, layer.vdim)
+    shrink(model, 0.5)
+    assert layer.num_heads == 1 and layer(x, keys, values)[0].shape == x.shape
+
+
+def test_an_encoder_with_fewer_heads_leaves_torchs_fused_path():
+    torch.manual_seed(0)
+    encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 4, 24, batch_first=True), 2).eval()
+    masked, _ = without(encoder, find_couplings(encoder), 0.5)
+    shrink(encoder, 0.5)
+    x, padding = torch.randn(3, 6, 16), torch.zeros(3, 6, dtype=torch.bool)
+    padding[1, 4:] = True
+    with torch.inference_mode():
+        got, want = (m(x, src_key_padding_mask=padding) for m in (encoder, masked))
+    torch.testing.assert_close(got[~padding], want[~padding], rtol=1e-5, atol=1e-5)
+
+
+class Excited(nn.Module):
+    """A residual block in groups with squeeze and excitation, and a shortcut where widths differ."""
+
+    def __init__(self, wide: int, out: int, groups: int) -> None:
+        super().__init__()
+        self.one, self.two = (
+            nn.Conv2d(wide, 12, 1, bias=False),
+            nn.Conv2d(12, 12, 3, padding=1, groups=groups),
+        )
+        self.three, self.norm, self.last = nn.Conv2d(12, out, 1), nn.BatchNorm2d(12), nn.BatchNorm2d(out)
+        self.squeeze, self.excite = nn.Conv2d(out, 4, 1), nn.Conv2d(4, out, 1)
+        self.short = nn.Conv2d(wide, out, 1) if wide != out else nn.Identity()
+
+    def forward(self, x):
+        y = self.last(self.three(nn.functional.relu(self.norm(self.two(self.one(x))))))
+        gate = self.excite(self.squeeze(y.mean((2, 3), keepdim=True)).relu()).sigmoid()
+        return torch.relu(self.short(x) + gate * y)
+
+
+class Net(nn.Module):
+    """Stages of such blocks; what goes from block to block leaves with all that add to it."""
+
+    def __init__(self, flatten) -> None:
+        super().__init__()
+        self.stem, self.norm, self.flatten = nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), flatten
+        self.blocks = nn.Sequential(Excited(8, 8, 3), Excited(8, 16, 4), Excited(16, 16, 1))
+        self.head = nn.Linear(16 * 4, 5)
+
+    def forward(self, x):
+        x = self.blocks(nn.functional.max_pool2d(self.norm(self.stem(x)), 2))
+        return self.head(self.flatten(nn.functional.adaptive_avg_pool2d(x, 2)))
+
+
+FLATTENS = [lambda x: x.flatten(1), lambda x: torch.flatten(x, 1), lambda x: x.view(x.size(0), -1),
+            lambda x: x.reshape(x.shape[0], -1)]  # fmt: skip
+
+
+@pytest.mark.parametrize("flatten", FLATTENS)
+@pytest.mark.parametrize("sparsity", [0.25, 0.5, 1.0])
+def test_residual_streams_leave_with_all_that_add_to_them(flatten, sparsity):
+    torch.manual_seed(0)
+    model, x = Net(flatten), torch.randn(4, 3, 12, 12)
+    model(x)
+    couplings = trace_couplings(model.eval())
+    streams = [c for c in couplings if "head" in c.consumers or "blocks.1.short" in c.consumers]
+    assert len(couplings) == 3 * 3 + 2 and len(streams) == 2
+    stem, late = streams
+    assert set(stem.producers) == {"stem", "blocks.0.three", "blocks.0.excite"}
+    assert set(stem.consumers) == {"blocks.0.one", "blocks.0.squeeze", "blocks.1.one", "blocks.1.short"}
+    assert {"norm", "blocks.0.last"} == set(stem.norms) and "blocks.1.short" in late.producers
+    assert sorted(c.groups for c in couplings) == [1] * 7 + [3, 3, 4, 4]
+    masked, _ = without(model, couplings, sparsity)
+    shrink(model, sparsity, couplings=couplings)
+    with torch.no_grad():
+        torch.testing.assert_close(model(x), masked(x), rtol=1e-4, atol=1e-4)
+    model.train()(x).sum().backward()
+
+
+@pytest.mark.parametrize(
+    ("name", "most"),
+    [("resnet18", 0.35), ("mobilenet_v3_small", 0.45), ("regnet_x_400mf", 0.45), ("densenet121", 1)],
+)
+def test_torchvisions_networks_shrink_as_a_whole(name, most):
+    torchvision = pytest.importorskip("torchvision")
+    torch.manual_seed(0)
+    model, x = getattr(torchvision.models, name)(num_classes=10).eval(), torch.randn(2, 3, 64, 64)
+    couplings, before = trace_couplings(model), sum(p.numel() for p in model.parameters())
+    masked, _ = without(model, couplings, 0.5)
+    shrink(model, 0.5, couplings=couplings)
+    with torch.no_grad():
+        torch.testing.assert_close(model(x), masked(x), rtol=1e-3, atol=1e-4)
+    assert sum(p.numel() for p in model.parameters()) < most * before
+
+
+def test_what_cannot_be_followed_stays_whole():
+    class Odd(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b, self.c, self.d = (nn.Linear(6, 6) for _ in range(4))
+            self.e, self.norm, self.bias = nn.Linear(6, 6), nn.LayerNorm(6), nn.Parameter(torch.zeros(6))
+
+        def forward(self, x):
+            a = self.b(self.a(x).softmax(-1))  # mixed
+            c = self.c(self.norm(a)) + self.bias  # a mean of all; a Parameter
+            d = self.d(c).T  # turned
+            return self.e(self.e(d))  # twice, and an output
+
+    assert trace_couplings(Odd()) == []
+
+    class Branches(nn.Module):
+        def forward(self, x):
+            return x if x.sum() > 0 else -x
+
+    with pytest.raises(ValueError, match=r"\[trace_couplings\] .*torch.fx can trace; got TraceError"):
+        trace_couplings(Branches())
+    with pytest.raises(TypeError, match=r"nn\.Module"):
+        trace_couplings("model")
+
+
 def test_sparsities_and_scores_by_name():
     model = mlp()
     scores = torch.arange(24.0).flip(0)
@@ -211,13 +373,12 @@ def test_a_depthwise_convolution_shrinks_with_its_channels():
     assert depthwise.weight.shape == (12, 1, 3, 3) and depthwise.bias.shape == (12,)
 
 
-def test_shared_and_grouped_layers_are_left_out():
+def test_shared_and_mixed_layers_are_left_out():
     shared = nn.Linear(8, 8)
     assert find_couplings(nn.Sequential(shared, nn.ReLU(), shared)) == []
     tied = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
     tied[2].weight = tied[0].weight
     assert find_couplings(tied) == []
-    assert find_couplings(nn.Sequential(nn.Conv2d(4, 8, 3, groups=2), nn.Conv2d(8, 4, 3))) == []
     assert find_couplings(nn.Sequential(nn.Linear(4, 4), nn.Softmax(-1), nn.Linear(4, 4))) == []
     # Features that are mixed on the way: a token's are neighbours, and a picture's columns are no channels.
     assert find_couplings(nn.Sequential(nn.Linear(4, 4), nn.Flatten(), nn.Linear(8, 4))) == []
@@ -242,4 +403,3 @@ def test_bad_arguments_are_refused_and_nothing_changes(arguments, text):
     with pytest.raises(ValueError, match=text):
         shrink(model, arguments[0], **arguments[1])
     assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
-    assert structured.__doc__

@@ -5,6 +5,7 @@ Sparsifier puts them together. docs/pruning.md walks from a model to a faster mo
 """
 
 from . import criteria, drop_fractions, patterns, schedules, scopes
+from .couplings import Coupling, find_couplings
 from .criteria import Criterion, parse_criterion
 from .drop_fractions import DropFraction, parse_fraction
 from .elimination import Elimination, eliminations
@@ -22,9 +23,10 @@ from .scopes import Allocation, Scope, parse_allocation, parse_scope
 from .sensitivity import Plan, Point, Sensitivity, sensitivity
 from .sparsifier import Sparsifier
 from .start import sparse_start
-from .structured import Coupling, find_couplings, shrink
+from .structured import shrink
 from .table import Row, Table
 from .top_kast import TopKAST
+from .traced import trace_couplings
 
 __all__ = [
     "SET",
@@ -84,4 +86,5 @@ __all__ = [
     "sensitivity",
     "shrink",
     "sparse_start",
+    "trace_couplings",
 ]

@@ -2,55 +2,17 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
 
+from ..attention import projections, separate, settle
 from ..checks import check_known, check_tensor, fail
+from .couplings import Coupling, child, find_couplings, is_attention, is_depthwise, is_norm, is_plain
 from .criteria import check_sparsity
 from .masks import Scores, make_mask
-
-_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d)
-_BETWEEN = (
-    nn.ReLU, nn.ReLU6, nn.GELU, nn.SiLU, nn.ELU, nn.LeakyReLU, nn.Tanh, nn.Sigmoid, nn.Hardswish, nn.Identity,
-    nn.Dropout, nn.Dropout1d, nn.Dropout2d,
-)  # fmt: skip
-_POOLS = (nn.MaxPool2d, nn.AvgPool2d, nn.AdaptiveAvgPool2d, nn.AdaptiveMaxPool2d)
-# Feed-forward networks by the names of their layers: what makes hidden features, and what reads them.
-_NETWORKS = (
-    (("intermediate.dense",), "output.dense"),
-    (("linear1",), "linear2"),
-    (("fc1",), "fc2"),
-    (("lin1",), "lin2"),
-    (("gate_proj", "up_proj"), "down_proj"),
-    (("wi",), "wo"),
-)
-
-
-@dataclass(frozen=True)
-class Coupling:
-    """Hidden features and all layers that have them.
-
-    Attributes:
-        name: of the first producer.
-        producers: names of layers whose outputs they are: nn.Linear, nn.Conv2d.
-        consumers: of those whose inputs they are.
-        norms: of what lies between and has a number for each: batch norms, depthwise convolutions.
-        unit: how many neighbours of the first producer leave together: the size of a head. In layers of other
-            widths as large a part does: a head of keys with all heads of queries that share it.
-        heads: name of the module whose counts of heads change, or None.
-    """
-
-    name: str
-    producers: tuple[str, ...]
-    consumers: tuple[str, ...]
-    norms: tuple[str, ...] = ()
-    unit: int = 1
-    heads: str | None = None
 
 
 @dataclass(frozen=True)
@@ -64,155 +26,69 @@ class Removed:
     parameters_after: int
 
 
-def _child(model: nn.Module, name: str) -> nn.Module | None:
-    try:
-        return model.get_submodule(name)
-    except AttributeError:
-        return None
+@dataclass(frozen=True)
+class _Part:
+    """A dimension of a tensor that has a coupling's features, `tiles` times one after the other."""
+
+    module: nn.Module
+    key: str
+    dim: int
+    tiles: int
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        return getattr(self.module, self.key)
+
+    @property
+    def size(self) -> int:
+        return self.tensor.shape[self.dim]
+
+    def cut(self, keep: torch.Tensor) -> None:
+        """Leaves what `keep`, (units,) bool, says."""
+        old = self.tensor
+        places = keep.repeat_interleave(self.size // (len(keep) * self.tiles)).repeat(self.tiles)
+        new = old.detach().index_select(self.dim, places.nonzero().flatten().to(old.device))
+        if isinstance(old, nn.Parameter):
+            new = nn.Parameter(new, requires_grad=old.requires_grad)
+        setattr(self.module, self.key, new)
 
 
-def _plain(module: nn.Module | None) -> bool:
-    """Whether a layer can be cut: of exactly these classes, with Parameters of its own, without groups."""
-    if type(module) not in (nn.Linear, nn.Conv2d) or getattr(module, "groups", 1) != 1:
-        return False
-    return type(module.weight) is nn.Parameter
-
-
-def _depthwise(module: nn.Module | None) -> bool:
-    """Whether a convolution keeps channels apart, one to one."""
-    if type(module) is not nn.Conv2d or type(module.weight) is not nn.Parameter:
-        return False
-    return module.groups == module.in_channels == module.out_channels > 1
-
-
-def _outputs(module: nn.Module) -> int:
-    return module.weight.shape[0]
-
-
-def find_couplings(model: nn.Module) -> list[Coupling]:
-    """The hidden features of common blocks, each with all that has them.
-
-    Found are: Linear and Conv2d that follow each other in an nn.Sequential (and in those inside it), with
-    activations, dropout, pooling, batch norms, depthwise convolutions and nn.Flatten between; the channels
-    inside of residual blocks, conv1, bn1, conv2, …, as torchvision and timm name them, where nothing but
-    those, activations and a shortcut is in the block (those of the sum itself stay); feed-forward networks of
-    transformers by their layers' names (BERT, RoBERTa, ViT, CLIP, Llama, nn.TransformerEncoderLayer), where
-    only what works element by element may lie between; heads of BERT's attention, and of Llama's (Mistral's,
-    Qwen's, …), where a head of keys and values leaves with the heads of queries that share it. Layers that
-    occur twice, or whose weight is shared, are left out.
-    """
-    found: list[Coupling] = []
-    for name, module in model.named_modules():
-        prefix = f"{name}." if name else ""
-        if _in_order(module):
-            found += _in_sequence(module, prefix)
-        found += _in_block(module, prefix)
-        for ups, down in _NETWORKS:
-            layers = [_child(module, x) for x in (*ups, down)]
-            if all(map(_plain, layers)) and {_outputs(x) for x in layers[:-1]} == {
-                layers[-1].weight.shape[1]
-            }:
-                names = tuple(prefix + x for x in ups)
-                found.append(Coupling(names[0], names, (f"{prefix}{down}",)))
-        inner, out = _child(module, "self"), _child(module, "output.dense")
-        size = getattr(inner, "attention_head_size", None)
-        parts = [_child(module, f"self.{x}") for x in ("query", "key", "value")]
-        if isinstance(size, int) and all(map(_plain, (*parts, out))):
-            names = tuple(f"{prefix}self.{x}" for x in ("query", "key", "value"))
-            found.append(
-                Coupling(names[0], names, (f"{prefix}output.dense",), unit=size, heads=f"{prefix}self")
-            )
-        size, out = getattr(module, "head_dim", None), _child(module, "o_proj")
-        parts = [_child(module, f"{x}_proj") for x in "qkv"]
-        if isinstance(size, int) and size > 0 and all(map(_plain, (*parts, out))):
-            shared = _outputs(parts[0]) // max(1, _outputs(parts[1]))
-            names = tuple(f"{prefix}{x}_proj" for x in "qkv")
-            if _outputs(parts[1]) == _outputs(parts[2]) and shared * _outputs(parts[1]) == _outputs(parts[0]):
-                found.append(Coupling(names[0], names, (f"{prefix}o_proj",), unit=shared * size, heads=name))
-    uses: dict[int, int] = {}
-    for _, module in model.named_modules(remove_duplicate=False):
-        for parameter in module._parameters.values():
-            uses[id(parameter)] = uses.get(id(parameter), 0) + 1
-    alone = lambda c: all(  # noqa: E731
-        uses[id(model.get_submodule(x).weight)] == 1 for x in (*c.producers, *c.consumers)
-    )
-    named = {coupling.name: coupling for coupling in found}  # a sequence inside another is seen twice
-    return [coupling for coupling in named.values() if alone(coupling)]
-
-
-def _in_order(module: nn.Module) -> bool:
-    """Whether a module calls its children one after the other."""
-    return isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward
-
-
-def _flat(sequence: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
-    for name, module in sequence.named_children():
-        if _in_order(module):
-            yield from _flat(module, f"{prefix}{name}.")
+def _parts(model: nn.Module, coupling: Coupling) -> Iterator[_Part]:
+    """All that is cut, producers first; biases and statistics that are not there are left out."""
+    groups = coupling.groups
+    for name in coupling.producers:
+        module = model.get_submodule(name)
+        if is_attention(module):
+            three = 3 // len(projections(module))  # one tensor has all three projections, or each has its own
+            found = [(key, 0, three) for key in projections(module)]
+            found += [("in_proj_bias", 0, 3), ("bias_k", 2, 1), ("bias_v", 2, 1)]
         else:
-            yield prefix + name, module
-
-
-def _in_block(module: nn.Module, prefix: str) -> Iterator[Coupling]:
-    """The channels between conv1, conv2, … of a residual block."""
-    layers = dict(module.named_children())
-    convolutions = list(itertools.takewhile(layers.__contains__, (f"conv{i}" for i in itertools.count(1))))
-    norms = [name.replace("conv", "bn") for name in convolutions]
-    if len(convolutions) < 2 or not all(type(layers.get(name)) in _NORMS for name in norms):
-        return
-    order = list(layers)
-    if any(order.index(a) > order.index(b) for a, b in zip(convolutions, norms, strict=True)):
-        return  # norms before convolutions are of what comes in
-    others = layers.keys() - {*convolutions, *norms, "downsample", "shortcut"}
-    if any(type(layers[name]) not in _BETWEEN for name in others):
-        return
-    for one, norm, other in zip(convolutions, norms, convolutions[1:], strict=False):
-        if not (_plain(layers[one]) and _plain(layers[other])):
-            continue
-        if _outputs(layers[one]) == layers[norm].num_features == layers[other].in_channels:
-            yield Coupling(prefix + one, (prefix + one,), (prefix + other,), (prefix + norm,))
-
-
-def _in_sequence(sequence: nn.Sequential, prefix: str) -> Iterator[Coupling]:
-    """Of each layer and the next one what lies between keeps features apart: else there is no coupling."""
-    children = list(_flat(sequence))
-    for at, (name, module) in enumerate(children):
-        if not _plain(module):
-            continue
-        channels, flat, norms = isinstance(module, nn.Conv2d), False, []
-        for other, after in itertools.islice(children, at + 1, None):
-            if type(after) in _NORMS or (channels and not flat and _depthwise(after)):
-                norms.append(prefix + other)
-            elif _plain(after):
-                # Channels reach an nn.Linear flattened, channel by channel; features as they are.
-                reads = (
-                    isinstance(after, nn.Conv2d) if channels and not flat else isinstance(after, nn.Linear)
-                )
-                times, rest = divmod(after.weight.shape[1], _outputs(module))
-                if reads and rest == 0 and (times == 1 or flat):
-                    yield Coupling(prefix + name, (prefix + name,), (prefix + other,), tuple(norms))
-                break
-            elif channels and type(after) is nn.Flatten and (after.start_dim, after.end_dim) == (1, -1):
-                flat = True
-            elif type(after) not in _BETWEEN and not (channels and not flat and type(after) in _POOLS):
-                break
+            found = [("weight", 0, groups), ("bias", 0, groups)]
+        yield from (_Part(module, *x) for x in found if getattr(module, x[0]) is not None)
+    for name in coupling.norms:
+        module = model.get_submodule(name)
+        for key in ("weight", "bias", "running_mean", "running_var"):
+            if getattr(module, key, None) is not None:
+                yield _Part(module, key, 0, groups)
+    for name in coupling.consumers:
+        module = model.get_submodule(name)
+        yield _Part(module, "weight", 1, groups // getattr(module, "groups", 1))
 
 
 def unit_norms(model: nn.Module, coupling: Coupling) -> torch.Tensor:
     """(units,) float64: norms of what would leave with each, rows of producers and columns of consumers."""
-    units = _units(model, coupling)
+    units, between = _units(model, coupling), [model.get_submodule(name) for name in coupling.norms]
     squares = torch.zeros(units, dtype=torch.float64)
-    for name in coupling.producers:
-        weight = model.get_submodule(name).weight.detach().double().cpu()
-        squares += weight.reshape(units, -1).square().sum(1)
-    for name in coupling.consumers:
-        weight = model.get_submodule(name).weight.detach().double().cpu()
-        squares += weight.reshape(len(weight), units, -1).square().sum((0, 2))
+    for part in _parts(model, coupling):
+        if part.key.endswith("weight") and part.module not in between:
+            weight = part.tensor.detach().double().cpu().movedim(part.dim, 0)
+            squares += weight.reshape(part.tiles, units, -1).square().sum((0, 2))
     return squares.sqrt()
 
 
 def _units(model: nn.Module, coupling: Coupling) -> int:
-    return _outputs(model.get_submodule(coupling.producers[0])) // coupling.unit
+    first = next(_parts(model, coupling))
+    return first.size // (coupling.unit * first.tiles)
 
 
 @torch.no_grad()
@@ -226,7 +102,9 @@ def shrink(
     """Removes hidden units of least score; the layers around them get smaller, in place, biases included.
 
     The model then computes, exactly, what it computed with the removed features' columns in the consumers at
-    zero. Layers stay the same modules with new Parameters: make the optimizer afterwards.
+    zero. Layers stay the same modules with new Parameters: make the optimizer afterwards. Only an
+    nn.MultiheadAttention, whose heads must fill embed_dim, changes its class (rarefy.attention) and keeps
+    three projection weights, q_proj_weight and so on, in place of one.
 
     Args:
         model: any module.
@@ -257,67 +135,63 @@ def shrink(
         gone = min(round(check_sparsity(op, "sparsity", part) * units), units - 1)
         kept = make_mask(Scores(rank.detach().double().view(-1, 1)), (1, 1, 0, 0), gone).unpack().view(-1)
         plans.append((coupling, kept))
-    return [_cut(model, coupling, keep) for coupling, keep in plans]
+    removed = [_shrunk(model, coupling, keep) for coupling, keep in plans]
+    for module in model.modules():  # nested tensors are for torch's own attention, as its __init__ says
+        if isinstance(module, nn.TransformerEncoder):
+            same = (getattr(layer.self_attn, "_qkv_same_embed_dim", False) for layer in module.layers)
+            module.use_nested_tensor = module.use_nested_tensor and all(same)
+    return removed
 
 
 def _check_fits(op: str, model: nn.Module, coupling: Coupling) -> None:
-    layers = [_child(model, x) for x in (*coupling.producers, *coupling.consumers)]
-    if not all(map(_plain, layers)) or not coupling.producers or not coupling.consumers:
-        got = ", ".join(type(x).__name__ for x in layers)
-        fail(op, f"the layers of {coupling.name} must be plain nn.Linear or nn.Conv2d", got)
-    widths = [_outputs(model.get_submodule(x)) for x in coupling.producers]
-    whole, units = widths[0] % coupling.unit == 0, max(1, widths[0] // coupling.unit)
-    same = coupling.unit > 1 or len(set(widths)) == 1
-    reads = [model.get_submodule(x).weight.shape[1] for x in coupling.consumers]
-    if not (whole and same) or any(width % units for width in (*widths, *reads)):
-        fail(op, f"the layers of {coupling.name} must have the same hidden features", sorted(set(widths)))
+    name, modules = coupling.name, {x: child(model, x) for x in _names(coupling)}
+    can = {
+        **{x: is_plain(modules[x]) for x in coupling.consumers},
+        **{x: is_norm(modules[x]) or is_depthwise(modules[x]) for x in coupling.norms},
+        **{x: is_plain(modules[x]) or is_attention(modules[x]) for x in coupling.producers},
+    }
+    if not all(can.values()) or not coupling.producers or not coupling.consumers:
+        got = ", ".join(type(modules[x]).__name__ for x, good in can.items() if not good) or "none"
+        fail(op, f"the layers of {name} must be plain nn.Linear or nn.Conv2d, with batch norms between", got)
+    units, parts = max(1, _units(model, coupling)), list(_parts(model, coupling))
+    consumers = [modules[x] for x in coupling.consumers]
+    sizes = {part.size for part in parts if part.module not in consumers}
+    whole = all(part.tiles and part.size % (units * part.tiles) == 0 for part in parts)
+    if not whole or (coupling.unit == 1 and sizes != {units * coupling.groups}):
+        fail(op, f"the layers of {name} must have the same hidden features", sorted(p.size for p in parts))
 
 
-def _cut(model: nn.Module, coupling: Coupling, keep: torch.Tensor) -> Removed:
-    names = (*coupling.producers, *coupling.norms, *coupling.consumers)
-    count = lambda: sum(p.numel() for x in names for p in model.get_submodule(x).parameters())  # noqa: E731
-    before, units = count(), _units(model, coupling)
+def _names(coupling: Coupling) -> tuple[str, ...]:
+    """Of all its layers, each once."""
+    return tuple(dict.fromkeys((*coupling.producers, *coupling.norms, *coupling.consumers)))
 
-    def wide(width: int, tensor: torch.Tensor) -> torch.Tensor:
-        return keep.repeat_interleave(width // units).to(tensor.device)
 
-    for name in coupling.producers:
-        module = model.get_submodule(name)
-        rows = wide(_outputs(module), module.weight)
-        _replace(module, "weight", module.weight[rows])
-        if module.bias is not None:
-            _replace(module, "bias", module.bias[rows])
-        setattr(module, "out_features" if isinstance(module, nn.Linear) else "out_channels", int(rows.sum()))
-    for name in coupling.norms:
-        module = model.get_submodule(name)
-        channels = wide(getattr(module, "num_features", None) or module.out_channels, keep)
-        if isinstance(module, nn.Conv2d):
-            module.in_channels = module.out_channels = module.groups = int(channels.sum())
-        else:
-            module.num_features = int(channels.sum())
-        for key in ("weight", "bias", "running_mean", "running_var"):
-            tensor = getattr(module, key, None)
-            if tensor is not None:
-                _replace(module, key, tensor[channels.to(tensor.device)])
-    for name in coupling.consumers:
-        module = model.get_submodule(name)
-        columns = wide(module.weight.shape[1], module.weight)
-        _replace(module, "weight", module.weight[:, columns])
-        setattr(module, "in_features" if isinstance(module, nn.Linear) else "in_channels", int(columns.sum()))
-    left = int(keep.sum())
+def _shrunk(model: nn.Module, coupling: Coupling, keep: torch.Tensor) -> Removed:
+    modules = [model.get_submodule(x) for x in _names(coupling)]
+    count = lambda: sum(p.numel() for x in modules for p in x.parameters(recurse=False))  # noqa: E731
+    before, left = count(), int(keep.sum())
+    for part in list(_parts(model, coupling)):
+        part.cut(keep)
     if coupling.heads is not None:
         module = model.get_submodule(coupling.heads)
-        if hasattr(module, "all_head_size"):
-            module.all_head_size = module.all_head_size // units * left
-        for key in ("num_attention_heads", "num_heads", "num_key_value_heads"):
+        for key in ("num_attention_heads", "num_heads", "num_key_value_heads", "all_head_size"):
             if isinstance(getattr(module, key, None), int):
-                setattr(module, key, getattr(module, key) // units * left)
-    return Removed(coupling.name, units, left, before, count())
+                setattr(module, key, getattr(module, key) // len(keep) * left)
+    for module in modules:
+        _declare(module)
+    return Removed(coupling.name, len(keep), left, before, count())
 
 
-def _replace(module: nn.Module, key: str, tensor: torch.Tensor) -> None:
-    old: Any = getattr(module, key)
-    tensor = tensor.detach().clone()
-    if isinstance(old, nn.Parameter):
-        tensor = nn.Parameter(tensor, requires_grad=old.requires_grad)
-    setattr(module, key, tensor)
+def _declare(module: nn.Module) -> None:
+    """Makes a layer say the sizes that its tensors have."""
+    if is_attention(module):
+        separate(module)
+        settle(module)
+    elif is_norm(module):
+        module.num_features = len(module.running_mean if module.weight is None else module.weight)
+    elif isinstance(module, nn.Linear):
+        module.out_features, module.in_features = module.weight.shape
+    elif is_depthwise(module):  # as it says until here
+        module.groups = module.in_channels = module.out_channels = len(module.weight)
+    else:
+        module.out_channels, module.in_channels = len(module.weight), module.weight.shape[1] * module.groups

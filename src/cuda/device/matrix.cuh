@@ -25,6 +25,13 @@ __device__ inline std::uint32_t pack<__half>(float low, float high) {
   return r;
 }
 
+// f32 rounded to tf32 (10 bits behind the point), to nearest, as the bits of an f32.
+__device__ inline std::uint32_t to_tf32(float x) {
+  std::uint32_t r;
+  asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(r) : "f"(x));
+  return r;
+}
+
 // Loads four matrices: lane l gives the address of row l % 8 of matrix l / 8, and gets elements
 // (l / 4, 2(l % 4)) and (l / 4, 2(l % 4) + 1) of each.
 __device__ inline void load_matrices(std::uint32_t address, std::uint32_t (&r)[4]) {

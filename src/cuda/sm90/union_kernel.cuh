@@ -3,6 +3,7 @@
 // *piece*: 64 × 16 weights, packed, zeros where the others store nothing. A step is 64 features of X that the
 // strips of a group want, in one box or two; a byte of the step's mask says which strip has which of its four
 // pieces. Roles of warps, walk and ring are those of the strip kernel.
+// f32 is multiplied as tf32; its columns are 8 features wide, its steps 32: all is bytes here, and as many.
 //
 // Zeros times Inf or NaN would be NaN where nothing is stored. A NaN among the sums gives that away: then the
 // tile's NaNs are computed again from stored blocks alone (repair), so results are exact whatever X holds,
@@ -24,7 +25,7 @@ namespace rarefy::sm90 {
 struct UnionParams {
   CUtensorMap x, y;
   WalkParams walk;
-  const unsigned char* w;  // pieces, packed
+  const unsigned char* w;  // pieces, packed; of f32 rounded to tf32
   const int4* units;       // of each strip: its unit rows, -1: none
   const void* bias;
   Stored stored;
@@ -32,9 +33,10 @@ struct UnionParams {
   int log_unit;
   u32 slots, pieces;  // of the ring
   int buffers;        // for results, of each strip
-  // X of a step: one box of 64 features, or two of 32, `box_bytes` apart; which pieces want which.
+  // X of a step: one box of all its features, or two of half of them, `box_bytes` apart; which pieces want
+  // which.
   u32 box_bytes, first_box, second_box;
-  int box_width;
+  int box_width;  // features
   u64 x_layout;
 };
 
@@ -188,8 +190,9 @@ struct UnionWarps {
     const int warp = out.warp, lane = out.lane;
     // In units of 16 bytes: tokens of an instruction apart; how much farther the second half of a step's
     // features is.
-    const auto part_stride = static_cast<u64>(Shape::kPart * p.box_width * 2 >> 4);
-    const u32 second_more = p.box_width == 64 ? 0 : (p.box_bytes >> 4) - 4;
+    const auto part_stride =
+        static_cast<u64>(Shape::kPart * p.box_width * static_cast<int>(sizeof(T)) >> 4);
+    const u32 second_more = p.second_box == 0 ? 0 : (p.box_bytes >> 4) - 4;
     const u32 x_slots = (x_ring & 0x3FFFF) >> 4, w_pieces = (w_ring & 0x3FFFF) >> 4;
     Turn at, tiles;
     WalkState::Tile next = state.walk.read_tile(tiles, strip, lane);
@@ -252,10 +255,13 @@ struct UnionWarps {
         }
       }
       if (mine < 0) continue;
+      Boxes boxes{p.log_unit + static_cast<int>(sizeof(T)) / 2 - 4, box};
+      if (boxes.log_wide > 3) {  // 64 features of f32: two boxes
+        boxes = {3, lane < 2 ? unit_row + 32 * lane : -1};
+      }
 #pragma unroll
       for (int part = 0; part < Shape::kParts; ++part) {
-        store_tile<T, kActivation>(out, d[part], bias, &p.y, Boxes{p.log_unit - 3, box},
-                                   token + part * Shape::kPart);
+        store_tile<T, kActivation>(out, d[part], bias, &p.y, boxes, token + part * Shape::kPart);
       }
       repair_if_nan<T, kActivation>(p.stored, static_cast<const T*>(p.bias), sum_of_all(d), out, row16, token,
                                     kTokens);

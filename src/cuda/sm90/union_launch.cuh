@@ -47,5 +47,7 @@ cudaError_t launch_union_bf16(device::Activation, const UnionConfig&, int blocks
                               cudaStream_t);
 cudaError_t launch_union_f16(device::Activation, const UnionConfig&, int blocks, const UnionParams&,
                              cudaStream_t);
+cudaError_t launch_union_tf32(device::Activation, const UnionConfig&, int blocks, const UnionParams&,
+                              cudaStream_t);
 
 }  // namespace rarefy::sm90

@@ -1,10 +1,13 @@
-// Packs a weight for the union kernel: pieces of 64 rows × 16 features in the order in which they are walked,
-// with zeros where a unit row stores nothing.
+// Packs a weight for the union kernel: pieces of 64 rows × 32 bytes in the order in which they are walked, with
+// zeros where a unit row stores nothing; f32 is rounded to tf32, to nearest.
+#include "cuda/device/matrix.cuh"
 #include "cuda/sm90/union_walk.h"
 #include "cuda/sm90/unions.h"
 
 namespace rarefy::sm90 {
 namespace {
+
+using device::to_tf32;
 
 constexpr int kThreads = 256;
 constexpr int kRows = 4;  // of 16 bytes, by each thread
@@ -12,21 +15,29 @@ constexpr int kRows = 4;  // of 16 bytes, by each thread
 struct PackParams {
   const int* sources;
   const int* count;  // pieces
-  const std::uint16_t* values;
+  const void* values;
   uint4* packed;
   std::int64_t room;        // for pieces
   int unit, across, along;  // as in union_plan.cu
 };
 
-// A thread writes eight features of some rows of pieces (16 bytes each). Each read that another waits for is
-// a trip to device memory, so they go in three waves, for all rows at once.
-template <bool kTransposed>
+__device__ inline std::uint32_t packed_word(const std::uint16_t* from, std::int64_t next) {
+  return from[0] | static_cast<std::uint32_t>(from[next]) << 16;
+}
+__device__ inline std::uint32_t packed_word(const float* from, std::int64_t /*next*/) {
+  return to_tf32(*from);
+}
+
+// A thread writes some rows of pieces (16 bytes each). Each read that another waits for is
+// a trip to device memory, so they go in three waves, for all rows at once. T: 16 bits, or float.
+template <class T, bool kTransposed>
 __global__ void __launch_bounds__(kThreads) pack_kernel(const PackParams p) {
+  constexpr int kColumn = 32 / sizeof(T), kInWord = 4 / sizeof(T);  // features
   const int per_strip = 64 / p.unit;
-  const std::int64_t stride = std::int64_t{p.along} * 16, height = std::int64_t{p.across} * p.unit;
+  const std::int64_t stride = std::int64_t{p.along} * kColumn, height = std::int64_t{p.across} * p.unit;
   const std::int64_t first = std::int64_t{blockIdx.x} * kRows * kThreads + threadIdx.x;
   const int i = static_cast<int>(threadIdx.x % 128);  // of the piece: the same for all rows
-  const int row = i / 16 * 8 + i % 8, k = i / 8 % 2 * 8;
+  const int row = i / 16 * 8 + i % 8, k = i / 8 % 2 * (kColumn / 2);
   const auto piece_of = [&](int r) { return (first + r * kThreads) / 128; };
   int source[kRows];
 #pragma unroll
@@ -39,20 +50,22 @@ __global__ void __launch_bounds__(kThreads) pack_kernel(const PackParams p) {
   for (int r = 0; r < kRows; ++r) {
     out[r] = {0, 0, 0, 0};
     if (piece_of(r) >= pieces || source[r] < 0) continue;
-    const int column = source[r] % p.along * 16 + k,
+    const int column = source[r] % p.along * kColumn + k,
               block_row = source[r] / p.along;  // entry · across + which
-    const std::uint16_t* block = p.values + block_row / p.across * (stride * height);
+    const T* block = static_cast<const T*>(p.values) + block_row / p.across * (stride * height);
     const int feature = block_row % p.across * p.unit + row % p.unit;
     if constexpr (kTransposed) {  // a block is (features of X, features of Y)
-      std::uint32_t pair[4];
+      std::uint32_t word[4];
 #pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        const std::uint16_t* from = block + (column + 2 * j) * height + feature;
-        pair[j] = from[0] | static_cast<std::uint32_t>(from[height]) << 16;
-      }
-      out[r] = {pair[0], pair[1], pair[2], pair[3]};
+      for (int j = 0; j < 4; ++j)
+        word[j] = packed_word(block + (column + kInWord * j) * height + feature, height);
+      out[r] = {word[0], word[1], word[2], word[3]};
     } else {
       out[r] = __ldg(reinterpret_cast<const uint4*>(block + feature * stride + column));
+      if constexpr (sizeof(T) == 4) {
+        for (std::uint32_t* word : {&out[r].x, &out[r].y, &out[r].z, &out[r].w})
+          *word = to_tf32(__uint_as_float(*word));
+      }
     }
   }
 #pragma unroll
@@ -70,14 +83,16 @@ cudaError_t pack(const UnionProblem& p, const UnionLayout& layout, int sms, cons
   const auto n = [](std::int64_t x) { return static_cast<int>(x); };
   const PackParams params{words + plan.sources_at,
                           words + plan.count_at + plan.groups,
-                          static_cast<const std::uint16_t*>(values),
+                          values,
                           static_cast<uint4*>(packed),
                           plan.pieces,
                           p.unit(),
                           n(p.block_out() / p.unit()),
-                          n(p.block_in() / 16)};
+                          n(p.block_in() / p.column())};
   const std::int64_t blocks = (plan.pieces * 128 + kRows * kThreads - 1) / (kRows * kThreads);
-  const auto run = p.transposed ? pack_kernel<true> : pack_kernel<false>;
+  const auto run = p.dtype == DType::f32
+                       ? (p.transposed ? pack_kernel<float, true> : pack_kernel<float, false>)
+                       : (p.transposed ? pack_kernel<std::uint16_t, true> : pack_kernel<std::uint16_t, false>);
   run<<<static_cast<unsigned>(blocks), kThreads, 0, stream>>>(params);
   return cudaGetLastError();
 }

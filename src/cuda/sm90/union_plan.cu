@@ -16,11 +16,11 @@ constexpr int kUnitStride = 4;  // unit rows of a strip, at most
 
 struct PlanParams {
   const int *offsets, *others, *entries;  // the index, by block row (grad_input: by block column)
-  MemberBits units, strips;               // what they store, in 16-wide columns
-  int columns;                            // 16-wide
-  int along;                              // 16-wide columns of a stored block
+  MemberBits units, strips;               // what they store, in columns of 32 bytes
+  int columns;
+  int along;                              // columns of a stored block
   int unit, size, groups;                 // features of a unit row; strips of a group
-  int boxes, box;                         // of a step; 16-wide columns of one
+  int boxes, box;                         // of a step; columns of one
   int room;                               // for steps of a group
   int *sorted, *members, *clocks, *steps_of, *pieces_of;
   u32* by_column;
@@ -152,7 +152,7 @@ __global__ void __launch_bounds__(kThreads) step_kernel(const PlanParams p) {
 }
 
 // A thread for each unit row of each possible piece of a step; blockIdx.y is the group. A source is a unit
-// row's 16 columns of a stored block: (entry · unit rows of a block + which) · columns of a block + which, or
+// row's column of a stored block: (entry · unit rows of a block + which) · columns of a block + which, or
 // -1.
 __global__ void __launch_bounds__(kThreads) source_kernel(const PlanParams p) {
   const int per_strip = 64 / p.unit, g = static_cast<int>(blockIdx.y);
@@ -204,12 +204,12 @@ cudaError_t prepare(const UnionProblem& p, const UnionLayout& layout, int sms, c
   params.offsets = index.offsets;
   params.others = index.others;
   params.entries = index.entries;
-  params.columns = n(up(p.in_features(), 16));
-  params.along = n(p.block_in() / 16);
+  params.columns = n(up(p.in_features(), p.column()));
+  params.along = n(p.block_in() / p.column());
   params.unit = p.unit();
   params.size = layout.strips;
   params.groups = plan.groups;
-  params.box = layout.width / 16;
+  params.box = layout.width / p.column();
   params.boxes = 4 / params.box;
   params.room = plan.columns;
   std::int32_t* at = words + plan.scratch_at;

@@ -6,20 +6,21 @@
 
 namespace rarefy::sm90 {
 
-// Words of a step: 64 features of X as one box or as two of 32, which pieces of W it has, where they begin.
+// Words of a step: four columns of 32 bytes of X (16 features; 8 of f32) as one box or as two, which pieces of W
+// it has, where they begin.
 enum StepWord {
   kStepFirst,   // the first box, counted in boxes
-  kStepMask,    // bit 4s + k: strip s of the group has the piece of features 16k … 16k + 15 of the step
+  kStepMask,    // bit 4s + k: strip s of the group has the piece of the step's column k
   kStepPiece,   // the first of its pieces; the others follow by rising bit
   kStepSecond,  // the second box, or -1
 };
 
-// A piece: 64 rows × 16 features as the tensor cores read them without a swizzle. Rows of 16 bytes (eight
-// features); eight of them are a core matrix of 128 bytes; two of these, side by side, are eight rows.
-inline constexpr int kPieceBytes = 64 * 16 * 2;
+// A piece: 64 rows × 32 bytes as the tensor cores read them without a swizzle. Rows of 16 bytes; eight of them are
+// a core matrix of 128 bytes; two of these, side by side, are eight rows.
+inline constexpr int kPieceBytes = 64 * 32;
 
-// What the steps of a group cost together, in clocks of an SM: products of 64 × 16 × 256, or bytes of X (16
-// features of 256 tokens a column) and of W from L2.
+// What the steps of a group cost together, in clocks of an SM: products of a piece with 256 tokens, or
+// bytes of X (a column of 256 tokens) and of W from L2.
 RAREFY_HOST_DEVICE inline int union_clocks(int steps, int columns, int pieces) {
   const int multiply = pieces * 128 + steps * 60, copy = columns * 195 + pieces * 49;
   return 700 + (multiply > copy ? multiply : copy);

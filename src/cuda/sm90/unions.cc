@@ -21,11 +21,11 @@ constexpr double kOneBuffer = 300;       // more, with one buffer for results
 constexpr double kLaunchClocks = 20000;  // launch, first loads from device memory, last stores
 
 constexpr std::int64_t kMostFeatures = (1 << 20) - 64;  // unit rows and overlaps are 16-bit in the plan
-constexpr std::int64_t kPieceBytes = 64 * 16 * 2;
+constexpr std::int64_t kPieceBytes = 64 * 32;
 constexpr int kStateBytes = 2048;  // UnionState, and what the system takes
 
 // Clocks of a tile by shares of pieces and boxes (of all).
-double tile_clocks(const UnionConfig& c, double columns, double pieces, double boxes,
+double tile_clocks(const UnionConfig& c, bool two_boxes, double columns, double pieces, double boxes,
                    double bytes_per_clock) {
   const double steps = columns * boxes, blocks = columns * pieces * c.strips, tokens = c.tokens / 256.0;
   const double multiply = blocks * 512 * tokens / kMultiply;
@@ -34,7 +34,7 @@ double tile_clocks(const UnionConfig& c, double columns, double pieces, double b
   // Steps in flight, by their pieces with a little to spare.
   const double room = blocks > 0 ? c.pieces / (1.15 * 4 * blocks / steps) : c.slots;
   const double wait = kWaitClocks * std::max(0.0, 4 - std::min(room, 1.0 * c.slots));
-  const double load = steps * (kLoadClocks + (c.width == 32 ? kSecondBox : 0));
+  const double load = steps * (kLoadClocks + (two_boxes ? kSecondBox : 0));
   return std::max({multiply, copy + steps * (50 + wait), load}) + kTileClocks * tokens +
          (c.buffers == 1 ? kOneBuffer * tokens : 0);
 }
@@ -74,15 +74,16 @@ UnionPlan::UnionPlan(const UnionProblem& p, const UnionLayout& l, int thread_blo
       groups(static_cast<int>(p.groups(l))),
       strips(static_cast<int>(p.strips())),
       sms(std::min(thread_blocks, kMostClusters)),
-      columns(static_cast<int>(ceil_div(p.in_features(), 64))) {
+      columns(static_cast<int>(ceil_div(p.in_features(), p.step()))) {
   const auto take = [&](std::int64_t count) {
     const std::int64_t at = words;
     words += (count + 31) / 32 * 32;
     return at;
   };
-  const std::int64_t columns16 = ceil_div(p.in_features(), 16);
+  const std::int64_t all_columns = ceil_div(p.in_features(), p.column());
   // No more than all, and than if no two blocks met in one.
-  pieces = std::min(p.strips() * columns16, p.blocks * (p.block_out() / p.unit()) * (p.block_in() / 16));
+  pieces = std::min(p.strips() * all_columns,
+                    p.blocks * (p.block_out() / p.unit()) * (p.block_in() / p.column()));
   groups_at = take(std::int64_t{8} * groups);
   units_at = take(std::int64_t{4} * strips);
   steps_at = take(std::int64_t{4} * groups * columns);
@@ -92,20 +93,23 @@ UnionPlan::UnionPlan(const UnionProblem& p, const UnionLayout& l, int thread_blo
   // Columns of block rows and of strips as bits, how many, and those of each unit row; unit rows by falling
   // length; of each group strips, clocks, steps and pieces.
   const std::int64_t rows = ceil_div(p.out_features(), p.block_out()) + strips,
-                     bits = ceil_div(columns16, 32);
+                     bits = ceil_div(all_columns, 32);
   scratch_at = take(rows * (bits + 1) + p.units() * (bits + 1) + std::int64_t{kMostGroup + 3} * groups);
 }
 
 std::int64_t UnionPlan::packed_bytes() const { return pieces * kPieceBytes; }
 
 std::string unsupported(const UnionProblem& p) {
-  if (p.dtype != DType::bf16 && p.dtype != DType::f16) return "tensor cores of this kernel take bf16 and f16";
+  if (p.dtype != DType::bf16 && p.dtype != DType::f16 && p.dtype != DType::f32)
+    return "tensor cores of this kernel take bf16, f16 and, rounded to tf32, f32";
+  const auto piece = static_cast<std::int64_t>(16 / size_of(p.dtype));
   if (p.block_rows % 16 != 0 || p.block_cols % 16 != 0) return "block sides must be multiples of 16";
-  if (p.block_rows % 64 == 0 && p.block_cols % 64 == 0) return "blocks of 64 are strips already";
-  if (p.x_stride % 8 != 0 || p.y_stride % 8 != 0) return "TMA needs rows of X and Y 16 bytes apart";
+  if (p.dtype != DType::f32 && p.block_rows % 64 == 0 && p.block_cols % 64 == 0)
+    return "blocks of 64 are strips already";
+  if (p.x_stride % piece != 0 || p.y_stride % piece != 0) return "TMA needs rows of X and Y 16 bytes apart";
   if (p.x_stride < p.in_features() || p.y_stride < p.out_features())
     return "TMA needs rows that do not overlap";
-  if (p.out_features() % 8 != 0) return "TMA writes rows of Y in pieces of 16 bytes";
+  if (p.out_features() % piece != 0) return "TMA writes rows of Y in pieces of 16 bytes";
   if (p.tokens < 1) return "there are no tokens";
   if (p.tokens > INT32_MAX / 2 || p.blocks * p.block_rows > INT32_MAX) return "coordinates of TMA are 32-bit";
   if (p.in_features() > kMostFeatures || p.out_features() > kMostFeatures)
@@ -117,7 +121,7 @@ std::string unsupported(const UnionProblem& p) {
 
 std::vector<UnionCandidate> union_candidates(const UnionProblem& p, const UnionLayout& layout,
                                              const Machine& machine) {
-  const double columns = static_cast<double>(ceil_div(p.in_features(), 64));
+  const double columns = static_cast<double>(ceil_div(p.in_features(), p.step()));
   const double pieces = p.piece_share(), boxes = p.box_share(layout);
   std::vector<UnionCandidate> list;
   struct Shape {
@@ -140,17 +144,24 @@ std::vector<UnionCandidate> union_candidates(const UnionProblem& p, const UnionL
     const double rounds = std::max(tiles / sms, 1.0);
     // Few thread blocks have L2 to themselves, up to what one SM takes.
     const double bandwidth = std::min(64.0, kBytesPerClock * std::max(1.0, sms / tiles));
-    const double clocks = tile_clocks(c, columns, pieces, boxes, bandwidth);
+    const double clocks = tile_clocks(c, c.width < p.step(), columns, pieces, boxes, bandwidth);
     candidate.microseconds = (rounds * clocks + kLaunchClocks) / kClock;
   }
   return list;
 }
 
-// As measured: three strips, unless two leave out half of X; narrow boxes where they save some.
+std::vector<UnionLayout> union_layouts(const UnionProblem& p) {
+  const int step = p.step();
+  return {{2, step}, {2, step / 2}, {3, step}, {3, step / 2}};
+}
+
+// As measured: three strips, unless two leave out half of X or are all of a block row; narrow boxes where they
+// save some.
 UnionLayout layout_of(const UnionProblem& p) {
-  UnionLayout layout{3, 32};
-  if (p.block_in() % 64 == 0 || p.box_share(layout) > 0.9 * p.box_share({3, 64})) layout.width = 64;
-  if (p.box_share({2, layout.width}) < 0.5) layout.strips = 2;
+  UnionLayout layout{3, p.step() / 2};
+  if (p.block_in() % p.step() == 0 || p.box_share(layout) > 0.9 * p.box_share({3, p.step()}))
+    layout.width = p.step();
+  if (p.box_share({2, layout.width}) < 0.5 || p.block_out() % 128 == 0) layout.strips = 2;
   return layout;
 }
 

@@ -1,4 +1,6 @@
 // The union kernel's launch: tensor maps and the choice of the instantiation.
+#include <algorithm>
+
 #include "cuda/sm90/tensor_map.h"
 #include "cuda/sm90/union_launch.cuh"
 
@@ -10,21 +12,23 @@ cudaError_t launch(const UnionProblem& p, const UnionConfig& config, int sms, co
   const auto u = [](std::int64_t x) { return static_cast<std::uint64_t>(x); };
   const auto n = [](std::int64_t x) { return static_cast<int>(x); };
 
+  const std::size_t size = size_of(p.dtype);
   TensorShape x;  // [token][feature]: a box's features × a tile's tokens
+  x.tf32 = true;
   x.size[0] = u(p.in_features());
   x.size[1] = u(p.tokens);
-  x.stride[0] = u(p.x_stride) * 2;
+  x.stride[0] = u(p.x_stride) * size;
   x.box[0] = static_cast<std::uint32_t>(config.width);
   x.box[1] = static_cast<std::uint32_t>(config.tokens);
   cudaError_t status = make_tensor_map(&params.x, p.dtype, operands.x, x);
   if (status != cudaSuccess) return status;
 
-  TensorShape y;  // [token][feature]: a unit row's features × 64 tokens
+  TensorShape y;  // [token][feature]: a unit row's features, up to 128 bytes, × a buffer's tokens
   y.size[0] = u(p.out_features());
   y.size[1] = u(p.tokens);
-  y.stride[0] = u(p.y_stride) * 2;
-  y.box[0] = static_cast<std::uint32_t>(p.unit());
-  y.box[1] = 64;
+  y.stride[0] = u(p.y_stride) * size;
+  y.box[1] = static_cast<std::uint32_t>(128 / size);
+  y.box[0] = std::min(static_cast<std::uint32_t>(p.unit()), y.box[1]);
   status = make_tensor_map(&params.y, p.dtype, operands.y, y);
   if (status != cudaSuccess) return status;
 
@@ -54,13 +58,15 @@ cudaError_t launch(const UnionProblem& p, const UnionConfig& config, int sms, co
   params.slots = static_cast<u32>(config.slots);
   params.pieces = static_cast<u32>(config.pieces);
   params.buffers = config.buffers;
-  const bool one = config.width == 64;
+  const bool one = config.width == p.step();
   params.box_width = config.width;
-  params.box_bytes = static_cast<u32>(config.tokens * config.width * 2);
+  params.box_bytes = static_cast<u32>(config.tokens * config.width) * static_cast<u32>(size);
   params.first_box = one ? 0xFFF : 0x333;
   params.second_box = one ? 0 : 0xCCC;
   params.x_layout = one ? operand_layout(Swizzle::b128, 1024) : operand_layout(Swizzle::b64, 512);
-  const auto run = p.dtype == DType::bf16 ? launch_union_bf16 : launch_union_f16;
+  const auto run = p.dtype == DType::bf16  ? launch_union_bf16
+                   : p.dtype == DType::f16 ? launch_union_f16
+                                           : launch_union_tf32;
   return run(p.activation, config, plan.sms, params, stream);
 }
 

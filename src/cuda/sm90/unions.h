@@ -1,6 +1,5 @@
-// The union kernel, host side: linear and grad_input for blocks whose sides are multiples of 16 and not both
-// of
-// 64. A *unit row* is 16 or 32 features of Y with one pattern; 64 / unit of them are a strip, which stores
+// The union kernel, host side: linear and grad_input for blocks whose sides are multiples of 16 and not both of
+// 64, and for all of them in f32, as tf32. A *unit row* is 16, 32 or 64 features of Y with one pattern; 64 / unit of them are a strip, which stores
 // the union of their columns, packed with zeros; two or three strips are a group. Which unit rows go together
 // and what they store follows from the pattern alone and is made on the device (union_plan.cu); the values
 // are packed when they change (union_pack.cu).
@@ -20,12 +19,13 @@ namespace rarefy::sm90 {
 // What a prepared buffer is made for; of the weight alone, so that it serves any tokens.
 struct UnionLayout {
   int strips = 2;  // of a group: two or three
-  int width = 64;  // features of a box of X: 64 or 32
+  int width = 64;  // features of a box of X: a step's, or half of them
 };
 
-inline constexpr UnionLayout kUnionLayouts[] = {{2, 64}, {2, 32}, {3, 64}, {3, 32}};
-
 struct UnionProblem : Product {
+  // Features of X: of a column, which is 32 bytes, and of a step.
+  int column() const { return 32 / static_cast<int>(size_of(dtype)); }
+  int step() const { return 4 * column(); }
   // Features of Y that have one pattern.
   int unit() const { return block_out() % 64 == 0 ? 64 : block_out() % 32 == 0 ? 32 : 16; }
   std::int64_t units() const { return (out_features() + unit() - 1) / unit(); }
@@ -56,6 +56,7 @@ struct UnionCandidate {
 };
 
 std::string unsupported(const UnionProblem& problem);
+std::vector<UnionLayout> union_layouts(const UnionProblem& problem);  // all that there are
 std::vector<UnionCandidate> union_candidates(const UnionProblem& problem, const UnionLayout& layout,
                                              const Machine& machine);
 UnionLayout layout_of(const UnionProblem& problem);
