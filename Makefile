@@ -9,7 +9,7 @@ VENV := .venv
 IN_VENV := $(VENV)/bin/python
 CXX_FILES = $(shell git ls-files '*.c' '*.cc' '*.h' '*.cu' '*.cuh')
 
-.PHONY: help setup test bench lint demo docs wheel sanitize test-arm mutants clean
+.PHONY: help setup test bench lint demo docs wheel sanitize test-arm test-transformers mutants clean
 
 help:
 	@echo "make setup     packages, virtual environment (.venv), Release build;"
@@ -21,6 +21,7 @@ help:
 	@echo "make docs      pages and reference, into build/docs"
 	@echo "make wheel     an sdist and one wheel for all, into dist/, tried on each Python that there is"
 	@echo "make test-arm  C++ tests for AArch64 under qemu-user"
+	@echo "make test-transformers  the integration's tests with older versions, 4.50 to 5.3"
 	@echo "make mutants   small defects, one at a time, that the tests must notice: hours (tests/mutation)"
 
 $(STAMPS)/packages: apt.txt
@@ -89,6 +90,16 @@ test-arm: $(STAMPS)/packages
 	cmake --preset arm
 	cmake --build --preset arm -j $(JOBS)
 	ctest --preset arm --output-on-failure -j $(JOBS)
+
+# Each version in an environment that sees .venv's packages behind its own: 2 minutes each. `make test` runs the newest.
+test-transformers: setup
+	for list in requirements/transformers-*.txt; do \
+	  env=build/$$(basename $$list .txt); \
+	  $(VENV)/bin/uv venv -q --clear -p $(IN_VENV) $$env; \
+	  $(IN_VENV) -c 'import site; print(*site.getsitepackages())' > $$(echo $$env/lib/*/site-packages)/behind.pth; \
+	  $(VENV)/bin/uv pip install -q --no-deps -p $$env/bin/python -r $$list; \
+	  PYTHONPATH=$(CURDIR)/python $$env/bin/python -m pytest -q tests/python/test_transformers.py; \
+	done
 
 # Goes on where an earlier run stopped. Not for CI: hours.
 mutants: setup

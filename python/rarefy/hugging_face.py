@@ -37,7 +37,7 @@ def guard_save_pretrained(kind: type[nn.Module]) -> None:
         try:
             from .integrations.transformers import save_sparse
         except ImportError as error:
-            requirement = f"transformers must be 5.3 or later to save sparse layers {advice}"
+            requirement = f"transformers must be 4.50 or later to save sparse layers {advice}"
             fail("save_pretrained", requirement, error, NotImplementedError)
         return save_sparse(save, self, args, kwargs)
 

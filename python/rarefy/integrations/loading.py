@@ -13,8 +13,6 @@ from typing import Any, NoReturn
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
-from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import WeightRenaming, build_glob_alternation, rename_source_key
 
 from ..checks import fail
 from ..layers import SPARSE, Layer
@@ -48,7 +46,9 @@ class Pending(SparseWeight):
         self.name, self.source, self.wanted, self.widens = name, source, wanted, widens
         self.kind, self.entry = format_of(OP, source, entry)
         self.pieces = self.kind.pieces
+        self.arrived: set[str] = set()
         self.places: list[Layer] = []
+        self.stored: dict[str, torch.dtype] = {}
         shape = self.entry.get("shape")
         if not isinstance(shape, list) or len(shape) != 2 or not all(type(n) is int for n in shape):
             fail(OP, f"shape in config.json of {source} must be two ints", shape)
@@ -59,6 +59,7 @@ class Pending(SparseWeight):
                 files = sorted({file for file, _, _ in found.values()})
                 fail(OP, f"{', '.join(files) or 'the checkpoint'} must have {key}", "no tensor of that name")
             _, size, dtype = found[key]
+            self.stored[piece] = dtype
             empty = torch.empty(size, dtype=dtype, device="meta")
             if piece == self.pieces[0]:
                 self.register_parameter(piece, nn.Parameter(empty, requires_grad=dtype.is_floating_point))
@@ -92,9 +93,34 @@ class Pending(SparseWeight):
         super().__setattr__(name, value)
         # transformers marks what it has read: what it makes up for a missing tensor has no mark.
         if name in self.__dict__.get("pieces", ()) and getattr(value, "_is_hf_initialized", False):
-            pieces = {piece: getattr(self, piece) for piece in self.pieces}
-            if self.waits and all(getattr(p, "_is_hf_initialized", False) for p in pieces.values()):
-                self._make(pieces)
+            self.arrived.add(name)
+            if self.waits and len(self.arrived) == len(self.pieces):
+                self._make({piece: getattr(self, piece) for piece in self.pieces})
+
+    def _load_from_state_dict(
+        self, state_dict: Mapping[str, torch.Tensor], prefix: str, *_: Any, **__: Any
+    ) -> None:
+        """As transformers 4 puts a tensor into a module; in the file's dtype, which it may have widened."""
+        for piece in self.pieces:
+            tensor = state_dict.get(prefix + piece)
+            if tensor is not None and not tensor.is_meta:
+                tensor = tensor.to(self.stored[piece])
+                if piece in self._parameters:
+                    tensor = nn.Parameter(tensor, requires_grad=tensor.is_floating_point())
+                tensor._is_hf_initialized = True
+                setattr(self, piece, tensor)
+
+    # transformers 4 draws some of the weights that it will read; here that draws nothing.
+    @property
+    def data(self) -> torch.Tensor:
+        """A tensor of the shape, for what is drawn in vain."""
+        return torch.empty(self.shape, device="meta")
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:  # noqa: D105
+        if getattr(func, "__module__", None) == "torch.nn.init":
+            return None
+        return super().__torch_function__(func, types, args, kwargs)
 
     def _make(self, pieces: dict[str, torch.Tensor]) -> None:
         aligned = {piece: _aligned(tensor) for piece, tensor in pieces.items()}
@@ -112,7 +138,7 @@ class Pending(SparseWeight):
     def finish(self) -> None:
         """Raises if pieces did not come."""
         if self.waits:
-            missing = [p for p in self.pieces if not getattr(getattr(self, p), "_is_hf_initialized", False)]
+            missing = [piece for piece in self.pieces if piece not in self.arrived]
             advice = "in files, and by device_map in memory (accelerate.disk_offload moves it afterwards)"
             fail(OP, f"every piece of {self.source} must be {advice}", f"no {', '.join(missing)}")
 
@@ -170,28 +196,3 @@ _DTYPES = {
     "I32": torch.int32,
     "I64": torch.int64,
 }
-
-
-def resolve(model: nn.Module, names: Iterable[str]) -> dict[str, str]:
-    """The model's names for weights of the file, without those that it has no place for."""
-    known = dict.fromkeys(model.state_dict(), True)
-    known |= {name: True for name, m in model.named_modules() if isinstance(m, SparseWeight)}
-    renamings = [c for c in get_model_conversion_mapping(model) if isinstance(c, WeightRenaming)]
-    found = {}
-    for name in names:
-        key = name
-        if key not in known:
-            key, _ = rename_source_key(name, renamings, [], model.base_model_prefix, known)
-        if key in known:
-            found[name] = key
-    return found
-
-
-def wanted_dtype(model: nn.Module, name: str, dtype: torch.dtype) -> torch.dtype:
-    """What transformers would cast a weight to: `dtype`, or float32 where the model says to keep that."""
-    plan = model._get_dtype_plan(dtype)
-    if not plan:
-        return dtype
-    alternation, groups, _ = build_glob_alternation(list(plan))
-    match = alternation.search(name)
-    return plan[groups[match.lastgroup]] if match is not None else dtype

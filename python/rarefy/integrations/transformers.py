@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +22,10 @@ from torch import nn
 from ..checks import fail
 from .needs import need
 
-need("transformers", "5.3")  # before names that earlier versions do not have
+need("transformers", "4.50")  # before names that earlier versions do not have
 
-from transformers.configuration_utils import PreTrainedConfig
-from transformers.core_model_loading import revert_weight_conversion
+import transformers
+from transformers import PretrainedConfig
 from transformers.modeling_utils import PreTrainedModel
 from transformers.quantizers.auto import register_quantization_config, register_quantizer
 from transformers.quantizers.base import HfQuantizer
@@ -36,13 +37,19 @@ from ..layers import find_layers
 from ..patcher import BlockSparseModelPatcher
 from ..serialization import FORMAT, entries_of, header
 from ..sparse_weight import SparseWeight, Spec, reserved_endings
-from .loading import Pending, headers, resolve, wanted_dtype
+from .loading import Pending, headers
 from .on_the_fly import SparsifyOnLoad
+
+if hasattr(transformers, "core_model_loading"):
+    from . import transformers_5 as library
+else:
+    from . import transformers_4 as library
 
 METHOD = "rarefy"
 
-# What config.json names as the file of the weights, so that a transformers without this module stops there:
-# it would else load the layers as dense ones and draw their weights at random.
+# What config.json names as the file of the weights, and as their dtype for versions before 4.56, so that a
+# transformers without this module stops there: it would else load the layers as dense ones and draw their
+# weights at random.
 STOP = "sparse weights need `pip install rarefy` and `import rarefy.integrations.transformers` first"
 
 
@@ -130,37 +137,54 @@ class RarefyQuantizer(HfQuantizer):
     # transformers' switches: a sparse model trains, saves and compiles as any other.
     is_trainable = is_qat_trainable = is_compileable = True
 
+    # What 4 wants defined.
+    def _process_model_before_weight_loading(self, model: PreTrainedModel, **_: Any) -> None: ...
+
+    _process_model_after_weight_loading = _process_model_before_weight_loading
+
     def is_serializable(self, *_: Any, **__: Any) -> bool:
         """Yes."""
         return True
 
     # -- before the weights come ----------------------------------------------------------------
 
-    def _found(self, config: PreTrainedConfig) -> PreTrainedConfig:
-        """The config without the name that stops others; whichever of transformers' hooks comes first."""
-        if getattr(config, "transformers_weights", None) == STOP:
-            del config.transformers_weights
-        return config
-
-    def update_attn_implementation(self, config: PreTrainedConfig) -> PreTrainedConfig:  # noqa: D102
-        return self._found(config)
-
-    def update_tp_plan(self, config: PreTrainedConfig) -> PreTrainedConfig:  # noqa: D102
-        return self._found(config)
-
-    update_ep_plan = update_tp_plan
-
     def preprocess_model(self, model: PreTrainedModel, **kwargs: Any) -> None:
-        """Puts layers that wait for their pieces into the skeleton, or notes which weights become sparse."""
-        config, files = self.quantization_config, kwargs.get("checkpoint_files")
+        """As transformers 5 calls it, which says here what the files are; 4 does later: transformers_4.py."""
+        if "checkpoint_files" in kwargs:
+            self.prepare(
+                model,
+                kwargs["checkpoint_files"],
+                kwargs.get("dtype"),
+                library.dtype_rule(model),
+                lambda model, names, _: library.resolve(model, names),
+            )
+
+    def prepare(
+        self,
+        model: PreTrainedModel,
+        files: list[str] | None,
+        dtype: torch.dtype | None,
+        rule: Callable[[str, torch.dtype], torch.dtype],
+        resolve: Callable[[nn.Module, Iterable[str], Iterable[str]], dict[str, str]],
+    ) -> None:
+        """Puts layers that wait for their pieces into the skeleton, or notes which weights become sparse.
+
+        Args:
+            model: the skeleton, on the meta device.
+            files: of the checkpoint; None for a state_dict.
+            dtype: that of the model, None for the default.
+            rule: what a tensor of a name and a dtype is cast to.
+            resolve: the model's names, by those of weights in files that have tensors of the last names.
+        """
+        config = self.quantization_config
         if not self.pre_quantized:
             self.on_load = SparsifyOnLoad(model, config.patterns, config.tokens, mapped=bool(files))
             return
         found = headers(files)
-        dtype = kwargs.get("dtype") or torch.get_default_dtype()
+        dtype = dtype or torch.get_default_dtype()
         floats = ((name, t) for name, t in model.state_dict().items() if t.is_floating_point())
-        self.dtypes = {name: wanted_dtype(model, name, t.dtype) for name, t in floats}
-        names = resolve(model, [*config.modules, *config.ties])
+        self.dtypes = {name: rule(name, t.dtype) for name, t in floats}
+        names = resolve(model, [*config.modules, *config.ties], found)
         if not any(name in names for name in config.modules):
             first = next(iter(config.modules), "nothing")
             requirement = f"config.json must name sparse weights of layers that {type(model).__name__} has"
@@ -168,7 +192,7 @@ class RarefyQuantizer(HfQuantizer):
         layers = {name: layer for layer in find_layers(model, rewritten=True) for name in layer.weight_names}
         for name, entry in config.modules.items():
             if name in names:  # others are those of a head that this model is without
-                wanted = wanted_dtype(model, names[name], dtype)
+                wanted = rule(names[name], dtype)
                 weight = Pending(names[name], name, entry, found, wanted, widens=wanted != dtype)
                 self.pending[name] = weight.put(layers, names[name])
                 self.pieces |= {f"{weight.name}.{piece}" for piece in weight.pieces}
@@ -193,21 +217,36 @@ class RarefyQuantizer(HfQuantizer):
 
     def get_quantize_ops(self) -> Any:
         """What makes a tensor sparse."""
-        return self.on_load
+        return library.QuantizeOps(self.on_load) if self.on_load is not None else None
 
     # -- after they came ------------------------------------------------------------------------
 
-    def postprocess_model(self, model: PreTrainedModel, **_: Any) -> None:
-        """Leaves a plain model: what it is sparse in, its layers say, and each save asks them anew."""
+    def finish(self) -> None:
+        """Raises if pieces of a sparse weight did not come."""
         for weight in self.pending.values():
             weight.finish()
+
+    def postprocess_model(self, model: PreTrainedModel, **_: Any) -> None:
+        """Checks that all came, and that it came as it should."""
+        self.finish()
         # Older transformers leave a renamed tensor of a quantized model in the file's dtype.
         state = model.state_dict(keep_vars=True)
         for name in self.dtypes.keys() & state.keys():
             if state[name].dtype != self.dtypes[name]:
                 state[name].data = state[name].data.to(self.dtypes[name])
-        self.remove_quantization_config(model)
         fuse_networks(model, self.quantization_config.fuse)
+
+
+def _leave(model: PreTrainedModel) -> None:
+    """Leaves a plain model: what it is sparse in, its layers say, and each save asks them anew."""
+    for part in (part for part in model.modules() if isinstance(part, PreTrainedModel)):
+        for holder in (part, part.config):
+            for key in _TRACES & vars(holder).keys():
+                delattr(holder, key)
+        part.is_quantized = False
+
+
+_TRACES = {"hf_quantizer", "quantization_method", "quantization_config", "_pre_quantization_dtype"}
 
 
 # Saving --------------------------------------------------------------------------------------------
@@ -222,7 +261,9 @@ class _Saving(RarefyQuantizer):
         super().__init__(config, pre_quantized=True)
         self._found_state, self._found_metadata = state, metadata
 
-    def get_state_dict_and_metadata(self, model: nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    def get_state_dict_and_metadata(
+        self, model: nn.Module, *_: Any
+    ) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
         return dict(self._found_state), dict(self._found_metadata)
 
 
@@ -239,23 +280,24 @@ def save_sparse(save: Any, model: PreTrainedModel, args: tuple[Any, ...], kwargs
     modules = {names[name]: entry for name, entry in modules.items()}
     ties = {names[alias]: names[name] for alias, name in ties.items()}
     # A shard has a part of the pieces, so what it says of them would not be true: config.json says it.
-    metadata = {} if _is_sharded(state, kwargs.get("max_shard_size")) else header(modules)
+    size = kwargs.get("max_shard_size", inspect.signature(save).parameters["max_shard_size"].default)
+    metadata = {} if _is_sharded(state, size) else header(modules)
     config = RarefyConfig(modules=modules, ties=ties)
-    with _attached(model, config, _Saving(config, state, metadata)):
+    quantizer = _Saving(config, state, metadata)
+    with _attached(model, config, quantizer), library.saving(kwargs, state, metadata):
         return save(model, *args, **kwargs)
 
 
-def _is_sharded(state: Mapping[str, torch.Tensor], size: int | str | None) -> bool:
+def _is_sharded(state: Mapping[str, torch.Tensor], size: int | str) -> bool:
     from huggingface_hub import split_torch_state_dict_into_shards
 
-    return split_torch_state_dict_into_shards(dict(state), max_shard_size=size or "50GB").is_sharded
+    return split_torch_state_dict_into_shards(dict(state), max_shard_size=size).is_sharded
 
 
 def _name_in_file(model: PreTrainedModel, name: str, state: Mapping[str, torch.Tensor]) -> str:
     """The name that transformers gives a weight in its files."""
     piece = next((p for p in state if p.startswith(f"{name}.")), f"{name}.values")
-    (key,) = revert_weight_conversion(model, {piece: torch.empty(0)})
-    return key.removesuffix(piece.removeprefix(name))
+    return library.key_in_file(model, piece).removesuffix(piece.removeprefix(name))
 
 
 @contextlib.contextmanager
@@ -264,7 +306,8 @@ def _attached(model: PreTrainedModel, config: RarefyConfig, quantizer: RarefyQua
     before = dict(vars(model)), dict(vars(model.config))
     model.hf_quantizer, model.config.quantization_config = quantizer, config
     computes = _first_dtype(model)
-    config._root = {"transformers_weights": STOP, "dtype": str(computes).removeprefix("torch.")}
+    dtype = str(computes).removeprefix("torch.")
+    config._root = {"transformers_weights": STOP, "torch_dtype": STOP, "dtype": dtype}
     try:
         yield
     finally:
@@ -294,7 +337,7 @@ def _first_dtype(model: nn.Module) -> torch.dtype:
 
 def _stop_in_config(to_json_file: Any) -> Any:
     @functools.wraps(to_json_file)
-    def wrapped(self: PreTrainedConfig, path: Any, *args: Any, **kwargs: Any) -> None:
+    def wrapped(self: PretrainedConfig, path: Any, *args: Any, **kwargs: Any) -> None:
         to_json_file(self, path, *args, **kwargs)
         root = getattr(getattr(self, "quantization_config", None), "_root", None)
         if root is not None:
@@ -304,6 +347,19 @@ def _stop_in_config(to_json_file: Any) -> Any:
     return wrapped
 
 
+def _go_in_config(read: Any) -> Any:
+    @functools.wraps(read)
+    def wrapped(cls: type, path: Any) -> dict[str, Any]:
+        found = read(cls, path)
+        if found.get("transformers_weights") == STOP:
+            del found["transformers_weights"]
+        if found.get("torch_dtype") == STOP:
+            found["torch_dtype"] = found.get("dtype")
+        return found
+
+    return classmethod(wrapped)
+
+
 def _no_pieces_left(from_pretrained: Any) -> Any:
     """from_pretrained that does not return a model whose sparse weights were left in the file."""
 
@@ -311,6 +367,9 @@ def _no_pieces_left(from_pretrained: Any) -> Any:
     def wrapped(cls: type, *args: Any, **kwargs: Any) -> Any:
         wants_info = kwargs.pop("output_loading_info", False)
         model, info = from_pretrained(cls, *args, output_loading_info=True, **kwargs)
+        if isinstance(getattr(model.config, "quantization_config", None), RarefyConfig):
+            _leave(model)
+        info = info or {}  # none from files of other frameworks
         missing = info.get("missing_keys", ())
         for key in sorted(info.get("unexpected_keys", ())):
             name = key.rpartition(".")[0]
@@ -326,5 +385,7 @@ def _same_but_prefix(a: str, b: str) -> bool:
     return f".{a}".endswith(f".{b}") or f".{b}".endswith(f".{a}")
 
 
-PreTrainedConfig.to_json_file = _stop_in_config(PreTrainedConfig.to_json_file)
+library.install(RarefyQuantizer)
+PretrainedConfig.to_json_file = _stop_in_config(PretrainedConfig.to_json_file)
+PretrainedConfig._dict_from_json_file = _go_in_config(PretrainedConfig._dict_from_json_file.__func__)
 PreTrainedModel.from_pretrained = _no_pieces_left(PreTrainedModel.from_pretrained.__func__)
