@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +16,7 @@ from .attention import projections, put_projection, settle
 from .checks import fail
 from .conv import BlockSparseConv2d, matrix_shape, why_no_conv, why_no_groups
 from .dense import KINDS, kind_of
+from .experts import PARTS, is_dense_experts, linear_of, settle_expert, unpack
 from .modules import BlockSparseLinear
 from .pseudo import PseudoBlockSparseLinear
 from .sparse_weight import SparseWeight, Spec
@@ -56,11 +58,17 @@ class Layer:
         """All names of its weight."""
         return [f"{name}.weight".lstrip(".") for name in self.names]
 
+    @property
+    def parameter_names(self) -> list[str]:
+        """All names of the Parameter that the weight is, or is a part of."""
+        return self.weight_names
+
     def replace(self, module: nn.Module) -> None:
         """Puts `module` wherever this layer is used."""
         for parent, key in self.places:
             setattr(parent, key, module)
             settle(parent)
+            settle_expert(parent)
 
     def put(self, weight: SparseWeight) -> None:
         """Gives the layer, which is sparse, another weight."""
@@ -135,6 +143,26 @@ class Projection(Layer):
     def put(self, weight: SparseWeight) -> None:
         """Gives the attention another weight."""
         put_projection(self.holder, self.attribute, weight)
+
+
+@dataclass
+class ExpertLayer(Layer):
+    """A part of an expert whose weights are two tensors for all of them; `module` shares their memory."""
+
+    holder: nn.Module | None = None
+    number: int = 0
+    part: str = ""
+
+    @property
+    def parameter_names(self) -> list[str]:
+        """Of the tensor for all: "experts.down_proj", where the layer is "experts.0.down_proj"."""
+        end = f"{self.number}.{self.part}"
+        return [name.removesuffix(end) + self.part for name in self.names]
+
+    def replace(self, module: nn.Module) -> None:
+        """Makes the experts layers, of which this is one."""
+        unpack(self.holder)
+        setattr(self.holder.get_submodule(str(self.number)), self.part, module)
 
 
 def _projections(layer: Layer) -> list[Layer]:
@@ -245,13 +273,22 @@ def find_layers(model: nn.Module, *, rewritten: bool = False) -> list[Layer]:
     """Every module with a weight matrix, in order, with the reason why it cannot be replaced, or None.
 
     With `rewritten`, layers of other libraries that are nn.Linear in all but name can be, `Layer.linear()`,
-    and the projections of nn.MultiheadAttention and the convolutions of images are layers, too.
+    and the projections of nn.MultiheadAttention, experts in one tensor and the convolutions of images are
+    layers, too.
     """
     if not isinstance(model, nn.Module):
         fail("find_layers", "model must be an nn.Module", type(model).__name__, TypeError)
-    layers: dict[int, Layer] = {}
+    layers: dict[Any, Layer] = {}
     for name, module in model.named_modules(remove_duplicate=False):
         if isinstance(module, ParametrizationList):  # part of a layer that is listed itself
+            continue
+        if rewritten and is_dense_experts(module):
+            for number, part in itertools.product(range(len(getattr(module, PARTS[0]))), PARTS):
+                key = (id(module), number, part)
+                if key not in layers:
+                    linear = linear_of(module, number, part)
+                    layers[key] = ExpertLayer([], linear, holder=module, number=number, part=part)
+                layers[key].names.append(f"{name}.{number}.{part}".lstrip("."))
             continue
         weight = getattr(module, "weight", None)
         is_matrix = isinstance(weight, torch.Tensor) and weight.ndim == 2
@@ -266,6 +303,6 @@ def find_layers(model: nn.Module, *, rewritten: bool = False) -> list[Layer]:
     if rewritten:
         found = [part for layer in found for part in _projections(layer)]
     for layer in found:
-        parents, own = [parent for parent, _ in layer.places], set(layer.weight_names)
+        parents, own = [parent for parent, _ in layer.places], set(layer.parameter_names)
         layer.reason = _why_not(layer.module, layer.names, own, parents, owners, rewritten)
     return found

@@ -15,6 +15,7 @@ from torch import nn
 from ._torch_private import storage_of
 from .chain import fuse as fuse_networks
 from .checks import check_tensor, fail
+from .experts import unpacked
 from .layers import SPARSE, Layer, find_layers
 from .log import logger
 from .serialization import FORMAT, KEY, build, format_of
@@ -54,6 +55,21 @@ def load_file(
     except SafetensorError as error:
         raise ValueError(f"[{op}] path must be a safetensors file; got {os.fspath(path)}: {error}") from None
     modules = entries_in(op, metadata)
+    with unpacked(model, modules):
+        _load(op, model, tensors, metadata, modules, mmap)
+    fuse_networks(model, fuse)
+    logger.info("load_file: %s, %d sparse weights", path, len(modules))
+
+
+def _load(
+    op: str,
+    model: nn.Module,
+    tensors: dict[str, torch.Tensor],
+    metadata: Mapping[str, str],
+    modules: Mapping[str, Any],
+    mmap: bool,
+) -> None:
+    """Puts what a file has into a model."""
     places = _Places(op, model, () if mmap else tensors.values())
     weights = {}
     for name, value in modules.items():
@@ -70,8 +86,6 @@ def load_file(
     _add_tied(weights, aliases, places)
     aliases = {k: v for k, v in aliases.items() if v in tensors}
     _restore(op, model, tensors, weights, aliases, places)
-    fuse_networks(model, fuse)
-    logger.info("load_file: %s, %d sparse weights, %d other tensors", path, len(weights), len(tensors))
 
 
 def restore(
@@ -106,13 +120,15 @@ def load_state_dict(model: nn.Module, state_dict: Mapping[str, torch.Tensor]) ->
     tensors = dict(state_dict)
     for key, tensor in tensors.items():
         check_tensor(op, key, tensor)
-    places = _Places(op, model, tensors.values())
-    weights = {}
-    for name in sorted({key.rpartition(".")[0] for key in tensors if key.endswith(reserved_endings())}):
-        shape = places.shape_at(name)
-        kind, entry = _infer(op, name, tensors, shape)
-        weights[name] = build(op, name, tensors, kind, entry)
-    _restore(op, model, tensors, weights, {}, places)
+    names = sorted({key.rpartition(".")[0] for key in tensors if key.endswith(reserved_endings())})
+    with unpacked(model, names):
+        places = _Places(op, model, tensors.values())
+        weights = {}
+        for name in names:
+            shape = places.shape_at(name)
+            kind, entry = _infer(op, name, tensors, shape)
+            weights[name] = build(op, name, tensors, kind, entry)
+        _restore(op, model, tensors, weights, {}, places)
 
 
 def set_strict_pattern(model: nn.Module, strict: bool) -> None:

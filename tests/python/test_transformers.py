@@ -6,6 +6,7 @@ import copy
 import gc
 import importlib
 import json
+import pickle
 import re
 import subprocess
 import sys
@@ -93,7 +94,7 @@ def _architecture(name: str) -> tuple[Any, Any, dict[str, torch.Tensor], int]:
             t.MixtralForCausalLM,
             t.MixtralConfig(**heads, num_local_experts=2),
             ids,
-            9 if VERSION >= "5" else 21,  # where its experts are one tensor, they stay dense
+            17 if VERSION >= "5" else 21,  # an expert's gate and up are one layer, or two
         ),
         "clip": lambda: (t.CLIPModel, t.CLIPConfig(**both), {**ids, "pixel_values": _pixels()}, 27),
     }[name]()
@@ -155,6 +156,66 @@ def test_architectures_are_saved_and_loaded_and_sparsified_while_they_load(name,
     dense = kind.from_pretrained(tmp_path / "dense")
     assert [type(m) for m in loaded.modules()] == [type(m) for m in dense.modules()]
     torch.testing.assert_close(_run(loaded, inputs), wanted)
+
+
+EXPERTS = r".*experts\.1\.(gate_up_proj|down_proj)"
+
+
+@pytest.mark.skipif(VERSION < "5", reason="each expert is three layers there")
+def test_some_of_the_experts_are_sparse_and_the_others_as_they_were(tmp_path):
+    kind, config, inputs, _ = _architecture("mixtral")
+    dense = kind(config).eval()
+    dense.save_pretrained(tmp_path / "dense")
+    model = copy.deepcopy(dense)
+    report = rarefy.sparsify(model, {EXPERTS: "block:4x4@nonzero"}, measure=False)
+    names = [row.name for row in report.rows if row.format is not None]
+    assert names[:2] == [f"model.layers.0.mlp.experts.1.{part}_proj" for part in ("gate_up", "down")]
+    # Blocks without zeros: what is computed is the same, in other sums.
+    torch.testing.assert_close(_run(model, inputs), _run(dense, inputs))
+    losses = [m(**inputs, labels=IDS).loss for m in (model, dense)]
+    for loss in losses:
+        loss.backward()
+    mine = model.model.layers[0].mlp.experts
+    theirs = dense.model.layers[0].mlp.experts
+    for part in ("gate_up_proj", "down_proj"):
+        whole = getattr(theirs, part).grad
+        sparse, rest = (mine.get_submodule(f"{i}.{part}").weight for i in (1, 0))
+        blocks = whole[1].unflatten(0, (-1, 4)).unflatten(2, (-1, 4)).transpose(1, 2).reshape(-1, 4, 4)
+        torch.testing.assert_close(sparse.values.grad, blocks)
+        torch.testing.assert_close(rest.grad, whole[0])
+    # Saved by transformers and by Rarefy, and sparsified while it loads; pickled; and back again.
+    for saved in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        saved.save_pretrained(tmp_path / "sparse")
+        _assert_same(model, kind.from_pretrained(tmp_path / "sparse"))
+    rarefy.save_file(model, tmp_path / "file.safetensors")
+    other = kind(config).eval()
+    rarefy.load_file(other, tmp_path / "file.safetensors")
+    _assert_same(model, other)
+    other = kind(config).eval()
+    rarefy.load_state_dict(other, model.state_dict())
+    _assert_same(model, other)
+    made = kind.from_pretrained(
+        tmp_path / "dense", quantization_config=RarefyConfig({EXPERTS: "block:4x4@nonzero"})
+    )
+    _assert_same(model, made)
+    rarefy.desparsify(model)
+    _assert_same(model, kind.from_pretrained(tmp_path / "dense"))
+    assert torch.equal(_run(model, inputs), _run(dense, inputs))
+
+
+@pytest.mark.skipif(VERSION < "5", reason="each expert is three layers there")
+def test_experts_of_a_file_that_does_not_fit_stay_as_they_were(tmp_path):
+    kind, config, _, _ = _architecture("mixtral")
+    model, other = kind(config), kind(config)
+    rarefy.sparsify(model, {EXPERTS: "block:4x4@0.5"}, measure=False)
+    state = model.state_dict()
+    del state["lm_head.weight"]
+    before = copy.deepcopy(other)
+    parameter = other.model.layers[0].mlp.experts.gate_up_proj
+    with pytest.raises(ValueError, match="every tensor of the model must be there; got none for lm_head"):
+        rarefy.load_state_dict(other, state)
+    _assert_same(other, before)
+    assert other.model.layers[0].mlp.experts.gate_up_proj is parameter
 
 
 def test_one_spec_for_all_layers_and_auto(tmp_path):

@@ -18,14 +18,15 @@ from transformers.core_model_loading import (
     revert_weight_conversion,
 )
 
-from ..sparse_weight import SparseWeight
+from ..layers import find_layers
 from .on_the_fly import SparsifyOnLoad
 
 
 def resolve(model: nn.Module, names: Iterable[str]) -> dict[str, str]:
     """The model's names for weights of the file, without those that it has no place for."""
     known = dict.fromkeys(model.state_dict(), True)
-    known |= {name: True for name, m in model.named_modules() if isinstance(m, SparseWeight)}
+    layers = find_layers(model, rewritten=True)  # experts, too, which are parts of a tensor
+    known |= {name: True for layer in layers for name in layer.weight_names}
     renamings = [c for c in get_model_conversion_mapping(model) if isinstance(c, WeightRenaming)]
     found = {}
     for name in names:
@@ -77,10 +78,12 @@ class QuantizeOps(ConversionOps):
             target = name if self.on_load.wants(name) else full_layer_name
             if not self.on_load.wants(target):
                 rest[name] = tensor
-            elif (layer := self.on_load.take(target, tensor)) is None:
-                rest[target] = tensor
-            elif missing_keys is not None:
-                missing_keys.difference_update(layer.weight_names)
+            else:
+                taken = self.on_load.take(target, tensor)
+                if not taken:
+                    rest[target] = tensor
+                elif missing_keys is not None:
+                    missing_keys.difference_update(taken)
         return rest
 
 
