@@ -3,7 +3,6 @@
 
 #include <torch/csrc/stable/library.h>
 
-#include <cstring>
 #include <tuple>
 
 #include "adapt.h"
@@ -24,13 +23,6 @@ PlanView plan_of(const Call& call, const Tensor& plan, const Sizes& sizes) {
 // Values of a plan's matrix, of one of the dtypes of products.
 BsrView weight_of(const Call& call, const Tensor& values, const Tensor& plan, const Sizes& sizes) {
   return call.weight(values, plan_of(call, plan, sizes));
-}
-
-Tensor words(const Call& call, const std::vector<std::int32_t>& from) {
-  const auto bytes = static_cast<std::int64_t>(from.size() * sizeof(std::int32_t));
-  Tensor to = call.empty_bytes(bytes);
-  if (bytes > 0) std::memcpy(to.mutable_data_ptr(), from.data(), static_cast<std::size_t>(bytes));
-  return to;
 }
 
 Tensor empty_row_plan(const Call& call, const BsrShape& shape) {
@@ -85,13 +77,18 @@ std::tuple<Tensor, Tensor> transposed(const Tensor& values, const Tensor& plan, 
   return {moved, row_plan};
 }
 
-std::tuple<Tensor, Tensor> product_pattern(const Tensor& a_plan, Sizes a_sizes, const Tensor& b_plan,
-                                           Sizes b_sizes) {
-  const Call call("sparse_matmul", "a", a_plan);
-  const Indices c =
-      value_of(call.op(), rarefy::product_pattern(call.op(), plan_of(call, a_plan, a_sizes),
-                                                  plan_of(call, b_plan, b_sizes), call.context().executor));
-  return {words(call, c.crow), words(call, c.col)};
+// Values, (nnzb, R, C), and row plan.
+std::tuple<Tensor, Tensor> sparse_product(const Tensor& a, const Tensor& a_plan, Sizes a_sizes,
+                                          const Tensor& b, const Tensor& b_plan, Sizes b_sizes) {
+  const Call call("sparse_matmul", "a", a);
+  const BsrView left = weight_of(call, a, a_plan, a_sizes), right = weight_of(call, b, b_plan, b_sizes);
+  const Executor executor = call.context().executor;
+  const SparseProduct product = value_of(call.op(), rarefy::sparse_product(call.op(), left, right, executor));
+  Tensor row_plan = empty_row_plan(call, product.shape),
+         values = call.empty_values(product.shape, a.scalar_type());
+  check(call.op(), write_product(call.op(), left, right, product, words_of(row_plan),
+                                 values.mutable_data_ptr(), executor));
+  return {values, row_plan};
 }
 
 Tensor sampled_product(const Tensor& a, const Tensor& a_plan, Sizes a_sizes, const Tensor& b,
@@ -161,7 +158,9 @@ Tensor integers(const Tensor& x, const Tensor& values, const Tensor& plan, const
 STABLE_TORCH_LIBRARY_FRAGMENT(rarefy, m) {
   m.def("_row_plan(Tensor crow_indices, Tensor col_indices, int[] sizes) -> Tensor");
   m.def("_transposed(Tensor values, Tensor plan, int[] sizes) -> (Tensor, Tensor)");
-  m.def("_product_pattern(Tensor a_plan, int[] a_sizes, Tensor b_plan, int[] b_sizes) -> (Tensor, Tensor)");
+  m.def(
+      "_sparse_product(Tensor a, Tensor a_plan, int[] a_sizes, Tensor b, Tensor b_plan, int[] b_sizes) -> "
+      "(Tensor, Tensor)");
   m.def(
       "_sampled_product(Tensor a, Tensor a_plan, int[] a_sizes, Tensor b, Tensor b_plan, int[] b_sizes, "
       "Tensor plan, int[] sizes) -> Tensor");
@@ -175,7 +174,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(rarefy, m) {
 STABLE_TORCH_LIBRARY_IMPL(rarefy, CPU, m) {
   m.impl("_row_plan", TORCH_BOX(&row_plan));
   m.impl("_transposed", TORCH_BOX(&transposed));
-  m.impl("_product_pattern", TORCH_BOX(&product_pattern));
+  m.impl("_sparse_product", TORCH_BOX(&sparse_product));
   m.impl("_sampled_product", TORCH_BOX(&sampled_product));
   m.impl("_stored_softmax", TORCH_BOX(&softmax));
   m.impl("_stored_softmax_gradient", TORCH_BOX(&softmax_gradient));

@@ -2,6 +2,7 @@
 // integers. Plans are whole ones or row plans.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <span>
 #include <string_view>
@@ -16,14 +17,25 @@
 
 namespace rarefy {
 
-// The indices of a matrix, as a Pattern takes them.
-struct Indices {
-  std::vector<std::int32_t> crow, col;
+// A B, (M, N) in blocks R × C, before it has a place: A is (M, K) in blocks R × S, B (K, N) in S × C, all of
+// one floating-point dtype. It stores what may differ from zero, also where sums cancel.
+struct SparseProduct {
+  // Some rows one after the other: the columns, and the values where blocks are single elements.
+  struct Piece {
+    std::vector<std::int32_t> col;
+    std::vector<std::byte> values;
+  };
+  BsrShape shape;
+  std::vector<std::int32_t> crow;
+  std::vector<Piece> pieces;
 };
+RAREFY_API Result<SparseProduct> sparse_product(std::string_view op, const BsrView& a, const BsrView& b,
+                                                const Executor& executor = {});
 
-// Where A B, (M, N) in blocks R × C, may differ from zero: A is (M, K) in blocks R × S, B (K, N) in S × C.
-RAREFY_API Result<Indices> product_pattern(std::string_view op, const PlanView& a, const PlanView& b,
-                                           const Executor& executor = {});
+// The row plan of a product of a and b, row_plan_size(product.shape) words, and its values, (nnzb, R, C).
+RAREFY_API Status write_product(std::string_view op, const BsrView& a, const BsrView& b,
+                                const SparseProduct& product, std::span<std::int32_t> row_plan, void* values,
+                                const Executor& executor = {});
 
 // The blocks of A B that `pattern` stores, (nnzb, R, C); padding gets 0. All of one floating-point dtype;
 // sums in double for f64, else in float, in the order of A's columns.

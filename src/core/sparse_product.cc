@@ -1,11 +1,17 @@
-// Products of two sparse matrices, by rows (Gustavson's algorithm): the pattern, and the values on a pattern.
+// Products of two sparse matrices, by rows (Gustavson's algorithm): all that may differ from zero, and the
+// values on a pattern.
 #include <algorithm>
+#include <atomic>
+#include <bit>
 #include <limits>
 #include <new>
 #include <span>
+#include <utility>
+#include <vector>
 
 #include "core/checked.h"
 #include "core/message.h"
+#include "core/plan_layout.h"
 #include "core/scalar.h"
 #include "rarefy/sparse.h"
 
@@ -14,10 +20,12 @@ namespace rarefy {
 namespace {
 
 constexpr std::int64_t kTaskRows = 32;
-// A row that stores one of so many columns is found in order by a look at all of them, others are sorted.
-constexpr std::int64_t kSorting = 32;
-
-Status check_operands(std::string_view op, const BsrShape& a, const BsrShape& b) {
+Status check_operands(std::string_view op, const BsrView& left, const BsrView& right) {
+  const BsrShape &a = left.plan.shape, &b = right.plan.shape;
+  if (left.dtype != right.dtype) {
+    return mismatch(op, "a and b must have one dtype", cat(name(left.dtype), " and ", name(right.dtype)));
+  }
+  if (left.dtype == DType::i8) return mismatch(op, "a and b must be f64, f32, bf16 or f16", name(left.dtype));
   if (a.cols != b.rows)
     return invalid(op, cat("b must have ", a.cols, " rows, as a has columns"), cat(b.rows));
   if (a.block_cols == b.block_rows) return {};
@@ -38,20 +46,35 @@ void for_each_row(const Executor& executor, std::int64_t rows, Each&& each) {
   });
 }
 
-// The block columns of a row of A B, each once, in the order in which they are met.
-template <class Take>
-void for_each_column(const PlanView& a, const PlanView& b, std::int64_t i, std::span<std::int32_t> last,
-                     Take&& take) {
-  for (std::int32_t e = a.crow[i]; e < a.crow[i + 1]; ++e) {
-    for (std::int32_t f = b.crow[a.col[e]]; f < b.crow[a.col[e] + 1]; ++f) {
-      std::int32_t& seen =
-          last[static_cast<std::size_t>(b.col[f])];  // the last row that had this column, plus one
-      if (seen == i + 1) continue;
-      seen = static_cast<std::int32_t>(i + 1);
-      take(b.col[f]);
-    }
+// A set of columns: a bit each, and a bit for each word of those. L1 holds it where an array of columns is in
+// L2, and what is in it comes out in order, without sorting.
+class ColumnSet {
+ public:
+  explicit ColumnSet(std::int64_t columns)
+      : words_(static_cast<std::size_t>(ceil_div(columns, 64)), 0), filled_((words_.size() + 63) / 64, 0) {}
+
+  void insert(std::int32_t column) {
+    const auto c = static_cast<std::uint32_t>(column);
+    words_[c / 64] |= std::uint64_t{1} << c % 64;
+    filled_[c / 4096] |= std::uint64_t{1} << c / 64 % 64;
   }
-}
+
+  // Writes the columns to `to`, in order, empties the set, and says where they end.
+  std::int32_t* drain(std::int32_t* to) {
+    for (std::size_t f = 0; f < filled_.size(); ++f) {
+      for (std::uint64_t left = std::exchange(filled_[f], 0); left != 0; left &= left - 1) {
+        const std::size_t w = f * 64 + static_cast<std::size_t>(std::countr_zero(left));
+        for (std::uint64_t word = std::exchange(words_[w], 0); word != 0; word &= word - 1) {
+          *to++ = static_cast<std::int32_t>(w * 64) + std::countr_zero(word);
+        }
+      }
+    }
+    return to;
+  }
+
+ private:
+  std::vector<std::uint64_t> words_, filled_;
+};
 
 // What a worker needs for the rows that it takes: where a column's block is, and sums.
 template <class Sum>
@@ -129,57 +152,118 @@ void multiply(const BsrView& a, const BsrView& b, const PlanView& c, T* values, 
   });
 }
 
+// What a worker needs to find rows of the product: columns met, the same in order, sums of single elements.
+template <class Sum>
+struct Finder {
+  ColumnSet met;
+  std::vector<std::int32_t> columns;
+  std::vector<Sum> sums;
+
+  Finder(std::int64_t count, bool elements)
+      : met(count),
+        columns(static_cast<std::size_t>(count)),
+        sums(elements ? static_cast<std::size_t>(count) : 0, Sum{0}) {}
+};
+
+// Row i of A B at the end of `to`: its columns, and its values where blocks are single elements.
+template <class T>
+void append_row(const BsrView& a, const BsrView& b, std::int64_t i, Finder<SumOf<T>>& own,
+                SparseProduct::Piece& to) {
+  using Sum = SumOf<T>;
+  const auto *left = static_cast<const T*>(a.values), *right = static_cast<const T*>(b.values);
+  const bool elements = !own.sums.empty();
+  for (std::int32_t e = a.plan.crow[i]; e < a.plan.crow[i + 1]; ++e) {
+    const std::int32_t k = a.plan.col[e], end = b.plan.crow[k + 1];
+    if (!elements) {
+      for (std::int32_t f = b.plan.crow[k]; f < end; ++f) own.met.insert(b.plan.col[f]);
+      continue;
+    }
+    const auto x = static_cast<Sum>(load(left + e));
+    for (std::int32_t f = b.plan.crow[k]; f < end; ++f) {
+      own.met.insert(b.plan.col[f]);
+      own.sums[static_cast<std::size_t>(b.plan.col[f])] += x * static_cast<Sum>(load(right + f));
+    }
+  }
+  const std::span<const std::int32_t> found(own.columns.data(), own.met.drain(own.columns.data()));
+  to.col.insert(to.col.end(), found.begin(), found.end());
+  if (!elements) return;
+  const std::size_t size = to.values.size();
+  to.values.resize(size + found.size() * sizeof(T));
+  T* values = reinterpret_cast<T*>(to.values.data() + size);
+  for (const std::int32_t c : found)
+    store(values++, std::exchange(own.sums[static_cast<std::size_t>(c)], Sum{0}));
+}
+
+template <class T>
+void find(const BsrView& a, const BsrView& b, SparseProduct& product, const Executor& executor) {
+  const bool elements = product.shape.block_size() == 1 && a.plan.shape.block_cols == 1;
+  std::vector<Finder<SumOf<T>>> finders(static_cast<std::size_t>(executor.threads),
+                                        {product.shape.col_count(), elements});
+  std::atomic<bool> failed = false;
+  for_each_row(executor, product.shape.row_count(), [&](std::int64_t i, int worker) {
+    SparseProduct::Piece& piece = product.pieces[static_cast<std::size_t>(i / kTaskRows)];
+    const std::size_t before = piece.col.size();
+    try {  // a thread of the pool has nobody to catch it
+      append_row<T>(a, b, i, finders[static_cast<std::size_t>(worker)], piece);
+    } catch (const std::bad_alloc&) {
+      failed = true;
+    }
+    product.crow[static_cast<std::size_t>(i + 1)] = static_cast<std::int32_t>(piece.col.size() - before);
+  });
+  if (failed) throw std::bad_alloc();
+}
+
 }  // namespace
 
-Result<Indices> product_pattern(std::string_view op, const PlanView& a, const PlanView& b,
-                                const Executor& executor) try {
-  if (Status status = check_operands(op, a.shape, b.shape); !status.ok()) return status;
-  const std::int64_t rows = a.shape.row_count(), columns = b.shape.col_count();
-  std::vector<std::vector<std::int32_t>> last(static_cast<std::size_t>(executor.threads));
-  const auto forget = [&] {
-    for (auto& own : last) own.assign(static_cast<std::size_t>(columns), 0);
-  };
-  forget();
-  Indices c;
-  c.crow.assign(static_cast<std::size_t>(rows + 1), 0);
-  for_each_row(executor, rows, [&](std::int64_t i, int worker) {
-    std::int32_t count = 0;
-    for_each_column(a, b, i, last[static_cast<std::size_t>(worker)], [&](std::int32_t) { ++count; });
-    c.crow[i + 1] = count;
-  });
-  std::int64_t total = 0;
+Result<SparseProduct> sparse_product(std::string_view op, const BsrView& a, const BsrView& b,
+                                     const Executor& executor) try {
+  const BsrShape &sa = a.plan.shape, &sb = b.plan.shape;
+  if (Status status = check_operands(op, a, b); !status.ok()) return status;
+  SparseProduct product{{sa.rows, sb.cols, sa.block_rows, sb.block_cols, 0}, {}, {}};
+  const std::int64_t rows = product.shape.row_count();
+  product.crow.assign(static_cast<std::size_t>(rows + 1), 0);
+  product.pieces.resize(static_cast<std::size_t>(ceil_div(rows, kTaskRows)));
+  visit_float(a.dtype, [&]<class T>(T) { find<T>(a, b, product, executor); });
   for (std::int64_t i = 0; i < rows; ++i) {
-    total += c.crow[i + 1];
-    if (total > std::numeric_limits<std::int32_t>::max()) {
+    product.shape.nnzb += product.crow[i + 1];
+    if (product.shape.nnzb > std::numeric_limits<std::int32_t>::max()) {
       return invalid(op, "the product must have less than 2^31 blocks",
                      cat("more, in ", i + 1, " block rows"));
     }
-    c.crow[i + 1] = static_cast<std::int32_t>(total);
+    product.crow[i + 1] = static_cast<std::int32_t>(product.shape.nnzb);
   }
-  c.col.resize(static_cast<std::size_t>(total));
-  forget();
-  for_each_row(executor, rows, [&](std::int64_t i, int worker) {
-    std::int32_t* to = c.col.data() + c.crow[i];
-    const std::span<std::int32_t> own = last[static_cast<std::size_t>(worker)];
-    if ((std::int64_t{c.crow[i + 1]} - c.crow[i]) * kSorting > columns) {
-      for_each_column(a, b, i, own, [](std::int32_t) {});
-      for (std::int32_t j = 0; j < columns; ++j) {
-        if (own[static_cast<std::size_t>(j)] == i + 1) *to++ = j;
-      }
-    } else {
-      for_each_column(a, b, i, own, [&](std::int32_t j) { *to++ = j; });
-      std::sort(c.col.data() + c.crow[i], to);
-    }
-  });
-  return c;
+  return product;
 } catch (const std::bad_alloc&) {
   return too_large(op);
+}
+
+Status write_product(std::string_view op, const BsrView& a, const BsrView& b, const SparseProduct& product,
+                     std::span<std::int32_t> row_plan, void* values, const Executor& executor) {
+  const BsrShape& s = product.shape;
+  if (std::ssize(row_plan) != row_plan_size(s)) {
+    return invalid(op, cat("a row plan must have ", row_plan_size(s), " elements for this pattern"),
+                   cat(row_plan.size()));
+  }
+  const PlanLayout layout(s);
+  std::int32_t *crow = row_plan.data() + layout.crow, *col = row_plan.data() + layout.col;
+  std::copy(product.crow.begin(), product.crow.end(), crow);
+  executor.parallel_for(std::ssize(product.pieces), [&](std::int64_t task) {
+    const SparseProduct::Piece& piece = product.pieces[static_cast<std::size_t>(task)];
+    const std::int64_t first = crow[task * kTaskRows];
+    std::copy(piece.col.begin(), piece.col.end(), col + first);
+    std::copy(piece.values.begin(), piece.values.end(),
+              static_cast<std::byte*>(values) + first * static_cast<std::int64_t>(size_of(a.dtype)));
+  });
+  const PlanHeader header(s);
+  std::copy(std::begin(header.word), std::end(header.word), row_plan.data());
+  if (s.block_size() == 1 && a.plan.shape.block_cols == 1) return {};
+  return sampled_product(op, a, b, {s, crow, col}, values, executor);
 }
 
 Status sampled_product(std::string_view op, const BsrView& a, const BsrView& b, const PlanView& pattern,
                        void* values, const Executor& executor) try {
   const BsrShape &sa = a.plan.shape, &sb = b.plan.shape, &sc = pattern.shape;
-  if (Status status = check_operands(op, sa, sb); !status.ok()) return status;
+  if (Status status = check_operands(op, a, b); !status.ok()) return status;
   if (sc.rows != sa.rows || sc.cols != sb.cols || sc.block_rows != sa.block_rows ||
       sc.block_cols != sb.block_cols) {
     return invalid(op,
@@ -187,10 +271,6 @@ Status sampled_product(std::string_view op, const BsrView& a, const BsrView& b, 
                        " × ", sb.block_cols),
                    cat(sc.rows, " × ", sc.cols, " in blocks of ", sc.block_rows, " × ", sc.block_cols));
   }
-  if (a.dtype != b.dtype) {
-    return mismatch(op, "a and b must have one dtype", cat(name(a.dtype), " and ", name(b.dtype)));
-  }
-  if (a.dtype == DType::i8) return mismatch(op, "a and b must be f64, f32, bf16 or f16", name(a.dtype));
   visit_float(a.dtype, [&]<class T>(T) { multiply(a, b, pattern, static_cast<T*>(values), executor); });
   return {};
 } catch (const std::bad_alloc&) {

@@ -294,9 +294,14 @@ std::vector<Entry> entries() {
          return sparse_gpt(problem, in.identity.data(), 16, true, 127, c.executor);
        }},
       // Errors are texts, which take memory, too.
-      {"ProductPattern",
+      {"SparseProduct",
        [](Inputs& in, C c) {
-         return product_pattern("test", in.pattern->view(), in.down->view(), c.executor).status();
+         const BsrView down{in.down->view(), in.values.data()};
+         const Result<SparseProduct> product = sparse_product("test", in.w(), down, c.executor);
+         if (!product.ok()) return product.status();
+         std::vector<std::int32_t> plan(static_cast<std::size_t>(row_plan_size(product->shape)));
+         std::vector<float> values(static_cast<std::size_t>(product->shape.value_count()));
+         return write_product("test", in.w(), down, *product, plan, values.data(), c.executor);
        }},
       {"SampledProduct",
        [](Inputs& in, C c) {

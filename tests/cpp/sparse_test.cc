@@ -9,6 +9,7 @@
 #include <numeric>
 #include <random>
 #include <set>
+#include <string>
 #include <vector>
 
 #include "product_checks.h"
@@ -200,18 +201,28 @@ TEST(SparseProductTest, IsExactOnIntegersInEveryDType) {
   };
   for (const Case& q : {Case{70, 33, 45, 1, 1, 1, 0.4},
                         {67, 33, 41, 4, 2, 3, 0.4},
-                        {9, 20, 2000, 1, 1, 1, 0.01},
+                        {9, 20, 20000, 1, 1, 1, 0.01},
+                        {40, 33, 29, 1, 3, 1, 0.4},
                         {33, 40, 37, 16, 8, 16, 1.0},
                         {5, 6, 7, 2, 2, 2, 0.0}}) {
     for (const DType dtype : kFloats) {
       const Matrix a(q.m, q.k, q.r, q.s, dtype, 1, q.density), b(q.k, q.n, q.s, q.c, dtype, 2, q.density);
-      const Result<Indices> indices = product_pattern("test", a.view().plan, b.view().plan, pool.executor());
-      ASSERT_TRUE(indices.ok()) << indices.status().message();
-      const auto pattern = Pattern::create({q.m, q.n, q.r, q.c, 0}, indices->crow, indices->col);
-      ASSERT_TRUE(pattern.ok()) << pattern.status().message();  // sorted and distinct
-      std::vector<std::byte> values(static_cast<std::size_t>(pattern->shape().value_count()) * size_of(dtype),
+      const Result<SparseProduct> product = sparse_product("test", a.view(), b.view(), pool.executor());
+      ASSERT_TRUE(product.ok()) << product.status().message();
+      std::vector<std::int32_t> words(static_cast<std::size_t>(row_plan_size(product->shape)));
+      std::vector<std::byte> values(static_cast<std::size_t>(product->shape.value_count()) * size_of(dtype),
                                     std::byte{0x7f});
-      expect_ok(sampled_product("test", a.view(), b.view(), pattern->view(), values.data(), pool.executor()));
+      expect_ok(write_product("test", a.view(), b.view(), *product, words, values.data(), pool.executor()));
+      const PlanView found = *view_row_plan("test", product->shape, words);
+      const auto pattern =
+          Pattern::create({q.m, q.n, q.r, q.c, product->shape.nnzb},
+                          {found.crow, static_cast<std::size_t>(found.shape.row_count() + 1)},
+                          {found.col, static_cast<std::size_t>(found.shape.nnzb)});
+      ASSERT_TRUE(pattern.ok()) << pattern.status().message();  // sorted and distinct
+      std::vector<std::byte> sampled(values.size(), std::byte{0x7f});
+      expect_ok(
+          sampled_product("test", a.view(), b.view(), pattern->view(), sampled.data(), pool.executor()));
+      EXPECT_EQ(sampled, values);
       Matrix c = a;  // for each() over the product
       c.problem.pattern = *pattern;
       const std::vector<double> got = decode(values, dtype), want = multiply(a, b);
@@ -260,8 +271,14 @@ TEST(SparseProductTest, OperandsThatDoNotFitAreNamed) {
             "[op] the pattern must be of 8 × 4 in blocks of 2 × 2; got 6 × 4 in blocks of 3 × 2");
   const Matrix c(8, 4, 2, 2, DType::f32, 3);
   EXPECT_EQ(message(halves, c.view().plan), "[op] a and b must have one dtype; got f32 and bf16");
-  EXPECT_EQ(product_pattern("op", a.view().plan, wide.view().plan).status().message(),
+  EXPECT_EQ(sparse_product("op", a.view(), wide.view()).status().message(),
             "[op] b must have 6 rows, as a has columns; got 7");
+  const Result<SparseProduct> product = sparse_product("op", a.view(), b.view());
+  ASSERT_TRUE(product.ok());
+  std::vector<std::int32_t> few(3);
+  EXPECT_EQ(write_product("op", a.view(), b.view(), *product, few, values).message(),
+            "[op] a row plan must have " + std::to_string(row_plan_size(product->shape)) +
+                " elements for this pattern; got 3");
 }
 
 TEST(StoredSoftmaxTest, IsThatOfTheStoredElements) {

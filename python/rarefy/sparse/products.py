@@ -16,8 +16,8 @@ from ..pattern import BsrPattern
 from ..sparse_weight import SparseWeight
 from .matrix import FLOATS, SparseMatrix, as_matrix, as_tensor
 
-_integers, _product_pattern, _sampled_product = map(
-    _load.op, ("_integer_linear", "_product_pattern", "_sampled_product")
+_integers, _sparse_product, _sampled_product = map(
+    _load.op, ("_integer_linear", "_sparse_product", "_sampled_product")
 )
 
 
@@ -178,32 +178,54 @@ def sparse_matmul(a: Any, b: Any, *, dense: bool = False, check: str = "once") -
     if dense or left.device.type != "cpu":
         product = spmm(left, right.to_dense())
         return product if dense else _sampled(product, left, right)
-    pattern = _pattern_of_product(left, right)
-    blocks = _SampledProduct.apply(left.blocks(), right.blocks(), (left.pattern, right.pattern, pattern))
-    return SparseMatrix.of_blocks(blocks, pattern, left, right)
+    if left.block_shape[1] != right.block_shape[0]:
+        blocks = f"blocks of b must have {left.block_shape[1]} rows, as those of a have columns"
+        fail(op, blocks, right.block_shape)
+    blocks, plan = _SparseProduct.apply(left.blocks(), right.blocks(), left.pattern, right.pattern)
+    return SparseMatrix.of_blocks(
+        blocks, _pattern_of_product(left.pattern, right.pattern, plan, len(blocks)), left, right
+    )
 
 
 def _sizes(pattern: BsrPattern) -> list[int]:
     return [*pattern.shape, *pattern.block_shape]
 
 
-def _pattern_of_product(a: SparseMatrix, b: SparseMatrix) -> BsrPattern:
-    op = "sparse_matmul"
-    if a.block_shape[1] != b.block_shape[0]:
-        fail(op, f"blocks of b must have {a.block_shape[1]} rows, as those of a have columns", b.block_shape)
-    arrays = _product_pattern(a.pattern.row_plan, _sizes(a.pattern), b.pattern.row_plan, _sizes(b.pattern))
-    crow, col = (array.view(torch.int32) for array in arrays)
+def _pattern_of_product(a: BsrPattern, b: BsrPattern, plan: Tensor, nnzb: int) -> BsrPattern:
     shape, block = (a.shape[0], b.shape[1]), (a.block_shape[0], b.block_shape[1])
-    return BsrPattern(crow, col, shape=shape, block_shape=block, op=op)
+    return BsrPattern._of_rows(plan, shape, block, nnzb)
+
+
+def _product(a: Tensor, pa: BsrPattern, b: Tensor, pb: BsrPattern) -> tuple[Tensor, Tensor]:
+    """Blocks of the product and its row plan."""
+    return _sparse_product(a.contiguous(), pa.row_plan, _sizes(pa), b.contiguous(), pb.row_plan, _sizes(pb))
 
 
 def _sampled(product: Tensor, a: SparseMatrix, b: SparseMatrix) -> SparseMatrix:
     """The blocks of a dense product that the pattern of the sparse one stores."""
-    host = [SparseMatrix.on_pattern(m.data.detach().cpu(), m.pattern.to("cpu")) for m in (a, b)]
-    pattern = _pattern_of_product(*host).to(product.device)
+    patterns = [m.pattern.to("cpu") for m in (a, b)]
+    host = [m.blocks().detach().cpu() for m in (a, b)]
+    blocks, plan = _product(host[0], patterns[0], host[1], patterns[1])
+    pattern = _pattern_of_product(*patterns, plan, len(blocks)).to(product.device)
     grid = to_blocks(product, pattern.block_shape)
     blocks = grid[pattern.block_rows(), pattern.indices()[1].long()]
     return SparseMatrix.of_blocks(blocks, pattern, a, b)
+
+
+class _SparseProduct(torch.autograd.Function):
+    """A B where it may differ from zero, and its row plan; the gradients are sampled products."""
+
+    @staticmethod
+    def forward(ctx: Any, a: Tensor, b: Tensor, pa: BsrPattern, pb: BsrPattern) -> tuple[Tensor, Tensor]:
+        blocks, plan = _product(a, pa, b, pb)
+        ctx.patterns = pa, pb, _pattern_of_product(pa, pb, plan, len(blocks))
+        ctx.save_for_backward(a, b)
+        ctx.mark_non_differentiable(plan)
+        return blocks, plan
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor, _: None) -> tuple[Tensor | None, Tensor | None, None, None]:
+        return *_SampledProduct.gradients(ctx, gradient), None, None
 
 
 class _SampledProduct(torch.autograd.Function):
@@ -221,6 +243,11 @@ class _SampledProduct(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        return *_SampledProduct.gradients(ctx, gradient), None
+
+    @staticmethod
+    def gradients(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        """Those of the operands that `ctx` saved, with the patterns of both and of the product."""
         from .structure import transposed
 
         a, b = ctx.saved_tensors
@@ -232,7 +259,7 @@ class _SampledProduct(torch.autograd.Function):
         if ctx.needs_input_grad[1]:  # Aᵀ dC where B is stored
             at, pat = transposed(a, pa)
             db = _SampledProduct.apply(at, gradient, (pat, pc, pb))
-        return da, db, None
+        return da, db
 
 
 # Fake kernel; sparse × sparse has none, as its sizes follow from indices ---------------------------
