@@ -299,9 +299,10 @@ std::vector<Entry> entries() {
          const BsrView down{in.down->view(), in.values.data()};
          const Result<SparseProduct> product = sparse_product("test", in.w(), down, c.executor);
          if (!product.ok()) return product.status();
-         std::vector<std::int32_t> plan(static_cast<std::size_t>(row_plan_size(product->shape)));
-         std::vector<float> values(static_cast<std::size_t>(product->shape.value_count()));
-         return write_product("test", in.w(), down, *product, plan, values.data(), c.executor);
+         std::int32_t words[1024];
+         const std::span plan =
+             std::span(words).first(static_cast<std::size_t>(row_plan_size(product->shape)));
+         return write_product("test", in.w(), down, *product, plan, in.out.data(), c.executor);
        }},
       {"SampledProduct",
        [](Inputs& in, C c) {
