@@ -38,7 +38,7 @@ $(STAMPS)/venv: requirements/dev.txt requirements/uv.txt $(STAMPS)/packages
 	touch $@
 
 $(BUILD)/build.ninja: $(STAMPS)/venv
-	cmake --preset release -DRAREFY_BUILD_TORCH=ON -DPython3_EXECUTABLE=$(CURDIR)/$(IN_VENV)
+	cmake --preset release -DRAREFY_BUILD_TORCH=ON -DRAREFY_ONNX=ON -DPython3_EXECUTABLE=$(CURDIR)/$(IN_VENV)
 
 setup: $(BUILD)/build.ninja
 	cmake --build $(BUILD) -j $(JOBS)

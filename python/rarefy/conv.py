@@ -196,7 +196,8 @@ class BlockSparseConv2d(nn.Module):
     def to_dense(self) -> nn.Conv2d:
         """The nn.Conv2d that computes the same, with zeros for what is not stored."""
         (kh, kw), c, o = self.kernel_size, self.in_channels, self.out_channels
-        whole = self.weight.to_dense().detach().reshape(o, kh, kw, c).permute(0, 3, 1, 2)
+        whole = self.weight.to_dense().detach().to(self.weight.x_dtype or self.weight.dtype)
+        whole = whole.reshape(o, kh, kw, c).permute(0, 3, 1, 2)
         into = c // self.groups
         parts = whole.reshape(self.groups, o // self.groups, self.groups, into, kh, kw)
         group = torch.arange(self.groups, device=whole.device)

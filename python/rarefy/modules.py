@@ -145,9 +145,9 @@ class BlockSparseLinear(LinearBase):
         return cls.from_weight(weight.train(linear.training), linear.bias).train(linear.training)
 
     def to_dense(self) -> nn.Linear:
-        """The same layer as an nn.Linear, exactly: zeros where nothing is stored. Copies."""
+        """The same layer as an nn.Linear, exactly, of x's dtype: zeros where nothing is stored. Copies."""
         with torch.no_grad():
-            dense = self.weight.to_dense()
+            dense = self.weight.to_dense().to(self.weight.x_dtype or self.weight.dtype)
         return new_linear(dense, self.bias, self.weight.requires_grad, self.training)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""The Python of docs/transformers.md, legacy.md and recipes runs: each page as a whole, on small models."""
+"""The Python of some pages of docs/ and of the recipes runs: each page as a whole, on small models."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = [ROOT / f"docs/{name}.md" for name in ("transformers", "legacy", "peft")]
+PAGES = [ROOT / f"docs/{name}.md" for name in ("transformers", "legacy", "peft", "onnx")]
 PAGES += sorted((ROOT / "docs/recipes").glob("*.md"))
 PAGES = [page for page in PAGES if "```python" in page.read_text("utf-8")]
 
@@ -23,7 +23,7 @@ def test_page_runs(page, tmp_path, monkeypatch):
         from examples.minilm.model import model_folder
 
         code = code.replace("sentence-transformers/all-MiniLM-L6-v2", str(model_folder()))
-    for library in ("transformers", "sentence_transformers", "peft"):
+    for library in ("transformers", "sentence_transformers", "peft", "onnxruntime"):
         if re.search(rf"^(from|import) {library}\b", code, re.MULTILINE):
             pytest.importorskip(library)
     monkeypatch.chdir(tmp_path)

@@ -225,3 +225,13 @@ def test_a_pattern_of_layers_that_must_stay_warns():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         rarefy.sparsify(model, {".*": "csr@0.5"}, measure=False)
+
+
+def test_narrow_values_become_dense_in_the_dtype_that_the_layer_multiplies_in():
+    model = nn.Sequential(nn.Conv2d(4, 8, 1), nn.Flatten(), nn.Linear(8, 12))
+    rarefy.sparsify(model, {"0": "block:4x1@0.5:bf16", "2": "csr@0.5:f16"}, measure=False)
+    x = torch.randn(2, 4, 1, 1)
+    wanted = model(x)
+    rarefy.desparsify(model)
+    assert model[0].weight.dtype == model[2].weight.dtype == torch.float32
+    torch.testing.assert_close(model(x), wanted)
