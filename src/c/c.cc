@@ -2,8 +2,7 @@
 #include "rarefy/c.h"
 
 #include <algorithm>
-#include <cstdlib>
-#include <cstring>
+#include <iterator>
 #include <map>
 #include <memory>
 #include <new>
@@ -11,25 +10,19 @@
 #include <utility>
 #include <vector>
 
+#include "core/memory.h"
 #include "core/message.h"
+#include "core/padding.h"
 #include "rarefy/rarefy.h"
 
 using rarefy::Activation;
 using rarefy::BsrMatrix;
 using rarefy::DType;
+using rarefy::Memory;
 using rarefy::Result;
 using rarefy::Scaling;
 using rarefy::Status;
 using rarefy::StatusCode;
-
-namespace {
-
-struct Free {
-  void operator()(void* memory) const { std::free(memory); }
-};
-using Memory = std::unique_ptr<void, Free>;
-
-}  // namespace
 
 struct rarefy_pool {
   explicit rarefy_pool(int count) : threads(count) {}
@@ -103,18 +96,21 @@ Result<DType> dtype_of(std::string_view op, rarefy_dtype dtype) {
   return static_cast<DType>(dtype);
 }
 
-Result<rarefy::MatrixView> view_of(std::string_view op, const rarefy_matrix* matrix) {
+// A rarefy_matrix as a MatrixView, a rarefy_output as a MutableMatrixView.
+template <class View, class Matrix>
+Result<View> view_as(std::string_view op, const Matrix* matrix) {
   if (const Status status = check_pointers(op, matrix); !status.ok()) return status;
   const auto dtype = dtype_of(op, matrix->dtype);
   if (!dtype.ok()) return dtype.status();
-  return rarefy::MatrixView{matrix->data, *dtype, matrix->rows, matrix->cols, matrix->row_stride};
+  return View{matrix->data, *dtype, matrix->rows, matrix->cols, matrix->row_stride};
 }
 
-Result<rarefy::MutableMatrixView> view_of(std::string_view op, const rarefy_output* matrix) {
-  if (const Status status = check_pointers(op, matrix); !status.ok()) return status;
-  const auto dtype = dtype_of(op, matrix->dtype);
-  if (!dtype.ok()) return dtype.status();
-  return rarefy::MutableMatrixView{matrix->data, *dtype, matrix->rows, matrix->cols, matrix->row_stride};
+auto view_of(std::string_view op, const rarefy_matrix* matrix) {
+  return view_as<rarefy::MatrixView>(op, matrix);
+}
+
+auto view_of(std::string_view op, const rarefy_output* matrix) {
+  return view_as<rarefy::MutableMatrixView>(op, matrix);
 }
 
 rarefy::Context context_of(rarefy_pool* pool) {
@@ -124,28 +120,9 @@ rarefy::Context context_of(rarefy_pool* pool) {
 }
 
 Memory aligned(std::int64_t bytes) {
-  Memory memory(std::aligned_alloc(64, static_cast<std::size_t>(bytes + 63) / 64 * 64));
+  Memory memory = rarefy::aligned_memory(bytes);
   if (memory == nullptr && bytes > 0) throw std::bad_alloc();
   return memory;
-}
-
-// Sets to zero what blocks at the edge hold outside of the matrix.
-void zero_padding(BsrMatrix& matrix) {
-  const rarefy::PlanView& plan = matrix.pattern.view();
-  const rarefy::BsrShape& shape = plan.shape;
-  const auto size = static_cast<std::int64_t>(rarefy::size_of(matrix.dtype));
-  for (std::int64_t i = 0; i < shape.row_count(); ++i) {
-    const std::int64_t rows = std::min(shape.block_rows, shape.rows - i * shape.block_rows);
-    for (std::int64_t e = plan.crow[i]; e < plan.crow[i + 1]; ++e) {
-      const std::int64_t cols = std::min(shape.block_cols, shape.cols - plan.col[e] * shape.block_cols);
-      for (std::int64_t r = 0; r < shape.block_rows; ++r) {
-        const std::int64_t kept = r < rows ? cols : 0;
-        const std::int64_t row = e * shape.block_size() + r * shape.block_cols;
-        std::memset(matrix.values.data() + (row + kept) * size, 0,
-                    static_cast<std::size_t>((shape.block_cols - kept) * size));
-      }
-    }
-  }
 }
 
 template <class Map>
@@ -212,7 +189,10 @@ rarefy_status rarefy_weight_from_blocks(const rarefy_weight_info* info, rarefy_w
     const auto bytes = static_cast<std::size_t>(shape.value_count()) * rarefy::size_of(*dtype);
     const auto* values = static_cast<const std::byte*>(info->values);
     BsrMatrix matrix{std::move(pattern).value(), *dtype, {values, values + bytes}};
-    zero_padding(matrix);
+    for (std::int64_t i = 0; rarefy::has_padding(shape) && i < shape.row_count(); ++i) {
+      clear_padding(matrix.pattern.view(), i, matrix.values.data(),
+                    static_cast<std::int64_t>(rarefy::size_of(*dtype)));
+    }
     *weight = std::make_unique<rarefy_weight>(std::move(matrix)).release();
     return {};
   });

@@ -1,10 +1,8 @@
 // Runs a checked product: the first kernel of the registry that fits, with its workspace and what it derives.
 #include "core/products.h"
 
-#include <cstdlib>
-#include <memory>
-
 #include "core/arguments.h"
+#include "core/memory.h"
 #include "core/message.h"
 #include "core/registry.h"
 
@@ -12,20 +10,15 @@ namespace rarefy {
 
 namespace {
 
-struct Free {
-  void operator()(void* p) const { std::free(p); }  // NOLINT(cppcoreguidelines-no-malloc)
-};
-
 // The workspace that the kernel asked for: the caller's, what its function gives, or ours.
-Status find_workspace(Call& call, const Workspace& given, std::int64_t bytes,
-                      std::unique_ptr<void, Free>& own) {
+Status find_workspace(Call& call, const Workspace& given, std::int64_t bytes, Memory& own) {
   const std::string_view op = name(call.problem.op);
   call.workspace = given.data;
   if (given.bytes >= bytes) return {};
   if (given.provide != nullptr) {
     call.workspace = given.provide(given.provider, bytes);
   } else if (call.problem.device == Device::cpu) {
-    own.reset(std::aligned_alloc(64, static_cast<std::size_t>((bytes + 63) / 64 * 64)));
+    own = aligned_memory(bytes);
     call.workspace = own.get();
   } else {
     return invalid(op, cat("workspace must have ", bytes, " bytes (workspace_size)"), cat(given.bytes));
@@ -91,7 +84,7 @@ Status dispatch(Call& call, const Context& context) {
   call.config = choice->config;
   call.executor = context.executor;
   call.stream = context.stream;
-  std::unique_ptr<void, Free> own;
+  Memory own;
   const Made made = made_in_call(*choice, held, call.derived.packed != nullptr);
   const std::int64_t bytes = made.bytes() + choice->workspace;
   if (Status status = find_workspace(call, context.workspace, bytes, own); !status.ok()) return status;

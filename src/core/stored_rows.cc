@@ -4,6 +4,7 @@
 #include <limits>
 
 #include "core/message.h"
+#include "core/padding.h"
 #include "core/scalar.h"
 #include "rarefy/sparse.h"
 
@@ -22,27 +23,12 @@ void for_each_piece(const PlanView& plan, std::int64_t n, Each&& each) {
   }
 }
 
-// Padding of all blocks of a block row to zero.
-template <class T>
-void clear_padding(const PlanView& plan, std::int64_t i, T* values) {
-  const BsrShape& s = plan.shape;
-  for (std::int32_t e = plan.crow[i]; e < plan.crow[i + 1]; ++e) {
-    const std::int64_t rows = std::min(s.block_rows, s.rows - i * s.block_rows);
-    const std::int64_t cols = std::min(s.block_cols, s.cols - plan.col[e] * s.block_cols);
-    for (std::int64_t r = 0; r < s.block_rows; ++r) {
-      T* row = values + (e * s.block_rows + r) * s.block_cols;
-      const std::int64_t kept = r < rows ? cols : 0;
-      for (std::int64_t c = kept; c < s.block_cols; ++c) store(row + c, 0.0);
-    }
-  }
-}
-
 // Calls each(n) for all rows of the matrix, after the padding of theirs is zero.
 template <class T, class Each>
 void for_each_row(const PlanView& plan, T* values, const Executor& executor, Each&& each) {
   const BsrShape& s = plan.shape;
   executor.parallel_for(s.row_count(), [&](std::int64_t i) {
-    if (s.rows % s.block_rows != 0 || s.cols % s.block_cols != 0) clear_padding(plan, i, values);
+    if (has_padding(s)) clear_padding(plan, i, values, sizeof(T));
     for (std::int64_t n = i * s.block_rows; n < std::min(s.rows, (i + 1) * s.block_rows); ++n) each(n);
   });
 }
