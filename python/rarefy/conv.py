@@ -231,18 +231,32 @@ class BlockSparseConv2d(nn.Module):
             requirement = f"x must be (B, {self.in_channels}, H, W) or ({self.in_channels}, H, W)"
             fail(op, requirement, tuple(x.shape))
         images = x if x.ndim == 4 else x[None]
-        places = images.permute(0, 2, 3, 1)
-        check_size(op, places, self._geometry)
-        if places.stride(3) != 1 and not self._geometry.is_pointwise:
-            places = places.contiguous()
-        weight = self.weight
-        pattern, values = weight.pattern, weight.values
-        y = convolve(places, values, pattern, self.bias, self._geometry, weight.derived(x)).permute(
-            0, 3, 1, 2
-        )
+        if self.kernel_size == (1, 1) and self.padding == (0, 0):
+            y = self._at_places(images)
+        else:
+            y = self._of_windows(images)
+        y = y.permute(0, 3, 1, 2)
         if images.is_contiguous() and not images.is_contiguous(memory_format=torch.channels_last):
             y = y.contiguous()
         return y if x.ndim == 4 else y[0]
+
+    def _at_places(self, images: torch.Tensor) -> torch.Tensor:
+        """The product of a linear layer, (B, HO, WO, O): on small images Python is half of its time."""
+        places = images.permute(0, 2, 3, 1)
+        if 0 in places.shape:
+            check_size("BlockSparseConv2d", places, self._geometry)
+        if self.stride != (1, 1):
+            th, tw = self.stride
+            places = places[:, ::th, ::tw]
+        return self._modules["weight"].linear(places, self.bias)
+
+    def _of_windows(self, images: torch.Tensor) -> torch.Tensor:
+        places, geometry = images.permute(0, 2, 3, 1), self._geometry
+        check_size("BlockSparseConv2d", places, geometry)
+        if places.stride(3) != 1:
+            places = places.contiguous()
+        weight = self.weight
+        return convolve(places, weight.values, weight.pattern, self.bias, geometry, weight.derived(images))
 
     @torch.no_grad()
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
