@@ -249,6 +249,26 @@ class BsrPattern:
             moved, plan = _transposed(values.contiguous(), known, [*self.shape, *self.block_shape])
         return BsrPattern._of_rows(plan, shape, block, self.nnzb), moved
 
+    def on_diagonal(self, copies: int) -> BsrPattern:
+        """The pattern of a matrix with so many of this one on its diagonal; made once for each number.
+
+        Raises ValueError unless blocks end where the matrix does, or where there would be 2³¹ blocks.
+        """
+        op = "BsrPattern.on_diagonal"
+        if self.is_padded and copies > 1:
+            fail(op, f"{tuple(self.shape)} must be multiples of the block {self.block_shape}", copies)
+        if copies == 1:
+            return self
+        known = self.__dict__.setdefault("_diagonals", {})
+        if copies not in known:
+            crow, col = (index.long() for index in self.indices())
+            turn = torch.arange(copies, device=self.device)[:, None]
+            crow = torch.cat(((crow[:-1] + turn * self.nnzb).flatten(), crow[-1:] * copies))
+            col = (col + turn * self.grid[1]).flatten()
+            shape = (self.shape[0] * copies, self.shape[1] * copies)
+            known[copies] = BsrPattern(crow, col, shape=shape, block_shape=self.block_shape, op=op)
+        return known[copies]
+
     def transposition(self) -> tuple[BsrPattern, torch.Tensor]:
         """The pattern of the transposed matrix, made once, and which block each of its blocks is, int32.
 

@@ -12,7 +12,7 @@ from torch import nn
 
 import rarefy
 from rarefy import BsrPattern, sparse
-from rarefy.sparse import SparseMatrix
+from rarefy.sparse import SparseMatrix, softmax
 
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8)
@@ -369,12 +369,18 @@ def test_softmax_of_nan_is_nan():
 
 
 @pytest.mark.parametrize("causal", [False, True])
-def test_attention_is_masked_dense_attention(device, causal):
-    length, keys, block = 24, 40, 8
-    mask = torch.rand(length // block, keys // block) < 0.5
+@pytest.mark.parametrize(
+    ("length", "heads_at_once"), [(24, None), (24, 4), (21, None)], ids=["all", "some", "ragged"]
+)
+def test_attention_is_masked_dense_attention(device, causal, length, heads_at_once, monkeypatch):
+    keys, block = 40, 8
+    mask = torch.rand(-(-length // block), keys // block) < 0.5
     mask[:, 0] = True
     pattern = BsrPattern.from_mask(mask, shape=(length, keys), block_shape=(block, block), device=device)
-    elements = mask.repeat_interleave(block, 0).repeat_interleave(block, 1)
+    if heads_at_once:
+        bytes_ = heads_at_once * pattern.nnzb * block * block * 4
+        monkeypatch.setitem(softmax._SCORES, torch.device(device).type, bytes_)
+    elements = mask.repeat_interleave(block, 0).repeat_interleave(block, 1)[:length]
     if causal:
         elements &= torch.ones(length, keys, dtype=torch.bool).tril()
     sizes = ((2, 3, length, 16), (2, 3, keys, 16), (2, 3, keys, 12))
@@ -388,6 +394,29 @@ def test_attention_is_masked_dense_attention(device, causal):
     (got * weights.to(got)).sum().backward()
     for mine, oracle in zip(ours, theirs, strict=True):
         torch.testing.assert_close(mine.grad.cpu().double(), oracle.grad, rtol=1e-4, atol=1e-5)
+
+
+def test_patterns_on_a_diagonal():
+    mask = torch.tensor([[1, 0, 1], [0, 0, 0]]) > 0
+    pattern = BsrPattern.from_mask(mask, shape=(8, 6), block_shape=(4, 2))
+    thrice = pattern.on_diagonal(3)
+    assert thrice == BsrPattern.from_mask(
+        torch.block_diag(*[mask] * 3) > 0, shape=(24, 18), block_shape=(4, 2)
+    )
+    assert pattern.on_diagonal(3) is thrice
+    assert pattern.on_diagonal(1) is pattern
+    padded = BsrPattern.from_mask(mask, shape=(7, 6), block_shape=(4, 2))
+    assert padded.on_diagonal(1) is padded
+    with pytest.raises(
+        ValueError, match=r"\[BsrPattern.on_diagonal\] \(7, 6\) must be multiples of the block"
+    ):
+        padded.on_diagonal(2)
+
+
+def test_attention_without_heads():
+    pattern = BsrPattern.from_mask(torch.ones(2, 2) > 0, shape=(8, 8), block_shape=(4, 4))
+    q = torch.randn(2, 0, 8, 3)
+    assert sparse.sparse_attention(q, q, q, pattern).shape == (2, 0, 8, 3)
 
 
 # Bad input ------------------------------------------------------------------------------------------

@@ -9,10 +9,15 @@ import torch
 from torch import Tensor
 
 from .. import _load
+from .._torch_private import eager
 from ..checks import fail
 from ..pattern import BsrPattern
 from .matrix import FLOATS, SparseMatrix, as_matrix
 from .products import sddmm, spmm
+
+# Bytes of scores at a time: of what the caches of a CPU hold; on a GPU what fills it.
+_SCORES = {"cpu": 8 << 20}
+_MANY_SCORES = 512 << 20
 
 _softmax, _softmax_gradient = map(_load.op, ("_stored_softmax", "_stored_softmax_gradient"))
 
@@ -117,18 +122,28 @@ def sparse_attention(
     if (query.shape[-2], key.shape[-2]) != tuple(pattern.shape):
         fail(op, f"pattern must be of {query.shape[-2]} × {key.shape[-2]} scores", tuple(pattern.shape))
     scale = query.shape[-1] ** -0.5 if scale is None else scale
-    here = SparseMatrix.on_pattern(query.new_empty((pattern.nnzb, *pattern.block_shape)), pattern)
-    mask = _causal_mask(pattern) if causal else None
-    heads = []
-    flat = (tensor.reshape(-1, *tensor.shape[-2:]) for tensor in (query, key, value))
-    for q, k, v in zip(*flat, strict=True):
-        scores = sddmm(here, q * scale, k)
-        if mask is not None:
-            scores = SparseMatrix.on_pattern(scores.data.masked_fill(mask, -math.inf), pattern)
-        heads.append(spmm(sparse_softmax(scores), v))
-    if not heads:
+    if 0 in lead:
         return value.new_empty((*lead, query.shape[-2], value.shape[-1]))
-    return torch.stack(heads).reshape(*lead, query.shape[-2], value.shape[-1])
+    outside = _causal_mask(pattern) if causal else None
+    flat = [tensor.reshape(-1, *tensor.shape[-2:]) for tensor in (query, key, value)]
+    parts = []
+    for q, k, v in zip(*(tensor.split(_heads_at_once(query, pattern)) for tensor in flat), strict=True):
+        heads = pattern.on_diagonal(len(q))
+        here = SparseMatrix.on_pattern(query.new_empty((heads.nnzb, *heads.block_shape)), heads)
+        scores = sddmm(here, q.flatten(0, 1) * scale, k.flatten(0, 1))
+        if outside is not None:
+            stored = scores.data.unflatten(0, (len(q), pattern.nnzb)).masked_fill(outside, -math.inf)
+            scores = SparseMatrix.on_pattern(stored.flatten(0, 1), heads)
+        parts.append(spmm(sparse_softmax(scores), v.flatten(0, 1)).unflatten(0, (len(q), -1)))
+    return torch.cat(parts).reshape(*lead, query.shape[-2], value.shape[-1])
+
+
+def _heads_at_once(query: Tensor, pattern: BsrPattern) -> int:
+    """How many heads are one matrix, with their scores on its diagonal: blocks must end where heads do."""
+    if pattern.is_padded or not eager():
+        return 1
+    scores = pattern.nnzb * math.prod(pattern.block_shape) * query.element_size()
+    return max(1, _SCORES.get(query.device.type, _MANY_SCORES) // max(1, scores))
 
 
 def _causal_mask(pattern: BsrPattern) -> Tensor:
