@@ -1,6 +1,8 @@
 // Times one layer on weights packed ahead, in a process of its own, so that two builds can take turns:
-//   rarefy_layer_bench f32|bf16|int8 linear|grad_input|grad_weight M N K RxC density [seconds] [threads]
-// prints the best call in ms, useful GFLOP/s, and the kernel. int8 is f32 inputs rounded token by token. One
+//   rarefy_layer_bench f32|bf16|bf16x|int8 linear|grad_input|grad_weight M N K RxC density [seconds]
+//   [threads]
+// prints the best call in ms, useful GFLOP/s, and the kernel. bf16x is f32 inputs that may be rounded to the
+// values' bf16, int8 f32 inputs rounded token by token. One
 // thread's time is the processor's, which others may use in between. RAREFY_FORCE_IMPL picks another kernel.
 #include <time.h>
 
@@ -67,18 +69,19 @@ int main(int argc, char** argv) {
                      k = argc > 5 ? std::atol(argv[5]) : 0;
   const double density = argc > 7 ? std::atof(argv[7]) : 0, seconds = argc > 8 ? std::atof(argv[8]) : 0.2;
   const int threads = argc > 9 ? std::atoi(argv[9]) : 1;
-  const bool known = (type == "f32" || type == "bf16" || type == "int8") &&
+  const bool known = (type == "f32" || type == "bf16" || type == "bf16x" || type == "int8") &&
                      (product == "linear" || product == "grad_input" || product == "grad_weight");
   if (argc < 8 || !known || tokens < 1 || n < 1 || k < 1 || threads < 1 ||
       std::sscanf(argv[6], "%ldx%ld", &rows, &cols) != 2) {
-    std::fprintf(stderr,
-                 "usage: rarefy_layer_bench f32|bf16|int8 linear|grad_input|grad_weight M N K RxC density "
-                 "[seconds] [threads]\n");
+    std::fprintf(
+        stderr,
+        "usage: rarefy_layer_bench f32|bf16|bf16x|int8 linear|grad_input|grad_weight M N K RxC density "
+        "[seconds] [threads]\n");
     return 2;
   }
   const Op op = product == "linear" ? Op::linear : product == "grad_input" ? Op::grad_input : Op::grad_weight;
   const DType x_dtype = type == "bf16" ? DType::bf16 : DType::f32;
-  const DType dtype = type == "int8" ? DType::i8 : x_dtype;
+  const DType dtype = type == "int8" ? DType::i8 : type == "bf16x" ? DType::bf16 : x_dtype;
 
   std::mt19937 random(1);
   std::bernoulli_distribution stored(density);
@@ -107,6 +110,7 @@ int main(int argc, char** argv) {
   Problem problem = make_problem(op, shape, tokens, x_dtype);
   problem.weight.dtype = dtype;
   problem.threads = threads;
+  weight.rounds_x = problem.weight.rounds_x = type == "bf16x";
   if (type == "int8") {
     weight.scaling = problem.weight.scaling = Scaling::dynamic;
     weight.scales = static_cast<const float*>(scales.data());

@@ -132,7 +132,8 @@ def rows(isa_bf16: str, isa_int8: str) -> Iterator[Callable[[], Row | Iterator[R
             yield partial(linear, f"block:{block}@0.5", 512, BF16, speedup=1.7)
             yield partial(linear, f"block:{block}@0.5", 512, BF16, share=0.85, of="bf16")
     wanted = 5 if isa_bf16 == "amx_bf16" else 3
-    yield partial(linear, "block:32x1@0.5:bf16", 512, speedup=wanted)
+    for block in ("32x1", "32x32"):
+        yield partial(linear, f"block:{block}@0.5:bf16x", 512, speedup=wanted)
     for block in ("4x1", "16x16", "32x1", "32x32"):
         yield partial(linear, f"block:{block}@0.5:int8", 512, speedup=1.0, rival="int8")
         share = 0.8 if isa_int8 == "amx_int8" else 0.85

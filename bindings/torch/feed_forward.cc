@@ -27,6 +27,7 @@ struct Arguments {
   std::int64_t out_features, hidden_features, in_features;
   std::string_view activation;
   DerivedTensors up = {}, down = {};  // what the layers hold; a gate goes without
+  bool rounds_x = false;
 };
 
 // Errors name tensors as their layer does: this says which one of several it is.
@@ -55,6 +56,7 @@ std::tuple<Tensor, Tensor, Tensor> run(Arguments a, bool save) {
       call.check_device("values", values);
       BsrView weight = call.weight(values, plan, out, in);
       call.check_stored(weight.dtype, "x", x.dtype);
+      weight.rounds_x = a.rounds_x;
       weight.derived = view_derived(call, derived, Op::linear, weight.plan, x.dtype, &weight, weight.dtype);
       return LayerView{weight, call.bias(bias, out, x.dtype)};
     });
@@ -87,7 +89,8 @@ Tensor bsr_feed_forward(Tensor x, const Tensor& up_values, const Tensor& up_plan
                         const Tensor& down_values, const Tensor& down_plan, const Optional& down_bias,
                         std::int64_t out_features, std::int64_t hidden_features, std::int64_t in_features,
                         std::string_view activation, const Optional& up_prepared, const Optional& up_packed,
-                        const Optional& down_prepared, const Optional& down_packed, std::int64_t derived) {
+                        const Optional& down_prepared, const Optional& down_packed, std::int64_t derived,
+                        bool rounds_x) {
   return std::get<0>(run({std::move(x),
                           up_values,
                           up_plan,
@@ -103,7 +106,8 @@ Tensor bsr_feed_forward(Tensor x, const Tensor& up_values, const Tensor& up_plan
                           in_features,
                           activation,
                           {up_prepared, up_packed, derived},
-                          {down_prepared, down_packed, derived}},
+                          {down_prepared, down_packed, derived},
+                          rounds_x},
                          false));
 }
 
@@ -127,7 +131,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(rarefy, m) {
       "Tensor? gate_plan, Tensor? gate_bias, Tensor down_values, Tensor down_plan, Tensor? down_bias, "
       "SymInt out_features, SymInt hidden_features, SymInt in_features, str activation, "
       "Tensor? up_prepared=None, Tensor? up_packed=None, Tensor? down_prepared=None, "
-      "Tensor? down_packed=None, int derived=0) -> Tensor");
+      "Tensor? down_packed=None, int derived=0, bool rounds_x=False) -> Tensor");
   m.def(
       "_bsr_feed_forward_hidden(Tensor x, Tensor up_values, Tensor up_plan, Tensor? up_bias, "
       "Tensor? gate_values, Tensor? gate_plan, Tensor? gate_bias, Tensor down_values, Tensor down_plan, "

@@ -69,6 +69,18 @@ Problem as_read(const Problem& by_token, std::int64_t in_stride, bool by_feature
   return copied.ok() && in_place.ok() && copied->kernel == in_place->kernel ? problem : by_token;
 }
 
+// "bf16", "i8 dynamic", "bf16 rounding x": as problems are printed.
+void set_values(WeightSpec& weight, std::string_view text) {
+  constexpr std::string_view kRounding = " rounding x";
+  weight.rounds_x = text.ends_with(kRounding);
+  if (weight.rounds_x) text.remove_suffix(kRounding.size());
+  if (text.starts_with("i8 ")) {
+    weight.scaling = parse("scaling", text.substr(3), {Scaling::weight, Scaling::dynamic});
+    text = "i8";
+  }
+  weight.dtype = parse_dtype("values_dtype", text);
+}
+
 std::string explain_json(std::string_view op, std::int64_t out_features, std::int64_t in_features,
                          std::int64_t block_rows, std::int64_t block_cols, std::int64_t nnzb,
                          std::string_view values_dtype, std::string_view in_dtype, std::int64_t tokens,
@@ -79,11 +91,7 @@ std::string explain_json(std::string_view op, std::int64_t out_features, std::in
   Problem problem = make_problem(parse("op", op, {Op::linear, Op::grad_input, Op::grad_weight}), shape,
                                  tokens, parse_dtype("in_dtype", in_dtype),
                                  parse("device", device, {Device::cpu, Device::cuda}), torch_threads());
-  if (values_dtype.starts_with("i8 ")) {  // "i8 dynamic": as problems are printed
-    problem.weight.scaling = parse("scaling", values_dtype.substr(3), {Scaling::weight, Scaling::dynamic});
-    values_dtype = "i8";
-  }
-  problem.weight.dtype = parse_dtype("values_dtype", values_dtype);
+  set_values(problem.weight, values_dtype);
   problem.device_index = static_cast<int>(device_index);
   problem.bias = bias;
   // The key is that of linear; who holds it has what the gradients' kernels want of the pattern, too.
@@ -105,7 +113,8 @@ std::string explain_feed_forward_json(std::int64_t out_features, std::int64_t hi
   const BsrShape up{hidden_features, in_features, up_rows, up_cols, up_nnzb};
   Problem problem = make_problem(Op::feed_forward, up, tokens, parse_dtype("in_dtype", in_dtype), Device::cpu,
                                  torch_threads());
-  problem.weight.dtype = problem.down.dtype = parse_dtype("values_dtype", values_dtype);
+  set_values(problem.weight, values_dtype);
+  set_values(problem.down, values_dtype);
   problem.down.shape = {out_features, hidden_features, down_rows, down_cols, down_nnzb};
   if (gate_rows > 0) {
     problem.gate = problem.weight;

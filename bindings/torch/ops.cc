@@ -13,14 +13,16 @@ namespace rarefy::binding {
 
 namespace {
 
+template <bool kRoundsX = false>
 Tensor bsr_linear(Tensor x, const Tensor& values, const Tensor& plan, const std::optional<Tensor>& bias,
                   std::int64_t out_features, std::int64_t in_features, const std::optional<Tensor>& prepared,
                   const std::optional<Tensor>& packed, std::int64_t derived, std::string_view activation) {
-  const Call call("bsr_linear", "values", values);
+  const Call call(kRoundsX ? "bsr_linear_rounded" : "bsr_linear", "values", values);
   const Activation fused = call.activation(activation);
   const bool by_rows = values.dim() == 3 && values.size(2) <= values.size(1);  // pattern.h
   BsrView weight =
       call.weight(values, plan, out_features, in_features, by_rows ? Call::Part::rows : Call::Part::whole);
+  weight.rounds_x = kRoundsX;
   const MatrixView in = call.matrix("x", x, "in_features", in_features, &weight, derived);
   call.check_stored(weight.dtype, "x", in.dtype);
   weight.derived = view_derived(call, {prepared, packed, derived}, Op::linear, weight.plan, in.dtype, &weight,
@@ -125,6 +127,10 @@ STABLE_TORCH_LIBRARY(rarefy, m) {
       "SymInt in_features, Tensor? prepared=None, Tensor? packed=None, int derived=0, "
       "str activation=\"none\") -> Tensor");
   m.def(
+      "bsr_linear_rounded(Tensor x, Tensor values, Tensor plan, Tensor? bias, SymInt out_features, "
+      "SymInt in_features, Tensor? prepared=None, Tensor? packed=None, int derived=0, "
+      "str activation=\"none\") -> Tensor");
+  m.def(
       "_bsr_linear(Tensor x, Tensor values, Tensor plan, Tensor? bias, SymInt out_features, "
       "SymInt in_features) -> Tensor");
   m.def(
@@ -144,7 +150,8 @@ STABLE_TORCH_LIBRARY(rarefy, m) {
 }
 
 STABLE_TORCH_LIBRARY_IMPL(rarefy, CPU, m) {
-  m.impl("bsr_linear", TORCH_BOX(&bsr_linear));
+  m.impl("bsr_linear", TORCH_BOX(&bsr_linear<>));
+  m.impl("bsr_linear_rounded", TORCH_BOX(&bsr_linear<true>));
   m.impl("_bsr_linear", TORCH_BOX(&bsr_linear_alone));
   m.impl("bsr_grad_input", TORCH_BOX(&bsr_grad_input));
   m.impl("bsr_grad_weight", TORCH_BOX(&bsr_grad_weight));
@@ -154,7 +161,7 @@ STABLE_TORCH_LIBRARY_IMPL(rarefy, CPU, m) {
 
 // Also in builds without CUDA, to say so.
 STABLE_TORCH_LIBRARY_IMPL(rarefy, CUDA, m) {
-  m.impl("bsr_linear", TORCH_BOX(&bsr_linear));
+  m.impl("bsr_linear", TORCH_BOX(&bsr_linear<>));
   m.impl("_bsr_linear", TORCH_BOX(&bsr_linear_alone));
   m.impl("bsr_grad_input", TORCH_BOX(&bsr_grad_input));
   m.impl("bsr_grad_weight", TORCH_BOX(&bsr_grad_weight));

@@ -43,6 +43,7 @@ struct FileWeight : BsrMatrix {
   std::optional<DType> x_dtype;
   Scaling scaling = Scaling::none;  // of format int8; with it a scale for each row
   std::vector<float> scales;
+  bool rounds_x = false;  // as of BsrView: of bf16 values with an x_dtype of f32
 };
 
 // A file's sparse weights by name ("M.weight"), and everything else in it, untouched. Without
@@ -60,6 +61,7 @@ struct BsrEntry {
   WeightFormat format = WeightFormat::bsr;
   std::optional<DType> x_dtype;
   Scaling scaling = Scaling::none;
+  bool rounds_x = false;
 };
 
 // The weights that a header declares, checked against its tensors: none missing, none left over,

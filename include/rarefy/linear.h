@@ -35,6 +35,7 @@ struct BsrView {
   Derived derived = {};
   Scaling scaling = Scaling::none;  // of int8 values; with it
   const float* scales = nullptr;    // plan.shape.rows of them, which check_scales accepts
+  bool rounds_x = false;  // of bf16 values: x in f32 may be rounded to bf16, for kernels that multiply in it
 };
 
 // Memory that a kernel may use during the call; its contents do not matter before or after. Given ahead
@@ -57,7 +58,8 @@ struct Context {
 // Dtypes: x any; the weight's values the same or any other that is stored; y that of x (int8: f32 or f64).
 // What no kernel can combine is refused with the reasons of all (see backend.h). Scaled int8 values take x in
 // f32, bf16 or f16, and have no grad_weight; grad_input is that of the scaled values, whatever x was rounded
-// to.
+// to. Where x in f32 may be rounded (rounds_x), linear and feed_forward are within docs/numerics.md's bound
+// of it; which kernel rounds depends on machine and tokens. grad_input and grad_weight round nothing.
 
 // bias: N elements of y's dtype, or null.
 RAREFY_API Status linear(const MatrixView& x, const BsrView& w, const void* bias, Activation activation,

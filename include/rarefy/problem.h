@@ -42,6 +42,7 @@ struct WeightSpec {
   BsrShape shape;
   DType dtype = DType::f32;  // of the stored values; for grad_weight, of the gradient
   Scaling scaling = Scaling::none;
+  bool rounds_x = false;  // linear, feed_forward: x in f32 may be rounded to bf16 before it meets bf16 values
   bool operator==(const WeightSpec&) const = default;
 };
 

@@ -24,7 +24,8 @@ from .sparse_weight import KEPT, Spec, kept_text, read_kept
 BLOCKS = ((4, 1), (16, 1), (32, 1), (16, 16), (32, 32))
 _NEAR = 1.05
 _MOSTLY = 0.5  # zeros among the weights of a layer that was pruned before
-_DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16}
+# Of model and inputs, and whether layers store bf16 and may round x to it.
+_DTYPES = {"f32": (torch.float32, False), "bf16x": (torch.float32, True), "bf16": (torch.bfloat16, False)}
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,10 @@ class Advice:
         return iter(self.rows)
 
     def patterns(self) -> dict[str, str]:
-        """Names and specs for rarefy.sparsify, in the recommended dtype; convert the model to that dtype."""
+        """Names and specs for rarefy.sparsify, in the recommended dtype; convert the model to that dtype.
+
+        For "bf16x" it stays in float32: the specs say the rest.
+        """
         return {
             re.escape(name): row.spec
             for row in self.rows
@@ -127,7 +131,7 @@ def advise(
     *,
     tokens: int = 512,
     density: float = 0.5,
-    dtypes: tuple[str, ...] = ("f32", "bf16"),
+    dtypes: tuple[str, ...] = ("f32", "bf16x", "bf16"),
 ) -> Advice:
     """Predicts what the linear layers of a model gain on this processor, and which blocks and dtype are best.
 
@@ -140,7 +144,8 @@ def advise(
             to learn how many tokens each layer sees.
         tokens: of each layer, where there is no x.
         density: share of blocks that stay.
-        dtypes: of model and inputs, "f32" and "bf16".
+        dtypes: of model and inputs, "f32" and "bf16"; "bf16x" is a model in f32 whose sparse layers store
+            bf16 and may round x to it.
 
     Returns:
         An Advice with a row for each shape and dtype. The finest blocks within 5 % of the fastest are named.
@@ -161,7 +166,7 @@ def advise(
     for name, shape, rows in _layers(op, model, x, tokens):
         kinds.setdefault((shape, rows), []).append(name)
     rows = [
-        _advice(tuple(names), Case(count, *shape, _DTYPES[dtype]), density)
+        _advice(tuple(names), Case(count, *shape, _DTYPES[dtype][0], rounds_x=_DTYPES[dtype][1]), density)
         for dtype in dtypes
         for (shape, count), names in kinds.items()
     ]
@@ -214,7 +219,9 @@ def _advice(names: tuple[str, ...], dense: Case, density: float) -> LayerAdvice:
     if block is not None:
         even = break_even(replace(dense, block=block), dense_s)
         spec = "block:{}x{}@{:g}".format(*block, density) if sparse_s < dense_s else None
-    sizes, name = (dense.out_features, dense.in_features), DTYPE_NAMES[dense.dtype]
+        spec = f"{spec}:bf16x" if spec is not None and dense.rounds_x else spec
+    sizes = (dense.out_features, dense.in_features)
+    name = "bf16x" if dense.rounds_x else DTYPE_NAMES[dense.dtype]
     return LayerAdvice(names, sizes, dense.tokens, name, 1e3 * dense_s, spec, 1e3 * sparse_s, even)
 
 
@@ -264,7 +271,7 @@ class Auto:
         weight = layer.weight
         if not isinstance(layer, nn.Linear):
             return "already block-sparse: auto chooses for dense layers", None
-        if weight.device.type != "cpu" or weight.dtype not in _DTYPES.values():
+        if weight.device.type != "cpu" or weight.dtype not in (torch.float32, torch.bfloat16):
             return "auto predicts for the CPU, in float32 and bfloat16", None
         kept = self.density
         if kept is None:

@@ -134,13 +134,14 @@ def _explain_network(layers: Any, x: torch.Tensor, op: str, activation: str) -> 
         fail("explain", "x must be float64, float32, bfloat16 or float16", x.dtype, TypeError)
     if _load.problem is not None:
         raise ImportError(_load.problem)
-    key, why = chain.network_key(layers[0], layers[1] if gate else None, layers[-1], x)
+    network = (layers[0], layers[1] if gate else None, layers[-1])
+    key, why = chain.network_key(*network, x)
     found = json.loads(
         torch.ops.rarefy.explain_feed_forward(
             down.shape[0],
             *up.shape,
             *(size for w in (up, gate[0] if gate else None, down) for size in _blocks(w)),
-            DTYPE_NAMES[dtype],
+            DTYPE_NAMES[dtype] + (" rounding x" if chain.rounds(*network) else ""),
             DTYPE_NAMES[x.dtype],
             x.shape[:-1].numel(),
             any(getattr(layer, "bias", None) is not None for layer in layers),

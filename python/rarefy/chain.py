@@ -87,9 +87,8 @@ class Hidden(torch.Tensor):
             return down.forward(self.value())
         up, gate = _operands(self._up), (None,) * 3 if self._gate is None else _operands(self._gate)
         sizes = (down.out_features, down.in_features, self._up.in_features)
-        return ops.bsr_feed_forward(
-            self._unchanged_x(), *up, *gate, *_operands(down), *sizes, self._activation, *derived
-        )
+        args = (self._unchanged_x(), *up, *gate, *_operands(down), *sizes, self._activation, *derived)
+        return ops.bsr_feed_forward(*args, rounds_x=rounds(self._up, self._gate, down))
 
     def _unchanged_x(self) -> torch.Tensor:
         if _version(self._x) != self._x_version:
@@ -190,6 +189,11 @@ def _fits(weight: Any) -> bool:
     plain = isinstance(weight, PatternWeight) and type(weight._parameters.get("values")) in PLAIN
     plain = plain and type(weight).linear is PatternWeight.linear  # else it multiplies in a way of its own
     return plain and weight.block_shape[0] >= _ROWS
+
+
+def rounds(up: nn.Module, gate: nn.Module | None, down: nn.Module) -> bool:
+    """Whether x and hidden features may be rounded to bfloat16."""
+    return all(layer._modules["weight"].rounds_x for layer in (up, gate, down) if layer is not None)
 
 
 def _operands(layer: nn.Module) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:

@@ -67,4 +67,5 @@ def _sparser(
 
 def _same_format(a: SparseWeight, b: SparseWeight) -> bool:
     kinds = type(a) is type(b) and isinstance(a, PatternWeight)
-    return kinds and a.spec_format() == b.spec_format() and (a.dtype, a.x_dtype) == (b.dtype, b.x_dtype)
+    same = [(w.spec_format(), w.dtype, w.x_dtype, w.rounds_x) for w in (a, b)]
+    return kinds and same[0] == same[1]

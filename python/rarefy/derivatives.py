@@ -22,7 +22,9 @@ from ._torch_private import Function, below_autograd, eager_call
 from .activations import NONE, activate
 
 linear, grad_input, grad_weight = map(_load.op, ("bsr_linear", "bsr_grad_input", "bsr_grad_weight"))
+linear_rounded = _load.op("bsr_linear_rounded")
 run_linear, run_grad_input, run_grad_weight = map(below_autograd, (linear, grad_input, grad_weight))
+run_rounded = below_autograd(linear_rounded)
 run_alone, run_backward = map(eager_call, map(_load.op, ("_bsr_linear", "_bsr_linear_backward")))
 
 
@@ -155,6 +157,17 @@ class Linear(Function):
         return _tangent(ctx, product, dx, dvalues, dbias)
 
 
+class LinearRounded(Linear):
+    """The kernel of bsr_linear_rounded: derivatives are those of linear, straight through the rounding."""
+
+    @staticmethod
+    def forward(ctx, x, values, plan, bias, *rest):  # noqa: D102
+        y = run_rounded(x, values, plan, bias, *rest)
+        Linear.save(ctx, (x, values, plan, bias, *rest, NONE), y)
+        ctx.trailing = len(rest)
+        return y
+
+
 class GradInput(Function):
     """The kernel of bsr_grad_input for autograd."""
 
@@ -238,9 +251,9 @@ def kernel(function: type[Function], op: Any) -> Any:
     return autograd
 
 
-def linear_kernel(op: Any) -> Any:
+def linear_kernel(function: type[Linear], op: Any) -> Any:
     """The same of bsr_linear, whose activation is torch's own where anything records it."""
-    below, without = below_autograd(op), kernel(Linear, op)
+    below, without = below_autograd(op), kernel(function, op)
 
     def autograd(*args: Any) -> Tensor:
         *args, activation = args if len(args) == 10 else (*args, NONE)
@@ -257,22 +270,27 @@ def linear_kernel(op: Any) -> Any:
 # vmap --------------------------------------------------------------------------------------------
 
 
-def vmap_linear(info, dims, x, values, plan, bias, *rest):
+def vmap_linear(info, dims, x, values, plan, bias, *rest, product=linear):
     """A batch dimension of x is more tokens; batched values or biases are a call each."""
     check_plan("bsr_linear", dims[2])
     if len(rest) == 6:
-        y, dim = vmap_linear(info, dims, x, values, plan, bias, *rest[:5])
+        y, dim = vmap_linear(info, dims, x, values, plan, bias, *rest[:5], product=product)
         return activate(y, rest[5]), dim
     if dims[1] is None and dims[3] is None:
-        return linear(x.movedim(dims[0], 0), values, plan, bias, *rest), 0
+        return product(x.movedim(dims[0], 0), values, plan, bias, *rest), 0
     return batched(
-        lambda x, w, b: linear(x, compact(w), plan, b, *_of_pattern(rest)),
+        lambda x, w, b: product(x, compact(w), plan, b, *_of_pattern(rest)),
         info,
         (dims[0], dims[1], dims[3]),
         x,
         values,
         bias,
     )
+
+
+def vmap_rounded(info, dims, *args):
+    """As vmap_linear."""
+    return vmap_linear(info, dims, *args, product=linear_rounded)
 
 
 def vmap_grad_input(info, dims, dy, values, plan, *rest):
@@ -307,6 +325,7 @@ def batched(call: Any, info: Any, dims: tuple, *tensors: Tensor | None) -> tuple
 
 RULES = (
     ("bsr_linear", Linear, vmap_linear),
+    ("bsr_linear_rounded", LinearRounded, vmap_rounded),
     ("bsr_grad_input", GradInput, vmap_grad_input),
     ("bsr_grad_weight", GradWeight, vmap_grad_weight),
 )

@@ -111,7 +111,8 @@ def dtype_of_product(x: Tensor) -> torch.dtype:
 class HoldsDerived:
     """What a weight with `pattern`, `values` and `blocks` holds for its kernels; a base class of it."""
 
-    _kept: dict[torch.dtype, Kept]  # by the dtype of x
+    _kept: dict[torch.dtype, Kept]  # by the dtype of x that kernels multiply
+    rounds_x: bool = False
 
     def derived(self, x: torch.Tensor) -> Derived | tuple[()]:
         """What kernels for x want of this weight beside values and plan: the last arguments of the ops.
@@ -121,7 +122,7 @@ class HoldsDerived:
         tracing = type(x) not in PLAIN or torch.compiler.is_compiling()
         if tracing and not isinstance(x, torch.Tensor):
             return ()  # the op says what is wrong
-        dtype = dtype_of_product(x) if in_autocast() else x.dtype
+        dtype = self._multiplied(dtype_of_product(x) if in_autocast() else x.dtype)
         kept = self._kept.get(dtype)
         if kept is None and not tracing:
             kept = self._ask(dtype)
@@ -131,6 +132,10 @@ class HoldsDerived:
         if tracing or values is None:  # a graph sees no versions; a parametrization has new values each time
             return kept.unpacked()
         return kept.current(values, self.blocks(values))
+
+    def _multiplied(self, dtype: torch.dtype) -> torch.dtype:
+        """The dtype in which an x of this one may meet values: rounded, it finds what bf16 does."""
+        return torch.bfloat16 if self.rounds_x and dtype == torch.float32 else dtype
 
     def _ask(self, dtype: torch.dtype) -> Kept | None:
         values = self._parameters.get("values")
@@ -153,6 +158,7 @@ class HoldsDerived:
             self.x_dtype or self.dtype,
             *([torch.get_autocast_dtype(device)] if torch.is_autocast_enabled(device) else []),
         }:
+            dtype = self._multiplied(dtype)
             kept = self._kept.get(dtype) or self._ask(dtype)
             if kept is not None and kept.packed_bytes:
                 kept.current(self.values, self.blocks(self.values), now=True)

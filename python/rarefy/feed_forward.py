@@ -42,6 +42,7 @@ def bsr_feed_forward(
     in_features: int,
     activation: str | None = None,
     *derived: Tensor | int | None,
+    rounds_x: bool = False,
 ) -> Tensor:
     """Return ``act(up(x)) @ D.T + bd``; with a gate, ``(act(gate(x)) * up(x)) @ D.T + bd``.
 
@@ -65,6 +66,8 @@ def bsr_feed_forward(
         activation: "relu", "gelu" (by erf), "gelu_tanh", "silu", or None.
         derived: nothing, or up's prepared and packed, D's prepared and packed, and the key that both have, as
             ``weight.derived(x)`` gives them. Packed values must be those of the layers.
+        rounds_x: x and hidden features in float32 may be rounded to bfloat16, as values are; see
+            :func:`bsr_linear_rounded`. Calls that are recorded round nothing.
 
     Returns:
         (..., out_features), contiguous, of x's dtype. Hidden activations are not rounded to it: in float32
@@ -90,7 +93,10 @@ def bsr_feed_forward(
         down_plan,
         down_bias,
     )
-    return op(*args, out_features, hidden_features, in_features, name, *derived)
+    sizes = (out_features, hidden_features, in_features)
+    if rounds_x:
+        return op(*args, *sizes, name, *(derived or (None, None, None, None, 0)), True)
+    return op(*args, *sizes, name, *derived)
 
 
 def layers(

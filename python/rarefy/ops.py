@@ -14,7 +14,7 @@ from torch import Tensor
 from . import _load, _torch_private, derivatives
 from .activations import NONE, check_activation
 from .checks import fail
-from .derivatives import grad_input, grad_weight, linear
+from .derivatives import grad_input, grad_weight, linear, linear_rounded
 from .feed_forward import bsr_feed_forward as bsr_feed_forward
 from .int8_ops import int8_linear as int8_linear
 from .op_rules import autocast_to, fake_rows_like
@@ -70,6 +70,27 @@ def bsr_linear(
             fail("bsr_linear", "x must be a tensor", type(x).__name__, TypeError)
         return linear(x, values, plan, bias, out_features, in_features, *derived)
     return eager_linear(x, values, bias, (plan, out_features, in_features, *derived))
+
+
+def bsr_linear_rounded(
+    x: Tensor,
+    values: Tensor,
+    plan: Tensor,
+    bias: Tensor | None,
+    out_features: int,
+    in_features: int,
+    *derived: Tensor | int | None,
+    activation: str | None = None,
+) -> Tensor:
+    """As :func:`bsr_linear`, for an x in float32 that may be rounded to bfloat16 where values are.
+
+    Kernels that multiply in bfloat16 round it on their way (more than 4 tokens, with what is derived or at
+    least 64); others leave it as it is. docs/numerics.md has the bound. Gradients are those of
+    bsr_linear, of the x that was given. On the CPU alone; `derived` is for x in bfloat16.
+    """
+    name = check_activation("bsr_linear_rounded", activation)
+    args = (x, values, plan, bias, out_features, in_features, *(derived or (None, None, 0)))
+    return linear_rounded(*args) if name == NONE else linear_rounded(*args, name)
 
 
 def eager_linear(x: Tensor, values: Tensor, bias: Tensor | None, call: tuple) -> Tensor:
@@ -248,6 +269,7 @@ def _autocast_linear(device_type: str) -> Callable[..., Tensor]:
 def _register() -> torch.library.Library:
     fakes = {
         "bsr_linear": _fake_linear,
+        "bsr_linear_rounded": _fake_linear,
         "_bsr_linear": _fake_linear,
         "bsr_grad_input": _fake_grad_input,
         "bsr_grad_weight": _fake_grad_weight,
@@ -262,13 +284,15 @@ def _register() -> torch.library.Library:
     for name, function, vmap in derivatives.RULES:
         if _torch_private.autograd_kernels:
             op = _load.op(name)
-            autograd = derivatives.linear_kernel(op) if op is linear else derivatives.kernel(function, op)
-            library.impl(name, autograd, "Autograd")
+            linear_like = issubclass(function, derivatives.Linear)
+            kernel = derivatives.linear_kernel if linear_like else derivatives.kernel
+            library.impl(name, kernel(function, op), "Autograd")
         else:
             torch.library.register_autograd(f"rarefy::{name}", function.backward, setup_context=function.save)
         torch.library.register_vmap(f"rarefy::{name}", vmap)
     for device_type in ("cpu", "cuda"):
-        library.impl("bsr_linear", _autocast_linear(device_type), f"Autocast{device_type.upper()}")
+        for name in ("bsr_linear", "bsr_linear_rounded"):  # what is cast is rounded
+            library.impl(name, _autocast_linear(device_type), f"Autocast{device_type.upper()}")
     return library  # kernels live as long as this object
 
 

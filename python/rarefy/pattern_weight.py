@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from . import ops
 from ._torch_private import PLAIN, eager
 from .activations import activate
-from .checks import check_dtype, check_tensor, fail
+from .checks import DTYPE_NAMES, check_dtype, check_tensor, fail
 from .derived import HoldsDerived, Kept, reads_itself
 from .masks import random_blocks
 from .nested import linear_of_nested
@@ -164,6 +164,11 @@ class PatternWeight(HoldsDerived, SparseWeight):
         """(block rows, block columns) bool: which blocks are stored."""
         return self.pattern.mask()
 
+    @property
+    def core_dtype(self) -> str:
+        """How the core's problems call the values."""
+        return DTYPE_NAMES[self.dtype] + (" rounding x" if self.rounds_x else "")
+
     # -- use ------------------------------------------------------------------------------------
 
     def linear(
@@ -198,6 +203,10 @@ class PatternWeight(HoldsDerived, SparseWeight):
         if bias is not None and not bias.is_contiguous():
             bias = bias.contiguous()
         n, k = self.shape
+        if self.rounds_x and reads_itself(values, x.dtype):
+            return ops.bsr_linear_rounded(
+                x, values, pattern.plan, bias, n, k, *derived, activation=activation
+            )
         if activation is None:
             return ops.bsr_linear(x, values, pattern.plan, bias, n, k, *derived)
         return ops.bsr_linear(x, values, pattern.plan, bias, n, k, *derived, activation=activation)
@@ -206,14 +215,22 @@ class PatternWeight(HoldsDerived, SparseWeight):
         """The (N, K) tensor with zeros for the blocks that are not stored; differentiable, exact."""
         return dense_of(self.blocks(self.values), self.pattern)
 
-    def stored_as(self, dtype: torch.dtype | None) -> PatternWeight:
-        """This weight with values stored in a dtype, x and results staying as they are; None: no change."""
+    def stored_as(self, dtype: torch.dtype | None, *, rounds_x: bool = False) -> PatternWeight:
+        """This weight with values stored in a dtype, x and results staying as they are; None: no change.
+
+        rounds_x: let an x in float32 be rounded to bfloat16, if that is what values are now.
+        """
         if dtype is not None and dtype != self.dtype:
             self.x_dtype = self.dtype if self.x_dtype is None else self.x_dtype
             self.values = nn.Parameter(self.values.detach().to(dtype), self.values.requires_grad)
             self._kept = {}
             self._seen()
+        self._let_round(rounds_x)
         return self
+
+    def _let_round(self, rounds_x: bool) -> None:
+        """Sets rounds_x where there is something to round."""
+        self.rounds_x = rounds_x and (self.dtype, self.x_dtype) == (torch.bfloat16, torch.float32)
 
     @torch.no_grad()
     def zero_padding_(self) -> PatternWeight:
@@ -359,6 +376,7 @@ class PatternWeight(HoldsDerived, SparseWeight):
             moved = fn(torch.empty(0, dtype=self.x_dtype, device=buffers["crow_indices"].device)).dtype
             cast = self.values.dtype != before or moved == self.values.dtype
             self.x_dtype = None if cast else moved
+            self._let_round(self.rounds_x)
         device = self.values.device
         if device != self._pattern.device:
             if self._pattern.is_meta:
@@ -397,7 +415,7 @@ class PatternWeight(HoldsDerived, SparseWeight):
         else:
             self.values = swap_data(self.values, other.values.detach())
             self._set_pattern(pattern.to(self.device))
-        self.x_dtype = other.x_dtype
+        self.x_dtype, self.rounds_x = other.x_dtype, other.rounds_x
         self._kept = {}
         self._pattern_known = other._pattern_known
         self._seen()

@@ -43,7 +43,10 @@ _FORMAT = 1  # of the file
 
 @dataclass(frozen=True)
 class Case:
-    """A layer and its input: what a time is predicted for. block: rows × columns; None: nn.Linear."""
+    """A layer and its input: what a time is predicted for. block: rows × columns; None: nn.Linear.
+
+    rounds_x: of blocks under float32: values are bfloat16, and x may be rounded to it.
+    """
 
     tokens: int
     out_features: int
@@ -51,6 +54,7 @@ class Case:
     dtype: torch.dtype = torch.float32
     block: tuple[int, int] | None = None
     density: float = 1.0
+    rounds_x: bool = False
 
     @property
     def blocks(self) -> int:
@@ -63,7 +67,8 @@ class Case:
     def group(self) -> str:
         """Cases of one group are predicted from the same measurements."""
         block = "dense" if self.block is None else "{}x{}".format(*self.block)
-        return f"{DTYPE_NAMES[self.dtype]} {block} {'few' if self.tokens <= FEW else 'many'}"
+        name = "bf16x" if self.rounds_x and self.block is not None else DTYPE_NAMES[self.dtype]
+        return f"{name} {block} {'few' if self.tokens <= FEW else 'many'}"
 
 
 # What a kernel does, in terms that each have their own cost -----------------------------------------
@@ -74,7 +79,8 @@ def _explained(case: Case, threads: int, forced: str) -> tuple[str, dict[str, in
     """Name and configuration of the kernel that the layer runs, with its packed weight at hand."""
     name = DTYPE_NAMES[case.dtype]
     sizes = (case.out_features, case.in_features, *case.block, case.blocks)
-    text = torch.ops.rarefy.explain("linear", *sizes, name, name, case.tokens, True, "none", "cpu", 0, -1)
+    stored = "bf16 rounding x" if case.rounds_x else name
+    text = torch.ops.rarefy.explain("linear", *sizes, stored, name, case.tokens, True, "none", "cpu", 0, -1)
     found = json.loads(text)
     if found["kernel"] is None:
         fail("predict", "a kernel of this build must fit the layer", found["why_none"])
@@ -162,6 +168,8 @@ def layer_of(case: Case) -> nn.Module:
     grid = grid_of((case.out_features, case.in_features), case.block)
     scores = torch.rand(grid, generator=generator)
     spec = {"block_shape": case.block, "density": case.density}
+    if case.rounds_x:
+        spec |= {"dtype": torch.bfloat16, "rounds_x": True}
     return BlockSparseLinear.from_dense(dense.to(case.dtype), spec=spec, scores=scores)
 
 

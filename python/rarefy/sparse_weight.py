@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import torch
@@ -50,6 +50,8 @@ class SparseWeight(nn.Module):
     shape: torch.Size
     # The dtype of x and of the result where values are stored narrower; None: that of the values.
     x_dtype: torch.dtype | None = None
+    # Whether an x in float32 may be rounded to bfloat16, as values are, by kernels that multiply in it.
+    rounds_x: bool = False
     computes_in_x_dtype: ClassVar[bool] = False  # whether x_dtype is never that of the values
     # Whether load_state_dict refuses another pattern than the present one, or takes it over.
     strict_pattern: bool = True
@@ -114,7 +116,7 @@ class SparseWeight(nn.Module):
                 setattr(self, piece, mine.copy_(theirs) if same else swap_data(mine, theirs.detach()))
             else:
                 setattr(self, piece, theirs.clone())
-        self.x_dtype = other.x_dtype
+        self.x_dtype, self.rounds_x = other.x_dtype, other.rounds_x
 
     def check_state(self, op: str, state_dict: Mapping[str, torch.Tensor], prefix: str) -> None:
         """Raises unless the tensors of a state_dict fit: values of the same shape, all else equal."""
@@ -259,14 +261,17 @@ class Spec:
     """How a layer's weight is to become sparse: a format, its options, and often a density.
 
     Subclasses say how the text looks and make the weight. `dtype` is that of the stored values, None
-    for the dense weight's own: "block:16x1@0.5:bf16" stores bf16 under whatever the layer computes in.
+    for the dense weight's own: "block:16x1@0.5:bf16" stores bf16 under whatever the layer computes in. With
+    `rounds_x`, "block:16x1@0.5:bf16x", an x in float32 may be rounded to bfloat16 as well.
     """
 
     dtype: torch.dtype | None = field(default=None, kw_only=True)
+    rounds_x: bool = field(default=False, kw_only=True)
 
     pattern: ClassVar[re.Pattern[str]]  # of the text without the dtype at its end
     example: ClassVar[str]  # for messages: "block:16x16@0.5 (block:ROWSxCOLUMNS@DENSITY)"
     keys: ClassVar[tuple[str, ...]]  # a mapping with these keys is such a spec
+    may_round: ClassVar[bool] = False  # whether `rounds_x` is for this format
 
     # -- to be defined by a format --------------------------------------------------------------
 
@@ -299,8 +304,8 @@ class Spec:
 
     @property
     def suffix(self) -> str:
-        """The end of the text where values are stored in a dtype of their own: ":bf16", else ""."""
-        return f":{DTYPE_NAMES[self.dtype]}" if self.dtype is not None else ""
+        """The end of the text where values are stored in a dtype of their own: ":bf16", ":bf16x", else ""."""
+        return f":{DTYPE_NAMES[self.dtype]}{'x' if self.rounds_x else ''}" if self.dtype is not None else ""
 
     @staticmethod
     def parse(spec: Any, op: str = "Spec.parse") -> Spec:
@@ -316,9 +321,11 @@ class Spec:
             fail(op, "spec must be a str or a mapping", type(spec).__name__, TypeError)
         found = None
         for kind in _specs:
-            for text, dtype in _readings(spec):
-                if match := kind.pattern.fullmatch(text):
-                    found = found or kind.from_match(op, match, dtype)
+            for text, dtype, rounds_x in _readings(spec):
+                match = kind.pattern.fullmatch(text)
+                if match and found is None and (kind.may_round or not rounds_x):
+                    found = kind.from_match(op, match, dtype)
+                    found = replace(found, rounds_x=True) if rounds_x else found
         if found is None:
             fail(op, f"spec must look like {' or '.join(kind.example for kind in _specs)}", repr(spec))
         return found
@@ -327,20 +334,31 @@ class Spec:
 _DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
 
-def _readings(text: str) -> Iterable[tuple[str, torch.dtype | None]]:
-    """The text as a whole, and without a value dtype at its end."""
-    yield text, None
+def _readings(text: str) -> Iterable[tuple[str, torch.dtype | None, bool]]:
+    """The text as a whole, and without a value dtype at its end; whether that lets x be rounded."""
+    yield text, None, False
     head, _, tail = text.rpartition(":")
+    if tail == "bf16x":
+        yield head, torch.bfloat16, True
     if tail in _DTYPES and _DTYPES[tail].is_floating_point:
-        yield head, _DTYPES[tail]
+        yield head, _DTYPES[tail], False
 
 
 def _from_mapping(op: str, spec: Mapping[str, Any]) -> Spec:
+    rounds_x = spec.get("rounds_x", False)
+    if type(rounds_x) is not bool:
+        fail(op, "rounds_x must be a bool", type(rounds_x).__name__, TypeError)
+    spec = {key: value for key, value in spec.items() if key != "rounds_x"}
     kinds = [kind for kind in _specs if set(spec) - {"dtype"} == set(kind.keys)]
     if not kinds:
         known = " or ".join(" and ".join(kind.keys) for kind in _specs)
         fail(op, f"spec must have the keys {known}", sorted(map(str, spec)))
-    return kinds[0].from_keys(op, **{"dtype": None, **spec})
+    found = kinds[0].from_keys(op, **{"dtype": None, **spec})
+    if not rounds_x:
+        return found
+    if not found.may_round or found.dtype != torch.bfloat16:
+        fail(op, "rounds_x must go with blocks of dtype bfloat16", found)
+    return replace(found, rounds_x=True)
 
 
 NUMBER = r"([-+]?(?:[0-9.]+(?:e[-+]?[0-9]+)?|inf|nan))"  # a density in a spec, checked by read_density

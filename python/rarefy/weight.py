@@ -36,6 +36,7 @@ class BsrWeight(PatternWeight):
         shape: (N, K). Sizes that are no multiple of the block are padded with zeros in the last block.
         block_shape: (R, C), at most the shape rounded up to multiples of 256.
         x_dtype: the dtype of x and of the result, if not that of the values.
+        rounds_x: let kernels that multiply in bfloat16 round an x in float32, for bfloat16 values.
 
     `values` is the one Parameter and trains as any other; its padding receives zero gradients, so
     optimizers keep it zero, and what something else writes there is zeroed before it is used or saved.
@@ -58,13 +59,18 @@ class BsrWeight(PatternWeight):
         shape: tuple[int, int],
         block_shape: tuple[int, int],
         x_dtype: torch.dtype | None = None,
+        rounds_x: bool = False,
     ) -> None:
         op = "BsrWeight"
         check_tensor(op, "values", values)
         check_devices(op, values, crow_indices=crow_indices, col_indices=col_indices)
         pattern = BsrPattern(crow_indices, col_indices, shape=shape, block_shape=block_shape, op=op)
         self._check_values(op, values, pattern)
+        if rounds_x and (values.dtype, x_dtype) != (torch.bfloat16, torch.float32):
+            got = f"{values.dtype} and {x_dtype}"
+            fail(op, "rounds_x must go with values in bfloat16 and an x_dtype of float32", got)
         self._init(values, pattern, x_dtype)
+        self.rounds_x = rounds_x
 
     # -- construction ---------------------------------------------------------------------------
 
@@ -171,22 +177,27 @@ class BsrWeight(PatternWeight):
     # -- files ----------------------------------------------------------------------------------
 
     def metadata(self) -> dict[str, Any]:
-        """shape, block_shape, nnzb and dtype, and x_dtype where it differs."""
+        """shape, block_shape, nnzb and dtype; x_dtype where it differs, activations if x may be rounded."""
         entry = {
             "shape": list(self.shape),
             "block_shape": list(self.block_shape),
             "nnzb": self.nnzb,
             "dtype": DTYPE_NAMES[self.dtype],
         }
-        return entry | ({"x_dtype": DTYPE_NAMES[self.x_dtype]} if self.x_dtype is not None else {})
+        entry |= {"x_dtype": DTYPE_NAMES[self.x_dtype]} if self.x_dtype is not None else {}
+        return entry | ({"activations": "bf16"} if self.rounds_x else {})
 
     @classmethod
     def from_pieces(cls, pieces: Mapping[str, torch.Tensor], metadata: Mapping[str, Any]) -> BsrWeight:
         """The weight of a file's tensors; see SparseWeight."""
         op = "BsrWeight"
-        entry = check_metadata(op, metadata, "shape", "block_shape", "nnzb", "dtype")
+        entry = dict(metadata) if isinstance(metadata, Mapping) else metadata
+        activations = entry.pop("activations", None) if isinstance(entry, dict) else None
+        if activations not in (None, "bf16"):
+            fail(op, "activations in the metadata must be bf16", repr(activations))
+        entry = check_metadata(op, entry, "shape", "block_shape", "nnzb", "dtype")
         nnzb, dtype = entry.pop("nnzb"), entry.pop("dtype")
-        weight = cls(**pieces, **entry)
+        weight = cls(**pieces, **entry, rounds_x=activations is not None)
         if (weight.nnzb, weight.dtype) != (nnzb, dtype):
             got = f"{weight.nnzb} blocks of {DTYPE_NAMES[weight.dtype]}"
             fail(op, f"there must be {nnzb} blocks of {DTYPE_NAMES[dtype]}, as the metadata says", got)
@@ -212,7 +223,8 @@ class BsrWeight(PatternWeight):
     def options_repr(self) -> str:
         """The arguments of BlockSparseLinear."""
         r, c = self.block_shape
-        return f"density={self.density:.4g}, block_shape=({r}, {c})"
+        rounds = ", rounds_x=True" if self.rounds_x else ""
+        return f"density={self.density:.4g}, block_shape=({r}, {c}){rounds}"
 
     def extra_repr(self) -> str:
         """Shapes, density and dtype."""
@@ -234,6 +246,7 @@ class BlockSpec(Spec):
     pattern: ClassVar = re.compile(rf"block:([0-9]+)x([0-9]+)@{KEPT}")
     example: ClassVar = '"block:16x16@0.5" (block:ROWSxCOLUMNS@DENSITY)'
     keys: ClassVar = ("block_shape", "density")
+    may_round: ClassVar = True
 
     @classmethod
     def from_match(cls, op: str, match: re.Match[str], dtype: torch.dtype | None) -> BlockSpec:
@@ -265,7 +278,7 @@ class BlockSpec(Spec):
         density = self.density if mask is None else None
         return BsrWeight.from_dense(
             dense, block_shape=self.block_shape, mask=mask, density=density, scores=scores
-        ).stored_as(self.dtype)
+        ).stored_as(self.dtype, rounds_x=self.rounds_x)
 
 
 register_format(BsrWeight, BlockSpec)

@@ -36,12 +36,14 @@ struct rarefy_weight {
     rarefy::BsrView found = matrix.view();
     found.scaling = scaling;
     found.scales = scales.empty() ? nullptr : scales.data();
+    found.rounds_x = rounds_x;
     return found;
   }
 
   BsrMatrix matrix;
   Scaling scaling = Scaling::none;
   std::vector<float> scales;
+  bool rounds_x = false;
   rarefy::Derived derived;  // for products of `x`, in the memory below
   DType x = DType::f32;
   Memory prepared, packed;
@@ -235,6 +237,7 @@ rarefy_status rarefy_weight_prepare(rarefy_weight* weight, rarefy_dtype x, raref
                                                    rarefy::Device::cpu, context.executor.threads);
     problem.weight.dtype = view.dtype;
     problem.weight.scaling = view.scaling;
+    problem.weight.rounds_x = view.rounds_x;
     const auto sizes = rarefy::derived_sizes(problem);
     if (!sizes.ok()) return sizes.status().in(op);
     Memory prepared, packed;
@@ -264,6 +267,7 @@ rarefy_status rarefy_file_read(const char* path, rarefy_file** file) {
     for (auto& [name, weight] : made->file.weights) {
       rarefy_weight& handle = made->weights.try_emplace(name, std::move(weight)).first->second;
       handle.scaling = weight.scaling;
+      handle.rounds_x = weight.rounds_x;
       handle.scales = std::move(weight.scales);
     }
     made->file.weights.clear();

@@ -11,7 +11,9 @@ namespace {
 
 constexpr std::string_view kOp = "feed_forward";
 
-WeightSpec spec_of(const BsrView& w) { return {Format::bsr, w.plan.shape, w.dtype}; }
+WeightSpec spec_of(const BsrView& w) {
+  return {Format::bsr, w.plan.shape, w.dtype, Scaling::none, w.rounds_x};
+}
 
 // Pointers and sizes of one layer. The name of its values in messages: "up values".
 Status check_layer(std::string_view values, const LayerView& layer, Device device) {

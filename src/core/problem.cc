@@ -81,7 +81,7 @@ std::string to_string(const Problem& p) {
     const BsrShape& s = w.shape;
     return cat(name(w.format), ' ', s.rows, 'x', s.cols, " block ", s.block_rows, 'x', s.block_cols, " nnzb ",
                s.nnzb, ' ', name(w.dtype), w.scaling == Scaling::none ? "" : " ",
-               w.scaling == Scaling::none ? "" : name(w.scaling));
+               w.scaling == Scaling::none ? "" : name(w.scaling), w.rounds_x ? " rounding x" : "");
   };
   std::string text = cat(name(p.op), ' ', weight(p.weight));
   if (p.gate != WeightSpec{}) text += cat(", gate ", weight(p.gate));

@@ -103,7 +103,7 @@ Status run_linear(const MatrixView& x, const BsrView& w, const void* bias, Activ
   out.add(y);
   out.add(bias);
   Call call;
-  call.problem = {Op::linear,  {Format::bsr, w.plan.shape, w.dtype, w.scaling},
+  call.problem = {Op::linear,  {Format::bsr, w.plan.shape, w.dtype, w.scaling, w.rounds_x},
                   x.dtype,     y.dtype,
                   x.rows,      x.stride(),
                   y.stride(),  x.layout(),

@@ -198,7 +198,7 @@ std::uint64_t hash_of(const Problem& p) {
       static_cast<std::int64_t>(p.threads) << 32);
   mix(p.in_alignment | p.out_alignment << 8 | static_cast<int>(p.in_layout) << 14 |
       static_cast<int>(p.out_layout) << 15 | p.device_index << 16 |
-      static_cast<std::int64_t>(p.weight.scaling) << 32);
+      static_cast<std::int64_t>(p.weight.scaling) << 32 | static_cast<std::int64_t>(p.weight.rounds_x) << 40);
   mix(static_cast<std::int64_t>(p.derived));
   if (p.op == Op::feed_forward) {
     for (const WeightSpec* w : {&p.down, &p.gate}) {

@@ -82,13 +82,15 @@ class Network {
         down_(weight(shapes_.down, call.layers->down.weight)) {}
 
   void run() const {
-    unpack_pairs_bias(call_.layers->up.bias, features(), shapes_.up.out_features() + kGroup, memory_.up_bias);
-    unpack_pairs_bias(call_.layers->down.bias, call_.out.cols, shapes_.down.out_features() + kGroup,
+    const DType out = call_.out.dtype;
+    unpack_pairs_bias(call_.layers->up.bias, out, features(), shapes_.up.out_features() + kGroup,
+                      memory_.up_bias);
+    unpack_pairs_bias(call_.layers->down.bias, out, call_.out.cols, shapes_.down.out_features() + kGroup,
                       memory_.down_bias);
     if (sets_.splits == 1) {
       return each_set(1, [&](const Set& set, const Memory::Own& own, std::int64_t) {
         hidden(set, own, 0, shapes_.up.out_blocks, own.hidden);
-        out(set, own, 0, shapes_.down.out_blocks, own.hidden);
+        down(set, own, 0, shapes_.down.out_blocks, own.hidden);
       });
     }
     const auto bound = [&](const PairsWeight& w, std::int64_t part) {
@@ -98,7 +100,7 @@ class Network {
       hidden(set, own, bound(up_, part), bound(up_, part + 1), between(set));
     });
     each_set(sets_.splits, [&](const Set& set, const Memory::Own& own, std::int64_t part) {
-      out(set, own, bound(down_, part), bound(down_, part + 1), between(set));
+      down(set, own, bound(down_, part), bound(down_, part + 1), between(set));
     });
   }
 
@@ -126,6 +128,7 @@ class Network {
     });
   }
 
+  bool floats() const { return call_.out.dtype == DType::f32; }
   std::int64_t features() const { return call_.problem.weight.shape.rows; }
   std::uint16_t* between(const Set& set) const {
     return memory_.between + set.first / kPanelTokens * shapes_.hidden;
@@ -140,25 +143,24 @@ class Network {
     pack_panels(k_, s, call_.x, set.first, set.tokens, own.x, s.panel_size());
     const MutableMatrixView& save = call_.save.up;
     find_unfinished(k_, s, own.x, s.panel_size(), set.tokens, own.unfinished);
-    up_.multiply(own.x, s.panel_size(), set.tokens, own.unfinished, begin, end, own.gathered, own.sums,
-                 [&](std::int64_t m, std::int32_t rows, std::int64_t from, std::int64_t count, float* sums,
-                     const PairsPlace& /*next*/) {
-                   const std::int64_t there = std::clamp<std::int64_t>(features() - from, 0, count);
-                   if (save.data != nullptr && there > 0) {
-                     k_.store({sums, by_token, memory_.up_bias + from, Activation::none,
-                               reinterpret_cast<std::uint16_t*>(at(save, set.first + m, from)),
-                               save.row_stride, rows, static_cast<std::int32_t>(there), 0});
-                   }
-                   // `down` multiplies features past the edge by its padding: they must be no NaN.
-                   for (std::int64_t o = there; o < count; ++o) {
-                     float* sum =
-                         by_token ? sums + o / kGroup * kGroupSize + o % kGroup : sums + o * kPanelTokens;
-                     for (std::int64_t t = 0; t < kPanelTokens; ++t) sum[by_token ? t * kGroup : t] = 0;
-                   }
-                   k_.keep({sums, by_token, memory_.up_bias + from, call_.layers->activation,
-                            static_cast<std::int32_t>(count), order_of(shapes_.down.source), from,
-                            to + m / kPanelTokens * shapes_.hidden});
-                 });
+    up_.multiply(
+        own.x, s.panel_size(), set.tokens, own.unfinished, begin, end, own.gathered, own.sums,
+        [&](std::int64_t m, std::int32_t rows, std::int64_t from, std::int64_t count, float* sums,
+            const PairsPlace& /*next*/) {
+          const std::int64_t there = std::clamp<std::int64_t>(features() - from, 0, count);
+          if (save.data != nullptr && there > 0) {
+            k_.store({sums, by_token, memory_.up_bias + from, Activation::none, at(save, set.first + m, from),
+                      floats(), save.row_stride, rows, static_cast<std::int32_t>(there), 0});
+          }
+          // `down` multiplies features past the edge by its padding: they must be no NaN.
+          for (std::int64_t o = there; o < count; ++o) {
+            float* sum = by_token ? sums + o / kGroup * kGroupSize + o % kGroup : sums + o * kPanelTokens;
+            for (std::int64_t t = 0; t < kPanelTokens; ++t) sum[by_token ? t * kGroup : t] = 0;
+          }
+          k_.keep({sums, by_token, memory_.up_bias + from, call_.layers->activation,
+                   static_cast<std::int32_t>(count), order_of(shapes_.down.source), from,
+                   to + m / kPanelTokens * shapes_.hidden});
+        });
     if (end < s.out_blocks) return;
     for (std::int64_t m = 0; m < set.tokens; m += kPanelTokens) {
       std::uint16_t* panel = to + m / kPanelTokens * shapes_.hidden;
@@ -174,8 +176,8 @@ class Network {
   }
 
   // Block rows begin … end of y for a set.
-  void out(const Set& set, const Memory::Own& own, std::int64_t begin, std::int64_t end,
-           const std::uint16_t* in) const {
+  void down(const Set& set, const Memory::Own& own, std::int64_t begin, std::int64_t end,
+            const std::uint16_t* in) const {
     find_unfinished(k_, shapes_.down, in, shapes_.hidden, set.tokens, own.unfinished);
     down_.multiply(in, shapes_.hidden, set.tokens, own.unfinished, begin, end, own.gathered, own.sums,
                    down_.storing(call_.out, set.first, end, memory_.down_bias, Activation::none));
@@ -225,9 +227,8 @@ void for_each_sets(const PairKernels& kernels, const Problem& p, const Machine& 
 
 Reason supports_feed_forward_pairs(const PairKernels& kernels, const Problem& p) {
   if (p.gate != WeightSpec{}) return "takes networks without a gate";
-  if (p.in != DType::bf16 || p.weight.dtype != DType::bf16 || p.down.dtype != DType::bf16 ||
-      p.out != DType::bf16) {
-    return "takes bf16 inputs and values alone, to bf16";
+  for (const WeightSpec& w : {p.weight, p.down}) {
+    if (Reason reason = takes_pairs(p, w); !reason.empty()) return reason;
   }
   const Shapes s(kernels, p);
   for (const PairsShape& w : {s.up, s.down}) {

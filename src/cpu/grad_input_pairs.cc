@@ -51,7 +51,7 @@ void spread(const PairKernels& kernels, const Call& call, const SpreadParts& par
     if (from == to) continue;
     const std::int64_t n = block * s.block_rows;
     for (std::int64_t m = 0; m < tokens; m += kPanelTokens) {
-      kernels.pack({reinterpret_cast<const std::uint16_t*>(at(call.dy, token + m, n)), call.dy.row_stride,
+      kernels.pack({at(call.dy, token + m, n), false, call.dy.row_stride,
                     static_cast<std::int32_t>(std::min<std::int64_t>(kPanelTokens, tokens - m)),
                     static_cast<std::int32_t>(std::min(s.block_rows, s.rows - n)), padded_rows(s),
                     PairOrder::paired, parts.dy});
@@ -119,10 +119,10 @@ Status run_spread(const PairKernels& kernels, const Call& call) {
     spread(kernels, call, parts, token, count, begin, begin + columns);
     for (std::int64_t m = 0; m < count; m += kPanelTokens) {
       auto* out = reinterpret_cast<std::uint16_t*>(at(call.out, token + m, begin));
-      kernels.store({parts.sums + m * columns, false, all.zeros, Activation::none, out, call.out.row_stride,
-                     static_cast<std::int32_t>(std::min<std::int64_t>(kPanelTokens, count - m)),
-                     static_cast<std::int32_t>(std::min(columns, s.cols - begin)),
-                     kPanelTokens * call.out.row_stride});
+      kernels.store(
+          {parts.sums + m * columns, false, all.zeros, Activation::none, out, false, call.out.row_stride,
+           static_cast<std::int32_t>(std::min<std::int64_t>(kPanelTokens, count - m)),
+           static_cast<std::int32_t>(std::min(columns, s.cols - begin)), kPanelTokens * call.out.row_stride});
     }
     kernels.leave();
   });

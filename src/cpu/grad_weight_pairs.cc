@@ -95,7 +95,7 @@ class Gradient {
       const std::int64_t step = task / 2, m = chunk.first + step * kPanelTokens;
       const std::int32_t rows = panel_rows(chunk.first + chunk.tokens, m);
       if (task % 2 == 0) {
-        k_.pack({element(lines, m, 0), lines.row_stride, rows, static_cast<std::int32_t>(lines.cols),
+        k_.pack({element(lines, m, 0), false, lines.row_stride, rows, static_cast<std::int32_t>(lines.cols),
                  static_cast<std::int32_t>(sides_.lines), PairOrder::apart,
                  parts_.lines + step * sides_.lines_size()});
         return;

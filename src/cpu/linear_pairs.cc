@@ -77,9 +77,7 @@ PanelWork work_of(const PairKernels& kernels, const Problem& p) {
 }  // namespace
 
 Reason supports_pairs(const PairKernels& kernels, const Problem& p) {
-  if (p.in != DType::bf16 || p.weight.dtype != DType::bf16 || p.out != DType::bf16) {
-    return "takes bf16 inputs and values alone, to bf16";
-  }
+  if (Reason reason = takes_pairs(p, p.weight); !reason.empty()) return reason;
   const PairsShape s(kernels, p);
   if (Reason reason = takes_rows(s.row_block); !reason.empty()) return reason;
   if (s.panel_size() > std::numeric_limits<std::uint32_t>::max())
@@ -115,7 +113,8 @@ std::int64_t pairs_packed_size(const PairKernels& kernels, const Problem& proble
 }
 
 Status prepare_pairs(const PairKernels& kernels, const Call& call, void* data) {
-  prepare_pairs(PairsShape(kernels, call.problem), stored_of(call), data);
+  const PairsStored stored = stored_of(call);
+  prepare_groups(PairsShape(kernels, call.problem), stored.begin, stored.w.index, data);
   return {};
 }
 
@@ -134,7 +133,7 @@ Status run_pairs(const PairKernels& kernels, const Call& call) {
   Parts shared{};
   Room all(memory);
   PairsLayout::take_shared(all, s, shared);
-  unpack_pairs_bias(call.bias, call.out.cols, s.out_features() + kGroup, shared.bias);
+  unpack_pairs_bias(call.bias, call.out.dtype, call.out.cols, s.out_features() + kGroup, shared.bias);
   const PairsWeight weight(kernels, s, stored_of(call), call.derived);
   const auto bound = [&](std::int64_t part) { return weight.begin_of(part, b.splits); };
   for_each_part(call, b, bound,

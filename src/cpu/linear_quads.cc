@@ -137,7 +137,7 @@ class LaneTask {
   struct Place {
     std::int64_t o, chunk, m;
   };
-  std::int64_t lines_of(std::int64_t o) const { return ceil_div(w_.prepared.columns[o], kQuad); }
+  std::int64_t lines_of(std::int64_t o) const { return w_.prepared.lines[o]; }
   std::int64_t chunks_of(std::int64_t o) const {
     return std::max<std::int64_t>(1, ceil_div(lines_of(o), kLaneChunk));
   }
@@ -212,7 +212,7 @@ void run_task(const QuadsWeight& w, const Call& call, const Parts& parts, std::i
 
 PanelWork work_of(const QuadKernels& kernels, const Problem& p) {
   const QuadsShape s(p.weight.shape);
-  return {s.columns() * static_cast<double>(s.out_block) / (kTileRows * kQuadGroup),
+  return {s.tiles(),
           kernels.tile_cycles,
           static_cast<double>(s.padded * kPanelTokens),
           s.panel_size(),
@@ -255,39 +255,11 @@ std::int64_t quads_workspace(const QuadKernels& kernels, const Problem& problem,
 }
 
 std::int64_t quads_prepared_size(const Problem& problem, const Config& /*config*/) {
-  return QuadsPrepared(QuadsShape(problem.weight.shape), nullptr).bytes;
+  return Prepared(QuadsShape(problem.weight.shape), nullptr).bytes;
 }
-
-namespace {
-
-// Of a feature in a panel, where it has 32 bytes.
-std::uint32_t offset_of(std::int64_t feature) {
-  return static_cast<std::uint32_t>(feature * kPanelTokens / 2);
-}
-
-}  // namespace
 
 Status prepare_quads(const Call& call, void* data) {
-  const QuadsShape s(call.problem.weight.shape);
-  const QuadsPrepared prepared(s, data);
-  const std::int32_t* begin = call.plan.crow;
-  const std::int64_t step = kQuadGroup / s.offsets();
-  std::uint32_t* to = prepared.offsets;
-  prepared.first[0] = 0;
-  for (std::int64_t o = 0; o < s.out_blocks; ++o) {
-    std::int64_t columns = 0;
-    for_each_column(begin, call.plan.col, o * s.join, std::min((o + 1) * s.join, s.rows),
-                    [&](std::int64_t column) {
-                      for (std::int64_t i = 0; i < s.red_block; i += step) {
-                        *to++ = offset_of(column * s.red_block + i);
-                      }
-                      columns += s.red_block;
-                    });
-    prepared.columns[o] = static_cast<std::int32_t>(columns);
-    prepared.first[o + 1] = prepared.first[o] + static_cast<std::int32_t>(ceil_div(columns, kQuadGroup));
-    const std::uint32_t* end = prepared.offsets + prepared.first[o + 1] * s.offsets();
-    while (to != end) *to++ = offset_of(s.padded - kQuad);
-  }
+  prepare_groups(QuadsShape(call.problem.weight.shape), call.plan.crow, call.plan.col, data);
   return {};
 }
 
@@ -297,7 +269,7 @@ std::int64_t quads_packed_size(const Problem& problem, const Config& /*config*/)
 
 Status pack_quads_weight(const QuadKernels& kernels, const Call& call, void* data) {
   const QuadsShape s(call.problem.weight.shape);
-  const QuadsPrepared prepared(s, call.derived.prepared);
+  const Prepared prepared(s, call.derived.prepared);
   const QuadsPacked packed(s, data);
   const std::int32_t* begin = call.plan.crow;
   const auto* values = static_cast<const std::int8_t*>(call.values);
@@ -317,7 +289,7 @@ Status pack_quads_weight(const QuadKernels& kernels, const Call& call, void* dat
          ++row, tiles += s.row_block * output, totals += s.row_block) {
       std::int64_t at = 0;  // among the columns of the output block
       for (std::int32_t e = begin[row]; e < begin[row + 1]; ++e) {
-        while (s.join > 1 && offsets[at] != offset_of(call.plan.col[e] * s.red_block)) at += s.red_block;
+        while (s.join > 1 && offsets[at] != s.place(call.plan.col[e] * s.red_block)) at += s.red_block;
         for (std::int64_t i = 0; i < s.red_block; ++i, ++at) {
           std::int8_t* to =
               tiles + at / kQuadGroup * 2 * s.tiles_size() + at % kQuadGroup / kQuad * line + at % kQuad;

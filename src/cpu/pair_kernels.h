@@ -40,16 +40,18 @@ struct PairLines {
   bool first;
 };
 
-// Rows of Y, one after the other; with each, a line of those that come next is asked for, `ahead` elements
-// further. Without, each waits for its owner, and storing took 5 times as long.
+// Rows of Y, one after the other; with each, the 32 elements of those that come next are asked for, `ahead`
+// elements further. Without, each waits for its owner, and storing took 5 times as long.
+template <class T>
 struct PairRows {
-  std::uint16_t* y;
+  T* y;
   std::int64_t stride;
   std::int64_t ahead;
 
-  std::uint16_t* next() {
-    std::uint16_t* row = y;
+  T* next() {
+    T* row = y;
     __builtin_prefetch(row + ahead, 1);
+    if constexpr (sizeof(T) == 4) __builtin_prefetch(row + ahead + 16, 1);
     y += stride;
     return row;
   }
@@ -259,30 +261,36 @@ void multiply_pairs(const PairProduct& t) {
   multiply_source<E, 1>(t);
 }
 
-template <class E>
-void pack_pairs(const PairPack& t) {
+template <class E, class T>
+void pack_rows(const PairPack& t) {
   constexpr std::int32_t kSide = 32;  // E::pack takes 32 × 32
+  const auto* x = static_cast<const T*>(t.x);
   std::int32_t k = 0;
   if (t.rows == kPanelTokens) {
     for (; k + kSide <= t.cols; k += kSide) {
       // Each row is a stream of its own, too many for the hardware: cold, it took 2.5 times as long.
-      for (std::int32_t m = 0; m < kPanelTokens; ++m) __builtin_prefetch(t.x + k + kSide + m * t.row_stride);
-      E::pack(t.x + k, t.row_stride, t.order, t.panel + std::int64_t{k} * kPanelTokens);
+      for (std::int32_t m = 0; m < kPanelTokens; ++m) {
+        const T* ahead = x + k + kSide + m * t.row_stride;
+        __builtin_prefetch(ahead);
+        if constexpr (sizeof(T) == 4) __builtin_prefetch(ahead + 16);
+      }
+      E::pack(x + k, t.row_stride, t.order, t.panel + std::int64_t{k} * kPanelTokens);
     }
   }
-  alignas(64) std::uint16_t from[kPanelTokens][kSide];
+  constexpr std::int32_t kHalf = 32 / sizeof(T);
+  alignas(64) T from[kPanelTokens][kSide];
   alignas(64) std::uint16_t to[kSide * kPanelTokens];
   for (; k < t.padded; k += kSide) {
     const std::int32_t cols = t.cols - k < 0 ? 0 : t.cols - k < kSide ? t.cols - k : kSide;
     const std::int32_t width = t.padded - k < kSide ? t.padded - k : kSide;
     __builtin_memset(from, 0, sizeof(from));
     for (std::int32_t m = 0; cols > 0 && m < t.rows; ++m) {
-      const std::uint16_t* row = t.x + m * t.row_stride + k;
+      const T* row = x + m * t.row_stride + k;
       std::int32_t done =
           0;  // sizes that the compiler knows are no calls: 16×1 blocks come here all the time
-      for (; done + 16 <= cols; done += 16) __builtin_memcpy(from[m] + done, row + done, 32);
+      for (; done + kHalf <= cols; done += kHalf) __builtin_memcpy(from[m] + done, row + done, 32);
       if (done < cols)
-        __builtin_memcpy(from[m] + done, row + done, static_cast<std::size_t>(cols - done) * 2);
+        __builtin_memcpy(from[m] + done, row + done, static_cast<std::size_t>(cols - done) * sizeof(T));
     }
     E::pack(from[0], kSide, t.order, to);
     __builtin_memcpy(t.panel + std::int64_t{k} * kPanelTokens, to,
@@ -290,34 +298,47 @@ void pack_pairs(const PairPack& t) {
   }
 }
 
-// 32 × 32, or half as many outputs.
 template <class E>
+void pack_pairs(const PairPack& t) {
+  if (t.floats) return pack_rows<E, float>(t);
+  pack_rows<E, std::uint16_t>(t);
+}
+
+// 32 × 32, or half as many outputs.
+template <class E, class T>
 void store_square(const float* sums, bool by_token, int outputs, const float* bias, Activation activation,
-                  PairRows y) {
+                  PairRows<T> y) {
   if constexpr (E::kByToken) {
     if (by_token) return E::store_tokens(sums, bias, activation, y);
   }
   E::store(sums, outputs, bias, activation, y);
 }
 
-template <class E>
-void store_pairs(const PairStore& t) {
+template <class E, class T>
+void store_rows(const PairStore& t) {
   constexpr std::int32_t kSide = 32;
-  alignas(64) std::uint16_t to[kPanelTokens][kSide];
+  auto* y = static_cast<T*>(t.y);
+  alignas(64) T to[kPanelTokens][kSide];
   for (std::int32_t n = 0; n < t.cols; n += kSide) {
     const std::int32_t cols = t.cols - n < kSide ? t.cols - n : kSide;
     const float* sums = t.sums + n * kPanelTokens;
     if (cols == kSide && t.rows == kPanelTokens) {
-      store_square<E>(sums, t.by_token, kSide, t.bias + n, t.activation, {t.y + n, t.row_stride, t.ahead});
+      store_square<E, T>(sums, t.by_token, kSide, t.bias + n, t.activation, {y + n, t.row_stride, t.ahead});
       continue;
     }
     // Whole tiles of sums are there: 16 or 32 of them.
-    store_square<E>(sums, t.by_token, cols <= kTileRows ? kTileRows : kSide, t.bias + n, t.activation,
-                    {to[0], kSide, 0});
+    store_square<E, T>(sums, t.by_token, cols <= kTileRows ? kTileRows : kSide, t.bias + n, t.activation,
+                       {to[0], kSide, 0});
     for (std::int32_t m = 0; m < t.rows; ++m) {
-      __builtin_memcpy(t.y + m * t.row_stride + n, to[m], static_cast<std::size_t>(cols) * 2);
+      __builtin_memcpy(y + m * t.row_stride + n, to[m], static_cast<std::size_t>(cols) * sizeof(T));
     }
   }
+}
+
+template <class E>
+void store_pairs(const PairStore& t) {
+  if (t.floats) return store_rows<E, float>(t);
+  store_rows<E, std::uint16_t>(t);
 }
 
 // As rows of 32 features, and from there in another order, where sums or the panel are by token.
@@ -331,7 +352,8 @@ void keep_pairs(const PairKeep& t) {
     const std::int64_t feature = t.feature + o, within = feature % kSide;
     const bool tokens = t.order == PairOrder::tokens;
     std::uint16_t* to = tokens ? t.panel + (feature - within) * kPanelTokens + within : square;
-    store_square<E>(t.sums + o * kPanelTokens, t.by_token, width, t.bias + o, t.activation, {to, kSide, 0});
+    store_square<E, std::uint16_t>(t.sums + o * kPanelTokens, t.by_token, width, t.bias + o, t.activation,
+                                   {to, kSide, 0});
     if (!tokens) E::pack(square, kSide, t.order, t.panel + feature * kPanelTokens);
   }
 }

@@ -28,9 +28,10 @@ enum class PairOrder : std::uint8_t {
   tokens,  // 32 at a time, [token][32]
 };
 
-// Row-major X to a panel of `padded` features, an even number; what is not there becomes 0.
+// Row-major X, bf16 or f32, to a panel of `padded` features, an even number; what is not there becomes 0.
 struct PairPack {
-  const std::uint16_t* x;
+  const void* x;
+  bool floats;
   std::int64_t row_stride;
   std::int32_t rows, cols;
   std::int32_t padded;
@@ -102,13 +103,14 @@ struct PairSpread {
   float* sums;              // [column][32]
 };
 
-// y[token][o] = act(sums[o][token] + bias[o]), row-major.
+// y[token][o] = act(sums[o][token] + bias[o]), row-major, in bf16 or f32.
 struct PairStore {
   const float* sums;  // [cols, in whole tiles][32], or [32 cols][token][32]
   bool by_token;
   const float* bias;  // as many
   Activation activation;
-  std::uint16_t* y;
+  void* y;
+  bool floats;
   std::int64_t row_stride;
   std::int32_t rows, cols;
   std::int64_t ahead;  // elements to where the next ones go: their lines are asked for

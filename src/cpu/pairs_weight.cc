@@ -6,31 +6,22 @@
 
 namespace rarefy::cpu {
 
-namespace {
-
-// Features between two offsets of a group.
-std::int64_t step_of(PairSource source) { return kGroup / offsets_of(source); }
-
-}  // namespace
-
-void prepare_pairs(const PairsShape& s, const PairsStored& stored, void* data) {
+void prepare_groups(const GroupedShape& s, const std::int32_t* begin, const std::int32_t* columns,
+                    void* data) {
   const Prepared prepared(s, data);
-  const std::int64_t step = step_of(s.source);
-  const auto offset = [](std::int64_t feature) { return static_cast<std::uint32_t>(feature * kPanelTokens); };
+  const auto offset = [&](std::int64_t feature) { return static_cast<std::uint32_t>(s.place(feature)); };
   std::uint32_t* to = prepared.offsets;
   prepared.first[0] = 0;
   for (std::int64_t o = 0; o < s.out_blocks; ++o) {
-    std::int64_t columns = 0;
-    for_each_column(stored.begin, stored.w.index, o * s.join, std::min((o + 1) * s.join, s.rows),
-                    [&](std::int64_t column) {
-                      for (std::int64_t i = 0; i < s.red_block; i += step)
-                        *to++ = offset(column * s.red_block + i);
-                      columns += s.red_block;
-                    });
-    prepared.pairs[o] = static_cast<std::int32_t>(ceil_div(columns, 2));
-    prepared.first[o + 1] = prepared.first[o] + static_cast<std::int32_t>(ceil_div(columns, kGroup));
-    const std::uint32_t* end = prepared.offsets + std::int64_t{prepared.first[o + 1]} * offsets_of(s.source);
-    while (to != end) *to++ = offset(s.padded - 2);
+    std::int64_t count = 0;
+    for_each_column(begin, columns, o * s.join, std::min((o + 1) * s.join, s.rows), [&](std::int64_t column) {
+      for (std::int64_t i = 0; i < s.red_block; i += s.step()) *to++ = offset(column * s.red_block + i);
+      count += s.red_block;
+    });
+    prepared.lines[o] = static_cast<std::int32_t>(ceil_div(count, s.line));
+    prepared.first[o + 1] = prepared.first[o] + static_cast<std::int32_t>(ceil_div(count, s.group()));
+    const std::uint32_t* end = prepared.offsets + prepared.first[o + 1] * s.offsets();
+    while (to != end) *to++ = offset(s.padded - s.line);
   }
 }
 
@@ -38,7 +29,7 @@ void pack_pairs(const PairsShape& s, const PairsStored& stored, const Executor& 
                 void* packed) {
   const Prepared prepared(s, data);
   const SparseOperand& w = stored.w;
-  const std::int64_t step = step_of(s.source);
+  const std::int64_t step = s.step();
   executor.parallel_for(s.out_blocks, [&](std::int64_t o, int) {
     const std::int32_t first = prepared.first[o], end = prepared.first[o + 1];
     if (first == end) return;
@@ -46,7 +37,7 @@ void pack_pairs(const PairsShape& s, const PairsStored& stored, const Executor& 
     // What is not stored: in the last group, or for some of the rows that are joined.
     const std::int64_t whole = s.join > 1 ? 0 : end - 1 - first;
     std::fill(tiles + whole * s.tiles_size(), tiles + (end - first) * s.tiles_size(), std::uint16_t{0});
-    const std::uint32_t* offsets = prepared.offsets + std::int64_t{first} * offsets_of(s.source);
+    const std::uint32_t* offsets = prepared.offsets + first * s.offsets();
     const std::int64_t stop = std::min((o + 1) * s.join, s.rows);
     for (std::int64_t row = o * s.join; row < stop; ++row) {
       std::uint16_t* tile_row = tiles + (row - o * s.join) * s.row_block * kGroup;

@@ -17,17 +17,21 @@ inline constexpr std::int64_t kStored = 64;  // outputs finished at a time, of b
 // Panels that share weights in L1: more, where their sums do not wait there for each other.
 inline constexpr std::int64_t kNear = 8, kNearSums = 4;
 
-// The product seen as out = W · in, for which the problem is enough. Block rows that have fewer outputs than
-// a tile are joined: an output block is then several of them, with all columns that any of them stores.
-struct PairsShape {
+// The product seen as out = W · in, for which the problem is enough, in groups of 16 lines: pairs of
+// features, or fours of int8. Block rows that have fewer outputs than a tile are joined: an output block is
+// then several of them, with all columns that any of them stores. Sizes are in units of 16 bits.
+struct GroupedShape {
+  std::int64_t line;  // features of a line
   std::int64_t out_blocks, red_blocks, out_block, red_block;
   std::int64_t entries;
   std::int64_t join, rows, row_block;  // block rows of an output block; of all; outputs of each
-  std::int64_t padded;  // features of a panel: the last two are 0, for groups that are not full
+  std::int64_t padded;  // features of a panel: those of the last line are 0, for groups that are not full
   PairSource source;
 
-  PairsShape(const PairKernels& kernels, const BsrShape& s, bool transposed = false)
-      : red_blocks(s.col_count()),
+  // `product`: outputs that block rows of 4 and 8 are joined to, if they divide it.
+  GroupedShape(const BsrShape& s, std::int64_t features, std::int64_t product, bool transposed)
+      : line(features),
+        red_blocks(s.col_count()),
         red_block(s.block_cols),
         entries(s.nnzb),
         rows(s.row_count()),
@@ -36,36 +40,48 @@ struct PairsShape {
       std::swap(rows, red_blocks);
       std::swap(row_block, red_block);
     }
-    join = row_block < kTileRows && kernels.rows % row_block == 0 ? kernels.rows / row_block : 1;
+    join = (row_block == 4 || row_block == 8) && product % row_block == 0 ? product / row_block : 1;
     out_blocks = ceil_div(rows, join);
     out_block = join * row_block;
+    padded = ceil_div(red_blocks * red_block, line) * line + line;
+  }
+
+  std::int64_t group() const { return kGroup / 2 * line; }
+  std::int64_t out_features() const { return out_blocks * out_block; }
+  // At most: each output block's last group may hold a single column; joined rows may have none in common.
+  std::int64_t groups() const {
+    const std::int64_t apart =
+        (entries * red_block + (group() - 1) * std::min(out_blocks, entries)) / group();
+    return std::min(apart, out_blocks * ceil_div(red_blocks * red_block, group()));
+  }
+  // Tiles of 16 outputs × a group to multiply, if blocks lie at random.
+  double tiles() const {
+    const double density =
+        static_cast<double>(entries) / static_cast<double>(std::max<std::int64_t>(1, rows * red_blocks));
+    const double stored = 1 - std::pow(1 - density, static_cast<double>(join));
+    return stored * static_cast<double>(out_features() * red_blocks * red_block) /
+           static_cast<double>(kTileRows * group());
+  }
+  std::int64_t offsets() const { return offsets_of(source, static_cast<std::int32_t>(line)); }  // of a group
+  std::int64_t step() const { return group() / offsets(); }  // features between two of them
+  // Where a feature lies in a panel, and a panel's size.
+  std::int64_t place(std::int64_t feature) const { return feature * 2 * kPanelTokens / line; }
+  std::int64_t panel_size() const { return place(padded); }
+  std::int64_t tiles_size() const { return out_block * kGroup; }  // of one group
+  std::int64_t tiles_bytes() const { return groups() * tiles_size() * std::int64_t{sizeof(std::uint16_t)}; }
+};
+
+struct PairsShape : GroupedShape {
+  PairsShape(const PairKernels& kernels, const BsrShape& s, bool transposed = false)
+      : GroupedShape(s, 2, kernels.rows, transposed) {
     const bool by_token = kernels.by_token && join == 1 && out_block % kGroup == 0;
     source = red_block % kGroup == 0 ? by_token ? PairSource::tokens : PairSource::whole
              : red_block % 2 == 0    ? PairSource::lines
                                      : PairSource::columns;
-    padded = ceil_div(red_blocks * red_block, 2) * 2 + 2;
   }
   PairsShape(const PairKernels& kernels, const Problem& p)
       : PairsShape(kernels, p.weight.shape, p.op == Op::grad_input) {}
 
-  double density() const {
-    return static_cast<double>(entries) / static_cast<double>(std::max<std::int64_t>(1, rows * red_blocks));
-  }
-  std::int64_t out_features() const { return out_blocks * out_block; }
-  // At most: each output block's last group may hold a single column; joined rows may have none in common.
-  std::int64_t groups() const {
-    const std::int64_t apart = (entries * red_block + (kGroup - 1) * std::min(out_blocks, entries)) / kGroup;
-    return std::min(apart, out_blocks * groups_of(red_blocks));
-  }
-  // Tiles of 16 × 32 to multiply, if blocks lie at random.
-  double tiles() const {
-    const double stored = 1 - std::pow(1 - density(), static_cast<double>(join));
-    return stored * static_cast<double>(out_blocks * out_block * red_blocks * red_block) / kTileSize;
-  }
-  std::int64_t groups_of(std::int64_t blocks) const { return ceil_div(blocks * red_block, kGroup); }
-  std::int64_t panel_size() const { return padded * kPanelTokens; }
-  std::int64_t tiles_size() const { return out_block * kGroup; }  // of one group
-  std::int64_t tiles_bytes() const { return groups() * tiles_size() * std::int64_t{sizeof(std::uint16_t)}; }
   // Output blocks that are finished at a time; panels that share weights; the floats of the sums of one.
   std::int64_t finished() const { return out_block < 32 ? kStored / out_block : 1; }
   std::int64_t near() const { return finished() == 1 ? kNear : kNearSums; }
@@ -73,24 +89,31 @@ struct PairsShape {
   std::int64_t sums_size() const { return finished() * out_block * kPanelTokens; }
 };
 
+// Inputs and values that are bf16, or may be rounded to it on their way into a panel.
+inline Reason takes_pairs(const Problem& p, const WeightSpec& w) {
+  const DType wanted = w.rounds_x && p.op != Op::grad_input && p.in == DType::f32 ? DType::f32 : DType::bf16;
+  if (w.dtype == DType::bf16 && p.in == wanted && p.out == wanted) return {};
+  return "takes bf16 inputs and values, to bf16; f32, to f32, for inputs that may be rounded";
+}
+
 // Blocks whose rows fill a product, alone or joined.
 inline Reason takes_rows(std::int64_t rows) {
   if (rows % kTileRows == 0 || rows == 4 || rows == 8) return {};
   return cat("takes blocks of 4, 8 or a multiple of ", kTileRows, " outputs; got ", rows);
 }
 
-// Tier 2: groups before each output block, the pairs of its columns, and the offsets of every group.
+// Tier 2: groups before each output block, the lines that its columns fill, and the offsets of every group.
 struct Prepared {
   std::int32_t* first;
-  std::int32_t* pairs;
+  std::int32_t* lines;
   std::uint32_t* offsets;
   std::int64_t bytes;
 
-  Prepared(const PairsShape& s, const void* data) {
+  Prepared(const GroupedShape& s, const void* data) {
     Room room(const_cast<void*>(data));
     first = room.take<std::int32_t>(s.out_blocks + 1);
-    pairs = room.take<std::int32_t>(s.out_blocks);
-    offsets = room.take<std::uint32_t>(s.groups() * offsets_of(s.source));
+    lines = room.take<std::int32_t>(s.out_blocks);
+    offsets = room.take<std::uint32_t>(s.groups() * s.offsets());
     bytes = room.bytes();
   }
 };
@@ -127,7 +150,9 @@ void for_each_column(const std::int32_t* begin, const std::int32_t* columns, std
   }
 }
 
-void prepare_pairs(const PairsShape& s, const PairsStored& stored, void* data);
+// `begin` says where the columns of each block row are listed.
+void prepare_groups(const GroupedShape& s, const std::int32_t* begin, const std::int32_t* columns,
+                    void* data);
 void pack_pairs(const PairsShape& s, const PairsStored& stored, const Executor& executor, const void* data,
                 void* packed);
 
@@ -175,13 +200,11 @@ struct PairsWeight {
                Activation activation) const {
     return [=, this](std::int64_t m, std::int32_t rows, std::int64_t from, std::int64_t count,
                      const float* sums, const PairsPlace& next) {
-      const auto to = [&](std::int64_t token, std::int64_t output) {
-        return reinterpret_cast<std::uint16_t*>(at(out, first + token, output));
-      };
-      std::uint16_t* y = to(m, from);
-      kernels.store({sums, shape.by_token(), bias + from, activation, y, out.row_stride, rows,
+      const std::int64_t ahead = (next.token - m) * out.row_stride + next.output - from;
+      kernels.store({sums, shape.by_token(), bias + from, activation, at(out, first + m, from),
+                     out.dtype == DType::f32, out.row_stride, rows,
                      static_cast<std::int32_t>(std::min(count, out.cols - from)),
-                     next.output < end * shape.out_block ? to(next.token, next.output) - y : 0});
+                     next.output < end * shape.out_block ? ahead : 0});
     };
   }
 
@@ -223,9 +246,8 @@ struct PairsWeight {
         for (std::int64_t block = o; block < end; ++block) {
           const std::int32_t from = prepared.first[block];
           float* to = sums + (block - o) * shape.out_block * kPanelTokens;
-          kernels.multiply({packed + from * shape.tiles_size(),
-                            prepared.offsets + std::int64_t{from} * offsets_of(shape.source), shape.source,
-                            prepared.first[block + 1] - from, prepared.pairs[block],
+          kernels.multiply({packed + from * shape.tiles_size(), prepared.offsets + from * shape.offsets(),
+                            shape.source, prepared.first[block + 1] - from, prepared.lines[block],
                             static_cast<std::int32_t>(shape.out_block),
                             panel_rows(tokens, m) > kPanelTokens / 2 ? 2 : 1, static_cast<std::int32_t>(near),
                             x, panel_stride, gathered, to, shape.sums_size(),
@@ -244,22 +266,23 @@ struct PairsWeight {
 };
 
 // A bias as floats, 0 where there is none; −0 becomes +0, as if it were added to sums that start at 0.
-inline void unpack_pairs_bias(const void* bias, std::int64_t count, std::int64_t padded, float* to) {
+inline void unpack_pairs_bias(const void* bias, DType dtype, std::int64_t count, std::int64_t padded,
+                              float* to) {
   std::fill_n(to, padded, 0.0F);
   for (std::int64_t n = 0; bias != nullptr && n < count; ++n) {
-    to[n] += to_float(static_cast<const bfloat16*>(bias)[n]);
+    to[n] += dtype == DType::f32 ? static_cast<const float*>(bias)[n]
+                                 : to_float(static_cast<const bfloat16*>(bias)[n]);
   }
 }
 
-// Row-major X to the panels of its tokens first … first + tokens.
+// Row-major X, rounded if it is f32, to the panels of its tokens first … first + tokens.
 inline void pack_panels(const PairKernels& kernels, const PairsShape& shape, const MatrixView& x,
                         std::int64_t first, std::int64_t tokens, std::uint16_t* panels,
                         std::int64_t panel_stride) {
   for (std::int64_t m = 0; m < tokens; m += kPanelTokens) {
-    kernels.pack({reinterpret_cast<const std::uint16_t*>(at(x, first + m, 0)), x.row_stride,
-                  panel_rows(tokens, m), static_cast<std::int32_t>(x.cols),
-                  static_cast<std::int32_t>(shape.padded), order_of(shape.source),
-                  panels + m / kPanelTokens * panel_stride});
+    kernels.pack({at(x, first + m, 0), x.dtype == DType::f32, x.row_stride, panel_rows(tokens, m),
+                  static_cast<std::int32_t>(x.cols), static_cast<std::int32_t>(shape.padded),
+                  order_of(shape.source), panels + m / kPanelTokens * panel_stride});
   }
 }
 

@@ -14,69 +14,19 @@ namespace rarefy::cpu {
 
 // Block rows of 4 and 8 outputs are joined to 16, with all columns that any of them stores: where a row does
 // not, its zero adds nothing, as x has no NaN once it is rounded.
-struct QuadsShape {
-  std::int64_t out_blocks, red_blocks, out_block, red_block;
-  std::int64_t entries;
-  std::int64_t join, rows, row_block;  // as in PairsShape
-  std::int64_t padded;  // features of a panel: the last four are 0, for groups that are not full
-  PairSource source;
-
-  explicit QuadsShape(const BsrShape& s)
-      : red_blocks(s.col_count()),
-        red_block(s.block_cols),
-        entries(s.nnzb),
-        rows(s.row_count()),
-        row_block(s.block_rows) {
-    join = row_block == 4 || row_block == 8 ? kTileRows / row_block : 1;
-    out_blocks = ceil_div(rows, join);
-    out_block = join * row_block;
+struct QuadsShape : GroupedShape {
+  explicit QuadsShape(const BsrShape& s) : GroupedShape(s, kQuad, kTileRows, false) {
     source = join > 1                      ? PairSource::columns
              : red_block % kQuadGroup == 0 ? PairSource::whole
              : red_block % kQuad == 0      ? PairSource::lines
                                            : PairSource::columns;
-    padded = ceil_div(red_blocks * red_block, kQuad) * kQuad + kQuad;
   }
 
-  std::int64_t out_features() const { return out_blocks * out_block; }
-  // At most: each output block's last group may hold a single column; joined rows may have none in common.
-  std::int64_t groups() const {
-    const std::int64_t apart =
-        (entries * red_block + (kQuadGroup - 1) * std::min(out_blocks, entries)) / kQuadGroup;
-    return std::min(apart, out_blocks * groups_of(red_blocks));
-  }
-  // Columns of all output blocks, if blocks lie at random.
-  double columns() const {
-    const double density =
-        static_cast<double>(entries) / static_cast<double>(std::max<std::int64_t>(1, rows * red_blocks));
-    const double stored = 1 - std::pow(1 - density, static_cast<double>(join));
-    return stored * static_cast<double>(out_blocks * red_blocks * red_block);
-  }
-  std::int64_t groups_of(std::int64_t blocks) const { return ceil_div(blocks * red_block, kQuadGroup); }
-  std::int64_t offsets() const { return offsets_of(source, kQuad); }  // of a group
-  std::int64_t panel_size() const { return padded * kPanelTokens / 2; }
-  std::int64_t tiles_size() const { return out_block * kGroup; }  // of one group
-  std::int64_t tiles_bytes() const { return groups() * tiles_size() * 2; }
   // Output blocks that are finished at a time (their rows of Y are 256 bytes in f32), panels that share
   // weights in L1, and the sums of one.
   std::int64_t finished() const { return std::max<std::int64_t>(1, kStored / out_block); }
   std::int64_t near() const { return finished() == 1 ? kNear : kNearSums; }
   std::int64_t sums_size() const { return finished() * out_block * kPanelTokens; }
-};
-
-// Tier 2: groups before each output block, the number of its columns, and the offsets of every group.
-struct QuadsPrepared {
-  std::int32_t* first;
-  std::int32_t* columns;
-  std::uint32_t* offsets;
-  std::int64_t bytes;
-
-  QuadsPrepared(const QuadsShape& s, const void* data) {
-    Room room(const_cast<void*>(data));
-    first = room.take<std::int32_t>(s.out_blocks + 1);
-    columns = room.take<std::int32_t>(s.out_blocks);
-    offsets = room.take<std::uint32_t>(s.groups() * s.offsets());
-    bytes = room.bytes();
-  }
 };
 
 // Tier 3: tiles, and the total of each output's values.
@@ -98,7 +48,7 @@ struct QuadsWeight {
   const QuadKernels& kernels;
   QuadsShape shape;
   const std::int32_t* begin;  // the entries of each block row
-  QuadsPrepared prepared;
+  Prepared prepared;
   QuadsPacked packed;
 
   QuadsWeight(const QuadKernels& k, const QuadsShape& s, const std::int32_t* entries, const Derived& derived)
@@ -121,8 +71,7 @@ struct QuadsWeight {
         for (std::int64_t block = o; block < end; ++block) {
           const std::int32_t from = prepared.first[block];
           kernels.multiply({tiles + from * shape.tiles_size(), prepared.offsets + from * shape.offsets(),
-                            shape.source, prepared.first[block + 1] - from,
-                            static_cast<std::int32_t>(ceil_div(prepared.columns[block], kQuad)),
+                            shape.source, prepared.first[block + 1] - from, prepared.lines[block],
                             static_cast<std::int32_t>(shape.out_block),
                             panel_rows(tokens, m) > kPanelTokens / 2 ? 2 : 1, static_cast<std::int32_t>(near),
                             panels + m / kPanelTokens * shape.panel_size(), shape.panel_size(), gathered,

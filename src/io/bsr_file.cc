@@ -30,7 +30,8 @@ constexpr std::int64_t kMaxFreeColumns = std::int64_t{1} << 24;
 using Entries = std::map<std::string, BsrEntry>;
 
 // What formats differ in: a new one is a row, if it is values on a pattern of blocks. Keys of an entry are
-// sorted, as they are written; "format" (BSR without it) and "x_dtype" may be there, too.
+// sorted, as they are written; "format" (BSR without it) and "x_dtype" may be there, too, and in BSR
+// "activations": "bf16", where x may be rounded.
 struct FormatRow {
   WeightFormat format;
   std::string_view name;
@@ -44,6 +45,7 @@ constexpr const char* kXDType = "x_dtype";
 constexpr const char* kBsrKeys[] = {"block_shape", "dtype", "nnzb", "shape"};
 constexpr const char* kCsrKeys[] = {"dtype", "nnz", "shape"};
 constexpr const char* kActivations = "activations";
+constexpr std::string_view kRounded = "bf16";
 constexpr const char* kInt8Keys[] = {kActivations, "block_shape", "dtype", "nnzb", "shape"};
 constexpr FormatRow kFormats[] = {
     {WeightFormat::bsr, "bsr", kBsrKeys, "nnzb",
@@ -132,6 +134,12 @@ Status parse_scaling(std::string_view op, const JsonObject& value, BsrEntry& ent
   return check_int8(op, entry);
 }
 
+Status check_rounding(std::string_view op, bool rounds_x, DType dtype, std::optional<DType> x_dtype) {
+  if (!rounds_x || (dtype == DType::bf16 && x_dtype == DType::f32)) return {};
+  return invalid(op, "activations in bf16 must go with values in bf16 and an x_dtype of f32",
+                 cat(name(dtype), " and ", x_dtype ? name(*x_dtype) : "none"));
+}
+
 Result<BsrEntry> parse_entry(std::string_view op, const JsonValue& entry_value) {
   if (entry_value.object() == nullptr) {
     return invalid(op, "the metadata entry must be an object", entry_value.type_name());
@@ -140,7 +148,9 @@ Result<BsrEntry> parse_entry(std::string_view op, const JsonValue& entry_value) 
   const auto format = parse_format(op, value);
   if (!format.ok()) return format.status();
   const FormatRow& row = row_of(*format);
-  const std::size_t optional_keys = value.count(kFormatKey) + value.count(kXDType);
+  const bool is_bsr = *format == WeightFormat::bsr;
+  const std::size_t optional_keys =
+      value.count(kFormatKey) + value.count(kXDType) + (is_bsr ? value.count(kActivations) : 0);
   if (Status status = check_keys(op, "the metadata entry", value, row.keys, optional_keys); !status.ok()) {
     return status;
   }
@@ -168,6 +178,16 @@ Result<BsrEntry> parse_entry(std::string_view op, const JsonValue& entry_value) 
   }
   if (entry.format == WeightFormat::int8) {
     if (Status status = parse_scaling(op, value, entry); !status.ok()) return status;
+  }
+  if (is_bsr && value.contains(kActivations)) {
+    const JsonValue& activations = *value.at(kActivations);
+    if (activations.string() == nullptr || *activations.string() != kRounded) {
+      return invalid(op, cat(kActivations, " must be ", kRounded), activations.text());
+    }
+    entry.rounds_x = true;
+  }
+  if (Status status = check_rounding(op, entry.rounds_x, entry.dtype, entry.x_dtype); !status.ok()) {
+    return status;
   }
   if (Status status = check_shape(op, entry.shape); !status.ok()) return status;
   return entry;
@@ -347,6 +367,7 @@ Result<FileWeight> read_weight(std::string_view op, const ByteSource& source, co
   BsrMatrix matrix{std::move(pattern).value(), entry.dtype, std::move(values).value()};
   if (Status status = check_padding(op, matrix); !status.ok()) return status;
   FileWeight read(std::move(matrix), entry.format, entry.x_dtype);
+  read.rounds_x = entry.rounds_x;
   if (entry.format == WeightFormat::int8) {
     const auto scales = read_data(op, source, header, header.tensors.at(piece(weight, kScales)));
     if (!scales.ok()) return scales.status();
@@ -430,6 +451,7 @@ std::string entry_text(const FileWeight& weight) {
   for (const auto& [word, scaling] : kScalings) {
     if (weight.scaling == scaling) add(kActivations, quoted(word));
   }
+  if (weight.rounds_x) add(kActivations, quoted(kRounded));
   const bool is_bsr = weight.format == WeightFormat::bsr;
   if (weight.format != WeightFormat::csr)
     add("block_shape", json_array({shape.block_rows, shape.block_cols}));
@@ -466,6 +488,12 @@ Status check_weight(std::string_view op, const BsrFile& file, const std::string&
     BsrEntry entry{shape, matrix.dtype, matrix.format, matrix.x_dtype, matrix.scaling};
     if (Status status = check_int8(op, entry); !status.ok()) return status;
     if (Status status = check_scaled(op, matrix); !status.ok()) return status;
+  }
+  if (matrix.rounds_x && matrix.format != WeightFormat::bsr) {
+    return invalid(op, "activations in bf16 must go with format bsr", name(matrix.format));
+  }
+  if (Status status = check_rounding(op, matrix.rounds_x, matrix.dtype, matrix.x_dtype); !status.ok()) {
+    return status;
   }
   return check_padding(op, matrix);
 }

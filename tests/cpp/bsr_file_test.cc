@@ -198,6 +198,55 @@ TEST(BsrFileTest, ReadsAndWritesInt8) {
   EXPECT_EQ(*serialize_bsr_file(*read), *bytes);
 }
 
+// "activations": "bf16" is for bf16 under f32, in BSR.
+TEST(BsrFileTest, ReadsAndWritesWhatMayBeRounded) {
+  BsrFile file;
+  FileWeight weight(make_weight({4, 6, 2, 1}, DType::bf16, 3), WeightFormat::bsr, DType::f32);
+  weight.rounds_x = true;
+  file.weights.emplace("m.weight", weight);
+  file.weights.emplace("exact.weight",
+                       FileWeight(make_weight({4, 6, 2, 1}, DType::bf16, 3), WeightFormat::bsr, DType::f32));
+  const auto bytes = serialize_bsr_file(file);
+  ASSERT_TRUE(bytes.ok()) << bytes.status().message();
+  const auto read = parse_bsr_file(*bytes);
+  ASSERT_TRUE(read.ok()) << read.status().message();
+  expect_equal(*read, file);
+  EXPECT_TRUE(read->weights.at("m.weight").rounds_x);
+  EXPECT_FALSE(read->weights.at("exact.weight").rounds_x);
+  EXPECT_EQ(*serialize_bsr_file(*read), *bytes);
+
+  const auto refused = [](std::optional<DType> x_dtype, DType dtype, WeightFormat format) {
+    BsrFile wrong;
+    wrong.weights.emplace("w", FileWeight(make_weight({4, 6, 1, 1}, dtype, 3), format, x_dtype));
+    wrong.weights.at("w").rounds_x = true;
+    return serialize_bsr_file(wrong).status().message();
+  };
+  const std::string must = "must go with values in bf16 and an x_dtype of f32; got ";
+  EXPECT_NE(refused(std::nullopt, DType::bf16, WeightFormat::bsr).find(must + "bf16 and none"),
+            std::string::npos);
+  EXPECT_NE(refused(DType::f32, DType::f16, WeightFormat::bsr).find(must + "f16 and f32"), std::string::npos);
+  EXPECT_NE(refused(DType::f32, DType::bf16, WeightFormat::csr).find("must go with format bsr; got csr"),
+            std::string::npos);
+}
+
+TEST(BsrFileTest, RefusesWrongActivations) {
+  const std::pair<const char*, const char*> cases[] = {
+      {R"({"activations":"int8","shape":[2,5],"block_shape":[1,1],"nnzb":2,"dtype":"bf16","x_dtype":"f32"})",
+       "activations must be bf16; got \"int8\""},
+      {R"({"activations":1,"shape":[2,5],"block_shape":[1,1],"nnzb":2,"dtype":"bf16","x_dtype":"f32"})",
+       "activations must be bf16; got 1"},
+      {R"({"activations":"bf16","shape":[2,5],"block_shape":[1,1],"nnzb":2,"dtype":"bf16"})",
+       "values in bf16 and an x_dtype of f32; got bf16 and none"},
+      {R"({"activations":"bf16","format":"csr","shape":[2,5],"nnz":2,"dtype":"bf16","x_dtype":"f32"})",
+       "keys; got 6"},
+  };
+  for (const auto& [entry, message] : cases) {
+    const auto file = parse(csr_file(entry));
+    ASSERT_FALSE(file.ok()) << entry;
+    EXPECT_NE(file.status().message().find(message), std::string::npos) << file.status().message();
+  }
+}
+
 TEST(BsrFileTest, RefusesWrongCsr) {
   const std::pair<const char*, const char*> cases[] = {
       {R"({"format":"csc","shape":[2,5],"nnz":2,"dtype":"bf16"})",

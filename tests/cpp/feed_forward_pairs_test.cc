@@ -79,6 +79,29 @@ TEST_P(FeedForwardPairsTest, EmptyFullAndNothing) {
   check({9, 3, 5, 7, all_of(48, 50), 1.0, DType::bf16, true, 2});   // one block larger than each matrix
 }
 
+// A model in f32 that lets x be rounded: the bounds of what is rounded, f32 results and saved features.
+TEST_P(FeedForwardPairsTest, RoundsFloatsWhereItMay) {
+  ThreadPool pool(3);
+  for (const Activation activation : {Activation::relu, Activation::gelu_erf, Activation::silu}) {
+    for (const BlockShapes& blocks : {all_of(32, 1), all_of(16, 4), all_of(32, 32), all_of(4, 1)}) {
+      for (const bool integers : {true, false}) {
+        if (integers && activation != Activation::relu) continue;
+        Layers layers({150, 50, 135, 70, blocks, 0.4, DType::f32, integers, integers ? 1 : 0, false,
+                       activation, DType::bf16, true});
+        const Force force(GetParam());
+        for (const bool save : {false, true}) {
+          Chain run(layers, pool.executor());
+          run.hold_derived();
+          expect_ok(run.feed_forward(save));
+          Layers rounded = layers;
+          rounded.up.x = decode(encode(layers.up.x, DType::bf16), DType::bf16);
+          expect_feed_forward(rounded, run, save, true);
+        }
+      }
+    }
+  }
+}
+
 // The bits of two calls of linear by the same family, on any number of threads, whatever the activation.
 TEST_P(FeedForwardPairsTest, HasTheBitsOfItsLayers) {
   const Force force(GetParam());
@@ -212,7 +235,14 @@ TEST_P(FeedForwardPairsTest, TakesWhatLinearDerives) {
   EXPECT_EQ(reason(other), "takes networks without a gate");
   other = p;
   other.in = DType::f32;
-  EXPECT_EQ(reason(other), "takes bf16 inputs and values alone, to bf16");
+  EXPECT_EQ(reason(other),
+            "takes bf16 inputs and values, to bf16; f32, to f32, for inputs that may be rounded");
+  other.out = DType::f32;
+  EXPECT_NE(reason(other), "");
+  other.weight.rounds_x = true;
+  EXPECT_NE(reason(other), "");  // as long as one layer's may not
+  other.down.rounds_x = true;
+  EXPECT_EQ(reason(other), "");
   other = p;
   other.tokens = 4;
   EXPECT_EQ(reason(other), "takes more than 4 tokens; got 4");

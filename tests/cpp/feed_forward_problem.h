@@ -28,6 +28,7 @@ struct Spec {
   bool gated = false;
   Activation activation = Activation::relu;
   std::optional<DType> stored = {};  // the dtype of the values, if not `dtype`
+  bool rounds_x = false;             // x and hidden features may be rounded to it
 };
 
 constexpr BlockShapes all_of(std::int64_t rows, std::int64_t cols) {
@@ -79,9 +80,10 @@ struct Chain {
   LayerView layer(std::size_t which) const {
     const auto words = static_cast<std::int64_t>(plans[which].bytes() / 4);
     const auto* data = static_cast<const std::int32_t*>(plans[which].data());
-    return {{*view_device_plan("test", shapes[which], data, words), values[which].data(), stored(),
-             Device::cpu, derived[which]},
-            biases[which].data()};
+    BsrView weight{*view_device_plan("test", shapes[which], data, words), values[which].data(), stored(),
+                   Device::cpu, derived[which]};
+    weight.rounds_x = spec.rounds_x;
+    return {weight, biases[which].data()};
   }
   // From now on layers come with what the best kernel of linear derives.
   void hold_derived() {
@@ -212,12 +214,13 @@ inline void expect_feed_forward(const Layers& l, const Chain& run, bool saved, b
     off[e] += unit * std::abs(hidden[e]);
   }
   if (pairs) {
-    const double half = storing(s.dtype);
+    const DType kept = s.stored.value_or(s.dtype);
+    const double half = storing(kept);
     for (std::size_t e = 0; e < hidden.size(); ++e) {
       off[e] += pairs_activation_error(s.activation, hidden[e]);
       off[e] = off[e] * (1 + half) + half * std::abs(hidden[e]);
     }
-    if (s.integers) hidden = decode(encode(hidden, s.dtype), s.dtype);  // exact before, so exact after
+    if (s.integers) hidden = decode(encode(hidden, kept), kept);  // exact before, so exact after
   }
   Sums y = up;  // the same shape of result
   const auto weights = absolute(l.down.values), bias = absolute(l.down.bias);

@@ -39,6 +39,9 @@ struct ProblemSpec {
   std::int64_t stride = 3;  // row strides are this much longer than the rows; −1 broadcasts one row of x
   // In the memory under test, of x and dx, and of y and dy. By feature, columns are `stride` longer instead.
   Layout x_layout = Layout::by_token, y_layout = Layout::by_token;
+  bool rounds_x = false;  // values are stored in bf16, and x may be rounded to it
+
+  DType stored() const { return rounds_x ? DType::bf16 : dtype; }
 };
 
 inline std::vector<std::byte> encode(std::span<const double> numbers, DType dtype) {
@@ -124,7 +127,7 @@ inline Problem make_problem(const ProblemSpec& spec, unsigned seed = 1) {
   }
   Result<Pattern> pattern = Pattern::create(shape, crow, col);
   if (!pattern.ok()) throw std::runtime_error(pattern.status().message());
-  const auto numbers = [&](std::int64_t count) {
+  const auto numbers = [&](std::int64_t count, DType dtype) {
     std::vector<double> result(static_cast<std::size_t>(count));
     std::normal_distribution<> normal;
     std::uniform_int_distribution<> integer(-2, 2);
@@ -132,13 +135,13 @@ inline Problem make_problem(const ProblemSpec& spec, unsigned seed = 1) {
       number = spec.integers ? integer(random) : normal(random);
       if (number == 0 && random() % 2 == 0) number = -0.0;
     }
-    return decode(encode(result, spec.dtype), spec.dtype);
+    return decode(encode(result, dtype), dtype);
   };
   Problem problem{spec, *pattern, {}, {}, {}, {}};
-  problem.x = numbers(problem.x_stride() == 0 ? spec.k : spec.m * problem.x_stride());
-  problem.dy = numbers(spec.m * problem.y_stride());
-  problem.values = numbers(pattern->shape().value_count());
-  problem.bias = numbers(spec.n);
+  problem.x = numbers(problem.x_stride() == 0 ? spec.k : spec.m * problem.x_stride(), spec.dtype);
+  problem.dy = numbers(spec.m * problem.y_stride(), spec.dtype);
+  problem.values = numbers(pattern->shape().value_count(), spec.stored());
+  problem.bias = numbers(spec.n, spec.dtype);
   return problem;
 }
 
@@ -153,7 +156,7 @@ class ProblemIn {
         plan_(Buffer::template upload<std::int32_t>(problem.pattern.plan())),
         x_(upload(laid_out(problem.x, spec_.k, problem.x_stride(), spec_.x_layout))),
         dy_(upload(laid_out(problem.dy, spec_.n, problem.y_stride(), spec_.y_layout))),
-        values_(upload(problem.values)),
+        values_(Buffer::template upload<std::byte>(encode(problem.values, spec_.stored()))),
         bias_(upload(problem.bias)),
         y_(output_bytes(spec_.n, spec_.y_layout)),
         dx_(output_bytes(spec_.k, spec_.x_layout)),
@@ -184,6 +187,7 @@ class ProblemIn {
     asked.in_layout = in.layout();
     asked.out_stride = out.stride();
     asked.out_layout = out.layout();
+    set_weight(asked);
     return asked;
   }
   // From now on calls hold what their kernels derive from the weight, made at the first that wants it: for as
@@ -209,6 +213,10 @@ class ProblemIn {
   }
 
  private:
+  void set_weight(rarefy::Problem& asked) const {
+    if (asked.op != Op::grad_weight) asked.weight.dtype = spec_.stored();
+    if (asked.op == Op::linear) asked.weight.rounds_x = spec_.rounds_x;
+  }
   Buffer upload(std::span<const double> numbers) const {
     return Buffer::template upload<std::byte>(encode(numbers, spec_.dtype));
   }
@@ -258,12 +266,14 @@ class ProblemIn {
     return *view_device_plan("test", host_.pattern.shape(), data, words);
   }
   BsrView w_view(rarefy::Problem asked, void* stream) {
-    BsrView w{plan_view(), values_.data(), spec_.dtype, Buffer::kDevice};
+    BsrView w{plan_view(), values_.data(), spec_.stored(), Buffer::kDevice};
+    w.rounds_x = spec_.rounds_x;
     if (!hold_derived_ || spec_.m == 0) return w;
     if (derived_tokens_ > 0) {  // as a front asks: by token, without gaps
       const Op op = asked.op;
       asked = rarefy::make_problem(op, host_.pattern.shape(), derived_tokens_, spec_.dtype, Buffer::kDevice,
                                    executor_.threads);
+      set_weight(asked);
     }
     const auto sizes = derived_sizes(asked);
     if (!sizes.ok() || sizes->key == 0) return w;  // the call says why there is no kernel

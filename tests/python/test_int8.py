@@ -337,7 +337,7 @@ LIES = {
     "x_dtype_f64": ({"x_dtype": "f64"}, "x_dtype must be"),
     "activations_unknown": ({"activations": "int4"}, "activations"),
     "activations_number": ({"activations": 8}, "activations"),
-    "format_bsr": ({"format": "bsr"}, "keys"),
+    "format_bsr": ({"format": "bsr"}, "activations"),
     "scales_negative": ({}, r"scales\[3\]=-1"),
     "scales_nan": ({}, r"scales\[3\]=nan"),
     "scales_zero": ({}, r"scales\[3\]=0"),

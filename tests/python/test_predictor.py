@@ -190,11 +190,14 @@ def network() -> nn.Module:
 
 def test_advice_names_blocks_and_dtype(clock: list[Case]) -> None:
     found = rarefy.advise(network(), tokens=512, density=0.5)
-    assert {row.dtype for row in found} == {"f32", "bf16"} and len(found.rows) == 6
+    assert {row.dtype for row in found} == {"f32", "bf16x", "bf16"} and len(found.rows) == 9
     assert [row.dtype for row in found][:3] == [found.dtype] * 3
     up = next(row for row in found if "up" in row.names)
     assert up.names == ("up", "same") and up.shape == (512, 128) and up.tokens == 512
-    assert up.spec.endswith("@0.5") and up.speedup == up.dense_ms / up.sparse_ms > 1
+    assert (
+        up.spec.endswith("@0.5:bf16x" if found.dtype == "bf16x" else "@0.5")
+        and up.speedup == up.dense_ms / up.sparse_ms > 1
+    )
     assert up.break_even > 0.5 and up.best_ms == up.sparse_ms
     odd = next(row for row in found if "odd" in row.names)
     assert odd.spec is None and odd.break_even is None and odd.best_ms == odd.dense_ms
@@ -204,6 +207,15 @@ def test_advice_names_blocks_and_dtype(clock: list[Case]) -> None:
     assert json.loads(json.dumps(found.to_dict()))["layers"][0]["names"]
     report = rarefy.sparsify(network(), found.patterns(), measure=False)
     assert {row.name for row in report.replaced} == {"up", "down", "same"}
+
+
+def test_layers_that_round_x_are_compared_with_dense_float32(clock: list[Case]) -> None:
+    rows = {row.dtype: row for row in rarefy.advise({"a": (512, 512)}, dtypes=("f32", "bf16x"))}
+    assert rows["bf16x"].spec.endswith("@0.5:bf16x") and rows["bf16x"].dense_ms == rows["f32"].dense_ms
+    measured = [case for case in clock if case.rounds_x and case.block is not None]
+    assert measured and {case.group.split()[0] for case in measured} == {"bf16x"}
+    weight = predictor.layer_of(measured[0]).weight
+    assert weight.rounds_x and (weight.dtype, weight.x_dtype) == (torch.bfloat16, torch.float32)
 
 
 def test_the_finest_block_that_is_about_as_fast_is_named(clock: list[Case], monkeypatch) -> None:
@@ -249,8 +261,12 @@ def test_an_input_says_how_many_tokens_each_layer_sees(clock: list[Case]) -> Non
         ({"tokens": 1.5}, TypeError, r"\[advise\] tokens must be an int; got 1.5"),
         ({"density": 1.5}, ValueError, r"\[advise\] .*density.*; got 1.5"),
         ({"density": math.nan}, ValueError, r"\[advise\] .*density.*; got nan"),
-        ({"dtypes": ("f64",)}, ValueError, r"\[advise\] dtypes must be some of f32, bf16; got \['f64'\]"),
-        ({"dtypes": ()}, ValueError, r"\[advise\] dtypes must be some of f32, bf16; got \(\)"),
+        (
+            {"dtypes": ("f64",)},
+            ValueError,
+            r"\[advise\] dtypes must be some of f32, bf16x, bf16; got \['f64'\]",
+        ),
+        ({"dtypes": ()}, ValueError, r"\[advise\] dtypes must be some of f32, bf16x, bf16; got \(\)"),
         ({"model": {"a": (-1, 4)}}, ValueError, r"\[advise\] .*shape"),
     ],
 )

@@ -23,30 +23,33 @@ struct Avx512Pairs {
     for (int i = 0; i < 16; ++i) m[i] = bits(t[i]);
   }
 
+  // 32 features of a token, floats rounded.
+  static __m512i line(const std::uint16_t* x) { return _mm512_loadu_si512(x); }
+  static __m512i line(const float* x) {
+    return (__m512i)_mm512_cvtne2ps_pbh(_mm512_loadu_ps(x + 16), _mm512_loadu_ps(x));
+  }
+
   // 32 tokens × 32 features of row-major X into the lines of a panel. A dword of X is a pair of features:
   // transposed as such, it is in pair order. Apart, tokens lie in an order that interleaving lines (unpack)
   // undoes: 4 of the first half, 4 of the second.
-  static void pack(const std::uint16_t* x, std::int64_t stride, PairOrder order, std::uint16_t* panel) {
-    // Each row is a stream of its own, too many for the hardware's prefetcher; cold, it took 2.5 times as
-    // long.
-#pragma GCC unroll 32
-    for (int m = 0; m < kPanelTokens; ++m) __builtin_prefetch(x + m * stride + kGroup);
+  template <class T>
+  static void pack(const T* x, std::int64_t stride, PairOrder order, std::uint16_t* panel) {
     if (order == PairOrder::tokens) {
 #pragma GCC unroll 32
-      for (int m = 0; m < kPanelTokens; ++m) copy_line(x + m * stride, panel + m * kGroup);
+      for (int m = 0; m < kPanelTokens; ++m) _mm512_storeu_si512(panel + m * kGroup, line(x + m * stride));
       return;
     }
     const bool paired = order == PairOrder::paired;
     __m512i low[16], high[16];
 #pragma GCC unroll 16
-    for (int m = 0; m < 16; ++m) low[m] = _mm512_loadu_si512(x + m * stride);
+    for (int m = 0; m < 16; ++m) low[m] = line(x + m * stride);
     transpose(low);
     if (paired) {
 #pragma GCC unroll 16
       for (int p = 0; p < 16; ++p) _mm512_storeu_si512(panel + p * kPairLine, low[p]);
     }
 #pragma GCC unroll 16
-    for (int m = 0; m < 16; ++m) high[m] = _mm512_loadu_si512(x + (m + 16) * stride);
+    for (int m = 0; m < 16; ++m) high[m] = line(x + (m + 16) * stride);
     transpose(high);
     if (paired) {
 #pragma GCC unroll 16
@@ -110,7 +113,8 @@ struct Avx512Pairs {
 
   // `outputs` × 32 sums to 32 tokens of row-major Y. Rounded before it is transposed, in dwords of two
   // outputs: half of the shuffles.
-  static void store(const float* sums, int outputs, const float* bias, Activation activation, PairRows y) {
+  static void store(const float* sums, int outputs, const float* bias, Activation activation,
+                    PairRows<std::uint16_t> y) {
     if (activation == Activation::none) {
       outputs == 32 ? store_as<32, false>(sums, bias, activation, y)
                     : store_as<16, false>(sums, bias, activation, y);
@@ -120,15 +124,50 @@ struct Avx512Pairs {
     }
   }
 
+  // To floats: 16 × 16 at a time.
+  static void store(const float* sums, int outputs, const float* bias, Activation activation,
+                    PairRows<float> y) {
+    for (int half = 0; half < 2; ++half) {
+      float* rows[16];
+#pragma GCC unroll 16
+      for (int m = 0; m < 16; ++m) rows[m] = y.next();
+      for (int from = 0; from < outputs; from += 16) {
+        __m512 v[16];
+#pragma GCC unroll 16
+        for (int i = 0; i < 16; ++i) {
+          const int o = from + i;
+          v[i] = _mm512_add_ps(_mm512_loadu_ps(sums + o * kPanelTokens + half * 16), _mm512_set1_ps(bias[o]));
+          if (activation != Activation::none) v[i] = activate<Avx512>(activation, v[i]);
+        }
+        Avx512::transpose(v);
+#pragma GCC unroll 16
+        for (int m = 0; m < 16; ++m) _mm512_storeu_ps(rows[m] + from, v[m]);
+      }
+    }
+  }
+
   // The same of sums by token.
-  static void store_tokens(const float* sums, const float* bias, Activation activation, PairRows y) {
+  static void store_tokens(const float* sums, const float* bias, Activation activation, PairRows<float> y) {
+    const __m512 low = _mm512_loadu_ps(bias), high = _mm512_loadu_ps(bias + 16);
+#pragma GCC unroll 4
+    for (int m = 0; m < kPanelTokens; ++m, sums += 32) {
+      float* row = y.next();
+      const __m512 a = _mm512_add_ps(_mm512_loadu_ps(sums), low);
+      const __m512 b = _mm512_add_ps(_mm512_loadu_ps(sums + 16), high);
+      _mm512_storeu_ps(row, activate<Avx512>(activation, a));
+      _mm512_storeu_ps(row + 16, activate<Avx512>(activation, b));
+    }
+  }
+  static void store_tokens(const float* sums, const float* bias, Activation activation,
+                           PairRows<std::uint16_t> y) {
     if (activation == Activation::none) return store_tokens_as<false>(sums, bias, activation, y);
     store_tokens_as<true>(sums, bias, activation, y);
   }
 
  private:
   template <bool kActivate>
-  static void store_tokens_as(const float* sums, const float* bias, Activation activation, PairRows y) {
+  static void store_tokens_as(const float* sums, const float* bias, Activation activation,
+                              PairRows<std::uint16_t> y) {
     const __m512 low = _mm512_loadu_ps(bias), high = _mm512_loadu_ps(bias + 16);
 #pragma GCC unroll 4
     for (int m = 0; m < kPanelTokens; ++m, sums += 32) {
@@ -179,7 +218,8 @@ struct Avx512Pairs {
   }
 
   template <int kOutputs, bool kActivate>
-  static void store_as(const float* sums, const float* bias, Activation activation, PairRows y) {
+  static void store_as(const float* sums, const float* bias, Activation activation,
+                       PairRows<std::uint16_t> y) {
 #pragma GCC unroll 2
     for (int half = 0; half < 2; ++half) {
       const auto sum = [&](int o) {

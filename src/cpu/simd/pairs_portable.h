@@ -21,6 +21,15 @@ struct PairsPortable {
       for (int m = 0; m < kPanelTokens; ++m) panel[place(order, k, m)] = x[m * stride + k];
     }
   }
+  static void pack(const float* x, std::int64_t stride, PairOrder order, std::uint16_t* panel) {
+    std::uint16_t rounded[kPanelTokens * kGroup];
+    for (int m = 0; m < kPanelTokens; ++m) {
+      for (int k = 0; k < kGroup; k += Scalar::kWidth) {
+        Scalar::store_bf16(rounded + m * kGroup + k, Scalar::load(x + m * stride + k));
+      }
+    }
+    pack(rounded, kGroup, order, panel);
+  }
   static int place(PairOrder order, int feature, int token) {
     if (order == PairOrder::apart) return feature * kPanelTokens + token;
     if (order == PairOrder::tokens) return feature / kGroup * kGroupSize + token * kGroup + feature % kGroup;
@@ -107,25 +116,25 @@ struct PairsPortable {
   }
 
   // `outputs` × 32 sums to 32 tokens of row-major Y.
-  static void store(const float* sums, int outputs, const float* bias, Activation activation, PairRows y) {
+  template <class T>
+  static void store(const float* sums, int outputs, const float* bias, Activation activation, PairRows<T> y) {
     for (int o = 0; o < outputs; ++o) {
       const Scalar::Vec b = Scalar::set1(bias[o]);
       for (int m = 0; m < kPanelTokens; m += Scalar::kWidth) {
-        std::uint16_t out[Scalar::kWidth];
-        const Scalar::Vec sum = Scalar::add(Scalar::load(sums + o * kPanelTokens + m), b);
-        Scalar::store_bf16(out, activate_bf16<Scalar>(activation, sum));
+        T out[Scalar::kWidth];
+        finish(Scalar::add(Scalar::load(sums + o * kPanelTokens + m), b), activation, out);
         for (int i = 0; i < Scalar::kWidth; ++i) y.y[(m + i) * y.stride + o] = out[i];
       }
     }
   }
 
   // The same of sums by token.
-  static void store_tokens(const float* sums, const float* bias, Activation activation, PairRows y) {
+  template <class T>
+  static void store_tokens(const float* sums, const float* bias, Activation activation, PairRows<T> y) {
     for (int m = 0; m < kPanelTokens; ++m, sums += 32) {
-      std::uint16_t* row = y.next();
+      T* row = y.next();
       for (int o = 0; o < 32; o += Scalar::kWidth) {
-        const Scalar::Vec sum = Scalar::add(Scalar::load(sums + o), Scalar::load(bias + o));
-        Scalar::store_bf16(row + o, activate_bf16<Scalar>(activation, sum));
+        finish(Scalar::add(Scalar::load(sums + o), Scalar::load(bias + o)), activation, row + o);
       }
     }
   }
@@ -134,11 +143,20 @@ struct PairsPortable {
     alignas(64) std::uint16_t rows[kPanelTokens][kTileRows];
     std::uint16_t* panel = t.panel + t.feature * kPanelTokens;
     for (std::int32_t o = 0; o < t.rows; o += kTileRows) {
-      store(t.sums + o * kPanelTokens, kTileRows, t.bias + o, t.activation, {rows[0], kTileRows, 0});
+      store(t.sums + o * kPanelTokens, kTileRows, t.bias + o, t.activation,
+            PairRows<std::uint16_t>{rows[0], kTileRows, 0});
       for (int i = 0; i < kTileRows; ++i) {
         for (int m = 0; m < kPanelTokens; ++m) panel[place(t.order, o + i, m)] = rows[m][i];
       }
     }
+  }
+
+ private:
+  static void finish(Scalar::Vec sum, Activation activation, std::uint16_t* to) {
+    Scalar::store_bf16(to, activate_bf16<Scalar>(activation, sum));
+  }
+  static void finish(Scalar::Vec sum, Activation activation, float* to) {
+    Scalar::store(to, activate<Scalar>(activation, sum));
   }
 };
 
