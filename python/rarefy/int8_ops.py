@@ -15,7 +15,7 @@ from . import _load, _torch_private
 from ._torch_private import Function, below_autograd
 from .activations import NONE, activate, check_activation
 from .derivatives import batched, check_plan, kernel
-from .op_rules import autocast_to, fake_rows_like
+from .op_rules import autocast_to, fake_rows_like, meets_nothing
 
 op, grad_input = map(_load.op, ("int8_linear", "int8_grad_input"))
 _run, _run_grad_input = map(below_autograd, (op, grad_input))
@@ -59,8 +59,9 @@ def int8_linear(
         ImportError: the compiled library is missing.
     """
     name = check_activation("int8_linear", activation)
-    args = (x, values, scales, plan, bias, out_features, in_features, dynamic)
-    return op(*args, *(derived or (None, None, 0)), name)
+    weight = (values, scales, plan, bias, out_features, in_features, dynamic)
+    args = (x, *weight, *(derived or (None, None, 0)), name)
+    return _run(*args) if meets_nothing(x, bias) else op(*args)
 
 
 class Int8Linear(Function):

@@ -7,6 +7,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from . import _torch_private
+
 
 def fake_rows_like(op: str, argument: str, tensor: Tensor, columns: int, dimension: str, new: int) -> Tensor:
     """An empty result with `new` columns, after the check of a tensor's own."""
@@ -14,6 +16,14 @@ def fake_rows_like(op: str, argument: str, tensor: Tensor, columns: int, dimensi
         got = tuple(tensor.shape)
         raise ValueError(f"[{op}] {argument}'s last dimension must be {dimension}={columns}; got shape {got}")
     return tensor.new_empty((*tensor.shape[:-1], new))
+
+
+def meets_nothing(*tensors: Tensor | None) -> bool:
+    """Whether an op with these would meet nothing on its way but a kernel: it may go there at once."""
+    plain = all(tensor is None or type(tensor) in _torch_private.PLAIN for tensor in tensors)
+    if not plain or not _torch_private.eager():
+        return False
+    return not torch.is_grad_enabled() or not any(t is not None and t.requires_grad for t in tensors)
 
 
 def autocast_to(device_type: str) -> Callable[[Tensor | None], Tensor | None]:

@@ -14,10 +14,10 @@ from torch import Tensor
 from . import _load, _torch_private, derivatives
 from .activations import NONE, check_activation
 from .checks import fail
-from .derivatives import grad_input, grad_weight, linear, linear_rounded
+from .derivatives import grad_input, grad_weight, linear, linear_rounded, run_rounded
 from .feed_forward import bsr_feed_forward as bsr_feed_forward
 from .int8_ops import int8_linear as int8_linear
-from .op_rules import autocast_to, fake_rows_like
+from .op_rules import autocast_to, fake_rows_like, meets_nothing
 
 _plan = _load.op("bsr_plan")
 
@@ -89,8 +89,10 @@ def bsr_linear_rounded(
     bsr_linear, of the x that was given. On the CPU alone; `derived` is for x in bfloat16.
     """
     name = check_activation("bsr_linear_rounded", activation)
-    args = (x, values, plan, bias, out_features, in_features, *(derived or (None, None, 0)))
-    return linear_rounded(*args) if name == NONE else linear_rounded(*args, name)
+    args = (x, values, plan, bias, out_features, in_features, *(derived or (None, None, 0)), name)
+    if meets_nothing(x, values, bias):
+        return run_rounded(*args)
+    return linear_rounded(*(args[:-1] if name == NONE else args))
 
 
 def eager_linear(x: Tensor, values: Tensor, bias: Tensor | None, call: tuple) -> Tensor:

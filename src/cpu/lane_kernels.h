@@ -14,6 +14,7 @@ struct FloatLanes {
   using Sum = Vec<I>;
   using Vector = Vec<I>;
   static constexpr bool kParts = true;
+  static constexpr std::int32_t kLine = kLaneTokens * 4;
 
   static Sum start(const LaneProduct& t, std::int32_t /*token*/, std::int32_t o) {
     return I::load(t.start + o);
@@ -82,8 +83,8 @@ void lane_tile(const LaneProduct& t, std::int32_t first, std::int32_t row, Work 
       if constexpr (kPermuted) {
         weights = values + reload(t.perm)[index - reload(t.index)] * (line * reload(t.run));
       }
-      const char* x = panel + std::int64_t{*index} * reload(t.run) * (kLaneTokens * 4);
-      for (std::int32_t i = reload(t.run); i != 0; --i, weights += line, x += kLaneTokens * 4) {
+      const char* x = panel + std::int64_t{*index} * reload(t.run) * E::kLine;
+      for (std::int32_t i = reload(t.run); i != 0; --i, weights += line, x += E::kLine) {
         work(i);
         typename E::Vector wv[Vectors];
 #pragma GCC unroll 2

@@ -4,7 +4,7 @@
 // only.
 //
 // x is packed feature-major for 32 tokens, as all panels are: a line has 32 dwords, one a token, of one float
-// or four int8 (quads.h).
+// or four int8 (quads.h), or 4 of them, for up to 4 tokens in int8.
 #pragma once
 
 #include <cstdint>

@@ -81,7 +81,13 @@ class LaneTask {
  public:
   LaneTask(const QuadsWeight& w, const Call& call, const Parts& parts, std::int64_t first,
            std::int64_t tokens)
-      : w_(w), s_(w.shape), call_(call), parts_(parts), first_(first), tokens_(tokens) {
+      : w_(w),
+        s_(w.shape),
+        call_(call),
+        parts_(parts),
+        first_(first),
+        tokens_(tokens),
+        product_(tokens <= kFewTokens ? w.kernels.few : w.kernels.lanes) {
     t_.rows = static_cast<std::int32_t>(s_.out_block);
     t_.activation = call.activation;
     t_.out = storage(call.out.dtype);
@@ -111,7 +117,7 @@ class LaneTask {
     t_.index = &kOne;
     Place at{begin, 0, 0};
     t_.next = gathering(at, end, parts_.gathered);
-    w_.kernels.lanes(t_);  // no tokens, no blocks
+    product_(t_);  // no tokens, no blocks
     t_.blocks = 1;
     for (std::int64_t step = 0; at.o < end; ++step) {
       const Place now = at;
@@ -167,7 +173,7 @@ class LaneTask {
     t_.tokens = panel_rows(tokens_, m);
     t_.token_scales = parts_.tokens + m;
     t_.y = at(call_.out, first_ + m, o * s_.out_block);
-    w_.kernels.lanes(t_);
+    product_(t_);
   }
 
   const QuadsWeight& w_;
@@ -175,6 +181,7 @@ class LaneTask {
   const Call& call_;
   const Parts& parts_;
   const std::int64_t first_, tokens_;
+  void (*const product_)(const LaneProduct&);
   LaneProduct t_{};
 };
 
@@ -183,12 +190,14 @@ void run_task(const QuadsWeight& w, const Call& call, const Parts& parts, std::i
               std::int64_t tokens, std::int64_t begin, std::int64_t end) {
   const QuadsShape& s = w.shape;
   w.kernels.enter();
+  const bool few = w.kernels.few != nullptr && tokens <= kFewTokens;
+  const auto pack = few ? w.kernels.pack_few : w.kernels.pack;
   for (std::int64_t m = 0; m < tokens; m += kPanelTokens) {
-    w.kernels.pack({at(call.x, first + m, 0), call.problem.in == DType::bf16, call.x.row_stride,
-                    panel_rows(tokens, m), static_cast<std::int32_t>(call.x.cols),
-                    static_cast<std::int32_t>(s.padded), s.source != PairSource::columns,
-                    reinterpret_cast<std::uint8_t*>(parts.panels + m / kPanelTokens * s.panel_size()),
-                    parts.tokens + m});
+    pack({at(call.x, first + m, 0), call.problem.in == DType::bf16, call.x.row_stride, panel_rows(tokens, m),
+          static_cast<std::int32_t>(call.x.cols), static_cast<std::int32_t>(s.padded),
+          s.source != PairSource::columns,
+          reinterpret_cast<std::uint8_t*>(parts.panels + m / kPanelTokens * s.panel_size()),
+          parts.tokens + m});
   }
   if (w.kernels.lanes != nullptr) {
     LaneTask task(w, call, parts, first, tokens);

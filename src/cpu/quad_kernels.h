@@ -95,8 +95,8 @@ void store_quads(const QuadStore& t) {
 
 template <class E>
 constexpr QuadKernels quad_table(const char* family) {
-  return {family,        E::kTileCycles,    kTileRows,      E::enter, E::leave,
-          pack_quads<E>, multiply_pairs<E>, store_quads<E>, nullptr};
+  return {family,         E::kTileCycles, kTileRows, E::enter, E::leave, pack_quads<E>, multiply_pairs<E>,
+          store_quads<E>, nullptr,        nullptr,   nullptr};
 }
 
 }  // namespace rarefy::cpu

@@ -45,7 +45,8 @@ struct QuadStore {
 };
 
 // What one instruction set offers. `multiply` is that of pairs.h on groups of 64, with sums in int32; or
-// there is `lanes` instead, which stores, too, and wants a group of W as [line][output][4].
+// there is `lanes` instead, which stores, too, and wants a group of W as [line][output][4]. With `lanes`,
+// `few` does the same for up to 4 tokens, whose panel `pack_few` makes: lines of 4 dwords, not 32.
 struct QuadKernels {
   const char* family;
   double tile_cycles;  // that 16 outputs, 64 features and 32 tokens take: a figure for the configuration
@@ -56,6 +57,8 @@ struct QuadKernels {
   void (*multiply)(const PairProduct&);
   void (*store)(const QuadStore&);
   void (*lanes)(const LaneProduct&);
+  void (*pack_few)(const QuadPack&);
+  void (*few)(const LaneProduct&);
 };
 
 extern const QuadKernels kQuadsScalar;
