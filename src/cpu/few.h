@@ -136,6 +136,7 @@ void few_row(const FewRow& row) {
   if constexpr (most >= 16) step.template operator()<16>();
   if constexpr (most >= 8) step.template operator()<8>();
   if constexpr (most >= 4) step.template operator()<4>();
+  if constexpr (most >= 2) step.template operator()<2>();
   step.template operator()<1>();
 }
 
