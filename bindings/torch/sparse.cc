@@ -6,6 +6,7 @@
 #include <tuple>
 
 #include "adapt.h"
+#include "core/integers.h"
 #include "core/message.h"
 
 namespace rarefy::binding {
@@ -127,8 +128,11 @@ Tensor softmax_gradient(const Tensor& p, const Tensor& gradient, const Tensor& p
 Tensor integers(const Tensor& x, const Tensor& values, const Tensor& plan, const std::optional<Tensor>& bias,
                 Sizes sizes, std::string_view activation) {
   const Call call("sparse_dense", "x", x);
-  const PlanView pattern = plan_of(call, plan, sizes);
-  const auto check_integers = [&](std::string_view argument, const Tensor& tensor, std::int64_t count) {
+  if (sizes.size() != 4) raise(call.op(), invalid(call.op(), "sizes must be 4", cat(sizes.size())));
+  const bool on_host = call.device() == Device::cpu;
+  const PlanView pattern =
+      on_host ? plan_of(call, plan, sizes) : call.plan(plan, sizes[0], sizes[1], sizes[2], sizes[3]);
+  const auto check_one = [&](std::string_view argument, const Tensor& tensor, std::int64_t count) {
     call.check_device(argument, tensor);
     if (tensor.scalar_type() != x.scalar_type())
       raise(call.op(), mismatch(call.op(), cat(argument, " must be of the integer dtype of x"), "another"));
@@ -142,14 +146,19 @@ Tensor integers(const Tensor& x, const Tensor& values, const Tensor& plan, const
     raise(call.op(), mismatch(call.op(), "x must be of an integer dtype", "another"));
   }
   if (x.dim() != 2) raise(call.op(), invalid(call.op(), "x must have 2 dimensions", cat(x.dim())));
-  check_integers("x", x, x.size(0) * sizes[1]);
-  check_integers("data", values, pattern.shape.value_count());
-  if (bias) check_integers("bias", *bias, sizes[0]);
+  check_one("x", x, x.size(0) * sizes[1]);
+  check_one("data", values, pattern.shape.value_count());
+  if (bias) check_one("bias", *bias, sizes[0]);
   const auto bytes = static_cast<int>(x.element_size());
   Tensor y = call.empty_rows(x, sizes[0]);
-  check(call.op(), integer_linear(call.op(), bytes, x.data_ptr(), x.size(0), pattern, values.data_ptr(),
-                                  bias ? bias->data_ptr() : nullptr, call.activation(activation),
-                                  y.mutable_data_ptr(), call.context().executor));
+  const void* offsets = bias ? bias->data_ptr() : nullptr;
+  const Activation of = call.activation(activation);
+  check(call.op(),
+        on_host
+            ? integer_linear(call.op(), bytes, x.data_ptr(), x.size(0), pattern, values.data_ptr(), offsets,
+                             of, y.mutable_data_ptr(), call.context().executor)
+            : integer_linear_on_device(call.op(), bytes, x.data_ptr(), x.size(0), pattern, values.data_ptr(),
+                                       offsets, of, y.mutable_data_ptr(), call.context()));
   return y;
 }
 
@@ -180,5 +189,7 @@ STABLE_TORCH_LIBRARY_IMPL(rarefy, CPU, m) {
   m.impl("_stored_softmax_gradient", TORCH_BOX(&softmax_gradient));
   m.impl("_integer_linear", TORCH_BOX(&integers));
 }
+
+STABLE_TORCH_LIBRARY_IMPL(rarefy, CUDA, m) { m.impl("_integer_linear", TORCH_BOX(&integers)); }
 
 }  // namespace rarefy::binding

@@ -3,6 +3,7 @@
 #include <cmath>
 #include <limits>
 
+#include "core/integers.h"
 #include "core/message.h"
 #include "core/padding.h"
 #include "core/scalar.h"
@@ -130,12 +131,18 @@ Status stored_softmax_gradient(std::string_view op, const BsrView& p, const void
   return {};
 }
 
-Status integer_linear(std::string_view op, int bytes, const void* x, std::int64_t tokens,
-                      const PlanView& plan, const void* values, const void* bias, Activation activation,
-                      void* y, const Executor& executor) {
+Status check_integers(std::string_view op, int bytes, Activation activation) {
   if (activation != Activation::none && activation != Activation::relu) {
     return invalid(op, "activation of integers must be none or relu", name(activation));
   }
+  if (bytes == 1 || bytes == 2 || bytes == 4 || bytes == 8) return {};
+  return invalid(op, "integers must have 1, 2, 4 or 8 bytes", cat(bytes));
+}
+
+Status integer_linear(std::string_view op, int bytes, const void* x, std::int64_t tokens,
+                      const PlanView& plan, const void* values, const void* bias, Activation activation,
+                      void* y, const Executor& executor) {
+  if (Status status = check_integers(op, bytes, activation); !status.ok()) return status;
   const BsrShape& s = plan.shape;
   const auto run = [&]<class U>(U) {
     executor.parallel_for(tokens, [&](std::int64_t m) {
@@ -147,12 +154,12 @@ Status integer_linear(std::string_view op, int bytes, const void* x, std::int64_
     });
   };
   switch (bytes) {
-    case 1: run(std::uint8_t{}); return {};
-    case 2: run(std::uint16_t{}); return {};
-    case 4: run(std::uint32_t{}); return {};
-    case 8: run(std::uint64_t{}); return {};
-    default: return invalid(op, "integers must have 1, 2, 4 or 8 bytes", cat(bytes));
+    case 1: run(std::uint8_t{}); break;
+    case 2: run(std::uint16_t{}); break;
+    case 4: run(std::uint32_t{}); break;
+    default: run(std::uint64_t{});
   }
+  return {};
 }
 
 }  // namespace rarefy

@@ -1,4 +1,5 @@
 // Stands in for the CUDA back end in builds without nvcc: it registers nothing.
+#include "core/integers.h"
 #include "core/message.h"
 #include "core/move_blocks.h"
 #include "core/registry.h"
@@ -23,6 +24,13 @@ Status build_device_plan(std::string_view op, const BsrShape& /*shape*/,
 Status move_device_blocks(std::string_view op, const std::byte* /*from*/, std::int64_t /*from_blocks*/,
                           const std::int64_t* /*source*/, std::int64_t /*blocks*/,
                           std::int64_t /*block_bytes*/, std::byte* /*to*/, const Context& /*context*/) {
+  return error(StatusCode::unsupported, op, "needs a build with CUDA (RAREFY_CUDA=on)", "a build without it");
+}
+
+Status integer_linear_on_device(std::string_view op, int /*bytes*/, const void* /*x*/,
+                                std::int64_t /*tokens*/, const PlanView& /*plan*/, const void* /*values*/,
+                                const void* /*bias*/, Activation /*activation*/, void* /*y*/,
+                                const Context& /*context*/) {
   return error(StatusCode::unsupported, op, "needs a build with CUDA (RAREFY_CUDA=on)", "a build without it");
 }
 

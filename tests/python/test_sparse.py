@@ -88,22 +88,33 @@ def test_bsr_of_random_sizes(trial):
 
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("dtype", [*FLOATS, *INTEGERS], ids=str)
-def test_every_dtype_is_exact_on_integers(dtype, bias):
+def test_every_dtype_is_exact_on_integers(device, dtype, bias):
     arrays, dense = csr(5, 7, 0.5, dtype)
     x, b = whole(3, 7, dtype=dtype), whole(5, dtype=dtype)
-    y = sparse.sparse_dense(x, arrays, b if bias else None)
+    y = sparse.sparse_dense(x.to(device), on(arrays, device), b.to(device) if bias else None).cpu()
     want = x.long() @ dense.long().T + (b.long() if bias else 0)
     assert y.dtype == dtype
     assert torch.equal(y, want.to(dtype))
 
 
-def test_integers_wrap_around_as_in_numpy():
+def test_integers_in_blocks_at_ragged_edges(device):
+    pattern = BsrPattern.from_mask(torch.rand(5, 4) < 0.6, shape=(18, 23), block_shape=(4, 6), device=device)
+    for dtype in INTEGERS:
+        matrix = SparseMatrix.on_pattern(whole(pattern.nnzb, 4, 6, dtype=dtype).to(device), pattern)
+        x, b = whole(2, 3, 23, dtype=dtype), whole(18, dtype=dtype)
+        y = sparse.sparse_dense(x.to(device), matrix, b.to(device), activation="relu").cpu()
+        want = (x.long() @ matrix.to_dense().cpu().long().T + b.long()).to(dtype)
+        assert torch.equal(y, want.clamp(min=0))
+
+
+def test_integers_wrap_around_as_in_numpy(device):
     for dtype in INTEGERS:
         info = torch.iinfo(dtype)
         dense = torch.randint(max(info.min, -(2**62)), min(info.max, 2**62), (6, 9), dtype=dtype)
         w = sp.csr_matrix(dense.numpy())
         x = torch.randint(max(info.min, -(2**62)), min(info.max, 2**62), (4, 9), dtype=dtype)
-        y = sparse.sparse_dense(x, w, activation="relu")
+        w = on(tuple(torch.from_numpy(array) for array in (w.data, w.indices, w.indptr)), device)
+        y = sparse.sparse_dense(x.to(device), w, activation="relu").cpu()
         with np.errstate(over="ignore"):
             want = x.numpy() @ dense.numpy().T
         assert torch.equal(y, torch.from_numpy(np.maximum(want, 0)))

@@ -46,7 +46,7 @@ def sparse_dense(
 
     Returns:
         (…, N), or (M, N) with `sparse_lhs`, of x's dtype. Floats are summed in float32 (float64 in float64).
-        Integers are exact modulo 2 to their bits, as in NumPy, on the CPU.
+        Integers are exact modulo 2 to their bits, as in NumPy.
 
     Raises:
         ValueError: an index, a size or a shape is not valid, with the position.
@@ -74,11 +74,10 @@ def _linear(op: str, matrix: SparseMatrix, x: Tensor, bias: Tensor | None, activ
     if not x.is_floating_point():
         if x.dtype != blocks.dtype:
             fail(op, f"x must be of the dtype of data, {blocks.dtype}", x.dtype, TypeError)
-        if x.device.type != "cpu":
-            fail(op, "integers must be on the CPU", x.device, TypeError)
         bias = None if bias is None else bias.contiguous()
+        plan = matrix.pattern.row_plan if x.device.type == "cpu" else matrix.pattern.plan
         rows = x.reshape(-1, k).contiguous()
-        y = _integers(rows, blocks, matrix.pattern.row_plan, bias, [n, k, *matrix.block_shape], activation)
+        y = _integers(rows, blocks, plan, bias, [n, k, *matrix.block_shape], activation)
         return y.reshape(*x.shape[:-1], n)
     if not blocks.is_floating_point():
         fail(op, f"data must be of the dtype of x, {x.dtype}", blocks.dtype, TypeError)
