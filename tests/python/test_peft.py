@@ -128,7 +128,117 @@ def test_what_cannot_be_merged_or_adapted_says_so():
     with pytest.raises(TypeError, match=r"weight of floats on a pattern; got Int8Weight"):
         model.merge_adapter()
     with pytest.raises(ValueError, match="unsupported variant"):
-        _lora(_model(), ("up_proj",), use_dora=True)
+        _lora(_model(), ("up_proj",), use_bdlora=peft.tuners.lora.config.BdLoraConfig())
+
+
+# DoRA ----------------------------------------------------------------------------------------------
+
+
+def _dora(model: Any, **options: Any) -> Any:
+    model = _lora(model, ("up_proj", "down_proj"), use_dora=True, **options)
+    _draw(model)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "magnitude" in name:
+                parameter.mul_(1 + 0.2 * torch.rand_like(parameter))
+    return model
+
+
+@pytest.mark.parametrize(
+    "spec", ["block:4x4@0.5", "csr@0.5", "block:5x3@0.7", "block:4x4@0.5:bf16", "block:4x1@0.5:w8"]
+)
+def test_dora_computes_and_learns_what_pefts_own_does_on_the_dense_twin(spec):
+    model = _dora(_model(spec))
+    base = copy.deepcopy(model).unload()
+    rarefy.desparsify(base)
+    twin = _lora(base.float(), ("up_proj", "down_proj"), use_dora=True)
+    mine, theirs = dict(model.named_parameters()), dict(twin.named_parameters())
+    adapters = [name for name in mine if "lora_" in name]
+    assert adapters == [name for name in theirs if "lora_" in name] and len(adapters) == 12
+    with torch.no_grad():
+        for name in adapters:
+            theirs[name].copy_(mine[name])
+    model(IDS, labels=IDS).loss.backward()
+    twin(IDS, labels=IDS).loss.backward()
+    limit = 1e-2 if spec.endswith(("w8", "bf16")) else 1e-4
+    torch.testing.assert_close(_logits(model), _logits(twin), rtol=limit, atol=limit)
+    for name in adapters:
+        torch.testing.assert_close(mine[name].grad, theirs[name].grad, rtol=limit, atol=limit)
+
+
+def test_dora_is_saved_and_loaded_by_peft_and_makes_no_dense_weight(tmp_path):
+    base = _model()
+    model = _dora(copy.deepcopy(base), lora_dropout=0.1)
+    model.save_pretrained(tmp_path)
+    again = peft.PeftModel.from_pretrained(copy.deepcopy(base), tmp_path)
+    assert torch.equal(_logits(again.eval()), _logits(model.eval()))
+    layer = next(m for m in model.train().modules() if isinstance(m, SparseLinear))
+    x = torch.randn(3, layer.in_features)
+    with torch.no_grad():
+        first, second = layer(x), layer(x)
+    assert not torch.equal(first, second)  # dropout
+    sizes = []
+
+    class Sizes(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            out = func(*args, **(kwargs or {}))
+            sizes.extend(
+                t.numel() for t in torch.utils._pytree.tree_leaves(out) if isinstance(t, torch.Tensor)
+            )
+            return out
+
+    big = peft.get_peft_model(
+        nn.Sequential(BlockSparseLinear(256, 512, density=0.1, block_shape=(16, 16))),
+        peft.LoraConfig(r=4, target_modules=["0"], use_dora=True),
+    )
+    with Sizes():
+        big(torch.randn(2, 256)).sum().backward()
+    assert sizes and max(sizes) < 256 * 512 // 2
+
+
+def test_dora_merges_what_is_stored_alone_and_gives_it_back():
+    model = _dora(_model("block:4x4@1"))
+    wanted = _logits(model)
+    layers = [m for m in model.modules() if isinstance(m, SparseLinear)]
+    before = [layer.base_layer.weight.values.clone() for layer in layers]
+    model.merge_adapter(safe_merge=True)
+    torch.testing.assert_close(_logits(model), wanted)
+    model.unmerge_adapter()
+    assert all(torch.equal(m.base_layer.weight.values, v) for m, v in zip(layers, before, strict=True))
+    model.add_adapter("other", peft.LoraConfig(r=2, target_modules=["up_proj", "down_proj"]))
+    with pytest.raises(
+        ValueError, match=r"^\[merge\] a DoRA adapter must be merged alone; got 'default', 'other'"
+    ):
+        model.merge_adapter(["default", "other"])
+    model.merge_adapter(["other"])
+    with pytest.raises(ValueError, match="a DoRA adapter must be merged alone; got 'other', 'default'"):
+        model.merge_adapter(["default"])
+    model = _dora(_model("csr@1"))
+    wanted = _logits(model)
+    torch.testing.assert_close(_logits(model.merge_and_unload()), wanted)
+    sparse = _dora(_model())
+    with pytest.raises(ValueError, match="an adapter must lie within the pattern"):
+        sparse.merge_adapter()
+
+
+def test_dora_on_rows_that_store_nothing_is_finite_and_learns():
+    layer = BlockSparseLinear(16, 8, density=0.5, block_shape=(4, 4))
+    mask = torch.zeros(2, 4, dtype=torch.bool)
+    mask[0] = True  # rows 4 to 7 store nothing
+    layer = BlockSparseLinear.from_dense(layer.to_dense(), block_shape=(4, 4), mask=mask)
+    model = peft.get_peft_model(
+        nn.Sequential(layer), peft.LoraConfig(r=2, target_modules=["0"], use_dora=True)
+    ).train()
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    x, wanted = torch.randn(32, 16), torch.randn(32, 8)
+    losses = []
+    for _ in range(20):
+        loss = (model(x) - wanted)[:, 4:].square().mean()
+        losses.append(float(loss.detach()))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    assert losses[-1] < losses[0]
 
 
 def test_an_adapter_costs_what_its_products_cost(one_thread):

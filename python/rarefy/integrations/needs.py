@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from importlib import metadata
 
-from packaging.version import Version
+from torch.torch_version import TorchVersion
 
 from ..checks import fail
 
@@ -16,5 +16,5 @@ def need(library: str, minimum: str) -> None:
         found = metadata.version(library)
     except metadata.PackageNotFoundError:
         fail(op, f"{library} must be installed", "none", ImportError)
-    if Version(found) < Version(minimum):
+    if TorchVersion(found) < minimum:  # torch's own way to compare versions
         fail(op, f"{library} must be {minimum} or later", found, ImportError)

@@ -8,7 +8,6 @@ import os
 from pathlib import Path
 from typing import Any
 
-import onnx
 import torch
 from torch import nn
 
@@ -18,6 +17,11 @@ from ..checks import fail
 from ..modules import BlockSparseLinear
 from ..pattern_weight import PatternWeight
 from ..sparse_weight import SparseWeight
+from .needs import need
+
+need("onnx", "1.16")
+
+import onnx
 
 DOMAIN, NAME, VERSION = "com.rarefy", "SparseLinear", 1
 _TYPES = ("float", "double", "float16", "bfloat16")
