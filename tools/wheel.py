@@ -1,7 +1,7 @@
 """One wheel for every Python and torch, from an sdist, checked and tried in fresh environments: `make wheel`.
 
     tools/wheel.py                     dist/*.tar.gz and dist/*.whl, tried on each Python that there is
-    tools/wheel.py --without-nvcc      the same as where there is no nvcc: without CUDA, into build/package/cpu
+    tools/wheel.py --without-nvcc      the same where there is no nvcc: no CUDA, into build/package/cpu
     tools/wheel.py --try-only          tries the wheel that is there already
 
 The sdist is built as a user's would be, from its own files alone; packages of the build come from the Python
@@ -27,7 +27,7 @@ BIN = Path(sys.executable).parent
 MAX_BYTES = 64 * 2**20
 # Libraries that are not put into the wheel: `import rarefy` imports torch, which has loaded them.
 NOT_OURS = ("libtorch.so", "libtorch_cpu.so", "libtorch_cuda.so", "libc10.so", "libc10_cuda.so")
-# What each Python is tried with: the oldest one with the oldest torch that is supported, others with the newest.
+# What each Python is tried with: the oldest with the oldest torch that is supported, others with the newest.
 PYTHONS = {"3.10": "torch==2.10.0", "3.11": "torch", "3.12": "torch", "3.13": "torch"}
 
 # What the wheel is asked in an environment of its own, in which there is no compiler and no source tree.
@@ -76,7 +76,7 @@ def make_sdist(folder: Path) -> Path:
 def make_wheel(sdist: Path, folder: Path, env: dict[str, str]) -> Path:
     """A manylinux wheel of an unpacked sdist."""
     source = BUILD / sdist.name.removesuffix(".tar.gz")
-    # Not over an older tree: files of an sdist have the times that they had, and ninja would leave old objects.
+    # Not over an older tree: an sdist's files have the times that they had, and ninja would keep old objects.
     for stale in (BUILD / "raw", source):
         shutil.rmtree(stale, ignore_errors=True)
     with tarfile.open(sdist) as archive:
@@ -100,7 +100,7 @@ def wheel_in(folder: Path) -> Path:
 
 
 def check(wheel: Path) -> None:
-    """Stops where the wheel is not one for every Python of 64 MiB at most, with our library and command alone."""
+    """Stops where the wheel is not one for every Python, of 64 MiB at most, with our own library alone."""
     assert re.fullmatch(r"rarefy-[0-9.]+-py3-none-manylinux_2_\d+_\w+\.whl", wheel.name), wheel.name
     assert wheel.stat().st_size <= MAX_BYTES, f"{wheel.stat().st_size} bytes"
     with zipfile.ZipFile(wheel) as archive:

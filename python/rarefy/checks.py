@@ -64,9 +64,9 @@ def _check_sizes(op: str, name: str, value: Any, minimum: int) -> tuple[int, int
     return sizes
 
 
-def check_shape(op: str, shape: Any) -> tuple[int, int]:
+def check_shape(op: str, shape: Any, name: str = "shape") -> tuple[int, int]:
     """Returns (N, K), not negative; int32, as indices are."""
-    return _check_sizes(op, "shape", shape, 0)
+    return _check_sizes(op, name, shape, 0)
 
 
 def check_block_shape(op: str, block_shape: Any) -> tuple[int, int]:

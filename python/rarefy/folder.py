@@ -19,14 +19,15 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
+from .advice import Auto
 from .checks import check_int, fail
 from .loading import entries_in
 from .log import progress
 from .modules import BlockSparseLinear
 from .report import Report, environment
 from .report_data import LayerRow
-from .serialization import KEY, build, format_of
-from .sparse_weight import Spec
+from .serialization import KEY, METHOD, build, format_of
+from .sparse_weight import SparseWeight, Spec
 from .timing import time_layers
 
 
@@ -41,7 +42,8 @@ def report_folder(
 
     Args:
         path: a safetensors file, or a folder with some and a config.json.
-        spec: what dense layers would become, as in rarefy.sparsify; None: they are listed as they are.
+        spec: what dense layers would become, as in rarefy.sparsify, also "auto"; None: they are listed as
+            they are.
         measure: time each kind of sparse layer on this machine against a dense one of its size.
         tokens: rows of x in that.
 
@@ -51,9 +53,9 @@ def report_folder(
     """
     op = "report_folder"
     check_int(op, "tokens", tokens, 1)
-    target = None if spec is None else Spec.parse(spec, op)
+    target = None if spec is None else Auto.parse(spec, op) or Spec.parse(spec, op)
     rows: list[LayerRow] = []
-    measured: list[tuple[LayerRow, nn.Linear, BlockSparseLinear]] = []
+    timed = _Timed() if measure else None
     with contextlib.ExitStack() as stack:
         tensors = _Tensors(op, _files(op, Path(path)), stack)
         sparse = _entries(op, Path(path), tensors.metadata)
@@ -64,21 +66,59 @@ def report_folder(
             pieces |= found.keys()
             weight = build(op, name, found, kind, entry)
             rows.append(_row(name, weight))
-            measured += [(rows[-1], *_pair(weight))] if measure else []
+            if timed is not None:
+                timed.add(rows[-1], weight)
         for name in progress([n for n in tensors.matrices() if n not in pieces], "reading matrices"):
             dense = tensors[name]
             row = LayerRow(name.removesuffix(".weight"), [], tuple(dense.shape))
             rows.append(row)
-            row.reason = f"dense, {float((dense == 0).double().mean()):.0%} zeros"
+            zeros = 1 - int(torch.count_nonzero(dense)) / max(1, dense.numel())
+            row.reason = f"dense, {zeros:.0%} zeros"
             if target is not None and dense.is_floating_point():
-                row.reason = target.why_not(tuple(dense.shape))
+                chosen, row.predicted = _chosen(target, dense, tokens)
+                row.reason = chosen if isinstance(chosen, str) else chosen.why_not(tuple(dense.shape))
                 if row.reason is None:
-                    made = target.make(dense)
+                    made = chosen.make(dense)
                     rows[-1] = _row(name, made)
-                    measured += [(rows[-1], *_pair(made))] if measure else []
-    if measure:
-        time_layers(measured, tokens)
+                    rows[-1].predicted = row.predicted
+                    if timed is not None:
+                        timed.add(rows[-1], made)
+    if timed is not None:
+        timed.run(tokens)
     return Report(rows, tokens=tokens, dry_run=target is not None, environment=environment())
+
+
+def _chosen(
+    target: Auto | Spec, dense: torch.Tensor, tokens: int
+) -> tuple[Spec | str, tuple[float, float] | None]:
+    """What a matrix becomes, or why it stays; with predicted milliseconds where "auto" chose."""
+    if isinstance(target, Spec):
+        return target, None
+    linear = nn.Linear(*reversed(dense.shape), bias=False, device="meta")
+    linear.weight = nn.Parameter(dense, requires_grad=False)
+    return target.chosen(linear, tokens)
+
+
+class _Timed:
+    """Layers to be timed: of those that are alike one is kept in memory, dense and sparse."""
+
+    def __init__(self) -> None:
+        self.first: dict[Any, tuple[LayerRow, nn.Linear, BlockSparseLinear]] = {}
+        self.others: list[tuple[LayerRow, Any]] = []
+
+    def add(self, row: LayerRow, weight: SparseWeight) -> None:
+        """Takes a row and its weight."""
+        key = (row.shape, row.format, row.density, weight.dtype, weight.x_dtype)
+        if key in self.first:
+            self.others.append((row, key))
+        else:
+            self.first[key] = (row, *_pair(weight))
+
+    def run(self, tokens: int) -> None:
+        """Times them and fills the rows in."""
+        time_layers(list(self.first.values()), tokens)
+        for row, key in self.others:
+            row.times, row.timed_as = self.first[key][0].times, self.first[key][0].name
 
 
 def _row(name: str, weight: Any) -> LayerRow:
@@ -128,7 +168,7 @@ def _files(op: str, path: Path) -> list[Path]:
         return [path]
     index = path / "model.safetensors.index.json"
     if index.exists():
-        names = sorted(set(json.loads(index.read_text("utf-8"))["weight_map"].values()))
+        names = _names_in_index(op, index)
         for name in names:
             if not (path / name).is_file():
                 fail(
@@ -144,6 +184,19 @@ def _files(op: str, path: Path) -> list[Path]:
     return files
 
 
+def _names_in_index(op: str, index: Path) -> list[str]:
+    """The files that an index names, which must lie beside it."""
+    try:
+        found = json.loads(index.read_text("utf-8"))["weight_map"].values()
+        names = sorted(set(found))
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        fail(op, f"{index.name} must be a JSON object with a weight_map of names", repr(error))
+    for name in names:
+        if not isinstance(name, str) or Path(name).name != name:
+            fail(op, f"{index.name} must name files beside it", repr(name))
+    return names
+
+
 def _entries(op: str, path: Path, metadata: list[Mapping[str, str]]) -> dict[str, Any]:
     """What is sparse, as config.json says, or the files themselves; nothing in a dense model."""
     config = path / "config.json"
@@ -152,8 +205,13 @@ def _entries(op: str, path: Path, metadata: list[Mapping[str, str]]) -> dict[str
             found = json.loads(config.read_text("utf-8")).get("quantization_config") or {}
         except (ValueError, AttributeError) as error:
             fail(op, "config.json must be a JSON object", error)
-        if found.get("quant_method") == "rarefy":
-            return dict(found.get("modules") or {})
+        if not isinstance(found, Mapping):
+            fail(op, "quantization_config of config.json must be an object", type(found).__name__)
+        if found.get("quant_method") == METHOD:
+            modules = found.get("modules") or {}
+            if not isinstance(modules, Mapping):
+                fail(op, "modules in config.json must be an object", type(modules).__name__)
+            return dict(modules)
     merged: dict[str, Any] = {}
     for entry in metadata:
         merged |= entries_in(op, entry) if KEY in entry else {}
@@ -168,7 +226,9 @@ def main(argv: list[str], *, measure: bool) -> int:
     prog = f"python -m rarefy {'bench' if measure else 'report'}"
     parser = argparse.ArgumentParser(prog=prog, description=main.__doc__)
     parser.add_argument("path", help="safetensors file, or a folder of transformers")
-    parser.add_argument("--spec", help='what dense layers would become: "block:16x16@0.5", "csr@0.1" …')
+    parser.add_argument(
+        "--spec", help='what dense layers would become: "block:16x16@0.5", "csr@0.1", "auto" …'
+    )
     parser.add_argument("--tokens", type=int, default=512, help="rows of x (default: %(default)s)")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--html", help="write a page with plots there")

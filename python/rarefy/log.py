@@ -40,9 +40,9 @@ def set_up(level: str | None) -> None:
     logger.propagate = False  # or a root logger would print it again
 
 
-def progress(items: Iterable[T], text: str, unit: str = "layer") -> Iterable[T]:
+def progress(items: Iterable[T], text: str, unit: str = "layer", total: int | None = None) -> Iterable[T]:
     """The items, with a bar on a terminal for what takes more than a second."""
-    return tqdm(items, desc=text, unit=unit, delay=1, leave=False, disable=None)
+    return tqdm(items, desc=text, unit=unit, total=total, delay=1, leave=False, disable=None)
 
 
 @contextlib.contextmanager

@@ -27,6 +27,7 @@ from .sparse_weight import SparseWeight, formats, reserved_endings
 
 FORMAT = "bsr-v1"
 KEY = "rarefy"  # of the file's metadata
+METHOD = "rarefy"  # the quant_method of a config.json
 DEFAULT = "bsr"  # the format of an entry that names none
 
 

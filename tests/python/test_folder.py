@@ -86,6 +86,63 @@ def test_bad_folders_are_named_in_one_sentence(tmp_path, capsys, monkeypatch):
         rarefy.report_folder(tmp_path / "m.safetensors", tokens=0)
 
 
+@pytest.mark.parametrize(
+    ("file", "text", "message"),
+    [
+        ("model.safetensors.index.json", "{", "index.json must be a JSON object with a weight_map"),
+        ("model.safetensors.index.json", "[1]", "index.json must be a JSON object with a weight_map"),
+        ("model.safetensors.index.json", "{}", "index.json must be a JSON object with a weight_map"),
+        ("model.safetensors.index.json", '{"weight_map": [1]}', "must be a JSON object with a weight_map"),
+        (
+            "model.safetensors.index.json",
+            '{"weight_map": {"a": []}}',
+            "must be a JSON object with a weight_map",
+        ),
+        ("model.safetensors.index.json", '{"weight_map": {"a": 3}}', "must name files beside it; got 3"),
+        ("model.safetensors.index.json", '{"weight_map": {"a": "../m"}}', "files beside it; got '../m'"),
+        ("config.json", "{", "config.json must be a JSON object"),
+        ("config.json", "[]", "config.json must be a JSON object"),
+        ("config.json", '{"quantization_config": "x"}', "quantization_config of .* an object; got str"),
+        (
+            "config.json",
+            '{"quantization_config": {"quant_method": "rarefy", "modules": [1]}}',
+            "modules in config.json must be an object; got list",
+        ),
+        (
+            "config.json",
+            '{"quantization_config": {"quant_method": "rarefy", "modules": {"0.weight": 3}}}',
+            "the metadata of 0.weight must be an object; got int",
+        ),
+    ],
+)
+def test_bad_json_is_a_sentence_and_no_traceback(file, text, message, tmp_path):
+    rarefy.save_file(_model(), tmp_path / "model.safetensors")
+    (tmp_path / file).write_text(text)
+    with pytest.raises(ValueError, match=rf"^\[report_folder\] .*{message}"):
+        rarefy.report_folder(tmp_path)
+
+
+def test_auto_chooses_for_dense_layers(tmp_path):
+    tensors = {"a.weight": torch.randn(512, 512), "b.weight": torch.randn(3, 5)}
+    save_file(tensors, tmp_path / "dense.safetensors")
+    report = rarefy.report_folder(tmp_path, spec="auto@0.1")
+    assert report["a"].format is not None and report["a"].predicted[1] < report["a"].predicted[0]
+    assert report["b"].reason == "no block shape that auto knows divides it"
+
+
+def test_layers_that_are_alike_are_in_memory_once(tmp_path, monkeypatch):
+    from rarefy import folder
+
+    made = []
+    pair = folder._pair
+    monkeypatch.setattr(folder, "_pair", lambda weight: made.append(weight) or pair(weight))
+    save_file({f"{i}.weight": torch.randn(32, 32) for i in range(5)}, tmp_path / "dense.safetensors")
+    report = rarefy.report_folder(tmp_path, spec="block:16x16@0.5", measure=True, tokens=2)
+    assert len(made) == 1
+    assert all(report[str(i)].times is report["0"].times is not None for i in range(5))
+    assert [report[str(i)].timed_as for i in range(5)] == [None, "0", "0", "0", "0"]
+
+
 def test_lines_of_the_log(tmp_path, caplog):
     with caplog.at_level(logging.INFO, "rarefy"):
         model = _model()

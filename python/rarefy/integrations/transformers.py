@@ -35,7 +35,7 @@ from ..backend import __version__
 from ..chain import fuse as fuse_networks
 from ..layers import find_layers
 from ..patcher import BlockSparseModelPatcher
-from ..serialization import FORMAT, entries_of, header
+from ..serialization import FORMAT, METHOD, entries_of, header
 from ..sparse_weight import SparseWeight, Spec, reserved_endings
 from .loading import Pending, headers
 from .on_the_fly import SparsifyOnLoad
@@ -44,8 +44,6 @@ if hasattr(transformers, "core_model_loading"):
     from . import transformers_5 as library
 else:
     from . import transformers_4 as library
-
-METHOD = "rarefy"
 
 # What config.json names as the file of the weights, and as their dtype for versions before 4.56, so that a
 # transformers without this module stops there: it would else load the layers as dense ones and draw their

@@ -16,11 +16,10 @@ from torch import nn
 from torch.nn import functional
 
 from ..checks import fail
-from ..serialization import FORMAT, format_of, weight_of
+from ..serialization import FORMAT, METHOD, build, format_of
 from ..sparse_weight import SparseWeight
 
 OP = "vllm"
-METHOD = "rarefy"
 _PARTS = {"q": 0, "k": 1, "v": 2, None: 0}  # names that vLLM has for the parts of a fused layer
 
 
@@ -90,7 +89,7 @@ class SparseParts:
 
     def __init__(self, entries: Mapping[str, Any]) -> None:
         self.entries = {name: format_of(OP, name, entry) for name, entry in entries.items()}
-        self.found: list[dict[str, torch.Tensor]] = [{} for _ in entries]
+        self.found: dict[str, torch.Tensor] = {}
         self.dtype = torch.get_default_dtype()
 
     def create_weights(
@@ -122,16 +121,14 @@ class SparseParts:
         self, piece: str, place: nn.Parameter, tensor: torch.Tensor, part: str | int | None = None
     ) -> None:
         """What vLLM calls for each tensor of a file; `part` of a fused layer."""
-        at = _PARTS.get(part, part)
-        self.found[at][piece] = tensor.detach().to(place.device)
+        name = list(self.entries)[_PARTS.get(part, part)]
+        self.found[f"{name}.{piece}"] = tensor.detach().to(place.device)
 
     def process_weights_after_loading(self, layer: nn.Module) -> None:
         """Makes the weights of their tensors, with all checks of a file."""
         weights: list[SparseWeight] = []
-        for (name, (kind, entry)), found in zip(self.entries.items(), self.found, strict=True):
-            if missing := [piece for piece in kind.pieces if piece not in found]:
-                fail(OP, f"the files must have {name}.{missing[0]}", "no such tensor")
-            weight = weight_of(OP, name, {piece: found.pop(piece) for piece in kind.pieces}, kind, entry)
+        for name, (kind, entry) in self.entries.items():
+            weight = build(OP, name, self.found, kind, entry)
             if (weight.x_dtype or weight.dtype) != self.dtype:
                 weight.to(self.dtype)
             weights.append(weight.requires_grad_(False))

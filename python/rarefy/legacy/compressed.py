@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ..checks import check_dtype, check_pair
+from ..checks import check_dtype, check_shape
 from ..csr import CsrWeight
 from .readers import OP, Reader, check, csr_of_mask
 
@@ -35,7 +35,7 @@ def _unpacked(name: str, bits: torch.Tensor, shape: tuple[int, int]) -> torch.Te
 def _bitmask(name: str, pieces: Pieces, _: Shape) -> CsrWeight:
     values = pieces[".compressed"]
     check_dtype(OP, f"{name}.compressed", values.dtype)
-    shape = check_pair(OP, f"{name}.shape", pieces[".shape"].flatten().tolist(), 0)
+    shape = check_shape(OP, pieces[".shape"].flatten().tolist(), f"{name}.shape")
     mask = _unpacked(f"{name}.bitmask", pieces[".bitmask"], shape)
     stored = int(mask.sum())
     check(

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
-from tqdm import tqdm
 
 from .. import _load
 from ..checks import check_int, check_known, fail
+from ..log import progress
 from .criteria import check_sparsity
 from .damping import Damped, damped
 from .elimination import Elimination, check_shapes
@@ -231,17 +230,18 @@ def reconstruct(
         weight = getattr(group["module"], group["tensor_name"])
         group["pattern"].check_shape(op, group["tensor_fqn"], weight.shape)
     result = Reconstruction()
-    bar = tqdm(total=len(groups), desc="reconstruct", disable=not sys.stderr.isatty(), leave=False)
-    for lot in _lots(groups, memory):
-        grams = collect_grams(op, model, lot, data, forward)
-        for group in lot:
-            fqn, weight = group["tensor_fqn"], getattr(group["module"], group["tensor_name"])
-            mask, error = _one(weight, grams.pop(fqn), group, method, options)
-            result.masks[fqn], result.errors[fqn] = mask, error
-            if on_layer is not None:
-                on_layer(fqn, mask, error)
-            bar.update()
-    bar.close()
+
+    def with_grams() -> Iterator[tuple[dict[str, Any], Any]]:
+        for lot in _lots(groups, memory):
+            grams = collect_grams(op, model, lot, data, forward)
+            yield from ((group, grams.pop(group["tensor_fqn"])) for group in lot)
+
+    for group, gram in progress(with_grams(), "reconstruct", total=len(groups)):
+        fqn, weight = group["tensor_fqn"], getattr(group["module"], group["tensor_name"])
+        mask, error = _one(weight, gram, group, method, options)
+        result.masks[fqn], result.errors[fqn] = mask, error
+        if on_layer is not None:
+            on_layer(fqn, mask, error)
     return result
 
 

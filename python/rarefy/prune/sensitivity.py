@@ -7,16 +7,15 @@ import json
 import math
 import os
 import re
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
-from tqdm import tqdm
 
 from ..checks import check_int, check_known, fail
+from ..log import progress
 from ..masks import grid_of, to_blocks
 from .budget import choose
 from .criteria import check_sparsity, parse_criterion
@@ -231,8 +230,7 @@ def sensitivity(
         mask = pattern.mask(criterion.score(name, matrix, {}, random), weight.shape, sparsity)
         return mask.apply_(weight.clone())
 
-    bar = tqdm(lots.items(), desc=op, disable=not sys.stderr.isatty(), leave=False)
-    for name, lot in bar:
+    for name, lot in progress(lots.items(), op):
         if name in done:
             continue
         names = tuple(group["tensor_fqn"] for group in lot)

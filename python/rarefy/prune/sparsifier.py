@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -14,9 +13,9 @@ from torch import nn
 from torch.ao.pruning import BaseSparsifier
 from torch.nn.utils import parametrize
 from torch.optim import Optimizer
-from tqdm import tqdm
 
 from ..checks import fail
+from ..log import progress
 from ..report import Report
 from . import checkpoint
 from .choice import choose_alone, choose_masks
@@ -170,8 +169,7 @@ class Sparsifier(BaseSparsifier):
         Raises ValueError for data that is empty, or not finite where a layer sees it.
         """
         with self.calibration():
-            bar = tqdm(data, desc="calibration", disable=not sys.stderr.isatty(), leave=False)
-            run_through(self._model, bar, forward)
+            run_through(self._model, progress(data, "calibration", "batch"), forward)
 
     @torch.no_grad()
     def observe(self) -> None:
