@@ -10,6 +10,7 @@ ROOT = HERE.parents[1]
 sys.path[:0] = [str(ROOT / "python"), str(ROOT)]
 
 import rarefy  # noqa: E402
+from bench import gallery  # noqa: E402
 
 project, copyright = "Rarefy", "the Rarefy authors"  # noqa: A001
 version = release = rarefy.__version__
@@ -51,8 +52,15 @@ def _plain(app: object, what: str, name: str, obj: object, options: object, line
         lines[i] = "".join(parts)
 
 
+def _plots(app: object, page: str, source: list[str]) -> None:
+    """Draws the plots of the gallery and puts them into its page."""
+    if page == "gallery":
+        source[0] += "\n" + gallery.markdown(gallery.gallery(ROOT / "build/gallery"), ROOT / "docs")
+
+
 def setup(app: object) -> None:
     """Runs doxygen, whose warnings are errors, and makes docstrings plain before napoleon reads them."""
     DOXYGEN.mkdir(parents=True, exist_ok=True)
     subprocess.run(["doxygen", HERE / "Doxyfile"], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+    app.connect("source-read", _plots)
     app.connect("autodoc-process-docstring", _plain, priority=400)

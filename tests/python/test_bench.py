@@ -93,3 +93,22 @@ def test_overhead_compares_both_layers_in_each_mode():
         _, _, dense, sparse, ratio, _ = line.split("|")
         medians = [float(cell.split("(")[0]) for cell in (dense, sparse)]
         assert min(medians) > 0 and 0.2 < float(ratio) < 20
+
+
+def test_the_gallery_draws_the_committed_results(tmp_path):
+    pytest.importorskip("matplotlib")
+    from bench import gallery
+
+    machines = sorted(path for path in gallery.RESULTS.iterdir() if path.is_dir())
+    columns = {"case", "op", "block", "speedup", "efficiency"}
+    newest = {machine.name: gallery.newest(machine, columns) for machine in machines}
+    assert newest["pruning"] is None and sum(found is not None for found in newest.values()) >= 3
+    folder = tmp_path / "build" / "gallery"
+    folder.mkdir(parents=True)
+    draws = (gallery._networks, gallery._feed_forward, gallery._hopper)
+    found = [plot for machine in machines for draw in draws for plot in draw(machine, folder)]
+    found += gallery._pruning(folder)
+    assert len(found) >= 7 and len({plot.file for plot in found}) == len(found)
+    assert all(plot.file.stat().st_size > 5000 and plot.source.exists() for plot in found)
+    text = gallery.markdown(found, tmp_path / "docs")
+    assert text.count("](../build/gallery/") == len(found) and str(tmp_path) not in text

@@ -161,7 +161,20 @@ BAD: list[tuple[str, Callable[[dict[str, Any]], object], str]] = [
     (
         "sparse-bitmask-float32",
         lambda s: s.update({"fc.shape": torch.tensor([7, 2**40])}),
+        r"must be at most 2147483647; got fc\.shape=\(7, ",
+    ),
+    (
+        "sparse-bitmask-float32",
+        lambda s: s.update({"fc.shape": torch.tensor([7, 2**30])}),
         r"fc\.bitmask must be \(7",
+    ),
+    (  # tensors of such a shape take no memory, and its pattern would
+        "sparse-bitmask-float32",
+        lambda s: s.update(
+            {"fc.shape": torch.tensor([2**31, 0]), "fc.bitmask": torch.empty(2**31, 0, dtype=torch.uint8)}
+            | {"fc.compressed": torch.empty(0)}
+        ),
+        r"must be at most 2147483647; got fc\.shape=\(2147483648, 0\)",
     ),
     (
         "sparse-bitmask-float32",
