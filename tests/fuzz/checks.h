@@ -107,6 +107,11 @@ inline Outcome check_index_arrays(const BsrShape& shape, std::span<const std::in
       std::any_of(header.begin(), header.end(), [](std::int32_t word) { return word != kPoison; })) {
     return {false, "a refused pattern touched the plan's header"};
   }
+  std::vector<std::int32_t> rows(sized ? static_cast<std::size_t>(row_plan_size(shape)) : 16);
+  if (const Status wide = build_row_plan("fuzz", shape, crow, col64, rows);
+      sized && wide.message() != status.message()) {
+    return {status.ok(), "a row plan of int64 columns is judged differently: " + wide.message()};
+  }
   if (!status.ok()) return built.ok() ? Outcome{false, "a plan of a refused pattern"} : refused(status);
   if (!sized) return {true, ""};
   if (!built.ok()) return {true, "no plan of a valid pattern: " + built.message()};

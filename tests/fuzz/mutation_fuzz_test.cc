@@ -186,7 +186,7 @@ TEST(MutationFuzzTest, BsrFileReader) {
 
 TEST(MutationFuzzTest, IndexValidator) {
   static constexpr std::int64_t kNumbers[] = {-1, 0, 1, 2, 3, 5, INT32_MAX, INT32_MIN, INT64_MAX, INT64_MIN};
-  run_seeds(80'000, [&](unsigned seed) {
+  run_seeds(100'000, [&](unsigned seed) {
     Random random(2'000'000 + seed);
     // A valid pattern of up to 6 × 6 blocks, then at most three changes anywhere.
     BsrShape shape{static_cast<std::int64_t>(below(random, 13)), static_cast<std::int64_t>(below(random, 13)),
