@@ -8,12 +8,12 @@
 
 Feed-forward layers (with --layers all every linear layer) are reconstructed one after the other as in
 examples/minilm; densities are of all of them together, shared out by sensitivities that were measured once,
-with one shape. Then they are distilled: for --minutes with Rarefy's layers on the CPU, or for --steps, all
-rows at once, with masked ones on a --device (students.py). A row of the CSV for each: quality on the 1,000
-validation entries and on the 1,000 held-out ones, and what the predictor says of those layers with 512
-tokens, in f32 and bf16. --measure times the layers of the rows that are there, dense and sparse in turns, as
-processor time, which a busy machine changes least. Rows that are in the file are not made again; masks,
-weights and sensitivities are kept in --kept.
+with one shape. Then they are distilled: for --minutes with Rarefy's layers on the CPU; or for --steps, or for
+--minutes on another --device, all rows at once with masked ones (students.py). A row of the CSV for each:
+quality on the 1,000 validation entries and on the 1,000 held-out ones, and what the predictor says of those
+layers with 512 tokens, in f32 and bf16. --measure times the layers of the rows that have no times, dense and
+sparse in turns, as processor time, which a busy machine changes least. Rows that are in the file are not made
+again; masks, weights and sensitivities are kept in --kept.
 """
 
 from __future__ import annotations
@@ -59,6 +59,7 @@ DENSITIES = (0.5, 0.35, 0.25)
 TOKENS = 512  # for which layers are timed
 SHARED, SPARSITIES = "16x1", (0.2, 0.35, 0.5, 0.65, 0.8, 0.9)  # how the sensitivities are measured
 DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16}
+PLOTTED = ("", "relations=0")  # recipes
 KEYS = ("block", "density", "layers", "budget", "recipe")
 QUALITY = ("acc1", "acc10", "cosine")
 FIGURES = (*QUALITY, *(f"held_out_{name}" for name in QUALITY), "steps", "seconds", "on",
@@ -164,19 +165,16 @@ class Bench:
     def pruned(self, block: str, density: float, which: str) -> tuple[nn.Module, dict[str, Mask]]:
         """A copy of the encoder with these layers reconstructed, and their masks; kept in the folder."""
         path = self.kept_at(block, density, which)
-        found = torch.load(path, weights_only=True) if path.is_file() else {"masks": None, "weights": None}
-        masks = found["masks"] and {n: Mask(*fields) for n, fields in found["masks"].items()}
-        if found["weights"] is None:
+        if not path.is_file():
             model = self.arranged(block)
             student, shares = copy.deepcopy(model), self.shares(density, which)
-            masks = prune.prune(model, student, self.batches, shares, block, masks)
-            masks = {name: mask for name, mask in masks.items() if shares.get(name, 0)}
-            kept = {n: (m.bits, m.cols, m.kept) for n, m in masks.items()}
-            found = {"masks": kept, "weights": student.encoder.state_dict()}
-            write_checkpoint(found, path)
+            masks = prune.prune(model, student, self.batches, shares, block)
+            kept = {n: (m.bits, m.cols, m.kept) for n, m in masks.items() if shares.get(n, 0)}
+            write_checkpoint({"masks": kept, "weights": student.encoder.state_dict()}, path)
+        found = torch.load(path, weights_only=True)
         student = copy.deepcopy(self.dense)
         student.encoder.load_state_dict(found["weights"])
-        return student, masks
+        return student, {name: Mask(*parts) for name, parts in found["masks"].items()}
 
     def distil(
         self, student: nn.Module, masks: dict[str, Mask], block: str, minutes: float, recipe: Recipe
@@ -209,24 +207,33 @@ def layers_of(model: nn.Module, which: str) -> dict[str, tuple[int, int]]:
 
 
 def plot(rows: dict[tuple[str, ...], dict[str, str]], path: Path) -> None:
-    """Cosine against the part of the dense time: a line for each block shape, dashed without training."""
+    """Cosine against the part of the dense time: a line for each block shape and budget, dashed without any.
+
+    Times are of block and density, whatever the training: those of one row serve all.
+    """
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(10, 4.2), layout="constrained")
     panels = figure.subplots(1, 2, sharey=True)
-    mine = [row for row in rows.values() if row["layers"] == "ffn" and not row["recipe"]]
+    mine = [row for row in rows.values() if row["layers"] == "ffn" and row["recipe"] in PLOTTED]
     budgets = sorted({int(row["steps"]) for row in mine})
+    parts = {}
+    for row in mine:
+        for how, dtype in itertools.product(("measured", "predicted"), DTYPES):
+            if row[f"{how}_sparse_{dtype}"]:
+                part = float(row[f"{how}_sparse_{dtype}"]) / float(row[f"{how}_dense_{dtype}"])
+                parts.setdefault((row["block"], row["density"], dtype), part)
     for axes, dtype in zip(panels, DTYPES, strict=True):
         for steps, style in zip(budgets, ("o--", "s-", "*:"), strict=False):
             for number, block in enumerate(BLOCKS):
-                points = []
-                for row in mine:
-                    if (row["block"], row["steps"]) == (block, str(steps)):
-                        how = "measured" if row[f"measured_sparse_{dtype}"] else "predicted"
-                        part = float(row[f"{how}_sparse_{dtype}"]) / float(row[f"{how}_dense_{dtype}"])
-                        points.append((part, float(row["held_out_cosine"])))
+                points = [
+                    (parts[block, row["density"], dtype], float(row["held_out_cosine"]))
+                    for row in mine
+                    if (row["block"], row["steps"]) == (block, str(steps))
+                ]
                 label = block if steps == budgets[-1] else None
-                axes.plot(*zip(*sorted(points), strict=True), style, color=f"C{number}", label=label)
+                xs, ys = zip(*sorted(points), strict=True) if points else ((), ())
+                axes.plot(xs, ys, style, color=f"C{number}", label=label)
         axes.axvline(1, color="#77808a", linewidth=0.8)
         axes.set(xlabel=f"time / dense, {dtype}, 512 tokens", title=f"Feed-forward layers, {dtype}")
         axes.grid(alpha=0.3)
@@ -249,8 +256,10 @@ def prepare(kept: Path, of: tuple[str, float, str], threads: int) -> None:
     Bench(kept).pruned(*of)
 
 
-def together(bench: Bench, keys: list[tuple[str, ...]], steps: int, device: str, jobs: int) -> Iterator[dict]:
-    """Students of all these rows, trained at once: what each row has of it, and the figures."""
+def together(
+    bench: Bench, keys: list[tuple[str, ...]], steps: int, minutes: float, device: str, jobs: int
+) -> Iterator[dict]:
+    """Students of all these rows, trained at once, for so many steps or else minutes: what each row gets."""
     of = [(block, float(density), which) for block, density, which, _, _ in keys]
     missing = [each for each in dict.fromkeys(of) if not bench.kept_at(*each).is_file()]
     if jobs > 1 and missing:
@@ -266,7 +275,7 @@ def together(bench: Bench, keys: list[tuple[str, ...]], steps: int, device: str,
     made = students.batches(ids, recipes[0].tokens, recipes[0].seed, device)
     cuda = device.startswith("cuda")
     start = time.monotonic()
-    students.train(learning, teacher, made, steps, recipes, bf16=cuda)
+    steps = students.train(learning, teacher, made, steps, recipes, bf16=cuda, seconds=60 * minutes)
     seconds, model = f"{time.monotonic() - start:.0f}", copy.deepcopy(bench.dense).to(device)
     for number in range(len(keys)):
         learning.load_into(model, number)
@@ -290,10 +299,10 @@ def main() -> int:  # noqa: D103
     budget = parser.add_mutually_exclusive_group()
     budget.add_argument("--minutes", type=float, default=0.0)
     budget.add_argument("--steps", type=int, default=0)
-    parser.add_argument("--device", default="cpu", help="where --steps are made")
-    parser.add_argument("--jobs", type=int, default=1, help="students that are pruned at a time for --steps")
+    parser.add_argument("--device", default="cpu", help="where all rows are trained at once")
+    parser.add_argument("--jobs", type=int, default=1, help="students that are pruned at a time for that")
     parser.add_argument("--recipes", nargs="+", default=[""], help="as lr=1e-3,pooled=4")
-    parser.add_argument("--measure", action="store_true", help="times of the rows that are there")
+    parser.add_argument("--measure", action="store_true", help="times of the rows that have none")
     parser.add_argument("--plot", type=Path, help="draw the rows that are there")
     args = parser.parse_args()
     rows = read(args.out)
@@ -304,9 +313,15 @@ def main() -> int:  # noqa: D103
         with torch.device("meta"):
             model = skeleton()
         for row in rows.values():
-            shapes = list(layers_of(model, row["layers"]).values())
-            row |= {k: f"{v:.3f}" for k, v in measured(shapes, row["block"], float(row["density"])).items()}
-            write(args.out, rows)
+            if not row["measured_sparse_f32"]:
+                shapes = list(layers_of(model, row["layers"]).values())
+                times = measured(shapes, row["block"], float(row["density"]))
+                alike = (
+                    r for r in rows.values() if all(r[k] == row[k] for k in ("block", "density", "layers"))
+                )
+                for other in alike:
+                    other |= {k: f"{v:.3f}" for k, v in times.items()}
+                write(args.out, rows)
         return 0
     label = f"{args.steps} steps" if args.steps else f"{args.minutes:g} minutes"
     keys = [
@@ -329,7 +344,10 @@ def main() -> int:  # noqa: D103
             about = {"steps": str(steps), "seconds": f"{time.monotonic() - start:.0f}", "on": "CPU"}
             yield about | {name: f"{value:.4f}" for name, value in bench.figures(student).items()}
 
-    found = together(bench, keys, args.steps, args.device, args.jobs) if args.steps else alone()
+    if args.steps or args.device != "cpu":
+        found = together(bench, keys, args.steps, args.minutes, args.device, args.jobs)
+    else:
+        found = alone()
     for key, figures in zip(keys, found, strict=True):
         times = {n: f"{v:.3f}" for n, v in predicted(layers, key[0], float(key[1])).items()}
         rows[key] = dict.fromkeys(FIGURES, "") | dict(zip(KEYS, key, strict=True)) | times | figures

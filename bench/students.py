@@ -14,10 +14,10 @@ import gc
 import math
 import random
 import sys
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import islice
 
 import torch
 from torch import Tensor, nn
@@ -136,12 +136,12 @@ def batches(
 
 def train(
     students: Students, teacher: Students, batches: Iterable[dict[str, Tensor]], steps: int,
-    recipes: Sequence[Recipe], *, bf16: bool = False,
-) -> list[list[float]]:  # fmt: skip
-    """So many steps of every student with its recipe, in place; mean losses of each, ten times on the way.
+    recipes: Sequence[Recipe], *, bf16: bool = False, seconds: float = 0.0,
+) -> int:  # fmt: skip
+    """So many steps of every student with its recipe, in place; or, without `steps`, for so many seconds.
 
     recipes: lr, warmup, clip and the loss's weights are each student's own, the batches those of the first.
-    bf16: steps under autocast, as the demo trains where bf16 is fast.
+    bf16: steps under autocast, as the demo trains where bf16 is fast. Returns how many steps were made.
     """
     device = students.weights.device
     weights = [
@@ -156,33 +156,36 @@ def train(
         [{"params": [row]} for row in rows], lr=0.0, betas=(0.9, 0.98), weight_decay=0.0,
         fused=device.type == "cuda",
     )  # fmt: skip
-    curve, mean, every = [], torch.zeros(len(rows), device=device), max(1, steps // 10)
 
-    def differentiated(batch: Mapping[str, Tensor]) -> Tensor:
+    def differentiate(batch: Mapping[str, Tensor]) -> None:
         with torch.autocast(device.type, torch.bfloat16, enabled=bf16):
             with torch.no_grad():
                 want = [x.float() for x in teacher.states(batch)]
             got = [x.float() for x in students.states(batch)]
-        loss = losses(got, want, batch["attention_mask"], weights)
         students.gradients.zero_()
-        loss.sum().backward()
+        losses(got, want, batch["attention_mask"], weights).sum().backward()
         students.gradients.mul_(students.keep)
-        return loss.detach()
 
+    start, done, made = time.monotonic(), 0.0, 0
     with on_a_stream(device):
-        step_of = Graphs(differentiated) if device.type == "cuda" else differentiated
-        for step, batch in enumerate(islice(batches, steps)):
-            loss = step_of({name: tensor.to(device) for name, tensor in batch.items()})
+        step_of = Graphs(differentiate) if device.type == "cuda" else differentiate
+        for batch in batches:
+            if steps:
+                done = made / steps
+            elif made % 50 == 0:  # the device is as far as the clock says
+                if device.type == "cuda":
+                    torch.cuda.synchronize(device)
+                done = (time.monotonic() - start) / seconds
+            if done >= 1:
+                break
+            step_of({name: tensor.to(device) for name, tensor in batch.items()})
             norms = torch.linalg.vector_norm(students.gradients, dim=1)
             students.gradients.mul_((clip / (norms + 1e-6)).clamp(max=1).unsqueeze(1))
             for group, recipe in zip(optimizer.param_groups, recipes, strict=True):
-                group["lr"] = recipe.lr * rate(step / steps, recipe.warmup)
+                group["lr"] = recipe.lr * rate(done, recipe.warmup)
             optimizer.step()
-            mean += loss / every
-            if (step + 1) % every == 0:
-                curve.append(mean.tolist())
-                mean.zero_()
-    return [list(points) for points in zip(*curve, strict=True)]
+            made += 1
+    return made
 
 
 @contextmanager
@@ -201,29 +204,30 @@ def on_a_stream(device: torch.device) -> Iterator[None]:
 class Graphs:
     """A function of a batch as CUDA graphs, one for each shape that comes often: launching costs most."""
 
-    def __init__(self, function: Callable[[Mapping[str, Tensor]], Tensor]) -> None:
+    def __init__(self, function: Callable[[Mapping[str, Tensor]], None]) -> None:
         self.function, self.seen, self.made = function, Counter(), {}
         self.often, self.pool = 4, torch.cuda.graph_pool_handle()
         gc.collect()
         gc.freeze()  # every capture collects garbage
 
-    def __call__(self, batch: Mapping[str, Tensor]) -> Tensor:  # noqa: D102
+    def __call__(self, batch: Mapping[str, Tensor]) -> None:  # noqa: D102
         shape = tuple(batch["input_ids"].shape)
         self.seen[shape] += 1
         if self.seen[shape] < self.often:
-            return self.function(batch)
+            self.function(batch)
+            return
         if shape not in self.made:
             held, graph = {name: tensor.clone() for name, tensor in batch.items()}, torch.cuda.CUDAGraph()
             try:
                 with torch.cuda.graph(graph, pool=self.pool, stream=torch.cuda.current_stream()):
-                    result = self.function(held)
+                    self.function(held)
             except RuntimeError as error:
                 print(f"without graphs: {error}", file=sys.stderr)
                 self.often = math.inf
-                return self.function(batch)
-            self.made[shape] = graph, held, result
-        graph, held, result = self.made[shape]
+                self.function(batch)
+                return
+            self.made[shape] = graph, held
+        graph, held = self.made[shape]
         for name, tensor in batch.items():
             held[name].copy_(tensor)
         graph.replay()
-        return result

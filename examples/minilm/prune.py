@@ -123,13 +123,12 @@ def prune(
     batches: list[Tensor],
     sparsities: Mapping[str, float],
     block: str,
-    chosen: Mapping[str, Mask] | None = None,
 ) -> dict[str, Mask]:
     """Reconstructs, in place, the student's linear layers; their masks by name.
 
     dense, student: the dense encoder and a copy of it (transformers' BertModel). sparsities: by names of
     layers. Those without one, or 0, keep all blocks, and are fitted, too: they mend what the pruned ones
-    before them broke. chosen: masks that an earlier call returned; the same weights are then found faster.
+    before them broke.
     """
     masks: dict[str, Mask] = {}
     wanted = [dense.embeddings(ids) for ids in batches]
@@ -142,13 +141,8 @@ def prune(
             for x, y in zip(inputs, aims, strict=True):
                 moments.add(x, y)
             sparsity = sparsities.get(name, 0)
-            if not sparsity:
-                mask = reconstruct_layer(layer, moments)
-            elif chosen is None:
-                mask = reconstruct_layer(layer, moments, f"block:{block}", sparsity)
-            else:
-                how = {"method": "least_squares", "mask": chosen[name]}
-                mask = reconstruct_layer(layer, moments, f"block:{block}", sparsity, **how)
+            how = (f"block:{block}", sparsity) if sparsity else ()
+            mask = reconstruct_layer(layer, moments, *how)
             masks[name] = Mask.pack(torch.ones_like(layer.weight, dtype=torch.bool)) if mask is None else mask
 
         for name in ("query", "key", "value"):

@@ -33,6 +33,10 @@ def test_rows_are_kept_and_found_again(tmp_path: Path) -> None:
     rows = {("4x1", "0.5", "ffn", b, ""): row("4x1", b) for b in ("0 minutes", "20 minutes")}
     block_shapes.write(path, rows)
     assert block_shapes.read(path) == rows and [p.name for p in tmp_path.iterdir()] == ["rows.csv"]
+    trained = row("4x1", "20 minutes") | {"recipe": "relations=0", "steps": "20"}
+    untimed = {f"predicted_{kind}_{d}": "" for kind in ("dense", "sparse") for d in block_shapes.DTYPES}
+    rows["4x1", "0.5", "ffn", "20 minutes", "relations=0"] = trained | untimed  # the times of the others
+    rows["4x1", "0.5", "ffn", "20 minutes", "lr=1"] = trained | {"recipe": "lr=1", "held_out_cosine": ""}
     block_shapes.plot(rows, tmp_path / "plot.svg")
     assert "4x1" in (tmp_path / "plot.svg").read_text()
 
@@ -97,6 +101,11 @@ def test_rows_are_made(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, bench: b
     trained, still = (rows["4x1", "0.6", "ffn", "30 steps", recipe] for recipe in ("", "lr=0"))
     assert still["cosine"] == tall["cosine"] < trained["cosine"]
     assert (trained["steps"], trained["on"]) == ("30", "CPU")
+    timed = main_of(
+        monkeypatch, path, "--blocks", "4x1", "--minutes", "0.01", "--device", "cpu:0", "--recipes", "lr=1e-3"
+    )
+    found = timed["4x1", "0.6", "ffn", "0.01 minutes", "lr=1e-3"]
+    assert int(found["steps"]) % 50 == 0 < int(found["steps"]) and found["cosine"] != tall["cosine"]
 
 
 def test_nothing_to_do_is_no_error(
@@ -125,16 +134,6 @@ def test_a_recipe_keeps_the_kinds_of_its_numbers() -> None:
     assert [type(x) for x in (recipe.tokens, recipe.seed, recipe.pooled)] == [int, int, float]
 
 
-def test_masks_alone_give_the_same_weights(bench: block_shapes.Bench) -> None:
-    student, masks = bench.pruned("4x1", 0.6, "all")
-    path = bench.kept / "all-4x1-0.6.pt"
-    torch.save(torch.load(path) | {"weights": None}, path)
-    again, same = bench.pruned("4x1", 0.6, "all")
-    assert masks.keys() == same.keys()
-    for name, p in again.named_parameters():
-        torch.testing.assert_close(p, student.get_parameter(name))
-
-
 @pytest.mark.parametrize("bad", ["rate=1", "lr=fast"])
 def test_a_recipe_is_refused(bad: str) -> None:
     with pytest.raises(ValueError, match=r"names must be|could not convert"):
@@ -146,8 +145,14 @@ def test_layers_are_timed_without_the_task(monkeypatch: pytest.MonkeyPatch, tmp_
     block_shapes.write(path, {("4x1", "0.5", "ffn", "0 minutes", ""): row("4x1")})
     monkeypatch.setattr(block_shapes, "Bench", lambda kept: pytest.fail("not needed"))
     monkeypatch.setattr(block_shapes, "skeleton", lambda: encoder(0))
-    (timed,) = main_of(monkeypatch, path, "--measure").values()
-    assert float(timed["measured_sparse_f32"]) > 0
+    again = row("4x1", "3 steps")
+    block_shapes.write(path, block_shapes.read(path) | {("4x1", "0.5", "ffn", "3 steps", ""): again})
+    one, other = main_of(monkeypatch, path, "--measure").values()
+    assert (
+        float(one["measured_sparse_f32"]) > 0 and one["measured_sparse_f32"] == other["measured_sparse_f32"]
+    )
+    monkeypatch.setattr(block_shapes, "measured", lambda *a: pytest.fail("has been measured"))
+    main_of(monkeypatch, path, "--measure")
 
 
 def test_layers_are_timed_in_turns() -> None:
