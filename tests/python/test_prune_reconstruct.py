@@ -13,12 +13,14 @@ import rarefy
 from rarefy.prune import (
     Elimination,
     Mask,
+    Moments,
     arrange_hidden,
     eliminations,
     factorize_weight,
     grams,
     layer_error,
     reconstruct,
+    reconstruct_layer,
     reconstruct_weight,
     sensitivity,
 )
@@ -413,6 +415,63 @@ def test_a_whole_model(memory):
         want = dense(x)
         assert (model(x) - want).norm() < 0.5 * (plain(x) - want).norm()
     assert "conv.weight" in str(result)
+
+
+def deep(seed=0):
+    torch.manual_seed(seed)
+    layers = [nn.Conv2d(4, 12, 3, padding=1, groups=2), nn.ReLU(), nn.Conv2d(12, 16, 3, stride=2), nn.ReLU()]
+    return nn.Sequential(*layers, nn.Flatten(), nn.Linear(64, 48), nn.ReLU(), nn.Linear(48, 6, bias=False))
+
+
+def test_towards_the_dense_model_layers_mend_what_came_before():
+    dense = deep()
+    lost, x = {}, torch.cat(data())
+    held_out = torch.randn(200, 4, 6, 6, generator=torch.Generator().manual_seed(2))
+    for how in ("own", "dense", "all at once"):
+        model = copy.deepcopy(dense)
+        options = {} if how == "own" else {"towards": dense}
+        memory = 0 if how != "all at once" else 1 << 30
+        result = reconstruct(model, data(), "block:4x1", 0.6, "obs", memory=memory, **options)
+        with torch.no_grad():
+            lost[how] = float((model(held_out) - dense(held_out)).square().mean())
+            if how == "dense":  # the last layer's error is the model's
+                want = float((model(x) - dense(x)).square().sum() / dense(x).square().sum())
+                assert result.errors["7.weight"] == pytest.approx(want, rel=1e-3)
+        for name, mask in result.masks.items():
+            assert torch.equal(model.get_parameter(name).flatten(1) != 0, mask.unpack())
+    assert lost["dense"] < 0.95 * min(lost["own"], lost["all at once"])
+
+
+def test_towards_is_reconstruct_layer_on_what_the_layers_give():
+    dense = nn.Sequential(nn.Linear(16, 24), nn.ReLU(), nn.Linear(24, 8))
+    x, model = torch.randn(300, 16), copy.deepcopy(dense)
+    reconstruct(
+        model, [x[:100], x[100:]], "row_balanced:4x1", 0.5, "obs", towards=dense, memory=0, dampening=0.02
+    )
+    again = copy.deepcopy(dense)
+    for here in (0, 2):
+        moments = Moments(again[here].in_features, again[here].out_features)
+        with torch.no_grad():
+            moments.add(again[:here](x), dense[: here + 1](x))
+        reconstruct_layer(again[here], moments, "row_balanced:4x1", 0.5, ridge=0.02)
+        for name in ("weight", "bias"):
+            torch.testing.assert_close(getattr(model[here], name), getattr(again[here], name))
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"towards": nn.Linear(3, 3)}, "must have a layer conv of shape"),
+        ({"towards": "same"}, "must be a copy of the model"),
+        ({"towards": "copy", "forward": print}, "forward must be None"),
+    ],
+)
+def test_towards_refuses_what_does_not_fit(options, text):
+    model = Net()
+    others = {"same": model, "copy": copy.deepcopy(model)}
+    options = options | {"towards": others.get(options["towards"], options["towards"])}
+    with pytest.raises(ValueError, match=text):
+        reconstruct(model, data(), **options)
 
 
 def test_layers_of_their_own_and_those_done_before():

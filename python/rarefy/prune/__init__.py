@@ -11,13 +11,14 @@ from .drop_fractions import DropFraction, parse_fraction
 from .elimination import Elimination, eliminations
 from .groups import grams
 from .growth import gradient_norms
+from .layer_by_layer import Reconstruction, reconstruct
 from .low_rank import Factorization, LowRankLinear, factorize, factorize_weight, factorize_with_blocks
 from .masked import Masked
 from .masks import Mask, Scores, allocate_global, make_mask
 from .moments import Moments, arrange, arrange_hidden, reconstruct_layer
 from .moving import SET, MagnitudeRegrow, Move, MovingPattern, RigL, SRigL
 from .patterns import Pattern, parse_pattern
-from .reconstruct import Reconstruction, layer_error, reconstruct, reconstruct_weight
+from .reconstruct import layer_error, reconstruct_weight
 from .schedules import Schedule, parse_schedule
 from .scopes import Allocation, Scope, parse_allocation, parse_scope
 from .sensitivity import Plan, Point, Sensitivity, sensitivity

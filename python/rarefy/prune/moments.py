@@ -14,7 +14,7 @@ from .reconstruct import reconstruct_weight
 
 
 class Moments:
-    """XᵀX, XᵀY, and the sums of X and Y over all tokens, in float64: what a least-squares fit needs.
+    """XᵀX, XᵀY, ΣY², and the sums of X and Y over all tokens, in float64: what a least-squares fit needs.
 
     X are a layer's inputs, as what was pruned before it gives them; Y the outputs that are wanted for them,
     as the dense model has them, or whatever mends what layers before it broke.
@@ -30,6 +30,7 @@ class Moments:
         self.cross = torch.zeros(inputs, outputs, dtype=torch.float64)
         self.x = torch.zeros(inputs, dtype=torch.float64)
         self.y = torch.zeros(outputs, dtype=torch.float64)
+        self.squares = 0.0
 
     @torch.no_grad()
     def add(self, x: torch.Tensor, y: torch.Tensor) -> None:
@@ -53,32 +54,47 @@ class Moments:
         self.cross += x.T @ y.to(x.dtype)
         self.x += x.sum(0, dtype=torch.float64)
         self.y += y.sum(0, dtype=torch.float64)
+        self.squares += float(y.square().sum(dtype=torch.float64))
 
     def centred(self) -> tuple[torch.Tensor, torch.Tensor]:
         """(K, K) and (K, N): the same of X and Y less their means, with which a bias takes no part."""
         means = self.x / max(1, self.tokens)
         return self.gram - torch.outer(self.x, means), self.cross - torch.outer(means, self.y)
 
+    def bias(self, weight: torch.Tensor) -> torch.Tensor:
+        """(N,) float64: what fits best beside a weight (N, K), mean(Y) − Ŵ mean(X)."""
+        return (self.y - weight.double() @ self.x) / max(1, self.tokens)
+
+    def error(self, weight: torch.Tensor, *, bias: bool) -> float:
+        """‖XŴᵀ + b − Y‖² / ‖Y‖² of a weight (N, K): what is missed of the outputs; b as `bias` says, or 0."""
+        weight, lost = weight.double(), self.squares
+        gram, cross = self.centred() if bias else (self.gram, self.cross)
+        if bias:
+            lost -= float(self.y.square().sum()) / max(1, self.tokens)
+        lost += float(((weight @ gram) * weight).sum()) - 2 * float((weight * cross.T).sum())
+        return max(lost, 0.0) / self.squares if self.squares else 0.0
+
 
 @torch.no_grad()
-def fitted(layer: nn.Linear, moments: Moments, ridge: float = 0.01) -> tuple[torch.Tensor, Damped]:
+def fitted(
+    weight: torch.Tensor, moments: Moments, ridge: float = 0.01, *, bias: bool
+) -> tuple[torch.Tensor, Damped]:
     """The dense weight (N, K) that fits best, in float64, and the XᵀX that it is best for, damped.
 
-    argmin ‖XWᵀ + b − Y‖² + λ‖W − W₀‖², λ = ridge · mean of XᵀX's diagonal, W₀ the layer's; X and Y less their
-    means if it has a bias.
+    argmin ‖XWᵀ + b − Y‖² + λ‖W − W₀‖², λ = ridge · mean of XᵀX's diagonal, W₀ the weight; X and Y less their
+    means if there is a bias.
 
     Raises ValueError for moments of another shape or without tokens.
     """
     op = "reconstruct_layer"
-    if tuple(moments.cross.shape) != (layer.in_features, layer.out_features):
-        want = (layer.in_features, layer.out_features)
+    if tuple(moments.cross.shape) != (want := tuple(weight.shape)[::-1]):
         fail(op, f"moments must be of {want[0]} inputs and {want[1]} outputs", tuple(moments.cross.shape))
     if not moments.tokens:
         fail(op, "moments must have tokens", 0)
-    gram, cross = (moments.gram, moments.cross) if layer.bias is None else moments.centred()
+    gram, cross = moments.centred() if bias else (moments.gram, moments.cross)
     found = damped(op, gram, ridge, "moments")
     pull = found.hessian.diagonal() - gram.diagonal()
-    near = layer.weight.detach().cpu().double()
+    near = weight.detach().cpu().double()
     return (found.inverse @ (cross + pull[:, None] * near.T)).T.contiguous(), found
 
 
@@ -112,13 +128,13 @@ def reconstruct_layer(
     given = sorted(options) + ["sparsity"] * (sparsity is not None)
     if pattern is None and given:
         fail("reconstruct_layer", f"{' and '.join(given)} must come with a pattern", "None")
-    weight, found = fitted(layer, moments, ridge)
+    weight, found = fitted(layer.weight, moments, ridge, bias=layer.bias is not None)
     mask = None
     if pattern is not None:
         weight, mask = reconstruct_weight(weight, found, pattern, sparsity, method, **options)
     layer.weight.copy_(weight)
     if layer.bias is not None:
-        layer.bias.copy_((moments.y - weight @ moments.x) / moments.tokens)
+        layer.bias.copy_(moments.bias(weight))
     return mask
 
 

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import nn
 
 from .. import _load
 from ..checks import check_int, check_known, fail
-from ..log import progress
 from .criteria import check_sparsity
 from .damping import Damped, damped
 from .elimination import Elimination, check_shapes
-from .groups import Config, FilterFn, collect_grams, find_groups
 from .masks import Mask, Scores, make_mask
-from .patterns import Pattern, RowBalanced, matrix_shape, parse_pattern
+from .patterns import Pattern, RowBalanced, parse_pattern
 
 _sparse_gpt = _load.op("_sparse_gpt_")
 _least_squares = _load.op("_least_squares_")
@@ -87,7 +82,7 @@ def reconstruct_weight(
     check_int(op, "steps", steps, 1)
     pattern = parse_pattern(pattern, op)
     pattern.check_shape(op, name, weight.shape)
-    sparsity = _sparsity(op, pattern, sparsity)
+    sparsity = asked_sparsity(op, pattern, sparsity)
     if mask is not None and method not in ("sparsegpt", "least_squares"):
         fail(op, 'mask needs the method "sparsegpt" or "least_squares"', repr(method))
     if method == "sparsegpt" and pattern.each_row:
@@ -161,133 +156,10 @@ def _plain_mask(old: torch.Tensor, gram: torch.Tensor | None, pattern: Pattern, 
     return make_mask(scores, rows.units(shape), rows.removed(shape, sparsity), each_row=True)
 
 
-@dataclass
-class Reconstruction:
-    """What reconstruct did.
-
-    Attributes:
-        masks: by the name of each weight.
-        errors: ‖X(W − Ŵ)ᵀ‖² / ‖XWᵀ‖² of each layer, with the inputs it had when its turn came.
-    """
-
-    masks: dict[str, Mask] = field(default_factory=dict)
-    errors: dict[str, float] = field(default_factory=dict)
-
-    def __str__(self) -> str:  # noqa: D105
-        lines = [f"{n}  kept {m.density:.4f}  error {self.errors[n]:.4g}" for n, m in self.masks.items()]
-        return "\n".join(lines)
-
-
-def reconstruct(
-    model: nn.Module,
-    data: Collection[Any],
-    pattern: Any = "unstructured",
-    sparsity: float | None = None,
-    method: str = "sparsegpt",
-    *,
-    config: Config = None,
-    filter_fn: FilterFn | None = None,
-    forward: Callable[[Any], Any] | None = None,
-    memory: int = 1 << 30,
-    skip: Collection[str] = (),
-    on_layer: Callable[[str, Mask, float], None] | None = None,
-    **options: Any,
-) -> Reconstruction:
-    """Prunes the linear layers and convolutions of a model, in place, from calibration data.
-
-    Args:
-        model: in the mode (eval) in which it is to be good.
-        data: batches, run through as often as `memory` asks: tensors, tuples of arguments or dicts of them.
-        pattern: see reconstruct_weight.
-        sparsity: the same for each layer; `config` may give layers their own "sparsity" and "pattern".
-        method: see reconstruct_weight.
-        config: which layers, as for Sparsifier.prepare.
-        filter_fn: as there.
-        forward: what to do with a batch instead of calling the model.
-        memory: bytes of XᵀX (float64, K² for each layer) held at a time. Layers are taken in that many at
-            once, in the model's order, each lot with the inputs that the pruned ones before it give; 0: one
-            by one.
-        skip: names of weights that were done before: with the model saved in `on_layer`, what an
-            interruption costs is the layer in progress.
-        on_layer: called with name, mask and error after each layer.
-        **options: refit, dampening, panel, steps, mask: see reconstruct_weight.
-
-    Shows a progress bar on a terminal.
-
-    Raises ValueError for data that is empty or not finite where a layer sees it, and as reconstruct_weight
-    does.
-    """
-    op = "reconstruct"
-    if not isinstance(model, nn.Module):
-        fail(op, "model must be an nn.Module", type(model).__name__, TypeError)
-    pattern = parse_pattern(pattern, op)
-    groups = [g for g in find_groups(op, model, config, filter_fn) if g["tensor_fqn"] not in skip]
-    groups = [g for g in groups if isinstance(g["module"], nn.Linear | nn.Conv2d)]
-    for group in groups:
-        group["pattern"] = parse_pattern(group.get("pattern", pattern), op)
-        asked = group.get("sparsity", group.get("sparsity_level", sparsity))
-        group["sparsity"] = _sparsity(op, group["pattern"], asked)
-        weight = getattr(group["module"], group["tensor_name"])
-        group["pattern"].check_shape(op, group["tensor_fqn"], weight.shape)
-    result = Reconstruction()
-
-    def with_grams() -> Iterator[tuple[dict[str, Any], Any]]:
-        for lot in _lots(groups, memory):
-            grams = collect_grams(op, model, lot, data, forward)
-            yield from ((group, grams.pop(group["tensor_fqn"])) for group in lot)
-
-    for group, gram in progress(with_grams(), "reconstruct", total=len(groups)):
-        fqn, weight = group["tensor_fqn"], getattr(group["module"], group["tensor_name"])
-        mask, error = _one(weight, gram, group, method, options)
-        result.masks[fqn], result.errors[fqn] = mask, error
-        if on_layer is not None:
-            on_layer(fqn, mask, error)
-    return result
-
-
-def _one(
-    weight: torch.Tensor, grams: torch.Tensor, group: dict[str, Any], method: str, options: dict[str, Any]
-) -> tuple[Mask, float]:
-    """One layer, in place; the groups of a convolution one after the other."""
-    matrix = weight.detach().reshape(matrix_shape(weight.shape))
-    part = len(matrix) // len(grams)
-    new, bits, lost, whole = torch.empty_like(matrix), [], 0.0, 0.0
-    for i, gram in enumerate(grams):
-        rows = slice(i * part, (i + 1) * part)
-        given = {**options, "name": group["tensor_fqn"]}
-        new[rows], mask = reconstruct_weight(
-            matrix[rows], gram, group["pattern"], group["sparsity"], method, **given
-        )
-        bits.append(mask)
-        size = float(((matrix[rows].double().cpu() @ gram) * matrix[rows].double().cpu()).sum())
-        lost += layer_error(matrix[rows].cpu(), new[rows].cpu(), gram) * size
-        whole += size
-    with torch.no_grad():
-        weight.copy_(new.view(weight.shape))
-    mask = Mask(torch.cat([m.bits for m in bits]), matrix.shape[1], sum(m.kept for m in bits))
-    return mask, lost / whole if whole else 0.0
-
-
-def _sparsity(op: str, pattern: Pattern, sparsity: float | None) -> float:
+def asked_sparsity(op: str, pattern: Pattern, sparsity: float | None) -> float:
+    """What is asked of a layer, checked; None: what the pattern allows at most, else 0.5."""
     if sparsity is None:
         return pattern.most if pattern.most < 1 else 0.5
     sparsity = check_sparsity(op, "sparsity", sparsity)
     pattern.check_sparsity(op, sparsity)
     return sparsity
-
-
-def _lots(groups: Iterable[dict[str, Any]], memory: int) -> Iterator[list[dict[str, Any]]]:
-    """Groups in order, as many at once as `memory` bytes of XᵀX allow; at least one."""
-    lot: list[dict[str, Any]] = []
-    used = 0
-    for group in groups:
-        weight = getattr(group["module"], group["tensor_name"])
-        columns = matrix_shape(weight.shape)[1]
-        size = 8 * columns**2 * getattr(group["module"], "groups", 1)
-        if lot and used + size > memory:
-            yield lot
-            lot, used = [], 0
-        lot.append(group)
-        used += size
-    if lot:
-        yield lot
