@@ -240,6 +240,11 @@ def swap_data(parameter: torch.Tensor, data: torch.Tensor, grad: torch.Tensor | 
     if parameter.is_meta != data.is_meta or not isinstance(parameter, nn.Parameter):
         return nn.Parameter(data, requires_grad=parameter.requires_grad)
     parameter.grad = None
+    if data.shape != parameter.shape:
+        # While an earlier loss is alive autograd keeps a node that expects gradients of the old size; only
+        # for another dtype it makes another one.
+        other = torch.float32 if data.dtype == torch.float16 else torch.float16
+        parameter.data = torch.empty(0, dtype=other, device=data.device)
     parameter.data = data.detach()
     parameter.grad = grad
     torch.autograd.graph.increment_version(parameter)  # a pending backward must notice

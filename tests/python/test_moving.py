@@ -8,6 +8,7 @@ import math
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn import functional
 
 import rarefy
@@ -15,6 +16,7 @@ from rarefy import BlockSparseLinear, PseudoBlockSparseLinear
 from rarefy.masks import expand_mask, to_blocks
 from rarefy.prune import (
     SET,
+    GraNet,
     MagnitudeRegrow,
     RigL,
     SRigL,
@@ -339,6 +341,101 @@ def test_magnitude_regrow_draws_as_large_as_asked():
         assert abs(float(drawn.std()) - (3**-0.5 if distribution == "uniform" else 1)) < 0.2
 
 
+@pytest.mark.parametrize(("optimizer_type", "options"), OPTIMIZERS)
+@pytest.mark.parametrize("form", ["block:4x3", "csr"])
+def test_granet_is_its_oracle_and_ends_with_exactly_so_many(form, optimizer_type, options):
+    layer = layer_of(form, 0.6)
+    oracle, optimizer = Oracle(layer, optimizer_type, options), optimizer_type(layer.parameters(), **options)
+    moving = GraNet(nn.Sequential(layer), optimizer, final=0.25, fraction=0.3, every=4, begin=2, end=15)
+    values, first = layer.weight.values, layer.weight.nnzb
+    for step in range(1, 21):
+        x, target = data(step)
+        optimizer.zero_grad()
+        functional.mse_loss(layer(x), target).backward()
+        optimizer.step()
+        moves, whole = moving.step(), oracle.step(x, target)
+        assert bool(moves) == (step in (4, 8, 12, 15))
+        if moves:
+            last = round(0.25 * first)
+            count = last + round((first - last) * (1 - (step - 2) / 13) ** 3)
+            norms = block_norms(oracle.linear.weight.detach(), oracle.block)
+            kept = mask_at(best(norms, oracle.mask, count - round(0.3 * count)), oracle.mask)
+            grown = best(block_norms(whole, oracle.block), ~kept, round(0.3 * count))
+            new = kept | mask_at(grown, kept)
+            old, oracle.mask = oracle.elements(), new
+            with torch.no_grad():
+                oracle.linear.weight *= old & oracle.elements()
+                for state in oracle.optimizer.state[oracle.linear.weight].values():
+                    if state.shape == oracle.linear.weight.shape:
+                        state *= old & oracle.elements()
+        assert torch.equal(layer.weight.block_mask(), oracle.mask), f"step {step}"
+        torch.testing.assert_close(layer.weight.to_dense(), oracle.linear.weight, rtol=1e-9, atol=1e-12)
+    assert layer.weight.nnzb == round(0.25 * first) and layer.weight.values is values
+    assert moves == [] and moving.report()[0].nnzb == layer.weight.nnzb
+
+
+def test_granet_gets_sparser_where_nothing_grows_too():
+    layer = layer_of("block:4x3", 0.5)
+    before, moving = (
+        layer.weight.block_mask(),
+        GraNet(nn.Sequential(layer), final=0.5, fraction=0.0, every=1, end=1),
+    )
+    functional.mse_loss(layer(data(1)[0]), data(1)[1]).backward()
+    (move,) = moving.step()
+    assert move.grown == 0 and move.nnzb == round(0.5 * int(before.sum()))
+    assert bool((before | ~layer.weight.block_mask()).all())
+    with pytest.raises(ValueError, match="end must be given"):
+        GraNet(nn.Sequential(layer), final=0.5, fraction=0.3)
+    with pytest.raises(ValueError, match=r"in \[0, 1\]"):
+        GraNet(nn.Sequential(layer), final=1.5, fraction=0.3, end=4)
+
+
+@pytest.mark.parametrize("method", [RigL, SET, GraNet])
+@pytest.mark.parametrize("form", ["block:4x3", "csr"])
+def test_patterns_move_in_compiled_models(method, form):
+    losses, patterns = [], []
+    torch._dynamo.reset()
+    for compiled in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(K, 20), nn.Tanh(), nn.Linear(20, N)).double()
+        sparse_start(model, form, 0.4)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        options = {"final": 0.5} if method is GraNet else {}
+        moving = method(model, optimizer, every=3, end=20, **options)
+        counted = CompileCounterWithBackend("aot_eager")
+        net = torch.compile(model, backend=counted) if compiled else model
+        for step in range(1, 11):
+            x, target = data(step)
+            optimizer.zero_grad()
+            loss = functional.mse_loss(net(x), target)
+            loss.backward()
+            optimizer.step()
+            moving.step()
+            losses.append(loss.item())
+        patterns.append([model[i].weight.block_mask() for i in (0, 2)])
+        assert all(move.grown for move in moving.report())
+    # Blocks that move are no reason to compile again; fewer blocks are other sizes.
+    assert counted.frame_count == 1 or (method is GraNet and counted.frame_count <= 4)
+    torch.testing.assert_close(losses[:10], losses[10:])
+    assert all(torch.equal(a, b) for a, b in zip(*patterns, strict=True))
+
+
+def test_compiled_models_run_as_written_while_gradients_are_watched_alone():
+    def eager():
+        counted = CompileCounterWithBackend("eager")
+        torch._dynamo.reset()
+        torch.compile(lambda x: x + 1, backend=counted)(torch.ones(2))
+        return counted.frame_count == 0
+
+    one, two = (RigL(nn.Sequential(layer_of("csr", 0.3)), fraction=0.1, every=1) for _ in "12")
+    assert eager()
+    del one  # never stepped
+    assert eager()
+    two.end = 0
+    two._arm()
+    assert not eager()
+
+
 @pytest.mark.parametrize("method", [RigL, SET, SRigL, MagnitudeRegrow])
 def test_masked_dense_twins_move_alike(method):
     layer = layer_of("block:4x3", 0.3)
@@ -463,14 +560,15 @@ def train(model, optimizer, moving, first, last):
         moving.step()
 
 
-@pytest.mark.parametrize("method", [RigL, SET, SRigL, MagnitudeRegrow, TopKAST])
+@pytest.mark.parametrize("method", [RigL, GraNet, SET, SRigL, MagnitudeRegrow, TopKAST])
 def test_a_run_that_was_stopped_goes_on_bit_for_bit(method, tmp_path):
     def fresh(seed):
         torch.manual_seed(seed)
         model = nn.Sequential(nn.Linear(K, 20), nn.Tanh(), nn.Linear(20, N)).double()
         sparse_start(model, "block:4x3", 0.4, seed=seed)
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-        return model, optimizer, method(model, optimizer, every=3, end=30, seed=seed)
+        options = {"final": 0.3} if method is GraNet else {}
+        return model, optimizer, method(model, optimizer, every=3, end=30, seed=seed, **options)
 
     whole = fresh(1)
     train(*whole, 0, 25)

@@ -268,3 +268,17 @@ def test_sparsify_again_in_another_format_with_scores_and_dry():
     scores = torch.rand(24, 32)
     rarefy.sparsify(model, {"0": "csr@0.5"}, measure=False, scores={"0": scores})  # scores may grow it
     assert torch.equal(layer.weight.block_mask(), CsrWeight.from_dense(scores, density=0.5).block_mask())
+
+
+@pytest.mark.parametrize("form", ["block:4x3", "csr"])
+def test_fewer_blocks_while_an_earlier_loss_is_alive(form):
+    layer = BlockSparseLinear.from_dense(nn.Linear(41, 30), f"{form}@0.5")
+    weight, x = layer.weight, torch.randn(3, 41)
+    loss = layer(x).square().mean()
+    loss.backward()
+    mask = weight.block_mask()
+    mask[::2] = False
+    weight.change_pattern(BsrPattern.from_mask(mask, shape=(30, 41), block_shape=weight.block_shape))
+    again = layer(x).square().mean()
+    again.backward()  # was: an invalid gradient, of the size that the values had before
+    assert weight.values.grad.shape == weight.values.shape and loss.grad_fn is not None

@@ -9,6 +9,7 @@ from .couplings import Coupling, find_couplings
 from .criteria import Criterion, parse_criterion
 from .drop_fractions import DropFraction, parse_fraction
 from .elimination import Elimination, eliminations
+from .granet import GraNet
 from .groups import grams
 from .growth import gradient_norms
 from .layer_by_layer import Reconstruction, reconstruct
@@ -37,6 +38,7 @@ __all__ = [
     "DropFraction",
     "Elimination",
     "Factorization",
+    "GraNet",
     "LowRankLinear",
     "MagnitudeRegrow",
     "Mask",

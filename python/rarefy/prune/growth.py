@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -66,16 +67,31 @@ def candidate_norms(
     return grid
 
 
+_eager, _watches = ExitStack(), 0  # of all models; torch has one stance
+
+
+def _run_as_written(more: int) -> None:
+    """Compiled models run as they are written while any Watch is open."""
+    global _watches
+    before, _watches = _watches, _watches + more
+    if before == 0:
+        _eager.enter_context(torch.compiler.set_stance("force_eager"))
+    elif _watches == 0:
+        _eager.close()
+
+
 class Watch:
     """Keeps what layers get and what comes back to their outputs, from now until `close`.
 
     Several calls of a layer, in one pass or in several micro-batches, count together, as in its gradient.
-    What is kept: X and dY of every call, (tokens, K) and (tokens, N), by reference.
+    What is kept: X and dY of every call, (tokens, K) and (tokens, N), by reference. Until then compiled
+    models run as they are written: what torch.compile made before does not ask for hooks.
     """
 
     def __init__(self, layers: Iterable[tuple[int, nn.Module]]) -> None:
         self._seen: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}
         self._handles = [module.register_forward_hook(self._hook(key)) for key, module in layers]
+        _run_as_written(1)
 
     def _hook(self, key: int) -> Any:
         def hook(module: nn.Module, args: tuple[Any, ...], output: torch.Tensor) -> None:
@@ -104,7 +120,9 @@ class Watch:
         return dy[::every], x[::every]
 
     def close(self) -> None:
-        """Leaves the layers alone, and drops what was seen."""
+        """Leaves the layers alone, and drops what was seen; once."""
         for handle in self._handles:
             handle.remove()
+        self._handles.clear()
         self._seen.clear()
+        _run_as_written(-1)

@@ -5,6 +5,7 @@ SET, RigL, SRigL and MagnitudeRegrow on the stored blocks of BlockSparseLinear; 
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -42,7 +43,7 @@ def top(scores: torch.Tensor, keep: int) -> torch.Tensor:
 
 
 class MovingPattern:
-    """Base of the methods. A change drops and grows as many blocks, so that nnzb never changes.
+    """Base of the methods. A change drops and grows as many blocks, so that nnzb stays (but for GraNet).
 
     moving = RigL(model, optimizer, end=7500)
     for batch in data: loss.backward(); optimizer.step(); moving.step()
@@ -158,19 +159,21 @@ class MovingPattern:
     def _arm(self) -> None:
         """Watches the layers if the coming step needs their gradients, and else leaves them alone."""
         if self._watch is not None:
-            self._watch.close()
+            self._unwatch()
         self._watch = None
         if self.needs_gradient and (self._late or self.due(self.clock + 1)):
             pairs = ((i, module) for i, layer in enumerate(self.layers) for module in layer.modules)
             self._watch = Watch(pairs)
+            self._unwatch = weakref.finalize(self, self._watch.close)  # also when nobody has this any more
 
     def _gradients(self) -> dict[int, torch.Tensor] | None:
         """Norms of gradients by layer, {} if none are needed; None if they are not finite."""
         return {}
 
     def _change(self, layer: Movable, mask: torch.Tensor) -> Move:
-        grown = int((mask & ~layer.mask()).count_nonzero())
-        if grown:
+        stored = layer.mask()
+        grown = int((mask & ~stored).count_nonzero())
+        if not torch.equal(mask, stored):
             layer.change(mask, self._optimizer_of(layer), self._draw, self.random)
         self.grown[layer.name] += grown
         return self._said(layer, grown)
