@@ -24,7 +24,7 @@ _sizes, _prepare, _pack = map(_load.op, ("bsr_derived_sizes", "bsr_prepare", "bs
 class Kept:
     """What is derived from one weight for x of one dtype."""
 
-    __slots__ = ("_arguments", "_packed", "_packs_in_calls", "key", "packed_bytes", "prepared")
+    __slots__ = ("_arguments", "_packed", "_packs_in_calls", "key", "packed_bytes", "prepared", "steady")
 
     def __init__(self, pattern: Any, values: Tensor, x_dtype: torch.dtype, stored: bool = True) -> None:
         """Asks what the best kernel wants and prepares; `values` as (nnzb, R, C). Packs nothing yet.
@@ -53,6 +53,8 @@ class Kept:
         if self.key and prepared_bytes:
             self.prepared = pattern.prepared(self.key, lambda: prepare(*arguments(pattern.plan)))
         self._packed: tuple[tuple[int, ...] | None, Tensor | None] = (None, None)  # of what, or seen once
+        # What every call may use, whatever the values are; None where that must be asked each time.
+        self.steady: Derived | tuple[()] | None = None if self.packed_bytes else self.unpacked()
 
     def current(self, parameter: Tensor, values: Tensor, now: bool = False) -> Derived | tuple[()]:
         """What a call with these values may use.
