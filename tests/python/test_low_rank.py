@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import rarefy
-from rarefy.prune import LowRankLinear, factorize, factorize_weight, factorize_with_blocks
+from rarefy.prune import LowRankConv2d, LowRankLinear, factorize, factorize_weight, factorize_with_blocks
 
 
 def correlated(tokens=200, k=24) -> torch.Tensor:
@@ -110,6 +110,54 @@ def test_data_counts_and_layers_that_gain_nothing_stay():
     tied = nn.ModuleDict({"a": nn.Linear(8, 8), "b": nn.Linear(8, 8)})
     tied["b"].weight = tied["a"].weight
     assert "tied" in factorize(tied, rank=1).layers[0].reason and type(tied["a"]) is nn.Linear
+
+
+CONVOLUTIONS = [
+    {},
+    {"stride": 2, "padding": (1, 2), "bias": False},
+    {"padding": "same", "dilation": (1, 2), "padding_mode": "reflect"},
+]
+
+
+@pytest.mark.parametrize("options", CONVOLUTIONS)
+def test_convolutions_become_products_that_lose_the_least_possible(options):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(6, 20, 3, **options), nn.ReLU(), nn.Conv2d(20, 8, 1)).eval()
+    dense, x = copy.deepcopy(model), torch.randn(40, 6, 8, 8)
+    x = x + 3 * x[:, :1]  # channels that go together
+    result = factorize(model, rank=5, data=x.split(10), config={"0": {}})
+    (row,), layer = result, model[0]
+    assert type(layer) is LowRankConv2d and layer.rank == row.rank == 5 and not layer.training
+    assert (row.before, row.after) == (20 * 54, 5 * (20 + 54))
+    whole = copy.deepcopy(dense[0])
+    with torch.no_grad():
+        whole.weight.copy_(layer.matrix().view(whole.weight.shape))
+        torch.testing.assert_close(layer(x), whole(x), rtol=1e-4, atol=1e-5)
+        y, got = (m(x).movedim(1, -1).flatten(0, -2).double() for m in (dense[0], layer))
+        bias = 0 if whole.bias is None else whole.bias
+        values = torch.linalg.svdvals(y - bias).square()
+        lost = float((y - got).square().sum())
+    assert lost == pytest.approx(float(values[5:].sum()), rel=1e-2)
+    assert row.error == pytest.approx(lost / float(values.sum()), rel=1e-3)
+    model(x).sum().backward()
+    assert all(p.grad is not None for p in model.parameters())
+    again = copy.deepcopy(model)
+    again.load_state_dict(model.state_dict())
+    assert torch.equal(again(x), model(x))
+
+
+def test_convolutions_that_stay_say_why():
+    model = nn.Sequential(nn.Conv2d(4, 8, 3, groups=2), nn.Conv2d(8, 2, 1))
+    assert ["groups" in row.reason for row in factorize(model, ratio=0.5, config={"0": {}})] == [True]
+    (row,) = factorize(model, ratio=0.5, sparse="csr@0.1", config={"1": {}})
+    assert row.rank is None and "linear layers" in row.reason and type(model[1]) is nn.Conv2d
+    tied = nn.Sequential(nn.Conv2d(8, 8, 3), nn.Conv2d(8, 8, 3))
+    tied[1].weight = tied[0].weight
+    assert "tied" in factorize(tied, rank=1).layers[0].reason and type(tied[0]) is nn.Conv2d
+    assert "model itself" in factorize(nn.Conv2d(8, 8, 3), rank=1).layers[0].reason
+    twice = nn.Conv2d(4, 4, 3, padding=1)
+    model = nn.Sequential(twice, nn.ReLU(), twice)
+    assert factorize(model, rank=1).layers[0].rank == 1 and model[0] is model[2] is not twice
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,14 @@ from .granet import GraNet
 from .groups import grams
 from .growth import gradient_norms
 from .layer_by_layer import Reconstruction, reconstruct
-from .low_rank import Factorization, LowRankLinear, factorize, factorize_weight, factorize_with_blocks
+from .low_rank import (
+    Factorization,
+    LowRankConv2d,
+    LowRankLinear,
+    factorize,
+    factorize_weight,
+    factorize_with_blocks,
+)
 from .masked import Masked
 from .masks import Mask, Scores, allocate_global, make_mask
 from .moments import Moments, arrange, arrange_hidden, reconstruct_layer
@@ -39,6 +46,7 @@ __all__ = [
     "Elimination",
     "Factorization",
     "GraNet",
+    "LowRankConv2d",
     "LowRankLinear",
     "MagnitudeRegrow",
     "Mask",

@@ -77,6 +77,40 @@ class LowRankLinear(nn.Module):
         return f"in_features={self.in_features}, out_features={self.out_features}, rank={self.rank}"
 
 
+class LowRankConv2d(nn.Module):
+    """A convolution as one to r channels with the kernel, and one of 1 × 1 from those, which has the bias.
+
+    Args:
+        u: (N, r), v: (r, C·KH·KW): the factors of the weight as a matrix, copied.
+        like: the nn.Conv2d whose stride, padding, dilation and bias they take; one group.
+    """
+
+    def __init__(self, u: torch.Tensor, v: torch.Tensor, like: nn.Conv2d) -> None:
+        super().__init__()
+        options = ("kernel_size", "stride", "padding", "dilation", "padding_mode")
+        same = {"device": u.device, "dtype": u.dtype}
+        down = {name: getattr(like, name) for name in options}
+        self.down = nn.Conv2d(like.in_channels, len(v), **down, bias=False, **same)
+        self.up = nn.Conv2d(len(v), len(u), 1, bias=False, **same)
+        with torch.no_grad():
+            self.down.weight.copy_(v.view(self.down.weight.shape))
+            self.up.weight.copy_(u.view(self.up.weight.shape))
+        self.up.bias = copy_parameter(like.bias)
+
+    @property
+    def rank(self) -> int:
+        """R."""
+        return self.up.in_channels
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """(B, C, H, W) to (B, N, H′, W′)."""
+        return self.up(self.down(x))
+
+    def matrix(self) -> torch.Tensor:
+        """The product of both weights, (N, C·KH·KW)."""
+        return self.up.weight.flatten(1) @ self.down.weight.flatten(1)
+
+
 @dataclass(frozen=True)
 class FactorizedLayer:
     """One layer: its rank (None: it stays, as `reason` says), parameters before and after, the part lost.
@@ -202,7 +236,7 @@ def factorize(
     filter_fn: FilterFn | None = None,
     forward: Callable[[Any], Any] | None = None,
 ) -> Factorization:
-    """Replaces linear layers by LowRankLinear, in place.
+    """Replaces linear layers by LowRankLinear and convolutions by LowRankConv2d, in place.
 
     Args:
         model: any module; layers that cannot be replaced stay, and the result says why.
@@ -210,7 +244,7 @@ def factorize(
         energy: the part of Σσ² that is kept; or
         ratio: parameters after / before, S included; exactly one of the three.
         data: batches (a tensor, a tuple of arguments or a dict): what the layers get then counts.
-        sparse: "block:16x16@0.1", "csr@0.05": blocks beside the product; not with energy.
+        sparse: "block:16x16@0.1", "csr@0.05": blocks beside the product; not with energy, of linear layers.
         config: which layers, as of Sparsifier.prepare.
         filter_fn: the same.
         forward: what to do with a batch instead of calling the model.
@@ -231,9 +265,12 @@ def factorize(
     if isinstance(getattr(spec, "density", None), str):
         fail(op, "sparse must have a density that is a number", str(spec))
     groups = find_groups(op, model, config, filter_fn)
-    groups = [g for g in groups if isinstance(g["module"], nn.Linear) and g["tensor_name"] == "weight"]
+    kinds = nn.Linear | nn.Conv2d
+    groups = [g for g in groups if isinstance(g["module"], kinds) and g["tensor_name"] == "weight"]
     grams = {} if data is None else collect_grams(op, model, groups, data, forward)
     layers = {id(x.module): x for x in find_layers(model)}
+    convolutions = (group for group in groups if isinstance(group["module"], nn.Conv2d))
+    layers |= {id(group["module"]): _convolution(model, group) for group in convolutions}
     rows, changes = [], []
     for group in groups:
         layer, gram = layers[id(group["module"])], grams.get(group["tensor_fqn"])
@@ -247,6 +284,22 @@ def factorize(
     return Factorization(rows)
 
 
+def _convolution(model: nn.Module, group: dict[str, Any]) -> Layer:
+    """An nn.Conv2d with all places where it is used, and why it must stay."""
+    module, named = group["module"], list(model.named_modules(remove_duplicate=False))
+    layer = Layer([name for name, found in named if found is module], module)
+    for name in layer.names:
+        parent, _, key = name.rpartition(".")
+        layer.places += [(model.get_submodule(parent), key)] if name else []
+    if not layer.places:
+        layer.reason = "it is the model itself"
+    elif type(module) is not nn.Conv2d or type(module.weight) is not nn.Parameter:
+        layer.reason = "it is no plain nn.Conv2d"
+    elif any(found is not module for _, found, _ in group["places"]):
+        layer.reason = "its weight is tied to another layer's"
+    return layer
+
+
 def _one(
     layer: Layer,
     spec: Spec | None,
@@ -254,10 +307,12 @@ def _one(
     rank: int | None,
     energy: float | None,
     ratio: float | None,
-) -> tuple[FactorizedLayer, LowRankLinear | None]:
+) -> tuple[FactorizedLayer, LowRankLinear | LowRankConv2d | None]:
     """What becomes of one layer."""
-    linear = check_linear("factorize", layer.module)
-    weight, before = linear.weight.detach(), linear.weight.numel()
+    module, convolves = layer.module, isinstance(layer.module, nn.Conv2d)
+    if not convolves:
+        module = check_linear("factorize", module)
+    weight, before = module.weight.detach().flatten(1), module.weight.numel()
 
     def stays(reason: str) -> tuple[FactorizedLayer, None]:
         return FactorizedLayer(layer.name, None, before, before, 0.0, reason), None
@@ -265,6 +320,8 @@ def _one(
     if layer.reason is not None:
         return stays(layer.reason)
     n, k = weight.shape
+    if convolves and (module.groups > 1 or spec is not None):
+        return stays("a convolution in groups" if module.groups > 1 else "blocks are for linear layers")
     if spec is not None and spec.why_not((n, k)) is not None:
         return stays(spec.why_not((n, k)))
     stored = 0 if spec is None else round(spec.density * n * k)
@@ -280,14 +337,15 @@ def _one(
     else:
         pattern = "unstructured" if spec.format == "csr" else spec.format
         u, v, s = factorize_with_blocks(weight, pattern, spec.density, rank, gram)
-        part = new_linear(s.to(weight), None, True, linear.training)
+        part = new_linear(s.to(weight), None, True, module.training)
         block = BlockSparseLinear.from_dense(part, spec=spec, scores=s.abs().to(weight.device))
     if len(v) * (n + k) + stored >= before:
         return stays(f"rank {len(v)} would have as many parameters")
-    new = LowRankLinear(u.to(weight), v.to(weight), linear.bias, block).train(linear.training)
+    u, v = u.to(weight), v.to(weight)
+    new = LowRankConv2d(u, v, module) if convolves else LowRankLinear(u, v, module.bias, block)
     measure = torch.eye(k, dtype=torch.float64) if gram is None else gram
-    error = layer_error(weight.cpu(), new.to_dense().weight.detach().cpu(), measure)
+    product = new.matrix() if convolves else new.to_dense().weight
+    error = layer_error(weight.cpu(), product.detach().cpu(), measure)
     after = len(v) * (n + k) + (0 if block is None else block.weight.values.numel())
-    return FactorizedLayer(layer.name, len(v), before, after, error), new.requires_grad_(
-        linear.weight.requires_grad
-    )
+    new = new.train(module.training).requires_grad_(module.weight.requires_grad)
+    return FactorizedLayer(layer.name, len(v), before, after, error), new
