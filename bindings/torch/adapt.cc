@@ -14,6 +14,7 @@
 
 #include "core/arguments.h"
 #include "core/message.h"
+#include "core/plan_layout.h"
 #include "core/registry.h"
 #include "core/scalar.h"
 
@@ -305,9 +306,8 @@ PlanView Call::plan(const Tensor& plan, const BsrShape& shape, Part part) const 
 }
 
 PlanView Call::row_plan(const Tensor& plan, BsrShape shape) const {
-  constexpr std::ptrdiff_t kBlocks = 5;  // the word of PlanHeader
   const std::span<const std::int32_t> all = words(*this, "plan", plan);
-  if (std::ssize(all) > kBlocks) shape.nnzb = all[kBlocks];
+  if (std::ssize(all) >= PlanHeader::kWords) shape.nnzb = PlanHeader::shape_of(all.data()).nnzb;
   return view(all, shape, Part::rows);
 }
 

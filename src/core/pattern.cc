@@ -30,7 +30,7 @@ Status check_length(std::string_view op, const BsrShape& shape, std::int64_t wor
 }
 
 Status check_header(std::string_view op, const BsrShape& shape, const std::int32_t* words) {
-  const BsrShape stored{words[1], words[2], words[3], words[4], words[5]};
+  const BsrShape stored = PlanHeader::shape_of(words);
   if (words[0] == PlanHeader::kMagic && stored == shape) return {};
   return invalid(
       op,

@@ -24,6 +24,9 @@ struct PlanHeader {
              static_cast<std::int32_t>(shape.nnzb),
              0,
              0} {}
+
+  // The shape that a header's words say, whoever wrote them.
+  static BsrShape shape_of(const std::int32_t* word) { return {word[1], word[2], word[3], word[4], word[5]}; }
 };
 
 struct PlanLayout {
