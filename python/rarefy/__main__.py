@@ -1,4 +1,4 @@
-"""``python -m rarefy``: what is in use and why; ``advise``, ``convert``, ``report``, ``bench``."""
+"""``python -m rarefy``: what is in use and why; ``advise``, ``convert``, ``report``, ``bench`` …"""
 
 from __future__ import annotations
 
@@ -21,11 +21,16 @@ def main() -> int:
         return load.main(sys.argv[2:])
     if sys.argv[1:2] in (["report"], ["bench"]):
         return folder.main(sys.argv[2:], measure=sys.argv[1] == "bench")
+    if sys.argv[1:2] == ["completion"]:
+        from . import completion
+
+        return completion.main(sys.argv[2:])
     parser = argparse.ArgumentParser(
         prog="python -m rarefy",
         description=main.__doc__,
         epilog="python -m rarefy advise predicts what linear layers gain, convert reads checkpoints of old"
-        " formats, report says what a saved model holds, bench times its layers; each has its --help.",
+        " formats, report says what a saved model holds, bench times its layers, completion completes words in a"
+        " shell; each has its --help.",
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--block", default="32x32", help="block shape RxC that kernels are selected for")

@@ -10,7 +10,10 @@ import contextlib
 import functools
 import logging
 import os
+import sys
+import threading
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -43,6 +46,33 @@ def set_up(level: str | None) -> None:
 def progress(items: Iterable[T], text: str, unit: str = "layer", total: int | None = None) -> Iterable[T]:
     """The items, with a bar on a terminal for what takes more than a second."""
     return tqdm(items, desc=text, unit=unit, total=total, delay=1, leave=False, disable=None)
+
+
+@contextlib.contextmanager
+def growing(path: Path, total: int, text: str) -> Iterator[None]:
+    """A bar on a terminal for a file that somebody writes, `total` bytes in the end; none for small ones."""
+    if total < _LARGE or not sys.stderr.isatty():
+        yield
+        return
+    done = threading.Event()
+    bar = tqdm(total=total, desc=text, unit="B", unit_scale=True, delay=1, leave=False)
+
+    def watch() -> None:
+        while not done.wait(0.2):
+            with contextlib.suppress(OSError):  # it may be replaced just now
+                bar.update(path.stat().st_size - bar.n)
+
+    thread = threading.Thread(target=watch, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+        bar.close()
+
+
+_LARGE = 2**27  # bytes that take less than a second to write
 
 
 @contextlib.contextmanager

@@ -22,7 +22,7 @@ from ._torch_private import storage_of
 from .backend import __version__
 from .checks import check_tensor, fail
 from .files import replacing
-from .log import logger
+from .log import growing, logger
 from .sparse_weight import SparseWeight, formats, reserved_endings
 
 FORMAT = "bsr-v1"
@@ -155,7 +155,8 @@ def _without_shared(
 def write(tensors: dict[str, torch.Tensor], metadata: dict[str, str], path: Path) -> None:
     """A safetensors file, in one step."""
     try:
-        with replacing(path) as temporary:
+        total = sum(tensor.nbytes for tensor in tensors.values())
+        with replacing(path) as temporary, growing(temporary, total, f"writing {path.name}"):
             save_tensors(tensors, temporary, metadata=metadata)
     except SafetensorError as error:  # how safetensors reports a full disk
         raise OSError(f"[save_file] path must be writable; got {path}: {error}") from None

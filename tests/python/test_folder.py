@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import subprocess
 import sys
+import time
 
 import pytest
 import torch
@@ -185,3 +187,67 @@ def test_ranges_have_the_names_of_layers(monkeypatch):
     assert ranges[4:] == ["0: 64x32 block:16x4@0.5", None]  # also where a layer fails
     model(x)
     assert len(ranges) == 6
+
+
+def test_words_after_python_m_rarefy_are_completed(capsys, monkeypatch):
+    from rarefy.completion import WORDS
+
+    for command, words in WORDS.items():
+        monkeypatch.setattr(sys, "argv", ["rarefy", *filter(None, [command]), "--help"])
+        with pytest.raises(SystemExit):
+            main()
+        text = capsys.readouterr().out
+        options = set(
+            re.findall(r"--[a-z]+", text.partition("positional")[0] + text.partition("options:")[2])
+        )
+        assert options == {word for word in words.split() if word.startswith("--")}, command
+    monkeypatch.setattr(sys, "argv", ["rarefy", "completion", "bash"])
+    assert main() == 0
+    script = capsys.readouterr().out
+
+    def completed(*line: str) -> list[str]:
+        words = " ".join(f"'{word}'" for word in line)
+        code = f"COMP_WORDS=({words}); COMP_CWORD={len(line) - 1}; _rarefy_module; echo ${{COMPREPLY[@]}}"
+        run = subprocess.run(["bash", "-c", script + code], capture_output=True, text=True, check=True)
+        return run.stdout.split()
+
+    assert completed("python", "-m", "rarefy", "re") == ["report"]
+    assert completed("python", "-m", "rarefy", "report", "--s") == ["--spec"]
+    assert completed("python", "-m", "rarefy", "completion", "") == ["bash", "zsh", "--help"]
+    assert completed("python", "-m", "other", "re") == completed("python", "re") == []
+    monkeypatch.setattr(sys, "argv", ["rarefy", "completion", "zsh"])
+    assert main() == 0 and "bashcompinit" in capsys.readouterr().out and "bashcompinit" not in script
+
+
+def test_a_bar_shows_how_much_of_a_large_file_is_written(tmp_path, monkeypatch):
+    bars = []
+
+    class Bar:
+        def __init__(self, total: int, desc: str, **_: object) -> None:
+            self.total, self.desc, self.n, self.closed = total, desc, 0, False
+            bars.append(self)
+
+        def update(self, n: int) -> None:
+            self.n += n
+
+        def close(self) -> None:
+            self.closed = True
+
+    model = _model()
+    monkeypatch.setattr(log, "tqdm", Bar)
+    rarefy.save_file(model, tmp_path / "a.safetensors")
+    assert bars == []  # no terminal
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    rarefy.save_file(model, tmp_path / "a.safetensors")
+    assert bars == []  # small
+    monkeypatch.setattr(log, "_LARGE", 0)
+    rarefy.save_file(model, tmp_path / "a.safetensors")
+    (bar,) = bars
+    assert bar.desc == "writing a.safetensors" and bar.closed
+    assert 0 < bar.total < (tmp_path / "a.safetensors").stat().st_size
+    with log.growing(tmp_path / "b", 10, "writing b"):
+        (tmp_path / "b").write_bytes(b"12345")
+        end = time.monotonic() + 10
+        while bars[-1].n < 5 and time.monotonic() < end:
+            time.sleep(0.05)
+    assert bars[-1].n == 5
