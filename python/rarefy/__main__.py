@@ -1,4 +1,4 @@
-"""``python -m rarefy``: what is in use and why; ``advise``, ``convert``, ``report``, ``bench`` …"""
+"""``python -m rarefy``: what is in use and why; ``advise``, ``convert``, ``report``, ``bench``."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def main() -> int:
         prog="python -m rarefy",
         description=main.__doc__,
         epilog="python -m rarefy advise predicts what linear layers gain, convert reads checkpoints of old"
-        " formats, report says what a saved model holds, bench times its layers, completion completes words in a"
-        " shell; each has its --help.",
+        " formats, report says what a saved model holds, bench times its layers, completion completes words"
+        " in a shell; each has its --help.",
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--block", default="32x32", help="block shape RxC that kernels are selected for")

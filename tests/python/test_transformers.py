@@ -448,6 +448,22 @@ def test_offloaded_tensors_come_when_a_product_wants_them(tmp_path):
     assert torch.equal(_run(model, {"input_ids": IDS}), wanted)
 
 
+@pytest.mark.parametrize("shards", [None, "4KB"])
+def test_a_device_map_leaves_values_on_disk_until_a_product_wants_them(shards, tmp_path):
+    pytest.importorskip("accelerate")
+    model = _bert().bert
+    model.save_pretrained(tmp_path, **({} if shards is None else {"max_shard_size": shards}))
+    places = dict.fromkeys(("embeddings", "pooler"), "cpu") | {"encoder": "disk"}
+    loaded = transformers.BertModel.from_pretrained(
+        tmp_path, device_map=places, offload_folder=tmp_path / "off"
+    )
+    weights = [m for m in loaded.modules() if isinstance(m, rarefy.SparseWeight)]
+    assert len(weights) == 10 and all(weight.values.is_meta for weight in weights)
+    for _ in range(2):
+        assert torch.equal(_run(loaded, {"input_ids": IDS}), _run(model, {"input_ids": IDS}))
+        assert all(weight.values.is_meta for weight in weights)
+
+
 # Bad input ------------------------------------------------------------------------------------------
 
 
@@ -534,7 +550,7 @@ def test_a_missing_shard_is_an_error_that_names_it(tmp_path):
         transformers.BertForMaskedLM.from_pretrained(tmp_path)
 
 
-def test_patterns_and_devices_that_cannot_be(tmp_path):
+def test_patterns_that_cannot_be(tmp_path):
     for arguments, kind, message in (
         ((), ValueError, "must be patterns"),
         (([],), TypeError, "patterns must be a mapping"),
@@ -549,13 +565,6 @@ def test_patterns_and_devices_that_cannot_be(tmp_path):
     with pytest.raises(ValueError, match="must match the whole name of a layer; got 'nothing'"):
         config = RarefyConfig({"nothing": "csr@0.5"})
         transformers.BertModel.from_pretrained(tmp_path / "dense", quantization_config=config)
-    rarefy.sparsify(model, {FEED: "block:4x4@0.5"}, measure=False)
-    model.save_pretrained(tmp_path / "sparse")
-    places = dict.fromkeys(("embeddings", "pooler"), "cpu") | {"encoder": "disk"}
-    with pytest.raises(ValueError, match=r"must be in files, and by device_map in memory .*; got no values"):
-        transformers.BertModel.from_pretrained(
-            tmp_path / "sparse", device_map=places, offload_folder=tmp_path / "off"
-        )
 
 
 def test_models_that_a_config_cannot_describe_are_not_saved(tmp_path):

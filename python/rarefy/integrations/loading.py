@@ -49,6 +49,7 @@ class Pending(SparseWeight):
         self.arrived: set[str] = set()
         self.places: list[Layer] = []
         self.stored: dict[str, torch.dtype] = {}
+        self.files: dict[str, str] = {}
         shape = self.entry.get("shape")
         if not isinstance(shape, list) or len(shape) != 2 or not all(type(n) is int for n in shape):
             fail(OP, f"shape in config.json of {source} must be two ints", shape)
@@ -56,9 +57,9 @@ class Pending(SparseWeight):
         for piece in self.pieces:
             key = f"{source}.{piece}"
             if key not in found:
-                files = sorted({file for file, _, _ in found.values()})
+                files = sorted({Path(file).name for file, _, _ in found.values()})
                 fail(OP, f"{', '.join(files) or 'the checkpoint'} must have {key}", "no tensor of that name")
-            _, size, dtype = found[key]
+            self.files[piece], size, dtype = found[key]
             self.stored[piece] = dtype
             empty = torch.empty(size, dtype=dtype, device="meta")
             if piece == self.pieces[0]:
@@ -136,11 +137,22 @@ class Pending(SparseWeight):
         self.waits = False
 
     def finish(self) -> None:
-        """Raises if pieces did not come."""
-        if self.waits:
-            missing = [piece for piece in self.pieces if piece not in self.arrived]
-            advice = "in files, and by device_map in memory (accelerate.disk_offload moves it afterwards)"
-            fail(OP, f"every piece of {self.source} must be {advice}", f"no {', '.join(missing)}")
+        """Makes a weight that a device_map leaves on disk: its indices are read, its values stay there.
+
+        accelerate then brings the values in for each product, as it does for dense layers.
+        """
+        if not self.waits:
+            return
+        pieces = {}
+        for piece in self.pieces:
+            with safe_open(self.files[piece], framework="pt") as file:
+                pieces[piece] = file.get_tensor(f"{self.source}.{piece}")
+        self._make(pieces)
+        (weight,) = {id(place.module.weight): place.module.weight for place in self.places}.values()
+        for name, parameter in list(weight._parameters.items()):
+            away = nn.Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad)
+            away._is_hf_initialized = True
+            weight._parameters[name] = away
 
     def linear(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> NoReturn:
         """Raises: there is nothing to multiply by yet."""
@@ -181,7 +193,7 @@ def headers(files: Iterable[str] | None) -> dict[str, tuple[str, list[int], torc
                 for key in file.keys():  # noqa: SIM118 (no mapping)
                     piece = file.get_slice(key)
                     dtype = _DTYPES.get(piece.get_dtype(), torch.uint8)
-                    found[key] = (Path(path).name, piece.get_shape(), dtype)
+                    found[key] = (str(path), piece.get_shape(), dtype)
         except SafetensorError as error:
             fail(OP, "sparse weights must be in safetensors files", f"{path}: {error}")
     return found

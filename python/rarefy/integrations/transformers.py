@@ -220,7 +220,7 @@ class RarefyQuantizer(HfQuantizer):
     # -- after they came ------------------------------------------------------------------------
 
     def finish(self) -> None:
-        """Raises if pieces of a sparse weight did not come."""
+        """Makes the weights whose pieces did not come, since they stay on disk."""
         for weight in self.pending.values():
             weight.finish()
 

@@ -102,7 +102,7 @@ def install(quantizer: type) -> None:
         given["hf_quantizer"] = None
         try:
             done = load(*call.args, **call.kwargs)
-            mine.finish()  # before accelerate meets what did not come
+            mine.finish()  # before accelerate meets what stays on disk
             return done
         finally:
             for hook in mine.on_load.hooks if mine.on_load is not None else ():

@@ -17,6 +17,7 @@ from transformers.core_model_loading import (
     rename_source_key,
     revert_weight_conversion,
 )
+from transformers.modeling_utils import PreTrainedModel
 
 from ..layers import find_layers
 from .on_the_fly import SparsifyOnLoad
@@ -96,4 +97,16 @@ def saving(
 
 
 def install(quantizer: type) -> None:
-    """Nothing: the quantizer's methods are called at the right time."""
+    """Makes weights that stay on disk before accelerate meets them; for all else there are methods."""
+    load = PreTrainedModel._load_pretrained_model
+
+    @functools.wraps(load)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        done = load(*args, **kwargs)
+        for given in (*args, *kwargs.values()):
+            mine = getattr(given, "hf_quantizer", None)
+            if isinstance(mine, quantizer):
+                mine.finish()
+        return done
+
+    PreTrainedModel._load_pretrained_model = staticmethod(wrapped)
