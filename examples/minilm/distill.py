@@ -32,7 +32,7 @@ class Recipe:
     tokens: int = 512  # a batch holds about so many tokens
     pooled: float = 1.0  # weight of 1 − cosine of the sentence embeddings
     states: float = 1.0  # weight of the normalised squared error of the token states, every layer alike
-    relations: float = 10.0  # weight of the squared error of the cosines between sentences of a batch
+    relations: float = 0.0  # weight of the squared error of the cosines between sentences of a batch
     clip: float = 1.0
     seed: int = 0
     check_seconds: float = 30.0
