@@ -1,52 +1,27 @@
 // The three products in f32, without rounding inputs to tf32: a thread has 8 × 8 sums in registers. What is
 // fetched by cp.async is read 16 bytes at a time, by k where k lies side by side (X, dY, and W of linear),
 // else by feature.
-#include "cuda/device/activation.cuh"
 #include "cuda/sm80/gradient_tile.cuh"
 #include "cuda/sm80/kernels.h"
+#include "cuda/sm80/product_tile.cuh"
 
 namespace rarefy::cuda::sm80 {
 namespace {
 
+using device::load_shared_4;
+using device::store_shared;
+using device::store_shared_4;
+
 constexpr int kFloatThreads = 128;
-
-__device__ inline float4 load_4(uint32_t address) {
-  float4 v;
-  asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
-               : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
-               : "r"(address)
-               : "memory");
-  return v;
-}
-
-__device__ inline void store_4(uint32_t address, float4 v) {
-  asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(address), "f"(v.x), "f"(v.y), "f"(v.z),
-               "f"(v.w)
-               : "memory");
-}
-
-__device__ inline void store_1(uint32_t address, float v) {
-  asm volatile("st.shared.f32 [%0], %1;" ::"r"(address), "f"(v) : "memory");
-}
 
 __device__ inline float element(const float4& v, int e) {
   return e == 0 ? v.x : e == 1 ? v.y : e == 2 ? v.z : v.w;
 }
 
-struct FloatParams {
-  const float *x, *values, *bias;
-  float* y;
-  const int *offsets, *others, *entries;  // entries: null, or of grad_input
-  int tokens, in, out;                    // features
-  int block_rows, block_cols;             // of W
-  std::int64_t x_stride, y_stride;
-  int strips;
-  device::Activation activation;
-};
-
 // kRows features × tokens: kAcross threads of 8 features, each with every kDown-th token.
-template <int kRows>
+template <int kFeatures>
 struct FloatTile {
+  static constexpr int kRows = kFeatures;
   static constexpr int kTokens = 64 * kFloatThreads / kRows, kChunk = 16;
   static constexpr int kAcross = kRows / 8, kDown = kTokens / 8;
   static constexpr int kXBytes = kTokens * kChunk * 4, kBytes = kXBytes + kRows * kChunk * 4;
@@ -63,7 +38,7 @@ __device__ inline int2 thread_place() {
 }
 
 template <int kRows, bool kTransposed>
-__global__ void __launch_bounds__(kFloatThreads, 3) float_product_kernel(const FloatParams p) {
+__global__ void __launch_bounds__(kFloatThreads, 3) float_product_kernel(const ProductParams p) {
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
   using Tile = FloatTile<kRows>;
   constexpr int kChunk = Tile::kChunk, kXPieces = kChunk / 4, kWPieces = (kTransposed ? kRows : kChunk) / 4;
@@ -78,13 +53,14 @@ __global__ void __launch_bounds__(kFloatThreads, 3) float_product_kernel(const F
   const int outer = strip / (block_out / kRows), within = strip % (block_out / kRows) * kRows;
   const int begin = __ldg(p.offsets + outer), end = __ldg(p.offsets + outer + 1), chunks = block_in / kChunk;
 
-  // A thread's pieces of 16 bytes: of every kXRows-th token, and of every kWRows-th row of W's tile, whose
-  // swizzles are the same.
+  // A thread brings one piece of 16 bytes of every kXRows-th token, and one of every kWRows-th row of W's
+  // tile. Both strides are multiples of eight rows, so that all of its pieces have the first one's swizzle.
   constexpr int kXRows = kFloatThreads / kXPieces, kWRows = kFloatThreads / kWPieces;
   static_assert(kXRows % 8 == 0 && kWRows % 8 == 0);
   const int x_row = self / kXPieces, x_piece = self % kXPieces, w_row = self / kWPieces,
             w_piece = self % kWPieces;
-  const float* x_from = p.x + (token0 + x_row) * p.x_stride + x_piece * 4;
+  const auto *all_x = static_cast<const float*>(p.x), *values = static_cast<const float*>(p.values);
+  const float* x_from = all_x + (token0 + x_row) * p.x_stride + x_piece * 4;
   const int w_from =
       (kTransposed ? w_row * p.block_cols + within : (within + w_row) * p.block_cols) + w_piece * 4;
   const uint32_t x_to = slots + place<kXPieces>(x_row, x_piece),
@@ -99,29 +75,31 @@ __global__ void __launch_bounds__(kFloatThreads, 3) float_product_kernel(const F
 #pragma unroll
     for (int i = 0; i < Tile::kTokens / kXRows; ++i, x += kXRows * p.x_stride) {
       const bool exists = token0 + x_row + i * kXRows < p.tokens && bytes > 0;
-      copy_16(x_to + at + static_cast<uint32_t>(i * kXRows * kChunk * 4), exists ? x : p.x,
+      copy_16(x_to + at + static_cast<uint32_t>(i * kXRows * kChunk * 4), exists ? x : all_x,
               exists ? bytes : 0);
     }
-    const float* w = p.values + entry * p.block_rows * p.block_cols + w_from +
-                     (kTransposed ? inner * p.block_cols : inner);
+    const float* w =
+        values + entry * p.block_rows * p.block_cols + w_from + (kTransposed ? inner * p.block_cols : inner);
 #pragma unroll
     for (int i = 0; i < kRows * kChunk / 4 / kFloatThreads; ++i, w += kWRows * p.block_cols)
       copy_16(w_to + at + static_cast<uint32_t>(i * kFloatThreads * 16), w);
   };
 
-  float d[8][8] = {};  // tokens down + i · kDown; features: see feature_of
+  // Sums of tokens down + i · kDown; of features across + j · kAcross, or, transposed, of four neighbours in
+  // each half.
+  float d[8][8] = {};
   const auto multiply = [&](int stage) {
     const uint32_t x = slots + static_cast<uint32_t>(stage * Tile::kBytes), w = x + Tile::kXBytes;
 #pragma unroll 2
     for (int k = 0; k < kChunk / 4; ++k) {
       float4 a[8];
 #pragma unroll
-      for (int i = 0; i < 8; ++i) a[i] = load_4(x + place<kXPieces>(down + i * Tile::kDown, k));
+      for (int i = 0; i < 8; ++i) a[i] = load_shared_4(x + place<kXPieces>(down + i * Tile::kDown, k));
       if constexpr (kTransposed) {
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
-          const float4 low = load_4(w + place<kWPieces>(4 * k + e, across)),
-                       high = load_4(w + place<kWPieces>(4 * k + e, across + Tile::kAcross));
+          const float4 low = load_shared_4(w + place<kWPieces>(4 * k + e, across)),
+                       high = load_shared_4(w + place<kWPieces>(4 * k + e, across + Tile::kAcross));
           const float b[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
 #pragma unroll
           for (int i = 0; i < 8; ++i) {
@@ -135,7 +113,7 @@ __global__ void __launch_bounds__(kFloatThreads, 3) float_product_kernel(const F
           float4 b[4];
 #pragma unroll
           for (int j = 0; j < 4; ++j)
-            b[j] = load_4(w + place<kWPieces>(across + (half + j) * Tile::kAcross, k));
+            b[j] = load_shared_4(w + place<kWPieces>(across + (half + j) * Tile::kAcross, k));
 #pragma unroll
           for (int e = 0; e < 4; ++e) {
 #pragma unroll
@@ -158,13 +136,15 @@ __global__ void __launch_bounds__(kFloatThreads, 3) float_product_kernel(const F
   for (int i = 0; i < 8; ++i) {
     const int row = down + i * Tile::kDown;
     if constexpr (kTransposed) {
-      store_4(slots + place<kYPieces>(row, across), {d[i][0], d[i][1], d[i][2], d[i][3]});
-      store_4(slots + place<kYPieces>(row, across + Tile::kAcross), {d[i][4], d[i][5], d[i][6], d[i][7]});
+      store_shared_4(slots + place<kYPieces>(row, across), {d[i][0], d[i][1], d[i][2], d[i][3]});
+      store_shared_4(slots + place<kYPieces>(row, across + Tile::kAcross),
+                     {d[i][4], d[i][5], d[i][6], d[i][7]});
     } else {
 #pragma unroll
       for (int j = 0; j < 8; ++j) {
         const int feature = across + j * Tile::kAcross;
-        store_1(slots + place<kYPieces>(row, feature / 4) + static_cast<uint32_t>(feature % 4 * 4), d[i][j]);
+        store_shared(slots + place<kYPieces>(row, feature / 4) + static_cast<uint32_t>(feature % 4 * 4),
+                     d[i][j]);
       }
     }
   }
@@ -172,18 +152,18 @@ __global__ void __launch_bounds__(kFloatThreads, 3) float_product_kernel(const F
   const int o = outer * block_out + within + self % kYPieces * 4;
   float bias[4] = {};
   for (int e = 0; e < 4; ++e) {
-    if (p.bias != nullptr && o + e < p.out) bias[e] = p.bias[o + e];
+    if (p.bias != nullptr && o + e < p.out) bias[e] = static_cast<const float*>(p.bias)[o + e];
   }
 #pragma unroll 2
   for (int row = self / kYPieces; row < Tile::kTokens; row += kFloatThreads / kYPieces) {
     if (token0 + row >= p.tokens) break;
-    const float4 v = load_4(slots + place<kYPieces>(row, self % kYPieces));
+    const float4 v = load_shared_4(slots + place<kYPieces>(row, self % kYPieces));
     float sums[4] = {v.x + bias[0], v.y + bias[1], v.z + bias[2], v.w + bias[3]};
     if (p.activation != device::Activation::none) {
 #pragma unroll
       for (float& sum : sums) sum = device::activate(p.activation, sum);
     }
-    float* to = p.y + (token0 + row) * p.y_stride + o;
+    float* to = static_cast<float*>(p.y) + (token0 + row) * p.y_stride + o;
     if (o + 3 < p.out) {
       *reinterpret_cast<float4*>(to) = {sums[0], sums[1], sums[2], sums[3]};
     } else {
@@ -196,9 +176,8 @@ __global__ void __launch_bounds__(kFloatThreads, 3) float_product_kernel(const F
 #endif
 }
 
-// Rows of one block row × columns of stored blocks side by side, 16 tokens at a time. Thread blocks that
-// share a tile by tokens each leave their sums in `partial`.
-// A thread's pieces of 16 bytes of a panel with tokens outermost: one of kPieces, of every kRows-th token.
+// grad_weight: a thread's pieces of 16 bytes of a panel with tokens outermost, one of kPieces of every
+// kRows-th token.
 template <int kTokens, int kPieces>
 struct TokenColumn {
   static constexpr int kRows = kFloatThreads / kPieces;
@@ -225,12 +204,14 @@ struct TokenColumn {
   }
 };
 
+// Thread blocks that share a tile's tokens leave their sums in `partial`, each its own.
 struct FloatGradientParams {
   GradientParams p;
   float* partial;  // [share][value], or null: one share has all tokens
   std::int64_t values;
 };
 
+// kRows rows of one block row × kWide columns of stored blocks side by side, kTokens at a time.
 template <int kRows>
 struct FloatGradientTile {
   static constexpr int kWide = 64 * kFloatThreads / kRows, kTokens = 16;
@@ -267,16 +248,16 @@ __global__ void __launch_bounds__(kFloatThreads, 3) float_gradient_kernel(const 
     x_column.bring(to + Tile::kDyBytes, tokens);
   };
 
-  float d[8][8] =
-      {};  // rows 4 · down + i, the second four in the lower half of the tile; columns the same way
+  // Sums of rows 4 · down + i, the second four in the lower half of the tile; of columns the same way.
+  float d[8][8] = {};
   const auto multiply = [&](int stage) {
     const uint32_t dy = slots + static_cast<uint32_t>(stage * Tile::kBytes), x = dy + Tile::kDyBytes;
 #pragma unroll
     for (int k = 0; k < Tile::kTokens; ++k) {
-      const float4 a0 = load_4(dy + place<kDyPieces>(k, down)),
-                   a1 = load_4(dy + place<kDyPieces>(k, down + Tile::kDown)),
-                   b0 = load_4(x + place<kXPieces>(k, across)),
-                   b1 = load_4(x + place<kXPieces>(k, across + Tile::kAcross));
+      const float4 a0 = load_shared_4(dy + place<kDyPieces>(k, down)),
+                   a1 = load_shared_4(dy + place<kDyPieces>(k, down + Tile::kDown)),
+                   b0 = load_shared_4(x + place<kXPieces>(k, across)),
+                   b1 = load_shared_4(x + place<kXPieces>(k, across + Tile::kAcross));
       const float a[8] = {a0.x, a0.y, a0.z, a0.w, a1.x, a1.y, a1.z, a1.w},
                   b[8] = {b0.x, b0.y, b0.z, b0.w, b1.x, b1.y, b1.z, b1.w};
 #pragma unroll
@@ -313,12 +294,10 @@ __global__ void __launch_bounds__(kFloatThreads, 3) float_gradient_kernel(const 
 }
 
 template <int kRows, bool kTransposed>
-cudaError_t launch_float_tile(FloatParams params, int block_out, std::int64_t blocks, cudaStream_t stream) {
-  using Tile = FloatTile<kRows>;
-  const std::int64_t strips = blocks * (block_out / kRows),
-                     tiles = strips * ((params.tokens + Tile::kTokens - 1) / Tile::kTokens);
-  params.strips = static_cast<int>(strips);
-  return launch_tiles<Tile>(float_product_kernel<kRows, kTransposed>, kFloatThreads, tiles, params, stream);
+cudaError_t launch_float_tile(const Call& call) {
+  return launch_product_tiles<FloatTile<kRows>, kTransposed>(float_product_kernel<kRows, kTransposed>,
+                                                             kFloatThreads, product_params(call),
+                                                             static_cast<cudaStream_t>(call.stream));
 }
 
 // The sums of all shares, in their order.
@@ -354,35 +333,10 @@ cudaError_t launch_float_gradient(FloatGradientParams params, std::int64_t block
 }  // namespace
 
 cudaError_t launch_float_product(const Call& call) {
-  const Problem& p = call.problem;
-  const BsrShape& s = p.weight.shape;
-  const bool transposed = p.op == Op::grad_input;
-  const auto n = [](std::int64_t i) { return static_cast<int>(i); };
-  FloatParams params{};
-  params.x = static_cast<const float*>(transposed ? call.dy.data : call.x.data);
-  params.values = static_cast<const float*>(call.values);
-  params.bias = static_cast<const float*>(call.bias);
-  params.y = static_cast<float*>(call.out.data);
-  params.offsets = transposed ? call.plan.ccol : call.plan.crow;
-  params.others = transposed ? call.plan.row : call.plan.col;
-  params.entries = transposed ? call.plan.perm : nullptr;
-  params.tokens = n(p.tokens);
-  params.in = n(transposed ? s.rows : s.cols);
-  params.out = n(transposed ? s.cols : s.rows);
-  params.block_rows = n(s.block_rows);
-  params.block_cols = n(s.block_cols);
-  params.x_stride = p.in_stride;
-  params.y_stride = p.out_stride;
-  params.activation = static_cast<device::Activation>(call.activation);
-  auto* stream = static_cast<cudaStream_t>(call.stream);
-  if (transposed) {
-    return s.block_cols % 64 == 0
-               ? launch_float_tile<64, true>(params, params.block_cols, s.col_count(), stream)
-               : launch_float_tile<32, true>(params, params.block_cols, s.col_count(), stream);
-  }
-  return s.block_rows % 64 == 0
-             ? launch_float_tile<64, false>(params, params.block_rows, s.row_count(), stream)
-             : launch_float_tile<32, false>(params, params.block_rows, s.row_count(), stream);
+  const BsrShape& s = call.problem.weight.shape;
+  if (call.problem.op == Op::grad_input)
+    return s.block_cols % 64 == 0 ? launch_float_tile<64, true>(call) : launch_float_tile<32, true>(call);
+  return s.block_rows % 64 == 0 ? launch_float_tile<64, false>(call) : launch_float_tile<32, false>(call);
 }
 
 cudaError_t launch_float_gradient(const Call& call, int shares) {

@@ -7,6 +7,19 @@
 namespace rarefy::cuda::sm80 {
 namespace {
 
+// kTokens rows of kPieces pieces of 16 bytes: piece i holds features from feature_of(i) on.
+template <int kTokens, int kPieces, class T, class Features>
+__device__ inline void bring_tokens(uint32_t to, const T* from, std::int64_t stride, int size, Tokens tokens,
+                                    Features&& feature_of) {
+#pragma unroll
+  for (int i = static_cast<int>(threadIdx.x); i < kTokens * kPieces; i += kThreads) {
+    const int row = i / kPieces, piece = i % kPieces, token = tokens.first + row;
+    const bool exists = token < tokens.end;
+    copy_piece(to + place<kPieces>(row, piece), from + (exists ? token : 0) * stride, feature_of(piece), size,
+               exists);
+  }
+}
+
 template <int kRows>
 struct GradientTile {
   static constexpr int kWide = kRows == 64 ? 128 : 256;  // columns; 32 of a warp
@@ -32,11 +45,10 @@ __global__ void __launch_bounds__(kThreads) gradient_kernel(const GradientParams
   const auto bring = [&](int step, int stage) {
     const uint32_t to = slots + static_cast<uint32_t>(stage * Tile::kBytes);
     const Tokens tokens{step * Tile::kTokens, p.tokens};
-    bring_tokens<Tile::kTokens, kDyPieces, kThreads>(to, dy, p.dy_stride, p.rows, tokens,
-                                                     [&](int piece) { return row0 + piece * 8; });
-    bring_tokens<Tile::kTokens, kXPieces, kThreads>(
-        to + Tile::kDyBytes, x, p.x_stride, p.cols, tokens,
-        [&](int piece) { return feature[piece / 2] + piece % 2 * 8; });
+    bring_tokens<Tile::kTokens, kDyPieces>(to, dy, p.dy_stride, p.rows, tokens,
+                                           [&](int piece) { return row0 + piece * 8; });
+    bring_tokens<Tile::kTokens, kXPieces>(to + Tile::kDyBytes, x, p.x_stride, p.cols, tokens,
+                                          [&](int piece) { return feature[piece / 2] + piece % 2 * 8; });
   };
 
   constexpr int kHigh = kRows < 32 ? 1 : 2;  // times 16 rows of a warp

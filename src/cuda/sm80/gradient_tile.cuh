@@ -1,5 +1,5 @@
 // What the kernels of grad_weight share: which 16 columns of which stored blocks a thread block has, side by
-// side, and copies of rows of tokens.
+// side.
 #pragma once
 
 #include "core/registry.h"
@@ -61,19 +61,6 @@ __device__ inline int find_pieces(const GradientParams& p, int rows, int (&featu
 struct Tokens {
   int first, end;
 };
-
-// kTokens rows of kPieces pieces of 16 bytes: piece i holds features from feature_of(i) on.
-template <int kTokens, int kPieces, int kThreadCount, class T, class Features>
-__device__ inline void bring_tokens(uint32_t to, const T* from, std::int64_t stride, int size, Tokens tokens,
-                                    Features&& feature_of) {
-#pragma unroll
-  for (int i = static_cast<int>(threadIdx.x); i < kTokens * kPieces; i += kThreadCount) {
-    const int row = i / kPieces, piece = i % kPieces, token = tokens.first + row;
-    const bool exists = token < tokens.end;
-    copy_piece(to + place<kPieces>(row, piece), from + (exists ? token : 0) * stride, feature_of(piece), size,
-               exists);
-  }
-}
 
 inline GradientParams gradient_params(const Call& call) {
   const Problem& p = call.problem;

@@ -1,25 +1,14 @@
 // linear and grad_input on mma.sync: a thread block has kRows features of one block row (grad_input: of a
 // block column) and 128 or 256 tokens, and walks the blocks that are stored there. Tokens are operand A.
-#include "cuda/device/activation.cuh"
 #include "cuda/sm80/kernels.h"
-#include "cuda/sm80/tile.cuh"
+#include "cuda/sm80/product_tile.cuh"
 
 namespace rarefy::cuda::sm80 {
 namespace {
 
-struct ProductParams {
-  const void *x, *values, *bias;
-  void* y;
-  const int *offsets, *others, *entries;  // entries: null, or of grad_input
-  int tokens, in, out;                    // features
-  int block_rows, block_cols;             // of W
-  std::int64_t x_stride, y_stride;
-  int strips;
-  device::Activation activation;
-};
-
-template <int kRows, int kChunk>
+template <int kFeatures, int kChunk>
 struct ProductTile {
+  static constexpr int kRows = kFeatures;
   static constexpr int kWide = kRows < 32 ? kRows : 32;          // features of a warp
   static constexpr int kTokens = 32 * kWarps / (kRows / kWide);  // 32 of a warp
   static constexpr int kXBytes = kTokens * kChunk * 2, kBytes = kXBytes + kRows * kChunk * 2;
@@ -121,24 +110,21 @@ __global__ void __launch_bounds__(kThreads) product_kernel(const ProductParams p
 }
 
 template <class T, int kRows, int kChunk, bool kTransposed>
-cudaError_t launch_tile(ProductParams params, int block_out, std::int64_t blocks, cudaStream_t stream) {
-  using Tile = ProductTile<kRows, kChunk>;
-  const std::int64_t strips = blocks * (block_out / kRows),
-                     tiles = strips * ((params.tokens + Tile::kTokens - 1) / Tile::kTokens);
-  params.strips = static_cast<int>(strips);
-  return launch_tiles<Tile>(product_kernel<T, kRows, kChunk, kTransposed>, kThreads, tiles, params, stream);
+cudaError_t launch_tile(const ProductParams& params, cudaStream_t stream) {
+  return launch_product_tiles<ProductTile<kRows, kChunk>, kTransposed>(
+      product_kernel<T, kRows, kChunk, kTransposed>, kThreads, params, stream);
 }
 
 template <class T, bool kTransposed>
-cudaError_t launch_type(const ProductParams& params, std::int64_t blocks, cudaStream_t stream) {
+cudaError_t launch_type(const ProductParams& params, cudaStream_t stream) {
   const int out = kTransposed ? params.block_cols : params.block_rows,
             in = kTransposed ? params.block_rows : params.block_cols;
   const auto run = [&]<int kRows>() {
     if constexpr (kRows == 64) {  // fewer barriers; smaller tiles would not fit every GPU's shared memory
-      if (in % 64 == 0) return launch_tile<T, kRows, 64, kTransposed>(params, out, blocks, stream);
+      if (in % 64 == 0) return launch_tile<T, kRows, 64, kTransposed>(params, stream);
     }
-    return in % 32 == 0 ? launch_tile<T, kRows, 32, kTransposed>(params, out, blocks, stream)
-                        : launch_tile<T, kRows, 16, kTransposed>(params, out, blocks, stream);
+    return in % 32 == 0 ? launch_tile<T, kRows, 32, kTransposed>(params, stream)
+                        : launch_tile<T, kRows, 16, kTransposed>(params, stream);
   };
   if (out % 64 == 0) return run.template operator()<64>();
   return out % 32 == 0 ? run.template operator()<32>() : run.template operator()<16>();
@@ -147,34 +133,11 @@ cudaError_t launch_type(const ProductParams& params, std::int64_t blocks, cudaSt
 }  // namespace
 
 cudaError_t launch_product(const Call& call) {
-  const Problem& p = call.problem;
-  const BsrShape& s = p.weight.shape;
-  const bool transposed = p.op == Op::grad_input;
-  const auto n = [](std::int64_t i) { return static_cast<int>(i); };
-  ProductParams params{};
-  params.x = transposed ? call.dy.data : call.x.data;
-  params.values = call.values;
-  params.bias = call.bias;
-  params.y = call.out.data;
-  params.offsets = transposed ? call.plan.ccol : call.plan.crow;
-  params.others = transposed ? call.plan.row : call.plan.col;
-  params.entries = transposed ? call.plan.perm : nullptr;
-  params.tokens = n(p.tokens);
-  params.in = n(transposed ? s.rows : s.cols);
-  params.out = n(transposed ? s.cols : s.rows);
-  params.block_rows = n(s.block_rows);
-  params.block_cols = n(s.block_cols);
-  params.x_stride = p.in_stride;
-  params.y_stride = p.out_stride;
-  params.activation = static_cast<device::Activation>(call.activation);
-  auto* stream = static_cast<cudaStream_t>(call.stream);
-  const std::int64_t blocks = transposed ? s.col_count() : s.row_count();
-  if (transposed) {
-    return p.in == DType::bf16 ? launch_type<__nv_bfloat16, true>(params, blocks, stream)
-                               : launch_type<__half, true>(params, blocks, stream);
-  }
-  return p.in == DType::bf16 ? launch_type<__nv_bfloat16, false>(params, blocks, stream)
-                             : launch_type<__half, false>(params, blocks, stream);
+  const bool transposed = call.problem.op == Op::grad_input;
+  const auto run = call.problem.in == DType::bf16
+                       ? (transposed ? launch_type<__nv_bfloat16, true> : launch_type<__nv_bfloat16, false>)
+                       : (transposed ? launch_type<__half, true> : launch_type<__half, false>);
+  return run(product_params(call), static_cast<cudaStream_t>(call.stream));
 }
 
 }  // namespace rarefy::cuda::sm80

@@ -22,13 +22,12 @@ __device__ inline uint32_t place(int row, int piece) {
   return static_cast<uint32_t>((row * kPieces + turned) * 16);
 }
 
-// 16 bytes of neighbours of a row of `size` elements, zeros behind its end.
+// Eight neighbours, 16 bytes, of a row of `size` elements of 16 bits, zeros behind its end.
 template <class T>
 __device__ inline void copy_piece(uint32_t to, const T* row, int first, int size, bool exists) {
-  constexpr int kSize = sizeof(T), kAll = 16 / kSize;
-  const int left = exists ? size - first : 0;
-  const int bytes = left >= kAll ? 16 : left > 0 ? left * kSize : 0;
-  copy_16(to, row + (bytes > 0 ? first : 0), static_cast<uint32_t>(bytes));
+  static_assert(sizeof(T) == 2);
+  const int left = exists ? max(0, min(8, size - first)) : 0;
+  copy_16(to, row + (left > 0 ? first : 0), static_cast<uint32_t>(2 * left));
 }
 
 // Runs `steps` steps, kStages - 1 of them under way: bring(step, stage) starts a step's copies,

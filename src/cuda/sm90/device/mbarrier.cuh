@@ -9,7 +9,10 @@ namespace rarefy::sm90 {
 using u32 = std::uint32_t;
 using u64 = std::uint64_t;
 
+using device::load_shared;
+using device::load_shared_4;
 using device::shared_address;
+using device::store_shared;
 
 __device__ inline void barrier_init(u32 barrier, u32 arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
@@ -103,15 +106,6 @@ __device__ inline void store_remote_4(u32 address, u32 rank, float a, float b, f
       "st.shared::cluster.v4.f32 [remote], {%2, %3, %4, %5};\n}" ::"r"(address),
       "r"(rank), "f"(a), "f"(b), "f"(c), "f"(d)
       : "memory");
-}
-
-__device__ inline float4 load_shared_4(u32 address) {
-  float4 v;
-  asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
-               : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
-               : "r"(address)
-               : "memory");
-  return v;
 }
 
 // Moves registers between the warpgroups of a block; every warp of a warpgroup calls it.
