@@ -282,6 +282,7 @@ inline __global__ void gelu_kernel(const uint4* from, uint4* to, std::size_t n) 
 struct Dense {
   cublasHandle_t handle;
   Buffer<char> workspace{64u << 20};
+  bool tf32 = false;  // of f32
   Dense() {
     CHECK(cublasCreate(&handle));
     CHECK(cublasSetWorkspace(handle, workspace.raw, 64u << 20));
@@ -330,7 +331,9 @@ struct Dense {
   template <class T>
   static constexpr cudaDataType_t kData = sizeof(T) == 4 ? CUDA_R_32F : CUDA_R_16BF;
 
-  // y (m, n) = x (m, k) wᵀ, or w (n, k) = yᵀ x. f32 is not rounded to tf32: that is asked for otherwise.
+  cublasComputeType_t compute() const { return tf32 ? CUBLAS_COMPUTE_32F_FAST_TF32 : CUBLAS_COMPUTE_32F; }
+
+  // y (m, n) = x (m, k) wᵀ, or w (n, k) = yᵀ x.
   template <class T>
   Times product(std::int64_t m, std::int64_t n, std::int64_t k, bool gradient) {
     Buffer<T> x(static_cast<std::size_t>(m * k)), w(static_cast<std::size_t>(n * k)),
@@ -344,7 +347,7 @@ struct Dense {
         const auto i = [](std::int64_t v) { return static_cast<int>(v); };
         CHECK(cublasSetStream(handle, s));
         CHECK(cublasGemmEx(handle, CUBLAS_OP_N, CUBLAS_OP_T, i(k), i(n), i(m), &one, x.data(), kData<T>, i(k),
-                           y.data(), kData<T>, i(n), &zero, w.data(), kData<T>, i(k), CUBLAS_COMPUTE_32F,
+                           y.data(), kData<T>, i(n), &zero, w.data(), kData<T>, i(k), compute(),
                            CUBLAS_GEMM_DEFAULT));
       } else {
         multiply<T>(s, m, n, k, x.data(), w.data(), y.data());
@@ -359,7 +362,7 @@ struct Dense {
     const auto i = [](std::int64_t v) { return static_cast<int>(v); };
     CHECK(cublasSetStream(handle, s));
     CHECK(cublasGemmEx(handle, CUBLAS_OP_T, CUBLAS_OP_N, i(n), i(m), i(k), &one, w, kData<T>, i(k), x,
-                       kData<T>, i(k), &zero, y, kData<T>, i(n), CUBLAS_COMPUTE_32F, CUBLAS_GEMM_DEFAULT));
+                       kData<T>, i(k), &zero, y, kData<T>, i(n), compute(), CUBLAS_GEMM_DEFAULT));
   }
 };
 

@@ -38,5 +38,6 @@ void time_unions(Report& report, Dense& dense, bool every_config);
 bool check_gradient(bool small);
 void time_gradient(Report& report, Dense& dense, bool every_config);
 void time_sm80(Report& report, Dense& dense, bool every_config);
+void time_tf32(Report& report, Dense& dense, bool every_config);
 
 }  // namespace bench

@@ -80,5 +80,6 @@ int main(int argc, char** argv) {
   if (wanted("networks")) time_networks(report, dense, every);
   if (wanted("gradient")) time_gradient(report, dense, every);
   if (wanted("sm80")) time_sm80(report, dense, every);
+  if (wanted("tf32")) time_tf32(report, dense, every);
   return 0;
 }

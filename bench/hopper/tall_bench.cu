@@ -127,7 +127,7 @@ void time_transpose(Report& report) {
     Buffer<__nv_bfloat16> from(count), to(count);
     fill(from.data(), count, 1, 1, false);
     const Times t = time_graph([&, r = rows, c = cols](cudaStream_t stream) {
-      CHECK(transpose(from.data(), r, c, c, to.data(), r, false, stream));
+      CHECK(transpose(from.data(), 2, r, c, c, to.data(), r, false, stream));
     });
     const Times copy = time_graph([&](cudaStream_t stream) {
       CHECK(cudaMemcpyAsync(to.data(), from.data(), count * 2, cudaMemcpyDeviceToDevice, stream));

@@ -78,7 +78,7 @@ bool check(const Case& c, bool integers, unsigned seed) {
   }
   const Expected expected(s, integers, 300);
   bool good = true;
-  for (const UnionLayout& layout : kUnionLayouts) {
+  for (const UnionLayout& layout : union_layouts(problem)) {
     const Prepared prepared(problem, layout, s.pattern, s.values.data());
     for (const UnionCandidate& candidate : union_candidates(problem, layout, kMachine)) {
       if (!candidate.reason.empty() || !chosen_by_env(candidate.config.text())) continue;
@@ -200,7 +200,7 @@ void time_unions(Report& report, Dense& dense, bool every_config) {
       const UnionProblem problem = problem_of(s);
       const std::string chosen = configure(problem, kMachine).text();
       const bool every = every_config && main_shape && !shape.transposed && kind == Kind::random;
-      for (const UnionLayout& layout : kUnionLayouts) {
+      for (const UnionLayout& layout : union_layouts(problem)) {
         const UnionLayout best = layout_of(problem);
         if (!every && (layout.strips != best.strips || layout.width != best.width)) continue;
         const Prepared prepared(problem, layout, s.pattern, s.values.data());

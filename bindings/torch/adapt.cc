@@ -164,8 +164,9 @@ void* Call::provide_workspace(void* call, std::int64_t bytes) {
 // What most calls of small layers need, without asking an allocator: fixed, one for each calling thread.
 constexpr std::int64_t kSmallWorkspace = 64 << 10;
 
-Context Call::context() const {
+Context Call::context(bool tf32) const {
   Context context;
+  context.tf32 = tf32;
   context.workspace.provide = provide_workspace;
   context.workspace.provider = const_cast<Call*>(this);
   if (device_ == Device::cpu) {

@@ -53,7 +53,7 @@ class Call {
   Device device() const { return device_; }
   int device_index() const { return device_index_; }
   // Threads, stream, and working memory from torch's allocator, which lives as long as this object.
-  Context context() const;
+  Context context(bool tf32 = false) const;
 
   // The core's dtype of an argument; TypeMismatch unless it is a float the kernels know.
   DType float_dtype(std::string_view argument, const Tensor& tensor) const;

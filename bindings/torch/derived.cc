@@ -25,16 +25,18 @@ struct Operands {
   const BsrShape& shape;
   DType stored, in;
   Scaling scaling = Scaling::none;
+  bool tf32 = false;
 };
 
-Operands operands_of(const Call& call, const BsrView& w, ScalarType in) {
-  return {w.plan.shape, w.dtype, call.any_dtype("dtype", in), w.scaling};
+Operands operands_of(const Call& call, const BsrView& w, ScalarType in, bool tf32) {
+  return {w.plan.shape, w.dtype, call.any_dtype("dtype", in), w.scaling, tf32};
 }
 
 Problem typical(const Call& call, Op op, const Operands& w) {
   const auto threads = static_cast<int>(torch::stable::get_num_threads());
   Problem problem = make_problem(op, w.shape, kTypicalTokens, w.in, call.device(), threads);
   problem.weight.dtype = w.stored;
+  problem.tf32 = w.tf32;
   if (op != Op::grad_weight) problem.weight.scaling = w.scaling;
   if (op == Op::grad_weight) problem.out = w.stored;
   problem.device_index = call.device() == Device::cuda ? call.device_index() : 0;
@@ -112,6 +114,12 @@ std::int64_t sample_bytes(const Call& call) { return call.device() == Device::cp
 
 }  // namespace
 
+bool allows_tf32(const Call& call, std::int64_t key, const PlanView& plan, DType in, DType stored) {
+  if (key == 0 || in != DType::f32 || call.device() != Device::cuda) return false;
+  const Operands operands{plan.shape, stored, in, Scaling::none, true};
+  return sizes_of(call, Op::linear, operands).key == static_cast<std::uint64_t>(key);
+}
+
 Derived view_derived(const Call& call, const DerivedTensors& tensors, Op op, const PlanView& plan, DType in,
                      const BsrView* weight, DType stored) {
   if (tensors.key == 0) return {};
@@ -122,7 +130,8 @@ Derived view_derived(const Call& call, const DerivedTensors& tensors, Op op, con
     derived.prepared_bytes = tensors.prepared->numel();
   }
   if (op != Op::linear) {
-    const Section section = section_of(call, op, {plan.shape, stored, in});
+    const bool tf32 = allows_tf32(call, tensors.key, plan, in, stored);
+    const Section section = section_of(call, op, {plan.shape, stored, in, Scaling::none, tf32});
     if (section.sizes.key == 0 || derived.prepared_bytes < section.offset + section.sizes.prepared) return {};
     return {section.sizes.key, static_cast<const std::byte*>(derived.prepared) + section.offset, nullptr,
             section.sizes.prepared};
@@ -143,16 +152,16 @@ Derived view_derived(const Call& call, const DerivedTensors& tensors, Op op, con
 }
 
 std::tuple<std::int64_t, std::int64_t, std::int64_t> derived_sizes(const Call& call, const BsrView& weight,
-                                                                   ScalarType dtype) {
-  const Operands operands = operands_of(call, weight, dtype);
+                                                                   ScalarType dtype, bool tf32) {
+  const Operands operands = operands_of(call, weight, dtype, tf32);
   const DerivedSizes sizes = sizes_of(call, Op::linear, operands);
   const std::int64_t samples = sizes.packed > 0 ? sample_bytes(call) : 0;
   if (sizes.key == 0) return {0, 0, 0};
   return {static_cast<std::int64_t>(sizes.key), prepared_bytes(call, operands), sizes.packed + samples};
 }
 
-Tensor prepare(const Call& call, const BsrView& weight, ScalarType dtype) {
-  const Operands operands = operands_of(call, weight, dtype);
+Tensor prepare(const Call& call, const BsrView& weight, ScalarType dtype, bool tf32) {
+  const Operands operands = operands_of(call, weight, dtype, tf32);
   Tensor prepared = call.empty_bytes(prepared_bytes(call, operands));
   for (const Op op : kProducts) {
     const Section section = section_of(call, op, operands);
@@ -164,9 +173,9 @@ Tensor prepare(const Call& call, const BsrView& weight, ScalarType dtype) {
   return prepared;
 }
 
-Tensor pack(const Call& call, const BsrView& weight, const std::optional<Tensor>& prepared,
-            ScalarType dtype) {
-  const Operands operands = operands_of(call, weight, dtype);
+Tensor pack(const Call& call, const BsrView& weight, const std::optional<Tensor>& prepared, ScalarType dtype,
+            bool tf32) {
+  const Operands operands = operands_of(call, weight, dtype, tf32);
   const DerivedSizes sizes = sizes_of(call, Op::linear, operands);
   if (prepared) check_bytes(call, "prepared", *prepared);
   const std::int64_t given = prepared ? prepared->numel() : 0;
@@ -189,21 +198,22 @@ std::tuple<std::int64_t, std::int64_t, std::int64_t> bsr_derived_sizes(const Ten
                                                                        const Tensor& plan,
                                                                        std::int64_t out_features,
                                                                        std::int64_t in_features,
-                                                                       ScalarType dtype) {
+                                                                       ScalarType dtype, bool tf32) {
   const Call call("bsr_derived_sizes", "values", values);
-  return derived_sizes(call, call.weight(values, plan, out_features, in_features, Call::Part::rows), dtype);
+  return derived_sizes(call, call.weight(values, plan, out_features, in_features, Call::Part::rows), dtype,
+                       tf32);
 }
 
 Tensor bsr_prepare(const Tensor& values, const Tensor& plan, std::int64_t out_features,
-                   std::int64_t in_features, ScalarType dtype) {
+                   std::int64_t in_features, ScalarType dtype, bool tf32) {
   const Call call("bsr_prepare", "values", values);
-  return prepare(call, call.weight(values, plan, out_features, in_features), dtype);
+  return prepare(call, call.weight(values, plan, out_features, in_features), dtype, tf32);
 }
 
 Tensor bsr_pack(const Tensor& values, const Tensor& plan, const std::optional<Tensor>& prepared,
-                std::int64_t out_features, std::int64_t in_features, ScalarType dtype) {
+                std::int64_t out_features, std::int64_t in_features, ScalarType dtype, bool tf32) {
   const Call call("bsr_pack", "values", values);
-  return pack(call, call.weight(values, plan, out_features, in_features), prepared, dtype);
+  return pack(call, call.weight(values, plan, out_features, in_features), prepared, dtype, tf32);
 }
 
 }  // namespace
@@ -211,13 +221,13 @@ Tensor bsr_pack(const Tensor& values, const Tensor& plan, const std::optional<Te
 STABLE_TORCH_LIBRARY_FRAGMENT(rarefy, m) {
   m.def(
       "bsr_derived_sizes(Tensor values, Tensor plan, int out_features, int in_features, "
-      "ScalarType dtype) -> (int, int, int)");
+      "ScalarType dtype, bool tf32=False) -> (int, int, int)");
   m.def(
-      "bsr_prepare(Tensor values, Tensor plan, int out_features, int in_features, ScalarType dtype) "
-      "-> Tensor");
+      "bsr_prepare(Tensor values, Tensor plan, int out_features, int in_features, ScalarType dtype, "
+      "bool tf32=False) -> Tensor");
   m.def(
       "bsr_pack(Tensor values, Tensor plan, Tensor? prepared, int out_features, int in_features, "
-      "ScalarType dtype) -> Tensor");
+      "ScalarType dtype, bool tf32=False) -> Tensor");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(rarefy, CompositeExplicitAutograd, m) {

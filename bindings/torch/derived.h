@@ -17,16 +17,20 @@ struct DerivedTensors {
   std::int64_t key = 0;
 };
 
+// Whether the caller allows tf32: what it holds was made for that.
+bool allows_tf32(const Call& call, std::int64_t key, const PlanView& plan, DType in, DType stored);
+
 // As a product takes it: linear both, the gradients what its kernel derives from the pattern. Empty if the
 // values are no longer those that were packed. `weight` may be null for the weight's gradient, of `stored`.
 Derived view_derived(const Call& call, const DerivedTensors& tensors, Op op, const PlanView& plan, DType in,
                      const BsrView* weight, DType stored);
 
 // Key, and bytes to prepare for all products and to pack for linear; key 0: its best kernel wants nothing.
-// For inputs of `dtype`.
+// For inputs of `dtype`, which calls with `tf32` may round.
 std::tuple<std::int64_t, std::int64_t, std::int64_t> derived_sizes(const Call& call, const BsrView& weight,
-                                                                   ScalarType dtype);
-Tensor prepare(const Call& call, const BsrView& weight, ScalarType dtype);
-Tensor pack(const Call& call, const BsrView& weight, const std::optional<Tensor>& prepared, ScalarType dtype);
+                                                                   ScalarType dtype, bool tf32 = false);
+Tensor prepare(const Call& call, const BsrView& weight, ScalarType dtype, bool tf32 = false);
+Tensor pack(const Call& call, const BsrView& weight, const std::optional<Tensor>& prepared, ScalarType dtype,
+            bool tf32 = false);
 
 }  // namespace rarefy::binding

@@ -29,8 +29,8 @@ Tensor bsr_linear(Tensor x, const Tensor& values, const Tensor& plan, const std:
                                 weight.dtype);
   const void* bias_data = call.bias(bias, out_features, in.dtype);
   Tensor y = call.empty_rows(x, out_features);
-  check(call.op(),
-        run_linear(in, weight, bias_data, fused, call.output(y, in, out_features), call.context()));
+  check(call.op(), run_linear(in, weight, bias_data, fused, call.output(y, in, out_features),
+                              call.context(allows_tf32(call, derived, weight.plan, in.dtype, weight.dtype))));
   return y;
 }
 
@@ -52,8 +52,21 @@ Tensor bsr_grad_input(Tensor grad_output, const Tensor& values, const Tensor& pl
   weight.derived = view_derived(call, {prepared, packed, derived}, Op::grad_input, weight.plan, dy.dtype,
                                 &weight, weight.dtype);
   Tensor dx = call.empty_rows(grad_output, in_features);
-  check(call.op(), run_grad_input(dy, weight, call.output(dx, dy, in_features), call.context()));
+  check(call.op(),
+        run_grad_input(dy, weight, call.output(dx, dy, in_features),
+                       call.context(allows_tf32(call, derived, weight.plan, dy.dtype, weight.dtype))));
   return dx;
+}
+
+// The stored blocks of dYᵀ X into `dvalues`, of `stored`, or added to them.
+void write_weight_gradient(const Call& call, const MatrixView& dy, const MatrixView& x,
+                           const PlanView& pattern, const Tensor& dvalues, DType stored,
+                           const DerivedTensors& derived, bool accumulate) {
+  const Context context = call.context(allows_tf32(call, derived.key, pattern, x.dtype, stored));
+  check(call.op(),
+        run_grad_weight(dy, x, pattern, dvalues.data_ptr(), stored, context,
+                        view_derived(call, derived, Op::grad_weight, pattern, x.dtype, nullptr, stored),
+                        accumulate));
 }
 
 Tensor bsr_grad_weight(Tensor grad_output, Tensor x, const Tensor& plan, std::int64_t block_rows,
@@ -68,10 +81,23 @@ Tensor bsr_grad_weight(Tensor grad_output, Tensor x, const Tensor& plan, std::in
   call.check_rows(in, dy);
   const DType stored = call.stored_dtype(dtype, "x", in.dtype);
   Tensor dvalues = call.empty_values(pattern.shape, dtype.value_or(x.scalar_type()));
-  check(call.op(), run_grad_weight(dy, in, pattern, dvalues.data_ptr(), stored, call.context(),
-                                   view_derived(call, {prepared, std::nullopt, derived}, Op::grad_weight,
-                                                pattern, in.dtype, nullptr, stored)));
+  write_weight_gradient(call, dy, in, pattern, dvalues, stored, {prepared, std::nullopt, derived}, false);
   return dvalues;
+}
+
+// The same added to `gradient`, in its dtype, which values of such an x can have.
+void bsr_add_grad_weight(const Tensor& gradient, Tensor grad_output, Tensor x, const Tensor& plan,
+                         std::int64_t out_features, std::int64_t in_features,
+                         const std::optional<Tensor>& prepared, std::int64_t derived) {
+  const Call call("bsr_add_grad_weight", "x", x);
+  const BsrView weight = call.weight(gradient, plan, out_features, in_features);
+  const MatrixView dy = call.matrix("grad_output", grad_output, "out_features", out_features);
+  const MatrixView in = call.matrix("x", x, "in_features", in_features);
+  call.check_dtype("x", x, "grad_output", dy.dtype);
+  call.check_stored(weight.dtype, "x", in.dtype);
+  call.check_rows(in, dy);
+  write_weight_gradient(call, dy, in, weight.plan, gradient, weight.dtype, {prepared, std::nullopt, derived},
+                        true);
 }
 
 // The gradients of bsr_linear in one call, for eager backward passes, where a small layer spends its time
@@ -90,7 +116,9 @@ std::tuple<Tensor, Tensor, Tensor> bsr_linear_backward(
     weight.derived = view_derived(call, {prepared, packed, derived}, Op::grad_input, pattern, dy.dtype,
                                   &weight, weight.dtype);
     Tensor dx = call.empty_rows(grad_output, in_features);
-    check(call.op(), run_grad_input(dy, weight, call.output(dx, dy, in_features), call.context()));
+    check(call.op(),
+          run_grad_input(dy, weight, call.output(dx, dy, in_features),
+                         call.context(allows_tf32(call, derived, pattern, dy.dtype, weight.dtype))));
     return dx;
   };
   const auto weight_gradient = [&] {
@@ -99,9 +127,7 @@ std::tuple<Tensor, Tensor, Tensor> bsr_linear_backward(
     call.check_rows(in, dy);
     const DType stored = call.stored_dtype(dtype, "x", in.dtype);
     Tensor dvalues = call.empty_values(pattern.shape, dtype.value_or(x->scalar_type()));
-    check(call.op(), run_grad_weight(dy, in, pattern, dvalues.data_ptr(), stored, call.context(),
-                                     view_derived(call, {prepared, std::nullopt, derived}, Op::grad_weight,
-                                                  pattern, in.dtype, nullptr, stored)));
+    write_weight_gradient(call, dy, in, pattern, dvalues, stored, {prepared, std::nullopt, derived}, false);
     return dvalues;
   };
   return {values ? input_gradient() : call.nothing(grad_output),
@@ -141,6 +167,9 @@ STABLE_TORCH_LIBRARY(rarefy, m) {
       "SymInt out_features, SymInt in_features, ScalarType? dtype=None, Tensor? prepared=None, "
       "int derived=0) -> Tensor");
   m.def(
+      "bsr_add_grad_weight(Tensor(a!) gradient, Tensor grad_output, Tensor x, Tensor plan, "
+      "SymInt out_features, SymInt in_features, Tensor? prepared=None, int derived=0) -> ()");
+  m.def(
       "_bsr_linear_backward(Tensor grad_output, Tensor? x, Tensor? values, Tensor plan, SymInt block_rows, "
       "SymInt block_cols, SymInt out_features, SymInt in_features, bool bias, ScalarType? dtype=None, "
       "Tensor? prepared=None, Tensor? packed=None, int derived=0) -> (Tensor, Tensor, Tensor)");
@@ -155,6 +184,7 @@ STABLE_TORCH_LIBRARY_IMPL(rarefy, CPU, m) {
   m.impl("_bsr_linear", TORCH_BOX(&bsr_linear_alone));
   m.impl("bsr_grad_input", TORCH_BOX(&bsr_grad_input));
   m.impl("bsr_grad_weight", TORCH_BOX(&bsr_grad_weight));
+  m.impl("bsr_add_grad_weight", TORCH_BOX(&bsr_add_grad_weight));
   m.impl("_bsr_linear_backward", TORCH_BOX(&bsr_linear_backward));
   m.impl("bsr_plan", TORCH_BOX(&bsr_plan));
 }
@@ -165,6 +195,7 @@ STABLE_TORCH_LIBRARY_IMPL(rarefy, CUDA, m) {
   m.impl("_bsr_linear", TORCH_BOX(&bsr_linear_alone));
   m.impl("bsr_grad_input", TORCH_BOX(&bsr_grad_input));
   m.impl("bsr_grad_weight", TORCH_BOX(&bsr_grad_weight));
+  m.impl("bsr_add_grad_weight", TORCH_BOX(&bsr_add_grad_weight));
   m.impl("_bsr_linear_backward", TORCH_BOX(&bsr_linear_backward));
   m.impl("bsr_plan", TORCH_BOX(&bsr_plan));
 }

@@ -53,6 +53,7 @@ struct Context {
   void* stream = nullptr;  // a cudaStream_t
   // With too little and no function, the CPU takes it from the heap and frees it; CUDA refuses.
   Workspace workspace = {};
+  bool tf32 = false;  // Problem::tf32; what was derived for such problems is used by such calls alone
 };
 
 // Dtypes: x any; the weight's values the same or any other that is stored; y that of x (int8: f32 or f64).
@@ -72,9 +73,11 @@ RAREFY_API Status grad_input(const MatrixView& dy, const BsrView& w, const Mutab
                              const Context& context = {});
 
 // dvalues: plan.shape.value_count() elements of dtype `dtype`, in canonical order. Padding gets 0.
-// derived: nothing or what prepare() made; there are no values to pack.
+// derived: nothing or what prepare() made; there are no values to pack. accumulate: the gradient is added to
+// what dvalues holds; each sum is rounded once more.
 RAREFY_API Status grad_weight(const MatrixView& dy, const MatrixView& x, const PlanView& plan, void* dvalues,
-                              DType dtype, const Context& context = {}, const Derived& derived = {});
+                              DType dtype, const Context& context = {}, const Derived& derived = {},
+                              bool accumulate = false);
 
 // build_plan (pattern.h) in memory of the current CUDA device, on the context's stream, with workspace from
 // the context. Waits for the stream once, for the error, whose text is the host's; the plan is then of no

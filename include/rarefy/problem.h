@@ -71,6 +71,8 @@ struct Problem {
   // linear; 0: nothing, or of different kernels.
   std::uint64_t derived = 0;
   WeightSpec down = {}, gate = {};  // feed_forward: the other layers; a gate of no rows and columns: none
+  bool tf32 = false;                // operands in f32 may be rounded to tf32, 10 bits behind the point
+  bool accumulate = false;          // grad_weight adds to what is there
   bool operator==(const Problem&) const = default;
 };
 

@@ -18,25 +18,40 @@ from .log import logger
 
 Derived = tuple[Tensor | None, Tensor | None, int]  # prepared, packed, key: the last arguments of a product
 
+TF32 = "tf32"  # what is kept for float32 that may be rounded lies beside what is kept for float32
+
 _sizes, _prepare, _pack = map(_load.op, ("bsr_derived_sizes", "bsr_prepare", "bsr_pack"))
 
 
 class Kept:
     """What is derived from one weight for x of one dtype."""
 
-    __slots__ = ("_arguments", "_packed", "_packs_in_calls", "key", "packed_bytes", "prepared", "steady")
+    __slots__ = (
+        "_arguments",
+        "_packed",
+        "_packs_in_calls",
+        "key",
+        "may_round",
+        "packed_bytes",
+        "prepared",
+        "steady",
+    )
 
-    def __init__(self, pattern: Any, values: Tensor, x_dtype: torch.dtype, stored: bool = True) -> None:
+    def __init__(
+        self, pattern: Any, values: Tensor, x_dtype: torch.dtype, stored: bool = True, tf32: bool = False
+    ) -> None:
         """Asks what the best kernel wants and prepares; `values` as (nnzb, R, C). Packs nothing yet.
 
         With `stored` False the product does not read values as they are but cast to x_dtype in each call.
+        With `tf32` calls that are given this may round float32 to it.
         """
         n, k = pattern.shape
         with torch.inference_mode(False), torch.no_grad():
             if not stored:
                 values = torch.empty_like(values, dtype=x_dtype)
-            self._ask(pattern, _sizes, _prepare, lambda plan: (values, plan, n, k, x_dtype), stored)
-        self._arguments = (pattern.plan if self.key else None, self.prepared, n, k, x_dtype)
+            self._ask(pattern, _sizes, _prepare, lambda plan: (values, plan, n, k, x_dtype, tf32), stored)
+        self._arguments = (pattern.plan if self.key else None, self.prepared, n, k, x_dtype, tf32)
+        self.may_round = self._packs_in_calls and x_dtype == torch.float32 and not tf32
 
     def _ask(self, pattern: Any, sizes: Any, prepare: Any, arguments: Any, stored: bool = True) -> None:
         """Asks the op `sizes` what the best kernel wants, and has the pattern keep what `prepare` makes.
@@ -47,6 +62,7 @@ class Kept:
         self.key, prepared_bytes, self.packed_bytes = sizes(*asked)
         # CUDA's kernels have their calls pack what is not given; on the CPU others are faster then.
         self._packs_in_calls = asked[0].is_cuda
+        self.may_round = False  # whether calls that allow tf32 want something else
         if self.packed_bytes and not stored:
             self.key, self.packed_bytes = self.key if self._packs_in_calls else 0, 0
         self.prepared = None
@@ -98,6 +114,12 @@ def reads_itself(values: torch.Tensor, x_dtype: torch.dtype) -> bool:
     return values.device.type == "cpu" and x_dtype == torch.float32 and values.dtype.itemsize == 2
 
 
+@torch.compiler.assume_constant_result  # a graph is made anew when the switch moves: torch guards it
+def tf32_allowed() -> bool:
+    """What torch says of its own products: torch.backends.cuda.matmul.allow_tf32, or fp32_precision."""
+    return torch.backends.cuda.matmul.fp32_precision == TF32
+
+
 def capturing(tensor: Tensor) -> bool:
     """Whether a CUDA graph is being captured: what is made then belongs to the graph."""
     return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
@@ -113,7 +135,7 @@ def dtype_of_product(x: Tensor) -> torch.dtype:
 class HoldsDerived:
     """What a weight with `pattern`, `values` and `blocks` holds for its kernels; a base class of it."""
 
-    _kept: dict[torch.dtype, Kept]  # by the dtype of x that kernels multiply
+    _kept: dict[torch.dtype | str, Kept]  # by the dtype of x that kernels multiply, or TF32
     rounds_x: bool = False
 
     def derived(self, x: torch.Tensor) -> Derived | tuple[()]:
@@ -128,6 +150,10 @@ class HoldsDerived:
         kept = self._kept.get(dtype)
         if kept is None and not tracing:
             kept = self._ask(dtype)
+        if kept is not None and kept.may_round and tf32_allowed():
+            kept = self._kept.get(TF32)
+            if kept is None and not tracing:
+                kept = self._ask(dtype, tf32=True)
         if kept is None or not kept.key:
             return ()
         values = self._parameters.get("values")
@@ -139,14 +165,15 @@ class HoldsDerived:
         """The dtype in which an x of this one may meet values: rounded, it finds what bf16 does."""
         return torch.bfloat16 if self.rounds_x and dtype == torch.float32 else dtype
 
-    def _ask(self, dtype: torch.dtype) -> Kept | None:
+    def _ask(self, dtype: torch.dtype, tf32: bool = False) -> Kept | None:
         values = self._parameters.get("values")
         if type(values) is not nn.Parameter or values.is_meta or capturing(values):
             return None
         if not dtype.is_floating_point or not values.is_floating_point():
             return None  # for the op to refuse
         stored = values.dtype == dtype or (reads_itself(values, dtype) and not in_autocast())
-        kept = self._kept[dtype] = Kept(self.pattern, self.blocks(values.detach()), dtype, stored)
+        kept = Kept(self.pattern, self.blocks(values.detach()), dtype, stored, tf32)
+        self._kept[TF32 if tf32 else dtype] = kept
         return kept
 
     def prepare(self, *x_dtypes: torch.dtype) -> HoldsDerived:
@@ -162,6 +189,8 @@ class HoldsDerived:
         }:
             dtype = self._multiplied(dtype)
             kept = self._kept.get(dtype) or self._ask(dtype)
+            if kept is not None and kept.may_round and tf32_allowed():
+                kept = self._kept.get(TF32) or self._ask(dtype, tf32=True)
             if kept is not None and kept.packed_bytes:
                 kept.current(self.values, self.blocks(self.values), now=True)
         return self

@@ -19,7 +19,7 @@ from .feed_forward import bsr_feed_forward as bsr_feed_forward
 from .int8_ops import int8_linear as int8_linear
 from .op_rules import autocast_to, fake_rows_like, meets_nothing
 
-_plan = _load.op("bsr_plan")
+_plan, _add_grad_weight = map(_load.op, ("bsr_plan", "bsr_add_grad_weight"))
 
 
 def bsr_linear(
@@ -145,6 +145,25 @@ def bsr_grad_weight(
     return grad_weight(grad_output, x, plan, *sizes, dtype, *derived)
 
 
+def bsr_add_grad_weight(
+    gradient: Tensor,
+    grad_output: Tensor,
+    x: Tensor,
+    plan: Tensor,
+    out_features: int,
+    in_features: int,
+    *derived: Tensor | int | None,
+) -> None:
+    """Add the stored blocks of ``grad_output.T @ x`` to `gradient`, (nnzb, block_rows, block_cols), in place.
+
+    As ``gradient += bsr_grad_weight(…, dtype=gradient.dtype)`` for accumulation over several backward passes,
+    without the gradient between and, where a kernel adds for itself (Hopper's), rounded once, not twice.
+    The other arguments and the errors are those of :func:`bsr_grad_weight`. Nothing is recorded.
+    """
+    with torch.no_grad():
+        _add_grad_weight(gradient, grad_output, x, plan, out_features, in_features, *derived)
+
+
 def bsr_plan(
     crow_indices: Tensor,
     col_indices: Tensor,
@@ -204,6 +223,10 @@ def _fake_grad_weight(
 ):
     nnzb = (plan.shape[0] - _empty_plan_size(out_features, in_features, block_rows, block_cols)) // 3
     return x.new_empty((nnzb, block_rows, block_cols), dtype=dtype)
+
+
+def _fake_add_grad_weight(gradient, grad_output, x, plan, out_features, in_features, *derived):
+    return None
 
 
 def _fake_backward(
@@ -275,6 +298,7 @@ def _register() -> torch.library.Library:
         "_bsr_linear": _fake_linear,
         "bsr_grad_input": _fake_grad_input,
         "bsr_grad_weight": _fake_grad_weight,
+        "bsr_add_grad_weight": _fake_add_grad_weight,
         "_bsr_linear_backward": _fake_backward,
         "bsr_plan": _fake_plan,
     }

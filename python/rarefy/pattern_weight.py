@@ -16,7 +16,7 @@ from . import ops
 from ._torch_private import PLAIN, eager
 from .activations import activate
 from .checks import DTYPE_NAMES, check_dtype, check_tensor, fail
-from .derived import HoldsDerived, Kept, reads_itself
+from .derived import HoldsDerived, Kept, reads_itself, tf32_allowed
 from .masks import random_blocks
 from .nested import linear_of_nested
 from .pattern import BsrPattern, digest
@@ -182,6 +182,7 @@ class PatternWeight(HoldsDerived, SparseWeight):
         if (
             kept is not None
             and (derived := kept.steady) is not None
+            and not (kept.may_round and tf32_allowed())
             and activation is None
             and type(x) in PLAIN
             and type(values) is nn.Parameter
@@ -255,7 +256,7 @@ class PatternWeight(HoldsDerived, SparseWeight):
     def _set_pattern(self, pattern: BsrPattern) -> None:
         """Makes `pattern`, on the device of values, the truth, with new copies of its indices as buffers."""
         self._pattern, self._looked_in = pattern, None
-        self._kept: dict[torch.dtype, Kept] = {}  # what kernels derive, by the dtype of x
+        self._kept: dict[torch.dtype | str, Kept] = {}  # what kernels derive, by the dtype of x
         with torch.inference_mode(False):
             crow, col = (index.clone() for index in pattern.indices())
             buffers = (crow, col, digest(crow, col))

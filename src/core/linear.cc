@@ -107,7 +107,7 @@ Status grad_input(const MatrixView& dy, const BsrView& w, const MutableMatrixVie
 }
 
 Status grad_weight(const MatrixView& dy, const MatrixView& x, const PlanView& plan, void* dvalues,
-                   DType dtype, const Context& context, const Derived& derived) {
+                   DType dtype, const Context& context, const Derived& derived, bool accumulate) {
   constexpr std::string_view op = "grad_weight";
   const BsrShape& shape = plan.shape;
   if (Status status = check_plan(op, "dvalues", plan, dvalues); !status.ok()) return status;
@@ -127,7 +127,7 @@ Status grad_weight(const MatrixView& dy, const MatrixView& x, const PlanView& pl
       !status.ok()) {
     return status;
   }
-  return run_grad_weight(dy, x, plan, dvalues, dtype, context, derived);
+  return run_grad_weight(dy, x, plan, dvalues, dtype, context, derived, accumulate);
 }
 
 namespace {

@@ -100,6 +100,8 @@ std::string to_string(const Problem& p) {
       text += cat(" stride ", p.in_stride);
     text += cat(" -> ", matrix(p.out, p.out_layout));
   }
+  if (p.tf32) text += ", as tf32";
+  if (p.accumulate) text += ", added";
   if (p.bias) text += ", bias";
   if (p.activation != Activation::none) text += cat(", ", name(p.activation));
   text += cat(", ", name(p.device));

@@ -1,10 +1,13 @@
 // Runs a checked product: the first kernel of the registry that fits, with its workspace and what it derives.
 #include "core/products.h"
 
+#include <utility>
+
 #include "core/arguments.h"
 #include "core/memory.h"
 #include "core/message.h"
 #include "core/registry.h"
+#include "core/scalar.h"
 
 namespace rarefy {
 
@@ -60,11 +63,27 @@ Status make_derived(Call& call, const Choice& choice, const Made& made) {
   return {};
 }
 
+// to += call.dvalues
+Status add_values(const Call& call, void* to) {
+  const WeightSpec& w = call.problem.weight;
+  const std::int64_t count = w.shape.value_count();
+  if (call.problem.device == Device::cuda) {
+    return add_on_device(name(call.problem.op), w.dtype, call.dvalues, to, count, call.stream);
+  }
+  visit_float(w.dtype, [&]<class T>(T) {
+    const T* from = static_cast<const T*>(call.dvalues);
+    T* sum = static_cast<T*>(to);
+    for (std::int64_t i = 0; i < count; ++i) store(sum + i, load(sum + i) + load(from + i));
+  });
+  return {};
+}
+
 }  // namespace
 
 Status dispatch(Call& call, const Context& context) {
   Problem& problem = call.problem;
   problem.threads = context.executor.threads;
+  problem.tf32 = context.tf32;
   problem.derived = call.derived.key;
   if (problem.device == Device::cuda) problem.device_index = current_cuda_device();
   const auto choice = choose(problem);
@@ -86,12 +105,17 @@ Status dispatch(Call& call, const Context& context) {
   call.stream = context.stream;
   Memory own;
   const Made made = made_in_call(*choice, held, call.derived.packed != nullptr);
-  const std::int64_t bytes = made.bytes() + choice->workspace;
+  const std::int64_t to_add = bytes_to_add(problem, *choice),
+                     bytes = made.bytes() + to_add + choice->workspace;
   if (Status status = find_workspace(call, context.workspace, bytes, own); !status.ok()) return status;
   if (made.bytes() > 0) {
     if (Status status = make_derived(call, *choice, made); !status.ok()) return status;
   }
-  return kernel.run(call);
+  if (to_add == 0) return kernel.run(call);
+  void* const sum = std::exchange(call.dvalues, call.workspace);
+  call.workspace = static_cast<std::byte*>(call.workspace) + to_add;
+  if (Status status = kernel.run(call); !status.ok()) return status;
+  return add_values(call, sum);
 }
 
 Status run_linear(const MatrixView& x, const BsrView& w, const void* bias, Activation activation,
@@ -146,7 +170,7 @@ Status run_grad_input(const MatrixView& dy, const BsrView& w, const MutableMatri
 }
 
 Status run_grad_weight(const MatrixView& dy, const MatrixView& x, const PlanView& plan, void* dvalues,
-                       DType dtype, const Context& context, const Derived& derived) {
+                       DType dtype, const Context& context, const Derived& derived, bool accumulate) {
   if (plan.shape.nnzb == 0) return {};
   Alignment in, out;
   in.add(dy);
@@ -164,6 +188,7 @@ Status run_grad_weight(const MatrixView& dy, const MatrixView& x, const PlanView
   call.x = x;
   call.plan = plan;
   call.derived = derived;
+  call.problem.accumulate = accumulate;
   call.dvalues = dvalues;
   return dispatch(call, context);
 }

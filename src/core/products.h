@@ -13,6 +13,6 @@ Status run_grad_input(const MatrixView& dy, const BsrView& w, const MutableMatri
                       const Context& context);
 
 Status run_grad_weight(const MatrixView& dy, const MatrixView& x, const PlanView& plan, void* dvalues,
-                       DType dtype, const Context& context, const Derived& derived);
+                       DType dtype, const Context& context, const Derived& derived, bool accumulate = false);
 
 }  // namespace rarefy

@@ -78,6 +78,9 @@ struct Kernel {
   Reason (*supports)(const Problem&, const Machine&);
   Status (*run)(const Call&);
   bool any_layout = false;  // it is asked about matrices by feature too; `supports` may still refuse
+  // grad_weight: it adds to what is there where Problem::accumulate says so. Of others the core adds what
+  // they write into workspace.
+  bool accumulates = false;
 
   // Tuning: a pure function, the names of what it chooses, and all that it chose from.
   Config (*configure)(const Problem&, const Machine&) = nullptr;
@@ -117,6 +120,9 @@ const Machine& cpu_machine();
 bool cuda_built();
 const std::vector<DeviceInfo>& cuda_devices();  // asked for once; empty without a driver or a GPU
 int current_cuda_device();
+// to[i] += from[i] in device memory, rounded once.
+Status add_on_device(std::string_view op, DType dtype, const void* from, void* to, std::int64_t count,
+                     void* stream);
 
 // The machine that a problem runs on.
 Machine machine_of(const Problem& problem);
@@ -142,6 +148,9 @@ struct Made {
 };
 
 Made made_in_call(const Choice& choice, bool holds_prepared, bool holds_packed);
+
+// Workspace, behind what is made, for a gradient that a kernel writes and the core adds; a multiple of 256.
+std::int64_t bytes_to_add(const Problem& problem, const Choice& choice);
 
 // The first kernel that fits, configured. Kept for the last few problems of each thread: a repeated one
 // costs a hash and a comparison.

@@ -128,7 +128,7 @@ bool holds(const Problem& problem, std::uint64_t key) {
 // What the caller has to give: the kernel's own workspace, and what is made ahead of it.
 std::int64_t whole_workspace(const Problem& problem, const Choice& choice) {
   const bool held = holds(problem, choice.derived.key);
-  return made_in_call(choice, held, held).bytes() + choice.workspace;
+  return made_in_call(choice, held, held).bytes() + choice.workspace + bytes_to_add(problem, choice);
 }
 
 // Why this kernel cannot have the problem; empty when it can.
@@ -196,7 +196,8 @@ std::uint64_t hash_of(const Problem& p) {
   mix(static_cast<std::int64_t>(p.op) | static_cast<std::int64_t>(p.weight.dtype) << 8 |
       static_cast<std::int64_t>(p.in) << 16 | static_cast<std::int64_t>(p.activation) << 24 |
       static_cast<std::int64_t>(p.threads) << 32);
-  mix(p.in_alignment | p.out_alignment << 8 | static_cast<int>(p.in_layout) << 14 |
+  mix(p.in_alignment | p.out_alignment << 6 | static_cast<int>(p.tf32) << 12 |
+      static_cast<int>(p.accumulate) << 13 | static_cast<int>(p.in_layout) << 14 |
       static_cast<int>(p.out_layout) << 15 | p.device_index << 16 |
       static_cast<std::int64_t>(p.weight.scaling) << 32 | static_cast<std::int64_t>(p.weight.rounds_x) << 40);
   mix(static_cast<std::int64_t>(p.derived));
@@ -220,6 +221,12 @@ Choice configured(const Kernel& kernel, const Problem& problem, const Config& co
           config,
           bytes(kernel.workspace),
           {key, bytes(kernel.prepared_size), bytes(kernel.packed_size)}};
+}
+
+std::int64_t bytes_to_add(const Problem& problem, const Choice& choice) {
+  if (!problem.accumulate || choice.kernel->accumulates) return 0;
+  const WeightSpec& w = problem.weight;
+  return ceil_div(w.shape.value_count() * static_cast<std::int64_t>(size_of(w.dtype)), 256) * 256;
 }
 
 Made made_in_call(const Choice& choice, bool holds_prepared, bool holds_packed) {

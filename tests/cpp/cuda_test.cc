@@ -172,6 +172,21 @@ TEST_P(CudaProductTest, BlockLargerThanTheMatrix) {
   }
 }
 
+// Natively or by the core, the same: what is there, padding too, and the gradient.
+TEST_P(CudaProductTest, AddsToAGradient) {
+  for (const DType dtype : kDTypes) {
+    for (const auto& [rows, cols] : {std::pair{16, 16}, {64, 64}, {128, 64}, {5, 3}}) {
+      for (const bool integers : {true, false}) {
+        const ProblemSpec spec{150, 5 * rows - 8 * (rows > 8), 6 * cols, rows, cols, 0.4, dtype, integers, 8};
+        SCOPED_TRACE(text_of(spec));
+        const Problem problem = make_problem(spec);
+        ProblemIn<DeviceBuffer> gpu = make(problem);
+        if (takes(gpu, Op::grad_weight)) expect_accumulated(problem, gpu);
+      }
+    }
+  }
+}
+
 TEST_P(CudaProductTest, LongSums) {
   for (const DType dtype : kDTypes) {
     if (simt()) check_products({1030, 48, 2000, 16, 16, 0.5, dtype, false, 0});

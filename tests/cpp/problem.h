@@ -42,6 +42,7 @@ struct ProblemSpec {
   bool rounds_x = false;  // values are stored in bf16, and x may be rounded to it
 
   DType stored() const { return rounds_x ? DType::bf16 : dtype; }
+  bool tf32 = false;  // the calls allow it
 };
 
 inline std::vector<std::byte> encode(std::span<const double> numbers, DType dtype) {
@@ -172,9 +173,9 @@ class ProblemIn {
   Status grad_input(void* stream = nullptr) {
     return rarefy::grad_input(dy_view(), w_view(problem(Op::grad_input), stream), dx_view(), context(stream));
   }
-  Status grad_weight(void* stream = nullptr) {
+  Status grad_weight(void* stream = nullptr, bool accumulate = false) {
     return rarefy::grad_weight(dy_view(), x_view(), plan_view(), dvalues_.data(), spec_.dtype,
-                               context(stream), w_view(problem(Op::grad_weight), stream).derived);
+                               context(stream), w_view(problem(Op::grad_weight), stream).derived, accumulate);
   }
 
   // What the products ask for, without data.
@@ -188,6 +189,7 @@ class ProblemIn {
     asked.out_stride = out.stride();
     asked.out_layout = out.layout();
     set_weight(asked);
+    asked.tf32 = spec_.tf32;
     return asked;
   }
   // From now on calls hold what their kernels derive from the weight, made at the first that wants it: for as
@@ -254,6 +256,7 @@ class ProblemIn {
   }
   Context context(void* stream) {
     Context context{executor_, stream};
+    context.tf32 = spec_.tf32;
     if (Buffer::kDevice == Device::cuda) {  // the CPU's is tested by select_test.cc
       context.workspace.provide = provide;
       context.workspace.provider = &workspace_;
@@ -274,6 +277,7 @@ class ProblemIn {
       asked = rarefy::make_problem(op, host_.pattern.shape(), derived_tokens_, spec_.dtype, Buffer::kDevice,
                                    executor_.threads);
       set_weight(asked);
+      asked.tf32 = spec_.tf32;
     }
     const auto sizes = derived_sizes(asked);
     if (!sizes.ok() || sizes->key == 0) return w;  // the call says why there is no kernel

@@ -34,7 +34,15 @@ inline double roundoff(DType dtype) {
 struct Expected {
   std::vector<double> value, magnitude;  // magnitude: the same product of absolute values
   std::vector<double> terms;             // of the sums, by column
+  std::vector<double> inputs = {};       // what rounding of inputs may add; empty: they are taken as they are
 };
+
+// Of products of magnitudes that add up to these, when both factors are rounded to tf32's 11 bits.
+inline std::vector<double> tf32_errors(const ProblemSpec& spec, std::vector<double> magnitude) {
+  if (!spec.tf32) return {};
+  for (double& m : magnitude) m *= 0x1p-10 + 0x1p-22;
+  return magnitude;
+}
 
 // γ_n of docs/numerics.md: what n roundings make of a sum, relative to its magnitude.
 inline double gamma(double terms, double unit) { return terms * unit / (1 - terms * unit); }
@@ -131,7 +139,8 @@ void expect_close(const char* what, const ProblemSpec& spec, const Guarded<Buffe
     const double terms = expected.terms[static_cast<std::size_t>(col)];
     const double bound = (gamma(terms, accumulator(spec.dtype)) + gamma(terms, 0x1p-53)) *
                              expected.magnitude[e] * (1 + storing(spec.dtype)) +
-                         storing(spec.dtype) * std::abs(expected.value[e]) + smallest;
+                         storing(spec.dtype) * std::abs(expected.value[e]) + smallest +
+                         (expected.inputs.empty() ? 0 : expected.inputs[e]);
     ASSERT_LE(std::abs(got[t] - expected.value[e]), bound) << '(' << row << ", " << col << ')';
   }
 }
@@ -143,19 +152,21 @@ void expect_linear(const Problem& problem, ProblemIn<Buffer>& run) {
   const auto abs_bias = absolute(problem.bias);
   std::vector<double> terms = problem.stored_per_row();
   for (double& count : terms) ++count;  // the bias
-  expect_close(
-      "linear", problem.spec, run.y(), problem.spec.n, problem.y_stride(),
-      {host.linear(problem.x, problem.values, &problem.bias, Activation::none),
-       host.linear(absolute(problem.x), absolute(problem.values), &abs_bias, Activation::none), terms},
-      problem.spec.integers, problem.spec.y_layout);
+  const auto magnitude =
+      host.linear(absolute(problem.x), absolute(problem.values), &abs_bias, Activation::none);
+  expect_close("linear", problem.spec, run.y(), problem.spec.n, problem.y_stride(),
+               {host.linear(problem.x, problem.values, &problem.bias, Activation::none), magnitude, terms,
+                tf32_errors(problem.spec, magnitude)},
+               problem.spec.integers, problem.spec.y_layout);
 }
 
 template <class Buffer>
 void expect_grad_input(const Problem& problem, ProblemIn<Buffer>& run) {
   const Host host{problem};
+  const auto magnitude = host.grad_input(absolute(problem.dy), absolute(problem.values));
   expect_close("grad_input", problem.spec, run.dx(), problem.spec.k, problem.dx_stride(),
-               {host.grad_input(problem.dy, problem.values),
-                host.grad_input(absolute(problem.dy), absolute(problem.values)), problem.stored_per_col()},
+               {host.grad_input(problem.dy, problem.values), magnitude, problem.stored_per_col(),
+                tf32_errors(problem.spec, magnitude)},
                problem.spec.integers, problem.spec.x_layout);
 }
 
@@ -165,10 +176,33 @@ void expect_grad_weight(const Problem& problem, ProblemIn<Buffer>& run) {
   const Host host{problem};
   const std::int64_t value_count = problem.pattern.shape().value_count();
   const std::vector<double> tokens(static_cast<std::size_t>(value_count), static_cast<double>(spec.m));
+  const auto magnitude = host.grad_weight(absolute(problem.dy), absolute(problem.x));
   expect_close("grad_weight", spec, run.dvalues(), value_count, std::max<std::int64_t>(value_count, 1),
-               {host.grad_weight(problem.dy, problem.x),
-                host.grad_weight(absolute(problem.dy), absolute(problem.x)), tokens},
+               {host.grad_weight(problem.dy, problem.x), magnitude, tokens, tf32_errors(spec, magnitude)},
                spec.integers);
+}
+
+// Three gradients added up: written, and added twice. Of integers in 32 bits exactly; else each addition
+// rounds once, and what is added is once rounded itself by kernels whose sums the core adds.
+template <class Buffer>
+void expect_accumulated(const Problem& problem, ProblemIn<Buffer>& run) {
+  const ProblemSpec& spec = problem.spec;
+  const Host host{problem};
+  expect_ok(run.grad_weight());
+  expect_ok(run.grad_weight(nullptr, true));
+  expect_ok(run.grad_weight(nullptr, true));
+  const std::int64_t value_count = problem.pattern.shape().value_count();
+  std::vector<double> sum = host.grad_weight(problem.dy, problem.x),
+                      magnitude = host.grad_weight(absolute(problem.dy), absolute(problem.x));
+  for (double& value : sum) value *= 3;
+  for (double& value : magnitude) value *= 3;
+  std::vector<double> rounded = magnitude;
+  for (std::size_t e = 0; e < sum.size(); ++e) rounded[e] = 5 * roundoff(spec.dtype) * std::abs(sum[e]);
+  const std::vector<double> inputs = tf32_errors(spec, magnitude);
+  for (std::size_t e = 0; e < inputs.size(); ++e) rounded[e] += inputs[e];
+  const std::vector<double> tokens(static_cast<std::size_t>(value_count), static_cast<double>(spec.m));
+  expect_close("accumulated", spec, run.dvalues(), value_count, std::max<std::int64_t>(value_count, 1),
+               {sum, magnitude, tokens, rounded}, spec.integers && storing(spec.dtype) == 0);
 }
 
 template <class Buffer>
@@ -210,6 +244,8 @@ void expect_activation(const Problem& problem, ProblemIn<Buffer>& run, Activatio
                     host.linear(absolute(problem.x), absolute(problem.values), &abs_bias, Activation::none),
                     problem.stored_per_row()};
   for (double& terms : expected.terms) ++terms;
+  expected.inputs = tf32_errors(problem.spec, expected.magnitude);
+  for (double& error : expected.inputs) error *= 1.2;
   // As magnitudes of the bound: 1.2 × those of the sums, and what makes γ times them the activation's error.
   for (std::size_t e = 0; e < expected.value.size(); ++e) {
     double own = activation_error(activation, argument[e], expected.value[e], accumulator(dtype));

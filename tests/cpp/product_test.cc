@@ -226,6 +226,24 @@ TEST_P(ProductsTest, ActivationAfterSeveralTiles) {
   run_activated(make_problem({20, 32, 100'000, 16, 16, 0.02, DType::bf16, false, 0}), Activation::relu);
 }
 
+// Every family writes what is added; the core adds it.
+TEST_P(ProductsTest, AddToAGradient) {
+  const Force force(GetParam());
+  for (const DType dtype : kDTypes) {
+    for (const bool integers : {true, false}) {
+      SCOPED_TRACE(name(dtype));
+      const Problem problem = make_problem({40, 37, 30, 8, 4, 0.5, dtype, integers, 3});
+      ProblemIn<HostBuffer> run(problem);
+      expect_accumulated(problem, run);
+    }
+  }
+  // The caller's workspace is asked for that room, too.
+  rarefy::Problem asked = make_problem(Op::grad_weight, {64, 64, 8, 8, 32}, 40, DType::f32);
+  const std::int64_t written = *workspace_size(asked);
+  asked.accumulate = true;
+  EXPECT_EQ(*workspace_size(asked), written + 32 * 64 * 4);
+}
+
 // grad_weight sums chunks of 512 tokens over tiles of columns: every number of rows a tile of dot products
 // has.
 TEST_P(ProductsTest, SeveralChunksOfTokens) {

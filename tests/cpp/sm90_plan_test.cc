@@ -197,7 +197,7 @@ TEST(UnionConfig, FitsSharedMemory) {
       for (const int b : {16, 32}) {
         const auto blocks = static_cast<std::int64_t>(4096 / b * 4096 / b * density);
         const UnionProblem p = union_problem(false, tokens, 4096, 4096, b, b, blocks);
-        for (const UnionLayout& layout : union_layouts(problem)) {
+        for (const UnionLayout& layout : union_layouts(p)) {
           for (const UnionCandidate& c : union_candidates(p, layout, kMachine)) {
             EXPECT_LE(c.config.shared_bytes() + 2048, kMachine.shared_bytes) << c.config.text();
             EXPECT_GE(c.config.pieces, 4 * c.config.strips) << c.config.text();

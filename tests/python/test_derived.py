@@ -22,20 +22,22 @@ class Stand:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, prepared: int, packed: int) -> None:
         self.prepared, self.packed = prepared, packed
         self.asked: list[torch.dtype] = []
+        self.asked_tf32: list[bool] = []
         self.made: list[str] = []
         for name in ("sizes", "prepare", "pack"):
             monkeypatch.setattr(derived, f"_{name}", getattr(self, name))
 
-    def sizes(self, values, plan, n, k, dtype):
+    def sizes(self, values, plan, n, k, dtype, tf32):
         assert values.ndim == 3
         self.asked.append(dtype)
+        self.asked_tf32.append(tf32)
         return KEY, self.prepared, self.packed
 
-    def prepare(self, values, plan, n, k, dtype):
+    def prepare(self, values, plan, n, k, dtype, tf32):
         self.made.append("prepared")
         return torch.zeros(self.prepared, dtype=torch.uint8)
 
-    def pack(self, values, plan, prepared, n, k, dtype):
+    def pack(self, values, plan, prepared, n, k, dtype, tf32):
         assert (prepared is None) == (self.prepared == 0)
         assert not values.requires_grad
         self.made.append("packed")
@@ -62,6 +64,28 @@ def test_nothing_is_kept_for_kernels_that_want_nothing(monkeypatch):
     linear(X)
     assert linear.weight.derived(X) == () and linear.weight.derived_nbytes == 0
     assert stand.made == []
+
+
+def test_float32_that_may_be_rounded_has_its_own(both):
+    """On a GPU; here a weight that says so. torch's switch decides at each call, and the default is off."""
+    linear = layer()
+    linear(X)
+    kept = linear.weight._kept[torch.float32]
+    assert not kept.may_round and both.asked_tf32 == [False]
+    kept.may_round = True
+    assert derived.TF32 not in linear.weight._kept
+    linear(X)
+    assert both.asked_tf32 == [False]
+    try:
+        torch.backends.cuda.matmul.allow_tf32 = True
+        linear(X)
+        rounded = linear.weight._kept[derived.TF32]
+        assert both.asked_tf32 == [False, True] and not rounded.may_round
+        assert linear.weight.derived(X)[0] is rounded.prepared
+        assert linear.weight.derived(X.double()) is not None and derived.TF32 in linear.weight._kept
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = False
+    assert linear.weight.derived(X)[0] is kept.prepared
 
 
 def test_values_are_packed_at_the_second_call_with_them(both):

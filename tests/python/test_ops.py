@@ -72,6 +72,26 @@ def test_products_are_within_the_bound(case, dtype, rows, device):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("case", CASES, ids=IDS)
+def test_gradients_are_added_in_place(case, dtype, device):
+    n, k, r, c, density = case
+    bsr = random_bsr((n, k), (r, c), density, dtype=dtype, device=device)
+    x = small_integers(7, k).to(device, dtype).requires_grad_()
+    dy = small_integers(7, n).to(device, dtype)
+    gradient = torch.ones_like(bsr.values)
+    once = ops.bsr_grad_weight(dy, x.detach(), bsr.plan, *bsr.block_shape, *bsr.shape)
+    for passes in (1, 2):
+        assert ops.bsr_add_grad_weight(gradient, dy, x, bsr.plan, *bsr.shape) is None
+        assert torch.equal(gradient, 1 + passes * once)
+    assert not gradient.requires_grad and x.grad is None
+    if case == CASES[0]:
+        before = gradient.clone()
+        with pytest.raises(ValueError, match="x must have 7 rows"):
+            ops.bsr_add_grad_weight(gradient, dy, x[:6], bsr.plan, *bsr.shape)
+        assert torch.equal(gradient, before)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("case", CASES, ids=IDS)
 def test_integer_products_are_exact(case, dtype, device):
     n, k, r, c, density = case
     bsr = random_bsr((n, k), (r, c), density, dtype=dtype, device=device, integers=True)

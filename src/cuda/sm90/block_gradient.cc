@@ -37,8 +37,9 @@ Rows rows_of(const GradientProblem& problem, const GradientConfig& c) {
           ceil_div(block_cols * problem.block_cols, c.wide), 1};
 }
 
-// Tiles alike: bytes of a step of 64 tokens, and its clocks: of products at 89 % of the tensor cores' rate,
-// of 60 bytes from L2, or of two rows of boxes in three, of 128 bytes or fewer (docs/design/hopper.md).
+// Tiles alike: bytes of a step of 64 tokens (f32: 32), and its clocks: of products at 89 % of the tensor
+// cores' rate, of 60 bytes from L2, or of two rows of boxes in three, of 128 bytes or fewer
+// (docs/design/hopper.md).
 struct Tiles {
   double bytes, clocks;
   std::int64_t count;
@@ -56,7 +57,7 @@ std::vector<Tiles> expected_tiles(const GradientProblem& problem, const Gradient
   const Rows rows = rows_of(problem, c);
   const auto tiles_of = [&](int columns, int parts, int quarters, std::int64_t count) -> Tiles {
     const double bytes = columns * shape.wide * 128. + parts * shape.strips() * 8192.,
-                 boxes = columns * (shape.wide == 16 ? 16. : 64.) + parts * shape.strips() * 64.;
+                 boxes = columns * (transposes(problem, c) ? shape.wide : 64.) + parts * shape.strips() * 64.;
     return {bytes, std::max({quarters * 288., bytes / 60, 1.5 * boxes}), count};
   };
   double whole = 0, rest[kMostColumns] = {}, even[kMostColumns + 1] = {};
@@ -140,15 +141,16 @@ double makespan(const std::vector<Tiles>& all, double steps, double around, int 
 
 double predicted_microseconds(const GradientProblem& p, const GradientConfig& c, int split,
                               const Machine& machine, const std::vector<Tiles>& tiles) {
-  const double steps = static_cast<double>(ceil_div(p.tokens, 64)) / split;
+  const auto size = static_cast<std::int64_t>(size_of(p.dtype));
+  const double steps = static_cast<double>(ceil_div(p.tokens, 128 / size)) / split;
   const double around = split > 1 ? 14200 : 5000;  // the first loads; sums on their way out
   const int places = std::max(1, machine.sms / split);
   // Each round of tiles reads X and dY, a part of them still from L2.
   double count = 0;
   for (const Tiles& its : tiles) count += static_cast<double>(its.count);
   const double memory =
-      std::max(1., count / places) * static_cast<double>(p.tokens * (p.rows + p.cols)) * 2 / 6e6;
-  const double transposed = c.wide == 16 ? transpose_microseconds(p.tokens * p.cols) : 0;
+      std::max(1., count / places) * static_cast<double>(p.tokens * (p.rows + p.cols) * size) / 6e6;
+  const double transposed = transposes(p, c) ? transpose_microseconds(p.tokens * p.cols * size) : 0;
   // Tiles that do not end together do not begin together, and no longer find each other's panels in L2.
   const double apart = c.even && count > places ? 1.15 : 1;
   return 5 + transposed + std::max(memory, apart * makespan(tiles, steps, around, places) / 1750);
@@ -187,7 +189,8 @@ std::vector<Cut> cuts_of(const GradientProblem& p, const Machine& machine) {
       if (wide == 16 && p.block_cols % 32 == 0) continue;
       const int most = TileShape{wide, two, false}.columns();
       for (int columns = most; columns > most / 2; columns -= most / (two ? 8 : 16)) {
-        const double worth = wide == 16 ? 1.05 : 1;  // a workspace as large as X is worth some gain
+        const double worth =
+            wide == 16 && p.dtype != DType::f32 ? 1.05 : 1;  // a workspace as large as X is worth some gain
         add({1, wide, two, true, false, columns}, worth);
         add({1, wide, two, false, true, columns}, worth);
       }
@@ -213,9 +216,10 @@ GradientCandidate candidate_of(const GradientProblem& p, const Machine& machine,
 
 // The best cut, remembered for the weights of a model: it takes up to 0.2 ms to find.
 const Cut& best_cut(const GradientProblem& p, const Machine& machine) {
-  using Weight = std::array<std::int64_t, 6>;
+  using Weight = std::array<std::int64_t, 7>;
   thread_local std::map<Weight, Cut> known;
-  const Weight weight{p.rows, p.cols, p.block_rows, p.block_cols, p.blocks, machine.sms};
+  const Weight weight{
+      p.rows, p.cols, p.block_rows, p.block_cols, p.blocks, machine.sms, static_cast<std::int64_t>(p.dtype)};
   const auto at = known.find(weight);
   if (at != known.end()) return at->second;
   if (known.size() >= 4096) known.clear();
@@ -226,9 +230,11 @@ const Cut& best_cut(const GradientProblem& p, const Machine& machine) {
 }  // namespace
 
 std::string unsupported(const GradientProblem& p) {
-  if (p.dtype != DType::bf16 && p.dtype != DType::f16) return "tensor cores of this kernel take bf16 and f16";
+  if (p.dtype != DType::bf16 && p.dtype != DType::f16 && p.dtype != DType::f32)
+    return "tensor cores of this kernel take bf16, f16 and, rounded to tf32, f32";
+  const auto piece = static_cast<std::int64_t>(16 / size_of(p.dtype));
   if (p.block_rows % 16 != 0 || p.block_cols % 16 != 0) return "block sides must be multiples of 16";
-  if (p.x_stride % 8 != 0 || p.dy_stride % 8 != 0) return "TMA needs rows of X and dY 16 bytes apart";
+  if (p.x_stride % piece != 0 || p.dy_stride % piece != 0) return "TMA needs rows of X and dY 16 bytes apart";
   if (p.x_stride < p.cols || p.dy_stride < p.rows) return "TMA needs rows that do not overlap";
   if (p.tokens < 1) return "there are no tokens";
   if (p.tokens > INT32_MAX - 64 || p.blocks * p.block_rows > INT32_MAX ||
@@ -283,8 +289,13 @@ std::int64_t tiles_at_most(const GradientProblem& p, const GradientConfig& confi
   return columns / config.columns() + std::min(rows, columns);
 }
 
+bool transposes(const GradientProblem& p, const GradientConfig& config) {
+  return config.wide == 16 || p.dtype == DType::f32;
+}
+
 std::int64_t workspace_bytes(const GradientProblem& p, const GradientConfig& config) {
-  return config.wide == 16 ? p.cols * transposed_stride(p.tokens) * 2 : 0;
+  if (!transposes(p, config)) return 0;
+  return p.cols * transposed_stride(p.tokens) * static_cast<std::int64_t>(size_of(p.dtype));
 }
 
 std::int64_t list_at(const GradientProblem& p, const GradientConfig& config) {

@@ -1,5 +1,7 @@
 // The gradient of stored blocks: dW = dYᵀ X. Tokens are the sum, so both operands lie with them outermost:
-// strips of dY are operand A, panels of X side by side operand B, wherever in X they come from.
+// strips of dY are operand A, panels of X side by side operand B, wherever in X they come from. f32 is
+// multiplied as tf32, which wants the sum innermost: so X is transposed first, and dY goes by way of
+// registers.
 #include "cuda/sm90/block_gradient.h"
 
 #include "cuda/sm90/device/matrix.cuh"
@@ -13,7 +15,7 @@
 namespace rarefy::sm90 {
 namespace {
 
-constexpr u32 kCellBytes = 64 * 64 * 2;         // of results; of dY, 64 tokens × 64 features
+constexpr u32 kCellBytes = 64 * 64 * 2;  // of results of 16 bits; of dY, a step's tokens × 64 features
 constexpr u32 kRingBytes = 3 * 9 * kCellBytes;  // three steps of the largest tiles, more of smaller ones
 // Products read up to seven panels of 16 beyond X's last one, which dY's are too short for: columns that
 // nobody stores.
@@ -61,12 +63,37 @@ __device__ inline void exchange(float (&d)[2][64], u32 rank, u32 slots) {
   }
 }
 
+__device__ inline float2 load_two(const float* p) { return *reinterpret_cast<const float2*>(p); }
+__device__ inline float2 load_two(const __nv_bfloat16* p) {
+  return __bfloat1622float2(*reinterpret_cast<const __nv_bfloat162*>(p));
+}
+__device__ inline float2 load_two(const __half* p) {
+  return __half22float2(*reinterpret_cast<const __half2*>(p));
+}
+
+// Rows of dY's features in tf32's products: eight lanes read words of eight rows at one time, so these are of
+// two halves of the swizzled 128 bytes, which never meet in a bank. `piece`: of 16 bytes, in the first half.
+struct WordRows {
+  int half, piece, in_piece;  // of a panel's 32 features; the lane's rows: in `piece` and the next one
+  __device__ WordRows(int warp, int lane)
+      : half(warp / 2), piece(2 * (warp % 2) + lane / 16 * 4), in_piece(lane / 4 % 4) {}
+  __device__ int feature(int h) const { return 32 * half + 4 * (piece + h) + in_piece; }
+  // Bytes from a panel of dY to the word at row h and step lane % 4 + 4 · later of eight.
+  __device__ u32 place(int h, int later, int lane) const {
+    const int token = lane % 4 + 4 * later;
+    return static_cast<u32>(half * 4096 + token * 128 + (((piece + h) ^ token) << 4) + in_piece * 4);
+  }
+};
+
 template <class T, int kWide, int kSplit>
 __global__ void __launch_bounds__(kTileThreads, 1) gradient_kernel(const __grid_constant__ GradientParams p) {
   using Tile = GradientTile<kWide>;
-  constexpr u32 kXBytes = 64 * kWide * 2, kDyBytes = 64 * 64 * 2;  // panels
-  // Panels of 16 features are read by feature: tokens lie side by side.
-  constexpr Major kXMajor = kWide == 16 ? Major::k : Major::mn;
+  constexpr bool kTf32 = sizeof(T) == 4;
+  constexpr int kTokens = 128 / sizeof(T);               // of a step
+  constexpr u32 kXBytes = kWide * 128, kDyBytes = 8192;  // panels
+  // X that has been transposed is read by feature: tokens lie side by side.
+  constexpr bool kTransposed = kTf32 || kWide == 16;
+  constexpr Major kXMajor = kTransposed ? Major::k : Major::mn;
   constexpr int kInCell = 64 / kWide;  // panels
   constexpr int kWords = sizeof(Tile) / sizeof(int);
   static_assert(kSharedBytes + sizeof(Tile) + sizeof(RingState) + 512 <= 227 * 1024);
@@ -85,13 +112,13 @@ __global__ void __launch_bounds__(kTileThreads, 1) gradient_kernel(const __grid_
   if (p.list != nullptr && threadIdx.x < kWords) {
     reinterpret_cast<int*>(&tile)[threadIdx.x] = __ldg(p.list + blockIdx.x / kSplit * kWords + threadIdx.x);
   }
-  const int all_steps = (p.tokens + 63) / 64;
+  const int all_steps = (p.tokens + kTokens - 1) / kTokens;
   const int first = all_steps * static_cast<int>(rank) / kSplit,
             last = all_steps * (static_cast<int>(rank) + 1) / kSplit;
   if (threadIdx.x == 0) {
     for (u32 i = 0; i < kMaxSlots; ++i) {
       barrier_init(full(i), 1);
-      barrier_init(empty(i), 8);
+      barrier_init(empty(i), kTf32 ? 256 : 8);  // lanes that read it, or warps
     }
     barrier_init_done();
   }
@@ -111,8 +138,8 @@ __global__ void __launch_bounds__(kTileThreads, 1) gradient_kernel(const __grid_
     const int feature = loads ? tile.feature[panel] : 0;
     const u32 place =
         of_x ? static_cast<u32>(panel) * kXBytes : dy_at + static_cast<u32>(panel - x_panels) * kDyBytes;
-    const bool by_feature = of_x && kXMajor == Major::k;
-    if constexpr (kWide == 16) wait_for_kernels();  // X has been transposed
+    const bool by_feature = of_x && kTransposed;
+    if constexpr (kTransposed) wait_for_kernels();  // X has been transposed
     Turn at;
     at.parity = 1;  // the first round is free
     for (int step = first; step < last; ++step) {
@@ -120,8 +147,10 @@ __global__ void __launch_bounds__(kTileThreads, 1) gradient_kernel(const __grid_
       if (warp == 8 && lane == 0) arrive_expect(full(at.slot), slot_bytes);
       __syncwarp();
       if (loads) {
-        load_box(slots + at.slot * slot_bytes + place, of_x ? &p.x : &p.dy, by_feature ? step * 64 : feature,
-                 by_feature ? feature : step * 64, full(at.slot));
+        const u32 to = slots + at.slot * slot_bytes + place;
+        load_box(to, of_x ? &p.x : &p.dy, by_feature ? step * kTokens : feature,
+                 by_feature ? feature : step * kTokens, full(at.slot));
+        if (kTf32 && !of_x) load_box(to + 4096, &p.dy, feature + 32, step * kTokens, full(at.slot));
       }
       at.next(slot_count);
     }
@@ -139,10 +168,11 @@ __global__ void __launch_bounds__(kTileThreads, 1) gradient_kernel(const __grid_
             b0 = uniform(tile.b[2 * group]), b1 = uniform(tile.b[2 * group + 1]);
   // Operands of the first slot, but for their constant upper halves. Reduced, so that the compiler keeps them
   // and does not make them anew in each step.
+  constexpr bool kNarrow = kWide == 32 && !kTransposed;  // rows of 64 bytes
   constexpr u64 kA = operand_layout(Swizzle::b128, 1024),
-                kB = kWide == 32 ? operand_layout(Swizzle::b64, 512, kXBytes)
-                                 : operand_layout(Swizzle::b128, 1024, kWide == 64 ? kXBytes : 16);
-  constexpr u64 kNextB = kNext16<kXMajor> / (kWide == 32 ? 2 : 1);
+                kB = kNarrow ? operand_layout(Swizzle::b64, 512, kXBytes)
+                             : operand_layout(Swizzle::b128, 1024, kTransposed ? 16 : kXBytes);
+  constexpr u64 kNextB = kNext16<kXMajor> / (kNarrow ? 2 : 1);
   const auto low = [&](u64 layout, u32 at) {
     return uniform(static_cast<int>(operand_at(layout, slots + at)));
   };
@@ -154,15 +184,16 @@ __global__ void __launch_bounds__(kTileThreads, 1) gradient_kernel(const __grid_
 #pragma unroll
   for (int i = 0; i < 64; ++i) d[0][i] = d[1][i] = 0;
   // Products of a step are queued while those of the step before run; but not of three slots, which had
-  // better be free one step sooner.
-  const bool queued = slot_count > 3;
+  // better be free one step sooner, and not where a step's registers are operands.
+  const bool queued = !kTf32 && slot_count > 3;
+  const WordRows rows(warp % 4, lane);
   const auto multiply = [&](auto halves) {  // all steps
     constexpr int kHalves = decltype(halves)::value;
     Turn at;
     u32 from = 0, before = 0;  // where the slot begins, in pieces of 16 bytes; the slot to be left next
     const auto release = [&] {
       __syncwarp();
-      if (lane == 0) arrive(empty(before));
+      if (kTf32 || lane == 0) arrive(empty(before));
     };
     for (int step = first; step < last; ++step) {
       wait(full(at.slot), at.parity);
@@ -172,12 +203,31 @@ __global__ void __launch_bounds__(kTileThreads, 1) gradient_kernel(const __grid_
         a[half] = kA >> 32 << 32 | (static_cast<u32>(a_low[half]) + from);
         b[half] = kB >> 32 << 32 | (static_cast<u32>(b_low[half]) + from);
       }
-      if constexpr (kHalves > 0) wgmma_fence();
-#pragma unroll
-      for (u32 k = 0; k < 4; ++k) {
+      if constexpr (kTf32) {
+        u32 words[2][4][4];  // A
 #pragma unroll
         for (int half = 0; half < kHalves; ++half) {
-          wgmma<T, Major::mn, kXMajor>(d[half], a[half] + k * kNext16<Major::mn>, b[half] + k * kNextB, 1);
+          const u32 dy = slots + dy_at + static_cast<u32>(half == 0 ? a0 : a1) * kDyBytes + from * 16;
+#pragma unroll
+          for (u32 i = 0; i < 16; ++i) {
+            words[half][i / 4][i % 4] = load_shared(dy + rows.place(i % 2, i / 2 % 2, lane) + i / 4 * 1024);
+          }
+        }
+        if constexpr (kHalves > 0) wgmma_fence();
+#pragma unroll
+        for (u32 k = 0; k < 4; ++k) {
+#pragma unroll
+          for (int half = 0; half < kHalves; ++half)
+            wgmma_tf32(d[half], words[half][k], b[half] + k * kNextB);
+        }
+      } else {
+        if constexpr (kHalves > 0) wgmma_fence();
+#pragma unroll
+        for (u32 k = 0; k < 4; ++k) {
+#pragma unroll
+          for (int half = 0; half < kHalves; ++half) {
+            wgmma<T, Major::mn, kXMajor>(d[half], a[half] + k * kNext16<Major::mn>, b[half] + k * kNextB, 1);
+          }
         }
       }
       if constexpr (kHalves > 0) wgmma_commit();
@@ -210,13 +260,33 @@ __global__ void __launch_bounds__(kTileThreads, 1) gradient_kernel(const __grid_
   } else {
     named_barrier(1, 256);
   }
-  const int row = 16 * (warp % 4) + lane / 4;
+  const auto row = [&](int h) {  // of the cell: the lane has two
+    return kTf32 ? rows.feature(h) : 16 * (warp % 4) + lane / 4 + 8 * h;
+  };
+  // Where a weight of cell i of this warpgroup goes; null: nowhere.
+  const auto place_of = [&](int i, int r, int column) -> T* {
+    const int cell = 4 * group + i;
+    const int offset =
+        kWide == 64 ? tile.offset[cell] : tile.offset[cell * Tile::kPieces + r / 16 * 4 + column / 16];
+    const int inside = kWide == 64 ? r * p.block_cols + column : r % 16 * p.block_cols + column % 16;
+    return offset < 0 ? nullptr : static_cast<T*>(p.dvalues) + std::int64_t{offset} * 8 + inside;
+  };
   const u32 stage = slots + kResultsAt + static_cast<u32>(group) * 4 * kCellBytes;
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
     if (i * kSplit / 4 != static_cast<int>(rank) || (i < 2 ? a0 : a1) < 0) continue;
     float* sums = &d[i / 2][i % 2 * 32];
     const int strip = tile.feature[x_panels + (i < 2 ? a0 : a1)];
+    if (p.accumulate) {
+#pragma unroll
+      for (int j = 0; j < 16; ++j) {
+        const T* from = place_of(i, row(j % 2), j / 2 * 8 + 2 * (lane % 4));
+        if (from == nullptr) continue;
+        const float2 more = load_two(from);
+        sums[2 * j] += more.x;
+        sums[2 * j + 1] += more.y;
+      }
+    }
 #pragma unroll
     for (int panel = 0; panel < kInCell; ++panel) {
       const int index = (i < 2 ? b0 : b1) + i % 2 * kInCell + panel;
@@ -225,34 +295,40 @@ __global__ void __launch_bounds__(kTileThreads, 1) gradient_kernel(const __grid_
 #pragma unroll
       for (int j = 0; j < kWide / 2; ++j) {  // padding is zero, whatever dY has
         const int k = k0 + j / 4 * 8 + 2 * (lane % 4) + j % 2;
-        if (k >= p.cols || strip + row + j % 4 / 2 * 8 >= p.rows) sums[panel * (kWide / 2) + j] = 0;
+        if (k >= p.cols || strip + row(j % 4 / 2) >= p.rows) sums[panel * (kWide / 2) + j] = 0;
       }
     }
+    if constexpr (kTf32) {  // from registers: lanes write whole sectors of 32 bytes
 #pragma unroll
-    for (int j = 0; j < 8; j += 2) {  // matrices: rows 0 and 8, columns 8j and 8j + 8
-      const u32 to =
-          stage + static_cast<u32>(i) * kCellBytes +
-          static_cast<u32>((16 * (warp % 4) + lane % 16) * 128 + ((j + lane / 16) ^ lane % 8) * 16);
-      store_matrices(to, pack<T>(sums[4 * j], sums[4 * j + 1]), pack<T>(sums[4 * j + 2], sums[4 * j + 3]),
-                     pack<T>(sums[4 * j + 4], sums[4 * j + 5]), pack<T>(sums[4 * j + 6], sums[4 * j + 7]));
+      for (int j = 0; j < 16; ++j) {
+        T* to = place_of(i, row(j % 2), j / 2 * 8 + 2 * (lane % 4));
+        if (to != nullptr) *reinterpret_cast<float2*>(to) = {sums[2 * j], sums[2 * j + 1]};
+      }
+    } else {
+#pragma unroll
+      for (int j = 0; j < 8; j += 2) {  // matrices: rows 0 and 8, columns 8j and 8j + 8
+        const u32 to =
+            stage + static_cast<u32>(i) * kCellBytes +
+            static_cast<u32>((16 * (warp % 4) + lane % 16) * 128 + ((j + lane / 16) ^ lane % 8) * 16);
+        store_matrices(to, pack<T>(sums[4 * j], sums[4 * j + 1]), pack<T>(sums[4 * j + 2], sums[4 * j + 3]),
+                       pack<T>(sums[4 * j + 4], sums[4 * j + 5]), pack<T>(sums[4 * j + 6], sums[4 * j + 7]));
+      }
     }
   }
-  named_barrier(2 + static_cast<u32>(group), 128);
-  const int thread = static_cast<int>(threadIdx.x) % 128, piece = thread % 8;  // 16 bytes of a row
+  if constexpr (!kTf32) {
+    named_barrier(2 + static_cast<u32>(group), 128);
+    const int thread = static_cast<int>(threadIdx.x) % 128, piece = thread % 8;  // 16 bytes of a row
 #pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    if (i * kSplit / 4 != static_cast<int>(rank) || (i < 2 ? a0 : a1) < 0) continue;
+    for (int i = 0; i < 4; ++i) {
+      if (i * kSplit / 4 != static_cast<int>(rank) || (i < 2 ? a0 : a1) < 0) continue;
 #pragma unroll
-    for (int n = 0; n < 4; ++n) {
-      const int r = n * 16 + thread / 8, cell = 4 * group + i;
-      const int offset =
-          kWide == 64 ? tile.offset[cell] : tile.offset[cell * Tile::kPieces + n * 4 + piece / 2];
-      if (offset < 0) continue;
-      const int inside =
-          kWide == 64 ? r * p.block_cols + piece * 8 : thread / 8 * p.block_cols + piece % 2 * 8;
-      const float4 values = load_shared_4(stage + static_cast<u32>(i) * kCellBytes +
-                                          static_cast<u32>(r * 128 + ((piece ^ r % 8) << 4)));
-      *reinterpret_cast<float4*>(static_cast<T*>(p.dvalues) + std::int64_t{offset} * 8 + inside) = values;
+      for (int n = 0; n < 4; ++n) {
+        const int r = n * 16 + thread / 8;
+        T* to = place_of(i, r, piece * 8);
+        if (to == nullptr) continue;
+        *reinterpret_cast<float4*>(to) = load_shared_4(stage + static_cast<u32>(i) * kCellBytes +
+                                                       static_cast<u32>(r * 128 + ((piece ^ r % 8) << 4)));
+      }
     }
   }
 }
@@ -265,7 +341,7 @@ cudaError_t launch_kernel(std::int64_t tiles, const GradientParams& params, cuda
   if (status != cudaSuccess) return status;
   cudaLaunchAttribute attributes[2]{};
   unsigned count = 0;
-  if (kWide == 16) {  // it may start while X is being transposed
+  if (kWide == 16 || sizeof(T) == 4) {  // it may start while X is being transposed
     attributes[count].id = cudaLaunchAttributeProgrammaticStreamSerialization;
     attributes[count++].val.programmaticStreamSerializationAllowed = 1;
   }
@@ -314,33 +390,41 @@ cudaError_t launch(const GradientProblem& p, const GradientConfig& config, const
   GradientParams params = of_pattern(p, config, o.crow, o.col);
   params.list = o.prepared == nullptr ? nullptr : o.prepared + list_at(p, config);
   params.dvalues = o.dvalues;
-  // Boxes of `wide` × 64: features × tokens, or the other way round.
-  const auto map_of = [&](CUtensorMap* map, const void* data, std::int64_t size, std::int64_t others,
-                          std::int64_t stride, int wide, int other) {
+  params.accumulate = o.accumulate;
+  // Boxes of features × tokens, or, of X transposed, the other way round.
+  const std::size_t size = size_of(p.dtype);
+  const auto step = static_cast<int>(128 / size);  // tokens
+  const auto map_of = [&](CUtensorMap* map, const void* data, std::int64_t inner, std::int64_t outer,
+                          std::int64_t stride, int inner_box, int outer_box) {
     const auto u = [](std::int64_t x) { return static_cast<std::uint64_t>(x); };
     TensorShape shape;
-    shape.size[0] = u(size);
-    shape.size[1] = u(others);
-    shape.stride[0] = u(stride) * 2;
-    shape.box[0] = static_cast<std::uint32_t>(wide);
-    shape.box[1] = static_cast<std::uint32_t>(other);
+    shape.tf32 = true;
+    shape.size[0] = u(inner);
+    shape.size[1] = u(outer);
+    shape.stride[0] = u(stride) * size;
+    shape.box[0] = static_cast<std::uint32_t>(inner_box);
+    shape.box[1] = static_cast<std::uint32_t>(outer_box);
     return make_tensor_map(map, p.dtype, data, shape);
   };
-  cudaError_t status = map_of(&params.dy, o.dy, p.rows, p.tokens, p.dy_stride, 64, 64);
+  cudaError_t status = map_of(&params.dy, o.dy, p.rows, p.tokens, p.dy_stride, step, step);
   if (status != cudaSuccess) return status;
-  if (config.wide == 16) {
+  if (transposes(p, config)) {
     const std::int64_t stride = transposed_stride(p.tokens);
-    status = transpose(o.x, p.tokens, p.cols, p.x_stride, o.workspace, stride, false, stream);
-    if (status == cudaSuccess) status = map_of(&params.x, o.workspace, p.tokens, p.cols, stride, 64, 16);
+    status = transpose(o.x, static_cast<int>(size), p.tokens, p.cols, p.x_stride, o.workspace, stride, false,
+                       stream);
+    if (status == cudaSuccess)
+      status = map_of(&params.x, o.workspace, p.tokens, p.cols, stride, step, config.wide);
   } else {
-    status = map_of(&params.x, o.x, p.cols, p.tokens, p.x_stride, config.wide, 64);
+    status = map_of(&params.x, o.x, p.cols, p.tokens, p.x_stride, config.wide, step);
   }
   if (status != cudaSuccess) return status;
   params.tokens = static_cast<int>(p.tokens);
   params.rows = static_cast<int>(p.rows);
   params.cols = static_cast<int>(p.cols);
-  return p.dtype == DType::bf16 ? launch_type<__nv_bfloat16>(config, tiles, params, stream)
-                                : launch_type<__half>(config, tiles, params, stream);
+  const auto run = p.dtype == DType::bf16  ? launch_type<__nv_bfloat16>
+                   : p.dtype == DType::f16 ? launch_type<__half>
+                                           : launch_type<float>;
+  return run(config, tiles, params, stream);
 }
 
 }  // namespace rarefy::sm90

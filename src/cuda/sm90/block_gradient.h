@@ -3,7 +3,7 @@
 // or halves of two of them, or fewer features, summed over a share of the tokens; the thread blocks of a
 // cluster have the other shares and add up a part of the sums each. Features of X come in panels of 64, or
 // for blocks with smaller sides of 32, or of 16 of an X that is transposed first: those that any of the 64
-// rows stores.
+// rows stores. f32 is rounded to tf32; X is transposed first for all panels.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -80,9 +80,12 @@ struct GradientOperands {  // device pointers, 16-byte aligned
   void* dvalues = nullptr;
   const std::int32_t* prepared = nullptr;  // null: tiles are found by each thread block; panels of 64 alone
   void* workspace = nullptr;               // workspace_bytes
+  bool accumulate = false;                 // add to what dvalues holds; its padding gets 0 all the same
 };
 
-// Of X by feature, where panels are of 16.
+// Whether X is transposed first: panels of 16, and tf32, whose products want tokens side by side.
+bool transposes(const GradientProblem& problem, const GradientConfig& config);
+// Of X by feature.
 std::int64_t workspace_bytes(const GradientProblem& problem, const GradientConfig& config);
 
 cudaError_t launch(const GradientProblem& problem, const GradientConfig& config,

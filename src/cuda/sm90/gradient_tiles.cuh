@@ -29,6 +29,7 @@ struct GradientParams {
   int tokens, rows, cols, block_rows, block_cols, block_row_count;
   int wide, most;
   bool two, pairs, even;
+  bool accumulate;  // add to what dvalues holds
 };
 
 inline GradientParams of_pattern(const GradientProblem& p, const GradientConfig& config,

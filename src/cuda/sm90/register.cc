@@ -189,8 +189,14 @@ struct UnionChoice {
 
 UnionProblem union_problem(const Problem& p) { return product<UnionProblem>(p); }
 
+Reason refuses_f32(const Problem& p) {
+  if (p.in != DType::f32 || p.tf32) return {};
+  return "multiplies f32 as tf32, where the call allows that";
+}
+
 Reason supports_unions(const Problem& p, const rarefy::Machine& machine) {
   if (Reason reason = supports_family(p, machine); !reason.empty()) return reason;
+  if (Reason reason = refuses_f32(p); !reason.empty()) return reason;
   if (p.out_alignment < 16) return cat("needs outputs and bias aligned to 16 bytes; got ", p.out_alignment);
   return unsupported(union_problem(p));
 }
@@ -290,6 +296,7 @@ GradientProblem gradient_problem(const Problem& p) {
 
 Reason supports_gradient(const Problem& p, const rarefy::Machine& machine) {
   if (Reason reason = supports_family(p, machine); !reason.empty()) return reason;
+  if (Reason reason = refuses_f32(p); !reason.empty()) return reason;
   if (p.out_alignment < 16) return cat("needs gradients aligned to 16 bytes; got ", p.out_alignment);
   return unsupported(gradient_problem(p));
 }
@@ -354,9 +361,10 @@ Status run_gradient(const Call& call) {
     prepared = workspace;
     workspace += bytes;
   }
-  const GradientOperands operands{call.dy.data,  call.x.data,  call.plan.crow,
-                                  call.plan.col, call.dvalues, static_cast<const std::int32_t*>(prepared),
-                                  workspace};
+  const GradientOperands operands{call.dy.data,   call.x.data,
+                                  call.plan.crow, call.plan.col,
+                                  call.dvalues,   static_cast<const std::int32_t*>(prepared),
+                                  workspace,      call.problem.accumulate};
   return cuda::launch_status(
       "grad_weight", launch(gradient_problem(call.problem), from_config<GradientChoice>(call.config).config(),
                             operands, static_cast<cudaStream_t>(call.stream)));
@@ -385,6 +393,7 @@ void add_rows(Registry& registry) {
                       .name = "sm90_block_gradient",
                       .supports = supports_gradient,
                       .run = run_gradient,
+                      .accumulates = true,
                       .configure = configure_gradient,
                       .fields = GradientChoice::kFields,
                       .candidates = candidates_gradient,

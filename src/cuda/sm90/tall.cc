@@ -54,7 +54,7 @@ double predicted_microseconds(const TallProblem& p, const TallConfig& c, int sms
   double transpose = 0;
   if (p.x_layout == Layout::by_token) {
     const auto chunks = static_cast<double>(ceil_div(p.tokens, c.chunk));
-    transpose = transpose_microseconds(p.tokens * p.cols) + 7 * (chunks - 1);
+    transpose = transpose_microseconds(p.tokens * p.cols * 2) + 7 * (chunks - 1);
   }
   return std::max(1.0, tiles / sms) * tall_clocks(c.rows, static_cast<int>(columns)) / 1750 + 9 + transpose;
 }

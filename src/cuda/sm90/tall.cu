@@ -98,7 +98,7 @@ cudaError_t launch(const TallProblem& p, const TallConfig& config, int sms, cons
     if (by_token) {
       const std::int64_t stride = config.chunk_stride(p.tokens);
       const auto* x = static_cast<const std::uint16_t*>(o.x) + first * p.x_stride;
-      status = transpose(x, tokens, p.cols, p.x_stride, o.workspace, stride, first > 0, stream);
+      status = transpose(x, 2, tokens, p.cols, p.x_stride, o.workspace, stride, first > 0, stream);
       if (status != cudaSuccess) return status;
       params.x = o.workspace;
       params.x_bytes = static_cast<u32>(stride * 2);

@@ -20,11 +20,14 @@ PFN_cuTensorMapEncodeTiled_v12000 find_encoder() {
 cudaError_t make_tensor_map(CUtensorMap* map, DType dtype, const void* data, const TensorShape& shape) {
   static const PFN_cuTensorMapEncodeTiled_v12000 encode = find_encoder();
   if (encode == nullptr) return cudaErrorNotSupported;
-  const CUtensorMapDataType type =
-      dtype == DType::bf16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
-  const CUtensorMapSwizzle swizzle = shape.box[0] == 64   ? CU_TENSOR_MAP_SWIZZLE_128B
-                                     : shape.box[0] == 32 ? CU_TENSOR_MAP_SWIZZLE_64B
-                                                          : CU_TENSOR_MAP_SWIZZLE_32B;
+  const CUtensorMapDataType type = dtype == DType::bf16  ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
+                                   : dtype == DType::f16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16
+                                   : shape.tf32          ? CU_TENSOR_MAP_DATA_TYPE_TFLOAT32
+                                                         : CU_TENSOR_MAP_DATA_TYPE_FLOAT32;
+  const std::size_t bytes = shape.box[0] * size_of(dtype);
+  const CUtensorMapSwizzle swizzle = bytes == 128  ? CU_TENSOR_MAP_SWIZZLE_128B
+                                     : bytes == 64 ? CU_TENSOR_MAP_SWIZZLE_64B
+                                                   : CU_TENSOR_MAP_SWIZZLE_32B;
   const std::uint32_t steps[3] = {1, 1, 1};
   const CUresult made =
       encode(map, type, static_cast<std::uint32_t>(shape.rank), const_cast<void*>(data), shape.size,

@@ -1,6 +1,6 @@
-// A matrix of 16-bit elements transposed at the speed of a copy: 64 × 64 elements a thread block. Rows come
-// as 16-byte pieces into shared memory, 8 × 8 matrices turn on their way through registers, and columns leave
-// as 16-byte pieces. Enough blocks share an SM to keep device memory busy.
+// A matrix transposed at the speed of a copy: 64 × 64 elements a thread block. Rows come as 16-byte pieces
+// into shared memory, columns leave as 16-byte pieces; of 16 bits, 8 × 8 matrices turn on their way through
+// registers, words are read one by one. Enough blocks share an SM to keep device memory busy.
 #include <climits>
 
 #include "cuda/sm90/device/matrix.cuh"
@@ -9,11 +9,11 @@
 namespace rarefy::sm90 {
 namespace {
 
-constexpr int kThreads = 128, kSide = 64, kPasses = kSide * 8 / kThreads;
+constexpr int kThreads = 128, kSide = 64;
 
 struct TransposeParams {
-  const std::uint16_t* from;
-  std::uint16_t* to;
+  const void* from;
+  void* to;
   std::int64_t rows, cols, stride, to_stride;
   unsigned col_tiles, tiles;
 };
@@ -22,37 +22,76 @@ __device__ inline u32 place(int row, int piece) {  // of 16 bytes in a swizzled 
   return static_cast<u32>(row * 128 + ((piece ^ row % 8) << 4));
 }
 
+// A thread block's tile, and its thread's pieces of the rows: kPieces of 16 bytes a row.
+template <class T>
+struct TransposeTile {
+  static constexpr int kElements = 16 / sizeof(T), kPieces = kSide / kElements, kRows = kThreads / kPieces,
+                       kPasses = kSide / kRows;
+  std::int64_t row0, col0;
+  int row = static_cast<int>(threadIdx.x) / kPieces, piece = static_cast<int>(threadIdx.x) % kPieces;
+  uint4 in[kPasses];
+
+  __device__ explicit TransposeTile(const TransposeParams& p) {
+    // The last rows first: what is read first of the result was written last, and is still in L2.
+    const unsigned at = p.tiles - 1 - blockIdx.x;
+    row0 = std::int64_t{at / p.col_tiles} * kSide;
+    col0 = std::int64_t{at % p.col_tiles} * kSide;
+    launch_dependents();
+#pragma unroll
+    for (int i = 0; i < kPasses; ++i) {
+      const std::int64_t its = row0 + row + i * kRows, col = col0 + piece * kElements;
+      const T* from = static_cast<const T*>(p.from) + its * p.stride + col;
+      in[i] = {};
+      if (its < p.rows && col + kElements <= p.cols) {
+        in[i] = __ldcs(reinterpret_cast<const uint4*>(from));
+      } else if (its < p.rows) {
+        auto* elements = reinterpret_cast<T*>(&in[i]);
+#pragma unroll
+        for (int e = 0; e < kElements; ++e) {
+          if (col + e < p.cols) elements[e] = from[e];
+        }
+      }
+    }
+    wait_for_kernels();  // what was here may still be read
+  }
+
+  // By all threads: pieces of columns, of[column, piece of the rows].
+  template <class Piece>
+  __device__ void store(const TransposeParams& p, Piece&& of) const {
+#pragma unroll
+    for (int i = 0; i < kPasses; ++i) {
+      const int column = row + i * kRows;
+      if (col0 + column >= p.cols) continue;
+      *reinterpret_cast<uint4*>(static_cast<T*>(p.to) + (col0 + column) * p.to_stride + row0 +
+                                piece * kElements) = of(column, piece);
+    }
+  }
+};
+
+__global__ void __launch_bounds__(kThreads) transpose_words_kernel(const TransposeParams p) {
+  constexpr int kStride = kSide + 1;  // one word more: rows of a column are in different banks
+  __shared__ u32 tile[kSide * kStride];
+  const TransposeTile<u32> t(p);
+#pragma unroll
+  for (int i = 0; i < t.kPasses; ++i) {
+    u32* to = tile + (t.row + i * t.kRows) * kStride + t.piece * 4;
+    to[0] = t.in[i].x, to[1] = t.in[i].y, to[2] = t.in[i].z, to[3] = t.in[i].w;
+  }
+  __syncthreads();
+  t.store(p, [&](int column, int piece) -> uint4 {
+    const u32* from = tile + 4 * piece * kStride + column;
+    return {from[0], from[kStride], from[2 * kStride], from[3 * kStride]};
+  });
+}
+
 __global__ void __launch_bounds__(kThreads) transpose_kernel(const TransposeParams p) {
   __shared__ alignas(128) unsigned char tile[kSide * kSide * 2];
   const u32 shared = shared_address(tile);
-  const int thread = static_cast<int>(threadIdx.x), piece = thread % 8, warp = thread / 32,
-            lane = thread % 32;
-  // The last rows first: what is read first of the result was written last, and is still in L2.
-  const unsigned at = p.tiles - 1 - blockIdx.x;
-  const std::int64_t row0 = std::int64_t{at / p.col_tiles} * kSide,
-                     col0 = std::int64_t{at % p.col_tiles} * kSide;
-  launch_dependents();
-
-  uint4 in[kPasses];
+  const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
+  const TransposeTile<std::uint16_t> t(p);
 #pragma unroll
-  for (int i = 0; i < kPasses; ++i) {
-    const std::int64_t row = row0 + thread / 8 + i * (kThreads / 8), col = col0 + piece * 8;
-    const std::uint16_t* from = p.from + row * p.stride + col;
-    in[i] = {};
-    if (row < p.rows && col + 8 <= p.cols) {
-      in[i] = __ldcs(reinterpret_cast<const uint4*>(from));
-    } else if (row < p.rows) {
-      auto* elements = reinterpret_cast<std::uint16_t*>(&in[i]);
-#pragma unroll
-      for (int e = 0; e < 8; ++e) {
-        if (col + e < p.cols) elements[e] = from[e];
-      }
-    }
-  }
-  wait_for_kernels();  // what was here may still be read
-#pragma unroll
-  for (int i = 0; i < kPasses; ++i) {
-    *reinterpret_cast<uint4*>(tile + place(thread / 8 + i * (kThreads / 8), piece)) = in[i];
+  for (int i = 0; i < t.kPasses; ++i) {
+    *reinterpret_cast<uint4*>(tile + place(t.row + i * t.kRows, t.piece)) = t.in[i];
   }
   __syncthreads();
   u32 turned[4][4];  // each warp: 16 columns of all rows
@@ -67,25 +106,25 @@ __global__ void __launch_bounds__(kThreads) transpose_kernel(const TransposePara
                    turned[i][1], turned[i][2], turned[i][3]);
   }
   __syncthreads();
-#pragma unroll
-  for (int i = 0; i < kPasses; ++i) {
-    const int row = thread / 8 + i * (kThreads / 8);
-    if (col0 + row >= p.cols) continue;
-    *reinterpret_cast<uint4*>(p.to + (col0 + row) * p.to_stride + row0 + piece * 8) =
-        *reinterpret_cast<const uint4*>(tile + place(row, piece));
-  }
+  t.store(
+      p, [&](int column, int piece) { return *reinterpret_cast<const uint4*>(tile + place(column, piece)); });
 }
 
 }  // namespace
 
-cudaError_t transpose(const void* from, std::int64_t rows, std::int64_t cols, std::int64_t stride, void* to,
-                      std::int64_t to_stride, bool overlap, cudaStream_t stream) {
+cudaError_t transpose(const void* from, int size, std::int64_t rows, std::int64_t cols, std::int64_t stride,
+                      void* to, std::int64_t to_stride, bool overlap, cudaStream_t stream) {
   const std::int64_t col_tiles = (cols + kSide - 1) / kSide, tiles = (rows + kSide - 1) / kSide * col_tiles;
   if (tiles == 0) return cudaSuccess;
   if (tiles > INT_MAX) return cudaErrorInvalidConfiguration;
-  const TransposeParams params{
-      static_cast<const std::uint16_t*>(from), static_cast<std::uint16_t*>(to), rows, cols, stride, to_stride,
-      static_cast<unsigned>(col_tiles),        static_cast<unsigned>(tiles)};
+  const TransposeParams params{from,
+                               to,
+                               rows,
+                               cols,
+                               stride,
+                               to_stride,
+                               static_cast<unsigned>(col_tiles),
+                               static_cast<unsigned>(tiles)};
   cudaLaunchAttribute attribute{};
   attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attribute.val.programmaticStreamSerializationAllowed = 1;
@@ -95,7 +134,7 @@ cudaError_t transpose(const void* from, std::int64_t rows, std::int64_t cols, st
   launch.stream = stream;
   launch.attrs = &attribute;
   launch.numAttrs = overlap ? 1 : 0;
-  return cudaLaunchKernelEx(&launch, transpose_kernel, params);
+  return cudaLaunchKernelEx(&launch, size == 4 ? transpose_words_kernel : transpose_kernel, params);
 }
 
 }  // namespace rarefy::sm90

@@ -1,5 +1,5 @@
-// A matrix of 16-bit elements turned, at the speed of a copy: what kernels that want X by feature make of one
-// by token, into workspace.
+// A matrix of elements of 16 or 32 bits turned, at the speed of a copy: what kernels that want X by feature
+// make of one by token, into workspace.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -12,15 +12,15 @@ namespace rarefy::sm90 {
 constexpr std::int64_t transposed_stride(std::int64_t rows) { return (rows + 63) / 64 * 64; }
 
 // Launch included; 3.6 MB a µs, read and written at once.
-constexpr double transpose_microseconds(std::int64_t elements) {
-  return static_cast<double>(elements) * 2 / 3.6e6 + 2;
+constexpr double transpose_microseconds(std::int64_t bytes) {  // of the matrix
+  return static_cast<double>(bytes) / 3.6e6 + 2;
 }
 
-// to[column][row] = from[row][column], elements of 16 bits; rows of `from` and of `to` are strides apart,
-// which are multiples of 8 elements, as addresses are of 16 bytes. Rows of `to` are written up to a multiple
+// to[column][row] = from[row][column], elements of `size` bytes, 2 or 4; rows of `from` and of `to` are
+// strides apart, which are multiples of 16 bytes, as addresses are. Rows of `to` are written up to a multiple
 // of 64. The next kernel of the stream may start while this one ends; `overlap`: this one may start, and
 // read, while the kernel before ends.
-cudaError_t transpose(const void* from, std::int64_t rows, std::int64_t cols, std::int64_t stride, void* to,
-                      std::int64_t to_stride, bool overlap, cudaStream_t stream);
+cudaError_t transpose(const void* from, int size, std::int64_t rows, std::int64_t cols, std::int64_t stride,
+                      void* to, std::int64_t to_stride, bool overlap, cudaStream_t stream);
 
 }  // namespace rarefy::sm90

@@ -190,8 +190,7 @@ struct UnionWarps {
     const int warp = out.warp, lane = out.lane;
     // In units of 16 bytes: tokens of an instruction apart; how much farther the second half of a step's
     // features is.
-    const auto part_stride =
-        static_cast<u64>(Shape::kPart * p.box_width * static_cast<int>(sizeof(T)) >> 4);
+    const auto part_stride = static_cast<u64>(Shape::kPart * p.box_width * static_cast<int>(sizeof(T)) >> 4);
     const u32 second_more = p.second_box == 0 ? 0 : (p.box_bytes >> 4) - 4;
     const u32 x_slots = (x_ring & 0x3FFFF) >> 4, w_pieces = (w_ring & 0x3FFFF) >> 4;
     Turn at, tiles;

@@ -1,5 +1,5 @@
-// Packs a weight for the union kernel: pieces of 64 rows × 32 bytes in the order in which they are walked, with
-// zeros where a unit row stores nothing; f32 is rounded to tf32, to nearest.
+// Packs a weight for the union kernel: pieces of 64 rows × 32 bytes in the order in which they are walked,
+// with zeros where a unit row stores nothing; f32 is rounded to tf32, to nearest.
 #include "cuda/device/matrix.cuh"
 #include "cuda/sm90/union_walk.h"
 #include "cuda/sm90/unions.h"
@@ -90,9 +90,10 @@ cudaError_t pack(const UnionProblem& p, const UnionLayout& layout, int sms, cons
                           n(p.block_out() / p.unit()),
                           n(p.block_in() / p.column())};
   const std::int64_t blocks = (plan.pieces * 128 + kRows * kThreads - 1) / (kRows * kThreads);
-  const auto run = p.dtype == DType::f32
-                       ? (p.transposed ? pack_kernel<float, true> : pack_kernel<float, false>)
-                       : (p.transposed ? pack_kernel<std::uint16_t, true> : pack_kernel<std::uint16_t, false>);
+  const auto run =
+      p.dtype == DType::f32
+          ? (p.transposed ? pack_kernel<float, true> : pack_kernel<float, false>)
+          : (p.transposed ? pack_kernel<std::uint16_t, true> : pack_kernel<std::uint16_t, false>);
   run<<<static_cast<unsigned>(blocks), kThreads, 0, stream>>>(params);
   return cudaGetLastError();
 }

@@ -18,10 +18,10 @@ struct PlanParams {
   const int *offsets, *others, *entries;  // the index, by block row (grad_input: by block column)
   MemberBits units, strips;               // what they store, in columns of 32 bytes
   int columns;
-  int along;                              // columns of a stored block
-  int unit, size, groups;                 // features of a unit row; strips of a group
-  int boxes, box;                         // of a step; columns of one
-  int room;                               // for steps of a group
+  int along;               // columns of a stored block
+  int unit, size, groups;  // features of a unit row; strips of a group
+  int boxes, box;          // of a step; columns of one
+  int room;                // for steps of a group
   int *sorted, *members, *clocks, *steps_of, *pieces_of;
   u32* by_column;
   int* units_of;  // outputs: of each strip its unit rows

@@ -6,8 +6,8 @@
 
 namespace rarefy::sm90 {
 
-// Words of a step: four columns of 32 bytes of X (16 features; 8 of f32) as one box or as two, which pieces of W
-// it has, where they begin.
+// Words of a step: four columns of 32 bytes of X (16 features; 8 of f32) as one box or as two, which pieces
+// of W it has, where they begin.
 enum StepWord {
   kStepFirst,   // the first box, counted in boxes
   kStepMask,    // bit 4s + k: strip s of the group has the piece of the step's column k
@@ -15,8 +15,8 @@ enum StepWord {
   kStepSecond,  // the second box, or -1
 };
 
-// A piece: 64 rows × 32 bytes as the tensor cores read them without a swizzle. Rows of 16 bytes; eight of them are
-// a core matrix of 128 bytes; two of these, side by side, are eight rows.
+// A piece: 64 rows × 32 bytes as the tensor cores read them without a swizzle. Rows of 16 bytes; eight of
+// them are a core matrix of 128 bytes; two of these, side by side, are eight rows.
 inline constexpr int kPieceBytes = 64 * 32;
 
 // What the steps of a group cost together, in clocks of an SM: products of a piece with 256 tokens, or

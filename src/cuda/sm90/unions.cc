@@ -82,8 +82,8 @@ UnionPlan::UnionPlan(const UnionProblem& p, const UnionLayout& l, int thread_blo
   };
   const std::int64_t all_columns = ceil_div(p.in_features(), p.column());
   // No more than all, and than if no two blocks met in one.
-  pieces = std::min(p.strips() * all_columns,
-                    p.blocks * (p.block_out() / p.unit()) * (p.block_in() / p.column()));
+  pieces =
+      std::min(p.strips() * all_columns, p.blocks * (p.block_out() / p.unit()) * (p.block_in() / p.column()));
   groups_at = take(std::int64_t{8} * groups);
   units_at = take(std::int64_t{4} * strips);
   steps_at = take(std::int64_t{4} * groups * columns);
@@ -155,8 +155,8 @@ std::vector<UnionLayout> union_layouts(const UnionProblem& p) {
   return {{2, step}, {2, step / 2}, {3, step}, {3, step / 2}};
 }
 
-// As measured: three strips, unless two leave out half of X or are all of a block row; narrow boxes where they
-// save some.
+// As measured: three strips, unless two leave out half of X or are all of a block row; narrow boxes where
+// they save some.
 UnionLayout layout_of(const UnionProblem& p) {
   UnionLayout layout{3, p.step() / 2};
   if (p.block_in() % p.step() == 0 || p.box_share(layout) > 0.9 * p.box_share({3, p.step()}))

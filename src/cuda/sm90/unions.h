@@ -1,8 +1,8 @@
-// The union kernel, host side: linear and grad_input for blocks whose sides are multiples of 16 and not both of
-// 64, and for all of them in f32, as tf32. A *unit row* is 16, 32 or 64 features of Y with one pattern; 64 / unit of them are a strip, which stores
-// the union of their columns, packed with zeros; two or three strips are a group. Which unit rows go together
-// and what they store follows from the pattern alone and is made on the device (union_plan.cu); the values
-// are packed when they change (union_pack.cu).
+// The union kernel, host side: linear and grad_input for blocks whose sides are multiples of 16 and not both
+// of 64, and for all of them in f32, as tf32. A *unit row* is 16, 32 or 64 features of Y with one pattern; 64
+// / unit of them are a strip, which stores the union of their columns, packed with zeros; two or three strips
+// are a group. Which unit rows go together and what they store follows from the pattern alone and is made on
+// the device (union_plan.cu); the values are packed when they change (union_pack.cu).
 #pragma once
 
 #include <cuda_runtime_api.h>

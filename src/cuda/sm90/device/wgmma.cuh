@@ -1,10 +1,13 @@
-// Products of a warpgroup (wgmma): D[64][n] += A[64][16] · B[16][n], both operands in shared memory, f32
-// sums. An operand tile is 64 elements (128 bytes) wide and stored with the 128-byte swizzle that TMA writes;
-// its rows run along M or N (k_major: 64 steps of the sum side by side) or along the sum (mn_major).
+// Products of a warpgroup (wgmma): D[64][n] += A[64][16] · B[16][n], of f32 as tf32 A[64][8] · B[8][n], both
+// operands in shared memory, f32 sums. An operand tile is 128 bytes (64 elements, 32 of f32) wide and stored
+// with the 128-byte swizzle that TMA writes; its rows run along M or N (k_major: 64 steps of the sum side by
+// side) or along the sum (mn_major).
 #pragma once
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
+
+#include <type_traits>
 
 #include "mbarrier.cuh"
 
@@ -30,7 +33,7 @@ __device__ inline u64 operand_at(u64 layout, u32 address) {
   return layout | static_cast<u64>((address & 0x3FFFF) >> 4);
 }
 
-// What to add to an operand for the next 16 steps of the sum.
+// What to add to an operand for the next 16 (f32: 8) steps of the sum.
 template <Major major>
 inline constexpr u64 kNext16 = (major == Major::k ? 32 : 2048) >> 4;
 
@@ -45,84 +48,76 @@ __device__ inline void wgmma_wait() {
 #define RAREFY_D4(i) "+f"(d[i]), "+f"(d[(i) + 1]), "+f"(d[(i) + 2]), "+f"(d[(i) + 3])
 #define RAREFY_D16(i) RAREFY_D4(i), RAREFY_D4((i) + 4), RAREFY_D4((i) + 8), RAREFY_D4((i) + 12)
 #define RAREFY_D64(i) RAREFY_D16(i), RAREFY_D16((i) + 16), RAREFY_D16((i) + 32), RAREFY_D16((i) + 48)
+#define RAREFY_FIRST_64 \
+      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, " \
+      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, " \
+      "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, " \
+      "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+#define RAREFY_NEXT_64 \
+      "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, " \
+      "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, " \
+      "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, " \
+      "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
+#define RAREFY_WGMMA_128(type, majors) \
+      "{\n.reg .pred p;\nsetp.ne.b32 p, %66, 0;\nwgmma.mma_async.sync.aligned.m64n128" type " {" RAREFY_FIRST_64 \
+      "}, %64, %65, p, 1, 1" majors ";\n}"
+#define RAREFY_WGMMA_256(type, majors) \
+      "{\n.reg .pred p;\nsetp.ne.b32 p, %130, 0;\nwgmma.mma_async.sync.aligned.m64n256" type " {" RAREFY_FIRST_64 \
+      ", " RAREFY_NEXT_64 "}, %128, %129, p, 1, 1" majors ";\n}"
+// clang-format on
 
-// add = 0 overwrites d.
-template <Major a_major, Major b_major>
-__device__ inline void wgmma_128(__nv_bfloat16 /*type*/, float (&d)[64], u64 a, u64 b, u32 add) {
-  asm volatile(
-      "{\n.reg .pred p;\nsetp.ne.b32 p, %66, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {"
-      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
-      "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
-      "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, "
-      "%64, %65, p, 1, 1, %67, %68;\n}"
-      : RAREFY_D64(0)
-      : "l"(a), "l"(b), "r"(add), "n"(static_cast<int>(a_major)), "n"(static_cast<int>(b_major)));
+// add = 0 overwrites d. f32 is multiplied as tf32: both k_major, in shared memory rounded already.
+template <class T, Major a_major, Major b_major>
+__device__ inline void wgmma(float (&d)[64], u64 a, u64 b, u32 add) {
+  constexpr int kA = static_cast<int>(a_major), kB = static_cast<int>(b_major);
+  if constexpr (std::is_same_v<T, float>) {
+    static_assert(a_major == Major::k && b_major == Major::k);
+    asm volatile(RAREFY_WGMMA_128("k8.f32.tf32.tf32", "") : RAREFY_D64(0) : "l"(a), "l"(b), "r"(add));
+  } else if constexpr (std::is_same_v<T, __half>) {
+    asm volatile(RAREFY_WGMMA_128("k16.f32.f16.f16", ", %67, %68")
+                 : RAREFY_D64(0)
+                 : "l"(a), "l"(b), "r"(add), "n"(kA), "n"(kB));
+  } else {
+    asm volatile(RAREFY_WGMMA_128("k16.f32.bf16.bf16", ", %67, %68")
+                 : RAREFY_D64(0)
+                 : "l"(a), "l"(b), "r"(add), "n"(kA), "n"(kB));
+  }
 }
 
-template <Major a_major, Major b_major>
-__device__ inline void wgmma_128(__half /*type*/, float (&d)[64], u64 a, u64 b, u32 add) {
-  asm volatile(
-      "{\n.reg .pred p;\nsetp.ne.b32 p, %66, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n128k16.f32.f16.f16 {"
-      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
-      "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
-      "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, "
-      "%64, %65, p, 1, 1, %67, %68;\n}"
-      : RAREFY_D64(0)
-      : "l"(a), "l"(b), "r"(add), "n"(static_cast<int>(a_major)), "n"(static_cast<int>(b_major)));
+template <class T, Major a_major, Major b_major>
+__device__ inline void wgmma(float (&d)[128], u64 a, u64 b, u32 add) {
+  constexpr int kA = static_cast<int>(a_major), kB = static_cast<int>(b_major);
+  if constexpr (std::is_same_v<T, float>) {
+    static_assert(a_major == Major::k && b_major == Major::k);
+    asm volatile(RAREFY_WGMMA_256("k8.f32.tf32.tf32", "")
+                 : RAREFY_D64(0), RAREFY_D64(64)
+                 : "l"(a), "l"(b), "r"(add));
+  } else if constexpr (std::is_same_v<T, __half>) {
+    asm volatile(RAREFY_WGMMA_256("k16.f32.f16.f16", ", %131, %132")
+                 : RAREFY_D64(0), RAREFY_D64(64)
+                 : "l"(a), "l"(b), "r"(add), "n"(kA), "n"(kB));
+  } else {
+    asm volatile(RAREFY_WGMMA_256("k16.f32.bf16.bf16", ", %131, %132")
+                 : RAREFY_D64(0), RAREFY_D64(64)
+                 : "l"(a), "l"(b), "r"(add), "n"(kA), "n"(kB));
+  }
 }
 
-template <Major a_major, Major b_major>
-__device__ inline void wgmma_256(__nv_bfloat16 /*type*/, float (&d)[128], u64 a, u64 b, u32 add) {
-  asm volatile(
-      "{\n.reg .pred p;\nsetp.ne.b32 p, %130, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 {"
-      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
-      "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
-      "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, "
-      "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, "
-      "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, "
-      "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, "
-      "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127}, "
-      "%128, %129, p, 1, 1, %131, %132;\n}"
-      : RAREFY_D64(0), RAREFY_D64(64)
-      : "l"(a), "l"(b), "r"(add), "n"(static_cast<int>(a_major)), "n"(static_cast<int>(b_major)));
+// tf32 with A in registers: D[64][128] += A[64][8] · B[8][128]. A lane of warp w has of A rows 16w + lane / 4
+// (a[0], a[2]) and eight more (a[1], a[3]) at steps lane % 4 and, a[2] and a[3], four more.
+__device__ inline void wgmma_tf32(float (&d)[64], const u32 (&a)[4], u64 b) {
+  asm volatile("wgmma.mma_async.sync.aligned.m64n128k8.f32.tf32.tf32 {" RAREFY_FIRST_64
+               "}, {%64, %65, %66, %67}, %68, 1, 1, 1;"
+               : RAREFY_D64(0)
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
 }
 
-template <Major a_major, Major b_major>
-__device__ inline void wgmma_256(__half /*type*/, float (&d)[128], u64 a, u64 b, u32 add) {
-  asm volatile(
-      "{\n.reg .pred p;\nsetp.ne.b32 p, %130, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n256k16.f32.f16.f16 {"
-      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
-      "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
-      "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, "
-      "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, "
-      "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, "
-      "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, "
-      "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127}, "
-      "%128, %129, p, 1, 1, %131, %132;\n}"
-      : RAREFY_D64(0), RAREFY_D64(64)
-      : "l"(a), "l"(b), "r"(add), "n"(static_cast<int>(a_major)), "n"(static_cast<int>(b_major)));
-}
-
+#undef RAREFY_WGMMA_256
+#undef RAREFY_WGMMA_128
+#undef RAREFY_NEXT_64
+#undef RAREFY_FIRST_64
 #undef RAREFY_D64
 #undef RAREFY_D16
 #undef RAREFY_D4
-// clang-format on
-
-template <class T, Major a_major, Major b_major>
-__device__ inline void wgmma(float (&d)[64], u64 a, u64 b, u32 add) {
-  wgmma_128<a_major, b_major>(T{}, d, a, b, add);
-}
-template <class T, Major a_major, Major b_major>
-__device__ inline void wgmma(float (&d)[128], u64 a, u64 b, u32 add) {
-  wgmma_256<a_major, b_major>(T{}, d, a, b, add);
-}
 
 }  // namespace rarefy::sm90

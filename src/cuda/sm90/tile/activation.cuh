@@ -1,7 +1,7 @@
 // Activations of sums that leave rounded to T: relative errors below a sixteenth of T's last place before
 // that (2⁻¹² for bf16, 2⁻¹⁵ for f16), without branches and in a third of the instructions. Both tails, NaN,
 // zeros and infinities as device::apply has them; f16's left tails are right to half of its smallest
-// subnormal.
+// subnormal. f32 is device::apply itself.
 #pragma once
 
 #include <cuda_fp16.h>
@@ -53,6 +53,7 @@ __device__ __forceinline__ float log2_tail(float m) {
 
 template <class T, Activation activation>
 __device__ __forceinline__ float apply_rounded(float x) {
+  if constexpr (std::is_same_v<T, float>) return device::apply<activation>(x);
   if constexpr (activation == Activation::relu) return max_or_nan(x, 0.f);
   if constexpr (activation == Activation::gelu_erf) {  // x Φ(x) = max(x, 0) − |x| Φ(−|x|)
     const float m = fminf(fabsf(x), std::is_same_v<T, __half> ? 100.f : 13.3f);

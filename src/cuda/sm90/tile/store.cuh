@@ -46,9 +46,8 @@ __device__ inline void stage_words(u32 buffer, int wide, int warp, int lane, con
       for (int e = 0; e < 2; ++e) {
         const int row = 8 * j + 2 * (lane % 4) + e;  // token of the chunk
         const int place = (piece & ((1 << wide) - 1)) ^ (row >> (3 - wide) & ((1 << wide) - 1));
-        store_shared(
-            box + static_cast<u32>((row << (4 + wide)) | place << 4),
-            apply_rounded<float, activation>(d[4 * j + 2 * h + e] + (h == 0 ? bias.x : bias.y)));
+        store_shared(box + static_cast<u32>((row << (4 + wide)) | place << 4),
+                     apply_rounded<float, activation>(d[4 * j + 2 * h + e] + (h == 0 ? bias.x : bias.y)));
       }
     }
   }
