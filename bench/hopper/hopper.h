@@ -15,6 +15,7 @@ struct Row {
   double predicted_us = 0, prepare_us = 0;
   double bytes = 0;  // of W and index, where the kernel is bound by them
   double pack_us = 0;
+  std::string dtype = "bf16";
 };
 
 // Prints rows and writes them as CSV.

@@ -26,12 +26,12 @@ void Report::add(const Row& r) {
   std::printf("  [%s, predicted %.0f]\n", r.config.c_str(), r.predicted_us);
   if (csv == nullptr) return;
   std::fprintf(csv,
-               "%s,%ld,%ld,%ld,%s,%g,bf16,%s,%s,%.2f,%.2f,%.2f,%.2f,%.2f,%.2f,%.3f,%.4f,%.0f,%.1f,%.0f,%.1f,%"
+               "%s,%ld,%ld,%ld,%s,%g,%s,%s,%s,%.2f,%.2f,%.2f,%.2f,%.2f,%.2f,%.3f,%.4f,%.0f,%.1f,%.0f,%.1f,%"
                "s,%s,%s,%s\n",
-               r.op.c_str(), r.m, r.n, r.k, r.block.c_str(), r.density, r.kernel.c_str(), r.config.c_str(),
-               r.time.median, r.time.q1, r.time.q3, r.dense.median, r.dense.q1, r.dense.q3, speedup,
-               efficiency, bandwidth, r.predicted_us, r.prepare_us, r.pack_us, machine.c_str(), date.c_str(),
-               commit.c_str(), repro.c_str());
+               r.op.c_str(), r.m, r.n, r.k, r.block.c_str(), r.density, r.dtype.c_str(), r.kernel.c_str(),
+               r.config.c_str(), r.time.median, r.time.q1, r.time.q3, r.dense.median, r.dense.q1, r.dense.q3,
+               speedup, efficiency, bandwidth, r.predicted_us, r.prepare_us, r.pack_us, machine.c_str(),
+               date.c_str(), commit.c_str(), repro.c_str());
   std::fflush(csv);
 }
 

@@ -43,7 +43,8 @@ void time_type(Report& report, Dense& dense, const char* name) {
           context.stream = stream;
           check_ok(call(context));
         });
-        report.add({op, m, n, k, block_text(s.c), density, name, "", t, t_dense});
+        report.add({op, m, n, k, block_text(s.c), density, name, "", t, t_dense, 0, 0, 0, 0,
+                    sizeof(T) == 4 ? "f32" : "bf16"});
       };
       time("linear", t_linear,
            [&](const Context& c) { return linear(x, w, nullptr, Activation::none, y, c); });
@@ -60,7 +61,7 @@ void time_type(Report& report, Dense& dense, const char* name) {
 
 void time_sm80(Report& report, Dense& dense, bool /*every_config*/) {
   check_ok(force_impl("cuda:sm80"));
-  time_type<float>(report, dense, "sm80 (f32)");
+  time_type<float>(report, dense, "sm80");
   time_type<__nv_bfloat16>(report, dense, "sm80");
   check_ok(force_impl(""));
 }

@@ -102,8 +102,8 @@ void time_tf32(Report& report, Dense& dense, bool /*every_config*/) {
           const Held held(op, shape, m, w);
           w.derived = held.derived();
           const Times t = time_graph([&](cudaStream_t stream) { check_ok(call(held.context(stream))); });
-          report.add({std::string(name(op)), m, n, k, block_text(s.c), density, "tf32", held.config(), t,
-                      t_dense, 0, held.prepare_us, 0, held.pack_us});
+          report.add({std::string(name(op)), m, n, k, block_text(s.c), density, "sm90", held.config(), t,
+                      t_dense, 0, held.prepare_us, 0, held.pack_us, "tf32"});
         };
         time(Op::linear, t_linear, [&](const Context& c) {
           return linear(x, w, nullptr, Activation::none, matrix(s.y.data(), n), c);
