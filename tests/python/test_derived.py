@@ -394,3 +394,45 @@ def test_values_packed_in_the_call_are_those_of_the_call(device):
             graph.replay()
             check(y)
             weight.values.mul_(0.5)
+
+
+@pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
+    reason="no GPU of compute capability 9.0",
+)
+def test_tf32_follows_torchs_switch():
+    """Off: f32. On: errors of tf32's size, in all three products, compiled too; off again: f32."""
+    linear = rarefy.BlockSparseLinear(512, 768, density=0.3, block_shape=(32, 32), device="cuda")
+    x = torch.randn(1000, 512, device="cuda", requires_grad=True)
+    dy = torch.randn(1000, 768, device="cuda")
+    w, x64, dy64 = linear.weight.to_dense().detach().double(), x.detach().double(), dy.double()
+    dw = (dy64.T @ x64).view(24, 32, 16, 32).transpose(1, 2)[linear.weight.block_mask()]
+    want = (x64 @ w.T + linear.bias.detach().double(), dy64 @ w, dw)
+    compiled = torch.compile(linear, fullgraph=True, backend="eager")
+
+    def errors(layer):
+        x.grad = linear.weight.values.grad = None
+        y = layer(x)
+        y.backward(dy)
+        got = (y.detach(), x.grad, linear.weight.values.grad)
+        return [float((g.double() - r).norm() / r.norm()) for g, r in zip(got, want, strict=True)]
+
+    def is_exact(layer):
+        return all(error < 1e-6 for error in errors(layer))
+
+    def is_rounded(layer):
+        return all(1e-5 < error < 1e-3 for error in errors(layer))
+
+    try:
+        assert is_exact(linear) and is_exact(compiled)
+        torch.backends.cuda.matmul.allow_tf32 = True
+        for _ in range(3):  # values packed in the call, then kept
+            assert is_rounded(linear)
+        assert is_rounded(compiled)
+        torch.backends.cuda.matmul.allow_tf32 = False
+        assert is_exact(linear) and is_exact(compiled)
+        torch.backends.cuda.matmul.fp32_precision = "tf32"
+        assert is_rounded(linear)
+    finally:
+        torch.backends.cuda.matmul.fp32_precision = "ieee"
+    assert is_exact(linear)
