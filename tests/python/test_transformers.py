@@ -346,6 +346,41 @@ def test_a_sparse_weight_at_two_places_is_stored_once(tmp_path):
     assert layers[1].output.dense.weight is layers[0].output.dense.weight
 
 
+class _Shared(transformers.PreTrainedModel):
+    """One layer under two names."""
+
+    config_class = transformers.BertConfig
+    _tied_weights_keys = {"again.weight": "once.weight"} if VERSION >= "5" else ["again.weight"]
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.once = torch.nn.Linear(16, 16, bias=False)
+        self.again, self.head = self.once, torch.nn.Linear(16, 8)
+        self.post_init()
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"y": self.head(self.again(torch.tanh(self.once(x))))}
+
+    def _init_weights(self, module: Any) -> None:
+        if isinstance(module, torch.nn.Linear):
+            module.weight.data.fill_(7.0)
+
+
+def test_one_module_under_two_names_is_stored_once(tmp_path):
+    model = _Shared(transformers.BertConfig(**SIZES)).eval()
+    with torch.no_grad():
+        model.once.weight.normal_()
+    rarefy.sparsify(model, {"once": "block:4x4@0.5", "head": "csr@0.5"}, measure=False)
+    assert model.once is model.again
+    model.save_pretrained(tmp_path)
+    assert not [key for key in load_file(tmp_path / "model.safetensors") if key.startswith("again")]
+    loaded = _Shared.from_pretrained(tmp_path)
+    assert loaded.once is loaded.again
+    _assert_same(model, loaded)
+    x = torch.randn(3, 16)
+    assert torch.equal(_run(loaded, {"x": x}), _run(model, {"x": x}))
+
+
 def test_narrow_values_first_do_not_make_the_model_narrow(tmp_path):
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES))
     first = BlockSparseLinear.from_dense(torch.nn.Linear(16, 16, bias=False), "block:4x4@0.5:bf16")

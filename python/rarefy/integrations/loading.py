@@ -74,8 +74,8 @@ class Pending(SparseWeight):
         if layer is None or layer.shape is None:
             fail(OP, f"{self.source} must belong to a layer of the model that can be sparse", name)
         module = layer.module
-        if any(layer is place for place in self.places):
-            fail(OP, f"{name} must be of another layer than {self.name}, to which it is tied", "one module")
+        if any(layer is place for place in self.places):  # one module under two names
+            return self
         if layer.reason is not None and not isinstance(module, SPARSE):
             fail(OP, f"{layer.name} must be a layer that can become sparse", layer.reason)
         if tuple(layer.shape) != tuple(self.shape):

@@ -197,6 +197,11 @@ class RarefyQuantizer(HfQuantizer):
         for name, target in config.ties.items():
             if name in names and target in self.pending:
                 self.pending[target].put(layers, names[name])
+        # Ties that transformers 5 would look up as Parameters: these are tied by being one module.
+        sparse = {n for w in self.pending.values() for place in w.places for n in place.weight_names}
+        ties = getattr(model, "all_tied_weights_keys", {})
+        for alias in [alias for alias, target in ties.items() if {alias, target} & sparse]:
+            del ties[alias]
 
     # -- while they come ------------------------------------------------------------------------
 
@@ -218,6 +223,11 @@ class RarefyQuantizer(HfQuantizer):
         return library.QuantizeOps(self.on_load) if self.on_load is not None else None
 
     # -- after they came ------------------------------------------------------------------------
+
+    def all_pieces(self) -> set[str]:
+        """The pieces of sparse weights under all names that their layers have in the model."""
+        places = ((weight.pieces, place) for weight in self.pending.values() for place in weight.places)
+        return {f"{n}.{piece}" for pieces, place in places for n in place.weight_names for piece in pieces}
 
     def finish(self) -> None:
         """Makes the weights whose pieces did not come, since they stay on disk."""

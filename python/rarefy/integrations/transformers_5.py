@@ -97,7 +97,10 @@ def saving(
 
 
 def install(quantizer: type) -> None:
-    """Makes weights that stay on disk before accelerate meets them; for all else there are methods."""
+    """Makes weights that stay on disk before accelerate meets them; for all else there are methods.
+
+    What came under one of a module's names is not missing under others, where memory would be made for it.
+    """
     load = PreTrainedModel._load_pretrained_model
 
     @functools.wraps(load)
@@ -107,6 +110,7 @@ def install(quantizer: type) -> None:
             mine = getattr(given, "hf_quantizer", None)
             if isinstance(mine, quantizer):
                 mine.finish()
+                done[0].missing_keys.difference_update(mine.all_pieces())
         return done
 
     PreTrainedModel._load_pretrained_model = staticmethod(wrapped)
