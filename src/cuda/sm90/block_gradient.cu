@@ -4,6 +4,7 @@
 // registers.
 #include "cuda/sm90/block_gradient.h"
 
+#include "cuda/shared_limit.h"
 #include "cuda/sm90/device/matrix.cuh"
 #include "cuda/sm90/device/tma.cuh"
 #include "cuda/sm90/device/wgmma.cuh"
@@ -336,8 +337,8 @@ __global__ void __launch_bounds__(kTileThreads, 1) gradient_kernel(const __grid_
 template <class T, int kWide, int kSplit>
 cudaError_t launch_kernel(std::int64_t tiles, const GradientParams& params, cudaStream_t stream) {
   const auto kernel = gradient_kernel<T, kWide, kSplit>;
-  const cudaError_t status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                                  static_cast<int>(kSharedBytes));
+  static cuda::SharedLimit limit;
+  const cudaError_t status = limit.allow(kernel, static_cast<int>(kSharedBytes));
   if (status != cudaSuccess) return status;
   cudaLaunchAttribute attributes[2]{};
   unsigned count = 0;

@@ -1,6 +1,7 @@
 // Launch of the strip kernel for one element type; each type and direction is a translation unit of its own.
 #pragma once
 
+#include "cuda/shared_limit.h"
 #include "cuda/sm90/strip_kernel.cuh"
 #include "cuda/sm90/strips.h"
 
@@ -10,8 +11,8 @@ template <class T, bool kTransposed, Activation kActivation, int kStrips, int kT
 cudaError_t launch_strips(const StripConfig& config, int clusters, const StripParams& params,
                           cudaStream_t stream) {
   const auto kernel = strip_kernel<T, kTransposed, kActivation, kStrips, kTokens, kCluster>;
-  const cudaError_t status =
-      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, config.shared_bytes());
+  static cuda::SharedLimit limit;
+  const cudaError_t status = limit.allow(kernel, config.shared_bytes());
   if (status != cudaSuccess) return status;
   cudaLaunchAttribute cluster{};
   cluster.id = cudaLaunchAttributeClusterDimension;

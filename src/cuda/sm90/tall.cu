@@ -3,6 +3,7 @@
 
 #include <algorithm>
 
+#include "cuda/shared_limit.h"
 #include "cuda/sm90/tall_kernel.cuh"
 #include "cuda/sm90/tensor_map.h"
 
@@ -13,8 +14,8 @@ template <class T, Activation kActivation, int kRows>
 cudaError_t launch_tile(const TallConfig& config, bool after_transpose, const TallParams& params,
                         cudaStream_t stream) {
   const auto kernel = tall_kernel<T, kActivation, kRows>;
-  const cudaError_t status =
-      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, config.shared_bytes());
+  static cuda::SharedLimit limit;
+  const cudaError_t status = limit.allow(kernel, config.shared_bytes());
   if (status != cudaSuccess) return status;
   // It may start while X is being transposed: its first loads are of W and of its lists.
   cudaLaunchAttribute overlap{};

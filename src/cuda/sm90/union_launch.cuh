@@ -1,6 +1,7 @@
 // Launch of the union kernel for one element type; each type is a translation unit of its own.
 #pragma once
 
+#include "cuda/shared_limit.h"
 #include "cuda/sm90/union_kernel.cuh"
 #include "cuda/sm90/unions.h"
 
@@ -13,8 +14,8 @@ cudaError_t launch_union_shape(const UnionConfig& c, int blocks, const UnionPara
   const auto is = [&](int strips, int tokens) { return c.strips == strips && c.tokens == tokens; };
   const auto run = [&]<int kStrips, int kTokens>() {
     const auto kernel = union_kernel<T, kActivation, kStrips, kTokens>;
-    const cudaError_t status =
-        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, c.shared_bytes());
+    static cuda::SharedLimit limit;
+    const cudaError_t status = limit.allow(kernel, c.shared_bytes());
     if (status != cudaSuccess) return status;
     kernel<<<static_cast<unsigned>(blocks), StripShape<kStrips, kTokens>::kThreads,
              static_cast<std::size_t>(c.shared_bytes()), stream>>>(params);
