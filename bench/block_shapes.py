@@ -242,6 +242,11 @@ def plot(rows: dict[tuple[str, ...], dict[str, str]], path: Path) -> None:
     figure.savefig(path, metadata={"Date": None})
 
 
+def shape_of(row: dict[str, str]) -> tuple[str, ...]:
+    """What times depend on: block, density and layers."""
+    return row["block"], row["density"], row["layers"]
+
+
 def recipe_of(text: str) -> Recipe:
     """The demo's recipe with other values, "lr=1e-3,pooled=4"; ValueError for names that it lacks."""
     given, demo = dict(part.split("=") for part in text.split(",") if part), Recipe()
@@ -312,16 +317,16 @@ def main() -> int:  # noqa: D103
     if args.measure:
         with torch.device("meta"):
             model = skeleton()
-        for row in rows.values():
-            if not row["measured_sparse_f32"]:
-                shapes = list(layers_of(model, row["layers"]).values())
-                times = measured(shapes, row["block"], float(row["density"]))
-                alike = (
-                    r for r in rows.values() if all(r[k] == row[k] for k in ("block", "density", "layers"))
-                )
-                for other in alike:
-                    other |= {k: f"{v:.3f}" for k, v in times.items()}
-                write(args.out, rows)
+        for of, alike in itertools.groupby(sorted(rows.values(), key=shape_of), shape_of):
+            alike = list(alike)
+            names = [name for name in FIGURES if name.startswith("measured")]
+            times = next(({k: r[k] for k in names} for r in alike if r[names[0]]), None)
+            if times is None:
+                shapes = list(layers_of(model, of[2]).values())
+                times = {k: f"{v:.3f}" for k, v in measured(shapes, of[0], float(of[1])).items()}
+            for row in alike:
+                row |= times
+            write(args.out, rows)
         return 0
     label = f"{args.steps} steps" if args.steps else f"{args.minutes:g} minutes"
     keys = [

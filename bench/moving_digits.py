@@ -5,10 +5,11 @@
 An MLP 64-256-128-10, its two hidden layers sparse, 4,000 steps of SGD with momentum; a third of the 1,797
 digits is for testing, split by seed. RigL, SET and static layers store their 2 % from the first step ("csr");
 gradual magnitude trains masked dense weights along a cubic curve (Zhu & Gupta 2017), at a density of 0.28.
-"rigl4" is RigL with four times the steps and a change every 100 of them, still less than a third of gradual's
-operations, by which Evci et al. 2020 compare. "granet" is RigL that begins with five times the weights (0.04 of
-all over the whole training, a sixth of gradual's), half of which may move every 100 steps. Exits with 1 where no
-RigL is within 0.3 points of gradual magnitude, or SET or static patterns are not behind RigL.
+"rigl4" is RigL with four times the steps and a change every 100 of them, still less than a third of
+gradual's operations, by which Evci et al. 2020 compare. "granet" is RigL that begins with five times the
+weights (0.04 of all over the whole training, a sixth of gradual's), half of which may move every 100 steps.
+Exits with 1 where no RigL is within 0.3 points of gradual magnitude, or SET or static patterns are not behind
+RigL.
 """
 
 from __future__ import annotations
