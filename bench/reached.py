@@ -33,7 +33,19 @@ from run import cpu_name, git_commit
 ROOT = Path(__file__).resolve().parent.parent
 SIZE = (768, 3072)  # in, out
 BF16, F32 = torch.bfloat16, torch.float32
+NAMES = {BF16: "bf16", F32: "f32"}
 Calls = dict[str, Callable[[], object]]
+COLUMNS = ("case", "unit", "reached", "required", "verdict", "sparse_ms", "dense_ms", "ceiling")
+MACHINE = ("machine", "threads", "date", "commit", "torch", "command")
+
+
+@dataclass
+class Measured:
+    """What a row measures, made when its turn comes."""
+
+    calls: Calls  # "sparse", and "dense" for a speed-up
+    work: float = 0  # FLOP or bytes of a sparse call
+    ceiling: str = ""  # what rarefy_peak measures
 
 
 @dataclass
@@ -43,9 +55,7 @@ class Row:
     case: str
     unit: str  # "× dense" or "of <ceiling>"
     required: float
-    calls: Calls  # "sparse", and "dense" for a speed-up
-    work: float = 0  # FLOP or bytes of a sparse call
-    ceiling: str = ""  # what rarefy_peak measures
+    make: Callable[[], Measured]
     scale: float = 1  # a speed-up counts so many times: density, for efficiencies
 
 
@@ -62,101 +72,111 @@ def linear(
     spec: str, tokens: int, dtype: torch.dtype = F32, size: tuple[int, int] = SIZE, **row: object
 ) -> Row:
     """Y = X Wᵀ + b."""
-    dense, sparse = sparse_layer(spec, size, dtype)
-    x = torch.randn(tokens, size[0], dtype=dtype)
-    weight, text = sparse.weight, f"{str(dtype)[6:]} {size[0]}→{size[1]} {spec}, M = {tokens}"
-    calls = {"sparse": partial(sparse, x), "dense": partial(dense, x)}
-    if "reading" in row:
-        values = weight.values
-        bytes_ = values.numel() * values.element_size() + 4 * weight.nnzb
-        return Row(text, "of reading", row["reading"], calls, bytes_, f"{bytes_ / 1e6:.2f}")
-    if "share" in row:
-        return Row(
-            text, f"of {row['of']}", row["share"], calls, 2.0 * tokens * weight.values.numel(), row["of"]
-        )
+    unit = "of reading" if "reading" in row else f"of {row['of']}" if "share" in row else "× dense"
     if row.get("rival") == "int8":
-        rival = nn.Sequential(nn.Linear(*size))
-        rival = torch.ao.quantization.quantize_dynamic(rival, {nn.Linear}, torch.qint8)
-        return Row(text, "× torch's dynamic int8", row["speedup"], calls | {"dense": partial(rival, x)})
-    return Row(text, "× dense", row["speedup"], calls)
+        unit = "× torch's dynamic int8"
+    required = next(row[key] for key in ("reading", "share", "speedup") if key in row)
+
+    def make() -> Measured:
+        dense, sparse = sparse_layer(spec, size, dtype)
+        x, weight = torch.randn(tokens, size[0], dtype=dtype), sparse.weight
+        calls = {"sparse": partial(sparse, x), "dense": partial(dense, x)}
+        if "reading" in row:
+            bytes_ = weight.nbytes if "bitmap" in weight.pieces else weight.values.nbytes + 4 * weight.nnzb
+            return Measured(calls, bytes_, f"{bytes_ / 1e6:.2f}")
+        if "share" in row:
+            return Measured(calls, 2.0 * tokens * weight.values.numel(), row["of"])
+        if "rival" in row:
+            rival = nn.Sequential(nn.Linear(*size))
+            rival = torch.ao.quantization.quantize_dynamic(rival, {nn.Linear}, torch.qint8)
+            calls["dense"] = partial(rival, x)
+        return Measured(calls)
+
+    return Row(f"{NAMES[dtype]} {size[0]}→{size[1]} {spec}, M = {tokens}", unit, required, make)
 
 
 def gradients(
     spec: str, density: float, dtype: torch.dtype, share: float, efficiency: float
 ) -> Iterator[Row]:
     """The gradients of the input and of the weight, M = 512."""
-    dense, sparse = sparse_layer(spec, SIZE, dtype)
-    (k, n), w = SIZE, sparse.weight
-    x, dy = torch.randn(512, k, dtype=dtype), torch.randn(512, n, dtype=dtype)
-    plan = rarefy.ops.bsr_plan(w.crow_indices, w.col_indices, n, k, *w.block_shape)
-    flop, text = 2.0 * 512 * w.values.numel(), f"{str(dtype)[6:]} {k}→{n} {spec}, M = 512"
-    for name, call, rival, asked in (
-        (
-            "grad_input",
-            lambda: rarefy.ops.bsr_grad_input(dy, w.values, plan, n, k),
-            lambda: dy @ dense.weight,
-            share,
-        ),
-        (
-            "grad_weight",
-            lambda: rarefy.ops.bsr_grad_weight(dy, x, plan, *w.block_shape, n, k),
-            lambda: dy.T @ x,
-            share - 0.1,
-        ),
-    ):
+    (k, n), text = SIZE, f"{NAMES[dtype]} {SIZE[0]}→{SIZE[1]} {spec}, M = 512"
+
+    def make(name: str) -> Measured:
+        dense, sparse = sparse_layer(spec, SIZE, dtype)
+        w = sparse.weight
+        x, dy = torch.randn(512, k, dtype=dtype), torch.randn(512, n, dtype=dtype)
+        plan = rarefy.ops.bsr_plan(w.crow_indices, w.col_indices, n, k, *w.block_shape)
+        calls = {
+            "grad_input": (
+                lambda: rarefy.ops.bsr_grad_input(dy, w.values, plan, n, k),
+                lambda: dy @ dense.weight,
+            ),
+            "grad_weight": (
+                lambda: rarefy.ops.bsr_grad_weight(dy, x, plan, *w.block_shape, n, k),
+                lambda: dy.T @ x,
+            ),
+        }[name]
+        calls = dict(zip(("sparse", "dense"), calls, strict=True))
+        return Measured(calls, 2.0 * 512 * w.values.numel(), "f32") if dtype == F32 else Measured(calls)
+
+    for name, asked in (("grad_input", share), ("grad_weight", share - 0.1)):
         if dtype == F32:
-            yield Row(f"{name} {text}", "of f32", asked, {"sparse": call}, flop, "f32")
+            yield Row(f"{name} {text}", "of f32", asked, partial(make, name))
         else:
-            calls = {"sparse": call, "dense": rival}
-            yield Row(f"{name} {text}", "of dense's efficiency", efficiency, calls, scale=density)
+            yield Row(f"{name} {text}", "of dense's efficiency", efficiency, partial(make, name), density)
 
 
-def rows(isa_bf16: str, isa_int8: str) -> Iterator[Callable[[], Row | Iterator[Row]]]:
+def rows(isa_bf16: str, isa_int8: str) -> Iterator[Row]:
     """Everything that is asked, each made when its turn comes."""
     for density, share in ((0.5, 0.9), (0.25, 0.9), (0.1, 0.9), (0.05, 0.8)):
         for block in ("4x1", "8x8", "16x1", "32x1", "32x32"):
-            yield partial(linear, f"block:{block}@{density}", 512, share=share, of="f32")
-    yield partial(linear, "block:16x1@0.5", 32, share=0.8, of="f32")
+            yield linear(f"block:{block}@{density}", 512, share=share, of="f32")
+    yield linear("block:16x1@0.5", 32, share=0.8, of="f32")
     for block in ("1x1", "1x16", "2x2"):
         spec = "csr@0.35" if block == "1x1" else f"block:{block}@0.35"
-        yield partial(linear, spec, 512, share=0.5, of="f32")
-        yield partial(linear, spec, 512, speedup=1.0)
+        yield linear(spec, 512, share=0.5, of="f32")
+        yield linear(spec, 512, speedup=1.0)
     if isa_bf16 == "amx_bf16":
         for density, speedup in ((0.5, 1.8), (0.25, 3.3), (0.1, 5.5)):
             for block in ("32x1", "64x1", "32x32", "64x64"):
-                yield partial(linear, f"block:{block}@{density}", 512, BF16, speedup=speedup)
+                yield linear(f"block:{block}@{density}", 512, BF16, speedup=speedup)
         for block, speedup in (("16x1", 1.4), ("16x16", 1.4), ("4x1", 1.2)):
-            yield partial(linear, f"block:{block}@0.5", 512, BF16, speedup=speedup)
+            yield linear(f"block:{block}@0.5", 512, BF16, speedup=speedup)
     elif isa_bf16 == "avx512_bf16":
         for block in ("4x1", "16x16", "32x1", "32x32"):
-            yield partial(linear, f"block:{block}@0.5", 512, BF16, speedup=1.7)
-            yield partial(linear, f"block:{block}@0.5", 512, BF16, share=0.85, of="bf16")
+            yield linear(f"block:{block}@0.5", 512, BF16, speedup=1.7)
+            yield linear(f"block:{block}@0.5", 512, BF16, share=0.85, of="bf16")
     wanted = 5 if isa_bf16 == "amx_bf16" else 3
     for block in ("32x1", "32x32"):
-        yield partial(linear, f"block:{block}@0.5:bf16x", 512, speedup=wanted)
+        yield linear(f"block:{block}@0.5:bf16x", 512, speedup=wanted)
     for block in ("4x1", "16x16", "32x1", "32x32"):
-        yield partial(linear, f"block:{block}@0.5:int8", 512, speedup=1.0, rival="int8")
+        yield linear(f"block:{block}@0.5:int8", 512, speedup=1.0, rival="int8")
         share = 0.8 if isa_int8 == "amx_int8" else 0.85
-        yield partial(linear, f"block:{block}@0.5:int8", 512, share=share, of="int8")
+        yield linear(f"block:{block}@0.5:int8", 512, share=share, of="int8")
     for size in ((768, 768), SIZE, (4096, 11008)):
         for spec, dtype in (("block:16x1@0.5", F32), ("block:16x16@0.5", F32), ("block:4x1@0.5", F32),
                             ("block:16x16@0.5", BF16), ("block:32x32@0.5:int8", F32)):  # fmt: skip
             for tokens in (1, 4):
-                yield partial(linear, spec, tokens, dtype, size, reading=0.9)
+                yield linear(spec, tokens, dtype, size, reading=0.9)
+    for spec in ("2:4", "bitmap@0.5"):
+        yield linear(spec, 1, size=(4096, 11008), speedup=1.7)
     for spec in ("block:32x1@0.5", "block:32x32@0.5"):
         for dtype in (F32, BF16) if isa_bf16 != "none" else (F32,):
-            yield partial(gradients, spec, 0.5, dtype, 0.85, 0.6)
+            yield from gradients(spec, 0.5, dtype, 0.85, 0.6)
     if isa_bf16 == "amx_bf16":
         for density, speedup in ((0.5, 2.2), (0.25, 3.6)):
-            yield partial(chain, f"block:32x1@{density}", speedup)
+            yield chain(f"block:32x1@{density}", speedup)
 
 
 def chain(spec: str, speedup: float) -> Row:
     """A feed-forward network in bf16 against dense eager."""
-    x = torch.randn(512, SIZE[0], dtype=BF16)
-    models = {"sparse": network(*SIZE, spec, True, BF16), "dense": network(*SIZE, None, False, BF16)}
-    calls = {name: partial(model, x) for name, model in models.items()}
-    return Row(f"bf16 {SIZE[0]}→{SIZE[1]}→{SIZE[0]} {spec}, M = 512", "× dense", speedup, calls)
+
+    def make() -> Measured:
+        x = torch.randn(512, SIZE[0], dtype=BF16)
+        models = {"sparse": network(*SIZE, spec, True, BF16), "dense": network(*SIZE, None, False, BF16)}
+        return Measured({name: partial(model, x) for name, model in models.items()})
+
+    return Row(f"bf16 {SIZE[0]}→{SIZE[1]}→{SIZE[0]} {spec}, M = 512", "× dense", speedup, make)
 
 
 def main() -> None:
@@ -179,15 +199,11 @@ def main() -> None:
     for what in ("f32", "bf16", "int8"):
         print(f"ceiling {what}: {ceiling(what)[1] / 1e9:.0f} GFLOP/s ({ceiling(what)[0]})")
     written = []
-    for make in rows(ceiling("bf16")[0], ceiling("int8")[0]):
-        if args.only not in " ".join(map(str, (*make.args, make.keywords))):
-            continue
-        made = make()
-        for row in [made] if isinstance(made, Row) else made:
+    for row in rows(ceiling("bf16")[0], ceiling("int8")[0]):
+        if args.only in f"{row.case} {row.unit}":
             written.append(one(row, args, ceiling))
-            print(
-                "{case:58} {reached:6} {unit}, required {required}{verdict}".format(**written[-1]), flush=True
-            )
+            line = "{case:58} {reached:6} {unit}, required {required}{verdict}"
+            print(line.format(**written[-1]), flush=True)
     reached = sum(row["verdict"] == "" for row in written)
     print(f"{reached} of {len(written)} rows reach what is required")
     if args.csv:
@@ -199,19 +215,25 @@ def main() -> None:
             "torch": torch.__version__,
             "command": "python " + " ".join(sys.argv),
         }
-        with args.csv.open("w", newline="") as file:
-            writer = csv.DictWriter(file, list(written[0] | same))
-            writer.writeheader()
-            writer.writerows(row | same for row in written)
+        write(args.csv, [row | same for row in written])
+
+
+def write(path: Path, written: list[dict[str, object]]) -> None:
+    """A file with a line a row; of its head alone if there are none."""
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, [*COLUMNS, *MACHINE])
+        writer.writeheader()
+        writer.writerows(written)
 
 
 def one(row: Row, args: argparse.Namespace, ceiling: Callable[[str], tuple[str, float]]) -> dict[str, object]:
     """A row's figures."""
-    calls = row.calls if not row.work else {"sparse": row.calls["sparse"]}
+    made = row.make()
+    calls = made.calls if not made.work else {"sparse": made.calls["sparse"]}
     with torch.inference_mode():
         best = {name: min(turns) for name, turns in measure(calls, args.threads, args.rounds).items()}
-    limit = ceiling(row.ceiling)[1] if row.work else 0
-    reached = row.work / best["sparse"] / limit if row.work else row.scale * best["dense"] / best["sparse"]
+    limit = ceiling(made.ceiling)[1] if made.work else 0
+    reached = made.work / best["sparse"] / limit if made.work else row.scale * best["dense"] / best["sparse"]
     return {
         "case": row.case,
         "unit": row.unit,

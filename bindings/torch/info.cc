@@ -74,6 +74,12 @@ void set_values(WeightSpec& weight, std::string_view text) {
   constexpr std::string_view kRounding = " rounding x";
   weight.rounds_x = text.ends_with(kRounding);
   if (weight.rounds_x) text.remove_suffix(kRounding.size());
+  for (const Format format : {Format::bitmap, Format::two_of_four}) {  // "f32 bitmap", "f32 2:4"
+    const std::string_view word = name(format);
+    if (!text.ends_with(word)) continue;
+    weight.format = format;
+    text.remove_suffix(word.size() + 1);
+  }
   if (text.starts_with("i8 ")) {
     weight.scaling = parse("scaling", text.substr(3), {Scaling::weight, Scaling::dynamic});
     text = "i8";

@@ -8,6 +8,8 @@
 // A weight in CSR has values of one dimension, (nnz), and
 // {"format":"csr","shape":[N,K],"nnz":n,"dtype":"f32"}. One of int8 values with scales has M.weight.scales,
 // f32 (N), too, and {"format":"int8", … as for blocks, "dtype":"i8","x_dtype":"f32","activations":"int8"}.
+// A bitmap has CSR's values and key, "format":"bitmap", and M.weight.bitmap, uint8 (N, ⌈K/8⌉), as its
+// indices.
 #pragma once
 
 #include <cstddef>
@@ -28,8 +30,8 @@
 
 namespace rarefy {
 
-// How a file stores a weight. In memory CSR is blocks of 1×1.
-enum class WeightFormat : std::uint8_t { bsr, csr, int8 };
+// How a file stores a weight. In memory CSR and bitmaps are blocks of 1×1.
+enum class WeightFormat : std::uint8_t { bsr, csr, int8, bitmap };
 RAREFY_API std::string_view name(WeightFormat format);  // as the metadata has it
 
 // A weight and how its file stores it. `x_dtype`: what it is multiplied with, if not with its own dtype.

@@ -20,8 +20,9 @@ enum class Op : std::uint8_t { linear, grad_input, grad_weight, feed_forward };
 inline constexpr Op kAllOps[] = {Op::linear, Op::grad_input, Op::grad_weight, Op::feed_forward};
 inline constexpr Op kProducts[] = {Op::linear, Op::grad_input, Op::grad_weight};  // of one weight
 
-// How a weight is stored. CSR is BSR with blocks of 1×1: the same arrays, the same kernels.
-enum class Format : std::uint8_t { bsr };
+// How a weight is stored. CSR is BSR with blocks of 1×1: the same arrays, the same kernels. Bitmaps
+// (bitmap.h) have CSR's values and their own kernels, of linear alone; so have those with two of each four.
+enum class Format : std::uint8_t { bsr, bitmap, two_of_four };
 
 // What int8 values stand for. Scaled ones are W[n, k] = scale[n] · value, with a float for each row of W.
 enum class Scaling : std::uint8_t {

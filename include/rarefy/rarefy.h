@@ -3,6 +3,7 @@
 
 #include "rarefy/activation.h"
 #include "rarefy/backend.h"
+#include "rarefy/bitmap.h"
 #include "rarefy/bsr_file.h"
 #include "rarefy/convert.h"
 #include "rarefy/dtype.h"

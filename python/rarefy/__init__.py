@@ -3,6 +3,7 @@
 from . import ops, sparse
 from .advice import Advice, advise
 from .backend import __version__, backend_info, explain, force_impl
+from .bitmap import BitmapPattern, BitmapSpec, BitmapWeight, TwoOfFourSpec
 from .chain import fuse
 from .conv import BlockSparseConv2d
 from .csr import CsrSpec, CsrWeight
@@ -24,6 +25,9 @@ from .weight import BlockSpec, BsrWeight
 
 __all__ = [
     "Advice",
+    "BitmapPattern",
+    "BitmapSpec",
+    "BitmapWeight",
     "BlockSparseConv2d",
     "BlockSparseLinear",
     "BlockSparseModelPatcher",
@@ -39,6 +43,7 @@ __all__ = [
     "Report",
     "SparseWeight",
     "Spec",
+    "TwoOfFourSpec",
     "__version__",
     "advise",
     "backend_info",

@@ -147,9 +147,9 @@ class CsrWeight(PatternWeight):
 
     @classmethod
     def infer(cls, pieces: Mapping[str, torch.Tensor], shape: tuple[int, int]) -> dict[str, Any] | None:
-        """Metadata of values with 1 dimension."""
+        """Metadata of values with 1 dimension beside indices."""
         values = pieces.get("values")
-        if values is None or values.ndim != 1 or values.dtype not in DTYPE_NAMES:
+        if values is None or len(pieces) == 1 or values.ndim != 1 or values.dtype not in DTYPE_NAMES:
             return None
         return {"shape": list(shape), "nnz": len(values), "dtype": DTYPE_NAMES[values.dtype]}
 

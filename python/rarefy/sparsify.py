@@ -42,6 +42,8 @@ def sparsify(
         patterns: regular expressions for whole qualified names, and what the layers become:
             {r"encoder\.layer\.\d+\.output\.dense": "block:16x16@0.5"} keeps half of the 16×16 blocks,
             "csr@0.1" a tenth of the single weights, "block:16x16@nonzero" each block that is not all zeros;
+            "2:4" two of each four weights in a row and "bitmap@0.5" half of all, each with a bit for every
+            element, for few tokens on a CPU;
             "block:16x1@0.5:bf16" stores values as bf16 under whatever dtype the layer computes in.
             "auto@0.5" chooses the blocks that are predicted to be fastest on this processor at `tokens`
             rows, and leaves dense what dense does faster; see rarefy.advise. "auto@nonzero" does so among

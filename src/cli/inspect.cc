@@ -26,6 +26,13 @@ json weight_json(const SafetensorsHeader& header, const std::string& weight, con
   const double blocks = static_cast<double>(shape.row_count()) * static_cast<double>(shape.col_count());
   // Saturated: without stored blocks, an entry may describe a size that nobody could store.
   const bool scaled = entry.format == WeightFormat::int8;
+  std::int64_t bytes = 0;
+  for (const char* piece : {".values", ".crow_indices", ".col_indices", ".bitmap", ".scales"}) {
+    const bool of_bitmap = entry.format == WeightFormat::bitmap;
+    const std::string_view name = piece;
+    if (name == ".scales" ? scaled : name == ".values" || (name == ".bitmap") == of_bitmap)
+      bytes += bytes_of(header, weight + piece);
+  }
   const DType dense_dtype = scaled ? *entry.x_dtype : entry.dtype;
   const std::int64_t dense =
       checked_mul(shape.rows * shape.cols, static_cast<std::int64_t>(size_of(dense_dtype)))
@@ -38,9 +45,7 @@ json weight_json(const SafetensorsHeader& header, const std::string& weight, con
           {"block_shape", {shape.block_rows, shape.block_cols}},
           {"nnzb", shape.nnzb},
           {"density", blocks == 0 ? 0.0 : static_cast<double>(shape.nnzb) / blocks},
-          {"bytes", bytes_of(header, weight + ".values") + bytes_of(header, weight + ".crow_indices") +
-                        bytes_of(header, weight + ".col_indices") +
-                        (scaled ? bytes_of(header, weight + ".scales") : 0)},
+          {"bytes", bytes},
           {"dense_bytes", dense}};
 }
 
@@ -54,9 +59,10 @@ void print_text(const json& all) {
     std::vector<std::vector<std::string>> rows{
         {"SPARSE WEIGHT", "DTYPE", "SHAPE", "BLOCK", "DENSITY", "SPARSE", "DENSE"}};
     for (const json& weight : all["weights"]) {
-      const bool is_csr = weight["format"] == name(WeightFormat::csr);
+      const std::string format = weight["format"];
+      const bool blocks = format == name(WeightFormat::bsr) || format == name(WeightFormat::int8);
       rows.push_back({weight["name"], weight["dtype"], weight["shape"].dump(),
-                      is_csr ? std::string("csr") : weight["block_shape"].dump(), fixed(weight["density"], 4),
+                      blocks ? weight["block_shape"].dump() : format, fixed(weight["density"], 4),
                       bytes_text(weight["bytes"]), bytes_text(weight["dense_bytes"])});
     }
     print_table(rows);

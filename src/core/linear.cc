@@ -51,6 +51,10 @@ Status check_scales(std::string_view op, std::span<const float> scales) {
 Status check_problem(std::string_view op, const Problem& p) {
   if (Status status = check_shape(op, p.weight.shape); !status.ok()) return status;
   if (Status status = check_scaling(op, p.weight, "inputs", p.in); !status.ok()) return status;
+  if (p.weight.format != Format::bsr && p.weight.shape.block_size() != 1) {
+    return invalid(op, "a bitmap must be of blocks of 1x1",
+                   cat(p.weight.shape.block_rows, 'x', p.weight.shape.block_cols));
+  }
   if (Status status = check_activation(op, p.activation); !status.ok()) return status;
   if (p.op == Op::feed_forward) {
     if (Status status = check_feed_forward(op, p.weight.shape, p.down.shape, p.gate.shape); !status.ok())

@@ -21,6 +21,8 @@ std::string_view name(Op op) {
 std::string_view name(Format format) {
   switch (format) {
     case Format::bsr: return "bsr";
+    case Format::bitmap: return "bitmap";
+    case Format::two_of_four: return "2:4";
   }
   return "?";
 }

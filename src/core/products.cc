@@ -118,30 +118,48 @@ Status dispatch(Call& call, const Context& context) {
   return add_values(call, sum);
 }
 
-Status run_linear(const MatrixView& x, const BsrView& w, const void* bias, Activation activation,
-                  const MutableMatrixView& y, const Context& context) {
-  if (y.rows == 0 || y.cols == 0) return {};
+namespace {
+
+// What linear's calls have in common; x and y are not empty.
+Call linear_call(const MatrixView& x, const WeightSpec& w, Device device, const void* values,
+                 const void* bias, Activation activation, const MutableMatrixView& y) {
   Alignment in, out;
   in.add(x);
-  in.add(w.values);
+  in.add(values);
   out.add(y);
   out.add(bias);
   Call call;
-  call.problem = {Op::linear,  {Format::bsr, w.plan.shape, w.dtype, w.scaling, w.rounds_x},
-                  x.dtype,     y.dtype,
-                  x.rows,      x.stride(),
-                  y.stride(),  x.layout(),
-                  y.layout(),  in.bytes(),
-                  out.bytes(), bias != nullptr,
-                  activation,  w.device};
+  call.problem = {Op::linear, w,          x.dtype,    y.dtype,     x.rows,          x.stride(), y.stride(),
+                  x.layout(), y.layout(), in.bytes(), out.bytes(), bias != nullptr, activation, device};
   call.x = x;
-  call.plan = w.plan;
-  call.values = w.values;
-  call.scales = w.scales;
-  call.derived = w.derived;
+  call.values = values;
   call.bias = bias;
   call.activation = activation;
   call.out = y;
+  return call;
+}
+
+}  // namespace
+
+Status run_linear(const MatrixView& x, const BsrView& w, const void* bias, Activation activation,
+                  const MutableMatrixView& y, const Context& context) {
+  if (y.rows == 0 || y.cols == 0) return {};
+  Call call = linear_call(x, {Format::bsr, w.plan.shape, w.dtype, w.scaling, w.rounds_x}, w.device, w.values,
+                          bias, activation, y);
+  call.plan = w.plan;
+  call.scales = w.scales;
+  call.derived = w.derived;
+  return dispatch(call, context);
+}
+
+Status run_linear(const MatrixView& x, const BitmapView& w, const void* bias, Activation activation,
+                  const MutableMatrixView& y, const Context& context) {
+  if (y.rows == 0 || y.cols == 0) return {};
+  Call call =
+      linear_call(x, {w.plan.format(), w.plan.shape, w.dtype}, Device::cpu, w.values, bias, activation, y);
+  call.plan.shape = w.plan.shape;
+  call.plan.crow = w.plan.crow;
+  call.bits = w.plan.bits;
   return dispatch(call, context);
 }
 

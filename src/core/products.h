@@ -2,11 +2,15 @@
 // tensors, whose sizes, strides and devices cannot be wrong in most of the ways that a view's can.
 #pragma once
 
+#include "rarefy/bitmap.h"
 #include "rarefy/linear.h"
 
 namespace rarefy {
 
 Status run_linear(const MatrixView& x, const BsrView& w, const void* bias, Activation activation,
+                  const MutableMatrixView& y, const Context& context);
+
+Status run_linear(const MatrixView& x, const BitmapView& w, const void* bias, Activation activation,
                   const MutableMatrixView& y, const Context& context);
 
 Status run_grad_input(const MatrixView& dy, const BsrView& w, const MutableMatrixView& dx,

@@ -45,8 +45,9 @@ struct Call {
   MatrixView x;   // linear, grad_weight, feed_forward
   MatrixView dy;  // grad_input, grad_weight
   PlanView plan;
-  const void* values = nullptr;   // linear, grad_input
-  const float* scales = nullptr;  // of scaled values
+  const std::uint8_t* bits = nullptr;  // of a bitmap, whose plan has shape and crow alone
+  const void* values = nullptr;        // linear, grad_input
+  const float* scales = nullptr;       // of scaled values
   Derived derived;
   const void* bias = nullptr;
   Activation activation = Activation::none;
@@ -77,7 +78,8 @@ struct Kernel {
   // Pure: asked without data, for machines that are not this one too.
   Reason (*supports)(const Problem&, const Machine&);
   Status (*run)(const Call&);
-  bool any_layout = false;  // it is asked about matrices by feature too; `supports` may still refuse
+  Format format = Format::bsr;  // of the weights that it is asked about
+  bool any_layout = false;      // it is asked about matrices by feature too; `supports` may still refuse
   // grad_weight: it adds to what is there where Problem::accumulate says so. Of others the core adds what
   // they write into workspace.
   bool accumulates = false;

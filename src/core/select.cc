@@ -137,6 +137,9 @@ Reason why_not(const Kernel& kernel, const Problem& problem, const Machine& mach
   if (!forced_family.empty() && kernel.family != forced_family) {
     return cat(kVariable, " forces ", forced_family);
   }
+  if (problem.weight.format != kernel.format) {
+    return cat("takes weights in ", name(kernel.format), "; got ", name(problem.weight.format));
+  }
   const bool by_token = problem.in_layout == Layout::by_token && problem.out_layout == Layout::by_token;
   if (!by_token && !kernel.any_layout) return "takes and gives matrices by token; got one by feature";
   if (Reason reason = kernel.supports(problem, machine); !reason.empty()) return reason;
@@ -199,7 +202,8 @@ std::uint64_t hash_of(const Problem& p) {
   mix(p.in_alignment | p.out_alignment << 6 | static_cast<int>(p.tf32) << 12 |
       static_cast<int>(p.accumulate) << 13 | static_cast<int>(p.in_layout) << 14 |
       static_cast<int>(p.out_layout) << 15 | p.device_index << 16 |
-      static_cast<std::int64_t>(p.weight.scaling) << 32 | static_cast<std::int64_t>(p.weight.rounds_x) << 40);
+      static_cast<std::int64_t>(p.weight.scaling) << 32 | static_cast<std::int64_t>(p.weight.rounds_x) << 40 |
+      static_cast<std::int64_t>(p.weight.format) << 48);
   mix(static_cast<std::int64_t>(p.derived));
   if (p.op == Op::feed_forward) {
     for (const WeightSpec* w : {&p.down, &p.gate}) {

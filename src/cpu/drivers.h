@@ -28,6 +28,21 @@ Config configure_few(const Problem& problem, const Machine& machine);
 std::int64_t few_workspace(const Kernels& kernels, const Problem& problem, const Config& config);
 Status run_linear_few(const Kernels& kernels, const Call& call);
 
+// Rows of `cols` elements as float, each padded with 0 to `padded`; rows past the last are 0.
+void to_float(const Kernels& kernels, const MatrixView& from, std::int64_t rows, std::int64_t padded,
+              float* to);
+
+// linear of a bitmap (linear_bitmap.cc).
+struct BitmapSplit {
+  std::int64_t ranges = 1;  // of the rows of W
+  std::int64_t groups = 1;  // of tokens; a task takes one through one range
+  std::int64_t rows = 4;    // that a tile of X meets before the next
+  static constexpr std::string_view kFields[] = {"ranges", "groups", "rows"};
+};
+Config configure_bitmap(const Problem& problem, const Machine& machine);
+std::int64_t bitmap_workspace(const Problem& problem, const Config& config);
+Status run_linear_bitmap(const Kernels& kernels, const Call& call);
+
 // feed_forward (feed_forward.h, feed_forward.cc): a panel of tokens goes through both products while its
 // hidden features are in L2.
 struct FeedForwardCut {

@@ -1,6 +1,7 @@
 // One row of the table of kernels: the templates, instantiated for one instruction set.
 #pragma once
 
+#include "cpu/bitmap.h"
 #include "cpu/dot.h"
 #include "cpu/few.h"
 #include "cpu/gather.h"
@@ -9,7 +10,8 @@
 
 namespace rarefy::cpu {
 
-template <class I>
+// Narrow: what bitmaps are spread with for a token or two.
+template <class I, class Narrow = I>
 constexpr Kernels kernel_table(const char* family, std::int32_t max_vectors) {
   Kernels table{};
   table.family = family;
@@ -25,6 +27,8 @@ constexpr Kernels kernel_table(const char* family, std::int32_t max_vectors) {
     table.few = few<I>;
     table.few_takes = few_takes<I>;
   }
+  table.bitmap = bitmap<I, Narrow>;
+  table.two_of_four = two_of_four<I>;
   table.activate = activate_all<I>;
   table.apply_gate = apply_gate<I>;
   table.unpack = unpack<I>;

@@ -135,6 +135,25 @@ struct FewTask {
 
 inline constexpr std::int64_t kFewTokens = 4;
 
+// y[m][row] += Σ over a tile's columns of W[row, k] · x[m][k], for rows of a bitmap and 1, 2, 4 or 8 tokens,
+// or of one with two of each four and 1, 2 or 4 (bitmap.h). x is 0 past the last column.
+struct BitmapTask {
+  const void* values;
+  Storage storage;
+  std::int64_t count;        // of all values: nothing is read past them
+  const std::uint8_t* bits;  // or positions; of the first row, from the tile's first column on
+  std::int64_t row_bytes;
+  std::int32_t rows;
+  std::int32_t* at;         // where each row's values of this tile begin; then of the next tile
+  const std::int32_t* end;  // where all of its values end
+  const float* x;           // from the tile's first column on
+  std::int64_t x_stride;
+  std::int32_t columns;  // whole vectors; of two of four, of what is stored
+  std::int32_t tokens;
+  float* y;
+  std::int64_t y_stride;
+};
+
 // out[r][c] (+)= Σ_m dy[r][m] · x[c][m] for the stored blocks `begin` … `end` of one block row.
 // Here panels are long: `lanes` tokens of one feature are contiguous.
 struct DotTask {
@@ -161,6 +180,8 @@ struct Kernels {
   void (*dot)(const DotTask&);
   void (*few)(const FewTask&);  // or null, as few_takes
   bool (*few_takes)(std::int64_t block_rows, std::int64_t block_cols);
+  void (*bitmap)(const BitmapTask&);
+  void (*two_of_four)(const BitmapTask&);
   void (*activate)(Activation activation, float* values, std::int64_t count);  // whole vectors
   // values ← act(gate) · values, on whole vectors
   void (*apply_gate)(Activation activation, const float* gate, float* values, std::int64_t count);

@@ -12,15 +12,6 @@ namespace {
 
 constexpr std::int64_t kTasks = 4;  // per thread: the last ones to end are short
 
-// Rows of `cols` elements as float, each padded with 0 to `padded`; rows past the last are 0.
-void to_float(const Kernels& kernels, const MatrixView& from, std::int64_t rows, std::int64_t padded,
-              float* to) {
-  std::fill_n(to, rows * padded, 0.0F);
-  for (std::int64_t m = 0; m < from.rows; ++m) {
-    kernels.unpack(storage(from.dtype), at(from, m, 0), from.cols, to + m * padded);
-  }
-}
-
 // The working memory: X for all, sums for each worker.
 struct Layout {
   std::int64_t tokens;       // that the kernels have: 1, 2 or 4
@@ -45,6 +36,14 @@ struct Layout {
 };
 
 }  // namespace
+
+void to_float(const Kernels& kernels, const MatrixView& from, std::int64_t rows, std::int64_t padded,
+              float* to) {
+  std::fill_n(to, rows * padded, 0.0F);
+  for (std::int64_t m = 0; m < from.rows; ++m) {
+    kernels.unpack(storage(from.dtype), at(from, m, 0), from.cols, to + m * padded);
+  }
+}
 
 Reason supports_few(const Kernels& kernels, const Problem& p) {
   const BsrShape& s = p.weight.shape;

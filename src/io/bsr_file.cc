@@ -10,6 +10,7 @@
 #include "core/scalar.h"
 #include "io/json.h"
 #include "io/tensors.h"
+#include "rarefy/bitmap.h"
 #include "rarefy/version.h"
 
 namespace rarefy {
@@ -22,6 +23,7 @@ constexpr std::string_view kValues = ".values";
 constexpr std::string_view kCrow = ".crow_indices";
 constexpr std::string_view kCol = ".col_indices";
 constexpr std::string_view kScales = ".scales";
+constexpr std::string_view kBitmap = ".bitmap";  // in place of the indices
 
 // A plan has one word per block column, stored blocks or not. Past this many in all weights together,
 // the file must be as large itself, so that a few bytes of metadata cannot ask for gigabytes.
@@ -58,6 +60,8 @@ constexpr FormatRow kFormats[] = {
      [](const BsrShape& shape) {
        return std::vector{shape.nnzb, shape.block_rows, shape.block_cols};
      }},
+    {WeightFormat::bitmap, "bitmap", kCsrKeys, "nnz",
+     [](const BsrShape& shape) { return std::vector{shape.nnzb}; }},
 };
 
 // What x becomes for scaled values, as files say it.
@@ -73,7 +77,7 @@ std::string piece(std::string_view weight, std::string_view suffix) { return joi
 
 // The weight that an index tensor belongs to, going by its name.
 std::optional<std::string_view> owner_of_index(std::string_view tensor) {
-  for (const std::string_view suffix : {kCrow, kCol}) {
+  for (const std::string_view suffix : {kCrow, kCol, kBitmap}) {
     if (tensor.ends_with(suffix)) return tensor.substr(0, tensor.size() - suffix.size());
   }
   return std::nullopt;
@@ -111,7 +115,7 @@ Result<WeightFormat> parse_format(std::string_view op, const JsonObject& entry) 
   for (const FormatRow& row : kFormats) {
     if (value.string() != nullptr && *value.string() == row.name) return row.format;
   }
-  return error(StatusCode::unsupported, op, "format must be bsr, csr or int8", value.text());
+  return error(StatusCode::unsupported, op, "format must be bsr, csr, int8 or bitmap", value.text());
 }
 
 Status check_int8(std::string_view op, const BsrEntry& entry) {
@@ -231,6 +235,10 @@ Status check_entry(std::string_view op, const SafetensorsHeader& header, const s
       return status;
     }
   }
+  if (entry.format == WeightFormat::bitmap) {
+    return check_piece(op, header, piece(weight, kBitmap), {SafetensorsDType::u8},
+                       {shape.rows, mask_row_bytes(shape.cols)});
+  }
   constexpr auto i32 = SafetensorsDType::i32, i64 = SafetensorsDType::i64;
   if (Status status = check_piece(op, header, piece(weight, kCrow), {i32, i64}, {shape.row_count() + 1});
       !status.ok()) {
@@ -267,6 +275,8 @@ Result<Entries> parse_entries(std::string_view op, const SafetensorsHeader& head
       if (!entry.ok()) return entry.status();
       if (Status status = check_entry(scope, header, weight, *entry); !status.ok()) return status;
       columns += entry->shape.col_count();
+      // A bitmap of no columns has rows without any bytes.
+      if (entry->format == WeightFormat::bitmap) columns += entry->shape.row_count();
       if (columns > most_columns) {
         return invalid(scope,
                        cat("the weights of a file of ", header.file_bytes, " bytes may have at most ",
@@ -350,8 +360,30 @@ Result<std::vector<std::int64_t>> read_index(std::string_view op, const ByteSour
   return std::vector<std::int64_t>(narrow.begin(), narrow.end());
 }
 
-Result<FileWeight> read_weight(std::string_view op, const ByteSource& source, const SafetensorsHeader& header,
-                               const std::string& weight, const BsrEntry& entry) {
+// The pattern of a weight by its bits.
+Result<Pattern> read_bitmap(std::string_view op, const ByteSource& source, const SafetensorsHeader& header,
+                            const std::string& weight, const BsrEntry& entry) {
+  const auto data = read_data(op, source, header, header.tensors.at(piece(weight, kBitmap)));
+  if (!data.ok()) return data.status();
+  const BsrShape& s = entry.shape;
+  const auto bits = as_numbers<std::uint8_t>(*data);
+  std::vector<std::int32_t> plan(static_cast<std::size_t>(bitmap_plan_size(s.rows, s.cols)));
+  const auto stored = build_bitmap_plan(op, s.rows, s.cols, bits, plan);
+  if (!stored.ok()) return stored.status();
+  if (*stored != s.nnzb) {
+    return invalid(op, cat("the bitmap must have ", s.nnzb, " bits that are 1, as the metadata says"),
+                   cat(*stored));
+  }
+  const auto view = view_bitmap_plan(op, s.rows, s.cols, plan);
+  if (!view.ok()) return view.status();
+  std::vector<std::int32_t> col(static_cast<std::size_t>(s.nnzb));
+  if (Status status = bitmap_columns(op, *view, col); !status.ok()) return status;
+  return Pattern::create(s, {view->crow, static_cast<std::size_t>(s.rows + 1)}, col);
+}
+
+Result<Pattern> read_pattern(std::string_view op, const ByteSource& source, const SafetensorsHeader& header,
+                             const std::string& weight, const BsrEntry& entry) {
+  if (entry.format == WeightFormat::bitmap) return read_bitmap(op, source, header, weight, entry);
   const auto crow = read_index(op, source, header, piece(weight, kCrow));
   if (!crow.ok()) return crow.status();
   const auto col = read_index(op, source, header, piece(weight, kCol));
@@ -360,7 +392,12 @@ Result<FileWeight> read_weight(std::string_view op, const ByteSource& source, co
   // Valid indices fit in int32: shapes do.
   const std::vector<std::int32_t> crow32(crow->begin(), crow->end());
   const std::vector<std::int32_t> col32(col->begin(), col->end());
-  auto pattern = Pattern::create(entry.shape, crow32, col32);
+  return Pattern::create(entry.shape, crow32, col32);
+}
+
+Result<FileWeight> read_weight(std::string_view op, const ByteSource& source, const SafetensorsHeader& header,
+                               const std::string& weight, const BsrEntry& entry) {
+  auto pattern = read_pattern(op, source, header, weight, entry);
   if (!pattern.ok()) return pattern.status();
   auto values = read_data(op, source, header, header.tensors.at(piece(weight, kValues)));
   if (!values.ok()) return values.status();
@@ -411,6 +448,7 @@ struct Parts {
   std::vector<TensorRef> tensors;
   Metadata metadata;
   std::vector<std::unique_ptr<BsrMatrix>> scaled;  // as floats, for dense files
+  std::vector<std::vector<std::uint8_t>> bitmaps;
 };
 
 // Scaled values as what they stand for, in the weight's x_dtype.
@@ -453,7 +491,7 @@ std::string entry_text(const FileWeight& weight) {
   }
   if (weight.rounds_x) add(kActivations, quoted(kRounded));
   const bool is_bsr = weight.format == WeightFormat::bsr;
-  if (weight.format != WeightFormat::csr)
+  if (weight.format == WeightFormat::bsr || weight.format == WeightFormat::int8)
     add("block_shape", json_array({shape.block_rows, shape.block_cols}));
   add("dtype", quoted(name(weight.dtype)));
   if (!is_bsr) add(kFormatKey, quoted(name(weight.format)));
@@ -467,14 +505,15 @@ Status check_weight(std::string_view op, const BsrFile& file, const std::string&
                     const FileWeight& matrix) {
   const bool scaled = matrix.format == WeightFormat::int8;
   for (const std::string& taken : {weight, piece(weight, kValues), piece(weight, kCrow), piece(weight, kCol),
-                                   scaled ? piece(weight, kScales) : weight}) {
+                                   scaled ? piece(weight, kScales) : weight, piece(weight, kBitmap)}) {
     if (file.tensors.contains(taken)) {
       return invalid(op, "names must be distinct", cat("another tensor ", quote(taken)));
     }
   }
   const BsrShape& shape = matrix.pattern.shape();
-  if (matrix.format == WeightFormat::csr && shape.block_size() != 1) {
-    return invalid(op, "a weight stored as csr must have blocks of 1x1",
+  const bool elements = matrix.format == WeightFormat::csr || matrix.format == WeightFormat::bitmap;
+  if (elements && shape.block_size() != 1) {
+    return invalid(op, cat("a weight stored as ", name(matrix.format), " must have blocks of 1x1"),
                    cat(shape.block_rows, 'x', shape.block_cols));
   }
   const auto bytes = static_cast<std::size_t>(shape.value_count()) * size_of(matrix.dtype);
@@ -501,13 +540,13 @@ Status check_weight(std::string_view op, const BsrFile& file, const std::string&
 enum class Weights : std::uint8_t { sparse, dense };
 
 Result<Parts> take_apart(std::string_view op, const BsrFile& file, Weights weights = Weights::sparse) {
-  Parts parts{{}, file.metadata, {}};
+  Parts parts{{}, file.metadata, {}, {}};
   if (file.metadata.contains(std::string(kMetadataKey))) {
     return invalid(op, "metadata must leave \"rarefy\" to the writer", "a value of its own");
   }
   for (const auto& [tensor, stored] : file.tensors) {
     if (owner_of_index(tensor)) {
-      return invalid(op, "names that end in .crow_indices or .col_indices must belong to a weight",
+      return invalid(op, "names that end in .crow_indices, .col_indices or .bitmap must belong to a weight",
                      quote(tensor));
     }
     parts.tensors.push_back({tensor, stored.dtype, stored.shape, stored.data});
@@ -528,9 +567,18 @@ Result<Parts> take_apart(std::string_view op, const BsrFile& file, Weights weigh
     const auto length = [](const auto& span) { return static_cast<std::int64_t>(span.size()); };
     parts.tensors.push_back({piece(weight, kValues), to_safetensors(matrix.dtype),
                              row_of(matrix.format).values(shape), matrix.values});
-    parts.tensors.push_back(
-        {piece(weight, kCrow), SafetensorsDType::i32, {length(crow)}, std::as_bytes(crow)});
-    parts.tensors.push_back({piece(weight, kCol), SafetensorsDType::i32, {length(col)}, std::as_bytes(col)});
+    if (matrix.format == WeightFormat::bitmap) {
+      const std::int64_t row = mask_row_bytes(shape.cols);
+      auto& bits = parts.bitmaps.emplace_back(static_cast<std::size_t>(shape.rows * row));
+      if (Status status = bitmap_of(scope, matrix.pattern.view(), bits); !status.ok()) return status;
+      parts.tensors.push_back(
+          {piece(weight, kBitmap), SafetensorsDType::u8, {shape.rows, row}, std::as_bytes(std::span(bits))});
+    } else {
+      parts.tensors.push_back(
+          {piece(weight, kCrow), SafetensorsDType::i32, {length(crow)}, std::as_bytes(crow)});
+      parts.tensors.push_back(
+          {piece(weight, kCol), SafetensorsDType::i32, {length(col)}, std::as_bytes(col)});
+    }
     if (matrix.format == WeightFormat::int8) {
       parts.tensors.push_back({piece(weight, kScales),
                                SafetensorsDType::f32,

@@ -7,6 +7,7 @@
 #include "core/registry.h"
 #include "core/scalar.h"
 #include "ref/activation.h"
+#include "ref/bitmap.h"
 #include "ref/feed_forward.h"
 #include "ref/sum.h"
 
@@ -180,6 +181,10 @@ void register_ref(Registry& registry) {
   registry.push_back(row(Op::grad_weight, "ref_grad_weight", grad_weight_ref));
   registry.push_back(row(Op::feed_forward, "ref_feed_forward", ref::feed_forward));
   registry.back().workspace = ref::feed_forward_workspace;
+  registry.push_back(row(Op::linear, "ref_linear_bitmap", ref::linear_bitmap));
+  registry.back().format = Format::bitmap;
+  registry.push_back(row(Op::linear, "ref_linear_two_of_four", ref::linear_bitmap));
+  registry.back().format = Format::two_of_four;
 }
 
 }  // namespace rarefy

@@ -78,6 +78,9 @@ TEST_P(BsrFileDTypeTest, RoundTripsThroughBytesAndDisk) {
         file.weights.emplace(
             std::string("csr.").append(name),
             FileWeight(make_weight({rows, cols, 1, 1}, GetParam(), seed), WeightFormat::csr, DType::f64));
+        file.weights.emplace(
+            std::string("bitmap.").append(name),
+            FileWeight(make_weight({rows, cols, 1, 1}, GetParam(), seed), WeightFormat::bitmap));
       }
       file.weights.emplace("none." + name, make_weight({rows, cols, r, c}, GetParam(), seed, 0.0));
       file.weights.emplace("all." + name, make_weight({rows, cols, r, c}, GetParam(), seed, 1.0));
@@ -247,11 +250,65 @@ TEST(BsrFileTest, RefusesWrongActivations) {
   }
 }
 
+SafetensorsFile bitmap_file(const std::string& entry, std::vector<std::uint8_t> bits) {
+  SafetensorsFile file;
+  const auto bytes = std::as_bytes(std::span(bits));
+  file.tensors["m.weight.values"] = {SafetensorsDType::bf16, {4}, counting_bytes(8)};
+  file.tensors["m.weight.bitmap"] = {
+      SafetensorsDType::u8, {2, static_cast<std::int64_t>(bits.size()) / 2}, {bytes.begin(), bytes.end()}};
+  file.metadata["rarefy"] = R"({"format":"bsr-v1","version":"1","modules":{"m.weight":)" + entry + "}}";
+  return file;
+}
+
+TEST(BsrFileTest, ReadsBitmaps) {
+  const std::string entry = R"({"format":"bitmap","shape":[2,10],"nnz":4,"dtype":"bf16"})";
+  const auto file = parse(bitmap_file(entry, {0x81, 0x02, 0x10, 0x00}));
+  ASSERT_TRUE(file.ok()) << file.status().message();
+  const FileWeight& weight = file->weights.at("m.weight");
+  EXPECT_EQ(weight.format, WeightFormat::bitmap);
+  EXPECT_EQ(weight.pattern.shape(), (BsrShape{2, 10, 1, 1, 4}));
+  EXPECT_TRUE(std::ranges::equal(weight.pattern.crow_indices(), std::vector{0, 3, 4}));
+  EXPECT_TRUE(std::ranges::equal(weight.pattern.col_indices(), std::vector{0, 7, 9, 4}));
+  EXPECT_TRUE(file->tensors.empty());
+}
+
+TEST(BsrFileTest, RefusesWrongBitmaps) {
+  const std::vector<std::uint8_t> good{0x81, 0x02, 0x10, 0x00};
+  const std::tuple<const char*, std::vector<std::uint8_t>, const char*> cases[] = {
+      {R"({"format":"bitmap","shape":[2,10],"nnz":4,"dtype":"bf16"})",
+       {0x81, 0x02, 0x10, 0x08},
+       "bits past column 10 must be 0; got bitmap[1, 1] with bit 3"},
+      {R"({"format":"bitmap","shape":[2,10],"nnz":4,"dtype":"bf16"})",
+       {0x81, 0x02, 0x11, 0x00},
+       "the bitmap must have 4 bits that are 1, as the metadata says; got 5"},
+      {R"({"format":"bitmap","shape":[2,10],"nnz":5,"dtype":"bf16"})", good, "must be BF16 [5]"},
+      {R"({"format":"bitmap","shape":[2,17],"nnz":4,"dtype":"bf16"})", good, "must be U8 [2,3]"},
+      {R"({"format":"bitmap","shape":[3,10],"nnz":4,"dtype":"bf16"})", good, "must be U8 [3,2]"},
+      {R"({"format":"csr","shape":[2,10],"nnz":4,"dtype":"bf16"})", good, "must have the tensor"},
+      {R"({"format":"bitmap","shape":[2,10],"block_shape":[1,1],"nnz":4,"dtype":"bf16"})", good,
+       "3 keys; got 5"},
+  };
+  for (const auto& [entry, bits, message] : cases) {
+    const auto file = parse(bitmap_file(entry, bits));
+    ASSERT_FALSE(file.ok()) << entry;
+    EXPECT_NE(file.status().message().find(message), std::string::npos) << file.status().message();
+  }
+  // Rows without bytes: a few bytes of metadata cannot ask for gigabytes.
+  SafetensorsFile empty;
+  empty.tensors["m.weight.values"] = {SafetensorsDType::f32, {0}, {}};
+  empty.tensors["m.weight.bitmap"] = {SafetensorsDType::u8, {2000000000, 0}, {}};
+  empty.metadata["rarefy"] =
+      R"({"format":"bsr-v1","version":"1","modules":{"m.weight":{"format":"bitmap","shape":[2000000000,0],)"
+      R"("nnz":0,"dtype":"f32"}}})";
+  EXPECT_FALSE(parse(empty).ok());
+}
+
 TEST(BsrFileTest, RefusesWrongCsr) {
   const std::pair<const char*, const char*> cases[] = {
       {R"({"format":"csc","shape":[2,5],"nnz":2,"dtype":"bf16"})",
-       "format must be bsr, csr or int8; got \"csc\""},
-      {R"({"format":7,"shape":[2,5],"nnz":2,"dtype":"bf16"})", "format must be bsr, csr or int8; got 7"},
+       "format must be bsr, csr, int8 or bitmap; got \"csc\""},
+      {R"({"format":7,"shape":[2,5],"nnz":2,"dtype":"bf16"})",
+       "format must be bsr, csr, int8 or bitmap; got 7"},
       {R"({"format":"csr","shape":[2,5],"nnzb":2,"dtype":"bf16"})", "must have \"nnz\""},
       {R"({"format":"csr","shape":[2,5],"nnz":3,"dtype":"bf16"})", "must be BF16 [3]"},
       {R"({"format":"csr","shape":[2,5],"nnz":2,"dtype":"bf16","x_dtype":"f8"})", "x_dtype must be"},
@@ -533,6 +590,9 @@ TEST(BsrFileWriterTest, RefusesWhatItCouldNotReadBack) {
   refused([](BsrFile& file) { file.metadata["rarefy"] = "mine"; }, "leave \"rarefy\" to the writer");
   refused([](BsrFile& file) { file.weights.at("m.weight").format = WeightFormat::csr; },
           "blocks of 1x1; got 2x3");
+  refused([](BsrFile& file) { file.weights.at("m.weight").format = WeightFormat::bitmap; },
+          "stored as bitmap must have blocks of 1x1; got 2x3");
+  refused([&](BsrFile& file) { file.tensors["x.bitmap"] = empty; }, "must belong to a weight");
   refused([&](BsrFile& file) { file.tensors["m.weight"] = empty; }, "another tensor \"m.weight\"");
   refused([&](BsrFile& file) { file.tensors["m.weight.values"] = empty; },
           "another tensor \"m.weight.values\"");

@@ -39,6 +39,8 @@ std::vector<Bytes> seeds() {
   edges.weights.emplace("b.weight", weight({8, 8, 4, 4}, DType::i8, {0, 1, 3}, {1, 0, 1}));
   edges.weights.emplace("c.weight", FileWeight(weight({2, 3, 1, 1}, DType::bf16, {0, 1, 2}, {2, 0}),
                                                WeightFormat::csr, DType::f32));
+  edges.weights.emplace("d.weight", FileWeight(weight({3, 11, 1, 1}, DType::f32, {0, 1, 1, 3}, {10, 0, 8}),
+                                               WeightFormat::bitmap));
   edges.tensors["a.bias"] = {SafetensorsDType::f32, {5}, test::counting_bytes(20)};
   edges.metadata["format"] = "pt";
   BsrFile empty;

@@ -13,6 +13,7 @@ BENCH = Path(__file__).resolve().parents[2] / "bench"
 sys.path.insert(0, str(BENCH))
 
 import overhead  # noqa: E402
+import reached  # noqa: E402
 from cases import Case, load_cases  # noqa: E402
 from timing import interleave  # noqa: E402
 
@@ -112,3 +113,46 @@ def test_the_gallery_draws_the_committed_results(tmp_path):
     assert all(plot.file.stat().st_size > 5000 and plot.source.exists() for plot in found)
     text = gallery.markdown(found, tmp_path / "docs")
     assert text.count("](../build/gallery/") == len(found) and str(tmp_path) not in text
+
+
+def reached_with(tmp_path, monkeypatch, capsys, *arguments):
+    """bench/reached.py with a ceiling that is not measured, and two rows' worth of what it printed."""
+    peak = tmp_path / "peak"
+    peak.write_text('#!/bin/sh\necho \'{"isa": "none", "gflops": 100.0}\'\n')
+    peak.chmod(0o755)
+    out = tmp_path / "rows.csv"
+    monkeypatch.setattr(
+        sys, "argv", ["reached.py", f"--peak={peak}", "--rounds=1", f"--csv={out}", *arguments]
+    )
+    reached.main()
+    with out.open(newline="") as file:
+        reader = csv.DictReader(file)
+        return list(reader), reader.fieldnames, capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_reached_measures_the_rows_whose_text_is_asked_for(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(reached, "SIZE", (64, 96))
+    monkeypatch.setattr(reached, "rows", lambda *_: small_rows())
+    rows, _, text = reached_with(tmp_path, monkeypatch, capsys, "--only", "bf16")
+    assert [row["case"] for row in rows] == ["bf16 64→96 block:4x1@0.5, M = 2"]
+    assert "1 rows" in text or "of 1 rows" in text
+    rows, _, _ = reached_with(tmp_path, monkeypatch, capsys, "--only", "of reading")
+    assert [row["case"] for row in rows] == ["f32 64→96 2:4, M = 1"] and float(rows[0]["ceiling"]) == 100
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_reached_with_nothing_to_measure_writes_a_head_alone(tmp_path, monkeypatch, capsys):
+    rows, columns, text = reached_with(tmp_path, monkeypatch, capsys, "--only", "no such row")
+    assert rows == [] and columns[:2] == ["case", "unit"] and columns[-1] == "command"
+    assert "0 of 0 rows" in text
+
+
+def small_rows():
+    yield reached.linear("block:4x1@0.5", 2, reached.BF16, (64, 96), speedup=1.0)
+    yield reached.linear("2:4", 1, size=(64, 96), reading=0.9)
+
+
+def test_reached_names_each_row_once():
+    texts = [f"{row.case} {row.unit}" for row in reached.rows("amx_bf16", "amx_int8")]
+    assert len(set(texts)) == len(texts) > 50

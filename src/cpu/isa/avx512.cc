@@ -1,12 +1,13 @@
 // The kernels compiled for AVX-512.
 #include "cpu/simd/avx512.h"
+#include "cpu/simd/avx512_half.h"
 
 #include "cpu/kernel_table.h"
 #include "cpu/lane_kernels.h"
 
 namespace rarefy::cpu {
 
-const Kernels kAvx512 = kernel_table<Avx512>("avx512", 4);
+const Kernels kAvx512 = kernel_table<Avx512, Avx512Half>("avx512", 4);
 const LaneKernels kLanesAvx512 = {kAvx512, multiply_lanes<Avx512>};
 
 }  // namespace rarefy::cpu

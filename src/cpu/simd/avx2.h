@@ -5,6 +5,8 @@
 
 #include <cstdint>
 
+#include "cpu/simd/expand_table.h"
+
 namespace rarefy::cpu {
 
 struct Avx2 {
@@ -82,6 +84,40 @@ struct Avx2 {
       return _mm256_blend_ps(_mm256_blend_ps(from(0), from(1), 0x0c), _mm256_blend_ps(from(2), from(3), 0xc0),
                              0xf0);
     }
+  }
+
+  // Which of 8 columns from k on a row of bits stores, and how many; the first lanes, spread to those, 0
+  // elsewhere; a · b + c there for such an a, c elsewhere.
+  struct Lanes {
+    std::uint8_t bits;
+    __m256 mask;
+  };
+  static Lanes lanes(const std::uint8_t* bits, std::int64_t k) {
+    const std::uint8_t stored = bits[k / 8];
+    const __m256i bit = _mm256_setr_epi32(1, 2, 4, 8, 16, 32, 64, 128);
+    const __m256i some = _mm256_and_si256(_mm256_set1_epi32(stored), bit);
+    return {stored, _mm256_castsi256_ps(_mm256_cmpeq_epi32(some, bit))};
+  }
+  static int count(Lanes stored) { return __builtin_popcount(stored.bits); }
+  static Vec expand(Vec v, Lanes stored) {
+    const __m256i from = _mm256_cvtepu8_epi32(_mm_loadu_si64(kExpand<8>.lane[stored.bits]));
+    return _mm256_and_ps(_mm256_permutevar8x32_ps(v, from), stored.mask);
+  }
+  static Vec fma_in(Lanes stored, Vec a, Vec b, Vec c) {
+    return _mm256_fmadd_ps(a, _mm256_and_ps(b, stored.mask), c);
+  }
+  // Of each four of 16 columns of x two, for the 8 values whose positions begin at `codes`.
+  static __m256i positions(const std::uint8_t* codes) {
+    std::uint16_t word;
+    __builtin_memcpy(&word, codes, sizeof(word));
+    const __m256i shift = _mm256_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14);
+    const __m256i code =
+        _mm256_and_si256(_mm256_srlv_epi32(_mm256_set1_epi32(word), shift), _mm256_set1_epi32(3));
+    return _mm256_or_si256(code, _mm256_setr_epi32(0, 0, 4, 4, 0, 0, 4, 4));
+  }
+  static Vec pick(const float* x, __m256i which) {
+    return _mm256_blend_ps(_mm256_permutevar8x32_ps(load(x), which),
+                           _mm256_permutevar8x32_ps(load(x + kWidth), which), 0xf0);
   }
 
   static void transpose(Vec (&m)[kWidth]) {

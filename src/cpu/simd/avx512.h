@@ -90,6 +90,30 @@ struct Avx512 {
     return lanes;
   }
 
+  // Which of 16 columns from k on a row of bits stores, and how many; the first lanes, spread to those; a · b
+  // + c there, c elsewhere.
+  using Lanes = std::uint16_t;
+  static Lanes lanes(const std::uint8_t* bits, std::int64_t k) {
+    Lanes stored;
+    __builtin_memcpy(&stored, bits + k / 8, sizeof(stored));
+    return stored;
+  }
+  static int count(Lanes stored) { return __builtin_popcount(stored); }
+  static Vec expand(Vec v, Lanes stored) { return _mm512_maskz_expand_ps(stored, v); }
+  static Vec fma_in(Lanes stored, Vec a, Vec b, Vec c) { return _mm512_mask3_fmadd_ps(a, b, c, stored); }
+  // Of each four of 32 columns of x two, for the 16 values whose positions begin at `codes`.
+  static __m512i positions(const std::uint8_t* codes) {
+    std::int32_t word;
+    __builtin_memcpy(&word, codes, sizeof(word));
+    const __m512i shift = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
+    const __m512i four = _mm512_setr_epi32(0, 0, 4, 4, 8, 8, 12, 12, 16, 16, 20, 20, 24, 24, 28, 28);
+    const __m512i code = _mm512_srlv_epi32(_mm512_set1_epi32(word), shift);
+    return _mm512_ternarylogic_epi32(code, _mm512_set1_epi32(3), four, 0xea);  // (code & 3) | four
+  }
+  static Vec pick(const float* x, __m512i which) {
+    return _mm512_permutex2var_ps(load(x), which, load(x + kWidth));
+  }
+
   static void transpose(Vec (&m)[kWidth]) {
     Vec t[kWidth];
 #pragma GCC unroll 16

@@ -5,6 +5,8 @@
 
 #include <cstdint>
 
+#include "cpu/simd/expand_table.h"
+
 namespace rarefy::cpu {
 
 struct Neon {
@@ -45,6 +47,38 @@ struct Neon {
   }
   static Vec load_f16(const std::uint16_t* p) { return vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(p))); }
   static void store_f16(std::uint16_t* p, Vec v) { vst1_u16(p, vreinterpret_u16_f16(vcvt_f16_f32(v))); }
+
+  // Which of 4 columns from k on a row of bits stores, and how many; the first lanes, spread to those, 0
+  // elsewhere; a · b + c there for such an a, c elsewhere.
+  struct Lanes {
+    unsigned bits;
+    uint32x4_t mask;
+  };
+  static Lanes lanes(const std::uint8_t* bits, std::int64_t k) {
+    const unsigned stored = bits[k / 8] >> (k % 8) & 15U;
+    constexpr std::uint32_t kBit[] = {1, 2, 4, 8};
+    return {stored, vtstq_u32(vdupq_n_u32(stored), vld1q_u32(kBit))};
+  }
+  static int count(Lanes stored) { return kExpand<4>.count[stored.bits]; }
+  static Vec expand(Vec v, Lanes stored) {
+    std::uint32_t lane;
+    __builtin_memcpy(&lane, kExpand<4>.lane[stored.bits], sizeof(lane));
+    const uint8x16_t wide = vreinterpretq_u8_u32(vmovl_u16(vget_low_u16(vmovl_u8(vcreate_u8(lane)))));
+    // Lane i of four bytes is bytes 4 i … 4 i + 3.
+    const uint32x4_t first = vmulq_n_u32(vreinterpretq_u32_u8(wide), 0x04040404U);
+    const uint8x16_t bytes = vreinterpretq_u8_u32(vaddq_u32(first, vdupq_n_u32(0x03020100U)));
+    const uint8x16_t moved = vqtbl1q_u8(vreinterpretq_u8_f32(v), bytes);
+    return vreinterpretq_f32_u32(vandq_u32(vreinterpretq_u32_u8(moved), stored.mask));
+  }
+  static Vec fma_in(Lanes stored, Vec a, Vec b, Vec c) {
+    return vfmaq_f32(c, a, vreinterpretq_f32_u32(vandq_u32(vreinterpretq_u32_f32(b), stored.mask)));
+  }
+  // Of each four of 8 columns of x two, for the 4 values whose positions begin at `codes`.
+  static unsigned positions(const std::uint8_t* codes) { return *codes; }
+  static Vec pick(const float* x, unsigned which) {
+    const float two[] = {x[which & 3U], x[which >> 2 & 3U], x[4 + (which >> 4 & 3U)], x[4 + (which >> 6)]};
+    return load(two);
+  }
 
   static void transpose(Vec (&m)[kWidth]) {
     const auto even = [](Vec a, Vec b) { return vreinterpretq_f64_f32(vtrn1q_f32(a, b)); };

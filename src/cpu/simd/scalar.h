@@ -4,6 +4,8 @@
 #include <cstdint>
 #include <cstring>
 
+#include "cpu/simd/expand_table.h"
+
 namespace rarefy::cpu {
 
 struct Scalar {
@@ -125,6 +127,24 @@ struct Scalar {
       }
       p[i] = static_cast<std::uint16_t>(((bits >> 16) & 0x8000U) | half);
     }
+  }
+
+  // Which of 4 columns from k on a row of bits stores, and how many; the first lanes, spread to those; a · b
+  // + c there, c elsewhere.
+  using Lanes = unsigned;
+  static Lanes lanes(const std::uint8_t* bits, std::int64_t k) { return bits[k / 8] >> (k % 8) & 15U; }
+  static int count(Lanes stored) { return kExpand<4>.count[stored]; }
+  static Vec expand(Vec v, Lanes stored) {
+    return map([&](int i) { return (stored >> i & 1U) != 0 ? v.lane[kExpand<4>.lane[stored][i]] : 0.0F; });
+  }
+  static Vec fma_in(Lanes stored, Vec a, Vec b, Vec c) {
+    return map(
+        [&](int i) { return (stored >> i & 1U) != 0 ? a.lane[i] * b.lane[i] + c.lane[i] : c.lane[i]; });
+  }
+  // Of each four of 8 columns of x two, for the 4 values whose positions begin at `codes`.
+  static unsigned positions(const std::uint8_t* codes) { return *codes; }
+  static Vec pick(const float* x, unsigned which) {
+    return map([&](int i) { return x[i / 2 * 4 + static_cast<int>(which >> (2 * i) & 3U)]; });
   }
 
   static void transpose(Vec (&m)[kWidth]) {

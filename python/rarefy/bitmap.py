@@ -1,0 +1,516 @@
+"""BitmapWeight: single weights and a bit for each element, "bitmap@0.5" and "2:4", for few tokens.
+
+Two of each four, or half of all, take 2.125 bytes a weight in float32 where CSR takes 4 and dense 4.
+"""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.compiler import is_compiling
+
+from . import _load, ops
+from .activations import activate
+from .bitmap_ops import HEADER, bitmap_columns, bitmap_linear, bitmap_plan
+from .checks import (
+    DTYPE_NAMES,
+    check_devices,
+    check_dtype,
+    check_shape,
+    check_tensor,
+    fail,
+    first_position,
+)
+from .derived import reads_itself
+from .masks import NONZERO, choose_blocks
+from .nested import linear_of_nested
+from .pattern import BsrPattern, digest
+from .sparse_weight import (
+    KEPT,
+    SparseWeight,
+    Spec,
+    check_metadata,
+    kept_text,
+    read_kept,
+    register_format,
+    swap_data,
+)
+from .values import draw_uniform_
+
+_pack_bits, _unpack_bits = map(_load.op, ("_mask_pack", "_mask_unpack"))
+
+
+class BitmapPattern:
+    """Which elements of an (N, K) matrix are stored, one bit each. Immutable, checked once, shared by copies.
+
+    Args:
+        bitmap: (N, ⌈K/8⌉) uint8: bit k % 8 of byte k / 8 of row n says whether W[n, k] is stored. Copied.
+        shape: (N, K).
+
+    Attributes:
+        nnz: how many elements are stored.
+        two_of_four: whether they are exactly two of each four neighbours in a row.
+        plan: what kernels read of it, on the CPU.
+
+    Raises:
+        ValueError: another shape, bits past the last column, with the position.
+        TypeError: another dtype or kind of object.
+    """
+
+    def __init__(self, bitmap: Tensor, *, shape: tuple[int, int], op: str = "BitmapPattern") -> None:
+        self.shape = torch.Size(check_shape(op, shape))
+        check_tensor(op, "bitmap", bitmap)
+        if bitmap.is_meta:
+            fail(op, "bitmap must hold data", "a tensor on the meta device", TypeError)
+        with torch.inference_mode(False):
+            self.bits = bitmap.detach().cpu().clone(memory_format=torch.contiguous_format)
+            self.plan = bitmap_plan(self.bits, *self.shape, op)
+        self.nnz, self.two_of_four = int(self.plan[3]), bool(self.plan[4])
+
+    @classmethod
+    def from_mask(cls, mask: Tensor) -> BitmapPattern:
+        """The pattern of a bool (N, K) tensor."""
+        return cls(_pack_bits(mask.detach().cpu().contiguous()), shape=(mask.shape[0], mask.shape[1]))
+
+    def mask(self) -> Tensor:
+        """(N, K) bool on the CPU: which elements are stored."""
+        return _unpack_bits(self.bits, self.shape[1]).view(torch.bool)
+
+    def blocks(self, device: torch.device) -> BsrPattern:
+        """The same elements as 1×1 blocks, for gradients and for GPUs: made when first asked for."""
+        known = self.__dict__.get("_blocks")
+        if known is None:
+            crow, col = bitmap_columns(self.plan, *self.shape)
+            known = self._blocks = BsrPattern(crow, col, shape=tuple(self.shape), block_shape=(1, 1))
+        return known.to(device)
+
+    def counts(self) -> Tensor:
+        """(N,) int32: how many elements each row stores."""
+        return self.plan[HEADER : HEADER + self.shape[0] + 1].diff()
+
+    def __eq__(self, other: object) -> bool:
+        """Whether the same elements are stored."""
+        if not isinstance(other, BitmapPattern):
+            return NotImplemented
+        return self is other or (self.shape == other.shape and torch.equal(self.bits, other.bits))
+
+    def __hash__(self) -> int:  # noqa: D105
+        return hash((self.shape, self.nnz))
+
+    def __copy__(self) -> BitmapPattern:  # noqa: D105
+        return self
+
+    def __deepcopy__(self, memo: dict) -> BitmapPattern:  # noqa: D105
+        return self
+
+    def __reduce__(self) -> tuple:  # noqa: D105
+        return _rebuild, (self.bits, tuple(self.shape))
+
+
+def _rebuild(bits: Tensor, shape: tuple[int, int]) -> BitmapPattern:
+    return BitmapPattern(bits, shape=shape)
+
+
+def _version(tensor: Tensor) -> int:
+    return -1 if tensor.is_inference() else tensor._version
+
+
+def _digest(bits: Tensor) -> Tensor:
+    return digest(torch.tensor(bits.shape, device=bits.device), bits.flatten())
+
+
+class BitmapWeight(SparseWeight):
+    """A weight W of shape (N, K) = (out_features, in_features): its stored elements, and a bit for each.
+
+    Args:
+        values: (nnz,), float64, float32, bfloat16 or float16, by row and in it by column. A Parameter is used
+            as it is; another tensor becomes one, with the same memory.
+        bitmap: (N, ⌈K/8⌉) uint8: bit k % 8 of byte k / 8 of row n says whether W[n, k] is stored.
+        shape: (N, K).
+        x_dtype: the dtype of x and of the result, if not that of the values.
+
+    For densities from about 0.1 up, N:M patterns among them, and for few tokens, where reading the weight is
+    the work. Products are kernels' on the CPU. Gradients, and all products on a GPU, are those of 1×1 blocks
+    on the same values: the first of them makes their indices and plan, 12 bytes for each stored element,
+    and keeps them. `pattern` is the truth; the buffer `bitmap` is its copy, which is saved. A whole
+    one with its digest, as DistributedDataParallel brings it, is taken over, and others are put back.
+
+    Raises:
+        ValueError: another shape or number of values, bits past the last column, with the position.
+        TypeError: a wrong dtype, device or kind of object.
+    """
+
+    format = "bitmap"
+    pieces = ("values", "bitmap")
+    reserved = ("bitmap",)
+
+    values: nn.Parameter
+    bitmap: Tensor
+
+    def __init__(
+        self, values: Tensor, bitmap: Tensor, *, shape: tuple[int, int], x_dtype: torch.dtype | None = None
+    ) -> None:
+        op = "BitmapWeight"
+        check_tensor(op, "values", values)
+        check_tensor(op, "bitmap", bitmap)
+        check_devices(op, values, bitmap=bitmap)
+        self._init(op, values, BitmapPattern(bitmap, shape=shape, op=op), x_dtype)
+
+    def _init(
+        self, op: str, values: Tensor, pattern: BitmapPattern, x_dtype: torch.dtype | None = None
+    ) -> None:
+        check_dtype(op, "values", values.dtype)
+        if not values.dtype.is_floating_point:
+            fail(op, "values must be floating point", values.dtype, TypeError)
+        if tuple(values.shape) != (pattern.nnz,):
+            fail(op, f"values must be of shape ({pattern.nnz},), as the bitmap says", tuple(values.shape))
+        if not values.is_contiguous():
+            fail(op, "values must be contiguous", f"strides {values.stride()}")
+        super().__init__()
+        self.shape = pattern.shape
+        if x_dtype is not None and x_dtype != values.dtype:
+            self.x_dtype = x_dtype
+        self.values = values if isinstance(values, nn.Parameter) else nn.Parameter(values.detach())
+        self._set_pattern(pattern)
+
+    # -- construction ---------------------------------------------------------------------------
+
+    @classmethod
+    def from_dense(
+        cls,
+        dense: Tensor,
+        *,
+        mask: Tensor | None = None,
+        density: float | str | None = None,
+        scores: Tensor | None = None,
+    ) -> BitmapWeight:
+        """Stores the chosen elements of a dense (N, K) tensor, bit for bit; arguments as CsrWeight's."""
+        op = "BitmapWeight.from_dense"
+        _check_dense(op, dense)
+        return cls._of_mask(op, dense, choose_blocks(op, dense, (1, 1), mask, density, scores))
+
+    @classmethod
+    def _of_mask(cls, op: str, dense: Tensor, mask: Tensor) -> BitmapWeight:
+        weight = cls.__new__(cls)
+        weight._init(op, dense.detach()[mask].contiguous(), BitmapPattern.from_mask(mask))
+        return weight
+
+    # -- use ------------------------------------------------------------------------------------
+
+    @property
+    def pattern(self) -> BitmapPattern:
+        """Which elements are stored."""
+        if not is_compiling():
+            self._settle()
+        return self._pattern
+
+    @property
+    def nnz(self) -> int:
+        """How many elements are stored."""
+        return self._pattern.nnz
+
+    @property
+    def density(self) -> float:
+        """Stored elements / all; 0 for an empty matrix."""
+        return self.nnz / self.numel() if self.numel() else 0.0
+
+    def linear(self, x: Tensor, bias: Tensor | None = None, activation: str | None = None) -> Tensor:
+        """Returns x Wᵀ + bias, as F.linear does: x of shape (…, K) gives (…, N); or an activation of it."""
+        if getattr(x, "is_nested", False):
+            y = linear_of_nested(self, x, bias)
+            return y if activation is None else activate(y, activation)
+        pattern, values = self.pattern, self.values
+        on_cpu = values.device.type in ("cpu", "meta")
+        if self.x_dtype is not None and not reads_itself(values, self.x_dtype):
+            values = values.to(self.x_dtype)
+        if bias is not None and not bias.is_contiguous():
+            bias = bias.contiguous()
+        tracked = torch.is_grad_enabled() and any(
+            t is not None and t.requires_grad for t in (x, values, bias)
+        )
+        blocks = pattern.blocks(values.device).plan if tracked or not on_cpu else None
+        if on_cpu:
+            return bitmap_linear(x, values, pattern.plan, bias, *self.shape, blocks, activation)
+        return ops.bsr_linear(x, values.view(-1, 1, 1), blocks, bias, *self.shape, activation=activation)
+
+    def to_dense(self) -> Tensor:
+        """The (N, K) tensor with zeros for the elements that are not stored; differentiable, exact."""
+        at = self.pattern.mask().flatten().nonzero().flatten().to(self.values.device)
+        return self.values.new_zeros(self.numel()).index_copy(0, at, self.values).view(tuple(self.shape))
+
+    def stored_as(self, dtype: torch.dtype | None) -> BitmapWeight:
+        """This weight with values stored in a dtype, x and results staying as they are; None: no change."""
+        if dtype is not None and dtype != self.dtype:
+            self.x_dtype = self.dtype if self.x_dtype is None else self.x_dtype
+            self.values = nn.Parameter(self.values.detach().to(dtype), self.values.requires_grad)
+        return self
+
+    @torch.no_grad()
+    def reset_parameters(self, generator: torch.Generator | None = None) -> None:
+        """Draws values anew: uniform in ±1/√f, f the stored inputs of the row; see BlockSparseLinear."""
+        if self.values.is_meta:
+            return
+        counts = self.pattern.counts()
+        bounds = counts.double().clamp(min=1).rsqrt().repeat_interleave(counts)
+        draw_uniform_(self.values, 1, generator)
+        self.values.mul_(bounds.to(self.values))
+
+    @property
+    def core_dtype(self) -> str:
+        """How the core's problems call such values."""
+        return f"{DTYPE_NAMES[self.dtype]} {'2:4' if self._pattern.two_of_four else 'bitmap'}"
+
+    @property
+    def block_shape(self) -> tuple[int, int]:
+        """(1, 1)."""
+        return (1, 1)
+
+    @property
+    def nnzb(self) -> int:
+        """How many elements are stored."""
+        return self.nnz
+
+    # -- the pattern and its copy ---------------------------------------------------------------
+
+    def _set_pattern(self, pattern: BitmapPattern) -> None:
+        """Makes `pattern` the truth, with a new copy of its bits as the buffer."""
+        self._pattern = pattern
+        device = self.values.device
+        with torch.inference_mode(False):
+            bits = pattern.bits.to(device, copy=True)
+            self.register_buffer("bitmap", bits)
+            self.register_buffer("bitmap_digest", _digest(pattern.bits).to(device), persistent=False)
+        self._seen = (bits, _version(bits))
+
+    def _settle(self) -> None:
+        """Looks at the buffer if it was written to since the last look; see the class."""
+        bits = self._buffers["bitmap"]
+        seen, version = self._seen
+        if bits is seen and _version(bits) == version:
+            return
+        if type(bits) is not Tensor or bits.is_meta:
+            return  # a tracer's stand-in
+        if bits.shape != self._pattern.bits.shape or not torch.equal(bits.cpu(), self._pattern.bits):
+            if torch.equal(_digest(bits), self._buffers["bitmap_digest"].to(bits.device)):
+                self._pattern = BitmapPattern(bits, shape=tuple(self.shape), op=type(self).__name__)
+            else:
+                self._set_pattern(self._pattern)
+                text = f"[{type(self).__name__}] bitmap was written to and is put back: make another weight"
+                warnings.warn(text, stacklevel=4)
+                return
+        self._seen = (bits, _version(bits))
+
+    def _apply(self, fn: Any, recurse: bool = True) -> BitmapWeight:
+        # `fn` is for values; the bits only follow the device.
+        self._settle()
+        buffers, before, device = self._buffers, self.values.dtype, self.values.device
+        self._buffers = {}
+        try:
+            super()._apply(fn, recurse)
+        finally:
+            self._buffers = buffers
+        if self.x_dtype is not None:  # as for any tensor of that dtype; a cast of the values ends it
+            moved = fn(torch.empty(0, dtype=self.x_dtype, device=device)).dtype
+            cast = self.values.dtype != before or moved == self.values.dtype
+            self.x_dtype = None if cast else moved
+        if self.values.device != device:
+            self._set_pattern(self._pattern)
+        return self
+
+    def is_tied_to(self, other: SparseWeight) -> bool:
+        """Whether both are one weight: the same module, or the same Parameter on equal patterns."""
+        if self is other:
+            return True
+        return type(self) is type(other) and self.values is other.values and self.pattern == other.pattern
+
+    @torch.no_grad()
+    def assign_(self, other: BitmapWeight) -> None:
+        """Takes over values and pattern of a weight of the same shape; the Parameter stays."""
+        pattern, theirs = other.pattern, other.values.detach()
+        same = (self.values.shape, self.dtype) == (theirs.shape, theirs.dtype) and not self.values.is_meta
+        self.values = self.values.copy_(theirs) if same else swap_data(self.values, theirs)
+        self._set_pattern(pattern)
+        self.x_dtype = other.x_dtype
+
+    def __getstate__(self) -> dict[str, Any]:  # noqa: D105
+        self._settle()
+        state = {key: value for key, value in self.__dict__.items() if key != "_seen"}
+        return state | {"_buffers": {}}  # made of the pattern again
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Takes a pickle or a copy in."""
+        super().__setstate__(state)
+        self._set_pattern(self._pattern)
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        if not is_compiling():
+            self._settle()
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        self.check_state(f"{type(self).__name__}.load_state_dict", state_dict, prefix)
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+    # -- files and text -------------------------------------------------------------------------
+
+    def metadata(self) -> dict[str, Any]:
+        """shape, nnz and dtype, and x_dtype where it differs."""
+        entry = {"shape": list(self.shape), "nnz": self.nnz, "dtype": DTYPE_NAMES[self.dtype]}
+        return entry | ({"x_dtype": DTYPE_NAMES[self.x_dtype]} if self.x_dtype is not None else {})
+
+    @classmethod
+    def from_pieces(cls, pieces: Mapping[str, Tensor], metadata: Mapping[str, Any]) -> BitmapWeight:
+        """The weight of a file's tensors; see SparseWeight."""
+        op = "BitmapWeight"
+        entry = check_metadata(op, metadata, "shape", "nnz", "dtype")
+        nnz, dtype = entry.pop("nnz"), entry.pop("dtype")
+        weight = cls(**pieces, **entry)
+        if (weight.nnz, weight.dtype) != (nnz, dtype):
+            got = f"{weight.nnz} elements of {DTYPE_NAMES[weight.dtype]}"
+            fail(op, f"there must be {nnz} elements of {DTYPE_NAMES[dtype]}, as the metadata says", got)
+        return weight
+
+    @classmethod
+    def infer(cls, pieces: Mapping[str, Tensor], shape: tuple[int, int]) -> dict[str, Any] | None:
+        """Metadata of values beside a bitmap."""
+        values = pieces.get("values")
+        if "bitmap" not in pieces or values is None or values.ndim != 1 or values.dtype not in DTYPE_NAMES:
+            return None
+        return {"shape": list(shape), "nnz": len(values), "dtype": DTYPE_NAMES[values.dtype]}
+
+    def spec_format(self) -> str:
+        """Return "2:4" where exactly two of each four are stored, else "bitmap"."""
+        return "2:4" if self._pattern.two_of_four else "bitmap"
+
+    def extra_repr(self) -> str:
+        """Shape, density and dtype."""
+        return (
+            f"shape=({self.shape[0]}, {self.shape[1]}), density={self.density:.4g}, nnz={self.nnz}, "
+            f"dtype={str(self.dtype).removeprefix('torch.')}"
+        )
+
+
+def _check_dense(op: str, dense: Any) -> None:
+    check_tensor(op, "dense", dense)
+    if dense.ndim != 2:
+        fail(op, "dense must have 2 dimensions", f"{dense.ndim}: {tuple(dense.shape)}")
+    check_dtype(op, "dense", dense.dtype)
+    if dense.is_meta:
+        fail(op, "dense must hold data", "a tensor on the meta device", TypeError)
+
+
+@dataclass(frozen=True)
+class BitmapSpec(Spec):
+    """What a layer becomes: the `density` of single elements that matter most, with a bit for each."""
+
+    density: float | str
+
+    pattern: ClassVar = re.compile(rf"bitmap@{KEPT}")
+    example: ClassVar = '"bitmap@0.5" (for few tokens)'
+    keys: ClassVar = ("bitmap_density",)
+
+    @classmethod
+    def from_match(cls, op: str, match: re.Match[str], dtype: torch.dtype | None) -> BitmapSpec:
+        """Reads "bitmap@0.5"."""
+        return cls(read_kept(op, match[1]), dtype=dtype)
+
+    @classmethod
+    def from_keys(cls, op: str, dtype: torch.dtype | None, bitmap_density: Any) -> BitmapSpec:
+        """Reads {"bitmap_density": 0.5}."""
+        return cls(read_kept(op, bitmap_density), dtype=dtype)
+
+    def __str__(self) -> str:  # noqa: D105
+        return f"bitmap@{kept_text(self.density)}{self.suffix}"
+
+    @property
+    def format(self) -> str:
+        """Always "bitmap"."""
+        return "bitmap"
+
+    def make(
+        self, dense: Tensor, *, mask: Tensor | None = None, scores: Tensor | None = None
+    ) -> BitmapWeight:
+        """BitmapWeight.from_dense, then values in `dtype`."""
+        density = self.density if mask is None else None
+        return BitmapWeight.from_dense(dense, mask=mask, density=density, scores=scores).stored_as(self.dtype)
+
+
+@dataclass(frozen=True)
+class TwoOfFourSpec(Spec):
+    """What a layer becomes: of each four neighbours in a row the two that matter most, as a bitmap.
+
+    With `nonzero` a weight must have them already: more than two in a group that are not zero are an error.
+    A last group of fewer than four keeps at most two.
+    """
+
+    nonzero: bool = False
+
+    pattern: ClassVar = re.compile(rf"2:4(@{NONZERO})?")
+    example: ClassVar = '"2:4" or "2:4@nonzero"'
+    keys: ClassVar = ("two_of_four",)
+
+    @classmethod
+    def from_match(cls, op: str, match: re.Match[str], dtype: torch.dtype | None) -> TwoOfFourSpec:
+        """Reads "2:4" and "2:4@nonzero"."""
+        return cls(match[1] is not None, dtype=dtype)
+
+    @classmethod
+    def from_keys(cls, op: str, dtype: torch.dtype | None, two_of_four: Any) -> TwoOfFourSpec:
+        """Reads {"two_of_four": True} and {"two_of_four": "nonzero"}."""
+        if two_of_four not in (True, NONZERO):
+            fail(op, f'two_of_four must be True or "{NONZERO}"', repr(two_of_four))
+        return cls(two_of_four == NONZERO, dtype=dtype)
+
+    def __str__(self) -> str:  # noqa: D105
+        return f"2:4{f'@{NONZERO}' if self.nonzero else ''}{self.suffix}"
+
+    @property
+    def format(self) -> str:
+        """Always "2:4"."""
+        return "2:4"
+
+    def make(
+        self, dense: Tensor, *, mask: Tensor | None = None, scores: Tensor | None = None
+    ) -> BitmapWeight:
+        """The two of each four of largest magnitude, or largest score; ties keep the earlier. Or a mask's."""
+        op = "TwoOfFourSpec.make"
+        _check_dense(op, dense)
+        rank = dense.detach().abs() if scores is None else scores.detach().to(dense.device)
+        if mask is not None:
+            kept = choose_blocks(op, dense, (1, 1), mask, None, None)
+            _check_groups(op, kept, "mask")
+            return BitmapWeight._of_mask(op, dense, kept).stored_as(self.dtype)
+        if tuple(rank.shape) != tuple(dense.shape):
+            fail(op, f"scores must be of shape {tuple(dense.shape)}", tuple(rank.shape))
+        if self.nonzero:
+            _check_groups(op, dense != 0, "a weight for 2:4@nonzero")
+        return BitmapWeight._of_mask(op, dense, _two_of_four(rank)).stored_as(self.dtype)
+
+
+def _groups(matrix: Tensor, fill: float) -> Tensor:
+    """(N, ⌈K/4⌉, 4), with `fill` past the last column."""
+    return nn.functional.pad(matrix, (0, -matrix.shape[1] % 4), value=fill).unflatten(1, (-1, 4))
+
+
+def _check_groups(op: str, kept: Tensor, what: str) -> None:
+    many = _groups(kept.to(torch.uint8), 0).sum(2) > 2
+    if bool(many.any()):
+        row, group = first_position(many)
+        fail(op, f"{what} must have at most two of each four", f"more in row {row}, columns from {4 * group}")
+
+
+def _two_of_four(rank: Tensor) -> Tensor:
+    """The mask of the two highest of each four; ties keep the earlier, NaN is highest."""
+    order = _groups(rank.double(), -torch.inf).sort(dim=2, descending=True, stable=True).indices[..., :2]
+    kept = torch.zeros((*order.shape[:2], 4), dtype=torch.bool, device=rank.device).scatter(2, order, True)
+    return kept.flatten(1)[:, : rank.shape[1]]
+
+
+register_format(BitmapWeight, BitmapSpec)
+register_format(BitmapWeight, TwoOfFourSpec)

@@ -1,0 +1,157 @@
+// Drives linear of bitmaps (bitmap.h). X becomes float rows; a task is a range of rows of W, whose values
+// stay in L2 while the task's tokens, eight at a time, go through a tile of columns after the other. Tiles
+// have one width on every machine, as sums are folded at their ends: results depend on nothing else.
+#include <algorithm>
+#include <bit>
+
+#include "core/checked.h"
+#include "core/message.h"
+#include "cpu/drivers.h"
+#include "rarefy/bitmap.h"
+
+namespace rarefy::cpu {
+
+namespace {
+
+constexpr std::int64_t kTasks = 4;        // per thread: the last ones to end are short
+constexpr std::int64_t kMost = 8;         // tokens that meet a vector of W at once
+constexpr std::int64_t kTile = 768;       // columns: X of a chunk takes 24 KB of L1
+constexpr std::int64_t kLongTile = 4096;  // of a token or two, whose rows of W come as one stream
+constexpr std::int64_t kStream = 2;       // as BitmapShape has it
+constexpr std::int64_t kTogether = 64;    // rows that share a tile of X, for more
+
+// Two of four pick x anew for each token, so that more would save nothing.
+std::int64_t chunk_of(const Problem& p) { return p.weight.format == Format::two_of_four ? 4 : kMost; }
+
+// `count` tokens of a chunk as the kernels have them: those of a stream add up in another order, so that what
+// is left of more tokens is filled up.
+std::int64_t padded_tokens(const Problem& p, std::int64_t count) {
+  const auto tokens = static_cast<std::int64_t>(std::bit_ceil(static_cast<std::uint64_t>(count)));
+  return p.tokens <= kStream ? tokens : std::max<std::int64_t>(tokens, 4);
+}
+
+// The working memory: X for all; sums, and where each row has got to, for each worker.
+struct Layout {
+  std::int64_t columns, tokens, chunk;  // of X, padded; tokens of a chunk
+  std::int64_t shared, worker;
+
+  Layout(const Problem& p, const BitmapSplit& split)
+      : columns(ceil_div(p.weight.shape.cols, 64) * 64),
+        tokens(p.tokens / chunk_of(p) * chunk_of(p) +
+               (p.tokens % chunk_of(p) == 0 ? 0 : padded_tokens(p, p.tokens % chunk_of(p)))),
+        chunk(std::min(tokens, chunk_of(p))) {
+    Room all;
+    all.take<float>(tokens * columns);
+    shared = all.bytes();
+    Room own;
+    own.take<float>(chunk * split.rows);
+    own.take<std::int32_t>(split.rows);
+    worker = own.bytes();
+  }
+};
+
+}  // namespace
+
+Config configure_bitmap(const Problem& p, const Machine& machine) {
+  const BsrShape& s = p.weight.shape;
+  const std::int64_t chunks = std::max<std::int64_t>(1, ceil_div(p.tokens, chunk_of(p)));
+  const std::int64_t tasks = p.threads == 1 && chunks == 1 ? 1 : kTasks * p.threads;
+  BitmapSplit split;
+  if (chunks > 1) {  // ranges of W that half of L2 holds
+    const std::int64_t bytes =
+        s.nnzb * static_cast<std::int64_t>(size_of(p.weight.dtype)) + s.rows * ceil_div(s.cols, 64) * 8;
+    split.ranges = std::clamp<std::int64_t>(ceil_div(bytes, 4 * panel_floats(machine)), 1, s.rows);
+    split.groups = std::clamp<std::int64_t>(ceil_div(tasks, split.ranges), 1, chunks);
+  } else {
+    split.ranges = std::clamp<std::int64_t>(tasks, 1, std::max<std::int64_t>(1, s.rows / 4));
+  }
+  split.rows = p.tokens <= kStream ? 4 : kTogether;
+  return to_config(split);
+}
+
+std::int64_t bitmap_workspace(const Problem& p, const Config& config) {
+  const Layout layout(p, from_config<BitmapSplit>(config));
+  return layout.shared + p.threads * layout.worker;
+}
+
+Status run_linear_bitmap(const Kernels& kernels, const Call& call) {
+  const auto split = from_config<BitmapSplit>(call.config);
+  if (split.ranges < 1 || split.groups < 1 || split.rows < 1) {
+    return invalid(kernels.family, "ranges, groups and rows of the config must be at least 1",
+                   cat(split.ranges, ", ", split.groups, " and ", split.rows));
+  }
+  const Problem& p = call.problem;
+  const BitmapPlanView plan{call.plan.shape, call.plan.crow, call.bits, false};
+  const BsrShape& s = plan.shape;
+  const Layout layout(p, split);
+  auto* x = static_cast<float*>(call.workspace);
+  const bool pairs = p.weight.format == Format::two_of_four;
+  const std::int64_t per_chunk = chunk_of(p), chunks = ceil_div(p.tokens, per_chunk);
+  const auto tokens_of = [&](std::int64_t chunk) {
+    return std::min(per_chunk, p.tokens - chunk * per_chunk);
+  };
+  const auto pack = [&](std::int64_t chunk) {
+    MatrixView from = call.x;
+    from.data = at(call.x, chunk * per_chunk, 0);
+    from.rows = tokens_of(chunk);
+    to_float(kernels, from, padded_tokens(p, from.rows), layout.columns,
+             x + chunk * per_chunk * layout.columns);
+  };
+  if (chunks == 1) {
+    pack(0);
+  } else {
+    call.executor.parallel_for(chunks, [&](std::int64_t chunk, int /*worker*/) { pack(chunk); });
+  }
+
+  // Rows begin … end, at most split.rows, of the tokens of a chunk.
+  const auto piece = [&](std::int64_t begin, std::int64_t end, std::int64_t chunk, Room own) {
+    const std::int64_t count = tokens_of(chunk), rows = end - begin;
+    auto* y = own.take<float>(layout.chunk * split.rows);
+    auto* position = own.take<std::int32_t>(split.rows);
+    std::fill_n(y, layout.chunk * split.rows, 0.0F);
+    if (call.bias != nullptr) {
+      const auto size = static_cast<std::int64_t>(size_of(call.out.dtype));
+      unpack_bias(kernels, call.out.dtype, static_cast<const char*>(call.bias) + begin * size, rows, y);
+      for (std::int64_t m = 1; m < count; ++m) std::copy_n(y, rows, y + m * split.rows);
+    }
+    std::copy_n(plan.crow + begin, rows, position);
+    BitmapTask task{};
+    task.values = call.values;
+    task.storage = storage(p.weight.dtype);
+    task.count = s.nnzb;
+    task.row_bytes = plan.row_bytes();
+    task.rows = static_cast<std::int32_t>(rows);
+    task.at = position;
+    task.end = plan.crow + begin + 1;
+    task.x_stride = layout.columns;
+    task.tokens = static_cast<std::int32_t>(padded_tokens(p, count));
+    task.y = y;
+    task.y_stride = split.rows;
+    const std::int64_t tile = p.tokens <= kStream ? kLongTile : kTile;
+    for (std::int64_t k = 0; k < layout.columns; k += tile) {
+      task.bits = plan.bits + begin * plan.row_bytes() + k / 8;
+      task.x = x + chunk * per_chunk * layout.columns + k;
+      task.columns = static_cast<std::int32_t>(std::min(tile, layout.columns - k));
+      (pairs ? kernels.two_of_four : kernels.bitmap)(task);
+    }
+    kernels.activate(call.activation, y, layout.chunk * split.rows);
+    for (std::int64_t m = 0; m < count; ++m) {
+      kernels.round(storage(call.out.dtype), y + m * split.rows, rows,
+                    cpu::at(call.out, chunk * per_chunk + m, begin));
+    }
+  };
+  call.executor.parallel_for(split.ranges * split.groups, [&](std::int64_t task, int worker) {
+    const Room own(static_cast<char*>(call.workspace) + layout.shared + worker * layout.worker);
+    const std::int64_t range = task / split.groups, group = task % split.groups;
+    const std::int64_t end = s.rows * (range + 1) / split.ranges;
+    for (std::int64_t chunk = chunks * group / split.groups; chunk < chunks * (group + 1) / split.groups;
+         ++chunk) {
+      for (std::int64_t n = s.rows * range / split.ranges; n < end; n += split.rows) {
+        piece(n, std::min(n + split.rows, end), chunk, own);
+      }
+    }
+  });
+  return {};
+}
+
+}  // namespace rarefy::cpu

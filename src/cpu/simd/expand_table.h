@@ -1,0 +1,25 @@
+// For vectors without an instruction that expands: which of the first lanes each lane gets.
+#pragma once
+
+#include <cstdint>
+
+namespace rarefy::cpu {
+
+template <int kLanes>
+struct ExpandTable {
+  std::uint8_t lane[1 << kLanes][kLanes];  // for each set of lanes; 0 for those that get none
+  std::uint8_t count[1 << kLanes];
+
+  constexpr ExpandTable() : lane{}, count{} {
+    for (unsigned set = 0; set < 1U << kLanes; ++set) {
+      for (int i = 0; i < kLanes; ++i) {
+        if ((set >> i & 1U) != 0) lane[set][i] = count[set]++;
+      }
+    }
+  }
+};
+
+template <int kLanes>
+static constexpr ExpandTable<kLanes> kExpand{};
+
+}  // namespace rarefy::cpu
