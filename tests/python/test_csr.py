@@ -217,7 +217,7 @@ LIES = {
     "nnz_wrong": ({"nnz": 127}, "nnz|elements"),
     "nnz_text": ({"nnz": "128"}, "nnz"),
     "dtype_wrong": ({"dtype": "f16"}, "f16"),
-    "format_unknown": ({"format": "csc"}, "format of .* must be one of bsr, .*csr"),
+    "format_unknown": ({"format": "csc"}, "format of .* must be one of .*bsr, .*csr"),
     "format_bsr": ({"format": "bsr"}, "keys"),
     "shape_wrong": ({"shape": [16, 32]}, "shape"),
     "x_dtype_unknown": ({"x_dtype": "f8"}, "x_dtype"),
