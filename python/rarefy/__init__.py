@@ -3,7 +3,8 @@
 from . import ops, sparse
 from .advice import Advice, advise
 from .backend import __version__, backend_info, explain, force_impl
-from .bitmap import BitmapPattern, BitmapSpec, BitmapWeight, TwoOfFourSpec
+from .bitmap import BitmapSpec, BitmapWeight, TwoOfFourSpec
+from .bitmap_pattern import BitmapPattern
 from .chain import fuse
 from .conv import BlockSparseConv2d
 from .csr import CsrSpec, CsrWeight

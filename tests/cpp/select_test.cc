@@ -58,7 +58,10 @@ TEST(SelectTest, EveryCandidateHasItsReason) {
     }
   }
   EXPECT_EQ(chosen, 1);
-  EXPECT_EQ(e.candidates.back().kernel.name, "ref_linear");
+  const auto last = std::find_if(e.candidates.rbegin(), e.candidates.rend(), [](const Candidate& candidate) {
+    return !candidate.why_not.starts_with("takes weights in ");  // of other formats
+  });
+  EXPECT_EQ(last->kernel.name, "ref_linear");
   EXPECT_NE(to_string(e).find("* " + e.kernel + ": chosen, "), std::string::npos) << to_string(e);
 }
 
