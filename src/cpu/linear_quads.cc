@@ -58,7 +58,9 @@ struct QuadsLayout {
       parts.lane_sums = room.take<std::int32_t>(gathers ? b.panels * kPanelTokens * s.out_block : 0);
       return;
     }
-    parts.gathered = room.take<std::uint16_t>(kGatheredGroups * kGroupSize);
+    // Of a few tokens, all groups of a block row.
+    const std::int64_t few = kernels.few == nullptr ? 0 : (s.padded + kQuadGroup) * kFewTokens / 2;
+    parts.gathered = room.take<std::uint16_t>(std::max<std::int64_t>(kGatheredGroups * kGroupSize, few));
     parts.sums = room.take<float>(std::min(b.panels, s.near()) * s.sums_size());
   }
 };
@@ -107,6 +109,19 @@ class LaneTask {
         t_.panel = panel(m);
         multiply(o, m);
       }
+    }
+  }
+
+  // Groups are put together for all outputs of a block row, each of a few tokens' on its own.
+  void groups(std::int64_t begin, std::int64_t end) {
+    t_.run = static_cast<std::int32_t>(s_.offsets());
+    for (std::int64_t o = begin; o < end; ++o) {
+      outputs(o);
+      t_.w = weights(o);
+      t_.blocks = w_.prepared.first[o + 1] - w_.prepared.first[o];
+      t_.next = {parts_.panels, w_.prepared.offsets + w_.prepared.first[o] * s_.offsets(), parts_.gathered,
+                 0};
+      multiply(o, 0);
     }
   }
 
@@ -199,9 +214,11 @@ void run_task(const QuadsWeight& w, const Call& call, const Parts& parts, std::i
           reinterpret_cast<std::uint8_t*>(parts.panels + m / kPanelTokens * s.panel_size()),
           parts.tokens + m});
   }
-  if (w.kernels.lanes != nullptr) {
+  if (w.kernels.lanes != nullptr || few) {
     LaneTask task(w, call, parts, first, tokens);
-    if (s.source == PairSource::columns) {
+    if (w.kernels.lanes == nullptr) {
+      task.groups(begin, end);
+    } else if (s.source == PairSource::columns) {
       task.columns(begin, end);
     } else {
       task.lines(begin, end);

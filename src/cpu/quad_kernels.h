@@ -94,9 +94,10 @@ void store_quads(const QuadStore& t) {
 }
 
 template <class E>
-constexpr QuadKernels quad_table(const char* family) {
+constexpr QuadKernels quad_table(const char* family, void (*pack_few)(const QuadPack&) = nullptr,
+                                 void (*few)(const LaneProduct&) = nullptr) {
   return {family,         E::kTileCycles, kTileRows, E::enter, E::leave, pack_quads<E>, multiply_pairs<E>,
-          store_quads<E>, nullptr,        nullptr,   nullptr};
+          store_quads<E>, nullptr,        pack_few,  few};
 }
 
 }  // namespace rarefy::cpu

@@ -45,8 +45,9 @@ struct QuadStore {
 };
 
 // What one instruction set offers. `multiply` is that of pairs.h on groups of 64, with sums in int32; or
-// there is `lanes` instead, which stores, too, and wants a group of W as [line][output][4]. With `lanes`,
-// `few` does the same for up to 4 tokens, whose panel `pack_few` makes: lines of 4 dwords, not 32.
+// there is `lanes` instead, which stores, too, and wants a group of W as [line][output][4]. `few`, where
+// there is one, is for up to 4 tokens, whose panel `pack_few` makes, of lines of 4 dwords, not 32; it stores
+// as well.
 struct QuadKernels {
   const char* family;
   double tile_cycles;  // that 16 outputs, 64 features and 32 tokens take: a figure for the configuration

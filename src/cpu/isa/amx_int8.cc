@@ -1,8 +1,9 @@
 // Products in int8 compiled for AMX, with AVX-512.
 #include "cpu/simd/amx_quads.h"
+#include "cpu/simd/few_quads.h"
 
 namespace rarefy::cpu {
 
-const QuadKernels kQuadsAmx = quad_table<AmxQuads>("amx");
+const QuadKernels kQuadsAmx = quad_table<AmxQuads>("amx", FewQuads::pack, FewQuads::multiply);
 
 }  // namespace rarefy::cpu

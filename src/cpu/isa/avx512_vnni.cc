@@ -12,11 +12,6 @@ void multiply_quad_lanes(const LaneProduct& t) {
   multiply_quad_lanes_of<Avx512VnniHalfLanes>(t);
 }
 
-void pack_few(const QuadPack& t) {
-  if (t.bf16) return pack_few_of<std::uint16_t>(t);
-  pack_few_of<float>(t);
-}
-
 void multiply_few(const LaneProduct& t) {
   if (t.rows % Avx512::kWidth == 0) return multiply_quad_lanes_of<FewLanes<Avx512VnniLanes>>(t);
   multiply_quad_lanes_of<FewLanes<Avx512VnniHalfLanes>>(t);
@@ -25,7 +20,7 @@ void multiply_few(const LaneProduct& t) {
 }  // namespace
 
 const QuadKernels kQuadsVnni = {
-    "avx512", 550,     Avx512Half::kWidth,  none,     none,        pack_quads<Avx512Quads<true>>,
-    nullptr,  nullptr, multiply_quad_lanes, pack_few, multiply_few};
+    "avx512", 550,     Avx512Half::kWidth,  none,           none,        pack_quads<Avx512Quads<true>>,
+    nullptr,  nullptr, multiply_quad_lanes, FewQuads::pack, multiply_few};
 
 }  // namespace rarefy::cpu

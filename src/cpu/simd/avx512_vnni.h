@@ -5,6 +5,7 @@
 #include "cpu/lane_kernels.h"
 #include "cpu/simd/avx512_half.h"
 #include "cpu/simd/avx512_quads.h"
+#include "cpu/simd/few_quads.h"
 
 namespace rarefy::cpu {
 
@@ -26,18 +27,8 @@ struct GatherFew {
   void operator()(std::int32_t left) const { take(steps - left); }
   void take(std::int32_t line) const {
     if (line >= to_do.lines) return;
-    const std::uint32_t* offsets = to_do.offsets + kQuad * line;
-    const auto feature = [&](int i) {  // has 32 bytes in the panels that offsets are made for
-      std::int32_t tokens;
-      __builtin_memcpy(&tokens, to_do.panel + offsets[i] / (kPanelTokens / 2) * 2, sizeof(tokens));
-      return tokens;
-    };
-    const __m128i four = _mm_setr_epi32(feature(0), feature(1), feature(2), feature(3));
     _mm_storeu_si128(reinterpret_cast<__m128i*>(to_do.to + 8 * line),
-                     _mm_shuffle_epi8(four, transposed_fours()));
-  }
-  static __m128i transposed_fours() {  // of 4 × 4 bytes
-    return _mm_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+                     FewQuads::line(to_do.panel, to_do.offsets + kQuad * line));
   }
 };
 
@@ -124,40 +115,6 @@ struct FewLanes : E {
   using Gather = GatherFew;
   static constexpr std::int32_t kLine = kQuad * 4;
 };
-
-// Up to 4 tokens to lines of as many dwords; or to dwords, one a feature.
-template <class T>
-void pack_few_of(const QuadPack& t) {
-  using Quads = Avx512Quads<true>;
-  const T* x = static_cast<const T*>(t.x);
-  float inverse[kQuad];
-  for (std::int32_t m = 0; m < kQuad; ++m) {
-    scale_token<Quads>(m < t.rows ? Quads::absmax(x + m * t.row_stride, t.cols) : 0, t.scales[m], inverse[m]);
-  }
-  const __m512i bytes = _mm512_broadcast_i32x4(GatherFew::transposed_fours());
-  for (std::int32_t k = 0; k < t.padded; k += kQuadGroup) {
-    const std::int32_t cols = t.cols - k < 0 ? 0 : t.cols - k < kQuadGroup ? t.cols - k : kQuadGroup;
-    __m512i v[kQuad];
-    for (std::int32_t m = 0; m < kQuad; ++m) {
-      alignas(64) T edge[kQuadGroup] = {};
-      const T* from = x + m * t.row_stride + k;
-      if (m < t.rows && cols < kQuadGroup) {
-        __builtin_memcpy(edge, from, static_cast<std::size_t>(cols) * sizeof(T));
-      }
-      v[m] = Quads::rounded(m < t.rows && cols == kQuadGroup ? from : edge, inverse[m]);
-    }
-    const __m512i low[2] = {_mm512_unpacklo_epi32(v[0], v[1]), _mm512_unpackhi_epi32(v[0], v[1])};
-    const __m512i high[2] = {_mm512_unpacklo_epi32(v[2], v[3]), _mm512_unpackhi_epi32(v[2], v[3])};
-    alignas(64) std::uint8_t to[kQuadGroup * kQuad];
-    for (int i = 0; i < 4; ++i) {  // a lane of 128 bits is a line: Quads::line
-      const __m512i lines = i % 2 == 0 ? _mm512_unpacklo_epi64(low[i / 2], high[i / 2])
-                                       : _mm512_unpackhi_epi64(low[i / 2], high[i / 2]);
-      _mm512_store_si512(to + 64 * i, t.quads ? lines : _mm512_shuffle_epi8(lines, bytes));
-    }
-    const std::int32_t width = t.padded - k < kQuadGroup ? t.padded - k : kQuadGroup;
-    __builtin_memcpy(t.panel + std::int64_t{k} * kQuad, to, static_cast<std::size_t>(width) * kQuad);
-  }
-}
 
 template <class E>
 void multiply_quad_lanes_of(const LaneProduct& t) {
