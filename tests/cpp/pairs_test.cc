@@ -103,6 +103,15 @@ TEST_P(PairsTest, EveryNumberOfTokens) {
   }
 }
 
+// Blocks of whole groups go by token where there are tiles, from two tokens on.
+TEST_P(PairsTest, FewTokensInBlocksOfWholeGroups) {
+  if (GetParam() == "avx512_bf16") GTEST_SKIP() << "has no tiles";
+  for (const std::int64_t tokens : {2, 3, 4}) {
+    check({tokens, 90, 130, 32, 32, 0.5, {}, true, 1});
+    check({tokens, 130, 200, 64, 64, 0.5, {}, false, 0});
+  }
+}
+
 // More groups than a chunk has, last groups of every number of pairs, and patterns without any.
 TEST_P(PairsTest, GroupsAndChunks) {
   for (std::int64_t columns = 1; columns <= 70; ++columns) {
@@ -528,6 +537,9 @@ TEST(PairsSelectionTest, SaysWhatItDoesNotTake) {
   };
   EXPECT_EQ(why_not(make_problem(Op::linear, {64, 64, 16, 1, 9}, 5, DType::bf16)), "");
   EXPECT_EQ(why_not(make_problem(Op::linear, {64, 64, 4, 1, 9}, 5, DType::bf16)), "");
+  EXPECT_EQ(why_not(make_problem(Op::linear, {64, 64, 32, 32, 3}, 2, DType::bf16)), "");
+  EXPECT_EQ(why_not(make_problem(Op::linear, {64, 64, 32, 32, 3}, 1, DType::bf16)),
+            "takes more than 1 tokens; got 1");
   EXPECT_EQ(why_not(make_problem(Op::linear, {64, 64, 12, 1, 9}, 5, DType::bf16)),
             "takes blocks of 4, 8 or a multiple of 16 outputs; got 12");
   EXPECT_EQ(why_not(make_problem(Op::grad_input, {64, 64, 16, 1, 9}, 5, DType::bf16)),
