@@ -280,7 +280,8 @@ Explanation explain(const Problem& problem) {
   const std::string& family = forced->family[static_cast<int>(problem.device)];
   const Machine machine = machine_of(problem);
   for (const Kernel& kernel : registry()) {
-    if (kernel.op != problem.op || kernel.device != problem.device) continue;
+    if (kernel.op != problem.op || kernel.device != problem.device || kernel.format != problem.weight.format)
+      continue;
     Candidate candidate{info(kernel), why_not(kernel, problem, machine, family), false};
     candidate.chosen = candidate.why_not.empty() && result.kernel.empty() && forced->status.ok();
     if (candidate.chosen) {

@@ -58,10 +58,7 @@ TEST(SelectTest, EveryCandidateHasItsReason) {
     }
   }
   EXPECT_EQ(chosen, 1);
-  const auto last = std::find_if(e.candidates.rbegin(), e.candidates.rend(), [](const Candidate& candidate) {
-    return !candidate.why_not.starts_with("takes weights in ");  // of other formats
-  });
-  EXPECT_EQ(last->kernel.name, "ref_linear");
+  EXPECT_EQ(e.candidates.back().kernel.name, "ref_linear");  // kernels of other formats are not listed
   EXPECT_NE(to_string(e).find("* " + e.kernel + ": chosen, "), std::string::npos) << to_string(e);
 }
 

@@ -370,7 +370,7 @@ CASES = {
     "spec_keys": (
         lambda: rarefy.BlockSpec.parse({"block": (4, 4)}),
         ValueError,
-        "keys block_shape and density",
+        "or block_shape and density or",
     ),
     "spec_number": (
         lambda: rarefy.BlockSpec.parse(0.5),

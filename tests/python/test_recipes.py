@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from rarefy._load import LIBRARY
+
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / f"docs/{name}.md" for name in ("transformers", "legacy", "peft", "onnx")]
 PAGES += sorted((ROOT / "docs/recipes").glob("*.md"))
@@ -26,5 +28,7 @@ def test_page_runs(page, tmp_path, monkeypatch):
     for library in ("transformers", "sentence_transformers", "peft", "onnxruntime"):
         if re.search(rf"^(from|import) {library}\b", code, re.MULTILINE):
             pytest.importorskip(library)
+    if "onnx.library()" in code and not LIBRARY.with_name("librarefy_onnx.so").exists():
+        pytest.skip("librarefy_onnx.so is not built (RAREFY_ONNX)")
     monkeypatch.chdir(tmp_path)
     exec(compile(code, page.name, "exec"), {"__name__": page.stem})
