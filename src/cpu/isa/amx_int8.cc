@@ -4,6 +4,7 @@
 
 namespace rarefy::cpu {
 
-const QuadKernels kQuadsAmx = quad_table<AmxQuads>("amx", FewQuads::pack, FewQuads::multiply);
+const QuadKernels kQuadsAmx =
+    quad_table<AmxQuads>("amx", FewQuads<AmxQuads>::pack, FewQuads<AmxQuads>::multiply);
 
 }  // namespace rarefy::cpu

@@ -19,8 +19,16 @@ void multiply_few(const LaneProduct& t) {
 
 }  // namespace
 
-const QuadKernels kQuadsVnni = {
-    "avx512", 550,     Avx512Half::kWidth,  none,           none,        pack_quads<Avx512Quads<true>>,
-    nullptr,  nullptr, multiply_quad_lanes, FewQuads::pack, multiply_few};
+const QuadKernels kQuadsVnni = {"avx512",
+                                550,
+                                Avx512Half::kWidth,
+                                none,
+                                none,
+                                pack_quads<Avx512Quads<true>>,
+                                nullptr,
+                                nullptr,
+                                multiply_quad_lanes,
+                                FewQuads<Avx512Quads<true>>::pack,
+                                multiply_few};
 
 }  // namespace rarefy::cpu

@@ -28,7 +28,7 @@ struct GatherFew {
   void take(std::int32_t line) const {
     if (line >= to_do.lines) return;
     _mm_storeu_si128(reinterpret_cast<__m128i*>(to_do.to + 8 * line),
-                     FewQuads::line(to_do.panel, to_do.offsets + kQuad * line));
+                     FewQuads<Avx512Quads<true>>::line(to_do.panel, to_do.offsets + kQuad * line));
   }
 };
 

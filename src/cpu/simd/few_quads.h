@@ -7,6 +7,8 @@
 
 namespace rarefy::cpu {
 
+// `Set` is the instruction set of the unit that compiles it, whose names the linker must not mix.
+template <class Set>
 struct FewQuads {
   using Quads = Avx512Quads<true>;
 
