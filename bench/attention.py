@@ -28,8 +28,8 @@ from rows import write_csv
 
 
 def chosen_blocks(count: int, density: float) -> Tensor:
-    """(count, count) bool: the diagonal and random others."""
-    blocks = torch.rand(count, count) < density
+    """(count, count) bool: the diagonal and random others, this share of all together."""
+    blocks = torch.rand(count, count) < (density * count - 1) / max(1, count - 1)
     return blocks.fill_diagonal_(True)
 
 
