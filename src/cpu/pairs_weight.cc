@@ -73,9 +73,10 @@ std::int64_t place(const PairKernels& kernels, PairSource source, std::int64_t f
 
 }  // namespace
 
-// NOLINTNEXTLINE(readability-non-const-parameter): written to by reference
+// NOLINTBEGIN(readability-non-const-parameter): written to by reference
 void find_unfinished(const PairKernels& kernels, const PairsShape& s, const std::uint16_t* panels,
                      std::int64_t panel_stride, std::int64_t tokens, std::uint32_t* unfinished) {
+  // NOLINTEND(readability-non-const-parameter)
   for (std::int64_t m = 0; s.join > 1 && m < tokens; m += kPanelTokens, panels += panel_stride) {
     std::uint32_t& found = unfinished[m / kPanelTokens];
     found = 0;

@@ -130,7 +130,7 @@ struct Avx512Pairs {
     for (int half = 0; half < 2; ++half) {
       float* rows[16];
 #pragma GCC unroll 16
-      for (int m = 0; m < 16; ++m) rows[m] = y.next();
+      for (float*& row : rows) row = y.next();
       for (int from = 0; from < outputs; from += 16) {
         __m512 v[16];
 #pragma GCC unroll 16
@@ -234,12 +234,12 @@ struct Avx512Pairs {
       }
       transpose(rows);
 #pragma GCC unroll 16
-      for (int m = 0; m < 16; ++m) {
+      for (const __m512i& outputs : rows) {
         std::uint16_t* row = y.next();
         if constexpr (kOutputs == 32) {
-          _mm512_storeu_si512(row, rows[m]);
+          _mm512_storeu_si512(row, outputs);
         } else {
-          _mm256_storeu_si256(reinterpret_cast<__m256i*>(row), _mm512_castsi512_si256(rows[m]));
+          _mm256_storeu_si256(reinterpret_cast<__m256i*>(row), _mm512_castsi512_si256(outputs));
         }
       }
     }

@@ -7,10 +7,10 @@ namespace rarefy::cpu {
 
 template <int kLanes>
 struct ExpandTable {
-  std::uint8_t lane[1 << kLanes][kLanes];  // for each set of lanes; 0 for those that get none
-  std::uint8_t count[1 << kLanes];
+  std::uint8_t lane[1 << kLanes][kLanes] = {};  // for each set of lanes; 0 for those that get none
+  std::uint8_t count[1 << kLanes] = {};
 
-  constexpr ExpandTable() : lane{}, count{} {
+  constexpr ExpandTable() {
     for (unsigned set = 0; set < 1U << kLanes; ++set) {
       for (int i = 0; i < kLanes; ++i) {
         if ((set >> i & 1U) != 0) lane[set][i] = count[set]++;

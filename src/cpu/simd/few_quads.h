@@ -112,7 +112,7 @@ struct FewQuads {
   static __m512i sums(const LaneProduct& t, std::int32_t row, const std::uint8_t* x) {
     __m512i sum[kTileRows];
 #pragma GCC unroll 16
-    for (int r = 0; r < kTileRows; ++r) sum[r] = _mm512_setzero_si512();
+    for (__m512i& s : sum) s = _mm512_setzero_si512();
     const auto* w = static_cast<const std::int8_t*>(t.w) + std::int64_t{row} * kQuadGroup;
     for (std::int32_t g = 0; g < t.blocks; ++g, w += std::int64_t{t.rows} * kQuadGroup, x += kQuadGroup) {
       const __m512i v = _mm512_loadu_si512(x);
