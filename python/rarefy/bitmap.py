@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -28,6 +27,7 @@ from .checks import (
     first_position,
 )
 from .derived import reads_itself
+from .elements import ElementsSpec, StoredElements
 from .masks import NONZERO, choose_blocks
 from .nested import linear_of_nested
 from .pattern import digest
@@ -35,13 +35,10 @@ from .sparse_weight import (
     KEPT,
     SparseWeight,
     Spec,
-    check_metadata,
-    kept_text,
-    read_kept,
     register_format,
     swap_data,
 )
-from .values import draw_uniform_
+from .values import check_dense, draw_uniform_
 
 
 def _version(tensor: Tensor) -> int:
@@ -52,7 +49,7 @@ def _digest(bits: Tensor) -> Tensor:
     return digest(torch.tensor(bits.shape, device=bits.device), bits.flatten())
 
 
-class BitmapWeight(SparseWeight):
+class BitmapWeight(StoredElements, SparseWeight):
     """A weight W of shape (N, K) = (out_features, in_features): its stored elements, and a bit for each.
 
     Args:
@@ -119,7 +116,7 @@ class BitmapWeight(SparseWeight):
     ) -> BitmapWeight:
         """Stores the chosen elements of a dense (N, K) tensor, bit for bit; arguments as CsrWeight's."""
         op = "BitmapWeight.from_dense"
-        _check_dense(op, dense)
+        check_dense(op, dense)
         return cls._of_mask(op, dense, choose_blocks(op, dense, (1, 1), mask, density, scores))
 
     @classmethod
@@ -242,10 +239,7 @@ class BitmapWeight(SparseWeight):
             super()._apply(fn, recurse)
         finally:
             self._buffers = buffers
-        if self.x_dtype is not None:  # as for any tensor of that dtype; a cast of the values ends it
-            moved = fn(torch.empty(0, dtype=self.x_dtype, device=device)).dtype
-            cast = self.values.dtype != before or moved == self.values.dtype
-            self.x_dtype = None if cast else moved
+        self._follow_x_dtype(fn, before, device)
         if self.values.device != device:
             self._set_pattern(self._pattern)
         return self
@@ -284,88 +278,20 @@ class BitmapWeight(SparseWeight):
         self.check_state(f"{type(self).__name__}.load_state_dict", state_dict, prefix)
         super()._load_from_state_dict(state_dict, prefix, *args)
 
-    # -- files and text -------------------------------------------------------------------------
-
-    def metadata(self) -> dict[str, Any]:
-        """shape, nnz and dtype, and x_dtype where it differs."""
-        entry = {"shape": list(self.shape), "nnz": self.nnz, "dtype": DTYPE_NAMES[self.dtype]}
-        return entry | ({"x_dtype": DTYPE_NAMES[self.x_dtype]} if self.x_dtype is not None else {})
-
-    @classmethod
-    def from_pieces(cls, pieces: Mapping[str, Tensor], metadata: Mapping[str, Any]) -> BitmapWeight:
-        """The weight of a file's tensors; see SparseWeight."""
-        op = "BitmapWeight"
-        entry = check_metadata(op, metadata, "shape", "nnz", "dtype")
-        nnz, dtype = entry.pop("nnz"), entry.pop("dtype")
-        weight = cls(**pieces, **entry)
-        if (weight.nnz, weight.dtype) != (nnz, dtype):
-            got = f"{weight.nnz} elements of {DTYPE_NAMES[weight.dtype]}"
-            fail(op, f"there must be {nnz} elements of {DTYPE_NAMES[dtype]}, as the metadata says", got)
-        return weight
-
-    @classmethod
-    def infer(cls, pieces: Mapping[str, Tensor], shape: tuple[int, int]) -> dict[str, Any] | None:
-        """Metadata of values beside a bitmap."""
-        values = pieces.get("values")
-        if "bitmap" not in pieces or values is None or values.ndim != 1 or values.dtype not in DTYPE_NAMES:
-            return None
-        return {"shape": list(shape), "nnz": len(values), "dtype": DTYPE_NAMES[values.dtype]}
+    # -- text -------------------------------------------------------------------------
 
     def spec_format(self) -> str:
         """Return "2:4" where exactly two of each four are stored, else "bitmap"."""
         return "2:4" if self._pattern.two_of_four else "bitmap"
 
-    def extra_repr(self) -> str:
-        """Shape, density and dtype."""
-        return (
-            f"shape=({self.shape[0]}, {self.shape[1]}), density={self.density:.4g}, nnz={self.nnz}, "
-            f"dtype={str(self.dtype).removeprefix('torch.')}"
-        )
 
-
-def _check_dense(op: str, dense: Any) -> None:
-    check_tensor(op, "dense", dense)
-    if dense.ndim != 2:
-        fail(op, "dense must have 2 dimensions", f"{dense.ndim}: {tuple(dense.shape)}")
-    check_dtype(op, "dense", dense.dtype)
-    if dense.is_meta:
-        fail(op, "dense must hold data", "a tensor on the meta device", TypeError)
-
-
-@dataclass(frozen=True)
-class BitmapSpec(Spec):
+class BitmapSpec(ElementsSpec):
     """What a layer becomes: the `density` of single elements that matter most, with a bit for each."""
 
-    density: float | str
-
+    weight: ClassVar = BitmapWeight
     pattern: ClassVar = re.compile(rf"bitmap@{KEPT}")
     example: ClassVar = '"bitmap@0.5" (for few tokens)'
     keys: ClassVar = ("bitmap_density",)
-
-    @classmethod
-    def from_match(cls, op: str, match: re.Match[str], dtype: torch.dtype | None) -> BitmapSpec:
-        """Reads "bitmap@0.5"."""
-        return cls(read_kept(op, match[1]), dtype=dtype)
-
-    @classmethod
-    def from_keys(cls, op: str, dtype: torch.dtype | None, bitmap_density: Any) -> BitmapSpec:
-        """Reads {"bitmap_density": 0.5}."""
-        return cls(read_kept(op, bitmap_density), dtype=dtype)
-
-    def __str__(self) -> str:  # noqa: D105
-        return f"bitmap@{kept_text(self.density)}{self.suffix}"
-
-    @property
-    def format(self) -> str:
-        """Always "bitmap"."""
-        return "bitmap"
-
-    def make(
-        self, dense: Tensor, *, mask: Tensor | None = None, scores: Tensor | None = None
-    ) -> BitmapWeight:
-        """BitmapWeight.from_dense, then values in `dtype`."""
-        density = self.density if mask is None else None
-        return BitmapWeight.from_dense(dense, mask=mask, density=density, scores=scores).stored_as(self.dtype)
 
 
 @dataclass(frozen=True)
@@ -407,7 +333,7 @@ class TwoOfFourSpec(Spec):
     ) -> BitmapWeight:
         """The two of each four of largest magnitude, or largest score; ties keep the earlier. Or a mask's."""
         op = "TwoOfFourSpec.make"
-        _check_dense(op, dense)
+        check_dense(op, dense)
         rank = dense.detach().abs() if scores is None else scores.detach().to(dense.device)
         if mask is not None:
             kept = choose_blocks(op, dense, (1, 1), mask, None, None)

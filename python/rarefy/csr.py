@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 
 from . import foreign
-from .checks import DTYPE_NAMES, check_devices, check_tensor, fail
+from .checks import check_devices, check_tensor
+from .elements import ElementsSpec, StoredElements
 from .pattern import BsrPattern
 from .pattern_weight import PatternWeight
-from .sparse_weight import KEPT, Spec, check_metadata, kept_text, read_kept, register_format
+from .sparse_weight import KEPT, register_format
 from .values import choose_from_dense
 
 _BLOCK = (1, 1)
 
 
-class CsrWeight(PatternWeight):
+class CsrWeight(StoredElements, PatternWeight):
     """A weight W of shape (N, K) = (out_features, in_features), of which single elements are stored.
 
     Args:
@@ -126,81 +125,20 @@ class CsrWeight(PatternWeight):
 
         return csr_array(arrays, shape=tuple(self.shape))
 
-    # -- files ----------------------------------------------------------------------------------
-
-    def metadata(self) -> dict[str, Any]:
-        """shape, nnz and dtype, and x_dtype where it differs."""
-        entry = {"shape": list(self.shape), "nnz": self.nnz, "dtype": DTYPE_NAMES[self.dtype]}
-        return entry | ({"x_dtype": DTYPE_NAMES[self.x_dtype]} if self.x_dtype is not None else {})
-
-    @classmethod
-    def from_pieces(cls, pieces: Mapping[str, torch.Tensor], metadata: Mapping[str, Any]) -> CsrWeight:
-        """The weight of a file's tensors; see SparseWeight."""
-        op = "CsrWeight"
-        entry = check_metadata(op, metadata, "shape", "nnz", "dtype")
-        nnz, dtype = entry.pop("nnz"), entry.pop("dtype")
-        weight = cls(**pieces, **entry)
-        if (weight.nnz, weight.dtype) != (nnz, dtype):
-            got = f"{weight.nnz} elements of {DTYPE_NAMES[weight.dtype]}"
-            fail(op, f"there must be {nnz} elements of {DTYPE_NAMES[dtype]}, as the metadata says", got)
-        return weight
-
-    @classmethod
-    def infer(cls, pieces: Mapping[str, torch.Tensor], shape: tuple[int, int]) -> dict[str, Any] | None:
-        """Metadata of values with 1 dimension beside indices."""
-        values = pieces.get("values")
-        if values is None or len(pieces) == 1 or values.ndim != 1 or values.dtype not in DTYPE_NAMES:
-            return None
-        return {"shape": list(shape), "nnz": len(values), "dtype": DTYPE_NAMES[values.dtype]}
-
     # -- text -----------------------------------------------------------------------------------
 
     def spec_format(self) -> str:
         """Always "csr"."""
         return "csr"
 
-    def extra_repr(self) -> str:
-        """Shape, density and dtype."""
-        return (
-            f"shape=({self.shape[0]}, {self.shape[1]}), density={self.density:.4g}, nnz={self.nnz}, "
-            f"dtype={str(self.dtype).removeprefix('torch.')}"
-        )
 
-
-@dataclass(frozen=True)
-class CsrSpec(Spec):
+class CsrSpec(ElementsSpec):
     """What a layer becomes: the `density` of single elements that matter most, values in `dtype`."""
 
-    density: float | str
-
+    weight: ClassVar = CsrWeight
     pattern: ClassVar = re.compile(rf"csr@{KEPT}")
     example: ClassVar = '"csr@0.1" (csr@DENSITY)'
     keys: ClassVar = ("density",)
-
-    @classmethod
-    def from_match(cls, op: str, match: re.Match[str], dtype: torch.dtype | None) -> CsrSpec:
-        """Reads "csr@0.1"."""
-        return cls(read_kept(op, match[1]), dtype=dtype)
-
-    @classmethod
-    def from_keys(cls, op: str, dtype: torch.dtype | None, density: Any) -> CsrSpec:
-        """Reads {"density": 0.1}."""
-        return cls(read_kept(op, density), dtype=dtype)
-
-    def __str__(self) -> str:  # noqa: D105
-        return f"csr@{kept_text(self.density)}{self.suffix}"
-
-    @property
-    def format(self) -> str:
-        """Always "csr"."""
-        return "csr"
-
-    def make(
-        self, dense: torch.Tensor, *, mask: torch.Tensor | None = None, scores: torch.Tensor | None = None
-    ) -> CsrWeight:
-        """CsrWeight.from_dense, then values in `dtype`."""
-        density = self.density if mask is None else None
-        return CsrWeight.from_dense(dense, mask=mask, density=density, scores=scores).stored_as(self.dtype)
 
 
 register_format(CsrWeight, CsrSpec)

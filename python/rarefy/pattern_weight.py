@@ -373,12 +373,8 @@ class PatternWeight(HoldsDerived, SparseWeight):
             super()._apply(fn, recurse)
         finally:
             self._buffers = buffers
-        if self.x_dtype is not None:
-            # As for any tensor of that dtype; and once values are cast, they are stored as they compute.
-            moved = fn(torch.empty(0, dtype=self.x_dtype, device=buffers["crow_indices"].device)).dtype
-            cast = self.values.dtype != before or moved == self.values.dtype
-            self.x_dtype = None if cast else moved
-            self._let_round(self.rounds_x)
+        self._follow_x_dtype(fn, before, buffers["crow_indices"].device)
+        self._let_round(self.rounds_x)
         device = self.values.device
         if device != self._pattern.device:
             if self._pattern.is_meta:

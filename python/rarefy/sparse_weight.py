@@ -134,6 +134,17 @@ class SparseWeight(nn.Module):
             if not torch.equal(tensor.to(mine.device), mine):
                 fail(op, f"{prefix}{piece} must be those of this module ({advice})", "others")
 
+    def _follow_x_dtype(self, fn: Any, before: torch.dtype, device: torch.device) -> None:
+        """After _apply(fn) on values of dtype `before` on a device: x_dtype as for any tensor of that dtype.
+
+        Once values are cast, they are stored as they compute.
+        """
+        if self.x_dtype is None:
+            return
+        moved = fn(torch.empty(0, dtype=self.x_dtype, device=device)).dtype
+        cast = self.values.dtype != before or moved == self.values.dtype
+        self.x_dtype = None if cast else moved
+
     def is_tied_to(self, other: SparseWeight) -> bool:
         """Whether both are one weight: the same module, or the same tensors in another."""
         return self is other

@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from .checks import check_block_fits, check_dtype, check_tensor, fail, first_position
 from .masks import choose_blocks, from_blocks, to_blocks
 from .pattern import BsrPattern
+
+
+def check_dense(op: str, dense: Any) -> None:
+    """Raises unless `dense` is a matrix that holds data, of a dtype that weights can have."""
+    check_tensor(op, "dense", dense)
+    if dense.ndim != 2:
+        fail(op, "dense must have 2 dimensions", f"{dense.ndim}: {tuple(dense.shape)}")
+    check_dtype(op, "dense", dense.dtype)
+    if dense.is_meta:
+        fail(op, "dense must hold data", "a tensor on the meta device", TypeError)
 
 
 def choose_from_dense(
@@ -18,12 +30,7 @@ def choose_from_dense(
     scores: torch.Tensor | None,
 ) -> tuple[torch.Tensor, BsrPattern]:
     """The chosen blocks of a dense matrix, (nnzb, R, C), and their pattern; see BsrWeight.from_dense."""
-    check_tensor(op, "dense", dense)
-    if dense.ndim != 2:
-        fail(op, "dense must have 2 dimensions", f"{dense.ndim}: {tuple(dense.shape)}")
-    check_dtype(op, "dense", dense.dtype)
-    if dense.is_meta:
-        fail(op, "dense must hold data", "a tensor on the meta device", TypeError)
+    check_dense(op, dense)
     dense, shape = dense.detach(), (dense.shape[0], dense.shape[1])
     check_block_fits(op, shape, block_shape)
     block_mask = choose_blocks(op, dense, block_shape, mask, density, scores)
