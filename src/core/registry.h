@@ -10,6 +10,7 @@
 #include <string_view>
 #include <vector>
 
+#include "core/stored_row.h"
 #include "rarefy/backend.h"
 #include "rarefy/feed_forward.h"
 
@@ -116,6 +117,18 @@ void register_cuda(Registry& registry);  // src/cuda, or its stand-in when built
 void register_ref(Registry& registry);   // src/ref
 
 KernelInfo info(const Kernel& kernel);
+
+// What a family of the CPU does to rows of floats; not products, so not rows of the registry.
+struct RowKernels {
+  std::string_view family;
+  std::string_view feature;  // that the processor must have
+  void (*softmax)(const StoredRow& row, const float* from, float* to);
+};
+
+std::span<const RowKernels> row_kernels();  // src/cpu, best first
+// Those of the family that is forced, or the best for this machine. Null: there are none, or plain loops are
+// forced.
+const RowKernels* chosen_row_kernels();
 
 // What the back ends know of the machine.
 const Machine& cpu_machine();

@@ -316,6 +316,18 @@ Status force_impl(std::string_view text) {
   }
 }
 
+const RowKernels* chosen_row_kernels() {
+  const std::shared_ptr<const Forced> forced = forced_now();
+  const std::string& family = forced->family[static_cast<int>(Device::cpu)];
+  if (family == "ref" || family == "scalar") return nullptr;
+  const auto of_family = [&](const RowKernels& row) { return row.family == family; };
+  const bool any = family.empty() || std::ranges::none_of(row_kernels(), of_family);  // such as AMX
+  for (const RowKernels& row : row_kernels()) {
+    if ((any || of_family(row)) && cpu_machine().has(row.feature)) return &row;
+  }
+  return nullptr;
+}
+
 std::string forced_impl() { return forced_now()->text; }
 
 Result<std::int64_t> workspace_size(const Problem& problem) {

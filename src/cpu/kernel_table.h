@@ -7,6 +7,7 @@
 #include "cpu/gather.h"
 #include "cpu/panel.h"
 #include "cpu/scatter.h"
+#include "cpu/softmax.h"
 
 namespace rarefy::cpu {
 
@@ -33,6 +34,7 @@ constexpr Kernels kernel_table(const char* family, std::int32_t max_vectors) {
   table.apply_gate = apply_gate<I>;
   table.unpack = unpack<I>;
   table.round = round_to<I>;
+  table.softmax = softmax_row<I>;
   return table;
 }
 

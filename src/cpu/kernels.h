@@ -9,6 +9,7 @@
 
 #include <cstdint>
 
+#include "core/stored_row.h"
 #include "rarefy/activation.h"
 
 namespace rarefy::cpu {
@@ -187,6 +188,7 @@ struct Kernels {
   void (*apply_gate)(Activation activation, const float* gate, float* values, std::int64_t count);
   void (*unpack)(Storage from, const void* values, std::int64_t count, float* to);
   void (*round)(Storage to, const float* values, std::int64_t count, void* out);
+  void (*softmax)(const StoredRow& row, const float* from, float* to);  // softmax.h
 };
 
 extern const Kernels kScalar;

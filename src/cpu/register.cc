@@ -326,6 +326,23 @@ void register_cpu(Registry& registry) {
                                        "pairs_32", "pairs_32_transposed");
 }
 
+std::span<const RowKernels> row_kernels() {
+#if defined(__x86_64__)
+  static constexpr std::pair<const cpu::Kernels*, std::string_view> kUnits[] = {{&cpu::kAvx512, kHasAvx512},
+                                                                                {&cpu::kAvx2, kHasAvx2}};
+#elif defined(__aarch64__)
+  static constexpr std::pair<const cpu::Kernels*, std::string_view> kUnits[] = {{&cpu::kNeon, kHasNeon}};
+#else
+  static constexpr std::array<std::pair<const cpu::Kernels*, std::string_view>, 0> kUnits;
+#endif
+  static const auto rows = [] {
+    std::vector<RowKernels> list;
+    for (const auto& [unit, feature] : kUnits) list.push_back({unit->family, feature, unit->softmax});
+    return list;
+  }();
+  return rows;
+}
+
 const Machine& cpu_machine() {
   static const Machine machine = cpu::detect();
   return machine;

@@ -281,55 +281,104 @@ TEST(SparseProductTest, OperandsThatDoNotFitAreNamed) {
                 " elements for this pattern; got 3");
 }
 
-TEST(StoredSoftmaxTest, IsThatOfTheStoredElements) {
-  ThreadPool pool(2);
-  constexpr double kInfinity = std::numeric_limits<double>::infinity();
-  for (const DType dtype : kFloats) {
-    Matrix w(29, 37, 4, 8, dtype, 5, 0.5);
-    std::vector<double> v = w.problem.values;
-    w.each([&](std::size_t at, std::int64_t n, std::int64_t k) {
-      v[at] = n == 3 || (n == 4 && k % 2 == 0) ? -kInfinity : v[at] / 4;
-    });
-    w.values = encode(v, dtype);
-    std::vector<std::byte> out(w.values.size(), std::byte{0x7f});
-    expect_ok(stored_softmax("test", w.view(), out.data(), pool.executor()));
-    std::vector<double> got = decode(out, dtype), sums(29), most(29, -kInfinity), want(v.size());
-    w.each([&](std::size_t at, std::int64_t n, std::int64_t) { most[n] = std::max(most[n], v[at]); });
-    w.each([&](std::size_t at, std::int64_t n, std::int64_t) {
-      if (most[n] > -kInfinity) sums[n] += want[at] = std::exp(v[at] - most[n]);
-    });
-    const double unit = std::ldexp(1.0, dtype == DType::f64   ? -53
-                                        : dtype == DType::f32 ? -24
-                                        : dtype == DType::f16 ? -11
-                                                              : -8);
-    w.each([&](std::size_t at, std::int64_t n, std::int64_t) {
-      if (sums[n] > 0) want[at] /= sums[n];
-    });
-    for (std::size_t at = 0; at < got.size(); ++at) {
-      // exp within an ulp, a sum, a division, a rounding; subnormals of 16 bits
-      EXPECT_NEAR(got[at], want[at],
-                  64 * std::max(unit / 16, 0x1p-53) * want[at] + unit * want[at] + 0x1p-25);
-    }
-    std::vector<std::byte> gradient(out.size(), std::byte{0x7f});
-    const std::vector<std::byte> g = encode(w.problem.values, dtype);
-    expect_ok(stored_softmax_gradient("test", {w.view().plan, out.data(), dtype}, g.data(), gradient.data()));
-    const std::vector<double> dv = decode(gradient, dtype);
-    std::vector<double> inner(29);
-    w.each([&](std::size_t at, std::int64_t n, std::int64_t) { inner[n] += got[at] * w.problem.values[at]; });
-    w.each([&](std::size_t at, std::int64_t n, std::int64_t) {
-      const double exact = got[at] * (w.problem.values[at] - inner[n]);
-      EXPECT_NEAR(dv[at], exact, 2 * unit * std::fabs(exact) + 1e-5 * got[at] + 0x1p-25);
-    });
+// Under each family that has its own loops over rows, and under plain loops.
+template <class F>
+void for_each_family(F&& f) {
+  for (const char* family : {"cpu:ref", "cpu:avx2", "cpu:avx512", "cpu:neon", ""}) {
+    if (!force_impl(family).ok()) continue;  // of another processor's build
+    SCOPED_TRACE(family);
+    f();
   }
+  expect_ok(force_impl(""));
 }
 
-TEST(StoredSoftmaxTest, NaNSpoilsItsRowAlone) {
-  Matrix w(6, 5, 1, 1, DType::f32, 5, 1.0);
-  auto* values = reinterpret_cast<float*>(w.values.data());
-  values[7] = std::numeric_limits<float>::quiet_NaN();  // row 1; row 4 is empty
-  std::vector<float> out(w.problem.values.size());
-  expect_ok(stored_softmax("test", w.view(), out.data()));
-  w.each([&](std::size_t at, std::int64_t n, std::int64_t) { EXPECT_EQ(std::isnan(out[at]), n == 1); });
+struct SoftmaxCase {
+  std::int64_t rows, cols, r, c;
+  double density;
+};
+
+// Blocks with padding, rows of single elements, and rows of several parts with a part of a vector left.
+constexpr SoftmaxCase kSoftmaxCases[] = {
+    {29, 37, 4, 8, 0.5}, {29, 37, 1, 1, 0.5}, {6, 5003, 2, 1027, 0.9}, {5, 6007, 1, 1, 0.8}};
+
+void expect_softmax(const SoftmaxCase& c, DType dtype, const Executor& executor) {
+  constexpr double kInfinity = std::numeric_limits<double>::infinity();
+  const auto rows = static_cast<std::size_t>(c.rows);
+  Matrix w(c.rows, c.cols, c.r, c.c, dtype, 5, c.density);
+  std::vector<double> v = w.problem.values;
+  w.each([&](std::size_t at, std::int64_t n, std::int64_t k) {
+    v[at] = n == 3 || (n == 4 && k % 2 == 0) ? -kInfinity : v[at] / 4;
+  });
+  w.values = encode(v, dtype);
+  v = decode(w.values, dtype);
+  std::vector<std::byte> out(w.values.size(), std::byte{0x7f});
+  expect_ok(stored_softmax("test", w.view(), out.data(), executor));
+  std::vector<double> got = decode(out, dtype), sums(rows), most(rows, -kInfinity), want(v.size());
+  w.each([&](std::size_t at, std::int64_t n, std::int64_t) { most[n] = std::max(most[n], v[at]); });
+  w.each([&](std::size_t at, std::int64_t n, std::int64_t) {
+    if (most[n] > -kInfinity) sums[n] += want[at] = std::exp(v[at] - most[n]);
+  });
+  const double unit = std::ldexp(1.0, dtype == DType::f64   ? -53
+                                      : dtype == DType::f32 ? -24
+                                      : dtype == DType::f16 ? -11
+                                                            : -8);
+  w.each([&](std::size_t at, std::int64_t n, std::int64_t) {
+    if (sums[n] > 0) want[at] /= sums[n];
+  });
+  // Floats: v − max is rounded, up to 16 of it; exp is within an ulp or two; sums of up to 1,024 in lanes of
+  // four and more, or one by one in blocks; a division, a rounding. Subnormals of 16 bits, and e⁻⁸⁷.
+  const double terms = static_cast<double>(std::min<std::int64_t>(c.c, 1024));
+  const double wide = dtype == DType::f64 ? 0x1p-53 : 0x1p-24;
+  for (std::size_t at = 0; at < got.size(); ++at) {
+    EXPECT_NEAR(got[at], want[at], (16 + terms) * wide * want[at] + unit * want[at] + 0x1p-25);
+  }
+  std::vector<std::byte> gradient(out.size(), std::byte{0x7f});
+  const std::vector<std::byte> g = encode(w.problem.values, dtype);
+  expect_ok(stored_softmax_gradient("test", {w.view().plan, out.data(), dtype}, g.data(), gradient.data()));
+  const std::vector<double> dv = decode(gradient, dtype);
+  std::vector<double> inner(rows);
+  w.each([&](std::size_t at, std::int64_t n, std::int64_t) { inner[n] += got[at] * w.problem.values[at]; });
+  w.each([&](std::size_t at, std::int64_t n, std::int64_t) {
+    const double exact = got[at] * (w.problem.values[at] - inner[n]);
+    EXPECT_NEAR(dv[at], exact, 2 * unit * std::fabs(exact) + 1e-5 * got[at] + 0x1p-25);
+  });
+}
+
+TEST(StoredSoftmaxTest, IsThatOfTheStoredElements) {
+  ThreadPool pool(2);
+  for_each_family([&] {
+    for (const SoftmaxCase& c : kSoftmaxCases) {
+      for (const DType dtype : kFloats) expect_softmax(c, dtype, pool.executor());
+    }
+  });
+}
+
+TEST(StoredSoftmaxTest, NaNAndInfinitySpoilTheirRowsAlone) {
+  for_each_family([&] {
+    for (const float bad :
+         {std::numeric_limits<float>::quiet_NaN(), std::numeric_limits<float>::infinity()}) {
+      for (const std::int64_t cols : {5, 50}) {  // a part of a vector, and several vectors
+        Matrix w(6, cols, 1, 1, DType::f32, 5, 1.0);
+        auto* values = reinterpret_cast<float*>(w.values.data());
+        values[cols + 2] = bad;
+        std::vector<float> out(w.problem.values.size());
+        expect_ok(stored_softmax("test", w.view(), out.data()));
+        w.each([&](std::size_t at, std::int64_t n, std::int64_t) { EXPECT_EQ(std::isnan(out[at]), n == 1); });
+      }
+    }
+  });
+}
+
+TEST(StoredSoftmaxTest, FarBelowTheLargestIsNothing) {
+  for_each_family([&] {
+    Matrix w(1, 40, 1, 1, DType::f32, 5, 1.0);
+    auto* values = reinterpret_cast<float*>(w.values.data());
+    std::fill_n(values, 40, -1000.0F);
+    values[17] = 3e38F;
+    std::vector<float> out(40);
+    expect_ok(stored_softmax("test", w.view(), out.data()));
+    for (int at = 0; at < 40; ++at) EXPECT_EQ(out[at], at == 17 ? 1.0F : 0.0F);
+  });
 }
 
 template <class U>
