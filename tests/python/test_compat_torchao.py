@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import warnings
 
 import pytest
 import torch
@@ -35,15 +36,27 @@ def test_fake_sparsity_is_two_of_four_by_magnitude():
     assert torch.equal(other[0].weight, dense[0].weight) and is_two_of_four(other[2].weight)
 
 
-def test_semi_sparse_weights_stay_dense_here_and_say_so():
-    model = net()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_semi_sparse_weights_are_stored_without_their_zeros(dtype):
+    model = net().to(dtype)
     with pytest.raises(ValueError, match="0 must be 2:4"):
         ao.sparsify_(model, ao.semi_sparse_weight())
+    assert type(model[0]) is nn.Linear
     ao.apply_fake_sparsity(model)
-    expected = model(torch.ones(3, 16))
-    with pytest.warns(UserWarning, match="stay dense"):
+    weights, x = [model[i].weight.detach().clone() for i in (0, 2)], torch.ones(3, 16, dtype=dtype)
+    expected = model(x)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
         assert ao.sparsify_(model, ao.SemiSparseWeightConfig()) is model
-    assert torch.equal(model(torch.ones(3, 16)), expected)
+    for i, weight in zip((0, 2), weights, strict=True):
+        assert type(model[i]) is rarefy.BlockSparseLinear and model[i].weight.spec_format() == "2:4"
+        assert model[i].weight.dtype == dtype and torch.equal(model[i].weight.to_dense(), weight)
+        assert not model[i].weight.requires_grad
+    torch.testing.assert_close(model(x), expected)
+    some = net()
+    ao.apply_fake_sparsity(some)
+    ao.sparsify_(some, ao.semi_sparse_weight(), lambda module, name: name == "2")
+    assert type(some[0]) is nn.Linear and type(some[2]) is rarefy.BlockSparseLinear
 
 
 @pytest.mark.parametrize("side", [4, 8])

@@ -2,8 +2,9 @@
 
 from rarefy.compat.torchao_sparsity import sparsify_, block_sparse_weight, WandaSparsifier
 
-Block-sparse weights become rarefy.BlockSparseLinear. 2:4 has no kernel in Rarefy: on CUDA, in 16-bit floats,
-torch's semi-structured tensors hold such weights, elsewhere layers stay dense, and a warning says so.
+Block-sparse weights become rarefy.BlockSparseLinear, on the CPU 2:4 weights too (two values of each four and
+a bit for each). On CUDA, in 16-bit floats, torch's semi-structured tensors hold those; in float32 layers stay
+dense there, and a warning says so.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from torch.nn import functional
 
 from ..checks import check_block_shape, check_int, check_known, check_tensor, fail
 from ..layers import find_layers
-from ..masks import expand_mask, grid_of, to_blocks
+from ..masks import NONZERO, expand_mask, grid_of, to_blocks
 from ..prune.criteria import check_sparsity
 from ..prune.masks import Scores, make_mask
 from ..sparsify import sparsify
@@ -32,7 +33,7 @@ FilterFn = Callable[[nn.Module, str], bool]
 
 @dataclass(frozen=True)
 class SemiSparseWeightConfig:
-    """2:4 weights; `alg_id` has no effect."""
+    """Weights with at most two of each four that are not zero; `alg_id` has no effect."""
 
     alg_id: int | None = None
 
@@ -54,8 +55,8 @@ def sparsify_(model: nn.Module, config: Any, filter_fn: FilterFn | None = None) 
     Args:
         model: with zeros in its weights, as a sparsifier's squash_mask leaves them.
         config: BlockSparseWeightConfig: layers become BlockSparseLinear without blocks of zeros, frozen.
-            SemiSparseWeightConfig: weights, which must be 2:4, become torch's semi-structured tensors on
-            CUDA.
+            SemiSparseWeightConfig: weights, which must be 2:4, become BlockSparseLinear with a bit for each
+            element ("2:4@nonzero", for few tokens), frozen; on CUDA torch's semi-structured tensors.
         filter_fn: called with module and name; default: every nn.Linear that can become sparse.
 
     Returns the model (torchao returns None).
@@ -67,30 +68,32 @@ def sparsify_(model: nn.Module, config: Any, filter_fn: FilterFn | None = None) 
     found = [x for x in found if filter_fn is None or filter_fn(x.module, x.name)]
     if isinstance(config, BlockSparseWeightConfig):
         side = check_int(op, "blocksize", config.blocksize, 1)
-        patterns, scores = {}, {}
-        for layer in found:
-            if min(layer.shape) >= side:
-                kept = (to_blocks(layer.module.weight.detach(), (side, side)) != 0).flatten(2).any(2)
-                patterns[re.escape(layer.name)] = f"block:{side}x{side}@{float(kept.double().mean())!r}"
-                scores[layer.name] = kept.float()
-        if patterns:
-            sparsify(model, patterns, scores=scores, measure=False)
-        for name in scores:
-            model.get_submodule(name).weight.requires_grad_(False)
-        return model
+        fitting = [x for x in found if min(x.shape) >= side]
+        return _stored(model, [x.name for x in fitting], f"block:{side}x{side}@{NONZERO}")
     if not isinstance(config, SemiSparseWeightConfig):
         fail(op, "config must be a SemiSparseWeightConfig or a BlockSparseWeightConfig", config, TypeError)
     for layer in found:
         weight = layer.module.weight.detach()
         if not bool((mask_creator(weight) | (weight == 0)).all()):
             fail(op, f"the weight of {layer.name} must be 2:4 (see apply_fake_sparsity)", "other zeros")
-    on_cuda = [x for x in found if x.module.weight.is_cuda and x.module.weight.dtype.itemsize == 2]
+    on_cuda = [x for x in found if x.module.weight.is_cuda]
+    _stored(model, [x.name for x in found if not x.module.weight.is_cuda], f"2:4@{NONZERO}")
     for layer in on_cuda:
-        packed = torch.sparse.to_sparse_semi_structured(layer.module.weight.detach())
-        layer.module.weight = nn.Parameter(packed, requires_grad=False)
-    if len(on_cuda) < len(found):
-        text = "[sparsify_] 2:4 is faster on CUDA in 16-bit floats alone: other layers stay dense"
+        if layer.module.weight.dtype.itemsize == 2:
+            packed = torch.sparse.to_sparse_semi_structured(layer.module.weight.detach())
+            layer.module.weight = nn.Parameter(packed, requires_grad=False)
+    if any(x.module.weight.dtype.itemsize > 2 for x in on_cuda):
+        text = "[sparsify_] 2:4 on CUDA is for 16-bit floats: other layers stay dense"
         warnings.warn(text, stacklevel=2)
+    return model
+
+
+def _stored(model: nn.Module, names: list[str], spec: str) -> nn.Module:
+    """Makes these layers sparse, as they are, and freezes their weights."""
+    if names:
+        sparsify(model, {re.escape(name): spec for name in names}, measure=False)
+    for name in names:
+        model.get_submodule(name).weight.requires_grad_(False)
     return model
 
 

@@ -11,10 +11,12 @@ from torch import nn
 from torch.ao.pruning.sparsifier.utils import swap_module
 
 from ..checks import fail
-from ..masks import to_blocks
+from ..masks import NONZERO, to_blocks
 from ..report import Report
 from ..sparsify import sparsify
 from .masks import Mask
+
+TWO_OF_FOUR = "2:4"
 
 
 def swap(model: nn.Module, groups: list[dict[str, Any]], mapping: Mapping[type, Any]) -> None:
@@ -37,26 +39,53 @@ def to_sparse(
     spec: str | None,
     options: dict[str, Any],
 ) -> Report:
-    """Linear layers of a squashed model as BlockSparseLinear, as `spec` or as their patterns are stored."""
+    """Layers of a squashed model as sparse ones, as `spec` or as their patterns are stored."""
     patterns: dict[str, str] = {}
     scores: dict[str, torch.Tensor] = {}
     for group in groups:
-        form = spec or group["pattern"].spec
-        if form is None or not isinstance(group["module"], nn.Linear):
+        form, module = spec or group["pattern"].spec, group["module"]
+        if form is None:
             continue
-        kept = _stored(form, masks[group["tensor_fqn"]].unpack())
+        if isinstance(module, nn.Conv2d):
+            if form.startswith("block:") and (spec is not None or _keeps_its_blocks(module, form)):
+                patterns[re.escape(group["module_fqn"])] = f"{form}@{NONZERO}"
+            continue
+        mask = masks[group["tensor_fqn"]].unpack()
+        if form == TWO_OF_FOUR and spec is None and not _is_two_of_four(mask):
+            form = "bitmap"  # on the way to 2:4, or at a lower sparsity
+        kept, name = _stored(form, mask), _layer(group)
         density = float(kept.double().mean()) if kept.numel() else 1.0
-        patterns[re.escape(group["module_fqn"])] = f"{form}@{density!r}"
-        scores[group["module_fqn"]] = kept.float()  # 1 and 0: the density keeps exactly the ones
+        patterns[re.escape(name)] = form if form == TWO_OF_FOUR else f"{form}@{density!r}"
+        scores[name] = kept.float()  # 1 and 0: the density, or 2:4, keeps exactly the ones
     if not patterns:
         fail("convert", "a layer must have a pattern that a format stores", "none")
     return sparsify(model, patterns, scores=scores, **options)
 
 
+def _layer(group: dict[str, Any]) -> str:
+    """What sparsify calls a group's layer: "attention.in_proj" for the weight "attention.in_proj_weight"."""
+    tensor = group["tensor_name"]
+    inner = "" if tensor == "weight" else tensor.removesuffix("_weight")
+    return ".".join(filter(None, (group["module_fqn"], inner)))
+
+
+def _keeps_its_blocks(conv: nn.Conv2d, form: str) -> bool:
+    """Whether blocks of (O, C · KH · KW), as masks have it, are blocks of (O, KH · KW · C), as is stored."""
+    return form.endswith("x1") or conv.kernel_size == (1, 1)
+
+
+def _is_two_of_four(mask: torch.Tensor) -> bool:
+    groups = nn.functional.pad(mask.to(torch.uint8), (0, -mask.shape[1] % 4)).unflatten(1, (-1, 4))
+    return bool((groups.sum(2) <= 2).all())
+
+
 def _stored(form: str, mask: torch.Tensor) -> torch.Tensor:
-    """Which blocks of a format have an element that stays; for "csr" which elements."""
-    if form == "csr":
+    """Which blocks of a format have an element that stays; for formats of single weights which of those."""
+    if form == TWO_OF_FOUR and not _is_two_of_four(mask):
+        fail("convert", 'format "2:4" takes masks with at most two of each four', "more")
+    if form in ("csr", "bitmap", TWO_OF_FOUR):
         return mask
     if not (match := re.fullmatch(r"block:(\d+)x(\d+)", form)):
-        fail("convert", 'format must be "csr" or "block:RxC", without a density', repr(form))
+        known = 'format must be "csr", "bitmap", "2:4" or "block:RxC", without a density'
+        fail("convert", known, repr(form))
     return to_blocks(mask, (int(match[1]), int(match[2]))).flatten(2).any(2)

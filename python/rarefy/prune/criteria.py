@@ -36,7 +36,7 @@ class Criterion:
         return False
 
     def observe(self, weight: torch.Tensor, gradient: torch.Tensor, state: State) -> None:
-        """Adds what one step shows to `state`, with tensors of W's shape; for those that need gradients."""
+        """Adds what one step shows to `state`, by (N, K) tensors on W's device; for those with gradients."""
 
     def score(self, name: str, weight: torch.Tensor, state: State, random: torch.Generator) -> Scores:
         """The scores of W under its name in the model, from what was observed."""
@@ -56,7 +56,7 @@ def _observed(criterion: Criterion, state: State, key: str, name: str) -> torch.
 
 def _add(state: State, key: str, value: torch.Tensor, keep: float = 1.0) -> None:
     if key in state:
-        state[key].mul_(keep).add_(value)
+        state[key] = state[key].to(value.device).mul_(keep).add_(value)  # moved where a checkpoint was loaded
     else:
         state[key] = value.clone()
 
@@ -170,7 +170,7 @@ class BlockFisher(Criterion):
     """w² / 2[F⁻¹]_qq, F = Σ gᵀg + λI of `size` neighbours of a row (Kurtic et al. 2022): "block_fisher".
 
     The second-order change of the loss if one weight leaves and its neighbours adapt; with size 1 and without
-    λ it is Fisher's. F takes `size` times the memory of the weight, in float32.
+    λ it is Fisher's. F takes `size` times the memory of the weight, in float32, on the CPU.
 
     Attributes:
         size: of neighbours; the last ones of a row may be fewer.
@@ -195,7 +195,7 @@ class BlockFisher(Criterion):
         return nn.functional.pad(matrix, (0, rest)).unflatten(1, (-1, self.size))
 
     def observe(self, weight, gradient, state) -> None:  # noqa: D102
-        parts = self._cut(gradient.float())
+        parts = self._cut(gradient.cpu().float())
         _add(state, "gradient", parts.unsqueeze(3) * parts.unsqueeze(2))
 
     def score(self, name, weight, state, random) -> Scores:  # noqa: D102

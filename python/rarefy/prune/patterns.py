@@ -128,6 +128,10 @@ class NM(Pattern):
     def removed(self, shape: torch.Size, sparsity: float) -> int:  # noqa: D102
         return count_of(sparsity / self.most, self.count(shape)) if self.most else 0
 
+    @property
+    def spec(self) -> str:  # noqa: D102
+        return "2:4" if (self.n, self.m) == (2, 4) else "bitmap"
+
     def __str__(self) -> str:  # noqa: D105
         return f"{self.n}:{self.m}"
 

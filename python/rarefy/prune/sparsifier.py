@@ -186,7 +186,7 @@ class Sparsifier(BaseSparsifier):
             if original.grad is not None:
                 shape, state = matrix_shape(original.shape), self.state[group["tensor_fqn"]]
                 weight, gradient = original.detach().reshape(shape), original.grad.reshape(shape)
-                self.criterion.observe(weight.cpu(), gradient.cpu(), state)
+                self.criterion.observe(weight, gradient, state)
 
     def attach(self, optimizer: Optimizer, *, step: bool = False) -> None:
         """Keeps an optimizer from reviving what has left: gradients, state and (in place) weights stay zero.
@@ -370,19 +370,21 @@ class Sparsifier(BaseSparsifier):
         format: str | None = None,  # noqa: A002
         **options: Any,
     ) -> nn.Module:
-        """A model whose pruned linear layers are BlockSparseLinear, by rarefy.sparsify, after squash_mask().
+        """A model whose pruned layers are sparse ones, by rarefy.sparsify, after squash_mask().
 
         Args:
             module: the prepared model.
             mapping: as in torch.ao, {nn.Linear: cls} with cls.from_dense(linear) instead of Rarefy's layers.
             inplace: whether `module` itself changes, or a copy.
             parameterization: unused, as torch.ao has it.
-            format: what to store, "block:16x16", "csr"; None: what the pattern is made of. Blocks are stored
-                that have a weight that stays.
+            format: what to store, "block:16x16", "csr", "bitmap", "2:4"; None: what the pattern is made of:
+                of N:M a bit for each weight, which is for few tokens. Blocks are stored that have a weight
+                that stays.
             options: of rarefy.sparsify: measure, tokens, fuse.
 
-        Layers that cannot change, or whose pattern has no format (N:M, columns), stay dense with their zeros;
-        `self.conversion`, a rarefy.Report, says which and why.
+        Layers that cannot change, or whose pattern has no format (rows, columns, heads), stay dense with
+        their zeros; `self.conversion`, a rarefy.Report, says which and why. Convolutions change where the
+        pattern is blocks of one column, or any blocks for 1 × 1, and where `format` says blocks.
 
         Raises ValueError unless squash_mask() was called (with a `mapping`, it need not be).
         """
