@@ -26,6 +26,7 @@ import multiprocessing
 import re
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import fields, replace
@@ -207,36 +208,40 @@ def layers_of(model: nn.Module, which: str) -> dict[str, tuple[int, int]]:
 
 
 def plot(rows: dict[tuple[str, ...], dict[str, str]], path: Path) -> None:
-    """Cosine against the part of the dense time: a line for each block shape and budget, dashed without any.
+    """Cosine against the part of the dense time: a line for each block shape and number of steps.
 
-    Times are of block and density, whatever the training: those of one row serve all.
+    Dashed: not trained; stars: rows whose steps are theirs alone. Times are of block and density, whatever
+    the training: those of one row serve all.
     """
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(10, 4.2), layout="constrained")
     panels = figure.subplots(1, 2, sharey=True)
-    mine = [row for row in rows.values() if row["layers"] == "ffn" and row["recipe"] in PLOTTED]
-    budgets = sorted({int(row["steps"]) for row in mine})
+    mine = [row for row in rows.values() if row["layers"] == "ffn" and row["held_out_cosine"]]
+    lines = [row for row in mine if row["recipe"] in PLOTTED]
+    counts = Counter(row["steps"] for row in lines)
+    budgets = sorted((steps for steps, count in counts.items() if count > 1), key=int)
     parts = {}
     for row in mine:
         for how, dtype in itertools.product(("measured", "predicted"), DTYPES):
             if row[f"{how}_sparse_{dtype}"]:
                 part = float(row[f"{how}_sparse_{dtype}"]) / float(row[f"{how}_dense_{dtype}"])
                 parts.setdefault((row["block"], row["density"], dtype), part)
+    styles = dict(zip(budgets, ("o--", "s-", "^:"), strict=False))
     for axes, dtype in zip(panels, DTYPES, strict=True):
-        for steps, style in zip(budgets, ("o--", "s-", "*:"), strict=False):
-            for number, block in enumerate(BLOCKS):
-                points = [
-                    (parts[block, row["density"], dtype], float(row["held_out_cosine"]))
-                    for row in mine
-                    if (row["block"], row["steps"]) == (block, str(steps))
-                ]
-                label = block if steps == budgets[-1] else None
-                xs, ys = zip(*sorted(points), strict=True) if points else ((), ())
-                axes.plot(xs, ys, style, color=f"C{number}", label=label)
+        for (number, block), steps in itertools.product(enumerate(BLOCKS), (*styles, "*")):
+            points = [
+                (parts[block, row["density"], dtype], float(row["held_out_cosine"]))
+                for row in (lines if steps in styles else mine)
+                if row["block"] == block and (row["steps"] if row["steps"] in styles else "*") == steps
+            ]
+            xs, ys = zip(*sorted(points), strict=True) if points else ((), ())
+            axes.plot(xs, ys, styles.get(steps, "*"), color=f"C{number}")
         axes.axvline(1, color="#77808a", linewidth=0.8)
         axes.set(xlabel=f"time / dense, {dtype}, 512 tokens", title=f"Feed-forward layers, {dtype}")
         axes.grid(alpha=0.3)
+    for number, block in enumerate(BLOCKS):
+        panels[0].plot([], [], color=f"C{number}", label=block)
     panels[0].set_ylabel("mean cosine to dense, held out")
     panels[0].legend(title="block")
     figure.savefig(path, metadata={"Date": None})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 
 import pytest
 import torch
@@ -42,7 +43,9 @@ def both(device: str) -> tuple[nn.Sequential, nn.Sequential]:
     return net(), net().to(device)
 
 
-@pytest.mark.parametrize("criterion", ["magnitude", "random", "wanda", "hessian", "fisher", "block_fisher"])
+@pytest.mark.parametrize(
+    "criterion", ["magnitude", "random", "wanda", "hessian", "fisher", "block_fisher", "movement", "snip"]
+)
 @pytest.mark.parametrize("pattern", ["unstructured", "2:4", "block:8x4"])
 def test_masks_are_those_of_the_cpu(criterion, pattern, device):
     found = []
@@ -65,6 +68,55 @@ def test_masks_are_those_of_the_cpu(criterion, pattern, device):
         assert float((mine != theirs).double().mean()) <= (
             0.0 if criterion in ("magnitude", "random") else 0.02
         )
+
+
+def test_what_was_observed_goes_on_where_the_weights_are(device):
+    """A state_dict that was loaded on the CPU."""
+    model, found = net().to(device), []
+    for stops in (False, True):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        sparsifier = Sparsifier(0.5, "fisher", in_place=True, schedule="periodic:2:3:1")
+        sparsifier.prepare(copy.deepcopy(model))
+        sparsifier.attach(optimizer)
+        for step in range(3):
+            sparsifier._model.zero_grad()
+            sparsifier._model(inputs(device)[step:]).square().mean().backward()
+            sparsifier.observe()
+            assert sparsifier.state["0.weight"]["gradient"].device.type == torch.device(device).type
+            if stops and step == 1:
+                file = io.BytesIO()
+                torch.save(sparsifier.state_dict(), file)
+                file.seek(0)
+                other = Sparsifier(0.5, "fisher", in_place=True, schedule="periodic:2:3:1")
+                other.prepare(sparsifier._model)
+                other.load_state_dict(torch.load(file, map_location="cpu", weights_only=True))
+                sparsifier = other
+            sparsifier.step()
+        found.append(sparsifier.masks()["0.weight"])
+    assert torch.equal(*found) and int(found[0].sum()) == 64 * 96 // 2
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_two_of_four_is_stored(dtype, device):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(128, 256), nn.ReLU(), nn.Linear(256, 64)).to(device, dtype)
+    torchao_sparsity.apply_fake_sparsity(model)
+    sparsifier = Sparsifier(pattern="2:4", in_place=True)
+    sparsifier.prepare(model)
+    sparsifier.step()
+    sparsifier.squash_mask()
+    x = torch.randn(64, 128, device=device, dtype=dtype)
+    want, fast = model(x), sparsifier.convert(model, measure=False)
+    assert [fast[i].weight.spec_format() for i in (0, 2)] == ["2:4", "2:4"]
+    close = {"rtol": 1e-3, "atol": 1e-4} if dtype == torch.float32 else {"rtol": 3e-2, "atol": 3e-2}
+    torch.testing.assert_close(fast(x), want, **close)
+    if device == "cuda" and dtype == torch.float32:
+        with pytest.warns(UserWarning, match="stay dense"):
+            torchao_sparsity.sparsify_(model, torchao_sparsity.SemiSparseWeightConfig())
+    else:
+        torchao_sparsity.sparsify_(model, torchao_sparsity.SemiSparseWeightConfig())
+        assert type(model[0].weight) is not nn.Parameter
+    torch.testing.assert_close(model(x), want, **close)
 
 
 def test_nothing_comes_back_in_training(device):

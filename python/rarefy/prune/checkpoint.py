@@ -33,6 +33,7 @@ def save(sparsifier: Sparsifier) -> dict[str, Any]:
         "levels": dict(sparsifier._levels),
         "targets": dict(sparsifier._targets),
         "squashed": sparsifier._squashed,
+        "observed": sparsifier._observed,
         "random": sparsifier.random.get_state(),
         "defaults": dict(sparsifier.defaults),
         "state": {fqn: {k: plain(v) for k, v in mine.items()} for fqn, mine in sparsifier.state.items()},
@@ -78,4 +79,4 @@ def load(sparsifier: Sparsifier, saved: Mapping[str, Any], strict: bool) -> None
     sparsifier.clock = saved["clock"]
     sparsifier._levels, sparsifier._targets = dict(saved["levels"]), dict(saved["targets"])
     sparsifier.random.set_state(saved["random"])
-    sparsifier._observed = False
+    sparsifier._observed = saved.get("observed", False)
