@@ -20,8 +20,9 @@ Status run_product(const Kernels& kernels, const Call& call);
 
 // linear for a few tokens (linear_few.cc).
 struct FewSplit {
-  std::int64_t tasks = 1;  // over the block rows
-  static constexpr std::string_view kFields[] = {"tasks"};
+  std::int64_t tasks = 1;   // over the block rows
+  std::int64_t stream = 0;  // 1: W comes from memory
+  static constexpr std::string_view kFields[] = {"tasks", "stream"};
 };
 Reason supports_few(const Kernels& kernels, const Problem& problem);
 Config configure_few(const Problem& problem, const Machine& machine);

@@ -3,7 +3,7 @@
 // while the entries stream by; the sums are folded into output features once at the end.
 #pragma once
 
-#include "cpu/panel.h"
+#include "cpu/few_singles.h"
 
 namespace rarefy::cpu {
 
@@ -185,7 +185,7 @@ void few_groups(const FewTask& task) {
 template <class I, Storage kStorage, int Tokens>
 void few_tokens(const FewTask& task) {
   switch (task.w.block_size) {
-    case 1: return few_groups<I, kStorage, 1, Tokens>(task);
+    case 1: return few_singles<I, kStorage, Tokens>(task);
     case 2: return few_groups<I, kStorage, 2, Tokens>(task);
     case 4: return few_groups<I, kStorage, 4, Tokens>(task);
     case 8:

@@ -132,6 +132,7 @@ struct FewTask {
   std::int32_t tokens;
   float* y;  // from block `begin` on, padded to whole blocks
   std::int64_t y_stride;
+  bool stream;  // W comes from memory: single elements then take x otherwise (few_singles.h)
 };
 
 inline constexpr std::int64_t kFewTokens = 4;

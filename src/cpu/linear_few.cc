@@ -11,6 +11,8 @@ namespace rarefy::cpu {
 namespace {
 
 constexpr std::int64_t kTasks = 4;  // per thread: the last ones to end are short
+constexpr std::int64_t kIndexBytes = 4;
+constexpr std::int64_t kCached = 16 << 20;  // of a last level: processors tell that of all their cores
 
 // The working memory: X for all, sums for each worker.
 struct Layout {
@@ -55,8 +57,14 @@ Reason supports_few(const Kernels& kernels, const Problem& p) {
 }
 
 Config configure_few(const Problem& problem, const Machine& /*machine*/) {
-  return to_config(FewSplit{std::clamp<std::int64_t>(
-      kTasks * problem.threads, 1, std::max<std::int64_t>(1, problem.weight.shape.row_count()))});
+  const BsrShape& s = problem.weight.shape;
+  const auto element = static_cast<std::int64_t>(size_of(problem.weight.dtype));
+  const std::int64_t bytes = s.value_count() * element + s.nnzb * kIndexBytes;
+  FewSplit split;
+  split.tasks =
+      std::clamp<std::int64_t>(kTasks * problem.threads, 1, std::max<std::int64_t>(1, s.row_count()));
+  split.stream = s.block_size() == 1 && bytes > kCached ? 1 : 0;
+  return to_config(split);
 }
 
 std::int64_t few_workspace(const Kernels& kernels, const Problem& problem, const Config& config) {
@@ -87,7 +95,7 @@ Status run_linear_few(const Kernels& kernels, const Call& call) {
       }
     }
     kernels.few({operand(call, plan.col, nullptr, false), plan.crow, begin, end, x, layout.in_features,
-                 static_cast<std::int32_t>(layout.tokens), y, layout.stride});
+                 static_cast<std::int32_t>(layout.tokens), y, layout.stride, split.stream != 0});
     for (std::int64_t m = 0; m < call.x.rows; ++m) {
       kernels.activate(call.activation, y + m * layout.stride, layout.stride);
       kernels.round(storage(call.out.dtype), y + m * layout.stride, features, at(call.out, m, first));

@@ -121,6 +121,12 @@ TEST(SelectTest, ConfigurationsFollowTheProblem) {
                                       "avx512_linear_few")
                 .tasks,
             8);
+  for (const std::int64_t side : {3000, 8000}) {  // 7 MB, 25 MB with indices
+    EXPECT_EQ(config_for<cpu::FewSplit>(layer_problem(1, side, side, 1, 1, side == 3000 ? 0.1 : 0.05),
+                                        machine, "avx512", "avx512_linear_few")
+                  .stream,
+              side == 8000 ? 1 : 0);
+  }
 }
 
 // Half of a core's L2 holds the panels, whatever its size.

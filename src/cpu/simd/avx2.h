@@ -5,6 +5,7 @@
 
 #include <cstdint>
 
+#include "cpu/simd/collect.h"
 #include "cpu/simd/expand_table.h"
 
 namespace rarefy::cpu {
@@ -75,15 +76,27 @@ struct Avx2 {
   // Size lanes with the N elements from x + index[0] · N, Size with those from x + index[1] · N, …
   template <int Size, int N>
   static Vec group(const float* x, const std::int32_t* index) {
-    if constexpr (Size == 1) {
-      return _mm256_i32gather_ps(x, _mm256_loadu_si256(reinterpret_cast<const __m256i*>(index)), 4);
-    }
     const auto from = [&](int i) { return repeat<N>(x + std::int64_t{index[i]} * N); };
     if constexpr (Size == 4) return _mm256_blend_ps(from(0), from(1), 0xf0);
     if constexpr (Size == 2) {
       return _mm256_blend_ps(_mm256_blend_ps(from(0), from(1), 0x0c), _mm256_blend_ps(from(2), from(3), 0xc0),
                              0xf0);
     }
+  }
+
+  // x[index[0]], x[index[1]], …: by one instruction; load by load; the first `count`, and 0. The first of p.
+  static Vec gather(const float* x, const std::int32_t* index) {
+    return _mm256_i32gather_ps(x, _mm256_loadu_si256(reinterpret_cast<const __m256i*>(index)), 4);
+  }
+  static Vec collect(const float* x, const std::int32_t* index) { return collect8(x, index); }
+  static Vec gather_first(const float* x, const std::int32_t* index, int count) {
+    const __m256i first = mask(count);
+    return _mm256_mask_i32gather_ps(zero(), x, _mm256_maskload_epi32(index, first),
+                                    _mm256_castsi256_ps(first), 4);
+  }
+  static Vec load_first(const float* p, int count) { return _mm256_maskload_ps(p, mask(count)); }
+  static __m256i mask(int count) {
+    return _mm256_cmpgt_epi32(_mm256_set1_epi32(count), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
   }
 
   // Which of 8 columns from k on a row of bits stores, and how many; the first lanes, spread to those, 0

@@ -5,6 +5,8 @@
 
 #include <cstdint>
 
+#include "cpu/simd/collect.h"
+
 namespace rarefy::cpu {
 
 struct Avx512 {
@@ -80,7 +82,6 @@ struct Avx512 {
   // Size lanes with the N elements from x + index[0] · N, Size with those from x + index[1] · N, …
   template <int Size, int N>
   static Vec group(const float* x, const std::int32_t* index) {
-    if constexpr (Size == 1) return _mm512_i32gather_ps(_mm512_loadu_si512(index), x, 4);
     Vec lanes = repeat<N>(x + std::int64_t{index[0]} * N);
 #pragma GCC unroll 8
     for (int i = 1; i < kWidth / Size; ++i) {
@@ -89,6 +90,20 @@ struct Avx512 {
     }
     return lanes;
   }
+
+  // x[index[0]], x[index[1]], …: by one instruction; load by load; the first `count`, and 0. The first of p.
+  static Vec gather(const float* x, const std::int32_t* index) {
+    return _mm512_i32gather_ps(_mm512_loadu_si512(index), x, 4);
+  }
+  static Vec collect(const float* x, const std::int32_t* index) {
+    return _mm512_insertf32x8(_mm512_castps256_ps512(collect8(x, index)), collect8(x, index + 8), 1);
+  }
+  static Vec gather_first(const float* x, const std::int32_t* index, int count) {
+    const __mmask16 first = mask(count);
+    return _mm512_mask_i32gather_ps(zero(), first, _mm512_maskz_loadu_epi32(first, index), x, 4);
+  }
+  static Vec load_first(const float* p, int count) { return _mm512_maskz_loadu_ps(mask(count), p); }
+  static __mmask16 mask(int count) { return static_cast<__mmask16>((1U << count) - 1); }
 
   // Which of 16 columns from k on a row of bits stores, and how many; the first lanes, spread to those; a · b
   // + c there, c elsewhere.
