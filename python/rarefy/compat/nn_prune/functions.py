@@ -49,19 +49,39 @@ def l1_unstructured(
 
 
 def random_structured(
-    module: nn.Module, name: str, amount: Any, dim: int, *, generator: torch.Generator | None = None
-) -> nn.Module:
-    """Random slices along `dim` leave, counted as in random_unstructured."""
+    module: nn.Module, name: str, amount: Any, dim: int, *,
+    generator: torch.Generator | None = None, bias: bool = False,
+) -> nn.Module:  # fmt: skip
+    """Random slices along `dim` leave, counted as in random_unstructured; `bias` as of ln_structured."""
+    _check_bias("random_structured", module, dim, bias)
     methods.RandomStructured.apply(module, name, amount, dim, generator=generator)
-    return module
+    return _with_bias("random_structured", module, name, bias)
 
 
 def ln_structured(
     module: nn.Module, name: str, amount: Any, n: float, dim: int,
-    importance_scores: torch.Tensor | None = None,
+    importance_scores: torch.Tensor | None = None, *, bias: bool = False,
 ) -> nn.Module:  # fmt: skip
-    """Slices along `dim` of least n-norm leave, counted as in random_unstructured."""
+    """Slices along `dim` of least n-norm leave, counted as in random_unstructured.
+
+    bias: with dim=0, whether the bias of an output whose slice has left leaves, too: the output is then 0.
+    """
+    _check_bias("ln_structured", module, dim, bias)
     methods.LnStructured.apply(module, name, amount, n, dim, importance_scores=importance_scores)
+    return _with_bias("ln_structured", module, name, bias)
+
+
+def _check_bias(op: str, module: nn.Module, dim: int, bias: bool) -> None:
+    if bias and dim != 0:
+        fail(op, "bias=True is for slices of outputs: dim must be 0", dim)
+    if bias and getattr(module, "bias", None) is None:
+        fail(op, "bias=True needs a module with a bias", type(module).__name__)
+
+
+def _with_bias(op: str, module: nn.Module, name: str, bias: bool) -> nn.Module:
+    if bias:
+        tensor, made = place(op, module, name)
+        add_mask(op, module, "bias", left_of(tensor, made).flatten(1).any(1))
     return module
 
 

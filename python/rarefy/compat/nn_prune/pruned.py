@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.utils import parametrize
+from torch.optim import Optimizer
 
 from ...checks import check_known, check_tensor, fail
 
@@ -83,16 +84,49 @@ def scores_of(op: str, tensor: torch.Tensor, given: torch.Tensor | None) -> torc
     return given.detach().to(tensor.device)
 
 
-def remove(module: nn.Module, name: str) -> nn.Module:
-    """Makes pruning permanent: the tensor is a Parameter with zeros, the same one as before."""
-    if place("remove", module, name)[1] is None:
+def remove(module: nn.Module, name: str, *, optimizer: Optimizer | None = None) -> nn.Module:
+    """Makes pruning permanent: the tensor is a Parameter with zeros, the same one as before.
+
+    Args:
+        module: changed in place, and returned.
+        name: of a pruned tensor.
+        optimizer: keeps the zeros from now on: their gradients and state are zero, and so are they after
+            each of its steps (there, and here without it, the next step fills them).
+
+    Raises ValueError for a tensor that is not pruned, TypeError for another kind of optimizer.
+    """
+    made = place("remove", module, name)[1]
+    if made is None:
         fail("remove", f"{name} must be pruned", "a plain parameter")
+    if optimizer is not None and not isinstance(optimizer, Optimizer):
+        kind = type(optimizer).__name__
+        fail("remove", "optimizer must be a torch.optim.Optimizer", kind, TypeError)
     original = module.parametrizations[name].original
     value = getattr(module, name).detach().clone()
     parametrize.remove_parametrizations(module, name, leave_parametrized=False)
     with torch.no_grad():
         original.copy_(value)
+    if optimizer is not None:
+        _keep_zeros(optimizer, original, made.mask == 0)
     return module
+
+
+def _keep_zeros(optimizer: Optimizer, parameter: nn.Parameter, gone: torch.Tensor) -> None:
+    """Hooks by which what is `gone` stays away; the optimizer holds them."""
+
+    def before(*_: Any) -> None:
+        if parameter.grad is not None:
+            parameter.grad.masked_fill_(gone.to(parameter.device), 0)
+
+    @torch.no_grad()
+    def after(*_: Any) -> None:
+        parameter.masked_fill_(gone.to(parameter.device), 0)
+
+    for value in optimizer.state.get(parameter, {}).values():
+        if isinstance(value, torch.Tensor) and value.shape == parameter.shape:
+            value.masked_fill_(gone.to(value.device), 0)
+    optimizer.register_step_pre_hook(before)
+    optimizer.register_step_post_hook(after)
 
 
 def is_pruned(module: nn.Module) -> bool:

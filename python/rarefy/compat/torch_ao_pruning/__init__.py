@@ -9,7 +9,6 @@ is in docs/migrating.md; rarefy.prune.Sparsifier has more criteria, patterns and
 from torch.ao.pruning import (
     BaseScheduler,
     CubicSL,
-    FakeSparsity,
     LambdaSL,
     fqn_to_module,
     get_arg_info_from_tensor_fqn,
@@ -31,7 +30,7 @@ from .experimental import (
     LSTMSaliencyPruner,
     SaliencyPruner,
 )
-from .sparsifiers import BaseSparsifier, NearlyDiagonalSparsifier, WeightNormSparsifier
+from .sparsifiers import BaseSparsifier, FakeSparsity, NearlyDiagonalSparsifier, WeightNormSparsifier
 
 __all__ = [
     "ActivationSparsifier",

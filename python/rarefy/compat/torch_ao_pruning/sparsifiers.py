@@ -21,11 +21,26 @@ from ...prune.patterns import matrix_shape
 _OF_THE_MODEL = ("module", "module_fqn", "tensor_name")
 
 
+class FakeSparsity(ao.FakeSparsity):
+    """A mask, times a weight. Its state_dict has the mask; torch's is empty, and a prepared model wants one.
+
+    A state_dict without one, as torch's models have it, leaves the mask as it is.
+    """
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:  # noqa: D102
+        return nn.Module.state_dict(self, *args, **kwargs)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        state_dict.setdefault(f"{prefix}mask", self.mask)
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+
 class BaseSparsifier(ao.BaseSparsifier):
     """As torch's, with `update_mask` to be defined, and mended.
 
     * prepare twice is an error (there: groups and parametrizations pile up), and so is a weight that is
       parametrized already; config entries are checked before anything changes, near names are listed;
+    * models that are prepared load what others like them saved (there: an error, masks are missing);
     * state_dict copies, and has `defaults`; load_state_dict leaves its argument alone, checks it before
       anything changes, and says that prepare must come first.
     """
@@ -43,6 +58,7 @@ class BaseSparsifier(ao.BaseSparsifier):
         if self.groups:
             fail(op, "a sparsifier must be prepared once (make another one)", "a second call")
         known = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+        entries = []
         for entry in config or ():
             if not isinstance(entry, Mapping) or "tensor_fqn" not in entry:
                 got = sorted(map(str, entry)) if isinstance(entry, Mapping) else type(entry).__name__
@@ -53,7 +69,15 @@ class BaseSparsifier(ao.BaseSparsifier):
             if module is not None and parametrize.is_parametrized(module, tensor):
                 fail(op, "a weight must not be parametrized (squash_mask() first)", name)
             check_known(op, "tensor_fqn", name, known)
-        super().prepare(model, config)
+            entries.append({**entry, "tensor_fqn": name})
+        super().prepare(model, config if config is None else entries)
+
+    def _prepare(self, *args: Any, **kwargs: Any) -> None:
+        super()._prepare(*args, **kwargs)
+        for group in self.groups:
+            for made in group["module"].parametrizations[group["tensor_name"]]:
+                if type(made) is ao.FakeSparsity:
+                    made.__class__ = FakeSparsity
 
     def state_dict(self) -> dict[str, Any]:
         """{"state", "groups", "defaults"}: copies, groups without what is the model's."""
@@ -158,7 +182,7 @@ class WeightNormSparsifier(BaseSparsifier, ao.WeightNormSparsifier):
             mask = masks.setdefault(id(tensor), group.pop("mask", torch.ones_like(tensor.detach())))
             self.state[group["tensor_fqn"]]["mask"] = mask
         for group in self.groups:
-            kind = group.get("parametrization", ao.FakeSparsity)
+            kind = group.get("parametrization", FakeSparsity)
             made = kind(self.state[group["tensor_fqn"]]["mask"])
             parametrize.register_parametrization(group["module"], group["tensor_name"], made)
 
