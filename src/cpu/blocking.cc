@@ -71,6 +71,10 @@ void for_each_blocking(const BlockingProblem& p, F&& visit) {
       const std::int64_t sharing = scatter || weight_bytes < kStreamed ? 1 : kSharing;
       const std::int64_t panels = (p.tokens + lanes - 1) / lanes;
       const std::int64_t sets = (panels + sharing - 1) / sharing;
+      // The last panel may be narrower: 512 tokens are 10 panels of 48 and one of 32.
+      const double filled = panels > 0 ? static_cast<double>(ceil_div(p.tokens, p.width)) /
+                                             static_cast<double>(panels * vectors)
+                                       : 1;
       const std::int64_t out_features = p.out_blocks * p.out_block;
       const std::int64_t red_features = p.red_blocks * p.red_block;
       const double pack = static_cast<double>(red_features * lanes) * kMove;
@@ -84,7 +88,7 @@ void for_each_blocking(const BlockingProblem& p, F&& visit) {
       for (std::int64_t splits = least; splits <= std::max<std::int64_t>(least, 4 * p.threads); ++splits) {
         if (splits > std::max<std::int64_t>(1, p.out_blocks)) break;
         const std::int64_t rounds = (sets * splits + p.threads - 1) / p.threads;
-        const double cost = static_cast<double>(rounds * std::min(sharing, panels)) *
+        const double cost = static_cast<double>(rounds * std::min(sharing, panels)) * filled *
                             (pack + work / static_cast<double>(splits));
         visit(Blocking{scatter, vectors, sharing, splits}, cost);
       }

@@ -49,6 +49,64 @@ T reload(const T& memory) {
   return *const_cast<const volatile T*>(&memory);
 }
 
+// Entries from … to of the row, added to the sums; `values` of its entry 0 on.
+template <class I, Layout kLayout, int kSteps, int Rows, int Vectors>
+[[gnu::always_inline]] inline void gather_entries(const GatherRow& row, const float* values,
+                                                  std::int32_t from, std::int32_t to,
+                                                  Vec<I> (&sum)[Rows][Vectors]) {
+  constexpr std::int64_t lanes = Vectors * I::kWidth;
+  const auto step = [&sum](const float* x, const float* w, std::int64_t stride) {
+    Vec<I> xv[Vectors];
+#pragma GCC unroll 16
+    for (int v = 0; v < Vectors; ++v) xv[v] = I::load(x + v * I::kWidth);
+#pragma GCC unroll 16
+    for (int r = 0; r < Rows; ++r) {
+      const Vec<I> wv = I::set1(w[r * stride]);
+#pragma GCC unroll 16
+      for (int v = 0; v < Vectors; ++v) sum[r][v] = I::fma(wv, xv[v], sum[r][v]);
+    }
+  };
+  const std::int32_t* index = row.index + from;
+  const std::int32_t* stop = row.index + to;
+  // Weights stream in from L3 or memory, and the hardware loses them between the rows of X: asking
+  // for them kAhead floats early doubled the speed of a 33 MB weight.
+  if constexpr (kLayout == Layout::column) {
+    for (const float* w = values + from * row.block_size; index != stop; ++index, w += row.block_size) {
+      __builtin_prefetch(w + kAhead);
+      step(row.x + *index * lanes, w, 1);
+    }
+  } else if constexpr (kLayout == Layout::row_major) {
+    const float* w = values + from * row.block_size;
+    const float* next = w + row.ahead * row.block_size;
+    for (; index != stop;
+         ++index, w += row.block_size - row.red_block, next += row.block_size - Rows * row.red_block) {
+      const float* x = row.x + *index * row.x_block;
+      for (std::int32_t left = row.red_block; left != 0; left -= kSteps, w += kSteps, next += kSteps * Rows) {
+#pragma GCC unroll 4
+        for (int i = 0; i < kSteps; ++i, x += lanes) {
+          if (i * Rows % 16 == 0) __builtin_prefetch(next + i * Rows);
+          step(x, w + i, row.stride);
+        }
+      }
+    }
+  } else {
+    const std::int32_t* perm = row.perm + from;
+    for (; index != stop; ++index, ++perm) {
+      const std::int32_t later = reload(row.ahead);
+      const float* w = values + *perm * reload(row.block_size);
+      const float* next = values + perm[later < stop - index ? later : 0] * reload(row.block_size);
+      const float* x = reload(row.x) + *index * reload(row.x_block);
+      for (std::int32_t left = reload(row.red_block); left != 0; left -= kSteps) {
+#pragma GCC unroll 4
+        for (int i = 0; i < kSteps; ++i, x += lanes, w += row.stride, next += row.stride) {
+          __builtin_prefetch(next);
+          step(x, w, 1);
+        }
+      }
+    }
+  }
+}
+
 // `Rows` output features from `values` (of entry 0), `y` and `start` on.
 template <class I, Layout kLayout, int kSteps, int Rows, int Vectors>
 void gather_tile(const GatherRow& row, const float* values, float* y, const float* start) {
@@ -66,56 +124,7 @@ void gather_tile(const GatherRow& row, const float* values, float* y, const floa
   } else {
     each([&](int r, int v) { sum[r][v] = I::load(y + r * lanes + v * I::kWidth); });
   }
-  const auto step = [&sum](const float* x, const float* w, std::int64_t stride) {
-    Vec<I> xv[Vectors];
-#pragma GCC unroll 16
-    for (int v = 0; v < Vectors; ++v) xv[v] = I::load(x + v * I::kWidth);
-#pragma GCC unroll 16
-    for (int r = 0; r < Rows; ++r) {
-      const Vec<I> wv = I::set1(w[r * stride]);
-#pragma GCC unroll 16
-      for (int v = 0; v < Vectors; ++v) sum[r][v] = I::fma(wv, xv[v], sum[r][v]);
-    }
-  };
-  const std::int32_t* index = row.index;
-  const std::int32_t* stop = index + row.count;
-  const float* w = values;
-  // Weights stream in from L3 or memory, and the hardware loses them between the rows of X: asking
-  // for them kAhead floats early doubled the speed of a 33 MB weight.
-  if constexpr (kLayout == Layout::column) {
-    for (; index != stop; ++index, w += row.block_size) {
-      __builtin_prefetch(w + kAhead);
-      step(row.x + *index * lanes, w, 1);
-    }
-  } else if constexpr (kLayout == Layout::row_major) {
-    const float* next = w + row.ahead * row.block_size;
-    for (; index != stop;
-         ++index, w += row.block_size - row.red_block, next += row.block_size - Rows * row.red_block) {
-      const float* x = row.x + *index * row.x_block;
-      for (std::int32_t left = row.red_block; left != 0; left -= kSteps, w += kSteps, next += kSteps * Rows) {
-#pragma GCC unroll 4
-        for (int i = 0; i < kSteps; ++i, x += lanes) {
-          if (i * Rows % 16 == 0) __builtin_prefetch(next + i * Rows);
-          step(x, w + i, row.stride);
-        }
-      }
-    }
-  } else {
-    const std::int32_t* perm = row.perm;
-    for (; index != stop; ++index, ++perm) {
-      const std::int32_t later = reload(row.ahead);
-      w = values + *perm * reload(row.block_size);
-      const float* next = values + perm[later < stop - index ? later : 0] * reload(row.block_size);
-      const float* x = reload(row.x) + *index * reload(row.x_block);
-      for (std::int32_t left = reload(row.red_block); left != 0; left -= kSteps) {
-#pragma GCC unroll 4
-        for (int i = 0; i < kSteps; ++i, x += lanes, w += row.stride, next += row.stride) {
-          __builtin_prefetch(next);
-          step(x, w, 1);
-        }
-      }
-    }
-  }
+  gather_entries<I, kLayout, kSteps>(row, values, 0, row.count, sum);
   each([&](int r, int v) { I::store(y + r * lanes + v * I::kWidth, sum[r][v]); });
 }
 
@@ -141,17 +150,24 @@ void gather_block(const GatherRow& row, std::int32_t out_block, const float* val
   if (out_block == 1) step.template operator()<1>();
 }
 
-template <class I, Layout kLayout, int kSteps, int Vectors>
-void gather_blocks(const GatherTask& task) {
-  const SparseOperand& w = task.w;
-  const std::int64_t lanes = Vectors * I::kWidth;
+// What all rows of W have in common; `x` is the panel from reduction block 0 on.
+template <Layout kLayout>
+GatherRow gather_row(const SparseOperand& w, const float* x, std::int64_t lanes) {
   GatherRow row{};
   row.red_block = w.red_block;
   row.block_size = w.block_size;
   row.ahead = w.block_size < kAhead ? static_cast<std::int32_t>(kAhead / w.block_size) : 1;
   row.stride = kLayout == Layout::row_major ? w.out_stride : w.red_stride;
   row.x_block = w.red_block * lanes;
-  row.x = task.x - task.x_first * row.x_block;
+  row.x = x;
+  return row;
+}
+
+template <class I, Layout kLayout, int kSteps, int Vectors>
+void gather_blocks(const GatherTask& task) {
+  const SparseOperand& w = task.w;
+  const std::int64_t lanes = Vectors * I::kWidth;
+  GatherRow row = gather_row<kLayout>(w, task.x - task.x_first * w.red_block * lanes, lanes);
   const std::int32_t part = task.part;
   const std::int64_t chunk = w.block_size < kUnpacked ? kUnpacked / w.block_size : 1;
   const std::int64_t size = w.out_block * lanes;
@@ -207,20 +223,23 @@ void gather_vectors(const GatherTask& task) {
   }
 }
 
-template <class I, Layout kLayout>
-void gather_steps(const GatherTask& task) {
-  if constexpr (I::kWidth >= 8) {  // for lanes that are a loop, it would be code without speed
-    if (task.w.red_block % kUnroll == 0) return gather_vectors<I, kLayout, kUnroll>(task);
-  }
-  return gather_vectors<I, kLayout, 1>(task);
+// Calls f with the layout of W, and how far its reduction is unrolled, as compile-time constants.
+template <class I, class F>
+void dispatch_layout(const SparseOperand& w, F f) {
+  const auto steps = [&]<Layout kLayout>() {
+    if constexpr (I::kWidth >= 8) {  // for lanes that are a loop, it would be code without speed
+      if (w.red_block % kUnroll == 0) return f.template operator()<kLayout, kUnroll>();
+    }
+    f.template operator()<kLayout, 1>();
+  };
+  if (w.perm != nullptr) return steps.template operator()<Layout::transposed>();
+  if (w.red_block == 1 && w.out_stride == 1) return f.template operator()<Layout::column, 1>();
+  steps.template operator()<Layout::row_major>();
 }
 
 template <class I>
 void gather(const GatherTask& task) {
-  const SparseOperand& w = task.w;
-  if (w.perm != nullptr) return gather_steps<I, Layout::transposed>(task);
-  if (w.red_block == 1 && w.out_stride == 1) return gather_vectors<I, Layout::column, 1>(task);
-  return gather_steps<I, Layout::row_major>(task);
+  dispatch_layout<I>(task.w, [&]<Layout kLayout, int kSteps>() { gather_vectors<I, kLayout, kSteps>(task); });
 }
 
 }  // namespace rarefy::cpu

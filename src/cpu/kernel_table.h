@@ -8,6 +8,7 @@
 #include "cpu/panel.h"
 #include "cpu/scatter.h"
 #include "cpu/softmax.h"
+#include "cpu/woven.h"
 
 namespace rarefy::cpu {
 
@@ -27,6 +28,7 @@ constexpr Kernels kernel_table(const char* family, std::int32_t max_vectors) {
   if constexpr (I::kWidth >= 8) {  // below, there are few idle lanes to win back
     table.few = few<I>;
     table.few_takes = few_takes<I>;
+    table.woven = woven<I>;
   }
   table.bitmap = bitmap<I, Narrow>;
   table.two_of_four = two_of_four<I>;

@@ -98,6 +98,24 @@ struct FullPart {
   std::int32_t first;  // 1: of its output block
 };
 
+// gather of whole rows in floats, blocks of a multiple of 4 outputs, whose sums go to rows of Y along the way
+// (woven.h).
+struct WovenTask {
+  SparseOperand w;
+  const std::int32_t* row;  // where the entries of each output block begin; the next one's is the end
+  std::int32_t begin, end;
+  const float* x;      // panel of all reduction features
+  const float* start;  // of the output features from block `begin` on
+  std::int32_t vectors;
+  std::int32_t part;  // entries of a part of a sum
+  float* sums;        // room for two groups of as many outputs as a vector has lanes
+  Activation activation;
+  float* y;  // the first token's, from block `begin` on
+  std::int64_t row_stride;
+  std::int32_t tokens;
+  std::int32_t cols;  // outputs that exist
+};
+
 // The transposed order, for blocks flatter than a register tile: a few reduction features stay in
 // registers and y is updated in place ("input stationary"). Entries are listed by reduction block.
 struct ScatterTask {
@@ -178,6 +196,7 @@ struct Kernels {
   void (*pack)(const PackTask&);
   void (*store)(const StoreTask&);
   void (*gather)(const GatherTask&);
+  void (*woven)(const WovenTask&);  // or null
   void (*scatter)(const ScatterTask&);
   void (*dot)(const DotTask&);
   void (*few)(const FewTask&);  // or null, as few_takes

@@ -125,7 +125,7 @@ struct Layout {
     } else {
       parts.x = room.take<float>(b.panels * tile * s.red_block * lanes);
       const std::int64_t waiting = single ? std::min(b.group, piece) * sums : b.panels * piece * sums;
-      parts.y = room.take<float>(waiting);
+      parts.y = room.take<float>(std::max(waiting, 2 * kernels.width * lanes));  // woven: two groups
       parts.total = room.take<float>(!s.parted() ? 0 : single ? sums : waiting);
       parts.cursors = room.take<std::int32_t>(single ? 0 : 2 * piece);
     }
@@ -171,7 +171,9 @@ class Task {
     const std::int64_t tile = std::min(blocking_.tile_blocks, red_blocks);
     const bool single = tile == red_blocks;
     const std::int64_t lanes = panels[0].lanes;
-    const auto group = static_cast<std::int32_t>(blocking_.group);
+    const bool woven = single && weaves();
+    // A panel that shares no weights with others has all of its groups woven into one another.
+    const auto group = woven && panels.count == 1 ? end - begin : static_cast<std::int32_t>(blocking_.group);
     const std::int64_t x_size = tile * list.w.red_block * lanes;
     const std::int64_t y_size = (std::int64_t{end} - begin) * list.w.out_block * lanes;
     // At least once: without reduction blocks the outputs are still bias and activation.
@@ -191,6 +193,10 @@ class Task {
         const std::int32_t stop = std::min(o + group, end);
         for (std::int64_t s = 0; s < panels.count; ++s) {
           const Panel& panel = panels[s];
+          if (woven) {
+            weave(panel, o, stop, parts_.x + s * x_size);
+            continue;
+          }
           const std::int64_t at =
               single ? 0 : s * y_size + (std::int64_t{o} - begin) * list.w.out_block * panel.lanes;
           k_.gather({list.w, entry_begin, entry_end, o, stop, parts_.x + s * x_size,
@@ -268,6 +274,22 @@ class Task {
              x,
              static_cast<std::int32_t>(panel.lanes)});
     std::fill(x + features * panel.lanes, x + (last - first) * red_block * panel.lanes, 0.0F);
+  }
+
+  // Whether sums can go to rows of Y on their way.
+  bool weaves() const {
+    const SparseOperand& w = p_.by_output.w;
+    return k_.woven != nullptr && w.out_block % 4 == 0 && w.storage == Storage::f32 &&
+           p_.out.dtype == DType::f32;
+  }
+
+  void weave(const Panel& panel, std::int32_t begin, std::int32_t end, const float* x) const {
+    const Listing& list = p_.by_output;
+    const std::int64_t from = begin * std::int64_t{list.w.out_block};
+    k_.woven({list.w, list.begin, begin, end, x, parts_.start + from, panel.vectors, p_.sizes.part, parts_.y,
+              call_.activation, reinterpret_cast<float*>(at(p_.out, panel.first, from)), p_.out.row_stride,
+              panel.rows,
+              static_cast<std::int32_t>(std::min(end * std::int64_t{list.w.out_block}, p_.out.cols) - from)});
   }
 
   // For the tile that ends before reduction block `last`: entries cursors[o] … cursors[count + o].
@@ -391,8 +413,13 @@ Status run_product(const Kernels& kernels, const Call& call) {
   // Ranges of output blocks have equal work: stored elements, and a price for writing each output feature
   // that equals about 12 of them.
   const Listing& list = product.by_output;
+  // Where there are many, they begin with a vector of Y: half of one is two lines.
+  const std::int64_t whole = std::max<std::int64_t>(1, kernels.width / sizes.out_block);
+  const std::int64_t unit = 4 * whole * blocking.splits <= sizes.out_blocks ? whole : 1;
   const auto bound = [&](std::int64_t part) {
-    return begin_of_part(list.begin, sizes.out_blocks, sizes.red_block, 12, part, blocking.splits);
+    const std::int32_t at =
+        begin_of_part(list.begin, sizes.out_blocks, sizes.red_block, 12, part, blocking.splits);
+    return part == blocking.splits ? at : static_cast<std::int32_t>(at / unit * unit);
   };
   const std::int64_t lanes = blocking.vectors * kernels.width;
   const std::int64_t tokens = lanes * blocking.panels;  // of one task

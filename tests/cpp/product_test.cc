@@ -201,6 +201,9 @@ TEST_P(ProductsTest, LargeMatrices) {
     check({66, 300, 5000, 2, 3, 0.2, DType::bf16, integers, 0}, pool.executor());
     check({9001, 20, 24, 4, 4, 0.5, DType::f32, integers, 0}, pool.executor());
   }
+  for (const std::int64_t rows : {4, 8, 12}) {  // sums in several parts, whose X is one tile
+    for (const bool integers : {false, true}) check({70, 150, 1400, rows, 1, 0.9, DType::f32, integers, 5});
+  }
   // Rows that are whole pages apart are stored another way.
   check({70, 1024, 2048, 4, 4, 0.3, DType::f32, true, 0}, pool.executor());
   check({70, 2048, 1024, 4, 4, 0.3, DType::bf16, true, 0}, pool.executor());
@@ -282,6 +285,24 @@ TEST_P(ProductsTest, GiveTheSameBitsOnAnyNumberOfThreads) {
       results.insert(std::move(all));
     }
     // Scatter and gather sum in the same order, so even another blocking gives the same bits.
+    EXPECT_EQ(results.size(), 1U) << rows << 'x' << cols;
+  }
+}
+
+// Whether sums wait for other tiles of X, or go to Y along the way of the next ones (woven.h); in panels of
+// any width, alone or several at a time.
+TEST_P(ProductsTest, GiveTheSameBitsInAnyBlocking) {
+  if (GetParam() == "ref") GTEST_SKIP() << "the reference has no blocking";
+  for (const auto& [rows, cols] :
+       {std::pair<std::int64_t, std::int64_t>{4, 1}, {4, 4}, {8, 1}, {8, 8}, {12, 2}}) {
+    const Problem problem = make_problem({150, 203, 900, rows, cols, 0.6, DType::f32, false, 1});
+    std::set<std::vector<std::byte>> results;
+    for (const char* config : {"tile_blocks=40", "vectors=1", "vectors=2", "panels=3", "splits=2"}) {
+      const Force force(GetParam() + "," + GetParam() + "_linear(" + config + ")");
+      ProblemIn<HostBuffer> run(problem);
+      expect_ok(run.linear(Activation::gelu_tanh));
+      results.insert(run.y().download());
+    }
     EXPECT_EQ(results.size(), 1U) << rows << 'x' << cols;
   }
 }

@@ -133,27 +133,36 @@ struct Avx2 {
                            _mm256_permutevar8x32_ps(load(x + kWidth), which), 0xf0);
   }
 
+  // Half of a transpose: 4 × 4 inside each 128-bit lane of four rows.
+  static void transpose_quads(Vec (&m)[4]) {
+    const Vec a = _mm256_unpacklo_ps(m[0], m[1]), b = _mm256_unpackhi_ps(m[0], m[1]);
+    const Vec c = _mm256_unpacklo_ps(m[2], m[3]), d = _mm256_unpackhi_ps(m[2], m[3]);
+    m[0] = _mm256_shuffle_ps(a, c, 0x44);
+    m[1] = _mm256_shuffle_ps(a, c, 0xee);
+    m[2] = _mm256_shuffle_ps(b, d, 0x44);
+    m[3] = _mm256_shuffle_ps(b, d, 0xee);
+  }
+  // The other half: 2 × 2 lanes, of every fourth row.
+  static void transpose_lanes(Vec (&m)[2]) {
+    const Vec a = m[0];
+    m[0] = _mm256_permute2f128_ps(a, m[1], 0x20);
+    m[1] = _mm256_permute2f128_ps(a, m[1], 0x31);
+  }
   static void transpose(Vec (&m)[kWidth]) {
-    Vec t[kWidth];
-#pragma GCC unroll 16
-    for (int i = 0; i < 8; i += 2) {  // pairs of rows, 2 × 2 inside each 128-bit lane
-      t[i] = _mm256_unpacklo_ps(m[i], m[i + 1]);
-      t[i + 1] = _mm256_unpackhi_ps(m[i], m[i + 1]);
+#pragma GCC unroll 4
+    for (int i = 0; i < kWidth; i += 4) {
+      Vec rows[4] = {m[i], m[i + 1], m[i + 2], m[i + 3]};
+      transpose_quads(rows);
+#pragma GCC unroll 4
+      for (int j = 0; j < 4; ++j) m[i + j] = rows[j];
     }
-#pragma GCC unroll 16
-    for (int i = 0; i < 8; i += 4) {  // 4 × 4 inside each lane
-      m[i] = _mm256_shuffle_ps(t[i], t[i + 2], 0x44);
-      m[i + 1] = _mm256_shuffle_ps(t[i], t[i + 2], 0xee);
-      m[i + 2] = _mm256_shuffle_ps(t[i + 1], t[i + 3], 0x44);
-      m[i + 3] = _mm256_shuffle_ps(t[i + 1], t[i + 3], 0xee);
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; ++i) {
+      Vec rows[2] = {m[i], m[i + 4]};
+      transpose_lanes(rows);
+#pragma GCC unroll 4
+      for (int j = 0; j < 2; ++j) m[i + 4 * j] = rows[j];
     }
-#pragma GCC unroll 16
-    for (int i = 0; i < 4; ++i) {  // across the lanes
-      t[i] = _mm256_permute2f128_ps(m[i], m[i + 4], 0x20);
-      t[i + 4] = _mm256_permute2f128_ps(m[i], m[i + 4], 0x31);
-    }
-#pragma GCC unroll 16
-    for (int i = 0; i < 8; ++i) m[i] = t[i];
   }
 };
 

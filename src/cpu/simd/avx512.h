@@ -129,32 +129,38 @@ struct Avx512 {
     return _mm512_permutex2var_ps(load(x), which, load(x + kWidth));
   }
 
+  // Half of a transpose: 4 × 4 inside each 128-bit lane of four rows.
+  static void transpose_quads(Vec (&m)[4]) {
+    const Vec a = _mm512_unpacklo_ps(m[0], m[1]), b = _mm512_unpackhi_ps(m[0], m[1]);
+    const Vec c = _mm512_unpacklo_ps(m[2], m[3]), d = _mm512_unpackhi_ps(m[2], m[3]);
+    m[0] = _mm512_shuffle_ps(a, c, 0x44);
+    m[1] = _mm512_shuffle_ps(a, c, 0xee);
+    m[2] = _mm512_shuffle_ps(b, d, 0x44);
+    m[3] = _mm512_shuffle_ps(b, d, 0xee);
+  }
+  // The other half: 4 × 4 lanes, of every fourth row.
+  static void transpose_lanes(Vec (&m)[4]) {
+    const Vec a = _mm512_shuffle_f32x4(m[0], m[1], 0x44), b = _mm512_shuffle_f32x4(m[0], m[1], 0xee);
+    const Vec c = _mm512_shuffle_f32x4(m[2], m[3], 0x44), d = _mm512_shuffle_f32x4(m[2], m[3], 0xee);
+    m[0] = _mm512_shuffle_f32x4(a, c, 0x88);
+    m[1] = _mm512_shuffle_f32x4(a, c, 0xdd);
+    m[2] = _mm512_shuffle_f32x4(b, d, 0x88);
+    m[3] = _mm512_shuffle_f32x4(b, d, 0xdd);
+  }
   static void transpose(Vec (&m)[kWidth]) {
-    Vec t[kWidth];
-#pragma GCC unroll 16
-    for (int i = 0; i < 16; i += 2) {  // pairs of rows, 2 × 2 inside each 128-bit lane
-      t[i] = _mm512_unpacklo_ps(m[i], m[i + 1]);
-      t[i + 1] = _mm512_unpackhi_ps(m[i], m[i + 1]);
+#pragma GCC unroll 4
+    for (int i = 0; i < kWidth; i += 4) {
+      Vec rows[4] = {m[i], m[i + 1], m[i + 2], m[i + 3]};
+      transpose_quads(rows);
+#pragma GCC unroll 4
+      for (int j = 0; j < 4; ++j) m[i + j] = rows[j];
     }
-#pragma GCC unroll 16
-    for (int i = 0; i < 16; i += 4) {  // 4 × 4 inside each lane
-      m[i] = _mm512_shuffle_ps(t[i], t[i + 2], 0x44);
-      m[i + 1] = _mm512_shuffle_ps(t[i], t[i + 2], 0xee);
-      m[i + 2] = _mm512_shuffle_ps(t[i + 1], t[i + 3], 0x44);
-      m[i + 3] = _mm512_shuffle_ps(t[i + 1], t[i + 3], 0xee);
-    }
-#pragma GCC unroll 16
-    for (int i = 0; i < 16; i += 8) {  // pairs of lanes
-#pragma GCC unroll 16
-      for (int j = 0; j < 4; ++j) {
-        t[i + j] = _mm512_shuffle_f32x4(m[i + j], m[i + j + 4], 0x88);
-        t[i + j + 4] = _mm512_shuffle_f32x4(m[i + j], m[i + j + 4], 0xdd);
-      }
-    }
-#pragma GCC unroll 16
-    for (int j = 0; j < 8; ++j) {  // all four lanes
-      m[j] = _mm512_shuffle_f32x4(t[j], t[j + 8], 0x88);
-      m[j + 8] = _mm512_shuffle_f32x4(t[j], t[j + 8], 0xdd);
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; ++i) {
+      Vec rows[4] = {m[i], m[i + 4], m[i + 8], m[i + 12]};
+      transpose_lanes(rows);
+#pragma GCC unroll 4
+      for (int j = 0; j < 4; ++j) m[i + 4 * j] = rows[j];
     }
   }
 };
