@@ -39,10 +39,12 @@ def contenders(dense: nn.Module, sparse: nn.Module) -> dict[str, nn.Module]:
     for kind, model in (("dense", dense), ("sparse", sparse)):
         for name, dtype in DTYPES.items():
             models[f"{kind} {name}"] = copy.deepcopy(model).to(dtype)
-    for kind, quantized in (("dense", _dynamic_int8(dense)), ("sparse", _sparse_int8(sparse))):
-        if quantized is not None:
-            models[f"{kind} int8"] = quantized
-    return models
+    quantized = {
+        "dense int8": _dynamic_int8(dense),
+        "sparse int8": _converted(sparse, "int8"),
+        "sparse bf16 layers": _converted(sparse, "bf16x"),
+    }
+    return models | {name: model for name, model in quantized.items() if model is not None}
 
 
 def _dynamic_int8(dense: nn.Module) -> nn.Module | None:
@@ -55,23 +57,21 @@ def _dynamic_int8(dense: nn.Module) -> nn.Module | None:
         return None
 
 
-def _sparse_int8(sparse: nn.Module) -> nn.Module | None:
-    """The same blocks in int8, inputs rounded token by token; None where Rarefy has no such format."""
+def _converted(sparse: nn.Module, dtype: str) -> nn.Module | None:
+    """The same blocks in a f32 encoder; None where there are none.
+
+    dtype: "int8", with inputs rounded token by token, or "bf16x", bf16 with inputs rounded to it.
+    """
     patterns = {}
     for name, layer in sparse.named_modules():
         if isinstance(layer, rarefy.BlockSparseLinear):
             rows, cols = layer.weight.block_shape
-            patterns[re.escape(name)] = f"block:{rows}x{cols}@{layer.weight.density!r}:int8"
-    try:
-        for spec in patterns.values():
-            rarefy.Spec.parse(spec)
-    except ValueError:
-        return None
+            patterns[re.escape(name)] = f"block:{rows}x{cols}@{layer.weight.density!r}:{dtype}"
     if not patterns:
         return None
-    quantized = copy.deepcopy(sparse)
-    rarefy.sparsify(quantized, patterns, measure=False)
-    return quantized
+    converted = copy.deepcopy(sparse)
+    rarefy.sparsify(converted, patterns, measure=False)
+    return converted
 
 
 def _encoder(model: nn.Module, tokenizer, texts: list[str]) -> Callable[[], torch.Tensor]:

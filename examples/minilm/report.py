@@ -49,16 +49,19 @@ def versions() -> dict[str, str]:
     }
 
 
+def write_json(result: dict, path: Path) -> None:
+    """Writes the result alone."""
+    path.write_text(json.dumps(result, indent=2, allow_nan=False) + "\n", encoding="utf-8")
+
+
 def write(result: dict, details: dict, folder: Path) -> None:
     """Writes report.json (the result alone) and report.html (with details: see page)."""
-    (folder / "report.json").write_text(
-        json.dumps(result, indent=2, allow_nan=False) + "\n", encoding="utf-8"
-    )
+    write_json(result, folder / "report.json")
     (folder / "report.html").write_text(page.page(result, details), encoding="utf-8")
 
 
 def show(result: dict, details: dict, console: Console) -> None:
-    """Prints the summary."""
+    """Prints the summary; details: at least `spec`."""
     tables = (
         (f"Quality with {details['spec']}", QUALITY_HEADINGS, quality_rows(result, details)),
         ("Speed, from text to embedding: median (quartiles)", SPEED_HEADINGS, speed_rows(result)),

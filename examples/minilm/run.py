@@ -51,6 +51,9 @@ def options(argv: list[str] | None) -> argparse.Namespace:
         "--fresh", action="store_true", help="start anew, even where an earlier run can go on"
     )
     parser.add_argument(
+        "--measure", action="store_true", help="only measure the sparse encoder that an earlier run saved"
+    )
+    parser.add_argument(
         "--check", action="store_true", help="exit with 1 when a goal is missed: for maintainers"
     )
     args = parser.parse_args(argv)
@@ -150,42 +153,56 @@ def measured(dense: nn.Module, sparse: nn.Module, tokenizer, split: data.Split, 
     }
 
 
+def measured_files(dense: nn.Module, tokenizer, split: data.Split, folder: Path, start: float) -> dict:
+    """The report, without `layers`, of the sparse encoder that the folder holds."""
+    files = {kind: folder / f"{kind}.safetensors" for kind in ("dense", "sparse")}
+    rarefy.save_file(dense, files["dense"])
+    sparse = skeleton()
+    rarefy.load_file(sparse, files["sparse"])
+    names = [n for n, module in sparse.named_modules() if isinstance(module, rarefy.BlockSparseLinear)]
+    return {
+        **measured(dense, sparse, tokenizer, split, names),
+        "size": measure.sizes(dense, files["dense"], files["sparse"]),
+        "machine": report.machine(),
+        "versions": report.versions(),
+        "seconds_total": time.monotonic() - start,
+    }
+
+
 def main(argv: list[str] | None = None) -> int:
     """Runs the whole job; returns the exit code."""
     args, start = options(argv), time.monotonic()
     console = Console(width=None if sys.stdout.isatty() else 100)
     quiet_transformers()
+    saved = args.out / "sparse.safetensors"
     try:
         entries = data.read_entries(data.find_wordnet())
         dense, tokenizer = load_dense(), load_tokenizer()
+        if args.measure and not saved.is_file():
+            raise FileNotFoundError(f"[demo] --measure wants {saved} of a run without it; got no such file")
     except (FileNotFoundError, ModuleNotFoundError) as error:
         console.print(f"Cannot start: {error}", style="bold red")
         return 2
     args.out.mkdir(parents=True, exist_ok=True)
     split = data.split(entries)
     console.print(f"WordNet: {len(entries)} definitions, {len(split.held_out)} of them held out.")
+    if args.measure:
+        console.print("Measuring …")
+        result = measured_files(dense, tokenizer, split, args.out, start)
+        report.write_json(result, args.out / "measured.json")
+        report.show(result, {"spec": f"the encoder in {saved}"}, console)
+        return concluded(result, args.check, console)
 
     console.print("Measuring how much each layer matters, and reconstructing layers …")
     student, layers, sensitivity, plan, key = sparsified(dense, tokenizer, split, args)
     one_shot = quality(embed_entries(student, tokenizer, split.held_out))
     console.print(f"Distilling for {args.minutes:g} minutes (Ctrl-C keeps the best so far) …")
     progress = recover(student, dense, tokenizer, split, args.minutes, args.out / "training.pt", key)
-
-    files = {"dense": args.out / "dense.safetensors", "sparse": args.out / "sparse.safetensors"}
-    rarefy.save_file(dense, files["dense"])
-    rarefy.save_file(student, files["sparse"])
-    sparse = skeleton()
-    rarefy.load_file(sparse, files["sparse"])
+    rarefy.save_file(student, saved)
 
     console.print("Measuring …")
-    result = {
-        **measured(dense, sparse, tokenizer, split, [row.name for row in layers.replaced]),
-        "size": measure.sizes(dense, files["dense"], files["sparse"]),
-        "layers": layers.to_dict()["layers"],
-        "machine": report.machine(),
-        "versions": report.versions(),
-        "seconds_total": time.monotonic() - start,
-    }
+    result = measured_files(dense, tokenizer, split, args.out, start)
+    result["layers"] = layers.to_dict()["layers"]
     details = {
         "spec": key,
         "one_shot": one_shot,
@@ -195,13 +212,18 @@ def main(argv: list[str] | None = None) -> int:
     }
     report.write(result, details, args.out)
     report.show(result, details, console)
+    console.print(f"Reports: {args.out / 'report.html'} and {args.out / 'report.json'}")
+    return concluded(result, args.check, console)
+
+
+def concluded(result: dict, check: bool, console: Console) -> int:
+    """Says which goals were missed; returns the exit code."""
     missed = missed_goals(result)
     for sentence in missed:
         console.print(sentence, style="bold red")
     if not missed:
         console.print("Every goal reached: speed, accuracy@10 and size.", style="bold green")
-    console.print(f"Reports: {args.out / 'report.html'} and {args.out / 'report.json'}")
-    return exit_code(missed, args.check)
+    return exit_code(missed, check)
 
 
 def exit_code(missed: list[str], check: bool) -> int:

@@ -93,11 +93,10 @@ def model_rows(result: dict) -> list[tuple[str, ...]]:
 def quality_rows(result: dict, details: dict) -> list[tuple[str, ...]]:
     """Rows of the table ("", accuracy@1, accuracy@10)."""
     found = result["quality"]
-    rows = {
-        "dense": found["dense"],
-        "sparse, before distillation": details["one_shot"],
-        "sparse": found["sparse"],
-    }
+    rows = {"dense": found["dense"]}
+    if "one_shot" in details:  # not where only a saved encoder is measured
+        rows["sparse, before distillation"] = details["one_shot"]
+    rows["sparse"] = found["sparse"]
     return [(name, f"{row['acc1']:.3f}", f"{row['acc10']:.3f}") for name, row in rows.items()]
 
 

@@ -298,20 +298,19 @@ def test_contest_of_the_fastest_that_are_good_enough() -> None:
     assert rows[0]["speedup"] == 1.0 and all(row["ms"] > 0 for row in rows)
 
 
-def test_int8_joins_where_there_is_such_a_format() -> None:
+@pytest.mark.parametrize(
+    ("name", "says", "near"), [("int8", "int8", 0.99), ("bf16 layers", "bfloat16", 0.999)]
+)
+def test_the_same_blocks_join_in_other_dtypes(name: str, says: str, near: float) -> None:
     sparse = encoder(0)
     rarefy.sparsify(sparse, {model.FFN_LAYERS: "block:16x1@0.5"}, measure=False)
     models = measure.contenders(encoder(0), sparse)
-    try:
-        rarefy.Spec.parse("block:16x1@0.5:int8")
-    except ValueError:
-        assert "sparse int8" not in models
-        return
-    wide, narrow = (models[f"sparse {dtype}"] for dtype in ("f32", "int8"))
+    wide, narrow = (models[f"sparse {dtype}"] for dtype in ("f32", name))
     layers = [net.get_submodule("encoder.layer.0.output.dense") for net in (wide, narrow)]
-    assert layers[0].weight.nnzb == layers[1].weight.nnzb and "int8" in str(layers[1])
-    near = model.embed(wide, Words(), TEXTS) * model.embed(narrow, Words(), TEXTS)
-    assert near.sum(-1).min() > 0.99
+    assert layers[0].weight.nnzb == layers[1].weight.nnzb and says in str(layers[1])
+    embedded = [model.embed(net, Words(), TEXTS) for net in (wide, narrow)]
+    assert near < (embedded[0] * embedded[1]).sum(-1).min() and not torch.equal(*embedded)
+    assert embedded[1].dtype == torch.float32
 
 
 def test_the_share_outside_of_layers_is_between_those_of_none_and_all() -> None:
@@ -438,6 +437,28 @@ def test_missed_goals_are_an_exit_code_with_check_alone() -> None:
     assert run.exit_code(missed, check=False) == 0 and run.exit_code(missed, check=True) == 1
     assert run.exit_code([], check=True) == 0
     assert not run.options([]).check and run.options(["--check"]).check
+
+
+def test_a_saved_encoder_is_measured_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measure, "quietest", lambda turns: turns())
+    held_out = [data.Entry(str(i), text) for i, text in enumerate(TEXTS[:40])]
+    monkeypatch.setattr(run.data, "read_entries", lambda folder: held_out)
+    monkeypatch.setattr(run.data, "find_wordnet", lambda: tmp_path)
+    monkeypatch.setattr(run.data, "split", lambda entries: data.Split(entries, entries, []))
+    for name, made in (("load_dense", encoder(0)), ("skeleton", encoder(1)), ("load_tokenizer", Words())):
+        monkeypatch.setattr(run, name, lambda made=made: made)
+    options = ["--measure", "--out", str(tmp_path)]
+    assert run.main(options) == 2  # nothing is there yet
+    student = encoder(0)
+    rarefy.sparsify(student, {model.FFN_LAYERS: "block:4x1@0.5"}, measure=False)
+    rarefy.save_file(student, tmp_path / "sparse.safetensors")
+    before = (tmp_path / "sparse.safetensors").read_bytes()
+    assert run.main(options) == 0
+    found = json.loads((tmp_path / "measured.json").read_text())
+    assert found["quality"]["mean_cosine"] < 1 and len(found["speed"]) == 8
+    assert 0 < found["size"]["linear_sparse_bytes"] < found["size"]["linear_dense_bytes"]
+    assert (tmp_path / "sparse.safetensors").read_bytes() == before
+    assert not (tmp_path / "report.json").exists()
 
 
 def test_a_busy_machine_gives_no_speedup_and_says_so() -> None:
