@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 from . import _load
-from .activations import activate
+from ._torch_private import unrecorded
+from .activations import NONE, activate
 from .checks import (
     DTYPE_NAMES,
     check_block_shape,
@@ -21,7 +22,7 @@ from .checks import (
     first_position,
 )
 from .derived import Kept, capturing
-from .int8_ops import int8_linear
+from .int8_ops import int8_linear, run
 from .nested import linear_of_nested
 from .pattern import BsrPattern
 from .pattern_weight import PatternWeight
@@ -158,6 +159,16 @@ class Int8Weight(PatternWeight):
         self, x: torch.Tensor, bias: torch.Tensor | None = None, activation: str | None = None
     ) -> torch.Tensor:
         """Returns x Wᵀ + bias, as F.linear does: x of shape (…, K) gives (…, N); or an activation of it."""
+        values, kept = self._parameters.get("values"), self._kept.get(getattr(x, "dtype", None))
+        if (
+            kept is not None  # as in PatternWeight: what a small layer meets, in 5 µs less
+            and activation is None
+            and self._meets_nothing(x, values, bias)
+            and unrecorded(x, bias)
+        ):
+            derived = kept.current(values, values) or (None, None, 0)
+            scales, plan = self._buffers["scales"], self._pattern.plan
+            return run(x, values, scales, plan, bias, *self.shape, self.dynamic, *derived, NONE)
         if getattr(x, "is_nested", False):
             y = linear_of_nested(self, x, bias)
             return y if activation is None else activate(y, activation)

@@ -18,7 +18,7 @@ from .derivatives import batched, check_plan, kernel
 from .op_rules import autocast_to, fake_rows_like, meets_nothing
 
 op, grad_input = map(_load.op, ("int8_linear", "int8_grad_input"))
-_run, _run_grad_input = map(below_autograd, (op, grad_input))
+run, _run_grad_input = map(below_autograd, (op, grad_input))
 
 
 def int8_linear(
@@ -61,7 +61,7 @@ def int8_linear(
     name = check_activation("int8_linear", activation)
     weight = (values, scales, plan, bias, out_features, in_features, dynamic)
     args = (x, *weight, *(derived or (None, None, 0)), name)
-    return _run(*args) if meets_nothing(x, bias) else op(*args)
+    return run(*args) if meets_nothing(x, bias) else op(*args)
 
 
 class Int8Linear(Function):
@@ -69,7 +69,7 @@ class Int8Linear(Function):
 
     @staticmethod
     def forward(ctx, *args):  # noqa: D102
-        y = _run(*args)
+        y = run(*args)
         Int8Linear.save(ctx, args, y)
         return y
 
@@ -136,7 +136,7 @@ def _linear_kernel() -> Any:
         tracked = any(args[at] is not None and args[at].requires_grad for at in (0, 4))
         if (torch.is_grad_enabled() and tracked) or _torch_private.forward_mode():
             return activate(op(*args), activation)
-        return _run(*args, activation)
+        return run(*args, activation)
 
     return autograd
 
