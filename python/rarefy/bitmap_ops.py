@@ -6,17 +6,23 @@ takes 12 bytes a stored element: who trains gives it along.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 from torch.autograd.forward_ad import unpack_dual
 
 from . import _load, _torch_private
 from ._torch_private import Function, below_autograd
-from .activations import NONE, activate, check_activation
-from .derivatives import batched, check_plan, compact, grad_input, grad_weight, kernel
-from .op_rules import autocast_to, fake_rows_like
+from .activations import NONE, check_activation
+from .derivatives import (
+    batched,
+    check_plan,
+    compact,
+    grad_input,
+    grad_weight,
+    linear_kernel,
+    over_tokens,
+)
+from .op_rules import fake_rows_like, register_autocast
 from .ops import bsr_plan
 
 _op, _make_plan, _columns = map(_load.op, ("bitmap_linear", "bitmap_plan", "bitmap_columns"))
@@ -99,8 +105,9 @@ class BitmapLinear(Function):
 
     @staticmethod
     def save(ctx, inputs, output):  # noqa: D102
-        x, values, plan, _, n, k, blocks, *activation = inputs
-        if activation not in ([], [NONE]):
+        # The dispatcher leaves out trailing arguments that are their defaults.
+        x, values, plan, _, n, k, blocks, activation = (*inputs, *(None, NONE)[len(inputs) - 6 :])
+        if activation != NONE:
             raise NotImplementedError("[bitmap_linear] activation must be None; got a torch that lacks names")
         # Plans never change: kept as they are, as in derivatives.py.
         ctx.plan, ctx.blocks, ctx.sizes, ctx.count = plan, blocks, (n, k), len(inputs)
@@ -125,7 +132,7 @@ class BitmapLinear(Function):
         if needs[1]:
             grads[1] = grad_weight(dy, x, blocks, 1, 1, *ctx.sizes, ctx.stored).view(-1)
         if needs[3]:
-            grads[3] = dy.sum(tuple(range(dy.dim() - 1))) if dy.dim() > 1 else dy
+            grads[3] = over_tokens(dy)
         return tuple(grads)
 
     @staticmethod
@@ -141,24 +148,6 @@ class BitmapLinear(Function):
             if dbias is not None:
                 terms.append(dbias.expand(*x.shape[:-1], -1))
             return sum(terms[1:], start=terms[0]) if terms else None
-
-
-def _linear_kernel() -> Any:
-    """Of the dispatcher's Autograd key: an activation is torch's own where anything records it."""
-    without = kernel(BitmapLinear, _op)
-
-    def autograd(*args: Any) -> Tensor:
-        # The dispatcher leaves out trailing arguments that are their defaults.
-        args = (*args, *(None, NONE)[len(args) - 6 :])
-        *args, activation = args
-        if activation == NONE:
-            return without(*args)
-        tracked = any(args[at] is not None and args[at].requires_grad for at in (0, 1, 3))
-        if (torch.is_grad_enabled() and tracked) or _torch_private.forward_mode():
-            return activate(_op(*args), activation)
-        return _run(*args, activation)
-
-    return autograd
 
 
 def _vmap(info, dims, x, values, plan, bias, n, k, blocks=None, activation=NONE):
@@ -189,21 +178,14 @@ def _register() -> torch.library.Library:
     for name in ("bitmap_linear", "bitmap_plan", "bitmap_columns"):
         _torch_private.rename_type_errors(getattr(torch.ops.rarefy, name))
     if _torch_private.autograd_kernels:
-        library.impl("bitmap_linear", _linear_kernel(), "Autograd")
+        library.impl("bitmap_linear", linear_kernel(BitmapLinear, _op, 8), "Autograd")
     else:
         function = BitmapLinear
         torch.library.register_autograd(
             "rarefy::bitmap_linear", function.backward, setup_context=function.save
         )
     torch.library.register_vmap("rarefy::bitmap_linear", _vmap)
-    for device_type in ("cpu", "cuda"):
-        cast = autocast_to(device_type)
-
-        def autocast(x, values, plan, bias, *rest, device_type=device_type, cast=cast):
-            args = (cast(x), cast(values), plan, cast(bias), *rest)
-            return _torch_private.without_autocast(device_type, _op, *args)
-
-        library.impl("bitmap_linear", autocast, f"Autocast{device_type.upper()}")
+    register_autocast(library, "bitmap_linear", _op, (0, 1, 3))
     return library  # kernels live as long as this object
 
 

@@ -79,6 +79,11 @@ def _for_weight_gradient(rest: Sequence[Any]) -> Sequence[Any]:
     return (rest[2], rest[4]) if len(_of_pattern(rest)) == 5 else ()
 
 
+def over_tokens(dy: Tensor) -> Tensor:
+    """The gradient of a bias: the sum over tokens, which a single one has not."""
+    return dy.sum(tuple(range(dy.dim() - 1))) if dy.dim() > 1 else dy
+
+
 def _gradients(ctx: Any, dy: Tensor, needs: Sequence[bool], plan: Tensor, *rest: Any) -> tuple[Any, ...]:
     """Gradients of linear to x, values and bias, as far as needed; `rest`: sizes, and what is derived."""
     x, values = ctx.saved_tensors
@@ -97,7 +102,7 @@ def _gradients(ctx: Any, dy: Tensor, needs: Sequence[bool], plan: Tensor, *rest:
     if needs[1]:
         dvalues = grad_weight(dy, x, plan, r, c, *rest[:2], ctx.stored, *_for_weight_gradient(rest))
     if needs[2]:
-        dbias = dy.sum(tuple(range(dy.dim() - 1))) if several else dy
+        dbias = over_tokens(dy)
     return dx, dvalues, dbias
 
 
@@ -251,16 +256,22 @@ def kernel(function: type[Function], op: Any) -> Any:
     return autograd
 
 
-def linear_kernel(function: type[Linear], op: Any) -> Any:
-    """The same of bsr_linear, whose activation is torch's own where anything records it."""
+def linear_kernel(
+    function: type[Function], op: Any, arguments: int = 10, tracked: Sequence[int] = (0, 1, 3)
+) -> Any:
+    """The same of a linear layer, whose activation is torch's own where anything records it.
+
+    arguments: how many the op has, the activation last; bsr_linear's. The dispatcher leaves out trailing ones
+    that are their defaults. tracked: where those are that may want a gradient.
+    """
     below, without = below_autograd(op), kernel(function, op)
 
     def autograd(*args: Any) -> Tensor:
-        *args, activation = args if len(args) == 10 else (*args, NONE)
+        *args, activation = args if len(args) == arguments else (*args, NONE)
         if activation == NONE:
             return without(*args)
-        tracked = any(args[at] is not None and args[at].requires_grad for at in (0, 1, 3))
-        if (torch.is_grad_enabled() and tracked) or _torch_private.forward_mode():
+        recorded = any(args[at] is not None and args[at].requires_grad for at in tracked)
+        if (torch.is_grad_enabled() and recorded) or _torch_private.forward_mode():
             return activate(op(*args), activation)
         return below(*args, activation)
 

@@ -14,8 +14,8 @@ from torch import Tensor
 from . import _load, _torch_private
 from ._torch_private import Function, below_autograd
 from .activations import activate, activation_gradient, check_activation
-from .derivatives import batched, check_plan, compact, grad_input, grad_weight, linear
-from .op_rules import autocast_to, fake_rows_like
+from .derivatives import batched, check_plan, compact, grad_input, grad_weight, linear, over_tokens
+from .op_rules import fake_rows_like, register_autocast
 
 op, _op_hidden = map(_load.op, ("bsr_feed_forward", "_bsr_feed_forward_hidden"))
 _run, _run_hidden = map(below_autograd, (op, _op_hidden))
@@ -183,7 +183,7 @@ def _gradients(
         hidden = active * up if gated else active
         grads[7] = grad_weight(dy, hidden, down_plan, *dv.shape[1:], n, h, dv.dtype)
     if needs[9]:
-        grads[9] = _sum(dy)
+        grads[9] = over_tokens(dy)
     if not any(needs[:7]):
         return grads
     d_hidden = grad_input(dy, dv, down_plan, n, h)
@@ -199,12 +199,8 @@ def _gradients(
         if needs[at]:
             grads[at] = grad_weight(d, x, plan, *values.shape[1:], h, k, values.dtype)
         if needs[at + 2]:
-            grads[at + 2] = _sum(d)
+            grads[at + 2] = over_tokens(d)
     return grads
-
-
-def _sum(d: Tensor) -> Tensor:
-    return d.sum(tuple(range(d.dim() - 1))) if d.dim() > 1 else d
 
 
 def _autograd(*args: Any) -> Tensor:
@@ -263,14 +259,7 @@ def _register() -> torch.library.Library:
         )
     torch.library.register_vmap("rarefy::bsr_feed_forward", _vmap)
     library.impl("bsr_feed_forward", layers, "CUDA")
-    for device_type in ("cpu", "cuda"):
-        cast = autocast_to(device_type)
-
-        def kernel(*args, device_type=device_type, cast=cast):
-            cast_args = (cast(arg) if at in _TENSORS else arg for at, arg in enumerate(args))
-            return _torch_private.without_autocast(device_type, op, *cast_args)
-
-        library.impl("bsr_feed_forward", kernel, f"Autocast{device_type.upper()}")
+    register_autocast(library, "bsr_feed_forward", op, _TENSORS)
     return library
 
 

@@ -6,16 +6,14 @@ the scaled values, straight through the rounding of x.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from . import _load, _torch_private
 from ._torch_private import Function, below_autograd
-from .activations import NONE, activate, check_activation
-from .derivatives import batched, check_plan, kernel
-from .op_rules import autocast_to, fake_rows_like, meets_nothing
+from .activations import activate, check_activation
+from .derivatives import batched, check_plan, kernel, linear_kernel, over_tokens
+from .op_rules import fake_rows_like, meets_nothing, register_autocast
 
 op, grad_input = map(_load.op, ("int8_linear", "int8_grad_input"))
 run, _run_grad_input = map(below_autograd, (op, grad_input))
@@ -86,7 +84,7 @@ class Int8Linear(Function):
         if dy is not None and ctx.needs_input_grad[0]:
             grads[0] = grad_input(dy, *ctx.weight, *ctx.sizes)
         if dy is not None and ctx.needs_input_grad[4]:
-            grads[4] = dy.sum(tuple(range(dy.dim() - 1))) if dy.dim() > 1 else dy
+            grads[4] = over_tokens(dy)
         return tuple(grads)
 
     @staticmethod
@@ -123,22 +121,6 @@ class Int8GradInput(Function):
     def jvp(ctx, ddy, *_):  # noqa: D102
         with _torch_private.forward_mode_enabled():
             return None if ddy is None else grad_input(ddy, *ctx.weight, *ctx.sizes)
-
-
-def _linear_kernel() -> Any:
-    """Of the dispatcher's Autograd key: an activation is torch's own where anything records it."""
-    without = kernel(Int8Linear, op)
-
-    def autograd(*args: Any) -> Tensor:
-        *args, activation = args if len(args) == 12 else (*args, NONE)
-        if activation == NONE:
-            return without(*args)
-        tracked = any(args[at] is not None and args[at].requires_grad for at in (0, 4))
-        if (torch.is_grad_enabled() and tracked) or _torch_private.forward_mode():
-            return activate(op(*args), activation)
-        return run(*args, activation)
-
-    return autograd
 
 
 def _vmap_linear(info, dims, x, values, scales, plan, bias, *rest):
@@ -182,21 +164,15 @@ def _register() -> torch.library.Library:
         torch.library.register_fake(f"rarefy::{name}", fake)
         _torch_private.rename_type_errors(getattr(torch.ops.rarefy, name))
         if _torch_private.autograd_kernels:
-            autograd = _linear_kernel() if function is Int8Linear else kernel(function, grad_input)
+            linear = function is Int8Linear
+            autograd = linear_kernel(function, op, 12, (0, 4)) if linear else kernel(function, grad_input)
             library.impl(name, autograd, "Autograd")
         else:
             torch.library.register_autograd(f"rarefy::{name}", function.backward, setup_context=function.save)
         torch.library.register_vmap(f"rarefy::{name}", vmap)
     for name in ("int8_derived_sizes", "int8_prepare", "int8_pack"):
         _torch_private.rename_type_errors(getattr(torch.ops.rarefy, name))
-    for device_type in ("cpu", "cuda"):
-        cast = autocast_to(device_type)
-
-        def autocast(x, values, scales, plan, bias, *rest, device_type=device_type, cast=cast):
-            args = (cast(x), values, scales, plan, cast(bias), *rest)
-            return _torch_private.without_autocast(device_type, op, *args)
-
-        library.impl("int8_linear", autocast, f"Autocast{device_type.upper()}")
+    register_autocast(library, "int8_linear", op, (0, 4))
     return library  # kernels live as long as this object
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -37,3 +38,15 @@ def autocast_to(device_type: str) -> Callable[[Tensor | None], Tensor | None]:
         return tensor.to(torch.get_autocast_dtype(device_type))
 
     return cast
+
+
+def register_autocast(library: torch.library.Library, name: str, op: Any, floats: Collection[int]) -> None:
+    """The op's kernels for autocast on the CPU and on CUDA: arguments `floats`, by position, are cast."""
+    for device_type in ("cpu", "cuda"):
+        cast = autocast_to(device_type)
+
+        def kernel(*args: Any, device_type: str = device_type, cast: Callable = cast) -> Tensor:
+            cast_args = (cast(arg) if at in floats else arg for at, arg in enumerate(args))
+            return _torch_private.without_autocast(device_type, op, *cast_args)
+
+        library.impl(name, kernel, f"Autocast{device_type.upper()}")

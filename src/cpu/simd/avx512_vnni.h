@@ -9,26 +9,28 @@
 
 namespace rarefy::cpu {
 
-// A line of four features of all tokens, from where they lie in a panel: `to_do` says which.
+// A line of four features, from where they lie in a panel: `to_do` says which, Line how it is put together.
+template <class Line>
 struct GatherFours {
   LaneGather to_do;
   std::int32_t steps;
   void operator()(std::int32_t left) const { take(steps - left); }
   void take(std::int32_t line) const {
-    if (line >= to_do.lines) return;
-    interleave_quad(to_do.panel, to_do.offsets + kQuad * line, to_do.to + kPairLine * line);
+    if (line < to_do.lines) Line::put(to_do, line, to_do.offsets + kQuad * line);
   }
 };
 
-// The same of up to 4 tokens, where a feature is a dword.
-struct GatherFew {
-  LaneGather to_do;
-  std::int32_t steps;
-  void operator()(std::int32_t left) const { take(steps - left); }
-  void take(std::int32_t line) const {
-    if (line >= to_do.lines) return;
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(to_do.to + 8 * line),
-                     FewQuads<Avx512Quads<true>>::line(to_do.panel, to_do.offsets + kQuad * line));
+struct AllTokens {
+  static void put(const LaneGather& t, std::int32_t line, const std::uint32_t* offsets) {
+    interleave_quad(t.panel, offsets, t.to + kPairLine * line);
+  }
+};
+
+// Up to 4, where a feature is a dword.
+struct FewTokens {
+  static void put(const LaneGather& t, std::int32_t line, const std::uint32_t* offsets) {
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(t.to + 8 * line),
+                     FewQuads<Avx512Quads<true>>::line(t.panel, offsets));
   }
 };
 
@@ -36,7 +38,7 @@ struct Avx512VnniLanes {
   using Isa = Avx512;
   using Sum = __m512i;
   using Vector = __m512i;
-  using Gather = GatherFours;
+  using Gather = GatherFours<AllTokens>;
   static constexpr bool kParts = false;
   static constexpr std::int32_t kLine = kLaneTokens * 4;
 
@@ -75,7 +77,7 @@ struct Avx512VnniHalfLanes {
   using Isa = Avx512Half;
   using Sum = __m256i;
   using Vector = __m256i;
-  using Gather = GatherFours;
+  using Gather = GatherFours<AllTokens>;
   static constexpr bool kParts = false;
   static constexpr std::int32_t kLine = kLaneTokens * 4;
 
@@ -112,7 +114,7 @@ struct Avx512VnniHalfLanes {
 // Either of them on lines of 4 tokens.
 template <class E>
 struct FewLanes : E {
-  using Gather = GatherFew;
+  using Gather = GatherFours<FewTokens>;
   static constexpr std::int32_t kLine = kQuad * 4;
 };
 
