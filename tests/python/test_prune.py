@@ -997,3 +997,62 @@ def test_a_mask_of_scores_alone():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert make_mask(Scores(torch.zeros(0, 4)), (1, 1, 0, 0), 0).kept == 0
+
+
+def test_state_dicts_that_are_damaged_are_refused():
+    def damaged(change) -> str:
+        first, second = Sparsifier(0.5), Sparsifier(0.5)
+        model = Net()
+        for sparsifier, net in ((first, Net()), (second, model)):
+            sparsifier.prepare(net)
+            sparsifier.step()
+        before, state = second.state_dict(), first.state_dict()
+        change(state)
+        with pytest.raises((ValueError, TypeError)) as caught:
+            second.load_state_dict(state)
+        assert _same(second.state_dict(), before)
+        return str(caught.value)
+
+    assert "must have 'groups', a list; got none" in damaged(lambda s: s.pop("groups"))
+    assert "must have 'random', a Tensor; got int" in damaged(lambda s: s.update(random=3))
+    assert "must have a mask of up.weight" in damaged(lambda s: s["state"].pop("up.weight"))
+    assert "must have a mask of up.weight" in damaged(lambda s: s["state"]["up.weight"].pop("mask"))
+    mask = "up.weight"
+    assert "must have 'bits'" in damaged(lambda s: s["state"][mask]["mask"].pop("bits"))
+
+    def floats(state) -> None:
+        state["state"][mask]["mask"]["bits"] = state["state"][mask]["mask"]["bits"].float()
+
+    assert "the mask of up.weight must be uint8" in damaged(floats)
+
+
+@pytest.mark.parametrize("config", [{"up": {"sparsty": 0.3}}, [{"tensor_fqn": "up.weight", "patern": "2:4"}]])
+def test_options_that_are_misspelt_are_refused(config):
+    model = Net()
+    with pytest.raises(ValueError, match=r"only resemble '(sparsity|pattern)'"):
+        Sparsifier(0.5).prepare(model, config)
+    assert type(model.up.weight) is nn.Parameter
+    kept = Sparsifier(0.5)
+    kept.prepare(model, [{"tensor_fqn": "up.weight", "note": 3}])  # as torch.ao, which keeps others
+    assert kept.groups[0]["note"] == 3
+
+
+def test_calibration_data_of_another_width_or_kind_is_refused():
+    linear, conv = nn.Sequential(nn.Linear(16, 8)), nn.Sequential(nn.Conv2d(3, 4, 3))
+    for model, x, text in (
+        (linear, torch.randn(4, 15), r"inputs of 0\.weight must have 16 features; got \(4, 15\)"),
+        (conv, torch.randn(4, 5, 8, 8), r"inputs of 0\.weight must have 3 channels; got \(4, 5, 8, 8\)"),
+        (conv, torch.randn(8, 8), r"inputs of 0\.weight must have 3 channels"),
+    ):
+        sparsifier = Sparsifier(0.5, "wanda")
+        sparsifier.prepare(copy.deepcopy(model))
+        with pytest.raises(ValueError, match=text):
+            sparsifier.calibrate([x])
+        with pytest.raises(ValueError, match=text):
+            rarefy.prune.reconstruct(model, [x], "unstructured", 0.5)
+        with pytest.raises(TypeError, match="data must be an iterable of batches; got NoneType"):
+            sparsifier.calibrate(None)
+    with pytest.raises(TypeError, match="data must be an iterable of batches; got int"):
+        rarefy.prune.reconstruct(linear, 3, "unstructured", 0.5)
+    with pytest.raises(ValueError, match="memory must be at least 0; got -1"):
+        rarefy.prune.reconstruct(linear, [torch.randn(4, 16)], "unstructured", 0.5, memory=-1)

@@ -77,6 +77,15 @@ def test_predictions_are_those_of_rarefys_predictor(tmp_path, monkeypatch):
     assert {p.milliseconds for p in report} == {None}
 
 
+@pytest.mark.parametrize("pattern", ["2:4", "4:8"])
+def test_n_of_m_counts_with_a_bit_for_each_weight(pattern):
+    report = sensitivity(net(), loss_of, pattern, (0.25, 0.5), config={"2": {}}, time=False)
+    for point in report:
+        values = round(32 * 32 * (1 - point.sparsity))
+        assert point.parameters == values
+        assert point.bytes == 4 * values + (32 * 4 if point.sparsity else 0)
+
+
 @pytest.mark.usefixtures("_seconds")
 @pytest.mark.parametrize("kind", ["parameters", "bytes", "milliseconds"])
 @pytest.mark.parametrize("part", [0.3, 0.5, 0.77, 1.0])
@@ -232,3 +241,10 @@ def test_bad_arguments_are_refused(options, text):
 def test_a_loss_that_is_not_finite_is_refused():
     with pytest.raises(ValueError, match="finite number; got nan"):
         sensitivity(net(), lambda m: math.nan, "unstructured")
+
+
+def test_what_cannot_be_measured_is_refused():
+    with pytest.raises(ValueError, match="sparsities must hold one or more; got none"):
+        sensitivity(net(), loss_of, "block:8x1", (), time=False)
+    with pytest.raises(TypeError, match="evaluate must return a number; got 'good'"):
+        sensitivity(net(), lambda model: "good", "block:8x1", (0.5,), time=False)

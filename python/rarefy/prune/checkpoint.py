@@ -16,6 +16,18 @@ if TYPE_CHECKING:
 
 _VERSION = 1
 _OF_THE_MODEL = ("module", "module_fqn", "tensor_name", "places", "pattern")
+_KINDS = {
+    "settings": Mapping, "clock": int, "levels": Mapping, "targets": Mapping, "squashed": bool,
+    "random": torch.Tensor, "defaults": Mapping, "state": Mapping, "groups": list,
+}  # fmt: skip
+
+
+def check_entries(op: str, saved: Mapping[str, Any], kinds: Mapping[str, type]) -> None:
+    """Raises ValueError unless a state_dict has these entries, each of its kind."""
+    for key, kind in kinds.items():
+        if not isinstance(saved.get(key), kind):
+            got = type(saved[key]).__name__ if key in saved else "none"
+            fail(op, f"state_dict must have {key!r}, a {kind.__name__}", got)
 
 
 def save(sparsifier: Sparsifier) -> dict[str, Any]:
@@ -50,7 +62,8 @@ def load(sparsifier: Sparsifier, saved: Mapping[str, Any], strict: bool) -> None
     if not isinstance(saved, Mapping) or saved.get("version") != _VERSION:
         got = f"version {saved.get('version')}" if isinstance(saved, Mapping) else type(saved).__name__
         fail(op, f"state_dict must be of a Sparsifier, version {_VERSION}", got)
-    by_name = {g["tensor_fqn"]: g for g in saved["groups"]}
+    check_entries(op, saved, _KINDS)
+    by_name = {g.get("tensor_fqn"): g for g in saved["groups"]}
     if differ := sorted({g["tensor_fqn"] for g in sparsifier.groups} ^ by_name.keys()):
         fail(op, "state_dict must be of the same weights", f"{', '.join(differ[:5])} in one of both only")
     ours = sparsifier.settings()
@@ -61,10 +74,15 @@ def load(sparsifier: Sparsifier, saved: Mapping[str, Any], strict: bool) -> None
     for group in sparsifier.groups:
         fqn = group["tensor_fqn"]
         rows, cols = matrix_shape(sparsifier._original(group).shape)
-        entry = dict(saved["state"][fqn])
-        mask = entry["mask"]
+        entry = dict(saved["state"].get(fqn, {}))
+        mask = entry.get("mask")
+        if not isinstance(mask, Mapping):
+            fail(op, f"state_dict must have a mask of {fqn}", type(mask).__name__)
+        check_entries(op, mask, {"bits": torch.Tensor, "cols": int, "kept": int})
         if (tuple(mask["bits"].shape), mask["cols"]) != ((rows, -(-cols // 8)), cols):
             fail(op, f"the mask of {fqn} must be {rows}x{cols}", f"{len(mask['bits'])}x{mask['cols']}")
+        if mask["bits"].dtype != torch.uint8:
+            fail(op, f"the mask of {fqn} must be uint8", mask["bits"].dtype, TypeError)
         entry["mask"] = Mask(mask["bits"].clone(), mask["cols"], mask["kept"])
         state[fqn] = {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in entry.items()}
 

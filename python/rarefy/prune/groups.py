@@ -16,6 +16,9 @@ from ..checks import fail
 
 FilterFn = Callable[[str, nn.Module], bool]
 
+# What an entry of a configuration may say; others are kept, as torch.ao does, unless they are misspelt.
+_OPTIONS = ("sparsity", "sparsity_level", "pattern")
+
 # Modules and their parameters with a weight matrix.
 _TENSORS = {
     nn.Linear: ("weight",),
@@ -107,6 +110,9 @@ def find_groups(
                 f"{name}.{tensor}: {weight.dtype}",
                 TypeError,
             )
+        for key in options:
+            if key not in _OPTIONS and (near := difflib.get_close_matches(key, _OPTIONS, n=1, cutoff=0.8)):
+                fail(op, f"config must not have keys that only resemble {near[0]!r}", repr(key))
         group = groups.setdefault(
             id(weight),
             {
@@ -132,6 +138,13 @@ def find_groups(
     return list(groups.values())
 
 
+def batches_of(data: Any) -> Iterable[Any]:
+    """`data`; TypeError unless it can be iterated over."""
+    if not isinstance(data, Iterable):
+        fail("calibration", "data must be an iterable of batches", type(data).__name__, TypeError)
+    return data
+
+
 def call(model: nn.Module, batch: Any) -> Any:
     """The model's result for a batch: a tensor, a tuple of arguments or a dict of them."""
     if isinstance(batch, Mapping):
@@ -139,8 +152,16 @@ def call(model: nn.Module, batch: Any) -> Any:
     return model(*batch) if isinstance(batch, tuple | list) else model(batch)
 
 
-def inputs_of(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    """What the weight of a Linear or Conv2d multiplies, (groups, tokens, K) in float64 on the CPU."""
+def inputs_of(module: nn.Module, x: torch.Tensor, name: str = "a layer") -> torch.Tensor:
+    """What the weight of a Linear or Conv2d multiplies, (groups, tokens, K) in float64 on the CPU.
+
+    Raises ValueError for another number of features or channels; `name` is for that.
+    """
+    conv = isinstance(module, nn.Conv2d)
+    wanted, at = (module.in_channels, -3) if conv else (module.in_features, -1)
+    if x.ndim < -at or x.shape[at] != wanted:
+        what = "channels" if conv else "features"
+        fail("calibration", f"the inputs of {name} must have {wanted} {what}", tuple(x.shape))
     x = x.detach().cpu().double()
     if isinstance(module, nn.Conv2d):
         if x.ndim == 3:
@@ -164,7 +185,7 @@ def inputs_of(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
 @torch.no_grad()
 def run_through(model: nn.Module, data: Iterable[Any], forward: Callable[[Any], Any] | None) -> None:
     """Batches through a model, or through `forward` in place of it, without gradients."""
-    for batch in data:
+    for batch in batches_of(data):
         call(model, batch) if forward is None else forward(batch)
 
 
@@ -220,7 +241,7 @@ def observing(groups: list[dict[str, Any]], state: dict[str, dict[str, Any]], gr
 
     def hook(fqn: str) -> Callable[[nn.Module, tuple[Any, ...]], None]:
         def observe(module: nn.Module, args: tuple[Any, ...]) -> None:
-            x = inputs_of(module, args[0])
+            x = inputs_of(module, args[0], fqn)
             if not bool(torch.isfinite(x).all()):
                 fail("calibration", f"the inputs of {fqn} must be finite", "NaN or infinity")
             mine = state[fqn]

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..checks import fail
+from ..checks import check_int, fail
 from ..log import progress
-from .groups import Config, FilterFn, call, collect_grams, find_groups, inputs_of
+from .groups import Config, FilterFn, batches_of, call, collect_grams, find_groups, inputs_of
 from .masks import Mask
 from .moments import Moments, fitted
 from .patterns import matrix_shape, parse_pattern
@@ -78,13 +78,13 @@ def reconstruct(
 
     Shows a progress bar on a terminal.
 
-    Raises ValueError for data that is empty or not finite where a layer sees it, and as reconstruct_weight
-    does, or if `towards` has no such layers.
+    Raises ValueError for data that is empty, or not finite or of the wrong width where a layer sees it, and
+    as reconstruct_weight does, or if `towards` has no such layers.
     """
     op = "reconstruct"
     if not isinstance(model, nn.Module):
         fail(op, "model must be an nn.Module", type(model).__name__, TypeError)
-    pattern = parse_pattern(pattern, op)
+    pattern, memory = parse_pattern(pattern, op), check_int(op, "memory", memory)
     groups = [g for g in find_groups(op, model, config, filter_fn) if g["tensor_fqn"] not in skip]
     groups = [g for g in groups if isinstance(g["module"], nn.Linear | nn.Conv2d)]
     for group in groups:
@@ -181,7 +181,7 @@ def _collect_moments(
         hooks.append(here.register_forward_pre_hook(lambda m, args, xs=xs: xs.append(inputs_of(m, args[0]))))
         hooks.append(there.register_forward_hook(lambda m, args, y, ys=ys: ys.append(y.detach())))
     try:
-        for batch in data:
+        for batch in batches_of(data):
             call(model, batch)
             call(towards, batch)
             for (fqn, here, _), xs, ys in zip(pairs, given, wanted, strict=True):

@@ -15,6 +15,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ..checks import check_int, check_known, fail
+from .checkpoint import check_entries
 from .criteria import check_sparsity
 from .drop_fractions import parse_fraction
 from .growth import Watch, candidate_norms, gradient_norms
@@ -22,6 +23,9 @@ from .masks import Mask, Scores, make_mask
 from .movable import Movable, find_movable
 
 _VERSION = 1
+_KINDS = {
+    "settings": Mapping, "clock": int, "random": torch.Tensor, "grown": Mapping, "explored": Mapping,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -222,6 +226,7 @@ class MovingPattern:
         op = f"{type(self).__name__}.load_state_dict"
         if not isinstance(state_dict, Mapping) or state_dict.get("version") != _VERSION:
             fail(op, f"state_dict must be of a {type(self).__name__}, version {_VERSION}", "another one")
+        check_entries(op, state_dict, _KINDS)
         ours, theirs = self.settings(), state_dict["settings"]
         if ours["method"] != theirs["method"] or (strict and ours != theirs):
             other = [f"{k}={v} instead of {ours.get(k)}" for k, v in theirs.items() if v != ours.get(k)]
@@ -229,7 +234,7 @@ class MovingPattern:
         if differ := sorted(self.grown.keys() ^ state_dict["grown"].keys()):
             fail(op, "state_dict must be of the same layers", f"{', '.join(differ[:5])} in one of both only")
         for layer in self.layers:
-            bits, columns = state_dict["explored"][layer.name], layer.grid[1]
+            bits, columns = state_dict["explored"].get(layer.name, torch.empty(0)), layer.grid[1]
             if tuple(bits.shape) != (layer.grid[0], -(-columns // 8)):
                 fail(op, f"what was explored of {layer.name} must be {layer.grid} blocks", tuple(bits.shape))
         for layer in self.layers:

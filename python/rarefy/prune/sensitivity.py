@@ -193,28 +193,39 @@ def sensitivity(
         filter_fn: the same.
         tokens: for which times are predicted.
         time: whether they are: by rarefy's predictor, on this CPU, of nn.Linear at sparsity 0 and of what the
-            pattern is stored as; without, or for what it cannot predict, `milliseconds` is None.
+            pattern is stored as; without, or for what it cannot predict (N:M), `milliseconds` is None.
         resume: a part of the same measurement, whose groups are not measured again.
         path: where the report is written after each group; see Sensitivity.write.
 
     Shows a progress bar on a terminal.
 
-    Raises ValueError for sparsities outside (0, 1] or more than the pattern allows, names that match
-    nothing, a loss of the dense model that is not finite, and a `resume` of another pattern or other tokens.
+    Raises ValueError for no sparsities, those outside (0, 1] or more than the pattern allows, names that
+    match nothing, a loss of the dense model that is not finite, and a `resume` of another pattern or other
+    tokens; TypeError for a loss that is no number.
     """
     op = "sensitivity"
     pattern, criterion = parse_pattern(pattern, op), parse_criterion(criterion, op)
     if criterion.needs is not None and prune is None:
         fail(op, "criterion must be one that needs no data (prune= can be any)", criterion)
+    if not len(sparsities):
+        fail(op, "sparsities must hold one or more", "none")
     for sparsity in sparsities:
         pattern.check_sparsity(op, check_sparsity(op, "sparsities", sparsity))
     check_int(op, "tokens", tokens, 1)
     lots = _lots(op, find_groups(op, model, config, filter_fn), by)
     for weight in (_weight(g) for lot in lots.values() for g in lot):
         pattern.check_shape(op, "a weight", weight.shape)
+
+    def loss_of() -> float:
+        loss = evaluate(model)
+        try:
+            return float(loss)
+        except (TypeError, ValueError):
+            return fail(op, "evaluate must return a number", repr(loss), TypeError)
+
     report = copy.deepcopy(resume)
     if report is None:
-        report = Sensitivity(str(pattern), tokens, float(evaluate(model)))
+        report = Sensitivity(str(pattern), tokens, loss_of())
         if not math.isfinite(report.loss):
             fail(op, "evaluate must give the dense model a finite number", report.loss)
     elif (report.pattern, report.tokens) != (str(pattern), tokens):
@@ -241,8 +252,7 @@ def sensitivity(
                 for group in lot:
                     _weight(group).copy_(changed(group, sparsity))
                 now = [_weight(group).detach() for group in lot]
-                loss = float(evaluate(model))
-                points.append(_point(name, names, now, pattern, sparsity, loss, tokens, time))
+                points.append(_point(name, names, now, pattern, sparsity, loss_of(), tokens, time))
             finally:
                 for group, weight in zip(lot, kept, strict=True):
                     _weight(group).copy_(weight)
@@ -282,33 +292,41 @@ def _point(
     stored = [_stored(weight, pattern if sparsity else None) for weight in weights]
     times = [_milliseconds(*x, tokens) if time else None for x in zip(weights, stored, strict=True)]
     parameters, size = 0, 0
-    for weight, (block, count) in zip(weights, stored, strict=True):
-        values = count * math.prod(block) if block else weight.numel()
-        rows = grid_of(matrix_shape(weight.shape), block)[0] if block else 0
+    for weight, (form, block, count) in zip(weights, stored, strict=True):
+        values = count * math.prod(block)
+        rows, cols = matrix_shape(weight.shape)
+        indices = {"dense": 0, "bits": rows * -(-cols // 8)}
+        blocks = _INDEX * (count + grid_of((rows, cols), block)[0] + 1)
         parameters += min(values, weight.numel())
-        size += values * weight.element_size() + (_INDEX * (count + rows + 1) if block else 0)
+        size += values * weight.element_size() + indices.get(form, blocks)
     total = None if None in times else sum(times)
     return Point(name, names, sparsity, loss, parameters, size, total)
 
 
-def _stored(weight: torch.Tensor, pattern: Pattern | None) -> tuple[tuple[int, int] | None, int]:
-    """The blocks that a weight would be stored in, and how many; None for what stays dense."""
+def _stored(weight: torch.Tensor, pattern: Pattern | None) -> tuple[str, tuple[int, int], int]:
+    """How a weight would be stored, "dense", "blocks" or "bits" (one an element), in what blocks, how many."""
     form = None if pattern is None else pattern.spec
     if form is None or weight.ndim != 2:
-        return None, 0
-    r, c = (1, 1) if form == "csr" else map(int, form.removeprefix("block:").split("x"))
-    return (r, c), int((to_blocks(weight, (r, c)) != 0).flatten(2).any(2).sum())
+        return "dense", (1, 1), weight.numel()
+    single = form in ("csr", "bitmap", "2:4")
+    r, c = (1, 1) if single else map(int, form.removeprefix("block:").split("x"))
+    count = int((to_blocks(weight, (r, c)) != 0).flatten(2).any(2).sum())
+    return "bits" if single and form != "csr" else "blocks", (r, c), count
 
 
 def _milliseconds(
-    weight: torch.Tensor, stored: tuple[tuple[int, int] | None, int], tokens: int
+    weight: torch.Tensor, stored: tuple[str, tuple[int, int], int], tokens: int
 ) -> float | None:
     """A call of a linear layer, predicted; None where there is no prediction."""
-    if weight.ndim != 2 or weight.device.type != "cpu" or weight.dtype not in (torch.float32, torch.bfloat16):
+    form, block, count = stored
+    on_cpu = weight.device.type == "cpu" and weight.dtype in (torch.float32, torch.bfloat16)
+    if weight.ndim != 2 or not on_cpu or form == "bits":
         return None
     from ..predictor import Case, predictor
 
-    block, count = stored
-    density = count / math.prod(grid_of(tuple(weight.shape), block)) if block else 1.0
-    case = Case(tokens, *weight.shape, dtype=weight.dtype, block=block, density=density)
+    if form == "dense":
+        case = Case(tokens, *weight.shape, dtype=weight.dtype)
+    else:
+        density = count / math.prod(grid_of(tuple(weight.shape), block))
+        case = Case(tokens, *weight.shape, dtype=weight.dtype, block=block, density=density)
     return 1e3 * predictor().seconds(case)

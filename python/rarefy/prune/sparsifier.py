@@ -21,7 +21,7 @@ from . import checkpoint
 from .choice import choose_alone, choose_masks
 from .conversion import swap, to_sparse
 from .criteria import check_sparsity, parse_criterion
-from .groups import Config, FilterFn, find_groups, observing, run_through
+from .groups import Config, FilterFn, batches_of, find_groups, observing, run_through
 from .masked import Masked
 from .masks import Mask
 from .patterns import matrix_shape, parse_pattern
@@ -166,10 +166,10 @@ class Sparsifier(BaseSparsifier):
             data: batches: a tensor, a tuple of arguments or a dict of them.
             forward: what to do with a batch instead of calling the model.
 
-        Raises ValueError for data that is empty, or not finite where a layer sees it.
+        Raises ValueError for data that is empty, or not finite or of the wrong width where a layer sees it.
         """
         with self.calibration():
-            run_through(self._model, progress(data, "calibration", "batch"), forward)
+            run_through(self._model, progress(batches_of(data), "calibration", "batch"), forward)
 
     @torch.no_grad()
     def observe(self) -> None:
