@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "core/checked.h"
+#include "core/column_runs.h"
 #include "rarefy/executor.h"
 #include "rarefy/pattern.h"
 
@@ -86,14 +87,13 @@ void sort_by_column(const PlanView& plan, std::int32_t* crow, std::int32_t* row,
                     const Executor& executor, WordOf word_of) {
   const BsrShape& s = plan.shape;
   if (s.nnzb <= kBucketEntries) return sort_at_once(plan, crow, row, word, word_of);
+  if (const int runs = run_shift(s); runs > 0) {
+    return sort_runs_by_column(plan, runs, crow, row, word, executor, word_of);
+  }
   const int shift = bucket_shift(s);
   const std::int64_t columns = s.col_count(), width = std::int64_t{1} << shift;
   const std::int64_t buckets = ceil_div(columns, width), parts = executor.threads;
-  const auto first_row = [&](std::int64_t part) {
-    const std::int32_t* end = plan.crow + s.row_count();
-    return part == parts ? s.row_count()
-                         : std::lower_bound(plan.crow, end, s.nnzb * part / parts) - plan.crow;
-  };
+  const auto first_row = [&](std::int64_t part) { return first_row_of(plan, part, parts); };
 
   // Parts are ranges of rows; where each puts the entries of a bucket follows from what those before it have.
   std::vector<std::int32_t> next(static_cast<std::size_t>(parts * buckets), 0);

@@ -119,7 +119,7 @@ TEST(TransposeTest, MovesEveryElement) {
 }
 
 // Against a stable sort: the widest buckets, one column a bucket, rows that are empty, full, or hold one
-// entry, a column that has most of the entries.
+// entry, a column that has most of the entries; long runs, in buckets of 256 columns and fewer.
 TEST(TransposeTest, IsAStableSortByColumn) {
   struct Case {
     std::int64_t rows, cols, per_row, full_rows, full_column;
@@ -129,7 +129,9 @@ TEST(TransposeTest, IsAStableSortByColumn) {
                         {40, 120000, 800, 1, -1},
                         {5000, 40, 20, 4, -1},
                         {90000, 5000, 1, 0, 4999},
-                        {3, 40000, 40000, 3, -1}}) {
+                        {3, 40000, 40000, 3, -1},
+                        {400, 1000, 300, 9, 999},
+                        {20000, 130, 60, 1, -1}}) {
     std::mt19937 random(7);
     std::vector<std::int32_t> crow{0}, col;
     for (std::int64_t i = 0; i < q.rows; ++i) {
