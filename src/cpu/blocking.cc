@@ -23,6 +23,11 @@ constexpr std::int64_t kL1Features = 64;
 // thread of a Zen 4: 205 ms with all 4096 rows, 149 with 1024, 126 with 512.
 constexpr std::int64_t kPages = 640, kPageFloats = 1024;
 
+// What is left of storing an element of Y that leaves along the way. There X may be all of L2: its tiles,
+// with sums that wait between them, cost more (4096², 4×1 at a density of 0.5, Zen 4: 96 → 79 ms).
+constexpr double kWovenMove = 0.15;
+constexpr std::int64_t kWovenPanel = 2;  // of panel_floats
+
 // Features of Y that gather stores at a time: runs of four cache lines (panel.h, store_run), and their sums
 // still fit in L1.
 constexpr std::int64_t kStoredFeatures = 64;
@@ -48,12 +53,19 @@ double cycles_per_weight(const BlockingProblem& p, int vectors, bool scatter) {
 
 namespace {
 
+// Whether panels of so many vectors are woven.
+bool weaves(const BlockingProblem& p, bool scatter, std::int64_t vectors) {
+  return p.woven && !scatter &&
+         p.red_blocks * p.red_block * vectors * p.width <= kWovenPanel * p.panel_floats;
+}
+
 // The rest of a blocking whose cut is chosen: equal tiles, so that the last one is no sliver.
 Blocking completed(const BlockingProblem& p, Blocking b) {
   const std::int64_t fits = p.panel_floats / (b.panels * b.vectors * p.width * p.red_block);
   const std::int64_t tile = std::max<std::int64_t>(1, fits);
   const std::int64_t tiles = (p.red_blocks + tile - 1) / tile;
   b.tile_blocks = tiles <= 1 ? std::max<std::int64_t>(1, p.red_blocks) : (p.red_blocks + tiles - 1) / tiles;
+  if (weaves(p, b.scatter != 0, b.vectors)) b.tile_blocks = std::max<std::int64_t>(1, p.red_blocks);
   if (b.scatter != 0) b.tile_blocks = std::max<std::int64_t>(1, kL1Features / p.red_block);
   b.group = std::max<std::int64_t>(1, kStoredFeatures / p.out_block);
   return b;
@@ -68,7 +80,8 @@ void for_each_blocking(const BlockingProblem& p, F&& visit) {
   for (const bool scatter : {false, true}) {
     for (int vectors = 1; vectors <= p.max_vectors; ++vectors) {
       const std::int64_t lanes = static_cast<std::int64_t>(vectors) * p.width;
-      const std::int64_t sharing = scatter || weight_bytes < kStreamed ? 1 : kSharing;
+      const bool woven = weaves(p, scatter, vectors);
+      const std::int64_t sharing = scatter || woven || weight_bytes < kStreamed ? 1 : kSharing;
       const std::int64_t panels = (p.tokens + lanes - 1) / lanes;
       const std::int64_t sets = (panels + sharing - 1) / sharing;
       // The last panel may be narrower: 512 tokens are 10 panels of 48 and one of 32.
@@ -79,8 +92,8 @@ void for_each_blocking(const BlockingProblem& p, F&& visit) {
       const std::int64_t red_features = p.red_blocks * p.red_block;
       const double pack = static_cast<double>(red_features * lanes) * kMove;
       const double work =
-          static_cast<double>(out_features) *
-          (per_feature * cycles_per_weight(p, vectors, scatter) + static_cast<double>(lanes) * kMove);
+          static_cast<double>(out_features) * (per_feature * cycles_per_weight(p, vectors, scatter) +
+                                               static_cast<double>(lanes) * (woven ? kWovenMove : kMove));
       const std::int64_t pages = std::min(p.out_blocks, p.entries * p.out_block * p.red_block / kPageFloats);
       const std::int64_t least = scatter ? std::max({std::int64_t{1}, out_features * lanes / p.panel_floats,
                                                      p.transposed ? ceil_div(pages, kPages) : 1})

@@ -20,6 +20,7 @@ struct BlockingProblem {
   int registers = 32;
   std::int64_t panel_floats = 128 * 1024;  // of X, or of sums, that stay in L2: half of 1 MB
   bool transposed = false;                 // scatter meets the blocks in another order than they lie in
+  bool woven = false;                      // gather's sums leave along the way (woven.h) if X is one tile
 };
 
 struct Blocking {

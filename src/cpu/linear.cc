@@ -68,12 +68,19 @@ struct Product {
   }
 };
 
+// Whether sums can go to rows of Y on their way.
+bool weaves(const Kernels& kernels, const Problem& p) {
+  return kernels.woven != nullptr && Sizes(p).out_block % 4 == 0 && p.weight.dtype == DType::f32 &&
+         p.out == DType::f32;
+}
+
 BlockingProblem problem_of(const Kernels& kernels, const Problem& p, const Machine& machine) {
   const Sizes s(p);
   return {p.tokens,          s.out_blocks,          s.red_blocks,
           s.out_block,       s.red_block,           s.entries,
           p.threads,         kernels.width,         kernels.max_vectors,
-          kernels.registers, panel_floats(machine), p.op == Op::linear};
+          kernels.registers, panel_floats(machine), p.op == Op::linear,
+          weaves(kernels, p)};
 }
 
 // The working memory of a call: what all tasks read, and what each worker has.
@@ -171,7 +178,7 @@ class Task {
     const std::int64_t tile = std::min(blocking_.tile_blocks, red_blocks);
     const bool single = tile == red_blocks;
     const std::int64_t lanes = panels[0].lanes;
-    const bool woven = single && weaves();
+    const bool woven = single && weaves(k_, call_.problem);
     // A panel that shares no weights with others has all of its groups woven into one another.
     const auto group = woven && panels.count == 1 ? end - begin : static_cast<std::int32_t>(blocking_.group);
     const std::int64_t x_size = tile * list.w.red_block * lanes;
@@ -274,13 +281,6 @@ class Task {
              x,
              static_cast<std::int32_t>(panel.lanes)});
     std::fill(x + features * panel.lanes, x + (last - first) * red_block * panel.lanes, 0.0F);
-  }
-
-  // Whether sums can go to rows of Y on their way.
-  bool weaves() const {
-    const SparseOperand& w = p_.by_output.w;
-    return k_.woven != nullptr && w.out_block % 4 == 0 && w.storage == Storage::f32 &&
-           p_.out.dtype == DType::f32;
   }
 
   void weave(const Panel& panel, std::int32_t begin, std::int32_t end, const float* x) const {

@@ -106,16 +106,24 @@ TEST(SelectTest, ConfigurationsFollowTheProblem) {
       config_for<Blocking>(layer_problem(512, 768, 65536, 16, 16, 0.5), machine, "avx512", "avx512_linear");
   EXPECT_LT(wide.tile_blocks, 4096) << "several tiles";
   EXPECT_EQ(wide.panels, 4) << "W streams from memory: panels share it";
-  // Outputs as lanes: one panel a time while caches hold W.
+  // Woven sums: all of X, alone, up to the size of L2.
+  const auto large =
+      config_for<Blocking>(layer_problem(512, 4096, 4096, 4, 1, 0.5), machine, "avx512", "avx512_linear");
+  EXPECT_EQ(large.tile_blocks, 4096);
+  EXPECT_EQ(large.panels, 1) << "of 33 MB of W";
+  // Outputs as lanes, where vectors of tokens would be partly empty: one panel a time while caches hold W.
   for (const std::int64_t columns : {1, 16}) {
-    const auto lanes = config_for<cpu::PairsBlocking>(layer_problem(512, 768, 768, 32, columns, 0.5), machine,
+    const auto lanes = config_for<cpu::PairsBlocking>(layer_problem(257, 768, 768, 32, columns, 0.5), machine,
                                                       "avx512", "avx512_linear_lanes");
     EXPECT_EQ(lanes.panels, 1);
+    config_for<Blocking>(layer_problem(256, 768, 768, 32, columns, 0.5), machine, "avx512", "avx512_linear");
+    config_for<cpu::PairsBlocking>(layer_problem(256, 768, 768, 32, columns, 0.5, 1, DType::bf16), machine,
+                                   "avx512", "avx512_linear_lanes");
   }
   // Blocks that are packed in the call take tokens to pay for it; few outputs fill no vector of AVX-512.
-  config_for<cpu::Blocking>(layer_problem(128, 768, 768, 32, 16, 0.5), machine, "avx512", "avx512_linear");
-  config_for<cpu::Blocking>(layer_problem(512, 768, 768, 8, 1, 0.5), machine, "avx512", "avx512_linear");
-  config_for<cpu::PairsBlocking>(layer_problem(512, 768, 768, 8, 1, 0.5), machine, "avx2",
+  config_for<cpu::Blocking>(layer_problem(133, 768, 768, 32, 16, 0.5), machine, "avx512", "avx512_linear");
+  config_for<cpu::Blocking>(layer_problem(20, 768, 768, 8, 1, 0.5), machine, "avx512", "avx512_linear");
+  config_for<cpu::PairsBlocking>(layer_problem(20, 768, 768, 8, 1, 0.5), machine, "avx2",
                                  "avx2_linear_lanes");
   EXPECT_EQ(config_for<cpu::FewSplit>(layer_problem(1, 768, 768, 16, 16, 0.5, 2), machine, "avx512",
                                       "avx512_linear_few")
