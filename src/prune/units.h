@@ -85,8 +85,11 @@ class Units {
     }
     if (s_.previous == nullptr) return;
     const std::uint8_t* before = previous_row(row);
-    for (std::int64_t c = 0; c < n; ++c) {
-      if (!bit(before, c)) out[c] = kRemovedKey;
+    for (std::int64_t c = 0; c < n; c += 8) {
+      if (before[c / 8] == 0xff) continue;  // eight at a time: most of a mask is whole, or comes in runs
+      for (std::int64_t i = c; i < std::min(c + 8, n); ++i) {
+        if (!bit(before, i)) out[i] = kRemovedKey;
+      }
     }
   }
 

@@ -304,7 +304,7 @@ def _point(
 
 
 def _stored(weight: torch.Tensor, pattern: Pattern | None) -> tuple[str, tuple[int, int], int]:
-    """How a weight would be stored, "dense", "blocks" or "bits" (one an element), in what blocks, how many."""
+    """How a weight would be stored, "dense", "blocks" or "bits" (one an element); the blocks, how many."""
     form = None if pattern is None else pattern.spec
     if form is None or weight.ndim != 2:
         return "dense", (1, 1), weight.numel()
