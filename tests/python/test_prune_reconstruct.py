@@ -484,6 +484,32 @@ def test_layers_of_their_own_and_those_done_before():
     assert torch.equal(model.down.weight, before["down.weight"])
 
 
+def test_an_interruption_costs_the_layer_in_progress_alone():
+    whole, done = Net(), []
+    model = copy.deepcopy(whole)
+    expected = reconstruct(whole, data(), "2:4", memory=0)
+
+    def interrupted():
+        yield from data()
+        if done:  # the second layer's data are collected
+            raise KeyboardInterrupt
+
+    class Batches:
+        def __iter__(self):
+            return interrupted()
+
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(KeyboardInterrupt):
+        reconstruct(model, Batches(), "2:4", memory=0, on_layer=lambda name, mask, error: done.append(name))
+    first = next(iter(expected.masks))
+    assert done == [first]
+    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items() if k != first)
+    assert not any(module._forward_pre_hooks for module in model.modules())
+    rest = reconstruct(model, data(), "2:4", memory=0, skip=done)
+    assert [*done, *rest.masks] == list(expected.masks)
+    assert all(torch.equal(v, whole.state_dict()[k]) for k, v in model.state_dict().items())
+
+
 def test_bad_input():
     weight, gram = problem()
 

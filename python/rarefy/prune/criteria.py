@@ -63,7 +63,10 @@ def _add(state: State, key: str, value: torch.Tensor, keep: float = 1.0) -> None
 
 @dataclass(frozen=True)
 class Magnitude(Criterion):
-    """|w| (p = 1) or w² (p = 2); a block counts as its L1 or L2 norm. "magnitude" is p = 2, "l1" p = 1."""
+    """|w| (p = 1) or w² (p = 2); a block counts as its L1 or L2 norm (Janowsky 1989; Han et al. 2015).
+
+    "magnitude" and "l2" are p = 2, "l1" p = 1.
+    """
 
     p: int = 2
 
@@ -85,7 +88,7 @@ class Random(Criterion):
 
 @dataclass(frozen=True)
 class Gradient(Criterion):
-    """|Σ G| over the observed steps."""
+    """|Σ G| over the observed steps: weights that the loss hardly asks to move leave: "gradient"."""
 
     @property
     def needs(self) -> str:  # noqa: D102
@@ -151,7 +154,10 @@ class Snip(Criterion):
 
 @dataclass(frozen=True)
 class Fisher(Criterion):
-    """w² Σ G² / 2: the second-order change of the loss with the empirical Fisher diagonal as Hessian."""
+    """w² Σ G² / 2: the second-order change of the loss, with the empirical Fisher diagonal as Hessian.
+
+    LeCun et al. 1990 with Theis et al. 2018's Hessian: "fisher".
+    """
 
     @property
     def needs(self) -> str:  # noqa: D102

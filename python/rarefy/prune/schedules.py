@@ -81,7 +81,7 @@ class Cubic(Schedule):
 
 @dataclass(frozen=True)
 class Linear(Schedule):
-    """The same step each time."""
+    """s + (i − s)(1 − t): the same step each time: "linear"."""
 
     def part(self, way: float) -> float:  # noqa: D102
         return way
