@@ -5,33 +5,22 @@
 
 #include <limits>
 
-#include "cuda_device.h"
-#include "product_checks.h"
+#include "sm90_checks.h"
 
 namespace rarefy::test {
 namespace {
 
 constexpr Layout kLayouts[] = {Layout::by_token, Layout::by_feature};
 
-class Sm90TallPairsTest : public ::testing::Test {
+class Sm90TallPairsTest : public Sm90Test {
  protected:
-  void SetUp() override {
-    if (const std::string reason = no_gpu(); !reason.empty()) GTEST_SKIP() << reason;
-    if (backend_info().cuda_devices[0].arch != 90) GTEST_SKIP() << "no GPU of compute capability 9.0";
-  }
-
   // Of a front that holds what was made for 4096 tokens.
   static void check(const ProblemSpec& spec) {
-    SCOPED_TRACE(::testing::Message()
-                 << name(spec.dtype) << " M=" << spec.m << " N=" << spec.n << " K=" << spec.k << " block "
-                 << spec.block_rows << "×1 density " << spec.density << " x " << name(spec.x_layout) << " y "
-                 << name(spec.y_layout) << (spec.integers ? " integers" : ""));
+    SCOPED_TRACE(text_of(spec));
     const Problem problem = make_problem(spec);
     ProblemIn<DeviceBuffer> gpu(problem);
     gpu.hold_derived(4096);
-    rarefy::Problem asked = gpu.problem(Op::linear);
-    asked.derived = kAnyDerived;
-    ASSERT_EQ(explain(asked).kernel, "sm90_tall_pairs") << to_string(explain(asked));
+    ASSERT_EQ(kernel_of(gpu, Op::linear), "sm90_tall_pairs");
     const Force force("cuda:sm90");
     expect_ok(gpu.linear(Activation::none));
     expect_linear(problem, gpu);
@@ -68,18 +57,14 @@ TEST_F(Sm90TallPairsTest, ManyTokensRowsAndColumns) {
 // A row that does not store a column gets nothing of the Inf or NaN that X has there: its zeros, packed
 // beside the other row's weights, are not multiplied by it.
 TEST_F(Sm90TallPairsTest, AbsentBlocksAreSkippedWhateverXHolds) {
-  const double inf = std::numeric_limits<double>::infinity(), nan = std::numeric_limits<double>::quiet_NaN();
+  const double nan = std::numeric_limits<double>::quiet_NaN();
   for (const DType dtype : {DType::bf16, DType::f16}) {
     for (const Layout x : kLayouts) {
       for (const Layout y : kLayouts) {
         SCOPED_TRACE(::testing::Message() << name(dtype) << ' ' << name(x) << ' ' << name(y));
         const ProblemSpec spec{304, 5 * 32, 336, 32, 1, 0.3, dtype, true, 0, x, y};
         Problem problem = make_problem(spec);
-        for (std::int64_t t = 0; t < spec.m; ++t) {
-          double* row = &problem.x[static_cast<std::size_t>(t * spec.k)];
-          if (t % 3 == 0) row[t * 31 % spec.k] = t % 2 == 0 ? inf : -inf;
-          if (t % 5 == 0) row[t * 17 % spec.k] = nan;
-        }
+        add_specials(problem);
         std::fill_n(problem.x.begin() + 7 * spec.k, spec.k, nan);  // a token of nothing else
         ProblemIn<DeviceBuffer> gpu(problem);
         gpu.hold_derived(4096);

@@ -3,40 +3,25 @@
 #include <gtest/gtest.h>
 
 #include <cstring>
-#include <limits>
 
-#include "cuda_device.h"
-#include "product_checks.h"
+#include "sm90_checks.h"
 
 namespace rarefy::test {
 namespace {
 
 constexpr Op kGradients[] = {Op::grad_input, Op::grad_weight};
 
-class Sm90Tf32Test : public ::testing::Test {
+class Sm90Tf32Test : public Sm90Test {
  protected:
-  void SetUp() override {
-    if (const std::string reason = no_gpu(); !reason.empty()) GTEST_SKIP() << reason;
-    if (backend_info().cuda_devices[0].arch != 90) GTEST_SKIP() << "no GPU of compute capability 9.0";
-  }
-
   static ProblemSpec allowed(ProblemSpec spec) {
     spec.dtype = DType::f32;
     spec.tf32 = true;
     return spec;
   }
 
-  static std::string kernel_of(ProblemIn<DeviceBuffer>& gpu, Op op) {
-    rarefy::Problem asked = gpu.problem(op);
-    asked.derived = kAnyDerived;
-    return explain(asked).kernel;
-  }
-
   // All products, of a front that holds what was made for 4096 tokens.
   static void check(const ProblemSpec& spec) {
-    SCOPED_TRACE(::testing::Message() << "M=" << spec.m << " N=" << spec.n << " K=" << spec.k << " block "
-                                      << spec.block_rows << 'x' << spec.block_cols << " density "
-                                      << spec.density << (spec.integers ? " integers" : ""));
+    SCOPED_TRACE(text_of(spec));
     const Problem problem = make_problem(allowed(spec));
     ProblemIn<DeviceBuffer> gpu(problem);
     gpu.hold_derived(4096);
@@ -94,19 +79,11 @@ TEST_F(Sm90Tf32Test, Activations) {
 
 // What is packed beside stored blocks meets nothing; numbers beyond tf32's largest are infinite or are not.
 TEST_F(Sm90Tf32Test, AbsentBlocksAreSkippedWhateverXHolds) {
-  const double inf = std::numeric_limits<double>::infinity(), nan = std::numeric_limits<double>::quiet_NaN();
   for (const std::int64_t b : {16, 32, 64}) {
     SCOPED_TRACE(b);
     const ProblemSpec spec = allowed({300, 272, 336, b, b, 0.3, DType::f32, true, 0});
     Problem problem = make_problem(spec);
-    for (std::int64_t t = 0; t < spec.m; ++t) {
-      double* x = &problem.x[static_cast<std::size_t>(t * spec.k)];
-      double* dy = &problem.dy[static_cast<std::size_t>(t * spec.n)];
-      if (t % 3 == 0) x[t * 31 % spec.k] = t % 2 == 0 ? inf : -inf;
-      if (t % 5 == 0) x[t * 17 % spec.k] = nan;
-      if (t % 3 == 1) dy[t * 29 % spec.n] = t % 2 == 0 ? inf : -inf;
-      if (t % 7 == 0) dy[t * 13 % spec.n] = nan;
-    }
+    add_specials(problem);
     ProblemIn<DeviceBuffer> gpu(problem);
     gpu.hold_derived(4096);
     ASSERT_EQ(kernel_of(gpu, Op::linear), "sm90_unions_linear");

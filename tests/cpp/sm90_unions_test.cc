@@ -4,30 +4,16 @@
 
 #include <limits>
 
-#include "cuda_device.h"
-#include "product_checks.h"
+#include "sm90_checks.h"
 
 namespace rarefy::test {
 namespace {
 
-class Sm90UnionsTest : public ::testing::Test {
+class Sm90UnionsTest : public Sm90Test {
  protected:
-  void SetUp() override {
-    if (const std::string reason = no_gpu(); !reason.empty()) GTEST_SKIP() << reason;
-    if (backend_info().cuda_devices[0].arch != 90) GTEST_SKIP() << "no GPU of compute capability 9.0";
-  }
-
-  static std::string kernel_of(ProblemIn<DeviceBuffer>& gpu, Op op) {
-    rarefy::Problem asked = gpu.problem(op);
-    asked.derived = kAnyDerived;
-    return explain(asked).kernel;
-  }
-
   // Both products, of a front that holds what was made for 4096 tokens.
   static void check(const ProblemSpec& spec) {
-    SCOPED_TRACE(::testing::Message() << name(spec.dtype) << " M=" << spec.m << " N=" << spec.n << " K="
-                                      << spec.k << " block " << spec.block_rows << 'x' << spec.block_cols
-                                      << " density " << spec.density << (spec.integers ? " integers" : ""));
+    SCOPED_TRACE(text_of(spec));
     const Problem problem = make_problem(spec);
     ProblemIn<DeviceBuffer> gpu(problem);
     gpu.hold_derived(4096);
@@ -85,20 +71,13 @@ TEST_F(Sm90UnionsTest, Activations) {
 // A row that does not store a column gets nothing of the Inf or NaN that X has there: its zeros, packed
 // beside other rows' blocks, are not multiplied by it. Rows that store it get what they would have got.
 TEST_F(Sm90UnionsTest, AbsentBlocksAreSkippedWhateverXHolds) {
-  const double inf = std::numeric_limits<double>::infinity(), nan = std::numeric_limits<double>::quiet_NaN();
+  const double nan = std::numeric_limits<double>::quiet_NaN();
   for (const std::int64_t b : {16, 32}) {
     for (const DType dtype : {DType::bf16, DType::f16}) {
       SCOPED_TRACE(::testing::Message() << b << ' ' << name(dtype));
       const ProblemSpec spec{300, 272, 336, b, b, 0.3, dtype, true, 0};  // the last strip is not full
       Problem problem = make_problem(spec);
-      for (std::int64_t t = 0; t < spec.m; ++t) {
-        double* x = &problem.x[static_cast<std::size_t>(t * spec.k)];
-        double* dy = &problem.dy[static_cast<std::size_t>(t * spec.n)];
-        if (t % 3 == 0) x[t * 31 % spec.k] = t % 2 == 0 ? inf : -inf;
-        if (t % 5 == 0) x[t * 17 % spec.k] = nan;
-        if (t % 3 == 1) dy[t * 29 % spec.n] = t % 2 == 0 ? inf : -inf;
-        if (t % 7 == 0) dy[t * 13 % spec.n] = nan;
-      }
+      add_specials(problem);
       std::fill_n(problem.x.begin() + 7 * spec.k, spec.k, nan);  // a token of nothing else
       ProblemIn<DeviceBuffer> gpu(problem);
       gpu.hold_derived(4096);
