@@ -25,13 +25,15 @@ linear, grad_input, grad_weight = map(_load.op, ("bsr_linear", "bsr_grad_input",
 linear_rounded = _load.op("bsr_linear_rounded")
 run_linear, run_grad_input, run_grad_weight = map(below_autograd, (linear, grad_input, grad_weight))
 run_rounded = below_autograd(linear_rounded)
-run_alone, run_backward = map(eager_call, map(_load.op, ("_bsr_linear", "_bsr_linear_backward")))
+run_alone, run_held, run_backward = map(
+    eager_call, map(_load.op, ("_bsr_linear", "_bsr_linear_held", "_bsr_linear_backward"))
+)
 
 
 def run_eagerly(x: Tensor, values: Tensor, bias: Tensor | None, call: tuple) -> Tensor:
     """The product of an eager call below autograd; `call`: the plan, both sizes, and what is derived."""
     if len(call) > 3:
-        return run_linear(x, values, call[0], bias, *call[1:])
+        return run_held(x, values, call[0], bias, *call[1:])
     return run_alone(x, values, call[0], bias, call[1], call[2])
 
 

@@ -30,6 +30,7 @@ class Kept:
         "_arguments",
         "_packed",
         "_packs_in_calls",
+        "call",
         "key",
         "may_round",
         "packed_bytes",
@@ -71,6 +72,12 @@ class Kept:
         self._packed: tuple[tuple[int, ...] | None, Tensor | None] = (None, None)  # of what, or seen once
         # What every call may use, whatever the values are; None where that must be asked each time.
         self.steady: Derived | tuple[()] | None = None if self.packed_bytes else self.unpacked()
+        self.call: tuple | None = None  # first_call
+
+    def first_call(self, pattern: Any) -> tuple:
+        """What steady calls with this pattern have beside their tensors; kept in `call`."""
+        self.call = (pattern.plan, *pattern.shape, *self.steady)
+        return self.call
 
     def current(self, parameter: Tensor, values: Tensor, now: bool = False) -> Derived | tuple[()]:
         """What a call with these values may use.

@@ -159,12 +159,12 @@ class Int8Weight(PatternWeight):
         self, x: torch.Tensor, bias: torch.Tensor | None = None, activation: str | None = None
     ) -> torch.Tensor:
         """Returns x Wᵀ + bias, as F.linear does: x of shape (…, K) gives (…, N); or an activation of it."""
-        values, kept = self._parameters.get("values"), self._kept.get(getattr(x, "dtype", None))
-        if (
-            kept is not None  # as in PatternWeight: what a small layer meets, in 5 µs less
-            and activation is None
+        values = self._parameters.get("values")
+        if (  # as in PatternWeight: what a small layer meets, in 5 µs less
+            activation is None
             and self._meets_nothing(x, values, bias)
             and unrecorded(x, bias)
+            and (kept := self._kept.get(x.dtype)) is not None
         ):
             derived = kept.current(values, values) or (None, None, 0)
             scales, plan = self._buffers["scales"], self._pattern.plan

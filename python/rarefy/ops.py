@@ -296,6 +296,7 @@ def _register() -> torch.library.Library:
         "bsr_linear": _fake_linear,
         "bsr_linear_rounded": _fake_linear,
         "_bsr_linear": _fake_linear,
+        "_bsr_linear_held": _fake_linear,
         "bsr_grad_input": _fake_grad_input,
         "bsr_grad_weight": _fake_grad_weight,
         "bsr_add_grad_weight": _fake_add_grad_weight,

@@ -176,19 +176,21 @@ class PatternWeight(HoldsDerived, SparseWeight):
     ) -> torch.Tensor:
         """Returns x Wᵀ + bias, as F.linear does: x of shape (…, K) gives (…, N); or an activation of it."""
         values = self._parameters.get("values")  # nn.Module's lookup takes longer
-        kept = self._kept.get(getattr(x, "dtype", None))
         # First what a small layer meets, whose product is a quarter of its time: nothing on the way but
         # autograd. What follows would find the same, in 1.5 µs more, and in 4 where something is packed.
         if (
-            kept is not None
-            and not (kept.may_round and tf32_allowed())
-            and activation is None
+            activation is None
             and self.x_dtype is None
             and self._meets_nothing(x, values, bias)
+            and (kept := self._kept.get(x.dtype)) is not None  # of a settled pattern: not to be asked before
+            and not (kept.may_round and tf32_allowed())
         ):
             blocks = self.blocks(values)
-            derived = kept.current(values, blocks) if kept.steady is None else kept.steady
-            return ops.eager_linear(x, blocks, bias, (self._pattern.plan, *self.shape, *derived))
+            if kept.steady is None:
+                call = (self._pattern.plan, *self.shape, *kept.current(values, blocks))
+            else:
+                call = kept.call or kept.first_call(self._pattern)
+            return ops.eager_linear(x, blocks, bias, call)
         if getattr(x, "is_nested", False):
             y = linear_of_nested(self, x, bias)
             return y if activation is None else activate(y, activation)
@@ -314,6 +316,7 @@ class PatternWeight(HoldsDerived, SparseWeight):
             return  # looking means waiting, which a capture forbids: the next call outside looks
         if crow.device != own.device:
             own = self._pattern = own.to(crow.device)
+            self._kept = {}
         # DDP writes rank 0's buffers over all others before each forward. One look for each DDP module is
         # enough, and more would wait for the GPU in every layer.
         ddp = getattr(nn.parallel.DistributedDataParallel, "_active_ddp_module", None)
@@ -328,6 +331,7 @@ class PatternWeight(HoldsDerived, SparseWeight):
             self._pattern = BsrPattern(
                 crow, col, shape=self.shape, block_shape=self.block_shape, op=type(self).__name__
             )
+            self._kept = {}  # of the pattern before
             self._pattern_known = True
             self._seen()
             return

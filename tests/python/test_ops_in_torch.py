@@ -170,9 +170,8 @@ def test_opcheck(dtype, device):
     for bias in (leaf(n), None):
         arguments = (x, values, plan, bias, n, k)
         torch.library.opcheck(rarefy_ops.bsr_linear, arguments, test_utils=UTILS, **bound)
-        torch.library.opcheck(
-            rarefy_ops._bsr_linear, arguments, test_utils=("test_schema", "test_faketensor")
-        )
+        for op, more in ((rarefy_ops._bsr_linear, ()), (rarefy_ops._bsr_linear_held, (None, None, 0))):
+            torch.library.opcheck(op, (*arguments, *more), test_utils=("test_schema", "test_faketensor"))
     torch.library.opcheck(rarefy_ops.bsr_grad_input, (dy, values, plan, n, k), test_utils=UTILS, **bound)
     torch.library.opcheck(rarefy_ops.bsr_grad_weight, (dy, x, plan, r, c, n, k), test_utils=UTILS, **bound)
     for saved in ((x, values, True), (x, None, False), (None, values, False)):

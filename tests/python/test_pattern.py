@@ -302,6 +302,17 @@ def test_the_pattern_of_another_rank_is_taken_over(used_before, compiled):
     assert_one_truth(second.weight)
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("block_shape", [(16, 16), (4, 1), (32, 32)])
+def test_what_kernels_derived_goes_when_the_pattern_of_another_rank_is_taken_over(block_shape):
+    first, second = (layer(seed, k=256, n=192, block_shape=block_shape).to(torch.bfloat16) for seed in (1, 2))
+    x = torch.randn(70, 256).to(torch.bfloat16)
+    for _ in range(2):
+        second(x)
+    broadcast(first, second)
+    assert torch.equal(second(x), first(x))
+
+
 def test_indices_that_only_look_like_a_pattern_of_another_rank_are_refused():
     weight = layer().weight
     bad = weight.col_indices.flip(0)
