@@ -31,6 +31,8 @@ void time_strips(Report& report, Dense& dense, bool every_config);
 
 bool check_decode(bool small);
 void time_decode(Report& report, Dense& dense, bool every_config);
+void time_floor();
+void time_host();
 bool check_tall(bool small);
 void time_tall(Report& report, Dense& dense, bool every_config);
 void time_networks(Report& report, Dense& dense, bool every_config);

@@ -71,6 +71,14 @@ int main(int argc, char** argv) {
   report.repro = "rarefy_hopper_bench " + what + (only.empty() ? "" : " " + only);
   report.open(std::string(out == nullptr ? "." : out) + "/hopper" + (only.empty() ? "" : "-" + only) +
               ".csv");
+  if (only == "floor") {
+    time_floor();
+    return 0;
+  }
+  if (only == "host") {
+    time_host();
+    return 0;
+  }
   Dense dense;
   const bool every = what == "time-all";
   if (wanted("strips")) time_strips(report, dense, every);

@@ -1,5 +1,8 @@
 // Checks and times the strip kernel (linear and grad_input, blocks of 64 and more).
+#include <chrono>
 #include "cuda/sm90/strips.h"
+
+#include "cuda/sm90/tensor_map.h"
 #include "hopper.h"
 #include "setup.cuh"
 
@@ -169,6 +172,45 @@ void time_strips(Report& report, Dense& dense, bool every_config) {
       }
     }
   }
+}
+
+namespace {
+__global__ void empty_kernel() {}
+}  // namespace
+
+// What the host needs to queue a call, µs: a tensor map, an empty kernel, a strip product.
+void time_host() {
+  using Clock = std::chrono::steady_clock;
+  const auto each = [](const char* what, int calls, auto&& call) {
+    double best = 1e9;
+    for (int round = 0; round < 20; ++round) {
+      CHECK(cudaDeviceSynchronize());
+      const auto begin = Clock::now();
+      for (int i = 0; i < calls; ++i) call();
+      best = std::min(best, std::chrono::duration<double, std::micro>(Clock::now() - begin).count() / calls);
+    }
+    CHECK(cudaDeviceSynchronize());
+    std::printf("host: %s %.2f us\n", what, best);
+  };
+  Case c;
+  c.m = 256;
+  c.n = c.k = 1024;
+  Setup<__nv_bfloat16> s(c, false, 7);
+  const StripProblem problem = problem_of(s);
+  const Prepared prepared(problem, s.pattern);
+  const StripConfig config = configure(problem, kMachine);
+  CUtensorMap map;
+  TensorShape shape;
+  shape.size[0] = shape.size[1] = 1024;
+  shape.stride[0] = 2048;
+  shape.box[0] = shape.box[1] = 64;
+  each("a tensor map", 100, [&] { CHECK(make_tensor_map(&map, DType::bf16, s.x.data(), shape)); });
+  each("an empty kernel", 100, [&] { empty_kernel<<<1, 32>>>(); });
+  each("cudaGetDevice", 100, [&] {
+    int device;
+    CHECK(cudaGetDevice(&device));
+  });
+  each("a strip product", 100, [&] { run(s, prepared, problem, config, nullptr); });
 }
 
 }  // namespace bench

@@ -6,14 +6,13 @@
 namespace rarefy::sm90 {
 namespace {
 
-// Warps that an SM holds: with more tokens a thread has more sums.
-int warps_at_once(const DecodeProblem& p) { return p.many() ? 20 : 32; }
-
 std::string why_not(const DecodeProblem& p, const DecodeConfig& c) {
   if ((c.rows != 64 && c.rows != 32 && c.rows != 16) || (c.warps != 8 && c.warps != 4) || c.split < 1 ||
       c.split > 8)
     return "strips have 64, 32 or 16 rows, thread blocks 8 or 4 warps, clusters up to 8 of them";
   if (p.block_rows % c.rows != 0) return "strips must divide block rows";
+  if ((c.loads != 8 && c.loads != 16) || (c.loads == 16 && p.many()))
+    return "8 loads in flight, or 16 with up to eight tokens";
   if (c.rows == 64 && (p.wide() != 32 || !p.many()))
     return "64 rows are for more than eight tokens, and blocks of a multiple of 32 columns";
   return {};
@@ -30,6 +29,8 @@ std::string unsupported(const DecodeProblem& p) {
   if (p.block_rows * p.block_cols > INT32_MAX || p.blocks * p.block_cols / 16 > INT32_MAX ||
       p.tokens * p.cols > INT32_MAX)
     return "32-bit positions in a block row";
+  if ((p.cols + p.block_cols) / 16 > (std::int64_t{1} << 32) / (p.block_cols / 16))
+    return "columns are divided by those of a block in 32 bits";
   return {};
 }
 
@@ -38,8 +39,12 @@ std::vector<DecodeCandidate> decode_candidates(const DecodeProblem& p) {
   for (const int rows : {64, 32, 16}) {
     for (const int warps : {8, 4}) {
       for (const int split : {1, 2, 4, 8}) {
-        const DecodeConfig c{rows, warps, split};
-        list.push_back({c, why_not(p, c)});
+        for (const int loads : {8, 16}) {
+          for (const bool late : {false, true}) {
+            const DecodeConfig c{rows, warps, split, loads, late};
+            list.push_back({c, why_not(p, c)});
+          }
+        }
       }
     }
   }
@@ -49,9 +54,10 @@ std::vector<DecodeCandidate> decode_candidates(const DecodeProblem& p) {
 bool valid(const DecodeProblem& p, const DecodeConfig& config) { return why_not(p, config).empty(); }
 
 // Best is one round of warps that fills half of the places or more, of few strips with many rows (their
-// inputs are read once for all of them), without clusters.
+// inputs are read once for all of them), without clusters. Where half as many places are enough, each warp
+// has twice as many loads in flight.
 DecodeConfig configure(const DecodeProblem& p, int sms) {
-  const std::int64_t places = std::int64_t{warps_at_once(p)} * sms;
+  std::int64_t places = std::int64_t{warps_of_sm(p.many(), 8)} * sms;
   const auto warps_of = [&](const DecodeConfig& c) { return c.strips(p) * c.warps * c.split; };
   const auto fits = [&](const DecodeConfig& c) { return warps_of(c) <= places; };
   const auto fill = [&](const DecodeConfig& c) { return 20 * warps_of(c) >= 9 * places; };
@@ -62,13 +68,20 @@ DecodeConfig configure(const DecodeProblem& p, int sms) {
     if (!fits(best)) best.warps = 4;
     if (fill(best)) break;  // many rounds, too
   }
+  const std::int64_t fewer = std::int64_t{warps_of_sm(false, 16)} * sms;
+  if (!p.many() && warps_of(best) <= fewer) {
+    best.loads = 16;
+    places = fewer;
+  }
+  const auto bytes_of_warp = [&] {
+    return p.blocks * p.block_rows * p.block_cols * 2 / std::max<std::int64_t>(1, warps_of(best));
+  };
   // Strips that are few, or long, are shared.
-  const std::int64_t bytes = p.blocks * p.block_rows * p.block_cols * 2;
   while (best.split < 8 && 2 * warps_of(best) <= places) {
-    const std::int64_t each = bytes / std::max<std::int64_t>(1, warps_of(best));
-    if (each < (fill(best) ? 16 << 10 : 8 << 10)) break;
+    if (bytes_of_warp() < (fill(best) ? 16 << 10 : 8 << 10)) break;
     best.split *= 2;
   }
+  best.late = p.many() || bytes_of_warp() >= 7 << 10;  // what the next one asks for would slow this one
   return best;
 }
 

@@ -1,7 +1,8 @@
 // linear for up to 16 tokens. Rows of W are operand A of warp-sized products, tokens operand B. A product's
 // sum may run over its 16 steps in any order, so a lane takes eight neighbouring weights of a row with one
 // 16-byte load and the same eight inputs of a token with another: no shared memory, no shuffles, no packing.
-// Loads are not `.nc`: the kernel before, which this one may overlap, may write what they read.
+// Loads are not `.nc`: the kernel before, which this one may overlap, may write what they read. The index it
+// does not write (decode.h), so where a warp's first inputs are is known before it ends.
 #include "cuda/sm90/decode.h"
 
 #include "cuda/device/activation.cuh"
@@ -12,14 +13,17 @@ namespace {
 
 using device::Activation;
 
-constexpr u32 kAheadBytes = 2048;  // of W that each warp asks for before it may read: 8 MB, a part of L2
+constexpr u32 kAheadBytes =
+    4 << 20;  // of W that all ask for before they may read; more slows the kernel before
 
 struct DecodeParams {
   const void *x, *values, *bias;
   void* y;
   const int *crow, *col;
   int blocks, tokens, rows, cols, block_rows, block_cols, block_size, block_row_count;
+  bool late;  // whether the next kernel may start only when this one's loads are done
   int split;  // thread blocks of a cluster, which share a strip
+  u32 magic;  // 2³² over the units of a block, rounded up: it divides them (entry_of)
   u32 ahead;  // bytes of W that a thread block asks L2 for
   std::int64_t x_stride, y_stride;
   Activation activation;
@@ -53,16 +57,19 @@ __device__ inline void ask_ahead(const DecodeParams& p) {
   const int threads = static_cast<int>(gridDim.x * blockDim.x), line_bytes = 128;
   const int self = static_cast<int>(threadIdx.x) * static_cast<int>(gridDim.x) + static_cast<int>(blockIdx.x);
   const int crow_lines = p.block_row_count / 32 + 1, col_lines = p.blocks / 32 + 1,
-            x_lines = p.cols * static_cast<int>(sizeof(T)) / line_bytes + 1;
-  const int lines = crow_lines + col_lines + p.tokens * x_lines;
+            x_lines = p.cols * static_cast<int>(sizeof(T)) / line_bytes + 1,
+            bias_lines = p.bias == nullptr ? 0 : p.rows / 64 + 1;
+  const int lines = crow_lines + col_lines + bias_lines + p.tokens * x_lines;
   for (int i = self; i < lines; i += threads) {
     const void* at;
     if (i < crow_lines) {
       at = p.crow + min(i * 32, p.block_row_count);
     } else if (i < crow_lines + col_lines) {
       at = p.col + min((i - crow_lines) * 32, p.blocks - 1);
+    } else if (i < crow_lines + col_lines + bias_lines) {
+      at = static_cast<const T*>(p.bias) + min((i - crow_lines - col_lines) * 64, p.rows - 1);
     } else {
-      const int line = i - crow_lines - col_lines;
+      const int line = i - crow_lines - col_lines - bias_lines;
       at = static_cast<const T*>(p.x) + line / x_lines * p.x_stride + min(line % x_lines * 64, p.cols - 1);
     }
     asm volatile("prefetch.global.L2 [%0];" ::"l"(at));
@@ -97,12 +104,12 @@ struct Reading {
   static constexpr int kAcross = kPaired ? 4 : 8;     // rows of one load; tokens of a product
 };
 
-// kRows rows of W, kTiles products of tokens.
-template <class T, int kWide, int kRows, int kTiles, int kWarps>
-__global__ void __launch_bounds__(kWarps * 32, (kTiles == 1 ? 32 : 20) / kWarps)
+// kRows rows of W, kTiles products of tokens, kInFlight loads of W.
+template <class T, int kWide, int kRows, int kTiles, int kWarps, int kInFlight>
+__global__ void __launch_bounds__(kWarps * 32, warps_of_sm(kTiles == 2, kInFlight) / kWarps)
     decode_kernel(const DecodeParams p) {
   using R = Reading<kWide>;
-  constexpr int kLoads = kRows / R::kAcross, kSteps = 8 / kLoads;  // in flight: eight loads
+  constexpr int kLoads = kRows / R::kAcross, kSteps = kInFlight / kLoads;
   constexpr int kTokens = kTiles * R::kAcross, kSums = kRows * kTokens, kThreads = kWarps * 32;
   __shared__ float partial[kWarps][kSums];
   const int split = p.split, rank = static_cast<int>(cluster_rank());
@@ -110,31 +117,46 @@ __global__ void __launch_bounds__(kWarps * 32, (kTiles == 1 ? 32 : 20) / kWarps)
   const int g = lane / 4, q = lane % 4, row = R::kPaired ? g / 2 : g;  // of W, and of tokens
   const int strip = static_cast<int>(blockIdx.x) / split, strips_per_block = p.block_rows / kRows;
   const int block_row = strip / strips_per_block, first_row = strip % strips_per_block * kRows;
-  launch_dependents();
+  if (!p.late) launch_dependents();
   ask_ahead<T>(p);
-  wait_for_kernels();
   const int begin = p.crow[block_row], end = p.crow[block_row + 1];
   const int per_block = p.block_cols / R::kUnit, units = (end - begin) * per_block,
             steps = (units + R::kUnits - 1) / R::kUnits;
   const int k0 = 8 * (R::kPaired ? lane % 8 : kWide == 32 ? q : q % 2);
   const int in_block = (first_row + row) * p.block_cols + k0;
 
-  float d[kLoads / 2][kTiles][4] = {};
-  const int workers = kWarps * split, worker = rank * kWarps + warp;
-  for (int first = worker * kSteps; first < steps; first += workers * kSteps) {
-    Words a[kSteps][kLoads], b[kSteps][kTiles];
-    int k[kSteps];  // of X; before, the entry
+  const auto entry_of = [&](int unit) {  // unit / per_block
+    return per_block == 1 ? unit : static_cast<int>(__umulhi(static_cast<u32>(unit), p.magic));
+  };
+  const auto unit_of = [&](int step) { return R::kUnits * step + (R::kUnits == 2 ? q / 2 : 0); };
+  int k[kSteps];  // where this lane's inputs of a step are; p.cols: nowhere
+  const auto find_inputs = [&](int(&k)[kSteps], int first) {
 #pragma unroll
     for (int i = 0; i < kSteps; ++i) {
-      const int unit = R::kUnits * (first + i) + (R::kUnits == 2 ? q / 2 : 0);
+      const int unit = unit_of(first + i);
       k[i] = p.cols;
       if (unit >= units) continue;
-      const int entry = begin + unit / per_block, side = unit % per_block * R::kUnit;
+      const int entry = entry_of(unit);
+      k[i] = p.col[begin + entry] * p.block_cols + (unit - entry * per_block) * R::kUnit + k0;
+    }
+  };
+  float d[kLoads / 2][kTiles][4] = {};
+  const int workers = kWarps * split, worker = rank * kWarps + warp;
+  find_inputs(k, worker * kSteps);
+  wait_for_kernels();
+  for (int first = worker * kSteps; first < steps; first += workers * kSteps) {
+    Words a[kSteps][kLoads], b[kSteps][kTiles];
+    int next[kSteps];
+    find_inputs(next, first + workers * kSteps);
+#pragma unroll
+    for (int i = 0; i < kSteps; ++i) {
+      const int unit = unit_of(first + i);
+      if (unit >= units) continue;
+      const int entry = entry_of(unit), side = (unit - entry * per_block) * R::kUnit;
       const T* from = static_cast<const T*>(p.values) +
-                      (static_cast<std::int64_t>(entry) * p.block_size + (side + in_block));
+                      (static_cast<std::int64_t>(begin + entry) * p.block_size + (side + in_block));
 #pragma unroll
       for (int j = 0; j < kLoads; ++j, from += R::kAcross * p.block_cols) a[i][j] = load_streamed(from);
-      k[i] = p.col[entry] * p.block_cols + side + k0;
     }
 #pragma unroll
     for (int i = 0; i < kSteps; ++i) {
@@ -145,6 +167,8 @@ __global__ void __launch_bounds__(kWarps * 32, (kTiles == 1 ? 32 : 20) / kWarps)
           b[i][n] = load_cached(static_cast<const T*>(p.x) + (token * p.x_stride + k[i]));
       }
     }
+#pragma unroll
+    for (int i = 0; i < kSteps; ++i) k[i] = next[i];
 #pragma unroll
     for (int i = 0; i < kSteps; ++i) {
 #pragma unroll
@@ -161,7 +185,8 @@ __global__ void __launch_bounds__(kWarps * 32, (kTiles == 1 ? 32 : 20) / kWarps)
     }
   }
 
-  // Sums by token, then row: what is stored side by side lies side by side.
+  if (p.late) launch_dependents();
+    // Sums by token, then row: what is stored side by side lies side by side.
 #pragma unroll
   for (int j = 0; j < kLoads / 2; ++j) {
 #pragma unroll
@@ -180,39 +205,39 @@ __global__ void __launch_bounds__(kWarps * 32, (kTiles == 1 ? 32 : 20) / kWarps)
     }
   }
   __syncthreads();
+  const auto finish = [&](int i, float sum) {  // as token i / kRows has it of the strip's row i % kRows
+    const int token = i / kRows, n = block_row * p.block_rows + first_row + i % kRows;
+    if (n >= p.rows) return;
+    if (p.bias != nullptr) sum += static_cast<float>(static_cast<const T*>(p.bias)[n]);
+    static_cast<T*>(p.y)[token * p.y_stride + n] = T(device::activate(p.activation, sum));
+  };
   const int sums = kRows * min(p.tokens, kTokens);
   for (int i = static_cast<int>(threadIdx.x); i < sums; i += kThreads) {
     float sum = 0;
 #pragma unroll
     for (int w = 0; w < kWarps; ++w) sum += partial[w][i];
-    partial[0][i] = sum;  // by its only reader
+    if (split == 1)
+      finish(i, sum);
+    else
+      partial[0][i] = sum;  // by its only reader here
   }
-  if (split > 1)
-    cluster_sync();
-  else
-    __syncthreads();
+  if (split == 1) return;
+  cluster_sync();
   for (int i = rank * kThreads + static_cast<int>(threadIdx.x); i < sums; i += split * kThreads) {
-    const int token = i / kRows, n = block_row * p.block_rows + first_row + i % kRows;
-    if (n >= p.rows) continue;
-    float sum = p.bias == nullptr ? 0 : static_cast<float>(static_cast<const T*>(p.bias)[n]);
-    if (split == 1) {
-      sum += partial[0][i];
-    } else {
-      float theirs[8];
+    float theirs[8], sum = 0;
 #pragma unroll
-      for (u32 r = 0; r < 8; ++r) {
-        theirs[r] = 0;
-        if (static_cast<int>(r) < split) theirs[r] = load_remote(shared_address(&partial[0][i]), r);
-      }
-#pragma unroll
-      for (const float t : theirs) sum += t;
+    for (u32 r = 0; r < 8; ++r) {
+      theirs[r] = 0;
+      if (static_cast<int>(r) < split) theirs[r] = load_remote(shared_address(&partial[0][i]), r);
     }
-    static_cast<T*>(p.y)[token * p.y_stride + n] = T(device::activate(p.activation, sum));
+#pragma unroll
+    for (const float t : theirs) sum += t;
+    finish(i, sum);
   }
-  if (split > 1) cluster_sync();  // a peer may still read here
+  cluster_sync();  // a peer may still read here
 }
 
-template <class T, int kWide, int kRows, int kTiles, int kWarps>
+template <class T, int kWide, int kRows, int kTiles, int kWarps, int kInFlight>
 cudaError_t launch_kernel(std::int64_t strips, const DecodeParams& params, cudaStream_t stream) {
   cudaLaunchAttribute attributes[2]{};
   attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
@@ -225,7 +250,7 @@ cudaError_t launch_kernel(std::int64_t strips, const DecodeParams& params, cudaS
   launch.stream = stream;
   launch.attrs = attributes;
   launch.numAttrs = params.split > 1 ? 2 : 1;
-  return cudaLaunchKernelEx(&launch, decode_kernel<T, kWide, kRows, kTiles, kWarps>, params);
+  return cudaLaunchKernelEx(&launch, decode_kernel<T, kWide, kRows, kTiles, kWarps, kInFlight>, params);
 }
 
 // Calls f with a compile-time integer equal to `value`, one of `first`, `rest` ….
@@ -241,14 +266,17 @@ cudaError_t launch_type(const DecodeProblem& p, const DecodeConfig& config, cons
                         cudaStream_t stream) {
   const std::int64_t strips = config.strips(p);
   return with_int<64, 32, 16>(p.wide(), [&](auto wide) {
-    return with_int<1, 2>(p.tokens > Reading<wide>::kAcross ? 2 : 1, [&](auto tiles) {
+    return with_int<1, 2>(p.many() ? 2 : 1, [&](auto tiles) {
       return with_int<16, 32, 64>(config.rows, [&](auto rows) {
         return with_int<4, 8>(config.warps, [&](auto warps) {
-          if constexpr (rows == 64 && (wide != 32 || tiles == 1)) {  // as decode_candidates says
-            return cudaErrorInvalidConfiguration;
-          } else {
-            return launch_kernel<T, wide, rows, tiles, warps>(strips, params, stream);
-          }
+          return with_int<8, 16>(config.loads, [&](auto loads) {
+            if constexpr ((rows == 64 && (wide != 32 || tiles == 1)) ||  // as decode_candidates says
+                          (loads == 16 && tiles == 2) || (wide == 64 && tiles == 2)) {
+              return cudaErrorInvalidConfiguration;
+            } else {
+              return launch_kernel<T, wide, rows, tiles, warps, loads>(strips, params, stream);
+            }
+          });
         });
       });
     });
@@ -274,7 +302,11 @@ cudaError_t launch(const DecodeProblem& p, const DecodeConfig& config, const Dec
   params.block_rows = n(p.block_rows);
   params.block_cols = n(p.block_cols);
   params.block_row_count = n(p.block_row_count());
-  params.ahead = static_cast<u32>(config.warps) * kAheadBytes;
+  params.ahead =
+      kAheadBytes / static_cast<u32>(std::max<std::int64_t>(1, config.strips(p) * config.split)) / 16 * 16;
+  const std::int64_t per_block = p.block_cols / p.wide();
+  params.magic = static_cast<u32>(((std::int64_t{1} << 32) + per_block - 1) / per_block);
+  params.late = config.late;
   params.split = config.split;
   params.block_size = n(p.block_rows * p.block_cols);
   params.x_stride = p.x_stride;

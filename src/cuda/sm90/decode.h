@@ -22,21 +22,27 @@ struct DecodeProblem {
   Activation activation = Activation::none;
 
   bool many() const { return tokens > 8; }
-  // Columns that a warp's lanes read side by side: whole lines of 128 bytes, where tokens leave registers for
-  // it.
-  int wide() const { return block_cols % 64 == 0 && !many() ? 64 : block_cols % 32 == 0 ? 32 : 16; }
+  // Columns that a warp's lanes read side by side: whole lines of 128 bytes, where a product has room for the
+  // tokens twice.
+  int wide() const { return block_cols % 64 == 0 && tokens <= 4 ? 64 : block_cols % 32 == 0 ? 32 : 16; }
   std::int64_t block_row_count() const { return (rows + block_rows - 1) / block_rows; }
 };
 
+// Warps that an SM holds: with more tokens a thread has more sums, with more loads in flight more weights.
+constexpr int warps_of_sm(bool many, int loads) { return loads == 16 ? 16 : many ? 20 : 32; }
+
 struct DecodeConfig {
-  int rows = 32;  // of a strip
-  int warps = 8;  // of a thread block
-  int split = 1;  // thread blocks for a strip
+  int rows = 32;      // of a strip
+  int warps = 8;      // of a thread block
+  int split = 1;      // thread blocks for a strip
+  int loads = 8;      // of 16 bytes of W that a thread has in flight
+  bool late = false;  // whether the next kernel may start only when this one has read W
 
   std::int64_t strips(const DecodeProblem& p) const { return p.block_row_count() * (p.block_rows / rows); }
   std::string text() const {
     return "rows=" + std::to_string(rows) + " warps=" + std::to_string(warps) +
-           " split=" + std::to_string(split);
+           " split=" + std::to_string(split) + " loads=" + std::to_string(loads) +
+           " late=" + std::to_string(static_cast<int>(late));
   }
 };
 
@@ -58,7 +64,9 @@ struct DecodeOperands {  // device pointers; x and values 16-byte aligned
   void* y = nullptr;
 };
 
-// One kernel, which may start while the one before in the stream ends: it reads nothing before that has.
+// One kernel, which may start while the one before in the stream runs, and then reads the pattern's index,
+// nothing else: an index must not be what a kernel writes that lets its successor start early. Plans are
+// made and copied by others.
 cudaError_t launch(const DecodeProblem& problem, const DecodeConfig& config, const DecodeOperands& operands,
                    cudaStream_t stream);
 

@@ -27,14 +27,17 @@ namespace {
 // Up to 16 tokens ---------------------------------------------------------------------------------------
 
 struct DecodeChoice {
-  std::int64_t rows = 32, warps = 8, split = 1;
-  static constexpr std::string_view kFields[] = {"rows", "warps", "split"};
+  std::int64_t rows = 32, warps = 8, split = 1, loads = 8, late = 0;
+  static constexpr std::string_view kFields[] = {"rows", "warps", "split", "loads", "late"};
   DecodeConfig config() const {
-    return {static_cast<int>(rows), static_cast<int>(warps), static_cast<int>(split)};
+    const auto n = [](std::int64_t x) { return static_cast<int>(x); };
+    return {n(rows), n(warps), n(split), n(loads), late != 0};
   }
 };
 
-Config decode_config(const DecodeConfig& c) { return to_config(DecodeChoice{c.rows, c.warps, c.split}); }
+Config decode_config(const DecodeConfig& c) {
+  return to_config(DecodeChoice{c.rows, c.warps, c.split, c.loads, c.late ? 1 : 0});
+}
 
 DecodeProblem decode_problem(const Problem& p) {
   const BsrShape& s = p.weight.shape;
