@@ -441,9 +441,11 @@ TEST_F(Sm90Test, DecodeIsCutInEveryWay) {
       if (rows > block || (rows == 64 && tokens <= 8)) continue;
       for (const int warps : {4, 8}) {
         for (const int split : {1, 2, 4, 8}) {
+          const int loads = split <= 2 && tokens <= 8 ? 16 : 8;
           const std::string config = "sm90_decode(rows=" + std::to_string(rows) +
                                      " warps=" + std::to_string(warps) + " split=" + std::to_string(split) +
-                                     ')';
+                                     " loads=" + std::to_string(loads) +
+                                     " late=" + std::to_string(rows / 16 % 2) + ')';
           SCOPED_TRACE(config);
           const Force force("cuda:sm90," + config);
           gpu.poison();
@@ -461,8 +463,8 @@ TEST_F(Sm90Test, DecodeInAChain) {
   Problem problem = make_problem({4, 1024, 1024, 32, 32, 0.5, DType::bf16, false, 0});
   for (double& value : problem.values) value /= 16;  // so that numbers neither grow nor vanish
   ProblemIn<DeviceBuffer> gpu(problem);
-  const Force force("cuda:sm90");
-  const auto run = [&](bool wait) {
+  const auto run = [&](const std::string& config, bool wait) {
+    const Force force("cuda:sm90," + config);
     const DeviceBuffer first = DeviceBuffer::upload<std::byte>(encode(problem.x, DType::bf16)),
                        second(first.bytes());
     for (int layer = 0; layer < 64; ++layer) {
@@ -474,7 +476,11 @@ TEST_F(Sm90Test, DecodeInAChain) {
     }
     return first.download();
   };
-  EXPECT_EQ(run(false), run(true));
+  for (const char* config : {"sm90_decode(late=0)", "sm90_decode(late=1)", "sm90_decode(loads=8 late=0)",
+                             "sm90_decode(split=4 late=0)"}) {
+    SCOPED_TRACE(config);
+    EXPECT_EQ(run(config, false), run(config, true));
+  }
 }
 
 // X in place and transposed first; every number of groups and tiles; ragged edges; more rows than a round.

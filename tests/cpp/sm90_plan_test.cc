@@ -262,6 +262,8 @@ TEST(Sm90Rows, ForcedConfigurationsAreChecked) {
         Refused{3, 32, 32, "sm90_decode", "rows=0", kDecode},
         Refused{3, 32, 32, "sm90_decode", "rows=64", kDecode},
         Refused{3, 32, 32, "sm90_decode", "warps=3", kDecode},
+        Refused{3, 32, 32, "sm90_decode", "loads=12", kDecode},
+        Refused{9, 32, 32, "sm90_decode", "loads=16", kDecode},
         Refused{3, 32, 32, "sm90_decode", "split=0", kDecode}}) {
     SCOPED_TRACE(std::string(name) + ' ' + config);
     const auto kernel = std::find_if(registry().begin(), registry().end(),
