@@ -24,10 +24,10 @@ struct FewSplit {
   std::int64_t stream = 0;  // 1: W comes from memory
   static constexpr std::string_view kFields[] = {"tasks", "stream"};
 };
-Reason supports_few(const Kernels& kernels, const Problem& problem);
+Reason supports_few(const FewKernels& kernels, const Problem& problem);
 Config configure_few(const Problem& problem, const Machine& machine);
-std::int64_t few_workspace(const Kernels& kernels, const Problem& problem, const Config& config);
-Status run_linear_few(const Kernels& kernels, const Call& call);
+std::int64_t few_workspace(const FewKernels& kernels, const Problem& problem, const Config& config);
+Status run_linear_few(const FewKernels& kernels, const Call& call);
 
 // Rows of `cols` elements as float, each padded with 0 to `padded`; rows past the last are 0.
 void to_float(const Kernels& kernels, const MatrixView& from, std::int64_t rows, std::int64_t padded,

@@ -205,16 +205,19 @@ void few_tokens(const FewTask& task) {
   return few_rows<I, kStorage, Spread::whole, 0, 0, Tokens>(task);
 }
 
+template <class I, Storage kStorage>
+void few_of(const FewTask& task) {
+  switch (task.tokens) {
+    case 1: return few_tokens<I, kStorage, 1>(task);
+    case 2: return few_tokens<I, kStorage, 2>(task);
+    case 4: return few_tokens<I, kStorage, 4>(task);
+    default: return;
+  }
+}
+
 template <class I>
 void few(const FewTask& task) {
-  dispatch_storage(task.w.storage, [&]<Storage kStorage>() {
-    switch (task.tokens) {
-      case 1: return few_tokens<I, kStorage, 1>(task);
-      case 2: return few_tokens<I, kStorage, 2>(task);
-      case 4: return few_tokens<I, kStorage, 4>(task);
-      default: return;
-    }
-  });
+  dispatch_storage(task.w.storage, [&]<Storage kStorage>() { few_of<I, kStorage>(task); });
 }
 
 // Whether every vector of W is of one of the kinds above.

@@ -26,7 +26,6 @@ constexpr Kernels kernel_table(const char* family, std::int32_t max_vectors) {
   table.scatter = scatter<I>;
   table.dot = dot<I>;
   if constexpr (I::kWidth >= 8) {  // below, there are few idle lanes to win back
-    table.few = few<I>;
     table.few_takes = few_takes<I>;
     table.woven = woven<I>;
   }

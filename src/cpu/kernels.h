@@ -199,8 +199,7 @@ struct Kernels {
   void (*woven)(const WovenTask&);  // or null
   void (*scatter)(const ScatterTask&);
   void (*dot)(const DotTask&);
-  void (*few)(const FewTask&);  // or null, as few_takes
-  bool (*few_takes)(std::int64_t block_rows, std::int64_t block_cols);
+  bool (*few_takes)(std::int64_t block_rows, std::int64_t block_cols);  // FewKernels of it; or null
   void (*bitmap)(const BitmapTask&);
   void (*two_of_four)(const BitmapTask&);
   void (*activate)(Activation activation, float* values, std::int64_t count);  // whole vectors
@@ -211,10 +210,23 @@ struct Kernels {
   void (*softmax)(const StoredRow& row, const float* from, float* to);  // softmax.h
 };
 
+// linear for a few tokens. `pairs`: x and W in bf16 stay as they are. Of blocks with pairs of columns a task
+// counts pairs then, as if those were floats; x_stride is in pairs anyway.
+struct FewKernels {
+  const char* family;
+  const Kernels& rows;  // of floats: x, bias and y
+  void (*multiply)(const FewTask&);
+  bool (*takes)(std::int64_t block_rows, std::int64_t block_cols);
+  bool pairs;
+};
+
 extern const Kernels kScalar;
 #if defined(__x86_64__)
 extern const Kernels kAvx2;
 extern const Kernels kAvx512;
+extern const FewKernels kFewAvx2;
+extern const FewKernels kFewAvx512;
+extern const FewKernels kFewBf16;
 #elif defined(__aarch64__)
 extern const Kernels kNeon;
 #endif

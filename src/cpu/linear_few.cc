@@ -1,7 +1,9 @@
-// Drives linear for a few tokens (see few.h): X becomes float rows padded to whole blocks, tasks are
-// ranges of block rows with equal shares of the stored blocks, and Y is written row by row.
+// Drives linear for a few tokens (see few.h): X becomes rows of floats, or stays bf16, padded to whole
+// blocks; tasks are ranges of block rows with equal shares of the stored blocks, and Y is written row by row.
 #include <algorithm>
+#include <cstring>
 
+#include "core/checked.h"
 #include "core/message.h"
 #include "cpu/blocking.h"
 #include "cpu/drivers.h"
@@ -16,26 +18,42 @@ constexpr std::int64_t kCached = 16 << 20;  // of a last level: processors tell 
 
 // The working memory: X for all, sums for each worker.
 struct Layout {
-  std::int64_t tokens;       // that the kernels have: 1, 2 or 4
-  std::int64_t in_features;  // padded
-  std::int64_t piece;        // block rows that a task works on at once
-  std::int64_t stride;       // floats of a row of sums
+  std::int64_t tokens;  // that the kernels have: 1, 2 or 4
+  std::int64_t lanes;   // of a row of x, padded: floats, or pairs
+  std::int64_t piece;   // block rows that a task works on at once
+  std::int64_t stride;  // floats of a row of sums
   std::int64_t shared, worker;
 
-  Layout(const Kernels& kernels, const Problem& p, const FewSplit& split) {
+  Layout(const FewKernels& kernels, const Problem& p, const FewSplit& split) {
     const BsrShape& s = p.weight.shape;
     tokens = p.tokens == 3 ? 4 : p.tokens;
-    in_features = s.col_count() * s.block_cols;
+    lanes = ceil_div(s.col_count() * s.block_cols, kernels.pairs ? 2 : 1);
     piece = piece_of_range(s.row_count(), split.tasks);
-    stride = (piece * s.block_rows + kernels.width - 1) / kernels.width * kernels.width;
+    stride = (piece * s.block_rows + kernels.rows.width - 1) / kernels.rows.width * kernels.rows.width;
     Room all;
-    all.take<float>(tokens * in_features);
+    all.take<float>(tokens * lanes);
     shared = all.bytes();
     Room own;
     own.take<float>(tokens * stride);
     worker = own.bytes();
   }
 };
+
+// Rows of bf16 as they are, each padded with 0 to `lanes` pairs; rows past the last are 0.
+void to_pairs(const MatrixView& from, std::int64_t rows, std::int64_t lanes, float* to) {
+  std::fill_n(to, rows * lanes, 0.0F);
+  for (std::int64_t m = 0; m < from.rows; ++m) {
+    std::memcpy(to + m * lanes, at(from, m, 0), static_cast<std::size_t>(from.cols) * sizeof(bfloat16));
+  }
+}
+
+// W in lanes of two columns.
+SparseOperand in_pairs(SparseOperand w) {
+  w.storage = Storage::f32;
+  w.block_size /= 2;
+  w.red_block /= 2;
+  return w;
+}
 
 }  // namespace
 
@@ -47,10 +65,13 @@ void to_float(const Kernels& kernels, const MatrixView& from, std::int64_t rows,
   }
 }
 
-Reason supports_few(const Kernels& kernels, const Problem& p) {
+Reason supports_few(const FewKernels& kernels, const Problem& p) {
   const BsrShape& s = p.weight.shape;
+  if (kernels.pairs && (p.in != DType::bf16 || p.weight.dtype != DType::bf16)) {
+    return "takes bf16 inputs and values";
+  }
   if (p.tokens < 1 || p.tokens > kFewTokens) return cat("takes 1 to ", kFewTokens, " tokens; got ", p.tokens);
-  if (!kernels.few_takes(s.block_rows, s.block_cols)) {
+  if (!kernels.takes(s.block_rows, s.block_cols)) {
     return cat("blocks of ", s.block_rows, 'x', s.block_cols, " do not fill its vectors");
   }
   return {};
@@ -67,12 +88,12 @@ Config configure_few(const Problem& problem, const Machine& /*machine*/) {
   return to_config(split);
 }
 
-std::int64_t few_workspace(const Kernels& kernels, const Problem& problem, const Config& config) {
+std::int64_t few_workspace(const FewKernels& kernels, const Problem& problem, const Config& config) {
   const Layout layout(kernels, problem, from_config<FewSplit>(config));
   return layout.shared + problem.threads * layout.worker;
 }
 
-Status run_linear_few(const Kernels& kernels, const Call& call) {
+Status run_linear_few(const FewKernels& kernels, const Call& call) {
   const auto split = from_config<FewSplit>(call.config);
   if (split.tasks < 1)
     return invalid(kernels.family, "tasks of the config must be at least 1", cat(split.tasks));
@@ -80,7 +101,13 @@ Status run_linear_few(const Kernels& kernels, const Call& call) {
   const BsrShape& s = plan.shape;
   const Layout layout(kernels, call.problem, split);
   auto* x = static_cast<float*>(call.workspace);
-  to_float(kernels, call.x, layout.tokens, layout.in_features, x);
+  if (kernels.pairs) {
+    to_pairs(call.x, layout.tokens, layout.lanes, x);
+  } else {
+    to_float(kernels.rows, call.x, layout.tokens, layout.lanes, x);
+  }
+  const SparseOperand stored = operand(call, plan.col, nullptr, false);
+  const SparseOperand w = kernels.pairs && s.block_cols % 2 == 0 ? in_pairs(stored) : stored;
 
   // Block rows begin … end, at most a piece of them.
   const auto rows = [&](std::int32_t begin, std::int32_t end, float* y) {
@@ -91,14 +118,14 @@ Status run_linear_few(const Kernels& kernels, const Call& call) {
       const char* bias =
           static_cast<const char*>(call.bias) + first * static_cast<std::int64_t>(size_of(call.out.dtype));
       for (std::int64_t m = 0; m < layout.tokens; ++m) {
-        unpack_bias(kernels, call.out.dtype, bias, features, y + m * layout.stride);
+        unpack_bias(kernels.rows, call.out.dtype, bias, features, y + m * layout.stride);
       }
     }
-    kernels.few({operand(call, plan.col, nullptr, false), plan.crow, begin, end, x, layout.in_features,
-                 static_cast<std::int32_t>(layout.tokens), y, layout.stride, split.stream != 0});
+    kernels.multiply({w, plan.crow, begin, end, x, layout.lanes, static_cast<std::int32_t>(layout.tokens), y,
+                      layout.stride, split.stream != 0});
     for (std::int64_t m = 0; m < call.x.rows; ++m) {
-      kernels.activate(call.activation, y + m * layout.stride, layout.stride);
-      kernels.round(storage(call.out.dtype), y + m * layout.stride, features, at(call.out, m, first));
+      kernels.rows.activate(call.activation, y + m * layout.stride, layout.stride);
+      kernels.rows.round(storage(call.out.dtype), y + m * layout.stride, features, at(call.out, m, first));
     }
   };
   call.executor.parallel_for(split.tasks, [&](std::int64_t task, int worker) {

@@ -29,7 +29,7 @@ Reason supports(const Problem& p, const Machine& machine) {
   return kSupports(kTable..., p);
 }
 
-template <const cpu::Kernels& kKernels, const std::string_view& kFeature>
+template <const cpu::FewKernels& kKernels, const std::string_view& kFeature>
 void add_few(Registry& registry, std::string_view name) {
   registry.push_back({
       .op = Op::linear,
@@ -296,14 +296,15 @@ void register_cpu(Registry& registry) {
   add_quads<cpu::kQuadsAmx, kHasAmxInt8>(registry, "amx_linear_int8", "quads");
   add_quads<cpu::kQuadsVnni, kHasVnni>(registry, "avx512_linear_int8", "quad_lanes");
   add_quads<cpu::kQuadsAvx2, kHasAvx2>(registry, "avx2_linear_int8", "quads");
-  add_few<cpu::kAvx512, kHasAvx512>(registry, "avx512_linear_few");
+  add_few<cpu::kFewBf16, kHasBf16>(registry, "avx512_bf16_linear_few");
+  add_few<cpu::kFewAvx512, kHasAvx512>(registry, "avx512_linear_few");
   add_lanes<cpu::kLanesAvx512, cpu::kAvx512, kHasAvx512>(registry, "avx512_linear_lanes",
                                                          "avx512_grad_input_lanes");
   add<cpu::kAvx512, kHasAvx512>(registry, "avx512_linear", "avx512_grad_input", "avx512_grad_weight");
   add_bitmap<cpu::kAvx512, kHasAvx512>(registry, "avx512_linear_bitmap", "avx512_linear_two_of_four");
   add_feed_forward<cpu::kAvx512, kHasAvx512>(registry, "avx512_feed_forward", "avx512_feed_forward_apart");
   add_scaled<cpu::kAvx512, kHasAvx512>(registry, "avx512_linear_scaled", "avx512_grad_input_scaled");
-  add_few<cpu::kAvx2, kHasAvx2>(registry, "avx2_linear_few");
+  add_few<cpu::kFewAvx2, kHasAvx2>(registry, "avx2_linear_few");
   add_lanes<cpu::kLanesAvx2, cpu::kAvx2, kHasAvx2>(registry, "avx2_linear_lanes", "avx2_grad_input_lanes");
   add<cpu::kAvx2, kHasAvx2>(registry, "avx2_linear", "avx2_grad_input", "avx2_grad_weight");
   add_bitmap<cpu::kAvx2, kHasAvx2>(registry, "avx2_linear_bitmap", "avx2_linear_two_of_four");

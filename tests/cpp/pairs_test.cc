@@ -112,6 +112,62 @@ TEST_P(PairsTest, FewTokensInBlocksOfWholeGroups) {
   }
 }
 
+// Up to 4 tokens read W where it lies: pairs of columns, blocks that fill no vector, more slices than
+// registers, columns two at a time and a last one, sums of several parts.
+TEST_P(PairsTest, FewTokens) {
+  if (GetParam() != "avx512_bf16") GTEST_SKIP() << "has no kernel for them";
+  const std::pair<std::int64_t, std::int64_t> blocks[] = {
+      {1, 2},  {2, 2},  {4, 2},   {1, 4},   {4, 4},  {8, 4},  {16, 2}, {8, 8},  {4, 16},  {16, 16}, {2, 32},
+      {1, 64}, {32, 8}, {32, 32}, {64, 64}, {32, 1}, {48, 1}, {64, 1}, {96, 1}, {128, 1}, {160, 1}};
+  const Force force(GetParam());
+  for (const auto& [rows, cols] : blocks) {
+    for (const std::int64_t tokens : {1, 2, 3, 4}) {
+      for (const bool integers : {true, false}) {
+        for (const double density : {0.0, 0.3, 1.0}) {
+          ProblemSpec spec{
+              tokens,    3 * rows + rows / 2 + 1, 5 * cols + cols / 2 + 1, rows, cols, density, {}, integers,
+              tokens % 2};
+          if (cols == 1) spec.k = density == 0.3 ? 333 : 41;
+          spec.dtype = DType::bf16;
+          const Problem problem = make_problem(spec);
+          SCOPED_TRACE(::testing::Message()
+                       << "M=" << tokens << " block " << rows << 'x' << cols << " density " << density);
+          ProblemIn<HostBuffer> run(problem);
+          expect_ok(run.linear(Activation::none));
+          expect_linear(problem, run);
+        }
+      }
+    }
+  }
+}
+
+// A token with NaN or infinity changes no other, and nothing that does not store its column.
+TEST_P(PairsTest, FewTokensPassNan) {
+  if (GetParam() != "avx512_bf16") GTEST_SKIP() << "has no kernel for them";
+  const Force force(GetParam());
+  for (const auto& [rows, cols] : {std::pair<std::int64_t, std::int64_t>{16, 16}, {32, 1}}) {
+    const std::int64_t n = 2 * rows, k = 4 * cols;
+    const std::vector<std::int32_t> crow{0, 1, 2}, col{0, 2};
+    const auto pattern = Pattern::create({n, k, rows, cols, 2}, crow, col);
+    ASSERT_TRUE(pattern.ok());
+    const std::vector<bfloat16> values(static_cast<std::size_t>(2 * rows * cols), to_bfloat16(1.0F));
+    std::vector<bfloat16> x(static_cast<std::size_t>(2 * k), to_bfloat16(1.0F));
+    x[0] = to_bfloat16(std::numeric_limits<float>::quiet_NaN());                              // stored once
+    x[static_cast<std::size_t>(cols)] = to_bfloat16(std::numeric_limits<float>::infinity());  // nowhere
+    std::vector<bfloat16> y(static_cast<std::size_t>(2 * n));
+    expect_ok(linear({x.data(), DType::bf16, 2, k, k}, {pattern->view(), values.data(), DType::bf16}, nullptr,
+                     Activation::none, {y.data(), DType::bf16, 2, n, n}));
+    for (std::int64_t i = 0; i < 2 * n; ++i) {
+      const float got = to_float(y[static_cast<std::size_t>(i)]);
+      if (i < rows) {
+        EXPECT_TRUE(std::isnan(got)) << rows << 'x' << cols << " at " << i;
+      } else {
+        EXPECT_EQ(got, static_cast<float>(cols)) << rows << 'x' << cols << " at " << i;
+      }
+    }
+  }
+}
+
 // More groups than a chunk has, last groups of every number of pairs, and patterns without any.
 TEST_P(PairsTest, GroupsAndChunks) {
   for (std::int64_t columns = 1; columns <= 70; ++columns) {

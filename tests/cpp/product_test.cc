@@ -97,6 +97,7 @@ TEST(FamiliesTest, AreAllThatThisMachineRuns) {
     };
     expect("amx", amx && pairs);
     expect("avx512_bf16", bf16 && pairs);
+    expect("avx512_bf16", bf16 && op == Op::linear, "_few");
     expect("avx512", avx512 && op == Op::linear, "_few");
     expect("avx512", avx512 && lanes, "_lanes");
     expect("avx512", avx512);

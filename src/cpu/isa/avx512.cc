@@ -8,6 +8,7 @@
 namespace rarefy::cpu {
 
 const Kernels kAvx512 = kernel_table<Avx512, Avx512Half>("avx512", 4);
+const FewKernels kFewAvx512 = {"avx512", kAvx512, few<Avx512>, few_takes<Avx512>, false};
 const LaneKernels kLanesAvx512 = {kAvx512, multiply_lanes<Avx512>};
 
 }  // namespace rarefy::cpu

@@ -1,0 +1,138 @@
+// A few tokens in bf16 (few.h) by vdpbf16ps. Where blocks have pairs of columns, a lane is such a pair as it
+// lies in memory, of W as of X: half as many vectors as floats, and none to widen. Blocks of one column are
+// multiplied two at a time, their outputs interleaved.
+#pragma once
+
+#include "cpu/few.h"
+#include "cpu/simd/avx512.h"
+
+namespace rarefy::cpu {
+
+struct Avx512FewPairs : Avx512 {
+  static Vec fma(Vec w, Vec x, Vec sum) { return _mm512_dpbf16_ps(sum, (__m512bh)w, (__m512bh)x); }
+};
+
+// Some entries of a block row of R×1 blocks, R = 32, 48, …; x and values in bf16.
+struct FewColumns {
+  const std::uint16_t* values;
+  const std::int32_t* index;
+  std::int32_t count;
+  std::int64_t rows;
+  const std::uint16_t* x;
+  std::int64_t x_stride;
+  float* y;
+  std::int64_t y_stride;
+};
+
+// Onto outputs 16 first … 16 (first + Slices), with sums in three levels as in few_slices.
+template <int Slices, int Tokens>
+static void few_column_slices(const FewColumns& t, int first) {
+  alignas(64) static constexpr std::uint16_t kInterleave[32] = {0,  16, 1,  17, 2,  18, 3,  19, 4,  20, 5,
+                                                                21, 6,  22, 7,  23, 8,  24, 9,  25, 10, 26,
+                                                                11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
+  const __m512i interleave = _mm512_load_si512(kInterleave);
+  __m512 sum[Slices][Tokens];
+  alignas(64) float total[Slices][Tokens][16];
+  const auto each = [](auto f) {
+#pragma GCC unroll 16
+    for (int s = 0; s < Slices; ++s) {
+#pragma GCC unroll 4
+      for (int m = 0; m < Tokens; ++m) f(s, m);
+    }
+  };
+  each([&](int s, int m) {
+    sum[s][m] = _mm512_setzero_ps();
+    _mm512_store_ps(total[s][m], sum[s][m]);
+  });
+  const std::uint16_t* values = t.values + 16 * first;
+  const auto half = [](const std::uint16_t* p) {
+    return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+  };
+  const auto add = [&](auto x_of, auto second) {
+    __m512bh xv[Tokens];
+#pragma GCC unroll 4
+    for (int m = 0; m < Tokens; ++m) {
+      xv[m] = (__m512bh)_mm512_set1_epi32(static_cast<int>(x_of(t.x + m * t.x_stride)));
+    }
+#pragma GCC unroll 16
+    for (int s = 0; s < Slices; ++s) {
+      const __m512i both = _mm512_inserti64x4(_mm512_castsi256_si512(half(values + 16 * s)), second(s), 1);
+      const auto wv = (__m512bh)_mm512_permutexvar_epi16(interleave, both);
+      if (s % 2 == 0) {  // lines of both columns
+        __builtin_prefetch(values + 16 * s + 2 * kFewAhead * t.rows);
+        __builtin_prefetch(values + 16 * s + (2 * kFewAhead + 1) * t.rows);
+      }
+#pragma GCC unroll 4
+      for (int m = 0; m < Tokens; ++m) sum[s][m] = _mm512_dpbf16_ps(sum[s][m], wv, xv[m]);
+    }
+  };
+  std::int32_t e = 0;
+  const std::int32_t whole = t.count - t.count % 2;
+  while (e < whole) {
+    const std::int32_t stop = whole - e > kFewPart ? e + kFewPart : whole;
+    for (; e != stop; e += 2, values += 2 * t.rows) {
+      const std::int32_t left = t.index[e], right = t.index[e + 1];
+      add([&](const std::uint16_t* x) { return std::uint32_t{x[left]} | std::uint32_t{x[right]} << 16; },
+          [&](int s) { return half(values + t.rows + 16 * s); });
+    }
+    each([&](int s, int m) {
+      _mm512_store_ps(total[s][m], _mm512_add_ps(_mm512_load_ps(total[s][m]), sum[s][m]));
+      sum[s][m] = _mm512_setzero_ps();
+    });
+  }
+  if (e < t.count) {
+    add([&](const std::uint16_t* x) { return std::uint32_t{x[t.index[e]]}; },
+        [](int) { return _mm256_setzero_si256(); });
+  }
+  each([&](int s, int m) {
+    float* y = t.y + m * t.y_stride + 16 * (first + s);
+    const __m512 sums = _mm512_add_ps(_mm512_load_ps(total[s][m]), sum[s][m]);
+    _mm512_storeu_ps(y, _mm512_add_ps(_mm512_loadu_ps(y), sums));
+  });
+}
+
+template <int Tokens>
+static void few_columns(const FewTask& task) {
+  const SparseOperand& w = task.w;
+  FewColumns t{};
+  t.rows = w.out_block;
+  t.x = reinterpret_cast<const std::uint16_t*>(task.x);
+  t.x_stride = 2 * task.x_stride;
+  t.y = task.y;
+  t.y_stride = task.y_stride;
+  const auto slices = static_cast<int>(t.rows / 16);
+  for (std::int32_t o = task.begin; o < task.end; ++o, t.y += t.rows) {
+    const std::int32_t end = task.entry_begin[o + 1];
+    for (std::int32_t e = task.entry_begin[o]; e < end; e += t.count) {
+      t.index = w.index + e;
+      t.count = end - e < kFewParts * kFewPart ? end - e : kFewParts * kFewPart;
+      t.values = static_cast<const std::uint16_t*>(w.values) + e * t.rows;
+      int s = 0;
+      const auto step = [&]<int Slices>() {
+        for (; s + Slices <= slices; s += Slices) few_column_slices<Slices, Tokens>(t, s);
+      };
+      if constexpr (Tokens <= 2) step.template operator()<8>();
+      step.template operator()<4>();
+      step.template operator()<2>();
+      step.template operator()<1>();
+    }
+  }
+}
+
+static void few_pairs(const FewTask& task) {
+  if (task.w.storage == Storage::f32) return few_of<Avx512FewPairs, Storage::f32>(task);
+  switch (task.tokens) {
+    case 1: return few_columns<1>(task);
+    case 2: return few_columns<2>(task);
+    case 4: return few_columns<4>(task);
+    default: return;
+  }
+}
+
+// To put a pair of x together takes longer than 16 outputs gain (4 tokens: 7 %).
+static bool few_pairs_take(std::int64_t block_rows, std::int64_t block_cols) {
+  if (block_cols % 2 == 0) return few_takes<Avx512FewPairs>(block_rows, block_cols / 2);
+  return block_cols == 1 && block_rows % 16 == 0 && block_rows > 16;
+}
+
+}  // namespace rarefy::cpu
