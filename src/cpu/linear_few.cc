@@ -67,10 +67,10 @@ void to_float(const Kernels& kernels, const MatrixView& from, std::int64_t rows,
 
 Reason supports_few(const FewKernels& kernels, const Problem& p) {
   const BsrShape& s = p.weight.shape;
+  if (p.tokens < 1 || p.tokens > kFewTokens) return cat("takes 1 to ", kFewTokens, " tokens; got ", p.tokens);
   if (kernels.pairs && (p.in != DType::bf16 || p.weight.dtype != DType::bf16)) {
     return "takes bf16 inputs and values";
   }
-  if (p.tokens < 1 || p.tokens > kFewTokens) return cat("takes 1 to ", kFewTokens, " tokens; got ", p.tokens);
   if (!kernels.takes(s.block_rows, s.block_cols)) {
     return cat("blocks of ", s.block_rows, 'x', s.block_cols, " do not fill its vectors");
   }
