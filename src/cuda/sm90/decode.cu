@@ -91,9 +91,8 @@ __device__ inline void ask_ahead(const DecodeParams& p) {
 
 // How a warp reads rows of W: each lane 16 bytes, and lane 4g + q holds a product's row g.
 //   64 columns: eight lanes read a row of 128 bytes, so that g and g ^ 1 have two halves of one row of W.
-//   Tokens have
-//     two columns of the product each: inputs of the first half in one, of the second in the other. Of a
-//     row's sums those of its half count, and the two are added up.
+//     Tokens have two columns of the product each: inputs of the first half in one, of the second in the
+//     other. Of a row's sums those of its half count, and the two are added up.
 //   32 columns: four lanes read a row.  16: four lanes read what two stored blocks, one after another, have
 //   of it.
 template <int kWide>
@@ -109,7 +108,7 @@ template <class T, int kWide, int kRows, int kTiles, int kWarps, int kInFlight>
 __global__ void __launch_bounds__(kWarps * 32, warps_of_sm(kTiles == 2, kInFlight) / kWarps)
     decode_kernel(const DecodeParams p) {
   using R = Reading<kWide>;
-  constexpr int kLoads = kRows / R::kAcross, kSteps = kInFlight / kLoads;
+  constexpr int kLoads = kRows / R::kAcross, kSteps = kInFlight / kLoads, kPairs = kLoads / 2;
   constexpr int kTokens = kTiles * R::kAcross, kSums = kRows * kTokens, kThreads = kWarps * 32;
   __shared__ float partial[kWarps][kSums];
   const int split = p.split, rank = static_cast<int>(cluster_rank());
@@ -140,7 +139,7 @@ __global__ void __launch_bounds__(kWarps * 32, warps_of_sm(kTiles == 2, kInFligh
       k[i] = p.col[begin + entry] * p.block_cols + (unit - entry * per_block) * R::kUnit + k0;
     }
   };
-  float d[kLoads / 2][kTiles][4] = {};
+  float d[kPairs][kTiles][4] = {};
   const int workers = kWarps * split, worker = rank * kWarps + warp;
   find_inputs(k, worker * kSteps);
   wait_for_kernels();
@@ -185,10 +184,10 @@ __global__ void __launch_bounds__(kWarps * 32, warps_of_sm(kTiles == 2, kInFligh
     }
   }
 
+  // The next kernel may start now. Sums by token, then row: what is stored side by side lies side by side.
   if (p.late) launch_dependents();
-    // Sums by token, then row: what is stored side by side lies side by side.
 #pragma unroll
-  for (int j = 0; j < kLoads / 2; ++j) {
+  for (int j = 0; j < kPairs; ++j) {
 #pragma unroll
     for (int n = 0; n < kTiles; ++n) {
       const float(&sums)[4] = d[j][n];  // rows g, g, g + 8, g + 8, columns 2q, 2q + 1, 2q, 2q + 1
