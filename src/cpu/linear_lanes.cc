@@ -20,6 +20,8 @@ namespace {
 constexpr std::int64_t kPackingTokens = 256;
 constexpr std::int64_t kMostPacked = 4 << 20;  // floats
 
+constexpr std::int64_t kFewBlocks = 3;  // of an output block, on average
+
 // Whether vectors of tokens are at most a twentieth empty.
 bool fills_vectors(std::int64_t tokens, std::int64_t width) {
   return 20 * (ceil_div(tokens, width) * width - tokens) <= tokens;
@@ -174,8 +176,9 @@ Reason supports_lanes(const LaneKernels& kernels, const Problem& p, const Machin
     return cat("takes blocks of a multiple of ", kernels.panels.width, " outputs; got ", s.out_block);
   }
   // linear.cc's woven sums are faster then (32×1 at a density of 0.05, 512 tokens, Zen 4: 1.31 and 1.18 ms),
-  // and no block is packed.
-  if (p.weight.dtype == DType::f32 && p.out == DType::f32 && fills_vectors(p.tokens, kernels.panels.width)) {
+  // unless rows have so few blocks that little can stand between them (32×32: 1.26 and 1.38).
+  if (p.weight.dtype == DType::f32 && p.out == DType::f32 && fills_vectors(p.tokens, kernels.panels.width) &&
+      s.entries >= kFewBlocks * s.out_blocks) {
     return cat("leaves tokens that fill vectors, in floats, to sums with tokens as lanes; got ", p.tokens);
   }
   if (p.tokens <= kFewTokens) return cat("takes more than ", kFewTokens, " tokens; got ", p.tokens);
