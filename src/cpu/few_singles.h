@@ -22,8 +22,9 @@ struct Singles {
   std::int64_t x_stride;
 };
 
-// kStream: gathered by one instruction, which leaves more room for loads in flight (Zen 4: 0.38 ns an element
-// from L1, 0.48–0.7 from memory). Else element by element, with fewer instructions (0.22; 0.6–0.9).
+// kStream: gathered by one instruction, which leaves more room for loads in flight where X misses L1, too (Zen
+// 4: 0.38 ns an element from L1, 0.48–0.7 from memory). Else element by element, in fewer cycles (0.22; from
+// memory 0.4 with X in L1, 0.6–0.9 beyond).
 template <class I, Storage kStorage, int Tokens, bool kStream>
 void add_singles(const Singles& row, float* y, std::int64_t y_stride) {
   constexpr int w = I::kWidth;

@@ -1,0 +1,157 @@
+"""Sparse matrices outside of layers against scipy, torch (MKL) and memory itself: f32, int32 indices, in turns.
+
+Transposes beside a copy of their indices and values; matrix × vector beside reading as many bytes, measured by
+rarefy_peak; matrix × matrix at several densities; sparse × sparse. Results are compared before they are timed.
+One thread's time is the processor's; with more it is the wall's. A row's figure is from the best turn of each.
+
+python bench/matrices.py --threads 2 --csv out.csv
+python bench/matrices.py --only transpose
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import scipy.sparse
+import torch
+
+from feed_forward import measure
+from rarefy import sparse
+from reached import Calls
+from rows import write_csv
+from run import cpu_name, git_commit
+
+ROOT = Path(__file__).resolve().parent.parent
+COLUMNS = 128  # of the dense side of a matrix × matrix
+
+
+class Case:
+    """A random matrix, as everybody holds it."""
+
+    def __init__(self, rows: int, columns: int, density: float) -> None:
+        """Rows with about as many elements each."""
+        random = np.random.default_rng(0)
+        self.scipy = scipy.sparse.random_array(
+            (rows, columns), density=density, format="csr", dtype=np.float32, rng=random
+        )
+        self.scipy.sort_indices()
+        self.arrays = [torch.from_numpy(a) for a in (self.scipy.indptr, self.scipy.indices, self.scipy.data)]
+        self.torch = torch.sparse_csr_tensor(*self.arrays, (rows, columns), check_invariants=False)
+        indptr, indices, data = self.arrays
+        self.ours = sparse.SparseMatrix(data, indices, indptr, shape=(rows, columns))
+        self.text = f"{rows} x {columns} at {density:g}"
+        self.bytes = data.nbytes + indices.nbytes
+
+
+def transposes(case: Case) -> tuple[str, Calls, dict[str, float]]:
+    """Wᵀ in the same form."""
+    _, indices, data = case.arrays
+    want = case.scipy.T.tocsr()
+    got = sparse.sparse_transpose(case.ours)
+    if not np.array_equal(got.data.numpy(), want.data) or not np.array_equal(
+        got.indices.numpy(), want.indices
+    ):
+        raise AssertionError("the transposes differ")
+    calls = {
+        "ours": lambda: sparse.sparse_transpose(case.ours),
+        "scipy": lambda: case.scipy.T.tocsr(),
+        "torch": lambda: case.torch.to_sparse_csc(),
+        "copy": lambda: (indices.clone(), data.clone()),
+    }
+    return f"transpose {case.text}", calls, {}
+
+
+def products(case: Case, columns: int) -> tuple[str, Calls, dict[str, float]]:
+    """W b for a vector, or for a matrix of some columns."""
+    b = torch.randn(case.scipy.shape[1], columns) if columns > 1 else torch.randn(case.scipy.shape[1])
+    array = b.numpy()
+    torch.testing.assert_close(case.ours @ b, torch.from_numpy(case.scipy @ array), rtol=1e-3, atol=1e-3)
+    calls = {
+        "ours": lambda: case.ours @ b,
+        "scipy": lambda: case.scipy @ array,
+        "torch": lambda: case.torch @ b,
+    }
+    what = "matrix x vector" if columns == 1 else f"matrix x {columns} columns"
+    return f"{what} {case.text}", calls, {"bytes": case.bytes} if columns == 1 else {}
+
+
+def sparse_products(case: Case) -> tuple[str, Calls, dict[str, float]]:
+    """W W; torch's (MKL) and scipy's come unsorted."""
+    want = case.scipy @ case.scipy
+    torch.testing.assert_close(
+        sparse.sparse_matmul(case.ours, case.ours).to_dense(), torch.from_numpy(want.toarray())
+    )
+
+    def in_order() -> None:
+        (case.scipy @ case.scipy).sort_indices()
+
+    calls = {
+        "ours": lambda: sparse.sparse_matmul(case.ours, case.ours),
+        "scipy": in_order,
+        "scipy unsorted": lambda: case.scipy @ case.scipy,
+        "torch": lambda: case.torch @ case.torch,
+    }
+    return f"sparse x sparse {case.text}", calls, {}
+
+
+def cases() -> Iterator[Any]:
+    """What is measured, each made when its turn comes."""
+    for size in ((10_000, 10_000, 0.1), (1_000_000, 1_000_000, 1e-5)):
+        yield "transpose", lambda size=size: transposes(Case(*size))
+    vectors = ((3000, 3000, 0.1), (60_000, 3000, 0.1), (16_000, 16_000, 0.05), (200_000, 200_000, 1e-4))
+    for size in vectors:
+        yield "vector", lambda size=size: products(Case(*size), 1)
+    for density in (0.3, 0.1, 0.03, 0.01, 0.003):
+        yield "columns", lambda density=density: products(Case(4096, 4096, density), COLUMNS)
+    yield "sparse x sparse", lambda: sparse_products(Case(4000, 4000, 0.01))
+
+
+def measured(make: Any, args: argparse.Namespace) -> dict[str, Any]:
+    """One row."""
+    text, calls, extra = make()
+    with torch.no_grad():
+        best = {name: min(turns) for name, turns in measure(calls, args.threads, args.rounds).items()}
+    row: dict[str, Any] = {"case": text}
+    for name in ("ours", "scipy", "scipy unsorted", "torch", "copy"):
+        row[f"{name}_ms"] = round(best[name] * 1e3, 4) if name in best else ""
+    row["reading_share"] = ""
+    if "bytes" in extra:
+        command = [args.peak.resolve(), str(args.threads), "0.2", f"{extra['bytes'] / 1e6:.2f}"]
+        reading = json.loads(subprocess.check_output(command, text=True))["gflops"] * 1e9
+        row["reading_share"] = round(extra["bytes"] / best["ours"] / reading, 2)
+    return row
+
+
+def main() -> None:
+    """Prints a line a case, and writes all where --csv says."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--only", default="")
+    parser.add_argument("--csv", type=Path)
+    parser.add_argument("--peak", type=Path, default=ROOT / "build/release/bench/rarefy_peak")
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    same = {
+        "machine": cpu_name(), "threads": args.threads, "date": time.strftime("%F"), "commit": git_commit(),
+        "torch": torch.__version__, "scipy": scipy.__version__, "command": "python " + " ".join(sys.argv),
+    }  # fmt: skip
+    rows = []
+    for name, make in cases():
+        if args.only in name:
+            rows.append(measured(make, args) | same)
+            print(*(f"{key}={value}" for key, value in rows[-1].items() if value != "" and key not in same))
+    if args.csv and rows:
+        write_csv(args.csv, rows)
+
+
+if __name__ == "__main__":
+    main()
