@@ -1,8 +1,9 @@
-"""Sparse matrices outside of layers against scipy, torch (MKL) and memory itself: f32, int32 indices, in turns.
+"""Sparse matrices outside of layers beside scipy, torch (MKL) and memory: f32, int32 indices, in turns.
 
-Transposes beside a copy of their indices and values; matrix × vector beside reading as many bytes, measured by
-rarefy_peak; matrix × matrix at several densities; sparse × sparse. Results are compared before they are timed.
-One thread's time is the processor's; with more it is the wall's. A row's figure is from the best turn of each.
+Transposes beside a copy of their indices and values; matrix × vector beside reading as many bytes, by
+rarefy_peak; matrix × matrix at several densities; sparse × sparse. Results are compared before they are
+timed. One thread's time is the processor's; with more it is the wall's. A row's figure is from the best turn
+of each.
 
 python bench/matrices.py --threads 2 --csv out.csv
 python bench/matrices.py --only transpose

@@ -103,6 +103,21 @@ Tensor sampled_product(const Tensor& a, const Tensor& a_plan, Sizes a_sizes, con
   return values;
 }
 
+// W b of b (K, M), (N, M) by row: both by feature, as the core sees them, so that nothing is transposed.
+Tensor product_in_place(Tensor b, const Tensor& values, const Tensor& plan, Sizes sizes) {
+  const Call call("spmm", "b", b);
+  const BsrView w = weight_of(call, values, plan, sizes);
+  if (b.dim() != 2 || b.size(0) != sizes[1])
+    raise(call.op(), invalid(call.op(), cat("b must be (", sizes[1], ", M)"), cat(b.dim(), " dimensions")));
+  if (b.stride(1) != 1) b = torch::stable::contiguous(b);
+  const DType dtype = call.float_dtype("b", b);
+  Tensor y = torch::stable::new_empty(b, {sizes[0], b.size(1)});
+  const MatrixView x{call.elements("b", b), dtype, b.size(1), sizes[1], 1, call.device(), b.stride(0)};
+  const MutableMatrixView out{y.mutable_data_ptr(), dtype, y.size(1), sizes[0], 1, call.device(), y.size(1)};
+  check(call.op(), linear(x, w, nullptr, Activation::none, out, call.context()));
+  return y;
+}
+
 Tensor softmax(const Tensor& values, const Tensor& plan, Sizes sizes) {
   const Call call("sparse_softmax", "values", values);
   const BsrView w = weight_of(call, values, plan, sizes);
@@ -173,6 +188,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(rarefy, m) {
   m.def(
       "_sampled_product(Tensor a, Tensor a_plan, int[] a_sizes, Tensor b, Tensor b_plan, int[] b_sizes, "
       "Tensor plan, int[] sizes) -> Tensor");
+  m.def("_product_in_place(Tensor b, Tensor values, Tensor plan, int[] sizes) -> Tensor");
   m.def("_stored_softmax(Tensor values, Tensor plan, int[] sizes) -> Tensor");
   m.def("_stored_softmax_gradient(Tensor p, Tensor gradient, Tensor plan, int[] sizes) -> Tensor");
   m.def(
@@ -185,6 +201,7 @@ STABLE_TORCH_LIBRARY_IMPL(rarefy, CPU, m) {
   m.impl("_transposed", TORCH_BOX(&transposed));
   m.impl("_sparse_product", TORCH_BOX(&sparse_product));
   m.impl("_sampled_product", TORCH_BOX(&sampled_product));
+  m.impl("_product_in_place", TORCH_BOX(&product_in_place));
   m.impl("_stored_softmax", TORCH_BOX(&softmax));
   m.impl("_stored_softmax_gradient", TORCH_BOX(&softmax_gradient));
   m.impl("_integer_linear", TORCH_BOX(&integers));

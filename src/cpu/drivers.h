@@ -29,6 +29,10 @@ Config configure_few(const Problem& problem, const Machine& machine);
 std::int64_t few_workspace(const FewKernels& kernels, const Problem& problem, const Config& config);
 Status run_linear_few(const FewKernels& kernels, const Call& call);
 
+// linear of rows of W, X and Y by feature (linear_in_place.cc).
+Reason supports_in_place(const Kernels& kernels, const Problem& problem);
+Status run_in_place(const Kernels& kernels, const Call& call);
+
 // Rows of `cols` elements as float, each padded with 0 to `padded`; rows past the last are 0.
 void to_float(const Kernels& kernels, const MatrixView& from, std::int64_t rows, std::int64_t padded,
               float* to);

@@ -5,6 +5,7 @@
 #include "cpu/dot.h"
 #include "cpu/few.h"
 #include "cpu/gather.h"
+#include "cpu/in_place.h"
 #include "cpu/panel.h"
 #include "cpu/scatter.h"
 #include "cpu/softmax.h"
@@ -29,6 +30,7 @@ constexpr Kernels kernel_table(const char* family, std::int32_t max_vectors) {
     table.few_takes = few_takes<I>;
     table.woven = woven<I>;
   }
+  table.in_place = in_place<I>;
   table.bitmap = bitmap<I, Narrow>;
   table.two_of_four = two_of_four<I>;
   table.activate = activate_all<I>;

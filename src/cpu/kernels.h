@@ -174,6 +174,22 @@ struct BitmapTask {
   std::int64_t y_stride;
 };
 
+// y[n][m] = act(Σ over entries of W[n, k] · x[k][m] + bias[n]) for blocks of one row, X and Y by feature.
+struct InPlaceTask {
+  SparseOperand w;  // in canonical order
+  const std::int32_t* entry_begin;
+  std::int32_t begin, end;  // rows
+  const float* x;
+  std::int64_t x_stride;
+  std::int64_t columns;  // of W: the last block may reach beyond
+  std::int64_t tokens;
+  float* y;
+  std::int64_t y_stride;
+  const float* bias;  // or null
+  Activation activation;
+  std::int32_t part;  // entries of a part of a sum
+};
+
 // out[r][c] (+)= Σ_m dy[r][m] · x[c][m] for the stored blocks `begin` … `end` of one block row.
 // Here panels are long: `lanes` tokens of one feature are contiguous.
 struct DotTask {
@@ -200,6 +216,7 @@ struct Kernels {
   void (*scatter)(const ScatterTask&);
   void (*dot)(const DotTask&);
   bool (*few_takes)(std::int64_t block_rows, std::int64_t block_cols);  // FewKernels of it; or null
+  void (*in_place)(const InPlaceTask&);
   void (*bitmap)(const BitmapTask&);
   void (*two_of_four)(const BitmapTask&);
   void (*activate)(Activation activation, float* values, std::int64_t count);  // whole vectors

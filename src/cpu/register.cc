@@ -49,6 +49,19 @@ void add_few(Registry& registry, std::string_view name) {
 }
 
 template <const cpu::Kernels& kKernels, const std::string_view& kFeature>
+void add_in_place(Registry& registry, std::string_view name) {
+  registry.push_back({
+      .op = Op::linear,
+      .device = Device::cpu,
+      .family = kKernels.family,
+      .name = name,
+      .supports = supports<kFeature, cpu::supports_in_place, kKernels>,
+      .run = [](const Call& call) { return cpu::run_in_place(kKernels, call); },
+      .any_layout = true,
+  });
+}
+
+template <const cpu::Kernels& kKernels, const std::string_view& kFeature>
 void add_bitmap(Registry& registry, std::string_view bitmap, std::string_view two_of_four) {
   for (const Format format : {Format::bitmap, Format::two_of_four}) {
     registry.push_back({
@@ -301,22 +314,26 @@ void register_cpu(Registry& registry) {
   add_lanes<cpu::kLanesAvx512, cpu::kAvx512, kHasAvx512>(registry, "avx512_linear_lanes",
                                                          "avx512_grad_input_lanes");
   add<cpu::kAvx512, kHasAvx512>(registry, "avx512_linear", "avx512_grad_input", "avx512_grad_weight");
+  add_in_place<cpu::kAvx512, kHasAvx512>(registry, "avx512_linear_in_place");
   add_bitmap<cpu::kAvx512, kHasAvx512>(registry, "avx512_linear_bitmap", "avx512_linear_two_of_four");
   add_feed_forward<cpu::kAvx512, kHasAvx512>(registry, "avx512_feed_forward", "avx512_feed_forward_apart");
   add_scaled<cpu::kAvx512, kHasAvx512>(registry, "avx512_linear_scaled", "avx512_grad_input_scaled");
   add_few<cpu::kFewAvx2, kHasAvx2>(registry, "avx2_linear_few");
   add_lanes<cpu::kLanesAvx2, cpu::kAvx2, kHasAvx2>(registry, "avx2_linear_lanes", "avx2_grad_input_lanes");
   add<cpu::kAvx2, kHasAvx2>(registry, "avx2_linear", "avx2_grad_input", "avx2_grad_weight");
+  add_in_place<cpu::kAvx2, kHasAvx2>(registry, "avx2_linear_in_place");
   add_bitmap<cpu::kAvx2, kHasAvx2>(registry, "avx2_linear_bitmap", "avx2_linear_two_of_four");
   add_feed_forward<cpu::kAvx2, kHasAvx2>(registry, "avx2_feed_forward", "avx2_feed_forward_apart");
   add_scaled<cpu::kAvx2, kHasAvx2>(registry, "avx2_linear_scaled", "avx2_grad_input_scaled");
 #elif defined(__aarch64__)
   add<cpu::kNeon, kHasNeon>(registry, "neon_linear", "neon_grad_input", "neon_grad_weight");
+  add_in_place<cpu::kNeon, kHasNeon>(registry, "neon_linear_in_place");
   add_bitmap<cpu::kNeon, kHasNeon>(registry, "neon_linear_bitmap", "neon_linear_two_of_four");
   add_feed_forward<cpu::kNeon, kHasNeon>(registry, "neon_feed_forward", "neon_feed_forward_apart");
   add_scaled<cpu::kNeon, kHasNeon>(registry, "neon_linear_scaled", "neon_grad_input_scaled");
 #endif
   add<cpu::kScalar, kAny>(registry, "scalar_linear", "scalar_grad_input", "scalar_grad_weight");
+  add_in_place<cpu::kScalar, kAny>(registry, "scalar_linear_in_place");
   add_bitmap<cpu::kScalar, kAny>(registry, "scalar_linear_bitmap", "scalar_linear_two_of_four");
   add_feed_forward<cpu::kScalar, kAny>(registry, "scalar_feed_forward", "scalar_feed_forward_apart");
   add_quads<cpu::kQuadsScalar, kAny>(registry, "scalar_linear_int8", "quads");

@@ -89,5 +89,88 @@ TEST(LayoutTest, ChoicesAreNotMixedUp) {
   }
 }
 
+// Rows of W with both sides by feature: exact in integers, with ragged edges, gaps between rows, a bias and
+// tokens that end within a vector; long sums of reals within the bound of their parts.
+TEST(LayoutTest, RowsInPlace) {
+  ThreadPool pool(3);
+  for (const char* family : {"avx512", "avx2", "neon", "scalar"}) {
+    if (!backend_info().machine.has(family) && std::string_view(family) != "scalar") continue;
+    const Force force(std::string("cpu:") + family);
+    for (const auto& [rows, cols, c] : {std::tuple<std::int64_t, std::int64_t, std::int64_t>{70, 45, 1},
+                                        {33, 45, 16},
+                                        {9, 4001, 1},
+                                        {40, 20, 1}}) {
+      for (const std::int64_t tokens : {16, 37, 100, 201}) {
+        for (const bool integers : {true, false}) {
+          const Problem p = make_problem({tokens, rows, cols, 1, c, 0.4, DType::f32, integers, 0}, 5);
+          const std::int64_t x_stride = tokens + 3, y_stride = tokens + 5;
+          std::vector<float> x(static_cast<std::size_t>(cols * x_stride)),
+              values(p.values.begin(), p.values.end());
+          for (std::int64_t k = 0; k < cols; ++k) {
+            for (std::int64_t m = 0; m < tokens; ++m) {
+              x[static_cast<std::size_t>(k * x_stride + m)] =
+                  static_cast<float>(p.x[static_cast<std::size_t>(m * p.x_stride() + k)]);
+            }
+          }
+          std::vector<float> bias(static_cast<std::size_t>(rows));
+          std::iota(bias.begin(), bias.end(), -4.0F);
+          constexpr float kUntouched = 77;
+          std::vector<float> y(static_cast<std::size_t>(rows * y_stride), kUntouched);
+          expect_ok(linear({x.data(), DType::f32, tokens, cols, 1, Device::cpu, x_stride},
+                           {p.pattern.view(), values.data(), DType::f32}, bias.data(), Activation::relu,
+                           {y.data(), DType::f32, tokens, rows, 1, Device::cpu, y_stride},
+                           {.executor = pool.executor()}));
+          const PlanView& plan = p.pattern.view();
+          for (std::int64_t n = 0; n < rows; ++n) {
+            for (std::int64_t m = 0; m < tokens; ++m) {
+              double sum = bias[static_cast<std::size_t>(n)], size = std::fabs(sum);
+              for (std::int32_t e = plan.crow[n]; e < plan.crow[n + 1]; ++e) {
+                for (std::int64_t i = 0; i < c && plan.col[e] * c + i < cols; ++i) {
+                  const double term = double{values[static_cast<std::size_t>(e * c + i)]} *
+                                      x[static_cast<std::size_t>((plan.col[e] * c + i) * x_stride + m)];
+                  sum += term;
+                  size += std::fabs(term);
+                }
+              }
+              // A part of 288 and half as many terms, some parts, the bias.
+              const double bound = integers ? 0 : (432 + 16) * 0x1p-24 * size;
+              ASSERT_NEAR(y[static_cast<std::size_t>(n * y_stride + m)], std::max(sum, 0.0), bound)
+                  << family << ' ' << rows << 'x' << cols << ' ' << tokens;
+            }
+            for (std::int64_t m = tokens; m < y_stride; ++m) {
+              ASSERT_EQ(y[static_cast<std::size_t>(n * y_stride + m)], kUntouched);
+            }
+          }
+        }
+      }
+    }
+  }
+}
+
+TEST(LayoutTest, RowsInPlaceSayWhyNot) {
+  rarefy::Problem asked = make_problem(Op::linear, {64, 64, 1, 1, 100}, 40, DType::f32);
+  asked.in_layout = asked.out_layout = Layout::by_feature;
+  asked.in_stride = asked.out_stride = 40;
+  const auto reason = [](const rarefy::Problem& p) {
+    for (const Candidate& candidate : explain(p).candidates) {
+      if (candidate.kernel.name == "scalar_linear_in_place") return candidate.why_not;
+    }
+    return std::string("no such kernel");
+  };
+  EXPECT_EQ(reason(asked), "");
+  rarefy::Problem other = asked;
+  other.weight.shape.block_rows = 4;
+  EXPECT_EQ(reason(other), "takes blocks of one row; got 4");
+  other = asked;
+  other.tokens = 3;
+  EXPECT_EQ(reason(other), "takes 4 tokens and more; got 3");
+  other = asked;
+  other.in = other.out = DType::bf16;
+  EXPECT_EQ(reason(other), "takes f32 alone");
+  other = asked;
+  other.out_layout = Layout::by_token;
+  EXPECT_EQ(reason(other), "takes and gives matrices by feature; got one by token");
+}
+
 }  // namespace
 }  // namespace rarefy::test

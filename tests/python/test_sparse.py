@@ -635,3 +635,25 @@ def test_transposes_compile_whole(train):
     y = compiled(x)
     torch.testing.assert_close(y, dense.T @ x, rtol=1e-4, atol=1e-4)
     assert y.requires_grad == train
+
+
+@pytest.mark.parametrize("columns", [15, 16, 50, 128])
+@pytest.mark.parametrize("block", [(1, 1), (1, 4), (2, 2)])
+def test_spmm_where_little_is_stored_is_scipys(block, columns):
+    """Rows with few elements meet b as it lies; derivatives, other strides, other blocks go the usual way."""
+    matrix = sp.random_array((60, 44), density=0.1, dtype=np.float32, rng=np.random.default_rng(3))
+    a = matrix.tocsr() if block == (1, 1) else matrix.tobsr(block)
+    b = torch.randn(44, columns)
+    wide = torch.randn(44, columns + 7)
+    ours = sparse.SparseMatrix(a.data, a.indices, a.indptr, shape=a.shape)
+    for right in (b, wide[:, :columns], b.t().contiguous().t(), wide[:, 1 : columns + 1]):
+        with torch.no_grad():
+            got = sparse.spmm(ours, right)
+        torch.testing.assert_close(got, torch.from_numpy(matrix.toarray() @ right.numpy()))
+        assert got.shape == (60, columns)
+    if block[0] == 1 and columns >= 16:
+        with torch.no_grad():
+            assert sparse.spmm(ours, b).is_contiguous()  # by row: in place
+    right = b.clone().requires_grad_()
+    sparse.spmm(ours, right).sum().backward()
+    torch.testing.assert_close(right.grad, torch.from_numpy(matrix.toarray().T) @ torch.ones(60, columns))

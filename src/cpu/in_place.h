@@ -1,0 +1,59 @@
+// Rows of W with X and Y by feature, as they lie in memory: a sum of a row takes runs of tokens from rows of
+// X, and nothing is packed. For few stored elements, whose panels would take longer than their products.
+#pragma once
+
+#include "cpu/activation.h"
+#include "cpu/kernels.h"
+
+namespace rarefy::cpu {
+
+// Tokens m … m + V vectors of row o.
+template <class I, int V>
+void in_place_run(const InPlaceTask& t, std::int32_t o, std::int64_t m) {
+  constexpr int w = I::kWidth;
+  Vec<I> sum[V], total[V];
+  for (int v = 0; v < V; ++v) total[v] = I::zero();
+  const std::int32_t c_block = t.w.red_block, end = t.entry_begin[o + 1];
+  const std::int32_t last_part = end - least_entries(t.part);
+  for (std::int32_t e = t.entry_begin[o]; e < end;) {
+    const std::int32_t stop = e + t.part <= last_part ? e + t.part : end;
+    for (int v = 0; v < V; ++v) sum[v] = I::zero();
+    for (; e < stop; ++e) {
+      const std::int64_t first = std::int64_t{t.w.index[e]} * c_block;
+      const float* values = static_cast<const float*>(t.w.values) + std::int64_t{e} * c_block;
+      const float* x = t.x + first * t.x_stride + m;
+      const std::int64_t columns = t.columns - first < c_block ? t.columns - first : c_block;
+      for (std::int64_t c = 0; c < columns; ++c, x += t.x_stride) {
+        const Vec<I> value = I::set1(values[c]);
+#pragma GCC unroll 8
+        for (int v = 0; v < V; ++v) sum[v] = I::fma(value, I::load(x + v * w), sum[v]);
+      }
+    }
+    for (int v = 0; v < V; ++v) total[v] = I::add(total[v], sum[v]);
+  }
+  const Vec<I> bias = t.bias == nullptr ? I::zero() : I::set1(t.bias[o]);
+  float* y = t.y + o * t.y_stride + m;
+  for (int v = 0; v < V; ++v) {
+    I::store(y + v * w, activate<I>(t.activation, I::add(total[v], bias)));
+  }
+}
+
+// As many vectors of tokens at a time as leave sums and totals in registers. What is left is a vector that
+// ends with the last token: some are computed twice, with the same bits.
+template <class I>
+void in_place(const InPlaceTask& t) {
+  constexpr int w = I::kWidth, most = I::kRegisters / 4;
+  for (std::int32_t o = t.begin; o < t.end; ++o) {
+    std::int64_t m = 0;
+    const auto runs = [&]<int V>() {
+      for (; t.tokens - m >= V * w; m += V * w) in_place_run<I, V>(t, o, m);
+    };
+    if constexpr (most >= 8) runs.template operator()<8>();
+    runs.template operator()<4>();
+    runs.template operator()<2>();
+    runs.template operator()<1>();
+    if (m < t.tokens) in_place_run<I, 1>(t, o, t.tokens - w);
+  }
+}
+
+}  // namespace rarefy::cpu

@@ -1,0 +1,56 @@
+// Drives linear of rows of W with X and Y by feature (in_place.h): tasks are ranges of rows with equal shares
+// of the stored elements.
+#include <algorithm>
+
+#include "core/message.h"
+#include "cpu/blocking.h"
+#include "cpu/drivers.h"
+
+namespace rarefy::cpu {
+
+namespace {
+
+constexpr std::int64_t kTasks = 4;  // per thread: the last ones to end are short
+// A row of W as long as a stored element: what its sums cost to begin and to store.
+constexpr std::int64_t kPerRow = 4;
+
+}  // namespace
+
+Reason supports_in_place(const Kernels& kernels, const Problem& p) {
+  const BsrShape& s = p.weight.shape;
+  if (p.in_layout != Layout::by_feature || p.out_layout != Layout::by_feature) {
+    return "takes and gives matrices by feature; got one by token";
+  }
+  if (p.in != DType::f32 || p.out != DType::f32 || p.weight.dtype != DType::f32) return "takes f32 alone";
+  if (s.block_rows != 1) return cat("takes blocks of one row; got ", s.block_rows);
+  if (p.tokens < kernels.width) return cat("takes ", kernels.width, " tokens and more; got ", p.tokens);
+  return {};
+}
+
+Status run_in_place(const Kernels& kernels, const Call& call) {
+  const PlanView& plan = call.plan;
+  const BsrShape& s = plan.shape;
+  const std::int64_t tasks = std::clamp<std::int64_t>(kTasks * call.problem.threads, 1, s.rows);
+  const InPlaceTask all{.w = operand(call, plan.col, nullptr, false),
+                        .entry_begin = plan.crow,
+                        .begin = 0,
+                        .end = 0,
+                        .x = static_cast<const float*>(call.x.data),
+                        .x_stride = call.x.col_stride,
+                        .columns = s.cols,
+                        .tokens = call.x.rows,
+                        .y = static_cast<float*>(call.out.data),
+                        .y_stride = call.out.col_stride,
+                        .bias = static_cast<const float*>(call.bias),
+                        .activation = call.activation,
+                        .part = part_entries(static_cast<std::int32_t>(s.block_cols))};
+  call.executor.parallel_for(tasks, [&](std::int64_t task) {
+    InPlaceTask own = all;
+    own.begin = begin_of_part(plan.crow, s.rows, s.block_cols, kPerRow, task, tasks);
+    own.end = begin_of_part(plan.crow, s.rows, s.block_cols, kPerRow, task + 1, tasks);
+    kernels.in_place(own);
+  });
+  return {};
+}
+
+}  // namespace rarefy::cpu
