@@ -179,6 +179,9 @@ Status linear(const MatrixView& x, const BitmapView& w, const void* bias, Activa
   constexpr std::string_view op = "linear";
   const BsrShape& shape = w.plan.shape;
   if (Status status = check_shape(op, shape); !status.ok()) return status;
+  if (shape.block_size() != 1) {
+    return invalid(op, "a bitmap must be of blocks of 1x1", cat(shape.block_rows, 'x', shape.block_cols));
+  }
   if (w.plan.crow == nullptr || (w.plan.bits == nullptr && shape.rows > 0 && shape.cols > 0)) {
     return invalid(op, "plan must point to its rows and bits", "a null pointer");
   }

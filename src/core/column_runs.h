@@ -7,7 +7,6 @@
 #include <bit>
 #include <cstdint>
 #include <memory>
-#include <span>
 #include <utility>
 #include <vector>
 
@@ -29,6 +28,7 @@ inline std::int64_t first_row_of(const PlanView& plan, std::int64_t part, std::i
 constexpr int kMostRunColumns = 8;  // as a shift
 constexpr std::int64_t kRunBucketEntries = 1 << 19;
 constexpr std::int32_t kShortestRun = 8;
+constexpr std::int64_t kPartEntries = 1 << 15, kPerColumn = 8;  // the fewest of a part
 
 // Columns a bucket, as a shift; 0 where runs would be short, or a row and a column in its bucket no word.
 inline int run_shift(const BsrShape& s) {
@@ -41,13 +41,16 @@ inline int run_shift(const BsrShape& s) {
   return 0;
 }
 
-// As sort_by_column (column_sort.h).
+// As sort_by_column (column_sort.h). Throws std::bad_alloc before it writes rows and words.
 template <class Word, class WordOf>
 void sort_runs_by_column(const PlanView& plan, int shift, std::int32_t* crow, std::int32_t* row, Word* word,
                          const Executor& executor, WordOf word_of) {
   const BsrShape& s = plan.shape;
   const std::int64_t columns = s.col_count(), width = std::int64_t{1} << shift;
-  const std::int64_t buckets = ceil_div(columns, width), parts = executor.threads;
+  const std::int64_t buckets = ceil_div(columns, width);
+  // The counts of a part must take less time than its entries.
+  const std::int64_t parts =
+      std::clamp<std::int64_t>(s.nnzb / std::max(kPartEntries, kPerColumn * columns), 1, executor.threads);
   const auto place = [](std::int64_t at) { return static_cast<std::size_t>(at); };
 
   // ends[i][b]: the entry after those of row i in bucket b. columns_of[part][c]: how many a part has.
@@ -60,7 +63,7 @@ void sort_runs_by_column(const PlanView& plan, int shift, std::int32_t* crow, st
       const std::int32_t end = plan.crow[i + 1];
       for (std::int64_t b = 0; b < buckets; ++b) {
         const std::int64_t limit = (b + 1) * width;
-        for (; e + kShortestRun <= end && plan.col[e + kShortestRun - 1] < limit; e += kShortestRun) {
+        for (; end - e >= kShortestRun && plan.col[e + kShortestRun - 1] < limit; e += kShortestRun) {
           for (int j = 0; j < kShortestRun; ++j) ++count[plan.col[e + j]];  // columns of a row ascend
         }
         for (; e < end && plan.col[e] < limit; ++e) ++count[plan.col[e]];
@@ -93,7 +96,7 @@ void sort_runs_by_column(const PlanView& plan, int shift, std::int32_t* crow, st
     std::unique_ptr<std::uint32_t[]> packed;
     std::unique_ptr<Word[]> word;
   };
-  std::vector<Scratch> scratch(place(parts));
+  std::vector<Scratch> scratch(place(executor.threads));
   for (Scratch& own : scratch) {
     own = {std::make_unique_for_overwrite<std::uint32_t[]>(place(most)),
            std::make_unique_for_overwrite<Word[]>(place(most))};
@@ -125,7 +128,7 @@ void sort_runs_by_column(const PlanView& plan, int shift, std::int32_t* crow, st
   executor.parallel_for(buckets, [&](std::int64_t b, int worker) {
     Scratch& own = scratch[place(worker)];
     const std::int64_t first = b * width, end = std::min(columns, first + width);
-    const std::int32_t begin = crow[first], count = (end == columns ? at : crow[end]) - begin;
+    const std::int32_t begin = crow[first], count = crow[end] - begin;
     std::copy_n(row + begin, count, own.packed.get());
     std::copy_n(word + begin, count, own.word.get());
     std::int32_t to_column[1 << kMostRunColumns];

@@ -81,7 +81,7 @@ struct Bucket {
   }
 };
 
-// The same on all threads. Throws std::bad_alloc before it writes anything.
+// The same on all threads. Throws std::bad_alloc before it writes rows and words.
 template <class Word, class WordOf>
 void sort_by_column(const PlanView& plan, std::int32_t* crow, std::int32_t* row, Word* word,
                     const Executor& executor, WordOf word_of) {

@@ -81,7 +81,7 @@ Status build_plan(std::string_view op, const BsrShape& shape, std::span<const st
                  Executor{}, [](std::int32_t e) { return e; });
   return {};
 } catch (const std::bad_alloc&) {
-  plan[0] = 0;  // the rows alone are no plan
+  if (!plan.empty()) plan[0] = 0;  // the rows alone are no plan
   return error(StatusCode::out_of_memory, op, "the transposed index must fit in memory",
                "an allocation failure");
 }

@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "core/arguments.h"
+#include "core/checked.h"
 #include "core/memory.h"
 #include "core/message.h"
 #include "core/registry.h"
@@ -73,7 +74,11 @@ Status add_values(const Call& call, void* to) {
   visit_float(w.dtype, [&]<class T>(T) {
     const T* from = static_cast<const T*>(call.dvalues);
     T* sum = static_cast<T*>(to);
-    for (std::int64_t i = 0; i < count; ++i) store(sum + i, load(sum + i) + load(from + i));
+    constexpr std::int64_t kTask = 1 << 16;
+    call.executor.parallel_for(ceil_div(count, kTask), [&](std::int64_t task) {
+      const std::int64_t end = std::min(count, (task + 1) * kTask);
+      for (std::int64_t i = task * kTask; i < end; ++i) store(sum + i, load(sum + i) + load(from + i));
+    });
   });
   return {};
 }

@@ -126,8 +126,8 @@ struct RowKernels {
 };
 
 std::span<const RowKernels> row_kernels();  // src/cpu, best first
-// Those of the family that is forced, or the best for this machine. Null: there are none, or plain loops are
-// forced.
+// Those of the family that is forced, or the best for this machine. Null: the machine has none, or not those
+// of the forced family, or plain loops are forced.
 const RowKernels* chosen_row_kernels();
 
 // What the back ends know of the machine.

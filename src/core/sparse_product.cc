@@ -57,11 +57,13 @@ class ColumnSet {
     const auto c = static_cast<std::uint32_t>(column);
     words_[c / 64] |= std::uint64_t{1} << c % 64;
     filled_[c / 4096] |= std::uint64_t{1} << c / 64 % 64;
+    low_ = std::min(low_, std::size_t{c / 4096});
+    high_ = std::max(high_, std::size_t{c / 4096} + 1);
   }
 
   // Writes the columns to `to`, in order, empties the set, and says where they end.
   std::int32_t* drain(std::int32_t* to) {
-    for (std::size_t f = 0; f < filled_.size(); ++f) {
+    for (std::size_t f = low_; f < high_; ++f) {
       for (std::uint64_t left = std::exchange(filled_[f], 0); left != 0; left &= left - 1) {
         const std::size_t w = f * 64 + static_cast<std::size_t>(std::countr_zero(left));
         for (std::uint64_t word = std::exchange(words_[w], 0); word != 0; word &= word - 1) {
@@ -69,11 +71,14 @@ class ColumnSet {
         }
       }
     }
+    low_ = filled_.size();
+    high_ = 0;
     return to;
   }
 
  private:
   std::vector<std::uint64_t> words_, filled_;
+  std::size_t low_ = filled_.size(), high_ = 0;  // of `filled_`, what an emptying looks at
 };
 
 // What a worker needs for the rows that it takes: where a column's block is, and sums.
@@ -203,7 +208,7 @@ void find(const BsrView& a, const BsrView& b, SparseProduct& product, const Exec
   for_each_row(executor, product.shape.row_count(), [&](std::int64_t i, int worker) {
     SparseProduct::Piece& piece = product.pieces[static_cast<std::size_t>(i / kTaskRows)];
     const std::size_t before = piece.col.size();
-    try {  // a thread of the pool has nobody to catch it
+    try {  // threads of another executor may have nobody to catch it
       append_row<T>(a, b, i, finders[static_cast<std::size_t>(worker)], piece);
     } catch (const std::bad_alloc&) {
       failed = true;

@@ -69,7 +69,7 @@ void softmax_row(const StoredRow& row, const T* from, T* to) {
   });
 }
 
-// Row r of block row i, without padding.
+// Any row of block row i, without padding.
 StoredRow stored_row(const PlanView& plan, std::int64_t i) {
   const BsrShape& s = plan.shape;
   const std::int64_t blocks = plan.crow[i + 1] - plan.crow[i];

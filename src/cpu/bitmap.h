@@ -87,7 +87,7 @@ void bitmap_tokens(const BitmapTask& task) {
   using Shape = BitmapShape<I, Tokens>;
   constexpr int Rows = Shape::kRows, Steps = Shape::kSteps;
   std::int32_t r = 0;
-  for (; r + Rows <= task.rows && task.end[r + Rows - 1] + I::kWidth <= task.count; r += Rows) {
+  for (; r + Rows <= task.rows && std::int64_t{task.end[r + Rows - 1]} + I::kWidth <= task.count; r += Rows) {
     bitmap_rows<I, kStorage, true, Rows, Steps, Tokens>(task, r);
   }
   for (; r < task.rows; ++r) bitmap_rows<I, kStorage, false, 1, Steps, Tokens>(task, r);
@@ -138,7 +138,10 @@ void two_of_four_rows(const BitmapTask& task, std::int32_t first) {
       }
     }
   }
-  for (int r = 0; r < Rows; ++r) task.at[first + r] += static_cast<std::int32_t>(done);
+  for (int r = 0; r < Rows; ++r) {
+    const std::int64_t next = at[r] + done, end = task.end[first + r];
+    task.at[first + r] = static_cast<std::int32_t>(next < end ? next : end);
+  }
   fold_sums<I>(task, first, sum);
 }
 

@@ -22,9 +22,9 @@ struct Singles {
   std::int64_t x_stride;
 };
 
-// kStream: gathered by one instruction, which leaves more room for loads in flight where X misses L1, too (Zen
-// 4: 0.38 ns an element from L1, 0.48–0.7 from memory). Else element by element, in fewer cycles (0.22; from
-// memory 0.4 with X in L1, 0.6–0.9 beyond).
+// kStream: gathered by one instruction, which leaves more room for loads in flight where X misses L1, too
+// (Zen 4: 0.38 ns an element from L1, 0.48–0.7 from memory). Else element by element, in fewer cycles (0.22;
+// from memory 0.4 with X in L1, 0.6–0.9 beyond).
 template <class I, Storage kStorage, int Tokens, bool kStream>
 void add_singles(const Singles& row, float* y, std::int64_t y_stride) {
   constexpr int w = I::kWidth;
@@ -71,10 +71,11 @@ void few_singles(const FewTask& task) {
     float* y = task.y;
     for (std::int32_t o = task.begin; o < task.end; ++o, ++y) {
       const std::int32_t end = task.entry_begin[o + 1];
-      for (std::int32_t e = task.entry_begin[o]; e < end; e += most) {
+      for (std::int32_t e = task.entry_begin[o], count = 0; e < end; e += count) {
+        count = end - e < most ? end - e : most;
         add_singles<I, kStorage, Tokens, kStream>(
-            {static_cast<const char*>(w.values) + e * bytes_of(kStorage), w.index + e,
-             end - e < most ? end - e : most, task.x, task.x_stride},
+            {static_cast<const char*>(w.values) + e * bytes_of(kStorage), w.index + e, count, task.x,
+             task.x_stride},
             y, task.y_stride);
       }
     }

@@ -452,6 +452,8 @@ TEST(BitmapTest, BadPlansAndCalls) {
   EXPECT_EQ(call(whole, 13, y.data(), DType::f64), "[linear] y must be f32 for f32 x; got f64");
   whole.plan.bits = nullptr;
   EXPECT_EQ(call(whole, 13, y.data()), "[linear] plan must point to its rows and bits; got a null pointer");
+  whole.plan.shape.block_rows = whole.plan.shape.block_cols = 2;
+  EXPECT_EQ(call(whole, 13, y.data()), "[linear] a bitmap must be of blocks of 1x1; got 2x2");
   Words blocks(1);
   EXPECT_EQ(bitmap_columns("op", w.plan, blocks).message(), "[op] col_indices must have 14 elements; got 1");
   const Pattern square = make_problem({1, 4, 4, 2, 2}).pattern;
