@@ -45,7 +45,7 @@ struct GatherRow {
 // Reads memory again. What a loop over entries needs once an entry stays there: GCC would keep it in a
 // register, run out of them, and spill to vector registers, where reading it back waits behind the FMAs.
 template <class T>
-T reload(const T& memory) {
+[[gnu::always_inline]] inline T reload(const T& memory) {
   return *const_cast<const volatile T*>(&memory);
 }
 
@@ -151,7 +151,7 @@ void gather_block(const GatherRow& row, std::int32_t out_block, const float* val
 }
 
 // What all rows of W have in common; `x` is the panel from reduction block 0 on.
-template <Layout kLayout>
+template <class I, Layout kLayout>
 GatherRow gather_row(const SparseOperand& w, const float* x, std::int64_t lanes) {
   GatherRow row{};
   row.red_block = w.red_block;
@@ -167,7 +167,7 @@ template <class I, Layout kLayout, int kSteps, int Vectors>
 void gather_blocks(const GatherTask& task) {
   const SparseOperand& w = task.w;
   const std::int64_t lanes = Vectors * I::kWidth;
-  GatherRow row = gather_row<kLayout>(w, task.x - task.x_first * w.red_block * lanes, lanes);
+  GatherRow row = gather_row<I, kLayout>(w, task.x - task.x_first * w.red_block * lanes, lanes);
   const std::int32_t part = task.part;
   const std::int64_t chunk = w.block_size < kUnpacked ? kUnpacked / w.block_size : 1;
   const std::int64_t size = w.out_block * lanes;

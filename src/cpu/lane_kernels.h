@@ -32,7 +32,7 @@ inline constexpr std::int64_t kLaneAhead = 2048;  // bytes of W
 
 // What is done along the way of the first sums, line by line: `left` counts down to 1. Here: nothing.
 struct NoLaneWork {
-  void operator()(std::int32_t /*left*/) const {}
+  [[gnu::always_inline]] void operator()(std::int32_t /*left*/) const {}
 };
 
 // Rows of `stride` floats to Y, of which `cols` exist at most.

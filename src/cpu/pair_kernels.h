@@ -1,6 +1,7 @@
 // The kernels of pairs.h as templates over an engine E (simd/…): how pairs are made and multiplied and how
 // tokens and features are transposed. Here is what all engines share: groups in chunks that stay in L1,
 // gathered while the first outputs of a block row are at work; edges through a buffer.
+// What names no engine is always inlined: of weak twins in several units the linker would keep any.
 #pragma once
 
 #include "cpu/activation.h"
@@ -24,7 +25,7 @@ struct PairSteps {
   std::int32_t ahead_lines;
 
   // Into L2. The hardware loses the stream while a chunk meets its panels.
-  void fetch(std::int32_t step) const {
+  [[gnu::always_inline]] void fetch(std::int32_t step) const {
     const char* from = ahead + std::int64_t{step} * ahead_lines * 64;
     for (std::int32_t i = 0; i < ahead_lines; ++i) __builtin_prefetch(from + i * 64, 0, 2);
   }
@@ -48,7 +49,7 @@ struct PairRows {
   std::int64_t stride;
   std::int64_t ahead;
 
-  T* next() {
+  [[gnu::always_inline]] T* next() {
     T* row = y;
     __builtin_prefetch(row + ahead, 1);
     if constexpr (sizeof(T) == 4) __builtin_prefetch(row + ahead + 16, 1);
@@ -59,8 +60,8 @@ struct PairRows {
 
 // What E::multiply does along its way, step by step and pair by pair, where there is any; here: nothing.
 struct NoWork {
-  static constexpr bool any(std::int32_t /*step*/) { return false; }
-  void operator()(std::int32_t /*step*/, int /*pair*/) const {}
+  [[gnu::always_inline]] static constexpr bool any(std::int32_t /*step*/) { return false; }
+  [[gnu::always_inline]] void operator()(std::int32_t /*step*/, int /*pair*/) const {}
 };
 
 // Puts the groups that come one step later into pair order.
@@ -212,11 +213,11 @@ void multiply_slices(const PairProduct& t) {
 // are used, as nobody uses them twice.
 template <class E, int kRows, int kHalves, PairSource kSource>
 void multiply_few(const PairProduct& t) {
-  constexpr std::int32_t kSize = kRows * kGroup, kMost = kChunkSize / kSize;
+  constexpr std::int32_t kSize = kRows * kGroup, kMost = kChunkSize / kSize, kOffsets = offsets_of(kSource);
   for (std::int32_t group = 0; group < t.groups; group += kMost) {
     const std::int32_t end = t.groups - group < kMost ? t.groups : group + kMost;
     PairLines s{t.w + std::int64_t{group} * kSize,
-                t.offsets + std::int64_t{group} * offsets_of(kSource),
+                t.offsets + std::int64_t{group} * kOffsets,
                 (end == t.groups ? t.pairs : end * (kGroup / 2)) - group * (kGroup / 2),
                 t.panel,
                 t.sums,

@@ -51,7 +51,7 @@ struct WayOut {
 // a call, from the average row: run lengths that change are mispredicted.
 struct Weave {
   std::int32_t run, burst;
-  Weave(std::int32_t entries, int steps)
+  [[gnu::always_inline]] Weave(std::int32_t entries, int steps)
       : run(entries > steps ? entries / (steps + 1) : 1),
         burst(entries > steps ? 1 : (steps + entries) / (entries > 0 ? entries : 1)) {}
 };
@@ -63,7 +63,7 @@ void weave_rows(const WovenTask& task) {
   constexpr int kShare = Out::kSteps * Rows / w;  // steps of a register tile
   constexpr std::int64_t lanes = Out::kLanes;
   const SparseOperand& op = task.w;
-  GatherRow row = gather_row<kLayout>(op, task.x, lanes);
+  GatherRow row = gather_row<I, kLayout>(op, task.x, lanes);
   const std::int32_t part = task.part;
   const Weave weave((task.row[task.end] - task.row[task.begin]) / (task.end - task.begin), kShare);
   float* sums = task.sums;

@@ -1,5 +1,6 @@
 # What each instruction set's translation unit defines weakly must name that set: of two weak functions of one
-# name the linker keeps either, and the scalar kernels must not run one that was compiled with AVX-512.
+# name the linker keeps either, and the scalar kernels must not run one that was compiled with AVX-512; nor is
+# one of AVX-512 in two of them, which are compiled with different extensions of it.
 #   cmake -DNM=… -DARCHIVE=… -P weak_symbols.cmake
 execute_process(COMMAND ${NM} --demangle --defined-only ${ARCHIVE} OUTPUT_VARIABLE text COMMAND_ERROR_IS_FATAL ANY)
 string(REPLACE ";" "," text "${text}")
@@ -10,6 +11,7 @@ set(units amx amx_int8 avx2 avx2_quads avx512 avx512_bf16 avx512_vnni scalar pai
   dense_avx512)
 set(unit "")
 set(seen 0)
+set(symbols "")  # of AVX-512
 set(bad "")
 foreach(line IN LISTS lines)
   if(line MATCHES "^([a-z0-9_]+)\\.cc\\.(o|obj):$")
@@ -24,6 +26,18 @@ foreach(line IN LISTS lines)
     set(of_less FALSE)  # of an instruction set that other units compile with fewer flags
     if(unit MATCHES "amx|avx512_bf16" AND symbol MATCHES "<rarefy::cpu::Avx512[,>]")
       set(of_less TRUE)
+    endif()
+    if(symbol MATCHES "rarefy::cpu::Avx512")
+      list(FIND symbols "${symbol}" at)
+      if(at GREATER_EQUAL 0)
+        list(GET owners ${at} owner)
+        if(NOT owner STREQUAL unit)  # constructors have two names that read alike
+          string(APPEND bad "\n  ${unit} and ${owner}: ${symbol}")
+        endif()
+      else()
+        list(APPEND symbols "${symbol}")
+        list(APPEND owners "${unit}")
+      endif()
     endif()
     if(of_less OR NOT symbol MATCHES "Amx|Avx2|Avx512|Scalar|Portable|Neon")
       string(APPEND bad "\n  ${unit}: ${symbol}")

@@ -24,11 +24,11 @@ const QuadKernels kQuadsVnni = {"avx512",
                                 Avx512Half::kWidth,
                                 none,
                                 none,
-                                pack_quads<Avx512Quads<true>>,
+                                pack_quads<Avx512Quads<Avx512VnniLanes, true>>,
                                 nullptr,
                                 nullptr,
                                 multiply_quad_lanes,
-                                FewQuads<Avx512Quads<true>>::pack,
+                                FewQuads<Avx512VnniLanes>::pack,
                                 multiply_few};
 
 }  // namespace rarefy::cpu

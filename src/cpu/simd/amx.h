@@ -9,12 +9,12 @@ namespace rarefy::cpu {
 // The instruction by the numbers of its tiles: sums += a · b. GCC's macros want digits.
 struct Bf16Tiles {
   template <int kSums, int kA, int kB>
-  static void dot() {
+  [[gnu::always_inline]] static void dot() {
     __asm__ volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(kSums), "i"(kA), "i"(kB));
   }
 };
 
-struct Amx : Avx512Pairs {
+struct Amx : Avx512Pairs<Amx> {
   static constexpr int kRows = 32, kLeast = 32;
   static constexpr int kEarly = 2;  // tiles are not loaded from stores that are under way
   static constexpr bool kByToken = true;

@@ -8,12 +8,12 @@ namespace rarefy::cpu {
 
 struct Int8Tiles {
   template <int kSums, int kA, int kB>
-  static void dot() {
+  [[gnu::always_inline]] static void dot() {
     __asm__ volatile("tdpbssd %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(kSums), "i"(kA), "i"(kB));
   }
 };
 
-struct AmxQuads : Avx512Quads<false> {
+struct AmxQuads : Avx512Quads<AmxQuads, false> {
   static constexpr int kRows = Amx::kRows, kLeast = kTileRows;
   static constexpr double kTileCycles = Amx::kTileCycles;
 

@@ -6,6 +6,8 @@
 
 namespace rarefy::cpu {
 
+// `Engine` is who shares it, in a unit of its own, whose names the linker must not mix.
+template <class Engine>
 struct Avx512Pairs {
   static constexpr int kFeatures = 2;
   static constexpr int kEarly = 1;  // steps before a group is multiplied, it is gathered
@@ -248,7 +250,7 @@ struct Avx512Pairs {
 
 // vdpbf16ps: 8 outputs × 32 tokens in registers, weights broadcast by pairs; blocks of 4 outputs on their
 // own.
-struct Avx512Bf16 : Avx512Pairs {
+struct Avx512Bf16 : Avx512Pairs<Avx512Bf16> {
   static constexpr int kRows = 8, kLeast = 4;
   static constexpr double kTileCycles = 550;
 

@@ -8,8 +8,9 @@
 namespace rarefy::cpu {
 
 // vpdpbusd wants bytes without sign on one side: then x is kept as x + 128, and 128 times the total of an
-// output's stored values is taken off its sums.
-template <bool kUnsigned>
+// output's stored values is taken off its sums. `Engine` is who shares it, in a unit of its own, whose names
+// the linker must not mix.
+template <class Engine, bool kUnsigned>
 struct Avx512Quads {
   static constexpr int kFeatures = 4;
   static constexpr int kEarly = 1;
@@ -59,6 +60,9 @@ struct Avx512Quads {
     return kUnsigned ? _mm512_xor_si512(bytes, _mm512_set1_epi8(static_cast<char>(0x80))) : bytes;
   }
   static constexpr int line(int r) { return r % 4 * 4 + r / 4; }
+  static __m128i transposed() {  // of 4 × 4 bytes
+    return _mm_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+  }
 
   static void transpose(__m512i (&m)[16]) {
     __m512 t[16];
@@ -91,8 +95,7 @@ struct Avx512Quads {
       for (int r = 0; r < 16; ++r) _mm512_storeu_si512(panel + line(r) * kQuadLine + 64, high[r]);
       return;
     }
-    const __m512i bytes =
-        _mm512_broadcast_i32x4(_mm_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15));
+    const __m512i bytes = _mm512_broadcast_i32x4(transposed());
     const __m512i first = _mm512_setr_epi32(0, 8, 16, 24, 4, 12, 20, 28, 1, 9, 17, 25, 5, 13, 21, 29);
     const __m512i second = _mm512_add_epi32(first, _mm512_set1_epi32(2));
 #pragma GCC unroll 16

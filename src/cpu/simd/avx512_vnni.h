@@ -20,17 +20,19 @@ struct GatherFours {
   }
 };
 
-struct AllTokens {
+struct Avx512VnniLanes;
+
+struct Avx512AllTokens {
   static void put(const LaneGather& t, std::int32_t line, const std::uint32_t* offsets) {
     interleave_quad(t.panel, offsets, t.to + kPairLine * line);
   }
 };
 
 // Up to 4, where a feature is a dword.
-struct FewTokens {
+struct Avx512FewTokens {
   static void put(const LaneGather& t, std::int32_t line, const std::uint32_t* offsets) {
     _mm_storeu_si128(reinterpret_cast<__m128i*>(t.to + 8 * line),
-                     FewQuads<Avx512Quads<true>>::line(t.panel, offsets));
+                     FewQuads<Avx512VnniLanes>::line(t.panel, offsets));
   }
 };
 
@@ -38,7 +40,7 @@ struct Avx512VnniLanes {
   using Isa = Avx512;
   using Sum = __m512i;
   using Vector = __m512i;
-  using Gather = GatherFours<AllTokens>;
+  using Gather = GatherFours<Avx512AllTokens>;
   static constexpr bool kParts = false;
   static constexpr std::int32_t kLine = kLaneTokens * 4;
 
@@ -77,7 +79,7 @@ struct Avx512VnniHalfLanes {
   using Isa = Avx512Half;
   using Sum = __m256i;
   using Vector = __m256i;
-  using Gather = GatherFours<AllTokens>;
+  using Gather = GatherFours<Avx512AllTokens>;
   static constexpr bool kParts = false;
   static constexpr std::int32_t kLine = kLaneTokens * 4;
 
@@ -114,7 +116,7 @@ struct Avx512VnniHalfLanes {
 // Either of them on lines of 4 tokens.
 template <class E>
 struct FewLanes : E {
-  using Gather = GatherFours<FewTokens>;
+  using Gather = GatherFours<Avx512FewTokens>;
   static constexpr std::int32_t kLine = kQuad * 4;
 };
 

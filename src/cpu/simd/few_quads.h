@@ -7,10 +7,10 @@
 
 namespace rarefy::cpu {
 
-// `Set` is the instruction set of the unit that compiles it, whose names the linker must not mix.
-template <class Set>
+// `Engine` is whose unit compiles it, as in avx512_quads.h.
+template <class Engine>
 struct FewQuads {
-  using Quads = Avx512Quads<true>;
+  using Quads = Avx512Quads<Engine, true>;
 
   // Lines of four features, [token][4]; or dwords, one a feature, as groups are put together from them.
   static void pack(const QuadPack& t) {
@@ -29,7 +29,8 @@ struct FewQuads {
       __builtin_memcpy(&tokens, place(panel, offsets[i]), sizeof(tokens));
       return tokens;
     };
-    return _mm_shuffle_epi8(_mm_setr_epi32(feature(0), feature(1), feature(2), feature(3)), transposed());
+    return _mm_shuffle_epi8(_mm_setr_epi32(feature(0), feature(1), feature(2), feature(3)),
+                            Quads::transposed());
   }
 
   // The outputs of one block row: `blocks` groups with `run` offsets each, whose bytes go to `next.to`.
@@ -44,10 +45,6 @@ struct FewQuads {
   }
 
  private:
-  static __m128i transposed() {  // of 4 × 4 bytes
-    return _mm_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
-  }
-
   template <class T>
   static void pack_of(const QuadPack& t) {
     const T* x = static_cast<const T*>(t.x);
@@ -56,7 +53,7 @@ struct FewQuads {
       scale_token<Quads>(m < t.rows ? Quads::absmax(x + m * t.row_stride, t.cols) : 0, t.scales[m],
                          inverse[m]);
     }
-    const __m512i bytes = _mm512_broadcast_i32x4(transposed());
+    const __m512i bytes = _mm512_broadcast_i32x4(Quads::transposed());
     for (std::int32_t k = 0; k < t.padded; k += kQuadGroup) {
       const std::int32_t cols = t.cols - k < 0 ? 0 : t.cols - k < kQuadGroup ? t.cols - k : kQuadGroup;
       __m512i v[kQuad];
