@@ -215,7 +215,8 @@ struct Kernels {
   void (*woven)(const WovenTask&);  // or null
   void (*scatter)(const ScatterTask&);
   void (*dot)(const DotTask&);
-  bool (*few_takes)(std::int64_t block_rows, std::int64_t block_cols);  // FewKernels of it; or null
+  // As FewKernels::takes, for feed_forward.cc, which has this table alone; or null.
+  bool (*few_takes)(std::int64_t block_rows, std::int64_t block_cols);
   void (*in_place)(const InPlaceTask&);
   void (*bitmap)(const BitmapTask&);
   void (*two_of_four)(const BitmapTask&);

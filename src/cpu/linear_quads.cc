@@ -82,14 +82,8 @@ void unpack_outputs(const Call& call, const QuadsShape& s, const Parts& parts) {
 class LaneTask {
  public:
   LaneTask(const QuadsWeight& w, const Call& call, const Parts& parts, std::int64_t first,
-           std::int64_t tokens)
-      : w_(w),
-        s_(w.shape),
-        call_(call),
-        parts_(parts),
-        first_(first),
-        tokens_(tokens),
-        product_(tokens <= kFewTokens ? w.kernels.few : w.kernels.lanes) {
+           std::int64_t tokens, void (*product)(const LaneProduct&))
+      : w_(w), s_(w.shape), call_(call), parts_(parts), first_(first), tokens_(tokens), product_(product) {
     t_.rows = static_cast<std::int32_t>(s_.out_block);
     t_.activation = call.activation;
     t_.out = storage(call.out.dtype);
@@ -214,8 +208,8 @@ void run_task(const QuadsWeight& w, const Call& call, const Parts& parts, std::i
           reinterpret_cast<std::uint8_t*>(parts.panels + m / kPanelTokens * s.panel_size()),
           parts.tokens + m});
   }
-  if (w.kernels.lanes != nullptr || few) {
-    LaneTask task(w, call, parts, first, tokens);
+  if (const auto product = few ? w.kernels.few : w.kernels.lanes; product != nullptr) {
+    LaneTask task(w, call, parts, first, tokens, product);
     if (w.kernels.lanes == nullptr) {
       task.groups(begin, end);
     } else if (s.source == PairSource::columns) {
