@@ -39,6 +39,7 @@ struct ApiBase {
 
 enum Function : std::size_t {
   kCreateStatus = 0,           // (ErrorCode, const char*) → Status*
+  kGetErrorMessage = 2,        // (const Status*) → const char*, the status's
   kCreateCustomOpDomain = 26,  // (const char*, CustomOpDomain**)
   kCustomOpDomainAdd = 27,     // (CustomOpDomain*, const CustomOp*)
   kAddCustomOpDomain = 28,     // (SessionOptions*, CustomOpDomain*)

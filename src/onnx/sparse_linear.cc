@@ -49,8 +49,11 @@ class Runtime {
   template <class... Args>
   void operator()(ort::Function function, Args... args) const {
     if (auto* status = api_->call<ort::Status*>(function, args...); status != nullptr) {
+      const std::string why =
+          api_->call<const char*>(ort::kGetErrorMessage, static_cast<const ort::Status*>(status));
       api_->call<void>(ort::kReleaseStatus, status);
-      fail("onnxruntime must do what the op asks for", "an error of function " + std::to_string(function));
+      fail("onnxruntime must do what the op asks for",
+           "an error of function " + std::to_string(function) + ": " + why);
     }
   }
 
@@ -83,7 +86,15 @@ class Runtime {
     }
   }
 
-  void release(ort::Shape* shape) const { api_->call<void>(ort::kReleaseShape, shape); }
+  // Of a value, until it goes out of scope.
+  auto shape_of(const ort::Value* value) const {
+    ort::Shape* shape = nullptr;
+    (*this)(ort::kGetTensorShape, value, &shape);
+    const auto release = [api = api_](const ort::Shape* made) {
+      api->call<void>(ort::kReleaseShape, const_cast<ort::Shape*>(made));
+    };
+    return std::unique_ptr<const ort::Shape, decltype(release)>(shape, release);
+  }
 
  private:
   const ort::Api* api_;
@@ -102,15 +113,13 @@ Tensor input_of(const Runtime& runtime, const ort::KernelContext* context, std::
   const ort::Value* value = nullptr;
   if (at < count) runtime(ort::kGetInput, context, at, &value);
   if (value == nullptr) return {};
-  ort::Shape* shape = nullptr;
-  runtime(ort::kGetTensorShape, value, &shape);
+  const auto shape = runtime.shape_of(value);
   Tensor tensor;
   std::size_t dims = 0;
-  runtime(ort::kGetElementType, static_cast<const ort::Shape*>(shape), &tensor.type);
-  runtime(ort::kGetDimensionsCount, static_cast<const ort::Shape*>(shape), &dims);
+  runtime(ort::kGetElementType, shape.get(), &tensor.type);
+  runtime(ort::kGetDimensionsCount, shape.get(), &dims);
   tensor.sizes.resize(dims);
-  runtime(ort::kGetDimensions, static_cast<const ort::Shape*>(shape), tensor.sizes.data(), dims);
-  runtime.release(shape);
+  runtime(ort::kGetDimensions, shape.get(), tensor.sizes.data(), dims);
   void* data = nullptr;
   runtime(ort::kGetTensorMutableData, const_cast<ort::Value*>(value), &data);
   static constexpr char kEmpty = 0;
@@ -171,6 +180,7 @@ std::shared_ptr<rarefy_pool> pool_of(int threads) {
   static std::mutex mutex;
   static std::vector<std::pair<int, std::weak_ptr<rarefy_pool>>> pools;
   const std::lock_guard lock(mutex);
+  std::erase_if(pools, [](const auto& known) { return known.second.expired(); });
   for (auto& [count, pool] : pools) {
     if (count == threads) {
       if (auto found = pool.lock()) return found;
