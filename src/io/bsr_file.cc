@@ -280,7 +280,7 @@ Result<Entries> parse_entries(std::string_view op, const SafetensorsHeader& head
       if (columns > most_columns) {
         return invalid(scope,
                        cat("the weights of a file of ", header.file_bytes, " bytes may have at most ",
-                           most_columns, " block columns in all"),
+                           most_columns, " block columns (and rows of bitmaps) in all"),
                        cat(columns, " with this one"));
       }
       entries.emplace(weight, *entry);
