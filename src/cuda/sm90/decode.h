@@ -66,7 +66,8 @@ struct DecodeOperands {  // device pointers; x and values 16-byte aligned
 
 // One kernel, which may start while the one before in the stream runs, and then reads the pattern's index,
 // nothing else: an index must not be what a kernel writes that lets its successor start early. Plans are
-// made and copied by others.
+// made and copied by others, of which it is assumed that what they wrote is seen once they let this one start
+// by ending; tests/python/test_decode.py's plans that are copied right before a call check it.
 cudaError_t launch(const DecodeProblem& problem, const DecodeConfig& config, const DecodeOperands& operands,
                    cudaStream_t stream);
 
