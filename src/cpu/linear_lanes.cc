@@ -179,7 +179,9 @@ Reason supports_lanes(const LaneKernels& kernels, const Problem& p, const Machin
   // unless rows have so few blocks that little can stand between them (32×32: 1.26 and 1.38).
   if (p.weight.dtype == DType::f32 && p.out == DType::f32 && fills_vectors(p.tokens, kernels.panels.width) &&
       s.entries >= kFewBlocks * s.out_blocks) {
-    return cat("leaves tokens that fill vectors, in floats, to sums with tokens as lanes; got ", p.tokens);
+    return cat("takes, of floats in rows of ", kFewBlocks,
+               " blocks or more, tokens that leave more than a twentieth as many lanes empty; got ",
+               p.tokens);
   }
   if (p.tokens <= kFewTokens) return cat("takes more than ", kFewTokens, " tokens; got ", p.tokens);
   if (s.panel_size() > panel_floats(machine)) return "takes panels that fit half of L2";

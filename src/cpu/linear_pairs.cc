@@ -86,7 +86,7 @@ Reason supports_pairs(const PairKernels& kernels, const Problem& p) {
   if (s.panel_size() > std::numeric_limits<std::uint32_t>::max())
     return "takes less than 2^27 input features";
   const std::int64_t few = s.by_token() ? kFewByToken : kFewTokens;
-  if (p.tokens <= few) return cat("takes more than ", few, " tokens; got ", p.tokens);
+  if (p.tokens <= few) return cat("takes at least ", few + 1, " tokens; got ", p.tokens);
   if (p.derived == 0 && p.tokens < kPackingTokens) {
     return cat("without its packed weight, takes at least ", kPackingTokens, " tokens; got ", p.tokens);
   }

@@ -293,7 +293,8 @@ TEST_P(PairsTest, FloatsBeyondBf16AreInfinite) {
   }
 }
 
-// Without leave x is exact, and so are gradients with it; up to four tokens nothing is rounded either.
+// Without leave x is exact, and so are gradients with it; up to four tokens of 32x1 nothing is rounded
+// either.
 TEST_P(PairsTest, RoundsNothingElse) {
   ProblemSpec spec{64, 64, 64, 32, 1, 0.5, DType::f32, false, 0};
   spec.rounds_x = true;
@@ -595,7 +596,7 @@ TEST(PairsSelectionTest, SaysWhatItDoesNotTake) {
   EXPECT_EQ(why_not(make_problem(Op::linear, {64, 64, 4, 1, 9}, 5, DType::bf16)), "");
   EXPECT_EQ(why_not(make_problem(Op::linear, {64, 64, 32, 32, 3}, 2, DType::bf16)), "");
   EXPECT_EQ(why_not(make_problem(Op::linear, {64, 64, 32, 32, 3}, 1, DType::bf16)),
-            "takes more than 1 tokens; got 1");
+            "takes at least 2 tokens; got 1");
   EXPECT_EQ(why_not(make_problem(Op::linear, {64, 64, 12, 1, 9}, 5, DType::bf16)),
             "takes blocks of 4, 8 or a multiple of 16 outputs; got 12");
   EXPECT_EQ(why_not(make_problem(Op::grad_input, {64, 64, 16, 1, 9}, 5, DType::bf16)),
@@ -617,7 +618,7 @@ TEST(PairsSelectionTest, SaysWhatItDoesNotTake) {
       "takes blocks of one column and a multiple of 16 rows, or of as many columns and 8 rows or more; got "
       "4x4");
   EXPECT_EQ(why_not(make_problem(Op::linear, {64, 64, 16, 1, 9}, 4, DType::bf16)),
-            "takes more than 4 tokens; got 4");
+            "takes at least 5 tokens; got 4");
   EXPECT_EQ(why_not(make_problem(Op::linear, {64, 64, 16, 1, 9}, 5, DType::f32)),
             "takes bf16 inputs and values, to bf16; f32, to f32, for inputs that may be rounded");
   // The portable twin is never chosen by itself.

@@ -121,6 +121,10 @@ TEST(SelectTest, ConfigurationsFollowTheProblem) {
     config_for<cpu::PairsBlocking>(layer_problem(256, 768, 768, 32, columns, 0.5, 1, DType::bf16), machine,
                                    "avx512", "avx512_linear_lanes");
   }
+  EXPECT_EQ(
+      find_kernel("avx512_linear_lanes")->supports(layer_problem(512, 768, 768, 32, 1, 0.5), machine),
+      "takes, of floats in rows of 3 blocks or more, tokens that leave more than a twentieth as many lanes "
+      "empty; got 512");
   // Blocks that are packed in the call take tokens to pay for it; few outputs fill no vector of AVX-512.
   config_for<cpu::Blocking>(layer_problem(133, 768, 768, 32, 16, 0.5), machine, "avx512", "avx512_linear");
   config_for<cpu::Blocking>(layer_problem(20, 768, 768, 8, 1, 0.5), machine, "avx512", "avx512_linear");
