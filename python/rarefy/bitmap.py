@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -31,6 +32,7 @@ from .elements import ElementsSpec, StoredElements
 from .masks import NONZERO, choose_blocks
 from .nested import linear_of_nested
 from .pattern import digest
+from .pattern_change import PatternChange
 from .sparse_weight import (
     KEPT,
     SparseWeight,
@@ -76,6 +78,7 @@ class BitmapWeight(StoredElements, SparseWeight):
 
     values: nn.Parameter
     bitmap: Tensor
+    _pattern_known: bool = True  # not after the meta device: the first pattern that is loaded is taken over
 
     def __init__(
         self, values: Tensor, bitmap: Tensor, *, shape: tuple[int, int], x_dtype: torch.dtype | None = None
@@ -165,8 +168,8 @@ class BitmapWeight(StoredElements, SparseWeight):
 
     def to_dense(self) -> Tensor:
         """The (N, K) tensor with zeros for the elements that are not stored; differentiable, exact."""
-        at = self.pattern.mask().flatten().nonzero().flatten().to(self.values.device)
-        return self.values.new_zeros(self.numel()).index_copy(0, at, self.values).view(tuple(self.shape))
+        mask = self.pattern.mask().to(self.values.device)
+        return self.values.new_zeros(tuple(self.shape)).masked_scatter(mask, self.values)
 
     def stored_as(self, dtype: torch.dtype | None) -> BitmapWeight:
         """This weight with values stored in a dtype, x and results staying as they are; None: no change."""
@@ -241,6 +244,7 @@ class BitmapWeight(StoredElements, SparseWeight):
             self._buffers = buffers
         self._follow_x_dtype(fn, before, device)
         if self.values.device != device:
+            self._pattern_known = self._pattern_known and not self.values.is_meta
             self._set_pattern(self._pattern)
         return self
 
@@ -257,7 +261,7 @@ class BitmapWeight(StoredElements, SparseWeight):
         same = (self.values.shape, self.dtype) == (theirs.shape, theirs.dtype) and not self.values.is_meta
         self.values = self.values.copy_(theirs) if same else swap_data(self.values, theirs)
         self._set_pattern(pattern)
-        self.x_dtype = other.x_dtype
+        self.x_dtype, self._pattern_known = other.x_dtype, other._pattern_known
 
     def __getstate__(self) -> dict[str, Any]:  # noqa: D105
         self._settle()
@@ -274,9 +278,59 @@ class BitmapWeight(StoredElements, SparseWeight):
             self._settle()
         super()._save_to_state_dict(destination, prefix, keep_vars)
 
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        self.check_state(f"{type(self).__name__}.load_state_dict", state_dict, prefix)
-        super()._load_from_state_dict(state_dict, prefix, *args)
+    def check_state(self, op: str, state_dict: Mapping[str, Tensor], prefix: str) -> None:
+        """Raises unless the tensors of a state_dict fit: ValueError for another pattern than this one."""
+        self._read_state(op, state_dict, prefix)
+
+    def _read_state(self, op: str, state_dict: Mapping[str, Tensor], prefix: str) -> BitmapPattern | None:
+        """The pattern that a state_dict brings, None for the present one, after all checks."""
+        own, pattern = self.pattern, None
+        advice = "rarefy.load_state_dict(model, state_dict) takes a pattern over"
+        bits, values = (state_dict.get(prefix + piece) for piece in ("bitmap", "values"))
+        if bits is not None:
+            check_tensor(op, f"{prefix}bitmap", bits)
+            if bits.shape != own.bits.shape:
+                requirement = f"{prefix}bitmap must be of shape {tuple(own.bits.shape)}"
+                fail(op, requirement, tuple(bits.shape))
+            same = bits.is_meta or (bits.dtype == own.bits.dtype and torch.equal(bits.cpu(), own.bits))
+            if not same and self._pattern_known and self.strict_pattern:
+                fail(op, f"{prefix}bitmap must be that of this module's pattern ({advice})", "another")
+            pattern = None if same else BitmapPattern(bits, shape=tuple(self.shape), op=op)
+        if values is not None:
+            check_tensor(op, f"{prefix}values", values)
+            expected = ((pattern or own).nnz,)
+            if tuple(values.shape) != expected:
+                fail(op, f"{prefix}values must be of shape {expected} ({advice})", tuple(values.shape))
+        elif pattern is not None:
+            fail(op, f"{prefix}values must come with another pattern", "none")
+        return pattern
+
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *args: Any
+    ) -> None:
+        pattern = self._read_state(f"{type(self).__name__}.load_state_dict", state_dict, prefix)
+        if not self.values.is_meta or local_metadata.get("assign_to_params_buffers", False):
+            if pattern is not None:
+                self._take_over(pattern)
+            self._pattern_known = self._pattern_known or prefix + "bitmap" in state_dict
+        # The pattern holds the bits now: the buffer takes the place of the one that came.
+        state = dict(state_dict)
+        state |= {prefix + "bitmap": self._buffers["bitmap"]} if prefix + "bitmap" in state_dict else {}
+        super()._load_from_state_dict(state, prefix, local_metadata, *args)
+        bits = self._buffers["bitmap"]
+        if bits.device != self.values.device:
+            self._set_pattern(self._pattern)
+        else:
+            self._seen = (bits, _version(bits))
+
+    def _take_over(self, pattern: BitmapPattern) -> None:
+        """Another pattern, whose values are about to come: the Parameter stays, its gradient moves along."""
+        if self.values.is_meta:
+            self.values = swap_data(self.values, self.values.new_empty(pattern.nnz))
+        else:
+            device = self.values.device
+            PatternChange(self._pattern.blocks(device), pattern.blocks(device)).apply(self.values, None)
+        self._set_pattern(pattern)
 
     # -- text -------------------------------------------------------------------------
 
@@ -334,6 +388,10 @@ class TwoOfFourSpec(Spec):
         """The two of each four of largest magnitude, or largest score; ties keep the earlier. Or a mask's."""
         op = "TwoOfFourSpec.make"
         check_dense(op, dense)
+        if scores is not None:
+            check_tensor(op, "scores", scores)
+            if self.nonzero and mask is None:
+                fail(op, "scores rank what 2:4 keeps, not what 2:4@nonzero stores", "scores")
         rank = dense.detach().abs() if scores is None else scores.detach().to(dense.device)
         if mask is not None:
             kept = choose_blocks(op, dense, (1, 1), mask, None, None)

@@ -55,7 +55,10 @@ class BitmapPattern:
         if known is None:
             crow, col = bitmap_columns(self.plan, *self.shape)
             known = self._blocks = BsrPattern(crow, col, shape=tuple(self.shape), block_shape=(1, 1))
-        return known.to(device)
+        twin = self.__dict__.get("_twin", known)  # kept here: the blocks themselves hold no twin of theirs
+        if twin.device != device:
+            twin = self._twin = known.to(device)
+        return twin
 
     def counts(self) -> Tensor:
         """(N,) int32: how many elements each row stores."""
@@ -78,6 +81,14 @@ class BitmapPattern:
 
     def __reduce__(self) -> tuple:  # noqa: D105
         return _rebuild, (self.bits, tuple(self.shape))
+
+
+def _fake_unpack(bits: Tensor, columns: int) -> Tensor:
+    return bits.new_empty((bits.shape[0], columns))
+
+
+if _load.problem is None:
+    torch.library.register_fake("rarefy::_mask_unpack", _fake_unpack)
 
 
 def _rebuild(bits: Tensor, shape: tuple[int, int]) -> BitmapPattern:

@@ -335,7 +335,7 @@ def test_state_dicts_of_other_patterns_are_refused_before_anything_changes():
     _, other = random_weight(seed=5)
     layer = BlockSparseLinear.from_weight(weight)
     kept = weight.values.detach().clone()
-    with pytest.raises(ValueError, match="bitmap must be those of this module"):
+    with pytest.raises(ValueError, match="bitmap must be that of this module's pattern"):
         layer.load_state_dict(BlockSparseLinear.from_weight(other).state_dict())
     assert torch.equal(weight.values, kept)
     layer.load_state_dict(copy.deepcopy(layer.state_dict()))
@@ -350,3 +350,72 @@ def test_patterns_compare_and_refuse():
         BitmapPattern(pattern.bits, shape=(37, 90))
     with pytest.raises(TypeError, match="meta device"):
         BitmapPattern(pattern.bits.to("meta"), shape=(37, 83))
+
+
+def test_scores_do_not_choose_what_is_stored_already():
+    _, weight = two_of_four()
+    pruned = weight.to_dense().detach()
+    scores = torch.where(pruned == 0, 1.0, 0.0)  # would keep the zeros and lose every weight
+    with pytest.raises(ValueError, match="scores rank what 2:4 keeps, not what 2:4@nonzero stores"):
+        Spec.parse("2:4@nonzero").make(pruned, scores=scores)
+    kept = Spec.parse("2:4@nonzero").make(pruned, scores=scores, mask=pruned != 0)
+    assert torch.equal(kept.to_dense(), pruned)
+    with pytest.raises(TypeError, match=r"scores must be a torch\.Tensor; got list"):
+        Spec.parse("2:4").make(pruned, scores=[1.0])
+
+
+def test_blocks_elsewhere_are_copied_once():
+    pattern = random_weight()[1].pattern
+    meta = torch.device("meta")
+    assert pattern.blocks(meta) is pattern.blocks(meta)
+    assert pattern.blocks(torch.device("cpu")) is pattern.blocks(torch.device("cpu"))
+    assert pattern.blocks(meta).is_meta and not pattern.blocks(torch.device("cpu")).is_meta
+
+
+@pytest.mark.parametrize("density", [0.5, 0.3])
+def test_a_layer_that_is_not_strict_takes_another_pattern_over(density):
+    _, weight = random_weight()
+    _, other = random_weight(seed=5, density=density)
+    layer, theirs = BlockSparseLinear.from_weight(weight), BlockSparseLinear.from_weight(other)
+    values, x = weight.values, torch.randn(2, 83)
+    layer(x).sum().backward()
+    gradient = values.grad.new_zeros(37, 83).masked_scatter(weight.pattern.mask(), values.grad)
+    rarefy.set_strict_pattern(layer, False)
+    layer.load_state_dict(theirs.state_dict())
+    assert weight.values is values and weight.pattern == other.pattern
+    assert torch.equal(layer(x), theirs(x)) and torch.equal(weight.bitmap, other.bitmap)
+    both = torch.where(weight.pattern.mask(), gradient, 0)  # as PatternChange moves it
+    mask = weight.pattern.mask()
+    assert torch.equal(values.grad.new_zeros(37, 83).masked_scatter(mask, values.grad), both)
+    with pytest.raises(ValueError, match="values must come with another pattern"):
+        layer.load_state_dict({"weight.bitmap": random_weight(seed=9)[1].bitmap}, strict=False)
+    with pytest.raises(TypeError, match="bitmap must be uint8"):
+        layer.load_state_dict(theirs.state_dict() | {"weight.bitmap": other.bitmap.long()})
+    assert weight.pattern == other.pattern
+
+
+@pytest.mark.parametrize("assign", [False, True])
+def test_after_the_meta_device_the_first_pattern_is_taken_over(assign):
+    _, weight = random_weight()
+    _, other = random_weight(seed=5)
+    theirs = BlockSparseLinear.from_weight(other)
+    layer = BlockSparseLinear.from_weight(weight).to("meta")
+    if not assign:
+        layer.to_empty(device="cpu")
+    layer.load_state_dict(theirs.state_dict(), assign=assign)
+    x = torch.randn(3, 83)
+    assert torch.equal(layer(x), theirs(x)) and layer.weight.pattern == other.pattern
+    with pytest.raises(ValueError, match="bitmap must be that of this module's pattern"):
+        layer.load_state_dict(BlockSparseLinear.from_weight(random_weight(seed=6)[1]).state_dict())
+    narrow = BlockSparseLinear.from_weight(random_weight(seed=7, density=0.2)[1]).to("meta")
+    narrow.load_state_dict(theirs.state_dict(), assign=True)
+    assert torch.equal(narrow(x), theirs(x))
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_the_dense_matrix_in_a_compiled_graph(backend):
+    _, weight = random_weight()
+    compiled = torch.compile(lambda: weight.to_dense() * 2, backend=backend, fullgraph=True)
+    assert torch.equal(compiled(), 2 * weight.to_dense())
+    compiled().sum().backward()
+    assert torch.equal(weight.values.grad, torch.full_like(weight.values, 2))
