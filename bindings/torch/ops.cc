@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "adapt.h"
+#include "core/message.h"
 #include "core/products.h"
 #include "derived.h"
 
@@ -18,6 +19,9 @@ Tensor bsr_linear(Tensor x, const Tensor& values, const Tensor& plan, const std:
                   std::int64_t out_features, std::int64_t in_features, const std::optional<Tensor>& prepared,
                   const std::optional<Tensor>& packed, std::int64_t derived, std::string_view activation) {
   const Call call(kRoundsX ? "bsr_linear_rounded" : "bsr_linear", "values", values);
+  if (kRoundsX && call.device() != Device::cpu) {
+    raise(call.op(), error(StatusCode::unsupported, call.op(), "x must be on the CPU", "a CUDA tensor"));
+  }
   const Activation fused = call.activation(activation);
   const bool by_rows = values.dim() == 3 && values.size(2) <= values.size(1);  // pattern.h
   BsrView weight =
@@ -202,9 +206,10 @@ STABLE_TORCH_LIBRARY_IMPL(rarefy, CPU, m) {
   m.impl("bsr_plan", TORCH_BOX(&bsr_plan));
 }
 
-// Also in builds without CUDA, to say so.
+// Also in builds without CUDA, to say so; on CUDA no kernel rounds x.
 STABLE_TORCH_LIBRARY_IMPL(rarefy, CUDA, m) {
   m.impl("bsr_linear", TORCH_BOX(&bsr_linear<>));
+  m.impl("bsr_linear_rounded", TORCH_BOX(&bsr_linear<true>));
   m.impl("_bsr_linear", TORCH_BOX(&bsr_linear_alone));
   m.impl("_bsr_linear_held", TORCH_BOX(&bsr_linear_held));
   m.impl("bsr_grad_input", TORCH_BOX(&bsr_grad_input));

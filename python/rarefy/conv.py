@@ -138,14 +138,16 @@ class BlockSparseConv2d(nn.Module):
             fail(op, "conv must be an nn.Conv2d", type(conv).__name__, TypeError)
         if (reason := why_no_conv(conv)) is not None:
             fail(op, "conv must have zeros around its images, as numbers", reason)
-        dtype = None
+        dtype, rounds_x = None, False
         if spec is not None:
             if block_shape is not None or density is not None:
                 fail(op, "a spec excludes block_shape and density", (block_shape, density))
             spec = Spec.parse(spec, op)
             if not isinstance(spec, BlockSpec):
                 fail(op, "the spec of a convolution must be blocks (block:ROWSxCOLUMNS@DENSITY)", spec)
-            block_shape, dtype = spec.block_shape, spec.dtype
+            if spec.rounds_x and (reason := why_no_rounding(conv)) is not None:
+                fail(op, reason, spec)
+            block_shape, dtype, rounds_x = spec.block_shape, spec.dtype, spec.rounds_x
             density = spec.density if mask is None else None
         elif block_shape is None:
             fail(op, "block_shape or a spec must be given", "neither", TypeError)
@@ -159,7 +161,8 @@ class BlockSparseConv2d(nn.Module):
             fail(op, "mask must keep nothing outside of the groups", f"{int((kept & ~inside).sum())} blocks")
         if layer.groups > 1 and mask is None and not isinstance(density, str):
             kept = _within(dense if scores is None else scores, inside, block_shape, density)
-        weight = BsrWeight.from_dense(dense, block_shape=block_shape, mask=kept).stored_as(dtype)
+        weight = BsrWeight.from_dense(dense, block_shape=block_shape, mask=kept)
+        weight.stored_as(dtype, rounds_x=rounds_x)
         weight.values.requires_grad_(conv.weight.requires_grad)
         layer.weight = weight.train(conv.training)
         layer.bias = copy_parameter(conv.bias)
@@ -231,10 +234,7 @@ class BlockSparseConv2d(nn.Module):
             requirement = f"x must be (B, {self.in_channels}, H, W) or ({self.in_channels}, H, W)"
             fail(op, requirement, tuple(x.shape))
         images = x if x.ndim == 4 else x[None]
-        if self.kernel_size == (1, 1) and self.padding == (0, 0):
-            y = self._at_places(images)
-        else:
-            y = self._of_windows(images)
+        y = self._at_places(images) if is_pointwise(self) else self._of_windows(images)
         y = y.permute(0, 3, 1, 2)
         if images.is_contiguous() and not images.is_contiguous(memory_format=torch.channels_last):
             y = y.contiguous()
@@ -291,6 +291,18 @@ class BlockSparseConv2d(nn.Module):
 def matrix_shape(conv: nn.Module) -> tuple[int, int]:
     """(O, KH · KW · C) of a convolution's weight as a matrix, zeros outside of the groups included."""
     return conv.out_channels, conv.kernel_size[0] * conv.kernel_size[1] * conv.in_channels
+
+
+def is_pointwise(conv: nn.Module) -> bool:
+    """Whether a convolution sees each place alone, so that it is the product of a linear layer."""
+    return tuple(conv.kernel_size) == (1, 1) and tuple(conv.padding) == (0, 0)
+
+
+def why_no_rounding(conv: nn.Module) -> str | None:
+    """Why x may not be rounded to bfloat16 before a convolution, or None."""
+    if is_pointwise(conv):
+        return None
+    return "x may be rounded (:bf16x) before convolutions of 1×1 without padding alone"
 
 
 def why_no_groups(conv: nn.Module, block_shape: tuple[int, int]) -> str | None:

@@ -14,7 +14,7 @@ from torch.nn.utils.parametrize import ParametrizationList, is_parametrized
 from ._torch_private import has_hooks, has_tensor_hooks, storage_of
 from .attention import projections, put_projection, settle
 from .checks import fail
-from .conv import BlockSparseConv2d, matrix_shape, why_no_conv, why_no_groups
+from .conv import BlockSparseConv2d, matrix_shape, why_no_conv, why_no_groups, why_no_rounding
 from .dense import KINDS, kind_of
 from .experts import PARTS, is_dense_experts, linear_of, settle_expert, unpack
 from .modules import BlockSparseLinear
@@ -110,7 +110,8 @@ class Convolution(Layer):
         """It takes blocks that do not reach over its groups; "auto" predicts linear layers alone."""
         if not isinstance(spec, BlockSpec):
             return f"a convolution takes block:ROWSxCOLUMNS@DENSITY, not {spec}"
-        return super().why_not(spec) or why_no_groups(self.module, spec.block_shape)
+        rounding = why_no_rounding(self.module) if spec.rounds_x else None
+        return super().why_not(spec) or why_no_groups(self.module, spec.block_shape) or rounding
 
     def check(self, weight: SparseWeight) -> None:
         """Raises for a format or blocks that convolutions have not."""

@@ -244,7 +244,8 @@ class _Places:
         old = self.weight_at(name)
         sparse = isinstance(old, SparseWeight)
         if sparse and weight.x_dtype is None and weight.dtype == old.dtype:
-            weight.x_dtype, weight.rounds_x = old.x_dtype, old.rounds_x  # which a state_dict does not say
+            weight.x_dtype = old.x_dtype  # which a state_dict does not say
+            weight.rounds_x = old.rounds_x and weight.format == old.format
         elif weight.x_dtype is None and weight.computes_in_x_dtype:
             weight.x_dtype = old.x_dtype or old.dtype if sparse else old.dtype
         computes = [w.x_dtype or w.dtype if isinstance(w, SparseWeight) else w.dtype for w in (old, weight)]

@@ -225,17 +225,17 @@ class PatternWeight(HoldsDerived, SparseWeight):
         """The (N, K) tensor with zeros for the blocks that are not stored; differentiable, exact."""
         return dense_of(self.blocks(self.values), self.pattern)
 
-    def stored_as(self, dtype: torch.dtype | None, *, rounds_x: bool = False) -> PatternWeight:
+    def stored_as(self, dtype: torch.dtype | None, *, rounds_x: bool | None = None) -> PatternWeight:
         """This weight with values stored in a dtype, x and results staying as they are; None: no change.
 
-        rounds_x: let an x in float32 be rounded to bfloat16, if that is what values are now.
+        rounds_x: let an x in float32 be rounded to bfloat16, if that is what values are now; None: no change.
         """
         if dtype is not None and dtype != self.dtype:
             self.x_dtype = self.dtype if self.x_dtype is None else self.x_dtype
             self.values = nn.Parameter(self.values.detach().to(dtype), self.values.requires_grad)
             self._kept = {}
             self._seen()
-        self._let_round(rounds_x)
+        self._let_round(self.rounds_x if rounds_x is None else rounds_x)
         return self
 
     def _let_round(self, rounds_x: bool) -> None:

@@ -411,3 +411,19 @@ def test_from_dense_and_from_weight_refuse_what_convolutions_have_not():
     csr = rarefy.BlockSparseLinear.from_dense(nn.Linear(144, 16), "csr@0.1").weight
     with pytest.raises(ValueError, match="must be of format bsr"):
         BlockSparseConv2d.from_weight(csr, conv)
+
+
+def test_only_convolutions_of_single_places_let_x_be_rounded():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(16, 32, 1), nn.Conv2d(32, 32, 3), nn.Conv2d(32, 16, 1, padding=1))
+    dense = copy.deepcopy(model[0])
+    report = rarefy.sparsify(model, "block:16x1@0.5:bf16x", measure=False)
+    reason = "x may be rounded (:bf16x) before convolutions of 1×1 without padding alone"
+    assert [row.reason for row in report.rows] == [None, reason, reason]
+    assert model[0].weight.rounds_x
+    x = torch.randn(2, 16, 6, 6).to(memory_format=torch.channels_last)
+    linear = rarefy.BlockSparseLinear.from_weight(model[0].weight, model[0].bias)
+    assert torch.equal(model[0](x), linear(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2))
+    assert not BlockSparseConv2d.from_dense(dense, "block:16x1@0.5:bf16").weight.rounds_x
+    with pytest.raises(ValueError, match=r"x may be rounded \(:bf16x\)"):
+        BlockSparseConv2d.from_dense(model[1], "block:16x1@0.5:bf16x")

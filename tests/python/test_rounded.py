@@ -216,3 +216,31 @@ def test_derived_data_is_shared_with_inputs_in_bf16():
         held = layer.weight.derived_nbytes
         layer.weight.prepare(torch.bfloat16)
     assert layer.weight.derived_nbytes == held
+
+
+def test_no_change_keeps_it():
+    weight = layer_of().weight
+    assert weight.stored_as(None).rounds_x and weight.stored_as(torch.bfloat16).rounds_x
+    assert not weight.stored_as(None, rounds_x=False).rounds_x
+    assert weight.stored_as(None, rounds_x=True).rounds_x
+    assert not weight.stored_as(torch.float16).rounds_x
+
+
+def test_another_format_that_is_loaded_does_not_round():
+    model = nn.Sequential(layer_of(bias=False))
+    csr = rarefy.BlockSparseLinear.from_dense(model[0].to_dense(), "csr@0.3:bf16")
+    state = {f"0.{name}": tensor for name, tensor in csr.state_dict().items()}
+    rarefy.load_state_dict(model, state)
+    assert model[0].weight.format == "csr" and model[0].weight.x_dtype == torch.float32
+    assert not model[0].weight.rounds_x
+    x = torch.randn(3, 80)
+    assert torch.equal(model(x), csr(x))
+
+
+def test_on_cuda_there_is_a_kernel_that_refuses():
+    assert torch._C._dispatch_has_kernel_for_dispatch_key("rarefy::bsr_linear_rounded", "CUDA")
+    if torch.cuda.is_available():
+        layer = layer_of().to("cuda")
+        weight, x = layer.weight, torch.randn(2, 80, device="cuda")
+        with pytest.raises(RuntimeError, match="x must be on the CPU; got a CUDA tensor"):
+            ops.bsr_linear_rounded(x, weight.values, weight.pattern.plan, None, 96, 80)
