@@ -250,7 +250,7 @@ class BsrPattern:
         return BsrPattern._of_rows(plan, shape, block, self.nnzb), moved
 
     def on_diagonal(self, copies: int) -> BsrPattern:
-        """The pattern of a matrix with so many of this one on its diagonal; made once for each number.
+        """The pattern of a matrix with so many of this one on its diagonal; the last two are kept.
 
         Raises ValueError unless blocks end where the matrix does, or where there would be 2³¹ blocks.
         """
@@ -266,6 +266,8 @@ class BsrPattern:
             crow = torch.cat(((crow[:-1] + turn * self.nnzb).flatten(), crow[-1:] * copies))
             col = (col + turn * self.grid[1]).flatten()
             shape = (self.shape[0] * copies, self.shape[1] * copies)
+            if len(known) > 1:  # each takes the memory of a plan so many times as large
+                del known[next(iter(known))]
             known[copies] = BsrPattern(crow, col, shape=shape, block_shape=self.block_shape, op=op)
         return known[copies]
 

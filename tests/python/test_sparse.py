@@ -416,6 +416,9 @@ def test_patterns_on_a_diagonal():
     )
     assert pattern.on_diagonal(3) is thrice
     assert pattern.on_diagonal(1) is pattern
+    for copies in range(4, 9):  # numbers of heads come and go: their plans do, too
+        assert pattern.on_diagonal(copies).shape == (pattern.shape[0] * copies, pattern.shape[1] * copies)
+    assert len(pattern._diagonals) == 2 and pattern.on_diagonal(8) is pattern.on_diagonal(8)
     padded = BsrPattern.from_mask(mask, shape=(7, 6), block_shape=(4, 2))
     assert padded.on_diagonal(1) is padded
     with pytest.raises(
