@@ -10,10 +10,11 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from . import _load, _torch_private, derivatives
 from .activations import NONE, check_activation
-from .checks import fail
+from .checks import check_tensor, fail
 from .derivatives import grad_input, grad_weight, linear, linear_rounded, run_rounded
 from .feed_forward import bsr_feed_forward as bsr_feed_forward
 from .int8_ops import int8_linear as int8_linear
@@ -158,10 +159,23 @@ def bsr_add_grad_weight(
 
     As ``gradient += bsr_grad_weight(…, dtype=gradient.dtype)`` for accumulation over several backward passes,
     without the gradient between and, where a kernel adds for itself (Hopper's), rounded once, not twice.
-    The other arguments and the errors are those of :func:`bsr_grad_weight`. Nothing is recorded.
+    The other arguments and the errors are those of :func:`bsr_grad_weight`. Nothing is recorded, but a graph
+    that holds what `gradient` was notices, as of any operation in place.
     """
+    op = "bsr_add_grad_weight"
+    check_tensor(op, "gradient", gradient)
+    check_tensor(op, "x", x)
+    narrow = (torch.bfloat16, torch.float16) if x.dtype != torch.float64 else ()
+    if gradient.dtype not in (x.dtype, *narrow):
+        fail(op, f"gradient must be of dtype {x.dtype}, as x, or narrower", gradient.dtype, TypeError)
+    if gradient.ndim != 3:
+        fail(op, "gradient must have shape (nnzb, block_rows, block_cols)", tuple(gradient.shape))
+    if not gradient.is_contiguous():
+        fail(op, "gradient must be contiguous", f"strides {gradient.stride()}")
     with torch.no_grad():
         _add_grad_weight(gradient, grad_output, x, plan, out_features, in_features, *derived)
+    if not is_compiling() and not gradient.is_inference():
+        torch.autograd.graph.increment_version(gradient)
 
 
 def bsr_plan(

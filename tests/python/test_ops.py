@@ -90,6 +90,32 @@ def test_gradients_are_added_in_place(case, dtype, device):
         assert torch.equal(gradient, before)
 
 
+def test_what_is_added_in_place_is_noticed_and_named():
+    bsr = random_bsr((8, 12), (4, 3), 0.5)
+    dy, x = torch.randn(5, 8), torch.randn(5, 12)
+    args = (dy, x, bsr.plan, *bsr.shape)
+    gradient = torch.ones_like(bsr.values)
+    y = gradient.clone().requires_grad_().square() * gradient  # whose backward needs `gradient` as it is
+    before = gradient._version
+    ops.bsr_add_grad_weight(gradient, *args)
+    assert gradient._version == before + 1
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+    with torch.inference_mode():
+        kept = torch.ones_like(bsr.values)
+        ops.bsr_add_grad_weight(kept, *args)
+    assert torch.equal(kept, gradient)
+    wrong = [
+        (None, TypeError, r"gradient must be a torch\.Tensor; got NoneType"),
+        (gradient.transpose(1, 2).contiguous().transpose(1, 2), ValueError, "gradient must be contiguous"),
+        (gradient.flatten(1), ValueError, r"gradient must have shape \(nnzb, block_rows, block_cols\)"),
+        (gradient.double(), TypeError, r"gradient must be of dtype torch\.float32, as x, or narrower"),
+    ]
+    for tensor, error, text in wrong:
+        with pytest.raises(error, match=rf"\[bsr_add_grad_weight\] {text}"):
+            ops.bsr_add_grad_weight(tensor, *args)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("case", CASES, ids=IDS)
 def test_integer_products_are_exact(case, dtype, device):
