@@ -770,3 +770,57 @@ def test_other_misuse_is_refused():
         sparse_start(nn.Sequential(nn.Linear(4, 4)), "csr", 0.5, layers=["weight"])
     with pytest.raises(ValueError, match=r"in \[0, 1\]"):
         sparse_start(nn.Sequential(nn.Linear(4, 4)), "csr", 1.5)
+
+
+def _without(state, *path):
+    state = copy.deepcopy(state)
+    part = state
+    for key in path[:-1]:
+        part = part[key]
+    del part[path[-1]]
+    return state
+
+
+def _with(state, value, *path):
+    state = copy.deepcopy(state)
+    part = state
+    for key in path[:-1]:
+        part = part[key]
+    part[path[-1]] = value
+    return state
+
+
+def test_damaged_states_are_refused_before_anything_changes():
+    model = nn.Sequential(layer_of("block:4x3", 0.3))
+    for make in (SET, GraNet, TopKAST):
+        options = {"final": 0.5, "end": 4} if make is GraNet else {}
+        options |= {"forward": 0.5} if make is TopKAST else {}
+        moving = make(model, fraction=0.3, every=2, **options)
+        state = moving.state_dict()
+        damaged = [
+            *(_without(state, key) for key in state),
+            _with(state, -1, "clock"),
+            _with(state, True, "clock"),
+            _with(state, 1, "late"),
+            _with(state, torch.zeros(3, dtype=torch.uint8), "random"),
+            _with(state, torch.zeros(16), "random"),
+            _with(state, {}, "explored"),
+            _with(state, None, "explored", "0"),
+            _with(state, state["explored"]["0"].float(), "explored", "0"),
+            _with(state, None, "grown", "0"),
+            _with(state, {}, "settings"),
+            _with(state, {"method": make.__name__}, "settings"),
+            _with(state, "1", "settings", "unknown"),
+        ]
+        if make is GraNet:
+            damaged += [_with(state, {}, "first"), _with(state, 2.5, "first", "0")]
+        if make is TopKAST:
+            damaged += [_with(state, {}, "active"), _with(state, torch.tensor([10**6]), "active", "0")]
+        moving.clock = 7
+        random = moving.random.get_state()
+        for bad in damaged:
+            with pytest.raises(ValueError, match=r"\.load_state_dict\] "):
+                moving.load_state_dict(bad)
+            assert moving.clock == 7 and torch.equal(moving.random.get_state(), random)
+        moving.load_state_dict(state)
+        assert moving.clock == 0

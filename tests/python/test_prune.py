@@ -702,6 +702,55 @@ def test_state_dicts_of_others_are_refused():
         Sparsifier(0.5).load_state_dict(state)
 
 
+def test_damaged_state_dicts_are_refused_before_anything_changes():
+    sparsifier = Sparsifier(0.5)
+    sparsifier.prepare(Net())
+    sparsifier.step()
+    state = sparsifier.state_dict()
+
+    def damaged(value, *path):
+        bad = copy.deepcopy(state)
+        part = bad
+        for key in path[:-1]:
+            part = part[key]
+        part[path[-1]] = value
+        return bad
+
+    def less(*path):
+        bad = damaged(None, *path)
+        part = bad
+        for key in path[:-1]:
+            part = part[key]
+        del part[path[-1]]
+        return bad
+
+    keeps = state["state"]["up.weight"]["mask"]["kept"]
+    cases = [
+        *((less(key), key) for key in state if key not in ("version", "observed")),
+        (less("groups", 0, "tensor_fqn"), "'groups' of state_dict must have 'tensor_fqn', a str; got none"),
+        (damaged(None, "groups", 0), "'groups' of state_dict must be a mapping; got NoneType"),
+        (damaged(2.0, "groups", 0, "sparsity_level"), r"must be in \[0, 1\]; got 2.0"),
+        (damaged(None, "state", "up.weight"), "must have a mask of up.weight; got NoneType"),
+        (damaged("2", "settings", "unknown"), "unknown=2 instead of None"),
+        (less("settings", "scope"), "scope=None instead of"),
+        (damaged(torch.zeros(4, dtype=torch.uint8), "random"), "'random' of state_dict must be the state"),
+        (damaged(keeps + 1, "state", "up.weight", "mask", "kept"), f"must keep {keeps} weights"),
+        (damaged(-1, "clock"), "'clock' of state_dict must be at least 0; got -1"),
+        (damaged(0.5, "levels", "else"), "'levels' of state_dict must be of the same weights; got 'else'"),
+        (damaged(1, "observed"), "'observed' of state_dict must be a bool"),
+        (damaged(None, "state", "up.weight", "mask", "bits"), "'bits'"),
+    ]
+    sparsifier.step()
+    before = sparsifier.state_dict()
+    for bad, text in cases:
+        with pytest.raises(ValueError, match=rf"\[load_state_dict\] .*{text}"):
+            sparsifier.load_state_dict(bad)
+        assert sparsifier.clock == 2 and torch.equal(sparsifier.random.get_state(), before["random"])
+    assert sparsifier.state_dict()["levels"] == before["levels"]
+    sparsifier.load_state_dict(state)
+    assert sparsifier.clock == 1
+
+
 def test_a_sparsifier_copies():
     sparsifier = Sparsifier(0.5, "random")
     sparsifier.prepare(Net())

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ..checks import fail
+from .criteria import check_sparsity
 from .masks import Mask
 from .patterns import matrix_shape
 
@@ -22,12 +23,48 @@ _KINDS = {
 }  # fmt: skip
 
 
-def check_entries(op: str, saved: Mapping[str, Any], kinds: Mapping[str, type]) -> None:
-    """Raises ValueError unless a state_dict has these entries, each of its kind."""
+def check_entries(op: str, saved: Any, kinds: Mapping[str, type], part: str | None = None) -> None:
+    """Raises ValueError unless a state_dict, or this part of one, has these entries, each of its kind."""
+    what = "state_dict" if part is None else f"{part!r} of state_dict"
+    if not isinstance(saved, Mapping):
+        fail(op, f"{what} must be a mapping", type(saved).__name__)
     for key, kind in kinds.items():
-        if not isinstance(saved.get(key), kind):
-            got = type(saved[key]).__name__ if key in saved else "none"
-            fail(op, f"state_dict must have {key!r}, a {kind.__name__}", got)
+        entry = saved.get(key)
+        if not isinstance(entry, kind) or (isinstance(entry, bool) and kind is not bool):
+            got = type(entry).__name__ if key in saved else "none"
+            fail(op, f"{what} must have {key!r}, a {kind.__name__}", got)
+
+
+def check_settings(op: str, ours: Mapping[str, str], theirs: Mapping[str, Any]) -> None:
+    """Raises ValueError unless the settings of a state_dict are ours."""
+    if theirs != ours:
+        names = [*ours, *(key for key in theirs if key not in ours)]
+        differ = [name for name in names if name not in ours or theirs.get(name) != ours[name]]
+        other = [f"{name}={theirs.get(name)} instead of {ours.get(name)}" for name in differ]
+        fail(op, "state_dict must have these settings (strict=False ignores them)", ", ".join(other))
+
+
+def check_clock(op: str, clock: int) -> None:
+    """Raises ValueError unless so many steps can have been taken."""
+    if clock < 0:
+        fail(op, "'clock' of state_dict must be at least 0", clock)
+
+
+def check_random(op: str, state: torch.Tensor) -> None:
+    """Raises ValueError unless a generator on the CPU takes this state."""
+    try:
+        torch.Generator().set_state(state)
+    except (RuntimeError, TypeError) as error:
+        requirement = "'random' of state_dict must be the state of a torch.Generator"
+        fail(op, requirement, f"{tuple(state.shape)} of {state.dtype}: {str(error).splitlines()[0]}")
+
+
+def _check_levels(op: str, saved: Mapping[str, Any], names: Iterable[str], part: str) -> None:
+    """Raises unless these are sparsities of weights, in [0, 1]."""
+    for name, level in saved.items():
+        if name not in names:
+            fail(op, f"{part!r} of state_dict must be of the same weights", repr(name))
+        check_sparsity(op, f"{part!r} of {name} in state_dict", level)
 
 
 def save(sparsifier: Sparsifier) -> dict[str, Any]:
@@ -63,19 +100,29 @@ def load(sparsifier: Sparsifier, saved: Mapping[str, Any], strict: bool) -> None
         got = f"version {saved.get('version')}" if isinstance(saved, Mapping) else type(saved).__name__
         fail(op, f"state_dict must be of a Sparsifier, version {_VERSION}", got)
     check_entries(op, saved, _KINDS)
-    by_name = {g.get("tensor_fqn"): g for g in saved["groups"]}
-    if differ := sorted({g["tensor_fqn"] for g in sparsifier.groups} ^ by_name.keys()):
+    for group in saved["groups"]:
+        check_entries(op, group, {"tensor_fqn": str}, "groups")
+        check_sparsity(op, f"'groups' of state_dict: {group['tensor_fqn']}", group.get("sparsity_level"))
+    by_name = {group["tensor_fqn"]: group for group in saved["groups"]}
+    names = {group["tensor_fqn"] for group in sparsifier.groups}
+    if differ := sorted(names ^ by_name.keys()):
         fail(op, "state_dict must be of the same weights", f"{', '.join(differ[:5])} in one of both only")
-    ours = sparsifier.settings()
-    if strict and saved["settings"] != ours:
-        other = [f"{k}={v} instead of {ours[k]}" for k, v in saved["settings"].items() if v != ours[k]]
-        fail(op, "state_dict must have these settings (strict=False ignores them)", ", ".join(other))
+    if strict:
+        check_settings(op, sparsifier.settings(), saved["settings"])
+    check_clock(op, saved["clock"])
+    check_random(op, saved["random"])
+    _check_levels(op, saved["levels"], names, "levels")
+    _check_levels(op, saved["targets"], names, "targets")
+    check_sparsity(op, "'defaults' of state_dict: sparsity_level", saved["defaults"].get("sparsity_level"))
+    observed = saved.get("observed", False)
+    if not isinstance(observed, bool):
+        fail(op, "'observed' of state_dict must be a bool", type(observed).__name__)
     state: dict[str, dict[str, Any]] = {}
     for group in sparsifier.groups:
         fqn = group["tensor_fqn"]
         rows, cols = matrix_shape(sparsifier._original(group).shape)
-        entry = dict(saved["state"].get(fqn, {}))
-        mask = entry.get("mask")
+        entry = saved["state"].get(fqn)
+        mask = entry.get("mask") if isinstance(entry, Mapping) else None
         if not isinstance(mask, Mapping):
             fail(op, f"state_dict must have a mask of {fqn}", type(mask).__name__)
         check_entries(op, mask, {"bits": torch.Tensor, "cols": int, "kept": int})
@@ -83,7 +130,9 @@ def load(sparsifier: Sparsifier, saved: Mapping[str, Any], strict: bool) -> None
             fail(op, f"the mask of {fqn} must be {rows}x{cols}", f"{len(mask['bits'])}x{mask['cols']}")
         if mask["bits"].dtype != torch.uint8:
             fail(op, f"the mask of {fqn} must be uint8", mask["bits"].dtype, TypeError)
-        entry["mask"] = Mask(mask["bits"].clone(), mask["cols"], mask["kept"])
+        entry = dict(entry) | {"mask": Mask(mask["bits"].clone(), mask["cols"], mask["kept"])}
+        if (stay := int(entry["mask"].unpack().count_nonzero())) != mask["kept"]:
+            fail(op, f"the mask of {fqn} must keep {stay} weights, as its bits say", mask["kept"])
         state[fqn] = {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in entry.items()}
 
     if saved["squashed"]:
@@ -97,4 +146,4 @@ def load(sparsifier: Sparsifier, saved: Mapping[str, Any], strict: bool) -> None
     sparsifier.clock = saved["clock"]
     sparsifier._levels, sparsifier._targets = dict(saved["levels"]), dict(saved["targets"])
     sparsifier.random.set_state(saved["random"])
-    sparsifier._observed = saved.get("observed", False)
+    sparsifier._observed = observed

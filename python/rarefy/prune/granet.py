@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from ..checks import check_density, fail
+from .checkpoint import check_entries
 from .movable import Movable
 from .moving import RigL, top
 
@@ -53,7 +54,12 @@ class GraNet(RigL):
         """As of every method, and how many blocks layers began with."""
         return super().state_dict() | {"first": dict(self.first)}
 
+    def _check_state(self, op: str, state_dict: Mapping[str, Any]) -> None:
+        super()._check_state(op, state_dict)
+        check_entries(op, state_dict, {"first": Mapping})
+        check_entries(op, state_dict["first"], dict.fromkeys(self.first, int), "first")
+
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> None:
         """As of every method."""
         super().load_state_dict(state_dict, strict)
-        self.first = dict(state_dict["first"])
+        self.first = {name: state_dict["first"][name] for name in self.first}

@@ -15,7 +15,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ..checks import check_int, check_known, fail
-from .checkpoint import check_entries
+from .checkpoint import check_clock, check_entries, check_random, check_settings
 from .criteria import check_sparsity
 from .drop_fractions import parse_fraction
 from .growth import Watch, candidate_norms, gradient_norms
@@ -24,7 +24,8 @@ from .movable import Movable, find_movable
 
 _VERSION = 1
 _KINDS = {
-    "settings": Mapping, "clock": int, "random": torch.Tensor, "grown": Mapping, "explored": Mapping,
+    "settings": Mapping, "clock": int, "late": bool, "random": torch.Tensor, "grown": Mapping,
+    "explored": Mapping,
 }  # fmt: skip
 
 
@@ -228,15 +229,9 @@ class MovingPattern:
             fail(op, f"state_dict must be of a {type(self).__name__}, version {_VERSION}", "another one")
         check_entries(op, state_dict, _KINDS)
         ours, theirs = self.settings(), state_dict["settings"]
-        if ours["method"] != theirs["method"] or (strict and ours != theirs):
-            other = [f"{k}={v} instead of {ours.get(k)}" for k, v in theirs.items() if v != ours.get(k)]
-            fail(op, "state_dict must have these settings (strict=False ignores them)", ", ".join(other))
-        if differ := sorted(self.grown.keys() ^ state_dict["grown"].keys()):
-            fail(op, "state_dict must be of the same layers", f"{', '.join(differ[:5])} in one of both only")
-        for layer in self.layers:
-            bits, columns = state_dict["explored"].get(layer.name, torch.empty(0)), layer.grid[1]
-            if tuple(bits.shape) != (layer.grid[0], -(-columns // 8)):
-                fail(op, f"what was explored of {layer.name} must be {layer.grid} blocks", tuple(bits.shape))
+        if ours["method"] != theirs.get("method") or strict:
+            check_settings(op, ours, theirs)
+        self._check_state(op, state_dict)
         for layer in self.layers:
             bits, columns = state_dict["explored"][layer.name].clone(), layer.grid[1]
             layer.explored = Mask(bits, columns, 0).unpack()
@@ -244,6 +239,20 @@ class MovingPattern:
         self.random.set_state(state_dict["random"])
         self.grown = dict(state_dict["grown"])
         self._arm()
+
+    def _check_state(self, op: str, state_dict: Mapping[str, Any]) -> None:
+        """Raises ValueError unless all that a method's load_state_dict takes fits; changes nothing."""
+        check_clock(op, state_dict["clock"])
+        check_random(op, state_dict["random"])
+        if differ := sorted(map(str, self.grown.keys() ^ state_dict["grown"].keys())):
+            fail(op, "state_dict must be of the same layers", f"{', '.join(differ[:5])} in one of both only")
+        check_entries(op, state_dict["grown"], dict.fromkeys(self.grown, int), "grown")
+        check_entries(op, state_dict["explored"], dict.fromkeys(self.grown, torch.Tensor), "explored")
+        for layer in self.layers:
+            bits, (rows, columns) = state_dict["explored"][layer.name], layer.grid
+            if tuple(bits.shape) != (rows, -(-columns // 8)) or bits.dtype != torch.uint8:
+                requirement = f"what was explored of {layer.name} must be bits of {layer.grid} blocks"
+                fail(op, requirement, f"{tuple(bits.shape)} of {bits.dtype}")
 
     def __repr__(self) -> str:  # noqa: D105
         settings = ", ".join(f"{k}={v}" for k, v in self.settings().items() if k != "method")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from ..ops import bsr_grad_input, bsr_grad_weight, bsr_linear
 from ..pattern import BsrPattern
 from ..values import dense_of
 from ..weight import BsrWeight
+from .checkpoint import check_entries
 from .movable import Movable, Stored
 from .moving import Move, MovingPattern, top
 
@@ -179,7 +181,17 @@ class TopKAST(MovingPattern):
         active = {layer.name: layer.weight.active.clone() for layer in self.layers}
         return super().state_dict() | {"active": active}
 
-    def load_state_dict(self, state_dict: Any, strict: bool = True) -> None:
+    def _check_state(self, op: str, state_dict: Mapping[str, Any]) -> None:
+        super()._check_state(op, state_dict)
+        check_entries(op, state_dict, {"active": Mapping})
+        check_entries(op, state_dict["active"], {x.name: torch.Tensor for x in self.layers}, "active")
+        for layer in self.layers:
+            at, nnzb = state_dict["active"][layer.name], layer.nnzb
+            if at.ndim != 1 or at.dtype != torch.int64 or bool(((at < 0) | (at >= nnzb)).any()):
+                requirement = f"the active blocks of {layer.name} must be int64 positions below {nnzb}"
+                fail(op, requirement, f"{tuple(at.shape)} of {at.dtype}")
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> None:
         """As of every method."""
         super().load_state_dict(state_dict, strict)
         for layer in self.layers:
