@@ -1,9 +1,9 @@
 """Sparse matrices outside of layers beside scipy, torch (MKL) and memory: f32, int32 indices, in turns.
 
 Transposes beside a copy of their indices and values; matrix × vector beside reading as many bytes, by
-rarefy_peak; matrix × matrix at several densities; sparse × sparse. Results are compared before they are
-timed. One thread's time is the processor's; with more it is the wall's. A row's figure is from the best turn
-of each.
+rarefy_peak; matrix × matrix at several densities; sparse × sparse; a product beside the layer of the same
+weight. Results are compared before they are timed. One thread's time is the processor's; with more it is the
+wall's. A row's figure is from the best turn of each.
 
 python bench/matrices.py --threads 2 --csv out.csv
 python bench/matrices.py --only transpose
@@ -23,7 +23,9 @@ from typing import Any
 import numpy as np
 import scipy.sparse
 import torch
+from torch import nn
 
+import rarefy
 from feed_forward import measure
 from rarefy import sparse
 from reached import Calls
@@ -103,6 +105,22 @@ def sparse_products(case: Case) -> tuple[str, Calls, dict[str, float]]:
     return f"sparse x sparse {case.text}", calls, {}
 
 
+def layers(tokens: int, spec: str) -> tuple[str, Calls, dict[str, float]]:
+    """sparse_dense of a matrix that is held, beside the layer with the same weight."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(768, 3072))
+    rarefy.sparsify(model, {"0": spec}, measure=False)
+    layer, x = model[0], torch.randn(tokens, 768)
+    w = layer.weight
+    held = sparse.SparseMatrix(w.values.detach(), w.col_indices, w.crow_indices, shape=tuple(w.shape))
+    torch.testing.assert_close(sparse.sparse_dense(x, held, layer.bias), layer(x))
+    calls = {
+        "ours": lambda: sparse.sparse_dense(x, held, layer.bias),
+        "layer": lambda: layer(x),
+    }
+    return f"sparse_dense {spec} 768 -> 3072, {tokens} tokens", calls, {}
+
+
 def cases() -> Iterator[Any]:
     """What is measured, each made when its turn comes."""
     for size in ((10_000, 10_000, 0.1), (1_000_000, 1_000_000, 1e-5)):
@@ -112,6 +130,8 @@ def cases() -> Iterator[Any]:
         yield "vector", lambda size=size: products(Case(*size), 1)
     for density in (0.3, 0.1, 0.03, 0.01, 0.003):
         yield "columns", lambda density=density: products(Case(4096, 4096, density), COLUMNS)
+    for tokens in (1, 128):
+        yield "layer", lambda tokens=tokens: layers(tokens, "block:16x1@0.25")
     yield "sparse x sparse", lambda: sparse_products(Case(4000, 4000, 0.01))
 
 
@@ -121,7 +141,7 @@ def measured(make: Any, args: argparse.Namespace) -> dict[str, Any]:
     with torch.no_grad():
         best = {name: min(turns) for name, turns in measure(calls, args.threads, args.rounds).items()}
     row: dict[str, Any] = {"case": text}
-    for name in ("ours", "scipy", "scipy unsorted", "torch", "copy"):
+    for name in ("ours", "scipy", "scipy unsorted", "torch", "copy", "layer"):
         row[f"{name}_ms"] = round(best[name] * 1e3, 4) if name in best else ""
     row["reading_share"] = ""
     if "bytes" in extra:
