@@ -11,25 +11,41 @@ namespace rarefy::cpu {
 template <class I, int V>
 void in_place_run(const InPlaceTask& t, std::int32_t o, std::int64_t m) {
   constexpr int w = I::kWidth;
-  Vec<I> sum[V], total[V];
+  // Few vectors would be one chain of sums, each waiting for the one before: elements take turns.
+  constexpr int kTurns = V >= 4 ? 1 : 4 / V;
+  Vec<I> sum[kTurns][V], total[V];
+  const auto add = [&](int turn, float value, const float* x) {
+    const Vec<I> element = I::set1(value);
+#pragma GCC unroll 8
+    for (int v = 0; v < V; ++v) sum[turn][v] = I::fma(element, I::load(x + v * w), sum[turn][v]);
+  };
   for (int v = 0; v < V; ++v) total[v] = I::zero();
+  const float* values = static_cast<const float*>(t.w.values);
   const std::int32_t c_block = t.w.red_block, end = t.entry_begin[o + 1];
   const std::int32_t last_part = end - least_entries(t.part);
   for (std::int32_t e = t.entry_begin[o]; e < end;) {
     const std::int32_t stop = e + t.part <= last_part ? e + t.part : end;
-    for (int v = 0; v < V; ++v) sum[v] = I::zero();
-    for (; e < stop; ++e) {
-      const std::int64_t first = std::int64_t{t.w.index[e]} * c_block;
-      const float* values = static_cast<const float*>(t.w.values) + std::int64_t{e} * c_block;
-      const float* x = t.x + first * t.x_stride + m;
-      const std::int64_t columns = t.columns - first < c_block ? t.columns - first : c_block;
-      for (std::int64_t c = 0; c < columns; ++c, x += t.x_stride) {
-        const Vec<I> value = I::set1(values[c]);
-#pragma GCC unroll 8
-        for (int v = 0; v < V; ++v) sum[v] = I::fma(value, I::load(x + v * w), sum[v]);
+    for (int turn = 0; turn < kTurns; ++turn) {
+      for (int v = 0; v < V; ++v) sum[turn][v] = I::zero();
+    }
+    if (c_block == 1) {
+      for (; stop - e >= kTurns; e += kTurns) {
+#pragma GCC unroll 4
+        for (int turn = 0; turn < kTurns; ++turn) {
+          add(turn, values[e + turn], t.x + t.w.index[e + turn] * t.x_stride + m);
+        }
       }
     }
-    for (int v = 0; v < V; ++v) total[v] = I::add(total[v], sum[v]);
+    for (; e < stop; ++e) {
+      const std::int64_t first = std::int64_t{t.w.index[e]} * c_block;
+      const std::int64_t columns = t.columns - first < c_block ? t.columns - first : c_block;
+      for (std::int64_t c = 0; c < columns; ++c) {
+        add(0, values[std::int64_t{e} * c_block + c], t.x + (first + c) * t.x_stride + m);
+      }
+    }
+    for (int turn = 0; turn < kTurns; ++turn) {
+      for (int v = 0; v < V; ++v) total[v] = I::add(total[v], sum[turn][v]);
+    }
   }
   const Vec<I> bias = t.bias == nullptr ? I::zero() : I::set1(t.bias[o]);
   float* y = t.y + o * t.y_stride + m;
