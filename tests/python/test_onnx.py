@@ -243,3 +243,24 @@ def test_a_library_that_was_not_built_is_named(monkeypatch):
     monkeypatch.setattr(integration, "LIBRARY", Path("/nowhere/librarefy_torch.so"))
     with pytest.raises(FileNotFoundError, match=r"/nowhere/librarefy_onnx\.so must be built: .*RAREFY_ONNX"):
         integration.library()
+
+
+class _Twice(nn.Module):
+    """A layer under two names, and a block with one under two."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(12, 12)
+        self.second = self.first
+        self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(12, 12))] * 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.blocks[1](self.blocks[0](self.second(self.first(x).relu())))
+
+
+def test_a_layer_under_two_names_is_a_node_at_each(tmp_path):
+    model = _Twice().eval()
+    rarefy.sparsify(model, "block:4x4@0.5", measure=False)
+    program = integration.export(model, (torch.randn(3, 12),), tmp_path / "twice.onnx")
+    nodes = [node for node in program.model_proto.graph.node if node.op_type == integration.NAME]
+    assert len(nodes) == 4 and nodes[0].input[1] == nodes[1].input[1] != nodes[2].input[1]

@@ -75,9 +75,10 @@ def export(
     if not isinstance(model, nn.Module):
         fail(op, "model must be an nn.Module", type(model).__name__, TypeError)
     twin = copy.deepcopy(model)
-    layers = {name: m for name, m in twin.named_modules() if type(m) is BlockSparseLinear}
+    named = list(twin.named_modules(remove_duplicate=False))  # a layer may be used under several names
+    layers = {name: m for name, m in named if type(m) is BlockSparseLinear}
     known = {id(layer.weight): layer.weight for layer in layers.values()}
-    for name, module in twin.named_modules():
+    for name, module in named:
         weight = isinstance(module, SparseWeight)
         fits = isinstance(module, PatternWeight) and module.dtype.is_floating_point and id(module) in known
         if isinstance(module, SparseMultiheadAttention) or (weight and not fits):
@@ -85,10 +86,11 @@ def export(
             fail(op, f"{requirement} (rarefy.desparsify makes others dense)", name, NotImplementedError)
     if "" in layers:
         twin = _Exported(twin)
+    exported = {id(layer): _Exported(layer) for layer in layers.values()}
     for name, layer in layers.items():
         if name:
             parent, _, key = name.rpartition(".")
-            setattr(twin.get_submodule(parent), key, _Exported(layer))
+            setattr(twin.get_submodule(parent), key, exported[id(layer)])
     return torch.onnx.export(twin, args, os.fspath(path), dynamo=True, **options)
 
 
