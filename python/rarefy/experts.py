@@ -107,15 +107,20 @@ def pack(module: nn.Module) -> None:
     layers = {part: [getattr(expert, part) for expert in experts] for part in PARTS}
     if not all(type(layer) is nn.Linear for part in PARTS for layer in layers[part]):
         return
-    kind = module.stands_for
-    for number in range(len(experts)):
-        delattr(module, str(number))
-    del module.stands_for
-    module.__class__ = kind
+    _close(module)
     for part, linears in layers.items():
         whole = torch.stack([linear.weight.detach() for linear in linears])
         grad = any(linear.weight.requires_grad for linear in linears)
         module.register_parameter(part, nn.Parameter(whole, requires_grad=grad))
+
+
+def _close(module: nn.Module) -> None:
+    """Takes the layers of experts away and gives the module its class back; its two tensors are to follow."""
+    for number in range(len(experts_in(module))):
+        delattr(module, str(number))
+    kind = module.stands_for
+    del module.stands_for
+    module.__class__ = kind
 
 
 def settle_expert(module: nn.Module) -> None:
@@ -136,7 +141,8 @@ def unpacked(model: nn.Module, names: Iterable[str]) -> Iterator[None]:
         yield
     except BaseException:
         for module, parameters in zip(found, before, strict=True):
-            pack(module)
+            if isinstance(module, SparseExperts):  # whatever has become of some of its layers
+                _close(module)
             for part, parameter in parameters.items():
                 setattr(module, part, parameter)
         raise

@@ -666,3 +666,64 @@ def test_minilm_through_sentence_transformers_encodes_the_same(tmp_path, monkeyp
         str(model_folder()), device="cpu", model_kwargs={"quantization_config": config}
     )
     assert (made.encode(texts) == encoder.encode(texts)).all()
+
+
+def test_initialisers_draw_nothing_of_a_weight_that_waits():
+    from rarefy.integrations.loading import Pending, _StandIn
+
+    weight = BlockSparseLinear.from_dense(torch.nn.Linear(8, 12), "block:4x4@0.5").weight
+    pieces = {piece: getattr(weight, piece).detach() for piece in weight.pieces}
+    found = {f"w.{piece}": ("file", list(t.shape), t.dtype) for piece, t in pieces.items()}
+    entry = {"format": "bsr", **weight.metadata()}
+    names = [name for name in vars(torch.nn.init) if name.endswith("_") and not name.startswith("_")]
+    needs = {"constant_": (1.0,), "sparse_": (0.5,)}
+    assert {"trunc_normal_", "xavier_uniform_", "kaiming_normal_", "zeros_", "orthogonal_"} <= set(names)
+    before = torch.get_rng_state()
+    for waiting in (Pending("w", "w", entry, found, torch.float32), _StandIn(torch.Size((12, 8)))):
+        for name in names:
+            if name not in ("dirac_", "sparse_"):  # of three and more dimensions; with numbers of its own
+                getattr(torch.nn.init, name)(waiting, *needs.get(name, ()))
+        torch.nn.init._no_grad_uniform_(waiting, -1, 1)
+        assert torch.equal(torch.get_rng_state(), before)
+        torch.nn.init.sparse_(waiting, 0.5)
+        torch.set_rng_state(before)
+        assert all(parameter.is_meta for parameter in waiting.parameters())
+
+
+class _Experts(torch.nn.Module):
+    """Experts as transformers has them, of no architecture."""
+
+    __module__ = "transformers.models.made_up"
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.gate_up_proj = torch.nn.Parameter(torch.randn(count, 16, 4))
+        self.down_proj = torch.nn.Parameter(torch.randn(count, 4, 8))
+        self.act_fn = torch.nn.SiLU()
+
+
+def test_experts_come_back_whatever_has_become_of_their_layers():
+    from rarefy.experts import unpacked
+
+    model = torch.nn.ModuleDict({"experts": _Experts(3)})
+    before = dict(model.named_parameters())
+    with pytest.raises(RuntimeError, match="in between"), unpacked(model, ["experts.0.down_proj.weight"]):
+        expert = getattr(model["experts"], "0")
+        expert.down_proj = BlockSparseLinear.from_dense(expert.down_proj, "block:4x4@0.5")
+        raise RuntimeError("in between")
+    assert type(model["experts"]) is _Experts and not hasattr(model["experts"], "stands_for")
+    after = dict(model.named_parameters())
+    assert list(after) == list(before) and all(after[name] is before[name] for name in after)
+    assert [name for name, _ in model["experts"].named_children()] == ["act_fn"]
+
+
+def test_experts_are_known_by_their_class_not_compared_with_one_another(monkeypatch):
+    from rarefy.integrations import on_the_fly
+
+    def equal(self, other):
+        raise AssertionError("a pair of layers was compared: their number squared, of hundreds of experts")
+
+    monkeypatch.setattr(on_the_fly.ExpertLayer, "__eq__", equal)
+    model = torch.nn.ModuleDict({"experts": _Experts(5).to("meta"), "plain": torch.nn.Linear(8, 8)})
+    loading = on_the_fly.SparsifyOnLoad(model, "block:4x4@0.5", tokens=1, mapped=False)
+    assert loading.wants("experts.down_proj") and loading.wants("plain.weight")

@@ -23,7 +23,39 @@ from .mapped import forget_pages
 OP = "from_pretrained"
 
 
-class Pending(SparseWeight):
+class _Undrawn(SparseWeight):
+    """A weight that is not there yet: what transformers 4 draws of it, before it reads it, draws nothing."""
+
+    @property
+    def data(self) -> torch.Tensor:
+        """A tensor of the shape, for what is drawn in vain."""
+        return torch.empty(self.shape, device="meta")
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if getattr(func, "__module__", None) == "torch.nn.init" or func is torch.eye:
+            return None
+        return super().__torch_function__(func, types, args, kwargs)
+
+    # What the initialisers of torch.nn.init call on a matrix that are no overridable functions themselves.
+    def _same(self, *_: Any, **__: Any) -> _Undrawn:
+        return self
+
+    uniform_ = normal_ = zero_ = fill_ = mul_ = add_ = clamp_ = erfinv_ = copy_ = view_as = _same
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        """Keeps nothing."""
+
+    def ndimension(self) -> int:
+        """2, as of any matrix."""
+        return 2
+
+    def new_empty(self, size: tuple[int, ...]) -> torch.Tensor:
+        """A tensor without memory."""
+        return torch.empty(size, device="meta")
+
+
+class Pending(_Undrawn):
     """The place of a sparse weight: its pieces on the meta device, until the tensors of a file come.
 
     Attributes:
@@ -111,18 +143,6 @@ class Pending(SparseWeight):
                 tensor._is_hf_initialized = True
                 setattr(self, piece, tensor)
 
-    # transformers 4 draws some of the weights that it will read; here that draws nothing.
-    @property
-    def data(self) -> torch.Tensor:
-        """A tensor of the shape, for what is drawn in vain."""
-        return torch.empty(self.shape, device="meta")
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:  # noqa: D105
-        if getattr(func, "__module__", None) == "torch.nn.init":
-            return None
-        return super().__torch_function__(func, types, args, kwargs)
-
     def _make(self, pieces: dict[str, torch.Tensor]) -> None:
         aligned = {piece: _aligned(tensor) for piece, tensor in pieces.items()}
         weight = weight_of(OP, self.source, aligned, self.kind, self.entry)
@@ -168,7 +188,7 @@ def _aligned(tensor: torch.Tensor) -> torch.Tensor:
     return copy
 
 
-class _StandIn(SparseWeight):
+class _StandIn(_Undrawn):
     """Where a weight is tied to one that still waits: without tensors, which would count as missing."""
 
     format, pieces = "stand-in", ()

@@ -40,7 +40,8 @@ class SparsifyOnLoad:
         # Experts of which any becomes sparse are layers, all of them.
         self.experts: dict[str, ExpertLayer] = {}
         experts = [layer for layer in layers if isinstance(layer, ExpertLayer)]
-        held = {id(layer.holder) for found in self.waiting.values() for layer, _ in found if layer in experts}
+        waiting = (layer for found in self.waiting.values() for layer, _ in found)
+        held = {id(layer.holder) for layer in waiting if isinstance(layer, ExpertLayer)}
         for layer in experts:
             if id(layer.holder) in held:
                 self.experts |= dict.fromkeys(layer.parameter_names, layer)

@@ -119,10 +119,10 @@ def saving(
     save = modeling_utils.safe_save_file
     kwargs["state_dict"] = state
 
-    def with_metadata(tensors: Any, filename: Any, metadata: Any = None) -> Any:
-        return save(tensors, filename, metadata=(metadata or {}) | more)
+    def with_metadata(tensors: Any, filename: Any, **given: Any) -> Any:
+        more = (given.get("metadata") or {}) | metadata
+        return save(tensors, filename, metadata=more)
 
-    more = metadata
     modeling_utils.safe_save_file = with_metadata
     try:
         yield
