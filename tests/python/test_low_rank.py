@@ -190,3 +190,16 @@ def test_bad_weights_are_refused():
         factorize_weight(torch.randn(4, 6), rank=2, gram=torch.full((6, 6), torch.nan))
     with pytest.raises(ValueError, match=r"u must be \(N, r\)"):
         LowRankLinear(torch.ones(4, 2), torch.ones(3, 6))
+
+
+def test_single_elements_beside_the_product_may_be_a_bitmap():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(24, 32))
+    other = copy.deepcopy(model)
+    factorize(model, rank=4, sparse="bitmap@0.2")
+    factorize(other, rank=4, sparse="csr@0.2")
+    assert isinstance(model[0].sparse.weight, rarefy.BitmapWeight)
+    assert torch.equal(model[0].to_dense().weight, other[0].to_dense().weight)
+    for spec in ("2:4", "2:4@nonzero", "block:4x4@0.5:int8"):
+        with pytest.raises(ValueError, match=f"sparse must be blocks, csr or bitmap; got {spec}"):
+            factorize(other, rank=2, sparse=spec)

@@ -824,3 +824,10 @@ def test_damaged_states_are_refused_before_anything_changes():
             assert moving.clock == 7 and torch.equal(moving.random.get_state(), random)
         moving.load_state_dict(state)
         assert moving.clock == 0
+
+
+def test_bitmaps_do_not_move_and_are_told_so():
+    model = nn.Sequential(nn.Linear(8, 8))
+    sparse_start(model, "bitmap", 0.5)
+    with pytest.raises(ValueError, match=r"blocks or csr, that trains .* got bitmap, which do not move"):
+        RigL(model, fraction=0.3)

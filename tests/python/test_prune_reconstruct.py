@@ -474,6 +474,30 @@ def test_towards_refuses_what_does_not_fit(options, text):
         reconstruct(model, data(), **options)
 
 
+def test_towards_says_which_layer_does_not_fit():
+    class Often(nn.Module):
+        def __init__(self, times: int, rows: int, width: int = 6) -> None:
+            super().__init__()
+            self.one, self.two = nn.Linear(6, 6), nn.Linear(6, 6)
+            self.times, self.rows, self.width = times, rows, width
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.one(x)
+            for _ in range(self.times):
+                x = self.two(x[: self.rows, : self.width])
+            return x
+
+    x = [torch.randn(20, 6)]
+    with pytest.raises(TypeError, match=r"towards must be an nn\.Module; got int"):
+        reconstruct(Often(1, 20), x, "2:4", towards=3)
+    with pytest.raises(ValueError, match=r"the layer of two\.weight 2 times, as the model does; got 1 times"):
+        reconstruct(Often(2, 20), x, "2:4", towards=Often(1, 20))
+    with pytest.raises(ValueError, match=r"the layer of two\.weight 20 tokens in a call; got 7 of \(7, 6\)"):
+        reconstruct(Often(1, 20), x, "2:4", towards=Often(1, 7))
+    with pytest.raises(ValueError, match=r"the inputs of two\.weight must have 6 features; got \(20, 5\)"):
+        reconstruct(Often(1, 20, 5), x, "2:4", towards=Often(1, 20))
+
+
 def test_layers_of_their_own_and_those_done_before():
     model = Net()
     before = copy.deepcopy(model.state_dict())

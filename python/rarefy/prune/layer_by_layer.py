@@ -148,6 +148,8 @@ def _one(
 def _check_towards(op: str, groups: Iterable[dict[str, Any]], towards: nn.Module, forward: Any) -> None:
     if forward is not None:
         fail(op, "forward must be None with towards: both models are called", "a function")
+    if not isinstance(towards, nn.Module):
+        fail(op, "towards must be an nn.Module", type(towards).__name__, TypeError)
     theirs = dict(towards.named_modules(remove_duplicate=False))
     for group in groups:
         for name, module, _ in group["places"]:
@@ -177,16 +179,23 @@ def _collect_moments(
     given: list[list[torch.Tensor]] = [[] for _ in pairs]
     wanted: list[list[torch.Tensor]] = [[] for _ in pairs]
     hooks = []
-    for (_, here, there), xs, ys in zip(pairs, given, wanted, strict=True):
-        hooks.append(here.register_forward_pre_hook(lambda m, args, xs=xs: xs.append(inputs_of(m, args[0]))))
+    for (fqn, here, there), xs, ys in zip(pairs, given, wanted, strict=True):
+        take = lambda m, args, xs=xs, fqn=fqn: xs.append(inputs_of(m, args[0], fqn))  # noqa: E731
+        hooks.append(here.register_forward_pre_hook(take))
         hooks.append(there.register_forward_hook(lambda m, args, y, ys=ys: ys.append(y.detach())))
     try:
         for batch in batches_of(data):
             call(model, batch)
             call(towards, batch)
             for (fqn, here, _), xs, ys in zip(pairs, given, wanted, strict=True):
+                if len(xs) != len(ys):
+                    requirement = f"towards must call the layer of {fqn} {len(xs)} times, as the model does"
+                    fail(op, requirement, f"{len(ys)} times")
                 for x, y in zip(xs, ys, strict=True):  # of each call, (groups, tokens, K) and as it comes
-                    tokens = _tokens_of(here, y).chunk(len(x), 1)
+                    if (whole := _tokens_of(here, y)).shape[0] != x.shape[1]:
+                        requirement = f"towards must give the layer of {fqn} {x.shape[1]} tokens in a call"
+                        fail(op, requirement, f"{whole.shape[0]} of {tuple(y.shape)}")
+                    tokens = whole.chunk(len(x), 1)
                     for moments, mine, theirs in zip(found[fqn], x, tokens, strict=True):
                         moments.add(mine, theirs)
                 xs.clear()

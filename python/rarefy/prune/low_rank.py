@@ -11,10 +11,12 @@ import torch
 from torch import nn
 
 from ..checks import check_int, check_tensor, fail
+from ..elements import ElementsSpec
 from ..layers import Layer, find_layers
 from ..linear_base import check_linear, copy_parameter, new_linear
 from ..modules import BlockSparseLinear
 from ..sparse_weight import Spec
+from ..weight import BlockSpec
 from .criteria import check_sparsity
 from .damping import damped
 from .groups import Config, FilterFn, collect_grams, find_groups
@@ -244,7 +246,8 @@ def factorize(
         energy: the part of Σσ² that is kept; or
         ratio: parameters after / before, S included; exactly one of the three.
         data: batches (a tensor, a tuple of arguments or a dict): what the layers get then counts.
-        sparse: "block:16x16@0.1", "csr@0.05": blocks beside the product; not with energy, of linear layers.
+        sparse: "block:16x16@0.1", "csr@0.05", "bitmap@0.2": blocks or elements beside the product; not with
+            energy, of linear layers.
         config: which layers, as of Sparsifier.prepare.
         filter_fn: the same.
         forward: what to do with a batch instead of calling the model.
@@ -262,7 +265,9 @@ def factorize(
     if sparse is not None and energy is not None:
         fail(op, "sparse goes with rank or ratio", "energy")
     spec = None if sparse is None else Spec.parse(sparse, op)
-    if isinstance(getattr(spec, "density", None), str):
+    if spec is not None and not isinstance(spec, BlockSpec | ElementsSpec):
+        fail(op, "sparse must be blocks, csr or bitmap", str(spec))
+    if spec is not None and isinstance(spec.density, str):
         fail(op, "sparse must have a density that is a number", str(spec))
     groups = find_groups(op, model, config, filter_fn)
     kinds = nn.Linear | nn.Conv2d
@@ -332,10 +337,11 @@ def _one(
     if rank is not None and rank * (n + k) + stored >= before:
         return stays(f"rank {rank} would have as many parameters")
     block = None
+    r, c = getattr(spec, "block_shape", (1, 1))
     if spec is None:
         u, v = factorize_weight(weight, rank=rank, energy=energy, gram=gram)
     else:
-        pattern = "unstructured" if spec.format == "csr" else spec.format
+        pattern = f"block:{r}x{c}" if (r, c) != (1, 1) else "unstructured"
         u, v, s = factorize_with_blocks(weight, pattern, spec.density, rank, gram)
         part = new_linear(s.to(weight), None, True, module.training)
         block = BlockSparseLinear.from_dense(part, spec=spec, scores=s.abs().to(weight.device))

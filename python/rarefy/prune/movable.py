@@ -219,7 +219,9 @@ def find_movable(op: str, model: nn.Module, layers: Sequence[str] | None) -> lis
         if (sparse and module.weight.dtype.is_floating_point) or isinstance(module, PseudoBlockSparseLinear):
             found[name] = module
     if not found:
-        fail(op, "the model must have a BlockSparseLinear that trains (see sparse_start)", "none")
+        kinds = {m.weight.spec_format() for m in model.modules() if isinstance(m, BlockSparseLinear)}
+        requirement = "the model must have a BlockSparseLinear, blocks or csr, that trains (see sparse_start)"
+        fail(op, requirement, f"{', '.join(sorted(kinds))}, which do not move" if kinds else "none")
     if layers is not None:
         taken: dict[str, nn.Module] = {}
         for pattern in layers:
