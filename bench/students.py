@@ -143,6 +143,8 @@ def train(
     recipes: lr, warmup, clip and the loss's weights are each student's own, the batches those of the first.
     bf16: steps under autocast, as the demo trains where bf16 is fast. Returns how many steps were made.
     """
+    if steps <= 0 and seconds <= 0:
+        raise ValueError("[train] steps or seconds must be above 0; got neither")
     device = students.weights.device
     weights = [
         torch.tensor([getattr(r, name) for r in recipes], device=device)

@@ -29,7 +29,7 @@ from .checks import (
 )
 from .derived import reads_itself
 from .elements import ElementsSpec, StoredElements
-from .masks import NONZERO, choose_blocks
+from .masks import NONZERO, beyond_two_of_four, choose_blocks, groups_of_four
 from .nested import linear_of_nested
 from .pattern import digest
 from .pattern_change import PatternChange
@@ -404,13 +404,8 @@ class TwoOfFourSpec(Spec):
         return BitmapWeight._of_mask(op, dense, _two_of_four(rank)).stored_as(self.dtype)
 
 
-def _groups(matrix: Tensor, fill: float) -> Tensor:
-    """(N, ⌈K/4⌉, 4), with `fill` past the last column."""
-    return nn.functional.pad(matrix, (0, -matrix.shape[1] % 4), value=fill).unflatten(1, (-1, 4))
-
-
 def _check_groups(op: str, kept: Tensor, what: str) -> None:
-    many = _groups(kept.to(torch.uint8), 0).sum(2) > 2
+    many = beyond_two_of_four(kept)
     if bool(many.any()):
         row, group = first_position(many)
         fail(op, f"{what} must have at most two of each four", f"more in row {row}, columns from {4 * group}")
@@ -418,7 +413,9 @@ def _check_groups(op: str, kept: Tensor, what: str) -> None:
 
 def _two_of_four(rank: Tensor) -> Tensor:
     """The mask of the two highest of each four; ties keep the earlier, NaN is highest."""
-    order = _groups(rank.double(), -torch.inf).sort(dim=2, descending=True, stable=True).indices[..., :2]
+    order = (
+        groups_of_four(rank.double(), -torch.inf).sort(dim=2, descending=True, stable=True).indices[..., :2]
+    )
     kept = torch.zeros((*order.shape[:2], 4), dtype=torch.bool, device=rank.device).scatter(2, order, True)
     return kept.flatten(1)[:, : rank.shape[1]]
 

@@ -72,7 +72,7 @@ class Kept:
         self._packed: tuple[tuple[int, ...] | None, Tensor | None] = (None, None)  # of what, or seen once
         # What every call may use, whatever the values are; None where that must be asked each time.
         self.steady: Derived | tuple[()] | None = None if self.packed_bytes else self.unpacked()
-        self.call: tuple | None = None  # first_call
+        self.call: tuple | None = None  # what first_call gives, once it was asked
 
     def first_call(self, pattern: Any) -> tuple:
         """What steady calls with this pattern have beside their tensors; kept in `call`."""

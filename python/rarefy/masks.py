@@ -40,6 +40,16 @@ def expand_mask(
     return mask[: shape[0], : shape[1]].contiguous()
 
 
+def groups_of_four(matrix: torch.Tensor, fill: float = 0) -> torch.Tensor:
+    """(N, K) as (N, ⌈K/4⌉, 4), with `fill` past the last column."""
+    return functional.pad(matrix, (0, -matrix.shape[1] % 4), value=fill).unflatten(1, (-1, 4))
+
+
+def beyond_two_of_four(mask: torch.Tensor) -> torch.Tensor:
+    """(N, ⌈K/4⌉) bool: which groups of four neighbours of a bool matrix have more than two."""
+    return groups_of_four(mask.to(torch.uint8)).sum(2) > 2
+
+
 def block_norms(dense: torch.Tensor, block_shape: tuple[int, int]) -> torch.Tensor:
     """L2 norm of each block, in float64."""
     return torch.linalg.vector_norm(to_blocks(dense.double(), block_shape), dim=(2, 3))

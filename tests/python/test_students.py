@@ -93,3 +93,11 @@ def test_steps_are_those_of_the_demo() -> None:
             got, want = (net(**probe).last_hidden_state for net in (found, student))
             torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
             assert (got - before).abs().max() > 0.005
+
+
+def test_a_run_without_steps_and_without_time_is_refused() -> None:
+    both = [encoder(0)]
+    together = students.Students(both, [{}], "cpu")
+    batches = [{"input_ids": torch.ones(2, 4, dtype=torch.long), "attention_mask": torch.ones(2, 4)}]
+    with pytest.raises(ValueError, match="steps or seconds must be above 0"):
+        students.train(together, together, batches, 0, [distill.Recipe()])

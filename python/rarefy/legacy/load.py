@@ -220,7 +220,7 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m rarefy convert", description=main.__doc__)
     parser.add_argument("source", help="safetensors or torch file, or a folder of them")
     parser.add_argument("output", nargs="?", help="safetensors file to write; without, only --explain")
-    parser.add_argument("--spec", help='what weights become: "dense", "csr@nonzero", "block:4x1@nonzero" …')
+    parser.add_argument("--spec", help='"dense", "csr@nonzero", "2:4@nonzero", "block:4x1@nonzero" …')
     parser.add_argument("--explain", action="store_true", help="say what each sparse weight was and is")
     arguments = parser.parse_args(argv)
     if arguments.output is None and not arguments.explain:

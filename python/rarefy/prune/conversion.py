@@ -11,7 +11,7 @@ from torch import nn
 from torch.ao.pruning.sparsifier.utils import swap_module
 
 from ..checks import fail
-from ..masks import NONZERO, to_blocks
+from ..masks import NONZERO, beyond_two_of_four, to_blocks
 from ..report import Report
 from ..sparsify import sparsify
 from .masks import Mask
@@ -51,7 +51,7 @@ def to_sparse(
                 patterns[re.escape(group["module_fqn"])] = f"{form}@{NONZERO}"
             continue
         mask = masks[group["tensor_fqn"]].unpack()
-        if form == TWO_OF_FOUR and spec is None and not _is_two_of_four(mask):
+        if form == TWO_OF_FOUR and spec is None and bool(beyond_two_of_four(mask).any()):
             form = "bitmap"  # on the way to 2:4, or at a lower sparsity
         kept, name = _stored(form, mask), _layer(group)
         density = float(kept.double().mean()) if kept.numel() else 1.0
@@ -74,14 +74,9 @@ def _keeps_its_blocks(conv: nn.Conv2d, form: str) -> bool:
     return form.endswith("x1") or conv.kernel_size == (1, 1)
 
 
-def _is_two_of_four(mask: torch.Tensor) -> bool:
-    groups = nn.functional.pad(mask.to(torch.uint8), (0, -mask.shape[1] % 4)).unflatten(1, (-1, 4))
-    return bool((groups.sum(2) <= 2).all())
-
-
 def _stored(form: str, mask: torch.Tensor) -> torch.Tensor:
     """Which blocks of a format have an element that stays; for formats of single weights which of those."""
-    if form == TWO_OF_FOUR and not _is_two_of_four(mask):
+    if form == TWO_OF_FOUR and bool(beyond_two_of_four(mask).any()):
         fail("convert", 'format "2:4" takes masks with at most two of each four', "more")
     if form in ("csr", "bitmap", TWO_OF_FOUR):
         return mask
