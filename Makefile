@@ -53,6 +53,7 @@ bench: setup
 	cmake --build $(BUILD) -j $(JOBS) --target rarefy_peak
 	$(IN_VENV) bench/run.py
 	$(IN_VENV) bench/reached.py
+	$(IN_VENV) bench/matrices.py
 
 demo: setup
 	$(IN_VENV) -m examples.minilm.run
