@@ -36,7 +36,7 @@ inline int run_shift(const BsrShape& s) {
     const std::int64_t buckets = ceil_div(s.col_count(), std::int64_t{1} << shift);
     if (s.nnzb / buckets > kRunBucketEntries) continue;
     const bool fits = std::bit_width(static_cast<std::uint64_t>(s.row_count())) + shift < 32;
-    return fits && s.nnzb / s.row_count() / kShortestRun >= buckets ? shift : 0;
+    return fits && s.nnzb / std::max<std::int64_t>(1, s.row_count()) / kShortestRun >= buckets ? shift : 0;
   }
   return 0;
 }
@@ -98,11 +98,11 @@ void sort_runs_by_column(const PlanView& plan, int shift, std::int32_t* crow, st
   };
   std::vector<Scratch> scratch(place(executor.threads));
   for (Scratch& own : scratch) {
-    own = {std::make_unique_for_overwrite<std::uint32_t[]>(place(most)),
-           std::make_unique_for_overwrite<Word[]>(place(most))};
+    own.packed = std::make_unique_for_overwrite<std::uint32_t[]>(place(most));
+    own.word = std::make_unique_for_overwrite<Word[]>(place(most));
   }
   // To its bucket: a row in the low bits, above it the column within the bucket.
-  const int row_bits = std::bit_width(static_cast<std::uint64_t>(s.row_count()));
+  const auto row_bits = static_cast<int>(std::bit_width(static_cast<std::uint64_t>(s.row_count())));
   executor.parallel_for(parts, [&](std::int64_t part) {
     std::int32_t* own = next.data() + part * buckets;
     for (std::int64_t i = first_row_of(plan, part, parts); i < first_row_of(plan, part + 1, parts); ++i) {

@@ -20,7 +20,7 @@ void in_place_run(const InPlaceTask& t, std::int32_t o, std::int64_t m) {
     for (int v = 0; v < V; ++v) sum[turn][v] = I::fma(element, I::load(x + v * w), sum[turn][v]);
   };
   for (int v = 0; v < V; ++v) total[v] = I::zero();
-  const float* values = static_cast<const float*>(t.w.values);
+  const auto* values = static_cast<const float*>(t.w.values);
   const std::int32_t c_block = t.w.red_block, end = t.entry_begin[o + 1];
   const std::int32_t last_part = end - least_entries(t.part);
   for (std::int32_t e = t.entry_begin[o]; e < end;) {

@@ -59,8 +59,8 @@ void count_digits(const Units<T>& units, const Digits<typename Units<T>::Key>& d
   const bool all = shift == sizeof(Key) * 8;
   const Key mask = static_cast<Key>((Key{1} << (shift - next)) - 1);
   executor.parallel_for(units.tasks(), [&](std::int64_t task, int worker) {
-    Histogram& mine = counts[static_cast<std::size_t>(2 * worker)];
-    Histogram& other = counts[static_cast<std::size_t>(2 * worker + 1)];
+    Histogram& mine = counts[2 * static_cast<std::size_t>(worker)];
+    Histogram& other = counts[2 * static_cast<std::size_t>(worker) + 1];
     const std::int64_t begin = task * units.rows_per_task();
     for (std::int64_t i = begin; i < std::min(units.rows(), begin + units.rows_per_task()); ++i) {
       const Key* keys = units.keys(i, scratch[static_cast<std::size_t>(worker)]);

@@ -300,7 +300,8 @@ class Writer {
 }  // namespace prune
 
 Result<PruneCount> prune_mask(const PruneScores& scores, const PruneUnits& units, std::int64_t remove,
-                              std::uint8_t* mask, const Executor& executor) {
+                              std::uint8_t* mask,  // NOLINT(readability-non-const-parameter): Writer's
+                              const Executor& executor) {
   using prune::op;
   const Result<std::int64_t> most = prune::check(op, scores, units);
   if (!most.ok()) return most.status();
