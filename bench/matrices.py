@@ -12,12 +12,9 @@ python bench/matrices.py --only transpose
 from __future__ import annotations
 
 import argparse
-import json
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -28,12 +25,12 @@ from torch import nn
 import rarefy
 from feed_forward import measure
 from rarefy import sparse
-from reached import Calls
+from reached import Calls, arguments, measured_ceiling
 from rows import write_csv
 from run import cpu_name, git_commit
 
-ROOT = Path(__file__).resolve().parent.parent
 COLUMNS = 128  # of the dense side of a matrix × matrix
+Measured = tuple[str, Calls, int]  # its name, everybody's call, and bytes to compare with reading, or 0
 
 
 class Case:
@@ -54,7 +51,7 @@ class Case:
         self.bytes = data.nbytes + indices.nbytes
 
 
-def transposes(case: Case) -> tuple[str, Calls, dict[str, float]]:
+def transposes(case: Case) -> Measured:
     """Wᵀ in the same form."""
     _, indices, data = case.arrays
     want = case.scipy.T.tocsr()
@@ -69,10 +66,10 @@ def transposes(case: Case) -> tuple[str, Calls, dict[str, float]]:
         "torch": lambda: case.torch.to_sparse_csc(),
         "copy": lambda: (indices.clone(), data.clone()),
     }
-    return f"transpose {case.text}", calls, {}
+    return f"transpose {case.text}", calls, 0
 
 
-def products(case: Case, columns: int) -> tuple[str, Calls, dict[str, float]]:
+def products(case: Case, columns: int) -> Measured:
     """W b for a vector, or for a matrix of some columns."""
     b = torch.randn(case.scipy.shape[1], columns) if columns > 1 else torch.randn(case.scipy.shape[1])
     array = b.numpy()
@@ -83,10 +80,10 @@ def products(case: Case, columns: int) -> tuple[str, Calls, dict[str, float]]:
         "torch": lambda: case.torch @ b,
     }
     what = "matrix x vector" if columns == 1 else f"matrix x {columns} columns"
-    return f"{what} {case.text}", calls, {"bytes": case.bytes} if columns == 1 else {}
+    return f"{what} {case.text}", calls, case.bytes if columns == 1 else 0
 
 
-def sparse_products(case: Case) -> tuple[str, Calls, dict[str, float]]:
+def sparse_products(case: Case) -> Measured:
     """W W; torch's (MKL) and scipy's come unsorted."""
     want = case.scipy @ case.scipy
     torch.testing.assert_close(
@@ -102,10 +99,10 @@ def sparse_products(case: Case) -> tuple[str, Calls, dict[str, float]]:
         "scipy unsorted": lambda: case.scipy @ case.scipy,
         "torch": lambda: case.torch @ case.torch,
     }
-    return f"sparse x sparse {case.text}", calls, {}
+    return f"sparse x sparse {case.text}", calls, 0
 
 
-def layers(tokens: int, spec: str) -> tuple[str, Calls, dict[str, float]]:
+def layers(tokens: int, spec: str) -> Measured:
     """sparse_dense of a matrix that is held, beside the layer with the same weight."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(768, 3072))
@@ -118,7 +115,7 @@ def layers(tokens: int, spec: str) -> tuple[str, Calls, dict[str, float]]:
         "ours": lambda: sparse.sparse_dense(x, held, layer.bias),
         "layer": lambda: layer(x),
     }
-    return f"sparse_dense {spec} 768 -> 3072, {tokens} tokens", calls, {}
+    return f"sparse_dense {spec} 768 -> 3072, {tokens} tokens", calls, 0
 
 
 def cases() -> Iterator[Any]:
@@ -137,29 +134,22 @@ def cases() -> Iterator[Any]:
 
 def measured(make: Any, args: argparse.Namespace) -> dict[str, Any]:
     """One row."""
-    text, calls, extra = make()
+    text, calls, read = make()
     with torch.no_grad():
         best = {name: min(turns) for name, turns in measure(calls, args.threads, args.rounds).items()}
     row: dict[str, Any] = {"case": text}
     for name in ("ours", "scipy", "scipy unsorted", "torch", "copy", "layer"):
         row[f"{name}_ms"] = round(best[name] * 1e3, 4) if name in best else ""
     row["reading_share"] = ""
-    if "bytes" in extra:
-        command = [args.peak.resolve(), str(args.threads), "0.2", f"{extra['bytes'] / 1e6:.2f}"]
-        reading = json.loads(subprocess.check_output(command, text=True))["gflops"] * 1e9
-        row["reading_share"] = round(extra["bytes"] / best["ours"] / reading, 2)
+    if read:
+        reading = measured_ceiling(args, f"{read / 1e6:.2f}")[1]
+        row["reading_share"] = round(read / best["ours"] / reading, 2)
     return row
 
 
 def main() -> None:
     """Prints a line a case, and writes all where --csv says."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--only", default="")
-    parser.add_argument("--csv", type=Path)
-    parser.add_argument("--peak", type=Path, default=ROOT / "build/release/bench/rarefy_peak")
-    args = parser.parse_args()
+    args = arguments(__doc__)
     torch.set_num_threads(args.threads)
     same = {
         "machine": cpu_name(), "threads": args.threads, "date": time.strftime("%F"), "commit": git_commit(),

@@ -179,21 +179,32 @@ def chain(spec: str, speedup: float) -> Row:
     return Row(f"bf16 {SIZE[0]}→{SIZE[1]}→{SIZE[0]} {spec}, M = 512", "× dense", speedup, make)
 
 
-def main() -> None:
-    """Prints a line a row, and how many reach what is required."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def arguments(doc: str) -> argparse.Namespace:
+    """What the command line says; `doc` begins with a line for --help."""
+    parser = argparse.ArgumentParser(description=doc.splitlines()[0])
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--only", default="")
     parser.add_argument("--csv", type=Path)
     parser.add_argument("--peak", type=Path, default=ROOT / "build/release/bench/rarefy_peak")
-    args = parser.parse_args()
+    return parser.parse_args()
+
+
+def measured_ceiling(args: argparse.Namespace, what: str) -> tuple[str, float]:
+    """The instruction set and what rarefy_peak measures with it: FLOP/s, or bytes/s of so many MB."""
+    command = [args.peak.resolve(), str(args.threads), "0.2", what]
+    out = json.loads(subprocess.check_output(command, text=True))
+    return out["isa"], out["gflops"] * 1e9
+
+
+def main() -> None:
+    """Prints a line a row, and how many reach what is required."""
+    args = arguments(__doc__)
     torch.set_num_threads(args.threads)
 
     @cache
     def ceiling(what: str) -> tuple[str, float]:
-        out = subprocess.check_output([args.peak.resolve(), str(args.threads), "0.2", what], text=True)
-        return json.loads(out)["isa"], json.loads(out)["gflops"] * 1e9
+        return measured_ceiling(args, what)
 
     print(f"{cpu_name()}, {args.threads} threads, {git_commit()}, torch {torch.__version__}")
     for what in ("f32", "bf16", "int8"):

@@ -18,6 +18,9 @@ std::vector<Config> product_candidates(const Kernels& kernels, const Problem& pr
 std::int64_t product_workspace(const Kernels& kernels, const Problem& problem, const Config& config);
 Status run_product(const Kernels& kernels, const Call& call);
 
+// Tasks of a kernel that reads W once: the last ones to end are short.
+inline constexpr std::int64_t kTasksPerThread = 4;
+
 // linear for a few tokens (linear_few.cc).
 struct FewSplit {
   std::int64_t tasks = 1;   // over the block rows

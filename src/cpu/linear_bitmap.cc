@@ -13,7 +13,6 @@ namespace rarefy::cpu {
 
 namespace {
 
-constexpr std::int64_t kTasks = 4;        // per thread: the last ones to end are short
 constexpr std::int64_t kMost = 8;         // tokens that meet a vector of W at once
 constexpr std::int64_t kTile = 768;       // columns: X of a chunk takes 24 KB of L1
 constexpr std::int64_t kLongTile = 4096;  // of a token or two, whose rows of W come as one stream
@@ -55,7 +54,7 @@ struct Layout {
 Config configure_bitmap(const Problem& p, const Machine& machine) {
   const BsrShape& s = p.weight.shape;
   const std::int64_t chunks = std::max<std::int64_t>(1, ceil_div(p.tokens, chunk_of(p)));
-  const std::int64_t tasks = p.threads == 1 && chunks == 1 ? 1 : kTasks * p.threads;
+  const std::int64_t tasks = p.threads == 1 && chunks == 1 ? 1 : kTasksPerThread * p.threads;
   BitmapSplit split;
   if (chunks > 1) {  // ranges of W that half of L2 holds
     const std::int64_t bytes =

@@ -12,7 +12,6 @@ namespace rarefy::cpu {
 
 namespace {
 
-constexpr std::int64_t kTasks = 4;  // per thread: the last ones to end are short
 constexpr std::int64_t kIndexBytes = 4;
 constexpr std::int64_t kCached = 16 << 20;  // of a last level: processors tell that of all their cores
 constexpr std::int64_t kRowOfX = 24 << 10;  // what L1 keeps of X beside the streams
@@ -83,8 +82,8 @@ Config configure_few(const Problem& problem, const Machine& /*machine*/) {
   const auto element = static_cast<std::int64_t>(size_of(problem.weight.dtype));
   const std::int64_t bytes = s.value_count() * element + s.nnzb * kIndexBytes;
   FewSplit split;
-  split.tasks =
-      std::clamp<std::int64_t>(kTasks * problem.threads, 1, std::max<std::int64_t>(1, s.row_count()));
+  split.tasks = std::clamp<std::int64_t>(kTasksPerThread * problem.threads, 1,
+                                         std::max<std::int64_t>(1, s.row_count()));
   split.stream = s.block_size() == 1 && bytes > kCached && s.cols * kIndexBytes > kRowOfX ? 1 : 0;
   return to_config(split);
 }

@@ -10,7 +10,6 @@ namespace rarefy::cpu {
 
 namespace {
 
-constexpr std::int64_t kTasks = 4;  // per thread: the last ones to end are short
 // A row of W as long as a stored element: what its sums cost to begin and to store.
 constexpr std::int64_t kPerRow = 4;
 
@@ -30,7 +29,7 @@ Reason supports_in_place(const Kernels& kernels, const Problem& p) {
 Status run_in_place(const Kernels& kernels, const Call& call) {
   const PlanView& plan = call.plan;
   const BsrShape& s = plan.shape;
-  const std::int64_t tasks = std::clamp<std::int64_t>(kTasks * call.problem.threads, 1, s.rows);
+  const std::int64_t tasks = std::clamp<std::int64_t>(kTasksPerThread * call.problem.threads, 1, s.rows);
   const InPlaceTask all{.w = operand(call, plan.col, nullptr, false),
                         .entry_begin = plan.crow,
                         .begin = 0,

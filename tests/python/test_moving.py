@@ -25,6 +25,7 @@ from rarefy.prune import (
     gradient_norms,
     sparse_start,
 )
+from states import with_entry, without_entry
 
 K, N, TOKENS = 30, 41, 24
 
@@ -772,24 +773,6 @@ def test_other_misuse_is_refused():
         sparse_start(nn.Sequential(nn.Linear(4, 4)), "csr", 1.5)
 
 
-def _without(state, *path):
-    state = copy.deepcopy(state)
-    part = state
-    for key in path[:-1]:
-        part = part[key]
-    del part[path[-1]]
-    return state
-
-
-def _with(state, value, *path):
-    state = copy.deepcopy(state)
-    part = state
-    for key in path[:-1]:
-        part = part[key]
-    part[path[-1]] = value
-    return state
-
-
 def test_damaged_states_are_refused_before_anything_changes():
     model = nn.Sequential(layer_of("block:4x3", 0.3))
     for make in (SET, GraNet, TopKAST):
@@ -798,24 +781,27 @@ def test_damaged_states_are_refused_before_anything_changes():
         moving = make(model, fraction=0.3, every=2, **options)
         state = moving.state_dict()
         damaged = [
-            *(_without(state, key) for key in state),
-            _with(state, -1, "clock"),
-            _with(state, True, "clock"),
-            _with(state, 1, "late"),
-            _with(state, torch.zeros(3, dtype=torch.uint8), "random"),
-            _with(state, torch.zeros(16), "random"),
-            _with(state, {}, "explored"),
-            _with(state, None, "explored", "0"),
-            _with(state, state["explored"]["0"].float(), "explored", "0"),
-            _with(state, None, "grown", "0"),
-            _with(state, {}, "settings"),
-            _with(state, {"method": make.__name__}, "settings"),
-            _with(state, "1", "settings", "unknown"),
+            *(without_entry(state, key) for key in state),
+            with_entry(state, -1, "clock"),
+            with_entry(state, True, "clock"),
+            with_entry(state, 1, "late"),
+            with_entry(state, torch.zeros(3, dtype=torch.uint8), "random"),
+            with_entry(state, torch.zeros(16), "random"),
+            with_entry(state, {}, "explored"),
+            with_entry(state, None, "explored", "0"),
+            with_entry(state, state["explored"]["0"].float(), "explored", "0"),
+            with_entry(state, None, "grown", "0"),
+            with_entry(state, {}, "settings"),
+            with_entry(state, {"method": make.__name__}, "settings"),
+            with_entry(state, "1", "settings", "unknown"),
         ]
         if make is GraNet:
-            damaged += [_with(state, {}, "first"), _with(state, 2.5, "first", "0")]
+            damaged += [with_entry(state, {}, "first"), with_entry(state, 2.5, "first", "0")]
         if make is TopKAST:
-            damaged += [_with(state, {}, "active"), _with(state, torch.tensor([10**6]), "active", "0")]
+            damaged += [
+                with_entry(state, {}, "active"),
+                with_entry(state, torch.tensor([10**6]), "active", "0"),
+            ]
         moving.clock = 7
         random = moving.random.get_state()
         for bad in damaged:

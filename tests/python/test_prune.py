@@ -7,6 +7,7 @@ import runpy
 import subprocess
 import sys
 import warnings
+from functools import partial
 
 import numpy as np
 import pytest
@@ -29,6 +30,7 @@ from rarefy.prune import (
     scopes,
 )
 from rarefy.prune.choice import scores_of
+from states import with_entry, without_entry
 from tiny import Tiny, ids
 
 
@@ -708,22 +710,7 @@ def test_damaged_state_dicts_are_refused_before_anything_changes():
     sparsifier.step()
     state = sparsifier.state_dict()
 
-    def damaged(value, *path):
-        bad = copy.deepcopy(state)
-        part = bad
-        for key in path[:-1]:
-            part = part[key]
-        part[path[-1]] = value
-        return bad
-
-    def less(*path):
-        bad = damaged(None, *path)
-        part = bad
-        for key in path[:-1]:
-            part = part[key]
-        del part[path[-1]]
-        return bad
-
+    damaged, less = partial(with_entry, state), partial(without_entry, state)
     keeps = state["state"]["up.weight"]["mask"]["kept"]
     cases = [
         *((less(key), key) for key in state if key not in ("version", "observed")),
