@@ -118,4 +118,8 @@ class Call {
   mutable std::optional<Tensor> workspace_;
 };
 
+// A weight of int8 values with scales, checked; x is rounded, too, if it is `dynamic` (int8.cc).
+BsrView scaled_weight(const Call& call, const Tensor& values, const Tensor& scales, const Tensor& plan,
+                      std::int64_t out_features, std::int64_t in_features, bool dynamic);
+
 }  // namespace rarefy::binding

@@ -10,8 +10,6 @@
 
 namespace rarefy::binding {
 
-namespace {
-
 BsrView scaled_weight(const Call& call, const Tensor& values, const Tensor& scales, const Tensor& plan,
                       std::int64_t out_features, std::int64_t in_features, bool dynamic) {
   if (values.scalar_type() != ScalarType::Char) {
@@ -37,6 +35,8 @@ BsrView scaled_weight(const Call& call, const Tensor& values, const Tensor& scal
   weight.scales = static_cast<const float*>(scales.data_ptr());
   return weight;
 }
+
+namespace {
 
 Tensor int8_linear(Tensor x, const Tensor& values, const Tensor& scales, const Tensor& plan,
                    const std::optional<Tensor>& bias, std::int64_t out_features, std::int64_t in_features,

@@ -22,6 +22,7 @@ from ._torch_private import PLAIN
 from .activations import NONE
 from .checks import fail
 from .pattern_weight import PatternWeight
+from .shared_input import mark
 
 # Blocks of fewer rows, and fewer tokens, gain nothing: their kernels go layer by layer. Below so many
 # products of the dense layer, to wait costs what it saves, some microseconds.
@@ -287,6 +288,9 @@ def fuse(model: nn.Module, enabled: bool = True) -> list[str]:
     place (docs/numerics.md). Nothing else changes: parameters, names, hooks, gradients. Calls that are
     recorded for a gradient, under autocast, torch.compile or torch.func, and on CUDA, go layer by layer.
 
+    Layers of one module with as many input features, such as q, k and v, are one op, too, once they have been
+    seen with the same x (of 2¹⁸ elements or more; not in inference mode, where nothing counts writes to x).
+
     Args:
         model: any module.
         enabled: False undoes it.
@@ -302,12 +306,15 @@ def fuse(model: nn.Module, enabled: bool = True) -> list[str]:
     for module in model.modules():
         if _is_sparse(module):
             vars(module).pop("waits", None)
+            vars(module).pop("shares", None)
     if not enabled or not _torch_private.wrappers:
         return []
     names = []
     for name, up, _ in _followed(model):
         up.waits = True
         names.append(name)
+    for module in model.modules():
+        mark([child for child in module.children() if _is_sparse(child)])
     return names
 
 

@@ -12,6 +12,7 @@ from .checks import check_dtype, check_tensor, fail
 from .linear_base import LinearBase, check_linear, check_sizes, new_linear
 from .masks import grid_of, random_blocks
 from .pattern import BsrPattern
+from .shared_input import SharedInput
 from .sparse_weight import SparseWeight, Spec
 from .weight import BsrWeight
 
@@ -42,6 +43,7 @@ class BlockSparseLinear(LinearBase):
     weight: SparseWeight
     stands_for: str | None = None  # the kind of dense.py that desparsify turns it into; None: nn.Linear
     waits: bool = False  # whether the product may wait for what follows it; see chain.py
+    shares: tuple[SharedInput, int] | None = None  # with layers that may see the same x; shared_input.py
 
     def __init__(
         self,
@@ -156,6 +158,10 @@ class BlockSparseLinear(LinearBase):
             return x.through(self)
         if self.waits and may_wait(self, x):
             return Hidden.of(self, x)
+        if self.shares is not None:
+            shared, at = self.shares
+            if (y := shared.result(at, self, x)) is not None:
+                return y
         # From their dicts: nn.Module's lookup of both takes a tenth of the time of a small layer.
         parameters = self._parameters
         bias = parameters["bias"] if "bias" in parameters else self.bias  # noqa: SIM401 (evaluates both)

@@ -1,6 +1,8 @@
 // Runs a checked product: the first kernel of the registry that fits, with its workspace and what it derives.
 #include "core/products.h"
 
+#include <array>
+#include <optional>
 #include <utility>
 
 #include "core/arguments.h"
@@ -144,17 +146,100 @@ Call linear_call(const MatrixView& x, const WeightSpec& w, Device device, const 
   return call;
 }
 
-}  // namespace
-
-Status run_linear(const MatrixView& x, const BsrView& w, const void* bias, Activation activation,
-                  const MutableMatrixView& y, const Context& context) {
-  if (y.rows == 0 || y.cols == 0) return {};
+// The same of a weight of blocks.
+Call linear_call(const MatrixView& x, const BsrView& w, const void* bias, Activation activation,
+                 const MutableMatrixView& y) {
   Call call = linear_call(x, {Format::bsr, w.plan.shape, w.dtype, w.scaling, w.rounds_x}, w.device, w.values,
                           bias, activation, y);
   call.plan = w.plan;
   call.scales = w.scales;
   call.derived = w.derived;
+  return call;
+}
+
+}  // namespace
+
+Status run_linear(const MatrixView& x, const BsrView& w, const void* bias, Activation activation,
+                  const MutableMatrixView& y, const Context& context) {
+  if (y.rows == 0 || y.cols == 0) return {};
+  Call call = linear_call(x, w, bias, activation, y);
   return dispatch(call, context);
+}
+
+namespace {
+
+// The kernel that every one of these calls would get, configured for all their rows as one weight; none where
+// they differ, or have to derive something first.
+std::optional<Choice> choose_together(std::span<Call> calls, const Context& context) {
+  Problem whole = calls.front().problem;
+  whole.weight.shape.rows = whole.weight.shape.nnzb = 0;
+  for (Call& call : calls) {
+    Problem& p = call.problem;
+    p.threads = context.executor.threads;
+    p.derived = call.derived.key;
+    const BsrShape& shape = p.weight.shape;
+    if (p.device != Device::cpu || p.derived != calls.front().problem.derived) return {};
+    WeightSpec alike = calls.front().problem.weight;
+    alike.shape.rows = shape.rows;
+    alike.shape.nnzb = shape.nnzb;
+    if (p.weight != alike) return {};
+    whole.weight.shape.rows += shape.row_count() * shape.block_rows;
+    whole.weight.shape.nnzb += shape.nnzb;
+    whole.in_alignment = std::min(whole.in_alignment, p.in_alignment);
+    whole.out_alignment = std::min(whole.out_alignment, p.out_alignment);
+  }
+  whole.threads = context.executor.threads;
+  whole.derived = calls.front().problem.derived;
+  const auto together = choose(whole);
+  if (!together.ok() || together->kernel->run_together == nullptr) return {};
+  for (const Call& call : calls) {
+    const auto alone = choose(call.problem);
+    if (!alone.ok() || alone->kernel != together->kernel || alone->derived.key != call.derived.key) return {};
+    if (!check_derived(call, alone->derived).ok() ||
+        made_in_call(*alone, true, call.derived.packed != nullptr).bytes() > 0) {
+      return {};
+    }
+  }
+  return *together;
+}
+
+}  // namespace
+
+Status run_linears(const MatrixView& x, std::span<const LayerView> layers,
+                   std::span<const MutableMatrixView> y, const Context& context) {
+  constexpr std::size_t kMost = 8;
+  std::array<Call, kMost> memory;
+  std::size_t count = 0;
+  for (; count < layers.size() && count < kMost && y[count].rows > 0 && y[count].cols > 0; ++count) {
+    memory[count] = linear_call(x, layers[count].weight, layers[count].bias, Activation::none, y[count]);
+  }
+  const std::span<Call> calls(memory.data(), count);
+  const auto choice = count == layers.size() && count > 1 ? choose_together(calls, context) : std::nullopt;
+  if (!choice) {
+    for (std::size_t i = 0; i < layers.size(); ++i) {
+      Status status = run_linear(x, layers[i].weight, layers[i].bias, Activation::none, y[i], context);
+      if (!status.ok()) return status;
+    }
+    return {};
+  }
+  const Kernel& kernel = *choice->kernel;
+  const auto bytes = [&](const Call& call) {
+    return kernel.workspace == nullptr
+               ? 0
+               : ceil_div(kernel.workspace(call.problem, choice->config), 256) * std::int64_t{256};
+  };
+  std::int64_t all = 0;
+  for (const Call& call : calls) all += bytes(call);
+  Memory own;
+  if (Status status = find_workspace(calls.front(), context.workspace, all, own); !status.ok()) return status;
+  auto* at = static_cast<std::byte*>(calls.front().workspace);
+  for (Call& call : calls) {
+    call.config = choice->config;
+    call.executor = context.executor;
+    call.workspace = at;
+    at += bytes(call);
+  }
+  return kernel.run_together(calls);
 }
 
 Status run_linear(const MatrixView& x, const BitmapView& w, const void* bias, Activation activation,

@@ -3,12 +3,17 @@
 #pragma once
 
 #include "rarefy/bitmap.h"
+#include "rarefy/feed_forward.h"
 #include "rarefy/linear.h"
 
 namespace rarefy {
 
 Status run_linear(const MatrixView& x, const BsrView& w, const void* bias, Activation activation,
                   const MutableMatrixView& y, const Context& context);
+
+// y[i] = x W[i]ᵀ + b[i], the bits of run_linear for each: kernels that can pack x once for all of them.
+Status run_linears(const MatrixView& x, std::span<const LayerView> layers,
+                   std::span<const MutableMatrixView> y, const Context& context);
 
 Status run_linear(const MatrixView& x, const BitmapView& w, const void* bias, Activation activation,
                   const MutableMatrixView& y, const Context& context);

@@ -79,6 +79,9 @@ struct Kernel {
   // Pure: asked without data, for machines that are not this one too.
   Reason (*supports)(const Problem&, const Machine&);
   Status (*run)(const Call&);
+  // linear of several weights on one x, which is packed once: calls of one problem but for rows, blocks and
+  // bias, with one config, a workspace each, and derived data at hand. Null: one after the other.
+  Status (*run_together)(std::span<const Call>) = nullptr;
   Format format = Format::bsr;  // of the weights that it is asked about
   bool any_layout = false;      // it is asked about matrices by feature too; `supports` may still refuse
   // grad_weight: it adds to what is there where Problem::accumulate says so. Of others the core adds what

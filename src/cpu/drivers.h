@@ -16,7 +16,7 @@ Config configure_product(const Kernels& kernels, const Problem& problem, const M
 std::vector<Config> product_candidates(const Kernels& kernels, const Problem& problem,
                                        const Machine& machine);
 std::int64_t product_workspace(const Kernels& kernels, const Problem& problem, const Config& config);
-Status run_product(const Kernels& kernels, const Call& call);
+Status run_product(const Kernels& kernels, std::span<const Call> calls);  // of linear, several on one x
 
 // Tasks of a kernel that reads W once: the last ones to end are short.
 inline constexpr std::int64_t kTasksPerThread = 4;

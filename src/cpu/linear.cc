@@ -171,8 +171,9 @@ class Task {
 
   // Output blocks begin … end, by rows of W, for a set of panels. X is packed a tile of reduction
   // blocks at a time, so that the set's tile stays in L2; a group of output blocks meets all panels
-  // while its weights are near. With several tiles the sums of all output blocks wait in `y`.
-  void gather(const Panels& panels, std::int32_t begin, std::int32_t end) {
+  // while its weights are near. With several tiles the sums of all output blocks wait in `y`. `packed`: X
+  // is, in one tile.
+  void gather(const Panels& panels, std::int32_t begin, std::int32_t end, bool packed) {
     const Listing& list = p_.by_output;
     const std::int64_t red_blocks = p_.sizes.red_blocks;
     const std::int64_t tile = std::min(blocking_.tile_blocks, red_blocks);
@@ -186,7 +187,7 @@ class Task {
     // At least once: without reduction blocks the outputs are still bias and activation.
     for (std::int64_t first = 0; first == 0 || first < red_blocks; first += std::max<std::int64_t>(1, tile)) {
       const std::int64_t last = std::min(first + tile, red_blocks);
-      for (std::int64_t s = 0; s < panels.count; ++s) {
+      for (std::int64_t s = 0; s < panels.count && !packed; ++s) {
         pack(panels[s], first, last, list.w.red_block, parts_.x + s * x_size);
       }
       const std::int32_t* entry_begin = list.begin;
@@ -387,59 +388,96 @@ std::int64_t product_workspace(const Kernels& kernels, const Problem& problem, c
   return layout.shared + problem.threads * layout.worker;
 }
 
-Status run_product(const Kernels& kernels, const Call& call) {
-  const auto blocking = from_config<Blocking>(call.config);
-  const Product product(call);
-  const Sizes& sizes = product.sizes;
-  if (Status status = check_blocking(kernels, sizes, blocking); !status.ok()) return status;
+namespace {
+
+// A call in its workspace, which tasks look up anew: no call takes memory for it.
+struct Bound {
+  Product product;
+  Layout layout;
+  Parts common{};
+
+  Bound(const Kernels& kernels, const Call& call, const Blocking& blocking)
+      : product(call), layout(kernels, product.sizes, blocking) {
+    Room shared(call.workspace);
+    Layout::take_shared(shared, product.sizes, blocking, common);
+  }
+
+  Parts parts(const Kernels& kernels, const Call& call, const Blocking& blocking, int worker) const {
+    Parts parts = common;
+    Room own(static_cast<char*>(call.workspace) + layout.shared + worker * layout.worker);
+    layout.take_worker(own, kernels, product.sizes, blocking, parts);
+    return parts;
+  }
+
+  // Ranges of output blocks have equal work: stored elements, and a price for writing each output feature
+  // that equals about 12 of them. Where there are many, they begin with a vector of Y: half of one is two
+  // lines.
+  std::int32_t begin_of(std::int64_t part, std::int64_t splits, std::int64_t width) const {
+    const Sizes& s = product.sizes;
+    const std::int64_t whole = std::max<std::int64_t>(1, width / s.out_block);
+    const std::int64_t unit = 4 * whole * splits <= s.out_blocks ? whole : 1;
+    const std::int32_t at =
+        begin_of_part(product.by_output.begin, s.out_blocks, s.red_block, 12, part, splits);
+    return part == splits ? at : static_cast<std::int32_t>(at / unit * unit);
+  }
+};
+
+// What tasks read: where sums start, and where parts of them are full.
+Status prepare_call(const Kernels& kernels, const Call& call, const Blocking& blocking) {
   if (blocking.scatter != 0 && call.plan.ccol == nullptr) {
     return invalid(kernels.family, "plan must have its transposed index for scatter", "a row plan");
   }
-  const Layout layout(kernels, sizes, blocking);
-  Room shared(call.workspace);
-  Parts common{};
-  Layout::take_shared(shared, sizes, blocking, common);
-  float* start = common.start;
-  const std::int64_t out_features = sizes.out_blocks * sizes.out_block;
+  const Bound bound(kernels, call, blocking);
+  const Product& product = bound.product;
+  const std::int64_t out_features = product.sizes.out_blocks * product.sizes.out_block;
+  float* start = bound.common.start;
   if (call.bias != nullptr) {
     unpack_bias(kernels, product.out.dtype, call.bias, product.out.cols, start);
     std::fill(start + product.out.cols, start + out_features, 0.0F);
   } else {
     std::fill_n(start, out_features, 0.0F);
   }
+  if (bound.common.full_begin != nullptr)
+    list_full_parts(product, bound.common.full_begin, bound.common.full);
+  return {};
+}
 
-  if (common.full_begin != nullptr) list_full_parts(product, common.full_begin, common.full);
+}  // namespace
 
-  // Ranges of output blocks have equal work: stored elements, and a price for writing each output feature
-  // that equals about 12 of them.
-  const Listing& list = product.by_output;
-  // Where there are many, they begin with a vector of Y: half of one is two lines.
-  const std::int64_t whole = std::max<std::int64_t>(1, kernels.width / sizes.out_block);
-  const std::int64_t unit = 4 * whole * blocking.splits <= sizes.out_blocks ? whole : 1;
-  const auto bound = [&](std::int64_t part) {
-    const std::int32_t at =
-        begin_of_part(list.begin, sizes.out_blocks, sizes.red_block, 12, part, blocking.splits);
-    return part == blocking.splits ? at : static_cast<std::int32_t>(at / unit * unit);
-  };
+Status run_product(const Kernels& kernels, std::span<const Call> calls) {
+  const Call& lead = calls.front();
+  const auto blocking = from_config<Blocking>(lead.config);
+  Sizes sizes(lead.problem);
+  for (const Call& call : calls.subspan(1)) sizes.out_blocks += Sizes(call.problem).out_blocks;
+  if (Status status = check_blocking(kernels, sizes, blocking); !status.ok()) return status;
+  for (const Call& call : calls) {
+    if (Status status = prepare_call(kernels, call, blocking); !status.ok()) return status;
+  }
+  const MatrixView& in = lead.problem.op == Op::linear ? lead.x : lead.dy;
   const std::int64_t lanes = blocking.vectors * kernels.width;
   const std::int64_t tokens = lanes * blocking.panels;  // of one task
-  const std::int64_t sets = (product.in.rows + tokens - 1) / tokens;
-  call.executor.parallel_for(sets * blocking.splits, [&](std::int64_t t, int worker) {
-    const std::int64_t first = t / blocking.splits * tokens;
-    const std::int32_t end = bound(t % blocking.splits + 1);
-    std::int32_t begin = bound(t % blocking.splits);
-    if (begin == end) return;
-    Parts parts = common;
-    Room own(static_cast<char*>(call.workspace) + layout.shared + worker * layout.worker);
-    layout.take_worker(own, kernels, sizes, blocking, parts);
-    const Panels panels(first, std::min(tokens, product.in.rows - first), lanes, kernels.width);
-    Task task(call, product, kernels, blocking, parts);
-    for (; begin < end; begin += static_cast<std::int32_t>(layout.piece)) {
-      const auto stop = static_cast<std::int32_t>(std::min<std::int64_t>(begin + layout.piece, end));
-      if (blocking.scatter != 0) {
-        task.scatter(panels[0], begin, stop);
-      } else {
-        task.gather(panels, begin, stop);
+  const std::int64_t sets = (in.rows + tokens - 1) / tokens;
+  const bool single = blocking.scatter == 0 && blocking.tile_blocks >= sizes.red_blocks;
+  lead.executor.parallel_for(sets * blocking.splits, [&](std::int64_t t, int worker) {
+    const std::int64_t first = t / blocking.splits * tokens, part = t % blocking.splits;
+    const Panels panels(first, std::min(tokens, in.rows - first), lanes, kernels.width);
+    float* packed = nullptr;  // where all calls read x, if it is one tile
+    for (const Call& call : calls) {
+      const Bound bound(kernels, call, blocking);
+      std::int32_t begin = bound.begin_of(part, blocking.splits, kernels.width);
+      const std::int32_t end = bound.begin_of(part + 1, blocking.splits, kernels.width);
+      if (begin == end) continue;
+      Parts parts = bound.parts(kernels, call, blocking, worker);
+      if (packed != nullptr) parts.x = packed;
+      Task task(call, bound.product, kernels, blocking, parts);
+      for (; begin < end; begin += static_cast<std::int32_t>(bound.layout.piece)) {
+        const auto stop = static_cast<std::int32_t>(std::min<std::int64_t>(begin + bound.layout.piece, end));
+        if (blocking.scatter != 0) {
+          task.scatter(panels[0], begin, stop);
+        } else {
+          task.gather(panels, begin, stop, packed != nullptr);
+          if (single) packed = parts.x;
+        }
       }
     }
   });

@@ -5,6 +5,7 @@
 #include "cpu/linear_lanes.h"
 
 #include <algorithm>
+#include <utility>
 
 #include "core/checked.h"
 #include "core/message.h"
@@ -123,9 +124,17 @@ class Task {
     t_.row_stride = call.out.row_stride;
   }
 
+  void pack(std::int64_t first, std::int64_t tokens) const {
+    for (std::int64_t m = 0; m < tokens; m += kLaneTokens) pack(first + m, rows(tokens, m), panel(m));
+  }
+
+  // The first output block of a part of them, as in linear.cc.
+  std::int64_t begin_of(std::int64_t part, std::int64_t parts) const {
+    return begin_of_part(begin_, s_.out_blocks, s_.red_block, 12, part, parts);
+  }
+
   // Output blocks begin … end for tokens first … first + tokens.
   void run(std::int64_t first, std::int64_t tokens, std::int64_t begin, std::int64_t end) {
-    for (std::int64_t m = 0; m < tokens; m += kLaneTokens) pack(first + m, rows(tokens, m), panel(m));
     const std::int64_t block_bytes = s_.out_block * s_.red_block * (t_.storage == Storage::f32 ? 4 : 2);
     for (std::int64_t o = begin; o < end; ++o) {
       const std::int64_t from = o * s_.out_block;
@@ -205,30 +214,41 @@ std::int64_t lanes_workspace(const Problem& problem, const Config& config) {
   return layout.shared + problem.threads * layout.worker;
 }
 
-Status run_lanes(const LaneKernels& kernels, const Call& call) {
-  const auto b = from_config<PairsBlocking>(call.config);
-  const Shape s(call.problem);
-  if (Status status = check_panels(kernels.panels.family, b, s.out_blocks); !status.ok()) return status;
-  const Layout layout(s, b);
-  Parts shared{};
-  Room all(call.workspace);
-  Layout::take_shared(all, s, shared);
-  std::fill_n(shared.start, s.out_blocks * s.out_block, 0.0F);
-  if (call.bias != nullptr) {
-    unpack_bias(kernels.panels, call.out.dtype, call.bias, call.out.cols, shared.start);
+Status run_lanes(const LaneKernels& kernels, std::span<const Call> calls) {
+  const Call& lead = calls.front();  // whose workspace has the panels of all
+  const auto b = from_config<PairsBlocking>(lead.config);
+  std::int64_t out_blocks = 0;
+  for (const Call& call : calls) {
+    const Shape s(call.problem);
+    out_blocks += s.out_blocks;
+    Parts shared{};
+    Room all(call.workspace);
+    Layout::take_shared(all, s, shared);
+    std::fill_n(shared.start, s.out_blocks * s.out_block, 0.0F);
+    if (call.bias != nullptr) {
+      unpack_bias(kernels.panels, call.out.dtype, call.bias, call.out.cols, shared.start);
+    }
+    if (s.packs()) pack_blocks(kernels.panels, call, s, shared.packed);
   }
-  if (s.packs()) pack_blocks(kernels.panels, call, s, shared.packed);
-  const std::int32_t* begin = s.transposed ? call.plan.ccol : call.plan.crow;
-  const auto bound = [&](std::int64_t part) {  // as in linear.cc
-    return begin_of_part(begin, s.out_blocks, s.red_block, 12, part, b.splits);
-  };
-  for_each_part(call, b, bound,
-                [&](int worker, std::int64_t first, std::int64_t tokens, std::int32_t from, std::int32_t to) {
-                  Parts parts = shared;
-                  Room own(static_cast<char*>(call.workspace) + layout.shared + worker * layout.worker);
-                  Layout::take_worker(own, s, b, parts);
-                  Task(kernels, call, s, parts).run(first, tokens, from, to);
-                });
+  if (Status status = check_panels(kernels.panels.family, b, out_blocks); !status.ok()) return status;
+  const Shape lead_shape(lead.problem);
+  const Layout layout(lead_shape, b);
+  for_each_part(lead, b, [&](int worker, std::int64_t first, std::int64_t tokens, std::int64_t part) {
+    Parts parts{};
+    Room own(static_cast<char*>(lead.workspace) + layout.shared + worker * layout.worker);
+    Layout::take_worker(own, lead_shape, b, parts);
+    bool packed = false;
+    for (const Call& call : calls) {
+      const Shape s(call.problem);
+      Room shared(call.workspace);
+      Layout::take_shared(shared, s, parts);
+      Task task(kernels, call, s, parts);
+      const std::int64_t begin = task.begin_of(part, b.splits), end = task.begin_of(part + 1, b.splits);
+      if (begin == end) continue;
+      if (!std::exchange(packed, true)) task.pack(first, tokens);
+      task.run(first, tokens, begin, end);
+    }
+  });
   return {};
 }
 

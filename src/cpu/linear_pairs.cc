@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <limits>
+#include <utility>
 
 #include "core/message.h"
 #include "cpu/pairs_weight.h"
@@ -51,17 +52,27 @@ struct PairsLayout {
   }
 };
 
-// Output blocks begin … end for tokens first … first + tokens.
-void run_task(const PairsWeight& w, const Call& call, const Parts& parts, std::int64_t first,
-              std::int64_t tokens, std::int64_t begin, std::int64_t end) {
-  const PairsShape& s = w.shape;
-  w.kernels.enter();
-  pack_panels(w.kernels, s, call.problem.op == Op::linear ? call.x : call.dy, first, tokens, parts.panels,
-              s.panel_size());
-  find_unfinished(w.kernels, s, parts.panels, s.panel_size(), tokens, parts.unfinished);
-  w.multiply(parts.panels, s.panel_size(), tokens, parts.unfinished, begin, end, parts.gathered, parts.sums,
-             w.storing(call.out, first, end, parts.bias, call.activation));
-  w.kernels.leave();
+// A part of the output blocks of every call, for tokens first … first + tokens.
+void run_task(const PairKernels& kernels, std::span<const Call> calls, Parts parts, std::int64_t first,
+              std::int64_t tokens, std::int64_t part, std::int64_t splits) {
+  bool packed = false;
+  kernels.enter();
+  for (const Call& call : calls) {
+    const PairsShape s(kernels, call.problem);
+    const PairsWeight w(kernels, s, stored_of(call), call.derived);
+    const std::int64_t begin = w.begin_of(part, splits), end = w.begin_of(part + 1, splits);
+    if (begin == end) continue;
+    if (!std::exchange(packed, true)) {
+      pack_panels(kernels, s, call.problem.op == Op::linear ? call.x : call.dy, first, tokens, parts.panels,
+                  s.panel_size());
+      find_unfinished(kernels, s, parts.panels, s.panel_size(), tokens, parts.unfinished);
+    }
+    Room own(call.workspace);
+    PairsLayout::take_shared(own, s, parts);
+    w.multiply(parts.panels, s.panel_size(), tokens, parts.unfinished, begin, end, parts.gathered, parts.sums,
+               w.storing(call.out, first, end, parts.bias, call.activation));
+  }
+  kernels.leave();
 }
 
 // Tokens from which packing the weight in the call pays: half a nanosecond an element, against 0.008 saved a
@@ -128,25 +139,27 @@ Status pack_pairs_weight(const PairKernels& kernels, const Call& call, void* pac
   return {};
 }
 
-Status run_pairs(const PairKernels& kernels, const Call& call) {
-  const auto b = from_config<PairsBlocking>(call.config);
-  const PairsShape s(kernels, call.problem);
-  if (Status status = check_panels(kernels.family, b, s.out_blocks); !status.ok()) return status;
-  auto* memory = static_cast<char*>(call.workspace);
+Status run_pairs(const PairKernels& kernels, std::span<const Call> calls) {
+  const Call& lead = calls.front();  // whose workspace has the panels of all
+  const auto b = from_config<PairsBlocking>(lead.config);
+  std::int64_t out_blocks = 0;
+  for (const Call& call : calls) {
+    const PairsShape s(kernels, call.problem);
+    out_blocks += s.out_blocks;
+    Parts shared{};
+    Room all(call.workspace);
+    PairsLayout::take_shared(all, s, shared);
+    unpack_pairs_bias(call.bias, call.out.dtype, call.out.cols, s.out_features() + kGroup, shared.bias);
+  }
+  if (Status status = check_panels(kernels.family, b, out_blocks); !status.ok()) return status;
+  const PairsShape s(kernels, lead.problem);
   const PairsLayout layout(s, b);
-  Parts shared{};
-  Room all(memory);
-  PairsLayout::take_shared(all, s, shared);
-  unpack_pairs_bias(call.bias, call.out.dtype, call.out.cols, s.out_features() + kGroup, shared.bias);
-  const PairsWeight weight(kernels, s, stored_of(call), call.derived);
-  const auto bound = [&](std::int64_t part) { return weight.begin_of(part, b.splits); };
-  for_each_part(call, b, bound,
-                [&](int worker, std::int64_t first, std::int64_t tokens, std::int32_t from, std::int32_t to) {
-                  Parts parts = shared;
-                  Room own(memory + layout.shared + worker * layout.worker);
-                  PairsLayout::take_worker(own, s, b, parts);
-                  run_task(weight, call, parts, first, tokens, from, to);
-                });
+  for_each_part(lead, b, [&](int worker, std::int64_t first, std::int64_t tokens, std::int64_t part) {
+    Parts parts{};
+    Room own(static_cast<char*>(lead.workspace) + layout.shared + worker * layout.worker);
+    PairsLayout::take_worker(own, s, b, parts);
+    run_task(kernels, calls, parts, first, tokens, part, b.splits);
+  });
   return {};
 }
 

@@ -13,7 +13,7 @@ Config configure_pairs(const PairKernels& kernels, const Problem& problem, const
 std::vector<Config> pairs_candidates(const PairKernels& kernels, const Problem& problem,
                                      const Machine& machine);
 std::int64_t pairs_workspace(const PairKernels& kernels, const Problem& problem, const Config& config);
-Status run_pairs(const PairKernels& kernels, const Call& call);
+Status run_pairs(const PairKernels& kernels, std::span<const Call> calls);  // of linear, several on one x
 
 // The same for tables with the same `rows`: where an output block's columns lie, and its weights in tiles.
 std::int64_t pairs_prepared_size(const PairKernels& kernels, const Problem& problem);

@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <utility>
 
 #include "core/message.h"
 #include "cpu/quads_weight.h"
@@ -194,13 +195,14 @@ class LaneTask {
   LaneProduct t_{};
 };
 
-// Output blocks begin … end for tokens first … first + tokens.
-void run_task(const QuadsWeight& w, const Call& call, const Parts& parts, std::int64_t first,
-              std::int64_t tokens, std::int64_t begin, std::int64_t end) {
-  const QuadsShape& s = w.shape;
-  w.kernels.enter();
-  const bool few = w.kernels.few != nullptr && tokens <= kFewTokens;
-  const auto pack = few ? w.kernels.pack_few : w.kernels.pack;
+bool takes_few(const QuadKernels& kernels, std::int64_t tokens) {
+  return kernels.few != nullptr && tokens <= kFewTokens;
+}
+
+// Tokens first … first + tokens, rounded.
+void pack_x(const QuadKernels& kernels, const QuadsShape& s, const Call& call, const Parts& parts,
+            std::int64_t first, std::int64_t tokens) {
+  const auto pack = takes_few(kernels, tokens) ? kernels.pack_few : kernels.pack;
   for (std::int64_t m = 0; m < tokens; m += kPanelTokens) {
     pack({at(call.x, first + m, 0), call.problem.in == DType::bf16, call.x.row_stride, panel_rows(tokens, m),
           static_cast<std::int32_t>(call.x.cols), static_cast<std::int32_t>(s.padded),
@@ -208,6 +210,13 @@ void run_task(const QuadsWeight& w, const Call& call, const Parts& parts, std::i
           reinterpret_cast<std::uint8_t*>(parts.panels + m / kPanelTokens * s.panel_size()),
           parts.tokens + m});
   }
+}
+
+// Output blocks begin … end for tokens first … first + tokens.
+void multiply(const QuadsWeight& w, const Call& call, const Parts& parts, std::int64_t first,
+              std::int64_t tokens, std::int64_t begin, std::int64_t end) {
+  const QuadsShape& s = w.shape;
+  const bool few = takes_few(w.kernels, tokens);
   if (const auto product = few ? w.kernels.few : w.kernels.lanes; product != nullptr) {
     LaneTask task(w, call, parts, first, tokens, product);
     if (w.kernels.lanes == nullptr) {
@@ -217,7 +226,7 @@ void run_task(const QuadsWeight& w, const Call& call, const Parts& parts, std::i
     } else {
       task.lines(begin, end);
     }
-    return w.kernels.leave();
+    return;
   }
   w.multiply(
       parts.panels, tokens, begin, end, parts.gathered, parts.sums,
@@ -227,7 +236,27 @@ void run_task(const QuadsWeight& w, const Call& call, const Parts& parts, std::i
                          at(call.out, first + m, from), call.problem.out == DType::bf16, call.out.row_stride,
                          rows, static_cast<std::int32_t>(std::min(count, call.out.cols - from))});
       });
-  w.kernels.leave();
+}
+
+// A part of the output blocks of every call, for tokens first … first + tokens.
+void run_task(const QuadKernels& kernels, std::span<const Call> calls, Parts parts, std::int64_t first,
+              std::int64_t tokens, std::int64_t part, std::int64_t splits) {
+  bool packed = false;
+  kernels.enter();
+  for (const Call& call : calls) {
+    const QuadsShape s(call.problem.weight.shape);
+    const QuadsWeight w(kernels, s, call.plan.crow, call.derived);
+    const auto bound = [&](std::int64_t at) {  // as PairsWeight::begin_of
+      return begin_of_part(w.prepared.first, s.out_blocks, kQuadGroup, 12, at, splits);
+    };
+    const std::int64_t begin = bound(part), end = bound(part + 1);
+    if (begin == end) continue;
+    if (!std::exchange(packed, true)) pack_x(kernels, s, call, parts, first, tokens);
+    Room own(call.workspace);
+    QuadsLayout::take_shared(own, s, parts);
+    multiply(w, call, parts, first, tokens, begin, end);
+  }
+  kernels.leave();
 }
 
 PanelWork work_of(const QuadKernels& kernels, const Problem& p) {
@@ -325,27 +354,27 @@ Status pack_quads_weight(const QuadKernels& kernels, const Call& call, void* dat
   return {};
 }
 
-Status run_quads(const QuadKernels& kernels, const Call& call) {
-  const auto b = from_config<PairsBlocking>(call.config);
-  const QuadsShape s(call.problem.weight.shape);
-  if (Status status = check_panels(kernels.family, b, s.out_blocks); !status.ok()) return status;
-  auto* memory = static_cast<char*>(call.workspace);
+Status run_quads(const QuadKernels& kernels, std::span<const Call> calls) {
+  const Call& lead = calls.front();  // whose workspace has the panels of all
+  const auto b = from_config<PairsBlocking>(lead.config);
+  std::int64_t out_blocks = 0;
+  for (const Call& call : calls) {
+    const QuadsShape s(call.problem.weight.shape);
+    out_blocks += s.out_blocks;
+    Parts shared{};
+    Room all(call.workspace);
+    QuadsLayout::take_shared(all, s, shared);
+    unpack_outputs(call, s, shared);
+  }
+  if (Status status = check_panels(kernels.family, b, out_blocks); !status.ok()) return status;
+  const QuadsShape s(lead.problem.weight.shape);
   const QuadsLayout layout(kernels, s, b);
-  Parts shared{};
-  Room all(memory);
-  QuadsLayout::take_shared(all, s, shared);
-  unpack_outputs(call, s, shared);
-  const QuadsWeight weight(kernels, s, call.plan.crow, call.derived);
-  const auto bound = [&](std::int64_t part) {  // as PairsWeight::begin_of
-    return begin_of_part(weight.prepared.first, s.out_blocks, kQuadGroup, 12, part, b.splits);
-  };
-  for_each_part(call, b, bound,
-                [&](int worker, std::int64_t first, std::int64_t tokens, std::int32_t from, std::int32_t to) {
-                  Parts parts = shared;
-                  Room own(memory + layout.shared + worker * layout.worker);
-                  QuadsLayout::take_worker(own, kernels, s, b, parts);
-                  run_task(weight, call, parts, first, tokens, from, to);
-                });
+  for_each_part(lead, b, [&](int worker, std::int64_t first, std::int64_t tokens, std::int64_t part) {
+    Parts parts{};
+    Room own(static_cast<char*>(lead.workspace) + layout.shared + worker * layout.worker);
+    QuadsLayout::take_worker(own, kernels, s, b, parts);
+    run_task(kernels, calls, parts, first, tokens, part, b.splits);
+  });
   return {};
 }
 

@@ -16,7 +16,7 @@ Status prepare_quads(const Call& call, void* data);
 std::int64_t quads_workspace(const QuadKernels& kernels, const Problem& problem, const Config& config);
 std::int64_t quads_packed_size(const Problem& problem, const Config& config);
 Status pack_quads_weight(const QuadKernels& kernels, const Call& call, void* data);
-Status run_quads(const QuadKernels& kernels, const Call& call);
+Status run_quads(const QuadKernels& kernels, std::span<const Call> calls);  // several on one x
 
 // Scaling::weight: by the float kernels, on values that pack scales to floats (linear_scaled.cc).
 struct ScaledWorkspace {

@@ -38,16 +38,14 @@ std::vector<Config> panel_candidates(const PanelWork& work, const Problem& probl
 // Whether a configuration is one for that many output blocks.
 Status check_panels(std::string_view family, const PairsBlocking& b, std::int64_t out_blocks);
 
-// Calls run(worker, first token, tokens, begin, end) for every set and range of output blocks that is not
-// empty; bound(part) says where a range begins.
-template <class Bound, class Run>
-void for_each_part(const Call& call, const PairsBlocking& b, Bound&& bound, Run&& run) {
+// Calls run(worker, first token, tokens, part) for every set and part of the output blocks.
+template <class Run>
+void for_each_part(const Call& call, const PairsBlocking& b, Run&& run) {
   const std::int64_t set = b.panels * kPanelTokens, tokens = call.problem.tokens;
   const std::int64_t sets = (tokens + set - 1) / set;
   call.executor.parallel_for(sets * b.splits, [&](std::int64_t task, int worker) {
     const std::int64_t first = task / b.splits * set;
-    const std::int32_t begin = bound(task % b.splits), end = bound(task % b.splits + 1);
-    if (begin != end) run(worker, first, std::min(set, tokens - first), begin, end);
+    run(worker, first, std::min(set, tokens - first), task % b.splits);
   });
 }
 

@@ -93,7 +93,13 @@ void add_lanes(Registry& registry, std::string_view linear, std::string_view gra
               Reason reason = supports<kFeature, supports_dtypes>(p, machine);
               return reason.empty() ? cpu::supports_lanes(kKernels, p, machine) : reason;
             },
-        .run = [](const Call& call) { return cpu::run_lanes(kKernels, call); },
+        .run =
+            [](const Call& call) {
+              return cpu::run_lanes(kKernels, {&call, 1});
+            },
+        .run_together = op == Op::linear
+                            ? +[](std::span<const Call> calls) { return cpu::run_lanes(kKernels, calls); }
+                            : nullptr,
         .configure = cpu::configure_lanes,
         .fields = cpu::PairsBlocking::kFields,
         .candidates = cpu::lanes_candidates,
@@ -147,7 +153,13 @@ void add(Registry& registry, std::string_view linear, std::string_view grad_inpu
         .family = kKernels.family,
         .name = name,
         .supports = supports<kFeature, supports_dtypes>,
-        .run = [](const Call& call) { return cpu::run_product(kKernels, call); },
+        .run =
+            [](const Call& call) {
+              return cpu::run_product(kKernels, {&call, 1});
+            },
+        .run_together = op == Op::linear
+                            ? +[](std::span<const Call> calls) { return cpu::run_product(kKernels, calls); }
+                            : nullptr,
         .configure = [](const Problem& p,
                         const Machine& m) { return cpu::configure_product(kKernels, p, m); },
         .fields = cpu::Blocking::kFields,
@@ -185,7 +197,13 @@ void add_pairs(Registry& registry, std::string_view linear, std::string_view gra
         .family = kKernels.family,
         .name = op == Op::linear ? linear : grad_input,
         .supports = supports<kFeature, cpu::supports_pairs, kKernels>,
-        .run = [](const Call& call) { return cpu::run_pairs(kKernels, call); },
+        .run =
+            [](const Call& call) {
+              return cpu::run_pairs(kKernels, {&call, 1});
+            },
+        .run_together = op == Op::linear
+                            ? +[](std::span<const Call> calls) { return cpu::run_pairs(kKernels, calls); }
+                            : nullptr,
         .configure = [](const Problem& p, const Machine& m) { return cpu::configure_pairs(kKernels, p, m); },
         .fields = cpu::PairsBlocking::kFields,
         .candidates = [](const Problem& p,
@@ -249,7 +267,11 @@ void add_quads(Registry& registry, std::string_view name, std::string_view packe
       .family = kKernels.family,
       .name = name,
       .supports = supports<kFeature, cpu::supports_quads, kKernels>,
-      .run = [](const Call& call) { return cpu::run_quads(kKernels, call); },
+      .run =
+          [](const Call& call) {
+            return cpu::run_quads(kKernels, {&call, 1});
+          },
+      .run_together = [](std::span<const Call> calls) { return cpu::run_quads(kKernels, calls); },
       .configure = [](const Problem& p, const Machine& m) { return cpu::configure_quads(kKernels, p, m); },
       .fields = cpu::PairsBlocking::kFields,
       .candidates = [](const Problem& p, const Machine& m) { return cpu::quads_candidates(kKernels, p, m); },
