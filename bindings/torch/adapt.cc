@@ -5,7 +5,6 @@
 
 #include <algorithm>
 #include <array>
-#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <numeric>
@@ -17,6 +16,7 @@
 #include "core/plan_layout.h"
 #include "core/registry.h"
 #include "core/scalar.h"
+#include "core/task_queue.h"
 
 // In libtorch_cuda only: weak, so that this library also loads beside a CPU-only torch.
 extern "C" __attribute__((weak)) AOTITorchError aoti_torch_get_current_cuda_stream(std::int32_t device_index,
@@ -87,14 +87,11 @@ std::int32_t raw_dtype(const Tensor& tensor) {
   return dtype;
 }
 
-// Tasks go out one by one, as the split of a pattern is even only in its stored blocks.
 void run_on_torch_threads(void* /*context*/, std::int64_t tasks, TaskRef body) {
-  std::atomic<std::int64_t> next{0};
-  const auto workers = std::min<std::int64_t>(tasks, torch::stable::get_num_threads());
+  const auto workers = static_cast<int>(std::min<std::int64_t>(tasks, torch::stable::get_num_threads()));
+  TaskQueue queue(tasks, workers);
   torch::stable::parallel_for(0, workers, 1, [&](std::int64_t worker, std::int64_t) {
-    for (std::int64_t task = next.fetch_add(1); task < tasks; task = next.fetch_add(1)) {
-      body(task, static_cast<int>(worker));
-    }
+    queue.take(static_cast<int>(worker), [&](std::int64_t task) { body(task, static_cast<int>(worker)); });
   });
 }
 

@@ -1,7 +1,6 @@
-// A small pool: tasks are handed out one by one from an atomic counter; the caller takes part.
+// A small pool: tasks are handed out one by one (task_queue.h); the caller takes part.
 #include "rarefy/executor.h"
 
-#include <atomic>
 #include <condition_variable>
 #include <exception>
 #include <mutex>
@@ -9,6 +8,8 @@
 #include <thread>
 #include <utility>
 #include <vector>
+
+#include "core/task_queue.h"
 
 namespace rarefy {
 
@@ -42,13 +43,12 @@ class ThreadPool::Impl {
     {
       const std::lock_guard lock(mutex_);
       body_ = body;
-      tasks_ = tasks;
-      next_.store(0);
+      queue_.emplace(tasks, threads_);
       busy_ = static_cast<int>(workers_.size());
       ++generation_;
     }
     wake_.notify_all();
-    take_tasks(body, tasks, 0);
+    take_tasks(body, 0);
     std::unique_lock lock(mutex_);
     done_.wait(lock, [this] { return busy_ == 0; });
     if (failure_) std::rethrow_exception(std::exchange(failure_, nullptr));
@@ -57,16 +57,16 @@ class ThreadPool::Impl {
  private:
   // A task that throws (kernels allocate) must not end the process from a worker: the first
   // exception is kept for the caller, and the other tasks still run.
-  void take_tasks(TaskRef body, std::int64_t tasks, int worker) {
+  void take_tasks(TaskRef body, int worker) {
     inside_task = true;
-    for (std::int64_t task = next_.fetch_add(1); task < tasks; task = next_.fetch_add(1)) {
+    queue_->take(worker, [&](std::int64_t task) {
       try {
         body(task, worker);
       } catch (...) {
         const std::lock_guard lock(mutex_);
         if (!failure_) failure_ = std::current_exception();
       }
-    }
+    });
     inside_task = false;
   }
 
@@ -78,9 +78,8 @@ class ThreadPool::Impl {
       if (stopping_) return;
       seen = generation_;
       const TaskRef body = *body_;
-      const std::int64_t tasks = tasks_;
       lock.unlock();
-      take_tasks(body, tasks, worker);
+      take_tasks(body, worker);
       lock.lock();
       if (--busy_ == 0) done_.notify_one();
     }
@@ -91,8 +90,7 @@ class ThreadPool::Impl {
   std::mutex mutex_;
   std::condition_variable wake_, done_;
   std::optional<TaskRef> body_;
-  std::int64_t tasks_ = 0;
-  std::atomic<std::int64_t> next_{0};
+  std::optional<TaskQueue> queue_;
   std::exception_ptr failure_;
   int busy_ = 0;
   std::uint64_t generation_ = 0;

@@ -458,8 +458,9 @@ Status run_product(const Kernels& kernels, std::span<const Call> calls) {
   const std::int64_t tokens = lanes * blocking.panels;  // of one task
   const std::int64_t sets = (in.rows + tokens - 1) / tokens;
   const bool single = blocking.scatter == 0 && blocking.tile_blocks >= sizes.red_blocks;
+  // One part of the outputs after the other: a worker, whose tasks follow one another, keeps its part of W.
   lead.executor.parallel_for(sets * blocking.splits, [&](std::int64_t t, int worker) {
-    const std::int64_t first = t / blocking.splits * tokens, part = t % blocking.splits;
+    const std::int64_t first = t % sets * tokens, part = t / sets;
     const Panels panels(first, std::min(tokens, in.rows - first), lanes, kernels.width);
     float* packed = nullptr;  // where all calls read x, if it is one tile
     for (const Call& call : calls) {

@@ -38,14 +38,15 @@ std::vector<Config> panel_candidates(const PanelWork& work, const Problem& probl
 // Whether a configuration is one for that many output blocks.
 Status check_panels(std::string_view family, const PairsBlocking& b, std::int64_t out_blocks);
 
-// Calls run(worker, first token, tokens, part) for every set and part of the output blocks.
+// Calls run(worker, first token, tokens, part) for every set and part of the output blocks, part by part, as
+// workers take neighbouring tasks.
 template <class Run>
 void for_each_part(const Call& call, const PairsBlocking& b, Run&& run) {
   const std::int64_t set = b.panels * kPanelTokens, tokens = call.problem.tokens;
   const std::int64_t sets = (tokens + set - 1) / set;
   call.executor.parallel_for(sets * b.splits, [&](std::int64_t task, int worker) {
-    const std::int64_t first = task / b.splits * set;
-    run(worker, first, std::min(set, tokens - first), task % b.splits);
+    const std::int64_t first = task % sets * set;
+    run(worker, first, std::min(set, tokens - first), task / sets);
   });
 }
 

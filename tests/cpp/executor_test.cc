@@ -10,6 +10,8 @@
 #include <thread>
 #include <vector>
 
+#include "core/task_queue.h"
+
 namespace rarefy {
 namespace {
 
@@ -32,6 +34,41 @@ TEST(ThreadPoolTest, EveryTaskRunsOnce) {
       std::vector<std::atomic<int>> runs(static_cast<std::size_t>(tasks));
       pool.executor().parallel_for(tasks, [&](std::int64_t task) { ++runs[static_cast<std::size_t>(task)]; });
       for (const std::atomic<int>& count : runs) EXPECT_EQ(count, 1);
+    }
+  }
+}
+
+TEST(TaskQueueTest, AWorkerTakesItsOwnShareFirst) {
+  TaskQueue queue(10, 3);  // shares of 3, 3 and 4
+  std::vector<std::int64_t> seen;
+  queue.take(1, [&](std::int64_t task) { seen.push_back(task); });
+  EXPECT_EQ(seen, (std::vector<std::int64_t>{3, 4, 5, 6, 7, 8, 9, 0, 1, 2}));
+  queue.take(0, [](std::int64_t task) { ADD_FAILURE() << task << " twice"; });
+}
+
+TEST(TaskQueueTest, ASlowWorkersShareIsTakenByOthers) {
+  TaskQueue queue(8, 2);
+  std::vector<std::int64_t> slow, fast;
+  queue.take(0, [&](std::int64_t task) {
+    slow.push_back(task);
+    if (task == 0) queue.take(1, [&](std::int64_t other) { fast.push_back(other); });
+  });
+  EXPECT_EQ(slow, (std::vector<std::int64_t>{0}));
+  EXPECT_EQ(fast, (std::vector<std::int64_t>{4, 5, 6, 7, 1, 2, 3}));
+}
+
+TEST(TaskQueueTest, EveryTaskOnceWithMoreWorkersThanSharesOrTasks) {
+  for (const int workers : {1, 31, 32, 33, 100, 129}) {
+    for (const std::int64_t tasks : {0, 1, 5, 64, 1001}) {
+      TaskQueue queue(tasks, workers);
+      std::vector<std::atomic<int>> runs(static_cast<std::size_t>(tasks));
+      std::vector<std::thread> threads;
+      for (int w = 0; w < workers; ++w) {
+        threads.emplace_back(
+            [&, w] { queue.take(w, [&](std::int64_t task) { ++runs[static_cast<std::size_t>(task)]; }); });
+      }
+      for (std::thread& thread : threads) thread.join();
+      for (const std::atomic<int>& count : runs) EXPECT_EQ(count, 1) << workers << " workers, " << tasks;
     }
   }
 }
