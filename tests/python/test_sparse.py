@@ -12,7 +12,8 @@ from torch import nn
 
 import rarefy
 from rarefy import BsrPattern, sparse
-from rarefy.sparse import SparseMatrix, softmax
+from rarefy.masks import to_blocks
+from rarefy.sparse import SparseMatrix, expanded, products, softmax
 
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8)
@@ -325,19 +326,44 @@ def test_gradients_of_every_product(device, repeated):
         lambda d, x, y: sparse.sddmm(matrix(d), x, y, weighted=True).data, (data, normal(6, 3), normal(8, 3))
     )
     assert check(lambda d: sparse.sparse_softmax(matrix(d)).data, (data,))
-    if device == "cpu":
-        other = normal(5, 2, 2)
-        assert check(lambda d, e: (matrix(d) @ matrix(e).T).data, (data, other))
-        assert torch.autograd.gradgradcheck(lambda d, e: (matrix(d) @ matrix(e).T).data, (data, other))
+    other = normal(5, 2, 2)
+    assert check(lambda d, e: (matrix(d) @ matrix(e).T).data, (data, other))
+    assert torch.autograd.gradgradcheck(lambda d, e: (matrix(d) @ matrix(e).T).data, (data, other))
     assert torch.autograd.gradgradcheck(lambda d: sparse.sparse_softmax(matrix(d)).data, (data,))
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
-def test_products_of_sparse_matrices_in_every_dtype(dtype):
+def test_products_of_sparse_matrices_in_every_dtype(device, dtype):
     (left, a), (right, b) = random_blocks(5, 6, 2, 3, 0.5, dtype), random_blocks(6, 4, 3, 5, 0.5, dtype)
-    product = sparse.sparse_matmul(left, right)
+    product = sparse.sparse_matmul(on(left, device), on(right, device))
     assert product.dtype == dtype and product.block_shape == (2, 5)
-    assert torch.equal(product.to_dense().double(), (a.double() @ b.double()).to(dtype).double())
+    assert torch.equal(product.to_dense().cpu().double(), (a.double() @ b.double()).to(dtype).double())
+
+
+@pytest.mark.parametrize("elements", [1, 40, 1 << 26])
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@given(st.data())
+def test_sorted_pairs_are_the_products_by_rows(device, monkeypatch, elements, data):
+    """What a GPU runs against the core: patterns, values, values on a pattern; padding that holds NaN."""
+    monkeypatch.setattr(expanded, "_ELEMENTS", elements)
+    r, s, c = (data.draw(st.integers(1, 3)) for _ in range(3))
+    m, k, n = (data.draw(st.integers(1, 7)) for _ in range(3))
+    operands, host = [], []
+    for shape, block in (((m, k), (r, s)), ((k, n), (s, c)), ((m, n), (r, c))):
+        grid = [-(-size // side) for size, side in zip(shape, block, strict=True)]
+        bits = data.draw(st.integers(0, 2 ** (grid[0] * grid[1]) - 1))
+        mask = torch.tensor([bits >> i & 1 for i in range(grid[0] * grid[1])]).bool().reshape(grid)
+        pattern = BsrPattern.from_mask(mask, shape=shape, block_shape=block)
+        dense = to_blocks(whole(*shape), block)
+        dense = torch.where(to_blocks(torch.ones(shape), block) > 0, dense, torch.nan)
+        host.append((dense[mask], pattern))
+        operands.append((host[-1][0].to(device), pattern.to(device)))
+    (a, pa), (b, pb), (_, pc) = operands
+    blocks, pattern = expanded.product(a, pa, b, pb)
+    want, found = products._product(*host[0], *host[1])
+    assert torch.equal(blocks.cpu(), want) and pattern.to("cpu") == found
+    sampled = products._SampledProduct.apply(host[0][0], host[1][0], tuple(p for _, p in host))
+    assert torch.equal(expanded.sampled(a, pa, b, pb, pc).cpu(), sampled)
 
 
 def test_a_product_stores_what_cancels():

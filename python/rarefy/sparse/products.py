@@ -11,9 +11,9 @@ from .. import _load, ops
 from .._torch_private import eager, unrecorded
 from ..activations import NONE, activate, check_activation
 from ..checks import check_tensor, fail
-from ..masks import to_blocks
 from ..pattern import BsrPattern
 from ..sparse_weight import SparseWeight
+from . import expanded
 from .matrix import FLOATS, SparseMatrix, as_matrix, as_tensor
 
 _integers, _sparse_product, _sampled_product, _product_in_place = map(
@@ -173,8 +173,9 @@ def sparse_matmul(a: Any, b: Any, *, dense: bool = False, check: str = "once") -
 
     Args:
         a: (M, K), in blocks (R, S), or CSR; see `sparse_dense`.
-        b: (K, N), in blocks (S, C), or CSR, of a's floating-point dtype. A pattern is computed by rows
-            (Gustavson, 1978), so the cost follows the products, not the sizes.
+        b: (K, N), in blocks (S, C), or CSR, of a's floating-point dtype. The cost follows the products, not
+            the sizes: on the CPU by rows (Gustavson, 1978), elsewhere all of them are sorted (Bell, Dalton
+            and Olson, 2012), and the host waits for their number.
         dense: give an (M, N) tensor. Faster where most of the result is not zero.
         check: see SparseMatrix.
 
@@ -193,53 +194,41 @@ def sparse_matmul(a: Any, b: Any, *, dense: bool = False, check: str = "once") -
         fail(op, f"b must be on a's device, {left.device}", right.device, TypeError)
     if left.shape[1] != right.shape[0]:
         fail(op, f"b must have {left.shape[1]} rows, as a has columns", right.shape[0])
-    if dense or left.device.type != "cpu":
-        product = spmm(left, right.to_dense())
-        return product if dense else _sampled(product, left, right)
+    if dense:
+        return spmm(left, right.to_dense())
     if left.block_shape[1] != right.block_shape[0]:
         blocks = f"blocks of b must have {left.block_shape[1]} rows, as those of a have columns"
         fail(op, blocks, right.block_shape)
-    blocks, plan = _SparseProduct.apply(left.blocks(), right.blocks(), left.pattern, right.pattern)
-    return SparseMatrix.of_blocks(
-        blocks, _pattern_of_product(left.pattern, right.pattern, plan, len(blocks)), left, right
-    )
+    blocks, pattern = _SparseProduct.apply(left.blocks(), right.blocks(), left.pattern, right.pattern)
+    return SparseMatrix.of_blocks(blocks, pattern, left, right)
 
 
 def _sizes(pattern: BsrPattern) -> list[int]:
     return [*pattern.shape, *pattern.block_shape]
 
 
-def _pattern_of_product(a: BsrPattern, b: BsrPattern, plan: Tensor, nnzb: int) -> BsrPattern:
-    shape, block = (a.shape[0], b.shape[1]), (a.block_shape[0], b.block_shape[1])
-    return BsrPattern._of_rows(plan, shape, block, nnzb)
+def _plan(pattern: BsrPattern) -> tuple[Tensor, list[int]]:
+    return pattern.row_plan, _sizes(pattern)
 
 
-def _product(a: Tensor, pa: BsrPattern, b: Tensor, pb: BsrPattern) -> tuple[Tensor, Tensor]:
-    """Blocks of the product and its row plan."""
-    return _sparse_product(a.contiguous(), pa.row_plan, _sizes(pa), b.contiguous(), pb.row_plan, _sizes(pb))
-
-
-def _sampled(product: Tensor, a: SparseMatrix, b: SparseMatrix) -> SparseMatrix:
-    """The blocks of a dense product that the pattern of the sparse one stores."""
-    patterns = [m.pattern.to("cpu") for m in (a, b)]
-    host = [m.blocks().detach().cpu() for m in (a, b)]
-    blocks, plan = _product(host[0], patterns[0], host[1], patterns[1])
-    pattern = _pattern_of_product(*patterns, plan, len(blocks)).to(product.device)
-    grid = to_blocks(product, pattern.block_shape)
-    blocks = grid[pattern.block_rows(), pattern.indices()[1].long()]
-    return SparseMatrix.of_blocks(blocks, pattern, a, b)
+def _product(a: Tensor, pa: BsrPattern, b: Tensor, pb: BsrPattern) -> tuple[Tensor, BsrPattern]:
+    """Blocks and pattern of the product."""
+    if a.device.type != "cpu":
+        return expanded.product(a, pa, b, pb)
+    blocks, plan = _sparse_product(a.contiguous(), *_plan(pa), b.contiguous(), *_plan(pb))
+    shape, block = (pa.shape[0], pb.shape[1]), (pa.block_shape[0], pb.block_shape[1])
+    return blocks, BsrPattern._of_rows(plan, shape, block, len(blocks))
 
 
 class _SparseProduct(torch.autograd.Function):
-    """A B where it may differ from zero, and its row plan; the gradients are sampled products."""
+    """A B where it may differ from zero, and its pattern; the gradients are sampled products."""
 
     @staticmethod
-    def forward(ctx: Any, a: Tensor, b: Tensor, pa: BsrPattern, pb: BsrPattern) -> tuple[Tensor, Tensor]:
-        blocks, plan = _product(a, pa, b, pb)
-        ctx.patterns = pa, pb, _pattern_of_product(pa, pb, plan, len(blocks))
+    def forward(ctx: Any, a: Tensor, b: Tensor, pa: BsrPattern, pb: BsrPattern) -> tuple[Tensor, BsrPattern]:
+        blocks, pattern = _product(a, pa, b, pb)
+        ctx.patterns = pa, pb, pattern
         ctx.save_for_backward(a, b)
-        ctx.mark_non_differentiable(plan)
-        return blocks, plan
+        return blocks, pattern
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor, _: None) -> tuple[Tensor | None, Tensor | None, None, None]:
@@ -253,11 +242,11 @@ class _SampledProduct(torch.autograd.Function):
     def forward(
         ctx: Any, a: Tensor, b: Tensor, patterns: tuple[BsrPattern, BsrPattern, BsrPattern]
     ) -> Tensor:
-        ctx.patterns = patterns
+        ctx.patterns = pa, pb, pc = patterns
         ctx.save_for_backward(a, b)
-        pa, pb, pc = patterns
-        operands = [(t.contiguous(), p.row_plan, _sizes(p)) for t, p in ((a, pa), (b, pb))]
-        return _sampled_product(*operands[0], *operands[1], pc.row_plan, _sizes(pc))
+        if a.device.type != "cpu":
+            return expanded.sampled(a, pa, b, pb, pc)
+        return _sampled_product(a.contiguous(), *_plan(pa), b.contiguous(), *_plan(pb), *_plan(pc))
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
