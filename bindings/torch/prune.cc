@@ -160,6 +160,16 @@ Tensor unpack(const Tensor& bits, std::int64_t cols) {
   return bytes;
 }
 
+void unpack_into(const Tensor& bytes, const Tensor& bits) {
+  const Call call("unpack_mask", "mask", bits);
+  if (bytes.dim() != 2) {
+    raise(call.op(), invalid(call.op(), "bytes must have 2 dimensions", cat(bytes.dim())));
+  }
+  check_bytes(call, "bytes", bytes, bytes.size(0), bytes.size(1));
+  check_bytes(call, "mask", bits, bytes.size(0), mask_row_bytes(bytes.size(1)));
+  unpack_mask(bytes_of(bits), bytes.size(0), bytes.size(1), bytes_of(bytes), call.context().executor);
+}
+
 // What all reconstructions have in common; the mask is written or read.
 Reconstruction problem_of(const Call& call, const Tensor& weight, const Tensor& bits,
                           const std::vector<std::int64_t>& units, bool each_row, std::int64_t remove) {
@@ -227,6 +237,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(rarefy, m) {
   m.def("_mask_apply_(Tensor(a!) x, Tensor mask) -> ()");
   m.def("_mask_pack(Tensor mask) -> Tensor");
   m.def("_mask_unpack(Tensor mask, int cols) -> Tensor");
+  m.def("_mask_unpack_(Tensor(a!) bytes, Tensor mask) -> ()");
   m.def(
       "_sparse_gpt_(Tensor(a!) weight, Tensor(b!) mask, Tensor factor, int[] units, int remove, int panel, "
       "bool fixed, int levels) -> ()");
@@ -244,6 +255,7 @@ STABLE_TORCH_LIBRARY_IMPL(rarefy, CPU, m) {
   m.impl("_mask_apply_", TORCH_BOX(&apply));
   m.impl("_mask_pack", TORCH_BOX(&pack));
   m.impl("_mask_unpack", TORCH_BOX(&unpack));
+  m.impl("_mask_unpack_", TORCH_BOX(&unpack_into));
   m.impl("_sparse_gpt_", TORCH_BOX(&sweep));
   m.impl("_least_squares_", TORCH_BOX(&solve));
   m.impl("_block_obs_", TORCH_BOX(&surgeon));

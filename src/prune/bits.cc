@@ -1,10 +1,10 @@
 // Masks as bits: applied to a matrix, and from and to bytes.
 #include <algorithm>
-#include <array>
 #include <cstddef>
 
 #include "core/arguments.h"
 #include "core/message.h"
+#include "prune/lanes.h"
 #include "rarefy/prune.h"
 
 namespace rarefy {
@@ -20,27 +20,6 @@ void each_row(std::int64_t rows, std::int64_t cols, const Executor& executor, F&
   });
 }
 
-// For each byte of a mask what its bits leave of eight elements of some size.
-template <class Word>
-constexpr auto kLanes = [] {
-  std::array<std::array<Word, 8>, 256> lanes{};
-  for (unsigned byte = 0; byte < 256; ++byte) {
-    for (unsigned b = 0; b < 8; ++b)
-      lanes[byte][b] = ((byte >> b) & 1U) != 0 ? static_cast<Word>(~Word{0}) : Word{0};
-  }
-  return lanes;
-}();
-
-template <class Word>
-void keep_lanes(Word* row, std::int64_t cols, const std::uint8_t* bits) {
-  std::int64_t c = 0;
-  for (; c + 8 <= cols; c += 8) {
-    const Word* lanes = kLanes<Word>[bits[c / 8]].data();
-    for (int b = 0; b < 8; ++b) row[c + b] &= lanes[b];
-  }
-  for (; c < cols; ++c) row[c] &= kLanes<Word>[bits[c / 8]][static_cast<std::size_t>(c % 8)];
-}
-
 }  // namespace
 
 Status apply_mask(const MutableMatrixView& matrix, const std::uint8_t* mask, const Executor& executor) {
@@ -54,10 +33,10 @@ Status apply_mask(const MutableMatrixView& matrix, const std::uint8_t* mask, con
     auto* row = static_cast<std::byte*>(matrix.data) + static_cast<std::size_t>(r * matrix.row_stride) * size;
     const std::uint8_t* bits = mask + r * mask_row_bytes(matrix.cols);
     switch (size) {
-      case 8: return keep_lanes(reinterpret_cast<std::uint64_t*>(row), matrix.cols, bits);
-      case 4: return keep_lanes(reinterpret_cast<std::uint32_t*>(row), matrix.cols, bits);
-      case 2: return keep_lanes(reinterpret_cast<std::uint16_t*>(row), matrix.cols, bits);
-      default: return keep_lanes(reinterpret_cast<std::uint8_t*>(row), matrix.cols, bits);
+      case 8: return prune::keep_lanes(reinterpret_cast<std::uint64_t*>(row), matrix.cols, bits);
+      case 4: return prune::keep_lanes(reinterpret_cast<std::uint32_t*>(row), matrix.cols, bits);
+      case 2: return prune::keep_lanes(reinterpret_cast<std::uint16_t*>(row), matrix.cols, bits);
+      default: return prune::keep_lanes(reinterpret_cast<std::uint8_t*>(row), matrix.cols, bits);
     }
   });
   return {};

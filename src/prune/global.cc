@@ -29,18 +29,18 @@ class LayerOf final : public Layer<typename Units<T>::Key> {
  public:
   LayerOf(const PruneLayer& layer, const Executor& executor)
       : units_(layer.scores, layer.units),
-        executor_(executor),
-        scratch_(static_cast<std::size_t>(std::max(1, executor.threads))) {
+        scratch_(static_cast<std::size_t>(std::max(1, executor.threads))),
+        counter_(units_, executor, scratch_) {
     units_.keep_keys(executor, scratch_);
   }
   void count(const Digits<typename Units<T>::Key>& digits, Histogram& counts) override {
-    count_digits(units_, digits, executor_, scratch_, counts);
+    counter_.count(digits, counts);
   }
 
  private:
   Units<T> units_;
-  const Executor& executor_;
   std::vector<Scratch<typename Units<T>::Real>> scratch_;
+  Counter<T> counter_;
 };
 
 // What is left over at the border, in proportion to the room of each layer; largest remainders get the rest.

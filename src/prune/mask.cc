@@ -11,6 +11,7 @@
 #include "core/scalar.h"
 #include "prune/check.h"
 #include "prune/cut.h"
+#include "prune/lanes.h"
 
 namespace rarefy {
 
@@ -135,21 +136,6 @@ void cut_row(const Key* keys, std::int64_t row, std::int64_t cols, std::int64_t 
   }
 }
 
-// Bits of a row of single elements below a border without ties.
-template <class Key>
-void compare_row(const Key* keys, std::int64_t cols, Key border, std::uint8_t* bits) {
-  std::int64_t j = 0;
-  for (; j + 8 <= cols; j += 8) {
-    unsigned byte = 0;
-    for (int b = 0; b < 8; ++b) byte |= (keys[j + b] >= border ? 1U : 0U) << b;
-    bits[j / 8] = static_cast<std::uint8_t>(byte);
-  }
-  if (j == cols) return;
-  unsigned byte = 0;
-  for (int b = 0; j + b < cols; ++b) byte |= (keys[j + b] >= border ? 1U : 0U) << b;
-  bits[j / 8] = static_cast<std::uint8_t>(byte);
-}
-
 template <class T>
 class Writer {
  public:
@@ -201,24 +187,16 @@ class Writer {
     const bool every_group = units_.groups() && all_leave_;
     const Key* keys = every_group ? nullptr : units_.keys(row, scratch);
     if (u.of == 0) room.nan += std::count(keys, keys + units_.cols(), Key{kNanKey});
-    if (elements && !u.each_row && cut_.tie == 0 && cut_.rest == 0) {
-      compare_row(keys, cols_, cut_.key, mask_row(row));
-      room.kept += count_bits(mask_row(row));
-      return;
-    }
     if (every_group) {
       std::fill(room.leaves.begin(), room.leaves.end(), std::uint8_t{1});
     } else if (u.each_row) {
       cut_row(keys, row, units_.cols(), remove_, room);
     } else {
-      for (std::int64_t j = 0; j < units_.cols(); ++j) {
-        room.leaves[j] = cut_.leaves(keys[j], row, j) || (cut_.at_border(keys[j], row, j) && first(row, j));
-      }
+      compare_row(keys, row, room.leaves.data());
     }
     if (elements) {
-      pack_mask(room.leaves.data(), 1, cols_, mask_row(row), {});
-      for (std::int64_t b = 0; b < row_bytes_; ++b) mask_row(row)[b] ^= 0xff;
-      if (cols_ % 8 != 0) mask_row(row)[row_bytes_ - 1] &= static_cast<std::uint8_t>((1U << (cols_ % 8)) - 1);
+      for (std::uint8_t& leaves : room.leaves) leaves ^= 1;
+      pack_bits(room.leaves.data(), cols_, mask_row(row));
       room.kept += count_bits(mask_row(row));
       return;
     }
@@ -233,6 +211,18 @@ class Writer {
       std::memcpy(mask_row(r), room.bits.data(), room.bits.size());
       if (u.of > 0) thin_row(r, room);
       room.kept += count_bits(mask_row(r));
+    }
+  }
+
+  // Which units of a row are below the border. Those at it are few, and asked by themselves.
+  void compare_row(const Key* keys, std::int64_t row, std::uint8_t* leaves) const {
+    const std::int64_t n = units_.cols();
+    const Key border = cut_.key;
+    for (std::int64_t j = 0; j < n; ++j) leaves[j] = keys[j] < border ? 1 : 0;
+    if ((cut_.tie == 0 && cut_.rest == 0) || std::find(keys, keys + n, border) == keys + n) return;
+    for (std::int64_t j = 0; j < n; ++j) {
+      if (keys[j] != border) continue;
+      leaves[j] = tie_of(row, j) < cut_.tie || (cut_.at_border(border, row, j) && first(row, j)) ? 1 : 0;
     }
   }
 

@@ -10,6 +10,7 @@
 
 #include "core/checked.h"
 #include "prune/keys.h"
+#include "prune/lanes.h"
 #include "rarefy/prune.h"
 
 namespace rarefy::prune {
@@ -83,14 +84,8 @@ class Units {
     } else {
       for (std::int64_t c = 0; c < n; ++c) out[c] = key_of(static_cast<Real>(root(scaled(x[c], c))));
     }
-    if (s_.previous == nullptr) return;
-    const std::uint8_t* before = previous_row(row);
-    for (std::int64_t c = 0; c < n; c += 8) {
-      if (before[c / 8] == 0xff) continue;  // eight at a time: most of a mask is whole, or comes in runs
-      for (std::int64_t i = c; i < std::min(c + 8, n); ++i) {
-        if (!bit(before, i)) out[i] = kRemovedKey;
-      }
-    }
+    static_assert(kRemovedKey == 0);
+    if (s_.previous != nullptr) keep_lanes(out, n, previous_row(row));
   }
 
   const std::uint8_t* previous_row(std::int64_t row) const {

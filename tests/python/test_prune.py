@@ -903,6 +903,17 @@ def test_diagonal_and_custom():
     assert torch.equal(given.masks()["0.weight"], want)
 
 
+@pytest.mark.parametrize("cols", [1, 8, 13, 40])
+def test_masks_are_copied_into_buffers_of_any_strides(cols):
+    mask = Mask.pack(torch.rand(5, cols) < 0.5)
+    plain, turned = torch.ones(5, cols, dtype=torch.bool), torch.ones(cols, 5, dtype=torch.bool).T
+    version = plain._version
+    for buffer in (plain, turned, plain.view(5, cols, 1)):
+        mask.copy_into(buffer)
+        assert torch.equal(buffer.reshape(5, cols), mask.unpack())
+    assert plain._version > version  # what was saved for backward is known to be old
+
+
 def test_masks_are_numpys_packed_bits():
     mask = torch.rand(5, 19) < 0.5
     packed = Mask.pack(mask)

@@ -16,6 +16,7 @@ _lamp = _load.op("_lamp_scores_")
 _apply = _load.op("_mask_apply_")
 _pack = _load.op("_mask_pack")
 _unpack = _load.op("_mask_unpack")
+_unpack_into = _load.op("_mask_unpack_")
 
 
 @dataclass(frozen=True)
@@ -74,6 +75,15 @@ class Mask:
     def unpack(self) -> torch.Tensor:
         """The bool (N, K) tensor."""
         return _unpack(self.bits, self.cols).view(torch.bool)
+
+    @torch.no_grad()
+    def copy_into(self, buffer: torch.Tensor) -> None:
+        """Writes the mask into a bool tensor of N rows and N·K elements."""
+        if buffer.device.type == "cpu" and buffer.is_contiguous():
+            _unpack_into(buffer.detach().view(len(self.bits), self.cols), self.bits)
+            torch.autograd.graph.increment_version(buffer)
+        else:
+            buffer.copy_(self.unpack().view(buffer.shape))
 
     @property
     def density(self) -> float:

@@ -268,8 +268,7 @@ class Sparsifier(BaseSparsifier):
             mask.apply_(self._original(group).data)
             torch.autograd.graph.increment_version(self._original(group))
         else:
-            buffer = self._masked(group).mask
-            buffer.copy_(mask.unpack().view(buffer.shape))
+            mask.copy_into(self._masked(group).mask)
 
     def _apply(self) -> None:
         for group in self.groups:
