@@ -41,7 +41,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 import rarefy
 import students
 from examples.minilm import data, prune, run
-from examples.minilm.distill import Recipe, write_checkpoint
+from examples.minilm.distill import write_checkpoint
 from examples.minilm.evaluate import embed_entries, mean_cosine, quality
 from examples.minilm.model import (
     FFN_LAYERS,
@@ -51,9 +51,11 @@ from examples.minilm.model import (
     skeleton,
     token_ids,
 )
+from more_texts import more_texts
 from rarefy.files import replacing
 from rarefy.predictor import Case, predictor
 from rarefy.prune import Mask, Sensitivity
+from students import Recipe
 
 BLOCKS = ("4x1", "16x1", "32x1", "128x1", "16x16", "32x32")
 DENSITIES = (0.5, 0.35, 0.25)
@@ -159,6 +161,18 @@ class Bench:
             prune.arranged(self.order[1], self.batches, rows)
         return self.order[1]
 
+    def lessons(self, recipe: Recipe, device: str) -> Iterator[dict[str, torch.Tensor]]:
+        """The batches of a recipe, endless."""
+        texts = self.split.train_texts
+        if recipe.more:
+            texts = texts + more_texts(data.find_wordnet(), self.split)
+        tokens = self.tokenizer.convert_ids_to_tokens(range(len(self.tokenizer))) if recipe.pieces else ()
+        continues = torch.tensor([token.startswith("##") for token in tokens])
+        return students.batches(
+            token_ids(self.tokenizer, texts), recipe.tokens, recipe.seed, device,
+            pieces=recipe.pieces, continues=continues,
+        )  # fmt: skip
+
     def kept_at(self, block: str, density: float, which: str) -> Path:
         """The file with one student."""
         return self.kept / f"{which}-{block}-{density:g}.pt"
@@ -253,7 +267,7 @@ def shape_of(row: dict[str, str]) -> tuple[str, ...]:
 
 
 def recipe_of(text: str) -> Recipe:
-    """The demo's recipe with other values, "lr=1e-3,pooled=4"; ValueError for names that it lacks."""
+    """The students' recipe with other values, "lr=1e-3,pooled=4"; ValueError for names that it lacks."""
     given, demo = dict(part.split("=") for part in text.split(",") if part), Recipe()
     if unknown := set(given) - {field.name for field in fields(Recipe)}:
         raise ValueError(f"[recipe] names must be those of Recipe; got {sorted(unknown)}")
@@ -267,9 +281,13 @@ def prepare(kept: Path, of: tuple[str, float, str], threads: int) -> None:
 
 
 def together(
-    bench: Bench, keys: list[tuple[str, ...]], steps: int, minutes: float, device: str, jobs: int
-) -> Iterator[dict]:
-    """Students of all these rows, trained at once, for so many steps or else minutes: what each row gets."""
+    bench: Bench, keys: list[tuple[str, ...]], steps: int, minutes: float, device: str, jobs: int,
+    trained: Path | None = None,
+) -> Iterator[dict]:  # fmt: skip
+    """Students of all these rows, trained at once, for so many steps or else minutes: what each row gets.
+
+    trained: a folder for what they became, as the students that wait in `kept`.
+    """
     of = [(block, float(density), which) for block, density, which, _, _ in keys]
     missing = [each for each in dict.fromkeys(of) if not bench.kept_at(*each).is_file()]
     if jobs > 1 and missing:
@@ -281,14 +299,19 @@ def together(
     learning = students.Students(models, masks, device)
     teacher = students.Students([bench.dense], [{}], device)
     recipes = [recipe_of(key[-1]) for key in keys]
-    ids = token_ids(bench.tokenizer, bench.split.train_texts)
-    made = students.batches(ids, recipes[0].tokens, recipes[0].seed, device)
+    made = bench.lessons(recipes[0], device)
     cuda = device.startswith("cuda")
     start = time.monotonic()
     steps = students.train(learning, teacher, made, steps, recipes, bf16=cuda, seconds=60 * minutes)
     seconds, model = f"{time.monotonic() - start:.0f}", copy.deepcopy(bench.dense).to(device)
     for number in range(len(keys)):
         learning.load_into(model, number)
+        if trained is not None:
+            kept = {n: (m.bits, m.cols, m.kept) for n, m in masks[number].items()}
+            path = trained / "-".join((keys[number][2], *keys[number][:2], keys[number][4])).rstrip("-")
+            weights = {n: w.cpu().clone() for n, w in model.encoder.state_dict().items()}
+            trained.mkdir(parents=True, exist_ok=True)
+            write_checkpoint({"masks": kept, "weights": weights}, path.with_name(path.name + ".pt"))
         about = {
             "steps": str(steps),
             "seconds": seconds,
@@ -312,6 +335,7 @@ def main() -> int:  # noqa: D103
     parser.add_argument("--device", default="cpu", help="where all rows are trained at once")
     parser.add_argument("--jobs", type=int, default=1, help="students that are pruned at a time for that")
     parser.add_argument("--recipes", nargs="+", default=[""], help="as lr=1e-3,pooled=4")
+    parser.add_argument("--trained", type=Path, help="a folder for students that were trained at once")
     parser.add_argument("--measure", action="store_true", help="times of the rows that have none")
     parser.add_argument("--plot", type=Path, help="draw the rows that are there")
     args = parser.parse_args()
@@ -345,17 +369,20 @@ def main() -> int:  # noqa: D103
     layers = list(layers_of(bench.dense, args.layers).values())
 
     def alone() -> Iterator[dict]:
-        for block, density, which, _, recipe in keys:
+        for block, density, which, _, text in keys:
+            recipe = recipe_of(text)
+            if recipe.average or recipe.pieces or recipe.more:
+                raise ValueError(
+                    f"[recipe] average, pieces and more are for students on a device; got {text}"
+                )
             student, masks = bench.pruned(block, float(density), which)
             start = time.monotonic()
-            steps = (
-                bench.distil(student, masks, block, args.minutes, recipe_of(recipe)) if args.minutes else 0
-            )
+            steps = bench.distil(student, masks, block, args.minutes, recipe) if args.minutes else 0
             about = {"steps": str(steps), "seconds": f"{time.monotonic() - start:.0f}", "on": "CPU"}
             yield about | {name: f"{value:.4f}" for name, value in bench.figures(student).items()}
 
     if args.steps or args.device != "cpu":
-        found = together(bench, keys, args.steps, args.minutes, args.device, args.jobs)
+        found = together(bench, keys, args.steps, args.minutes, args.device, args.jobs, args.trained)
     else:
         found = alone()
     for key, figures in zip(keys, found, strict=True):

@@ -18,14 +18,25 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from examples.minilm.distill import Recipe, rate
+from examples.minilm import distill
+from examples.minilm.distill import rate
 from examples.minilm.model import pad
 from rarefy.prune import Mask
+
+
+@dataclass(frozen=True)
+class Recipe(distill.Recipe):
+    """The demo's, and what long runs need that would otherwise learn their texts by heart."""
+
+    average: float = 0.0  # the last share of the budget, the weights after whose steps are averaged
+    pieces: float = 0.0  # share of the batches whose texts are cut out of longer ones, new ones each time
+    more: int = 0  # 1: also the other words and the examples of the training entries (more_texts.py)
 
 
 class Students:
@@ -111,18 +122,53 @@ def losses(got: list[Tensor], want: list[Tensor], mask: Tensor, weights: Sequenc
     return weights[0] * sentences + weights[1] * errors.mean(1) + weights[2] * relations
 
 
+class Pieces:
+    """Texts cut out of longer ones at random: pieces of n tokens begin where a word does.
+
+    table: (texts, T) token ids. lengths: of the texts, their first and last token included, which every piece
+    gets, too. continues: for each id of the vocabulary whether it goes on with a word.
+    """
+
+    def __init__(self, table: Tensor, lengths: Tensor, continues: Tensor, seed: int) -> None:
+        self.lengths, order = lengths.sort(descending=True)
+        self.table = table[order]
+        places = torch.arange(table.shape[1], device=table.device).expand_as(table)
+        begins = ~continues.to(table.device)[self.table.long()]
+        self.word = places.where(begins, 0).cummax(1).values.int()  # where the word of each token begins
+        at_least = torch.bincount(lengths, minlength=table.shape[1] + 1).flip(0).cumsum(0).flip(0)
+        self.at_least = at_least  # how many texts have so many tokens: the first ones of the table
+        self.rng = torch.Generator(table.device).manual_seed(seed)
+
+    def like(self, mask: Tensor) -> Tensor:
+        """Token ids (B, T) of pieces that are as long as a batch's mask says."""
+        wanted, places = mask.sum(1), torch.arange(mask.shape[1], device=mask.device)
+        text, at = torch.rand(2, len(wanted), device=mask.device, generator=self.rng, dtype=torch.float64)
+        text = (text * self.at_least[wanted]).long()
+        length = self.lengths[text]
+        begin = self.word[text, 1 + (at * (length - wanted + 1)).long()].long()
+        whole, at = self.table[text], begin.unsqueeze(1) + places - 1
+        found = whole.gather(1, at.clamp(0, whole.shape[1] - 1))
+        found[:, 0] = whole[:, 0]
+        last = whole.gather(1, length.unsqueeze(1) - 1)
+        return found.where(places < wanted.unsqueeze(1) - 1, last) * mask
+
+
 def batches(
-    ids: Sequence[Sequence[int]], tokens: int, seed: int, device: torch.device | str = "cpu"
-) -> Iterator[dict[str, Tensor]]:
+    ids: Sequence[Sequence[int]], tokens: int, seed: int, device: torch.device | str = "cpu", *,
+    pieces: float = 0.0, continues: Tensor | None = None,
+) -> Iterator[dict[str, Tensor]]:  # fmt: skip
     """Endless batches of few shapes, on the device: T a multiple of 4, ⌊tokens / T⌋ texts of such lengths.
 
     ids: of each text. Texts come in an order fixed by the seed, all of them before one comes again (but for
     those that wait for others of their length). Few shapes are few CUDA graphs: the demo's batches have 140.
+    pieces: in about this share of the batches, pieces of texts (`Pieces`) of the same lengths come instead.
     """
     table, mask = pad(ids, 0).values()
-    widths = (4 * ((mask.sum(1) + 3) // 4)).tolist()
+    lengths = mask.sum(1)
+    widths = (4 * ((lengths + 3) // 4)).tolist()
     beyond, rng = (0, -table.shape[1] % 4), random.Random(seed)
     table, mask = (functional.pad(x.int(), beyond).to(device) for x in (table, mask))
+    cut = Pieces(table, lengths.to(device), continues, seed) if pieces else None
     waiting: dict[int, list[int]] = {width: [] for width in widths}
     while True:
         for text in rng.sample(range(len(ids)), len(ids)):
@@ -131,7 +177,11 @@ def batches(
             if len(waiting[width]) >= tokens // width:
                 rows = torch.tensor(waiting[width], device=device)
                 waiting[width].clear()
-                yield {"input_ids": table[rows, :width].long(), "attention_mask": mask[rows, :width].long()}
+                here = mask[rows, :width].long()
+                if cut is not None and rng.random() < pieces:
+                    yield {"input_ids": cut.like(here).long(), "attention_mask": here}
+                else:
+                    yield {"input_ids": table[rows, :width].long(), "attention_mask": here}
 
 
 def train(
@@ -140,8 +190,10 @@ def train(
 ) -> int:  # fmt: skip
     """So many steps of every student with its recipe, in place; or, without `steps`, for so many seconds.
 
-    recipes: lr, warmup, clip and the loss's weights are each student's own, the batches those of the first.
-    bf16: steps under autocast, as the demo trains where bf16 is fast. Returns how many steps were made.
+    recipes: lr, warmup, clip, average and the loss's weights are each student's own, the batches those of the
+    first. Students with an average end as the mean of their weights after each of the steps in that last
+    share of the budget. bf16: steps under autocast, as the demo trains where bf16 is fast. Returns how many
+    steps were made.
     """
     if steps <= 0 and seconds <= 0:
         raise ValueError("[train] steps or seconds must be above 0; got neither")
@@ -158,6 +210,9 @@ def train(
         [{"params": [row]} for row in rows], lr=0.0, betas=(0.9, 0.98), weight_decay=0.0,
         fused=device.type == "cuda",
     )  # fmt: skip
+
+    sums = [torch.zeros_like(row) if r.average else None for row, r in zip(rows, recipes, strict=True)]
+    summed = [0] * len(rows)
 
     def differentiate(batch: Mapping[str, Tensor]) -> None:
         with torch.autocast(device.type, torch.bfloat16, enabled=bf16):
@@ -187,6 +242,13 @@ def train(
                 group["lr"] = recipe.lr * rate(done, recipe.warmup)
             optimizer.step()
             made += 1
+            for s, recipe in enumerate(recipes):
+                if sums[s] is not None and done >= 1 - recipe.average:
+                    summed[s] += 1
+                    sums[s].lerp_(rows[s].detach(), 1 / summed[s])  # the mean so far
+    for row, mean, count in zip(students.weights, sums, summed, strict=True):
+        if count:
+            row.copy_(mean)
     return made
 
 

@@ -108,6 +108,32 @@ def test_rows_are_made(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, bench: b
     assert int(found["steps"]) % 50 == 0 < int(found["steps"]) and found["cosine"] != tall["cosine"]
 
 
+def test_students_that_were_trained_are_kept(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, bench: block_shapes.Bench
+) -> None:
+    path, trained = tmp_path / "x.csv", tmp_path / "trained"
+    options = ("--blocks", "4x1", "--steps", "12", "--recipes", "average=0.5", "--trained", str(trained))
+    rows = main_of(monkeypatch, path, *options)
+    kept = torch.load(trained / "ffn-4x1-0.6-average=0.5.pt", weights_only=True)
+    student = block_shapes.copy.deepcopy(bench.dense)
+    student.encoder.load_state_dict(kept["weights"])
+    found = rows["4x1", "0.6", "ffn", "12 steps", "average=0.5"]
+    assert f"{bench.figures(student)['held_out_cosine']:.4f}" == found["held_out_cosine"]
+    for name, parts in kept["masks"].items():
+        assert (student.get_submodule(name).weight[~block_shapes.Mask(*parts).unpack()] == 0).all()
+    assert sum(w.untyped_storage().nbytes() for w in kept["weights"].values()) == sum(
+        p.nbytes for p in bench.dense.encoder.parameters()
+    )
+
+
+@pytest.mark.parametrize("recipe", ["average=0.2", "pieces=0.5", "more=1"])
+def test_what_only_students_on_a_device_learn_by_is_refused(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, bench: block_shapes.Bench, recipe: str
+) -> None:
+    with pytest.raises(ValueError, match="are for students on a device; got " + recipe):
+        main_of(monkeypatch, tmp_path / "x.csv", "--blocks", "4x1", "--minutes", "1", "--recipes", recipe)
+
+
 def test_nothing_to_do_is_no_error(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, bench: block_shapes.Bench
 ) -> None:
