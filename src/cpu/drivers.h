@@ -84,7 +84,8 @@ struct GradWeightTiling {
   std::int64_t columns = 1;   // block columns of a tile, whose part of the X panel stays in L2
   std::int64_t ranges = 1;    // of block rows, with equal shares of the stored blocks; a task each per tile
   std::int64_t features = 1;  // that one packing task packs
-  static constexpr std::string_view kFields[] = {"chunk", "columns", "ranges", "features"};
+  std::int64_t strips = 0;    // 1: packed by token, lanes along a side of the blocks (strips.h)
+  static constexpr std::string_view kFields[] = {"chunk", "columns", "ranges", "features", "strips"};
 };
 Config configure_grad_weight(const Kernels& kernels, const Problem& problem, const Machine& machine);
 std::int64_t grad_weight_workspace(const Kernels& kernels, const Problem& problem, const Config& config);

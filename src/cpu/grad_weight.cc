@@ -1,8 +1,11 @@
 // Drives the weight gradient: both inputs are packed feature-major, a chunk of tokens at a time, by
-// all threads; then tasks of block rows × a tile of block columns take their dot products. Chunks are
-// added in order, so the result does not depend on the number of threads.
+// all threads; then tasks of block rows × a tile of block columns take their dot products. Or, where blocks
+// are whole vectors along one side, by strips of their features, token by token, which is a copy (strips.h).
+// Chunks are added in order, so the result does not depend on the number of threads.
 #include <algorithm>
+#include <cstring>
 
+#include "core/checked.h"
 #include "core/message.h"
 #include "cpu/blocking.h"
 #include "cpu/drivers.h"
@@ -29,6 +32,34 @@ void pack_features(const Kernels& kernels, const Executor& executor, const Matri
                   static_cast<std::int32_t>(lanes)});
     std::fill(panel + (from + features) * lanes, panel + to * lanes, 0.0F);
   });
+}
+
+// [strip][lanes][block] of `strips` strips of `block` features, 0 past the last feature.
+void pack_strips(const Kernels& kernels, const Executor& executor, const MatrixView& m, std::int64_t first,
+                 std::int64_t rows, std::int64_t lanes, std::int64_t strips, std::int64_t block,
+                 std::int64_t features, float* to) {
+  const std::int64_t per_task = std::max<std::int64_t>(1, features / block);
+  executor.parallel_for(ceil_div(strips, per_task), [&](std::int64_t task) {
+    const std::int64_t end = std::min((task + 1) * per_task, strips);
+    for (std::int64_t t = 0; t < rows; ++t) {
+      for (std::int64_t s = task * per_task; s < end; ++s) {
+        float* row = to + (s * lanes + t) * block;
+        const std::int64_t count = std::min(block, m.cols - s * block);
+        const char* from = at(m, first + t, s * block);
+        if (m.dtype == DType::f32) {
+          std::memcpy(row, from, static_cast<std::size_t>(count) * sizeof(float));
+        } else {
+          kernels.unpack(storage(m.dtype), from, count, row);
+        }
+        std::fill(row + count, row + block, 0.0F);
+      }
+    }
+  });
+}
+
+bool takes_strips(const Kernels& kernels, const BsrShape& s) {
+  return kernels.strips != nullptr &&
+         (s.block_cols % kernels.width == 0 || (s.block_cols == 1 && s.block_rows % kernels.width == 0));
 }
 
 // Both inputs packed for a chunk of tokens, and the sums where dvalues cannot hold them.
@@ -66,7 +97,11 @@ void clear_padding(const PlanView& plan, float* sums) {
   }
 }
 
-Status check_tiling(const Kernels& kernels, const GradWeightTiling& t) {
+Status check_tiling(const Kernels& kernels, const BsrShape& s, const GradWeightTiling& t) {
+  const std::int64_t most = takes_strips(kernels, s) ? 1 : 0;
+  if (t.strips < 0 || t.strips > most) {
+    return invalid(kernels.family, cat("strips of the config must be in [0, ", most, ']'), cat(t.strips));
+  }
   const bool whole = t.chunk >= kernels.width && t.chunk % kernels.width == 0;
   if (whole && t.columns >= 1 && t.ranges >= 1 && t.features >= 1) return {};
   return invalid(
@@ -90,6 +125,9 @@ Config configure_grad_weight(const Kernels& kernels, const Problem& p, const Mac
   t.ranges = std::clamp<std::int64_t>(kTasks * p.threads / std::max<std::int64_t>(1, tiles), 1,
                                       std::max<std::int64_t>(1, s.row_count()));
   t.features = kFeatures;
+  // With one vector a token's load of the other side serves one FMA: dot products are faster then.
+  const std::int64_t side = s.block_cols > 1 ? s.block_cols : s.block_rows;
+  t.strips = takes_strips(kernels, s) && side >= 2 * kernels.width ? 1 : 0;
   return to_config(t);
 }
 
@@ -101,7 +139,7 @@ std::int64_t grad_weight_workspace(const Kernels& /*kernels*/, const Problem& pr
 
 Status run_grad_weight(const Kernels& kernels, const Call& call) {
   const auto tiling = from_config<GradWeightTiling>(call.config);
-  if (Status status = check_tiling(kernels, tiling); !status.ok()) return status;
+  if (Status status = check_tiling(kernels, call.plan.shape, tiling); !status.ok()) return status;
   const PlanView& plan = call.plan;
   const BsrShape& shape = plan.shape;
   const std::int64_t tokens = call.x.rows;
@@ -116,10 +154,16 @@ Status run_grad_weight(const Kernels& kernels, const Call& call) {
   for (std::int64_t first = 0; first < tokens; first += tiling.chunk) {
     const std::int64_t rows = std::min(tiling.chunk, tokens - first);
     const std::int64_t lanes = (rows + width - 1) / width * width;
-    pack_features(kernels, call.executor, call.dy, first, rows, lanes, shape.row_count() * shape.block_rows,
-                  tiling.features, parts.dy);
-    pack_features(kernels, call.executor, call.x, first, rows, lanes, shape.col_count() * shape.block_cols,
-                  tiling.features, parts.x);
+    const auto pack = [&](const MatrixView& m, std::int64_t blocks, std::int64_t block, bool strips,
+                          float* to) {
+      if (strips) {
+        return pack_strips(kernels, call.executor, m, first, rows, lanes, blocks, block, tiling.features, to);
+      }
+      pack_features(kernels, call.executor, m, first, rows, lanes, blocks * block, tiling.features, to);
+    };
+    const bool strips = tiling.strips != 0;
+    pack(call.dy, shape.row_count(), shape.block_rows, strips, parts.dy);
+    pack(call.x, shape.col_count(), shape.block_cols, strips && shape.block_cols > 1, parts.x);
     call.executor.parallel_for(tiles * tiling.ranges, [&](std::int64_t task) {
       const auto from = static_cast<std::int32_t>(task / tiling.ranges * tiling.columns);
       const std::int64_t to = from + tiling.columns;
@@ -133,11 +177,18 @@ Status run_grad_weight(const Kernels& kernels, const Call& call) {
         if (from > 0) blocks = std::lower_bound(blocks, row_end, from);
         if (to < shape.col_count()) row_end = std::lower_bound(blocks, row_end, to);
         if (blocks == row_end) continue;
-        kernels.dot({parts.dy + i * shape.block_rows * lanes, parts.x, lanes, plan.col,
-                     static_cast<std::int32_t>(blocks - plan.col),
-                     static_cast<std::int32_t>(row_end - plan.col),
-                     static_cast<std::int32_t>(shape.block_rows), static_cast<std::int32_t>(shape.block_cols),
-                     sums + (blocks - plan.col) * shape.block_size(), first > 0});
+        const DotTask dot{parts.dy + i * shape.block_rows * lanes,
+                          parts.x,
+                          lanes,
+                          rows,
+                          plan.col,
+                          static_cast<std::int32_t>(blocks - plan.col),
+                          static_cast<std::int32_t>(row_end - plan.col),
+                          static_cast<std::int32_t>(shape.block_rows),
+                          static_cast<std::int32_t>(shape.block_cols),
+                          sums + (blocks - plan.col) * shape.block_size(),
+                          first > 0};
+        strips ? kernels.strips(dot) : kernels.dot(dot);
       }
     });
   }

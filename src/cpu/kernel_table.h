@@ -7,8 +7,10 @@
 #include "cpu/gather.h"
 #include "cpu/in_place.h"
 #include "cpu/panel.h"
+#include "cpu/pieces.h"
 #include "cpu/scatter.h"
 #include "cpu/softmax.h"
+#include "cpu/strips.h"
 #include "cpu/woven.h"
 
 namespace rarefy::cpu {
@@ -25,10 +27,12 @@ constexpr Kernels kernel_table(const char* family, std::int32_t max_vectors) {
   table.store = store<I>;
   table.gather = gather<I>;
   table.scatter = scatter<I>;
+  table.pieces = pieces<I>;
   table.dot = dot<I>;
   if constexpr (I::kWidth >= 8) {  // below, there are few idle lanes to win back
     table.few_takes = few_takes<I>;
     table.woven = woven<I>;
+    table.strips = strips<I>;
   }
   table.in_place = in_place<I>;
   table.bitmap = bitmap<I, Narrow>;

@@ -139,6 +139,30 @@ struct ScatterTask {
   const std::int32_t* row = nullptr;
 };
 
+// What one row of blocks stores in one tile of X, or a part of that (pieces.h).
+struct Piece {
+  std::int32_t begin;  // entry
+  std::uint16_t row;   // of its range
+  std::uint16_t count : 15;
+  std::uint16_t second : 1;  // behind the first full part of its sum
+};
+// What it takes of the columns: they begin at multiples of four.
+inline constexpr std::int64_t padded_columns(Piece piece) { return (piece.count + 3) / 4 * 4; }
+
+// y[o] += Σ over entries of pieces of W[o, i] · x[i], for blocks of 1 or 2 outputs × 1 or 2. Before pieces
+// from `after` on, a part of their rows' sums is full and goes to the total.
+struct PiecesTask {
+  const std::uint16_t* columns;  // reduction blocks of the tile, piece by piece, each padded
+  const float* values;           // [entry][output][reduction]
+  std::int32_t out_block, red_block;
+  const Piece *piece, *after, *end;  // both lists with the longest first; kPiecesAhead more can be read
+  const float* x;                    // panel of the tile
+  float* y;                          // panel of the range
+  float* total;
+  int vectors;
+};
+inline constexpr int kPiecesAhead = 8;
+
 // y[m][o] += Σ over entries of W[o, i] · x[m][i] for 1, 2 or 4 tokens, row-major in and out, and for the
 // block shapes that few_takes names (few.h).
 struct FewTask {
@@ -191,11 +215,13 @@ struct InPlaceTask {
 };
 
 // out[r][c] (+)= Σ_m dy[r][m] · x[c][m] for the stored blocks `begin` … `end` of one block row.
-// Here panels are long: `lanes` tokens of one feature are contiguous.
+// Here panels are long: `lanes` tokens of one feature are contiguous. In strips.h dy is [lanes][R], and so is
+// x for each block column, [lanes][C], but where C is 1.
 struct DotTask {
   const float* dy;          // panel rows of this block row
   const float* x;           // panel of all input features
   std::int64_t lanes;       // a multiple of the width
+  std::int64_t tokens;      // of them, those that there are
   const std::int32_t* col;  // block column of each stored block
   std::int32_t begin, end;
   std::int32_t block_rows, block_cols;
@@ -214,7 +240,9 @@ struct Kernels {
   void (*gather)(const GatherTask&);
   void (*woven)(const WovenTask&);  // or null
   void (*scatter)(const ScatterTask&);
+  void (*pieces)(const PiecesTask&);
   void (*dot)(const DotTask&);
+  void (*strips)(const DotTask&);  // or null
   // As FewKernels::takes, for feed_forward.cc, which has this table alone; or null.
   bool (*few_takes)(std::int64_t block_rows, std::int64_t block_cols);
   void (*in_place)(const InPlaceTask&);

@@ -4,6 +4,7 @@
 #include "cpu/cpuid.h"
 #include "cpu/drivers.h"
 #include "cpu/linear_lanes.h"
+#include "cpu/linear_pieces.h"
 #include "cpu/linear_quads.h"
 
 namespace rarefy {
@@ -104,6 +105,36 @@ void add_lanes(Registry& registry, std::string_view linear, std::string_view gra
         .fields = cpu::PairsBlocking::kFields,
         .candidates = cpu::lanes_candidates,
         .workspace = cpu::lanes_workspace,
+    });
+  }
+}
+
+// Blocks of few rows in tiles of X.
+template <const cpu::Kernels& kKernels, const std::string_view& kFeature>
+void add_pieces(Registry& registry, std::string_view linear, std::string_view grad_input,
+                std::string_view prepared, std::string_view transposed) {
+  for (const Op op : {Op::linear, Op::grad_input}) {
+    registry.push_back({
+        .op = op,
+        .device = Device::cpu,
+        .family = kKernels.family,
+        .name = op == Op::linear ? linear : grad_input,
+        .supports =
+            [](const Problem& p, const Machine& machine) {
+              Reason reason = supports<kFeature, supports_dtypes>(p, machine);
+              return reason.empty() ? cpu::supports_pieces(kKernels, p, machine) : reason;
+            },
+        .run = [](const Call& call) { return cpu::run_pieces(kKernels, call); },
+        .configure = [](const Problem& p, const Machine& m) { return cpu::configure_pieces(kKernels, p, m); },
+        .fields = cpu::PiecesBlocking::kFields,
+        .candidates = [](const Problem& p,
+                         const Machine& m) { return cpu::pieces_candidates(kKernels, p, m); },
+        .workspace = [](const Problem& p, const Config& c) { return cpu::pieces_workspace(kKernels, p, c); },
+        .unheld = Unheld::made,
+        .derives_as = op == Op::linear ? prepared : transposed,
+        .variant = cpu::pieces_variant,
+        .prepared_size = cpu::pieces_prepared_size,
+        .prepare = cpu::prepare_pieces,
     });
   }
 }
@@ -335,6 +366,8 @@ void register_cpu(Registry& registry) {
   add_few<cpu::kFewAvx512, kHasAvx512>(registry, "avx512_linear_few");
   add_lanes<cpu::kLanesAvx512, cpu::kAvx512, kHasAvx512>(registry, "avx512_linear_lanes",
                                                          "avx512_grad_input_lanes");
+  add_pieces<cpu::kAvx512, kHasAvx512>(registry, "avx512_linear_pieces", "avx512_grad_input_pieces", "pieces",
+                                       "pieces_transposed");
   add<cpu::kAvx512, kHasAvx512>(registry, "avx512_linear", "avx512_grad_input", "avx512_grad_weight");
   add_in_place<cpu::kAvx512, kHasAvx512>(registry, "avx512_linear_in_place");
   add_bitmap<cpu::kAvx512, kHasAvx512>(registry, "avx512_linear_bitmap", "avx512_linear_two_of_four");
@@ -342,18 +375,24 @@ void register_cpu(Registry& registry) {
   add_scaled<cpu::kAvx512, kHasAvx512>(registry, "avx512_linear_scaled", "avx512_grad_input_scaled");
   add_few<cpu::kFewAvx2, kHasAvx2>(registry, "avx2_linear_few");
   add_lanes<cpu::kLanesAvx2, cpu::kAvx2, kHasAvx2>(registry, "avx2_linear_lanes", "avx2_grad_input_lanes");
+  add_pieces<cpu::kAvx2, kHasAvx2>(registry, "avx2_linear_pieces", "avx2_grad_input_pieces", "pieces",
+                                   "pieces_transposed");
   add<cpu::kAvx2, kHasAvx2>(registry, "avx2_linear", "avx2_grad_input", "avx2_grad_weight");
   add_in_place<cpu::kAvx2, kHasAvx2>(registry, "avx2_linear_in_place");
   add_bitmap<cpu::kAvx2, kHasAvx2>(registry, "avx2_linear_bitmap", "avx2_linear_two_of_four");
   add_feed_forward<cpu::kAvx2, kHasAvx2>(registry, "avx2_feed_forward", "avx2_feed_forward_apart");
   add_scaled<cpu::kAvx2, kHasAvx2>(registry, "avx2_linear_scaled", "avx2_grad_input_scaled");
 #elif defined(__aarch64__)
+  add_pieces<cpu::kNeon, kHasNeon>(registry, "neon_linear_pieces", "neon_grad_input_pieces", "pieces",
+                                   "pieces_transposed");
   add<cpu::kNeon, kHasNeon>(registry, "neon_linear", "neon_grad_input", "neon_grad_weight");
   add_in_place<cpu::kNeon, kHasNeon>(registry, "neon_linear_in_place");
   add_bitmap<cpu::kNeon, kHasNeon>(registry, "neon_linear_bitmap", "neon_linear_two_of_four");
   add_feed_forward<cpu::kNeon, kHasNeon>(registry, "neon_feed_forward", "neon_feed_forward_apart");
   add_scaled<cpu::kNeon, kHasNeon>(registry, "neon_linear_scaled", "neon_grad_input_scaled");
 #endif
+  add_pieces<cpu::kScalar, kAny>(registry, "scalar_linear_pieces", "scalar_grad_input_pieces", "pieces",
+                                 "pieces_transposed");
   add<cpu::kScalar, kAny>(registry, "scalar_linear", "scalar_grad_input", "scalar_grad_weight");
   add_in_place<cpu::kScalar, kAny>(registry, "scalar_linear_in_place");
   add_bitmap<cpu::kScalar, kAny>(registry, "scalar_linear_bitmap", "scalar_linear_two_of_four");
