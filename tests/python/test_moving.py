@@ -767,6 +767,12 @@ def test_other_misuse_is_refused():
     optimizer.state[layer.weight.values]["factors"] = torch.ones(7)
     with pytest.raises(ValueError, match="shape to move with it"):
         RigL(model, optimizer, fraction=0.3)
+    others = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)
+    with pytest.raises(ValueError, match="optimizer must hold weights of 0 or another layer"):
+        RigL(model, others, fraction=0.3)
+    SET(model, [others, torch.optim.SGD(model.parameters(), lr=0.1)], fraction=0.3)
+    with pytest.raises(ValueError, match=r"blocks must not be larger than 1, 4x8; got 8x8"):
+        sparse_start(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4)), "block:8x8", 0.5)
     with pytest.raises(ValueError, match="whole name"):
         sparse_start(nn.Sequential(nn.Linear(4, 4)), "csr", 0.5, layers=["weight"])
     with pytest.raises(ValueError, match=r"in \[0, 1\]"):

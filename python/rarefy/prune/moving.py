@@ -71,7 +71,8 @@ class MovingPattern:
         seed: of the generator.
 
     Raises:
-        ValueError: names that match no layer, fractions outside [0, 1], `fraction` that needs an `end`.
+        ValueError: names that match no layer, fractions outside [0, 1], `fraction` that needs an `end`,
+            optimizers that hold no layer's weights.
         TypeError: arguments of the wrong kind, values that are no Parameter.
     """
 
@@ -104,8 +105,11 @@ class MovingPattern:
             if not isinstance(one, Optimizer):
                 fail(op, "optimizer must be a torch.optim.Optimizer", type(one).__name__, TypeError)
         self.layers = [x for x in find_movable(op, model, layers) if x.parameter.requires_grad]
-        for layer in self.layers:
-            layer.check(self._optimizer_of(layer))
+        theirs = [self._optimizer_of(layer) for layer in self.layers]
+        if self.optimizers and all(one is None for one in theirs):
+            fail(op, f"optimizer must hold weights of {self.layers[0].name} or another layer", "one without")
+        for layer, one in zip(self.layers, theirs, strict=True):
+            layer.check(one)
         self.clock = 0  # steps so far
         self.random = torch.Generator().manual_seed(seed)
         self.grown = {layer.name: 0 for layer in self.layers}  # blocks, over all changes

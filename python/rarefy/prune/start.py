@@ -40,7 +40,8 @@ def sparse_start(
 
     Returns the density of each layer by name.
 
-    Raises ValueError for a form, density or allocation that cannot be, and for names that match no layer.
+    Raises ValueError for a form, density or allocation that cannot be, for blocks larger than a layer,
+    and for names that match no layer.
     """
     op = "sparse_start"
     density = check_density(op, density)
@@ -54,6 +55,10 @@ def sparse_start(
     if not found:
         fail(op, "the model must have an nn.Linear that can become sparse", "none")
     block = getattr(Spec.parse(f"{form}@0.5", op), "block_shape", (1, 1))
+    for x in found:
+        if block[0] > x.shape[0] or block[1] > x.shape[1]:
+            rows, cols = x.shape
+            fail(op, f"blocks must not be larger than {x.name}, {rows}x{cols}", "{}x{}".format(*block))
     grids = [grid_of(x.shape, block) for x in found]
     infos = [
         LayerInfo(x.name, x.module.weight, rows * columns)
