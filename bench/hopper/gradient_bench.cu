@@ -40,21 +40,37 @@ __global__ void gradient_reference(GradientCase a, std::int64_t dy_stride, std::
   size[blockIdx.x * a.r * a.c + i] = m;
 }
 
+// Sums over the tokens, and of magnitudes.
+template <class T>
+__global__ void bias_reference(GradientCase a, std::int64_t dy_stride, const T* dy, double* sum,
+                               double* size) {
+  const std::int64_t n = blockIdx.x * std::int64_t{blockDim.x} + threadIdx.x;
+  if (n >= a.n) return;
+  double s = 0, m = 0;
+  for (std::int64_t t = 0; t < a.m; ++t) {
+    const double v = static_cast<double>(static_cast<float>(dy[t * dy_stride + n]));
+    s += v;
+    m += fabs(v);
+  }
+  sum[n] = s;
+  size[n] = m;
+}
+
 template <class T>
 struct GradientSetup {
   GradientCase c;
   Pattern pattern;
-  Buffer<T> dy, x, dvalues;
+  Buffer<T> dy, x, dvalues, dbias;
   Buffer<std::int32_t> crow, col;
   GradientProblem problem;
   Buffer<std::int32_t> list;
   Buffer<char> workspace;
   // With a list, or with none: then thread blocks find their tiles themselves.
-  GradientOperands operands(const GradientConfig& config, bool prepared) const {
+  GradientOperands operands(const GradientConfig& config, bool prepared, bool bias = false) const {
     if (prepared) CHECK(prepare(problem, config, crow.data(), col.data(), list.data(), nullptr));
-    return {dy.data(),       x.data(),       crow.data(),
-            col.data(),      dvalues.data(), prepared ? list.data() : nullptr,
-            workspace.data()};
+    return {dy.data(),        x.data(),       crow.data(),
+            col.data(),       dvalues.data(), prepared ? list.data() : nullptr,
+            workspace.data(), false,          bias ? dbias.data() : nullptr};
   }
   GradientSetup(const GradientCase& c, bool integers, unsigned seed)
       : c(c),
@@ -62,6 +78,7 @@ struct GradientSetup {
         dy(static_cast<std::size_t>(c.m * (c.n + c.pad))),
         x(static_cast<std::size_t>(c.m * (c.k + c.pad))),
         dvalues(static_cast<std::size_t>(pattern.blocks() * c.r * c.c)),
+        dbias(static_cast<std::size_t>(c.n)),
         crow(to_device(pattern.crow)),
         col(to_device(pattern.col)),
         problem{kDType<T>, c.m, c.n, c.k, c.r, c.c, pattern.blocks(), c.n + c.pad, c.k + c.pad},
@@ -93,6 +110,8 @@ bool check(const GradientCase& c, bool integers, unsigned seed) {
   char name[160];
   std::snprintf(name, sizeof name, "grad_weight M%ld N%ld K%ld b%ldx%ld d%g kind%d pad%ld nan%d", c.m, c.n,
                 c.k, c.r, c.c, c.density, static_cast<int>(c.kind), c.pad, c.nan);
+  const char* wanted = std::getenv("CASE");  // only cases whose name has that in it
+  if (wanted != nullptr && std::string(name).find(wanted) == std::string::npos) return true;
   if (const std::string reason = unsupported(s.problem); !reason.empty()) {
     std::printf("%s: %s\n", name, reason.c_str());
     return false;
@@ -116,20 +135,27 @@ bool check(const GradientCase& c, bool integers, unsigned seed) {
             c, s.problem.dy_stride, s.problem.x_stride, s.dy.data(), s.x.data(), rows.data(), cols.data(),
             sum.data(), size.data());
   }
+  Buffer<double> bias_sum(static_cast<std::size_t>(c.n)), bias_size(bias_sum.size);
+  bias_reference<T><<<static_cast<unsigned>((c.n + 127) / 128), 128>>>(c, s.problem.dy_stride, s.dy.data(),
+                                                                       bias_sum.data(), bias_size.data());
   CHECK(cudaDeviceSynchronize());
-  const std::vector<double> exact = sum.host(), magnitude = size.host();
+  const std::vector<double> exact = sum.host(), magnitude = size.host(), bias_exact = bias_sum.host(),
+                            bias_magnitude = bias_size.host();
   const double u_out = std::is_same_v<T, __half> ? 0x1p-11 : 0x1p-8;
   bool good = true;
   for (const GradientCandidate& candidate : gradient_candidates(s.problem, kMachine)) {
     if (!runs(candidate) || !chosen_by_env(candidate.config.text())) continue;
     const auto call = [&](bool prepared) {
-      CHECK(launch(s.problem, candidate.config, s.operands(candidate.config, prepared), nullptr));
+      const bool bias = tiles_at_most(s.problem, candidate.config) > 0;
+      CHECK(launch(s.problem, candidate.config, s.operands(candidate.config, prepared, bias), nullptr));
       CHECK(cudaDeviceSynchronize());
     };
     s.dvalues.poison();
+    s.dbias.poison();
     call(true);
     const std::vector<T> dw = s.dvalues.host();
-    const bool guards = s.dvalues.guards_intact();
+    const std::vector<T> db = s.dbias.host();
+    const bool guards = s.dvalues.guards_intact() && s.dbias.guards_intact();
     std::int64_t wrong = 0, unwritten = 0;
     double worst = 0;
     for (std::size_t i = 0; i < samples.size(); ++i) {
@@ -155,16 +181,24 @@ bool check(const GradientCase& c, bool integers, unsigned seed) {
       std::memcpy(&bits, &v, 2);
       unwritten += bits == 0xFFFF;
     }
+    std::int64_t wrong_biases = 0;
+    for (std::size_t n = 0; n < db.size() && tiles_at_most(s.problem, candidate.config) > 0; ++n) {
+      const double got = static_cast<float>(db[n]), want = bias_exact[n];
+      const double bound = integers ? u_out * std::abs(want)
+                                    : u_out * std::abs(want) + c.m * 0x1p-24 * 1.1 * bias_magnitude[n] + 1e-7;
+      wrong_biases += c.nan ? !std::isnan(got) : !(std::abs(got - want) <= bound);
+    }
     call(candidate.config.wide < 64);
     const std::vector<T> again = s.dvalues.host();
     const bool same = dw.empty() || std::memcmp(again.data(), dw.data(), dw.size() * sizeof(T)) == 0;
-    if (wrong > 0 || (unwritten > 0 && !c.nan) || !guards || !same) {
+    if (wrong > 0 || wrong_biases > 0 || (unwritten > 0 && !c.nan) || !guards || !same) {
       good = false;
       std::printf(
-          "WRONG %s %s, %s: %ld of %zu wrong (worst %.2f of the bound), %ld unwritten, guards %d, repeat "
+          "WRONG %s %s, %s: %ld of %zu wrong (worst %.2f of the bound), %ld unwritten, %ld biases, guards "
+          "%d, repeat "
           "%d\n",
           name, integers ? "integers" : "reals", candidate.config.text().c_str(), wrong, exact.size(), worst,
-          unwritten, guards, same);
+          unwritten, wrong_biases, guards, same);
     }
   }
   return good;
@@ -247,6 +281,13 @@ void time_gradient(Report& report, Dense& dense, bool every_config) {
           report.add({"grad_weight", shape.m, shape.n, shape.k, std::to_string(b) + "x" + std::to_string(b),
                       density, "gradient", candidate.config.text() + (is_chosen ? " *" : ""), t, t_dense,
                       candidate.microseconds, prepare_us});
+          if (!is_chosen) continue;
+          const GradientOperands both = s.operands(candidate.config, true, true);
+          const Times with_bias = time_graph(
+              [&](cudaStream_t stream) { CHECK(launch(s.problem, candidate.config, both, stream)); });
+          report.add({"grad_weight+bias", shape.m, shape.n, shape.k,
+                      std::to_string(b) + "x" + std::to_string(b), density, "gradient",
+                      candidate.config.text(), with_bias, t_dense, candidate.microseconds, prepare_us});
         }
       }
     }

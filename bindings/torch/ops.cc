@@ -74,12 +74,12 @@ Tensor bsr_grad_input(Tensor grad_output, const Tensor& values, const Tensor& pl
 // The stored blocks of dYᵀ X into `dvalues`, of `stored`, or added to them.
 void write_weight_gradient(const Call& call, const MatrixView& dy, const MatrixView& x,
                            const PlanView& pattern, const Tensor& dvalues, DType stored,
-                           const DerivedTensors& derived, bool accumulate) {
+                           const DerivedTensors& derived, bool accumulate, BiasGradient* bias = nullptr) {
   const Context context = call.context(allows_tf32(call, derived.key, pattern, x.dtype, stored));
   check(call.op(),
         run_grad_weight(dy, x, pattern, dvalues.data_ptr(), stored, context,
                         view_derived(call, derived, Op::grad_weight, pattern, x.dtype, nullptr, stored),
-                        accumulate));
+                        accumulate, bias));
 }
 
 Tensor bsr_grad_weight(Tensor grad_output, Tensor x, const Tensor& plan, std::int64_t block_rows,
@@ -134,18 +134,28 @@ std::tuple<Tensor, Tensor, Tensor> bsr_linear_backward(
                          call.context(allows_tf32(call, derived, pattern, dy.dtype, weight.dtype))));
     return dx;
   };
+  std::optional<Tensor> dbias;  // of a kernel that sums dY as it multiplies it
   const auto weight_gradient = [&] {
     const MatrixView in = call.matrix("x", *x, "in_features", in_features);
     call.check_dtype("x", *x, "grad_output", dy.dtype);
     call.check_rows(in, dy);
     const DType stored = call.stored_dtype(dtype, "x", in.dtype);
     Tensor dvalues = call.empty_values(pattern.shape, dtype.value_or(x->scalar_type()));
-    write_weight_gradient(call, dy, in, pattern, dvalues, stored, {prepared, std::nullopt, derived}, false);
+    BiasGradient sums;
+    if (bias && dy.device == Device::cuda) {
+      dbias = call.empty_elements(dy.cols, grad_output.scalar_type());
+      sums.data = dbias->data_ptr();
+    }
+    write_weight_gradient(call, dy, in, pattern, dvalues, stored, {prepared, std::nullopt, derived}, false,
+                          &sums);
+    if (!sums.written) dbias.reset();
     return dvalues;
   };
   return {values ? input_gradient() : call.nothing(grad_output),
           x ? weight_gradient() : call.nothing(grad_output),
-          bias ? call.sum_rows(grad_output, dy) : call.nothing(grad_output)};
+          dbias  ? *dbias
+          : bias ? call.sum_rows(grad_output, dy)
+                 : call.nothing(grad_output)};
 }
 
 // Errors speak of `caller`, who has the user's arguments.

@@ -96,6 +96,7 @@ Status dispatch(Call& call, const Context& context) {
   const auto choice = choose(problem);
   if (!choice.ok()) return choice.status();
   const Kernel& kernel = *choice->kernel;
+  if (kernel.sums_dy == nullptr || !kernel.sums_dy(problem, choice->config)) call.dbias = nullptr;
   const bool held = choice->derived.key == call.derived.key;  // not another kernel's, or a forced config's
   if (held) {
     if (Status status = check_derived(call, choice->derived); !status.ok()) return status;
@@ -278,7 +279,8 @@ Status run_grad_input(const MatrixView& dy, const BsrView& w, const MutableMatri
 }
 
 Status run_grad_weight(const MatrixView& dy, const MatrixView& x, const PlanView& plan, void* dvalues,
-                       DType dtype, const Context& context, const Derived& derived, bool accumulate) {
+                       DType dtype, const Context& context, const Derived& derived, bool accumulate,
+                       BiasGradient* bias) {
   if (plan.shape.nnzb == 0) return {};
   Alignment in, out;
   in.add(dy);
@@ -298,7 +300,10 @@ Status run_grad_weight(const MatrixView& dy, const MatrixView& x, const PlanView
   call.derived = derived;
   call.problem.accumulate = accumulate;
   call.dvalues = dvalues;
-  return dispatch(call, context);
+  if (bias != nullptr) call.dbias = bias->data;
+  Status status = dispatch(call, context);
+  if (bias != nullptr) bias->written = status.ok() && call.dbias != nullptr;
+  return status;
 }
 
 }  // namespace rarefy

@@ -21,7 +21,14 @@ Status run_linear(const MatrixView& x, const BitmapView& w, const void* bias, Ac
 Status run_grad_input(const MatrixView& dy, const BsrView& w, const MutableMatrixView& dx,
                       const Context& context);
 
+// The gradient of a bias beside that of a weight: the sum of dY over the tokens.
+struct BiasGradient {
+  void* data = nullptr;  // dy.cols elements of dY's dtype
+  bool written = false;  // by a kernel that sums dY as it reads it; most leave that to the caller
+};
+
 Status run_grad_weight(const MatrixView& dy, const MatrixView& x, const PlanView& plan, void* dvalues,
-                       DType dtype, const Context& context, const Derived& derived, bool accumulate = false);
+                       DType dtype, const Context& context, const Derived& derived, bool accumulate = false,
+                       BiasGradient* bias = nullptr);
 
 }  // namespace rarefy

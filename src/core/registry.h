@@ -56,6 +56,7 @@ struct Call {
   HiddenViews save;
   MutableMatrixView out;      // y or dx
   void* dvalues = nullptr;    // grad_weight
+  void* dbias = nullptr;      // the same: dY's sum over the tokens, for kernels that sum it (Kernel::sums_dy)
   void* workspace = nullptr;  // what the row's workspace() asked for
   Executor executor;
   void* stream = nullptr;
@@ -87,6 +88,8 @@ struct Kernel {
   // grad_weight: it adds to what is there where Problem::accumulate says so. Of others the core adds what
   // they write into workspace.
   bool accumulates = false;
+  // grad_weight: whether it had better sum dY on the way, into Call::dbias, than leave that to its caller.
+  bool (*sums_dy)(const Problem&, const Config&) = nullptr;
 
   // Tuning: a pure function, the names of what it chooses, and all that it chose from.
   Config (*configure)(const Problem&, const Machine&) = nullptr;

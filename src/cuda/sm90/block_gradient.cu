@@ -4,10 +4,14 @@
 // registers.
 #include "cuda/sm90/block_gradient.h"
 
+#include <algorithm>
+
 #include "cuda/shared_limit.h"
 #include "cuda/sm90/device/matrix.cuh"
 #include "cuda/sm90/device/tma.cuh"
 #include "cuda/sm90/device/wgmma.cuh"
+#include "cuda/sm90/gradient_bias.cuh"
+#include "cuda/sm90/gradient_exchange.cuh"
 #include "cuda/sm90/gradient_tiles.cuh"
 #include "cuda/sm90/tensor_map.h"
 #include "cuda/sm90/tile/ring.cuh"
@@ -22,47 +26,11 @@ constexpr u32 kRingBytes = 3 * 9 * kCellBytes;  // three steps of the largest ti
 // nobody stores.
 constexpr u32 kSharedBytes = 1024 + kRingBytes + 7 * 2048 - kCellBytes;
 constexpr u32 kResultsAt = 16 * kCellBytes;  // behind the sums of other thread blocks
+constexpr u32 kBiasAt = kRingBytes;          // sums of dY: read as columns that nobody stores
+static_assert(kBiasAt + PanelSums<__half>::kBytes + 1024 <= kSharedBytes);
 
 __device__ inline int uniform(int x) { return __reduce_max_sync(~0u, x); }  // and known for it
-
-// A warpgroup's sums: 64 × 64 cells i = 0 … 3 are d[i / 2][i % 2 · 32 …]. Thread block `rank` of the cluster
-// gets the sums of all shares of the tokens for cells i with i · split / 4 = rank: the others write theirs
-// into its shared memory, and it adds them to its own in order of their ranks.
-template <int kSplit>
-__device__ inline void exchange(float (&d)[2][64], u32 rank, u32 slots) {
-  constexpr u32 kEach = 32 / kSplit;  // pieces of four sums for each block
-  const u32 mine = slots + threadIdx.x * 16;
-  cluster_sync();  // all have read their slots
-#pragma unroll
-  for (u32 to = 0; to < kSplit; ++to) {
-    if (to == rank) continue;
-    const u32 from_rank = rank - (rank > to ? 1 : 0);
-#pragma unroll
-    for (u32 i = 0; i < kEach; ++i) {
-      const u32 at = to * kEach + i;
-      const float* v = &d[at / 16][at % 16 * 4];
-      store_remote_4(mine + (from_rank * kEach + i) * 4096, to, v[0], v[1], v[2], v[3]);
-    }
-  }
-  cluster_sync();
-#pragma unroll
-  for (u32 self = 0; self < kSplit; ++self) {
-    if (self != rank) continue;
-#pragma unroll
-    for (u32 other = 0; other + 1 < kSplit; ++other) {
-#pragma unroll
-      for (u32 i = 0; i < kEach; ++i) {
-        const u32 at = self * kEach + i;
-        float* v = &d[at / 16][at % 16 * 4];
-        const float4 sums = load_shared_4(mine + (other * kEach + i) * 4096);
-        v[0] += sums.x;
-        v[1] += sums.y;
-        v[2] += sums.z;
-        v[3] += sums.w;
-      }
-    }
-  }
-}
+__device__ inline u32 uniform(u32 x) { return __reduce_max_sync(~0u, x); }
 
 __device__ inline float2 load_two(const float* p) { return *reinterpret_cast<const float2*>(p); }
 __device__ inline float2 load_two(const __nv_bfloat16* p) {
@@ -107,6 +75,13 @@ __global__ void __launch_bounds__(kTileThreads, 1) gradient_kernel(const __grid_
   const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 32, 0);
   const int lane = static_cast<int>(threadIdx.x) % 32;
   const u32 rank = kSplit == 1 ? 0 : cluster_rank();
+  if constexpr (!kTf32) {
+    if (static_cast<int>(blockIdx.x) >= p.tile_blocks) {
+      sum_unstored<T>(p, static_cast<int>(blockIdx.x) - p.tile_blocks,
+                      static_cast<int>(gridDim.x) - p.tile_blocks, reinterpret_cast<float*>(dynamic_shared));
+      return;
+    }
+  }
   if constexpr (kWide == 64) {
     if (p.list == nullptr) find_tile(p, static_cast<int>(blockIdx.x) / kSplit, tile);
   }
@@ -116,16 +91,17 @@ __global__ void __launch_bounds__(kTileThreads, 1) gradient_kernel(const __grid_
   const int all_steps = (p.tokens + kTokens - 1) / kTokens;
   const int first = all_steps * static_cast<int>(rank) / kSplit,
             last = all_steps * (static_cast<int>(rank) + 1) / kSplit;
-  if (threadIdx.x == 0) {
-    for (u32 i = 0; i < kMaxSlots; ++i) {
-      barrier_init(full(i), 1);
-      barrier_init(empty(i), kTf32 ? 256 : 8);  // lanes that read it, or warps
-    }
-    barrier_init_done();
-  }
   __syncthreads();
   const int x_panels = uniform(tile.x_panels), dy_panels = uniform(tile.dy_panels);
   if (x_panels <= 0) return;  // of all blocks of the cluster
+  const u32 to_sum = kTf32 || p.dbias == nullptr ? 0 : uniform(tile.sums);
+  if (threadIdx.x < kMaxSlots) {
+    barrier_init(full(threadIdx.x), 1);
+    // Lanes that read it, or warps; and the loading warps' lanes, if they do.
+    barrier_init(empty(threadIdx.x), (kTf32 ? 256 : 8) + (to_sum != 0 ? 128 : 0));
+    barrier_init_done();
+  }
+  __syncthreads();
   const u32 dy_at = static_cast<u32>(x_panels) * kXBytes,
             slot_bytes = dy_at + static_cast<u32>(dy_panels) * kDyBytes,
             slot_count = min(static_cast<u32>(kMaxSlots), kRingBytes / slot_bytes);
@@ -141,8 +117,17 @@ __global__ void __launch_bounds__(kTileThreads, 1) gradient_kernel(const __grid_
         of_x ? static_cast<u32>(panel) * kXBytes : dy_at + static_cast<u32>(panel - x_panels) * kDyBytes;
     const bool by_feature = of_x && kTransposed;
     if constexpr (kTransposed) wait_for_kernels();  // X has been transposed
-    Turn at;
-    at.parity = 1;  // the first round is free
+    PanelSums<T> sums(to_sum, warp - 8, lane);
+    const u32 sums_at = slots + dy_at + static_cast<u32>(to_sum == 0 ? 0 : sums.mine()) * kDyBytes;
+    Turn at, summed;
+    const auto sum_step = [&] {
+      wait(full(summed.slot), summed.parity);
+      if constexpr (!kTf32) sums.add(sums_at + summed.slot * slot_bytes);
+      arrive(empty(summed.slot));  // each lane for what it read
+      summed.next(slot_count);
+    };
+    at.parity = 1;                                       // the first round is free
+    const int ahead = static_cast<int>(slot_count) - 1;  // steps that are being loaded while one is summed
     for (int step = first; step < last; ++step) {
       wait(empty(at.slot), at.parity);
       if (warp == 8 && lane == 0) arrive_expect(full(at.slot), slot_bytes);
@@ -154,11 +139,29 @@ __global__ void __launch_bounds__(kTileThreads, 1) gradient_kernel(const __grid_
         if (kTf32 && !of_x) load_box(to + 4096, &p.dy, feature + 32, step * kTokens, full(at.slot));
       }
       at.next(slot_count);
+      if constexpr (!kTf32) {
+        if (to_sum != 0 && step - first >= ahead) sum_step();
+      }
+    }
+    if constexpr (!kTf32) {
+      for (int left = to_sum == 0 ? 0 : min(last - first, ahead); left > 0; --left) sum_step();
+      // The multiplying warps leave results where the panels are.
+      if (kSplit == 1 && to_sum != 0) named_barrier_arrive(1, 384);
+      sums.sums.add_lanes();
     }
     __syncwarp();
-    if constexpr (kSplit > 1) {
-      cluster_sync();
-      cluster_sync();
+    if constexpr (kSplit > 1) cluster_sync();
+    if constexpr (!kTf32) {
+      if (to_sum != 0 && lane < 8) {
+        sums.template leave<kSplit>(slots + kBiasAt, static_cast<int>(rank));
+      }
+      __syncwarp();
+    }
+    if constexpr (kSplit > 1) cluster_sync();
+    if constexpr (!kTf32) {
+      if (to_sum == 0) return;
+      if (kSplit == 1) named_barrier(4, 128);
+      if (rank == 0) sums.finish(p, tile.feature + x_panels, slots + kBiasAt, kSplit);
     }
     return;
   }
@@ -259,7 +262,7 @@ __global__ void __launch_bounds__(kTileThreads, 1) gradient_kernel(const __grid_
   if constexpr (kSplit > 1) {
     exchange<kSplit>(d, rank, slots);
   } else {
-    named_barrier(1, 256);
+    named_barrier(1, to_sum != 0 ? 384 : 256);
   }
   const auto row = [&](int h) {  // of the cell: the lane has two
     return kTf32 ? rows.feature(h) : 16 * (warp % 4) + lane / 4 + 8 * h;
@@ -351,7 +354,10 @@ cudaError_t launch_kernel(std::int64_t tiles, const GradientParams& params, cuda
     attributes[count++].val.clusterDim = {kSplit, 1, 1};
   }
   cudaLaunchConfig_t launch{};
-  launch.gridDim = dim3(static_cast<unsigned>(tiles * kSplit));
+  const std::int64_t slices = (params.rows + kSlice - 1) / kSlice;
+  const std::int64_t for_bias =
+      params.dbias == nullptr ? 0 : (std::min<std::int64_t>(128, slices) + kSplit - 1) / kSplit * kSplit;
+  launch.gridDim = dim3(static_cast<unsigned>(tiles * kSplit + for_bias));
   launch.blockDim = dim3(kTileThreads);
   launch.dynamicSmemBytes = kSharedBytes;
   launch.stream = stream;
@@ -386,12 +392,17 @@ cudaError_t launch_type(const GradientConfig& c, std::int64_t tiles, const Gradi
 cudaError_t launch(const GradientProblem& p, const GradientConfig& config, const GradientOperands& o,
                    cudaStream_t stream) {
   const std::int64_t tiles = tiles_at_most(p, config);
-  if (tiles == 0) return cudaSuccess;
+  if (tiles == 0) return o.dbias == nullptr ? cudaSuccess : cudaErrorInvalidValue;
   if (config.wide < 64 && o.prepared == nullptr) return cudaErrorInvalidValue;
   GradientParams params = of_pattern(p, config, o.crow, o.col);
   params.list = o.prepared == nullptr ? nullptr : o.prepared + list_at(p, config);
   params.dvalues = o.dvalues;
   params.accumulate = o.accumulate;
+  params.dbias = o.dbias;
+  params.dy_values = o.dy;
+  params.dy_stride = p.dy_stride;
+  params.row_features = static_cast<int>(config.wide == 64 ? p.block_rows : 64 * config.shape().strips());
+  params.tile_blocks = static_cast<int>(tiles) * config.split;
   // Boxes of features × tokens, or, of X transposed, the other way round.
   const std::size_t size = size_of(p.dtype);
   const auto step = static_cast<int>(128 / size);  // tokens

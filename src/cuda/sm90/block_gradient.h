@@ -62,7 +62,7 @@ bool valid(const GradientProblem& problem, const GradientConfig& config);
 // list made once, or, with panels of 64, finds it in crow and col; those that have none leave.
 std::int64_t tiles_at_most(const GradientProblem& problem, const GradientConfig& config);
 RAREFY_HOST_DEVICE constexpr int tile_words(int wide) {  // of the list
-  return 11 + 512 / wide + (wide == 64 ? 8 : 128);
+  return 12 + 512 / wide + (wide == 64 ? 8 : 128);
 }
 std::int64_t union_rows(const GradientProblem& problem, const GradientConfig& config);  // of narrow panels
 inline constexpr int kMostUnionColumns = 1 << 16;                                       // of W
@@ -81,7 +81,14 @@ struct GradientOperands {  // device pointers, 16-byte aligned
   const std::int32_t* prepared = nullptr;  // null: tiles are found by each thread block; panels of 64 alone
   void* workspace = nullptr;               // workspace_bytes
   bool accumulate = false;                 // add to what dvalues holds; its padding gets 0 all the same
+  // The gradient of a bias, rows elements: the sum of dY over the tokens. Null: not asked for; of 16-bit
+  // dtypes alone, as f32 comes rounded.
+  void* dbias = nullptr;
 };
+
+// Whether the sum of dY is worth less in a pass of its own: not where that costs more. f32 comes rounded to
+// tf32, and sums of that are not what a bias wants.
+bool sums_dy(const GradientProblem& problem, const GradientConfig& config);
 
 // Whether X is transposed first: panels of 16, and tf32, whose products want tokens side by side.
 bool transposes(const GradientProblem& problem, const GradientConfig& config);

@@ -16,7 +16,8 @@ struct GradientTile {
   static constexpr int kPanels = 512 / kWide + 1;       // of X and dY
   static constexpr int kPieces = kWide == 64 ? 1 : 16;  // of a cell, 64 × 64 weights: itself, or 16 × 16 each
   int x_panels, dy_panels;                              // 0: there is no such tile
-  int feature[kPanels];                                 // where they begin: of X, then of dY
+  unsigned sums;            // bits of the panels of dY whose sum over the tokens is this tile's
+  int feature[kPanels];     // where they begin: of X, then of dY
   int a[4], b[4];           // of quarter 2 · warpgroup + half: its panel of dY, its first of X; -1: none
   int offset[8 * kPieces];  // of the pieces of cell 2 · quarter + half, in eights of values; -1: not stored
 };
@@ -26,6 +27,12 @@ struct GradientParams {
   const int *crow, *col;
   const int* list;  // GradientTile; null: none was made
   void* dvalues;
+  // The gradient of the bias, or null. Thread blocks behind those of tiles read the dY of rows, so many
+  // features, that store nothing and have no tile.
+  void* dbias;
+  const void* dy_values;
+  std::int64_t dy_stride;
+  int tile_blocks, row_features;
   int tokens, rows, cols, block_rows, block_cols, block_row_count;
   int wide, most;
   bool two, pairs, even;
@@ -177,6 +184,10 @@ __device__ inline void fill_tile(const TileShape& shape, const RowPart (&parts)[
   if (self == 0) {
     tile.x_panels = x;
     tile.dy_panels = dy;
+    tile.sums = 0;  // one tile of a row begins with its first column
+    for (int part = 0; part < 2; ++part) {
+      if (parts[part].count > 0 && parts[part].first == 0) tile.sums |= ((1u << strips) - 1) << part * strips;
+    }
   }
   if (self < x) {
     tile.feature[self] = self < first ? feature_of(0, self) : feature_of(1, self - first);

@@ -355,6 +355,10 @@ std::int64_t gradient_workspace(const Problem& p, const Config& config) {
          workspace_bytes(gradient_problem(p), from_config<GradientChoice>(config).config());
 }
 
+bool sums_dy(const Problem& p, const Config& config) {
+  return sums_dy(gradient_problem(p), from_config<GradientChoice>(config).config());
+}
+
 Status run_gradient(const Call& call) {
   if (Status status = check_gradient(call); !status.ok()) return status;
   const void* prepared = call.derived.prepared;
@@ -367,7 +371,8 @@ Status run_gradient(const Call& call) {
   const GradientOperands operands{call.dy.data,   call.x.data,
                                   call.plan.crow, call.plan.col,
                                   call.dvalues,   static_cast<const std::int32_t*>(prepared),
-                                  workspace,      call.problem.accumulate};
+                                  workspace,      call.problem.accumulate,
+                                  call.dbias};
   return cuda::launch_status(
       "grad_weight", launch(gradient_problem(call.problem), from_config<GradientChoice>(call.config).config(),
                             operands, static_cast<cudaStream_t>(call.stream)));
@@ -397,6 +402,7 @@ void add_rows(Registry& registry) {
                       .supports = supports_gradient,
                       .run = run_gradient,
                       .accumulates = true,
+                      .sums_dy = sums_dy,
                       .configure = configure_gradient,
                       .fields = GradientChoice::kFields,
                       .candidates = candidates_gradient,

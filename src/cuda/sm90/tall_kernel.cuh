@@ -33,6 +33,17 @@ struct TallParams {
 __device__ inline int uniform(int x) { return __reduce_max_sync(~0u, x); }
 __device__ inline u32 uniform(u32 x) { return __reduce_max_sync(~0u, x); }
 
+// A value that the compiler does not know the parts of, which it would add up again in each step.
+template <class V>
+__device__ inline V hidden(V v) {
+  if constexpr (sizeof(V) == 8) {
+    asm volatile("" : "+l"(v));
+  } else {
+    asm volatile("" : "+r"(v));
+  }
+  return v;
+}
+
 // This thread block's tiles, one after the other. Each gathering warp walks for itself, a tile ahead of its
 // work: what it reads has arrived when it is wanted. One of them tells the multiplying warps.
 struct TallWalk {
@@ -90,6 +101,8 @@ struct TallWarps {
   // around them.
   __device__ void load(int warp, int lane) const {
     constexpr int kMine = kColumns / 4;
+    const u32 full = hidden(this->full(0)), empty = full + (this->empty(0) - this->full(0)),
+              w_panel = Shape::kXBytes + static_cast<u32>(warp) * kPanelBytes;
     Turn at;
     at.parity = 1;  // the first round is free
     const auto read_column = [&](const TallWalk::Tile& t, int step) {
@@ -117,23 +130,23 @@ struct TallWarps {
       // A tile without columns is a step of zeros.
       put_tile({max(1, (t.end - t.first + kColumns - 1) / kColumns), t.group, t.token_tile, 0});
       const bool tokens_end = token + kTokens > p.tokens;
-      const char* x = reinterpret_cast<const char*>(static_cast<const T*>(p.x) + token);
+      const char* x = hidden(reinterpret_cast<const char*>(static_cast<const T*>(p.x) + token) + lane * 16);
       int column = next;
       next_tile = walk.next();
       int step = t.first;
       for (; step + kColumns <= t.end; step += kColumns) {
         next = read_column(t, step + kColumns);
-        const u32 to = slots + at.slot * Shape::kSlotBytes, barrier = full(at.slot);
-        wait(empty(at.slot), at.parity);
-        if (warp == 0 && lane == 0) {
-          arrive_expect(barrier, Shape::kSlotBytes - Shape::kXBytes);
-          for (int r = 0; r < kRows; r += 64) {
-            load_box(to + Shape::kXBytes + static_cast<u32>(r / 64) * kPanelBytes, &p.w, first_row + r, step,
-                     barrier);
-          }
+        const u32 to = slots + at.slot * Shape::kSlotBytes, barrier = full + at.slot * 8;
+        const char* columns[kMine];  // of X, found before there is a place for them
+#pragma unroll
+        for (int k = 0; k < kMine; ++k) columns[k] = column_of(x, __shfl_sync(~0u, column, k));
+        wait(empty + at.slot * 8, at.parity);
+        if (warp < kRows / 64 && lane == 0) {
+          if (warp == 0) arrive_expect(barrier, Shape::kSlotBytes - Shape::kXBytes);
+          load_box(to + w_panel, &p.w, first_row + warp * 64, step, barrier);
         }
         if (!tokens_end) {
-          gather<false>(to, column, x, warp, lane);
+          gather<false>(to, columns, kColumns, warp, lane);
         } else {
           gather_edge(to, column, token, warp, lane);
         }
@@ -143,12 +156,15 @@ struct TallWarps {
       }
       next = read_column(next_tile, next_tile.first);
       if (step < t.end || t.first == t.end) {
-        const u32 to = slots + at.slot * Shape::kSlotBytes, barrier = full(at.slot);
-        wait(empty(at.slot), at.parity);
+        const u32 to = slots + at.slot * Shape::kSlotBytes, barrier = full + at.slot * 8;
+        const char* columns[kMine];
+#pragma unroll
+        for (int k = 0; k < kMine; ++k) columns[k] = column_of(x, max(0, __shfl_sync(~0u, column, k)));
+        wait(empty + at.slot * 8, at.parity);
         if (warp == 0 && lane == 0) arrive(barrier);
         load_last_weights(to + Shape::kXBytes, first_row, step, t.end, warp, lane);
         if (!tokens_end) {
-          gather<true>(to, column, x, warp, lane);
+          gather<true>(to, columns, t.end - step - kMine * warp, warp, lane);
         } else {
           gather_edge(to, column, token, warp, lane);
         }
@@ -160,27 +176,25 @@ struct TallWarps {
     device::wait_for_all_copies();
   }
 
-  // One column at a time, a piece of 32 × 8 tokens after the other. missing: where column is -1, zeros.
-  template <bool missing>
-  __device__ void gather(u32 to, int column, const char* x, int warp, int lane) const {
-    constexpr int kMine = kColumns / 4;
+  __device__ const char* column_of(const char* x, int column) const {
+    return x + u64{static_cast<u32>(column)} * p.x_bytes;
+  }
+
+  // One column after the other, pieces of 32 × 8 tokens. missing: `count` of them, then zeros.
+  template <bool missing, int kMine>
+  __device__ void gather(u32 to, const char* const (&columns)[kMine], int count, int warp, int lane) const {
     const u32 first = to + static_cast<u32>(lane / 8) * kPanelBytes + static_cast<u32>(kMine * warp * 128) +
                       static_cast<u32>(lane % 8 << 4);
-    const char* from = x + lane * 16;
 #pragma unroll
     for (int k = 0; k < kMine; ++k) {
-      const int c = __shfl_sync(~0u, column, k);
-      const u32 at = missing && c < 0 ? 0 : static_cast<u32>(c), bytes = missing && c < 0 ? 0 : 16;
       const u32 row = (first ^ static_cast<u32>(k % 8 << 4)) + static_cast<u32>(k * 128);
-      const char* tokens = from + u64{at} * p.x_bytes;
 #pragma unroll
       for (u32 turn = 0; turn < kTokens / 256; ++turn) {
-        const u32 to_piece = row + turn * 4 * kPanelBytes;
-        const char* from_piece = tokens + turn * 512;
+        const u32 piece = row + turn * 4 * kPanelBytes;
         if constexpr (missing) {
-          copy_16(to_piece, from_piece, bytes);
+          copy_16(piece, columns[k] + turn * 512, k < count ? 16 : 0);
         } else {
-          copy_16(to_piece, from_piece);
+          copy_16(piece, columns[k] + turn * 512);
         }
       }
     }

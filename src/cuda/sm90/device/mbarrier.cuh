@@ -64,7 +64,12 @@ __device__ inline void named_barrier(u32 id, u32 threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
-// The same; true when it is for any of the threads.
+// Is counted there, and goes on.
+__device__ inline void named_barrier_arrive(u32 id, u32 threads) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
+// As named_barrier; true when it is for any of the threads.
 __device__ inline bool named_barrier_any(u32 id, u32 threads, bool mine) {
   u32 any;
   asm volatile(
