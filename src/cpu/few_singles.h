@@ -57,7 +57,10 @@ void add_singles(const Singles& row, float* y, std::int64_t y_stride) {
                           ? I::load_first(reinterpret_cast<const float*>(row.values) + e, rest)
                           : load_part<I>(kStorage, row.values, e, rest);
     for (int m = 0; m < Tokens; ++m) {
-      total[m] = I::fma(wv, I::gather_first(row.x + m * row.x_stride, row.index + e, rest), total[m]);
+      const float* x = row.x + m * row.x_stride;
+      total[m] = I::fma(
+          wv, kStream ? I::gather_first(x, row.index + e, rest) : I::collect_first(x, row.index + e, rest),
+          total[m]);
     }
   }
   for (int m = 0; m < Tokens; ++m) y[m * y_stride] += I::sum(total[m]);

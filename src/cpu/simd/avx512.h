@@ -102,6 +102,15 @@ struct Avx512 {
     const __mmask16 first = mask(count);
     return _mm512_mask_i32gather_ps(zero(), first, _mm512_maskz_loadu_epi32(first, index), x, 4);
   }
+  // Load by load, too: indices past the last are that of x's first, which the mask drops.
+  static Vec collect_first(const float* x, const std::int32_t* index, int count) {
+    alignas(64) std::int32_t own[16];
+    _mm512_store_si512(own, _mm512_maskz_loadu_epi32(mask(count), index));
+    const Vec v = count <= 4   ? _mm512_zextps128_ps512(collect4(x, own))
+                  : count <= 8 ? _mm512_zextps256_ps512(collect8(x, own))
+                               : collect(x, own);
+    return _mm512_maskz_mov_ps(mask(count), v);
+  }
   static Vec load_first(const float* p, int count) { return _mm512_maskz_loadu_ps(mask(count), p); }
   static __mmask16 mask(int count) { return static_cast<__mmask16>((1U << count) - 1); }
 
