@@ -385,3 +385,20 @@ def test_modules_are_listed_once(monkeypatch):
     )
     prune.load_state_dict(fresh, state)
     assert sum(module is fresh for module in calls) <= 2
+
+
+def test_the_parts_have_their_old_names():
+    layer = prune.l1_unstructured(nn.Linear(6, 4), "weight", 0.5)
+    prune.identity(layer, "bias")
+    copied = copy.deepcopy(layer)
+    for one in (layer, copied):
+        assert one.weight_orig is one.parametrizations.weight.original and one.weight_orig.is_leaf
+        assert one.weight_mask is one.parametrizations.weight[0].mask and one.weight_mask.sum() == 12
+        assert torch.equal(one.weight, one.weight_orig * one.weight_mask)
+        assert one.bias_mask.all()
+    prune.remove(layer, "weight")
+    for name in ("weight_orig", "weight_mask"):
+        assert not hasattr(layer, name) and hasattr(copied, name)
+    prune.remove(layer, "bias")
+    assert type(layer) is nn.Linear and not hasattr(nn.Linear, "weight_mask")
+    assert not hasattr(layer, "bias_mask") and hasattr(copied, "bias_mask")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import numbers
 from typing import Any
 
@@ -64,9 +65,24 @@ def add_mask(op: str, module: nn.Module, name: str, keep: torch.Tensor) -> nn.Mo
     if made is None:
         mask = keep.to(tensor.device).to(tensor.dtype)
         parametrize.register_parametrization(module, name, Pruned(mask))
+        _name_parts(module, name)
     else:
         made.mask.mul_(keep.to(made.mask.device))
     return module
+
+
+def _name_parts(module: nn.Module, name: str) -> None:
+    """`module.weight_orig` and `module.weight_mask`, which code for the original reads."""
+
+    def part(which: str, of: nn.Module) -> torch.Tensor:
+        if parametrize.is_parametrized(of, name):
+            made = [p for p in of.parametrizations[name] if isinstance(p, Pruned)]
+            if made:
+                return made[0].mask if which == "mask" else of.parametrizations[name].original
+        raise AttributeError(f"{type(of).__name__!r} object has no attribute '{name}_{which}'")
+
+    for which in ("orig", "mask"):  # of the class that parametrize made for this module and its copies
+        setattr(type(module), f"{name}_{which}", property(functools.partial(part, which)))
 
 
 def left_of(tensor: torch.Tensor, made: Pruned | None) -> torch.Tensor:
