@@ -8,12 +8,14 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 BENCH = Path(__file__).resolve().parents[2] / "bench"
 sys.path.insert(0, str(BENCH))
 
 import overhead  # noqa: E402
 import reached  # noqa: E402
+import rivals  # noqa: E402
 from cases import Case, load_cases  # noqa: E402
 from timing import interleave  # noqa: E402
 
@@ -156,3 +158,23 @@ def small_rows():
 def test_reached_names_each_row_once():
     texts = [f"{row.case} {row.unit}" for row in reached.rows("amx_bf16", "amx_int8")]
     assert len(set(texts)) == len(texts) > 50
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_rivals_agree_with_dense_and_are_timed(tmp_path, monkeypatch, capsys):
+    monkeypatch.delenv("LIBXSMM", raising=False)
+    path = tmp_path / "rivals.csv"
+    case = ("--case", "8x64x96", "4x1", "0.5", "f32", "--rounds", "1", "--csv", str(path))
+    monkeypatch.setattr(sys, "argv", ["rivals.py", *case])
+    rivals.main()
+    with path.open(newline="") as file:
+        (row,) = csv.DictReader(file)
+    assert row["rarefy_ms"] and row["dense_ms"] and row["mkl_ms"] and row["libxsmm_ms"] == ""
+    assert row["command"] == "python bench/rivals.py --case 8x64x96 4x1 0.5 f32"
+    assert "8x64x96 4x1 0.5 f32" in capsys.readouterr().out
+
+
+def test_a_rival_that_is_wrong_is_not_timed(monkeypatch):
+    monkeypatch.setattr(rivals, "mkl", lambda p: (lambda: None, lambda: torch.zeros(p.m, p.n)))
+    with pytest.raises(RuntimeError, match="mkl must agree with dense; got 1"):
+        rivals.contestants(rivals.Problem("8x64x96", "4x1", 0.5, "f32"), None)
