@@ -76,7 +76,8 @@ def test_the_same_bits_from_the_second_x_on(ran, spec, dtype, tokens):
         for _ in range(4):
             x = torch.randn(2, tokens, K, dtype=dtype)
             same(shared(x), alone(x))
-    assert ran == [3, 3, 3]
+    # What CSR's kernel derives depends on the number of rows, in which these layers differ.
+    assert ran == ([] if spec.startswith("csr") else [3, 3, 3])
 
 
 def test_recorded_calls_are_those_of_the_layers(ran):
