@@ -49,11 +49,16 @@ template <class T>
   return *const_cast<const volatile T*>(&memory);
 }
 
+// What is done along the way, after each kSteps reduction features of a block. Here: nothing.
+struct NoBlockWork {
+  [[gnu::always_inline]] void operator()() const {}
+};
+
 // Entries from … to of the row, added to the sums; `values` of its entry 0 on.
-template <class I, Layout kLayout, int kSteps, int Rows, int Vectors>
+template <class I, Layout kLayout, int kSteps, int Rows, int Vectors, class Work = NoBlockWork>
 [[gnu::always_inline]] inline void gather_entries(const GatherRow& row, const float* values,
                                                   std::int32_t from, std::int32_t to,
-                                                  Vec<I> (&sum)[Rows][Vectors]) {
+                                                  Vec<I> (&sum)[Rows][Vectors], Work work = {}) {
   constexpr std::int64_t lanes = Vectors * I::kWidth;
   const auto step = [&sum](const float* x, const float* w, std::int64_t stride) {
     Vec<I> xv[Vectors];
@@ -87,6 +92,7 @@ template <class I, Layout kLayout, int kSteps, int Rows, int Vectors>
           if (i * Rows % 16 == 0) __builtin_prefetch(next + i * Rows);
           step(x, w + i, row.stride);
         }
+        work();
       }
     }
   } else {
@@ -102,6 +108,7 @@ template <class I, Layout kLayout, int kSteps, int Rows, int Vectors>
           __builtin_prefetch(next);
           step(x, w, 1);
         }
+        work();
       }
     }
   }

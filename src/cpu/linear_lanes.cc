@@ -21,7 +21,7 @@ namespace {
 constexpr std::int64_t kPackingTokens = 256;
 constexpr std::int64_t kMostPacked = 4 << 20;  // floats
 
-constexpr std::int64_t kFewBlocks = 3;  // of an output block, on average
+constexpr std::int64_t kFewBlocks = 2;  // of an output block, on average
 
 // Whether vectors of tokens are at most a twentieth empty.
 bool fills_vectors(std::int64_t tokens, std::int64_t width) {
@@ -185,7 +185,8 @@ Reason supports_lanes(const LaneKernels& kernels, const Problem& p, const Machin
     return cat("takes blocks of a multiple of ", kernels.panels.width, " outputs; got ", s.out_block);
   }
   // linear.cc's woven sums are faster then (32×1 at a density of 0.05, 512 tokens, Zen 4: 1.31 and 1.18 ms),
-  // unless rows have so few blocks that little can stand between them (32×32: 1.26 and 1.38).
+  // unless rows have so few blocks that little can stand between or within them (Zen 5, GFLOP/s here and
+  // there: 1.2 blocks of 32×32 207 and 183, 2.4 of 16×16 172 and 202).
   if (p.weight.dtype == DType::f32 && p.out == DType::f32 && fills_vectors(p.tokens, kernels.panels.width) &&
       s.entries >= kFewBlocks * s.out_blocks) {
     return cat("takes, of floats in rows of ", kFewBlocks,

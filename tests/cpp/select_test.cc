@@ -123,7 +123,7 @@ TEST(SelectTest, ConfigurationsFollowTheProblem) {
   }
   EXPECT_EQ(
       find_kernel("avx512_linear_lanes")->supports(layer_problem(512, 768, 768, 32, 1, 0.5), machine),
-      "takes, of floats in rows of 3 blocks or more, tokens that leave more than a twentieth as many lanes "
+      "takes, of floats in rows of 2 blocks or more, tokens that leave more than a twentieth as many lanes "
       "empty; got 512");
   // Blocks that are packed in the call take tokens to pay for it; few outputs fill no vector of AVX-512.
   config_for<cpu::Blocking>(layer_problem(133, 768, 768, 32, 16, 0.5), machine, "avx512", "avx512_linear");
