@@ -363,6 +363,9 @@ def test_a_singular_hessian_is_damped_more_and_said():
     with pytest.warns(RuntimeWarning, match=r"XᵀX of fc is singular; dampening raised from 0\.001 to 0\.1"):
         new, mask = reconstruct_weight(weight, gram, "2:4", dampening=0.001, name="fc")
     assert mask.kept == 16 and new.isfinite().all()
+    exact = torch.ones(8, 8, dtype=torch.float64) * 4  # its factor has zeros on the diagonal
+    with pytest.warns(RuntimeWarning, match=r"singular; dampening raised from 0 to 1e-05"):
+        damped("x", exact, 0.0, "w")
     bad = torch.diag(torch.tensor([-1e9, 1.0]))
     with pytest.raises(ValueError, match="XᵀX of w must be positive definite after dampening"):
         damped("x", bad, 0.01, "w")

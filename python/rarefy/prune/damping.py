@@ -54,8 +54,9 @@ def damped(op: str, gram: torch.Tensor | Damped, dampening: float, name: str) ->
         made = gram.clone()
         made.diagonal().add_(used * (mean or 1.0))
         lower, info = torch.linalg.cholesky_ex(made)
-        inverse = torch.cholesky_inverse(lower)
-        if int(info) == 0 and bool(torch.isfinite(inverse).all()):
+        # Of a factor with a zero or worse on its diagonal torch makes no inverse, it raises.
+        inverse = torch.cholesky_inverse(lower) if int(info) == 0 else None
+        if inverse is not None and bool(torch.isfinite(inverse).all()):
             if attempt:
                 what = f"XᵀX of {name} is singular"
                 text = f"[{op}] {what}; dampening raised from {dampening:g} to {used:g}"
