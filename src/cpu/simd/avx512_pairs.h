@@ -301,9 +301,12 @@ struct Avx512Bf16 : Avx512Pairs<Avx512Bf16> {
     each([&](int o, int h) { _mm512_storeu_ps(s.sums + o * kPanelTokens + h * 16, sum[o][h]); });
   }
 
+  // 4 outputs have two sets of sums, for even and odd pairs, as Zen 5 starts two products a cycle, which take
+  // 6; whatever the tokens, so that bits are the same in every batch.
   template <int kOutputs, int kHalves, PairSource kSource>
   static void multiply_few(const PairLines& s) {
-    __m512 sum[kOutputs][kHalves];
+    constexpr int kSets = kOutputs > 4 ? 1 : 2;
+    __m512 sum[kSets][kOutputs][kHalves];
     const auto each = [](auto f) {
 #pragma GCC unroll 8
       for (int o = 0; o < kOutputs; ++o) {
@@ -312,14 +315,15 @@ struct Avx512Bf16 : Avx512Pairs<Avx512Bf16> {
       }
     };
     each([&](int o, int h) {
-      sum[o][h] = s.first ? _mm512_setzero_ps() : _mm512_loadu_ps(s.sums + o * kPanelTokens + h * 16);
+      sum[0][o][h] = s.first ? _mm512_setzero_ps() : _mm512_loadu_ps(s.sums + o * kPanelTokens + h * 16);
+      if constexpr (kSets == 2) sum[1][o][h] = _mm512_setzero_ps();
     });
     const std::uint16_t *w = s.w, *x = s.panel;
     const std::uint32_t* offsets = s.offsets;
     for (std::int32_t left = s.pairs; left > 0; left -= kGroup / 2, w += kOutputs * kGroup) {
       const std::int32_t pairs = left < kGroup / 2 ? left : kGroup / 2;
       if constexpr (kSource == PairSource::whole) x = s.panel + *offsets++;
-      for (std::int32_t p = 0; p < pairs; ++p) {
+      const auto add = [&](std::int32_t p, auto& to) {
         __m512i xv[2];
         if constexpr (kSource == PairSource::columns) {
           const __m512i a = _mm512_loadu_si512(x + offsets[0]), b = _mm512_loadu_si512(x + offsets[1]);
@@ -337,11 +341,22 @@ struct Avx512Bf16 : Avx512Pairs<Avx512Bf16> {
           __builtin_memcpy(&pair, w + o * kGroup + 2 * p, sizeof(pair));
           const auto wv = (__m512bh)_mm512_set1_epi32(pair);
 #pragma GCC unroll 2
-          for (int h = 0; h < kHalves; ++h) sum[o][h] = _mm512_dpbf16_ps(sum[o][h], wv, (__m512bh)xv[h]);
+          for (int h = 0; h < kHalves; ++h) to[o][h] = _mm512_dpbf16_ps(to[o][h], wv, (__m512bh)xv[h]);
+        }
+      };
+      std::int32_t p = 0;
+      if constexpr (kSets == 2) {
+        for (; p + 2 <= pairs; p += 2) {
+          add(p, sum[0]);
+          add(p + 1, sum[1]);
         }
       }
+      for (; p < pairs; ++p) add(p, sum[0]);
     }
-    each([&](int o, int h) { _mm512_storeu_ps(s.sums + o * kPanelTokens + h * 16, sum[o][h]); });
+    each([&](int o, int h) {
+      if constexpr (kSets == 2) sum[0][o][h] = _mm512_add_ps(sum[0][o][h], sum[1][o][h]);
+      _mm512_storeu_ps(s.sums + o * kPanelTokens + h * 16, sum[0][o][h]);
+    });
   }
 
   // As many columns at a time, their sums in registers.
