@@ -29,11 +29,12 @@ _ELEMENTS = 1 << 18
 
 
 class _Member(NamedTuple):
-    """What a layer's result follows from, beside x."""
+    """What a layer's result follows from, beside x. Modules weakly: they hold what holds this."""
 
-    layer: nn.Module
-    weight: nn.Module
-    pattern: object
+    layer: weakref.ref
+    weight: weakref.ref
+    kept: dict  # another one once the weight has another pattern or mode
+    rounds_x: bool
     values: Tensor
     bias: Tensor | None
     scales: Tensor | None
@@ -41,14 +42,16 @@ class _Member(NamedTuple):
 
     def holds(self, x: Tensor) -> bool:
         """Whether all of it is as it was, and a call with x meets nothing on its way."""
-        layer, weight, values, bias = self.layer, self.weight, self.values, self.bias
+        layer, weight, values, bias = self.layer(), self.weight(), self.values, self.bias
         return (
-            layer._modules["weight"] is weight
+            layer is not None
+            and layer._modules["weight"] is weight
             and weight._parameters.get("values") is values
             and layer.bias is bias
             and weight._buffers.get("scales") is self.scales
             and weight._meets_nothing(x, values, bias)
-            and weight._pattern is self.pattern
+            and weight._kept is self.kept
+            and weight.rounds_x == self.rounds_x
             and self.written == _written(values, bias, self.scales)
             and not (
                 torch.is_grad_enabled()
@@ -66,11 +69,13 @@ class _Call(NamedTuple):
 
     numbers: tuple[int, ...]
     dtype: torch.dtype
+    features: int
     members: tuple[_Member, ...]
     arguments: tuple  # of the op after x
 
     def holds(self, x: Tensor) -> bool:
-        return x.dtype == self.dtype and all(member.holds(x) for member in self.members)
+        fits = x.dtype == self.dtype and x.shape[-1] == self.features
+        return fits and all(member.holds(x) for member in self.members)
 
 
 class _Round(NamedTuple):
@@ -78,11 +83,15 @@ class _Round(NamedTuple):
 
     x: weakref.ref
     version: int
-    called: list[int]  # who, in order
+    called: dict[int, None]  # who, in order
     ready: dict[int, tuple[_Member, Tensor]]
 
     def is_of(self, x: Tensor) -> bool:
         return self.x() is x and self.version == x._version
+
+    @property
+    def first(self) -> int:
+        return next(iter(self.called))
 
 
 class SharedInput:
@@ -102,9 +111,11 @@ class SharedInput:
 
     def result(self, at: int, layer: nn.Module, x: Tensor) -> Tensor | None:
         """The product of layer number `at` with x, or None: it is to compute it for itself."""
-        if torch.compiler.is_compiling() or type(x) not in PLAIN or x.numel() < _ELEMENTS:
+        if torch.compiler.is_compiling() or type(x) not in PLAIN or torch.jit.is_tracing():
             return None
-        if x.is_inference() or (x.requires_grad and torch.is_grad_enabled()):
+        if x.is_nested or x.dim() == 0 or x.numel() < _ELEMENTS or x.layout is not torch.strided:
+            return None
+        if x.device.type != "cpu" or x.is_inference() or (x.requires_grad and torch.is_grad_enabled()):
             return None  # nothing counts the writes to an inference tensor
         known = self._layers.get(at)
         if known is None or known() is not layer:
@@ -112,12 +123,16 @@ class SharedInput:
         now = self._round  # other threads may put theirs in its place
         if now is None or not now.is_of(x):
             if now is not None:
-                self._followers[now.called[0]] = tuple(dict.fromkeys(now.called))
-            now = self._round = _Round(weakref.ref(x), x._version, [at], {})
+                self._followers[now.first] = tuple(now.called)
+            now = self._round = _Round(weakref.ref(x), x._version, {at: None}, {})
             return self._together(now, at, x)
-        now.called.append(at)
+        if at == now.first:  # x comes anew, as a buffer may that something else than torch fills
+            now.ready.clear()
+        now.called[at] = None
         member, y = now.ready.pop(at, (None, None))
-        return y if y is not None and member.layer is layer and member.holds(x) else None
+        if y is None or member.layer() is not layer or not member.holds(x):
+            return None
+        return y if y.is_inference() == torch.is_inference_mode_enabled() else None
 
     def _together(self, now: _Round, first: int, x: Tensor) -> Tensor | None:
         numbers = self._followers.get(first, ())
@@ -146,7 +161,7 @@ def _call_of(numbers: tuple[int, ...], layers: list[nn.Module], x: Tensor) -> _C
     scales = [] if members[0].scales is None else [member.scales for member in members]
     biases, rows = [member.bias for member in members], [layer.out_features for layer in layers]
     lists = (list(values), scales, list(plans), biases, rows, x.shape[-1], list(prepared), list(packed))
-    return _Call(numbers, x.dtype, members, (*lists, key, dynamic, rounds_x))
+    return _Call(numbers, x.dtype, x.shape[-1], members, (*lists, key, dynamic, rounds_x))
 
 
 def _operand(layer: nn.Module, x: Tensor) -> tuple | None:
@@ -159,8 +174,10 @@ def _operand(layer: nn.Module, x: Tensor) -> tuple | None:
     )
     if kind not in (PatternWeight.linear, Int8Weight.linear) or type(values) is not nn.Parameter:
         return None
-    member = _Member(layer, weight, weight.pattern, values, bias, scales, _written(values, bias, scales))
-    if x.device.type != "cpu" or x.shape[-1] != layer.in_features or not member.holds(x):
+    plan, written = weight.plan, _written(values, bias, scales)  # plan first: it settles the pattern
+    kept, modules = weight._kept, (weakref.ref(layer), weakref.ref(weight))
+    member = _Member(*modules, kept, weight.rounds_x, values, bias, scales, written)
+    if x.shape[-1] != layer.in_features or not member.holds(x):
         return None
     int8 = kind is Int8Weight.linear
     if (
@@ -173,7 +190,7 @@ def _operand(layer: nn.Module, x: Tensor) -> tuple | None:
         return None
     prepared, packed, key = weight.derived(x) or (None, None, 0)
     same = (int8 and weight.dynamic, weight.rounds_x, key, values.dtype, *weight.block_shape)
-    return same, member, weight.blocks(values), weight.plan, prepared, packed
+    return same, member, weight.blocks(values), plan, prepared, packed
 
 
 def mark(layers: Iterable[nn.Module]) -> None:

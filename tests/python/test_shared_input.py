@@ -1,7 +1,10 @@
 """Layers that see one x run as one op, and nobody can tell but by the clock."""
 
 import copy
+import gc
 import pickle
+import warnings
+import weakref
 
 import pytest
 import torch
@@ -131,6 +134,103 @@ def test_what_changes_between_is_seen(ran):
             results.append((q, k, v, each.k(mine), each.v(mine)))
         same(*results)
     assert ran == [3]
+
+
+def layers_of(attention):
+    return attention.q, attention.k, attention.v
+
+
+@pytest.mark.parametrize(
+    ("spec", "change"),
+    [
+        ("block:16x1@0.5:int8", lambda weight: setattr(weight, "dynamic", False)),
+        ("block:16x1@0.5:bf16x", lambda weight: weight.stored_as(None, rounds_x=False)),
+        ("block:16x1@0.5", lambda weight: weight.stored_as(torch.bfloat16)),
+    ],
+)
+def test_another_mode_of_the_weights_is_seen(ran, spec, change):
+    shared, alone = model(spec), model(spec, fuse=False)
+    with torch.no_grad():
+        for _ in range(2):
+            shared(torch.randn(80, K))
+        before = shared(torch.ones(80, K))
+        for each in (shared, alone):
+            for layer in layers_of(each):
+                change(layer.weight)
+        for _ in range(2):
+            x = torch.randn(80, K)
+            same(shared(x), alone(x))
+        assert not torch.equal(shared(torch.ones(80, K) / 3)[0], before[0])
+    assert set(ran) == {3}
+
+
+def test_an_x_that_a_buffer_fills_anew_finds_nothing_old():
+    shared, alone = model(), model(fuse=False)
+    with torch.no_grad():
+        shared(torch.randn(9, K))
+        x = torch.randn(9, K)
+        shared.q(x)  # and what follows does not come: an error, say
+        x.numpy()[:] *= 2  # no version counts this
+        same(shared(x), alone(x))
+        for _ in range(9):
+            for layer in layers_of(shared):
+                layer(x)
+        assert len(shared.q.shares[0]._round.called) == 3  # not one for every call
+
+
+def test_x_that_do_not_fit_go_the_layers_way():
+    shared, alone = model(), model(fuse=False)
+    with torch.no_grad():
+        for _ in range(2):
+            shared(torch.randn(9, K))
+        for x in (torch.randn(9, K + 1), torch.randn(()), torch.ones(9, K, dtype=torch.int32)):
+            with pytest.raises((ValueError, TypeError)) as wanted:
+                alone.q(x)
+            with pytest.raises(type(wanted.value)) as got:
+                shared.q(x)
+            assert str(got.value) == str(wanted.value)
+        assert shared.q(torch.empty(9, K, device="meta")).shape == (9, K)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch calls its nested tensors a prototype
+            parts = [torch.randn(3, K), torch.randn(5, K)]
+            for _ in range(3):
+                x = torch.nested.nested_tensor(parts)
+                for got, wanted in zip(shared(x), alone(x), strict=True):
+                    same(got.unbind(), wanted.unbind())
+
+
+def test_a_result_of_inference_mode_stays_there():
+    shared = model()
+    with torch.no_grad():
+        shared(torch.randn(9, K))
+        x = torch.randn(9, K)
+        with torch.inference_mode():
+            assert shared.q(x).is_inference()
+        assert not shared.k(x).is_inference()
+
+
+def test_a_trace_says_nothing_of_it():
+    shared = model()
+    with torch.no_grad(), warnings.catch_warnings():
+        shared(torch.randn(9, K))
+        warnings.simplefilter("error", torch.jit.TracerWarning)
+        traced, x = torch.jit.trace(shared, torch.randn(9, K), check_trace=False), torch.randn(9, K)
+        same(traced(x), shared(x))
+
+
+def test_a_model_leaves_its_memory():
+    shared = model()
+    with torch.no_grad():
+        for _ in range(3):
+            shared(torch.randn(9, K))
+    gone = weakref.ref(shared.k.weight.values)
+    gc.collect()
+    gc.disable()
+    try:
+        del shared
+        assert gone() is None  # at once: nothing that only the collector finds
+    finally:
+        gc.enable()
 
 
 def test_results_are_handed_out_once():
