@@ -4,6 +4,7 @@
 #include "cpu/linear_pieces.h"
 
 #include <algorithm>
+#include <limits>
 
 #include "core/checked.h"
 #include "core/message.h"
@@ -271,10 +272,17 @@ class Task {
 };
 
 Status check_cut(const Shape& s, const PiecesBlocking& b) {
-  if (b.columns >= 1 && b.columns <= s.part && b.rows >= 1 && b.rows <= kMostRows) return {};
-  return invalid("pieces",
-                 cat("columns and rows of the config must be in [1, ", s.part, "] and [1, ", kMostRows, ']'),
-                 cat(b.columns, " and ", b.rows));
+  if (b.columns < 1 || b.columns > s.part || b.rows < 1 || b.rows > kMostRows) {
+    return invalid(
+        "pieces", cat("columns and rows of the config must be in [1, ", s.part, "] and [1, ", kMostRows, ']'),
+        cat(b.columns, " and ", b.rows));
+  }
+  // Lists count pieces, and their columns in fours, in 32 bits: a piece for each row and tile, parts,
+  // padding.
+  const std::int64_t tiles = ceil_div(s.red_blocks, b.columns);
+  const std::int64_t most = s.out_blocks * (tiles + 1) + s.entries / 2;
+  if (most <= std::numeric_limits<std::int32_t>::max()) return {};
+  return invalid("pieces", "columns of the config must leave fewer than 2^31 pieces", cat(b.columns));
 }
 
 Status check_blocking(const Kernels& kernels, const Shape& s, const PiecesBlocking& b) {
@@ -309,6 +317,7 @@ PiecesBlocking cut(const Kernels& kernels, const Shape& s, const Machine& machin
 
 Reason supports_pieces(const Kernels& kernels, const Problem& p, const Machine& machine) {
   const Shape s(p);
+  if (s.entries == 0) return "takes a stored block or more";  // `cut` divides by what is there
   if (s.out_block > 2 || s.red_block > 2) {
     return cat("takes blocks of 1 or 2 outputs and inputs; got ", s.out_block, " and ", s.red_block);
   }

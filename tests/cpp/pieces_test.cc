@@ -240,6 +240,32 @@ TEST_P(PiecesTest, RefuseConfigurations) {
   }
 }
 
+// Matrices without a side have no tile to cut; sums of nothing are the bias.
+TEST_P(PiecesTest, LeaveWhatStoresNothingToOthers) {
+  const Force force(GetParam());
+  for (const auto& [n, k] : {std::pair<std::int64_t, std::int64_t>{8, 0}, {0, 8}, {0, 0}, {8, 8}}) {
+    for (const Op op : {Op::linear, Op::grad_input}) {
+      EXPECT_EQ(explain(make_problem(op, {n, k, 1, 1, 0}, 16, DType::f32)).kernel.find("pieces"),
+                std::string::npos);
+    }
+  }
+  const Pattern pattern = *Pattern::create({3, 0, 1, 1, 0}, std::vector<std::int32_t>(4), {});
+  const float none = 0, bias[] = {1, -2, 3};
+  std::vector<float> y(3 * 6, 7);
+  expect_ok(linear({&none, DType::f32, 6, 0, 0}, {pattern.view(), &none, DType::f32}, bias, Activation::none,
+                   {y.data(), DType::f32, 6, 3, 3}, {}));
+  for (std::size_t i = 0; i < y.size(); ++i) EXPECT_EQ(y[i], bias[i % 3]);
+}
+
+// Counted in 32 bits: a configuration that makes more is refused before anything is written.
+TEST_P(PiecesTest, RefuseMorePiecesThanCanBeCounted) {
+  Call call;
+  call.problem = make_problem(Op::linear, {1 << 16, 1 << 16, 1, 1, 1}, 16, DType::f32);
+  const Kernel& pieces = kernel(Op::linear, true);
+  call.config = *parse_config(pieces, pieces.configure(call.problem, cpu_machine()), "columns=1");
+  EXPECT_NE(pieces.prepare(call, nullptr).message().find("fewer than 2^31 pieces"), std::string::npos);
+}
+
 TEST_P(PiecesTest, GiveTheSameBitsOnAnyThreads) {
   const Problem problem = make_problem({45, 900, 700, 1, 1, 0.4, DType::f32, true, 3});
   for (const Op op : {Op::linear, Op::grad_input}) {
