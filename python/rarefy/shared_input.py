@@ -188,6 +188,7 @@ def _operand(layer: nn.Module, x: Tensor) -> tuple | None:
         return None
     if (bias is not None and bias.dtype != x.dtype) or not unrecorded(x, values, bias):
         return None
+    weight.prepare(x.dtype)  # packs at once, as this is kept: `derived` would wait for a second call
     prepared, packed, key = weight.derived(x) or (None, None, 0)
     same = (int8 and weight.dynamic, weight.rounds_x, key, values.dtype, *weight.block_shape)
     return same, member, weight.blocks(values), plan, prepared, packed

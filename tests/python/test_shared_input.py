@@ -164,6 +164,20 @@ def test_another_mode_of_the_weights_is_seen(ran, spec, change):
     assert set(ran) == {3}
 
 
+def test_frozen_weights_stay_packed_when_gradients_are_on(monkeypatch):
+    held, op = [], shared_input._linears
+    monkeypatch.setattr(shared_input, "_linears", lambda *args: (held.append(args[8]), op(*args))[1])
+    shared = model("block:16x1@0.5:int8").requires_grad_(False)
+    for _ in range(2):
+        shared(torch.randn(80, K))
+    for layer in layers_of(shared):
+        layer.weight.values.copy_(layer.weight.values.clone())  # as load_state_dict does
+    for _ in range(2):
+        shared(torch.randn(80, K))
+    packs = shared.q.weight.derived(torch.randn(80, K)) != ()
+    assert len(held) == 3 and all((packed is not None) == packs for call in held for packed in call)
+
+
 def test_an_x_that_a_buffer_fills_anew_finds_nothing_old():
     shared, alone = model(), model(fuse=False)
     with torch.no_grad():
