@@ -237,7 +237,7 @@ std::string unsupported(const GradientProblem& p) {
   if (p.x_stride % piece != 0 || p.dy_stride % piece != 0) return "TMA needs rows of X and dY 16 bytes apart";
   if (p.x_stride < p.cols || p.dy_stride < p.rows) return "TMA needs rows that do not overlap";
   if (p.tokens < 1) return "there are no tokens";
-  if (p.tokens > INT32_MAX - 64 || p.blocks * p.block_rows > INT32_MAX ||
+  if (p.tokens > INT32_MAX - 1024 || p.blocks * p.block_rows > INT32_MAX ||
       p.blocks * p.block_rows * p.block_cols / 8 > INT32_MAX)
     return "coordinates are 32-bit";
   if (!p.whole() && ceil_div(p.cols, p.block_cols) * p.block_cols > std::int64_t{kMostUnionColumns} * 16)

@@ -392,7 +392,8 @@ cudaError_t launch_type(const GradientConfig& c, std::int64_t tiles, const Gradi
 cudaError_t launch(const GradientProblem& p, const GradientConfig& config, const GradientOperands& o,
                    cudaStream_t stream) {
   const std::int64_t tiles = tiles_at_most(p, config);
-  if (tiles == 0) return o.dbias == nullptr ? cudaSuccess : cudaErrorInvalidValue;
+  if (o.dbias != nullptr && (tiles == 0 || p.dtype == DType::f32)) return cudaErrorInvalidValue;
+  if (tiles == 0) return cudaSuccess;
   if (config.wide < 64 && o.prepared == nullptr) return cudaErrorInvalidValue;
   GradientParams params = of_pattern(p, config, o.crow, o.col);
   params.list = o.prepared == nullptr ? nullptr : o.prepared + list_at(p, config);
