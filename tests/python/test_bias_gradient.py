@@ -70,6 +70,40 @@ def test_of_a_layer_without_blocks(device):
     check(layer, 100, integers=True)
 
 
+@pytest.mark.parametrize("needs", ["bias", "x bias", "values bias", "x values bias", "x values"])
+@pytest.mark.parametrize("rows", [(), (0,), (1,), (3, 50)], ids=str)
+def test_beside_any_other_gradients(device, needs, rows):
+    """What is not asked for is not there; dY as it comes: whole, one row for all, one number, with gaps."""
+    layer = layer_of(256, 192, (64, 64), 0.4, torch.bfloat16, device)
+    x = torch.randn(*rows, 192, device=device).bfloat16()
+    leaves = {"x": x, "values": layer.weight.values, "bias": layer.bias}
+    for name, leaf in leaves.items():
+        leaf.requires_grad_(name in needs.split())
+    y, wide = layer(x), helpers.small_integers(max(1, x.numel() // 192), 264).to(device, torch.bfloat16)
+    gaps = wide[: x.numel() // 192, :256].view(*rows, 256) if rows else wide[0, :256]
+    for dy in (gaps, gaps.contiguous(), wide[0, :256].expand_as(y), wide[0, 0].expand_as(y)):
+        for create_graph in (False, True):
+            got = torch.autograd.grad(
+                y, [leaves[n] for n in needs.split()], dy, retain_graph=True, create_graph=create_graph
+            )
+            assert [g.shape for g in got] == [leaves[n].shape for n in needs.split()]
+            if "bias" in needs:
+                assert torch.equal(got[-1], dy.double().reshape(-1, 256).sum(0).bfloat16())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("block", [(128, 128), (64, 64), (32, 32), (16, 16)], ids=str)
+def test_nan_and_overflow_stay_in_their_features(device, block, dtype):
+    """Also where a row stores nothing: the first one, and most of these."""
+    layer = layer_of(520, 256, block, 0.15, dtype, device)
+    dy = torch.ones(130, 520)
+    dy[129, ::7], dy[64, 5::11], dy[:, 519] = torch.nan, torch.inf, 60000
+    layer(torch.randn(130, 256).to(device, dtype)).backward(dy.to(device, dtype))
+    want = dy.to(dtype).double().sum(0).to(dtype)
+    assert dtype == torch.bfloat16 or want[519].isinf()
+    torch.testing.assert_close(layer.bias.grad.cpu(), want, rtol=0, atol=0, equal_nan=True)
+
+
 @pytest.mark.skipif(not HOPPER, reason="no GPU of compute capability 9.0")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_dy_is_read_once_on_hopper(dtype):
