@@ -323,3 +323,12 @@ def test_compiles():
         x = torch.randn(9, K)
         for a, b in zip(torch.compile(shared)(x), shared(x), strict=True):
             torch.testing.assert_close(a, b)
+
+
+def test_other_devices_are_not_watched():
+    """There each layer goes its own way; to watch would only cost the host its time."""
+    shared = model().to("meta")
+    with torch.no_grad():
+        for _ in range(2):
+            shared(torch.randn(9, K, device="meta"))
+    assert shared.q.shares[0]._round is None
