@@ -150,7 +150,8 @@ class HoldsDerived:
 
         Nothing where they want nothing. Made when it is first asked for; see derived.py.
         """
-        tracing = type(x) not in PLAIN or torch.compiler.is_compiling()
+        # torch.jit.trace would write down the ops that ask and prepare, whose results are numbers: it cannot.
+        tracing = type(x) not in PLAIN or torch.compiler.is_compiling() or torch.jit.is_tracing()
         if tracing and not isinstance(x, torch.Tensor):
             return ()  # the op says what is wrong
         dtype = self._multiplied(dtype_of_product(x) if in_autocast() else x.dtype)

@@ -1,10 +1,13 @@
 """The ops inside PyTorch: autograd of any order, autocast, opcheck, torch.compile and torch.export."""
 
+import copy
+
 import pytest
 import torch
 from torch.nn.functional import linear as dense_linear
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import rarefy
 from helpers import random_bsr
 from rarefy import ops
 
@@ -154,6 +157,19 @@ def test_what_traces_write_down_has_derivatives(trace):
     torch.testing.assert_close(
         torch.autograd.grad(graph(leaf).sum(), leaf), torch.autograd.grad(f(leaf).sum(), leaf)
     )
+
+
+@pytest.mark.parametrize("spec", ["block:4x1@0.5", "block:16x1@0.5:int8", "csr@0.5"])
+def test_a_layer_that_never_ran_is_traced_and_its_trace_follows_the_weights(spec):
+    layer = rarefy.BlockSparseLinear.from_dense(torch.nn.Linear(64, 48), spec).eval().requires_grad_(False)
+    with torch.no_grad():
+        new = copy.deepcopy(layer)
+        for each in (new, layer):  # nothing derived from the weight, then all of it
+            traced, x = torch.jit.trace(each, torch.randn(80, 64), check_trace=False), torch.randn(80, 64)
+            torch.testing.assert_close(traced(x), each(x))
+            layer(x)
+            each.weight.values.zero_()
+            assert torch.equal(traced(x), each.bias.expand(80, 48))
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
