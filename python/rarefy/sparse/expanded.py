@@ -1,8 +1,8 @@
 """Sparse × sparse on a GPU: all pairs of blocks that meet, sorted by where they belong, and summed.
 
 "Expand, sort, compress" (Bell, Dalton and Olson, 2012) in torch's operations, so on any device. A block is
-the sum of its pairs in a's order, in float32 or float64: equal calls have equal bits. Rows of a are taken
-in ranges, whose pairs bound the memory.
+the sum of its pairs in a's order, in float32 (products of blocks in tf32 where torch's may) or float64: equal
+calls have equal bits. Rows of a are taken in ranges, whose pairs bound the memory.
 """
 
 from __future__ import annotations
@@ -58,9 +58,8 @@ def _ranges(pa: BsrPattern, pb: BsrPattern) -> Iterator[tuple[Tensor, Tensor, Te
     by_row = before[crow]
     (r, s), c = pa.block_shape, pb.block_shape[1]
     most = max(1, _ELEMENTS // (r * s + s * c + r * c))
-    cuts = torch.arange(
-        most, int(by_row[-1]) + most + 1, most, device=col.device
-    )  # the last is beyond all pairs
+    # The last is beyond all pairs.
+    cuts = torch.arange(most, int(by_row[-1]) + most + 1, most, device=col.device)
     rows = torch.searchsorted(by_row, cuts).clamp_(max=pa.grid[0]).unique()
     bounds = torch.stack((crow[rows], by_row[rows])).T.tolist()
     block_rows = pa.block_rows()
