@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import faulthandler
 import math
 
 import pytest
@@ -665,6 +666,7 @@ def test_tied_and_frozen_weights():
 
 
 def _train_on_a_rank(rank, folder):
+    faulthandler.dump_traceback_later(200, exit=True)  # once it waited for ever: then this says where
     torch.distributed.init_process_group(
         "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2
     )
