@@ -10,6 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 import rarefy
 from helpers import random_bsr
+from ranks import one_rank
 from rarefy import ops
 
 torch.manual_seed(0)
@@ -293,9 +294,7 @@ def test_a_change_of_an_operand_is_still_noticed():
 
 
 def test_two_forwards_under_ddp_train_like_the_dense_layer(tmp_path):
-    store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
-    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
-    try:
+    with one_rank(tmp_path):
         sparse = rarefy.BlockSparseLinear(16, 12, density=1.0, block_shape=(4, 4))
         layers = torch.nn.Sequential(sparse.to_dense()), torch.nn.Sequential(sparse)
         for layer in layers:
@@ -308,5 +307,3 @@ def test_two_forwards_under_ddp_train_like_the_dense_layer(tmp_path):
                 optimizer.step()
         torch.testing.assert_close(sparse.to_dense().weight, layers[0][0].weight)
         torch.testing.assert_close(sparse.bias, layers[0][0].bias)
-    finally:
-        torch.distributed.destroy_process_group()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import faulthandler
 import math
 
 import pytest
@@ -13,6 +12,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn import functional
 
 import rarefy
+from ranks import results_of_ranks
 from rarefy import BlockSparseLinear, PseudoBlockSparseLinear
 from rarefy.masks import expand_mask, to_blocks
 from rarefy.prune import (
@@ -665,12 +665,7 @@ def test_tied_and_frozen_weights():
     assert first.weight.values is second.weight.values and torch.equal(mask, frozen.weight.block_mask())
 
 
-def _train_on_a_rank(rank, folder):
-    faulthandler.dump_traceback_later(200, exit=True)  # once it waited for ever: then this says where
-    torch.distributed.init_process_group(
-        "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2
-    )
-    torch.set_num_threads(1)
+def _train_on_a_rank(rank):
     layer = layer_of("block:4x3", 0.3)
     model = nn.parallel.DistributedDataParallel(nn.Sequential(layer))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
@@ -681,18 +676,12 @@ def _train_on_a_rank(rank, folder):
         functional.mse_loss(model(x), target).backward()
         optimizer.step()
         moving.step()
-    torch.save((layer.weight.block_mask(), layer.weight.to_dense(), moving.report()), f"{folder}/{rank}.pt")
-    torch.distributed.destroy_process_group()
+    return layer.weight.block_mask(), layer.weight.to_dense(), moving.report()
 
 
 @pytest.mark.timeout(300)
 def test_ranks_of_ddp_move_alike(tmp_path):
-    context = torch.multiprocessing.start_processes(
-        _train_on_a_rank, args=(str(tmp_path),), nprocs=2, join=False, start_method="spawn"
-    )
-    while not context.join(timeout=90):
-        pass
-    first, second = (torch.load(tmp_path / f"{rank}.pt", weights_only=False) for rank in (0, 1))
+    first, second = results_of_ranks(_train_on_a_rank, tmp_path)
     assert torch.equal(first[0], second[0]) and torch.equal(first[1], second[1])
     assert first[2] == second[2] and first[2][0].grown > 5
 

@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
 import rarefy
+from ranks import one_rank, results_of_ranks
 from rarefy import BlockSparseLinear, BsrPattern, BsrWeight, ops
 
 
@@ -322,11 +323,7 @@ def test_indices_that_only_look_like_a_pattern_of_another_rank_are_refused():
         weight.linear(torch.randn(2, 10))
 
 
-def _train_on_a_rank(rank, folder):
-    torch.distributed.init_process_group(
-        "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2
-    )
-    torch.set_num_threads(1)
+def _train_on_a_rank(rank):
     model = nn.Sequential(layer(seed=rank, k=40, n=28), nn.ReLU(), layer(seed=rank + 7, k=28, n=40))
     ddp = nn.parallel.DistributedDataParallel(model)
     generator = torch.Generator().manual_seed(3 + rank)
@@ -337,18 +334,12 @@ def _train_on_a_rank(rank, folder):
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-    torch.save((model.state_dict(), model[0].weight.to_dense()), f"{folder}/{rank}.pt")
-    torch.distributed.destroy_process_group()
+    return model.state_dict(), model[0].weight.to_dense()
 
 
 @pytest.mark.timeout(300)
 def test_ddp_with_a_seed_for_each_rank_trains_one_model(tmp_path):
-    context = torch.multiprocessing.start_processes(
-        _train_on_a_rank, args=(str(tmp_path),), nprocs=2, join=False, start_method="spawn"
-    )
-    while not context.join(timeout=90):
-        pass
-    (first, dense), (second, other) = (torch.load(tmp_path / f"{rank}.pt") for rank in (0, 1))
+    (first, dense), (second, other) = results_of_ranks(_train_on_a_rank, tmp_path)
     assert torch.equal(dense, other)
     for key in first:
         assert torch.equal(first[key], second[key]), key
@@ -358,10 +349,7 @@ def test_ddp_makes_a_weight_look_at_its_buffers_once(tmp_path, monkeypatch):
     looks = []
     equal = rarefy.pattern_weight._equal
     monkeypatch.setattr(rarefy.pattern_weight, "_equal", lambda *a: looks.append(1) or equal(*a))
-    torch.distributed.init_process_group(
-        "gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1
-    )
-    try:
+    with one_rank(tmp_path):
         model = layer()
         for turn in (1, 2):  # a second DDP module may bring another pattern
             ddp = nn.parallel.DistributedDataParallel(model)
@@ -371,8 +359,6 @@ def test_ddp_makes_a_weight_look_at_its_buffers_once(tmp_path, monkeypatch):
                 ddp(torch.randn(2, 10)).sum().backward()
             assert len(looks) == turn
         copy.deepcopy(model), pickle.dumps(model)
-    finally:
-        torch.distributed.destroy_process_group()
 
 
 # Meta and empty memory -----------------------------------------------------------------------------
