@@ -18,6 +18,24 @@ std::vector<Config> product_candidates(const Kernels& kernels, const Problem& pr
 std::int64_t product_workspace(const Kernels& kernels, const Problem& problem, const Config& config);
 Status run_product(const Kernels& kernels, std::span<const Call> calls);  // of linear, several on one x
 
+// linear or grad_input as out = W · in, with blocks of out_block × red_block.
+struct ProductShape {
+  std::int64_t out_blocks, red_blocks, out_block, red_block, entries;
+  bool transposed;
+
+  explicit ProductShape(const Problem& p)
+      : out_blocks(p.weight.shape.row_count()),
+        red_blocks(p.weight.shape.col_count()),
+        out_block(p.weight.shape.block_rows),
+        red_block(p.weight.shape.block_cols),
+        entries(p.weight.shape.nnzb),
+        transposed(p.op != Op::linear) {
+    if (!transposed) return;
+    std::swap(out_blocks, red_blocks);
+    std::swap(out_block, red_block);
+  }
+};
+
 // Tasks of a kernel that reads W once: the last ones to end are short.
 inline constexpr std::int64_t kTasksPerThread = 4;
 

@@ -28,22 +28,8 @@ bool fills_vectors(std::int64_t tokens, std::int64_t width) {
   return 20 * (ceil_div(tokens, width) * width - tokens) <= tokens;
 }
 
-// A call as out = W · in with blocks of out_block × red_block.
-struct Shape {
-  std::int64_t out_blocks, red_blocks, out_block, red_block, entries;
-  bool transposed;
-
-  explicit Shape(const Problem& p)
-      : out_blocks(p.weight.shape.row_count()),
-        red_blocks(p.weight.shape.col_count()),
-        out_block(p.weight.shape.block_rows),
-        red_block(p.weight.shape.block_cols),
-        entries(p.weight.shape.nnzb),
-        transposed(p.op == Op::grad_input) {
-    if (!transposed) return;
-    std::swap(out_blocks, red_blocks);
-    std::swap(out_block, red_block);
-  }
+struct Shape : ProductShape {
+  using ProductShape::ProductShape;
 
   bool packs() const { return !transposed && red_block > 1; }
   std::int64_t panel_size() const { return red_blocks * red_block * kLaneTokens; }  // floats

@@ -18,26 +18,14 @@ constexpr std::int64_t kMostRows = 1024;           // of a range, bounds scratch
 constexpr std::int64_t kMostColumns = kPartTerms;  // a piece meets the end of one part at most
 constexpr std::int64_t kLists = 4;                 // begin, after, end, columns
 
-// A call as out = W · in with blocks of out_block × red_block.
-struct Shape {
-  std::int64_t out_blocks, red_blocks, out_block, red_block, entries;
-  bool transposed, copies;
-  std::int32_t part;
+struct Shape : ProductShape {
+  bool copies;        // of the values: they lie otherwise, or are not floats
+  std::int32_t part;  // entries of a part of a sum
 
   explicit Shape(const Problem& p)
-      : out_blocks(p.weight.shape.row_count()),
-        red_blocks(p.weight.shape.col_count()),
-        out_block(p.weight.shape.block_rows),
-        red_block(p.weight.shape.block_cols),
-        entries(p.weight.shape.nnzb),
-        transposed(p.op == Op::grad_input),
-        copies(transposed || p.weight.dtype != DType::f32) {
-    if (transposed) {
-      std::swap(out_blocks, red_blocks);
-      std::swap(out_block, red_block);
-    }
-    part = part_entries(static_cast<std::int32_t>(red_block));
-  }
+      : ProductShape(p),
+        copies(transposed || p.weight.dtype != DType::f32),
+        part(part_entries(static_cast<std::int32_t>(red_block))) {}
 
   bool parted() const { return red_blocks >= part + least_entries(part); }
 };

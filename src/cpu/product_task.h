@@ -11,26 +11,14 @@
 namespace rarefy::cpu::product {
 
 // A call as one product: sizes first, for which the problem is enough.
-struct Sizes {
-  std::int64_t out_blocks, red_blocks;
-  std::int64_t out_block, red_block;
-  std::int64_t entries;
+struct Sizes : ProductShape {
   bool halves;        // W is stored in 16 bits
   std::int32_t part;  // entries of a part of a sum
 
   explicit Sizes(const Problem& p)
-      : out_blocks(p.weight.shape.row_count()),
-        red_blocks(p.weight.shape.col_count()),
-        out_block(p.weight.shape.block_rows),
-        red_block(p.weight.shape.block_cols),
-        entries(p.weight.shape.nnzb),
-        halves(p.weight.dtype != DType::f32) {
-    if (p.op != Op::linear) {
-      std::swap(out_blocks, red_blocks);
-      std::swap(out_block, red_block);
-    }
-    part = part_entries(static_cast<std::int32_t>(red_block), part_terms(p));
-  }
+      : ProductShape(p),
+        halves(p.weight.dtype != DType::f32),
+        part(part_entries(static_cast<std::int32_t>(red_block), part_terms(p))) {}
 
   // Whether a row can have several parts.
   bool parted() const { return red_blocks >= part + least_entries(part); }

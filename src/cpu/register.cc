@@ -1,5 +1,7 @@
 // The CPU's kernels as rows, best first. All that were compiled in are listed; what the processor lacks is
 // their reason.
+#include <type_traits>
+
 #include "core/message.h"
 #include "cpu/cpuid.h"
 #include "cpu/drivers.h"
@@ -30,6 +32,19 @@ Reason supports(const Problem& p, const Machine& machine) {
   return kSupports(kTable..., p);
 }
 
+// The same of kernels on floats: the dtypes, then the kernel's own answer, which may ask for the machine too.
+template <const std::string_view& kFeature, auto kSupports, const auto&... kTable>
+Reason supports_floats(const Problem& p, const Machine& machine) {
+  Reason reason = supports<kFeature, supports_dtypes>(p, machine);
+  if (!reason.empty()) return reason;
+  if constexpr (std::is_invocable_v<decltype(kSupports), decltype(kTable)..., const Problem&,
+                                    const Machine&>) {
+    return kSupports(kTable..., p, machine);
+  } else {
+    return kSupports(kTable..., p);
+  }
+}
+
 template <const cpu::FewKernels& kKernels, const std::string_view& kFeature>
 void add_few(Registry& registry, std::string_view name) {
   registry.push_back({
@@ -37,11 +52,7 @@ void add_few(Registry& registry, std::string_view name) {
       .device = Device::cpu,
       .family = kKernels.family,
       .name = name,
-      .supports =
-          [](const Problem& p, const Machine& machine) {
-            Reason reason = supports<kFeature, supports_dtypes>(p, machine);
-            return reason.empty() ? cpu::supports_few(kKernels, p) : reason;
-          },
+      .supports = supports_floats<kFeature, cpu::supports_few, kKernels>,
       .run = [](const Call& call) { return cpu::run_linear_few(kKernels, call); },
       .configure = cpu::configure_few,
       .fields = cpu::FewSplit::kFields,
@@ -89,11 +100,7 @@ void add_lanes(Registry& registry, std::string_view linear, std::string_view gra
         .device = Device::cpu,
         .family = kPanels.family,
         .name = op == Op::linear ? linear : grad_input,
-        .supports =
-            [](const Problem& p, const Machine& machine) {
-              Reason reason = supports<kFeature, supports_dtypes>(p, machine);
-              return reason.empty() ? cpu::supports_lanes(kKernels, p, machine) : reason;
-            },
+        .supports = supports_floats<kFeature, cpu::supports_lanes, kKernels>,
         .run =
             [](const Call& call) {
               return cpu::run_lanes(kKernels, {&call, 1});
@@ -119,11 +126,7 @@ void add_pieces(Registry& registry, std::string_view linear, std::string_view gr
         .device = Device::cpu,
         .family = kKernels.family,
         .name = op == Op::linear ? linear : grad_input,
-        .supports =
-            [](const Problem& p, const Machine& machine) {
-              Reason reason = supports<kFeature, supports_dtypes>(p, machine);
-              return reason.empty() ? cpu::supports_pieces(kKernels, p, machine) : reason;
-            },
+        .supports = supports_floats<kFeature, cpu::supports_pieces, kKernels>,
         .run = [](const Call& call) { return cpu::run_pieces(kKernels, call); },
         .configure = [](const Problem& p, const Machine& m) { return cpu::configure_pieces(kKernels, p, m); },
         .fields = cpu::PiecesBlocking::kFields,
@@ -147,11 +150,7 @@ void add_feed_forward(Registry& registry, std::string_view chained, std::string_
       .device = Device::cpu,
       .family = kKernels.family,
       .name = chained,
-      .supports =
-          [](const Problem& p, const Machine& machine) {
-            Reason reason = supports<kFeature, supports_dtypes>(p, machine);
-            return reason.empty() ? cpu::supports_feed_forward(kKernels, p) : reason;
-          },
+      .supports = supports_floats<kFeature, cpu::supports_feed_forward, kKernels>,
       .run = [](const Call& call) { return cpu::run_feed_forward(kKernels, call); },
       .configure = [](const Problem& p,
                       const Machine& m) { return cpu::configure_feed_forward(kKernels, p, m); },
