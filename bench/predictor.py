@@ -16,23 +16,29 @@ from pathlib import Path
 import torch
 
 import rarefy
-from rarefy.checks import DTYPE_NAMES
 from rarefy.predictor import Case, Predictor, measure
 from rows import write_csv
 
 SHAPES = ((3072, 768), (768, 3072), (1024, 1024), (1536, 512), (640, 960), (2048, 2048))
 TOKENS = (1, 2, 8, 32, 64, 256, 512, 1024)
 BLOCKS = (None, (4, 1), (16, 1), (32, 1), (16, 16), (32, 32))
+KINDS = {  # of what is stored; int8 under f32, CSR as blocks of one
+    "f32": (torch.float32, BLOCKS, {}),
+    "bf16": (torch.bfloat16, BLOCKS, {}),
+    "bf16x": (torch.float32, BLOCKS[1:], {"rounds_x": True}),
+    "int8": (torch.float32, BLOCKS[1:], {"int8": True}),
+    "csr": (torch.float32, ((1, 1),), {}),
+}
 DENSITIES = (0.5, 0.25, 0.1)
 MOST_WORK = 2e9  # products of a case: longer ones are left out
 
 
-def cases(dtypes: list[torch.dtype]) -> list[Case]:
+def cases(kinds: list[str]) -> list[Case]:
     """All combinations, or where they are many every seventh, so that each value of each is there."""
     found = [
-        Case(m, n, k, dtype, block, density)
-        for dtype in dtypes
-        for block in BLOCKS
+        Case(m, n, k, dtype, block, density, **more)
+        for dtype, blocks, more in (KINDS[kind] for kind in kinds)
+        for block in blocks
         for n, k in SHAPES
         for m in TOKENS
         for density in (DENSITIES if block else (1.0,))
@@ -45,13 +51,12 @@ def main() -> None:
     """Prints medians and quartiles of |predicted / measured − 1|, and writes every case where --csv says."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--dtypes", nargs="+", default=["f32", "bf16"])
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=["f32", "bf16"])
     parser.add_argument("--every", type=int, default=1, help="use every so manieth case")
     parser.add_argument("--csv", type=Path)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    names = {name: dtype for dtype, name in DTYPE_NAMES.items()}
-    chosen = cases([names[name] for name in args.dtypes])[:: args.every]
+    chosen = cases(args.kinds)[:: args.every]
     with tempfile.TemporaryDirectory() as folder:
         predictor = Predictor(Path(folder))
         begin = time.perf_counter()
@@ -83,7 +88,7 @@ def main() -> None:
     for group, found in errors.items():
         quartiles = statistics.quantiles(found, n=4, method="inclusive") if len(found) > 1 else found * 3
         print(
-            f"{group:18} {len(found):4} cases: median error {quartiles[1]:.1%}, "
+            f"{group:38} {len(found):4} cases: median error {quartiles[1]:.1%}, "
             f"upper quartile {quartiles[2]:.1%}"
         )
     if args.csv:

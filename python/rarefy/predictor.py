@@ -31,14 +31,18 @@ from .modules import BlockSparseLinear
 
 FEW = 4  # tokens, up to which kernels of their own read weights at the speed of memory
 _LANES = {"avx512": 16, "avx2": 8, "neon": 4}  # floats of a vector, by family
-_PANEL, _GROUP = 32, 32  # tokens of a panel in pairs, columns of a group (src/cpu/pairs.h)
+_PANEL = 32  # tokens of a panel in pairs, fours and lanes (src/cpu/pairs.h)
+_GROUP = {torch.int8: 64}  # columns of a group there, which may be half empty; 32 of 16-bit values
+_JOINED = 16  # rows of int8 that block rows of fewer are joined to
 
-# What is measured: (out_features, in_features), densities, tokens for each kind of kernel.
+# What is measured: (out_features, in_features), densities, tokens for each kind of kernel; those of them that
+# run the kernel in question, and the rarer ones where these are few.
 _SHAPES = ((768, 768), (384, 1536), (2048, 1024))
-_DENSITIES = (0.1, 0.5)
-_TOKENS = {True: (1, 4), False: (16, 128, 512)}
-_SECONDS = 0.02  # for a single measurement
-_FORMAT = 1  # of the file
+_DENSITIES, _RARER = (0.1, 0.5), (0.02, 0.005)
+_TOKENS = {True: (1, 4), False: (8, 64, 120, 512)}  # 120 leave lanes empty
+_LEAST = 9  # points
+_SECONDS = 0.015  # for a single measurement
+_FORMAT = 2  # of the file
 
 
 @dataclass(frozen=True)
@@ -46,6 +50,7 @@ class Case:
     """A layer and its input: what a time is predicted for. block: rows × columns; None: nn.Linear.
 
     rounds_x: of blocks under float32: values are bfloat16, and x may be rounded to it.
+    int8: of blocks: values are int8 with a scale a row, x is rounded token by token.
     """
 
     tokens: int
@@ -55,6 +60,7 @@ class Case:
     block: tuple[int, int] | None = None
     density: float = 1.0
     rounds_x: bool = False
+    int8: bool = False
 
     @property
     def blocks(self) -> int:
@@ -64,11 +70,22 @@ class Case:
         )
 
     @property
+    def stored(self) -> torch.dtype:
+        """Of the values."""
+        if self.block is None:
+            return self.dtype
+        return torch.int8 if self.int8 else torch.bfloat16 if self.rounds_x else self.dtype
+
+    @property
     def group(self) -> str:
-        """Cases of one group are predicted from the same measurements."""
-        block = "dense" if self.block is None else "{}x{}".format(*self.block)
-        name = "bf16x" if self.rounds_x and self.block is not None else DTYPE_NAMES[self.dtype]
-        return f"{name} {block} {'few' if self.tokens <= FEW else 'many'}"
+        """Cases of one group run one kernel, and are predicted from the same measurements."""
+        few, name = "few" if self.tokens <= FEW else "many", DTYPE_NAMES[self.dtype]
+        if self.block is None:
+            return f"{name} dense {few}"
+        kernel, config = _explained(self, torch.get_num_threads(), backend_info()["forced_impl"] or "")
+        how = " scatter" if config.get("scatter") else ""
+        stored = f"{name} int8" if self.int8 else "bf16x" if self.rounds_x else name
+        return "{} {}x{} {} {}{}".format(stored, *self.block, few, kernel, how)
 
 
 # What a kernel does, in terms that each have their own cost -----------------------------------------
@@ -79,7 +96,7 @@ def _explained(case: Case, threads: int, forced: str) -> tuple[str, dict[str, in
     """Name and configuration of the kernel that the layer runs, with its packed weight at hand."""
     name = DTYPE_NAMES[case.dtype]
     sizes = (case.out_features, case.in_features, *case.block, case.blocks)
-    stored = "bf16 rounding x" if case.rounds_x else name
+    stored = "i8 dynamic" if case.int8 else "bf16 rounding x" if case.rounds_x else name
     text = torch.ops.rarefy.explain("linear", *sizes, stored, name, case.tokens, True, "none", "cpu", 0, -1)
     found = json.loads(text)
     if found["kernel"] is None:
@@ -95,28 +112,33 @@ def terms(case: Case, threads: int, forced: str = "") -> list[float]:
         return [1, m * n * k / threads, n * k / threads, m * k, m * n / threads]
     (rows, cols), blocks = case.block, case.blocks
     weights = blocks * rows * cols
+    if case.int8 and rows < _JOINED:  # linear_quads.cc: columns that any of the rows stores
+        weights = n * k * (1 - (1 - case.density) ** (_JOINED // rows))
     kernel, config = _explained(case, threads, forced)
     splits, panels = config.get("splits", 1), config.get("panels", 1)
-    if "scatter" in config:  # linear.cc, blocking.cc
-        width = _LANES.get(kernel.partition("_")[0], 8)
-        lanes = config["vectors"] * width
-        most = -(-m // lanes)
-        worked = _rounds(most, panels, splits, threads) * -(-m // width) * width / most
-        each = worked / lanes
-    elif set(config) == {"panels", "splits"}:  # linear_pairs.cc
-        most = -(-m // _PANEL)
-        worked = _rounds(most, panels, splits, threads) * -(-m // (_PANEL // 2)) * (_PANEL // 2) / most
-        each = worked / _PANEL
-        weights += n * _GROUP / 2 if cols % _GROUP else 0  # a block row's last group is half empty
+    width = _LANES.get(kernel.partition("_")[0], 8)
+    tiles = 1  # of x, between which sums wait
+    if "vectors" in config:  # linear.cc, blocking.cc; linear_pieces.cc
+        lanes, step = config["vectors"] * width, width
+        if "columns" in config:
+            tiles = -(-k // cols // config["columns"])
+    elif set(config) == {"panels", "splits"} and m > FEW:
+        lanes, step = _PANEL, 1 if kernel.endswith("_lanes") else _PANEL // 2  # linear_lanes.cc, _pairs.cc
+        group = _GROUP.get(case.stored, _PANEL)
+        if step > 1 and cols % group:
+            weights += n * group / 2  # a block row's last group is half empty
     else:  # up to FEW tokens, and what has no model of its own
         return [1, weights / threads, m * weights / threads, m * k, m * n / threads, blocks / threads]
+    most = -(-m // lanes)
+    each = _rounds(most, panels, splits, threads)
+    worked = each * -(-m // step) * step / most
     return [
         1,
         worked * weights / splits,  # products
         worked * k,  # packed
-        worked * n / splits,  # stored
-        each * weights / splits,  # weights that stream by a panel
-        each * (blocks + n // rows) / splits,  # blocks that begin, block rows that end
+        worked * n * tiles / splits,  # stored
+        each * weights / splits,  # weights that stream by a panel, however full
+        each * (blocks + n // rows * tiles) / splits,  # blocks that begin, block rows that end
     ]
 
 
@@ -159,6 +181,11 @@ def fitted(rows: list[list[float]], times: list[float]) -> list[float]:
 
 def layer_of(case: Case) -> nn.Module:
     """A layer as the case says, with random values, for inference."""
+    return _layer(replace(case, tokens=1))
+
+
+@functools.lru_cache(maxsize=1)  # neighbours of a calibration differ in tokens
+def _layer(case: Case) -> nn.Module:
     generator = torch.Generator("cpu").manual_seed(0)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
@@ -170,21 +197,24 @@ def layer_of(case: Case) -> nn.Module:
     spec = {"block_shape": case.block, "density": case.density}
     if case.rounds_x:
         spec |= {"dtype": torch.bfloat16, "rounds_x": True}
+    if case.int8:
+        spec |= {"int8": "int8"}
     return BlockSparseLinear.from_dense(dense.to(case.dtype), spec=spec, scores=scores)
 
 
-@torch.inference_mode()
 def measure(case: Case, seconds: float = _SECONDS) -> float:
     """Seconds that a call takes: the shortest of those that fit into `seconds`, at least five."""
+    # Not made in inference mode: what kernels pack is not kept beside values whose writes nobody counts.
     layer, x = layer_of(case), torch.randn(case.tokens, case.in_features, dtype=case.dtype)
-    for _ in range(2):
-        layer(x)
-    best, calls, end = math.inf, 0, time.perf_counter() + seconds
-    while calls < 5 or time.perf_counter() < end:
-        begin = time.perf_counter()
-        layer(x)
-        best = min(best, time.perf_counter() - begin)
-        calls += 1
+    with torch.inference_mode():
+        for _ in range(2):
+            layer(x)
+        best, calls, end = math.inf, 0, time.perf_counter() + seconds
+        while calls < 5 or time.perf_counter() < end:
+            begin = time.perf_counter()
+            layer(x)
+            best = min(best, time.perf_counter() - begin)
+            calls += 1
     return best
 
 
@@ -239,9 +269,10 @@ class Predictor:
             if len(self.costs.get(case.group, ())) != len(self._terms(case))
         }
         for group, case in new.items():
-            points = list(calibration(case))
+            points = calibration(case)
             times = [measure(point) for point in points]
             self.costs[group] = fitted([self._terms(point) for point in points], times)
+            _layer.cache_clear()
         if new:
             self._write()
 
@@ -270,14 +301,20 @@ class Predictor:
                 temporary.write_text(text + "\n", encoding="utf-8")
 
 
-def calibration(case: Case) -> Iterable[Case]:
-    """The cases that are measured for the group of this one."""
-    for n, k in _SHAPES:
-        if case.block is not None and (n % case.block[0] or k % case.block[1]):
-            n, k = (max(b, size // b * b) for size, b in zip((n, k), case.block, strict=True))
-        for tokens in _TOKENS[case.tokens <= FEW]:
-            for density in (1.0,) if case.block is None else _DENSITIES:
-                yield replace(case, tokens=tokens, out_features=n, in_features=k, density=density)
+def calibration(case: Case) -> list[Case]:
+    """The cases that are measured for the group of this one; itself where no other is of it."""
+    grid: list[Case] = []
+    for densities in (_DENSITIES, *((density,) for density in _RARER)):
+        for n, k in _SHAPES:
+            if case.block is not None and (n % case.block[0] or k % case.block[1]):
+                n, k = (max(b, size // b * b) for size, b in zip((n, k), case.block, strict=True))
+            for density in (1.0,) if case.block is None else densities:
+                for tokens in _TOKENS[case.tokens <= FEW]:
+                    point = replace(case, tokens=tokens, out_features=n, in_features=k, density=density)
+                    grid += [point] if point.group == case.group else []
+        if len(grid) >= _LEAST or case.block is None:
+            break
+    return grid or [case]
 
 
 _known: dict[str, Predictor] = {}

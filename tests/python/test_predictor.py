@@ -41,10 +41,14 @@ CASES = [
     for n, k in ((960, 640), (512, 2048))
     for dtype in (torch.float32, torch.bfloat16)
     for block, density in ((None, 1.0), ((4, 1), 0.3), ((32, 1), 0.3), ((16, 16), 0.05))
+] + [
+    Case(m, 960, 640, torch.float32, block, density, int8=block != (1, 1))
+    for m in (1, 7, 100, 600)
+    for block, density in (((4, 1), 0.3), ((32, 1), 0.3), ((16, 16), 0.05), ((1, 1), 0.2))
 ]
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.tokens} {case.out_features} {case.group}")
+@pytest.mark.parametrize("case", CASES, ids=str)
 def test_terms_are_what_a_call_takes(case: Case) -> None:
     one, two = terms(case, 1), terms(case, 2)
     assert one[0] == two[0] == 1 and all(0 <= t < math.inf for t in one + two)
@@ -101,14 +105,35 @@ def test_each_group_is_measured_once_and_kept(clock: list[Case], tmp_path: Path)
     first = Predictor()
     seconds = first.seconds(case)
     assert clock == list(calibration(case)) and len(clock) > 10
-    first.seconds(Case(33, 999, 320, torch.float32, (32, 1), 0.2))
+    first.seconds(Case(64, 999, 320, torch.float32, (32, 1), 0.2))
     assert len(clock) == len(list(calibration(case)))
     assert [path.parent.name for path in tmp_path.rglob("speed-*.json")] == ["rarefy"]
     again = Predictor()
     assert again.seconds(case) == seconds and len(clock) == len(list(calibration(case)))
     again.seconds(Case(1, 256, 256, torch.float32, (32, 1), 0.5))  # few tokens: another group
     assert len(clock) > len(list(calibration(case)))
-    assert set(Predictor().costs) == {"f32 32x1 many", "f32 32x1 few"}
+    few, many = sorted(Predictor().costs)
+    assert few.startswith("f32 32x1 few ") and many.startswith("f32 32x1 many ")
+
+
+def test_a_group_is_measured_where_its_kernel_runs(clock: list[Case]) -> None:
+    """Of 9 tokens lanes are empty, of rows with a block each little is left to do: other kernels, maybe."""
+    for case in (
+        Case(9, 512, 512, torch.float32, (32, 1), 0.3),
+        Case(512, 512, 512, torch.float32, (32, 32), 0.05),
+        Case(512, 512, 512, torch.float32, (1, 1), 0.01),
+        Case(512, 512, 512, torch.float32, (32, 1), 0.3, int8=True),
+    ):
+        points = calibration(case)
+        assert {point.group for point in points} == {case.group}
+        assert points == [case] or len(points) >= len(terms(case, 1))
+
+
+def test_a_panel_that_is_partly_full_streams_all_weights() -> None:
+    for block, int8 in (((32, 1), True), ((4, 1), False)):
+        found = [terms(Case(m, 512, 512, block=block, density=0.3, int8=int8), 1) for m in (8, 16, 520)]
+        few, most, two = found
+        assert few[4] == most[4] < two[4] and two[1] > 4 * most[1]
 
 
 def damaged(kept: dict) -> dict[str, str]:
@@ -370,3 +395,11 @@ def test_command_line_refuses(
 def test_a_real_measurement_is_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     for case in (Case(4, 64, 64), Case(70, 64, 64, torch.bfloat16, (32, 1), 0.5)):
         assert 1e-7 < predictor.measure(case, seconds=0.001) < 5.0
+
+
+def test_what_is_measured_has_its_weights_packed() -> None:
+    """Beside values of inference mode nothing is kept: each call would pack them again."""
+    case = Case(70, 64, 64, torch.bfloat16, (32, 1), 0.5)
+    with torch.inference_mode():
+        predictor.measure(case, seconds=0.001)
+    assert not predictor.layer_of(case).weight.values.is_inference()
