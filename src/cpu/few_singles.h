@@ -1,6 +1,8 @@
 // A few tokens and single elements (CSR): lanes along a row, X by index. Also SpMV.
 #pragma once
 
+#include <algorithm>
+
 #include "cpu/panel.h"
 
 namespace rarefy::cpu {
@@ -9,7 +11,7 @@ namespace rarefy::cpu {
 // page, where the hardware stops (Zen 4: 0.70 → 0.48 ns an element).
 inline constexpr std::int64_t kSinglesAhead = 512;
 
-// Sums in three levels, as in few.h: 16 vectors, 8 of these, y.
+// Sums in three levels, as in few.h: 16 vectors (the last ones up to 24), 8 of these, y.
 inline constexpr int kSinglesPart = 16;
 inline constexpr std::int32_t kSinglesParts = 8;
 
@@ -18,7 +20,8 @@ struct Singles {
   const char* values;
   const std::int32_t* index;
   std::int32_t count;
-  const float* x;  // token-major
+  std::int32_t readable;  // indices from the first on, those of rows below too
+  const float* x;         // token-major
   std::int64_t x_stride;
 };
 
@@ -34,7 +37,7 @@ void add_singles(const Singles& row, float* y, std::int64_t y_stride) {
   std::int32_t e = 0;
   const std::int32_t whole = row.count - row.count % w;
   while (e < whole) {
-    const std::int32_t stop = whole - e > kSinglesPart * w ? e + kSinglesPart * w : whole;
+    const std::int32_t stop = 2 * (whole - e) > 3 * kSinglesPart * w ? e + kSinglesPart * w : whole;
     for (; e != stop; e += w) {
       if constexpr (kStream) {
         __builtin_prefetch(row.index + e + kSinglesAhead);
@@ -56,11 +59,16 @@ void add_singles(const Singles& row, float* y, std::int64_t y_stride) {
     const Vec<I> wv = kStorage == Storage::f32
                           ? I::load_first(reinterpret_cast<const float*>(row.values) + e, rest)
                           : load_part<I>(kStorage, row.values, e, rest);
+    alignas(64) std::int32_t own[w];
+    const std::int32_t* index = row.index + e;
+    if (row.readable - e < w) {  // W's last ones: column 0 beside them
+      std::fill_n(std::copy_n(index, rest, own), w - rest, 0);
+      index = own;
+    }
     for (int m = 0; m < Tokens; ++m) {
       const float* x = row.x + m * row.x_stride;
-      total[m] = I::fma(
-          wv, kStream ? I::gather_first(x, row.index + e, rest) : I::collect_first(x, row.index + e, rest),
-          total[m]);
+      const Vec<I> xv = kStream ? I::gather(x, index) : I::collect(x, index);
+      total[m] = I::fma(wv, I::first(xv, rest), total[m]);
     }
   }
   for (int m = 0; m < Tokens; ++m) y[m * y_stride] += I::sum(total[m]);
@@ -77,8 +85,8 @@ void few_singles(const FewTask& task) {
       for (std::int32_t e = task.entry_begin[o], count = 0; e < end; e += count) {
         count = end - e < most ? end - e : most;
         add_singles<I, kStorage, Tokens, kStream>(
-            {static_cast<const char*>(w.values) + e * bytes_of(kStorage), w.index + e, count, task.x,
-             task.x_stride},
+            {static_cast<const char*>(w.values) + e * bytes_of(kStorage), w.index + e, count,
+             task.entries - e, task.x, task.x_stride},
             y, task.y_stride);
       }
     }

@@ -167,6 +167,7 @@ inline constexpr int kPiecesAhead = 8;
 // block shapes that few_takes names (few.h).
 struct FewTask {
   SparseOperand w;                  // in canonical order
+  std::int32_t entries;             // of all of W
   const std::int32_t* entry_begin;  // indexed by output block; the next one's is the end
   std::int32_t begin, end;
   const float* x;  // padded to whole blocks

@@ -121,8 +121,8 @@ Status run_linear_few(const FewKernels& kernels, const Call& call) {
         unpack_bias(kernels.rows, call.out.dtype, bias, features, y + m * layout.stride);
       }
     }
-    kernels.multiply({w, plan.crow, begin, end, x, layout.lanes, static_cast<std::int32_t>(layout.tokens), y,
-                      layout.stride, split.stream != 0});
+    kernels.multiply({w, static_cast<std::int32_t>(s.nnzb), plan.crow, begin, end, x, layout.lanes,
+                      static_cast<std::int32_t>(layout.tokens), y, layout.stride, split.stream != 0});
     for (std::int64_t m = 0; m < call.x.rows; ++m) {
       kernels.rows.activate(call.activation, y + m * layout.stride, layout.stride);
       kernels.rows.round(storage(call.out.dtype), y + m * layout.stride, features, at(call.out, m, first));

@@ -288,13 +288,19 @@ def test_strided_and_expanded_inputs():
     assert sparse.sparse_dense(torch.randn(15), arrays).shape == (8,)
 
 
-def test_nan_and_infinity_pass():
-    arrays, dense = csr(4, 6, 0.6)
-    x = torch.randn(3, 6)
-    x[0, 1], x[1, 2] = float("nan"), float("inf")
-    y, stored = sparse.sparse_dense(x, arrays), dense != 0
-    assert torch.equal(y[0].isnan(), stored[:, 1])
-    assert torch.equal(~y[1].isfinite(), stored[:, 2])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("tokens", [1, 2, 3, 20])
+@pytest.mark.parametrize("shape", [(4, 6, 0.6), (40, 60, 0.4), (9, 70, 0.9)])
+def test_nan_and_infinity_reach_the_rows_that_store_their_column(shape, tokens, dtype):
+    """Not the rows beside these, whose last elements are read with the first ones of the next row."""
+    (data, indices, indptr), _ = csr(*shape)
+    stored = torch.from_numpy(sp.csr_array((torch.ones(len(data)), indices, indptr), shape[:2]).toarray())
+    arrays, columns = (data.to(dtype), indices, indptr), shape[1]
+    for first in range(columns):
+        x = torch.randn(tokens, columns).to(dtype)
+        x[0, first], x[-1, -1 - first] = float("nan"), float("inf")
+        y = sparse.sparse_dense(x, arrays)
+        assert torch.equal(~y.isfinite(), (~x.isfinite()).float() @ stored.t() > 0)
 
 
 @pytest.mark.filterwarnings("ignore:.*not sorted")

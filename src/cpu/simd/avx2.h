@@ -84,22 +84,13 @@ struct Avx2 {
     }
   }
 
-  // x[index[0]], x[index[1]], …: by one instruction; load by load; the first `count`, and 0. The first of p.
+  // x[index[0]], x[index[1]], …: by one instruction; load by load. The first lanes of v, 0 in the others; and
+  // of what is in memory.
   static Vec gather(const float* x, const std::int32_t* index) {
     return _mm256_i32gather_ps(x, _mm256_loadu_si256(reinterpret_cast<const __m256i*>(index)), 4);
   }
   static Vec collect(const float* x, const std::int32_t* index) { return collect8(x, index); }
-  static Vec gather_first(const float* x, const std::int32_t* index, int count) {
-    const __m256i first = mask(count);
-    return _mm256_mask_i32gather_ps(zero(), x, _mm256_maskload_epi32(index, first),
-                                    _mm256_castsi256_ps(first), 4);
-  }
-  static Vec collect_first(const float* x, const std::int32_t* index, int count) {
-    alignas(32) std::int32_t own[8];
-    _mm256_store_si256(reinterpret_cast<__m256i*>(own), _mm256_maskload_epi32(index, mask(count)));
-    const Vec v = count <= 4 ? _mm256_zextps128_ps256(collect4(x, own)) : collect8(x, own);
-    return _mm256_and_ps(v, _mm256_castsi256_ps(mask(count)));
-  }
+  static Vec first(Vec v, int count) { return _mm256_and_ps(v, _mm256_castsi256_ps(mask(count))); }
   static Vec load_first(const float* p, int count) { return _mm256_maskload_ps(p, mask(count)); }
   static __m256i mask(int count) {
     return _mm256_cmpgt_epi32(_mm256_set1_epi32(count), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));

@@ -91,26 +91,15 @@ struct Avx512 {
     return lanes;
   }
 
-  // x[index[0]], x[index[1]], …: by one instruction; load by load; the first `count`, and 0. The first of p.
+  // x[index[0]], x[index[1]], …: by one instruction; load by load. The first lanes of v, 0 in the others; and
+  // of what is in memory.
   static Vec gather(const float* x, const std::int32_t* index) {
     return _mm512_i32gather_ps(_mm512_loadu_si512(index), x, 4);
   }
   static Vec collect(const float* x, const std::int32_t* index) {
     return _mm512_insertf32x8(_mm512_castps256_ps512(collect8(x, index)), collect8(x, index + 8), 1);
   }
-  static Vec gather_first(const float* x, const std::int32_t* index, int count) {
-    const __mmask16 first = mask(count);
-    return _mm512_mask_i32gather_ps(zero(), first, _mm512_maskz_loadu_epi32(first, index), x, 4);
-  }
-  // Load by load, too: indices past the last are that of x's first, which the mask drops.
-  static Vec collect_first(const float* x, const std::int32_t* index, int count) {
-    alignas(64) std::int32_t own[16];
-    _mm512_store_si512(own, _mm512_maskz_loadu_epi32(mask(count), index));
-    const Vec v = count <= 4   ? _mm512_zextps128_ps512(collect4(x, own))
-                  : count <= 8 ? _mm512_zextps256_ps512(collect8(x, own))
-                               : collect(x, own);
-    return _mm512_maskz_mov_ps(mask(count), v);
-  }
+  static Vec first(Vec v, int count) { return _mm512_maskz_mov_ps(mask(count), v); }
   static Vec load_first(const float* p, int count) { return _mm512_maskz_loadu_ps(mask(count), p); }
   static __mmask16 mask(int count) { return static_cast<__mmask16>((1U << count) - 1); }
 
