@@ -3,10 +3,10 @@
 // so many MB over and over, shared by the threads: from the cache that holds them.
 //   usage: rarefy_peak [threads] [seconds] [f32|bf16|int8|MB]   →   {"isa": "avx512", "threads": 2, "gflops":
 //   512.3}
-// Each thread runs independent chains in registers, long enough to hide the latency; the best of
-// several short runs counts, so that what other processes take away is left out.
+// Each thread runs independent chains in registers, long enough to hide the latency; the best of many
+// rounds of all threads counts, so that what other processes take away is left out.
 #include <algorithm>
-#include <atomic>
+#include <barrier>
 #include <chrono>
 #include <cstdio>
 #include <cstdlib>
@@ -197,19 +197,50 @@ Isa best_isa() {
   return {"scalar", per_lane, run_scalar};
 }
 
-// The best run of one thread, in seconds.
-double best_run(const Isa& isa, double seconds) {
-  using Clock = std::chrono::steady_clock;
-  const auto end = Clock::now() + std::chrono::duration<double>(seconds);
-  double best = 1e9;
-  do {
-    const auto start = Clock::now();
-    volatile float sink = isa.run();
-    static_cast<void>(sink);
-    best = std::min(best, std::chrono::duration<double>(Clock::now() - start).count());
-  } while (Clock::now() < end);
-  return best;
+using Clock = std::chrono::steady_clock;
+
+double seconds_since(Clock::time_point start) {
+  return std::chrono::duration<double>(Clock::now() - start).count();
 }
+
+constexpr double kRound = 2e-3;  // seconds, at least: far above what threads differ by when they start
+
+// Threads work in rounds, from one start to the last one's end: what they share, memory above all, is shared
+// all the time. (Each thread's own best run, added up, was twice what two threads can read from memory.)
+class Rounds {
+ public:
+  Rounds(const Isa& isa, int threads, double seconds) : isa_(isa), sync_(threads), seconds_(seconds) {}
+
+  void work(bool first) {
+    const auto begin = Clock::now();
+    volatile float sink = isa_.run();
+    static_cast<void>(sink);
+    if (first) runs_ = std::max(1, static_cast<int>(kRound / seconds_since(begin)));
+    do {
+      sync_.arrive_and_wait();
+      const auto start = Clock::now();
+      for (int i = 0; i < runs_; ++i) sink = isa_.run();
+      sync_.arrive_and_wait();
+      if (!first) continue;
+      best_ = std::min(best_, seconds_since(start) / runs_);
+      ended_ = seconds_since(begin) > seconds_;
+    } while (goes_on());
+  }
+
+  double best() const { return best_; }  // seconds of a run of every thread
+
+ private:
+  bool goes_on() {
+    sync_.arrive_and_wait();
+    return !ended_;
+  }
+
+  const Isa& isa_;
+  std::barrier<> sync_;
+  double seconds_, best_ = 1e9;
+  int runs_ = 1;
+  bool ended_ = false;
+};
 
 }  // namespace
 
@@ -229,22 +260,17 @@ int main(int argc, char** argv) {
                   : is("int8")    ? best_int8()
                   : megabytes > 0 ? best_read(count)
                                   : best_isa();
-  std::vector<double> best(static_cast<std::size_t>(threads));
-  std::atomic<int> waiting{threads};  // all start together, so that clock rates drop as they will
+  Rounds rounds(isa, threads, seconds);
   std::vector<std::thread> workers;
-  for (double& slot : best) {
-    workers.emplace_back([&] {
+  for (int t = 0; t < threads; ++t) {
+    workers.emplace_back([&, t] {
       const std::unique_ptr<float[]> memory(new float[count + 1]());
       values = memory.get();
       value_count = count;
-      --waiting;
-      while (waiting > 0) {
-      }
-      slot = best_run(isa, seconds);
+      rounds.work(t == 0);
     });
   }
   for (std::thread& worker : workers) worker.join();
-  double gflops = 0;
-  for (const double run : best) gflops += isa.flop / run * 1e-9;
+  const double gflops = threads * isa.flop / rounds.best() * 1e-9;
   std::printf("{\"isa\": \"%s\", \"threads\": %d, \"gflops\": %.1f}\n", isa.name, threads, gflops);
 }
