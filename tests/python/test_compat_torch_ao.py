@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 
 import pytest
 import torch
@@ -332,3 +333,23 @@ def test_embeddings_sparse_and_quantized(first):
     assert float((got - dense)[kept].abs().max()) <= 1.01 * step
     norms = dense.abs().view(20, 4, 4).sum(2)
     assert float(norms[gone].max()) <= 1.02 * float(norms[~gone].min())
+
+
+@pytest.mark.parametrize("level", [-0.1, 2.0, math.nan])
+@pytest.mark.parametrize("kind", [WeightNormSparsifier, SaliencyPruner])
+def test_levels_that_are_no_part_of_a_whole_are_refused(kind, level):
+    """torch's takes 2.0 for 1.0 and -0.1 for 0."""
+    model = nn.Sequential(nn.Linear(8, 4))
+    sparsifier = kind() if kind is WeightNormSparsifier else kind({})
+    sparsifier.prepare(model, [{"tensor_fqn": "0.weight", "sparsity_level": level}])
+    with pytest.raises(ValueError, match=r"^\[update_mask\] sparsity_level must be in \[0, 1\]; got"):
+        sparsifier.step()
+    assert model[0].parametrizations.weight[0].mask.all()
+
+
+@pytest.mark.parametrize("level", [-0.1, 2.0, math.nan])
+def test_levels_of_data_are_refused_too(level):
+    sparsifier = DataNormSparsifier(sparsity_level=level)
+    sparsifier.add_data("x", torch.randn(4, 8))
+    with pytest.raises(ValueError, match=r"^\[update_mask\] sparsity_level must be in \[0, 1\]; got"):
+        sparsifier.step()

@@ -10,6 +10,7 @@ from torch.ao.pruning._experimental import data_sparsifier as data
 from torch.ao.pruning._experimental import pruner
 
 from ...checks import fail
+from ...prune.criteria import check_sparsity
 from ...prune.masks import Scores, make_mask
 from .sparsifiers import BaseSparsifier, weight_norm_mask
 
@@ -45,7 +46,8 @@ class SaliencyPruner(_Mended, pruner.SaliencyPruner):
         if weight.ndim < 2:
             fail("update_mask", "a weight must have 2 or more dimensions", tuple(weight.shape))
         scores = weight.float().abs().flatten(1).sum(1, keepdim=True).cpu()
-        remove = int(len(mask) * kwargs["sparsity_level"])
+        level = check_sparsity("update_mask", "sparsity_level", kwargs["sparsity_level"])
+        remove = int(len(mask) * level)
         mask.copy_(make_mask(Scores(scores), (1, 1, 0, 0), remove).unpack().view(-1))
 
 

@@ -15,6 +15,7 @@ from torch.nn.utils import parametrize
 
 from ...checks import check_known, fail
 from ...masks import expand_mask, from_blocks, grid_of, to_blocks
+from ...prune.criteria import check_sparsity
 from ...prune.masks import Scores, make_mask
 from ...prune.patterns import matrix_shape
 
@@ -125,15 +126,18 @@ def weight_norm_mask(scores: torch.Tensor, level: float, block: tuple[int, int],
     Args:
         scores: (N, K), norms of single weights.
         level: the part of the blocks that become sparse: round(level · blocks) of least mean score, all of
-            them from 1 on, and otherwise not the last one.
+            them at 1, and otherwise not the last one.
         block: (R, C); blocks at the edges may be smaller.
         zeros: of each sparse block so many elements of least score leave, R · C: all. Elements that a block
             at the edge lacks count as left.
+
+    Raises ValueError for a level outside [0, 1] or NaN (there: taken for the nearer end, a bare error).
     """
+    level = check_sparsity("update_mask", "sparsity_level", level)
     shape, size = (scores.shape[0], scores.shape[1]), block[0] * block[1]
-    if level <= 0 or zeros == 0:
+    if level == 0 or zeros == 0:
         return torch.ones(shape, dtype=torch.bool)
-    if level >= 1 and zeros == size:
+    if level == 1 and zeros == size:
         return torch.zeros(shape, dtype=torch.bool)
     scores = scores.detach().cpu()
     scores = scores if scores.dtype == torch.float64 else scores.float()
@@ -141,7 +145,7 @@ def weight_norm_mask(scores: torch.Tensor, level: float, block: tuple[int, int],
     means = to_blocks(scores, block).sum((2, 3)) / to_blocks(torch.ones_like(scores), block).sum((2, 3))
     count = grid[0] * grid[1]
     chosen = make_mask(
-        Scores(means), (1, 1, 0, 0), count if level >= 1 else min(round(level * count), count - 1)
+        Scores(means), (1, 1, 0, 0), count if level == 1 else min(round(level * count), count - 1)
     )
     if chosen.nan:
         text = f"[step] {chosen.nan} blocks have scores that are NaN; they count as lowest"
@@ -168,7 +172,7 @@ class WeightNormSparsifier(BaseSparsifier, ao.WeightNormSparsifier):
     the CPU, exact counts, ties spread over rows (there whole rows are lost), NaN leaves first with a warning
     (there it stays), one mask for weights that share a Parameter, masks keep their dtype; faster.
 
-    Raises ValueError for zeros_per_block outside [0, R · C] and for vectors.
+    Raises ValueError for a sparsity_level outside [0, 1], zeros_per_block outside [0, R · C], and vectors.
     """
 
     def _prepare(self, *args: Any, **kwargs: Any) -> None:
