@@ -167,11 +167,8 @@ def _call_of(numbers: tuple[int, ...], layers: list[nn.Module], x: Tensor) -> _C
 def _operand(layer: nn.Module, x: Tensor) -> tuple | None:
     """What must be the same in all layers, and what each brings."""
     weight, bias = layer._modules["weight"], layer.bias
-    kind, values, scales = (
-        type(weight).linear,
-        weight._parameters.get("values"),
-        weight._buffers.get("scales"),
-    )
+    kind = type(weight).linear
+    values, scales = weight._parameters.get("values"), weight._buffers.get("scales")
     if kind not in (PatternWeight.linear, Int8Weight.linear) or type(values) is not nn.Parameter:
         return None
     plan, written = weight.plan, _written(values, bias, scales)  # plan first: it settles the pattern
@@ -180,11 +177,8 @@ def _operand(layer: nn.Module, x: Tensor) -> tuple | None:
     if x.shape[-1] != layer.in_features or not member.holds(x):
         return None
     int8 = kind is Int8Weight.linear
-    if (
-        not int8
-        and values.dtype != x.dtype
-        and not (weight.x_dtype == x.dtype and reads_itself(values, x.dtype))
-    ):
+    widened = weight.x_dtype == x.dtype and reads_itself(values, x.dtype)
+    if not (int8 or widened or values.dtype == x.dtype):
         return None
     if (bias is not None and bias.dtype != x.dtype) or not unrecorded(x, values, bias):
         return None

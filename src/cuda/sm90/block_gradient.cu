@@ -9,6 +9,7 @@
 #include "cuda/shared_limit.h"
 #include "cuda/sm90/device/matrix.cuh"
 #include "cuda/sm90/device/tma.cuh"
+#include "cuda/sm90/device/warp.cuh"
 #include "cuda/sm90/device/wgmma.cuh"
 #include "cuda/sm90/gradient_bias.cuh"
 #include "cuda/sm90/gradient_exchange.cuh"
@@ -28,9 +29,6 @@ constexpr u32 kSharedBytes = 1024 + kRingBytes + 7 * 2048 - kCellBytes;
 constexpr u32 kResultsAt = 16 * kCellBytes;  // behind the sums of other thread blocks
 constexpr u32 kBiasAt = kRingBytes;          // sums of dY: read as columns that nobody stores
 static_assert(kBiasAt + PanelSums<__half>::kBytes + 1024 <= kSharedBytes);
-
-__device__ inline int uniform(int x) { return __reduce_max_sync(~0u, x); }  // and known for it
-__device__ inline u32 uniform(u32 x) { return __reduce_max_sync(~0u, x); }
 
 __device__ inline float2 load_two(const float* p) { return *reinterpret_cast<const float2*>(p); }
 __device__ inline float2 load_two(const __nv_bfloat16* p) {

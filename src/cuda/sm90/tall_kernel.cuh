@@ -4,6 +4,7 @@
 #pragma once
 
 #include "cuda/sm90/device/async_copy.cuh"
+#include "cuda/sm90/device/warp.cuh"
 #include "cuda/sm90/device/wgmma.cuh"
 #include "cuda/sm90/tile/repair.cuh"
 #include "cuda/sm90/tile/ring.cuh"
@@ -27,11 +28,6 @@ struct TallParams {
   u32 slots;
   Stored stored;  // of pairs, whose zeros may meet an Inf or a NaN of X; else no values
 };
-
-// A number that is the same in all lanes, and known to the compiler for it: what it makes of it stays in
-// uniform registers.
-__device__ inline int uniform(int x) { return __reduce_max_sync(~0u, x); }
-__device__ inline u32 uniform(u32 x) { return __reduce_max_sync(~0u, x); }
 
 // A value that the compiler does not know the parts of, which it would add up again in each step.
 template <class V>
