@@ -15,7 +15,8 @@ from torch import nn
 
 from rarefy import SparseWeight, Spec, register_format
 from rarefy.checks import DTYPE_NAMES, check_density, check_tensor, fail
-from rarefy.sparse_weight import NUMBER, check_metadata, read_density
+from rarefy.sparse_weight import check_metadata
+from rarefy.spec import NUMBER, read_density
 
 
 class ColumnsWeight(SparseWeight):

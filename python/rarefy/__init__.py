@@ -20,8 +20,9 @@ from .pattern_change import PatternChange
 from .pseudo import PseudoBlockSparseLinear
 from .report import Report
 from .serialization import save_file
-from .sparse_weight import SparseWeight, Spec, register_format
+from .sparse_weight import SparseWeight, register_format
 from .sparsify import desparsify, sparsify
+from .spec import Spec
 from .weight import BlockSpec, BsrWeight
 
 __all__ = [

@@ -18,7 +18,7 @@ from .checks import DTYPE_NAMES, check_density, check_int, check_shape, fail
 from .layers import find_layers
 from .masks import NONZERO, nonzero_blocks
 from .predictor import Case, break_even, predictor
-from .sparse_weight import KEPT, Spec, kept_text, read_kept
+from .spec import KEPT, Spec, kept_text, read_kept
 
 # Finest first: of blocks that are about as fast, the one that keeps a model's quality best is the first.
 BLOCKS = ((4, 1), (16, 1), (32, 1), (16, 16), (32, 32))

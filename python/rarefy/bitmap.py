@@ -33,13 +33,8 @@ from .masks import NONZERO, beyond_two_of_four, choose_blocks, groups_of_four
 from .nested import linear_of_nested
 from .pattern import digest
 from .pattern_change import PatternChange
-from .sparse_weight import (
-    KEPT,
-    SparseWeight,
-    Spec,
-    register_format,
-    swap_data,
-)
+from .sparse_weight import SparseWeight, register_format, swap_data
+from .spec import KEPT, Spec
 from .values import check_dense, draw_uniform_
 
 

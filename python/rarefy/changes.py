@@ -13,7 +13,8 @@ from torch.optim import Optimizer
 from .layers import SPARSE, Layer
 from .pattern_change import PatternChange
 from .pattern_weight import PatternWeight
-from .sparse_weight import SparseWeight, Spec
+from .sparse_weight import SparseWeight
+from .spec import Spec
 
 
 @dataclass

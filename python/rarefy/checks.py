@@ -18,6 +18,7 @@ DTYPE_NAMES = {
     torch.float16: "f16",
     torch.int8: "i8",
 }
+DTYPES_BY_NAME = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
 _INT32_MAX = 2**31 - 1
 

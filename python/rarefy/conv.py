@@ -13,7 +13,8 @@ from .linear_base import copy_parameter
 from .masks import block_count, block_norms, choose_blocks, grid_of, random_blocks, top_blocks
 from .pattern import BsrPattern
 from .sparse.conv import Geometry, check_size, convolve, read_geometry
-from .sparse_weight import SparseWeight, Spec
+from .sparse_weight import SparseWeight
+from .spec import Spec
 from .values import draw_uniform_
 from .weight import BlockSpec, BsrWeight
 

@@ -12,7 +12,8 @@ from .checks import check_devices, check_tensor
 from .elements import ElementsSpec, StoredElements
 from .pattern import BsrPattern
 from .pattern_weight import PatternWeight
-from .sparse_weight import KEPT, register_format
+from .sparse_weight import register_format
+from .spec import KEPT
 from .values import choose_from_dense
 
 _BLOCK = (1, 1)

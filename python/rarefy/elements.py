@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from .checks import DTYPE_NAMES, fail
-from .sparse_weight import SparseWeight, Spec, check_metadata, kept_text, read_kept
+from .sparse_weight import SparseWeight, check_metadata
+from .spec import Spec, kept_text, read_kept
 
 
 class StoredElements:

@@ -27,7 +27,8 @@ from .modules import BlockSparseLinear
 from .report import Report, environment
 from .report_data import LayerRow
 from .serialization import KEY, METHOD, build, format_of
-from .sparse_weight import SparseWeight, Spec
+from .sparse_weight import SparseWeight
+from .spec import Spec
 from .timing import time_layers
 
 

@@ -26,7 +26,8 @@ from .int8_ops import int8_linear, run
 from .nested import linear_of_nested
 from .pattern import BsrPattern
 from .pattern_weight import PatternWeight
-from .sparse_weight import KEPT, Spec, check_metadata, kept_text, read_kept, register_format, why_no_block
+from .sparse_weight import check_metadata, register_format
+from .spec import KEPT, Spec, kept_text, read_kept, why_no_block
 from .values import choose_from_dense, init_bounds
 
 _sizes, _prepare, _pack = map(_load.op, ("int8_derived_sizes", "int8_prepare", "int8_pack"))

@@ -19,7 +19,8 @@ from .dense import KINDS, kind_of
 from .experts import PARTS, is_dense_experts, linear_of, settle_expert, unpack
 from .modules import BlockSparseLinear
 from .pseudo import PseudoBlockSparseLinear
-from .sparse_weight import SparseWeight, Spec
+from .sparse_weight import SparseWeight
+from .spec import Spec
 from .weight import BlockSpec
 
 SPARSE = BlockSparseLinear | BlockSparseConv2d  # layers around a SparseWeight

@@ -13,7 +13,8 @@ from .linear_base import LinearBase, check_linear, check_sizes, new_linear
 from .masks import grid_of, random_blocks
 from .pattern import BsrPattern
 from .shared_input import SharedInput
-from .sparse_weight import SparseWeight, Spec
+from .sparse_weight import SparseWeight
+from .spec import Spec
 from .weight import BsrWeight
 
 

@@ -21,7 +21,7 @@ from .layers import SPARSE, Layer, find_layers
 from .log import logger, progress
 from .report import Report, environment
 from .report_data import LayerRow
-from .sparse_weight import Spec
+from .spec import Spec
 from .timing import time_layers
 
 FilterFn = Callable[[str, nn.Module], bool]

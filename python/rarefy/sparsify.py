@@ -20,7 +20,7 @@ from .patcher import BlockSparseModelPatcher, FilterFn
 from .pattern_weight import PatternWeight
 from .pseudo import PseudoBlockSparseLinear
 from .report import Report
-from .sparse_weight import Spec
+from .spec import Spec
 
 
 def sparsify(

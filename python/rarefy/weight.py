@@ -20,7 +20,8 @@ from .checks import (
 )
 from .pattern import BsrPattern
 from .pattern_weight import PatternWeight
-from .sparse_weight import KEPT, Spec, check_metadata, kept_text, read_kept, register_format, why_no_block
+from .sparse_weight import check_metadata, register_format
+from .spec import KEPT, Spec, kept_text, read_kept, why_no_block
 from .values import choose_from_dense
 
 

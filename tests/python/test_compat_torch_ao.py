@@ -338,7 +338,7 @@ def test_embeddings_sparse_and_quantized(first):
 @pytest.mark.parametrize("level", [-0.1, 2.0, math.nan])
 @pytest.mark.parametrize("kind", [WeightNormSparsifier, SaliencyPruner])
 def test_levels_that_are_no_part_of_a_whole_are_refused(kind, level):
-    """torch's takes 2.0 for 1.0 and -0.1 for 0."""
+    """Torch's takes 2.0 for 1.0 and -0.1 for 0."""
     model = nn.Sequential(nn.Linear(8, 4))
     sparsifier = kind() if kind is WeightNormSparsifier else kind({})
     sparsifier.prepare(model, [{"tensor_fqn": "0.weight", "sparsity_level": level}])

@@ -13,7 +13,7 @@ from torch import nn
 import rarefy
 from rarefy import ops
 from rarefy.chain import fuse
-from rarefy.sparse_weight import Spec
+from rarefy.spec import Spec
 
 SPEC = "block:32x1@0.5:bf16x"
 U, UF = 2.0**-8, 2.0**-24

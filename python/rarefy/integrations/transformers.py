@@ -36,7 +36,8 @@ from ..chain import fuse as fuse_networks
 from ..layers import find_layers
 from ..patcher import BlockSparseModelPatcher
 from ..serialization import FORMAT, METHOD, entries_of, header
-from ..sparse_weight import SparseWeight, Spec, reserved_endings
+from ..sparse_weight import SparseWeight, reserved_endings
+from ..spec import Spec
 from .loading import Pending, headers
 from .on_the_fly import SparsifyOnLoad
 

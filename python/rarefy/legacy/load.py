@@ -20,7 +20,8 @@ from ..layers import find_layers
 from ..loading import restore
 from ..log import logger, progress
 from ..serialization import entry_of, header, write
-from ..sparse_weight import SparseWeight, Spec, reserved_endings
+from ..sparse_weight import SparseWeight, reserved_endings
+from ..spec import Spec
 from . import blocks, compressed
 from .readers import OP
 

@@ -15,7 +15,7 @@ from ..elements import ElementsSpec
 from ..layers import Layer, find_layers
 from ..linear_base import check_linear, copy_parameter, new_linear
 from ..modules import BlockSparseLinear
-from ..sparse_weight import Spec
+from ..spec import Spec
 from ..weight import BlockSpec
 from .criteria import check_sparsity
 from .damping import damped

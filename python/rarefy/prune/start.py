@@ -12,8 +12,8 @@ from torch import nn
 from ..checks import check_density, fail
 from ..layers import find_layers
 from ..masks import grid_of
-from ..sparse_weight import Spec
 from ..sparsify import sparsify
+from ..spec import Spec
 from .scopes import LayerInfo, parse_allocation
 
 
