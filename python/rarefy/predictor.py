@@ -122,7 +122,7 @@ def terms(case: Case, threads: int, forced: str = "") -> list[float]:
         lanes, step = config["vectors"] * width, width
         if "columns" in config:
             tiles = -(-k // cols // config["columns"])
-    elif set(config) == {"panels", "splits"} and m > FEW:
+    elif set(config) == {"panels", "splits", "rest"} and m > FEW:
         lanes, step = _PANEL, 1 if kernel.endswith("_lanes") else _PANEL // 2  # linear_lanes.cc, _pairs.cc
         group = _GROUP.get(case.stored, _PANEL)
         if step > 1 and cols % group:
@@ -130,12 +130,16 @@ def terms(case: Case, threads: int, forced: str = "") -> list[float]:
     else:  # up to FEW tokens, and what has no model of its own
         return [1, weights / threads, m * weights / threads, m * k, m * n / threads, blocks / threads]
     most = -(-m // lanes)
-    each = _rounds(most, panels, splits, threads)
-    worked = each * -(-m // step) * step / most
+    rest = config.get("rest", 0)  # panels of which each thread has a part of the outputs
+    each = packed = _rounds(most - rest, panels, splits, threads)
+    if rest:
+        each, packed = (most - rest) // threads + rest / threads, (most - rest) // threads + rest
+    filled = -(-m // step) * step / most
+    worked = each * filled
     return [
         1,
         worked * weights / splits,  # products
-        worked * k,  # packed
+        packed * filled * k,
         worked * n * tiles / splits,  # stored
         each * weights / splits,  # weights that stream by a panel, however full
         each * (blocks + n // rows * tiles) / splits,  # blocks that begin, block rows that end

@@ -1,7 +1,7 @@
 // feed_forward in bf16 pairs (pairs.h), on weights packed as for linear. A task takes a set of panels of
 // tokens through both products; hidden features are rounded into panels of L2, in the order that the second
-// product reads, and are never seen by rows. With few panels for the threads each product is cut into tasks
-// of its own, and hidden panels wait in shared memory between the two.
+// product reads, and are never seen by rows. With few panels for the threads, or of the last of them, each
+// product is cut into tasks of its own, and hidden panels wait in shared memory between the two.
 #include <limits>
 
 #include "core/message.h"
@@ -29,7 +29,8 @@ std::int64_t panels_of(std::int64_t tokens) {
 // The working memory: what tasks share, and what each worker has.
 struct Memory {
   float *up_bias, *down_bias;
-  std::uint16_t* between;  // hidden panels of all tokens, if the products are apart
+  std::int64_t apart, first_apart;  // panels for which the products are apart: the last ones, or all
+  std::uint16_t* between;           // their hidden panels
   std::int64_t shared, worker;
 
   struct Own {
@@ -43,7 +44,10 @@ struct Memory {
     Room all(base);
     up_bias = all.take<float>(s.up.out_features() + kGroup);
     down_bias = all.take<float>(s.down.out_features() + kGroup);
-    between = all.take<std::uint16_t>(sets.splits > 1 ? panels_of(p.tokens) * s.hidden : 0);
+    const std::int64_t panels = panels_of(p.tokens);
+    apart = sets.splits > 1 ? panels : std::clamp<std::int64_t>(sets.rest, 0, panels);
+    first_apart = panels - apart;
+    between = all.take<std::uint16_t>(apart * s.hidden);
     shared = all.bytes();
     Room own;
     take(own);
@@ -87,51 +91,49 @@ class Network {
                       memory_.up_bias);
     unpack_pairs_bias(call_.layers->down.bias, out, call_.out.cols, shapes_.down.out_features() + kGroup,
                       memory_.down_bias);
-    if (sets_.splits == 1) {
-      return each_set(1, [&](const Set& set, const Memory::Own& own, std::int64_t) {
-        hidden(set, own, 0, shapes_.up.out_blocks, own.hidden);
-        down(set, own, 0, shapes_.down.out_blocks, own.hidden);
-      });
-    }
-    const auto bound = [&](const PairsWeight& w, std::int64_t part) {
-      return w.begin_of(part, sets_.splits);
-    };
-    each_set(sets_.splits, [&](const Set& set, const Memory::Own& own, std::int64_t part) {
-      hidden(set, own, bound(up_, part), bound(up_, part + 1), between(set));
+    const PairsBlocking cut{sets_.panels, sets_.splits, sets_.splits > 1 ? 0 : sets_.rest};
+    const PanelTasks tasks(call_.x.rows, cut, call_.problem.threads);
+    each(tasks.count(), [&](std::int64_t t, const Memory::Own& own) {
+      const PanelTasks::Task task = tasks.task(t, false);
+      if (task.shared || sets_.splits > 1) {
+        return hidden(task, own, bound(up_, task), bound(up_, after(task)), between(task));
+      }
+      hidden(task, own, 0, shapes_.up.out_blocks, own.hidden);
+      down(task, own, 0, shapes_.down.out_blocks, own.hidden);
     });
-    each_set(sets_.splits, [&](const Set& set, const Memory::Own& own, std::int64_t part) {
-      down(set, own, bound(down_, part), bound(down_, part + 1), between(set));
+    if (memory_.apart == 0) return;
+    each(sets_.splits > 1 ? tasks.count() : tasks.parts(), [&](std::int64_t t, const Memory::Own& own) {
+      const PanelTasks::Task task = sets_.splits > 1 ? tasks.task(t, false) : tasks.rest(t);
+      down(task, own, bound(down_, task), bound(down_, after(task)), between(task));
     });
   }
 
  private:
-  struct Set {
-    std::int64_t first, tokens;
-  };
+  using Set = PanelTasks::Task;
 
   PairsWeight weight(const PairsShape& shape, const BsrView& w) const {
     const SparseOperand stored = operand(w.plan.shape, w.values, DType::bf16, w.plan.col, nullptr, false);
     return {k_, shape, {stored, w.plan.crow}, w.derived};
   }
 
-  // Sets differ by a panel at most.
   template <class F>
-  void each_set(std::int64_t parts, F&& task) const {
-    const std::int64_t panels = panels_of(call_.x.rows), sets = ceil_div(panels, sets_.panels);
-    call_.executor.parallel_for(sets * parts, [&](std::int64_t t, int worker) {
-      const std::int64_t set = t / parts;
-      const std::int64_t first = panels * set / sets * kPanelTokens;
-      const std::int64_t end = std::min(panels * (set + 1) / sets * kPanelTokens, call_.x.rows);
+  void each(std::int64_t tasks, F&& run) const {
+    call_.executor.parallel_for(tasks, [&](std::int64_t t, int worker) {
       k_.enter();
-      task(Set{first, end - first}, memory_.own(worker), t % parts);
+      run(t, memory_.own(worker));
       k_.leave();
     });
   }
 
+  static std::int64_t bound(const PairsWeight& w, const Set& set) { return w.begin_of(set.part, set.parts); }
+  static Set after(Set set) {
+    ++set.part;
+    return set;
+  }
   bool floats() const { return call_.out.dtype == DType::f32; }
   std::int64_t features() const { return call_.problem.weight.shape.rows; }
   std::uint16_t* between(const Set& set) const {
-    return memory_.between + set.first / kPanelTokens * shapes_.hidden;
+    return memory_.between + (set.first / kPanelTokens - memory_.first_apart) * shapes_.hidden;
   }
 
   // Block rows begin … end of `up` for a set, activated, into its hidden panels.
@@ -210,16 +212,27 @@ void for_each_sets(const PairKernels& kernels, const Problem& p, const Machine& 
   const std::int64_t blocks = std::max(s.up.out_blocks, s.down.out_blocks);
   for (std::int64_t panels = 1; panels <= most; ++panels) {
     const std::int64_t sets = ceil_div(all, panels);
+    const auto packing = [&](double of) { return of * static_cast<double>(s.up.panel_size()) * kPack; };
+    const auto up = [&](double of) { return product(s.up, of) + of * static_cast<double>(s.hidden) * kKeep; };
+    const auto down = [&](double of) {
+      return product(s.down, of) + of * static_cast<double>(s.down.out_features() * kPanelTokens) * kStore;
+    };
     const auto even = static_cast<double>(ceil_div(all, sets));
-    const double pack = even * static_cast<double>(s.up.panel_size()) * kPack;
-    const double hidden = even * static_cast<double>(s.hidden);
-    const double out = even * static_cast<double>(s.down.out_features() * kPanelTokens);
-    const double work = product(s.up, even) + product(s.down, even) + hidden * kKeep + out * kStore;
+    const double hidden = even * static_cast<double>(s.hidden), work = up(even) + down(even);
     for (std::int64_t splits = 1; splits <= std::min<std::int64_t>(4 * p.threads, blocks); ++splits) {
       const auto rounds = static_cast<double>(ceil_div(sets * splits, p.threads));
       const double apart = splits == 1 ? 0 : kBarrier + rounds * hidden * kShared;
-      visit(FeedForwardSets{panels, splits}, rounds * (pack + work / static_cast<double>(splits)) + apart);
+      visit(FeedForwardSets{panels, splits},
+            rounds * (packing(even) + work / static_cast<double>(splits)) + apart);
     }
+    const RestOfPanels r(all, panels, p.threads);
+    if (r.rest == 0) continue;
+    const auto rest = static_cast<double>(r.rest);
+    visit(FeedForwardSets{panels, 1, r.rest},
+          static_cast<double>(r.sets) * (packing(r.each) + up(r.each) + down(r.each)) + packing(rest) +
+              up(rest) * part_of(s.up.out_blocks, p.threads) +
+              down(rest) * part_of(s.down.out_blocks, p.threads) + kBarrier +
+              rest * static_cast<double>(s.hidden) * kShared);
   }
 }
 
@@ -266,12 +279,9 @@ std::int64_t feed_forward_pairs_workspace(const PairKernels& kernels, const Prob
 Status run_feed_forward_pairs(const PairKernels& kernels, const Call& call) {
   const auto sets = from_config<FeedForwardSets>(call.config);
   const Shapes s(kernels, call.problem);
-  const auto most = std::max<std::int64_t>({1, s.up.out_blocks, s.down.out_blocks});
-  if (sets.panels < 1 || sets.panels > 4096 || sets.splits < 1 || sets.splits > most) {
-    return invalid(kernels.family,
-                   cat("panels and splits of the config must be in [1, 4096] and [1, ", most, ']'),
-                   cat(sets.panels, " and ", sets.splits));
-  }
+  const std::int64_t most = std::max(s.up.out_blocks, s.down.out_blocks);
+  const PairsBlocking cut{sets.panels, sets.splits, sets.rest};
+  if (Status status = check_panels(kernels.family, cut, most); !status.ok()) return status;
   const auto check = [&](std::string_view prepared, std::string_view packed, const PairsShape& shape,
                          const Derived& derived) {
     const auto room = [](std::string_view what, std::int64_t size, std::int64_t got) -> Status {

@@ -220,7 +220,7 @@ Status run_lanes(const LaneKernels& kernels, std::span<const Call> calls) {
   if (Status status = check_panels(kernels.panels.family, b, out_blocks); !status.ok()) return status;
   const Shape lead_shape(lead.problem);
   const Layout layout(lead_shape, b);
-  for_each_part(lead, b, [&](int worker, std::int64_t first, std::int64_t tokens, std::int64_t part) {
+  for_each_part(lead, b, [&](int worker, const PanelTasks::Task& part) {
     Parts parts{};
     Room own(static_cast<char*>(lead.workspace) + layout.shared + worker * layout.worker);
     Layout::take_worker(own, lead_shape, b, parts);
@@ -230,10 +230,11 @@ Status run_lanes(const LaneKernels& kernels, std::span<const Call> calls) {
       Room shared(call.workspace);
       Layout::take_shared(shared, s, parts);
       Task task(kernels, call, s, parts);
-      const std::int64_t begin = task.begin_of(part, b.splits), end = task.begin_of(part + 1, b.splits);
+      const std::int64_t begin = task.begin_of(part.part, part.parts),
+                         end = task.begin_of(part.part + 1, part.parts);
       if (begin == end) continue;
-      if (!std::exchange(packed, true)) task.pack(first, tokens);
-      task.run(first, tokens, begin, end);
+      if (!std::exchange(packed, true)) task.pack(part.first, part.tokens);
+      task.run(part.first, part.tokens, begin, end);
     }
   });
   return {};

@@ -154,11 +154,11 @@ Status run_pairs(const PairKernels& kernels, std::span<const Call> calls) {
   if (Status status = check_panels(kernels.family, b, out_blocks); !status.ok()) return status;
   const PairsShape s(kernels, lead.problem);
   const PairsLayout layout(s, b);
-  for_each_part(lead, b, [&](int worker, std::int64_t first, std::int64_t tokens, std::int64_t part) {
+  for_each_part(lead, b, [&](int worker, const PanelTasks::Task& task) {
     Parts parts{};
     Room own(static_cast<char*>(lead.workspace) + layout.shared + worker * layout.worker);
     PairsLayout::take_worker(own, s, b, parts);
-    run_task(kernels, calls, parts, first, tokens, part, b.splits);
+    run_task(kernels, calls, parts, task.first, task.tokens, task.part, task.parts);
   });
   return {};
 }

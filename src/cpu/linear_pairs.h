@@ -26,7 +26,8 @@ struct FeedForwardSets {
   std::int64_t panels =
       1;  // of 32 tokens each, at most, that a task takes from x to y, or to hidden features
   std::int64_t splits = 1;  // more: parts of each product that are tasks of their own, hidden panels shared
-  static constexpr std::string_view kFields[] = {"panels", "splits"};
+  std::int64_t rest = 0;    // the last panels, so cut where others are whole (PairsBlocking)
+  static constexpr std::string_view kFields[] = {"panels", "splits", "rest"};
 };
 Reason supports_feed_forward_pairs(const PairKernels& kernels, const Problem& problem);
 Config configure_feed_forward_pairs(const PairKernels& kernels, const Problem& problem,

@@ -369,11 +369,11 @@ Status run_quads(const QuadKernels& kernels, std::span<const Call> calls) {
   if (Status status = check_panels(kernels.family, b, out_blocks); !status.ok()) return status;
   const QuadsShape s(lead.problem.weight.shape);
   const QuadsLayout layout(kernels, s, b);
-  for_each_part(lead, b, [&](int worker, std::int64_t first, std::int64_t tokens, std::int64_t part) {
+  for_each_part(lead, b, [&](int worker, const PanelTasks::Task& task) {
     Parts parts{};
     Room own(static_cast<char*>(lead.workspace) + layout.shared + worker * layout.worker);
     QuadsLayout::take_worker(own, kernels, s, b, parts);
-    run_task(kernels, calls, parts, first, tokens, part, b.splits);
+    run_task(kernels, calls, parts, task.first, task.tokens, task.part, task.parts);
   });
   return {};
 }

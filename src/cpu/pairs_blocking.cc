@@ -26,15 +26,23 @@ void for_each_blocking(const PanelWork& w, const Problem& p, const Machine& mach
   const double weight_byte = near ? std::min(w.weight_byte, kWeightNear) : w.weight_byte;
   for (std::int64_t panels = 1; panels <= most; ++panels) {
     const std::int64_t sets = ceil_div(all, panels);
-    const double pack = static_cast<double>(panels) * w.packed * kPack;
-    const double work =
-        w.tiles * static_cast<double>(panels) * w.tile_cycles + weight * weight_byte +
-        out * static_cast<double>(panels * kPanelTokens) * (panels > 2 ? kStore + kStoreFar : kStore);
+    const auto packing = [&](double of) { return of * w.packed * kPack; };
+    const auto working = [&](double of) {
+      return w.tiles * of * w.tile_cycles + weight * weight_byte +
+             out * of * kPanelTokens * (of > 2 ? kStore + kStoreFar : kStore);
+    };
+    const double pack = packing(static_cast<double>(panels)), work = working(static_cast<double>(panels));
     for (std::int64_t splits = 1; splits <= std::min<std::int64_t>(4 * p.threads, w.out_blocks); ++splits) {
       const std::int64_t rounds = ceil_div(sets * splits, p.threads);
       visit(PairsBlocking{panels, splits},
             static_cast<double>(rounds) * (pack + work / static_cast<double>(splits)));
     }
+    const RestOfPanels r(all, panels, p.threads);
+    if (r.rest == 0) continue;
+    const auto rest = static_cast<double>(r.rest);
+    visit(PairsBlocking{panels, 1, r.rest},
+          static_cast<double>(r.sets) * (packing(r.each) + working(r.each)) + packing(rest) +
+              working(rest) * part_of(w.out_blocks, p.threads));
   }
 }
 
@@ -53,13 +61,15 @@ std::vector<Config> panel_candidates(const PanelWork& work, const Problem& probl
 }
 
 Status check_panels(std::string_view family, const PairsBlocking& b, std::int64_t out_blocks) {
-  if (b.panels >= 1 && b.panels <= 4096 && b.splits >= 1 &&
-      b.splits <= std::max<std::int64_t>(1, out_blocks)) {
-    return {};
+  const std::int64_t most = std::max<std::int64_t>(1, out_blocks);
+  if (b.panels < 1 || b.panels > 4096 || b.splits < 1 || b.splits > most) {
+    return invalid(family, cat("panels and splits of the config must be in [1, 4096] and [1, ", most, ']'),
+                   cat(b.panels, " and ", b.splits));
   }
-  return invalid(family,
-                 cat("panels and splits of the config must be in [1, 4096] and [1, ", out_blocks, ']'),
-                 cat(b.panels, " and ", b.splits));
+  if (b.rest < 0 || b.rest > b.panels) {
+    return invalid(family, cat("rest of the config must be in [0, ", b.panels, "], its panels"), cat(b.rest));
+  }
+  return {};
 }
 
 }  // namespace rarefy::cpu

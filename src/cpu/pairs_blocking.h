@@ -15,9 +15,70 @@ namespace rarefy::cpu {
 struct PairsBlocking {
   std::int64_t panels = 1;  // of 32 tokens each, which meet a block row's weights while they are near
   std::int64_t splits = 1;  // tasks over the output blocks of one such set
-  static constexpr std::string_view kFields[] = {"panels", "splits"};
+  std::int64_t rest = 0;  // the last panels, of which every thread takes a part of the outputs: 17 panels are
+                          // 8.5 for each of two threads, not 9 and 8; at most `panels`
+  static constexpr std::string_view kFields[] = {"panels", "splits", "rest"};
   bool operator==(const PairsBlocking&) const = default;
 };
+
+// The tasks that panels are cut into: sets of them, which differ by a panel at most, each cut into `splits`
+// parts; and the rest, in `parts`, each of which comes after an equal range of the others, as workers take
+// ranges of tasks (task_queue.h).
+class PanelTasks {
+ public:
+  struct Task {
+    std::int64_t first, tokens, part, parts;
+    bool shared;  // of the rest
+  };
+
+  PanelTasks(std::int64_t tokens, const PairsBlocking& b, std::int64_t threads)
+      : tokens_(tokens),
+        panels_(std::max<std::int64_t>(1, (tokens + kPanelTokens - 1) / kPanelTokens)),
+        rest_(std::min(b.rest, panels_)),
+        splits_(b.splits),
+        parts_(rest_ > 0 ? threads : 0) {
+    const std::int64_t own = panels_ - rest_, ranges = std::max<std::int64_t>(1, parts_);
+    sets_ = (own + ranges * b.panels - 1) / (ranges * b.panels) * ranges;  // as many for each thread
+  }
+
+  std::int64_t count() const { return sets_ * splits_ + parts_; }
+  std::int64_t parts() const { return parts_; }
+
+  // Set by set, or part by part, so that neighbouring tasks read the same x, or the same weights.
+  Task task(std::int64_t t, bool by_part) const {
+    const std::int64_t shared = t * parts_ / count();
+    if ((t + 1) * parts_ / count() > shared) return rest(shared);
+    t -= shared;
+    const std::int64_t set = by_part ? t % sets_ : t / splits_, part = by_part ? t / sets_ : t % splits_;
+    const std::int64_t own = panels_ - rest_;
+    const std::int64_t first = own * set / sets_ * kPanelTokens, end = own * (set + 1) / sets_ * kPanelTokens;
+    return {first, std::min(end, tokens_) - first, part, splits_, false};
+  }
+  Task rest(std::int64_t part) const {
+    const std::int64_t first = (panels_ - rest_) * kPanelTokens;
+    return {first, tokens_ - first, part, parts_, true};
+  }
+
+ private:
+  std::int64_t tokens_, panels_, rest_, splits_, parts_, sets_;
+};
+
+// The panels that are left where each thread has as many as any other (0: none, or more than a set has), how
+// many a thread has, and in how many sets.
+struct RestOfPanels {
+  std::int64_t rest, sets;
+  double each;  // panels of a set
+
+  RestOfPanels(std::int64_t all, std::int64_t panels, std::int64_t threads)
+      : rest(threads > 1 && all > threads && all % threads <= panels ? all % threads : 0),
+        sets((all / threads + panels - 1) / panels),
+        each(static_cast<double>(all / threads) / static_cast<double>(std::max<std::int64_t>(1, sets))) {}
+};
+
+// The share of so many output blocks that a thread takes at most.
+constexpr double part_of(std::int64_t blocks, std::int64_t threads) {
+  return blocks > 0 ? static_cast<double>((blocks + threads - 1) / threads) / static_cast<double>(blocks) : 1;
+}
 
 // What the cost of a blocking follows from.
 struct PanelWork {
@@ -38,16 +99,12 @@ std::vector<Config> panel_candidates(const PanelWork& work, const Problem& probl
 // Whether a configuration is one for that many output blocks.
 Status check_panels(std::string_view family, const PairsBlocking& b, std::int64_t out_blocks);
 
-// Calls run(worker, first token, tokens, part) for every set and part of the output blocks, part by part, as
-// workers take neighbouring tasks.
+// Calls run(worker, task) for every set and part of the output blocks.
 template <class Run>
 void for_each_part(const Call& call, const PairsBlocking& b, Run&& run) {
-  const std::int64_t set = b.panels * kPanelTokens, tokens = call.problem.tokens;
-  const std::int64_t sets = (tokens + set - 1) / set;
-  call.executor.parallel_for(sets * b.splits, [&](std::int64_t task, int worker) {
-    const std::int64_t first = task % sets * set;
-    run(worker, first, std::min(set, tokens - first), task / sets);
-  });
+  const PanelTasks tasks(call.problem.tokens, b, call.problem.threads);
+  call.executor.parallel_for(tasks.count(),
+                             [&](std::int64_t t, int worker) { run(worker, tasks.task(t, true)); });
 }
 
 }  // namespace rarefy::cpu

@@ -166,8 +166,9 @@ TEST_P(FeedForwardPairsTest, EveryConfigurationComputesTheSame) {
   asked.down.shape = layers.down.pattern.shape();
   asked.derived = kAnyDerived;
   const Kernel& kernel = kernel_named(GetParam() + "_feed_forward");
-  std::vector<std::string> configs{"panels=1 splits=1", "panels=3 splits=2", "panels=7 splits=5",
-                                   "panels=16 splits=1", "panels=2 splits=4"};
+  std::vector<std::string> configs{"panels=1 splits=1",       "panels=3 splits=2", "panels=7 splits=5",
+                                   "panels=16 splits=1",      "panels=2 splits=4", "panels=2 splits=1 rest=1",
+                                   "panels=3 splits=1 rest=3"};
   for (const Config& config : kernel.candidates(asked, cpu_machine()))
     configs.push_back(to_string(kernel, config));
   std::set<std::vector<std::byte>> results;
@@ -196,6 +197,9 @@ TEST_P(FeedForwardPairsTest, EveryConfigurationComputesTheSame) {
               std::string::npos)
         << status.message();
   }
+  const Force one("cpu:" + GetParam() + "," + std::string(kernel.name) + "(panels=2 rest=3)");
+  EXPECT_NE(run.feed_forward(false).message().find("rest of the config must be in [0, 2], its panels; got 3"),
+            std::string::npos);
 }
 
 // Only for who holds what linear's row of the family derives, for each layer, in full.
@@ -267,8 +271,9 @@ TEST(FeedForwardConfigTest, PairsFollowTheProblem) {
     EXPECT_EQ(choice.kernel->name, "amx_feed_forward");
     return to_string(*choice.kernel, choice.config);
   };
-  EXPECT_EQ(config(544, 1), "panels=6 splits=1");
-  EXPECT_EQ(config(544, 2), "panels=3 splits=1");
+  EXPECT_EQ(config(544, 1), "panels=6 splits=1 rest=0");
+  EXPECT_EQ(config(544, 2), "panels=8 splits=1 rest=1") << "17 panels: 8 for each thread, and half of one";
+  EXPECT_EQ(config(512, 2), "panels=8 splits=1 rest=0");
   EXPECT_NE(config(32, 16).find("splits=16"), std::string::npos) << config(32, 16);
 }
 

@@ -438,7 +438,8 @@ TEST_P(Int8Test, TinyAndHugeTokens) {
 
 TEST_P(Int8Test, EveryConfigurationComputesTheSame) {
   if (GetParam().scaling != Scaling::dynamic || GetParam().family == "ref") return;
-  for (const char* config : {"panels=1 splits=1", "panels=3 splits=2", "panels=16 splits=5"}) {
+  for (const char* config :
+       {"panels=1 splits=1", "panels=3 splits=2", "panels=16 splits=5", "panels=2 splits=1 rest=2"}) {
     const Force force(GetParam().family + "," + GetParam().family + "_linear_int8(" + config + ")");
     const Layer layer({150, 170, 200, 32, 1, 0.4, DType::f32, true, 0});
     LinearRun run(layer, GetParam().scaling);

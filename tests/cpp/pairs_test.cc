@@ -5,10 +5,12 @@
 #include <bit>
 #include <cmath>
 #include <limits>
+#include <map>
 #include <set>
 
 #include "core/registry.h"
 #include "cpu/linear_pairs.h"
+#include "cpu/pairs_blocking.h"
 #include "product_checks.h"
 
 namespace rarefy::test {
@@ -573,7 +575,9 @@ TEST_P(PairsTest, EveryConfigurationComputesTheSame) {
       expect_grad_weight(problem, run);
     }
   }
-  for (const char* config : {"panels=1 splits=1", "panels=3 splits=2", "panels=16 splits=5"}) {
+  for (const char* config :
+       {"panels=1 splits=1", "panels=3 splits=2", "panels=16 splits=5", "panels=2 splits=1 rest=1",
+        "panels=4 splits=3 rest=2", "panels=9 splits=1 rest=9"}) {
     const Force force(GetParam() + "," + GetParam() + "_linear(" + config + ")");
     const Problem problem = make_problem({150, 170, 200, 32, 1, 0.4, DType::bf16, true, 0});
     ProblemIn<HostBuffer> run(problem);
@@ -636,15 +640,54 @@ TEST(PairsSelectionTest, SaysWhatItDoesNotTake) {
   }
 }
 
+// Each panel's outputs once, whatever the cut; with a rest, each range of tasks (task_queue.h) has as many
+// panels of its own and one part of the rest.
+TEST(PanelTasksTest, CoverEveryPanelAndShareTheRest) {
+  for (const std::int64_t tokens : {5, 32, 33, 544, 1000}) {
+    for (const std::int64_t threads : {1, 2, 3, 16}) {
+      for (const cpu::PairsBlocking& b : {cpu::PairsBlocking{1, 1, 0}, {3, 1, 1}, {4, 5, 0}, {2, 3, 2}}) {
+        const std::int64_t panels = (tokens + 31) / 32, rest = std::min(b.rest, panels);
+        const cpu::PanelTasks tasks(tokens, b, threads);
+        std::map<std::int64_t, std::int64_t> seen;  // parts of a panel
+        std::vector<std::int64_t> own(static_cast<std::size_t>(threads)), shared(own);
+        for (std::int64_t t = 0; t < tasks.count(); ++t) {
+          for (const bool by_part : {false, true}) {
+            const cpu::PanelTasks::Task task = tasks.task(t, by_part);
+            EXPECT_EQ(task.parts, task.shared ? threads : b.splits);
+            EXPECT_EQ(task.first % 32, 0);
+            EXPECT_LE(task.tokens, b.panels * 32);
+            EXPECT_LE(task.first + task.tokens, tokens);
+            EXPECT_TRUE(task.tokens % 32 == 0 || task.first + task.tokens == tokens);
+            for (std::int64_t m = task.first; m < task.first + task.tokens; m += 32) {
+              EXPECT_EQ(task.shared, m / 32 >= panels - rest);
+              seen[(m / 32 * 100 + task.part) * 2 + (by_part ? 1 : 0)] += 1;
+            }
+            if (by_part) continue;
+            const auto worker = static_cast<std::size_t>(t * threads / tasks.count());
+            (task.shared ? shared : own)[worker] += task.shared ? 1 : (task.tokens + 31) / 32;
+          }
+        }
+        EXPECT_EQ(seen.size(), 2 * static_cast<std::size_t>((panels - rest) * b.splits + rest * threads));
+        for (const auto& [place, times] : seen) EXPECT_EQ(times, 1) << place;
+        if (rest == 0 || (panels - rest) % threads != 0) continue;
+        for (std::size_t w = 0; w < own.size(); ++w) {
+          EXPECT_EQ(own[w], own[0]) << tokens << ' ' << threads;
+          EXPECT_EQ(shared[w], 1);
+        }
+      }
+    }
+  }
+}
+
 // The model of the work, on a machine that is not this one: weights beyond L2 meet several panels, a few
 // tokens are shared out by outputs.
 TEST(PairsSelectionTest, ConfigurationsFollowTheProblem) {
-  const auto config = [](std::int64_t tokens, int threads) {
+  const auto config = [](std::int64_t tokens, int threads, std::string_view name = "amx_linear") {
     Machine machine;
     machine.l2 = 2 << 20;
     const Kernel* row = nullptr;
     for (const Kernel& kernel : registry()) {
-      if (kernel.name == "amx_linear") row = &kernel;
+      if (kernel.name == name) row = &kernel;
     }
     if (row == nullptr) return cpu::PairsBlocking{0, 0};  // not built for x86-64
     rarefy::Problem problem = make_problem(Op::linear, {3072, 768, 32, 1, 3072 * 768 / 64}, tokens,
@@ -657,6 +700,8 @@ TEST(PairsSelectionTest, ConfigurationsFollowTheProblem) {
   EXPECT_EQ(config(32, 16).panels, 1);
   EXPECT_GE(config(32, 16).splits, 16);
   EXPECT_GE(config(512, 16).panels, 2);
+  EXPECT_EQ(config(544, 2, "avx512_bf16_linear").rest, 1);
+  EXPECT_EQ(config(512, 2, "avx512_bf16_linear").rest, 0);
 #else
   EXPECT_EQ(config(32, 1).panels, 0);
 #endif

@@ -282,7 +282,7 @@ TEST(SelectTest, LanesOfOutputsHaveTheBitsOfLanesOfTokens) {
         if (!lanes.supports(asked, cpu_machine()).empty()) continue;
         const auto want =
             run_forced(problem, gather, gather.configure(asked, cpu_machine()), pool.executor());
-        for (const char* text : {"panels=1 splits=1", "panels=3 splits=2"}) {
+        for (const char* text : {"panels=1 splits=1", "panels=3 splits=2", "panels=2 splits=1 rest=2"}) {
           const Config config = *parse_config(lanes, lanes.configure(asked, cpu_machine()), text);
           EXPECT_EQ(run_forced(problem, lanes, config, pool.executor()), want)
               << family << ' ' << text << " block " << r << 'x' << c << ' ' << rarefy::name(dtype);

@@ -109,8 +109,7 @@ struct Avx512Pairs {
   }
 
   static void keep(const PairKeep& t) {
-    if (t.activation == Activation::none) return keep_as<false>(t);
-    keep_as<true>(t);
+    with_activation(t.activation, [&]<Activation kActivation>() { keep_as<kActivation>(t); });
   }
 
   // `outputs` × 32 sums to 32 tokens of row-major Y. Rounded before it is transposed, in dwords of two
@@ -118,12 +117,19 @@ struct Avx512Pairs {
   static void store(const float* sums, int outputs, const float* bias, Activation activation,
                     PairRows<std::uint16_t> y) {
     if (activation == Activation::none) {
-      outputs == 32 ? store_as<32, false>(sums, bias, activation, y)
-                    : store_as<16, false>(sums, bias, activation, y);
-    } else {
-      outputs == 32 ? store_as<32, true>(sums, bias, activation, y)
-                    : store_as<16, true>(sums, bias, activation, y);
+      outputs == 32 ? store_as<32, true>(sums, bias, y) : store_as<16, true>(sums, bias, y);
+      return;
     }
+    alignas(64) float active[32 * kPanelTokens];
+    with_activation(activation, [&]<Activation kActivation>() {
+      for (int o = 0; o < outputs; ++o, sums += kPanelTokens) {
+        const __m512 start = _mm512_set1_ps(bias[o]);
+        float* to = active + o * kPanelTokens;
+        _mm512_store_ps(to, finished<kActivation>(sums, start));
+        _mm512_store_ps(to + 16, finished<kActivation>(sums + 16, start));
+      }
+    });
+    outputs == 32 ? store_as<32, false>(active, bias, y) : store_as<16, false>(active, bias, y);
   }
 
   // To floats: 16 × 16 at a time.
@@ -162,28 +168,20 @@ struct Avx512Pairs {
   }
   static void store_tokens(const float* sums, const float* bias, Activation activation,
                            PairRows<std::uint16_t> y) {
-    if (activation == Activation::none) return store_tokens_as<false>(sums, bias, activation, y);
-    store_tokens_as<true>(sums, bias, activation, y);
+    const __m512 low = _mm512_loadu_ps(bias), high = _mm512_loadu_ps(bias + 16);
+    with_activation(activation, [&]<Activation kActivation>() {
+#pragma GCC unroll 4
+      for (int m = 0; m < kPanelTokens; ++m, sums += 32) {
+        const __m512 a = finished<kActivation>(sums, low), b = finished<kActivation>(sums + 16, high);
+        _mm512_storeu_si512(y.next(), (__m512i)_mm512_cvtne2ps_pbh(b, a));
+      }
+    });
   }
 
  private:
-  template <bool kActivate>
-  static void store_tokens_as(const float* sums, const float* bias, Activation activation,
-                              PairRows<std::uint16_t> y) {
-    const __m512 low = _mm512_loadu_ps(bias), high = _mm512_loadu_ps(bias + 16);
-#pragma GCC unroll 4
-    for (int m = 0; m < kPanelTokens; ++m, sums += 32) {
-      const __m512 a = finished<kActivate>(sums, low, activation);
-      const __m512 b = finished<kActivate>(sums + 16, high, activation);
-      _mm512_storeu_si512(y.next(), (__m512i)_mm512_cvtne2ps_pbh(b, a));
-    }
-  }
-
-  template <bool kActivate>
-  static __m512 finished(const float* sums, __m512 bias, Activation activation) {
-    const __m512 v = _mm512_add_ps(_mm512_loadu_ps(sums), bias);
-    if constexpr (kActivate) return activate_bf16<Avx512>(activation, v);
-    return v;
+  template <Activation kActivation>
+  [[gnu::always_inline]] static __m512 finished(const float* sums, __m512 bias) {
+    return activate_bf16<Avx512, kActivation>(_mm512_add_ps(_mm512_loadu_ps(sums), bias));
   }
   // Two lines of 16 words, alternating.
   static __m512i interleaved(__m512bh both) {
@@ -194,7 +192,7 @@ struct Avx512Pairs {
   }
 
   // Two features at a time, in the orders that pack gives.
-  template <bool kActivate>
+  template <Activation kActivation>
   static void keep_as(const PairKeep& t) {
     const __m512i quarters = _mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7);
     const float* sums = t.sums;
@@ -205,8 +203,7 @@ struct Avx512Pairs {
       for (int i = 0; i < 2; ++i) {
         const __m512 bias = _mm512_set1_ps(t.bias[o + i]);
 #pragma GCC unroll 2
-        for (int h = 0; h < 2; ++h)
-          v[i][h] = finished<kActivate>(sums + i * kPanelTokens + h * 16, bias, t.activation);
+        for (int h = 0; h < 2; ++h) v[i][h] = finished<kActivation>(sums + i * kPanelTokens + h * 16, bias);
       }
 #pragma GCC unroll 2
       for (int i = 0; i < 2; ++i) {
@@ -219,13 +216,14 @@ struct Avx512Pairs {
     }
   }
 
-  template <int kOutputs, bool kActivate>
-  static void store_as(const float* sums, const float* bias, Activation activation,
-                       PairRows<std::uint16_t> y) {
+  // kBias: the sums lack it.
+  template <int kOutputs, bool kBias>
+  static void store_as(const float* sums, const float* bias, PairRows<std::uint16_t> y) {
 #pragma GCC unroll 2
     for (int half = 0; half < 2; ++half) {
       const auto sum = [&](int o) {
-        return finished<kActivate>(sums + o * kPanelTokens + half * 16, _mm512_set1_ps(bias[o]), activation);
+        const __m512 v = _mm512_loadu_ps(sums + o * kPanelTokens + half * 16);
+        return kBias ? _mm512_add_ps(v, _mm512_set1_ps(bias[o])) : v;
       };
       __m512i rows[16];
 #pragma GCC unroll 16

@@ -153,7 +153,9 @@ struct PairsPortable {
 
  private:
   static void finish(Scalar::Vec sum, Activation activation, std::uint16_t* to) {
-    Scalar::store_bf16(to, activate_bf16<Scalar>(activation, sum));
+    with_activation(activation, [&]<Activation kActivation>() {
+      Scalar::store_bf16(to, activate_bf16<Scalar, kActivation>(sum));
+    });
   }
   static void finish(Scalar::Vec sum, Activation activation, float* to) {
     Scalar::store(to, activate<Scalar>(activation, sum));
