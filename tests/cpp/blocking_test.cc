@@ -118,6 +118,20 @@ TEST(BlockingTest, TheTileOfAllPanelsFitsInL2) {
   }
 }
 
+// Where woven panels share nothing, the part of W that they meet one after the other is in L3.
+TEST(BlockingTest, LargeWeightsOfWovenPanelsGoInParts) {
+  for (const int threads : {1, 2}) {
+    BlockingProblem p = problem(512, 11008, 4096, 32, 1, 0.25, threads);
+    p.woven = true;
+    const Blocking b = choose_blocking(p);
+    ASSERT_EQ(b.panels, 1);
+    EXPECT_GE(b.splits, 5);  // 45 MB, of which two threads or neighbours have 8 each
+    p.out_blocks /= 16;
+    p.entries /= 16;
+    EXPECT_LE(choose_blocking(p).splits, 2 * threads);
+  }
+}
+
 TEST(BlockingTest, LargeWeightsAreSharedBetweenPanels) {
   EXPECT_EQ(choose_blocking(problem(512, 1024, 1024, 16, 16, 0.5, 1)).panels, 1);  // 2 MB
   EXPECT_GT(choose_blocking(problem(512, 4096, 4096, 16, 16, 0.5, 1)).panels, 1);  // 33 MB
