@@ -6,8 +6,8 @@ python bench/reached.py --only bf16              # rows whose text holds this
 
 Everything goes through PyTorch: row-major X in, row-major Y out, with bias. Shares are of rarefy_peak's
 ceilings in the row's dtype (reading: of as many bytes as W has with its indices), speed-ups over torch's
-layer, in turns. One thread's time is the processor's; with more it is the wall's. A row's figure is from the
-best turn of each.
+layer, in turns; 5 to 31 tokens are compared with the line between what 4 and 32 take. One thread's time is
+the processor's; with more it is the wall's. A row's figure is from the best turn of each.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from run import cpu_name, git_commit
 
 ROOT = Path(__file__).resolve().parent.parent
 SIZE = (768, 3072)  # in, out
+OTHERS = ((3072, 768), (1024, 4096), (4096, 4096), (4096, 11008), (1000, 777))
 BF16, F32 = torch.bfloat16, torch.float32
 NAMES = {BF16: "bf16", F32: "f32"}
 Calls = dict[str, Callable[[], object]]
@@ -43,9 +44,10 @@ MACHINE = ("machine", "threads", "date", "commit", "torch", "command")
 class Measured:
     """What a row measures, made when its turn comes."""
 
-    calls: Calls  # "sparse", and "dense" for a speed-up
+    calls: Calls  # "sparse", and "dense" for a speed-up or "fewer" and "more" tokens
     work: float = 0  # FLOP or bytes of a sparse call
     ceiling: str = ""  # what rarefy_peak measures
+    between: float = 0  # where on the way from fewer to more tokens
 
 
 @dataclass
@@ -53,19 +55,27 @@ class Row:
     """One figure: how it is measured, and what issue and documents ask for."""
 
     case: str
-    unit: str  # "× dense" or "of <ceiling>"
+    unit: str  # "× dense", "of <ceiling>" or "of the line"
     required: float
     make: Callable[[], Measured]
     scale: float = 1  # a speed-up counts so many times: density, for efficiencies
 
 
-def sparse_layer(spec: str, size: tuple[int, int], dtype: torch.dtype) -> tuple[nn.Module, nn.Module]:
-    """nn.Linear and its sparse layer, with random patterns."""
+def sparse_layer(
+    spec: str, size: tuple[int, int], dtype: torch.dtype, skewed: bool = False
+) -> tuple[nn.Module, nn.Module]:
+    """nn.Linear and its sparse layer, of a random pattern; skewed: rows and columns by a power law."""
     torch.manual_seed(0)
     dense = nn.Linear(*size).to(dtype).requires_grad_(False)
-    model = nn.ModuleDict({"layer": nn.Linear(*size).to(dtype)})
-    rarefy.sparsify(model, {"layer": spec}, measure=False)
-    return dense, model["layer"].eval().requires_grad_(False)
+    other = nn.Linear(*size).to(dtype)
+    scores = None
+    if skewed:
+        rows, columns = (
+            torch.rand(n, generator=torch.Generator().manual_seed(n)).rsqrt() for n in size[::-1]
+        )
+        scores = rows[:, None] * columns * torch.rand(size[1], size[0])
+    sparse = rarefy.BlockSparseLinear.from_dense(other, spec=spec, scores=scores)
+    return dense, sparse.eval().requires_grad_(False)
 
 
 def linear(
@@ -77,8 +87,10 @@ def linear(
         unit = "× torch's dynamic int8"
     required = next(row[key] for key in ("reading", "share", "speedup") if key in row)
 
+    skewed = bool(row.get("skewed"))
+
     def make() -> Measured:
-        dense, sparse = sparse_layer(spec, size, dtype)
+        dense, sparse = sparse_layer(spec, size, dtype, skewed)
         x, weight = torch.randn(tokens, size[0], dtype=dtype), sparse.weight
         calls = {"sparse": partial(sparse, x), "dense": partial(dense, x)}
         if "reading" in row:
@@ -92,7 +104,23 @@ def linear(
             calls["dense"] = partial(rival, x)
         return Measured(calls)
 
-    return Row(f"{NAMES[dtype]} {size[0]}→{size[1]} {spec}, M = {tokens}", unit, required, make)
+    text = f"{NAMES[dtype]} {size[0]}→{size[1]} {spec}{' skewed' if skewed else ''}, M = {tokens}"
+    return Row(text, unit, required, make)
+
+
+def between(spec: str, tokens: int, dtype: torch.dtype, least: int = 4, most: int = 32) -> Row:
+    """Tokens that no kernel is made for: as fast as the line between its neighbours."""
+
+    def make() -> Measured:
+        _, sparse = sparse_layer(spec, SIZE, dtype)
+        counts = {"sparse": tokens, "fewer": least, "more": most}
+        calls = {
+            name: partial(sparse, torch.randn(count, SIZE[0], dtype=dtype)) for name, count in counts.items()
+        }
+        return Measured(calls, between=(tokens - least) / (most - least))
+
+    text = f"{NAMES[dtype]} {SIZE[0]}→{SIZE[1]} {spec}, M = {tokens}"
+    return Row(text, f"of the line from {least} to {most}", 1.0, make)
 
 
 def gradients(
@@ -132,6 +160,10 @@ def rows(isa_bf16: str, isa_int8: str) -> Iterator[Row]:
         for block in ("4x1", "8x8", "16x1", "32x1", "32x32"):
             yield linear(f"block:{block}@{density}", 512, share=share, of="f32")
     yield linear("block:16x1@0.5", 32, share=0.8, of="f32")
+    for size in OTHERS:
+        yield linear("block:32x1@0.25", 512, size=size, share=0.9, of="f32")
+    for block in ("4x1", "32x32"):
+        yield linear(f"block:{block}@0.25", 512, share=0.9, of="f32", skewed=True)
     for block in ("1x1", "1x16", "2x2"):
         spec = "csr@0.35" if block == "1x1" else f"block:{block}@0.35"
         yield linear(spec, 512, share=0.5, of="f32")
@@ -158,6 +190,9 @@ def rows(isa_bf16: str, isa_int8: str) -> Iterator[Row]:
                             ("block:16x16@0.5", BF16), ("block:32x32@0.5:int8", F32)):  # fmt: skip
             for tokens in (1, 4):
                 yield linear(spec, tokens, dtype, size, reading=0.9)
+    for spec, dtype in (("block:32x1@0.5", F32), ("block:32x1@0.5", BF16), ("block:32x1@0.5:int8", F32)):
+        for tokens in (5, 8, 15, 24):
+            yield between(spec, tokens, dtype)
     for spec in ("2:4", "bitmap@0.5"):
         yield linear(spec, 1, size=(4096, 11008), speedup=1.7)
     for spec in ("block:32x1@0.5", "block:32x32@0.5"):
@@ -244,7 +279,13 @@ def one(row: Row, args: argparse.Namespace, ceiling: Callable[[str], tuple[str, 
     with torch.inference_mode():
         best = {name: min(turns) for name, turns in measure(calls, args.threads, args.rounds).items()}
     limit = ceiling(made.ceiling)[1] if made.work else 0
-    reached = made.work / best["sparse"] / limit if made.work else row.scale * best["dense"] / best["sparse"]
+    if made.work:
+        reached = made.work / best["sparse"] / limit
+    elif made.between:
+        line = best["fewer"] + made.between * (best["more"] - best["fewer"])
+        reached = line / best["sparse"]
+    else:
+        reached = row.scale * best["dense"] / best["sparse"]
     return {
         "case": row.case,
         "unit": row.unit,

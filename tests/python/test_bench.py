@@ -141,6 +141,17 @@ def test_reached_measures_the_rows_whose_text_is_asked_for(tmp_path, monkeypatch
     assert "1 rows" in text or "of 1 rows" in text
     rows, _, _ = reached_with(tmp_path, monkeypatch, capsys, "--only", "of reading")
     assert [row["case"] for row in rows] == ["f32 64→96 2:4, M = 1"] and float(rows[0]["ceiling"]) == 100
+    rows, _, _ = reached_with(tmp_path, monkeypatch, capsys, "--only", "skewed")
+    assert [row["case"] for row in rows] == ["f32 64→96 block:4x1@0.5 skewed, M = 8"]
+    rows, _, _ = reached_with(tmp_path, monkeypatch, capsys, "--only", "of the line")
+    assert [row["unit"] for row in rows] == ["of the line from 4 to 32"] and float(rows[0]["reached"]) > 0
+
+
+def test_a_skewed_pattern_has_rows_and_columns_of_all_lengths():
+    _, sparse = reached.sparse_layer("block:4x1@0.25", (64, 96), torch.float32, skewed=True)
+    mask = sparse.weight.block_mask()
+    for counts in (mask.sum(0), mask.sum(1)):
+        assert counts.max() > 2.5 * counts.float().median()
 
 
 @pytest.mark.usefixtures("one_thread")
@@ -153,6 +164,8 @@ def test_reached_with_nothing_to_measure_writes_a_head_alone(tmp_path, monkeypat
 def small_rows():
     yield reached.linear("block:4x1@0.5", 2, reached.BF16, (64, 96), speedup=1.0)
     yield reached.linear("2:4", 1, size=(64, 96), reading=0.9)
+    yield reached.linear("block:4x1@0.5", 8, size=(64, 96), share=0.1, of="f32", skewed=True)
+    yield reached.between("block:4x1@0.5", 8, reached.F32)
 
 
 def test_reached_names_each_row_once():
