@@ -112,9 +112,10 @@ def terms(case: Case, threads: int, forced: str = "") -> list[float]:
         return [1, m * n * k / threads, n * k / threads, m * k, m * n / threads]
     (rows, cols), blocks = case.block, case.blocks
     weights = blocks * rows * cols
-    if case.int8 and rows < _JOINED:  # linear_quads.cc: columns that any of the rows stores
-        weights = n * k * (1 - (1 - case.density) ** (_JOINED // rows))
     kernel, config = _explained(case, threads, forced)
+    alone = kernel.endswith("_int8_rows")  # 64 tokens a panel, and nothing is joined
+    if case.int8 and rows < _JOINED and not alone:  # linear_quads.cc: columns that any of the rows stores
+        weights = n * k * (1 - (1 - case.density) ** (_JOINED // rows))
     splits, panels = config.get("splits", 1), config.get("panels", 1)
     width = _LANES.get(kernel.partition("_")[0], 8)
     tiles = 1  # of x, between which sums wait
@@ -123,9 +124,10 @@ def terms(case: Case, threads: int, forced: str = "") -> list[float]:
         if "columns" in config:
             tiles = -(-k // cols // config["columns"])
     elif set(config) == {"panels", "splits", "rest"} and m > FEW:
-        lanes, step = _PANEL, 1 if kernel.endswith("_lanes") else _PANEL // 2  # linear_lanes.cc, _pairs.cc
+        lanes = 2 * _PANEL if alone else _PANEL
+        step = 1 if kernel.endswith("_lanes") else _PANEL // 2  # linear_lanes.cc, _pairs.cc
         group = _GROUP.get(case.stored, _PANEL)
-        if step > 1 and cols % group:
+        if step > 1 and cols % group and not alone:
             weights += n * group / 2  # a block row's last group is half empty
     else:  # up to FEW tokens, and what has no model of its own
         return [1, weights / threads, m * weights / threads, m * k, m * n / threads, blocks / threads]

@@ -46,17 +46,21 @@ struct QuadsLayout {
     worker = own.bytes();
   }
   static void take_shared(Room& room, const QuadsShape& s, Parts& parts) {
-    parts.bias = room.take<float>(s.out_features());
-    parts.scales = room.take<float>(s.out_features());
+    parts.bias = room.take<float>(s.read_features());
+    parts.scales = room.take<float>(s.read_features());
   }
   static void take_worker(Room& room, const QuadKernels& kernels, const QuadsShape& s, const PairsBlocking& b,
                           Parts& parts) {
     parts.panels = room.take<std::uint16_t>(b.panels * s.panel_size());
-    parts.tokens = room.take<float>(b.panels * kPanelTokens);
+    parts.tokens = room.take<float>(b.panels * s.tokens);
     if (kernels.lanes != nullptr) {
       const bool gathers = s.source == PairSource::columns;
       parts.gathered = room.take<std::uint16_t>(gathers ? 2 * kLaneRing : 0);
       parts.lane_sums = room.take<std::int32_t>(gathers ? b.panels * kPanelTokens * s.out_block : 0);
+      return;
+    }
+    if (kernels.few_rows != nullptr) {
+      parts.lane_sums = room.take<std::int32_t>(s.sums_size());
       return;
     }
     // Of a few tokens, all groups of a block row.
@@ -69,8 +73,8 @@ struct QuadsLayout {
 // Bias and scales of whole blocks of outputs, 0 where there is nothing.
 void unpack_outputs(const Call& call, const QuadsShape& s, const Parts& parts) {
   const std::int64_t count = call.out.cols;
-  std::fill_n(parts.bias, s.out_features(), 0.0F);
-  std::fill_n(parts.scales, s.out_features(), 0.0F);
+  std::fill_n(parts.bias, s.read_features(), 0.0F);
+  std::fill_n(parts.scales, s.read_features(), 0.0F);
   std::copy_n(call.scales, count, parts.scales);
   if (call.bias == nullptr) return;
   for (std::int64_t n = 0; n < count; ++n) {
@@ -203,12 +207,11 @@ bool takes_few(const QuadKernels& kernels, std::int64_t tokens) {
 void pack_x(const QuadKernels& kernels, const QuadsShape& s, const Call& call, const Parts& parts,
             std::int64_t first, std::int64_t tokens) {
   const auto pack = takes_few(kernels, tokens) ? kernels.pack_few : kernels.pack;
-  for (std::int64_t m = 0; m < tokens; m += kPanelTokens) {
-    pack({at(call.x, first + m, 0), call.problem.in == DType::bf16, call.x.row_stride, panel_rows(tokens, m),
+  for (std::int64_t m = 0; m < tokens; m += s.tokens) {
+    pack({at(call.x, first + m, 0), call.problem.in == DType::bf16, call.x.row_stride, s.rows_of(tokens, m),
           static_cast<std::int32_t>(call.x.cols), static_cast<std::int32_t>(s.padded),
           s.source != PairSource::columns,
-          reinterpret_cast<std::uint8_t*>(parts.panels + m / kPanelTokens * s.panel_size()),
-          parts.tokens + m});
+          reinterpret_cast<std::uint8_t*>(parts.panels + m / s.tokens * s.panel_size()), parts.tokens + m});
   }
 }
 
@@ -228,14 +231,17 @@ void multiply(const QuadsWeight& w, const Call& call, const Parts& parts, std::i
     }
     return;
   }
-  w.multiply(
-      parts.panels, tokens, begin, end, parts.gathered, parts.sums,
-      [&](std::int64_t m, std::int32_t rows, std::int64_t from, std::int64_t count, const float* sums) {
-        w.kernels.store({reinterpret_cast<const std::int32_t*>(sums), w.packed.totals + from,
-                         parts.scales + from, parts.bias + from, parts.tokens + m, call.activation,
-                         at(call.out, first + m, from), call.problem.out == DType::bf16, call.out.row_stride,
-                         rows, static_cast<std::int32_t>(std::min(count, call.out.cols - from))});
-      });
+  const auto store = [&](std::int64_t m, std::int32_t rows, std::int64_t from, std::int64_t count,
+                         const auto* sums) {
+    w.kernels.store({reinterpret_cast<const std::int32_t*>(sums), w.packed.totals + from, parts.scales + from,
+                     parts.bias + from, parts.tokens + m, call.activation, at(call.out, first + m, from),
+                     call.problem.out == DType::bf16, call.out.row_stride, rows,
+                     static_cast<std::int32_t>(std::min(count, call.out.cols - from))});
+  };
+  if (w.kernels.few_rows != nullptr) {
+    return w.multiply_rows(parts.panels, tokens, begin, end, parts.lane_sums, store);
+  }
+  w.multiply(parts.panels, tokens, begin, end, parts.gathered, parts.sums, store);
 }
 
 // A part of the output blocks of every call, for tokens first … first + tokens.
@@ -244,7 +250,7 @@ void run_task(const QuadKernels& kernels, std::span<const Call> calls, Parts par
   bool packed = false;
   kernels.enter();
   for (const Call& call : calls) {
-    const QuadsShape s(call.problem.weight.shape);
+    const QuadsShape s(kernels, call.problem.weight.shape);
     const QuadsWeight w(kernels, s, call.plan.crow, call.derived);
     const auto bound = [&](std::int64_t at) {  // as PairsWeight::begin_of
       return begin_of_part(w.prepared.first, s.out_blocks, kQuadGroup, 12, at, splits);
@@ -260,15 +266,16 @@ void run_task(const QuadKernels& kernels, std::span<const Call> calls, Parts par
 }
 
 PanelWork work_of(const QuadKernels& kernels, const Problem& p) {
-  const QuadsShape s(p.weight.shape);
+  const QuadsShape s(kernels, p.weight.shape);
   return {s.tiles(),
           kernels.tile_cycles,
-          static_cast<double>(s.padded * kPanelTokens),
+          static_cast<double>(s.padded * s.tokens),
           s.panel_size(),
           s.out_features(),
           s.out_blocks,
           kernels.lanes != nullptr ? streamed_byte(static_cast<double>(s.tiles_bytes()))
-                                   : PanelWork{}.weight_byte};
+                                   : PanelWork{}.weight_byte,
+          s.tokens};
 }
 
 }  // namespace
@@ -289,43 +296,53 @@ Reason supports_quads(const QuadKernels& kernels, const Problem& p) {
   if ((p.in != DType::f32 && p.in != DType::bf16) || p.out != p.in) {
     return cat("takes inputs in f32 or bf16, to outputs like them; got ", name(p.in), " and ", name(p.out));
   }
-  const QuadsShape s(p.weight.shape);
+  const QuadsShape s(kernels, p.weight.shape);
   if (s.out_block % kernels.rows != 0) {
+    if (kernels.join == 1)
+      return cat("takes blocks of a multiple of ", kernels.rows, " outputs; got ", s.row_block);
     return cat("takes blocks of 4, 8 or a multiple of ", kernels.rows, " outputs; got ", s.row_block);
+  }
+  if (kernels.fewest != nullptr) {
+    const std::int32_t fewest = kernels.fewest(s.row_block);
+    if (fewest == 0) return cat("takes blocks of less than 32 outputs; got ", s.row_block);
+    if (p.tokens < fewest) {
+      return cat("takes at least ", fewest, " tokens with blocks of ", s.row_block, " outputs; got ",
+                 p.tokens);
+    }
   }
   if (s.padded > kMostFeatures) return cat("takes less than ", kMostFeatures, " input features");
   return {};
 }
 
 std::int64_t quads_workspace(const QuadKernels& kernels, const Problem& problem, const Config& config) {
-  const QuadsShape s(problem.weight.shape);
+  const QuadsShape s(kernels, problem.weight.shape);
   const QuadsLayout layout(kernels, s, from_config<PairsBlocking>(config));
   return layout.shared + problem.threads * layout.worker;
 }
 
-std::int64_t quads_prepared_size(const Problem& problem, const Config& /*config*/) {
-  return Prepared(QuadsShape(problem.weight.shape), nullptr).bytes;
+std::int64_t quads_prepared_size(const QuadKernels& kernels, const Problem& problem) {
+  return Prepared(QuadsShape(kernels, problem.weight.shape), nullptr).bytes;
 }
 
-Status prepare_quads(const Call& call, void* data) {
-  prepare_groups(QuadsShape(call.problem.weight.shape), call.plan.crow, call.plan.col, data);
+Status prepare_quads(const QuadKernels& kernels, const Call& call, void* data) {
+  prepare_groups(QuadsShape(kernels, call.problem.weight.shape), call.plan.crow, call.plan.col, data);
   return {};
 }
 
-std::int64_t quads_packed_size(const Problem& problem, const Config& /*config*/) {
-  return QuadsPacked(QuadsShape(problem.weight.shape), nullptr).bytes;
+std::int64_t quads_packed_size(const QuadKernels& kernels, const Problem& problem) {
+  return QuadsPacked(QuadsShape(kernels, problem.weight.shape), nullptr).bytes;
 }
 
 Status pack_quads_weight(const QuadKernels& kernels, const Call& call, void* data) {
-  const QuadsShape s(call.problem.weight.shape);
+  const QuadsShape s(kernels, call.problem.weight.shape);
   const Prepared prepared(s, call.derived.prepared);
   const QuadsPacked packed(s, data);
   const std::int32_t* begin = call.plan.crow;
   const auto* values = static_cast<const std::int8_t*>(call.values);
   const std::int64_t block = s.row_block * s.red_block;
   // Between the fours of an output, and those of neighbouring outputs.
-  const std::int64_t line = kernels.lanes != nullptr ? s.out_block * kQuad : kQuad;
-  const std::int64_t output = kernels.lanes != nullptr ? kQuad : kQuadGroup;
+  const std::int64_t line = kernels.by_line ? s.out_block * kQuad : kQuad;
+  const std::int64_t output = kernels.by_line ? kQuad : kQuadGroup;
   call.executor.parallel_for(s.out_blocks, [&](std::int64_t o, int) {
     std::int8_t* tiles = packed.tiles + prepared.first[o] * 2 * s.tiles_size();
     std::int32_t* totals = packed.totals + o * s.out_block;
@@ -351,6 +368,7 @@ Status pack_quads_weight(const QuadKernels& kernels, const Call& call, void* dat
       }
     }
   });
+  std::fill_n(packed.totals + s.out_features(), s.read_features() - s.out_features(), 0);
   return {};
 }
 
@@ -359,7 +377,7 @@ Status run_quads(const QuadKernels& kernels, std::span<const Call> calls) {
   const auto b = from_config<PairsBlocking>(lead.config);
   std::int64_t out_blocks = 0;
   for (const Call& call : calls) {
-    const QuadsShape s(call.problem.weight.shape);
+    const QuadsShape s(kernels, call.problem.weight.shape);
     out_blocks += s.out_blocks;
     Parts shared{};
     Room all(call.workspace);
@@ -367,14 +385,17 @@ Status run_quads(const QuadKernels& kernels, std::span<const Call> calls) {
     unpack_outputs(call, s, shared);
   }
   if (Status status = check_panels(kernels.family, b, out_blocks); !status.ok()) return status;
-  const QuadsShape s(lead.problem.weight.shape);
+  const QuadsShape s(kernels, lead.problem.weight.shape);
   const QuadsLayout layout(kernels, s, b);
-  for_each_part(lead, b, [&](int worker, const PanelTasks::Task& task) {
-    Parts parts{};
-    Room own(static_cast<char*>(lead.workspace) + layout.shared + worker * layout.worker);
-    QuadsLayout::take_worker(own, kernels, s, b, parts);
-    run_task(kernels, calls, parts, task.first, task.tokens, task.part, task.parts);
-  });
+  for_each_part(
+      lead, b,
+      [&](int worker, const PanelTasks::Task& task) {
+        Parts parts{};
+        Room own(static_cast<char*>(lead.workspace) + layout.shared + worker * layout.worker);
+        QuadsLayout::take_worker(own, kernels, s, b, parts);
+        run_task(kernels, calls, parts, task.first, task.tokens, task.part, task.parts);
+      },
+      s.tokens);
   return {};
 }
 

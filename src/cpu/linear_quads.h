@@ -11,10 +11,10 @@ Reason supports_quads(const QuadKernels& kernels, const Problem& problem);
 Config configure_quads(const QuadKernels& kernels, const Problem& problem, const Machine& machine);
 std::vector<Config> quads_candidates(const QuadKernels& kernels, const Problem& problem,
                                      const Machine& machine);
-std::int64_t quads_prepared_size(const Problem& problem, const Config& config);
-Status prepare_quads(const Call& call, void* data);
+std::int64_t quads_prepared_size(const QuadKernels& kernels, const Problem& problem);
+Status prepare_quads(const QuadKernels& kernels, const Call& call, void* data);
 std::int64_t quads_workspace(const QuadKernels& kernels, const Problem& problem, const Config& config);
-std::int64_t quads_packed_size(const Problem& problem, const Config& config);
+std::int64_t quads_packed_size(const QuadKernels& kernels, const Problem& problem);
 Status pack_quads_weight(const QuadKernels& kernels, const Call& call, void* data);
 Status run_quads(const QuadKernels& kernels, std::span<const Call> calls);  // several on one x
 

@@ -18,7 +18,7 @@ constexpr std::int64_t kMostSet = 16;
 template <class F>
 void for_each_blocking(const PanelWork& w, const Problem& p, const Machine& machine, F&& visit) {
   const auto out = static_cast<double>(w.out_features);
-  const std::int64_t all = std::max<std::int64_t>(1, ceil_div(p.tokens, kPanelTokens));
+  const std::int64_t all = std::max<std::int64_t>(1, ceil_div(p.tokens, w.tokens));
   const std::int64_t fit = panel_floats(machine) * 2 / w.panel_size;
   const std::int64_t most = std::clamp<std::int64_t>(fit, 1, std::min(all, kMostSet));
   const double weight = 2 * kTileSize * w.tiles;                               // bytes
@@ -29,7 +29,7 @@ void for_each_blocking(const PanelWork& w, const Problem& p, const Machine& mach
     const auto packing = [&](double of) { return of * w.packed * kPack; };
     const auto working = [&](double of) {
       return w.tiles * of * w.tile_cycles + weight * weight_byte +
-             out * of * kPanelTokens * (of > 2 ? kStore + kStoreFar : kStore);
+             out * of * static_cast<double>(w.tokens) * (of > 2 ? kStore + kStoreFar : kStore);
     };
     const double pack = packing(static_cast<double>(panels)), work = working(static_cast<double>(panels));
     for (std::int64_t splits = 1; splits <= std::min<std::int64_t>(4 * p.threads, w.out_blocks); ++splits) {

@@ -13,7 +13,7 @@
 namespace rarefy::cpu {
 
 struct PairsBlocking {
-  std::int64_t panels = 1;  // of 32 tokens each, which meet a block row's weights while they are near
+  std::int64_t panels = 1;  // of 32 or 64 tokens each, which meet a block row's weights while they are near
   std::int64_t splits = 1;  // tasks over the output blocks of one such set
   std::int64_t rest = 0;  // the last panels, of which every thread takes a part of the outputs: 17 panels are
                           // 8.5 for each of two threads, not 9 and 8; at most `panels`
@@ -31,9 +31,11 @@ class PanelTasks {
     bool shared;  // of the rest
   };
 
-  PanelTasks(std::int64_t tokens, const PairsBlocking& b, std::int64_t threads)
-      : tokens_(tokens),
-        panels_(std::max<std::int64_t>(1, (tokens + kPanelTokens - 1) / kPanelTokens)),
+  PanelTasks(std::int64_t tokens, const PairsBlocking& b, std::int64_t threads,
+             std::int64_t side = kPanelTokens)
+      : side_(side),
+        tokens_(tokens),
+        panels_(std::max<std::int64_t>(1, (tokens + side - 1) / side)),
         rest_(std::min(b.rest, panels_)),
         splits_(b.splits),
         parts_(rest_ > 0 ? threads : 0) {
@@ -51,16 +53,16 @@ class PanelTasks {
     t -= shared;
     const std::int64_t set = by_part ? t % sets_ : t / splits_, part = by_part ? t / sets_ : t % splits_;
     const std::int64_t own = panels_ - rest_;
-    const std::int64_t first = own * set / sets_ * kPanelTokens, end = own * (set + 1) / sets_ * kPanelTokens;
+    const std::int64_t first = own * set / sets_ * side_, end = own * (set + 1) / sets_ * side_;
     return {first, std::min(end, tokens_) - first, part, splits_, false};
   }
   Task rest(std::int64_t part) const {
-    const std::int64_t first = (panels_ - rest_) * kPanelTokens;
+    const std::int64_t first = (panels_ - rest_) * side_;
     return {first, tokens_ - first, part, parts_, true};
   }
 
  private:
-  std::int64_t tokens_, panels_, rest_, splits_, parts_, sets_;
+  std::int64_t side_, tokens_, panels_, rest_, splits_, parts_, sets_;
 };
 
 // The panels that are left where each thread has as many as any other (0: none, or more than a set has), how
@@ -87,7 +89,8 @@ struct PanelWork {
   double packed = 0;            // elements of x that a panel packs
   std::int64_t panel_size = 0;  // 16-bit words
   std::int64_t out_features = 0, out_blocks = 0;
-  double weight_byte = 0.1;  // cycles, of W out of L3 (docs/design/cpu_kernels.md)
+  double weight_byte = 0.1;            // cycles, of W out of L3 (docs/design/cpu_kernels.md)
+  std::int64_t tokens = kPanelTokens;  // of a panel
 };
 
 // Of kernels that read W as one stream and ask for it ahead: nothing, while it is small.
@@ -99,10 +102,10 @@ std::vector<Config> panel_candidates(const PanelWork& work, const Problem& probl
 // Whether a configuration is one for that many output blocks.
 Status check_panels(std::string_view family, const PairsBlocking& b, std::int64_t out_blocks);
 
-// Calls run(worker, task) for every set and part of the output blocks.
+// Calls run(worker, task) for every set of panels of `side` tokens and part of the output blocks.
 template <class Run>
-void for_each_part(const Call& call, const PairsBlocking& b, Run&& run) {
-  const PanelTasks tasks(call.problem.tokens, b, call.problem.threads);
+void for_each_part(const Call& call, const PairsBlocking& b, Run&& run, std::int64_t side = kPanelTokens) {
+  const PanelTasks tasks(call.problem.tokens, b, call.problem.threads, side);
   call.executor.parallel_for(tasks.count(),
                              [&](std::int64_t t, int worker) { run(worker, tasks.task(t, true)); });
 }

@@ -23,28 +23,30 @@ void scale_token(std::uint32_t bits, float& scale, float& inverse) {
   inverse = kLevels / most;
 }
 
-// 32 tokens, X's elements being of type T. E::absmax gives the bits of the largest |x| of a row as a float's;
-// E::pack rounds 32 tokens × 64 features: anything where the inverse is 0, as the scale is NaN there.
+// A panel, X's elements being of type T. E::absmax gives the bits of the largest |x| of a row as a float's;
+// E::pack rounds its tokens × 64 features: anything where the inverse is 0, as the scale is NaN there.
 template <class E, class T>
 void pack_quads_of(const QuadPack& t) {
-  constexpr std::int32_t kSide = kQuadGroup;
+  constexpr std::int32_t kSide = kQuadGroup, kTokens = E::kTokens;
   const T* x = static_cast<const T*>(t.x);
-  alignas(64) float inverse[kPanelTokens];
-  for (std::int32_t m = 0; m < kPanelTokens; ++m) {
+  alignas(64) float inverse[kTokens];
+  const std::int32_t live = (t.rows + 15) / 16;  // vectors of tokens; what others hold does not matter
+  for (std::int32_t m = 0; m < kTokens; ++m) {
     scale_token<E>(m < t.rows ? E::absmax(x + m * t.row_stride, t.cols) : 0, t.scales[m], inverse[m]);
   }
   std::int32_t k = 0;
-  if (t.rows == kPanelTokens) {
+  if (t.rows == kTokens) {
     for (; k + kSide <= t.cols; k += kSide) {
-      E::pack(x + k, t.row_stride, inverse, t.quads, t.panel + std::int64_t{k} * kPanelTokens);
+      E::pack(x + k, t.row_stride, inverse, live, t.quads, t.panel + std::int64_t{k} * kTokens);
     }
   }
-  alignas(64) T from[kPanelTokens][kSide];
-  alignas(64) std::uint8_t to[kSide * kPanelTokens];
+  const std::int32_t start = k;
+  alignas(64) T from[kTokens][kSide];
+  alignas(64) std::uint8_t to[kSide * kTokens];
   for (; k < t.padded; k += kSide) {
     const std::int32_t cols = t.cols - k < 0 ? 0 : t.cols - k < kSide ? t.cols - k : kSide;
     const std::int32_t width = t.padded - k < kSide ? t.padded - k : kSide;
-    __builtin_memset(from, 0, sizeof(from));
+    if (k == start || cols < kSide) __builtin_memset(from, 0, sizeof(from));
     for (std::int32_t m = 0; cols > 0 && m < t.rows; ++m) {
       const T* row = x + m * t.row_stride + k;
       std::int32_t done = 0;
@@ -53,9 +55,8 @@ void pack_quads_of(const QuadPack& t) {
         __builtin_memcpy(from[m] + done, row + done, static_cast<std::size_t>(cols - done) * sizeof(T));
       }
     }
-    E::pack(from[0], kSide, inverse, t.quads, to);
-    __builtin_memcpy(t.panel + std::int64_t{k} * kPanelTokens, to,
-                     static_cast<std::size_t>(width) * kPanelTokens);
+    E::pack(from[0], kSide, inverse, live, t.quads, to);
+    __builtin_memcpy(t.panel + std::int64_t{k} * kTokens, to, static_cast<std::size_t>(width) * kTokens);
   }
 }
 
@@ -65,18 +66,17 @@ void pack_quads(const QuadPack& t) {
   pack_quads_of<E, float>(t);
 }
 
-// E::store gives 32 tokens × 16 outputs.
+// E::store gives a panel's tokens × 16 outputs.
 template <class E, class T>
 void store_quads_of(const QuadStore& t) {
-  constexpr std::int32_t kSide = kTileRows;
-  alignas(64) T to[kPanelTokens][kSide];
+  constexpr std::int32_t kSide = kTileRows, kTokens = E::kTokens;
+  alignas(64) T to[kTokens][kSide];
   T* y = static_cast<T*>(t.y);
   for (std::int32_t n = 0; n < t.cols; n += kSide) {
     const std::int32_t cols = t.cols - n < kSide ? t.cols - n : kSide;
-    if (cols == kSide && t.rows == kPanelTokens) {
+    if (cols == kSide && t.rows == kTokens) {
       // As in pair_kernels.h: the lines of the next panel, which this one's stores do not wait for.
-      for (std::int32_t m = kPanelTokens; m < 2 * kPanelTokens; ++m)
-        __builtin_prefetch(y + n + m * t.row_stride, 1);
+      for (std::int32_t m = kTokens; m < 2 * kTokens; ++m) __builtin_prefetch(y + n + m * t.row_stride, 1);
       E::store(t, n, y + n, t.row_stride);
       continue;
     }
@@ -85,6 +85,35 @@ void store_quads_of(const QuadStore& t) {
       __builtin_memcpy(y + n + m * t.row_stride, to[m], static_cast<std::size_t>(cols) * sizeof(T));
     }
   }
+}
+
+// By way of a buffer: rows of Y are often a multiple of 4 KB apart, and meet in one set of L1. 64 bytes of
+// each took six times as long as 512.
+template <class E, class T>
+void store_wide_of(const QuadStore& t) {
+  constexpr std::int32_t kSide = kTileRows, kWide = 128;
+  alignas(64) T to[kSide][kWide];
+  for (std::int32_t n = 0; n < t.cols; n += kWide) {
+    const std::int32_t cols = t.cols - n < kWide ? t.cols - n : kWide;
+    for (std::int32_t m = 0; m < t.rows; m += kSide) {
+      for (std::int32_t i = 0; i < cols; i += kSide) E::store_half(t, n + i, m / kSide, to[0] + i, kWide);
+      const std::int32_t rows = t.rows - m < kSide ? t.rows - m : kSide;
+      T* y = static_cast<T*>(t.y) + m * t.row_stride + n;
+      for (std::int32_t r = 0; r < rows; ++r, y += t.row_stride) {
+        if (cols == kWide) {
+          __builtin_memcpy(y, to[r], sizeof(to[r]));
+        } else {
+          __builtin_memcpy(y, to[r], static_cast<std::size_t>(cols) * sizeof(T));
+        }
+      }
+    }
+  }
+}
+
+template <class E>
+void store_wide(const QuadStore& t) {
+  if (t.bf16) return store_wide_of<E, std::uint16_t>(t);
+  store_wide_of<E, float>(t);
 }
 
 template <class E>
@@ -96,8 +125,9 @@ void store_quads(const QuadStore& t) {
 template <class E>
 constexpr QuadKernels quad_table(const char* family, void (*pack_few)(const QuadPack&) = nullptr,
                                  void (*few)(const LaneProduct&) = nullptr) {
-  return {family,         E::kTileCycles, kTileRows, E::enter, E::leave, pack_quads<E>, multiply_pairs<E>,
-          store_quads<E>, nullptr,        pack_few,  few};
+  return {
+      family,   E::kTileCycles, kTileRows,         kTileRows,      E::kTokens, false,   nullptr,  E::enter,
+      E::leave, pack_quads<E>,  multiply_pairs<E>, store_quads<E>, nullptr,    nullptr, pack_few, few};
 }
 
 }  // namespace rarefy::cpu

@@ -27,12 +27,12 @@ struct QuadPack {
   std::int32_t padded;
   bool quads;           // as lines; else feature by feature
   std::uint8_t* panel;  // int8, plus 128 where the instruction wants it
-  float* scales;        // of 32 tokens; NaN for one with a NaN or an infinity
+  float* scales;        // of all tokens of a panel; NaN for one with a NaN or an infinity
 };
 
 // y[token][o] = act((sums[o][token] − offset · total[o]) · scales[o] · tokens[token] + bias[o]), row-major.
 struct QuadStore {
-  const std::int32_t* sums;    // [cols, in whole tiles][32]
+  const std::int32_t* sums;    // [cols, in whole tiles][tokens of a panel]
   const std::int32_t* totals;  // of each output's stored values, and the next three as many as sums
   const float* scales;
   const float* bias;
@@ -44,20 +44,40 @@ struct QuadStore {
   std::int32_t rows, cols;
 };
 
+// sums[o][token] += Σ over the lines of one block row, from `line` on, that lie before `end` in a panel of 64
+// tokens. What comes next is returned: so that parts of the panel stay in L1 for several block rows.
+struct QuadRows {
+  const std::int8_t* w;          // [line][output][4]
+  const std::uint32_t* offsets;  // as of PairProduct, for panels of 32 tokens
+  PairSource source;
+  std::int32_t lines, line;
+  std::uint32_t end;
+  std::int32_t rows;     // outputs, a multiple of 4
+  std::int32_t vectors;  // of 16 tokens each
+  const std::uint8_t* panel;
+  std::int32_t* sums;  // [output][64]
+  bool first;          // they start from 0
+};
+
 // What one instruction set offers. `multiply` is that of pairs.h on groups of 64, with sums in int32; or
-// there is `lanes` instead, which stores, too, and wants a group of W as [line][output][4]. `few`, where
+// there is `lanes` instead, which stores, too; or `few_rows`, for panels of 64 tokens. `few`, where
 // there is one, is for up to 4 tokens, whose panel `pack_few` makes, of lines of 4 dwords, not 32; it stores
 // as well.
 struct QuadKernels {
   const char* family;
-  double tile_cycles;  // that 16 outputs, 64 features and 32 tokens take: a figure for the configuration
-  std::int32_t rows;   // outputs of a block row are a multiple of it
+  double tile_cycles;   // that 16 outputs, 64 features and 32 tokens take: a figure for the configuration
+  std::int32_t rows;    // outputs of a block row are a multiple of it
+  std::int32_t join;    // block rows of 4 and 8 outputs are joined to so many; 1: they are not
+  std::int32_t tokens;  // of a panel
+  bool by_line;         // a group of W is [line][output][4], else [output][64]
+  std::int32_t (*fewest)(std::int64_t rows);  // tokens for blocks of so many outputs; null: all are taken
   void (*enter)();
   void (*leave)();
   void (*pack)(const QuadPack&);
   void (*multiply)(const PairProduct&);
   void (*store)(const QuadStore&);
   void (*lanes)(const LaneProduct&);
+  std::int32_t (*few_rows)(const QuadRows&);
   void (*pack_few)(const QuadPack&);
   void (*few)(const LaneProduct&);
 };
@@ -66,6 +86,7 @@ extern const QuadKernels kQuadsScalar;
 #if defined(__x86_64__)
 extern const QuadKernels kQuadsAvx2;
 extern const QuadKernels kQuadsVnni;
+extern const QuadKernels kQuadsVnniRows;
 extern const QuadKernels kQuadsAmx;
 #endif
 

@@ -12,10 +12,18 @@
 
 namespace rarefy::cpu {
 
+// Of panels of 64 tokens: outputs finished at a time, block rows at most; features of a part of a panel, 48
+// KB, and the lines that a block row should have in it, as its sums go in and out.
+inline constexpr std::int64_t kStoredWide = 128, kFinishedRows = kStoredWide / 4;
+inline constexpr std::int64_t kNearFeatures = 768, kLinesOfPart = 64;
+
 // Block rows of 4 and 8 outputs are joined to 16, with all columns that any of them stores: where a row does
 // not, its zero adds nothing, as x has no NaN once it is rounded.
 struct QuadsShape : GroupedShape {
-  explicit QuadsShape(const BsrShape& s) : GroupedShape(s, kQuad, kTileRows, false) {
+  std::int64_t tokens;  // of a panel
+
+  QuadsShape(const QuadKernels& kernels, const BsrShape& s)
+      : GroupedShape(s, kQuad, kernels.join, false), tokens(kernels.tokens) {
     source = join > 1                      ? PairSource::columns
              : red_block % kQuadGroup == 0 ? PairSource::whole
              : red_block % kQuad == 0      ? PairSource::lines
@@ -24,9 +32,18 @@ struct QuadsShape : GroupedShape {
 
   // Output blocks that are finished at a time (their rows of Y are 256 bytes in f32), panels that share
   // weights in L1, and the sums of one.
-  std::int64_t finished() const { return std::max<std::int64_t>(1, kStored / out_block); }
+  std::int64_t finished() const {
+    return std::max<std::int64_t>(1, (tokens == kPanelTokens ? kStored : kStoredWide) / out_block);
+  }
   std::int64_t near() const { return finished() == 1 ? kNear : kNearSums; }
-  std::int64_t sums_size() const { return finished() * out_block * kPanelTokens; }
+  std::int64_t sums_size() const { return finished() * out_block * tokens; }
+  // Whole tiles of outputs are stored, from any block row on.
+  std::int64_t read_features() const { return out_features() + (out_block % kTileRows == 0 ? 0 : kTileRows); }
+  // Of a panel of as many tokens, where GroupedShape counts 32; offsets are of those.
+  std::int64_t panel_size() const { return GroupedShape::panel_size() * tokens / kPanelTokens; }
+  std::int32_t rows_of(std::int64_t all, std::int64_t from) const {
+    return static_cast<std::int32_t>(std::min(tokens, all - from));
+  }
 };
 
 // Tier 3: tiles, and the total of each output's values.
@@ -38,7 +55,7 @@ struct QuadsPacked {
   QuadsPacked(const QuadsShape& s, const void* data) {
     Room room(const_cast<void*>(data));
     tiles = room.take<std::int8_t>(s.tiles_bytes());
-    totals = room.take<std::int32_t>(s.out_features());
+    totals = room.take<std::int32_t>(s.read_features());
     bytes = room.bytes();
   }
 };
@@ -82,6 +99,38 @@ struct QuadsWeight {
           finish_panel(p, 0, (end - o) * shape.out_block, sums + p * shape.sums_size());
         }
         m += near * kPanelTokens;
+      }
+    }
+  }
+
+  // The same by `few_rows`: a panel of 64 tokens at a time, and of it a part that stays in L1 while all block
+  // rows meet it that are finished together.
+  template <class Finish>
+  void multiply_rows(const std::uint16_t* panels, std::int64_t tokens, std::int64_t first, std::int64_t last,
+                     std::int32_t* sums, Finish&& finish) const {
+    const std::int64_t side = shape.tokens, size = shape.out_block * side;
+    std::int32_t next[kFinishedRows];
+    for (std::int64_t o = first; o < last; o += shape.finished()) {
+      const std::int64_t count = std::min(shape.finished(), last - o);
+      const std::int64_t parts = std::clamp<std::int64_t>(
+          prepared.lines[o] / kLinesOfPart, 1, std::max<std::int64_t>(1, shape.padded / kNearFeatures));
+      for (std::int64_t m = 0; m < tokens; m += side) {
+        const std::int32_t rows = shape.rows_of(tokens, m);
+        std::fill_n(next, count, 0);
+        for (std::int64_t part = 1; part <= parts; ++part) {
+          const auto end =
+              part == parts ? ~0U : static_cast<std::uint32_t>(shape.place(shape.padded * part / parts));
+          for (std::int64_t i = 0; i < count; ++i) {
+            const std::int32_t group = prepared.first[o + i];
+            next[i] = kernels.few_rows(
+                {packed.tiles + group * 2 * shape.tiles_size(), prepared.offsets + group * shape.offsets(),
+                 shape.source, prepared.lines[o + i], next[i], end,
+                 static_cast<std::int32_t>(shape.out_block), (rows + 15) / 16,
+                 reinterpret_cast<const std::uint8_t*>(panels + m / side * shape.panel_size()),
+                 sums + i * size, part == 1});
+          }
+        }
+        finish(m, rows, o * shape.out_block, count * shape.out_block, sums);
       }
     }
   }

@@ -308,9 +308,9 @@ void add_quads(Registry& registry, std::string_view name, std::string_view packe
       .workspace = [](const Problem& p, const Config& c) { return cpu::quads_workspace(kKernels, p, c); },
       .unheld = Unheld::made,
       .derives_as = packed,
-      .prepared_size = cpu::quads_prepared_size,
-      .prepare = cpu::prepare_quads,
-      .packed_size = cpu::quads_packed_size,
+      .prepared_size = [](const Problem& p, const Config&) { return cpu::quads_prepared_size(kKernels, p); },
+      .prepare = [](const Call& call, void* to) { return cpu::prepare_quads(kKernels, call, to); },
+      .packed_size = [](const Problem& p, const Config&) { return cpu::quads_packed_size(kKernels, p); },
       .pack = [](const Call& call, void* to) { return cpu::pack_quads_weight(kKernels, call, to); },
   });
 }
@@ -359,6 +359,7 @@ void register_cpu(Registry& registry) {
                                         "avx512_bf16_grad_input_columns", "avx512_bf16_grad_weight",
                                         "avx512_bf16_feed_forward", "pairs", "pairs_transposed");
   add_quads<cpu::kQuadsAmx, kHasAmxInt8>(registry, "amx_linear_int8", "quads");
+  add_quads<cpu::kQuadsVnniRows, kHasVnni>(registry, "avx512_linear_int8_rows", "quad_rows");
   add_quads<cpu::kQuadsVnni, kHasVnni>(registry, "avx512_linear_int8", "quad_lanes");
   add_quads<cpu::kQuadsAvx2, kHasAvx2>(registry, "avx2_linear_int8", "quads");
   add_few<cpu::kFewBf16, kHasBf16>(registry, "avx512_bf16_linear_few");

@@ -452,6 +452,39 @@ TEST_P(Int8Test, EveryConfigurationComputesTheSame) {
             std::string::npos);
 }
 
+// Panels of 64 tokens, of which the last one holds any number, for every source of features.
+TEST_P(Int8Test, BlocksOfFewOutputsAndManyTokens) {
+  const Force force(GetParam().family);
+  for (const auto& [rows, cols] :
+       {std::pair{4, 1}, {4, 4}, {8, 1}, {8, 8}, {12, 1}, {16, 1}, {16, 16}, {4, 64}, {20, 4}}) {
+    const bool dynamic = GetParam().scaling == Scaling::dynamic;
+    if (dynamic && rows % 8 == 4 && rows > 4 && GetParam().family != "avx512" && GetParam().family != "ref")
+      continue;
+    for (const std::int64_t m : {12, 17, 47, 48, 64, 81, 130}) {
+      for (const DType dtype : {DType::f32, DType::bf16}) {
+        const Layer layer({m, 170, 205, rows, cols, 0.4, dtype, true, 0});
+        LinearRun run(layer, GetParam().scaling);
+        expect_ok(run.linear());
+        expect_linear(layer, GetParam().scaling, run.y());
+      }
+    }
+  }
+}
+
+TEST_P(Int8Test, ConfigurationsOfBlocksOfFewOutputs) {
+  if (GetParam().scaling != Scaling::dynamic || GetParam().family != "avx512") return;
+  for (const char* config :
+       {"panels=1 splits=1", "panels=2 splits=3", "panels=16 splits=5", "panels=2 splits=2 rest=1"}) {
+    const Force force(std::string("avx512,avx512_linear_int8_rows(") + config + ")");
+    for (const std::int64_t cols : {1, 4, 64}) {
+      const Layer layer({150, 170, 200, 4, cols, 0.4, DType::f32, true, 0});
+      LinearRun run(layer, GetParam().scaling);
+      expect_ok(run.linear());
+      expect_linear(layer, GetParam().scaling, run.y());
+    }
+  }
+}
+
 // dX of the scaled values, whatever x was rounded to.
 TEST_P(Int8Test, GradInput) {
   const bool has = GetParam().scaling == Scaling::weight || GetParam().family == "ref";
@@ -531,6 +564,16 @@ TEST(Int8SelectionTest, SaysWhatItDoesNotTake) {
             "takes int8 values with scales, for x rounded to int8");
   EXPECT_EQ(why_not(asked({64, 1 << 17, 16, 1, 9}, DType::f32, Scaling::dynamic), kernel),
             "takes less than 131072 input features");
+#if defined(__x86_64__)
+  const std::string rows = "avx512_linear_int8_rows";
+  if (why_not(asked({64, 64, 3, 1, 9}, DType::f32, Scaling::dynamic), rows).find("a multiple of 4") !=
+      std::string::npos) {
+    EXPECT_EQ(why_not(asked({64, 64, 4, 1, 9}, DType::f32, Scaling::dynamic), rows),
+              "takes at least 12 tokens with blocks of 4 outputs; got 9");
+    EXPECT_EQ(why_not(asked({64, 64, 32, 1, 9}, DType::f32, Scaling::dynamic), rows),
+              "takes blocks of less than 32 outputs; got 32");
+  }
+#endif
   EXPECT_EQ(why_not(asked({64, 64, 16, 1, 9}, DType::f32, Scaling::dynamic), "scalar_linear_scaled"),
             "takes x as it is, not rounded");
   EXPECT_EQ(why_not(asked({64, 64, 16, 1, 9}, DType::f32, Scaling::none), "scalar_linear_scaled"),

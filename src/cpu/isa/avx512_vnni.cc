@@ -1,5 +1,6 @@
 // Products in int8 compiled for AVX-512 with VNNI.
 #include "cpu/simd/avx512_vnni.h"
+#include "cpu/simd/avx512_vnni_rows.h"
 
 namespace rarefy::cpu {
 
@@ -22,13 +23,25 @@ void multiply_few(const LaneProduct& t) {
 const QuadKernels kQuadsVnni = {"avx512",
                                 550,
                                 Avx512Half::kWidth,
+                                kTileRows,
+                                kPanelTokens,
+                                true,
+                                nullptr,
                                 none,
                                 none,
                                 pack_quads<Avx512Quads<Avx512VnniLanes, true>>,
                                 nullptr,
                                 nullptr,
                                 multiply_quad_lanes,
+                                nullptr,
                                 FewQuads<Avx512VnniLanes>::pack,
                                 multiply_few};
+
+using Rows = Avx512Quads<Avx512VnniRows, true, 64>;
+
+const QuadKernels kQuadsVnniRows = {
+    "avx512", 550,    Avx512VnniRows::kRows, 1,       Rows::kTokens,    true,    Avx512VnniRows::fewest,
+    none,     none,   pack_quads<Rows>,      nullptr, store_wide<Rows>, nullptr, Avx512VnniRows::multiply,
+    nullptr,  nullptr};
 
 }  // namespace rarefy::cpu

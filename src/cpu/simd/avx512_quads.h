@@ -10,9 +10,9 @@ namespace rarefy::cpu {
 // vpdpbusd wants bytes without sign on one side: then x is kept as x + 128, and 128 times the total of an
 // output's stored values is taken off its sums. `Engine` is who shares it, in a unit of its own, whose names
 // the linker must not mix.
-template <class Engine, bool kUnsigned>
+template <class Engine, bool kUnsigned, int kPanel = kPanelTokens>
 struct Avx512Quads {
-  static constexpr int kFeatures = 4;
+  static constexpr int kFeatures = 4, kTokens = kPanel;
   static constexpr int kEarly = 1;
   static constexpr bool kByToken = false;
 
@@ -76,7 +76,9 @@ struct Avx512Quads {
   // 32 tokens × 64 features. A dword is four features of a token: transposed as such, it is in order. Apart,
   // tokens lie in fours 0, 2, 4, 6, 1, 3, 5, 7, which interleaving halves of vectors (quad) undoes.
   template <class T>
-  static void pack(const T* x, std::int64_t stride, const float* inverse, bool quads, std::uint8_t* panel) {
+  static void pack(const T* x, std::int64_t stride, const float* inverse, int live, bool quads,
+                   std::uint8_t* panel) {
+    if constexpr (kTokens == 64) return pack_64(x, stride, inverse, live, quads, panel);
 #pragma GCC unroll 32
     for (int m = 0; m < kPanelTokens; ++m) __builtin_prefetch(x + m * stride + kQuadGroup);
     __m512i low[16], high[16];
@@ -119,33 +121,75 @@ struct Avx512Quads {
   // 16 outputs of 32 tokens, from output `first` on.
   template <class T>
   static void store(const QuadStore& t, std::int32_t first, T* y, std::int64_t stride) {
-    if (t.activation == Activation::none) return store_as<false>(t, first, y, stride);
-    store_as<true>(t, first, y, stride);
+    for (int half = 0; half < kPanelTokens / 16; ++half, y += 16 * stride)
+      store_half(t, first, half, y, stride);
+  }
+
+  // 16 outputs of tokens 16 · half … 16 · half + 15.
+  template <class T>
+  static void store_half(const QuadStore& t, std::int32_t first, int half, T* y, std::int64_t stride) {
+    if (t.activation == Activation::none) return store_as<false>(t, first, half, y, stride);
+    store_as<true>(t, first, half, y, stride);
   }
 
  private:
+  // 64 tokens. Apart, a feature's fours of tokens are those of 4 × 4: vector j of what interleaving whole
+  // vectors gives has tokens 16 · j … 16 · j + 15.
+  template <class T>
+  static void pack_64(const T* x, std::int64_t stride, const float* inverse, int live, bool quads,
+                      std::uint8_t* panel) {
+    alignas(64) std::uint8_t fours[16][kTokens * kQuad];
+    const __m512i bytes = _mm512_broadcast_i32x4(transposed());
+    for (int j = 0; j < live; ++j) {
+#pragma GCC unroll 16
+      for (int m = 0; m < 16; ++m) __builtin_prefetch(x + (16 * j + m) * stride + kQuadGroup);
+      __m512i v[16];
+#pragma GCC unroll 16
+      for (int m = 0; m < 16; ++m) v[m] = rounded(x + (16 * j + m) * stride, inverse[16 * j + m]);
+      transpose(v);
+#pragma GCC unroll 16
+      for (int r = 0; r < 16; ++r) {
+        if (quads) {
+          _mm512_storeu_si512(panel + line(r) * kTokens * kQuad + 64 * j, v[r]);
+        } else {
+          _mm512_store_si512(fours[r] + 64 * j, _mm512_shuffle_epi8(v[r], bytes));
+        }
+      }
+    }
+    for (int r = 0; r < 16 && !quads; ++r) {
+      __m512i v[4];
+#pragma GCC unroll 4
+      for (int j = 0; j < 4; ++j) v[j] = _mm512_load_si512(fours[r] + 64 * j);
+      const __m512i low[2] = {_mm512_unpacklo_epi32(v[0], v[1]), _mm512_unpackhi_epi32(v[0], v[1])};
+      const __m512i high[2] = {_mm512_unpacklo_epi32(v[2], v[3]), _mm512_unpackhi_epi32(v[2], v[3])};
+#pragma GCC unroll 4
+      for (int i = 0; i < 4; ++i) {
+        const __m512i feature = i % 2 == 0 ? _mm512_unpacklo_epi64(low[i / 2], high[i / 2])
+                                           : _mm512_unpackhi_epi64(low[i / 2], high[i / 2]);
+        _mm512_storeu_si512(panel + (4 * line(r) + i) * kTokens, feature);
+      }
+    }
+  }
+
   static void put(float* y, __m512 v) { Avx512::store(y, v); }
   static void put(std::uint16_t* y, __m512 v) { Avx512::store_bf16(y, v); }
 
   template <bool kActivate, class T>
-  static void store_as(const QuadStore& t, std::int32_t first, T* y, std::int64_t stride) {
-#pragma GCC unroll 2
-    for (int half = 0; half < 2; ++half) {
-      const __m512 tokens = _mm512_loadu_ps(t.tokens + half * 16);
-      __m512 rows[16];
+  static void store_as(const QuadStore& t, std::int32_t first, int half, T* y, std::int64_t stride) {
+    const __m512 tokens = _mm512_loadu_ps(t.tokens + half * 16);
+    __m512 rows[16];
 #pragma GCC unroll 16
-      for (int i = 0; i < 16; ++i) {
-        const std::int32_t o = first + i;
-        __m512i sum = _mm512_loadu_si512(t.sums + o * kPanelTokens + half * 16);
-        if constexpr (kUnsigned) sum = _mm512_sub_epi32(sum, _mm512_set1_epi32(t.totals[o] * 128));
-        const __m512 scaled = _mm512_mul_ps(_mm512_cvtepi32_ps(sum), _mm512_set1_ps(t.scales[o]));
-        rows[i] = _mm512_fmadd_ps(scaled, tokens, _mm512_set1_ps(t.bias[o]));
-        if constexpr (kActivate) rows[i] = activate<Avx512>(t.activation, rows[i]);
-      }
-      Avx512::transpose(rows);
-#pragma GCC unroll 16
-      for (int m = 0; m < 16; ++m, y += stride) put(y, rows[m]);
+    for (int i = 0; i < 16; ++i) {
+      const std::int32_t o = first + i;
+      __m512i sum = _mm512_loadu_si512(t.sums + o * kTokens + half * 16);
+      if constexpr (kUnsigned) sum = _mm512_sub_epi32(sum, _mm512_set1_epi32(t.totals[o] * 128));
+      const __m512 scaled = _mm512_mul_ps(_mm512_cvtepi32_ps(sum), _mm512_set1_ps(t.scales[o]));
+      rows[i] = _mm512_fmadd_ps(scaled, tokens, _mm512_set1_ps(t.bias[o]));
+      if constexpr (kActivate) rows[i] = activate<Avx512>(t.activation, rows[i]);
     }
+    Avx512::transpose(rows);
+#pragma GCC unroll 16
+    for (int m = 0; m < 16; ++m, y += stride) put(y, rows[m]);
   }
 };
 

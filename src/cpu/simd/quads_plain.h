@@ -10,7 +10,7 @@ namespace rarefy::cpu {
 
 template <class Self, class I>
 struct QuadsPlain {
-  static constexpr int kFeatures = 4;
+  static constexpr int kFeatures = 4, kTokens = kPanelTokens;
   static constexpr int kEarly = 1;
   static constexpr bool kByToken = false;
 
@@ -40,7 +40,8 @@ struct QuadsPlain {
   }
 
   template <class T>
-  static void pack(const T* x, std::int64_t stride, const float* inverse, bool quads, std::uint8_t* panel) {
+  static void pack(const T* x, std::int64_t stride, const float* inverse, int /*live*/, bool quads,
+                   std::uint8_t* panel) {
     for (int m = 0; m < kPanelTokens; ++m) {
       float rounded[kQuadGroup] = {};
       for (int k = 0; k < kQuadGroup && inverse[m] != 0; k += I::kWidth) {
