@@ -2,6 +2,7 @@
 
 python bench/rivals.py --csv FILE                                # what PyTorch brings along
 python bench/rivals.py --libxsmm ../libxsmm/lib/libxsmm.so       # and libxsmm's BCSC
+python bench/rivals.py --onednn ../onednn/lib/libdnnl.so         # and oneDNN's sparse matmul
 python bench/rivals.py --case 512x768x3072 32x1 0.5 bf16         # one case
 
 Rarefy's time is that of a layer through PyTorch: row-major X in, row-major Y out, with bias. Of the others
@@ -12,8 +13,10 @@ transpose before and after:
 * mkl: torch's CSR times Xᵀ. Blocks are single elements for both.
 * libxsmm: packed_spgemm_bcsc, float32 and bfloat16, if --libxsmm (or LIBXSMM) names the library. Build its
   public source anywhere: make STATIC=0 lib. X is packed in panels of 16, 32 and 64 tokens; the best counts.
+* onednn: matmul of CSR and Xᵀ in float32, if --onednn (or ONEDNN) names a library that was built with
+  ONEDNN_EXPERIMENTAL_SPARSE, such as that of the package onednn-cpu-gomp: pip download --no-deps
+  onednn-cpu-gomp, and unpack it anywhere.
 
-oneDNN's sparse matmul is not here: no op of torch reaches it, and libtorch exports none of its functions.
 The best of --rounds turns of each counts, in turns; processor time.
 """
 
@@ -43,6 +46,8 @@ CLOSE = {"f32": 1e-4, "bf16": 5e-2}  # of the largest element
 FBGEMM = "_ZN6fbgemm13SparseDenseMMEiiPKiS1_PKfS3_iPfib"
 XSMM_TYPES = {"f32": 1, "bf16": 2}  # libxsmm_datatype
 BETA_0, VNNI_A = 4, 256  # libxsmm_gemm_flags
+DNNL_CPU, DNNL_IN_ORDER, DNNL_F32, DNNL_S32, DNNL_AB = 1, 1, 3, 4, 3
+DNNL_SRC, DNNL_WEIGHTS, DNNL_DST = 1, 33, 17
 Made = tuple[Callable[[], object], Callable[[], Tensor]]  # the call, and its result as (tokens, outputs)
 
 
@@ -164,11 +169,82 @@ def libxsmm(library: ctypes.CDLL, p: Problem, width: int) -> Made | None:
     return lambda held=(x, y, count): function(pointer), result
 
 
-def contestants(p: Problem, xsmm: ctypes.CDLL | None) -> dict[str, Callable[[], object]]:
+class Argument(ctypes.Structure):
+    """dnnl_exec_arg_t."""
+
+    _fields_ = [("arg", ctypes.c_int), ("memory", ctypes.c_void_p)]
+
+
+class OneDnn:
+    """As much of oneDNN's C API as a sparse matmul takes."""
+
+    def __init__(self, path: str) -> None:
+        os.environ["OMP_NUM_THREADS"] = "1"  # its own OpenMP, which torch.set_num_threads does not reach
+        self.library = ctypes.CDLL(path)
+        self.engine = self.made("engine_create", DNNL_CPU, ctypes.c_size_t(0))
+        self.stream = self.made("stream_create", self.engine, DNNL_IN_ORDER)
+
+    def call(self, name: str, *arguments: object) -> None:
+        """A function whose status must be success."""
+        status = getattr(self.library, f"dnnl_{name}")(*arguments)
+        if status != 0:
+            raise RuntimeError(f"[bench] dnnl_{name} must succeed; got status {status}")
+
+    def made(self, name: str, *arguments: object) -> ctypes.c_void_p:
+        """What a function makes in its first argument."""
+        handle = ctypes.c_void_p()
+        self.call(name, ctypes.byref(handle), *arguments)
+        return handle
+
+    def dense(self, tensor: Tensor) -> tuple[ctypes.c_void_p, ctypes.c_void_p]:
+        """Descriptor and memory of a row-major matrix."""
+        sizes = (ctypes.c_int64 * 12)(*tensor.shape)
+        kind = self.made("memory_desc_create_with_tag", 2, sizes, DNNL_F32, DNNL_AB)
+        return kind, self.made("memory_create", kind, self.engine, ctypes.c_void_p(tensor.data_ptr()))
+
+    def csr(self, shape: tuple[int, int], parts: list[Tensor]) -> tuple[ctypes.c_void_p, ctypes.c_void_p]:
+        """The same of values, columns, row pointers."""
+        sizes, count = (ctypes.c_int64 * 12)(*shape), ctypes.c_int64(parts[0].numel())
+        index = (DNNL_S32, DNNL_S32)
+        kind = self.made("memory_desc_create_with_csr_encoding", 2, sizes, DNNL_F32, count, *index)
+        handles = (ctypes.c_void_p * 3)(*(t.data_ptr() for t in parts))
+        return kind, self.made("memory_create_v2", kind, self.engine, 3, handles)
+
+
+def onednn(library: OneDnn, p: Problem) -> Made | None:
+    """CSR · Xᵀ."""
+    if p.dtype != "f32":
+        return None
+    w, xt, y = p.csr(), p.x.t().contiguous(), torch.empty(p.n, p.m)
+    parts = [w.values(), w.col_indices().int(), w.crow_indices().int()]
+    (src, src_memory), (weights, x_memory), (dst, y_memory) = (
+        library.csr(p.shape, parts),
+        library.dense(xt),
+        library.dense(y),
+    )
+    which = library.made("matmul_primitive_desc_create", library.engine, src, weights, None, dst, None)
+    primitive = library.made("primitive_create", which)
+    memories = ((DNNL_SRC, src_memory), (DNNL_WEIGHTS, x_memory), (DNNL_DST, y_memory))
+    arguments = (Argument * 3)(*(Argument(arg, memory) for arg, memory in memories))
+
+    def run(held: tuple = (parts, xt, y)) -> None:
+        library.call("primitive_execute", primitive, library.stream, 3, arguments)
+        library.call("stream_wait", library.stream)
+
+    def result() -> Tensor:
+        run()
+        return y.t()
+
+    return run, result
+
+
+def contestants(p: Problem, xsmm: ctypes.CDLL | None, dnnl: OneDnn | None) -> dict[str, Callable[[], object]]:
     """Each one's call, after its result was compared with the dense one."""
     made = {"rarefy": rarefy_layer(p), "dense": dense_layer(p), "fbgemm": fbgemm(p), "mkl": mkl(p)}
     for width in (16, 32, 64) if xsmm is not None else ():
         made[f"libxsmm_{width}"] = libxsmm(xsmm, p, width)
+    if dnnl is not None:
+        made["onednn"] = onednn(dnnl, p)
     wanted = torch.nn.functional.linear(p.x.float(), p.masked.float())
     calls = {}
     for name, one in made.items():
@@ -186,6 +262,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--case", nargs=4, metavar=("MxKxN", "BLOCK", "DENSITY", "DTYPE"))
     parser.add_argument("--libxsmm", default=os.environ.get("LIBXSMM"))
+    parser.add_argument("--onednn", default=os.environ.get("ONEDNN"))
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--csv", type=Path)
     args = parser.parse_args()
@@ -193,6 +270,7 @@ def main() -> None:
     xsmm = ctypes.CDLL(args.libxsmm) if args.libxsmm else None
     if xsmm is not None:
         xsmm.libxsmm_init()
+    dnnl = OneDnn(args.onednn) if args.onednn else None
     cases = [tuple(args.case)] if args.case else [
         ("512x768x3072", block, str(density), dtype)
         for dtype in DTYPES
@@ -204,12 +282,12 @@ def main() -> None:
     for size, block, density, dtype in cases:
         problem = Problem(size, block, float(density), dtype)
         with torch.inference_mode():
-            turns = measure(contestants(problem, xsmm), 1, args.rounds)
+            turns = measure(contestants(problem, xsmm, dnnl), 1, args.rounds)
         best = {name: 1e3 * min(times) for name, times in turns.items()}
         of_xsmm = [best.pop(name) for name in list(best) if name.startswith("libxsmm")]
         best["libxsmm"] = min(of_xsmm, default=None)
         row = {"case": size, "block": block, "density": density, "dtype": dtype}
-        for name in ("rarefy", "dense", "fbgemm", "mkl", "libxsmm"):
+        for name in ("rarefy", "dense", "fbgemm", "mkl", "libxsmm", "onednn"):
             value = best.get(name)
             row[f"{name}_ms"] = "" if value is None else f"{value:.3f}"
         print(*row.values(), flush=True)
