@@ -238,7 +238,9 @@ def onednn(library: OneDnn, p: Problem) -> Made | None:
     return run, result
 
 
-def contestants(p: Problem, xsmm: ctypes.CDLL | None, dnnl: OneDnn | None) -> dict[str, Callable[[], object]]:
+def contestants(
+    p: Problem, xsmm: ctypes.CDLL | None, dnnl: OneDnn | None = None
+) -> dict[str, Callable[[], object]]:
     """Each one's call, after its result was compared with the dense one."""
     made = {"rarefy": rarefy_layer(p), "dense": dense_layer(p), "fbgemm": fbgemm(p), "mkl": mkl(p)}
     for width in (16, 32, 64) if xsmm is not None else ():

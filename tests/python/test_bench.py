@@ -6,6 +6,7 @@ import csv
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -185,6 +186,15 @@ def test_rivals_agree_with_dense_and_are_timed(tmp_path, monkeypatch, capsys):
     assert row["rarefy_ms"] and row["dense_ms"] and row["mkl_ms"] and row["libxsmm_ms"] == ""
     assert row["command"] == "python bench/rivals.py --case 8x64x96 4x1 0.5 f32"
     assert "8x64x96 4x1 0.5 f32" in capsys.readouterr().out
+
+
+def test_a_library_without_what_is_called_says_so(monkeypatch):
+    """Of a libdnnl built without ONEDNN_EXPERIMENTAL_SPARSE, or an engine that is refused."""
+    library = SimpleNamespace(dnnl_engine_create=lambda *_: 6)
+    monkeypatch.setattr(rivals.ctypes, "CDLL", lambda _: library)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    with pytest.raises(RuntimeError, match="dnnl_engine_create must succeed; got status 6"):
+        rivals.OneDnn("libdnnl.so")
 
 
 def test_a_rival_that_is_wrong_is_not_timed(monkeypatch):
