@@ -21,6 +21,7 @@ struct LaneGather {
   const std::uint32_t* offsets;  // of four features a line, in units of 16 bits
   std::uint16_t* to;
   std::int32_t lines;
+  bool half;  // tokens 0 … 15 alone
 };
 
 // y[token][o] = act(Σ over blocks and their lines of w[block][line][o] · x[index[block] · run +

@@ -118,8 +118,8 @@ class LaneTask {
       outputs(o);
       t_.w = weights(o);
       t_.blocks = w_.prepared.first[o + 1] - w_.prepared.first[o];
-      t_.next = {parts_.panels, w_.prepared.offsets + w_.prepared.first[o] * s_.offsets(), parts_.gathered,
-                 0};
+      t_.next = {parts_.panels, w_.prepared.offsets + w_.prepared.first[o] * s_.offsets(), parts_.gathered, 0,
+                 false};
       multiply(o, 0);
     }
   }
@@ -174,7 +174,8 @@ class LaneTask {
     if (at.o == end) return {};
     const std::int64_t from = line_of(at.o, at.chunk);
     return {panel(at.m), w_.prepared.offsets + w_.prepared.first[at.o] * s_.offsets() + from * kQuad, to,
-            static_cast<std::int32_t>(line_of(at.o, at.chunk + 1) - from)};
+            static_cast<std::int32_t>(line_of(at.o, at.chunk + 1) - from),
+            panel_rows(tokens_, at.m) <= kPanelTokens / 2};
   }
   void outputs(std::int64_t o) {
     const std::int64_t from = o * s_.out_block;

@@ -8,9 +8,15 @@ namespace {
 
 void none() {}
 
+template <class E>
+void multiply_panel(const LaneProduct& t) {
+  if (t.next.half) return multiply_quad_lanes_of<HalfLanes<E>>(t);
+  multiply_quad_lanes_of<E>(t);
+}
+
 void multiply_quad_lanes(const LaneProduct& t) {
-  if (t.rows % Avx512::kWidth == 0) return multiply_quad_lanes_of<Avx512VnniLanes>(t);
-  multiply_quad_lanes_of<Avx512VnniHalfLanes>(t);
+  if (t.rows % Avx512::kWidth == 0) return multiply_panel<Avx512VnniLanes>(t);
+  multiply_panel<Avx512VnniHalfLanes>(t);
 }
 
 void multiply_few(const LaneProduct& t) {

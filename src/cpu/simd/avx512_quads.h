@@ -89,9 +89,14 @@ struct Avx512Quads {
 #pragma GCC unroll 16
       for (int r = 0; r < 16; ++r) _mm512_storeu_si512(panel + line(r) * kQuadLine, low[r]);
     }
+    if (live > 1) {
 #pragma GCC unroll 16
-    for (int m = 0; m < 16; ++m) high[m] = rounded(x + (m + 16) * stride, inverse[m + 16]);
-    transpose(high);
+      for (int m = 0; m < 16; ++m) high[m] = rounded(x + (m + 16) * stride, inverse[m + 16]);
+      transpose(high);
+    } else {
+#pragma GCC unroll 16
+      for (int m = 0; m < 16; ++m) high[m] = _mm512_setzero_si512();
+    }
     if (quads) {
 #pragma GCC unroll 16
       for (int r = 0; r < 16; ++r) _mm512_storeu_si512(panel + line(r) * kQuadLine + 64, high[r]);

@@ -22,9 +22,11 @@ struct GatherFours {
 
 struct Avx512VnniLanes;
 
-struct Avx512AllTokens {
+// 32 tokens, or the first 16 of them.
+template <bool kHalf>
+struct Avx512PanelTokens {
   static void put(const LaneGather& t, std::int32_t line, const std::uint32_t* offsets) {
-    interleave_quad(t.panel, offsets, t.to + kPairLine * line);
+    interleave_quad<kHalf>(t.panel, offsets, t.to + kPairLine * line);
   }
 };
 
@@ -40,7 +42,7 @@ struct Avx512VnniLanes {
   using Isa = Avx512;
   using Sum = __m512i;
   using Vector = __m512i;
-  using Gather = GatherFours<Avx512AllTokens>;
+  using Gather = GatherFours<Avx512PanelTokens<false>>;
   static constexpr bool kParts = false;
   static constexpr std::int32_t kLine = kLaneTokens * 4;
 
@@ -79,7 +81,7 @@ struct Avx512VnniHalfLanes {
   using Isa = Avx512Half;
   using Sum = __m256i;
   using Vector = __m256i;
-  using Gather = GatherFours<Avx512AllTokens>;
+  using Gather = GatherFours<Avx512PanelTokens<false>>;
   static constexpr bool kParts = false;
   static constexpr std::int32_t kLine = kLaneTokens * 4;
 
@@ -118,6 +120,12 @@ template <class E>
 struct FewLanes : E {
   using Gather = GatherFours<Avx512FewTokens>;
   static constexpr std::int32_t kLine = kQuad * 4;
+};
+
+// Or of panels that are half empty.
+template <class E>
+struct HalfLanes : E {
+  using Gather = GatherFours<Avx512PanelTokens<true>>;
 };
 
 template <class E>
