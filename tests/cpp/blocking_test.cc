@@ -6,6 +6,8 @@
 #include <algorithm>
 #include <vector>
 
+#include "cpu/pairs_blocking.h"
+
 namespace rarefy::cpu {
 namespace {
 
@@ -135,6 +137,22 @@ TEST(BlockingTest, LargeWeightsOfWovenPanelsGoInParts) {
 TEST(BlockingTest, LargeWeightsAreSharedBetweenPanels) {
   EXPECT_EQ(choose_blocking(problem(512, 1024, 1024, 16, 16, 0.5, 1)).panels, 1);  // 2 MB
   EXPECT_GT(choose_blocking(problem(512, 4096, 4096, 16, 16, 0.5, 1)).panels, 1);  // 33 MB
+}
+
+// Of pairs two panels do, though one of 4096 inputs is half of L2.
+TEST(BlockingTest, PairsOfLargeWeightsMeetTwoPanels) {
+  Problem p;
+  p.tokens = 512;
+  Machine machine;
+  machine.l2 = 1 << 20;
+  PanelWork work{.tile_cycles = 13, .packed = 4096 * 32, .panel_size = 3 * 4096 * 32};
+  for (const std::int64_t features : {768, 11008}) {
+    work.out_features = features;
+    work.out_blocks = features / 32;
+    work.tiles = static_cast<double>(features * 4096 / 2) / 512;
+    const auto chosen = from_config<PairsBlocking>(configure_panels(work, p, machine));
+    EXPECT_EQ(chosen.panels, features == 768 ? 1 : 2);
+  }
 }
 
 }  // namespace
