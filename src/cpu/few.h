@@ -26,23 +26,34 @@ struct FewRow {
   std::int64_t x_stride;
   float* y;
   std::int64_t y_stride;
+  const char* ahead;  // what to ask for next: W from beginning to end, whatever the order of the slices
 };
 
-inline constexpr std::int64_t kFewAhead = 4;  // blocks
+// Bytes of W under way, where its blocks are read from beginning to end; and the elements that one pass of
+// slices after the other goes through, while the next as many come.
+inline constexpr std::int64_t kFewAhead = 6144, kFewChunk = 4 << 10;
 
 // Sums in three levels, so that their errors are no larger than those of a dense product, which has as many
 // lanes for one output as a block of 16×1 has outputs: so many vectors of W make a part, in registers; so
 // many of these are added up beside it; and what comes of that, onto y. Whole vectors have the lanes.
 inline constexpr std::int32_t kFewPart = 16, kFewParts = 8;
 
+// Slices are vectors of a block, or rows of it where those are whole vectors. Few of them have several sets
+// of sums, entries in turn, as an FMA takes four cycles and two start in each: the same for any number of
+// tokens.
+template <class I>
+constexpr int few_sets(std::int64_t slices) {
+  return slices >= 4 ? 1 : slices >= 2 || I::kRegisters < 32 ? 2 : 4;
+}
+
 // Adds slices first … first + Slices of every entry to y.
-template <class I, Storage kStorage, Spread kSpread, int Size, int N, int Slices, int Tokens>
-void few_slices(const FewRow& row, int first) {
+template <class I, Storage kStorage, Spread kSpread, int Size, int N, int Slices, int Sets, int Tokens>
+void few_slices(FewRow& row, int first) {
   constexpr int w = I::kWidth;
   constexpr int entries = kSpread == Spread::group ? w / Size : 1;  // of a vector
   constexpr bool kParts = kSpread != Spread::whole;
-  Vec<I> sum[Slices][Tokens];
-  std::int64_t offset[Slices];
+  constexpr std::int64_t kBytes = bytes_of(kStorage);
+  Vec<I> sum[Sets][Slices][Tokens];
   const auto each = [&](auto f) {
 #pragma GCC unroll 16
     for (int s = 0; s < Slices; ++s) {
@@ -50,46 +61,70 @@ void few_slices(const FewRow& row, int first) {
       for (int m = 0; m < Tokens; ++m) f(s, m);
     }
   };
-  for (int s = 0; s < Slices; ++s) offset[s] = static_cast<std::int64_t>(first + s) * w % row.red_block;
-  constexpr std::int64_t kBytes = bytes_of(kStorage);
-  const char* values = row.values + static_cast<std::int64_t>(first) * w * kBytes;
-  const std::int32_t whole = row.count - row.count % entries;
-  alignas(64) float total[Slices][Tokens][w];  // of the parts before
-  each([&](int s, int m) {
-    sum[s][m] = I::zero();
-    if (kParts) I::store(total[s][m], I::zero());
-  });
-  std::int32_t e = 0;
-  for (;;) {
-    constexpr std::int32_t kFull = kFewPart * entries;
-    const std::int32_t stop = kParts && whole - e > kFull ? e + kFull : whole;
-    for (; e != stop; e += entries, values += entries * row.block_size * kBytes) {
-      const float* x = row.x + static_cast<std::int64_t>(row.index[e]) * row.red_block;
+  const auto clear = [&](int s, int m) {
+#pragma GCC unroll 4
+    for (int i = 0; i < Sets; ++i) sum[i][s][m] = I::zero();
+  };
+  const auto all_sets = [&](int s, int m) {
+    Vec<I> v = sum[0][s][m];
+    if constexpr (Sets >= 2) v = I::add(v, sum[1][s][m]);
+    if constexpr (Sets == 4) v = I::add(v, I::add(sum[2][s][m], sum[3][s][m]));
+    return v;
+  };
+  const std::int64_t slice = kSpread == Spread::whole ? row.red_block : w;  // elements from one to the next
+  const std::int64_t step = entries * row.block_size * kBytes;
+  const char* values = row.values + first * slice * kBytes;
+  const char* ahead = row.ahead;
+  // One vector of entries, those from e on.
+  const auto add = [&](auto& to, std::int32_t e) {
+    const float* x = row.x + static_cast<std::int64_t>(row.index[e]) * row.red_block;
+    const auto column = [&](std::int64_t c) {
       Vec<I> xv[Tokens];
 #pragma GCC unroll 16
       for (int m = 0; m < Tokens; ++m) {
+        if constexpr (kSpread == Spread::whole) xv[m] = I::load(x + m * row.x_stride + c);
         if constexpr (kSpread == Spread::repeat) xv[m] = I::template repeat<N>(x + m * row.x_stride);
         if constexpr (kSpread == Spread::group)
           xv[m] = I::template group<Size, N>(row.x + m * row.x_stride, row.index + e);
       }
 #pragma GCC unroll 16
       for (int s = 0; s < Slices; ++s) {
-        const Vec<I> wv = load_as<I>(kStorage, values, s * w);
-        // A pass over some slices of each block is no stream that the hardware follows.
-        if constexpr (Slices > 1) __builtin_prefetch(values + (s * w + kFewAhead * row.block_size) * kBytes);
+        const Vec<I> wv = load_as<I>(kStorage, values + (s * slice + c) * kBytes, 0);
+        if (s * w * kBytes % 64 == 0) __builtin_prefetch(ahead + s * w * kBytes);
 #pragma GCC unroll 16
-        for (int m = 0; m < Tokens; ++m) {
-          if constexpr (kSpread == Spread::whole) xv[m] = I::load(x + m * row.x_stride + offset[s]);
-          sum[s][m] = I::fma(wv, xv[m], sum[s][m]);
-        }
+        for (int m = 0; m < Tokens; ++m) to[s][m] = I::fma(wv, xv[m], to[s][m]);
       }
+      ahead += Slices * w * kBytes;
+    };
+    if constexpr (kSpread == Spread::whole) {
+      for (std::int64_t c = 0; c < row.red_block; c += w) column(c);
+    } else {
+      column(0);
     }
+    values += step;
+  };
+  const std::int32_t whole = row.count - row.count % entries;
+  alignas(64) float total[Slices][Tokens][w];  // of the parts before
+  each([&](int s, int m) {
+    clear(s, m);
+    if (kParts) I::store(total[s][m], I::zero());
+  });
+  std::int32_t e = 0;
+  for (;;) {
+    constexpr std::int32_t kFull = kFewPart * Sets * entries;
+    const std::int32_t stop = kParts && whole - e > kFull ? e + kFull : whole;
+    for (; e + Sets * entries <= stop; e += Sets * entries) {
+#pragma GCC unroll 4
+      for (int i = 0; i < Sets; ++i) add(sum[i], e + i * entries);
+    }
+    for (; e < stop; e += entries) add(sum[0], e);
     if (!kParts || stop == whole) break;
     each([&](int s, int m) {
-      I::store(total[s][m], I::add(I::load(total[s][m]), sum[s][m]));
-      sum[s][m] = I::zero();
+      I::store(total[s][m], I::add(I::load(total[s][m]), all_sets(s, m)));
+      clear(s, m);
     });
   }
+  row.ahead = ahead;
   if constexpr (kSpread == Spread::group) {  // the rest is less than a group: 0 beside it, on both sides
     const std::int32_t rest = row.count - e;
     if (rest > 0) {
@@ -99,40 +134,59 @@ void few_slices(const FewRow& row, int first) {
         for (int i = 0; i < rest * Size; ++i) {
           spread[i] = row.x[m * row.x_stride + row.index[e + i / Size] * std::int64_t{N} + i % N];
         }
-        sum[0][m] = I::fma(wv, I::load(spread), sum[0][m]);
+        sum[0][0][m] = I::fma(wv, I::load(spread), sum[0][0][m]);
       }
     }
   }
-  if (kParts) each([&](int s, int m) { sum[s][m] = I::add(I::load(total[s][m]), sum[s][m]); });
+#pragma GCC unroll 4
   for (int m = 0; m < Tokens; ++m) {
     float* y = row.y + m * row.y_stride;
+    if constexpr (kSpread == Spread::whole && Slices % 4 == 0) {
+#pragma GCC unroll 4
+      for (int s = 0; s < Slices; s += 4) {
+        float four[4];
+        I::sum4(all_sets(s, m), all_sets(s + 1, m), all_sets(s + 2, m), all_sets(s + 3, m), four);
+        for (int i = 0; i < 4; ++i) y[first + s + i] += four[i];
+      }
+      continue;
+    }
+#pragma GCC unroll 16
     for (int s = 0; s < Slices; ++s) {
-      if constexpr (kSpread == Spread::whole) {
-        y[static_cast<std::int64_t>(first + s) * w / row.red_block] += I::sum(sum[s][m]);
-      } else if constexpr (kSpread == Spread::repeat && N == 1) {
-        float* to = y + static_cast<std::int64_t>(first + s) * w;
-        I::store(to, I::add(I::load(to), sum[s][m]));
+      if constexpr (kSpread == Spread::whole) {  // as above, as a row has the same bits beside any others
+        float four[4];
+        I::sum4(all_sets(s, m), I::zero(), I::zero(), I::zero(), four);
+        y[first + s] += four[0];
+        continue;
+      }
+      const Vec<I> v = I::add(I::load(total[s][m]), all_sets(s, m));
+      if constexpr (kSpread == Spread::repeat) {
+        constexpr int rows = w / (N == 0 ? 1 : N);  // of a slice
+        float* to = y + static_cast<std::int64_t>(first + s) * rows;
+        if constexpr (N == 1) {
+          I::store(to, I::add(I::load(to), v));
+        } else {
+          float row_sums[w];
+          I::template fold<N>(v, row_sums);
+          for (int i = 0; i < rows; ++i) to[i] += row_sums[i];
+        }
       } else {
         float lane[w];
-        I::store(lane, sum[s][m]);
-        constexpr int rows = kSpread == Spread::group ? 0 : w / N;  // of a slice
-        for (int i = 0; i < w; ++i)
-          y[(first + s) * rows + i % (kSpread == Spread::group ? Size : w) / N] += lane[i];
+        I::store(lane, v);
+        for (int i = 0; i < w; ++i) y[i % Size / N] += lane[i];
       }
     }
   }
 }
 
 // All slices of a block row, as many at a time as leave sums in registers.
-template <class I, Storage kStorage, Spread kSpread, int Size, int N, int Tokens>
-void few_row(const FewRow& row) {
-  const auto slices = kSpread == Spread::group ? 1 : static_cast<int>(row.block_size / I::kWidth);
+template <class I, Storage kStorage, Spread kSpread, int Size, int N, int Sets, int Tokens>
+void few_row(FewRow& row, int slices) {
   int s = 0;
   const auto step = [&]<int Slices>() {
     for (; s + Slices <= slices; s += Slices)
-      few_slices<I, kStorage, kSpread, Size, N, Slices, Tokens>(row, s);
+      few_slices<I, kStorage, kSpread, Size, N, Slices, Sets, Tokens>(row, s);
   };
-  constexpr int most = kSpread == Spread::group ? 1 : I::kRegisters / 2 / Tokens;
+  constexpr int most = kSpread == Spread::group ? 1 : I::kRegisters / 2 / Tokens / Sets;
   if constexpr (most >= 16) step.template operator()<16>();
   if constexpr (most >= 8) step.template operator()<8>();
   if constexpr (most >= 4) step.template operator()<4>();
@@ -140,8 +194,8 @@ void few_row(const FewRow& row) {
   step.template operator()<1>();
 }
 
-template <class I, Storage kStorage, Spread kSpread, int Size, int N, int Tokens>
-void few_rows(const FewTask& task) {
+template <class I, Storage kStorage, Spread kSpread, int Size, int N, int Sets, int Tokens>
+void few_rows_of(const FewTask& task, std::int64_t slices) {
   const SparseOperand& w = task.w;
   FewRow row{};
   row.red_block = w.red_block;
@@ -150,16 +204,114 @@ void few_rows(const FewTask& task) {
   row.x_stride = task.x_stride;
   row.y = task.y;
   row.y_stride = task.y_stride;
-  constexpr std::int32_t most =
-      kSpread == Spread::whole ? kPartTerms
-                               : kFewParts * kFewPart * (kSpread == Spread::group ? I::kWidth / Size : 1);
+  const std::int64_t block = w.block_size * bytes_of(kStorage);
+  constexpr std::int32_t parts =
+      Sets * kFewParts * kFewPart * (kSpread == Spread::group ? I::kWidth / Size : 1);
+  const auto chunk = static_cast<std::int32_t>(kFewChunk / w.block_size < 1 ? 1 : kFewChunk / w.block_size);
+  const std::int32_t most = kSpread == Spread::whole ? chunk : parts;
+  const bool passes = slices > I::kRegisters / 2 / Tokens / Sets;
   for (std::int32_t o = task.begin; o < task.end; ++o, row.y += w.out_block) {
     const std::int32_t end = task.entry_begin[o + 1];
     for (std::int32_t e = task.entry_begin[o]; e < end; e += row.count) {
       row.index = w.index + e;
       row.count = end - e < most ? end - e : most;
-      row.values = static_cast<const char*>(w.values) + e * w.block_size * bytes_of(kStorage);
-      few_row<I, kStorage, kSpread, Size, N, Tokens>(row);
+      row.values = static_cast<const char*>(w.values) + e * block;
+      row.ahead = row.values + (passes ? row.count * block : kFewAhead);
+      few_row<I, kStorage, kSpread, Size, N, Sets, Tokens>(row, static_cast<int>(slices));
+    }
+  }
+}
+
+template <class I, Storage kStorage, Spread kSpread, int Size, int N, int Tokens>
+void few_rows(const FewTask& task) {
+  const std::int64_t slices = kSpread == Spread::group   ? 1
+                              : kSpread == Spread::whole ? task.w.block_size / task.w.red_block
+                                                         : task.w.block_size / I::kWidth;
+  const auto rows = [&]<int Sets>() {
+    few_rows_of<I, kStorage, kSpread, Size, N, Sets, Tokens>(task, slices);
+  };
+  if constexpr (kSpread == Spread::group) return rows.template operator()<few_sets<I>(1)>();
+  switch (few_sets<I>(slices)) {
+    case 1: return rows.template operator()<1>();
+    case 2: return rows.template operator()<2>();
+    default: break;
+  }
+  if constexpr (few_sets<I>(1) == 4) rows.template operator()<4>();
+}
+
+// Four tokens and blocks of R×1 that are four to a vector: a block's lanes are its rows × the tokens, as x
+// has them side by side, [column][token], and each of the four has sums of its own: the additions of
+// few_slices, where they are the lanes.
+template <class I, Storage kStorage, int Sets>
+void few_quads(const FewTask& task) {
+  constexpr int w = I::kWidth, rows = w / 4;
+  constexpr std::int64_t kBytes = bytes_of(kStorage);
+  constexpr std::int32_t kMost = Sets * kFewParts * kFewPart * 4;
+  float* y = task.y;
+  for (std::int32_t o = task.begin; o < task.end; ++o, y += rows) {
+    const std::int32_t end = task.entry_begin[o + 1];
+    for (std::int32_t e = task.entry_begin[o]; e < end;) {
+      const std::int32_t stop = end - e < kMost ? end : e + kMost;
+      const std::int32_t whole = stop - (stop - e) % 4;
+      Vec<I> total[4], sum[Sets][4];
+      const auto clear = [&] {
+#pragma GCC unroll 4
+        for (auto& set : sum) {
+#pragma GCC unroll 4
+          for (Vec<I>& v : set) v = I::zero();
+        }
+      };
+      const auto add_up = [&] {
+#pragma GCC unroll 4
+        for (int i = 0; i < 4; ++i) {
+          Vec<I> v = sum[0][i];
+          if constexpr (Sets >= 2) v = I::add(v, sum[1][i]);
+          if constexpr (Sets == 4) v = I::add(v, I::add(sum[2][i], sum[3][i]));
+          total[i] = I::add(total[i], v);
+        }
+      };
+      const auto add = [&](auto& to, std::int32_t from) {
+        const char* values = static_cast<const char*>(task.w.values) + from * rows * kBytes;
+        const Vec<I> wv = load_as<I>(kStorage, values, 0);
+        __builtin_prefetch(values + kFewAhead);
+#pragma GCC unroll 4
+        for (int i = 0; i < 4; ++i) {
+          const Vec<I> xv = I::template repeat<4>(task.x + std::int64_t{task.w.index[from + i]} * 4);
+          to[i] = I::fma(I::each_four_times(wv, i * rows), xv, to[i]);
+        }
+      };
+      clear();
+#pragma GCC unroll 4
+      for (Vec<I>& v : total) v = I::zero();
+      while (whole - e > kFewPart * Sets * 4) {
+        for (const std::int32_t part = e + kFewPart * Sets * 4; e != part; e += Sets * 4) {
+#pragma GCC unroll 4
+          for (int i = 0; i < Sets; ++i) add(sum[i], e + i * 4);
+        }
+        add_up();
+        clear();
+      }
+      for (; e + Sets * 4 <= whole; e += Sets * 4) {
+#pragma GCC unroll 4
+        for (int i = 0; i < Sets; ++i) add(sum[i], e + i * 4);
+      }
+      for (; e < whole; e += 4) add(sum[0], e);
+      if (e < stop) {
+        const Vec<I> wv = load_part<I>(kStorage, task.w.values, std::int64_t{e} * rows, (stop - e) * rows);
+#pragma GCC unroll 4
+        for (int i = 0; i < 3; ++i) {
+          if (e + i >= stop) break;
+          const Vec<I> xv = I::template repeat<4>(task.x + std::int64_t{task.w.index[e + i]} * 4);
+          sum[0][i] = I::fma(I::each_four_times(wv, i * rows), xv, sum[0][i]);
+        }
+        e = stop;
+      }
+      add_up();
+      for (const Vec<I>& v : total) {
+        float lane[w];
+        I::store(lane, v);
+        for (int i = 0; i < w; ++i) y[i % 4 * task.y_stride + i / 4] += lane[i];
+      }
     }
   }
 }
@@ -168,7 +320,9 @@ void few_rows(const FewTask& task) {
 template <class I, Storage kStorage, int Size, int Tokens>
 void few_groups(const FewTask& task) {
   switch (task.w.red_block) {
-    case 1: return few_rows<I, kStorage, Spread::group, Size, 1, Tokens>(task);
+    case 1:
+      if constexpr (4 * Size == I::kWidth && Tokens == 4) return few_quads<I, kStorage, few_sets<I>(1)>(task);
+      return few_rows<I, kStorage, Spread::group, Size, 1, Tokens>(task);
     case 2:
       if constexpr (Size >= 2) return few_rows<I, kStorage, Spread::group, Size, 2, Tokens>(task);
       break;

@@ -170,7 +170,7 @@ struct FewTask {
   std::int32_t entries;             // of all of W
   const std::int32_t* entry_begin;  // indexed by output block; the next one's is the end
   std::int32_t begin, end;
-  const float* x;  // padded to whole blocks
+  const float* x;  // padded to whole blocks; for few_quads (few.h) [column][token]
   std::int64_t x_stride;
   std::int32_t tokens;
   float* y;  // from block `begin` on, padded to whole blocks

@@ -20,6 +20,7 @@ constexpr std::int64_t kRowOfX = 24 << 10;  // what L1 keeps of X beside the str
 struct Layout {
   std::int64_t tokens;  // that the kernels have: 1, 2 or 4
   std::int64_t lanes;   // of a row of x, padded: floats, or pairs
+  bool quads;           // x by column, four tokens side by side (few_quads)
   std::int64_t piece;   // block rows that a task works on at once
   std::int64_t stride;  // floats of a row of sums
   std::int64_t shared, worker;
@@ -30,8 +31,11 @@ struct Layout {
     lanes = ceil_div(s.col_count() * s.block_cols, kernels.pairs ? 2 : 1);
     piece = piece_of_range(s.row_count(), split.tasks);
     stride = (piece * s.block_rows + kernels.rows.width - 1) / kernels.rows.width * kernels.rows.width;
+    const std::int64_t columns = kernels.pairs && s.block_cols == 2 ? 1 : s.block_cols;  // that lanes have
+    quads = tokens == 4 && columns == 1 && 4 * s.block_rows == kernels.rows.width;
     Room all;
     all.take<float>(tokens * lanes);
+    if (quads) all.take<float>(tokens * lanes);
     shared = all.bytes();
     Room own;
     own.take<float>(tokens * stride);
@@ -44,6 +48,17 @@ void to_pairs(const MatrixView& from, std::int64_t rows, std::int64_t lanes, flo
   std::fill_n(to, rows * lanes, 0.0F);
   for (std::int64_t m = 0; m < from.rows; ++m) {
     std::memcpy(to + m * lanes, at(from, m, 0), static_cast<std::size_t>(from.cols) * sizeof(bfloat16));
+  }
+}
+
+// Four rows to columns of four.
+void to_quads(const float* rows, std::int64_t lanes, float* to) {
+  const float *a = rows, *b = a + lanes, *c = b + lanes, *d = c + lanes;
+  for (std::int64_t k = 0; k < lanes; ++k, to += 4) {
+    to[0] = a[k];
+    to[1] = b[k];
+    to[2] = c[k];
+    to[3] = d[k];
   }
 }
 
@@ -100,11 +115,17 @@ Status run_linear_few(const FewKernels& kernels, const Call& call) {
   const PlanView& plan = call.plan;
   const BsrShape& s = plan.shape;
   const Layout layout(kernels, call.problem, split);
-  auto* x = static_cast<float*>(call.workspace);
+  Room all(call.workspace);
+  auto* x = all.take<float>(layout.tokens * layout.lanes);
   if (kernels.pairs) {
     to_pairs(call.x, layout.tokens, layout.lanes, x);
   } else {
     to_float(kernels.rows, call.x, layout.tokens, layout.lanes, x);
+  }
+  if (layout.quads) {
+    auto* columns = all.take<float>(layout.tokens * layout.lanes);
+    to_quads(x, layout.lanes, columns);
+    x = columns;
   }
   const SparseOperand stored = operand(call, plan.col, nullptr, false);
   const SparseOperand w = kernels.pairs && s.block_cols % 2 == 0 ? in_pairs(stored) : stored;

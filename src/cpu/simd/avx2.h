@@ -45,6 +45,21 @@ struct Avx2 {
     _mm_storeu_ps(out, _mm_add_ps(_mm256_castps256_ps128(abcd), _mm256_extractf128_ps(abcd, 1)));
   }
 
+  // Lanes first and first + 1, four times each.
+  static Vec each_four_times(Vec v, int first) {
+    const __m256i lane = _mm256_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1);
+    return _mm256_permutevar8x32_ps(v, _mm256_add_epi32(lane, _mm256_set1_epi32(first)));
+  }
+  // The sums of each N neighbouring lanes, to the first 8 / N floats of `out`.
+  template <int N>
+  static void fold(Vec v, float* out) {
+    v = add(v, _mm256_permute_ps(v, 0b10110001));
+    if constexpr (N == 4) v = add(v, _mm256_permute_ps(v, 0b01001110));
+    alignas(32) float lane[kWidth];
+    store(lane, v);
+    for (int i = 0; i < kWidth / N; ++i) out[i] = lane[i * N];
+  }
+
   static Vec load_bf16(const std::uint16_t* p) {
     const __m128i half = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
     return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(half), 16));

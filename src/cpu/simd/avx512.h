@@ -43,6 +43,15 @@ struct Avx512 {
     _mm_storeu_ps(out, _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1)));
   }
 
+  // The sums of each N neighbouring lanes, to the first 16 / N floats of `out`.
+  template <int N>
+  static void fold(Vec v, float* out) {
+    v = add(v, _mm512_permute_ps(v, 0b10110001));
+    if constexpr (N >= 4) v = add(v, _mm512_permute_ps(v, 0b01001110));
+    if constexpr (N == 8) v = add(v, _mm512_shuffle_f32x4(v, v, 0b10110001));
+    store(out, _mm512_maskz_compress_ps(N == 2 ? 0x5555 : N == 4 ? 0x1111 : 0x0101, v));
+  }
+
   static Vec load_bf16(const std::uint16_t* p) {
     const __m256i half = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
     return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(half), 16));
@@ -71,7 +80,12 @@ struct Avx512 {
     if constexpr (N == 4) return _mm512_broadcast_f32x4(_mm_loadu_ps(p));
     if constexpr (N == 8) return _mm512_broadcast_f32x8(_mm256_loadu_ps(p));
   }
-  // The same, but in the lanes of `to` alone.
+  // Lanes first … first + 3, four times each.
+  static Vec each_four_times(Vec v, int first) {
+    const __m512i lane = _mm512_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3);
+    return _mm512_permutexvar_ps(_mm512_add_epi32(lane, _mm512_set1_epi32(first)), v);
+  }
+  // The same as repeat, but in the lanes of `to` alone.
   template <int N>
   static Vec repeat(Vec others, __mmask16 to, const float* p) {
     if constexpr (N == 1) return _mm512_mask_broadcastss_ps(others, to, _mm_load_ss(p));

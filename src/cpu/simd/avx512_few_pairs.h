@@ -3,6 +3,8 @@
 // multiplied two at a time, their outputs interleaved.
 #pragma once
 
+#include <type_traits>
+
 #include "cpu/few.h"
 #include "cpu/simd/avx512.h"
 
@@ -24,14 +26,14 @@ struct FewColumns {
   std::int64_t y_stride;
 };
 
-// Onto outputs 16 first … 16 (first + Slices), with sums in three levels as in few_slices.
-template <int Slices, int Tokens>
+// Onto outputs 16 first … 16 (first + Slices), with sums in three levels and in sets as in few_slices.
+template <int Slices, int Sets, int Tokens>
 static void few_column_slices(const FewColumns& t, int first) {
   alignas(64) static constexpr std::uint16_t kInterleave[32] = {0,  16, 1,  17, 2,  18, 3,  19, 4,  20, 5,
                                                                 21, 6,  22, 7,  23, 8,  24, 9,  25, 10, 26,
                                                                 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
   const __m512i interleave = _mm512_load_si512(kInterleave);
-  __m512 sum[Slices][Tokens];
+  __m512 sum[Sets][Slices][Tokens];
   alignas(64) float total[Slices][Tokens][16];
   const auto each = [](auto f) {
 #pragma GCC unroll 16
@@ -40,59 +42,73 @@ static void few_column_slices(const FewColumns& t, int first) {
       for (int m = 0; m < Tokens; ++m) f(s, m);
     }
   };
+  const auto clear = [&](int s, int m) {
+#pragma GCC unroll 4
+    for (int i = 0; i < Sets; ++i) sum[i][s][m] = _mm512_setzero_ps();
+  };
+  const auto all_sets = [&](int s, int m) {
+    __m512 v = sum[0][s][m];
+    if constexpr (Sets >= 2) v = _mm512_add_ps(v, sum[1][s][m]);
+    if constexpr (Sets == 4) v = _mm512_add_ps(v, _mm512_add_ps(sum[2][s][m], sum[3][s][m]));
+    return v;
+  };
   each([&](int s, int m) {
-    sum[s][m] = _mm512_setzero_ps();
-    _mm512_store_ps(total[s][m], sum[s][m]);
+    clear(s, m);
+    _mm512_store_ps(total[s][m], _mm512_setzero_ps());
   });
   const std::uint16_t* values = t.values + 16 * first;
   const auto half = [](const std::uint16_t* p) {
     return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
   };
-  const auto add = [&](auto x_of, auto second) {
+  // Columns e and, if there is one, e + 1.
+  const auto add = [&](auto& to, std::int32_t e, auto second) {
+    constexpr bool kBoth = second.value;
     __m512bh xv[Tokens];
 #pragma GCC unroll 4
     for (int m = 0; m < Tokens; ++m) {
-      xv[m] = (__m512bh)_mm512_set1_epi32(static_cast<int>(x_of(t.x + m * t.x_stride)));
+      const std::uint16_t* x = t.x + m * t.x_stride;
+      __m512i v = _mm512_maskz_set1_epi16(0x55555555, static_cast<short>(x[t.index[e]]));
+      if constexpr (kBoth) v = _mm512_mask_set1_epi16(v, 0xaaaaaaaa, static_cast<short>(x[t.index[e + 1]]));
+      xv[m] = (__m512bh)v;
     }
 #pragma GCC unroll 16
     for (int s = 0; s < Slices; ++s) {
-      const __m512i both = _mm512_inserti64x4(_mm512_castsi256_si512(half(values + 16 * s)), second(s), 1);
+      __m512i both = _mm512_zextsi256_si512(half(values + 16 * s));
+      if constexpr (kBoth) both = _mm512_inserti64x4(both, half(values + t.rows + 16 * s), 1);
       const auto wv = (__m512bh)_mm512_permutexvar_epi16(interleave, both);
       if (s % 2 == 0) {  // lines of both columns
-        __builtin_prefetch(values + 16 * s + 2 * kFewAhead * t.rows);
-        __builtin_prefetch(values + 16 * s + (2 * kFewAhead + 1) * t.rows);
+        __builtin_prefetch(values + 16 * s + kFewAhead / 2);
+        __builtin_prefetch(values + 16 * s + t.rows + kFewAhead / 2);
       }
 #pragma GCC unroll 4
-      for (int m = 0; m < Tokens; ++m) sum[s][m] = _mm512_dpbf16_ps(sum[s][m], wv, xv[m]);
+      for (int m = 0; m < Tokens; ++m) to[s][m] = _mm512_dpbf16_ps(to[s][m], wv, xv[m]);
     }
+    values += 2 * t.rows;
   };
   std::int32_t e = 0;
   const std::int32_t whole = t.count - t.count % 2;
   while (e < whole) {
-    const std::int32_t stop = whole - e > kFewPart ? e + kFewPart : whole;
-    for (; e != stop; e += 2, values += 2 * t.rows) {
-      const std::int32_t left = t.index[e], right = t.index[e + 1];
-      add([&](const std::uint16_t* x) { return std::uint32_t{x[left]} | std::uint32_t{x[right]} << 16; },
-          [&](int s) { return half(values + t.rows + 16 * s); });
+    const std::int32_t stop = whole - e > kFewPart * Sets ? e + kFewPart * Sets : whole;
+    for (; e + 2 * Sets <= stop; e += 2 * Sets) {
+#pragma GCC unroll 4
+      for (int i = 0; i < Sets; ++i) add(sum[i], e + 2 * i, std::true_type{});
     }
+    for (; e < stop; e += 2) add(sum[0], e, std::true_type{});
     each([&](int s, int m) {
-      _mm512_store_ps(total[s][m], _mm512_add_ps(_mm512_load_ps(total[s][m]), sum[s][m]));
-      sum[s][m] = _mm512_setzero_ps();
+      _mm512_store_ps(total[s][m], _mm512_add_ps(_mm512_load_ps(total[s][m]), all_sets(s, m)));
+      clear(s, m);
     });
   }
-  if (e < t.count) {
-    add([&](const std::uint16_t* x) { return std::uint32_t{x[t.index[e]]}; },
-        [](int) { return _mm256_setzero_si256(); });
-  }
+  if (e < t.count) add(sum[0], e, std::false_type{});
   each([&](int s, int m) {
     float* y = t.y + m * t.y_stride + 16 * (first + s);
-    const __m512 sums = _mm512_add_ps(_mm512_load_ps(total[s][m]), sum[s][m]);
+    const __m512 sums = _mm512_add_ps(_mm512_load_ps(total[s][m]), all_sets(s, m));
     _mm512_storeu_ps(y, _mm512_add_ps(_mm512_loadu_ps(y), sums));
   });
 }
 
-template <int Tokens>
-static void few_columns(const FewTask& task) {
+template <int Sets, int Tokens>
+static void few_columns_of(const FewTask& task) {
   const SparseOperand& w = task.w;
   FewColumns t{};
   t.rows = w.out_block;
@@ -101,21 +117,32 @@ static void few_columns(const FewTask& task) {
   t.y = task.y;
   t.y_stride = task.y_stride;
   const auto slices = static_cast<int>(t.rows / 16);
+  constexpr std::int32_t most = Sets * kFewParts * kFewPart;
   for (std::int32_t o = task.begin; o < task.end; ++o, t.y += t.rows) {
     const std::int32_t end = task.entry_begin[o + 1];
     for (std::int32_t e = task.entry_begin[o]; e < end; e += t.count) {
       t.index = w.index + e;
-      t.count = end - e < kFewParts * kFewPart ? end - e : kFewParts * kFewPart;
+      t.count = end - e < most ? end - e : most;
       t.values = static_cast<const std::uint16_t*>(w.values) + e * t.rows;
       int s = 0;
       const auto step = [&]<int Slices>() {
-        for (; s + Slices <= slices; s += Slices) few_column_slices<Slices, Tokens>(t, s);
+        for (; s + Slices <= slices; s += Slices) few_column_slices<Slices, Sets, Tokens>(t, s);
       };
-      if constexpr (Tokens <= 2) step.template operator()<8>();
-      step.template operator()<4>();
-      step.template operator()<2>();
+      constexpr int kMost = 16 / Tokens / Sets;
+      if constexpr (kMost >= 8) step.template operator()<8>();
+      if constexpr (kMost >= 4) step.template operator()<4>();
+      if constexpr (kMost >= 2) step.template operator()<2>();
       step.template operator()<1>();
     }
+  }
+}
+
+template <int Tokens>
+static void few_columns(const FewTask& task) {
+  switch (few_sets<Avx512>(task.w.out_block / 16)) {
+    case 1: return few_columns_of<1, Tokens>(task);
+    case 2: return few_columns_of<2, Tokens>(task);
+    default: return few_columns_of<4, Tokens>(task);
   }
 }
 

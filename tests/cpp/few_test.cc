@@ -1,0 +1,68 @@
+// linear for up to 4 tokens on rows longer than one part, chunk or pass: exact sums, and bits that do not
+// depend on the batch.
+#include <gtest/gtest.h>
+
+#include "product_checks.h"
+
+namespace rarefy::test {
+namespace {
+
+struct Case {
+  std::int64_t block_rows, block_cols, cols;
+};
+
+// Lanes as tokens (4×1; AVX2: 2×1; pairs: 4×2), several sets of sums and what is left over, rows of blocks in
+// one pass and in several, with chunks of blocks and an odd number of rows.
+constexpr Case kFloats[] = {{4, 1, 5003},  {2, 1, 4999},   {8, 1, 701},   {2, 2, 3001},   {1, 4, 1603},
+                            {16, 1, 1601}, {32, 1, 901},   {64, 1, 401},  {8, 8, 2005},   {16, 4, 1203},
+                            {1, 16, 4000}, {2, 16, 3001},  {3, 16, 2005}, {5, 32, 2005},  {6, 16, 2005},
+                            {16, 16, 999}, {32, 32, 1003}, {7, 48, 901},  {20, 64, 2100}, {1, 1, 3001}};
+constexpr Case kPairs[] = {{4, 2, 5003}, {2, 2, 3001},  {8, 4, 1203},   {16, 2, 1601}, {8, 8, 2005},
+                           {3, 32, 901}, {16, 16, 999}, {32, 32, 2005}, {32, 1, 901},  {48, 1, 701},
+                           {64, 1, 401}, {80, 1, 301},  {128, 1, 301}};
+
+void check(const std::string& family, DType dtype, const Case& c) {
+  SCOPED_TRACE(::testing::Message() << family << ' ' << name(dtype) << ' ' << c.block_rows << 'x'
+                                    << c.block_cols);
+  const Force force(family);
+  const std::int64_t rows = 2 * c.block_rows + c.block_rows / 2;
+  for (const bool integers : {true, false}) {
+    const Problem problem =
+        make_problem({4, rows, c.cols, c.block_rows, c.block_cols, 0.9, dtype, integers, 0});
+    const auto run = [&](std::int64_t first, std::int64_t count) {
+      Problem some = problem;
+      some.spec.m = count;
+      some.x.assign(problem.x.begin() + first * problem.x_stride(),
+                    problem.x.begin() + (first + count) * problem.x_stride());
+      ProblemIn<HostBuffer> one(some);
+      expect_ok(one.linear(Activation::none));
+      expect_linear(some, one);
+      return one.y().download();
+    };
+    const std::vector<std::byte> four = run(0, 4);
+    const auto row = static_cast<std::ptrdiff_t>(four.size()) / 4;
+    for (const std::int64_t count : {1, 2, 3}) {
+      for (std::int64_t first = 0; first + count <= 4; ++first) {
+        const std::vector<std::byte> part = run(first, count);
+        EXPECT_TRUE(std::equal(part.begin(), part.end(), four.begin() + first * row))
+            << count << " from token " << first;
+      }
+    }
+  }
+}
+
+TEST(FewTest, LongRowsOfFloatsHaveTheSameBitsInEveryBatch) {
+  for (const char* family : {"avx512", "avx2"}) {
+    if (!backend_info().machine.has(family)) continue;
+    for (const Case& c : kFloats) check(family, DType::f32, c);
+    for (const Case& c : {kFloats[0], kFloats[1], kFloats[10], kFloats[16]}) check(family, DType::bf16, c);
+  }
+}
+
+TEST(FewTest, LongRowsOfPairsHaveTheSameBitsInEveryBatch) {
+  if (!backend_info().machine.has("avx512_bf16_fast")) GTEST_SKIP() << "has no kernel for them";
+  for (const Case& c : kPairs) check("avx512_bf16", DType::bf16, c);
+}
+
+}  // namespace
+}  // namespace rarefy::test
