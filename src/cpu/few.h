@@ -208,7 +208,9 @@ void few_rows_of(const FewTask& task, std::int64_t slices) {
   constexpr std::int32_t parts =
       Sets * kFewParts * kFewPart * (kSpread == Spread::group ? I::kWidth / Size : 1);
   const auto chunk = static_cast<std::int32_t>(kFewChunk / w.block_size < 1 ? 1 : kFewChunk / w.block_size);
-  const std::int32_t most = kSpread == Spread::whole ? chunk : parts;
+  // Whether 4 tokens take several passes; the same for fewer, whose sums have the same chunks.
+  const bool several = Sets == 1 && slices > I::kRegisters / 8;
+  const std::int32_t most = kSpread == Spread::whole || (several && chunk < parts) ? chunk : parts;
   const bool passes = slices > I::kRegisters / 2 / Tokens / Sets;
   for (std::int32_t o = task.begin; o < task.end; ++o, row.y += w.out_block) {
     const std::int32_t end = task.entry_begin[o + 1];
