@@ -68,7 +68,7 @@ void weave_rows(const WovenTask& task) {
   constexpr int kShare = Out::kSteps * Rows / w;  // steps of a register tile
   constexpr std::int64_t lanes = Out::kLanes;
   const SparseOperand& op = task.w;
-  GatherRow row = gather_row<I, kLayout>(op, task.x, lanes);
+  GatherRow row = gather_row<I, kLayout>(op, task.x, lanes, task.row[task.end]);
   const std::int32_t part = task.part;
   const std::int32_t average = (task.row[task.end] - task.row[task.begin]) / (task.end - task.begin);
   const Weave weave(average, kShare);
