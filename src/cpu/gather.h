@@ -244,13 +244,7 @@ void gather_blocks(const GatherTask& task) {
 
 template <class I, Layout kLayout, int kSteps>
 void gather_vectors(const GatherTask& task) {
-  switch (task.vectors) {
-    case 1: return gather_blocks<I, kLayout, kSteps, 1>(task);
-    case 2: return gather_blocks<I, kLayout, kSteps, 2>(task);
-    case 3: return gather_blocks<I, kLayout, kSteps, 3>(task);
-    case 4: return gather_blocks<I, kLayout, kSteps, 4>(task);
-    default: return;
-  }
+  dispatch_vectors(task.vectors, [&]<int Vectors>() { gather_blocks<I, kLayout, kSteps, Vectors>(task); });
 }
 
 // Calls f with the layout of W, and how far its reduction is unrolled, as compile-time constants.

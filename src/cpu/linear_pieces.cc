@@ -395,14 +395,15 @@ Status run_pieces(const Kernels& kernels, const Call& call) {
     if (part == b.splits) return ranges;
     return begin_of_part(w.begin, s.out_blocks, s.red_block, 12, part, b.splits) / b.rows;
   };
-  const std::int64_t m = call.out.rows;
-  call.executor.parallel_for(ceil_div(m, tokens) * b.splits, [&](std::int64_t t, int worker) {
-    const std::int64_t begin = bound(t % b.splits), end = bound(t % b.splits + 1);
+  const std::int64_t m = call.out.rows, sets = ceil_div(m, tokens);
+  // Part by part of W, as in linear.cc.
+  call.executor.parallel_for(sets * b.splits, [&](std::int64_t t, int worker) {
+    const std::int64_t begin = bound(t / sets), end = bound(t / sets + 1);
     if (begin == end) return;
     Parts parts = shared;
     Room own(static_cast<char*>(call.workspace) + layout.shared + worker * layout.worker);
     Layout::take_worker(own, kernels, s, b, parts);
-    const std::int64_t first = t / b.splits * tokens;
+    const std::int64_t first = t % sets * tokens;
     Task(kernels, call, s, b, parts)
         .run(first, static_cast<std::int32_t>(std::min(tokens, m - first)), begin, end);
   });

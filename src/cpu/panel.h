@@ -69,6 +69,18 @@ void dispatch_storage(Storage storage, F f) {
   }
 }
 
+// The same with the vectors of a panel, of which no table of kernels has more (max_vectors).
+template <class F>
+void dispatch_vectors(std::int32_t vectors, F f) {
+  switch (vectors) {
+    case 1: return f.template operator()<1>();
+    case 2: return f.template operator()<2>();
+    case 3: return f.template operator()<3>();
+    case 4: return f.template operator()<4>();
+    default: return;
+  }
+}
+
 template <class I, Storage kStorage>
 void pack_edge(const PackTask& task, std::int32_t m, std::int32_t k) {
   constexpr int w = I::kWidth;

@@ -112,13 +112,7 @@ void multiply_lists(const PiecesTask& t) {
 
 template <class I, int Rows, int Cols>
 void pieces_vectors(const PiecesTask& t) {
-  switch (t.vectors) {
-    case 1: return multiply_lists<I, Rows, Cols, 1>(t);
-    case 2: return multiply_lists<I, Rows, Cols, 2>(t);
-    case 3: return multiply_lists<I, Rows, Cols, 3>(t);
-    case 4: return multiply_lists<I, Rows, Cols, 4>(t);
-    default: return;
-  }
+  dispatch_vectors(t.vectors, [&]<int Vectors>() { multiply_lists<I, Rows, Cols, Vectors>(t); });
 }
 
 template <class I>

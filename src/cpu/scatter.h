@@ -114,13 +114,7 @@ void scatter_blocks(const ScatterTask& task) {
 
 template <class I>
 void scatter(const ScatterTask& task) {
-  switch (task.vectors) {
-    case 1: return scatter_blocks<I, 1>(task);
-    case 2: return scatter_blocks<I, 2>(task);
-    case 3: return scatter_blocks<I, 3>(task);
-    case 4: return scatter_blocks<I, 4>(task);
-    default: return;
-  }
+  dispatch_vectors(task.vectors, [&]<int Vectors>() { scatter_blocks<I, Vectors>(task); });
 }
 
 }  // namespace rarefy::cpu

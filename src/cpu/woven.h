@@ -188,13 +188,7 @@ void weave_vectors(const WovenTask& task) {
 
 template <class I, Layout kLayout, int kSteps>
 void weave(const WovenTask& task) {
-  switch (task.vectors) {
-    case 1: return weave_vectors<I, kLayout, kSteps, 1>(task);
-    case 2: return weave_vectors<I, kLayout, kSteps, 2>(task);
-    case 3: return weave_vectors<I, kLayout, kSteps, 3>(task);
-    case 4: return weave_vectors<I, kLayout, kSteps, 4>(task);
-    default: return;
-  }
+  dispatch_vectors(task.vectors, [&]<int Vectors>() { weave_vectors<I, kLayout, kSteps, Vectors>(task); });
 }
 
 template <class I>
