@@ -36,7 +36,8 @@ struct QuadsShape : GroupedShape {
     return std::max<std::int64_t>(1, (tokens == kPanelTokens ? kStored : kStoredWide) / out_block);
   }
   std::int64_t near() const { return finished() == 1 ? kNear : kNearSums; }
-  std::int64_t sums_size() const { return finished() * out_block * tokens; }
+  // Stored by whole tiles of outputs: with blocks of 12, 20 and 24 more than are finished together.
+  std::int64_t sums_size() const { return ceil_div(finished() * out_block, kTileRows) * kTileRows * tokens; }
   // Whole tiles of outputs are stored, from any block row on.
   std::int64_t read_features() const { return out_features() + (out_block % kTileRows == 0 ? 0 : kTileRows); }
   // Of a panel of as many tokens, where GroupedShape counts 32; offsets are of those.
