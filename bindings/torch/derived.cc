@@ -18,7 +18,19 @@ namespace {
 constexpr std::int64_t kTypicalTokens = 4096;
 
 // `prepared` has a section for each of kProducts, in their order, aligned as kernels want it on any device.
+// On the CPU that of CSR ends with one for a few tokens, and with its trailer; whoever has no others asks for
+// these alone.
 constexpr std::int64_t kAlignment = 256;
+constexpr std::int64_t kFewTokens = 4;  // more have no kernel of their own
+struct Trailer {
+  std::uint64_t key;
+  std::int64_t bytes;
+};
+
+bool has_trailer(const Call& call, const BsrShape& shape) {
+  return call.device() == Device::cpu && shape.block_size() == 1;
+}
+bool is_few(std::int64_t tokens) { return tokens > 0 && tokens <= kFewTokens; }
 
 // A product with a weight of this shape and dtype, for inputs of another.
 struct Operands {
@@ -32,9 +44,9 @@ Operands operands_of(const Call& call, const BsrView& w, ScalarType in, bool tf3
   return {w.plan.shape, w.dtype, call.any_dtype("dtype", in), w.scaling, tf32};
 }
 
-Problem typical(const Call& call, Op op, const Operands& w) {
+Problem typical(const Call& call, Op op, const Operands& w, std::int64_t tokens = kTypicalTokens) {
   const auto threads = static_cast<int>(torch::stable::get_num_threads());
-  Problem problem = make_problem(op, w.shape, kTypicalTokens, w.in, call.device(), threads);
+  Problem problem = make_problem(op, w.shape, tokens, w.in, call.device(), threads);
   problem.weight.dtype = w.stored;
   problem.tf32 = w.tf32;
   if (op != Op::grad_weight) problem.weight.scaling = w.scaling;
@@ -52,6 +64,15 @@ DerivedSizes sizes_of(const Call& call, Op op, const Operands& w) {
   return *sizes;
 }
 
+std::int64_t aligned(std::int64_t bytes) { return (bytes + kAlignment - 1) / kAlignment * kAlignment; }
+
+// What linear wants for a token alone, of the pattern; of others than CSR nothing.
+DerivedSizes sizes_of_few(const Call& call, const Operands& w) {
+  if (!has_trailer(call, w.shape)) return {};
+  const auto sizes = derived_sizes(typical(call, Op::linear, w, 1));
+  return sizes.ok() && sizes->prepared > 0 && sizes->packed == 0 ? *sizes : DerivedSizes{};
+}
+
 struct Section {
   std::int64_t offset;
   DerivedSizes sizes;
@@ -62,14 +83,28 @@ Section section_of(const Call& call, Op op, const Operands& w) {
   for (const Op product : kProducts) {
     const DerivedSizes sizes = sizes_of(call, product, w);
     if (product == op) return {offset, sizes};
-    offset += (sizes.prepared + kAlignment - 1) / kAlignment * kAlignment;
+    offset += aligned(sizes.prepared);
   }
   return {offset, {}};
 }
 
-std::int64_t prepared_bytes(const Call& call, const Operands& w) {
-  const Section last = section_of(call, *std::rbegin(kProducts), w);
-  return last.offset + last.sizes.prepared;
+std::int64_t prepared_bytes(const Call& call, const Operands& w, bool alone) {
+  const Section last = alone ? Section{} : section_of(call, *std::rbegin(kProducts), w);
+  const std::int64_t bytes = last.offset + last.sizes.prepared;
+  if (!has_trailer(call, w.shape)) return bytes;
+  return aligned(bytes) + aligned(sizes_of_few(call, w).prepared) +
+         static_cast<std::int64_t>(sizeof(Trailer));
+}
+
+// The section for a few tokens, if there is one. Whoever wrote the bytes: the core compares key and size.
+Derived view_few(const Derived& all) {
+  Trailer trailer{};
+  const std::int64_t end = all.prepared_bytes - static_cast<std::int64_t>(sizeof(trailer));
+  if (end < 0) return {};
+  const auto* bytes = static_cast<const std::byte*>(all.prepared);
+  std::memcpy(&trailer, bytes + end, sizeof(trailer));
+  if (trailer.bytes < 0 || trailer.bytes > end || aligned(trailer.bytes) > end) return {};
+  return {trailer.key, bytes + end - aligned(trailer.bytes), nullptr, trailer.bytes};
 }
 
 // Writes that torch does not count (`values.data.mul_`) would leave packed values behind. So a few of the
@@ -121,7 +156,7 @@ bool allows_tf32(const Call& call, std::int64_t key, const PlanView& plan, DType
 }
 
 Derived view_derived(const Call& call, const DerivedTensors& tensors, Op op, const PlanView& plan, DType in,
-                     const BsrView* weight, DType stored) {
+                     const BsrView* weight, DType stored, std::int64_t tokens) {
   if (tensors.key == 0) return {};
   Derived derived{static_cast<std::uint64_t>(tensors.key)};
   if (tensors.prepared) {
@@ -133,9 +168,12 @@ Derived view_derived(const Call& call, const DerivedTensors& tensors, Op op, con
     const bool tf32 = allows_tf32(call, tensors.key, plan, in, stored);
     const Section section = section_of(call, op, {plan.shape, stored, in, Scaling::none, tf32});
     if (section.sizes.key == 0 || derived.prepared_bytes < section.offset + section.sizes.prepared) return {};
+    const bool alone = has_trailer(call, plan.shape) && derived.key == view_few(derived).key;
+    if (alone) return {};  // the section for a few tokens
     return {section.sizes.key, static_cast<const std::byte*>(derived.prepared) + section.offset, nullptr,
             section.sizes.prepared};
   }
+  if (is_few(tokens) && has_trailer(call, plan.shape)) return view_few(derived);
   if (tensors.packed) {
     check_bytes(call, "packed", *tensors.packed);
     const std::int64_t samples = sample_bytes(call);
@@ -152,24 +190,41 @@ Derived view_derived(const Call& call, const DerivedTensors& tensors, Op op, con
 }
 
 std::tuple<std::int64_t, std::int64_t, std::int64_t> derived_sizes(const Call& call, const BsrView& weight,
-                                                                   ScalarType dtype, bool tf32) {
+                                                                   ScalarType dtype, bool tf32,
+                                                                   std::int64_t tokens) {
   const Operands operands = operands_of(call, weight, dtype, tf32);
-  const DerivedSizes sizes = sizes_of(call, Op::linear, operands);
+  const bool alone = is_few(tokens) && has_trailer(call, operands.shape);
+  const DerivedSizes sizes = alone ? DerivedSizes{} : sizes_of(call, Op::linear, operands);
   const std::int64_t samples = sizes.packed > 0 ? sample_bytes(call) : 0;
-  if (sizes.key == 0) return {0, 0, 0};
-  return {static_cast<std::int64_t>(sizes.key), prepared_bytes(call, operands), sizes.packed + samples};
+  const std::uint64_t key = sizes.key != 0 ? sizes.key : sizes_of_few(call, operands).key;
+  if (key == 0) return {0, 0, 0};
+  return {static_cast<std::int64_t>(key), prepared_bytes(call, operands, alone), sizes.packed + samples};
 }
 
-Tensor prepare(const Call& call, const BsrView& weight, ScalarType dtype, bool tf32) {
+Tensor prepare(const Call& call, const BsrView& weight, ScalarType dtype, bool tf32, std::int64_t tokens) {
   const Operands operands = operands_of(call, weight, dtype, tf32);
-  Tensor prepared = call.empty_bytes(prepared_bytes(call, operands));
+  const bool alone = is_few(tokens) && has_trailer(call, operands.shape), rows = weight.plan.ccol == nullptr;
   for (const Op op : kProducts) {
-    const Section section = section_of(call, op, operands);
-    if (section.sizes.prepared == 0) continue;
-    check(call.op(),
-          rarefy::prepare(typical(call, op, operands), weight.plan,
-                          static_cast<std::byte*>(prepared.data_ptr()) + section.offset, call.context()));
+    if (alone || !rows || op == Op::linear) continue;
+    if (section_of(call, op, operands).sizes.prepared > 0) return call.empty_bytes(0);
   }
+  const std::int64_t bytes = prepared_bytes(call, operands, alone);
+  Tensor prepared = call.empty_bytes(bytes);
+  const auto make = [&](const Problem& problem, std::int64_t offset) {
+    check(call.op(), rarefy::prepare(problem, weight.plan,
+                                     static_cast<std::byte*>(prepared.data_ptr()) + offset, call.context()));
+  };
+  for (const Op op : kProducts) {
+    if (alone) break;
+    const Section section = section_of(call, op, operands);
+    if (section.sizes.prepared > 0) make(typical(call, op, operands), section.offset);
+  }
+  if (!has_trailer(call, operands.shape)) return prepared;
+  const DerivedSizes few = sizes_of_few(call, operands);
+  const Trailer trailer{few.key, few.prepared};
+  const std::int64_t end = bytes - static_cast<std::int64_t>(sizeof(trailer));
+  if (few.key != 0) make(typical(call, Op::linear, operands, 1), end - aligned(few.prepared));
+  std::memcpy(static_cast<std::byte*>(prepared.data_ptr()) + end, &trailer, sizeof(trailer));
   return prepared;
 }
 
@@ -194,20 +249,19 @@ Tensor pack(const Call& call, const BsrView& weight, const std::optional<Tensor>
 
 namespace {
 
-std::tuple<std::int64_t, std::int64_t, std::int64_t> bsr_derived_sizes(const Tensor& values,
-                                                                       const Tensor& plan,
-                                                                       std::int64_t out_features,
-                                                                       std::int64_t in_features,
-                                                                       ScalarType dtype, bool tf32) {
+std::tuple<std::int64_t, std::int64_t, std::int64_t> bsr_derived_sizes(
+    const Tensor& values, const Tensor& plan, std::int64_t out_features, std::int64_t in_features,
+    ScalarType dtype, bool tf32, std::int64_t tokens) {
   const Call call("bsr_derived_sizes", "values", values);
   return derived_sizes(call, call.weight(values, plan, out_features, in_features, Call::Part::rows), dtype,
-                       tf32);
+                       tf32, tokens);
 }
 
 Tensor bsr_prepare(const Tensor& values, const Tensor& plan, std::int64_t out_features,
-                   std::int64_t in_features, ScalarType dtype, bool tf32) {
+                   std::int64_t in_features, ScalarType dtype, bool tf32, std::int64_t tokens) {
   const Call call("bsr_prepare", "values", values);
-  return prepare(call, call.weight(values, plan, out_features, in_features), dtype, tf32);
+  return prepare(call, call.weight(values, plan, out_features, in_features, Call::Part::rows), dtype, tf32,
+                 tokens);
 }
 
 Tensor bsr_pack(const Tensor& values, const Tensor& plan, const std::optional<Tensor>& prepared,
@@ -221,10 +275,10 @@ Tensor bsr_pack(const Tensor& values, const Tensor& plan, const std::optional<Te
 STABLE_TORCH_LIBRARY_FRAGMENT(rarefy, m) {
   m.def(
       "bsr_derived_sizes(Tensor values, Tensor plan, int out_features, int in_features, "
-      "ScalarType dtype, bool tf32=False) -> (int, int, int)");
+      "ScalarType dtype, bool tf32=False, int tokens=0) -> (int, int, int)");
   m.def(
       "bsr_prepare(Tensor values, Tensor plan, int out_features, int in_features, ScalarType dtype, "
-      "bool tf32=False) -> Tensor");
+      "bool tf32=False, int tokens=0) -> Tensor");
   m.def(
       "bsr_pack(Tensor values, Tensor plan, Tensor? prepared, int out_features, int in_features, "
       "ScalarType dtype, bool tf32=False) -> Tensor");

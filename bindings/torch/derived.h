@@ -22,14 +22,19 @@ bool allows_tf32(const Call& call, std::int64_t key, const PlanView& plan, DType
 
 // As a product takes it: linear both, the gradients what its kernel derives from the pattern. Empty if the
 // values are no longer those that were packed. `weight` may be null for the weight's gradient, of `stored`.
+// `tokens` of linear: a few find what was derived for them; 0 where they do not matter.
 Derived view_derived(const Call& call, const DerivedTensors& tensors, Op op, const PlanView& plan, DType in,
-                     const BsrView* weight, DType stored);
+                     const BsrView* weight, DType stored, std::int64_t tokens = 0);
 
 // Key, and bytes to prepare for all products and to pack for linear; key 0: its best kernel wants nothing.
-// For inputs of `dtype`, which calls with `tf32` may round.
+// For inputs of `dtype`, which calls with `tf32` may round; with a few `tokens`, of CSR on the CPU, what
+// calls with so many use alone.
 std::tuple<std::int64_t, std::int64_t, std::int64_t> derived_sizes(const Call& call, const BsrView& weight,
-                                                                   ScalarType dtype, bool tf32 = false);
-Tensor prepare(const Call& call, const BsrView& weight, ScalarType dtype, bool tf32 = false);
+                                                                   ScalarType dtype, bool tf32 = false,
+                                                                   std::int64_t tokens = 0);
+// Empty if the weight has a row plan and a gradient's kernel wants a whole one.
+Tensor prepare(const Call& call, const BsrView& weight, ScalarType dtype, bool tf32 = false,
+               std::int64_t tokens = 0);
 Tensor pack(const Call& call, const BsrView& weight, const std::optional<Tensor>& prepared, ScalarType dtype,
             bool tf32 = false);
 

@@ -30,7 +30,7 @@ Tensor bsr_linear(Tensor x, const Tensor& values, const Tensor& plan, const std:
   const MatrixView in = call.matrix("x", x, "in_features", in_features, &weight, derived);
   call.check_stored(weight.dtype, "x", in.dtype);
   weight.derived = view_derived(call, {prepared, packed, derived}, Op::linear, weight.plan, in.dtype, &weight,
-                                weight.dtype);
+                                weight.dtype, in.rows);
   const void* bias_data = call.bias(bias, out_features, in.dtype);
   Tensor y = call.empty_rows(x, out_features);
   check(call.op(), run_linear(in, weight, bias_data, fused, call.output(y, in, out_features),

@@ -46,7 +46,7 @@ std::vector<Tensor> linears(Tensor x, const std::vector<Tensor>& values, const s
       weight = scaled_weight(call, values[i], scales[i], plans[i], out_features[i], in_features, dynamic);
     }
     weight.derived = view_derived(call, {prepared[i], packed[i], derived}, Op::linear, weight.plan, in.dtype,
-                                  &weight, weight.dtype);
+                                  &weight, weight.dtype, in.rows);
     layers.push_back({weight, call.bias(biases[i], out_features[i], in.dtype)});
     results.push_back(call.empty_rows(x, out_features[i]));
     views.push_back(call.output(results.back(), in, out_features[i]));

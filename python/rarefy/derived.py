@@ -39,25 +39,35 @@ class Kept:
     )
 
     def __init__(
-        self, pattern: Any, values: Tensor, x_dtype: torch.dtype, stored: bool = True, tf32: bool = False
+        self,
+        pattern: Any,
+        values: Tensor,
+        x_dtype: torch.dtype,
+        stored: bool = True,
+        tf32: bool = False,
+        few: bool = False,
     ) -> None:
         """Asks what the best kernel wants and prepares; `values` as (nnzb, R, C). Packs nothing yet.
 
         With `stored` False the product does not read values as they are but cast to x_dtype in each call.
-        With `tf32` calls that are given this may round float32 to it.
+        With `tf32` calls that are given this may round float32 to it. `few`: for a few tokens alone, of CSR
+        on the CPU, which takes no more than its row plan.
         """
         n, k = pattern.shape
         with torch.inference_mode(False), torch.no_grad():
             if not stored:
                 values = torch.empty_like(values, dtype=x_dtype)
-            self._ask(pattern, _sizes, _prepare, lambda plan: (values, plan, n, k, x_dtype, tf32), stored)
-        self._arguments = (pattern.plan if self.key else None, self.prepared, n, k, x_dtype, tf32)
+            tokens = (1,) if few else ()
+            self._ask(
+                pattern, _sizes, _prepare, lambda plan: (values, plan, n, k, x_dtype, tf32, *tokens), stored
+            )
+        self._arguments = (pattern.plan if self.packed_bytes else None, self.prepared, n, k, x_dtype, tf32)
         self.may_round = self._packs_in_calls and x_dtype == torch.float32 and not tf32
 
     def _ask(self, pattern: Any, sizes: Any, prepare: Any, arguments: Any, stored: bool = True) -> None:
         """Asks the op `sizes` what the best kernel wants, and has the pattern keep what `prepare` makes.
 
-        `arguments` gives theirs for a plan: for `sizes` a row plan, so that none is made for nothing.
+        `arguments` gives theirs for a plan: a row plan first, so that none is made for nothing.
         """
         asked = arguments(pattern.row_plan)
         self.key, prepared_bytes, self.packed_bytes = sizes(*asked)
@@ -67,8 +77,14 @@ class Kept:
         if self.packed_bytes and not stored:
             self.key, self.packed_bytes = self.key if self._packs_in_calls else 0, 0
         self.prepared = None
+
+        def make() -> Tensor:
+            if len(made := prepare(*asked)) == 0:  # of the rows alone it cannot
+                made = prepare(*arguments(pattern.plan))
+            return made
+
         if self.key and prepared_bytes:
-            self.prepared = pattern.prepared(self.key, lambda: prepare(*arguments(pattern.plan)))
+            self.prepared = pattern.prepared(self.key, make)
         self._packed: tuple[tuple[int, ...] | None, Tensor | None] = (None, None)  # of what, or seen once
         # What every call may use, whatever the values are; None where that must be asked each time.
         self.steady: Derived | tuple[()] | None = None if self.packed_bytes else self.unpacked()

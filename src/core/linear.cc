@@ -163,7 +163,10 @@ Status prepare(const Problem& problem, const PlanView& plan, void* prepared, con
   call.problem = problem;
   const auto choice = deriving("prepare", call.problem);
   if (!choice.ok()) return choice.status();
-  if (Status status = check_plan("prepare", "prepared", plan, prepared); !status.ok()) return status;
+  const BsrShape& shape = plan.shape;
+  const bool by_rows = problem.op == Op::linear && problem.device == Device::cpu &&
+                       shape.block_cols <= shape.block_rows;  // as `linear`
+  if (Status status = check_plan("prepare", "prepared", plan, prepared, by_rows); !status.ok()) return status;
   if (Status status = check_same_shape("prepare", problem, plan); !status.ok()) return status;
   if (choice->kernel->prepare == nullptr) return {};
   call.config = choice->config;

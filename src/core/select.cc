@@ -221,10 +221,9 @@ Choice configured(const Kernel& kernel, const Problem& problem, const Config& co
   Problem own = problem;  // as the kernel sees it: what is at hand is its own, or nothing
   if (!holds(problem, key)) own.derived = 0;
   const auto bytes = [&](auto of) { return of == nullptr ? 0 : of(own, config); };
-  return {&kernel,
-          config,
-          bytes(kernel.workspace),
-          {key, bytes(kernel.prepared_size), bytes(kernel.packed_size)}};
+  DerivedSizes derived{key, bytes(kernel.prepared_size), bytes(kernel.packed_size)};
+  if (kernel.unheld == Unheld::runs && derived.prepared + derived.packed == 0) derived.key = 0;
+  return {&kernel, config, bytes(kernel.workspace), derived};
 }
 
 std::int64_t bytes_to_add(const Problem& problem, const Choice& choice) {

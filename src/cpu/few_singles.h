@@ -15,10 +15,11 @@ inline constexpr std::int64_t kSinglesAhead = 512;
 inline constexpr int kSinglesPart = 16;
 inline constexpr std::int32_t kSinglesParts = 8;
 
-// `count` elements of one row.
+// `count` elements of one row, their columns in 32 or 16 bits.
+template <class Index>
 struct Singles {
   const char* values;
-  const std::int32_t* index;
+  const Index* index;
   std::int32_t count;
   std::int32_t readable;  // indices from the first on, those of rows below too
   const float* x;         // token-major
@@ -28,8 +29,8 @@ struct Singles {
 // kStream: gathered by one instruction, which leaves more room for loads in flight where X misses L1, too
 // (Zen 4: 0.38 ns an element from L1, 0.48–0.7 from memory). Else element by element, in fewer cycles (0.22;
 // from memory 0.4 with X in L1, 0.6–0.9 beyond).
-template <class I, Storage kStorage, int Tokens, bool kStream>
-void add_singles(const Singles& row, float* y, std::int64_t y_stride) {
+template <class I, Storage kStorage, int Tokens, bool kStream, class Index>
+void add_singles(const Singles<Index>& row, float* y, std::int64_t y_stride) {
   constexpr int w = I::kWidth;
   constexpr std::int64_t bytes = bytes_of(kStorage);
   Vec<I> total[Tokens], sum[Tokens];
@@ -59,10 +60,11 @@ void add_singles(const Singles& row, float* y, std::int64_t y_stride) {
     const Vec<I> wv = kStorage == Storage::f32
                           ? I::load_first(reinterpret_cast<const float*>(row.values) + e, rest)
                           : load_part<I>(kStorage, row.values, e, rest);
-    alignas(64) std::int32_t own[w];
-    const std::int32_t* index = row.index + e;
-    if (row.readable - e < w) {  // W's last ones: column 0 beside them
-      std::fill_n(std::copy_n(index, rest, own), w - rest, 0);
+    alignas(64) Index own[w];
+    const Index* index = row.index + e;
+    // W's last ones in the plan: column 0 beside them.
+    if (sizeof(Index) == sizeof(std::int32_t) && row.readable - e < w) {
+      std::fill_n(std::copy_n(index, rest, own), w - rest, Index{0});
       index = own;
     }
     for (int m = 0; m < Tokens; ++m) {
@@ -74,24 +76,34 @@ void add_singles(const Singles& row, float* y, std::int64_t y_stride) {
   for (int m = 0; m < Tokens; ++m) y[m * y_stride] += I::sum(total[m]);
 }
 
+// Rows of a task. What a row needs lies in locals: beside stores to y the compiler would read the task again.
+template <class I, Storage kStorage, int Tokens, bool kStream, class Index>
+void single_rows(const FewTask& task, const Index* index, std::int32_t readable) {
+  constexpr std::int32_t most = kSinglesParts * kSinglesPart * I::kWidth;
+  const auto* values = static_cast<const char*>(task.w.values);
+  const std::int32_t* const begin = task.entry_begin;
+  const float* const x = task.x;
+  const std::int64_t x_stride = task.x_stride, y_stride = task.y_stride;
+  float* y = task.y;
+  for (std::int32_t o = task.begin, last = task.end; o < last; ++o, ++y) {
+    const std::int32_t end = begin[o + 1];
+    for (std::int32_t e = begin[o], count = 0; e < end; e += count) {
+      count = end - e < most ? end - e : most;
+      add_singles<I, kStorage, Tokens, kStream, Index>(
+          {values + e * bytes_of(kStorage), index + e, count, readable - e, x, x_stride}, y, y_stride);
+    }
+  }
+}
+
 template <class I, Storage kStorage, int Tokens>
 void few_singles(const FewTask& task) {
-  const SparseOperand& w = task.w;
-  constexpr std::int32_t most = kSinglesParts * kSinglesPart * I::kWidth;
-  const auto rows = [&]<bool kStream>() {
-    float* y = task.y;
-    for (std::int32_t o = task.begin; o < task.end; ++o, ++y) {
-      const std::int32_t end = task.entry_begin[o + 1];
-      for (std::int32_t e = task.entry_begin[o], count = 0; e < end; e += count) {
-        count = end - e < most ? end - e : most;
-        add_singles<I, kStorage, Tokens, kStream>(
-            {static_cast<const char*>(w.values) + e * bytes_of(kStorage), w.index + e, count,
-             task.entries - e, task.x, task.x_stride},
-            y, task.y_stride);
-      }
-    }
+  const auto rows = [&]<class Index>(const Index* index, std::int32_t readable) {
+    task.stream ? single_rows<I, kStorage, Tokens, true>(task, index, readable)
+                : single_rows<I, kStorage, Tokens, false>(task, index, readable);
   };
-  task.stream ? rows.template operator()<true>() : rows.template operator()<false>();
+  static_assert(kColumnsAhead >= I::kWidth);
+  task.columns != nullptr ? rows(task.columns, task.entries + kColumnsAhead)
+                          : rows(task.w.index, task.entries);
 }
 
 }  // namespace rarefy::cpu

@@ -176,9 +176,11 @@ struct FewTask {
   float* y;  // from block `begin` on, padded to whole blocks
   std::int64_t y_stride;
   bool stream;  // W comes from memory: single elements then take x otherwise (few_singles.h)
+  const std::uint16_t* columns = nullptr;  // of single elements, with room for kColumnsAhead more; or null
 };
 
 inline constexpr std::int64_t kFewTokens = 4;
+inline constexpr std::int32_t kColumnsAhead = 16;
 
 // y[m][row] += Σ over a tile's columns of W[row, k] · x[m][k], for rows of a bitmap and 1, 2, 4 or 8 tokens,
 // or of one with two of each four and 1, 2 or 4 (bitmap.h). x is 0 past the last column.

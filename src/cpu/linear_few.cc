@@ -1,6 +1,7 @@
 // Drives linear for a few tokens (see few.h): X becomes rows of floats, or stays bf16, padded to whole
 // blocks; tasks are ranges of block rows with equal shares of the stored blocks, and Y is written row by row.
 #include <algorithm>
+#include <atomic>
 #include <cstring>
 
 #include "core/checked.h"
@@ -92,6 +93,41 @@ Reason supports_few(const FewKernels& kernels, const Problem& p) {
   return {};
 }
 
+namespace {
+
+constexpr std::int64_t kNarrow = 1 << 16;  // columns that 16 bits can tell apart
+
+bool is_narrow(const BsrShape& s) { return s.block_size() == 1 && s.cols <= kNarrow; }
+
+}  // namespace
+
+std::int64_t few_prepared_size(const Problem& problem, const Config& /*config*/) {
+  const BsrShape& s = problem.weight.shape;
+  return is_narrow(s) ? (s.nnzb + kColumnsAhead) * static_cast<std::int64_t>(sizeof(std::uint16_t)) : 0;
+}
+
+Status prepare_few(const Call& call, void* to) {
+  const PlanView& plan = call.plan;
+  const BsrShape& s = plan.shape;
+  if (!is_narrow(s)) return {};
+  constexpr std::int64_t kChunk = 1 << 16;
+  auto* columns = static_cast<std::uint16_t*>(to);
+  std::atomic<bool> valid = true;
+  call.executor.parallel_for(ceil_div(s.nnzb, kChunk), [&](std::int64_t task) {
+    const std::int64_t end = std::min(s.nnzb, (task + 1) * kChunk);
+    std::uint32_t most = 0;
+    for (std::int64_t e = task * kChunk; e < end; ++e) {
+      const auto column = static_cast<std::uint32_t>(plan.col[e]);
+      most = std::max(most, column);
+      columns[e] = static_cast<std::uint16_t>(column);
+    }
+    if (end > task * kChunk && most >= s.cols) valid = false;
+  });
+  std::fill_n(columns + s.nnzb, kColumnsAhead, std::uint16_t{0});
+  if (!valid) return invalid("prepare", "the plan's columns must be those that it was made of", "other ones");
+  return {};
+}
+
 Config configure_few(const Problem& problem, const Machine& /*machine*/) {
   const BsrShape& s = problem.weight.shape;
   const auto element = static_cast<std::int64_t>(size_of(problem.weight.dtype));
@@ -143,7 +179,8 @@ Status run_linear_few(const FewKernels& kernels, const Call& call) {
       }
     }
     kernels.multiply({w, static_cast<std::int32_t>(s.nnzb), plan.crow, begin, end, x, layout.lanes,
-                      static_cast<std::int32_t>(layout.tokens), y, layout.stride, split.stream != 0});
+                      static_cast<std::int32_t>(layout.tokens), y, layout.stride, split.stream != 0,
+                      is_narrow(s) ? static_cast<const std::uint16_t*>(call.derived.prepared) : nullptr});
     for (std::int64_t m = 0; m < call.x.rows; ++m) {
       kernels.rows.activate(call.activation, y + m * layout.stride, layout.stride);
       kernels.rows.round(storage(call.out.dtype), y + m * layout.stride, features, at(call.out, m, first));

@@ -57,6 +57,10 @@ void add_few(Registry& registry, std::string_view name) {
       .configure = cpu::configure_few,
       .fields = cpu::FewSplit::kFields,
       .workspace = [](const Problem& p, const Config& c) { return cpu::few_workspace(kKernels, p, c); },
+      .unheld = Unheld::runs,
+      .derives_as = "columns_16",
+      .prepared_size = cpu::few_prepared_size,
+      .prepare = cpu::prepare_few,
   });
 }
 

@@ -64,5 +64,65 @@ TEST(FewTest, LongRowsOfPairsHaveTheSameBitsInEveryBatch) {
   for (const Case& c : kPairs) check("avx512_bf16", DType::bf16, c);
 }
 
+// What is held of single elements in up to 65,536 columns is read instead of the plan's columns, to the same
+// bits; row ends of any length, the last one at the end of what is held.
+TEST(FewTest, ColumnsIn16BitsGiveTheBitsOfThoseIn32) {
+  struct Single {
+    std::int64_t rows, cols;
+    double density;
+  };
+  for (const char* family : {"avx512", "avx2"}) {
+    if (!backend_info().machine.has(family)) continue;
+    for (const auto& [rows, cols, density] :
+         {Single{71, 37, 0.5}, {8, 5003, 0.5}, {6, 65'536, 0.01}, {6, 65'537, 0.01}}) {
+      for (const DType dtype : {DType::f32, DType::bf16, DType::f16}) {
+        for (const std::int64_t tokens : {1, 2, 3, 4}) {
+          SCOPED_TRACE(::testing::Message()
+                       << family << ' ' << name(dtype) << ' ' << tokens << " x " << cols);
+          const Problem problem = make_problem({tokens, rows, cols, 1, 1, density, dtype});
+          for (const char* stream : {"0", "1"}) {
+            const Force force(std::string(family) + "," + family + "_linear_few(stream=" + stream + ")");
+            ProblemIn<HostBuffer> run(problem);
+            expect_ok(run.linear(Activation::none));
+            const std::vector<std::byte> want = run.y().download();
+            run.poison();
+            run.hold_derived();
+            const Derived held = run.weight().derived;
+            expect_ok(run.linear(Activation::none));
+            expect_linear(problem, run);
+            EXPECT_EQ(run.y().download(), want);
+            ASSERT_EQ(held.prepared_bytes > 0, cols <= 65'536);
+            if (held.prepared_bytes == 0) continue;
+            auto* columns = static_cast<std::uint16_t*>(const_cast<void*>(held.prepared));
+            std::swap(columns[0], columns[1]);
+            expect_ok(run.linear(Activation::none));
+            EXPECT_NE(run.y().download(), want) << "what is held was not read";
+          }
+        }
+      }
+    }
+  }
+}
+
+TEST(FewTest, ColumnsOutOfRangeAreNotMadeNarrow) {
+  const Problem problem = make_problem({1, 40, 50, 1, 1, 0.5});
+  ProblemIn<HostBuffer> run(problem);
+  const rarefy::Problem asked = run.problem(Op::linear);
+  const auto sizes = derived_sizes(asked);
+  ASSERT_TRUE(sizes.ok());
+  if (sizes->prepared == 0) GTEST_SKIP() << "no kernel of this machine holds columns";
+  std::vector<std::byte> prepared(static_cast<std::size_t>(sizes->prepared));
+  PlanView plan = problem.pattern.view();
+  std::vector<std::int32_t> columns(plan.col, plan.col + plan.shape.nnzb);
+  plan.col = columns.data();
+  expect_ok(prepare(asked, plan, prepared.data()));
+  for (const std::int32_t wrong : {-1, 50, 65'536}) {
+    columns[7] = wrong;
+    const Status status = prepare(asked, plan, prepared.data());
+    EXPECT_EQ(status.code(), StatusCode::invalid_argument) << wrong;
+    EXPECT_NE(status.message().find("columns"), std::string::npos) << status.message();
+  }
+}
+
 }  // namespace
 }  // namespace rarefy::test

@@ -82,7 +82,7 @@ TEST(FamiliesTest, AreAllThatThisMachineRuns) {
   constexpr bool neon = true, avx2 = false;
 #else
   constexpr bool neon = false;
-  const bool avx2 = has({"avx2", "fma", "f16c"});
+  const bool avx2 = has({"avx2", "fma", "f16c", "bmi1"});
 #endif
   const bool avx512 = avx2 && has({"avx512f", "avx512bw", "avx512dq", "avx512vl"});
   const bool bf16 = avx512 && has({"avx512_bf16"}) && amd;

@@ -233,6 +233,38 @@ def test_indices_are_read_again_only_if_asked():
         sparse.sparse_dense(x, always)
 
 
+@pytest.mark.parametrize("tokens", [0, 1, 4])
+@pytest.mark.parametrize("columns", [300, 65_536, 65_537])
+def test_products_with_few_vectors_hold_columns_of_two_bytes(columns, tokens):
+    (data, indices, indptr), _ = csr(40, columns, max(0.01, 30 / columns))
+    matrix = SparseMatrix(data, indices, indptr, shape=(40, columns))
+    x = torch.randn(tokens, columns) if tokens else torch.randn(columns)
+    info = rarefy.backend_info()
+    known = "avx2" in info["cpu_features"] and info["forced_impl"] in (None, "cpu:avx2", "cpu:avx512")
+    for _ in range(2):
+        y = sparse.sparse_dense(x, matrix)
+        assert torch.equal(y, sparse.sparse_dense(x, (data, indices, indptr))), "bits depend on what is held"
+        held = sum(kept.nbytes for kept in matrix._kept.values())
+        assert held == 0 if columns > 65_536 or not known else 2 * len(data) <= held < 2 * len(data) + 512
+        assert "plan" not in matrix.pattern.__dict__, "the transposed index was made for nothing"
+        data.mul_(2)
+
+
+def test_columns_of_two_bytes_serve_no_gradients():
+    (data, indices, indptr), dense = csr(64, 96, 0.4)
+    matrix = SparseMatrix(data, indices, indptr, shape=(64, 96))
+    x = torch.randn(96)
+    y = matrix @ x
+    data.requires_grad_()
+    x.requires_grad_()
+    for xs in (x, x.expand(2, 96)):
+        out = sparse.sparse_dense(xs, matrix)
+        assert torch.equal(out.reshape(-1, 64)[0], y)
+        dx, dw = torch.autograd.grad(out.sum(), (x, data))
+        torch.testing.assert_close(dx, dense.sum(0) * out.ndim)
+        torch.testing.assert_close(dw, x.detach()[indices.long()] * out.ndim)
+
+
 @pytest.mark.filterwarnings("ignore:Sparse")  # torch on its own sparse tensors
 @pytest.mark.parametrize("kind", ["tuple", "scipy", "torch", "weight", "matrix"])
 @pytest.mark.parametrize("block", [None, (4, 2)])

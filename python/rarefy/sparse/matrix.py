@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .. import foreign
-from .._torch_private import PLAIN
+from .._torch_private import PLAIN, unrecorded
 from ..checks import check_shape, check_tensor, fail, first_position
 from ..derived import Derived, Kept, reads_itself
 from ..pattern import BsrPattern
@@ -20,6 +20,7 @@ CHECKS = ("once", "always", "trusted")
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8)
 _INDICES = (torch.int32, torch.int64)
+_FEW_TOKENS = 4  # up to which kernels of their own run, on the columns alone
 
 
 def as_tensor(op: str, name: str, value: Any) -> Tensor:
@@ -118,7 +119,7 @@ class SparseMatrix:
         if self.pattern.is_padded and self.check != "trusted":
             check_padding(op, self.blocks().detach(), self.pattern)
         self._read = self._versions()
-        self._kept: dict[torch.dtype, Kept] = {}
+        self._kept: dict[Any, Kept] = {}  # by the dtype of x, and ("few" beside it) for a few tokens alone
 
     def _versions(self) -> tuple[int, ...]:
         """Moves when someone writes to the indices; inference tensors do not count that."""
@@ -229,14 +230,18 @@ class SparseMatrix:
             return ()
         if not x.dtype.is_floating_point or not blocks.is_floating_point():
             return ()
-        kept = self._kept.get(x.dtype)
+        kept, few = self._kept.get(x.dtype), False
+        if kept is None and self.data.ndim == 1 and x.numel() <= _FEW_TOKENS * self.shape[1]:
+            few = x.device.type == "cpu" and unrecorded(x, blocks)
+            kept = self._kept.get((x.dtype, "few")) if few else None
         if (
             type(x) not in PLAIN or torch.compiler.is_compiling()
         ):  # a graph makes nothing, and sees no versions
             return () if kept is None else kept.unpacked()
         if kept is None:
             stored = blocks.dtype == x.dtype or reads_itself(blocks, x.dtype)
-            kept = self._kept[x.dtype] = Kept(self.pattern, blocks.detach(), x.dtype, stored)
+            kept = Kept(self.pattern, blocks.detach(), x.dtype, stored, few=few)
+            self._kept[(x.dtype, "few") if few else x.dtype] = kept
         return kept.current(self.data, blocks) if kept.key else ()
 
     # -- other kinds ----------------------------------------------------------------------------

@@ -104,7 +104,14 @@ struct Avx2 {
   static Vec gather(const float* x, const std::int32_t* index) {
     return _mm256_i32gather_ps(x, _mm256_loadu_si256(reinterpret_cast<const __m256i*>(index)), 4);
   }
-  static Vec collect(const float* x, const std::int32_t* index) { return collect8(x, index); }
+  static Vec gather(const float* x, const std::uint16_t* index) {
+    const __m128i narrow = _mm_loadu_si128(reinterpret_cast<const __m128i*>(index));
+    return _mm256_i32gather_ps(x, _mm256_cvtepu16_epi32(narrow), 4);
+  }
+  template <class Index>
+  static Vec collect(const float* x, const Index* index) {
+    return collect8(x, index);
+  }
   static Vec first(Vec v, int count) { return _mm256_and_ps(v, _mm256_castsi256_ps(mask(count))); }
   static Vec load_first(const float* p, int count) { return _mm256_maskload_ps(p, mask(count)); }
   static __m256i mask(int count) {

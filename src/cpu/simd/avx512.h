@@ -110,7 +110,12 @@ struct Avx512 {
   static Vec gather(const float* x, const std::int32_t* index) {
     return _mm512_i32gather_ps(_mm512_loadu_si512(index), x, 4);
   }
-  static Vec collect(const float* x, const std::int32_t* index) {
+  static Vec gather(const float* x, const std::uint16_t* index) {
+    const __m256i narrow = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(index));
+    return _mm512_i32gather_ps(_mm512_cvtepu16_epi32(narrow), x, 4);
+  }
+  template <class Index>
+  static Vec collect(const float* x, const Index* index) {
     return _mm512_insertf32x8(_mm512_castps256_ps512(collect8(x, index)), collect8(x, index + 8), 1);
   }
   static Vec first(Vec v, int count) { return _mm512_maskz_mov_ps(mask(count), v); }

@@ -7,18 +7,34 @@
 
 namespace rarefy::cpu {
 
-// x[index[0]] … x[index[3]], two indices a load.
+// As integers: GCC folds the loads of these into their insertion, not those of floats.
+static inline __m128 four_of(const float* x, std::uint64_t a, std::uint64_t b, std::uint64_t c,
+                             std::uint64_t d) {
+  const auto at = [x](std::uint64_t i) {
+    std::int32_t bits;
+    __builtin_memcpy(&bits, x + i, sizeof(bits));
+    return bits;
+  };
+  const __m128i v = _mm_insert_epi32(_mm_cvtsi32_si128(at(a)), at(b), 1);
+  return _mm_castsi128_ps(_mm_insert_epi32(_mm_insert_epi32(v, at(c), 2), at(d), 3));
+}
+
+// x[index[0]] … x[index[3]], two or four indices a load.
 static inline __m128 collect4(const float* x, const std::int32_t* index) {
   std::uint64_t low, high;
   __builtin_memcpy(&low, index, sizeof(low));
   __builtin_memcpy(&high, index + 2, sizeof(high));
-  const auto at = [x](std::uint64_t i) { return _mm_load_ss(x + i); };
-  __m128 v = _mm_insert_ps(at(low & 0xffffffffU), at(low >> 32), 0x10);
-  v = _mm_insert_ps(v, at(high & 0xffffffffU), 0x20);
-  return _mm_insert_ps(v, at(high >> 32), 0x30);
+  return four_of(x, low & 0xffffffffU, low >> 32, high & 0xffffffffU, high >> 32);
+}
+static inline __m128 collect4(const float* x, const std::uint16_t* index) {
+  std::uint64_t all;
+  __builtin_memcpy(&all, index, sizeof(all));
+  const auto middle = [all](unsigned first) { return _bextr_u64(all, first, 16); };
+  return four_of(x, all & 0xffffU, middle(16), middle(32), all >> 48);
 }
 
-static inline __m256 collect8(const float* x, const std::int32_t* index) {
+template <class Index>
+static inline __m256 collect8(const float* x, const Index* index) {
   return _mm256_insertf128_ps(_mm256_castps128_ps256(collect4(x, index)), collect4(x, index + 4), 1);
 }
 
