@@ -13,7 +13,7 @@ struct FloatLanes {
   using Isa = I;
   using Sum = Vec<I>;
   using Vector = Vec<I>;
-  static constexpr bool kParts = true;
+  static constexpr bool kParts = true, kRounds = false;
   static constexpr std::int32_t kLine = kLaneTokens * 4;
 
   static Sum start(const LaneProduct& t, std::int32_t /*token*/, std::int32_t o) {
@@ -30,13 +30,26 @@ struct FloatLanes {
 
 inline constexpr std::int64_t kLaneAhead = 2048;  // bytes of W
 
+// Lines of x to be put together along the way: `to_do` says which, Line how, of so many features each.
+template <class Line>
+struct GatherLanes {
+  static constexpr bool kAny = true;
+  LaneGather to_do;
+  std::int32_t steps;
+  void operator()(std::int32_t left) const { take(steps - left); }
+  void take(std::int32_t line) const {
+    if (line < to_do.lines) Line::put(to_do, line, to_do.offsets + Line::kFeatures * line);
+  }
+};
+
 // What is done along the way of the first sums, line by line: `left` counts down to 1. Here: nothing.
 struct NoLaneWork {
+  static constexpr bool kAny = false;
   [[gnu::always_inline]] void operator()(std::int32_t /*left*/) const {}
 };
 
 // Rows of `stride` floats to Y, of which `cols` exist at most.
-template <class I>
+template <class E, class I = typename E::Isa>
 void lane_rows(const LaneProduct& t, float* out, std::int32_t stride, std::int32_t tokens, std::int32_t cols,
                char* y) {
   activate_all<I>(t.activation, out, std::int64_t{tokens} * stride);
@@ -47,6 +60,14 @@ void lane_rows(const LaneProduct& t, float* out, std::int32_t stride, std::int32
     if (n < count) store_part<I>(t.out, y, n, I::load(out + n), count - n);
   }
 }
+
+// Blocks of W by row: 16 rows of 16 lines are turned in registers, before their products.
+template <class E>
+struct TurnedLanes : E {};
+template <class E>
+inline constexpr bool kTurned = false;
+template <class E>
+inline constexpr bool kTurned<TurnedLanes<E>> = true;
 
 // Tokens first … first + Tokens of outputs row … row + Vectors · width, with parts of sums in memory.
 template <class E, Storage kStorage, bool kPermuted, bool kFirst, int Tokens, int Vectors, class Work>
@@ -78,26 +99,50 @@ void lane_tile(const LaneProduct& t, std::int32_t first, std::int32_t row, Work 
   // reading them back waits behind the sums.
   const char* weights = values;
   const auto multiply = [&](std::int32_t from, std::int32_t end) {
-    const std::int32_t* index = t.index + from;
-    for (const std::int32_t* stop = t.index + end; index != stop; ++index) {
-      if constexpr (kPermuted) {
-        weights = values + reload(t.perm)[index - reload(t.index)] * (line * reload(t.run));
-      }
-      const char* x = panel + std::int64_t{*index} * reload(t.run) * E::kLine;
-      for (std::int32_t i = reload(t.run); i != 0; --i, weights += line, x += E::kLine) {
-        work(i);
-        typename E::Vector wv[Vectors];
-#pragma GCC unroll 2
-        for (int v = 0; v < Vectors; ++v) {
-          wv[v] = E::template weights<kStorage>(weights + v * w * bytes_of(kStorage));
-          // The first to read them: the hardware loses the stream between the lines of x.
-          if constexpr (kFirst) __builtin_prefetch(weights + v * w * bytes_of(kStorage) + kLaneAhead);
-        }
+    if constexpr (kTurned<E>) {
+      const std::int64_t row_bytes = t.run * bytes_of(kStorage), block = t.rows * row_bytes;
+      const char* of = static_cast<const char*>(t.w) + from * block + row * row_bytes;
+      for (std::int32_t b = from; b < end; ++b, of += block) {
+        const char* x = panel + std::int64_t{t.index[b]} * t.run * E::kLine;
+        for (std::int32_t c = 0; c < t.run; c += w) {
+          Vec<I> v[w];
 #pragma GCC unroll 16
-        for (int m = 0; m < Tokens; ++m) {
-          const auto xv = E::broadcast(x + m * 4);
+          for (int i = 0; i < w; ++i) {
+            const char* at = of + i * row_bytes + c * bytes_of(kStorage);
+            v[i] = load_as<I>(kStorage, at, 0);
+            if constexpr (kFirst) __builtin_prefetch(at + block);
+          }
+          I::transpose(v);
+#pragma GCC unroll 16
+          for (int i = 0; i < w; ++i, x += E::kLine) {
+#pragma GCC unroll 16
+            for (int m = 0; m < Tokens; ++m) sum[m][0] = E::dot(sum[m][0], E::broadcast(x + m * 4), v[i]);
+          }
+        }
+      }
+      return;
+    } else {
+      const std::int32_t* index = t.index + from;
+      for (const std::int32_t* stop = t.index + end; index != stop; ++index) {
+        if constexpr (kPermuted) {
+          weights = values + reload(t.perm)[index - reload(t.index)] * (line * reload(t.run));
+        }
+        const char* x = panel + std::int64_t{*index} * reload(t.run) * E::kLine;
+        for (std::int32_t i = reload(t.run); i != 0; --i, weights += line, x += E::kLine) {
+          work(i);
+          typename E::Vector wv[Vectors];
 #pragma GCC unroll 2
-          for (int v = 0; v < Vectors; ++v) sum[m][v] = E::dot(sum[m][v], xv, wv[v]);
+          for (int v = 0; v < Vectors; ++v) {
+            wv[v] = E::template weights<kStorage>(weights + v * w * bytes_of(kStorage));
+            // The first to read them: the hardware loses the stream between the lines of x.
+            if constexpr (kFirst) __builtin_prefetch(weights + v * w * bytes_of(kStorage) + kLaneAhead);
+          }
+#pragma GCC unroll 16
+          for (int m = 0; m < Tokens; ++m) {
+            const auto xv = E::broadcast(x + m * 4);
+#pragma GCC unroll 2
+            for (int v = 0; v < Vectors; ++v) sum[m][v] = E::dot(sum[m][v], xv, wv[v]);
+          }
         }
       }
     }
@@ -131,6 +176,9 @@ void lane_tile(const LaneProduct& t, std::int32_t first, std::int32_t row, Work 
   }
   const std::int32_t tokens = t.tokens - first < Tokens ? t.tokens - first : Tokens;
   const std::int32_t cols = t.cols - row;
+  if constexpr (E::kRounds) {
+    if (t.out == Storage::bf16) return E::template store<Tokens, Vectors>(t, sum, first, row);
+  }
   if (t.out == Storage::f32 && t.activation == Activation::none && cols >= Vectors * w) {
 #pragma GCC unroll 16
     for (int m = 0; m < Tokens; ++m) {
@@ -147,14 +195,16 @@ void lane_tile(const LaneProduct& t, std::int32_t first, std::int32_t row, Work 
   each([&](int m, int v) {
     I::store(out + (m * Vectors + v) * w, E::finished(t, sum[m][v], first + m, row + v * w));
   });
-  lane_rows<I>(t, out, Vectors * w, tokens, cols, y(0));
+  lane_rows<E>(t, out, Vectors * w, tokens, cols, y(0));
 }
 
-// All tokens, `Most` at a time, the last ones by the next power of two.
+// All tokens in tiles of about as many each, `Most` at most: 13 as 7 and 6, as one alone would read W once
+// more and leave sums waiting for each other. A tile with other work along it is as large as can be.
 template <class E, Storage kStorage, bool kPermuted, int Vectors, int Most, class Work>
 void lane_tokens(const LaneProduct& t, std::int32_t row, Work work) {
   for (std::int32_t m = 0; m < t.tokens;) {
-    const std::int32_t left = t.tokens - m;
+    const std::int32_t left = t.tokens - m, tiles = Work::kAny && m == 0 ? 1 : (left + Most - 1) / Most;
+    const std::int32_t tokens = (left + tiles - 1) / tiles;
     const auto some = [&]<int Tokens>() {
       if (m == 0) {
         lane_tile<E, kStorage, kPermuted, true, Tokens, Vectors>(t, m, row, work);
@@ -163,19 +213,35 @@ void lane_tokens(const LaneProduct& t, std::int32_t row, Work work) {
       }
       m += Tokens;
     };
-    // With 16 at most, 9 to 12 are 8 and the rest: 7–14 % faster than 16 of which some are idle.
-    constexpr std::int32_t kBelow = Most < 8 ? 4 : Most < 16 ? 8 : 12;
-    if (left > kBelow) {
-      some.template operator()<Most>();
-    } else if (left > 4) {
-      if constexpr (Most >= 8) some.template operator()<8>();
-    } else if (left > 2) {
-      some.template operator()<4>();
-    } else if (left > 1) {
-      some.template operator()<2>();
-    } else {
-      some.template operator()<1>();
+    // Of the sizes there are, the least that holds them; products of gradients have fewer.
+    const auto fits = [&]<int Tokens>() {
+      if constexpr (Tokens <= Most) {
+        if (tokens > Tokens) return false;
+        some.template operator()<Tokens>();
+        return true;
+      } else {
+        return false;
+      }
+    };
+    constexpr bool kFine = !kPermuted && kStorage == Storage::f32;
+    if (fits.template operator()<1>() || fits.template operator()<2>()) continue;
+    if constexpr (kFine) {
+      if (fits.template operator()<3>()) continue;
     }
+    if (fits.template operator()<4>()) continue;
+    if constexpr (kFine) {
+      if (fits.template operator()<5>()) continue;
+    }
+    if (fits.template operator()<6>()) continue;
+    if constexpr (kFine) {
+      if (fits.template operator()<7>()) continue;
+    }
+    if (fits.template operator()<8>()) continue;
+    if constexpr (kFine) {
+      if (fits.template operator()<10>()) continue;
+    }
+    if (fits.template operator()<12>()) continue;
+    some.template operator()<Most>();
   }
 }
 
@@ -196,9 +262,28 @@ void lane_outputs(const LaneProduct& t, Work work) {
   if (row < t.rows) lane_tokens<E, kStorage, kPermuted, 1, kMany ? 16 : 8>(t, row, NoLaneWork{});
 }
 
+// Products whose lines are put together by the one before, E::Gather says how.
+template <class E>
+void multiply_gathering(const LaneProduct& t) {
+  if (t.next.lines == 0) return lane_outputs<E, Storage::f32, false>(t, NoLaneWork{});
+  const typename E::Gather gather{t.next, t.run};
+  lane_outputs<E, Storage::f32, false>(t, gather);
+  for (std::int32_t line = t.run; line < t.next.lines; ++line) gather.take(line);
+}
+
+template <class I, Storage kStorage>
+void turned_outputs(const LaneProduct& t) {
+  for (std::int32_t row = 0; row < t.rows; row += I::kWidth) {
+    lane_tokens<TurnedLanes<FloatLanes<I>>, kStorage, false, 1, 12>(t, row, NoLaneWork{});
+  }
+}
+
 template <class I>
 void multiply_lanes(const LaneProduct& t) {
   dispatch_storage(t.storage, [&]<Storage kStorage>() {
+    if constexpr (I::kWidth >= 16) {
+      if (t.by_row) return turned_outputs<I, kStorage>(t);
+    }
     if (t.perm != nullptr) return lane_outputs<FloatLanes<I>, kStorage, true>(t, NoLaneWork{});
     lane_outputs<FloatLanes<I>, kStorage, false>(t, NoLaneWork{});
   });

@@ -36,6 +36,7 @@ struct LaneProduct {  // NOLINT(clang-analyzer-optin.performance.Padding)
   std::int32_t blocks;
   std::int32_t run;   // lines of a block
   std::int32_t rows;  // outputs, whole vectors
+  bool by_row;        // floats: a block of w is [row][line], and both are whole vectors; else [line][row]
   const void* panel;  // lines of 32 dwords
   std::int32_t tokens;
   const float* start;  // or, in int8, what is added at the end

@@ -21,6 +21,10 @@ namespace {
 constexpr std::int64_t kPackingTokens = 256;
 constexpr std::int64_t kMostPacked = 4 << 20;  // floats
 
+// Up to here blocks of whole vectors are turned in registers, with as many shuffles as 4 tokens are products,
+// where a vector of tokens is 16 whatever it holds.
+constexpr std::int64_t kTurnedTokens = 11, kTurned = 16;
+
 constexpr std::int64_t kFewBlocks = 2;  // of an output block, on average
 
 // Whether vectors of tokens are at most a twentieth empty.
@@ -28,10 +32,21 @@ bool fills_vectors(std::int64_t tokens, std::int64_t width) {
   return 20 * (ceil_div(tokens, width) * width - tokens) <= tokens;
 }
 
-struct Shape : ProductShape {
-  using ProductShape::ProductShape;
+// Where two products of 512 bits start in a cycle, and one vector of outputs waits for x, a load for each of
+// them: Zen 5 and Intel, told from Zen 4 by their L1. 16×1 at .5, Zen 5: 24 tokens .39 ms, .31 by `gather`.
+bool waits_for_loads(const Kernels& panels, const Machine& machine) {
+  return panels.width == 16 && machine.l1 >= 48 << 10;
+}
 
-  bool packs() const { return !transposed && red_block > 1; }
+struct Shape : ProductShape {
+  std::int64_t tokens;
+
+  explicit Shape(const Problem& p) : ProductShape(p), tokens(p.tokens) {}
+
+  bool packs() const { return !transposed && red_block > 1 && !turns(); }
+  bool turns() const {
+    return !transposed && tokens <= kTurnedTokens && red_block % kTurned == 0 && out_block % kTurned == 0;
+  }
   std::int64_t panel_size() const { return red_blocks * red_block * kLaneTokens; }  // floats
   std::int64_t values() const { return entries * out_block * red_block; }
 };
@@ -105,6 +120,7 @@ class Task {
     t_.rows = static_cast<std::int32_t>(s.out_block);
     t_.part = part_entries(t_.run);
     t_.first = t_.last = true;
+    t_.by_row = s.turns();
     t_.activation = call.activation;
     t_.out = storage(call.out.dtype);
     t_.row_stride = call.out.row_stride;
@@ -173,7 +189,11 @@ Reason supports_lanes(const LaneKernels& kernels, const Problem& p, const Machin
   // linear.cc's woven sums are faster then (32×1 at a density of 0.05, 512 tokens, Zen 4: 1.31 and 1.18 ms),
   // unless rows have so few blocks that little can stand between or within them (Zen 5, GFLOP/s here and
   // there: 1.2 blocks of 32×32 207 and 183, 2.4 of 16×16 172 and 202).
-  if (p.weight.dtype == DType::f32 && p.out == DType::f32 && fills_vectors(p.tokens, kernels.panels.width) &&
+  const std::int64_t width = kernels.panels.width;
+  const bool loads = waits_for_loads(kernels.panels, machine) && !s.packs();
+  // One vector of tokens is 9 loads for 8 products there: two of outputs have 14 for 24.
+  const bool one = loads && p.tokens <= width && s.out_block % (2 * width) == 0;
+  if (p.weight.dtype == DType::f32 && p.out == DType::f32 && fills_vectors(p.tokens, width) && !one &&
       s.entries >= kFewBlocks * s.out_blocks) {
     return cat("takes, of floats in rows of ", kFewBlocks,
                " blocks or more, tokens that leave more than a twentieth as many lanes empty; got ",
@@ -181,6 +201,10 @@ Reason supports_lanes(const LaneKernels& kernels, const Problem& p, const Machin
   }
   if (p.tokens <= kFewTokens) return cat("takes more than ", kFewTokens, " tokens; got ", p.tokens);
   if (s.panel_size() > panel_floats(machine)) return "takes panels that fit half of L2";
+  if (loads && s.out_block == width && 4 * p.tokens > 3 * width) {
+    return cat("takes, of blocks of ", width, " outputs, at most ", 3 * width / 4, " tokens; got ", p.tokens);
+  }
+  if (s.turns() && width < kTurned) return cat("turns blocks of several columns by vectors of ", kTurned);
   if (s.packs() && p.tokens < kPackingTokens) {
     return cat("packs blocks of several columns for at least ", kPackingTokens, " tokens; got ", p.tokens);
   }

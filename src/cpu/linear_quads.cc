@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "core/message.h"
+#include "cpu/lane_task.h"
 #include "cpu/quads_weight.h"
 
 namespace rarefy::cpu {
@@ -27,11 +28,6 @@ struct Parts {
   float *tokens, *sums;
   std::int32_t* lane_sums;
 };
-
-constexpr std::int64_t kLaneChunk = 128;  // lines, 8 KB, as their weights are for 32 outputs
-// Between the lines that are read and those that are written meanwhile: not the same place of a page, where a
-// load would wait for a store.
-constexpr std::int64_t kLaneRing = (kLaneChunk + 16) * kPairLine;
 
 struct QuadsLayout {
   std::int64_t shared, worker;  // bytes
@@ -83,123 +79,6 @@ void unpack_outputs(const Call& call, const QuadsShape& s, const Parts& parts) {
   }
 }
 
-// The products of a task on lanes of outputs, for all of which some things are the same.
-class LaneTask {
- public:
-  LaneTask(const QuadsWeight& w, const Call& call, const Parts& parts, std::int64_t first,
-           std::int64_t tokens, void (*product)(const LaneProduct&))
-      : w_(w), s_(w.shape), call_(call), parts_(parts), first_(first), tokens_(tokens), product_(product) {
-    t_.rows = static_cast<std::int32_t>(s_.out_block);
-    t_.activation = call.activation;
-    t_.out = storage(call.out.dtype);
-    t_.row_stride = call.out.row_stride;
-  }
-
-  // What is stored in whole lines is read from the panels.
-  void lines(std::int64_t begin, std::int64_t end) {
-    t_.run = static_cast<std::int32_t>(s_.red_block / kQuad);
-    t_.first = t_.last = true;
-    for (std::int64_t o = begin; o < end; ++o) {
-      outputs(o);
-      t_.w = weights(o);
-      t_.index = call_.plan.col + w_.begin[o];
-      t_.blocks = w_.begin[o + 1] - w_.begin[o];
-      for (std::int64_t m = 0; m < tokens_; m += kPanelTokens) {
-        t_.panel = panel(m);
-        multiply(o, m);
-      }
-    }
-  }
-
-  // Groups are put together for all outputs of a block row, each of a few tokens' on its own.
-  void groups(std::int64_t begin, std::int64_t end) {
-    t_.run = static_cast<std::int32_t>(s_.offsets());
-    for (std::int64_t o = begin; o < end; ++o) {
-      outputs(o);
-      t_.w = weights(o);
-      t_.blocks = w_.prepared.first[o + 1] - w_.prepared.first[o];
-      t_.next = {parts_.panels, w_.prepared.offsets + w_.prepared.first[o] * s_.offsets(), parts_.gathered, 0,
-                 false};
-      multiply(o, 0);
-    }
-  }
-
-  // Columns are put together as lines: those of a product while the one before is at work. Some at a time, so
-  // that they and their weights stay in L1 while these meet all panels.
-  void columns(std::int64_t begin, std::int64_t end) {
-    static constexpr std::int32_t kOne = 0;
-    t_.index = &kOne;
-    Place at{begin, 0, 0};
-    t_.next = gathering(at, end, parts_.gathered);
-    product_(t_);  // no tokens, no blocks
-    t_.blocks = 1;
-    for (std::int64_t step = 0; at.o < end; ++step) {
-      const Place now = at;
-      const std::int64_t chunks = chunks_of(at.o);
-      const std::int64_t from = line_of(now.o, now.chunk);
-      t_.run = static_cast<std::int32_t>(line_of(now.o, now.chunk + 1) - from);
-      t_.first = now.chunk == 0;
-      t_.last = now.chunk + 1 == chunks;
-      t_.w = weights(now.o) + from * kQuad * s_.out_block;
-      t_.sums = parts_.lane_sums + now.m * s_.out_block;
-      t_.panel = parts_.gathered + step % 2 * kLaneRing;
-      if ((at.m += kPanelTokens) >= tokens_) {
-        at.m = 0;
-        if (++at.chunk == chunks) at = {at.o + 1, 0, 0};
-      }
-      t_.next = gathering(at, end, parts_.gathered + (step + 1) % 2 * kLaneRing);
-      outputs(now.o);
-      multiply(now.o, now.m);
-    }
-  }
-
- private:
-  struct Place {
-    std::int64_t o, chunk, m;
-  };
-  std::int64_t lines_of(std::int64_t o) const { return w_.prepared.lines[o]; }
-  std::int64_t chunks_of(std::int64_t o) const {
-    return std::max<std::int64_t>(1, ceil_div(lines_of(o), kLaneChunk));
-  }
-  std::int64_t line_of(std::int64_t o, std::int64_t chunk) const {
-    return lines_of(o) * chunk / chunks_of(o);
-  }
-  const std::int8_t* weights(std::int64_t o) const {
-    return w_.packed.tiles + w_.prepared.first[o] * 2 * s_.tiles_size();
-  }
-  const std::uint16_t* panel(std::int64_t m) const {
-    return parts_.panels + m / kPanelTokens * s_.panel_size();
-  }
-  LaneGather gathering(const Place& at, std::int64_t end, std::uint16_t* to) const {
-    if (at.o == end) return {};
-    const std::int64_t from = line_of(at.o, at.chunk);
-    return {panel(at.m), w_.prepared.offsets + w_.prepared.first[at.o] * s_.offsets() + from * kQuad, to,
-            static_cast<std::int32_t>(line_of(at.o, at.chunk + 1) - from),
-            panel_rows(tokens_, at.m) <= kPanelTokens / 2};
-  }
-  void outputs(std::int64_t o) {
-    const std::int64_t from = o * s_.out_block;
-    t_.start = parts_.bias + from;
-    t_.totals = w_.packed.totals + from;
-    t_.scales = parts_.scales + from;
-    t_.cols = static_cast<std::int32_t>(std::min(s_.out_block, call_.out.cols - from));
-  }
-  void multiply(std::int64_t o, std::int64_t m) {
-    t_.tokens = panel_rows(tokens_, m);
-    t_.token_scales = parts_.tokens + m;
-    t_.y = at(call_.out, first_ + m, o * s_.out_block);
-    product_(t_);
-  }
-
-  const QuadsWeight& w_;
-  const QuadsShape& s_;
-  const Call& call_;
-  const Parts& parts_;
-  const std::int64_t first_, tokens_;
-  void (*const product_)(const LaneProduct&);
-  LaneProduct t_{};
-};
-
 bool takes_few(const QuadKernels& kernels, std::int64_t tokens) {
   return kernels.few != nullptr && tokens <= kFewTokens;
 }
@@ -222,7 +101,9 @@ void multiply(const QuadsWeight& w, const Call& call, const Parts& parts, std::i
   const QuadsShape& s = w.shape;
   const bool few = takes_few(w.kernels, tokens);
   if (const auto product = few ? w.kernels.few : w.kernels.lanes; product != nullptr) {
-    LaneTask task(w, call, parts, first, tokens, product);
+    LaneTask task(s, w.prepared, reinterpret_cast<const std::uint16_t*>(w.packed.tiles),
+                  {w.begin, call.plan.col}, {parts.panels, parts.gathered, parts.lane_sums}, {first, tokens},
+                  {parts.bias, w.packed.totals, parts.scales, parts.tokens}, call, product);
     if (w.kernels.lanes == nullptr) {
       task.groups(begin, end);
     } else if (s.source == PairSource::columns) {

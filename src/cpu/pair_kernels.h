@@ -15,6 +15,7 @@ inline constexpr std::int32_t kNoRing = -1;
 struct PairSteps {
   const std::uint16_t* w;  // tiles of the first group, from the first output on
   std::int64_t w_stride;   // to the next group's
+  std::int32_t w_pair;     // to the next pair's: an output's are side by side, or those of all outputs
   std::int32_t w_ring;     // a mask of steps: those that are equal in it have one place
   const std::uint16_t* const* x;
   std::int32_t steps;
@@ -87,6 +88,10 @@ struct GatherNext {
   }
 };
 
+// From an output's first pair of a group to the next output's.
+template <class E>
+inline constexpr std::int32_t kOutputStride = E::kByLine ? 2 : kGroup;
+
 // All outputs of the block row, for one chunk of its groups and one panel.
 template <class E, int kHalves, PairSource kSource, class Work>
 void multiply_chunk(const PairProduct& t, PairSteps s, Work work) {
@@ -94,10 +99,12 @@ void multiply_chunk(const PairProduct& t, PairSteps s, Work work) {
   const auto outputs = [&]<int kRows>(auto along) {
     if constexpr (kSource == PairSource::tokens) {
       E::template multiply_tokens<kHalves>(s);
+    } else if constexpr (E::kByLine) {
+      E::template multiply_lines<kRows, kHalves>(s, along);
     } else {
       E::template multiply<kRows, kHalves>(s, along);
     }
-    s.w += kRows * kGroup;
+    s.w += kRows * kOutputStride<E>;
     s.sums += kRows * kPanelTokens;
     s.ahead_lines = 0;
     row += kRows;
@@ -117,7 +124,7 @@ template <class E, int kHalves, PairSource kSource>
 void multiply_groups(const PairProduct& all, std::int32_t row, std::int32_t rows) {
   PairProduct t = all;
   t.rows = rows;
-  t.w += row * kGroup;
+  t.w += row * kOutputStride<E>;
   t.sums += row * kPanelTokens;
   constexpr bool kGather = kSource == PairSource::columns || kSource == PairSource::lines;
   constexpr std::int32_t kOffsets = offsets_of(kSource, E::kFeatures);
@@ -173,6 +180,7 @@ void multiply_groups(const PairProduct& all, std::int32_t row, std::int32_t rows
     const std::uint16_t* panel = t.panel;
     PairSteps s{t.w + group * w_stride,
                 w_stride,
+                E::kByLine ? 2 * all.rows : 2,
                 kNoRing,
                 x,
                 steps,
@@ -382,7 +390,7 @@ void multiply_dots(const PairDots& t) {
   alignas(64) std::uint16_t ring[(GatherLines<E>::kRing + 1) * E::kRows * kGroup];
   const std::uint16_t* lanes[kDotSteps];
   for (std::int32_t i = 0; i < t.steps; ++i) lanes[i] = t.lanes + i * t.lanes_stride;
-  PairSteps s{t.lines, t.lines_stride, kNoRing, lanes, t.steps, kGroup / 2, t.sums, true, nullptr, 0};
+  PairSteps s{t.lines, t.lines_stride, 2, kNoRing, lanes, t.steps, kGroup / 2, t.sums, true, nullptr, 0};
   PairDots rest = t;
   for (std::int32_t line = 0; line < t.count; line += E::kRows, s.sums += E::kRows * kPanelTokens) {
     if (t.offsets == nullptr) {
@@ -451,11 +459,11 @@ bool finite_pairs(const std::uint16_t* values, std::int64_t count) {
 }
 
 template <class E>
-constexpr PairKernels pair_table(const char* family) {
-  return {family,       E::kTileCycles,   E::kLeast,       E::kByToken,
-          E::enter,     E::leave,         pack_pairs<E>,   multiply_pairs<E>,
-          E::spread,    store_pairs<E>,   keep_pairs<E>,   pack_token_pairs<E>,
-          dot_pairs<E>, deliver_pairs<E>, finite_pairs<E>, E::token};
+constexpr PairKernels pair_table(const char* family, void (*lanes)(const LaneProduct&) = nullptr) {
+  return {family,           E::kTileCycles,  E::kLeast,     E::kByToken,         E::kByLine,
+          E::enter,         E::leave,        pack_pairs<E>, multiply_pairs<E>,   lanes,
+          E::spread,        store_pairs<E>,  keep_pairs<E>, pack_token_pairs<E>, dot_pairs<E>,
+          deliver_pairs<E>, finite_pairs<E>, E::token};
 }
 
 }  // namespace rarefy::cpu

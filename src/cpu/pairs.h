@@ -10,7 +10,7 @@
 
 #include <cstdint>
 
-#include "rarefy/activation.h"
+#include "cpu/lanes.h"
 
 namespace rarefy::cpu {
 
@@ -68,7 +68,8 @@ struct PairDone {
 
 // sums[panel][o][token] = Σ W[o, i] · x[i][token] over the stored columns of one block row, for some panels.
 struct PairProduct {
-  const std::uint16_t* w;        // [group][row][32]; source tokens: [group][16 rows][pair][row][2]
+  // [group][row][32]; by line: [group][pair][row][2]; source tokens: [group][16 rows][pair][row][2]
+  const std::uint16_t* w;
   const std::uint32_t* offsets;  // of each group
   PairSource source;
   std::int32_t groups;
@@ -172,10 +173,13 @@ struct PairKernels {
   double tile_cycles;  // that 16 outputs, 32 features and 32 tokens take: a figure for the configuration
   std::int32_t rows;   // outputs that fill a product: block rows of 4 and 8 are joined to so many
   bool by_token;       // takes blocks of whole groups by token (PairSource::tokens)
+  bool by_line;        // a group of W is [pair][output][2], else [output][32]
   void (*enter)();     // before and after a task, on its thread
   void (*leave)();
   void (*pack)(const PairPack&);
   void (*multiply)(const PairProduct&);
+  // On lanes of outputs, which stores, too: the same sums, for blocks of a multiple of 16 outputs; or null.
+  void (*lanes)(const LaneProduct&);
   void (*spread)(const PairSpread&);
   void (*store)(const PairStore&);
   void (*keep)(const PairKeep&);

@@ -27,6 +27,8 @@ void prepare_groups(const GroupedShape& s, const std::int32_t* begin, const std:
 
 void pack_pairs(const PairsShape& s, const PairsStored& stored, const Executor& executor, const void* data,
                 void* packed) {
+  // Between the pairs of an output, and those of neighbouring outputs.
+  const std::int64_t line = s.by_line ? 2 * s.out_block : 2, output = s.by_line ? 2 : kGroup;
   const Prepared prepared(s, data);
   const SparseOperand& w = stored.w;
   const std::int64_t step = s.step();
@@ -40,7 +42,7 @@ void pack_pairs(const PairsShape& s, const PairsStored& stored, const Executor& 
     const std::uint32_t* offsets = prepared.offsets + first * s.offsets();
     const std::int64_t stop = std::min((o + 1) * s.join, s.rows);
     for (std::int64_t row = o * s.join; row < stop; ++row) {
-      std::uint16_t* tile_row = tiles + (row - o * s.join) * s.row_block * kGroup;
+      std::uint16_t* tile_row = tiles + (row - o * s.join) * s.row_block * output;
       std::int64_t at = 0;  // among the columns of the output block
       for (std::int32_t e = stored.begin[row]; e < stored.begin[row + 1]; ++e, at += s.red_block) {
         while (offsets[at / step] != w.index[e] * s.red_block * kPanelTokens) at += s.red_block;
@@ -52,7 +54,7 @@ void pack_pairs(const PairsShape& s, const PairsStored& stored, const Executor& 
           for (std::int64_t r = 0; r < s.row_block; ++r) {
             const std::int64_t place =
                 s.by_token() ? r / kTileRows * kTileSize + column / 2 * 32 + r % kTileRows * 2 + column % 2
-                             : r * kGroup + column;
+                             : column / 2 * line + r * output + column % 2;
             to[place] = from[r * w.out_stride + i * w.red_stride];
           }
         }

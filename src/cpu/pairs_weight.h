@@ -72,8 +72,10 @@ struct GroupedShape {
 };
 
 struct PairsShape : GroupedShape {
+  bool by_line;  // as PairKernels has it
+
   PairsShape(const PairKernels& kernels, const BsrShape& s, bool transposed = false)
-      : GroupedShape(s, 2, kernels.rows, transposed) {
+      : GroupedShape(s, 2, kernels.rows, transposed), by_line(kernels.by_line) {
     const bool by_token = kernels.by_token && join == 1 && out_block % kGroup == 0;
     source = red_block % kGroup == 0 ? by_token ? PairSource::tokens : PairSource::whole
              : red_block % 2 == 0    ? PairSource::lines

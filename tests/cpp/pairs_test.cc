@@ -444,6 +444,42 @@ TEST_P(PairsTest, TheSameBitsInEveryBatchAndOnEveryThread) {
   }
 }
 
+// Up to a panel of tokens may have a kernel of its own (lanes of outputs): any number of them, rows of
+// several chunks, activated sums and the last columns of Y have the bits that they have among many.
+TEST_P(PairsTest, FewTokensHaveTheBitsOfMany) {
+  const Force force(GetParam());
+  using Block = std::pair<std::int64_t, std::int64_t>;
+  for (const bool rounds_x : {false, true}) {
+    for (const auto& [rows, cols] :
+         {Block{16, 1}, {32, 1}, {48, 1}, {128, 1}, {32, 3}, {32, 2}, {16, 16}, {32, 32}, {64, 64}}) {
+      ProblemSpec spec{100, 2 * rows + rows / 2 + 1, 330, rows, cols, 0.9, DType::bf16, false, 0};
+      if (rounds_x) spec.dtype = DType::f32;
+      spec.rounds_x = rounds_x;
+      const Problem problem = make_problem(spec);
+      const auto run = [&](std::int64_t first, std::int64_t count, Activation activation) {
+        Problem some = problem;
+        some.spec.m = count;
+        some.x.assign(problem.x.begin() + first * problem.x_stride(),
+                      problem.x.begin() + (first + count) * problem.x_stride());
+        ThreadPool pool(2);
+        ProblemIn<HostBuffer> one(some, pool.executor());
+        one.hold_derived();
+        expect_ok(one.linear(activation));
+        return one.y().download();
+      };
+      for (const Activation activation : {Activation::none, Activation::gelu_erf}) {
+        const std::vector<std::byte> all = run(0, 100, activation);
+        const auto row = static_cast<std::ptrdiff_t>(all.size()) / 100;
+        for (std::int64_t count = 5; count < 34; count += GetParam() == "pairs" ? 9 : 1) {
+          const std::vector<std::byte> part = run(count, count, activation);
+          EXPECT_TRUE(std::equal(part.begin(), part.end(), all.begin() + count * row))
+              << count << " tokens, block " << rows << 'x' << cols << (rounds_x ? " rounding x" : "");
+        }
+      }
+    }
+  }
+}
+
 // Columns without stored blocks may hold anything, beside the padding of groups too; what meets a stored
 // block passes through, stored zeros included.
 TEST_P(PairsTest, NanAndInfinityPassWhereBlocksAreStored) {

@@ -270,7 +270,14 @@ TEST(SelectTest, LanesOfOutputsHaveTheBitsOfLanesOfTokens) {
                                      {48, 1, 37},
                                      {32, 1, 70},
                                      {16, 16, 260},
-                                     {32, 3, 257}}) {
+                                     {32, 3, 257},
+                                     {32, 1, 16},
+                                     {16, 1, 11},
+                                     {16, 16, 5},
+                                     {16, 16, 11},
+                                     {32, 32, 7},
+                                     {48, 16, 10},
+                                     {64, 64, 9}}) {
     for (const DType dtype : {DType::f32, DType::bf16}) {
       const Problem problem = make_problem({tokens, 3 * r + 5, 1100, r, c, 0.6, dtype, false, 3});
       for (const std::string family : {"avx512", "avx2"}) {

@@ -10,8 +10,8 @@ void none() {}
 
 template <class E>
 void multiply_panel(const LaneProduct& t) {
-  if (t.next.half) return multiply_quad_lanes_of<HalfLanes<E>>(t);
-  multiply_quad_lanes_of<E>(t);
+  if (t.next.half) return multiply_gathering<HalfLanes<E>>(t);
+  multiply_gathering<E>(t);
 }
 
 void multiply_quad_lanes(const LaneProduct& t) {
@@ -20,8 +20,8 @@ void multiply_quad_lanes(const LaneProduct& t) {
 }
 
 void multiply_few(const LaneProduct& t) {
-  if (t.rows % Avx512::kWidth == 0) return multiply_quad_lanes_of<FewLanes<Avx512VnniLanes>>(t);
-  multiply_quad_lanes_of<FewLanes<Avx512VnniHalfLanes>>(t);
+  if (t.rows % Avx512::kWidth == 0) return multiply_gathering<FewLanes<Avx512VnniLanes>>(t);
+  multiply_gathering<FewLanes<Avx512VnniHalfLanes>>(t);
 }
 
 }  // namespace

@@ -17,7 +17,7 @@ struct Bf16Tiles {
 struct Amx : Avx512Pairs<Amx> {
   static constexpr int kRows = 32, kLeast = 32;
   static constexpr int kEarly = 2;  // tiles are not loaded from stores that are under way
-  static constexpr bool kByToken = true;
+  static constexpr bool kByToken = true, kByLine = false;
   static constexpr double kTileCycles = 50;
 
   // Eight tiles of 16 rows of 64 bytes. GCC 12's _tile_loadconfig tells the compiler of 8 bytes that are

@@ -11,7 +11,7 @@ template <class Engine>
 struct Avx512Pairs {
   static constexpr int kFeatures = 2;
   static constexpr int kEarly = 1;  // steps before a group is multiplied, it is gathered
-  static constexpr bool kByToken = false;
+  static constexpr bool kByToken = false, kByLine = false;
 
   static __m512i bits(__m512 v) { return _mm512_castps_si512(v); }
 
@@ -250,6 +250,7 @@ struct Avx512Pairs {
 // own.
 struct Avx512Bf16 : Avx512Pairs<Avx512Bf16> {
   static constexpr int kRows = 8, kLeast = 4;
+  static constexpr bool kByLine = true;
   static constexpr double kTileCycles = 550;
 
   static void enter() {}
@@ -257,6 +258,16 @@ struct Avx512Bf16 : Avx512Pairs<Avx512Bf16> {
 
   template <int kOutputs, int kHalves, class Work>
   static void multiply(const PairSteps& s, Work work) {
+    multiply_at<kGroup, kOutputs, kHalves>(s, work);
+  }
+  template <int kOutputs, int kHalves, class Work>
+  static void multiply_lines(const PairSteps& s, Work work) {
+    multiply_at<2, kOutputs, kHalves>(s, work);
+  }
+
+  // Outputs lie kStride apart.
+  template <int kStride, int kOutputs, int kHalves, class Work>
+  static void multiply_at(const PairSteps& s, Work work) {
     __m512 sum[kOutputs][kHalves];
     const auto each = [](auto f) {
 #pragma GCC unroll 8
@@ -274,7 +285,7 @@ struct Avx512Bf16 : Avx512Pairs<Avx512Bf16> {
       s.fetch(step);
       const int pairs = step + 1 == s.steps ? s.last_pairs : kGroup / 2;
       const auto dots = [&](auto along) {
-        for (int p = 0; p < pairs; ++p, x += kPairLine, w += 2) {
+        for (int p = 0; p < pairs; ++p, x += kPairLine, w += s.w_pair) {
           along(step, p);
           __m512bh xv[kHalves];
 #pragma GCC unroll 2
@@ -282,7 +293,7 @@ struct Avx512Bf16 : Avx512Pairs<Avx512Bf16> {
 #pragma GCC unroll 8
           for (int o = 0; o < kOutputs; ++o) {
             std::int32_t pair;
-            __builtin_memcpy(&pair, w + o * kGroup, sizeof(pair));
+            __builtin_memcpy(&pair, w + o * kStride, sizeof(pair));
             const auto wv = (__m512bh)_mm512_set1_epi32(pair);
 #pragma GCC unroll 2
             for (int h = 0; h < kHalves; ++h) sum[o][h] = _mm512_dpbf16_ps(sum[o][h], wv, xv[h]);
@@ -336,7 +347,7 @@ struct Avx512Bf16 : Avx512Pairs<Avx512Bf16> {
 #pragma GCC unroll 8
         for (int o = 0; o < kOutputs; ++o) {
           std::int32_t pair;
-          __builtin_memcpy(&pair, w + o * kGroup + 2 * p, sizeof(pair));
+          __builtin_memcpy(&pair, w + 2 * (p * kOutputs + o), sizeof(pair));
           const auto wv = (__m512bh)_mm512_set1_epi32(pair);
 #pragma GCC unroll 2
           for (int h = 0; h < kHalves; ++h) to[o][h] = _mm512_dpbf16_ps(to[o][h], wv, (__m512bh)xv[h]);

@@ -9,22 +9,12 @@
 
 namespace rarefy::cpu {
 
-// A line of four features, from where they lie in a panel: `to_do` says which, Line how it is put together.
-template <class Line>
-struct GatherFours {
-  LaneGather to_do;
-  std::int32_t steps;
-  void operator()(std::int32_t left) const { take(steps - left); }
-  void take(std::int32_t line) const {
-    if (line < to_do.lines) Line::put(to_do, line, to_do.offsets + kQuad * line);
-  }
-};
-
 struct Avx512VnniLanes;
 
 // 32 tokens, or the first 16 of them.
 template <bool kHalf>
 struct Avx512PanelTokens {
+  static constexpr std::int32_t kFeatures = kQuad;
   static void put(const LaneGather& t, std::int32_t line, const std::uint32_t* offsets) {
     interleave_quad<kHalf>(t.panel, offsets, t.to + kPairLine * line);
   }
@@ -32,6 +22,7 @@ struct Avx512PanelTokens {
 
 // Up to 4, where a feature is a dword.
 struct Avx512FewTokens {
+  static constexpr std::int32_t kFeatures = kQuad;
   static void put(const LaneGather& t, std::int32_t line, const std::uint32_t* offsets) {
     _mm_storeu_si128(reinterpret_cast<__m128i*>(t.to + 8 * line),
                      FewQuads<Avx512VnniLanes>::line(t.panel, offsets));
@@ -42,8 +33,8 @@ struct Avx512VnniLanes {
   using Isa = Avx512;
   using Sum = __m512i;
   using Vector = __m512i;
-  using Gather = GatherFours<Avx512PanelTokens<false>>;
-  static constexpr bool kParts = false;
+  using Gather = GatherLanes<Avx512PanelTokens<false>>;
+  static constexpr bool kParts = false, kRounds = false;
   static constexpr std::int32_t kLine = kLaneTokens * 4;
 
   static std::int32_t* at(const LaneProduct& t, int token, int o) {
@@ -81,8 +72,8 @@ struct Avx512VnniHalfLanes {
   using Isa = Avx512Half;
   using Sum = __m256i;
   using Vector = __m256i;
-  using Gather = GatherFours<Avx512PanelTokens<false>>;
-  static constexpr bool kParts = false;
+  using Gather = GatherLanes<Avx512PanelTokens<false>>;
+  static constexpr bool kParts = false, kRounds = false;
   static constexpr std::int32_t kLine = kLaneTokens * 4;
 
   static Sum* at(const LaneProduct& t, int token, int o) {
@@ -118,22 +109,14 @@ struct Avx512VnniHalfLanes {
 // Either of them on lines of 4 tokens.
 template <class E>
 struct FewLanes : E {
-  using Gather = GatherFours<Avx512FewTokens>;
+  using Gather = GatherLanes<Avx512FewTokens>;
   static constexpr std::int32_t kLine = kQuad * 4;
 };
 
 // Or of panels that are half empty.
 template <class E>
 struct HalfLanes : E {
-  using Gather = GatherFours<Avx512PanelTokens<true>>;
+  using Gather = GatherLanes<Avx512PanelTokens<true>>;
 };
-
-template <class E>
-void multiply_quad_lanes_of(const LaneProduct& t) {
-  if (t.next.lines == 0) return lane_outputs<E, Storage::f32, false>(t, NoLaneWork{});
-  const typename E::Gather gather{t.next, t.run};
-  lane_outputs<E, Storage::f32, false>(t, gather);
-  for (std::int32_t line = t.run; line < t.next.lines; ++line) gather.take(line);
-}
 
 }  // namespace rarefy::cpu

@@ -9,7 +9,7 @@ namespace rarefy::cpu {
 struct PairsPortable {
   static constexpr int kFeatures = 2;
   static constexpr int kRows = 32, kLeast = 32, kEarly = 2;
-  static constexpr bool kByToken = true;
+  static constexpr bool kByToken = true, kByLine = false;
   static constexpr double kTileCycles = 20000;
 
   static void enter() {}
