@@ -81,8 +81,8 @@ void run_task(const PairKernels& kernels, std::span<const Call> calls, Parts par
     PairsLayout::take_shared(own, s, parts);
     if (takes_lanes(kernels, s, tokens)) {
       LaneTask task(s, w.prepared, w.packed, {w.stored.begin, w.stored.w.index},
-                    {parts.panels, parts.gathered, parts.sums}, {first, tokens}, {parts.bias}, call,
-                    kernels.lanes);
+                    {parts.panels, parts.gathered, parts.sums}, {first, tokens},
+                    {parts.bias, nullptr, nullptr, nullptr}, call, kernels.lanes);
       if (s.source == PairSource::columns) {
         task.columns(begin, end);
       } else {

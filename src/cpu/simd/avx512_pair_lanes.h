@@ -83,7 +83,7 @@ struct Avx512PairLanes {
         const __m512 high =
             Vectors == 1 ? low
                          : activate_bf16<Avx512, kActivation>(_mm512_load_ps(out + kCols - Isa::kWidth));
-        const __m512i line = (__m512i)_mm512_cvtne2ps_pbh(high, low);
+        const auto line = (__m512i)_mm512_cvtne2ps_pbh(high, low);
         if (Vectors == 2 && cols == kCols) {
           _mm512_storeu_si512(y, line);
         } else if (Vectors == 1 && cols == kCols) {
