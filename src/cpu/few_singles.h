@@ -15,95 +15,136 @@ inline constexpr std::int64_t kSinglesAhead = 512;
 inline constexpr int kSinglesPart = 16;
 inline constexpr std::int32_t kSinglesParts = 8;
 
-// `count` elements of one row, their columns in 32 or 16 bits.
+// Elements of one row and those behind them, their columns in 32 or 16 bits.
 template <class Index>
 struct Singles {
   const char* values;
   const Index* index;
-  std::int32_t count;
   std::int32_t readable;  // indices from the first on, those of rows below too
   const float* x;         // token-major
   std::int64_t x_stride;
 };
 
+// Columns of 16 bits have room behind them: no row must look whether a vector of them can be read.
+template <class Index>
+inline constexpr bool kHasRoom = sizeof(Index) == sizeof(std::uint16_t);
+
 // kStream: gathered by one instruction, which leaves more room for loads in flight where X misses L1, too
 // (Zen 4: 0.38 ns an element from L1, 0.48–0.7 from memory). Else element by element, in fewer cycles (0.22;
 // from memory 0.4 with X in L1, 0.6–0.9 beyond).
+template <class I, bool kStream, class Index>
+Vec<I> take_x(const float* x, const Index* index) {
+  return kStream ? I::gather(x, index) : I::collect(x, index);
+}
+
+// Onto `sum`: whole vectors, elements e … stop.
 template <class I, Storage kStorage, int Tokens, bool kStream, class Index>
-void add_singles(const Singles<Index>& row, float* y, std::int64_t y_stride) {
-  constexpr int w = I::kWidth;
-  constexpr std::int64_t bytes = bytes_of(kStorage);
-  Vec<I> total[Tokens], sum[Tokens];
-  for (int m = 0; m < Tokens; ++m) total[m] = sum[m] = I::zero();
-  std::int32_t e = 0;
-  const std::int32_t whole = row.count - row.count % w;
-  while (e < whole) {
-    const std::int32_t stop = 2 * (whole - e) > 3 * kSinglesPart * w ? e + kSinglesPart * w : whole;
-    for (; e != stop; e += w) {
-      if constexpr (kStream) {
-        __builtin_prefetch(row.index + e + kSinglesAhead);
-        __builtin_prefetch(row.values + (e + kSinglesAhead) * bytes);
-      }
-      const Vec<I> wv = load_as<I>(kStorage, row.values, e);
+[[gnu::always_inline]] inline void add_vectors(const Singles<Index>& row, std::int32_t e, std::int32_t stop,
+                                               Vec<I> (&sum)[Tokens]) {
+  for (; e != stop; e += I::kWidth) {
+    if constexpr (kStream) {
+      __builtin_prefetch(row.index + e + kSinglesAhead);
+      __builtin_prefetch(row.values + (e + kSinglesAhead) * bytes_of(kStorage));
+    }
+    const Vec<I> wv = load_as<I>(kStorage, row.values, e);
 #pragma GCC unroll 4
-      for (int m = 0; m < Tokens; ++m) {
-        const float* x = row.x + m * row.x_stride;
-        sum[m] = I::fma(wv, kStream ? I::gather(x, row.index + e) : I::collect(x, row.index + e), sum[m]);
-      }
-    }
     for (int m = 0; m < Tokens; ++m) {
-      total[m] = I::add(total[m], sum[m]);
-      sum[m] = I::zero();
+      sum[m] = I::fma(wv, take_x<I, kStream>(row.x + m * row.x_stride, row.index + e), sum[m]);
     }
   }
-  if (const int rest = row.count - e; rest > 0) {
-    const Vec<I> wv = kStorage == Storage::f32
-                          ? I::load_first(reinterpret_cast<const float*>(row.values) + e, rest)
-                          : load_part<I>(kStorage, row.values, e, rest);
-    alignas(64) Index own[w];
-    const Index* index = row.index + e;
-    // W's last ones in the plan: column 0 beside them.
-    if (sizeof(Index) == sizeof(std::int32_t) && row.readable - e < w) {
-      std::fill_n(std::copy_n(index, rest, own), w - rest, Index{0});
-      index = own;
-    }
-    for (int m = 0; m < Tokens; ++m) {
-      const float* x = row.x + m * row.x_stride;
-      const Vec<I> xv = kStream ? I::gather(x, index) : I::collect(x, index);
-      total[m] = I::fma(wv, I::first(xv, rest), total[m]);
-    }
+}
+
+// The last elements, fewer than a vector has lanes; maybe none.
+template <class I, Storage kStorage, int Tokens, bool kStream, class Index>
+[[gnu::always_inline]] inline void add_rest(const Singles<Index>& row, std::int32_t e, int rest,
+                                            Vec<I> (&total)[Tokens]) {
+  constexpr int w = I::kWidth;
+  const Vec<I> wv = kStorage == Storage::f32
+                        ? I::load_first(reinterpret_cast<const float*>(row.values) + e, rest)
+                        : load_part<I>(kStorage, row.values, e, rest);
+  alignas(64) Index own[w];
+  const Index* index = row.index + e;
+  if (!kHasRoom<Index> && row.readable - e < w) {  // W's last ones: column 0 beside them
+    std::fill_n(std::copy_n(index, rest, own), w - rest, Index{0});
+    index = own;
   }
+  for (int m = 0; m < Tokens; ++m) {
+    const Vec<I> xv = take_x<I, kStream>(row.x + m * row.x_stride, index);
+    total[m] = I::fma(wv, I::first(xv, rest), total[m]);
+  }
+}
+
+// So many elements are one part of a sum, and whatever does not fill a vector.
+template <class I>
+inline constexpr std::int32_t kOnePart = (3 * kSinglesPart / 2 + 1) * I::kWidth - 1;
+
+// `count` elements, of one part: summed straight on. A row must not look at more than it has: its end is not
+// foreseen, and what follows waits for it (Zen 5: 2 % of rows of 300, 9 % of 20).
+template <class I, Storage kStorage, int Tokens, bool kStream, class Index>
+[[gnu::always_inline]] inline void add_part(const Singles<Index>& row, std::int32_t count, float* y,
+                                            std::int64_t y_stride) {
+  const std::int32_t whole = count - count % I::kWidth;
+  Vec<I> total[Tokens];
+  for (int m = 0; m < Tokens; ++m) total[m] = I::zero();
+  add_vectors<I, kStorage, Tokens, kStream>(row, 0, whole, total);
+  if (kHasRoom<Index> || count > whole) {
+    add_rest<I, kStorage, Tokens, kStream>(row, whole, count - whole, total);
+  }
+  for (int m = 0; m < Tokens; ++m) y[m * y_stride] += I::sum(total[m]);
+}
+
+// The same of several parts, up to kSinglesParts.
+template <class I, Storage kStorage, int Tokens, bool kStream, class Index>
+[[gnu::noinline]] void add_parts(const Singles<Index>& row, std::int32_t count, float* y,
+                                 std::int64_t y_stride) {
+  constexpr int w = I::kWidth;
+  const std::int32_t whole = count - count % w;
+  Vec<I> total[Tokens];
+  for (int m = 0; m < Tokens; ++m) total[m] = I::zero();
+  for (std::int32_t e = 0, stop = 0; e < whole; e = stop) {
+    stop = 2 * (whole - e) > 3 * kSinglesPart * w ? e + kSinglesPart * w : whole;
+    Vec<I> sum[Tokens];
+    for (int m = 0; m < Tokens; ++m) sum[m] = I::zero();
+    add_vectors<I, kStorage, Tokens, kStream>(row, e, stop, sum);
+    for (int m = 0; m < Tokens; ++m) total[m] = I::add(total[m], sum[m]);
+  }
+  if (count > whole) add_rest<I, kStorage, Tokens, kStream>(row, whole, count - whole, total);
   for (int m = 0; m < Tokens; ++m) y[m * y_stride] += I::sum(total[m]);
 }
 
 // Rows of a task. What a row needs lies in locals: beside stores to y the compiler would read the task again.
 template <class I, Storage kStorage, int Tokens, bool kStream, class Index>
-void single_rows(const FewTask& task, const Index* index, std::int32_t readable) {
+void single_rows(const FewTask& task, const Index* index) {
   constexpr std::int32_t most = kSinglesParts * kSinglesPart * I::kWidth;
   const auto* values = static_cast<const char*>(task.w.values);
   const std::int32_t* const begin = task.entry_begin;
   const float* const x = task.x;
   const std::int64_t x_stride = task.x_stride, y_stride = task.y_stride;
+  const std::int32_t entries = task.entries;
+  const auto from = [=](std::int32_t e) -> Singles<Index> {
+    return {values + e * bytes_of(kStorage), index + e, entries - e, x, x_stride};
+  };
   float* y = task.y;
   for (std::int32_t o = task.begin, last = task.end; o < last; ++o, ++y) {
+    std::int32_t e = begin[o];
     const std::int32_t end = begin[o + 1];
-    for (std::int32_t e = begin[o], count = 0; e < end; e += count) {
-      count = end - e < most ? end - e : most;
-      add_singles<I, kStorage, Tokens, kStream, Index>(
-          {values + e * bytes_of(kStorage), index + e, count, readable - e, x, x_stride}, y, y_stride);
+    while (end - e > kOnePart<I>) {
+      const std::int32_t count = end - e < most ? end - e : most;
+      add_parts<I, kStorage, Tokens, kStream>(from(e), count, y, y_stride);
+      e += count;
     }
+    if (e < end) add_part<I, kStorage, Tokens, kStream>(from(e), end - e, y, y_stride);
   }
 }
 
 template <class I, Storage kStorage, int Tokens>
 void few_singles(const FewTask& task) {
-  const auto rows = [&]<class Index>(const Index* index, std::int32_t readable) {
-    task.stream ? single_rows<I, kStorage, Tokens, true>(task, index, readable)
-                : single_rows<I, kStorage, Tokens, false>(task, index, readable);
-  };
   static_assert(kColumnsAhead >= I::kWidth);
-  task.columns != nullptr ? rows(task.columns, task.entries + kColumnsAhead)
-                          : rows(task.w.index, task.entries);
+  const auto rows = [&](const auto* index) {
+    task.stream ? single_rows<I, kStorage, Tokens, true>(task, index)
+                : single_rows<I, kStorage, Tokens, false>(task, index);
+  };
+  task.columns != nullptr ? rows(task.columns) : rows(task.w.index);
 }
 
 }  // namespace rarefy::cpu
