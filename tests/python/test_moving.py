@@ -762,6 +762,8 @@ def test_other_misuse_is_refused():
     with pytest.raises(ValueError, match="optimizer must hold weights of 0 or another layer"):
         RigL(model, others, fraction=0.3)
     SET(model, [others, torch.optim.SGD(model.parameters(), lr=0.1)], fraction=0.3)
+    frozen = nn.Sequential(layer_of("block:4x3", 0.3)).requires_grad_(False)
+    assert SET(frozen, others, fraction=0.3).layers == []  # nothing to hold
     with pytest.raises(ValueError, match=r"blocks must not be larger than 1, 4x8; got 8x8"):
         sparse_start(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4)), "block:8x8", 0.5)
     with pytest.raises(ValueError, match="whole name"):

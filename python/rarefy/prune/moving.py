@@ -106,7 +106,7 @@ class MovingPattern:
                 fail(op, "optimizer must be a torch.optim.Optimizer", type(one).__name__, TypeError)
         self.layers = [x for x in find_movable(op, model, layers) if x.parameter.requires_grad]
         theirs = [self._optimizer_of(layer) for layer in self.layers]
-        if self.optimizers and all(one is None for one in theirs):
+        if self.layers and self.optimizers and all(one is None for one in theirs):
             fail(op, f"optimizer must hold weights of {self.layers[0].name} or another layer", "one without")
         for layer, one in zip(self.layers, theirs, strict=True):
             layer.check(one)
