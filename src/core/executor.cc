@@ -85,17 +85,17 @@ class ThreadPool::Impl {
     }
   }
 
-  const int threads_;
-  std::mutex jobs_;  // held for a whole run
+  std::optional<TaskQueue> queue_;  // whole lines, so it comes first, and what is small last
+  std::mutex jobs_;                 // held for a whole run
   std::mutex mutex_;
   std::condition_variable wake_, done_;
   std::optional<TaskRef> body_;
-  std::optional<TaskQueue> queue_;
   std::exception_ptr failure_;
-  int busy_ = 0;
   std::uint64_t generation_ = 0;
-  bool stopping_ = false;
   std::vector<std::thread> workers_;
+  const int threads_;
+  int busy_ = 0;
+  bool stopping_ = false;
 };
 
 ThreadPool::ThreadPool(int threads)

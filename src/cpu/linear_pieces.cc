@@ -329,7 +329,7 @@ Config configure_pieces(const Kernels& kernels, const Problem& p, const Machine&
   b.vectors = ceil_div(all, panels);
   const std::int64_t ranges = ceil_div(s.out_blocks, b.rows);
   const double pack = kMove * static_cast<double>(s.red_blocks * s.red_block * b.vectors * kernels.width);
-  const double work = static_cast<double>(s.entries * s.out_block * s.red_block * b.vectors);
+  const auto work = static_cast<double>(s.entries * s.out_block * s.red_block * b.vectors);
   b.splits = cheapest<PiecesBlocking>([&](auto&& visit) {
                for (PiecesBlocking one = b; one.splits <= ranges; ++one.splits) {
                  const std::int64_t rounds = ceil_div(panels * one.splits, std::int64_t{p.threads});

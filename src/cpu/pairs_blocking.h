@@ -6,6 +6,7 @@
 #include <string_view>
 #include <vector>
 
+#include "core/checked.h"
 #include "core/registry.h"
 #include "cpu/kernels.h"
 #include "cpu/pairs.h"
@@ -71,15 +72,17 @@ struct RestOfPanels {
   std::int64_t rest, sets;
   double each;  // panels of a set
 
-  RestOfPanels(std::int64_t all, std::int64_t panels, std::int64_t threads)
-      : rest(threads > 1 && all > threads && all % threads <= panels ? all % threads : 0),
-        sets((all / threads + panels - 1) / panels),
-        each(static_cast<double>(all / threads) / static_cast<double>(std::max<std::int64_t>(1, sets))) {}
+  RestOfPanels(std::int64_t all, std::int64_t panels, std::int64_t threads) {
+    const std::int64_t own = all / threads, left = all % threads;
+    rest = threads > 1 && all > threads && left <= panels ? left : 0;
+    sets = ceil_div(own, panels);
+    each = static_cast<double>(own) / static_cast<double>(std::max<std::int64_t>(1, sets));
+  }
 };
 
 // The share of so many output blocks that a thread takes at most.
 constexpr double part_of(std::int64_t blocks, std::int64_t threads) {
-  return blocks > 0 ? static_cast<double>((blocks + threads - 1) / threads) / static_cast<double>(blocks) : 1;
+  return blocks > 0 ? static_cast<double>(ceil_div(blocks, threads)) / static_cast<double>(blocks) : 1;
 }
 
 // What the cost of a blocking follows from.

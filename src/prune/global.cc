@@ -45,7 +45,7 @@ class LayerOf final : public Layer<typename Units<T>::Key> {
 
 // What is left over at the border, in proportion to the room of each layer; largest remainders get the rest.
 void share(std::int64_t rest, const std::vector<std::int64_t>& room, std::span<std::int64_t> removed) {
-  const double all = static_cast<double>(std::accumulate(room.begin(), room.end(), std::int64_t{0}));
+  const auto all = static_cast<double>(std::accumulate(room.begin(), room.end(), std::int64_t{0}));
   std::vector<std::pair<double, std::size_t>> parts;
   std::int64_t given = 0;
   for (std::size_t i = 0; i < room.size(); ++i) {
