@@ -438,11 +438,12 @@ TEST_P(Int8Test, TinyAndHugeTokens) {
 
 TEST_P(Int8Test, EveryConfigurationComputesTheSame) {
   if (GetParam().scaling != Scaling::dynamic || GetParam().family == "ref") return;
-  for (const char* config :
-       {"panels=1 splits=1", "panels=3 splits=2", "panels=16 splits=5", "panels=2 splits=1 rest=2"}) {
+  ThreadPool pool(3);
+  for (const char* config : {"panels=1 splits=1 rest=0", "panels=3 splits=2 rest=0",
+                             "panels=16 splits=5 rest=0", "panels=2 splits=1 rest=2"}) {
     const Force force(GetParam().family + "," + GetParam().family + "_linear_int8(" + config + ")");
     const Layer layer({150, 170, 200, 32, 1, 0.4, DType::f32, true, 0});
-    LinearRun run(layer, GetParam().scaling);
+    LinearRun run(layer, GetParam().scaling, pool.executor());
     expect_ok(run.linear());
     expect_linear(layer, GetParam().scaling, run.y());
   }
@@ -473,12 +474,13 @@ TEST_P(Int8Test, BlocksOfFewOutputsAndManyTokens) {
 
 TEST_P(Int8Test, ConfigurationsOfBlocksOfFewOutputs) {
   if (GetParam().scaling != Scaling::dynamic || GetParam().family != "avx512") return;
-  for (const char* config :
-       {"panels=1 splits=1", "panels=2 splits=3", "panels=16 splits=5", "panels=2 splits=2 rest=1"}) {
+  ThreadPool pool(3);
+  for (const char* config : {"panels=1 splits=1 rest=0", "panels=2 splits=3 rest=0",
+                             "panels=16 splits=5 rest=0", "panels=2 splits=2 rest=1"}) {
     const Force force(std::string("avx512,avx512_linear_int8_rows(") + config + ")");
     for (const std::int64_t cols : {1, 4, 64}) {
       const Layer layer({150, 170, 200, 4, cols, 0.4, DType::f32, true, 0});
-      LinearRun run(layer, GetParam().scaling);
+      LinearRun run(layer, GetParam().scaling, pool.executor());
       expect_ok(run.linear());
       expect_linear(layer, GetParam().scaling, run.y());
     }

@@ -595,10 +595,11 @@ TEST_P(PairsTest, DerivedDataThatIsTooSmallIsRefused) {
 }
 
 TEST_P(PairsTest, EveryConfigurationComputesTheSame) {
+  ThreadPool pool(3);  // each of which takes a part of `rest`
   for (const char* config : {"panels=1 splits=1", "panels=3 splits=2", "panels=2 splits=7"}) {
     const Force force(GetParam() + "," + GetParam() + "_grad_input_columns(" + config + ")");
     const Problem problem = make_problem({150, 170, 200, 32, 1, 0.4, DType::bf16, true, 0});
-    ProblemIn<HostBuffer> run(problem);
+    ProblemIn<HostBuffer> run(problem, pool.executor());
     expect_ok(run.grad_input());
     expect_grad_input(problem, run);
   }
@@ -606,17 +607,17 @@ TEST_P(PairsTest, EveryConfigurationComputesTheSame) {
     const Force force(GetParam() + "," + GetParam() + "_grad_weight(" + config + ")");
     for (const std::int64_t cols : {1, 16}) {
       const Problem problem = make_problem({150, 170, 200, 32, cols, 0.4, DType::bf16, true, 0});
-      ProblemIn<HostBuffer> run(problem);
+      ProblemIn<HostBuffer> run(problem, pool.executor());
       expect_ok(run.grad_weight());
       expect_grad_weight(problem, run);
     }
   }
   for (const char* config :
-       {"panels=1 splits=1", "panels=3 splits=2", "panels=16 splits=5", "panels=2 splits=1 rest=1",
-        "panels=4 splits=3 rest=2", "panels=9 splits=1 rest=9"}) {
+       {"panels=1 splits=1 rest=0", "panels=3 splits=2 rest=0", "panels=16 splits=5 rest=0",
+        "panels=2 splits=1 rest=1", "panels=4 splits=3 rest=2", "panels=9 splits=1 rest=9"}) {
     const Force force(GetParam() + "," + GetParam() + "_linear(" + config + ")");
     const Problem problem = make_problem({150, 170, 200, 32, 1, 0.4, DType::bf16, true, 0});
-    ProblemIn<HostBuffer> run(problem);
+    ProblemIn<HostBuffer> run(problem, pool.executor());
     run.hold_derived();
     expect_ok(run.linear(Activation::none));
     expect_linear(problem, run);
