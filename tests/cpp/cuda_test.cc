@@ -145,7 +145,8 @@ INSTANTIATE_TEST_SUITE_P(
                       Blocks{"sm80", 128, 16}, Blocks{"sm80", 48, 32}, Blocks{"sm80", 96, 80},
                       Blocks{"sm80", 96, 64}, Blocks{"sm90", 16, 16}, Blocks{"sm90", 32, 32},
                       Blocks{"sm90", 64, 64}, Blocks{"sm90", 128, 64}, Blocks{"sm90", 64, 128},
-                      Blocks{"sm90", 64, 1}, Blocks{"sm90", 128, 1}, Blocks{"sm90", 192, 1}),
+                      Blocks{"sm90", 32, 1}, Blocks{"sm90", 64, 1}, Blocks{"sm90", 96, 1},
+                      Blocks{"sm90", 128, 1}, Blocks{"sm90", 192, 1}),
     [](const auto& tested) {
       return std::string(tested.param.family) + '_' + std::to_string(tested.param.rows) + 'x' +
              std::to_string(tested.param.cols);
@@ -347,6 +348,42 @@ TEST_F(Sm90Test, GradWeight) {
   const Force force("cuda:sm90");
   expect_ok(gpu.grad_weight());
   expect_grad_weight(problem, gpu);
+}
+
+// Both gradients of tall vectors: few tokens and many, in every number of shares; rows of no, few and more
+// columns than a tile has; more tiles than thread blocks; edges. Held or made for the call, the same bits.
+TEST_F(Sm90Test, TallGradients) {
+  for (const std::int64_t r : {32, 64, 96, 128, 256}) {
+    for (const DType dtype : {DType::bf16, DType::f16}) {
+      for (const ProblemSpec& spec : {ProblemSpec{300, 3 * r - 24, 200, r, 1, 0.3, dtype, true, 8},
+                                      ProblemSpec{1, 2 * r, 40, r, 1, 1.0, dtype, true, 8},
+                                      ProblemSpec{77, 2 * r - 8, 1096, r, 1, 1.0, dtype, true, 8},
+                                      ProblemSpec{1500, 2 * r, 328, r, 1, 0.5, dtype, false, 16},
+                                      ProblemSpec{40, 150 * r, 72, r, 1, 0.2, dtype, true, 0}}) {
+        SCOPED_TRACE(text_of(spec));
+        const Problem problem = make_problem(spec);
+        ProblemIn<DeviceBuffer> gpu(problem);
+        const auto run = [&](const char* config) {
+          SCOPED_TRACE(config);
+          const Force force(config);
+          gpu.poison();
+          expect_ok(gpu.grad_weight());
+          expect_grad_weight(problem, gpu);
+          expect_ok(gpu.grad_input());
+          expect_grad_input(problem, gpu);
+          return std::pair{gpu.dvalues().download(), gpu.dx().download()};
+        };
+        const auto made = run("cuda:sm90");
+        for (const char* split :
+             {"cuda:sm90,sm90_tall_gradient(split=1)", "cuda:sm90,sm90_tall_gradient(split=2)",
+              "cuda:sm90,sm90_tall_gradient(split=4)"}) {
+          run(split);
+        }
+        gpu.hold_derived(4096);
+        EXPECT_EQ(run("cuda:sm90"), made);
+      }
+    }
+  }
 }
 
 // Every finite number through each activation, in both ways out of a tile: relative errors, also in the

@@ -12,6 +12,7 @@
 #include "cuda/sm90/decode.h"
 #include "cuda/sm90/strips.h"
 #include "cuda/sm90/tall.h"
+#include "cuda/sm90/tall_gradient.h"
 #include "cuda/sm90/unions.h"
 
 namespace rarefy::sm90 {
@@ -287,6 +288,38 @@ TEST(Sm90Rows, ForcedConfigurationsAreChecked) {
       EXPECT_NE(kernel->pack(call, nullptr).message().find(error), std::string::npos);
     }
   }
+}
+
+// Tiles of the tall vectors' gradient: room for all that rows may store, and shares of the tokens where there
+// are few.
+TEST(TallGradient, HasRoomForItsTiles) {
+  for (const std::int64_t block_rows : {32, 64, 96, 128, 256}) {
+    for (const std::int64_t blocks : {0, 1, 100, 5000, 60000}) {
+      const TallGradientProblem p{DType::bf16, 300,    16 * block_rows, 4096,
+                                  block_rows,  blocks, 16 * block_rows, 4096};
+      const TallGradientConfig c = configure(p, 132, kMachine.shared_bytes);
+      ASSERT_TRUE(valid(p, c)) << c.text();
+      EXPECT_LE(c.shared_bytes(), kMachine.shared_bytes) << c.text();
+      EXPECT_GE(c.slots, 3) << c.text();
+      // One row that stores all it can, the others evenly what is left.
+      const std::int64_t parts = (block_rows + c.rows - 1) / c.rows,
+                         first = std::min<std::int64_t>(blocks, 4096);
+      std::int64_t tiles = (first + c.columns() - 1) / c.columns();
+      for (int row = 1; row < 16; ++row) tiles += ((blocks - first) / 15 + c.columns()) / c.columns();
+      EXPECT_LE(tiles * parts, TallGradientPlan(p, c).most) << blocks << ' ' << c.text();
+      EXPECT_TRUE(blocks > 100 || c.split == 4) << c.text();
+    }
+  }
+  TallGradientProblem p{DType::bf16, 300, 256, 64, 64, 100, 256, 64};
+  EXPECT_EQ(unsupported(p), "");
+  for (const TallGradientConfig& c :
+       {TallGradientConfig{128, 1, 4}, TallGradientConfig{32, 1, 4}, TallGradientConfig{64, 3, 4},
+        TallGradientConfig{64, 1, 1}, TallGradientConfig{64, 1, 4, 2}})
+    EXPECT_FALSE(valid(p, c)) << c.text();
+  p.x_stride = 68;
+  EXPECT_EQ(unsupported(p), "copies of 16 bytes need rows of X and dY 16 bytes apart");
+  p.block_rows = 16;
+  EXPECT_EQ(unsupported(p), "blocks must have a multiple of 32 rows");
 }
 
 TEST(Unsupported, SaysWhy) {

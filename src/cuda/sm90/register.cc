@@ -6,7 +6,7 @@
 #include "core/message.h"
 #include "cuda/sm90/block_gradient.h"
 #include "cuda/sm90/decode.h"
-#include "cuda/sm90/strips.h"
+#include "cuda/sm90/rows.h"
 #include "cuda/sm90/unions.h"
 #include "cuda/status.h"
 
@@ -75,42 +75,7 @@ Status run_decode(const Call& call) {
 
 // What strips and unions share ---------------------------------------------------------------------------
 
-template <class P>
-P product(const Problem& p) {
-  const BsrShape& s = p.weight.shape;
-  P product{};
-  product.transposed = p.op == Op::grad_input;
-  product.dtype = p.in;
-  product.tokens = p.tokens;
-  product.rows = s.rows;
-  product.cols = s.cols;
-  product.block_rows = s.block_rows;
-  product.block_cols = s.block_cols;
-  product.blocks = s.nnzb;
-  product.x_stride = p.in_stride;
-  product.y_stride = p.out_stride;
-  product.activation = p.activation;
-  return product;
-}
-
-ProductIndex index_of(const Call& call) {
-  const PlanView& plan = call.plan;
-  return call.problem.op == Op::grad_input ? ProductIndex{plan.ccol, plan.row, plan.perm}
-                                           : ProductIndex{plan.crow, plan.col, nullptr};
-}
-
 // Strips ------------------------------------------------------------------------------------------------
-
-// StripConfig as the registry keeps it; `sms` are the thread blocks that the GPU runs at once.
-struct StripChoice {
-  std::int64_t strips = 2, tokens = 256, cluster = 1, slots = 5, w_slots = 8, sms = 132;
-  static constexpr std::string_view kFields[] = {"strips", "tokens", "cluster", "slots", "w_slots", "sms"};
-
-  StripConfig config() const {
-    const auto n = [](std::int64_t x) { return static_cast<int>(x); };
-    return {n(strips), n(tokens), n(cluster), n(slots), n(w_slots)};
-  }
-};
 
 StripProblem strip_problem(const Problem& p) { return product<StripProblem>(p); }
 
@@ -118,14 +83,6 @@ Reason supports_strips(const Problem& p, const rarefy::Machine& machine) {
   if (Reason reason = supports_family(p, machine); !reason.empty()) return reason;
   if (p.out_alignment < 16) return cat("needs outputs and bias aligned to 16 bytes; got ", p.out_alignment);
   return unsupported(strip_problem(p));
-}
-
-Machine sm90_machine(const rarefy::Machine& machine) {
-  return {machine.gpu.sms, static_cast<int>(machine.gpu.shared_memory)};
-}
-
-Config choice_of(const StripConfig& c, const rarefy::Machine& machine) {
-  return to_config(StripChoice{c.strips, c.tokens, c.cluster, c.slots, c.w_slots, machine.gpu.sms});
 }
 
 Config configure_strips(const Problem& p, const rarefy::Machine& machine) {
@@ -395,6 +352,7 @@ void add_rows(Registry& registry) {
   registry.push_back(unions(Op::linear, "sm90_unions_linear"));
   registry.push_back(unions(Op::grad_input, "sm90_unions_grad_input"));
   add_tall_rows(registry);
+  add_tall_backward_rows(registry);
   registry.push_back({.op = Op::grad_weight,
                       .device = Device::cuda,
                       .family = "sm90",

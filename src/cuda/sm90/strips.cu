@@ -8,6 +8,7 @@ cudaError_t launch(const StripProblem& p, const StripConfig& config, int sms, co
                    cudaStream_t stream) {
   StripParams params{};
   const auto u = [](std::int64_t x) { return static_cast<std::uint64_t>(x); };
+  const auto n = [](std::int64_t x) { return static_cast<int>(x); };
 
   TensorShape x;  // [token][feature]: 64 features × a tile's tokens
   x.size[0] = u(p.in_features());
@@ -44,7 +45,6 @@ cudaError_t launch(const StripProblem& p, const StripConfig& config, int sms, co
   status = make_tensor_map(&params.y, p.dtype, operands.y, y);
   if (status != cudaSuccess) return status;
 
-  const auto n = [](std::int64_t x) { return static_cast<int>(x); };
   const StripPlan plan(p, sms);
   const StripLists lists = plan.lists(config.cluster);
   params.clusters = lists.clusters;
@@ -59,6 +59,19 @@ cudaError_t launch(const StripProblem& p, const StripConfig& config, int sms, co
   const std::int64_t tokens = config.tokens * config.cluster;
   params.token_tiles = n((p.tokens + tokens - 1) / tokens);
   params.bias = operands.bias;
+  params.stored = {operands.x,
+                   operands.stored,
+                   operands.y,
+                   operands.index.offsets,
+                   operands.index.others,
+                   operands.index.entries,
+                   p.x_stride,
+                   p.y_stride,
+                   n(p.tokens),
+                   n(p.in_features()),
+                   n(p.out_features()),
+                   operands.block_in,
+                   operands.block_out};
   params.features = n(p.out_features());
   params.w_columns = n(p.block_cols / 64);
   params.columns = n((p.in_features() + 63) / 64);

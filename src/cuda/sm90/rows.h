@@ -1,0 +1,53 @@
+// What the rows of this family share: problems of the core as the kernels' own, and a configuration of the
+// union kernel as the registry keeps it.
+#pragma once
+
+#include "core/registry.h"
+#include "cuda/sm90/strips.h"
+
+namespace rarefy::sm90 {
+
+template <class P>
+P product(const Problem& p) {
+  const BsrShape& s = p.weight.shape;
+  P product{};
+  product.transposed = p.op == Op::grad_input;
+  product.dtype = p.in;
+  product.tokens = p.tokens;
+  product.rows = s.rows;
+  product.cols = s.cols;
+  product.block_rows = s.block_rows;
+  product.block_cols = s.block_cols;
+  product.blocks = s.nnzb;
+  product.x_stride = p.in_stride;
+  product.y_stride = p.out_stride;
+  product.activation = p.activation;
+  return product;
+}
+
+inline ProductIndex index_of(const Call& call) {
+  const PlanView& plan = call.plan;
+  return call.problem.op == Op::grad_input ? ProductIndex{plan.ccol, plan.row, plan.perm}
+                                           : ProductIndex{plan.crow, plan.col, nullptr};
+}
+
+inline Machine sm90_machine(const rarefy::Machine& machine) {
+  return {machine.gpu.sms, static_cast<int>(machine.gpu.shared_memory)};
+}
+
+// StripConfig as the registry keeps it; `sms` are the thread blocks that the GPU runs at once.
+struct StripChoice {
+  std::int64_t strips = 2, tokens = 256, cluster = 1, slots = 5, w_slots = 8, sms = 132;
+  static constexpr std::string_view kFields[] = {"strips", "tokens", "cluster", "slots", "w_slots", "sms"};
+
+  StripConfig config() const {
+    const auto n = [](std::int64_t x) { return static_cast<int>(x); };
+    return {n(strips), n(tokens), n(cluster), n(slots), n(w_slots)};
+  }
+};
+
+inline Config choice_of(const StripConfig& c, const rarefy::Machine& machine) {
+  return to_config(StripChoice{c.strips, c.tokens, c.cluster, c.slots, c.w_slots, machine.gpu.sms});
+}
+
+}  // namespace rarefy::sm90

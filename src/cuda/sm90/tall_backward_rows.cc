@@ -1,0 +1,165 @@
+// The rows of the tall vectors' gradients.
+#include "core/message.h"
+#include "cuda/sm90/register.h"
+#include "cuda/sm90/rows.h"
+#include "cuda/sm90/tall_grad_input.h"
+#include "cuda/sm90/tall_gradient.h"
+#include "cuda/status.h"
+
+namespace rarefy::sm90 {
+namespace {
+
+Reason supports_columns(const Problem& p, const rarefy::Machine& machine) {
+  if (Reason reason = supports_family(p, machine); !reason.empty()) return reason;
+  if (p.weight.shape.block_cols != 1)
+    return cat("takes blocks of one column; got ", p.weight.shape.block_cols);
+  if (p.out_alignment < 16) return cat("needs outputs aligned to 16 bytes; got ", p.out_alignment);
+  return {};
+}
+
+// dX, by the strip kernel ---------------------------------------------------------------------------------
+
+Product input_problem(const Problem& p) { return product<Product>(p); }
+
+int sms_of(const Config& config) { return static_cast<int>(from_config<StripChoice>(config).sms); }
+
+Reason supports_grad_input(const Problem& p, const rarefy::Machine& machine) {
+  Reason reason = supports_columns(p, machine);
+  return reason.empty() ? tall_grad_input_unsupported(input_problem(p)) : reason;
+}
+
+Config configure_grad_input(const Problem& p, const rarefy::Machine& machine) {
+  return choice_of(configure(dense_problem(input_problem(p)), sm90_machine(machine)), machine);
+}
+
+std::int64_t input_prepared_size(const Problem& p, const Config& config) {
+  return tall_grad_input_words(input_problem(p), sms_of(config)) *
+         static_cast<std::int64_t>(sizeof(std::int32_t));
+}
+
+std::int64_t input_packed_size(const Problem& p, const Config& /*config*/) {
+  return tall_grad_input_packed_bytes(input_problem(p));
+}
+
+Status prepare_grad_input(const Call& call, void* prepared) {
+  return cuda::launch_status(
+      "grad_input",
+      prepare_tall_grad_input(input_problem(call.problem), sms_of(call.config),
+                              static_cast<std::int32_t*>(prepared), static_cast<cudaStream_t>(call.stream)));
+}
+
+Status pack_grad_input(const Call& call, void* packed) {
+  return cuda::launch_status(
+      "grad_input", pack_tall_grad_input(input_problem(call.problem), index_of(call), call.values, packed,
+                                         static_cast<cudaStream_t>(call.stream)));
+}
+
+Status run_grad_input(const Call& call) {
+  const Product problem = input_problem(call.problem);
+  StripOperands operands{call.dy.data, call.derived.packed, nullptr, call.out.data,
+                         strip_plan_of(problem, static_cast<const std::int32_t*>(call.derived.prepared))};
+  operands.stored = call.values;
+  operands.index = index_of(call);
+  operands.block_out = 1;
+  operands.block_in = static_cast<int>(problem.block_rows);
+  return cuda::launch_status("grad_input",
+                             launch(dense_problem(problem), from_config<StripChoice>(call.config).config(),
+                                    sms_of(call.config), operands, static_cast<cudaStream_t>(call.stream)));
+}
+
+// dW ------------------------------------------------------------------------------------------------------
+
+struct TallGradientChoice {
+  std::int64_t rows = 128, split = 1, slots = 4, sms = 132;
+  static constexpr std::string_view kFields[] = {"rows", "split", "slots", "sms"};
+  TallGradientConfig config() const {
+    const auto n = [](std::int64_t x) { return static_cast<int>(x); };
+    return {n(rows), n(split), n(slots), n(sms)};
+  }
+};
+
+TallGradientProblem weight_problem(const Problem& p) {
+  const BsrShape& s = p.weight.shape;
+  return {p.in, p.tokens, s.rows, s.cols, s.block_rows, s.nnzb, p.in_stride, p.out_stride};
+}
+
+Reason supports_grad_weight(const Problem& p, const rarefy::Machine& machine) {
+  Reason reason = supports_columns(p, machine);
+  return reason.empty() ? unsupported(weight_problem(p)) : reason;
+}
+
+Config configure_grad_weight(const Problem& p, const rarefy::Machine& machine) {
+  const TallGradientConfig c =
+      configure(weight_problem(p), machine.gpu.sms, static_cast<int>(machine.gpu.shared_memory));
+  return to_config(TallGradientChoice{c.rows, c.split, c.slots, c.sms});
+}
+
+// Of a config that may hold anything.
+Status check_config(const Problem& p, const Config& config) {
+  const TallGradientConfig c = from_config<TallGradientChoice>(config).config();
+  if (valid(weight_problem(p), c)) return {};
+  return invalid("grad_weight", "the config must be one that the blocks allow", c.text());
+}
+
+std::int64_t weight_prepared_size(const Problem& p, const Config& config) {
+  if (!check_config(p, config).ok()) return sizeof(std::int32_t);  // `prepare` says why
+  return TallGradientPlan(weight_problem(p), from_config<TallGradientChoice>(config).config()).words *
+         static_cast<std::int64_t>(sizeof(std::int32_t));
+}
+
+std::int64_t weight_workspace(const Problem& p, const Config& /*config*/) {
+  return weight_problem(p).workspace();
+}
+
+Status prepare_grad_weight(const Call& call, void* prepared) {
+  if (Status status = check_config(call.problem, call.config); !status.ok()) return status;
+  return cuda::launch_status(
+      "grad_weight",
+      prepare(weight_problem(call.problem), from_config<TallGradientChoice>(call.config).config(),
+              call.plan.crow, static_cast<std::int32_t*>(prepared), static_cast<cudaStream_t>(call.stream)));
+}
+
+Status run_grad_weight(const Call& call) {
+  if (Status status = check_config(call.problem, call.config); !status.ok()) return status;
+  const TallGradientOperands operands{call.dy.data,
+                                      call.x.data,
+                                      call.plan.col,
+                                      call.dvalues,
+                                      static_cast<const std::int32_t*>(call.derived.prepared),
+                                      call.workspace};
+  return cuda::launch_status("grad_weight", launch(weight_problem(call.problem),
+                                                   from_config<TallGradientChoice>(call.config).config(),
+                                                   operands, static_cast<cudaStream_t>(call.stream)));
+}
+
+}  // namespace
+
+void add_tall_backward_rows(Registry& registry) {
+  registry.push_back({.op = Op::grad_input,
+                      .device = Device::cuda,
+                      .family = "sm90",
+                      .name = "sm90_tall_grad_input",
+                      .supports = supports_grad_input,
+                      .run = run_grad_input,
+                      .configure = configure_grad_input,
+                      .fields = StripChoice::kFields,
+                      .unheld = Unheld::made,
+                      .prepared_size = input_prepared_size,
+                      .prepare = prepare_grad_input,
+                      .packed_size = input_packed_size,
+                      .pack = pack_grad_input});
+  registry.push_back({.op = Op::grad_weight,
+                      .device = Device::cuda,
+                      .family = "sm90",
+                      .name = "sm90_tall_gradient",
+                      .supports = supports_grad_weight,
+                      .run = run_grad_weight,
+                      .configure = configure_grad_weight,
+                      .fields = TallGradientChoice::kFields,
+                      .workspace = weight_workspace,
+                      .unheld = Unheld::made,
+                      .prepared_size = weight_prepared_size,
+                      .prepare = prepare_grad_weight});
+}
+
+}  // namespace rarefy::sm90

@@ -1,0 +1,164 @@
+// The weight gradient of tall vectors: its tiles, made on the device of the pattern, and the launch.
+#include "cuda/sm90/tall_gradient.h"
+
+#include "cuda/shared_limit.h"
+#include "cuda/sm90/tall_gradient_kernel.cuh"
+#include "cuda/sm90/tensor_map.h"
+
+namespace rarefy::sm90 {
+namespace {
+
+constexpr int kThreads = 512, kBuckets = 65;  // of tiles by their eights of columns
+
+struct TilePlan {
+  const int* crow;
+  int block_rows, tiles_of_block, columns, most;  // block rows of W; row tiles of one
+  StripLists lists;
+  int4* tiles;
+  int2* items;
+};
+
+// One block: tiles by falling number of columns, equal ones in any order.
+__global__ void __launch_bounds__(kThreads) tile_kernel(const __grid_constant__ TilePlan p) {
+  __shared__ int room[kBuckets];
+  const int self = static_cast<int>(threadIdx.x);
+  const auto each_tile = [&](auto&& take) {
+    for (int row = self; row < p.block_rows; row += kThreads) {
+      const int end = p.crow[row + 1];
+      for (int first = p.crow[row]; first < end; first += p.columns) {
+        const int count = min(p.columns, end - first);
+        for (int part = 0; part < p.tiles_of_block; ++part)
+          take(int4{row * p.tiles_of_block + part, first, count, 0}, (count + 7) / 8);
+      }
+    }
+  };
+  for (int i = self; i < kBuckets; i += kThreads) room[i] = 0;
+  __syncthreads();
+  each_tile([&](const int4&, int bucket) { atomicAdd(&room[bucket], 1); });
+  __syncthreads();
+  if (self == 0) {  // where each begins
+    int before = 0;
+    for (int i = kBuckets - 1; i >= 0; --i) {
+      const int count = room[i];
+      room[i] = before;
+      before += count;
+    }
+  }
+  __syncthreads();
+  each_tile([&](const int4& tile, int bucket) { p.tiles[atomicAdd(&room[bucket], 1)] = tile; });
+  __syncthreads();
+  for (int i = room[0] + self; i < p.most; i += kThreads) p.tiles[i] = {0, 0, 0, 0};  // behind the last
+}
+
+// Whole tiles first, each to the cluster that would be free first. A list has room for tiles that there are
+// not.
+__global__ void __launch_bounds__(32) tile_list_kernel(const __grid_constant__ TilePlan p, int rows) {
+  const int lane = static_cast<int>(threadIdx.x);
+  int tiles = 0;
+  for (int i = lane; i < p.most; i += 32) tiles += p.tiles[i].z > 0 ? 1 : 0;
+  tiles = __reduce_add_sync(~0u, tiles);
+  for (int i = tiles + lane; i < p.most; i += 32) p.items[i] = {pack_tile({i, 0, 0}), -1};
+  const StripOrder order(tiles, 1, 1, p.lists.clusters, 0);
+  make_list(p.lists, order, p.items, [&](const StripTile& t) {
+    return 5000 + (rows + p.tiles[t.group].z) * 60;  // bytes, mostly; few columns wait for memory
+  });
+}
+
+template <class T, int kRows, int kSplit>
+cudaError_t launch_kernel(const TallGradientConfig& config, const TallGradientParams& params,
+                          cudaStream_t stream) {
+  const auto kernel = tall_gradient_kernel<T, kRows, kSplit>;
+  static cuda::SharedLimit limit;
+  const cudaError_t status = limit.allow(kernel, config.shared_bytes());
+  if (status != cudaSuccess) return status;
+  cudaLaunchAttribute attributes[2]{};
+  attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;  // while X is being transposed
+  attributes[0].val.programmaticStreamSerializationAllowed = 1;
+  attributes[1].id = cudaLaunchAttributeClusterDimension;
+  attributes[1].val.clusterDim = {kSplit, 1, 1};
+  cudaLaunchConfig_t launch{};
+  launch.gridDim = dim3(static_cast<unsigned>(params.lists.clusters * kSplit));
+  launch.blockDim = dim3(384);
+  launch.dynamicSmemBytes = static_cast<std::size_t>(config.shared_bytes());
+  launch.stream = stream;
+  launch.attrs = attributes;
+  launch.numAttrs = kSplit > 1 ? 2 : 1;
+  return cudaLaunchKernelEx(&launch, kernel, params);
+}
+
+template <class T, int kRows>
+cudaError_t launch_split(const TallGradientConfig& c, const TallGradientParams& params, cudaStream_t stream) {
+  switch (c.split) {
+    case 1: return launch_kernel<T, kRows, 1>(c, params, stream);
+    case 2: return launch_kernel<T, kRows, 2>(c, params, stream);
+    case 4: return launch_kernel<T, kRows, 4>(c, params, stream);
+    default: return cudaErrorInvalidConfiguration;
+  }
+}
+
+template <class T>
+cudaError_t launch_type(const TallGradientConfig& c, const TallGradientParams& params, cudaStream_t stream) {
+  return c.rows == 128 ? launch_split<T, 128>(c, params, stream) : launch_split<T, 64>(c, params, stream);
+}
+
+int n(std::int64_t x) { return static_cast<int>(x); }
+std::int64_t up(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
+
+}  // namespace
+
+cudaError_t prepare(const TallGradientProblem& p, const TallGradientConfig& config, const std::int32_t* crow,
+                    std::int32_t* words, cudaStream_t stream) {
+  const TallGradientPlan plan(p, config);
+  if (plan.most == 0) return cudaSuccess;
+  const TilePlan params{crow,
+                        n(up(p.rows, p.block_rows)),
+                        n(up(p.block_rows, config.rows)),
+                        config.columns(),
+                        plan.most,
+                        plan.lists(config),
+                        reinterpret_cast<int4*>(words),
+                        reinterpret_cast<int2*>(words + plan.items_at)};
+  tile_kernel<<<1, kThreads, 0, stream>>>(params);
+  tile_list_kernel<<<1, 32, 0, stream>>>(params, config.rows);
+  return cudaGetLastError();
+}
+
+cudaError_t launch(const TallGradientProblem& p, const TallGradientConfig& config,
+                   const TallGradientOperands& o, cudaStream_t stream) {
+  if (p.blocks == 0) return cudaSuccess;
+  const TallGradientPlan plan(p, config);
+  const auto u = [](std::int64_t x) { return static_cast<std::uint64_t>(x); };
+  TallGradientParams params{};
+  TensorShape shape;
+  shape.box[0] = 64;
+  shape.box[1] = static_cast<std::uint32_t>(config.tokens());
+  shape.size[0] = u(p.rows);
+  shape.size[1] = u(p.tokens);
+  shape.stride[0] = u(p.dy_stride) * 2;
+  cudaError_t status = make_tensor_map(&params.dy, p.dtype, o.dy, shape);
+  if (status != cudaSuccess) return status;
+  shape.box[1] = 64;
+  shape.size[0] = u(p.block_rows);
+  shape.size[1] = u(p.blocks);
+  shape.stride[0] = u(p.block_rows) * 2;
+  status = make_tensor_map(&params.out, p.dtype, o.dvalues, shape);
+  if (status != cudaSuccess) return status;
+  const std::int64_t stride = transposed_stride(p.tokens);
+  status = transpose(o.x, 2, p.tokens, p.cols, p.x_stride, o.workspace, stride, false, stream);
+  if (status != cudaSuccess) return status;
+  params.lists = {plan.lists(config), o.plan + plan.items_at, 1};
+  params.tiles = reinterpret_cast<const int4*>(o.plan);
+  params.col = o.col;
+  params.x = static_cast<const char*>(o.workspace);
+  params.x_pieces = static_cast<u32>(stride / 8);
+  params.dvalues = o.dvalues;
+  params.tokens = n(p.tokens);
+  params.rows = n(p.rows);
+  params.block_rows = n(p.block_rows);
+  params.tiles_of_block = n(up(p.block_rows, config.rows));
+  params.slots = static_cast<u32>(config.slots);
+  return p.dtype == DType::bf16 ? launch_type<__nv_bfloat16>(config, params, stream)
+                                : launch_type<__half>(config, params, stream);
+}
+
+}  // namespace rarefy::sm90

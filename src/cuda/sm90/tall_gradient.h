@@ -1,0 +1,72 @@
+// The weight gradient of tall vectors: blocks of one column and a multiple of 32 rows. A tile is 128 rows of
+// W (or 64) × as many stored columns as the sums of two warpgroups hold; it walks the tokens, with dY as it
+// is and the tile's columns gathered from X by feature, which is transposed into workspace first.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+#include <string>
+
+#include "cuda/sm90/strip_walk.h"
+#include "cuda/sm90/transpose.h"
+#include "rarefy/dtype.h"
+
+namespace rarefy::sm90 {
+
+struct TallGradientProblem {
+  DType dtype = DType::bf16;
+  std::int64_t tokens = 0, rows = 0, cols = 0;  // W is (rows, cols)
+  std::int64_t block_rows = 0, blocks = 0;
+  std::int64_t dy_stride = 0, x_stride = 0;  // elements between tokens
+
+  std::int64_t workspace() const { return cols * transposed_stride(tokens) * 2; }  // X by feature
+};
+
+struct TallGradientConfig {
+  int rows = 128;  // of a tile; 64: twice the columns
+  int split = 1;   // thread blocks of a cluster that share the tokens: 1, 2 or 4
+  int slots = 4;   // steps in flight
+  int sms = 132;
+
+  int columns() const { return rows == 128 ? 256 : 512; }
+  int tokens() const { return rows == 128 ? 64 : 32; }  // of a step
+  int slot_bytes() const { return (rows + columns()) * tokens() * 2; }
+  int shared_bytes() const { return 1024 + slots * slot_bytes() + 2 * 2 * 8192; }
+  std::string text() const {
+    return "rows=" + std::to_string(rows) + " split=" + std::to_string(split) +
+           " slots=" + std::to_string(slots) + " sms=" + std::to_string(sms);
+  }
+  int clusters() const { return (sms < kMostClusters ? sms : kMostClusters) / split; }
+};
+
+std::string unsupported(const TallGradientProblem& problem);
+bool valid(const TallGradientProblem& problem, const TallGradientConfig& config);
+// Of the weight alone, as what is prepared follows it.
+TallGradientConfig configure(const TallGradientProblem& problem, int sms, int shared_bytes);
+
+// Where things are in a prepared buffer, in words: tiles by falling cost (row tile, first stored column, how
+// many: none behind the last tile), and the list (strip_walk.h) of which cluster works on which.
+struct TallGradientPlan {
+  int most;  // tiles
+  std::int64_t items_at, words;
+  TallGradientPlan(const TallGradientProblem& problem, const TallGradientConfig& config);
+  StripLists lists(const TallGradientConfig& config) const { return {most, 1, config.clusters()}; }
+};
+
+cudaError_t prepare(const TallGradientProblem& problem, const TallGradientConfig& config,
+                    const std::int32_t* crow, std::int32_t* words, cudaStream_t stream);
+
+struct TallGradientOperands {  // device pointers, 16-byte aligned
+  const void *dy = nullptr, *x = nullptr;
+  const std::int32_t* col = nullptr;
+  void* dvalues = nullptr;
+  const std::int32_t* plan = nullptr;
+  void* workspace = nullptr;
+};
+
+// Queues two kernels.
+cudaError_t launch(const TallGradientProblem& problem, const TallGradientConfig& config,
+                   const TallGradientOperands& operands, cudaStream_t stream);
+
+}  // namespace rarefy::sm90
