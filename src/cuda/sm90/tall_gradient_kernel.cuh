@@ -127,7 +127,8 @@ struct TallGradientWarps {
       at.next(p.slots);
     }
     if constexpr (kSplit > 1) {
-      cluster_sync();  // exchange
+      device::wait_for_all_copies();  // they have arrived; what is exchanged goes to the same places
+      cluster_sync();
       cluster_sync();
       cluster_sync();  // all have read what they were given
     }
