@@ -6,6 +6,7 @@
 #include <limits>
 #include <optional>
 #include <sstream>
+#include <thread>
 
 #include "core/move_blocks.h"
 #include "cuda_device.h"
@@ -383,6 +384,27 @@ TEST_F(Sm90Test, TallGradients) {
         EXPECT_EQ(run("cuda:sm90"), made);
       }
     }
+  }
+}
+
+// The first call of a thread, as autograd's: no context is current there before.
+TEST_F(Sm90Test, ThreadsOfTheirOwn) {
+  for (const std::int64_t block_cols : {64, 1}) {
+    const Problem problem = make_problem({130, 256, 128, 64, block_cols, 0.5, DType::bf16, true, 0});
+    ProblemIn<DeviceBuffer> gpu(problem);
+    gpu.hold_derived(4096);
+    expect_ok(gpu.linear(Activation::none));  // what is derived, and workspace, are there
+    expect_ok(gpu.grad_input());
+    expect_ok(gpu.grad_weight());
+    gpu.poison();
+    const Force force("cuda:sm90");
+    std::thread([&] { expect_ok(gpu.linear(Activation::none)); }).join();
+    std::thread([&] { expect_ok(gpu.grad_input()); }).join();
+    std::thread([&] { expect_ok(gpu.grad_weight()); }).join();
+    require(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
+    expect_linear(problem, gpu);
+    expect_grad_input(problem, gpu);
+    expect_grad_weight(problem, gpu);
   }
 }
 

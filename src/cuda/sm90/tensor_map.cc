@@ -29,10 +29,21 @@ cudaError_t make_tensor_map(CUtensorMap* map, DType dtype, const void* data, con
                                      : bytes == 64 ? CU_TENSOR_MAP_SWIZZLE_64B
                                                    : CU_TENSOR_MAP_SWIZZLE_32B;
   const std::uint32_t steps[3] = {1, 1, 1};
-  const CUresult made =
-      encode(map, type, static_cast<std::uint32_t>(shape.rank), const_cast<void*>(data), shape.size,
-             shape.stride, shape.box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle,
-             CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  const auto make = [&] {
+    return encode(map, type, static_cast<std::uint32_t>(shape.rank), const_cast<void*>(data), shape.size,
+                  shape.stride, shape.box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle,
+                  CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  };
+  CUresult made = make();
+  if (made == CUDA_ERROR_INVALID_CONTEXT) {
+    // The driver's call does not make a context current, as the runtime's calls do: this may be the first of
+    // all in a thread of autograd.
+    int device = 0;
+    cudaError_t status = cudaGetDevice(&device);
+    if (status == cudaSuccess) status = cudaSetDevice(device);
+    if (status != cudaSuccess) return status;
+    made = make();
+  }
   return made == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
 }
 
