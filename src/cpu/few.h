@@ -160,7 +160,7 @@ void few_slices(FewRow& row, int first) {
       }
       const Vec<I> v = I::add(I::load(total[s][m]), all_sets(s, m));
       if constexpr (kSpread == Spread::repeat) {
-        constexpr int rows = w / (N == 0 ? 1 : N);  // of a slice
+        constexpr int rows = w / std::max(N, 1);  // of a slice
         float* to = y + static_cast<std::int64_t>(first + s) * rows;
         if constexpr (N == 1) {
           I::store(to, I::add(I::load(to), v));

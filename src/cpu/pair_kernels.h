@@ -96,7 +96,7 @@ inline constexpr std::int32_t kOutputStride = E::kByLine ? 2 : kGroup;
 template <class E, int kHalves, PairSource kSource, class Work>
 void multiply_chunk(const PairProduct& t, PairSteps s, Work work) {
   std::int32_t row = 0;
-  const auto outputs = [&]<int kRows>(auto along) {
+  const auto outputs = [&]<int kRows>([[maybe_unused]] auto along) {
     if constexpr (kSource == PairSource::tokens) {
       E::template multiply_tokens<kHalves>(s);
     } else if constexpr (E::kByLine) {

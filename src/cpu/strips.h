@@ -10,6 +10,8 @@ namespace rarefy::cpu {
 // Tokens of a sum before it is added to the others: their part of dY's strip stays in L1.
 inline constexpr std::int64_t kStripTokens = 128;
 
+constexpr int pick(bool first, int a, int b) { return first ? a : b; }
+
 // Sums of Tall numbers × Vectors vectors. By row of dY: numbers are neighbours, vectors are anywhere, and
 // `out` is a vector's; else numbers are of anywhere, vectors neighbours, and `out` is a number's.
 template <class I, bool kByRow, int Tall, int Vectors>
@@ -27,10 +29,11 @@ template <class I, bool kByRow, int Tall, int Vectors>
     }
   };
   each([&](int i, int v) { sum[i][v] = I::zero(); });
-  const float* number[kByRow ? 1 : Tall];
-  const float* vector[kByRow ? Vectors : 1];
-  for (int i = 0; i < (kByRow ? 1 : Tall); ++i) number[i] = numbers[i];
-  for (int v = 0; v < (kByRow ? Vectors : 1); ++v) vector[v] = vectors[v];
+  constexpr int kNumbers = pick(kByRow, 1, Tall), kVectors = pick(kByRow, Vectors, 1);
+  const float* number[kNumbers];
+  const float* vector[kVectors];
+  for (int i = 0; i < kNumbers; ++i) number[i] = numbers[i];
+  for (int v = 0; v < kVectors; ++v) vector[v] = vectors[v];
   for (std::int64_t m = 0; m < tokens; ++m) {
     Vec<I> xv[Vectors];
 #pragma GCC unroll 4
@@ -72,15 +75,14 @@ void strips_by_row(const DotTask& t, std::int64_t first, std::int64_t tokens, st
     const auto step = [&]<int Tall>() {
       const float* dy = t.dy + first * rows + r;
       strip_tile<I, true, Tall, Vectors>(&dy, rows, x, cols, tokens, out, cols, add);
-      r += Tall;
       for (int v = 0; v < Vectors; ++v) out[v] += Tall * cols;
     };
     if constexpr (kTall >= 8) {
-      while (rows - r >= 8) step.template operator()<8>();
+      for (; rows - r >= 8; r += 8) step.template operator()<8>();
     }
-    while (rows - r >= 4) step.template operator()<4>();
-    if (rows - r >= 2) step.template operator()<2>();
-    if (rows - r >= 1) step.template operator()<1>();
+    for (; rows - r >= 4; r += 4) step.template operator()<4>();
+    for (; rows - r >= 2; r += 2) step.template operator()<2>();
+    for (; rows - r >= 1; ++r) step.template operator()<1>();
   }
   if constexpr (Vectors > 1) {
     if (q < all) strips_by_row<I, Vectors - 1>(t, first, tokens, q);
@@ -104,11 +106,10 @@ void strips_by_column(const DotTask& t, std::int64_t first, std::int64_t tokens,
     const auto step = [&]<int Vectors>() {
       const float* dy = t.dy + first * rows + r;
       strip_tile<I, false, Tall, Vectors>(x, 1, &dy, rows, tokens, out, 0, add);
-      r += Vectors * w;
       for (int i = 0; i < Tall; ++i) out[i] += Vectors * w;
     };
-    while (rows - r >= 2 * w) step.template operator()<2>();
-    if (rows - r >= w) step.template operator()<1>();
+    for (; rows - r >= 2 * w; r += 2 * w) step.template operator()<2>();
+    for (; rows - r >= w; r += w) step.template operator()<1>();
   }
   if constexpr (Tall > 1) {
     if (b < all) strips_by_column<I, Tall / 2>(t, first, tokens, b);

@@ -95,7 +95,7 @@ struct Avx512Quads {
       transpose(high);
     } else {
 #pragma GCC unroll 16
-      for (int m = 0; m < 16; ++m) high[m] = _mm512_setzero_si512();
+      for (__m512i& row : high) row = _mm512_setzero_si512();
     }
     if (quads) {
 #pragma GCC unroll 16
