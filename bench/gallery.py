@@ -97,7 +97,9 @@ def _networks(machine: Path, folder: Path) -> list[Plot]:
         return []
     path, rows = found
     labels = [f"{r['network']} {r['spec'].removeprefix('block:')}" for r in rows]
-    title = f"Whole networks: {rows[0]['cpu']}, {rows[0]['threads']} threads, {rows[0]['date']}"
+    first = rows[0]
+    where = f"{first['cpu']}, {first['threads']} threads" if "cpu" in first else first["device"]
+    title = f"Whole networks: {where}, {first['date']}"
     heights = [float(r["speedup"]) for r in rows]
     file = bars(labels, heights, title, "speedup over dense", folder / f"{machine.name}-networks.png", 1)
     return [Plot(file, "networks, by block shape and density", path)]
