@@ -161,7 +161,7 @@ class Sample {
 class BitmapFamilyTest : public ::testing::TestWithParam<std::string> {};
 
 INSTANTIATE_TEST_SUITE_P(All, BitmapFamilyTest, ::testing::ValuesIn(families()),
-                         [](const auto& info) { return info.param; });
+                         [](const auto& tested) { return tested.param; });
 
 TEST_P(BitmapFamilyTest, IntegersExactly) {
   const Force force(GetParam());
