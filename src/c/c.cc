@@ -87,8 +87,8 @@ rarefy_status guarded(Body body) {
 
 template <class... Pointers>
 Status check_pointers(std::string_view op, Pointers... pointers) {
-  if ((... || (pointers == nullptr))) return rarefy::invalid(op, "arguments must not be null", "NULL");
-  return {};
+  const bool missing = (... || (pointers == nullptr));
+  return missing ? rarefy::invalid(op, "arguments must not be null", "NULL") : Status{};
 }
 
 Result<DType> dtype_of(std::string_view op, rarefy_dtype dtype) {
