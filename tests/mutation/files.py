@@ -104,12 +104,12 @@ GROUPS = [
         ],
     ),
     (
-        "src/io/bsr_file.cc",
+        "src/io/bsr_entry.cc",
         (BSR, *ALL),
         [
             (
-                "for (const std::string_view suffix : {kCrow, kCol}) {",
-                "for (const std::string_view suffix : {kCrow}) {",
+                "for (const std::string_view suffix : {kCrow, kCol, kBitmap}) {",
+                "for (const std::string_view suffix : {kCrow, kBitmap}) {",
             ),
             (
                 "if (value.size() != keys.size() + optional_keys) {",
@@ -134,6 +134,12 @@ GROUPS = [
             ("      columns += entry->shape.col_count();\n", "      columns = entry->shape.col_count();\n"),
             ("if (columns > most_columns) {", "if (false) {"),
             ("if (owner && !entries.contains(std::string(*owner))) {", "if (false) {"),
+        ],
+    ),
+    (
+        "src/io/bsr_file.cc",
+        (BSR, *ALL),
+        [
             ("const std::int64_t first = r < rows ? cols : 0;", "const std::int64_t first = cols;"),
             (
                 "const std::int64_t first = r < rows ? cols : 0;",
