@@ -368,10 +368,10 @@ void want_huge_pages([[maybe_unused]] void* data, [[maybe_unused]] std::int64_t 
 #ifdef MADV_HUGEPAGE
   constexpr std::uintptr_t kPage = 4096;
   if (bytes < kFresh) return;
-  const std::uintptr_t begin = (reinterpret_cast<std::uintptr_t>(data) + kPage - 1) / kPage * kPage;
-  const std::uintptr_t end =
-      (reinterpret_cast<std::uintptr_t>(data) + static_cast<std::uintptr_t>(bytes)) / kPage * kPage;
-  madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);  // only advice: errors do not matter
+  auto* const first = static_cast<std::byte*>(data);
+  const std::uintptr_t ahead = (kPage - reinterpret_cast<std::uintptr_t>(first) % kPage) % kPage;
+  const std::uintptr_t length = (static_cast<std::uintptr_t>(bytes) - ahead) / kPage * kPage;
+  madvise(first + ahead, length, MADV_HUGEPAGE);  // only advice: errors do not matter
 #endif
 }
 

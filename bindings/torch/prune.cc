@@ -84,10 +84,10 @@ PruneUnits units_of(const Call& call, const std::vector<std::int64_t>& units, st
   return {{u[0], u[1]}, u[2], u[3], false};
 }
 
-std::tuple<Tensor, std::int64_t, std::int64_t> mask(Tensor scores, std::string importance,
+std::tuple<Tensor, std::int64_t, std::int64_t> mask(Tensor scores, const std::string& importance,
                                                     std::optional<Tensor> column_scale,
                                                     std::optional<Tensor> previous,
-                                                    std::vector<std::int64_t> units, bool each_row,
+                                                    const std::vector<std::int64_t>& units, bool each_row,
                                                     std::int64_t remove) {
   const Call call("prune_mask", "scores", scores);
   PruneScores view = scores_of(call, scores, importance, column_scale ? &*column_scale : nullptr,
@@ -100,9 +100,9 @@ std::tuple<Tensor, std::int64_t, std::int64_t> mask(Tensor scores, std::string i
   return {bits, count.kept, count.nan};
 }
 
-std::vector<std::int64_t> allocate(std::vector<Tensor> scores, std::string importance,
+std::vector<std::int64_t> allocate(std::vector<Tensor> scores, const std::string& importance,
                                    std::vector<Tensor> column_scales, std::vector<Tensor> previous,
-                                   std::vector<std::int64_t> units, std::vector<std::int64_t> limits,
+                                   const std::vector<std::int64_t>& units, std::vector<std::int64_t> limits,
                                    std::int64_t remove) {
   constexpr std::string_view op = "allocate_global";
   const std::size_t n = scores.size();
@@ -183,8 +183,9 @@ Reconstruction problem_of(const Call& call, const Tensor& weight, const Tensor& 
   return {doubles_of(call, "weight", weight, rows, cols), rows, cols, what, remove, bytes_of(bits)};
 }
 
-void sweep(const Tensor& weight, const Tensor& bits, const Tensor& factor, std::vector<std::int64_t> units,
-           std::int64_t remove, std::int64_t panel, bool fixed, std::int64_t levels) {
+void sweep(const Tensor& weight, const Tensor& bits, const Tensor& factor,
+           const std::vector<std::int64_t>& units, std::int64_t remove, std::int64_t panel, bool fixed,
+           std::int64_t levels) {
   const Call call("sparse_gpt", "weight", weight);
   const Reconstruction problem = problem_of(call, weight, bits, units, false, remove);
   const double* u = doubles_of(call, "factor", factor, problem.cols, problem.cols);
@@ -199,15 +200,15 @@ void solve(const Tensor& weight, const Tensor& bits, const Tensor& hessian, cons
   check(call.op(), least_squares(problem, h, i, call.context().executor));
 }
 
-void surgeon(const Tensor& weight, const Tensor& bits, const Tensor& inverse, std::vector<std::int64_t> units,
-             std::int64_t remove, std::int64_t steps) {
+void surgeon(const Tensor& weight, const Tensor& bits, const Tensor& inverse,
+             const std::vector<std::int64_t>& units, std::int64_t remove, std::int64_t steps) {
   const Call call("block_obs", "weight", weight);
   const Reconstruction problem = problem_of(call, weight, bits, units, true, remove);
   const double* i = doubles_of(call, "inverse", inverse, problem.cols, problem.cols);
   check(call.op(), block_obs(problem, i, steps, call.context().executor));
 }
 
-void surgeon_costs(const Tensor& weight, const Tensor& inverse, std::vector<std::int64_t> units,
+void surgeon_costs(const Tensor& weight, const Tensor& inverse, const std::vector<std::int64_t>& units,
                    std::int64_t steps, const Tensor& costs) {
   const Call call("block_obs_costs", "weight", weight);
   const PruneUnits what = units_of(call, units, 0);

@@ -35,10 +35,10 @@ std::span<std::int32_t> words_of(const Tensor& plan) {
 }
 
 // Of indices that are valid and ascend in each row; else an empty tensor: who asks looks closer.
-Tensor row_plan(const Tensor& crow, const Tensor& col, Sizes sizes) {
+Tensor row_plan(const Tensor& crow, const Tensor& col, const Sizes& sizes) {
   const Call call("bsr_plan", "crow_indices", crow);
   call.check_device("col_indices", col);
-  const Tensor none = call.empty_words(0);
+  Tensor none = call.empty_words(0);
   const bool wide = col.scalar_type() == ScalarType::Long;
   if (sizes.size() != 4 || crow.scalar_type() != ScalarType::Int || !crow.is_contiguous() ||
       !col.is_contiguous() || (!wide && col.scalar_type() != ScalarType::Int)) {
@@ -46,7 +46,7 @@ Tensor row_plan(const Tensor& crow, const Tensor& col, Sizes sizes) {
   }
   const BsrShape shape{sizes[0], sizes[1], sizes[2], sizes[3], col.numel()};
   if (!check_shape(call.op(), shape).ok()) return none;
-  const Tensor plan = empty_row_plan(call, shape);
+  Tensor plan = empty_row_plan(call, shape);
   const auto build = [&]<class Index>(Index) {
     const std::span<const std::int32_t> rows{static_cast<const std::int32_t*>(crow.data_ptr()),
                                              static_cast<std::size_t>(crow.numel())};
@@ -59,7 +59,7 @@ Tensor row_plan(const Tensor& crow, const Tensor& col, Sizes sizes) {
 }
 
 // Values (nnz,) or (nnzb, R, C), of any dtype, and the row plan of the transposed matrix.
-std::tuple<Tensor, Tensor> transposed(const Tensor& values, const Tensor& plan, Sizes sizes) {
+std::tuple<Tensor, Tensor> transposed(const Tensor& values, const Tensor& plan, const Sizes& sizes) {
   const Call call("sparse_transpose", "values", values);
   const PlanView from = plan_of(call, plan, sizes);
   if (values.numel() != from.shape.value_count() || !values.is_contiguous()) {
@@ -79,8 +79,8 @@ std::tuple<Tensor, Tensor> transposed(const Tensor& values, const Tensor& plan, 
 }
 
 // Values, (nnzb, R, C), and row plan.
-std::tuple<Tensor, Tensor> sparse_product(const Tensor& a, const Tensor& a_plan, Sizes a_sizes,
-                                          const Tensor& b, const Tensor& b_plan, Sizes b_sizes) {
+std::tuple<Tensor, Tensor> sparse_product(const Tensor& a, const Tensor& a_plan, const Sizes& a_sizes,
+                                          const Tensor& b, const Tensor& b_plan, const Sizes& b_sizes) {
   const Call call("sparse_matmul", "a", a);
   const BsrView left = weight_of(call, a, a_plan, a_sizes), right = weight_of(call, b, b_plan, b_sizes);
   const Executor executor = call.context().executor;
@@ -92,8 +92,8 @@ std::tuple<Tensor, Tensor> sparse_product(const Tensor& a, const Tensor& a_plan,
   return {values, row_plan};
 }
 
-Tensor sampled_product(const Tensor& a, const Tensor& a_plan, Sizes a_sizes, const Tensor& b,
-                       const Tensor& b_plan, Sizes b_sizes, const Tensor& plan, Sizes sizes) {
+Tensor sampled_product(const Tensor& a, const Tensor& a_plan, const Sizes& a_sizes, const Tensor& b,
+                       const Tensor& b_plan, const Sizes& b_sizes, const Tensor& plan, const Sizes& sizes) {
   const Call call("sparse_matmul", "a", a);
   const PlanView pattern = plan_of(call, plan, sizes);
   Tensor values = call.empty_values(pattern.shape, a.scalar_type());
@@ -104,7 +104,7 @@ Tensor sampled_product(const Tensor& a, const Tensor& a_plan, Sizes a_sizes, con
 }
 
 // W b of b (K, M), (N, M) by row: both by feature, as the core sees them, so that nothing is transposed.
-Tensor product_in_place(Tensor b, const Tensor& values, const Tensor& plan, Sizes sizes) {
+Tensor product_in_place(Tensor b, const Tensor& values, const Tensor& plan, const Sizes& sizes) {
   const Call call("spmm", "b", b);
   const BsrView w = weight_of(call, values, plan, sizes);
   if (b.dim() != 2 || b.size(0) != sizes[1])
@@ -118,7 +118,7 @@ Tensor product_in_place(Tensor b, const Tensor& values, const Tensor& plan, Size
   return y;
 }
 
-Tensor softmax(const Tensor& values, const Tensor& plan, Sizes sizes) {
+Tensor softmax(const Tensor& values, const Tensor& plan, const Sizes& sizes) {
   const Call call("sparse_softmax", "values", values);
   const BsrView w = weight_of(call, values, plan, sizes);
   Tensor out = call.empty_values(w.plan.shape, values.scalar_type());
@@ -126,7 +126,7 @@ Tensor softmax(const Tensor& values, const Tensor& plan, Sizes sizes) {
   return out;
 }
 
-Tensor softmax_gradient(const Tensor& p, const Tensor& gradient, const Tensor& plan, Sizes sizes) {
+Tensor softmax_gradient(const Tensor& p, const Tensor& gradient, const Tensor& plan, const Sizes& sizes) {
   const Call call("sparse_softmax", "values", p);
   const BsrView w = weight_of(call, p, plan, sizes);
   const BsrView g = weight_of(call, gradient, plan, sizes);
@@ -141,7 +141,7 @@ Tensor softmax_gradient(const Tensor& p, const Tensor& gradient, const Tensor& p
 
 // x and y are (tokens, K) and (tokens, N), contiguous; all of one integer dtype.
 Tensor integers(const Tensor& x, const Tensor& values, const Tensor& plan, const std::optional<Tensor>& bias,
-                Sizes sizes, std::string_view activation) {
+                const Sizes& sizes, std::string_view activation) {
   const Call call("sparse_dense", "x", x);
   if (sizes.size() != 4) raise(call.op(), invalid(call.op(), "sizes must be 4", cat(sizes.size())));
   const bool on_host = call.device() == Device::cpu;

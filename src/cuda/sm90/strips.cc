@@ -91,7 +91,7 @@ std::string unsupported(const StripProblem& p) {
 
 std::vector<StripCandidate> strip_candidates(const StripProblem& p, const Machine& machine) {
   const double density = p.density();
-  const double columns = static_cast<double>(ceil_div(p.in_features(), 64));
+  const auto columns = static_cast<double>(ceil_div(p.in_features(), 64));
   // Strips of one block row have the same columns.
   const std::int64_t alike = p.block_out() / 64;
   std::vector<StripCandidate> list;
@@ -115,8 +115,9 @@ std::vector<StripCandidate> strip_candidates(const StripProblem& p, const Machin
     c.w_slots = w_room(c, machine);
 
     const std::int64_t token_tiles = ceil_div(p.tokens, c.tokens);
-    const double tiles = static_cast<double>(p.groups() * ceil_div(token_tiles, cluster));
-    const double clusters = machine.sms / cluster;
+    const auto tiles = static_cast<double>(p.groups() * ceil_div(token_tiles, cluster));
+    const int whole = machine.sms / cluster;  // clusters at a time
+    const double clusters = whole;
     const double rounds = tiles <= clusters ? 1 : std::max(tiles / clusters, 1.0);
     // Few thread blocks have L2 to themselves, up to what one SM takes.
     const double bandwidth = std::min(64.0, kBytesPerClock * std::max(1.0, clusters / tiles));
@@ -132,10 +133,9 @@ std::vector<StripCandidate> strip_candidates(const StripProblem& p, const Machin
 
 StripConfig configure(const StripProblem& problem, const Machine& machine) {
   const std::vector<StripCandidate> list = strip_candidates(problem, machine);
-  const StripCandidate* best = nullptr;
+  const StripCandidate* best = &list.front();  // needs no cluster, so nothing speaks against it
   for (const StripCandidate& candidate : list) {
-    if (!candidate.reason.empty()) continue;
-    if (best == nullptr || candidate.microseconds < best->microseconds) best = &candidate;
+    if (candidate.reason.empty() && candidate.microseconds < best->microseconds) best = &candidate;
   }
   return best->config;
 }

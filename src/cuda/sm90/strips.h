@@ -57,7 +57,7 @@ StripConfig configure(const StripProblem& problem, const Machine& machine);
 struct StripPlan {
   int groups, size, sms;  // strips of a group; thread blocks at a time
   std::int64_t groups_at = 0, steps_at = 0, items_at[2] = {}, scratch_at = 0, words = 0;
-  StripPlan(const StripProblem& problem, int sms);
+  StripPlan(const StripProblem& problem, int thread_blocks);
   StripLists lists(int cluster) const { return {groups, size, sms / cluster}; }
 };
 

@@ -121,7 +121,7 @@ std::string unsupported(const UnionProblem& p) {
 
 std::vector<UnionCandidate> union_candidates(const UnionProblem& p, const UnionLayout& layout,
                                              const Machine& machine) {
-  const double columns = static_cast<double>(ceil_div(p.in_features(), p.step()));
+  const auto columns = static_cast<double>(ceil_div(p.in_features(), p.step()));
   const double pieces = p.piece_share(), boxes = p.box_share(layout);
   std::vector<UnionCandidate> list;
   struct Shape {
@@ -139,7 +139,7 @@ std::vector<UnionCandidate> union_candidates(const UnionProblem& p, const UnionL
     c.pieces = piece_room(c, machine);
 
     const std::int64_t token_tiles = ceil_div(p.tokens, c.tokens);
-    const double tiles = static_cast<double>(p.groups(layout) * token_tiles);
+    const auto tiles = static_cast<double>(p.groups(layout) * token_tiles);
     const double sms = machine.sms;
     const double rounds = std::max(tiles / sms, 1.0);
     // Few thread blocks have L2 to themselves, up to what one SM takes.
@@ -167,10 +167,9 @@ UnionLayout layout_of(const UnionProblem& p) {
 
 UnionConfig configure(const UnionProblem& problem, const Machine& machine) {
   const std::vector<UnionCandidate> list = union_candidates(problem, layout_of(problem), machine);
-  const UnionCandidate* best = nullptr;
+  const UnionCandidate* best = &list.front();
   for (const UnionCandidate& candidate : list) {
-    if (!candidate.reason.empty()) continue;
-    if (best == nullptr || candidate.microseconds < best->microseconds) best = &candidate;
+    if (candidate.reason.empty() && candidate.microseconds < best->microseconds) best = &candidate;
   }
   return best->config;
 }

@@ -69,7 +69,7 @@ struct UnionPlan {
   std::int64_t pieces;               // at most
   std::int64_t groups_at = 0, units_at = 0, steps_at = 0, sources_at = 0, count_at = 0, items_at = 0;
   std::int64_t scratch_at = 0, words = 0;
-  UnionPlan(const UnionProblem& problem, const UnionLayout& layout, int sms);
+  UnionPlan(const UnionProblem& problem, const UnionLayout& layout, int thread_blocks);
   StripLists lists() const { return {groups, layout.strips, sms}; }
   std::int64_t packed_bytes() const;
 };
