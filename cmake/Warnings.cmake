@@ -4,6 +4,6 @@ function(rarefy_warnings target)
 endfunction()
 
 if(RAREFY_SANITIZE)
-  add_compile_options("$<$<COMPILE_LANGUAGE:CXX>:-fsanitize=${RAREFY_SANITIZE};-fno-omit-frame-pointer;-fno-sanitize-recover=all;-g>")
+  add_compile_options("$<$<COMPILE_LANGUAGE:CXX>:-fsanitize=${RAREFY_SANITIZE};-fno-omit-frame-pointer;-fno-sanitize-recover=all;-g1>")
   add_link_options(-fsanitize=${RAREFY_SANITIZE})
 endif()

@@ -42,7 +42,7 @@ class HostBuffer {
   std::size_t bytes() const { return bytes_; }
 
  private:
-#if defined(__SANITIZE_ADDRESS__)
+#if defined(RAREFY_ADDRESS_SANITIZER)
   using Memory = std::unique_ptr<std::byte[]>;
   static Memory allocate(std::size_t bytes) { return Memory(new std::byte[bytes]); }
   std::byte* begin() const { return memory_.get(); }
