@@ -70,6 +70,9 @@ SparseOperand operand(const BsrShape& s, const void* values, DType dtype, const 
   const auto rows = static_cast<std::int32_t>(s.block_rows);
   const auto cols = static_cast<std::int32_t>(s.block_cols);
   const Storage stored = storage(dtype);
+  // Kernels count from where values begin, also to what they do not read: where nothing is stored, from here.
+  alignas(64) static constexpr char kNothing[64]{};
+  if (values == nullptr) values = kNothing;
   if (transposed) return {index, perm, values, stored, s.block_size(), 1, cols, cols, rows};
   return {index, perm, values, stored, s.block_size(), cols, 1, rows, cols};
 }
