@@ -25,8 +25,8 @@ GROUPS = [
             ("|| !bias->is_contiguous()) {", ") {"),
             ("tensor.dim() != 1 || !tensor.is_contiguous()", "tensor.dim() != 1"),
             (
-                "const auto workers = std::min<std::int64_t>(tasks, torch::stable::get_num_threads());",
-                "const std::int64_t workers = 1;",
+                "const auto workers = static_cast<int>(std::min<std::int64_t>(tasks, torch::stable::get_num_threads()));",
+                "const int workers = 1;",
             ),
             ("if (leading < 0 || tensor.size(leading) != columns) {", "if (leading < 0) {"),
             ("if (float_dtype(argument, tensor) == dtype) return;", "return;"),
@@ -69,16 +69,16 @@ GROUPS = [
         "bindings/torch/ops.cc",
         (OPS,),
         [
-            ('  call.check_stored(weight.dtype, "x", in.dtype);\n', ""),
+            ('  call.check_stored(weight.dtype, "x", in.dtype);\n  weight.derived', "  weight.derived"),
             ('  call.check_stored(weight.dtype, "grad_output", dy.dtype);\n  weight', "  weight"),
-            ('  call.check_dtype("x", x, "grad_output", dy.dtype);\n', ""),
+            ('  call.check_dtype("x", x, "grad_output", dy.dtype);\n  call.check_rows', "  call.check_rows"),
             (
                 "Tensor dx = call.empty_rows(grad_output, in_features);\n  check",
                 "Tensor dx = call.empty_rows(grad_output, out_features);\n  check",
             ),
             (
-                "bias ? call.sum_rows(grad_output, dy) : call.nothing(grad_output)",
-                "bias ? call.sum_rows(grad_output, dy) : call.sum_rows(grad_output, dy)",
+                ": bias ? call.sum_rows(grad_output, dy)\n                 : call.nothing(grad_output)};",
+                ": call.sum_rows(grad_output, dy)};",
             ),
             (
                 "{values ? input_gradient() : call.nothing(grad_output),",
@@ -130,7 +130,7 @@ GROUPS = [
                 "saved.gate = call.output(up, x, a.hidden_features);",
             ),
             ("throw TypeMismatch(named(error));", "throw std::invalid_argument(named(error));"),
-            ("{down_prepared, down_packed, derived}}", "{up_prepared, up_packed, derived}}"),
+            ("{down_prepared, down_packed, derived},", "{up_prepared, up_packed, derived},"),
             ("      call.activation(a.activation),", "      Activation::relu,"),
         ],
     ),

@@ -62,31 +62,38 @@ GROUPS = [
         "src/core/pattern.cc",
         (BAD, PRODUCTS, *ALL),
         [
-            (
-                "const std::span<const std::int32_t> col(words + layout.col,",
-                "const std::span<const std::int32_t> col(col_indices.data(),",
-            ),
-            ("  if (Status status = check_indices(op, shape, crow, col); !status.ok()) return status;\n", ""),
             ("    return status;  // before memory is taken\n", "    ;\n"),
-            ("words[0] != PlanHeader::kMagic || stored != shape", "stored != shape"),
-            ("words[0] != PlanHeader::kMagic || stored != shape", "words[0] != PlanHeader::kMagic"),
+            ("words[0] == PlanHeader::kMagic && stored == shape", "stored == shape"),
+            ("words[0] == PlanHeader::kMagic && stored == shape", "words[0] == PlanHeader::kMagic"),
             ("if (words != plan_size(shape)) {", "if (words < plan_size(shape)) {"),
             ("if (words != plan_size(shape)) {", "if (words > plan_size(shape)) {"),
-            ("++ccol[plan.col[e] + 1];", "++ccol[plan.col[e]];"),
-            ("      perm[entry] = e;\n", "      perm[entry] = entry;\n"),
-            ("row[entry] = static_cast<std::int32_t>(i);", "row[entry] = static_cast<std::int32_t>(e);"),
-            ("std::copy_backward(ccol, ccol + cols, ccol + cols + 1);", ""),
-            ("  ccol[0] = 0;\n", ""),
-            (
-                "std::copy(col_indices.begin(), col_indices.end(), words + layout.col);",
-                "std::copy(col_indices.begin(), col_indices.end(), words + layout.row);",
-            ),
             (
                 "return blocks == 0 ? 0.0 : static_cast<double>(shape().nnzb) / blocks;",
                 "return static_cast<double>(shape().nnzb) / blocks;",
             ),
             ("shape().row_count() + 1)};", "shape().row_count())};"),
-            ("words[3], words[4], words[5]", "words[4], words[3], words[5]"),
+        ],
+    ),
+    (
+        "src/core/row_plan.cc",
+        (BAD, PRODUCTS, *ALL),
+        [
+            ("return valid && falls == 0;", "return valid;"),
+            (
+                "valid &= to[e] >= 0 && to[stop - 1] < shape.col_count();",
+                "valid &= to[stop - 1] < shape.col_count();",
+            ),
+        ],
+    ),
+    (
+        "src/core/column_sort.h",
+        (BAD, PRODUCTS, *ALL),
+        [
+            ("++crow[plan.col[e] + 1];", "++crow[plan.col[e]];"),
+            ("word[at] = word_of(e);", "word[at] = word_of(at);"),
+            ("row[at] = static_cast<std::int32_t>(i);", "row[at] = static_cast<std::int32_t>(e);"),
+            ("std::copy_backward(crow, crow + columns, crow + columns + 1);", ""),
+            ("  crow[0] = 0;\n", ""),
         ],
     ),
     (
@@ -118,14 +125,8 @@ GROUPS = [
             ("begin + static_cast<std::uintptr_t>(out.bytes) <= other", "begin <= other"),
             ("other + static_cast<std::uintptr_t>(in.bytes) <= begin", "other <= begin"),
             ("out.bytes == 0 || in.bytes == 0 ||", ""),
-            (
-                "const bool rows = plan.crow != nullptr && plan.ccol != nullptr;",
-                "const bool rows = plan.crow != nullptr;",
-            ),
-            (
-                "plan.col != nullptr && plan.row != nullptr && plan.perm != nullptr",
-                "plan.col != nullptr && plan.row != nullptr",
-            ),
+            ("plan.crow != nullptr && (by_rows || plan.ccol != nullptr);", "plan.crow != nullptr;"),
+            ("(plan.row != nullptr && plan.perm != nullptr)", "plan.row != nullptr"),
             ("if (values == nullptr && plan.shape.value_count() > 0) {", "if (values == nullptr) {"),
         ],
     ),
@@ -273,12 +274,18 @@ GROUPS = [
         ("cpp:ThreadPool*:Executor*", "cpp:*ProductsTest.GiveTheSame*"),
         [
             ("for (int i = 1; i < threads; ++i)", "for (int i = 2; i < threads; ++i)"),
-            ("next_.store(0);", "next_.store(1);"),
             ("    if (failure_) std::rethrow_exception(std::exchange(failure_, nullptr));\n", ""),
             ("std::rethrow_exception(std::exchange(failure_, nullptr))", "std::rethrow_exception(failure_)"),
             ("done_.wait(lock, [this] { return busy_ == 0; });", ""),
             ("threads > 0 ? threads :", "threads >= 0 ? threads :"),
             ("    const std::lock_guard one_job(jobs_);\n", ""),
+        ],
+    ),
+    (
+        "src/core/task_queue.h",
+        ("cpp:ThreadPool*:Executor*", "cpp:*ProductsTest.GiveTheSame*"),
+        [
+            ("next(s).store(first(s), ", "next(s).store(first(s) + 1, "),
         ],
     ),
     (
@@ -325,12 +332,6 @@ GROUPS = [
             ("  if (given.bytes >= bytes) return {};", ""),
             ("  if (given.bytes >= bytes) return {};", "  if (given.bytes > 0) return {};"),
             ("    if (got >= size) return {};", "    return {};"),
-            ("(bytes + 63) / 64 * 64", "bytes / 64 * 64"),
-            (
-                "  if (y.rows == 0 || y.cols == 0) return {};\n  Alignment in, out;\n  in.add(x);\n  in.add(w.values);",
-                "  Alignment in, out;\n  in.add(x);\n  in.add(w.values);",
-                {"alive": "kernels compute nothing of no outputs; their choice is saved"},
-            ),
             ("derived.packed == nullptr) return status;", "derived.packed != nullptr) return status;"),
             ("    call.derived.prepared = memory;\n", ""),
             ("prepare(call, memory)", "prepare(call, memory + made.packed)"),
@@ -351,7 +352,7 @@ GROUPS = [
                 {"alive": "kernels of the CPU ask Call::derived alone; some of CUDA's ask the problem"},
             ),
             ("held, call.derived.packed != nullptr);", "held, held);"),
-            ("made.bytes() + choice->workspace;", "choice->workspace;"),
+            ("bytes = made.bytes() + to_add + choice->workspace;", "bytes = to_add + choice->workspace;"),
         ],
     ),
     (

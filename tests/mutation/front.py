@@ -199,7 +199,6 @@ GROUPS = [
             ('            and buffers["col_indices"] is col\n', ""),
             ("            and col._version == col_version\n", ""),
             ("if other.shape != self.shape:", "if False:"),
-            ("        self.x_dtype = other.x_dtype\n", ""),
             (
                 "            self._settle()  # what is saved can be loaded: indices of one pattern, padding zero …\n",
                 "            pass\n",
@@ -266,7 +265,7 @@ GROUPS = [
             ("tensor.detach().clone() if storage in storages else tensor.detach()", "tensor.detach()"),
             ("kept[name] = tensor.contiguous().cpu()", "kept[name] = tensor.cpu()"),
             (
-                "        with replacing(path) as temporary:\n            save_tensors(tensors, temporary, metadata=metadata)",
+                '        with replacing(path) as temporary, growing(temporary, total, f"writing {path.name}"):\n            save_tensors(tensors, temporary, metadata=metadata)',
                 "        save_tensors(tensors, path, metadata=metadata)",
             ),
             (
@@ -303,7 +302,6 @@ GROUPS = [
             ("    if expanded and not target.is_meta:\n", "    if False:\n"),
             ("        weight.requires_grad_(old.requires_grad)\n", ""),
             ("        if mine != tuple(shape):\n", "        if False:\n"),
-            ("linear.bias = layer.module.bias  # the same", "linear.bias = None  # the same"),
             ("    if id(target) not in fresh:\n", "    if True:\n"),
         ],
     ),
@@ -353,8 +351,8 @@ GROUPS = [
         (DERIVED,),
         [
             (
-                "self.key, prepared_bytes, self.packed_bytes = sizes(*arguments)",
-                "self.key, prepared_bytes, self.packed_bytes = sizes(*arguments)\n        prepared_bytes = 0",
+                "self.key, prepared_bytes, self.packed_bytes = sizes(*asked)",
+                "self.key, prepared_bytes, self.packed_bytes = sizes(*asked)\n        prepared_bytes = 0",
             ),
             ("        if self.packed_bytes and not stored:\n", "        if False:\n"),
             ("parameter.is_inference() or capturing(parameter):", "False:"),
@@ -369,7 +367,10 @@ GROUPS = [
             ),
             ("if tracing or values is None:", "if values is None:"),
             ("self._packs_in_calls or not self.packed_bytes", "True"),
-            ("dtype = dtype_of_product(x) if in_autocast() else x.dtype", "dtype = x.dtype"),
+            (
+                "self._multiplied(dtype_of_product(x) if in_autocast() else x.dtype)",
+                "self._multiplied(x.dtype)",
+            ),
             (
                 "return sum(t.numel() for t in (self.prepared, self._packed[1]) if t is not None)",
                 "return sum(t.numel() for t in (self.prepared,) if t is not None)",
@@ -401,7 +402,10 @@ GROUPS = [
                 "activation_gradient(d_hidden, gate, activation)",
             ),
             ("grads[0] = grads[0] + dx if 0 in grads else dx", "grads[0] = dx"),
-            ("            grads[at + 2] = _sum(d)\n", "            grads[at + 2] = _sum(d) * 0\n"),
+            (
+                "            grads[at + 2] = over_tokens(d)\n",
+                "            grads[at + 2] = over_tokens(d) * 0\n",
+            ),
             (
                 "if all(dims[at] is None for at in _TENSORS[1:]):",
                 "if all(dims[at] is None for at in _TENSORS[2:]):",
@@ -459,7 +463,7 @@ GROUPS = [
             ),
             ("            terms.append(d_bias.expand(*first.shape[:-1], -1))\n", "            pass\n"),
             ("several = dy.dim() > 1  # a single", "several = True  # a single"),
-            ("dbias = dy.sum(tuple(range(dy.dim() - 1))) if several else dy", "dbias = dy.sum(0)"),
+            ("return dy.sum(tuple(range(dy.dim() - 1))) if dy.dim() > 1 else dy", "return dy.sum(0)"),
             ("dvalues = grad_weight(dy, ddx, ctx.plan", "dvalues = grad_weight(ddx, dy, ctx.plan"),
             (
                 "ddy = linear(ddx, values, ctx.plan, None, *rest)",

@@ -101,7 +101,10 @@ GROUPS = [
             ("1.0F / 720, 1.0F / 5040}", "0.0F, 0.0F}"),
             ("0.044715F", "0.0447F"),
             ("1.59576912F", "1.5958F"),
-            ("return I::max(I::zero(), x);", "return I::max(x, I::zero());"),
+            (
+                "case Activation::relu: return I::max(I::zero(), x);",
+                "case Activation::relu: return I::max(x, I::zero());",
+            ),
             ("const Vec<I> rest = I::fma(tail, I::set1(-1.0F), one);", "const Vec<I> rest = one;"),
             ("I::select_negative(x, tail, rest)", "I::select_negative(x, rest, tail)"),
             ("-0.014587868F", "-0.0145F"),
@@ -136,7 +139,10 @@ GROUPS = [
                 "row.stride = kLayout == Layout::row_major ? w.out_stride : w.red_stride;",
                 "row.stride = w.out_stride;",
             ),
-            ("row.x = task.x - task.x_first * row.x_block;", "row.x = task.x;"),
+            (
+                "task.x - task.x_first * w.red_block * lanes, lanes, task.row[task.end]",
+                "task.x, lanes, task.row[task.end]",
+            ),
             ("if (start != nullptr) start += w.out_block;", ""),
             (
                 "if (w.perm != nullptr) row.perm = w.perm + e;",
@@ -156,17 +162,23 @@ GROUPS = [
             ("several && full == first + part ? total : y", "y"),
             ("if (several && e == task.row[o + 1]) add_total", "if (several && e == end) add_total"),
             ("    } while (e < end);", "    } while (false);"),
-            ("if (task.w.red_block % kUnroll == 0) return", "if (task.w.red_block > kUnroll) return"),
+            ("if (w.red_block % kUnroll == 0) return", "if (w.red_block > kUnroll) return"),
             (
                 "if (w.red_block == 1 && w.out_stride == 1)",
                 "if (w.red_block == 1)",
                 {"alive": "by rows the output's stride is red_block: the second test says the same"},
             ),
-            ("case 3: return gather_blocks<I, kLayout, kSteps, 3>(task);", ""),
             (
                 "kUnpacked / w.block_size : 1;\n  const std::int64_t size",
                 "2 * kUnpacked / w.block_size : 1;\n  const std::int64_t size",
             ),
+        ],
+    ),
+    (
+        "src/cpu/panel.h",
+        (SHAPES, SPECIAL, ISA),
+        [
+            ("    case 3: return f.template operator()<3>();\n", ""),
         ],
     ),
     (
@@ -206,12 +218,11 @@ GROUPS = [
         "src/cpu/few.h",
         (FEW, SPECIAL, ISA),
         [
-            ("offset[s] = static_cast<std::int64_t>(first + s) * w % row.red_block;", "offset[s] = 0;"),
-            ("row.values + static_cast<std::int64_t>(first) * w * kBytes;", "row.values;"),
+            ("row.values + first * slice * kBytes;", "row.values;"),
             ("row.count - row.count % entries;", "row.count - entries;"),
             (
-                "I::store(total[s][m], I::add(I::load(total[s][m]), sum[s][m]));",
-                "I::store(total[s][m], sum[s][m]);",
+                "I::store(total[s][m], I::add(I::load(total[s][m]), all_sets(s, m)));",
+                "I::store(total[s][m], all_sets(s, m));",
             ),
             (
                 "row.x + static_cast<std::int64_t>(row.index[e]) * row.red_block;",
@@ -223,14 +234,14 @@ GROUPS = [
                 "row.index[e + i / Size] * std::int64_t{N}",
             ),
             ("if (rest > 0) {", "if (rest > 1) {"),
-            ("i % (kSpread == Spread::group ? Size : w) / N", "i % w / N"),
-            ("y[static_cast<std::int64_t>(first + s) * w / row.red_block] +=", "y[first + s] +="),
-            ("xv[m] = I::load(x + m * row.x_stride + offset[s]);", "xv[m] = I::load(x + offset[s]);"),
+            ("y[i % Size / N] += lane[i];", "y[i / N] += lane[i];"),
+            ("y[first + s] += four[0];", "y[s] += four[0];"),
+            ("xv[m] = I::load(x + m * row.x_stride + c);", "xv[m] = I::load(x + c);"),
             ("float* y = row.y + m * row.y_stride;", "float* y = row.y;"),
             ("s + Slices <= slices;", "s + Slices < slices;"),
             ("++o, row.y += w.out_block)", "++o, row.y += w.red_block)"),
             ("row.index = w.index + e;", "row.index = w.index + task.entry_begin[o];"),
-            ("case 2: return few_tokens<I, 2>(task);", ""),
+            ("case 2: return few_tokens<I, kStorage, 2>(task);", ""),
             ("if (size < w) return w % size == 0;", "if (size < w) return true;"),
             ("size % w == 0 && (block_cols % w == 0", "(block_cols % w == 0"),
             ("(block_cols % w == 0 || w % block_cols == 0)", "block_cols % w == 0"),
@@ -331,14 +342,10 @@ GROUPS = [
             ("_mm512_mask_blend_epi32(nan, rounded, quiet)", "rounded"),
             ("_mm512_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT)", "_mm512_cvtps_ph(v, _MM_FROUND_TO_ZERO)"),
             (
-                "_mm512_mask_broadcastss_ps(two, 0x0f00, _mm_load_ss(x + index[2]))",
-                "_mm512_mask_broadcastss_ps(two, 0x0f00, _mm_load_ss(x + index[1]))",
+                "lanes = repeat<N>(lanes, to, x + std::int64_t{index[i]} * N);",
+                "lanes = repeat<N>(lanes, to, x + std::int64_t{index[1]} * N);",
             ),
-            ("_mm512_mask_broadcastss_ps(first, 0xff00, _mm_load_ss(x + index[1]))", "first"),
-            (
-                "t[i + j + 4] = _mm512_shuffle_f32x4(m[i + j], m[i + j + 4], 0xdd);",
-                "t[i + j + 4] = _mm512_shuffle_f32x4(m[i + j], m[i + j + 4], 0x88);",
-            ),
+            ("m[1] = _mm512_shuffle_f32x4(a, c, 0xdd);", "m[1] = _mm512_shuffle_f32x4(a, c, 0x88);"),
             ("_mm512_extractf32x8_ps(abcd, 1)", "_mm512_extractf32x8_ps(abcd, 0)"),
             ("return _mm512_scalef_ps(v, n);", "return v;"),
             (
@@ -356,17 +363,14 @@ GROUPS = [
             ("_mm256_blendv_epi8(rounded, quiet, nan)", "rounded"),
             ("_mm256_set1_epi32(0x7fff)", "_mm256_set1_epi32(0x7ffe)"),
             ("_mm256_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT)", "_mm256_cvtps_ph(v, _MM_FROUND_TO_POS_INF)"),
-            (
-                "_mm256_set_m128(_mm_set1_ps(x[index[1]]), _mm_set1_ps(x[index[0]]))",
-                "_mm256_set_m128(_mm_set1_ps(x[index[0]]), _mm_set1_ps(x[index[1]]))",
-            ),
+            ("_mm256_blend_ps(from(0), from(1), 0xf0)", "_mm256_blend_ps(from(1), from(0), 0xf0)"),
             (
                 "return _mm_cvtss_f32(_mm_add_ss(quarter, _mm_movehdup_ps(quarter)));",
                 "return _mm_cvtss_f32(quarter);",
             ),
             (
-                "t[i + 4] = _mm256_permute2f128_ps(m[i], m[i + 4], 0x31);",
-                "t[i + 4] = _mm256_permute2f128_ps(m[i], m[i + 4], 0x20);",
+                "m[1] = _mm256_permute2f128_ps(a, m[1], 0x31);",
+                "m[1] = _mm256_permute2f128_ps(a, m[1], 0x20);",
             ),
         ],
     ),
