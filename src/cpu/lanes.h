@@ -3,8 +3,8 @@
 // the rows of Y from there. Nothing is transposed on the way out, and no sum waits in memory. Plain structs
 // only.
 //
-// x is packed feature-major for 32 tokens, as all panels are: a line has 32 dwords, one a token, of one float
-// or four int8 (quads.h), or 4 of them, for up to 4 tokens in int8.
+// x is packed feature-major for 32 tokens, as all panels are: a line has 32 dwords, one a token, of one
+// float, two bf16 (pairs.h) or four int8 (quads.h), or 4 of them, for up to 4 tokens in int8.
 #pragma once
 
 #include <cstdint>
@@ -15,18 +15,18 @@ namespace rarefy::cpu {
 
 inline constexpr std::int32_t kLaneTokens = 32;
 
-// Lines of int8 to be put together for a later product, from the features of a panel.
+// Lines of bf16 or int8 to be put together for a later product, from the features of a panel.
 struct LaneGather {
   const std::uint16_t* panel;
-  const std::uint32_t* offsets;  // of four features a line, in units of 16 bits
+  const std::uint32_t* offsets;  // of two or four features a line, in units of 16 bits
   std::uint16_t* to;
   std::int32_t lines;
   bool half;  // tokens 0 … 15 alone
 };
 
 // y[token][o] = act(Σ over blocks and their lines of w[block][line][o] · x[index[block] · run +
-// line][token]), for the outputs of one block row: floats start from `start`, int8's sums are scaled as in
-// QuadStore.
+// line][token]), for the outputs of one block row: floats start from `start`, to bf16's sums it is added, and
+// int8's are scaled as in QuadStore.
 // One a task, so what belongs together stands together.
 struct LaneProduct {  // NOLINT(clang-analyzer-optin.performance.Padding)
   const void* w;
@@ -39,14 +39,15 @@ struct LaneProduct {  // NOLINT(clang-analyzer-optin.performance.Padding)
   bool by_row;        // floats: a block of w is [row][line], and both are whole vectors; else [line][row]
   const void* panel;  // lines of 32 dwords
   std::int32_t tokens;
-  const float* start;  // or, in int8, what is added at the end
+  const float* start;  // or, in bf16 and int8, what is added at the end
   std::int32_t part;   // floats: blocks of a part of a sum (kernels.h)
   const std::int32_t* totals;
   const float* scales;
   const float* token_scales;
-  std::int32_t* sums;  // int8: [token][rows], of the lines before and for those after; null: these are all
+  // bf16 (as floats) and int8: [token][rows], of the lines before and for those after, where there are some.
+  std::int32_t* sums;
   bool first, last;
-  LaneGather next;  // int8: made along the way
+  LaneGather next;  // made along the way
   Activation activation;
   void* y;
   Storage out;
