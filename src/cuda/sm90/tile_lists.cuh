@@ -8,8 +8,8 @@
 namespace rarefy::sm90 {
 
 // Makes the list of a level's items in their order; called by one warp. clocks_of(StripTile): what it costs.
-template <class Clocks>
-__device__ inline void make_list(const StripLists& lists, const StripOrder& order, int2* items,
+template <class Order, class Clocks>
+__device__ inline void make_list(const StripLists& lists, const Order& order, int2* items,
                                  Clocks clocks_of_tile) {
   using u32 = std::uint32_t;
   constexpr int kMine = kMostClusters / 32;
