@@ -13,6 +13,7 @@
 #include "cuda/sm90/strips.h"
 #include "cuda/sm90/tall.h"
 #include "cuda/sm90/tall_gradient.h"
+#include "cuda/sm90/tall_walk.h"
 #include "cuda/sm90/unions.h"
 
 namespace rarefy::sm90 {
@@ -84,6 +85,29 @@ TEST(StripOrder, CoversEachStripOfEachTokenTileOnce) {
                     (groups * token_tiles + clusters - 1) / clusters);
         }
       }
+    }
+  }
+}
+
+TEST(TallOrder, HeavyGroupsComeFirstAndEachTileOnce) {
+  for (const int groups : {1, 7, 112}) {
+    for (const int heavy : {0, 1, 3}) {
+      if (heavy >= groups) continue;
+      const int token_tiles = 16;
+      const TallOrder order(groups, heavy, token_tiles);
+      std::set<std::pair<int, int>> seen;
+      int before = 0;  // token tile of the item before
+      for (int item = 0; item < order.items; ++item) {
+        const StripTile t = unpack_tile(pack_tile(order.tile(item)));
+        ASSERT_TRUE(t.group >= 0 && t.group < groups && t.token_tile >= 0 && t.token_tile < token_tiles);
+        EXPECT_EQ(t.group < heavy, item < heavy * token_tiles) << item;
+        if (item > heavy * token_tiles) {
+          EXPECT_GE(t.token_tile, before) << item;
+        }
+        before = t.token_tile;
+        EXPECT_TRUE(seen.insert({t.group, t.token_tile}).second) << item;
+      }
+      EXPECT_EQ(std::ssize(seen), groups * token_tiles);
     }
   }
 }
@@ -517,6 +541,38 @@ TEST(GradientTiles, PairsFillRounds) {
   EXPECT_EQ(config(32, .25).text(), "split=1 wide=32 strips=1 pairs=1 even=0 most=14");
   EXPECT_EQ(config(32, .1).text(), "split=1 wide=32 strips=1 pairs=1 even=0 most=13");
   EXPECT_EQ(config(16, .1).wide, 16);
+}
+
+// Where whole rounds leave a few tiles, only these share their tokens.
+TEST(GradientTiles, SharedOnesComeLast) {
+  const auto candidates = [](std::int64_t rows, std::int64_t blocks) {
+    return gradient_candidates({DType::bf16, 8192, rows, 4096, 128, 128, blocks, 4096, rows}, kMachine);
+  };
+  const auto alone = [&](std::int64_t rows, std::int64_t blocks) {
+    std::set<int> found;
+    for (const GradientCandidate& c : candidates(rows, blocks)) {
+      if (c.config.alone > 0) {
+        EXPECT_GT(c.config.split, 1);
+        EXPECT_TRUE(valid({DType::bf16, 8192, rows, 4096, 128, 128, blocks, 4096, rows}, c.config));
+      }
+      found.insert(c.config.alone);
+    }
+    return found;
+  };
+  EXPECT_EQ(alone(4096, 102), (std::set{0}));        // less than a round
+  EXPECT_EQ(alone(14336, 358), (std::set{0, 132}));  // 1.4 rounds
+  EXPECT_EQ(alone(14336, 1792), (std::set{0}));      // 6.8
+  const GradientProblem p{DType::bf16, 8192, 14336, 4096, 128, 128, 358, 4096, 14336};
+  EXPECT_EQ(configure(p, kMachine).alone, 132);
+  GradientConfig config = configure(p, kMachine);
+  config.split = 1;
+  EXPECT_FALSE(valid(p, config));
+  config.split = 2;
+  EXPECT_TRUE(valid(p, config));
+  config.shared = 0;
+  EXPECT_FALSE(valid(p, config));
+  config.alone = -1;
+  EXPECT_FALSE(valid(p, config));
 }
 
 }  // namespace

@@ -105,6 +105,9 @@ std::vector<Tiles> expected_tiles(const GradientProblem& problem, const Gradient
     tiles.push_back(tiles_of(w + v, v > 0 ? 2 : 1, shape.quarters(w) + shape.quarters(v), count));
     return false;
   });
+  // A pattern may well have some more: what is left of rows is spread evenly, a deviation of sqrt(1 / 12)
+  // each.
+  if (c.wide == 64 && p > 0 && p < 1) tiles.back().count += std::llround(std::sqrt(rows.count / 12));
   return tiles;
 }
 
@@ -139,21 +142,63 @@ double makespan(const std::vector<Tiles>& all, double steps, double around, int 
   return std::max(last, bytes / (45. * places) + around);
 }
 
-double predicted_microseconds(const GradientProblem& p, const GradientConfig& c, int split,
-                              const Machine& machine, const std::vector<Tiles>& tiles) {
+double count_of(const std::vector<Tiles>& tiles) {
+  double count = 0;
+  for (const Tiles& its : tiles) count += static_cast<double>(its.count);
+  return count;
+}
+
+// Tiles of one launch: a thread block each, or `split` that share the tokens. All of X and dY passes by in a
+// round, a part of them still in L2.
+double launch_microseconds(const GradientProblem& p, const GradientConfig& c, int split,
+                           const Machine& machine, const std::vector<Tiles>& tiles) {
   const auto size = static_cast<std::int64_t>(size_of(p.dtype));
   const double steps = static_cast<double>(ceil_div(p.tokens, 128 / size)) / split;
   const double around = split > 1 ? 14200 : 5000;  // the first loads; sums on their way out
   const int places = std::max(1, machine.sms / split);
-  // Each round of tiles reads X and dY, a part of them still from L2.
-  double count = 0;
-  for (const Tiles& its : tiles) count += static_cast<double>(its.count);
-  const double memory =
-      std::max(1., count / places) * static_cast<double>(p.tokens * (p.rows + p.cols) * size) / 6e6;
-  const double transposed = transposes(p, c) ? transpose_microseconds(p.tokens * p.cols * size) : 0;
+  const double rounds = std::max(1., count_of(tiles) / places);
+  const double memory = rounds * static_cast<double>(p.tokens * (p.rows + p.cols) * size) / 6e6;
   // Tiles that do not end together do not begin together, and no longer find each other's panels in L2.
-  const double apart = c.even && count > places ? 1.15 : 1;
-  return 5 + transposed + std::max(memory, apart * makespan(tiles, steps, around, places) / 1750);
+  // So tiles of one strip, whose bytes limit, where a call's last round is one of this kind.
+  const double apart = rounds <= 1 || c.alone > 0 ? 1 : c.even ? 1.15 : c.wide == 64 && !c.two ? 1.03 : 1;
+  return std::max(memory, apart * makespan(tiles, steps, around, places) / 1750);
+}
+
+double predicted_microseconds(const GradientProblem& p, const GradientConfig& c, const Machine& machine,
+                              const std::vector<Tiles>& tiles) {
+  const auto size = static_cast<std::int64_t>(size_of(p.dtype));
+  const double around = 5 + (transposes(p, c) ? transpose_microseconds(p.tokens * p.cols * size) : 0);
+  if (c.alone == 0) return around + launch_microseconds(p, c, c.split, machine, tiles);
+  std::vector<Tiles> alone, shared;
+  std::int64_t left = c.alone;
+  for (const Tiles& its : tiles) {
+    const std::int64_t first = std::min(left, its.count);
+    left -= first;
+    if (first > 0) alone.push_back({its.bytes, its.clocks, first});
+    if (its.count > first) shared.push_back({its.bytes, its.clocks, its.count - first});
+  }
+  constexpr double kSecond = 4;  // what a second launch takes
+  return around + launch_microseconds(p, c, 1, machine, alone) +
+         launch_microseconds(p, c, c.split, machine, shared) + kSecond;
+}
+
+// Ways to share tokens: all tiles alike, or those of the last round alone. After many rounds that is worth
+// little; and of narrow panels those that begin apart cost more.
+std::vector<GradientConfig> shares_of(const GradientConfig& cut, const Machine& machine,
+                                      const std::vector<Tiles>& tiles) {
+  constexpr int kMostRounds = 4;
+  const auto count = static_cast<int>(count_of(tiles)), rounds = count / std::max(1, machine.sms);
+  std::vector<GradientConfig> all;
+  for (const int split : {1, 2, 4}) {
+    GradientConfig config = cut;
+    config.split = split;
+    all.push_back(config);
+    if (split == 1 || cut.wide < 64 || rounds == 0 || rounds > kMostRounds) continue;
+    config.alone = rounds * machine.sms;
+    config.shared = (count - config.alone) * 9 / 8 + 4;  // a pattern may well have some more
+    all.push_back(config);
+  }
+  return all;
 }
 
 std::int64_t panels_touched(std::int64_t side, std::int64_t panel) {  // by a block
@@ -173,9 +218,10 @@ std::vector<Cut> cuts_of(const GradientProblem& p, const Machine& machine) {
   std::vector<Cut> cuts;
   const auto add = [&](const GradientConfig& config, double worth) {
     Cut& cut = cuts.emplace_back(Cut{config, expected_tiles(p, config)});
-    for (const int split : {1, 2, 4}) {
+    for (const GradientConfig& shared : shares_of(config, machine, cut.tiles)) {
+      if (shared.alone > 0) continue;  // fits fewer tokens less
       cut.typically =
-          std::min(cut.typically, worth * predicted_microseconds(typical, config, split, machine, cut.tiles));
+          std::min(cut.typically, worth * predicted_microseconds(typical, shared, machine, cut.tiles));
     }
   };
   for (const bool two : {true, false}) {
@@ -206,12 +252,14 @@ std::size_t best_of(const std::vector<Cut>& cuts) {
   return static_cast<std::size_t>(best - cuts.begin());
 }
 
-GradientCandidate candidate_of(const GradientProblem& p, const Machine& machine, const Cut& cut, int split) {
-  GradientCandidate candidate{
-      cut.config, predicted_microseconds(p, cut.config, split, machine, cut.tiles), {}};
-  candidate.config.split = split;
-  if (split > ceil_div(p.tokens, 64)) candidate.reason = "fewer than 64 tokens for each share";
-  return candidate;
+std::vector<GradientCandidate> candidates_of(const GradientProblem& p, const Machine& machine,
+                                             const Cut& cut) {
+  std::vector<GradientCandidate> list;
+  for (const GradientConfig& config : shares_of(cut.config, machine, cut.tiles)) {
+    list.push_back({config, predicted_microseconds(p, config, machine, cut.tiles), {}});
+    if (config.split > ceil_div(p.tokens, 64)) list.back().reason = "fewer than 64 tokens for each share";
+  }
+  return list;
 }
 
 // The best cut, remembered for the weights of a model: it takes up to 0.2 ms to find.
@@ -250,19 +298,18 @@ std::vector<GradientCandidate> gradient_candidates(const GradientProblem& p, con
   const std::size_t best = best_of(cuts);
   std::vector<GradientCandidate> list;
   for (std::size_t i = 0; i < cuts.size(); ++i) {
-    for (const int split : {1, 2, 4}) {
-      list.push_back(candidate_of(p, machine, cuts[i], split));
-      if (list.back().reason.empty() && i != best) list.back().reason = "other tiles fit better";
+    for (GradientCandidate& candidate : candidates_of(p, machine, cuts[i])) {
+      if (candidate.reason.empty() && i != best) candidate.reason = "other tiles fit better";
+      list.push_back(std::move(candidate));
     }
   }
   return list;
 }
 
 GradientConfig configure(const GradientProblem& p, const Machine& machine) {
-  const Cut& cut = best_cut(p, machine);
-  GradientCandidate best = candidate_of(p, machine, cut, 1);
-  for (const int split : {2, 4}) {
-    const GradientCandidate candidate = candidate_of(p, machine, cut, split);
+  const std::vector<GradientCandidate> all = candidates_of(p, machine, best_cut(p, machine));
+  GradientCandidate best = all.front();
+  for (const GradientCandidate& candidate : all) {
     if (candidate.reason.empty() && candidate.microseconds < best.microseconds) best = candidate;
   }
   return best.config;
@@ -270,6 +317,7 @@ GradientConfig configure(const GradientProblem& p, const Machine& machine) {
 
 bool valid(const GradientProblem& p, const GradientConfig& c) {
   if (c.split != 1 && c.split != 2 && c.split != 4) return false;
+  if (c.alone < 0 || (c.alone > 0 && (c.split == 1 || c.shared < 1))) return false;
   if (c.wide == 64) return p.whole() && (!c.two || p.block_rows % 128 == 0) && !c.even && c.most == 0;
   return (c.wide == 32 || c.wide == 16) && c.most >= 0 && c.most <= TileShape{c.wide, c.two, false}.columns();
 }

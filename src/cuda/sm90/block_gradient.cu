@@ -80,18 +80,24 @@ __global__ void __launch_bounds__(kTileThreads, 1) gradient_kernel(const __grid_
       return;
     }
   }
+  int index = p.first_tile + static_cast<int>(blockIdx.x) / kSplit;
+  if (index >= p.skip_from) index += p.skipped;
   if constexpr (kWide == 64) {
-    if (p.list == nullptr) find_tile(p, static_cast<int>(blockIdx.x) / kSplit, tile);
+    if (p.list == nullptr) find_tile(p, index, tile);
   }
   if (p.list != nullptr && threadIdx.x < kWords) {
-    reinterpret_cast<int*>(&tile)[threadIdx.x] = __ldg(p.list + blockIdx.x / kSplit * kWords + threadIdx.x);
+    reinterpret_cast<int*>(&tile)[threadIdx.x] =
+        __ldg(p.list + index * kWords + static_cast<int>(threadIdx.x));
   }
   const int all_steps = (p.tokens + kTokens - 1) / kTokens;
   const int first = all_steps * static_cast<int>(rank) / kSplit,
             last = all_steps * (static_cast<int>(rank) + 1) / kSplit;
   __syncthreads();
   const int x_panels = uniform(tile.x_panels), dy_panels = uniform(tile.dy_panels);
-  if (x_panels <= 0) return;  // of all blocks of the cluster
+  if (x_panels <= 0) {  // of all blocks of the cluster
+    if (p.goes_on) wait_for_kernels();
+    return;
+  }
   const u32 to_sum = kTf32 || p.dbias == nullptr ? 0 : uniform(tile.sums);
   if (threadIdx.x < kMaxSlots) {
     barrier_init(full(threadIdx.x), 1);
@@ -114,7 +120,8 @@ __global__ void __launch_bounds__(kTileThreads, 1) gradient_kernel(const __grid_
     const u32 place =
         of_x ? static_cast<u32>(panel) * kXBytes : dy_at + static_cast<u32>(panel - x_panels) * kDyBytes;
     const bool by_feature = of_x && kTransposed;
-    if constexpr (kTransposed) wait_for_kernels();  // X has been transposed
+    if (kTransposed && !p.goes_on) wait_for_kernels();  // X has been transposed
+    if (p.followed) launch_dependents();                // behind that, as they do not wait for it
     PanelSums<T> sums(to_sum, warp - 8, lane);
     const u32 sums_at = slots + dy_at + static_cast<u32>(to_sum == 0 ? 0 : sums.mine()) * kDyBytes;
     Turn at, summed;
@@ -156,11 +163,13 @@ __global__ void __launch_bounds__(kTileThreads, 1) gradient_kernel(const __grid_
       __syncwarp();
     }
     if constexpr (kSplit > 1) cluster_sync();
-    if constexpr (!kTf32) {
-      if (to_sum == 0) return;
+    if (!kTf32 && to_sum != 0) {
       if (kSplit == 1) named_barrier(4, 128);
-      if (rank == 0) sums.finish(p, tile.feature + x_panels, slots + kBiasAt, kSplit);
+      if constexpr (!kTf32) {
+        if (rank == 0) sums.finish(p, tile.feature + x_panels, slots + kBiasAt, kSplit);
+      }
     }
+    if (p.goes_on) wait_for_kernels();
     return;
   }
 
@@ -343,7 +352,9 @@ cudaError_t launch_kernel(std::int64_t tiles, const GradientParams& params, cuda
   if (status != cudaSuccess) return status;
   cudaLaunchAttribute attributes[2]{};
   unsigned count = 0;
-  if (kWide == 16 || sizeof(T) == 4) {  // it may start while X is being transposed
+  // It may start while X is being transposed, or in place of thread blocks of the launch before that are
+  // done.
+  if (kWide == 16 || sizeof(T) == 4 || params.goes_on) {
     attributes[count].id = cudaLaunchAttributeProgrammaticStreamSerialization;
     attributes[count++].val.programmaticStreamSerializationAllowed = 1;
   }
@@ -354,7 +365,7 @@ cudaError_t launch_kernel(std::int64_t tiles, const GradientParams& params, cuda
   cudaLaunchConfig_t launch{};
   const std::int64_t slices = (params.rows + kSlice - 1) / kSlice;
   const std::int64_t for_bias =
-      params.dbias == nullptr ? 0 : (std::min<std::int64_t>(128, slices) + kSplit - 1) / kSplit * kSplit;
+      params.unstored ? (std::min<std::int64_t>(128, slices) + kSplit - 1) / kSplit * kSplit : 0;
   launch.gridDim = dim3(static_cast<unsigned>(tiles * kSplit + for_bias));
   launch.blockDim = dim3(kTileThreads);
   launch.dynamicSmemBytes = kSharedBytes;
@@ -375,14 +386,35 @@ cudaError_t launch_split(int split, std::int64_t tiles, const GradientParams& pa
 }
 
 template <class T>
-cudaError_t launch_type(const GradientConfig& c, std::int64_t tiles, const GradientParams& params,
-                        cudaStream_t stream) {
-  switch (c.wide) {
-    case 64: return launch_split<T, 64>(c.split, tiles, params, stream);
-    case 32: return launch_split<T, 32>(c.split, tiles, params, stream);
-    case 16: return launch_split<T, 16>(c.split, tiles, params, stream);
+cudaError_t launch_wide(int wide, int split, std::int64_t tiles, GradientParams params, cudaStream_t stream) {
+  params.tile_blocks = static_cast<int>(tiles) * split;
+  switch (wide) {
+    case 64: return launch_split<T, 64>(split, tiles, params, stream);
+    case 32: return launch_split<T, 32>(split, tiles, params, stream);
+    case 16: return launch_split<T, 16>(split, tiles, params, stream);
     default: return cudaErrorInvalidConfiguration;
   }
+}
+
+// Tiles that have all tokens, then those that share them, in a launch each. Those that no pattern but an
+// unlikely one has are the first one's: thread blocks without a tile leave at once there.
+template <class T>
+cudaError_t launch_type(const GradientConfig& c, std::int64_t tiles, GradientParams params,
+                        cudaStream_t stream) {
+  params.skip_from = INT32_MAX;
+  if (c.alone == 0) return launch_wide<T>(c.wide, c.split, tiles, params, stream);
+  if (c.alone >= tiles) return launch_wide<T>(c.wide, 1, tiles, params, stream);
+  const std::int64_t shared = std::min<std::int64_t>(c.shared, tiles - c.alone);
+  GradientParams first = params;
+  first.skip_from = c.alone;
+  first.skipped = static_cast<int>(shared);
+  first.followed = true;
+  const cudaError_t status = launch_wide<T>(c.wide, 1, tiles - shared, first, stream);
+  if (status != cudaSuccess) return status;
+  params.first_tile = c.alone;
+  params.goes_on = true;
+  params.unstored = false;
+  return launch_wide<T>(c.wide, c.split, shared, params, stream);
 }
 
 }  // namespace
@@ -398,10 +430,10 @@ cudaError_t launch(const GradientProblem& p, const GradientConfig& config, const
   params.dvalues = o.dvalues;
   params.accumulate = o.accumulate;
   params.dbias = o.dbias;
+  params.unstored = o.dbias != nullptr;
   params.dy_values = o.dy;
   params.dy_stride = p.dy_stride;
   params.row_features = static_cast<int>(config.wide == 64 ? p.block_rows : 64 * config.shape().strips());
-  params.tile_blocks = static_cast<int>(tiles) * config.split;
   // Boxes of features × tokens, or, of X transposed, the other way round.
   const std::size_t size = size_of(p.dtype);
   const auto step = static_cast<int>(128 / size);  // tokens

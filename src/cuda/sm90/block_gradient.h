@@ -29,20 +29,24 @@ struct GradientProblem {
 };
 
 struct GradientConfig {
-  int split = 1;  // thread blocks that share the tokens of a tile: 1, 2 or 4
+  int split = 1;  // thread blocks that share the tokens of a tile, or of the last ones: 1, 2 or 4
   int wide = 64;  // features of a panel: 64, or 32 or 16 where blocks are smaller
   // Tiles of two strips: where block rows come in pairs of 64, or where their columns are mostly the same.
   bool two = true;
   bool pairs = false;  // what is left of two rows may be one tile
   bool even = false;   // tiles of a row are of one width, and nothing is left
   int most = 0;        // panels of X of a tile, fewer than it has room for; 0: all
+  // Whole rounds of tiles, a thread block each, come before those that share their tokens: so many of both. A
+  // pattern's further tiles are not shared. 0: all tiles alike.
+  int alone = 0, shared = 0;
 
   TileShape shape() const { return {wide, two, pairs, even, most}; }
   int columns() const { return shape().columns(); }
   std::string text() const {
     return "split=" + std::to_string(split) + " wide=" + std::to_string(wide) +
            " strips=" + (two ? "2" : "1") + " pairs=" + (pairs ? "1" : "0") +
-           (wide == 64 ? "" : std::string(" even=") + (even ? "1" : "0") + " most=" + std::to_string(most));
+           (wide == 64 ? "" : std::string(" even=") + (even ? "1" : "0") + " most=" + std::to_string(most)) +
+           (alone == 0 ? "" : " alone=" + std::to_string(alone) + " shared=" + std::to_string(shared));
   }
 };
 

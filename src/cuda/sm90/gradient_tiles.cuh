@@ -28,11 +28,16 @@ struct GradientParams {
   const int* list;  // GradientTile; null: none was made
   void* dvalues;
   // The gradient of the bias, or null. Thread blocks behind those of tiles read the dY of rows, so many
-  // features, that store nothing and have no tile.
+  // features, that store nothing and have no tile, if `unstored`.
   void* dbias;
   const void* dy_values;
   std::int64_t dy_stride;
+  bool unstored;
   int tile_blocks, row_features;
+  // The tiles of a call may be two launches': the second one has `skipped` tiles from skip_from on, begins
+  // with the first one's last round, and ends behind it.
+  int first_tile, skip_from, skipped;
+  bool followed, goes_on;
   int tokens, rows, cols, block_rows, block_cols, block_row_count;
   int wide, most;
   bool two, pairs, even;
