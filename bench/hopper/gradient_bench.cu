@@ -102,12 +102,6 @@ struct GradientSetup {
 };
 
 // What would only be slower is right, too.
-// Only cases whose name has that in it.
-bool wanted_case(const char* name) {
-  const char* wanted = std::getenv("CASE");
-  return wanted == nullptr || std::string(name).find(wanted) != std::string::npos;
-}
-
 bool runs(const GradientCandidate& c) { return c.reason.empty() || c.reason == "other tiles fit better"; }
 
 template <class T>
@@ -272,9 +266,7 @@ void time_gradient(Report& report, Dense& dense, bool every_config) {
     for (const std::int64_t b : {128, 64, 32, 16}) {
       for (const double density : {.5, .25, .1}) {
         const GradientCase c{shape.m, shape.n, shape.k, b, b, density};
-        char name[80];
-        std::snprintf(name, sizeof name, "M%ld N%ld K%ld b%ld d%g", shape.m, shape.n, shape.k, b, density);
-        if (!wanted_case(name)) continue;
+        if (!wanted_case(case_name(shape.m, shape.n, shape.k, b, density))) continue;
         GradientSetup<__nv_bfloat16> s(c, false, 7);
         const std::string chosen = configure(s.problem, kMachine).text();
         for (const GradientCandidate& candidate : gradient_candidates(s.problem, kMachine)) {

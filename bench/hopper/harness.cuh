@@ -178,6 +178,18 @@ __global__ void reference_kernel(ReferenceArgs a, const T* values, const T* x, c
   size[blockIdx.y * a.out + o] = m;
 }
 
+// Whether the environment's CASE is part of this name, or not set.
+inline bool wanted_case(const std::string& name) {
+  const char* wanted = std::getenv("CASE");
+  return wanted == nullptr || name.find(wanted) != std::string::npos;
+}
+inline std::string case_name(std::int64_t m, std::int64_t n, std::int64_t k, std::int64_t block_rows,
+                             double density) {
+  char name[80];
+  std::snprintf(name, sizeof name, "M%ld N%ld K%ld b%ld d%g", m, n, k, block_rows, density);
+  return name;
+}
+
 struct Times {
   double median = 0, q1 = 0, q3 = 0;
 };

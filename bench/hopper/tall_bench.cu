@@ -193,6 +193,7 @@ void time_tall(Report& report, Dense& dense, bool every_config) {
       for (const double density : {.5, .25, .1, .05}) {
         for (const bool by_feature : {true, false}) {
           if (density == .05 && !every_config) continue;
+          if (!wanted_case(case_name(shape.m, shape.n, shape.k, r, density))) continue;
           const Case c{false,   shape.m,      shape.n,          shape.k, r, 1,
                        density, Kind::random, Activation::none, false,   0, by_feature};
           Setup<__nv_bfloat16> s(c, false, 7);
