@@ -11,12 +11,21 @@ namespace {
 
 constexpr int kMostGroups = 1 << 16;  // 16 bits in the lists
 
-// Bytes of a transposed chunk, so that wide layers ask for no more workspace than that. Smaller ones, which
-// would stay in L2, cost as much in launches as they save.
-constexpr std::int64_t kChunkBytes = 72 << 20;
+// Bytes of a transposed chunk: so many stay in L2 until they are multiplied, and the next one is transposed
+// as that ends. Where multiplying takes less than so many microseconds, launches cost more than that saves.
+constexpr std::int64_t kChunkBytes = 36 << 20;
+constexpr double kLeastChunk = 45;
 
 // Block rows may reach past W by more than a tile.
 std::int64_t group_count(const TallProblem& p, int rows) { return ceil_div(p.rows, rows); }
+
+double multiply_microseconds(const TallProblem& p, const TallConfig& c, int sms) {
+  const auto groups = static_cast<double>(group_count(p, c.rows));
+  double columns = static_cast<double>(p.blocks) / static_cast<double>(ceil_div(p.rows, p.block_rows));
+  if (p.in_pairs()) columns *= 2 - columns / static_cast<double>(p.cols);
+  const double tiles = groups * static_cast<double>(ceil_div(p.tokens, c.tokens()));
+  return std::max(1.0, tiles / sms) * tall_clocks(c.rows, static_cast<int>(columns)) / 1750 + 9;
+}
 
 }  // namespace
 
@@ -41,22 +50,16 @@ std::string unsupported(const TallProblem& p) {
 TallConfig configure(const TallProblem& p, int shared_bytes) {
   TallConfig c{p.block_rows % 128 == 0 ? 128 : 64, 0};
   c.slots = std::min(8, (shared_bytes - 512 - c.shared_bytes()) / c.slot_bytes());
-  const std::int64_t chunks = std::max<std::int64_t>(1, ceil_div(p.tokens * p.cols * 2, kChunkBytes));
+  std::int64_t chunks = std::max<std::int64_t>(1, ceil_div(p.tokens * p.cols * 2, kChunkBytes));
+  if (multiply_microseconds(p, c, 132) < kLeastChunk * static_cast<double>(chunks))
+    chunks = ceil_div(chunks, 2);
   c.chunk = std::max<std::int64_t>(512, ceil_div(ceil_div(p.tokens, chunks), 512) * 512);
   return c;
 }
 
 double predicted_microseconds(const TallProblem& p, const TallConfig& c, int sms) {
-  const auto groups = static_cast<double>(group_count(p, c.rows));
-  double columns = static_cast<double>(p.blocks) / static_cast<double>(ceil_div(p.rows, p.block_rows));
-  if (p.in_pairs()) columns *= 2 - columns / static_cast<double>(p.cols);
-  const double tiles = groups * static_cast<double>(ceil_div(p.tokens, c.tokens()));
-  double transpose = 0;
-  if (p.x_layout == Layout::by_token) {
-    const auto chunks = static_cast<double>(ceil_div(p.tokens, c.chunk));
-    transpose = transpose_microseconds(p.tokens * p.cols * 2) + 7 * (chunks - 1);
-  }
-  return std::max(1.0, tiles / sms) * tall_clocks(c.rows, static_cast<int>(columns)) / 1750 + 9 + transpose;
+  const double transpose = p.x_layout == Layout::by_token ? transpose_microseconds(p.tokens * p.cols * 2) : 0;
+  return multiply_microseconds(p, c, sms) + transpose;
 }
 
 TallPlan::TallPlan(const TallProblem& p, const TallConfig& config, int thread_blocks)

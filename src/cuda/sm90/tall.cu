@@ -99,9 +99,10 @@ cudaError_t launch(const TallProblem& p, const TallConfig& config, int sms, cons
     if (by_token) {
       const std::int64_t stride = config.chunk_stride(p.tokens);
       const auto* x = static_cast<const std::uint16_t*>(o.x) + first * p.x_stride;
-      status = transpose(x, 2, tokens, p.cols, p.x_stride, o.workspace, stride, first > 0, stream);
+      char* to = static_cast<char*>(o.workspace) + first / at_once % 2 * config.chunk_bytes(p);
+      status = transpose(x, 2, tokens, p.cols, p.x_stride, to, stride, first > 0, stream);
       if (status != cudaSuccess) return status;
-      params.x = o.workspace;
+      params.x = to;
       params.x_bytes = static_cast<u32>(stride * 2);
     }
     params.tokens = static_cast<int>(tokens);

@@ -119,7 +119,8 @@ struct TallWarps {
     TallWalk walk{p, {}};
     TallWalk::Tile next_tile = walk.next();
     int next = read_column(next_tile, next_tile.first);
-    wait_for_kernels();  // X may just have been transposed
+    wait_for_kernels();   // X may just have been transposed
+    launch_dependents();  // the next part of X may be, into a place that the part before this one had
     while (next_tile.token_tile >= 0) {
       const TallWalk::Tile t = next_tile;
       const int first_row = t.group * kRows % p.block_rows, token = t.token_tile * kTokens;
@@ -317,7 +318,6 @@ __global__ void __launch_bounds__(384, 1) tall_kernel(const __grid_constant__ Ta
     barrier_init_done();
   }
   __syncthreads();
-  launch_dependents();
   const TallWarps<T, kRows> warps{p, slots, state};
   if (warp < 8) {
     take_registers<Shape::kMultiplyRegisters>();

@@ -52,10 +52,10 @@ struct TransposeTile {
         }
       }
     }
-    wait_for_kernels();  // what was here may still be read
   }
 
-  // By all threads: pieces of columns, of[column, piece of the rows].
+  // By all threads: pieces of columns, of[column, piece of the rows]. This kernel ends behind the one before
+  // it, for those who wait for this one: so one of its thread blocks does.
   template <class Piece>
   __device__ void store(const TransposeParams& p, Piece&& of) const {
 #pragma unroll
@@ -65,6 +65,7 @@ struct TransposeTile {
       *reinterpret_cast<uint4*>(static_cast<T*>(p.to) + (col0 + column) * p.to_stride + row0 +
                                 piece * kElements) = of(column, piece);
     }
+    if (blockIdx.x == gridDim.x - 1) wait_for_kernels();
   }
 };
 

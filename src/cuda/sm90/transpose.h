@@ -18,8 +18,8 @@ constexpr double transpose_microseconds(std::int64_t bytes) {  // of the matrix
 
 // to[column][row] = from[row][column], elements of `size` bytes, 2 or 4; rows of `from` and of `to` are
 // strides apart, which are multiples of 16 bytes, as addresses are. Rows of `to` are written up to a multiple
-// of 64. The next kernel of the stream may start while this one ends; `overlap`: this one may start, and
-// read, while the kernel before ends.
+// of 64. The next kernel of the stream may start while this one ends; `overlap`: this one may start, read and
+// write while the kernel before ends, and ends behind it.
 cudaError_t transpose(const void* from, int size, std::int64_t rows, std::int64_t cols, std::int64_t stride,
                       void* to, std::int64_t to_stride, bool overlap, cudaStream_t stream);
 
