@@ -30,6 +30,7 @@ struct StripParams {
   int w_columns;    // 64-wide columns of a stored block
   int columns;      // 64-wide, of X
   int token_tiles;  // of a cluster
+  bool whole;       // the strips of a tile are of one block row
   u32 slots, w_slots;
   Stored stored;  // where zeros are multiplied that may meet an Inf or a NaN of X; else no values
 };
@@ -52,7 +53,8 @@ struct StripState {
   alignas(8) u64 batch_full[kBatches], batch_empty[kBatches];
 };
 
-template <int kStrips, int kTokens, int kCluster>
+// kWhole: the strips of a tile store the same columns, as those of one block row do.
+template <int kStrips, int kTokens, int kCluster, bool kWhole>
 struct StripWarps {
   using Shape = StripShape<kStrips, kTokens>;
   const StripParams& p;
@@ -262,47 +264,40 @@ struct StripWarps {
         if (row + 8 < p.features) bias.y = static_cast<float>(b[row + 8]);
       }
 
-      float d[Shape::kParts][Shape::kPart / 2];
-      u32 add = 0;  // the first product overwrites d
-      for (int step = 0; step < steps; ++step) {
+      using Sums = float[Shape::kParts][Shape::kPart / 2];
+      // The slot of this strip's block in a step that is there.
+      const auto find_w = [&] {
         wait(full(at.slot), at.parity);
         // Read by the lane that will say so: the slot, header and all, is free once it has arrived.
         u32 header = 0;
         if (lane == 0) header = state.header[at.slot];
-        const u32 w_slot = __shfl_sync(~0u, header, 0) >> (8 * strip) & 0xFF;
-        if (w_slot != kAbsent) {
-          const u64 a = operand(w_ring + w_slot * kBlockBytes);
-          const u64 b = operand(x_ring + at.slot * Shape::kSlotBytes);
-          wgmma_fence();
+        return __shfl_sync(~0u, header, 0) >> (8 * strip) & 0xFF;
+      };
+      const auto queue_products = [&](Sums& d, u32 w_slot, u32 add) {
+        const u64 a = operand(w_ring + w_slot * kBlockBytes);
+        const u64 b = operand(x_ring + at.slot * Shape::kSlotBytes);
+        wgmma_fence();
 #pragma unroll
-          for (u32 k = 0; k < 4; ++k) {
+        for (u32 k = 0; k < 4; ++k) {
 #pragma unroll
-            for (u32 part = 0; part < Shape::kParts; ++part) {
-              wgmma<T, kMajorW, Major::k>(d[part], a + k * kNext16<kMajorW>,
-                                          b + k * kNext16<Major::k> + part * (Shape::kPart * 128 >> 4),
-                                          k == 0 ? add : 1);
-            }
+          for (u32 part = 0; part < Shape::kParts; ++part) {
+            wgmma<T, kMajorW, Major::k>(d[part], a + k * kNext16<kMajorW>,
+                                        b + k * kNext16<Major::k> + part * (Shape::kPart * 128 >> 4),
+                                        k == 0 ? add : 1);
           }
-          wgmma_commit();
-          wgmma_wait<0>();
-          add = 1;
         }
+        wgmma_commit();
+      };
+      const auto release = [&](u32 slot) {
         if constexpr (kCluster == 1) {
-          if (lane == 0) arrive(empty(at.slot));
+          if (lane == 0) arrive(empty(slot));
         } else {
-          if (lane < kCluster) arrive_remote(empty(at.slot), static_cast<u32>(lane) ^ rank);  // lane 0: here
+          if (lane < kCluster) arrive_remote(empty(slot), static_cast<u32>(lane) ^ rank);  // lane 0: here
         }
-        at.next(p.slots);
-      }
-      read_tile();
-      if (add == 0) {
-#pragma unroll
-        for (int part = 0; part < Shape::kParts; ++part) {
-#pragma unroll
-          for (float& sum : d[part]) sum = 0;
-        }
-      }
-      if (feature >= 0) {
+      };
+      const auto leave = [&](Sums& d) {
+        read_tile();
+        if (feature < 0) return;
 #pragma unroll
         for (int part = 0; part < Shape::kParts; ++part) {
           store_tile<T, kActivation>(out, d[part], bias, &p.y, feature, token + part * Shape::kPart);
@@ -313,13 +308,53 @@ struct StripWarps {
                                           feature + 16 * warp, token, kTokens);
           }
         }
+      };
+      if constexpr (kWhole) {
+        if (feature >= 0 && steps > 0) {  // products of a step are queued while those of the step before run
+          Sums d;
+          u32 before = 0;
+          for (int step = 0; step < steps; ++step) {
+            queue_products(d, find_w(), step > 0);
+            wgmma_wait<1>();
+            if (step > 0) release(before);
+            before = at.slot;
+            at.next(p.slots);
+          }
+          wgmma_wait<0>();
+          release(before);
+          leave(d);
+          continue;
+        }
       }
+      Sums d;
+      u32 add = 0;  // the first product overwrites d
+      for (int step = 0; step < steps; ++step) {
+        const u32 w_slot = find_w();
+        if constexpr (!kWhole) {
+          if (w_slot != kAbsent) {
+            queue_products(d, w_slot, add);
+            wgmma_wait<0>();
+            add = 1;
+          }
+        }
+        release(at.slot);
+        at.next(p.slots);
+      }
+      if (add == 0) {
+#pragma unroll
+        for (int part = 0; part < Shape::kParts; ++part) {
+#pragma unroll
+          for (float& sum : d[part]) sum = 0;
+        }
+      }
+      leave(d);
     }
     if (out.leads()) store_wait_all();
   }
 };
 
-template <class T, bool kTransposed, Activation kActivation, int kStrips, int kTokens, int kCluster>
+template <class T, bool kTransposed, Activation kActivation, int kStrips, int kTokens, int kCluster,
+          bool kWhole>
 __global__ void __launch_bounds__(StripShape<kStrips, kTokens>::kThreads, 1)
     strip_kernel(const __grid_constant__ StripParams p) {
   using Shape = StripShape<kStrips, kTokens>;
@@ -351,7 +386,8 @@ __global__ void __launch_bounds__(StripShape<kStrips, kTokens>::kThreads, 1)
   if constexpr (kCluster > 1) cluster_sync();
 
   const u32 w_ring = x_ring + p.slots * Shape::kSlotBytes, y_buffers = w_ring + p.w_slots * kBlockBytes;
-  StripWarps<kStrips, kTokens, kCluster> warps{p, state, x_ring, w_ring, kCluster == 1 ? 0 : cluster_rank()};
+  StripWarps<kStrips, kTokens, kCluster, kWhole> warps{p, state, x_ring, w_ring,
+                                                       kCluster == 1 ? 0 : cluster_rank()};
   if (warp < 4 * kStrips) {
     take_registers<Shape::kMultiplyRegisters>();
     const auto strip = static_cast<u32>(warp) / 4;

@@ -7,10 +7,11 @@
 
 namespace rarefy::sm90 {
 
-template <class T, bool kTransposed, Activation kActivation, int kStrips, int kTokens, int kCluster>
+template <class T, bool kTransposed, Activation kActivation, int kStrips, int kTokens, int kCluster,
+          bool kWhole>
 cudaError_t launch_strips(const StripConfig& config, int clusters, const StripParams& params,
                           cudaStream_t stream) {
-  const auto kernel = strip_kernel<T, kTransposed, kActivation, kStrips, kTokens, kCluster>;
+  const auto kernel = strip_kernel<T, kTransposed, kActivation, kStrips, kTokens, kCluster, kWhole>;
   static cuda::SharedLimit limit;
   const cudaError_t status = limit.allow(kernel, config.shared_bytes());
   if (status != cudaSuccess) return status;
@@ -33,16 +34,20 @@ cudaError_t launch_shape(const StripConfig& c, int clusters, const StripParams& 
   const auto is = [&](int strips, int tokens, int cluster) {
     return c.strips == strips && c.tokens == tokens && c.cluster == cluster;
   };
-  if (is(2, 256, 1))
-    return launch_strips<T, kTransposed, kActivation, 2, 256, 1>(c, clusters, params, stream);
-  if (is(2, 256, 2))
-    return launch_strips<T, kTransposed, kActivation, 2, 256, 2>(c, clusters, params, stream);
+  const auto launch_wide = [&](auto whole) {
+    constexpr bool kWhole = decltype(whole)::value;
+    return c.cluster == 1
+               ? launch_strips<T, kTransposed, kActivation, 2, 256, 1, kWhole>(c, clusters, params, stream)
+               : launch_strips<T, kTransposed, kActivation, 2, 256, 2, kWhole>(c, clusters, params, stream);
+  };
+  if (is(2, 256, 1) || is(2, 256, 2))
+    return params.whole ? launch_wide(std::true_type{}) : launch_wide(std::false_type{});
   if (is(3, 256, 1))
-    return launch_strips<T, kTransposed, kActivation, 3, 256, 1>(c, clusters, params, stream);
+    return launch_strips<T, kTransposed, kActivation, 3, 256, 1, false>(c, clusters, params, stream);
   if (is(2, 128, 1))
-    return launch_strips<T, kTransposed, kActivation, 2, 128, 1>(c, clusters, params, stream);
+    return launch_strips<T, kTransposed, kActivation, 2, 128, 1, false>(c, clusters, params, stream);
   if (is(3, 128, 1))
-    return launch_strips<T, kTransposed, kActivation, 3, 128, 1>(c, clusters, params, stream);
+    return launch_strips<T, kTransposed, kActivation, 3, 128, 1, false>(c, clusters, params, stream);
   return cudaErrorInvalidConfiguration;
 }
 

@@ -75,6 +75,9 @@ cudaError_t launch(const StripProblem& p, const StripConfig& config, int sms, co
   params.features = n(p.out_features());
   params.w_columns = n(p.block_cols / 64);
   params.columns = n((p.in_features() + 63) / 64);
+  // Queued products hold a slot for a step longer: of two slots, or of 128 tokens' short steps, that costs
+  // more.
+  params.whole = p.block_out() / 64 % config.strips == 0 && config.slots > 3;
   params.slots = static_cast<u32>(config.slots);
   params.w_slots = static_cast<u32>(config.w_slots);
   const auto run = p.dtype == DType::bf16 ? (p.transposed ? launch_grad_input_bf16 : launch_linear_bf16)
