@@ -244,24 +244,31 @@ Activation Call::activation(std::string_view name) const {
   raise(op_, invalid(op_, "activation must be none, relu, gelu, gelu_tanh or silu", cat('"', name, '"')));
 }
 
-bool Call::reads_in_place(const MatrixView& x, const BsrView& weight, std::int64_t derived) const {
+bool Call::reads_in_place(const MatrixView& x, const Product& product) const {
   const auto threads = device_ == Device::cpu ? static_cast<int>(torch::stable::get_num_threads()) : 1;
-  Problem problem = make_problem(Op::linear, weight.plan.shape, x.rows, x.dtype, device_, threads);
-  problem.weight.dtype = weight.dtype;
+  const bool gradient = product.dy != nullptr;
+  Problem problem =
+      make_problem(gradient ? Op::grad_weight : Op::linear, product.shape, x.rows, x.dtype, device_, threads);
+  problem.weight.dtype = product.stored;
   problem.device_index = device_ == Device::cuda ? device_index_ : 0;
-  problem.derived = static_cast<std::uint64_t>(derived);
-  const auto copied = choose(problem);
+  problem.derived = static_cast<std::uint64_t>(product.derived);
   Alignment alignment;
   alignment.add(x);
+  if (gradient) {
+    problem.out = product.stored;
+    problem.in_stride = product.dy->stride();
+    alignment.add(*product.dy);
+  }
+  const auto copied = choose(problem);
   problem.in_alignment = alignment.bytes();
-  problem.in_layout = x.layout();
-  problem.in_stride = x.stride();
+  (gradient ? problem.out_layout : problem.in_layout) = x.layout();
+  (gradient ? problem.out_stride : problem.in_stride) = x.stride();
   const auto in_place = choose(problem);
   return copied.ok() && in_place.ok() && copied->kernel == in_place->kernel;
 }
 
 MatrixView Call::matrix(std::string_view argument, Tensor& tensor, std::string_view columns_name,
-                        std::int64_t columns, const BsrView* weight, std::int64_t derived) const {
+                        std::int64_t columns, const Product* product) const {
   check_device(argument, tensor);
   const DType dtype = float_dtype(argument, tensor);
   const std::int64_t leading = tensor.dim() - 1;
@@ -282,8 +289,8 @@ MatrixView Call::matrix(std::string_view argument, Tensor& tensor, std::string_v
   }
   if (rows > 0 && !(even && col_stride == 1)) {
     const MatrixView by_feature{elements(argument, tensor), dtype, rows, columns, 1, device_, col_stride};
-    if (weight != nullptr && even && row_stride == 1 && col_stride > 1 &&
-        reads_in_place(by_feature, *weight, derived)) {
+    if (product != nullptr && even && row_stride == 1 && col_stride > 1 &&
+        reads_in_place(by_feature, *product)) {
       return by_feature;
     }
     tensor = torch::stable::contiguous(tensor);

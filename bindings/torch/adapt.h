@@ -74,10 +74,16 @@ class Call {
 
   // A tensor of any leading dimensions as a matrix whose rows are `columns` long. `tensor` is
   // replaced by a contiguous copy when its rows are not evenly spaced or not contiguous. But one by feature
-  // (x.t() of a (features, tokens) tensor) is read in place if it is multiplied with the weight given, for
-  // which `derived` is at hand, by a kernel that would get the copy too: then a copy saves nothing.
+  // (x.t() of a (features, tokens) tensor) is read in place if what multiplies it is said, and is a kernel
+  // that would get the copy too: then a copy saves nothing.
+  struct Product {  // linear or, with dy, grad_weight
+    const BsrShape& shape;
+    DType stored;
+    std::int64_t derived;  // at hand for it
+    const MatrixView* dy = nullptr;
+  };
   MatrixView matrix(std::string_view argument, Tensor& tensor, std::string_view columns_name,
-                    std::int64_t columns, const BsrView* weight = nullptr, std::int64_t derived = 0) const;
+                    std::int64_t columns, const Product* product = nullptr) const;
 
   // What kernels read of a pattern, after a check in O(1) that `plan` is one for this shape (on CUDA:
   // that its length is). The second takes the number of blocks from the plan's length. Where `part` is rows
@@ -109,7 +115,7 @@ class Call {
   PlanView view(std::span<const std::int32_t> plan, const BsrShape& shape, Part part) const;
   Tensor empty(std::span<const std::int64_t> sizes, std::int32_t dtype) const;
   static void* provide_workspace(void* call, std::int64_t bytes);
-  bool reads_in_place(const MatrixView& x, const BsrView& weight, std::int64_t derived) const;
+  bool reads_in_place(const MatrixView& x, const Product& product) const;
 
   std::string_view op_;
   Device device_;

@@ -27,7 +27,8 @@ Tensor bsr_linear(Tensor x, const Tensor& values, const Tensor& plan, const std:
   BsrView weight =
       call.weight(values, plan, out_features, in_features, by_rows ? Call::Part::rows : Call::Part::whole);
   weight.rounds_x = kRoundsX;
-  const MatrixView in = call.matrix("x", x, "in_features", in_features, &weight, derived);
+  const Call::Product product{weight.plan.shape, weight.dtype, derived};
+  const MatrixView in = call.matrix("x", x, "in_features", in_features, &product);
   call.check_stored(weight.dtype, "x", in.dtype);
   weight.derived = view_derived(call, {prepared, packed, derived}, Op::linear, weight.plan, in.dtype, &weight,
                                 weight.dtype, in.rows);
@@ -89,10 +90,11 @@ Tensor bsr_grad_weight(Tensor grad_output, Tensor x, const Tensor& plan, std::in
   const Call call("bsr_grad_weight", "x", x);
   const PlanView pattern = call.plan(plan, out_features, in_features, block_rows, block_cols);
   const MatrixView dy = call.matrix("grad_output", grad_output, "out_features", out_features);
-  const MatrixView in = call.matrix("x", x, "in_features", in_features);
+  const DType stored = call.stored_dtype(dtype, "x", call.float_dtype("x", x));
+  const Call::Product product{pattern.shape, stored, derived, &dy};
+  const MatrixView in = call.matrix("x", x, "in_features", in_features, &product);
   call.check_dtype("x", x, "grad_output", dy.dtype);
   call.check_rows(in, dy);
-  const DType stored = call.stored_dtype(dtype, "x", in.dtype);
   Tensor dvalues = call.empty_values(pattern.shape, dtype.value_or(x.scalar_type()));
   write_weight_gradient(call, dy, in, pattern, dvalues, stored, {prepared, std::nullopt, derived}, false);
   return dvalues;
@@ -105,7 +107,8 @@ void bsr_add_grad_weight(const Tensor& gradient, Tensor grad_output, Tensor x, c
   const Call call("bsr_add_grad_weight", "x", x);
   const BsrView weight = call.weight(gradient, plan, out_features, in_features);
   const MatrixView dy = call.matrix("grad_output", grad_output, "out_features", out_features);
-  const MatrixView in = call.matrix("x", x, "in_features", in_features);
+  const Call::Product product{weight.plan.shape, weight.dtype, derived, &dy};
+  const MatrixView in = call.matrix("x", x, "in_features", in_features, &product);
   call.check_dtype("x", x, "grad_output", dy.dtype);
   call.check_stored(weight.dtype, "x", in.dtype);
   call.check_rows(in, dy);
@@ -136,10 +139,11 @@ std::tuple<Tensor, Tensor, Tensor> bsr_linear_backward(
   };
   std::optional<Tensor> dbias;  // of a kernel that sums dY as it multiplies it
   const auto weight_gradient = [&] {
-    const MatrixView in = call.matrix("x", *x, "in_features", in_features);
+    const DType stored = call.stored_dtype(dtype, "x", call.float_dtype("x", *x));
+    const Call::Product product{pattern.shape, stored, derived, &dy};
+    const MatrixView in = call.matrix("x", *x, "in_features", in_features, &product);
     call.check_dtype("x", *x, "grad_output", dy.dtype);
     call.check_rows(in, dy);
-    const DType stored = call.stored_dtype(dtype, "x", in.dtype);
     Tensor dvalues = call.empty_values(pattern.shape, dtype.value_or(x->scalar_type()));
     BiasGradient sums;
     if (bias && dy.device == Device::cuda) {

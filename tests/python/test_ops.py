@@ -255,6 +255,13 @@ def test_tall_vectors_take_both_layouts(block_shape, device):
             torch.testing.assert_close(y, layer(x.contiguous()), rtol=2**-7, atol=2**-6)
             dense = x.double() @ layer.weight.to_dense().double().T + layer.bias.double()
             torch.testing.assert_close(y.double(), dense, rtol=2**-7, atol=2**-6)
+            # So does the weight gradient, with the bits of a copy.
+            dy = torch.randn(tokens, 256, device=device).bfloat16()
+            gradients = [
+                ops.bsr_grad_weight(dy, i, layer.weight.pattern.plan, *block_shape, 256, 136, torch.bfloat16)
+                for i in (x, x.contiguous())
+            ]
+            assert torch.equal(*gradients)
         if device == "cuda" and torch.cuda.get_device_capability() == (9, 0):
             assert rarefy.explain(layer, x.contiguous())["kernel"] == "sm90_tall"
 
