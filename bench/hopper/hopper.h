@@ -35,6 +35,8 @@ void time_floor();
 void time_host();
 bool check_tall(bool small);
 void time_tall(Report& report, Dense& dense, bool every_config);
+bool check_tall_gradient(bool small);
+void time_tall_gradient(Report& report, Dense& dense, bool every_config);
 void time_networks(Report& report, Dense& dense, bool every_config);
 bool check_unions(bool small);
 void time_unions(Report& report, Dense& dense, bool every_config);

@@ -56,6 +56,7 @@ int main(int argc, char** argv) {
     if (wanted("unions")) good &= check_unions(small);
     if (wanted("decode")) good &= check_decode(small);
     if (wanted("tall")) good &= check_tall(small);
+    if (wanted("tall-gradient")) good &= check_tall_gradient(small);
     if (wanted("gradient")) good &= check_gradient(small);
     return good ? 0 : 1;
   }
@@ -85,6 +86,7 @@ int main(int argc, char** argv) {
   if (wanted("unions")) time_unions(report, dense, every);
   if (wanted("decode")) time_decode(report, dense, every);
   if (wanted("tall")) time_tall(report, dense, every);
+  if (wanted("tall-gradient")) time_tall_gradient(report, dense, every);
   if (wanted("networks")) time_networks(report, dense, every);
   if (wanted("gradient")) time_gradient(report, dense, every);
   if (wanted("sm80")) time_sm80(report, dense, every);

@@ -352,21 +352,23 @@ TEST_F(Sm90Test, GradWeight) {
 }
 
 // Both gradients of tall vectors: few tokens and many, in every number of shares; rows of no, few and more
-// columns than a tile has; more tiles than thread blocks; edges. Held or made for the call, the same bits.
+// columns than a tile has, for each number of products; more tiles than thread blocks; edges. Held or made
+// for the call, the same bits. X by token and by feature.
 TEST_F(Sm90Test, TallGradients) {
   for (const std::int64_t r : {32, 64, 96, 128, 256}) {
     for (const DType dtype : {DType::bf16, DType::f16}) {
       for (const ProblemSpec& spec : {ProblemSpec{300, 3 * r - 24, 200, r, 1, 0.3, dtype, true, 8},
                                       ProblemSpec{1, 2 * r, 40, r, 1, 1.0, dtype, true, 8},
                                       ProblemSpec{77, 2 * r - 8, 1096, r, 1, 1.0, dtype, true, 8},
+                                      ProblemSpec{400, 2 * r, 496, r, 1, 1.0, dtype, true, 8},
+                                      ProblemSpec{400, 2 * r, 288, r, 1, 1.0, dtype, true, 8},
                                       ProblemSpec{1500, 2 * r, 328, r, 1, 0.5, dtype, false, 16},
                                       ProblemSpec{40, 150 * r, 72, r, 1, 0.2, dtype, true, 0}}) {
         SCOPED_TRACE(text_of(spec));
         const Problem problem = make_problem(spec);
         ProblemIn<DeviceBuffer> gpu(problem);
-        const auto run = [&](const char* config) {
-          SCOPED_TRACE(config);
-          const Force force(config);
+        const auto run = [&] {
+          const Force force("cuda:sm90");
           gpu.poison();
           expect_ok(gpu.grad_weight());
           expect_grad_weight(problem, gpu);
@@ -374,14 +376,33 @@ TEST_F(Sm90Test, TallGradients) {
           expect_grad_input(problem, gpu);
           return std::pair{gpu.dvalues().download(), gpu.dx().download()};
         };
-        const auto made = run("cuda:sm90");
-        for (const char* split :
-             {"cuda:sm90,sm90_tall_gradient(split=1)", "cuda:sm90,sm90_tall_gradient(split=2)",
-              "cuda:sm90,sm90_tall_gradient(split=4)"}) {
-          run(split);
-        }
+        const auto made = run();
+
+        ProblemSpec by_feature = spec;
+        by_feature.x_layout = Layout::by_feature;
+        // Columns in pieces of 16 bytes, and what lies between them NaN; rows of dY as well.
+        by_feature.stride = 8 + (8 - spec.m % 8) % 8;
+        by_feature.n -= by_feature.stride % 8;
+        const Problem other = make_problem(by_feature);
+        ProblemIn<DeviceBuffer> in_place(other);
+        const auto check_every_width = [&](const Problem& host, ProblemIn<DeviceBuffer>& device) {
+          std::vector<double> first;
+          for (const char* config : {"split=1 columns=288", "split=2 columns=264", "split=4 columns=272",
+                                     "split=1 columns=248", "split=2 columns=288", "split=4 columns=64"}) {
+            SCOPED_TRACE(config);
+            const Force force("cuda:sm90,sm90_tall_gradient(" + std::string(config) + ')');
+            device.poison();
+            expect_ok(device.grad_weight());
+            const std::vector<double> found = decode(device.dvalues().download(), dtype);
+            if (first.empty() || !spec.integers) expect_grad_weight(host, device);
+            if (first.empty()) first = found;
+            EXPECT_TRUE(!spec.integers || found == first);
+          }
+        };
+        check_every_width(problem, gpu);
+        check_every_width(other, in_place);
         gpu.hold_derived(4096);
-        EXPECT_EQ(run("cuda:sm90"), made);
+        EXPECT_EQ(run(), made);
       }
     }
   }

@@ -328,8 +328,8 @@ TEST(TallGradient, HasRoomForItsTiles) {
       // One row that stores all it can, the others evenly what is left.
       const std::int64_t parts = (block_rows + c.rows - 1) / c.rows,
                          first = std::min<std::int64_t>(blocks, 4096);
-      std::int64_t tiles = (first + c.columns() - 1) / c.columns();
-      for (int row = 1; row < 16; ++row) tiles += ((blocks - first) / 15 + c.columns()) / c.columns();
+      std::int64_t tiles = (first + c.columns - 1) / c.columns;
+      for (int row = 1; row < 16; ++row) tiles += ((blocks - first) / 15 + c.columns) / c.columns;
       EXPECT_LE(tiles * parts, TallGradientPlan(p, c).most) << blocks << ' ' << c.text();
       EXPECT_TRUE(blocks > 100 || c.split == 4) << c.text();
     }
@@ -338,7 +338,8 @@ TEST(TallGradient, HasRoomForItsTiles) {
   EXPECT_EQ(unsupported(p), "");
   for (const TallGradientConfig& c :
        {TallGradientConfig{128, 1, 4}, TallGradientConfig{32, 1, 4}, TallGradientConfig{64, 3, 4},
-        TallGradientConfig{64, 1, 1}, TallGradientConfig{64, 1, 4, 2}})
+        TallGradientConfig{64, 1, 1}, TallGradientConfig{64, 1, 4, 2}, TallGradientConfig{64, 1, 4, 132, 4},
+        TallGradientConfig{64, 1, 4, 132, 580}})
     EXPECT_FALSE(valid(p, c)) << c.text();
   p.x_stride = 68;
   EXPECT_EQ(unsupported(p), "copies of 16 bytes need rows of X and dY 16 bytes apart");

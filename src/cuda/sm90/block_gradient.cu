@@ -267,7 +267,7 @@ __global__ void __launch_bounds__(kTileThreads, 1) gradient_kernel(const __grid_
 
   // From here on the slots hold sums of other shares, and results.
   if constexpr (kSplit > 1) {
-    exchange<kSplit>(d, rank, slots);
+    exchange<kSplit>([&](u32 i) { return &d[i / 16][i % 16 * 4]; }, rank, slots);
   } else {
     named_barrier(1, to_sum != 0 ? 384 : 256);
   }

@@ -70,20 +70,21 @@ Status run_grad_input(const Call& call) {
 // dW ------------------------------------------------------------------------------------------------------
 
 struct TallGradientChoice {
-  std::int64_t rows = 128, split = 1, slots = 4, sms = 132;
-  static constexpr std::string_view kFields[] = {"rows", "split", "slots", "sms"};
+  std::int64_t rows = 128, split = 1, slots = 4, sms = 132, columns = TallGradientConfig::kMost;
+  static constexpr std::string_view kFields[] = {"rows", "split", "slots", "sms", "columns"};
   TallGradientConfig config() const {
     const auto n = [](std::int64_t x) { return static_cast<int>(x); };
-    return {n(rows), n(split), n(slots), n(sms)};
+    return {n(rows), n(split), n(slots), n(sms), n(columns)};
   }
 };
 
 TallGradientProblem weight_problem(const Problem& p) {
   const BsrShape& s = p.weight.shape;
-  return {p.in, p.tokens, s.rows, s.cols, s.block_rows, s.nnzb, p.in_stride, p.out_stride};
+  return {p.in, p.tokens, s.rows, s.cols, s.block_rows, s.nnzb, p.in_stride, p.out_stride, p.out_layout};
 }
 
 Reason supports_grad_weight(const Problem& p, const rarefy::Machine& machine) {
+  if (p.in_layout == Layout::by_feature) return "takes dY by token";
   Reason reason = supports_columns(p, machine);
   return reason.empty() ? unsupported(weight_problem(p)) : reason;
 }
@@ -91,7 +92,7 @@ Reason supports_grad_weight(const Problem& p, const rarefy::Machine& machine) {
 Config configure_grad_weight(const Problem& p, const rarefy::Machine& machine) {
   const TallGradientConfig c =
       configure(weight_problem(p), machine.gpu.sms, static_cast<int>(machine.gpu.shared_memory));
-  return to_config(TallGradientChoice{c.rows, c.split, c.slots, c.sms});
+  return to_config(TallGradientChoice{c.rows, c.split, c.slots, c.sms, c.columns});
 }
 
 // Of a config that may hold anything.
@@ -154,6 +155,7 @@ void add_tall_backward_rows(Registry& registry) {
                       .name = "sm90_tall_gradient",
                       .supports = supports_grad_weight,
                       .run = run_grad_weight,
+                      .any_layout = true,
                       .configure = configure_grad_weight,
                       .fields = TallGradientChoice::kFields,
                       .workspace = weight_workspace,

@@ -2,10 +2,59 @@
 #include "cuda/sm90/tall_gradient.h"
 
 #include <algorithm>
+#include <cmath>
+#include <limits>
 
 #include "core/checked.h"
 
 namespace rarefy::sm90 {
+
+namespace {
+
+constexpr int kMostTiles = 0xFFFF;  // of a list
+constexpr int kTokens = 4096;  // that tiles and shares are chosen for: what is prepared serves any number
+
+// Clocks of a round of tiles with so many columns: bytes from L2 or products, and what each step and tile
+// takes beside them.
+double round_clocks(const TallGradientConfig& c, double columns) {
+  const double bytes = (c.rows + columns) * c.tokens() * 2, products = c.rows * columns * c.tokens() / 2048.;
+  const double steps = static_cast<double>(kTokens) / c.tokens() / c.split;
+  return steps * (150 + std::max(bytes / 41, products / .9)) + (c.split > 1 ? 12000 : 5000);
+}
+
+// Tiles of each row, and shares of the tokens, that fill rounds of all SMs best, if rows store about alike:
+// random ones within 2.5 times what they scatter by.
+TallGradientConfig divided(const TallGradientProblem& p, int sms) {
+  TallGradientConfig best;
+  best.rows = p.block_rows % 128 == 0 ? 128 : 64;
+  best.sms = sms;
+  best.columns = best.most_columns();
+  const std::int64_t rows = std::max<std::int64_t>(1, ceil_div(p.rows, p.block_rows)),
+                     row_tiles = rows * ceil_div(p.block_rows, std::int64_t{best.rows});
+  const double mean = static_cast<double>(p.blocks) / static_cast<double>(rows);
+  const double absent = 1 - mean / static_cast<double>(std::max<std::int64_t>(1, p.cols));
+  const double scatter = 2.5 * std::sqrt(mean * std::max(0., absent));
+  double clocks = std::numeric_limits<double>::infinity();
+  for (int parts = 1; parts == 1 || mean / parts >= 64; ++parts) {
+    TallGradientConfig c = best;
+    const auto least = static_cast<int>(std::ceil((mean + scatter) / parts / 8)) * 8;
+    if (least > c.most_columns() && mean / (parts + 1) >= 64) continue;
+    // As many as leave no row of those with fewer tiles.
+    const double most = parts == 1 ? c.most_columns() : (mean - scatter) / (parts - 1);
+    c.columns = std::clamp(static_cast<int>(most / 8) * 8, std::max(8, std::min(least, c.most_columns())),
+                           c.most_columns());
+    if (TallGradientPlan(p, c).most > kMostTiles) continue;
+    for (c.split = 1; c.split <= 4; c.split *= 2) {
+      const auto rounds =
+          static_cast<double>(ceil_div(row_tiles * parts, std::int64_t{std::max(1, c.clusters())}));
+      const double its = rounds * round_clocks(c, mean / parts);
+      if (its < clocks) best = c, clocks = its;
+    }
+  }
+  return best;
+}
+
+}  // namespace
 
 std::string unsupported(const TallGradientProblem& p) {
   if (p.dtype != DType::bf16 && p.dtype != DType::f16) return "tensor cores of this kernel take bf16 and f16";
@@ -15,33 +64,31 @@ std::string unsupported(const TallGradientProblem& p) {
     return "copies of 16 bytes need rows of X and dY 16 bytes apart";
   if (p.dy_stride < p.rows) return "TMA needs rows that do not overlap";
   if (p.tokens > INT32_MAX - 1024 || p.blocks > INT32_MAX) return "coordinates of TMA are 32-bit";
-  if (p.workspace() / 16 > UINT32_MAX) return "distances in X are 32-bit";
-  if (TallGradientPlan(p, {p.block_rows % 128 == 0 ? 128 : 64}).most > 0xFFFF)
-    return "lists have less than 2^16 tiles";
+  if (p.x_layout == Layout::by_feature && p.cols * p.x_stride / 8 > UINT32_MAX)
+    return "distances in X are 32-bit";
+  TallGradientConfig widest{p.block_rows % 128 == 0 ? 128 : 64};
+  widest.columns = widest.most_columns();
+  if (TallGradientPlan(p, widest).most > kMostTiles) return "lists have less than 2^16 tiles";
   return {};
 }
 
 bool valid(const TallGradientProblem& p, const TallGradientConfig& c) {
   return (c.rows == 64 || (c.rows == 128 && p.block_rows % 128 == 0)) &&
          (c.split == 1 || c.split == 2 || c.split == 4) && c.slots >= 2 && c.slots <= 8 && c.sms >= 4 &&
-         c.sms <= kMostClusters;
+         c.sms <= kMostClusters && c.columns % 8 == 0 && c.columns >= 8 && c.columns <= c.most_columns() &&
+         TallGradientPlan(p, c).most <= kMostTiles;
 }
 
 TallGradientConfig configure(const TallGradientProblem& p, int sms, int shared_bytes) {
-  TallGradientConfig c{p.block_rows % 128 == 0 ? 128 : 64, 1, 0, std::min(sms, kMostClusters)};
+  TallGradientConfig c = divided(p, std::min(sms, kMostClusters));
+  c.slots = 0;
   c.slots = std::min(8, (shared_bytes - 512 - c.shared_bytes()) / c.slot_bytes());
-  // Tiles, if rows store alike: as many shares of the tokens as there are thread blocks for.
-  const std::int64_t rows = ceil_div(p.rows, p.block_rows), per_block = ceil_div(p.block_rows, c.rows);
-  const std::int64_t tiles =
-      rows * per_block *
-      ceil_div(ceil_div(p.blocks, std::max<std::int64_t>(1, rows)), std::int64_t{c.columns()});
-  while (c.split < 4 && tiles * c.split * 2 <= sms) c.split *= 2;
   return c;
 }
 
 TallGradientPlan::TallGradientPlan(const TallGradientProblem& p, const TallGradientConfig& c) {
   const std::int64_t per_block = ceil_div(p.block_rows, c.rows);
-  const std::int64_t tiles = (p.blocks / c.columns() + ceil_div(p.rows, p.block_rows)) * per_block;
+  const std::int64_t tiles = (p.blocks / c.columns + ceil_div(p.rows, p.block_rows)) * per_block;
   most = static_cast<int>(std::min<std::int64_t>(tiles, INT32_MAX));
   items_at = 4 * std::int64_t{most};
   words = items_at + 2 * std::int64_t{most};

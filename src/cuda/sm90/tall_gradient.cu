@@ -8,7 +8,8 @@
 namespace rarefy::sm90 {
 namespace {
 
-constexpr int kThreads = 512, kBuckets = 65;  // of tiles by their eights of columns
+constexpr int kThreads = 512,
+              kBuckets = 2 * TallGradientConfig::kMost / 8 + 1;  // of tiles by their eights of columns
 
 struct TilePlan {
   const int* crow;
@@ -24,9 +25,12 @@ __global__ void __launch_bounds__(kThreads) tile_kernel(const __grid_constant__ 
   const int self = static_cast<int>(threadIdx.x);
   const auto each_tile = [&](auto&& take) {
     for (int row = self; row < p.block_rows; row += kThreads) {
-      const int end = p.crow[row + 1];
-      for (int first = p.crow[row]; first < end; first += p.columns) {
-        const int count = min(p.columns, end - first);
+      // A row's columns divided evenly, as few tiles as hold them.
+      const int begin = p.crow[row], end = p.crow[row + 1];
+      const int parts = max(1, (end - begin + p.columns - 1) / p.columns);
+      const int width = ((end - begin + parts - 1) / parts + 7) / 8 * 8;
+      for (int first = begin; first < end; first += width) {
+        const int count = min(width, end - first);
         for (int part = 0; part < p.tiles_of_block; ++part)
           take(int4{row * p.tiles_of_block + part, first, count, 0}, (count + 7) / 8);
       }
@@ -50,7 +54,7 @@ __global__ void __launch_bounds__(kThreads) tile_kernel(const __grid_constant__ 
   for (int i = room[0] + self; i < p.most; i += kThreads) p.tiles[i] = {0, 0, 0, 0};  // behind the last
 }
 
-// Whole tiles first, each to the cluster that would be free first. A list has room for tiles that there are
+// Wide tiles first, each to the cluster that would be free first. A list has room for tiles that there are
 // not.
 __global__ void __launch_bounds__(32) tile_list_kernel(const __grid_constant__ TilePlan p, int rows) {
   const int lane = static_cast<int>(threadIdx.x);
@@ -65,7 +69,7 @@ __global__ void __launch_bounds__(32) tile_list_kernel(const __grid_constant__ T
 }
 
 template <class T, int kRows, int kSplit>
-cudaError_t launch_kernel(const TallGradientConfig& config, const TallGradientParams& params,
+cudaError_t launch_kernel(const TallGradientConfig& config, const TallGradientParams& params, bool transposed,
                           cudaStream_t stream) {
   const auto kernel = tall_gradient_kernel<T, kRows, kSplit>;
   static cuda::SharedLimit limit;
@@ -73,7 +77,7 @@ cudaError_t launch_kernel(const TallGradientConfig& config, const TallGradientPa
   if (status != cudaSuccess) return status;
   cudaLaunchAttribute attributes[2]{};
   attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;  // while X is being transposed
-  attributes[0].val.programmaticStreamSerializationAllowed = 1;
+  attributes[0].val.programmaticStreamSerializationAllowed = transposed ? 1 : 0;
   attributes[1].id = cudaLaunchAttributeClusterDimension;
   attributes[1].val.clusterDim = {kSplit, 1, 1};
   cudaLaunchConfig_t launch{};
@@ -87,18 +91,21 @@ cudaError_t launch_kernel(const TallGradientConfig& config, const TallGradientPa
 }
 
 template <class T, int kRows>
-cudaError_t launch_split(const TallGradientConfig& c, const TallGradientParams& params, cudaStream_t stream) {
+cudaError_t launch_split(const TallGradientConfig& c, const TallGradientParams& params, bool transposed,
+                         cudaStream_t stream) {
   switch (c.split) {
-    case 1: return launch_kernel<T, kRows, 1>(c, params, stream);
-    case 2: return launch_kernel<T, kRows, 2>(c, params, stream);
-    case 4: return launch_kernel<T, kRows, 4>(c, params, stream);
+    case 1: return launch_kernel<T, kRows, 1>(c, params, transposed, stream);
+    case 2: return launch_kernel<T, kRows, 2>(c, params, transposed, stream);
+    case 4: return launch_kernel<T, kRows, 4>(c, params, transposed, stream);
     default: return cudaErrorInvalidConfiguration;
   }
 }
 
 template <class T>
-cudaError_t launch_type(const TallGradientConfig& c, const TallGradientParams& params, cudaStream_t stream) {
-  return c.rows == 128 ? launch_split<T, 128>(c, params, stream) : launch_split<T, 64>(c, params, stream);
+cudaError_t launch_type(const TallGradientConfig& c, const TallGradientParams& params, bool transposed,
+                        cudaStream_t stream) {
+  return c.rows == 128 ? launch_split<T, 128>(c, params, transposed, stream)
+                       : launch_split<T, 64>(c, params, transposed, stream);
 }
 
 int n(std::int64_t x) { return static_cast<int>(x); }
@@ -113,7 +120,7 @@ cudaError_t prepare(const TallGradientProblem& p, const TallGradientConfig& conf
   const TilePlan params{crow,
                         n(up(p.rows, p.block_rows)),
                         n(up(p.block_rows, config.rows)),
-                        config.columns(),
+                        config.columns,
                         plan.most,
                         plan.lists(config),
                         reinterpret_cast<int4*>(words),
@@ -137,28 +144,34 @@ cudaError_t launch(const TallGradientProblem& p, const TallGradientConfig& confi
   shape.stride[0] = u(p.dy_stride) * 2;
   cudaError_t status = make_tensor_map(&params.dy, p.dtype, o.dy, shape);
   if (status != cudaSuccess) return status;
-  shape.box[1] = 64;
+  shape.box[1] = 32;
   shape.size[0] = u(p.block_rows);
   shape.size[1] = u(p.blocks);
   shape.stride[0] = u(p.block_rows) * 2;
   status = make_tensor_map(&params.out, p.dtype, o.dvalues, shape);
   if (status != cudaSuccess) return status;
-  const std::int64_t stride = transposed_stride(p.tokens);
-  status = transpose(o.x, 2, p.tokens, p.cols, p.x_stride, o.workspace, stride, false, stream);
-  if (status != cudaSuccess) return status;
+  const bool by_feature = p.x_layout == Layout::by_feature;
+  if (!by_feature) {  // what a step reads lies side by side
+    const int step = config.tokens();
+    status = transpose(o.x, 2, p.tokens, p.cols, p.x_stride, o.workspace, step, false, stream,
+                       {step, p.cols * step});
+    if (status != cudaSuccess) return status;
+  }
   params.lists = {plan.lists(config), o.plan + plan.items_at, 1};
   params.tiles = reinterpret_cast<const int4*>(o.plan);
   params.col = o.col;
-  params.x = static_cast<const char*>(o.workspace);
-  params.x_pieces = static_cast<u32>(stride / 8);
+  params.x = static_cast<const char*>(by_feature ? o.x : o.workspace);
+  params.x_tokens = n(by_feature ? p.tokens : transposed_stride(p.tokens));
+  params.x_pieces = static_cast<u32>(by_feature ? p.x_stride / 8 : config.tokens() / 8);
+  params.x_step = (by_feature ? 1 : p.cols) * config.tokens() * 2;
   params.dvalues = o.dvalues;
   params.tokens = n(p.tokens);
   params.rows = n(p.rows);
   params.block_rows = n(p.block_rows);
   params.tiles_of_block = n(up(p.block_rows, config.rows));
   params.slots = static_cast<u32>(config.slots);
-  return p.dtype == DType::bf16 ? launch_type<__nv_bfloat16>(config, params, stream)
-                                : launch_type<__half>(config, params, stream);
+  return p.dtype == DType::bf16 ? launch_type<__nv_bfloat16>(config, params, !by_feature, stream)
+                                : launch_type<__half>(config, params, !by_feature, stream);
 }
 
 }  // namespace rarefy::sm90

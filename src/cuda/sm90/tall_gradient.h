@@ -1,6 +1,6 @@
 // The weight gradient of tall vectors: blocks of one column and a multiple of 32 rows. A tile is 128 rows of
 // W (or 64) × as many stored columns as the sums of two warpgroups hold; it walks the tokens, with dY as it
-// is and the tile's columns gathered from X by feature, which is transposed into workspace first.
+// is and the tile's columns gathered from X by feature; X by token is transposed into workspace first.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -11,6 +11,7 @@
 #include "cuda/sm90/strip_walk.h"
 #include "cuda/sm90/transpose.h"
 #include "rarefy/dtype.h"
+#include "rarefy/problem.h"
 
 namespace rarefy::sm90 {
 
@@ -18,24 +19,30 @@ struct TallGradientProblem {
   DType dtype = DType::bf16;
   std::int64_t tokens = 0, rows = 0, cols = 0;  // W is (rows, cols)
   std::int64_t block_rows = 0, blocks = 0;
-  std::int64_t dy_stride = 0, x_stride = 0;  // elements between tokens
+  std::int64_t dy_stride = 0, x_stride = 0;  // elements between tokens; X by feature: between features
+  Layout x_layout = Layout::by_token;
 
-  std::int64_t workspace() const { return cols * transposed_stride(tokens) * 2; }  // X by feature
+  std::int64_t workspace() const {  // X by feature, if it is not
+    return x_layout == Layout::by_token ? cols * transposed_stride(tokens) * 2 : 0;
+  }
 };
 
 struct TallGradientConfig {
-  int rows = 128;  // of a tile; 64: twice the columns
-  int split = 1;   // thread blocks of a cluster that share the tokens: 1, 2 or 4
-  int slots = 4;   // steps in flight
+  static constexpr int kMost = 288;  // columns of a warpgroup's sums
+  int rows = 128;                    // of a tile; 64: twice the columns
+  int split = 1;                     // thread blocks of a cluster that share the tokens: 1, 2 or 4
+  int slots = 4;                     // steps in flight
   int sms = 132;
+  int columns = kMost;  // of a tile, at most: a row is divided evenly into as few tiles as hold it
 
-  int columns() const { return rows == 128 ? 256 : 512; }
+  int most_columns() const { return rows == 128 ? kMost : 2 * kMost; }
   int tokens() const { return rows == 128 ? 64 : 32; }  // of a step
-  int slot_bytes() const { return (rows + columns()) * tokens() * 2; }
-  int shared_bytes() const { return 1024 + slots * slot_bytes() + 2 * 2 * 8192; }
+  int slot_bytes() const { return (rows + most_columns()) * tokens() * 2; }
+  int shared_bytes() const { return 1024 + slots * slot_bytes() + 2 * 2 * 4096; }
   std::string text() const {
     return "rows=" + std::to_string(rows) + " split=" + std::to_string(split) +
-           " slots=" + std::to_string(slots) + " sms=" + std::to_string(sms);
+           " slots=" + std::to_string(slots) + " sms=" + std::to_string(sms) +
+           " columns=" + std::to_string(columns);
   }
   int clusters() const { return (sms < kMostClusters ? sms : kMostClusters) / split; }
 };
@@ -65,7 +72,7 @@ struct TallGradientOperands {  // device pointers, 16-byte aligned
   void* workspace = nullptr;
 };
 
-// Queues two kernels.
+// Queues a kernel, with X by token two.
 cudaError_t launch(const TallGradientProblem& problem, const TallGradientConfig& config,
                    const TallGradientOperands& operands, cudaStream_t stream);
 

@@ -6,8 +6,9 @@
 
 #include "cuda/sm90/device/async_copy.cuh"
 #include "cuda/sm90/device/warp.cuh"
-#include "cuda/sm90/device/wgmma.cuh"
+#include "cuda/sm90/device/wgmma_columns.cuh"
 #include "cuda/sm90/gradient_exchange.cuh"
+#include "cuda/sm90/tall_gradient.h"
 #include "cuda/sm90/tile/ring.cuh"
 #include "cuda/sm90/tile/store.cuh"
 #include "cuda/sm90/tile_lists.cuh"
@@ -19,26 +20,35 @@ struct TallGradientParams {
   TileLists lists;
   const int4* tiles;  // row tile, first stored column, how many
   const int* col;
-  const char* x;  // by feature
-  u32 x_pieces;   // of 16 bytes, from one feature to the next
+  const char* x;        // by feature
+  u32 x_pieces;         // of 16 bytes, from one feature to the next
+  std::int64_t x_step;  // bytes from one step's tokens to the next's
   void* dvalues;
   int tokens, rows, block_rows, tiles_of_block;
+  int x_tokens;  // that rows of X have: zeros behind the last token up to a whole step, or it ends there
   u32 slots;
 };
 
 template <int kRows>
 struct TallGradientShape {
-  static constexpr int kColumns = kRows == 128 ? 256 : 512;
+  static constexpr int kColumns = (kRows == 128 ? 1 : 2) * TallGradientConfig::kMost;
   static constexpr int kTokens = kRows == 128 ? 64 : 32;  // of a step: as many as leave four slots
   static constexpr u32 kPanelBytes = kTokens * 128;       // of dY, 64 rows of W
   static constexpr u32 kXBytes = kColumns * kTokens * 2, kSlotBytes = kXBytes + kRows / 64 * kPanelBytes;
-  static constexpr int kMultiplyRegisters = 200;
+  static constexpr int kMultiplyRegisters = 208;
   static constexpr int kGatherRegisters = 3 * 168 - 2 * kMultiplyRegisters;
 };
 
-inline constexpr int kGradientTiles = 2;  // known ahead to those that multiply
-inline constexpr int kGradientOwn = 64;   // of a thread block, known to those that load
-inline constexpr u32 kGatherBarrier = 3;  // behind those of two ways out
+inline constexpr int kGradientTiles = 2;      // known ahead to those that multiply
+inline constexpr int kGradientOwn = 64;       // of a thread block, known to those that load
+inline constexpr u32 kGatherBarrier = 3;      // behind those of two ways out
+inline constexpr u32 kChunkBytes = 32 * 128;  // 32 columns on their way out; two of them for a warpgroup
+
+// A warpgroup's sums of 64 rows: of 128 columns, and up to 160 more.
+struct TallSums {
+  float first[64], more[80];
+  __device__ float* of(int i) { return i < 64 ? first + i : more + (i - 64); }
+};
 
 struct TallGradientState {
   RingState ring;
@@ -58,11 +68,8 @@ struct TallGradientWarps {
 
   __device__ u32 full(u32 slot) const { return shared_address(&state.ring.full[slot]); }
   __device__ u32 empty(u32 slot) const { return shared_address(&state.ring.empty[slot]); }
-  // This thread block's share of the steps.
-  __device__ int first_step(u32 share) const {
-    const int steps = (p.tokens + kTokens - 1) / kTokens;
-    return static_cast<int>(static_cast<u32>(steps) * share / kSplit);
-  }
+  // Steps; this thread block's are rank, rank + kSplit, …: all read what the others read at about that time.
+  __device__ int steps() const { return (p.tokens + kTokens - 1) / kTokens; }
   // The tile's first row in W, and in its block.
   __device__ int first_row(int row_tile) const {
     return row_tile / p.tiles_of_block * p.block_rows + first_in_block(row_tile);
@@ -78,9 +85,7 @@ struct TallGradientWarps {
     turn.next(kGradientTiles);
   }
 
-  // Reads which tiles are this thread block's, up to kGradientOwn. They are walked from the last one on: a
-  // list begins with whole tiles, and what is left of a row had better be multiplied while others read the
-  // same dY.
+  // Reads which tiles are this thread block's, up to kGradientOwn. They are walked from the last one on.
   __device__ int own_tiles(TileCursor& cursor, int warp, int lane) const {
     if (warp == 0) {
       int count = 0;
@@ -94,38 +99,98 @@ struct TallGradientWarps {
     return state.own_count;
   }
 
-  // Four warps bring a tile's columns, step by step in turn, four or eight at a time; the first ones dY.
-  __device__ void load_tile(const int4& tile, int warp, int lane, Turn& at) const {
-    constexpr int kPieces = kTokens / 8, kAtOnce = 128 / kPieces, kCopies = kColumns / kAtOnce;
-    const int row = (32 * warp + lane) / kPieces, piece = lane % kPieces;  // of each kAtOnce columns
-    const int swizzled = kPieces == 8 ? piece ^ row % 8 : piece ^ row / 2 % 4;
-    const auto place = static_cast<u32>(row * kTokens * 2 + (swizzled << 4));
-    const int begin = first_step(rank), end = first_step(rank + 1), n0 = first_row(tile.x), count = tile.z;
-    u32 columns[kCopies];  // where they begin in X
-#pragma unroll
-    for (int i = 0; i < kCopies; ++i) {
-      const int column = min(kAtOnce * i + row, count - 1);
-      columns[i] = static_cast<u32>(__ldg(p.col + tile.y + column)) * p.x_pieces;
+  // Made where it stands, not where it is wanted.
+  __device__ static const char* piece_of(const char* x, u32 pieces) {
+    const char* piece;
+    asm volatile("mad.wide.u32 %0, %1, 16, %2;" : "=l"(piece) : "r"(pieces), "l"(x));
+    return piece;
+  }
+
+  // Waits for a step's slot and asks for its dY.
+  __device__ u32 begin_step(const Turn& at, int step, int first_row, int warp, int lane) const {
+    const u32 to = slots + at.slot * Shape::kSlotBytes, barrier = full(at.slot);
+    wait(empty(at.slot), at.parity);
+    if (warp < kRows / 64 && lane == 0) {
+      if (warp == 0) arrive_expect(barrier, Shape::kSlotBytes - Shape::kXBytes);
+      load_box(to + Shape::kXBytes + static_cast<u32>(warp) * Shape::kPanelBytes, &p.dy,
+               first_row + warp * 64, step * kTokens, barrier);
     }
-    const char* x = p.x + static_cast<std::int64_t>(begin) * kTokens * 2 + piece * 16;
-#pragma unroll 1
-    for (int step = begin; step < end; ++step, x += kTokens * 2) {
-      const u32 to = slots + at.slot * Shape::kSlotBytes, barrier = full(at.slot);
-      wait(empty(at.slot), at.parity);
-      if (warp < kRows / 64 && lane == 0) {
-        if (warp == 0) arrive_expect(barrier, Shape::kSlotBytes - Shape::kXBytes);
-        load_box(to + Shape::kXBytes + static_cast<u32>(warp) * Shape::kPanelBytes, &p.dy, n0 + warp * 64,
-                 step * kTokens, barrier);
-      }
+    return to;
+  }
+
+  // Four warps bring columns of X, kAtOnce of them with a copy of each lane: this one's row of those, and
+  // which 16 bytes of it.
+  static constexpr int kPieces = kTokens / 8, kAtOnce = 128 / kPieces, kCopies = kColumns / kAtOnce;
+  struct Lane {
+    int row, piece;
+    u32 place;  // in the slot
+    __device__ Lane(int warp, int lane) : row((32 * warp + lane) / kPieces), piece(lane % kPieces) {
+      const int swizzled = kPieces == 8 ? piece ^ row % 8 : piece ^ row / 2 % 4;
+      place = static_cast<u32>(row * kTokens * 2 + (swizzled << 4));
+    }
+    __device__ u32 place_of(int i) const { return place + static_cast<u32>(i * kAtOnce * kTokens * 2); }
+  };
+  __device__ u32 column_of(const int4& tile, const Lane& my, int i) const {  // behind the last one, the last
+    return static_cast<u32>(__ldg(p.col + tile.y + min(kAtOnce * i + my.row, tile.z - 1))) * p.x_pieces;
+  }
+  __device__ const char* pieces_of(const Lane& my, int step) const {
+    return p.x + step * p.x_step + my.piece * 16;
+  }
+
+  // Tiles with more columns than kLeast - 1 copies bring, and no more than kMost do: so that few copies
+  // depend on how many there are.
+  template <int kLeast, int kMost>
+  __device__ void load_steps(const int4& tile, int end, int warp, int lane, Turn& at) const {
+    const Lane my(warp, lane);
+    const int begin = static_cast<int>(rank), n0 = first_row(tile.x), count = tile.z;
+    const char* x = pieces_of(my, begin);
+    u32 columns[kMost];       // where they begin in X
+    const char* next[kMost];  // their next pieces: known before there is a place for them
 #pragma unroll
-      for (int i = 0; i < kCopies; ++i) {
-        if (kAtOnce * i < count) {
-          copy_16(to + place + static_cast<u32>(i * kAtOnce * kTokens * 2), x + u64{columns[i]} * 16);
-        }
+    for (int i = 0; i < kMost; ++i) {
+      columns[i] = column_of(tile, my, i);
+      next[i] = piece_of(x, columns[i]);
+    }
+    wait_for_kernels();  // X may just have been transposed
+#pragma unroll 1
+    for (int step = begin; step < end; step += kSplit) {
+      const u32 to = begin_step(at, step, n0, warp, lane);
+#pragma unroll
+      for (int i = 0; i < kMost; ++i) {
+        if (i < kLeast || kAtOnce * i < count) copy_16(to + my.place_of(i), next[i]);
       }
-      arrive_after_copies(barrier);
+      arrive_after_copies(full(at.slot));
+      x += p.x_step * kSplit;
+#pragma unroll
+      for (int i = 0; i < kMost; ++i) next[i] = piece_of(x, columns[i]);
       at.next(p.slots);
     }
+  }
+
+  // The step in which X ends: what is behind its last token is zero, as dY is.
+  __device__ void load_last_step(const int4& tile, int step, int warp, int lane, Turn& at) const {
+    const Lane my(warp, lane);
+    const u32 to = begin_step(at, step, first_row(tile.x), warp, lane);
+    const int left = max(0, min(8, p.x_tokens - step * kTokens - my.piece * 8));
+    const char* x = left > 0 ? pieces_of(my, step) : p.x;
+#pragma unroll 1
+    for (int i = 0; kAtOnce * i < tile.z; ++i)
+      copy_16(to + my.place_of(i), piece_of(x, column_of(tile, my, i)), static_cast<u32>(left) * 2);
+    arrive_after_copies(full(at.slot));
+    at.next(p.slots);
+  }
+
+  __device__ void load_tile(const int4& tile, int warp, int lane, Turn& at) const {
+    const int whole = min(steps(), p.x_tokens / kTokens);
+    if (tile.z > 11 * kAtOnce) {
+      load_steps<12, kCopies>(tile, whole, warp, lane, at);
+    } else if (tile.z > 4 * kAtOnce) {
+      load_steps<5, 11>(tile, whole, warp, lane, at);
+    } else {
+      load_steps<1, 4>(tile, whole, warp, lane, at);
+    }
+    if (whole < steps() && whole % kSplit == static_cast<int>(rank))
+      load_last_step(tile, whole, warp, lane, at);
     if constexpr (kSplit > 1) {
       device::wait_for_all_copies();  // they have arrived; what is exchanged goes to the same places
       cluster_sync();
@@ -138,43 +203,39 @@ struct TallGradientWarps {
     Turn at, tiles;
     at.parity = tiles.parity = 1;  // the first round is free
     TileCursor cursor;
-    bool x_is_there = false;
     for (int count = kGradientOwn; count == kGradientOwn;) {
       count = own_tiles(cursor, warp, lane);
       for (int own = count - 1; own >= 0; --own) {
         const int4 tile = load_ahead(p.tiles + state.own[own]);
         if (tile.z == 0) continue;  // behind the last
         if (warp == 0) put_tile(tiles, tile, lane);
-        if (!x_is_there) wait_for_kernels();  // it has just been transposed
-        x_is_there = true;
         load_tile(tile, warp, lane, at);
       }
       named_barrier(kGatherBarrier, 128);  // all have read which are their own
     }
     if (warp == 0) put_tile(tiles, {-1, 0, 0, 0}, lane);
-    if (!x_is_there) wait_for_kernels();
+    wait_for_kernels();
     device::wait_for_all_copies();
   }
 
-  // A step's products: one or two halves of 128 columns.
-  template <int kHalves>
-  __device__ static void products(float (&d)[2][64], u64 a, u64 b, u32 add) {
+  // A step's products: of 128 columns, and of kMore.
+  template <int kMore>
+  __device__ static void products(TallSums& sums, u64 a, u64 b, u32 add) {
     wgmma_fence();
 #pragma unroll
-    for (u32 k = 0; k < kTokens / 16; ++k) {
-#pragma unroll
-      for (u32 half = 0; half < kHalves; ++half) {
-        wgmma<T, Major::mn, Major::k>(d[half], a + k * kNext16<Major::mn>,
-                                      b + half * (128 * kTokens * 2 >> 4) + k * kNext16<Major::k>,
-                                      k == 0 ? add : 1);
+    for (u32 k = 0; k < kTokens / 16; ++k, a += kNext16<Major::mn>, b += kNext16<Major::k>) {
+      const u32 adds = k == 0 ? add : 1;
+      wgmma<T, Major::mn, Major::k>(sums.first, a, b, adds);
+      if constexpr (kMore > 0) {
+        wgmma_columns<T, kMore, Major::mn, Major::k>(sums.more, a, b + (128 * kTokens * 2 >> 4), adds);
       }
     }
     wgmma_commit();
   }
 
-  // All steps of a tile. `at` goes on.
-  template <int kHalves>
-  __device__ void multiply_steps(float (&d)[2][64], Turn& at, int steps, u32 panel, u32 columns,
+  // All steps of a tile. `at` goes on. kMore < 0: no columns.
+  template <int kMore>
+  __device__ void multiply_steps(TallSums& sums, Turn& at, int steps, u32 panel, u32 columns,
                                  int lane) const {
     constexpr u64 kXLayout =
         kTokens == 64 ? operand_layout(Swizzle::b128, 1024) : operand_layout(Swizzle::b64, 512);
@@ -183,9 +244,9 @@ struct TallGradientWarps {
       const u32 from = slots + at.slot * Shape::kSlotBytes;
       wait(full(at.slot), at.parity);
       fence_async();  // gathered by ordinary copies
-      if constexpr (kHalves > 0) {
-        products<kHalves>(d, operand(from + Shape::kXBytes + panel), operand_at(kXLayout, from + columns),
-                          step > 0);
+      if constexpr (kMore >= 0) {
+        products<kMore>(sums, operand(from + Shape::kXBytes + panel), operand_at(kXLayout, from + columns),
+                        step > 0);
         wgmma_wait<1>();  // the step before has ended, and this one is on its way
       }
       if (step > 0) {
@@ -195,67 +256,90 @@ struct TallGradientWarps {
       before = at.slot;
       at.next(p.slots);
     }
-    if constexpr (kHalves > 0) wgmma_wait<0>();
+    if constexpr (kMore >= 0) wgmma_wait<0>();
     __syncwarp();
     if (steps > 0 && lane == 0) arrive(empty(before));
   }
 
   __device__ void multiply(u32 group, int warp, int lane) const {
-    const u32 panel = kRows == 128 ? group * Shape::kPanelBytes : 0;
-    const int my_first = kRows == 128 ? 0 : static_cast<int>(group) * 256;  // column of the tile
-    const int steps = first_step(rank + 1) - first_step(rank);
-    StoreLane out{buffers + group * kStoreBuffers * kStoreBytes, group + 1, warp, lane};
+    // What products' operands are made of is known to be the same in all lanes, or they would be moved from
+    // ordinary registers before each.
+    const u32 panel = kRows == 128 ? uniform(group) * Shape::kPanelBytes : 0;
+    const int my_steps = uniform((steps() - static_cast<int>(rank) + kSplit - 1) / kSplit);
+    StoreLane out{buffers + group * 2 * kChunkBytes, group + 1, warp, lane};
     Turn at, tiles;
-    for (;;) {
+    int next_row, next_first, next_count;  // of the tile to come
+    const auto read_tile = [&] {
       wait(shared_address(&state.tile_full[tiles.slot]), tiles.parity);
       const int4 tile = state.tile[tiles.slot];
-      const int row_tile = uniform(tile.x), first = uniform(tile.y), count = uniform(tile.z);
+      next_row = uniform(tile.x);
+      next_first = uniform(tile.y);
+      next_count = uniform(tile.z);
       arrive(shared_address(&state.tile_empty[tiles.slot]));  // each lane for what it read
       tiles.next(kGradientTiles);
-      if (row_tile < 0) break;
-      const int mine = count - my_first;  // columns
-      float d[2][64];
+    };
+    read_tile();
+    while (next_row >= 0) {
+      const int row_tile = next_row, first = next_first, count = next_count;
+      // Of 64 rows each warpgroup has half of the columns.
+      const int half = kRows == 128 ? count : min(count, (count + 15) / 16 * 8);
+      const int my_first = kRows == 128 ? 0 : uniform(static_cast<int>(group) * half),
+                mine = kRows == 128 ? count : uniform(group == 0 ? half : count - half);
+      const u32 columns = static_cast<u32>(my_first * kTokens * 2);
+      TallSums sums;
 #pragma unroll
-      for (int i = 0; i < 128; ++i) d[i / 64][i % 64] = 0;  // no tokens in a share: sums of nothing
-      if (mine > 128) {
-        multiply_steps<2>(d, at, steps, panel, static_cast<u32>(my_first) * kTokens * 2, lane);
+      for (int i = 0; i < 144; ++i) *sums.of(i) = 0;  // no tokens in a share: sums of nothing
+      const auto multiply_of = [&](auto more) {
+        multiply_steps<decltype(more)::value>(sums, at, my_steps, panel, columns, lane);
+      };
+      if (mine > 128 + 144) {
+        multiply_of(std::integral_constant<int, 160>{});
+      } else if (mine > 128 + 136) {
+        multiply_of(std::integral_constant<int, 144>{});
+      } else if (mine > 128 + 128) {
+        multiply_of(std::integral_constant<int, 136>{});
+      } else if (mine > 128 + 96) {
+        multiply_of(std::integral_constant<int, 128>{});
+      } else if (mine > 128) {
+        multiply_of(std::integral_constant<int, 96>{});
       } else if (mine > 0) {
-        multiply_steps<1>(d, at, steps, panel, static_cast<u32>(my_first) * kTokens * 2, lane);
+        multiply_of(std::integral_constant<int, 0>{});
       } else {
-        multiply_steps<0>(d, at, steps, panel, 0, lane);
+        multiply_of(std::integral_constant<int, -1>{});
       }
       if constexpr (kSplit > 1) {
-        exchange<kSplit>(d, rank, slots);
+        exchange<kSplit, 4>([&](u32 i) { return sums.of(static_cast<int>(i) * 4); }, rank, slots, mine > 256);
         cluster_sync();
       }
-      store(out, d, row_tile, first + my_first, mine, static_cast<int>(group));
+      read_tile();  // here: behind the loop's end ptxas would take lanes for divergent
+      store(out, sums, row_tile, first + my_first, mine, static_cast<int>(group));
     }
     if (out.leads()) store_wait_all();
   }
 
-  // Cells of 64 columns, those that this thread block has the sums of; whole ones by TMA, which leaves out
+  // 32 columns at a time, those that this thread block has the sums of; whole ones by TMA, which leaves out
   // what lies behind the block's last row.
-  __device__ void store(StoreLane& out, const float (&d)[2][64], int row_tile, int first, int count,
-                        int group) const {
+  __device__ void store(StoreLane& out, TallSums& sums, int row_tile, int first, int count, int group) const {
     const int panel = kRows == 128 ? group * 64 : 0, in_block = first_in_block(row_tile) + panel;
     const int row = first_row(row_tile) + panel + 16 * out.warp + out.lane / 4;
     const bool inside[2] = {row < p.rows, row + 8 < p.rows};  // of W
 #pragma unroll
-    for (int cell = 0; cell < 4; ++cell) {
-      if (cell * kSplit / 4 != static_cast<int>(rank)) continue;
-      const int left = count - cell * 64;
+    for (int chunk = 0; chunk < 9; ++chunk) {
+      if (min(chunk / 2, 3) * kSplit / 4 != static_cast<int>(rank)) continue;
+      const int left = count - chunk * 32;
       if (left <= 0) break;
-      if (out.leads()) store_wait_read<kStoreBuffers - 1>();
+      if (out.leads()) store_wait_read<1>();
       named_barrier(out.barrier, 128);
-      const u32 buffer = out.buffers + out.turn * kStoreBytes;
+      const u32 buffer = out.buffers + out.turn * kChunkBytes;
       out.turn ^= 1;
+      const float* d = sums.of(chunk * 16);
 #pragma unroll
-      for (int j = 0; j < 8; j += 2) {
+      for (int j = 0; j < 4; j += 2) {
         u32 v[4];
 #pragma unroll
         for (int i = 0; i < 4; ++i) {  // matrix i: columns 8(j + i / 2) …, rows 16 · warp + 8(i % 2) …
-          const float* sums = &d[cell / 2][cell % 2 * 32 + (j + i / 2) * 4 + i % 2 * 2];
-          v[i] = inside[i % 2] ? pack<T>(sums[0], sums[1]) : 0;
+          const float* pair = d + (j + i / 2) * 4 + i % 2 * 2;
+          v[i] = inside[i % 2] ? pack<T>(pair[0], pair[1]) : 0;
         }
         const int column = (j + out.lane / 16) * 8 + out.lane % 8, piece = 2 * out.warp + out.lane / 8 % 2;
         store_transposed(buffer + static_cast<u32>(column * 128 + ((piece ^ column % 8) << 4)), v[0], v[1],
@@ -263,14 +347,12 @@ struct TallGradientWarps {
       }
       fence_async();
       named_barrier(out.barrier, 128);
-      const int at = first + cell * 64;
-      if (left >= 64) {
-        if (out.leads()) {
-          store_box(&p.out, in_block, at, buffer);
-          store_commit();
-        }
-        continue;
+      const int at = first + chunk * 32;
+      if (out.leads()) {
+        if (left >= 32) store_box(&p.out, in_block, at, buffer);
+        store_commit();  // of what is left nothing, so that each buffer has a group
       }
+      if (left >= 32) continue;
       const int pieces = min(8, (p.block_rows - in_block) / 8);  // of 16 bytes
       for (int i = out.warp * 32 + out.lane; i < left * 8; i += 128) {
         const int column = i / 8, piece = i % 8;

@@ -1,6 +1,7 @@
 // A matrix transposed at the speed of a copy: 64 × 64 elements a thread block. Rows come as 16-byte pieces
 // into shared memory, columns leave as 16-byte pieces; of 16 bits, 8 × 8 matrices turn on their way through
 // registers, words are read one by one. Enough blocks share an SM to keep device memory busy.
+#include <bit>
 #include <climits>
 
 #include "cuda/sm90/device/matrix.cuh"
@@ -16,6 +17,8 @@ struct TransposeParams {
   void* to;
   std::int64_t rows, cols, stride, to_stride;
   unsigned col_tiles, tiles;
+  int log_panel;  // of how many rows
+  std::int64_t panel_stride;
 };
 
 __device__ inline u32 place(int row, int piece) {  // of 16 bytes in a swizzled 64 × 64 tile
@@ -58,12 +61,14 @@ struct TransposeTile {
   // it, for those who wait for this one: so one of its thread blocks does.
   template <class Piece>
   __device__ void store(const TransposeParams& p, Piece&& of) const {
+    const std::int64_t its = row0 + piece * kElements;  // row
+    const std::int64_t at = (its >> p.log_panel) * p.panel_stride + (its & ((1 << p.log_panel) - 1));
 #pragma unroll
     for (int i = 0; i < kPasses; ++i) {
       const int column = row + i * kRows;
       if (col0 + column >= p.cols) continue;
-      *reinterpret_cast<uint4*>(static_cast<T*>(p.to) + (col0 + column) * p.to_stride + row0 +
-                                piece * kElements) = of(column, piece);
+      *reinterpret_cast<uint4*>(static_cast<T*>(p.to) + (col0 + column) * p.to_stride + at) =
+          of(column, piece);
     }
     if (blockIdx.x == gridDim.x - 1) wait_for_kernels();
   }
@@ -114,7 +119,8 @@ __global__ void __launch_bounds__(kThreads) transpose_kernel(const TransposePara
 }  // namespace
 
 cudaError_t transpose(const void* from, int size, std::int64_t rows, std::int64_t cols, std::int64_t stride,
-                      void* to, std::int64_t to_stride, bool overlap, cudaStream_t stream) {
+                      void* to, std::int64_t to_stride, bool overlap, cudaStream_t stream,
+                      TransposedPanels panels) {
   const std::int64_t col_tiles = (cols + kSide - 1) / kSide, tiles = (rows + kSide - 1) / kSide * col_tiles;
   if (tiles == 0) return cudaSuccess;
   if (tiles > INT_MAX) return cudaErrorInvalidConfiguration;
@@ -125,7 +131,9 @@ cudaError_t transpose(const void* from, int size, std::int64_t rows, std::int64_
                                stride,
                                to_stride,
                                static_cast<unsigned>(col_tiles),
-                               static_cast<unsigned>(tiles)};
+                               static_cast<unsigned>(tiles),
+                               std::countr_zero(static_cast<unsigned>(panels.rows)),
+                               panels.stride};
   cudaLaunchAttribute attribute{};
   attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attribute.val.programmaticStreamSerializationAllowed = 1;

@@ -16,11 +16,19 @@ constexpr double transpose_microseconds(std::int64_t bytes) {  // of the matrix
   return static_cast<double>(bytes) / 3.6e6 + 2;
 }
 
+// Where a column's elements go: all side by side, or so many rows of all columns side by side, the next ones
+// `stride` elements on.
+struct TransposedPanels {
+  int rows = 64;  // a power of two, up to 64
+  std::int64_t stride = 64;
+};
+
 // to[column][row] = from[row][column], elements of `size` bytes, 2 or 4; rows of `from` and of `to` are
 // strides apart, which are multiples of 16 bytes, as addresses are. Rows of `to` are written up to a multiple
 // of 64. The next kernel of the stream may start while this one ends; `overlap`: this one may start, read and
 // write while the kernel before ends, and ends behind it.
 cudaError_t transpose(const void* from, int size, std::int64_t rows, std::int64_t cols, std::int64_t stride,
-                      void* to, std::int64_t to_stride, bool overlap, cudaStream_t stream);
+                      void* to, std::int64_t to_stride, bool overlap, cudaStream_t stream,
+                      TransposedPanels panels = {});
 
 }  // namespace rarefy::sm90
