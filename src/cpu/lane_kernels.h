@@ -25,7 +25,13 @@ struct FloatLanes {
     return load_as<I>(kStorage, w, 0);
   }
   static Sum dot(Sum sum, Vec<I> x, Vec<I> w) { return I::fma(w, x, sum); }
-  static Vec<I> finished(const LaneProduct& /*t*/, Sum sum, int /*token*/, int /*o*/) { return sum; }
+
+  // What a complete sum becomes: token m and vector v of a tile.
+  template <int Vectors>
+  struct Finish {
+    Finish(const LaneProduct& /*t*/, std::int32_t /*first*/, std::int32_t /*row*/) {}
+    Vec<I> operator()(Sum sum, int /*m*/, int /*v*/) const { return sum; }
+  };
 };
 
 inline constexpr std::int64_t kLaneAhead = 2048;  // bytes of W
@@ -82,14 +88,14 @@ void lane_tile(const LaneProduct& t, std::int32_t first, std::int32_t row, Work 
       for (int v = 0; v < Vectors; ++v) f(m, v);
     }
   };
-  const auto y = [&](int m) {
-    return static_cast<char*>(t.y) + ((first + m) * t.row_stride + row) * bytes_of(t.out);
-  };
+  const std::int64_t y_stride = t.row_stride * bytes_of(t.out);
+  char* const y = static_cast<char*>(t.y) + first * y_stride + row * bytes_of(t.out);
   // Y's lines, for ownership: they come while these sums are at work, where a store would wait for each.
+  const char* ahead = y;
 #pragma GCC unroll 16
-  for (int m = 0; m < Tokens; ++m) {
+  for (int m = 0; m < Tokens; ++m, ahead += y_stride) {
 #pragma GCC unroll 2
-    for (int v = 0; v < Vectors; ++v) __builtin_prefetch(y(m) + v * w * 4, 1);
+    for (int v = 0; v < Vectors; ++v) __builtin_prefetch(ahead + v * w * 4, 1);
   }
   each([&](int m, int v) { sum[m][v] = E::start(t, first + m, row + v * w); });
   const std::int64_t line = t.rows * bytes_of(kStorage);
@@ -179,23 +185,22 @@ void lane_tile(const LaneProduct& t, std::int32_t first, std::int32_t row, Work 
   if constexpr (E::kRounds) {
     if (t.out == Storage::bf16) return E::template store<Tokens, Vectors>(t, sum, first, row);
   }
+  const typename E::template Finish<Vectors> finish(t, first, row);
   if (t.out == Storage::f32 && t.activation == Activation::none && cols >= Vectors * w) {
+    char* to = y;
 #pragma GCC unroll 16
-    for (int m = 0; m < Tokens; ++m) {
+    for (int m = 0; m < Tokens; ++m, to += y_stride) {
       if (m >= tokens) break;
-      auto* to = reinterpret_cast<float*>(y(m));
 #pragma GCC unroll 2
       for (int v = 0; v < Vectors; ++v) {
-        I::store(to + v * w, E::finished(t, sum[m][v], first + m, row + v * w));
+        I::store(reinterpret_cast<float*>(to) + v * w, finish(sum[m][v], m, v));
       }
     }
     return;
   }
   alignas(64) float out[Tokens * Vectors * w];
-  each([&](int m, int v) {
-    I::store(out + (m * Vectors + v) * w, E::finished(t, sum[m][v], first + m, row + v * w));
-  });
-  lane_rows<E>(t, out, Vectors * w, tokens, cols, y(0));
+  each([&](int m, int v) { I::store(out + (m * Vectors + v) * w, finish(sum[m][v], m, v)); });
+  lane_rows<E>(t, out, Vectors * w, tokens, cols, y);
 }
 
 // All tokens in tiles of about as many each, `Most` at most: 13 as 7 and 6, as one alone would read W once

@@ -48,9 +48,17 @@ struct Avx512PairLanes {
     return _mm512_loadu_si512(w);
   }
   static Sum dot(Sum sum, Vector x, Vector w) { return _mm512_dpbf16_ps(sum, (__m512bh)w, (__m512bh)x); }
-  static __m512 finished(const LaneProduct& t, Sum sum, int /*token*/, int o) {
-    return _mm512_add_ps(sum, _mm512_loadu_ps(t.start + o));
-  }
+
+  template <int Vectors>
+  struct Finish {
+    __m512 start[Vectors];
+
+    Finish(const LaneProduct& t, std::int32_t /*first*/, std::int32_t row) {
+#pragma GCC unroll 2
+      for (int v = 0; v < Vectors; ++v) start[v] = _mm512_loadu_ps(t.start + row + v * Isa::kWidth);
+    }
+    __m512 operator()(Sum sum, int /*m*/, int v) const { return _mm512_add_ps(sum, start[v]); }
+  };
 
   // Rounded rows of Y, activated as Avx512Pairs::store does.
   template <int Tokens, int Vectors>
@@ -59,11 +67,12 @@ struct Avx512PairLanes {
     constexpr int kCols = Vectors * Isa::kWidth;
     if (t.cols <= row) return;
     alignas(64) float out[Tokens][kCols];
+    const Finish<Vectors> finish(t, first, row);
 #pragma GCC unroll 16
     for (int m = 0; m < Tokens; ++m) {
 #pragma GCC unroll 2
       for (int v = 0; v < Vectors; ++v) {
-        _mm512_store_ps(out[m] + v * Isa::kWidth, finished(t, sum[m][v], first + m, row + v * Isa::kWidth));
+        _mm512_store_ps(out[m] + v * Isa::kWidth, finish(sum[m][v], m, v));
       }
     }
     const std::int32_t tokens = t.tokens - first < Tokens ? t.tokens - first : Tokens;
