@@ -127,6 +127,9 @@ constexpr std::optional<Storage> storage_of(DType dtype) {
 // For what supports() let through.
 constexpr Storage storage(DType dtype) { return *storage_of(dtype); }
 
+// Whether two products of 512 bits start in a cycle: Zen 5 and Intel, told from Zen 4 by their L1.
+inline bool starts_two(const Machine& machine) { return machine.l1 >= 48 << 10; }
+
 // Floats of a panel that is to stay in a core's L2 while other things stream by: half of it.
 inline std::int64_t panel_floats(const Machine& machine) {
   const std::int64_t bytes = machine.l2 > 0 ? machine.l2 : 1 << 20;  // not told

@@ -32,10 +32,10 @@ bool fills_vectors(std::int64_t tokens, std::int64_t width) {
   return 20 * (ceil_div(tokens, width) * width - tokens) <= tokens;
 }
 
-// Where two products of 512 bits start in a cycle, and one vector of outputs waits for x, a load for each of
-// them: Zen 5 and Intel, told from Zen 4 by their L1. 16×1 at .5, Zen 5: 24 tokens .39 ms, .31 by `gather`.
+// Where one vector of outputs waits for x, a load for each product. 16×1 at .5, Zen 5: 24 tokens .39 ms, .31
+// by `gather`.
 bool waits_for_loads(const Kernels& panels, const Machine& machine) {
-  return panels.width == 16 && machine.l1 >= 48 << 10;
+  return panels.width == 16 && starts_two(machine);
 }
 
 struct Shape : ProductShape {

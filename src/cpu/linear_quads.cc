@@ -171,7 +171,7 @@ std::vector<Config> quads_candidates(const QuadKernels& kernels, const Problem& 
   return panel_candidates(work_of(kernels, problem), problem, machine);
 }
 
-Reason supports_quads(const QuadKernels& kernels, const Problem& p) {
+Reason supports_quads(const QuadKernels& kernels, const Problem& p, const Machine& machine) {
   if (p.weight.dtype != DType::i8 || p.weight.scaling != Scaling::dynamic) {
     return "takes int8 values with scales, for x rounded to int8";
   }
@@ -185,7 +185,8 @@ Reason supports_quads(const QuadKernels& kernels, const Problem& p) {
     return cat("takes blocks of 4, 8 or a multiple of ", kernels.rows, " outputs; got ", s.row_block);
   }
   if (kernels.fewest != nullptr) {
-    const std::int32_t fewest = kernels.fewest(s.row_block);
+    const std::int32_t fewest =
+        kernels.fewest(s.row_block, s.source != PairSource::columns, starts_two(machine));
     if (fewest == 0) return cat("takes blocks of less than 32 outputs; got ", s.row_block);
     if (p.tokens < fewest) {
       return cat("takes at least ", fewest, " tokens with blocks of ", s.row_block, " outputs; got ",

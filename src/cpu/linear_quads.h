@@ -7,7 +7,7 @@
 namespace rarefy::cpu {
 
 // Scaling::dynamic: x is rounded to int8, too.
-Reason supports_quads(const QuadKernels& kernels, const Problem& problem);
+Reason supports_quads(const QuadKernels& kernels, const Problem& problem, const Machine& machine);
 Config configure_quads(const QuadKernels& kernels, const Problem& problem, const Machine& machine);
 std::vector<Config> quads_candidates(const QuadKernels& kernels, const Problem& problem,
                                      const Machine& machine);

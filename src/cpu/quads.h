@@ -70,7 +70,9 @@ struct QuadKernels {
   std::int32_t join;    // block rows of 4 and 8 outputs are joined to so many; 1: they are not
   std::int32_t tokens;  // of a panel
   bool by_line;         // a group of W is [line][output][4], else [output][64]
-  std::int32_t (*fewest)(std::int64_t rows);  // tokens for blocks of so many outputs; null: all are taken
+  // Tokens for blocks of so many outputs, whose columns are stored by `fours` or one by one, on a processor
+  // that starts one product in a cycle or `two`; null: all are taken.
+  std::int32_t (*fewest)(std::int64_t rows, bool fours, bool two);
   void (*enter)();
   void (*leave)();
   void (*pack)(const QuadPack&);

@@ -25,24 +25,24 @@ Reason supports_dtypes(const Problem& p) {
   return {};
 }
 
-// What the processor must have (empty: nothing), then the kernel's own answer, which may ask for its table.
+// What the processor must have (empty: nothing), then the kernel's own answer, which may ask for its table
+// and for the machine.
 template <const std::string_view& kFeature, auto kSupports, const auto&... kTable>
 Reason supports(const Problem& p, const Machine& machine) {
   if (!kFeature.empty() && !machine.has(kFeature)) return cat("the processor lacks ", kFeature);
-  return kSupports(kTable..., p);
-}
-
-// The same of kernels on floats: the dtypes, then the kernel's own answer, which may ask for the machine too.
-template <const std::string_view& kFeature, auto kSupports, const auto&... kTable>
-Reason supports_floats(const Problem& p, const Machine& machine) {
-  Reason reason = supports<kFeature, supports_dtypes>(p, machine);
-  if (!reason.empty()) return reason;
   if constexpr (std::is_invocable_v<decltype(kSupports), decltype(kTable)..., const Problem&,
                                     const Machine&>) {
     return kSupports(kTable..., p, machine);
   } else {
     return kSupports(kTable..., p);
   }
+}
+
+// The same of kernels on floats: the dtypes, then the kernel's own answer.
+template <const std::string_view& kFeature, auto kSupports, const auto&... kTable>
+Reason supports_floats(const Problem& p, const Machine& machine) {
+  Reason reason = supports<kFeature, supports_dtypes>(p, machine);
+  return reason.empty() ? supports<kFeature, kSupports, kTable...>(p, machine) : reason;
 }
 
 template <const cpu::FewKernels& kKernels, const std::string_view& kFeature>

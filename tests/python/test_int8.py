@@ -204,7 +204,7 @@ def test_explain_names_the_kernel():
     assert rarefy.explain(sparse, x)["kernel"].endswith("_linear_int8")
     sparse.weight.dynamic = False
     assert rarefy.explain(sparse, x)["kernel"].endswith("_linear_scaled")
-    for spec in ("block:4x1@0.5:int8", "block:8x2@0.5:int8"):  # joined to 16 rows, or not
+    for spec in ("block:4x1@0.5:int8", "block:8x4@0.5:int8"):  # joined to 16 rows, or not
         for tokens in (4, 20):
             kernel = rarefy.explain(layer(spec), x[:tokens])["kernel"]
             alone = kernel.startswith("avx512") and tokens == 20
