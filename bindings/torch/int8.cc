@@ -3,6 +3,7 @@
 
 #include <optional>
 #include <tuple>
+#include <utility>
 
 #include "adapt.h"
 #include "core/message.h"
@@ -54,6 +55,15 @@ Tensor int8_linear(Tensor x, const Tensor& values, const Tensor& scales, const T
   return y;
 }
 
+// The same for eager calls that nothing records; see bsr_linear_held (ops.cc).
+Tensor int8_linear_held(Tensor x, const Tensor& values, const Tensor& scales, const Tensor& plan,
+                        const std::optional<Tensor>& bias, std::int64_t out_features,
+                        std::int64_t in_features, bool dynamic, const std::optional<Tensor>& prepared,
+                        const std::optional<Tensor>& packed, std::int64_t derived) {
+  return int8_linear(std::move(x), values, scales, plan, bias, out_features, in_features, dynamic, prepared,
+                     packed, derived, "none");
+}
+
 // Of the scaled values, whatever x was rounded to.
 Tensor int8_grad_input(Tensor grad_output, const Tensor& values, const Tensor& scales, const Tensor& plan,
                        std::int64_t out_features, std::int64_t in_features) {
@@ -95,6 +105,10 @@ STABLE_TORCH_LIBRARY_FRAGMENT(rarefy, m) {
       "SymInt in_features, bool dynamic, Tensor? prepared=None, Tensor? packed=None, int derived=0, "
       "str activation=\"none\") -> Tensor");
   m.def(
+      "_int8_linear_held(Tensor x, Tensor values, Tensor scales, Tensor plan, Tensor? bias, "
+      "SymInt out_features, SymInt in_features, bool dynamic, Tensor? prepared, Tensor? packed, "
+      "int derived) -> Tensor");
+  m.def(
       "int8_grad_input(Tensor grad_output, Tensor values, Tensor scales, Tensor plan, SymInt out_features, "
       "SymInt in_features) -> Tensor");
   m.def(
@@ -110,12 +124,14 @@ STABLE_TORCH_LIBRARY_FRAGMENT(rarefy, m) {
 
 STABLE_TORCH_LIBRARY_IMPL(rarefy, CPU, m) {
   m.impl("int8_linear", TORCH_BOX(&int8_linear));
+  m.impl("_int8_linear_held", TORCH_BOX(&int8_linear_held));
   m.impl("int8_grad_input", TORCH_BOX(&int8_grad_input));
 }
 
 // On CUDA no kernel takes them: to say so.
 STABLE_TORCH_LIBRARY_IMPL(rarefy, CUDA, m) {
   m.impl("int8_linear", TORCH_BOX(&int8_linear));
+  m.impl("_int8_linear_held", TORCH_BOX(&int8_linear_held));
   m.impl("int8_grad_input", TORCH_BOX(&int8_grad_input));
 }
 

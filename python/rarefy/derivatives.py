@@ -18,23 +18,27 @@ from torch import Tensor
 from torch.autograd.forward_ad import unpack_dual
 
 from . import _load, _torch_private
-from ._torch_private import Function, below_autograd, eager_call
+from ._torch_private import Function, below_autograd, eager_call, entry
 from .activations import NONE, activate
 
 linear, grad_input, grad_weight = map(_load.op, ("bsr_linear", "bsr_grad_input", "bsr_grad_weight"))
 linear_rounded = _load.op("bsr_linear_rounded")
 run_linear, run_grad_input, run_grad_weight = map(below_autograd, (linear, grad_input, grad_weight))
 run_rounded = below_autograd(linear_rounded)
-run_alone, run_held, run_backward = map(
-    eager_call, map(_load.op, ("_bsr_linear", "_bsr_linear_held", "_bsr_linear_backward"))
-)
+run_backward = eager_call(_load.op("_bsr_linear_backward"))
+_alone, _held = map(entry, map(_load.op, ("_bsr_linear", "_bsr_linear_held")))
 
 
 def run_eagerly(x: Tensor, values: Tensor, bias: Tensor | None, call: tuple) -> Tensor:
     """The product of an eager call below autograd; `call`: the plan, both sizes, and what is derived."""
-    if len(call) > 3:
-        return run_held(x, values, call[0], bias, *call[1:])
-    return run_alone(x, values, call[0], bias, call[1], call[2])
+    try:  # as eager_call, which takes 0.1 µs more
+        if len(call) == 3:
+            plan, n, k = call
+            return _alone(x, values, plan, bias, n, k)
+        plan, n, k, prepared, packed, key = call
+        return _held(x, values, plan, bias, n, k, prepared, packed, key)
+    except IndexError as error:
+        raise TypeError(*error.args) from None
 
 
 def _save(ctx: Any, first: Tensor, second: Tensor, plan: Tensor) -> None:

@@ -28,6 +28,7 @@ class Kept:
 
     __slots__ = (
         "_arguments",
+        "_held",
         "_packed",
         "_packs_in_calls",
         "call",
@@ -35,7 +36,6 @@ class Kept:
         "may_round",
         "packed_bytes",
         "prepared",
-        "steady",
     )
 
     def __init__(
@@ -86,14 +86,22 @@ class Kept:
         if self.key and prepared_bytes:
             self.prepared = pattern.prepared(self.key, make)
         self._packed: tuple[tuple[int, ...] | None, Tensor | None] = (None, None)  # of what, or seen once
-        # What every call may use, whatever the values are; None where that must be asked each time.
-        self.steady: Derived | tuple[()] | None = None if self.packed_bytes else self.unpacked()
-        self.call: tuple | None = None  # what first_call gives, once it was asked
+        # What calls have beside their tensors: while values are what they were, or whatever they are.
+        self._held: tuple[tuple[int, ...], tuple] | None = None
+        self.call: tuple | None = None
 
-    def first_call(self, pattern: Any) -> tuple:
-        """What steady calls with this pattern have beside their tensors; kept in `call`."""
-        self.call = (pattern.plan, *pattern.shape, *self.steady)
-        return self.call
+    def call_with(self, pattern: Any, parameter: Tensor, values: Tensor) -> tuple:
+        """What an eager call with these values has beside its tensors: plan, sizes, and what is derived."""
+        held = self._held
+        if held is not None and not parameter.is_inference() and held[0] == self._at(parameter):
+            return held[1]
+        derived = self.current(parameter, values)
+        call = (pattern.plan, *pattern.shape, *derived)
+        if not self.packed_bytes:
+            self.call = call
+        elif derived and derived[1] is not None and not parameter.is_cuda:  # captures want nothing packed
+            self._held = (self._packed[0], call)
+        return call
 
     def current(self, parameter: Tensor, values: Tensor, now: bool = False) -> Derived | tuple[()]:
         """What a call with these values may use.
@@ -109,6 +117,7 @@ class Kept:
             packed = None
         if packed is None and (now or seen == at or not torch.is_grad_enabled()):
             with torch.inference_mode(False), torch.no_grad():
+                self._held = None  # before this is made: what it has may be as large
                 packed = self._make(values.detach())
         self._packed = (at, packed)
         return self.unpacked() if packed is None else (self.prepared, packed, self.key)

@@ -8,11 +8,10 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-from torch import nn
+from torch import is_grad_enabled, nn
 
 from . import _load
-from ._torch_private import unrecorded
-from .activations import NONE, activate
+from .activations import activate
 from .checks import (
     DTYPE_NAMES,
     check_block_shape,
@@ -22,10 +21,10 @@ from .checks import (
     first_position,
 )
 from .derived import Kept, capturing
-from .int8_ops import int8_linear, run
+from .int8_ops import int8_linear, run_eagerly
 from .nested import linear_of_nested
 from .pattern import BsrPattern
-from .pattern_weight import PatternWeight
+from .pattern_weight import PatternWeight, meets_nothing
 from .sparse_weight import check_metadata, register_format
 from .spec import KEPT, Spec, kept_text, read_kept, why_no_block
 from .values import choose_from_dense, init_bounds
@@ -163,13 +162,12 @@ class Int8Weight(PatternWeight):
         values = self._parameters.get("values")
         if (  # as in PatternWeight: what a small layer meets, in 5 µs less
             activation is None
-            and self._meets_nothing(x, values, bias)
-            and unrecorded(x, bias)
+            and meets_nothing(self, x, values, bias)
+            and not (is_grad_enabled() and (x.requires_grad or (bias is not None and bias.requires_grad)))
             and (kept := self._kept.get(x.dtype)) is not None
         ):
-            derived = kept.current(values, values) or (None, None, 0)
-            scales, plan = self._buffers["scales"], self._pattern.plan
-            return run(x, values, scales, plan, bias, *self.shape, self.dynamic, *derived, NONE)
+            call = kept.call or kept.call_with(self._pattern, values, values)
+            return run_eagerly(x, values, self._buffers["scales"], bias, self._dynamic is not False, call)
         if getattr(x, "is_nested", False):
             y = linear_of_nested(self, x, bias)
             return y if activation is None else activate(y, activation)

@@ -10,13 +10,25 @@ import torch
 from torch import Tensor
 
 from . import _load, _torch_private
-from ._torch_private import Function, below_autograd
+from ._torch_private import Function, below_autograd, entry
 from .activations import activate, check_activation
 from .derivatives import batched, check_plan, kernel, linear_kernel, over_tokens
 from .op_rules import fake_rows_like, meets_nothing, register_autocast
 
 op, grad_input = map(_load.op, ("int8_linear", "int8_grad_input"))
 run, _run_grad_input = map(below_autograd, (op, grad_input))
+_held = entry(_load.op("_int8_linear_held"))
+
+
+def run_eagerly(
+    x: Tensor, values: Tensor, scales: Tensor, bias: Tensor | None, dynamic: bool, call: tuple
+) -> Tensor:
+    """The product of an eager call that nothing records; `call` as in derivatives.py."""
+    plan, n, k, prepared, packed, key = call if len(call) > 3 else (*call, None, None, 0)
+    try:
+        return _held(x, values, scales, plan, bias, n, k, dynamic, prepared, packed, key)
+    except IndexError as error:
+        raise TypeError(*error.args) from None
 
 
 def int8_linear(
@@ -170,7 +182,8 @@ def _register() -> torch.library.Library:
         else:
             torch.library.register_autograd(f"rarefy::{name}", function.backward, setup_context=function.save)
         torch.library.register_vmap(f"rarefy::{name}", vmap)
-    for name in ("int8_derived_sizes", "int8_prepare", "int8_pack"):
+    torch.library.register_fake("rarefy::_int8_linear_held", _fake_linear)
+    for name in ("_int8_linear_held", "int8_derived_sizes", "int8_prepare", "int8_pack"):
         _torch_private.rename_type_errors(getattr(torch.ops.rarefy, name))
     register_autocast(library, "int8_linear", op, (0, 4))
     return library  # kernels live as long as this object

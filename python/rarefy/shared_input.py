@@ -18,7 +18,7 @@ from . import _load
 from ._torch_private import PLAIN, eager_call, unrecorded
 from .derived import reads_itself
 from .int8 import Int8Weight
-from .pattern_weight import PatternWeight
+from .pattern_weight import PatternWeight, meets_nothing
 
 _linears = eager_call(_load.op("_linears"))
 
@@ -49,8 +49,8 @@ class _Member(NamedTuple):
             and weight._parameters.get("values") is values
             and layer.bias is bias
             and weight._buffers.get("scales") is self.scales
-            and weight._meets_nothing(x, values, bias)
             and weight._kept is self.kept
+            and meets_nothing(weight, x, values, bias)
             and weight.rounds_x == self.rounds_x
             and self.written == _written(values, bias, self.scales)
             and not (
