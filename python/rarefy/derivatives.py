@@ -98,8 +98,8 @@ def _gradients(ctx: Any, dy: Tensor, needs: Sequence[bool], plan: Tensor, *rest:
     if not torch.is_grad_enabled() and type(dy) is Tensor and _torch_private.plain():
         # Nothing records these calls: one op does what three would.
         n, k, *derived = rest
-        sums = needs[2] and several
-        dx, dvalues, dbias = run_backward(dy, x, values, plan, r, c, n, k, sums, ctx.stored, *derived)
+        sums, dtype = needs[2] and several, None if ctx.stored is dy.dtype else ctx.stored  # 0.7 µs to box
+        dx, dvalues, dbias = run_backward(dy, x, values, plan, r, c, n, k, sums, dtype, *derived)
         dbias = dbias if several else dy
         return dx if needs[0] else None, dvalues if needs[1] else None, dbias if needs[2] else None
     dx = dvalues = dbias = None

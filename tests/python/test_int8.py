@@ -448,6 +448,12 @@ def test_opcheck():
     bias = torch.randn(70, requires_grad=True)
     args = (x, weight.values, weight.scales, weight.plan, bias, 70, 90, False)
     torch.library.opcheck(torch.ops.rarefy.int8_linear, args)
+    held, held_args = torch.ops.rarefy._int8_linear_held, (*args, None, None, 0)
+    torch.library.opcheck(held, held_args, test_utils=("test_schema", "test_faketensor"))
+    with torch.no_grad():
+        assert torch.equal(held(*held_args), torch.ops.rarefy.int8_linear(*args))
+        with pytest.raises(TypeError, match="int8_linear"):
+            held(x.double(), *held_args[1:])
     dy = torch.randn(6, 70, requires_grad=True)
     torch.library.opcheck(
         torch.ops.rarefy.int8_grad_input, (dy, weight.values, weight.scales, weight.plan, 70, 90)
