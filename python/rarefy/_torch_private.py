@@ -26,7 +26,7 @@ try:
     _in_torch_func = torch._C._are_functorch_transforms_active
     _in_autocast = torch._C._is_any_autocast_enabled
     _dispatch_modes = torch._C._len_torch_dispatch_stack
-    _tracing_state = torch._C._get_tracing_state
+    _tracing = torch._C._is_tracing
     _set_forward_mode = forward_ad._set_fwd_grad_enabled
     forward_ad._current_level  # noqa: B018
     autograd_kernels = True
@@ -90,7 +90,7 @@ def eager() -> bool:
         and not _in_torch_func()
         and not _in_autocast()
         and not _dispatch_modes()
-        and _tracing_state() is None
+        and not _tracing()
     )
 
 
