@@ -1,16 +1,13 @@
 // What the input gradient of tall vectors prepares and packs.
 #include "cuda/sm90/tall_grad_input.h"
 
-#include <algorithm>
-
-#include "cuda/shared_limit.h"
-
 namespace rarefy::sm90 {
 namespace {
 
 constexpr int kThreads = 256;
 constexpr int kColumns = kThreads / 32;  // of W for a thread block: a warp each
-constexpr int kSpan = 8192;              // rows of W that it packs at once: 128 KB
+constexpr int kSpan = 8192;              // rows of W that a warp packs
+constexpr int kLeastRows = 32;           // of a block
 
 std::int64_t up(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
 
@@ -36,37 +33,44 @@ struct PackParams {
   int side, across;            // of Wᵀ's blocks; of them in a row
 };
 
-// A thread block for eight columns of W and kSpan of its rows: zeros and what is stored go together in shared
-// memory, and leave as rows of Wᵀ's blocks.
+// A warp for a column of W and kSpan of its rows: first what is stored where, then all rows, eight at a time:
+// loads that wait for nothing but that, and whole sectors of Wᵀ's blocks.
 __global__ void __launch_bounds__(kThreads) pack_kernel(const __grid_constant__ PackParams p) {
-  extern __shared__ uint4 eights[];  // of rows of W: [column][eight]
-  const int self = static_cast<int>(threadIdx.x), first_row = static_cast<int>(blockIdx.y) * kSpan,
-            end_row = min(p.across * p.side, first_row + kSpan), count = (end_row - first_row) / 8;
-  for (int i = self; i < count * kColumns; i += kThreads) eights[i] = {0, 0, 0, 0};
-  __syncthreads();
-  const int mine = self / 32, lane = self % 32, pieces = p.block_rows / 8;
+  __shared__ int stored[kColumns][kSpan / kLeastRows];  // by block row: the place in values, or -1
+  const int mine = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
   const int column = static_cast<int>(blockIdx.x) * kColumns + mine;
+  const int first_row = static_cast<int>(blockIdx.y) * kSpan,
+            end_row = min(p.across * p.side, first_row + kSpan);
+  const int first_block = first_row / p.block_rows, last_block = (end_row - 1) / p.block_rows;
+  int* entries = stored[mine];
+  for (int i = lane; i <= last_block - first_block; i += 32) entries[i] = -1;
+  __syncwarp();
   if (column < p.cols) {
-    const int begin = p.ccol[column], end = p.ccol[column + 1];
-#pragma unroll 4
-    for (int i = lane; i < (end - begin) * pieces; i += 32) {
-      const int at = begin + i / pieces, piece = i % pieces, row = p.row[at] * p.block_rows + piece * 8;
-      if (row < first_row || row >= end_row) continue;
-      uint4 v = *reinterpret_cast<const uint4*>(
-          p.values + static_cast<std::int64_t>(p.perm[at]) * p.block_rows + piece * 8);
-      if (row + 8 > p.rows) {  // what is padding in W is zero here
-        auto* halves = reinterpret_cast<std::uint16_t*>(&v);
-        for (int h = max(0, p.rows - row); h < 8; ++h) halves[h] = 0;
-      }
-      eights[mine * count + (row - first_row) / 8] = v;
+    const int end = p.ccol[column + 1];
+    for (int at = p.ccol[column] + lane; at < end; at += 32) {
+      const int row = p.row[at];
+      if (row >= first_block && row <= last_block) entries[row - first_block] = p.perm[at];
     }
   }
-  __syncthreads();
+  __syncwarp();
   const int row_eights = p.side / 8;  // of a block's row
-  for (int i = self; i < count * kColumns; i += kThreads) {
-    const int k = static_cast<int>(blockIdx.x) * kColumns + i / count, e = first_row / 8 + i % count;
-    const std::int64_t block = std::int64_t{k / p.side} * p.across + e / row_eights;
-    p.packed[(block * p.side + k % p.side) * row_eights + e % row_eights] = eights[i];
+  uint4* to = p.packed +
+              (static_cast<std::int64_t>(column / p.side) * p.across * p.side + column % p.side) * row_eights;
+#pragma unroll 8
+  for (int row = first_row + lane * 8; row < end_row; row += 256) {
+    const int block_row = row / p.block_rows, entry = entries[block_row - first_block];
+    uint4 v{0, 0, 0, 0};
+    if (entry >= 0)
+      v = __ldcs(reinterpret_cast<const uint4*>(p.values + static_cast<std::int64_t>(entry) * p.block_rows +
+                                                (row - block_row * p.block_rows)));
+    if (row + 8 > p.rows) {  // what is padding in W is zero here
+      auto* halves = reinterpret_cast<std::uint16_t*>(&v);
+#pragma unroll
+      for (int h = 0; h < 8; ++h) {
+        if (row + h >= p.rows) halves[h] = 0;
+      }
+    }
+    to[static_cast<std::int64_t>(row / p.side) * p.side * row_eights + row % p.side / 8] = v;
   }
 }
 
@@ -127,12 +131,9 @@ cudaError_t pack_tall_grad_input(const Product& p, const ProductIndex& index, co
                           n(side(p)),
                           n(up(p.rows, side(p)))};
   const std::int64_t rows = up(p.rows, side(p)) * side(p);
-  const int shared = n(std::min<std::int64_t>(rows, kSpan) * kColumns * 2);
-  static cuda::SharedLimit limit;
-  if (const cudaError_t status = limit.allow(pack_kernel, shared); status != cudaSuccess) return status;
   const dim3 grid(static_cast<unsigned>(up(p.cols, side(p)) * side(p) / kColumns),
                   static_cast<unsigned>(up(rows, kSpan)));
-  pack_kernel<<<grid, kThreads, static_cast<std::size_t>(shared), stream>>>(params);
+  pack_kernel<<<grid, kThreads, 0, stream>>>(params);
   return cudaGetLastError();
 }
 
