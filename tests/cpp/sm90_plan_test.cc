@@ -426,7 +426,7 @@ TEST(TallPlan, FollowsTheWeightAlone) {
   const TallConfig parts = configure(other, kMachine.shared_bytes);
   EXPECT_EQ(parts.chunk, 2048);
   EXPECT_EQ(parts.workspace(other), 2 * 2048 * 14336 * 2);  // one is made while the other is read
-  p.block_rows = 192;  // no multiple of 128
+  p.block_rows = 192;                                       // no multiple of 128
   const TallConfig narrow = configure(p, kMachine.shared_bytes);
   EXPECT_EQ(narrow.rows, 64);
   EXPECT_LE(narrow.shared_bytes() + 512, kMachine.shared_bytes);
