@@ -8,6 +8,10 @@ namespace rarefy::cpu {
 
 template <class I>
 using Vec = typename I::Vec;
+template <class I>  // float, or double (doubles.h)
+using Element = decltype(I::sum(I::zero()));
+template <class I>
+inline constexpr bool kDoubles = sizeof(Element<I>) == sizeof(double);
 
 // Static, all of them: units of several instruction sets use one trait, and of weak twins the linker would
 // keep any, AVX-512's of those that were compiled with AMX.

@@ -7,6 +7,7 @@
 
 #include "core/registry.h"
 #include "cpu/blocking.h"
+#include "cpu/doubles.h"
 #include "cpu/kernels.h"
 
 namespace rarefy::cpu {
@@ -56,6 +57,12 @@ Status run_linear_few(const FewKernels& kernels, const Call& call);
 // linear of rows of W, X and Y by feature (linear_in_place.cc).
 Reason supports_in_place(const Kernels& kernels, const Problem& problem);
 Status run_in_place(const Kernels& kernels, const Call& call);
+
+// linear in f64 (linear_doubles.cc).
+Reason supports_doubles(const DoubleKernels& kernels, const Problem& problem);
+std::int64_t doubles_workspace(const DoubleKernels& kernels, const Problem& problem, const Config& config);
+std::int64_t doubles_prepared_size(const Problem& problem, const Config& config);
+Status run_doubles(const DoubleKernels& kernels, const Call& call);
 
 // Rows of `cols` elements as float, each padded with 0 to `padded`; rows past the last are 0.
 void to_float(const Kernels& kernels, const MatrixView& from, std::int64_t rows, std::int64_t padded,

@@ -16,12 +16,12 @@ inline constexpr int kSinglesPart = 16;
 inline constexpr std::int32_t kSinglesParts = 8;
 
 // Elements of one row and those behind them, their columns in 32 or 16 bits.
-template <class Index>
+template <class T, class Index>
 struct Singles {
   const char* values;
   const Index* index;
   std::int32_t readable;  // indices from the first on, those of rows below too
-  const float* x;         // token-major
+  const T* x;             // token-major
   std::int64_t x_stride;
 };
 
@@ -29,24 +29,36 @@ struct Singles {
 template <class Index>
 inline constexpr bool kHasRoom = sizeof(Index) == sizeof(std::uint16_t);
 
+// W: in kStorage, or, in sums of doubles, in f64.
+template <class I, Storage kStorage>
+inline constexpr std::int64_t kValueBytes = kDoubles<I> ? sizeof(double) : bytes_of(kStorage);
+template <class I, Storage kStorage>
+Vec<I> load_values(const char* values, std::int64_t at) {
+  if constexpr (kDoubles<I>) {
+    return I::load(reinterpret_cast<const double*>(values) + at);
+  } else {
+    return load_as<I>(kStorage, values, at);
+  }
+}
+
 // kStream: gathered by one instruction, which leaves more room for loads in flight where X misses L1, too
 // (Zen 4: 0.38 ns an element from L1, 0.48–0.7 from memory). Else element by element, in fewer cycles (0.22;
 // from memory 0.4 with X in L1, 0.6–0.9 beyond).
 template <class I, bool kStream, class Index>
-Vec<I> take_x(const float* x, const Index* index) {
+Vec<I> take_x(const Element<I>* x, const Index* index) {
   return kStream ? I::gather(x, index) : I::collect(x, index);
 }
 
 // Onto `sum`: whole vectors, elements e … stop.
 template <class I, Storage kStorage, int Tokens, bool kStream, class Index>
-[[gnu::always_inline]] inline void add_vectors(const Singles<Index>& row, std::int32_t e, std::int32_t stop,
-                                               Vec<I> (&sum)[Tokens]) {
+[[gnu::always_inline]] inline void add_vectors(const Singles<Element<I>, Index>& row, std::int32_t e,
+                                               std::int32_t stop, Vec<I> (&sum)[Tokens]) {
   for (; e != stop; e += I::kWidth) {
     if constexpr (kStream) {
       __builtin_prefetch(row.index + e + kSinglesAhead);
-      __builtin_prefetch(row.values + (e + kSinglesAhead) * bytes_of(kStorage));
+      __builtin_prefetch(row.values + (e + kSinglesAhead) * kValueBytes<I, kStorage>);
     }
-    const Vec<I> wv = load_as<I>(kStorage, row.values, e);
+    const Vec<I> wv = load_values<I, kStorage>(row.values, e);
 #pragma GCC unroll 4
     for (int m = 0; m < Tokens; ++m) {
       sum[m] = I::fma(wv, take_x<I, kStream>(row.x + m * row.x_stride, row.index + e), sum[m]);
@@ -56,12 +68,15 @@ template <class I, Storage kStorage, int Tokens, bool kStream, class Index>
 
 // The last elements, fewer than a vector has lanes; maybe none.
 template <class I, Storage kStorage, int Tokens, bool kStream, class Index>
-[[gnu::always_inline]] inline void add_rest(const Singles<Index>& row, std::int32_t e, int rest,
+[[gnu::always_inline]] inline void add_rest(const Singles<Element<I>, Index>& row, std::int32_t e, int rest,
                                             Vec<I> (&total)[Tokens]) {
   constexpr int w = I::kWidth;
-  const Vec<I> wv = kStorage == Storage::f32
-                        ? I::load_first(reinterpret_cast<const float*>(row.values) + e, rest)
-                        : load_part<I>(kStorage, row.values, e, rest);
+  Vec<I> wv;
+  if constexpr (kValueBytes<I, kStorage> == sizeof(Element<I>)) {
+    wv = I::load_first(reinterpret_cast<const Element<I>*>(row.values) + e, rest);
+  } else {
+    wv = load_part<I>(kStorage, row.values, e, rest);
+  }
   alignas(64) Index own[w];
   const Index* index = row.index + e;
   if (!kHasRoom<Index> && row.readable - e < w) {  // W's last ones: column 0 beside them
@@ -81,8 +96,8 @@ inline constexpr std::int32_t kOnePart = (3 * kSinglesPart / 2 + 1) * I::kWidth 
 // `count` elements, of one part: summed straight on. A row must not look at more than it has: its end is not
 // foreseen, and what follows waits for it (Zen 5: 2 % of rows of 300, 9 % of 20).
 template <class I, Storage kStorage, int Tokens, bool kStream, class Index>
-[[gnu::always_inline]] inline void add_part(const Singles<Index>& row, std::int32_t count, float* y,
-                                            std::int64_t y_stride) {
+[[gnu::always_inline]] inline void add_part(const Singles<Element<I>, Index>& row, std::int32_t count,
+                                            Element<I>* y, std::int64_t y_stride) {
   const std::int32_t whole = count - count % I::kWidth;
   Vec<I> total[Tokens];
   for (int m = 0; m < Tokens; ++m) total[m] = I::zero();
@@ -95,7 +110,7 @@ template <class I, Storage kStorage, int Tokens, bool kStream, class Index>
 
 // The same of several parts, up to kSinglesParts.
 template <class I, Storage kStorage, int Tokens, bool kStream, class Index>
-[[gnu::noinline]] void add_parts(const Singles<Index>& row, std::int32_t count, float* y,
+[[gnu::noinline]] void add_parts(const Singles<Element<I>, Index>& row, std::int32_t count, Element<I>* y,
                                  std::int64_t y_stride) {
   constexpr int w = I::kWidth;
   const std::int32_t whole = count - count % w;
@@ -114,17 +129,17 @@ template <class I, Storage kStorage, int Tokens, bool kStream, class Index>
 
 // Rows of a task. What a row needs lies in locals: beside stores to y the compiler would read the task again.
 template <class I, Storage kStorage, int Tokens, bool kStream, class Index>
-void single_rows(const FewTask& task, const Index* index) {
+void single_rows(const FewTaskOf<Element<I>>& task, const Index* index) {
   constexpr std::int32_t most = kSinglesParts * kSinglesPart * I::kWidth;
   const auto* values = static_cast<const char*>(task.w.values);
   const std::int32_t* const begin = task.entry_begin;
-  const float* const x = task.x;
+  const Element<I>* const x = task.x;
   const std::int64_t x_stride = task.x_stride, y_stride = task.y_stride;
   const std::int32_t entries = task.entries;
-  const auto from = [=](std::int32_t e) -> Singles<Index> {
-    return {values + e * bytes_of(kStorage), index + e, entries - e, x, x_stride};
+  const auto from = [=](std::int32_t e) -> Singles<Element<I>, Index> {
+    return {values + e * kValueBytes<I, kStorage>, index + e, entries - e, x, x_stride};
   };
-  float* y = task.y;
+  Element<I>* y = task.y;
   for (std::int32_t o = task.begin, last = task.end; o < last; ++o, ++y) {
     std::int32_t e = begin[o];
     const std::int32_t end = begin[o + 1];
@@ -138,7 +153,7 @@ void single_rows(const FewTask& task, const Index* index) {
 }
 
 template <class I, Storage kStorage, int Tokens>
-void few_singles(const FewTask& task) {
+void few_singles(const FewTaskOf<Element<I>>& task) {
   static_assert(kColumnsAhead >= I::kWidth);
   const auto rows = [&](const auto* index) {
     task.stream ? single_rows<I, kStorage, Tokens, true>(task, index)

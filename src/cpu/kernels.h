@@ -165,19 +165,21 @@ inline constexpr int kPiecesAhead = 8;
 
 // y[m][o] += Σ over entries of W[o, i] · x[m][i] for 1, 2 or 4 tokens, row-major in and out, and for the
 // block shapes that few_takes names (few.h).
-struct FewTask {
+template <class T>
+struct FewTaskOf {
   SparseOperand w;                  // in canonical order
   std::int32_t entries;             // of all of W
   const std::int32_t* entry_begin;  // indexed by output block; the next one's is the end
   std::int32_t begin, end;
-  const float* x;  // padded to whole blocks; for few_quads (few.h) [column][token]
+  const T* x;  // padded to whole blocks; for few_quads (few.h) [column][token]
   std::int64_t x_stride;
   std::int32_t tokens;
-  float* y;  // from block `begin` on, padded to whole blocks
+  T* y;  // from block `begin` on, padded to whole blocks
   std::int64_t y_stride;
   bool stream;  // W comes from memory: single elements then take x otherwise (few_singles.h)
   const std::uint16_t* columns = nullptr;  // of single elements, with room for kColumnsAhead more; or null
 };
+using FewTask = FewTaskOf<float>;
 
 inline constexpr std::int64_t kFewTokens = 4;
 inline constexpr std::int32_t kColumnsAhead = 16;
@@ -201,21 +203,23 @@ struct BitmapTask {
   std::int64_t y_stride;
 };
 
-// y[n][m] = act(Σ over entries of W[n, k] · x[k][m] + bias[n]) for blocks of one row, X and Y by feature.
-struct InPlaceTask {
+// y[n][m] = act(Σ over entries of W[n, k] · x[k][m] + bias[n]), X and Y by feature.
+template <class T>
+struct InPlaceTaskOf {
   SparseOperand w;  // in canonical order
   const std::int32_t* entry_begin;
-  std::int32_t begin, end;  // rows
-  const float* x;
+  std::int32_t begin, end;  // block rows
+  const T* x;
   std::int64_t x_stride;
-  std::int64_t columns;  // of W: the last block may reach beyond
+  std::int64_t rows, columns;  // of W: the last blocks may reach beyond
   std::int64_t tokens;
-  float* y;
+  T* y;  // from block row `begin` on
   std::int64_t y_stride;
-  const float* bias;  // or null
+  const T* bias;  // the same, or null
   Activation activation;
   std::int32_t part;  // entries of a part of a sum
 };
+using InPlaceTask = InPlaceTaskOf<float>;
 
 // out[r][c] (+)= Σ_m dy[r][m] · x[c][m] for the stored blocks `begin` … `end` of one block row.
 // Here panels are long: `lanes` tokens of one feature are contiguous. In strips.h dy is [lanes][R], and so is

@@ -36,6 +36,7 @@ Status run_in_place(const Kernels& kernels, const Call& call) {
                         .end = 0,
                         .x = static_cast<const float*>(call.x.data),
                         .x_stride = call.x.col_stride,
+                        .rows = s.rows,
                         .columns = s.cols,
                         .tokens = call.x.rows,
                         .y = static_cast<float*>(call.out.data),
@@ -47,6 +48,8 @@ Status run_in_place(const Kernels& kernels, const Call& call) {
     InPlaceTask own = all;
     own.begin = begin_of_part(plan.crow, s.rows, s.block_cols, kPerRow, task, tasks);
     own.end = begin_of_part(plan.crow, s.rows, s.block_cols, kPerRow, task + 1, tasks);
+    own.y += own.begin * own.y_stride;
+    if (own.bias != nullptr) own.bias += own.begin;
     kernels.in_place(own);
   });
   return {};

@@ -77,6 +77,26 @@ void add_in_place(Registry& registry, std::string_view name) {
   });
 }
 
+template <const cpu::DoubleKernels& kKernels, const std::string_view& kFeature>
+void add_doubles(Registry& registry, std::string_view name) {
+  registry.push_back({
+      .op = Op::linear,
+      .device = Device::cpu,
+      .family = kKernels.family,
+      .name = name,
+      .supports = supports<kFeature, cpu::supports_doubles, kKernels>,
+      .run = [](const Call& call) { return cpu::run_doubles(kKernels, call); },
+      .any_layout = true,
+      .configure = cpu::configure_few,
+      .fields = cpu::FewSplit::kFields,
+      .workspace = [](const Problem& p, const Config& c) { return cpu::doubles_workspace(kKernels, p, c); },
+      .unheld = Unheld::runs,
+      .derives_as = "columns_16",
+      .prepared_size = cpu::doubles_prepared_size,
+      .prepare = cpu::prepare_few,
+  });
+}
+
 template <const cpu::Kernels& kKernels, const std::string_view& kFeature>
 void add_bitmap(Registry& registry, std::string_view bitmap, std::string_view two_of_four) {
   for (const Format format : {Format::bitmap, Format::two_of_four}) {
@@ -374,6 +394,7 @@ void register_cpu(Registry& registry) {
                                        "pieces_transposed");
   add<cpu::kAvx512, kHasAvx512>(registry, "avx512_linear", "avx512_grad_input", "avx512_grad_weight");
   add_in_place<cpu::kAvx512, kHasAvx512>(registry, "avx512_linear_in_place");
+  add_doubles<cpu::kDoublesAvx512, kHasAvx512>(registry, "avx512_linear_doubles");
   add_bitmap<cpu::kAvx512, kHasAvx512>(registry, "avx512_linear_bitmap", "avx512_linear_two_of_four");
   add_feed_forward<cpu::kAvx512, kHasAvx512>(registry, "avx512_feed_forward", "avx512_feed_forward_apart");
   add_scaled<cpu::kAvx512, kHasAvx512>(registry, "avx512_linear_scaled", "avx512_grad_input_scaled");
@@ -383,6 +404,7 @@ void register_cpu(Registry& registry) {
                                    "pieces_transposed");
   add<cpu::kAvx2, kHasAvx2>(registry, "avx2_linear", "avx2_grad_input", "avx2_grad_weight");
   add_in_place<cpu::kAvx2, kHasAvx2>(registry, "avx2_linear_in_place");
+  add_doubles<cpu::kDoublesAvx2, kHasAvx2>(registry, "avx2_linear_doubles");
   add_bitmap<cpu::kAvx2, kHasAvx2>(registry, "avx2_linear_bitmap", "avx2_linear_two_of_four");
   add_feed_forward<cpu::kAvx2, kHasAvx2>(registry, "avx2_feed_forward", "avx2_feed_forward_apart");
   add_scaled<cpu::kAvx2, kHasAvx2>(registry, "avx2_linear_scaled", "avx2_grad_input_scaled");
@@ -399,6 +421,7 @@ void register_cpu(Registry& registry) {
                                  "pieces_transposed");
   add<cpu::kScalar, kAny>(registry, "scalar_linear", "scalar_grad_input", "scalar_grad_weight");
   add_in_place<cpu::kScalar, kAny>(registry, "scalar_linear_in_place");
+  add_doubles<cpu::kDoublesScalar, kAny>(registry, "scalar_linear_doubles");
   add_bitmap<cpu::kScalar, kAny>(registry, "scalar_linear_bitmap", "scalar_linear_two_of_four");
   add_feed_forward<cpu::kScalar, kAny>(registry, "scalar_feed_forward", "scalar_feed_forward_apart");
   add_quads<cpu::kQuadsScalar, kAny>(registry, "scalar_linear_int8", "quads");

@@ -702,7 +702,7 @@ TEST(ForcedImplTest, OneThatDoesNotFitIsAnError) {
   const Problem problem = make_problem({3, 4, 4, 2, 2, 1.0, DType::f64, true, 0});
   ProblemIn<HostBuffer> run(problem);
   const Force force("scalar");
-  const Status status = run.linear(Activation::none);
+  const Status status = run.linear(Activation::silu);
   EXPECT_EQ(status.code(), StatusCode::unsupported);
   EXPECT_NE(status.message().find("scalar_linear: takes inputs in f32, bf16 or f16; got f64"),
             std::string::npos)

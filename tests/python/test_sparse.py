@@ -233,12 +233,13 @@ def test_indices_are_read_again_only_if_asked():
         sparse.sparse_dense(x, always)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("tokens", [0, 1, 4])
 @pytest.mark.parametrize("columns", [300, 65_536, 65_537])
-def test_products_with_few_vectors_hold_columns_of_two_bytes(columns, tokens):
-    (data, indices, indptr), _ = csr(40, columns, max(0.01, 30 / columns))
+def test_products_with_few_vectors_hold_columns_of_two_bytes(columns, tokens, dtype):
+    (data, indices, indptr), _ = csr(40, columns, max(0.01, 30 / columns), dtype)
     matrix = SparseMatrix(data, indices, indptr, shape=(40, columns))
-    x = torch.randn(tokens, columns) if tokens else torch.randn(columns)
+    x = torch.randn(*((tokens, columns) if tokens else (columns,)), dtype=dtype)
     info = rarefy.backend_info()
     known = "avx2" in info["cpu_features"] and info["forced_impl"] in (None, "cpu:avx2", "cpu:avx512")
     for _ in range(2):
@@ -720,23 +721,35 @@ def test_transposes_compile_whole(train):
     assert y.requires_grad == train
 
 
-@pytest.mark.parametrize("columns", [15, 16, 50, 128])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("columns", [3, 4, 7, 15, 16, 50, 128])
 @pytest.mark.parametrize("block", [(1, 1), (1, 4), (2, 2)])
-def test_spmm_where_little_is_stored_is_scipys(block, columns):
+def test_spmm_where_little_is_stored_is_scipys(block, columns, dtype):
     """Rows with few elements meet b as it lies; derivatives, other strides, other blocks go the usual way."""
-    matrix = sp.random_array((60, 44), density=0.1, dtype=np.float32, rng=np.random.default_rng(3))
+    matrix = sp.random_array((60, 44), density=0.1, dtype=NUMPY[dtype], rng=np.random.default_rng(3))
     a = matrix.tocsr() if block == (1, 1) else matrix.tobsr(block)
-    b = torch.randn(44, columns)
-    wide = torch.randn(44, columns + 7)
+    b = torch.randn(44, columns, dtype=dtype)
+    wide = torch.randn(44, columns + 7, dtype=dtype)
     ours = sparse.SparseMatrix(a.data, a.indices, a.indptr, shape=a.shape)
     for right in (b, wide[:, :columns], b.t().contiguous().t(), wide[:, 1 : columns + 1]):
         with torch.no_grad():
             got = sparse.spmm(ours, right)
         torch.testing.assert_close(got, torch.from_numpy(matrix.toarray() @ right.numpy()))
         assert got.shape == (60, columns)
-    if block[0] == 1 and columns >= 16:
+    if columns >= 4 if dtype == torch.float64 else block[0] == 1 and columns >= 16:
         with torch.no_grad():
             assert sparse.spmm(ours, b).is_contiguous()  # by row: in place
     right = b.clone().requires_grad_()
     sparse.spmm(ours, right).sum().backward()
-    torch.testing.assert_close(right.grad, torch.from_numpy(matrix.toarray().T) @ torch.ones(60, columns))
+    ones = torch.ones(60, columns, dtype=dtype)
+    torch.testing.assert_close(right.grad, torch.from_numpy(matrix.toarray().T) @ ones)
+
+
+def test_float64_is_multiplied_by_kernels_of_its_own():
+    matrix = SparseMatrix(*csr(40, 50, 0.2, torch.float64)[0], shape=(40, 50))
+    layer = rarefy.BlockSparseLinear.from_dense(torch.nn.Linear(64, 32, dtype=torch.float64), "block:4x1@0.5")
+    for tokens in (1, 3, 12):
+        kernel = rarefy.explain(layer, torch.randn(tokens, 64, dtype=torch.float64)).kernel
+        forced = rarefy.backend_info()["forced_impl"]
+        assert kernel.endswith("_linear_doubles") or forced not in (None, "cpu:avx2", "cpu:avx512")
+    assert matrix.dtype == torch.float64

@@ -20,6 +20,7 @@ _integers, _sparse_product, _sampled_product, _product_in_place = map(
     _load.op, ("_integer_linear", "_sparse_product", "_sampled_product", "_product_in_place")
 )
 _LANES = 16  # of the widest vectors: fewer columns fill none
+_DOUBLES = 4  # the same in float64
 _IN_PLACE = 64  # stored elements a row up to which spmm packs nothing: 128 columns 1.0–2.8 times as fast
 
 
@@ -105,23 +106,26 @@ def spmm(a: Any, b: Tensor, *, check: str = "once") -> Tensor:
     if matrix.shape[1] != b.shape[0]:
         fail(op, f"b must have {matrix.shape[1]} rows, as a has columns", b.shape[0])
     if _is_in_place(matrix, b):
-        plan = matrix.pattern.row_plan if matrix.block_shape[1] == 1 else matrix.pattern.plan
+        by_rows = matrix.block_shape[1] <= matrix.block_shape[0]
+        plan = matrix.pattern.row_plan if by_rows else matrix.pattern.plan
         return _product_in_place(b, matrix.blocks(), plan, _sizes(matrix.pattern))
     return _linear(op, matrix, b.t(), None, NONE).t()
 
 
 def _is_in_place(matrix: SparseMatrix, b: Tensor) -> bool:
     """Whether a's rows meet b's as both lie: where little is stored, packing b takes longer."""
-    return (
-        matrix.block_shape[0] == 1
-        and b.device.type == "cpu"
-        and b.dtype == matrix.dtype == torch.float32
-        and b.shape[1] >= _LANES
-        and b.stride(1) == 1
-        and len(matrix.data) <= _IN_PLACE * matrix.shape[0]
-        and eager()
-        and unrecorded(b, matrix.data)
-    )
+    if b.dtype != matrix.dtype or b.device.type != "cpu" or b.stride(1) != 1:
+        return False
+    if b.dtype == torch.float64:  # kernels of their own, which take b as it lies
+        fits = b.shape[1] >= _DOUBLES
+    else:
+        fits = (
+            b.dtype == torch.float32
+            and matrix.block_shape[0] == 1
+            and b.shape[1] >= _LANES
+            and len(matrix.data) <= _IN_PLACE * matrix.shape[0]
+        )
+    return fits and eager() and unrecorded(b, matrix.data)
 
 
 def spmv(a: Any, v: Tensor, *, check: str = "once") -> Tensor:

@@ -1,0 +1,211 @@
+// Drives linear in f64 (doubles.h): up to four tokens and single elements read W once; others are panels of
+// tokens by feature, packed unless X and Y lie so. Tasks are ranges of block rows with equal shares of W.
+#include <algorithm>
+
+#include "core/message.h"
+#include "cpu/blocking.h"
+#include "cpu/drivers.h"
+
+namespace rarefy::cpu {
+
+namespace {
+
+constexpr std::int64_t kPiece = 64;     // rows of y that a panel takes at a time: 16 KB
+constexpr std::int64_t kPerRow = 4;     // a row's price in stored elements
+constexpr std::int64_t kPackTask = 64;  // columns of x that a task packs
+
+bool is_few(const Problem& p) {
+  return p.tokens <= kFewTokens && p.weight.shape.block_size() == 1 && p.in_layout == Layout::by_token;
+}
+
+struct DoubleLayout {
+  std::int64_t lanes, piece;  // of a panel; block rows
+  std::int64_t shared = 0, worker = 0;
+
+  DoubleLayout(const DoubleKernels& kernels, const Problem& p)
+      : lanes(std::min(kDoublePanel, (p.tokens + kernels.width - 1) / kernels.width * kernels.width)),
+        piece(std::max<std::int64_t>(1, kPiece / p.weight.shape.block_rows)) {
+    if (is_few(p) || p.in_layout == Layout::by_feature) return;
+    Room all, own;
+    all.take<double>(p.weight.shape.cols * lanes);
+    own.take<double>(piece * p.weight.shape.block_rows * lanes);
+    shared = all.bytes();
+    worker = own.bytes();
+  }
+};
+
+// The tasks of one panel or of all, as ranges of block rows.
+template <class Each>
+void for_ranges(const Call& call, std::int64_t tasks, Each&& each) {
+  const PlanView& plan = call.plan;
+  const BsrShape& s = plan.shape;
+  const auto begin_of = [&](std::int64_t task) {
+    return begin_of_part(plan.crow, s.row_count(), s.block_size(), kPerRow * s.block_rows, task, tasks);
+  };
+  call.executor.parallel_for(
+      tasks, [&](std::int64_t task, int worker) { each(begin_of(task), begin_of(task + 1), worker); });
+}
+
+// Rows of bias and y from row `first` on.
+const double* bias_of(const Call& call, std::int64_t first) {
+  return call.bias == nullptr ? nullptr : static_cast<const double*>(call.bias) + first;
+}
+
+void run_few(const DoubleKernels& kernels, const Call& call, const FewSplit& split) {
+  const PlanView& plan = call.plan;
+  const auto tokens = static_cast<std::int32_t>(call.x.rows);
+  FewTaskOf<double> all{};
+  all.w = operand(plan.shape, call.values, DType::f32, plan.col, nullptr, false);
+  all.entries = static_cast<std::int32_t>(plan.shape.nnzb);
+  all.entry_begin = plan.crow;
+  all.x = static_cast<const double*>(call.x.data);
+  all.x_stride = call.x.row_stride;
+  all.tokens = tokens;
+  all.y_stride = call.out.row_stride;
+  all.stream = split.stream != 0;
+  all.columns = static_cast<const std::uint16_t*>(call.derived.prepared);
+  for_ranges(call, split.tasks, [&](std::int32_t begin, std::int32_t end, int /*worker*/) {
+    FewTaskOf<double> own = all;
+    own.begin = begin;
+    own.end = end;
+    own.y = static_cast<double*>(call.out.data) + begin;
+    const double* bias = bias_of(call, begin);
+    for (std::int64_t m = 0; m < tokens; ++m) {
+      double* y = own.y + m * own.y_stride;
+      for (std::int32_t o = begin; o < end; ++o) y[o - begin] = bias == nullptr ? 0 : bias[o - begin] + 0.0;
+    }
+    kernels.few(own);
+    if (call.activation != Activation::relu) return;
+    for (std::int64_t m = 0; m < tokens; ++m) {
+      double* y = own.y + m * own.y_stride;
+      for (std::int32_t o = 0; o < end - begin; ++o) y[o] = y[o] < 0 ? 0 : y[o];  // NaN stays
+    }
+  });
+}
+
+InPlaceTaskOf<double> in_place_task(const Call& call) {
+  const PlanView& plan = call.plan;
+  const BsrShape& s = plan.shape;
+  InPlaceTaskOf<double> task{};
+  task.w = operand(s, call.values, DType::f32, plan.col, nullptr, false);
+  task.entry_begin = plan.crow;
+  task.rows = s.rows;
+  task.columns = s.cols;
+  task.activation = call.activation;
+  // Short parts: rounded as results are, sums of 288 terms would be off by three times as much as MKL's.
+  task.part = part_entries(static_cast<std::int32_t>(s.block_cols), kFewPartTerms);
+  return task;
+}
+
+// X and Y by feature, as they lie: a panel's columns of X go through a range of rows before the next.
+void run_by_feature(const DoubleKernels& kernels, const Call& call) {
+  const BsrShape& s = call.plan.shape;
+  InPlaceTaskOf<double> all = in_place_task(call);
+  all.x_stride = call.x.col_stride;
+  all.y_stride = call.out.col_stride;
+  const std::int64_t tasks = std::clamp<std::int64_t>(kTasksPerThread * call.problem.threads, 1,
+                                                      std::max<std::int64_t>(1, s.row_count()));
+  for_ranges(call, tasks, [&](std::int32_t begin, std::int32_t end, int /*worker*/) {
+    InPlaceTaskOf<double> own = all;
+    own.begin = begin;
+    own.end = end;
+    const std::int64_t first = begin * s.block_rows;
+    own.bias = bias_of(call, first);
+    for (std::int64_t m = 0; m < call.x.rows; m += own.tokens) {
+      const std::int64_t left = call.x.rows - m;
+      own.tokens = left < kDoublePanel + kernels.width ? left : kDoublePanel;
+      own.x = static_cast<const double*>(call.x.data) + m;
+      own.y = static_cast<double*>(call.out.data) + first * own.y_stride + m;
+      kernels.in_place(own);
+    }
+  });
+}
+
+// Tokens first … first + count of x, by feature; lanes past them are 0.
+void pack_doubles(const Call& call, std::int64_t first, std::int64_t count, std::int64_t lanes,
+                  double* panel) {
+  const MatrixView& x = call.x;
+  const auto* from = static_cast<const double*>(x.data) + first * x.row_stride;
+  call.executor.parallel_for((x.cols + kPackTask - 1) / kPackTask, [&](std::int64_t task) {
+    const std::int64_t end = std::min(x.cols, (task + 1) * kPackTask);
+    for (std::int64_t k = task * kPackTask; k < end; ++k) {
+      double* to = panel + k * lanes;
+      for (std::int64_t m = 0; m < count; ++m) to[m] = from[m * x.row_stride + k];
+      std::fill(to + count, to + lanes, 0.0);
+    }
+  });
+}
+
+void run_panels(const DoubleKernels& kernels, const Call& call) {
+  const BsrShape& s = call.plan.shape;
+  const DoubleLayout layout(kernels, call.problem);
+  Room shared(call.workspace);
+  auto* panel = shared.take<double>(s.cols * layout.lanes);
+  InPlaceTaskOf<double> all = in_place_task(call);
+  all.x = panel;
+  all.x_stride = all.y_stride = all.tokens = layout.lanes;
+  const std::int64_t tasks = std::clamp<std::int64_t>(kTasksPerThread * call.problem.threads, 1,
+                                                      std::max<std::int64_t>(1, s.row_count()));
+  for (std::int64_t m0 = 0; m0 < call.x.rows; m0 += layout.lanes) {
+    const std::int64_t count = std::min(layout.lanes, call.x.rows - m0);
+    pack_doubles(call, m0, count, layout.lanes, panel);
+    for_ranges(call, tasks, [&](std::int32_t begin, std::int32_t end, int worker) {
+      Room room(static_cast<char*>(call.workspace) + layout.shared + worker * layout.worker);
+      InPlaceTaskOf<double> own = all;
+      own.y = room.take<double>(layout.piece * s.block_rows * layout.lanes);
+      for (own.begin = begin; own.begin < end; own.begin = own.end) {
+        own.end = static_cast<std::int32_t>(std::min<std::int64_t>(own.begin + layout.piece, end));
+        const std::int64_t first = own.begin * s.block_rows;
+        const std::int64_t rows = std::min(own.end * s.block_rows, s.rows) - first;
+        own.bias = bias_of(call, first);
+        kernels.in_place(own);
+        for (std::int64_t m = 0; m < count; ++m) {
+          double* y = static_cast<double*>(call.out.data) + (m0 + m) * call.out.row_stride + first;
+          for (std::int64_t n = 0; n < rows; ++n) y[n] = own.y[n * layout.lanes + m];
+        }
+      }
+    });
+  }
+}
+
+}  // namespace
+
+Reason supports_doubles(const DoubleKernels& kernels, const Problem& p) {
+  for (const DType dtype : {p.in, p.weight.dtype, p.out}) {
+    if (dtype != DType::f64) return cat("takes f64 alone; got ", name(dtype));
+  }
+  if (p.activation != Activation::none && p.activation != Activation::relu) {
+    return cat("takes no activation but relu in f64; got ", name(p.activation));
+  }
+  if (p.in_layout != p.out_layout) return "takes and gives matrices in one layout; got two";
+  if (p.in_layout == Layout::by_feature && p.tokens < kernels.least) {
+    return cat("takes ", kernels.least, " tokens and more by feature; got ", p.tokens);
+  }
+  return {};
+}
+
+std::int64_t doubles_workspace(const DoubleKernels& kernels, const Problem& problem,
+                               const Config& /*config*/) {
+  const DoubleLayout layout(kernels, problem);
+  return layout.shared + problem.threads * layout.worker;
+}
+
+std::int64_t doubles_prepared_size(const Problem& problem, const Config& config) {
+  return is_few(problem) ? few_prepared_size(problem, config) : 0;
+}
+
+Status run_doubles(const DoubleKernels& kernels, const Call& call) {
+  const auto split = from_config<FewSplit>(call.config);
+  if (split.tasks < 1)
+    return invalid(kernels.family, "tasks of the config must be at least 1", cat(split.tasks));
+  if (is_few(call.problem)) {
+    run_few(kernels, call, split);
+  } else if (call.problem.in_layout == Layout::by_feature) {
+    run_by_feature(kernels, call);
+  } else {
+    run_panels(kernels, call);
+  }
+  return {};
+}
+
+}  // namespace rarefy::cpu
