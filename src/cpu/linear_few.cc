@@ -63,6 +63,17 @@ void to_quads(const float* rows, std::int64_t lanes, float* to) {
   }
 }
 
+// Whether kernels read x and write y as they lie: floats in whole blocks, of as many tokens as a kernel has.
+// One thread copied x for all before, whose lines the others then fetched from its caches.
+bool reads_x(const FewKernels& kernels, const Problem& p, const Layout& layout) {
+  return !kernels.pairs && !layout.quads && p.in == DType::f32 && p.tokens == layout.tokens &&
+         p.weight.shape.cols == layout.lanes;
+}
+bool writes_y(const Problem& p, const Layout& layout) {
+  return p.out == DType::f32 && p.activation == Activation::none && p.tokens == layout.tokens &&
+         p.weight.shape.rows % p.weight.shape.block_rows == 0;
+}
+
 // W in lanes of two columns.
 SparseOperand in_pairs(SparseOperand w) {
   w.storage = Storage::f32;
@@ -135,7 +146,8 @@ Config configure_few(const Problem& problem, const Machine& /*machine*/) {
   FewSplit split;
   split.tasks = std::clamp<std::int64_t>(kTasksPerThread * problem.threads, 1,
                                          std::max<std::int64_t>(1, s.row_count()));
-  split.stream = s.block_size() == 1 && bytes > kCached && s.cols * kIndexBytes > kRowOfX ? 1 : 0;
+  const std::int64_t of_x = std::max<std::int64_t>(element, sizeof(float));
+  split.stream = s.block_size() == 1 && bytes > kCached && s.cols * of_x > kRowOfX ? 1 : 0;
   return to_config(split);
 }
 
@@ -152,17 +164,24 @@ Status run_linear_few(const FewKernels& kernels, const Call& call) {
   const BsrShape& s = plan.shape;
   const Layout layout(kernels, call.problem, split);
   Room all(call.workspace);
-  auto* x = all.take<float>(layout.tokens * layout.lanes);
-  if (kernels.pairs) {
-    to_pairs(call.x, layout.tokens, layout.lanes, x);
-  } else {
-    to_float(kernels.rows, call.x, layout.tokens, layout.lanes, x);
+  const float* x = static_cast<const float*>(call.x.data);
+  std::int64_t x_stride = call.x.row_stride;
+  if (!reads_x(kernels, call.problem, layout)) {
+    auto* rows = all.take<float>(layout.tokens * layout.lanes);
+    if (kernels.pairs) {
+      to_pairs(call.x, layout.tokens, layout.lanes, rows);
+    } else {
+      to_float(kernels.rows, call.x, layout.tokens, layout.lanes, rows);
+    }
+    if (layout.quads) {
+      auto* columns = all.take<float>(layout.tokens * layout.lanes);
+      to_quads(rows, layout.lanes, columns);
+      rows = columns;
+    }
+    x = rows;
+    x_stride = layout.lanes;
   }
-  if (layout.quads) {
-    auto* columns = all.take<float>(layout.tokens * layout.lanes);
-    to_quads(x, layout.lanes, columns);
-    x = columns;
-  }
+  const bool in_y = writes_y(call.problem, layout);
   const SparseOperand stored = operand(call, plan.col, nullptr, false);
   const SparseOperand w = kernels.pairs && s.block_cols % 2 == 0 ? in_pairs(stored) : stored;
 
@@ -170,20 +189,27 @@ Status run_linear_few(const FewKernels& kernels, const Call& call) {
   const auto rows = [&](std::int32_t begin, std::int32_t end, float* y) {
     const std::int64_t first = begin * s.block_rows;
     const std::int64_t features = std::min(end * s.block_rows, s.rows) - first;
-    std::fill_n(y, layout.tokens * layout.stride, 0.0F);
+    std::int64_t stride = layout.stride;
+    if (in_y) {
+      y = static_cast<float*>(call.out.data) + first;
+      stride = call.out.row_stride;
+      for (std::int64_t m = 0; m < layout.tokens; ++m) std::fill_n(y + m * stride, features, 0.0F);
+    } else {
+      std::fill_n(y, layout.tokens * stride, 0.0F);
+    }
     if (call.bias != nullptr) {
       const char* bias =
           static_cast<const char*>(call.bias) + first * static_cast<std::int64_t>(size_of(call.out.dtype));
       for (std::int64_t m = 0; m < layout.tokens; ++m) {
-        unpack_bias(kernels.rows, call.out.dtype, bias, features, y + m * layout.stride);
+        unpack_bias(kernels.rows, call.out.dtype, bias, features, y + m * stride);
       }
     }
-    kernels.multiply({w, static_cast<std::int32_t>(s.nnzb), plan.crow, begin, end, x, layout.lanes,
-                      static_cast<std::int32_t>(layout.tokens), y, layout.stride, split.stream != 0,
+    kernels.multiply({w, static_cast<std::int32_t>(s.nnzb), plan.crow, begin, end, x, x_stride,
+                      static_cast<std::int32_t>(layout.tokens), y, stride, split.stream != 0,
                       is_narrow(s) ? static_cast<const std::uint16_t*>(call.derived.prepared) : nullptr});
-    for (std::int64_t m = 0; m < call.x.rows; ++m) {
-      kernels.rows.activate(call.activation, y + m * layout.stride, layout.stride);
-      kernels.rows.round(storage(call.out.dtype), y + m * layout.stride, features, at(call.out, m, first));
+    for (std::int64_t m = 0; m < call.x.rows && !in_y; ++m) {
+      kernels.rows.activate(call.activation, y + m * stride, stride);
+      kernels.rows.round(storage(call.out.dtype), y + m * stride, features, at(call.out, m, first));
     }
   };
   call.executor.parallel_for(split.tasks, [&](std::int64_t task, int worker) {
