@@ -49,15 +49,18 @@ Vec<I> take_x(const Element<I>* x, const Index* index) {
   return kStream ? I::gather(x, index) : I::collect(x, index);
 }
 
+template <class I, Storage kStorage, class Index>
+void ask_ahead(const Singles<Element<I>, Index>& row, std::int32_t e) {
+  __builtin_prefetch(row.index + e + kSinglesAhead);
+  __builtin_prefetch(row.values + (e + kSinglesAhead) * kValueBytes<I, kStorage>);
+}
+
 // Onto `sum`: whole vectors, elements e … stop.
 template <class I, Storage kStorage, int Tokens, bool kStream, class Index>
 [[gnu::always_inline]] inline void add_vectors(const Singles<Element<I>, Index>& row, std::int32_t e,
                                                std::int32_t stop, Vec<I> (&sum)[Tokens]) {
   for (; e != stop; e += I::kWidth) {
-    if constexpr (kStream) {
-      __builtin_prefetch(row.index + e + kSinglesAhead);
-      __builtin_prefetch(row.values + (e + kSinglesAhead) * kValueBytes<I, kStorage>);
-    }
+    if constexpr (kStream) ask_ahead<I, kStorage>(row, e);
     const Vec<I> wv = load_values<I, kStorage>(row.values, e);
 #pragma GCC unroll 4
     for (int m = 0; m < Tokens; ++m) {
@@ -77,8 +80,16 @@ template <class I, Storage kStorage, int Tokens, bool kStream, class Index>
   } else {
     wv = load_part<I>(kStorage, row.values, e, rest);
   }
-  alignas(64) Index own[w];
   const Index* index = row.index + e;
+  if constexpr (kStream) {  // X beyond L1: no line of it is read for what lies behind the row
+    ask_ahead<I, kStorage>(row, e);
+#pragma GCC unroll 4
+    for (int m = 0; m < Tokens; ++m) {
+      total[m] = I::fma(wv, I::gather_first(row.x + m * row.x_stride, index, rest), total[m]);
+    }
+    return;
+  }
+  alignas(64) Index own[w];
   if (!kHasRoom<Index> && row.readable - e < w) {  // W's last ones: column 0 beside them
     std::fill_n(std::copy_n(index, rest, own), w - rest, Index{0});
     index = own;
@@ -98,12 +109,25 @@ inline constexpr std::int32_t kOnePart = (3 * kSinglesPart / 2 + 1) * I::kWidth 
 template <class I, Storage kStorage, int Tokens, bool kStream, class Index>
 [[gnu::always_inline]] inline void add_part(const Singles<Element<I>, Index>& row, std::int32_t count,
                                             Element<I>* y, std::int64_t y_stride) {
-  const std::int32_t whole = count - count % I::kWidth;
+  constexpr int w = I::kWidth;
   Vec<I> total[Tokens];
   for (int m = 0; m < Tokens; ++m) total[m] = I::zero();
-  add_vectors<I, kStorage, Tokens, kStream>(row, 0, whole, total);
-  if (kHasRoom<Index> || count > whole) {
-    add_rest<I, kStorage, Tokens, kStream>(row, whole, count - whole, total);
+  if constexpr (kStream) {
+    // One loop through both kinds of vectors has one end to foresee (Zen 5, rows of 20: 0.84 → 0.77 ns an
+    // element; 5: 2.1 → 1.5).
+    for (std::int32_t e = 0; e < count; e += w) {
+      if (count - e >= w) {
+        add_vectors<I, kStorage, Tokens, kStream>(row, e, e + w, total);
+      } else {
+        add_rest<I, kStorage, Tokens, kStream>(row, e, count - e, total);
+      }
+    }
+  } else {
+    const std::int32_t whole = count - count % w;
+    add_vectors<I, kStorage, Tokens, kStream>(row, 0, whole, total);
+    if (kHasRoom<Index> || count > whole) {
+      add_rest<I, kStorage, Tokens, kStream>(row, whole, count - whole, total);
+    }
   }
   for (int m = 0; m < Tokens; ++m) y[m * y_stride] += I::sum(total[m]);
 }
@@ -140,8 +164,8 @@ void single_rows(const FewTaskOf<Element<I>>& task, const Index* index) {
     return {values + e * kValueBytes<I, kStorage>, index + e, entries - e, x, x_stride};
   };
   Element<I>* y = task.y;
+  std::int32_t e = begin[task.begin];
   for (std::int32_t o = task.begin, last = task.end; o < last; ++o, ++y) {
-    std::int32_t e = begin[o];
     const std::int32_t end = begin[o + 1];
     while (end - e > kOnePart<I>) {
       const std::int32_t count = end - e < most ? end - e : most;
@@ -149,6 +173,7 @@ void single_rows(const FewTaskOf<Element<I>>& task, const Index* index) {
       e += count;
     }
     if (e < end) add_part<I, kStorage, Tokens, kStream>(from(e), end - e, y, y_stride);
+    e = end;
   }
 }
 

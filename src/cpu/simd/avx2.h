@@ -108,6 +108,18 @@ struct Avx2 {
     const __m128i narrow = _mm_loadu_si128(reinterpret_cast<const __m128i*>(index));
     return _mm256_i32gather_ps(x, _mm256_cvtepu16_epi32(narrow), 4);
   }
+  // Of the first `count` alone, 0 beside them: no line of x is read for others.
+  static Vec gather_first(const float* x, const std::int32_t* index, int count) {
+    return gather_lanes(x, _mm256_maskload_epi32(index, mask(count)), mask(count));
+  }
+  static Vec gather_first(const float* x, const std::uint16_t* index,
+                          int count) {  // there is room behind them
+    const __m128i narrow = _mm_loadu_si128(reinterpret_cast<const __m128i*>(index));
+    return gather_lanes(x, _mm256_cvtepu16_epi32(narrow), mask(count));
+  }
+  static Vec gather_lanes(const float* x, __m256i index, __m256i lanes) {
+    return _mm256_mask_i32gather_ps(zero(), x, index, _mm256_castsi256_ps(lanes), 4);
+  }
   template <class Index>
   static Vec collect(const float* x, const Index* index) {
     return collect8(x, index);

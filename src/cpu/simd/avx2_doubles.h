@@ -27,15 +27,21 @@ struct Avx2Doubles {
   }
 
   // As Avx2's. Of all lanes under a mask: GCC 12 warns inside its header of the gather without one.
-  static Vec gather(const double* x, __m128i index) {
-    const Vec all = _mm256_castsi256_pd(_mm256_set1_epi64x(-1));
-    return _mm256_mask_i32gather_pd(zero(), x, index, all, 8);
+  static Vec gather_lanes(const double* x, __m128i index, __m256i lanes) {
+    return _mm256_mask_i32gather_pd(zero(), x, index, _mm256_castsi256_pd(lanes), 8);
   }
   static Vec gather(const double* x, const std::int32_t* index) {
-    return gather(x, _mm_loadu_si128(reinterpret_cast<const __m128i*>(index)));
+    return gather_lanes(x, _mm_loadu_si128(reinterpret_cast<const __m128i*>(index)), mask(kWidth));
   }
   static Vec gather(const double* x, const std::uint16_t* index) {
-    return gather(x, _mm_cvtepu16_epi32(_mm_loadu_si64(index)));
+    return gather_lanes(x, _mm_cvtepu16_epi32(_mm_loadu_si64(index)), mask(kWidth));
+  }
+  static Vec gather_first(const double* x, const std::int32_t* index, int count) {
+    const __m128i lanes = _mm_cmpgt_epi32(_mm_set1_epi32(count), _mm_setr_epi32(0, 1, 2, 3));
+    return gather_lanes(x, _mm_maskload_epi32(index, lanes), mask(count));
+  }
+  static Vec gather_first(const double* x, const std::uint16_t* index, int count) {  // there is room behind
+    return gather_lanes(x, _mm_cvtepu16_epi32(_mm_loadu_si64(index)), mask(count));
   }
   template <class Index>
   static Vec collect(const double* x, const Index* index) {

@@ -114,6 +114,16 @@ struct Avx512 {
     const __m256i narrow = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(index));
     return _mm512_i32gather_ps(_mm512_cvtepu16_epi32(narrow), x, 4);
   }
+  // Of the first `count` alone, 0 beside them: neither an index nor a line of x is read for others.
+  static Vec gather_first(const float* x, const std::int32_t* index, int count) {
+    return gather_lanes(x, _mm512_maskz_loadu_epi32(mask(count), index), mask(count));
+  }
+  static Vec gather_first(const float* x, const std::uint16_t* index, int count) {
+    return gather_lanes(x, _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(mask(count), index)), mask(count));
+  }
+  static Vec gather_lanes(const float* x, __m512i index, __mmask16 lanes) {
+    return _mm512_mask_i32gather_ps(zero(), lanes, index, x, 4);
+  }
   template <class Index>
   static Vec collect(const float* x, const Index* index) {
     return _mm512_insertf32x8(_mm512_castps256_ps512(collect8(x, index)), collect8(x, index + 8), 1);

@@ -31,6 +31,15 @@ struct Avx512Doubles {
     const __m128i narrow = _mm_loadu_si128(reinterpret_cast<const __m128i*>(index));
     return _mm512_i32gather_pd(_mm256_cvtepu16_epi32(narrow), x, 8);
   }
+  static Vec gather_first(const double* x, const std::int32_t* index, int count) {
+    return gather_lanes(x, _mm256_maskz_loadu_epi32(mask(count), index), mask(count));
+  }
+  static Vec gather_first(const double* x, const std::uint16_t* index, int count) {
+    return gather_lanes(x, _mm256_cvtepu16_epi32(_mm_maskz_loadu_epi16(mask(count), index)), mask(count));
+  }
+  static Vec gather_lanes(const double* x, __m256i index, __mmask8 lanes) {
+    return _mm512_mask_i32gather_pd(zero(), lanes, index, x, 8);
+  }
   template <class Index>
   static Vec collect(const double* x, const Index* index) {
     return _mm512_insertf64x4(_mm512_castpd256_pd512(collect4(x, index)), collect4(x, index + 4), 1);

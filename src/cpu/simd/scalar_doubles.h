@@ -32,6 +32,10 @@ struct ScalarDoubles {
     return {x[index[0]], x[index[1]]};
   }
   template <class Index>
+  static Vec gather_first(const double* x, const Index* index, int count) {
+    return {count > 0 ? x[index[0]] : 0, count > 1 ? x[index[1]] : 0};
+  }
+  template <class Index>
   static Vec collect(const double* x, const Index* index) {
     return gather(x, index);
   }
