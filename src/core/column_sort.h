@@ -3,6 +3,7 @@
 #pragma once
 
 #include <algorithm>
+#include <bit>
 #include <cstdint>
 #include <memory>
 #include <span>
@@ -51,6 +52,30 @@ void sort_at_once(const PlanView& plan, std::int32_t* crow, std::int32_t* row, W
   crow[0] = 0;
 }
 
+// Where an entry's column within its bucket waits between the passes: above the row, in the same word. Beside
+// it in an array, where both do not fit, it is a third stream to each bucket (Zen 5, 10⁷ entries: 47 for 43
+// ms).
+struct AboveRow {
+  int row_bits;
+  std::int32_t join(std::int64_t row, std::int32_t column, std::int32_t /*at*/) const {
+    return static_cast<std::int32_t>(static_cast<std::uint32_t>(row) | static_cast<std::uint32_t>(column)
+                                                                           << row_bits);
+  }
+  std::uint32_t column(std::int32_t word, std::int32_t /*at*/) const {
+    return static_cast<std::uint32_t>(word) >> row_bits;
+  }
+  std::int32_t row(std::int32_t word) const { return word & static_cast<std::int32_t>((1U << row_bits) - 1); }
+};
+struct BesideRow {
+  std::uint16_t* columns;
+  std::int32_t join(std::int64_t row, std::int32_t column, std::int32_t at) const {
+    columns[at] = static_cast<std::uint16_t>(column);
+    return static_cast<std::int32_t>(row);
+  }
+  std::uint32_t column(std::int32_t /*word*/, std::int32_t at) const { return columns[at]; }
+  std::int32_t row(std::int32_t word) const { return word; }
+};
+
 // What a thread keeps of a bucket while it sorts it.
 template <class Word>
 struct Bucket {
@@ -62,35 +87,36 @@ struct Bucket {
         next(std::make_unique_for_overwrite<std::int32_t[]>(static_cast<std::size_t>(columns))),
         word(std::make_unique_for_overwrite<Word[]>(static_cast<std::size_t>(entries))) {}
 
-  // Sorts the entries from `begin` on by their columns in the bucket, and says where each column begins.
-  void sort(std::span<const std::uint16_t> local, std::int32_t begin, std::span<std::int32_t> crow,
+  // Sorts entries begin … end by their columns in the bucket, and says where each column begins.
+  template <class Columns>
+  void sort(Columns columns, std::int32_t begin, std::int32_t end, std::span<std::int32_t> crow,
             std::int32_t* rows, Word* words) {
-    std::copy_n(rows + begin, local.size(), row.get());
-    std::copy_n(words + begin, local.size(), word.get());
     std::fill_n(next.get(), crow.size(), 0);
-    for (const std::uint16_t c : local) ++next[c];
-    for (std::size_t c = 0; c < crow.size(); ++c) {
-      crow[c] = begin;
-      begin += std::exchange(next[c], begin);
+    for (std::int32_t e = begin; e < end; ++e) {
+      row[static_cast<std::size_t>(e - begin)] = rows[e];
+      ++next[columns.column(rows[e], e)];
     }
-    for (std::size_t e = 0; e < local.size(); ++e) {
-      const std::int32_t to = next[local[e]]++;
-      rows[to] = row[e];
-      words[to] = word[e];
+    std::copy(words + begin, words + end, word.get());
+    std::int32_t at = begin;
+    for (std::size_t c = 0; c < crow.size(); ++c) {
+      crow[c] = at;
+      at += std::exchange(next[c], at);
+    }
+    for (std::int32_t e = begin; e < end; ++e) {
+      const auto from = static_cast<std::size_t>(e - begin);
+      const std::int32_t to = next[columns.column(row[from], e)]++;
+      rows[to] = columns.row(row[from]);
+      words[to] = word[from];
     }
   }
 };
 
-// The same on all threads. Throws std::bad_alloc before it writes rows and words.
-template <class Word, class WordOf>
-void sort_by_column(const PlanView& plan, std::int32_t* crow, std::int32_t* row, Word* word,
-                    const Executor& executor, WordOf word_of) {
+// The same on all threads, by buckets of 2^shift columns. Throws std::bad_alloc before it writes rows and
+// words.
+template <class Word, class WordOf, class Columns>
+void sort_by_bucket(const PlanView& plan, int shift, std::int32_t* crow, std::int32_t* row, Word* word,
+                    const Executor& executor, WordOf word_of, Columns in_bucket) {
   const BsrShape& s = plan.shape;
-  if (s.nnzb <= kBucketEntries) return sort_at_once(plan, crow, row, word, word_of);
-  if (const int runs = run_shift(s); runs > 0) {
-    return sort_runs_by_column(plan, runs, crow, row, word, executor, word_of);
-  }
-  const int shift = bucket_shift(s);
   const std::int64_t columns = s.col_count(), width = std::int64_t{1} << shift;
   const std::int64_t buckets = ceil_div(columns, width), parts = executor.threads;
   const auto first_row = [&](std::int64_t part) { return first_row_of(plan, part, parts); };
@@ -111,7 +137,6 @@ void sort_by_column(const PlanView& plan, std::int32_t* crow, std::int32_t* row,
   }
   begin[buckets] = at;
 
-  const auto local = std::make_unique_for_overwrite<std::uint16_t[]>(static_cast<std::size_t>(s.nnzb));
   std::vector<Bucket<Word>> scratch;
   scratch.reserve(static_cast<std::size_t>(parts));
   for (std::int64_t part = 0; part < parts; ++part) scratch.emplace_back(most, width);
@@ -128,21 +153,34 @@ void sort_by_column(const PlanView& plan, std::int32_t* crow, std::int32_t* row,
           bucket = c >> shift;
           to = own[bucket];
         }
-        row[to] = static_cast<std::int32_t>(i);
-        word[to] = word_of(e);
-        local[static_cast<std::size_t>(to++)] = static_cast<std::uint16_t>(c & (width - 1));
+        row[to] = in_bucket.join(i, c & static_cast<std::int32_t>(width - 1), to);
+        word[to++] = word_of(e);
       }
     }
   });
   executor.parallel_for(buckets, [&](std::int64_t b, int worker) {
-    const auto first = static_cast<std::size_t>(begin[b]),
-               entries = static_cast<std::size_t>(begin[b + 1]) - first;
-    const std::int64_t in_bucket = std::min(width, columns - b * width);
-    scratch[static_cast<std::size_t>(worker)].sort({local.get() + first, entries}, begin[b],
-                                                   {crow + b * width, static_cast<std::size_t>(in_bucket)},
+    const auto has = static_cast<std::size_t>(std::min(width, columns - b * width));
+    scratch[static_cast<std::size_t>(worker)].sort(in_bucket, begin[b], begin[b + 1], {crow + b * width, has},
                                                    row, word);
   });
   crow[columns] = at;
+}
+
+// The same, however it is fastest.
+template <class Word, class WordOf>
+void sort_by_column(const PlanView& plan, std::int32_t* crow, std::int32_t* row, Word* word,
+                    const Executor& executor, WordOf word_of) {
+  const BsrShape& s = plan.shape;
+  if (s.nnzb <= kBucketEntries) return sort_at_once(plan, crow, row, word, word_of);
+  if (const int runs = run_shift(s); runs > 0) {
+    return sort_runs_by_column(plan, runs, crow, row, word, executor, word_of);
+  }
+  const int shift = bucket_shift(s), row_bits = std::bit_width(static_cast<std::uint64_t>(s.row_count() - 1));
+  if (row_bits + shift <= 32) {
+    return sort_by_bucket(plan, shift, crow, row, word, executor, word_of, AboveRow{row_bits});
+  }
+  const auto beside = std::make_unique_for_overwrite<std::uint16_t[]>(static_cast<std::size_t>(s.nnzb));
+  sort_by_bucket(plan, shift, crow, row, word, executor, word_of, BesideRow{beside.get()});
 }
 
 }  // namespace rarefy

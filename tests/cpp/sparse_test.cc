@@ -125,7 +125,8 @@ TEST(TransposeTest, IsAStableSortByColumn) {
     std::int64_t rows, cols, per_row, full_rows, full_column;
   };
   ThreadPool pool(3);
-  for (const Case& q : {Case{70000, 300000, 1, 0, -1},
+  for (const Case& q : {Case{70000, 300000, 1, 0, -1},  // a row and a column in its bucket: 33 bits; 32
+                        {65536, 300000, 1, 0, -1},
                         {40, 120000, 800, 1, -1},
                         {5000, 40, 20, 4, -1},
                         {90000, 5000, 1, 0, 4999},
