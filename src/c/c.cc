@@ -13,6 +13,7 @@
 #include "core/memory.h"
 #include "core/message.h"
 #include "core/padding.h"
+#include "cpu/kernels.h"
 #include "rarefy/rarefy.h"
 
 using rarefy::Activation;
@@ -27,6 +28,12 @@ using rarefy::StatusCode;
 struct rarefy_pool {
   explicit rarefy_pool(int count) : threads(count) {}
   rarefy::ThreadPool threads;
+};
+
+// What a kernel derives from a weight, and the memory that it lies in.
+struct Held {
+  rarefy::Derived derived;
+  Memory prepared, packed;
 };
 
 struct rarefy_weight {
@@ -44,9 +51,8 @@ struct rarefy_weight {
   Scaling scaling = Scaling::none;
   std::vector<float> scales;
   bool rounds_x = false;
-  rarefy::Derived derived;  // for products of `x`, in the memory below
+  Held many, few;  // for products of `x`; few: of single elements with few tokens
   DType x = DType::f32;
-  Memory prepared, packed;
 };
 
 struct rarefy_file {
@@ -133,6 +139,26 @@ const char* name_at(const Map& map, std::int64_t i) {
   return std::next(map.begin(), i)->first.c_str();
 }
 
+// What the best kernel for so many tokens of a dtype derives from a weight; nothing is held where it is none.
+Result<Held> derive(const rarefy::BsrView& view, std::int64_t tokens, DType x,
+                    const rarefy::Context& context) {
+  rarefy::Problem problem = rarefy::make_problem(rarefy::Op::linear, view.plan.shape, tokens, x,
+                                                 rarefy::Device::cpu, context.executor.threads);
+  problem.weight.dtype = view.dtype;
+  problem.weight.scaling = view.scaling;
+  problem.weight.rounds_x = view.rounds_x;
+  const auto sizes = rarefy::derived_sizes(problem);
+  if (!sizes.ok()) return sizes.status();
+  Held held;
+  if (sizes->key == 0) return held;
+  held.prepared = aligned(sizes->prepared);
+  held.packed = aligned(sizes->packed);
+  Status status = rarefy::prepare(problem, view.plan, held.prepared.get(), context);
+  if (status.ok()) status = rarefy::pack(problem, view, held.prepared.get(), held.packed.get(), context);
+  if (!status.ok()) return status;
+  held.derived = {sizes->key, held.prepared.get(), held.packed.get(), sizes->prepared, sizes->packed};
+  return held;
+}
 }  // namespace
 
 extern "C" {
@@ -228,30 +254,22 @@ rarefy_status rarefy_weight_to_dense(const rarefy_weight* weight, const rarefy_o
 rarefy_status rarefy_weight_prepare(rarefy_weight* weight, rarefy_dtype x, rarefy_pool* pool) {
   return guarded([&]() -> Status {
     constexpr auto op = "rarefy_weight_prepare";
+    constexpr std::int64_t kManyTokens = 512;
     if (Status status = check_pointers(op, weight); !status.ok()) return status;
     const auto dtype = dtype_of(op, x);
     if (!dtype.ok()) return dtype.status();
     const rarefy::Context context = context_of(pool);
-    const rarefy::BsrView view = weight->view();
-    rarefy::Problem problem = rarefy::make_problem(rarefy::Op::linear, view.plan.shape, 512, *dtype,
-                                                   rarefy::Device::cpu, context.executor.threads);
-    problem.weight.dtype = view.dtype;
-    problem.weight.scaling = view.scaling;
-    problem.weight.rounds_x = view.rounds_x;
-    const auto sizes = rarefy::derived_sizes(problem);
-    if (!sizes.ok()) return sizes.status().in(op);
-    Memory prepared, packed;
-    if (sizes->key != 0) {
-      prepared = aligned(sizes->prepared);
-      packed = aligned(sizes->packed);
-      Status status = rarefy::prepare(problem, view.plan, prepared.get(), context);
-      if (status.ok()) status = rarefy::pack(problem, view, prepared.get(), packed.get(), context);
-      if (!status.ok()) return status.in(op);
+    auto many = derive(weight->view(), kManyTokens, *dtype, context);
+    if (!many.ok()) return many.status().in(op);
+    Held few;
+    if (weight->view().plan.shape.block_size() == 1) {
+      auto held = derive(weight->view(), rarefy::cpu::kFewTokens, *dtype, context);
+      if (!held.ok()) return held.status().in(op);
+      few = std::move(held).value();
     }
-    weight->derived = {sizes->key, prepared.get(), packed.get(), sizes->prepared, sizes->packed};
     weight->x = *dtype;
-    weight->prepared = std::move(prepared);
-    weight->packed = std::move(packed);
+    weight->many = std::move(many).value();
+    weight->few = std::move(few);
     return {};
   });
 }
@@ -337,7 +355,10 @@ rarefy_status rarefy_linear(const rarefy_matrix* x, const rarefy_weight* weight,
                              std::to_string(static_cast<int>(activation)));
     }
     rarefy::BsrView view = weight->view();
-    if (in->dtype == weight->x) view.derived = weight->derived;
+    if (in->dtype == weight->x) {
+      const bool few = in->rows <= rarefy::cpu::kFewTokens && weight->few.derived.key != 0;
+      view.derived = (few ? weight->few : weight->many).derived;
+    }
     return rarefy::linear(*in, view, bias, static_cast<Activation>(activation), *out, context_of(pool))
         .in(op);
   });

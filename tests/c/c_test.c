@@ -1,5 +1,6 @@
 /* The C interface against loops, and its errors. */
 #include <math.h>
+#include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -126,6 +127,41 @@ static void check_prepared_bf16(void) {
   rarefy_weight_free(weight);
 }
 
+/* Single elements: up to four tokens read what is held of their columns, any number gives the same bits. */
+static void check_prepared_elements(void) {
+  enum { rows = 40, cols = 100, most = 6 };
+  float dense[rows * cols], x[most * cols], y[most * rows], again[most * rows];
+  unsigned state = 3;
+  for (int i = 0; i < rows * cols; ++i) dense[i] = noise(&state);
+  for (int i = 0; i < most * cols; ++i) x[i] = noise(&state);
+  const rarefy_matrix w_in = in(dense, rows, cols);
+  rarefy_weight *weight = NULL, *plain = NULL;
+  CHECK(rarefy_weight_from_dense(&w_in, 1, 1, 0.3, &weight) == RAREFY_OK);
+  CHECK(rarefy_weight_from_dense(&w_in, 1, 1, 0.3, &plain) == RAREFY_OK);
+  CHECK(rarefy_weight_prepare(weight, RAREFY_F32, NULL) == RAREFY_OK);
+  for (int tokens = 1; tokens <= most; ++tokens) {
+    const rarefy_matrix x_in = in(x, tokens, cols);
+    const rarefy_output y_out = out(y, tokens, rows), again_out = out(again, tokens, rows);
+    CHECK(rarefy_linear(&x_in, plain, NULL, RAREFY_NONE, &y_out, NULL) == RAREFY_OK);
+    CHECK(rarefy_linear(&x_in, weight, NULL, RAREFY_NONE, &again_out, NULL) == RAREFY_OK);
+    CHECK(memcmp(y, again, sizeof *y * (size_t)(tokens * rows)) == 0);
+  }
+#if defined(__x86_64__)
+  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) { /* the indices are not read again */
+    rarefy_weight_info info;
+    CHECK(rarefy_weight_get_info(weight, &info) == RAREFY_OK);
+    memset((void*)(uintptr_t)info.col_indices, 0, (size_t)info.nnzb * sizeof *info.col_indices);
+    const rarefy_matrix x_in = in(x, 1, cols);
+    const rarefy_output y_out = out(y, 1, rows), again_out = out(again, 1, rows);
+    CHECK(rarefy_linear(&x_in, plain, NULL, RAREFY_NONE, &y_out, NULL) == RAREFY_OK);
+    CHECK(rarefy_linear(&x_in, weight, NULL, RAREFY_NONE, &again_out, NULL) == RAREFY_OK);
+    CHECK(memcmp(y, again, sizeof *y * rows) == 0);
+  }
+#endif
+  rarefy_weight_free(weight);
+  rarefy_weight_free(plain);
+}
+
 static void check_blocks(void) {
   /* 3×3 in blocks of 2×2; what lies outside of the matrix is not stored. */
   const int32_t crow[] = {0, 1, 2}, col[] = {1, 0};
@@ -236,6 +272,7 @@ int main(int argc, char** argv) {
   CHECK_FAILS(rarefy_force_impl("cpu:none"), RAREFY_UNSUPPORTED, "none");
   CHECK(rarefy_force_impl(NULL) == RAREFY_OK);
   check_prepared_bf16();
+  check_prepared_elements();
   check_blocks();
   check_file(argv[1]);
   rarefy_pool_free(pool);
