@@ -20,6 +20,7 @@ from .pattern_change import PatternChange
 from .pseudo import PseudoBlockSparseLinear
 from .report import Report
 from .serialization import save_file
+from .sparse import sparse_dense
 from .sparse_weight import SparseWeight, register_format
 from .sparsify import desparsify, sparsify
 from .spec import Spec
@@ -63,5 +64,6 @@ __all__ = [
     "save_file",
     "set_strict_pattern",
     "sparse",
+    "sparse_dense",
     "sparsify",
 ]
