@@ -51,6 +51,10 @@ def on(arrays, device):
 # What TVM's suite tests ---------------------------------------------------------------------------
 
 
+def test_the_op_has_a_short_name():
+    assert rarefy.sparse_dense is sparse.sparse_dense
+
+
 def test_csr_weight_of_odd_sizes(device):
     arrays, dense = csr(17, 47, 0.2)
     x = torch.randn(1, 47)
@@ -85,6 +89,18 @@ def test_bsr_of_random_sizes(trial):
     arrays, dense = random_blocks(rows, columns, r, c, float(np.clip(rng.random(), 0.1, 0.9)))
     x = torch.rand(m, columns * c)
     torch.testing.assert_close(sparse.sparse_dense(x, arrays), x @ dense.T, atol=1e-4, rtol=1e-5)
+
+
+@pytest.mark.parametrize(("sizes", "block"), [((128, 128, 1280), (1, 1)), ((128, 128, 16), (2, 2))])
+def test_shapes_that_tvm_pads_for_gpus(device, sizes, block):
+    m, n, k = sizes
+    (blocks, *indices), _ = random_blocks(n // block[0], k // block[1], *block, 0.01)
+    arrays = (torch.rand_like(blocks), *indices)  # as TVM's: rows of few blocks, most of them empty
+    if block == (1, 1):
+        arrays = (arrays[0].flatten(), *indices)
+    x, dense = torch.rand(m, k), SparseMatrix(*arrays, shape=(n, k)).to_dense()
+    y = sparse.sparse_dense(x.to(device), on(arrays, device)).cpu()
+    torch.testing.assert_close(y, x @ dense.T, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("bias", [False, True])
