@@ -101,9 +101,9 @@ RAREFY_C_API rarefy_status rarefy_weight_get_info(const rarefy_weight* weight, r
 RAREFY_C_API rarefy_status rarefy_weight_to_dense(const rarefy_weight* weight, const rarefy_output* dense);
 
 /* Keeps with the weight what the best kernel for inputs of this dtype derives from it, which calls of
- * rarefy_linear then need not make each time: in bf16 and int8 a second copy of the values; of single elements
- * also their columns in two bytes, for up to four tokens. It changes no result. No other call may be using the
- * weight. */
+ * rarefy_linear then need not make each time: in bf16 and int8 a second copy of the values; of single
+ * elements also their columns in two bytes, for up to four tokens. It changes no result. No other call may be
+ * using the weight. */
 RAREFY_C_API rarefy_status rarefy_weight_prepare(rarefy_weight* weight, rarefy_dtype x, rarefy_pool* pool);
 
 /* Files ------------------------------------------------------------------------------------------ */
