@@ -73,7 +73,7 @@ struct BesideRow {
     return static_cast<std::int32_t>(row);
   }
   std::uint32_t column(std::int32_t /*word*/, std::int32_t at) const { return columns[at]; }
-  std::int32_t row(std::int32_t word) const { return word; }
+  static std::int32_t row(std::int32_t word) { return word; }
 };
 
 // What a thread keeps of a bucket while it sorts it.
@@ -175,7 +175,8 @@ void sort_by_column(const PlanView& plan, std::int32_t* crow, std::int32_t* row,
   if (const int runs = run_shift(s); runs > 0) {
     return sort_runs_by_column(plan, runs, crow, row, word, executor, word_of);
   }
-  const int shift = bucket_shift(s), row_bits = std::bit_width(static_cast<std::uint64_t>(s.row_count() - 1));
+  const int shift = bucket_shift(s);
+  const auto row_bits = static_cast<int>(std::bit_width(static_cast<std::uint64_t>(s.row_count() - 1)));
   if (row_bits + shift <= 32) {
     return sort_by_bucket(plan, shift, crow, row, word, executor, word_of, AboveRow{row_bits});
   }

@@ -164,7 +164,7 @@ Status run_linear_few(const FewKernels& kernels, const Call& call) {
   const BsrShape& s = plan.shape;
   const Layout layout(kernels, call.problem, split);
   Room all(call.workspace);
-  const float* x = static_cast<const float*>(call.x.data);
+  const auto* x = static_cast<const float*>(call.x.data);
   std::int64_t x_stride = call.x.row_stride;
   if (!reads_x(kernels, call.problem, layout)) {
     auto* rows = all.take<float>(layout.tokens * layout.lanes);
