@@ -80,7 +80,7 @@ __global__ void __launch_bounds__(kTileThreads, 1) gradient_kernel(const __grid_
       return;
     }
   }
-  int index = p.first_tile + static_cast<int>(blockIdx.x) / kSplit;
+  int index = static_cast<int>(blockIdx.x) / kSplit;
   if (index >= p.skip_from) index += p.skipped;
   if constexpr (kWide == 64) {
     if (p.list == nullptr) find_tile(p, index, tile);
@@ -163,9 +163,9 @@ __global__ void __launch_bounds__(kTileThreads, 1) gradient_kernel(const __grid_
       __syncwarp();
     }
     if constexpr (kSplit > 1) cluster_sync();
-    if (!kTf32 && to_sum != 0) {
-      if (kSplit == 1) named_barrier(4, 128);
-      if constexpr (!kTf32) {
+    if constexpr (!kTf32) {
+      if (to_sum != 0) {
+        if (kSplit == 1) named_barrier(4, 128);
         if (rank == 0) sums.finish(p, tile.feature + x_panels, slots + kBiasAt, kSplit);
       }
     }
@@ -364,8 +364,9 @@ cudaError_t launch_kernel(std::int64_t tiles, const GradientParams& params, cuda
   }
   cudaLaunchConfig_t launch{};
   const std::int64_t slices = (params.rows + kSlice - 1) / kSlice;
-  const std::int64_t for_bias =
-      params.unstored ? (std::min<std::int64_t>(128, slices) + kSplit - 1) / kSplit * kSplit : 0;
+  const std::int64_t for_bias = params.dbias == nullptr || params.goes_on
+                                    ? 0
+                                    : (std::min<std::int64_t>(128, slices) + kSplit - 1) / kSplit * kSplit;
   launch.gridDim = dim3(static_cast<unsigned>(tiles * kSplit + for_bias));
   launch.blockDim = dim3(kTileThreads);
   launch.dynamicSmemBytes = kSharedBytes;
@@ -401,7 +402,6 @@ cudaError_t launch_wide(int wide, int split, std::int64_t tiles, GradientParams 
 template <class T>
 cudaError_t launch_type(const GradientConfig& c, std::int64_t tiles, GradientParams params,
                         cudaStream_t stream) {
-  params.skip_from = INT32_MAX;
   if (c.alone == 0) return launch_wide<T>(c.wide, c.split, tiles, params, stream);
   if (c.alone >= tiles) return launch_wide<T>(c.wide, 1, tiles, params, stream);
   const std::int64_t shared = std::min<std::int64_t>(c.shared, tiles - c.alone);
@@ -411,9 +411,8 @@ cudaError_t launch_type(const GradientConfig& c, std::int64_t tiles, GradientPar
   first.followed = true;
   const cudaError_t status = launch_wide<T>(c.wide, 1, tiles - shared, first, stream);
   if (status != cudaSuccess) return status;
-  params.first_tile = c.alone;
+  params.skipped = c.alone;
   params.goes_on = true;
-  params.unstored = false;
   return launch_wide<T>(c.wide, c.split, shared, params, stream);
 }
 
@@ -430,7 +429,6 @@ cudaError_t launch(const GradientProblem& p, const GradientConfig& config, const
   params.dvalues = o.dvalues;
   params.accumulate = o.accumulate;
   params.dbias = o.dbias;
-  params.unstored = o.dbias != nullptr;
   params.dy_values = o.dy;
   params.dy_stride = p.dy_stride;
   params.row_features = static_cast<int>(config.wide == 64 ? p.block_rows : 64 * config.shape().strips());

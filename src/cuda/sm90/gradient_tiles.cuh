@@ -28,15 +28,14 @@ struct GradientParams {
   const int* list;  // GradientTile; null: none was made
   void* dvalues;
   // The gradient of the bias, or null. Thread blocks behind those of tiles read the dY of rows, so many
-  // features, that store nothing and have no tile, if `unstored`.
+  // features, that store nothing and have no tile.
   void* dbias;
   const void* dy_values;
   std::int64_t dy_stride;
-  bool unstored;
   int tile_blocks, row_features;
-  // The tiles of a call may be two launches': the second one has `skipped` tiles from skip_from on, begins
-  // with the first one's last round, and ends behind it.
-  int first_tile, skip_from, skipped;
+  // Tiles from skip_from on are `skipped` further in the list: those of a call may be two launches', of which
+  // the second one begins with the first one's last round, and ends behind it.
+  int skip_from, skipped;
   bool followed, goes_on;
   int tokens, rows, cols, block_rows, block_cols, block_row_count;
   int wide, most;

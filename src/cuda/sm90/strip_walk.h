@@ -41,11 +41,10 @@ struct StripOrder {
   int groups, size;  // strips of a group
   int token_tiles, falling, cut_from, items;
 
-  RAREFY_HOST_DEVICE StripOrder(int group_count, int group_size, int tiles_of_tokens, int clusters,
-                                int falling_rounds = 3)
+  RAREFY_HOST_DEVICE StripOrder(int group_count, int group_size, int tiles_of_tokens, int clusters)
       : groups(group_count), size(group_size), token_tiles(tiles_of_tokens) {
     const int tiles = groups * token_tiles, rest = tiles % clusters,
-              round = (falling_rounds * clusters + groups - 1) / groups;
+              round = (3 * clusters + groups - 1) / groups;
     const bool cut = rest * size <= clusters;
     falling = round < token_tiles ? round : token_tiles;
     cut_from = cut ? tiles - rest : tiles;

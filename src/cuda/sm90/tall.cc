@@ -15,6 +15,7 @@ constexpr int kMostGroups = 1 << 16;  // 16 bits in the lists
 // as that ends. Where multiplying takes less than so many microseconds, launches cost more than that saves.
 constexpr std::int64_t kChunkBytes = 36 << 20;
 constexpr double kLeastChunk = 45;
+constexpr int kSms = 132;  // of an H100 and an H200
 
 // Block rows may reach past W by more than a tile.
 std::int64_t group_count(const TallProblem& p, int rows) { return ceil_div(p.rows, rows); }
@@ -51,7 +52,7 @@ TallConfig configure(const TallProblem& p, int shared_bytes) {
   TallConfig c{p.block_rows % 128 == 0 ? 128 : 64, 0};
   c.slots = std::min(8, (shared_bytes - 512 - c.shared_bytes()) / c.slot_bytes());
   std::int64_t chunks = std::max<std::int64_t>(1, ceil_div(p.tokens * p.cols * 2, kChunkBytes));
-  if (multiply_microseconds(p, c, 132) < kLeastChunk * static_cast<double>(chunks))
+  if (multiply_microseconds(p, c, kSms) < kLeastChunk * static_cast<double>(chunks))
     chunks = ceil_div(chunks, 2);
   c.chunk = std::max<std::int64_t>(512, ceil_div(ceil_div(p.tokens, chunks), 512) * 512);
   return c;

@@ -3,6 +3,7 @@
 
 #include "cuda/shared_limit.h"
 #include "cuda/sm90/tall_gradient_kernel.cuh"
+#include "cuda/sm90/tall_walk.h"
 #include "cuda/sm90/tensor_map.h"
 
 namespace rarefy::sm90 {
@@ -62,7 +63,7 @@ __global__ void __launch_bounds__(32) tile_list_kernel(const __grid_constant__ T
   for (int i = lane; i < p.most; i += 32) tiles += p.tiles[i].z > 0 ? 1 : 0;
   tiles = __reduce_add_sync(~0u, tiles);
   for (int i = tiles + lane; i < p.most; i += 32) p.items[i] = {pack_tile({i, 0, 0}), -1};
-  const StripOrder order(tiles, 1, 1, p.lists.clusters, 0);
+  const TallOrder order(tiles, 0, 1);
   make_list(p.lists, order, p.items, [&](const StripTile& t) {
     return 5000 + (rows + p.tiles[t.group].z) * 60;  // bytes, mostly; few columns wait for memory
   });
