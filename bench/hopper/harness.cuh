@@ -246,23 +246,6 @@ Times time_replays(F&& record, G&& before, int repeats) {
   return {at(.5), at(.25), at(.75)};
 }
 
-// Microseconds of one call, replayed as a graph. Before each, L2 is filled with other lines: written ones,
-// and with FLUSH=read then with read ones, which cost nothing to push out.
-template <class F>
-Times time_graph(F&& call, int repeats = 21) {
-  static Buffer<char> flush(256u << 20), others(256u << 20);
-  static const bool read = std::getenv("FLUSH") != nullptr && std::string(std::getenv("FLUSH")) == "read";
-  return time_replays(
-      call,
-      [&](cudaStream_t stream, int i) {
-        CHECK(cudaMemsetAsync(flush.raw, i, 256u << 20, stream));
-        if (!read) return;
-        read_kernel<<<1056, 256, 0, stream>>>(reinterpret_cast<const uint4*>(others.data()), others.size / 16,
-                                              reinterpret_cast<unsigned*>(flush.raw));
-      },
-      repeats);
-}
-
 // Microseconds of one of `calls` calls, one after another in a graph: call(stream, i) is to read other
 // weights for each i, more of them all together than L2 holds.
 template <class F>
@@ -273,6 +256,27 @@ Times time_chain(int calls, F&& call, int repeats = 21) {
       },
       [](cudaStream_t, int) {}, repeats);
   return {all.median / calls, all.q1 / calls, all.q3 / calls};
+}
+
+// Microseconds of one call, replayed as a graph. Before each, L2 is filled with other lines: written ones,
+// and with FLUSH=read then with read ones, which cost nothing to push out. FLUSH=chain: ten calls one after
+// another in a graph, as a training step has them, and nothing between them.
+template <class F>
+Times time_graph(F&& call, int repeats = 21) {
+  static const std::string flushed = std::getenv("FLUSH") == nullptr ? "" : std::getenv("FLUSH");
+  if (flushed == "chain")
+    return time_chain(
+        10, [&](cudaStream_t stream, int) { call(stream); }, repeats);
+  static Buffer<char> flush(256u << 20), others(256u << 20);
+  return time_replays(
+      call,
+      [&](cudaStream_t stream, int i) {
+        CHECK(cudaMemsetAsync(flush.raw, i, 256u << 20, stream));
+        if (flushed != "read") return;
+        read_kernel<<<1056, 256, 0, stream>>>(reinterpret_cast<const uint4*>(others.data()), others.size / 16,
+                                              reinterpret_cast<unsigned*>(flush.raw));
+      },
+      repeats);
 }
 
 // GELU as an eager framework computes it: a kernel of its own, rounded sums in, 16 bytes a thread and turn.

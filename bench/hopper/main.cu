@@ -69,7 +69,9 @@ int main(int argc, char** argv) {
   report.machine = device.name;
   report.date = date;
   report.commit = commit == nullptr ? "" : commit;
-  report.repro = "rarefy_hopper_bench " + what + (only.empty() ? "" : " " + only);
+  const char* flush = std::getenv("FLUSH");
+  report.repro = (flush == nullptr ? "" : std::string("FLUSH=") + flush + " ") + "rarefy_hopper_bench " +
+                 what + (only.empty() ? "" : " " + only);
   report.open(std::string(out == nullptr ? "." : out) + "/hopper" + (only.empty() ? "" : "-" + only) +
               ".csv");
   if (only == "floor") {
