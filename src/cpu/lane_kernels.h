@@ -34,7 +34,19 @@ struct FloatLanes {
   };
 };
 
-inline constexpr std::int64_t kLaneAhead = 2048;  // bytes of W
+// Up to 4 tokens, whose lines have no more: reading W is all the work.
+template <class E>
+inline constexpr bool kFewLanes = E::kLine < kLaneTokens * 4;
+
+// Bytes of W asked for ahead: out of memory 2 KB took 1.4–1.7 times as long for a few tokens. And sets of
+// sums, lines in turn, where few would wait for each other: in int8 alone, whose sums are exact.
+template <class E>
+inline constexpr std::int64_t kLaneAhead = kFewLanes<E> ? 14336 : 2048;
+template <class E, class Work>
+constexpr int lane_sets(int sums) {
+  if (!kFewLanes<E> || sums > (Work::kAny ? 1 : 4)) return 1;
+  return sums > 2 ? 2 : 4;
+}
 
 // Lines of x to be put together along the way: `to_do` says which, Line how, of so many features each.
 template <class Line>
@@ -80,7 +92,9 @@ template <class E, Storage kStorage, bool kPermuted, bool kFirst, int Tokens, in
 void lane_tile(const LaneProduct& t, std::int32_t first, std::int32_t row, Work work) {
   using I = typename E::Isa;
   constexpr int w = I::kWidth;
+  constexpr int sets = lane_sets<E, Work>(Tokens * Vectors);
   typename E::Sum sum[Tokens][Vectors];
+  [[maybe_unused]] typename E::Sum others[sets][Tokens][Vectors];  // the first is `sum` itself
   const auto each = [](auto f) {
 #pragma GCC unroll 16
     for (int m = 0; m < Tokens; ++m) {
@@ -98,6 +112,12 @@ void lane_tile(const LaneProduct& t, std::int32_t first, std::int32_t row, Work 
     for (int v = 0; v < Vectors; ++v) __builtin_prefetch(ahead + v * w * 4, 1);
   }
   each([&](int m, int v) { sum[m][v] = E::start(t, first + m, row + v * w); });
+  if constexpr (sets > 1) {
+    each([&](int m, int v) {
+#pragma GCC unroll 4
+      for (int i = 1; i < sets; ++i) others[i][m][v] = typename E::Sum{};
+    });
+  }
   const std::int64_t line = t.rows * bytes_of(kStorage);
   const char* values = static_cast<const char*>(t.w) + row * bytes_of(kStorage);
   const char* panel = static_cast<const char*>(t.panel) + first * 4;
@@ -134,22 +154,34 @@ void lane_tile(const LaneProduct& t, std::int32_t first, std::int32_t row, Work 
           weights = values + reload(t.perm)[index - reload(t.index)] * (line * reload(t.run));
         }
         const char* x = panel + std::int64_t{*index} * reload(t.run) * E::kLine;
-        for (std::int32_t i = reload(t.run); i != 0; --i, weights += line, x += E::kLine) {
+        std::int32_t i = reload(t.run);
+        const auto add = [&](auto& to) {
           work(i);
           typename E::Vector wv[Vectors];
 #pragma GCC unroll 2
           for (int v = 0; v < Vectors; ++v) {
             wv[v] = E::template weights<kStorage>(weights + v * w * bytes_of(kStorage));
             // The first to read them: the hardware loses the stream between the lines of x.
-            if constexpr (kFirst) __builtin_prefetch(weights + v * w * bytes_of(kStorage) + kLaneAhead);
+            if constexpr (kFirst) __builtin_prefetch(weights + v * w * bytes_of(kStorage) + kLaneAhead<E>);
           }
 #pragma GCC unroll 16
           for (int m = 0; m < Tokens; ++m) {
             const auto xv = E::broadcast(x + m * 4);
 #pragma GCC unroll 2
-            for (int v = 0; v < Vectors; ++v) sum[m][v] = E::dot(sum[m][v], xv, wv[v]);
+            for (int v = 0; v < Vectors; ++v) to[m][v] = E::dot(to[m][v], xv, wv[v]);
+          }
+          --i;
+          weights += line;
+          x += E::kLine;
+        };
+        if constexpr (sets > 1) {
+          while (i >= sets) {
+            add(sum);
+#pragma GCC unroll 4
+            for (int s = 1; s < sets; ++s) add(others[s]);
           }
         }
+        while (i != 0) add(sum);
       }
     }
   };
@@ -178,6 +210,12 @@ void lane_tile(const LaneProduct& t, std::int32_t first, std::int32_t row, Work 
     }
   } else {
     multiply(0, t.blocks);
+    if constexpr (sets > 1) {
+      each([&](int m, int v) {
+#pragma GCC unroll 4
+        for (int i = 1; i < sets; ++i) sum[m][v] = E::add(sum[m][v], others[i][m][v]);
+      });
+    }
     if (!t.last) return each([&](int m, int v) { E::keep(t, first + m, row + v * w, sum[m][v]); });
   }
   const std::int32_t tokens = t.tokens - first < Tokens ? t.tokens - first : Tokens;

@@ -275,6 +275,21 @@ TEST_P(Int8Test, EveryNumberOfTokens) {
   }
 }
 
+// Up to 4 tokens have several sets of sums, that take lines in turn: blocks, and lines put together, of every
+// remainder.
+TEST_P(Int8Test, SetsOfSums) {
+  for (std::int64_t tokens = 1; tokens <= 4; ++tokens) {
+    for (const std::int64_t rows : {16, 32, 48}) {
+      for (const std::int64_t cols : {4, 8, 12, 20, 24, 32}) {
+        check({tokens, 3 * rows - 1, 7 * cols, rows, cols, 0.6, DType::f32, true, 0});
+      }
+      for (const std::int64_t features : {3, 9, 17, 22, 31, 150}) {
+        check({tokens, 2 * rows, features, rows, 1, 1.0, DType::f32, true, 0});
+      }
+    }
+  }
+}
+
 // More groups than a chunk has, last groups of every number of lines, and patterns without any.
 TEST_P(Int8Test, GroupsAndChunks) {
   for (std::int64_t columns = 1; columns <= 131; ++columns) {

@@ -181,20 +181,22 @@ struct Avx512Quads {
 
   template <bool kActivate, class T>
   static void store_as(const QuadStore& t, std::int32_t first, int half, T* y, std::int64_t stride) {
-    const __m512 tokens = _mm512_loadu_ps(t.tokens + half * 16);
-    __m512 rows[16];
+    __m512i sums[16];
 #pragma GCC unroll 16
-    for (int i = 0; i < 16; ++i) {
-      const std::int32_t o = first + i;
-      __m512i sum = _mm512_loadu_si512(t.sums + o * kTokens + half * 16);
-      if constexpr (kUnsigned) sum = _mm512_sub_epi32(sum, _mm512_set1_epi32(t.totals[o] * 128));
-      const __m512 scaled = _mm512_mul_ps(_mm512_cvtepi32_ps(sum), _mm512_set1_ps(t.scales[o]));
-      rows[i] = _mm512_fmadd_ps(scaled, tokens, _mm512_set1_ps(t.bias[o]));
-      if constexpr (kActivate) rows[i] = activate<Avx512>(t.activation, rows[i]);
+    for (int i = 0; i < 16; ++i) sums[i] = _mm512_loadu_si512(t.sums + (first + i) * kTokens + half * 16);
+    transpose(sums);
+    // By token: what belongs to the outputs is read once for all of them.
+    const __m512i offset = _mm512_slli_epi32(_mm512_loadu_si512(t.totals + first), 7);
+    const __m512 scales = _mm512_loadu_ps(t.scales + first), bias = _mm512_loadu_ps(t.bias + first);
+    const float* tokens = t.tokens + half * 16;
+#pragma GCC unroll 16
+    for (int m = 0; m < 16; ++m, y += stride) {
+      const __m512i sum = kUnsigned ? _mm512_sub_epi32(sums[m], offset) : sums[m];
+      const __m512 scaled = _mm512_mul_ps(_mm512_cvtepi32_ps(sum), scales);
+      __m512 row = _mm512_fmadd_ps(scaled, _mm512_set1_ps(tokens[m]), bias);
+      if constexpr (kActivate) row = activate<Avx512>(t.activation, row);
+      put(y, row);
     }
-    Avx512::transpose(rows);
-#pragma GCC unroll 16
-    for (int m = 0; m < 16; ++m, y += stride) put(y, rows[m]);
   }
 };
 

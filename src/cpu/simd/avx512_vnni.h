@@ -63,6 +63,8 @@ struct Avx512VnniLanes {
     return sum;
   }
 
+  static Sum add(Sum a, Sum b) { return _mm512_add_epi32(a, b); }
+
   template <int Vectors>
   struct Finish {
     const float* tokens;
@@ -115,6 +117,8 @@ struct Avx512VnniHalfLanes {
     __asm__("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(x), "v"(w));
     return sum;
   }
+
+  static Sum add(Sum a, Sum b) { return _mm256_add_epi32(a, b); }
 
   template <int Vectors>
   struct Finish {

@@ -47,6 +47,10 @@ struct Avx512VnniRows {
     return next;
   }
 
+  // Bytes of W that the first of 16 outputs and more ask for: 4096², 16×16, 14.5 → 12 ms. Smaller ones read
+  // too little in a step.
+  static constexpr std::int64_t kAhead = 3072;
+
   // By name, as in avx512_vnni.h.
   static __m512i dot(__m512i sum, __m512i x, __m512i w) {
     __asm__("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(x), "v"(w));
@@ -97,8 +101,10 @@ struct Avx512VnniRows {
     }
     const std::int64_t stride = std::int64_t{t.rows} * kQuad;
     const std::int8_t* w = t.w + t.line * stride + row * kQuad;
+    const bool leads = row == 0 && stride >= 64;
     const auto step = [&](const std::uint8_t* from, const std::uint32_t* offset) {
       __m512i x[kVectors];
+      if (leads) __builtin_prefetch(w + kAhead);
       line<kSource>(from, offset, x);
 #pragma GCC unroll 4
       for (int r = 0; r < kRows; ++r) {
