@@ -119,7 +119,8 @@ inline Pattern make_pattern(std::int64_t rows, std::int64_t cols, std::int64_t r
       places.push_back(i);
   }
   std::shuffle(places.begin(), places.end(), random);
-  const auto want = static_cast<std::size_t>(static_cast<double>(br * bc) * density + 0.5);
+  auto want = static_cast<std::size_t>(static_cast<double>(br * bc) * density + 0.5);
+  if (kind == Kind::one_dense_row) want -= std::min(want, static_cast<std::size_t>(bc));  // as many in all
   for (std::size_t i = 0; i < std::min(want, places.size()); ++i)
     stored[static_cast<std::size_t>(places[i])] = 1;
   p.crow.push_back(0);

@@ -64,16 +64,19 @@ StripProblem strip_problem(bool transposed, std::int64_t tokens, std::int64_t ro
 }
 
 // What the device makes of it is checked by its products (cuda_test.cc).
-TEST(StripOrder, CoversEachStripOfEachTokenTileOnce) {
-  for (const int groups : {1, 7, 22, 112}) {
+TEST(StripOrder, CoversEachStripOfEachTokenTileOnceHeavyGroupsFirst) {
+  for (const auto& [groups, heavy] : {std::pair{1, 0}, {7, 0}, {7, 2}, {22, 1}, {112, 0}, {112, 30}}) {
     for (const int size : {2, 3}) {
       for (const int token_tiles : {1, 2, 16, 64}) {
         for (const int clusters : {66, 132}) {
-          const StripOrder order(groups, size, token_tiles, clusters);
+          const StripOrder order(groups, heavy, size, token_tiles, clusters);
           std::set<std::tuple<int, int, int>> seen;
+          int light = 0;
           for (int item = 0; item < order.items; ++item) {
             const StripTile t = unpack_tile(pack_tile(order.tile(item)));
             ASSERT_TRUE(t.group >= 0 && t.group < groups && t.token_tile >= 0 && t.token_tile < token_tiles);
+            light += t.group >= heavy ? 1 : 0;
+            EXPECT_TRUE(t.group >= heavy || light == 0) << item;
             for (int strip = 0; strip < size; ++strip) {
               if (t.part >= 0 && t.part != strip) continue;
               EXPECT_TRUE(seen.insert({t.group, t.token_tile, strip}).second);
@@ -118,7 +121,7 @@ TEST(StripLists, HaveRoomForTheirItems) {
     ASSERT_GE(lists.levels(), 1);
     ASSERT_LE(lists.levels(), StripLists::kMostLevels);
     for (int level = 0; level < lists.levels(); ++level) {
-      const int items = StripOrder(groups, 3, 1 << level, 132).items;
+      const int items = StripOrder(groups, 0, 3, 1 << level, 132).items;
       EXPECT_LE(lists.begin(level) + items, lists.begin(level + 1)) << groups << ' ' << level;
     }
   }

@@ -4,6 +4,7 @@
 
 #include "cuda/sm90/strip_walk.h"
 #include "cuda/sm90/strips.h"
+#include "cuda/sm90/tile_lists.cuh"
 
 namespace rarefy::sm90 {
 namespace {
@@ -200,59 +201,20 @@ __global__ void __launch_bounds__(kThreads) step_kernel(const PlanParams p) {
 
 // A warp for each list: blockIdx.x is the level, blockIdx.y says whose.
 __global__ void __launch_bounds__(32) list_kernel(const PlanParams p) {
-  constexpr int kMine = kMostClusters / 32;
-  const auto& [lists, all_items] = p.of_cluster[blockIdx.y];
-  const int level = static_cast<int>(blockIdx.x), lane = static_cast<int>(threadIdx.x);
+  const auto& [lists, items] = p.of_cluster[blockIdx.y];
+  const int level = static_cast<int>(blockIdx.x);
   if (level >= lists.levels()) return;
-  const StripOrder order(lists.groups, lists.size, 1 << level, lists.clusters);
-  int2* items = all_items + lists.begin(level);
-  const auto clocks_of = [&](int item) {
-    if (item >= order.items) return 0;
-    const StripTile t = order.tile(item);
-    const StripGroup& g = p.out[t.group];
-    const int blocks = g.blocks[0] + g.blocks[1] + g.blocks[2];
-    return t.part < 0 ? strip_clocks(g.steps, blocks) : strip_clocks(g.blocks[t.part], g.blocks[t.part]);
+  const auto clocks_of = [&](int group) {
+    const StripGroup& g = p.out[group];
+    return strip_clocks(g.steps, g.blocks[0] + g.blocks[1] + g.blocks[2]);
   };
-  u32 load[kMine];  // of cluster lane + 32i: clocks / 16, and its number in the last 8 bits
-  int last[kMine];  // its latest item
-#pragma unroll
-  for (int i = 0; i < kMine; ++i) {
-    const int c = lane + 32 * i;
-    load[i] = c < lists.clusters ? static_cast<u32>(clocks_of(c) / 16) << 8 | static_cast<u32>(c) : ~0u;
-    last[i] = c < lists.clusters && c < order.items ? c : -1;
-  }
-  for (int item = lane; item < order.items; item += 32) items[item].x = pack_tile(order.tile(item));
-  int clocks = clocks_of(lists.clusters + lane);
-#pragma unroll 1
-  for (int item = lists.clusters; item < order.items; item += 32) {
-    const u32 adds = static_cast<u32>(clocks / 16) << 8;
-    clocks = clocks_of(item + 32 + lane);
-#pragma unroll 1
-    for (int j = 0; j < 32 && item + j < order.items; ++j) {
-      const u32 add = __shfl_sync(~0u, adds, j);
-      u32 least = load[0];
-#pragma unroll
-      for (int i = 1; i < kMine; ++i) least = min(least, load[i]);
-      least = __reduce_min_sync(~0u, least);
-#pragma unroll
-      for (int i = 0; i < kMine; ++i) {
-        if (load[i] != least) continue;
-        load[i] += add;
-        items[last[i]].y = item + j;
-        last[i] = item + j;
-      }
-    }
-    u32 least = load[0];
-#pragma unroll
-    for (int i = 1; i < kMine; ++i) least = min(least, load[i]);
-    least = __reduce_min_sync(~0u, least) & ~0xFFu;
-#pragma unroll
-    for (int i = 0; i < kMine; ++i) load[i] -= load[i] == ~0u ? 0 : least;  // differences count
-  }
-#pragma unroll
-  for (int i = 0; i < kMine; ++i) {
-    if (last[i] >= 0) items[last[i]].y = -1;
-  }
+  const StripOrder order(lists.groups, heavy_groups(lists.groups, clocks_of), lists.size, 1 << level,
+                         lists.clusters);
+  make_list(lists, order, items + lists.begin(level), [&](const StripTile& t) {
+    if (t.part < 0) return clocks_of(t.group);
+    const int blocks = p.out[t.group].blocks[t.part];
+    return strip_clocks(blocks, blocks);
+  });
 }
 
 }  // namespace

@@ -22,10 +22,12 @@ struct alignas(16) StripGroup {
   int clocks;              // what a tile costs
 };
 
-// What steps cost together, in clocks of an SM: products of 64 × 64 × 256, or bytes of X and W from L2.
+// What a tile costs, in clocks of an SM: products of 64 × 64 × 256, or bytes of X and W from L2, and some
+// 4,000 around them, as far as those of several tiles do not overlap: 4096² with b=128 takes 41.8, 23.5 and
+// 11.1 thousand a tile at .5, .25 and .1.
 RAREFY_HOST_DEVICE inline int strip_clocks(int steps, int blocks) {
   const int multiply = blocks * 512 + steps * 60, copy = steps * 780 + blocks * 195;
-  return 700 + (multiply > copy ? multiply : copy);
+  return 4000 + (multiply > copy ? multiply : copy);
 }
 
 struct StripTile {
@@ -36,13 +38,15 @@ struct StripTile {
 // The items of some token tiles, in the order in which they should start: tiles, the last ones cut into
 // strips if these fill no more than a round of all clusters. Groups lie by falling cost. Token tile by token
 // tile, so that those running at one time share X; but those of the last three rounds by falling cost, so
-// that what is left at the end is small.
+// that what is left at the end is small. Groups that cost much more than the others, `heavy` ones, come first
+// with all of their tokens: begun later, they would end alone.
 struct StripOrder {
-  int groups, size;  // strips of a group
+  int groups, heavy, size;  // size: strips of a group
   int token_tiles, falling, cut_from, items;
 
-  RAREFY_HOST_DEVICE StripOrder(int group_count, int group_size, int tiles_of_tokens, int clusters)
-      : groups(group_count), size(group_size), token_tiles(tiles_of_tokens) {
+  RAREFY_HOST_DEVICE StripOrder(int group_count, int heavy_groups, int group_size, int tiles_of_tokens,
+                                int clusters)
+      : groups(group_count), heavy(heavy_groups), size(group_size), token_tiles(tiles_of_tokens) {
     const int tiles = groups * token_tiles, rest = tiles % clusters,
               round = (3 * clusters + groups - 1) / groups;
     const bool cut = rest * size <= clusters;
@@ -57,10 +61,12 @@ struct StripOrder {
       part = (item - cut_from) % size;
       item = cut_from + (item - cut_from) / size;
     }
-    const int first = token_tiles - falling;
-    if (item < first * groups) return {item % groups, item / groups, part};
-    item -= first * groups;
-    return {item / falling, first + item % falling, part};
+    if (item < heavy * token_tiles) return {item / token_tiles, item % token_tiles, part};
+    item -= heavy * token_tiles;
+    const int first = token_tiles - falling, others = groups - heavy;
+    if (item < first * others) return {heavy + item % others, item / others, part};
+    item -= first * others;
+    return {heavy + item / falling, first + item % falling, part};
   }
 };
 

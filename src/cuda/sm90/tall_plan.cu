@@ -38,18 +38,14 @@ __global__ void __launch_bounds__(kThreads) order_kernel(const TallPlanParams p)
 
 // A warp for each list.
 __global__ void __launch_bounds__(32) tall_list_kernel(const TallPlanParams p) {
-  const int level = static_cast<int>(blockIdx.x), lane = static_cast<int>(threadIdx.x);
+  const int level = static_cast<int>(blockIdx.x);
   if (level >= p.lists.levels()) return;
-  const auto columns = [&](int group) { return p.groups[group].z - p.groups[group].y; };
-  std::int64_t sum = 0;
-  for (int g = lane; g < p.lists.groups; g += 32) sum += columns(g);
-  for (int d = 16; d > 0; d /= 2) sum += __shfl_xor_sync(~0u, sum, d);
-  int heavy = 0;
-  for (int g = lane; g < p.lists.groups; g += 32)
-    heavy += std::int64_t{columns(g)} * p.lists.groups > 2 * sum ? 1 : 0;
-  const TallOrder order(p.lists.groups, __reduce_add_sync(~0u, heavy), 1 << level);
+  const auto clocks_of = [&](int group) {
+    return tall_clocks(p.rows, p.groups[group].z - p.groups[group].y);
+  };
+  const TallOrder order(p.lists.groups, heavy_groups(p.lists.groups, clocks_of), 1 << level);
   make_list(p.lists, order, p.items + p.lists.begin(level),
-            [&](const StripTile& t) { return tall_clocks(p.rows, columns(t.group)); });
+            [&](const StripTile& t) { return clocks_of(t.group); });
 }
 
 struct PairParams {

@@ -16,9 +16,8 @@ RAREFY_HOST_DEVICE inline int tall_clocks(int rows, int columns) {
 }
 
 // The items of some token tiles in the order in which they should start. Groups lie by falling cost. Token
-// tile by token tile up to the end: columns of X are gathered, and want to be in L2. But groups that store
-// more than twice the mean, `heavy` ones, come first with all of their tokens: begun last, they would end
-// alone.
+// tile by token tile up to the end: columns of X are gathered, and want to be in L2. Heavy groups first, as
+// in StripOrder.
 struct TallOrder {
   int groups, heavy, token_tiles, items;
 

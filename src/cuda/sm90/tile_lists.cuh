@@ -7,6 +7,21 @@
 
 namespace rarefy::sm90 {
 
+// How many groups cost more than twice the mean; they lie by falling cost. More than an eighth of all groups
+// is no exception (half of the rows are empty, say), and X would be read twice for it: none. By one warp.
+template <class Clocks>
+__device__ inline int heavy_groups(int groups, Clocks clocks_of_group) {
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  std::int64_t sum = 0;
+  for (int g = lane; g < groups; g += 32) sum += clocks_of_group(g);
+  for (int d = 16; d > 0; d /= 2) sum += __shfl_xor_sync(~0u, sum, d);
+  int heavy = 0;
+  for (int g = lane; g < groups; g += 32)
+    heavy += std::int64_t{clocks_of_group(g)} * groups > 2 * sum ? 1 : 0;
+  heavy = __reduce_add_sync(~0u, heavy);
+  return 8 * heavy > groups ? 0 : heavy;
+}
+
 // Makes the list of a level's items in their order; called by one warp. clocks_of(StripTile): what it costs.
 template <class Order, class Clocks>
 __device__ inline void make_list(const StripLists& lists, const Order& order, int2* items,
@@ -72,7 +87,7 @@ struct TileLists {
         token_tiles(tiles) {
     for (int level = 0; level < levels; ++level) {
       begin[level] = lists.begin(level);
-      count[level] = StripOrder(lists.groups, lists.size, 1 << level, clusters).items;
+      count[level] = StripOrder(lists.groups, 0, lists.size, 1 << level, clusters).items;
       rest[level] = count[level] % clusters;
     }
   }

@@ -185,7 +185,8 @@ __global__ void __launch_bounds__(32)
     list_kernel(const StripLists lists, const StripGroup* groups, int2* items) {
   const int level = static_cast<int>(blockIdx.x);
   if (level >= lists.levels()) return;
-  const StripOrder order(lists.groups, lists.size, 1 << level, lists.clusters);
+  const int heavy = heavy_groups(lists.groups, [&](int group) { return groups[group].clocks; });
+  const StripOrder order(lists.groups, heavy, lists.size, 1 << level, lists.clusters);
   make_list(lists, order, items + lists.begin(level), [&](const StripTile& t) {
     const StripGroup& g = groups[t.group];
     return t.part < 0 ? g.clocks : strip_clocks(g.blocks[t.part], g.blocks[t.part]);
