@@ -59,7 +59,7 @@ struct Operands {
         crow(to_device(pattern.crow)),
         col(to_device(pattern.col)),
         words(static_cast<std::size_t>(TallGradientPlan(problem, config).words)),
-        workspace(static_cast<std::size_t>(problem.workspace())) {
+        workspace(static_cast<std::size_t>(sm90::workspace(problem, config))) {
     fill(dy.data(), dy.size, 2, 1, false);
     fill(x.data(), x.size, 3, 1, false);
     make(nullptr);
@@ -141,7 +141,7 @@ bool check(const TallGradientCase& c, bool by_feature, bool integers, unsigned s
       if (columns > 0) config.columns = columns * (config.rows == 64 ? 2 : 1);
       if (!valid(p, config)) std::printf("invalid %s\n", config.text().c_str());
       Buffer<std::int32_t> words(static_cast<std::size_t>(TallGradientPlan(p, config).words));
-      Buffer<char> workspace(static_cast<std::size_t>(p.workspace()));
+      Buffer<char> workspace(static_cast<std::size_t>(sm90::workspace(p, config)));
       CHECK(prepare(p, config, crow.data(), words.data(), nullptr));
       std::vector<E> first;
       std::int64_t wrong = 0, unequal = 0;
@@ -188,6 +188,7 @@ bool check_tall_gradient(bool small) {
     cases.push_back({513, 5 * r, 600, r, .5, Kind::rows_half_empty});
     cases.push_back({200, 9 * r, 1200, r, .05, Kind::one_dense_row});
     cases.push_back({100, 2 * r, 64, r, 0});
+    cases.push_back({400, 140 * r, 320, r, .1, Kind::one_dense_row});
   }
   if (!small) cases.push_back({8192, 4096, 4096, 128, .1});
   bool good = true;
@@ -218,19 +219,21 @@ void time_tall_gradient(Report& report, Dense& dense, bool every_config) {
     const Times t_dense = dense.grad_weight(s.m, s.n, s.k);
     for (const std::int64_t r : {128, 64, 32}) {
       for (const double density : {.5, .25, .1}) {
+        if (!wanted_case(case_name(s.m, s.n, s.k, r, density))) continue;
         const auto each = static_cast<std::int64_t>(density * static_cast<double>(s.k) + .5);
-        for (const bool even : {false, true}) {
-          if (even && !main_shape) continue;
-          const Pattern pattern =
-              even ? even_pattern(s.n, s.k, r, each) : make_pattern(s.n, s.k, r, 1, density, Kind::random, 7);
+        const Pattern random = make_pattern(s.n, s.k, r, 1, density, Kind::random, 7);
+        const Pattern alike = even_pattern(s.n, s.k, r, each);
+        const Pattern dense_row = make_pattern(s.n, s.k, r, 1, density, Kind::one_dense_row, 7);
+        for (const auto& [pattern, what] :
+             {std::pair{&random, ""}, {&alike, " (rows alike)"}, {&dense_row, " (one dense row)"}}) {
+          if (pattern != &random && !main_shape) continue;
           for (const bool by_feature : {false, true}) {
             for (const int split : {0, 1, 2, 4}) {
-              if (split > 0 && (!every_config || even || !main_shape)) continue;
-              const Operands o(pattern, s.m, s.n, s.k, r, by_feature, split);
+              if (split > 0 && (!every_config || pattern != &random || !main_shape)) continue;
+              const Operands o(*pattern, s.m, s.n, s.k, r, by_feature, split);
               const double prepare_us = time_graph([&](cudaStream_t stream) { o.make(stream); }, 5).median;
               report.add({"grad_weight", s.m, s.n, s.k, std::to_string(r) + "x1", density,
-                          std::string(by_feature ? "tall gradient (X by feature)" : "tall gradient") +
-                              (even ? ", rows alike" : ""),
+                          std::string(by_feature ? "tall gradient (X by feature)" : "tall gradient") + what,
                           o.config.text(), time_graph([&](cudaStream_t stream) { o.run(stream); }), t_dense,
                           0, prepare_us});
             }

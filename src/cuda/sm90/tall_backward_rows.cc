@@ -108,8 +108,9 @@ std::int64_t weight_prepared_size(const Problem& p, const Config& config) {
          static_cast<std::int64_t>(sizeof(std::int32_t));
 }
 
-std::int64_t weight_workspace(const Problem& p, const Config& /*config*/) {
-  return weight_problem(p).workspace();
+std::int64_t weight_workspace(const Problem& p, const Config& config) {
+  if (!check_config(p, config).ok()) return 0;
+  return workspace(weight_problem(p), from_config<TallGradientChoice>(config).config());
 }
 
 Status prepare_grad_weight(const Call& call, void* prepared) {

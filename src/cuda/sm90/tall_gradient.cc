@@ -88,10 +88,16 @@ TallGradientConfig configure(const TallGradientProblem& p, int sms, int shared_b
 
 TallGradientPlan::TallGradientPlan(const TallGradientProblem& p, const TallGradientConfig& c) {
   const std::int64_t per_block = ceil_div(p.block_rows, c.rows);
-  const std::int64_t tiles = (p.blocks / c.columns + ceil_div(p.rows, p.block_rows)) * per_block;
+  std::int64_t tiles = (p.blocks / c.columns + ceil_div(p.rows, p.block_rows)) * per_block;
+  has_parts = tiles > c.clusters();
+  if (has_parts) tiles += c.clusters() + TileParts::kMost;  // narrower ones, and parts
   most = static_cast<int>(std::min<std::int64_t>(tiles, INT32_MAX));
   items_at = 4 * std::int64_t{most};
   words = items_at + 2 * std::int64_t{most};
+}
+
+std::int64_t workspace(const TallGradientProblem& p, const TallGradientConfig& c) {
+  return p.transposed_bytes() + (TallGradientPlan(p, c).has_parts ? TileParts::kBytes : 0);
 }
 
 }  // namespace rarefy::sm90

@@ -11,24 +11,74 @@ namespace {
 
 constexpr int kThreads = 512,
               kBuckets = 2 * TallGradientConfig::kMost / 8 + 1;  // of tiles by their eights of columns
+constexpr int kMostShared = 4;  // rounds of tiles, of which the last one may become parts
 
 struct TilePlan {
   const int* crow;
-  int block_rows, tiles_of_block, columns, most;  // block rows of W; row tiles of one
+  int block_rows, tiles_of_block, rows, columns, most;  // block rows of W; row tiles of one; of a tile
   StripLists lists;
   int4* tiles;
   int2* items;
 };
 
-// One block: tiles by falling number of columns, equal ones in any order.
+// Columns of a tile, at most, where there are `tiles` of the widest: where these are more than clusters, but
+// not many rounds, as many as make a tile cost up to 1.2 of what a cluster has to do. Few long rows would
+// otherwise be cut into tiles that all others wait for.
+__device__ inline int most_columns(const TilePlan& p, int tiles) {
+  const int clusters = p.lists.clusters, all = p.crow[p.block_rows] * p.tiles_of_block;
+  if (tiles <= clusters) return p.columns;
+  const int each = (all + tiles * p.rows) / clusters;  // columns and rows for a cluster
+  const int wide = each + each / 5 - p.rows, least = (all + clusters - 1) / clusters;
+  return min(p.columns, (max(64, max(wide, least)) + 7) / 8 * 8);
+}
+
+// By one block. Where tiles may become parts, equal ones lie by their place: a pattern always has the same
+// parts, and so the same bits.
+__device__ void order_equal(int4* tiles, int count) {
+  constexpr int kMine = (kMostShared * kMostClusters + kThreads - 1) / kThreads;
+  int4 mine[kMine];
+  int before[kMine];
+#pragma unroll
+  for (int i = 0; i < kMine; ++i) {
+    const int at = static_cast<int>(threadIdx.x) + i * kThreads;
+    if (at >= count) continue;
+    const int4 own = mine[i] = tiles[at];
+    const int eights = (own.z + 7) / 8;
+    before[i] = 0;
+    for (int other = 0; other < count; ++other) {
+      const int4 its = tiles[other];
+      const int its_eights = (its.z + 7) / 8;
+      before[i] += its_eights > eights ||
+                   (its_eights == eights && (its.x < own.x || (its.x == own.x && its.y < own.y)));
+    }
+  }
+  __syncthreads();
+#pragma unroll
+  for (int i = 0; i < kMine; ++i) {
+    if (static_cast<int>(threadIdx.x) + i * kThreads < count) tiles[before[i]] = mine[i];
+  }
+  __syncthreads();
+}
+
+// One block: tiles by falling number of columns, equal ones in any order where there are many.
 __global__ void __launch_bounds__(kThreads) tile_kernel(const __grid_constant__ TilePlan p) {
-  __shared__ int room[kBuckets];
+  __shared__ int room[kBuckets], widest;
   const int self = static_cast<int>(threadIdx.x);
+  const auto parts_of = [](int columns, int most) { return (columns + most - 1) / most; };
+  if (self == 0) widest = 0;
+  for (int i = self; i < kBuckets; i += kThreads) room[i] = 0;
+  __syncthreads();
+  int mine = 0;
+  for (int row = self; row < p.block_rows; row += kThreads)
+    mine += parts_of(p.crow[row + 1] - p.crow[row], p.columns) * p.tiles_of_block;
+  atomicAdd(&widest, mine);
+  __syncthreads();
+  const int columns = most_columns(p, widest);
   const auto each_tile = [&](auto&& take) {
     for (int row = self; row < p.block_rows; row += kThreads) {
       // A row's columns divided evenly, as few tiles as hold them.
       const int begin = p.crow[row], end = p.crow[row + 1];
-      const int parts = max(1, (end - begin + p.columns - 1) / p.columns);
+      const int parts = max(1, parts_of(end - begin, columns));
       const int width = ((end - begin + parts - 1) / parts + 7) / 8 * 8;
       for (int first = begin; first < end; first += width) {
         const int count = min(width, end - first);
@@ -37,8 +87,6 @@ __global__ void __launch_bounds__(kThreads) tile_kernel(const __grid_constant__ 
       }
     }
   };
-  for (int i = self; i < kBuckets; i += kThreads) room[i] = 0;
-  __syncthreads();
   each_tile([&](const int4&, int bucket) { atomicAdd(&room[bucket], 1); });
   __syncthreads();
   if (self == 0) {  // where each begins
@@ -52,20 +100,43 @@ __global__ void __launch_bounds__(kThreads) tile_kernel(const __grid_constant__ 
   __syncthreads();
   each_tile([&](const int4& tile, int bucket) { p.tiles[atomicAdd(&room[bucket], 1)] = tile; });
   __syncthreads();
+  if (room[0] <= kMostShared * p.lists.clusters) order_equal(p.tiles, room[0]);
   for (int i = room[0] + self; i < p.most; i += kThreads) p.tiles[i] = {0, 0, 0, 0};  // behind the last
+}
+
+// By one warp: where there are a few tiles more than whole rounds, these few, the narrowest, become parts.
+// How many entries there are then.
+__device__ int share_rest(const TilePlan& p, int tiles, int lane) {
+  const int clusters = p.lists.clusters, rest = tiles % clusters;
+  if (tiles < clusters || tiles > kMostShared * clusters || rest == 0 || rest > TileParts::kMostTiles)
+    return tiles;
+  const int parts = min(TileParts::kMostOfTile, min(TileParts::kMost / rest, clusters / rest)),
+            first = tiles - rest;
+  if (parts < 2) return tiles;
+  const int4 mine = p.tiles[min(first + lane, tiles - 1)];
+  __syncwarp();
+  if (lane < rest) {
+    for (int i = 0; i < parts; ++i) {
+      p.tiles[first + lane * parts + i] = {mine.x, mine.y, mine.z, TilePart{i, parts, lane}.word()};
+    }
+  }
+  __syncwarp();
+  return first + rest * parts;
 }
 
 // Wide tiles first, each to the cluster that would be free first. A list has room for tiles that there are
 // not.
-__global__ void __launch_bounds__(32) tile_list_kernel(const __grid_constant__ TilePlan p, int rows) {
+__global__ void __launch_bounds__(32) tile_list_kernel(const __grid_constant__ TilePlan p) {
   const int lane = static_cast<int>(threadIdx.x);
   int tiles = 0;
   for (int i = lane; i < p.most; i += 32) tiles += p.tiles[i].z > 0 ? 1 : 0;
-  tiles = __reduce_add_sync(~0u, tiles);
+  tiles = share_rest(p, __reduce_add_sync(~0u, tiles), lane);
   for (int i = tiles + lane; i < p.most; i += 32) p.items[i] = {pack_tile({i, 0, 0}), -1};
   const TallOrder order(tiles, 0, 1);
   make_list(p.lists, order, p.items, [&](const StripTile& t) {
-    return 5000 + (rows + p.tiles[t.group].z) * 60;  // bytes, mostly; few columns wait for memory
+    const int4 tile = p.tiles[t.group];
+    const int clocks = (p.rows + tile.z) * 60;  // bytes, mostly; few columns wait for memory
+    return 5000 + (tile.w == 0 ? clocks : clocks / TilePart(tile.w).count);
   });
 }
 
@@ -121,13 +192,14 @@ cudaError_t prepare(const TallGradientProblem& p, const TallGradientConfig& conf
   const TilePlan params{crow,
                         n(up(p.rows, p.block_rows)),
                         n(up(p.block_rows, config.rows)),
+                        config.rows,
                         config.columns,
                         plan.most,
                         plan.lists(config),
                         reinterpret_cast<int4*>(words),
                         reinterpret_cast<int2*>(words + plan.items_at)};
   tile_kernel<<<1, kThreads, 0, stream>>>(params);
-  tile_list_kernel<<<1, 32, 0, stream>>>(params, config.rows);
+  tile_list_kernel<<<1, 32, 0, stream>>>(params);
   return cudaGetLastError();
 }
 
@@ -152,12 +224,21 @@ cudaError_t launch(const TallGradientProblem& p, const TallGradientConfig& confi
   status = make_tensor_map(&params.out, p.dtype, o.dvalues, shape);
   if (status != cudaSuccess) return status;
   const bool by_feature = p.x_layout == Layout::by_feature;
-  if (!by_feature) {  // what a step reads lies side by side
+  Zeros counts;
+  if (plan.has_parts) {
+    char* parts = static_cast<char*>(o.workspace) + p.transposed_bytes();
+    counts = {reinterpret_cast<int*>(parts), TileParts::kCounts};
+    params.part_counts = counts.words;
+    params.part_sums = reinterpret_cast<float4*>(parts + TileParts::kCountBytes);
+  }
+  if (by_feature) {
+    if (plan.has_parts) status = cudaMemsetAsync(counts.words, 0, TileParts::kCountBytes, stream);
+  } else {  // what a step reads lies side by side
     const int step = config.tokens();
     status = transpose(o.x, 2, p.tokens, p.cols, p.x_stride, o.workspace, step, false, stream,
-                       {step, p.cols * step});
-    if (status != cudaSuccess) return status;
+                       {step, p.cols * step}, counts);
   }
+  if (status != cudaSuccess) return status;
   params.lists = {plan.lists(config), o.plan + plan.items_at, 1};
   params.tiles = reinterpret_cast<const int4*>(o.plan);
   params.col = o.col;

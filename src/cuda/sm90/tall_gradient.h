@@ -1,6 +1,7 @@
 // The weight gradient of tall vectors: blocks of one column and a multiple of 32 rows. A tile is 128 rows of
 // W (or 64) × as many stored columns as the sums of two warpgroups hold; it walks the tokens, with dY as it
-// is and the tile's columns gathered from X by feature; X by token is transposed into workspace first.
+// is and the tile's columns gathered from X by feature; X by token is transposed into workspace first. Tiles
+// that rounds of all SMs leave over are shared: each of several clusters takes a part of the tokens.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -22,9 +23,19 @@ struct TallGradientProblem {
   std::int64_t dy_stride = 0, x_stride = 0;  // elements between tokens; X by feature: between features
   Layout x_layout = Layout::by_token;
 
-  std::int64_t workspace() const {  // X by feature, if it is not
+  std::int64_t transposed_bytes() const {  // X by feature, if it is not
     return x_layout == Layout::by_token ? cols * transposed_stride(tokens) * 2 : 0;
   }
+};
+
+// Of tiles that are shared: at most so many parts in all, of one tile, and tiles. In workspace, behind X:
+// how many parts of a tile are there, for each thread block of a cluster and warpgroup, and their sums.
+struct TileParts {
+  static constexpr int kMost = 64, kMostOfTile = 8, kMostTiles = kMost / 2;
+  static constexpr int kCounts = kMostTiles * 4 * 2;
+  static constexpr std::int64_t kCountBytes = kCounts * 4;
+  static constexpr std::int64_t kSumBytes = 2 * 128 * 144 * 4;  // of two warpgroups' threads
+  static constexpr std::int64_t kBytes = kCountBytes + kMost * kSumBytes;
 };
 
 struct TallGradientConfig {
@@ -53,13 +64,16 @@ bool valid(const TallGradientProblem& problem, const TallGradientConfig& config)
 TallGradientConfig configure(const TallGradientProblem& problem, int sms, int shared_bytes);
 
 // Where things are in a prepared buffer, in words: tiles by falling cost (row tile, first stored column, how
-// many: none behind the last tile), and the list (strip_walk.h) of which cluster works on which.
+// many: none behind the last tile; TilePart), and the list (strip_walk.h) of which cluster works on which.
 struct TallGradientPlan {
-  int most;  // tiles
+  int most;        // tiles, and parts of tiles
+  bool has_parts;  // there may be more tiles than clusters
   std::int64_t items_at, words;
   TallGradientPlan(const TallGradientProblem& problem, const TallGradientConfig& config);
   StripLists lists(const TallGradientConfig& config) const { return {most, 1, config.clusters()}; }
 };
+
+std::int64_t workspace(const TallGradientProblem& problem, const TallGradientConfig& config);
 
 cudaError_t prepare(const TallGradientProblem& problem, const TallGradientConfig& config,
                     const std::int32_t* crow, std::int32_t* words, cudaStream_t stream);

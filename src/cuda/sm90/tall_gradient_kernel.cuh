@@ -18,15 +18,26 @@ namespace rarefy::sm90 {
 struct TallGradientParams {
   CUtensorMap dy, out;  // out: [stored column][row of the block]
   TileLists lists;
-  const int4* tiles;  // row tile, first stored column, how many
+  const int4* tiles;  // row tile, first stored column, how many, and if it is a part: TilePart
   const int* col;
   const char* x;        // by feature
   u32 x_pieces;         // of 16 bytes, from one feature to the next
   std::int64_t x_step;  // bytes from one step's tokens to the next's
   void* dvalues;
+  int* part_counts;   // of each shared tile, thread block of a cluster and warpgroup: parts that are there
+  float4* part_sums;  // of each part
   int tokens, rows, block_rows, tiles_of_block;
   int x_tokens;  // that rows of X have: zeros behind the last token up to a whole step, or it ends there
   u32 slots;
+};
+
+// A tile's entry that is a part of its tokens, in a word; 0: it is the whole tile.
+struct TilePart {
+  int index, count, tile;  // which of how many, of which shared tile
+  __device__ TilePart(int its_index, int of_count, int its_tile)
+      : index(its_index), count(of_count), tile(its_tile) {}
+  __device__ explicit TilePart(int word) : index(word & 0xFF), count(word >> 8 & 0xFF), tile(word >> 16) {}
+  __device__ int word() const { return index | count << 8 | tile << 16; }
 };
 
 template <int kRows>
@@ -40,8 +51,6 @@ struct TallGradientShape {
 };
 
 inline constexpr int kGradientTiles = 2;      // known ahead to those that multiply
-inline constexpr int kGradientOwn = 64;       // of a thread block, known to those that load
-inline constexpr u32 kGatherBarrier = 3;      // behind those of two ways out
 inline constexpr u32 kChunkBytes = 32 * 128;  // 32 columns on their way out; two of them for a warpgroup
 
 // A warpgroup's sums of 64 rows: of 128 columns, and up to 160 more.
@@ -52,9 +61,9 @@ struct TallSums {
 
 struct TallGradientState {
   RingState ring;
-  int4 tile[kGradientTiles];  // row tile (-1: there are no more), first column, how many
+  int4 tile[kGradientTiles];  // row tile (-1: there are no more), first column, how many, part
   alignas(8) u64 tile_full[kGradientTiles], tile_empty[kGradientTiles];
-  int own[kGradientOwn], own_count;
+  int parts_before[2];  // of each warpgroup's tile
 };
 
 template <class T, int kRows, int kSplit>
@@ -68,8 +77,20 @@ struct TallGradientWarps {
 
   __device__ u32 full(u32 slot) const { return shared_address(&state.ring.full[slot]); }
   __device__ u32 empty(u32 slot) const { return shared_address(&state.ring.empty[slot]); }
-  // Steps; this thread block's are rank, rank + kSplit, …: all read what the others read at about that time.
+  // Steps of all tokens, and those of an entry, of which the thread blocks of a cluster take every kSplit-th:
+  // all read what the others read at about that time.
   __device__ int steps() const { return (p.tokens + kTokens - 1) / kTokens; }
+  struct Steps {
+    int begin, end;
+  };
+  __device__ Steps steps_of(int word) const {
+    if (word == 0) return {0, steps()};
+    const TilePart part(word);
+    return {steps() * part.index / part.count, steps() * (part.index + 1) / part.count};
+  }
+  __device__ int my_first(int begin) const {
+    return begin + static_cast<int>((rank - static_cast<u32>(begin)) & (kSplit - 1));
+  }
   // The tile's first row in W, and in its block.
   __device__ int first_row(int row_tile) const {
     return row_tile / p.tiles_of_block * p.block_rows + first_in_block(row_tile);
@@ -83,20 +104,6 @@ struct TallGradientWarps {
       arrive(shared_address(&state.tile_full[turn.slot]));
     }
     turn.next(kGradientTiles);
-  }
-
-  // Reads which tiles are this thread block's, up to kGradientOwn. They are walked from the last one on.
-  __device__ int own_tiles(TileCursor& cursor, int warp, int lane) const {
-    if (warp == 0) {
-      int count = 0;
-      while (count < kGradientOwn && cursor.next(p.lists, static_cast<int>(blockIdx.x) / kSplit)) {
-        if (lane == 0) state.own[count] = unpack_tile(cursor.item.x).group;
-        ++count;
-      }
-      if (lane == 0) state.own_count = count;
-    }
-    named_barrier(kGatherBarrier, 128);
-    return state.own_count;
   }
 
   // Made where it stands, not where it is wanted.
@@ -140,9 +147,9 @@ struct TallGradientWarps {
   // Tiles with more columns than kLeast - 1 copies bring, and no more than kMost do: so that few copies
   // depend on how many there are.
   template <int kLeast, int kMost>
-  __device__ void load_steps(const int4& tile, int end, int warp, int lane, Turn& at) const {
+  __device__ void load_steps(const int4& tile, int begin, int end, int warp, int lane, Turn& at) const {
     const Lane my(warp, lane);
-    const int begin = static_cast<int>(rank), n0 = first_row(tile.x), count = tile.z;
+    const int n0 = first_row(tile.x), count = tile.z;
     const char* x = pieces_of(my, begin);
     u32 columns[kMost];       // where they begin in X
     const char* next[kMost];  // their next pieces: known before there is a place for them
@@ -181,15 +188,16 @@ struct TallGradientWarps {
   }
 
   __device__ void load_tile(const int4& tile, int warp, int lane, Turn& at) const {
-    const int whole = min(steps(), p.x_tokens / kTokens);
+    const Steps its = steps_of(tile.w);
+    const int begin = my_first(its.begin), whole = p.x_tokens / kTokens, end = min(its.end, whole);
     if (tile.z > 11 * kAtOnce) {
-      load_steps<12, kCopies>(tile, whole, warp, lane, at);
+      load_steps<12, kCopies>(tile, begin, end, warp, lane, at);
     } else if (tile.z > 4 * kAtOnce) {
-      load_steps<5, 11>(tile, whole, warp, lane, at);
+      load_steps<5, 11>(tile, begin, end, warp, lane, at);
     } else {
-      load_steps<1, 4>(tile, whole, warp, lane, at);
+      load_steps<1, 4>(tile, begin, end, warp, lane, at);
     }
-    if (whole < steps() && whole % kSplit == static_cast<int>(rank))
+    if (whole >= its.begin && whole < its.end && whole % kSplit == static_cast<int>(rank))
       load_last_step(tile, whole, warp, lane, at);
     if constexpr (kSplit > 1) {
       device::wait_for_all_copies();  // they have arrived; what is exchanged goes to the same places
@@ -202,16 +210,12 @@ struct TallGradientWarps {
   __device__ void load(int warp, int lane) const {
     Turn at, tiles;
     at.parity = tiles.parity = 1;  // the first round is free
-    TileCursor cursor;
-    for (int count = kGradientOwn; count == kGradientOwn;) {
-      count = own_tiles(cursor, warp, lane);
-      for (int own = count - 1; own >= 0; --own) {
-        const int4 tile = load_ahead(p.tiles + state.own[own]);
-        if (tile.z == 0) continue;  // behind the last
-        if (warp == 0) put_tile(tiles, tile, lane);
-        load_tile(tile, warp, lane, at);
-      }
-      named_barrier(kGatherBarrier, 128);  // all have read which are their own
+    TileCursor cursor;             // each warp walks for itself
+    while (cursor.next(p.lists, static_cast<int>(blockIdx.x) / kSplit)) {
+      const int4 tile = load_ahead(p.tiles + unpack_tile(cursor.item.x).group);
+      if (tile.z == 0) continue;  // behind the last
+      if (warp == 0) put_tile(tiles, tile, lane);
+      load_tile(tile, warp, lane, at);
     }
     if (warp == 0) put_tile(tiles, {-1, 0, 0, 0}, lane);
     wait_for_kernels();
@@ -265,22 +269,24 @@ struct TallGradientWarps {
     // What products' operands are made of is known to be the same in all lanes, or they would be moved from
     // ordinary registers before each.
     const u32 panel = kRows == 128 ? uniform(group) * Shape::kPanelBytes : 0;
-    const int my_steps = uniform((steps() - static_cast<int>(rank) + kSplit - 1) / kSplit);
     StoreLane out{buffers + group * 2 * kChunkBytes, group + 1, warp, lane};
     Turn at, tiles;
-    int next_row, next_first, next_count;  // of the tile to come
+    int next_row, next_first, next_count, next_part;  // of the tile to come
     const auto read_tile = [&] {
       wait(shared_address(&state.tile_full[tiles.slot]), tiles.parity);
       const int4 tile = state.tile[tiles.slot];
       next_row = uniform(tile.x);
       next_first = uniform(tile.y);
       next_count = uniform(tile.z);
+      next_part = uniform(tile.w);
       arrive(shared_address(&state.tile_empty[tiles.slot]));  // each lane for what it read
       tiles.next(kGradientTiles);
     };
     read_tile();
     while (next_row >= 0) {
-      const int row_tile = next_row, first = next_first, count = next_count;
+      const int row_tile = next_row, first = next_first, count = next_count, part = next_part;
+      const Steps its = steps_of(part);
+      const int my_steps = uniform((its.end - my_first(its.begin) + kSplit - 1) / kSplit);
       // Of 64 rows each warpgroup has half of the columns.
       const int half = kRows == 128 ? count : min(count, (count + 15) / 16 * 8);
       const int my_first = kRows == 128 ? 0 : uniform(static_cast<int>(group) * half),
@@ -312,27 +318,103 @@ struct TallGradientWarps {
         cluster_sync();
       }
       read_tile();  // here: behind the loop's end ptxas would take lanes for divergent
-      store(out, sums, row_tile, first + my_first, mine, static_cast<int>(group));
+      const auto leave = [&](auto&& of_chunk) {
+        store(out, of_chunk, row_tile, first + my_first, mine, static_cast<int>(group));
+      };
+      if (part == 0) {
+        leave([&](int chunk, float(&d)[16]) {
+#pragma unroll
+          for (int i = 0; i < 16; ++i) d[i] = sums.of(chunk * 16)[i];
+        });
+      } else if (keep_part(sums, TilePart(part), mine, static_cast<int>(group), out)) {
+        leave([&](int chunk, float(&d)[16]) {
+          add_parts(TilePart(part), static_cast<int>(group), out, chunk, d);
+        });
+      }
     }
     if (out.leads()) store_wait_all();
   }
 
-  // 32 columns at a time, those that this thread block has the sums of; whole ones by TMA, which leaves out
-  // what lies behind the block's last row.
-  __device__ void store(StoreLane& out, TallSums& sums, int row_tile, int first, int count, int group) const {
+  // 32 columns of which this thread block of the cluster has the sums, and stores.
+  __device__ bool my_chunk(int chunk) const {
+    return min(chunk / 2, 3) * kSplit / 4 == static_cast<int>(rank);
+  }
+
+  // Four of a thread's sums of a part, in memory.
+  __device__ float4* sums_of(const TilePart& part, int index, int group, const StoreLane& out,
+                             int piece) const {
+    return p.part_sums + ((part.tile * part.count + index) * 2 + group) * (36 * 128) + piece * 128 +
+           out.warp * 32 + out.lane;
+  }
+
+  // The sums of a tile's part wait in memory for those of the others. Whether this was the last one.
+  __device__ bool keep_part(TallSums& sums, const TilePart& part, int columns, int group,
+                            const StoreLane& out) const {
+    wait_for_kernels();  // one of them has set the counts to 0
+#pragma unroll
+    for (int chunk = 0; chunk < 9; ++chunk) {
+      if (!my_chunk(chunk) || chunk * 32 >= columns) continue;
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        const float* d = sums.of(chunk * 16 + 4 * j);
+        *sums_of(part, part.index, group, out, chunk * 4 + j) = {d[0], d[1], d[2], d[3]};
+      }
+    }
+    __threadfence();
+    named_barrier(out.barrier, 128);
+    if (out.leads())
+      state.parts_before[group] =
+          atomicAdd(p.part_counts + (part.tile * 4 + static_cast<int>(rank)) * 2 + group, 1);
+    named_barrier(out.barrier, 128);
+    __threadfence();
+    return state.parts_before[group] == part.count - 1;
+  }
+
+  // The sums of all parts of a chunk, in order of the tokens.
+  __device__ void add_parts(const TilePart& part, int group, const StoreLane& out, int chunk,
+                            float (&d)[16]) const {
+#pragma unroll
+    for (int i = 0; i < 16; ++i) d[i] = 0;
+#pragma unroll 1
+    for (int first = 0; first < part.count; first += 2) {
+      float4 of_part[2][4];
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          if (first + i < part.count)
+            of_part[i][j] = __ldcg(sums_of(part, first + i, group, out, chunk * 4 + j));
+        }
+      }
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          if (first + i < part.count) add_4(d + 4 * j, of_part[i][j]);
+        }
+      }
+    }
+  }
+
+  // 32 columns at a time, those that this thread block has the sums of (of_chunk makes them); whole ones by
+  // TMA, which leaves out what lies behind the block's last row.
+  template <class Sums>
+  __device__ void store(StoreLane& out, Sums&& of_chunk, int row_tile, int first, int count,
+                        int group) const {
     const int panel = kRows == 128 ? group * 64 : 0, in_block = first_in_block(row_tile) + panel;
     const int row = first_row(row_tile) + panel + 16 * out.warp + out.lane / 4;
     const bool inside[2] = {row < p.rows, row + 8 < p.rows};  // of W
 #pragma unroll
     for (int chunk = 0; chunk < 9; ++chunk) {
-      if (min(chunk / 2, 3) * kSplit / 4 != static_cast<int>(rank)) continue;
+      if (!my_chunk(chunk)) continue;
       const int left = count - chunk * 32;
       if (left <= 0) break;
       if (out.leads()) store_wait_read<1>();
       named_barrier(out.barrier, 128);
       const u32 buffer = out.buffers + out.turn * kChunkBytes;
       out.turn ^= 1;
-      const float* d = sums.of(chunk * 16);
+      float d[16];
+      of_chunk(chunk, d);
 #pragma unroll
       for (int j = 0; j < 4; j += 2) {
         u32 v[4];

@@ -19,6 +19,7 @@ struct TransposeParams {
   unsigned col_tiles, tiles;
   int log_panel;  // of how many rows
   std::int64_t panel_stride;
+  Zeros zeros;
 };
 
 __device__ inline u32 place(int row, int piece) {  // of 16 bytes in a swizzled 64 × 64 tile
@@ -70,7 +71,10 @@ struct TransposeTile {
       *reinterpret_cast<uint4*>(static_cast<T*>(p.to) + (col0 + column) * p.to_stride + at) =
           of(column, piece);
     }
-    if (blockIdx.x == gridDim.x - 1) wait_for_kernels();
+    if (blockIdx.x == gridDim.x - 1) {
+      for (int i = static_cast<int>(threadIdx.x); i < p.zeros.count; i += kThreads) p.zeros.words[i] = 0;
+      wait_for_kernels();
+    }
   }
 };
 
@@ -120,7 +124,7 @@ __global__ void __launch_bounds__(kThreads) transpose_kernel(const TransposePara
 
 cudaError_t transpose(const void* from, int size, std::int64_t rows, std::int64_t cols, std::int64_t stride,
                       void* to, std::int64_t to_stride, bool overlap, cudaStream_t stream,
-                      TransposedPanels panels) {
+                      TransposedPanels panels, Zeros zeros) {
   const std::int64_t col_tiles = (cols + kSide - 1) / kSide, tiles = (rows + kSide - 1) / kSide * col_tiles;
   if (tiles == 0) return cudaSuccess;
   if (tiles > INT_MAX) return cudaErrorInvalidConfiguration;
@@ -133,7 +137,8 @@ cudaError_t transpose(const void* from, int size, std::int64_t rows, std::int64_
                                static_cast<unsigned>(col_tiles),
                                static_cast<unsigned>(tiles),
                                std::countr_zero(static_cast<unsigned>(panels.rows)),
-                               panels.stride};
+                               panels.stride,
+                               zeros};
   cudaLaunchAttribute attribute{};
   attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attribute.val.programmaticStreamSerializationAllowed = 1;

@@ -23,12 +23,17 @@ struct TransposedPanels {
   std::int64_t stride = 64;
 };
 
+struct Zeros {
+  int* words = nullptr;
+  int count = 0;
+};
+
 // to[column][row] = from[row][column], elements of `size` bytes, 2 or 4; rows of `from` and of `to` are
 // strides apart, which are multiples of 16 bytes, as addresses are. Rows of `to` are written up to a multiple
 // of 64. The next kernel of the stream may start while this one ends; `overlap`: this one may start, read and
-// write while the kernel before ends, and ends behind it.
+// write while the kernel before ends, and ends behind it. `zeros`: words that it sets to 0 as well.
 cudaError_t transpose(const void* from, int size, std::int64_t rows, std::int64_t cols, std::int64_t stride,
                       void* to, std::int64_t to_stride, bool overlap, cudaStream_t stream,
-                      TransposedPanels panels = {});
+                      TransposedPanels panels = {}, Zeros zeros = {});
 
 }  // namespace rarefy::sm90
