@@ -34,7 +34,7 @@ struct FloatLanes {
   };
 };
 
-// Up to 4 tokens, whose lines have no more: reading W is all the work.
+// Up to 8 tokens, whose lines have no more: reading W is most of the work.
 template <class E>
 inline constexpr bool kFewLanes = E::kLine < kLaneTokens * 4;
 

@@ -60,7 +60,7 @@ struct QuadsLayout {
       return;
     }
     // Of a few tokens, all groups of a block row.
-    const std::int64_t few = kernels.few == nullptr ? 0 : (s.padded + kQuadGroup) * kFewTokens / 2;
+    const std::int64_t few = (s.padded + kQuadGroup) * kernels.few[0].tokens / 2;
     parts.gathered = room.take<std::uint16_t>(std::max<std::int64_t>(kGatheredGroups * kGroupSize, few));
     parts.sums = room.take<float>(std::min(b.panels, s.near()) * s.sums_size());
   }
@@ -79,14 +79,19 @@ void unpack_outputs(const Call& call, const QuadsShape& s, const Parts& parts) {
   }
 }
 
-bool takes_few(const QuadKernels& kernels, std::int64_t tokens) {
-  return kernels.few != nullptr && tokens <= kFewTokens;
+// Null where there is none for so many.
+const QuadFew* few_of(const QuadKernels& kernels, std::int64_t tokens) {
+  for (const QuadFew& few : kernels.few) {
+    if (tokens <= few.tokens) return &few;
+  }
+  return nullptr;
 }
 
 // Tokens first … first + tokens, rounded.
 void pack_x(const QuadKernels& kernels, const QuadsShape& s, const Call& call, const Parts& parts,
             std::int64_t first, std::int64_t tokens) {
-  const auto pack = takes_few(kernels, tokens) ? kernels.pack_few : kernels.pack;
+  const QuadFew* few = few_of(kernels, tokens);
+  const auto pack = few != nullptr ? few->pack : kernels.pack;
   for (std::int64_t m = 0; m < tokens; m += s.tokens) {
     pack({at(call.x, first + m, 0), call.problem.in == DType::bf16, call.x.row_stride, s.rows_of(tokens, m),
           static_cast<std::int32_t>(call.x.cols), static_cast<std::int32_t>(s.padded),
@@ -99,8 +104,8 @@ void pack_x(const QuadKernels& kernels, const QuadsShape& s, const Call& call, c
 void multiply(const QuadsWeight& w, const Call& call, const Parts& parts, std::int64_t first,
               std::int64_t tokens, std::int64_t begin, std::int64_t end) {
   const QuadsShape& s = w.shape;
-  const bool few = takes_few(w.kernels, tokens);
-  if (const auto product = few ? w.kernels.few : w.kernels.lanes; product != nullptr) {
+  const QuadFew* few = few_of(w.kernels, tokens);
+  if (const auto product = few != nullptr ? few->product : w.kernels.lanes; product != nullptr) {
     LaneTask task(s, w.prepared, reinterpret_cast<const std::uint16_t*>(w.packed.tiles),
                   {w.begin, call.plan.col}, {parts.panels, parts.gathered, parts.lane_sums}, {first, tokens},
                   {parts.bias, w.packed.totals, parts.scales, parts.tokens}, call, product);

@@ -123,11 +123,9 @@ void store_quads(const QuadStore& t) {
 }
 
 template <class E>
-constexpr QuadKernels quad_table(const char* family, void (*pack_few)(const QuadPack&) = nullptr,
-                                 void (*few)(const LaneProduct&) = nullptr) {
-  return {
-      family,   E::kTileCycles, kTileRows,         kTileRows,      E::kTokens, false,   nullptr,  E::enter,
-      E::leave, pack_quads<E>,  multiply_pairs<E>, store_quads<E>, nullptr,    nullptr, pack_few, few};
+constexpr QuadKernels quad_table(const char* family, const QuadFew& few = {}) {
+  return {family,   E::kTileCycles, kTileRows,         kTileRows,      E::kTokens, false,   nullptr, E::enter,
+          E::leave, pack_quads<E>,  multiply_pairs<E>, store_quads<E>, nullptr,    nullptr, {few}};
 }
 
 }  // namespace rarefy::cpu

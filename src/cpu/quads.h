@@ -59,10 +59,15 @@ struct QuadRows {
   bool first;          // they start from 0
 };
 
+// For up to so many tokens, whose panel `pack` makes: of lines of so many dwords, not 32. It stores as well.
+struct QuadFew {
+  std::int32_t tokens;  // 0: there is none
+  void (*pack)(const QuadPack&);
+  void (*product)(const LaneProduct&);
+};
+
 // What one instruction set offers. `multiply` is that of pairs.h on groups of 64, with sums in int32; or
-// there is `lanes` instead, which stores, too; or `few_rows`, for panels of 64 tokens. `few`, where
-// there is one, is for up to 4 tokens, whose panel `pack_few` makes, of lines of 4 dwords, not 32; it stores
-// as well.
+// there is `lanes` instead, which stores, too; or `few_rows`, for panels of 64 tokens.
 struct QuadKernels {
   const char* family;
   double tile_cycles;   // that 16 outputs, 64 features and 32 tokens take: a figure for the configuration
@@ -80,8 +85,7 @@ struct QuadKernels {
   void (*store)(const QuadStore&);
   void (*lanes)(const LaneProduct&);
   std::int32_t (*few_rows)(const QuadRows&);
-  void (*pack_few)(const QuadPack&);
-  void (*few)(const LaneProduct&);
+  QuadFew few[2];  // the fewest first
 };
 
 extern const QuadKernels kQuadsScalar;

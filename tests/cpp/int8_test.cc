@@ -245,7 +245,7 @@ TEST_P(Int8Test, BlocksOfFourAndEightRows) {
   for (const std::int64_t rows : {4, 8}) {
     for (const std::int64_t cols : {1, 3, 4, 8, 64}) {
       for (const double density : {0.05, 0.5, 1.0}) {
-        for (const std::int64_t tokens : {1, 11, 70}) {
+        for (const std::int64_t tokens : {1, 6, 8, 11, 70}) {
           check({tokens, 9 * rows + 3, 5 * cols + cols / 2, rows, cols, density, DType::f32, true, 1});
         }
         check({33, 12 * rows, 300 * cols / 16 + 1, rows, cols, density, DType::bf16, false, 0});
@@ -259,7 +259,7 @@ TEST_P(Int8Test, HalvesOfVectors) {
   if (!takes_half_vectors()) GTEST_SKIP() << "takes multiples of 16 rows";
   for (const std::int64_t rows : {24, 56}) {
     for (const std::int64_t cols : {1, 3, 4, 8, 64}) {
-      for (const std::int64_t tokens : {1, 3, 11, 33, 70}) {
+      for (const std::int64_t tokens : {1, 3, 5, 8, 11, 33, 70}) {
         check({tokens, 3 * rows + 3, 5 * cols + cols / 2, rows, cols, 0.6, DType::f32, true, 1});
         check({tokens, 4 * rows, 300 * cols / 16 + 1, rows, cols, 0.5, DType::bf16, false, 0});
       }
@@ -269,16 +269,17 @@ TEST_P(Int8Test, HalvesOfVectors) {
 }
 
 TEST_P(Int8Test, EveryNumberOfTokens) {
-  for (const std::int64_t tokens : {0, 1, 2, 4, 5, 15, 16, 17, 31, 32, 33, 48, 49, 64, 65, 130, 300}) {
+  for (const std::int64_t tokens :
+       {0, 1, 2, 4, 5, 7, 8, 9, 15, 16, 17, 31, 32, 33, 48, 49, 64, 65, 130, 300}) {
     check({tokens, 70, 90, 32, 1, 0.5, DType::f32, true, tokens % 2});
     check({tokens, 90, 70, 16, 4, 0.5, DType::bf16, false, 1});
   }
 }
 
-// Up to 4 tokens have several sets of sums, that take lines in turn: blocks, and lines put together, of every
-// remainder.
-TEST_P(Int8Test, SetsOfSums) {
-  for (std::int64_t tokens = 1; tokens <= 4; ++tokens) {
+// Up to 4 and 8 tokens have lines of their own, and a token or two several sets of sums, that take lines in
+// turn: blocks, and lines put together, of every remainder.
+TEST_P(Int8Test, LinesOfFewTokens) {
+  for (std::int64_t tokens = 1; tokens <= 9; ++tokens) {
     for (const std::int64_t rows : {16, 32, 48}) {
       for (const std::int64_t cols : {4, 8, 12, 20, 24, 32}) {
         check({tokens, 3 * rows - 1, 7 * cols, rows, cols, 0.6, DType::f32, true, 0});

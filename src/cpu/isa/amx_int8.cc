@@ -5,6 +5,6 @@
 namespace rarefy::cpu {
 
 const QuadKernels kQuadsAmx =
-    quad_table<AmxQuads>("amx", FewQuads<AmxQuads>::pack, FewQuads<AmxQuads>::multiply);
+    quad_table<AmxQuads>("amx", {4, FewQuads<AmxQuads, 4>::pack, FewQuads<AmxQuads, 4>::multiply});
 
 }  // namespace rarefy::cpu

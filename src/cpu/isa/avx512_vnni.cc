@@ -19,10 +19,14 @@ void multiply_quad_lanes(const LaneProduct& t) {
   multiply_panel<Avx512VnniHalfLanes>(t);
 }
 
+template <int kTokens>
 void multiply_few(const LaneProduct& t) {
-  if (t.rows % Avx512::kWidth == 0) return multiply_gathering<FewLanes<Avx512VnniLanes>>(t);
-  multiply_gathering<FewLanes<Avx512VnniHalfLanes>>(t);
+  if (t.rows % Avx512::kWidth == 0) return multiply_gathering<FewLanes<Avx512VnniLanes, kTokens>>(t);
+  multiply_gathering<FewLanes<Avx512VnniHalfLanes, kTokens>>(t);
 }
+
+template <int kTokens>
+constexpr QuadFew kFew = {kTokens, FewQuads<Avx512VnniLanes, kTokens>::pack, multiply_few<kTokens>};
 
 }  // namespace
 
@@ -40,14 +44,13 @@ const QuadKernels kQuadsVnni = {"avx512",
                                 nullptr,
                                 multiply_quad_lanes,
                                 nullptr,
-                                FewQuads<Avx512VnniLanes>::pack,
-                                multiply_few};
+                                {kFew<4>, kFew<8>}};
 
 using Rows = Avx512Quads<Avx512VnniRows, true, 64>;
 
 const QuadKernels kQuadsVnniRows = {
-    "avx512", 550,    Avx512VnniRows::kRows, 1,       Rows::kTokens,    true,    Avx512VnniRows::fewest,
-    none,     none,   pack_quads<Rows>,      nullptr, store_wide<Rows>, nullptr, Avx512VnniRows::multiply,
-    nullptr,  nullptr};
+    "avx512", 550,  Avx512VnniRows::kRows, 1,       Rows::kTokens,    true,    Avx512VnniRows::fewest,
+    none,     none, pack_quads<Rows>,      nullptr, store_wide<Rows>, nullptr, Avx512VnniRows::multiply,
+    {}};
 
 }  // namespace rarefy::cpu

@@ -20,12 +20,12 @@ struct Avx512PanelTokens {
   }
 };
 
-// Up to 4, where a feature is a dword.
+// Up to 4 or 8, where a feature is as many bytes.
+template <int kTokens>
 struct Avx512FewTokens {
   static constexpr std::int32_t kFeatures = kQuad;
   static void put(const LaneGather& t, std::int32_t line, const std::uint32_t* offsets) {
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(t.to + 8 * line),
-                     FewQuads<Avx512VnniLanes>::line(t.panel, offsets));
+    FewQuads<Avx512VnniLanes, kTokens>::line(t.panel, offsets, t.to + kTokens * kQuad / 2 * line);
   }
 };
 
@@ -139,11 +139,11 @@ struct Avx512VnniHalfLanes {
   };
 };
 
-// Either of them on lines of 4 tokens.
-template <class E>
+// Either of them on lines of 4 or 8 tokens.
+template <class E, int kTokens>
 struct FewLanes : E {
-  using Gather = GatherLanes<Avx512FewTokens>;
-  static constexpr std::int32_t kLine = kQuad * 4;
+  using Gather = GatherLanes<Avx512FewTokens<kTokens>>;
+  static constexpr std::int32_t kLine = kQuad * kTokens;
 };
 
 // Or of panels that are half empty.

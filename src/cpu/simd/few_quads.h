@@ -1,6 +1,6 @@
-// Up to 4 tokens in int8 on AVX-512: their panel, lines of 4 dwords; and products on W as AMX's tiles have
-// it, [group][output][64 features], where a vector of W is one output's and meets 64 bytes of a token by
-// vpdpbusd, which every processor with AMX has.
+// Up to 4 or 8 tokens in int8 on AVX-512: their panel, lines of as many dwords; and, of 4, products on W as
+// AMX's tiles have it, [group][output][64 features], where a vector of W is one output's and meets 64 bytes
+// of a token by vpdpbusd, which every processor with AMX has.
 #pragma once
 
 #include "cpu/simd/avx512_quads.h"
@@ -8,11 +8,13 @@
 namespace rarefy::cpu {
 
 // `Engine` is whose unit compiles it, as in avx512_quads.h.
-template <class Engine>
+template <class Engine, int kTokens>
 struct FewQuads {
   using Quads = Avx512Quads<Engine, true>;
+  static_assert(kTokens == 4 || kTokens == 8);
 
-  // Lines of four features, [token][4]; or dwords, one a feature, as groups are put together from them.
+  // Lines of four features, [token][4]; or a feature's tokens side by side, as lines are put together from
+  // them.
   static void pack(const QuadPack& t) {
     if (t.bf16) return pack_of<std::uint16_t>(t);
     pack_of<float>(t);
@@ -20,17 +22,22 @@ struct FewQuads {
 
   // Where a feature, or a line of four, lies in the panel; offsets are made for those of 32 tokens.
   static const std::uint8_t* place(const std::uint16_t* panel, std::uint32_t offset) {
-    return reinterpret_cast<const std::uint8_t*>(panel) + offset / (kPanelTokens / 2) * kQuad;
+    return reinterpret_cast<const std::uint8_t*>(panel) + offset / (kPanelTokens / 2) * kTokens;
   }
   // The line of four columns.
-  static __m128i line(const std::uint16_t* panel, const std::uint32_t* offsets) {
+  static void line(const std::uint16_t* panel, const std::uint32_t* offsets, void* to) {
     const auto feature = [&](int i) {
-      std::int32_t tokens;
-      __builtin_memcpy(&tokens, place(panel, offsets[i]), sizeof(tokens));
-      return tokens;
+      const std::uint8_t* at = place(panel, offsets[i]);
+      if constexpr (kTokens == 8) return _mm_loadl_epi64(reinterpret_cast<const __m128i*>(at));
+      std::int32_t four;
+      __builtin_memcpy(&four, at, sizeof(four));
+      return _mm_cvtsi32_si128(four);
     };
-    return _mm_shuffle_epi8(_mm_setr_epi32(feature(0), feature(1), feature(2), feature(3)),
-                            Quads::transposed());
+    const __m128i ab = _mm_unpacklo_epi8(feature(0), feature(1));
+    const __m128i cd = _mm_unpacklo_epi8(feature(2), feature(3));
+    auto* out = static_cast<__m128i*>(to);
+    _mm_storeu_si128(out, _mm_unpacklo_epi16(ab, cd));
+    if constexpr (kTokens == 8) _mm_storeu_si128(out + 1, _mm_unpackhi_epi16(ab, cd));
   }
 
   // The outputs of one block row: `blocks` groups with `run` offsets each, whose bytes go to `next.to`.
@@ -48,16 +55,16 @@ struct FewQuads {
   template <class T>
   static void pack_of(const QuadPack& t) {
     const T* x = static_cast<const T*>(t.x);
-    float inverse[kQuad];
-    for (std::int32_t m = 0; m < kQuad; ++m) {
+    float inverse[kTokens];
+    for (std::int32_t m = 0; m < kTokens; ++m) {
       scale_token<Quads>(m < t.rows ? Quads::absmax(x + m * t.row_stride, t.cols) : 0, t.scales[m],
                          inverse[m]);
     }
     const __m512i bytes = _mm512_broadcast_i32x4(Quads::transposed());
     for (std::int32_t k = 0; k < t.padded; k += kQuadGroup) {
       const std::int32_t cols = t.cols - k < 0 ? 0 : t.cols - k < kQuadGroup ? t.cols - k : kQuadGroup;
-      __m512i v[kQuad];
-      for (std::int32_t m = 0; m < kQuad; ++m) {
+      __m512i v[kTokens];
+      for (std::int32_t m = 0; m < kTokens; ++m) {
         alignas(64) T edge[kQuadGroup] = {};
         const T* from = x + m * t.row_stride + k;
         if (m < t.rows && cols < kQuadGroup) {
@@ -65,17 +72,38 @@ struct FewQuads {
         }
         v[m] = Quads::rounded(m < t.rows && cols == kQuadGroup ? from : edge, inverse[m]);
       }
-      const __m512i low[2] = {_mm512_unpacklo_epi32(v[0], v[1]), _mm512_unpackhi_epi32(v[0], v[1])};
-      const __m512i high[2] = {_mm512_unpacklo_epi32(v[2], v[3]), _mm512_unpackhi_epi32(v[2], v[3])};
-      alignas(64) std::uint8_t to[kQuadGroup * kQuad];
+      alignas(64) std::uint8_t to[kQuadGroup * kTokens];
       for (int i = 0; i < 4; ++i) {  // a lane of 128 bits is a line: Quads::line
-        const __m512i lines = i % 2 == 0 ? _mm512_unpacklo_epi64(low[i / 2], high[i / 2])
-                                         : _mm512_unpackhi_epi64(low[i / 2], high[i / 2]);
-        _mm512_store_si512(to + 64 * i, t.quads ? lines : _mm512_shuffle_epi8(lines, bytes));
+        const __m512i a = lines(v, i);
+        const __m512i of_a = t.quads ? a : _mm512_shuffle_epi8(a, bytes);
+        if constexpr (kTokens == 4) {
+          _mm512_store_si512(to + 64 * i, of_a);
+        } else {
+          const __m512i b = lines(v + 4, i);
+          const __m512i of_b = t.quads ? b : _mm512_shuffle_epi8(b, bytes);
+          side_by_side(t.quads ? of_a : _mm512_unpacklo_epi32(of_a, of_b),
+                       t.quads ? of_b : _mm512_unpackhi_epi32(of_a, of_b), to + 128 * i);
+        }
       }
       const std::int32_t width = t.padded - k < kQuadGroup ? t.padded - k : kQuadGroup;
-      __builtin_memcpy(t.panel + std::int64_t{k} * kQuad, to, static_cast<std::size_t>(width) * kQuad);
+      __builtin_memcpy(t.panel + std::int64_t{k} * kTokens, to, static_cast<std::size_t>(width) * kTokens);
     }
+  }
+
+  // Of four tokens, lines 4 · i … 4 · i + 3, [token][4].
+  static __m512i lines(const __m512i* v, int i) {
+    const auto pair = [&](__m512i a, __m512i b) {
+      return i < 2 ? _mm512_unpacklo_epi32(a, b) : _mm512_unpackhi_epi32(a, b);
+    };
+    const __m512i low = pair(v[0], v[1]), high = pair(v[2], v[3]);
+    return i % 2 == 0 ? _mm512_unpacklo_epi64(low, high) : _mm512_unpackhi_epi64(low, high);
+  }
+  // Lanes of 128 bits of both in turn.
+  static void side_by_side(__m512i a, __m512i b, std::uint8_t* to) {
+    const __m512i first = _mm512_setr_epi64(0, 1, 8, 9, 2, 3, 10, 11);
+    const __m512i second = _mm512_setr_epi64(4, 5, 12, 13, 6, 7, 14, 15);
+    _mm512_storeu_si512(to, _mm512_permutex2var_epi64(a, first, b));
+    _mm512_storeu_si512(to + 64, _mm512_permutex2var_epi64(a, second, b));
   }
 
   // Groups of each token, 64 bytes each, from four lines at a time.
@@ -92,9 +120,12 @@ struct FewQuads {
           const auto there = [&](const std::uint8_t* p) {
             return _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
           };
-          four[i] = t.run == kQuadGroup   ? line(t.next.panel, offset + kQuad * at)
-                    : t.run == kGroup / 2 ? there(place(t.next.panel, offset[at]))
-                                          : there(place(t.next.panel, *offset) + 16 * at);
+          if (t.run == kQuadGroup) {
+            line(t.next.panel, offset + kQuad * at, four + i);
+            continue;
+          }
+          four[i] = t.run == kGroup / 2 ? there(place(t.next.panel, offset[at]))
+                                        : there(place(t.next.panel, *offset) + 16 * at);
         }
         const __m512i low = _mm512_inserti32x4(_mm512_castsi128_si512(four[0]), four[1], 1);
         const __m512i all = _mm512_inserti32x4(_mm512_inserti32x4(low, four[2], 2), four[3], 3);
