@@ -66,11 +66,19 @@ DerivedSizes sizes_of(const Call& call, Op op, const Operands& w) {
 
 std::int64_t aligned(std::int64_t bytes) { return (bytes + kAlignment - 1) / kAlignment * kAlignment; }
 
-// What linear wants for a token alone, of the pattern; of others than CSR nothing.
-DerivedSizes sizes_of_few(const Call& call, const Operands& w) {
+// Linear for a token: with nothing of its values where kernels for more tokens are there, too, who may be all
+// that there ever is.
+Problem typical_of_few(const Call& call, const Operands& w, bool alone) {
+  Problem problem = typical(call, Op::linear, w, 1);
+  problem.derived = alone ? kAnyDerived : kAnyPrepared;
+  return problem;
+}
+
+// What it wants; of others than CSR nothing.
+DerivedSizes sizes_of_few(const Call& call, const Operands& w, bool alone) {
   if (!has_trailer(call, w.shape)) return {};
-  const auto sizes = derived_sizes(typical(call, Op::linear, w, 1));
-  return sizes.ok() && sizes->prepared > 0 && sizes->packed == 0 ? *sizes : DerivedSizes{};
+  const auto sizes = derived_sizes(typical_of_few(call, w, alone));
+  return sizes.ok() && sizes->prepared > 0 ? *sizes : DerivedSizes{};
 }
 
 struct Section {
@@ -92,11 +100,12 @@ std::int64_t prepared_bytes(const Call& call, const Operands& w, bool alone) {
   const Section last = alone ? Section{} : section_of(call, *std::rbegin(kProducts), w);
   const std::int64_t bytes = last.offset + last.sizes.prepared;
   if (!has_trailer(call, w.shape)) return bytes;
-  return aligned(bytes) + aligned(sizes_of_few(call, w).prepared) +
+  return aligned(bytes) + aligned(sizes_of_few(call, w, alone).prepared) +
          static_cast<std::int64_t>(sizeof(Trailer));
 }
 
-// The section for a few tokens, if there is one. Whoever wrote the bytes: the core compares key and size.
+// The section for a few tokens, if there is one; its values come beside it. Whoever wrote the bytes: the core
+// compares key and size.
 Derived view_few(const Derived& all) {
   Trailer trailer{};
   const std::int64_t end = all.prepared_bytes - static_cast<std::int64_t>(sizeof(trailer));
@@ -173,7 +182,7 @@ Derived view_derived(const Call& call, const DerivedTensors& tensors, Op op, con
     return {section.sizes.key, static_cast<const std::byte*>(derived.prepared) + section.offset, nullptr,
             section.sizes.prepared};
   }
-  if (is_few(tokens) && has_trailer(call, plan.shape)) return view_few(derived);
+  if (is_few(tokens) && has_trailer(call, plan.shape)) derived = view_few(derived);
   if (tensors.packed) {
     check_bytes(call, "packed", *tensors.packed);
     const std::int64_t samples = sample_bytes(call);
@@ -194,9 +203,10 @@ std::tuple<std::int64_t, std::int64_t, std::int64_t> derived_sizes(const Call& c
                                                                    std::int64_t tokens) {
   const Operands operands = operands_of(call, weight, dtype, tf32);
   const bool alone = is_few(tokens) && has_trailer(call, operands.shape);
-  const DerivedSizes sizes = alone ? DerivedSizes{} : sizes_of(call, Op::linear, operands);
+  const DerivedSizes sizes =
+      alone ? sizes_of_few(call, operands, alone) : sizes_of(call, Op::linear, operands);
   const std::int64_t samples = sizes.packed > 0 ? sample_bytes(call) : 0;
-  const std::uint64_t key = sizes.key != 0 ? sizes.key : sizes_of_few(call, operands).key;
+  const std::uint64_t key = sizes.key != 0 ? sizes.key : sizes_of_few(call, operands, alone).key;
   if (key == 0) return {0, 0, 0};
   return {static_cast<std::int64_t>(key), prepared_bytes(call, operands, alone), sizes.packed + samples};
 }
@@ -220,18 +230,21 @@ Tensor prepare(const Call& call, const BsrView& weight, ScalarType dtype, bool t
     if (section.sizes.prepared > 0) make(typical(call, op, operands), section.offset);
   }
   if (!has_trailer(call, operands.shape)) return prepared;
-  const DerivedSizes few = sizes_of_few(call, operands);
+  const DerivedSizes few = sizes_of_few(call, operands, alone);
   const Trailer trailer{few.key, few.prepared};
   const std::int64_t end = bytes - static_cast<std::int64_t>(sizeof(trailer));
-  if (few.key != 0) make(typical(call, Op::linear, operands, 1), end - aligned(few.prepared));
+  if (few.key != 0) make(typical_of_few(call, operands, alone), end - aligned(few.prepared));
   std::memcpy(static_cast<std::byte*>(prepared.data_ptr()) + end, &trailer, sizeof(trailer));
   return prepared;
 }
 
 Tensor pack(const Call& call, const BsrView& weight, const std::optional<Tensor>& prepared, ScalarType dtype,
-            bool tf32) {
+            bool tf32, std::int64_t tokens) {
   const Operands operands = operands_of(call, weight, dtype, tf32);
-  const DerivedSizes sizes = sizes_of(call, Op::linear, operands);
+  const bool alone = is_few(tokens) && has_trailer(call, operands.shape);
+  const Problem problem = alone ? typical_of_few(call, operands, alone) : typical(call, Op::linear, operands);
+  const DerivedSizes sizes =
+      alone ? sizes_of_few(call, operands, alone) : sizes_of(call, Op::linear, operands);
   if (prepared) check_bytes(call, "prepared", *prepared);
   const std::int64_t given = prepared ? prepared->numel() : 0;
   if (given < sizes.prepared) {
@@ -242,8 +255,8 @@ Tensor pack(const Call& call, const BsrView& weight, const std::optional<Tensor>
   Tensor packed = call.empty_bytes(samples + sizes.packed);
   auto* bytes = static_cast<std::byte*>(packed.data_ptr());
   if (samples > 0) take_samples(weight, bytes);  // first: whoever writes meanwhile is noticed
-  check(call.op(), rarefy::pack(typical(call, Op::linear, operands), weight,
-                                prepared ? prepared->data_ptr() : nullptr, bytes + samples, call.context()));
+  check(call.op(), rarefy::pack(problem, weight, prepared ? prepared->data_ptr() : nullptr, bytes + samples,
+                                call.context()));
   return packed;
 }
 
@@ -265,9 +278,12 @@ Tensor bsr_prepare(const Tensor& values, const Tensor& plan, std::int64_t out_fe
 }
 
 Tensor bsr_pack(const Tensor& values, const Tensor& plan, const std::optional<Tensor>& prepared,
-                std::int64_t out_features, std::int64_t in_features, ScalarType dtype, bool tf32) {
+                std::int64_t out_features, std::int64_t in_features, ScalarType dtype, bool tf32,
+                std::int64_t tokens) {
   const Call call("bsr_pack", "values", values);
-  return pack(call, call.weight(values, plan, out_features, in_features), prepared, dtype, tf32);
+  const auto part = is_few(tokens) ? Call::Part::rows : Call::Part::whole;
+  return pack(call, call.weight(values, plan, out_features, in_features, part), prepared, dtype, tf32,
+              tokens);
 }
 
 }  // namespace
@@ -281,7 +297,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(rarefy, m) {
       "bool tf32=False, int tokens=0) -> Tensor");
   m.def(
       "bsr_pack(Tensor values, Tensor plan, Tensor? prepared, int out_features, int in_features, "
-      "ScalarType dtype, bool tf32=False) -> Tensor");
+      "ScalarType dtype, bool tf32=False, int tokens=0) -> Tensor");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(rarefy, CompositeExplicitAutograd, m) {

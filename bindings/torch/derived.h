@@ -36,6 +36,6 @@ std::tuple<std::int64_t, std::int64_t, std::int64_t> derived_sizes(const Call& c
 Tensor prepare(const Call& call, const BsrView& weight, ScalarType dtype, bool tf32 = false,
                std::int64_t tokens = 0);
 Tensor pack(const Call& call, const BsrView& weight, const std::optional<Tensor>& prepared, ScalarType dtype,
-            bool tf32 = false);
+            bool tf32 = false, std::int64_t tokens = 0);
 
 }  // namespace rarefy::binding

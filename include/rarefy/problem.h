@@ -49,6 +49,8 @@ struct WeightSpec {
 
 // For Problem::derived, as a question: what would a caller get who makes whatever the best kernel derives.
 inline constexpr std::uint64_t kAnyDerived = ~std::uint64_t{0};
+// … who makes whatever follows from the pattern, and nothing of the values.
+inline constexpr std::uint64_t kAnyPrepared = kAnyDerived - 1;
 
 struct Problem {
   Op op = Op::linear;

@@ -20,6 +20,8 @@ Derived = tuple[Tensor | None, Tensor | None, int]  # prepared, packed, key: the
 
 TF32 = "tf32"  # what is kept for float32 that may be rounded lies beside what is kept for float32
 
+_WORTH = 4  # products with a few tokens that gain what packing their matrix costs
+
 _sizes, _prepare, _pack = map(_load.op, ("bsr_derived_sizes", "bsr_prepare", "bsr_pack"))
 
 
@@ -31,6 +33,7 @@ class Kept:
         "_held",
         "_packed",
         "_packs_in_calls",
+        "_uses",
         "call",
         "key",
         "may_round",
@@ -51,7 +54,8 @@ class Kept:
 
         With `stored` False the product does not read values as they are but cast to x_dtype in each call.
         With `tf32` calls that are given this may round float32 to it. `few`: for a few tokens alone, of CSR
-        on the CPU, which takes no more than its row plan.
+        on the CPU, which takes no more than its row plan; values are packed at once, and no more after they
+        changed too often.
         """
         n, k = pattern.shape
         with torch.inference_mode(False), torch.no_grad():
@@ -61,8 +65,11 @@ class Kept:
             self._ask(
                 pattern, _sizes, _prepare, lambda plan: (values, plan, n, k, x_dtype, tf32, *tokens), stored
             )
-        self._arguments = (pattern.plan if self.packed_bytes else None, self.prepared, n, k, x_dtype, tf32)
+        plan = (pattern.row_plan if few else pattern.plan) if self.packed_bytes else None
+        self._arguments = (plan, self.prepared, n, k, x_dtype, tf32, *tokens)
         self.may_round = self._packs_in_calls and x_dtype == torch.float32 and not tf32
+        if few:
+            self._uses = _WORTH
 
     def _ask(self, pattern: Any, sizes: Any, prepare: Any, arguments: Any, stored: bool = True) -> None:
         """Asks the op `sizes` what the best kernel wants, and has the pattern keep what `prepare` makes.
@@ -86,6 +93,7 @@ class Kept:
         if self.key and prepared_bytes:
             self.prepared = pattern.prepared(self.key, make)
         self._packed: tuple[tuple[int, ...] | None, Tensor | None] = (None, None)  # of what, or seen once
+        self._uses: int | None = None  # of values before, then of these; None: not counted
         # What calls have beside their tensors: while values are what they were, or whatever they are.
         self._held: tuple[tuple[int, ...], tuple] | None = None
         self.call: tuple | None = None
@@ -115,12 +123,30 @@ class Kept:
         seen, packed = self._packed
         if seen != at:
             packed = None
+        if self._uses is not None:
+            return self._current_of_few(at, seen, packed, values)
         if packed is None and (now or seen == at or not torch.is_grad_enabled()):
             with torch.inference_mode(False), torch.no_grad():
                 self._held = None  # before this is made: what it has may be as large
                 packed = self._make(values.detach())
         self._packed = (at, packed)
         return self.unpacked() if packed is None else (self.prepared, packed, self.key)
+
+    def _current_of_few(
+        self, at: tuple[int, ...], seen: Any, packed: Tensor | None, values: Tensor
+    ) -> Derived | tuple[()]:
+        """The same where what is packed gives other bits (docs/numerics.md).
+
+        All calls with the same values have it, or none: where the values before were used so little that
+        packing them cost more than it gave.
+        """
+        if seen != at:
+            if self._uses >= _WORTH:
+                with torch.inference_mode(False), torch.no_grad():
+                    packed = self._make(values.detach())
+            self._packed, self._uses = (at, packed), 0
+        self._uses += 1
+        return () if packed is None else (self.prepared, packed, self.key)
 
     def _at(self, parameter: Tensor) -> tuple[int, ...]:
         """What `packed` is made of: it holds as long as this stays the same."""

@@ -136,10 +136,11 @@ Status grad_weight(const MatrixView& dy, const MatrixView& x, const PlanView& pl
 
 namespace {
 
-// The kernel that a caller gets who makes what it derives, and its call up to the data.
+// The kernel that a caller gets who makes what it derives, or what of it follows from the pattern, and its
+// call up to the data.
 Result<Choice> deriving(std::string_view op, Problem& problem) {
   if (Status status = check_problem(op, problem); !status.ok()) return status;
-  problem.derived = kAnyDerived;
+  if (problem.derived != kAnyPrepared) problem.derived = kAnyDerived;
   return choose(problem);
 }
 
@@ -182,7 +183,9 @@ Status pack(const Problem& problem, const BsrView& w, const void* prepared, void
   call.problem = problem;
   const auto choice = deriving("pack", call.problem);
   if (!choice.ok()) return choice.status();
-  if (Status status = check_plan("pack", "values", w.plan, w.values); !status.ok()) return status;
+  const bool by_rows = problem.op == Op::linear && problem.device == Device::cpu &&
+                       w.plan.shape.block_size() == 1;  // single elements are packed by row
+  if (Status status = check_plan("pack", "values", w.plan, w.values, by_rows); !status.ok()) return status;
   if (Status status = check_same_shape("pack", problem, w.plan); !status.ok()) return status;
   if (Status status = check_scaling("pack", w, "inputs", problem.in); !status.ok()) return status;
   if (choice->kernel->pack == nullptr) return {};

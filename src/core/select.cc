@@ -122,7 +122,7 @@ Config configuration(const Kernel& kernel, const Problem& problem, const Machine
 }
 
 bool holds(const Problem& problem, std::uint64_t key) {
-  return problem.derived == key || problem.derived == kAnyDerived;
+  return problem.derived == key || problem.derived == kAnyDerived || problem.derived == kAnyPrepared;
 }
 
 // What the caller has to give: the kernel's own workspace, and what is made ahead of it.
@@ -145,6 +145,9 @@ Reason why_not(const Kernel& kernel, const Problem& problem, const Machine& mach
   if (Reason reason = kernel.supports(problem, machine); !reason.empty()) return reason;
   if (!kernel.derives() || kernel.unheld != Unheld::refused || problem.derived == kAnyDerived) return {};
   if (problem.derived == 0) return "its prepared or packed weight is not at hand";
+  if (problem.derived == kAnyPrepared) {
+    return kernel.pack == nullptr ? Reason() : "its packed weight is not at hand";
+  }
   if (problem.derived == key_of(kernel, problem, configuration(kernel, problem, machine))) return {};
   return "the prepared or packed weight at hand is another kernel's";
 }

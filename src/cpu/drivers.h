@@ -54,6 +54,15 @@ std::int64_t few_prepared_size(const Problem& problem, const Config& config);
 Status prepare_few(const Call& call, void* to);
 Status run_linear_few(const FewKernels& kernels, const Call& call);
 
+// The same of single elements that are held in the order of windows.h (linear_windows.cc).
+Reason supports_windows(const FewKernels& kernels, const Problem& problem);
+std::int64_t windows_prepared_size(const Problem& problem, const Config& config);
+Status prepare_windows(const FewKernels& kernels, const Call& call, void* to);
+std::int64_t windows_packed_size(const Problem& problem, const Config& config);
+Status pack_windows(const FewKernels& kernels, const Call& call, void* to);
+std::int64_t windows_workspace(const Problem& problem, const Config& config);
+Status run_windows(const FewKernels& kernels, const Call& call);
+
 // linear of rows of W, X and Y by feature (linear_in_place.cc).
 Reason supports_in_place(const Kernels& kernels, const Problem& problem);
 Status run_in_place(const Kernels& kernels, const Call& call);

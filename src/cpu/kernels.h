@@ -184,6 +184,36 @@ using FewTask = FewTaskOf<float>;
 inline constexpr std::int64_t kFewTokens = 4;
 inline constexpr std::int32_t kColumnsAhead = 16;
 
+// Single elements by a few tokens, 16 rows (a group) at a time (windows.h). A step: of which rows it takes
+// the next element, and the window of columns that these lie in.
+inline constexpr std::int32_t kWindowRows = 16, kWindowColumns = 64, kWindowGrain = 16;
+inline constexpr std::int32_t kWindowLeast = 5;  // elements a step, on average, of groups that have steps
+inline constexpr std::int64_t kWindowRoom = 16;  // values and columns that can be read past the last
+struct WindowStep {
+  std::uint16_t rows;
+  std::uint16_t window;  // its first column / kWindowGrain
+};
+// The rows of a group in a pattern.
+struct WindowGroup {
+  std::int32_t begin[kWindowRows], end[kWindowRows];
+  std::int32_t room;  // for steps
+};
+
+// y[m][o] += Σ of W[o, i] · x[m][i] for 1, 2 or 4 tokens and groups begin … end, all of which have steps.
+struct WindowsTask {
+  const float* values;          // in the order of the steps, as columns
+  const std::uint8_t* columns;  // from the step's window on
+  const WindowStep* steps;
+  const std::int32_t* step_begin;  // of each group; the next one's is the end
+  const std::int32_t* row_begin;
+  std::int64_t begin, end;
+  const float* x;  // kWindowColumns can be read from any grain's first on
+  std::int64_t x_stride;
+  std::int32_t tokens;
+  float* y;  // from group `begin` on
+  std::int64_t y_stride;
+};
+
 // y[m][row] += Σ over a tile's columns of W[row, k] · x[m][k], for rows of a bitmap and 1, 2, 4 or 8 tokens,
 // or of one with two of each four and 1, 2 or 4 (bitmap.h). x is 0 past the last column.
 struct BitmapTask {
@@ -263,6 +293,15 @@ struct Kernels {
   void (*softmax)(const StoredRow& row, const float* from, float* to);  // softmax.h
 };
 
+// The same, and how what it reads is made (simd/avx512_windows.h).
+struct WindowKernels {
+  void (*multiply)(const WindowsTask&);
+  std::int32_t (*make_steps)(const WindowGroup& group, const std::int32_t* col, std::int64_t cols,
+                             WindowStep* steps, std::uint8_t* columns);
+  void (*take_values)(const WindowGroup& group, const WindowStep* steps, std::int32_t count,
+                      const float* values, float* to);
+};
+
 // linear for a few tokens. `pairs`: x and W in bf16 stay as they are. Of blocks with pairs of columns a task
 // counts pairs then, as if those were floats; x_stride is in pairs anyway.
 struct FewKernels {
@@ -271,6 +310,7 @@ struct FewKernels {
   void (*multiply)(const FewTask&);
   bool (*takes)(std::int64_t block_rows, std::int64_t block_cols);
   bool pairs;
+  const WindowKernels* windows = nullptr;
 };
 
 extern const Kernels kScalar;

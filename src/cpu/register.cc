@@ -64,6 +64,26 @@ void add_few(Registry& registry, std::string_view name) {
   });
 }
 
+template <const cpu::FewKernels& kKernels, const std::string_view& kFeature>
+void add_windows(Registry& registry, std::string_view name) {
+  registry.push_back({
+      .op = Op::linear,
+      .device = Device::cpu,
+      .family = kKernels.family,
+      .name = name,
+      .supports = supports_floats<kFeature, cpu::supports_windows, kKernels>,
+      .run = [](const Call& call) { return cpu::run_windows(kKernels, call); },
+      .configure = cpu::configure_few,
+      .fields = cpu::FewSplit::kFields,
+      .workspace = cpu::windows_workspace,
+      .derives_as = "windows",
+      .prepared_size = cpu::windows_prepared_size,
+      .prepare = [](const Call& call, void* to) { return cpu::prepare_windows(kKernels, call, to); },
+      .packed_size = cpu::windows_packed_size,
+      .pack = [](const Call& call, void* to) { return cpu::pack_windows(kKernels, call, to); },
+  });
+}
+
 template <const cpu::Kernels& kKernels, const std::string_view& kFeature>
 void add_in_place(Registry& registry, std::string_view name) {
   registry.push_back({
@@ -387,6 +407,7 @@ void register_cpu(Registry& registry) {
   add_quads<cpu::kQuadsVnni, kHasVnni>(registry, "avx512_linear_int8", "quad_lanes");
   add_quads<cpu::kQuadsAvx2, kHasAvx2>(registry, "avx2_linear_int8", "quads");
   add_few<cpu::kFewBf16, kHasBf16>(registry, "avx512_bf16_linear_few");
+  add_windows<cpu::kFewAvx512, kHasAvx512>(registry, "avx512_linear_windows");
   add_few<cpu::kFewAvx512, kHasAvx512>(registry, "avx512_linear_few");
   add_lanes<cpu::kLanesAvx512, cpu::kAvx512, kHasAvx512>(registry, "avx512_linear_lanes",
                                                          "avx512_grad_input_lanes");

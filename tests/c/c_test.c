@@ -127,13 +127,13 @@ static void check_prepared_bf16(void) {
   rarefy_weight_free(weight);
 }
 
-/* Single elements: up to four tokens read what is held of their columns, any number gives the same bits. */
+/* Single elements: up to four tokens read what is held of them, which may add in another order: whole numbers. */
 static void check_prepared_elements(void) {
   enum { rows = 40, cols = 100, most = 6 };
   float dense[rows * cols], x[most * cols], y[most * rows], again[most * rows];
   unsigned state = 3;
-  for (int i = 0; i < rows * cols; ++i) dense[i] = noise(&state);
-  for (int i = 0; i < most * cols; ++i) x[i] = noise(&state);
+  for (int i = 0; i < rows * cols; ++i) dense[i] = (float)(int)(100 * noise(&state));
+  for (int i = 0; i < most * cols; ++i) x[i] = (float)(int)(100 * noise(&state));
   const rarefy_matrix w_in = in(dense, rows, cols);
   rarefy_weight *weight = NULL, *plain = NULL;
   CHECK(rarefy_weight_from_dense(&w_in, 1, 1, 0.3, &weight) == RAREFY_OK);

@@ -86,7 +86,7 @@ TEST(FewTest, ColumnsIn16BitsGiveTheBitsOfThoseIn32) {
             expect_ok(run.linear(Activation::none));
             const std::vector<std::byte> want = run.y().download();
             run.poison();
-            run.hold_derived();
+            run.hold_of_the_pattern();
             const Derived held = run.weight().derived;
             expect_ok(run.linear(Activation::none));
             expect_linear(problem, run);

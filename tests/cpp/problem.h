@@ -202,6 +202,11 @@ class ProblemIn {
     hold_derived();
     hold_packed_ = false;
   }
+  // Of kernels that pack nothing, for who does not hold values twice.
+  void hold_of_the_pattern() {
+    hold_derived();
+    derived_asked_ = kAnyPrepared;
+  }
 
   BsrView weight() { return w_view(problem(Op::linear), nullptr); }
   const void* bias() const { return bias_.data(); }
@@ -279,6 +284,7 @@ class ProblemIn {
       set_weight(asked);
       asked.tf32 = spec_.tf32;
     }
+    asked.derived = derived_asked_;
     const auto sizes = derived_sizes(asked);
     if (!sizes.ok() || sizes->key == 0) return w;  // the call says why there is no kernel
     const auto [held, made] = held_.try_emplace(sizes->key, static_cast<std::size_t>(sizes->prepared),
@@ -313,6 +319,7 @@ class ProblemIn {
   Guarded<Buffer> y_, dx_, dvalues_;
   bool hold_derived_ = false, hold_packed_ = true;
   std::int64_t derived_tokens_ = 0;
+  std::uint64_t derived_asked_ = kAnyDerived;
   std::map<std::uint64_t, std::pair<Buffer, Buffer>> held_;  // prepared and packed, by their key
   std::optional<Buffer> workspace_;
 };

@@ -11,7 +11,9 @@ from torch import Tensor
 from .. import foreign
 from .._torch_private import PLAIN, unrecorded
 from ..checks import check_shape, check_tensor, fail, first_position
+from ..derivatives import run_eagerly
 from ..derived import Derived, Kept, reads_itself
+from ..op_rules import meets_nothing
 from ..pattern import BsrPattern
 from ..sparse_weight import SparseWeight
 from ..values import check_padding, dense_of
@@ -119,7 +121,7 @@ class SparseMatrix:
         if self.pattern.is_padded and self.check != "trusted":
             check_padding(op, self.blocks().detach(), self.pattern)
         self._read = self._versions()
-        self._kept: dict[Any, Kept] = {}  # by the dtype of x, and ("few" beside it) for a few tokens alone
+        self._forget()
 
     def _versions(self) -> tuple[int, ...]:
         """Moves when someone writes to the indices; inference tensors do not count that."""
@@ -161,7 +163,7 @@ class SparseMatrix:
         matrix.data, matrix.pattern, matrix.shape = data, pattern, pattern.shape
         matrix.indptr, matrix.indices = pattern.indices()
         matrix.check, matrix._op, matrix._slot, matrix._order = "once", "SparseMatrix", None, None
-        matrix._kept = {}
+        matrix._forget()
         return matrix
 
     @classmethod
@@ -224,16 +226,24 @@ class SparseMatrix:
         values = self.values()
         return values.view(-1, 1, 1) if values.ndim == 1 else values
 
+    def _forget(self) -> None:
+        """Holds nothing that kernels derive, and no calls."""
+        self._kept: dict[Any, Kept] = {}  # by the dtype of x, and ("few" beside it) for a few tokens alone
+        self._calls: dict[Any, tuple[Tensor, tuple | None, Kept]] = {}  # the same, by data that they are for
+
+    def _is_few(self, x: Tensor) -> bool:
+        """Whether single elements meet a few tokens, for which what kernels derive is another thing."""
+        return self.data.ndim == 1 and x.numel() <= _FEW_TOKENS * self.shape[1]
+
     def derived(self, x: Tensor, blocks: Tensor) -> Derived | tuple[()]:
         """What kernels for x want of this matrix beside values and plan, as a weight holds it."""
         if not self._keeps or self._slot is not None:
             return ()
         if not x.dtype.is_floating_point or not blocks.is_floating_point():
             return ()
-        kept, few = self._kept.get(x.dtype), False
-        if kept is None and self.data.ndim == 1 and x.numel() <= _FEW_TOKENS * self.shape[1]:
-            few = x.device.type == "cpu" and unrecorded(x, blocks)
-            kept = self._kept.get((x.dtype, "few")) if few else None
+        few = self._is_few(x) and x.device.type == "cpu" and unrecorded(x, blocks)
+        name = (x.dtype, "few") if few else x.dtype
+        kept = self._kept.get(name)
         if (
             type(x) not in PLAIN or torch.compiler.is_compiling()
         ):  # a graph makes nothing, and sees no versions
@@ -241,8 +251,37 @@ class SparseMatrix:
         if kept is None:
             stored = blocks.dtype == x.dtype or reads_itself(blocks, x.dtype)
             kept = Kept(self.pattern, blocks.detach(), x.dtype, stored, few=few)
-            self._kept[(x.dtype, "few") if few else x.dtype] = kept
-        return kept.current(self.data, blocks) if kept.key else ()
+            self._kept[name] = kept
+        derived = kept.current(self.data, blocks) if kept.key else ()
+        if self.check != "always" and self.data.is_contiguous() and type(self.data) in PLAIN:
+            by_rows = self.block_shape[1] <= self.block_shape[0]
+            plan = self.pattern.row_plan if by_rows else self.pattern.plan
+            call = None if kept.packed_bytes else (plan, *self.shape, *derived)
+            self._calls[name] = self.data, call, kept
+        return derived
+
+    def at_once(self, x: Any, bias: Any) -> Tensor | None:
+        """The product of a call that meets nothing and is not recorded, if one like it was here before.
+
+        What the long way takes 3 µs to find, an eighth of a product with one token.
+        """
+        if type(x) not in PLAIN:
+            return None
+        name = (x.dtype, "few") if self._is_few(x) else x.dtype
+        data, call, kept = self._calls.get(name, (None, None, None))
+        if (
+            data is not self.data
+            or not meets_nothing(x, data, bias)
+            or x.ndim == 0
+            or x.shape[-1] != self.shape[1]
+            or not (bias is None or bias.is_contiguous())
+        ):
+            return None
+        blocks = data.view(-1, 1, 1) if data.ndim == 1 else data
+        if call is None:
+            derived = kept.current(data, blocks)
+            call = (self.pattern.row_plan if data.ndim == 1 else self.pattern.plan, *self.shape, *derived)
+        return run_eagerly(x, blocks, bias, call)
 
     # -- other kinds ----------------------------------------------------------------------------
 

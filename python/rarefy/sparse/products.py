@@ -56,6 +56,10 @@ def sparse_dense(
         TypeError: a wrong dtype, device or kind of object.
     """
     op = "sparse_dense"
+    if type(weight) is SparseMatrix and activation is None and not sparse_lhs:
+        y = weight.at_once(x, bias)
+        if y is not None:
+            return y
     x = as_tensor(op, "x", x)
     if x.ndim == 0 or (sparse_lhs and x.ndim != 2):
         fail(op, f"x must have {'2' if sparse_lhs else 'at least 1'} dimensions", x.ndim)
@@ -131,6 +135,10 @@ def _is_in_place(matrix: SparseMatrix, b: Tensor) -> bool:
 def spmv(a: Any, v: Tensor, *, check: str = "once") -> Tensor:
     """Return ``a @ v``, (M,), of a sparse a, (M, K), and a vector v, (K,)."""
     op = "spmv"
+    if type(a) is SparseMatrix and type(v) is Tensor and v.ndim == 1:
+        y = a.at_once(v, None)
+        if y is not None:
+            return y
     v = as_tensor(op, "v", v)
     if v.ndim != 1:
         fail(op, "v must have 1 dimension", v.ndim)

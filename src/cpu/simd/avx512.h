@@ -143,6 +143,22 @@ struct Avx512 {
   static int count(Lanes stored) { return __builtin_popcount(stored); }
   static Vec expand(Vec v, Lanes stored) { return _mm512_maskz_expand_ps(stored, v); }
   static Vec fma_in(Lanes stored, Vec a, Vec b, Vec c) { return _mm512_mask3_fmadd_ps(a, b, c, stored); }
+  // The first values (columns, in bytes) to the lanes that are stored; others hold what no one looks at. As
+  // one register in and out: into another one it waits for what that held before, and GCC reads memory by the
+  // same instruction, in microcode (Zen 5: 6 cycles a step of windows.h, 12 and 15).
+  static Vec spread(Lanes stored, const float* p) {
+    const Vec v = load(p);
+    return _mm512_mask_expand_ps(v, stored, v);
+  }
+  static __m512i expand_columns(Lanes stored, const std::uint8_t* columns) {
+    const __m512i v = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(columns)));
+    return _mm512_mask_expand_epi32(v, stored, v);
+  }
+  // x[which], of 64.
+  static Vec pick64(const float* x, __m512i which) {
+    const __mmask16 high = _mm512_test_epi32_mask(which, _mm512_set1_epi32(32));
+    return _mm512_mask_blend_ps(high, pick(x, which), pick(x + 32, which));
+  }
   // Of each four of 32 columns of x two, for the 16 values whose positions begin at `codes`.
   static __m512i positions(const std::uint8_t* codes) {
     std::int32_t word;
