@@ -37,6 +37,8 @@ bool check_tall(bool small);
 void time_tall(Report& report, Dense& dense, bool every_config);
 bool check_tall_gradient(bool small);
 void time_tall_gradient(Report& report, Dense& dense, bool every_config);
+bool check_tall_input(bool small);
+void time_tall_input(Report& report, Dense& dense, bool every_config);
 void time_networks(Report& report, Dense& dense, bool every_config);
 bool check_unions(bool small);
 void time_unions(Report& report, Dense& dense, bool every_config);

@@ -57,6 +57,7 @@ int main(int argc, char** argv) {
     if (wanted("decode")) good &= check_decode(small);
     if (wanted("tall")) good &= check_tall(small);
     if (wanted("tall-gradient")) good &= check_tall_gradient(small);
+    if (wanted("tall-input")) good &= check_tall_input(small);
     if (wanted("gradient")) good &= check_gradient(small);
     return good ? 0 : 1;
   }
@@ -89,6 +90,7 @@ int main(int argc, char** argv) {
   if (wanted("decode")) time_decode(report, dense, every);
   if (wanted("tall")) time_tall(report, dense, every);
   if (wanted("tall-gradient")) time_tall_gradient(report, dense, every);
+  if (wanted("tall-input")) time_tall_input(report, dense, every);
   if (wanted("networks")) time_networks(report, dense, every);
   if (wanted("gradient")) time_gradient(report, dense, every);
   if (wanted("sm80")) time_sm80(report, dense, every);

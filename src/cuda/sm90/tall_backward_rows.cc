@@ -17,54 +17,65 @@ Reason supports_columns(const Problem& p, const rarefy::Machine& machine) {
   return {};
 }
 
-// dX, by the strip kernel ---------------------------------------------------------------------------------
+// dX ------------------------------------------------------------------------------------------------------
+
+struct TallInputChoice {
+  std::int64_t scatter = 0, tokens = 256, columns = 128, slots = 4, sms = 132;
+  static constexpr std::string_view kFields[] = {"scatter", "tokens", "columns", "slots", "sms"};
+  TallInputConfig config() const {
+    const auto n = [](std::int64_t x) { return static_cast<int>(x); };
+    return {scatter != 0, n(tokens), n(columns), n(slots)};
+  }
+};
 
 Product input_problem(const Problem& p) { return product<Product>(p); }
 
-int sms_of(const Config& config) { return static_cast<int>(from_config<StripChoice>(config).sms); }
-
 Reason supports_grad_input(const Problem& p, const rarefy::Machine& machine) {
   Reason reason = supports_columns(p, machine);
-  return reason.empty() ? tall_grad_input_unsupported(input_problem(p)) : reason;
+  return reason.empty() ? tall_input_unsupported(input_problem(p)) : reason;
+}
+
+Config input_choice(const TallInputConfig& c, const rarefy::Machine& machine) {
+  return to_config(TallInputChoice{c.scatter ? 1 : 0, c.tokens, c.columns, c.slots, machine.gpu.sms});
 }
 
 Config configure_grad_input(const Problem& p, const rarefy::Machine& machine) {
-  return choice_of(configure(dense_problem(input_problem(p)), sm90_machine(machine)), machine);
+  return input_choice(
+      tall_input_configure(input_problem(p), machine.gpu.sms, static_cast<int>(machine.gpu.shared_memory)),
+      machine);
 }
 
-std::int64_t input_prepared_size(const Problem& p, const Config& config) {
-  return tall_grad_input_words(input_problem(p), sms_of(config)) *
-         static_cast<std::int64_t>(sizeof(std::int32_t));
+std::vector<Config> grad_input_candidates(const Problem& p, const rarefy::Machine& machine) {
+  std::vector<Config> list;
+  for (const TallInputCandidate& candidate : tall_input_candidates(
+           input_problem(p), machine.gpu.sms, static_cast<int>(machine.gpu.shared_memory))) {
+    if (candidate.reason.empty()) list.push_back(input_choice(candidate.config, machine));
+  }
+  return list;
 }
 
-std::int64_t input_packed_size(const Problem& p, const Config& /*config*/) {
-  return tall_grad_input_packed_bytes(input_problem(p));
+std::int64_t input_prepared_size(const Problem& p, const Config& /*config*/) {
+  return tall_input_words(input_problem(p)) * static_cast<std::int64_t>(sizeof(std::int32_t));
 }
 
 Status prepare_grad_input(const Call& call, void* prepared) {
   return cuda::launch_status(
       "grad_input",
-      prepare_tall_grad_input(input_problem(call.problem), sms_of(call.config),
-                              static_cast<std::int32_t*>(prepared), static_cast<cudaStream_t>(call.stream)));
-}
-
-Status pack_grad_input(const Call& call, void* packed) {
-  return cuda::launch_status(
-      "grad_input", pack_tall_grad_input(input_problem(call.problem), index_of(call), call.values, packed,
-                                         static_cast<cudaStream_t>(call.stream)));
+      prepare_tall_input(input_problem(call.problem), call.plan.crow, call.plan.col,
+                         static_cast<std::int32_t*>(prepared), static_cast<cudaStream_t>(call.stream)));
 }
 
 Status run_grad_input(const Call& call) {
   const Product problem = input_problem(call.problem);
-  StripOperands operands{call.dy.data, call.derived.packed, nullptr, call.out.data,
-                         strip_plan_of(problem, static_cast<const std::int32_t*>(call.derived.prepared))};
-  operands.stored = call.values;
-  operands.index = index_of(call);
-  operands.block_out = 1;
-  operands.block_in = static_cast<int>(problem.block_rows);
-  return cuda::launch_status("grad_input",
-                             launch(dense_problem(problem), from_config<StripChoice>(call.config).config(),
-                                    sms_of(call.config), operands, static_cast<cudaStream_t>(call.stream)));
+  const auto choice = from_config<TallInputChoice>(call.config);
+  if (!valid(problem, choice.config()) || choice.sms < 1 || choice.sms > INT32_MAX)
+    return invalid("grad_input", "the config must be one that the blocks allow", choice.config().text());
+  const TallInputOperands operands{call.dy.data,   call.values,
+                                   call.out.data,  call.plan.col,
+                                   index_of(call), static_cast<const std::int32_t*>(call.derived.prepared)};
+  return cuda::launch_status(
+      "grad_input", launch_tall_input(problem, choice.config(), static_cast<int>(choice.sms), operands,
+                                      static_cast<cudaStream_t>(call.stream)));
 }
 
 // dW ------------------------------------------------------------------------------------------------------
@@ -144,12 +155,11 @@ void add_tall_backward_rows(Registry& registry) {
                       .supports = supports_grad_input,
                       .run = run_grad_input,
                       .configure = configure_grad_input,
-                      .fields = StripChoice::kFields,
+                      .fields = TallInputChoice::kFields,
+                      .candidates = grad_input_candidates,
                       .unheld = Unheld::made,
                       .prepared_size = input_prepared_size,
-                      .prepare = prepare_grad_input,
-                      .packed_size = input_packed_size,
-                      .pack = pack_grad_input});
+                      .prepare = prepare_grad_input});
   registry.push_back({.op = Op::grad_weight,
                       .device = Device::cuda,
                       .family = "sm90",
