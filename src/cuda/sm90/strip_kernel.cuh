@@ -10,8 +10,8 @@
 #include "cuda/sm90/device/wgmma.cuh"
 #include "cuda/sm90/strip_shape.cuh"
 #include "cuda/sm90/strip_walk.h"
-#include "cuda/sm90/tile/repair.cuh"
 #include "cuda/sm90/tile/ring.cuh"
+#include "cuda/sm90/tile/store.cuh"
 
 namespace rarefy::sm90 {
 
@@ -32,7 +32,6 @@ struct StripParams {
   int token_tiles;  // of a cluster
   bool whole;       // the strips of a tile are of one block row
   u32 slots, w_slots;
-  Stored stored;  // where zeros are multiplied that may meet an Inf or a NaN of X; else no values
 };
 
 inline constexpr u32 kAbsent = 0xFF;  // in a header: this strip stores nothing in this step
@@ -301,12 +300,6 @@ struct StripWarps {
 #pragma unroll
         for (int part = 0; part < Shape::kParts; ++part) {
           store_tile<T, kActivation>(out, d[part], bias, &p.y, feature, token + part * Shape::kPart);
-        }
-        if constexpr (kMajorW == Major::k && kActivation == Activation::none) {
-          if (p.stored.values != nullptr) {
-            repair_if_nan<T, kActivation>(p.stored, static_cast<const T*>(p.bias), sum_of_all(d), out,
-                                          feature + 16 * warp, token, kTokens);
-          }
         }
       };
       if constexpr (kWhole) {

@@ -59,19 +59,6 @@ cudaError_t launch(const StripProblem& p, const StripConfig& config, int sms, co
   const std::int64_t tokens = config.tokens * config.cluster;
   params.token_tiles = n((p.tokens + tokens - 1) / tokens);
   params.bias = operands.bias;
-  params.stored = {operands.x,
-                   operands.stored,
-                   operands.y,
-                   operands.index.offsets,
-                   operands.index.others,
-                   operands.index.entries,
-                   p.x_stride,
-                   p.y_stride,
-                   n(p.tokens),
-                   n(p.in_features()),
-                   n(p.out_features()),
-                   operands.block_in,
-                   operands.block_out};
   params.features = n(p.out_features());
   params.w_columns = n(p.block_cols / 64);
   params.columns = n((p.in_features() + 63) / 64);

@@ -72,11 +72,6 @@ struct StripOperands {
   const void* bias = nullptr;
   void* y = nullptr;
   const std::int32_t* plan = nullptr;  // what prepare made
-  // Of linear whose blocks hold zeros where nothing is stored, for what must be computed again: canonical
-  // values, their index, and the features of Y and X that their blocks have.
-  const void* stored = nullptr;
-  ProductIndex index{};
-  int block_out = 0, block_in = 0;
 };
 
 // Queues one kernel; waits for nothing and allocates nothing.
