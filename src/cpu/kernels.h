@@ -116,6 +116,14 @@ struct WovenTask {
   std::int32_t cols;  // outputs that exist
 };
 
+// Rows of whole cache lines, of which somebody will read each one soon.
+struct Lines {
+  const char* first = nullptr;
+  std::int64_t row_bytes = 0;  // from one row to the next
+  std::int32_t rows = 0;
+  std::int32_t lines = 0;  // of a row
+};
+
 // The transposed order, for blocks flatter than a register tile: a few reduction features stay in
 // registers and y is updated in place ("input stationary"). Entries are listed by reduction block.
 struct ScatterTask {
@@ -134,6 +142,7 @@ struct ScatterTask {
   const std::int32_t* full_end = nullptr;
   const FullPart* parts = nullptr;
   float* total = nullptr;  // like y
+  Lines next = {};  // what will be packed for the next reduction blocks: L2 is asked for it, a few at a time
   // With the last reduction blocks: output blocks from y_first on, now complete, and where their rows begin.
   std::int32_t complete = 0;
   const std::int32_t* row = nullptr;

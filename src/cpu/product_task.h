@@ -5,6 +5,7 @@
 #include <array>
 #include <functional>
 
+#include "core/checked.h"
 #include "cpu/blocking.h"
 #include "cpu/drivers.h"
 
@@ -231,6 +232,7 @@ class Task {
                        panel.vectors,
                        parts_.unpacked,
                        p_.sizes.part};
+      task.next = lines(panel, last, std::min(last + piece, red_blocks), list.w.red_block);
       if (parts_.full_begin != nullptr) {
         restrict(parts_.full, parts_.full_begin, cursors + 2 * piece,
                  [](const FullPart& part, std::int32_t o) { return part.out < o; });
@@ -257,6 +259,16 @@ class Task {
              x,
              static_cast<std::int32_t>(panel.lanes)});
     std::fill(x + features * panel.lanes, x + (last - first) * red_block * panel.lanes, 0.0F);
+  }
+
+  // What packing them will read.
+  cpu::Lines lines(const Panel& panel, std::int64_t first, std::int64_t last, std::int64_t red_block) const {
+    const std::int64_t from = first * red_block;
+    const std::int64_t features = std::min(last * red_block, p_.in.cols) - from;
+    if (features <= 0) return {};
+    const auto size = static_cast<std::int64_t>(size_of(p_.in.dtype));
+    return {at(p_.in, panel.first, from), p_.in.row_stride * size, panel.rows,
+            static_cast<std::int32_t>(ceil_div(features * size, 64))};
   }
 
   void weave(const Panel& panel, std::int32_t begin, std::int32_t end, const float* x) const {
