@@ -1,7 +1,8 @@
 // Drives the weight gradient: both inputs are packed feature-major, a chunk of tokens at a time, by
 // all threads; then tasks of block rows × a tile of block columns take their dot products. Or, where blocks
-// are whole vectors along one side, by strips of their features, token by token, which is a copy (strips.h).
-// Chunks are added in order, so the result does not depend on the number of threads.
+// are whole vectors along one side, by strips of their features, token by token, which is a copy (strips.h),
+// of dY's made by who uses it. Chunks are added in order, so the result does not depend on the number of
+// threads.
 #include <algorithm>
 #include <cstring>
 
@@ -14,9 +15,10 @@ namespace rarefy::cpu {
 
 namespace {
 
-constexpr std::int64_t kChunk = 512;     // tokens: long enough to pay for the sum across lanes
-constexpr std::int64_t kFeatures = 256;  // features of one packing task
-constexpr std::int64_t kTasks = 8;       // per thread: the last ones to end are short
+constexpr std::int64_t kChunk = 512;         // tokens: long enough to pay for the sum across lanes
+constexpr std::int64_t kNearSums = 2 << 20;  // floats that L3 keeps between chunks
+constexpr std::int64_t kFeatures = 256;      // features of one packing task
+constexpr std::int64_t kTasks = 8;           // per thread: the last ones to end are short
 
 // Packs the features (rounded up to `padded`, the rest 0) of tokens first … first + rows.
 void pack_features(const Kernels& kernels, const Executor& executor, const MatrixView& m, std::int64_t first,
@@ -34,7 +36,20 @@ void pack_features(const Kernels& kernels, const Executor& executor, const Matri
   });
 }
 
-// [strip][lanes][block] of `strips` strips of `block` features, 0 past the last feature.
+// Block `strip` of a token's features, 0 past the last one.
+void pack_block(const Kernels& kernels, const MatrixView& m, std::int64_t token, std::int64_t strip,
+                std::int64_t block, float* to) {
+  const std::int64_t count = std::min(block, m.cols - strip * block);
+  const char* from = at(m, token, strip * block);
+  if (m.dtype == DType::f32) {
+    std::memcpy(to, from, static_cast<std::size_t>(count) * sizeof(float));
+  } else {
+    kernels.unpack(storage(m.dtype), from, count, to);
+  }
+  std::fill(to + count, to + block, 0.0F);
+}
+
+// [strip][lanes][block] of `strips` strips of `block` features.
 void pack_strips(const Kernels& kernels, const Executor& executor, const MatrixView& m, std::int64_t first,
                  std::int64_t rows, std::int64_t lanes, std::int64_t strips, std::int64_t block,
                  std::int64_t features, float* to) {
@@ -43,18 +58,21 @@ void pack_strips(const Kernels& kernels, const Executor& executor, const MatrixV
     const std::int64_t end = std::min((task + 1) * per_task, strips);
     for (std::int64_t t = 0; t < rows; ++t) {
       for (std::int64_t s = task * per_task; s < end; ++s) {
-        float* row = to + (s * lanes + t) * block;
-        const std::int64_t count = std::min(block, m.cols - s * block);
-        const char* from = at(m, first + t, s * block);
-        if (m.dtype == DType::f32) {
-          std::memcpy(row, from, static_cast<std::size_t>(count) * sizeof(float));
-        } else {
-          kernels.unpack(storage(m.dtype), from, count, row);
-        }
-        std::fill(row + count, row + block, 0.0F);
+        pack_block(kernels, m, first + t, s, block, to + (s * lanes + t) * block);
       }
     }
   });
+}
+
+// What copying that block will read, of up to kStripTokens tokens from `first` on.
+Lines strip_lines(const MatrixView& m, std::int64_t first, std::int64_t last, std::int64_t strip,
+                  std::int64_t block) {
+  const std::int64_t features = std::min(block, m.cols - strip * block);
+  if (features <= 0) return {};
+  const auto size = static_cast<std::int64_t>(size_of(m.dtype));
+  return {at(m, first, strip * block), m.row_stride * size,
+          static_cast<std::int32_t>(std::min(kStripTokens, last - first)),
+          static_cast<std::int32_t>(ceil_div(features * size, 64))};
 }
 
 bool takes_strips(const Kernels& kernels, const BsrShape& s) {
@@ -62,15 +80,22 @@ bool takes_strips(const Kernels& kernels, const BsrShape& s) {
          (s.block_cols % kernels.width == 0 || (s.block_cols == 1 && s.block_rows % kernels.width == 0));
 }
 
+// Strips of dY that are a line wide are copied as they are used, if that is once: 128 tokens, which stay in
+// L1.
+bool copies(const BsrShape& s, const GradWeightTiling& tiling) {
+  return tiling.strips != 0 && tiling.columns >= s.col_count() && s.block_rows * sizeof(float) >= 64;
+}
+
 // Both inputs packed for a chunk of tokens, and the sums where dvalues cannot hold them.
 struct Parts {
-  float* dy;
+  float* dy;  // or a worker's strip, one after the other
   float* x;
   float* sums;
 
   Parts(Room& room, const Problem& p, const GradWeightTiling& tiling) {
     const BsrShape& s = p.weight.shape;
-    dy = room.take<float>(s.row_count() * s.block_rows * tiling.chunk);
+    dy = room.take<float>(copies(s, tiling) ? p.threads * kStripTokens * s.block_rows
+                                            : s.row_count() * s.block_rows * tiling.chunk);
     x = room.take<float>(s.col_count() * s.block_cols * tiling.chunk);
     sums = room.take<float>(p.weight.dtype == DType::f32 ? 0 : s.value_count());
   }
@@ -117,17 +142,24 @@ Status check_tiling(const Kernels& kernels, const BsrShape& s, const GradWeightT
 Config configure_grad_weight(const Kernels& kernels, const Problem& p, const Machine& machine) {
   const BsrShape& s = p.weight.shape;
   GradWeightTiling t;
+  // With one vector a token's load of the other side serves one FMA: dot products are faster then.
+  const std::int64_t side = s.block_cols > 1 ? s.block_cols : s.block_rows;
+  t.strips = takes_strips(kernels, s) && side >= 2 * kernels.width ? 1 : 0;
   const std::int64_t lanes = (p.tokens + kernels.width - 1) / kernels.width * kernels.width;
-  t.chunk = std::clamp<std::int64_t>(lanes, kernels.width, kChunk);
-  t.columns = std::clamp<std::int64_t>(panel_floats(machine) / (t.chunk * s.block_cols), 1,
-                                       std::max<std::int64_t>(1, s.col_count()));
+  const auto columns = [&](std::int64_t tokens) {
+    return std::clamp<std::int64_t>(panel_floats(machine) / (tokens * s.block_cols), 1,
+                                    std::max<std::int64_t>(1, s.col_count()));
+  };
+  // Sums of strips end every 128 tokens anyway. As many of all of X stay in L2 where 512 would not, and then
+  // each strip of dY is wanted once; the sums come and go, which is too much where they are in memory.
+  const bool brief =
+      t.strips != 0 && (columns(kStripTokens) == s.col_count() || s.value_count() <= kNearSums);
+  t.chunk = std::clamp<std::int64_t>(lanes, kernels.width, brief ? kStripTokens : kChunk);
+  t.columns = columns(t.chunk);
   const std::int64_t tiles = (s.col_count() + t.columns - 1) / t.columns;
   t.ranges = std::clamp<std::int64_t>(kTasks * p.threads / std::max<std::int64_t>(1, tiles), 1,
                                       std::max<std::int64_t>(1, s.row_count()));
   t.features = kFeatures;
-  // With one vector a token's load of the other side serves one FMA: dot products are faster then.
-  const std::int64_t side = s.block_cols > 1 ? s.block_cols : s.block_rows;
-  t.strips = takes_strips(kernels, s) && side >= 2 * kernels.width ? 1 : 0;
   return to_config(t);
 }
 
@@ -161,10 +193,10 @@ Status run_grad_weight(const Kernels& kernels, const Call& call) {
       }
       pack_features(kernels, call.executor, m, first, rows, lanes, blocks * block, tiling.features, to);
     };
-    const bool strips = tiling.strips != 0;
-    pack(call.dy, shape.row_count(), shape.block_rows, strips, parts.dy);
+    const bool strips = tiling.strips != 0, copied = copies(shape, tiling);
+    if (!copied) pack(call.dy, shape.row_count(), shape.block_rows, strips, parts.dy);
     pack(call.x, shape.col_count(), shape.block_cols, strips && shape.block_cols > 1, parts.x);
-    call.executor.parallel_for(tiles * tiling.ranges, [&](std::int64_t task) {
+    call.executor.parallel_for(tiles * tiling.ranges, [&](std::int64_t task, int worker) {
       const auto from = static_cast<std::int32_t>(task / tiling.ranges * tiling.columns);
       const std::int64_t to = from + tiling.columns;
       const auto row = [&](std::int64_t part) {
@@ -177,18 +209,38 @@ Status run_grad_weight(const Kernels& kernels, const Call& call) {
         if (from > 0) blocks = std::lower_bound(blocks, row_end, from);
         if (to < shape.col_count()) row_end = std::lower_bound(blocks, row_end, to);
         if (blocks == row_end) continue;
-        const DotTask dot{parts.dy + i * shape.block_rows * lanes,
-                          parts.x,
-                          lanes,
-                          rows,
-                          plan.col,
-                          static_cast<std::int32_t>(blocks - plan.col),
-                          static_cast<std::int32_t>(row_end - plan.col),
-                          static_cast<std::int32_t>(shape.block_rows),
-                          static_cast<std::int32_t>(shape.block_cols),
-                          sums + (blocks - plan.col) * shape.block_size(),
-                          first > 0};
-        strips ? kernels.strips(dot) : kernels.dot(dot);
+        DotTask dot{parts.dy + i * shape.block_rows * lanes,
+                    parts.x,
+                    lanes,
+                    rows,
+                    plan.col,
+                    static_cast<std::int32_t>(blocks - plan.col),
+                    static_cast<std::int32_t>(row_end - plan.col),
+                    static_cast<std::int32_t>(shape.block_rows),
+                    static_cast<std::int32_t>(shape.block_cols),
+                    sums + (blocks - plan.col) * shape.block_size(),
+                    first > 0};
+        if (!strips) {
+          kernels.dot(dot);
+          continue;
+        }
+        float* strip = parts.dy + worker * kStripTokens * shape.block_rows;
+        if (copied) dot.dy = strip;
+        for (std::int64_t t = 0; t < rows; t += kStripTokens) {
+          dot.tokens = std::min(kStripTokens, rows - t);
+          if (copied) {
+            for (std::int64_t k = 0; k < dot.tokens; ++k) {
+              pack_block(kernels, call.dy, first + t + k, i, shape.block_rows, strip + k * shape.block_rows);
+            }
+            const bool more = t + kStripTokens < rows;
+            dot.next = strip_lines(call.dy, first + (more ? t + kStripTokens : 0), first + rows,
+                                   more ? i : i + 1, shape.block_rows);
+          }
+          kernels.strips(dot);
+          dot.dy += copied ? 0 : kStripTokens * shape.block_rows;
+          dot.x += kStripTokens * shape.block_cols;
+          dot.accumulate = true;
+        }
       }
     });
   }

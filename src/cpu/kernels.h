@@ -261,8 +261,8 @@ struct InPlaceTaskOf {
 using InPlaceTask = InPlaceTaskOf<float>;
 
 // out[r][c] (+)= Σ_m dy[r][m] · x[c][m] for the stored blocks `begin` … `end` of one block row.
-// Here panels are long: `lanes` tokens of one feature are contiguous. In strips.h dy is [lanes][R], and so is
-// x for each block column, [lanes][C], but where C is 1.
+// Here panels are long: `lanes` tokens of one feature are contiguous. In strips.h dy is [tokens][R], at most
+// kStripTokens of them, and x for each block column [lanes][C], but where C is 1.
 struct DotTask {
   const float* dy;          // panel rows of this block row
   const float* x;           // panel of all input features
@@ -273,7 +273,11 @@ struct DotTask {
   std::int32_t block_rows, block_cols;
   float* out;  // block `begin` on, canonical order
   bool accumulate;
+  Lines next = {};  // strips.h: of dY, what is copied for the next task; L2 is asked for it, a few at a time
 };
+
+// Tokens of a sum of strips.h before it is added to the others: their part of dY stays in L1.
+inline constexpr std::int64_t kStripTokens = 128;
 
 // What one instruction set offers. A row of this table is all the drivers know of it.
 struct Kernels {

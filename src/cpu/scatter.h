@@ -4,8 +4,7 @@
 // inputs · vectors FMAs, so four inputs already hide them. Sums have the same parts as in gather.h.
 #pragma once
 
-#include <limits>
-
+#include "cpu/asked.h"
 #include "cpu/panel.h"
 
 namespace rarefy::cpu {
@@ -96,36 +95,14 @@ void end_part(float* total, float* y, std::int64_t size, bool first) {
 }
 
 // How often `step` of scatter_blocks is called.
-inline std::int64_t scatter_steps(const ScatterTask& task, std::int64_t most) {
+template <class I>
+std::int64_t scatter_steps(const ScatterTask& task, std::int64_t most) {
   std::int64_t chunks = 0;
   for (std::int32_t j = task.begin; j < task.end; ++j) {
     chunks += (task.entry_end[j] - task.entry_begin[j] + most - 1) / most;
   }
   return chunks * ((task.w.red_block + 7) / 8);
 }
-
-// Asks L2 for lines, a few at a time: all at once they are waited for. A wide x (32×1's dY, 3072 features) is
-// packed 64 features at a time, four lines of each row, which no hardware prefetcher sees coming.
-class Asked {
- public:
-  Asked(const Lines& lines, std::int64_t times)
-      : left_(lines), share_(times > 0 ? (std::int64_t{lines.rows} * lines.lines + times - 1) / times : 0) {}
-
-  void few() {
-    for (std::int64_t i = 0; i < share_ && left_.rows != 0; ++i) {
-      __builtin_prefetch(left_.first + std::int64_t{64} * line_, 0, 2);
-      if (++line_ != left_.lines) continue;
-      line_ = 0;
-      left_.first += left_.row_bytes;
-      --left_.rows;
-    }
-  }
-
- private:
-  Lines left_;
-  std::int64_t share_;
-  std::int32_t line_ = 0;
-};
 
 template <class I, int Vectors, bool kFlat>
 void scatter_blocks(const ScatterTask& task) {
@@ -137,7 +114,7 @@ void scatter_blocks(const ScatterTask& task) {
   const std::int64_t size = w.out_block * lanes;
   const bool passes = w.red_block > 8;
   const std::int64_t near = size < kUpdated ? kUpdated / size : 1;
-  Asked next(task.next, scatter_steps(task, passes ? near : std::numeric_limits<std::int32_t>::max()));
+  Asked<I> next(task.next, scatter_steps<I>(task, passes ? near : INT32_MAX));
   for (std::int32_t j = task.begin; j < task.end; ++j, x += w.red_block * lanes) {
     const std::int32_t full = task.full_end != nullptr ? task.full_end[j] : 0;
     for (std::int32_t p = full != 0 ? task.full_begin[j] : 0; p < full; ++p) {

@@ -3,12 +3,10 @@
 // and no sum crosses lanes. Per token: `Vectors` loads, `Tall` broadcasts and Tall · Vectors FMAs.
 #pragma once
 
+#include "cpu/asked.h"
 #include "cpu/panel.h"
 
 namespace rarefy::cpu {
-
-// Tokens of a sum before it is added to the others: their part of dY's strip stays in L1.
-inline constexpr std::int64_t kStripTokens = 128;
 
 constexpr int pick(bool first, int a, int b) { return first ? a : b; }
 
@@ -57,24 +55,24 @@ template <class I, bool kByRow, int Tall, int Vectors>
 // Blocks of whole vectors of columns, from vector q of the block row on; what is left of `Vectors` goes to
 // one less.
 template <class I, int Vectors>
-void strips_by_row(const DotTask& t, std::int64_t first, std::int64_t tokens, std::int64_t q) {
+void strips_by_row(const DotTask& t, Asked<I>& next, std::int64_t q) {
   constexpr int w = I::kWidth;
   constexpr int kTall = I::kRegisters >= 32 ? 8 : 4;
   const std::int64_t cols = t.block_cols, rows = t.block_rows, per_block = cols / w;
   const std::int64_t all = (t.end - t.begin) * per_block;
-  const bool add = t.accumulate || first > 0;
   for (; q + Vectors <= all; q += Vectors) {
+    next.few();
     const float* x[Vectors];
     float* out[Vectors];
     for (int v = 0; v < Vectors; ++v) {
       const std::int64_t b = (q + v) / per_block, c = (q + v) % per_block * w;
-      x[v] = t.x + (t.col[t.begin + b] * t.lanes + first) * cols + c;
+      x[v] = t.x + t.col[t.begin + b] * t.lanes * cols + c;
       out[v] = t.out + b * rows * cols + c;
     }
     std::int64_t r = 0;
     const auto step = [&]<int Tall>() {
-      const float* dy = t.dy + first * rows + r;
-      strip_tile<I, true, Tall, Vectors>(&dy, rows, x, cols, tokens, out, cols, add);
+      const float* dy = t.dy + r;
+      strip_tile<I, true, Tall, Vectors>(&dy, rows, x, cols, t.tokens, out, cols, t.accumulate);
       for (int v = 0; v < Vectors; ++v) out[v] += Tall * cols;
     };
     if constexpr (kTall >= 8) {
@@ -85,46 +83,46 @@ void strips_by_row(const DotTask& t, std::int64_t first, std::int64_t tokens, st
     for (; rows - r >= 1; ++r) step.template operator()<1>();
   }
   if constexpr (Vectors > 1) {
-    if (q < all) strips_by_row<I, Vectors - 1>(t, first, tokens, q);
+    if (q < all) strips_by_row<I, Vectors - 1>(t, next, q);
   }
 }
 
 // Blocks of one column and whole vectors of rows, from block b on.
 template <class I, int Tall>
-void strips_by_column(const DotTask& t, std::int64_t first, std::int64_t tokens, std::int64_t b) {
+void strips_by_column(const DotTask& t, Asked<I>& next, std::int64_t b) {
   constexpr int w = I::kWidth;
   const std::int64_t rows = t.block_rows, all = t.end - t.begin;
-  const bool add = t.accumulate || first > 0;
   for (; b + Tall <= all; b += Tall) {
+    next.few();
     const float* x[Tall];
     float* out[Tall];
     for (int i = 0; i < Tall; ++i) {
-      x[i] = t.x + t.col[t.begin + b + i] * t.lanes + first;
+      x[i] = t.x + t.col[t.begin + b + i] * t.lanes;
       out[i] = t.out + (b + i) * rows;
     }
     std::int64_t r = 0;
     const auto step = [&]<int Vectors>() {
-      const float* dy = t.dy + first * rows + r;
-      strip_tile<I, false, Tall, Vectors>(x, 1, &dy, rows, tokens, out, 0, add);
+      const float* dy = t.dy + r;
+      strip_tile<I, false, Tall, Vectors>(x, 1, &dy, rows, t.tokens, out, 0, t.accumulate);
       for (int i = 0; i < Tall; ++i) out[i] += Vectors * w;
     };
     for (; rows - r >= 2 * w; r += 2 * w) step.template operator()<2>();
     for (; rows - r >= w; r += w) step.template operator()<1>();
   }
   if constexpr (Tall > 1) {
-    if (b < all) strips_by_column<I, Tall / 2>(t, first, tokens, b);
+    if (b < all) strips_by_column<I, Tall / 2>(t, next, b);
   }
 }
 
 template <class I>
 void strips(const DotTask& t) {
-  for (std::int64_t first = 0; first < t.tokens; first += kStripTokens) {
-    const std::int64_t tokens = t.tokens - first < kStripTokens ? t.tokens - first : kStripTokens;
-    if (t.block_cols == 1) {
-      strips_by_column<I, (I::kRegisters >= 32 ? 8 : 4)>(t, first, tokens, 0);
-    } else {
-      strips_by_row<I, 3>(t, first, tokens, 0);
-    }
+  constexpr int tall = I::kRegisters >= 32 ? 8 : 4, vectors = 3;
+  if (t.block_cols == 1) {
+    Asked<I> next(t.next, (t.end - t.begin + tall - 1) / tall);
+    strips_by_column<I, tall>(t, next, 0);
+  } else {
+    Asked<I> next(t.next, ((t.end - t.begin) * (t.block_cols / I::kWidth) + vectors - 1) / vectors);
+    strips_by_row<I, vectors>(t, next, 0);
   }
 }
 
