@@ -314,7 +314,7 @@ struct Avx512Bf16 : Avx512Pairs<Avx512Bf16> {
   // 6; whatever the tokens, so that bits are the same in every batch.
   template <int kOutputs, int kHalves, PairSource kSource>
   static void multiply_few(const PairLines& s) {
-    constexpr int kSets = kOutputs > 4 ? 1 : 2;
+    constexpr int kSets = kOutputs > 4 ? 1 : 2, kAtOnce = 4;
     __m512 sum[kSets][kOutputs][kHalves];
     const auto each = [](auto f) {
 #pragma GCC unroll 8
@@ -329,31 +329,34 @@ struct Avx512Bf16 : Avx512Pairs<Avx512Bf16> {
     });
     const std::uint16_t *w = s.w, *x = s.panel;
     const std::uint32_t* offsets = s.offsets;
-    for (std::int32_t left = s.pairs; left > 0; left -= kGroup / 2, w += kOutputs * kGroup) {
-      const std::int32_t pairs = left < kGroup / 2 ? left : kGroup / 2;
-      if constexpr (kSource == PairSource::whole) x = s.panel + *offsets++;
-      const auto add = [&](std::int32_t p, auto& to) {
-        __m512i xv[2];
-        if constexpr (kSource == PairSource::columns) {
-          const __m512i a = _mm512_loadu_si512(x + offsets[0]), b = _mm512_loadu_si512(x + offsets[1]);
-          xv[0] = _mm512_unpacklo_epi16(a, b);
-          xv[1] = _mm512_unpackhi_epi16(a, b);
-          offsets += 2;
-        } else {
-          const std::uint16_t* line = kSource == PairSource::lines ? x + *offsets++ : x + p * kPairLine;
-          xv[0] = _mm512_loadu_si512(line);
-          xv[1] = _mm512_loadu_si512(line + 32);
-        }
+    const auto add = [&](std::int32_t p, auto& to) {
+      __m512i xv[2];
+      if constexpr (kSource == PairSource::columns) {
+        const __m512i a = _mm512_loadu_si512(x + offsets[0]), b = _mm512_loadu_si512(x + offsets[1]);
+        xv[0] = _mm512_unpacklo_epi16(a, b);
+        xv[1] = _mm512_unpackhi_epi16(a, b);
+        offsets += 2;
+      } else {
+        const std::uint16_t* line = kSource == PairSource::lines ? x + *offsets++ : x + p * kPairLine;
+        xv[0] = _mm512_loadu_si512(line);
+        xv[1] = _mm512_loadu_si512(line + 32);
+      }
 #pragma GCC unroll 8
-        for (int o = 0; o < kOutputs; ++o) {
-          std::int32_t pair;
-          __builtin_memcpy(&pair, w + 2 * (p * kOutputs + o), sizeof(pair));
-          const auto wv = (__m512bh)_mm512_set1_epi32(pair);
+      for (int o = 0; o < kOutputs; ++o) {
+        std::int32_t pair;
+        __builtin_memcpy(&pair, w + 2 * o, sizeof(pair));
+        const auto wv = (__m512bh)_mm512_set1_epi32(pair);
 #pragma GCC unroll 2
-          for (int h = 0; h < kHalves; ++h) to[o][h] = _mm512_dpbf16_ps(to[o][h], wv, (__m512bh)xv[h]);
-        }
-      };
+        for (int h = 0; h < kHalves; ++h) to[o][h] = _mm512_dpbf16_ps(to[o][h], wv, (__m512bh)xv[h]);
+      }
+      w += 2 * kOutputs;
+    };
+    const auto add_all = [&](std::int32_t pairs) {
       std::int32_t p = 0;
+      for (; p + kAtOnce <= pairs; p += kAtOnce) {
+#pragma GCC unroll 4
+        for (int i = 0; i < kAtOnce; ++i) add(p + i, sum[i % kSets]);
+      }
       if constexpr (kSets == 2) {
         for (; p + 2 <= pairs; p += 2) {
           add(p, sum[0]);
@@ -361,6 +364,14 @@ struct Avx512Bf16 : Avx512Pairs<Avx512Bf16> {
         }
       }
       for (; p < pairs; ++p) add(p, sum[0]);
+    };
+    if constexpr (kSource == PairSource::whole) {
+      for (std::int32_t left = s.pairs; left > 0; left -= kGroup / 2) {
+        x = s.panel + *offsets++;
+        add_all(left < kGroup / 2 ? left : kGroup / 2);
+      }
+    } else {
+      add_all(s.pairs);  // group by group 4×1 took 3 % longer
     }
     each([&](int o, int h) {
       if constexpr (kSets == 2) sum[0][o][h] = _mm512_add_ps(sum[0][o][h], sum[1][o][h]);
