@@ -71,14 +71,14 @@ void dot_columns(const DotTask& task, std::int32_t first, std::int32_t last, std
     for (std::int32_t r = first; r < last; r += Rows) {
       float sums[Rows * Cols];
       dot_tile<I, Rows, Cols, kSums>(task.dy + r * task.lanes, x, task.lanes, sums);
-      constexpr int kRuns = kSums == Sums::down ? Cols : Rows, kRun = Rows * Cols / kRuns;
+      constexpr int kRuns = kSums == Sums::down ? Cols : Rows, kLength = Rows * Cols / kRuns;
       for (int i = 0; i < kRuns; ++i) {
         const std::int64_t row = static_cast<std::int64_t>(r + i) * task.block_cols;
-        for (int j = 0; j < kRun; ++j) {
+        for (int j = 0; j < kLength; ++j) {
           float* to = kSums == Sums::down     ? out[i] + r + j
                       : kSums == Sums::across ? out[0] + row + j
                                               : out[j] + row;
-          *to = task.accumulate ? *to + sums[i * kRun + j] : sums[i * kRun + j];
+          *to = task.accumulate ? *to + sums[i * kLength + j] : sums[i * kLength + j];
         }
       }
     }
