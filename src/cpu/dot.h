@@ -71,6 +71,7 @@ void dot_columns(const DotTask& task, std::int32_t first, std::int32_t last, std
     for (std::int32_t r = first; r < last; r += Rows) {
       float sums[Rows * Cols];
       dot_tile<I, Rows, Cols, kSums>(task.dy + r * task.lanes, x, task.lanes, sums);
+      // NOLINTNEXTLINE(bugprone-branch-clone): as many rows as columns
       constexpr int kRuns = kSums == Sums::down ? Cols : Rows, kLength = Rows * Cols / kRuns;
       for (int i = 0; i < kRuns; ++i) {
         const std::int64_t row = static_cast<std::int64_t>(r + i) * task.block_cols;

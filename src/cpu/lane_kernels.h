@@ -175,13 +175,13 @@ void lane_tile(const LaneProduct& t, std::int32_t first, std::int32_t row, Work 
           x += E::kLine;
         };
         if constexpr (sets > 1) {
-          while (i >= sets) {
+          while (i >= sets) {  // NOLINT(bugprone-infinite-loop): add counts i down
             add(sum);
 #pragma GCC unroll 4
             for (int s = 1; s < sets; ++s) add(others[s]);
           }
         }
-        while (i != 0) add(sum);
+        while (i != 0) add(sum);  // NOLINT(bugprone-infinite-loop)
       }
     }
   };

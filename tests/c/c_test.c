@@ -127,7 +127,8 @@ static void check_prepared_bf16(void) {
   rarefy_weight_free(weight);
 }
 
-/* Single elements: up to four tokens read what is held of them, which may add in another order: whole numbers. */
+/* Single elements: up to four tokens read what is held of them, which may add in another order: whole
+ * numbers. */
 static void check_prepared_elements(void) {
   enum { rows = 40, cols = 100, most = 6 };
   float dense[rows * cols], x[most * cols], y[most * rows], again[most * rows];

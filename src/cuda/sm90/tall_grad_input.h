@@ -25,7 +25,7 @@ struct TallInputConfig {
   int other_bytes() const { return 1024 + (scatter ? columns * tokens * 4 : 2 * 2 * 8192); }
   int shared_bytes() const { return other_bytes() + slots * slot_bytes(); }
   std::string text() const {
-    return "scatter=" + std::to_string(scatter) + " tokens=" + std::to_string(tokens) +
+    return std::string(scatter ? "scatter=1" : "scatter=0") + " tokens=" + std::to_string(tokens) +
            " columns=" + std::to_string(columns) + " slots=" + std::to_string(slots);
   }
 };
