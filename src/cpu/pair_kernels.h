@@ -43,7 +43,8 @@ struct PairLines {
 };
 
 // Rows of Y, one after the other; with each, the 32 elements of those that come next are asked for, `ahead`
-// elements further. Without, each waits for its owner, and storing took 5 times as long.
+// elements further. Without, each waits for its owner, and storing took 5 times as long. Functions take them
+// by reference and copy inside, where they are registers (see multiply_chunk).
 template <class T>
 struct PairRows {
   T* y;
@@ -92,9 +93,11 @@ struct GatherNext {
 template <class E>
 inline constexpr std::int32_t kOutputStride = E::kByLine ? 2 : kGroup;
 
-// All outputs of the block row, for one chunk of its groups and one panel.
+// All outputs of the block row, for one chunk of its groups and one panel; `s` goes along. By reference:
+// copied, fresh fields were read by loads of 64 bytes, which wait until every store before has left, rows of
+// Y among them: a tenth of a layer on AMX.
 template <class E, int kHalves, PairSource kSource, class Work>
-void multiply_chunk(const PairProduct& t, PairSteps s, Work work) {
+void multiply_chunk(std::int32_t rows, PairSteps& s, Work work) {
   std::int32_t row = 0;
   const auto outputs = [&]<int kRows>([[maybe_unused]] auto along) {
     if constexpr (kSource == PairSource::tokens) {
@@ -110,29 +113,26 @@ void multiply_chunk(const PairProduct& t, PairSteps s, Work work) {
     row += kRows;
   };
   if constexpr (E::kRows > kTileRows) {
-    if (t.rows < E::kRows) return outputs.template operator()<kTileRows>(work);
+    if (rows < E::kRows) return outputs.template operator()<kTileRows>(work);
   }
   outputs.template operator()<E::kRows>(work);
-  while (row + E::kRows <= t.rows) outputs.template operator()<E::kRows>(NoWork{});
+  while (row + E::kRows <= rows) outputs.template operator()<E::kRows>(NoWork{});
   if constexpr (E::kRows > kTileRows) {
-    if (row < t.rows) outputs.template operator()<kTileRows>(NoWork{});
+    if (row < rows) outputs.template operator()<kTileRows>(NoWork{});
   }
 }
 
 // Outputs row … row + rows of the block row.
 template <class E, int kHalves, PairSource kSource>
-void multiply_groups(const PairProduct& all, std::int32_t row, std::int32_t rows) {
-  PairProduct t = all;
-  t.rows = rows;
-  t.w += row * kOutputStride<E>;
-  t.sums += row * kPanelTokens;
+void multiply_groups(const PairProduct& t, std::int32_t row, std::int32_t rows) {
+  const std::uint16_t* const w = t.w + row * kOutputStride<E>;
   constexpr bool kGather = kSource == PairSource::columns || kSource == PairSource::lines;
   constexpr std::int32_t kOffsets = offsets_of(kSource, E::kFeatures);
   using Gather = GatherNext<E, kSource == PairSource::columns>;
   typename Gather::Group next[kMostChunk];
   const std::uint16_t* x[kMostChunk];
   constexpr std::int32_t kEarly = E::kEarly;
-  const std::int64_t w_stride = std::int64_t{all.rows} * kGroup;
+  const std::int64_t w_stride = std::int64_t{t.rows} * kGroup;
   const bool once = rows <= E::kRows;
   const std::int32_t fit = (once || !kGather ? kChunkSize : kChunkReused) / (rows * kGroup);
   const std::int32_t limit = once || kSource == PairSource::tokens ? kMostChunk : kMostReused;
@@ -178,30 +178,37 @@ void multiply_groups(const PairProduct& all, std::int32_t row, std::int32_t rows
     const std::int32_t group = first_of(chunk), end = first_of(chunk + 1);
     const std::int32_t steps = end - group;
     const std::uint16_t* panel = t.panel;
-    PairSteps s{t.w + group * w_stride,
+    const std::uint16_t* const chunk_w = w + group * w_stride;
+    const std::int32_t ahead_lines = (rows + t.panels - 1) / t.panels;
+    float* sums = t.sums + row * kPanelTokens;
+    PairSteps s{chunk_w,
                 w_stride,
-                E::kByLine ? 2 * all.rows : 2,
+                E::kByLine ? 2 * t.rows : 2,
                 kNoRing,
                 x,
                 steps,
                 end == t.groups ? t.pairs - (t.groups - 1) * (kGroup / 2) : kGroup / 2,
-                t.sums,
+                sums,
                 chunk == 0,
-                reinterpret_cast<const char*>(t.w + end * w_stride),
-                (rows + t.panels - 1) / t.panels};
-    for (std::int32_t p = 0; p < t.panels; ++p, panel += t.panel_stride, s.sums += sums_stride) {
+                reinterpret_cast<const char*>(w + end * w_stride),
+                ahead_lines};
+    for (std::int32_t p = 0; p < t.panels; ++p, panel += t.panel_stride) {
       if constexpr (kGather) {
         for (std::int32_t i = 0; i < steps; ++i) {
           x[i] = after(slot);
           next[i] = take();
         }
-        multiply_chunk<E, kHalves, kSource>(t, s, Gather{next});
+        multiply_chunk<E, kHalves, kSource>(rows, s, Gather{next});
       } else {
         for (std::int32_t i = 0; i < steps; ++i) x[i] = panel + t.offsets[group + i];
-        multiply_chunk<E, kHalves, kSource>(t, s, NoWork{});
+        multiply_chunk<E, kHalves, kSource>(rows, s, NoWork{});
       }
-      s.ahead += std::int64_t{steps} * s.ahead_lines * 64;
-      if (end == t.groups && t.done.call != nullptr) t.done.call(t.done.context, p, row, rows, s.sums);
+      if (end == t.groups && t.done.call != nullptr) t.done.call(t.done.context, p, row, rows, sums);
+      sums += sums_stride;
+      s.w = chunk_w;
+      s.sums = sums;
+      s.ahead_lines = ahead_lines;
+      s.ahead += std::int64_t{steps} * ahead_lines * 64;
     }
   }
 }
@@ -316,7 +323,7 @@ void pack_pairs(const PairPack& t) {
 // 32 × 32, or half as many outputs.
 template <class E, class T>
 void store_square(const float* sums, bool by_token, int outputs, const float* bias, Activation activation,
-                  PairRows<T> y) {
+                  const PairRows<T>& y) {
   if constexpr (E::kByToken) {
     if (by_token) return E::store_tokens(sums, bias, activation, y);
   }

@@ -115,7 +115,7 @@ struct Avx512Pairs {
   // `outputs` × 32 sums to 32 tokens of row-major Y. Rounded before it is transposed, in dwords of two
   // outputs: half of the shuffles.
   static void store(const float* sums, int outputs, const float* bias, Activation activation,
-                    PairRows<std::uint16_t> y) {
+                    const PairRows<std::uint16_t>& y) {
     if (activation == Activation::none) {
       outputs == 32 ? store_as<32, true>(sums, bias, y) : store_as<16, true>(sums, bias, y);
       return;
@@ -134,7 +134,8 @@ struct Avx512Pairs {
 
   // To floats: 16 × 16 at a time.
   static void store(const float* sums, int outputs, const float* bias, Activation activation,
-                    PairRows<float> y) {
+                    const PairRows<float>& to) {
+    PairRows<float> y = to;
     for (int half = 0; half < 2; ++half) {
       float* rows[16];
 #pragma GCC unroll 16
@@ -155,7 +156,9 @@ struct Avx512Pairs {
   }
 
   // The same of sums by token.
-  static void store_tokens(const float* sums, const float* bias, Activation activation, PairRows<float> y) {
+  static void store_tokens(const float* sums, const float* bias, Activation activation,
+                           const PairRows<float>& to) {
+    PairRows<float> y = to;
     const __m512 low = _mm512_loadu_ps(bias), high = _mm512_loadu_ps(bias + 16);
 #pragma GCC unroll 4
     for (int m = 0; m < kPanelTokens; ++m, sums += 32) {
@@ -167,7 +170,8 @@ struct Avx512Pairs {
     }
   }
   static void store_tokens(const float* sums, const float* bias, Activation activation,
-                           PairRows<std::uint16_t> y) {
+                           const PairRows<std::uint16_t>& to) {
+    PairRows<std::uint16_t> y = to;
     const __m512 low = _mm512_loadu_ps(bias), high = _mm512_loadu_ps(bias + 16);
     with_activation(activation, [&]<Activation kActivation>() {
 #pragma GCC unroll 4
@@ -218,7 +222,8 @@ struct Avx512Pairs {
 
   // kBias: the sums lack it.
   template <int kOutputs, bool kBias>
-  static void store_as(const float* sums, const float* bias, PairRows<std::uint16_t> y) {
+  static void store_as(const float* sums, const float* bias, const PairRows<std::uint16_t>& to) {
+    PairRows<std::uint16_t> y = to;
 #pragma GCC unroll 2
     for (int half = 0; half < 2; ++half) {
       const auto sum = [&](int o) {
