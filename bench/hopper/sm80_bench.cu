@@ -1,5 +1,5 @@
 // Times the sm80 family, whose kernels run on this GPU as on any since Ampere, by way of the public API. What
-// they compute is checked by cuda_test.cc.
+// they compute is checked by cuda_products_test.cc.
 #include "hopper.h"
 #include "rarefy/backend.h"
 #include "rarefy/linear.h"

@@ -1,11 +1,9 @@
 // Matrices by feature: the reference takes every layout of inputs and outputs, other kernels of the CPU say
-// why they do not, and a layout is part of what a kernel is chosen by. On the GPU: cuda_test.cc.
+// why they do not, and a layout is part of what a kernel is chosen by. On the GPU: cuda_products_test.cc.
 #include "feed_forward_problem.h"
 
 namespace rarefy::test {
 namespace {
-
-constexpr Layout kLayouts[] = {Layout::by_token, Layout::by_feature};
 
 TEST(LayoutTest, TheReferenceTakesEveryLayout) {
   for (const Layout x : kLayouts) {

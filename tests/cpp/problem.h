@@ -15,6 +15,8 @@
 
 namespace rarefy::test {
 
+inline constexpr Layout kLayouts[] = {Layout::by_token, Layout::by_feature};
+
 // Forces a family while it lives, on the device that has it; then what was forced before is again.
 class Force {
  public:

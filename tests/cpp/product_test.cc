@@ -1,5 +1,5 @@
 // The three products on the CPU: every implementation this machine can run, forced one by one,
-// against the reference in double. cuda_test.cc checks the GPU's with the same problems and bounds.
+// against the reference in double. cuda_products_test.cc checks the GPU's with the same problems and bounds.
 #include <gtest/gtest.h>
 
 #include <array>

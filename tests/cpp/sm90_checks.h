@@ -6,17 +6,17 @@
 
 #include <limits>
 #include <string>
+#include <string_view>
 
-#include "cuda_device.h"
-#include "product_checks.h"
+#include "cuda_checks.h"
 
 namespace rarefy::test {
 
-class Sm90Test : public ::testing::Test {
+class Sm90Test : public CudaTest {
  protected:
   void SetUp() override {
-    if (const std::string reason = no_gpu(); !reason.empty()) GTEST_SKIP() << reason;
-    if (backend_info().cuda_devices[0].arch != 90) GTEST_SKIP() << "no GPU of compute capability 9.0";
+    CudaTest::SetUp();
+    if (!IsSkipped() && !runs_sm90()) GTEST_SKIP() << "no GPU of compute capability 9.0";
   }
 
   // Of a caller that holds what the kernel wants.
@@ -25,14 +25,27 @@ class Sm90Test : public ::testing::Test {
     asked.derived = kAnyDerived;
     return explain(asked).kernel;
   }
-};
 
-inline ::testing::Message text_of(const ProblemSpec& spec) {
-  return ::testing::Message() << name(spec.dtype) << " M=" << spec.m << " N=" << spec.n << " K=" << spec.k
-                              << " block " << spec.block_rows << "x" << spec.block_cols << " density "
-                              << spec.density << " x " << name(spec.x_layout) << " y " << name(spec.y_layout)
-                              << (spec.integers ? " integers" : "");
-}
+  // `kernel` is what linear must get.
+  static void check(const ProblemSpec& spec, std::string_view kernel) {
+    SCOPED_TRACE(text_of(spec));
+    const Problem problem = make_problem(spec);
+    ProblemIn<DeviceBuffer> gpu(problem);
+    gpu.hold_derived(kernel == "sm90_decode" ? 0 : 4096);  // as a front does, for whatever tokens come
+    rarefy::Problem asked = gpu.problem(Op::linear);
+    asked.bias = true;
+    asked.derived = kAnyDerived;
+    ASSERT_EQ(explain(asked).kernel, kernel) << to_string(explain(asked));
+    const Force force("cuda:sm90");
+    expect_ok(gpu.linear(Activation::none));
+    expect_linear(problem, gpu);
+    asked = gpu.problem(Op::grad_input);
+    asked.derived = kAnyDerived;
+    if (explain(asked).kernel.empty()) return;
+    expect_ok(gpu.grad_input());
+    expect_grad_input(problem, gpu);
+  }
+};
 
 // An Inf, a NaN or both in some tokens of x and of dy.
 inline void add_specials(Problem& problem) {

@@ -63,7 +63,7 @@ StripProblem strip_problem(bool transposed, std::int64_t tokens, std::int64_t ro
   return p;
 }
 
-// What the device makes of it is checked by its products (cuda_test.cc).
+// What the device makes of it is checked by its products (sm90_test.cc).
 TEST(StripOrder, CoversEachStripOfEachTokenTileOnceHeavyGroupsFirst) {
   for (const auto& [groups, heavy] : {std::pair{1, 0}, {7, 0}, {7, 2}, {22, 1}, {112, 0}, {112, 30}}) {
     for (const int size : {2, 3}) {

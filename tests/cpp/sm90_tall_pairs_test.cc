@@ -10,8 +10,6 @@
 namespace rarefy::test {
 namespace {
 
-constexpr Layout kLayouts[] = {Layout::by_token, Layout::by_feature};
-
 class Sm90TallPairsTest : public Sm90Test {
  protected:
   // Of a front that holds what was made for 4096 tokens.
