@@ -1,7 +1,7 @@
 """Plots and Markdown tables from a results file of bench/run.py.
 
 ``python bench/plot.py bench/results/MACHINE/DATE-COMMIT.csv`` writes PNGs into docs/performance/;
-with ``--markdown`` it prints tables instead, and with ``--write docs/performance.md`` it puts them into that
+with ``--markdown`` it prints tables instead, and with ``--write docs/performance_tables.md`` it puts them into that
 page, between the marks of their device.
 """
 
@@ -145,7 +145,7 @@ def losses(rows: list[Row]) -> str:
 
 
 def markdown(rows: list[Row]) -> str:
-    """Everything that docs/performance.md shows; of CUDA rows, those of the kernels alone."""
+    """Everything that docs/performance_tables.md shows; of CUDA rows, those of the kernels alone."""
     parts = [where(rows)]
     rows = [r for r in rows if r["device"] == "cpu" or r["mode"] == "graph"]
     shares = ", in parentheses the share of the FMA peak" if any(r["peak_share"] for r in rows) else ""
