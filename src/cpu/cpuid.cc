@@ -12,25 +12,14 @@
 #if defined(__x86_64__)
 #include <cpuid.h>
 #endif
-#if defined(__linux__) && defined(__x86_64__)
-#include <sys/syscall.h>
-#endif
+
+#include "cpu/amx_state.h"
 
 namespace rarefy::cpu {
 
 namespace {
 
 #if defined(__x86_64__)
-// A process must ask Linux for the tile registers before it touches them; a refusal means no AMX.
-bool amx_allowed() {
-#if defined(__linux__)
-  constexpr long kRequestPermission = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
-  return ::syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
-#else
-  return false;
-#endif
-}
-
 void add_x86(Machine& m) {
   __builtin_cpu_init();
   // Not every compiler's builtin knows "f16c"; with AVX enabled its bit alone decides.
@@ -51,11 +40,10 @@ void add_x86(Machine& m) {
     m.features.emplace_back("avx512_bf16");
     if (__builtin_cpu_is("amd")) m.features.emplace_back("avx512_bf16_fast");
   }
-  const bool leaf7 = __get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx) != 0;
-  constexpr unsigned kTile = 1U << 24, kBf16 = 1U << 22, kInt8 = 1U << 25;
-  if (avx512 && leaf7 && (edx & kTile) != 0 && (edx & (kBf16 | kInt8)) != 0 && amx_allowed()) {
-    if ((edx & kBf16) != 0) m.features.emplace_back("amx_bf16");
-    if ((edx & kInt8) != 0) m.features.emplace_back("amx_int8");
+  if (avx512) {
+    const AmxState amx = amx_state();
+    if (amx.bf16) m.features.emplace_back("amx_bf16");
+    if (amx.int8) m.features.emplace_back("amx_int8");
   }
 }
 #endif

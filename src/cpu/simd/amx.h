@@ -2,15 +2,15 @@
 // operand as it is packed, 16 pairs of features by 16 tokens are the second.
 #pragma once
 
+#include "cpu/simd/amx_tiles.h"
 #include "cpu/simd/avx512_pairs.h"
 
 namespace rarefy::cpu {
 
-// The instruction by the numbers of its tiles: sums += a · b. GCC's macros want digits.
 struct Bf16Tiles {
   template <int kSums, int kA, int kB>
   [[gnu::always_inline]] static void dot() {
-    __asm__ volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(kSums), "i"(kA), "i"(kB));
+    tile::dot_bf16<kSums, kA, kB>();
   }
 };
 
@@ -20,18 +20,11 @@ struct Amx : Avx512Pairs<Amx> {
   static constexpr bool kByToken = true, kByLine = false;
   static constexpr double kTileCycles = 50;
 
-  // Eight tiles of 16 rows of 64 bytes. GCC 12's _tile_loadconfig tells the compiler of 8 bytes that are
-  // read, and the other stores go.
   static void enter() {
-    struct alignas(64) {
-      std::uint8_t palette = 1, start_row = 0, reserved[14] = {};
-      std::uint16_t bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
-      std::uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
-    } config;
-    static_assert(sizeof(config) == 64);
-    __asm__ volatile("ldtilecfg %0" ::"m"(config));
+    const tile::Config config;
+    tile::configure(config);
   }
-  static void leave() { _tile_release(); }
+  static void leave() { tile::release(); }
 
   template <int kOutputs, int kHalves, class Work>
   static void multiply(const PairSteps& s, Work work) {
@@ -68,10 +61,10 @@ struct Amx : Avx512Pairs<Amx> {
       spread_columns(t, e);
       if (e > 0) add(e - 32, done[e / 32 % 2 ^ 1]);
       float* to = done[e / 32 % 2];
-      _tile_stored(0, to, kPanelTokens * 4);
-      _tile_stored(1, to + 16, kPanelTokens * 4);
-      _tile_stored(2, to + 16 * kPanelTokens, kPanelTokens * 4);
-      _tile_stored(3, to + 16 * kPanelTokens + 16, kPanelTokens * 4);
+      tile::store<0>(to, kPanelTokens * 4);
+      tile::store<1>(to + 16, kPanelTokens * 4);
+      tile::store<2>(to + 16 * kPanelTokens, kPanelTokens * 4);
+      tile::store<3>(to + 16 * kPanelTokens + 16, kPanelTokens * 4);
     }
     if (t.entries > 0) add((t.entries - 1) / 32 * 32, done[(t.entries - 1) / 32 % 2]);
   }
@@ -84,15 +77,15 @@ struct Amx : Avx512Pairs<Amx> {
     constexpr int kSumsStride = kPanelTokens * 4, kRowsStride = kGroup * 2;
     float* below = s.sums + 16 * kPanelTokens;
     if (s.first) {
-      _tile_zero(0);
-      if constexpr (kWide) _tile_zero(1);
-      if constexpr (kTall) _tile_zero(2);
-      if constexpr (kTall && kWide) _tile_zero(3);
+      tile::zero<0>();
+      if constexpr (kWide) tile::zero<1>();
+      if constexpr (kTall) tile::zero<2>();
+      if constexpr (kTall && kWide) tile::zero<3>();
     } else {
-      _tile_loadd(0, s.sums, kSumsStride);
-      if constexpr (kWide) _tile_loadd(1, s.sums + 16, kSumsStride);
-      if constexpr (kTall) _tile_loadd(2, below, kSumsStride);
-      if constexpr (kTall && kWide) _tile_loadd(3, below + 16, kSumsStride);
+      tile::load<0>(s.sums, kSumsStride);
+      if constexpr (kWide) tile::load<1>(s.sums + 16, kSumsStride);
+      if constexpr (kTall) tile::load<2>(below, kSumsStride);
+      if constexpr (kTall && kWide) tile::load<3>(below + 16, kSumsStride);
     }
     for (std::int32_t step = 0; step < s.steps; ++step) {
       const std::uint16_t *row = rows(step), *column = columns(step);
@@ -103,23 +96,23 @@ struct Amx : Avx512Pairs<Amx> {
 #pragma GCC unroll 4
         for (int p = from; p < from + 4; ++p) work(step, p);
       };
-      _tile_loadd(6, column, stride);
-      _tile_loadd(4, row, kRowsStride);
+      tile::load<6>(column, stride);
+      tile::load<4>(row, kRowsStride);
       quarter(0);
       Tiles::template dot<0, 4, 6>();
-      if constexpr (kWide) _tile_loadd(7, column + second, stride);
+      if constexpr (kWide) tile::load<7>(column + second, stride);
       quarter(4);
       if constexpr (kWide) Tiles::template dot<1, 4, 7>();
-      if constexpr (kTall) _tile_loadd(5, row + kTileSize, kRowsStride);
+      if constexpr (kTall) tile::load<5>(row + kTileSize, kRowsStride);
       quarter(8);
       if constexpr (kTall) Tiles::template dot<2, 5, 6>();
       quarter(12);
       if constexpr (kTall && kWide) Tiles::template dot<3, 5, 7>();
     }
-    _tile_stored(0, s.sums, kSumsStride);
-    if constexpr (kWide) _tile_stored(1, s.sums + 16, kSumsStride);
-    if constexpr (kTall) _tile_stored(2, below, kSumsStride);
-    if constexpr (kTall && kWide) _tile_stored(3, below + 16, kSumsStride);
+    tile::store<0>(s.sums, kSumsStride);
+    if constexpr (kWide) tile::store<1>(s.sums + 16, kSumsStride);
+    if constexpr (kTall) tile::store<2>(below, kSumsStride);
+    if constexpr (kTall && kWide) tile::store<3>(below + 16, kSumsStride);
   }
 
   static void spread_columns(const PairSpread& t, std::int32_t first) {
@@ -127,10 +120,10 @@ struct Amx : Avx512Pairs<Amx> {
     const std::uint16_t* w = t.w + std::int64_t{first} * t.rows;
     const std::int32_t count = t.entries - first < 32 ? t.entries - first : 32;
     alignas(64) std::uint16_t edge[32 * kGroup];
-    _tile_zero(0);
-    _tile_zero(1);
-    _tile_zero(2);
-    _tile_zero(3);
+    tile::zero<0>();
+    tile::zero<1>();
+    tile::zero<2>();
+    tile::zero<3>();
     for (std::int32_t o = 0; o < t.rows; o += kGroup) {
       const std::uint16_t* from = w + o;
       std::int64_t stride = std::int64_t{t.rows} * 2;
@@ -148,14 +141,14 @@ struct Amx : Avx512Pairs<Amx> {
       }
       const std::uint16_t* dy = t.dy + std::int64_t{o} * kPanelTokens;
       __asm__ volatile("" ::: "memory");  // as in multiply
-      _tile_loadd(6, dy, kXStride);
-      _tile_loadd(4, from, stride);
-      _tile_dpbf16ps(0, 4, 6);
-      _tile_loadd(7, dy + 32, kXStride);
-      _tile_dpbf16ps(1, 4, 7);
-      _tile_loadd(5, from + 8 * stride, stride);  // 16 rows further, in elements
-      _tile_dpbf16ps(2, 5, 6);
-      _tile_dpbf16ps(3, 5, 7);
+      tile::load<6>(dy, kXStride);
+      tile::load<4>(from, stride);
+      tile::dot_bf16<0, 4, 6>();
+      tile::load<7>(dy + 32, kXStride);
+      tile::dot_bf16<1, 4, 7>();
+      tile::load<5>(from + 8 * stride, stride);  // 16 rows further, in elements
+      tile::dot_bf16<2, 5, 6>();
+      tile::dot_bf16<3, 5, 7>();
     }
   }
 };

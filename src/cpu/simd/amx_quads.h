@@ -9,7 +9,7 @@ namespace rarefy::cpu {
 struct Int8Tiles {
   template <int kSums, int kA, int kB>
   [[gnu::always_inline]] static void dot() {
-    __asm__ volatile("tdpbssd %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(kSums), "i"(kA), "i"(kB));
+    tile::dot_int8<kSums, kA, kB>();
   }
 };
 
