@@ -17,7 +17,8 @@ extern "C" {
 
 #define RAREFY_C_API __attribute__((visibility("default")))
 
-/* Numbers of enumerations never change; new ones come at the end. */
+/* Numbers of enumerations never change; new ones come at the end. …_ANY is none of them: with it every int is
+   a value in C++, too, so that a wrong one can be refused. */
 typedef enum rarefy_status {
   RAREFY_OK = 0,
   RAREFY_INVALID_ARGUMENT = 1, /* a shape, an index, a range; what a file must not hold */
@@ -33,7 +34,8 @@ typedef enum rarefy_dtype {
   RAREFY_F32 = 1,
   RAREFY_BF16 = 2,
   RAREFY_F16 = 3,
-  RAREFY_I8 = 4
+  RAREFY_I8 = 4,
+  RAREFY_DTYPE_ANY = 0x7FFFFFFF
 } rarefy_dtype;
 
 typedef enum rarefy_activation {
@@ -41,7 +43,8 @@ typedef enum rarefy_activation {
   RAREFY_RELU = 1,
   RAREFY_GELU_ERF = 2,
   RAREFY_GELU_TANH = 3,
-  RAREFY_SILU = 4
+  RAREFY_SILU = 4,
+  RAREFY_ACTIVATION_ANY = 0x7FFFFFFF
 } rarefy_activation;
 
 RAREFY_C_API const char* rarefy_version(void); /* "0.1.0" */
