@@ -6,6 +6,7 @@
 #include "cpu/few.h"
 #include "cpu/gather.h"
 #include "cpu/in_place.h"
+#include "cpu/narrow.h"
 #include "cpu/panel.h"
 #include "cpu/pieces.h"
 #include "cpu/scatter.h"
@@ -33,6 +34,10 @@ constexpr Kernels kernel_table(const char* family, std::int32_t max_vectors) {
     table.few_takes = few_takes<I>;
     table.woven = woven<I>;
     table.strips = strips<I>;
+  }
+  if constexpr (I::kWidth == 16) {
+    table.narrow = narrow<I>;
+    table.narrow_takes = narrow_takes<I>;
   }
   table.in_place = in_place<I>;
   table.bitmap = bitmap<I, Narrow>;

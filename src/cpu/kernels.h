@@ -289,6 +289,9 @@ struct Kernels {
   void (*store)(const StoreTask&);
   void (*gather)(const GatherTask&);
   void (*woven)(const WovenTask&);  // or null
+  // The same for some panels of one vector, where `takes` says so; or null.
+  void (*narrow)(const WovenTask&);
+  bool (*narrow_takes)(const WovenTask&);
   void (*scatter)(const ScatterTask&);
   void (*pieces)(const PiecesTask&);
   void (*dot)(const DotTask&);

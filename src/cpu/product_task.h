@@ -274,10 +274,23 @@ class Task {
   void weave(const Panel& panel, std::int32_t begin, std::int32_t end, const float* x) const {
     const Listing& list = p_.by_output;
     const std::int64_t from = begin * std::int64_t{list.w.out_block};
-    k_.woven({list.w, list.begin, begin, end, x, parts_.start + from, panel.vectors, p_.sizes.part, parts_.y,
-              call_.activation, reinterpret_cast<float*>(at(p_.out, panel.first, from)), p_.out.row_stride,
-              panel.rows,
-              static_cast<std::int32_t>(std::min(end * std::int64_t{list.w.out_block}, p_.out.cols) - from)});
+    const WovenTask task{
+        list.w,
+        list.begin,
+        begin,
+        end,
+        x,
+        parts_.start + from,
+        panel.vectors,
+        p_.sizes.part,
+        parts_.y,
+        call_.activation,
+        reinterpret_cast<float*>(at(p_.out, panel.first, from)),
+        p_.out.row_stride,
+        panel.rows,
+        static_cast<std::int32_t>(std::min(end * std::int64_t{list.w.out_block}, p_.out.cols) - from)};
+    const bool narrow = k_.narrow != nullptr && k_.narrow_takes(task);
+    (narrow ? k_.narrow : k_.woven)(task);
   }
 
   // For the tile that ends before reduction block `last`: entries cursors[o] … cursors[count + o].

@@ -47,6 +47,19 @@ struct WayOut {
   }
 };
 
+// A complete group at once, of whose outputs the first `cols` exist.
+template <class I, int Vectors>
+void put_group(const WovenTask& task, const float* sums, float* y, std::int32_t cols) {
+  using Out = WayOut<I, Vectors>;
+  constexpr int w = I::kWidth;
+  if (cols >= w) return Out{sums, y, y, task.row_stride, task.tokens, 0}.finish();
+  alignas(64) float rows[Out::kLanes * w];
+  Out{sums, rows, rows, w, Out::kLanes, 0}.finish();
+  for (std::int32_t m = 0; m < task.tokens; ++m) {
+    store_part<I>(Storage::f32, y, m * task.row_stride, I::load(rows + m * w), cols);
+  }
+}
+
 // Entries of an output block, on average, up to which steps stand within them.
 inline constexpr std::int64_t kFewEntries = 8;
 
@@ -157,15 +170,7 @@ void weave_rows(const WovenTask& task) {
     }
   }
   out.finish();
-  // The last group, of which not all outputs need exist.
-  float* y = task.y + made - group;
-  const std::int32_t cols = task.cols - (made - group);
-  if (cols >= w) return Out{sums, y, y, task.row_stride, task.tokens, 0}.finish();
-  alignas(64) float rows[lanes * w];
-  Out{sums, rows, rows, w, static_cast<std::int32_t>(lanes), 0}.finish();
-  for (std::int32_t m = 0; m < task.tokens; ++m) {
-    store_part<I>(Storage::f32, y, m * task.row_stride, I::load(rows + m * w), cols);
-  }
+  put_group<I, Vectors>(task, sums, task.y + made - group, task.cols - (made - group));
 }
 
 template <class I, Layout kLayout, int kSteps, int Vectors>

@@ -93,6 +93,28 @@ struct Avx512 {
     if constexpr (N == 4) return _mm512_mask_broadcast_f32x4(others, to, _mm_loadu_ps(p));
     if constexpr (N == 8) return _mm512_mask_broadcast_f32x8(others, to, _mm256_loadu_ps(p));
   }
+  // … and in the upper half; a and b in a half each; the lower or the upper half in both.
+  template <int N>
+  static Vec repeat_above(Vec below, const float* p) {
+    return repeat<N>(below, 0xff00, p);
+  }
+  // p[0] and p[1] over and over, above p[2] and p[3]. By doubles: GCC broadcasts those from memory, pairs of
+  // floats by way of a register and a shuffle.
+  static Vec twos(const float* p) {
+    double below, above;
+    __builtin_memcpy(&below, p, sizeof(below));
+    __builtin_memcpy(&above, p + 2, sizeof(above));
+    return _mm512_castpd_ps(_mm512_mask_mov_pd(_mm512_set1_pd(below), 0xf0, _mm512_set1_pd(above)));
+  }
+  static Vec two_halves(float a, float b) { return _mm512_mask_mov_ps(set1(a), 0xff00, set1(b)); }
+  static Vec half_twice(Vec v, int upper) {
+    return upper != 0 ? _mm512_shuffle_f32x4(v, v, 0b11101110) : _mm512_shuffle_f32x4(v, v, 0b01000100);
+  }
+  // Of every four lanes the i-th.
+  template <int i>
+  static Vec one_of_four(Vec v) {
+    return _mm512_permute_ps(v, i * 0b01010101);
+  }
   // Size lanes with the N elements from x + index[0] · N, Size with those from x + index[1] · N, …
   template <int Size, int N>
   static Vec group(const float* x, const std::int32_t* index) {
