@@ -125,6 +125,7 @@ struct GradWeightTiling {
   static constexpr std::string_view kFields[] = {"chunk", "columns", "ranges", "features", "strips"};
 };
 Config configure_grad_weight(const Kernels& kernels, const Problem& problem, const Machine& machine);
+Reason supports_grad_weight_dots(const Problem& problem);  // in bf16 pairs of tokens
 std::int64_t grad_weight_workspace(const Kernels& kernels, const Problem& problem, const Config& config);
 Status run_grad_weight(const Kernels& kernels, const Call& call);
 

@@ -15,10 +15,15 @@ namespace rarefy::cpu {
 
 namespace {
 
-constexpr std::int64_t kChunk = 512;         // tokens: long enough to pay for the sum across lanes
+constexpr std::int64_t kChunk = 512;         // lanes: long enough to pay for the sum across them
+constexpr std::int64_t kFewestPairs = 32;    // tokens: a vector of pairs
 constexpr std::int64_t kNearSums = 2 << 20;  // floats that L3 keeps between chunks
 constexpr std::int64_t kFeatures = 256;      // features of one packing task
 constexpr std::int64_t kTasks = 8;           // per thread: the last ones to end are short
+
+std::int64_t tokens_of_vector(const Kernels& kernels) {
+  return std::int64_t{kernels.width} * kernels.tokens_of_lane;
+}
 
 // Packs the features (rounded up to `padded`, the rest 0) of tokens first … first + rows.
 void pack_features(const Kernels& kernels, const Executor& executor, const MatrixView& m, std::int64_t first,
@@ -92,11 +97,12 @@ struct Parts {
   float* x;
   float* sums;
 
-  Parts(Room& room, const Problem& p, const GradWeightTiling& tiling) {
+  Parts(const Kernels& kernels, Room& room, const Problem& p, const GradWeightTiling& tiling) {
     const BsrShape& s = p.weight.shape;
+    const std::int64_t lanes = tiling.chunk / kernels.tokens_of_lane;
     dy = room.take<float>(copies(s, tiling) ? p.threads * kStripTokens * s.block_rows
-                                            : s.row_count() * s.block_rows * tiling.chunk);
-    x = room.take<float>(s.col_count() * s.block_cols * tiling.chunk);
+                                            : s.row_count() * s.block_rows * lanes);
+    x = room.take<float>(s.col_count() * s.block_cols * lanes);
     sums = room.take<float>(p.weight.dtype == DType::f32 ? 0 : s.value_count());
   }
 };
@@ -127,15 +133,29 @@ Status check_tiling(const Kernels& kernels, const BsrShape& s, const GradWeightT
   if (t.strips < 0 || t.strips > most) {
     return invalid(kernels.family, cat("strips of the config must be in [0, ", most, ']'), cat(t.strips));
   }
-  const bool whole = t.chunk >= kernels.width && t.chunk % kernels.width == 0;
+  const std::int64_t vector = tokens_of_vector(kernels);
+  const bool whole = t.chunk >= vector && t.chunk % vector == 0;
   if (whole && t.columns >= 1 && t.ranges >= 1 && t.features >= 1) return {};
   return invalid(
-      kernels.family,
-      cat("the config must have positive numbers, and a chunk of whole vectors of ", kernels.width),
+      kernels.family, cat("the config must have positive numbers, and a chunk of whole vectors of ", vector),
       cat("chunk=", t.chunk, " columns=", t.columns, " ranges=", t.ranges, " features=", t.features));
 }
 
 }  // namespace
+
+Reason supports_grad_weight_dots(const Problem& p) {
+  if (p.in != DType::bf16 || p.weight.dtype != DType::bf16 || p.out != DType::bf16) {
+    return "takes bf16 inputs and values alone, to bf16";
+  }
+  const BsrShape& s = p.weight.shape;
+  const std::int64_t side = s.block_cols == 1 ? s.block_rows : s.block_rows >= 8 ? s.block_cols : 0;
+  if (side % 16 == 0 && side > 16) {
+    return cat("takes blocks without a side of 32 or more, by which others go; got ", s.block_rows, 'x',
+               s.block_cols);
+  }
+  if (p.tokens < kFewestPairs) return cat("takes at least ", kFewestPairs, " tokens; got ", p.tokens);
+  return {};
+}
 
 // A task: the stored blocks of a range of block rows within one tile of block columns. Ranges have equal
 // shares of all stored blocks.
@@ -145,16 +165,17 @@ Config configure_grad_weight(const Kernels& kernels, const Problem& p, const Mac
   // With one vector a token's load of the other side serves one FMA: dot products are faster then.
   const std::int64_t side = s.block_cols > 1 ? s.block_cols : s.block_rows;
   t.strips = takes_strips(kernels, s) && side >= 2 * kernels.width ? 1 : 0;
-  const std::int64_t lanes = (p.tokens + kernels.width - 1) / kernels.width * kernels.width;
-  const auto columns = [&](std::int64_t tokens) {
-    return std::clamp<std::int64_t>(panel_floats(machine) / (tokens * s.block_cols), 1,
-                                    std::max<std::int64_t>(1, s.col_count()));
+  const std::int64_t vector = tokens_of_vector(kernels);
+  const std::int64_t tokens = ceil_div(p.tokens, vector) * vector;
+  const auto columns = [&](std::int64_t chunk) {
+    return std::clamp<std::int64_t>(panel_floats(machine) * kernels.tokens_of_lane / (chunk * s.block_cols),
+                                    1, std::max<std::int64_t>(1, s.col_count()));
   };
   // Sums of strips end every 128 tokens anyway. As many of all of X stay in L2 where 512 would not, and then
   // each strip of dY is wanted once; the sums come and go, which is too much where they are in memory.
   const bool brief =
       t.strips != 0 && (columns(kStripTokens) == s.col_count() || s.value_count() <= kNearSums);
-  t.chunk = std::clamp<std::int64_t>(lanes, kernels.width, brief ? kStripTokens : kChunk);
+  t.chunk = std::clamp(tokens, vector, brief ? kStripTokens : kChunk * kernels.tokens_of_lane);
   t.columns = columns(t.chunk);
   const std::int64_t tiles = (s.col_count() + t.columns - 1) / t.columns;
   t.ranges = std::clamp<std::int64_t>(kTasks * p.threads / std::max<std::int64_t>(1, tiles), 1,
@@ -163,9 +184,9 @@ Config configure_grad_weight(const Kernels& kernels, const Problem& p, const Mac
   return to_config(t);
 }
 
-std::int64_t grad_weight_workspace(const Kernels& /*kernels*/, const Problem& problem, const Config& config) {
+std::int64_t grad_weight_workspace(const Kernels& kernels, const Problem& problem, const Config& config) {
   Room room;
-  const Parts parts(room, problem, from_config<GradWeightTiling>(config));
+  const Parts parts(kernels, room, problem, from_config<GradWeightTiling>(config));
   return room.bytes();
 }
 
@@ -175,17 +196,17 @@ Status run_grad_weight(const Kernels& kernels, const Call& call) {
   const PlanView& plan = call.plan;
   const BsrShape& shape = plan.shape;
   const std::int64_t tokens = call.x.rows;
-  const std::int64_t width = kernels.width;
+  const std::int64_t vector = tokens_of_vector(kernels);
   const std::int64_t tiles = (shape.col_count() + tiling.columns - 1) / tiling.columns;
   const bool in_place = call.problem.weight.dtype == DType::f32;
   Room room(call.workspace);
-  const Parts parts(room, call.problem, tiling);
+  const Parts parts(kernels, room, call.problem, tiling);
   float* sums = in_place ? static_cast<float*>(call.dvalues) : parts.sums;
   if (tokens == 0) std::fill(sums, sums + shape.value_count(), 0.0F);
 
   for (std::int64_t first = 0; first < tokens; first += tiling.chunk) {
     const std::int64_t rows = std::min(tiling.chunk, tokens - first);
-    const std::int64_t lanes = (rows + width - 1) / width * width;
+    const std::int64_t lanes = ceil_div(rows, vector) * kernels.width;
     const auto pack = [&](const MatrixView& m, std::int64_t blocks, std::int64_t block, bool strips,
                           float* to) {
       if (strips) {

@@ -282,9 +282,10 @@ inline constexpr std::int64_t kStripTokens = 128;
 // What one instruction set offers. A row of this table is all the drivers know of it.
 struct Kernels {
   const char* family;
-  std::int32_t width;        // floats in a vector
-  std::int32_t max_vectors;  // widest panel of gather and scatter
-  std::int32_t registers;    // vector registers
+  std::int32_t width;               // floats in a vector
+  std::int32_t max_vectors;         // widest panel of gather and scatter
+  std::int32_t registers;           // vector registers
+  std::int32_t tokens_of_lane = 1;  // in the panels of dot: 2 where bf16 is multiplied in pairs
   void (*pack)(const PackTask&);
   void (*store)(const StoreTask&);
   void (*gather)(const GatherTask&);
@@ -333,6 +334,7 @@ extern const Kernels kScalar;
 #if defined(__x86_64__)
 extern const Kernels kAvx2;
 extern const Kernels kAvx512;
+extern const Kernels kDotsBf16;  // dot alone
 extern const FewKernels kFewAvx2;
 extern const FewKernels kFewAvx512;
 extern const FewKernels kFewBf16;

@@ -217,6 +217,23 @@ void add_feed_forward(Registry& registry, std::string_view chained, std::string_
   });
 }
 
+template <const cpu::Kernels& kKernels, const std::string_view& kFeature, auto kSupports>
+void add_grad_weight(Registry& registry, std::string_view name) {
+  registry.push_back({
+      .op = Op::grad_weight,
+      .device = Device::cpu,
+      .family = kKernels.family,
+      .name = name,
+      .supports = supports<kFeature, kSupports>,
+      .run = [](const Call& call) { return cpu::run_grad_weight(kKernels, call); },
+      .configure = [](const Problem& p,
+                      const Machine& m) { return cpu::configure_grad_weight(kKernels, p, m); },
+      .fields = cpu::GradWeightTiling::kFields,
+      .workspace = [](const Problem& p,
+                      const Config& c) { return cpu::grad_weight_workspace(kKernels, p, c); },
+  });
+}
+
 template <const cpu::Kernels& kKernels, const std::string_view& kFeature>
 void add(Registry& registry, std::string_view linear, std::string_view grad_input,
          std::string_view grad_weight) {
@@ -244,19 +261,7 @@ void add(Registry& registry, std::string_view linear, std::string_view grad_inpu
   };
   registry.push_back(product(Op::linear, linear));
   registry.push_back(product(Op::grad_input, grad_input));
-  registry.push_back({
-      .op = Op::grad_weight,
-      .device = Device::cpu,
-      .family = kKernels.family,
-      .name = grad_weight,
-      .supports = supports<kFeature, supports_dtypes>,
-      .run = [](const Call& call) { return cpu::run_grad_weight(kKernels, call); },
-      .configure = [](const Problem& p,
-                      const Machine& m) { return cpu::configure_grad_weight(kKernels, p, m); },
-      .fields = cpu::GradWeightTiling::kFields,
-      .workspace = [](const Problem& p,
-                      const Config& c) { return cpu::grad_weight_workspace(kKernels, p, c); },
-  });
+  add_grad_weight<kKernels, kFeature, supports_dtypes>(registry, grad_weight);
 }
 
 // Products in bf16 pairs, on packed weights.
@@ -399,6 +404,8 @@ void register_cpu(Registry& registry) {
 #if defined(__x86_64__)
   add_pairs<cpu::kAmx, kHasAmx>(registry, "amx_linear", "amx_grad_input", "amx_grad_input_columns",
                                 "amx_grad_weight", "amx_feed_forward", "pairs_32", "pairs_32_transposed");
+  add_grad_weight<cpu::kDotsBf16, kHasBf16, cpu::supports_grad_weight_dots>(registry,
+                                                                            "avx512_bf16_grad_weight_dots");
   add_pairs<cpu::kAvx512Bf16, kHasBf16>(registry, "avx512_bf16_linear", "avx512_bf16_grad_input",
                                         "avx512_bf16_grad_input_columns", "avx512_bf16_grad_weight",
                                         "avx512_bf16_feed_forward", "pairs", "pairs_transposed");

@@ -91,5 +91,50 @@ TEST_P(GradWeightTest, StripsAreChosenForTwoVectors) {
   }
 }
 
+// Pairs of tokens in bf16, in blocks of any shape: an odd last token, tokens that fill no line of pairs,
+// several chunks, features that fill no line.
+TEST(GradWeightDotsTest, PairsOfTokensComputeTheSame) {
+  if (!backend_info().machine.has("avx512_bf16_fast")) GTEST_SKIP() << "has no kernel for them";
+  ThreadPool pool(3);
+  for (const auto& [rows, cols] : {std::pair<std::int64_t, std::int64_t>{1, 1},
+                                   {1, 4},
+                                   {2, 2},
+                                   {3, 5},
+                                   {4, 1},
+                                   {4, 4},
+                                   {8, 8},
+                                   {16, 8},
+                                   {16, 1},
+                                   {16, 16},
+                                   {24, 1}}) {
+    for (const auto& [tokens, integers] : {std::pair{32, true}, {33, true}, {95, false}, {1100, false}}) {
+      for (const char* config : {"(features=256)", "(chunk=64 columns=2 ranges=3 features=32)"}) {
+        SCOPED_TRACE(::testing::Message() << config << ' ' << rows << 'x' << cols << " M=" << tokens);
+        const Problem problem = make_problem(
+            {tokens, 6 * rows - rows / 3, 70 * cols + cols / 2, rows, cols, 0.5, DType::bf16, integers, 3});
+        const Force force(std::string("cpu:avx512_bf16,avx512_bf16_grad_weight_dots") + config);
+        ProblemIn<HostBuffer> one(problem, pool.executor());
+        expect_ok(one.grad_weight());
+        expect_grad_weight(problem, one);
+        expect_accumulated(problem, one);
+      }
+    }
+  }
+}
+
+TEST(GradWeightDotsTest, TakesWhatIsNoVectorAlongASide) {
+  if (!backend_info().machine.has("avx512_bf16_fast")) GTEST_SKIP() << "has no kernel for them";
+  const auto chosen = [](std::int64_t rows, std::int64_t cols, std::int64_t tokens) {
+    return explain(make_problem(Op::grad_weight, {96, 96, rows, cols, 2}, tokens, DType::bf16)).kernel;
+  };
+  const Force force("");
+  for (const auto& [rows, cols] : {std::pair{1, 1}, {4, 1}, {4, 4}, {3, 5}, {16, 8}, {16, 1}, {16, 16}}) {
+    EXPECT_EQ(chosen(rows, cols, 32), "avx512_bf16_grad_weight_dots");
+    EXPECT_NE(chosen(rows, cols, 31), "avx512_bf16_grad_weight_dots");
+  }
+  EXPECT_EQ(chosen(32, 1, 32), "avx512_bf16_grad_weight");
+  EXPECT_EQ(chosen(32, 32, 32), "avx512_bf16_grad_weight");
+}
+
 }  // namespace
 }  // namespace rarefy::test
