@@ -56,7 +56,7 @@ struct QuadsLayout {
       return;
     }
     if (kernels.few_rows != nullptr) {
-      parts.lane_sums = room.take<std::int32_t>(s.sums_size());
+      parts.lane_sums = room.take<std::int32_t>(2 * kRowsSums);
       return;
     }
     // Of a few tokens, all groups of a block row.
@@ -118,17 +118,28 @@ void multiply(const QuadsWeight& w, const Call& call, const Parts& parts, std::i
     }
     return;
   }
-  const auto store = [&](std::int64_t m, std::int32_t rows, std::int64_t from, std::int64_t count,
-                         const auto* sums) {
-    w.kernels.store({reinterpret_cast<const std::int32_t*>(sums), w.packed.totals + from, parts.scales + from,
-                     parts.bias + from, parts.tokens + m, call.activation, at(call.out, first + m, from),
-                     call.problem.out == DType::bf16, call.out.row_stride, rows,
-                     static_cast<std::int32_t>(std::min(count, call.out.cols - from))});
+  const auto out = [&](std::int64_t m, std::int32_t rows, std::int64_t from, std::int64_t count) {
+    return QuadStore{nullptr,
+                     w.packed.totals + from,
+                     parts.scales + from,
+                     parts.bias + from,
+                     parts.tokens + m,
+                     call.activation,
+                     at(call.out, first + m, from),
+                     call.problem.out == DType::bf16,
+                     call.out.row_stride,
+                     rows,
+                     static_cast<std::int32_t>(std::min(count, call.out.cols - from))};
   };
   if (w.kernels.few_rows != nullptr) {
-    return w.multiply_rows(parts.panels, tokens, begin, end, parts.lane_sums, store);
+    return w.multiply_rows(parts.panels, tokens, begin, end, parts.lane_sums, out);
   }
-  w.multiply(parts.panels, tokens, begin, end, parts.gathered, parts.sums, store);
+  w.multiply(parts.panels, tokens, begin, end, parts.gathered, parts.sums,
+             [&](std::int64_t m, std::int32_t rows, std::int64_t from, std::int64_t count, const auto* sums) {
+               QuadStore to = out(m, rows, from, count);
+               to.sums = reinterpret_cast<const std::int32_t*>(sums);
+               w.kernels.store(to);
+             });
 }
 
 // A part of the output blocks of every call, for tokens first … first + tokens.

@@ -87,35 +87,6 @@ void store_quads_of(const QuadStore& t) {
   }
 }
 
-// By way of a buffer: rows of Y are often a multiple of 4 KB apart, and meet in one set of L1. 64 bytes of
-// each took six times as long as 512.
-template <class E, class T>
-void store_wide_of(const QuadStore& t) {
-  constexpr std::int32_t kSide = kTileRows, kWide = 128;
-  alignas(64) T to[kSide][kWide];
-  for (std::int32_t n = 0; n < t.cols; n += kWide) {
-    const std::int32_t cols = t.cols - n < kWide ? t.cols - n : kWide;
-    for (std::int32_t m = 0; m < t.rows; m += kSide) {
-      for (std::int32_t i = 0; i < cols; i += kSide) E::store_half(t, n + i, m / kSide, to[0] + i, kWide);
-      const std::int32_t rows = t.rows - m < kSide ? t.rows - m : kSide;
-      T* y = static_cast<T*>(t.y) + m * t.row_stride + n;
-      for (std::int32_t r = 0; r < rows; ++r, y += t.row_stride) {
-        if (cols == kWide) {
-          __builtin_memcpy(y, to[r], sizeof(to[r]));
-        } else {
-          __builtin_memcpy(y, to[r], static_cast<std::size_t>(cols) * sizeof(T));
-        }
-      }
-    }
-  }
-}
-
-template <class E>
-void store_wide(const QuadStore& t) {
-  if (t.bf16) return store_wide_of<E, std::uint16_t>(t);
-  store_wide_of<E, float>(t);
-}
-
 template <class E>
 void store_quads(const QuadStore& t) {
   if (t.bf16) return store_quads_of<E, std::uint16_t>(t);

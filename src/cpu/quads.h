@@ -44,19 +44,39 @@ struct QuadStore {
   std::int32_t rows, cols;
 };
 
-// sums[o][token] += Σ over the lines of one block row, from `line` on, that lie before `end` in a panel of 64
-// tokens. What comes next is returned: so that parts of the panel stay in L1 for several block rows.
+// Panels of 64 tokens: outputs whose sums are made together at most, and leave together where x is one part:
+// two times 8 KB, which stay in L1. int32 between the sums of one set of four tokens and the next, which do
+// not have the same place of a page.
+inline constexpr std::int32_t kRowsWide = 128, kRowsNear = 32;
+inline constexpr std::int32_t kRowsStride = (kRowsWide / 4 + 1) * 16;
+inline constexpr std::int32_t kRowsSums = 16 * kRowsStride;
+
+// Sums that go to Y while others are made, by steps of four tokens × 16 outputs: [vector of tokens, token %
+// 4][output / 4], 16 int32 each.
+struct QuadLeaving {
+  QuadStore out;
+  std::int32_t left = 0;  // steps
+  std::int32_t turn = 0;  // of which four tokens
+  std::int32_t done = 0;  // outputs of these
+};
+
+// Block rows of a panel of 64 tokens: those of their lines, from next[block row] on, that lie before `end` in
+// it, so that parts of the panel stay in L1 for several block rows.
 struct QuadRows {
-  const std::int8_t* w;          // [line][output][4]
+  const std::int8_t* w;          // groups of [line][output][4]
   const std::uint32_t* offsets;  // as of PairProduct, for panels of 32 tokens
   PairSource source;
-  std::int32_t lines, line;
-  std::uint32_t end;
-  std::int32_t rows;     // outputs, a multiple of 4
-  std::int32_t vectors;  // of 16 tokens each
+  const std::int32_t *groups, *lines;  // of each block row: where its groups begin, how many lines it has
+  std::int32_t* next;                  // lines that have been multiplied; where they are now
+  std::int32_t blocks;                 // 0: what is leaving leaves
+  std::uint32_t end;                   // of the parts before the last
+  std::int32_t rows;                   // outputs of a block row, a multiple of 4
+  std::int32_t vectors;                // of 16 tokens each
   const std::uint8_t* panel;
-  std::int32_t* sums;  // [output][64]
-  bool first;          // they start from 0
+  const std::int32_t* totals;
+  bool first, last;
+  std::int32_t* sums;  // of QuadLeaving, in the last part; before, as they are
+  QuadLeaving* leaving;
 };
 
 // For up to so many tokens, whose panel `pack` makes: of lines of so many dwords, not 32. It stores as well.
@@ -67,7 +87,7 @@ struct QuadFew {
 };
 
 // What one instruction set offers. `multiply` is that of pairs.h on groups of 64, with sums in int32; or
-// there is `lanes` instead, which stores, too; or `few_rows`, for panels of 64 tokens.
+// there is `lanes` instead, or `few_rows`, for panels of 64 tokens: these store, too.
 struct QuadKernels {
   const char* family;
   double tile_cycles;   // that 16 outputs, 64 features and 32 tokens take: a figure for the configuration
@@ -84,7 +104,7 @@ struct QuadKernels {
   void (*multiply)(const PairProduct&);
   void (*store)(const QuadStore&);
   void (*lanes)(const LaneProduct&);
-  std::int32_t (*few_rows)(const QuadRows&);
+  void (*few_rows)(const QuadRows&);
   QuadFew few[2];  // the fewest first
 };
 

@@ -12,9 +12,9 @@
 
 namespace rarefy::cpu {
 
-// Of panels of 64 tokens: outputs finished at a time, block rows at most; features of a part of a panel, 48
+// Of panels of 64 tokens: block rows finished at a time, at most; features of a part of a panel, 48
 // KB, and the lines that a block row should have in it, as its sums go in and out.
-inline constexpr std::int64_t kStoredWide = 128, kFinishedRows = kStoredWide / 4;
+inline constexpr std::int64_t kFinishedRows = kRowsWide / 4;
 inline constexpr std::int64_t kNearFeatures = 768, kLinesOfPart = 64;
 
 // Block rows of 4 and 8 outputs are joined to 16, with all columns that any of them stores: where a row does
@@ -33,7 +33,7 @@ struct QuadsShape : GroupedShape {
   // Output blocks that are finished at a time (their rows of Y are 256 bytes in f32), panels that share
   // weights in L1, and the sums of one.
   std::int64_t finished() const {
-    return std::max<std::int64_t>(1, (tokens == kPanelTokens ? kStored : kStoredWide) / out_block);
+    return std::max<std::int64_t>(1, (tokens == kPanelTokens ? kStored : kRowsWide) / out_block);
   }
   std::int64_t near() const { return finished() == 1 ? kNear : kNearSums; }
   // Stored by whole tiles of outputs: with blocks of 12, 20 and 24 more than are finished together.
@@ -105,35 +105,54 @@ struct QuadsWeight {
   }
 
   // The same by `few_rows`: a panel of 64 tokens at a time, and of it a part that stays in L1 while all block
-  // rows meet it that are finished together.
-  template <class Finish>
+  // rows meet it that are finished together. Sums leave while the next ones are made; out(token, rows,
+  // output, count) says where to.
+  template <class Out>
   void multiply_rows(const std::uint16_t* panels, std::int64_t tokens, std::int64_t first, std::int64_t last,
-                     std::int32_t* sums, Finish&& finish) const {
-    const std::int64_t side = shape.tokens, size = shape.out_block * side;
+                     std::int32_t* sums, Out&& out) const {
     std::int32_t next[kFinishedRows];
+    std::int32_t* before = sums + kRowsSums;
+    QuadLeaving leaving{};
+    QuadRows t{};
+    t.w = packed.tiles;
+    t.offsets = prepared.offsets;
+    t.source = shape.source;
+    t.next = next;
+    t.rows = static_cast<std::int32_t>(shape.out_block);
+    t.leaving = &leaving;
     for (std::int64_t o = first; o < last; o += shape.finished()) {
-      const std::int64_t count = std::min(shape.finished(), last - o);
+      const std::int64_t end = std::min(o + shape.finished(), last);
       const std::int64_t parts = std::clamp<std::int64_t>(
           prepared.lines[o] / kLinesOfPart, 1, std::max<std::int64_t>(1, shape.padded / kNearFeatures));
-      for (std::int64_t m = 0; m < tokens; m += side) {
+      const std::int64_t together =
+          parts > 1 ? end - o : std::max<std::int64_t>(1, kRowsNear / shape.out_block);
+      for (std::int64_t m = 0; m < tokens; m += shape.tokens) {
         const std::int32_t rows = shape.rows_of(tokens, m);
-        std::fill_n(next, count, 0);
-        for (std::int64_t part = 1; part <= parts; ++part) {
-          const auto end =
-              part == parts ? ~0U : static_cast<std::uint32_t>(shape.place(shape.padded * part / parts));
-          for (std::int64_t i = 0; i < count; ++i) {
-            const std::int32_t group = prepared.first[o + i];
-            next[i] = kernels.few_rows(
-                {packed.tiles + group * 2 * shape.tiles_size(), prepared.offsets + group * shape.offsets(),
-                 shape.source, prepared.lines[o + i], next[i], end,
-                 static_cast<std::int32_t>(shape.out_block), (rows + 15) / 16,
-                 reinterpret_cast<const std::uint8_t*>(panels + m / side * shape.panel_size()),
-                 sums + i * size, part == 1});
+        t.vectors = (rows + 15) / 16;
+        t.panel = reinterpret_cast<const std::uint8_t*>(panels + m / shape.tokens * shape.panel_size());
+        for (std::int64_t n = o; n < end; n += together) {
+          t.groups = prepared.first + n;
+          t.lines = prepared.lines + n;
+          t.blocks = static_cast<std::int32_t>(std::min(together, end - n));
+          t.totals = packed.totals + n * shape.out_block;
+          t.sums = sums;
+          std::fill_n(next, t.blocks, 0);
+          for (std::int64_t part = 1; part <= parts; ++part) {
+            t.end = static_cast<std::uint32_t>(shape.place(shape.padded * part / parts));
+            t.first = part == 1;
+            t.last = part == parts;
+            kernels.few_rows(t);
           }
+          leaving.out = out(m, rows, n * shape.out_block, t.blocks * shape.out_block);
+          leaving.out.sums = sums;
+          leaving.left = static_cast<std::int32_t>(4 * t.vectors * ceil_div(leaving.out.cols, 16));
+          leaving.turn = leaving.done = 0;
+          std::swap(sums, before);
         }
-        finish(m, rows, o * shape.out_block, count * shape.out_block, sums);
       }
     }
+    t.blocks = 0;
+    kernels.few_rows(t);
   }
 };
 

@@ -488,6 +488,27 @@ TEST_P(Int8Test, BlocksOfFewOutputsAndManyTokens) {
   }
 }
 
+// Panels too long for L1, in parts; outputs that leave in several turns, the last one partly there.
+TEST_P(Int8Test, PartsOfPanelsOfManyTokens) {
+  const Force force(GetParam().family);
+  for (const auto& [rows, cols] : {std::pair{4, 1}, {8, 4}, {16, 64}}) {
+    for (const DType dtype : {DType::f32, DType::bf16}) {
+      Spec spec{70, 150, 1700, rows, cols, 0.6, dtype, true, 0};
+      const Layer layer(spec);
+      LinearRun run(layer, GetParam().scaling);
+      expect_ok(run.linear());
+      const std::vector<double> sums = run.y();
+      expect_linear(layer, GetParam().scaling, sums);
+      spec.activation = Activation::relu;
+      const Layer activated(spec);
+      LinearRun relu(activated, GetParam().scaling);
+      expect_ok(relu.linear());
+      const std::vector<double> got = relu.y();
+      for (std::size_t i = 0; i < got.size(); ++i) ASSERT_EQ(got[i], std::max(sums[i], 0.0)) << i;
+    }
+  }
+}
+
 TEST_P(Int8Test, ConfigurationsOfBlocksOfFewOutputs) {
   if (GetParam().scaling != Scaling::dynamic || GetParam().family != "avx512") return;
   ThreadPool pool(3);

@@ -49,8 +49,8 @@ const QuadKernels kQuadsVnni = {"avx512",
 using Rows = Avx512Quads<Avx512VnniRows, true, 64>;
 
 const QuadKernels kQuadsVnniRows = {
-    "avx512", 550,  Avx512VnniRows::kRows, 1,       Rows::kTokens,    true,    Avx512VnniRows::fewest,
-    none,     none, pack_quads<Rows>,      nullptr, store_wide<Rows>, nullptr, Avx512VnniRows::multiply,
+    "avx512", 550,  Avx512VnniRows::kRows, 1,       Rows::kTokens, true,    Avx512VnniRows::fewest,
+    none,     none, pack_quads<Rows>,      nullptr, nullptr,       nullptr, Avx512VnniRows::multiply,
     {}};
 
 }  // namespace rarefy::cpu
