@@ -139,6 +139,7 @@ class BlockSparseModelPatcher:
             dense = change.dense.weight
             row.dense_bytes = dense.numel() * dense.element_size()
             row.sparse_bytes = change.sparse.weight.nbytes
+            row.on_images = isinstance(change.dense, nn.Conv2d)
             measured.append((row, change.dense, change.sparse))
         self._warn_of_idle_patterns(layers, {row.name: row.reason for row in rows})
         if measure:

@@ -132,6 +132,11 @@ class Report:
             )
         if slower := [row.name for row in self.rows if row.is_slower]:
             text += f" Slower than dense at {self.tokens} tokens: {', '.join(slower)}."
+        if any(row.on_images and row.times for row in self.rows):
+            text += (
+                " Convolutions were timed on channels_last images; contiguous ones are transposed on the way,"
+                " which may take longer than dense: model.to(memory_format=torch.channels_last), x likewise."
+            )
         if larger := [row.name for row in self.rows if row.is_larger]:
             text += f" Larger than dense, for the index: {', '.join(larger)}."
         return text

@@ -39,6 +39,7 @@ class LayerRow:
     sparse_bytes: int | None = None
     times: Times | None = None
     timed_as: str | None = None  # the equal layer that was timed instead
+    on_images: bool = False  # a convolution, timed on channels_last
     predicted: tuple[float, float] | None = None  # ms of dense and sparse, where "auto" chose
 
     @property

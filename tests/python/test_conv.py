@@ -299,6 +299,7 @@ def test_sparsify_makes_convolutions_sparse_and_desparsify_gives_them_back():
     assert rows["conv2"].density == pytest.approx(0.3, abs=0.01)  # of the blocks within the groups
     assert rows["conv1"].dense_bytes == 16 * 8 * 9 * 4
     assert all(row.times is not None for row in report.rows if row.reason is None)
+    assert "Convolutions were timed on channels_last images" in report.summary()
     assert isinstance(model.conv2, rarefy.BlockSparseConv2d)
     assert all(biases[name] is p for name, p in model.named_parameters() if name in biases)
     y = model(x)
