@@ -24,7 +24,6 @@ struct PairSteps {
   bool first;               // the sums start from 0
   const char* ahead;        // weights of the next chunk: a share of it to ask for at each step, in lines
   std::int32_t ahead_lines;
-  bool tiles = false;  // x: the first 16 tokens' lines, then the others', as AMX reads them fastest
 
   // Into L2. The hardware loses the stream while a chunk meets its panels.
   [[gnu::always_inline]] void fetch(std::int32_t step) const {
@@ -67,12 +66,6 @@ struct NoWork {
   [[gnu::always_inline]] void operator()(std::int32_t /*step*/, int /*pair*/) const {}
 };
 
-// An engine whose gathered groups are tiles of 16 tokens, [half][pair][16 tokens][2]; else [pair][32][2].
-template <class E>
-concept GathersTiles = requires {
-  E::kGathersTiles;
-};
-
 // Puts the groups that come one step later into pair order.
 template <class E, bool kColumns>
 struct GatherNext {
@@ -85,14 +78,13 @@ struct GatherNext {
 
   bool any(std::int32_t step) const { return next[step].panel != nullptr; }
   void operator()(std::int32_t step, int pair) const {
-    constexpr int kHalf = GathersTiles<E> ? kTileSize : 32, kLine = GathersTiles<E> ? 32 : kPairLine;
     const auto& [panel, offsets, to] = next[step];
     if constexpr (kColumns && E::kFeatures == 4) {
       E::quad(panel, offsets + 4 * pair, to + pair * kPairLine);
     } else if constexpr (kColumns) {
-      E::pair(panel + offsets[2 * pair], panel + offsets[2 * pair + 1], to + pair * kLine, kHalf);
+      E::pair(panel + offsets[2 * pair], panel + offsets[2 * pair + 1], to + pair * kPairLine);
     } else {
-      E::copy(panel + offsets[pair], to + pair * kLine, kHalf);
+      E::copy(panel + offsets[pair], to + pair * kPairLine);
     }
   }
 };
@@ -199,8 +191,7 @@ void multiply_groups(const PairProduct& t, std::int32_t row, std::int32_t rows) 
                 sums,
                 chunk == 0,
                 reinterpret_cast<const char*>(w + end * w_stride),
-                ahead_lines,
-                kGather && GathersTiles<E>};
+                ahead_lines};
     for (std::int32_t p = 0; p < t.panels; ++p, panel += t.panel_stride) {
       if constexpr (kGather) {
         for (std::int32_t i = 0; i < steps; ++i) {

@@ -17,7 +17,7 @@ struct Bf16Tiles {
 struct Amx : Avx512Pairs<Amx> {
   static constexpr int kRows = 32, kLeast = 32;
   static constexpr int kEarly = 2;  // tiles are not loaded from stores that are under way
-  static constexpr bool kByToken = true, kByLine = false, kGathersTiles = true;
+  static constexpr bool kByToken = true, kByLine = false;
   static constexpr double kTileCycles = 50;
 
   static void enter() {
@@ -35,8 +35,7 @@ struct Amx : Avx512Pairs<Amx> {
   static void multiply_tiles(const PairSteps& s, Work work) {
     const auto w = [&](std::int32_t step) { return s.w + (step & s.w_ring) * s.w_stride; };
     const auto x = [&](std::int32_t step) { return s.x[step]; };
-    squares<Tiles, kOutputs == 32, kHalves == 2>(s, w, x, s.tiles ? kGroup * 2 : kPairLine * 2,
-                                                 s.tiles ? kTileSize : 32, work);
+    squares<Tiles, kOutputs == 32, kHalves == 2>(s, w, x, kPairLine * 2, 32, work);
   }
 
   // x by token is the first operand: what comes out are rows of Y.

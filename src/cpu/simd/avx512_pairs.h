@@ -70,15 +70,15 @@ struct Avx512Pairs {
 
   static std::int32_t token(std::int32_t token) { return token % 16 / 4 * 8 + token / 16 * 4 + token % 4; }
 
-  static void pair(const std::uint16_t* even, const std::uint16_t* odd, std::uint16_t* to, int half) {
+  static void pair(const std::uint16_t* even, const std::uint16_t* odd, std::uint16_t* to) {
     const __m512i a = _mm512_loadu_si512(even), b = _mm512_loadu_si512(odd);
     _mm512_storeu_si512(to, _mm512_unpacklo_epi16(a, b));
-    _mm512_storeu_si512(to + half, _mm512_unpackhi_epi16(a, b));
+    _mm512_storeu_si512(to + 32, _mm512_unpackhi_epi16(a, b));
   }
-  static void copy(const std::uint16_t* from, std::uint16_t* to, int half) {
+  static void copy(const std::uint16_t* from, std::uint16_t* to) {
     const __m512i a = _mm512_loadu_si512(from), b = _mm512_loadu_si512(from + 32);
     _mm512_storeu_si512(to, a);
-    _mm512_storeu_si512(to + half, b);
+    _mm512_storeu_si512(to + 32, b);
   }
 
   static void copy_line(const std::uint16_t* from, std::uint16_t* to) {

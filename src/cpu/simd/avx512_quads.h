@@ -117,7 +117,7 @@ struct Avx512Quads {
   static void quad(const std::uint16_t* panel, const std::uint32_t* offsets, std::uint16_t* to) {
     interleave_quad(panel, offsets, to);
   }
-  static void copy(const std::uint16_t* from, std::uint16_t* to, int /*half*/) {
+  static void copy(const std::uint16_t* from, std::uint16_t* to) {
     const __m512i a = _mm512_loadu_si512(from), b = _mm512_loadu_si512(from + 32);
     _mm512_storeu_si512(to, a);
     _mm512_storeu_si512(to + 32, b);

@@ -37,15 +37,13 @@ struct PairsPortable {
   }
   static std::int32_t token(std::int32_t token) { return token; }
   // Two features of 32 tokens, in pair order.
-  static void pair(const std::uint16_t* even, const std::uint16_t* odd, std::uint16_t* to, int /*half*/) {
+  static void pair(const std::uint16_t* even, const std::uint16_t* odd, std::uint16_t* to) {
     for (int m = 0; m < kPanelTokens; ++m) {
       to[2 * m] = even[m];
       to[2 * m + 1] = odd[m];
     }
   }
-  static void copy(const std::uint16_t* from, std::uint16_t* to, int /*half*/) {
-    std::memcpy(to, from, 2 * kPairLine);
-  }
+  static void copy(const std::uint16_t* from, std::uint16_t* to) { std::memcpy(to, from, 2 * kPairLine); }
 
   static void copy_line(const std::uint16_t* from, std::uint16_t* to) { std::memcpy(to, from, kPairLine); }
   // 32 tokens × 32 features of row-major X to pairs of tokens.

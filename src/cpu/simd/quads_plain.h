@@ -62,9 +62,7 @@ struct QuadsPlain {
       for (int m = 0; m < kPanelTokens; ++m) reinterpret_cast<std::uint8_t*>(to)[m * kQuad + i] = from[m];
     }
   }
-  static void copy(const std::uint16_t* from, std::uint16_t* to, int /*half*/) {
-    std::memcpy(to, from, kQuadLine);
-  }
+  static void copy(const std::uint16_t* from, std::uint16_t* to) { std::memcpy(to, from, kQuadLine); }
 
   template <int kOutputs, int kHalves, class Work>
   static void multiply(const PairSteps& s, Work work) {
