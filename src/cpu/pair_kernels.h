@@ -60,10 +60,13 @@ struct PairRows {
   }
 };
 
-// What E::multiply does along its way, step by step and pair by pair, where there is any; here: nothing.
+// What E::multiply does along its way: at(step), if there is any, is called for each pair. It is a value, for
+// registers: stores to the ring might be to the lists of it, and three loads more a pair were a sixth of
+// AMX's steps. Here: nothing.
 struct NoWork {
-  [[gnu::always_inline]] static constexpr bool any(std::int32_t /*step*/) { return false; }
-  [[gnu::always_inline]] void operator()(std::int32_t /*step*/, int /*pair*/) const {}
+  [[gnu::always_inline]] static constexpr NoWork at(std::int32_t /*step*/) { return {}; }
+  [[gnu::always_inline]] static constexpr bool any() { return false; }
+  [[gnu::always_inline]] void operator()(int /*pair*/) const {}
 };
 
 // Puts the groups that come one step later into pair order.
@@ -73,19 +76,22 @@ struct GatherNext {
     const std::uint16_t* panel;  // null: there is none
     const std::uint32_t* offsets;
     std::uint16_t* to;
+
+    bool any() const { return panel != nullptr; }
+    [[gnu::always_inline]] void operator()(int pair) const {
+      if constexpr (kColumns && E::kFeatures == 4) {
+        E::quad(panel, offsets + 4 * pair, to + pair * kPairLine);
+      } else if constexpr (kColumns) {
+        E::pair(panel + offsets[2 * pair], panel + offsets[2 * pair + 1], to + pair * kPairLine);
+      } else {
+        E::copy(panel + offsets[pair], to + pair * kPairLine);
+      }
+    }
   };
   const Group* next;  // to each step
 
-  bool any(std::int32_t step) const { return next[step].panel != nullptr; }
-  void operator()(std::int32_t step, int pair) const {
-    const auto& [panel, offsets, to] = next[step];
-    if constexpr (kColumns && E::kFeatures == 4) {
-      E::quad(panel, offsets + 4 * pair, to + pair * kPairLine);
-    } else if constexpr (kColumns) {
-      E::pair(panel + offsets[2 * pair], panel + offsets[2 * pair + 1], to + pair * kPairLine);
-    } else {
-      E::copy(panel + offsets[pair], to + pair * kPairLine);
-    }
+  [[gnu::always_inline]] Group at(std::int32_t step) const {
+    return {next[step].panel, next[step].offsets, next[step].to};
   }
 };
 
@@ -169,7 +175,7 @@ void multiply_groups(const PairProduct& t, std::int32_t row, std::int32_t rows) 
   if constexpr (kGather) {
     for (std::int32_t i = 0; i < kEarly; ++i) {
       next[i] = take();
-      for (int pair = 0; pair < kGroup / 2 && next[i].panel != nullptr; ++pair) Gather{next}(i, pair);
+      for (int pair = 0; pair < kGroup / 2 && next[i].any(); ++pair) next[i](pair);
     }
   }
   // Sums that are asked for one panel after the other have one place, which stays in L1.
@@ -381,14 +387,22 @@ struct GatherLines {
   const PairDots* t;
   std::uint16_t* to;
 
-  bool any(std::int32_t step) const { return step + E::kEarly < t->steps; }
-  void operator()(std::int32_t step, int pair) const { take(step + E::kEarly, pair); }
-  void take(std::int32_t step, int pair) const {
-    if (2 * pair >= E::kRows) return;
-    const std::uint16_t* from = t->lines + step * t->lines_stride;
-    std::uint16_t* place = to + ((step & kRing) * E::kRows + 2 * pair) * kGroup;
-    E::copy_line(from + t->offsets[2 * pair], place);
-    E::copy_line(from + t->offsets[2 * pair + 1], place + kGroup);
+  struct Step {
+    const std::uint16_t* from;  // null: there is none
+    const std::uint32_t* offsets;
+    std::uint16_t* to;
+
+    bool any() const { return from != nullptr; }
+    [[gnu::always_inline]] void operator()(int pair) const {
+      if (2 * pair >= E::kRows) return;
+      E::copy_line(from + offsets[2 * pair], to + 2 * pair * kGroup);
+      E::copy_line(from + offsets[2 * pair + 1], to + (2 * pair + 1) * kGroup);
+    }
+  };
+  [[gnu::always_inline]] Step at(std::int32_t step) const { return lines(step + E::kEarly); }
+  [[gnu::always_inline]] Step lines(std::int32_t step) const {
+    return {step < t->steps ? t->lines + step * t->lines_stride : nullptr, t->offsets,
+            to + (step & kRing) * E::kRows * kGroup};
   }
 };
 
@@ -412,7 +426,7 @@ void multiply_dots(const PairDots& t) {
     rest.offsets = t.offsets + line;
     const GatherLines<E> gather{&rest, ring};
     for (std::int32_t step = 0; step < E::kEarly && step < t.steps; ++step) {
-      for (int pair = 0; pair < kGroup / 2; ++pair) gather.take(step, pair);
+      for (int pair = 0; pair < kGroup / 2; ++pair) gather.lines(step)(pair);
     }
     s.w = ring;
     s.w_stride = E::kRows * kGroup;

@@ -73,7 +73,8 @@ struct Amx : Avx512Pairs<Amx> {
   // Up to 2 × 2 tiles of sums, rows[step] · columns[step] summed up: sums in tiles 0 … 3, a row of them 128
   // bytes; rows in 4 and 5, columns in 6 and 7, whose second tile lies `second` elements behind the first.
   template <class Tiles, bool kTall, bool kWide, class Rows, class Columns, class Work>
-  static void squares(const PairSteps& s, Rows rows, Columns columns, int stride, int second, Work work) {
+  [[gnu::always_inline]] static void squares(const PairSteps& s, Rows rows, Columns columns, int stride,
+                                             int second, Work work) {
     constexpr int kSumsStride = kPanelTokens * 4, kRowsStride = kGroup * 2;
     float* below = s.sums + 16 * kPanelTokens;
     if (s.first) {
@@ -91,10 +92,11 @@ struct Amx : Avx512Pairs<Amx> {
       const std::uint16_t *row = rows(step), *column = columns(step);
       s.fetch(step);
       __asm__ volatile("" ::: "memory");  // tile loads are asm that GCC moves across stores
-      const auto quarter = [&](int from) {
-        if (!work.any(step)) return;
+      const auto along = work.at(step);
+      const auto quarter = [along](int from) {
+        if (!along.any()) return;
 #pragma GCC unroll 4
-        for (int p = from; p < from + 4; ++p) work(step, p);
+        for (int p = from; p < from + 4; ++p) along(p);
       };
       tile::load<6>(column, stride);
       tile::load<4>(row, kRowsStride);

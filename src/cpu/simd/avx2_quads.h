@@ -42,7 +42,8 @@ struct Avx2Quads : QuadsPlain<Avx2Quads, Avx2> {
       const std::uint16_t* x = s.x[step];
       const std::uint16_t* w = s.w + step * s.w_stride;
       const int lines = step + 1 == s.steps ? s.last_pairs : kGroup / 2;
-      for (int p = 0; p < kGroup / 2 && work.any(step); ++p) work(step, p);
+      const auto along = work.at(step);
+      for (int p = 0; p < kGroup / 2 && along.any(); ++p) along(p);
       for (int p = 0; p < lines; ++p, x += kPairLine, w += 2) {
 #pragma GCC unroll 2
         for (int o = 0; o < kOutputs; ++o) {

@@ -291,7 +291,7 @@ struct Avx512Bf16 : Avx512Pairs<Avx512Bf16> {
       const int pairs = step + 1 == s.steps ? s.last_pairs : kGroup / 2;
       const auto dots = [&](auto along) {
         for (int p = 0; p < pairs; ++p, x += kPairLine, w += s.w_pair) {
-          along(step, p);
+          along(p);
           __m512bh xv[kHalves];
 #pragma GCC unroll 2
           for (int h = 0; h < kHalves; ++h) xv[h] = (__m512bh)_mm512_loadu_si512(x + h * 32);
@@ -304,10 +304,10 @@ struct Avx512Bf16 : Avx512Pairs<Avx512Bf16> {
             for (int h = 0; h < kHalves; ++h) sum[o][h] = _mm512_dpbf16_ps(sum[o][h], wv, xv[h]);
           }
         }
-        for (int p = pairs; p < kGroup / 2; ++p) along(step, p);
+        for (int p = pairs; p < kGroup / 2; ++p) along(p);
       };
-      if (work.any(step)) {
-        dots(work);
+      if (const auto along = work.at(step); along.any()) {
+        dots(along);
       } else {
         dots(NoWork{});
       }

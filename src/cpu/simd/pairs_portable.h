@@ -75,7 +75,8 @@ struct PairsPortable {
   static void multiply(const PairSteps& s, Work work) {
     if (s.first) std::memset(s.sums, 0, sizeof(float) * kOutputs * kPanelTokens);
     for (std::int32_t step = 0; step < s.steps; ++step) {
-      for (int p = 0; p < kGroup / 2 && work.any(step); ++p) work(step, p);
+      const auto along = work.at(step);
+      for (int p = 0; p < kGroup / 2 && along.any(); ++p) along(p);
       const int pairs = step + 1 == s.steps ? s.last_pairs : kGroup / 2;
       for (int o = 0; o < kOutputs; ++o) {
         const std::uint16_t* w = s.w + (step & s.w_ring) * s.w_stride + o * kGroup;

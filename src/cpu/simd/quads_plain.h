@@ -69,7 +69,8 @@ struct QuadsPlain {
     auto* sums = reinterpret_cast<std::int32_t*>(s.sums);
     if (s.first) std::memset(sums, 0, sizeof(std::int32_t) * kOutputs * kPanelTokens);
     for (std::int32_t step = 0; step < s.steps; ++step) {
-      for (int p = 0; p < kGroup / 2 && work.any(step); ++p) work(step, p);
+      const auto along = work.at(step);
+      for (int p = 0; p < kGroup / 2 && along.any(); ++p) along(p);
       const int lines = step + 1 == s.steps ? s.last_pairs : kGroup / 2;
       for (int o = 0; o < kOutputs; ++o) {
         const auto* w = reinterpret_cast<const std::int8_t*>(s.w + step * s.w_stride + o * kGroup);
