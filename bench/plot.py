@@ -1,8 +1,8 @@
 """Plots and Markdown tables from a results file of bench/run.py.
 
 ``python bench/plot.py bench/results/MACHINE/DATE-COMMIT.csv`` writes PNGs into docs/performance/;
-with ``--markdown`` it prints tables instead, with ``--write docs/performance_tables.md`` it puts them into that
-page, between the marks of their device.
+with ``--markdown`` it prints tables instead, with ``--write docs/performance_tables.md`` it puts them
+into that page, between the marks of their device.
 """
 
 from __future__ import annotations
