@@ -1,8 +1,9 @@
 // Prints what this machine's cores reach in float32 fused multiply-adds: the roof over every product. Or in
 // int8 with sums in int32 (tdpbssd on AMX, else vpdpbusd), in bf16 (tdpbf16ps, else vdpbf16ps), or in reading
-// so many MB over and over, shared by the threads: from the cache that holds them.
-//   usage: rarefy_peak [threads] [seconds] [f32|bf16|int8|MB]   →   {"isa": "avx512", "threads": 2, "gflops":
-//   512.3}
+// so many MB over and over, shared by the threads: from the cache that holds them. With `avx2` or `avx_vnni`
+// at the end what a processor could do that had no more than that.
+//   usage: rarefy_peak [threads] [seconds] [f32|bf16|int8|MB] [avx2|avx_vnni]
+//     →  {"isa": "avx512", "threads": 2, "gflops": 512.3}
 // Each thread runs independent chains in registers, long enough to hide the latency; the best of many
 // rounds of all threads counts, so that what other processes take away is left out.
 #include <algorithm>
@@ -68,6 +69,53 @@ __attribute__((target("avx2,fma"))) float run_avx2() {
     for (__m256& s : sum) s = _mm256_fmadd_ps(s, a, b);
   }
   for (int c = 1; c < kChains; ++c) sum[0] = _mm256_add_ps(sum[0], sum[c]);
+  return _mm256_cvtss_f32(sum[0]);
+}
+
+// Four products of bytes to one int32 without vpdpbusd.
+__attribute__((target("avx2"))) float run_avx2_int8() {
+  __m256i sum[kChains];
+  __m256i x = _mm256_set1_epi8(3), ones = _mm256_set1_epi16(1);
+  for (__m256i& s : sum) s = x;
+  for (int i = 0; i < kSteps; ++i) {
+#pragma GCC unroll 12
+    for (__m256i& s : sum) {
+      __asm__ volatile("" : "+x"(x));  // or products that are always the same would leave the loop
+      s = _mm256_add_epi32(s, _mm256_madd_epi16(_mm256_maddubs_epi16(x, x), ones));
+    }
+  }
+  for (int c = 1; c < kChains; ++c) sum[0] = _mm256_add_epi32(sum[0], sum[c]);
+  return static_cast<float>(_mm256_extract_epi32(sum[0], 0));
+}
+
+// By name: compilers learned its intrinsic late.
+__attribute__((target("avx2"))) float run_avx_vnni() {
+  __m256i sum[kChains];
+  const __m256i a = _mm256_set1_epi8(3), b = _mm256_set1_epi8(-1);
+  for (__m256i& s : sum) s = a;
+  for (int i = 0; i < kSteps; ++i) {
+#pragma GCC unroll 12
+    for (__m256i& s : sum) {
+      __m256i next = s;  // else the sums would go through memory
+      __asm__("%{vex%} vpdpbusd %2, %1, %0" : "+x"(next) : "x"(a), "x"(b));
+      s = next;
+    }
+  }
+  for (int c = 1; c < kChains; ++c) sum[0] = _mm256_add_epi32(sum[0], sum[c]);
+  return static_cast<float>(_mm256_extract_epi32(sum[0], 0));
+}
+
+__attribute__((target("avx2"))) float read_avx2() {
+  __m256 sum[8];
+  for (__m256& s : sum) s = _mm256_setzero_ps();
+  for (std::size_t i = 0; i < value_count; i += 64) {
+#pragma GCC unroll 8
+    for (std::size_t j = 0; j < 8; ++j) {
+      if (j % 2 == 0) __builtin_prefetch(values + i + j * 8 + 1024);
+      sum[j] = _mm256_add_ps(sum[j], _mm256_loadu_ps(values + i + j * 8));
+    }
+  }
+  for (int j = 1; j < 8; ++j) sum[0] = _mm256_add_ps(sum[0], sum[j]);
   return _mm256_cvtss_f32(sum[0]);
 }
 
@@ -158,9 +206,13 @@ bool has_amx() {
 }
 #endif
 
+bool avx2_alone = false, with_vnni = false;  // no AVX-512; but vpdpbusd of AVX-VNNI
+
 Isa best_int8() {
 #if defined(__x86_64__)
   __builtin_cpu_init();
+  if (with_vnni) return {"avx_vnni", 32 * 2.0 * kChains * kSteps, run_avx_vnni};
+  if (avx2_alone) return {"avx2", 32 * 2.0 * kChains * kSteps, run_avx2_int8};
   if (has_amx()) return {"amx_int8", 4.0 * 2 * 16 * 16 * 64 * kSteps, run_amx<true>};
   if (__builtin_cpu_supports("avx512vnni")) return {"avx512_vnni", 64 * 2.0 * kChains * kSteps, run_vnni};
 #endif
@@ -170,6 +222,7 @@ Isa best_int8() {
 Isa best_bf16() {
 #if defined(__x86_64__)
   __builtin_cpu_init();
+  if (avx2_alone) return {"avx2", 8 * 2.0 * kChains * kSteps, run_avx2};  // bf16 becomes f32
   if (has_amx()) return {"amx_bf16", 4.0 * 2 * 16 * 16 * 32 * kSteps, run_amx<false>};
   if (__builtin_cpu_supports("avx512bf16")) return {"avx512_bf16", 32 * 2.0 * kChains * kSteps, run_bf16};
 #endif
@@ -181,7 +234,8 @@ Isa best_read(std::size_t count) {
   const double bytes = 4.0 * static_cast<double>(count);
 #if defined(__x86_64__)
   __builtin_cpu_init();
-  if (__builtin_cpu_supports("avx512f")) return {"avx512_read", bytes, read_avx512};
+  if (__builtin_cpu_supports("avx512f") && !avx2_alone) return {"avx512_read", bytes, read_avx512};
+  if (__builtin_cpu_supports("avx2")) return {"avx2_read", bytes, read_avx2};
 #endif
   return {"read", bytes, read_scalar};
 }
@@ -190,7 +244,7 @@ Isa best_isa() {
   constexpr double per_lane = 2.0 * kChains * kSteps;
 #if defined(__x86_64__)
   __builtin_cpu_init();
-  if (__builtin_cpu_supports("avx512f")) return {"avx512", 16 * per_lane, run_avx512};
+  if (__builtin_cpu_supports("avx512f") && !avx2_alone) return {"avx512", 16 * per_lane, run_avx512};
   if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"))
     return {"avx2", 8 * per_lane, run_avx2};
 #endif
@@ -250,9 +304,11 @@ int main(int argc, char** argv) {
   const char* dtype = argc > 3 ? argv[3] : "f32";
   const auto is = [&](const char* name) { return std::strcmp(dtype, name) == 0; };
   const double megabytes = std::atof(dtype);
-  if (threads < 1 || threads > 4096 || !(seconds > 0) || megabytes > 4096 ||
+  with_vnni = argc > 4 && std::strcmp(argv[4], "avx_vnni") == 0;
+  avx2_alone = with_vnni || (argc > 4 && std::strcmp(argv[4], "avx2") == 0);
+  if (threads < 1 || threads > 4096 || !(seconds > 0) || megabytes > 4096 || (argc > 4 && !avx2_alone) ||
       (!is("f32") && !is("bf16") && !is("int8") && !(megabytes > 0))) {
-    std::fprintf(stderr, "usage: rarefy_peak [threads] [seconds] [f32|bf16|int8|MB]\n");
+    std::fprintf(stderr, "usage: rarefy_peak [threads] [seconds] [f32|bf16|int8|MB] [avx2|avx_vnni]\n");
     return 2;
   }
   const auto count = static_cast<std::size_t>(megabytes * 1e6 / 4 / threads) / 128 * 128;  // of a thread

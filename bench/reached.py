@@ -3,11 +3,16 @@
 python bench/reached.py                          # one thread; make bench runs it last
 python bench/reached.py --threads 16 --csv FILE  # and its rows as a file
 python bench/reached.py --only bf16              # rows whose text holds this
+python bench/reached.py --isa avx2               # as if the processor had no more; torch, too
+python bench/reached.py --isa avx_vnni           # with its vpdpbusd: int8 alone, all else is the same
 
 Everything goes through PyTorch: row-major X in, row-major Y out, with bias. Shares are of rarefy_peak's
 ceilings in the row's dtype (reading: of as many bytes as W has with its indices), speed-ups over torch's
 layer, in turns; 5 to 31 tokens are compared with the line between what 4 and 32 take. One thread's time is
 the processor's; with more it is the wall's. A row's figure is from the best turn of each.
+
+--isa: ATen and oneDNN obey their variables. MKL takes kernels of AVX2 for processors of AMD whatever its own
+says; FBGEMM, which multiplies torch's dynamic int8, has none, so that oneDNN does that here.
 """
 
 from __future__ import annotations
@@ -15,6 +20,7 @@ from __future__ import annotations
 import argparse
 import csv
 import json
+import os
 import subprocess
 import sys
 import time
@@ -33,10 +39,13 @@ from run import cpu_name, git_commit
 ROOT = Path(__file__).resolve().parent.parent
 SIZE = (768, 3072)  # in, out
 OTHERS = ((3072, 768), (1024, 4096), (4096, 4096), (4096, 11008), (1000, 777))
-BF16, F32 = torch.bfloat16, torch.float32
-NAMES = {BF16: "bf16", F32: "f32"}
+BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
+NAMES = {BF16: "bf16", F16: "f16", F32: "f32"}
 Calls = dict[str, Callable[[], object]]
 COLUMNS = ("case", "unit", "reached", "required", "verdict", "sparse_ms", "dense_ms", "ceiling")
+# What restricts torch's libraries to AVX2; read when they are loaded.
+AVX2 = {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2", "MKL_ENABLE_INSTRUCTIONS": "AVX2"}
+RESTRICTED = {"avx2": AVX2, "avx_vnni": AVX2 | {"ONEDNN_MAX_CPU_ISA": "AVX2_VNNI"}}
 MACHINE = ("machine", "threads", "date", "commit", "torch", "command")
 
 
@@ -156,17 +165,20 @@ def gradients(
 
 def rows(isa_bf16: str, isa_int8: str) -> Iterator[Row]:
     """Everything that is asked, each made when its turn comes."""
+    avx2 = isa_bf16 == "avx2"
+    less = 0.05 if avx2 else 0
     for density, share in ((0.5, 0.9), (0.25, 0.9), (0.1, 0.9), (0.05, 0.8)):
+        share = round(share - less, 2)
         for block in ("4x1", "8x8", "16x1", "32x1", "32x32"):
             yield linear(f"block:{block}@{density}", 512, share=share, of="f32")
-    yield linear("block:16x1@0.5", 32, share=0.8, of="f32")
+    yield linear("block:16x1@0.5", 32, share=round(0.8 - less, 2), of="f32")
     for size in OTHERS:
-        yield linear("block:32x1@0.25", 512, size=size, share=0.9, of="f32")
+        yield linear("block:32x1@0.25", 512, size=size, share=round(0.9 - less, 2), of="f32")
     for block in ("4x1", "32x32"):
-        yield linear(f"block:{block}@0.25", 512, share=0.9, of="f32", skewed=True)
+        yield linear(f"block:{block}@0.25", 512, share=round(0.9 - less, 2), of="f32", skewed=True)
     for block in ("1x1", "1x16", "2x2"):
         spec = "csr@0.35" if block == "1x1" else f"block:{block}@0.35"
-        yield linear(spec, 512, share=0.5, of="f32")
+        yield linear(spec, 512, share=round(0.5 - less, 2), of="f32")
         yield linear(spec, 512, speedup=1.0)
     if isa_bf16 == "amx_bf16":
         for density, speedup in ((0.5, 1.8), (0.25, 3.3), (0.1, 5.5)):
@@ -178,18 +190,26 @@ def rows(isa_bf16: str, isa_int8: str) -> Iterator[Row]:
         for block in ("4x1", "16x16", "32x1", "32x32"):
             yield linear(f"block:{block}@0.5", 512, BF16, speedup=1.7)
             yield linear(f"block:{block}@0.5", 512, BF16, share=0.85, of="bf16")
-    wanted = 5 if isa_bf16 == "amx_bf16" else 3
+    elif avx2:
+        for dtype in (BF16, F16):
+            for block in ("4x1", "16x16", "32x1", "32x32"):
+                yield linear(f"block:{block}@0.5", 512, dtype, speedup=1.0)
+                yield linear(f"block:{block}@0.5", 512, dtype, share=0.8, of="f32")
+    wanted = 5 if isa_bf16 == "amx_bf16" else 1 if avx2 else 3
     for block in ("32x1", "32x32"):
         yield linear(f"block:{block}@0.5:bf16x", 512, speedup=wanted)
     for block in ("4x1", "16x16", "32x1", "32x32"):
         yield linear(f"block:{block}@0.5:int8", 512, speedup=1.0, rival="int8")
-        share = 0.8 if isa_int8 == "amx_int8" else 0.85
+        share = 0.8 if isa_int8 == "amx_int8" else round(0.85 - less, 2)
         yield linear(f"block:{block}@0.5:int8", 512, share=share, of="int8")
     for size in ((768, 768), SIZE, (4096, 11008)):
         for spec, dtype in (("block:16x1@0.5", F32), ("block:16x16@0.5", F32), ("block:4x1@0.5", F32),
                             ("block:16x16@0.5", BF16), ("block:32x32@0.5:int8", F32)):  # fmt: skip
             for tokens in (1, 4):
                 yield linear(spec, tokens, dtype, size, reading=0.9)
+                if avx2:
+                    rival = {"rival": "int8"} if "int8" in spec else {}
+                    yield linear(spec, tokens, dtype, size, speedup=1.0, **rival)
     for spec, dtype in (("block:32x1@0.5", F32), ("block:32x1@0.5", BF16), ("block:32x1@0.5:int8", F32)):
         for tokens in (5, 8, 15, 24):
             yield between(spec, tokens, dtype)
@@ -197,7 +217,7 @@ def rows(isa_bf16: str, isa_int8: str) -> Iterator[Row]:
         yield linear(spec, 1, size=(4096, 11008), speedup=1.7)
     for spec in ("block:32x1@0.5", "block:32x32@0.5"):
         for dtype in (F32, BF16) if isa_bf16 != "none" else (F32,):
-            yield from gradients(spec, 0.5, dtype, 0.85, 0.6)
+            yield from gradients(spec, 0.5, dtype, round(0.85 - less, 2), 0.6)
     if isa_bf16 == "amx_bf16":
         for density, speedup in ((0.5, 2.2), (0.25, 3.6)):
             yield chain(f"block:32x1@{density}", speedup)
@@ -221,6 +241,7 @@ def arguments(doc: str) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--only", default="")
     parser.add_argument("--csv", type=Path)
+    parser.add_argument("--isa", choices=("best", *RESTRICTED), default="best")
     parser.add_argument("--peak", type=Path, default=ROOT / "build/release/bench/rarefy_peak")
     return parser.parse_args()
 
@@ -228,13 +249,25 @@ def arguments(doc: str) -> argparse.Namespace:
 def measured_ceiling(args: argparse.Namespace, what: str) -> tuple[str, float]:
     """The instruction set and what rarefy_peak measures with it: FLOP/s, or bytes/s of so many MB."""
     command = [args.peak.resolve(), str(args.threads), "0.2", what]
+    if args.isa in RESTRICTED:
+        command.append(args.isa)
     out = json.loads(subprocess.check_output(command, text=True))
     return out["isa"], out["gflops"] * 1e9
+
+
+def restrict(isa: str) -> None:
+    """Kernels of Rarefy and of torch, whose libraries read variables once: then the program starts anew."""
+    if RESTRICTED[isa].items() - os.environ.items():
+        os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], os.environ | RESTRICTED[isa])
+    rarefy.force_impl(f"cpu:{isa}")
+    torch.backends.quantized.engine = "onednn"
 
 
 def main() -> None:
     """Prints a line a row, and how many reach what is required."""
     args = arguments(__doc__)
+    if args.isa in RESTRICTED:
+        restrict(args.isa)
     torch.set_num_threads(args.threads)
 
     @cache
@@ -246,7 +279,7 @@ def main() -> None:
         print(f"ceiling {what}: {ceiling(what)[1] / 1e9:.0f} GFLOP/s ({ceiling(what)[0]})")
     written = []
     for row in rows(ceiling("bf16")[0], ceiling("int8")[0]):
-        if args.only in f"{row.case} {row.unit}":
+        if args.only in f"{row.case} {row.unit}" and (args.isa != "avx_vnni" or ":int8" in row.case):
             written.append(one(row, args, ceiling))
             line = "{case:58} {reached:6} {unit}, required {required}{verdict}"
             print(line.format(**written[-1]), flush=True)

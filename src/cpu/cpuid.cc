@@ -34,6 +34,10 @@ void add_x86(Machine& m) {
                       __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
   m.vector_bits = avx512 ? 512 : avx2 ? 256 : 128;
   if (avx2) m.features.emplace_back("avx2");
+  constexpr unsigned kAvxVnni = 1U << 4;  // of leaf 7, 1
+  if (avx2 && __get_cpuid_count(7, 1, &eax, &ebx, &ecx, &edx) != 0 && (eax & kAvxVnni) != 0) {
+    m.features.emplace_back("avx_vnni");
+  }
   if (avx512) m.features.emplace_back("avx512");
   if (avx512 && __builtin_cpu_supports("avx512vnni")) m.features.emplace_back("avx512_vnni");
   if (avx512 && __builtin_cpu_supports("avx512bf16")) {

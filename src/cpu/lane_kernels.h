@@ -288,12 +288,23 @@ void lane_tokens(const LaneProduct& t, std::int32_t row, Work work) {
   }
 }
 
-// Two vectors of outputs at a time share what is broadcast; the accumulators fill the registers.
+// Two vectors of outputs at a time share what is broadcast; the accumulators fill the registers. Or one,
+// where a product needs some of these itself.
+template <class E>
+consteval int lane_vectors() {
+  if constexpr (requires { E::kVectors; }) return E::kVectors;
+  return 2;
+}
 template <class E, Storage kStorage, bool kPermuted, class Work>
 void lane_outputs(const LaneProduct& t, Work work) {
   constexpr int w = E::Isa::kWidth;
   constexpr bool kMany = E::Isa::kRegisters >= 32;
   std::int32_t row = 0;
+  if constexpr (lane_vectors<E>() == 1) {
+    lane_tokens<E, kStorage, kPermuted, 1, 8>(t, 0, work);
+    for (row = w; row < t.rows; row += w) lane_tokens<E, kStorage, kPermuted, 1, 8>(t, row, NoLaneWork{});
+    return;
+  }
   for (; row + 2 * w <= t.rows; row += 2 * w) {
     if (row == 0) {
       lane_tokens<E, kStorage, kPermuted, 2, kMany ? 12 : 6>(t, row, work);

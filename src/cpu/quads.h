@@ -111,6 +111,7 @@ struct QuadKernels {
 extern const QuadKernels kQuadsScalar;
 #if defined(__x86_64__)
 extern const QuadKernels kQuadsAvx2;
+extern const QuadKernels kQuadsAvxVnni;
 extern const QuadKernels kQuadsVnni;
 extern const QuadKernels kQuadsVnniRows;
 extern const QuadKernels kQuadsAmx;

@@ -390,6 +390,7 @@ constexpr std::string_view kAny;
 #if defined(__x86_64__)
 constexpr std::string_view kHasAvx512 = "avx512";
 constexpr std::string_view kHasAvx2 = "avx2";
+constexpr std::string_view kHasAvxVnni = "avx_vnni";
 constexpr std::string_view kHasAmx = "amx_bf16";
 constexpr std::string_view kHasBf16 = "avx512_bf16_fast";
 constexpr std::string_view kHasVnni = "avx512_vnni";
@@ -412,7 +413,8 @@ void register_cpu(Registry& registry) {
   add_quads<cpu::kQuadsAmx, kHasAmxInt8>(registry, "amx_linear_int8", "quads");
   add_quads<cpu::kQuadsVnniRows, kHasVnni>(registry, "avx512_linear_int8_rows", "quad_rows");
   add_quads<cpu::kQuadsVnni, kHasVnni>(registry, "avx512_linear_int8", "quad_lanes");
-  add_quads<cpu::kQuadsAvx2, kHasAvx2>(registry, "avx2_linear_int8", "quads");
+  add_quads<cpu::kQuadsAvxVnni, kHasAvxVnni>(registry, "avx_vnni_linear_int8", "quad_eights");
+  add_quads<cpu::kQuadsAvx2, kHasAvx2>(registry, "avx2_linear_int8", "quad_eights");
   add_few<cpu::kFewBf16, kHasBf16>(registry, "avx512_bf16_linear_few");
   add_windows<cpu::kFewAvx512, kHasAvx512>(registry, "avx512_linear_windows");
   add_few<cpu::kFewAvx512, kHasAvx512>(registry, "avx512_linear_few");

@@ -452,6 +452,24 @@ TEST_P(Int8Test, TinyAndHugeTokens) {
   expect_linear(small, GetParam().scaling, got);
 }
 
+// The largest products of all, next to one another: sums of 16 bits on the way, where an instruction set has
+// no others, must hold them.
+TEST_P(Int8Test, NoSumSaturates) {
+  const Force force(GetParam().family);
+  for (const std::int64_t m : {1, 4, 8, 16, 40}) {
+    for (const std::int64_t cols : {1, 4, 64}) {
+      for (const int w : {-128, -127, 127}) {
+        Layer layer({m, 32, 128, 16, cols, 1.0, DType::f32, true, 0});
+        std::fill(layer.values.begin(), layer.values.end(), static_cast<std::int8_t>(w));
+        for (std::size_t i = 0; i < layer.x.size(); ++i) layer.x[i] = i / 128 % 2 == 0 ? 127 : -127;
+        LinearRun run(layer, GetParam().scaling);
+        expect_ok(run.linear());
+        expect_linear(layer, GetParam().scaling, run.y());
+      }
+    }
+  }
+}
+
 TEST_P(Int8Test, EveryConfigurationComputesTheSame) {
   if (GetParam().scaling != Scaling::dynamic || GetParam().family == "ref") return;
   ThreadPool pool(3);

@@ -31,7 +31,7 @@ std::map<std::string, std::string> not_run() {
     if (known == missing.end() || reason.empty()) missing[family] = reason;
   }
   for (const char* family :
-       {"cpu:amx", "cpu:avx512_bf16", "cpu:avx512", "cpu:avx2", "cpu:neon", "cuda:sm90"}) {
+       {"cpu:amx", "cpu:avx512_bf16", "cpu:avx512", "cpu:avx_vnni", "cpu:avx2", "cpu:neon", "cuda:sm90"}) {
     missing.try_emplace(family, "not in this build");
   }
   std::erase_if(missing, [](const auto& entry) { return entry.second.empty(); });

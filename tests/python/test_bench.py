@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+
+import rarefy
 
 BENCH = Path(__file__).resolve().parents[2] / "bench"
 sys.path.insert(0, str(BENCH))
@@ -160,6 +163,30 @@ def test_reached_with_nothing_to_measure_writes_a_head_alone(tmp_path, monkeypat
     rows, columns, text = reached_with(tmp_path, monkeypatch, capsys, "--only", "no such row")
     assert rows == [] and columns[:2] == ["case", "unit"] and columns[-1] == "command"
     assert "0 of 0 rows" in text
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_reached_as_on_a_processor_with_avx2_alone(tmp_path, monkeypatch, capsys):
+    asked = {f"{row.case} {row.unit}": row.required for row in reached.rows("avx2", "avx2")}
+    assert asked["f32 768→3072 block:4x1@0.5, M = 512 of f32"] == 0.85
+    monkeypatch.setattr(reached, "rows", lambda *_: [])
+    begun = {}
+    monkeypatch.setattr(os, "execve", lambda program, words, env: begun.update(env))
+    monkeypatch.setattr(reached.torch.backends.quantized, "engine", "onednn")  # put back at the end
+    for name in reached.AVX2:
+        monkeypatch.delenv(name, raising=False)
+    if "avx2" not in rarefy.backend_info()["machine"]:
+        pytest.skip("has no AVX2")
+    try:
+        reached_with(tmp_path, monkeypatch, capsys, "--isa", "avx2")
+        assert begun.items() >= reached.AVX2.items()  # anew, with what torch's libraries read
+        begun.clear()
+        for name, value in reached.AVX2.items():
+            monkeypatch.setenv(name, value)
+        reached_with(tmp_path, monkeypatch, capsys, "--isa", "avx2")
+        assert not begun and rarefy.backend_info()["forced_impl"] == "cpu:avx2"
+    finally:
+        rarefy.force_impl("")
 
 
 def small_rows():

@@ -3,6 +3,42 @@
 
 namespace rarefy::cpu {
 
-const QuadKernels kQuadsAvx2 = quad_table<Avx2Quads>("avx2");
+namespace {
+
+void none() {}
+
+template <class E>
+void multiply_panel(const LaneProduct& t) {
+  if (t.next.half) return multiply_gathering<HalfLanes<E>>(t);
+  multiply_gathering<E>(t);
+}
+
+template <class E, bool kUnsigned, int kTokens>
+constexpr QuadFew kFew = {kTokens, Avx2FewQuads<kUnsigned, kTokens>::pack,
+                          multiply_gathering<FewLanes<E, kTokens>>};
+
+template <class E, bool kUnsigned>
+constexpr QuadKernels table(const char* family, double tile_cycles) {
+  return {family,
+          tile_cycles,
+          Avx2::kWidth,
+          Avx2::kWidth,
+          kPanelTokens,
+          true,
+          nullptr,
+          none,
+          none,
+          pack_quads<Avx2Quads<kUnsigned>>,
+          nullptr,
+          nullptr,
+          multiply_panel<E>,
+          nullptr,
+          {kFew<E, kUnsigned, 4>, kFew<E, kUnsigned, 8>}};
+}
+
+}  // namespace
+
+const QuadKernels kQuadsAvx2 = table<Avx2QuadLanes, false>("avx2", 1300);
+const QuadKernels kQuadsAvxVnni = table<AvxVnniLanes, true>("avx_vnni", 650);
 
 }  // namespace rarefy::cpu

@@ -6,7 +6,7 @@ namespace rarefy::cpu {
 
 namespace {
 
-struct Plain : QuadsPlain<Plain, Scalar> {
+struct Plain : QuadsPlain<Scalar> {
   static constexpr int kRows = 32, kLeast = kTileRows;
   static constexpr double kTileCycles = 20000;
 };

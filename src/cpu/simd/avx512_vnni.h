@@ -6,34 +6,15 @@
 #include "cpu/simd/avx512_half.h"
 #include "cpu/simd/avx512_quads.h"
 #include "cpu/simd/few_quads.h"
+#include "cpu/simd/quad_lanes.h"
 
 namespace rarefy::cpu {
-
-struct Avx512VnniLanes;
-
-// 32 tokens, or the first 16 of them.
-template <bool kHalf>
-struct Avx512PanelTokens {
-  static constexpr std::int32_t kFeatures = kQuad;
-  static void put(const LaneGather& t, std::int32_t line, const std::uint32_t* offsets) {
-    interleave_quad<kHalf>(t.panel, offsets, t.to + kPairLine * line);
-  }
-};
-
-// Up to 4 or 8, where a feature is as many bytes.
-template <int kTokens>
-struct Avx512FewTokens {
-  static constexpr std::int32_t kFeatures = kQuad;
-  static void put(const LaneGather& t, std::int32_t line, const std::uint32_t* offsets) {
-    FewQuads<Avx512VnniLanes, kTokens>::line(t.panel, offsets, t.to + kTokens * kQuad / 2 * line);
-  }
-};
 
 struct Avx512VnniLanes {
   using Isa = Avx512;
   using Sum = __m512i;
   using Vector = __m512i;
-  using Gather = GatherLanes<Avx512PanelTokens<false>>;
+  using Gather = GatherLanes<PanelTokens<Avx512, false>>;
   static constexpr bool kParts = false, kRounds = false;
   static constexpr std::int32_t kLine = kLaneTokens * 4;
 
@@ -85,30 +66,9 @@ struct Avx512VnniLanes {
 };
 
 // The same on half a vector: two of these instructions a cycle do what one does on a whole.
-struct Avx512VnniHalfLanes {
-  using Isa = Avx512Half;
-  using Sum = __m256i;
+struct Avx512VnniHalfLanes : EightQuads<Avx512Half, true> {
   using Vector = __m256i;
-  using Gather = GatherLanes<Avx512PanelTokens<false>>;
-  static constexpr bool kParts = false, kRounds = false;
-  static constexpr std::int32_t kLine = kLaneTokens * 4;
 
-  static Sum* at(const LaneProduct& t, int token, int o) {
-    return reinterpret_cast<Sum*>(Avx512VnniLanes::at(t, token, o));
-  }
-  static Sum start(const LaneProduct& t, int token, int o) {
-    if (!t.first) return _mm256_loadu_si256(at(t, token, o));
-    const auto* totals = reinterpret_cast<const __m256i*>(t.totals + o);
-    return _mm256_sub_epi32(_mm256_setzero_si256(), _mm256_slli_epi32(_mm256_loadu_si256(totals), 7));
-  }
-  static void keep(const LaneProduct& t, int token, int o, Sum sum) {
-    _mm256_storeu_si256(at(t, token, o), sum);
-  }
-  static Vector broadcast(const char* x) {
-    std::int32_t four;
-    __builtin_memcpy(&four, x, sizeof(four));
-    return _mm256_set1_epi32(four);
-  }
   template <Storage kStorage>
   static Vector weights(const char* w) {
     return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(w));
@@ -117,39 +77,6 @@ struct Avx512VnniHalfLanes {
     __asm__("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(x), "v"(w));
     return sum;
   }
-
-  static Sum add(Sum a, Sum b) { return _mm256_add_epi32(a, b); }
-
-  template <int Vectors>
-  struct Finish {
-    const float* tokens;
-    __m256 scales[Vectors], start[Vectors];
-
-    Finish(const LaneProduct& t, std::int32_t first, std::int32_t row) : tokens(t.token_scales + first) {
-#pragma GCC unroll 2
-      for (int v = 0; v < Vectors; ++v) {
-        scales[v] = _mm256_loadu_ps(t.scales + row + v * Isa::kWidth);
-        start[v] = _mm256_loadu_ps(t.start + row + v * Isa::kWidth);
-      }
-    }
-    __m256 operator()(Sum sum, int m, int v) const {
-      const __m256 scaled = _mm256_mul_ps(_mm256_cvtepi32_ps(sum), scales[v]);
-      return _mm256_fmadd_ps(scaled, _mm256_set1_ps(tokens[m]), start[v]);
-    }
-  };
-};
-
-// Either of them on lines of 4 or 8 tokens.
-template <class E, int kTokens>
-struct FewLanes : E {
-  using Gather = GatherLanes<Avx512FewTokens<kTokens>>;
-  static constexpr std::int32_t kLine = kQuad * kTokens;
-};
-
-// Or of panels that are half empty.
-template <class E>
-struct HalfLanes : E {
-  using Gather = GatherLanes<Avx512PanelTokens<true>>;
 };
 
 }  // namespace rarefy::cpu

@@ -20,26 +20,6 @@ struct FewQuads {
     pack_of<float>(t);
   }
 
-  // Where a feature, or a line of four, lies in the panel; offsets are made for those of 32 tokens.
-  static const std::uint8_t* place(const std::uint16_t* panel, std::uint32_t offset) {
-    return reinterpret_cast<const std::uint8_t*>(panel) + offset / (kPanelTokens / 2) * kTokens;
-  }
-  // The line of four columns.
-  static void line(const std::uint16_t* panel, const std::uint32_t* offsets, void* to) {
-    const auto feature = [&](int i) {
-      const std::uint8_t* at = place(panel, offsets[i]);
-      if constexpr (kTokens == 8) return _mm_loadl_epi64(reinterpret_cast<const __m128i*>(at));
-      std::int32_t four;
-      __builtin_memcpy(&four, at, sizeof(four));
-      return _mm_cvtsi32_si128(four);
-    };
-    const __m128i ab = _mm_unpacklo_epi8(feature(0), feature(1));
-    const __m128i cd = _mm_unpacklo_epi8(feature(2), feature(3));
-    auto* out = static_cast<__m128i*>(to);
-    _mm_storeu_si128(out, _mm_unpacklo_epi16(ab, cd));
-    if constexpr (kTokens == 8) _mm_storeu_si128(out + 1, _mm_unpackhi_epi16(ab, cd));
-  }
-
   // The outputs of one block row: `blocks` groups with `run` offsets each, whose bytes go to `next.to`.
   static void multiply(const LaneProduct& t) {
     auto* x = reinterpret_cast<std::uint8_t*>(t.next.to);
@@ -121,11 +101,11 @@ struct FewQuads {
             return _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
           };
           if (t.run == kQuadGroup) {
-            line(t.next.panel, offset + kQuad * at, four + i);
+            interleave_few<kTokens>(t.next.panel, offset + kQuad * at, four + i);
             continue;
           }
-          four[i] = t.run == kGroup / 2 ? there(place(t.next.panel, offset[at]))
-                                        : there(place(t.next.panel, *offset) + 16 * at);
+          four[i] = t.run == kGroup / 2 ? there(few_quads_at<kTokens>(t.next.panel, offset[at]))
+                                        : there(few_quads_at<kTokens>(t.next.panel, *offset) + 16 * at);
         }
         const __m512i low = _mm512_inserti32x4(_mm512_castsi128_si512(four[0]), four[1], 1);
         const __m512i all = _mm512_inserti32x4(_mm512_inserti32x4(low, four[2], 2), four[3], 3);

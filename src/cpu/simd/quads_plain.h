@@ -1,5 +1,5 @@
-// Products in int8 over a trait of floats (Scalar, Avx2): rounding and scaling in vectors, the rest element
-// by element. `Self` is the engine itself, which may do parts in its own way.
+// Products in int8 over a trait of floats (Scalar): rounding and scaling in vectors, the rest element by
+// element.
 #pragma once
 
 #include <cstring>
@@ -8,7 +8,7 @@
 
 namespace rarefy::cpu {
 
-template <class Self, class I>
+template <class I>
 struct QuadsPlain {
   static constexpr int kFeatures = 4, kTokens = kPanelTokens;
   static constexpr int kEarly = 1;
@@ -16,9 +16,6 @@ struct QuadsPlain {
 
   static void enter() {}
   static void leave() {}
-
-  // Where a token lies in a feature's 32 bytes.
-  static constexpr int position(int token) { return token; }
 
   static std::uint32_t bits_of(const float* x) {
     std::uint32_t bits;
@@ -48,8 +45,7 @@ struct QuadsPlain {
         I::store(rounded + k, I::round(I::mul(load(x + m * stride + k), I::set1(inverse[m]))));
       }
       for (int k = 0; k < kQuadGroup; ++k) {
-        const int at =
-            quads ? k / kQuad * kQuadLine + m * kQuad + k % kQuad : k * kPanelTokens + Self::position(m);
+        const int at = quads ? k / kQuad * kQuadLine + m * kQuad + k % kQuad : k * kPanelTokens + m;
         panel[at] = static_cast<std::uint8_t>(static_cast<std::int32_t>(rounded[k]));
       }
     }
