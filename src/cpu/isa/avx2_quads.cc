@@ -39,6 +39,6 @@ constexpr QuadKernels table(const char* family, double tile_cycles) {
 }  // namespace
 
 const QuadKernels kQuadsAvx2 = table<Avx2QuadLanes, false>("avx2", 1300);
-const QuadKernels kQuadsAvxVnni = table<AvxVnniLanes, true>("avx_vnni", 650);
+const QuadKernels kQuadsAvxVnni = table<Avx2VnniLanes, true>("avx_vnni", 650);
 
 }  // namespace rarefy::cpu

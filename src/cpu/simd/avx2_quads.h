@@ -29,7 +29,7 @@ struct Avx2QuadLanes : EightQuads<Avx2, false> {
 
 // vpdpbusd, which processors without AVX-512 have since 2021 (AVX-VNNI). By name, so that no other code of
 // this unit is compiled for them.
-struct AvxVnniLanes : EightQuads<Avx2, true> {
+struct Avx2VnniLanes : EightQuads<Avx2, true> {
   using Vector = __m256i;
   template <Storage kStorage>
   static Vector weights(const char* w) {
