@@ -13,6 +13,7 @@ enum class Spread : std::uint8_t {
   repeat,  // C = N divides the width: N elements of X, once for each row of the block in the vector
   group,   // R × C = Size divides the width: several entries, and each one's C = N elements of X for all its
            // rows
+  four,    // repeat of one column where X has four tokens' side by side: loaded once, spread in registers
 };
 
 // Some entries of one block row.
@@ -30,10 +31,14 @@ struct FewRow {
   bool once;          // all slices in one pass
 };
 
-// Bytes of W under way where its blocks are read from beginning to end (6 KB, enough for L3, took up to a
-// quarter longer from memory), and where x is a second stream (14 KB took 15 % longer); and the elements that
-// one pass of slices after the other goes through, while the next as many come.
-inline constexpr std::int64_t kFewAhead = 14336, kFewQuadsAhead = 6144, kFewChunk = 4 << 10;
+// Bytes of W under way where its blocks are read from beginning to end: from memory (6 KB took up to a
+// quarter longer), from caches (14 KB take 4 to 12 % longer), and where x is a second stream (14 KB took 15 %
+// longer). The elements that one pass of slices after the other goes through, while the next as many come.
+// Indices under way: their lines come once in 16 entries, and x waits for them (L3: 10 to 20 %).
+inline constexpr std::int64_t kFewAhead = 14336, kFewNear = 4096, kFewFourAhead = 6144;
+inline constexpr std::int64_t kFewChunk = 4 << 10;
+inline constexpr std::int32_t kFewIndices = 256;
+inline constexpr std::int64_t kFewCached = 16 << 20;  // bytes of W that a last level keeps
 
 // Sums in three levels, so that their errors are no larger than those of a dense product, which has as many
 // lanes for one output as a block of 16×1 has outputs: so many vectors of W make a part, in registers; so
@@ -79,9 +84,11 @@ void few_slices(FewRow& row, int first) {
   const char* ahead = row.ahead;
   // One vector of entries, those from e on.
   const auto add = [&](auto& to, std::int32_t e) {
-    const float* x = row.x + static_cast<std::int64_t>(row.index[e]) * row.red_block;
+    const std::int64_t elements = kSpread == Spread::four ? 4 : row.red_block;
+    const float* x = row.x + static_cast<std::int64_t>(row.index[e]) * elements;
     const auto column = [&](std::int64_t c) {
       Vec<I> xv[Tokens];
+      if constexpr (kSpread == Spread::four) I::four(x, xv);
 #pragma GCC unroll 16
       for (int m = 0; m < Tokens; ++m) {
         if constexpr (kSpread == Spread::whole) xv[m] = I::load(x + m * row.x_stride + c);
@@ -116,6 +123,7 @@ void few_slices(FewRow& row, int first) {
     constexpr std::int32_t kFull = kFewPart * Sets * entries;
     const std::int32_t stop = kParts && whole - e > kFull ? e + kFull : whole;
     for (; e + Sets * entries <= stop; e += Sets * entries) {
+      if (kParts) __builtin_prefetch(row.index + e + kFewIndices);
 #pragma GCC unroll 4
       for (int i = 0; i < Sets; ++i) add(sum[i], e + i * entries);
     }
@@ -152,9 +160,8 @@ void few_slices(FewRow& row, int first) {
     if constexpr (kSpread == Spread::whole && Slices % 4 == 0) {
 #pragma GCC unroll 4
       for (int s = 0; s < Slices; s += 4) {
-        float four[4];
-        I::sum4(all_sets(s, m), all_sets(s + 1, m), all_sets(s + 2, m), all_sets(s + 3, m), four);
-        for (int i = 0; i < 4; ++i) y[first + s + i] += four[i];
+        I::add_sums(all_sets(s, m), all_sets(s + 1, m), all_sets(s + 2, m), all_sets(s + 3, m),
+                    y + first + s);
       }
       continue;
     }
@@ -167,7 +174,7 @@ void few_slices(FewRow& row, int first) {
         continue;
       }
       const Vec<I> v = I::add(I::load(total[s][m]), all_sets(s, m));
-      if constexpr (kSpread == Spread::repeat) {
+      if constexpr (kSpread == Spread::repeat || kSpread == Spread::four) {
         constexpr int rows = w / std::max(N, 1);  // of a slice
         float* to = y + static_cast<std::int64_t>(first + s) * rows;
         if constexpr (N == 1) {
@@ -220,13 +227,16 @@ void few_rows_of(const FewTask& task, std::int64_t slices) {
   const bool several = Sets == 1 && slices > I::kRegisters / 8;
   const std::int32_t most = kSpread == Spread::whole || (several && chunk < parts) ? chunk : parts;
   row.once = slices <= I::kRegisters / 2 / Tokens / Sets;
+  const std::int64_t ahead = kSpread == Spread::four              ? kFewFourAhead
+                             : task.entries * block <= kFewCached ? kFewNear
+                                                                  : kFewAhead;
   for (std::int32_t o = task.begin; o < task.end; ++o, row.y += w.out_block) {
     const std::int32_t end = task.entry_begin[o + 1];
     for (std::int32_t e = task.entry_begin[o]; e < end; e += row.count) {
       row.index = w.index + e;
       row.count = end - e < most ? end - e : most;
       row.values = static_cast<const char*>(w.values) + e * block;
-      row.ahead = row.values + (row.once ? kFewAhead : row.count * block);
+      row.ahead = row.values + (row.once ? ahead : row.count * block);
       few_row<I, kStorage, kSpread, Size, N, Sets, Tokens>(row, static_cast<int>(slices));
     }
   }
@@ -283,7 +293,7 @@ void few_quads(const FewTask& task) {
       const auto add = [&](auto& to, std::int32_t from) {
         const char* values = static_cast<const char*>(task.w.values) + from * rows * kBytes;
         const Vec<I> wv = load_as<I>(kStorage, values, 0);
-        __builtin_prefetch(values + kFewQuadsAhead);
+        __builtin_prefetch(values + kFewFourAhead);
 #pragma GCC unroll 4
         for (int i = 0; i < 4; ++i) {
           const Vec<I> xv = I::template repeat<4>(task.x + std::int64_t{task.w.index[from + i]} * 4);
@@ -295,6 +305,7 @@ void few_quads(const FewTask& task) {
       for (Vec<I>& v : total) v = I::zero();
       while (whole - e > kFewPart * Sets * 4) {
         for (const std::int32_t part = e + kFewPart * Sets * 4; e != part; e += Sets * 4) {
+          __builtin_prefetch(task.w.index + e + kFewIndices);
 #pragma GCC unroll 4
           for (int i = 0; i < Sets; ++i) add(sum[i], e + i * 4);
         }
@@ -302,6 +313,7 @@ void few_quads(const FewTask& task) {
         clear();
       }
       for (; e + Sets * 4 <= whole; e += Sets * 4) {
+        __builtin_prefetch(task.w.index + e + kFewIndices);
 #pragma GCC unroll 4
         for (int i = 0; i < Sets; ++i) add(sum[i], e + i * 4);
       }
@@ -358,7 +370,11 @@ void few_tokens(const FewTask& task) {
     default: break;
   }
   switch (task.w.red_block) {
-    case 1: return few_rows<I, kStorage, Spread::repeat, 0, 1, Tokens>(task);
+    case 1:
+      if constexpr (Tokens == 4) {
+        if (task.by_column) return few_rows<I, kStorage, Spread::four, 0, 1, Tokens>(task);
+      }
+      return few_rows<I, kStorage, Spread::repeat, 0, 1, Tokens>(task);
     case 2: return few_rows<I, kStorage, Spread::repeat, 0, 2, Tokens>(task);
     case 4: return few_rows<I, kStorage, Spread::repeat, 0, 4, Tokens>(task);
     case 8:

@@ -180,13 +180,14 @@ struct FewTaskOf {
   std::int32_t entries;             // of all of W
   const std::int32_t* entry_begin;  // indexed by output block; the next one's is the end
   std::int32_t begin, end;
-  const T* x;  // padded to whole blocks; for few_quads (few.h) [column][token]
+  const T* x;  // padded to whole blocks; of four tokens by column (few.h) [column][token]
   std::int64_t x_stride;
   std::int32_t tokens;
   T* y;  // from block `begin` on, padded to whole blocks
   std::int64_t y_stride;
   bool stream;  // W comes from memory: single elements then take x otherwise (few_singles.h)
   const std::uint16_t* columns = nullptr;  // of single elements, with room for kColumnsAhead more; or null
+  bool by_column = false;                  // x
 };
 using FewTask = FewTaskOf<float>;
 

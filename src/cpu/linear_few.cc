@@ -21,7 +21,7 @@ constexpr std::int64_t kRowOfX = 24 << 10;  // what L1 keeps of X beside the str
 struct Layout {
   std::int64_t tokens;  // that the kernels have: 1, 2 or 4
   std::int64_t lanes;   // of a row of x, padded: floats, or pairs
-  bool quads;           // x by column, four tokens side by side (few_quads)
+  bool quads;           // x by column, four tokens side by side (few_quads, Spread::four)
   std::int64_t piece;   // block rows that a task works on at once
   std::int64_t stride;  // floats of a row of sums
   std::int64_t shared, worker;
@@ -32,8 +32,9 @@ struct Layout {
     lanes = ceil_div(s.col_count() * s.block_cols, kernels.pairs ? 2 : 1);
     piece = piece_of_range(s.row_count(), split.tasks);
     stride = (piece * s.block_rows + kernels.rows.width - 1) / kernels.rows.width * kernels.rows.width;
-    const std::int64_t columns = kernels.pairs && s.block_cols == 2 ? 1 : s.block_cols;  // that lanes have
-    quads = tokens == 4 && columns == 1 && 4 * s.block_rows == kernels.rows.width;
+    const std::int64_t columns = kernels.pairs ? s.block_cols / 2 : s.block_cols;  // that lanes have
+    const bool fours = split.fours != 0 && s.block_rows % kernels.rows.width == 0;
+    quads = tokens == 4 && columns == 1 && (4 * s.block_rows == kernels.rows.width || fours);
     Room all;
     all.take<float>(tokens * lanes);
     if (quads) all.take<float>(tokens * lanes);
@@ -53,8 +54,8 @@ void to_pairs(const MatrixView& from, std::int64_t rows, std::int64_t lanes, flo
 }
 
 // Four rows to columns of four.
-void to_quads(const float* rows, std::int64_t lanes, float* to) {
-  const float *a = rows, *b = a + lanes, *c = b + lanes, *d = c + lanes;
+void to_quads(const float* rows, std::int64_t stride, std::int64_t lanes, float* to) {
+  const float *a = rows, *b = a + stride, *c = b + stride, *d = c + stride;
   for (std::int64_t k = 0; k < lanes; ++k, to += 4) {
     to[0] = a[k];
     to[1] = b[k];
@@ -63,10 +64,10 @@ void to_quads(const float* rows, std::int64_t lanes, float* to) {
   }
 }
 
-// Whether kernels read x and write y as they lie: floats in whole blocks, of as many tokens as a kernel has.
-// One thread copied x for all before, whose lines the others then fetched from its caches.
+// Whether x and y are what kernels read and write as they lie: floats in whole blocks, of as many tokens as a
+// kernel has. One thread copied x for all before, whose lines the others then fetched from its caches.
 bool reads_x(const FewKernels& kernels, const Problem& p, const Layout& layout) {
-  return !kernels.pairs && !layout.quads && p.in == DType::f32 && p.tokens == layout.tokens &&
+  return !kernels.pairs && p.in == DType::f32 && p.tokens == layout.tokens &&
          p.weight.shape.cols == layout.lanes;
 }
 bool writes_y(const Problem& p, const Layout& layout) {
@@ -139,7 +140,7 @@ Status prepare_few(const Call& call, void* to) {
   return {};
 }
 
-Config configure_few(const Problem& problem, const Machine& /*machine*/) {
+Config configure_few(const Problem& problem, const Machine& machine) {
   const BsrShape& s = problem.weight.shape;
   const auto element = static_cast<std::int64_t>(size_of(problem.weight.dtype));
   const std::int64_t bytes = s.value_count() * element + s.nnzb * kIndexBytes;
@@ -147,6 +148,8 @@ Config configure_few(const Problem& problem, const Machine& /*machine*/) {
   split.tasks = std::clamp<std::int64_t>(kTasksPerThread * problem.threads, 1,
                                          std::max<std::int64_t>(1, s.row_count()));
   const std::int64_t of_x = std::max<std::int64_t>(element, sizeof(float));
+  // Zen 5 shuffles beside its products; others broadcast from memory as fast.
+  split.fours = machine.has("avx512_bf16_fast") && starts_two(machine) ? 1 : 0;
   split.stream = s.block_size() == 1 && bytes > kCached && s.cols * of_x > kRowOfX ? 1 : 0;
   return to_config(split);
 }
@@ -173,13 +176,13 @@ Status run_linear_few(const FewKernels& kernels, const Call& call) {
     } else {
       to_float(kernels.rows, call.x, layout.tokens, layout.lanes, rows);
     }
-    if (layout.quads) {
-      auto* columns = all.take<float>(layout.tokens * layout.lanes);
-      to_quads(rows, layout.lanes, columns);
-      rows = columns;
-    }
     x = rows;
     x_stride = layout.lanes;
+  }
+  if (layout.quads) {
+    auto* columns = all.take<float>(layout.tokens * layout.lanes);
+    to_quads(x, x_stride, layout.lanes, columns);
+    x = columns;
   }
   const bool in_y = writes_y(call.problem, layout);
   const SparseOperand stored = operand(call, plan.col, nullptr, false);
@@ -206,7 +209,8 @@ Status run_linear_few(const FewKernels& kernels, const Call& call) {
     }
     kernels.multiply({w, static_cast<std::int32_t>(s.nnzb), plan.crow, begin, end, x, x_stride,
                       static_cast<std::int32_t>(layout.tokens), y, stride, split.stream != 0,
-                      is_narrow(s) ? static_cast<const std::uint16_t*>(call.derived.prepared) : nullptr});
+                      is_narrow(s) ? static_cast<const std::uint16_t*>(call.derived.prepared) : nullptr,
+                      layout.quads});
     for (std::int64_t m = 0; m < call.x.rows && !in_y; ++m) {
       kernels.rows.activate(call.activation, y + m * stride, stride);
       kernels.rows.round(storage(call.out.dtype), y + m * stride, features, at(call.out, m, first));

@@ -40,6 +40,10 @@ void check(const std::string& family, DType dtype, const Case& c) {
       return one.y().download();
     };
     const std::vector<std::byte> four = run(0, 4);
+    for (const char* fours : {"0", "1"}) {  // as on processors of both kinds
+      const Force other(family + ',' + family + "_linear_few(fours=" + fours + ')');
+      EXPECT_EQ(run(0, 4), four) << "fours=" << fours;
+    }
     const auto row = static_cast<std::ptrdiff_t>(four.size()) / 4;
     for (const std::int64_t count : {1, 2, 3}) {
       for (std::int64_t first = 0; first + count <= 4; ++first) {

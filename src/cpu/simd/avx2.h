@@ -45,11 +45,22 @@ struct Avx2 {
     _mm_storeu_ps(out, _mm_add_ps(_mm256_castps256_ps128(abcd), _mm256_extractf128_ps(abcd, 1)));
   }
 
+  // Each of four elements, in all lanes.
+  static void four(const float* p, Vec (&to)[4]) {
+    for (int m = 0; m < 4; ++m) to[m] = set1(p[m]);
+  }
   // Lanes first and first + 1, four times each.
   static Vec each_four_times(Vec v, int first) {
     const __m256i lane = _mm256_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1);
     return _mm256_permutevar8x32_ps(v, _mm256_add_epi32(lane, _mm256_set1_epi32(first)));
   }
+  // Each one's sum, to four neighbours.
+  static void add_sums(Vec a, Vec b, Vec c, Vec d, float* to) {
+    alignas(16) float four[4];
+    sum4(a, b, c, d, four);
+    _mm_storeu_ps(to, _mm_add_ps(_mm_loadu_ps(to), _mm_load_ps(four)));
+  }
+
   // The sums of each N neighbouring lanes, to the first 8 / N floats of `out`.
   template <int N>
   static void fold(Vec v, float* out) {

@@ -43,6 +43,13 @@ struct Avx512 {
     _mm_storeu_ps(out, _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1)));
   }
 
+  // Each one's sum, to four neighbours.
+  static void add_sums(Vec a, Vec b, Vec c, Vec d, float* to) {
+    alignas(16) float four[4];
+    sum4(a, b, c, d, four);
+    _mm_storeu_ps(to, _mm_add_ps(_mm_loadu_ps(to), _mm_load_ps(four)));
+  }
+
   // The sums of each N neighbouring lanes, to the first 16 / N floats of `out`.
   template <int N>
   static void fold(Vec v, float* out) {
@@ -79,6 +86,14 @@ struct Avx512 {
     if constexpr (N == 2) return _mm512_castpd_ps(_mm512_broadcastsd_pd(_mm_castsi128_pd(_mm_loadu_si64(p))));
     if constexpr (N == 4) return _mm512_broadcast_f32x4(_mm_loadu_ps(p));
     if constexpr (N == 8) return _mm512_broadcast_f32x8(_mm256_loadu_ps(p));
+  }
+  // Each of four elements, in all lanes: a load less would be a shuffle more than Zen 5 has room for.
+  static void four(const float* p, Vec (&to)[4]) {
+    const Vec v = repeat<4>(p);
+    to[0] = set1(*p);
+    to[1] = _mm512_permute_ps(v, 0x55);
+    to[2] = _mm512_permute_ps(v, 0xaa);
+    to[3] = _mm512_permute_ps(v, 0xff);
   }
   // Lanes first … first + 3, four times each.
   static Vec each_four_times(Vec v, int first) {

@@ -90,6 +90,7 @@ static void few_column_slices(const FewColumns& t, int first) {
   while (e < whole) {
     const std::int32_t stop = whole - e > kFewPart * Sets ? e + kFewPart * Sets : whole;
     for (; e + 2 * Sets <= stop; e += 2 * Sets) {
+      __builtin_prefetch(t.index + e + kFewIndices);
 #pragma GCC unroll 4
       for (int i = 0; i < Sets; ++i) add(sum[i], e + 2 * i, std::true_type{});
     }
