@@ -44,7 +44,7 @@ inline constexpr std::int64_t kTasksPerThread = 4;
 struct FewSplit {
   std::int64_t tasks = 1;   // over the block rows
   std::int64_t stream = 0;  // 1: W comes from memory
-  std::int64_t fours = 0;   // 1: vectors of one column meet x of four tokens by column
+  std::int64_t fours = 0;   // 1: x of four tokens by column for vectors of one column; W asked for late
   static constexpr std::string_view kFields[] = {"tasks", "stream", "fours"};
 };
 Reason supports_few(const FewKernels& kernels, const Problem& problem);

@@ -227,9 +227,9 @@ void few_rows_of(const FewTask& task, std::int64_t slices) {
   const bool several = Sets == 1 && slices > I::kRegisters / 8;
   const std::int32_t most = kSpread == Spread::whole || (several && chunk < parts) ? chunk : parts;
   row.once = slices <= I::kRegisters / 2 / Tokens / Sets;
-  const std::int64_t ahead = kSpread == Spread::four              ? kFewFourAhead
-                             : task.entries * block <= kFewCached ? kFewNear
-                                                                  : kFewAhead;
+  // An Intel Xeon's L3 is further away: 32×32 with 4 tokens .165 → .177 ms by kFewNear.
+  const bool near = task.near && task.entries * block <= kFewCached;
+  const std::int64_t ahead = kSpread == Spread::four ? kFewFourAhead : near ? kFewNear : kFewAhead;
   for (std::int32_t o = task.begin; o < task.end; ++o, row.y += w.out_block) {
     const std::int32_t end = task.entry_begin[o + 1];
     for (std::int32_t e = task.entry_begin[o]; e < end; e += row.count) {

@@ -188,6 +188,7 @@ struct FewTaskOf {
   bool stream;  // W comes from memory: single elements then take x otherwise (few_singles.h)
   const std::uint16_t* columns = nullptr;  // of single elements, with room for kColumnsAhead more; or null
   bool by_column = false;                  // x
+  bool near = false;                       // caches answer soon: W that they hold is asked for a little ahead
 };
 using FewTask = FewTaskOf<float>;
 

@@ -210,7 +210,7 @@ Status run_linear_few(const FewKernels& kernels, const Call& call) {
     kernels.multiply({w, static_cast<std::int32_t>(s.nnzb), plan.crow, begin, end, x, x_stride,
                       static_cast<std::int32_t>(layout.tokens), y, stride, split.stream != 0,
                       is_narrow(s) ? static_cast<const std::uint16_t*>(call.derived.prepared) : nullptr,
-                      layout.quads});
+                      layout.quads, split.fours != 0});
     for (std::int64_t m = 0; m < call.x.rows && !in_y; ++m) {
       kernels.rows.activate(call.activation, y + m * stride, stride);
       kernels.rows.round(storage(call.out.dtype), y + m * stride, features, at(call.out, m, first));
