@@ -3,7 +3,6 @@
 
 #include <gtest/gtest.h>
 
-#include <limits>
 #include <numeric>
 
 #include "core/registry.h"
@@ -11,8 +10,6 @@
 
 namespace rarefy::test {
 namespace {
-
-constexpr double kInfinity = std::numeric_limits<double>::infinity();
 
 using Words = std::vector<std::int32_t>;
 using Bits = std::vector<std::uint8_t>;

@@ -5,7 +5,6 @@
 #include <gtest/gtest.h>
 
 #include <array>
-#include <limits>
 #include <set>
 
 #include "core/registry.h"
@@ -13,8 +12,6 @@
 #include "rarefy/feed_forward.h"
 
 namespace rarefy::test {
-
-inline constexpr double kNan = std::numeric_limits<double>::quiet_NaN();
 
 using BlockShapes = std::array<std::pair<std::int64_t, std::int64_t>, 3>;  // of up, gate, down
 

@@ -128,5 +128,27 @@ TEST(FewTest, ColumnsOutOfRangeAreNotMadeNarrow) {
   }
 }
 
+// Weights beyond the caches take x by another instruction: the same sums, row ends of any length.
+TEST(FewTest, SinglesFromMemoryHaveTheBitsOfThoseFromCaches) {
+  for (const char* family : {"avx512", "avx2"}) {
+    if (!backend_info().machine.has(family)) continue;
+    for (const std::int64_t tokens : {1, 2, 3, 4}) {
+      for (const auto& [rows, cols] : {std::pair<std::int64_t, std::int64_t>{70, 37}, {9, 5003}}) {
+        const Problem problem = make_problem({tokens, rows, cols, 1, 1, 0.5, DType::f32, true, 0});
+        std::vector<std::byte> results[2];
+        for (const int stream : {0, 1}) {
+          const Force force(std::string(family) + "," + family +
+                            "_linear_few(stream=" + std::to_string(stream) + ")");
+          ProblemIn<HostBuffer> run(problem, {});
+          expect_ok(run.linear(Activation::none));
+          expect_linear(problem, run);
+          results[stream] = run.y().download();
+        }
+        EXPECT_EQ(results[0], results[1]) << family << ' ' << tokens << " x " << cols;
+      }
+    }
+  }
+}
+
 }  // namespace
 }  // namespace rarefy::test

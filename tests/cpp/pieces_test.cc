@@ -2,8 +2,6 @@
 // bits of gather, exact integers on patterns of every kind, within exactly the memory that is asked for.
 #include <gtest/gtest.h>
 
-#include <limits>
-
 #include "core/registry.h"
 #include "product_checks.h"
 
@@ -209,8 +207,6 @@ TEST_P(PiecesTest, KeepTheBoundAndServeAllTokens) {
 // NaN and infinity reach what stores something for them, and nothing else: padded columns and tokens do not.
 TEST_P(PiecesTest, NanMeetsOnlyWhatIsStored) {
   const Force force(GetParam());
-  constexpr double kNan = std::numeric_limits<double>::quiet_NaN(),
-                   kInfinity = std::numeric_limits<double>::infinity();
   Problem problem = make_problem({45, 90, 300, 1, 1, 0.3, DType::f32, true, 3});
   for (const std::int64_t token : {0, 17, 44}) {
     problem.x[static_cast<std::size_t>(token * problem.x_stride())] = kNan;

@@ -4,9 +4,14 @@
 
 #include <gtest/gtest.h>
 
+#include <limits>
+
 #include "problem.h"
 
 namespace rarefy::test {
+
+inline constexpr double kInfinity = std::numeric_limits<double>::infinity();
+inline constexpr double kNan = std::numeric_limits<double>::quiet_NaN();
 
 inline void expect_ok(const Status& status) { EXPECT_TRUE(status.ok()) << status.message(); }
 

@@ -1,0 +1,43 @@
+// What the tests of products in bf16 pairs share: a test for each family that has them, which checks it
+// against the reference.
+#pragma once
+
+#include "product_checks.h"
+
+namespace rarefy::test {
+
+class PairsTest : public ::testing::TestWithParam<std::string> {
+ protected:
+  static void run_all(ProblemIn<HostBuffer>& run) {
+    const Force force(GetParam());
+    run.hold_derived();
+    expect_ok(run.linear(Activation::none));
+  }
+  static void check_grad_weight(const Problem& problem, ProblemIn<HostBuffer>& run) {
+    const ProblemSpec& spec = problem.spec;
+    const bool columns = spec.block_cols == 1 && spec.block_rows % 16 == 0;
+    if (!columns && (spec.block_cols % 16 != 0 || spec.block_rows < 8)) return;
+    if (spec.m < 32) return;
+    const Force force(GetParam());
+    expect_ok(run.grad_weight());
+    expect_grad_weight(problem, run);
+  }
+  void check(ProblemSpec spec, Executor executor = {}) {
+    spec.dtype = DType::bf16;
+    const Problem problem = make_problem(spec);
+    SCOPED_TRACE(::testing::Message()
+                 << GetParam() << " M=" << spec.m << " N=" << spec.n << " K=" << spec.k << " block "
+                 << spec.block_rows << 'x' << spec.block_cols << " density " << spec.density);
+    ProblemIn<HostBuffer> run(problem, executor);
+    run_all(run);
+    expect_linear(problem, run);
+    check_grad_weight(problem, run);
+    const bool columns = spec.block_cols == 1 && spec.block_rows % 16 == 0;
+    if (spec.block_cols % 16 != 0 && spec.block_cols != 4 && spec.block_cols != 8 && !columns) return;
+    const Force force(GetParam());
+    expect_ok(run.grad_input());
+    expect_grad_input(problem, run);
+  }
+};
+
+}  // namespace rarefy::test

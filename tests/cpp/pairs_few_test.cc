@@ -1,0 +1,111 @@
+// Products in bf16 pairs of few tokens, which have kernels of their own.
+#include <limits>
+
+#include "pairs_checks.h"
+
+namespace rarefy::test {
+namespace {
+
+// Blocks of whole groups go by token where there are tiles, from two tokens on.
+TEST_P(PairsTest, FewTokensInBlocksOfWholeGroups) {
+  if (GetParam() == "avx512_bf16") GTEST_SKIP() << "has no tiles";
+  for (const std::int64_t tokens : {2, 3, 4}) {
+    check({tokens, 90, 130, 32, 32, 0.5, {}, true, 1});
+    check({tokens, 130, 200, 64, 64, 0.5, {}, false, 0});
+  }
+}
+
+// Up to 4 tokens read W where it lies: pairs of columns, blocks that fill no vector, more slices than
+// registers, columns two at a time and a last one, sums of several parts.
+TEST_P(PairsTest, FewTokens) {
+  if (GetParam() != "avx512_bf16") GTEST_SKIP() << "has no kernel for them";
+  const std::pair<std::int64_t, std::int64_t> blocks[] = {
+      {1, 2},  {2, 2},  {4, 2},   {1, 4},   {4, 4},  {8, 4},  {16, 2}, {8, 8},  {4, 16},  {16, 16}, {2, 32},
+      {1, 64}, {32, 8}, {32, 32}, {64, 64}, {32, 1}, {48, 1}, {64, 1}, {96, 1}, {128, 1}, {160, 1}};
+  const Force force(GetParam());
+  for (const auto& [rows, cols] : blocks) {
+    for (const std::int64_t tokens : {1, 2, 3, 4}) {
+      for (const bool integers : {true, false}) {
+        for (const double density : {0.0, 0.3, 1.0}) {
+          ProblemSpec spec{
+              tokens,    3 * rows + rows / 2 + 1, 5 * cols + cols / 2 + 1, rows, cols, density, {}, integers,
+              tokens % 2};
+          if (cols == 1) spec.k = density == 0.3 ? 333 : 41;
+          spec.dtype = DType::bf16;
+          const Problem problem = make_problem(spec);
+          SCOPED_TRACE(::testing::Message()
+                       << "M=" << tokens << " block " << rows << 'x' << cols << " density " << density);
+          ProblemIn<HostBuffer> run(problem);
+          expect_ok(run.linear(Activation::none));
+          expect_linear(problem, run);
+        }
+      }
+    }
+  }
+}
+
+// A token with NaN or infinity changes no other, and nothing that does not store its column.
+TEST_P(PairsTest, FewTokensPassNan) {
+  if (GetParam() != "avx512_bf16") GTEST_SKIP() << "has no kernel for them";
+  const Force force(GetParam());
+  for (const auto& [rows, cols] : {std::pair<std::int64_t, std::int64_t>{16, 16}, {32, 1}}) {
+    const std::int64_t n = 2 * rows, k = 4 * cols;
+    const std::vector<std::int32_t> crow{0, 1, 2}, col{0, 2};
+    const auto pattern = Pattern::create({n, k, rows, cols, 2}, crow, col);
+    ASSERT_TRUE(pattern.ok());
+    const std::vector<bfloat16> values(static_cast<std::size_t>(2 * rows * cols), to_bfloat16(1.0F));
+    std::vector<bfloat16> x(static_cast<std::size_t>(2 * k), to_bfloat16(1.0F));
+    x[0] = to_bfloat16(std::numeric_limits<float>::quiet_NaN());                              // stored once
+    x[static_cast<std::size_t>(cols)] = to_bfloat16(std::numeric_limits<float>::infinity());  // nowhere
+    std::vector<bfloat16> y(static_cast<std::size_t>(2 * n));
+    expect_ok(linear({x.data(), DType::bf16, 2, k, k}, {pattern->view(), values.data(), DType::bf16}, nullptr,
+                     Activation::none, {y.data(), DType::bf16, 2, n, n}));
+    for (std::int64_t i = 0; i < 2 * n; ++i) {
+      const float got = to_float(y[static_cast<std::size_t>(i)]);
+      if (i < rows) {
+        EXPECT_TRUE(std::isnan(got)) << rows << 'x' << cols << " at " << i;
+      } else {
+        EXPECT_EQ(got, static_cast<float>(cols)) << rows << 'x' << cols << " at " << i;
+      }
+    }
+  }
+}
+
+// Up to a panel of tokens may have a kernel of its own (lanes of outputs): any number of them, rows of
+// several chunks, activated sums and the last columns of Y have the bits that they have among many.
+TEST_P(PairsTest, FewTokensHaveTheBitsOfMany) {
+  const Force force(GetParam());
+  using Block = std::pair<std::int64_t, std::int64_t>;
+  for (const bool rounds_x : {false, true}) {
+    for (const auto& [rows, cols] :
+         {Block{16, 1}, {32, 1}, {48, 1}, {128, 1}, {32, 3}, {32, 2}, {16, 16}, {32, 32}, {64, 64}}) {
+      ProblemSpec spec{100, 2 * rows + rows / 2 + 1, 330, rows, cols, 0.9, DType::bf16, false, 0};
+      if (rounds_x) spec.dtype = DType::f32;
+      spec.rounds_x = rounds_x;
+      const Problem problem = make_problem(spec);
+      const auto run = [&](std::int64_t first, std::int64_t count, Activation activation) {
+        Problem some = problem;
+        some.spec.m = count;
+        some.x.assign(problem.x.begin() + first * problem.x_stride(),
+                      problem.x.begin() + (first + count) * problem.x_stride());
+        ThreadPool pool(2);
+        ProblemIn<HostBuffer> one(some, pool.executor());
+        one.hold_derived();
+        expect_ok(one.linear(activation));
+        return one.y().download();
+      };
+      for (const Activation activation : {Activation::none, Activation::gelu_erf}) {
+        const std::vector<std::byte> all = run(0, 100, activation);
+        const auto row = static_cast<std::ptrdiff_t>(all.size()) / 100;
+        for (std::int64_t count = 5; count < 34; count += GetParam() == "pairs" ? 9 : 1) {
+          const std::vector<std::byte> part = run(count, count, activation);
+          EXPECT_TRUE(std::equal(part.begin(), part.end(), all.begin() + count * row))
+              << count << " tokens, block " << rows << 'x' << cols << (rounds_x ? " rounding x" : "");
+        }
+      }
+    }
+  }
+}
+
+}  // namespace
+}  // namespace rarefy::test
