@@ -1,0 +1,193 @@
+// How the Hopper kernels of weight gradients cut them into tiles: room for every pattern, shares of the
+// tokens, few rounds. Runs without a GPU.
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <set>
+#include <tuple>
+
+#include "cuda/sm90/block_gradient.h"
+#include "cuda/sm90/tall_gradient.h"
+#include "sm90_patterns.h"
+
+namespace rarefy::sm90 {
+namespace {
+
+// Tiles of the tall vectors' gradient: room for all that rows may store, and shares of the tokens where there
+// are few.
+TEST(TallGradient, HasRoomForItsTiles) {
+  for (const std::int64_t block_rows : {32, 64, 96, 128, 256}) {
+    for (const std::int64_t blocks : {0, 1, 100, 5000, 60000}) {
+      const TallGradientProblem p{DType::bf16, 300,    16 * block_rows, 4096,
+                                  block_rows,  blocks, 16 * block_rows, 4096};
+      const TallGradientConfig c = configure(p, 132, kMachine.shared_bytes);
+      ASSERT_TRUE(valid(p, c)) << c.text();
+      EXPECT_LE(c.shared_bytes(), kMachine.shared_bytes) << c.text();
+      EXPECT_GE(c.slots, 3) << c.text();
+      // One row that stores all it can, the others evenly what is left.
+      const std::int64_t parts = (block_rows + c.rows - 1) / c.rows,
+                         first = std::min<std::int64_t>(blocks, 4096);
+      std::int64_t tiles = (first + c.columns - 1) / c.columns;
+      for (int row = 1; row < 16; ++row) tiles += ((blocks - first) / 15 + c.columns) / c.columns;
+      EXPECT_LE(tiles * parts, TallGradientPlan(p, c).most) << blocks << ' ' << c.text();
+      EXPECT_TRUE(blocks > 100 || c.split == 4) << c.text();
+    }
+  }
+  TallGradientProblem p{DType::bf16, 300, 256, 64, 64, 100, 256, 64};
+  EXPECT_EQ(unsupported(p), "");
+  for (const TallGradientConfig& c :
+       {TallGradientConfig{128, 1, 4}, TallGradientConfig{32, 1, 4}, TallGradientConfig{64, 3, 4},
+        TallGradientConfig{64, 1, 1}, TallGradientConfig{64, 1, 4, 2}, TallGradientConfig{64, 1, 4, 132, 4},
+        TallGradientConfig{64, 1, 4, 132, 580}})
+    EXPECT_FALSE(valid(p, c)) << c.text();
+  p.x_stride = 68;
+  EXPECT_EQ(unsupported(p), "copies of 16 bytes need rows of X and dY 16 bytes apart");
+  p.block_rows = 16;
+  EXPECT_EQ(unsupported(p), "blocks must have a multiple of 32 rows");
+}
+
+// Thread blocks find their tiles themselves: no pattern has more than are launched.
+TEST(GradientTiles, NoPatternHasMore) {
+  for (const auto& [r, c] : {std::pair{64, 64}, {128, 128}, {192, 64}, {64, 256}, {256, 128}}) {
+    for (const double density : {0.0, 0.02, 0.1, 0.5, 1.0}) {
+      const std::int64_t rows = 1000, cols = 1300;
+      const Pattern pattern = random_pattern((rows + r - 1) / r, (cols + c - 1) / c, density, 4);
+      const GradientProblem p{DType::bf16, 500, rows, cols, r, c, std::ssize(pattern.col), 1000, 1304};
+      ASSERT_EQ(unsupported(p), "");
+      for (const GradientCandidate& candidate : gradient_candidates(p, kMachine)) {
+        if (!candidate.reason.empty()) continue;
+        const GradientConfig& config = candidate.config;
+        std::int64_t tiles = 0;
+        for (std::size_t i = 0; i + 1 < pattern.crow.size(); ++i) {
+          const std::int64_t columns = (pattern.crow[i + 1] - pattern.crow[i]) * (c / 64);
+          tiles += (columns + config.columns() - 1) / config.columns() * (r / 64) / (config.two ? 2 : 1);
+        }
+        EXPECT_LE(tiles, tiles_at_most(p, config)) << config.text();
+      }
+    }
+  }
+}
+
+// The same with panels of 32, which a pattern's rows of 64 or 128 features store together.
+TEST(GradientTiles, NoUnionHasMore) {
+  for (const auto& [r, c] :
+       {std::pair{32, 32}, {16, 16}, {16, 64}, {48, 32}, {64, 48}, {128, 16}, {32, 80}, {96, 32}}) {
+    for (const double density : {0.0, 0.05, 0.5, 1.0}) {
+      const std::int64_t rows = 1000, cols = 1300;
+      const Pattern pattern = random_pattern((rows + r - 1) / r, (cols + c - 1) / c, density, 5);
+      const GradientProblem p{DType::bf16, 500, rows, cols, r, c, std::ssize(pattern.col), 1000, 1304};
+      ASSERT_EQ(unsupported(p), "");
+      for (const auto& [two, wide, most] :
+           {std::tuple{true, 32, 8}, {false, 32, 16}, {false, 32, 10}, {true, 16, 16}, {false, 16, 19}}) {
+        const GradientConfig config{1, wide, two, false, most % 2 == 0, most};
+        std::vector<std::set<std::int64_t>> stored(static_cast<std::size_t>(union_rows(p, config)));
+        for (std::size_t i = 0; i + 1 < pattern.crow.size(); ++i) {
+          for (int e = pattern.crow[i]; e < pattern.crow[i + 1]; ++e) {
+            const std::int64_t row = static_cast<std::int64_t>(i) * r,
+                               first = pattern.col[static_cast<std::size_t>(e)] * c;
+            for (std::int64_t n = row; n < row + r; n += 16) {
+              for (std::int64_t k = first; k < first + c; k += 16)
+                stored[static_cast<std::size_t>(n / (two ? 128 : 64))].insert(k / wide);
+            }
+          }
+        }
+        std::int64_t tiles = 0;
+        for (const auto& columns : stored)
+          tiles += (std::ssize(columns) + config.columns() - 1) / config.columns();
+        EXPECT_LE(tiles, tiles_at_most(p, config)) << r << 'x' << c << ' ' << density << ' ' << config.text();
+      }
+    }
+  }
+}
+
+// Every row's rest is in one tile, with one that fits or alone.
+TEST(GradientTiles, RestsAreInOneTileEach) {
+  for (const TileShape& shape :
+       {TileShape{64, true, true}, TileShape{64, false, true}, TileShape{32, false, true},
+        TileShape{16, false, true, false, 27}, TileShape{64, false, false}}) {
+    int left[kMostColumns] = {};
+    for (int w = 1; w < shape.columns(); ++w) left[w] = 5 * w % 7 + (w == 2 ? 0 : 1);
+    int seen[kMostColumns] = {}, counts[kMostColumns], tiles = 0, rests = 0;
+    std::copy_n(left, kMostColumns, counts);
+    pair_rests(shape, counts, [&](int w, int v, int n) {
+      EXPECT_TRUE(n > 0 && v <= w && (v == 0 || shape.fit(w, v)));
+      seen[w] += n;
+      if (v > 0) seen[v] += n;
+      tiles += n;
+      return false;
+    });
+    for (int w = 1; w < kMostColumns; ++w) {
+      EXPECT_EQ(seen[w], left[w]) << w;
+      EXPECT_EQ(counts[w], 0);
+      rests += left[w];
+    }
+    EXPECT_EQ(tiles < rests, shape.pairs);
+  }
+}
+
+// What can be forced, and what cannot.
+TEST(GradientConfig, IsChecked) {
+  const GradientProblem small{DType::bf16, 500, 1024, 1024, 16, 16, 600, 1024, 1024};
+  for (const GradientCandidate& c : gradient_candidates(small, kMachine)) EXPECT_TRUE(valid(small, c.config));
+  EXPECT_FALSE(valid(small, {1, 64, false}));
+  EXPECT_FALSE(valid(small, {3, 32, false}));
+  EXPECT_FALSE(valid(small, {1, 32, false, true, false, 17}));
+  EXPECT_FALSE(valid(small, {1, 32, true, true, false, 9}));
+  EXPECT_FALSE(valid(small, {1, 16, false, true, false, -1}));
+  EXPECT_TRUE(valid(small, {1, 16, false, true, false, 31}));
+  const GradientProblem large{DType::bf16, 500, 1024, 1024, 64, 64, 100, 1024, 1024};
+  for (const GradientCandidate& c : gradient_candidates(large, kMachine)) EXPECT_TRUE(valid(large, c.config));
+  EXPECT_FALSE(valid(large, {1, 64, true}));
+  EXPECT_FALSE(valid(large, {1, 64, false, true, false, 4}));
+}
+
+// 4096² at some densities: as few rounds as can be.
+TEST(GradientTiles, PairsFillRounds) {
+  const auto config = [](std::int64_t b, double density) {
+    const auto blocks = static_cast<std::int64_t>(density * (4096 / b) * (4096 / b));
+    return configure({DType::bf16, 8192, 4096, 4096, b, b, blocks, 4096, 4096}, kMachine);
+  };
+  EXPECT_EQ(config(128, .25).text(), "split=1 wide=64 strips=2 pairs=1");
+  EXPECT_EQ(config(128, .1).split, 2);
+  EXPECT_EQ(config(64, .1).split, 2);
+  EXPECT_EQ(config(32, .5).two, true);  // two strips store nearly the same columns
+  EXPECT_EQ(config(16, .25).two, true);
+  EXPECT_EQ(config(32, .25).text(), "split=1 wide=32 strips=1 pairs=1 even=0 most=14");
+  EXPECT_EQ(config(32, .1).text(), "split=1 wide=32 strips=1 pairs=1 even=0 most=13");
+  EXPECT_EQ(config(16, .1).wide, 16);
+}
+
+// Where whole rounds leave a few tiles, only these share their tokens.
+TEST(GradientTiles, SharedOnesComeLast) {
+  const auto candidates = [](std::int64_t rows, std::int64_t blocks) {
+    return gradient_candidates({DType::bf16, 8192, rows, 4096, 128, 128, blocks, 4096, rows}, kMachine);
+  };
+  const auto alone = [&](std::int64_t rows, std::int64_t blocks) {
+    std::set<int> found;
+    for (const GradientCandidate& c : candidates(rows, blocks)) {
+      if (c.config.alone > 0) {
+        EXPECT_GT(c.config.split, 1);
+        EXPECT_TRUE(valid({DType::bf16, 8192, rows, 4096, 128, 128, blocks, 4096, rows}, c.config));
+      }
+      found.insert(c.config.alone);
+    }
+    return found;
+  };
+  EXPECT_EQ(alone(4096, 102), (std::set{0}));        // less than a round
+  EXPECT_EQ(alone(14336, 358), (std::set{0, 132}));  // 1.4 rounds
+  EXPECT_EQ(alone(14336, 1792), (std::set{0}));      // 6.8
+  const GradientProblem p{DType::bf16, 8192, 14336, 4096, 128, 128, 358, 4096, 14336};
+  EXPECT_EQ(configure(p, kMachine).alone, 132);
+  GradientConfig config = configure(p, kMachine);
+  config.split = 1;
+  EXPECT_FALSE(valid(p, config));
+  config.split = 2;
+  EXPECT_TRUE(valid(p, config));
+  config.shared = 0;
+  EXPECT_FALSE(valid(p, config));
+  config.alone = -1;
+  EXPECT_FALSE(valid(p, config));
+}
+
+}  // namespace
+}  // namespace rarefy::sm90

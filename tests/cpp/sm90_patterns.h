@@ -1,0 +1,42 @@
+// What the tests of the Hopper kernels' host side share: the GPU that they plan for, and random patterns.
+#pragma once
+
+#include <cstdint>
+#include <random>
+#include <utility>
+#include <vector>
+
+#include "cuda/sm90/block_gradient.h"
+
+namespace rarefy::sm90 {
+
+inline constexpr Machine kMachine{132, 227 * 1024};
+
+struct Pattern {
+  std::vector<std::int32_t> crow{0}, col, ccol{0}, row, perm;
+};
+
+// Block row i stores each column with probability density · (1 + i % 3) / 2.
+inline Pattern random_pattern(std::int64_t rows, std::int64_t cols, double density, unsigned seed) {
+  std::mt19937 random(seed);
+  Pattern p;
+  std::vector<std::vector<std::pair<int, int>>> columns(static_cast<std::size_t>(cols));
+  for (int i = 0; i < rows; ++i) {
+    for (int j = 0; j < cols; ++j) {
+      if (std::uniform_real_distribution<>(0, 1)(random) >= density * (1 + i % 3) / 2) continue;
+      columns[static_cast<std::size_t>(j)].emplace_back(i, static_cast<int>(p.col.size()));
+      p.col.push_back(j);
+    }
+    p.crow.push_back(static_cast<std::int32_t>(p.col.size()));
+  }
+  for (const auto& column : columns) {
+    for (const auto& [i, entry] : column) {
+      p.row.push_back(i);
+      p.perm.push_back(entry);
+    }
+    p.ccol.push_back(static_cast<std::int32_t>(p.row.size()));
+  }
+  return p;
+}
+
+}  // namespace rarefy::sm90
