@@ -2,7 +2,7 @@
 
 T = "tests/python/"
 FAST = "-knot(compile)and(not(ddp))and(not(process))and(not(export))and(not(transformers))"
-OPS = f"py:{T}test_ops.py {T}test_ops_in_torch.py {FAST}"
+OPS = f"py:{T}test_ops.py {T}test_ops_errors.py {T}test_implementations.py {T}test_ops_in_torch.py {FAST}"
 DERIVED = f"py:{T}test_derived.py {FAST}"
 NETWORKS = f"py:{T}test_feed_forward.py {T}test_chain.py {FAST}"
 ALLOCATIONS = f"py:{T}test_allocations.py"

@@ -7,7 +7,7 @@ WEIGHT = f"py:{T}test_weight.py {T}test_pattern.py {FAST}"
 FILES = f"py:{T}test_serialization.py {T}test_files.py {FAST}"
 DERIVED = f"py:{T}test_derived.py {FAST}"
 NETWORKS = f"py:{T}test_feed_forward.py {T}test_chain.py {FAST}"
-OPS = f"py:{T}test_ops.py {T}test_ops_in_torch.py {FAST}"
+OPS = f"py:{T}test_ops.py {T}test_ops_errors.py {T}test_implementations.py {T}test_ops_in_torch.py {FAST}"
 WIDE = "py:" + " ".join(
     f"{T}test_{name}.py"
     for name in [
