@@ -99,7 +99,7 @@ test-transformers: setup
 	  $(VENV)/bin/uv venv -q --clear -p $(IN_VENV) $$env; \
 	  $(IN_VENV) -c 'import site; print(*site.getsitepackages())' > $$(echo $$env/lib/*/site-packages)/behind.pth; \
 	  $(VENV)/bin/uv pip install -q --no-deps -p $$env/bin/python -r $$list; \
-	  PYTHONPATH=$(CURDIR)/python $$env/bin/python -m pytest -q tests/python/test_transformers.py; \
+	  PYTHONPATH=$(CURDIR)/python $$env/bin/python -m pytest -q tests/python/test_transformers*.py; \
 	done
 
 # Goes on where an earlier run stopped. Not for CI: hours.

@@ -102,8 +102,6 @@ OPTIMIZERS = [
     (torch.optim.AdamW, {"lr": 0.01, "foreach": True}),
     (torch.optim.RMSprop, {"lr": 0.01, "momentum": 0.9, "centered": True}),
 ]
-
-
 FORMS = ["block:4x3", "csr", "block:8x1", "block:16x16"]
 
 

@@ -5,8 +5,6 @@ import torch
 from rarefy import ops
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
-
-
 # out, in, block rows, block cols, density: whole blocks, odd edges, CSR, one huge block, no block, all.
 CASES = [
     (64, 96, 16, 16, 0.4),
@@ -17,8 +15,6 @@ CASES = [
     (48, 64, 8, 4, 0.0),
     (40, 24, 4, 8, 1.0),
 ]
-
-
 IDS = ["x".join(map(str, case)) for case in CASES]
 
 

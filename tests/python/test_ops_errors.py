@@ -21,8 +21,6 @@ GOOD = {
     "out_features": 8,
     "in_features": 8,
 }
-
-
 # What is wrong, the changed arguments, the error and what its message must say.
 BAD = {
     "values 2-d": ({"values": torch.ones(3, 16)}, ValueError, r"values.*\(nnzb, .*; got shape \(3, 16\)"),
@@ -85,11 +83,7 @@ BAD = {
         r"block_shape \(4, 4\), 3 blocks; got a plan .* block_shape \(5, 4\), 3 blocks",
     ),
 }
-
-
 MODES = {"grad": torch.enable_grad, "no_grad": torch.no_grad, "inference": torch.inference_mode}
-
-
 ENTRIES = {
     "module": ops.bsr_linear,
     "packet": torch.ops.rarefy.bsr_linear,

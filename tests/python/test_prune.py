@@ -30,8 +30,6 @@ CRITERIA = [
     "hessian",
     "fpgm",
 ]
-
-
 PATTERNS = [
     "unstructured",
     "2:4",
