@@ -13,8 +13,8 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
 sys.path.insert(0, str(Path(__file__).parent))
 
 import block_shapes
+from demo_encoder import TEXTS, Words, encoder, split_of
 from examples.minilm import prune
-from test_demo import TEXTS, Words, encoder, split_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -20,8 +20,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 import more_texts
 import rarefy
 import students
+from demo_encoder import TEXTS, Words, encoder
 from examples.minilm import data, distill, model, prune
-from test_demo import TEXTS, Words, encoder
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
