@@ -20,6 +20,7 @@ static_assert(kTileRows * kQuadGroup == kTileSize * 2, "a tile has the bytes of 
 
 // 128 · 127 times as many products fit in an int32; what vpdpbusd adds beyond comes off again, modulo 2³².
 constexpr std::int64_t kMostFeatures = 1 << 17;
+constexpr std::int64_t kMostJoinedOutputs = 1024;  // zeros that fill up are multiplied, too
 
 // The working memory of a call: what all tasks read, and what each worker has.
 struct Parts {
@@ -149,7 +150,8 @@ void run_task(const QuadKernels& kernels, std::span<const Call> calls, Parts par
   kernels.enter();
   for (const Call& call : calls) {
     const QuadsShape s(kernels, call.problem.weight.shape);
-    const QuadsWeight w(kernels, s, call.plan.crow, call.derived);
+    const QuadsSection section = quad_section(kernels, call.problem.weight.shape);
+    const QuadsWeight w(kernels, s, call.plan.crow, section.of(call.derived));
     const auto bound = [&](std::int64_t at) {  // as PairsWeight::begin_of
       return begin_of_part(w.prepared.first, s.out_blocks, kQuadGroup, 12, at, splits);
     };
@@ -161,6 +163,53 @@ void run_task(const QuadKernels& kernels, std::span<const Call> calls, Parts par
     multiply(w, call, parts, first, tokens, begin, end);
   }
   kernels.leave();
+}
+
+// Of a call that makes what it needs, its own alone.
+bool wants(const QuadsSection& section, const QuadKernels& kernels, const Call& call) {
+  const std::uint64_t key = call.problem.derived;
+  return &section.kernels == &kernels || key == kAnyDerived || key == kAnyPrepared;
+}
+
+void pack_section(const QuadsSection& section, const Call& call, void* data) {
+  const QuadKernels& kernels = section.kernels;
+  const QuadsShape s(kernels, call.problem.weight.shape);
+  const Derived derived = section.of({0, call.derived.prepared, data});
+  const Prepared prepared(s, derived.prepared);
+  const QuadsPacked packed(s, derived.packed);
+  const std::int32_t* begin = call.plan.crow;
+  const auto* values = static_cast<const std::int8_t*>(call.values);
+  const std::int64_t block = s.row_block * s.red_block;
+  // Between the fours of an output, and those of neighbouring outputs.
+  const std::int64_t line = kernels.by_line ? s.out_block * kQuad : kQuad;
+  const std::int64_t output = kernels.by_line ? kQuad : kQuadGroup;
+  call.executor.parallel_for(s.out_blocks, [&](std::int64_t o, int) {
+    std::int8_t* tiles = packed.tiles + prepared.first[o] * 2 * s.tiles_size();
+    std::int32_t* totals = packed.totals + o * s.out_block;
+    const std::uint32_t* offsets = prepared.offsets + prepared.first[o] * s.offsets();
+    const std::int64_t groups = prepared.first[o + 1] - prepared.first[o];
+    std::memset(tiles, 0, static_cast<std::size_t>(groups * 2 * s.tiles_size()));
+    std::fill_n(totals, s.out_block, 0);
+    const std::int64_t stop = std::min((o + 1) * s.join, s.rows);
+    for (std::int64_t row = o * s.join; row < stop;
+         ++row, tiles += s.row_block * output, totals += s.row_block) {
+      std::int64_t at = 0;  // among the columns of the output block
+      for (std::int32_t e = begin[row]; e < begin[row + 1]; ++e) {
+        while (s.join > 1 && offsets[at / s.step()] != s.place(call.plan.col[e] * s.red_block))
+          at += s.red_block;
+        for (std::int64_t i = 0; i < s.red_block; ++i, ++at) {
+          std::int8_t* to =
+              tiles + at / kQuadGroup * 2 * s.tiles_size() + at % kQuadGroup / kQuad * line + at % kQuad;
+          const std::int8_t* from = values + e * block + i;
+          for (std::int64_t r = 0; r < s.row_block; ++r) {
+            to[r * output] = from[r * s.red_block];
+            totals[r] += from[r * s.red_block];
+          }
+        }
+      }
+    }
+  });
+  std::fill_n(packed.totals + s.out_features(), s.read_features() - s.out_features(), 0);
 }
 
 PanelWork work_of(const QuadKernels& kernels, const Problem& p) {
@@ -196,18 +245,16 @@ Reason supports_quads(const QuadKernels& kernels, const Problem& p, const Machin
   }
   const QuadsShape s(kernels, p.weight.shape);
   if (s.out_block % kernels.rows != 0) {
-    if (kernels.join == 1)
-      return cat("takes blocks of a multiple of ", kernels.rows, " outputs; got ", s.row_block);
     return cat("takes blocks of 4, 8 or a multiple of ", kernels.rows, " outputs; got ", s.row_block);
   }
-  if (kernels.fewest != nullptr) {
-    const std::int32_t fewest =
-        kernels.fewest(s.row_block, s.source != PairSource::columns, starts_two(machine));
-    if (fewest == 0) return cat("takes blocks of less than 32 outputs; got ", s.row_block);
-    if (p.tokens < fewest) {
-      return cat("takes at least ", fewest, " tokens with blocks of ", s.row_block, " outputs; got ",
-                 p.tokens);
-    }
+  if (s.join > 1 && s.out_block > kMostJoinedOutputs) {
+    return cat("takes block rows that make at most ", kMostJoinedOutputs, " outputs, a multiple of ",
+               kernels.rows, "; got ", s.join, " of ", s.row_block);
+  }
+  const std::int32_t fewest = fewest_tokens(kernels, p.weight.shape, starts_two(machine));
+  if (fewest == 0) return cat("takes blocks of less than 32 outputs; got ", s.row_block);
+  if (p.tokens < fewest) {
+    return cat("takes at least ", fewest, " tokens with blocks of ", s.row_block, " outputs; got ", p.tokens);
   }
   if (s.padded > kMostFeatures) return cat("takes less than ", kMostFeatures, " input features");
   return {};
@@ -220,54 +267,26 @@ std::int64_t quads_workspace(const QuadKernels& kernels, const Problem& problem,
 }
 
 std::int64_t quads_prepared_size(const QuadKernels& kernels, const Problem& problem) {
-  return Prepared(QuadsShape(kernels, problem.weight.shape), nullptr).bytes;
+  return for_quad_sections(kernels, problem.weight.shape, [](const QuadsSection&) {}).first;
 }
 
 Status prepare_quads(const QuadKernels& kernels, const Call& call, void* data) {
-  prepare_groups(QuadsShape(kernels, call.problem.weight.shape), call.plan.crow, call.plan.col, data);
+  for_quad_sections(kernels, call.problem.weight.shape, [&](const QuadsSection& section) {
+    if (!wants(section, kernels, call)) return;
+    prepare_groups(QuadsShape(section.kernels, call.problem.weight.shape), call.plan.crow, call.plan.col,
+                   const_cast<void*>(section.of({0, data}).prepared));
+  });
   return {};
 }
 
 std::int64_t quads_packed_size(const QuadKernels& kernels, const Problem& problem) {
-  return QuadsPacked(QuadsShape(kernels, problem.weight.shape), nullptr).bytes;
+  return for_quad_sections(kernels, problem.weight.shape, [](const QuadsSection&) {}).second;
 }
 
 Status pack_quads_weight(const QuadKernels& kernels, const Call& call, void* data) {
-  const QuadsShape s(kernels, call.problem.weight.shape);
-  const Prepared prepared(s, call.derived.prepared);
-  const QuadsPacked packed(s, data);
-  const std::int32_t* begin = call.plan.crow;
-  const auto* values = static_cast<const std::int8_t*>(call.values);
-  const std::int64_t block = s.row_block * s.red_block;
-  // Between the fours of an output, and those of neighbouring outputs.
-  const std::int64_t line = kernels.by_line ? s.out_block * kQuad : kQuad;
-  const std::int64_t output = kernels.by_line ? kQuad : kQuadGroup;
-  call.executor.parallel_for(s.out_blocks, [&](std::int64_t o, int) {
-    std::int8_t* tiles = packed.tiles + prepared.first[o] * 2 * s.tiles_size();
-    std::int32_t* totals = packed.totals + o * s.out_block;
-    const std::uint32_t* offsets = prepared.offsets + prepared.first[o] * s.offsets();
-    const std::int64_t groups = prepared.first[o + 1] - prepared.first[o];
-    std::memset(tiles, 0, static_cast<std::size_t>(groups * 2 * s.tiles_size()));
-    std::fill_n(totals, s.out_block, 0);
-    const std::int64_t stop = std::min((o + 1) * s.join, s.rows);
-    for (std::int64_t row = o * s.join; row < stop;
-         ++row, tiles += s.row_block * output, totals += s.row_block) {
-      std::int64_t at = 0;  // among the columns of the output block
-      for (std::int32_t e = begin[row]; e < begin[row + 1]; ++e) {
-        while (s.join > 1 && offsets[at] != s.place(call.plan.col[e] * s.red_block)) at += s.red_block;
-        for (std::int64_t i = 0; i < s.red_block; ++i, ++at) {
-          std::int8_t* to =
-              tiles + at / kQuadGroup * 2 * s.tiles_size() + at % kQuadGroup / kQuad * line + at % kQuad;
-          const std::int8_t* from = values + e * block + i;
-          for (std::int64_t r = 0; r < s.row_block; ++r) {
-            to[r * output] = from[r * s.red_block];
-            totals[r] += from[r * s.red_block];
-          }
-        }
-      }
-    }
+  for_quad_sections(kernels, call.problem.weight.shape, [&](const QuadsSection& section) {
+    if (wants(section, kernels, call)) pack_section(section, call, data);
   });
-  std::fill_n(packed.totals + s.out_features(), s.read_features() - s.out_features(), 0);
   return {};
 }
 

@@ -28,8 +28,8 @@ struct GroupedShape {
   std::int64_t padded;  // features of a panel: those of the last line are 0, for groups that are not full
   PairSource source;
 
-  // `product`: outputs that block rows of 4 and 8 are joined to, if they divide it.
-  GroupedShape(const BsrShape& s, std::int64_t features, std::int64_t product, bool transposed)
+  // Each block row alone.
+  GroupedShape(const BsrShape& s, std::int64_t features, bool transposed)
       : line(features),
         red_blocks(s.col_count()),
         red_block(s.block_cols),
@@ -40,10 +40,13 @@ struct GroupedShape {
       std::swap(rows, red_blocks);
       std::swap(row_block, red_block);
     }
-    join = (row_block == 4 || row_block == 8) && product % row_block == 0 ? product / row_block : 1;
+    join_rows(1);
+    padded = ceil_div(red_blocks * red_block, line) * line + line;
+  }
+  void join_rows(std::int64_t count) {
+    join = count;
     out_blocks = ceil_div(rows, join);
     out_block = join * row_block;
-    padded = ceil_div(red_blocks * red_block, line) * line + line;
   }
 
   std::int64_t group() const { return kGroup / 2 * line; }
@@ -75,7 +78,9 @@ struct PairsShape : GroupedShape {
   bool by_line;  // as PairKernels has it
 
   PairsShape(const PairKernels& kernels, const BsrShape& s, bool transposed = false)
-      : GroupedShape(s, 2, kernels.rows, transposed), by_line(kernels.by_line) {
+      : GroupedShape(s, 2, transposed), by_line(kernels.by_line) {
+    if ((row_block == 4 || row_block == 8) && kernels.rows % row_block == 0)
+      join_rows(kernels.rows / row_block);
     const bool by_token = kernels.by_token && join == 1 && out_block % kGroup == 0;
     source = red_block % kGroup == 0 ? by_token ? PairSource::tokens : PairSource::whole
              : red_block % 2 == 0    ? PairSource::lines
@@ -130,12 +135,13 @@ struct PairsStored {
   const std::int32_t* begin;  // the entries of each block row
 };
 
+inline constexpr std::int64_t kMostJoined = 16;  // block rows
+
 // Calls visit(column) for the block columns that block rows first … last store, ascending; `begin` says where
 // the columns of each are listed.
 template <class F>
 void for_each_column(const std::int32_t* begin, const std::int32_t* columns, std::int64_t first,
                      std::int64_t last, F&& visit) {
-  constexpr std::int64_t kMostJoined = 8;
   std::int32_t next[kMostJoined];
   std::copy(begin + first, begin + last, next);
   constexpr std::int32_t kNone = std::numeric_limits<std::int32_t>::max();

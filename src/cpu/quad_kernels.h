@@ -95,8 +95,19 @@ void store_quads(const QuadStore& t) {
 
 template <class E>
 constexpr QuadKernels quad_table(const char* family, const QuadFew& few = {}) {
-  return {family,   E::kTileCycles, kTileRows,         kTileRows,      E::kTokens, false,   nullptr, E::enter,
-          E::leave, pack_quads<E>,  multiply_pairs<E>, store_quads<E>, nullptr,    nullptr, {few}};
+  QuadKernels table{};
+  table.family = family;
+  table.tile_cycles = E::kTileCycles;
+  table.rows = table.join = kTileRows;
+  table.any_rows = E::kAnyRows;
+  table.tokens = E::kTokens;
+  table.enter = E::enter;
+  table.leave = E::leave;
+  table.pack = pack_quads<E>;
+  table.multiply = multiply_pairs<E>;
+  table.store = store_quads<E>;
+  table.few[0] = few;
+  return table;
 }
 
 }  // namespace rarefy::cpu

@@ -92,20 +92,24 @@ struct QuadKernels {
   const char* family;
   double tile_cycles;   // that 16 outputs, 64 features and 32 tokens take: a figure for the configuration
   std::int32_t rows;    // outputs of a block row are a multiple of it
-  std::int32_t join;    // block rows of 4 and 8 outputs are joined to so many; 1: they are not
+  std::int32_t join;    // block rows of 1, 2, 4 and 8 outputs are joined to so many; 1: they are not
+  bool any_rows;        // others are joined to a multiple of `rows`, not declined
   std::int32_t tokens;  // of a panel
   bool by_line;         // a group of W is [line][output][4], else [output][64]
-  // Tokens for blocks of so many outputs, whose columns are stored by `fours` or one by one, on a processor
-  // that starts one product in a cycle or `two`; null: all are taken.
-  std::int32_t (*fewest)(std::int64_t rows, bool fours, bool two);
+  // Tokens from which blocks of so many outputs are taken, whose columns are stored by `fours` or one by one,
+  // on a processor that starts one product in a cycle or `two`; `few_tokens` would make so many times `more`
+  // products. 0: none are; null: all.
+  std::int32_t (*fewest)(std::int64_t rows, bool fours, bool two, double more) = nullptr;
   void (*enter)();
   void (*leave)();
   void (*pack)(const QuadPack&);
-  void (*multiply)(const PairProduct&);
-  void (*store)(const QuadStore&);
-  void (*lanes)(const LaneProduct&);
-  void (*few_rows)(const QuadRows&);
-  QuadFew few[2];  // the fewest first
+  void (*multiply)(const PairProduct&) = nullptr;
+  void (*store)(const QuadStore&) = nullptr;
+  void (*lanes)(const LaneProduct&) = nullptr;
+  void (*few_rows)(const QuadRows&) = nullptr;
+  QuadFew few[2] = {};  // the fewest first
+  // What is derived for these and for kernels that take fewer or more tokens lies in one buffer; null: alone.
+  const QuadKernels *few_tokens = nullptr, *many_tokens = nullptr;
 };
 
 extern const QuadKernels kQuadsScalar;

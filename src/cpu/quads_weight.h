@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <numeric>
 
 #include "cpu/drivers.h"
 #include "cpu/pairs_weight.h"
@@ -17,14 +18,25 @@ namespace rarefy::cpu {
 inline constexpr std::int64_t kFinishedRows = kRowsWide / 4;
 inline constexpr std::int64_t kNearFeatures = 768, kLinesOfPart = 64;
 
-// Block rows of 4 and 8 outputs are joined to 16, with all columns that any of them stores: where a row does
-// not, its zero adds nothing, as x has no NaN once it is rounded.
+// How many block rows of so many outputs make an output block: those that `join` is a multiple of, up to it;
+// else as many as are whole products.
+inline std::int64_t joined_quads(const QuadKernels& kernels, std::int64_t row_block) {
+  const bool odd = row_block != 4 && row_block != 8;
+  if (odd && !kernels.any_rows) return 1;
+  if (row_block < kernels.join && kernels.join % row_block == 0) return kernels.join / row_block;
+  return odd ? std::lcm(row_block, std::int64_t{kernels.rows}) / row_block : 1;
+}
+
+// Block rows that are joined (joined_quads) have all columns that any of them stores: where a row does not,
+// its zero adds nothing, as x has no NaN once it is rounded.
 struct QuadsShape : GroupedShape {
   std::int64_t tokens;  // of a panel
 
   QuadsShape(const QuadKernels& kernels, const BsrShape& s)
-      : GroupedShape(s, kQuad, kernels.join, false), tokens(kernels.tokens) {
-    source = join > 1                      ? PairSource::columns
+      : GroupedShape(s, kQuad, false), tokens(kernels.tokens) {
+    join_rows(joined_quads(kernels, row_block));
+    const bool apart = join > 1 && kernels.few_rows == nullptr;  // others read lines of one block row alone
+    source = apart                         ? PairSource::columns
              : red_block % kQuadGroup == 0 ? PairSource::whole
              : red_block % kQuad == 0      ? PairSource::lines
                                            : PairSource::columns;
@@ -60,6 +72,53 @@ struct QuadsPacked {
     bytes = room.bytes();
   }
 };
+
+// What is derived of a weight for one set of kernels; two sets, for few and for many tokens, share a buffer
+// of each tier, as a layer holds one.
+struct QuadsSection {
+  const QuadKernels& kernels;
+  std::int64_t prepared, packed;  // bytes before it
+
+  Derived of(const Derived& all) const {
+    return {all.key, offset(all.prepared, prepared), offset(all.packed, packed)};
+  }
+  static void* offset(const void* data, std::int64_t bytes) {
+    return data == nullptr ? nullptr : static_cast<char*>(const_cast<void*>(data)) + bytes;
+  }
+};
+
+// Tokens from which these kernels take such a weight, where one product starts in a cycle or `two`; 0: never.
+inline std::int32_t fewest_tokens(const QuadKernels& kernels, const BsrShape& s, bool two) {
+  if (kernels.fewest == nullptr) return 1;
+  const double more = QuadsShape(*kernels.few_tokens, s).tiles() / QuadsShape(kernels, s).tiles();
+  return kernels.fewest(s.block_rows, s.block_cols % kQuad == 0, two, s.nnzb == 0 ? 1 : more);
+}
+
+// Calls visit(section) for those of a weight of this shape; returns the bytes of all, prepared and packed.
+template <class Visit>
+std::pair<std::int64_t, std::int64_t> for_quad_sections(const QuadKernels& kernels, const BsrShape& shape,
+                                                        Visit&& visit) {
+  const QuadKernels& few = kernels.few_tokens != nullptr ? *kernels.few_tokens : kernels;
+  const QuadKernels& many = few.many_tokens != nullptr ? *few.many_tokens : few;
+  std::int64_t prepared = 0, packed = 0;
+  const auto section = [&](const QuadKernels& of) {
+    visit(QuadsSection{of, prepared, packed});
+    const QuadsShape s(of, shape);
+    prepared += Prepared(s, nullptr).bytes;
+    packed += QuadsPacked(s, nullptr).bytes;
+  };
+  if (&many != &few && fewest_tokens(many, shape, true) > 0) section(many);
+  section(few);
+  return {prepared, packed};
+}
+
+inline QuadsSection quad_section(const QuadKernels& kernels, const BsrShape& shape) {
+  QuadsSection own{kernels, 0, 0};
+  for_quad_sections(kernels, shape, [&](const QuadsSection& s) {
+    if (&s.kernels == &kernels) own.prepared = s.prepared, own.packed = s.packed;
+  });
+  return own;
+}
 
 // A weight as kernels multiply it.
 struct QuadsWeight {

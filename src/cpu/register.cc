@@ -411,7 +411,7 @@ void register_cpu(Registry& registry) {
                                         "avx512_bf16_grad_input_columns", "avx512_bf16_grad_weight",
                                         "avx512_bf16_feed_forward", "pairs", "pairs_transposed");
   add_quads<cpu::kQuadsAmx, kHasAmxInt8>(registry, "amx_linear_int8", "quads");
-  add_quads<cpu::kQuadsVnniRows, kHasVnni>(registry, "avx512_linear_int8_rows", "quad_rows");
+  add_quads<cpu::kQuadsVnniRows, kHasVnni>(registry, "avx512_linear_int8_rows", "quad_lanes");
   add_quads<cpu::kQuadsVnni, kHasVnni>(registry, "avx512_linear_int8", "quad_lanes");
   add_quads<cpu::kQuadsAvxVnni, kHasAvxVnni>(registry, "avx_vnni_linear_int8", "quad_eights");
   add_quads<cpu::kQuadsAvx2, kHasAvx2>(registry, "avx2_linear_int8", "quad_eights");

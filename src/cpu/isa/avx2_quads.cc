@@ -19,21 +19,18 @@ constexpr QuadFew kFew = {kTokens, Avx2FewQuads<kUnsigned, kTokens>::pack,
 
 template <class E, bool kUnsigned>
 constexpr QuadKernels table(const char* family, double tile_cycles) {
-  return {family,
-          tile_cycles,
-          Avx2::kWidth,
-          Avx2::kWidth,
-          kPanelTokens,
-          true,
-          nullptr,
-          none,
-          none,
-          pack_quads<Avx2Quads<kUnsigned>>,
-          nullptr,
-          nullptr,
-          multiply_panel<E>,
-          nullptr,
-          {kFew<E, kUnsigned, 4>, kFew<E, kUnsigned, 8>}};
+  return {.family = family,
+          .tile_cycles = tile_cycles,
+          .rows = Avx2::kWidth,
+          .join = Avx2::kWidth,
+          .any_rows = true,
+          .tokens = kPanelTokens,
+          .by_line = true,
+          .enter = none,
+          .leave = none,
+          .pack = pack_quads<Avx2Quads<kUnsigned>>,
+          .lanes = multiply_panel<E>,
+          .few = {kFew<E, kUnsigned, 4>, kFew<E, kUnsigned, 8>}};
 }
 
 }  // namespace

@@ -30,27 +30,34 @@ constexpr QuadFew kFew = {kTokens, FewQuads<Avx512VnniLanes, kTokens>::pack, mul
 
 }  // namespace
 
-const QuadKernels kQuadsVnni = {"avx512",
-                                550,
-                                Avx512Half::kWidth,
-                                kTileRows,
-                                kPanelTokens,
-                                true,
-                                nullptr,
-                                none,
-                                none,
-                                pack_quads<Avx512Quads<Avx512VnniLanes, true>>,
-                                nullptr,
-                                nullptr,
-                                multiply_quad_lanes,
-                                nullptr,
-                                {kFew<4>, kFew<8>}};
+const QuadKernels kQuadsVnni = {.family = "avx512",
+                                .tile_cycles = 550,
+                                .rows = Avx512Half::kWidth,
+                                .join = kTileRows,
+                                .any_rows = true,
+                                .tokens = kPanelTokens,
+                                .by_line = true,
+                                .enter = none,
+                                .leave = none,
+                                .pack = pack_quads<Avx512Quads<Avx512VnniLanes, true>>,
+                                .lanes = multiply_quad_lanes,
+                                .few = {kFew<4>, kFew<8>},
+                                .many_tokens = &kQuadsVnniRows};
 
 using Rows = Avx512Quads<Avx512VnniRows, true, 64>;
 
-const QuadKernels kQuadsVnniRows = {
-    "avx512", 550,  Avx512VnniRows::kRows, 1,       Rows::kTokens, true,    Avx512VnniRows::fewest,
-    none,     none, pack_quads<Rows>,      nullptr, nullptr,       nullptr, Avx512VnniRows::multiply,
-    {}};
+const QuadKernels kQuadsVnniRows = {.family = "avx512",
+                                    .tile_cycles = 550,
+                                    .rows = Avx512VnniRows::kRows,
+                                    .join = 1,
+                                    .any_rows = true,
+                                    .tokens = Rows::kTokens,
+                                    .by_line = true,
+                                    .fewest = Avx512VnniRows::fewest,
+                                    .enter = none,
+                                    .leave = none,
+                                    .pack = pack_quads<Rows>,
+                                    .few_rows = Avx512VnniRows::multiply,
+                                    .few_tokens = &kQuadsVnni};
 
 }  // namespace rarefy::cpu

@@ -14,7 +14,7 @@ template <class Engine, bool kUnsigned, int kPanel = kPanelTokens>
 struct Avx512Quads {
   static constexpr int kFeatures = 4, kTokens = kPanel;
   static constexpr int kEarly = 1;
-  static constexpr bool kByToken = false, kByLine = false;
+  static constexpr bool kByToken = false, kByLine = false, kAnyRows = false;
 
   static std::uint32_t absmax(const float* x, std::int32_t count) {
     const __m512i magnitude = _mm512_set1_epi32(0x7fffffff);

@@ -12,11 +12,11 @@ namespace rarefy::cpu {
 struct Avx512VnniRows {
   static constexpr int kRows = 4, kTokens = 64;  // outputs whose sums are in registers; tokens of a panel
 
-  // Below, lanes of outputs are faster; those of 32 outputs always are, and 12, 20, 28 have no lanes (Zen 5:
-  // docs/design/cpu_kernels.md; where one product starts in a cycle nobody measured, and R×1's are kept).
-  static std::int32_t fewest(std::int64_t rows, bool fours, bool two) {
+  // Below, lanes of outputs are faster; those of 32 outputs always are (Zen 5: docs/design/cpu_kernels.md;
+  // where one product starts in a cycle nobody measured, and R×1's are kept).
+  static std::int32_t fewest(std::int64_t rows, bool fours, bool two, double more) {
     if (rows >= 32) return 0;
-    if (rows != 4 && rows % 8 != 0) return 1;
+    if (rows != 4 && rows % 8 != 0) return static_cast<std::int32_t>((fours ? 20 : 40) / more);
     if (!two || rows == 16) return rows == 4 ? 12 : rows == 8 ? 20 : 48;
     if (rows == 4) return fours ? 5 : 13;
     return rows == 8 ? fours ? 9 : 24 : fours ? 16 : 28;

@@ -12,7 +12,7 @@ template <class I>
 struct QuadsPlain {
   static constexpr int kFeatures = 4, kTokens = kPanelTokens;
   static constexpr int kEarly = 1;
-  static constexpr bool kByToken = false, kByLine = false;
+  static constexpr bool kByToken = false, kByLine = false, kAnyRows = true;
 
   static void enter() {}
   static void leave() {}
