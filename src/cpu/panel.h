@@ -224,7 +224,8 @@ void unpack_small(const SparseOperand& w, std::int32_t e, std::int32_t count, fl
     std::uint16_t* block = near;
     for (std::int32_t i = 0; i < some; ++i, block += size) {
       const std::uint16_t* from = values + w.perm[e + i] * size;
-      __builtin_memcpy(block, from, kEnd * 2);  // both ends, which may overlap: lengths that the compiler knows
+      // Both ends, which may overlap: lengths that the compiler knows.
+      __builtin_memcpy(block, from, kEnd * 2);
       __builtin_memcpy(block + size - kEnd, from + size - kEnd, kEnd * 2);
     }
     unpack<I>(w.storage, near, some * size, to);
