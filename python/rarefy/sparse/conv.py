@@ -19,7 +19,8 @@ from .. import ops
 from ..activations import NONE, activate, check_activation
 from ..checks import check_pair, check_tensor, fail
 from ..pattern import BsrPattern
-from .matrix import FLOATS, as_matrix
+from .kinds import as_matrix
+from .matrix import FLOATS
 
 # Windows of a piece: with the columns of a product they stay in L2. On a GPU a piece is one that fills it.
 _PIECE_BYTES = {"cpu": 2 << 20}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from typing import Any
 
@@ -15,7 +16,6 @@ from ..derivatives import run_eagerly
 from ..derived import Derived, Kept, reads_itself
 from ..op_rules import meets_nothing
 from ..pattern import BsrPattern
-from ..sparse_weight import SparseWeight
 from ..values import check_padding, dense_of
 
 CHECKS = ("once", "always", "trusted")
@@ -26,10 +26,25 @@ _FEW_TOKENS = 4  # up to which kernels of their own run, on the columns alone
 
 
 def as_tensor(op: str, name: str, value: Any) -> Tensor:
-    """A strided tensor, or a NumPy array as one that shares its memory (read-only ones are copied)."""
+    """A strided tensor, or a NumPy array as one that shares its memory where torch can.
+
+    Read-only arrays are copied, and so are reversed ones and those of the other byte order.
+    """
     if hasattr(value, "__array_interface__") and not isinstance(value, Tensor):
-        value = torch.tensor(value) if not value.flags.writeable else torch.from_numpy(value)
+        try:
+            if not value.dtype.isnative or any(step < 0 for step in value.strides):
+                value = value.astype(value.dtype.newbyteorder("="), order="C")
+            value = torch.from_numpy(value) if value.flags.writeable else torch.tensor(value)
+        except TypeError:
+            fail(op, f"{name} must be of a dtype that torch knows", value.dtype, TypeError)
     return check_tensor(op, name, value)
+
+
+def is_dense(value: Any) -> bool:
+    """Whether it is a strided tensor or a NumPy array."""
+    if isinstance(value, Tensor):
+        return value.layout == torch.strided
+    return hasattr(value, "__array_interface__")
 
 
 class SparseMatrix:
@@ -150,11 +165,26 @@ class SparseMatrix:
         if len(positions) == len(slot):
             self._order = torch.empty_like(slot)
             self._order[slot] = torch.arange(len(slot), device=slot.device)
-            warnings.warn(f"[{self._op}] indices are not sorted in each row: sorted once", stacklevel=6)
+            warnings.warn(
+                f"[{self._op}] indices are not sorted in each row: sorted once", stacklevel=_callers_level()
+            )
         self._slot = slot
         self.pattern = BsrPattern.from_positions(
             positions, shape=tuple(self.shape), block_shape=self.block_shape
         )
+
+    @classmethod
+    def of(cls, value: Any, *, check: str = "once") -> SparseMatrix:
+        """A matrix of another library, or a layer's weight, checked and planned once for many products.
+
+        `value` is what `sparse_dense` takes as its weight: a matrix of scipy.sparse or torch in any format,
+        a SparseWeight of blocks or CSR, a SparseMatrix. CSR and BSR share their arrays with it.
+        """
+        from .kinds import as_matrix
+
+        matrix = as_matrix("SparseMatrix.of", "value", value, check=check)
+        matrix._keeps = True
+        return matrix
 
     @classmethod
     def on_pattern(cls, data: Tensor, pattern: BsrPattern) -> SparseMatrix:
@@ -274,7 +304,7 @@ class SparseMatrix:
             or not meets_nothing(x, data, bias)
             or x.ndim == 0
             or x.shape[-1] != self.shape[1]
-            or not (bias is None or bias.is_contiguous())
+            or not (bias is None or (bias.is_contiguous() and bias.numel() == self.shape[0]))
         ):
             return None
         blocks = data.view(-1, 1, 1) if data.ndim == 1 else data
@@ -303,15 +333,24 @@ class SparseMatrix:
         """`spmm` with a dense matrix, `spmv` with a vector, `sparse_matmul` with a sparse matrix."""
         from . import products
 
-        if isinstance(other, Tensor) and other.layout == torch.strided:
+        if is_dense(other):
             return (products.spmv if other.ndim == 1 else products.spmm)(self, other)
         return products.sparse_matmul(self, other)
+
+    def __rmatmul__(self, other: Any) -> Any:
+        """A dense (…, N) times this matrix, (…, K)."""
+        from .products import times_matrix
+
+        return times_matrix(other, self)
 
     def __add__(self, other: Any) -> Any:
         """`sparse_add`."""
         from .structure import sparse_add
 
         return sparse_add(self, other)
+
+    __radd__ = __add__
+    __array_ufunc__ = None  # NumPy's operators leave theirs to these
 
     def __getitem__(self, key: Any) -> SparseMatrix:
         """`sparse_slice`: rows, or rows and columns, as slices with step 1."""
@@ -328,59 +367,17 @@ class SparseMatrix:
         )
 
 
+def _callers_level() -> int:
+    """The stacklevel, for warnings.warn where this is called, of the first frame outside of Rarefy."""
+    frame, level = sys._getframe(1), 1
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("rarefy."):
+        frame, level = frame.f_back, level + 1
+    return level
+
+
 def _ascends(indices: Tensor, indptr: Tensor) -> bool:
     """Whether indices are sorted and distinct in each row; indptr is valid."""
     falls = indices[1:] <= indices[:-1]
     starts = indptr[1:-1]
     falls[(starts[(starts > 0) & (starts < len(indices))] - 1).long()] = False
     return not bool(falls.any())
-
-
-def as_matrix(
-    op: str, name: str, value: Any, *, columns: int | None = None, check: str = "once"
-) -> SparseMatrix:
-    """A SparseMatrix of what users hold: one, (data, indices, indptr), or another library's.
-
-    Args:
-        op: for messages, with `name`.
-        name: what the argument is called.
-        value: a SparseMatrix, which keeps its plan; a SparseWeight; a tuple of scipy's arrays; a scipy.sparse
-            matrix or array; a torch.sparse_csr or sparse_bsr tensor.
-        columns: of a tuple, which does not say it; None: as many as its indices reach.
-        check: for tuples and other libraries' matrices; see SparseMatrix.
-    """
-    if isinstance(value, SparseMatrix):
-        return value.settled()
-    if isinstance(value, SparseWeight):
-        if value.format not in ("bsr", "csr"):  # others' values are not the elements of the matrix
-            fail(op, f"{name} must be a weight of format bsr or csr", value.format, TypeError)
-        return SparseMatrix.on_pattern(value.values, value.pattern)
-    if isinstance(value, Tensor) and value.layout in (torch.sparse_csr, torch.sparse_bsr):
-        if value.ndim != 2:
-            fail(op, f"{name} must be a matrix without batch dimensions", tuple(value.shape))
-        arrays = value.values(), value.col_indices(), value.crow_indices()
-        return _passing(*arrays, shape=tuple(value.shape), check=check, op=op)
-    if getattr(value, "format", None) in ("csr", "bsr") and hasattr(value, "indptr"):
-        shape = tuple(int(size) for size in value.shape)
-        return _passing(value.data, value.indices, value.indptr, shape=shape, check=check, op=op)
-    if not isinstance(value, tuple | list) or len(value) != 3:
-        requirement = (
-            f"{name} must be a SparseMatrix, a SparseWeight, (data, indices, indptr), or a CSR or BSR matrix "
-            "of scipy.sparse or torch"
-        )
-        fail(op, requirement, type(value).__name__, TypeError)
-    data, indices, indptr = (
-        as_tensor(op, part, array) for part, array in zip(("data", "indices", "indptr"), value, strict=True)
-    )
-    r, c = (data.shape[1], data.shape[2]) if data.ndim == 3 else (1, 1)
-    if columns is None:
-        columns = (int(indices.max()) + 1) * c if len(indices) else 0
-    shape = (max(0, len(indptr) - 1) * r, columns)
-    return _passing(data, indices, indptr, shape=shape, check=check, op=op)
-
-
-def _passing(*arrays: Any, **options: Any) -> SparseMatrix:
-    """A matrix for one call, which derives nothing that only later calls would gain by."""
-    matrix = SparseMatrix(*arrays, **options)
-    matrix._keeps = False
-    return matrix

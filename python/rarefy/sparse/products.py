@@ -8,13 +8,14 @@ import torch
 from torch import Tensor
 
 from .. import _load, ops
-from .._torch_private import eager, unrecorded
+from .._torch_private import eager, in_autocast, unrecorded
 from ..activations import NONE, activate, check_activation
-from ..checks import check_tensor, fail
+from ..checks import fail
 from ..pattern import BsrPattern
 from ..sparse_weight import SparseWeight
 from . import expanded
-from .matrix import FLOATS, SparseMatrix, as_matrix, as_tensor
+from .kinds import as_matrix
+from .matrix import FLOATS, SparseMatrix, as_tensor
 
 _integers, _sparse_product, _sampled_product, _product_in_place = map(
     _load.op, ("_integer_linear", "_sparse_product", "_sampled_product", "_product_in_place")
@@ -39,9 +40,9 @@ def sparse_dense(
         x: (…, K), any leading dimensions and strides, of the dtype of data; or float32 and 16-bit data, on
             the CPU. With `sparse_lhs` the dense weight, (N, K).
         weight: W, (N, K), sparse: `(data, indices, indptr)` with exactly scipy's arrays (CSR if data has 1
-            dimension, BSR if it has 3), a SparseMatrix, a SparseWeight, or a CSR or BSR matrix of
-            scipy.sparse or torch. A SparseMatrix is validated once; the others in each call. With
-            `sparse_lhs` the sparse left side S, (M, K).
+            dimension, BSR if it has 3), a SparseMatrix, a SparseWeight, or a matrix of scipy.sparse or torch
+            (CSR and BSR as they are, other formats converted). A SparseMatrix is validated once; the others
+            in each call. With `sparse_lhs` the sparse left side S, (M, K).
         bias: (N,) of x's dtype; with `sparse_lhs` too, whose columns are N.
         sparse_lhs: the sparse matrix is on the left: ``S @ x.T``, (M, N).
         activation: "relu", "gelu", "gelu_tanh", "silu" or None; integers know "relu" alone.
@@ -69,10 +70,22 @@ def sparse_dense(
     matrix = as_matrix(op, "weight", weight, columns=x.shape[-1], check=check)
     if matrix.shape[1] != x.shape[-1]:
         fail(op, f"x must have {matrix.shape[1]} columns, as the sparse matrix has", x.shape[-1])
+    if bias is not None:
+        bias = checked_bias(op, bias, x, len(x) if sparse_lhs else matrix.shape[0])
     if not sparse_lhs:
         return _linear(op, matrix, x, bias, name)
     y = _linear(op, matrix, x, None, NONE).t()
     return activate(y if bias is None else y + bias, name)
+
+
+def checked_bias(op: str, bias: Any, x: Tensor, size: int) -> Tensor:
+    """The bias, contiguous, if it has `size` elements of x's dtype."""
+    bias = as_tensor(op, "bias", bias)
+    if tuple(bias.shape) != (size,):
+        fail(op, f"bias must have shape ({size},)", tuple(bias.shape))
+    if bias.dtype != x.dtype and not in_autocast():
+        fail(op, f"bias must be of the dtype of x, {x.dtype}", bias.dtype, TypeError)
+    return bias.contiguous()
 
 
 def _linear(op: str, matrix: SparseMatrix, x: Tensor, bias: Tensor | None, activation: str) -> Tensor:
@@ -81,20 +94,36 @@ def _linear(op: str, matrix: SparseMatrix, x: Tensor, bias: Tensor | None, activ
     if not x.is_floating_point():
         if x.dtype != blocks.dtype:
             fail(op, f"x must be of the dtype of data, {blocks.dtype}", x.dtype, TypeError)
-        bias = None if bias is None else bias.contiguous()
         plan = matrix.pattern.row_plan if x.device.type == "cpu" else matrix.pattern.plan
         rows = x.reshape(-1, k).contiguous()
         y = _integers(rows, blocks, plan, bias, [n, k, *matrix.block_shape], activation)
         return y.reshape(*x.shape[:-1], n)
-    if not blocks.is_floating_point():
-        fail(op, f"data must be of the dtype of x, {x.dtype}", blocks.dtype, TypeError)
-    if bias is not None:
-        bias = check_tensor(op, "bias", bias).contiguous()
+    _check_floats(op, matrix, x)
     derived = matrix.derived(x, blocks)
     fused = {} if activation == NONE else {"activation": activation}
     by_rows = matrix.block_shape[1] <= matrix.block_shape[0] and unrecorded(x, blocks, bias)
     plan = matrix.pattern.row_plan if by_rows else matrix.pattern.plan
     return ops.bsr_linear(x, blocks, plan, bias, n, k, *derived, **fused)
+
+
+def _check_floats(op: str, matrix: SparseMatrix, x: Tensor) -> None:
+    """Raises unless data are of x's dtype, or of 16 bits where x is float32, or autocast decides."""
+    halves = x.dtype == torch.float32 and matrix.dtype in (torch.bfloat16, torch.float16)
+    if x.dtype != matrix.dtype and not halves and not (matrix.dtype.is_floating_point and in_autocast()):
+        fail(op, f"data must be of the dtype of x, {x.dtype}", matrix.dtype, TypeError)
+
+
+def times_matrix(x: Any, matrix: SparseMatrix) -> Tensor:
+    """``x @ matrix``, (…, K), of a dense x, (…, N)."""
+    op = "SparseMatrix.__rmatmul__"
+    matrix = matrix.settled()
+    x, (n, k) = as_tensor(op, "x", x), matrix.shape
+    if x.ndim == 0 or x.shape[-1] != n:
+        fail(op, f"x must have {n} columns, as the matrix has rows", tuple(x.shape))
+    if not x.is_floating_point():
+        return _linear(op, matrix.T, x, None, NONE)
+    _check_floats(op, matrix, x)
+    return ops.bsr_grad_input(x, matrix.blocks(), matrix.pattern.plan, n, k)
 
 
 def spmm(a: Any, b: Tensor, *, check: str = "once") -> Tensor:

@@ -12,7 +12,8 @@ from .. import _load
 from .._torch_private import eager
 from ..checks import fail
 from ..pattern import BsrPattern
-from .matrix import FLOATS, SparseMatrix, as_matrix
+from .kinds import as_matrix
+from .matrix import FLOATS, SparseMatrix
 from .products import sddmm, spmm
 
 # Bytes of scores at a time: of what the caches of a CPU hold; on a GPU what fills it.

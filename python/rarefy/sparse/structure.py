@@ -12,7 +12,8 @@ from .._torch_private import eager, unrecorded
 from ..checks import fail
 from ..masks import from_blocks, grid_of, to_blocks
 from ..pattern import BsrPattern
-from .matrix import SparseMatrix, as_matrix, as_tensor
+from .kinds import as_matrix
+from .matrix import SparseMatrix, as_tensor, is_dense
 
 
 def transposed(values: Tensor, pattern: BsrPattern) -> tuple[Tensor, BsrPattern]:
@@ -45,9 +46,9 @@ def sparse_add(a: Any, b: Any, *, check: str = "once") -> SparseMatrix | Tensor:
         check: see SparseMatrix.
     """
     op = "sparse_add"
-    if isinstance(a, Tensor) and a.layout == torch.strided:
+    if is_dense(a):
         a, b = b, a
-    if not (isinstance(b, Tensor) and b.layout == torch.strided) and not hasattr(b, "__array_interface__"):
+    if not is_dense(b):
         return _add_sparse(op, as_matrix(op, "a", a, check=check), as_matrix(op, "b", b, check=check))
     dense = as_tensor(op, "dense", b)
     if dense.ndim != 2:
