@@ -22,6 +22,7 @@ from .spec import KEPT, Spec, kept_text, read_kept
 
 # Finest first: of blocks that are about as fast, the one that keeps a model's quality best is the first.
 BLOCKS = ((4, 1), (16, 1), (32, 1), (16, 16), (32, 32))
+_WITH_ELEMENTS = (*BLOCKS, (1, 1))  # where zeros are what they are
 _NEAR = 1.05
 _MOSTLY = 0.5  # zeros among the weights of a layer that was pruned before
 # Of model and inputs, and whether layers store bf16 and may round x to it.
@@ -226,12 +227,12 @@ def _advice(names: tuple[str, ...], dense: Case, density: float) -> LayerAdvice:
 
 
 def _best(
-    dense: Case, density: Callable[[tuple[int, int]], float]
+    dense: Case, density: Callable[[tuple[int, int]], float], blocks: tuple = BLOCKS
 ) -> tuple[float, tuple[int, int] | None, float]:
     """Predicted seconds of dense; the finest block within 5 % of the fastest, if any; its seconds."""
     times = {
         block: predictor().seconds(replace(dense, block=block, density=density(block)))
-        for block in BLOCKS
+        for block in blocks
         if dense.out_features % block[0] == 0 and dense.in_features % block[1] == 0
     }
     block = next((b for b, s in times.items() if s <= _NEAR * min(times.values())), None)
@@ -246,7 +247,8 @@ class Auto:
     """A spec for sparsify: the blocks that are fastest here, or dense where that is faster.
 
     "auto@0.5" keeps half of the blocks, "auto@nonzero" all that are not zero, so that nothing changes but the
-    speed. "auto" is the latter where half of a layer's weights or more are zero, and else "auto@0.5".
+    speed; there single elements count, too. "auto" is the latter where half of a layer's weights or more are
+    zero, and else "auto@0.5". A convolution without groups counts as the linear layer of its matrix.
     """
 
     density: float | str | None
@@ -269,6 +271,8 @@ class Auto:
     def chosen(self, layer: nn.Module, tokens: int) -> tuple[Spec | str, tuple[float, float] | None]:
         """What a layer becomes, or why it stays; and the predicted milliseconds of dense and sparse."""
         weight = layer.weight
+        if isinstance(layer, nn.Conv2d):
+            return "auto chooses for convolutions without groups", None
         if not isinstance(layer, nn.Linear):
             return "already block-sparse: auto chooses for dense layers", None
         if weight.device.type != "cpu" or weight.dtype not in (torch.float32, torch.bfloat16):
@@ -281,7 +285,8 @@ class Auto:
         def density(block: tuple[int, int]) -> float:
             return float(nonzero_blocks(weight.detach(), block).float().mean()) if kept == NONZERO else kept
 
-        dense, block, sparse = _best(Case(tokens, *weight.shape, weight.dtype), density)
+        blocks = _WITH_ELEMENTS if kept == NONZERO else BLOCKS
+        dense, block, sparse = _best(Case(tokens, *weight.shape, weight.dtype), density, blocks)
         if block is None:
             return "no block shape that auto knows divides it", None
         times = (1e3 * dense, 1e3 * sparse)

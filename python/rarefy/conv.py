@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn import functional
 
 from .checks import check_density, check_dtype, check_int, check_tensor, fail
-from .linear_base import copy_parameter
+from .linear_base import check_state, copy_parameter
 from .masks import block_count, block_norms, choose_blocks, grid_of, random_blocks, top_blocks
 from .pattern import BsrPattern
 from .sparse.conv import Geometry, check_size, convolve, read_geometry
@@ -18,16 +20,20 @@ from .spec import Spec
 from .values import draw_uniform_
 from .weight import BlockSpec, BsrWeight
 
+_MODES = ("zeros", "reflect", "replicate", "circular")
+
 
 class BlockSparseConv2d(nn.Module):
     """A convolution whose weight stores only chosen blocks; a drop-in for nn.Conv2d.
 
     Args:
         in_channels, out_channels: C and O.
-        kernel_size, stride, padding, dilation: as for nn.Conv2d: an int or a pair; zeros around the images.
+        kernel_size, stride, padding, dilation: as for nn.Conv2d: an int or a pair; padding also "same" or
+            "valid".
         groups: input and output channels in so many parts that see one another alone; must divide both, and
             blocks must not reach over them.
         bias: add a learned bias, (O,).
+        padding_mode: what is around the images: "zeros", "reflect", "replicate" or "circular".
         density: stored blocks / all blocks within the groups.
         block_shape: (R, C'), output channels and input channels of a block, at one place of the kernel.
         generator: a torch.Generator for pattern and values.
@@ -49,10 +55,11 @@ class BlockSparseConv2d(nn.Module):
         out_channels: int,
         kernel_size: int | tuple[int, int],
         stride: int | tuple[int, int] = 1,
-        padding: int | tuple[int, int] = 0,
+        padding: int | tuple[int, int] | str = 0,
         dilation: int | tuple[int, int] = 1,
         groups: int = 1,
         bias: bool = True,
+        padding_mode: str = "zeros",
         *,
         density: float = 0.5,
         block_shape: tuple[int, int] = (16, 1),
@@ -62,7 +69,8 @@ class BlockSparseConv2d(nn.Module):
     ) -> None:
         super().__init__()
         op = "BlockSparseConv2d"
-        self._set_sizes(op, in_channels, out_channels, kernel_size, stride, padding, dilation, groups)
+        sizes = (in_channels, out_channels, kernel_size, stride, padding, dilation, groups, padding_mode)
+        self._set_sizes(op, *sizes)
         dtype = dtype if dtype is not None else torch.get_default_dtype()
         check_dtype(op, "dtype", dtype)
         density = check_density(op, density)
@@ -79,7 +87,7 @@ class BlockSparseConv2d(nn.Module):
         self.reset_parameters(generator)
 
     def _set_sizes(
-        self, op: str, c: Any, o: Any, kernel: Any, stride: Any, pad: Any, dil: Any, g: Any
+        self, op: str, c: Any, o: Any, kernel: Any, stride: Any, pad: Any, dil: Any, g: Any, mode: Any
     ) -> None:
         self.in_channels = check_int(op, "in_channels", c, 1)
         self.out_channels = check_int(op, "out_channels", o, 1)
@@ -88,12 +96,15 @@ class BlockSparseConv2d(nn.Module):
             fail(op, f"groups must divide {self.in_channels} and {self.out_channels} channels", self.groups)
         geometry = read_geometry(op, kernel, stride, pad, dil)
         self.kernel_size, self.stride = geometry.kernel, geometry.stride
-        self.padding, self.dilation = geometry.padding, geometry.dilation
-        self.padding_mode = "zeros"
+        self.padding = pad if isinstance(pad, str) else tuple(p for p, _ in geometry.padding)
+        self.dilation = geometry.dilation
+        if mode not in _MODES:
+            fail(op, f"padding_mode must be one of {', '.join(_MODES)}", repr(mode))
+        self.padding_mode = mode
 
     @property
     def _geometry(self) -> Geometry:
-        return Geometry(self.kernel_size, self.stride, self.padding, self.dilation)
+        return geometry_of(self)
 
     @property
     def _shape(self) -> tuple[int, int]:
@@ -131,14 +142,11 @@ class BlockSparseConv2d(nn.Module):
         convolution's own weight. Density counts the blocks within the groups. Without any, all of those are
         kept. Copies; `conv` stays.
 
-        Raises ValueError for padding modes other than zeros, for padding as text, for a spec of another
-        format, and as from_dense does.
+        Raises ValueError for a spec of another format, and as BsrWeight.from_dense does.
         """
         op = "BlockSparseConv2d.from_dense"
         if not isinstance(conv, nn.Conv2d):
             fail(op, "conv must be an nn.Conv2d", type(conv).__name__, TypeError)
-        if (reason := why_no_conv(conv)) is not None:
-            fail(op, "conv must have zeros around its images, as numbers", reason)
         dtype, rounds_x = None, False
         if spec is not None:
             if block_shape is not None or density is not None:
@@ -193,7 +201,7 @@ class BlockSparseConv2d(nn.Module):
     def _like(cls, op: str, conv: Any) -> BlockSparseConv2d:
         layer = cls.__new__(cls)
         nn.Module.__init__(layer)
-        sizes = (conv.kernel_size, conv.stride, conv.padding, conv.dilation, conv.groups)
+        sizes = (conv.kernel_size, conv.stride, conv.padding, conv.dilation, conv.groups, conv.padding_mode)
         layer._set_sizes(op, conv.in_channels, conv.out_channels, *sizes)
         return layer
 
@@ -207,9 +215,8 @@ class BlockSparseConv2d(nn.Module):
         group = torch.arange(self.groups, device=whole.device)
         weight = parts[group, :, group].reshape(o, into, kh, kw)
         options = {"stride": self.stride, "padding": self.padding, "dilation": self.dilation}
-        conv = nn.Conv2d(
-            c, o, self.kernel_size, groups=self.groups, bias=self.bias is not None, device="meta", **options
-        )
+        options |= {"groups": self.groups, "padding_mode": self.padding_mode}
+        conv = nn.Conv2d(c, o, self.kernel_size, bias=self.bias is not None, device="meta", **options)
         conv.weight = nn.Parameter(weight.clone(), requires_grad=self.weight.values.requires_grad)
         conv.bias = copy_parameter(self.bias)
         return conv.train(self.training)
@@ -224,6 +231,10 @@ class BlockSparseConv2d(nn.Module):
         parts = weight.reshape(g, o // g, c // g, kh, kw).permute(0, 1, 3, 4, 2)
         whole[group, :, :, :, group] = parts
         return whole.reshape(o, kh * kw * c)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        check_state("BlockSparseConv2d.load_state_dict", self, state_dict, prefix)
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
     # -- what it is -----------------------------------------------------------------------------
 
@@ -262,7 +273,11 @@ class BlockSparseConv2d(nn.Module):
         return self._modules["weight"].linear(places, self.bias)
 
     def _of_windows(self, images: torch.Tensor) -> torch.Tensor:
-        places, geometry = images.permute(0, 2, 3, 1), self._geometry
+        geometry = self._geometry
+        if self.padding_mode != "zeros" and geometry.is_padded:
+            images = functional.pad(images, geometry.around(), mode=self.padding_mode)
+            geometry = replace(geometry, padding=((0, 0), (0, 0)))
+        places = images.permute(0, 2, 3, 1)
         check_size("BlockSparseConv2d", places, geometry)
         if places.stride(3) != 1:
             places = places.contiguous()
@@ -292,7 +307,8 @@ class BlockSparseConv2d(nn.Module):
         text = (
             f"{self.in_channels}, {self.out_channels}, kernel_size={self.kernel_size}, stride={self.stride}"
         )
-        for name, default in (("padding", (0, 0)), ("dilation", (1, 1)), ("groups", 1)):
+        defaults = {"padding": (0, 0), "dilation": (1, 1), "groups": 1, "padding_mode": "zeros"}
+        for name, default in defaults.items():
             if getattr(self, name) != default:
                 text += f", {name}={getattr(self, name)}"
         text += f", bias={self.bias is not None}, density={self.density:.4g}"
@@ -304,9 +320,16 @@ def matrix_shape(conv: nn.Module) -> tuple[int, int]:
     return conv.out_channels, conv.kernel_size[0] * conv.kernel_size[1] * conv.in_channels
 
 
+def geometry_of(conv: nn.Module) -> Geometry:
+    """Sizes of a convolution, nn.Conv2d or sparse, as numbers."""
+    return read_geometry("conv2d", conv.kernel_size, conv.stride, conv.padding, conv.dilation)
+
+
 def is_pointwise(conv: nn.Module) -> bool:
     """Whether a convolution sees each place alone, so that it is the product of a linear layer."""
-    return tuple(conv.kernel_size) == (1, 1) and tuple(conv.padding) == (0, 0)
+    return tuple(conv.kernel_size) == (1, 1) and (
+        conv.padding in ("same", "valid") or tuple(conv.padding) == (0, 0)
+    )
 
 
 def why_no_rounding(conv: nn.Module) -> str | None:
@@ -322,13 +345,6 @@ def why_no_groups(conv: nn.Module, block_shape: tuple[int, int]) -> str | None:
     if conv.groups == 1 or (out % block_shape[0] == 0 and into % block_shape[1] == 0):
         return None
     return f"block_shape must divide the {out} × {into} channels of a group"
-
-
-def why_no_conv(conv: nn.Conv2d) -> str | None:
-    """Why a convolution cannot be block-sparse, or None."""
-    if conv.padding_mode != "zeros" or isinstance(conv.padding, str):
-        return f"padding_mode={conv.padding_mode!r}, padding={conv.padding!r}"
-    return None
 
 
 def _within(

@@ -14,9 +14,10 @@ from torch.nn.utils.parametrize import ParametrizationList, is_parametrized
 from ._torch_private import has_hooks, has_tensor_hooks, storage_of
 from .attention import projections, put_projection, settle
 from .checks import fail
-from .conv import BlockSparseConv2d, matrix_shape, why_no_conv, why_no_groups, why_no_rounding
+from .conv import BlockSparseConv2d, matrix_shape, why_no_groups, why_no_rounding
 from .dense import KINDS, kind_of
 from .experts import PARTS, is_dense_experts, linear_of, settle_expert, unpack
+from .linear_base import new_linear
 from .modules import BlockSparseLinear
 from .pseudo import PseudoBlockSparseLinear
 from .sparse_weight import SparseWeight
@@ -53,6 +54,10 @@ class Layer:
         """The layer as an nn.Linear of the same memory, where it is one of another library; else itself."""
         kind = kind_of(self.module)
         return self.module if kind is None else KINDS[kind].as_linear(self.module)
+
+    def as_product(self) -> nn.Module:
+        """The nn.Linear whose time "auto" predicts, or a module that it does not know."""
+        return self.linear()
 
     @property
     def weight_names(self) -> list[str]:
@@ -107,8 +112,17 @@ class Convolution(Layer):
         """Of the weight as a matrix."""
         return matrix_shape(self.module)
 
+    def as_product(self) -> nn.Module:
+        """An nn.Linear of the weight as a matrix; with groups the convolution."""
+        conv = self.module
+        if not isinstance(conv, nn.Conv2d) or conv.groups > 1:
+            return conv
+        return new_linear(conv.weight.detach().permute(0, 2, 3, 1).flatten(1), None, False, conv.training)
+
     def why_not(self, spec: Any) -> str | None:
-        """It takes blocks that do not reach over its groups; "auto" predicts linear layers alone."""
+        """It takes blocks that do not reach over its groups, or "auto"."""
+        if not isinstance(spec, Spec):
+            return super().why_not(spec)
         if not isinstance(spec, BlockSpec):
             return f"a convolution takes block:ROWSxCOLUMNS@DENSITY, not {spec}"
         rounding = why_no_rounding(self.module) if spec.rounds_x else None
@@ -238,10 +252,7 @@ def _why_not(
     if held and not (rewritten and all(map(projections, held))):
         return "nn.MultiheadAttention reads this weight directly and never calls the layer"
     other = kind_of(module) if rewritten and (held or kind_of(module) != "out_proj") else None
-    if isinstance(module, nn.Conv2d):
-        if (reason := why_no_conv(module)) is not None:
-            return reason
-    elif not isinstance(module, nn.Linear) and other is None:
+    if not isinstance(module, nn.Linear | nn.Conv2d) and other is None:
         return f"{kind} is not an nn.Linear"
     if is_parametrized(module):
         return "its parameters are parametrized (torch.nn.utils.parametrize)"

@@ -36,6 +36,17 @@ def check_linear(op: str, linear: Any) -> nn.Linear:
     return linear
 
 
+def check_state(op: str, layer: nn.Module, state_dict: dict[str, Any], prefix: str) -> None:
+    """Checks weight and bias before the first copy: on error nothing is half-loaded."""
+    if isinstance(state_dict.get(prefix + "weight"), torch.Tensor):
+        requirement = f"{prefix}weight must be block-sparse, {prefix}weight.values … (see from_dense)"
+        fail(op, requirement, "a dense tensor")
+    layer.weight.check_state(op, state_dict, prefix + "weight.")
+    bias = state_dict.get(prefix + "bias")
+    if layer.bias is not None and bias is not None and bias.shape != layer.bias.shape:
+        fail(op, f"{prefix}bias must be of shape {tuple(layer.bias.shape)}", tuple(bias.shape))
+
+
 def _parameter_like(data: torch.Tensor, source: torch.Tensor) -> nn.Parameter:
     return nn.Parameter(data, requires_grad=source.requires_grad and data.dtype.is_floating_point)
 

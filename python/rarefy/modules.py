@@ -9,7 +9,7 @@ from torch import nn
 
 from .chain import Hidden, may_wait
 from .checks import check_dtype, check_tensor, fail
-from .linear_base import LinearBase, check_linear, check_sizes, new_linear
+from .linear_base import LinearBase, check_linear, check_sizes, check_state, new_linear
 from .masks import grid_of, random_blocks
 from .pattern import BsrPattern
 from .shared_input import SharedInput
@@ -169,13 +169,5 @@ class BlockSparseLinear(LinearBase):
         return self._modules["weight"].linear(x, bias)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        # All checks of weight and bias come before the first copy: on error nothing is half-loaded.
-        op = "BlockSparseLinear.load_state_dict"
-        if isinstance(state_dict.get(prefix + "weight"), torch.Tensor):
-            requirement = f"{prefix}weight must be block-sparse, {prefix}weight.values … (see from_dense)"
-            fail(op, requirement, "a dense tensor")
-        self.weight.check_state(op, state_dict, prefix + "weight.")
-        bias = state_dict.get(prefix + "bias")
-        if self.bias is not None and bias is not None and bias.shape != self.bias.shape:
-            fail(op, f"{prefix}bias must be of shape {tuple(self.bias.shape)}", tuple(bias.shape))
+        check_state("BlockSparseLinear.load_state_dict", self, state_dict, prefix)
         super()._load_from_state_dict(state_dict, prefix, *args)

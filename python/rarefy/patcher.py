@@ -125,7 +125,7 @@ class BlockSparseModelPatcher:
             if row.reason is not None:
                 continue
             if isinstance(spec, Auto):
-                spec, row.predicted = spec.chosen(layer.linear(), tokens)
+                spec, row.predicted = spec.chosen(layer.as_product(), tokens)
                 if isinstance(spec, str):
                     row.reason = spec
                     continue

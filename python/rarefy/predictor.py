@@ -28,6 +28,7 @@ from .checks import DTYPE_NAMES, fail
 from .files import replacing
 from .masks import block_count, grid_of
 from .modules import BlockSparseLinear
+from .timing import MOST_WAITED, queued
 
 FEW = 4  # tokens, up to which kernels of their own read weights at the speed of memory
 _LANES = {"avx512": 16, "avx2": 8, "neon": 4}  # floats of a vector, by family
@@ -42,6 +43,7 @@ _DENSITIES, _RARER = (0.1, 0.5), (0.02, 0.005)
 _TOKENS = {True: (1, 4), False: (8, 64, 120, 512)}  # 120 leave lanes empty
 _LEAST = 9  # points
 _SECONDS = 0.015  # for a single measurement
+_PATIENCE = 8  # times as long while threads wait for a processor: five calls of two threads may all be late
 _FORMAT = 2  # of the file
 
 
@@ -209,19 +211,25 @@ def _layer(case: Case) -> nn.Module:
 
 
 def measure(case: Case, seconds: float = _SECONDS) -> float:
-    """Seconds that a call takes: the shortest of those that fit into `seconds`, at least five."""
+    """Seconds that a call takes: the shortest of those that fit into `seconds`, at least five.
+
+    Where other programs keep the processors busy, of more calls.
+    """
     # Not made in inference mode: what kernels pack is not kept beside values whose writes nobody counts.
     layer, x = layer_of(case), torch.randn(case.tokens, case.in_features, dtype=case.dtype)
     with torch.inference_mode():
         for _ in range(2):
             layer(x)
-        best, calls, end = math.inf, 0, time.perf_counter() + seconds
-        while calls < 5 or time.perf_counter() < end:
+        best, calls, start, waited = math.inf, 0, time.perf_counter(), queued()
+        while True:
             begin = time.perf_counter()
             layer(x)
-            best = min(best, time.perf_counter() - begin)
-            calls += 1
-    return best
+            now = time.perf_counter()
+            best, calls, spent = min(best, now - begin), calls + 1, now - start
+            if calls < 5 or spent < seconds:
+                continue
+            if spent > _PATIENCE * seconds or queued() - waited <= MOST_WAITED * spent:
+                return best
 
 
 # The machine's costs, and where they are kept ---------------------------------------------------------
@@ -253,7 +261,8 @@ class Predictor:
     """Predicts times on one machine as it is: its processor, libraries and number of threads.
 
     Costs are measured when a group of cases is asked for that nobody asked for before, about 0.4 s each, and
-    kept in a file in `folder`. What cannot be read there is measured anew.
+    kept in a file in `folder`. What cannot be read there is measured anew, and so is, in another process,
+    what was measured while other programs kept the processors busy.
     """
 
     def __init__(self, folder: Path | None = None) -> None:
@@ -261,6 +270,7 @@ class Predictor:
         digest = hashlib.sha256(json.dumps(self.key, sort_keys=True).encode()).hexdigest()[:16]
         self.path = (folder or cache_folder()) / f"speed-{digest}.json"
         self.costs: dict[str, list[float]] = self._read()
+        self.passing: set[str] = set()  # groups measured while threads waited: not for the file
 
     def seconds(self, case: Case) -> float:
         """The time of one call of the layer, everything included."""
@@ -275,9 +285,11 @@ class Predictor:
             if len(self.costs.get(case.group, ())) != len(self._terms(case))
         }
         for group, case in new.items():
-            points = calibration(case)
+            points, start, waited = calibration(case), time.perf_counter(), queued()
             times = [measure(point) for point in points]
             self.costs[group] = fitted([self._terms(point) for point in points], times)
+            if queued() - waited > MOST_WAITED * (time.perf_counter() - start):
+                self.passing.add(group)
             _layer.cache_clear()
         if new:
             self._write()
@@ -300,7 +312,8 @@ class Predictor:
             return {}
 
     def _write(self) -> None:
-        text = json.dumps({"key": self.key, "costs": self.costs}, indent=1, allow_nan=False)
+        costs = {group: row for group, row in self.costs.items() if group not in self.passing}
+        text = json.dumps({"key": self.key, "costs": costs}, indent=1, allow_nan=False)
         with contextlib.suppress(OSError):
             self.path.parent.mkdir(parents=True, exist_ok=True)
             with replacing(self.path) as temporary:

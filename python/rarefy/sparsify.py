@@ -47,8 +47,9 @@ def sparsify(
             "block:16x1@0.5:bf16" stores values as bf16 under whatever dtype the layer computes in.
             "auto@0.5" chooses the blocks that are predicted to be fastest on this processor at `tokens`
             rows, and leaves dense what dense does faster; see rarefy.advise. "auto@nonzero" does so among
-            the blocks that are not zero, for weights that were pruned before: nothing changes but the
-            speed. "auto" is that where half of a layer is zero, and else "auto@0.5". Where two patterns match
+            the blocks, and single elements, that are not zero, for weights that were pruned before: nothing
+            changes but the speed. "auto" is that where half of a layer is zero, and else "auto@0.5".
+            Convolutions without groups count as the linear layer of their matrix. Where two patterns match
             a layer, the first counts. A spec alone is for all layers.
         scores: for some of the matched layers, by name, a tensor that ranks blocks instead of their L2
             norm: (N, K), summed over each block, or one number a block.

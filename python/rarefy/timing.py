@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from .conv import geometry_of
 from .log import progress
 
 _PASSES = 3
@@ -26,7 +27,7 @@ _ROUNDS = range(3, 201)  # of a pass: at least, at most
 _BUDGET = 0.07  # seconds a pass may take once it has had its least rounds
 _TRIES = 3  # of a measurement that turns out noisy
 
-_MOST_WAITED = 0.15  # share of the time; 0.00 to 0.01 where nothing disturbs (SCHED_FIFO)
+MOST_WAITED = 0.15  # share of the time; 0.00 to 0.01 where nothing disturbs (SCHED_FIFO)
 _MOST_APART = 1.15  # largest ratio of a pass / smallest
 _MOST_SPREAD = 1.5  # upper quartile / lower quartile
 
@@ -59,7 +60,7 @@ class Times:
     @property
     def noise(self) -> str | None:
         """Why these times say nothing about the layers, or None."""
-        if self.waited > _MOST_WAITED:
+        if self.waited > MOST_WAITED:
             return f"threads waited {self.waited:.0%} of the time for a processor"
         if self.ratios and max(self.ratios) > _MOST_APART * min(self.ratios):
             return f"passes disagree: {min(self.ratios):.2f}x to {max(self.ratios):.2f}x"
@@ -73,7 +74,7 @@ class Times:
         return None if self.noise else self.dense.median / self.sparse.median
 
 
-def _queued(tasks: Path = Path("/proc/self/task")) -> float:
+def queued(tasks: Path = Path("/proc/self/task")) -> float:
     """Seconds that the threads of this process have waited in a processor's queue; 0 where nobody counts.
 
     Of each thread no more than it has run: threads of a tokenizer that look for work behind those that
@@ -94,7 +95,7 @@ class Clock:
 
     wall: Callable[[], float] = time.perf_counter
     cpu: Callable[[], float] | None = time.thread_time  # of the calling thread; None: it may wait
-    queued: Callable[[], float] = _queued  # of all threads
+    queued: Callable[[], float] = queued  # of all threads
 
 
 def measure_pair(
@@ -118,7 +119,7 @@ def measure_pair(
     for function in (dense, sparse):
         function()
     all_times: tuple[list[float], list[float]] = ([], [])
-    ratios, wall, cpu, queued = [], 0.0, 0.0, 0.0
+    ratios, wall, cpu, in_queue = [], 0.0, 0.0, 0.0
     for _ in range(_PASSES):
         times: tuple[list[float], list[float]] = ([], [])
         start, start_cpu, start_queued = clock.wall(), clock.cpu and clock.cpu(), clock.queued()
@@ -130,7 +131,7 @@ def measure_pair(
                 begin = clock.wall()
                 function()
                 seconds.append(clock.wall() - begin)
-        queued += clock.queued() - start_queued
+        in_queue += clock.queued() - start_queued
         elapsed = clock.wall() - start
         wall += elapsed
         cpu += clock.cpu() - start_cpu if clock.cpu else elapsed
@@ -138,7 +139,7 @@ def measure_pair(
         for whole, part in zip(all_times, times, strict=True):
             whole += part
     # Threads that spin while they wait for others use their processor; those of Python's lock are not queued.
-    waited = max(queued, wall - cpu) / wall
+    waited = max(in_queue, wall - cpu) / wall
     return Times(Timing.of(all_times[0]), Timing.of(all_times[1]), tuple(ratios), waited)
 
 
@@ -159,9 +160,7 @@ def _input(dense: nn.Module, tokens: int) -> torch.Tensor:
         x = torch.randn(tokens, dense.weight.shape[1], generator=generator, device="cpu")
         return x.to(dense.weight)
     side = math.isqrt(tokens - 1) + 1
-    geometry = zip(dense.kernel_size, dense.stride, dense.padding, dense.dilation, strict=True)
-    sizes = [(side - 1) * step + dil * (kernel - 1) + 1 - 2 * pad for kernel, step, pad, dil in geometry]
-    sizes = [max(1, size) for size in sizes]
+    sizes = geometry_of(dense).input((side, side))
     x = torch.randn(1, dense.in_channels, *sizes, generator=generator, device="cpu")
     return x.to(dense.weight).to(memory_format=torch.channels_last)
 

@@ -204,6 +204,9 @@ def test_no_windows_as_a_whole():
         ((6, 8, 3), {"padding": -1}, ValueError, r"padding\[0\] must be at least 0"),
         ((6, 8, 3), {"density": 1.5}, ValueError, r"density must be in \[0, 1\]"),
         ((0, 8, 3), {}, ValueError, "in_channels must be at least 1"),
+        ((6, 8, 3), {"padding": "full"}, ValueError, 'must be an int, a pair, "same" or "valid"; got .full'),
+        ((6, 8, 3), {"padding": "same", "stride": 2}, ValueError, 'stride must be 1 where padding is "same"'),
+        ((6, 8, 3), {"padding_mode": "mirror"}, ValueError, "padding_mode must be one of zeros, reflect"),
         ((6, 8, "3"), {}, TypeError, "kernel_size"),
     ],
 )
@@ -230,9 +233,15 @@ def test_wrong_calls():
     for call, error, text in cases:
         with pytest.raises(error, match=text):
             call()
-    circular = nn.Conv2d(2, 2, 3, padding=1, padding_mode="circular")
-    with pytest.raises(ValueError, match=r"zeros around its images.*circular"):
-        BlockSparseConv2d.from_dense(circular, block_shape=(1, 1))
+    options = {"kernel_size": 3, "padding": "same"}
+    with pytest.raises(ValueError, match='stride must be 1 where padding is "same"'):
+        sparse.sparse_conv2d(x, weight, stride=2, **options)
+    with pytest.raises(ValueError, match=r"\[sparse_conv2d\] bias must have shape \(8,\); got \(3,\)"):
+        sparse.sparse_conv2d(x, weight, torch.ones(3), **options)
+    with pytest.raises(
+        ValueError, match=r"load_state_dict\] weight must be block-sparse.*got a dense tensor"
+    ):
+        layer.load_state_dict(nn.Conv2d(6, 8, 3).state_dict())
     grouped, mask = nn.Conv2d(4, 4, 1, groups=2), torch.ones(4, 4)
     with pytest.raises(ValueError, match="mask must keep nothing outside of the groups; got 8 blocks"):
         BlockSparseConv2d.from_dense(grouped, block_shape=(1, 1), mask=mask)
@@ -373,17 +382,15 @@ def test_scores_and_values_of_convolutions():
 
 def test_convolutions_that_stay_say_why():
     model = nn.Sequential(
-        nn.Conv2d(4, 8, 3, padding="same"), nn.Conv2d(8, 8, 3, padding_mode="circular", padding=1),
-        nn.Conv2d(8, 8, 1), nn.utils.parametrizations.weight_norm(nn.Conv2d(8, 8, 1)), nn.Conv1d(8, 8, 3),
+        nn.Conv2d(4, 8, 3), nn.Conv2d(8, 8, 1),
+        nn.utils.parametrizations.weight_norm(nn.Conv2d(8, 8, 1)), nn.Conv1d(8, 8, 3),
     )  # fmt: skip
     report = rarefy.sparsify(model, "block:4x1@0.5", measure=False)
     reasons = {row.name: row.reason for row in report.rows}
-    assert "padding='same'" in reasons["0"]
-    assert "circular" in reasons["1"]
-    assert reasons["2"] is None
-    assert "parametrized" in reasons["3"]
-    assert "4" not in reasons
-    for spec, kept in (("auto@0.5", "auto@0.5"), ("csr@0.1", "csr@0.1"), ("block:4x4@0.5:int8", "int8")):
+    assert reasons["0"] is reasons["1"] is None
+    assert "parametrized" in reasons["2"]
+    assert "3" not in reasons
+    for spec, kept in (("csr@0.1", "csr@0.1"), ("block:4x4@0.5:int8", "int8")):
         model = nn.Sequential(nn.Conv2d(8, 8, 1), nn.Linear(8, 8))
         report = rarefy.sparsify(model, spec, measure=False)
         assert report.rows[0].reason.startswith("a convolution takes block:ROWSxCOLUMNS@DENSITY, not ")

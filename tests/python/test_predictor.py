@@ -32,6 +32,7 @@ def clock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Case]:
         return 5e-6 * first + (1e-12 if case.block is None else 1.5e-12) * work + 1e-14 * sum(rest)
 
     monkeypatch.setattr(predictor, "measure", measure)
+    monkeypatch.setattr(predictor, "queued", lambda: 0.0)
     return measured
 
 
@@ -114,6 +115,34 @@ def test_each_group_is_measured_once_and_kept(clock: list[Case], tmp_path: Path)
     assert len(clock) > len(list(calibration(case)))
     few, many = sorted(Predictor().costs)
     assert few.startswith("f32 32x1 few ") and many.startswith("f32 32x1 many ")
+
+
+def test_what_was_measured_while_threads_waited_is_not_kept(
+    clock: list[Case], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case, other = Case(512, 256, 256), Case(512, 256, 256, torch.float32, (32, 1), 0.5)
+    Predictor().seconds(case)
+    with monkeypatch.context() as busy:
+        busy.setattr(predictor, "queued", lambda: float(len(clock)))  # a second for each measurement
+        first = Predictor()
+        seconds, count = first.seconds(other), len(clock)
+        assert first.seconds(other) == seconds and len(clock) == count
+    again = Predictor()
+    assert set(again.costs) == {case.group}
+    again.seconds(other)
+    assert len(clock) > count and set(Predictor().costs) == {case.group, other.group}
+
+
+def test_calls_are_many_while_threads_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[int] = []
+    monkeypatch.setattr(predictor, "layer_of", lambda _: calls.append)
+    monkeypatch.setattr(predictor, "queued", lambda: float(len(calls)))
+    predictor.measure(Case(1, 4, 4), seconds=0.001)
+    assert len(calls) > 100  # for as long as it has patience: 8 ms
+    calls.clear()
+    monkeypatch.setattr(predictor, "queued", lambda: 0.0)
+    predictor.measure(Case(1, 4, 4), seconds=0.0)
+    assert len(calls) == 2 + 5
 
 
 def test_a_group_is_measured_where_its_kernel_runs(clock: list[Case]) -> None:
@@ -321,7 +350,7 @@ def test_auto_chooses_or_leaves_dense_and_says_so(clock: list[Case]) -> None:
 
 
 def test_auto_keeps_what_is_not_zero(clock: list[Case]) -> None:
-    """By the fill of blocks: 16×16 where zeros come in such blocks, 4×1 where they are thin; exactly."""
+    """By the fill of blocks: 16×16 where zeros come in these, 4×1 where they are thin, else elements."""
     torch.manual_seed(0)
     net = nn.ModuleDict({name: nn.Linear(256, 256) for name in ("squares", "thin", "spread", "whole")})
     with torch.no_grad():
@@ -332,13 +361,34 @@ def test_auto_keeps_what_is_not_zero(clock: list[Case]) -> None:
     report = rarefy.sparsify(net, "auto", measure=False)
     assert report["squares"].density == pytest.approx(0.2, abs=0.07)
     assert report["thin"].format == "block:4x1"
-    assert "dense is predicted to be faster" in report["spread"].reason
-    for name in ("squares", "thin"):
+    assert report["spread"].format == "block:1x1"
+    for name in ("squares", "thin", "spread"):
         assert torch.equal(net[name].weight.to_dense(), before[name])
     assert report["whole"].density in (None, pytest.approx(0.5))
     net["whole"] = nn.Linear(256, 256)
     again = rarefy.sparsify(net, {"whole": "auto@nonzero"}, measure=False)
     assert "dense is predicted to be faster" in again["whole"].reason
+
+
+def test_auto_chooses_for_convolutions_without_groups(clock: list[Case]) -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(
+        nn.Conv2d(32, 64, 3, padding="same"),
+        nn.Conv2d(64, 64, 1, groups=2),
+        nn.Conv2d(64, 32, 1),
+        nn.Conv2d(32, 5, 1),
+    )
+    with torch.no_grad():
+        net[0].weight *= (torch.rand(4, 32, 3, 3) < 0.2).repeat_interleave(16, 0)
+    x = torch.randn(1, 32, 6, 6)
+    want = net[0](x)
+    report = rarefy.sparsify(net, "auto", measure=False)
+    assert report["0"].format in ("block:4x1", "block:16x1") and report["0"].density < 0.25
+    assert clock and report["0"].predicted[1] < report["0"].predicted[0]
+    torch.testing.assert_close(net[0](x), want)
+    assert report["1"].reason == "auto chooses for convolutions without groups"
+    assert report["2"].density == pytest.approx(0.5) and isinstance(net[2], rarefy.BlockSparseConv2d)
+    assert report["3"].reason == "no block shape that auto knows divides it"
 
 
 def test_auto_predicts_nothing_for_other_dtypes(clock: list[Case]) -> None:

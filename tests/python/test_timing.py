@@ -121,7 +121,7 @@ def test_threads_that_look_for_work_wait_for_nothing(tmp_path):
     for name, text in zip("1234", files, strict=True):
         (tmp_path / name).mkdir()
         (tmp_path / name / "schedstat").write_text(text)
-    assert timing._queued(tmp_path) == pytest.approx(1.0 + 0.01)
+    assert timing.queued(tmp_path) == pytest.approx(1.0 + 0.01)
 
 
 # A busy machine -----------------------------------------------------------------------------------

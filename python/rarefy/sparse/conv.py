@@ -8,7 +8,7 @@ training neither. The three functions are each other's derivatives, as the three
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -16,11 +16,14 @@ from torch import Tensor
 from torch.nn import functional
 
 from .. import ops
+from .._torch_private import in_autocast
 from ..activations import NONE, activate, check_activation
-from ..checks import check_pair, check_tensor, fail
+from ..checks import check_pair, fail
+from ..op_rules import autocast_to
 from ..pattern import BsrPattern
 from .kinds import as_matrix
-from .matrix import FLOATS
+from .matrix import FLOATS, as_tensor
+from .products import checked_bias
 
 # Windows of a piece: with the columns of a product they stay in L2. On a GPU a piece is one that fills it.
 _PIECE_BYTES = {"cpu": 2 << 20}
@@ -34,30 +37,45 @@ class Geometry:
 
     kernel: tuple[int, int]
     stride: tuple[int, int]
-    padding: tuple[int, int]
+    padding: tuple[tuple[int, int], tuple[int, int]]  # above and below, left and right
     dilation: tuple[int, int]
 
     def output(self, size: tuple[int, int]) -> tuple[int, int]:
         """Rows and columns of the result for an input of rows and columns."""
         return tuple(
-            (s + 2 * p - d * (k - 1) - 1) // t + 1
+            (s + sum(p) - d * (k - 1) - 1) // t + 1
+            for s, k, t, p, d in zip(size, self.kernel, self.stride, self.padding, self.dilation, strict=True)
+        )
+
+    def input(self, size: tuple[int, int]) -> tuple[int, int]:
+        """The least rows and columns, 1 or more, of an input whose result has `size`."""
+        return tuple(
+            max(1, (s - 1) * t + d * (k - 1) + 1 - sum(p))
             for s, k, t, p, d in zip(size, self.kernel, self.stride, self.padding, self.dilation, strict=True)
         )
 
     @property
+    def is_padded(self) -> bool:
+        """Whether there is anything around the images."""
+        return self.padding != ((0, 0), (0, 0))
+
+    @property
     def is_pointwise(self) -> bool:
         """Whether a window is one place."""
-        return self.kernel == (1, 1) and self.padding == (0, 0)
+        return self.kernel == (1, 1) and not self.is_padded
+
+    def around(self) -> tuple[int, int, int, int]:
+        """The padding as functional.pad takes it for (…, H, W): left, right, above, below."""
+        return (*self.padding[1], *self.padding[0])
 
     def padded(self, x: Tensor) -> Tensor:
         """The input (B, H, W, C) with zeros around it."""
-        ph, pw = self.padding
-        return functional.pad(x, (0, 0, pw, pw, ph, ph)) if ph or pw else x
+        return functional.pad(x, (0, 0, *self.around())) if self.is_padded else x
 
     def windows(self, padded: Tensor) -> Tensor:
         """A view of a padded input: (B, HO, WO, KH, KW, C)."""
         (b, h, w, c), (sb, sh, sw, sc) = padded.shape, padded.stride()
-        rows, columns = Geometry(self.kernel, self.stride, (0, 0), self.dilation).output((h, w))
+        rows, columns = replace(self, padding=((0, 0), (0, 0))).output((h, w))
         (th, tw), (dh, dw) = self.stride, self.dilation
         sizes = (b, rows, columns, *self.kernel, c)
         strides = (sb, sh * th, sw * tw, sh * dh, sw * dw, sc)
@@ -95,15 +113,15 @@ def _forward(x: Tensor, values: Tensor, bias: Tensor | None, call: tuple) -> Ten
 def _grad_input(dy: Tensor, values: Tensor, size: tuple[int, ...], call: tuple) -> Tensor:
     geometry, pattern, _, _ = call
     n, k = pattern.shape
-    (b, h, w, c), (ph, pw) = size, geometry.padding
-    padded = dy.new_zeros((b, h + 2 * ph, w + 2 * pw, c))
+    (b, h, w, c), (above, below), (left, right) = size, *geometry.padding
+    padded = dy.new_zeros((b, above + h + below, left + w + right, c))
     windows = geometry.windows(padded)
     for at in _pieces(windows):
         dx = ops.bsr_grad_input(dy[at].reshape(-1, n), values, pattern.plan, n, k).view(windows[at].shape)
         for i in range(geometry.kernel[0]):
             for j in range(geometry.kernel[1]):  # windows of one place of the kernel do not overlap
                 windows[at][:, :, :, i, j] += dx[:, :, :, i, j]
-    return padded[:, ph : ph + h, pw : pw + w]
+    return padded[:, above : above + h, left : left + w]
 
 
 def _grad_weight(dy: Tensor, x: Tensor, call: tuple) -> Tensor:
@@ -196,7 +214,12 @@ def convolve(
         th, tw = geometry.stride
         places = x[:, ::th, ::tw]
         return ops.bsr_linear(places, values, pattern.plan, bias, n, k, *derived, activation=activation)
-    return _Conv.apply(x, values, bias, (geometry, pattern, derived, activation))
+    device = x.device.type
+    if not in_autocast() or not torch.is_autocast_enabled(device):
+        return _Conv.apply(x, values, bias, (geometry, pattern, derived, activation))
+    x, values, bias = map(autocast_to(device), (x, values, bias))  # once, before the pieces
+    with torch.autocast(device, enabled=False):
+        return _Conv.apply(x, values, bias, (geometry, pattern, derived, activation))
 
 
 def sparse_conv2d(
@@ -206,7 +229,7 @@ def sparse_conv2d(
     *,
     kernel_size: int | tuple[int, int] = 1,
     stride: int | tuple[int, int] = 1,
-    padding: int | tuple[int, int] = 0,
+    padding: int | tuple[int, int] | str = 0,
     dilation: int | tuple[int, int] = 1,
     layout: str = "NHWC",
     activation: str | None = None,
@@ -223,7 +246,7 @@ def sparse_conv2d(
         bias: (O,) of x's dtype.
         kernel_size: an int, or one for rows and one for columns, as the next three.
         stride: places between windows.
-        padding: zeros around the images.
+        padding: zeros around the images; "valid" for none, "same" for an output of x's size (stride 1).
         dilation: places between those of a window.
         layout: "NHWC" or "NCHW".
         activation: "relu", "gelu", "gelu_tanh", "silu" or None.
@@ -235,7 +258,7 @@ def sparse_conv2d(
     Raises ValueError for sizes and indices that are not valid, TypeError for dtypes and devices.
     """
     op = "sparse_conv2d"
-    check_tensor(op, "x", x)
+    x = as_tensor(op, "x", x)
     if layout not in ("NHWC", "NCHW"):
         fail(op, 'layout must be "NHWC" or "NCHW"', repr(layout))
     if x.ndim != 4 or x.dtype not in FLOATS:
@@ -251,10 +274,10 @@ def sparse_conv2d(
     if matrix.shape[1] != columns:
         got = f"{matrix.shape[1]} for {x.shape[3]} channels"
         fail(op, f"weight must have {columns} columns, kernel places times channels", got)
-    if matrix.dtype != x.dtype:
+    if matrix.dtype != x.dtype and not in_autocast():
         fail(op, f"x must be of the dtype of data, {matrix.dtype}", x.dtype, TypeError)
     blocks = matrix.blocks()
-    bias = None if bias is None else check_tensor(op, "bias", bias).contiguous()
+    bias = None if bias is None else checked_bias(op, bias, x, matrix.shape[0])
     derived = matrix.derived(x, blocks)
     y = _activated(x, blocks, matrix.pattern, bias, geometry, derived, name)
     return y.permute(0, 3, 1, 2) if layout == "NCHW" else y
@@ -268,17 +291,22 @@ def _activated(x, blocks, pattern, bias, geometry, derived, name: str) -> Tensor
 
 
 def read_geometry(op: str, kernel: Any, stride: Any, padding: Any, dilation: Any) -> Geometry:
-    """Sizes as pairs, checked."""
+    """Sizes as pairs, checked; padding also as torch's words for it."""
 
     def pair(name: str, value: Any, least: int) -> tuple[int, int]:
         return check_pair(op, name, (value, value) if isinstance(value, int) else value, least)
 
-    return Geometry(
-        pair("kernel_size", kernel, 1),
-        pair("stride", stride, 1),
-        pair("padding", padding, 0),
-        pair("dilation", dilation, 1),
-    )
+    kernel, stride = pair("kernel_size", kernel, 1), pair("stride", stride, 1)
+    dilation = pair("dilation", dilation, 1)
+    if not isinstance(padding, str):
+        rows, columns = pair("padding", padding, 0)
+        return Geometry(kernel, stride, ((rows, rows), (columns, columns)), dilation)
+    if padding not in ("same", "valid"):
+        fail(op, 'padding must be an int, a pair, "same" or "valid"', repr(padding))
+    if padding == "same" and stride != (1, 1):
+        fail(op, 'stride must be 1 where padding is "same"', stride)
+    spans = (0, 0) if padding == "valid" else (d * (k - 1) for k, d in zip(kernel, dilation, strict=True))
+    return Geometry(kernel, stride, tuple((span // 2, span - span // 2) for span in spans), dilation)
 
 
 def check_size(op: str, x: Tensor, geometry: Geometry) -> None:
