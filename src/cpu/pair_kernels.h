@@ -122,6 +122,7 @@ void multiply_chunk(std::int32_t rows, PairSteps& s, Work work) {
     if (rows < E::kRows) return outputs.template operator()<kTileRows>(work);
   }
   outputs.template operator()<E::kRows>(work);
+  // NOLINTNEXTLINE(bugprone-infinite-loop): outputs counts row up
   while (row + E::kRows <= rows) outputs.template operator()<E::kRows>(NoWork{});
   if constexpr (E::kRows > kTileRows) {
     if (row < rows) outputs.template operator()<kTileRows>(NoWork{});

@@ -334,7 +334,7 @@ struct Avx512Bf16 : Avx512Pairs<Avx512Bf16> {
     });
     const std::uint16_t *w = s.w, *x = s.panel;
     const std::uint32_t* offsets = s.offsets;
-    const auto add = [&](std::int32_t p, auto& to) {
+    const auto add = [&]([[maybe_unused]] std::int32_t p, auto& to) {
       __m512i xv[2];
       if constexpr (kSource == PairSource::columns) {
         const __m512i a = _mm512_loadu_si512(x + offsets[0]), b = _mm512_loadu_si512(x + offsets[1]);

@@ -205,7 +205,7 @@ struct Avx512VnniRows {
             for (std::int32_t i = 0; i < weave.run; ++i) unit_step();
             for (std::int32_t i = 0; i < weave.burst && t.leaving->left > 0; ++i) step(*t.leaving);
           }
-          while (left > 0) unit_step();
+          while (left > 0) unit_step();  // NOLINT(bugprone-infinite-loop): it counts left down
 #pragma GCC unroll 4
           for (int v = 0; v < kVectors; ++v) {
             __m512 quad[4];
