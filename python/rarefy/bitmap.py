@@ -335,7 +335,11 @@ class BitmapWeight(StoredElements, SparseWeight):
 
 
 class BitmapSpec(ElementsSpec):
-    """What a layer becomes: the `density` of single elements that matter most, with a bit for each."""
+    """What a layer becomes: the `density` of single elements that matter most, with a bit for each.
+
+    `dtype` as in Spec. ValueError for a density outside [0, 1] (or "nonzero"), where it is read and where a
+    weight is made.
+    """
 
     weight: ClassVar = BitmapWeight
     pattern: ClassVar = re.compile(rf"bitmap@{KEPT}")

@@ -134,7 +134,10 @@ class CsrWeight(StoredElements, PatternWeight):
 
 
 class CsrSpec(ElementsSpec):
-    """What a layer becomes: the `density` of single elements that matter most, values in `dtype`."""
+    """What a layer becomes: the `density` of single elements that matter most, values in `dtype`.
+
+    ValueError for a density outside [0, 1] (or "nonzero"), where it is read and where a weight is made.
+    """
 
     weight: ClassVar = CsrWeight
     pattern: ClassVar = re.compile(rf"csr@{KEPT}")

@@ -377,7 +377,10 @@ def check_scales(op: str, name: str, scales: torch.Tensor, rows: int) -> None:
 
 @dataclass(frozen=True)
 class Int8Spec(Spec):
-    """What a layer becomes: blocks of int8 at `density`, with x rounded too ("int8") or as it is ("w8")."""
+    """What a layer becomes: blocks of int8 at `density`, with x rounded too ("int8") or as it is ("w8").
+
+    `block_shape` and `density` as in BlockSpec, with its errors; `dtype` is None, as int8 says it.
+    """
 
     block_shape: tuple[int, int]
     density: float | str

@@ -112,6 +112,9 @@ def load_state_dict(model: nn.Module, state_dict: Mapping[str, torch.Tensor]) ->
     Layers may change their pattern, block shape and format, and dense ones become sparse, as in load_file,
     with the same checks and errors. Values are copied. A layer that stays in its format keeps its Parameter,
     whose data may become larger or smaller; others get a new one: make the optimizer afterwards.
+
+    Raises ValueError for tensors that are lacking, left over or do not fit their layer, TypeError for another
+    kind of object; the model is then as it was.
     """
     op = "load_state_dict"
     _check_model(op, model)
@@ -137,6 +140,8 @@ def set_strict_pattern(model: nn.Module, strict: bool) -> None:
     They do by default. With False a weight takes the pattern of a state_dict over, in blocks of its own
     shape, and its Parameter stays the same object: for code that loads checkpoints by itself, as a Trainer
     does when it resumes. It is `weight.strict_pattern` of each of them.
+
+    Raises TypeError for what is no nn.Module.
     """
     _check_model("set_strict_pattern", model)
     for module in model.modules():

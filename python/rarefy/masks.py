@@ -11,7 +11,7 @@ NONZERO = "nonzero"  # a density: every block that is not all zeros
 
 
 def grid_of(shape: tuple[int, int], block_shape: tuple[int, int]) -> tuple[int, int]:
-    """Block rows and block columns of a matrix, the padded last ones included."""
+    """Block rows and columns of a matrix of `shape` in blocks of `block_shape`, padded ones included."""
     return -(-shape[0] // block_shape[0]), -(-shape[1] // block_shape[1])
 
 
@@ -35,7 +35,7 @@ def from_blocks(blocks: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:
 def expand_mask(
     block_mask: torch.Tensor, shape: tuple[int, int], block_shape: tuple[int, int]
 ) -> torch.Tensor:
-    """A block-wise mask as an element-wise one of shape (N, K)."""
+    """A mask of (block rows, block columns), of any dtype, as an element-wise one of `shape` (N, K)."""
     mask = block_mask.repeat_interleave(block_shape[0], 0).repeat_interleave(block_shape[1], 1)
     return mask[: shape[0], : shape[1]].contiguous()
 
@@ -51,7 +51,7 @@ def beyond_two_of_four(mask: torch.Tensor) -> torch.Tensor:
 
 
 def block_norms(dense: torch.Tensor, block_shape: tuple[int, int]) -> torch.Tensor:
-    """L2 norm of each block, in float64."""
+    """L2 norm of each block of a dense (N, K) matrix: (block rows, block columns) in float64."""
     return torch.linalg.vector_norm(to_blocks(dense.double(), block_shape), dim=(2, 3))
 
 
@@ -116,7 +116,7 @@ def aligned_block_mask(
 
 
 def nonzero_blocks(dense: torch.Tensor, block_shape: tuple[int, int]) -> torch.Tensor:
-    """Which blocks of a matrix are not all zeros."""
+    """Which blocks of a dense (N, K) matrix are not all zeros: (block rows, block columns), bool."""
     return (to_blocks(dense, block_shape) != 0).flatten(2).any(2)
 
 
@@ -168,7 +168,7 @@ def choose_blocks(
 
 
 def pattern_of(block_mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """crow_indices and col_indices (int32) of a block mask."""
+    """crow_indices and col_indices (int32) of a bool mask of (block rows, block columns)."""
     counts = block_mask.sum(dim=1)
     crow = torch.zeros(block_mask.shape[0] + 1, dtype=torch.int32, device=block_mask.device)
     crow[1:] = counts.cumsum(0)

@@ -87,7 +87,8 @@ def bsr_linear_rounded(
 
     Kernels that multiply in bfloat16 round it on their way (more than 4 tokens, with what is derived or at
     least 64); others leave it as it is. docs/numerics.md has the bound. Gradients are those of
-    bsr_linear, of the x that was given. On the CPU alone; `derived` is for x in bfloat16.
+    bsr_linear, of the x that was given. On the CPU alone; `derived` is for x in bfloat16. The other
+    arguments and the errors are those of bsr_linear.
     """
     name = check_activation("bsr_linear_rounded", activation)
     args = (x, values, plan, bias, out_features, in_features, *(derived or (None, None, 0)), name)

@@ -18,7 +18,7 @@ from .values import draw_uniform_, init_bounds
 class PseudoBlockSparseLinear(LinearBase):
     """The masked dense oracle of BlockSparseLinear: an ordinary (N, K) weight, F.linear and a block mask.
 
-    Same arguments, distribution and interface; runs anywhere torch does, no faster than dense. For
+    Same arguments, errors, distribution and interface; runs anywhere torch does, no faster than dense. For
     debugging, tests and experiments. Masked-out weights get no gradient and count as zero whatever
     they hold. `weight` is a plain Parameter, `block_mask` a bool buffer (block rows, block columns).
     """

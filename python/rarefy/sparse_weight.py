@@ -304,6 +304,8 @@ def register_format(weight: type[SparseWeight], spec: type[Spec]) -> None:
     Args:
         weight: the container; its `format` is the name in files and must be new.
         spec: how users ask for it.
+
+    Raises ValueError for a name that another format has, TypeError for classes of another kind.
     """
     op = "register_format"
     if not (isinstance(weight, type) and issubclass(weight, SparseWeight)):

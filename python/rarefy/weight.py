@@ -239,7 +239,11 @@ class BsrWeight(PatternWeight):
 
 @dataclass(frozen=True)
 class BlockSpec(Spec):
-    """What a layer becomes: blocks of `block_shape` at `density`, values in `dtype` (None: the layer's)."""
+    """What a layer becomes: blocks of `block_shape` at `density`, values in `dtype` (None: the layer's).
+
+    Numbers are checked where the text or mapping is read and where a weight is made: ValueError for a density
+    outside [0, 1] (or "nonzero") and a block dimension below 1. With `rounds_x` see Spec.
+    """
 
     block_shape: tuple[int, int]
     density: float | str

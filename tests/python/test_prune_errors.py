@@ -10,7 +10,18 @@ from torch import nn
 
 import rarefy
 from prune_models import Net, batch
-from rarefy.prune import Sparsifier
+from rarefy.prune import (
+    LowRankConv2d,
+    LowRankLinear,
+    Mask,
+    Scores,
+    Sparsifier,
+    allocate_global,
+    arrange_hidden,
+    gradient_norms,
+    layer_error,
+    make_mask,
+)
 
 
 @pytest.mark.parametrize(
@@ -142,3 +153,35 @@ def test_calibration_data_of_another_width_or_kind_is_refused():
         rarefy.prune.reconstruct(linear, 3, "unstructured", 0.5)
     with pytest.raises(ValueError, match="memory must be at least 0; got -1"):
         rarefy.prune.reconstruct(linear, [torch.randn(4, 16)], "unstructured", 0.5, memory=-1)
+
+
+def test_scores_and_masks_of_other_kinds_are_refused():
+    integers, floats = Scores(torch.ones(4, 4, dtype=torch.int32)), Scores(torch.rand(4, 4))
+    one, all_of_it = (1, 1, 0, 0), [(0, 16)]
+    with pytest.raises(TypeError, match=r"\[prune_mask\] scores must be float64, .*; got int32"):
+        make_mask(integers, one, 1)
+    with pytest.raises(TypeError, match=r"\[allocate_global\] scores must be float64, .*; got int32"):
+        allocate_global([integers], [one], all_of_it, 1)
+    with pytest.raises(ValueError, match=r"\[prune_mask\] remove must be in \[0, 16\].*; got 17"):
+        make_mask(floats, one, 17)
+    with pytest.raises(ValueError, match=r"limits must satisfy .*; got 9 and 3 for layer 0"):
+        allocate_global([floats], [one], [(9, 3)], 5)
+    with pytest.raises(ValueError, match=r"\[allocate_global\] scores must have a matrix; got none"):
+        allocate_global([], [], [], 0)
+    with pytest.raises(TypeError, match=r"\[apply_mask\] x must be float64, .*; got int32"):
+        Mask.pack(torch.ones(3, 4, dtype=torch.bool)).apply_(torch.ones(3, 4, dtype=torch.int32))
+    with pytest.raises(ValueError, match=r"\[Mask.pack\] mask must be a bool matrix; got \(3,\)"):
+        Mask.pack(torch.ones(3))
+
+
+def test_matrices_that_do_not_fit_each_other_are_refused():
+    with pytest.raises(ValueError, match=r"\[layer_error\] .*; got \(4, 4\), \(4, 3\) and \(4, 4\)"):
+        layer_error(torch.rand(4, 4), torch.rand(4, 3), torch.eye(4))
+    with pytest.raises(ValueError, match=r"\[gradient_norms\] .*; got \(5, 4\) and \(6, 4\)"):
+        gradient_norms(torch.rand(5, 4), torch.rand(6, 4), (2, 2))
+    with pytest.raises(ValueError, match=r"gram must be of shape \(4, 4\); got \(5, 5\)"):
+        arrange_hidden(nn.Linear(4, 8), nn.Linear(8, 3), torch.eye(5), 2, 0.5)
+    with pytest.raises(ValueError, match=r"\[LowRankLinear\] bias must be of shape \(3,\); got \(7,\)"):
+        LowRankLinear(torch.rand(3, 2), torch.rand(2, 4), torch.rand(7))
+    with pytest.raises(ValueError, match=r"u must be \(3, r\) and v \(r, 18\); got \(3, 2\) and \(2, 5\)"):
+        LowRankConv2d(torch.rand(3, 2), torch.rand(2, 5), nn.Conv2d(2, 3, 3))

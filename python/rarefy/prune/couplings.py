@@ -115,6 +115,9 @@ def find_couplings(model: nn.Module) -> list[Coupling]:
     Qwen's, …), where a head of keys and values leaves with the heads of queries that share it. Layers that
     occur twice, or whose weight is shared, are left out. What goes through residual sums stays:
     trace_couplings finds that, in models that torch.fx can trace.
+
+    Args:
+        model: any module; nothing of it changes or runs, and what is not recognised is left out.
     """
     found: list[Coupling] = []
     for name, module in model.named_modules():

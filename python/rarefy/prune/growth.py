@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..checks import fail
 from ..masks import grid_of
 from ..ops import bsr_grad_weight
 from ..pattern import BsrPattern
@@ -33,7 +34,12 @@ def gradient_norms(
         x: (tokens, K), its input. Both of any float dtype: sums are in float32, or float64.
         block_shape: (R, C).
         piece: see above.
+
+    Raises ValueError for dy and x of different tokens.
     """
+    if dy.ndim != 2 or x.ndim != 2 or len(dy) != len(x):
+        got = f"{tuple(dy.shape)} and {tuple(x.shape)}"
+        fail("gradient_norms", "dy must be (tokens, N) and x (tokens, K)", got)
     (n, k), (r, c) = (dy.shape[1], x.shape[1]), block_shape
     grid = grid_of((n, k), block_shape)
     x = _wide(x)

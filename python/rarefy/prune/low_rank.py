@@ -34,6 +34,8 @@ class LowRankLinear(nn.Module):
         sparse: a BlockSparseLinear of (N, K) without a bias, or None; taken as it is.
 
     `down` is an nn.Linear with V, `up` one with U and the bias, `sparse` runs on Rarefy's kernels.
+
+    Raises ValueError for shapes that do not fit each other.
     """
 
     def __init__(
@@ -46,6 +48,8 @@ class LowRankLinear(nn.Module):
         check_tensor(op, "v", v)
         if u.ndim != 2 or v.ndim != 2 or u.shape[1] != v.shape[0]:
             fail(op, "u must be (N, r) and v (r, K)", f"{tuple(u.shape)} and {tuple(v.shape)}")
+        if bias is not None and tuple(bias.shape) != (u.shape[0],):
+            fail(op, f"bias must be of shape ({u.shape[0]},)", tuple(bias.shape))
         self.out_features, self.in_features = u.shape[0], v.shape[1]
         if sparse is not None and (sparse.out_features, sparse.in_features) != (u.shape[0], v.shape[1]):
             fail(
@@ -85,10 +89,16 @@ class LowRankConv2d(nn.Module):
     Args:
         u: (N, r), v: (r, C·KH·KW): the factors of the weight as a matrix, copied.
         like: the nn.Conv2d whose stride, padding, dilation and bias they take; one group.
+
+    Raises ValueError for factors that do not fit it.
     """
 
     def __init__(self, u: torch.Tensor, v: torch.Tensor, like: nn.Conv2d) -> None:
         super().__init__()
+        n, k = like.out_channels, like.weight[0].numel()
+        if u.ndim != 2 or v.ndim != 2 or (len(u), v.shape[1]) != (n, k) or u.shape[1] != len(v):
+            got = f"{tuple(u.shape)} and {tuple(v.shape)}"
+            fail("LowRankConv2d", f"u must be ({n}, r) and v (r, {k})", got)
         options = ("kernel_size", "stride", "padding", "dilation", "padding_mode")
         same = {"device": u.device, "dtype": u.dtype}
         down = {name: getattr(like, name) for name in options}
@@ -209,6 +219,10 @@ def factorize_with_blocks(
         rank: of UV.
         gram: see factorize_weight.
         rounds: of both steps.
+
+    Returns U, V and S in float64 on the CPU.
+
+    Raises ValueError for a pattern that is not known, and numbers or shapes out of range.
     """
     pattern, wide = parse_pattern(pattern, "factorize"), weight.detach().cpu().double()
     eye = torch.eye(wide.shape[1], dtype=torch.float64)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .. import _load
+from .. import _load, _torch_private
 from ..checks import check_int, check_tensor, fail
 
 _prune_mask = _load.op("_prune_mask")
@@ -18,13 +18,17 @@ _pack = _load.op("_mask_pack")
 _unpack = _load.op("_mask_unpack")
 _unpack_into = _load.op("_mask_unpack_")
 
+if _load.problem is None:
+    for _name in ("_prune_mask", "_prune_allocate", "_lamp_scores_", "_mask_apply_"):
+        _torch_private.rename_type_errors(getattr(torch.ops.rarefy, _name))
+
 
 @dataclass(frozen=True)
 class Scores:
     """How much each weight of a matrix matters, as the core takes it: nothing is computed beforehand.
 
     Attributes:
-        values: (N, K) float tensor.
+        values: (N, K), in float64, float32, bfloat16 or float16, on any device.
         importance: what an element counts: "value", "magnitude" |x| or "square" x²; a unit of several
             elements counts as their sum, for "square" as the root of it.
         column_scale: (K,) float64 factors of |x| or x², or None.
@@ -64,7 +68,7 @@ class Mask:
 
     @classmethod
     def pack(cls, mask: torch.Tensor) -> Mask:
-        """Of a bool (N, K) tensor."""
+        """Of a bool (N, K) tensor; ValueError for another."""
         check_tensor("Mask.pack", "mask", mask)
         if mask.ndim != 2 or mask.dtype != torch.bool:
             got = f"{tuple(mask.shape)}, {mask.dtype}"
@@ -92,7 +96,10 @@ class Mask:
 
     @torch.no_grad()
     def apply_(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Sets to zero what does not stay, NaN included, in place; `tensor` is of N rows and N·K elements."""
+        """Sets to zero what does not stay, NaN included, in place; `tensor` is of N rows and N·K elements.
+
+        Raises TypeError for a dtype that Scores do not have either.
+        """
         if tensor.device.type == "cpu" and tensor.is_contiguous():
             _apply(tensor.detach().view(len(self.bits), self.cols), self.bits)
             torch.autograd.graph.increment_version(tensor)
@@ -117,6 +124,9 @@ def make_mask(
         remove: how many units leave, with `each_row` of every row of units.
         each_row: see `remove`.
         previous: what it has removed leaves before anything else.
+
+    Raises ValueError for more or fewer units than there are, units without elements, and a `previous` of
+    another size; TypeError for scores of another dtype than Scores have.
     """
     scores = scores.to_host()
     before = None if previous is None else previous.bits
@@ -144,8 +154,20 @@ def allocate_global(
     """How many units each matrix loses if the `remove` lowest of all leave, within (least, most) for each.
 
     The matrices are read where they are; nothing is concatenated.
+
+    Args:
+        scores: of each matrix, all of the same importance.
+        units: of each, as of make_mask.
+        limits: of each, how many units it loses at least and at most.
+        remove: how many leave in all.
+        previous: of each, None or a mask: what it has removed leaves before anything else.
+
+    Raises ValueError for no matrix, lists of different lengths, limits beyond the units that there are, and a
+    `remove` that they do not allow; TypeError for scores of another dtype than Scores have.
     """
     check_int("allocate_global", "remove", remove)
+    if not scores:
+        fail("allocate_global", "scores must have a matrix", "none")
     hosted = [s.to_host() for s in scores]
     if len({s.values.dtype == torch.float64 for s in hosted}) > 1:
         hosted = [Scores(s.values.double(), s.importance, s.column_scale) for s in hosted]

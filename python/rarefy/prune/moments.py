@@ -198,10 +198,15 @@ def arrange_hidden(
         ridge: dampening of gram.
 
     Returns the order, (H,) int64.
+
+    Raises ValueError for layers that do not follow each other, a gram of another shape or one that is not
+    finite, and rows that do not divide H.
     """
     op = "arrange_hidden"
     if up.out_features != down.in_features:
         fail(op, "down must have as many inputs as up has outputs", f"{down.in_features}, {up.out_features}")
+    if tuple(gram.shape) != (up.in_features, up.in_features):
+        fail(op, f"gram must be of shape {(up.in_features, up.in_features)}", tuple(gram.shape))
     inverse = damped(op, gram, ridge, "gram").inverse.diagonal()
     importance = up.weight.detach().cpu().double().square() / inverse
     order = arrange(importance, rows, max(1, round(density * up.in_features)))

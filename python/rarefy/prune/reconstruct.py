@@ -23,7 +23,18 @@ METHODS = ("sparsegpt", "obs", "wanda", "magnitude", "least_squares")
 
 
 def layer_error(weight: torch.Tensor, changed: torch.Tensor, gram: torch.Tensor) -> float:
-    """‖X(W − Ŵ)ᵀ‖² / ‖XWᵀ‖², from XᵀX: the part of a layer's output that pruning took, in float64."""
+    """‖X(W − Ŵ)ᵀ‖² / ‖XWᵀ‖², from XᵀX: the part of a layer's output that pruning took, in float64.
+
+    Args:
+        weight: W, (N, K), of any float dtype.
+        changed: Ŵ, of the same shape.
+        gram: XᵀX, (K, K).
+
+    Raises ValueError for other shapes.
+    """
+    if weight.ndim != 2 or changed.shape != weight.shape or gram.shape != (weight.shape[1],) * 2:
+        got = f"{tuple(weight.shape)}, {tuple(changed.shape)} and {tuple(gram.shape)}"
+        fail("layer_error", "weight and changed must be (N, K) and gram (K, K)", got)
     weight, gram = weight.double(), gram.double()
     difference = weight - changed.double()
     whole = float(((weight @ gram) * weight).sum())

@@ -204,11 +204,17 @@ def _parse(op: str, what: str, given: Any, base: type, names: dict[str, type]) -
 
 
 def parse_scope(scope: Any, op: str = "parse_scope") -> Scope:
-    """A Scope, "local", "per_row" or "global"."""
+    """A Scope, "local", "per_row" or "global".
+
+    Raises ValueError for an unknown name (near ones are listed), TypeError for another kind of object.
+    """
     return _parse(op, "scope", scope, Scope, {"local": Local, "per_row": PerRow, "global": Global})
 
 
 def parse_allocation(allocation: Any, op: str = "parse_allocation") -> Allocation:
-    """An Allocation, "uniform", "er", "erk", "owl" or "lamp"."""
+    """An Allocation, "uniform", "er", "erk", "owl" or "lamp".
+
+    Raises ValueError for an unknown name (near ones are listed), TypeError for another kind of object.
+    """
     names = {"uniform": Uniform, "er": ER, "erk": ERK, "owl": OWL, "lamp": LAMP}
     return _parse(op, "allocation", allocation, Allocation, names)
