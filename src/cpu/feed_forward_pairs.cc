@@ -147,12 +147,11 @@ class Network {
     find_unfinished(k_, s, own.x, s.panel_size(), set.tokens, own.unfinished);
     up_.multiply(
         own.x, s.panel_size(), set.tokens, own.unfinished, begin, end, own.gathered, own.sums,
-        [&](std::int64_t m, std::int32_t rows, std::int64_t from, std::int64_t count, float* sums,
-            const PairsPlace& /*next*/) {
+        [&](std::int64_t m, std::int32_t rows, std::int64_t from, std::int64_t count, float* sums) {
           const std::int64_t there = std::clamp<std::int64_t>(features() - from, 0, count);
           if (save.data != nullptr && there > 0) {
             k_.store({sums, by_token, memory_.up_bias + from, Activation::none, at(save, set.first + m, from),
-                      floats(), save.row_stride, rows, static_cast<std::int32_t>(there), 0});
+                      floats(), save.row_stride, rows, static_cast<std::int32_t>(there)});
           }
           // `down` multiplies features past the edge by its padding: they must be no NaN.
           for (std::int64_t o = there; o < count; ++o) {
@@ -182,7 +181,7 @@ class Network {
             const std::uint16_t* in) const {
     find_unfinished(k_, shapes_.down, in, shapes_.hidden, set.tokens, own.unfinished);
     down_.multiply(in, shapes_.hidden, set.tokens, own.unfinished, begin, end, own.gathered, own.sums,
-                   down_.storing(call_.out, set.first, end, memory_.down_bias, Activation::none));
+                   down_.storing(call_.out, set.first, memory_.down_bias, Activation::none));
   }
 
   const PairKernels& k_;

@@ -107,25 +107,25 @@ Status run_spread(const PairKernels& kernels, const Call& call) {
   Room shared(call.workspace), sizes;
   const SpreadParts all = SpreadParts::take(shared, sizes, call.problem, b);
   std::fill_n(all.zeros, columns, 0.0F);
-  call.executor.parallel_for(ceil_div(call.problem.tokens, tokens) * b.splits, [&](std::int64_t t,
-                                                                                   int worker) {
-    const std::int64_t token = t / b.splits * tokens, begin = t % b.splits * columns;
-    const std::int64_t count = std::min(tokens, call.problem.tokens - token);
-    if (begin >= s.cols) return;
-    Room unused, own(static_cast<char*>(call.workspace) + shared.bytes() + worker * sizes.bytes());
-    SpreadParts parts = SpreadParts::take(unused, own, call.problem, b);
-    kernels.enter();
-    std::fill_n(parts.sums, ceil_div(count, kPanelTokens) * columns * kPanelTokens, 0.0F);
-    spread(kernels, call, parts, token, count, begin, begin + columns);
-    for (std::int64_t m = 0; m < count; m += kPanelTokens) {
-      auto* out = reinterpret_cast<std::uint16_t*>(at(call.out, token + m, begin));
-      kernels.store(
-          {parts.sums + m * columns, false, all.zeros, Activation::none, out, false, call.out.row_stride,
-           static_cast<std::int32_t>(std::min<std::int64_t>(kPanelTokens, count - m)),
-           static_cast<std::int32_t>(std::min(columns, s.cols - begin)), kPanelTokens * call.out.row_stride});
-    }
-    kernels.leave();
-  });
+  call.executor.parallel_for(
+      ceil_div(call.problem.tokens, tokens) * b.splits, [&](std::int64_t t, int worker) {
+        const std::int64_t token = t / b.splits * tokens, begin = t % b.splits * columns;
+        const std::int64_t count = std::min(tokens, call.problem.tokens - token);
+        if (begin >= s.cols) return;
+        Room unused, own(static_cast<char*>(call.workspace) + shared.bytes() + worker * sizes.bytes());
+        SpreadParts parts = SpreadParts::take(unused, own, call.problem, b);
+        kernels.enter();
+        std::fill_n(parts.sums, ceil_div(count, kPanelTokens) * columns * kPanelTokens, 0.0F);
+        spread(kernels, call, parts, token, count, begin, begin + columns);
+        for (std::int64_t m = 0; m < count; m += kPanelTokens) {
+          auto* out = reinterpret_cast<std::uint16_t*>(at(call.out, token + m, begin));
+          kernels.store({parts.sums + m * columns, false, all.zeros, Activation::none, out, false,
+                         call.out.row_stride,
+                         static_cast<std::int32_t>(std::min<std::int64_t>(kPanelTokens, count - m)),
+                         static_cast<std::int32_t>(std::min(columns, s.cols - begin))});
+        }
+        kernels.leave();
+      });
   return {};
 }
 

@@ -91,7 +91,7 @@ void run_task(const PairKernels& kernels, std::span<const Call> calls, Parts par
       continue;
     }
     w.multiply(parts.panels, s.panel_size(), tokens, parts.unfinished, begin, end, parts.gathered, parts.sums,
-               w.storing(call.out, first, end, parts.bias, call.activation));
+               w.storing(call.out, first, parts.bias, call.activation));
   }
   kernels.leave();
 }

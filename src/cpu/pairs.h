@@ -114,7 +114,6 @@ struct PairStore {
   bool floats;
   std::int64_t row_stride;
   std::int32_t rows, cols;
-  std::int64_t ahead;  // elements to where the next ones go: their lines are asked for
 };
 
 // act(sums[o][token] + bias[o]) as features of a panel, from `feature` on: rounded as in PairStore.

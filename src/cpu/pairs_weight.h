@@ -178,10 +178,6 @@ PairDone done_by(F& f) {
           &f};
 }
 
-struct PairsPlace {
-  std::int64_t token, output;
-};
-
 // A weight as kernels multiply it.
 struct PairsWeight {
   const PairKernels& kernels;
@@ -202,17 +198,14 @@ struct PairsWeight {
     return begin_of_part(prepared.first, shape.out_blocks, kGroup, 12, part, parts);
   }
 
-  // For `multiply` to finish with: rows of `out` from token `first` on, of which the task has the outputs of
-  // blocks up to `end`.
-  auto storing(const MutableMatrixView& out, std::int64_t first, std::int64_t end, const float* bias,
+  // For `multiply` to finish with: rows of `out` from token `first` on.
+  auto storing(const MutableMatrixView& out, std::int64_t first, const float* bias,
                Activation activation) const {
     return [=, this](std::int64_t m, std::int32_t rows, std::int64_t from, std::int64_t count,
-                     const float* sums, const PairsPlace& next) {
-      const std::int64_t ahead = (next.token - m) * out.row_stride + next.output - from;
+                     const float* sums) {
       kernels.store({sums, shape.by_token(), bias + from, activation, at(out, first + m, from),
                      out.dtype == DType::f32, out.row_stride, rows,
-                     static_cast<std::int32_t>(std::min(count, out.cols - from)),
-                     next.output < end * shape.out_block ? ahead : 0});
+                     static_cast<std::int32_t>(std::min(count, out.cols - from))});
     };
   }
 
@@ -220,8 +213,8 @@ struct PairsWeight {
   void sum_stored(std::int64_t block, const std::uint16_t* panel, std::uint32_t tokens, float* sums) const;
 
   // Output blocks first … last for some tokens, whose panels lie `panel_stride` apart. As soon as sums are
-  // there, finish(token, rows, output, count, sums, next) gets those of some outputs for one panel; `next`
-  // says which come then. `sums` has room for sums_size of near() panels, or of all.
+  // there, finish(token, rows, output, count, sums) gets those of some outputs for one panel. `sums` has room
+  // for sums_size of near() panels, or of all.
   template <class Finish>
   void multiply(const std::uint16_t* panels, std::int64_t panel_stride, std::int64_t tokens,
                 const std::uint32_t* unfinished, std::int64_t first, std::int64_t last,
@@ -240,12 +233,7 @@ struct PairsWeight {
         const std::int64_t outputs = (end - o) * shape.out_block;
         const auto finish_panel = [&](std::int64_t p, std::int64_t row, std::int64_t rows, float* to) {
           const std::int64_t token = m + p * kPanelTokens, output = o * shape.out_block + row;
-          const std::int64_t after = m + near * kPanelTokens;
-          const PairsPlace next = p + 1 < near           ? PairsPlace{token + kPanelTokens, output}
-                                  : row + rows < outputs ? PairsPlace{m, output + rows}
-                                  : after < tokens       ? PairsPlace{after, o * shape.out_block}
-                                                         : PairsPlace{0, end * shape.out_block};
-          finish(token, panel_rows(tokens, token), output, rows, to, next);
+          finish(token, panel_rows(tokens, token), output, rows, to);
         };
         auto at_once = [&](std::int32_t p, std::int32_t row, std::int32_t rows, float* to) {
           fix(o, p, to);

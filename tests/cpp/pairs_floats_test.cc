@@ -171,7 +171,7 @@ TEST_P(PairsTest, ActivationsOfEveryFloat) {
       for (float& x : sums) x = std::bit_cast<float>(bits += 8191);  // 2²⁰ / 2 of them, by odd steps
       if (round == 0) std::copy(std::begin(special), std::end(special), sums.begin());
       kernels.store(
-          {sums.data(), false, bias.data(), activation, y.data(), false, kSide, cpu::kPanelTokens, kSide, 0});
+          {sums.data(), false, bias.data(), activation, y.data(), false, kSide, cpu::kPanelTokens, kSide});
       kernels.keep(
           {sums.data(), false, bias.data(), activation, kSide, cpu::PairOrder::paired, 0, panel.data()});
       for (std::size_t o = 0; o < kSide; ++o) {

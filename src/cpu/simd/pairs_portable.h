@@ -145,7 +145,7 @@ struct PairsPortable {
     std::uint16_t* panel = t.panel + t.feature * kPanelTokens;
     for (std::int32_t o = 0; o < t.rows; o += kTileRows) {
       store(t.sums + o * kPanelTokens, kTileRows, t.bias + o, t.activation,
-            PairRows<std::uint16_t>{rows[0], kTileRows, 0});
+            PairRows<std::uint16_t>{rows[0], kTileRows});
       for (int i = 0; i < kTileRows; ++i) {
         for (int m = 0; m < kPanelTokens; ++m) panel[place(t.order, o + i, m)] = rows[m][i];
       }
