@@ -34,7 +34,6 @@ GROUPS = [
                 "case StatusCode::type_mismatch: throw TypeMismatch(text);",
                 "case StatusCode::type_mismatch: throw std::invalid_argument(text);",
             ),
-            ("sizes[static_cast<std::size_t>(dimensions - 1)] = columns;", "sizes[0] = columns;"),
         ],
     ),
     (
@@ -43,14 +42,6 @@ GROUPS = [
         [
             ("if (keep && kept && kept->numel() >= bytes) return kept->data_ptr();", ""),
             ("if (keep && kept && kept->numel() >= bytes) return", "if (keep && kept) return"),
-            (
-                "if (device_ == Device::cuda || matrix.rows * matrix.cols > kFew) {",
-                "if (false) {",
-                {
-                    "alive": "the same sum, slower; on CUDA it reads the GPU's memory, which a GPU's tests notice"
-                },
-            ),
-            ("i * matrix.row_stride + j);", "i * matrix.cols + j);"),
             ("const bool narrow = dtype != DType::f64 &&", "const bool narrow ="),
             (
                 "shape.nnzb = std::max<std::int64_t>(std::ssize(all) - empty, 0) / step;",
@@ -63,6 +54,21 @@ GROUPS = [
                 "    if (known == name) return activation;",
                 "    if (known.starts_with(name)) return activation;",
             ),
+        ],
+    ),
+    (
+        "bindings/torch/tensors.cc",
+        (ALLOCATIONS, OPS),
+        [
+            ("sizes[static_cast<std::size_t>(dimensions - 1)] = columns;", "sizes[0] = columns;"),
+            (
+                "if (device_ == Device::cuda || matrix.rows * matrix.cols > kFew) {",
+                "if (false) {",
+                {
+                    "alive": "the same sum, slower; on CUDA it reads the GPU's memory, which a GPU's tests notice"
+                },
+            ),
+            ("i * matrix.row_stride + j);", "i * matrix.cols + j);"),
         ],
     ),
     (
