@@ -16,7 +16,7 @@ GROUPS = [
             ("if (tensor.size(i) == 1) continue;", ""),
             ("even = even && tensor.stride(i) == rows * row_stride;", ""),
             ("if (rows > 0 && !(even && col_stride == 1)) {", "if (rows > 0 && !even) {"),
-            ("weight != nullptr && even && row_stride == 1", "weight != nullptr && row_stride == 1"),
+            ("product != nullptr && even && row_stride == 1", "product != nullptr && row_stride == 1"),
             ("copied->kernel == in_place->kernel", "true"),
             ("if (rows == 1) row_stride = tensor.stride(i);", "row_stride = tensor.stride(i);"),
             ("if (!values.is_contiguous()) raise", "if (false) raise"),
