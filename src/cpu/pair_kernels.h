@@ -337,6 +337,20 @@ void store_square(const float* sums, bool by_token, int outputs, const float* bi
   E::store(sums, outputs, bias, activation, y);
 }
 
+// The first `cols` of each row to Y; whole rows by a size that the compiler knows, as calls of memcpy took 7 %
+// of a layer of 8 tokens.
+template <class T, int kSide>
+[[gnu::always_inline]] inline void put_rows(const T (*rows)[kSide], T* y, std::int64_t stride,
+                                            std::int32_t count, std::int32_t cols) {
+  for (std::int32_t m = 0; m < count; ++m, y += stride) {
+    if (cols == kSide) {
+      __builtin_memcpy(y, rows[m], sizeof(rows[m]));
+    } else {
+      __builtin_memcpy(y, rows[m], static_cast<std::size_t>(cols) * sizeof(T));
+    }
+  }
+}
+
 template <class E, class T>
 void store_rows(const PairStore& t) {
   constexpr std::int32_t kSide = 32;
@@ -352,9 +366,7 @@ void store_rows(const PairStore& t) {
     // Whole tiles of sums are there: 16 or 32 of them.
     store_square<E, T>(sums, t.by_token, cols <= kTileRows ? kTileRows : kSide, t.bias + n, t.activation,
                        {to[0], kSide});
-    for (std::int32_t m = 0; m < t.rows; ++m) {
-      __builtin_memcpy(y + m * t.row_stride + n, to[m], static_cast<std::size_t>(cols) * sizeof(T));
-    }
+    put_rows(to, y + n, t.row_stride, t.rows, cols);
   }
 }
 

@@ -75,15 +75,11 @@ void store_quads_of(const QuadStore& t) {
   for (std::int32_t n = 0; n < t.cols; n += kSide) {
     const std::int32_t cols = t.cols - n < kSide ? t.cols - n : kSide;
     if (cols == kSide && t.rows == kTokens) {
-      // As in pair_kernels.h: the lines of the next panel, which this one's stores do not wait for.
-      for (std::int32_t m = kTokens; m < 2 * kTokens; ++m) __builtin_prefetch(y + n + m * t.row_stride, 1);
       E::store(t, n, y + n, t.row_stride);
       continue;
     }
     E::store(t, n, to[0], std::int64_t{kSide});  // whole tiles of sums are there
-    for (std::int32_t m = 0; m < t.rows; ++m) {
-      __builtin_memcpy(y + n + m * t.row_stride, to[m], static_cast<std::size_t>(cols) * sizeof(T));
-    }
+    put_rows(to, y + n, t.row_stride, t.rows, cols);
   }
 }
 

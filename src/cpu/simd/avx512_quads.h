@@ -196,6 +196,7 @@ struct Avx512Quads {
       __m512 row = _mm512_fmadd_ps(scaled, _mm512_set1_ps(tokens[m]), bias);
       if constexpr (kActivate) row = activate<Avx512>(t.activation, row);
       put(y, row);
+      __builtin_prefetch(y + 32, 0, 2);  // as PairRows does
     }
   }
 };
