@@ -98,6 +98,11 @@ def test_wrong_operands_are_named():
         (lambda: sparse.spmv(matrix, x[0, :3]), ValueError, "v must have 6 elements"),
         (lambda: sparse.sddmm(matrix, x, x), ValueError, r"\[sddmm\] x and y must have 4 and 6 rows"),
         (lambda: sparse.sddmm(matrix, torch.ones(4, 2), torch.ones(6, 3)), ValueError, "as many columns"),
+        (
+            lambda: sparse.sddmm(matrix, torch.ones(4, 2), torch.ones(6, 2).double()),
+            TypeError,
+            r"\[sddmm\] y must be of torch.float32 on cpu, as x is; got torch.float64 on cpu",
+        ),
         (lambda: matrix @ matrix, ValueError, r"\[sparse_matmul\] b must have 6 rows"),
         (lambda: sparse.sparse_add(matrix, torch.ones(4, 5)), ValueError, r"\[sparse_add\] both must be"),
         (lambda: sparse.sparse_add(matrix, torch.ones(4, 6).double()), TypeError, "both must be of"),

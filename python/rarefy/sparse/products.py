@@ -129,7 +129,17 @@ def times_matrix(x: Any, matrix: SparseMatrix) -> Tensor:
 def spmm(a: Any, b: Tensor, *, check: str = "once") -> Tensor:
     """Return ``a @ b``, (M, N), of a sparse a, (M, K), and a dense b, (K, N); scipy's and torch's `@`.
 
-    `a` and the errors are those of `sparse_dense`'s weight; the result lies by row or by column.
+    Args:
+        a: sparse; see `sparse_dense`'s weight.
+        b: of a's dtype, any that a SparseMatrix has, on its device, with any strides.
+        check: see SparseMatrix.
+
+    Returns:
+        A tensor of b's dtype, by row or by column. Gradients flow to a's data and b.
+
+    Raises:
+        ValueError: an index, a size or a shape is not valid, with the position.
+        TypeError: a wrong dtype, device or kind of object.
     """
     op = "spmm"
     b = as_tensor(op, "b", b)
@@ -162,7 +172,7 @@ def _is_in_place(matrix: SparseMatrix, b: Tensor) -> bool:
 
 
 def spmv(a: Any, v: Tensor, *, check: str = "once") -> Tensor:
-    """Return ``a @ v``, (M,), of a sparse a, (M, K), and a vector v, (K,)."""
+    """Return ``a @ v``, (M,), of a sparse a, (M, K), and a vector v, (K,); see `spmm`."""
     op = "spmv"
     if type(a) is SparseMatrix and type(v) is Tensor and v.ndim == 1:
         y = a.at_once(v, None)
@@ -190,6 +200,10 @@ def sddmm(a: Any, x: Tensor, y: Tensor, *, weighted: bool = False, check: str = 
     Returns:
         A SparseMatrix on a's pattern, which it shares, of x's dtype. Gradients flow to x, y, and with
         `weighted` to a's data.
+
+    Raises:
+        ValueError: an index, a size or a shape is not valid, with the position.
+        TypeError: a wrong dtype, device or kind of object.
     """
     op = "sddmm"
     x, y = as_tensor(op, "x", x), as_tensor(op, "y", y)
@@ -201,6 +215,8 @@ def sddmm(a: Any, x: Tensor, y: Tensor, *, weighted: bool = False, check: str = 
     matrix = as_matrix(op, "a", a, columns=len(y), check=check)
     if (len(x), len(y)) != tuple(matrix.shape):
         fail(op, f"x and y must have {matrix.shape[0]} and {matrix.shape[1]} rows", f"{len(x)} and {len(y)}")
+    if (x.dtype, x.device) != (y.dtype, y.device):
+        fail(op, f"y must be of {x.dtype} on {x.device}, as x is", f"{y.dtype} on {y.device}", TypeError)
     if x.shape[1] != y.shape[1]:
         fail(op, "x and y must have as many columns", f"{x.shape[1]} and {y.shape[1]}")
     blocks = ops.bsr_grad_weight(x.t(), y.t(), matrix.pattern.plan, *matrix.block_shape, *matrix.shape)
@@ -223,6 +239,10 @@ def sparse_matmul(a: Any, b: Any, *, dense: bool = False, check: str = "once") -
     Returns:
         A SparseMatrix that stores what may differ from zero, also where sums cancel; CSR if both are.
         Gradients flow to the data of both.
+
+    Raises:
+        ValueError: an index, a size or a shape is not valid, with the position.
+        TypeError: a wrong dtype, device or kind of object.
     """
     op = "sparse_matmul"
     left = as_matrix(op, "a", a, check=check)

@@ -27,7 +27,8 @@ def sparse_softmax(a: Any, *, check: str = "once") -> SparseMatrix:
     """Return the softmax of each row over the elements that `a` stores, on the same pattern.
 
     What is not stored counts as −∞, and so does a stored −∞: a mask inside a block. A row that stores nothing
-    else is zero. Gradients flow to a's data. `a` and the errors are those of `sparse_dense`'s weight.
+    else is zero. Gradients flow to a's data. `a`, `check` and errors are those of `sparse_dense`'s weight,
+    but integers are a TypeError.
     """
     op = "sparse_softmax"
     matrix = as_matrix(op, "a", a, check=check)

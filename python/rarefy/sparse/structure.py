@@ -29,8 +29,8 @@ def transposed(values: Tensor, pattern: BsrPattern) -> tuple[Tensor, BsrPattern]
 def sparse_transpose(a: Any, *, check: str = "once") -> SparseMatrix:
     """Return aᵀ: (K, N) for a of (N, K), blocks (C, R) for blocks (R, C); rectangular too.
 
-    In each row of the result entries keep the order of a's rows. Gradients flow to a's data.
-    `a` and the errors are those of `sparse_dense`'s weight.
+    In each row of the result entries keep the order of a's rows. Gradients flow to a's data. `a`, `check` and
+    the errors (ValueError, TypeError) are those of `sparse_dense`'s weight.
     """
     matrix = as_matrix("sparse_transpose", "a", a, check=check)
     return SparseMatrix.on_pattern(*transposed(matrix.values(), matrix.pattern))
@@ -44,6 +44,10 @@ def sparse_add(a: Any, b: Any, *, check: str = "once") -> SparseMatrix | Tensor:
         b: the same, of a's dtype, any that a SparseMatrix has. Two sparse ones must be cut into equal
             blocks; the result stores what either does.
         check: see SparseMatrix.
+
+    Raises:
+        ValueError: an index, a size or a shape is not valid, with the position.
+        TypeError: a wrong dtype, device or kind of object.
     """
     op = "sparse_add"
     if is_dense(a):
@@ -102,7 +106,8 @@ def sparse_slice(
 ) -> SparseMatrix:
     """Return ``a[rows, columns]`` for slices with step 1, at the edges of blocks.
 
-    Gradients flow to a's data. `a` and the errors are those of `sparse_dense`'s weight.
+    Gradients flow to a's data. `a`, `check` and the errors are those of `sparse_dense`'s weight; a slice that
+    cuts a block is a ValueError, another step a TypeError.
     """
     op = "sparse_slice"
     matrix = as_matrix(op, "a", a, check=check)
@@ -126,7 +131,8 @@ def sparse_concat(matrices: Sequence[Any], dim: int = 0, *, check: str = "once")
     """Return matrices below one another (dim 0) or side by side (dim 1).
 
     They must be of one format, dtype and block shape, and all but the last must end at the edge of a block.
-    Gradients flow to the data of all. Each matrix and the errors are those of `sparse_dense`'s weight.
+    Gradients flow to the data of all. Each matrix, `check` and errors are those of `sparse_dense`'s weight,
+    and matrices that do not fit each other are a ValueError.
     """
     op = "sparse_concat"
     if dim not in (0, 1):
