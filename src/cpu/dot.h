@@ -16,12 +16,12 @@ enum class Sums : std::uint8_t { down, across, apart };
 
 // Every row of dY against every column of X: sums[r * Cols + c], or down: sums[c * Rows + r].
 template <class I, int Rows, int Cols, Sums kSums>
-void dot_tile(const float* dy, const float* const* x, std::int64_t lanes, float* sums) {
+void dot_tile(const Element<I>* dy, const Element<I>* const* x, std::int64_t lanes, Element<I>* sums) {
   constexpr int count = Rows * Cols;
   Vec<I> sum[count];
 #pragma GCC unroll 16
   for (int i = 0; i < count; ++i) sum[i] = I::zero();
-  const float* xs[Cols];
+  const Element<I>* xs[Cols];
 #pragma GCC unroll 16
   for (int c = 0; c < Cols; ++c) xs[c] = x[c];
   for (std::int64_t m = 0; m < lanes; m += I::kWidth) {
@@ -52,14 +52,14 @@ void dot_tile(const float* dy, const float* const* x, std::int64_t lanes, float*
 // Rows first … last of the block row, a multiple of Rows, against its columns from `q` on: column q is
 // column q % C of stored block q / C. What is left of Cols columns goes to half as many.
 template <class I, int Rows, int Cols, Sums kSums>
-void dot_columns(const DotTask& task, std::int32_t first, std::int32_t last, std::int64_t q) {
+void dot_columns(const DotTaskOf<Element<I>>& task, std::int32_t first, std::int32_t last, std::int64_t q) {
   const std::int64_t block_size = static_cast<std::int64_t>(task.block_rows) * task.block_cols;
   const std::int64_t columns = static_cast<std::int64_t>(task.end - task.begin) * task.block_cols;
   std::int64_t b = q / task.block_cols;
   std::int64_t c = q % task.block_cols;
   for (; q + Cols <= columns; q += Cols) {
-    const float* x[Cols];
-    float* out[Cols];
+    const Element<I>* x[Cols];
+    Element<I>* out[Cols];
     for (int i = 0; i < Cols; ++i) {
       x[i] = task.x + (task.col[task.begin + b] * std::int64_t{task.block_cols} + c) * task.lanes;
       out[i] = task.out + b * block_size + c;
@@ -69,16 +69,16 @@ void dot_columns(const DotTask& task, std::int32_t first, std::int32_t last, std
       }
     }
     for (std::int32_t r = first; r < last; r += Rows) {
-      float sums[Rows * Cols];
+      Element<I> sums[Rows * Cols];
       dot_tile<I, Rows, Cols, kSums>(task.dy + r * task.lanes, x, task.lanes, sums);
       // NOLINTNEXTLINE(bugprone-branch-clone): as many rows as columns
       constexpr int kRuns = kSums == Sums::down ? Cols : Rows, kLength = Rows * Cols / kRuns;
       for (int i = 0; i < kRuns; ++i) {
         const std::int64_t row = static_cast<std::int64_t>(r + i) * task.block_cols;
         for (int j = 0; j < kLength; ++j) {
-          float* to = kSums == Sums::down     ? out[i] + r + j
-                      : kSums == Sums::across ? out[0] + row + j
-                                              : out[j] + row;
+          Element<I>* to = kSums == Sums::down     ? out[i] + r + j
+                           : kSums == Sums::across ? out[0] + row + j
+                                                   : out[j] + row;
           *to = task.accumulate ? *to + sums[i * kLength + j] : sums[i * kLength + j];
         }
       }
@@ -88,7 +88,7 @@ void dot_columns(const DotTask& task, std::int32_t first, std::int32_t last, std
 }
 
 template <class I, Sums kSums>
-void dot_rows(const DotTask& task) {
+void dot_rows(const DotTaskOf<Element<I>>& task) {
   constexpr Sums kFew = kSums == Sums::down ? Sums::apart : kSums;
   constexpr int cols = I::kRegisters >= 32 ? 4 : 2;  // beside four rows
   const std::int32_t whole = task.block_rows - task.block_rows % 4;
@@ -104,7 +104,7 @@ void dot_rows(const DotTask& task) {
 }
 
 template <class I>
-void dot(const DotTask& task) {
+void dot(const DotTaskOf<Element<I>>& task) {
   constexpr int most = I::kRegisters >= 32 ? 8 : 4;  // columns of a tile
   if (task.block_cols == 1) return dot_rows<I, Sums::down>(task);
   if (task.block_cols % most == 0) return dot_rows<I, Sums::across>(task);

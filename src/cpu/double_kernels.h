@@ -1,6 +1,7 @@
 // One row of the table of doubles.h: the templates, instantiated for one instruction set.
 #pragma once
 
+#include "cpu/dot.h"
 #include "cpu/doubles.h"
 #include "cpu/few_singles.h"
 #include "cpu/in_place.h"
@@ -26,7 +27,7 @@ void in_place_doubles(const InPlaceTaskOf<double>& task) {
 // Narrow: for fewer columns than I has lanes.
 template <class I, class Narrow = I>
 constexpr DoubleKernels double_kernels(const char* family) {
-  return {family, I::kWidth, Narrow::kWidth, few_doubles<I>, in_place_doubles<I, Narrow>};
+  return {family, I::kWidth, Narrow::kWidth, few_doubles<I>, in_place_doubles<I, Narrow>, dot<I>};
 }
 
 }  // namespace rarefy::cpu

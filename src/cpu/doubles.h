@@ -1,5 +1,5 @@
-// linear in f64, x, W and y: the kernels of single elements for a few tokens (few_singles.h), and of rows
-// that meet X by feature (in_place.h), on vectors of doubles.
+// The products in f64: the kernels of single elements for a few tokens (few_singles.h), of rows that meet X
+// by feature (in_place.h), and of dot products over tokens (dot.h), on vectors of doubles.
 #pragma once
 
 #include "cpu/kernels.h"
@@ -12,6 +12,7 @@ struct DoubleKernels {
   std::int32_t least;                     // tokens of in_place
   void (*few)(const FewTaskOf<double>&);  // 1 to kFewTokens tokens, blocks of one element
   void (*in_place)(const InPlaceTaskOf<double>&);
+  void (*dot)(const DotTaskOf<double>&);
 };
 
 // Tokens of a panel: four vectors of AVX-512, 1 MB of x with 4096 columns.

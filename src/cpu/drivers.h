@@ -68,11 +68,16 @@ Status run_windows(const FewKernels& kernels, const Call& call);
 Reason supports_in_place(const Kernels& kernels, const Problem& problem);
 Status run_in_place(const Kernels& kernels, const Call& call);
 
-// linear in f64 (linear_doubles.cc).
+// linear and grad_input in f64 (linear_doubles.cc), and grad_weight (grad_weight_doubles.cc).
 Reason supports_doubles(const DoubleKernels& kernels, const Problem& problem);
 std::int64_t doubles_workspace(const DoubleKernels& kernels, const Problem& problem, const Config& config);
 std::int64_t doubles_prepared_size(const Problem& problem, const Config& config);
 Status run_doubles(const DoubleKernels& kernels, const Call& call);
+Reason supports_grad_weight_doubles(const Problem& problem);
+Config configure_grad_weight_doubles(const DoubleKernels& kernels, const Problem& problem,
+                                     const Machine& machine);
+std::int64_t grad_weight_doubles_workspace(const Problem& problem, const Config& config);
+Status run_grad_weight_doubles(const DoubleKernels& kernels, const Call& call);
 
 // Rows of `cols` elements as float, each padded with 0 to `padded`; rows past the last are 0.
 void to_float(const Kernels& kernels, const MatrixView& from, std::int64_t rows, std::int64_t padded,

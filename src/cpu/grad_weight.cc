@@ -10,6 +10,7 @@
 #include "core/message.h"
 #include "cpu/blocking.h"
 #include "cpu/drivers.h"
+#include "cpu/padding.h"
 
 namespace rarefy::cpu {
 
@@ -106,27 +107,6 @@ struct Parts {
     sums = room.take<float>(p.weight.dtype == DType::f32 ? 0 : s.value_count());
   }
 };
-
-// Elements of edge blocks outside the matrix: 0, also where NaN times a zero of padding made a NaN.
-void clear_padding(const PlanView& plan, float* sums) {
-  const BsrShape& s = plan.shape;
-  const std::int64_t rows = s.rows % s.block_rows;
-  const std::int64_t cols = s.cols % s.block_cols;
-  if (rows != 0) {
-    for (std::int64_t e = plan.crow[s.row_count() - 1]; e < plan.crow[s.row_count()]; ++e) {
-      float* block = sums + e * s.block_size();
-      std::fill(block + rows * s.block_cols, block + s.block_size(), 0.0F);
-    }
-  }
-  if (cols != 0) {
-    for (std::int64_t i = plan.ccol[s.col_count() - 1]; i < plan.ccol[s.col_count()]; ++i) {
-      float* row = sums + plan.perm[i] * s.block_size();
-      for (std::int64_t r = 0; r < s.block_rows; ++r, row += s.block_cols) {
-        std::fill(row + cols, row + s.block_cols, 0.0F);
-      }
-    }
-  }
-}
 
 Status check_tiling(const Kernels& kernels, const BsrShape& s, const GradWeightTiling& t) {
   const std::int64_t most = takes_strips(kernels, s) ? 1 : 0;

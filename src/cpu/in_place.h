@@ -8,11 +8,11 @@
 
 namespace rarefy::cpu {
 
-// Few vectors would be one chain of sums, each waiting for the one before: elements take turns. In doubles
-// for any number of them, as layers' bits must not depend on the batch.
-template <class I, int V>
+// Few vectors would be one chain of sums, each waiting for the one before: elements take turns. In doubles as
+// the rows say, for any number of tokens, as layers' bits must not depend on the batch.
+template <class I, int Rows, int V>
 constexpr int in_place_turns() {
-  if (kDoubles<I>) return 2;
+  if (kDoubles<I>) return Rows >= 4 ? 1 : 2;
   return V >= 4 ? 1 : 4 / V;
 }
 
@@ -25,81 +25,112 @@ Vec<I> activate_in_place(Activation activation, Vec<I> v) {
   }
 }
 
-// Tokens m … m + V vectors of row r of block row o.
-template <class I, int V>
+// Tokens m … m + V vectors of rows r … r + Rows of block row o: a line of X serves them all.
+// kSide: outputs lie side by side in W, which takes one address instead of one a row.
+template <class I, int Rows, int V, bool kSide>
 void in_place_run(const InPlaceTaskOf<Element<I>>& t, std::int32_t o, std::int64_t r, std::int64_t m) {
   using T = Element<I>;
   constexpr int w = I::kWidth;
-  constexpr int kTurns = in_place_turns<I, V>();
-  Vec<I> sum[kTurns][V], total[V];
-  const auto add = [&](int turn, T value, const T* x) {
-    const Vec<I> element = I::set1(value);
+  constexpr int kTurns = in_place_turns<I, Rows, V>();
+  Vec<I> sum[kTurns][Rows][V], total[Rows][V];
+  const std::int64_t size = t.w.block_size, next_row = kSide ? 1 : t.w.out_stride,
+                     next_column = t.w.red_stride;
+  const T* const values = static_cast<const T*>(t.w.values) + r * next_row;
+  const auto block = [&](std::int32_t e) { return values + (t.w.perm == nullptr ? e : t.w.perm[e]) * size; };
+  const auto add = [&](int turn, const T* of, const T* x) {
+    Vec<I> xv[V];
 #pragma GCC unroll 8
-    for (int v = 0; v < V; ++v) sum[turn][v] = I::fma(element, I::load(x + v * w), sum[turn][v]);
+    for (int v = 0; v < V; ++v) xv[v] = I::load(x + v * w);
+#pragma GCC unroll 8
+    for (int i = 0; i < Rows; ++i) {
+      const Vec<I> element = I::set1(of[i * next_row]);
+#pragma GCC unroll 8
+      for (int v = 0; v < V; ++v) sum[turn][i][v] = I::fma(element, xv[v], sum[turn][i][v]);
+    }
   };
-  for (int v = 0; v < V; ++v) total[v] = I::zero();
+  const auto each = [](auto f) {
+#pragma GCC unroll 8
+    for (int i = 0; i < Rows; ++i) {
+#pragma GCC unroll 8
+      for (int v = 0; v < V; ++v) f(i, v);
+    }
+  };
+  each([&](int i, int v) { total[i][v] = I::zero(); });
   const std::int32_t c_block = t.w.red_block, end = t.entry_begin[o + 1];
-  const std::int64_t size = t.w.block_size;
-  const T* const values = static_cast<const T*>(t.w.values) + r * c_block;
   const std::int32_t last_part = end - least_entries(t.part);
   for (std::int32_t e = t.entry_begin[o]; e < end;) {
     const std::int32_t stop = e + t.part <= last_part ? e + t.part : end;
-    for (int turn = 0; turn < kTurns; ++turn) {
-      for (int v = 0; v < V; ++v) sum[turn][v] = I::zero();
-    }
+#pragma GCC unroll 4
+    for (int turn = 0; turn < kTurns; ++turn) each([&](int i, int v) { sum[turn][i][v] = I::zero(); });
     if (c_block == 1) {
       for (; stop - e >= kTurns; e += kTurns) {
 #pragma GCC unroll 4
         for (int turn = 0; turn < kTurns; ++turn) {
-          add(turn, values[(e + turn) * size], t.x + t.w.index[e + turn] * t.x_stride + m);
+          add(turn, block(e + turn), t.x + t.w.index[e + turn] * t.x_stride + m);
         }
       }
     }
     for (; e < stop; ++e) {
       const std::int64_t first = std::int64_t{t.w.index[e]} * c_block;
       const std::int64_t columns = t.columns - first < c_block ? t.columns - first : c_block;
+      const T* of = block(e);
+      const T* x = t.x + first * t.x_stride + m;
       std::int64_t c = 0;
       if constexpr (kDoubles<I>) {
         for (; columns - c >= kTurns; c += kTurns) {
 #pragma GCC unroll 4
-          for (int turn = 0; turn < kTurns; ++turn) {
-            add(turn, values[e * size + c + turn], t.x + (first + c + turn) * t.x_stride + m);
-          }
+          for (int turn = 0; turn < kTurns; ++turn, of += next_column, x += t.x_stride) add(turn, of, x);
         }
       }
-      for (; c < columns; ++c) add(0, values[e * size + c], t.x + (first + c) * t.x_stride + m);
+      for (; c < columns; ++c, of += next_column, x += t.x_stride) add(0, of, x);
     }
+#pragma GCC unroll 4
     for (int turn = 0; turn < kTurns; ++turn) {
-      for (int v = 0; v < V; ++v) total[v] = I::add(total[v], sum[turn][v]);
+      each([&](int i, int v) { total[i][v] = I::add(total[i][v], sum[turn][i][v]); });
     }
   }
   const std::int64_t row = std::int64_t{o - t.begin} * t.w.out_block + r;
-  const Vec<I> bias = t.bias == nullptr ? I::zero() : I::set1(t.bias[row]);
-  T* y = t.y + row * t.y_stride + m;
-  for (int v = 0; v < V; ++v) {
-    I::store(y + v * w, activate_in_place<I>(t.activation, I::add(total[v], bias)));
-  }
+  T* const y = t.y + row * t.y_stride + m;
+  each([&](int i, int v) {
+    const Vec<I> bias = t.bias == nullptr ? I::zero() : I::set1(t.bias[row + i]);
+    I::store(y + i * t.y_stride + v * w, activate_in_place<I>(t.activation, I::add(total[i][v], bias)));
+  });
 }
 
-// As many vectors of tokens at a time as leave sums and totals in registers. What is left is a vector that
-// ends with the last token: some are computed twice, with the same bits.
+// As many vectors of tokens at a time as leave sums in registers. What is left is a vector that ends with the
+// last token: some are computed twice, with the same bits.
+template <class I, int Rows, bool kSide>
+void in_place_rows(const InPlaceTaskOf<Element<I>>& t, std::int32_t o, std::int64_t r) {
+  constexpr int w = I::kWidth, most = I::kRegisters / (Rows < 4 ? 4 * Rows : 2 * Rows);
+  std::int64_t m = 0;
+  const auto runs = [&]<int V>() {
+    for (; t.tokens - m >= V * w; m += V * w) in_place_run<I, Rows, V, kSide>(t, o, r, m);
+  };
+  if constexpr (most >= 8 && !kDoubles<I>) runs.template operator()<8>();
+  if constexpr (most >= 4) runs.template operator()<4>();
+  if constexpr (most >= 2) runs.template operator()<2>();
+  runs.template operator()<1>();
+  if (m < t.tokens) in_place_run<I, Rows, 1, kSide>(t, o, r, t.tokens - w);
+}
+
 template <class I>
 void in_place(const InPlaceTaskOf<Element<I>>& t) {
-  constexpr int w = I::kWidth, most = I::kRegisters / 4;
-  const auto row = [&](std::int32_t o, std::int64_t r) {
-    std::int64_t m = 0;
-    const auto runs = [&]<int V>() {
-      for (; t.tokens - m >= V * w; m += V * w) in_place_run<I, V>(t, o, r, m);
-    };
-    if constexpr (most >= 8 && !kDoubles<I>) runs.template operator()<8>();
-    runs.template operator()<4>();
-    runs.template operator()<2>();
-    runs.template operator()<1>();
-    if (m < t.tokens) in_place_run<I, 1>(t, o, r, t.tokens - w);
-  };
   for (std::int32_t o = t.begin; o < t.end; ++o) {
     const std::int64_t left = t.rows - std::int64_t{o} * t.w.out_block;
-    for (std::int64_t r = 0; r < t.w.out_block && r < left; ++r) row(o, r);
+    const std::int64_t rows = left < t.w.out_block ? left : t.w.out_block;
+    std::int64_t r = 0;
+    if constexpr (kDoubles<I>) {
+      const auto some = [&]<int Rows>() {
+        for (; rows - r >= Rows; r += Rows) {
+          t.w.out_stride == 1 ? in_place_rows<I, Rows, true>(t, o, r)
+                              : in_place_rows<I, Rows, false>(t, o, r);
+        }
+      };
+      some.template operator()<8>();
+      some.template operator()<4>();
+      some.template operator()<2>();
+    }
+    for (; r < rows; ++r) in_place_rows<I, 1, false>(t, o, r);
   }
 }
 

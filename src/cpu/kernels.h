@@ -265,18 +265,20 @@ using InPlaceTask = InPlaceTaskOf<float>;
 // out[r][c] (+)= Σ_m dy[r][m] · x[c][m] for the stored blocks `begin` … `end` of one block row.
 // Here panels are long: `lanes` tokens of one feature are contiguous. In strips.h dy is [tokens][R], at most
 // kStripTokens of them, and x for each block column [lanes][C], but where C is 1.
-struct DotTask {
-  const float* dy;          // panel rows of this block row
-  const float* x;           // panel of all input features
+template <class T>
+struct DotTaskOf {
+  const T* dy;              // panel rows of this block row
+  const T* x;               // panel of all input features
   std::int64_t lanes;       // a multiple of the width
   std::int64_t tokens;      // of them, those that there are
   const std::int32_t* col;  // block column of each stored block
   std::int32_t begin, end;
   std::int32_t block_rows, block_cols;
-  float* out;  // block `begin` on, canonical order
+  T* out;  // block `begin` on, canonical order
   bool accumulate;
   Lines next = {};  // strips.h: of dY, what is copied for the next task; L2 is asked for it, a few at a time
 };
+using DotTask = DotTaskOf<float>;
 
 // Tokens of a sum of strips.h before it is added to the others: their part of dY stays in L1.
 inline constexpr std::int64_t kStripTokens = 128;

@@ -1,21 +1,23 @@
-// Drives linear in f64 (doubles.h): up to four tokens and single elements read W once; others are panels of
-// tokens by feature, packed unless X and Y lie so. Tasks are ranges of block rows with equal shares of W.
+// Drives linear and grad_input in f64 (doubles.h): up to four tokens and single elements read W once; others
+// are panels of tokens by feature, packed unless X and Y lie so. Tasks are ranges of output blocks with equal
+// shares of W.
 #include <algorithm>
 
 #include "core/message.h"
 #include "cpu/blocking.h"
+#include "cpu/double_panels.h"
 #include "cpu/drivers.h"
 
 namespace rarefy::cpu {
 
 namespace {
 
-constexpr std::int64_t kPiece = 64;     // rows of y that a panel takes at a time: 16 KB
-constexpr std::int64_t kPerRow = 4;     // a row's price in stored elements
-constexpr std::int64_t kPackTask = 64;  // columns of x that a task packs
+constexpr std::int64_t kPiece = 64;  // rows of y that a panel takes at a time: 16 KB
+constexpr std::int64_t kPerRow = 4;  // a row's price in stored elements
 
 bool is_few(const Problem& p) {
-  return p.tokens <= kFewTokens && p.weight.shape.block_size() == 1 && p.in_layout == Layout::by_token;
+  return p.op == Op::linear && p.tokens <= kFewTokens && p.weight.shape.block_size() == 1 &&
+         p.in_layout == Layout::by_token;
 }
 
 struct DoubleLayout {
@@ -24,11 +26,12 @@ struct DoubleLayout {
 
   DoubleLayout(const DoubleKernels& kernels, const Problem& p)
       : lanes(std::min(kDoublePanel, (p.tokens + kernels.width - 1) / kernels.width * kernels.width)),
-        piece(std::max<std::int64_t>(1, kPiece / p.weight.shape.block_rows)) {
+        piece(std::max<std::int64_t>(1, kPiece / ProductShape(p).out_block)) {
     if (is_few(p) || p.in_layout == Layout::by_feature) return;
+    const BsrShape& s = p.weight.shape;
     Room all, own;
-    all.take<double>(p.weight.shape.cols * lanes);
-    own.take<double>(piece * p.weight.shape.block_rows * lanes);
+    all.take<double>((p.op == Op::linear ? s.cols : s.rows) * lanes);
+    own.take<double>(piece * ProductShape(p).out_block * lanes);
     shared = all.bytes();
     worker = own.bytes();
   }
@@ -37,10 +40,11 @@ struct DoubleLayout {
 // The tasks of one panel or of all, as ranges of block rows.
 template <class Each>
 void for_ranges(const Call& call, std::int64_t tasks, Each&& each) {
-  const PlanView& plan = call.plan;
-  const BsrShape& s = plan.shape;
+  const ProductShape s(call.problem);
+  const std::int32_t* entries = s.transposed ? call.plan.ccol : call.plan.crow;
   const auto begin_of = [&](std::int64_t task) {
-    return begin_of_part(plan.crow, s.row_count(), s.block_size(), kPerRow * s.block_rows, task, tasks);
+    return begin_of_part(entries, s.out_blocks, s.out_block * s.red_block, kPerRow * s.out_block, task,
+                         tasks);
   };
   call.executor.parallel_for(
       tasks, [&](std::int64_t task, int worker) { each(begin_of(task), begin_of(task + 1), worker); });
@@ -85,15 +89,16 @@ void run_few(const DoubleKernels& kernels, const Call& call, const FewSplit& spl
 
 InPlaceTaskOf<double> in_place_task(const Call& call) {
   const PlanView& plan = call.plan;
-  const BsrShape& s = plan.shape;
+  const bool transposed = call.problem.op == Op::grad_input;
   InPlaceTaskOf<double> task{};
-  task.w = operand(s, call.values, DType::f32, plan.col, nullptr, false);
-  task.entry_begin = plan.crow;
-  task.rows = s.rows;
-  task.columns = s.cols;
-  task.activation = call.activation;
+  task.w = operand(plan.shape, call.values, DType::f32, transposed ? plan.row : plan.col,
+                   transposed ? plan.perm : nullptr, transposed);
+  task.entry_begin = transposed ? plan.ccol : plan.crow;
+  task.rows = transposed ? plan.shape.cols : plan.shape.rows;
+  task.columns = transposed ? plan.shape.rows : plan.shape.cols;
+  task.activation = transposed ? Activation::none : call.activation;
   // Short parts: rounded as results are, sums of 288 terms would be off by three times as much as MKL's.
-  task.part = part_entries(static_cast<std::int32_t>(s.block_cols), kFewPartTerms);
+  task.part = part_entries(task.w.red_block, kFewPartTerms);
   return task;
 }
 
@@ -121,43 +126,29 @@ void run_by_feature(const DoubleKernels& kernels, const Call& call) {
   });
 }
 
-// Tokens first … first + count of x, by feature; lanes past them are 0.
-void pack_doubles(const Call& call, std::int64_t first, std::int64_t count, std::int64_t lanes,
-                  double* panel) {
-  const MatrixView& x = call.x;
-  const auto* from = static_cast<const double*>(x.data) + first * x.row_stride;
-  call.executor.parallel_for((x.cols + kPackTask - 1) / kPackTask, [&](std::int64_t task) {
-    const std::int64_t end = std::min(x.cols, (task + 1) * kPackTask);
-    for (std::int64_t k = task * kPackTask; k < end; ++k) {
-      double* to = panel + k * lanes;
-      for (std::int64_t m = 0; m < count; ++m) to[m] = from[m * x.row_stride + k];
-      std::fill(to + count, to + lanes, 0.0);
-    }
-  });
-}
-
 void run_panels(const DoubleKernels& kernels, const Call& call) {
-  const BsrShape& s = call.plan.shape;
+  const ProductShape s(call.problem);
+  const MatrixView& in = s.transposed ? call.dy : call.x;
   const DoubleLayout layout(kernels, call.problem);
   Room shared(call.workspace);
-  auto* panel = shared.take<double>(s.cols * layout.lanes);
+  auto* panel = shared.take<double>(in.cols * layout.lanes);
   InPlaceTaskOf<double> all = in_place_task(call);
   all.x = panel;
   all.x_stride = all.y_stride = all.tokens = layout.lanes;
   const std::int64_t tasks = std::clamp<std::int64_t>(kTasksPerThread * call.problem.threads, 1,
-                                                      std::max<std::int64_t>(1, s.row_count()));
-  for (std::int64_t m0 = 0; m0 < call.x.rows; m0 += layout.lanes) {
-    const std::int64_t count = std::min(layout.lanes, call.x.rows - m0);
-    pack_doubles(call, m0, count, layout.lanes, panel);
+                                                      std::max<std::int64_t>(1, s.out_blocks));
+  for (std::int64_t m0 = 0; m0 < in.rows; m0 += layout.lanes) {
+    const std::int64_t count = std::min(layout.lanes, in.rows - m0);
+    pack_doubles(call.executor, in, m0, count, layout.lanes, in.cols, panel);
     for_ranges(call, tasks, [&](std::int32_t begin, std::int32_t end, int worker) {
       Room room(static_cast<char*>(call.workspace) + layout.shared + worker * layout.worker);
       InPlaceTaskOf<double> own = all;
-      own.y = room.take<double>(layout.piece * s.block_rows * layout.lanes);
+      own.y = room.take<double>(layout.piece * s.out_block * layout.lanes);
       for (own.begin = begin; own.begin < end; own.begin = own.end) {
         own.end = static_cast<std::int32_t>(std::min<std::int64_t>(own.begin + layout.piece, end));
-        const std::int64_t first = own.begin * s.block_rows;
-        const std::int64_t rows = std::min(own.end * s.block_rows, s.rows) - first;
-        own.bias = bias_of(call, first);
+        const std::int64_t first = own.begin * s.out_block;
+        const std::int64_t rows = std::min(own.end * s.out_block, all.rows) - first;
+        own.bias = s.transposed ? nullptr : bias_of(call, first);
         kernels.in_place(own);
         for (std::int64_t m = 0; m < count; ++m) {
           double* y = static_cast<double*>(call.out.data) + (m0 + m) * call.out.row_stride + first;
@@ -177,6 +168,7 @@ Reason supports_doubles(const DoubleKernels& kernels, const Problem& p) {
   if (p.activation != Activation::none && p.activation != Activation::relu) {
     return cat("takes no activation but relu in f64; got ", name(p.activation));
   }
+  if (p.op == Op::grad_input) return {};
   if (p.in_layout != p.out_layout) return "takes and gives matrices in one layout; got two";
   if (p.in_layout == Layout::by_feature && p.tokens < kernels.least) {
     return cat("takes ", kernels.least, " tokens and more by feature; got ", p.tokens);

@@ -98,12 +98,13 @@ void add_in_place(Registry& registry, std::string_view name) {
 }
 
 template <const cpu::DoubleKernels& kKernels, const std::string_view& kFeature>
-void add_doubles(Registry& registry, std::string_view name) {
+void add_doubles(Registry& registry, std::string_view linear, std::string_view grad_input,
+                 std::string_view grad_weight) {
   registry.push_back({
       .op = Op::linear,
       .device = Device::cpu,
       .family = kKernels.family,
-      .name = name,
+      .name = linear,
       .supports = supports<kFeature, cpu::supports_doubles, kKernels>,
       .run = [](const Call& call) { return cpu::run_doubles(kKernels, call); },
       .any_layout = true,
@@ -114,6 +115,29 @@ void add_doubles(Registry& registry, std::string_view name) {
       .derives_as = "columns_16",
       .prepared_size = cpu::doubles_prepared_size,
       .prepare = cpu::prepare_few,
+  });
+  registry.push_back({
+      .op = Op::grad_input,
+      .device = Device::cpu,
+      .family = kKernels.family,
+      .name = grad_input,
+      .supports = supports<kFeature, cpu::supports_doubles, kKernels>,
+      .run = [](const Call& call) { return cpu::run_doubles(kKernels, call); },
+      .configure = cpu::configure_few,
+      .fields = cpu::FewSplit::kFields,
+      .workspace = [](const Problem& p, const Config& c) { return cpu::doubles_workspace(kKernels, p, c); },
+  });
+  registry.push_back({
+      .op = Op::grad_weight,
+      .device = Device::cpu,
+      .family = kKernels.family,
+      .name = grad_weight,
+      .supports = supports<kFeature, cpu::supports_grad_weight_doubles>,
+      .run = [](const Call& call) { return cpu::run_grad_weight_doubles(kKernels, call); },
+      .configure = [](const Problem& p,
+                      const Machine& m) { return cpu::configure_grad_weight_doubles(kKernels, p, m); },
+      .fields = cpu::GradWeightTiling::kFields,
+      .workspace = cpu::grad_weight_doubles_workspace,
   });
 }
 
@@ -424,7 +448,8 @@ void register_cpu(Registry& registry) {
                                        "pieces_transposed");
   add<cpu::kAvx512, kHasAvx512>(registry, "avx512_linear", "avx512_grad_input", "avx512_grad_weight");
   add_in_place<cpu::kAvx512, kHasAvx512>(registry, "avx512_linear_in_place");
-  add_doubles<cpu::kDoublesAvx512, kHasAvx512>(registry, "avx512_linear_doubles");
+  add_doubles<cpu::kDoublesAvx512, kHasAvx512>(registry, "avx512_linear_doubles", "avx512_grad_input_doubles",
+                                               "avx512_grad_weight_doubles");
   add_bitmap<cpu::kAvx512, kHasAvx512>(registry, "avx512_linear_bitmap", "avx512_linear_two_of_four");
   add_feed_forward<cpu::kAvx512, kHasAvx512>(registry, "avx512_feed_forward", "avx512_feed_forward_apart");
   add_scaled<cpu::kAvx512, kHasAvx512>(registry, "avx512_linear_scaled", "avx512_grad_input_scaled");
@@ -434,7 +459,8 @@ void register_cpu(Registry& registry) {
                                    "pieces_transposed");
   add<cpu::kAvx2, kHasAvx2>(registry, "avx2_linear", "avx2_grad_input", "avx2_grad_weight");
   add_in_place<cpu::kAvx2, kHasAvx2>(registry, "avx2_linear_in_place");
-  add_doubles<cpu::kDoublesAvx2, kHasAvx2>(registry, "avx2_linear_doubles");
+  add_doubles<cpu::kDoublesAvx2, kHasAvx2>(registry, "avx2_linear_doubles", "avx2_grad_input_doubles",
+                                           "avx2_grad_weight_doubles");
   add_bitmap<cpu::kAvx2, kHasAvx2>(registry, "avx2_linear_bitmap", "avx2_linear_two_of_four");
   add_feed_forward<cpu::kAvx2, kHasAvx2>(registry, "avx2_feed_forward", "avx2_feed_forward_apart");
   add_scaled<cpu::kAvx2, kHasAvx2>(registry, "avx2_linear_scaled", "avx2_grad_input_scaled");
@@ -451,7 +477,8 @@ void register_cpu(Registry& registry) {
                                  "pieces_transposed");
   add<cpu::kScalar, kAny>(registry, "scalar_linear", "scalar_grad_input", "scalar_grad_weight");
   add_in_place<cpu::kScalar, kAny>(registry, "scalar_linear_in_place");
-  add_doubles<cpu::kDoublesScalar, kAny>(registry, "scalar_linear_doubles");
+  add_doubles<cpu::kDoublesScalar, kAny>(registry, "scalar_linear_doubles", "scalar_grad_input_doubles",
+                                         "scalar_grad_weight_doubles");
   add_bitmap<cpu::kScalar, kAny>(registry, "scalar_linear_bitmap", "scalar_linear_two_of_four");
   add_feed_forward<cpu::kScalar, kAny>(registry, "scalar_feed_forward", "scalar_feed_forward_apart");
   add_quads<cpu::kQuadsScalar, kAny>(registry, "scalar_linear_int8", "quads");

@@ -1,5 +1,5 @@
-// linear in f64 on vectors: every instruction set of this machine against the reference, whose sums are in
-// f64, too; integers exactly.
+// The products in f64 on vectors: every instruction set of this machine against the reference, whose sums are
+// in f64, too; integers exactly.
 #include <gtest/gtest.h>
 
 #include <limits>
@@ -31,6 +31,21 @@ class DoublesTest : public ::testing::TestWithParam<std::string> {
     }
   }
 };
+
+// Both gradients, by the family's own kernels.
+void check_gradients(const std::string& family, const ProblemSpec& spec, Executor executor = {}) {
+  SCOPED_TRACE(::testing::Message() << family << " M=" << spec.m << " N=" << spec.n << " K=" << spec.k
+                                    << " block " << spec.block_rows << 'x' << spec.block_cols);
+  const Problem problem = make_problem(spec);
+  ProblemIn<HostBuffer> run(problem, executor);
+  {
+    const Force force(family);
+    expect_ok(run.grad_input());
+    expect_ok(run.grad_weight());
+  }
+  expect_grad_input(problem, run);
+  expect_grad_weight(problem, run);
+}
 
 std::vector<std::string> families() {
   std::vector<std::string> list;
@@ -80,6 +95,71 @@ TEST_P(DoublesTest, AsTheyLieByFeature) {
       }
     }
   }
+}
+
+TEST_P(DoublesTest, Gradients) {
+  const std::pair<std::int64_t, std::int64_t> blocks[] = {
+      {1, 1}, {1, 2}, {1, 16}, {2, 1}, {3, 5}, {4, 1}, {4, 4}, {16, 4}, {1, 9}, {80, 3}, {8, 8}, {17, 33}};
+  for (const auto& [rows, cols] : blocks) {
+    for (const std::int64_t tokens : {1, 2, 3, 5, 8, 9, 17, 32, 33, 41, 96}) {
+      for (const bool integers : {true, false}) {
+        check_gradients(GetParam(), {tokens, 5 * rows + rows / 2 + 1, 6 * cols + cols / 2 + 1, rows, cols,
+                                     0.4, DType::f64, integers, 2});
+      }
+    }
+  }
+}
+
+// Several chunks of tokens, tiles of columns, parts of sums.
+TEST_P(DoublesTest, LongGradientsOnThreads) {
+  ThreadPool pool(3);
+  for (const bool integers : {true, false}) {
+    check_gradients(GetParam(), {600, 150, 900, 4, 1, 0.3, DType::f64, integers, 0}, pool.executor());
+    check_gradients(GetParam(), {300, 170, 2000, 1, 1, 0.3, DType::f64, integers, 0}, pool.executor());
+    check_gradients(GetParam(), {300, 2000, 170, 8, 8, 0.3, DType::f64, integers, 1}, pool.executor());
+  }
+  for (const double density : {0.0, 1.0}) {
+    check_gradients(GetParam(), {40, 33, 50, 4, 2, density, DType::f64, true, 2}, pool.executor());
+  }
+  rarefy::Problem asked = make_problem(Op::grad_weight, {48, 64, 4, 4, 9}, 8, DType::f64);
+  for (const Op op : {Op::grad_input, Op::grad_weight}) {
+    asked.op = op;
+    asked.weight.dtype = DType::f64;
+    EXPECT_EQ(explain(asked).kernel,
+              families().front() + (op == Op::grad_input ? "_grad_input" : "_grad_weight") + "_doubles");
+  }
+}
+
+// A token's gradient has the same bits in every batch and on any number of threads.
+TEST_P(DoublesTest, GradInputOfEveryBatch) {
+  const Force force(GetParam());
+  for (const auto& [rows, cols] : {std::pair<std::int64_t, std::int64_t>{1, 1}, {4, 2}, {2, 3}, {8, 16}}) {
+    const Problem all = make_problem({70, 300, 120, rows, cols, 0.4, DType::f64, false, 0});
+    std::vector<double> first;
+    for (const std::int64_t count : {70, 33, 8, 3, 1}) {
+      Problem some = all;
+      some.spec.m = count;
+      some.dy.resize(static_cast<std::size_t>(count * all.y_stride()));
+      ThreadPool pool(static_cast<int>(count % 3 + 1));
+      ProblemIn<HostBuffer> run(some, pool.executor());
+      expect_ok(run.grad_input());
+      std::vector<double> token = decode(run.dx().download(), DType::f64);
+      token.resize(120);
+      if (first.empty()) first = token;
+      for (std::size_t i = 0; i < token.size(); ++i) ASSERT_EQ(token[i], first[i]) << count << ' ' << i;
+    }
+  }
+}
+
+TEST_P(DoublesTest, GradientsAreAdded) {
+  const Problem problem = make_problem({300, 70, 90, 4, 2, 0.4, DType::f64, true, 0});
+  ProblemIn<HostBuffer> run(problem);
+  const Force force(GetParam());
+  expect_ok(run.grad_weight());
+  const std::vector<double> once = decode(run.dvalues().download(), DType::f64);
+  expect_ok(run.grad_weight(nullptr, true));
+  const std::vector<double> twice = decode(run.dvalues().download(), DType::f64);
+  for (std::size_t i = 0; i < once.size(); ++i) ASSERT_EQ(twice[i], 2 * once[i]) << i;
 }
 
 // Sums of thousands of terms in several parts, and columns that take all of two bytes.

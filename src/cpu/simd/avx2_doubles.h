@@ -26,6 +26,12 @@ struct Avx2Doubles {
     return _mm_cvtsd_f64(_mm_add_sd(half, _mm_unpackhi_pd(half, half)));
   }
 
+  static void sum4(Vec a, Vec b, Vec c, Vec d, double* out) {
+    const Vec p = add(_mm256_unpacklo_pd(a, b), _mm256_unpackhi_pd(a, b));
+    const Vec q = add(_mm256_unpacklo_pd(c, d), _mm256_unpackhi_pd(c, d));
+    store(out, add(_mm256_permute2f128_pd(p, q, 0x20), _mm256_permute2f128_pd(p, q, 0x31)));
+  }
+
   // As Avx2's. Of all lanes under a mask: GCC 12 warns inside its header of the gather without one.
   static Vec gather_lanes(const double* x, __m128i index, __m256i lanes) {
     return _mm256_mask_i32gather_pd(zero(), x, index, _mm256_castsi256_pd(lanes), 8);

@@ -22,6 +22,16 @@ struct Avx512Doubles {
   static Vec fma(Vec a, Vec b, Vec c) { return _mm512_fmadd_pd(a, b, c); }
   static Vec max(Vec a, Vec b) { return _mm512_max_pd(a, b); }  // b if either is NaN
   static double sum(Vec v) { return _mm512_reduce_add_pd(v); }
+  static void sum4(Vec a, Vec b, Vec c, Vec d, double* out) {
+    const Vec ab = add(_mm512_unpacklo_pd(a, b), _mm512_unpackhi_pd(a, b));
+    const Vec cd = add(_mm512_unpacklo_pd(c, d), _mm512_unpackhi_pd(c, d));
+    const auto halves = [](Vec v) {
+      return _mm256_add_pd(_mm512_castpd512_pd256(v), _mm512_extractf64x4_pd(v, 1));
+    };
+    const __m256d p = halves(ab), q = halves(cd);
+    _mm256_storeu_pd(out,
+                     _mm256_add_pd(_mm256_permute2f128_pd(p, q, 0x20), _mm256_permute2f128_pd(p, q, 0x31)));
+  }
 
   // As Avx512's.
   static Vec gather(const double* x, const std::int32_t* index) {

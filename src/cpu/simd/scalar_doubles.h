@@ -27,6 +27,12 @@ struct ScalarDoubles {
     return {a.lane[0] > b.lane[0] ? a.lane[0] : b.lane[0], a.lane[1] > b.lane[1] ? a.lane[1] : b.lane[1]};
   }
   static double sum(Vec v) { return v.lane[0] + v.lane[1]; }
+  static void sum4(Vec a, Vec b, Vec c, Vec d, double* out) {
+    out[0] = sum(a);
+    out[1] = sum(b);
+    out[2] = sum(c);
+    out[3] = sum(d);
+  }
   template <class Index>
   static Vec gather(const double* x, const Index* index) {
     return {x[index[0]], x[index[1]]};
