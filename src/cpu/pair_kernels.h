@@ -337,7 +337,7 @@ void store_square(const float* sums, bool by_token, int outputs, const float* bi
   E::store(sums, outputs, bias, activation, y);
 }
 
-// The first `cols` of each row to Y; whole rows by a size that the compiler knows, as calls of memcpy took 7 %
+// The first `cols` of each row to Y; whole rows by a size that the compiler knows: calls of memcpy took 7 %
 // of a layer of 8 tokens.
 template <class T, int kSide>
 [[gnu::always_inline]] inline void put_rows(const T (*rows)[kSide], T* y, std::int64_t stride,
