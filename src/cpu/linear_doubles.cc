@@ -3,6 +3,7 @@
 // shares of W.
 #include <algorithm>
 
+#include "core/checked.h"
 #include "core/message.h"
 #include "cpu/blocking.h"
 #include "cpu/double_panels.h"
@@ -134,12 +135,13 @@ void run_panels(const DoubleKernels& kernels, const Call& call) {
   auto* panel = shared.take<double>(in.cols * layout.lanes);
   InPlaceTaskOf<double> all = in_place_task(call);
   all.x = panel;
-  all.x_stride = all.y_stride = all.tokens = layout.lanes;
   const std::int64_t tasks = std::clamp<std::int64_t>(kTasksPerThread * call.problem.threads, 1,
                                                       std::max<std::int64_t>(1, s.out_blocks));
   for (std::int64_t m0 = 0; m0 < in.rows; m0 += layout.lanes) {
     const std::int64_t count = std::min(layout.lanes, in.rows - m0);
-    pack_doubles(call.executor, in, m0, count, layout.lanes, in.cols, panel);
+    const std::int64_t lanes = ceil_div(count, std::int64_t{kernels.width}) * kernels.width;
+    all.x_stride = all.y_stride = all.tokens = lanes;
+    pack_doubles(call.executor, in, m0, count, lanes, in.cols, panel);
     for_ranges(call, tasks, [&](std::int32_t begin, std::int32_t end, int worker) {
       Room room(static_cast<char*>(call.workspace) + layout.shared + worker * layout.worker);
       InPlaceTaskOf<double> own = all;
@@ -152,7 +154,7 @@ void run_panels(const DoubleKernels& kernels, const Call& call) {
         kernels.in_place(own);
         for (std::int64_t m = 0; m < count; ++m) {
           double* y = static_cast<double*>(call.out.data) + (m0 + m) * call.out.row_stride + first;
-          for (std::int64_t n = 0; n < rows; ++n) y[n] = own.y[n * layout.lanes + m];
+          for (std::int64_t n = 0; n < rows; ++n) y[n] = own.y[n * lanes + m];
         }
       }
     });
