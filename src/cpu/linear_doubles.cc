@@ -21,17 +21,20 @@ bool is_few(const Problem& p) {
          p.in_layout == Layout::by_token;
 }
 
+constexpr std::int64_t kPanels = 16;  // that a range of W meets while caches hold it
+
 struct DoubleLayout {
-  std::int64_t lanes, piece;  // of a panel; block rows
+  std::int64_t lanes, panels, piece;  // of a panel; at a time; block rows
   std::int64_t shared = 0, worker = 0;
 
   DoubleLayout(const DoubleKernels& kernels, const Problem& p)
       : lanes(std::min(kDoublePanel, (p.tokens + kernels.width - 1) / kernels.width * kernels.width)),
+        panels(std::clamp<std::int64_t>(ceil_div(p.tokens, kDoublePanel), 1, kPanels)),
         piece(std::max<std::int64_t>(1, kPiece / ProductShape(p).out_block)) {
     if (is_few(p) || p.in_layout == Layout::by_feature) return;
     const BsrShape& s = p.weight.shape;
     Room all, own;
-    all.take<double>((p.op == Op::linear ? s.cols : s.rows) * lanes);
+    all.take<double>((p.op == Op::linear ? s.cols : s.rows) * lanes * panels);
     own.take<double>(piece * ProductShape(p).out_block * lanes);
     shared = all.bytes();
     worker = own.bytes();
@@ -127,36 +130,62 @@ void run_by_feature(const DoubleKernels& kernels, const Call& call) {
   });
 }
 
+// One panel through some output blocks, to rows of Y.
+void run_panel(const DoubleKernels& kernels, const Call& call, InPlaceTaskOf<double> own, std::int64_t first,
+               std::int64_t count, std::int64_t piece, std::int32_t begin, std::int32_t end) {
+  const std::int64_t block = own.w.out_block;
+  for (own.begin = begin; own.begin < end; own.begin = own.end) {
+    own.end = static_cast<std::int32_t>(std::min<std::int64_t>(own.begin + piece, end));
+    const std::int64_t row = own.begin * block, rows = std::min(own.end * block, own.rows) - row;
+    own.bias = call.problem.op == Op::linear ? bias_of(call, row) : nullptr;
+    kernels.in_place(own);
+    for (std::int64_t m = 0; m < count; ++m) {
+      double* y = static_cast<double*>(call.out.data) + (first + m) * call.out.row_stride + row;
+      for (std::int64_t n = 0; n < rows; ++n) y[n] = own.y[n * own.y_stride + m];
+    }
+  }
+}
+
+// A range of W meets some panels, one after the other.
 void run_panels(const DoubleKernels& kernels, const Call& call) {
   const ProductShape s(call.problem);
   const MatrixView& in = s.transposed ? call.dy : call.x;
   const DoubleLayout layout(kernels, call.problem);
   Room shared(call.workspace);
-  auto* panel = shared.take<double>(in.cols * layout.lanes);
-  InPlaceTaskOf<double> all = in_place_task(call);
-  all.x = panel;
-  const std::int64_t tasks = std::clamp<std::int64_t>(kTasksPerThread * call.problem.threads, 1,
-                                                      std::max<std::int64_t>(1, s.out_blocks));
-  for (std::int64_t m0 = 0; m0 < in.rows; m0 += layout.lanes) {
-    const std::int64_t count = std::min(layout.lanes, in.rows - m0);
-    const std::int64_t lanes = ceil_div(count, std::int64_t{kernels.width}) * kernels.width;
-    all.x_stride = all.y_stride = all.tokens = lanes;
-    pack_doubles(call.executor, in, m0, count, lanes, in.cols, panel);
-    for_ranges(call, tasks, [&](std::int32_t begin, std::int32_t end, int worker) {
+  auto* memory = shared.take<double>(in.cols * layout.lanes * layout.panels);
+  const InPlaceTaskOf<double> all = in_place_task(call);
+  const std::int64_t most = layout.lanes * layout.panels, chunks = ceil_div(in.cols, kDoublesPacked);
+  const std::int64_t ranges = std::clamp<std::int64_t>(kTasksPerThread * call.problem.threads, 1,
+                                                       std::max<std::int64_t>(1, s.out_blocks));
+  const std::int32_t* entries = s.transposed ? call.plan.ccol : call.plan.crow;
+  const auto begin_of = [&](std::int64_t range) {
+    return begin_of_part(entries, s.out_blocks, s.out_block * s.red_block, kPerRow * s.out_block, range,
+                         ranges);
+  };
+  for (std::int64_t m0 = 0; m0 < in.rows; m0 += most) {
+    const std::int64_t panels = ceil_div(std::min(most, in.rows - m0), layout.lanes);
+    const auto first_of = [&](std::int64_t panel) { return m0 + panel * layout.lanes; };
+    const auto count_of = [&](std::int64_t panel) {
+      return std::min(layout.lanes, in.rows - first_of(panel));
+    };
+    const auto lanes_of = [&](std::int64_t panel) {
+      return ceil_div(count_of(panel), std::int64_t{kernels.width}) * kernels.width;
+    };
+    const auto panel_at = [&](std::int64_t panel) { return memory + panel * layout.lanes * in.cols; };
+    call.executor.parallel_for(panels * chunks, [&](std::int64_t task) {
+      const std::int64_t panel = task / chunks, begin = task % chunks * kDoublesPacked;
+      pack_doubles(in, first_of(panel), count_of(panel), lanes_of(panel), begin,
+                   std::min(in.cols, begin + kDoublesPacked), panel_at(panel));
+    });
+    call.executor.parallel_for(ranges * panels, [&](std::int64_t task, int worker) {
+      const std::int64_t range = task / panels, panel = task % panels;
       Room room(static_cast<char*>(call.workspace) + layout.shared + worker * layout.worker);
       InPlaceTaskOf<double> own = all;
+      own.x = panel_at(panel);
+      own.x_stride = own.y_stride = own.tokens = lanes_of(panel);
       own.y = room.take<double>(layout.piece * s.out_block * layout.lanes);
-      for (own.begin = begin; own.begin < end; own.begin = own.end) {
-        own.end = static_cast<std::int32_t>(std::min<std::int64_t>(own.begin + layout.piece, end));
-        const std::int64_t first = own.begin * s.out_block;
-        const std::int64_t rows = std::min(own.end * s.out_block, all.rows) - first;
-        own.bias = s.transposed ? nullptr : bias_of(call, first);
-        kernels.in_place(own);
-        for (std::int64_t m = 0; m < count; ++m) {
-          double* y = static_cast<double*>(call.out.data) + (m0 + m) * call.out.row_stride + first;
-          for (std::int64_t n = 0; n < rows; ++n) y[n] = own.y[n * lanes + m];
-        }
-      }
+      run_panel(kernels, call, own, first_of(panel), count_of(panel), layout.piece, begin_of(range),
+                begin_of(range + 1));
     });
   }
 }
