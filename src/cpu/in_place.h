@@ -3,6 +3,8 @@
 // for doubles, by feature or in panels (doubles.h).
 #pragma once
 
+#include <concepts>
+
 #include "cpu/activation.h"
 #include "cpu/kernels.h"
 
@@ -25,9 +27,17 @@ Vec<I> activate_in_place(Activation activation, Vec<I> v) {
   }
 }
 
+// Fewer tokens than a vector has lanes: the first of a vector. Where masks are to be had, that is.
+template <class I>
+concept CountsLanes = requires(float* y, const float* x, Vec<I> v) {
+  { I::load_first(x, 1) } -> std::same_as<Vec<I>>;
+  I::store_first(y, v, 1);
+};
+
 // Tokens m … m + V vectors of rows r … r + Rows of block row o: a line of X serves them all.
 // kSide: outputs lie side by side in W, which takes one address instead of one a row.
-template <class I, int Rows, int V, bool kSide>
+// kFew: all tokens that there are, less than a vector.
+template <class I, int Rows, int V, bool kSide, bool kFew = false>
 void in_place_run(const InPlaceTaskOf<Element<I>>& t, std::int32_t o, std::int64_t r, std::int64_t m) {
   using T = Element<I>;
   constexpr int w = I::kWidth;
@@ -37,10 +47,18 @@ void in_place_run(const InPlaceTaskOf<Element<I>>& t, std::int32_t o, std::int64
                      next_column = t.w.red_stride;
   const T* const values = static_cast<const T*>(t.w.values) + r * next_row;
   const auto block = [&](std::int32_t e) { return values + (t.w.perm == nullptr ? e : t.w.perm[e]) * size; };
+  const int tokens = static_cast<int>(t.tokens);
+  const auto load = [tokens](const T* from) {
+    if constexpr (kFew) {
+      return I::load_first(from, tokens);
+    } else {
+      return I::load(from);
+    }
+  };
   const auto add = [&](int turn, const T* of, const T* x) {
     Vec<I> xv[V];
 #pragma GCC unroll 8
-    for (int v = 0; v < V; ++v) xv[v] = I::load(x + v * w);
+    for (int v = 0; v < V; ++v) xv[v] = load(x + v * w);
 #pragma GCC unroll 8
     for (int i = 0; i < Rows; ++i) {
       const Vec<I> element = I::set1(of[i * next_row]);
@@ -57,6 +75,8 @@ void in_place_run(const InPlaceTaskOf<Element<I>>& t, std::int32_t o, std::int64
   };
   each([&](int i, int v) { total[i][v] = I::zero(); });
   const std::int32_t c_block = t.w.red_block, end = t.entry_begin[o + 1];
+  const T* const from = t.x + m;
+  const std::int64_t stride = t.x_stride;
   const std::int32_t last_part = end - least_entries(t.part);
   for (std::int32_t e = t.entry_begin[o]; e < end;) {
     const std::int32_t stop = e + t.part <= last_part ? e + t.part : end;
@@ -66,9 +86,10 @@ void in_place_run(const InPlaceTaskOf<Element<I>>& t, std::int32_t o, std::int64
       for (; stop - e >= kTurns; e += kTurns) {
 #pragma GCC unroll 4
         for (int turn = 0; turn < kTurns; ++turn) {
-          add(turn, block(e + turn), t.x + t.w.index[e + turn] * t.x_stride + m);
+          add(turn, block(e + turn), from + t.w.index[e + turn] * stride);
         }
       }
+      for (; e < stop; ++e) add(0, block(e), from + t.w.index[e] * stride);
     }
     for (; e < stop; ++e) {
       const std::int64_t first = std::int64_t{t.w.index[e]} * c_block;
@@ -93,7 +114,12 @@ void in_place_run(const InPlaceTaskOf<Element<I>>& t, std::int32_t o, std::int64
   T* const y = t.y + row * t.y_stride + m;
   each([&](int i, int v) {
     const Vec<I> bias = t.bias == nullptr ? I::zero() : I::set1(t.bias[row + i]);
-    I::store(y + i * t.y_stride + v * w, activate_in_place<I>(t.activation, I::add(total[i][v], bias)));
+    const Vec<I> out = activate_in_place<I>(t.activation, I::add(total[i][v], bias));
+    if constexpr (kFew) {
+      I::store_first(y + i * t.y_stride, out, tokens);
+    } else {
+      I::store(y + i * t.y_stride + v * w, out);
+    }
   });
 }
 
@@ -102,6 +128,9 @@ void in_place_run(const InPlaceTaskOf<Element<I>>& t, std::int32_t o, std::int64
 template <class I, int Rows, bool kSide>
 void in_place_rows(const InPlaceTaskOf<Element<I>>& t, std::int32_t o, std::int64_t r) {
   constexpr int w = I::kWidth, most = I::kRegisters / (Rows < 4 ? 4 * Rows : 2 * Rows);
+  if constexpr (CountsLanes<I>) {
+    if (t.tokens < w) return in_place_run<I, Rows, 1, kSide, true>(t, o, r, 0);
+  }
   std::int64_t m = 0;
   const auto runs = [&]<int V>() {
     for (; t.tokens - m >= V * w; m += V * w) in_place_run<I, Rows, V, kSide>(t, o, r, m);
@@ -113,8 +142,13 @@ void in_place_rows(const InPlaceTaskOf<Element<I>>& t, std::int32_t o, std::int6
   if (m < t.tokens) in_place_run<I, Rows, 1, kSide>(t, o, r, t.tokens - w);
 }
 
-template <class I>
+// Narrow: for as few tokens as it has lanes, since a vector that begins anywhere lies in two lines of x.
+template <class I, class Narrow = I>
 void in_place(const InPlaceTaskOf<Element<I>>& t) {
+  if constexpr (Narrow::kWidth < I::kWidth) {
+    static_assert(CountsLanes<Narrow>);
+    if (t.tokens <= Narrow::kWidth) return in_place<Narrow>(t);
+  }
   for (std::int32_t o = t.begin; o < t.end; ++o) {
     const std::int64_t left = t.rows - std::int64_t{o} * t.w.out_block;
     const std::int64_t rows = left < t.w.out_block ? left : t.w.out_block;

@@ -16,7 +16,7 @@
 
 namespace rarefy::cpu {
 
-// Narrow: what bitmaps are spread with for a token or two.
+// Narrow: what bitmaps are spread with for a token or two, and what meets few tokens in place.
 template <class I, class Narrow = I>
 constexpr Kernels kernel_table(const char* family, std::int32_t max_vectors) {
   Kernels table{};
@@ -39,7 +39,8 @@ constexpr Kernels kernel_table(const char* family, std::int32_t max_vectors) {
     table.narrow = narrow<I>;
     table.narrow_takes = narrow_takes<I>;
   }
-  table.in_place = in_place<I>;
+  table.in_place = in_place<I, Narrow>;
+  table.in_place_least = CountsLanes<I> ? 1 : I::kWidth;
   table.bitmap = bitmap<I, Narrow>;
   table.two_of_four = two_of_four<I>;
   table.activate = activate_all<I>;

@@ -304,6 +304,7 @@ struct Kernels {
   // As FewKernels::takes, for feed_forward.cc, which has this table alone; or null.
   bool (*few_takes)(std::int64_t block_rows, std::int64_t block_cols);
   void (*in_place)(const InPlaceTask&);
+  std::int32_t in_place_least;  // tokens
   void (*bitmap)(const BitmapTask&);
   void (*two_of_four)(const BitmapTask&);
   void (*activate)(Activation activation, float* values, std::int64_t count);  // whole vectors

@@ -22,7 +22,9 @@ Reason supports_in_place(const Kernels& kernels, const Problem& p) {
   }
   if (p.in != DType::f32 || p.out != DType::f32 || p.weight.dtype != DType::f32) return "takes f32 alone";
   if (s.block_rows != 1) return cat("takes blocks of one row; got ", s.block_rows);
-  if (p.tokens < kernels.width) return cat("takes ", kernels.width, " tokens and more; got ", p.tokens);
+  if (p.tokens < kernels.in_place_least) {
+    return cat("takes ", kernels.in_place_least, " tokens and more; got ", p.tokens);
+  }
   return {};
 }
 

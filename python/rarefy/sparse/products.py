@@ -20,9 +20,11 @@ from .matrix import FLOATS, SparseMatrix, as_tensor
 _integers, _sparse_product, _sampled_product, _product_in_place = map(
     _load.op, ("_integer_linear", "_sparse_product", "_sampled_product", "_product_in_place")
 )
-_LANES = 16  # of the widest vectors: fewer columns fill none
-_DOUBLES = 4  # the same in float64
-_IN_PLACE = 64  # stored elements a row up to which spmm packs nothing: 128 columns 1.0–2.8 times as fast
+_LEAST = 4  # columns that spmm multiplies as they lie
+# Up to so many stored elements a row spmm packs nothing: 128 columns 1.0–2.8 times as fast, 5 to 15 1.3–8.
+# Of CSR also below a density, as short rows of wide matrices leave tiles of x empty: 20,000² at .01 × 5
+# columns 75 → 3.8 ms. By columns, at most: elements, 1 / density.
+_IN_PLACE = ((4, 48, None), (15, 64, 16), (None, 64, 64))
 
 
 def sparse_dense(
@@ -159,16 +161,20 @@ def _is_in_place(matrix: SparseMatrix, b: Tensor) -> bool:
     """Whether a's rows meet b's as both lie: where little is stored, packing b takes longer."""
     if b.dtype != matrix.dtype or b.device.type != "cpu" or b.stride(1) != 1:
         return False
-    if b.dtype == torch.float64:  # kernels of their own, which take b as it lies
-        fits = b.shape[1] >= _DOUBLES
-    else:
-        fits = (
-            b.dtype == torch.float32
-            and matrix.block_shape[0] == 1
-            and b.shape[1] >= _LANES
-            and len(matrix.data) <= _IN_PLACE * matrix.shape[0]
-        )
+    columns = b.shape[1]
+    fits = columns >= _LEAST
+    if b.dtype != torch.float64:  # which has kernels of its own for this, and no others
+        fits = fits and b.dtype == torch.float32 and matrix.block_shape[0] == 1
+        fits = fits and _is_thin(matrix, columns)
     return fits and eager() and unrecorded(b, matrix.data)
+
+
+def _is_thin(matrix: SparseMatrix, columns: int) -> bool:
+    """Whether rows store so little that packing would take longer than their products."""
+    most, share = next((m, s) for last, m, s in _IN_PLACE if last is None or columns <= last)
+    stored, (rows, width) = len(matrix.data), matrix.shape
+    csr = matrix.data.ndim == 1 and share is not None
+    return stored <= most * rows or (csr and stored * share <= rows * width)
 
 
 def spmv(a: Any, v: Tensor, *, check: str = "once") -> Tensor:

@@ -167,6 +167,7 @@ struct Avx512 {
   }
   static Vec first(Vec v, int count) { return _mm512_maskz_mov_ps(mask(count), v); }
   static Vec load_first(const float* p, int count) { return _mm512_maskz_loadu_ps(mask(count), p); }
+  static void store_first(float* p, Vec v, int count) { _mm512_mask_storeu_ps(p, mask(count), v); }
   static __mmask16 mask(int count) { return static_cast<__mmask16>((1U << count) - 1); }
 
   // Which of 16 columns from k on a row of bits stores, and how many; the first lanes, spread to those; a · b

@@ -51,6 +51,11 @@ struct Avx512Half {
     _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT));
   }
 
+  // The first `count` alone: nothing else is read or written.
+  static Vec load_first(const float* p, int count) { return _mm256_maskz_loadu_ps(mask(count), p); }
+  static void store_first(float* p, Vec v, int count) { _mm256_mask_storeu_ps(p, mask(count), v); }
+  static __mmask8 mask(int count) { return static_cast<__mmask8>((1U << count) - 1); }
+
   static float sum(Vec v) {
     const __m128 half = _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
     const __m128 quarter = _mm_add_ps(half, _mm_movehl_ps(half, half));
