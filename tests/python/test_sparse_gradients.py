@@ -8,7 +8,7 @@ import torch
 import rarefy
 from rarefy import sparse
 from rarefy.sparse import SparseMatrix
-from sparse_matrices import csr, random_blocks
+from sparse_matrices import csr, random_blocks, whole
 
 
 def test_a_weights_gradients_are_those_of_its_parameter():
@@ -173,3 +173,27 @@ def test_transposes_compile_whole(train):
     y = compiled(x)
     torch.testing.assert_close(y, dense.T @ x, rtol=1e-4, atol=1e-4)
     assert y.requires_grad == train
+
+
+@pytest.mark.parametrize("block", [(1, 1), (4, 2)])
+def test_opcheck_of_the_ops_behind(block):
+    """Schemas and fake kernels; sparse × sparse has none, as its sizes follow from indices."""
+    arrays, dense = random_blocks(3, 4, *block, 0.5)
+    pattern = SparseMatrix(*arrays, shape=tuple(dense.shape)).pattern
+    sizes, values = [*pattern.shape, *block], arrays[0]
+    ops = torch.ops.rarefy
+    x = whole(3, dense.shape[1], dtype=torch.int32)
+    bias = whole(dense.shape[0], dtype=torch.int32)
+    for given in (None, bias):
+        call = (x, values.to(torch.int32), pattern.row_plan, given, sizes, "relu")
+        torch.library.opcheck(ops._integer_linear.default, call)
+    torch.library.opcheck(ops._stored_softmax.default, (values, pattern.row_plan, sizes))
+    call = (values, values.clone(), pattern.row_plan, sizes)
+    torch.library.opcheck(ops._stored_softmax_gradient.default, call)
+    other = sparse.sparse_transpose(SparseMatrix(*arrays, shape=tuple(dense.shape)))
+    schema = {"test_utils": "test_schema"}
+    call = (values, pattern.row_plan, sizes, other.blocks(), other.pattern.row_plan)
+    torch.library.opcheck(ops._sparse_product.default, (*call, [*other.shape, *other.block_shape]), **schema)
+    if block[0] == 1:
+        b = torch.randn(dense.shape[1], 5)
+        torch.library.opcheck(ops._product_in_place.default, (b, values, pattern.row_plan, sizes), **schema)
