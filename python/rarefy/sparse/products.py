@@ -24,7 +24,7 @@ _LEAST = 4  # columns that spmm multiplies as they lie
 # Up to so many stored elements a row spmm packs nothing: 128 columns 1.0–2.8 times as fast, 5 to 15 1.3–8.
 # Of CSR also below a density, as short rows of wide matrices leave tiles of x empty: 20,000² at .01 × 5
 # columns 75 → 3.8 ms. By columns, at most: elements, 1 / density.
-_IN_PLACE = ((4, 48, None), (15, 64, 16), (None, 64, 64))
+_IN_PLACE = ((4, 16, None), (15, 64, 16), (None, 64, 64))
 
 
 def sparse_dense(
