@@ -103,18 +103,32 @@ Tensor sampled_product(const Tensor& a, const Tensor& a_plan, const Sizes& a_siz
   return values;
 }
 
-// W b of b (K, M), (N, M) by row: both by feature, as the core sees them, so that nothing is transposed.
-Tensor product_in_place(Tensor b, const Tensor& values, const Tensor& plan, const Sizes& sizes) {
+// W b + bias of each b (K, M) of (B, K, M), (B, N, M): by feature, as the core sees them, so that nothing is
+// transposed.
+Tensor product_in_place(Tensor b, const Tensor& values, const Tensor& plan, const Sizes& sizes,
+                        const std::optional<Tensor>& bias, std::string_view activation) {
   const Call call("spmm", "b", b);
   const BsrView w = weight_of(call, values, plan, sizes);
-  if (b.dim() != 2 || b.size(0) != sizes[1])
-    raise(call.op(), invalid(call.op(), cat("b must be (", sizes[1], ", M)"), cat(b.dim(), " dimensions")));
-  if (b.stride(1) != 1) b = torch::stable::contiguous(b);
+  if (b.dim() != 3 || b.size(1) != sizes[1]) {
+    raise(call.op(),
+          invalid(call.op(), cat("b must be (B, ", sizes[1], ", M)"), cat(b.dim(), " dimensions")));
+  }
+  const std::int64_t columns = b.size(2);
+  if (b.stride(2) != 1 || b.stride(1) < columns) b = torch::stable::contiguous(b);
   const DType dtype = call.float_dtype("b", b);
-  Tensor y = torch::stable::new_empty(b, {sizes[0], b.size(1)});
-  const MatrixView x{call.elements("b", b), dtype, b.size(1), sizes[1], 1, call.device(), b.stride(0)};
-  const MutableMatrixView out{y.mutable_data_ptr(), dtype, y.size(1), sizes[0], 1, call.device(), y.size(1)};
-  check(call.op(), linear(x, w, nullptr, Activation::none, out, call.context()));
+  const Activation fused = call.activation(activation);
+  const void* bias_data = call.bias(bias, sizes[0], dtype);
+  Tensor y = torch::stable::new_empty(b, {b.size(0), sizes[0], columns});
+  const auto size = static_cast<std::int64_t>(size_of(dtype));
+  const auto* from = static_cast<const char*>(call.elements("b", b));
+  auto* to = static_cast<char*>(y.mutable_data_ptr());
+  for (std::int64_t i = 0; i < b.size(0); ++i) {
+    const MatrixView x{
+        from + i * b.stride(0) * size, dtype, columns, sizes[1], 1, call.device(), b.stride(1)};
+    const MutableMatrixView out{
+        to + i * sizes[0] * columns * size, dtype, columns, sizes[0], 1, call.device(), columns};
+    check(call.op(), linear(x, w, bias_data, fused, out, call.context()));
+  }
   return y;
 }
 
@@ -188,7 +202,9 @@ STABLE_TORCH_LIBRARY_FRAGMENT(rarefy, m) {
   m.def(
       "_sampled_product(Tensor a, Tensor a_plan, int[] a_sizes, Tensor b, Tensor b_plan, int[] b_sizes, "
       "Tensor plan, int[] sizes) -> Tensor");
-  m.def("_product_in_place(Tensor b, Tensor values, Tensor plan, int[] sizes) -> Tensor");
+  m.def(
+      "_product_in_place(Tensor b, Tensor values, Tensor plan, int[] sizes, Tensor? bias=None, "
+      "str activation=\"none\") -> Tensor");
   m.def("_stored_softmax(Tensor values, Tensor plan, int[] sizes) -> Tensor");
   m.def("_stored_softmax_gradient(Tensor p, Tensor gradient, Tensor plan, int[] sizes) -> Tensor");
   m.def(

@@ -162,7 +162,7 @@ inline std::int64_t panel_floats(const Machine& machine) {
 // The address of an element.
 inline const char* at(const MatrixView& m, std::int64_t row, std::int64_t col) {
   return static_cast<const char*>(m.data) +
-         (row * m.row_stride + col) * static_cast<std::int64_t>(size_of(m.dtype));
+         (row * m.row_stride + col * m.col_stride) * static_cast<std::int64_t>(size_of(m.dtype));
 }
 inline char* at(const MutableMatrixView& m, std::int64_t row, std::int64_t col) {
   return const_cast<char*>(at(static_cast<const MatrixView&>(m), row, col));

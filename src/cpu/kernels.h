@@ -16,13 +16,14 @@ namespace rarefy::cpu {
 
 enum class Storage : std::uint8_t { f32, bf16, f16 };
 
-// Rows of a row-major matrix: `rows` × `cols` elements from `data`.
+// Rows of a matrix: `rows` × `cols` elements from `data`.
 struct RowBlock {
   const void* data;
-  std::int64_t row_stride;  // elements
+  std::int64_t row_stride;  // elements; by feature, from one column to the next
   std::int32_t rows;
   std::int32_t cols;
   Storage storage;
+  bool by_feature = false;  // a column's elements are neighbours, not a row's
 };
 
 // Writes `cols` features of `lanes` tokens; tokens past `rows` are 0.
@@ -32,16 +33,17 @@ struct PackTask {
   std::int32_t lanes;
 };
 
-// Writes a panel back to row-major: y[m][n] = act(panel[n][m]). The panel is working memory.
+// Writes a panel back: y[m][n] = act(panel[n][m]). The panel is working memory.
 struct StoreTask {
   float* panel;
   std::int32_t lanes;
   Activation activation;
   void* data;
-  std::int64_t row_stride;
+  std::int64_t row_stride;  // as in RowBlock
   std::int32_t rows;
   std::int32_t cols;
   Storage storage;
+  bool by_feature = false;
 };
 
 // The sparse operand as one product sees it: W for linear, Wᵀ for grad_input. Entry e multiplies

@@ -1,5 +1,5 @@
-// Between row-major matrices of any storage and feature-major float panels: width × width
-// transposes in registers, with the activation applied on the way out.
+// Between matrices of any storage and feature-major float panels: width × width transposes in registers, or
+// copies of what lies by feature, with the activation applied on the way out.
 #pragma once
 
 #include "cpu/activation.h"
@@ -96,11 +96,28 @@ void pack_edge(const PackTask& task, std::int32_t m, std::int32_t k) {
   for (int i = 0; i < cols; ++i) I::store(to + static_cast<std::int64_t>(i) * task.lanes, tile[i]);
 }
 
+template <class I, Storage kStorage>
+void pack_features(const PackTask& task) {
+  constexpr int w = I::kWidth;
+  const RowBlock& from = task.from;
+  float* to = task.panel;
+  for (std::int64_t k = 0; k < from.cols; ++k, to += task.lanes) {
+    const std::int64_t at = k * from.row_stride;
+    for (std::int32_t m = 0; m < task.lanes; m += w) {
+      const int rows = from.rows - m;
+      I::store(to + m, rows >= w  ? load_as<I>(kStorage, from.data, at + m)
+                       : rows > 0 ? load_part<I>(kStorage, from.data, at + m, rows)
+                                  : I::zero());
+    }
+  }
+}
+
 template <class I>
 void pack(const PackTask& task) {
   constexpr int w = I::kWidth;
   const RowBlock& from = task.from;
   dispatch_storage(from.storage, [&]<Storage kStorage>() {
+    if (from.by_feature) return pack_features<I, kStorage>(task);
     for (std::int32_t m = 0; m < task.lanes; m += w) {
       std::int32_t k = 0;
       if (m + w <= from.rows) {
@@ -181,10 +198,23 @@ void store_run(const StoreTask& task, std::int32_t m, std::int32_t n, int cols) 
   }
 }
 
+template <class I, Storage kStorage>
+void store_features(const StoreTask& task) {
+  constexpr int w = I::kWidth;
+  const float* from = task.panel;
+  for (std::int64_t n = 0; n < task.cols; ++n, from += task.lanes) {
+    const std::int64_t at = n * task.row_stride;
+    std::int32_t m = 0;
+    for (; m + w <= task.rows; m += w) store_as<I>(kStorage, task.data, at + m, I::load(from + m));
+    if (m < task.rows) store_part<I>(kStorage, task.data, at + m, I::load(from + m), task.rows - m);
+  }
+}
+
 template <class I>
 void store(const StoreTask& task) {
   activate_all<I>(task.activation, task.panel, static_cast<std::int64_t>(task.cols) * task.lanes);
   dispatch_storage(task.storage, [&]<Storage kStorage>() {
+    if (task.by_feature) return store_features<I, kStorage>(task);
     const bool pages = task.row_stride * bytes_of(kStorage) % kPage == 0;
     for (std::int32_t m = 0; m < task.rows; m += I::kWidth) {
       for (std::int32_t n = 0; n < task.cols; n += kRun) {

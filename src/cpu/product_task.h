@@ -53,10 +53,10 @@ struct Product {
   }
 };
 
-// Whether sums can go to rows of Y on their way.
+// Whether sums can go to rows of Y on their way. (What lies by feature is not transposed: it has none.)
 inline bool weaves(const Kernels& kernels, const Problem& p) {
   return kernels.woven != nullptr && Sizes(p).out_block % 4 == 0 && p.weight.dtype == DType::f32 &&
-         p.out == DType::f32;
+         p.out == DType::f32 && p.out_layout == rarefy::Layout::by_token;
 }
 
 // The working memory of a call: what all tasks read, and what each worker has.
@@ -254,8 +254,8 @@ class Task {
             float* x) const {
     const std::int64_t from = first * red_block;
     const std::int64_t features = std::min(last * red_block, p_.in.cols) - from;
-    k_.pack({{at(p_.in, panel.first, from), p_.in.row_stride, panel.rows, static_cast<std::int32_t>(features),
-              storage(p_.in.dtype)},
+    k_.pack({{at(p_.in, panel.first, from), p_.in.stride(), panel.rows, static_cast<std::int32_t>(features),
+              storage(p_.in.dtype), p_.in.layout() == rarefy::Layout::by_feature},
              x,
              static_cast<std::int32_t>(panel.lanes)});
     std::fill(x + features * panel.lanes, x + (last - first) * red_block * panel.lanes, 0.0F);
@@ -265,7 +265,7 @@ class Task {
   cpu::Lines lines(const Panel& panel, std::int64_t first, std::int64_t last, std::int64_t red_block) const {
     const std::int64_t from = first * red_block;
     const std::int64_t features = std::min(last * red_block, p_.in.cols) - from;
-    if (features <= 0) return {};
+    if (features <= 0 || p_.in.layout() == rarefy::Layout::by_feature) return {};
     const auto size = static_cast<std::int64_t>(size_of(p_.in.dtype));
     return {at(p_.in, panel.first, from), p_.in.row_stride * size, panel.rows,
             static_cast<std::int32_t>(ceil_div(features * size, 64))};
@@ -309,7 +309,8 @@ class Task {
     const std::int64_t from = begin * std::int64_t{p_.by_output.w.out_block};
     const std::int64_t features = std::min(end * std::int64_t{p_.by_output.w.out_block}, p_.out.cols) - from;
     k_.store({y, static_cast<std::int32_t>(panel.lanes), call_.activation, at(p_.out, panel.first, from),
-              p_.out.row_stride, panel.rows, static_cast<std::int32_t>(features), storage(p_.out.dtype)});
+              p_.out.stride(), panel.rows, static_cast<std::int32_t>(features), storage(p_.out.dtype),
+              p_.out.layout() == rarefy::Layout::by_feature});
   }
 
   const Call& call_;

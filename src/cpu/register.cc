@@ -275,6 +275,7 @@ void add(Registry& registry, std::string_view linear, std::string_view grad_inpu
         .run_together = op == Op::linear
                             ? +[](std::span<const Call> calls) { return cpu::run_product(kKernels, calls); }
                             : nullptr,
+        .any_layout = op == Op::linear,
         .configure = [](const Problem& p,
                         const Machine& m) { return cpu::configure_product(kKernels, p, m); },
         .fields = cpu::Blocking::kFields,

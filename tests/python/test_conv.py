@@ -11,6 +11,7 @@ from torch.nn import functional
 
 import rarefy
 from rarefy import BlockSparseConv2d, sparse
+from rarefy import conv as layers
 from rarefy.sparse import conv as pieces
 
 GEOMETRIES = {
@@ -94,6 +95,41 @@ def test_the_module_is_its_dense_twin(device, geometry, groups, memory_format):
     assert torch.equal(y, want)
     assert y.is_contiguous(memory_format=memory_format)
     assert torch.equal(layer(x[0]), want[0])
+
+
+def test_contiguous_images_stay_as_they_lie(monkeypatch):
+    """1×1 in float32 without gradients: by channel, in and out; all else goes the other way."""
+    taken = []
+    by_channel = layers.pointwise_by_channel
+    monkeypatch.setattr(layers, "pointwise_by_channel", lambda *a: taken.append(1) or by_channel(*a))
+    x = whole(3, 12, 7, 5)
+    for stride, bias, block in ((1, True, (4, 1)), (2, False, (4, 1)), (1, True, (1, 1)), (1, False, (3, 4))):
+        conv = integers_(nn.Conv2d(12, 24, 1, stride, bias=bias))
+        layer = BlockSparseConv2d.from_dense(conv, block_shape=block, density=0.5)
+        want = layer.to_dense()(x)
+        with torch.no_grad():
+            for images, wanted in ((x, want), (x[0], want[0]), (x[1:], want[1:])):
+                y = layer(images)
+                assert torch.equal(y, wanted) and y.is_contiguous()
+                assert taken.pop() and not taken
+            for other in (x.to(memory_format=torch.channels_last), x[..., 1:], x[:, :, :3, :5].contiguous()):
+                assert torch.equal(layer(other), layer.to_dense()(other))
+            assert torch.equal(layer(x[:0]), want[:0])
+            assert not taken  # 15 places fill no vector
+        assert torch.equal(layer(x), want) and not taken  # gradients are recorded
+        assert torch.equal(layer.bfloat16()(x.bfloat16()).float(), want.bfloat16().float()) and not taken
+
+
+@torch.no_grad()
+def test_sparse_conv2d_gives_channels_as_it_got_them():
+    x, conv = whole(2, 12, 7, 5), integers_(nn.Conv2d(12, 24, 1))
+    weight = rarefy.BsrWeight.from_dense(conv.weight.detach().flatten(1), block_shape=(4, 1))
+    want = functional.relu(conv(x)).detach()
+    y = sparse.sparse_conv2d(x, weight, conv.bias.detach(), layout="NCHW", activation="relu")
+    assert torch.equal(y, want) and y.is_contiguous()
+    channels_last = x.to(memory_format=torch.channels_last)
+    y = sparse.sparse_conv2d(channels_last, weight, conv.bias.detach(), layout="NCHW", activation="relu")
+    assert torch.equal(y, want) and y.is_contiguous(memory_format=torch.channels_last)
 
 
 def test_from_dense_keeps_the_largest_blocks_of_each_group():
