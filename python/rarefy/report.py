@@ -134,8 +134,8 @@ class Report:
             text += f" Slower than dense at {self.tokens} tokens: {', '.join(slower)}."
         if any(row.on_images and row.times for row in self.rows):
             text += (
-                " Convolutions were timed on channels_last images; contiguous ones are transposed on the way, but for"
-                " 1×1 in float32: model.to(memory_format=torch.channels_last), x likewise."
+                " Convolutions were timed on channels_last images; contiguous ones are transposed on the way,"
+                " but for 1×1 in float32: model.to(memory_format=torch.channels_last), x likewise."
             )
         if larger := [row.name for row in self.rows if row.is_larger]:
             text += f" Larger than dense, for the index: {', '.join(larger)}."

@@ -196,4 +196,6 @@ def test_opcheck_of_the_ops_behind(block):
     torch.library.opcheck(ops._sparse_product.default, (*call, [*other.shape, *other.block_shape]), **schema)
     if block[0] == 1:
         b = torch.randn(dense.shape[1], 5)
-        torch.library.opcheck(ops._product_in_place.default, (b[None], values, pattern.row_plan, sizes), **schema)
+        torch.library.opcheck(
+            ops._product_in_place.default, (b[None], values, pattern.row_plan, sizes), **schema
+        )
