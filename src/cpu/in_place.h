@@ -46,7 +46,13 @@ void in_place_run(const InPlaceTaskOf<Element<I>>& t, std::int32_t o, std::int64
   const std::int64_t size = t.w.block_size, next_row = kSide ? 1 : t.w.out_stride,
                      next_column = t.w.red_stride;
   const T* const values = static_cast<const T*>(t.w.values) + r * next_row;
-  const auto block = [&](std::int32_t e) { return values + (t.w.perm == nullptr ? e : t.w.perm[e]) * size; };
+  const std::int32_t *const index = t.w.index, *const perm = t.w.perm;
+  const auto block = [&](std::int32_t e) {  // floats come by rows alone: a question less for each element
+    if constexpr (kDoubles<I>) {
+      if (perm != nullptr) return values + perm[e] * size;
+    }
+    return values + e * size;
+  };
   const int tokens = static_cast<int>(t.tokens);
   const auto load = [tokens](const T* from) {
     if constexpr (kFew) {
@@ -86,13 +92,13 @@ void in_place_run(const InPlaceTaskOf<Element<I>>& t, std::int32_t o, std::int64
       for (; stop - e >= kTurns; e += kTurns) {
 #pragma GCC unroll 4
         for (int turn = 0; turn < kTurns; ++turn) {
-          add(turn, block(e + turn), from + t.w.index[e + turn] * stride);
+          add(turn, block(e + turn), from + index[e + turn] * stride);
         }
       }
-      for (; e < stop; ++e) add(0, block(e), from + t.w.index[e] * stride);
+      for (; e < stop; ++e) add(0, block(e), from + index[e] * stride);
     }
     for (; e < stop; ++e) {
-      const std::int64_t first = std::int64_t{t.w.index[e]} * c_block;
+      const std::int64_t first = std::int64_t{index[e]} * c_block;
       const std::int64_t columns = t.columns - first < c_block ? t.columns - first : c_block;
       const T* of = block(e);
       const T* x = t.x + first * t.x_stride + m;

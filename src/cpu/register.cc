@@ -447,8 +447,8 @@ void register_cpu(Registry& registry) {
                                                          "avx512_grad_input_lanes");
   add_pieces<cpu::kAvx512, kHasAvx512>(registry, "avx512_linear_pieces", "avx512_grad_input_pieces", "pieces",
                                        "pieces_transposed");
-  add<cpu::kAvx512, kHasAvx512>(registry, "avx512_linear", "avx512_grad_input", "avx512_grad_weight");
   add_in_place<cpu::kAvx512, kHasAvx512>(registry, "avx512_linear_in_place");
+  add<cpu::kAvx512, kHasAvx512>(registry, "avx512_linear", "avx512_grad_input", "avx512_grad_weight");
   add_doubles<cpu::kDoublesAvx512, kHasAvx512>(registry, "avx512_linear_doubles", "avx512_grad_input_doubles",
                                                "avx512_grad_weight_doubles");
   add_bitmap<cpu::kAvx512, kHasAvx512>(registry, "avx512_linear_bitmap", "avx512_linear_two_of_four");
@@ -458,8 +458,8 @@ void register_cpu(Registry& registry) {
   add_lanes<cpu::kLanesAvx2, cpu::kAvx2, kHasAvx2>(registry, "avx2_linear_lanes", "avx2_grad_input_lanes");
   add_pieces<cpu::kAvx2, kHasAvx2>(registry, "avx2_linear_pieces", "avx2_grad_input_pieces", "pieces",
                                    "pieces_transposed");
-  add<cpu::kAvx2, kHasAvx2>(registry, "avx2_linear", "avx2_grad_input", "avx2_grad_weight");
   add_in_place<cpu::kAvx2, kHasAvx2>(registry, "avx2_linear_in_place");
+  add<cpu::kAvx2, kHasAvx2>(registry, "avx2_linear", "avx2_grad_input", "avx2_grad_weight");
   add_doubles<cpu::kDoublesAvx2, kHasAvx2>(registry, "avx2_linear_doubles", "avx2_grad_input_doubles",
                                            "avx2_grad_weight_doubles");
   add_bitmap<cpu::kAvx2, kHasAvx2>(registry, "avx2_linear_bitmap", "avx2_linear_two_of_four");
@@ -468,16 +468,16 @@ void register_cpu(Registry& registry) {
 #elif defined(__aarch64__)
   add_pieces<cpu::kNeon, kHasNeon>(registry, "neon_linear_pieces", "neon_grad_input_pieces", "pieces",
                                    "pieces_transposed");
-  add<cpu::kNeon, kHasNeon>(registry, "neon_linear", "neon_grad_input", "neon_grad_weight");
   add_in_place<cpu::kNeon, kHasNeon>(registry, "neon_linear_in_place");
+  add<cpu::kNeon, kHasNeon>(registry, "neon_linear", "neon_grad_input", "neon_grad_weight");
   add_bitmap<cpu::kNeon, kHasNeon>(registry, "neon_linear_bitmap", "neon_linear_two_of_four");
   add_feed_forward<cpu::kNeon, kHasNeon>(registry, "neon_feed_forward", "neon_feed_forward_apart");
   add_scaled<cpu::kNeon, kHasNeon>(registry, "neon_linear_scaled", "neon_grad_input_scaled");
 #endif
   add_pieces<cpu::kScalar, kAny>(registry, "scalar_linear_pieces", "scalar_grad_input_pieces", "pieces",
                                  "pieces_transposed");
-  add<cpu::kScalar, kAny>(registry, "scalar_linear", "scalar_grad_input", "scalar_grad_weight");
   add_in_place<cpu::kScalar, kAny>(registry, "scalar_linear_in_place");
+  add<cpu::kScalar, kAny>(registry, "scalar_linear", "scalar_grad_input", "scalar_grad_weight");
   add_doubles<cpu::kDoublesScalar, kAny>(registry, "scalar_linear_doubles", "scalar_grad_input_doubles",
                                          "scalar_grad_weight_doubles");
   add_bitmap<cpu::kScalar, kAny>(registry, "scalar_linear_bitmap", "scalar_linear_two_of_four");

@@ -196,6 +196,8 @@ TEST(LayoutTest, RowsInPlaceSayWhyNot) {
     return std::string("no such kernel");
   };
   EXPECT_EQ(reason(asked), "");
+  // Panels take them, too, three times as slowly where a row stores little.
+  EXPECT_TRUE(explain(asked).kernel.ends_with("_linear_in_place")) << explain(asked).kernel;
   rarefy::Problem other = asked;
   other.weight.shape.block_rows = 4;
   EXPECT_EQ(reason(other), "takes blocks of one row; got 4");

@@ -20,15 +20,13 @@ from .matrix import FLOATS, SparseMatrix, as_tensor
 _integers, _sparse_product, _sampled_product, product_in_place = map(
     _load.op, ("_integer_linear", "_sparse_product", "_sampled_product", "_product_in_place")
 )
-_LEAST = 4  # columns that spmm multiplies as they lie
-# Up to so many stored elements a row spmm packs nothing: 128 columns 1.0–2.8 times as fast, 5 to 15 1.3–8.
+_LEAST, _LEAST_DOUBLES = 2, 4  # columns that spmm multiplies as they lie
+# Up to so many stored elements a row spmm packs nothing: 128 columns 1.0–2.8 times as fast, 2 to 15 1.0–8.
 # Of CSR also below a density, as short rows of wide matrices leave tiles of x empty: 20,000² at .01 × 5
 # columns 75 → 3.8 ms. By columns, at most: elements, 1 / density.
-_IN_PLACE = ((4, 16, None), (15, 64, 16), (None, 64, 64))
-_BY_ROWS = (
-    16,
-    128,
-)  # columns that blocks of 4 rows and more take as they lie: 1.0–1.5 times as fast, beyond .7–1
+_IN_PLACE = ((4, 64, 64), (15, 64, 16), (None, 64, 64))
+# Columns that blocks of 4 rows and more take as they lie: 1.0–1.5 times as fast, beyond .7–1.
+_BY_ROWS = (16, 128)
 
 
 def sparse_dense(
@@ -166,7 +164,7 @@ def _is_in_place(matrix: SparseMatrix, b: Tensor) -> bool:
     if b.dtype != matrix.dtype or b.device.type != "cpu" or b.stride(1) != 1:
         return False
     rows, columns = matrix.block_shape[0], b.shape[1]
-    fits = columns >= _LEAST
+    fits = columns >= (_LEAST_DOUBLES if b.dtype == torch.float64 else _LEAST)
     if b.dtype != torch.float64:  # which has kernels of its own for this, and no others
         least, most = _BY_ROWS
         few = _is_thin(matrix, columns) if rows == 1 else rows % 4 == 0 and least <= columns <= most
