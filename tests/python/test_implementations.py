@@ -115,12 +115,11 @@ def test_explain_names_what_runs(forced):
         "_grad_input"
     )
     assert "stride 70" in rarefy.explain(layer, torch.ones(9, 70)[:, :64])["problem"]
-    before = rarefy.force_impl("cpu:ref")
-    try:  # which reads x by feature; the CPU's own kernels get a copy
-        assert "by feature" in rarefy.explain(layer, torch.ones(64, 9).t())["problem"]
-    finally:
-        rarefy.force_impl(before)
-    assert "by feature" not in rarefy.explain(layer, torch.ones(64, 9).t())["problem"]
+    # Panels read x by feature; kernels of few tokens get a copy.
+    by_feature = rarefy.explain(layer, torch.ones(64, 64).t())
+    assert not by_feature["kernel"].endswith("_few") and "by feature" in by_feature["problem"]
+    copied = rarefy.explain(layer, torch.ones(64, 2).t())
+    assert copied["kernel"].endswith("_few") != ("by feature" in copied["problem"])
     with pytest.raises(
         ValueError, match=r"\[explain\] x's last dimension must be in_features=64; got \(2, 3\)"
     ):
