@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import rarefy
+from rarefy import chain
 
 
 def _devices() -> list[str]:
@@ -35,3 +36,9 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture
+def small_networks_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """fuse: networks run as one op however little work they are."""
+    monkeypatch.setattr(chain, "_WORK", 0)

@@ -7,109 +7,14 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import rarefy
+from networks import NETWORKS, SPEC, Bert, Between, H, K, Llama, T, ran, sparse
 from rarefy import chain, ops
 from rarefy.chain import Hidden
 from rarefy.modules import BlockSparseLinear
 
-K, H, T = 16, 24, 8
-SPEC = "block:4x1@0.5"
-
-
-@pytest.fixture(autouse=True)
-def _small_networks_wait_too(monkeypatch):
-    monkeypatch.setattr(chain, "_WORK", 0)
-
-
-class Ops(TorchDispatchMode):
-    """The names of Rarefy's products that run."""
-
-    def __init__(self):
-        super().__init__()
-        self.names = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func._opname in ("bsr_linear", "bsr_feed_forward"):
-            self.names.append(func._opname)
-        return func(*args, **(kwargs or {}))
-
-
-class Between(nn.Module):
-    """up, an activation, down."""
-
-    def __init__(self, act, dropout=0.0):
-        super().__init__()
-        self.fc1, self.act, self.drop, self.fc2 = nn.Linear(K, H), act, nn.Dropout(dropout), nn.Linear(H, K)
-
-    def forward(self, x):
-        return self.fc2(self.drop(self.act(self.fc1(x))))
-
-
-class Plain(nn.Module):
-    """Functions between layers, and no module or attribute that says so."""
-
-    def __init__(self):
-        super().__init__()
-        self.up, self.down = nn.Linear(K, H), nn.Linear(H, K)
-
-    def forward(self, x):
-        return self.down(functional.gelu(self.up(x)))
-
-
-class Bert(nn.Module):
-    """The two modules of BERT's layers, which meet in a third."""
-
-    def __init__(self):
-        super().__init__()
-        self.intermediate, self.output = nn.Module(), nn.Module()
-        self.intermediate.dense, self.intermediate.act_fn = nn.Linear(K, H), nn.GELU()
-        self.output.dense = nn.Linear(H, K)
-
-    def forward(self, x):
-        return self.output.dense(self.intermediate.act_fn(self.intermediate.dense(x)))
-
-
-class Llama(nn.Module):
-    """A gate."""
-
-    def __init__(self, swap=False):
-        super().__init__()
-        self.gate, self.up, self.down = (nn.Linear(*s, bias=False) for s in ((K, H), (K, H), (H, K)))
-        self.act_fn, self.swap = nn.SiLU(), swap
-
-    def forward(self, x):
-        gate = self.act_fn(self.gate(x))
-        return self.down(self.up(x) * gate if self.swap else gate * self.up(x))
-
-
-NETWORKS = {
-    "gelu": lambda: Between(nn.GELU()),
-    "gelu_tanh": lambda: Between(nn.GELU(approximate="tanh")),
-    "relu": lambda: Between(nn.ReLU()),
-    "relu_in_place": lambda: Between(nn.ReLU(inplace=True)),
-    "silu": lambda: Between(nn.SiLU()),
-    "function": lambda: Between(functional.gelu),
-    "sequential": lambda: nn.Sequential(nn.Linear(K, H), nn.GELU(), nn.Linear(H, K)),
-    "plain": Plain,
-    "bert": Bert,
-    "llama": Llama,
-    "llama_swapped": lambda: Llama(True),
-    "dropout_that_is_off": lambda: Between(nn.GELU(), 0.5).eval(),
-}
-
-
-def sparse(make, spec=SPEC, fuse=True):
-    model = nn.ModuleDict({"net": make()})
-    rarefy.sparsify(model, {r"net\..*": spec}, measure=False, fuse=fuse)
-    return model["net"]
-
-
-def ran(f):
-    with Ops() as seen:
-        y = f()
-    return y, seen.names
+pytestmark = pytest.mark.usefixtures("small_networks_wait")
 
 
 @pytest.mark.parametrize("name", NETWORKS)
@@ -455,56 +360,3 @@ def test_gated_networks_in_bf16_pairs_go_layer_by_layer(pairs):
             if isinstance(layer, BlockSparseLinear):
                 layer.weight.prepare()
         assert set(ran(lambda: net(x))[1]) == {"bsr_linear"}
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("gated", [False, True])
-def test_explain_says_what_a_network_runs_as(dtype, gated):
-    up, gate, down = (
-        BlockSparseLinear(*s, block_shape=(16, 1), density=0.5) for s in ((64, 96),) * 2 + ((96, 64),)
-    )
-    layers = [layer.to(dtype).requires_grad_(False) for layer in ((up, gate, down) if gated else (up, down))]
-    x = torch.randn(40, 64, dtype=dtype)
-    for layer in layers:
-        layer(torch.randn(40, layer.in_features, dtype=dtype))  # packs what kernels pack
-    found = rarefy.explain(layers, x, activation="gelu")
-    hidden = Hidden.of(up, x)
-    hidden = functional.gelu(Hidden.of(gate, x)) * hidden if gated else functional.gelu(hidden)
-    with Ops() as ran:
-        hidden.through(down)
-    if found["kernel"] is None:
-        assert "layers run one by one" in found["why_none"] and "bsr_feed_forward" not in ran.names
-        assert not any(candidate["chosen"] for candidate in found["candidates"])
-    else:
-        assert found["kernel"].partition("(")[0].endswith(("_feed_forward", "_feed_forward_apart"))
-        assert ran.names == ["bsr_feed_forward"]
-        assert ("gate" in found["problem"]) == gated and "gelu_erf" in found["problem"]
-        assert "down bsr 64x96 block 16x1" in found["problem"]
-
-
-def test_explain_says_why_a_network_runs_layer_by_layer():
-    up, down = BlockSparseLinear(16, 24, block_shape=(4, 1)), BlockSparseLinear(24, 16, block_shape=(4, 1))
-    few = rarefy.explain((up, down), torch.randn(3, 16))
-    assert few["kernel"] is None and "5 tokens or more" in few["why_none"] and few["candidates"]
-    assert rarefy.explain((up, down), torch.randn(9, 16))["kernel"].endswith(("_feed_forward", "_apart"))
-    assert "relu" in rarefy.explain(up, torch.randn(9, 16), activation="relu")["problem"]
-    for bad, kind, message in (
-        ({"layer": (up,)}, TypeError, r"\[explain\] layer must be a BlockSparseLinear, or a network's"),
-        ({"layer": (nn.Linear(16, 24), down)}, TypeError, r"got \['Linear', 'BlockSparseLinear'\]"),
-        ({"layer": (down, down)}, ValueError, r"x's last dimension must be in_features=24; got \(9, 16\)"),
-        ({"layer": (up, up)}, ValueError, "down must take what they make"),
-        ({"op": "grad_input"}, ValueError, r"op must be \"linear\" for a network; got 'grad_input'"),
-        ({"activation": "tanh"}, ValueError, r"\[explain\] activation must be"),
-    ):
-        with pytest.raises(kind, match=message):
-            rarefy.explain(**{"layer": (up, down), "x": torch.randn(9, 16)} | bad)
-
-
-def test_a_report_names_networks():
-    net = nn.Sequential(Between(nn.GELU()), Between(nn.ReLU()))
-    names = [("0.fc1", "0.fc2"), ("1.fc1", "1.fc2")]
-    assert rarefy.sparsify(copy.deepcopy(net), {".*": SPEC}, measure=False, dry_run=True).networks == []
-    assert rarefy.sparsify(copy.deepcopy(net), {".*": SPEC}, measure=False, fuse=False).networks == []
-    report = rarefy.sparsify(net, {".*": SPEC}, measure=False)
-    assert report.networks == names == [tuple(n) for n in report.to_dict()["networks"]]
-    assert "may run as one op: 2 (0.fc1 > 0.fc2, …)" in report.summary()
