@@ -10,7 +10,7 @@ import torch
 from . import _load, chain
 from .activations import NONE, check_activation
 from .checks import DTYPE_NAMES, check_block_shape, check_int, check_tensor, fail
-from .pattern_weight import forget_derived
+from .watched_pattern import forget_derived
 
 __version__ = "0.1.0"
 

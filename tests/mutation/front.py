@@ -196,16 +196,22 @@ GROUPS = [
                 "[:, None, None])",
                 {"alive": "block_row_indices looks at what was written and has zeroed it"},
             ),
-            (
-                'return (\n            buffers["crow_indices"] is crow\n            and buffers["col_indices"] is col\n',
-                'return (\n            buffers["crow_indices"] is crow\n',
-            ),
-            ("            and col._version == col_version\n        )\n", "        )\n"),
             ("if other.shape != self.shape:", "if False:"),
             (
                 "            self._settle()  # what is saved can be loaded: indices of one pattern, padding zero …\n",
                 "            pass\n",
             ),
+        ],
+    ),
+    (
+        "python/rarefy/watched_pattern.py",
+        (WEIGHT, WIDE),
+        [
+            (
+                'return (\n            buffers["crow_indices"] is crow\n            and buffers["col_indices"] is col\n',
+                'return (\n            buffers["crow_indices"] is crow\n',
+            ),
+            ("            and col._version == col_version\n        )\n", "        )\n"),
         ],
     ),
     (

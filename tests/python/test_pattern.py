@@ -347,8 +347,8 @@ def test_ddp_with_a_seed_for_each_rank_trains_one_model(tmp_path):
 
 def test_ddp_makes_a_weight_look_at_its_buffers_once(tmp_path, monkeypatch):
     looks = []
-    equal = rarefy.pattern_weight._equal
-    monkeypatch.setattr(rarefy.pattern_weight, "_equal", lambda *a: looks.append(1) or equal(*a))
+    equal = rarefy.watched_pattern._equal
+    monkeypatch.setattr(rarefy.watched_pattern, "_equal", lambda *a: looks.append(1) or equal(*a))
     with one_rank(tmp_path):
         model = layer()
         for turn in (1, 2):  # a second DDP module may bring another pattern
