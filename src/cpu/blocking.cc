@@ -40,7 +40,7 @@ constexpr std::int64_t kStoredFeatures = 64;
 
 // Two FMAs and two loads a cycle, 4 cycles of FMA latency, 32 bytes a cycle out of L2; a part of the L2 time
 // is never hidden, and each weight also streams in once per panel. Fitted to Zen 5,
-// docs/design/cpu_kernels.md has the runs.
+// docs/design/cpu/floats.md has the runs.
 double cycles_per_weight(const BlockingProblem& p, int vectors, bool scatter) {
   const std::int64_t stationary = scatter ? p.red_block : p.out_block;
   const int budget = p.registers - vectors - 1;

@@ -10,7 +10,7 @@ namespace rarefy::cpu {
 
 namespace {
 
-// Cycles, measured (docs/design/cpu_kernels.md): packing and storing an element, the latter into the rows of
+// Cycles, measured (docs/design/cpu/bf16.md): packing and storing an element, the latter into the rows of
 // more than two panels as well; a byte of W out of L2, where it stays.
 constexpr double kPack = 0.3, kStore = 0.35, kStoreFar = 0.14, kWeightNear = 0.03;
 constexpr std::int64_t kMostSet = 16;

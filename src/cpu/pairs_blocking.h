@@ -92,7 +92,7 @@ struct PanelWork {
   double packed = 0;            // elements of x that a panel packs
   std::int64_t panel_size = 0;  // 16-bit words
   std::int64_t out_features = 0, out_blocks = 0;
-  double weight_byte = 0.1;            // cycles, of W out of L3 (docs/design/cpu_kernels.md)
+  double weight_byte = 0.1;            // cycles, of W out of L3 (docs/design/cpu/bf16.md)
   std::int64_t tokens = kPanelTokens;  // of a panel
 };
 

@@ -12,7 +12,7 @@ namespace rarefy::cpu {
 struct Avx512VnniRows {
   static constexpr int kRows = 4, kTokens = 64;  // outputs whose sums are in registers; tokens of a panel
 
-  // Below, lanes of outputs are faster; those of 32 outputs always are (Zen 5: docs/design/cpu_kernels.md;
+  // Below, lanes of outputs are faster; those of 32 outputs always are (Zen 5: docs/design/cpu/int8.md;
   // where one product starts in a cycle nobody measured, and R×1's are kept).
   static std::int32_t fewest(std::int64_t rows, bool fours, bool two, double more) {
     if (rows >= 32) return 0;
