@@ -53,8 +53,8 @@ void in_place_run(const InPlaceTaskOf<Element<I>>& t, std::int32_t o, std::int64
     }
     return values + e * size;
   };
-  const int tokens = static_cast<int>(t.tokens);
-  const auto load = [tokens](const T* from) {
+  [[maybe_unused]] const int tokens = static_cast<int>(t.tokens);
+  const auto load = [&](const T* from) {
     if constexpr (kFew) {
       return I::load_first(from, tokens);
     } else {
