@@ -17,7 +17,7 @@ version = release = rarefy.__version__
 extensions = ["sphinx.ext.autodoc", "sphinx.ext.napoleon", "breathe", "myst_parser"]
 html_theme = "furo"
 html_title = f"Rarefy {version}"
-exclude_patterns = ["design/*", "design/cpu/*"]  # for those who change the code
+exclude_patterns = ["design/**"]  # for those who change the code
 default_role = "code"
 nitpicky = False
 
