@@ -154,10 +154,10 @@ def markdown(rows: list[Row]) -> str:
     for op, title in titles.items():
         group = [r for r in rows if r["op"] == op]
         if group:
-            parts += [f"### {title}", grids(group)]
+            parts += [f"## {title}", grids(group)]
     if any(r["torch_bsr_ms"] or r["scipy_bsr_ms"] for r in rows):
-        parts += ["### Other sparse libraries", rivals_table(rows)]
-    parts += ["### Where Rarefy loses", losses(rows)]
+        parts += ["## Other sparse libraries", rivals_table(rows)]
+    parts += ["## Where Rarefy loses", losses(rows)]
     return "\n\n".join(parts)
 
 

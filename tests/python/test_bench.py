@@ -84,7 +84,7 @@ def test_a_run_writes_rows_resumes_and_makes_tables(tmp_path):
         capture_output=True,
         text=True,
     ).stdout
-    assert "### Weight gradient" in tables and "torch BSR" in tables
+    assert "## Weight gradient" in tables and "torch BSR" in tables
 
 
 @pytest.mark.usefixtures("one_thread")
