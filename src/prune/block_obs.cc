@@ -78,8 +78,8 @@ class Surgeon {
  private:
   struct Block {
     double cost;
-    std::int64_t begin;  // its first position among the columns that are left
-    auto operator<=>(const Block&) const = default;
+    std::int64_t begin;                              // its first position among the columns that are left
+    auto operator<=>(const Block&) const = default;  // NOLINT(modernize-use-nullptr)
   };
 
   // Blocks are whole here: the end of the one that begins at this position.

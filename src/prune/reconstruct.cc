@@ -312,6 +312,7 @@ Status least_squares(const Reconstruction& problem, const double* hessian, const
       by_mask[std::string(row, bytes)].push_back(r);
     }
     std::vector<const std::vector<std::int64_t>*> tasks;
+    tasks.reserve(by_mask.size());
     for (const auto& [mask, rows] : by_mask) tasks.push_back(&rows);
     std::atomic<bool> singular{false}, memory{false};
     executor.parallel_for(static_cast<std::int64_t>(tasks.size()), [&](std::int64_t task) {
