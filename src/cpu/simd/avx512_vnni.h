@@ -46,23 +46,9 @@ struct Avx512VnniLanes {
 
   static Sum add(Sum a, Sum b) { return _mm512_add_epi32(a, b); }
 
+  static __m512 to_float(Sum sum) { return _mm512_cvtepi32_ps(sum); }
   template <int Vectors>
-  struct Finish {
-    const float* tokens;
-    __m512 scales[Vectors], start[Vectors];
-
-    Finish(const LaneProduct& t, std::int32_t first, std::int32_t row) : tokens(t.token_scales + first) {
-#pragma GCC unroll 2
-      for (int v = 0; v < Vectors; ++v) {
-        scales[v] = _mm512_loadu_ps(t.scales + row + v * Isa::kWidth);
-        start[v] = _mm512_loadu_ps(t.start + row + v * Isa::kWidth);
-      }
-    }
-    __m512 operator()(Sum sum, int m, int v) const {
-      const __m512 scaled = _mm512_mul_ps(_mm512_cvtepi32_ps(sum), scales[v]);
-      return _mm512_fmadd_ps(scaled, _mm512_set1_ps(tokens[m]), start[v]);
-    }
-  };
+  using Finish = ScaledSums<Avx512VnniLanes, Vectors>;
 };
 
 // The same on half a vector: two of these instructions a cycle do what one does on a whole.

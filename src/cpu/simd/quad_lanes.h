@@ -41,6 +41,27 @@ struct HalfLanes : E {
   using Gather = GatherLanes<PanelTokens<typename E::Isa, true>>;
 };
 
+// How an engine's sums become rows of Y: times the scales of their outputs and of their token, plus the bias.
+template <class E, int Vectors>
+class ScaledSums {
+ public:
+  ScaledSums(const LaneProduct& t, std::int32_t first, std::int32_t row) : tokens_(t.token_scales + first) {
+#pragma GCC unroll 2
+    for (int v = 0; v < Vectors; ++v) {
+      scales_[v] = I::load(t.scales + row + v * I::kWidth);
+      start_[v] = I::load(t.start + row + v * I::kWidth);
+    }
+  }
+  Vec<typename E::Isa> operator()(typename E::Sum sum, int m, int v) const {
+    return I::fma(I::mul(E::to_float(sum), scales_[v]), I::set1(tokens_[m]), start_[v]);
+  }
+
+ private:
+  using I = typename E::Isa;
+  const float* tokens_;
+  Vec<I> scales_[Vectors], start_[Vectors];
+};
+
 // What an engine on eight outputs needs beside its product. kUnsigned: x is kept plus 128, for vpdpbusd.
 template <class I, bool kUnsigned>
 struct EightQuads {
@@ -70,23 +91,9 @@ struct EightQuads {
   }
   static Sum add(Sum a, Sum b) { return _mm256_add_epi32(a, b); }
 
+  static __m256 to_float(Sum sum) { return _mm256_cvtepi32_ps(sum); }
   template <int Vectors>
-  struct Finish {
-    const float* tokens;
-    __m256 scales[Vectors], start[Vectors];
-
-    Finish(const LaneProduct& t, std::int32_t first, std::int32_t row) : tokens(t.token_scales + first) {
-#pragma GCC unroll 2
-      for (int v = 0; v < Vectors; ++v) {
-        scales[v] = _mm256_loadu_ps(t.scales + row + v * I::kWidth);
-        start[v] = _mm256_loadu_ps(t.start + row + v * I::kWidth);
-      }
-    }
-    __m256 operator()(Sum sum, int m, int v) const {
-      const __m256 scaled = _mm256_mul_ps(_mm256_cvtepi32_ps(sum), scales[v]);
-      return _mm256_fmadd_ps(scaled, _mm256_set1_ps(tokens[m]), start[v]);
-    }
-  };
+  using Finish = ScaledSums<EightQuads, Vectors>;
 };
 
 }  // namespace rarefy::cpu
