@@ -3,8 +3,8 @@
 T = "tests/python/"
 FAST = "-knot(compile)and(not(ddp))and(not(process))and(not(export))and(not(transformers))"
 MASKS = f"py:{T}test_weight.py {T}test_bad_inputs.py"
-WEIGHT = f"py:{T}test_weight.py {T}test_pattern.py {FAST}"
-FILES = f"py:{T}test_serialization.py {T}test_files.py {FAST}"
+WEIGHT = f"py:{T}test_weight.py {T}test_pattern.py {T}test_watched_pattern.py {FAST}"
+FILES = f"py:{T}test_serialization.py {T}test_serialization_errors.py {T}test_files.py {FAST}"
 DERIVED = f"py:{T}test_derived.py {FAST}"
 NETWORKS = f"py:{T}test_feed_forward.py {T}test_chain.py {FAST}"
 OPS = f"py:{T}test_ops.py {T}test_ops_errors.py {T}test_implementations.py {T}test_ops_in_torch.py {FAST}"
@@ -14,9 +14,12 @@ WIDE = "py:" + " ".join(
         "modules",
         "weight",
         "pattern",
+        "watched_pattern",
         "pattern_change",
         "bad_inputs",
+        "bad_requests",
         "serialization",
+        "serialization_errors",
         "csr",
         "sparsify",
         "drop_in",

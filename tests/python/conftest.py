@@ -1,12 +1,14 @@
 """Fixtures of the Python suite: the devices at hand, and one seed for every test."""
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
 
 import rarefy
-from rarefy import chain
+from rarefy import chain, predictor
+from rarefy.predictor import Case, terms
 
 
 def _devices() -> list[str]:
@@ -42,3 +44,21 @@ def one_thread() -> Iterator[None]:
 def small_networks_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     """fuse: networks run as one op however little work they are."""
     monkeypatch.setattr(chain, "_WORK", 0)
+
+
+@pytest.fixture
+def clock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Case]:
+    """A machine whose times follow from the terms exactly; the list has every case that was measured."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(predictor, "_known", {})
+    measured = []
+
+    def measure(case: Case) -> float:
+        measured.append(case)
+        # A dense product costs 1 ps, one of a sparse layer 1.5 ps, anything else 0.01 ps, a call 5 µs.
+        first, work, *rest = terms(case, torch.get_num_threads())
+        return 5e-6 * first + (1e-12 if case.block is None else 1.5e-12) * work + 1e-14 * sum(rest)
+
+    monkeypatch.setattr(predictor, "measure", measure)
+    monkeypatch.setattr(predictor, "queued", lambda: 0.0)
+    return measured

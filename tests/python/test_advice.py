@@ -1,0 +1,230 @@
+"""advise and auto: what predicted times lead to, in Python and on the command line."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import rarefy
+from rarefy import __main__ as command
+from rarefy import predictor
+from rarefy.advice import Auto
+from rarefy.predictor import Case, Predictor
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.ModuleDict(
+        {
+            "up": nn.Linear(128, 512),
+            "down": nn.Linear(512, 128),
+            "same": nn.Linear(128, 512),
+            "odd": nn.Linear(7, 5),
+        }
+    )
+
+
+def test_advice_names_blocks_and_dtype(clock: list[Case]) -> None:
+    found = rarefy.advise(network(), tokens=512, density=0.5)
+    assert {row.dtype for row in found} == {"f32", "bf16x", "bf16"} and len(found.rows) == 9
+    assert [row.dtype for row in found][:3] == [found.dtype] * 3
+    up = next(row for row in found if "up" in row.names)
+    assert up.names == ("up", "same") and up.shape == (512, 128) and up.tokens == 512
+    assert (
+        up.spec.endswith("@0.5:bf16x" if found.dtype == "bf16x" else "@0.5")
+        and up.speedup == up.dense_ms / up.sparse_ms > 1
+    )
+    assert up.break_even > 0.5 and up.best_ms == up.sparse_ms
+    odd = next(row for row in found if "odd" in row.names)
+    assert odd.spec is None and odd.break_even is None and odd.best_ms == odd.dense_ms
+    assert found.total_ms("f32") < found.total_ms("f32", dense=True)
+    text = str(found)
+    assert "up and 1 more" in text and "stays dense" in text and f"Recommended: {found.dtype}" in text
+    assert json.loads(json.dumps(found.to_dict()))["layers"][0]["names"]
+    report = rarefy.sparsify(network(), found.patterns(), measure=False)
+    assert {row.name for row in report.replaced} == {"up", "down", "same"}
+
+
+def test_layers_that_round_x_are_compared_with_dense_float32(clock: list[Case]) -> None:
+    rows = {row.dtype: row for row in rarefy.advise({"a": (512, 512)}, dtypes=("f32", "bf16x"))}
+    assert rows["bf16x"].spec.endswith("@0.5:bf16x") and rows["bf16x"].dense_ms == rows["f32"].dense_ms
+    measured = [case for case in clock if case.rounds_x and case.block is not None]
+    assert measured and {case.group.split()[0] for case in measured} == {"bf16x"}
+    weight = predictor.layer_of(measured[0]).weight
+    assert weight.rounds_x and (weight.dtype, weight.x_dtype) == (torch.bfloat16, torch.float32)
+
+
+def test_the_finest_block_that_is_about_as_fast_is_named(clock: list[Case], monkeypatch) -> None:
+    seconds = {None: 1.0, (4, 1): 0.60, (16, 1): 0.52, (32, 1): 0.5, (16, 16): 0.5, (32, 32): 0.5}
+    monkeypatch.setattr(Predictor, "seconds", lambda _self, case: seconds[case.block])
+    (row,) = rarefy.advise({"a": (64, 64)}, dtypes=("f32",))
+    assert row.spec == "block:16x1@0.5" and row.sparse_ms == 520
+
+
+def test_what_dense_does_faster_stays_dense(clock: list[Case]) -> None:
+    row = next(iter(rarefy.advise({"a": (512, 512)}, density=0.9, dtypes=("f32",))))
+    assert row.spec is None and row.speedup < 1 and row.best_ms == row.dense_ms and row.break_even < 0.9
+    assert rarefy.advise({"a": (512, 512)}, density=0.9).patterns() == {}
+
+
+def test_an_input_says_how_many_tokens_each_layer_sees(clock: list[Case]) -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.each, self.first = nn.Linear(64, 64), nn.Linear(64, 64)
+
+        def forward(self, x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+            return scale * self.first(self.each(x)[:, 0])
+
+    x, net = torch.randn(6, 10, 64), Net()
+    for given in (x, (x,), {"x": x, "scale": 2.0}):
+        found = rarefy.advise(net, given, dtypes=("f32",))
+        assert {row.names[0]: row.tokens for row in found} == {"each": 60, "first": 6}
+    assert not net.each._forward_pre_hooks
+
+
+@pytest.mark.parametrize(
+    ("arguments", "kind", "message"),
+    [
+        ({"model": 3}, TypeError, r"\[advise\] model must be an nn.Module, or shapes by name; got int"),
+        (
+            {"model": nn.ReLU()},
+            ValueError,
+            r"\[advise\] model must have layers that can become sparse; got none",
+        ),
+        ({"model": {}}, ValueError, r"must have layers"),
+        ({"tokens": 0}, ValueError, r"\[advise\] tokens must be at least 1; got 0"),
+        ({"tokens": 1.5}, TypeError, r"\[advise\] tokens must be an int; got 1.5"),
+        ({"density": 1.5}, ValueError, r"\[advise\] .*density.*; got 1.5"),
+        ({"density": math.nan}, ValueError, r"\[advise\] .*density.*; got nan"),
+        (
+            {"dtypes": ("f64",)},
+            ValueError,
+            r"\[advise\] dtypes must be some of f32, bf16x, bf16; got \['f64'\]",
+        ),
+        ({"dtypes": ()}, ValueError, r"\[advise\] dtypes must be some of f32, bf16x, bf16; got \(\)"),
+        ({"model": {"a": (-1, 4)}}, ValueError, r"\[advise\] .*shape"),
+    ],
+)
+def test_bad_arguments_are_refused(clock: list[Case], arguments: dict, kind: type, message: str) -> None:
+    with pytest.raises(kind, match=message):
+        rarefy.advise(**{"model": {"a": (64, 64)}} | arguments)
+    assert not clock
+
+
+def test_auto_chooses_or_leaves_dense_and_says_so(clock: list[Case]) -> None:
+    net = network()
+    report = rarefy.sparsify(
+        net, {"up": "auto@0.25", "down|odd": "auto@0.9", "same": "csr@0.1"}, measure=False
+    )
+    assert report["up"].format in ("block:4x1", "block:16x1", "block:32x1", "block:16x16", "block:32x32")
+    assert report["up"].density == pytest.approx(0.25) and isinstance(net["up"], rarefy.BlockSparseLinear)
+    assert isinstance(net["down"], nn.Linear)
+    assert (
+        "dense is predicted to be faster" in report["down"].reason and "512 tokens" in report["down"].reason
+    )
+    assert report["odd"].reason == "no block shape that auto knows divides it"
+    dense, sparse = report["up"].to_dict()["predicted_ms"]
+    assert 0 < sparse < dense and report["same"].to_dict()["predicted_ms"] is None
+    assert "stays: dense is predicted to be faster" in str(report)
+    again = rarefy.sparsify(net, {"up": "auto@0.1"}, measure=False)
+    assert again["up"].reason == "already block-sparse: auto chooses for dense layers"
+
+
+def test_auto_keeps_what_is_not_zero(clock: list[Case]) -> None:
+    """By the fill of blocks: 16×16 where zeros come in these, 4×1 where they are thin, else elements."""
+    torch.manual_seed(0)
+    net = nn.ModuleDict({name: nn.Linear(256, 256) for name in ("squares", "thin", "spread", "whole")})
+    with torch.no_grad():
+        net["squares"].weight *= (torch.rand(16, 16) < 0.2).repeat_interleave(16, 0).repeat_interleave(16, 1)
+        net["thin"].weight *= (torch.rand(64, 256) < 0.2).repeat_interleave(4, 0)
+        net["spread"].weight *= torch.rand(256, 256) < 0.45
+    before = {name: layer.weight.detach().clone() for name, layer in net.items()}
+    report = rarefy.sparsify(net, "auto", measure=False)
+    assert report["squares"].density == pytest.approx(0.2, abs=0.07)
+    assert report["thin"].format == "block:4x1"
+    assert report["spread"].format == "block:1x1"
+    for name in ("squares", "thin", "spread"):
+        assert torch.equal(net[name].weight.to_dense(), before[name])
+    assert report["whole"].density in (None, pytest.approx(0.5))
+    net["whole"] = nn.Linear(256, 256)
+    again = rarefy.sparsify(net, {"whole": "auto@nonzero"}, measure=False)
+    assert "dense is predicted to be faster" in again["whole"].reason
+
+
+def test_auto_chooses_for_convolutions_without_groups(clock: list[Case]) -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(
+        nn.Conv2d(32, 64, 3, padding="same"),
+        nn.Conv2d(64, 64, 1, groups=2),
+        nn.Conv2d(64, 32, 1),
+        nn.Conv2d(32, 5, 1),
+    )
+    with torch.no_grad():
+        net[0].weight *= (torch.rand(4, 32, 3, 3) < 0.2).repeat_interleave(16, 0)
+    x = torch.randn(1, 32, 6, 6)
+    want = net[0](x)
+    report = rarefy.sparsify(net, "auto", measure=False)
+    assert report["0"].format in ("block:4x1", "block:16x1") and report["0"].density < 0.25
+    assert clock and report["0"].predicted[1] < report["0"].predicted[0]
+    torch.testing.assert_close(net[0](x), want)
+    assert report["1"].reason == "auto chooses for convolutions without groups"
+    assert report["2"].density == pytest.approx(0.5) and isinstance(net[2], rarefy.BlockSparseConv2d)
+    assert report["3"].reason == "no block shape that auto knows divides it"
+
+
+def test_auto_predicts_nothing_for_other_dtypes(clock: list[Case]) -> None:
+    reason, times = Auto(0.5).chosen(nn.Linear(64, 64, dtype=torch.float64), 512)
+    assert reason == "auto predicts for the CPU, in float32 and bfloat16" and times is None and not clock
+
+
+@pytest.mark.parametrize(
+    "spec", ["auto@", "auto@x", "auto@none", "auto@1.5", "auto@0.5:bf16", "automatic@0.5"]
+)
+def test_bad_auto_specs_are_refused(spec: str) -> None:
+    with pytest.raises(ValueError, match=r"\[add_pattern\]"):
+        rarefy.sparsify(network(), {"up": spec})
+
+
+def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
+    before = torch.get_num_threads()
+    monkeypatch.setattr(sys, "argv", ["rarefy", "advise", *arguments])
+    try:
+        return command.main()
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_command_line(clock: list[Case], monkeypatch, capsys, tmp_path: Path) -> None:
+    assert run(monkeypatch, "--shape", "256x128", "--density", "0.25", "--dtype", "f32", "--json") == 0
+    (row,) = json.loads(capsys.readouterr().out)["layers"]
+    assert row["names"] == ["256x128"] and row["spec"].endswith("@0.25")
+    file = tmp_path / "model.safetensors"
+    rarefy.save_file(network(), file)
+    assert run(monkeypatch, str(file), "--tokens", "64", "--threads", "1") == 0
+    assert "same and 1 more" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "[advise] model must have layers"),
+        (["--shape", "3"], "[advise] --shape must look like 1536x384; got '3'"),
+        (["--shape", "8x8", "--tokens", "0"], "[advise] tokens must be at least 1"),
+        (["--shape", "8x8", "--threads", "0"], "[advise] --threads must be at least 1"),
+        (["--shape", "8x8", "--density", "2"], "got 2.0"),
+        (["missing.safetensors"], "missing.safetensors"),
+        ([__file__], "[advise] file must be a safetensors file"),
+    ],
+)
+def test_command_line_refuses(
+    clock: list[Case], monkeypatch, capsys, arguments: list[str], message: str
+) -> None:
+    assert run(monkeypatch, *arguments) == 1
+    assert message in capsys.readouterr().err and not clock
