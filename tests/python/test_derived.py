@@ -100,6 +100,16 @@ def test_values_are_packed_at_the_second_call_with_them(both):
     assert (prepared.numel(), packed.numel(), key) == (16, 32 + 512, KEY)
 
 
+def test_prepare_packs_at_once_where_gradients_are_recorded_too(both):
+    weight = layer().weight
+    assert torch.is_grad_enabled() and both.made == []
+    weight.prepare()
+    assert both.made == ["prepared", "packed"]
+    weight.values.detach().mul_(2)
+    weight.prepare()
+    assert both.made == ["prepared", "packed", "packed"]
+
+
 def test_a_training_step_packs_nothing(both):
     linear = layer()
     optimizer = torch.optim.AdamW(linear.parameters(), lr=0.1)
