@@ -127,6 +127,9 @@ def cases() -> Iterator[Any]:
         yield "vector", lambda size=size: products(Case(*size), 1)
     for density in (0.3, 0.1, 0.03, 0.01, 0.003):
         yield "columns", lambda density=density: products(Case(4096, 4096, density), COLUMNS)
+    for size in ((768, 768, 0.01), (3072, 768, 0.01), (768, 768, 0.1), (4096, 4096, 0.01)):
+        for few in (2, 4, 8, 15, 32):
+            yield "few", lambda size=size, few=few: products(Case(*size), few)
     for tokens in (1, 128):
         yield "layer", lambda tokens=tokens: layers(tokens, "block:16x1@0.25")
     yield "sparse x sparse", lambda: sparse_products(Case(4000, 4000, 0.01))

@@ -75,6 +75,10 @@ std::string_view torch_name(DType dtype) {
 
 void run_on_torch_threads(void* /*context*/, std::int64_t tasks, TaskRef body) {
   const auto workers = static_cast<int>(std::min<std::int64_t>(tasks, torch::stable::get_num_threads()));
+  if (workers <= 1) {
+    for (std::int64_t task = 0; task < tasks; ++task) body(task, 0);
+    return;
+  }
   TaskQueue queue(tasks, workers);
   torch::stable::parallel_for(0, workers, 1, [&](std::int64_t worker, std::int64_t) {
     queue.take(static_cast<int>(worker), [&](std::int64_t task) { body(task, static_cast<int>(worker)); });
@@ -335,6 +339,17 @@ BsrView Call::weight(const Tensor& values, const PlanView& pattern) const {
     raise(op_, invalid(op_,
                        cat("values must be contiguous, of shape (", shape.nnzb, ", ", shape.block_rows, ", ",
                            shape.block_cols, ')'),
+                       cat("shape ", shape_text(values))));
+  }
+  return {pattern, elements("values", values), float_dtype("values", values), device_};
+}
+
+BsrView Call::rows_weight(const Tensor& values, const Tensor& plan) const {
+  const std::span<const std::int32_t> all = words(*this, "plan", plan);
+  const BsrShape shape = std::ssize(all) < PlanHeader::kWords ? BsrShape{} : PlanHeader::shape_of(all.data());
+  const PlanView pattern = view(all, shape, Part::rows);
+  if (values.numel() != shape.value_count() || !values.is_contiguous()) {
+    raise(op_, invalid(op_, cat("values must be contiguous, of ", shape.value_count(), " elements"),
                        cat("shape ", shape_text(values))));
   }
   return {pattern, elements("values", values), float_dtype("values", values), device_};

@@ -97,11 +97,14 @@ class Call {
   BsrView weight(const Tensor& values, const Tensor& plan, std::int64_t out_features,
                  std::int64_t in_features, Part part = Part::whole) const;
   BsrView weight(const Tensor& values, const PlanView& pattern) const;
+  // Of a row plan, which says the shape, and of values of any dimensions.
+  BsrView rows_weight(const Tensor& values, const Tensor& plan) const;
   const void* bias(const std::optional<Tensor>& bias, std::int64_t out_features, DType dtype) const;
 
   Tensor empty_rows(const Tensor& like, std::int64_t columns) const;  // like.shape[:-1] + (columns,)
   Tensor empty_values(const BsrShape& shape, ScalarType dtype) const;
-  Tensor empty_elements(std::int64_t count, ScalarType dtype) const;      // (count,)
+  Tensor empty_elements(std::int64_t count, ScalarType dtype) const;  // (count,)
+  Tensor empty_matrix(std::int64_t rows, std::int64_t columns, ScalarType dtype) const;
   Tensor empty_bytes(std::int64_t count) const;                           // (count,) of uint8
   Tensor empty_bytes(std::int64_t rows, std::int64_t columns) const;      // uint8
   Tensor empty_words(std::int64_t count) const;                           // (count,) of int32

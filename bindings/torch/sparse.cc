@@ -132,6 +132,24 @@ Tensor product_in_place(Tensor b, const Tensor& values, const Tensor& plan, cons
   return y;
 }
 
+// W b of b (K, M) as it lies; nothing where b is another kind of tensor, for which there are other ways, or
+// words. For eager calls, of which small ones take as long as their arguments: the plan says the sizes, and
+// W's values may have one dimension.
+std::optional<Tensor> rows_product(const Tensor& b, const Tensor& values, const Tensor& plan) {
+  if (b.layout() != torch::headeronly::Layout::Strided || !b.is_cpu() || b.dim() != 2) return std::nullopt;
+  const Call call("spmm", "values", values);
+  const BsrView w = call.rows_weight(values, plan);
+  const BsrShape& s = w.plan.shape;
+  const std::int64_t columns = b.size(1), stride = b.stride(0);
+  if (b.scalar_type() != values.scalar_type() || b.size(0) != s.cols || b.stride(1) != 1 || stride < columns)
+    return std::nullopt;
+  Tensor y = call.empty_matrix(s.rows, columns, b.scalar_type());
+  const MatrixView x{call.elements("b", b), w.dtype, columns, s.cols, 1, Device::cpu, stride};
+  const MutableMatrixView out{y.mutable_data_ptr(), w.dtype, columns, s.rows, 1, Device::cpu, columns};
+  check(call.op(), linear(x, w, nullptr, Activation::none, out, call.context()));
+  return y;
+}
+
 Tensor softmax(const Tensor& values, const Tensor& plan, const Sizes& sizes) {
   const Call call("sparse_softmax", "values", values);
   const BsrView w = weight_of(call, values, plan, sizes);
@@ -205,6 +223,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(rarefy, m) {
   m.def(
       "_product_in_place(Tensor b, Tensor values, Tensor plan, int[] sizes, Tensor? bias=None, "
       "str activation=\"none\") -> Tensor");
+  m.def("_rows_product(Tensor b, Tensor values, Tensor plan) -> Tensor?");
   m.def("_stored_softmax(Tensor values, Tensor plan, int[] sizes) -> Tensor");
   m.def("_stored_softmax_gradient(Tensor p, Tensor gradient, Tensor plan, int[] sizes) -> Tensor");
   m.def(
@@ -221,6 +240,11 @@ STABLE_TORCH_LIBRARY_IMPL(rarefy, CPU, m) {
   m.impl("_stored_softmax", TORCH_BOX(&softmax));
   m.impl("_stored_softmax_gradient", TORCH_BOX(&softmax_gradient));
   m.impl("_integer_linear", TORCH_BOX(&integers));
+}
+
+// Of any tensor: it says itself what it does not know.
+STABLE_TORCH_LIBRARY_IMPL(rarefy, CompositeExplicitAutograd, m) {
+  m.impl("_rows_product", TORCH_BOX(&rows_product));
 }
 
 STABLE_TORCH_LIBRARY_IMPL(rarefy, CUDA, m) { m.impl("_integer_linear", TORCH_BOX(&integers)); }

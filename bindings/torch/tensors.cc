@@ -82,6 +82,10 @@ Tensor Call::empty_elements(std::int64_t count, ScalarType dtype) const {
   return empty(std::array{count}, static_cast<std::int32_t>(dtype));
 }
 
+Tensor Call::empty_matrix(std::int64_t rows, std::int64_t columns, ScalarType dtype) const {
+  return empty(std::array{rows, columns}, static_cast<std::int32_t>(dtype));
+}
+
 Tensor Call::empty_bytes(std::int64_t count) const {
   return empty(std::array{count}, aoti_torch_dtype_uint8());
 }

@@ -2,6 +2,7 @@
 // of the stored elements.
 #include <algorithm>
 
+#include "core/checked.h"
 #include "core/message.h"
 #include "cpu/blocking.h"
 #include "cpu/drivers.h"
@@ -12,6 +13,10 @@ namespace {
 
 // A row of W as long as a stored element: what its sums cost to begin and to store.
 constexpr std::int64_t kPerRow = 4;
+
+// Stored elements, times vectors of tokens, that are worth a thread, some 1.5 us; with as many times that,
+// its work is cut in so many tasks. To find where one begins takes .1 us, and to start a thread 1.
+constexpr std::int64_t kLeastWork = 1 << 12;
 
 }  // namespace
 
@@ -31,7 +36,10 @@ Reason supports_in_place(const Kernels& kernels, const Problem& p) {
 Status run_in_place(const Kernels& kernels, const Call& call) {
   const PlanView& plan = call.plan;
   const BsrShape& s = plan.shape;
-  const std::int64_t tasks = std::clamp<std::int64_t>(kTasksPerThread * call.problem.threads, 1, s.rows);
+  const std::int64_t threads = call.problem.threads;
+  const std::int64_t work = (s.nnzb * s.block_cols + kPerRow * s.rows) * ceil_div(call.x.rows, kernels.width);
+  const std::int64_t each = work < kLeastWork * kTasksPerThread * threads ? 1 : kTasksPerThread;
+  const std::int64_t tasks = work < kLeastWork * threads ? 1 : std::min(s.rows, each * threads);
   const InPlaceTask all{.w = operand(call, plan.col, nullptr, false),
                         .entry_begin = plan.crow,
                         .begin = 0,

@@ -168,3 +168,55 @@ def test_float64_is_multiplied_by_kernels_of_its_own():
         kernel = rarefy.explain(layer, torch.randn(tokens, 64, dtype=torch.float64))["kernel"]
         forced = rarefy.backend_info()["forced_impl"]
         assert kernel.endswith("_linear_doubles") or forced not in (None, "cpu:avx2", "cpu:avx512")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("columns", [2, 3, 4, 6, 8, 9, 12, 16, 24, 37, 130])
+def test_a_product_like_one_before_is_the_same(columns, dtype, monkeypatch):
+    """From the second on `a @ b` goes to its op at once: whatever b and data are by then."""
+    (data, indices, indptr), dense = csr(50, 1700, 0.02, dtype)
+    data = torch.cat((data, torch.ones(1000, dtype=dtype)))  # a long row, whose sums have parts; an empty one
+    indices = torch.cat((indices, torch.arange(1000, dtype=torch.int32)))
+    indptr = torch.cat((indptr, torch.tensor([len(data)] * 2, dtype=torch.int32)))
+    dense = torch.cat((dense, (torch.arange(1700) < 1000).to(dtype)[None], torch.zeros(1, 1700, dtype=dtype)))
+    a = SparseMatrix(data, indices, indptr, shape=(52, 1700))
+    wide = whole(1700, columns + 5, dtype=dtype)
+    with monkeypatch.context() as patched:
+        for turn in range(3):
+            for b in (wide[:, 3 : columns + 3], wide[:, :columns].contiguous(), wide.t()[:columns].t()):
+                assert torch.equal(a @ b, dense @ b) and torch.equal(sparse.spmm(a, b), dense @ b)
+            data.mul_(-1)
+            dense.neg_()
+            if turn == 1 and a.in_place(b) is not None:  # the long way is not gone again
+                patched.setattr(products, "_linear", None)
+    assert torch.equal((a @ wide[:, :columns].to_sparse_csr()).to_dense(), dense @ wide[:, :columns])
+    for wrong in (wide[1:, :columns], wide[:, :columns].half()):
+        fresh = SparseMatrix(data, indices, indptr, shape=a.shape)
+        said = []
+        for matrix in (a, fresh):
+            with pytest.raises((ValueError, TypeError)) as error:
+                _ = matrix @ wrong
+            said.append(str(error.value))
+        assert said[0] == said[1]
+    b = wide[:, :columns].contiguous().requires_grad_()
+    (a @ b).sum().backward()
+    assert torch.equal(b.grad, dense.sum(0)[:, None].expand(-1, columns))
+    data.requires_grad_()
+    (a @ b.detach()).sum().backward()
+    assert torch.equal(data.grad, b.detach().sum(1)[indices.long()])
+    a.data = data.detach() * 3
+    assert torch.equal(a @ b.detach(), 3 * dense @ b.detach())
+    a.data = torch.stack((data.detach(), data.detach()), 1)[:, 0]  # with gaps
+    assert torch.equal(a @ b.detach(), dense @ b.detach())
+
+
+def test_indices_are_read_again_in_products_like_one_before():
+    data, indices = torch.ones(2), torch.tensor([0, 1], dtype=torch.int32)
+    indptr = torch.tensor([0, 1, 2], dtype=torch.int32)
+    a = SparseMatrix(data, indices, indptr, shape=(2, 2), check="always")
+    twice = SparseMatrix(data, torch.zeros(2, dtype=torch.int32), torch.tensor([0, 2, 2]), shape=(2, 2))
+    b = torch.tensor([[1.0, 2], [3, 4]])
+    for _ in range(2):
+        assert torch.equal(a @ b, b) and torch.equal(twice @ b, torch.tensor([[2.0, 4], [0, 0]]))
+    indices[0] = 1
+    assert torch.equal(a @ b, b[[1, 1]])

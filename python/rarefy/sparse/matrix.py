@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import foreign
-from .._torch_private import PLAIN, unrecorded
+from .. import _load, foreign
+from .._torch_private import PLAIN, eager, entry, unrecorded
 from ..checks import check_shape, check_tensor, fail, first_position
 from ..derivatives import run_eagerly
 from ..derived import Derived, Kept, reads_itself
@@ -22,6 +22,7 @@ CHECKS = ("once", "always", "trusted")
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8)
 _INDICES = (torch.int32, torch.int64)
+rows_product = entry(_load.op("_rows_product"))
 _FEW_TOKENS = 4  # up to which kernels of their own run, on the columns alone
 
 
@@ -260,6 +261,8 @@ class SparseMatrix:
         """Holds nothing that kernels derive, and no calls."""
         self._kept: dict[Any, Kept] = {}  # by the dtype of x, and ("few" beside it) for a few tokens alone
         self._calls: dict[Any, tuple[Tensor, tuple | None, Kept]] = {}  # the same, by data that they are for
+        # Data and plan, and how many columns b had whose product was made of them as they lie.
+        self._in_place: tuple[Tensor | None, Tensor | None, set[int]] = None, None, set()
 
     def _is_few(self, x: Tensor) -> bool:
         """Whether single elements meet a few tokens, for which what kernels derive is another thing."""
@@ -313,6 +316,28 @@ class SparseMatrix:
             call = (self.pattern.row_plan if data.ndim == 1 else self.pattern.plan, *self.shape, *derived)
         return run_eagerly(x, blocks, bias, call)
 
+    def in_place(self, b: Tensor) -> Tensor | None:
+        """The product of `spmm` if one like it was here before: the op, and half a microsecond."""
+        data, plan, columns = self._in_place
+        if (
+            data is not self.data
+            or not eager()
+            or b.ndim != 2
+            or b.shape[1] not in columns
+            or (torch.is_grad_enabled() and (b.requires_grad or data.requires_grad))
+        ):
+            return None
+        return rows_product(b, data, plan)
+
+    def remember_in_place(self, columns: int, plan: Tensor) -> None:
+        """Lets products with so many columns come in by `in_place`, if `data` are what the op reads."""
+        if self.check == "always" or self._slot is not None or type(self.data) not in PLAIN:
+            return
+        if self._in_place[0] is not self.data:
+            self._in_place = self.data, plan, set()
+        if self.data.is_contiguous():
+            self._in_place[2].add(columns)
+
     # -- other kinds ----------------------------------------------------------------------------
 
     def to_dense(self) -> Tensor:
@@ -331,6 +356,10 @@ class SparseMatrix:
 
     def __matmul__(self, other: Any) -> Any:
         """`spmm` with a dense matrix, `spmv` with a vector, `sparse_matmul` with a sparse matrix."""
+        if type(other) is Tensor:
+            y = self.in_place(other)
+            if y is not None:
+                return y
         from . import products
 
         if is_dense(other):

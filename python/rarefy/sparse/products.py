@@ -15,18 +15,19 @@ from ..pattern import BsrPattern
 from ..sparse_weight import SparseWeight
 from . import expanded
 from .kinds import as_matrix
-from .matrix import FLOATS, SparseMatrix, as_tensor
+from .matrix import FLOATS, SparseMatrix, as_tensor, rows_product
 
 _integers, _sparse_product, _sampled_product, product_in_place = map(
     _load.op, ("_integer_linear", "_sparse_product", "_sampled_product", "_product_in_place")
 )
-_LEAST, _LEAST_DOUBLES = 2, 4  # columns that spmm multiplies as they lie
-# Up to so many stored elements a row spmm packs nothing: 128 columns 1.0–2.8 times as fast, 2 to 15 1.0–8.
-# Of CSR also below a density, as short rows of wide matrices leave tiles of x empty: 20,000² at .01 × 5
-# columns 75 → 3.8 ms. By columns, at most: elements, 1 / density.
-_IN_PLACE = ((4, 64, 64), (15, 64, 16), (None, 64, 64))
-# Columns that blocks of 4 rows and more take as they lie: 1.0–1.5 times as fast, beyond .7–1.
-_BY_ROWS = (16, 128)
+_LEAST_DOUBLES = 4  # columns that spmm multiplies as they lie
+# In float32, of single elements: up to so many columns, up to so many elements a row; beyond, packing b
+# first is faster (cpu_kernels.md). Of CSR also from 1 / density on, as short rows of wide matrices leave
+# tiles of packed b empty; and few columns of small matrices.
+_IN_PLACE = ((3, 64), (4, 128), (8, None), (15, 128), (32, 224), (128, 96), (None, 64))
+_SPARSE, _SPARSE_FOR_SOME, _SMALL = 64, 16, 1 << 16
+# Of blocks of 4 rows and more: 1.0–1.5 times as fast, beyond .7–1.
+_BY_ROWS = range(16, 129)
 
 
 def sparse_dense(
@@ -146,38 +147,45 @@ def spmm(a: Any, b: Tensor, *, check: str = "once") -> Tensor:
         TypeError: a wrong dtype, device or kind of object.
     """
     op = "spmm"
+    if type(a) is SparseMatrix and type(b) is Tensor:
+        y = a.in_place(b)
+        if y is not None:
+            return y
     b = as_tensor(op, "b", b)
     if b.ndim != 2:
         fail(op, "b must have 2 dimensions", b.ndim)
     matrix = as_matrix(op, "a", a, columns=b.shape[0], check=check)
     if matrix.shape[1] != b.shape[0]:
         fail(op, f"b must have {matrix.shape[1]} rows, as a has columns", b.shape[0])
-    if _is_in_place(matrix, b):
+    columns = b.shape[1]
+    if _is_in_place(matrix, columns) and eager() and unrecorded(b, matrix.data):
         by_rows = matrix.block_shape[1] <= matrix.block_shape[0]
         plan = matrix.pattern.row_plan if by_rows else matrix.pattern.plan
-        return product_in_place(b[None], matrix.blocks(), plan, _sizes(matrix.pattern))[0]
+        matrix.remember_in_place(columns, plan)
+        y = rows_product(b, matrix.values(), plan)
+        if y is not None:
+            return y
     return _linear(op, matrix, b.t(), None, NONE).t()
 
 
-def _is_in_place(matrix: SparseMatrix, b: Tensor) -> bool:
-    """Whether a's rows meet b's as both lie: where little is stored, packing b takes longer."""
-    if b.dtype != matrix.dtype or b.device.type != "cpu" or b.stride(1) != 1:
+def _is_in_place(matrix: SparseMatrix, columns: int) -> bool:
+    """Whether a's rows meet so many columns of b as both lie: packing them would take longer."""
+    if matrix.device.type != "cpu":
         return False
-    rows, columns = matrix.block_shape[0], b.shape[1]
-    fits = columns >= (_LEAST_DOUBLES if b.dtype == torch.float64 else _LEAST)
-    if b.dtype != torch.float64:  # which has kernels of its own for this, and no others
-        least, most = _BY_ROWS
-        few = _is_thin(matrix, columns) if rows == 1 else rows % 4 == 0 and least <= columns <= most
-        fits = fits and b.dtype == torch.float32 and few
-    return fits and eager() and unrecorded(b, matrix.data)
-
-
-def _is_thin(matrix: SparseMatrix, columns: int) -> bool:
-    """Whether rows store so little that packing would take longer than their products."""
-    most, share = next((m, s) for last, m, s in _IN_PLACE if last is None or columns <= last)
-    stored, (rows, width) = len(matrix.data), matrix.shape
-    csr = matrix.data.ndim == 1 and share is not None
-    return stored <= most * rows or (csr and stored * share <= rows * width)
+    if matrix.dtype == torch.float64:  # which has kernels of its own for this, and no others
+        return columns >= _LEAST_DOUBLES
+    rows, stored = matrix.block_shape[0], len(matrix.data)
+    if matrix.dtype != torch.float32 or columns < 2:
+        return False
+    if rows > 1:
+        return rows % 4 == 0 and columns in _BY_ROWS
+    most = next(most for last, most in _IN_PLACE if last is None or columns <= last)
+    if most is None or stored <= most * matrix.shape[0]:
+        return True
+    if matrix.data.ndim != 1:
+        return False
+    share = _SPARSE_FOR_SOME if 4 < columns < 16 else _SPARSE
+    return stored * share <= matrix.shape[0] * matrix.shape[1] or (columns <= 4 and stored <= _SMALL)
 
 
 def spmv(a: Any, v: Tensor, *, check: str = "once") -> Tensor:
