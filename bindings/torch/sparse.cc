@@ -26,6 +26,31 @@ BsrView weight_of(const Call& call, const Tensor& values, const Tensor& plan, co
   return call.weight(values, plan_of(call, plan, sizes));
 }
 
+bool is_integer(ScalarType type) {
+  return type == ScalarType::Char || type == ScalarType::Short || type == ScalarType::Int ||
+         type == ScalarType::Long;
+}
+
+// An operand of sparse × sparse; `integers`: the bytes of an element where those are integers, else 0.
+struct Operand {
+  BsrView view;
+  int integers;
+
+  Operand(const Call& call, const Tensor& values, const Tensor& plan, const Sizes& sizes)
+      : integers(is_integer(values.scalar_type()) ? static_cast<int>(values.element_size()) : 0) {
+    view = integers == 0 ? weight_of(call, values, plan, sizes)
+                         : BsrView{plan_of(call, plan, sizes), call.elements("values", values), DType::i8};
+    if (values.numel() == view.plan.shape.value_count() && values.is_contiguous()) return;
+    raise(call.op(), invalid(call.op(), "values must be contiguous, the stored blocks", cat(values.numel())));
+  }
+};
+
+// The bytes of both, or 0 for floats.
+int integers_of(const Call& call, const Tensor& a, const Tensor& b, const Operand& left) {
+  if (a.scalar_type() == b.scalar_type()) return left.integers;
+  raise(call.op(), mismatch(call.op(), "a and b must have one dtype", "two"));
+}
+
 Tensor empty_row_plan(const Call& call, const BsrShape& shape) {
   return call.empty_words(row_plan_size(shape));
 }
@@ -82,13 +107,15 @@ std::tuple<Tensor, Tensor> transposed(const Tensor& values, const Tensor& plan, 
 std::tuple<Tensor, Tensor> sparse_product(const Tensor& a, const Tensor& a_plan, const Sizes& a_sizes,
                                           const Tensor& b, const Tensor& b_plan, const Sizes& b_sizes) {
   const Call call("sparse_matmul", "a", a);
-  const BsrView left = weight_of(call, a, a_plan, a_sizes), right = weight_of(call, b, b_plan, b_sizes);
+  const Operand left(call, a, a_plan, a_sizes), right(call, b, b_plan, b_sizes);
+  const int integers = integers_of(call, a, b, left);
   const Executor executor = call.context().executor;
-  const SparseProduct product = value_of(call.op(), rarefy::sparse_product(call.op(), left, right, executor));
+  const SparseProduct product =
+      value_of(call.op(), rarefy::sparse_product(call.op(), left.view, right.view, executor, integers));
   Tensor row_plan = empty_row_plan(call, product.shape),
          values = call.empty_values(product.shape, a.scalar_type());
-  check(call.op(), write_product(call.op(), left, right, product, words_of(row_plan),
-                                 values.mutable_data_ptr(), executor));
+  check(call.op(), write_product(call.op(), left.view, right.view, product, words_of(row_plan),
+                                 values.mutable_data_ptr(), executor, integers));
   return {values, row_plan};
 }
 
@@ -96,10 +123,40 @@ Tensor sampled_product(const Tensor& a, const Tensor& a_plan, const Sizes& a_siz
                        const Tensor& b_plan, const Sizes& b_sizes, const Tensor& plan, const Sizes& sizes) {
   const Call call("sparse_matmul", "a", a);
   const PlanView pattern = plan_of(call, plan, sizes);
+  const Operand left(call, a, a_plan, a_sizes), right(call, b, b_plan, b_sizes);
   Tensor values = call.empty_values(pattern.shape, a.scalar_type());
-  check(call.op(), rarefy::sampled_product(call.op(), weight_of(call, a, a_plan, a_sizes),
-                                           weight_of(call, b, b_plan, b_sizes), pattern,
-                                           values.mutable_data_ptr(), call.context().executor));
+  check(call.op(),
+        rarefy::sampled_product(call.op(), left.view, right.view, pattern, values.mutable_data_ptr(),
+                                call.context().executor, integers_of(call, a, b, left)));
+  return values;
+}
+
+// The blocks of x yᵀ on a pattern; x is (N, D) and y (K, D), of one integer dtype.
+Tensor integer_sampled(const Tensor& x, const Tensor& y, const Tensor& plan, const Sizes& sizes,
+                       std::int64_t blocks) {
+  const Call call("sddmm", "x", x);
+  const PlanView pattern = plan_of(call, plan, sizes);
+  if (blocks != pattern.shape.nnzb) {
+    raise(call.op(),
+          invalid(call.op(), cat("blocks must be ", pattern.shape.nnzb, ", those of the plan"), cat(blocks)));
+  }
+  if (!is_integer(x.scalar_type()) || y.scalar_type() != x.scalar_type()) {
+    raise(call.op(), mismatch(call.op(), "x and y must be of one integer dtype", "another"));
+  }
+  const auto check_one = [&](std::string_view argument, const Tensor& tensor, std::int64_t rows) {
+    call.check_device(argument, tensor);
+    if (tensor.dim() == 2 && tensor.size(0) == rows && tensor.is_contiguous()) return;
+    raise(call.op(), invalid(call.op(), cat(argument, " must be contiguous, of ", rows, " rows"), "another"));
+  };
+  check_one("x", x, pattern.shape.rows);
+  check_one("y", y, pattern.shape.cols);
+  if (x.size(1) != y.size(1)) {
+    raise(call.op(), invalid(call.op(), cat("y must have ", x.size(1), " columns"), cat(y.size(1))));
+  }
+  Tensor values = call.empty_values(pattern.shape, x.scalar_type());
+  check(call.op(),
+        rarefy::integer_sampled(call.op(), static_cast<int>(x.element_size()), x.data_ptr(), y.data_ptr(),
+                                x.size(1), pattern, values.mutable_data_ptr(), call.context().executor));
   return values;
 }
 
@@ -187,9 +244,7 @@ Tensor integers(const Tensor& x, const Tensor& values, const Tensor& plan, const
     raise(call.op(), invalid(call.op(), cat(argument, " must be contiguous, of ", count, " elements"),
                              cat(tensor.numel())));
   };
-  const ScalarType type = x.scalar_type();
-  if (type != ScalarType::Char && type != ScalarType::Short && type != ScalarType::Int &&
-      type != ScalarType::Long) {
+  if (!is_integer(x.scalar_type())) {
     raise(call.op(), mismatch(call.op(), "x must be of an integer dtype", "another"));
   }
   if (x.dim() != 2) raise(call.op(), invalid(call.op(), "x must have 2 dimensions", cat(x.dim())));
@@ -223,6 +278,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(rarefy, m) {
   m.def(
       "_product_in_place(Tensor b, Tensor values, Tensor plan, int[] sizes, Tensor? bias=None, "
       "str activation=\"none\") -> Tensor");
+  m.def("_integer_sampled(Tensor x, Tensor y, Tensor plan, int[] sizes, int blocks) -> Tensor");
   m.def("_rows_product(Tensor b, Tensor values, Tensor plan) -> Tensor?");
   m.def("_stored_softmax(Tensor values, Tensor plan, int[] sizes) -> Tensor");
   m.def("_stored_softmax_gradient(Tensor p, Tensor gradient, Tensor plan, int[] sizes) -> Tensor");
@@ -237,6 +293,7 @@ STABLE_TORCH_LIBRARY_IMPL(rarefy, CPU, m) {
   m.impl("_sparse_product", TORCH_BOX(&sparse_product));
   m.impl("_sampled_product", TORCH_BOX(&sampled_product));
   m.impl("_product_in_place", TORCH_BOX(&product_in_place));
+  m.impl("_integer_sampled", TORCH_BOX(&integer_sampled));
   m.impl("_stored_softmax", TORCH_BOX(&softmax));
   m.impl("_stored_softmax_gradient", TORCH_BOX(&softmax_gradient));
   m.impl("_integer_linear", TORCH_BOX(&integers));

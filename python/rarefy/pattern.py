@@ -18,6 +18,11 @@ _row_plan, _transposed = map(_load.op, ("_row_plan", "_transposed"))
 _HEADER = 8  # words of a plan before its copy of the indices (src/core/plan_layout.h)
 
 
+def row_plan_size(block_rows: int, nnzb: int) -> int:
+    """Words of a row plan: the header, and the indices by row."""
+    return _HEADER + block_rows + 1 + nnzb
+
+
 def as_index(op: str, name: str, value: Any) -> torch.Tensor:
     """An index tensor as contiguous int32; int64 is accepted when it fits."""
     check_tensor(op, name, value)
@@ -188,8 +193,9 @@ class BsrPattern:
 
     def indices(self) -> tuple[torch.Tensor, torch.Tensor]:
         """crow_indices and col_indices as views of the plan, for reading only."""
-        rows = self.grid[0] + 1
-        return self.row_plan[_HEADER : _HEADER + rows], self.row_plan[_HEADER + rows :][: self.nnzb]
+        first = _HEADER + self.grid[0] + 1
+        # In one slice: inductor knows no size of a slice of a slice, where nnzb follows from indices.
+        return self.row_plan[_HEADER:first], self.row_plan[first : first + self.nnzb]
 
     @property
     def crow_indices(self) -> torch.Tensor:

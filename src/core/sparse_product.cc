@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <atomic>
 #include <bit>
+#include <concepts>
 #include <limits>
 #include <new>
 #include <span>
@@ -10,6 +11,7 @@
 #include <vector>
 
 #include "core/checked.h"
+#include "core/integers.h"
 #include "core/message.h"
 #include "core/plan_layout.h"
 #include "core/scalar.h"
@@ -20,12 +22,51 @@ namespace rarefy {
 namespace {
 
 constexpr std::int64_t kTaskRows = 32;
-Status check_operands(std::string_view op, const BsrView& left, const BsrView& right) {
-  const BsrShape &a = left.plan.shape, &b = right.plan.shape;
-  if (left.dtype != right.dtype) {
-    return mismatch(op, "a and b must have one dtype", cat(name(left.dtype), " and ", name(right.dtype)));
+
+template <class T>
+struct SumOfProducts {
+  using type = SumOf<T>;
+};
+template <std::unsigned_integral T>
+struct SumOfProducts<T> {
+  using type = IntegerSum<T>;
+};
+template <class T>
+using ProductSum = typename SumOfProducts<T>::type;
+
+template <class T>
+ProductSum<T> factor(const T* p) {
+  if constexpr (std::unsigned_integral<T>) {
+    return *p;
+  } else {
+    return static_cast<SumOf<T>>(load(p));
   }
-  if (left.dtype == DType::i8) return mismatch(op, "a and b must be f64, f32, bf16 or f16", name(left.dtype));
+}
+
+template <class T>
+void write(T* p, ProductSum<T> sum) {
+  if constexpr (std::unsigned_integral<T>) {
+    *p = static_cast<T>(sum);
+  } else {
+    store(p, sum);
+  }
+}
+
+// Calls f(T{}) for the type of the operands' elements.
+template <class F>
+void visit_elements(DType dtype, int integers, F&& f) {
+  integers == 0 ? visit_float(dtype, f) : visit_integers(integers, f);
+}
+
+Status check_operands(std::string_view op, const BsrView& left, const BsrView& right, int integers) {
+  const BsrShape &a = left.plan.shape, &b = right.plan.shape;
+  if (integers != 0) {
+    if (Status status = check_integers(op, integers, Activation::none); !status.ok()) return status;
+  } else if (left.dtype != right.dtype) {
+    return mismatch(op, "a and b must have one dtype", cat(name(left.dtype), " and ", name(right.dtype)));
+  } else if (left.dtype == DType::i8) {
+    return mismatch(op, "a and b must be f64, f32, bf16 or f16", name(left.dtype));
+  }
   if (a.cols != b.rows)
     return invalid(op, cat("b must have ", a.cols, " rows, as a has columns"), cat(b.rows));
   if (a.block_cols == b.block_rows) return {};
@@ -90,15 +131,15 @@ struct Scratch {
 
 // A row of single elements.
 template <class T>
-void multiply_elements(const BsrView& a, const BsrView& b, std::int64_t i, Scratch<SumOf<T>>& scratch) {
-  using Sum = SumOf<T>;
+void multiply_elements(const BsrView& a, const BsrView& b, std::int64_t i, Scratch<ProductSum<T>>& scratch) {
+  using Sum = ProductSum<T>;
   const auto *left = static_cast<const T*>(a.values), *right = static_cast<const T*>(b.values);
   for (std::int32_t e = a.plan.crow[i]; e < a.plan.crow[i + 1]; ++e) {
-    const auto x = static_cast<Sum>(load(left + e));
+    const Sum x = factor(left + e);
     const std::int32_t end = b.plan.crow[a.plan.col[e] + 1];
     for (std::int32_t f = b.plan.crow[a.plan.col[e]]; f < end; ++f) {
       const std::int32_t slot = scratch.slot[b.plan.col[f]];
-      if (slot >= 0) scratch.sums[slot] += x * static_cast<Sum>(load(right + f));
+      if (slot >= 0) scratch.sums[slot] += x * factor(right + f);
     }
   }
 }
@@ -106,8 +147,8 @@ void multiply_elements(const BsrView& a, const BsrView& b, std::int64_t i, Scrat
 // The blocks of one row of the product, in `sums`.
 template <class T>
 void multiply_row(const BsrView& a, const BsrView& b, const PlanView& c, std::int64_t i,
-                  Scratch<SumOf<T>>& scratch) {
-  using Sum = SumOf<T>;
+                  Scratch<ProductSum<T>>& scratch) {
+  using Sum = ProductSum<T>;
   const BsrShape &sa = a.plan.shape, &sb = b.plan.shape, &sc = c.shape;
   const std::int64_t inner = sa.block_cols, size = sc.block_size();
   const std::int64_t rows = std::min(sc.block_rows, sc.rows - i * sc.block_rows);
@@ -124,9 +165,9 @@ void multiply_row(const BsrView& a, const BsrView& b, const PlanView& c, std::in
       const std::int64_t cols = std::min(sc.block_cols, sc.cols - j * sc.block_cols);
       for (std::int64_t r = 0; r < rows; ++r) {
         for (std::int64_t s = 0; s < std::min(inner, sa.cols - k * inner); ++s) {
-          const auto x = static_cast<Sum>(load(left + r * inner + s));
+          const Sum x = factor(left + r * inner + s);
           for (std::int64_t n = 0; n < cols; ++n) {
-            sums[r * sc.block_cols + n] += x * static_cast<Sum>(load(right + s * sc.block_cols + n));
+            sums[r * sc.block_cols + n] += x * factor(right + s * sc.block_cols + n);
           }
         }
       }
@@ -140,7 +181,7 @@ void multiply(const BsrView& a, const BsrView& b, const PlanView& c, T* values, 
   std::int64_t most = 0;
   for (std::int64_t i = 0; i < s.row_count(); ++i)
     most = std::max<std::int64_t>(most, c.crow[i + 1] - c.crow[i]);
-  std::vector<Scratch<SumOf<T>>> scratch(static_cast<std::size_t>(executor.threads));
+  std::vector<Scratch<ProductSum<T>>> scratch(static_cast<std::size_t>(executor.threads));
   for (auto& own : scratch) {
     own.slot.assign(static_cast<std::size_t>(s.col_count()), -1);
     own.sums.resize(static_cast<std::size_t>(most * s.block_size()));
@@ -153,7 +194,7 @@ void multiply(const BsrView& a, const BsrView& b, const PlanView& c, T* values, 
     for (std::int32_t e = first; e < end; ++e) own.slot[c.col[e]] = -1;
     T* out = values + first * s.block_size();
     for (std::int64_t n = 0; n < (std::int64_t{end} - first) * s.block_size(); ++n)
-      store(out + n, own.sums[n]);
+      write(out + n, own.sums[n]);
   });
 }
 
@@ -172,9 +213,9 @@ struct Finder {
 
 // Row i of A B at the end of `to`: its columns, and its values where blocks are single elements.
 template <class T>
-void append_row(const BsrView& a, const BsrView& b, std::int64_t i, Finder<SumOf<T>>& own,
+void append_row(const BsrView& a, const BsrView& b, std::int64_t i, Finder<ProductSum<T>>& own,
                 SparseProduct::Piece& to) {
-  using Sum = SumOf<T>;
+  using Sum = ProductSum<T>;
   const auto *left = static_cast<const T*>(a.values), *right = static_cast<const T*>(b.values);
   const bool elements = !own.sums.empty();
   for (std::int32_t e = a.plan.crow[i]; e < a.plan.crow[i + 1]; ++e) {
@@ -183,10 +224,10 @@ void append_row(const BsrView& a, const BsrView& b, std::int64_t i, Finder<SumOf
       for (std::int32_t f = b.plan.crow[k]; f < end; ++f) own.met.insert(b.plan.col[f]);
       continue;
     }
-    const auto x = static_cast<Sum>(load(left + e));
+    const Sum x = factor(left + e);
     for (std::int32_t f = b.plan.crow[k]; f < end; ++f) {
       own.met.insert(b.plan.col[f]);
-      own.sums[static_cast<std::size_t>(b.plan.col[f])] += x * static_cast<Sum>(load(right + f));
+      own.sums[static_cast<std::size_t>(b.plan.col[f])] += x * factor(right + f);
     }
   }
   const std::span<const std::int32_t> found(own.columns.data(), own.met.drain(own.columns.data()));
@@ -196,14 +237,14 @@ void append_row(const BsrView& a, const BsrView& b, std::int64_t i, Finder<SumOf
   to.values.resize(size + found.size() * sizeof(T));
   T* values = reinterpret_cast<T*>(to.values.data() + size);
   for (const std::int32_t c : found)
-    store(values++, std::exchange(own.sums[static_cast<std::size_t>(c)], Sum{0}));
+    write(values++, std::exchange(own.sums[static_cast<std::size_t>(c)], Sum{0}));
 }
 
 template <class T>
 void find(const BsrView& a, const BsrView& b, SparseProduct& product, const Executor& executor) {
   const bool elements = product.shape.block_size() == 1 && a.plan.shape.block_cols == 1;
-  std::vector<Finder<SumOf<T>>> finders(static_cast<std::size_t>(executor.threads),
-                                        {product.shape.col_count(), elements});
+  std::vector<Finder<ProductSum<T>>> finders(static_cast<std::size_t>(executor.threads),
+                                             {product.shape.col_count(), elements});
   std::atomic<bool> failed = false;
   for_each_row(executor, product.shape.row_count(), [&](std::int64_t i, int worker) {
     SparseProduct::Piece& piece = product.pieces[static_cast<std::size_t>(i / kTaskRows)];
@@ -221,14 +262,14 @@ void find(const BsrView& a, const BsrView& b, SparseProduct& product, const Exec
 }  // namespace
 
 Result<SparseProduct> sparse_product(std::string_view op, const BsrView& a, const BsrView& b,
-                                     const Executor& executor) try {
+                                     const Executor& executor, int integers) try {
   const BsrShape &sa = a.plan.shape, &sb = b.plan.shape;
-  if (Status status = check_operands(op, a, b); !status.ok()) return status;
+  if (Status status = check_operands(op, a, b, integers); !status.ok()) return status;
   SparseProduct product{{sa.rows, sb.cols, sa.block_rows, sb.block_cols, 0}, {}, {}};
   const std::int64_t rows = product.shape.row_count();
   product.crow.assign(static_cast<std::size_t>(rows + 1), 0);
   product.pieces.resize(static_cast<std::size_t>(ceil_div(rows, kTaskRows)));
-  visit_float(a.dtype, [&]<class T>(T) { find<T>(a, b, product, executor); });
+  visit_elements(a.dtype, integers, [&]<class T>(T) { find<T>(a, b, product, executor); });
   for (std::int64_t i = 0; i < rows; ++i) {
     product.shape.nnzb += product.crow[i + 1];
     if (product.shape.nnzb > std::numeric_limits<std::int32_t>::max()) {
@@ -243,8 +284,9 @@ Result<SparseProduct> sparse_product(std::string_view op, const BsrView& a, cons
 }
 
 Status write_product(std::string_view op, const BsrView& a, const BsrView& b, const SparseProduct& product,
-                     std::span<std::int32_t> row_plan, void* values, const Executor& executor) {
+                     std::span<std::int32_t> row_plan, void* values, const Executor& executor, int integers) {
   const BsrShape& s = product.shape;
+  const std::int64_t bytes = integers == 0 ? static_cast<std::int64_t>(size_of(a.dtype)) : integers;
   if (std::ssize(row_plan) != row_plan_size(s)) {
     return invalid(op, cat("a row plan must have ", row_plan_size(s), " elements for this pattern"),
                    cat(row_plan.size()));
@@ -256,19 +298,18 @@ Status write_product(std::string_view op, const BsrView& a, const BsrView& b, co
     const SparseProduct::Piece& piece = product.pieces[static_cast<std::size_t>(task)];
     const std::int64_t first = crow[task * kTaskRows];
     std::copy(piece.col.begin(), piece.col.end(), col + first);
-    std::copy(piece.values.begin(), piece.values.end(),
-              static_cast<std::byte*>(values) + first * static_cast<std::int64_t>(size_of(a.dtype)));
+    std::copy(piece.values.begin(), piece.values.end(), static_cast<std::byte*>(values) + first * bytes);
   });
   const PlanHeader header(s);
   std::copy(std::begin(header.word), std::end(header.word), row_plan.data());
   if (s.block_size() == 1 && a.plan.shape.block_cols == 1) return {};
-  return sampled_product(op, a, b, {s, crow, col}, values, executor);
+  return sampled_product(op, a, b, {s, crow, col}, values, executor, integers);
 }
 
 Status sampled_product(std::string_view op, const BsrView& a, const BsrView& b, const PlanView& pattern,
-                       void* values, const Executor& executor) try {
+                       void* values, const Executor& executor, int integers) try {
   const BsrShape &sa = a.plan.shape, &sb = b.plan.shape, &sc = pattern.shape;
-  if (Status status = check_operands(op, a, b); !status.ok()) return status;
+  if (Status status = check_operands(op, a, b, integers); !status.ok()) return status;
   if (sc.rows != sa.rows || sc.cols != sb.cols || sc.block_rows != sa.block_rows ||
       sc.block_cols != sb.block_cols) {
     return invalid(op,
@@ -276,7 +317,8 @@ Status sampled_product(std::string_view op, const BsrView& a, const BsrView& b, 
                        " × ", sb.block_cols),
                    cat(sc.rows, " × ", sc.cols, " in blocks of ", sc.block_rows, " × ", sc.block_cols));
   }
-  visit_float(a.dtype, [&]<class T>(T) { multiply(a, b, pattern, static_cast<T*>(values), executor); });
+  visit_elements(a.dtype, integers,
+                 [&]<class T>(T) { multiply(a, b, pattern, static_cast<T*>(values), executor); });
   return {};
 } catch (const std::bad_alloc&) {
   return too_large(op);

@@ -1,10 +1,9 @@
-// What is done to the stored elements of a row at a time: softmax and its gradient, products of integers.
+// What is done to the stored elements of a row at a time: softmax and its gradient.
 #include <algorithm>
 #include <cmath>
 #include <limits>
 #include <type_traits>
 
-#include "core/integers.h"
 #include "core/memory.h"
 #include "core/message.h"
 #include "core/padding.h"
@@ -79,20 +78,6 @@ StoredRow stored_row(const PlanView& plan, std::int64_t i) {
   return {blocks, s.block_cols, s.block_size(), last};
 }
 
-template <class U>
-void integer_row(const PlanView& plan, const U* x, const U* values, const U* bias, bool relu, std::int64_t n,
-                 U* y) {
-  U sum = bias == nullptr ? U{0} : bias[n];
-  for_each_piece(plan, n, [&](std::int64_t at, std::int64_t count) {
-    const std::int64_t k = plan.col[at / plan.shape.block_size()] * plan.shape.block_cols;
-    for (std::int64_t c = 0; c < count; ++c) {
-      // In 64 bits: two 16-bit factors would become signed ints, whose overflow is undefined.
-      sum = static_cast<U>(sum + std::uint64_t{x[k + c]} * values[at + c]);
-    }
-  });
-  y[n] = relu && static_cast<std::make_signed_t<U>>(sum) < 0 ? U{0} : sum;
-}
-
 Status check_floats(std::string_view op, DType dtype) {
   if (dtype != DType::i8) return {};
   return mismatch(op, "values must be f64, f32, bf16 or f16", name(dtype));
@@ -164,37 +149,6 @@ Status stored_softmax_gradient(std::string_view op, const BsrView& p, const void
       });
     });
   });
-  return {};
-}
-
-Status check_integers(std::string_view op, int bytes, Activation activation) {
-  if (activation != Activation::none && activation != Activation::relu) {
-    return invalid(op, "activation of integers must be none or relu", name(activation));
-  }
-  if (bytes == 1 || bytes == 2 || bytes == 4 || bytes == 8) return {};
-  return invalid(op, "integers must have 1, 2, 4 or 8 bytes", cat(bytes));
-}
-
-Status integer_linear(std::string_view op, int bytes, const void* x, std::int64_t tokens,
-                      const PlanView& plan, const void* values, const void* bias, Activation activation,
-                      void* y, const Executor& executor) {
-  if (Status status = check_integers(op, bytes, activation); !status.ok()) return status;
-  const BsrShape& s = plan.shape;
-  const auto run = [&]<class U>(U) {
-    executor.parallel_for(tokens, [&](std::int64_t m) {
-      for (std::int64_t n = 0; n < s.rows; ++n) {
-        integer_row(plan, static_cast<const U*>(x) + m * s.cols, static_cast<const U*>(values),
-                    static_cast<const U*>(bias), activation == Activation::relu, n,
-                    static_cast<U*>(y) + m * s.rows);
-      }
-    });
-  };
-  switch (bytes) {
-    case 1: run(std::uint8_t{}); break;
-    case 2: run(std::uint16_t{}); break;
-    case 4: run(std::uint32_t{}); break;
-    default: run(std::uint64_t{});
-  }
   return {};
 }
 

@@ -140,7 +140,7 @@ void in_place_singles(const InPlaceTask& t, std::int64_t m) {
   const std::int64_t stride = t.x_stride, y_stride = t.y_stride;
   const std::int32_t part = t.part, least = least_entries(part), last = t.end;
   const Activation activation = t.activation;
-  const int tokens = static_cast<int>(t.tokens);
+  [[maybe_unused]] const int tokens = static_cast<int>(t.tokens);
   Vec<I> sum[kTurns][V], total[V];
   const auto add = [&](int turn, std::int32_t e) {
     const Vec<I> element = I::set1(values[e]);

@@ -106,6 +106,37 @@ def test_matrices_compile_and_export_whole(blocks, train):
         torch.testing.assert_close(exported.module()(x), want, rtol=1e-5, atol=1e-5)
 
 
+class Multiplies(torch.nn.Module):
+    """Sparse × sparse, whose sizes follow from indices, and what is done with the product."""
+
+    def __init__(self, blocks):
+        super().__init__()
+        left = random_blocks(6, 4, 2, 2, 0.4)[0] if blocks else csr(12, 8, 0.3)[0]
+        right = random_blocks(4, 5, 2, 3, 0.4)[0] if blocks else csr(8, 15, 0.3)[0]
+        self.data = torch.nn.Parameter(left[0])
+        self.matrix = sparse.SparseMatrix(self.data, *left[1:], shape=(12, 8))
+        self.other = sparse.SparseMatrix(*right, shape=(8, 15))
+
+    def forward(self, x):
+        product = sparse.sparse_matmul(self.matrix, self.other)
+        arrays = product.data, product.indices.clone(), product.indptr.clone()
+        return *arrays, sparse.spmm(product, x), product.to_dense()
+
+
+@pytest.mark.parametrize("blocks", [False, True])
+def test_sparse_products_compile_and_export_whole(blocks):
+    model, x = Multiplies(blocks), torch.randn(15, 3)
+    with torch.no_grad():
+        want = model(x)
+        exported = torch.export.export(model, (x,))
+        compiled = torch.compile(model, fullgraph=True)
+        for got in (exported.module()(x), compiled(x)):
+            torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+        model.data.mul_(2)
+        for got in (exported.module()(x), compiled(x)):
+            torch.testing.assert_close(got, model(x), rtol=1e-5, atol=1e-5)
+
+
 class Attends(torch.nn.Module):
     """Attention on blocks of scores, and a product of integers."""
 
@@ -177,7 +208,7 @@ def test_transposes_compile_whole(train):
 
 @pytest.mark.parametrize("block", [(1, 1), (4, 2)])
 def test_opcheck_of_the_ops_behind(block):
-    """Schemas and fake kernels; sparse × sparse has none, as its sizes follow from indices."""
+    """Schemas and fake kernels."""
     arrays, dense = random_blocks(3, 4, *block, 0.5)
     pattern = SparseMatrix(*arrays, shape=tuple(dense.shape)).pattern
     sizes, values = [*pattern.shape, *block], arrays[0]
@@ -187,15 +218,19 @@ def test_opcheck_of_the_ops_behind(block):
     for given in (None, bias):
         call = (x, values.to(torch.int32), pattern.row_plan, given, sizes, "relu")
         torch.library.opcheck(ops._integer_linear.default, call)
+    y = whole(dense.shape[0], 3, dtype=torch.int32)
+    call = (y, x.t().contiguous(), pattern.row_plan, sizes, pattern.nnzb)
+    torch.library.opcheck(ops._integer_sampled.default, call)
     torch.library.opcheck(ops._stored_softmax.default, (values, pattern.row_plan, sizes))
     call = (values, values.clone(), pattern.row_plan, sizes)
     torch.library.opcheck(ops._stored_softmax_gradient.default, call)
     other = sparse.sparse_transpose(SparseMatrix(*arrays, shape=tuple(dense.shape)))
     schema = {"test_utils": "test_schema"}
     call = (values, pattern.row_plan, sizes, other.blocks(), other.pattern.row_plan)
-    torch.library.opcheck(ops._sparse_product.default, (*call, [*other.shape, *other.block_shape]), **schema)
+    torch.library.opcheck(ops._sparse_product.default, (*call, [*other.shape, *other.block_shape]))
     if block[0] == 1:
         b = torch.randn(dense.shape[1], 5)
         torch.library.opcheck(
             ops._product_in_place.default, (b[None], values, pattern.row_plan, sizes), **schema
         )
+        torch.library.opcheck(ops._rows_product.default, (b, values, pattern.row_plan), **schema)

@@ -11,19 +11,20 @@ from .. import _load, ops
 from .._torch_private import eager, in_autocast, unrecorded
 from ..activations import NONE, activate, check_activation
 from ..checks import fail
-from ..pattern import BsrPattern
+from ..pattern import BsrPattern, row_plan_size
 from ..sparse_weight import SparseWeight
 from . import expanded
 from .kinds import as_matrix
-from .matrix import FLOATS, SparseMatrix, as_tensor, rows_product
+from .matrix import FLOATS, INTEGERS, SparseMatrix, as_tensor, rows_product
 
-_integers, _sparse_product, _sampled_product, product_in_place = map(
-    _load.op, ("_integer_linear", "_sparse_product", "_sampled_product", "_product_in_place")
+_integers, _integer_sampled, _sparse_product, _sampled_product, product_in_place = map(
+    _load.op,
+    ("_integer_linear", "_integer_sampled", "_sparse_product", "_sampled_product", "_product_in_place"),
 )
 _LEAST_DOUBLES = 4  # columns that spmm multiplies as they lie
 # In float32, of single elements: up to so many columns, up to so many elements a row; beyond, packing b
-# first is faster (cpu_kernels.md). Of CSR also from 1 / density on, as short rows of wide matrices leave
-# tiles of packed b empty; and few columns of small matrices.
+# first is faster (cpu/single_weights.md). Of CSR also from 1 / density on, as short rows of wide matrices
+# leave tiles of packed b empty; and few columns of small matrices.
 _IN_PLACE = ((3, 64), (4, 128), (8, None), (15, 128), (32, 224), (128, 96), (None, 64))
 _SPARSE, _SPARSE_FOR_SOME, _SMALL = 64, 16, 1 << 16
 # Of blocks of 4 rows and more: 1.0–1.5 times as fast, beyond .7–1.
@@ -158,7 +159,7 @@ def spmm(a: Any, b: Tensor, *, check: str = "once") -> Tensor:
     if matrix.shape[1] != b.shape[0]:
         fail(op, f"b must have {matrix.shape[1]} rows, as a has columns", b.shape[0])
     columns = b.shape[1]
-    if _is_in_place(matrix, columns) and eager() and unrecorded(b, matrix.data):
+    if eager() and _is_in_place(matrix, columns) and unrecorded(b, matrix.data):
         by_rows = matrix.block_shape[1] <= matrix.block_shape[0]
         plan = matrix.pattern.row_plan if by_rows else matrix.pattern.plan
         matrix.remember_in_place(columns, plan)
@@ -209,7 +210,7 @@ def sddmm(a: Any, x: Tensor, y: Tensor, *, weighted: bool = False, check: str = 
 
     Args:
         a: (M, N), sparse; see `sparse_dense`. Only its pattern matters, unless `weighted`.
-        x: (M, D) of any floating-point dtype.
+        x: (M, D) of any dtype that a SparseMatrix has; integers on the CPU.
         y: (N, D) of the same.
         weighted: multiply by a's values, the textbook's ``a ∘ (x yᵀ)``.
         check: see SparseMatrix.
@@ -227,8 +228,8 @@ def sddmm(a: Any, x: Tensor, y: Tensor, *, weighted: bool = False, check: str = 
     for name, tensor in (("x", x), ("y", y)):
         if tensor.ndim != 2:
             fail(op, f"{name} must have 2 dimensions", tensor.ndim)
-        if tensor.dtype not in FLOATS:
-            fail(op, f"{name} must be of a floating-point dtype", tensor.dtype, TypeError)
+        if tensor.dtype not in FLOATS + INTEGERS:
+            fail(op, f"{name} must be of a dtype of floats or of signed integers", tensor.dtype, TypeError)
     matrix = as_matrix(op, "a", a, columns=len(y), check=check)
     if (len(x), len(y)) != tuple(matrix.shape):
         fail(op, f"x and y must have {matrix.shape[0]} and {matrix.shape[1]} rows", f"{len(x)} and {len(y)}")
@@ -236,7 +237,14 @@ def sddmm(a: Any, x: Tensor, y: Tensor, *, weighted: bool = False, check: str = 
         fail(op, f"y must be of {x.dtype} on {x.device}, as x is", f"{y.dtype} on {y.device}", TypeError)
     if x.shape[1] != y.shape[1]:
         fail(op, "x and y must have as many columns", f"{x.shape[1]} and {y.shape[1]}")
-    blocks = ops.bsr_grad_weight(x.t(), y.t(), matrix.pattern.plan, *matrix.block_shape, *matrix.shape)
+    if x.dtype in INTEGERS:
+        _check_host(op, "x", x)
+        if weighted and matrix.dtype != x.dtype:
+            fail(op, f"data must be of the dtype of x, {x.dtype}", matrix.dtype, TypeError)
+        x, y = x.contiguous(), y.contiguous()
+        blocks = _integer_sampled(x, y, *_plan(matrix.pattern), matrix.pattern.nnzb)
+    else:
+        blocks = ops.bsr_grad_weight(x.t(), y.t(), matrix.pattern.plan, *matrix.block_shape, *matrix.shape)
     if weighted:
         blocks = blocks * matrix.blocks()
     return SparseMatrix.of_blocks(blocks, matrix.pattern, matrix)
@@ -247,9 +255,10 @@ def sparse_matmul(a: Any, b: Any, *, dense: bool = False, check: str = "once") -
 
     Args:
         a: (M, K), in blocks (R, S), or CSR; see `sparse_dense`.
-        b: (K, N), in blocks (S, C), or CSR, of a's floating-point dtype. The cost follows the products, not
-            the sizes: on the CPU by rows (Gustavson, 1978), elsewhere all of them are sorted (Bell, Dalton
-            and Olson, 2012), and the host waits for their number.
+        b: (K, N), in blocks (S, C), or CSR, of a's dtype; integers on the CPU, where they wrap around as in
+            NumPy. The cost follows the products, not the sizes: on the CPU by rows (Gustavson, 1978),
+            elsewhere all of them are sorted (Bell, Dalton and Olson, 2012), and the host waits for their
+            number.
         dense: give an (M, N) tensor. Faster where most of the result is not zero.
         check: see SparseMatrix.
 
@@ -266,19 +275,26 @@ def sparse_matmul(a: Any, b: Any, *, dense: bool = False, check: str = "once") -
     right = as_matrix(op, "b", b, check=check)
     if left.shape[1] != right.shape[0] and isinstance(a, tuple | list):
         left = as_matrix(op, "a", a, columns=right.shape[0], check=check)  # a tuple does not say it
-    if left.dtype != right.dtype or left.dtype not in FLOATS:
-        fail(op, "a and b must have one floating-point dtype", f"{left.dtype} and {right.dtype}", TypeError)
+    if left.dtype != right.dtype:
+        fail(op, "a and b must have one dtype", f"{left.dtype} and {right.dtype}", TypeError)
     if left.device != right.device:
         fail(op, f"b must be on a's device, {left.device}", right.device, TypeError)
     if left.shape[1] != right.shape[0]:
         fail(op, f"b must have {left.shape[1]} rows, as a has columns", right.shape[0])
     if dense:
         return spmm(left, right.to_dense())
+    if left.dtype in INTEGERS:
+        _check_host(op, "a", left.data)
     if left.block_shape[1] != right.block_shape[0]:
         blocks = f"blocks of b must have {left.block_shape[1]} rows, as those of a have columns"
         fail(op, blocks, right.block_shape)
     blocks, pattern = _SparseProduct.apply(left.blocks(), right.blocks(), left.pattern, right.pattern)
     return SparseMatrix.of_blocks(blocks, pattern, left, right)
+
+
+def _check_host(op: str, name: str, integers: Tensor) -> None:
+    if integers.device.type != "cpu":
+        fail(op, f"{name} must be on the CPU, where it is of integers", integers.device)
 
 
 def _sizes(pattern: BsrPattern) -> list[int]:
@@ -295,7 +311,7 @@ def _product(a: Tensor, pa: BsrPattern, b: Tensor, pb: BsrPattern) -> tuple[Tens
         return expanded.product(a, pa, b, pb)
     blocks, plan = _sparse_product(a.contiguous(), *_plan(pa), b.contiguous(), *_plan(pb))
     shape, block = (pa.shape[0], pb.shape[1]), (pa.block_shape[0], pb.block_shape[1])
-    return blocks, BsrPattern._of_rows(plan, shape, block, len(blocks))
+    return blocks, BsrPattern._of_rows(plan, shape, block, blocks.shape[0])
 
 
 class _SparseProduct(torch.autograd.Function):
@@ -347,12 +363,26 @@ class _SampledProduct(torch.autograd.Function):
         return da, db
 
 
-# Fake kernel; sparse × sparse has none, as its sizes follow from indices ---------------------------
+# Fake kernels ---------------------------------------------------------------------------------------
 
 
 def _fake_integers(x: Tensor, values: Tensor, plan: Tensor, bias: Any, sizes: list[int], *_: Any) -> Tensor:
     return x.new_empty((x.shape[0], sizes[0]))
 
 
+def _fake_sampled(x: Tensor, y: Tensor, plan: Tensor, sizes: list[int], blocks: int) -> Tensor:
+    return x.new_empty((blocks, *sizes[2:]))
+
+
+def _fake_product(
+    a: Tensor, a_plan: Tensor, a_sizes: list[int], b: Tensor, b_plan: Tensor, b_sizes: list[int]
+) -> tuple[Tensor, Tensor]:
+    blocks = torch.library.get_ctx().new_dynamic_size()  # follows from the indices
+    plan = a_plan.new_empty((row_plan_size(-(-a_sizes[0] // a_sizes[2]), blocks),))
+    return a.new_empty((blocks, a_sizes[2], b_sizes[3])), plan
+
+
 if _load.problem is None:
+    torch.library.register_fake("rarefy::_sparse_product", _fake_product)
     torch.library.register_fake("rarefy::_integer_linear", _fake_integers)
+    torch.library.register_fake("rarefy::_integer_sampled", _fake_sampled)
