@@ -198,10 +198,7 @@ TEST_P(DoublesTest, BitsDependOnNothingElse) {
   for (const auto& [rows, cols] : {std::pair<std::int64_t, std::int64_t>{1, 1}, {4, 1}, {2, 3}}) {
     const Problem problem = make_problem({70, 120, 700, rows, cols, 0.4, DType::f64, false, 0});
     const auto run = [&](std::int64_t first, std::int64_t count, int threads) {
-      Problem some = problem;
-      some.spec.m = count;
-      some.x.assign(problem.x.begin() + first * problem.x_stride(),
-                    problem.x.begin() + (first + count) * problem.x_stride());
+      const Problem some = of_tokens(problem, first, count);
       ThreadPool pool(threads);
       ProblemIn<HostBuffer> one(some, pool.executor());
       const Force force(GetParam());

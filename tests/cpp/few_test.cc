@@ -30,10 +30,7 @@ void check(const std::string& family, DType dtype, const Case& c) {
     const Problem problem =
         make_problem({4, rows, c.cols, c.block_rows, c.block_cols, 0.9, dtype, integers, 0});
     const auto run = [&](std::int64_t first, std::int64_t count) {
-      Problem some = problem;
-      some.spec.m = count;
-      some.x.assign(problem.x.begin() + first * problem.x_stride(),
-                    problem.x.begin() + (first + count) * problem.x_stride());
+      const Problem some = of_tokens(problem, first, count);
       ProblemIn<HostBuffer> one(some);
       expect_ok(one.linear(Activation::none));
       expect_linear(some, one);

@@ -84,10 +84,7 @@ TEST_P(PairsTest, FewTokensHaveTheBitsOfMany) {
       spec.rounds_x = rounds_x;
       const Problem problem = make_problem(spec);
       const auto run = [&](std::int64_t first, std::int64_t count, Activation activation) {
-        Problem some = problem;
-        some.spec.m = count;
-        some.x.assign(problem.x.begin() + first * problem.x_stride(),
-                      problem.x.begin() + (first + count) * problem.x_stride());
+        const Problem some = of_tokens(problem, first, count);
         ThreadPool pool(2);
         ProblemIn<HostBuffer> one(some, pool.executor());
         one.hold_derived();

@@ -135,10 +135,7 @@ TEST_P(PairsTest, TheSameBitsInEveryBatchAndOnEveryThread) {
     Problem problem = make_problem({200, 130, 600, rows, cols, 0.4, DType::bf16, false, 0});
     problem.x[static_cast<std::size_t>(70 * problem.x_stride() + 5)] = kInfinity;  // of one token
     const auto run = [&](std::int64_t first, std::int64_t count, int threads) {
-      Problem some = problem;
-      some.spec.m = count;
-      some.x.assign(problem.x.begin() + first * problem.x_stride(),
-                    problem.x.begin() + (first + count) * problem.x_stride());
+      const Problem some = of_tokens(problem, first, count);
       ThreadPool pool(threads);
       ProblemIn<HostBuffer> one(some, pool.executor());
       one.hold_derived();

@@ -148,6 +148,15 @@ inline Problem make_problem(const ProblemSpec& spec, unsigned seed = 1) {
   return problem;
 }
 
+// The same for the product of tokens first … first + count alone.
+inline Problem of_tokens(const Problem& problem, std::int64_t first, std::int64_t count) {
+  Problem some = problem;
+  some.spec.m = count;
+  some.x.assign(problem.x.begin() + first * problem.x_stride(),
+                problem.x.begin() + (first + count) * problem.x_stride());
+  return some;
+}
+
 // The same in the memory of one device, with exactly as many bytes as it needs.
 template <class Buffer>
 class ProblemIn {

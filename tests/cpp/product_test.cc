@@ -203,10 +203,7 @@ TEST_P(ProductsTest, TokensDoNotDependOnTheBatch) {
     const Problem problem = make_problem({200, 120, 130, rows, cols, 0.4, DType::f32, false, 0});
     // Y of tokens first … first + count, as bytes.
     const auto run = [&](std::int64_t first, std::int64_t count) {
-      Problem some = problem;
-      some.spec.m = count;
-      some.x.assign(problem.x.begin() + first * problem.x_stride(),
-                    problem.x.begin() + (first + count) * problem.x_stride());
+      const Problem some = of_tokens(problem, first, count);
       ProblemIn<HostBuffer> one(some);
       expect_ok(one.linear(Activation::silu));
       return one.y().download();
