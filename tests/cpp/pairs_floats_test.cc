@@ -120,7 +120,7 @@ TEST_P(PairsTest, Activations) {
   }
 }
 
-const cpu::PairKernels& table_of(const std::string& family) {
+const cpu::PairKernels& table_of([[maybe_unused]] const std::string& family) {
 #if defined(__x86_64__)
   if (family == "amx") return cpu::kAmx;
   if (family == "avx512_bf16") return cpu::kAvx512Bf16;
