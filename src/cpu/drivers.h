@@ -45,7 +45,8 @@ struct FewSplit {
   std::int64_t tasks = 1;   // over the block rows
   std::int64_t stream = 0;  // 1: W comes from memory
   std::int64_t fours = 0;   // 1: x of four tokens by column for vectors of one column; W asked for late
-  static constexpr std::string_view kFields[] = {"tasks", "stream", "fours"};
+  std::int64_t turned = 0;  // 1: by few_turned.h, other bits, where it takes the blocks
+  static constexpr std::string_view kFields[] = {"tasks", "stream", "fours", "turned"};
 };
 Reason supports_few(const FewKernels& kernels, const Problem& problem);
 Config configure_few(const Problem& problem, const Machine& machine);

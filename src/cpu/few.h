@@ -4,6 +4,7 @@
 #pragma once
 
 #include "cpu/few_singles.h"
+#include "cpu/few_turned.h"
 
 namespace rarefy::cpu {
 
@@ -387,6 +388,9 @@ void few_tokens(const FewTask& task) {
 
 template <class I, Storage kStorage>
 void few_of(const FewTask& task) {
+  if constexpr (I::kWidth == 16) {
+    if (task.turned) return few_turned<I, kStorage>(task);
+  }
   switch (task.tokens) {
     case 1: return few_tokens<I, kStorage, 1>(task);
     case 2: return few_tokens<I, kStorage, 2>(task);

@@ -22,9 +22,12 @@ struct Layout {
   std::int64_t tokens;  // that the kernels have: 1, 2 or 4
   std::int64_t lanes;   // of a row of x, padded: floats, or pairs
   bool quads;           // x by column, four tokens side by side (few_quads, Spread::four)
+  bool turned;          // few_turned
   std::int64_t piece;   // block rows that a task works on at once
   std::int64_t stride;  // floats of a row of sums
   std::int64_t shared, worker;
+
+  std::int64_t turned_columns() const { return (lanes + 15) / 16 * 16; }
 
   Layout(const FewKernels& kernels, const Problem& p, const FewSplit& split) {
     const BsrShape& s = p.weight.shape;
@@ -35,9 +38,11 @@ struct Layout {
     const std::int64_t columns = kernels.pairs ? s.block_cols / 2 : s.block_cols;  // that lanes have
     const bool fours = split.fours != 0 && s.block_rows % kernels.rows.width == 0;
     quads = tokens == 4 && columns == 1 && (4 * s.block_rows == kernels.rows.width || fours);
+    turned = split.turned != 0 && kernels.turn != nullptr && (!kernels.pairs || s.block_cols % 2 == 0) &&
+             few_turns(s.block_rows * columns, columns);
     Room all;
     all.take<float>(tokens * lanes);
-    if (quads) all.take<float>(tokens * lanes);
+    if (quads || turned) all.take<float>(tokens * turned_columns());
     shared = all.bytes();
     Room own;
     own.take<float>(tokens * stride);
@@ -149,7 +154,7 @@ Config configure_few(const Problem& problem, const Machine& machine) {
                                          std::max<std::int64_t>(1, s.row_count()));
   const std::int64_t of_x = std::max<std::int64_t>(element, sizeof(float));
   // Zen 5 shuffles beside its products; others broadcast from memory as fast.
-  split.fours = machine.has("avx512_bf16_fast") && starts_two(machine) ? 1 : 0;
+  split.fours = split.turned = machine.has("avx512_bf16_fast") && starts_two(machine) ? 1 : 0;
   split.stream = s.block_size() == 1 && bytes > kCached && s.cols * of_x > kRowOfX ? 1 : 0;
   return to_config(split);
 }
@@ -179,10 +184,11 @@ Status run_linear_few(const FewKernels& kernels, const Call& call) {
     x = rows;
     x_stride = layout.lanes;
   }
-  if (layout.quads) {
-    auto* columns = all.take<float>(layout.tokens * layout.lanes);
-    to_quads(x, x_stride, layout.lanes, columns);
-    x = columns;
+  if (layout.quads || layout.turned) {
+    auto* columns = all.take<float>(layout.tokens * layout.turned_columns());
+    if (layout.quads) to_quads(x, x_stride, layout.lanes, columns);
+    if (layout.turned && layout.tokens == 4) kernels.turn(x, x_stride, layout.lanes, columns);
+    if (layout.quads || layout.tokens == 4) x = columns;
   }
   const bool in_y = writes_y(call.problem, layout);
   const SparseOperand stored = operand(call, plan.col, nullptr, false);
@@ -210,7 +216,7 @@ Status run_linear_few(const FewKernels& kernels, const Call& call) {
     kernels.multiply({w, static_cast<std::int32_t>(s.nnzb), plan.crow, begin, end, x, x_stride,
                       static_cast<std::int32_t>(layout.tokens), y, stride, split.stream != 0,
                       is_narrow(s) ? static_cast<const std::uint16_t*>(call.derived.prepared) : nullptr,
-                      layout.quads, split.fours != 0});
+                      layout.quads, split.fours != 0, layout.turned});
     for (std::int64_t m = 0; m < call.x.rows && !in_y; ++m) {
       kernels.rows.activate(call.activation, y + m * stride, stride);
       kernels.rows.round(storage(call.out.dtype), y + m * stride, features, at(call.out, m, first));

@@ -13,13 +13,16 @@ struct Case {
 
 // Lanes as tokens (4×1; AVX2: 2×1; pairs: 4×2), several sets of sums and what is left over, rows of blocks in
 // one pass and in several, with chunks of blocks and an odd number of rows.
-constexpr Case kFloats[] = {{4, 1, 5003},  {2, 1, 4999},   {8, 1, 701},   {2, 2, 3001},   {1, 4, 1603},
-                            {16, 1, 1601}, {32, 1, 901},   {64, 1, 401},  {8, 8, 2005},   {16, 4, 1203},
-                            {1, 16, 4000}, {2, 16, 3001},  {3, 16, 2005}, {5, 32, 2005},  {6, 16, 2005},
-                            {16, 16, 999}, {32, 32, 1003}, {7, 48, 901},  {20, 64, 2100}, {1, 1, 3001}};
-constexpr Case kPairs[] = {{4, 2, 5003}, {2, 2, 3001},  {8, 4, 1203},   {16, 2, 1601}, {8, 8, 2005},
-                           {3, 32, 901}, {16, 16, 999}, {32, 32, 2005}, {32, 1, 901},  {48, 1, 701},
-                           {64, 1, 401}, {80, 1, 301},  {128, 1, 301}};
+constexpr Case kFloats[] = {{4, 1, 5003},   {2, 1, 4999},   {8, 1, 701},   {2, 2, 3001},   {1, 4, 1603},
+                            {16, 1, 1601},  {32, 1, 901},   {64, 1, 401},  {8, 8, 2005},   {16, 4, 1203},
+                            {1, 16, 4000},  {2, 16, 3001},  {3, 16, 2005}, {5, 32, 2005},  {6, 16, 2005},
+                            {16, 16, 999},  {32, 32, 1003}, {7, 48, 901},  {20, 64, 2100}, {1, 1, 3001},
+                            {16, 16, 2500}, {4, 16, 2001},  {8, 16, 901},  {12, 32, 905},  {80, 16, 2001},
+                            {24, 8, 1201},  {136, 8, 903}};
+constexpr Case kPairs[] = {{4, 2, 5003},   {2, 2, 3001},   {8, 4, 1203},   {16, 2, 1601},  {8, 8, 2005},
+                           {3, 32, 901},   {16, 16, 999},  {32, 32, 2005}, {32, 1, 901},   {48, 1, 701},
+                           {64, 1, 401},   {80, 1, 301},   {128, 1, 301},  {16, 16, 4500}, {8, 32, 2005},
+                           {12, 64, 1201}, {80, 32, 1801}, {24, 16, 1201}};
 
 void check(const std::string& family, DType dtype, const Case& c) {
   SCOPED_TRACE(::testing::Message() << family << ' ' << name(dtype) << ' ' << c.block_rows << 'x'
@@ -36,17 +39,23 @@ void check(const std::string& family, DType dtype, const Case& c) {
       expect_linear(some, one);
       return one.y().download();
     };
-    const std::vector<std::byte> four = run(0, 4);
-    for (const char* fours : {"0", "1"}) {  // as on processors of both kinds
-      const Force other(family + ',' + family + "_linear_few(fours=" + fours + ')');
-      EXPECT_EQ(run(0, 4), four) << "fours=" << fours;
-    }
-    const auto row = static_cast<std::ptrdiff_t>(four.size()) / 4;
-    for (const std::int64_t count : {1, 2, 3}) {
-      for (std::int64_t first = 0; first + count <= 4; ++first) {
-        const std::vector<std::byte> part = run(first, count);
-        EXPECT_TRUE(std::equal(part.begin(), part.end(), four.begin() + first * row))
-            << count << " from token " << first;
+    for (const std::string turned : {"0", "1"}) {  // as on processors of both kinds
+      const auto with = [&](const std::string& fours) {
+        return family + ',' + family + "_linear_few(fours=" + fours + " turned=" + turned + ')';
+      };
+      const Force kind(with(turned));
+      const std::vector<std::byte> four = run(0, 4);
+      {
+        const Force other(with(turned == "0" ? "1" : "0"));
+        EXPECT_EQ(run(0, 4), four) << "turned=" << turned;
+      }
+      const auto row = static_cast<std::ptrdiff_t>(four.size()) / 4;
+      for (const std::int64_t count : {1, 2, 3}) {
+        for (std::int64_t first = 0; first + count <= 4; ++first) {
+          const std::vector<std::byte> part = run(first, count);
+          EXPECT_TRUE(std::equal(part.begin(), part.end(), four.begin() + first * row))
+              << count << " from token " << first << ", turned=" << turned;
+        }
       }
     }
   }

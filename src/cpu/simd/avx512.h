@@ -130,6 +130,30 @@ struct Avx512 {
   static Vec one_of_four(Vec v) {
     return _mm512_permute_ps(v, i * 0b01010101);
   }
+  // The same, or a whole vector.
+  template <int N>
+  static Vec repeat_any(const float* p) {
+    if constexpr (N == 16)
+      return load(p);
+    else
+      return repeat<N>(p);
+  }
+  // Onto y: of four vectors that transpose_quads turned, lane i of each quarter (128 bits) is vector i's, and
+  // all its quarters are one row, or each two of them.
+  template <int Quarters>
+  static void add_quarters(Vec v, float* y) {
+    if constexpr (Quarters == 4) {
+      const __m256 half = _mm256_add_ps(_mm512_castps512_ps256(v), _mm512_extractf32x8_ps(v, 1));
+      const __m128 sum = _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1));
+      _mm_storeu_ps(y, _mm_add_ps(_mm_loadu_ps(y), sum));
+    } else {
+      static_assert(Quarters == 2);
+      const Vec sum = add(v, _mm512_shuffle_f32x4(v, v, 0b10110001));
+      const __m512i rows = _mm512_setr_epi32(0, 8, 1, 9, 2, 10, 3, 11, 0, 8, 1, 9, 2, 10, 3, 11);
+      const __m256 all = _mm512_castps512_ps256(_mm512_permutexvar_ps(rows, sum));
+      _mm256_storeu_ps(y, _mm256_add_ps(_mm256_loadu_ps(y), all));
+    }
+  }
   // Size lanes with the N elements from x + index[0] · N, Size with those from x + index[1] · N, …
   template <int Size, int N>
   static Vec group(const float* x, const std::int32_t* index) {
