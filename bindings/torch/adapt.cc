@@ -378,9 +378,9 @@ Tensor Call::build_plan(const BsrShape& shape, const Tensor& crow, const Tensor&
                    {static_cast<std::int32_t*>(plan.data_ptr()), static_cast<std::size_t>(size)}, context()));
     return plan;
   }
-  check(op_,
-        rarefy::build_plan(op_, shape, rows, columns,
-                           {static_cast<std::int32_t*>(plan.data_ptr()), static_cast<std::size_t>(size)}));
+  check(op_, rarefy::build_plan(op_, shape, rows, columns,
+                                {static_cast<std::int32_t*>(plan.data_ptr()), static_cast<std::size_t>(size)},
+                                context().executor));
   return plan;
 }
 

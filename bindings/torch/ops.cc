@@ -23,9 +23,7 @@ Tensor bsr_linear(Tensor x, const Tensor& values, const Tensor& plan, const std:
     raise(call.op(), error(StatusCode::unsupported, call.op(), "x must be on the CPU", "a CUDA tensor"));
   }
   const Activation fused = call.activation(activation);
-  const bool by_rows = values.dim() == 3 && values.size(2) <= values.size(1);  // pattern.h
-  BsrView weight =
-      call.weight(values, plan, out_features, in_features, by_rows ? Call::Part::rows : Call::Part::whole);
+  BsrView weight = call.weight(values, plan, out_features, in_features, Call::Part::rows);
   weight.rounds_x = kRoundsX;
   const Call::Product product{weight.plan.shape, weight.dtype, derived};
   const MatrixView in = call.matrix("x", x, "in_features", in_features, &product);

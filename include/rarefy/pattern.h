@@ -58,11 +58,13 @@ RAREFY_API std::int64_t plan_size(const BsrShape& shape);  // in int32 words
 // writes to the indices meanwhile does no harm. On error the header is not written: no plan.
 RAREFY_API Status build_plan(std::string_view op, const BsrShape& shape,
                              std::span<const std::int32_t> crow_indices,
-                             std::span<const std::int32_t> col_indices, std::span<std::int32_t> plan);
+                             std::span<const std::int32_t> col_indices, std::span<std::int32_t> plan,
+                             const Executor& executor = {});
 
-// A row plan is the first part of a plan, the header, crow and col: all that `linear` on the host reads of
-// blocks that are not wider than tall, and whatever else goes by rows. Made in a fifth of the time of a whole
-// plan, on the executor's threads: for those who have indices for one product.
+// A row plan is the first part of a plan, the header, crow and col: all that `linear` on the host needs, and
+// whatever else goes by rows. Made in a fifth of the time of a whole plan, on the executor's threads, for
+// those with indices for one product. Of blocks that are wider than tall some kernels read the rest: then
+// the call makes it.
 RAREFY_API std::int64_t row_plan_size(const BsrShape& shape);  // in int32 words
 RAREFY_API Status build_row_plan(std::string_view op, const BsrShape& shape,
                                  std::span<const std::int32_t> crow_indices,

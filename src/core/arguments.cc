@@ -100,8 +100,9 @@ Status check_output(std::string_view op, std::string_view argument, const Matrix
 Status check_plan(std::string_view op, std::string_view argument, const PlanView& plan, const void* values,
                   bool by_rows) {
   if (Status status = check_shape(op, plan.shape); !status.ok()) return status;
-  const bool rows = plan.crow != nullptr && (by_rows || plan.ccol != nullptr);
-  const bool blocks = plan.col != nullptr && (by_rows || (plan.row != nullptr && plan.perm != nullptr));
+  const bool alone = by_rows && plan.ccol == nullptr && plan.row == nullptr && plan.perm == nullptr;
+  const bool rows = plan.crow != nullptr && (alone || plan.ccol != nullptr);
+  const bool blocks = plan.col != nullptr && (alone || (plan.row != nullptr && plan.perm != nullptr));
   if (!rows || (!blocks && plan.shape.nnzb > 0)) {
     return invalid(op, "plan must point to its index arrays", "a null pointer");
   }

@@ -70,8 +70,8 @@ Status linear(const MatrixView& x, const BsrView& w, const void* bias, Activatio
               const MutableMatrixView& y, const Context& context) {
   constexpr std::string_view op = "linear";
   const BsrShape& shape = w.plan.shape;
-  const bool by_rows = w.device == Device::cpu && shape.block_cols <= shape.block_rows;
-  if (Status status = check_plan(op, "values", w.plan, w.values, by_rows); !status.ok()) return status;
+  if (Status status = check_plan(op, "values", w.plan, w.values, w.device == Device::cpu); !status.ok())
+    return status;
   if (Status status = check_rows(op, {"x", "columns (in_features)", shape.cols, x},
                                  {"y", "columns (out_features)", shape.rows, y}, "rows, like x", w.device);
       !status.ok()) {
@@ -164,9 +164,7 @@ Status prepare(const Problem& problem, const PlanView& plan, void* prepared, con
   call.problem = problem;
   const auto choice = deriving("prepare", call.problem);
   if (!choice.ok()) return choice.status();
-  const BsrShape& shape = plan.shape;
-  const bool by_rows = problem.op == Op::linear && problem.device == Device::cpu &&
-                       shape.block_cols <= shape.block_rows;  // as `linear`
+  const bool by_rows = problem.op == Op::linear && problem.device == Device::cpu;  // as `linear`
   if (Status status = check_plan("prepare", "prepared", plan, prepared, by_rows); !status.ok()) return status;
   if (Status status = check_same_shape("prepare", problem, plan); !status.ok()) return status;
   if (choice->kernel->prepare == nullptr) return {};

@@ -67,18 +67,19 @@ Status check_plan_sizes(std::string_view op, const BsrShape& shape, std::size_t 
 std::int64_t plan_size(const BsrShape& shape) { return PlanLayout(shape).size; }
 
 Status build_plan(std::string_view op, const BsrShape& shape, std::span<const std::int32_t> crow_indices,
-                  std::span<const std::int32_t> col_indices, std::span<std::int32_t> plan) try {
+                  std::span<const std::int32_t> col_indices, std::span<std::int32_t> plan,
+                  const Executor& executor) try {
   if (Status status = check_plan_sizes(op, shape, crow_indices.size(), col_indices.size(), plan.size());
       !status.ok()) {
     return status;
   }
   const auto by_rows = plan.first(static_cast<std::size_t>(row_plan_size(shape)));
-  if (Status status = build_row_plan(op, shape, crow_indices, col_indices, by_rows); !status.ok())
+  if (Status status = build_row_plan(op, shape, crow_indices, col_indices, by_rows, executor); !status.ok())
     return status;
   const PlanLayout layout(shape);
   std::int32_t* words = plan.data();
   sort_by_column(pointers(shape, words), words + layout.ccol, words + layout.row, words + layout.perm,
-                 Executor{}, [](std::int32_t e) { return e; });
+                 executor, [](std::int32_t e) { return e; });
   return {};
 } catch (const std::bad_alloc&) {
   if (!plan.empty()) plan[0] = 0;  // the rows alone are no plan

@@ -2,11 +2,14 @@
 #include "core/products.h"
 
 #include <array>
+#include <new>
 #include <optional>
 #include <utility>
+#include <vector>
 
 #include "core/arguments.h"
 #include "core/checked.h"
+#include "core/column_sort.h"
 #include "core/memory.h"
 #include "core/message.h"
 #include "core/registry.h"
@@ -66,6 +69,21 @@ Status make_derived(Call& call, const Choice& choice, const Made& made) {
   return {};
 }
 
+// The transposed index of a plan of rows alone, in `words`: 3 ns an entry, on all threads.
+Status make_columns(Call& call, std::vector<std::int32_t>& words) try {
+  const BsrShape& s = call.plan.shape;
+  words.resize(static_cast<std::size_t>(s.col_count() + 1 + 2 * s.nnzb));
+  std::int32_t *const ccol = words.data(), *const row = ccol + s.col_count() + 1, *const perm = row + s.nnzb;
+  sort_by_column(call.plan, ccol, row, perm, call.executor, [](std::int32_t e) { return e; });
+  call.plan.ccol = ccol;
+  call.plan.row = row;
+  call.plan.perm = perm;
+  return {};
+} catch (const std::bad_alloc&) {
+  return error(StatusCode::out_of_memory, name(call.problem.op), "the transposed index must fit in memory",
+               "an allocation failure");
+}
+
 // to += call.dvalues
 Status add_values(const Call& call, void* to) {
   const WeightSpec& w = call.problem.weight;
@@ -111,6 +129,11 @@ Status dispatch(Call& call, const Context& context) {
   call.config = choice->config;
   call.executor = context.executor;
   call.stream = context.stream;
+  std::vector<std::int32_t> columns;
+  if (call.plan.ccol == nullptr && kernel.reads_columns != nullptr &&
+      kernel.reads_columns(problem, choice->config)) {
+    if (Status status = make_columns(call, columns); !status.ok()) return status;
+  }
   Memory own;
   const Made made = made_in_call(*choice, held, call.derived.packed != nullptr);
   const std::int64_t to_add = bytes_to_add(problem, *choice),

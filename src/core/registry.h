@@ -90,6 +90,9 @@ struct Kernel {
   bool accumulates = false;
   // grad_weight: whether it had better sum dY on the way, into Call::dbias, than leave that to its caller.
   bool (*sums_dy)(const Problem&, const Config&) = nullptr;
+  // linear on the CPU: whether it reads a plan's transposed index, which the core makes in the call where the
+  // caller has the rows alone. Null: it does not.
+  bool (*reads_columns)(const Problem&, const Config&) = nullptr;
 
   // Tuning: a pure function, the names of what it chooses, and all that it chose from.
   Config (*configure)(const Problem&, const Machine&) = nullptr;

@@ -271,6 +271,8 @@ void add_products(Registry& registry, std::string_view linear, std::string_view 
                             ? +[](std::span<const Call> calls) { return run_product(kKernels, calls); }
                             : nullptr,
         .any_layout = op == Op::linear,
+        .reads_columns = [](const Problem&,
+                            const Config& c) { return from_config<Blocking>(c).scatter != 0; },
         .configure = [](const Problem& p, const Machine& m) { return configure_product(kKernels, p, m); },
         .fields = Blocking::kFields,
         .candidates = [](const Problem& p, const Machine& m) { return product_candidates(kKernels, p, m); },

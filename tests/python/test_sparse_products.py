@@ -284,3 +284,21 @@ def test_sparse_products_of_integers_say_what_they_want():
         sparse.sddmm(a, x, x, weighted=True)
     with pytest.raises(TypeError, match=r"\[sddmm\] x must be of a dtype of floats or of signed integers"):
         sparse.sddmm(a, x.to(torch.uint8), x.to(torch.uint8))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("tokens", [1, 3, 8, 70])
+@pytest.mark.parametrize("block", [(1, 4), (1, 16), (2, 8), (4, 16)])
+def test_products_of_wide_blocks_take_rows_alone(block, tokens, dtype):
+    """Of raw arrays no whole plan is made ahead; the bits are those of a matrix that is held."""
+    arrays, dense = random_blocks(24, 9, *block, 0.4, dtype)
+    x = whole(tokens, dense.shape[1], dtype=dtype)
+    made = []
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(rarefy.pattern, "bsr_plan", lambda *args: made.append(args))
+        raw = sparse.sparse_dense(x, arrays)
+        by_columns = sparse.spmm(arrays, x.t())
+    assert not made
+    assert torch.equal(raw, sparse.sparse_dense(x, SparseMatrix(*arrays, shape=tuple(dense.shape))))
+    want = (x.double() @ dense.double().T).to(dtype)
+    assert torch.equal(raw, want) and torch.equal(by_columns, want.T)

@@ -107,8 +107,7 @@ def _linear(op: str, matrix: SparseMatrix, x: Tensor, bias: Tensor | None, activ
     _check_floats(op, matrix, x)
     derived = matrix.derived(x, blocks)
     fused = {} if activation == NONE else {"activation": activation}
-    by_rows = matrix.block_shape[1] <= matrix.block_shape[0] and unrecorded(x, blocks, bias)
-    plan = matrix.pattern.row_plan if by_rows else matrix.pattern.plan
+    plan = _plan_of_rows(matrix) if unrecorded(x, blocks, bias) else matrix.pattern.plan
     return ops.bsr_linear(x, blocks, plan, bias, n, k, *derived, **fused)
 
 
@@ -160,13 +159,21 @@ def spmm(a: Any, b: Tensor, *, check: str = "once") -> Tensor:
         fail(op, f"b must have {matrix.shape[1]} rows, as a has columns", b.shape[0])
     columns = b.shape[1]
     if eager() and _is_in_place(matrix, columns) and unrecorded(b, matrix.data):
-        by_rows = matrix.block_shape[1] <= matrix.block_shape[0]
-        plan = matrix.pattern.row_plan if by_rows else matrix.pattern.plan
+        plan = _plan_of_rows(matrix)
         matrix.remember_in_place(columns, plan)
         y = rows_product(b, matrix.values(), plan)
         if y is not None:
             return y
     return _linear(op, matrix, b.t(), None, NONE).t()
+
+
+def _plan_of_rows(matrix: SparseMatrix) -> Tensor:
+    """What a product by rows reads: of blocks that are wider than tall, for more than one call, all.
+
+    Some kernels read all of those, and make it in each call where it is not there.
+    """
+    wide = matrix.block_shape[1] > matrix.block_shape[0]
+    return matrix.pattern.plan if wide and matrix._keeps else matrix.pattern.row_plan
 
 
 def _is_in_place(matrix: SparseMatrix, columns: int) -> bool:
