@@ -103,10 +103,19 @@ constexpr std::int64_t kPackingTokens = 64;
 // .25 ms for 4 tokens, where 5 in a tile take .11).
 constexpr std::int64_t kFewByToken = 1;
 
-PanelWork work_of(const PairKernels& kernels, const Problem& p) {
+// Lanes of two vectors of outputs, where two products start in a cycle (Zen 5): R×1 blocks' pairs are put
+// together anew for each panel.
+constexpr double kLanesCycles = 0.99, kLanesColumnsCycles = 1.08;  // of tile_cycles
+
+PanelWork work_of(const PairKernels& kernels, const Problem& p, const Machine& machine) {
   const PairsShape s(kernels, p);
-  return {s.tiles(),      kernels.tile_cycles, static_cast<double>(s.panel_size()),
-          s.panel_size(), s.out_features(),    s.out_blocks};
+  PanelWork work{s.tiles(),      kernels.tile_cycles, static_cast<double>(s.panel_size()),
+                 s.panel_size(), s.out_features(),    s.out_blocks};
+  if (takes_lanes(kernels, s, kPanelTokens) && machine.has("avx512_bf16_fast") && starts_two(machine)) {
+    work.alone_cycles =
+        work.tile_cycles * (s.source == PairSource::columns ? kLanesColumnsCycles : kLanesCycles);
+  }
+  return work;
 }
 
 }  // namespace
@@ -126,12 +135,12 @@ Reason supports_pairs(const PairKernels& kernels, const Problem& p) {
 }
 
 Config configure_pairs(const PairKernels& kernels, const Problem& problem, const Machine& machine) {
-  return configure_panels(work_of(kernels, problem), problem, machine);
+  return configure_panels(work_of(kernels, problem, machine), problem, machine);
 }
 
 std::vector<Config> pairs_candidates(const PairKernels& kernels, const Problem& problem,
                                      const Machine& machine) {
-  return panel_candidates(work_of(kernels, problem), problem, machine);
+  return panel_candidates(work_of(kernels, problem, machine), problem, machine);
 }
 
 std::int64_t pairs_workspace(const PairKernels& kernels, const Problem& problem, const Config& config) {

@@ -13,6 +13,9 @@ namespace {
 // Cycles, measured (docs/design/cpu/bf16.md): packing and storing an element, the latter into the rows of
 // more than two panels as well; a byte of W out of L2, where it stays.
 constexpr double kPack = 0.3, kStore = 0.35, kStoreFar = 0.14, kWeightNear = 0.03;
+// Lanes of outputs: they transpose nothing on the way out, and what a panel reads of W, a stream that is
+// asked for ahead, costs little while it stays in L3.
+constexpr double kStoreLanes = 0.2, kWeightLanes = 0.02, kInL3 = 12e6;
 constexpr std::int64_t kMostSet = 16;
 // W of so many bytes comes from memory once a set: there two panels share it, also where they fill all of L2
 // (512 × 4096→11008, 32×1 at 0.5, one thread of a Zen 5: 383 GFLOP/s with one, 448 with two, 440 with four).
@@ -32,8 +35,13 @@ void for_each_blocking(const PanelWork& w, const Problem& p, const Machine& mach
     const std::int64_t sets = ceil_div(all, panels);
     const auto packing = [&](double of) { return of * w.packed * kPack; };
     const auto working = [&](double of) {
+      const double stored = out * of * static_cast<double>(w.tokens);
+      if (w.alone_cycles > 0 && of <= 1) {
+        const double byte = weight < kInL3 ? kWeightLanes : w.weight_byte;
+        return w.tiles * of * w.alone_cycles + weight * byte + stored * kStoreLanes;
+      }
       return w.tiles * of * w.tile_cycles + weight * weight_byte +
-             out * of * static_cast<double>(w.tokens) * (of > 2 ? kStore + kStoreFar : kStore);
+             stored * (of > 2 ? kStore + kStoreFar : kStore);
     };
     const double pack = packing(static_cast<double>(panels)), work = working(static_cast<double>(panels));
     for (std::int64_t splits = 1; splits <= std::min<std::int64_t>(4 * p.threads, w.out_blocks); ++splits) {
