@@ -261,7 +261,9 @@ void time_gradient(Report& report, Dense& dense, bool every_config) {
                              {8192, 14336, 4096},
                              {8192, 4096, 14336},
                              {4096, 3072, 768},
-                             {2048, 11008, 4096}}) {
+                             {4096, 768, 3072},
+                             {2048, 11008, 4096},
+                             {512, 4096, 4096}}) {
     const Times t_dense = dense.grad_weight(shape.m, shape.n, shape.k);
     for (const std::int64_t b : {128, 64, 32, 16}) {
       for (const double density : {.5, .25, .1}) {

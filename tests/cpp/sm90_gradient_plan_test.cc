@@ -103,7 +103,8 @@ TEST(GradientTiles, NoUnionHasMore) {
 // Every row's rest is in one tile, with one that fits or alone.
 TEST(GradientTiles, RestsAreInOneTileEach) {
   for (const TileShape& shape :
-       {TileShape{64, true, true}, TileShape{64, false, true}, TileShape{32, false, true},
+       {TileShape{64, true, true}, TileShape{64, false, true}, TileShape{64, true, true, false, 2},
+        TileShape{64, false, true, false, 4}, TileShape{32, false, true},
         TileShape{16, false, true, false, 27}, TileShape{64, false, false}}) {
     int left[kMostColumns] = {};
     for (int w = 1; w < shape.columns(); ++w) left[w] = 5 * w % 7 + (w == 2 ? 0 : 1);
@@ -138,7 +139,8 @@ TEST(GradientConfig, IsChecked) {
   const GradientProblem large{DType::bf16, 500, 1024, 1024, 64, 64, 100, 1024, 1024};
   for (const GradientCandidate& c : gradient_candidates(large, kMachine)) EXPECT_TRUE(valid(large, c.config));
   EXPECT_FALSE(valid(large, {1, 64, true}));
-  EXPECT_FALSE(valid(large, {1, 64, false, true, false, 4}));
+  EXPECT_TRUE(valid(large, {1, 64, false, true, false, 4}));
+  EXPECT_FALSE(valid(large, {1, 64, false, true, false, 3}));
 }
 
 // 4096² at some densities: as few rounds as can be.
@@ -147,14 +149,41 @@ TEST(GradientTiles, PairsFillRounds) {
     const auto blocks = static_cast<std::int64_t>(density * (4096 / b) * (4096 / b));
     return configure({DType::bf16, 8192, 4096, 4096, b, b, blocks, 4096, 4096}, kMachine);
   };
-  EXPECT_EQ(config(128, .25).text(), "split=1 wide=64 strips=2 pairs=1");
-  EXPECT_EQ(config(128, .1).split, 2);
+  EXPECT_EQ(config(128, .25).text(), "split=1 wide=64 strips=2 pairs=1 queues=132");
+  EXPECT_EQ(config(128, .1).split, 1);
+  EXPECT_EQ(config(128, .1).most, 2);  // half tiles: 102 of them, one for each block
   EXPECT_EQ(config(64, .1).split, 2);
   EXPECT_EQ(config(32, .5).two, true);  // two strips store nearly the same columns
   EXPECT_EQ(config(16, .25).two, true);
   EXPECT_EQ(config(32, .25).text(), "split=1 wide=32 strips=1 pairs=1 even=0 most=14");
   EXPECT_EQ(config(32, .1).text(), "split=1 wide=32 strips=1 pairs=1 even=0 most=13");
   EXPECT_EQ(config(16, .1).wide, 16);
+}
+
+// Few tiles are halved rather than shared; one preparation has the lists of both.
+TEST(GradientTiles, HalvesFillARound) {
+  const auto problem = [](std::int64_t b, std::int64_t tokens, double density) -> GradientProblem {
+    const auto blocks = static_cast<std::int64_t>(density * (4096. / b) * (4096. / b));
+    return {DType::bf16, tokens, 4096, 4096, b, b, blocks, 4096, 4096};
+  };
+  EXPECT_EQ(configure(problem(128, 512, .1), kMachine).most, 2);
+  EXPECT_EQ(configure(problem(64, 512, .1), kMachine).most, 4);
+  EXPECT_EQ(configure(problem(128, 512, .25), kMachine).most, 0);  // 128 whole ones
+  for (const std::int64_t b : {64, 128}) {
+    const GradientProblem p = problem(b, 512, .1);
+    const GradientConfig half = configure(p, kMachine), whole = whole_tiles(half);
+    EXPECT_EQ(half_tiles(whole).text(), half.text());
+    EXPECT_EQ(list_at(p, whole), 0);
+    EXPECT_EQ(list_at(p, half), tiles_at_most(p, whole) * tile_words(64));
+    EXPECT_EQ(prepared_words(p, whole), prepared_words(p, half));
+    EXPECT_EQ(prepared_words(p, whole), list_at(p, half) + tiles_at_most(p, half) * tile_words(64));
+  }
+  // A bias's gradient from the same pass, where thread blocks have one of them each.
+  const GradientProblem once = problem(128, 8192, .1),
+                        often{DType::bf16, 8192, 14336, 4096, 128, 128, 358, 4096, 14336};
+  EXPECT_TRUE(sums_dy(once, configure(once, kMachine)));
+  EXPECT_EQ(configure(often, kMachine).most, 2);
+  EXPECT_FALSE(sums_dy(often, configure(often, kMachine)));
 }
 
 // Where whole rounds leave a few tiles, only these share their tokens.
@@ -173,12 +202,12 @@ TEST(GradientTiles, SharedOnesComeLast) {
     }
     return found;
   };
-  EXPECT_EQ(alone(4096, 102), (std::set{0}));        // less than a round
-  EXPECT_EQ(alone(14336, 358), (std::set{0, 132}));  // 1.4 rounds
-  EXPECT_EQ(alone(14336, 1792), (std::set{0}));      // 6.8
+  EXPECT_EQ(alone(4096, 102), (std::set{0}));             // less than a round
+  EXPECT_EQ(alone(14336, 358), (std::set{0, 132, 264}));  // 1.4 rounds, 2.7 of half tiles
+  EXPECT_EQ(alone(14336, 1792), (std::set{0}));           // 6.8
   const GradientProblem p{DType::bf16, 8192, 14336, 4096, 128, 128, 358, 4096, 14336};
-  EXPECT_EQ(configure(p, kMachine).alone, 132);
-  GradientConfig config = configure(p, kMachine);
+  GradientConfig config{2, 64, true, true, false, 0, 132, 60, 132};
+  EXPECT_TRUE(valid(p, config));
   config.split = 1;
   EXPECT_FALSE(valid(p, config));
   config.split = 2;

@@ -58,7 +58,10 @@ std::vector<Tiles> expected_tiles(const GradientProblem& problem, const Gradient
   const auto tiles_of = [&](int columns, int parts, int quarters, std::int64_t count) -> Tiles {
     const double bytes = columns * shape.wide * 128. + parts * shape.strips() * 8192.,
                  boxes = columns * (transposes(problem, c) ? shape.wide : 64.) + parts * shape.strips() * 64.;
-    return {bytes, std::max({quarters * 288., bytes / 60, 1.5 * boxes}), count};
+    // A quarter reads 6 KB for each 16 tokens, of shared memory's 128 bytes a clock, which also takes what
+    // comes. What narrow panels cost was fitted without that.
+    const double shared = c.wide == 64 ? (quarters * 24576. + bytes) / 121 : 0;
+    return {bytes, std::max({quarters * 288., bytes / 60, 1.5 * boxes, shared}), count};
   };
   double whole = 0, rest[kMostColumns] = {}, even[kMostColumns + 1] = {};
   const auto n = static_cast<double>(rows.cells), p = rows.p;
@@ -98,7 +101,8 @@ std::vector<Tiles> expected_tiles(const GradientProblem& problem, const Gradient
     }
     return tiles;
   }
-  std::vector<Tiles> tiles{tiles_of(shape.columns(), 1, 4, std::llround(whole))};
+  std::vector<Tiles> tiles{
+      tiles_of(shape.columns(), 1, shape.quarters(shape.columns()), std::llround(whole))};
   int left[kMostColumns] = {};
   for (int w = 1; w < kMostColumns; ++w) left[w] = static_cast<int>(std::lround(rest[w]));
   pair_rests(shape, left, [&](int w, int v, int count) {
@@ -154,14 +158,22 @@ double launch_microseconds(const GradientProblem& p, const GradientConfig& c, in
                            const Machine& machine, const std::vector<Tiles>& tiles) {
   const auto size = static_cast<std::int64_t>(size_of(p.dtype));
   const double steps = static_cast<double>(ceil_div(p.tokens, 128 / size)) / split;
-  const double around = split > 1 ? 14200 : 5000;  // the first loads; sums on their way out
+  // The first loads; sums on their way out. In a queue the next tile's first loads are beside them.
+  const bool queued = split == 1 && c.queues > 0;
+  const double around = split > 1 ? 14200 : queued ? 1500 : 5000, before = queued ? 3500 : 0;
   const int places = std::max(1, machine.sms / split);
   const double rounds = std::max(1., count_of(tiles) / places);
   const double memory = rounds * static_cast<double>(p.tokens * (p.rows + p.cols) * size) / 6e6;
   // Tiles that do not end together do not begin together, and no longer find each other's panels in L2.
-  // So tiles of one strip, whose bytes limit, where a call's last round is one of this kind.
-  const double apart = rounds <= 1 || c.alone > 0 ? 1 : c.even ? 1.15 : c.wide == 64 && !c.two ? 1.03 : 1;
-  return std::max(memory, apart * makespan(tiles, steps, around, places) / 1750);
+  // So tiles of one strip, whose bytes limit, where a call's last round is one of this kind; halves of these
+  // ask for dY twice as often.
+  const bool limited = c.wide == 64 && !c.two;
+  const double apart = limited && c.most > 0        ? 1.2
+                       : rounds <= 1 || c.alone > 0 ? 1
+                       : c.even                     ? 1.15
+                       : limited                    ? 1.03
+                                                    : 1;
+  return std::max(memory, (before + apart * makespan(tiles, steps, around, places)) / 1750);
 }
 
 double predicted_microseconds(const GradientProblem& p, const GradientConfig& c, const Machine& machine,
@@ -192,10 +204,12 @@ std::vector<GradientConfig> shares_of(const GradientConfig& cut, const Machine& 
   for (const int split : {1, 2, 4}) {
     GradientConfig config = cut;
     config.split = split;
+    if (split == 1 && cut.wide == 64) config.queues = machine.sms;
     all.push_back(config);
     if (split == 1 || cut.wide < 64 || rounds == 0 || rounds > kMostRounds) continue;
     config.alone = rounds * machine.sms;
     config.shared = (count - config.alone) * 9 / 8 + 4;  // a pattern may well have some more
+    config.queues = machine.sms;
     all.push_back(config);
   }
   return all;
@@ -206,9 +220,14 @@ std::int64_t panels_touched(std::int64_t side, std::int64_t panel) {  // by a bl
 }
 
 // A way to cut rows into tiles, and what that makes of a pattern.
-struct Cut {
+struct Tiling {
   GradientConfig config;
   std::vector<Tiles> tiles;
+};
+
+// What is prepared together: a way, and with panels of 64 the same in tiles of half the size.
+struct Cut {
+  std::vector<Tiling> tilings;
   double typically = INFINITY;  // the best of all splits with a typical number of tokens
 };
 
@@ -217,11 +236,16 @@ std::vector<Cut> cuts_of(const GradientProblem& p, const Machine& machine) {
   typical.tokens = 8192;
   std::vector<Cut> cuts;
   const auto add = [&](const GradientConfig& config, double worth) {
-    Cut& cut = cuts.emplace_back(Cut{config, expected_tiles(p, config)});
-    for (const GradientConfig& shared : shares_of(config, machine, cut.tiles)) {
+    Cut& cut = cuts.emplace_back(Cut{{{config, expected_tiles(p, config)}}});
+    const std::vector<Tiles>& tiles = cut.tilings.front().tiles;
+    for (const GradientConfig& shared : shares_of(config, machine, tiles)) {
       if (shared.alone > 0) continue;  // fits fewer tokens less
       cut.typically =
-          std::min(cut.typically, worth * predicted_microseconds(typical, shared, machine, cut.tiles));
+          std::min(cut.typically, worth * predicted_microseconds(typical, shared, machine, tiles));
+    }
+    if (config.wide == 64) {
+      const GradientConfig half = half_tiles(config);
+      cut.tilings.push_back({half, expected_tiles(p, half)});
     }
   };
   for (const bool two : {true, false}) {
@@ -255,9 +279,11 @@ std::size_t best_of(const std::vector<Cut>& cuts) {
 std::vector<GradientCandidate> candidates_of(const GradientProblem& p, const Machine& machine,
                                              const Cut& cut) {
   std::vector<GradientCandidate> list;
-  for (const GradientConfig& config : shares_of(cut.config, machine, cut.tiles)) {
-    list.push_back({config, predicted_microseconds(p, config, machine, cut.tiles), {}});
-    if (config.split > ceil_div(p.tokens, 64)) list.back().reason = "fewer than 64 tokens for each share";
+  for (const Tiling& tiling : cut.tilings) {
+    for (const GradientConfig& config : shares_of(tiling.config, machine, tiling.tiles)) {
+      list.push_back({config, predicted_microseconds(p, config, machine, tiling.tiles), {}});
+      if (config.split > ceil_div(p.tokens, 64)) list.back().reason = "fewer than 64 tokens for each share";
+    }
   }
   return list;
 }
@@ -276,6 +302,18 @@ const Cut& best_cut(const GradientProblem& p, const Machine& machine) {
 }
 
 }  // namespace
+
+GradientConfig whole_tiles(const GradientConfig& config) {
+  GradientConfig whole = config;
+  whole.most = 0;
+  return whole;
+}
+
+GradientConfig half_tiles(const GradientConfig& config) {
+  GradientConfig half = whole_tiles(config);
+  half.most = half.columns() / 2;
+  return half;
+}
 
 std::string unsupported(const GradientProblem& p) {
   if (p.dtype != DType::bf16 && p.dtype != DType::f16 && p.dtype != DType::f32)
@@ -317,8 +355,12 @@ GradientConfig configure(const GradientProblem& p, const Machine& machine) {
 
 bool valid(const GradientProblem& p, const GradientConfig& c) {
   if (c.split != 1 && c.split != 2 && c.split != 4) return false;
+  if (c.queues < 0 || (c.queues > 0 && c.wide < 64)) return false;
   if (c.alone < 0 || (c.alone > 0 && (c.split == 1 || c.shared < 1))) return false;
-  if (c.wide == 64) return p.whole() && (!c.two || p.block_rows % 128 == 0) && !c.even && c.most == 0;
+  if (c.wide == 64) {
+    return p.whole() && (!c.two || p.block_rows % 128 == 0) && !c.even &&
+           (c.most == 0 || c.most == half_tiles(c).most);
+  }
   return (c.wide == 32 || c.wide == 16) && c.most >= 0 && c.most <= TileShape{c.wide, c.two, false}.columns();
 }
 
@@ -341,9 +383,12 @@ bool sums_dy(const GradientProblem& p, const GradientConfig& config) {
   // Tiles of narrow panels and two strips that sum fall behind the others, and in many rounds may no longer
   // find their panels in L2: with ten rounds up to 300 µs of 1300, where a pass over dY takes 35 to 70. With
   // three or four rounds (4096²) it is 5 to 9.
-  constexpr std::int64_t kMostTiles = 5 * 132;
-  return p.dtype != DType::f32 &&
-         (config.wide == 64 || !config.two || tiles_at_most(p, config) <= kMostTiles);
+  // Half tiles take half of a step's time, and no longer hide a sum of it: 4096→14336, b=128 at .1 175 µs
+  // become 277 where thread blocks take several, but 56 become 73 at 4096².
+  constexpr std::int64_t kMostTiles = 5 * 132, kRound = 132;
+  if (p.dtype == DType::f32) return false;
+  if (config.wide == 64) return config.most == 0 || tiles_at_most(p, config) <= kRound + p.block_row_count();
+  return !config.two || tiles_at_most(p, config) <= kMostTiles;
 }
 
 bool transposes(const GradientProblem& p, const GradientConfig& config) {
@@ -356,7 +401,8 @@ std::int64_t workspace_bytes(const GradientProblem& p, const GradientConfig& con
 }
 
 std::int64_t list_at(const GradientProblem& p, const GradientConfig& config) {
-  return config.wide == 64 ? 0 : ceil_div(union_rows(p, config), 32) * 32;
+  if (config.wide < 64) return ceil_div(union_rows(p, config), 32) * 32;
+  return config.most == 0 ? 0 : tiles_at_most(p, whole_tiles(config)) * tile_words(64);
 }
 
 std::int64_t union_rows(const GradientProblem& p, const GradientConfig& config) {
@@ -364,7 +410,8 @@ std::int64_t union_rows(const GradientProblem& p, const GradientConfig& config) 
 }
 
 std::int64_t prepared_words(const GradientProblem& p, const GradientConfig& config) {
-  return list_at(p, config) + tiles_at_most(p, config) * tile_words(config.wide);
+  const GradientConfig last = config.wide == 64 ? half_tiles(config) : config;
+  return list_at(p, last) + tiles_at_most(p, last) * tile_words(config.wide);
 }
 
 }  // namespace rarefy::sm90

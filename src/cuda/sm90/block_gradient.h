@@ -35,20 +35,29 @@ struct GradientConfig {
   bool two = true;
   bool pairs = false;  // what is left of two rows may be one tile
   bool even = false;   // tiles of a row are of one width, and nothing is left
-  int most = 0;        // panels of X of a tile, fewer than it has room for; 0: all
+  int most = 0;  // panels of X of a tile, fewer than it has room for; 0: all. Of 64: all or half of them
   // Whole rounds of tiles, a thread block each, come before those that share their tokens: so many of both. A
   // pattern's further tiles are not shared. 0: all tiles alike.
   int alone = 0, shared = 0;
+  // Thread blocks that take tiles of panels of 64, of which each has all tokens, one after the other, if
+  // there is a list of them. 0: one each.
+  int queues = 0;
 
   TileShape shape() const { return {wide, two, pairs, even, most}; }
   int columns() const { return shape().columns(); }
   std::string text() const {
     return "split=" + std::to_string(split) + " wide=" + std::to_string(wide) +
            " strips=" + (two ? "2" : "1") + " pairs=" + (pairs ? "1" : "0") +
-           (wide == 64 ? "" : std::string(" even=") + (even ? "1" : "0") + " most=" + std::to_string(most)) +
-           (alone == 0 ? "" : " alone=" + std::to_string(alone) + " shared=" + std::to_string(shared));
+           (wide == 64 ? "" : std::string(" even=") + (even ? "1" : "0")) +
+           (wide == 64 && most == 0 ? "" : " most=" + std::to_string(most)) +
+           (alone == 0 ? "" : " alone=" + std::to_string(alone) + " shared=" + std::to_string(shared)) +
+           (queues == 0 ? "" : " queues=" + std::to_string(queues));
   }
 };
+
+// What is prepared has the lists of both, one behind the other: tokens decide which one a call takes.
+GradientConfig whole_tiles(const GradientConfig& config);
+GradientConfig half_tiles(const GradientConfig& config);
 
 struct GradientCandidate {
   GradientConfig config;
@@ -70,11 +79,11 @@ RAREFY_HOST_DEVICE constexpr int tile_words(int wide) {  // of the list
 }
 std::int64_t union_rows(const GradientProblem& problem, const GradientConfig& config);  // of narrow panels
 inline constexpr int kMostUnionColumns = 1 << 16;                                       // of W
-std::int64_t list_at(const GradientProblem& problem,
-                     const GradientConfig& config);  // behind counts of columns
+// Of panels of 64 behind the list of whole tiles, of others behind counts of columns.
+std::int64_t list_at(const GradientProblem& problem, const GradientConfig& config);
 std::int64_t prepared_words(const GradientProblem& problem, const GradientConfig& config);
 
-// Queues the kernels that make the list. Splits do not matter.
+// Queues the kernels that make the lists. Splits do not matter, nor, with panels of 64, `most`.
 cudaError_t prepare(const GradientProblem& problem, const GradientConfig& config, const std::int32_t* crow,
                     const std::int32_t* col, std::int32_t* words, cudaStream_t stream);
 

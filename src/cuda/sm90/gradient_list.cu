@@ -126,10 +126,13 @@ cudaError_t prepare(const GradientProblem& p, const GradientConfig& config, cons
                     const std::int32_t* col, std::int32_t* words, cudaStream_t stream) {
   const auto tiles = static_cast<unsigned>(tiles_at_most(p, config));
   if (tiles == 0) return cudaSuccess;
-  const GradientParams params = of_pattern(p, config, crow, col);
   if (config.wide == 64) {
-    list_kernel<<<tiles, kTileThreads, 0, stream>>>(params, words);
+    for (const GradientConfig& one : {whole_tiles(config), half_tiles(config)}) {
+      list_kernel<<<static_cast<unsigned>(tiles_at_most(p, one)), kTileThreads, 0, stream>>>(
+          of_pattern(p, one, crow, col), words + list_at(p, one));
+    }
   } else {
+    const GradientParams params = of_pattern(p, config, crow, col);
     const int rows = static_cast<int>(union_rows(p, config));
     count_kernel<<<static_cast<unsigned>(rows), kTileThreads, 0, stream>>>(params, words);
     const auto list = config.wide == 32 ? union_list_kernel<32> : union_list_kernel<16>;

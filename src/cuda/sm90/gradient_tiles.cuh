@@ -32,7 +32,8 @@ struct GradientParams {
   void* dbias;
   const void* dy_values;
   std::int64_t dy_stride;
-  int tile_blocks, row_features;
+  int tiles, tile_blocks,
+      row_features;  // tile_blocks: thread blocks that have them, some one after the other
   // Tiles from skip_from on are `skipped` further in the list: those of a call may be two launches', of which
   // the second one begins with the first one's last round, and ends behind it.
   int skip_from, skipped;
@@ -41,6 +42,8 @@ struct GradientParams {
   int wide, most;
   bool two, pairs, even;
   bool accumulate;  // add to what dvalues holds
+
+  __device__ int list_index(int tile) const { return tile >= skip_from ? tile + skipped : tile; }
 };
 
 inline GradientParams of_pattern(const GradientProblem& p, const GradientConfig& config,
@@ -208,7 +211,7 @@ __device__ inline void fill_tile(const TileShape& shape, const RowPart (&parts)[
 // A tile of blocks whose sides are multiples of 64, by all threads; a barrier has to follow.
 __device__ inline void find_tile(const GradientParams& p, int index, GradientTile<64>& tile) {
   __shared__ RowPart parts[2];
-  const TileShape shape{64, p.two, p.pairs};
+  const TileShape shape{64, p.two, p.pairs, false, p.most};
   const int high = p.block_rows / 64, wide = p.block_cols / 64, tiles_of_row = high / shape.strips();
   const int first_strip = index % tiles_of_row * shape.strips();  // of the block
   find_parts(

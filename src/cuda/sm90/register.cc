@@ -241,12 +241,13 @@ Kernel unions(Op op, std::string_view name) {
 // The gradient of stored blocks -------------------------------------------------------------------------
 
 struct GradientChoice {
-  std::int64_t split = 1, wide = 64, strips = 2, pairs = 0, even = 0, most = 0, alone = 0, shared = 0;
-  static constexpr std::string_view kFields[] = {"split", "wide", "strips", "pairs",
-                                                 "even",  "most", "alone",  "shared"};
+  std::int64_t split = 1, wide = 64, strips = 2, pairs = 0, even = 0, most = 0, alone = 0, shared = 0,
+               queues = 0;
+  static constexpr std::string_view kFields[] = {"split", "wide",  "strips", "pairs", "even",
+                                                 "most",  "alone", "shared", "queues"};
   GradientConfig config() const {
     const auto n = [](std::int64_t x) { return static_cast<int>(x); };
-    return {n(split), n(wide), strips == 2, pairs != 0, even != 0, n(most), n(alone), n(shared)};
+    return {n(split), n(wide), strips == 2, pairs != 0, even != 0, n(most), n(alone), n(shared), n(queues)};
   }
 };
 
@@ -264,7 +265,7 @@ Reason supports_gradient(const Problem& p, const rarefy::Machine& machine) {
 
 Config gradient_config(const GradientConfig& c) {
   return to_config(GradientChoice{c.split, c.wide, c.two ? 2 : 1, c.pairs ? 1 : 0, c.even ? 1 : 0, c.most,
-                                  c.alone, c.shared});
+                                  c.alone, c.shared, c.queues});
 }
 
 Config configure_gradient(const Problem& p, const rarefy::Machine& machine) {
