@@ -72,6 +72,7 @@ Blocking completed(const BlockingProblem& p, Blocking b) {
   if (weaves(p, b.scatter != 0, b.vectors)) b.tile_blocks = std::max<std::int64_t>(1, p.red_blocks);
   if (b.scatter != 0) b.tile_blocks = std::max<std::int64_t>(1, kL1Features / p.red_block);
   b.group = std::max<std::int64_t>(1, kStoredFeatures / p.out_block);
+  b.asks = p.asks ? 1 : 0;
   return b;
 }
 

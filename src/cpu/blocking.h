@@ -21,6 +21,7 @@ struct BlockingProblem {
   std::int64_t panel_floats = 128 * 1024;  // of X, or of sums, that stay in L2: half of 1 MB
   bool transposed = false;                 // scatter meets the blocks in another order than they lie in
   bool woven = false;                      // gather's sums leave along the way (woven.h) if X is one tile
+  bool asks = true;                        // see Blocking
 };
 
 struct Blocking {
@@ -30,9 +31,10 @@ struct Blocking {
   std::int64_t splits = 1;       // tasks over the output blocks of one such set of panels
   std::int64_t tile_blocks = 1;  // gather: reduction blocks of X in L2 at a time; scatter: in L1
   std::int64_t group = 1;        // gather: output blocks that are stored at a time
+  std::int64_t asks = 1;  // gather, blocks of one reduction feature: for lines of X, before it reads them
 
-  static constexpr std::string_view kFields[] = {"scatter", "vectors",     "panels",
-                                                 "splits",  "tile_blocks", "group"};
+  static constexpr std::string_view kFields[] = {"scatter",     "vectors", "panels", "splits",
+                                                 "tile_blocks", "group",   "asks"};
   bool operator==(const Blocking&) const = default;
 };
 

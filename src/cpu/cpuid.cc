@@ -39,6 +39,7 @@ void add_x86(Machine& m) {
     m.features.emplace_back("avx_vnni");
   }
   if (avx512) m.features.emplace_back("avx512");
+  if (avx512 && __builtin_cpu_is("intel")) m.features.emplace_back("avx512_load_bound");
   if (avx512 && __builtin_cpu_supports("avx512vnni")) m.features.emplace_back("avx512_vnni");
   if (avx512 && __builtin_cpu_supports("avx512bf16")) {
     m.features.emplace_back("avx512_bf16");

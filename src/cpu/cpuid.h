@@ -8,7 +8,9 @@ namespace rarefy::cpu {
 // Features are clusters, as every machine with one of their parts has all: "avx2" is AVX2 + FMA + F16C,
 // "avx512" is AVX-512 F + BW + DQ + VL; then "avx512_vnni", "avx512_bf16", "amx_bf16", "amx_int8".
 // "avx512_bf16_fast": vdpbf16ps at the rate of a float multiply-add, for twice the work; Intel's has a
-// quarter.
+// quarter. "avx512_load_bound": one load of 512 bits starts in a cycle, broadcasts included, for two FMAs
+// (Ice Lake: FMAs and loads one to one run at half of the peak), so that lines asked for beside them cost
+// FMAs.
 Machine detect();
 
 }  // namespace rarefy::cpu

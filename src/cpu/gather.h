@@ -9,9 +9,10 @@ namespace rarefy::cpu {
 
 // How the weights of one entry lie, as seen from a register tile of output features.
 enum class Layout : std::uint8_t {
-  column,      // R×1 by rows: contiguous, one reduction feature, entries in order
-  row_major,   // by rows: the reduction is contiguous, entries in order
-  transposed,  // through the transposed index: the output is contiguous, entries in order of perm
+  column,        // R×1 by rows: contiguous, one reduction feature, entries in order
+  plain_column,  // the same, but no lines of x are asked for
+  row_major,     // by rows: the reduction is contiguous, entries in order
+  transposed,    // through the transposed index: the output is contiguous, entries in order of perm
 };
 
 // How far ahead weights are asked for, floats. Of 8 rows and more, where vectors are lines: 8 KB, into L2, as
@@ -26,7 +27,8 @@ inline constexpr int kUnroll = 4;
 
 // Entries of single reduction features in one pass of it, where a vector is a cache line. One by one, 4×1 ran
 // at 80 % of the peak with x in L2 (Zen 5), in fours at 90, and with the lines of x asked for that the next
-// four read, at 94. AVX2 has no registers left for it (− 4 to − 12 %).
+// four read, at 94. AVX2 has no registers left for it (− 4 to − 12 %). Ice Lake starts one load of 512 bits a
+// cycle for two FMAs; asking, which takes half of one's place, was 14 % of 4×1's time there, 13 of 32×1's.
 template <class I>
 inline constexpr int kEntries = kLines<I> ? 4 : 1;
 
@@ -88,17 +90,21 @@ template <class I, Layout kLayout, int kSteps, int Rows, int Vectors, class Work
   const std::int32_t* stop = row.index + to;
   // Weights stream in from L3 or memory, and the hardware loses them between the rows of X: asking
   // for them kNear floats early doubled the speed of a 33 MB weight.
-  if constexpr (kLayout == Layout::column) {
+  if constexpr (kLayout == Layout::column || kLayout == Layout::plain_column) {
     constexpr int entries = kEntries<I>;
+    constexpr bool asks = kLayout == Layout::column;
     const float* w = values + from * row.block_size;
     if constexpr (entries > 1) {
       for (; stop - index >= entries; index += entries) {
-        const std::int32_t* later = row.bound - index >= 2 * entries ? index + entries : index;
+        [[maybe_unused]] const std::int32_t* later =
+            asks && row.bound - index >= 2 * entries ? index + entries : index;
 #pragma GCC unroll 4
         for (int i = 0; i < entries; ++i, w += row.block_size) {
           if (i == 0 || Rows > 4) __builtin_prefetch(w + (far ? kFar : kNear), 0, far ? 2 : 3);
 #pragma GCC unroll 4
-          for (int v = 0; v < Vectors; ++v) __builtin_prefetch(row.x + later[i] * lanes + v * I::kWidth);
+          for (int v = 0; asks && v < Vectors; ++v) {
+            __builtin_prefetch(row.x + later[i] * lanes + v * I::kWidth);
+          }
           step(row.x + index[i] * lanes, w, 1);
         }
       }
@@ -264,7 +270,12 @@ void dispatch_layout(const SparseOperand& w, F f) {
     f.template operator()<kLayout, 1>();
   };
   if (w.perm != nullptr) return steps.template operator()<Layout::transposed>();
-  if (w.red_block == 1 && w.out_stride == 1) return f.template operator()<Layout::column, 1>();
+  if (w.red_block == 1 && w.out_stride == 1) {
+    if constexpr (kLines<I>) {
+      if (!w.asks_x) return f.template operator()<Layout::plain_column, 1>();
+    }
+    return f.template operator()<Layout::column, 1>();
+  }
   steps.template operator()<Layout::row_major>();
 }
 

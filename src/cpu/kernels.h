@@ -57,6 +57,7 @@ struct SparseOperand {
   std::int64_t block_size;
   std::int64_t out_stride, red_stride;
   std::int32_t out_block, red_block;
+  bool asks_x = true;  // gather, blocks of one reduction feature: for lines of x that it reads soon
 };
 
 // Long sums are kept in parts, each added to a total when it is full: their error grows with the length of a

@@ -15,11 +15,20 @@ using namespace product;
 
 BlockingProblem problem_of(const Kernels& kernels, const Problem& p, const Machine& machine) {
   const Sizes s(p);
-  return {p.tokens,          s.out_blocks,          s.red_blocks,
-          s.out_block,       s.red_block,           s.entries,
-          p.threads,         kernels.width,         kernels.max_vectors,
-          kernels.registers, panel_floats(machine), p.op == Op::linear,
-          weaves(kernels, p)};
+  return {p.tokens,
+          s.out_blocks,
+          s.red_blocks,
+          s.out_block,
+          s.red_block,
+          s.entries,
+          p.threads,
+          kernels.width,
+          kernels.max_vectors,
+          kernels.registers,
+          panel_floats(machine),
+          p.op == Op::linear,
+          weaves(kernels, p),
+          !machine.has("avx512_load_bound")};
 }
 
 // Where parts of the sums of output blocks are full: listed by reduction block, and there by output block.
@@ -57,7 +66,7 @@ Status check_blocking(const Kernels& kernels, const Sizes& s, const Blocking& b)
        {check("scatter", b.scatter, 0, 1), check("vectors", b.vectors, 1, kernels.max_vectors),
         check("panels", b.panels, 1, b.scatter != 0 ? 1 : kMostPanels), check("splits", b.splits, 1, out),
         check("tile_blocks", b.tile_blocks, 1, red),
-        check("group", b.group, 1, std::max<std::int64_t>(out, 64))}) {
+        check("group", b.group, 1, std::max<std::int64_t>(out, 64)), check("asks", b.asks, 0, 1)}) {
     if (!status.ok()) return status;
   }
   return {};
@@ -104,6 +113,7 @@ struct Bound {
 
   Bound(const Kernels& kernels, const Call& call, const Blocking& blocking)
       : product(call), layout(kernels, product.sizes, blocking) {
+    product.by_output.w.asks_x = blocking.asks != 0;
     Room shared(call.workspace);
     Layout::take_shared(shared, product.sizes, blocking, common);
   }

@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <vector>
 
+#include "core/registry.h"
 #include "cpu/pairs_blocking.h"
 
 namespace rarefy::cpu {
@@ -152,6 +153,19 @@ TEST(BlockingTest, PairsOfLargeWeightsMeetTwoPanels) {
     work.tiles = static_cast<double>(features * 4096 / 2) / 512;
     const auto chosen = from_config<PairsBlocking>(configure_panels(work, p, machine));
     EXPECT_EQ(chosen.panels, features == 768 ? 1 : 2);
+  }
+}
+
+// Where loads have room beside two FMAs a cycle.
+TEST(BlockingTest, LinesOfXAreAskedForWithRoomForLoads) {
+  const Problem p = make_problem(Op::linear, BsrShape{64, 64, 4, 1, 512}, 512, DType::f32);
+  for (const Kernel& kernel : registry()) {
+    if (kernel.name != "avx512_linear") continue;
+    Machine machine;
+    machine.features = {"avx512"};
+    EXPECT_EQ(from_config<Blocking>(kernel.configure(p, machine)).asks, 1);
+    machine.features.emplace_back("avx512_load_bound");
+    EXPECT_EQ(from_config<Blocking>(kernel.configure(p, machine)).asks, 0);
   }
 }
 

@@ -184,7 +184,8 @@ TEST_P(ProductsTest, GiveTheSameBitsInAnyBlocking) {
     const double density = cols < 8 ? 0.6 : 0.05;
     const Problem problem = make_problem({150, 203, 900, rows, cols, density, DType::f32, false, 1});
     std::set<std::vector<std::byte>> results;
-    for (const char* config : {"tile_blocks=2", "vectors=1", "vectors=2", "panels=3", "splits=2"}) {
+    for (const char* config :
+         {"tile_blocks=2", "vectors=1", "vectors=2", "panels=3", "splits=2", "asks=0", "asks=1"}) {
       const Force force(GetParam() + "," + GetParam() + "_linear(" + config + ")");
       ProblemIn<HostBuffer> run(problem);
       expect_ok(run.linear(Activation::gelu_tanh));

@@ -217,7 +217,7 @@ TEST(SelectTest, EveryConfigurationComputesTheSame) {
         EXPECT_NE(std::find(configs.begin(), configs.end(), base), configs.end());
         for (const char* other :
              {"scatter=0 tile_blocks=1 panels=1", "scatter=0 tile_blocks=5 panels=3 splits=2",
-              "scatter=0 group=2", "scatter=1 panels=1 tile_blocks=3 splits=3",
+              "scatter=0 group=2 asks=0", "scatter=1 panels=1 tile_blocks=3 splits=3",
               "scatter=0 vectors=1 panels=8 splits=4 tile_blocks=2"}) {
           configs.push_back(*parse_config(kernel, base, other));
         }
@@ -250,7 +250,7 @@ TEST(SelectTest, LongSumsHaveTheSamePartsInEveryConfiguration) {
         const auto want = run_forced(problem, kernel, base, pool.executor());
         for (const char* text :
              {"scatter=0 panels=1 splits=1", "scatter=0 vectors=1 tile_blocks=1 panels=3 splits=2",
-              "scatter=0 tile_blocks=7 panels=1 group=2", "scatter=0 tile_blocks=5 panels=2",
+              "scatter=0 tile_blocks=7 panels=1 group=2 asks=0", "scatter=0 tile_blocks=5 panels=2 asks=1",
               "scatter=1 panels=1 tile_blocks=3 splits=3", "scatter=1 panels=1 vectors=2 splits=1"}) {
           const Config config = *parse_config(kernel, base, text);
           for (const DType stored : {DType::f32, DType::bf16}) {
