@@ -256,8 +256,8 @@ void few_turned(const FewTask& task) {
   }
 }
 
-// x of four tokens for few_turned: of each 16 columns, column i of every quarter, [i][quarter][token]. Static,
-// as two units have it for the same I.
+// x of four tokens for few_turned: of each 16 columns, column i of every quarter, [i][quarter][token].
+// Static, as two units have it for the same I.
 template <class I>
 static void turn(const float* x, std::int64_t stride, std::int64_t columns, float* to) {
   for (std::int64_t k = 0; k < columns; k += I::kWidth, to += 4 * I::kWidth) {
