@@ -32,8 +32,8 @@ struct GradientParams {
   void* dbias;
   const void* dy_values;
   std::int64_t dy_stride;
-  int tiles, tile_blocks,
-      row_features;  // tile_blocks: thread blocks that have them, some one after the other
+  int tiles, row_features;
+  int tile_blocks;  // thread blocks that have the tiles, one each or one after the other
   // Tiles from skip_from on are `skipped` further in the list: those of a call may be two launches', of which
   // the second one begins with the first one's last round, and ends behind it.
   int skip_from, skipped;
