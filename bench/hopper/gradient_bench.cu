@@ -210,6 +210,35 @@ bool check(const GradientCase& c, bool integers, unsigned seed) {
   return good;
 }
 
+// Every configuration, with tiles enough that thread blocks take several, and few that share their tokens.
+bool repeats(int times) {
+  bool good = true;
+  for (const GradientCase& c : {GradientCase{1100, 1024, 1024, 128, 128, .25},
+                                {1100, 2048, 4096, 64, 64, .3},
+                                {1100, 1024, 1024, 32, 32, .3},
+                                {1100, 1024, 1024, 16, 16, .3}}) {
+    GradientSetup<__nv_bfloat16> s(c, false, 7);
+    int configs = 0, unequal = 0;
+    for (const GradientCandidate& candidate : gradient_candidates(s.problem, kMachine)) {
+      if (!runs(candidate)) continue;
+      ++configs;
+      const bool bias = tiles_at_most(s.problem, candidate.config) > 0;
+      std::vector<__nv_bfloat16> first, first_bias;
+      for (int i = 0; i < times; ++i) {
+        CHECK(launch(s.problem, candidate.config, s.operands(candidate.config, true, bias), nullptr));
+        const std::vector<__nv_bfloat16> dw = s.dvalues.host(), db = s.dbias.host();
+        if (i == 0) first = dw, first_bias = db;
+        unequal += std::memcmp(first.data(), dw.data(), dw.size() * sizeof(dw[0])) != 0 ||
+                   std::memcmp(first_bias.data(), db.data(), db.size() * sizeof(db[0])) != 0;
+      }
+    }
+    std::printf("gradient: b%ld, %d configurations, %d repeats each, %d unequal\n", c.r, configs, times,
+                unequal);
+    good &= unequal == 0;
+  }
+  return good;
+}
+
 }  // namespace
 
 bool check_gradient(bool small) {
@@ -249,6 +278,7 @@ bool check_gradient(bool small) {
     good &= check<__nv_bfloat16>(c, true, seed++);
     good &= check<__half>(c, false, seed++);
   }
+  if (!small) good &= repeats(1000);
   std::printf("gradient: %zu cases, every configuration, %s\n", cases.size(), good ? "all right" : "WRONG");
   return good;
 }

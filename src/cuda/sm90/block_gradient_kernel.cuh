@@ -56,8 +56,8 @@ struct GradientWarps {
       // Lanes that read it, or warps; and the loading warps, if they do.
       barrier_init(empty(self), (kTf32 ? 256 : 8) + (sums_dy() ? 4 : 0));
       if (self < State::kTiles) {
-        barrier_init(shared_address(&state.tile_full[self]), 1);
-        barrier_init(shared_address(&state.tile_empty[self]), 8);
+        barrier_init(shared_address(&state.tile_full[self]), kWords);
+        barrier_init(shared_address(&state.tile_empty[self]), 256);
       }
       barrier_init_done();
     }
@@ -135,9 +135,9 @@ struct GradientWarps {
   // Tells the multiplying warps of a tile.
   __device__ void put_tile(const Turn& turn, int word, int lane) const {
     wait(shared_address(&state.tile_empty[turn.slot]), turn.parity);
-    if (lane < kWords) reinterpret_cast<int*>(&state.tile[turn.slot])[lane] = word;
-    __syncwarp();
-    if (lane == 0) arrive(shared_address(&state.tile_full[turn.slot]));
+    if (lane >= kWords) return;
+    reinterpret_cast<int*>(&state.tile[turn.slot])[lane] = word;
+    arrive(shared_address(&state.tile_full[turn.slot]));  // each lane for what it wrote
   }
 
   __device__ void load_tile(const Job& job, SlotTurn& at, SlotTurn& summed, int warp, int lane) const {
@@ -213,8 +213,7 @@ struct GradientWarps {
         const Tile& tile = state.tile[turn.slot];
         if (uniform(tile.x_panels) <= 0) break;
         multiply_tile(tile, at, warp, lane);
-        __syncwarp();
-        if (lane == 0) arrive(shared_address(&state.tile_empty[turn.slot]));
+        arrive(shared_address(&state.tile_empty[turn.slot]));  // each lane for what it read
       }
     } else {
       multiply_tile(state.tile[0], at, warp, lane);
