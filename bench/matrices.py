@@ -2,8 +2,9 @@
 
 Transposes beside a copy of their indices and values; matrix × vector beside reading as many bytes, values and
 indices of 32 bits, by rarefy_peak; matrix × matrix at several densities; sparse × sparse; a product beside
-the layer of the same weight. Results are compared before they are timed. One thread's time is the
-processor's; with more it is the wall's. A row's figure is from the best turn of each.
+the layer of the same weight, and one with arrays that each call checks beside a matrix that holds them.
+Results are compared before they are timed. One thread's time is the processor's; with more it is the wall's.
+A row's figure is from the best turn of each.
 
 python bench/matrices.py --threads 2 --csv out.csv
 python bench/matrices.py --only transpose
@@ -118,6 +119,28 @@ def layers(tokens: int, spec: str) -> Measured:
     return f"sparse_dense {spec} 768 -> 3072, {tokens} tokens", calls, 0
 
 
+def raw_arrays(block: tuple[int, int], density: float, tokens: int, index: torch.dtype) -> Measured:
+    """A product with arrays that each call checks, beside one with a matrix that holds them: 768→3072."""
+    grid = 3072 // block[0], 768 // block[1]
+    mask = rarefy.masks.random_blocks(grid, density, torch.Generator().manual_seed(0))
+    pattern = rarefy.BsrPattern.from_mask(mask, shape=(3072, 768), block_shape=block)
+    indptr, indices = (part.to(index) for part in pattern.indices())
+    shape = (pattern.nnzb,) if block == (1, 1) else (pattern.nnzb, *block)
+    arrays = torch.randn(shape), indices, indptr
+    held = sparse.SparseMatrix(*arrays, shape=(3072, 768))
+    x = torch.randn(tokens, 768)
+    torch.testing.assert_close(sparse.sparse_dense(x, arrays), sparse.sparse_dense(x, held))
+    calls = {
+        "ours": lambda: sparse.sparse_dense(x, arrays),
+        "held": lambda: sparse.sparse_dense(x, held),
+    }
+    name = "x".join(map(str, block))
+    text = (
+        f"raw arrays, {pattern.nnzb} {str(index).removeprefix('torch.')} indices of {name}, {tokens} tokens"
+    )
+    return text, calls, 0
+
+
 def cases() -> Iterator[Any]:
     """What is measured, each made when its turn comes."""
     for size in ((10_000, 10_000, 0.1), (1_000_000, 1_000_000, 1e-5)):
@@ -132,6 +155,11 @@ def cases() -> Iterator[Any]:
             yield "few", lambda size=size, few=few: products(Case(*size), few)
     for tokens in (1, 128):
         yield "layer", lambda tokens=tokens: layers(tokens, "block:16x1@0.25")
+    for block, density in (((1, 1), 0.1), ((1, 1), 0.35), ((2, 2), 0.25), ((1, 16), 0.1), ((16, 1), 0.25)):
+        for tokens in (1, 8, 32, 512):
+            for index in (torch.int32, torch.int64):
+                its = block, density, tokens, index
+                yield "raw", lambda its=its: raw_arrays(*its)
     yield "sparse x sparse", lambda: sparse_products(Case(4000, 4000, 0.01))
 
 
@@ -143,7 +171,7 @@ def measured(make: Any, args: argparse.Namespace) -> dict[str, Any]:
     with torch.no_grad():
         best = {name: min(turns) for name, turns in measure(calls, args.threads, args.rounds).items()}
     row: dict[str, Any] = {"case": text}
-    for name in ("ours", "scipy", "scipy unsorted", "torch", "copy", "layer"):
+    for name in ("ours", "scipy", "scipy unsorted", "torch", "copy", "layer", "held"):
         row[f"{name}_ms"] = round(best[name] * 1e3, 4) if name in best else ""
     row["reading_share"] = ""
     if read:

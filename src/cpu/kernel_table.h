@@ -8,6 +8,7 @@
 #include "cpu/in_place.h"
 #include "cpu/narrow.h"
 #include "cpu/panel.h"
+#include "cpu/piece_lists.h"
 #include "cpu/pieces.h"
 #include "cpu/scatter.h"
 #include "cpu/softmax.h"
@@ -29,6 +30,7 @@ constexpr Kernels kernel_table(const char* family, std::int32_t max_vectors) {
   table.gather = gather<I>;
   table.scatter = scatter<I>;
   table.pieces = pieces<I>;
+  table.list_pieces = list_pieces<I>;
   table.dot = dot<I>;
   if constexpr (I::kWidth >= 8) {  // below, there are few idle lanes to win back
     table.few_takes = few_takes<I>;

@@ -175,6 +175,23 @@ struct PiecesTask {
 };
 inline constexpr int kPiecesAhead = 8;
 
+// Lists the pieces of some rows of W at each tile of X, and returns where they end (piece_lists.h). Of a
+// tile: two lists, each sorted by length, the longest first, and their columns.
+struct PieceListTask {
+  const std::int32_t* begin;  // of each row, and the end
+  const std::int32_t* index;  // of all of W
+  std::int64_t rows, entries;
+  std::int64_t tiles;
+  std::int32_t columns, part;   // of a tile; entries of a part of a sum
+  std::int32_t at, columns_at;  // where pieces go, and their columns, in fours
+  std::int32_t* lists;          // of each tile: begin, after, end, where columns begin
+  Piece* pieces;
+  std::uint16_t* to;  // 12 behind a piece's padded columns can be written
+};
+inline constexpr std::int64_t kPieceLists = 4;
+inline constexpr std::int64_t kMostPieceRows = 1024;           // bounds scratch on the stack
+inline constexpr std::int64_t kMostPieceColumns = kPartTerms;  // so that a piece meets one part's end at most
+
 // y[m][o] += Σ over entries of W[o, i] · x[m][i] for 1, 2 or 4 tokens, row-major in and out, and for the
 // block shapes that few_takes names (few.h).
 template <class T>
@@ -303,6 +320,7 @@ struct Kernels {
   bool (*narrow_takes)(const WovenTask&);
   void (*scatter)(const ScatterTask&);
   void (*pieces)(const PiecesTask&);
+  std::int32_t (*list_pieces)(const PieceListTask&);
   void (*dot)(const DotTask&);
   void (*strips)(const DotTask&);  // or null
   // As FewKernels::takes, for feed_forward.cc, which has this table alone; or null.

@@ -14,9 +14,7 @@ namespace rarefy::cpu {
 
 namespace {
 
-constexpr std::int64_t kMostRows = 1024;           // of a range, bounds scratch on the stack
-constexpr std::int64_t kMostColumns = kPartTerms;  // a piece meets the end of one part at most
-constexpr std::int64_t kLists = 4;                 // begin, after, end, columns
+constexpr std::int64_t kColumnsApart = 4;  // in fours, between ranges: columns are copied by 16
 
 struct Shape : ProductShape {
   bool copies;        // of the values: they lie otherwise, or are not floats
@@ -51,11 +49,21 @@ struct Prepared {
       : tiles(std::max<std::int64_t>(1, ceil_div(s.red_blocks, std::max<std::int64_t>(1, b.columns)))),
         ranges(ceil_div(s.out_blocks, std::max<std::int64_t>(1, b.rows))) {
     Room room(base);
-    lists = room.take<std::int32_t>(kLists * tiles * ranges);
+    lists = room.take<std::int32_t>(kPieceLists * tiles * ranges);
     most = s.out_blocks * tiles + s.entries / s.part + kPiecesAhead + 4;
     pieces = room.take<Piece>(most);
-    columns = room.take<std::uint16_t>(s.entries + 4 * (most + ranges));
+    columns = room.take<std::uint16_t>(s.entries + 4 * (most + kColumnsApart * ranges));
     bytes = room.bytes();
+  }
+  // Where the pieces of a range begin, and their columns in fours: behind all that the rows before could
+  // have.
+  std::int32_t first_piece(const Shape& s, const PiecesBlocking& b, const Entries& w,
+                           std::int64_t range) const {
+    return static_cast<std::int32_t>(range * b.rows * tiles + w.begin[range * b.rows] / s.part);
+  }
+  static std::int32_t first_column(const Entries& w, std::int64_t row, std::int32_t piece,
+                                   std::int64_t range) {
+    return w.begin[row] / 4 + piece + static_cast<std::int32_t>(kColumnsApart * range);
   }
 };
 
@@ -95,70 +103,18 @@ float to_number(float value) { return value; }
 float to_number(bfloat16 value) { return to_float(value); }
 float to_number(float16 value) { return to_float(value); }
 
-// One range: per tile, how long the rows' pieces are, and these sorted, the longest first. Ranges have room
-// for all that their entries could become.
-void prepare_range(const Shape& s, const PiecesBlocking& b, const Entries& w, const Prepared& to,
-                   std::int64_t range) {
+// One range. Ranges have room for all that their entries could become.
+void prepare_range(const Kernels& kernels, const Shape& s, const PiecesBlocking& b, const Entries& w,
+                   const Prepared& to, std::int64_t range) {
   const std::int64_t first = range * b.rows;
-  const std::int64_t rows = std::min(b.rows, s.out_blocks - first);
-  auto at = static_cast<std::int32_t>(first * to.tiles + w.begin[first] / s.part);
-  std::int32_t columns_at = w.begin[first] / 4 + at + static_cast<std::int32_t>(range);  // in fours
-  std::int32_t cursor[kMostRows], end[kMostRows];
-  std::copy_n(w.begin + first, rows, cursor);
-  for (std::int64_t tile = 0; tile < to.tiles; ++tile) {
-    const auto limit = static_cast<std::int32_t>((tile + 1) * b.columns);
-    // Pieces by length, those behind a full part apart: how many, then where the next one goes.
-    std::int32_t place[2][kMostColumns + 1] = {};
-    const auto each = [&](auto f) {
-      for (std::int64_t r = 0; r < rows; ++r) {
-        const std::int32_t begin = w.begin[first + r], stop = w.begin[first + r + 1];
-        const std::int32_t from = cursor[r], to_entry = end[r];
-        // Where a part begins that is not the first one, in [from, to_entry).
-        const auto full = static_cast<std::int32_t>(
-            begin + std::max<std::int64_t>(ceil_div(from - begin, s.part), 1) * s.part);
-        if (full < to_entry && full <= stop - least_entries(s.part)) {
-          if (from < full) f(0, r, from, full, false);
-          f(1, r, full, to_entry, full == begin + s.part);
-        } else if (from < to_entry) {
-          f(0, r, from, to_entry, false);
-        }
-      }
-    };
-    for (std::int64_t r = 0; r < rows; ++r) {
-      const std::int32_t stop = w.begin[first + r + 1];
-      const std::int32_t* furthest = w.index + std::min<std::int64_t>(stop, cursor[r] + b.columns);
-      end[r] = static_cast<std::int32_t>(std::lower_bound(w.index + cursor[r], furthest, limit) - w.index);
-    }
-    each([&](int list, std::int64_t, std::int32_t from, std::int32_t stop, bool) {
-      ++place[list][stop - from];
-    });
-    std::int32_t* lists = to.lists + kLists * (range * to.tiles + tile);
-    for (int list = 0; list < 2; ++list) {
-      lists[list] = at;
-      for (std::int64_t length = kMostColumns; length > 0; --length) {
-        const std::int32_t count = place[list][length];
-        place[list][length] = at;
-        at += count;
-      }
-    }
-    lists[2] = at;
-    lists[3] = columns_at;
-    each([&](int list, std::int64_t r, std::int32_t from, std::int32_t stop, bool second) {
-      to.pieces[place[list][stop - from]++] = {from, static_cast<std::uint16_t>(r),
-                                               static_cast<std::uint16_t>((stop - from) & 0x7fff),
-                                               static_cast<std::uint16_t>(second ? 1 : 0)};
-    });
-    for (std::int32_t p = lists[0]; p < at; ++p) {
-      const Piece piece = to.pieces[p];
-      std::uint16_t* columns = to.columns + std::int64_t{4} * columns_at;
-      std::fill_n(columns + padded_columns(piece) - 4, 4, std::uint16_t{0});
-      for (std::int32_t i = 0; i < piece.count; ++i) {
-        columns[i] = static_cast<std::uint16_t>(w.index[piece.begin + i] - tile * b.columns);
-      }
-      columns_at += static_cast<std::int32_t>(padded_columns(piece) / 4);
-    }
-    std::copy_n(end, rows, cursor);
-  }
+  const std::int32_t at = to.first_piece(s, b, w, range);
+  const std::int32_t end = kernels.list_pieces(
+      {w.begin + first, w.index, std::min(b.rows, s.out_blocks - first), s.entries, to.tiles,
+       static_cast<std::int32_t>(b.columns), s.part, at, to.first_column(w, first, at, range),
+       to.lists + kPieceLists * range * to.tiles, to.pieces, to.columns});
+  // What lies behind a list is read ahead.
+  const std::int32_t next = range + 1 < to.ranges ? to.first_piece(s, b, w, range + 1) : end + kPiecesAhead;
+  std::fill(to.pieces + end, to.pieces + std::min(end + kPiecesAhead, next), Piece{});
 }
 
 // Values of a block row after the other go to their columns, whose next places stay in L1: reading them by
@@ -230,7 +186,7 @@ class Task {
         std::fill_n(parts_.y + o * lanes, lanes, parts_.start[from + o]);
       }
       for (std::int64_t tile = 0; tile < prepared_.tiles; ++tile) {
-        const std::int32_t* lists = prepared_.lists + kLists * (range * prepared_.tiles + tile);
+        const std::int32_t* lists = prepared_.lists + kPieceLists * (range * prepared_.tiles + tile);
         k_.pieces({prepared_.columns + std::int64_t{4} * lists[3],
                    s_.copies ? parts_.values : static_cast<const float*>(call_.values),
                    static_cast<std::int32_t>(s_.out_block), static_cast<std::int32_t>(s_.red_block),
@@ -260,9 +216,10 @@ class Task {
 };
 
 Status check_cut(const Shape& s, const PiecesBlocking& b) {
-  if (b.columns < 1 || b.columns > s.part || b.rows < 1 || b.rows > kMostRows) {
+  if (b.columns < 1 || b.columns > s.part || b.rows < 1 || b.rows > kMostPieceRows) {
     return invalid(
-        "pieces", cat("columns and rows of the config must be in [1, ", s.part, "] and [1, ", kMostRows, ']'),
+        "pieces",
+        cat("columns and rows of the config must be in [1, ", s.part, "] and [1, ", kMostPieceRows, ']'),
         cat(b.columns, " and ", b.rows));
   }
   // Lists count pieces, and their columns in fours, in 32 bits: a piece for each row and tile, parts,
@@ -296,7 +253,7 @@ PiecesBlocking cut(const Kernels& kernels, const Shape& s, const Machine& machin
   const std::int64_t most = std::clamp<std::int64_t>(tile_floats(machine) / (lanes * s.red_block), 1, s.part);
   b.columns = std::max<std::int64_t>(1, ceil_div(s.red_blocks, ceil_div(s.red_blocks, most)));
   const std::int64_t rows = panel_floats(machine) / 2 / (lanes * s.out_block);
-  b.rows = std::clamp<std::int64_t>(rows, 1, std::min(kMostRows, s.out_blocks));
+  b.rows = std::clamp<std::int64_t>(rows, 1, std::min(kMostPieceRows, s.out_blocks));
   b.rows = ceil_div(s.out_blocks, ceil_div(s.out_blocks, b.rows));
   return b;
 }
@@ -358,23 +315,21 @@ std::int64_t pieces_workspace(const Kernels& kernels, const Problem& problem, co
 
 std::int64_t pieces_variant(const Problem& /*problem*/, const Config& config) {
   const auto b = from_config<PiecesBlocking>(config);
-  return b.columns * (kMostRows + 1) + b.rows;
+  return b.columns * (kMostPieceRows + 1) + b.rows;
 }
 
 std::int64_t pieces_prepared_size(const Problem& problem, const Config& config) {
   return Prepared(Shape(problem), from_config<PiecesBlocking>(config), nullptr).bytes;
 }
 
-Status prepare_pieces(const Call& call, void* to) {
+Status prepare_pieces(const Kernels& kernels, const Call& call, void* to) {
   const auto b = from_config<PiecesBlocking>(call.config);
   const Shape s(call.problem);
   if (Status status = check_cut(s, b); !status.ok()) return status;
   const Entries w(call);
   const Prepared prepared(s, b, to);
-  // What lies between the lists, and behind the last one, is read ahead.
-  std::fill_n(prepared.pieces, prepared.most, Piece{});
   call.executor.parallel_for(prepared.ranges,
-                             [&](std::int64_t range) { prepare_range(s, b, w, prepared, range); });
+                             [&](std::int64_t range) { prepare_range(kernels, s, b, w, prepared, range); });
   return {};
 }
 

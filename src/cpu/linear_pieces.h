@@ -22,6 +22,6 @@ Status run_pieces(const Kernels& kernels, const Call& call);
 // Where the pieces lie: of the pattern, the tiles and the ranges alone.
 std::int64_t pieces_variant(const Problem& problem, const Config& config);
 std::int64_t pieces_prepared_size(const Problem& problem, const Config& config);
-Status prepare_pieces(const Call& call, void* to);
+Status prepare_pieces(const Kernels& kernels, const Call& call, void* to);
 
 }  // namespace rarefy::cpu

@@ -204,7 +204,7 @@ void add_pieces(Registry& registry, std::string_view linear, std::string_view gr
         .derives_as = op == Op::linear ? prepared : transposed,
         .variant = pieces_variant,
         .prepared_size = pieces_prepared_size,
-        .prepare = prepare_pieces,
+        .prepare = [](const Call& call, void* to) { return prepare_pieces(kKernels, call, to); },
     });
   }
 }

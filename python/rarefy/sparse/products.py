@@ -4,23 +4,27 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from .. import _load, ops
-from .._torch_private import eager, in_autocast, unrecorded
+from .._torch_private import eager, eager_call, in_autocast, unrecorded
 from ..activations import NONE, activate, check_activation
 from ..checks import fail
+from ..op_rules import meets_nothing
 from ..pattern import BsrPattern, row_plan_size
 from ..sparse_weight import SparseWeight
 from . import expanded
 from .kinds import as_matrix
-from .matrix import FLOATS, INTEGERS, SparseMatrix, as_tensor, rows_product
+from .matrix import CHECKS, FLOATS, INTEGERS, SparseMatrix, as_tensor, rows_product
 
 _integers, _integer_sampled, _sparse_product, _sampled_product, product_in_place = map(
     _load.op,
     ("_integer_linear", "_integer_sampled", "_sparse_product", "_sampled_product", "_product_in_place"),
 )
+_arrays_product = eager_call(_load.op("_arrays_product"))
+_ARRAYS = tuple(np.dtype(name) for name in ("f4", "f8", "f2", "i4", "i8"))  # of a native order
 _LEAST_DOUBLES = 4  # columns that spmm multiplies as they lie
 # In float32, of single elements: up to so many columns, up to so many elements a row; beyond, packing b
 # first is faster (cpu/single_weights.md). Of CSR also from 1 / density on, as short rows of wide matrices
@@ -68,6 +72,10 @@ def sparse_dense(
         if y is not None:
             return y
     x = as_tensor(op, "x", x)
+    if activation is None and not sparse_lhs and check in CHECKS:
+        y = _with_arrays(x, weight, bias)
+        if y is not None:
+            return y
     if x.ndim == 0 or (sparse_lhs and x.ndim != 2):
         fail(op, f"x must have {'2' if sparse_lhs else 'at least 1'} dimensions", x.ndim)
     name = check_activation(op, activation)
@@ -82,6 +90,36 @@ def sparse_dense(
         return _linear(op, matrix, x, bias, name)
     y = _linear(op, matrix, x, None, NONE).t()
     return activate(y if bias is None else y + bias, name)
+
+
+def _with_arrays(x: Tensor, weight: Any, bias: Any) -> Tensor | None:
+    """The product with arrays in scipy's order of an eager call: read, checked and used by one op.
+
+    None where they are of another kind, not sorted or not valid, or someone wants gradients: the long way has
+    an answer to each, and what it makes of the arrays first takes as long as a small product.
+    """
+    if type(weight) is tuple:
+        arrays = weight
+    elif getattr(weight, "format", None) in ("csr", "bsr") and hasattr(weight, "tocsr"):
+        if x.ndim == 0 or tuple(weight.shape)[1:] != tuple(x.shape[-1:]):
+            return None
+        arrays = weight.data, weight.indices, weight.indptr
+    else:
+        return None
+    if len(arrays) != 3:
+        return None
+    tensors = tuple(_shared(array) for array in arrays)
+    if any(t is None for t in tensors) or not meets_nothing(x, *tensors, bias):
+        return None
+    return _arrays_product(x, *tensors, bias)
+
+
+def _shared(array: Any) -> Tensor | None:
+    """A tensor, or a NumPy array as one that shares its memory, where torch can."""
+    if type(array) is np.ndarray:
+        plain = array.dtype in _ARRAYS and array.flags.writeable and min(array.strides, default=0) >= 0
+        return torch.from_numpy(array) if plain else None
+    return array if type(array) is Tensor else None
 
 
 def checked_bias(op: str, bias: Any, x: Tensor, size: int) -> Tensor:

@@ -17,6 +17,14 @@ struct Avx2 {
 
   static Vec zero() { return _mm256_setzero_ps(); }
   static Vec set1(float x) { return _mm256_set1_ps(x); }
+  // A bit for each of 16 integers that is below the limit.
+  static std::uint16_t below_16(const std::int32_t* p, std::int32_t limit) {
+    const auto eight = [&](const std::int32_t* of) {
+      const __m256i values = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(of));
+      return _mm256_movemask_ps(_mm256_castsi256_ps(_mm256_cmpgt_epi32(_mm256_set1_epi32(limit), values)));
+    };
+    return static_cast<std::uint16_t>(eight(p) | eight(p + 8) << 8);
+  }
   static Vec load(const float* p) { return _mm256_loadu_ps(p); }
   static void store(float* p, Vec v) { _mm256_storeu_ps(p, v); }
   static Vec add(Vec a, Vec b) { return _mm256_add_ps(a, b); }

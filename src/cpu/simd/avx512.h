@@ -16,6 +16,10 @@ struct Avx512 {
 
   static Vec zero() { return _mm512_setzero_ps(); }
   static Vec set1(float x) { return _mm512_set1_ps(x); }
+  // A bit for each of 16 integers that is below the limit.
+  static std::uint16_t below_16(const std::int32_t* p, std::int32_t limit) {
+    return _mm512_cmplt_epi32_mask(_mm512_loadu_si512(p), _mm512_set1_epi32(limit));
+  }
   static Vec load(const float* p) { return _mm512_loadu_ps(p); }
   static void store(float* p, Vec v) { _mm512_storeu_ps(p, v); }
   static Vec add(Vec a, Vec b) { return _mm512_add_ps(a, b); }
