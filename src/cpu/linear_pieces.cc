@@ -245,10 +245,10 @@ std::int64_t tile_floats(const Machine& machine) {
   return (machine.l1 > 0 ? machine.l1 : 32 << 10) / 4 * 3 / 4;
 }
 
-// What does not follow from the tokens: the widest panel, tiles and ranges.
-PiecesBlocking cut(const Kernels& kernels, const Shape& s, const Machine& machine) {
+// Tiles and ranges for panels of so many vectors.
+PiecesBlocking cut(const Kernels& kernels, const Shape& s, const Machine& machine, std::int64_t vectors) {
   PiecesBlocking b;
-  b.vectors = kernels.max_vectors;
+  b.vectors = vectors;
   const std::int64_t lanes = b.vectors * kernels.width;
   const std::int64_t most = std::clamp<std::int64_t>(tile_floats(machine) / (lanes * s.red_block), 1, s.part);
   b.columns = std::max<std::int64_t>(1, ceil_div(s.red_blocks, ceil_div(s.red_blocks, most)));
@@ -269,7 +269,7 @@ Reason supports_pieces(const Kernels& kernels, const Problem& p, const Machine& 
   if (p.op == Op::linear && p.tokens <= kFewTokens) {
     return cat("takes more than ", kFewTokens, " tokens; got ", p.tokens);
   }
-  const PiecesBlocking b = cut(kernels, s, machine);
+  const PiecesBlocking b = cut(kernels, s, machine, kernels.max_vectors);
   // Of 2×1 gather reads a line for two FMAs already (768→3072 at .1 and .35: 1.86 and 6.9 ms, here 2.0, 5.2).
   const std::int64_t least = s.out_block > s.red_block ? 20 : 4;
   if (s.entries < least * s.out_blocks * ceil_div(s.red_blocks, b.columns)) {
@@ -280,9 +280,12 @@ Reason supports_pieces(const Kernels& kernels, const Problem& p, const Machine& 
 
 Config configure_pieces(const Kernels& kernels, const Problem& p, const Machine& machine) {
   const Shape s(p);
-  PiecesBlocking b = cut(kernels, s, machine);
   const std::int64_t all = std::max<std::int64_t>(1, ceil_div(p.tokens, std::int64_t{kernels.width}));
-  const std::int64_t panels = ceil_div(all, b.vectors);
+  const std::int64_t panels = ceil_div(all, std::int64_t{kernels.max_vectors});
+  // What is held is for any number of tokens. Where pieces are listed in the call, few tokens have wider
+  // tiles, so fewer pieces.
+  const std::int64_t widest = p.derived == 0 ? ceil_div(all, panels) : kernels.max_vectors;
+  PiecesBlocking b = cut(kernels, s, machine, widest);
   b.vectors = ceil_div(all, panels);
   const std::int64_t ranges = ceil_div(s.out_blocks, b.rows);
   const double pack = kMove * static_cast<double>(s.red_blocks * s.red_block * b.vectors * kernels.width);
