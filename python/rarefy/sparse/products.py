@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -24,7 +23,6 @@ _integers, _integer_sampled, _sparse_product, _sampled_product, product_in_place
     ("_integer_linear", "_integer_sampled", "_sparse_product", "_sampled_product", "_product_in_place"),
 )
 _arrays_product = eager_call(_load.op("_arrays_product"))
-_ARRAYS = tuple(np.dtype(name) for name in ("f4", "f8", "f2", "i4", "i8"))  # of a native order
 _LEAST_DOUBLES = 4  # columns that spmm multiplies as they lie
 # In float32, of single elements: up to so many columns, up to so many elements a row; beyond, packing b
 # first is faster (cpu/single_weights.md). Of CSR also from 1 / density on, as short rows of wide matrices
@@ -108,18 +106,9 @@ def _with_arrays(x: Tensor, weight: Any, bias: Any) -> Tensor | None:
         return None
     if len(arrays) != 3:
         return None
-    tensors = tuple(_shared(array) for array in arrays)
-    if any(t is None for t in tensors) or not meets_nothing(x, *tensors, bias):
-        return None
-    return _arrays_product(x, *tensors, bias)
-
-
-def _shared(array: Any) -> Tensor | None:
-    """A tensor, or a NumPy array as one that shares its memory, where torch can."""
-    if type(array) is np.ndarray:
-        plain = array.dtype in _ARRAYS and array.flags.writeable and min(array.strides, default=0) >= 0
-        return torch.from_numpy(array) if plain else None
-    return array if type(array) is Tensor else None
+    names = "data", "indices", "indptr"
+    tensors = [as_tensor("sparse_dense", name, array) for name, array in zip(names, arrays, strict=True)]
+    return _arrays_product(x, *tensors, bias) if meets_nothing(x, *tensors, bias) else None
 
 
 def checked_bias(op: str, bias: Any, x: Tensor, size: int) -> Tensor:
