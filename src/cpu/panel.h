@@ -141,15 +141,29 @@ void pack(const PackTask& task) {
 template <class I>
 void activate_all(Activation activation, float* values, std::int64_t count) {
   if (activation == Activation::none) return;
-  for (std::int64_t i = 0; i < count; i += I::kWidth) {
-    I::store(values + i, activate<I>(activation, I::load(values + i)));
+  constexpr std::int64_t some = kAtOnce<I> * I::kWidth;
+  std::int64_t i = 0;
+  for (; i + some <= count; i += some) {
+    Vec<I> x[kAtOnce<I>];
+    for (int v = 0; v < kAtOnce<I>; ++v) x[v] = I::load(values + i + v * I::kWidth);
+    activate_several<I>(activation, x);
+    for (int v = 0; v < kAtOnce<I>; ++v) I::store(values + i + v * I::kWidth, x[v]);
   }
+  for (; i < count; i += I::kWidth) I::store(values + i, activate<I>(activation, I::load(values + i)));
 }
 
+// The same of `gate`, times values.
 template <class I>
 void apply_gate(Activation activation, const float* gate, float* values, std::int64_t count) {
-  for (std::int64_t i = 0; i < count; i += I::kWidth) {
-    I::store(values + i, I::mul(activate<I>(activation, I::load(gate + i)), I::load(values + i)));
+  constexpr std::int64_t some = kAtOnce<I> * I::kWidth;
+  for (std::int64_t i = 0; i < count; i += some) {
+    const std::int64_t now = count - i < some ? count - i : some;
+    alignas(64) float active[some];
+    for (std::int64_t v = 0; v < now; v += I::kWidth) I::store(active + v, I::load(gate + i + v));
+    activate_all<I>(activation, active, now);
+    for (std::int64_t v = 0; v < now; v += I::kWidth) {
+      I::store(values + i + v, I::mul(I::load(active + v), I::load(values + i + v)));
+    }
   }
 }
 

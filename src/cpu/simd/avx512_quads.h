@@ -189,14 +189,22 @@ struct Avx512Quads {
     const __m512i offset = _mm512_slli_epi32(_mm512_loadu_si512(t.totals + first), 7);
     const __m512 scales = _mm512_loadu_ps(t.scales + first), bias = _mm512_loadu_ps(t.bias + first);
     const float* tokens = t.tokens + half * 16;
-#pragma GCC unroll 16
-    for (int m = 0; m < 16; ++m, y += stride) {
-      const __m512i sum = kUnsigned ? _mm512_sub_epi32(sums[m], offset) : sums[m];
-      const __m512 scaled = _mm512_mul_ps(_mm512_cvtepi32_ps(sum), scales);
-      __m512 row = _mm512_fmadd_ps(scaled, _mm512_set1_ps(tokens[m]), bias);
-      if constexpr (kActivate) row = activate<Avx512>(t.activation, row);
-      put(y, row);
-      __builtin_prefetch(y + 32, 0, 2);  // as PairRows does
+    constexpr int some = kAtOnce<Avx512>;
+#pragma GCC unroll 4
+    for (int m = 0; m < 16; m += some) {
+      __m512 row[some];
+#pragma GCC unroll 4
+      for (int i = 0; i < some; ++i) {
+        const __m512i sum = kUnsigned ? _mm512_sub_epi32(sums[m + i], offset) : sums[m + i];
+        const __m512 scaled = _mm512_mul_ps(_mm512_cvtepi32_ps(sum), scales);
+        row[i] = _mm512_fmadd_ps(scaled, _mm512_set1_ps(tokens[m + i]), bias);
+      }
+      if constexpr (kActivate) activate_several<Avx512>(t.activation, row);
+#pragma GCC unroll 4
+      for (int i = 0; i < some; ++i, y += stride) {
+        put(y, row[i]);
+        __builtin_prefetch(y + 32, 0, 2);  // as PairRows does
+      }
     }
   }
 };

@@ -101,7 +101,8 @@ struct Avx512VnniRows {
       const __m512 sum = _mm512_cvtepi32_ps(_mm512_castps_si512(row[i]));
       row[i] = _mm512_fmadd_ps(_mm512_mul_ps(sum, scales), _mm512_set1_ps(out.tokens[token + 4 * i]), bias);
     }
-    if (out.activation != Activation::none || out.cols - o < 16 || token + 12 >= out.rows) [[unlikely]] {
+    if (out.activation != Activation::none) activate_several<Avx512>(out.activation, row);
+    if (out.cols - o < 16 || token + 12 >= out.rows) [[unlikely]] {
       store_odd(t, row);
     } else if (out.bf16) {
       store_four(t, row, static_cast<std::uint16_t*>(out.y) + token * out.row_stride + o);
@@ -121,15 +122,14 @@ struct Avx512VnniRows {
   }
   static void put(float* y, __m512 v) { Avx512::store(y, v); }
   static void put(std::uint16_t* y, __m512 v) { Avx512::store_bf16(y, v); }
-  // Some of them, or activated.
+  // Some of them.
   [[gnu::noinline]] static void store_odd(const QuadLeaving& t, const __m512 (&row)[4]) {
     const QuadStore& out = t.out;
     const std::int32_t token = t.turn / 4 * 16 + t.turn % 4;
     const std::int32_t cols = out.cols - t.done < 16 ? out.cols - t.done : 16;
     for (int i = 0; i < 4 && token + 4 * i < out.rows; ++i) {
       store_part<Avx512>(out.bf16 ? Storage::bf16 : Storage::f32, out.y,
-                         (token + 4 * i) * out.row_stride + t.done, activate<Avx512>(out.activation, row[i]),
-                         cols);
+                         (token + 4 * i) * out.row_stride + t.done, row[i], cols);
     }
   }
 
