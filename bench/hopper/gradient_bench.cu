@@ -267,6 +267,9 @@ bool check_gradient(bool small) {
   cases.push_back({300, 1024, 512, 32, 32, .05, Kind::one_dense_row, 16});
   cases.push_back({300, 1024, 512, 16, 16, 1});
   cases.push_back({300, 1024, 512, 16, 16, 0});
+  cases.push_back({1100, 1056, 1024, 32, 32, .3, Kind::rows_half_empty});
+  cases.push_back({600, 1056, 1024, 32, 32, .02, Kind::one_dense_row, 8});
+  cases.push_back({70, 1056, 1000, 32, 16, .3, Kind::rows_half_empty, 0, true});
   if (!small) cases.push_back({8192, 4096, 4096, 128, 128, .1});
   if (!small) cases.push_back({8192, 4096, 4096, 32, 32, .1});
   if (!small) cases.push_back({8192, 4096, 4096, 16, 16, .25});
@@ -283,6 +286,40 @@ bool check_gradient(bool small) {
   return good;
 }
 
+// One pattern's chosen configuration, or every one, with the bias gradient beside it.
+void time_case(Report& report, const Times& t_dense, const GradientCase& c, bool every_config) {
+  const std::string block = std::to_string(c.r) + "x" + std::to_string(c.c),
+                    kernel = c.kind == Kind::random ? "gradient" : "gradient of half-empty rows";
+  GradientSetup<__nv_bfloat16> s(c, false, 7);
+  const std::string chosen = configure(s.problem, kMachine).text();
+  for (const GradientCandidate& candidate : gradient_candidates(s.problem, kMachine)) {
+    const bool is_chosen = candidate.config.text() == chosen;
+    const bool main_shape = c.n == 4096 && c.k == 4096;
+    if (!runs(candidate) || !chosen_by_env(candidate.config.text()) ||
+        !(is_chosen || (every_config && (main_shape || candidate.reason.empty()))))
+      continue;
+    const GradientOperands operands = s.operands(candidate.config, true);
+    const double prepare_us =
+        time_graph(
+            [&](cudaStream_t stream) {
+              CHECK(prepare(s.problem, candidate.config, s.crow.data(), s.col.data(), s.list.data(), stream));
+            },
+            5)
+            .median;
+    const Times t = time_graph(
+        [&](cudaStream_t stream) { CHECK(launch(s.problem, candidate.config, operands, stream)); });
+    report.add({"grad_weight", c.m, c.n, c.k, block, c.density, kernel,
+                candidate.config.text() + (is_chosen ? " *" : ""), t, t_dense, candidate.microseconds,
+                prepare_us});
+    if (!is_chosen) continue;
+    const GradientOperands both = s.operands(candidate.config, true, true);
+    const Times with_bias =
+        time_graph([&](cudaStream_t stream) { CHECK(launch(s.problem, candidate.config, both, stream)); });
+    report.add({"grad_weight+bias", c.m, c.n, c.k, block, c.density, kernel, candidate.config.text(),
+                with_bias, t_dense, candidate.microseconds, prepare_us});
+  }
+}
+
 void time_gradient(Report& report, Dense& dense, bool every_config) {
   struct Shape {
     std::int64_t m, n, k;
@@ -297,36 +334,12 @@ void time_gradient(Report& report, Dense& dense, bool every_config) {
     const Times t_dense = dense.grad_weight(shape.m, shape.n, shape.k);
     for (const std::int64_t b : {128, 64, 32, 16}) {
       for (const double density : {.5, .25, .1}) {
-        const GradientCase c{shape.m, shape.n, shape.k, b, b, density};
-        if (!wanted_case(case_name(shape.m, shape.n, shape.k, b, density))) continue;
-        GradientSetup<__nv_bfloat16> s(c, false, 7);
-        const std::string chosen = configure(s.problem, kMachine).text();
-        for (const GradientCandidate& candidate : gradient_candidates(s.problem, kMachine)) {
-          const bool is_chosen = candidate.config.text() == chosen;
-          const bool main_shape = shape.n == 4096 && shape.k == 4096;
-          if (!runs(candidate) || !chosen_by_env(candidate.config.text()) ||
-              !(is_chosen || (every_config && (main_shape || candidate.reason.empty()))))
+        for (const Kind kind : {Kind::random, Kind::rows_half_empty}) {
+          const std::string name = case_name(shape.m, shape.n, shape.k, b, density);
+          if (!wanted_case(name + (kind == Kind::random ? "" : " half")) ||
+              (kind != Kind::random && (b > 32 || shape.n != shape.k)))
             continue;
-          const GradientOperands operands = s.operands(candidate.config, true);
-          const double prepare_us = time_graph(
-                                        [&](cudaStream_t stream) {
-                                          CHECK(prepare(s.problem, candidate.config, s.crow.data(),
-                                                        s.col.data(), s.list.data(), stream));
-                                        },
-                                        5)
-                                        .median;
-          const Times t = time_graph(
-              [&](cudaStream_t stream) { CHECK(launch(s.problem, candidate.config, operands, stream)); });
-          report.add({"grad_weight", shape.m, shape.n, shape.k, std::to_string(b) + "x" + std::to_string(b),
-                      density, "gradient", candidate.config.text() + (is_chosen ? " *" : ""), t, t_dense,
-                      candidate.microseconds, prepare_us});
-          if (!is_chosen) continue;
-          const GradientOperands both = s.operands(candidate.config, true, true);
-          const Times with_bias = time_graph(
-              [&](cudaStream_t stream) { CHECK(launch(s.problem, candidate.config, both, stream)); });
-          report.add({"grad_weight+bias", shape.m, shape.n, shape.k,
-                      std::to_string(b) + "x" + std::to_string(b), density, "gradient",
-                      candidate.config.text(), with_bias, t_dense, candidate.microseconds, prepare_us});
+          time_case(report, t_dense, {shape.m, shape.n, shape.k, b, b, density, kind}, every_config);
         }
       }
     }

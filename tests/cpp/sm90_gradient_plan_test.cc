@@ -68,27 +68,74 @@ TEST(GradientTiles, NoPatternHasMore) {
   }
 }
 
-// The same with panels of 32, which a pattern's rows of 64 or 128 features store together.
+// Units of 32 rows that store anything, in their order.
+std::vector<int> stored_units(const RowUnits& all, const Pattern& pattern) {
+  std::vector<int> units;
+  for (int unit = 0; unit < all.count(); ++unit) {
+    const auto at = [&](int block_row) { return pattern.crow[static_cast<std::size_t>(block_row)]; };
+    if (at(all.first(unit)) != at(all.end(unit))) units.push_back(unit);
+  }
+  return units;
+}
+
+// Every row of W is in a unit with all block rows that have a part of it; behind them are empty ones.
+TEST(GradientTiles, UnitsHaveAllRows) {
+  for (const int block_rows : {16, 32, 48, 64, 96, 112, 128}) {
+    for (const int count : {1, 2, 3, 7}) {
+      const RowUnits units{block_rows, count};
+      EXPECT_GE(units.count() * RowUnits::kHigh, count * block_rows);
+      EXPECT_LT((units.count() - 1) * RowUnits::kHigh, count * block_rows);
+      for (int row = 0; row < count * block_rows; ++row) {
+        EXPECT_LE(units.first(row / RowUnits::kHigh), row / block_rows);
+        EXPECT_GT(units.end(row / RowUnits::kHigh), row / block_rows);
+      }
+      for (int unit = 0; unit < units.count(); ++unit) {
+        EXPECT_LE(units.end(unit), count);
+        EXPECT_LE((units.end(unit) - 1) * block_rows, unit * RowUnits::kHigh + RowUnits::kHigh - 1);
+        EXPECT_GT((units.first(unit) + 1) * block_rows, unit * RowUnits::kHigh);
+      }
+      for (int unit = units.count(); unit < units.count() + 4; ++unit)
+        EXPECT_EQ(units.first(unit), units.end(unit));
+    }
+  }
+}
+
+// The same with narrower panels, which the units of one or two strips store together. Half of the rows empty:
+// half as many strips.
 TEST(GradientTiles, NoUnionHasMore) {
-  for (const auto& [r, c] :
-       {std::pair{32, 32}, {16, 16}, {16, 64}, {48, 32}, {64, 48}, {128, 16}, {32, 80}, {96, 32}}) {
+  for (const auto& [r, c, half] : {std::tuple{32, 32, false},
+                                   {32, 32, true},
+                                   {16, 16, false},
+                                   {16, 16, true},
+                                   {16, 64, true},
+                                   {48, 32, false},
+                                   {48, 32, true},
+                                   {64, 48, true},
+                                   {128, 16, false},
+                                   {32, 80, false},
+                                   {96, 32, true}}) {
     for (const double density : {0.0, 0.05, 0.5, 1.0}) {
       const std::int64_t rows = 1000, cols = 1300;
-      const Pattern pattern = random_pattern((rows + r - 1) / r, (cols + c - 1) / c, density, 5);
+      const Pattern pattern =
+          random_pattern((rows + r - 1) / r, (cols + c - 1) / c, density, 5, half ? 2 : 1);
+      const RowUnits all{r, static_cast<int>((rows + r - 1) / r)};
+      const std::vector<int> units = stored_units(all, pattern);
+      if (half && r % 32 == 0) {
+        EXPECT_LE(std::ssize(units), (all.block_row_count + 1) / 2 * (r / 32));
+      }
       const GradientProblem p{DType::bf16, 500, rows, cols, r, c, std::ssize(pattern.col), 1000, 1304};
       ASSERT_EQ(unsupported(p), "");
       for (const auto& [two, wide, most] :
            {std::tuple{true, 32, 8}, {false, 32, 16}, {false, 32, 10}, {true, 16, 16}, {false, 16, 19}}) {
         const GradientConfig config{1, wide, two, false, most % 2 == 0, most};
         std::vector<std::set<std::int64_t>> stored(static_cast<std::size_t>(union_rows(p, config)));
-        for (std::size_t i = 0; i + 1 < pattern.crow.size(); ++i) {
-          for (int e = pattern.crow[i]; e < pattern.crow[i + 1]; ++e) {
-            const std::int64_t row = static_cast<std::int64_t>(i) * r,
-                               first = pattern.col[static_cast<std::size_t>(e)] * c;
-            for (std::int64_t n = row; n < row + r; n += 16) {
-              for (std::int64_t k = first; k < first + c; k += 16)
-                stored[static_cast<std::size_t>(n / (two ? 128 : 64))].insert(k / wide);
-            }
+        ASSERT_LE(std::ssize(units), std::ssize(stored) * config.shape().units());
+        for (std::size_t i = 0; i < units.size(); ++i) {
+          const auto at = [&](int block_row) { return pattern.crow[static_cast<std::size_t>(block_row)]; };
+          for (int e = at(all.first(units[i])); e < at(all.end(units[i])); ++e) {
+            const std::int64_t first = pattern.col[static_cast<std::size_t>(e)] * c;
+            for (std::int64_t k = first; k < first + c; k += 16)
+              stored[i / static_cast<std::size_t>(config.shape().units())].insert(k / wide);
           }
         }
         std::int64_t tiles = 0;

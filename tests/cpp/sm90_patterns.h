@@ -16,13 +16,14 @@ struct Pattern {
   std::vector<std::int32_t> crow{0}, col, ccol{0}, row, perm;
 };
 
-// Block row i stores each column with probability density · (1 + i % 3) / 2.
-inline Pattern random_pattern(std::int64_t rows, std::int64_t cols, double density, unsigned seed) {
+// Block row i stores each column with probability density · (1 + i % 3) / 2; every `period`-th row alone.
+inline Pattern random_pattern(std::int64_t rows, std::int64_t cols, double density, unsigned seed,
+                              int period = 1) {
   std::mt19937 random(seed);
   Pattern p;
   std::vector<std::vector<std::pair<int, int>>> columns(static_cast<std::size_t>(cols));
   for (int i = 0; i < rows; ++i) {
-    for (int j = 0; j < cols; ++j) {
+    for (int j = 0; j < cols && i % period == 0; ++j) {
       if (std::uniform_real_distribution<>(0, 1)(random) >= density * (1 + i % 3) / 2) continue;
       columns[static_cast<std::size_t>(j)].emplace_back(i, static_cast<int>(p.col.size()));
       p.col.push_back(j);

@@ -53,6 +53,42 @@ TEST_F(Sm90UnionsTest, ManyTokensAndRows) {
   check({300, 128, 16 * 900, 16, 16, 0.2, DType::f16, true, 0});
 }
 
+// Strips of the weight gradient are made of units of 32 rows that store anything: neighbours, apart, or with
+// none beside the last one; one or two strips a tile, panels of 32 and of 16, in one share and in four.
+TEST_F(Sm90UnionsTest, GradientsOfRowsThatStoreNothing) {
+  const auto rows_stored = [](const ProblemSpec& spec, auto&& stores) {
+    Problem problem = make_problem(spec);
+    const PlanView& plan = problem.pattern.view();
+    std::vector<std::int32_t> crow{0}, col;
+    for (std::int32_t i = 0; i < plan.shape.row_count(); ++i) {
+      if (stores(i)) col.insert(col.end(), plan.col + plan.crow[i], plan.col + plan.crow[i + 1]);
+      crow.push_back(static_cast<std::int32_t>(col.size()));
+    }
+    problem.pattern = *Pattern::create({spec.n, spec.k, spec.block_rows, spec.block_cols, 0}, crow, col);
+    problem.values.resize(static_cast<std::size_t>(problem.pattern.shape().value_count()));
+    return problem;
+  };
+  const std::pair<std::int64_t, std::int64_t> blocks[] = {{16, 16}, {32, 32}, {48, 16}, {96, 32}, {32, 64}};
+  for (const auto& [r, c] : blocks) {
+    for (const DType dtype : {DType::bf16, DType::f16}) {
+      const ProblemSpec spec{150, 23 * r - 8, 13 * c - 8, r, c, 0.4, dtype, true, 8};
+      for (const int period : {2, 3, 5, 22}) {
+        const Problem problem = rows_stored(spec, [=](int row) { return row % period == 1; });
+        for (const std::string config : {"split=1 wide=32 strips=1 pairs=1 even=0 most=14",
+                                         "split=4 wide=32 strips=2 pairs=0 even=1 most=8",
+                                         "split=2 wide=16 strips=1 pairs=1 even=0 most=27",
+                                         "split=1 wide=16 strips=2 pairs=1 even=0 most=16"}) {
+          SCOPED_TRACE(::testing::Message() << text_of(spec) << ' ' << period << ' ' << config);
+          const Force force("cuda:sm90,sm90_block_gradient(" + config + ")");
+          ProblemIn<DeviceBuffer> gpu(problem);
+          expect_ok(gpu.grad_weight());
+          expect_grad_weight(problem, gpu);
+        }
+      }
+    }
+  }
+}
+
 TEST_F(Sm90UnionsTest, Activations) {
   for (const Activation activation :
        {Activation::relu, Activation::gelu_erf, Activation::gelu_tanh, Activation::silu}) {

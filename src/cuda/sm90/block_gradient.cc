@@ -401,7 +401,7 @@ std::int64_t workspace_bytes(const GradientProblem& p, const GradientConfig& con
 }
 
 std::int64_t list_at(const GradientProblem& p, const GradientConfig& config) {
-  if (config.wide < 64) return ceil_div(union_rows(p, config), 32) * 32;
+  if (config.wide < 64) return ceil_div(union_rows(p, config) * (1 + config.shape().units()), 32) * 32;
   return config.most == 0 ? 0 : tiles_at_most(p, whole_tiles(config)) * tile_words(64);
 }
 

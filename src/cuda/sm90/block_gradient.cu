@@ -102,7 +102,7 @@ cudaError_t launch(const GradientProblem& p, const GradientConfig& config, const
   params.dbias = o.dbias;
   params.dy_values = o.dy;
   params.dy_stride = p.dy_stride;
-  params.row_features = static_cast<int>(config.wide == 64 ? p.block_rows : 64 * config.shape().strips());
+  params.row_features = static_cast<int>(config.wide == 64 ? p.block_rows : RowUnits::kHigh);
   // Boxes of features × tokens, or, of X transposed, the other way round.
   const std::size_t size = size_of(p.dtype);
   const auto step = static_cast<int>(128 / size);  // tokens
@@ -119,6 +119,8 @@ cudaError_t launch(const GradientProblem& p, const GradientConfig& config, const
     return make_tensor_map(map, p.dtype, data, shape);
   };
   cudaError_t status = map_of(&params.dy, o.dy, p.rows, p.tokens, p.dy_stride, step, step);
+  if (status == cudaSuccess && config.wide < 64)
+    status = map_of(&params.dy_units, o.dy, p.rows, p.tokens, p.dy_stride, RowUnits::kHigh, step);
   if (status != cudaSuccess) return status;
   if (transposes(p, config)) {
     const std::int64_t stride = transposed_stride(p.tokens);

@@ -3,7 +3,8 @@
 // or halves of two of them, or fewer features, summed over a share of the tokens; the thread blocks of a
 // cluster have the other shares and add up a part of the sums each. Features of X come in panels of 64, or
 // for blocks with smaller sides of 32, or of 16 of an X that is transposed first: those that any of the 64
-// rows stores. f32 is rounded to tf32; X is transposed first for all panels.
+// rows stores, which are twice 32 that store anything (RowUnits). f32 is rounded to tf32; X is transposed
+// first for all panels.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -75,11 +76,11 @@ bool valid(const GradientProblem& problem, const GradientConfig& config);
 // list made once, or, with panels of 64, finds it in crow and col; those that have none leave.
 std::int64_t tiles_at_most(const GradientProblem& problem, const GradientConfig& config);
 RAREFY_HOST_DEVICE constexpr int tile_words(int wide) {  // of the list
-  return 12 + 512 / wide + (wide == 64 ? 8 : 128);
+  return wide == 64 ? 29 : 142 + 512 / wide;
 }
 std::int64_t union_rows(const GradientProblem& problem, const GradientConfig& config);  // of narrow panels
 inline constexpr int kMostUnionColumns = 1 << 16;                                       // of W
-// Of panels of 64 behind the list of whole tiles, of others behind counts of columns.
+// Of panels of 64 behind the list of whole tiles, of others behind each row's count of columns and its units.
 std::int64_t list_at(const GradientProblem& problem, const GradientConfig& config);
 std::int64_t prepared_words(const GradientProblem& problem, const GradientConfig& config);
 

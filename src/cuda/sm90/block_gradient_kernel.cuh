@@ -14,15 +14,6 @@
 
 namespace rarefy::sm90 {
 
-template <int kWide, int kSplit>
-struct GradientState {
-  static constexpr bool kQueue = kWide == 64 && kSplit == 1;  // one tile after the other
-  static constexpr int kTiles = kQueue ? 2 : 1;               // that the multiplying warps know of
-  RingState ring;
-  GradientTile<kWide> tile[kTiles];  // the last one has no panels
-  alignas(8) u64 tile_full[kTiles], tile_empty[kTiles];
-};
-
 template <class T, int kWide, int kSplit>
 struct GradientWarps {
   using Tile = GradientTile<kWide>;
@@ -43,6 +34,8 @@ struct GradientWarps {
   __device__ u32 full(u32 slot) const { return shared_address(&state.ring.full[slot]); }
   __device__ u32 empty(u32 slot) const { return shared_address(&state.ring.empty[slot]); }
   __device__ bool sums_dy() const { return !kTf32 && p.dbias != nullptr; }
+  // Whether dY comes in units of 32 features rather than in panels of 64. f32's boxes are as narrow anyway.
+  __device__ static bool loads_units(const Tile& tile) { return kWide < 64 && (kTf32 || tile.apart != 0); }
   __device__ int share(u32 of_rank) const {  // where its steps begin
     const int steps = (p.tokens + kTokens - 1) / kTokens;
     return steps * static_cast<int>(of_rank) / kSplit;
@@ -79,8 +72,8 @@ struct GradientWarps {
     const Tile& tile;
   };
 
-  // A lane of one of four warps for each panel: of X, then of dY. A warp's copies are issued one after
-  // another.
+  // A lane of one of four warps for each panel of X, then for each unit of dY. A warp's copies are issued one
+  // after another.
   __device__ static int panel_of(int warp, int lane) { return lane * 4 + warp; }
 
   // A lane's word of a queue's tile, which others look up by shuffles; behind the last one 0.
@@ -143,16 +136,19 @@ struct GradientWarps {
   __device__ void load_tile(const Job& job, SlotTurn& at, SlotTurn& summed, int warp, int lane) const {
     const int panel = panel_of(warp, lane);
     const GradientSlots ring(job.x_panels, job.dy_panels, kXBytes);
-    const bool of_x = panel < job.x_panels, loads = panel < job.x_panels + job.dy_panels;
+    const int unit = panel - job.x_panels;
+    const bool of_x = unit < 0, apart = loads_units(job.tile);
+    const bool loads = unit < job.dy_panels * Tile::kUnits && (of_x || apart || unit % Tile::kUnits == 0);
     const u32 place = of_x ? static_cast<u32>(panel) * kXBytes
-                           : ring.dy_at + static_cast<u32>(panel - job.x_panels) * kDyBytes;
+                           : ring.dy_at + static_cast<u32>(unit) * (kDyBytes / Tile::kUnits);
+    const CUtensorMap* const map = of_x ? &p.x : apart ? &p.dy_units : &p.dy;
     const bool by_feature = of_x && kTransposed;
     const u32 to_sum = sums_dy() ? uniform(job.sums) : 0;
     if (at.changes(ring)) {
       for (u32 slot = 0; slot < kMaxSlots; ++slot) wait(empty(slot), at.parities >> slot & 1);
     }
     summed.changes(ring);
-    PanelSums<T> sums(to_sum, warp, lane);
+    PanelSums<T> sums(to_sum, apart, warp, lane);
     const u32 sums_at = slots + ring.dy_at + static_cast<u32>(to_sum == 0 ? 0 : sums.mine()) * kDyBytes;
     const auto leave_slot = [&](u32 slot) {
       __syncwarp();
@@ -172,9 +168,10 @@ struct GradientWarps {
       __syncwarp();
       if (loads) {
         const u32 to = slots + at.slot * ring.bytes + place;
-        load_box(to, of_x ? &p.x : &p.dy, by_feature ? step * kTokens : job.feature,
+        load_box(to, map, by_feature ? step * kTokens : job.feature,
                  by_feature ? job.feature : step * kTokens, full(at.slot));
-        if (kTf32 && !of_x) load_box(to + 4096, &p.dy, job.feature + 32, step * kTokens, full(at.slot));
+        if (kTf32 && kWide == 64 && !of_x)
+          load_box(to + 4096, &p.dy, job.feature + 32, step * kTokens, full(at.slot));
       }
       if (sums_dy()) {
         if (to_sum == 0) {
@@ -200,7 +197,7 @@ struct GradientWarps {
     if constexpr (!kTf32) {
       if (to_sum == 0) return;
       if (kSplit == 1) named_barrier(4, 128);
-      if (rank == 0) sums.finish(p, job.tile.feature + job.x_panels, slots + kBiasAt, kSplit);
+      if (rank == 0) sums.finish(p, job.tile, slots + kBiasAt, kSplit);
       if (kSplit == 1) named_barrier(4, 128);  // the next ones may take their place
     }
   }
@@ -229,8 +226,16 @@ struct GradientWarps {
     float d[2][64];
 #pragma unroll
     for (int i = 0; i < 64; ++i) d[0][i] = d[1][i] = 0;
+    const bool apart = !kTf32 && loads_units(tile);
     const auto steps = [&](auto halves) {
-      multiply_steps<decltype(halves)::value>(d, ring, at, {a0, a1}, {b0, b1}, warp, lane);
+      constexpr int kHalves = decltype(halves)::value;
+      if constexpr (kWide < 64 && !kTf32 && kHalves > 0) {
+        if (apart) {
+          multiply_steps<kHalves, true>(d, ring, at, {a0, a1}, {b0, b1}, warp, lane);
+          return;
+        }
+      }
+      multiply_steps<kHalves, false>(d, ring, at, {a0, a1}, {b0, b1}, warp, lane);
     };
     if (a1 >= 0) {
       steps(std::integral_constant<int, 2>{});
@@ -252,16 +257,19 @@ struct GradientWarps {
   };
 
   // All steps of a tile: the products of the warpgroup's quarters, of dY's panels a and X's from b on.
-  template <int kHalves>
+  // kApart: a panel of dY is two units, whose tokens have 64 bytes each.
+  template <int kHalves, bool kApart>
   __device__ void multiply_steps(float (&d)[2][64], const GradientSlots& ring, SlotTurn& at, const Two& a,
                                  const Two& b, int warp, int lane) const {
     // Operands of the first slot, but for their constant upper halves. Reduced, so that the compiler keeps
     // them and does not make them anew in each step.
     constexpr bool kNarrow = kWide == 32 && !kTransposed;  // rows of 64 bytes
-    constexpr u64 kA = operand_layout(Swizzle::b128, 1024),
+    constexpr u64 kA = kApart ? operand_layout(Swizzle::b64, 512, kDyBytes / 2)
+                              : operand_layout(Swizzle::b128, 1024),
                   kB = kNarrow ? operand_layout(Swizzle::b64, 512, kXBytes)
                                : operand_layout(Swizzle::b128, 1024, kTransposed ? 16 : kXBytes);
-    constexpr u64 kNextB = kNext16<kXMajor> / (kNarrow ? 2 : 1);
+    constexpr u64 kNextA = kNext16<Major::mn> / (kApart ? 2 : 1),
+                  kNextB = kNext16<kXMajor> / (kNarrow ? 2 : 1);
     const auto low = [&](u64 layout, u32 place) {
       return uniform(static_cast<int>(operand_at(layout, slots + place)));
     };
@@ -311,8 +319,7 @@ struct GradientWarps {
         for (u32 k = 0; k < 4; ++k) {
 #pragma unroll
           for (int half = 0; half < kHalves; ++half) {
-            wgmma<T, Major::mn, kXMajor>(d[half], its_a[half] + k * kNext16<Major::mn>,
-                                         its_b[half] + k * kNextB, 1);
+            wgmma<T, Major::mn, kXMajor>(d[half], its_a[half] + k * kNextA, its_b[half] + k * kNextB, 1);
           }
         }
       }
@@ -347,7 +354,9 @@ struct GradientWarps {
       const int inside = kWide == 64 ? r * p.block_cols + column : r % 16 * p.block_cols + column % 16;
       return offset < 0 ? nullptr : static_cast<T*>(p.dvalues) + std::int64_t{offset} * 8 + inside;
     };
-    const int strip = tile.feature[tile.x_panels + tile.a[quarter]];
+    const int dy_panel = tile.a[quarter];
+    const auto beyond = [&](int r) { return tile.row_feature(dy_panel, r) >= p.rows; };
+    const bool ends = beyond(31) || beyond(63);
     if (p.accumulate) {
 #pragma unroll
       for (int j = 0; j < 16; ++j) {
@@ -362,11 +371,12 @@ struct GradientWarps {
     for (int panel = 0; panel < kInCell; ++panel) {
       const int index = tile.b[quarter] + i % 2 * kInCell + panel;
       const int k0 = tile.feature[min(index, Tile::kPanels - 1)];
-      if (k0 + kWide <= p.cols && strip + 64 <= p.rows) continue;
+      if (k0 + kWide <= p.cols && !ends) continue;
+      const bool no_row[2] = {beyond(row(0)), beyond(row(1))};
 #pragma unroll
       for (int j = 0; j < kWide / 2; ++j) {  // padding is zero, whatever dY has
         const int k = k0 + j / 4 * 8 + 2 * (lane % 4) + j % 2;
-        if (k >= p.cols || strip + row(j % 4 / 2) >= p.rows) sums[panel * (kWide / 2) + j] = 0;
+        if (k >= p.cols || no_row[j % 4 / 2]) sums[panel * (kWide / 2) + j] = 0;
       }
     }
     if constexpr (kTf32) {  // from registers: lanes write whole sectors of 32 bytes

@@ -48,22 +48,28 @@ struct PanelSums {
   u32 mask;   // of dY's panels
   int warps;  // of a panel
   int warp, lane;
+  u32 first, next, flip;  // bytes to its first piece of a panel, from load to load; bits between these
   Sums<T> sums;
 
-  __device__ PanelSums(u32 panels, int its_warp, int its_lane) {
+  // A load of a warp reads four rows of 128 bytes, of every `warps` times four. Units apart have 64 bytes of
+  // a row each, and are read from two rows at a time, which meet in no bank.
+  __device__ PanelSums(u32 panels, bool apart, int its_warp, int its_lane) {
     mask = panels;
     warps = kWarps / max(1, __popc(panels));
     warp = its_warp;
     lane = its_lane;
+    const auto share = static_cast<u32>(warp & (warps - 1)), row = static_cast<u32>(lane) / 8 + 4 * share,
+               piece = static_cast<u32>(lane) % 8;
+    first = apart ? piece / 4 * 4096 + (row ^ piece / 4) * 64 + ((piece % 4 ^ row / 2 % 4) << 4)
+                  : row * 128 + ((piece ^ row % 8) << 4);
+    next = static_cast<u32>(warps) * (apart ? 256 : 512);
+    flip = (static_cast<u32>(warps) & 1) * (apart ? 32 : 64);
   }
   __device__ int panel(int index) const { return static_cast<int>(__fns(mask, 0, index + 1)); }
   __device__ int mine() const { return panel(warp / warps); }
 
-  __device__ void add(u32 panel_at) {  // where the swizzled rows of 128 bytes begin
-    // Four of its rows with each load, of every `warps` times four.
-    const auto share = static_cast<u32>(warp & (warps - 1)), row = static_cast<u32>(lane) / 8 + 4 * share,
-               next = static_cast<u32>(warps) * 512, flip = (static_cast<u32>(warps) & 1) << 6;
-    u32 from = panel_at + row * 128 + ((static_cast<u32>(lane) % 8 ^ row % 8) << 4);
+  __device__ void add(u32 panel_at) {  // where the swizzled rows begin
+    u32 from = panel_at + first;
     for (int left = 16; left > 0; left -= 4 * warps) {
       float4 v[4];
 #pragma unroll
@@ -96,7 +102,8 @@ struct PanelSums {
   static constexpr u32 kBytes = 4 * kWarps * 256;  // of four shares
 
   // By all four warps: the sum of all shares, in their order, into dbias.
-  __device__ void finish(const GradientParams& p, const int* features, u32 area, int shares) const {
+  template <class Tile>
+  __device__ void finish(const GradientParams& p, const Tile& tile, u32 area, int shares) const {
     for (int i = warp * 32 + lane; i < __popc(mask) * 64; i += 32 * kWarps) {
       float sum = 0;
       for (int share = 0; share < shares; ++share) {
@@ -105,7 +112,7 @@ struct PanelSums {
               load_shared(place(area, share, i / 64 * warps + w) + static_cast<u32>(i % 64 * 4)));
         }
       }
-      const int feature = features[panel(i / 64)] + i % 64;
+      const int feature = tile.row_feature(panel(i / 64), i % 64);
       if (feature < p.rows) static_cast<T*>(p.dbias)[feature] = static_cast<T>(sum);
     }
   }

@@ -1,5 +1,5 @@
 // Lists of the weight gradient's tiles, made of a pattern on the device. Blocks whose sides are multiples of
-// 16 are seen as rows of 64 or 128 features of dY over the union of their 32- or 16-wide columns.
+// 16 are seen as rows of two or four units of 32 rows of W over the union of their 32- or 16-wide columns.
 #include "cuda/sm90/block_gradient.h"
 #include "cuda/sm90/gradient_tiles.cuh"
 
@@ -32,27 +32,57 @@ __global__ void __launch_bounds__(kTileThreads)
 
 constexpr int kBitWords = kMostUnionColumns / 32;
 
-// Which columns, `wide` each, a row of `high` features stores. All see it on return.
-__device__ inline void row_bits(const GradientParams& p, int row, int high, u32* bits) {
-  const int self = static_cast<int>(threadIdx.x);
+constexpr int kMostUnits = 4;  // of a row
+
+// The units of a row, `each` of them. All see them on return.
+__device__ inline void find_units(const GradientParams& p, int row, int each, int* units, int* of_warps) {
+  const RowUnits all{p.block_rows, p.block_row_count};
+  const int self = static_cast<int>(threadIdx.x), count = all.count(),
+            share = (count + kTileThreads - 1) / kTileThreads, begin = min(self * share, count),
+            end = min(begin + share, count);
+  const auto stores = [&](int unit) {
+    return __ldg(p.crow + all.first(unit)) != __ldg(p.crow + all.end(unit)) ? 1 : 0;
+  };
+  int mine = 0, total = 0;
+  for (int unit = begin; unit < end; ++unit) mine += stores(unit);
+  int rank = sum_before(mine, total, of_warps) - row * each;
+  for (int unit = begin; unit < end && rank < each; ++unit) {
+    if (stores(unit) == 0) continue;
+    if (rank >= 0) units[rank] = unit;
+    ++rank;
+  }
+  if (self < each && row * each + self >= total) units[self] = count + row * each + self - total;
+  __syncthreads();
+}
+
+// Which columns, `wide` each, these units store. All see it on return.
+__device__ inline void row_bits(const GradientParams& p, const int* units, int each, u32* bits) {
+  const RowUnits all{p.block_rows, p.block_row_count};
+  const int self = static_cast<int>(threadIdx.x), threads = kTileThreads / each, unit = units[self / threads];
   __syncthreads();  // the bits before may still be read
   for (int i = self; i < kBitWords; i += kTileThreads) bits[i] = 0;
   __syncthreads();
-  const int first = row * high / p.block_rows,
-            last = min((row * high + high - 1) / p.block_rows, p.block_row_count - 1);
-  for (int e = __ldg(p.crow + first) + self; e < __ldg(p.crow + last + 1); e += kTileThreads) {
+  const int last = __ldg(p.crow + all.end(unit));
+  for (int e = __ldg(p.crow + all.first(unit)) + self % threads; e < last; e += threads) {
     const int k = __ldg(p.col + e) * p.block_cols;
     for (int c = k / p.wide; c <= (k + p.block_cols - 1) / p.wide; ++c) atomicOr(bits + c / 32, 1u << c % 32);
   }
   __syncthreads();
 }
 
-// A thread block for each row: how many columns it stores.
+// A thread block for each row: how many columns it stores, and, behind the counts of all rows, its units.
 __global__ void __launch_bounds__(kTileThreads)
     count_kernel(const __grid_constant__ GradientParams p, int* counts) {
   __shared__ u32 bits[kBitWords];
   __shared__ alignas(16) int of_warps[kTileThreads / 32];
-  row_bits(p, static_cast<int>(blockIdx.x), p.two ? 128 : 64, bits);
+  __shared__ int units[kMostUnits];
+  const int each = p.two ? 4 : 2, row = static_cast<int>(blockIdx.x);
+  find_units(p, row, each, units, of_warps);
+  if (static_cast<int>(threadIdx.x) < each) {
+    const int at = static_cast<int>(gridDim.x) + row * each + static_cast<int>(threadIdx.x);
+    counts[at] = units[threadIdx.x];
+  }
+  row_bits(p, units, each, bits);
   int mine = 0, total = 0;
   for (int i = static_cast<int>(threadIdx.x); i < kBitWords; i += kTileThreads) mine += __popc(bits[i]);
   sum_before(mine, total, of_warps);
@@ -80,7 +110,7 @@ __global__ void __launch_bounds__(kTileThreads)
   __shared__ GradientTile<kWide> tile;
   __shared__ RowPart parts[2];
   __shared__ u32 bits[kBitWords];
-  __shared__ int feature[2][kMostColumns];
+  __shared__ int feature[2][kMostColumns], units[2][kMostUnits];
   const int self = static_cast<int>(threadIdx.x);
   const TileShape shape{kWide, p.two, p.pairs, p.even, p.most};
   clear(tile);
@@ -89,7 +119,10 @@ __global__ void __launch_bounds__(kTileThreads)
 #pragma unroll
   for (int part = 0; part < 2; ++part) {
     if (parts[part].count == 0) continue;
-    row_bits(p, parts[part].row, 64 * shape.strips(), bits);
+    const int each = shape.units();
+    if (self < each) units[part][self] = __ldg(counts + rows + parts[part].row * each + self);
+    __syncthreads();
+    row_bits(p, units[part], each, bits);
     if (self < parts[part].count) {
       int rank = parts[part].first + self, word = 0;
       for (int n = __popc(bits[0]); rank >= n; n = __popc(bits[++word])) rank -= n;
@@ -99,20 +132,21 @@ __global__ void __launch_bounds__(kTileThreads)
   __syncthreads();
   fill_tile<kWide>(
       shape, parts, tile, [&](int part, int column) { return feature[part][column]; },
-      [&](int part) { return parts[part].row * shape.strips(); });
+      [&](int part, int unit) { return units[part][unit]; });
   if (self < 8 * 16) {
     const int cell = self / 16, piece = self % 16;
     const Quarter q = quarter_of(shape, parts, cell / 2);
     constexpr int kInCell = 64 / kWide, kPieces = kWide / 16;  // panels; pieces of a panel, side by side
     const int column = q.first + cell % 2 * kInCell + piece % 4 / kPieces;
     if (q.part >= 0 && column < parts[q.part].count) {
-      const int n = (parts[q.part].row * shape.strips() + q.strip) * 64 + piece / 4 * 16,
+      const int row = piece / 4 * 16, unit = units[q.part][2 * q.strip + row / RowUnits::kHigh];
+      const int n = unit * RowUnits::kHigh + row % RowUnits::kHigh,
                 k = feature[q.part][column] + piece % kPieces * 16;
       const int block_row = n / p.block_rows;
       const int entry = block_row < p.block_row_count ? find_block(p, block_row, k / p.block_cols) : -1;
       if (entry >= 0) {
-        const std::int64_t row = std::int64_t{entry} * p.block_rows + n % p.block_rows;
-        tile.offset[self] = static_cast<int>((row * p.block_cols + k % p.block_cols) / 8);
+        const std::int64_t its = std::int64_t{entry} * p.block_rows + n % p.block_rows;
+        tile.offset[self] = static_cast<int>((its * p.block_cols + k % p.block_cols) / 8);
       }
     }
   }

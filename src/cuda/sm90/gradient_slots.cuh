@@ -43,6 +43,16 @@ struct WordRows {
   }
 };
 
+// What the warps of a thread block share, but for the ring's slots.
+template <int kWide, int kSplit>
+struct GradientState {
+  static constexpr bool kQueue = kWide == 64 && kSplit == 1;  // one tile after the other
+  static constexpr int kTiles = kQueue ? 2 : 1;               // that the multiplying warps know of
+  RingState ring;
+  GradientTile<kWide> tile[kTiles];  // the last one has no panels
+  alignas(8) u64 tile_full[kTiles], tile_empty[kTiles];
+};
+
 // How a tile's steps lie in the ring.
 struct GradientSlots {
   u32 dy_at, bytes, count;  // of a slot: where dY's panels begin, all; how many there are

@@ -13,17 +13,25 @@ inline constexpr int kTileThreads = 384;
 
 template <int kWide>
 struct GradientTile {
-  static constexpr int kPanels = 512 / kWide + 1;       // of X and dY
+  static constexpr int kUnits = kWide == 64 ? 1 : 2;    // of a panel of dY: parts that may lie apart
+  static constexpr int kPanels = 512 / kWide + kUnits;  // of X, and units of dY
   static constexpr int kPieces = kWide == 64 ? 1 : 16;  // of a cell, 64 × 64 weights: itself, or 16 × 16 each
   int x_panels, dy_panels;                              // 0: there is no such tile
   unsigned sums;            // bits of the panels of dY whose sum over the tokens is this tile's
-  int feature[kPanels];     // where they begin: of X, then of dY
+  int feature[kPanels];     // where they begin: panels of X, then units of dY
   int a[4], b[4];           // of quarter 2 · warpgroup + half: its panel of dY, its first of X; -1: none
   int offset[8 * kPieces];  // of the pieces of cell 2 · quarter + half, in eights of values; -1: not stored
+  int apart;  // whether units of one panel of dY are no neighbours: then all of dY is loaded as units
+
+  // Of dY, at a row of a panel.
+  __device__ int row_feature(int panel, int row) const {
+    constexpr int kHigh = 64 / kUnits;
+    return feature[x_panels + panel * kUnits + row / kHigh] + row % kHigh;
+  }
 };
 
 struct GradientParams {
-  CUtensorMap dy, x;
+  CUtensorMap dy, x, dy_units;  // the last one of panels narrower than 64
   const int *crow, *col;
   const int* list;  // GradientTile; null: none was made
   void* dvalues;
@@ -182,15 +190,21 @@ __device__ inline Quarter quarter_of(const TileShape& shape, const RowPart (&par
 }
 
 // The tile of these parts, but for `offset`. feature_of(part, column): where a panel of X begins;
-// strip_of(part): a row's first strip. A barrier has to follow.
-template <int kWide, class Feature, class Strip>
+// unit_of(part, unit): a unit of a row. A barrier has to follow.
+template <int kWide, class Feature, class Unit>
 __device__ inline void fill_tile(const TileShape& shape, const RowPart (&parts)[2], GradientTile<kWide>& tile,
-                                 Feature&& feature_of, Strip&& strip_of) {
+                                 Feature&& feature_of, Unit&& unit_of) {
   const int self = static_cast<int>(threadIdx.x), first = parts[0].count, x = first + parts[1].count;
-  const int strips = shape.strips(), dy = x == 0 ? 0 : parts[1].count > 0 ? 2 * strips : strips;
+  const int strips = shape.strips(), each = strips * tile.kUnits;  // of a part
+  const int dy = x == 0 ? 0 : parts[1].count > 0 ? 2 * strips : strips;
   if (self == 0) {
     tile.x_panels = x;
     tile.dy_panels = dy;
+    tile.apart = 0;
+    for (int unit = 0; tile.kUnits > 1 && unit < dy * tile.kUnits; unit += tile.kUnits) {
+      const int part = unit / each, first_unit = unit % each, last_unit = first_unit + tile.kUnits - 1;
+      if (unit_of(part, last_unit) - unit_of(part, first_unit) >= tile.kUnits) tile.apart = 1;
+    }
     tile.sums = 0;  // one tile of a row begins with its first column
     for (int part = 0; part < 2; ++part) {
       if (parts[part].count > 0 && parts[part].first == 0) tile.sums |= ((1u << strips) - 1) << part * strips;
@@ -198,8 +212,8 @@ __device__ inline void fill_tile(const TileShape& shape, const RowPart (&parts)[
   }
   if (self < x) {
     tile.feature[self] = self < first ? feature_of(0, self) : feature_of(1, self - first);
-  } else if (self < x + dy) {
-    tile.feature[self] = (strip_of((self - x) / strips) + (self - x) % strips) * 64;
+  } else if (self < x + dy * tile.kUnits) {
+    tile.feature[self] = unit_of((self - x) / each, (self - x) % each) * (64 / tile.kUnits);
   }
   if (self < 4) {
     const Quarter q = quarter_of(shape, parts, self);
@@ -226,7 +240,7 @@ __device__ inline void find_tile(const GradientParams& p, int index, GradientTil
         const RowPart& its = parts[part];
         return __ldg(p.col + entry_of(its, column)) * p.block_cols + (its.first + column) % wide * 64;
       },
-      [&](int part) { return parts[part].row * high + first_strip; });
+      [&](int part, int strip) { return parts[part].row * high + first_strip + strip; });
   if (const int cell = static_cast<int>(threadIdx.x); cell < 8) {
     const Quarter q = quarter_of(shape, parts, cell / 2);
     const int column = q.first + cell % 2;

@@ -8,7 +8,7 @@ namespace rarefy::sm90 {
 
 // A tile has four quarters: 64 rows × 128 features of X each, two of a warpgroup. A row is what tiles are cut
 // from: one strip of 64 rows of W, or two (`two`) that store the same columns; a column is a panel of `wide`
-// features of X that is stored there.
+// features of X that is stored there. With panels narrower than 64 a strip is two units (RowUnits).
 struct TileShape {
   int wide;           // 64, 32 or 16
   bool two, pairs;    // pairs: what is left of two rows may be one tile
@@ -16,6 +16,7 @@ struct TileShape {
   int most = 0;       // columns of a tile; 0: as many as it has room for
 
   RAREFY_HOST_DEVICE int strips() const { return two ? 2 : 1; }
+  RAREFY_HOST_DEVICE int units() const { return 2 * strips(); }  // RowUnits
   RAREFY_HOST_DEVICE int per_quarter() const { return 128 / wide; }
   RAREFY_HOST_DEVICE int columns() const {  // of a whole tile
     return most > 0 ? most : 4 / strips() * per_quarter();
@@ -30,6 +31,23 @@ struct TileShape {
 };
 
 inline constexpr int kMostColumns = 32;  // of a tile
+
+// Units of 32 rows of W. Strips are made of those that store anything, two each, in their order, so that rows
+// that store nothing cost nothing; a strip's units may lie apart. Behind the last one come others, beyond W.
+struct RowUnits {
+  static constexpr int kHigh = 32;
+  int block_rows, block_row_count;
+
+  RAREFY_HOST_DEVICE int count() const { return (block_row_count * block_rows + kHigh - 1) / kHigh; }
+  // Block rows that share rows with a unit: from first on, before end. Beyond W: none.
+  RAREFY_HOST_DEVICE int first(int unit) const { return least(unit * kHigh / block_rows); }
+  RAREFY_HOST_DEVICE int end(int unit) const { return least((unit * kHigh + kHigh - 1) / block_rows + 1); }
+
+ private:
+  RAREFY_HOST_DEVICE int least(int block_row) const {
+    return block_row < block_row_count ? block_row : block_row_count;
+  }
+};
 
 // What is left of rows after whole tiles, left[w] times w columns, as tiles: emit(w, v, n) stands for n tiles
 // of w columns of one row and v ≤ w of another (0: of none), until it returns true. Widest first, each with
