@@ -1,4 +1,4 @@
-// bsr_feed_forward: up to three weights in one op.
+// bsr_feed_forward: up to three weights in one op; and two of scaled int8.
 #include "rarefy/feed_forward.h"
 
 #include <torch/csrc/stable/library.h>
@@ -123,6 +123,36 @@ std::tuple<Tensor, Tensor, Tensor> bsr_feed_forward_hidden(
              true);
 }
 
+// Two layers of int8 that round what they multiply, for eager calls that nothing records.
+Tensor int8_feed_forward(Tensor x, const Tensor& up_values, const Tensor& up_scales, const Tensor& up_plan,
+                         const Optional& up_bias, const Tensor& down_values, const Tensor& down_scales,
+                         const Tensor& down_plan, const Optional& down_bias, std::int64_t out_features,
+                         std::int64_t hidden_features, std::int64_t in_features, std::string_view activation,
+                         const Optional& up_prepared, const Optional& up_packed,
+                         const Optional& down_prepared, const Optional& down_packed, std::int64_t derived) {
+  const Call call("int8_feed_forward", "the up layer's values", up_values);
+  const MatrixView in = call.matrix("x", x, "in_features", in_features);
+  const auto layer = [&](std::string_view which, const Tensor& values, const Tensor& scales,
+                         const Tensor& plan, const Optional& bias, std::int64_t rows, std::int64_t columns,
+                         const DerivedTensors& held) {
+    return of_layer(call, which, [&] {
+      call.check_device("values", values);
+      BsrView weight = scaled_weight(call, values, scales, plan, rows, columns, true);
+      weight.derived = view_derived(call, held, Op::linear, weight.plan, in.dtype, &weight, weight.dtype);
+      return LayerView{weight, call.bias(bias, rows, in.dtype)};
+    });
+  };
+  const FeedForward layers{layer("up", up_values, up_scales, up_plan, up_bias, hidden_features, in_features,
+                                 {up_prepared, up_packed, derived}),
+                           layer("down", down_values, down_scales, down_plan, down_bias, out_features,
+                                 hidden_features, {down_prepared, down_packed, derived}),
+                           call.activation(activation),
+                           {}};
+  Tensor y = call.empty_rows(x, out_features);
+  check(call.op(), feed_forward(in, layers, call.output(y, in, out_features), call.context()));
+  return y;
+}
+
 }  // namespace
 
 STABLE_TORCH_LIBRARY_FRAGMENT(rarefy, m) {
@@ -137,12 +167,18 @@ STABLE_TORCH_LIBRARY_FRAGMENT(rarefy, m) {
       "Tensor? gate_values, Tensor? gate_plan, Tensor? gate_bias, Tensor down_values, Tensor down_plan, "
       "Tensor? down_bias, SymInt out_features, SymInt hidden_features, SymInt in_features, str activation) "
       "-> (Tensor, Tensor, Tensor)");
+  m.def(
+      "_int8_feed_forward(Tensor x, Tensor up_values, Tensor up_scales, Tensor up_plan, Tensor? up_bias, "
+      "Tensor down_values, Tensor down_scales, Tensor down_plan, Tensor? down_bias, SymInt out_features, "
+      "SymInt hidden_features, SymInt in_features, str activation, Tensor? up_prepared, Tensor? up_packed, "
+      "Tensor? down_prepared, Tensor? down_packed, int derived) -> Tensor");
 }
 
 // On the CPU alone: elsewhere feed_forward.py of the front goes layer by layer.
 STABLE_TORCH_LIBRARY_IMPL(rarefy, CPU, m) {
   m.impl("bsr_feed_forward", TORCH_BOX(&bsr_feed_forward));
   m.impl("_bsr_feed_forward_hidden", TORCH_BOX(&bsr_feed_forward_hidden));
+  m.impl("_int8_feed_forward", TORCH_BOX(&int8_feed_forward));
 }
 
 }  // namespace rarefy::binding

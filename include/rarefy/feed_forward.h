@@ -30,9 +30,10 @@ struct HiddenViews {
   MutableMatrixView up, gate;
 };
 
-// Dtypes as for linear(); the weights may differ in block shape and dtype. Hidden activations are kept in
-// the dtype of the sums, so 16-bit results are rounded once, at the end; but where each layer holds what
-// linear's kernel in bf16 pairs derives, they are rounded to bf16, as between two calls of linear().
+// Dtypes as for linear(), int8 with scales among them; the weights may differ in block shape and dtype.
+// Hidden activations are kept in the dtype of the sums (float where values have scales), so 16-bit results
+// are rounded once, at the end; but where each layer holds what linear's kernel in bf16 pairs derives, they
+// are rounded to bf16, as between two calls of linear().
 RAREFY_API Status feed_forward(const MatrixView& x, const FeedForward& layers, const MutableMatrixView& y,
                                const Context& context = {}, const HiddenViews& save = {});
 

@@ -21,6 +21,8 @@ from . import _torch_private, ops
 from ._torch_private import PLAIN
 from .activations import NONE
 from .checks import fail
+from .int8 import Int8Weight
+from .int8_ops import feed_forward as int8_feed_forward
 from .pattern_weight import PatternWeight
 from .shared_input import mark
 
@@ -86,9 +88,11 @@ class Hidden(torch.Tensor):
         derived = _derived(self._up, self._gate, down, self._x)
         if derived is None:
             return down.forward(self.value())
+        rest = (down.out_features, down.in_features, self._up.in_features, self._activation, *derived)
+        if _is_int8(down):
+            return int8_feed_forward(self._unchanged_x(), *_scaled(self._up), *_scaled(down), *rest)
         up, gate = _operands(self._up), (None,) * 3 if self._gate is None else _operands(self._gate)
-        sizes = (down.out_features, down.in_features, self._up.in_features)
-        args = (self._unchanged_x(), *up, *gate, *_operands(down), *sizes, self._activation, *derived)
+        args = (self._unchanged_x(), *up, *gate, *_operands(down), *rest)
         return ops.bsr_feed_forward(*args, rounds_x=rounds(self._up, self._gate, down))
 
     def _unchanged_x(self) -> torch.Tensor:
@@ -142,11 +146,13 @@ def _runs(layer: nn.Module, x: torch.Tensor) -> bool:
     weight, bias = layer._modules["weight"], layer.bias
     if not _fits(weight) or x.device.type != "cpu" or not _torch_private.plain():
         return False
-    values = weight._parameters["values"]
+    values, int8 = weight._parameters["values"], _is_int8(layer)
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, values, bias)):
         return False
     wide = weight.x_dtype == x.dtype == torch.float32 and values.dtype in _STORED
-    if not (wide or values.dtype == x.dtype) or values.device.type != "cpu" or x.dtype == torch.float64:
+    if not (wide or int8 or values.dtype == x.dtype) or values.device.type != "cpu":
+        return False
+    if x.dtype == torch.float64 or (int8 and x.dtype == torch.float16):
         return False
     return bias is None or (bias.dtype == x.dtype and bias.is_contiguous())
 
@@ -155,12 +161,14 @@ def _derived(up: nn.Module, gate: nn.Module | None, down: nn.Module, x: torch.Te
     """What kernels hold of a network's weights, as the op takes it; None: they are faster layer by layer.
 
     Without any, its kernels are those for weights as they are. Where each layer holds what one kernel
-    derives, a kernel of the op reads the same, but for gates.
+    derives, a kernel of the op reads the same, but for gates; in int8 each must.
     """
-    held = [layer._modules["weight"].derived(x) for layer in (up, gate, down) if layer is not None]
-    if not any(held):
+    layers = [layer for layer in (up, gate, down) if layer is not None]
+    held = [layer._modules["weight"].derived(x) for layer in layers]
+    int8 = {_is_int8(layer) for layer in layers}
+    if not any(held) and int8 == {False}:
         return ()
-    if gate is not None or len({derived[2:] for derived in held}) > 1:
+    if gate is not None or len(int8) > 1 or not all(held) or len({derived[2:] for derived in held}) > 1:
         return None
     return (*held[0][:2], *held[1][:2], held[0][2])
 
@@ -182,14 +190,21 @@ def network_key(
 
 _WAITS = (
     f"blocks of {_ROWS} rows or more, {_TOKENS} tokens or more, {_WORK} products or more, "
-    "x and values of one dtype on the CPU"
+    "x and values of one dtype, or int8 that rounds x, on the CPU"
 )
 
 
 def _fits(weight: Any) -> bool:
-    plain = isinstance(weight, PatternWeight) and type(weight._parameters.get("values")) in PLAIN
-    plain = plain and type(weight).linear is PatternWeight.linear  # else it multiplies in a way of its own
-    return plain and weight.block_shape[0] >= _ROWS
+    if not isinstance(weight, PatternWeight) or type(weight._parameters.get("values")) not in PLAIN:
+        return False
+    kind = type(weight).linear  # another one multiplies in a way of its own
+    if kind is Int8Weight.linear:
+        return weight.dynamic
+    return kind is PatternWeight.linear and weight.block_shape[0] >= _ROWS
+
+
+def _is_int8(layer: nn.Module) -> bool:
+    return isinstance(layer._modules["weight"], Int8Weight)
 
 
 def rounds(up: nn.Module, gate: nn.Module | None, down: nn.Module) -> bool:
@@ -201,6 +216,13 @@ def _operands(layer: nn.Module) -> tuple[torch.Tensor, torch.Tensor, torch.Tenso
     weight = layer._modules["weight"]
     plan = weight.pattern.plan  # first: it settles the padding of values
     return weight.blocks(weight._parameters["values"]), plan, layer.bias
+
+
+def _scaled(layer: nn.Module) -> tuple[torch.Tensor, ...]:
+    """The same of an int8 layer."""
+    weight = layer._modules["weight"]
+    plan = weight.pattern.plan
+    return weight._parameters["values"], weight._buffers["scales"], plan, layer.bias
 
 
 def _activated(layer: nn.Module, x: torch.Tensor, activation: str) -> torch.Tensor:

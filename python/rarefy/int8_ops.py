@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from . import _load, _torch_private
-from ._torch_private import Function, below_autograd, entry
+from ._torch_private import Function, below_autograd, eager_call, entry
 from .activations import activate, check_activation
 from .derivatives import batched, check_plan, kernel, linear_kernel, over_tokens
 from .op_rules import fake_rows_like, meets_nothing, register_autocast
@@ -18,6 +18,7 @@ from .op_rules import fake_rows_like, meets_nothing, register_autocast
 op, grad_input = map(_load.op, ("int8_linear", "int8_grad_input"))
 run, _run_grad_input = map(below_autograd, (op, grad_input))
 _held = entry(_load.op("_int8_linear_held"))
+feed_forward = eager_call(_load.op("_int8_feed_forward"))  # of eager calls that nothing records; see chain.py
 
 
 def run_eagerly(
@@ -183,7 +184,8 @@ def _register() -> torch.library.Library:
             torch.library.register_autograd(f"rarefy::{name}", function.backward, setup_context=function.save)
         torch.library.register_vmap(f"rarefy::{name}", vmap)
     torch.library.register_fake("rarefy::_int8_linear_held", _fake_linear)
-    for name in ("_int8_linear_held", "int8_derived_sizes", "int8_prepare", "int8_pack"):
+    names = "_int8_linear_held", "_int8_feed_forward", "int8_derived_sizes", "int8_prepare", "int8_pack"
+    for name in names:
         _torch_private.rename_type_errors(getattr(torch.ops.rarefy, name))
     register_autocast(library, "int8_linear", op, (0, 4))
     return library  # kernels live as long as this object

@@ -51,12 +51,16 @@ Status check_feed_forward(std::string_view op, const BsrShape& up, const BsrShap
 Status check_plan(std::string_view op, std::string_view argument, const PlanView& plan, const void* values,
                   bool by_rows = false);
 
+// What scaled values need of the other arguments; `argument`: x or dy, of dtype `in` (linear.cc).
+Status check_scaling(std::string_view op, const BsrView& w, std::string_view argument, DType in);
+
 // Memory that an argument covers.
 struct Range {
   std::string_view argument;
   const void* data;
   std::int64_t bytes;
 };
+Range range_of_scales(const BsrView& w);
 
 Range range_of(std::string_view argument, const MatrixView& checked);
 Range range_of(std::string_view argument, const PlanView& checked, const void* values, DType dtype);

@@ -11,17 +11,13 @@ namespace {
 
 constexpr std::string_view kOp = "feed_forward";
 
-WeightSpec spec_of(const BsrView& w) {
-  return {Format::bsr, w.plan.shape, w.dtype, Scaling::none, w.rounds_x};
-}
+WeightSpec spec_of(const BsrView& w) { return {Format::bsr, w.plan.shape, w.dtype, w.scaling, w.rounds_x}; }
 
 // Pointers and sizes of one layer. The name of its values in messages: "up values".
-Status check_layer(std::string_view values, const LayerView& layer, Device device) {
+Status check_layer(std::string_view values, const LayerView& layer, Device device, DType in) {
   if (Status status = check_plan(kOp, values, layer.weight.plan, layer.weight.values); !status.ok())
     return status;
-  if (layer.weight.scaling != Scaling::none || layer.weight.scales != nullptr) {
-    return invalid(kOp, cat(values, " must be numbers as they are"), "values with scales");
-  }
+  if (Status status = check_scaling(kOp, layer.weight, "x", in); !status.ok()) return status;
   if (layer.weight.device == device) return {};
   return mismatch(kOp, cat(values, " must be on device ", name(device)), name(layer.weight.device));
 }
@@ -66,11 +62,13 @@ Status check_memory(const MatrixView& x, const FeedForward& layers, const Mutabl
                            range_of("saved gate", save.gate)};
   for (std::size_t i = 0; i < std::size(outputs); ++i) {
     const Range& later = outputs[(i + 1) % std::size(outputs)];
-    if (Status status = check_disjoint(
-            kOp, outputs[i],
-            {range_of("x", x), values_of("up values", layers.up), bias_of("up bias", layers.up, y.dtype),
-             values_of("gate values", gate), bias_of("gate bias", gate, y.dtype),
-             values_of("down values", layers.down), bias_of("down bias", layers.down, y.dtype), later});
+    if (Status status =
+            check_disjoint(kOp, outputs[i],
+                           {range_of("x", x), values_of("up values", layers.up),
+                            bias_of("up bias", layers.up, y.dtype), values_of("gate values", gate),
+                            bias_of("gate bias", gate, y.dtype), values_of("down values", layers.down),
+                            bias_of("down bias", layers.down, y.dtype), range_of_scales(layers.up.weight),
+                            range_of_scales(gate.weight), range_of_scales(layers.down.weight), later});
         !status.ok()) {
       return status;
     }
@@ -85,10 +83,11 @@ Status feed_forward(const MatrixView& x, const FeedForward& layers, const Mutabl
   const Device device = layers.up.weight.device;
   const BsrShape& up = layers.up.weight.plan.shape;
   const BsrShape& down = layers.down.weight.plan.shape;
-  if (Status status = check_layer("up values", layers.up, device); !status.ok()) return status;
-  if (Status status = check_layer("down values", layers.down, device); !status.ok()) return status;
+  if (Status status = check_layer("up values", layers.up, device, x.dtype); !status.ok()) return status;
+  if (Status status = check_layer("down values", layers.down, device, x.dtype); !status.ok()) return status;
   if (layers.gate) {
-    if (Status status = check_layer("gate values", *layers.gate, device); !status.ok()) return status;
+    if (Status status = check_layer("gate values", *layers.gate, device, x.dtype); !status.ok())
+      return status;
   }
   if (Status status =
           check_feed_forward(kOp, up, down, layers.gate ? layers.gate->weight.plan.shape : BsrShape{});

@@ -24,7 +24,8 @@ Status check_scaling(std::string_view op, const WeightSpec& w, std::string_view 
   return mismatch(op, cat(argument, " must be f32, bf16 or f16 for values with scales"), name(in));
 }
 
-// The same of a call.
+}  // namespace
+
 Status check_scaling(std::string_view op, const BsrView& w, std::string_view argument, DType in) {
   if (w.scaling == Scaling::none && w.scales == nullptr) return {};
   if (w.scaling == Scaling::none) return invalid(op, "scales must come with a scaling", "none");
@@ -38,8 +39,6 @@ Range range_of_scales(const BsrView& w) {
   return {"scales", w.scales,
           w.scales == nullptr ? 0 : w.plan.shape.rows * static_cast<std::int64_t>(sizeof(float))};
 }
-
-}  // namespace
 
 Status check_scales(std::string_view op, std::span<const float> scales) {
   const auto bad = std::ranges::find_if(scales, [](float s) { return !(s > 0 && std::isfinite(s)); });

@@ -16,8 +16,8 @@ inline constexpr bool kDoubles = sizeof(Element<I>) == sizeof(double);
 // Static, all of them: units of several instruction sets use one trait, and of weak twins the linker would
 // keep any, AVX-512's of those that were compiled with AMX.
 
-// N vectors as one, their steps in turn. The steps of one wait for each other, and a scheduler holds those of two
-// or three: GELU took 48 cycles a vector on Ice Lake, whose units could do it in 20.
+// N vectors as one, their steps in turn. The steps of one wait for each other, and a scheduler holds those of
+// two or three: GELU took 48 cycles a vector on Ice Lake, whose units could do it in 20.
 template <class I, int N>
 struct Several {
   struct Vec {
@@ -57,14 +57,14 @@ struct Several {
   static Vec select_negative(In x, In if_negative, In otherwise) {
     return each([&](int i) { return I::select_negative(x.of[i], if_negative.of[i], otherwise.of[i]); });
   }
-  static Vec round(In x) {
-    return each([&](int i) { return I::round(x.of[i]); });
-  }
   static Vec scale(In v, In n) {
     return each([&](int i) { return I::scale(v.of[i], n.of[i]); });
   }
-  static Vec reciprocal(In x)
-    requires requires { I::reciprocal(x.of[0]); }
+  static Vec magnitude(In x, float most) requires requires { I::magnitude(x.of[0], most); }
+  {
+    return each([&](int i) { return I::magnitude(x.of[i], most); });
+  }
+  static Vec reciprocal(In x) requires requires { I::reciprocal(x.of[0]); }
   {
     return each([&](int i) { return I::reciprocal(x.of[i]); });
   }
@@ -78,17 +78,33 @@ template <class I, int N>
   return sum;
 }
 
-// eˣ = 2ⁿ eʳ, |r| ≤ ln 2 / 2, with the Taylor series to r⁷ (the next term is 5e-9).
+// eˣ = 2ⁿ eʳ, |r| ≤ ln 2 / 2, with the Taylor series to r⁷ (the next term is 5e-9), for x in −87 … 89.
 template <class I>
-[[gnu::always_inline]] static inline Vec<I> exp(Vec<I> x) {
+[[gnu::always_inline]] static inline Vec<I> exp_near(Vec<I> x) {
   static constexpr float kTaylor[] = {1.0F,      1.0F,       1.0F / 2,   1.0F / 6,
                                       1.0F / 24, 1.0F / 120, 1.0F / 720, 1.0F / 5040};
-  // 89 overflows to infinity. NaN becomes 89, as n must convert to an integer; callers multiply by x.
-  x = I::max(I::set1(-87.0F), I::min(x, I::set1(89.0F)));
-  const Vec<I> n = I::round(I::mul(x, I::set1(1.44269504F)));
+  constexpr float kRounds = 1.5F * (1 << 23);  // whose last place is 1
+  const Vec<I> n = I::add(I::fma(x, I::set1(1.44269504F), I::set1(kRounds)), I::set1(-kRounds));
   Vec<I> r = I::fma(n, I::set1(-0.693145752F), x);  // ln 2 in two parts: n times the first is exact
   r = I::fma(n, I::set1(-1.42860677e-6F), r);
   return I::scale(polynomial<I>(kTaylor, r), n);
+}
+
+// The same for all x: 89 overflows to infinity, and NaN becomes 89, so that n is an integer; callers multiply
+// by x.
+template <class I>
+[[gnu::always_inline]] static inline Vec<I> exp(Vec<I> x) {
+  return exp_near<I>(I::max(I::set1(-87.0F), I::min(x, I::set1(89.0F))));
+}
+
+// min(|x|, most); of NaN whatever is there.
+template <class I>
+[[gnu::always_inline]] static inline Vec<I> magnitude(Vec<I> x, float most) {
+  if constexpr (requires { I::magnitude(x, most); }) {
+    return I::magnitude(x, most);
+  } else {
+    return I::min(I::max(I::mul(x, I::set1(-1.0F)), x), I::set1(most));
+  }
 }
 
 // x / (1 + e⁻ᶻ)
@@ -108,8 +124,8 @@ template <class I>
   }
 }
 
-// x Φ(x), Φ(-|x|) = e^(-z²) t p(t) with z = |x| / √2, t = 1 / (1 + 0.4 z): p is a least-squares fit
-// of erfc (relative error 6e-9), so the left tail keeps its relative accuracy, unlike 1 + erf. Beyond z² = 84
+// x Φ(x), Φ(-|x|) = e^(-x²/2) t p(t) with t = 1 / (1 + 0.4 |x| / √2): p is a least-squares fit of erfc
+// (relative error 6e-9), so the left tail keeps its relative accuracy, unlike 1 + erf. Beyond x²/2 = 84
 // Φ(-|x|) is 0: as a subnormal number it took Intel 14 ns an element.
 template <class I>
 [[gnu::always_inline]] static inline Vec<I> gelu_erf(Vec<I> x) {
@@ -117,11 +133,10 @@ template <class I>
                                    0.0595509149F, 0.041819334F,  -0.0231826007F, 0.0684558824F,
                                    -0.11751648F,  0.0701171532F, -0.014587868F};
   const Vec<I> one = I::set1(1.0F);
-  const Vec<I> magnitude = I::min(I::max(I::mul(x, I::set1(-1.0F)), x), I::set1(16.0F));
-  const Vec<I> z = I::mul(magnitude, I::set1(0.707106781F));
-  const Vec<I> t = inverse<I>(I::fma(z, I::set1(0.4F), one));
-  const Vec<I> exponent = I::mul(I::mul(z, z), I::set1(-1.0F));
-  const Vec<I> gauss = I::select_negative(I::add(exponent, I::set1(84.0F)), I::zero(), exp<I>(exponent));
+  const Vec<I> size = magnitude<I>(x, 13.0F);
+  const Vec<I> t = inverse<I>(I::fma(size, I::set1(0.282842712F), one));
+  const Vec<I> exponent = I::mul(I::mul(size, size), I::set1(-0.5F));
+  const Vec<I> gauss = I::select_negative(I::add(exponent, I::set1(84.0F)), I::zero(), exp_near<I>(exponent));
   const Vec<I> tail = I::mul(gauss, I::mul(t, polynomial<I>(kFit, t)));
   const Vec<I> rest = I::fma(tail, I::set1(-1.0F), one);
   return I::mul(x, I::select_negative(x, tail, rest));
@@ -162,6 +177,21 @@ template <class I>
   const Vec<All> result = activate_inlined<All>(activation, of);
 #pragma GCC unroll 4
   for (int i = 0; i < kAtOnce<I>; ++i) x[i] = result.of[i];
+}
+
+// In place, and on whole vectors.
+template <class I>
+static void activate_all(Activation activation, float* values, std::int64_t count) {
+  if (activation == Activation::none) return;
+  constexpr std::int64_t some = kAtOnce<I> * I::kWidth;
+  std::int64_t i = 0;
+  for (; i + some <= count; i += some) {
+    Vec<I> x[kAtOnce<I>];
+    for (int v = 0; v < kAtOnce<I>; ++v) x[v] = I::load(values + i + v * I::kWidth);
+    activate_several<I>(activation, x);
+    for (int v = 0; v < kAtOnce<I>; ++v) I::store(values + i + v * I::kWidth, x[v]);
+  }
+  for (; i < count; i += I::kWidth) I::store(values + i, activate<I>(activation, I::load(values + i)));
 }
 
 // For results that are rounded to bf16: relative errors below 2⁻¹² before that, at most a sixteenth of the
@@ -221,6 +251,20 @@ template <class F>
     case Activation::gelu_erf: return f.template operator()<Activation::gelu_erf>();
     case Activation::gelu_tanh: return f.template operator()<Activation::gelu_tanh>();
     case Activation::silu: return f.template operator()<Activation::silu>();
+  }
+}
+
+// activate_all for what becomes int8 next, where a level is 2⁻⁸ of the largest: as above, where I has what
+// that needs (10 cycles a vector for 25).
+template <class I>
+static void activate_to_int8(Activation activation, float* values, std::int64_t count) {
+  if constexpr (requires { I::fraction(I::zero()); }) {
+    with_activation(activation, [&]<Activation kActivation>() {
+      for (std::int64_t i = 0; i < count; i += I::kWidth)
+        I::store(values + i, activate_bf16<I, kActivation>(I::load(values + i)));
+    });
+  } else {
+    activate_all<I>(activation, values, count);
   }
 }
 

@@ -5,6 +5,7 @@
 
 #include "core/message.h"
 #include "cpu/drivers.h"
+#include "cpu/one_layer.h"
 
 namespace rarefy::cpu {
 
@@ -15,26 +16,6 @@ constexpr std::int64_t kChunk = 16384;  // hidden features that a task activates
 
 std::int64_t tokens_at_a_time(const Problem& p) {
   return std::min(kTokens, std::max<std::int64_t>(1, p.tokens));
-}
-
-// One layer of the chain as a problem of its own.
-Problem layer_problem(const Problem& p, const WeightSpec& weight, std::int64_t tokens) {
-  const bool down = &weight == &p.down;
-  Problem one = make_problem(Op::linear, weight.shape, tokens, DType::f32, Device::cpu, p.threads);
-  one.weight = weight;
-  if (down) {
-    one.out = p.out;
-    one.out_stride = p.out_stride;
-    one.out_alignment = p.out_alignment;
-    one.in_alignment = 16;
-  } else {
-    one.in = p.in;
-    one.in_stride = p.in_stride;
-    one.in_alignment = p.in_alignment;
-  }
-  one.bias = true;
-  one.activation = Activation::none;
-  return one;
 }
 
 // Float rows of hidden features, and biases as float; then what the layers' kernels want.
@@ -67,6 +48,10 @@ Status run_layer(const Call& call, const LayerView& layer, const WeightSpec& wei
   one.x = in;
   one.plan = layer.weight.plan;
   one.values = layer.weight.values;
+  if (weight.scaling != Scaling::none) {  // floats go by kernels for weights as they are
+    one.scales = layer.weight.scales;
+    one.derived = layer.weight.derived;
+  }
   one.bias = bias;
   one.out = out;
   const std::int64_t bytes = from_config<FeedForwardApart>(call.config).workspace;
@@ -79,14 +64,6 @@ void round_rows(const Kernels& kernels, const Executor& executor, const float* f
   executor.parallel_for(to.rows, [&](std::int64_t m) {
     kernels.round(storage(to.dtype), from + m * to.cols, to.cols, at(to, m, 0));
   });
-}
-
-// Some rows of a view; of one without data, none.
-template <class View>
-View rows_of(View view, std::int64_t first, std::int64_t rows) {
-  if (view.data != nullptr) view.data = at(view, first, 0);
-  view.rows = rows;
-  return view;
 }
 
 }  // namespace

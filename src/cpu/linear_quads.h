@@ -18,6 +18,22 @@ std::int64_t quads_packed_size(const QuadKernels& kernels, const Problem& proble
 Status pack_quads_weight(const QuadKernels& kernels, const Call& call, void* data);
 Status run_quads(const QuadKernels& kernels, std::span<const Call> calls);  // several on one x
 
+// feed_forward on weights that linear's rows packed (feed_forward_quads.cc).
+struct FeedForwardQuads {
+  std::int64_t tokens = 64;                 // of a task
+  std::int64_t up_many = 0, down_many = 0;  // 1: a layer goes by the kernels for many tokens
+  static constexpr std::string_view kFields[] = {"tokens", "up_many", "down_many"};
+};
+Reason supports_feed_forward_quads(const QuadKernels& kernels, const Problem& problem,
+                                   const Machine& machine);
+Config configure_feed_forward_quads(const QuadKernels& kernels, const Problem& problem,
+                                    const Machine& machine);
+std::vector<Config> feed_forward_quads_candidates(const QuadKernels& kernels, const Problem& problem,
+                                                  const Machine& machine);
+std::int64_t feed_forward_quads_workspace(const QuadKernels& kernels, const Problem& problem,
+                                          const Config& config);
+Status run_feed_forward_quads(const QuadKernels& kernels, const Call& call);
+
 // Scaling::weight: by the float kernels, on values that pack scales to floats (linear_scaled.cc).
 struct ScaledWorkspace {
   std::int64_t workspace = 0;  // bytes that linear's float kernel may use

@@ -137,22 +137,7 @@ void pack(const PackTask& task) {
   });
 }
 
-// In place, and on whole vectors.
-template <class I>
-void activate_all(Activation activation, float* values, std::int64_t count) {
-  if (activation == Activation::none) return;
-  constexpr std::int64_t some = kAtOnce<I> * I::kWidth;
-  std::int64_t i = 0;
-  for (; i + some <= count; i += some) {
-    Vec<I> x[kAtOnce<I>];
-    for (int v = 0; v < kAtOnce<I>; ++v) x[v] = I::load(values + i + v * I::kWidth);
-    activate_several<I>(activation, x);
-    for (int v = 0; v < kAtOnce<I>; ++v) I::store(values + i + v * I::kWidth, x[v]);
-  }
-  for (; i < count; i += I::kWidth) I::store(values + i, activate<I>(activation, I::load(values + i)));
-}
-
-// The same of `gate`, times values.
+// The activation of `gate`, times values; whole vectors.
 template <class I>
 void apply_gate(Activation activation, const float* gate, float* values, std::int64_t count) {
   constexpr std::int64_t some = kAtOnce<I> * I::kWidth;

@@ -100,6 +100,7 @@ constexpr QuadKernels quad_table(const char* family, const QuadFew& few = {}) {
   table.enter = E::enter;
   table.leave = E::leave;
   table.pack = pack_quads<E>;
+  table.activate = activate_to_int8<typename E::Isa>;
   table.multiply = multiply_pairs<E>;
   table.store = store_quads<E>;
   table.few[0] = few;

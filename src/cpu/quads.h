@@ -103,6 +103,8 @@ struct QuadKernels {
   void (*enter)();
   void (*leave)();
   void (*pack)(const QuadPack&);
+  // Whole vectors of a network's hidden features, to 2⁻¹² of each.
+  void (*activate)(Activation activation, float* values, std::int64_t count) = nullptr;
   void (*multiply)(const PairProduct&) = nullptr;
   void (*store)(const QuadStore&) = nullptr;
   void (*lanes)(const LaneProduct&) = nullptr;

@@ -37,6 +37,10 @@ void register_cpu(Registry& registry) {
   add_quads<kQuadsVnni, kHasVnni>(registry, "avx512_linear_int8", "quad_lanes");
   add_quads<kQuadsAvxVnni, kHasAvxVnni>(registry, "avx_vnni_linear_int8", "quad_eights");
   add_quads<kQuadsAvx2, kHasAvx2>(registry, "avx2_linear_int8", "quad_eights");
+  add_feed_forward_quads<kQuadsAmx, kHasAmxInt8>(registry, "amx_feed_forward_int8", "quads");
+  add_feed_forward_quads<kQuadsVnni, kHasVnni>(registry, "avx512_feed_forward_int8", "quad_lanes");
+  add_feed_forward_quads<kQuadsAvxVnni, kHasAvxVnni>(registry, "avx_vnni_feed_forward_int8", "quad_eights");
+  add_feed_forward_quads<kQuadsAvx2, kHasAvx2>(registry, "avx2_feed_forward_int8", "quad_eights");
   add_few<kFewBf16, kHasBf16>(registry, "avx512_bf16_linear_few");
   add_windows<kFewAvx512, kHasAvx512>(registry, "avx512_linear_windows");
   add_few<kFewAvx512, kHasAvx512>(registry, "avx512_linear_few");
@@ -79,6 +83,7 @@ void register_cpu(Registry& registry) {
   add_bitmap<kScalar, kAny>(registry, "scalar_linear_bitmap", "scalar_linear_two_of_four");
   add_feed_forward<kScalar, kAny>(registry, "scalar_feed_forward", "scalar_feed_forward_apart");
   add_quads<kQuadsScalar, kAny>(registry, "scalar_linear_int8", "quads");
+  add_feed_forward_quads<kQuadsScalar, kAny>(registry, "scalar_feed_forward_int8", "quads");
   add_scaled<kScalar, kAny>(registry, "scalar_linear_scaled", "scalar_grad_input_scaled");
   // After rows that take all that it takes: only who asks for it by name gets it.
   add_pairs<kPairsPortable, kAny>(registry, "pairs_linear", "pairs_grad_input", "pairs_grad_input_columns",

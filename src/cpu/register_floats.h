@@ -25,6 +25,15 @@ inline Reason supports_dtypes(const Problem& p) {
   return {};
 }
 
+// The same, and int8 with scales, for which each layer's own kernel answers.
+inline Reason supports_apart(const Problem& p) {
+  Problem floats = p;
+  for (WeightSpec* w : {&floats.weight, &floats.down, &floats.gate}) {
+    if (w->scaling != Scaling::none) w->dtype = DType::f32;
+  }
+  return supports_dtypes(floats);
+}
+
 // What the processor must have (empty: nothing), then the kernel's own answer, which may ask for its table
 // and for the machine.
 template <const std::string_view& kFeature, auto kSupports, const auto&... kTable>
@@ -230,7 +239,7 @@ void add_feed_forward(Registry& registry, std::string_view chained, std::string_
       .device = Device::cpu,
       .family = kKernels.family,
       .name = apart,
-      .supports = supports<kFeature, supports_dtypes>,
+      .supports = supports<kFeature, supports_apart>,
       .run = [](const Call& call) { return run_feed_forward_apart(kKernels, call); },
       .configure = configure_feed_forward_apart,
       .fields = FeedForwardApart::kFields,

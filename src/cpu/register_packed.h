@@ -105,6 +105,27 @@ void add_quads(Registry& registry, std::string_view name, std::string_view packe
   });
 }
 
+// Networks of two layers whose weights linear's rows hold as `packed`.
+template <const QuadKernels& kKernels, const std::string_view& kFeature>
+void add_feed_forward_quads(Registry& registry, std::string_view name, std::string_view packed) {
+  registry.push_back({
+      .op = Op::feed_forward,
+      .device = Device::cpu,
+      .family = kKernels.family,
+      .name = name,
+      .supports = supports<kFeature, supports_feed_forward_quads, kKernels>,
+      .run = [](const Call& call) { return run_feed_forward_quads(kKernels, call); },
+      .configure = [](const Problem& p,
+                      const Machine& m) { return configure_feed_forward_quads(kKernels, p, m); },
+      .fields = FeedForwardQuads::kFields,
+      .candidates = [](const Problem& p,
+                       const Machine& m) { return feed_forward_quads_candidates(kKernels, p, m); },
+      .workspace = [](const Problem& p,
+                      const Config& c) { return feed_forward_quads_workspace(kKernels, p, c); },
+      .derives_as = packed,
+  });
+}
+
 // Scaled int8 values as floats, for the same family's kernels.
 template <const Kernels& kKernels, const std::string_view& kFeature>
 void add_scaled(Registry& registry, std::string_view linear, std::string_view grad_input) {

@@ -3,7 +3,9 @@
 #include "ref/feed_forward.h"
 
 #include <algorithm>
+#include <cmath>
 
+#include "core/quantize.h"
 #include "core/scalar.h"
 #include "ref/activation.h"
 #include "ref/sum.h"
@@ -27,10 +29,38 @@ void write(const MutableMatrixView& to, std::int64_t m, const double* row) {
   });
 }
 
+// The same of int8 with scales; a dynamic layer rounds x, as floats, first (core/quantize.h).
+void apply_scaled(const LayerView& layer, DType bias_dtype, const double* x, double* y) {
+  const PlanView& plan = layer.weight.plan;
+  const BsrShape& s = plan.shape;
+  const bool dynamic = layer.weight.scaling == Scaling::dynamic;
+  std::uint32_t most = 0;
+  for (std::int64_t k = 0; k < s.cols; ++k) most = std::max(most, magnitude_bits(static_cast<float>(x[k])));
+  const TokenScale token = dynamic ? token_scale(most) : TokenScale{1, 0};
+  const auto number = [&](std::int64_t k) -> double {
+    if (!dynamic) return x[k];
+    return std::isnan(token.scale) ? 0 : quantized(static_cast<float>(x[k]), token);
+  };
+  std::fill_n(y, s.rows, 0.0);
+  if (layer.bias != nullptr) read(bias_dtype, layer.bias, 0, 1, s.rows, y);
+  const auto* values = static_cast<const std::int8_t*>(layer.weight.values);
+  for (std::int64_t n = 0; n < s.rows; ++n) {
+    const std::int64_t i = n / s.block_rows;
+    double sum = 0;
+    for (std::int32_t e = plan.crow[i]; e < plan.crow[i + 1]; ++e) {
+      const std::int8_t* w = values + e * s.block_size() + n % s.block_rows * s.block_cols;
+      const std::int64_t k = plan.col[e] * s.block_cols;
+      for (std::int64_t c = 0; c < std::min(s.block_cols, s.cols - k); ++c) sum += number(k + c) * w[c];
+    }
+    y[n] += sum * layer.weight.scales[n] * token.scale;
+  }
+}
+
 // y = x Wᵀ + b for one token.
 void apply(const LayerView& layer, DType bias_dtype, const double* x, double* y) {
   const PlanView& plan = layer.weight.plan;
   const BsrShape& s = plan.shape;
+  if (layer.weight.scaling != Scaling::none) return apply_scaled(layer, bias_dtype, x, y);
   std::fill_n(y, s.rows, 0.0);
   if (layer.bias != nullptr) read(bias_dtype, layer.bias, 0, 1, s.rows, y);
   visit_dtype(layer.weight.dtype, [&]<class T>(T) {

@@ -29,6 +29,7 @@ constexpr QuadKernels table(const char* family, double tile_cycles) {
           .enter = none,
           .leave = none,
           .pack = pack_quads<Avx2Quads<kUnsigned>>,
+          .activate = activate_to_int8<Avx2>,
           .lanes = multiply_panel<E>,
           .few = {kFew<E, kUnsigned, 4>, kFew<E, kUnsigned, 8>}};
 }

@@ -40,6 +40,7 @@ const QuadKernels kQuadsVnni = {.family = "avx512",
                                 .enter = none,
                                 .leave = none,
                                 .pack = pack_quads<Avx512Quads<Avx512VnniLanes, true>>,
+                                .activate = activate_to_int8<Avx512>,
                                 .lanes = multiply_quad_lanes,
                                 .few = {kFew<4>, kFew<8>},
                                 .many_tokens = &kQuadsVnniRows};
@@ -57,6 +58,7 @@ const QuadKernels kQuadsVnniRows = {.family = "avx512",
                                     .enter = none,
                                     .leave = none,
                                     .pack = pack_quads<Rows>,
+                                    .activate = activate_to_int8<Avx512>,
                                     .few_rows = Avx512VnniRows::multiply,
                                     .few_tokens = &kQuadsVnni};
 

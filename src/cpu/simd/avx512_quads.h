@@ -12,6 +12,7 @@ namespace rarefy::cpu {
 // the linker must not mix.
 template <class Engine, bool kUnsigned, int kPanel = kPanelTokens>
 struct Avx512Quads {
+  using Isa = Avx512;
   static constexpr int kFeatures = 4, kTokens = kPanel;
   static constexpr int kEarly = 1;
   static constexpr bool kByToken = false, kByLine = false, kAnyRows = false;

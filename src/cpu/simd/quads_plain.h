@@ -10,6 +10,7 @@ namespace rarefy::cpu {
 
 template <class I>
 struct QuadsPlain {
+  using Isa = I;
   static constexpr int kFeatures = 4, kTokens = kPanelTokens;
   static constexpr int kEarly = 1;
   static constexpr bool kByToken = false, kByLine = false, kAnyRows = true;
