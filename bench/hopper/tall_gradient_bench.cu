@@ -29,9 +29,25 @@ Pattern even_pattern(std::int64_t n, std::int64_t k, std::int64_t r, std::int64_
   return p;
 }
 
-TallGradientConfig chosen(const TallGradientProblem& problem, int split) {
+// What is run: what `configure` chooses, or with so many shares of the tokens, or tiles of pairs of rows with
+// so many thread blocks in a cluster.
+struct Way {
+  int split = 0, pairs = 0;
+  bool chosen() const { return split + pairs == 0; }
+};
+constexpr Way kWays[] = {{0, 0}, {1, 0}, {2, 0}, {4, 0}, {1, 1}, {1, 2}};
+
+TallGradientConfig chosen(const TallGradientProblem& problem, const Way& way, int columns = 0) {
   TallGradientConfig c = configure(problem, kSms, kSharedBytes);
-  if (split > 0) c.split = split;
+  if (!way.chosen()) {
+    if (c.pairs != way.pairs) c.columns = 1000;
+    c.split = way.split;
+    c.pairs = way.pairs;
+    c.columns = std::min(c.columns, c.most_columns());
+    c.slots = 0;
+    c.slots = std::min(8, (kSharedBytes - 512 - c.shared_bytes()) / c.slot_bytes());
+  }
+  if (columns > 0) c.columns = columns * (c.most_columns() / TallGradientConfig::kMost);
   return c;
 }
 
@@ -42,7 +58,7 @@ struct Operands {
   Buffer<std::int32_t> crow, col, words;
   Buffer<char> workspace;
   Operands(const Pattern& pattern, std::int64_t m, std::int64_t n, std::int64_t k, std::int64_t r,
-           bool by_feature, int split)
+           bool by_feature, const Way& way)
       : problem{DType::bf16,
                 m,
                 n,
@@ -52,7 +68,7 @@ struct Operands {
                 n,
                 by_feature ? m : k,
                 by_feature ? Layout::by_feature : Layout::by_token},
-        config(chosen(problem, split)),
+        config(chosen(problem, way)),
         dy(static_cast<std::size_t>(m * n)),
         x(static_cast<std::size_t>(m * k)),
         dvalues(static_cast<std::size_t>(pattern.blocks() * r)),
@@ -65,7 +81,9 @@ struct Operands {
     make(nullptr);
     CHECK(cudaDeviceSynchronize());
   }
-  void make(cudaStream_t stream) const { CHECK(prepare(problem, config, crow.data(), words.data(), stream)); }
+  void make(cudaStream_t stream) const {
+    CHECK(prepare(problem, config, crow.data(), col.data(), words.data(), stream));
+  }
   void run(cudaStream_t stream) const {
     CHECK(launch(problem, config,
                  {dy.data(), x.data(), col.data(), dvalues.data(), words.data(), workspace.data()}, stream));
@@ -134,15 +152,16 @@ bool check(const TallGradientCase& c, bool by_feature, bool integers, unsigned s
   const std::vector<double> exact = sum.host(), magnitude = size.host();
   const double u = std::is_same_v<E, __half> ? 0x1p-11 : 0x1p-8;
   bool good = true;
-  for (const int split : {1, 2, 4}) {
+  for (const Way& way : kWays) {
+    if (way.pairs > 0 && c.r != 64) continue;
     for (const int columns : {0, 64, 128, 136, 224, 248, 264, 272, 288}) {
-      TallGradientConfig config = configure(p, kSms, kSharedBytes);
-      config.split = split;
-      if (columns > 0) config.columns = columns * (config.rows == 64 ? 2 : 1);
+      if (way.pairs > 0 && columns > 0 && columns < TallPairs::kLeastColumns) continue;
+      if (way.chosen() && columns > 0) continue;
+      const TallGradientConfig config = chosen(p, way, columns);
       if (!valid(p, config)) std::printf("invalid %s\n", config.text().c_str());
       Buffer<std::int32_t> words(static_cast<std::size_t>(TallGradientPlan(p, config).words));
       Buffer<char> workspace(static_cast<std::size_t>(sm90::workspace(p, config)));
-      CHECK(prepare(p, config, crow.data(), words.data(), nullptr));
+      CHECK(prepare(p, config, crow.data(), col.data(), words.data(), nullptr));
       std::vector<E> first;
       std::int64_t wrong = 0, unequal = 0;
       for (int turn = 0; turn < 2; ++turn) {
@@ -228,9 +247,11 @@ void time_tall_gradient(Report& report, Dense& dense, bool every_config) {
              {std::pair{&random, ""}, {&alike, " (rows alike)"}, {&dense_row, " (one dense row)"}}) {
           if (pattern != &random && !main_shape) continue;
           for (const bool by_feature : {false, true}) {
-            for (const int split : {0, 1, 2, 4}) {
-              if (split > 0 && (!every_config || pattern != &random || !main_shape)) continue;
-              const Operands o(*pattern, s.m, s.n, s.k, r, by_feature, split);
+            for (const Way& way : kWays) {
+              if (!way.chosen() && (!every_config || !main_shape)) continue;
+              if (way.pairs > 0 && r != 64) continue;
+              const Operands o(*pattern, s.m, s.n, s.k, r, by_feature, way);
+              if (!chosen_by_env(o.config.text())) continue;
               const double prepare_us = time_graph([&](cudaStream_t stream) { o.make(stream); }, 5).median;
               report.add({"grad_weight", s.m, s.n, s.k, std::to_string(r) + "x1", density,
                           std::string(by_feature ? "tall gradient (X by feature)" : "tall gradient") + what,

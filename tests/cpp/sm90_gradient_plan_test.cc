@@ -38,12 +38,38 @@ TEST(TallGradient, HasRoomForItsTiles) {
   for (const TallGradientConfig& c :
        {TallGradientConfig{128, 1, 4}, TallGradientConfig{32, 1, 4}, TallGradientConfig{64, 3, 4},
         TallGradientConfig{64, 1, 1}, TallGradientConfig{64, 1, 4, 2}, TallGradientConfig{64, 1, 4, 132, 4},
-        TallGradientConfig{64, 1, 4, 132, 580}})
+        TallGradientConfig{64, 1, 4, 132, 580}, TallGradientConfig{64, 1, 4, 132, 288, 3},
+        TallGradientConfig{64, 2, 4, 132, 288, 2}, TallGradientConfig{64, 1, 6, 132, 288, 2},
+        TallGradientConfig{64, 1, 4, 132, 296, 2}, TallGradientConfig{64, 1, 4, 132, 120, 2}})
     EXPECT_FALSE(valid(p, c)) << c.text();
+  EXPECT_TRUE(valid(p, {64, 1, 5, 132, 288, 2}));
+  p.block_rows = 128;
+  EXPECT_FALSE(valid(p, {64, 1, 5, 132, 288, 2}));
   p.x_stride = 68;
   EXPECT_EQ(unsupported(p), "copies of 16 bytes need rows of X and dY 16 bytes apart");
   p.block_rows = 16;
   EXPECT_EQ(unsupported(p), "blocks must have a multiple of 32 rows");
+}
+
+// Windows of pairs of rows: the plan has room for as many as a pair may have, and for their columns with
+// those that fill up eights.
+TEST(TallGradient, HasRoomForPairs) {
+  for (const std::int64_t before : {0, 1, 31, 1000, 123457}) {
+    for (const std::int64_t entries : {1, 2, 100, 1000, 8192, 131072}) {
+      const std::int64_t windows = entries / (TallPairs::kLeastColumns - 71) + 3, end = before + entries;
+      EXPECT_GE(TallPairs::first_window(end, 6) - TallPairs::first_window(before, 5), windows);
+      EXPECT_GE(TallPairs::first_column(end, 6) - TallPairs::first_column(before, 5), entries + 8 * windows);
+    }
+  }
+  const TallGradientProblem p{DType::bf16, 300, 192, 4096, 64, 5000, 192, 4096};
+  const TallGradientConfig c{64, 1, 5, 132, 288, 2};
+  const TallGradientPlan plan(p, c);
+  EXPECT_EQ(plan.pairs.count, 2);
+  EXPECT_GE(plan.pairs.pairs_at, plan.items_at + 2 * plan.most);
+  EXPECT_EQ(plan.pairs.pairs_at % 4, 0);
+  EXPECT_EQ(plan.words, plan.pairs.targets_at + 2 * plan.pairs.room);
+  EXPECT_LE(c.shared_bytes(), kMachine.shared_bytes);
+  EXPECT_EQ(PairColumns(PairColumns(288, 224, 64).word()).all(), 576);
 }
 
 // Thread blocks find their tiles themselves: no pattern has more than are launched.

@@ -42,8 +42,8 @@ TEST_F(Sm90Test, GradWeight) {
 }
 
 // Both gradients of tall vectors: few tokens and many, in every number of shares; rows of no, few and more
-// columns than a tile has, for each number of products; more tiles than thread blocks, so that some are
-// parts; edges. Held or made for the call, the same bits. X by token and by feature.
+// columns than a tile has, for each number of products; two block rows in a tile; more tiles than thread
+// blocks, so that some are parts; edges. Held or made for the call, the same bits. X by token and by feature.
 TEST_F(Sm90Test, TallGradients) {
   for (const std::int64_t r : {32, 64, 96, 128, 256}) {
     for (const DType dtype : {DType::bf16, DType::f16}) {
@@ -78,8 +78,15 @@ TEST_F(Sm90Test, TallGradients) {
         ProblemIn<DeviceBuffer> in_place(other);
         const auto check_every_width = [&](const Problem& host, ProblemIn<DeviceBuffer>& device) {
           std::vector<double> first;
-          for (const char* config : {"split=1 columns=288", "split=2 columns=264", "split=4 columns=272",
-                                     "split=1 columns=248", "split=2 columns=288", "split=4 columns=64"}) {
+          std::vector<const char*> configs{"split=1 columns=288", "split=2 columns=264",
+                                           "split=4 columns=272", "split=1 columns=248",
+                                           "split=2 columns=288", "split=4 columns=64"};
+          if (r == 64) {  // two block rows in a tile
+            for (const char* of_pairs : {"split=1 pairs=1 columns=288", "split=1 pairs=2 columns=288",
+                                         "split=1 pairs=2 columns=128"})
+              configs.push_back(of_pairs);
+          }
+          for (const char* config : configs) {
             SCOPED_TRACE(config);
             const Force force("cuda:sm90,sm90_tall_gradient(" + std::string(config) + ')');
             device.poison();

@@ -81,11 +81,11 @@ Status run_grad_input(const Call& call) {
 // dW ------------------------------------------------------------------------------------------------------
 
 struct TallGradientChoice {
-  std::int64_t rows = 128, split = 1, slots = 4, sms = 132, columns = TallGradientConfig::kMost;
-  static constexpr std::string_view kFields[] = {"rows", "split", "slots", "sms", "columns"};
+  std::int64_t rows = 128, split = 1, slots = 4, sms = 132, columns = TallGradientConfig::kMost, pairs = 0;
+  static constexpr std::string_view kFields[] = {"rows", "split", "slots", "sms", "columns", "pairs"};
   TallGradientConfig config() const {
     const auto n = [](std::int64_t x) { return static_cast<int>(x); };
-    return {n(rows), n(split), n(slots), n(sms), n(columns)};
+    return {n(rows), n(split), n(slots), n(sms), n(columns), n(pairs)};
   }
 };
 
@@ -103,7 +103,7 @@ Reason supports_grad_weight(const Problem& p, const rarefy::Machine& machine) {
 Config configure_grad_weight(const Problem& p, const rarefy::Machine& machine) {
   const TallGradientConfig c =
       configure(weight_problem(p), machine.gpu.sms, static_cast<int>(machine.gpu.shared_memory));
-  return to_config(TallGradientChoice{c.rows, c.split, c.slots, c.sms, c.columns});
+  return to_config(TallGradientChoice{c.rows, c.split, c.slots, c.sms, c.columns, c.pairs});
 }
 
 // Of a config that may hold anything.
@@ -129,7 +129,8 @@ Status prepare_grad_weight(const Call& call, void* prepared) {
   return cuda::launch_status(
       "grad_weight",
       prepare(weight_problem(call.problem), from_config<TallGradientChoice>(call.config).config(),
-              call.plan.crow, static_cast<std::int32_t*>(prepared), static_cast<cudaStream_t>(call.stream)));
+              call.plan.crow, call.plan.col, static_cast<std::int32_t*>(prepared),
+              static_cast<cudaStream_t>(call.stream)));
 }
 
 Status run_grad_weight(const Call& call) {

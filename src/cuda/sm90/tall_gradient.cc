@@ -14,12 +14,23 @@ namespace {
 constexpr int kMostTiles = 0xFFFF;  // of a list
 constexpr int kTokens = 4096;  // that tiles and shares are chosen for: what is prepared serves any number
 
-// Clocks of a round of tiles with so many columns: bytes from L2 or products, and what each step and tile
-// takes beside them.
-double round_clocks(const TallGradientConfig& c, double columns) {
-  const double bytes = (c.rows + columns) * c.tokens() * 2, products = c.rows * columns * c.tokens() / 2048.;
+// Clocks of a round of tiles whose steps take so many bytes from L2 and clocks of products, and what each
+// step and tile takes beside them.
+double round_clocks(const TallGradientConfig& c, double bytes, double products) {
   const double steps = static_cast<double>(kTokens) / c.tokens() / c.split;
   return steps * (150 + std::max(bytes / 41, products / .9)) + (c.split > 1 ? 12000 : 5000);
+}
+
+// Of tiles with so many columns.
+double round_clocks(const TallGradientConfig& c, double columns) {
+  return round_clocks(c, (c.rows + columns) * c.tokens() * 2, c.rows * columns * c.tokens() / 2048.);
+}
+
+// Of tiles of pairs with so many columns of each row, of which `stored` is the share of all: those of both
+// rows are gathered once, dY comes once for a cluster. 1.5 µs of a tile are finding its columns and results.
+double pair_clocks(const TallGradientConfig& c, double columns, double stored) {
+  return 2500 + round_clocks(c, (128. / c.pairs + columns * (2 - stored)) * c.tokens() * 2,
+                             128 * columns * c.tokens() / 2048.);
 }
 
 // Tiles of each row, and shares of the tokens, that fill rounds of all SMs best, if rows store about alike:
@@ -51,6 +62,19 @@ TallGradientConfig divided(const TallGradientProblem& p, int sms) {
       if (its < clocks) best = c, clocks = its;
     }
   }
+  TallGradientConfig c = best;
+  c.rows = 64, c.split = 1, c.pairs = 2;
+  for (int windows = 2; mean / windows >= 64; windows += 2) {
+    // A window ends where the first of its rows is full, at a multiple of 32 columns; eights are filled up.
+    const auto most = static_cast<int>(std::ceil(((mean + scatter) / windows + 12) / 8)) * 8;
+    const double columns = mean / windows;
+    c.columns = std::max(most, TallPairs::kLeastColumns);
+    if (columns * (1 + absent) + 32 > TallPairs::kMostGathered || !valid(p, c)) continue;
+    const auto rounds = static_cast<double>(ceil_div(ceil_div(rows, std::int64_t{2}) * (windows / c.pairs),
+                                                     std::int64_t{std::max(1, c.clusters())}));
+    const double its = rounds * pair_clocks(c, columns, 1 - absent);
+    if (its < clocks) best = c, clocks = its;
+  }
   return best;
 }
 
@@ -73,6 +97,10 @@ std::string unsupported(const TallGradientProblem& p) {
 }
 
 bool valid(const TallGradientProblem& p, const TallGradientConfig& c) {
+  if (c.pairs != 0 && (p.block_rows != 64 || c.rows != 64 || c.split != 1 || c.pairs < 1 || c.pairs > 2 ||
+                       c.slots > 5 || c.columns < TallPairs::kLeastColumns || p.cols > TallPairs::kMostCols ||
+                       p.blocks > TallPairs::kMostBlocks))
+    return false;
   return (c.rows == 64 || (c.rows == 128 && p.block_rows % 128 == 0)) &&
          (c.split == 1 || c.split == 2 || c.split == 4) && c.slots >= 2 && c.slots <= 8 && c.sms >= 4 &&
          c.sms <= kMostClusters && c.columns % 8 == 0 && c.columns >= 8 && c.columns <= c.most_columns() &&
@@ -87,13 +115,18 @@ TallGradientConfig configure(const TallGradientProblem& p, int sms, int shared_b
 }
 
 TallGradientPlan::TallGradientPlan(const TallGradientProblem& p, const TallGradientConfig& c) {
-  const std::int64_t per_block = ceil_div(p.block_rows, c.rows);
-  std::int64_t tiles = (p.blocks / c.columns + ceil_div(p.rows, p.block_rows)) * per_block;
+  const std::int64_t per_block = ceil_div(p.block_rows, c.rows), block_rows = ceil_div(p.rows, p.block_rows);
+  std::int64_t tiles = c.pairs > 0 ? TallPairs::most(block_rows, p.blocks, c.columns, c.pairs)
+                                   : (p.blocks / c.columns + block_rows) * per_block;
   has_parts = tiles > c.clusters();
   if (has_parts) tiles += c.clusters() + TileParts::kMost;  // narrower ones, and parts
   most = static_cast<int>(std::min<std::int64_t>(tiles, INT32_MAX));
   items_at = 4 * std::int64_t{most};
   words = items_at + 2 * std::int64_t{most};
+  if (c.pairs > 0) {
+    pairs = TallPairs(block_rows, p.blocks, words);
+    words = pairs.words;
+  }
 }
 
 std::int64_t workspace(const TallGradientProblem& p, const TallGradientConfig& c) {

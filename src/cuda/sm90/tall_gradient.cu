@@ -1,8 +1,9 @@
 // The weight gradient of tall vectors: its tiles, made on the device of the pattern, and the launch.
 #include "cuda/sm90/tall_gradient.h"
 
-#include "cuda/shared_limit.h"
-#include "cuda/sm90/tall_gradient_kernel.cuh"
+#include <algorithm>
+
+#include "cuda/sm90/tall_gradient_launch.cuh"
 #include "cuda/sm90/tall_walk.h"
 #include "cuda/sm90/tensor_map.h"
 
@@ -15,7 +16,9 @@ constexpr int kMostShared = 4;  // rounds of tiles, of which the last one may be
 
 struct TilePlan {
   const int* crow;
-  int block_rows, tiles_of_block, rows, columns, most;  // block rows of W; row tiles of one; of a tile
+  int block_rows, tiles_of_block;       // of W; row tiles of one, or windows of a tile of pairs
+  int rows, columns, most, most_parts;  // of a tile; tiles; parts of those that are shared
+  const int2* pairs;                    // of rows, or null: clusters' tiles, columns that one gathers
   StripLists lists;
   int4* tiles;
   int2* items;
@@ -68,13 +71,24 @@ __global__ void __launch_bounds__(kThreads) tile_kernel(const __grid_constant__ 
   if (self == 0) widest = 0;
   for (int i = self; i < kBuckets; i += kThreads) room[i] = 0;
   __syncthreads();
-  int mine = 0;
-  for (int row = self; row < p.block_rows; row += kThreads)
-    mine += parts_of(p.crow[row + 1] - p.crow[row], p.columns) * p.tiles_of_block;
-  atomicAdd(&widest, mine);
+  if (p.pairs == nullptr) {
+    int mine = 0;
+    for (int row = self; row < p.block_rows; row += kThreads)
+      mine += parts_of(p.crow[row + 1] - p.crow[row], p.columns) * p.tiles_of_block;
+    atomicAdd(&widest, mine);
+  }
   __syncthreads();
   const int columns = most_columns(p, widest);
   const auto each_tile = [&](auto&& take) {
+    if (p.pairs != nullptr) {
+      for (int pair = self; 2 * pair < p.block_rows; pair += kThreads) {
+        const auto window = static_cast<int>(TallPairs::first_window(p.crow[2 * pair], pair));
+        const int2 its = p.pairs[pair];
+        for (int i = 0; i < its.x; ++i)
+          take(int4{pair, window + i * p.tiles_of_block, its.y, 0}, (its.y + 7) / 8);
+      }
+      return;
+    }
     for (int row = self; row < p.block_rows; row += kThreads) {
       // A row's columns divided evenly, as few tiles as hold them.
       const int begin = p.crow[row], end = p.crow[row + 1];
@@ -110,7 +124,7 @@ __device__ int share_rest(const TilePlan& p, int tiles, int lane) {
   const int clusters = p.lists.clusters, rest = tiles % clusters;
   if (tiles < clusters || tiles > kMostShared * clusters || rest == 0 || rest > TileParts::kMostTiles)
     return tiles;
-  const int parts = min(TileParts::kMostOfTile, min(TileParts::kMost / rest, clusters / rest)),
+  const int parts = min(TileParts::kMostOfTile, min(p.most_parts / rest, clusters / rest)),
             first = tiles - rest;
   if (parts < 2) return tiles;
   const int4 mine = p.tiles[min(first + lane, tiles - 1)];
@@ -140,28 +154,6 @@ __global__ void __launch_bounds__(32) tile_list_kernel(const __grid_constant__ T
   });
 }
 
-template <class T, int kRows, int kSplit>
-cudaError_t launch_kernel(const TallGradientConfig& config, const TallGradientParams& params, bool transposed,
-                          cudaStream_t stream) {
-  const auto kernel = tall_gradient_kernel<T, kRows, kSplit>;
-  static cuda::SharedLimit limit;
-  const cudaError_t status = limit.allow(kernel, config.shared_bytes());
-  if (status != cudaSuccess) return status;
-  cudaLaunchAttribute attributes[2]{};
-  attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;  // while X is being transposed
-  attributes[0].val.programmaticStreamSerializationAllowed = transposed ? 1 : 0;
-  attributes[1].id = cudaLaunchAttributeClusterDimension;
-  attributes[1].val.clusterDim = {kSplit, 1, 1};
-  cudaLaunchConfig_t launch{};
-  launch.gridDim = dim3(static_cast<unsigned>(params.lists.clusters * kSplit));
-  launch.blockDim = dim3(384);
-  launch.dynamicSmemBytes = static_cast<std::size_t>(config.shared_bytes());
-  launch.stream = stream;
-  launch.attrs = attributes;
-  launch.numAttrs = kSplit > 1 ? 2 : 1;
-  return cudaLaunchKernelEx(&launch, kernel, params);
-}
-
 template <class T, int kRows>
 cudaError_t launch_split(const TallGradientConfig& c, const TallGradientParams& params, bool transposed,
                          cudaStream_t stream) {
@@ -176,6 +168,7 @@ cudaError_t launch_split(const TallGradientConfig& c, const TallGradientParams& 
 template <class T>
 cudaError_t launch_type(const TallGradientConfig& c, const TallGradientParams& params, bool transposed,
                         cudaStream_t stream) {
+  if (c.pairs > 0) return launch_pairs<T>(c, params, transposed, stream);
   return c.rows == 128 ? launch_split<T, 128>(c, params, transposed, stream)
                        : launch_split<T, 64>(c, params, transposed, stream);
 }
@@ -186,15 +179,23 @@ std::int64_t up(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
 }  // namespace
 
 cudaError_t prepare(const TallGradientProblem& p, const TallGradientConfig& config, const std::int32_t* crow,
-                    std::int32_t* words, cudaStream_t stream) {
+                    const std::int32_t* col, std::int32_t* words, cudaStream_t stream) {
   const TallGradientPlan plan(p, config);
   if (plan.most == 0) return cudaSuccess;
+  const int2* pairs = nullptr;
+  if (config.pairs > 0) {
+    pairs = reinterpret_cast<const int2*>(words + plan.pairs.pairs_at);
+    const cudaError_t status = prepare_pairs(p, config, crow, col, words, stream);
+    if (status != cudaSuccess) return status;
+  }
   const TilePlan params{crow,
                         n(up(p.rows, p.block_rows)),
-                        n(up(p.block_rows, config.rows)),
+                        config.pairs > 0 ? config.pairs : n(up(p.block_rows, config.rows)),
                         config.rows,
                         config.columns,
                         plan.most,
+                        TileParts::kMost / std::max(1, config.pairs),
+                        pairs,
                         plan.lists(config),
                         reinterpret_cast<int4*>(words),
                         reinterpret_cast<int2*>(words + plan.items_at)};
@@ -242,6 +243,12 @@ cudaError_t launch(const TallGradientProblem& p, const TallGradientConfig& confi
   params.lists = {plan.lists(config), o.plan + plan.items_at, 1};
   params.tiles = reinterpret_cast<const int4*>(o.plan);
   params.col = o.col;
+  if (config.pairs > 0) {
+    params.col = o.plan + plan.pairs.columns_at;
+    params.windows = reinterpret_cast<const int2*>(o.plan + plan.pairs.windows_at);
+    params.targets = o.plan + plan.pairs.targets_at;
+    params.second = plan.pairs.room;
+  }
   params.x = static_cast<const char*>(by_feature ? o.x : o.workspace);
   params.x_tokens = n(by_feature ? p.tokens : transposed_stride(p.tokens));
   params.x_pieces = static_cast<u32>(by_feature ? p.x_stride / 8 : config.tokens() / 8);

@@ -1,7 +1,8 @@
 // The weight gradient of tall vectors: blocks of one column and a multiple of 32 rows. A tile is 128 rows of
 // W (or 64) × as many stored columns as the sums of two warpgroups hold; it walks the tokens, with dY as it
 // is and the tile's columns gathered from X by feature; X by token is transposed into workspace first. Tiles
-// that rounds of all SMs leave over are shared: each of several clusters takes a part of the tokens.
+// that rounds of all SMs leave over are shared: each of several clusters takes a part of the tokens. Of
+// blocks of 64 rows a tile may be of two block rows (tall_pairs.h).
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -10,6 +11,7 @@
 #include <string>
 
 #include "cuda/sm90/strip_walk.h"
+#include "cuda/sm90/tall_pairs.h"
 #include "cuda/sm90/transpose.h"
 #include "rarefy/dtype.h"
 #include "rarefy/problem.h"
@@ -45,17 +47,21 @@ struct TallGradientConfig {
   int slots = 4;                     // steps in flight
   int sms = 132;
   int columns = kMost;  // of a tile, at most: a row is divided evenly into as few tiles as hold it
+  int pairs = 0;        // tiles are of two block rows of 64 (tall_pairs.h): thread blocks that share dY
 
-  int most_columns() const { return rows == 128 ? kMost : 2 * kMost; }
+  int most_columns() const { return rows == 128 || pairs > 0 ? kMost : 2 * kMost; }
   int tokens() const { return rows == 128 ? 64 : 32; }  // of a step
-  int slot_bytes() const { return (rows + most_columns()) * tokens() * 2; }
+  int slot_bytes() const {
+    return (pairs > 0 ? 128 + TallPairs::kMostGathered : rows + most_columns()) * tokens() * 2;
+  }
   int shared_bytes() const { return 1024 + slots * slot_bytes() + 2 * 2 * 4096; }
   std::string text() const {
     return "rows=" + std::to_string(rows) + " split=" + std::to_string(split) +
            " slots=" + std::to_string(slots) + " sms=" + std::to_string(sms) +
-           " columns=" + std::to_string(columns);
+           " columns=" + std::to_string(columns) + (pairs > 0 ? " pairs=" + std::to_string(pairs) : "");
   }
-  int clusters() const { return (sms < kMostClusters ? sms : kMostClusters) / split; }
+  int cluster() const { return pairs > 0 ? pairs : split; }  // thread blocks
+  int clusters() const { return (sms < kMostClusters ? sms : kMostClusters) / cluster(); }
 };
 
 std::string unsupported(const TallGradientProblem& problem);
@@ -69,6 +75,7 @@ struct TallGradientPlan {
   int most;        // tiles, and parts of tiles
   bool has_parts;  // there may be more tiles than clusters
   std::int64_t items_at, words;
+  TallPairs pairs;
   TallGradientPlan(const TallGradientProblem& problem, const TallGradientConfig& config);
   StripLists lists(const TallGradientConfig& config) const { return {most, 1, config.clusters()}; }
 };
@@ -76,7 +83,8 @@ struct TallGradientPlan {
 std::int64_t workspace(const TallGradientProblem& problem, const TallGradientConfig& config);
 
 cudaError_t prepare(const TallGradientProblem& problem, const TallGradientConfig& config,
-                    const std::int32_t* crow, std::int32_t* words, cudaStream_t stream);
+                    const std::int32_t* crow, const std::int32_t* col, std::int32_t* words,
+                    cudaStream_t stream);
 
 struct TallGradientOperands {  // device pointers, 16-byte aligned
   const void *dy = nullptr, *x = nullptr;

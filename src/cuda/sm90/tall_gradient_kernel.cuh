@@ -1,79 +1,23 @@
 // The weight gradient of tall vectors, device side. dY by token, 64 rows of W a panel, is operand A with M
 // innermost; columns of X by feature, 64 (or 32) tokens a row, are operand B with the sum innermost. Four
 // warps bring both, X 16 bytes a copy, as its columns lie anywhere; two warpgroups multiply, share their sums
-// with the cluster's other thread blocks, and store.
+// with the cluster's other thread blocks, and store. Of two block rows of 64 each warpgroup has one, and dY
+// is two panels.
 #pragma once
 
 #include "cuda/sm90/device/async_copy.cuh"
-#include "cuda/sm90/device/warp.cuh"
 #include "cuda/sm90/device/wgmma_columns.cuh"
-#include "cuda/sm90/gradient_exchange.cuh"
-#include "cuda/sm90/tall_gradient.h"
-#include "cuda/sm90/tile/ring.cuh"
-#include "cuda/sm90/tile/store.cuh"
-#include "cuda/sm90/tile_lists.cuh"
+#include "cuda/sm90/tall_gradient_out.cuh"
 
 namespace rarefy::sm90 {
 
-struct TallGradientParams {
-  CUtensorMap dy, out;  // out: [stored column][row of the block]
-  TileLists lists;
-  const int4* tiles;  // row tile, first stored column, how many, and if it is a part: TilePart
-  const int* col;
-  const char* x;        // by feature
-  u32 x_pieces;         // of 16 bytes, from one feature to the next
-  std::int64_t x_step;  // bytes from one step's tokens to the next's
-  void* dvalues;
-  int* part_counts;   // of each shared tile, thread block of a cluster and warpgroup: parts that are there
-  float4* part_sums;  // of each part
-  int tokens, rows, block_rows, tiles_of_block;
-  int x_tokens;  // that rows of X have: zeros behind the last token up to a whole step, or it ends there
-  u32 slots;
-};
-
-// A tile's entry that is a part of its tokens, in a word; 0: it is the whole tile.
-struct TilePart {
-  int index, count, tile;  // which of how many, of which shared tile
-  __device__ TilePart(int its_index, int of_count, int its_tile)
-      : index(its_index), count(of_count), tile(its_tile) {}
-  __device__ explicit TilePart(int word) : index(word & 0xFF), count(word >> 8 & 0xFF), tile(word >> 16) {}
-  __device__ int word() const { return index | count << 8 | tile << 16; }
-};
-
-template <int kRows>
-struct TallGradientShape {
-  static constexpr int kColumns = (kRows == 128 ? 1 : 2) * TallGradientConfig::kMost;
-  static constexpr int kTokens = kRows == 128 ? 64 : 32;  // of a step: as many as leave four slots
-  static constexpr u32 kPanelBytes = kTokens * 128;       // of dY, 64 rows of W
-  static constexpr u32 kXBytes = kColumns * kTokens * 2, kSlotBytes = kXBytes + kRows / 64 * kPanelBytes;
-  static constexpr int kMultiplyRegisters = 208;
-  static constexpr int kGatherRegisters = 3 * 168 - 2 * kMultiplyRegisters;
-};
-
-inline constexpr int kGradientTiles = 2;      // known ahead to those that multiply
-inline constexpr u32 kChunkBytes = 32 * 128;  // 32 columns on their way out; two of them for a warpgroup
-
-// A warpgroup's sums of 64 rows: of 128 columns, and up to 160 more.
-struct TallSums {
-  float first[64], more[80];
-  __device__ float* of(int i) { return i < 64 ? first + i : more + (i - 64); }
-};
-
-struct TallGradientState {
-  RingState ring;
-  int4 tile[kGradientTiles];  // row tile (-1: there are no more), first column, how many, part
-  alignas(8) u64 tile_full[kGradientTiles], tile_empty[kGradientTiles];
-  int parts_before[2];  // of each warpgroup's tile
-};
-
-template <class T, int kRows, int kSplit>
-struct TallGradientWarps {
-  using Shape = TallGradientShape<kRows>;
+template <class T, int kRows, int kSplit, int kPairs>
+struct TallGradientWarps : TallGradientOut<T, kRows, kSplit, kPairs> {
+  using Shape = TallGradientShape<kRows, kPairs>;
   static constexpr int kColumns = Shape::kColumns, kTokens = Shape::kTokens;
-  const TallGradientParams& p;
+  using Out = TallGradientOut<T, kRows, kSplit, kPairs>;
+  using Out::p, Out::state, Out::rank, Out::first_row, Out::store, Out::keep_part, Out::add_parts;
   u32 slots, buffers;  // addresses
-  TallGradientState& state;
-  u32 rank;  // in the cluster
 
   __device__ u32 full(u32 slot) const { return shared_address(&state.ring.full[slot]); }
   __device__ u32 empty(u32 slot) const { return shared_address(&state.ring.empty[slot]); }
@@ -91,11 +35,6 @@ struct TallGradientWarps {
   __device__ int my_first(int begin) const {
     return begin + static_cast<int>((rank - static_cast<u32>(begin)) & (kSplit - 1));
   }
-  // The tile's first row in W, and in its block.
-  __device__ int first_row(int row_tile) const {
-    return row_tile / p.tiles_of_block * p.block_rows + first_in_block(row_tile);
-  }
-  __device__ int first_in_block(int row_tile) const { return row_tile % p.tiles_of_block * kRows; }
 
   __device__ void put_tile(Turn& turn, const int4& tile, int lane) const {
     wait(shared_address(&state.tile_empty[turn.slot]), turn.parity);
@@ -117,7 +56,14 @@ struct TallGradientWarps {
   __device__ u32 begin_step(const Turn& at, int step, int first_row, int warp, int lane) const {
     const u32 to = slots + at.slot * Shape::kSlotBytes, barrier = full(at.slot);
     wait(empty(at.slot), at.parity);
-    if (warp < kRows / 64 && lane == 0) {
+    if constexpr (kPairs > 1) {  // a panel each, for both
+      static_assert(kPairs == 2);
+      if (warp == 0 && lane == 0) {
+        arrive_expect(barrier, Shape::kSlotBytes - Shape::kXBytes);
+        load_box_multicast(to + Shape::kXBytes + rank * Shape::kPanelBytes, &p.dy,
+                           first_row + static_cast<int>(rank) * 64, step * kTokens, barrier, 3);
+      }
+    } else if (warp < Shape::kPanels && lane == 0) {
       if (warp == 0) arrive_expect(barrier, Shape::kSlotBytes - Shape::kXBytes);
       load_box(to + Shape::kXBytes + static_cast<u32>(warp) * Shape::kPanelBytes, &p.dy,
                first_row + warp * 64, step * kTokens, barrier);
@@ -197,7 +143,7 @@ struct TallGradientWarps {
     } else {
       load_steps<1, 4>(tile, begin, end, warp, lane, at);
     }
-    if (whole >= its.begin && whole < its.end && whole % kSplit == static_cast<int>(rank))
+    if (whole >= its.begin && whole < its.end && (kSplit == 1 || whole % kSplit == static_cast<int>(rank)))
       load_last_step(tile, whole, warp, lane, at);
     if constexpr (kSplit > 1) {
       device::wait_for_all_copies();  // they have arrived; what is exchanged goes to the same places
@@ -211,11 +157,17 @@ struct TallGradientWarps {
     Turn at, tiles;
     at.parity = tiles.parity = 1;  // the first round is free
     TileCursor cursor;             // each warp walks for itself
-    while (cursor.next(p.lists, static_cast<int>(blockIdx.x) / kSplit)) {
+    while (cursor.next(p.lists, static_cast<int>(blockIdx.x) / (kPairs > 1 ? kPairs : kSplit))) {
       const int4 tile = load_ahead(p.tiles + unpack_tile(cursor.item.x).group);
       if (tile.z == 0) continue;  // behind the last
-      if (warp == 0) put_tile(tiles, tile, lane);
-      load_tile(tile, warp, lane, at);
+      if constexpr (kPairs > 0) {
+        const int2 window = load_ahead(p.windows + tile.y + rank);
+        if (warp == 0) put_tile(tiles, {tile.x, window.x, window.y, tile.w}, lane);
+        load_tile({tile.x, window.x, PairColumns(window.y).all(), tile.w}, warp, lane, at);
+      } else {
+        if (warp == 0) put_tile(tiles, tile, lane);
+        load_tile(tile, warp, lane, at);
+      }
     }
     if (warp == 0) put_tile(tiles, {-1, 0, 0, 0}, lane);
     wait_for_kernels();
@@ -237,6 +189,17 @@ struct TallGradientWarps {
     wgmma_commit();
   }
 
+  // A slot may be filled again when all who read it have left it, in all thread blocks if each brings a
+  // part of what they read.
+  __device__ void leave_slot(u32 slot, int lane) const {
+    __syncwarp();
+    if constexpr (kPairs > 1) {
+      if (lane < kPairs) arrive_remote(empty(slot), static_cast<u32>(lane));
+    } else {
+      if (lane == 0) arrive(empty(slot));
+    }
+  }
+
   // All steps of a tile. `at` goes on. kMore < 0: no columns.
   template <int kMore>
   __device__ void multiply_steps(TallSums& sums, Turn& at, int steps, u32 panel, u32 columns,
@@ -254,21 +217,19 @@ struct TallGradientWarps {
         wgmma_wait<1>();  // the step before has ended, and this one is on its way
       }
       if (step > 0) {
-        __syncwarp();
-        if (lane == 0) arrive(empty(before));
+        leave_slot(before, lane);
       }
       before = at.slot;
       at.next(p.slots);
     }
     if constexpr (kMore >= 0) wgmma_wait<0>();
-    __syncwarp();
-    if (steps > 0 && lane == 0) arrive(empty(before));
+    if (steps > 0) leave_slot(before, lane);
   }
 
   __device__ void multiply(u32 group, int warp, int lane) const {
     // What products' operands are made of is known to be the same in all lanes, or they would be moved from
     // ordinary registers before each.
-    const u32 panel = kRows == 128 ? uniform(group) * Shape::kPanelBytes : 0;
+    const u32 panel = Shape::kPanels == 2 ? uniform(group) * Shape::kPanelBytes : 0;
     StoreLane out{buffers + group * 2 * kChunkBytes, group + 1, warp, lane};
     Turn at, tiles;
     int next_row, next_first, next_count, next_part;  // of the tile to come
@@ -285,12 +246,17 @@ struct TallGradientWarps {
     read_tile();
     while (next_row >= 0) {
       const int row_tile = next_row, first = next_first, count = next_count, part = next_part;
+      const PairColumns pair(count);
       const Steps its = steps_of(part);
       const int my_steps = uniform((its.end - my_first(its.begin) + kSplit - 1) / kSplit);
       // Of 64 rows each warpgroup has half of the columns.
       const int half = kRows == 128 ? count : min(count, (count + 15) / 16 * 8);
-      const int my_first = kRows == 128 ? 0 : uniform(static_cast<int>(group) * half),
-                mine = kRows == 128 ? count : uniform(group == 0 ? half : count - half);
+      const int my_first = kPairs > 0     ? uniform(static_cast<int>(group) * pair.first)
+                           : kRows == 128 ? 0
+                                          : uniform(static_cast<int>(group) * half),
+                mine = kPairs > 0     ? uniform(pair.both + (group == 0 ? pair.first : pair.second))
+                       : kRows == 128 ? count
+                                      : uniform(group == 0 ? half : count - half);
       const u32 columns = static_cast<u32>(my_first * kTokens * 2);
       TallSums sums;
 #pragma unroll
@@ -334,122 +300,11 @@ struct TallGradientWarps {
     }
     if (out.leads()) store_wait_all();
   }
-
-  // 32 columns of which this thread block of the cluster has the sums, and stores.
-  __device__ bool my_chunk(int chunk) const {
-    return min(chunk / 2, 3) * kSplit / 4 == static_cast<int>(rank);
-  }
-
-  // Four of a thread's sums of a part, in memory.
-  __device__ float4* sums_of(const TilePart& part, int index, int group, const StoreLane& out,
-                             int piece) const {
-    return p.part_sums + ((part.tile * part.count + index) * 2 + group) * (36 * 128) + piece * 128 +
-           out.warp * 32 + out.lane;
-  }
-
-  // The sums of a tile's part wait in memory for those of the others. Whether this was the last one.
-  __device__ bool keep_part(TallSums& sums, const TilePart& part, int columns, int group,
-                            const StoreLane& out) const {
-    wait_for_kernels();  // one of them has set the counts to 0
-#pragma unroll
-    for (int chunk = 0; chunk < 9; ++chunk) {
-      if (!my_chunk(chunk) || chunk * 32 >= columns) continue;
-#pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        const float* d = sums.of(chunk * 16 + 4 * j);
-        *sums_of(part, part.index, group, out, chunk * 4 + j) = {d[0], d[1], d[2], d[3]};
-      }
-    }
-    __threadfence();
-    named_barrier(out.barrier, 128);
-    if (out.leads())
-      state.parts_before[group] =
-          atomicAdd(p.part_counts + (part.tile * 4 + static_cast<int>(rank)) * 2 + group, 1);
-    named_barrier(out.barrier, 128);
-    __threadfence();
-    return state.parts_before[group] == part.count - 1;
-  }
-
-  // The sums of all parts of a chunk, in order of the tokens.
-  __device__ void add_parts(const TilePart& part, int group, const StoreLane& out, int chunk,
-                            float (&d)[16]) const {
-#pragma unroll
-    for (int i = 0; i < 16; ++i) d[i] = 0;
-#pragma unroll 1
-    for (int first = 0; first < part.count; first += 2) {
-      float4 of_part[2][4];
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-#pragma unroll
-        for (int j = 0; j < 4; ++j) {
-          if (first + i < part.count)
-            of_part[i][j] = __ldcg(sums_of(part, first + i, group, out, chunk * 4 + j));
-        }
-      }
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-#pragma unroll
-        for (int j = 0; j < 4; ++j) {
-          if (first + i < part.count) add_4(d + 4 * j, of_part[i][j]);
-        }
-      }
-    }
-  }
-
-  // 32 columns at a time, those that this thread block has the sums of (of_chunk makes them); whole ones by
-  // TMA, which leaves out what lies behind the block's last row.
-  template <class Sums>
-  __device__ void store(StoreLane& out, Sums&& of_chunk, int row_tile, int first, int count,
-                        int group) const {
-    const int panel = kRows == 128 ? group * 64 : 0, in_block = first_in_block(row_tile) + panel;
-    const int row = first_row(row_tile) + panel + 16 * out.warp + out.lane / 4;
-    const bool inside[2] = {row < p.rows, row + 8 < p.rows};  // of W
-#pragma unroll
-    for (int chunk = 0; chunk < 9; ++chunk) {
-      if (!my_chunk(chunk)) continue;
-      const int left = count - chunk * 32;
-      if (left <= 0) break;
-      if (out.leads()) store_wait_read<1>();
-      named_barrier(out.barrier, 128);
-      const u32 buffer = out.buffers + out.turn * kChunkBytes;
-      out.turn ^= 1;
-      float d[16];
-      of_chunk(chunk, d);
-#pragma unroll
-      for (int j = 0; j < 4; j += 2) {
-        u32 v[4];
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {  // matrix i: columns 8(j + i / 2) …, rows 16 · warp + 8(i % 2) …
-          const float* pair = d + (j + i / 2) * 4 + i % 2 * 2;
-          v[i] = inside[i % 2] ? pack<T>(pair[0], pair[1]) : 0;
-        }
-        const int column = (j + out.lane / 16) * 8 + out.lane % 8, piece = 2 * out.warp + out.lane / 8 % 2;
-        store_transposed(buffer + static_cast<u32>(column * 128 + ((piece ^ column % 8) << 4)), v[0], v[1],
-                         v[2], v[3]);
-      }
-      fence_async();
-      named_barrier(out.barrier, 128);
-      const int at = first + chunk * 32;
-      if (out.leads()) {
-        if (left >= 32) store_box(&p.out, in_block, at, buffer);
-        store_commit();  // of what is left nothing, so that each buffer has a group
-      }
-      if (left >= 32) continue;
-      const int pieces = min(8, (p.block_rows - in_block) / 8);  // of 16 bytes
-      for (int i = out.warp * 32 + out.lane; i < left * 8; i += 128) {
-        const int column = i / 8, piece = i % 8;
-        if (piece >= pieces) continue;
-        T* to = static_cast<T*>(p.dvalues) + static_cast<std::int64_t>(at + column) * p.block_rows + in_block;
-        *reinterpret_cast<float4*>(to + piece * 8) =
-            load_shared_4(buffer + static_cast<u32>(column * 128 + ((piece ^ column % 8) << 4)));
-      }
-    }
-  }
 };
 
-template <class T, int kRows, int kSplit>
+template <class T, int kRows, int kSplit, int kPairs = 0>
 __global__ void __launch_bounds__(384, 1) tall_gradient_kernel(const __grid_constant__ TallGradientParams p) {
-  using Shape = TallGradientShape<kRows>;
+  using Shape = TallGradientShape<kRows, kPairs>;
   extern __shared__ unsigned char dynamic_shared[];
   __shared__ TallGradientState state;
   const u32 slots = (shared_address(dynamic_shared) + 1023) & ~1023u;
@@ -460,7 +315,7 @@ __global__ void __launch_bounds__(384, 1) tall_gradient_kernel(const __grid_cons
     prefetch_map(&p.out);
     for (u32 i = 0; i < p.slots; ++i) {
       barrier_init(shared_address(&state.ring.full[i]), 128 + 1);
-      barrier_init(shared_address(&state.ring.empty[i]), 8);
+      barrier_init(shared_address(&state.ring.empty[i]), kPairs > 1 ? 8 * kPairs : 8);
     }
     for (int i = 0; i < kGradientTiles; ++i) {
       barrier_init(shared_address(&state.tile_full[i]), 1);
@@ -468,10 +323,15 @@ __global__ void __launch_bounds__(384, 1) tall_gradient_kernel(const __grid_cons
     }
     barrier_init_done();
   }
-  __syncthreads();
+  if constexpr (kPairs > 1) {
+    cluster_sync();  // barriers that another one arrives at
+  } else {
+    __syncthreads();
+  }
   launch_dependents();
-  const TallGradientWarps<T, kRows, kSplit> warps{p, slots, slots + p.slots * Shape::kSlotBytes, state,
-                                                  kSplit > 1 ? cluster_rank() : 0};
+  const u32 rank = kSplit > 1 || kPairs > 1 ? cluster_rank() : 0;
+  const TallGradientWarps<T, kRows, kSplit, kPairs> warps{
+      {p, state, rank}, slots, slots + p.slots * Shape::kSlotBytes};
   if (warp < 8) {
     take_registers<Shape::kMultiplyRegisters>();
     warps.multiply(static_cast<u32>(warp) / 4, warp % 4, lane);
@@ -479,6 +339,7 @@ __global__ void __launch_bounds__(384, 1) tall_gradient_kernel(const __grid_cons
     give_registers<Shape::kGatherRegisters>();
     warps.load(warp - 8, lane);
   }
+  if constexpr (kPairs > 1) cluster_sync();  // nothing is on its way to one that has gone
 }
 
 }  // namespace rarefy::sm90

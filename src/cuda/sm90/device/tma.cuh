@@ -34,6 +34,15 @@ __device__ inline void load_box_multicast(u32 to, const CUtensorMap* map, int x,
       : "memory");
 }
 
+__device__ inline void load_box_multicast(u32 to, const CUtensorMap* map, int x, int y, u32 barrier,
+                                          std::uint16_t blocks) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], "
+      "[%1, {%2, %3}], [%4], %5;" ::"r"(to),
+      "l"(map), "r"(x), "r"(y), "r"(barrier), "h"(blocks)
+      : "memory");
+}
+
 // Bytes as they are: a multiple of 16, from and to multiples of 16.
 __device__ inline void load_bytes(u32 to, const void* from, u32 bytes, u32 barrier) {
   asm volatile(

@@ -1,0 +1,45 @@
+// Launches of the kernel of the tall vectors' weight gradient; what tiles of pairs have in a file of their
+// own.
+#pragma once
+
+#include "cuda/shared_limit.h"
+#include "cuda/sm90/tall_gradient_kernel.cuh"
+
+namespace rarefy::sm90 {
+
+template <class T, int kRows, int kSplit, int kPairs = 0>
+cudaError_t launch_kernel(const TallGradientConfig& config, const TallGradientParams& params, bool transposed,
+                          cudaStream_t stream) {
+  const auto kernel = tall_gradient_kernel<T, kRows, kSplit, kPairs>;
+  static cuda::SharedLimit limit;
+  const cudaError_t status = limit.allow(kernel, config.shared_bytes());
+  if (status != cudaSuccess) return status;
+  constexpr unsigned kCluster = kPairs > 0 ? kPairs : kSplit;
+  cudaLaunchAttribute attributes[2]{};
+  attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;  // while X is being transposed
+  attributes[0].val.programmaticStreamSerializationAllowed = transposed ? 1 : 0;
+  attributes[1].id = cudaLaunchAttributeClusterDimension;
+  attributes[1].val.clusterDim = {kCluster, 1, 1};
+  cudaLaunchConfig_t launch{};
+  launch.gridDim = dim3(static_cast<unsigned>(params.lists.clusters) * kCluster);
+  launch.blockDim = dim3(384);
+  launch.dynamicSmemBytes = static_cast<std::size_t>(config.shared_bytes());
+  launch.stream = stream;
+  launch.attrs = attributes;
+  launch.numAttrs = kCluster > 1 ? 2 : 1;
+  return cudaLaunchKernelEx(&launch, kernel, params);
+}
+
+// Tiles of pairs of rows: what of the plan they alone have, and their kernel.
+cudaError_t prepare_pairs(const TallGradientProblem& problem, const TallGradientConfig& config,
+                          const std::int32_t* crow, const std::int32_t* col, std::int32_t* words,
+                          cudaStream_t stream);
+template <class T>
+cudaError_t launch_pairs(const TallGradientConfig& config, const TallGradientParams& params, bool transposed,
+                         cudaStream_t stream);
+extern template cudaError_t launch_pairs<__half>(const TallGradientConfig&, const TallGradientParams&, bool,
+                                                 cudaStream_t);
+extern template cudaError_t launch_pairs<__nv_bfloat16>(const TallGradientConfig&, const TallGradientParams&,
+                                                        bool, cudaStream_t);
+
+}  // namespace rarefy::sm90
