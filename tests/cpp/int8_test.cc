@@ -283,7 +283,7 @@ TEST(Int8SelectionTest, SaysWhatItDoesNotTake) {
   EXPECT_EQ(why_not(asked({6500, 64, 65, 1, 9}, DType::f32, Scaling::dynamic), kernel),
             "takes block rows that make at most 1024 outputs, a multiple of 16; got 16 of 65");
   EXPECT_EQ(why_not(asked({64, 64, 16, 1, 9}, DType::f16, Scaling::dynamic), kernel),
-            "takes inputs in f32 or bf16, to outputs like them; got f16 and f16");
+            "takes inputs and outputs in f32 or bf16; got f16 and f16");
   EXPECT_EQ(why_not(asked({64, 64, 16, 1, 9}, DType::f32, Scaling::weight), kernel),
             "takes int8 values with scales, for x rounded to int8");
   EXPECT_EQ(why_not(asked({64, 1 << 17, 16, 1, 9}, DType::f32, Scaling::dynamic), kernel),
