@@ -1,6 +1,6 @@
 // feed_forward in int8: a task takes its tokens, some at a time, through both layers, each as linear's own
-// kernels compute it (quads_task.h), so results are theirs bit for bit. Hidden features are float rows of the
-// worker's memory, activated and rounded to int8 where they lie, mostly in L2.
+// kernels compute it (quads_task.h). Hidden features are float rows of the worker's memory, activated and
+// rounded to int8 where they lie, mostly in L2; with ReLU and in f32 results are two layers' bit for bit.
 #include "core/message.h"
 #include "cpu/linear_quads.h"
 #include "cpu/one_layer.h"
@@ -118,8 +118,8 @@ Reason supports_feed_forward_quads(const QuadKernels& kernels, const Problem& p,
 std::vector<Config> feed_forward_quads_candidates(const QuadKernels& kernels, const Problem& p,
                                                   const Machine& machine) {
   FeedForwardQuads c;
-  c.up_many = takes_many(kernels, p, p.weight, machine);
-  c.down_many = takes_many(kernels, p, p.down, machine);
+  c.up_many = takes_many(kernels, p, p.weight, machine) ? 1 : 0;
+  c.down_many = takes_many(kernels, p, p.down, machine) ? 1 : 0;
   std::vector<Config> all;
   for (const int tasks : {1, 2, 4}) {  // of a thread
     c.tokens = std::max<std::int64_t>(1, ceil_div(ceil_div(p.tokens, p.threads * tasks), kVector)) * kVector;
