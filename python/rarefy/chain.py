@@ -307,10 +307,10 @@ def fuse(model: nn.Module, enabled: bool = True) -> list[str]:
     same module or in one after it, as in transformers' BERT, ViT and Llama, with or without a gate. Where no
     activation lies beside the first layer, it must make more features than it takes. In float32 results are,
     bit for bit, those of the layers with fused activations, which differ from torch's by units in the last
-    place (docs/numerics.md). Two layers of int8 that round x are one op as well, without a gate; after GELU and
-    SiLU a hidden feature may become the next level there. Nothing else changes: parameters, names, hooks,
-    gradients. Calls that are recorded for a gradient, under autocast, torch.compile or torch.func, and on CUDA,
-    go layer by layer.
+    place (docs/numerics.md). Two layers of int8 that round x are one op as well, without a gate; after GELU
+    and SiLU a hidden feature may become the next level there. Nothing else changes: parameters, names, hooks,
+    gradients. Calls that are recorded for a gradient, under autocast, torch.compile or torch.func, and on
+    CUDA, go layer by layer.
 
     Layers of one module with as many input features, such as q, k and v, are one op, too, once they have been
     seen with the same x (of 2¹⁸ elements or more; not in inference mode, where nothing counts writes to x).
