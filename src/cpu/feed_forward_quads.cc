@@ -2,6 +2,7 @@
 // kernels compute it (quads_task.h). Hidden features are float rows of the worker's memory, activated and
 // rounded to int8 where they lie, mostly in L2; with ReLU and in f32 results are two layers' bit for bit.
 #include "core/message.h"
+#include "core/scalar.h"
 #include "cpu/linear_quads.h"
 #include "cpu/one_layer.h"
 #include "cpu/quads_task.h"
@@ -73,6 +74,14 @@ void run_layer(const Layer& layer, const Derived& derived, const Call& call) {
   layer.kernels.leave();
 }
 
+// One token's sums before the activation, for a caller who wants them; few do.
+void save_row(const MutableMatrixView& to, std::int64_t m, const float* row) {
+  visit_float(to.dtype, [&]<class T>(T) {
+    T* out = static_cast<T*>(to.data) + m * to.row_stride;
+    for (std::int64_t h = 0; h < to.cols; ++h) store(out + h * to.col_stride, row[h]);
+  });
+}
+
 void run_task(const Call& call, Network own, std::int64_t first, std::int64_t last) {
   const FeedForward& layers = *call.layers;
   const std::int64_t features = call.problem.weight.shape.rows;
@@ -85,6 +94,7 @@ void run_task(const Call& call, Network own, std::int64_t first, std::int64_t la
     run_layer(own.up, layers.up.weight.derived, up);
     for (std::int64_t t = 0; t < rows; ++t) {
       float* row = own.hidden + t * own.stride;
+      if (call.save.up.data != nullptr) save_row(call.save.up, m + t, row);
       std::fill_n(row + features, -features & (kVector - 1), 0.0F);
       own.up.kernels.activate(layers.activation, row, ceil_div(features, kVector) * kVector);
     }

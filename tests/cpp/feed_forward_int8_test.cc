@@ -33,13 +33,14 @@ class Network {
         float_down_bias_(HostBuffer::upload<std::byte>(encode(down_.bias, DType::f32))),
         y_(static_cast<std::size_t>(s.m * down_.y_stride()) * size_of(s.dtype)) {}
 
-  Status run(Executor executor = {}) {
+  Status run(Executor executor = {}, const HiddenViews& save = {}) {
     const FeedForward layers{
         {up_run_.weight(), up_bias_.data()}, {down_run_.weight(), down_bias_.data()}, activation_, {}};
     Context context;
     context.executor = executor;
-    return feed_forward(x(), layers, y(), context);
+    return feed_forward(x(), layers, y(), context, save);
   }
+  const std::vector<float>& hidden() const { return hidden_; }  // of one_by_one
   // The same by linear, twice, in floats, as a network keeps hidden features; rows without gaps.
   std::vector<double> one_by_one() {
     const std::int64_t hidden = sizes_.hidden;
@@ -185,6 +186,22 @@ TEST_P(FeedForwardInt8Test, Reference) {
               << m << ' ' << n << ' ' << s.m;
         }
       }
+    }
+  }
+}
+
+// Sums before the activation go where the caller wants them.
+TEST_P(FeedForwardInt8Test, SavesWhatTheActivationTakes) {
+  for (const Sizes& s : all_sizes()) {
+    if (s.density == 0 || !takes(GetParam(), s)) continue;
+    const Force force(GetParam());
+    Network network(s, Activation::relu, true), plain(s, Activation::none, true);
+    std::vector<float> saved(static_cast<std::size_t>(s.m * s.hidden), -1.0F);
+    expect_ok(network.run({}, {{saved.data(), DType::f32, s.m, s.hidden, s.hidden}, {}}));
+    plain.one_by_one();
+    for (std::size_t i = 0; i < saved.size(); ++i) {
+      const float bound = 4 * 0x1p-24F * (std::abs(plain.hidden()[i]) + 4);
+      ASSERT_NEAR(saved[i], plain.hidden()[i], bound) << i;
     }
   }
 }
