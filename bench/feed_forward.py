@@ -64,7 +64,7 @@ def run(m: int, k: int, h: int, block: str, density: float, threads: int, args: 
     """One row: milliseconds of each contestant, and the ratios of a round's neighbours, as medians."""
     torch.set_num_threads(threads)
     dtype = DTYPES[args.dtype]
-    x, spec = torch.randn(m, k, dtype=dtype), f"block:{block}@{density}"
+    x, spec = torch.randn(m, k, dtype=dtype), f"block:{block}@{density}{':int8' if args.int8 else ''}"
     nets = {
         "dense": network(k, h, None, False, dtype),
         "layers": network(k, h, spec, False, dtype),
@@ -75,7 +75,7 @@ def run(m: int, k: int, h: int, block: str, density: float, threads: int, args: 
     with torch.inference_mode():
         wanted = nets["layers"](x)
         nets["network"](x)  # what kernels derive is there from the second call on
-        tolerance = {} if dtype == torch.float32 else {"rtol": 0.02, "atol": 0.01}
+        tolerance = {} if dtype == torch.float32 and not args.int8 else {"rtol": 0.02, "atol": 0.01}
         torch.testing.assert_close(nets["network"](x), wanted, **tolerance)
         calls = {name: lambda net=net: net(x) for name, net in nets.items()}
         turns = measure(calls, threads, args.rounds)
@@ -91,6 +91,7 @@ def run(m: int, k: int, h: int, block: str, density: float, threads: int, args: 
         "block": block,
         "density": density,
         "dtype": args.dtype,
+        "int8": args.int8,
         "threads": threads,
     }
     row |= {f"{name}_ms": round(1e3 * statistics.median(t), 4) for name, t in turns.items()}
@@ -106,6 +107,7 @@ def main() -> None:
     parser.add_argument("--case", nargs=3, metavar=("MxKxH", "BLOCK", "DENSITY"))
     parser.add_argument("--threads", type=int, nargs="*", default=[1, 2])
     parser.add_argument("--dtype", choices=DTYPES, default="f32")
+    parser.add_argument("--int8", action="store_true", help="layers in int8 that round x")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--compile", action="store_true", help="dense torch.compile, too")
     parser.add_argument("--csv", type=Path)
@@ -129,8 +131,8 @@ def main() -> None:
         for case in cases:
             row = run(*case, threads, args)
             row["repro"] = (
-                "python bench/feed_forward.py --case {}x{}x{} {} {} --threads {} --dtype {}".format(
-                    *case, threads, args.dtype
+                "python bench/feed_forward.py --case {}x{}x{} {} {} --threads {} --dtype {}{}".format(
+                    *case, threads, args.dtype, " --int8" if args.int8 else ""
                 )
             )
             rows.append(row | about)
