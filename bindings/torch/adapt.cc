@@ -306,6 +306,12 @@ PlanView Call::row_plan(const Tensor& plan, BsrShape shape) const {
   return view(all, shape, Part::rows);
 }
 
+PlanView Call::row_plan(const Tensor& plan) const {
+  const std::span<const std::int32_t> all = words(*this, "plan", plan);
+  const BsrShape shape = std::ssize(all) < PlanHeader::kWords ? BsrShape{} : PlanHeader::shape_of(all.data());
+  return view(all, shape, Part::rows);
+}
+
 PlanView Call::plan(const Tensor& plan, std::int64_t out_features, std::int64_t in_features,
                     std::int64_t block_rows, std::int64_t block_cols) const {
   const std::span<const std::int32_t> all = words(*this, "plan", plan);
@@ -345,9 +351,8 @@ BsrView Call::weight(const Tensor& values, const PlanView& pattern) const {
 }
 
 BsrView Call::rows_weight(const Tensor& values, const Tensor& plan) const {
-  const std::span<const std::int32_t> all = words(*this, "plan", plan);
-  const BsrShape shape = std::ssize(all) < PlanHeader::kWords ? BsrShape{} : PlanHeader::shape_of(all.data());
-  const PlanView pattern = view(all, shape, Part::rows);
+  const PlanView pattern = row_plan(plan);
+  const BsrShape& shape = pattern.shape;
   if (values.numel() != shape.value_count() || !values.is_contiguous()) {
     raise(op_, invalid(op_, cat("values must be contiguous, of ", shape.value_count(), " elements"),
                        cat("shape ", shape_text(values))));

@@ -94,6 +94,7 @@ class Call {
                 std::int64_t block_rows, std::int64_t block_cols) const;
   // Of a plan on the CPU, a row plan or a whole one, which says itself how many blocks there are.
   PlanView row_plan(const Tensor& plan, BsrShape shape) const;
+  PlanView row_plan(const Tensor& plan) const;  // the whole shape
   BsrView weight(const Tensor& values, const Tensor& plan, std::int64_t out_features,
                  std::int64_t in_features, Part part = Part::whole) const;
   BsrView weight(const Tensor& values, const PlanView& pattern) const;

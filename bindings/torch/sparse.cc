@@ -59,30 +59,6 @@ std::span<std::int32_t> words_of(const Tensor& plan) {
   return {static_cast<std::int32_t*>(plan.mutable_data_ptr()), static_cast<std::size_t>(plan.numel())};
 }
 
-// Of indices that are valid and ascend in each row; else an empty tensor: who asks looks closer.
-Tensor row_plan(const Tensor& crow, const Tensor& col, const Sizes& sizes) {
-  const Call call("bsr_plan", "crow_indices", crow);
-  call.check_device("col_indices", col);
-  Tensor none = call.empty_words(0);
-  const bool wide = col.scalar_type() == ScalarType::Long;
-  if (sizes.size() != 4 || crow.scalar_type() != ScalarType::Int || !crow.is_contiguous() ||
-      !col.is_contiguous() || (!wide && col.scalar_type() != ScalarType::Int)) {
-    return none;
-  }
-  const BsrShape shape{sizes[0], sizes[1], sizes[2], sizes[3], col.numel()};
-  if (!check_shape(call.op(), shape).ok()) return none;
-  Tensor plan = empty_row_plan(call, shape);
-  const auto build = [&]<class Index>(Index) {
-    const std::span<const std::int32_t> rows{static_cast<const std::int32_t*>(crow.data_ptr()),
-                                             static_cast<std::size_t>(crow.numel())};
-    const std::span<const Index> columns{static_cast<const Index*>(col.data_ptr()),
-                                         static_cast<std::size_t>(col.numel())};
-    return build_row_plan(call.op(), shape, rows, columns, words_of(plan), call.context().executor);
-  };
-  const Status status = wide ? build(std::int64_t{}) : build(std::int32_t{});
-  return status.ok() ? plan : none;
-}
-
 // Values (nnz,) or (nnzb, R, C), of any dtype, and the row plan of the transposed matrix.
 std::tuple<Tensor, Tensor> transposed(const Tensor& values, const Tensor& plan, const Sizes& sizes) {
   const Call call("sparse_transpose", "values", values);
@@ -267,7 +243,6 @@ Tensor integers(const Tensor& x, const Tensor& values, const Tensor& plan, const
 }  // namespace
 
 STABLE_TORCH_LIBRARY_FRAGMENT(rarefy, m) {
-  m.def("_row_plan(Tensor crow_indices, Tensor col_indices, int[] sizes) -> Tensor");
   m.def("_transposed(Tensor values, Tensor plan, int[] sizes) -> (Tensor, Tensor)");
   m.def(
       "_sparse_product(Tensor a, Tensor a_plan, int[] a_sizes, Tensor b, Tensor b_plan, int[] b_sizes) -> "
@@ -288,7 +263,6 @@ STABLE_TORCH_LIBRARY_FRAGMENT(rarefy, m) {
 }
 
 STABLE_TORCH_LIBRARY_IMPL(rarefy, CPU, m) {
-  m.impl("_row_plan", TORCH_BOX(&row_plan));
   m.impl("_transposed", TORCH_BOX(&transposed));
   m.impl("_sparse_product", TORCH_BOX(&sparse_product));
   m.impl("_sampled_product", TORCH_BOX(&sampled_product));

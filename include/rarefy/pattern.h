@@ -75,6 +75,12 @@ RAREFY_API Status build_row_plan(std::string_view op, const BsrShape& shape,
                                  std::span<const std::int64_t> col_indices, std::span<std::int32_t> plan,
                                  const Executor& executor = {});
 
+// Whether given indices are those that a plan holds, element by element: such ones need no other check.
+RAREFY_API bool equal_indices(std::span<const std::int32_t> held, std::span<const std::int32_t> given,
+                              const Executor& executor = {});
+RAREFY_API bool equal_indices(std::span<const std::int32_t> held, std::span<const std::int64_t> given,
+                              const Executor& executor = {});
+
 // Pointers into a plan in host memory, after checking in O(1) that it is one and has this shape.
 RAREFY_API Result<PlanView> view_plan(std::string_view op, const BsrShape& shape,
                                       std::span<const std::int32_t> plan);

@@ -135,7 +135,7 @@ class BsrPattern:
         At about the speed of memory: whoever gets None asks the constructor what is wrong.
         """
         with torch.inference_mode(False):
-            plan = _row_plan(crow_indices.to(torch.int32), col_indices, [*shape, *block_shape])
+            plan = _row_plan(crow_indices, col_indices, [*shape, *block_shape])
         return cls._of_rows(plan, shape, block_shape, len(col_indices)) if len(plan) else None
 
     @classmethod

@@ -1,6 +1,7 @@
 // Row plans: the part of a plan that products by rows read, copied and checked at the speed of memory.
 #include <algorithm>
 #include <atomic>
+#include <cstring>
 #include <vector>
 
 #include "core/checked.h"
@@ -91,6 +92,30 @@ Status build(std::string_view op, const BsrShape& shape, std::span<const std::in
   return {};
 }
 
+bool equal(const std::int32_t* held, const std::int32_t* given, std::int64_t count) {
+  return std::memcmp(held, given, static_cast<std::size_t>(count) * sizeof *given) == 0;
+}
+
+bool equal(const std::int32_t* held, const std::int64_t* given, std::int64_t count) {
+  std::int64_t differing = 0;  // bits; no branch for each index
+  for (std::int64_t e = 0; e < count; ++e) differing |= held[e] ^ given[e];
+  return differing == 0;
+}
+
+template <class Index>
+bool all_equal(std::span<const std::int32_t> held, std::span<const Index> given, const Executor& executor) {
+  if (held.size() != given.size()) return false;
+  const std::int64_t count = std::ssize(held);
+  std::atomic<bool> same = true;
+  executor.parallel_for(ceil_div(count, kTaskIndices), [&](std::int64_t task) {
+    const std::int64_t end = std::min((task + 1) * kTaskIndices, count);
+    for (std::int64_t e = task * kTaskIndices; e < end && same; e += kPiece) {
+      if (!equal(held.data() + e, given.data() + e, std::min(kPiece, end - e))) same = false;
+    }
+  });
+  return same;
+}
+
 }  // namespace
 
 std::int64_t row_plan_size(const BsrShape& shape) { return PlanLayout(shape).ccol; }
@@ -105,6 +130,16 @@ Status build_row_plan(std::string_view op, const BsrShape& shape, std::span<cons
                       std::span<const std::int64_t> col_indices, std::span<std::int32_t> plan,
                       const Executor& executor) {
   return build(op, shape, crow_indices, col_indices, plan, executor);
+}
+
+bool equal_indices(std::span<const std::int32_t> held, std::span<const std::int32_t> given,
+                   const Executor& executor) {
+  return all_equal(held, given, executor);
+}
+
+bool equal_indices(std::span<const std::int32_t> held, std::span<const std::int64_t> given,
+                   const Executor& executor) {
+  return all_equal(held, given, executor);
 }
 
 }  // namespace rarefy

@@ -96,6 +96,34 @@ TEST(PatternTest, RowPlansAreCheckedAsPlans) {
   }
 }
 
+TEST(PatternTest, IndicesAreComparedElementByElement) {
+  ThreadPool pool(3);
+  const Executor executor = pool.executor();
+  for (const std::size_t count : {std::size_t{0}, std::size_t{1}, std::size_t{2049}, std::size_t{200'000}}) {
+    std::vector<std::int32_t> held(count);
+    for (std::size_t i = 0; i < count; ++i) held[i] = static_cast<std::int32_t>(i * 7 % 1000);
+    std::vector<std::int32_t> narrow = held;
+    std::vector<std::int64_t> wide(held.begin(), held.end());
+    EXPECT_TRUE(equal_indices(held, narrow, executor));
+    EXPECT_TRUE(equal_indices(held, wide, executor));
+    for (const std::size_t at : {std::size_t{0}, count / 2, count - 1}) {
+      if (count == 0) break;
+      narrow[at] ^= 1;
+      EXPECT_FALSE(equal_indices(held, narrow, executor)) << at;
+      narrow[at] ^= 1;
+      for (const std::int64_t bit : {std::int64_t{1}, std::int64_t{1} << 31, std::int64_t{1} << 32}) {
+        wide[at] ^= bit;
+        EXPECT_FALSE(equal_indices(held, wide, executor)) << at << ' ' << bit;
+        wide[at] ^= bit;
+      }
+    }
+    narrow.push_back(0);
+    wide.push_back(0);
+    EXPECT_FALSE(equal_indices(held, narrow, executor));
+    EXPECT_FALSE(equal_indices(held, wide, executor));
+  }
+}
+
 TEST(PatternTest, AnEmptyMatrixHasDensityZero) {
   const std::vector<std::int32_t> one{0}, none;
   EXPECT_EQ(Pattern::create({0, 5, 2, 2, 0}, one, none)->density(), 0);

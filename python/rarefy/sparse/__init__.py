@@ -3,11 +3,13 @@
 from .conv import sparse_conv2d
 from .matrix import SparseMatrix
 from .products import sddmm, sparse_dense, sparse_matmul, spmm, spmv
+from .recent import forget_arrays
 from .softmax import sparse_attention, sparse_softmax
 from .structure import sparse_add, sparse_concat, sparse_slice, sparse_transpose
 
 __all__ = [
     "SparseMatrix",
+    "forget_arrays",
     "sddmm",
     "sparse_add",
     "sparse_attention",

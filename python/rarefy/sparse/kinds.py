@@ -7,9 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._torch_private import PLAIN, eager
 from ..checks import fail
 from ..sparse_weight import SparseWeight
 from .matrix import SparseMatrix, as_tensor
+from .recent import find
 
 # torch's layouts that store rows, and those that store columns.
 _BY_ROW = (torch.sparse_csr, torch.sparse_bsr)
@@ -58,9 +60,18 @@ def as_matrix(
     return _passing(data, indices, indptr, shape=shape, check=check, op=op)
 
 
-def _passing(*arrays: Any, **options: Any) -> SparseMatrix:
-    """A matrix for one call, which derives nothing that only later calls would gain by."""
-    matrix = SparseMatrix(*arrays, **options)
+def _passing(*arrays: Any, shape: tuple[int, int], check: str, op: str) -> SparseMatrix:
+    """A matrix for one call, which derives nothing that only later calls would gain by.
+
+    On the pattern of arrays that came before, if these are the same ones.
+    """
+    names = ("data", "indices", "indptr")
+    arrays = tuple(as_tensor(op, name, array) for name, array in zip(names, arrays, strict=True))
+    plain = eager() and all(type(array) in PLAIN for array in arrays)
+    recent = find(*arrays, shape[1]) if plain else None
+    matrix = None if recent is None else SparseMatrix.of_recent(arrays[0], recent, check, op)
+    if matrix is None or tuple(matrix.shape) != shape:
+        matrix = SparseMatrix(*arrays, shape=shape, check=check, op=op)
     matrix._keeps = False
     return matrix
 

@@ -17,6 +17,7 @@ from ..derived import Derived, Kept, reads_itself
 from ..op_rules import meets_nothing
 from ..pattern import BsrPattern
 from ..values import check_padding, dense_of
+from .recent import Recent
 
 CHECKS = ("once", "always", "trusted")
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -75,6 +76,9 @@ class SparseMatrix:
     indptr: Tensor
     pattern: BsrPattern
     _keeps = True  # what kernels derive of it, for the products to come
+    _recent: Recent | None = (
+        None  # whose arrays are this matrix's: what it keeps is used, of the pattern alone
+    )
 
     def __init__(
         self,
@@ -198,6 +202,18 @@ class SparseMatrix:
         return matrix
 
     @classmethod
+    def of_recent(cls, data: Tensor, recent: Recent, check: str, op: str) -> SparseMatrix | None:
+        """Values on a pattern whose arrays came again; None if those are for the constructor to refuse."""
+        if data.dtype not in FLOATS + INTEGERS or data.device.type != "cpu" or check not in CHECKS:
+            return None
+        matrix = cls.on_pattern(data, recent.pattern)
+        matrix._recent, matrix.check, matrix._op = recent, check, op
+        matrix._read = matrix._versions()
+        if recent.pattern.is_padded and check != "trusted":
+            check_padding(op, matrix.blocks().detach(), recent.pattern)
+        return matrix
+
+    @classmethod
     def of_blocks(cls, blocks: Tensor, pattern: BsrPattern, *like: SparseMatrix) -> SparseMatrix:
         """The same of values as blocks; CSR if all the matrices that they came of are."""
         csr = all(matrix.format == "csr" for matrix in like)
@@ -270,6 +286,8 @@ class SparseMatrix:
 
     def derived(self, x: Tensor, blocks: Tensor) -> Derived | tuple[()]:
         """What kernels for x want of this matrix beside values and plan, as a weight holds it."""
+        if self._recent is not None:
+            return self._recent.derived(x, blocks)
         if not self._keeps or self._slot is not None:
             return ()
         if not x.dtype.is_floating_point or not blocks.is_floating_point():

@@ -17,6 +17,7 @@ from ..sparse_weight import SparseWeight
 from . import expanded
 from .kinds import as_matrix
 from .matrix import CHECKS, FLOATS, INTEGERS, SparseMatrix, as_tensor, rows_product
+from .recent import find
 
 _integers, _integer_sampled, _sparse_product, _sampled_product, product_in_place = map(
     _load.op,
@@ -93,6 +94,7 @@ def sparse_dense(
 def _with_arrays(x: Tensor, weight: Any, bias: Any) -> Tensor | None:
     """The product with arrays in scipy's order of an eager call: read, checked and used by one op.
 
+    Or compared with those of the calls before, if they come again (recent.py).
     None where they are of another kind, not sorted or not valid, or someone wants gradients: the long way has
     an answer to each, and what it makes of the arrays first takes as long as a small product.
     """
@@ -108,7 +110,11 @@ def _with_arrays(x: Tensor, weight: Any, bias: Any) -> Tensor | None:
         return None
     names = "data", "indices", "indptr"
     tensors = [as_tensor("sparse_dense", name, array) for name, array in zip(names, arrays, strict=True)]
-    return _arrays_product(x, *tensors, bias) if meets_nothing(x, *tensors, bias) else None
+    if not meets_nothing(x, *tensors, bias):
+        return None
+    recent = find(*tensors, x.shape[-1]) if x.ndim else None
+    y = None if recent is None else recent.product(x, tensors[0], bias)
+    return _arrays_product(x, *tensors, bias) if y is None else y
 
 
 def checked_bias(op: str, bias: Any, x: Tensor, size: int) -> Tensor:
@@ -200,7 +206,8 @@ def _plan_of_rows(matrix: SparseMatrix) -> Tensor:
     Some kernels read all of those, and make it in each call where it is not there.
     """
     wide = matrix.block_shape[1] > matrix.block_shape[0]
-    return matrix.pattern.plan if wide and matrix._keeps else matrix.pattern.row_plan
+    again = matrix._keeps or matrix._recent is not None
+    return matrix.pattern.plan if wide and again else matrix.pattern.row_plan
 
 
 def _is_in_place(matrix: SparseMatrix, columns: int) -> bool:
