@@ -43,6 +43,7 @@ void register_cpu(Registry& registry) {
   add_feed_forward_quads<kQuadsAvx2, kHasAvx2>(registry, "avx2_feed_forward_int8", "quad_eights");
   add_few<kFewBf16, kHasBf16>(registry, "avx512_bf16_linear_few");
   add_windows<kFewAvx512, kHasAvx512>(registry, "avx512_linear_windows");
+  add_sell<kSellAvx512, kHasAvx512>(registry, "avx512_linear_sell", "sell_16");
   add_few<kFewAvx512, kHasAvx512>(registry, "avx512_linear_few");
   add_lanes<kLanesAvx512, kAvx512, kHasAvx512>(registry, "avx512_linear_lanes", "avx512_grad_input_lanes");
   add_pieces<kAvx512, kHasAvx512>(registry, "avx512_linear_pieces", "avx512_grad_input_pieces", "pieces",
@@ -54,6 +55,7 @@ void register_cpu(Registry& registry) {
   add_bitmap<kAvx512, kHasAvx512>(registry, "avx512_linear_bitmap", "avx512_linear_two_of_four");
   add_feed_forward<kAvx512, kHasAvx512>(registry, "avx512_feed_forward", "avx512_feed_forward_apart");
   add_scaled<kAvx512, kHasAvx512>(registry, "avx512_linear_scaled", "avx512_grad_input_scaled");
+  add_sell<kSellAvx2, kHasAvx2>(registry, "avx2_linear_sell", "sell_8");
   add_few<kFewAvx2, kHasAvx2>(registry, "avx2_linear_few");
   add_lanes<kLanesAvx2, kAvx2, kHasAvx2>(registry, "avx2_linear_lanes", "avx2_grad_input_lanes");
   add_pieces<kAvx2, kHasAvx2>(registry, "avx2_linear_pieces", "avx2_grad_input_pieces", "pieces",

@@ -9,6 +9,7 @@
 #include "cpu/drivers.h"
 #include "cpu/linear_lanes.h"
 #include "cpu/linear_pieces.h"
+#include "cpu/linear_sell.h"
 #include "cpu/pairs_blocking.h"
 
 namespace rarefy::cpu {
@@ -90,6 +91,27 @@ void add_windows(Registry& registry, std::string_view name) {
       .prepare = [](const Call& call, void* to) { return prepare_windows(kKernels, call, to); },
       .packed_size = windows_packed_size,
       .pack = [](const Call& call, void* to) { return pack_windows(kKernels, call, to); },
+  });
+}
+
+// `held`: what is, which follows from the lanes.
+template <const SellKernels& kKernels, const std::string_view& kFeature>
+void add_sell(Registry& registry, std::string_view name, std::string_view held) {
+  registry.push_back({
+      .op = Op::linear,
+      .device = Device::cpu,
+      .family = kKernels.few.family,
+      .name = name,
+      .supports = supports_floats<kFeature, supports_sell, kKernels>,
+      .run = [](const Call& call) { return run_sell(kKernels, call); },
+      .configure = configure_few,
+      .fields = FewSplit::kFields,
+      .workspace = [](const Problem& p, const Config&) { return sell_workspace(p); },
+      .derives_as = held,
+      .prepared_size = [](const Problem& p, const Config&) { return sell_prepared_size(kKernels, p); },
+      .prepare = [](const Call& call, void* to) { return prepare_sell(kKernels, call, to); },
+      .packed_size = [](const Problem& p, const Config&) { return sell_packed_size(p); },
+      .pack = [](const Call& call, void* to) { return pack_sell(kKernels, call, to); },
   });
 }
 

@@ -16,11 +16,14 @@ from rarefy.sparse import SparseMatrix, expanded, products
 from sparse_matrices import FLOATS, INTEGERS, NUMPY, csr, on, random_blocks, whole
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("tokens", [0, 1, 4])
-@pytest.mark.parametrize("columns", [300, 65_536, 65_537])
+@pytest.mark.parametrize(
+    ("columns", "dtype"),
+    [(300, torch.float32), (300, torch.float64), (65_536, torch.float64), (65_537, torch.float64)],
+    ids=str,
+)
 def test_products_with_few_vectors_hold_columns_of_two_bytes(columns, tokens, dtype):
-    (data, indices, indptr), _ = csr(40, columns, 0.01, dtype)  # too few for windows
+    (data, indices, indptr), _ = csr(40, columns, 0.01, dtype)  # float32: too few to hold values twice
     matrix = SparseMatrix(data, indices, indptr, shape=(40, columns))
     x = torch.randn(*((tokens, columns) if tokens else (columns,)), dtype=dtype)
     info = rarefy.backend_info()
@@ -74,6 +77,22 @@ def test_products_with_few_vectors_hold_values_in_windows():
     assert torch.equal(matrix @ x[0], 2 * dense @ x[0])
     matrix.data.data = torch.zeros_like(data)
     assert torch.equal(matrix @ x[0], torch.zeros(70))
+
+
+@pytest.mark.parametrize(("columns", "width"), [(65_536, 2), (65_537, 4)])
+def test_products_with_few_vectors_hold_short_rows_by_lanes(columns, width):
+    (data, indices, indptr), dense = csr(300, columns, 0.001)
+    matrix = SparseMatrix(data, indices, indptr, shape=(300, columns))
+    info = rarefy.backend_info()
+    known = "avx2" in info["cpu_features"] and info["forced_impl"] in (None, "cpu:avx2", "cpu:avx512")
+    for tokens in (1, 2, 3, 4, 1):
+        x, bias = whole(tokens, columns), whole(300)
+        assert torch.equal(sparse.sparse_dense(x, matrix, bias), x @ dense.T + bias)
+        held = sum(kept.nbytes for kept in matrix._kept.values())
+        assert 0 <= held - (4 + width) * len(data) < 4096 if known else held == 0
+    data.mul_(-1)
+    assert torch.equal(matrix @ x[0], -dense @ x[0])
+    assert "plan" not in matrix.pattern.__dict__, "the transposed index was made for nothing"
 
 
 def test_values_that_change_with_each_product_are_not_packed():

@@ -3,11 +3,13 @@
 
 #include "cpu/kernel_table.h"
 #include "cpu/lane_kernels.h"
+#include "cpu/sell.h"
 
 namespace rarefy::cpu {
 
 const Kernels kAvx2 = kernel_table<Avx2>("avx2", 3);
 const FewKernels kFewAvx2 = {"avx2", kAvx2, few<Avx2>, few_takes<Avx2>, false};
+const SellKernels kSellAvx2 = {kFewAvx2, Avx2::kWidth, sell<Avx2>};
 const LaneKernels kLanesAvx2 = {kAvx2, multiply_lanes<Avx2>};
 
 }  // namespace rarefy::cpu

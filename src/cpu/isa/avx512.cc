@@ -5,6 +5,7 @@
 
 #include "cpu/kernel_table.h"
 #include "cpu/lane_kernels.h"
+#include "cpu/sell.h"
 #include "cpu/windows.h"
 
 namespace rarefy::cpu {
@@ -13,7 +14,9 @@ const Kernels kAvx512 = kernel_table<Avx512, Avx512Half>("avx512", 4);
 namespace {
 constexpr WindowKernels kWindows = {windows<Avx512>, make_steps, take_values};
 }  // namespace
-const FewKernels kFewAvx512 = {"avx512", kAvx512, few<Avx512>, few_takes<Avx512>, false, turn<Avx512>, &kWindows};
+const FewKernels kFewAvx512 = {"avx512", kAvx512,      few<Avx512>, few_takes<Avx512>,
+                               false,    turn<Avx512>, &kWindows};
+const SellKernels kSellAvx512 = {kFewAvx512, Avx512::kWidth, sell<Avx512>};
 const LaneKernels kLanesAvx512 = {kAvx512, multiply_lanes<Avx512>};
 
 }  // namespace rarefy::cpu
