@@ -205,6 +205,9 @@ def test_bad_arguments_are_refused_as_the_first_time():
         sparse.sparse_dense(x.double(), arrays)
     with pytest.raises(ValueError, match="indices must have"):
         sparse.sparse_dense(x, (data[1:], indices, indptr))
+    for wrong in ((data, indices[0], indptr), (data, indices, indptr[0]), (data, indices[None], indptr)):
+        with pytest.raises(ValueError, match="must have 1 dimension"):
+            sparse.spmv(wrong, x[0])
     with pytest.raises(ValueError, match='check must be "once"'):
         sparse.sparse_dense(x, arrays, check="never")
     with pytest.raises(TypeError, match="data must be of dtype"):

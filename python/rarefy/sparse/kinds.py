@@ -55,8 +55,8 @@ def as_matrix(
     )
     r, c = (data.shape[1], data.shape[2]) if data.ndim == 3 else (1, 1)
     if columns is None:
-        columns = (int(indices.max()) + 1) * c if len(indices) else 0
-    shape = (max(0, len(indptr) - 1) * r, columns)
+        columns = (int(indices.max()) + 1) * c if indices.numel() else 0
+    shape = (max(0, indptr.numel() - 1) * r, columns)
     return _passing(data, indices, indptr, shape=shape, check=check, op=op)
 
 

@@ -87,6 +87,8 @@ def find(data: Tensor, indices: Tensor, indptr: Tensor, columns: int) -> Recent 
     None the first time, for those that do not ascend or are not valid, and outside of eager calls. Plain
     tensors of any device, dtype and size may ask: those that have no plan on the CPU are never found.
     """
+    if indices.ndim != 1 or indptr.ndim != 1:
+        return None
     shape, count = data.shape, len(indices)
     if not _LEAST <= count <= _MOST_INDICES or len(shape) not in (1, 3) or shape[0] != count:
         return None
@@ -97,7 +99,7 @@ def find(data: Tensor, indices: Tensor, indptr: Tensor, columns: int) -> Recent 
         if name != _last:
             _remember(name, known)
         return known
-    if indices.device.type != "cpu" or indices.ndim != 1 or indptr.ndim != 1:
+    if indices.device.type != "cpu":
         return None
     # Memory that other indices lay in: a pattern is made of those of which some are the same.
     sample = indices[:: -(-count // _SAMPLED)].tolist()
