@@ -3,9 +3,8 @@
 
 #include <cmath>
 #include <limits>
-#include <set>
 
-#include "product_checks.h"
+#include "held_checks.h"
 
 namespace rarefy::test {
 namespace {
@@ -18,12 +17,6 @@ class SellTest : public testing::TestWithParam<const char*> {
   }
   std::string kernel() const { return std::string(GetParam()) + "_linear_sell"; }
 };
-
-std::string kernel_of(ProblemIn<HostBuffer>& run) {
-  rarefy::Problem asked = run.problem(Op::linear);
-  asked.derived = run.weight().derived.key;
-  return explain(asked).kernel;
-}
 
 // Rows with as many elements as `length(row)` says, spread over the columns.
 Problem problem_of_rows(std::int64_t tokens, std::int64_t rows, std::int64_t cols, bool integers,
@@ -109,25 +102,10 @@ TEST_P(SellTest, NaNReachesTheRowsThatStoreItsColumn) {
   expect_same_or_nan(problem, run, {true, false, false});
 }
 
-// A token's bits depend neither on the batch nor on threads, whoever packs.
 TEST_P(SellTest, BitsDependOnNothingElse) {
   const Force force(GetParam());
   const Problem problem = problem_of_rows(4, 1000, 5000, false, some_length);
-  std::set<std::vector<std::byte>> bits;
-  for (const std::int64_t tokens : {1, 2, 3, 4}) {
-    for (const bool packed : {true, false}) {
-      Problem some = problem;
-      some.spec.m = tokens;
-      some.x.resize(static_cast<std::size_t>(tokens * problem.x_stride()));
-      ThreadPool pool(static_cast<int>(tokens));
-      ProblemIn<HostBuffer> run(some, pool.executor());
-      packed ? run.hold_derived() : run.hold_prepared_alone();
-      expect_ok(run.linear(Activation::none));
-      const std::vector<std::byte> y = run.y().download();
-      bits.insert(std::vector<std::byte>(y.begin(), y.begin() + 4000));
-    }
-  }
-  EXPECT_EQ(bits.size(), 1U);
+  expect_same_bits_in_any_batch(problem);
 }
 
 TEST_P(SellTest, OnlyShortRowsThatAreHeldGetThem) {

@@ -4,7 +4,7 @@
 #include <cmath>
 #include <limits>
 
-#include "product_checks.h"
+#include "held_checks.h"
 
 namespace rarefy::test {
 namespace {
@@ -15,12 +15,6 @@ class WindowsTest : public testing::Test {
     if (!backend_info().machine.has("avx512")) GTEST_SKIP() << "has no kernel for them";
   }
 };
-
-std::string kernel_of(ProblemIn<HostBuffer>& run) {
-  rarefy::Problem asked = run.problem(Op::linear);
-  asked.derived = run.weight().derived.key;
-  return explain(asked).kernel;
-}
 
 // Rows of every length in each group: some are empty, some full; groups that are not whole; windows that
 // begin anywhere and end behind the matrix; sums of several parts and totals; and those of one thread on
@@ -59,26 +53,10 @@ TEST_F(WindowsTest, EveryShapeIsRight) {
   }
 }
 
-// A token's bits depend neither on the batch nor on threads; what is held and packed in the call has the
-// same.
 TEST_F(WindowsTest, BitsDependOnNothingElse) {
   const Force force("avx512");
   const Problem problem = make_problem({4, 100, 5000, 1, 1, 0.3, DType::f32, false, 0});
-  std::set<std::vector<std::byte>> bits;
-  for (const std::int64_t tokens : {1, 2, 3, 4}) {
-    for (const bool packed : {true, false}) {
-      Problem some = problem;
-      some.spec.m = tokens;
-      some.x.resize(static_cast<std::size_t>(tokens * problem.x_stride()));
-      ThreadPool pool(static_cast<int>(tokens));
-      ProblemIn<HostBuffer> run(some, pool.executor());
-      packed ? run.hold_derived() : run.hold_prepared_alone();
-      expect_ok(run.linear(Activation::none));
-      const std::vector<std::byte> y = run.y().download();
-      bits.insert(std::vector<std::byte>(y.begin(), y.begin() + 400));
-    }
-  }
-  EXPECT_EQ(bits.size(), 1U);
+  expect_same_bits_in_any_batch(problem);
 }
 
 // Groups whose rows have nothing in common beside others: one full row among empty ones takes as many steps
