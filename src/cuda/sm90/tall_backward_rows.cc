@@ -81,11 +81,13 @@ Status run_grad_input(const Call& call) {
 // dW ------------------------------------------------------------------------------------------------------
 
 struct TallGradientChoice {
-  std::int64_t rows = 128, split = 1, slots = 4, sms = 132, columns = TallGradientConfig::kMost, pairs = 0;
-  static constexpr std::string_view kFields[] = {"rows", "split", "slots", "sms", "columns", "pairs"};
+  std::int64_t rows = 128, split = 1, slots = 4, sms = 132, columns = TallGradientConfig::kMost, pairs = 0,
+               turns = 1;
+  static constexpr std::string_view kFields[] = {"rows",    "split", "slots", "sms",
+                                                 "columns", "pairs", "turns"};
   TallGradientConfig config() const {
     const auto n = [](std::int64_t x) { return static_cast<int>(x); };
-    return {n(rows), n(split), n(slots), n(sms), n(columns), n(pairs)};
+    return {n(rows), n(split), n(slots), n(sms), n(columns), n(pairs), n(turns)};
   }
 };
 
@@ -103,7 +105,7 @@ Reason supports_grad_weight(const Problem& p, const rarefy::Machine& machine) {
 Config configure_grad_weight(const Problem& p, const rarefy::Machine& machine) {
   const TallGradientConfig c =
       configure(weight_problem(p), machine.gpu.sms, static_cast<int>(machine.gpu.shared_memory));
-  return to_config(TallGradientChoice{c.rows, c.split, c.slots, c.sms, c.columns, c.pairs});
+  return to_config(TallGradientChoice{c.rows, c.split, c.slots, c.sms, c.columns, c.pairs, c.turns});
 }
 
 // Of a config that may hold anything.

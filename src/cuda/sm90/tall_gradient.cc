@@ -33,6 +33,16 @@ double pair_clocks(const TallGradientConfig& c, double columns, double stored) {
                              128 * columns * c.tokens() / 2048.);
 }
 
+// Whether the kernel is to turn X itself: it has the time, as a box takes an SM 1,400 clocks, and few rounds,
+// each of which is 1–3 % longer then. Where a panel's products take 1.4, 1.0, .76 and .59 of its turning
+// (64×1 and 128×1 at .25, at .1), that saves 9, 10, 3 and 1 % of the time; with blocks of 32 rows 3 to -4.
+bool turns_itself(const TallGradientProblem& p, const TallGradientConfig& c, double round_clocks,
+                  double rounds) {
+  const auto boxes = static_cast<double>(TurnedX(p.cols, 0).features_in_all / TurnedX::features(c.tokens()));
+  const double turning = boxes * 1400 / c.sms;
+  return p.block_rows >= 64 && rounds <= 2 && round_clocks / kTokens * c.tokens() >= .9 * turning;
+}
+
 // Tiles of each row, and shares of the tokens, that fill rounds of all SMs best, if rows store about alike:
 // random ones within 2.5 times what they scatter by.
 TallGradientConfig divided(const TallGradientProblem& p, int sms) {
@@ -45,7 +55,7 @@ TallGradientConfig divided(const TallGradientProblem& p, int sms) {
   const double mean = static_cast<double>(p.blocks) / static_cast<double>(rows);
   const double absent = 1 - mean / static_cast<double>(std::max<std::int64_t>(1, p.cols));
   const double scatter = 2.5 * std::sqrt(mean * std::max(0., absent));
-  double clocks = std::numeric_limits<double>::infinity();
+  double clocks = std::numeric_limits<double>::infinity(), of_round = 0;
   for (int parts = 1; parts == 1 || mean / parts >= 64; ++parts) {
     TallGradientConfig c = best;
     const auto least = static_cast<int>(std::ceil((mean + scatter) / parts / 8)) * 8;
@@ -58,8 +68,8 @@ TallGradientConfig divided(const TallGradientProblem& p, int sms) {
     for (c.split = 1; c.split <= 4; c.split *= 2) {
       const auto rounds =
           static_cast<double>(ceil_div(row_tiles * parts, std::int64_t{std::max(1, c.clusters())}));
-      const double its = rounds * round_clocks(c, mean / parts);
-      if (its < clocks) best = c, clocks = its;
+      const double round = round_clocks(c, mean / parts);
+      if (rounds * round < clocks) best = c, clocks = rounds * round, of_round = round;
     }
   }
   TallGradientConfig c = best;
@@ -72,9 +82,10 @@ TallGradientConfig divided(const TallGradientProblem& p, int sms) {
     if (columns * (1 + absent) + 32 > TallPairs::kMostGathered || !valid(p, c)) continue;
     const auto rounds = static_cast<double>(ceil_div(ceil_div(rows, std::int64_t{2}) * (windows / c.pairs),
                                                      std::int64_t{std::max(1, c.clusters())}));
-    const double its = rounds * pair_clocks(c, columns, 1 - absent);
-    if (its < clocks) best = c, clocks = its;
+    const double round = pair_clocks(c, columns, 1 - absent);
+    if (rounds * round < clocks) best = c, clocks = rounds * round, of_round = round;
   }
+  best.turns = turns_itself(p, best, of_round, std::round(clocks / of_round)) ? 1 : 0;
   return best;
 }
 
@@ -103,8 +114,8 @@ bool valid(const TallGradientProblem& p, const TallGradientConfig& c) {
     return false;
   return (c.rows == 64 || (c.rows == 128 && p.block_rows % 128 == 0)) &&
          (c.split == 1 || c.split == 2 || c.split == 4) && c.slots >= 2 && c.slots <= 8 && c.sms >= 4 &&
-         c.sms <= kMostClusters && c.columns % 8 == 0 && c.columns >= 8 && c.columns <= c.most_columns() &&
-         TallGradientPlan(p, c).most <= kMostTiles;
+         c.sms <= kMostClusters && c.turns >= 0 && c.turns <= 2 && c.columns % 8 == 0 && c.columns >= 8 &&
+         c.columns <= c.most_columns() && TallGradientPlan(p, c).most <= kMostTiles;
 }
 
 TallGradientConfig configure(const TallGradientProblem& p, int sms, int shared_bytes) {
@@ -130,7 +141,7 @@ TallGradientPlan::TallGradientPlan(const TallGradientProblem& p, const TallGradi
 }
 
 std::int64_t workspace(const TallGradientProblem& p, const TallGradientConfig& c) {
-  return p.transposed_bytes() + (TallGradientPlan(p, c).has_parts ? TileParts::kBytes : 0);
+  return p.turned_bytes() + (TallGradientPlan(p, c).has_parts ? TileParts::kBytes : 0);
 }
 
 }  // namespace rarefy::sm90

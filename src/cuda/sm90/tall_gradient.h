@@ -1,8 +1,9 @@
 // The weight gradient of tall vectors: blocks of one column and a multiple of 32 rows. A tile is 128 rows of
 // W (or 64) × as many stored columns as the sums of two warpgroups hold; it walks the tokens, with dY as it
-// is and the tile's columns gathered from X by feature; X by token is transposed into workspace first. Tiles
-// that rounds of all SMs leave over are shared: each of several clusters takes a part of the tokens. Of
-// blocks of 64 rows a tile may be of two block rows (tall_pairs.h).
+// is and the tile's columns gathered from X by feature; X by token is turned into workspace, before or, but
+// for the first tokens, beside that (tall_gradient_turn.cuh). Tiles that rounds of all SMs leave over are
+// shared: each of several clusters takes a part of the tokens. Of blocks of 64 rows a tile may be of two
+// block rows (tall_pairs.h).
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -12,7 +13,6 @@
 
 #include "cuda/sm90/strip_walk.h"
 #include "cuda/sm90/tall_pairs.h"
-#include "cuda/sm90/transpose.h"
 #include "rarefy/dtype.h"
 #include "rarefy/problem.h"
 
@@ -25,10 +25,25 @@ struct TallGradientProblem {
   std::int64_t dy_stride = 0, x_stride = 0;  // elements between tokens; X by feature: between features
   Layout x_layout = Layout::by_token;
 
-  std::int64_t transposed_bytes() const {  // X by feature, if it is not
-    return x_layout == Layout::by_token ? cols * transposed_stride(tokens) * 2 : 0;
-  }
+  std::int64_t turned_bytes() const;  // X by feature, if it is not, and its counts
 };
+
+// X by token, turned: panels of a step's tokens, 32 or 64, of whole boxes of features. Behind them counts: of
+// boxes taken, and of those of each panel that are there.
+struct TurnedX {
+  static constexpr int kBytes = 4096, kTogether = 4;  // of a box; boxes taken at a time
+  static constexpr int features(int step) { return kBytes / 2 / step; }
+  std::int64_t features_in_all, bytes, counts;
+  TurnedX(std::int64_t cols, std::int64_t tokens)
+      : features_in_all((cols + 63) / 64 * 64),
+        bytes(features_in_all * ((tokens + 63) / 64 * 64) * 2),
+        counts(((tokens + 31) / 32 + 1 + 3) / 4 * 4) {}
+};
+
+inline std::int64_t TallGradientProblem::turned_bytes() const {
+  const TurnedX x(cols, tokens);
+  return x_layout == Layout::by_token ? x.bytes + x.counts * 4 : 0;
+}
 
 // Of tiles that are shared: at most so many parts in all, of one tile, and tiles. In workspace, behind X:
 // how many parts of a tile are there, for each thread block of a cluster and warpgroup, and their sums.
@@ -48,6 +63,8 @@ struct TallGradientConfig {
   int sms = 132;
   int columns = kMost;  // of a tile, at most: a row is divided evenly into as few tiles as hold it
   int pairs = 0;        // tiles are of two block rows of 64 (tall_pairs.h): thread blocks that share dY
+  int turns = 1;  // X by token: 0 is transposed before; 1: or, if it has 48 to 128 MB, 2: or always, the
+                  // kernel turns it itself, all but the first tokens
 
   int most_columns() const { return rows == 128 || pairs > 0 ? kMost : 2 * kMost; }
   int tokens() const { return rows == 128 ? 64 : 32; }  // of a step
@@ -58,7 +75,14 @@ struct TallGradientConfig {
   std::string text() const {
     return "rows=" + std::to_string(rows) + " split=" + std::to_string(split) +
            " slots=" + std::to_string(slots) + " sms=" + std::to_string(sms) +
-           " columns=" + std::to_string(columns) + (pairs > 0 ? " pairs=" + std::to_string(pairs) : "");
+           " columns=" + std::to_string(columns) + (pairs > 0 ? " pairs=" + std::to_string(pairs) : "") +
+           " turns=" + std::to_string(turns);
+  }
+  // Of fewer bytes the start costs more than this saves, more are read again from device memory.
+  bool turns_itself(const TallGradientProblem& p) const {
+    const std::int64_t bytes = p.tokens * p.cols * 2;
+    const bool may = p.x_stride >= p.cols;  // TMA wants rows that do not overlap
+    return may && (turns == 2 || (turns == 1 && bytes >= 48'000'000 && bytes <= 128'000'000));
   }
   int cluster() const { return pairs > 0 ? pairs : split; }  // thread blocks
   int clusters() const { return (sms < kMostClusters ? sms : kMostClusters) / cluster(); }

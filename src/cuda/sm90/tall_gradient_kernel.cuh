@@ -5,17 +5,19 @@
 // is two panels.
 #pragma once
 
+#include <climits>
+
 #include "cuda/sm90/device/async_copy.cuh"
 #include "cuda/sm90/device/wgmma_columns.cuh"
 #include "cuda/sm90/tall_gradient_out.cuh"
 
 namespace rarefy::sm90 {
 
-template <class T, int kRows, int kSplit, int kPairs>
-struct TallGradientWarps : TallGradientOut<T, kRows, kSplit, kPairs> {
-  using Shape = TallGradientShape<kRows, kPairs>;
+template <class T, int kRows, int kSplit, int kPairs, bool kTurns>
+struct TallGradientWarps : TallGradientOut<T, kRows, kSplit, kPairs, kTurns> {
+  using Shape = TallGradientShape<kRows, kPairs, kTurns>;
   static constexpr int kColumns = Shape::kColumns, kTokens = Shape::kTokens;
-  using Out = TallGradientOut<T, kRows, kSplit, kPairs>;
+  using Out = TallGradientOut<T, kRows, kSplit, kPairs, kTurns>;
   using Out::p, Out::state, Out::rank, Out::first_row, Out::store, Out::keep_part, Out::add_parts;
   u32 slots, buffers;  // addresses
 
@@ -84,38 +86,59 @@ struct TallGradientWarps : TallGradientOut<T, kRows, kSplit, kPairs> {
     __device__ u32 place_of(int i) const { return place + static_cast<u32>(i * kAtOnce * kTokens * 2); }
   };
   __device__ u32 column_of(const int4& tile, const Lane& my, int i) const {  // behind the last one, the last
-    return static_cast<u32>(__ldg(p.col + tile.y + min(kAtOnce * i + my.row, tile.z - 1))) * p.x_pieces;
+    const int column = __ldg(p.col + tile.y + min(kAtOnce * i + my.row, tile.z - 1));
+    if constexpr (kTurns)
+      return static_cast<u32>(column * kPieces + swizzled_piece(kPieces, column, my.piece));
+    return static_cast<u32>(column) * p.x_pieces;
   }
   __device__ const char* pieces_of(const Lane& my, int step) const {
-    return p.x + step * p.x_step + my.piece * 16;
+    return p.x + step * p.x_step + (kTurns ? 0 : my.piece * 16);
+  }
+
+  // Waits until X's tokens of a step have been turned, those before `ready` have been; says
+  // where this thread block is.
+  __device__ void wait_for_x(int step, int& ready, int warp, int lane) const {
+    if (ready >= steps()) return;
+    if (warp == 0 && lane == 0) state.turn.at_step(step);
+    while (ready <= step) {
+      const int mine = ready + lane;
+      const bool there = mine >= steps() || load_acquire(p.turn.counts + 1 + mine) == p.turn.boxes;
+      const unsigned missing = ~__ballot_sync(~0u, there);
+      if ((missing & 1) != 0) __nanosleep(64);
+      ready += missing == 0 ? 32 : __ffs(static_cast<int>(missing)) - 1;
+      __syncwarp();
+    }
   }
 
   // Tiles with more columns than kLeast - 1 copies bring, and no more than kMost do: so that few copies
   // depend on how many there are.
   template <int kLeast, int kMost>
-  __device__ void load_steps(const int4& tile, int begin, int end, int warp, int lane, Turn& at) const {
+  __device__ void load_steps(const int4& tile, int begin, int end, int warp, int lane, Turn& at,
+                             int& ready) const {
     const Lane my(warp, lane);
     const int n0 = first_row(tile.x), count = tile.z;
     const char* x = pieces_of(my, begin);
     u32 columns[kMost];       // where they begin in X
-    const char* next[kMost];  // their next pieces: known before there is a place for them
+    const char* next[kMost];  // their next pieces: known before there is a place for them, if registers are
 #pragma unroll
     for (int i = 0; i < kMost; ++i) {
       columns[i] = column_of(tile, my, i);
-      next[i] = piece_of(x, columns[i]);
+      if constexpr (!kTurns) next[i] = piece_of(x, columns[i]);
     }
-    wait_for_kernels();  // X may just have been transposed
+    wait_for_kernels();  // they may just have turned X
 #pragma unroll 1
     for (int step = begin; step < end; step += kSplit) {
       const u32 to = begin_step(at, step, n0, warp, lane);
+      if constexpr (kTurns) wait_for_x(step, ready, warp, lane);
 #pragma unroll
       for (int i = 0; i < kMost; ++i) {
-        if (i < kLeast || kAtOnce * i < count) copy_16(to + my.place_of(i), next[i]);
+        if (i < kLeast || kAtOnce * i < count)
+          copy_16(to + my.place_of(i), kTurns ? piece_of(x, columns[i]) : next[i]);
       }
       arrive_after_copies(full(at.slot));
       x += p.x_step * kSplit;
 #pragma unroll
-      for (int i = 0; i < kMost; ++i) next[i] = piece_of(x, columns[i]);
+      for (int i = 0; i < kMost && !kTurns; ++i) next[i] = piece_of(x, columns[i]);
       at.next(p.slots);
     }
   }
@@ -133,18 +156,22 @@ struct TallGradientWarps : TallGradientOut<T, kRows, kSplit, kPairs> {
     at.next(p.slots);
   }
 
-  __device__ void load_tile(const int4& tile, int warp, int lane, Turn& at) const {
+  __device__ void load_tile(const int4& tile, int warp, int lane, Turn& at, int& ready) const {
     const Steps its = steps_of(tile.w);
     const int begin = my_first(its.begin), whole = p.x_tokens / kTokens, end = min(its.end, whole);
     if (tile.z > 11 * kAtOnce) {
-      load_steps<12, kCopies>(tile, begin, end, warp, lane, at);
+      load_steps<12, kCopies>(tile, begin, end, warp, lane, at, ready);
     } else if (tile.z > 4 * kAtOnce) {
-      load_steps<5, 11>(tile, begin, end, warp, lane, at);
+      load_steps<5, 11>(tile, begin, end, warp, lane, at, ready);
     } else {
-      load_steps<1, 4>(tile, begin, end, warp, lane, at);
+      load_steps<1, 4>(tile, begin, end, warp, lane, at, ready);
     }
-    if (whole >= its.begin && whole < its.end && (kSplit == 1 || whole % kSplit == static_cast<int>(rank)))
-      load_last_step(tile, whole, warp, lane, at);
+    if constexpr (!kTurns) {
+      if (whole >= its.begin && whole < its.end && (kSplit == 1 || whole % kSplit == static_cast<int>(rank)))
+        load_last_step(tile, whole, warp, lane, at);
+    } else if (warp == 0 && lane == 0) {
+      state.turn.at_step(INT_MAX / 2);  // with its first tile nothing holds it back: results wait for it
+    }
     if constexpr (kSplit > 1) {
       device::wait_for_all_copies();  // they have arrived; what is exchanged goes to the same places
       cluster_sync();
@@ -155,19 +182,23 @@ struct TallGradientWarps : TallGradientOut<T, kRows, kSplit, kPairs> {
 
   __device__ void load(int warp, int lane) const {
     Turn at, tiles;
-    at.parity = tiles.parity = 1;  // the first round is free
-    TileCursor cursor;             // each warp walks for itself
+    at.parity = tiles.parity = 1;                          // the first round is free
+    int ready = kTurns ? p.turn.first / p.turn.boxes : 0;  // steps of X
+    TileCursor cursor;                                     // each warp walks for itself
     while (cursor.next(p.lists, static_cast<int>(blockIdx.x) / (kPairs > 1 ? kPairs : kSplit))) {
       const int4 tile = load_ahead(p.tiles + unpack_tile(cursor.item.x).group);
       if (tile.z == 0) continue;  // behind the last
       if constexpr (kPairs > 0) {
         const int2 window = load_ahead(p.windows + tile.y + rank);
         if (warp == 0) put_tile(tiles, {tile.x, window.x, window.y, tile.w}, lane);
-        load_tile({tile.x, window.x, PairColumns(window.y).all(), tile.w}, warp, lane, at);
+        load_tile({tile.x, window.x, PairColumns(window.y).all(), tile.w}, warp, lane, at, ready);
       } else {
         if (warp == 0) put_tile(tiles, tile, lane);
-        load_tile(tile, warp, lane, at);
+        load_tile(tile, warp, lane, at, ready);
       }
+    }
+    if constexpr (kTurns) {
+      if (warp == 0 && lane == 0) state.turn.at_step(INT_MAX / 2);
     }
     if (warp == 0) put_tile(tiles, {-1, 0, 0, 0}, lane);
     wait_for_kernels();
@@ -302,9 +333,10 @@ struct TallGradientWarps : TallGradientOut<T, kRows, kSplit, kPairs> {
   }
 };
 
-template <class T, int kRows, int kSplit, int kPairs = 0>
-__global__ void __launch_bounds__(384, 1) tall_gradient_kernel(const __grid_constant__ TallGradientParams p) {
-  using Shape = TallGradientShape<kRows, kPairs>;
+template <class T, int kRows, int kSplit, int kPairs, bool kTurns>
+__global__ void __launch_bounds__((TallGradientShape<kRows, kPairs, kTurns>::kThreads), 1)
+    tall_gradient_kernel(const __grid_constant__ TallGradientParams p) {
+  using Shape = TallGradientShape<kRows, kPairs, kTurns>;
   extern __shared__ unsigned char dynamic_shared[];
   __shared__ TallGradientState state;
   const u32 slots = (shared_address(dynamic_shared) + 1023) & ~1023u;
@@ -321,6 +353,10 @@ __global__ void __launch_bounds__(384, 1) tall_gradient_kernel(const __grid_cons
       barrier_init(shared_address(&state.tile_full[i]), 1);
       barrier_init(shared_address(&state.tile_empty[i]), 256);
     }
+    if constexpr (kTurns) {
+      if (p.turn.first < p.turn.end) prefetch_map(&p.turn.x);
+      state.turn.init(p.turn.first / p.turn.boxes);
+    }
     barrier_init_done();
   }
   if constexpr (kPairs > 1) {
@@ -330,14 +366,17 @@ __global__ void __launch_bounds__(384, 1) tall_gradient_kernel(const __grid_cons
   }
   launch_dependents();
   const u32 rank = kSplit > 1 || kPairs > 1 ? cluster_rank() : 0;
-  const TallGradientWarps<T, kRows, kSplit, kPairs> warps{
+  const TallGradientWarps<T, kRows, kSplit, kPairs, kTurns> warps{
       {p, state, rank}, slots, slots + p.slots * Shape::kSlotBytes};
   if (warp < 8) {
     take_registers<Shape::kMultiplyRegisters>();
     warps.multiply(static_cast<u32>(warp) / 4, warp % 4, lane);
-  } else {
+  } else if (!kTurns || warp < 12) {
     give_registers<Shape::kGatherRegisters>();
     warps.load(warp - 8, lane);
+  } else {
+    give_registers<Shape::kTurnRegisters>();
+    TurnWarps<Shape::kTokens>{p.turn, state.turn, warps.buffers, warp - 12, lane}.run();
   }
   if constexpr (kPairs > 1) cluster_sync();  // nothing is on its way to one that has gone
 }

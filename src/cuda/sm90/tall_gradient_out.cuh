@@ -5,7 +5,7 @@
 
 #include "cuda/sm90/device/warp.cuh"
 #include "cuda/sm90/gradient_exchange.cuh"
-#include "cuda/sm90/tall_gradient.h"
+#include "cuda/sm90/tall_gradient_turn.cuh"
 #include "cuda/sm90/tile/ring.cuh"
 #include "cuda/sm90/tile/store.cuh"
 #include "cuda/sm90/tile_lists.cuh"
@@ -30,6 +30,7 @@ struct TallGradientParams {
   int tokens, rows, block_rows, tiles_of_block;
   int x_tokens;  // that rows of X have: zeros behind the last token up to a whole step, or it ends there
   u32 slots;
+  TurnParams turn;  // of X by token
 };
 
 // A tile's entry that is a part of its tokens, in a word; 0: it is the whole tile.
@@ -41,7 +42,8 @@ struct TilePart {
   __device__ int word() const { return index | count << 8 | tile << 16; }
 };
 
-template <int kRows, int kPairs>
+// kTurns: X is by token, and one warpgroup more turns it.
+template <int kRows, int kPairs, bool kTurns>
 struct TallGradientShape {
   static constexpr int kColumns = kPairs > 0 ? TallPairs::kMostGathered
                                              : (kRows == 128 ? 1 : 2) * TallGradientConfig::kMost;
@@ -49,8 +51,10 @@ struct TallGradientShape {
   static constexpr int kTokens = kRows == 128 ? 64 : 32;  // of a step: as many as leave four slots
   static constexpr u32 kPanelBytes = kTokens * 128;       // of dY, 64 rows of W
   static constexpr u32 kXBytes = kColumns * kTokens * 2, kSlotBytes = kXBytes + kPanels * kPanelBytes;
-  static constexpr int kMultiplyRegisters = 208;
-  static constexpr int kGatherRegisters = 3 * 168 - 2 * kMultiplyRegisters;
+  static constexpr int kThreads = kTurns ? 512 : 384, kTurnRegisters = 32;
+  static constexpr int kMultiplyRegisters = kTurns ? 200 : 208;
+  static constexpr int kGatherRegisters =
+      (kTurns ? 4 * 128 - kTurnRegisters : 3 * 168) - 2 * kMultiplyRegisters;
 };
 
 inline constexpr int kGradientTiles = 2;      // known ahead to those that multiply
@@ -64,15 +68,16 @@ struct TallSums {
 
 struct TallGradientState {
   RingState ring;
+  TurnState turn;
   int4 tile[kGradientTiles];  // row tile (-1: there are no more), first column, how many, part
   alignas(8) u64 tile_full[kGradientTiles], tile_empty[kGradientTiles];
   int parts_before[2];  // of each warpgroup's tile
 };
 
 // kPairs > 0: of tiles of two block rows of 64; so many thread blocks of a cluster share their rows of dY.
-template <class T, int kRows, int kSplit, int kPairs>
+template <class T, int kRows, int kSplit, int kPairs, bool kTurns>
 struct TallGradientOut {
-  using Shape = TallGradientShape<kRows, kPairs>;
+  using Shape = TallGradientShape<kRows, kPairs, kTurns>;
   const TallGradientParams& p;
   TallGradientState& state;
   u32 rank;  // in the cluster
@@ -163,7 +168,8 @@ struct TallGradientOut {
         if (column < count) targets[i] = __ldg(p.targets + group * p.second + first + column);
       }
     }
-    const bool inside[2] = {row < p.rows, row + 8 < p.rows};  // of W
+    if constexpr (kTurns) wait(shared_address(&state.turn.over), 0);  // its boxes were in the buffers
+    const bool inside[2] = {row < p.rows, row + 8 < p.rows};          // of W
 #pragma unroll
     for (int chunk = 0; chunk < 9; ++chunk) {
       if (!my_chunk(chunk)) continue;

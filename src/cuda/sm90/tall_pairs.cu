@@ -218,18 +218,25 @@ cudaError_t prepare_pairs(const TallGradientProblem& p, const TallGradientConfig
   return cudaGetLastError();
 }
 
+template <class T, int kPairs>
+cudaError_t launch_of(const TallGradientConfig& c, const TallGradientParams& params, Gathered x,
+                      cudaStream_t stream) {
+  return x == Gathered::turned ? launch_kernel<T, 64, 1, kPairs, true>(c, params, x, stream)
+                               : launch_kernel<T, 64, 1, kPairs, false>(c, params, x, stream);
+}
+
 template <class T>
-cudaError_t launch_pairs(const TallGradientConfig& c, const TallGradientParams& params, bool transposed,
+cudaError_t launch_pairs(const TallGradientConfig& c, const TallGradientParams& params, Gathered x,
                          cudaStream_t stream) {
   switch (c.pairs) {
-    case 1: return launch_kernel<T, 64, 1, 1>(c, params, transposed, stream);
-    case 2: return launch_kernel<T, 64, 1, 2>(c, params, transposed, stream);
+    case 1: return launch_of<T, 1>(c, params, x, stream);
+    case 2: return launch_of<T, 2>(c, params, x, stream);
     default: return cudaErrorInvalidConfiguration;
   }
 }
-template cudaError_t launch_pairs<__half>(const TallGradientConfig&, const TallGradientParams&, bool,
+template cudaError_t launch_pairs<__half>(const TallGradientConfig&, const TallGradientParams&, Gathered,
                                           cudaStream_t);
-template cudaError_t launch_pairs<__nv_bfloat16>(const TallGradientConfig&, const TallGradientParams&, bool,
-                                                 cudaStream_t);
+template cudaError_t launch_pairs<__nv_bfloat16>(const TallGradientConfig&, const TallGradientParams&,
+                                                 Gathered, cudaStream_t);
 
 }  // namespace rarefy::sm90

@@ -19,6 +19,7 @@ struct TransposeParams {
   unsigned col_tiles, tiles;
   int log_panel;  // of how many rows
   std::int64_t panel_stride;
+  bool swizzled;
   Zeros zeros;
 };
 
@@ -63,12 +64,15 @@ struct TransposeTile {
   template <class Piece>
   __device__ void store(const TransposeParams& p, Piece&& of) const {
     const std::int64_t its = row0 + piece * kElements;  // row
-    const std::int64_t at = (its >> p.log_panel) * p.panel_stride + (its & ((1 << p.log_panel) - 1));
+    const std::int64_t panel = (its >> p.log_panel) * p.panel_stride;
+    const int in_panel = static_cast<int>(its & ((1 << p.log_panel) - 1));
 #pragma unroll
     for (int i = 0; i < kPasses; ++i) {
       const int column = row + i * kRows;
       if (col0 + column >= p.cols) continue;
-      *reinterpret_cast<uint4*>(static_cast<T*>(p.to) + (col0 + column) * p.to_stride + at) =
+      const int place =
+          p.swizzled ? swizzled_piece(1 << (p.log_panel - 3), column, in_panel / 8) * 8 : in_panel;
+      *reinterpret_cast<uint4*>(static_cast<T*>(p.to) + (col0 + column) * p.to_stride + panel + place) =
           of(column, piece);
     }
     if (blockIdx.x == gridDim.x - 1) {
@@ -138,6 +142,7 @@ cudaError_t transpose(const void* from, int size, std::int64_t rows, std::int64_
                                static_cast<unsigned>(tiles),
                                std::countr_zero(static_cast<unsigned>(panels.rows)),
                                panels.stride,
+                               panels.swizzled,
                                zeros};
   cudaLaunchAttribute attribute{};
   attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;

@@ -6,6 +6,8 @@
 
 #include <cstdint>
 
+#include "cuda/sm90/strip_walk.h"
+
 namespace rarefy::sm90 {
 
 // Elements between rows of the result: whole tiles of the kernel.
@@ -17,11 +19,18 @@ constexpr double transpose_microseconds(std::int64_t bytes) {  // of the matrix
 }
 
 // Where a column's elements go: all side by side, or so many rows of all columns side by side, the next ones
-// `stride` elements on.
+// `stride` elements on. `swizzled`, of 32 or 64 rows of 16 bits: the pieces of 16 bytes of
+// a column lie where swizzled_piece says.
 struct TransposedPanels {
   int rows = 64;  // a power of two, up to 64
   std::int64_t stride = 64;
+  bool swizzled = false;
 };
+
+// Eight columns' pieces of the same rows are in different banks; `pieces`: 4 or 8 of a column.
+RAREFY_HOST_DEVICE constexpr int swizzled_piece(int pieces, int column, int piece) {
+  return pieces == 8 ? piece ^ column % 8 : piece ^ column / 2 % 4;
+}
 
 struct Zeros {
   int* words = nullptr;

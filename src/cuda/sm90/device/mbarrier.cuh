@@ -59,6 +59,18 @@ __device__ inline void wait(u32 barrier, u32 parity) {
   }
 }
 
+// Whether it has ended.
+__device__ inline bool test(u32 barrier, u32 parity) {
+  u32 done;
+  asm volatile(
+      "{\n.reg .pred p;\nmbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2;\n"
+      "selp.u32 %0, 1, 0, p;\n}"
+      : "=r"(done)
+      : "r"(barrier), "r"(parity)
+      : "memory");
+  return done != 0;
+}
+
 // Barrier 1 … 15 of `threads` threads; 0 is __syncthreads.
 __device__ inline void named_barrier(u32 id, u32 threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
