@@ -125,7 +125,7 @@ TEST_P(SellTest, OnlyShortRowsThatAreHeldGetThem) {
 }
 
 INSTANTIATE_TEST_SUITE_P(Cpu, SellTest, testing::Values("avx512", "avx2"),
-                         [](const auto& info) { return std::string(info.param); });
+                         [](const auto& its) { return std::string(its.param); });
 
 }  // namespace
 }  // namespace rarefy::test
