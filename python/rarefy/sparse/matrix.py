@@ -14,7 +14,6 @@ from .._torch_private import PLAIN, eager, entry, unrecorded
 from ..checks import check_shape, check_tensor, fail, first_position
 from ..derivatives import run_eagerly
 from ..derived import Derived, Kept, reads_itself
-from ..op_rules import meets_nothing
 from ..pattern import BsrPattern
 from ..values import check_padding, dense_of
 from .recent import Recent
@@ -276,7 +275,8 @@ class SparseMatrix:
     def _forget(self) -> None:
         """Holds nothing that kernels derive, and no calls."""
         self._kept: dict[Any, Kept] = {}  # by the dtype of x, and ("few" beside it) for a few tokens alone
-        self._calls: dict[Any, tuple[Tensor, tuple | None, Kept]] = {}  # the same, by data that they are for
+        # The same, by data that they are for, and these as blocks.
+        self._calls: dict[Any, tuple[Tensor, Tensor, tuple | None, Kept]] = {}
         # Data and plan, and how many columns b had whose product was made of them as they lie.
         self._in_place: tuple[Tensor | None, Tensor | None, set[int]] = None, None, set()
 
@@ -308,7 +308,7 @@ class SparseMatrix:
             by_rows = self.block_shape[1] <= self.block_shape[0]
             plan = self.pattern.row_plan if by_rows else self.pattern.plan
             call = None if kept.packed_bytes else (plan, *self.shape, *derived)
-            self._calls[name] = self.data, call, kept
+            self._calls[name] = self.data, blocks.detach(), call, kept
         return derived
 
     def at_once(self, x: Any, bias: Any) -> Tensor | None:
@@ -318,20 +318,27 @@ class SparseMatrix:
         """
         if type(x) not in PLAIN:
             return None
-        name = (x.dtype, "few") if self._is_few(x) else x.dtype
-        data, call, kept = self._calls.get(name, (None, None, None))
-        if (
-            data is not self.data
-            or not meets_nothing(x, data, bias)
-            or x.ndim == 0
-            or x.shape[-1] != self.shape[1]
-            or not (bias is None or (bias.is_contiguous() and bias.numel() == self.shape[0]))
+        known = self._calls.get((x.dtype, "few") if self._is_few(x) else x.dtype)
+        if known is None or not eager():
+            return None
+        data, blocks, call, kept = known
+        if data is not self.data or data.data_ptr() != blocks.data_ptr():  # data.data = … leaves it the same
+            return None
+        if x.ndim == 0 or x.shape[-1] != self.shape[1]:
+            return None
+        recorded = torch.is_grad_enabled()
+        if recorded and (x.requires_grad or data.requires_grad):
+            return None
+        if bias is not None and (
+            type(bias) not in PLAIN
+            or (recorded and bias.requires_grad)
+            or not bias.is_contiguous()
+            or bias.numel() != self.shape[0]
         ):
             return None
-        blocks = data.view(-1, 1, 1) if data.ndim == 1 else data
         if call is None:
-            derived = kept.current(data, blocks)
-            call = (self.pattern.row_plan if data.ndim == 1 else self.pattern.plan, *self.shape, *derived)
+            plan = self.pattern.row_plan if data.ndim == 1 else self.pattern.plan
+            call = (plan, *self.shape, *kept.current(data, blocks))
         return run_eagerly(x, blocks, bias, call)
 
     def in_place(self, b: Tensor) -> Tensor | None:
@@ -375,7 +382,7 @@ class SparseMatrix:
     def __matmul__(self, other: Any) -> Any:
         """`spmm` with a dense matrix, `spmv` with a vector, `sparse_matmul` with a sparse matrix."""
         if type(other) is Tensor:
-            y = self.in_place(other)
+            y = self.at_once(other, None) if other.ndim == 1 else self.in_place(other)
             if y is not None:
                 return y
         from . import products
