@@ -38,7 +38,7 @@ class _Member(NamedTuple):
     values: Tensor
     bias: Tensor | None
     scales: Tensor | None
-    written: tuple
+    written: tuple | None
 
     def holds(self, x: Tensor) -> bool:
         """Whether all of it is as it was, and a call with x meets nothing on its way."""
@@ -52,6 +52,7 @@ class _Member(NamedTuple):
             and weight._kept is self.kept
             and meets_nothing(weight, x, values, bias)
             and weight.rounds_x == self.rounds_x
+            and self.written is not None
             and self.written == _written(values, bias, self.scales)
             and not (
                 torch.is_grad_enabled()
@@ -60,8 +61,11 @@ class _Member(NamedTuple):
         )
 
 
-def _written(*tensors: Tensor | None) -> tuple:
-    return tuple((t.data_ptr(), -1 if t.is_inference() else t._version) for t in tensors if t is not None)
+def _written(*tensors: Tensor | None) -> tuple | None:
+    """What moves when someone writes to one of them; None if nothing counts that, as in inference mode."""
+    if any(t is not None and t.is_inference() for t in tensors):
+        return None
+    return tuple((t.data_ptr(), t._version) for t in tensors if t is not None)
 
 
 class _Call(NamedTuple):

@@ -213,6 +213,23 @@ def test_x_that_do_not_fit_go_the_layers_way():
                     same(got.unbind(), wanted.unbind())
 
 
+def test_weights_of_inference_mode_run_alone(ran):
+    """Nothing counts the writes to them: one between q and k must be seen."""
+    with torch.inference_mode():
+        shared = model()
+    with torch.no_grad():
+        for _ in range(2):
+            shared(torch.randn(9, K))
+        x = torch.randn(9, K)
+        shared.q(x)
+        with torch.inference_mode():
+            shared.k.weight.values.mul_(2)
+            shared.k.bias.zero_()
+        want = x @ shared.k.weight.to_dense().T
+        torch.testing.assert_close(shared.k(x), want, rtol=1e-4, atol=1e-4)
+    assert ran == []
+
+
 def test_a_result_of_inference_mode_stays_there():
     shared = model()
     with torch.no_grad():
