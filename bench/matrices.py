@@ -145,7 +145,9 @@ def cases() -> Iterator[Any]:
     """What is measured, each made when its turn comes."""
     for size in ((10_000, 10_000, 0.1), (1_000_000, 1_000_000, 1e-5)):
         yield "transpose", lambda size=size: transposes(Case(*size))
-    vectors = ((3000, 3000, 0.1), (60_000, 3000, 0.1), (16_000, 16_000, 0.05), (200_000, 200_000, 1e-4))
+    dense = (3000, 3000, 0.1), (60_000, 3000, 0.1), (16_000, 16_000, 0.05)
+    short = (4096, 4096, 0.01), (20_000, 20_000, 0.01), (20_000, 20_000, 0.003), (200_000, 200_000, 1e-4)
+    vectors = *dense, *short, (1_000_000, 1_000_000, 5e-6)
     for size in vectors:
         yield "vector", lambda size=size: products(Case(*size), 1)
     for density in (0.3, 0.1, 0.03, 0.01, 0.003):

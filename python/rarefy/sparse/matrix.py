@@ -31,7 +31,9 @@ def as_tensor(op: str, name: str, value: Any) -> Tensor:
 
     Read-only arrays are copied, and so are reversed ones and those of the other byte order.
     """
-    if hasattr(value, "__array_interface__") and not isinstance(value, Tensor):
+    if type(value) is Tensor and value.layout is torch.strided:
+        return value
+    if not isinstance(value, Tensor) and hasattr(value, "__array_interface__"):
         try:
             if not value.dtype.isnative or any(step < 0 for step in value.strides):
                 value = value.astype(value.dtype.newbyteorder("="), order="C")
