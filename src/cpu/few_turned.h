@@ -6,6 +6,8 @@
 // Each sum takes the same products in the same order: bits do not depend on the batch.
 #pragma once
 
+#include <algorithm>
+
 #include "cpu/panel.h"
 
 namespace rarefy::cpu {
@@ -47,7 +49,8 @@ void turned_slices(TurnedRow& row, int first) {
   constexpr bool kAll = Tokens == 4;  // tokens side by side
   constexpr std::int64_t kBytes = bytes_of(kStorage);
   constexpr int kSums = kAll ? Slices : Slices / 4 * Tokens;
-  constexpr int kColumns = kVectors == 0 ? 1 : kVectors;
+  constexpr int kColumns = std::max(kVectors, 1);
+  constexpr int kApart = Tokens % 4 + int{kAll};  // vectors of x for a column
   const std::int64_t slice = kVectors == 0 ? row.columns : kColumns * w;
   const std::int64_t step = row.block_size * kBytes;
   const char* values = row.values + first * slice * kBytes;
@@ -78,7 +81,7 @@ void turned_slices(TurnedRow& row, int first) {
                                  : kVectors > 0 ? std::uint64_t{block} * (kColumns * w)
                                                 : block * static_cast<std::uint64_t>(row.columns);
     const auto columns = [&](std::uint64_t c) {
-      Vec<I> x[kColumns][kAll ? 1 : Tokens][4];
+      Vec<I> x[kColumns][kApart][4];
 #pragma GCC unroll 2
       for (int i = 0; i < kColumns; ++i) {
         const std::uint64_t at = column + c + static_cast<std::uint64_t>(i) * w;

@@ -38,8 +38,8 @@ double pair_clocks(const TallGradientConfig& c, double columns, double stored) {
 // (64×1 and 128×1 at .25, at .1), that saves 9, 10, 3 and 1 % of the time; with blocks of 32 rows 3 to -4.
 bool turns_itself(const TallGradientProblem& p, const TallGradientConfig& c, double round_clocks,
                   double rounds) {
-  const auto boxes = static_cast<double>(TurnedX(p.cols, 0).features_in_all / TurnedX::features(c.tokens()));
-  const double turning = boxes * 1400 / c.sms;
+  const auto boxes = TurnedX(p.cols, 0).features_in_all / TurnedX::features(c.tokens());
+  const double turning = static_cast<double>(boxes) * 1400 / c.sms;
   return p.block_rows >= 64 && rounds <= 2 && round_clocks / kTokens * c.tokens() >= .9 * turning;
 }
 
