@@ -191,6 +191,12 @@ class BsrPattern:
         blocks = self.grid[0] * self.grid[1]
         return self.nnzb / blocks if blocks else 0.0
 
+    @property
+    def plan_by_rows(self) -> torch.Tensor:
+        """What products by rows read: all where blocks are wider than tall, as some kernels sort those."""
+        r, c = self.block_shape
+        return self.plan if c > r else self.row_plan
+
     def indices(self) -> tuple[torch.Tensor, torch.Tensor]:
         """crow_indices and col_indices as views of the plan, for reading only."""
         first = _HEADER + self.grid[0] + 1

@@ -5,6 +5,8 @@
 #include <algorithm>
 #include <optional>
 
+#include "core/checked.h"
+#include "core/message.h"
 #include "core/registry.h"
 #include "cpu/blocking.h"
 #include "cpu/doubles.h"
@@ -48,6 +50,21 @@ struct FewSplit {
   std::int64_t turned = 0;  // 1: by few_turned.h, other bits, where it takes the blocks
   static constexpr std::string_view kFields[] = {"tasks", "stream", "fours", "turned"};
 };
+// Tokens that its kernels have: 1, 2 or 4.
+inline std::int64_t few_tokens(const Problem& p) { return p.tokens == 3 ? 4 : p.tokens; }
+// Whether 16 bits tell columns of single elements apart.
+inline bool has_narrow_columns(const BsrShape& s) { return s.block_size() == 1 && s.cols <= 1 << 16; }
+// What is held goes into places that follow from these.
+inline Status other_columns() {
+  return invalid("prepare", "the plan's columns must be those that it was made of", "other ones");
+}
+// each(i) for i < count, so many a task.
+inline void for_each(const Executor& executor, std::int64_t count, std::int64_t at_once, const auto& each) {
+  executor.parallel_for(ceil_div(count, at_once), [&](std::int64_t task) {
+    const std::int64_t end = std::min(count, (task + 1) * at_once);
+    for (std::int64_t i = task * at_once; i < end; ++i) each(i);
+  });
+}
 Reason supports_few(const FewKernels& kernels, const Problem& problem);
 Config configure_few(const Problem& problem, const Machine& machine);
 std::int64_t few_workspace(const FewKernels& kernels, const Problem& problem, const Config& config);

@@ -31,7 +31,7 @@ struct Layout {
 
   Layout(const FewKernels& kernels, const Problem& p, const FewSplit& split) {
     const BsrShape& s = p.weight.shape;
-    tokens = p.tokens == 3 ? 4 : p.tokens;
+    tokens = few_tokens(p);
     lanes = ceil_div(s.col_count() * s.block_cols, kernels.pairs ? 2 : 1);
     piece = piece_of_range(s.row_count(), split.tasks);
     stride = (piece * s.block_rows + kernels.rows.width - 1) / kernels.rows.width * kernels.rows.width;
@@ -110,23 +110,16 @@ Reason supports_few(const FewKernels& kernels, const Problem& p) {
   return {};
 }
 
-namespace {
-
-constexpr std::int64_t kNarrow = 1 << 16;  // columns that 16 bits can tell apart
-
-bool is_narrow(const BsrShape& s) { return s.block_size() == 1 && s.cols <= kNarrow; }
-
-}  // namespace
-
 std::int64_t few_prepared_size(const Problem& problem, const Config& /*config*/) {
   const BsrShape& s = problem.weight.shape;
-  return is_narrow(s) ? (s.nnzb + kColumnsAhead) * static_cast<std::int64_t>(sizeof(std::uint16_t)) : 0;
+  return has_narrow_columns(s) ? (s.nnzb + kColumnsAhead) * static_cast<std::int64_t>(sizeof(std::uint16_t))
+                               : 0;
 }
 
 Status prepare_few(const Call& call, void* to) {
   const PlanView& plan = call.plan;
   const BsrShape& s = plan.shape;
-  if (!is_narrow(s)) return {};
+  if (!has_narrow_columns(s)) return {};
   constexpr std::int64_t kChunk = 1 << 16;
   auto* columns = static_cast<std::uint16_t*>(to);
   std::atomic<bool> valid = true;
@@ -141,7 +134,7 @@ Status prepare_few(const Call& call, void* to) {
     if (end > task * kChunk && most >= s.cols) valid = false;
   });
   std::fill_n(columns + s.nnzb, kColumnsAhead, std::uint16_t{0});
-  if (!valid) return invalid("prepare", "the plan's columns must be those that it was made of", "other ones");
+  if (!valid) return other_columns();
   return {};
 }
 
@@ -213,10 +206,11 @@ Status run_linear_few(const FewKernels& kernels, const Call& call) {
         unpack_bias(kernels.rows, call.out.dtype, bias, features, y + m * stride);
       }
     }
-    kernels.multiply({w, static_cast<std::int32_t>(s.nnzb), plan.crow, begin, end, x, x_stride,
-                      static_cast<std::int32_t>(layout.tokens), y, stride, split.stream != 0,
-                      is_narrow(s) ? static_cast<const std::uint16_t*>(call.derived.prepared) : nullptr,
-                      layout.quads, split.fours != 0, layout.turned});
+    kernels.multiply(
+        {w, static_cast<std::int32_t>(s.nnzb), plan.crow, begin, end, x, x_stride,
+         static_cast<std::int32_t>(layout.tokens), y, stride, split.stream != 0,
+         has_narrow_columns(s) ? static_cast<const std::uint16_t*>(call.derived.prepared) : nullptr,
+         layout.quads, split.fours != 0, layout.turned});
     for (std::int64_t m = 0; m < call.x.rows && !in_y; ++m) {
       kernels.rows.activate(call.activation, y + m * stride, stride);
       kernels.rows.round(storage(call.out.dtype), y + m * stride, features, at(call.out, m, first));

@@ -17,7 +17,6 @@ namespace {
 constexpr std::int64_t kMostARow = 1024;  // elements, on average: beyond, ends of rows cost little
 constexpr std::int64_t kLeast =
     512;  // elements: fewer take longer to sum in order (64×64 at .01: 13 for 11 µs)
-constexpr std::int64_t kNarrow = 1 << 16;
 
 // Sets of rows that are sorted, each with as many groups, whatever the matrix has of the last one's.
 std::int64_t sets_of(const BsrShape& s) { return ceil_div(s.rows, std::int64_t{kSellRows}); }
@@ -36,11 +35,10 @@ struct Held {
     first = room.take<std::int32_t>(groups + 1);
     length = room.take<std::uint16_t>(sets_of(s) * kSellRows);
     row = room.take<std::uint8_t>(sets_of(s) * kSellRows);
-    columns = is_narrow(s) ? static_cast<void*>(room.take<std::uint16_t>(s.nnzb + kSellRoom))
-                           : room.take<std::int32_t>(s.nnzb + kSellRoom);
+    columns = has_narrow_columns(s) ? static_cast<void*>(room.take<std::uint16_t>(s.nnzb + kSellRoom))
+                                    : room.take<std::int32_t>(s.nnzb + kSellRoom);
     bytes = room.bytes();
   }
-  static bool is_narrow(const BsrShape& s) { return s.cols <= kNarrow; }
 };
 
 // Rows of a pattern; those behind its last are empty.
@@ -89,14 +87,9 @@ void interleave(const Rows& rows, const Held& held, std::int32_t lanes, std::int
   }
 }
 
-// each(set) for all, on all threads.
+// each(set) for all, to prepare and pack.
 void for_sets(const Call& call, const auto& each) {
-  constexpr std::int64_t kSetsOfTask = 8;
-  const std::int64_t sets = sets_of(call.plan.shape);
-  call.executor.parallel_for(ceil_div(sets, kSetsOfTask), [&](std::int64_t task) {
-    const std::int64_t end = std::min(sets, (task + 1) * kSetsOfTask);
-    for (std::int64_t set = task * kSetsOfTask; set < end; ++set) each(set);
-  });
+  for_each(call.executor, sets_of(call.plan.shape), 8, each);
 }
 
 // The working memory: X for all, where it is not read as it lies; sums for each worker, by place and by row.
@@ -105,7 +98,7 @@ struct Layout {
   bool reads_x;
   std::int64_t shared, worker;
 
-  explicit Layout(const Problem& p) : tokens(p.tokens == 3 ? 4 : p.tokens), reads_x(p.tokens == tokens) {
+  explicit Layout(const Problem& p) : tokens(few_tokens(p)), reads_x(p.tokens == tokens) {
     Room all, own;
     all.take<float>(reads_x ? 0 : tokens * p.weight.shape.cols);
     own.take<float>(2 * tokens * kSellRows);
@@ -166,9 +159,9 @@ Status prepare_sell(const SellKernels& kernels, const Call& call, void* to) {
     std::fill_n(columns + held.first[held.groups], kSellRoom, Index{0});
     return valid.load();
   };
-  const bool valid = Held::is_narrow(s) ? fill(static_cast<std::uint16_t*>(held.columns))
-                                        : fill(static_cast<std::int32_t*>(held.columns));
-  if (!valid) return invalid("prepare", "the plan's columns must be those that it was made of", "other ones");
+  const bool valid = has_narrow_columns(s) ? fill(static_cast<std::uint16_t*>(held.columns))
+                                           : fill(static_cast<std::int32_t*>(held.columns));
+  if (!valid) return other_columns();
   return {};
 }
 
@@ -223,7 +216,7 @@ Status run_sell(const SellKernels& kernels, const Call& call) {
                               split.stream != 0});
       }
     }
-    kernels.multiply({static_cast<const float*>(call.derived.packed), held.columns, Held::is_narrow(s),
+    kernels.multiply({static_cast<const float*>(call.derived.packed), held.columns, has_narrow_columns(s),
                       held.first, held.length, g, end, x, x_stride, tokens, y + g * kernels.lanes - top,
                       kSellRows});
   };

@@ -44,14 +44,9 @@ WindowGroup group_of(const PlanView& plan, std::int64_t group) {
   return rows;
 }
 
-// Groups of tasks that prepare and pack.
-constexpr std::int64_t kGroupsOfTask = 64;
+// each(group) for all, to prepare and pack.
 void for_groups(const Call& call, const auto& each) {
-  const std::int64_t groups = groups_of(call.plan.shape);
-  call.executor.parallel_for(ceil_div(groups, kGroupsOfTask), [&](std::int64_t task) {
-    const std::int64_t end = std::min(groups, (task + 1) * kGroupsOfTask);
-    for (std::int64_t g = task * kGroupsOfTask; g < end; ++g) each(g);
-  });
+  for_each(call.executor, groups_of(call.plan.shape), 64, each);
 }
 
 // The working memory: X for all, sums for each worker.
@@ -62,7 +57,7 @@ struct Layout {
   static constexpr std::int64_t kStride = kGroupsAtOnce * kWindowRows;  // of sums
 
   explicit Layout(const Problem& p) {
-    tokens = p.tokens == 3 ? 4 : p.tokens;
+    tokens = few_tokens(p);
     lanes = ceil_div(p.weight.shape.cols, kWindowGrain) * kWindowGrain + kWindowColumns;
     Room all, own;
     all.take<float>(tokens * lanes);
@@ -114,7 +109,7 @@ Status prepare_windows(const FewKernels& kernels, const Call& call, void* to) {
     if (count[g] < 0) valid = false;
   });
   if (!valid) {
-    return invalid("prepare", "the plan's columns must be those that it was made of", "other ones");
+    return other_columns();
   }
   made.begin[0] = 0;
   for (std::int64_t g = 0; g < groups_of(plan.shape); ++g) {  // then one after the other

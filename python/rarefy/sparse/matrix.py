@@ -14,6 +14,7 @@ from .._torch_private import PLAIN, eager, entry, unrecorded
 from ..checks import check_shape, check_tensor, fail, first_position
 from ..derivatives import run_eagerly
 from ..derived import Derived, Kept, reads_itself
+from ..op_rules import meets_nothing
 from ..pattern import BsrPattern
 from ..values import check_padding, dense_of
 from .recent import Recent
@@ -307,9 +308,7 @@ class SparseMatrix:
             self._kept[name] = kept
         derived = kept.current(self.data, blocks) if kept.key else ()
         if self.check != "always" and self.data.is_contiguous() and type(self.data) in PLAIN:
-            by_rows = self.block_shape[1] <= self.block_shape[0]
-            plan = self.pattern.row_plan if by_rows else self.pattern.plan
-            call = None if kept.packed_bytes else (plan, *self.shape, *derived)
+            call = None if kept.packed_bytes else (self.pattern.plan_by_rows, *self.shape, *derived)
             self._calls[name] = self.data, blocks.detach(), call, kept
         return derived
 
@@ -321,21 +320,16 @@ class SparseMatrix:
         if type(x) not in PLAIN:
             return None
         known = self._calls.get((x.dtype, "few") if self._is_few(x) else x.dtype)
-        if known is None or not eager():
+        if known is None:
             return None
         data, blocks, call, kept = known
-        if data is not self.data or data.data_ptr() != blocks.data_ptr():  # data.data = … leaves it the same
-            return None
-        if x.ndim == 0 or x.shape[-1] != self.shape[1]:
-            return None
-        recorded = torch.is_grad_enabled()
-        if recorded and (x.requires_grad or data.requires_grad):
-            return None
-        if bias is not None and (
-            type(bias) not in PLAIN
-            or (recorded and bias.requires_grad)
-            or not bias.is_contiguous()
-            or bias.numel() != self.shape[0]
+        if (
+            data is not self.data
+            or data.data_ptr() != blocks.data_ptr()  # data.data = … leaves it the same
+            or not meets_nothing(x, data, bias)
+            or x.ndim == 0
+            or x.shape[-1] != self.shape[1]
+            or not (bias is None or (bias.is_contiguous() and bias.numel() == self.shape[0]))
         ):
             return None
         if call is None:

@@ -205,9 +205,8 @@ def _plan_of_rows(matrix: SparseMatrix) -> Tensor:
 
     Some kernels read all of those, and make it in each call where it is not there.
     """
-    wide = matrix.block_shape[1] > matrix.block_shape[0]
     again = matrix._keeps or matrix._recent is not None
-    return matrix.pattern.plan if wide and again else matrix.pattern.row_plan
+    return matrix.pattern.plan_by_rows if again else matrix.pattern.row_plan
 
 
 def _is_in_place(matrix: SparseMatrix, columns: int) -> bool:

@@ -30,12 +30,11 @@ _row_plan_is_of = entry(_load.op("_row_plan_is_of"))
 class Recent:
     """A pattern that came with arrays, and what kernels derive of it alone."""
 
-    __slots__ = ("_calls", "_derived", "pattern")
+    __slots__ = ("_derived", "pattern")
 
     def __init__(self, pattern: BsrPattern) -> None:
         self.pattern = pattern
         self._derived: dict[Any, Derived | tuple[()]] = {}  # by the dtypes of x and of values
-        self._calls: dict[Any, tuple] = {}  # by the dtype of both
 
     def is_of(self, indices: Tensor, indptr: Tensor) -> bool:
         """Whether these are its indices, element by element."""
@@ -51,12 +50,6 @@ class Recent:
             self._derived[name] = Kept(self.pattern, blocks.detach(), x.dtype, stored).unpacked()
         return self._derived[name]
 
-    @property
-    def plan(self) -> Tensor:
-        """What products by rows read: of blocks that are wider than tall all, which some kernels want."""
-        r, c = self.pattern.block_shape
-        return self.pattern.plan if c > r else self.pattern.row_plan
-
     def product(self, x: Tensor, data: Tensor, bias: Tensor | None) -> Tensor | None:
         """X Wᵀ + bias of a call that meets nothing, with values (nnz,) or (nnzb, R, C) of x's dtype.
 
@@ -70,10 +63,7 @@ class Recent:
         if self.pattern.is_padded or not data.is_contiguous():
             return None
         blocks = data.view(-1, 1, 1) if data.ndim == 1 else data
-        call = self._calls.get(x.dtype)
-        if call is None:
-            call = self._calls[x.dtype] = (self.plan, n, k, *self.derived(x, blocks))
-        return run_eagerly(x, blocks, bias, call)
+        return run_eagerly(x, blocks, bias, (self.pattern.plan_by_rows, n, k, *self.derived(x, blocks)))
 
 
 _lock = threading.Lock()
