@@ -142,7 +142,8 @@ TEST(LayoutTest, RowsInPlace) {
         if (tokens < 4 && !masks) continue;  // less than a vector
         for (const bool integers : {true, false}) {
           const Problem p = make_problem({tokens, rows, cols, 1, c, 0.4, DType::f32, integers, 0}, 5);
-          const std::int64_t x_stride = tokens + 3, y_stride = tokens + 5;
+          // Four tokens have another path where they lie without a gap, as they do with one kind of numbers.
+          const std::int64_t x_stride = tokens + (integers == (rows == 70) ? 0 : 3), y_stride = tokens + 5;
           std::vector<float> x(static_cast<std::size_t>(cols * x_stride)),
               values(p.values.begin(), p.values.end());
           for (std::int64_t k = 0; k < cols; ++k) {

@@ -158,6 +158,11 @@ struct Avx512 {
       _mm256_storeu_ps(y, _mm256_add_ps(_mm256_loadu_ps(y), all));
     }
   }
+  // Quarter i comes first; what follows it is anything.
+  template <int i>
+  static Vec quarter(Vec v) {
+    return _mm512_castps128_ps512(_mm512_extractf32x4_ps(v, i));
+  }
   // Size lanes with the N elements from x + index[0] · N, Size with those from x + index[1] · N, …
   template <int Size, int N>
   static Vec group(const float* x, const std::int32_t* index) {
