@@ -36,7 +36,7 @@ double pair_clocks(const TallGradientConfig& c, double columns, double stored) {
 // Whether the kernel is to turn X itself: it has the time, as a box takes an SM 1,400 clocks, and few rounds,
 // each of which is 1–3 % longer then. Where a panel's products take 1.4, 1.0, .76 and .59 of its turning
 // (64×1 and 128×1 at .25, at .1), that saves 9, 10, 3 and 1 % of the time; with blocks of 32 rows 3 to -4.
-bool turns_itself(const TallGradientProblem& p, const TallGradientConfig& c, double round_clocks,
+bool turning_pays(const TallGradientProblem& p, const TallGradientConfig& c, double round_clocks,
                   double rounds) {
   const auto boxes = TurnedX(p.cols, 0).features_in_all / TurnedX::features(c.tokens());
   const double turning = static_cast<double>(boxes) * 1400 / c.sms;
@@ -85,7 +85,7 @@ TallGradientConfig divided(const TallGradientProblem& p, int sms) {
     const double round = pair_clocks(c, columns, 1 - absent);
     if (rounds * round < clocks) best = c, clocks = rounds * round, of_round = round;
   }
-  best.turns = turns_itself(p, best, of_round, std::round(clocks / of_round)) ? 1 : 0;
+  best.turns = turning_pays(p, best, of_round, std::round(clocks / of_round)) ? 1 : 0;
   return best;
 }
 
