@@ -119,3 +119,25 @@ def test_the_warning_is_about_the_callers_line(kind):
     with pytest.warns(UserWarning, match="indices are not sorted") as caught:
         calls[kind]()
     assert caught[0].filename == __file__
+
+
+@pytest.mark.parametrize("block", [(1, 1), (2, 3)])
+def test_a_matrix_moves_to_a_device_and_a_dtype(device, block):
+    r, c = block
+    data = torch.randn(4, *(block if block != (1, 1) else ()), requires_grad=True)
+    # Unsorted, and one block twice.
+    matrix = sparse.SparseMatrix(
+        data, torch.tensor([2, 0, 1, 1]), torch.tensor([0, 2, 2, 4]), shape=(3 * r, 3 * c)
+    )
+    assert matrix.to("cpu", torch.float32) is matrix is matrix.to()
+    moved = matrix.to(device, torch.float64)
+    assert moved.device.type == device and moved.dtype == torch.float64
+    torch.testing.assert_close(moved.to_dense().cpu(), matrix.to_dense().double())
+    assert moved.to(device, torch.float64) is moved
+    x = torch.arange(3.0 * c, dtype=torch.float64, device=device)
+    (moved @ x).sum().backward()
+    want = x.view(3, c)[[2, 0, 1, 1]].float().cpu()
+    torch.testing.assert_close(data.grad, want[:, None].expand(4, r, c).reshape(data.shape))
+    with pytest.raises(TypeError, match=r"\[SparseMatrix.to\] dtype must be .*; got torch.bool"):
+        matrix.to(dtype=torch.bool)
+    assert matrix.to(dtype=torch.int32).dtype == torch.int32

@@ -255,6 +255,22 @@ class SparseMatrix:
 
         return sparse_transpose(self)
 
+    def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> SparseMatrix:
+        """This matrix on a device, its data of a dtype; itself if it is so already. Differentiable.
+
+        Otherwise `data` and indices are new: sorted, duplicates summed. TypeError for a dtype of no matrix.
+        """
+        device = self.device if device is None else torch.empty(0, device=device).device  # with its number
+        dtype = self.dtype if dtype is None else dtype
+        if dtype not in FLOATS + INTEGERS:
+            fail(
+                "SparseMatrix.to", "dtype must be a float or an integer that matrices have", dtype, TypeError
+            )
+        if (device, dtype) == (self.device, self.dtype):
+            return self
+        values = self.settled().values().to(device=device, dtype=dtype)
+        return SparseMatrix.on_pattern(values, self.pattern.to(device))
+
     def settled(self) -> SparseMatrix:
         """This matrix, its indices looked at again if `check` is "always" and they were written to."""
         if self.check == "always" and self._read != self._versions():
