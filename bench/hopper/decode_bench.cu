@@ -210,7 +210,9 @@ void time_decode(Report& report, Dense& dense, bool every_config) {
         const std::string chosen = configure(problem, 132).text();
         for (const DecodeCandidate& candidate : decode_candidates(problem)) {
           const bool is_chosen = candidate.config.text() == chosen;
-          if (!candidate.reason.empty() || (!is_chosen && !every_config)) continue;
+          if (!candidate.reason.empty() || (!is_chosen && !every_config) ||
+              !chosen_by_env(candidate.config.text()))
+            continue;
           const auto call = [&](cudaStream_t stream, int i) {
             const auto at = static_cast<std::size_t>(i);
             CHECK(launch(problem, candidate.config,
