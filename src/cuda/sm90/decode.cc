@@ -57,7 +57,7 @@ bool valid(const DecodeProblem& p, const DecodeConfig& config) { return why_not(
 // inputs are read once for all of them), without clusters. Where half as many places are enough, each warp
 // has twice as many loads in flight.
 DecodeConfig configure(const DecodeProblem& p, int sms) {
-  std::int64_t places = std::int64_t{warps_of_sm(p.many(), p.exchanged(), 8)} * sms;
+  std::int64_t places = std::int64_t{warps_of_sm(p.many(), p.lines(), 8)} * sms;
   const auto warps_of = [&](const DecodeConfig& c) { return c.strips(p) * c.warps * c.split; };
   const auto fits = [&](const DecodeConfig& c) { return warps_of(c) <= places; };
   const auto fill = [&](const DecodeConfig& c) { return 20 * warps_of(c) >= 9 * places; };
@@ -65,10 +65,13 @@ DecodeConfig configure(const DecodeProblem& p, int sms) {
   for (const int rows : {64, 32, 16}) {
     best = {rows, 8, 1};
     if (!why_not(p, best).empty()) continue;
-    if (!fits(best)) best.warps = 4;
-    if (fill(best)) break;  // many rounds, too
+    for (const int warps : {4, 2}) {
+      if (!fits(best) && fits({rows, warps, 1})) best.warps = warps;
+    }
+    if (!fits(best)) best.warps = 4;  // many rounds
+    if (fill(best)) break;
   }
-  const std::int64_t fewer = std::int64_t{warps_of_sm(false, p.exchanged(), 16)} * sms;
+  const std::int64_t fewer = std::int64_t{warps_of_sm(false, p.lines(), 16)} * sms;
   if (!p.many() && warps_of(best) <= fewer) {
     best.loads = 16;
     places = fewer;

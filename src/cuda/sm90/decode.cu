@@ -30,21 +30,33 @@ struct DecodeParams {
 };
 
 struct Words {  // eight 16-bit elements
-  u32 w[4] = {};
+  u32 w[4];
 };
 
-__device__ inline Words load_streamed(const void* p) {  // read once: not worth a line of L1
+// Zeros where nothing is wanted. Predicates by hand: of conditions ptxas makes branches around single loads,
+// one way in one kernel and another in the next, which cost all kernels 0–15 % and some of them 30.
+__device__ inline Words load_streamed(const void* p, bool wanted) {  // read once: not worth a line of L1
   Words r;
-  asm volatile("ld.global.L1::no_allocate.L2::128B.v4.u32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(r.w[0]), "=r"(r.w[1]), "=r"(r.w[2]), "=r"(r.w[3])
-               : "l"(p)
-               : "memory");
+  asm volatile(
+      "{\n.reg .pred p;\nsetp.ne.u32 p, %5, 0;\n"
+      "mov.u32 %0, 0;\nmov.u32 %1, 0;\nmov.u32 %2, 0;\nmov.u32 %3, 0;\n"
+      "@p ld.global.L1::no_allocate.L2::128B.v4.u32 {%0, %1, %2, %3}, [%4];\n}"
+      : "=&r"(r.w[0]), "=&r"(r.w[1]), "=&r"(r.w[2]), "=&r"(r.w[3])
+      : "l"(p), "r"(static_cast<u32>(wanted))
+      : "memory");
   return r;
 }
 
-__device__ inline Words load_cached(const void* p) {
-  const uint4 v = *static_cast<const uint4*>(p);
-  return {{v.x, v.y, v.z, v.w}};
+__device__ inline Words load_cached(const void* p, bool wanted) {
+  Words r;
+  asm volatile(
+      "{\n.reg .pred p;\nsetp.ne.u32 p, %5, 0;\n"
+      "mov.u32 %0, 0;\nmov.u32 %1, 0;\nmov.u32 %2, 0;\nmov.u32 %3, 0;\n"
+      "@p ld.global.v4.u32 {%0, %1, %2, %3}, [%4];\n}"
+      : "=&r"(r.w[0]), "=&r"(r.w[1]), "=&r"(r.w[2]), "=&r"(r.w[3])
+      : "l"(p), "r"(static_cast<u32>(wanted))
+      : "memory");
+  return r;
 }
 
 // All thread blocks together ask L2 for the whole index and X, which are small, before they are needed one
@@ -126,7 +138,8 @@ __device__ inline void exchange(const Words& rows, const Words& below, bool even
 
 // kRows rows of W, kTiles products of tokens, kInFlight loads of W.
 template <class T, int kReads, int kRows, int kTiles, int kWarps, int kInFlight>
-__global__ void __launch_bounds__(kWarps * 32, warps_of_sm(kTiles == 2, kReads == kLines, kInFlight) / kWarps)
+__global__ void __launch_bounds__(kWarps * 32,
+                                  warps_of_sm(kTiles == 2, Reading<kReads>::kUnit == 64, kInFlight) / kWarps)
     decode_kernel(const DecodeParams p) {
   using R = Reading<kReads>;
   constexpr int kLoads = kRows / R::kRowsOfLoad, kSteps = kInFlight / kLoads,
@@ -158,16 +171,14 @@ __global__ void __launch_bounds__(kWarps * 32, warps_of_sm(kTiles == 2, kReads =
   const auto find_inputs = [&](int(&k)[kSteps], int first) {
 #pragma unroll
     for (int i = 0; i < kSteps; ++i) {
-      const int unit = unit_of(first + i);
-      k[i] = p.cols;
-      if (unit >= units) continue;
-      const int entry = entry_of(unit);
-      k[i] = p.col[begin + entry] * p.block_cols + (unit - entry * per_block) * R::kUnit + k0;
+      const int wanted = unit_of(first + i), unit = min(wanted, units - 1), entry = entry_of(unit);
+      const int at = p.col[begin + entry] * p.block_cols + (unit - entry * per_block) * R::kUnit + k0;
+      k[i] = wanted < units ? at : p.cols;
     }
   };
   float d[kProducts][kTiles][4] = {};
   const int workers = kWarps * split, worker = rank * kWarps + warp;
-  find_inputs(k, worker * kSteps);
+  if (units > 0) find_inputs(k, worker * kSteps);
   wait_for_kernels();
   for (int first = worker * kSteps; first < steps; first += workers * kSteps) {
     Words a[kSteps][kLoads], b[kSteps][kTiles][R::kParts];
@@ -175,13 +186,13 @@ __global__ void __launch_bounds__(kWarps * 32, warps_of_sm(kTiles == 2, kReads =
     find_inputs(next, first + workers * kSteps);
 #pragma unroll
     for (int i = 0; i < kSteps; ++i) {
-      const int unit = unit_of(first + i);
-      if (unit >= units) continue;
+      const int wanted = unit_of(first + i), unit = min(wanted, units - 1);
       const int entry = entry_of(unit), side = (unit - entry * per_block) * R::kUnit;
       const T* from = static_cast<const T*>(p.values) +
                       (static_cast<std::int64_t>(begin + entry) * p.block_size + (side + in_block));
 #pragma unroll
-      for (int j = 0; j < kLoads; ++j, from += R::kRowsOfLoad * p.block_cols) a[i][j] = load_streamed(from);
+      for (int j = 0; j < kLoads; ++j, from += R::kRowsOfLoad * p.block_cols)
+        a[i][j] = load_streamed(from, wanted < units);
     }
 #pragma unroll
     for (int i = 0; i < kSteps; ++i) {
@@ -190,8 +201,8 @@ __global__ void __launch_bounds__(kWarps * 32, warps_of_sm(kTiles == 2, kReads =
         const int token = (R::kPaired ? row : g) + R::kTokensOfTile * n;
 #pragma unroll
         for (int h = 0; h < R::kParts; ++h) {
-          if (token < p.tokens && k[i] + 32 * h < p.cols)
-            b[i][n][h] = load_cached(static_cast<const T*>(p.x) + (token * p.x_stride + k[i] + 32 * h));
+          b[i][n][h] = load_cached(static_cast<const T*>(p.x) + (token * p.x_stride + k[i] + 32 * h),
+                                   token < p.tokens && k[i] + 32 * h < p.cols);
         }
       }
     }

@@ -25,14 +25,14 @@ struct DecodeProblem {
   bool many() const { return tokens > 8; }
   // Columns that a warp's lanes read side by side: whole lines of 128 bytes, if blocks have them.
   int wide() const { return block_cols % 64 == 0 ? 64 : block_cols % 32 == 0 ? 32 : 16; }
-  bool exchanged() const { return wide() == 64 && !few(); }
+  bool lines() const { return wide() == 64; }
   std::int64_t block_row_count() const { return (rows + block_rows - 1) / block_rows; }
 };
 
 // Warps that an SM holds: with more tokens a thread has more sums, with more loads in flight more weights,
-// and to exchange halves of lines (5 tokens and more, 64 columns) takes registers, too.
-constexpr int warps_of_sm(bool many, bool exchanged, int loads) {
-  return loads == 16 ? 16 : many ? 20 : exchanged ? 24 : 32;
+// and whole lines take registers for halves and addresses. (A few bytes spilled cost more than fewer warps.)
+constexpr int warps_of_sm(bool many, bool lines, int loads) {
+  return loads == 16 ? 16 : many ? 20 : lines ? 24 : 32;
 }
 
 struct DecodeConfig {
