@@ -263,7 +263,8 @@ __global__ void __launch_bounds__(kWarps * 32,
     static_cast<T*>(p.y)[token * p.y_stride + n] = T(device::activate(p.activation, sum));
   };
   const int sums = kRows * min(p.tokens, kTokens);
-  for (int i = static_cast<int>(threadIdx.x); i < sums; i += kThreads) {
+#pragma unroll 1
+  for (int i = warp * 32 + lane; i < sums; i += kThreads) {
     const int at = i / kRows * kToken + i % kRows;
     float sum = 0;
 #pragma unroll
@@ -275,6 +276,7 @@ __global__ void __launch_bounds__(kWarps * 32,
   }
   if (split == 1) return;
   cluster_sync();
+#pragma unroll 1
   for (int i = rank * kThreads + static_cast<int>(threadIdx.x); i < sums; i += split * kThreads) {
     float theirs[8], sum = 0;
 #pragma unroll
