@@ -23,7 +23,8 @@ struct DecodeParams {
   int blocks, tokens, rows, cols, block_rows, block_cols, block_size, block_row_count;
   bool late;  // whether the next kernel may start only when this one's loads are done
   int split;  // thread blocks of a cluster, which share a strip
-  u32 magic;  // 2³² over the units of a block, rounded up: it divides them (entry_of)
+  u32 magic;  // 2³² over the units of a block, rounded up: it divides them (entry_of); 0 if a block is one
+  int whole;  // all bits if it is, else 0
   u32 ahead;  // bytes of W that a thread block asks L2 for
   std::int64_t x_stride, y_stride;
   Activation activation;
@@ -163,8 +164,9 @@ __global__ void __launch_bounds__(kWarps * 32,
   const int k0 = R::kExchanged ? 8 * q : w0;          // and in X, the first part
   const int in_block = (first_row + row) * p.block_cols + w0;
 
-  const auto entry_of = [&](int unit) {  // unit / per_block
-    return per_block == 1 ? unit : static_cast<int>(__umulhi(static_cast<u32>(unit), p.magic));
+  // unit / per_block. (A condition here would be a branch around the loads that follow.)
+  const auto entry_of = [&](int unit) {
+    return static_cast<int>(__umulhi(static_cast<u32>(unit), p.magic)) + (unit & p.whole);
   };
   const auto unit_of = [&](int step) { return R::kUnits * step + (R::kUnits == 2 ? q / 2 : 0); };
   int k[kSteps];  // where this lane's inputs of a step are; p.cols: nowhere
@@ -365,6 +367,7 @@ cudaError_t launch(const DecodeProblem& p, const DecodeConfig& config, const Dec
       kAheadBytes / static_cast<u32>(std::max<std::int64_t>(1, config.strips(p) * config.split)) / 16 * 16;
   const std::int64_t per_block = p.block_cols / p.wide();
   params.magic = static_cast<u32>(((std::int64_t{1} << 32) + per_block - 1) / per_block);
+  params.whole = per_block == 1 ? -1 : 0;
   params.late = config.late;
   params.split = config.split;
   params.block_size = n(p.block_rows * p.block_cols);
