@@ -328,11 +328,10 @@ cudaError_t launch_type(const DecodeProblem& p, const DecodeConfig& config, cons
                                                 : kLines;
   return with_int<kLines, kHalves, kColumns, kTwoBlocks>(how, [&](auto reads) {
     return with_int<1, 2>(p.many() ? 2 : 1, [&](auto tiles) {
-      return with_int<16, 32, 64>(config.rows, [&](auto rows) {
+      return with_int<16, 32>(config.rows, [&](auto rows) {
         return with_int<2, 4, 8>(config.warps, [&](auto warps) {
           return with_int<8, 16>(config.loads, [&](auto loads) {
-            if constexpr ((rows == 64 && (reads != kColumns || tiles == 1)) ||  // as decode_candidates says
-                          (loads == 16 && tiles == 2) || (reads == kHalves && tiles == 2)) {
+            if constexpr (tiles == 2 && (loads == 16 || reads == kHalves)) {  // as decode_candidates says
               return cudaErrorInvalidConfiguration;
             } else {
               return launch_kernel<T, reads, rows, tiles, warps, loads>(strips, params, stream);

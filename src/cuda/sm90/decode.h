@@ -1,5 +1,5 @@
 // linear for up to 16 tokens, host side. Bound by reading W once: canonical values and the pattern's own
-// index are all it needs. A strip is 16, 32 or 64 rows of one block row; a thread block, or a cluster of
+// index are all it needs. A strip is 16 or 32 rows of one block row; a thread block, or a cluster of
 // them, shares its stored blocks and adds up in a fixed order.
 #pragma once
 
