@@ -1,6 +1,6 @@
 // linear for up to 16 tokens. Rows of W are operand A of warp-sized products, tokens operand B. A product's
 // sum may run over its 16 steps in any order, so a lane takes eight neighbouring weights of a row with one
-// 16-byte load and the same eight inputs of a token with another: no shared memory, no shuffles, no packing.
+// 16-byte load and the same eight inputs of a token with another: no shared memory, no packing.
 // Loads are not `.nc`: the kernel before, which this one may overlap, may write what they read. The index it
 // does not write (decode.h), so where a warp's first inputs are is known before it ends.
 #include "cuda/sm90/decode.h"
