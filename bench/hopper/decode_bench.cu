@@ -74,6 +74,7 @@ bool check_decode(bool small) {
   bool good = true;
   unsigned seed = 100;
   for (const Case& c : cases) {
+    if (!wanted_case(case_name(c.m, c.n, c.k, c.r, c.density))) continue;
     good &= check<__nv_bfloat16>(c, false, seed++);
     good &= check<__half>(c, true, seed++);
   }
@@ -192,6 +193,7 @@ void time_decode(Report& report, Dense& dense, bool every_config) {
                 dense_chain = dense.linear_chain(shape.m, shape.n, shape.k, 4);
     for (const std::int64_t b : {128, 64, 32, 16}) {
       for (const double density : {.5, .25, .1, .05}) {
+        if (!wanted_case(case_name(shape.m, shape.n, shape.k, b, density))) continue;
         const Case c{false, shape.m, shape.n, shape.k, b, b, density};
         Setup<__nv_bfloat16> s(c, false, 7);
         const DecodeProblem problem = problem_of(s);
@@ -208,7 +210,9 @@ void time_decode(Report& report, Dense& dense, bool every_config) {
         const std::string chosen = configure(problem, 132).text();
         for (const DecodeCandidate& candidate : decode_candidates(problem)) {
           const bool is_chosen = candidate.config.text() == chosen;
-          if (!candidate.reason.empty() || (!is_chosen && !every_config)) continue;
+          if (!candidate.reason.empty() || (!is_chosen && !every_config) ||
+              !chosen_by_env(candidate.config.text()))
+            continue;
           const auto call = [&](cudaStream_t stream, int i) {
             const auto at = static_cast<std::size_t>(i);
             CHECK(launch(problem, candidate.config,

@@ -7,14 +7,12 @@ namespace rarefy::sm90 {
 namespace {
 
 std::string why_not(const DecodeProblem& p, const DecodeConfig& c) {
-  if ((c.rows != 64 && c.rows != 32 && c.rows != 16) || (c.warps != 8 && c.warps != 4) || c.split < 1 ||
+  if ((c.rows != 32 && c.rows != 16) || (c.warps != 8 && c.warps != 4 && c.warps != 2) || c.split < 1 ||
       c.split > 8)
-    return "strips have 64, 32 or 16 rows, thread blocks 8 or 4 warps, clusters up to 8 of them";
+    return "strips have 32 or 16 rows, thread blocks 8, 4 or 2 warps, clusters up to 8 of them";
   if (p.block_rows % c.rows != 0) return "strips must divide block rows";
   if ((c.loads != 8 && c.loads != 16) || (c.loads == 16 && p.many()))
     return "8 loads in flight, or 16 with up to eight tokens";
-  if (c.rows == 64 && (p.wide() != 32 || !p.many()))
-    return "64 rows are for more than eight tokens, and blocks of a multiple of 32 columns";
   return {};
 }
 
@@ -36,8 +34,8 @@ std::string unsupported(const DecodeProblem& p) {
 
 std::vector<DecodeCandidate> decode_candidates(const DecodeProblem& p) {
   std::vector<DecodeCandidate> list;
-  for (const int rows : {64, 32, 16}) {
-    for (const int warps : {8, 4}) {
+  for (const int rows : {32, 16}) {
+    for (const int warps : {8, 4, 2}) {
       for (const int split : {1, 2, 4, 8}) {
         for (const int loads : {8, 16}) {
           for (const bool late : {false, true}) {
@@ -57,18 +55,21 @@ bool valid(const DecodeProblem& p, const DecodeConfig& config) { return why_not(
 // inputs are read once for all of them), without clusters. Where half as many places are enough, each warp
 // has twice as many loads in flight.
 DecodeConfig configure(const DecodeProblem& p, int sms) {
-  std::int64_t places = std::int64_t{warps_of_sm(p.many(), 8)} * sms;
+  std::int64_t places = std::int64_t{warps_of_sm(p.many(), p.lines(), 8)} * sms;
   const auto warps_of = [&](const DecodeConfig& c) { return c.strips(p) * c.warps * c.split; };
   const auto fits = [&](const DecodeConfig& c) { return warps_of(c) <= places; };
   const auto fill = [&](const DecodeConfig& c) { return 20 * warps_of(c) >= 9 * places; };
   DecodeConfig best;
-  for (const int rows : {64, 32, 16}) {
+  for (const int rows : {32, 16}) {
     best = {rows, 8, 1};
     if (!why_not(p, best).empty()) continue;
-    if (!fits(best)) best.warps = 4;
-    if (fill(best)) break;  // many rounds, too
+    for (const int warps : {4, 2}) {
+      if (!fits(best) && fits({rows, warps, 1})) best.warps = warps;
+    }
+    if (!fits(best)) best.warps = 4;  // many rounds
+    if (fill(best)) break;
   }
-  const std::int64_t fewer = std::int64_t{warps_of_sm(false, 16)} * sms;
+  const std::int64_t fewer = std::int64_t{warps_of_sm(false, p.lines(), 16)} * sms;
   if (!p.many() && warps_of(best) <= fewer) {
     best.loads = 16;
     places = fewer;

@@ -1,6 +1,6 @@
 // linear for up to 16 tokens. Rows of W are operand A of warp-sized products, tokens operand B. A product's
 // sum may run over its 16 steps in any order, so a lane takes eight neighbouring weights of a row with one
-// 16-byte load and the same eight inputs of a token with another: no shared memory, no shuffles, no packing.
+// 16-byte load and the same eight inputs of a token with another: no shared memory, no packing.
 // Loads are not `.nc`: the kernel before, which this one may overlap, may write what they read. The index it
 // does not write (decode.h), so where a warp's first inputs are is known before it ends.
 #include "cuda/sm90/decode.h"
@@ -23,28 +23,41 @@ struct DecodeParams {
   int blocks, tokens, rows, cols, block_rows, block_cols, block_size, block_row_count;
   bool late;  // whether the next kernel may start only when this one's loads are done
   int split;  // thread blocks of a cluster, which share a strip
-  u32 magic;  // 2³² over the units of a block, rounded up: it divides them (entry_of)
+  u32 magic;  // 2³² over the units of a block, rounded up: it divides them (entry_of); 0 if a block is one
+  int whole;  // all bits if it is, else 0
   u32 ahead;  // bytes of W that a thread block asks L2 for
   std::int64_t x_stride, y_stride;
   Activation activation;
 };
 
 struct Words {  // eight 16-bit elements
-  u32 w[4] = {};
+  u32 w[4];
 };
 
-__device__ inline Words load_streamed(const void* p) {  // read once: not worth a line of L1
+// Zeros where nothing is wanted. Predicates by hand: of conditions ptxas makes branches around single loads,
+// one way in one kernel and another in the next, which cost all kernels 0–15 % and some of them 30.
+__device__ inline Words load_streamed(const void* p, bool wanted) {  // read once: not worth a line of L1
   Words r;
-  asm volatile("ld.global.L1::no_allocate.L2::128B.v4.u32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(r.w[0]), "=r"(r.w[1]), "=r"(r.w[2]), "=r"(r.w[3])
-               : "l"(p)
-               : "memory");
+  asm volatile(
+      "{\n.reg .pred p;\nsetp.ne.u32 p, %5, 0;\n"
+      "mov.u32 %0, 0;\nmov.u32 %1, 0;\nmov.u32 %2, 0;\nmov.u32 %3, 0;\n"
+      "@p ld.global.L1::no_allocate.L2::128B.v4.u32 {%0, %1, %2, %3}, [%4];\n}"
+      : "=&r"(r.w[0]), "=&r"(r.w[1]), "=&r"(r.w[2]), "=&r"(r.w[3])
+      : "l"(p), "r"(static_cast<u32>(wanted))
+      : "memory");
   return r;
 }
 
-__device__ inline Words load_cached(const void* p) {
-  const uint4 v = *static_cast<const uint4*>(p);
-  return {{v.x, v.y, v.z, v.w}};
+__device__ inline Words load_cached(const void* p, bool wanted) {
+  Words r;
+  asm volatile(
+      "{\n.reg .pred p;\nsetp.ne.u32 p, %5, 0;\n"
+      "mov.u32 %0, 0;\nmov.u32 %1, 0;\nmov.u32 %2, 0;\nmov.u32 %3, 0;\n"
+      "@p ld.global.v4.u32 {%0, %1, %2, %3}, [%4];\n}"
+      : "=&r"(r.w[0]), "=&r"(r.w[1]), "=&r"(r.w[2]), "=&r"(r.w[3])
+      : "l"(p), "r"(static_cast<u32>(wanted))
+      : "memory");
+  return r;
 }
 
 // All thread blocks together ask L2 for the whole index and X, which are small, before they are needed one
@@ -90,30 +103,54 @@ __device__ inline void ask_ahead(const DecodeParams& p) {
 }
 
 // How a warp reads rows of W: each lane 16 bytes, and lane 4g + q holds a product's row g.
-//   64 columns: eight lanes read a row of 128 bytes, so that g and g ^ 1 have two halves of one row of W.
-//     Tokens have two columns of the product each: inputs of the first half in one, of the second in the
-//     other. Of a row's sums those of its half count, and the two are added up.
-//   32 columns: four lanes read a row.  16: four lanes read what two stored blocks, one after another, have
-//   of it.
-template <int kWide>
+//   whole lines: 64 columns, of which eight lanes read a row's 128 bytes, so that g and g ^ 1 have two halves
+//     of one row. Of two loads each lane gives one to its neighbour: products of either half have eight rows.
+//   halves: the same without that, for up to four tokens. They have two columns of the product each: inputs
+//     of the first half in one, of the second in the other. Of a row's sums those of its half count, and the
+//     two are added up.
+//   32 columns: four lanes read a row.
+//   two blocks: of 16 columns, one stored after another: four lanes read what they have of a row.
+enum Reads { kLines, kHalves, kColumns, kTwoBlocks };
+
+template <int kReads>
 struct Reading {
-  static constexpr bool kPaired = kWide == 64;
-  static constexpr int kUnit = kWide;                 // columns that lie side by side
-  static constexpr int kUnits = kWide == 16 ? 2 : 1;  // of a step
-  static constexpr int kAcross = kPaired ? 4 : 8;     // rows of one load; tokens of a product
+  static constexpr bool kPaired = kReads == kHalves, kExchanged = kReads == kLines;
+  static constexpr int kUnit = kPaired || kExchanged ? 64
+                               : kReads == kColumns  ? 32
+                                                     : 16;      // columns side by side
+  static constexpr int kUnits = kReads == kTwoBlocks ? 2 : 1;  // of a step
+  static constexpr int kRowsOfLoad = kUnit == 64 ? 4 : 8;
+  static constexpr int kTokensOfTile = kPaired ? 4 : 8;
+  static constexpr int kParts =
+      kExchanged ? 2 : 1;  // of a step: inputs that a lane multiplies one after another
+  static constexpr int kRowsOfProduct = kPaired ? 8 : 16;
 };
 
+// Of two loads of whole lines, `rows` and the four below it: what products of either half of the columns
+// multiply. Lanes of even g have first halves.
+__device__ inline void exchange(const Words& rows, const Words& below, bool even, Words (&halves)[2]) {
+#pragma unroll
+  for (int w = 0; w < 4; ++w) {
+    const u32 theirs = __shfl_xor_sync(~0u, even ? below.w[w] : rows.w[w], 4);
+    halves[0].w[w] = even ? rows.w[w] : theirs;
+    halves[1].w[w] = even ? theirs : below.w[w];
+  }
+}
+
 // kRows rows of W, kTiles products of tokens, kInFlight loads of W.
-template <class T, int kWide, int kRows, int kTiles, int kWarps, int kInFlight>
-__global__ void __launch_bounds__(kWarps * 32, warps_of_sm(kTiles == 2, kInFlight) / kWarps)
+template <class T, int kReads, int kRows, int kTiles, int kWarps, int kInFlight>
+__global__ void __launch_bounds__(kWarps * 32,
+                                  warps_of_sm(kTiles == 2, Reading<kReads>::kUnit == 64, kInFlight) / kWarps)
     decode_kernel(const DecodeParams p) {
-  using R = Reading<kWide>;
-  constexpr int kLoads = kRows / R::kAcross, kSteps = kInFlight / kLoads, kPairs = kLoads / 2;
-  constexpr int kTokens = kTiles * R::kAcross, kSums = kRows * kTokens, kThreads = kWarps * 32;
-  __shared__ float partial[kWarps][kSums];
+  using R = Reading<kReads>;
+  constexpr int kLoads = kRows / R::kRowsOfLoad, kSteps = kInFlight / kLoads,
+                kProducts = kRows / R::kRowsOfProduct;
+  constexpr int kTokens = kTiles * R::kTokensOfTile, kThreads = kWarps * 32;
+  constexpr int kToken = kRows + (R::kPaired ? 8 : 4);  // from token to token: no two lanes meet in a bank
+  __shared__ float partial[kWarps][kTokens * kToken];
   const int split = p.split, rank = static_cast<int>(cluster_rank());
   const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
-  const int g = lane / 4, q = lane % 4, row = R::kPaired ? g / 2 : g;  // of W, and of tokens
+  const int g = lane / 4, q = lane % 4, row = R::kUnit == 64 ? g / 2 : g;  // of a load
   const int strip = static_cast<int>(blockIdx.x) / split, strips_per_block = p.block_rows / kRows;
   const int block_row = strip / strips_per_block, first_row = strip % strips_per_block * kRows;
   if (!p.late) launch_dependents();
@@ -121,49 +158,54 @@ __global__ void __launch_bounds__(kWarps * 32, warps_of_sm(kTiles == 2, kInFligh
   const int begin = p.crow[block_row], end = p.crow[block_row + 1];
   const int per_block = p.block_cols / R::kUnit, units = (end - begin) * per_block,
             steps = (units + R::kUnits - 1) / R::kUnits;
-  const int k0 = 8 * (R::kPaired ? lane % 8 : kWide == 32 ? q : q % 2);
-  const int in_block = (first_row + row) * p.block_cols + k0;
+  const int w0 = 8 * (R::kUnit == 64       ? lane % 8
+                      : kReads == kColumns ? q
+                                           : q % 2);  // of a unit's columns, in W
+  const int k0 = R::kExchanged ? 8 * q : w0;          // and in X, the first part
+  const int in_block = (first_row + row) * p.block_cols + w0;
 
-  const auto entry_of = [&](int unit) {  // unit / per_block
-    return per_block == 1 ? unit : static_cast<int>(__umulhi(static_cast<u32>(unit), p.magic));
+  // unit / per_block. (A condition here would be a branch around the loads that follow.)
+  const auto entry_of = [&](int unit) {
+    return static_cast<int>(__umulhi(static_cast<u32>(unit), p.magic)) + (unit & p.whole);
   };
   const auto unit_of = [&](int step) { return R::kUnits * step + (R::kUnits == 2 ? q / 2 : 0); };
   int k[kSteps];  // where this lane's inputs of a step are; p.cols: nowhere
   const auto find_inputs = [&](int(&k)[kSteps], int first) {
 #pragma unroll
     for (int i = 0; i < kSteps; ++i) {
-      const int unit = unit_of(first + i);
-      k[i] = p.cols;
-      if (unit >= units) continue;
-      const int entry = entry_of(unit);
-      k[i] = p.col[begin + entry] * p.block_cols + (unit - entry * per_block) * R::kUnit + k0;
+      const int wanted = unit_of(first + i), unit = min(wanted, units - 1), entry = entry_of(unit);
+      const int at = p.col[begin + entry] * p.block_cols + (unit - entry * per_block) * R::kUnit + k0;
+      k[i] = wanted < units ? at : p.cols;
     }
   };
-  float d[kPairs][kTiles][4] = {};
+  float d[kProducts][kTiles][4] = {};
   const int workers = kWarps * split, worker = rank * kWarps + warp;
-  find_inputs(k, worker * kSteps);
+  if (units > 0) find_inputs(k, worker * kSteps);
   wait_for_kernels();
   for (int first = worker * kSteps; first < steps; first += workers * kSteps) {
-    Words a[kSteps][kLoads], b[kSteps][kTiles];
+    Words a[kSteps][kLoads], b[kSteps][kTiles][R::kParts];
     int next[kSteps];
     find_inputs(next, first + workers * kSteps);
 #pragma unroll
     for (int i = 0; i < kSteps; ++i) {
-      const int unit = unit_of(first + i);
-      if (unit >= units) continue;
+      const int wanted = unit_of(first + i), unit = min(wanted, units - 1);
       const int entry = entry_of(unit), side = (unit - entry * per_block) * R::kUnit;
       const T* from = static_cast<const T*>(p.values) +
                       (static_cast<std::int64_t>(begin + entry) * p.block_size + (side + in_block));
 #pragma unroll
-      for (int j = 0; j < kLoads; ++j, from += R::kAcross * p.block_cols) a[i][j] = load_streamed(from);
+      for (int j = 0; j < kLoads; ++j, from += R::kRowsOfLoad * p.block_cols)
+        a[i][j] = load_streamed(from, wanted < units);
     }
 #pragma unroll
     for (int i = 0; i < kSteps; ++i) {
 #pragma unroll
       for (int n = 0; n < kTiles; ++n) {
-        const int token = row + R::kAcross * n;
-        if (token < p.tokens && k[i] < p.cols)
-          b[i][n] = load_cached(static_cast<const T*>(p.x) + (token * p.x_stride + k[i]));
+        const int token = (R::kPaired ? row : g) + R::kTokensOfTile * n;
+#pragma unroll
+        for (int h = 0; h < R::kParts; ++h) {
+          b[i][n][h] = load_cached(static_cast<const T*>(p.x) + (token * p.x_stride + k[i] + 32 * h),
+                                   token < p.tokens && k[i] + 32 * h < p.cols);
+        }
       }
     }
 #pragma unroll
@@ -171,13 +213,24 @@ __global__ void __launch_bounds__(kWarps * 32, warps_of_sm(kTiles == 2, kInFligh
 #pragma unroll
     for (int i = 0; i < kSteps; ++i) {
 #pragma unroll
-      for (int j = 0; j < kLoads; j += 2) {
+      for (int j = 0; j < kProducts; ++j) {
+        Words low[R::kParts], high[R::kParts];  // rows g and g + 8 of the product
+        if constexpr (R::kExchanged) {
+          exchange(a[i][4 * j], a[i][4 * j + 1], g % 2 == 0, low);
+          exchange(a[i][4 * j + 2], a[i][4 * j + 3], g % 2 == 0, high);
+        } else {
+          low[0] = a[i][2 * j];
+          high[0] = a[i][2 * j + 1];
+        }
 #pragma unroll
-        for (int n = 0; n < kTiles; ++n) {
+        for (int h = 0; h < R::kParts; ++h) {
 #pragma unroll
-          for (int w = 0; w < 4; w += 2) {
-            mma(T{}, d[j / 2][n], a[i][j].w[w], a[i][j + 1].w[w], a[i][j].w[w + 1], a[i][j + 1].w[w + 1],
-                b[i][n].w[w], b[i][n].w[w + 1]);
+          for (int n = 0; n < kTiles; ++n) {
+#pragma unroll
+            for (int w = 0; w < 4; w += 2) {
+              mma(T{}, d[j][n], low[h].w[w], high[h].w[w], low[h].w[w + 1], high[h].w[w + 1], b[i][n][h].w[w],
+                  b[i][n][h].w[w + 1]);
+            }
           }
         }
       }
@@ -187,7 +240,7 @@ __global__ void __launch_bounds__(kWarps * 32, warps_of_sm(kTiles == 2, kInFligh
   // The next kernel may start now. Sums by token, then row: what is stored side by side lies side by side.
   if (p.late) launch_dependents();
 #pragma unroll
-  for (int j = 0; j < kPairs; ++j) {
+  for (int j = 0; j < kProducts; ++j) {
 #pragma unroll
     for (int n = 0; n < kTiles; ++n) {
       const float(&sums)[4] = d[j][n];  // rows g, g, g + 8, g + 8, columns 2q, 2q + 1, 2q, 2q + 1
@@ -195,11 +248,12 @@ __global__ void __launch_bounds__(kWarps * 32, warps_of_sm(kTiles == 2, kInFligh
         float low = g % 2 == 0 ? sums[0] : sums[1], high = g % 2 == 0 ? sums[2] : sums[3];
         low += __shfl_xor_sync(~0u, low, 4);
         high += __shfl_xor_sync(~0u, high, 4);
-        partial[warp][(4 * n + q) * kRows + 8 * j + g % 2 * 4 + g / 2] = g % 2 == 0 ? low : high;
+        partial[warp][(4 * n + q) * kToken + 8 * j + g % 2 * 4 + g / 2] = g % 2 == 0 ? low : high;
       } else {
 #pragma unroll
         for (int i = 0; i < 4; ++i)
-          partial[warp][(8 * n + 2 * q + i % 2) * kRows + 16 * j + g + i / 2 * 8] = sums[i];
+          partial[warp][(8 * n + 2 * q + i % 2) * kToken + 16 * j + i / 2 * 8 +
+                        (R::kExchanged ? g % 2 * 4 + g / 2 : g)] = sums[i];
       }
     }
   }
@@ -211,23 +265,27 @@ __global__ void __launch_bounds__(kWarps * 32, warps_of_sm(kTiles == 2, kInFligh
     static_cast<T*>(p.y)[token * p.y_stride + n] = T(device::activate(p.activation, sum));
   };
   const int sums = kRows * min(p.tokens, kTokens);
-  for (int i = static_cast<int>(threadIdx.x); i < sums; i += kThreads) {
+#pragma unroll 1
+  for (int i = warp * 32 + lane; i < sums; i += kThreads) {
+    const int at = i / kRows * kToken + i % kRows;
     float sum = 0;
 #pragma unroll
-    for (int w = 0; w < kWarps; ++w) sum += partial[w][i];
+    for (int w = 0; w < kWarps; ++w) sum += partial[w][at];
     if (split == 1)
       finish(i, sum);
     else
-      partial[0][i] = sum;  // by its only reader here
+      partial[0][at] = sum;  // by its only reader here
   }
   if (split == 1) return;
   cluster_sync();
+#pragma unroll 1
   for (int i = rank * kThreads + static_cast<int>(threadIdx.x); i < sums; i += split * kThreads) {
     float theirs[8], sum = 0;
 #pragma unroll
     for (u32 r = 0; r < 8; ++r) {
       theirs[r] = 0;
-      if (static_cast<int>(r) < split) theirs[r] = load_remote(shared_address(&partial[0][i]), r);
+      if (static_cast<int>(r) < split)
+        theirs[r] = load_remote(shared_address(&partial[0][i / kRows * kToken + i % kRows]), r);
     }
 #pragma unroll
     for (const float t : theirs) sum += t;
@@ -236,7 +294,7 @@ __global__ void __launch_bounds__(kWarps * 32, warps_of_sm(kTiles == 2, kInFligh
   cluster_sync();  // a peer may still read here
 }
 
-template <class T, int kWide, int kRows, int kTiles, int kWarps, int kInFlight>
+template <class T, int kReads, int kRows, int kTiles, int kWarps, int kInFlight>
 cudaError_t launch_kernel(std::int64_t strips, const DecodeParams& params, cudaStream_t stream) {
   cudaLaunchAttribute attributes[2]{};
   attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
@@ -249,7 +307,7 @@ cudaError_t launch_kernel(std::int64_t strips, const DecodeParams& params, cudaS
   launch.stream = stream;
   launch.attrs = attributes;
   launch.numAttrs = params.split > 1 ? 2 : 1;
-  return cudaLaunchKernelEx(&launch, decode_kernel<T, kWide, kRows, kTiles, kWarps, kInFlight>, params);
+  return cudaLaunchKernelEx(&launch, decode_kernel<T, kReads, kRows, kTiles, kWarps, kInFlight>, params);
 }
 
 // Calls f with a compile-time integer equal to `value`, one of `first`, `rest` ….
@@ -264,16 +322,19 @@ template <class T>
 cudaError_t launch_type(const DecodeProblem& p, const DecodeConfig& config, const DecodeParams& params,
                         cudaStream_t stream) {
   const std::int64_t strips = config.strips(p);
-  return with_int<64, 32, 16>(p.wide(), [&](auto wide) {
+  const int wide = p.wide(), how = wide == 32   ? kColumns
+                                   : wide == 16 ? kTwoBlocks
+                                   : p.few()    ? kHalves
+                                                : kLines;
+  return with_int<kLines, kHalves, kColumns, kTwoBlocks>(how, [&](auto reads) {
     return with_int<1, 2>(p.many() ? 2 : 1, [&](auto tiles) {
-      return with_int<16, 32, 64>(config.rows, [&](auto rows) {
-        return with_int<4, 8>(config.warps, [&](auto warps) {
+      return with_int<16, 32>(config.rows, [&](auto rows) {
+        return with_int<2, 4, 8>(config.warps, [&](auto warps) {
           return with_int<8, 16>(config.loads, [&](auto loads) {
-            if constexpr ((rows == 64 && (wide != 32 || tiles == 1)) ||  // as decode_candidates says
-                          (loads == 16 && tiles == 2) || (wide == 64 && tiles == 2)) {
+            if constexpr (tiles == 2 && (loads == 16 || reads == kHalves)) {  // as decode_candidates says
               return cudaErrorInvalidConfiguration;
             } else {
-              return launch_kernel<T, wide, rows, tiles, warps, loads>(strips, params, stream);
+              return launch_kernel<T, reads, rows, tiles, warps, loads>(strips, params, stream);
             }
           });
         });
@@ -305,6 +366,7 @@ cudaError_t launch(const DecodeProblem& p, const DecodeConfig& config, const Dec
       kAheadBytes / static_cast<u32>(std::max<std::int64_t>(1, config.strips(p) * config.split)) / 16 * 16;
   const std::int64_t per_block = p.block_cols / p.wide();
   params.magic = static_cast<u32>(((std::int64_t{1} << 32) + per_block - 1) / per_block);
+  params.whole = per_block == 1 ? -1 : 0;
   params.late = config.late;
   params.split = config.split;
   params.block_size = n(p.block_rows * p.block_cols);

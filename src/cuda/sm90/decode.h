@@ -1,5 +1,5 @@
 // linear for up to 16 tokens, host side. Bound by reading W once: canonical values and the pattern's own
-// index are all it needs. A strip is 16, 32 or 64 rows of one block row; a thread block, or a cluster of
+// index are all it needs. A strip is 16 or 32 rows of one block row; a thread block, or a cluster of
 // them, shares its stored blocks and adds up in a fixed order.
 #pragma once
 
@@ -21,15 +21,19 @@ struct DecodeProblem {
   std::int64_t x_stride = 0, y_stride = 0;
   Activation activation = Activation::none;
 
+  bool few() const { return tokens <= 4; }
   bool many() const { return tokens > 8; }
-  // Columns that a warp's lanes read side by side: whole lines of 128 bytes, where a product has room for the
-  // tokens twice.
-  int wide() const { return block_cols % 64 == 0 && tokens <= 4 ? 64 : block_cols % 32 == 0 ? 32 : 16; }
+  // Columns that a warp's lanes read side by side: whole lines of 128 bytes, if blocks have them.
+  int wide() const { return block_cols % 64 == 0 ? 64 : block_cols % 32 == 0 ? 32 : 16; }
+  bool lines() const { return wide() == 64; }
   std::int64_t block_row_count() const { return (rows + block_rows - 1) / block_rows; }
 };
 
-// Warps that an SM holds: with more tokens a thread has more sums, with more loads in flight more weights.
-constexpr int warps_of_sm(bool many, int loads) { return loads == 16 ? 16 : many ? 20 : 32; }
+// Warps that an SM holds: with more tokens a thread has more sums, with more loads in flight more weights,
+// and whole lines take registers for halves and addresses. (A few bytes spilled cost more than fewer warps.)
+constexpr int warps_of_sm(bool many, bool lines, int loads) {
+  return loads == 16 ? 16 : many ? 20 : lines ? 24 : 32;
+}
 
 struct DecodeConfig {
   int rows = 32;      // of a strip
