@@ -36,6 +36,14 @@ except AttributeError:
     autograd_kernels = False
 
 
+def raw_stream(tensor: torch.Tensor) -> int:
+    """The current stream of this tensor's GPU, as a number; torch.cuda.current_stream takes 1 µs more."""
+    try:
+        return torch._C._cuda_getCurrentRawStream(tensor.get_device())
+    except AttributeError:
+        return torch.cuda.current_stream(tensor.device).cuda_stream
+
+
 # A tensor subclass without memory, which says what happens to it; without it, layers never wait (chain.py).
 wrappers = hasattr(torch.Tensor, "_make_wrapper_subclass") and autograd_kernels
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from . import _load
-from ._torch_private import PLAIN, in_autocast
+from ._torch_private import PLAIN, in_autocast, raw_stream
 from .log import logger
 
 Derived = tuple[Tensor | None, Tensor | None, int]  # prepared, packed, key: the last arguments of a product
@@ -31,6 +31,7 @@ class Kept:
     __slots__ = (
         "_arguments",
         "_held",
+        "_made",
         "_packed",
         "_packs_in_calls",
         "_uses",
@@ -93,6 +94,7 @@ class Kept:
         if self.key and prepared_bytes:
             self.prepared = pattern.prepared(self.key, make)
         self._packed: tuple[tuple[int, ...] | None, Tensor | None] = (None, None)  # of what, or seen once
+        self._made: tuple[int, torch.cuda.Event] | None = None  # the stream that packs, and when it has
         self._uses: int | None = None  # of values before, then of these; None: not counted
         # What calls have beside their tensors: while values are what they were, or whatever they are.
         self._held: tuple[tuple[int, ...], tuple] | None = None
@@ -130,7 +132,11 @@ class Kept:
                 self._held = None  # before this is made: what it has may be as large
                 packed = self._make(values.detach())
         self._packed = (at, packed)
-        return self.unpacked() if packed is None else (self.prepared, packed, self.key)
+        if packed is None:
+            return self.unpacked()
+        if self._made is not None and self._made[0] != raw_stream(packed):
+            torch.cuda.current_stream(packed.device).wait_event(self._made[1])
+        return self.prepared, packed, self.key
 
     def _current_of_few(
         self, at: tuple[int, ...], seen: Any, packed: Tensor | None, values: Tensor
@@ -154,7 +160,10 @@ class Kept:
 
     def _make(self, values: Tensor) -> Tensor:
         logger.debug("packing %d bytes for kernels of key %x", self.packed_bytes, self.key)
-        return _pack(values, *self._arguments)
+        packed = _pack(values, *self._arguments)
+        if packed.is_cuda:
+            self._made = raw_stream(packed), torch.cuda.current_stream(packed.device).record_event()
+        return packed
 
     def unpacked(self) -> Derived | tuple[()]:
         """What a call may use whatever the values are."""

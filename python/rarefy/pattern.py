@@ -241,9 +241,14 @@ class BsrPattern:
         return self._last_row
 
     def prepared(self, key: int, make: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """What kernels of this key derive from the pattern, made by the first who asks; see derived.py."""
+        """What kernels of this key derive from the pattern, made by the first who asks; see derived.py.
+
+        Waits for a GPU to have made it, as plans do, since others may read it in other streams.
+        """
         if key not in self._prepared:
-            self._prepared[key] = make()
+            made = self._prepared[key] = make()
+            if made.is_cuda:
+                torch.cuda.current_stream(made.device).synchronize()
         return self._prepared[key]
 
     def transposed(self, values: torch.Tensor) -> tuple[BsrPattern, torch.Tensor]:

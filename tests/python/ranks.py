@@ -18,19 +18,23 @@ from torch import distributed
 KEPT = []  # groups that this process has left, never freed
 
 
-def results_of_ranks(body, folder: Path) -> list:
+def results_of_ranks(body, folder: Path, backend: str = "gloo") -> list:
     """What `body(rank)`, a function of a module, returns in each of two processes of one group."""
     context = torch.multiprocessing.start_processes(
-        _run, args=(body, str(folder)), nprocs=2, join=False, start_method="spawn"
+        _run, args=(body, str(folder), backend), nprocs=2, join=False, start_method="spawn"
     )
     while not context.join(timeout=90):
         pass
     return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in (0, 1)]
 
 
-def _run(rank, body, folder):
+def _run(rank, body, folder, backend):
+    if backend == "nccl":
+        torch.cuda.set_device(rank)
     faulthandler.dump_traceback_later(200, exit=True)  # a rank that waits for ever says where
-    distributed.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
+    distributed.init_process_group(
+        backend, init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2
+    )
     torch.set_num_threads(1)
     torch.save(body(rank), f"{folder}/{rank}.pt")
     distributed.barrier()  # no rank leaves while the other may still want it

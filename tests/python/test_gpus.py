@@ -1,0 +1,277 @@
+"""Streams at once; two GPUs in one process, and one for each of two: what is derived is each GPU's own."""
+
+import copy
+import threading
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import nn
+
+import rarefy
+from ranks import results_of_ranks
+from rarefy import sparse
+
+_INFO = rarefy.backend_info()
+_GPUS = torch.cuda.device_count() if _INFO["problem"] is None and _INFO["cuda_built"] else 0
+pytestmark = pytest.mark.skipif(_GPUS == 0, reason="no GPU, or a build without CUDA")
+needs_two = pytest.mark.skipif(_GPUS < 2, reason="needs two GPUs")
+FIRST, SECOND = (torch.device("cuda", index) for index in (0, 1))
+
+# A block, a dtype and tokens for each family of kernels and what it derives: strips, unions, tall vectors,
+# decode, f32 as tf32 and true, sm80 and what takes any shape.
+CASES = [
+    ((128, 128), torch.bfloat16, 512),
+    ((64, 64), torch.float16, 512),
+    ((32, 32), torch.bfloat16, 512),
+    ((16, 16), torch.bfloat16, 512),
+    ((16, 16), torch.bfloat16, 1),
+    ((64, 64), torch.bfloat16, 16),
+    ((128, 1), torch.bfloat16, 512),
+    ((64, 1), torch.bfloat16, 512),
+    ((32, 1), torch.bfloat16, 512),
+    ((32, 32), torch.float32, 512),
+    ((8, 8), torch.bfloat16, 100),
+    ((4, 1), torch.float32, 33),
+    ((1, 1), torch.float32, 33),
+]
+
+
+@pytest.fixture
+def tf32(request: pytest.FixtureRequest) -> Iterator[None]:
+    before = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = request.param
+    yield
+    torch.backends.cuda.matmul.allow_tf32 = before
+
+
+def _layer(block: tuple[int, int], dtype: torch.dtype) -> rarefy.BlockSparseLinear:
+    return rarefy.BlockSparseLinear(512, 1024, density=0.3, block_shape=block).to(dtype)
+
+
+def _results(layer: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
+    """The product and all gradients, in training and without recording; all on the CPU."""
+    x = x.detach().requires_grad_()
+    y = layer(x)
+    y.float().square().sum().backward()
+    with torch.no_grad():
+        made = [y, layer(x), layer(x), x.grad, *(p.grad for p in layer.parameters())]
+    assert {part.device for part in made} == {x.device}
+    layer.zero_grad()
+    return [part.detach().cpu() for part in made]
+
+
+@pytest.mark.parametrize(("block", "dtype", "tokens"), CASES)
+def test_two_streams_share_a_layer(block, dtype, tokens):
+    """Each with inputs of its own, forward and backward in turns, and no wait between."""
+    layer = _layer(block, dtype).to(FIRST)
+    inputs = [torch.randn(tokens, 512, device=FIRST, dtype=dtype) for _ in range(2)]
+    want = [_results(layer, x) for x in inputs]
+    streams = [torch.cuda.Stream(FIRST) for _ in inputs]
+    made: list[list[torch.Tensor]] = []
+    torch.cuda.synchronize(FIRST)
+    for step in range(20):
+        with torch.cuda.stream(streams[step % 2]):
+            x = inputs[step % 2].detach().requires_grad_()
+            y = layer(x)
+            made.append([y, *torch.autograd.grad(y.float().square().sum(), [x, *layer.parameters()])])
+    torch.cuda.synchronize(FIRST)
+    for step, got in enumerate(made):
+        y, _, _, *gradients = want[step % 2]
+        assert all(torch.equal(a, b.cpu()) for a, b in zip([y, *gradients], got, strict=True))
+
+
+@pytest.mark.parametrize("changed", [False, True])
+@pytest.mark.parametrize(("block", "dtype", "tokens"), CASES)
+def test_what_one_stream_derives_another_waits_for(block, dtype, tokens, changed):
+    """The first call of all, or after values changed, behind long work of one stream; the other is idle."""
+    layer, x = _layer(block, dtype).to(FIRST), torch.randn(tokens, 512, device=FIRST, dtype=dtype)
+    with torch.no_grad():
+        if changed:
+            layer(x)
+            layer.weight.values.mul_(-1)
+        streams = [torch.cuda.Stream(FIRST) for _ in range(2)]
+        torch.cuda.synchronize(FIRST)
+        with torch.cuda.stream(streams[0]):
+            torch.cuda._sleep(200_000_000)  # clocks: a tenth of a second
+            first = layer(x)
+        with torch.cuda.stream(streams[1]):
+            second = layer(x)
+        torch.cuda.synchronize(FIRST)
+        want = layer(x)
+    assert torch.equal(first, want) and torch.equal(second, want)
+
+
+@pytest.mark.parametrize(("block", "dtype", "tokens"), CASES)
+def test_a_capture_while_another_stream_runs_and_another_thread_calls(block, dtype, tokens):
+    layer = _layer(block, dtype).to(FIRST)
+    x, other = (torch.randn(tokens, 512, device=FIRST, dtype=dtype) for _ in range(2))
+    stop, got = threading.Event(), []
+
+    def call_on_and_on() -> None:
+        with torch.no_grad(), torch.cuda.stream(torch.cuda.Stream(FIRST)):
+            while not stop.is_set() or not got:
+                got.append(layer(other))
+                torch.cuda.current_stream(FIRST).synchronize()
+
+    with torch.no_grad():
+        want, want_other = layer(x), layer(other)
+        torch.cuda.synchronize(FIRST)
+        thread = threading.Thread(target=call_on_and_on)
+        thread.start()
+        try:
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+                y = layer(x)
+            for _ in range(5):
+                y.zero_()
+                graph.replay()
+                torch.cuda.current_stream(FIRST).synchronize()
+                assert torch.equal(y, want)
+        finally:
+            stop.set()
+            thread.join()
+    assert all(torch.equal(one, want_other) for one in got[:100])
+
+
+@needs_two
+@pytest.mark.parametrize("tf32", [False, True], indirect=True)
+@pytest.mark.parametrize(("block", "dtype", "tokens"), CASES)
+@pytest.mark.usefixtures("tf32")
+def test_each_gpu_computes_the_same(block, dtype, tokens):
+    """Also while another one is current, and after the kernel ran on the first alone."""
+    layer, x = _layer(block, dtype), torch.randn(tokens, 512, dtype=dtype)
+    first, second = copy.deepcopy(layer).to(FIRST), copy.deepcopy(layer).to(SECOND)
+    want = _results(first, x.to(FIRST))
+    for current in (0, 1):
+        with torch.cuda.device(current):
+            got = _results(second, x.to(SECOND))
+            again = _results(first, x.to(FIRST))
+            assert torch.cuda.current_device() == current
+        for a, b, c in zip(want, got, again, strict=True):
+            assert torch.equal(a, b) and torch.equal(a, c)
+
+
+@needs_two
+@pytest.mark.parametrize(("block", "dtype", "tokens"), CASES)
+def test_a_layer_that_moves_takes_along_what_it_computes(block, dtype, tokens):
+    layer, x = _layer(block, dtype), torch.randn(tokens, 512, dtype=dtype)
+    layer.to(FIRST)
+    want = _results(layer, x.to(FIRST))
+    for device in (SECOND, FIRST, SECOND):
+        layer.to(device)
+        assert all(torch.equal(a, b) for a, b in zip(want, _results(layer, x.to(device)), strict=True))
+
+
+@needs_two
+def test_both_at_once_each_in_a_stream_of_its_own():
+    """Queues of products without a wait between; each GPU's own input and weight."""
+    layers = [_layer((64, 64), torch.bfloat16).to(device) for device in (FIRST, SECOND)]
+    inputs = [
+        [torch.randn(256, 512, device=d, dtype=torch.bfloat16) for _ in range(40)] for d in (FIRST, SECOND)
+    ]
+    with torch.no_grad():
+        want = [[layer(x).cpu() for x in xs] for layer, xs in zip(layers, inputs, strict=True)]
+        streams = [torch.cuda.Stream(device) for device in (FIRST, SECOND)]
+        torch.cuda.synchronize(FIRST)
+        torch.cuda.synchronize(SECOND)
+        got: list[list[torch.Tensor]] = [[], []]
+        for step in range(40):
+            for gpu in (0, 1):
+                with torch.cuda.stream(streams[gpu]):
+                    got[gpu].append(layers[gpu](inputs[gpu][step]))
+        for stream in streams:
+            stream.synchronize()
+    for gpu in (0, 1):
+        assert all(torch.equal(a, b.cpu()) for a, b in zip(want[gpu], got[gpu], strict=True))
+
+
+@needs_two
+def test_a_graph_of_the_second_while_the_first_is_current():
+    layer = _layer((64, 64), torch.bfloat16).to(SECOND)
+    x = torch.randn(256, 512, device=SECOND, dtype=torch.bfloat16)
+    with torch.no_grad():
+        want = [layer(x), layer(x + 1)]
+        graph = torch.cuda.CUDAGraph()
+        # Without a stream torch captures in one of the GPU that was captured on first.
+        with torch.cuda.device(SECOND), torch.cuda.graph(graph, stream=torch.cuda.Stream(SECOND)):
+            y = layer(x)
+        assert torch.cuda.current_device() == 0
+        for turn in (0, 1):
+            x.add_(turn)
+            graph.replay()
+            torch.cuda.synchronize(SECOND)
+            assert torch.equal(y, want[turn])
+
+
+@needs_two
+def test_a_compiled_layer_on_the_second():
+    layer = _layer((64, 64), torch.bfloat16).to(SECOND)
+    x = torch.randn(256, 512, device=SECOND, dtype=torch.bfloat16)
+    torch.testing.assert_close(torch.compile(layer, fullgraph=True)(x), layer(x), rtol=0, atol=0)
+
+
+@needs_two
+def test_matrices_and_their_products():
+    scores = torch.randn(300, 300)
+    for block in ((1, 1), (10, 10)):
+        kept = rarefy.BsrWeight.from_dense(scores, block_shape=block, density=0.2)
+        made = []
+        for device in (FIRST, SECOND):
+            a = sparse.SparseMatrix.of(kept).to(device)
+            b = torch.linspace(-1, 1, 300 * 40, device=device).view(300, 40)
+            made.append([(a @ b).cpu(), sparse.sddmm(a, b, b).data.cpu(), (a @ a).to_dense().cpu()])
+            assert (a @ b).device == device
+        assert all(torch.equal(p, q) for p, q in zip(*made, strict=True))
+
+
+@needs_two
+@pytest.mark.parametrize("wrong", ["x", "bias"])
+def test_what_lies_on_the_other_gpu_is_refused_and_nothing_is_lost(wrong):
+    layer = _layer((64, 64), torch.bfloat16).to(FIRST)
+    x = torch.randn(64, 512, device=FIRST, dtype=torch.bfloat16)
+    want = layer(x)
+    if wrong == "bias":
+        bias, layer.bias = layer.bias, nn.Parameter(layer.bias.detach().to(SECOND))
+    with pytest.raises((TypeError, RuntimeError), match=rf"{wrong} .*cuda:[01]; got cuda:[01]|same device"):
+        layer(x.to(SECOND) if wrong == "x" else x)
+    if wrong == "bias":
+        layer.bias = bias
+    assert torch.equal(layer(x), want)
+
+
+def _train(rank: int, dense: bool = False) -> list[torch.Tensor]:
+    """Some steps of a network on this rank's half of each batch, or of its dense twin."""
+    torch.manual_seed(0)
+    layers = [_layer((64, 64), torch.float32), nn.GELU(), rarefy.BlockSparseLinear(1024, 256, density=0.3)]
+    model = nn.Sequential(
+        *(part.to_dense() if dense and hasattr(part, "to_dense") else part for part in layers)
+    )
+    masks = [(part.weight != 0).float() for part in model if isinstance(part, nn.Linear)]
+    model = nn.parallel.DistributedDataParallel(model.cuda(), device_ids=[rank])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    for step in range(4):
+        generator = torch.Generator().manual_seed(step)
+        x = torch.randn(256, 512, generator=generator)[rank::2].cuda()
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        if dense:
+            linears = [part for part in model.module if isinstance(part, nn.Linear)]
+            for part, mask in zip(linears, masks, strict=True):
+                part.weight.grad.mul_(mask.cuda())
+        optimizer.step()
+    weights = [part for part in model.module if hasattr(part, "weight")]
+    return [(p.weight if dense else p.weight.to_dense()).detach().cpu() for p in weights]
+
+
+def _train_both(rank: int) -> list[list[torch.Tensor]]:
+    return [_train(rank), _train(rank, dense=True)]
+
+
+@needs_two
+@pytest.mark.timeout(300)
+def test_ddp_over_nccl_trains_as_the_dense_network(tmp_path):
+    (ours, dense), (others, _) = results_of_ranks(_train_both, tmp_path, "nccl")
+    for mine, other, want in zip(ours, others, dense, strict=True):
+        assert torch.equal(mine, other)
+        torch.testing.assert_close(mine, want, rtol=1e-4, atol=1e-5)
