@@ -246,10 +246,10 @@ class TwoLayers(torch.nn.Module):
 
 @pytest.fixture
 def quick_inductor():
-    """Without processes, headers and looks at instruction sets (the longest) that pay off for many graphs."""
+    """Without processes and headers that pay off for many graphs."""
     inductor = pytest.importorskip("torch._inductor.config")
     with inductor.patch(  # pytest's monkeypatch would leave settings behind that nothing can read
-        {"compile_threads": 1, "cpp_cache_precompile_headers": False, "cpp.vec_isa_ok": False}
+        {"compile_threads": 1, "cpp_cache_precompile_headers": False}
     ):
         yield
 
