@@ -198,6 +198,25 @@ inline void unpack_bias(const Kernels& kernels, DType dtype, const void* bias, s
   for (std::int64_t i = 0; i < count; ++i) to[i] += 0.0F;
 }
 
+// What sums of `features` outputs from `first` on begin with, the bias, for `rows` tokens, `stride` apart;
+// and what of the call's tokens goes out.
+inline void begin_with_bias(const Kernels& kernels, const Call& call, std::int64_t first,
+                            std::int64_t features, std::int64_t rows, float* sums, std::int64_t stride) {
+  if (call.bias == nullptr) return;
+  const auto size = static_cast<std::int64_t>(size_of(call.out.dtype));
+  const char* bias = static_cast<const char*>(call.bias) + first * size;
+  for (std::int64_t m = 0; m < rows; ++m) {
+    unpack_bias(kernels, call.out.dtype, bias, features, sums + m * stride);
+  }
+}
+inline void finish_tokens(const Kernels& kernels, const Call& call, std::int64_t first, std::int64_t features,
+                          float* sums, std::int64_t stride) {
+  for (std::int64_t m = 0; m < call.x.rows; ++m) {
+    kernels.activate(call.activation, sums + m * stride, stride);
+    kernels.round(storage(call.out.dtype), sums + m * stride, features, at(call.out, m, first));
+  }
+}
+
 // W by its rows, or transposed.
 SparseOperand operand(const BsrShape& shape, const void* values, DType dtype, const std::int32_t* index,
                       const std::int32_t* perm, bool transposed);

@@ -199,22 +199,13 @@ Status run_linear_few(const FewKernels& kernels, const Call& call) {
     } else {
       std::fill_n(y, layout.tokens * stride, 0.0F);
     }
-    if (call.bias != nullptr) {
-      const char* bias =
-          static_cast<const char*>(call.bias) + first * static_cast<std::int64_t>(size_of(call.out.dtype));
-      for (std::int64_t m = 0; m < layout.tokens; ++m) {
-        unpack_bias(kernels.rows, call.out.dtype, bias, features, y + m * stride);
-      }
-    }
+    begin_with_bias(kernels.rows, call, first, features, layout.tokens, y, stride);
     kernels.multiply(
         {w, static_cast<std::int32_t>(s.nnzb), plan.crow, begin, end, x, x_stride,
          static_cast<std::int32_t>(layout.tokens), y, stride, split.stream != 0,
          has_narrow_columns(s) ? static_cast<const std::uint16_t*>(call.derived.prepared) : nullptr,
          layout.quads, split.fours != 0, layout.turned});
-    for (std::int64_t m = 0; m < call.x.rows && !in_y; ++m) {
-      kernels.rows.activate(call.activation, y + m * stride, stride);
-      kernels.rows.round(storage(call.out.dtype), y + m * stride, features, at(call.out, m, first));
-    }
+    if (!in_y) finish_tokens(kernels.rows, call, first, features, y, stride);
   };
   call.executor.parallel_for(split.tasks, [&](std::int64_t task, int worker) {
     Room own(static_cast<char*>(call.workspace) + layout.shared + worker * layout.worker);

@@ -224,20 +224,14 @@ Status run_sell(const SellKernels& kernels, const Call& call) {
     const std::int64_t top = set * kSellRows;
     const std::int64_t features = std::min<std::int64_t>(kSellRows, s.rows - top);
     multiply(set, sums);
-    std::fill_n(y, kSellRows, 0.0F);
-    if (call.bias != nullptr) {
-      const auto size = static_cast<std::int64_t>(size_of(call.out.dtype));
-      unpack_bias(floats, call.out.dtype, static_cast<const char*>(call.bias) + top * size, features, y);
-    }
-    for (std::int64_t m = 1; m < call.x.rows; ++m) std::copy_n(y, kSellRows, y + m * kSellRows);
+    std::fill_n(y, call.x.rows * kSellRows, 0.0F);
+    begin_with_bias(floats, call, top, features, call.x.rows, y, kSellRows);
     for (std::int64_t m = 0; m < call.x.rows; ++m) {
-      float* const row = y + m * kSellRows;
       for (std::int32_t place = 0; place < kSellRows; ++place) {
-        row[held.row[top + place]] += sums[m * kSellRows + place];
+        y[m * kSellRows + held.row[top + place]] += sums[m * kSellRows + place];
       }
-      floats.activate(call.activation, row, kSellRows);
-      floats.round(storage(call.out.dtype), row, features, at(call.out, m, top));
     }
+    finish_tokens(floats, call, top, features, y, kSellRows);
   };
   const auto first_of = [&](std::int64_t task) -> std::int64_t {
     if (task == split.tasks) return sets_of(s);

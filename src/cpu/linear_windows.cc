@@ -166,19 +166,9 @@ Status run_windows(const FewKernels& kernels, const Call& call) {
   const auto finish = [&](std::int64_t begin, std::int64_t end, float* sums) {
     const std::int64_t first = begin * kWindowRows, features = std::min(end * kWindowRows, s.rows) - first;
     std::fill_n(sums, layout.tokens * Layout::kStride, 0.0F);
-    if (call.bias != nullptr) {
-      const auto* bias =
-          static_cast<const char*>(call.bias) + first * static_cast<std::int64_t>(size_of(call.out.dtype));
-      for (std::int64_t m = 0; m < layout.tokens; ++m) {
-        unpack_bias(kernels.rows, call.out.dtype, bias, features, sums + m * Layout::kStride);
-      }
-    }
+    begin_with_bias(kernels.rows, call, first, features, layout.tokens, sums, Layout::kStride);
     multiply(begin, end, sums);
-    for (std::int64_t m = 0; m < call.x.rows; ++m) {
-      float* const row = sums + m * Layout::kStride;
-      kernels.rows.activate(call.activation, row, Layout::kStride);
-      kernels.rows.round(storage(call.out.dtype), row, features, at(call.out, m, first));
-    }
+    finish_tokens(kernels.rows, call, first, features, sums, Layout::kStride);
   };
   const auto first_of = [&](std::int64_t task) -> std::int64_t {
     if (task == split.tasks) return groups_of(s);
