@@ -52,6 +52,13 @@ def digest(crow: torch.Tensor, col: torch.Tensor) -> torch.Tensor:
     return total.reshape(1).view(torch.int32)
 
 
+def _when_made(kept: torch.Tensor) -> torch.Tensor:
+    """What a pattern keeps, once a GPU has made it: others may read it in other streams."""
+    if kept.is_cuda and type(kept) is torch.Tensor:  # none of a FakeTensorMode
+        torch.cuda.current_stream(kept.device).synchronize()
+    return kept
+
+
 class BsrPattern:
     """Which blocks of an (N, K) matrix are stored.
 
@@ -241,14 +248,9 @@ class BsrPattern:
         return self._last_row
 
     def prepared(self, key: int, make: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """What kernels of this key derive from the pattern, made by the first who asks; see derived.py.
-
-        Waits for a GPU to have made it, as plans do, since others may read it in other streams.
-        """
+        """What kernels of this key derive from the pattern, made by the first who asks; see derived.py."""
         if key not in self._prepared:
-            made = self._prepared[key] = make()
-            if made.is_cuda:
-                torch.cuda.current_stream(made.device).synchronize()
+            self._prepared[key] = _when_made(make())
         return self._prepared[key]
 
     def transposed(self, values: torch.Tensor) -> tuple[BsrPattern, torch.Tensor]:
@@ -310,7 +312,8 @@ class BsrPattern:
             return BsrPattern._of_rows(torch.cat(mine), shape, block, self.nnzb)
         back = torch.empty_like(perm)
         back[perm.long()] = torch.arange(self.nnzb, dtype=perm.dtype, device=perm.device)
-        known = BsrPattern._of_rows(torch.cat((*mine, crow, col, back)), shape, block, self.nnzb)
+        plan = _when_made(torch.cat((*mine, crow, col, back)))
+        known = BsrPattern._of_rows(plan, shape, block, self.nnzb)
         known.plan = known.row_plan
         return known
 
@@ -328,7 +331,7 @@ class BsrPattern:
         if twin is None:
             twin = object.__new__(BsrPattern)
             with torch.inference_mode(False):
-                twin.plan = self.plan.to(device)
+                twin.plan = _when_made(self.plan.to(device))
                 twin._set(self.shape, self.block_shape, self.nnzb, twin.plan, self._family)
         return twin
 
