@@ -6,8 +6,8 @@
 namespace rarefy::cpu {
 
 inline constexpr std::int32_t kSellRows = 256;  // that are sorted
-inline constexpr std::int32_t kSellLongest =
-    2048;  // elements of a row; groups with a longer one are not held
+// Elements of a row; groups with a longer one are not held.
+inline constexpr std::int32_t kSellLongest = 2048;
 inline constexpr std::uint16_t kSellNotHeld = 0xffff;
 inline constexpr std::int64_t kSellRoom = 16;  // columns that can be read past the last
 

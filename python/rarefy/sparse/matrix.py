@@ -98,9 +98,7 @@ class SparseMatrix:
         self.data = as_tensor(op, "data", data)
         self.indices = as_tensor(op, "indices", indices)
         self.indptr = as_tensor(op, "indptr", indptr)
-        if self.data.dtype not in FLOATS + INTEGERS:
-            known = ", ".join(str(d).removeprefix("torch.") for d in FLOATS + INTEGERS)
-            fail(op, f"data must be of dtype {known}", self.data.dtype, TypeError)
+        _check_dtype(op, "data must be of dtype", self.data.dtype)
         if self.data.ndim not in (1, 3):
             fail(
                 op,
@@ -260,16 +258,13 @@ class SparseMatrix:
 
         Otherwise `data` and indices are new: sorted, duplicates summed. TypeError for a dtype of no matrix.
         """
-        device = self.device if device is None else torch.empty(0, device=device).device  # with its number
+        pattern = self.pattern if device is None else self.pattern.to(device)
         dtype = self.dtype if dtype is None else dtype
-        if dtype not in FLOATS + INTEGERS:
-            fail(
-                "SparseMatrix.to", "dtype must be a float or an integer that matrices have", dtype, TypeError
-            )
-        if (device, dtype) == (self.device, self.dtype):
+        _check_dtype("SparseMatrix.to", "dtype must be", dtype)
+        if (pattern.device, dtype) == (self.device, self.dtype):
             return self
-        values = self.settled().values().to(device=device, dtype=dtype)
-        return SparseMatrix.on_pattern(values, self.pattern.to(device))
+        values = self.settled().values().to(device=pattern.device, dtype=dtype)
+        return SparseMatrix.on_pattern(values, self.pattern.to(pattern.device))
 
     def settled(self) -> SparseMatrix:
         """This matrix, its indices looked at again if `check` is "always" and they were written to."""
@@ -431,6 +426,12 @@ class SparseMatrix:
             f"SparseMatrix({self.format}, shape={tuple(self.shape)}{block}, nnz={self.nnz}, "
             f"dtype={str(self.dtype).removeprefix('torch.')}, device={self.device})"
         )
+
+
+def _check_dtype(op: str, requirement: str, dtype: torch.dtype) -> None:
+    if dtype not in FLOATS + INTEGERS:
+        known = ", ".join(str(d).removeprefix("torch.") for d in FLOATS + INTEGERS)
+        fail(op, f"{requirement} {known}", dtype, TypeError)
 
 
 def _callers_level() -> int:

@@ -13,8 +13,8 @@ namespace {
 
 using device::Activation;
 
-constexpr u32 kAheadBytes =
-    4 << 20;  // of W that all ask for before they may read; more slows the kernel before
+// Of W that all ask for before they may read; more slows the kernel before.
+constexpr u32 kAheadBytes = 4 << 20;
 
 struct DecodeParams {
   const void *x, *values, *bias;
@@ -115,14 +115,12 @@ enum Reads { kLines, kHalves, kColumns, kTwoBlocks };
 template <int kReads>
 struct Reading {
   static constexpr bool kPaired = kReads == kHalves, kExchanged = kReads == kLines;
-  static constexpr int kUnit = kPaired || kExchanged ? 64
-                               : kReads == kColumns  ? 32
-                                                     : 16;      // columns side by side
-  static constexpr int kUnits = kReads == kTwoBlocks ? 2 : 1;  // of a step
+  // Columns side by side, and how many of these a step has.
+  static constexpr int kUnit = kPaired || kExchanged ? 64 : kReads == kColumns ? 32 : 16;
+  static constexpr int kUnits = kReads == kTwoBlocks ? 2 : 1;
   static constexpr int kRowsOfLoad = kUnit == 64 ? 4 : 8;
   static constexpr int kTokensOfTile = kPaired ? 4 : 8;
-  static constexpr int kParts =
-      kExchanged ? 2 : 1;  // of a step: inputs that a lane multiplies one after another
+  static constexpr int kParts = kExchanged ? 2 : 1;  // of a step: inputs that a lane multiplies in turn
   static constexpr int kRowsOfProduct = kPaired ? 8 : 16;
 };
 
