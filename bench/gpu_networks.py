@@ -1,9 +1,9 @@
 """Whole networks with random weights on a GPU, dense against sparse in bf16.
 
-Llama-3-8B's layers (a prompt, and one token behind it) and SAM ViT-h's image encoder. Of each: the time from
-Python and by replay of a CUDA graph, dense and sparse in turns; the same under torch.compile where asked for;
-the kernels' time by kind (linear layers, attention, the rest), and the bound for the speed-up that follows
-from the share of linear layers (Amdahl).
+Layers of Llama-3-8B (a prompt, and one token behind it), SAM ViT-h's image encoder, two layers with GELU. Of
+each: the time from Python and by replay of a CUDA graph, dense and sparse in turns; where asked for, the same
+under torch.compile, and sparse layer by layer (rarefy.fuse off); the kernels' time by kind (linear layers,
+attention, the rest), and the bound for the speed-up that follows from the share of linear layers (Amdahl).
 
 python bench/gpu_networks.py                              # all, writes nothing
 python bench/gpu_networks.py prefill decode --specs block:64x64@0.25 block:128x1@0.25 --csv FILE
@@ -98,11 +98,23 @@ def sam(size: int = 1024, layers: int = 32) -> Network:
     return Network(model, lambda m: partial(m, image), names, captures=False)  # it copies indices each time
 
 
+def mlp(tokens: int = 2048) -> Network:
+    """Two layers of Llama-3-8B's size with GELU between."""
+    with torch.device(DEVICE):
+        model = nn.Sequential(nn.Linear(4096, 14336), nn.GELU(), nn.Linear(14336, 4096)).to(DTYPE).eval()
+    x = torch.randn(1, tokens, 4096, device=DEVICE, dtype=DTYPE)
+    return Network(model, lambda m: partial(m, x), ".*")
+
+
 NETWORKS: dict[str, tuple[Callable[[], Network], list[str]]] = {
     "prefill": (prefill, ["block:128x128@0.5", "block:64x64@0.5", "block:64x64@0.25", "block:128x1@0.5",
                           "block:128x1@0.25", "block:128x1@0.1"]),
     "decode": (decode, ["block:64x64@0.5", "block:64x64@0.25", "block:64x64@0.1"]),
     "sam": (sam, ["block:64x64@0.2", "block:64x64@0.16", "block:64x64@0.1", "block:128x1@0.2"]),
+    "mlp": (mlp, ["block:128x1@0.5", "block:128x1@0.25", "block:128x1@0.1", "block:64x1@0.25",
+                  "block:64x64@0.25"]),
+    "mlp_512": (partial(mlp, 512), ["block:128x1@0.25", "block:64x64@0.25"]),
+    "mlp_64": (partial(mlp, 64), ["block:128x1@0.25", "block:64x64@0.25"]),
 }  # fmt: skip
 DEVICE = "cuda"
 
@@ -139,7 +151,7 @@ def agree(dense: nn.Module, sparse: nn.Module, network: Network) -> float:
 
 
 @torch.inference_mode()
-def measured(name: str, specs: list[str], compiled: bool) -> list[dict[str, Any]]:
+def measured(name: str, specs: list[str], compiled: bool, apart: bool) -> list[dict[str, Any]]:
     """A row for each spec."""
     torch.manual_seed(0)
     network = NETWORKS[name][0]()
@@ -155,6 +167,10 @@ def measured(name: str, specs: list[str], compiled: bool) -> list[dict[str, Any]
         if compiled:
             calls["compiled"] = network.call(torch.compile(network.model))
             calls["sparse, compiled"] = network.call(torch.compile(sparse))
+        if apart:
+            unfused = copy.deepcopy(sparse)
+            rarefy.fuse(unfused, False)
+            calls["sparse, apart"] = network.call(unfused)
         times = interleave(calls, "cuda", budget=1.0)
         graphs = times
         if network.captures:
@@ -185,6 +201,11 @@ def measured(name: str, specs: list[str], compiled: bool) -> list[dict[str, Any]
               f"layers {row['linear_speedup']} x, {spent['dense']['linear'] / total:.0%} of dense (bound "
               f"{row['bound']} x); us of dense: {parts['dense']}; "
               f"of sparse: {parts['sparse']}", flush=True)  # fmt: skip
+        if apart:
+            print(
+                f"  layer by layer {row['sparse, apart_ms']}, graph {row['sparse, apart_graph_ms']} ms",
+                flush=True,
+            )
         if compiled:
             print(f"  compiled {row['compiled_ms']} -> {row['sparse, compiled_ms']} ms", flush=True)
         del sparse, calls, graphs
@@ -197,13 +218,14 @@ def main() -> None:
     parser.add_argument("networks", nargs="*", default=list(NETWORKS), help=f"of {', '.join(NETWORKS)}")
     parser.add_argument("--specs", nargs="+", help="instead of each network's own")
     parser.add_argument("--compile", action="store_true", help="dense and sparse under torch.compile, too")
+    parser.add_argument("--apart", action="store_true", help="sparse layer by layer, too: rarefy.fuse off")
     parser.add_argument("--csv", type=Path)
     args = parser.parse_args()
     common = {"device": torch.cuda.get_device_name(), "date": time.strftime("%F"), "torch": torch.__version__,
               "command": "python " + " ".join(sys.argv)}  # fmt: skip
     rows = []
     for name in args.networks:
-        rows += measured(name, args.specs or NETWORKS[name][1], args.compile)
+        rows += measured(name, args.specs or NETWORKS[name][1], args.compile, args.apart)
     if args.csv:
         write_csv(args.csv, [row | common for row in rows])
 

@@ -80,7 +80,9 @@ std::tuple<Tensor, Tensor, Tensor> run(Arguments a, bool save) {
   HiddenViews saved;
   if (save) saved.up = call.output(up, x, a.hidden_features);
   if (save && layers.gate) saved.gate = call.output(gate, x, a.hidden_features);
-  check(call.op(), feed_forward(x, layers, call.output(y, x, a.out_features), call.context(), saved));
+  const BsrView& first = layers.up.weight;
+  const Context context = call.context(allows_tf32(call, a.up.key, first.plan, x.dtype, first.dtype));
+  check(call.op(), feed_forward(x, layers, call.output(y, x, a.out_features), context, saved));
   return {y, up, gate};
 }
 
@@ -174,11 +176,12 @@ STABLE_TORCH_LIBRARY_FRAGMENT(rarefy, m) {
       "Tensor? down_prepared, Tensor? down_packed, int derived) -> Tensor");
 }
 
-// On the CPU alone: elsewhere feed_forward.py of the front goes layer by layer.
 STABLE_TORCH_LIBRARY_IMPL(rarefy, CPU, m) {
   m.impl("bsr_feed_forward", TORCH_BOX(&bsr_feed_forward));
   m.impl("_bsr_feed_forward_hidden", TORCH_BOX(&bsr_feed_forward_hidden));
   m.impl("_int8_feed_forward", TORCH_BOX(&int8_feed_forward));
 }
+
+STABLE_TORCH_LIBRARY_IMPL(rarefy, CUDA, m) { m.impl("bsr_feed_forward", TORCH_BOX(&bsr_feed_forward)); }
 
 }  // namespace rarefy::binding

@@ -115,10 +115,12 @@ std::string explain_feed_forward_json(std::int64_t out_features, std::int64_t hi
                                       std::int64_t gate_nnzb, std::int64_t down_rows, std::int64_t down_cols,
                                       std::int64_t down_nnzb, std::string_view values_dtype,
                                       std::string_view in_dtype, std::int64_t tokens, bool bias,
-                                      std::string_view activation, std::int64_t derived) {
+                                      std::string_view activation, std::string_view device,
+                                      std::int64_t device_index, std::int64_t derived) {
   const BsrShape up{hidden_features, in_features, up_rows, up_cols, up_nnzb};
-  Problem problem = make_problem(Op::feed_forward, up, tokens, parse_dtype("in_dtype", in_dtype), Device::cpu,
-                                 torch_threads());
+  Problem problem = make_problem(Op::feed_forward, up, tokens, parse_dtype("in_dtype", in_dtype),
+                                 parse("device", device, {Device::cpu, Device::cuda}), torch_threads());
+  problem.device_index = static_cast<int>(device_index);
   set_values(problem.weight, values_dtype);
   set_values(problem.down, values_dtype);
   problem.down.shape = {out_features, hidden_features, down_rows, down_cols, down_nnzb};
@@ -151,7 +153,8 @@ STABLE_TORCH_LIBRARY_FRAGMENT(rarefy, m) {
       "up_cols, "
       "int up_nnzb, int gate_rows, int gate_cols, int gate_nnzb, int down_rows, int down_cols, int "
       "down_nnzb, "
-      "str values_dtype, str in_dtype, int tokens, bool bias, str activation, int derived) -> str");
+      "str values_dtype, str in_dtype, int tokens, bool bias, str activation, str device, int device_index, "
+      "int derived) -> str");
   m.def("force_impl(str forced) -> str");
 }
 

@@ -17,14 +17,15 @@ std::string explain_json(std::string_view op, std::int64_t out_features, std::in
                          std::int64_t device_index, std::int64_t derived, std::int64_t in_stride,
                          bool by_feature);
 
-// The same for a feed-forward network on the CPU; a gate of no block rows is none.
+// The same for a feed-forward network; a gate of no block rows is none.
 std::string explain_feed_forward_json(std::int64_t out_features, std::int64_t hidden_features,
                                       std::int64_t in_features, std::int64_t up_rows, std::int64_t up_cols,
                                       std::int64_t up_nnzb, std::int64_t gate_rows, std::int64_t gate_cols,
                                       std::int64_t gate_nnzb, std::int64_t down_rows, std::int64_t down_cols,
                                       std::int64_t down_nnzb, std::string_view values_dtype,
                                       std::string_view in_dtype, std::int64_t tokens, bool bias,
-                                      std::string_view activation, std::int64_t derived);
+                                      std::string_view activation, std::string_view device,
+                                      std::int64_t device_index, std::int64_t derived);
 
 // Narrows the choice of kernels, as RAREFY_FORCE_IMPL; returns what was forced before.
 std::string force(std::string_view forced);

@@ -146,6 +146,8 @@ def _explain_network(layers: Any, x: torch.Tensor, op: str, activation: str) -> 
             x.shape[:-1].numel(),
             any(getattr(layer, "bias", None) is not None for layer in layers),
             activation,
+            x.device.type,
+            x.device.index or 0,
             key,
         )
     )

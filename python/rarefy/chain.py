@@ -17,10 +17,12 @@ from torch import nn
 from torch.nn import functional
 from torch.utils._pytree import tree_map_only
 
-from . import _torch_private, ops
-from ._torch_private import PLAIN
+from . import _torch_private
+from ._torch_private import PLAIN, raw_stream
 from .activations import NONE
 from .checks import fail
+from .feed_forward import op as network
+from .feed_forward import run as run_network
 from .int8 import Int8Weight
 from .int8_ops import feed_forward as int8_feed_forward
 from .pattern_weight import PatternWeight
@@ -28,7 +30,7 @@ from .shared_input import mark
 
 # Blocks of fewer rows, and fewer tokens, gain nothing: their kernels go layer by layer. Below so many
 # products of the dense layer, to wait costs what it saves, some microseconds.
-_ROWS, _TOKENS, _WORK = 4, 5, 1 << 19
+_ROWS, _TOKENS, _WORK = 4, 5, {"cpu": 1 << 19, "cuda": 1 << 34}
 _STORED = (torch.bfloat16, torch.float16)
 
 
@@ -41,6 +43,7 @@ class Hidden(torch.Tensor):
     _given: torch.Tensor  # x as it was given, and what holds its values
     _x: torch.Tensor
     _x_version: int
+    _stream: int  # of CUDA, that x was given on
     _value: torch.Tensor | None
 
     @staticmethod
@@ -48,7 +51,7 @@ class Hidden(torch.Tensor):
         """What `up` would return for x; see may_wait."""
         # Nothing counts the writes to an inference tensor: a copy, which costs a hundredth of the product.
         held = x.clone() if x.is_inference() else x
-        return Hidden._of(up, None, NONE, (x, held, _version(held)))
+        return Hidden._of(up, None, NONE, (x, held, _version(held), raw_stream(x) if x.is_cuda else 0))
 
     @staticmethod
     def _of(up: nn.Module, gate: nn.Module | None, activation: str, x: tuple) -> Hidden:
@@ -56,18 +59,19 @@ class Hidden(torch.Tensor):
         size = (*given.shape[:-1], up.out_features)
         hidden = _torch_private.wrapper_tensor(Hidden, size, given.dtype, given.device)
         hidden._up, hidden._gate, hidden._activation, hidden._value = up, gate, activation, None
-        hidden._given, hidden._x, hidden._x_version = x
+        hidden._given, hidden._x, hidden._x_version, hidden._stream = x
         return hidden
 
     def noted(self, activation: str, gate: nn.Module | None = None) -> Hidden:
         """This one with an activation, and a layer whose activated output it is multiplied with."""
-        return Hidden._of(self._up, gate, activation, (self._given, self._unchanged_x(), self._x_version))
+        x = (self._given, self._unchanged_x(), self._x_version, self._stream)
+        return Hidden._of(self._up, gate, activation, x)
 
     def same_x(self, other: Hidden) -> bool:
         """Whether both layers saw one x with the same values."""
         if self._given is not other._given or self._x_version != other._x_version:
             return False
-        return self._x is other._x or torch.equal(self._x, other._x)
+        return self._x is other._x or (not self._x.is_cuda and torch.equal(self._x, other._x))
 
     def value(self) -> torch.Tensor:
         """The tensor that this one stands for, computed once, layer by layer."""
@@ -93,7 +97,9 @@ class Hidden(torch.Tensor):
             return int8_feed_forward(self._unchanged_x(), *_scaled(self._up), *_scaled(down), *rest)
         up, gate = _operands(self._up), (None,) * 3 if self._gate is None else _operands(self._gate)
         args = (self._unchanged_x(), *up, *gate, *_operands(down), *rest)
-        return ops.bsr_feed_forward(*args, rounds_x=rounds(self._up, self._gate, down))
+        if rounds(self._up, self._gate, down):
+            args = (*args, *(() if derived else (None, None, None, None, 0)), True)
+        return run_network(*args) if _torch_private.eager() else network(*args)
 
     def _unchanged_x(self) -> torch.Tensor:
         if _version(self._x) != self._x_version:
@@ -101,6 +107,8 @@ class Hidden(torch.Tensor):
                 "[BlockSparseLinear] x must stay as it is until the layer's output is used "
                 "(rarefy.fuse(model, False) lets layers compute at once); got an x that was written to"
             )
+        if self._x.is_cuda and raw_stream(self._x) != self._stream:
+            self._x.record_stream(torch.cuda.current_stream(self._x.device))  # its memory is read there
         return self._x
 
     @classmethod
@@ -136,21 +144,23 @@ def may_wait(layer: nn.Module, x: torch.Tensor) -> bool:
     if x.is_nested or x.layout is not torch.strided:
         return False
     tokens, wanted = x.shape[:-1].numel(), layer.in_features
-    if tokens < _TOKENS or tokens * wanted * layer.out_features < _WORK or x.shape[-1] != wanted:
+    if tokens < _TOKENS or x.shape[-1] != wanted or x.device.type not in _WORK:
         return False
-    return _runs(layer, x)
+    return tokens * wanted * layer.out_features >= _WORK[x.device.type] and _runs(layer, x)
 
 
 def _runs(layer: nn.Module, x: torch.Tensor) -> bool:
     """Whether the op takes this layer for x."""
     weight, bias = layer._modules["weight"], layer.bias
-    if not _fits(weight) or x.device.type != "cpu" or not _torch_private.plain():
+    if not _fits(weight) or x.device.type not in _WORK or not _torch_private.plain():
         return False
     values, int8 = weight._parameters["values"], _is_int8(layer)
+    if values.device != x.device or (x.is_cuda and values.dtype != x.dtype):
+        return False
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, values, bias)):
         return False
     wide = weight.x_dtype == x.dtype == torch.float32 and values.dtype in _STORED
-    if not (wide or int8 or values.dtype == x.dtype) or values.device.type != "cpu":
+    if not (wide or int8 or values.dtype == x.dtype):
         return False
     if x.dtype == torch.float64 or (int8 and x.dtype == torch.float16):
         return False
@@ -189,8 +199,8 @@ def network_key(
 
 
 _WAITS = (
-    f"blocks of {_ROWS} rows or more, {_TOKENS} tokens or more, {_WORK} products or more, "
-    "x and values of one dtype, or int8 that rounds x, on the CPU"
+    f"blocks of {_ROWS} rows or more, {_TOKENS} tokens or more, {_WORK['cpu']} products or more "
+    f"({_WORK['cuda']} on CUDA), x and values of one dtype, or on the CPU int8 that rounds x"
 )
 
 
@@ -309,8 +319,9 @@ def fuse(model: nn.Module, enabled: bool = True) -> list[str]:
     bit for bit, those of the layers with fused activations, which differ from torch's by units in the last
     place (docs/numerics.md). Two layers of int8 that round x are one op as well, without a gate; after GELU
     and SiLU a hidden feature may become the next level there. Nothing else changes: parameters, names, hooks,
-    gradients. Calls that are recorded for a gradient, under autocast, torch.compile or torch.func, and on
-    CUDA, go layer by layer.
+    gradients. Calls that are recorded for a gradient, under autocast, torch.compile or torch.func go layer by
+    layer. On CUDA two layers with tall blocks keep hidden features as their kernels read them; others, and
+    those with a gate, run layer by layer with the activation in the first one's kernel.
 
     Layers of one module with as many input features, such as q, k and v, are one op, too, once they have been
     seen with the same x (of 2¹⁸ elements or more; not in inference mode, where nothing counts writes to x).

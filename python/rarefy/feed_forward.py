@@ -1,7 +1,8 @@
 """bsr_feed_forward: two sparse layers, or three with a gate, as one op, and its derivatives.
 
-On the CPU the hidden activations of a few tokens stay in cache between the layers; on other devices, under
-torch.func and in forward mode the op is its layers one after the other, and has their derivatives.
+On the CPU the hidden activations of a few tokens stay in cache between the layers; on CUDA the layers run one
+after the other, their activation within, and share more where both have tall blocks. What is recorded on
+CUDA, under torch.func or in forward mode is its layers, and has their derivatives.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from .derivatives import batched, check_plan, compact, grad_input, grad_weight, 
 from .op_rules import fake_rows_like, register_autocast
 
 op, _op_hidden = map(_load.op, ("bsr_feed_forward", "_bsr_feed_forward_hidden"))
-_run, _run_hidden = map(below_autograd, (op, _op_hidden))
+run, _run_hidden = map(below_autograd, (op, _op_hidden))
 
 # Where the arguments of the op are: what has a gradient, the plans, and values of layers.
 _TENSORS = (0, 1, 3, 4, 6, 7, 9)
@@ -72,8 +73,8 @@ def bsr_feed_forward(
     Returns:
         (..., out_features), contiguous, of x's dtype. Hidden activations are not rounded to it: in float32
         the result has the bits of bsr_linear with `activation` and bsr_linear, in 16 bits it is closer to the
-        exact one; but a kernel on packed weights rounds them, and has the layers' bits. A call that is
-        recorded keeps the hidden features before the activation, half of what its layers would keep.
+        exact one; but a kernel on packed weights, and those of CUDA, round them and have the layers' bits. A
+        call that is recorded keeps the hidden features before the activation, half of what its layers would.
 
     Raises:
         ValueError: a shape, a plan, a layout or a name does not fit.
@@ -209,7 +210,7 @@ def _autograd(*args: Any) -> Tensor:
         args[at] is not None and args[at].requires_grad for at in _TENSORS
     )
     if not recorded and not _torch_private.forward_mode():
-        return _run(*args)
+        return run(*args)
     if _torch_private.forward_mode() or _torch_private.in_torch_func() or args[0].is_cuda:
         return layers(*args)
     with _torch_private.allow_function():
@@ -258,7 +259,6 @@ def _register() -> torch.library.Library:
             "rarefy::bsr_feed_forward", FeedForward.backward, setup_context=FeedForward.save
         )
     torch.library.register_vmap("rarefy::bsr_feed_forward", _vmap)
-    library.impl("bsr_feed_forward", layers, "CUDA")
     register_autocast(library, "bsr_feed_forward", op, _TENSORS)
     return library
 

@@ -105,12 +105,17 @@ Status add_values(const Call& call, void* to) {
 
 }  // namespace
 
-Status dispatch(Call& call, const Context& context) {
+void complete(Call& call, const Context& context) {
   Problem& problem = call.problem;
   problem.threads = context.executor.threads;
   problem.tf32 = context.tf32;
   problem.derived = call.derived.key;
   if (problem.device == Device::cuda) problem.device_index = current_cuda_device();
+}
+
+Status dispatch(Call& call, const Context& context) {
+  Problem& problem = call.problem;
+  complete(call, context);
   const auto choice = choose(problem);
   if (!choice.ok()) return choice.status();
   const Kernel& kernel = *choice->kernel;
@@ -264,6 +269,65 @@ Status run_linears(const MatrixView& x, std::span<const LayerView> layers,
     at += bytes(call);
   }
   return kernel.run_together(calls);
+}
+
+namespace {
+
+// Workspace of a call of linear as `dispatch` takes it, up to a multiple of 256.
+Result<std::int64_t> workspace_of(Call call, const Context& context) {
+  complete(call, context);
+  const auto choice = choose(call.problem);
+  if (!choice.ok()) return choice.status();
+  const bool held = choice->derived.key == call.derived.key;
+  const Made made = made_in_call(*choice, held, held && call.derived.packed != nullptr);
+  return ceil_div(made.bytes() + choice->workspace, 256) * 256;
+}
+
+}  // namespace
+
+Status run_layers(const MatrixView& x, const FeedForward& layers, const MutableMatrixView& y,
+                  const Context& context) {
+  const std::int64_t width = layers.up.weight.plan.shape.rows, count = x.rows * width,
+                     bytes = ceil_div(count * static_cast<std::int64_t>(size_of(y.dtype)), 256) * 256;
+  MutableMatrixView hidden{nullptr, y.dtype, x.rows, width, width, y.device}, gate = hidden;
+  const Activation activation = layers.activation;
+  const auto up = [&] {
+    const LayerView& l = layers.up;
+    return linear_call(x, l.weight, l.bias, layers.gate ? Activation::none : activation, hidden);
+  };
+  const auto gated = [&] { return linear_call(x, layers.gate->weight, layers.gate->bias, activation, gate); };
+  const auto down = [&] {
+    return linear_call(hidden, layers.down.weight, layers.down.bias, Activation::none, y);
+  };
+  // In one piece: who provides workspace may take back what was given before.
+  std::int64_t most = 0;
+  for (const Call& call : {up(), layers.gate ? gated() : up(), down()}) {
+    const auto wanted = workspace_of(call, context);
+    if (!wanted.ok()) return wanted.status();
+    most = std::max(most, *wanted);
+  }
+  Call whole;
+  whole.problem.op = Op::feed_forward;
+  whole.problem.device = y.device;
+  Memory own;
+  const std::int64_t held = layers.gate ? 2 * bytes : bytes;
+  if (Status status = find_workspace(whole, context.workspace, held + most, own); !status.ok()) return status;
+  auto* const memory = static_cast<std::byte*>(whole.workspace);
+  hidden.data = memory;
+  gate.data = memory + bytes;
+  Context inner = context;
+  inner.workspace = {memory + held, most};
+  const auto run = [&](Call call) { return call.out.cols == 0 ? Status() : dispatch(call, inner); };
+  if (Status status = run(up()); !status.ok()) return status;
+  if (layers.gate) {
+    if (Status status = run(gated()); !status.ok()) return status;
+    if (Status status =
+            multiply_on_device("feed_forward", y.dtype, gate.data, hidden.data, count, context.stream);
+        !status.ok()) {
+      return status;
+    }
+  }
+  return run(down());
 }
 
 Status run_linear(const MatrixView& x, const BitmapView& w, const void* bias, Activation activation,

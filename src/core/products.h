@@ -15,6 +15,10 @@ Status run_linear(const MatrixView& x, const BsrView& w, const void* bias, Activ
 Status run_linears(const MatrixView& x, std::span<const LayerView> layers,
                    std::span<const MutableMatrixView> y, const Context& context);
 
+// A network on CUDA as calls of run_linear, hidden features in workspace and rounded to y's dtype.
+Status run_layers(const MatrixView& x, const FeedForward& layers, const MutableMatrixView& y,
+                  const Context& context);
+
 Status run_linear(const MatrixView& x, const BitmapView& w, const void* bias, Activation activation,
                   const MutableMatrixView& y, const Context& context);
 

@@ -144,15 +144,20 @@ const Machine& cpu_machine();
 bool cuda_built();
 const std::vector<DeviceInfo>& cuda_devices();  // asked for once; empty without a driver or a GPU
 int current_cuda_device();
-// to[i] += from[i] in device memory, rounded once.
+// to[i] += from[i], or to[i] *= from[i], in device memory, rounded once.
 Status add_on_device(std::string_view op, DType dtype, const void* from, void* to, std::int64_t count,
                      void* stream);
+Status multiply_on_device(std::string_view op, DType dtype, const void* from, void* to, std::int64_t count,
+                          void* stream);
 
 // The machine that a problem runs on.
 Machine machine_of(const Problem& problem);
 
 // Sizes, dtypes and activation of a problem that came without data.
 Status check_problem(std::string_view op, const Problem& problem);
+
+// What a call's problem has of its context and of what is at hand.
+void complete(Call& call, const Context& context);
 
 // Runs the kernel that a checked call gets, with workspace of the context.
 Status dispatch(Call& call, const Context& context);
@@ -179,6 +184,9 @@ std::int64_t bytes_to_add(const Problem& problem, const Choice& choice);
 // The first kernel that fits, configured. Kept for the last few problems of each thread: a repeated one
 // costs a hash and a comparison.
 Result<Choice> choose(const Problem& problem);
+
+// Whether there is one; a no costs as little.
+bool has_kernel(const Problem& problem);
 
 // The same without memory, over any list and machine.
 Result<Choice> choose_from(const Registry& kernels, const Problem& problem, const Machine& machine,

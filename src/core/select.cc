@@ -249,31 +249,56 @@ Result<Choice> choose_from(const Registry& kernels, const Problem& problem, cons
   return configured(*kernel, problem, configuration(*kernel, problem, machine));
 }
 
+namespace {
+
+// What a thread remembers of its last problems; a null kernel: none fits.
+struct Remembered {
+  Problem problem;
+  std::uint64_t generation = 0;
+  Choice choice;
+};
+
+// The place of this problem with what holds for it now, or why that cannot be said.
+Result<const Choice*> remember(const Problem& problem) {
+  thread_local std::array<Remembered, 64> slots;  // a model's layers, forward and backward: 20 KB
+  ForcedState& state = forced_state();
+  const std::uint64_t generation = state.generation.load(std::memory_order_acquire);
+  Remembered& slot = slots[hash_of(problem) % slots.size()];
+  if (slot.generation == generation && slot.problem == problem) return &slot.choice;
+  const std::shared_ptr<const Forced> forced = forced_now();
+  if (!forced->status.ok()) return forced->status;
+  const Machine machine = machine_of(problem);
+  const Kernel* kernel =
+      first_fit(registry(), problem, machine, forced->family[static_cast<int>(problem.device)]);
+  Choice choice;
+  if (kernel != nullptr) {
+    choice = with_forced_config(*forced, problem,
+                                configured(*kernel, problem, configuration(*kernel, problem, machine)));
+  }
+  slot = {problem, generation, choice};
+  return &slot.choice;
+}
+
+}  // namespace
+
 Result<Choice> choose(const Problem& problem) {
-  struct Slot {
-    Problem problem;
-    std::uint64_t generation = 0;
-    Choice choice;
-  };
-  thread_local std::array<Slot, 64> slots;  // a model's layers, forward and backward: 20 KB
   try {
-    ForcedState& state = forced_state();
-    const std::uint64_t generation = state.generation.load(std::memory_order_acquire);
-    Slot& slot = slots[hash_of(problem) % slots.size()];
-    if (slot.generation == generation && slot.problem == problem) return slot.choice;
-    const std::shared_ptr<const Forced> forced = forced_now();
-    if (!forced->status.ok()) return forced->status;
-    auto choice = choose_from(registry(), problem, machine_of(problem),
-                              forced->family[static_cast<int>(problem.device)]);
-    if (choice.ok()) {
-      choice = with_forced_config(*forced, problem, *choice);
-      slot = {problem, generation, *choice};
-    }
-    return choice;
+    const auto remembered = remember(problem);
+    if (!remembered.ok()) return remembered.status();
+    if ((*remembered)->kernel != nullptr) return **remembered;
+    return no_kernel(registry(), problem, machine_of(problem),
+                     forced_now()->family[static_cast<int>(problem.device)]);
   } catch (const std::bad_alloc&) {
     return error(StatusCode::out_of_memory, name(problem.op), "the list of kernels must fit in memory",
                  "an allocation failure");
   }
+}
+
+bool has_kernel(const Problem& problem) try {
+  const auto remembered = remember(problem);
+  return remembered.ok() && (*remembered)->kernel != nullptr;
+} catch (const std::bad_alloc&) {
+  return false;
 }
 
 Explanation explain(const Problem& problem) {

@@ -19,6 +19,11 @@ Status add_on_device(std::string_view op, DType /*dtype*/, const void* /*from*/,
   return error(StatusCode::unsupported, op, "needs a build with CUDA (RAREFY_CUDA=on)", "a build without it");
 }
 
+Status multiply_on_device(std::string_view op, DType /*dtype*/, const void* /*from*/, void* /*to*/,
+                          std::int64_t /*count*/, void* /*stream*/) {
+  return error(StatusCode::unsupported, op, "needs a build with CUDA (RAREFY_CUDA=on)", "a build without it");
+}
+
 Status build_device_plan(std::string_view op, const BsrShape& /*shape*/,
                          std::span<const std::int32_t> /*crow_indices*/,
                          std::span<const std::int32_t> /*col_indices*/, std::span<std::int32_t> /*plan*/,

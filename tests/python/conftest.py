@@ -43,7 +43,7 @@ def one_thread() -> Iterator[None]:
 @pytest.fixture
 def small_networks_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     """fuse: networks run as one op however little work they are."""
-    monkeypatch.setattr(chain, "_WORK", 0)
+    monkeypatch.setattr(chain, "_WORK", dict.fromkeys(chain._WORK, 0))
 
 
 @pytest.fixture
