@@ -30,7 +30,7 @@ from .shared_input import mark
 
 # Blocks of fewer rows, and fewer tokens, gain nothing: their kernels go layer by layer. Below so many
 # products of the dense layer, to wait costs what it saves, some microseconds.
-_ROWS, _TOKENS, _WORK = 4, 5, {"cpu": 1 << 19, "cuda": 1 << 34}
+_ROWS, _TOKENS, _WORK = 4, 5, {"cpu": 1 << 19, "cuda": 1 << 35}
 _STORED = (torch.bfloat16, torch.float16)
 
 

@@ -102,7 +102,8 @@ struct FullPart {
 };
 
 // gather of whole rows in floats, blocks of a multiple of 4 outputs, whose sums go to rows of Y along the way
-// (woven.h).
+// (woven.h), a group of outputs at a time: a cache line of each row.
+inline constexpr int kWovenGroup = 16;
 struct WovenTask {
   SparseOperand w;
   const std::int32_t* row;  // where the entries of each output block begin; the next one's is the end
@@ -111,7 +112,7 @@ struct WovenTask {
   const float* start;  // of the output features from block `begin` on
   std::int32_t vectors;
   std::int32_t part;  // entries of a part of a sum
-  float* sums;        // room for two groups of as many outputs as a vector has lanes
+  float* sums;        // room for two groups of outputs
   Activation activation;
   float* y;  // the first token's, from block `begin` on
   std::int64_t row_stride;

@@ -108,7 +108,7 @@ struct Layout {
     } else {
       parts.x = room.take<float>(b.panels * tile * s.red_block * lanes);
       const std::int64_t waiting = single ? std::min(b.group, piece) * sums : b.panels * piece * sums;
-      parts.y = room.take<float>(std::max(waiting, 2 * kernels.width * lanes));  // woven: two groups
+      parts.y = room.take<float>(std::max(waiting, 2 * kWovenGroup * lanes));
       parts.total = room.take<float>(!s.parted() ? 0 : single ? sums : waiting);
       parts.cursors = room.take<std::int32_t>(single ? 0 : 2 * piece);
     }
