@@ -156,7 +156,7 @@ def gradients(
         calls = dict(zip(("sparse", "dense"), calls, strict=True))
         return Measured(calls, 2.0 * 512 * w.values.numel(), "f32") if dtype == F32 else Measured(calls)
 
-    for name, asked in (("grad_input", share), ("grad_weight", share - 0.1)):
+    for name, asked in (("grad_input", share), ("grad_weight", round(share - 0.1, 2))):
         if dtype == F32:
             yield Row(f"{name} {text}", "of f32", asked, partial(make, name))
         else:
@@ -249,8 +249,11 @@ def arguments(doc: str) -> argparse.Namespace:
 def measured_ceiling(args: argparse.Namespace, what: str) -> tuple[str, float]:
     """The instruction set and what rarefy_peak measures with it: FLOP/s, or bytes/s of so many MB."""
     command = [args.peak.resolve(), str(args.threads), "0.2", what]
+    features = rarefy.backend_info()["cpu_features"]
     if args.isa in RESTRICTED:
         command.append(args.isa)
+    elif features and not any(feature.startswith(("avx512", "amx")) for feature in features):
+        command.append(features[0])  # what --isa calls it
     out = json.loads(subprocess.check_output(command, text=True))
     return out["isa"], out["gflops"] * 1e9
 

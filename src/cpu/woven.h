@@ -55,6 +55,18 @@ struct WayOut {
   }
 };
 
+// A group is complete, `made` outputs with it: it begins to leave, and the next one takes the other room.
+template <class Out>
+[[gnu::always_inline]] inline void leave(const WovenTask& task, std::int32_t made, Out& out, float*& sums,
+                                         float*& before) {
+  out.finish();  // what short rows left
+  out.sums = sums;
+  out.y = task.y + made - Out::kOutputs;
+  out.next = task.y + made;
+  out.done = 0;
+  std::swap(sums, before);
+}
+
 // A complete group at once, of whose outputs the first `cols` exist.
 template <class I, int Vectors>
 void put_group(const WovenTask& task, const float* sums, float* y, std::int32_t cols) {
@@ -135,14 +147,7 @@ void weave_rows(const WovenTask& task) {
         static_cast<const float*>(op.values) + (op.perm != nullptr ? 0 : first * op.block_size);
     for (std::int32_t r = 0; r < op.out_block && made < task.cols; r += Rows) {
       if (group == Out::kOutputs) {
-        out.finish();  // what short rows left
-        out.sums = sums;
-        out.y = task.y + made - Out::kOutputs;
-        out.next = task.y + made;
-        out.done = 0;
-        float* made_before = sums;
-        sums = before;
-        before = made_before;
+        leave(task, made, out, sums, before);
         group = 0;
       }
       float* to = sums + group * lanes;
@@ -235,12 +240,7 @@ void weave_tall(const WovenTask& task) {
       const std::int32_t stop = std::min(e + size, part_end);
       for (std::int32_t t = 0; t < tiles; ++t) {
         if (group == Out::kOutputs) {
-          out.finish();  // what short rows left
-          out.sums = sums;
-          out.y = task.y + made - Out::kOutputs;
-          out.next = task.y + made;
-          out.done = 0;
-          std::swap(sums, before);
+          leave(task, made, out, sums, before);
           group = 0;
         }
         float* const mine = kept + t * Rows * lanes;
