@@ -278,10 +278,9 @@ FAMILIES = ("ref", "scalar", "avx2", "avx512")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("block_shape", [(4, 3), (16, 1), (1, 1), (32, 32)])
 def test_products_read_narrow_values_exactly(family, dtype, block_shape):
-    try:
-        before = rarefy.force_impl(f"cpu:{family}")
-    except RuntimeError:
+    if family not in ("ref", "scalar", *rarefy.backend_info()["cpu_features"]):
         pytest.skip(f"this machine has no {family}")
+    before = rarefy.force_impl(f"cpu:{family}")
     try:
         weight = BsrWeight.from_dense(torch.randn(65, 97), block_shape=block_shape, density=0.5)
         values, wide = weight.values.detach().to(dtype), weight.values.detach().to(dtype).float()
