@@ -322,18 +322,22 @@ class Predictor:
 
 def calibration(case: Case) -> list[Case]:
     """The cases that are measured for the group of this one; itself where no other is of it."""
-    grid: list[Case] = []
-    for densities in (_DENSITIES, *((density,) for density in _RARER)):
-        for n, k in _SHAPES:
-            if case.block is not None and (n % case.block[0] or k % case.block[1]):
-                n, k = (max(b, size // b * b) for size, b in zip((n, k), case.block, strict=True))
-            for density in (1.0,) if case.block is None else densities:
-                for tokens in _TOKENS[case.tokens <= FEW]:
-                    point = replace(case, tokens=tokens, out_features=n, in_features=k, density=density)
-                    grid += [point] if point.group == case.group else []
-        if len(grid) >= _LEAST or case.block is None:
-            break
-    return grid or [case]
+    rarer, best = [(density,) for density in _RARER], [case]
+    # Kernels for tokens that none of _TOKENS is near to, such as lanes of AVX2 for 5 to 8: as many as here.
+    for token_counts in (_TOKENS[case.tokens <= FEW], (case.tokens,)):
+        grid: list[Case] = []
+        for densities in (_DENSITIES, *rarer):
+            for n, k in _SHAPES:
+                if case.block is not None and (n % case.block[0] or k % case.block[1]):
+                    n, k = (max(b, size // b * b) for size, b in zip((n, k), case.block, strict=True))
+                for density in (1.0,) if case.block is None else densities:
+                    for tokens in token_counts:
+                        point = replace(case, tokens=tokens, out_features=n, in_features=k, density=density)
+                        grid += [point] if point.group == case.group else []
+            if len(grid) >= _LEAST or case.block is None:
+                return grid
+        best = max(best, grid, key=len)
+    return best
 
 
 _known: dict[str, Predictor] = {}
