@@ -34,6 +34,9 @@ struct HiddenViews {
 // Hidden activations are kept in the dtype of the sums (float where values have scales), so 16-bit results
 // are rounded once, at the end; but where each layer holds what linear's kernel in bf16 pairs derives, they
 // are rounded to bf16, as between two calls of linear().
+// On CUDA a network that no kernel takes as one runs as calls of linear(), hidden features rounded to y's
+// dtype in workspace. workspace_size() does not know of it; Workspace::provide is asked once, and too little
+// is refused with the size.
 RAREFY_API Status feed_forward(const MatrixView& x, const FeedForward& layers, const MutableMatrixView& y,
                                const Context& context = {}, const HiddenViews& save = {});
 
