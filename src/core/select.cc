@@ -242,11 +242,23 @@ Made made_in_call(const Choice& choice, bool holds_prepared, bool holds_packed) 
           holds_packed ? 0 : whole(choice.derived.packed)};
 }
 
+namespace {
+
+// The first kernel that fits, configured; a null one: none does.
+Choice first_choice(const Registry& kernels, const Problem& problem, const Machine& machine,
+                    std::string_view forced_family) {
+  const Kernel* kernel = first_fit(kernels, problem, machine, forced_family);
+  if (kernel == nullptr) return {};
+  return configured(*kernel, problem, configuration(*kernel, problem, machine));
+}
+
+}  // namespace
+
 Result<Choice> choose_from(const Registry& kernels, const Problem& problem, const Machine& machine,
                            std::string_view forced_family) {
-  const Kernel* kernel = first_fit(kernels, problem, machine, forced_family);
-  if (kernel == nullptr) return no_kernel(kernels, problem, machine, forced_family);
-  return configured(*kernel, problem, configuration(*kernel, problem, machine));
+  const Choice choice = first_choice(kernels, problem, machine, forced_family);
+  if (choice.kernel == nullptr) return no_kernel(kernels, problem, machine, forced_family);
+  return choice;
 }
 
 namespace {
@@ -267,14 +279,9 @@ Result<const Choice*> remember(const Problem& problem) {
   if (slot.generation == generation && slot.problem == problem) return &slot.choice;
   const std::shared_ptr<const Forced> forced = forced_now();
   if (!forced->status.ok()) return forced->status;
-  const Machine machine = machine_of(problem);
-  const Kernel* kernel =
-      first_fit(registry(), problem, machine, forced->family[static_cast<int>(problem.device)]);
-  Choice choice;
-  if (kernel != nullptr) {
-    choice = with_forced_config(*forced, problem,
-                                configured(*kernel, problem, configuration(*kernel, problem, machine)));
-  }
+  Choice choice = first_choice(registry(), problem, machine_of(problem),
+                               forced->family[static_cast<int>(problem.device)]);
+  if (choice.kernel != nullptr) choice = with_forced_config(*forced, problem, choice);
   slot = {problem, generation, choice};
   return &slot.choice;
 }
