@@ -5,6 +5,25 @@
 
 namespace rarefy::cpu {
 
+// Lines that so many bytes are asked for with; a processor takes few requests in a row.
+constexpr int lines_of(std::int64_t bytes) { return bytes < 64 ? 1 : static_cast<int>(bytes / 64); }
+inline constexpr std::int64_t kAskedAtOnce = 256;
+
+// So many lines from one on, one after the other. Static, as units of several instruction sets have it; inline
+// in any case, as GCC 12 removes calls of a function that does nothing else.
+template <int Lines>
+[[gnu::always_inline]] static inline void ask_for(Ask ask, const void* first) {
+  const auto* line = static_cast<const char*>(first);
+  if (ask == Ask::nothing) return;
+  if (ask == Ask::l2) {
+#pragma GCC unroll 32
+    for (int i = 0; i < Lines; ++i) __builtin_prefetch(line + 64 * i, 0, 2);
+  } else {
+#pragma GCC unroll 32
+    for (int i = 0; i < Lines; ++i) __builtin_prefetch(line + 64 * i);
+  }
+}
+
 // Asks L2 for lines, a few at a time: all at once they are waited for. A wide x (32×1's dY, 3072 features) is
 // packed 64 features at a time, four lines of each row, which no hardware prefetcher sees coming.
 template <class I>

@@ -39,11 +39,13 @@ void add_x86(Machine& m) {
     m.features.emplace_back("avx_vnni");
   }
   if (avx512) m.features.emplace_back("avx512");
+  const bool amd = __builtin_cpu_is("amd") != 0;
+  if (avx2 && amd && m.l1 > 0 && m.l1 < 48 << 10) m.features.emplace_back("prefetch_l2");
   if (avx512 && __builtin_cpu_is("intel")) m.features.emplace_back("avx512_load_bound");
   if (avx512 && __builtin_cpu_supports("avx512vnni")) m.features.emplace_back("avx512_vnni");
   if (avx512 && __builtin_cpu_supports("avx512bf16")) {
     m.features.emplace_back("avx512_bf16");
-    if (__builtin_cpu_is("amd")) m.features.emplace_back("avx512_bf16_fast");
+    if (amd) m.features.emplace_back("avx512_bf16_fast");
   }
   if (avx512) {
     const AmxState amx = amx_state();

@@ -46,9 +46,10 @@ inline constexpr std::int64_t kTasksPerThread = 4;
 struct FewSplit {
   std::int64_t tasks = 1;   // over the block rows
   std::int64_t stream = 0;  // 1: W comes from memory
-  std::int64_t fours = 0;   // 1: x of four tokens by column for vectors of one column; W asked for late
+  std::int64_t fours = 0;   // 1: x of four tokens by column for vectors of one column
   std::int64_t turned = 0;  // 1: by few_turned.h, other bits, where it takes the blocks
-  static constexpr std::string_view kFields[] = {"tasks", "stream", "fours", "turned"};
+  std::int64_t ask = 0;     // an Ask
+  static constexpr std::string_view kFields[] = {"tasks", "stream", "fours", "turned", "ask"};
 };
 // Tokens that its kernels have: 1, 2 or 4.
 inline std::int64_t few_tokens(const Problem& p) { return p.tokens == 3 ? 4 : p.tokens; }
@@ -170,6 +171,9 @@ constexpr Storage storage(DType dtype) { return *storage_of(dtype); }
 
 // Whether two products of 512 bits start in a cycle: Zen 5 and Intel, told from Zen 4 by their L1.
 inline bool starts_two(const Machine& machine) { return machine.l1 >= 48 << 10; }
+inline bool is_zen5(const Machine& machine) {
+  return machine.has("avx512_bf16_fast") && starts_two(machine);
+}
 
 // Floats of a panel that is to stay in a core's L2 while other things stream by: half of it.
 inline std::int64_t panel_floats(const Machine& machine) {

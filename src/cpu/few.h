@@ -30,16 +30,17 @@ struct FewRow {
   std::int64_t y_stride;
   const char* ahead;  // what to ask for next: W from beginning to end, whatever the order of the slices
   bool once;          // all slices in one pass
+  Ask ask;
 };
 
-// Bytes of W under way where its blocks are read from beginning to end: from memory (6 KB took up to a
-// quarter longer), from caches (14 KB take 4 to 12 % longer), and where x is a second stream (14 KB took 15 %
-// longer). The elements that one pass of slices after the other goes through, while the next as many come.
-// Indices under way: their lines come once in 16 entries, and x waits for them (L3: 10 to 20 %).
+// Bytes of W under way where its blocks are read from beginning to end: asked for far ahead (from memory 6 KB
+// took up to a quarter longer), near (from caches 14 KB take 4 to 12 % longer), and where x is a second
+// stream (14 KB took 15 % longer). The elements that one pass of slices after the other goes through, while
+// the next as many come. Indices under way: their lines come once in 16 entries, and x waits for them (L3: 10
+// to 20 %).
 inline constexpr std::int64_t kFewAhead = 14336, kFewNear = 4096, kFewFourAhead = 6144;
 inline constexpr std::int64_t kFewChunk = 4 << 10;
 inline constexpr std::int32_t kFewIndices = 256;
-inline constexpr std::int64_t kFewCached = 16 << 20;  // bytes of W that a last level keeps
 
 // Sums in three levels, so that their errors are no larger than those of a dense product, which has as many
 // lanes for one output as a block of 16×1 has outputs: so many vectors of W make a part, in registers; so
@@ -83,6 +84,12 @@ void few_slices(FewRow& row, int first) {
   const std::int64_t step = entries * row.block_size * kBytes;
   const char* values = row.values + first * slice * kBytes;
   const char* ahead = row.ahead;
+  const Ask ask = row.ask;
+  constexpr std::int64_t kAtOnce = Slices * w * kBytes;  // bytes of W that follow one another
+  const auto ask_ahead = [&]<int Times>() {
+    ask_for<lines_of(Times * kAtOnce)>(ask, ahead);
+    ahead += Times * kAtOnce;
+  };
   // One vector of entries, those from e on.
   const auto add = [&](auto& to, std::int32_t e) {
     const std::int64_t elements = kSpread == Spread::four ? 4 : row.red_block;
@@ -100,14 +107,13 @@ void few_slices(FewRow& row, int first) {
 #pragma GCC unroll 16
       for (int s = 0; s < Slices; ++s) {
         const Vec<I> wv = load_as<I>(kStorage, values + (s * slice + c) * kBytes, 0);
-        if (s * w * kBytes % 64 == 0) __builtin_prefetch(ahead + s * w * kBytes);
+        if (!kParts && s * w * kBytes % 64 == 0) __builtin_prefetch(ahead + s * w * kBytes);
 #pragma GCC unroll 16
         for (int m = 0; m < Tokens; ++m) to[s][m] = I::fma(wv, xv[m], to[s][m]);
       }
-      ahead += Slices * w * kBytes;
     };
     if constexpr (kSpread == Spread::whole) {
-      for (std::int64_t c = 0; c < row.red_block; c += w) column(c);
+      for (std::int64_t c = 0; c < row.red_block; c += w, ahead += kAtOnce) column(c);
     } else {
       column(0);
     }
@@ -124,11 +130,17 @@ void few_slices(FewRow& row, int first) {
     constexpr std::int32_t kFull = kFewPart * Sets * entries;
     const std::int32_t stop = kParts && whole - e > kFull ? e + kFull : whole;
     for (; e + Sets * entries <= stop; e += Sets * entries) {
-      if (kParts) __builtin_prefetch(row.index + e + kFewIndices);
+      if constexpr (kParts) {
+        ask_for<1>(ask, row.index + e + kFewIndices);
+        ask_ahead.template operator()<Sets>();
+      }
 #pragma GCC unroll 4
       for (int i = 0; i < Sets; ++i) add(sum[i], e + i * entries);
     }
-    for (; e < stop; e += entries) add(sum[0], e);
+    for (; e < stop; e += entries) {
+      if constexpr (kParts) ask_ahead.template operator()<1>();
+      add(sum[0], e);
+    }
     if (!kParts || stop == whole) break;
     each([&](int s, int m) {
       I::store(total[s][m], I::add(I::load(total[s][m]), all_sets(s, m)));
@@ -138,10 +150,7 @@ void few_slices(FewRow& row, int first) {
   row.ahead = ahead;
   // Rows are added up now: nothing would be under way meanwhile (16×16 from memory, one token: 2.9 → 2.35
   // ms).
-  if (kSpread == Spread::whole && row.once) {
-#pragma GCC unroll 16
-    for (int i = 0; i < 16; ++i) __builtin_prefetch(ahead + i * 64);
-  }
+  if (kSpread == Spread::whole && row.once) ask_for<16>(Ask::far, ahead);
   if constexpr (kSpread == Spread::group) {  // the rest is less than a group: 0 beside it, on both sides
     const std::int32_t rest = row.count - e;
     if (rest > 0) {
@@ -228,9 +237,10 @@ void few_rows_of(const FewTask& task, std::int64_t slices) {
   const bool several = Sets == 1 && slices > I::kRegisters / 8;
   const std::int32_t most = kSpread == Spread::whole || (several && chunk < parts) ? chunk : parts;
   row.once = slices <= I::kRegisters / 2 / Tokens / Sets;
-  // An Intel Xeon's L3 is further away: 32×32 with 4 tokens .165 → .177 ms by kFewNear.
-  const bool near = task.near && task.entries * block <= kFewCached;
-  const std::int64_t ahead = kSpread == Spread::four ? kFewFourAhead : near ? kFewNear : kFewAhead;
+  row.ask = task.ask;
+  const std::int64_t ahead = kSpread == Spread::four     ? kFewFourAhead
+                             : task.ask == Ask::near ? kFewNear
+                                                     : kFewAhead;
   for (std::int32_t o = task.begin; o < task.end; ++o, row.y += w.out_block) {
     const std::int32_t end = task.entry_begin[o + 1];
     for (std::int32_t e = task.entry_begin[o]; e < end; e += row.count) {
@@ -294,30 +304,29 @@ void few_quads(const FewTask& task) {
       const auto add = [&](auto& to, std::int32_t from) {
         const char* values = static_cast<const char*>(task.w.values) + from * rows * kBytes;
         const Vec<I> wv = load_as<I>(kStorage, values, 0);
-        __builtin_prefetch(values + kFewFourAhead);
 #pragma GCC unroll 4
         for (int i = 0; i < 4; ++i) {
           const Vec<I> xv = I::template repeat<4>(task.x + std::int64_t{task.w.index[from + i]} * 4);
           to[i] = I::fma(I::each_four_times(wv, i * rows), xv, to[i]);
         }
       };
+      const auto add_sets = [&] {
+        const char* values = static_cast<const char*>(task.w.values) + std::int64_t{e} * rows * kBytes;
+        ask_for<1>(task.ask, task.w.index + e + kFewIndices);
+        ask_for<lines_of(Sets * w * kBytes)>(task.ask, values + kFewFourAhead);
+#pragma GCC unroll 4
+        for (int i = 0; i < Sets; ++i) add(sum[i], e + i * 4);
+        e += Sets * 4;
+      };
       clear();
 #pragma GCC unroll 4
       for (Vec<I>& v : total) v = I::zero();
       while (whole - e > kFewPart * Sets * 4) {
-        for (const std::int32_t part = e + kFewPart * Sets * 4; e != part; e += Sets * 4) {
-          __builtin_prefetch(task.w.index + e + kFewIndices);
-#pragma GCC unroll 4
-          for (int i = 0; i < Sets; ++i) add(sum[i], e + i * 4);
-        }
+        for (const std::int32_t part = e + kFewPart * Sets * 4; e != part;) add_sets();
         add_up();
         clear();
       }
-      for (; e + Sets * 4 <= whole; e += Sets * 4) {
-        __builtin_prefetch(task.w.index + e + kFewIndices);
-#pragma GCC unroll 4
-        for (int i = 0; i < Sets; ++i) add(sum[i], e + i * 4);
-      }
+      while (e + Sets * 4 <= whole) add_sets();
       for (; e < whole; e += 4) add(sum[0], e);
       if (e < stop) {
         const Vec<I> wv = load_part<I>(kStorage, task.w.values, std::int64_t{e} * rows, (stop - e) * rows);

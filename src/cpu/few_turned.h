@@ -8,6 +8,7 @@
 
 #include <algorithm>
 
+#include "cpu/asked.h"
 #include "cpu/panel.h"
 
 namespace rarefy::cpu {
@@ -16,7 +17,7 @@ namespace rarefy::cpu {
 // KB, .97, 1.00 by 14, which are 6 % slower from an L3). Entries whose sums stay in
 // registers: vectors of a row, and elements that L1 keeps where rows take several passes. How many of these
 // parts go onto y together, and up to how many rows of sums they are kept for.
-inline constexpr std::int64_t kTurnedAhead = 6144, kTurnedFar = 14336, kTurnedCached = 16 << 20;
+inline constexpr std::int64_t kTurnedAhead = 6144, kTurnedFar = 14336;
 inline constexpr std::int64_t kTurnedPart = 16, kTurnedChunk = 4 << 10;
 inline constexpr std::int32_t kTurnedParts = 8;
 inline constexpr std::int64_t kTurnedSums = 64;
@@ -35,6 +36,7 @@ struct TurnedRow {
   const char* ahead;
   float* total;      // of the parts before
   bool fresh, last;  // no parts before; sums go onto y
+  Ask ask;
 };
 
 // As many independent sums as hide a product's latency, for any number of tokens.
@@ -55,6 +57,7 @@ void turned_slices(TurnedRow& row, int first) {
   const std::int64_t step = row.block_size * kBytes;
   const char* values = row.values + first * slice * kBytes;
   const char* ahead = row.ahead;
+  const Ask ask = row.ask;
   Vec<I> sum[Sets][kSums];
 #pragma GCC unroll 4
   for (auto& set : sum) {
@@ -71,9 +74,11 @@ void turned_slices(TurnedRow& row, int first) {
     to[2] = I::template one_of_four<2>(v);
     to[3] = I::template one_of_four<3>(v);
   };
-  const auto ask = [&](int s, int i) {
-    const int at = (s * kColumns + i) * w * static_cast<int>(kBytes);
-    if (at % 64 == 0) __builtin_prefetch(ahead + at);
+  constexpr std::int64_t kAtOnce = Slices * kColumns * w * kBytes;
+  const auto ask_at = [&](int s, int i) __attribute__((always_inline)) {
+    constexpr std::int64_t kPiece = std::min(kAtOnce, kAskedAtOnce);
+    const std::int64_t at = (s * kColumns + i) * w * kBytes;
+    if (at % kPiece == 0) ask_for<lines_of(kPiece)>(ask, ahead + at);
   };
   const auto add = [&](auto& to, std::int32_t e) {
     const auto block = static_cast<std::uint32_t>(row.index[e]);
@@ -101,7 +106,7 @@ void turned_slices(TurnedRow& row, int first) {
         for (int s = 0; s < Slices; ++s) {
 #pragma GCC unroll 2
           for (int i = 0; i < kColumns; ++i) {
-            ask(s, i);
+            ask_at(s, i);
             Vec<I> v[4];
             columns_of_x(vector(s, c + i * w), v);
 #pragma GCC unroll 4
@@ -116,7 +121,7 @@ void turned_slices(TurnedRow& row, int first) {
             Vec<I> v[4];
 #pragma GCC unroll 4
             for (int r = 0; r < 4; ++r) {
-              ask(s + r, i);
+              ask_at(s + r, i);
               v[r] = vector(s + r, c + i * w);
             }
             I::transpose_quads(v);
@@ -129,7 +134,7 @@ void turned_slices(TurnedRow& row, int first) {
           }
         }
       }
-      ahead += Slices * kColumns * w * kBytes;
+      ahead += kAtOnce;
     };
     if constexpr (kVectors > 0) {
       columns(0);
@@ -190,8 +195,8 @@ void turned_rows_of(const FewTask& task, int slices) {
   row.total = total;
   constexpr int kMost = Tokens == 1 && Sets == 1 ? 32 : 16 / Sets;  // slices of a pass
   const bool once = slices <= kMost;
-  const std::int64_t ahead =
-      task.entries * w.block_size * bytes_of(kStorage) > kTurnedCached ? kTurnedFar : kTurnedAhead;
+  row.ask = task.ask;
+  const std::int64_t ahead = task.ask == Ask::near ? kTurnedAhead : kTurnedFar;
   const std::int64_t block = w.block_size * bytes_of(kStorage);
   const std::int64_t vectors = kQuarters == 4 ? w.red_block / I::kWidth : 1;
   const std::int64_t fit =

@@ -193,6 +193,14 @@ inline constexpr std::int64_t kPieceLists = 4;
 inline constexpr std::int64_t kMostPieceRows = 1024;           // bounds scratch on the stack
 inline constexpr std::int64_t kMostPieceColumns = kPartTerms;  // so that a piece meets one part's end at most
 
+// Which lines of W a kernel for a few tokens asks for, beside those that the processor's prefetchers find.
+enum class Ask : std::uint8_t {
+  far,      // into L1, long before they are read
+  near,     // into L1, shortly before
+  l2,       // into L2, long before
+  nothing,
+};
+
 // y[m][o] += Σ over entries of W[o, i] · x[m][i] for 1, 2 or 4 tokens, row-major in and out, and for the
 // block shapes that few_takes names (few.h).
 template <class T>
@@ -209,7 +217,7 @@ struct FewTaskOf {
   bool stream;  // W comes from memory: single elements then take x otherwise (few_singles.h)
   const std::uint16_t* columns = nullptr;  // of single elements, with room for kColumnsAhead more; or null
   bool by_column = false;                  // x
-  bool near = false;                       // caches answer soon: W that they hold is asked for a little ahead
+  Ask ask = Ask::far;
   bool turned = false;                     // few_turned.h; x of four tokens as its `turn` has it
 };
 using FewTask = FewTaskOf<float>;

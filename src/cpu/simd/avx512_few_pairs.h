@@ -24,6 +24,7 @@ struct FewColumns {
   std::int64_t x_stride;
   float* y;
   std::int64_t y_stride;
+  Ask ask;
 };
 
 // Onto outputs 16 first … 16 (first + Slices), with sums in three levels and in sets as in few_slices.
@@ -71,15 +72,14 @@ static void few_column_slices(const FewColumns& t, int first) {
       if constexpr (kBoth) v = _mm512_mask_set1_epi16(v, 0xaaaaaaaa, static_cast<short>(x[t.index[e + 1]]));
       xv[m] = (__m512bh)v;
     }
+    constexpr int kLines = (Slices + 1) / 2;  // of each column
+    ask_for<kLines>(t.ask, values + kFewAhead / 2);
+    ask_for<kLines>(t.ask, values + t.rows + kFewAhead / 2);
 #pragma GCC unroll 16
     for (int s = 0; s < Slices; ++s) {
       __m512i both = _mm512_zextsi256_si512(half(values + 16 * s));
       if constexpr (kBoth) both = _mm512_inserti64x4(both, half(values + t.rows + 16 * s), 1);
       const auto wv = (__m512bh)_mm512_permutexvar_epi16(interleave, both);
-      if (s % 2 == 0) {  // lines of both columns
-        __builtin_prefetch(values + 16 * s + kFewAhead / 2);
-        __builtin_prefetch(values + 16 * s + t.rows + kFewAhead / 2);
-      }
 #pragma GCC unroll 4
       for (int m = 0; m < Tokens; ++m) to[s][m] = _mm512_dpbf16_ps(to[s][m], wv, xv[m]);
     }
@@ -90,7 +90,7 @@ static void few_column_slices(const FewColumns& t, int first) {
   while (e < whole) {
     const std::int32_t stop = whole - e > kFewPart * Sets ? e + kFewPart * Sets : whole;
     for (; e + 2 * Sets <= stop; e += 2 * Sets) {
-      __builtin_prefetch(t.index + e + kFewIndices);
+      ask_for<1>(t.ask, t.index + e + kFewIndices);
 #pragma GCC unroll 4
       for (int i = 0; i < Sets; ++i) add(sum[i], e + 2 * i, std::true_type{});
     }
@@ -117,6 +117,7 @@ static void few_columns_of(const FewTask& task) {
   t.x_stride = 2 * task.x_stride;
   t.y = task.y;
   t.y_stride = task.y_stride;
+  t.ask = task.ask;
   const auto slices = static_cast<int>(t.rows / 16);
   constexpr std::int32_t most = Sets * kFewParts * kFewPart;
   for (std::int32_t o = task.begin; o < task.end; ++o, t.y += t.rows) {
