@@ -144,7 +144,7 @@ Status prepare_few(const Call& call, void* to) {
 // 5's: 32×32 with 4 tokens .165 → .177 ms by `near`.
 Ask asked(const Problem& p, const Machine& machine, bool cached) {
   if (!machine.has("prefetch_l2")) return cached && is_zen5(machine) ? Ask::near : Ask::far;
-  if (cached) return Ask::nothing;
+  if (cached) return p.tokens == 1 || machine.has("avx512") ? Ask::nothing : Ask::far;
   return p.tokens == 1 && p.weight.shape.block_size() >= 8 ? Ask::far : Ask::l2;
 }
 
