@@ -113,6 +113,7 @@ NETWORKS: dict[str, tuple[Callable[[], Network], list[str]]] = {
     "sam": (sam, ["block:64x64@0.2", "block:64x64@0.16", "block:64x64@0.1", "block:128x1@0.2"]),
     "mlp": (mlp, ["block:128x1@0.5", "block:128x1@0.25", "block:128x1@0.1", "block:64x1@0.25",
                   "block:64x64@0.25"]),
+    "mlp_8192": (partial(mlp, 8192), ["block:128x1@0.5", "block:128x1@0.25", "block:128x1@0.1"]),
     "mlp_512": (partial(mlp, 512), ["block:128x1@0.25", "block:64x64@0.25"]),
     "mlp_64": (partial(mlp, 64), ["block:128x1@0.25", "block:64x64@0.25"]),
 }  # fmt: skip

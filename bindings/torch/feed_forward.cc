@@ -7,6 +7,7 @@
 #include <tuple>
 
 #include "adapt.h"
+#include "core/by_feature.h"
 #include "core/message.h"
 #include "derived.h"
 
@@ -46,9 +47,20 @@ auto of_layer(const Call& call, std::string_view layer, F&& make) {
   }
 }
 
+// On a GPU x by feature is read in place where the up layer alone would read it so.
+MatrixView matrix_of_x(const Call& call, Arguments& a) {
+  if (call.device() == Device::cpu) return call.matrix("x", a.x, "in_features", a.in_features);
+  const BsrView up = of_layer(call, "up", [&] {
+    call.check_device("values", a.up_values);
+    return call.weight(a.up_values, a.up_plan, a.hidden_features, a.in_features);
+  });
+  const Call::Product product{up.plan.shape, up.dtype, a.up.key};
+  return call.matrix("x", a.x, "in_features", a.in_features, &product);
+}
+
 std::tuple<Tensor, Tensor, Tensor> run(Arguments a, bool save) {
   const Call call("bsr_feed_forward", "the up layer's values", a.up_values);
-  const MatrixView x = call.matrix("x", a.x, "in_features", a.in_features);
+  const MatrixView x = matrix_of_x(call, a);
   const auto layer = [&](std::string_view which, const Tensor& values, const Tensor& plan,
                          const Optional& bias, std::int64_t out, std::int64_t in,
                          const DerivedTensors& derived) {
@@ -125,6 +137,17 @@ std::tuple<Tensor, Tensor, Tensor> bsr_feed_forward_hidden(
              true);
 }
 
+// A copy of x, (features, tokens rounded up to whole tiles), for a network that waits (chain.py).
+Tensor copy_x_by_feature(Tensor x) {
+  constexpr std::string_view op = "_copy_by_feature";
+  const Call call(op, "x", x);
+  if (x.dim() < 1) raise(op, invalid(op, "x must have a dimension", "none"));
+  const MatrixView from = call.matrix("x", x, "features", x.size(x.dim() - 1));
+  Tensor to = call.empty_matrix(from.cols, by_feature_stride(from.rows), x.scalar_type());
+  check(op, copy_by_feature(op, from, to.data_ptr(), call.context().stream));
+  return to;
+}
+
 // Two layers of int8 that round what they multiply, for eager calls that nothing records.
 Tensor int8_feed_forward(Tensor x, const Tensor& up_values, const Tensor& up_scales, const Tensor& up_plan,
                          const Optional& up_bias, const Tensor& down_values, const Tensor& down_scales,
@@ -169,6 +192,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(rarefy, m) {
       "Tensor? gate_values, Tensor? gate_plan, Tensor? gate_bias, Tensor down_values, Tensor down_plan, "
       "Tensor? down_bias, SymInt out_features, SymInt hidden_features, SymInt in_features, str activation) "
       "-> (Tensor, Tensor, Tensor)");
+  m.def("_copy_by_feature(Tensor x) -> Tensor");
   m.def(
       "_int8_feed_forward(Tensor x, Tensor up_values, Tensor up_scales, Tensor up_plan, Tensor? up_bias, "
       "Tensor down_values, Tensor down_scales, Tensor down_plan, Tensor? down_bias, SymInt out_features, "
@@ -182,6 +206,9 @@ STABLE_TORCH_LIBRARY_IMPL(rarefy, CPU, m) {
   m.impl("_int8_feed_forward", TORCH_BOX(&int8_feed_forward));
 }
 
-STABLE_TORCH_LIBRARY_IMPL(rarefy, CUDA, m) { m.impl("bsr_feed_forward", TORCH_BOX(&bsr_feed_forward)); }
+STABLE_TORCH_LIBRARY_IMPL(rarefy, CUDA, m) {
+  m.impl("bsr_feed_forward", TORCH_BOX(&bsr_feed_forward));
+  m.impl("_copy_by_feature", TORCH_BOX(&copy_x_by_feature));
+}
 
 }  // namespace rarefy::binding

@@ -21,6 +21,7 @@ from . import _torch_private
 from ._torch_private import PLAIN, raw_stream
 from .activations import NONE
 from .checks import fail
+from .feed_forward import copy_by_feature
 from .feed_forward import op as network
 from .feed_forward import run as run_network
 from .int8 import Int8Weight
@@ -50,7 +51,7 @@ class Hidden(torch.Tensor):
     def of(up: nn.Module, x: torch.Tensor) -> Hidden:
         """What `up` would return for x; see may_wait."""
         # Nothing counts the writes to an inference tensor: a copy, which costs a hundredth of the product.
-        held = x.clone() if x.is_inference() else x
+        held = _copy(up, x) if x.is_inference() else x
         return Hidden._of(up, None, NONE, (x, held, _version(held), raw_stream(x) if x.is_cuda else 0))
 
     @staticmethod
@@ -128,6 +129,17 @@ class Hidden(torch.Tensor):
     def __torch_dispatch__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:  # noqa: D105
         args, kwargs = tree_map_only(Hidden, Hidden.value, (args, kwargs or {}))
         return func(*args, **kwargs)
+
+
+def _copy(up: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """Copy x: by feature where the kernel of a GPU would first turn it."""
+    tokens, features = x.shape[:-1].numel(), x.shape[-1]
+    rows, columns = up._modules["weight"].block_shape
+    tall = x.is_cuda and x.element_size() == 2 and columns == 1 and rows % 64 == 0
+    aligned = x.is_contiguous() and features % 8 == 0 and x.data_ptr() % 16 == 0
+    if not tall or not aligned or not up._modules["weight"].derived(x):
+        return x.clone()
+    return copy_by_feature(x).t()[:tokens].view(x.shape)
 
 
 def _version(tensor: torch.Tensor) -> int:

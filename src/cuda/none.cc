@@ -1,4 +1,5 @@
 // Stands in for the CUDA back end in builds without nvcc: it registers nothing.
+#include "core/by_feature.h"
 #include "core/integers.h"
 #include "core/message.h"
 #include "core/move_blocks.h"
@@ -21,6 +22,10 @@ Status add_on_device(std::string_view op, DType /*dtype*/, const void* /*from*/,
 
 Status multiply_on_device(std::string_view op, DType /*dtype*/, const void* /*from*/, void* /*to*/,
                           std::int64_t /*count*/, void* /*stream*/) {
+  return error(StatusCode::unsupported, op, "needs a build with CUDA (RAREFY_CUDA=on)", "a build without it");
+}
+
+Status copy_by_feature(std::string_view op, const MatrixView& /*x*/, void* /*to*/, void* /*stream*/) {
   return error(StatusCode::unsupported, op, "needs a build with CUDA (RAREFY_CUDA=on)", "a build without it");
 }
 

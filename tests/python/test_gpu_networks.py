@@ -126,6 +126,41 @@ def test_the_op_and_its_derivatives(up, down, dtype, gated):
     assert all(tensor.grad is not None for tensor in (x, *net.parameters()))
 
 
+@pytest.mark.skipif(not HOPPER, reason="copies by feature are for kernels of Hopper")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_inference_tensors_are_copied_by_feature(dtype):
+    net = fused((128, 1), (128, 1), dtype)
+    for shape in ((TOKENS, IN), (3, 5, 7, IN), (1, 1000, IN)):
+        given = torch.randn(shape, device="cuda", dtype=dtype)
+        want = net.apart(given)
+        with torch.inference_mode():
+            x = given.clone()
+            hidden = net.up(x)
+            assert torch.equal(hidden._x, given) and hidden._x.stride(-1) > 1
+            x.zero_()
+            assert torch.equal(net.down(nn.functional.gelu(hidden)), want)
+            odd = torch.empty(given.numel() + 1, device="cuda", dtype=dtype)[1:].view(shape).copy_(given)
+            hidden = net.up(odd)
+            assert hidden._x.stride(-1) == 1  # not aligned
+            assert torch.equal(net.down(nn.functional.gelu(hidden)), want)
+            assert torch.equal(net.up(x.copy_(given)).value(), net.up.weight.linear(given, net.up.bias))
+
+
+@pytest.mark.skipif(not HOPPER, reason="copies by feature are for kernels of Hopper")
+def test_what_is_not_copied_by_feature():
+    x = inputs(torch.bfloat16)
+    run = torch.ops.rarefy._copy_by_feature
+    assert torch.equal(run(x).t()[:TOKENS], x) and run(x).shape == (IN, 128)
+    assert torch.equal(run(x[:, ::2]).t()[:TOKENS], x[:, ::2])  # by way of rows one after the other
+    assert run(x[:0]).shape == (IN, 0)
+    with pytest.raises(TypeError, match=r"\[_copy_by_feature\] x must be of 16 bits; got f32"):
+        run(x.float())
+    with pytest.raises(ValueError, match=r"\[_copy_by_feature\] x must be aligned to 16 bytes, and its rows"):
+        run(x[:, 1:9])
+    with pytest.raises(ValueError, match=r"\[_copy_by_feature\] x must have a dimension; got none"):
+        run(x[0, 0])
+
+
 @pytest.mark.parametrize(("up", "down", "dtype"), CASES)
 def test_a_network_is_captured(up, down, dtype):
     net, x = fused(up, down, dtype), inputs(dtype)
