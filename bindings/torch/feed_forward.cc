@@ -5,6 +5,7 @@
 
 #include <optional>
 #include <tuple>
+#include <vector>
 
 #include "adapt.h"
 #include "core/by_feature.h"
@@ -137,15 +138,24 @@ std::tuple<Tensor, Tensor, Tensor> bsr_feed_forward_hidden(
              true);
 }
 
-// A copy of x, (features, tokens rounded up to whole tiles), for a network that waits (chain.py).
+// A copy of x that lies by feature, for a network that waits (chain.py).
 Tensor copy_x_by_feature(Tensor x) {
   constexpr std::string_view op = "_copy_by_feature";
   const Call call(op, "x", x);
-  if (x.dim() < 1) raise(op, invalid(op, "x must have a dimension", "none"));
-  const MatrixView from = call.matrix("x", x, "features", x.size(x.dim() - 1));
-  Tensor to = call.empty_matrix(from.cols, by_feature_stride(from.rows), x.scalar_type());
-  check(op, copy_by_feature(op, from, to.data_ptr(), call.context().stream));
-  return to;
+  const std::int64_t dimensions = x.dim();
+  if (dimensions < 1) raise(op, invalid(op, "x must have a dimension", "none"));
+  const MatrixView from = call.matrix("x", x, "features", x.size(dimensions - 1));
+  const Tensor memory = call.empty_matrix(from.cols, by_feature_stride(from.rows), x.scalar_type());
+  check(op, copy_by_feature(op, from, memory.data_ptr(), call.context().stream));
+  std::vector<std::int64_t> sizes, strides(static_cast<std::size_t>(dimensions));
+  for (std::int64_t i = 0; i < dimensions; ++i) sizes.push_back(x.size(i));
+  strides.back() = by_feature_stride(from.rows);
+  std::int64_t stride = 1;
+  for (std::size_t i = strides.size() - 1; i-- > 0; stride *= sizes[i]) strides[i] = stride;
+  AtenTensorHandle copy = nullptr;
+  TORCH_ERROR_CODE_CHECK(
+      aoti_torch__reinterpret_tensor(memory.get(), dimensions, sizes.data(), strides.data(), 0, &copy));
+  return Tensor(copy);
 }
 
 // Two layers of int8 that round what they multiply, for eager calls that nothing records.

@@ -20,9 +20,7 @@ from .op_rules import fake_rows_like, register_autocast
 
 op, _op_hidden = map(_load.op, ("bsr_feed_forward", "_bsr_feed_forward_hidden"))
 run, _run_hidden = map(below_autograd, (op, _op_hidden))
-copy_by_feature = _load.op(
-    "_copy_by_feature"
-)  # on Hopper: (features, tokens and what fills a tile)
+copy_by_feature = _load.op("_copy_by_feature")  # of x on Hopper, with x's shape
 
 # Where the arguments of the op are: what has a gradient, the plans, and values of layers.
 _TENSORS = (0, 1, 3, 4, 6, 7, 9)

@@ -9,8 +9,8 @@ namespace rarefy::cpu {
 constexpr int lines_of(std::int64_t bytes) { return bytes < 64 ? 1 : static_cast<int>(bytes / 64); }
 inline constexpr std::int64_t kAskedAtOnce = 256;
 
-// So many lines from one on, one after the other. Static, as units of several instruction sets have it; inline
-// in any case, as GCC 12 removes calls of a function that does nothing else.
+// So many lines from one on, one after the other. Static, as units of several instruction sets have it;
+// inline in any case, as GCC 12 removes calls of a function that does nothing else.
 template <int Lines>
 [[gnu::always_inline]] static inline void ask_for(Ask ask, const void* first) {
   const auto* line = static_cast<const char*>(first);

@@ -10,8 +10,8 @@ namespace rarefy::cpu {
 // "avx512_bf16_fast": vdpbf16ps at the rate of a float multiply-add, for twice the work; Intel's has a
 // quarter. "avx512_load_bound": one load of 512 bits starts in a cycle, broadcasts included, for two FMAs
 // (Ice Lake: FMAs and loads one to one run at half of the peak), so that lines asked for beside them cost
-// FMAs. "prefetch_l2": AMD before Zen 5, where a software prefetch into L1 that comes from memory stands in the
-// way of loads, and one into L2 does not.
+// FMAs. "prefetch_l2": AMD before Zen 5, where a software prefetch into L1 that comes from memory stands in
+// the way of loads, and one into L2 does not.
 Machine detect();
 
 }  // namespace rarefy::cpu

@@ -171,9 +171,7 @@ constexpr Storage storage(DType dtype) { return *storage_of(dtype); }
 
 // Whether two products of 512 bits start in a cycle: Zen 5 and Intel, told from Zen 4 by their L1.
 inline bool starts_two(const Machine& machine) { return machine.l1 >= 48 << 10; }
-inline bool is_zen5(const Machine& machine) {
-  return machine.has("avx512_bf16_fast") && starts_two(machine);
-}
+inline bool is_zen5(const Machine& machine) { return machine.has("avx512_bf16_fast") && starts_two(machine); }
 
 // Floats of a panel that is to stay in a core's L2 while other things stream by: half of it.
 inline std::int64_t panel_floats(const Machine& machine) {

@@ -44,9 +44,7 @@ constexpr double kActivate = 1.5;
 constexpr double kStream = 0.35;
 // AMD's cores with 48 KB of L1 need no more than cycles_per_weight counts, fitted there (Zen 5, 32×1 at .5,
 // 768→3072: panels of 3 vectors 13.7 ms, of 4 16.2).
-double stream_of(const Machine& machine) {
-  return is_zen5(machine) ? 0 : kStream;
-}
+double stream_of(const Machine& machine) { return is_zen5(machine) ? 0 : kStream; }
 
 // Cycles of a round of tasks that all wait for.
 constexpr double kBarrier = 10'000;

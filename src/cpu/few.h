@@ -238,7 +238,7 @@ void few_rows_of(const FewTask& task, std::int64_t slices) {
   const std::int32_t most = kSpread == Spread::whole || (several && chunk < parts) ? chunk : parts;
   row.once = slices <= I::kRegisters / 2 / Tokens / Sets;
   row.ask = task.ask;
-  const std::int64_t ahead = kSpread == Spread::four     ? kFewFourAhead
+  const std::int64_t ahead = kSpread == Spread::four ? kFewFourAhead
                              : task.ask == Ask::near ? kFewNear
                                                      : kFewAhead;
   for (std::int32_t o = task.begin; o < task.end; ++o, row.y += w.out_block) {

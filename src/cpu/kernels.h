@@ -195,9 +195,9 @@ inline constexpr std::int64_t kMostPieceColumns = kPartTerms;  // so that a piec
 
 // Which lines of W a kernel for a few tokens asks for, beside those that the processor's prefetchers find.
 enum class Ask : std::uint8_t {
-  far,      // into L1, long before they are read
-  near,     // into L1, shortly before
-  l2,       // into L2, long before
+  far,   // into L1, long before they are read
+  near,  // into L1, shortly before
+  l2,    // into L2, long before
   nothing,
 };
 
@@ -218,7 +218,7 @@ struct FewTaskOf {
   const std::uint16_t* columns = nullptr;  // of single elements, with room for kColumnsAhead more; or null
   bool by_column = false;                  // x
   Ask ask = Ask::far;
-  bool turned = false;                     // few_turned.h; x of four tokens as its `turn` has it
+  bool turned = false;  // few_turned.h; x of four tokens as its `turn` has it
 };
 using FewTask = FewTaskOf<float>;
 

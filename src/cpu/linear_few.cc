@@ -157,8 +157,8 @@ Config configure_few(const Problem& problem, const Machine& machine) {
                                          std::max<std::int64_t>(1, s.row_count()));
   const std::int64_t of_x = std::max<std::int64_t>(element, sizeof(float));
   // Zen 5 shuffles beside its products; others broadcast from memory as fast. (A Zen 4 gains from few_turned
-  // what its order of reading brings, with blocks of 16 columns and more: 16×16 .055, .066, .098 → .053, .057,
-  // .095 ms with 1, 2, 4 tokens.)
+  // what its order of reading brings, with blocks of 16 columns and more: 16×16 .055, .066, .098 → .053,
+  // .057, .095 ms with 1, 2, 4 tokens.)
   split.fours = is_zen5(machine) ? 1 : 0;
   split.turned = split.fours != 0 || (machine.has("prefetch_l2") && s.block_cols % 16 == 0) ? 1 : 0;
   split.ask = static_cast<std::int64_t>(asked(problem, machine, bytes <= kCached));

@@ -22,9 +22,9 @@ Status copy_by_feature(std::string_view op, const MatrixView& x, void* to, void*
   if (alignment.bytes() < 16) {
     return invalid(op, "x must be aligned to 16 bytes, and its rows, too", cat(alignment.bytes()));
   }
-  return cuda::launch_status(op, sm90::transpose(x.data, 2, x.rows, x.cols, x.row_stride, to,
-                                                 by_feature_stride(x.rows), false,
-                                                 static_cast<cudaStream_t>(stream)));
+  return cuda::launch_status(
+      op, sm90::transpose(x.data, 2, x.rows, x.cols, x.row_stride, to, by_feature_stride(x.rows), false,
+                          static_cast<cudaStream_t>(stream)));
 }
 
 }  // namespace rarefy
