@@ -40,14 +40,15 @@ void check(const std::string& family, DType dtype, const Case& c) {
       return one.y().download();
     };
     for (const std::string turned : {"0", "1"}) {  // as on processors of both kinds
-      const auto with = [&](const std::string& fours) {
-        return family + ',' + family + "_linear_few(fours=" + fours + " turned=" + turned + ')';
+      const auto with = [&](const std::string& fours, const char* ask) {
+        return family + ',' + family + "_linear_few(fours=" + fours + " turned=" + turned + " ask=" + ask +
+               ')';
       };
-      const Force kind(with(turned));
+      const Force kind(with(turned, "0"));
       const std::vector<std::byte> four = run(0, 4);
-      {
-        const Force other(with(turned == "0" ? "1" : "0"));
-        EXPECT_EQ(run(0, 4), four) << "turned=" << turned;
+      for (const char* ask : {"1", "2", "3"}) {
+        const Force other(with(turned == "0" ? "1" : "0", ask));
+        EXPECT_EQ(run(0, 4), four) << "turned=" << turned << " ask=" << ask;
       }
       const auto row = static_cast<std::ptrdiff_t>(four.size()) / 4;
       for (const std::int64_t count : {1, 2, 3}) {
@@ -58,6 +59,20 @@ void check(const std::string& family, DType dtype, const Case& c) {
         }
       }
     }
+  }
+}
+
+TEST(FewTest, ConfigsThatNameNothingAreRefused) {
+  if (!backend_info().machine.has("avx2")) GTEST_SKIP() << "has no kernel for them";
+  const Problem problem = make_problem({1, 64, 64, 16, 16, 0.5, DType::f32});
+  for (const auto& [config, why] :
+       {std::pair<std::string, std::string>{"ask=4", "ask of the config must be in [0, 3]; got 4"},
+        {"ask=-1", "ask of the config must be in [0, 3]; got -1"},
+        {"tasks=0", "tasks of the config must be at least 1; got 0"}}) {
+    const Force force("avx2,avx2_linear_few(" + config + ')');
+    ProblemIn<HostBuffer> run(problem);
+    const Status status = run.linear(Activation::none);
+    EXPECT_NE(status.message().find(why), std::string::npos) << status.message();
   }
 }
 
