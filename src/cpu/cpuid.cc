@@ -39,7 +39,7 @@ void add_x86(Machine& m) {
     m.features.emplace_back("avx_vnni");
   }
   if (avx512) m.features.emplace_back("avx512");
-  const bool amd = __builtin_cpu_is("amd") != 0;
+  const bool amd = __builtin_cpu_is("amd");
   if (avx2 && amd && m.l1 > 0 && m.l1 < 48 << 10) m.features.emplace_back("prefetch_l2");
   if (avx512 && __builtin_cpu_is("intel")) m.features.emplace_back("avx512_load_bound");
   if (avx512 && __builtin_cpu_supports("avx512vnni")) m.features.emplace_back("avx512_vnni");
