@@ -38,7 +38,7 @@ struct Prepared {
         crow(to_device(p.crow)),
         col(to_device(p.col)),
         words(static_cast<std::size_t>(TallPlan(problem, config, kSms).words)),
-        workspace(static_cast<std::size_t>(2 * problem.cols * transposed_stride(problem.tokens + 4096))),
+        workspace(static_cast<std::size_t>(2 * problem.cols * by_feature_stride(problem.tokens + 4096))),
         packed(static_cast<std::size_t>(problem.packed_bytes())) {
     make(problem, nullptr);
     CHECK(cudaDeviceSynchronize());

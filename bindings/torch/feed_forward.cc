@@ -48,9 +48,12 @@ auto of_layer(const Call& call, std::string_view layer, F&& make) {
   }
 }
 
-// On a GPU x by feature is read in place where the up layer alone would read it so.
+// On a GPU x by feature is read in place where the up layer alone would read it so. The usual x, by token,
+// asks nothing of the layer.
 MatrixView matrix_of_x(const Call& call, Arguments& a) {
-  if (call.device() == Device::cpu) return call.matrix("x", a.x, "in_features", a.in_features);
+  const std::int64_t last = a.x.dim() - 1;
+  if (call.device() == Device::cpu || last < 0 || a.x.stride(last) == 1)
+    return call.matrix("x", a.x, "in_features", a.in_features);
   const BsrView up = of_layer(call, "up", [&] {
     call.check_device("values", a.up_values);
     return call.weight(a.up_values, a.up_plan, a.hidden_features, a.in_features);

@@ -133,10 +133,12 @@ class Hidden(torch.Tensor):
 
 def _copy(up: nn.Module, x: torch.Tensor) -> torch.Tensor:
     """Copy x: by feature where the kernel of a GPU would first turn it."""
-    rows, columns = up._modules["weight"].block_shape
-    tall = x.is_cuda and x.element_size() == 2 and columns == 1 and rows % 64 == 0
+    if not x.is_cuda or x.element_size() != 2:
+        return x.clone()
+    weight = up._modules["weight"]
+    rows, columns = weight.block_shape
     aligned = x.is_contiguous() and x.shape[-1] % 8 == 0 and x.data_ptr() % 16 == 0
-    if not tall or not aligned or not up._modules["weight"].derived(x):
+    if columns != 1 or rows % 64 or not aligned or not weight.derived(x):
         return x.clone()
     return copy_by_feature(x)
 

@@ -5,9 +5,8 @@
 
 namespace rarefy::cpu {
 
-// Lines that so many bytes are asked for with; a processor takes few requests in a row.
+// Of so many bytes, one at least.
 constexpr int lines_of(std::int64_t bytes) { return bytes < 64 ? 1 : static_cast<int>(bytes / 64); }
-inline constexpr std::int64_t kAskedAtOnce = 256;
 
 // So many lines from one on, one after the other. Static, as units of several instruction sets have it;
 // inline in any case, as GCC 12 removes calls of a function that does nothing else.

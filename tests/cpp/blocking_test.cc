@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "core/registry.h"
+#include "cpu/drivers.h"
 #include "cpu/pairs_blocking.h"
 
 namespace rarefy::cpu {
@@ -166,6 +167,42 @@ TEST(BlockingTest, LinesOfXAreAskedForWithRoomForLoads) {
     EXPECT_EQ(from_config<Blocking>(kernel.configure(p, machine)).asks, 1);
     machine.features.emplace_back("avx512_load_bound");
     EXPECT_EQ(from_config<Blocking>(kernel.configure(p, machine)).asks, 0);
+  }
+}
+
+// What a kernel for a few tokens asks for, by processor and by where its weight lies; squares by
+// few_turned.h.
+TEST(BlockingTest, AFewTokensAskForWhatAProcessorGainsBy) {
+  struct Processor {
+    std::vector<std::string> features;
+    std::int64_t l1;
+    Ask cached[2], from_memory[2];  // one token, four
+    bool turns;
+  };
+  const Processor processors[] = {
+      {{"avx2", "avx512", "avx512_bf16_fast"}, 48 << 10, {Ask::near, Ask::near}, {Ask::far, Ask::far}, true},
+      {{"avx2", "prefetch_l2", "avx512", "avx512_bf16_fast"},
+       32 << 10,
+       {Ask::nothing, Ask::nothing},
+       {Ask::far, Ask::l2},
+       true},
+      {{"avx2", "prefetch_l2"}, 32 << 10, {Ask::nothing, Ask::far}, {Ask::far, Ask::l2}, true},
+      {{"avx2", "avx512", "avx512_load_bound"}, 48 << 10, {Ask::far, Ask::far}, {Ask::far, Ask::far}, false}};
+  for (const Processor& processor : processors) {
+    Machine machine;
+    machine.features = processor.features;
+    machine.l1 = processor.l1;
+    for (const int i : {0, 1}) {
+      for (const bool cached : {true, false}) {
+        const std::int64_t n = cached ? 3072 : 11008, k = cached ? 768 : 4096;
+        const BsrShape shape{n, k, 16, 16, n * k / 512};
+        const Problem p = make_problem(Op::linear, shape, i == 0 ? 1 : 4, DType::f32);
+        const auto split = from_config<FewSplit>(configure_few(p, machine));
+        EXPECT_EQ(static_cast<Ask>(split.ask), (cached ? processor.cached : processor.from_memory)[i])
+            << processor.features.back() << ' ' << p.tokens << ' ' << cached;
+        EXPECT_EQ(split.turned != 0, processor.turns) << processor.features.back();
+      }
+    }
   }
 }
 

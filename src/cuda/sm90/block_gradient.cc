@@ -397,7 +397,7 @@ bool transposes(const GradientProblem& p, const GradientConfig& config) {
 
 std::int64_t workspace_bytes(const GradientProblem& p, const GradientConfig& config) {
   if (!transposes(p, config)) return 0;
-  return p.cols * transposed_stride(p.tokens) * static_cast<std::int64_t>(size_of(p.dtype));
+  return p.cols * by_feature_stride(p.tokens) * static_cast<std::int64_t>(size_of(p.dtype));
 }
 
 std::int64_t list_at(const GradientProblem& p, const GradientConfig& config) {

@@ -11,9 +11,6 @@
 
 namespace rarefy::sm90 {
 
-// Elements between rows of the result: whole tiles of the kernel.
-constexpr std::int64_t transposed_stride(std::int64_t rows) { return by_feature_stride(rows); }
-
 // Launch included; 3.6 MB a µs, read and written at once.
 constexpr double transpose_microseconds(std::int64_t bytes) {  // of the matrix
   return static_cast<double>(bytes) / 3.6e6 + 2;
