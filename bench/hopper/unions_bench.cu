@@ -1,4 +1,4 @@
-// Checks and times the union kernel (linear and grad_input, blocks of 16 and 32).
+// Checks and times the union kernel: linear and grad_input, blocks of 16 and 32, and finer ones.
 #include "cuda/sm90/unions.h"
 #include "hopper.h"
 #include "setup.cuh"
@@ -53,7 +53,7 @@ struct Prepared {
     CHECK(prepare(problem, layout, kMachine.sms, index(), words.data(), stream));
   }
   void fill_packed(const UnionProblem& problem, const void* values, cudaStream_t stream) const {
-    CHECK(pack(problem, layout, kMachine.sms, words.data(), values, packed.data(), stream));
+    CHECK(pack(problem, layout, kMachine.sms, index(), words.data(), values, packed.data(), stream));
   }
   bool guards_intact() const { return words.guards_intact() && packed.guards_intact(); }
 };
@@ -140,6 +140,10 @@ bool check_unions(bool small) {
     for (const auto& [r, c] : {std::pair{16, 64}, {64, 16}, {32, 64}, {48, 16}, {32, 96}}) {
       cases.push_back({transposed, 300, 528, 400, r, c, .4});
     }
+    for (const auto& [r, c] : {std::pair{8, 8}, {1, 1}, {16, 1}, {12, 20}, {64, 4}}) {
+      cases.push_back({transposed, 300, 528, 400, r, c, .2, Kind::random, none, true, 8});
+      cases.back().specials = true;
+    }
   }
   for (const Activation a :
        {Activation::relu, Activation::gelu_erf, Activation::gelu_tanh, Activation::silu}) {
@@ -178,25 +182,30 @@ void time_unions(Report& report, Dense& dense, bool every_config) {
     const Times t_dense =
         shape.transposed ? dense.linear(shape.m, shape.k, shape.n) : dense.linear(shape.m, shape.n, shape.k);
     struct Which {
-      std::int64_t b;
+      std::int64_t r, c;
       double density;
       Kind kind = Kind::random;
     };
     std::vector<Which> all;
     for (const std::int64_t b : {32, 16}) {
-      for (const double density : {.5, .25, .1}) all.push_back({b, density});
+      for (const double density : {.5, .25, .1}) all.push_back({b, b, density});
       if (!main_shape || shape.transposed || std::getenv("MAIN") != nullptr) continue;
       for (const double density : {.25, .1}) {  // skewed
-        all.push_back({b, density, Kind::one_dense_row});
-        all.push_back({b, density, Kind::rows_half_empty});
+        all.push_back({b, b, density, Kind::one_dense_row});
+        all.push_back({b, b, density, Kind::rows_half_empty});
       }
     }
-    for (const auto& [b, density, kind] : all) {
+    if (main_shape) {
+      for (const auto& [r, c] : {std::pair{8, 8}, {16, 1}, {4, 4}, {1, 1}, {64, 4}}) {
+        for (const double density : {.25, .1, .02}) all.push_back({r, c, density});
+      }
+    }
+    for (const auto& [r, c, density, kind] : all) {
       const char* name = kind == Kind::random          ? "unions"
                          : kind == Kind::one_dense_row ? "unions (one dense row)"
                                                        : "unions (half of the rows empty)";
-      Case c{shape.transposed, shape.m, shape.n, shape.k, b, b, density, kind};
-      Setup<__nv_bfloat16> s(c, false, 7);
+      Case its{shape.transposed, shape.m, shape.n, shape.k, r, c, density, kind};
+      Setup<__nv_bfloat16> s(its, false, 7);
       const UnionProblem problem = problem_of(s);
       const std::string chosen = configure(problem, kMachine).text();
       const bool every = every_config && main_shape && !shape.transposed && kind == Kind::random;
@@ -221,7 +230,7 @@ void time_unions(Report& report, Dense& dense, bool every_config) {
           }
           const Times t =
               time_graph([&](cudaStream_t stream) { run(s, prepared, problem, candidate.config, stream); });
-          report.add({shape.transposed ? "grad_input" : "linear", shape.m, shape.n, shape.k, block_text(c),
+          report.add({shape.transposed ? "grad_input" : "linear", shape.m, shape.n, shape.k, block_text(its),
                       density, name, candidate.config.text() + (is_chosen ? " *" : ""), t, t_dense,
                       candidate.microseconds, prepare_us, 0, pack_us});
         }

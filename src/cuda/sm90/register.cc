@@ -4,7 +4,6 @@
 #include <vector>
 
 #include "core/message.h"
-#include "cuda/sm90/block_gradient.h"
 #include "cuda/sm90/decode.h"
 #include "cuda/sm90/rows.h"
 #include "cuda/sm90/unions.h"
@@ -72,8 +71,6 @@ Status run_decode(const Call& call) {
   return cuda::launch_status("linear",
                              launch(problem, config, operands, static_cast<cudaStream_t>(call.stream)));
 }
-
-// What strips and unions share ---------------------------------------------------------------------------
 
 // Strips ------------------------------------------------------------------------------------------------
 
@@ -149,11 +146,6 @@ struct UnionChoice {
 
 UnionProblem union_problem(const Problem& p) { return product<UnionProblem>(p); }
 
-Reason refuses_f32(const Problem& p) {
-  if (p.in != DType::f32 || p.tf32) return {};
-  return "multiplies f32 as tf32, where the call allows that";
-}
-
 Reason supports_unions(const Problem& p, const rarefy::Machine& machine) {
   if (Reason reason = supports_family(p, machine); !reason.empty()) return reason;
   if (Reason reason = refuses_f32(p); !reason.empty()) return reason;
@@ -203,7 +195,7 @@ Status prepare_unions(const Call& call, void* prepared) {
 Status pack_unions(const Call& call, void* packed) {
   const UnionPlan plan = union_plan(call.problem, call.config);
   return cuda::launch_status(name(call.problem.op),
-                             pack(union_problem(call.problem), plan.layout, plan.sms,
+                             pack(union_problem(call.problem), plan.layout, plan.sms, index_of(call),
                                   static_cast<const std::int32_t*>(call.derived.prepared), call.values,
                                   packed, static_cast<cudaStream_t>(call.stream)));
 }
@@ -238,106 +230,6 @@ Kernel unions(Op op, std::string_view name) {
           .pack = pack_unions};
 }
 
-// The gradient of stored blocks -------------------------------------------------------------------------
-
-struct GradientChoice {
-  std::int64_t split = 1, wide = 64, strips = 2, pairs = 0, even = 0, most = 0, alone = 0, shared = 0,
-               queues = 0;
-  static constexpr std::string_view kFields[] = {"split", "wide",  "strips", "pairs", "even",
-                                                 "most",  "alone", "shared", "queues"};
-  GradientConfig config() const {
-    const auto n = [](std::int64_t x) { return static_cast<int>(x); };
-    return {n(split), n(wide), strips == 2, pairs != 0, even != 0, n(most), n(alone), n(shared), n(queues)};
-  }
-};
-
-GradientProblem gradient_problem(const Problem& p) {
-  const BsrShape& s = p.weight.shape;
-  return {p.in, p.tokens, s.rows, s.cols, s.block_rows, s.block_cols, s.nnzb, p.in_stride, p.out_stride};
-}
-
-Reason supports_gradient(const Problem& p, const rarefy::Machine& machine) {
-  if (Reason reason = supports_family(p, machine); !reason.empty()) return reason;
-  if (Reason reason = refuses_f32(p); !reason.empty()) return reason;
-  if (p.out_alignment < 16) return cat("needs gradients aligned to 16 bytes; got ", p.out_alignment);
-  return unsupported(gradient_problem(p));
-}
-
-Config gradient_config(const GradientConfig& c) {
-  return to_config(GradientChoice{c.split, c.wide, c.two ? 2 : 1, c.pairs ? 1 : 0, c.even ? 1 : 0, c.most,
-                                  c.alone, c.shared, c.queues});
-}
-
-Config configure_gradient(const Problem& p, const rarefy::Machine& machine) {
-  return gradient_config(configure(gradient_problem(p), sm90_machine(machine)));
-}
-
-std::vector<Config> candidates_gradient(const Problem& p, const rarefy::Machine& machine) {
-  std::vector<Config> all;
-  for (const GradientCandidate& c : gradient_candidates(gradient_problem(p), sm90_machine(machine))) {
-    if (c.reason.empty()) all.push_back(gradient_config(c.config));
-  }
-  return all;
-}
-
-std::int64_t gradient_prepared_size(const Problem& p, const Config& config) {
-  return prepared_words(gradient_problem(p), from_config<GradientChoice>(config).config()) *
-         static_cast<std::int64_t>(sizeof(std::int32_t));
-}
-
-Status check_gradient(const Call& call) {
-  const GradientConfig config = from_config<GradientChoice>(call.config).config();
-  if (valid(gradient_problem(call.problem), config)) return {};
-  return invalid("grad_weight", "the config must be one that the blocks allow", config.text());
-}
-
-// Of a config that has been checked.
-Status make_gradient_list(const Call& call, void* list) {
-  return cuda::launch_status(
-      "grad_weight", prepare(gradient_problem(call.problem),
-                             from_config<GradientChoice>(call.config).config(), call.plan.crow, call.plan.col,
-                             static_cast<std::int32_t*>(list), static_cast<cudaStream_t>(call.stream)));
-}
-
-Status prepare_gradient(const Call& call, void* prepared) {
-  Status status = check_gradient(call);
-  return status.ok() ? make_gradient_list(call, prepared) : status;
-}
-
-// Narrow panels want a list: callers that hold none make it in each call, at the start of the workspace.
-std::int64_t gradient_list_bytes(const Problem& p, const Config& config) {
-  if (p.derived != 0 || from_config<GradientChoice>(config).wide >= 64) return 0;
-  return (gradient_prepared_size(p, config) + 255) / 256 * 256;
-}
-
-std::int64_t gradient_workspace(const Problem& p, const Config& config) {
-  return gradient_list_bytes(p, config) +
-         workspace_bytes(gradient_problem(p), from_config<GradientChoice>(config).config());
-}
-
-bool sums_dy(const Problem& p, const Config& config) {
-  return sums_dy(gradient_problem(p), from_config<GradientChoice>(config).config());
-}
-
-Status run_gradient(const Call& call) {
-  if (Status status = check_gradient(call); !status.ok()) return status;
-  const void* prepared = call.derived.prepared;
-  auto* workspace = static_cast<std::byte*>(call.workspace);
-  if (const std::int64_t bytes = gradient_list_bytes(call.problem, call.config); bytes > 0) {
-    if (Status status = make_gradient_list(call, workspace); !status.ok()) return status;
-    prepared = workspace;
-    workspace += bytes;
-  }
-  const GradientOperands operands{call.dy.data,   call.x.data,
-                                  call.plan.crow, call.plan.col,
-                                  call.dvalues,   static_cast<const std::int32_t*>(prepared),
-                                  workspace,      call.problem.accumulate,
-                                  call.dbias};
-  return cuda::launch_status(
-      "grad_weight", launch(gradient_problem(call.problem), from_config<GradientChoice>(call.config).config(),
-                            operands, static_cast<cudaStream_t>(call.stream)));
-}
-
 }  // namespace
 
 void add_rows(Registry& registry) {
@@ -352,25 +244,11 @@ void add_rows(Registry& registry) {
                       .candidates = candidates_decode});
   registry.push_back(strips(Op::linear, "sm90_strips_linear"));
   registry.push_back(strips(Op::grad_input, "sm90_strips_grad_input"));
-  registry.push_back(unions(Op::linear, "sm90_unions_linear"));
-  registry.push_back(unions(Op::grad_input, "sm90_unions_grad_input"));
   add_tall_rows(registry);
   add_tall_backward_rows(registry);
-  registry.push_back({.op = Op::grad_weight,
-                      .device = Device::cuda,
-                      .family = "sm90",
-                      .name = "sm90_block_gradient",
-                      .supports = supports_gradient,
-                      .run = run_gradient,
-                      .accumulates = true,
-                      .sums_dy = sums_dy,
-                      .configure = configure_gradient,
-                      .fields = GradientChoice::kFields,
-                      .candidates = candidates_gradient,
-                      .workspace = gradient_workspace,
-                      .unheld = Unheld::runs,
-                      .prepared_size = gradient_prepared_size,
-                      .prepare = prepare_gradient});
+  registry.push_back(unions(Op::linear, "sm90_unions_linear"));
+  registry.push_back(unions(Op::grad_input, "sm90_unions_grad_input"));
+  add_gradient_rows(registry);
 }
 
 }  // namespace rarefy::sm90

@@ -8,6 +8,7 @@ namespace rarefy::sm90 {
 void add_rows(Registry& registry);
 void add_tall_rows(Registry& registry);           // tall_rows.cc
 void add_tall_backward_rows(Registry& registry);  // tall_backward_rows.cc
+void add_gradient_rows(Registry& registry);       // gradient_rows.cc
 
 // What all its kernels want of a machine and of dtypes.
 Reason supports_family(const Problem& problem, const rarefy::Machine& machine);

@@ -31,6 +31,11 @@ inline ProductIndex index_of(const Call& call) {
                                            : ProductIndex{plan.crow, plan.col, nullptr};
 }
 
+inline Reason refuses_f32(const Problem& p) {
+  if (p.in != DType::f32 || p.tf32) return {};
+  return "multiplies f32 as tf32, where the call allows that";
+}
+
 inline Machine sm90_machine(const rarefy::Machine& machine) {
   return {machine.gpu.sms, static_cast<int>(machine.gpu.shared_memory)};
 }

@@ -20,21 +20,29 @@ struct MemberBits {
   __device__ int length_of(int member) const { return length[member / across]; }
 };
 
-// A warp for each row of an index: `along` columns of each of its blocks.
-inline __global__ void __launch_bounds__(kPlanThreads)
-    mark_kernel(const int* offsets, const int* others, int along, int columns, MemberBits to) {
+// What rows of bits say of an index: each stands for `high` features of Y, a bit for `wide` features of X.
+struct MarkedIndex {
+  const int *offsets, *others;
+  int block_rows;  // of the index
+  int block_out, block_in, high, wide, columns;
+};
+
+// A warp for each row of bits; the block rows that it meets are one range of the index.
+inline __global__ void __launch_bounds__(kPlanThreads) mark_kernel(const MarkedIndex index, MemberBits to) {
   const int row = static_cast<int>(blockIdx.x) * (kPlanThreads / 32) + static_cast<int>(threadIdx.x) / 32;
   const int lane = static_cast<int>(threadIdx.x) % 32;
   if (row >= to.rows) return;
   u32* bits = to.bits + static_cast<std::int64_t>(row) * to.words;
   for (int w = lane; w < to.words; w += 32) bits[w] = 0;
   __syncwarp();
-  const int begin = offsets[row], end = offsets[row + 1];
+  const int first = row * index.high / index.block_out,
+            last = min(((row + 1) * index.high - 1) / index.block_out, index.block_rows - 1);
+  const int begin = index.offsets[first], end = index.offsets[last + 1];
   for (int e = begin + lane; e < end; e += 32) {
-    for (int k = 0; k < along; ++k) {
-      const int column = others[e] * along + k;
-      if (column < columns) atomicOr(bits + column / 32, 1u << column % 32);  // the rest is padding
-    }
+    const int feature = index.others[e] * index.block_in;
+    const int stop = min((feature + index.block_in - 1) / index.wide + 1, index.columns);  // then padding
+    for (int column = feature / index.wide; column < stop; ++column)
+      atomicOr(bits + column / 32, 1u << column % 32);
   }
   __syncwarp();
   int length = 0;

@@ -1,6 +1,6 @@
 // What the union kernel walks and what its packing reads, made of a pattern on the device: strips of similar
 // unit rows, groups of similar strips by falling cost, of each group its steps, and of each piece where its
-// blocks are. Nothing comes back to the host.
+// blocks are, or of fine blocks where pieces are. Nothing comes back to the host.
 #include <utility>
 
 #include "cuda/sm90/tile_lists.cuh"
@@ -29,6 +29,7 @@ struct PlanParams {
   int* first_piece;  // of each group, and behind the last the number of all
   int4* steps;
   int* sources;
+  int *places, *slots;  // of fine blocks; else null
 };
 
 // Bits of boxes, at the first of each box's columns.
@@ -43,6 +44,9 @@ __device__ inline u32 boxes_of(u32 columns, int box) {
 __global__ void __launch_bounds__(kThreads) group_kernel(const PlanParams p) {
   const int self = static_cast<int>(threadIdx.x), words = p.units.words;
   group_members<kUnitStride>(p.units, 64 / p.unit, p.strips.count, p.sorted, p.by_column, p.units_of);
+  for (int i = self; p.slots != nullptr && i < p.strips.count * kUnitStride; i += kThreads) {
+    if (p.units_of[i] >= 0) p.slots[p.units_of[i]] = i;
+  }
   for (int i = self; i < p.strips.count * words; i += kThreads) {
     const int strip = i / words, w = i % words;
     u32 joined = 0;
@@ -165,8 +169,13 @@ __global__ void __launch_bounds__(kThreads) source_kernel(const PlanParams p) {
   const auto mask = static_cast<u32>(step.y);
   if ((mask >> bit & 1) == 0) return;
   const int k = bit % 4, box = k < p.box ? step.x : step.w;
-  const int column = box * p.box + k % p.box;
-  const int unit = p.units_of[p.out[g].strip[bit / 4] * kUnitStride + u];
+  const int column = box * p.box + k % p.box, strip = p.out[g].strip[bit / 4];
+  const int piece = step.z + __popc(mask & ((1u << bit) - 1));
+  if (p.places != nullptr) {
+    if (u == 0) p.places[strip * p.columns + column] = piece;
+    return;
+  }
+  const int unit = p.units_of[strip * kUnitStride + u];
   int source = -1;
   if (unit >= 0 && (p.units.of(unit)[column / 32] >> column % 32 & 1)) {
     int rank = __popc(p.units.of(unit)[column / 32] & ((1u << column % 32) - 1));
@@ -176,7 +185,6 @@ __global__ void __launch_bounds__(kThreads) source_kernel(const PlanParams p) {
     const int entry = p.entries == nullptr ? at : p.entries[at];
     source = (entry * p.units.across + unit % p.units.across) * p.along + column % p.along;
   }
-  const int piece = step.z + __popc(mask & ((1u << bit) - 1));
   p.sources[static_cast<std::int64_t>(piece) * per_strip + u] = source;
 }
 
@@ -225,7 +233,7 @@ cudaError_t prepare(const UnionProblem& p, const UnionLayout& layout, int sms, c
     m.length = take(rows);
     return m;
   };
-  params.units = members(up(p.out_features(), p.block_out()), p.block_out() / p.unit(), p.units());
+  params.units = members(up(p.out_features(), p.marked()), p.marked() / p.unit(), p.units());
   params.strips = members(plan.strips, 1, plan.strips);
   params.sorted = take(p.units());
   params.by_column = reinterpret_cast<u32*>(take(p.units() * params.units.words));
@@ -238,11 +246,15 @@ cudaError_t prepare(const UnionProblem& p, const UnionLayout& layout, int sms, c
   params.first_piece = words + plan.count_at;
   params.steps = reinterpret_cast<int4*>(words + plan.steps_at);
   params.sources = words + plan.sources_at;
+  params.places = p.fine() ? words + plan.places_at : nullptr;
+  params.slots = p.fine() ? words + plan.slots_at : nullptr;
   const auto warps = [](int count) {
     return static_cast<unsigned>((count + kThreads / 32 - 1) / (kThreads / 32));
   };
-  mark_kernel<<<warps(params.units.rows), kThreads, 0, stream>>>(params.offsets, params.others, params.along,
-                                                                 params.columns, params.units);
+  const MarkedIndex index_shape{index.offsets,    index.others,    n(up(p.out_features(), p.block_out())),
+                                n(p.block_out()), n(p.block_in()), n(p.marked()),
+                                p.column(),       params.columns};
+  mark_kernel<<<warps(params.units.rows), kThreads, 0, stream>>>(index_shape, params.units);
   group_kernel<<<1, kThreads, 0, stream>>>(params);
   step_kernel<<<warps(params.groups), kThreads, 0, stream>>>(params);
   list_kernel<<<StripLists::kMostLevels, 32, 0, stream>>>(plan.lists(), params.out,

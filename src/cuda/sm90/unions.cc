@@ -39,6 +39,12 @@ double tile_clocks(const UnionConfig& c, bool two_boxes, double columns, double 
          (c.buffers == 1 ? kOneBuffer * tokens : 0);
 }
 
+// Parts of `size` features that a block may touch, which begins at a multiple of its own.
+std::int64_t touched(std::int64_t block, std::int64_t size) {
+  if (size % block == 0) return 1;
+  return block % size == 0 ? block / size : (block + size - 2) / size + 1;
+}
+
 // Room for pieces in the shared memory that the others leave.
 int piece_room(UnionConfig c, const Machine& machine) {
   c.pieces = 0;
@@ -50,7 +56,8 @@ int piece_room(UnionConfig c, const Machine& machine) {
 
 double UnionProblem::piece_share() const {
   const double different = std::ceil(64.0 / static_cast<double>(block_out()));  // block rows of a strip
-  return 1 - std::pow(1 - density(), different);
+  const double across = std::ceil(static_cast<double>(column()) / static_cast<double>(block_in()));
+  return 1 - std::pow(1 - density(), different * across);
 }
 
 double UnionProblem::box_share(const UnionLayout& layout) const {
@@ -82,18 +89,19 @@ UnionPlan::UnionPlan(const UnionProblem& p, const UnionLayout& l, int thread_blo
   };
   const std::int64_t all_columns = ceil_div(p.in_features(), p.column());
   // No more than all, and than if no two blocks met in one.
-  pieces =
-      std::min(p.strips() * all_columns, p.blocks * (p.block_out() / p.unit()) * (p.block_in() / p.column()));
+  pieces = std::min(p.strips() * all_columns,
+                    p.blocks * touched(p.block_out(), p.unit()) * touched(p.block_in(), p.column()));
   groups_at = take(std::int64_t{8} * groups);
   units_at = take(std::int64_t{4} * strips);
   steps_at = take(std::int64_t{4} * groups * columns);
-  sources_at = take(pieces * (64 / p.unit()));
+  sources_at = take(p.fine() ? 0 : pieces * (64 / p.unit()));
+  places_at = take(p.fine() ? p.strips() * all_columns : 0);
+  slots_at = take(p.fine() ? p.units() : 0);
   count_at = take(std::int64_t{groups} + 1);
   items_at = take(2 * std::int64_t{lists().begin(lists().levels())});
   // Columns of block rows and of strips as bits, how many, and those of each unit row; unit rows by falling
   // length; of each group strips, clocks, steps and pieces.
-  const std::int64_t rows = ceil_div(p.out_features(), p.block_out()) + strips,
-                     bits = ceil_div(all_columns, 32);
+  const std::int64_t rows = ceil_div(p.out_features(), p.marked()) + strips, bits = ceil_div(all_columns, 32);
   scratch_at = take(rows * (bits + 1) + p.units() * (bits + 1) + std::int64_t{kMostGroup + 3} * groups);
 }
 
@@ -103,7 +111,6 @@ std::string unsupported(const UnionProblem& p) {
   if (p.dtype != DType::bf16 && p.dtype != DType::f16 && p.dtype != DType::f32)
     return "tensor cores of this kernel take bf16, f16 and, rounded to tf32, f32";
   const auto piece = static_cast<std::int64_t>(16 / size_of(p.dtype));
-  if (p.block_rows % 16 != 0 || p.block_cols % 16 != 0) return "block sides must be multiples of 16";
   if (p.dtype != DType::f32 && p.block_rows % 64 == 0 && p.block_cols % 64 == 0)
     return "blocks of 64 are strips already";
   if (p.x_stride % piece != 0 || p.y_stride % piece != 0) return "TMA needs rows of X and Y 16 bytes apart";
@@ -112,6 +119,8 @@ std::string unsupported(const UnionProblem& p) {
   if (p.out_features() % piece != 0) return "TMA writes rows of Y in pieces of 16 bytes";
   if (p.tokens < 1) return "there are no tokens";
   if (p.tokens > INT32_MAX / 2 || p.blocks * p.block_rows > INT32_MAX) return "coordinates of TMA are 32-bit";
+  if (p.fine() && p.block_out() > INT32_MAX / (p.in_features() + p.block_in()))
+    return "values of a block row are counted in 32 bits";
   if (p.in_features() > kMostFeatures || p.out_features() > kMostFeatures)
     return "grouping rows takes less than 2^20 features";
   if (p.strips() * ceil_div(p.tokens, 128) > INT32_MAX / 4) return "tiles are counted in 32 bits";

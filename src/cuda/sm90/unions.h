@@ -1,8 +1,9 @@
-// The union kernel, host side: linear and grad_input for blocks whose sides are multiples of 16 and not both
-// of 64, and for all of them in f32, as tf32. A *unit row* is 16, 32 or 64 features of Y with one pattern; 64
-// / unit of them are a strip, which stores the union of their columns, packed with zeros; two or three strips
-// are a group. Which unit rows go together and what they store follows from the pattern alone and is made on
-// the device (union_plan.cu); the values are packed when they change (union_pack.cu).
+// The union kernel, host side: linear and grad_input for blocks of any shape but those whose sides are both
+// multiples of 64, and for these in f32, as tf32. A *unit row* is 16, 32 or 64 features of Y; 64 / unit of
+// them are a strip, which stores the union of their columns, packed with zeros; two or three strips are a
+// group. A unit row lies in one block row, or, of blocks that are no multiple of 16 high, meets several and
+// stores what any of them does. Which unit rows go together and what they store follows from the pattern
+// alone and is made on the device (union_plan.cu); the values are packed when they change (union_pack.cu).
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -26,7 +27,10 @@ struct UnionProblem : Product {
   // Features of X: of a column, which is 32 bytes, and of a step.
   int column() const { return 32 / static_cast<int>(size_of(dtype)); }
   int step() const { return 4 * column(); }
-  // Features of Y that have one pattern.
+  // Blocks that do not fill all of the unit rows and columns that they touch.
+  bool fine() const { return block_out() % 16 != 0 || block_in() % column() != 0; }
+  // Features of Y whose columns are marked together: a block row's, or a unit row's where that meets several.
+  std::int64_t marked() const { return block_out() % 16 == 0 ? block_out() : 16; }
   int unit() const { return block_out() % 64 == 0 ? 64 : block_out() % 32 == 0 ? 32 : 16; }
   std::int64_t units() const { return (out_features() + unit() - 1) / unit(); }
   std::int64_t strips() const { return (units() * unit() + 63) / 64; }
@@ -67,6 +71,8 @@ struct UnionPlan {
   UnionLayout layout;
   int groups, strips, sms, columns;  // columns: room for steps of a group
   std::int64_t pieces;               // at most
+  // Of fine blocks: the piece of each strip's column, and where each unit row is among `units_at`'s.
+  std::int64_t places_at = 0, slots_at = 0;
   std::int64_t groups_at = 0, units_at = 0, steps_at = 0, sources_at = 0, count_at = 0, items_at = 0;
   std::int64_t scratch_at = 0, words = 0;
   UnionPlan(const UnionProblem& problem, const UnionLayout& layout, int thread_blocks);
@@ -76,9 +82,10 @@ struct UnionPlan {
 
 cudaError_t prepare(const UnionProblem& problem, const UnionLayout& layout, int sms,
                     const ProductIndex& index, std::int32_t* words, cudaStream_t stream);
-// Fills `packed` (UnionPlan::packed_bytes) from canonical values and what prepare made.
-cudaError_t pack(const UnionProblem& problem, const UnionLayout& layout, int sms, const std::int32_t* words,
-                 const void* values, void* packed, cudaStream_t stream);
+// Fills `packed` (UnionPlan::packed_bytes) from canonical values and what prepare made; the index is read of
+// fine blocks.
+cudaError_t pack(const UnionProblem& problem, const UnionLayout& layout, int sms, const ProductIndex& index,
+                 const std::int32_t* words, const void* values, void* packed, cudaStream_t stream);
 
 struct UnionOperands {
   const void* x = nullptr;
