@@ -70,6 +70,81 @@ INSTANTIATE_TEST_SUITE_P(
              std::to_string(tested.param.cols);
     });
 
+// simt's kernel for few tokens: weights one by one, along rows, down columns; rows of more pieces than a warp
+// has lanes; every number of tokens a thread may have; x and y in any layout.
+class CudaFewTest : public CudaFamilyTest {
+ protected:
+  void SetUp() override {
+    CudaFamilyTest::SetUp();
+    set_family("simt");
+  }
+  void check(const ProblemSpec& spec) {
+    SCOPED_TRACE(text_of(spec));
+    const Problem problem = make_problem(spec);
+    ProblemIn<DeviceBuffer> gpu = make(problem);
+    ASSERT_EQ(explain(gpu.problem(Op::linear)).kernel, "simt_few_linear");
+    ASSERT_TRUE(takes(gpu, Op::linear));
+    expect_ok(gpu.linear(Activation::none));
+    expect_linear(problem, gpu);
+  }
+};
+
+TEST_F(CudaFewTest, MatchHost) {
+  const std::pair<std::int64_t, std::int64_t> blocks[] = {
+      {1, 1},   {1, 7}, {7, 1},   {4, 4},   {3, 5},   {8, 8},   {16, 1},  {24, 1},  {40, 1},
+      {128, 1}, {1, 8}, {1, 300}, {2, 256}, {16, 16}, {17, 33}, {64, 64}, {8, 296}, {96, 2}};
+  for (const auto& [r, c] : blocks) {
+    for (const DType dtype : kDTypes) {
+      for (const std::int64_t tokens : {1, 2, 4, 5, 8, 9, 16}) {
+        for (const double density : {0.0, 0.3, 1.0})
+          check({tokens, (5 * r + 8) / 8 * 8, (9 * c + 7) / 8 * 8, r, c, density, dtype, true, 8});
+        check({tokens, 5 * r + r / 2 + 1, 9 * c + c / 2 + 1, r, c, 0.4, dtype, false, 3});
+      }
+      for (const Layout x : kLayouts) {
+        for (const Layout y : kLayouts) check({8, 3 * r + 1, 24 * c, r, c, 0.4, dtype, true, 8, x, y});
+      }
+    }
+  }
+}
+
+// Rows long enough for every number of warps; one of them longer than all others.
+TEST_F(CudaFewTest, EveryNumberOfWarps) {
+  for (const auto& [r, c] : {std::pair{1, 1}, {16, 1}, {8, 8}}) {
+    const Problem problem = make_problem({3, 40, 4096, r, c, 0.5, DType::bf16, true, 0});
+    for (const int warps : {1, 2, 4, 8, 16}) {
+      SCOPED_TRACE(::testing::Message() << r << 'x' << c << ' ' << warps);
+      const Force force("cuda:simt,simt_few_linear(warps=" + std::to_string(warps) + ")");
+      ProblemIn<DeviceBuffer> gpu(problem);
+      taken_ = 1;
+      expect_ok(gpu.linear(Activation::none));
+      expect_linear(problem, gpu);
+    }
+    const Force force("cuda:simt,simt_few_linear(warps=17)");
+    ProblemIn<DeviceBuffer> gpu(problem);
+    EXPECT_EQ(gpu.linear(Activation::none).code(), StatusCode::invalid_argument);
+  }
+}
+
+// A token's bits are the same in any batch of up to 16.
+TEST_F(CudaFewTest, TokensDoNotDependOnTheBatch) {
+  for (const auto& [r, c] : {std::pair{1, 1}, {16, 1}, {8, 8}, {4, 4}}) {
+    const Problem problem = make_problem({16, 256, 2048, r, c, 0.3, DType::bf16, false, 0});
+    ProblemIn<DeviceBuffer> batch = make(problem);
+    ASSERT_TRUE(takes(batch, Op::linear));
+    expect_ok(batch.linear(Activation::none));
+    const std::vector<std::byte> all = batch.y().download();
+    for (const std::int64_t tokens : {1, 3, 7}) {
+      Problem few = problem;
+      few.spec.m = tokens;
+      few.x.resize(static_cast<std::size_t>(tokens * problem.x_stride()));
+      ProblemIn<DeviceBuffer> gpu = make(few);
+      expect_ok(gpu.linear(Activation::none));
+      const std::vector<std::byte> its = gpu.y().download();
+      EXPECT_TRUE(std::equal(its.begin(), its.end(), all.begin())) << tokens;
+    }
+  }
+}
+
 // What is special about a problem, for every family.
 class CudaProductTest : public CudaFamilyTest, public ::testing::WithParamInterface<std::string> {
  protected:

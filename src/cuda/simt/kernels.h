@@ -15,6 +15,16 @@ struct TileChoice {
   static constexpr std::string_view kFields[] = {"tile_rows"};
 };
 
+// Warps that share a block row, with up to kFewTokens: 1 to 16.
+struct FewChoice {
+  std::int64_t warps = 1;
+  static constexpr std::string_view kFields[] = {"warps"};
+};
+inline constexpr std::int64_t kFewTokens = 16;
+FewChoice configure_few(const Problem& problem, int sms);
+std::int64_t few_workspace(const Problem& problem);
+
+cudaError_t launch_few(const Call& call, int warps);
 cudaError_t launch_linear(const Call& call);
 cudaError_t launch_grad_input(const Call& call);
 cudaError_t launch_grad_weight(const Call& call);
