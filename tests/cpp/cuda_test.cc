@@ -168,7 +168,7 @@ TEST_P(CudaQueueTest, TokensDoNotDependOnTheBatch) {
     return;
   }
   Problem one = problem;
-  one.spec.m = name == "simt" ? 17 : 1;
+  one.spec.m = 17;
   const std::int64_t token = 211;
   one.x.assign(problem.x.begin() + token * problem.x_stride(),
                problem.x.begin() + (token + one.spec.m) * problem.x_stride());

@@ -35,7 +35,7 @@ TEST_F(Sm90TallPairsTest, MatchHost) {
           }
           check({520, 4 * r - 24, 328, r, 1, 0.3, dtype, false, 8, x, y});
           const bool by_token = x == Layout::by_token && y == Layout::by_token;
-          check({by_token ? 1 : 8, 3 * r - 8, 40, r, 1, 0.5, dtype, true, 8, x, y});
+          check({by_token ? 17 : 24, 3 * r - 8, 40, r, 1, 0.5, dtype, true, 8, x, y});
         }
       }
     }

@@ -218,7 +218,7 @@ cudaError_t launch_piece(const Call& call, int warps) {
   const auto x = device_matrix<T>(call.x);
   const std::int64_t passes = ceil_div(call.x.rows, kTokens);
   auto* packed = static_cast<T*>(call.workspace);
-  if constexpr (packs_x(kTokens, kPiece)) {
+  if (packs_x(kTokens, kPiece) && s.cols > 0) {
     const cudaError_t status = launch(pack_kernel<T, kTokens>, grid(ceil_div(s.cols, 256), passes), 256,
                                       call.stream, x, static_cast<int>(s.cols), packed);
     if (status != cudaSuccess) return status;

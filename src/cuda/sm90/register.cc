@@ -150,7 +150,11 @@ Reason supports_unions(const Problem& p, const rarefy::Machine& machine) {
   if (Reason reason = supports_family(p, machine); !reason.empty()) return reason;
   if (Reason reason = refuses_f32(p); !reason.empty()) return reason;
   if (p.out_alignment < 16) return cat("needs outputs and bias aligned to 16 bytes; got ", p.out_alignment);
-  return unsupported(union_problem(p));
+  const UnionProblem problem = union_problem(p);
+  if (problem.fine()) {
+    if (Reason reason = refuses_few(p); !reason.empty()) return reason;
+  }
+  return unsupported(problem);
 }
 
 Config choice_of(const UnionConfig& c, const rarefy::Machine& machine) {

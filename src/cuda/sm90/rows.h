@@ -2,6 +2,7 @@
 // union kernel as the registry keeps it.
 #pragma once
 
+#include "core/message.h"
 #include "core/registry.h"
 #include "cuda/sm90/strips.h"
 
@@ -29,6 +30,18 @@ inline ProductIndex index_of(const Call& call) {
   const PlanView& plan = call.plan;
   return call.problem.op == Op::grad_input ? ProductIndex{plan.ccol, plan.row, plan.perm}
                                            : ProductIndex{plan.crow, plan.col, nullptr};
+}
+
+// linear of few tokens is bound by reading W, which simt_few_linear does as it is stored: up to 4, or up to
+// 16 where 16 bytes of it lie along a row or down a column of a block; up to 8 where tiles of 128 rows are
+// enough for half of the SMs (docs/design/hopper/fine.md).
+inline Reason refuses_few(const Problem& p) {
+  const BsrShape& s = p.weight.shape;
+  const bool pieces = s.block_cols % 8 == 0 || (s.block_cols == 1 && s.block_rows % 8 == 0);
+  const bool tiles = s.block_cols == 1 && s.block_rows % 128 == 0 && s.rows >= 64 * 128;
+  const std::int64_t most = !pieces ? 4 : tiles ? 8 : 16;
+  if (p.op != Op::linear || p.tokens > most) return {};
+  return cat("leaves up to ", most, " tokens to kernels that read W in place; got ", p.tokens);
 }
 
 inline Reason refuses_f32(const Problem& p) {

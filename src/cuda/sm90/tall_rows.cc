@@ -2,6 +2,7 @@
 // layers, whose hidden features stay by feature between them.
 #include "core/message.h"
 #include "cuda/sm90/register.h"
+#include "cuda/sm90/rows.h"
 #include "cuda/sm90/tall.h"
 #include "cuda/status.h"
 
@@ -24,6 +25,7 @@ Reason supports_tall(const Problem& p, const rarefy::Machine& machine) {
   if (Reason reason = supports_family(p, machine); !reason.empty()) return reason;
   if (p.weight.shape.block_cols != 1)
     return cat("takes blocks of one column; got ", p.weight.shape.block_cols);
+  if (Reason reason = refuses_few(p); !reason.empty()) return reason;
   if (p.out_alignment < 16) return cat("needs outputs and bias aligned to 16 bytes; got ", p.out_alignment);
   return unsupported(tall_problem(p));
 }
