@@ -252,12 +252,12 @@ TEST(CudaErrorTest, LaunchWithoutGpuIsAStatus) {
   if (reason.empty()) GTEST_SKIP() << "there is an NVIDIA GPU";
   EXPECT_TRUE(backend_info().cuda_built);
   EXPECT_TRUE(backend_info().cuda_devices.empty());
-  const Problem problem = make_problem({3, 4, 4, 2, 2, 1.0, DType::f32, true, 0});
-  float y[12];  // never read or written: no kernel runs
-  const MatrixView x{problem.x.data(), DType::f32, 3, 4, 4, Device::cuda};
+  const Problem problem = make_problem({1, 4, 4, 2, 2, 1.0, DType::f32, true, 0});
+  float y[4];  // never read or written: no kernel runs
+  const MatrixView x{problem.x.data(), DType::f32, 1, 4, 4, Device::cuda};
   const BsrView w{problem.pattern.view(), problem.values.data(), DType::f32, Device::cuda};
   const Status status =
-      rarefy::linear(x, w, nullptr, Activation::none, {y, DType::f32, 3, 4, 4, Device::cuda});
+      rarefy::linear(x, w, nullptr, Activation::none, {y, DType::f32, 1, 4, 4, Device::cuda});
   EXPECT_EQ(status.code(), StatusCode::unsupported);
   EXPECT_EQ(status.message().rfind("[linear] the CUDA kernel must launch; got cudaError", 0), 0U)
       << status.message();

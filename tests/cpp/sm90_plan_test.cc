@@ -309,7 +309,9 @@ TEST(Unsupported, SaysWhy) {
   unions.activation = Activation::relu;
   EXPECT_EQ(unsupported(unions), "grad_input has no activation");
   EXPECT_EQ(unsupported(union_problem(false, 8, 256, 256, 64, 64, 4)), "blocks of 64 are strips already");
-  EXPECT_EQ(unsupported(union_problem(false, 8, 256, 256, 8, 16, 4)), "block sides must be multiples of 16");
+  EXPECT_EQ(unsupported(union_problem(false, 8, 256, 256, 8, 3, 4)), "");  // any other block
+  EXPECT_EQ(unsupported(union_problem(false, 8, 1 << 19, 1 << 19, 1 << 19, 1, 4)),
+            "values of a block row are counted in 32 bits");
 
   DecodeProblem decode{DType::bf16, 16, 256, 256, 16, 16, 4, 256, 256};
   EXPECT_EQ(unsupported(decode), "");
