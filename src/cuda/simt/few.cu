@@ -108,7 +108,7 @@ __global__ void __launch_bounds__(kMostWarps * 32)
       const int feature = plan.col[entry] * block_cols + (there[j] ? column : 0);
       there[j] &= feature < cols;  // else padding
       at[j] = there[j] ? feature : 0;
-      const std::int64_t inside = there[j] ? (first_row + row) * block_cols + column : 0;
+      const std::int64_t inside = there[j] ? std::int64_t{first_row + row} * block_cols + column : 0;
       w[j] = load_values<T, L::kValues>(values + std::int64_t{entry} * block_rows * block_cols + inside);
     }
 #pragma unroll

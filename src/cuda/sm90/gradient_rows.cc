@@ -142,7 +142,7 @@ Status run_dense(const Call& call) {
   if (!valid(whole, config) || config.wide != 64)
     return invalid("grad_weight", "the config must be one that blocks of 128x128 allow", config.text());
   const DenseGradient dense(problem);
-  const auto stream = static_cast<cudaStream_t>(call.stream);
+  auto* const stream = static_cast<cudaStream_t>(call.stream);
   auto* workspace = static_cast<std::byte*>(call.workspace);
   GradientOperands operands{call.dy.data, call.x.data};
   operands.crow = reinterpret_cast<const std::int32_t*>(workspace);
