@@ -61,7 +61,7 @@ __global__ void __launch_bounds__(256) pack_kernel(Matrix<const T> x, int featur
   reinterpret_cast<Values<T, kTokens>*>(packed)[std::int64_t{blockIdx.y} * features + feature] = all;
 }
 
-// x: by token; packed: what pack_kernel made of it, where packs_x.
+// x: as the caller has it; packed: what pack_kernel made of it, where packs_x.
 template <class T, int kTokens, Piece kPiece>
 __global__ void __launch_bounds__(kMostWarps * 32)
     few_kernel(Plan plan, const T* values, Matrix<const T> x, const T* packed, const T* bias,

@@ -2,6 +2,7 @@
 #include <algorithm>
 
 #include "core/message.h"
+#include "cuda/simt/kernels.h"
 #include "cuda/sm80/kernels.h"
 #include "cuda/status.h"
 
@@ -38,8 +39,8 @@ Reason supports(const Problem& p, const Machine& machine) {
 
 Reason supports_float(const Problem& p, const Machine& machine) {
   if (p.in != DType::f32) return cat("takes f32; got ", name(p.in));
-  if (p.op == Op::linear && p.tokens <= 16)
-    return cat("leaves up to 16 tokens to a kernel that reads W once; got ", p.tokens);
+  if (p.op == Op::linear && p.tokens <= simt::kFewTokens)
+    return cat("leaves up to ", simt::kFewTokens, " tokens to a kernel that reads W once; got ", p.tokens);
   return supports_layout(p, machine, 4, 32);
 }
 

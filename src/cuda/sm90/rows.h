@@ -1,9 +1,10 @@
-// What the rows of this family share: problems of the core as the kernels' own, and a configuration of the
-// union kernel as the registry keeps it.
+// What the rows of this family share: problems of the core as the kernels' own, what several refuse, and a
+// configuration of the strip kernel as the registry keeps it.
 #pragma once
 
 #include "core/message.h"
 #include "core/registry.h"
+#include "cuda/simt/kernels.h"
 #include "cuda/sm90/strips.h"
 
 namespace rarefy::sm90 {
@@ -39,7 +40,7 @@ inline Reason refuses_few(const Problem& p) {
   const BsrShape& s = p.weight.shape;
   const bool pieces = s.block_cols % 8 == 0 || (s.block_cols == 1 && s.block_rows % 8 == 0);
   const bool tiles = s.block_cols == 1 && s.block_rows % 128 == 0 && s.rows >= 64 * 128;
-  const std::int64_t most = !pieces ? 4 : tiles ? 8 : 16;
+  const std::int64_t most = !pieces ? 4 : tiles ? 8 : cuda::simt::kFewTokens;
   if (p.op != Op::linear || p.tokens > most) return {};
   return cat("leaves up to ", most, " tokens to kernels that read W in place; got ", p.tokens);
 }
