@@ -26,6 +26,30 @@ class Sm90Test : public CudaTest {
     return explain(asked).kernel;
   }
 
+  // The kernels that a front gets which holds what was made for 4096 tokens.
+  struct Kernels {
+    std::string_view linear, grad_input, grad_weight;  // grad_weight: empty where it is not asked about
+  };
+  static void check_products(const ProblemSpec& spec, const Kernels& kernels) {
+    SCOPED_TRACE(text_of(spec));
+    const Problem problem = make_problem(spec);
+    ProblemIn<DeviceBuffer> gpu(problem);
+    gpu.hold_derived(4096);
+    ASSERT_EQ(kernel_of(gpu, Op::linear), kernels.linear);
+    ASSERT_EQ(kernel_of(gpu, Op::grad_input), kernels.grad_input);
+    if (!kernels.grad_weight.empty()) {
+      ASSERT_EQ(kernel_of(gpu, Op::grad_weight), kernels.grad_weight);
+    }
+    const Force force("cuda:sm90");
+    expect_ok(gpu.linear(Activation::none));
+    expect_linear(problem, gpu);
+    expect_ok(gpu.grad_input());
+    expect_grad_input(problem, gpu);
+    if (kernels.grad_weight.empty()) return;
+    expect_ok(gpu.grad_weight());
+    expect_grad_weight(problem, gpu);
+  }
+
   // `kernel` is what linear must get.
   static void check(const ProblemSpec& spec, std::string_view kernel) {
     SCOPED_TRACE(text_of(spec));

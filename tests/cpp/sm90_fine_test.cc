@@ -16,45 +16,31 @@ constexpr std::pair<std::int64_t, std::int64_t> kBlocks[] = {
 
 class Sm90FineTest : public Sm90Test {
  protected:
-  // All products, of a front that holds what was made for 4096 tokens.
-  static void check_fine(const ProblemSpec& spec) {
-    SCOPED_TRACE(text_of(spec));
-    const Problem problem = make_problem(spec);
-    ProblemIn<DeviceBuffer> gpu(problem);
-    gpu.hold_derived(4096);
-    ASSERT_EQ(kernel_of(gpu, Op::linear), "sm90_unions_linear");
-    ASSERT_EQ(kernel_of(gpu, Op::grad_input), "sm90_unions_grad_input");
-    ASSERT_EQ(kernel_of(gpu, Op::grad_weight), "sm90_dense_gradient");
-    const Force force("cuda:sm90");
-    expect_ok(gpu.linear(Activation::none));
-    expect_linear(problem, gpu);
-    expect_ok(gpu.grad_input());
-    expect_grad_input(problem, gpu);
-    expect_ok(gpu.grad_weight());
-    expect_grad_weight(problem, gpu);
+  static void check(const ProblemSpec& spec) {
+    check_products(spec, {"sm90_unions_linear", "sm90_unions_grad_input", "sm90_dense_gradient"});
   }
 };
 
 TEST_F(Sm90FineTest, MatchHost) {
   for (const auto& [r, c] : kBlocks) {
     for (const DType dtype : {DType::bf16, DType::f16}) {
-      for (const double density : {0.0, 0.3, 1.0}) check_fine({130, 216, 184, r, c, density, dtype, true, 0});
-      check_fine({513, 328, 136, r, c, 0.1, dtype, false, 8});
-      check_fine({64, 8, 16, r, c, 0.6, dtype, true, 8});
+      for (const double density : {0.0, 0.3, 1.0}) check({130, 216, 184, r, c, density, dtype, true, 0});
+      check({513, 328, 136, r, c, 0.1, dtype, false, 8});
+      check({64, 8, 16, r, c, 0.6, dtype, true, 8});
     }
     ProblemSpec tf32{130, 216, 184, r, c, 0.3, DType::f32, true, 4};
     tf32.tf32 = true;
-    check_fine(tf32);
+    check(tf32);
   }
 }
 
 TEST_F(Sm90FineTest, ManyTokensRowsAndColumns) {
   for (const std::int64_t tokens : {255, 257, 1281, 4100}) {
-    check_fine({tokens, 320, 448, 8, 8, 0.2, DType::bf16, true, 0});
+    check({tokens, 320, 448, 8, 8, 0.2, DType::bf16, true, 0});
   }
-  check_fine({40000, 64, 128, 4, 4, 0.3, DType::bf16, true, 0});
-  check_fine({100, 16 * 1200, 64, 16, 1, 0.1, DType::f16, true, 0});
-  check_fine({100, 64, 16 * 1200, 1, 1, 0.02, DType::f16, true, 0});
+  check({40000, 64, 128, 4, 4, 0.3, DType::bf16, true, 0});
+  check({100, 16 * 1200, 64, 16, 1, 0.1, DType::f16, true, 0});
+  check({100, 64, 16 * 1200, 1, 1, 0.02, DType::f16, true, 0});
 }
 
 TEST_F(Sm90FineTest, Activations) {
