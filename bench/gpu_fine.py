@@ -2,8 +2,9 @@
 
 Prints microseconds. Results are checked before they are timed.
 
-python bench/gpu_fine.py          # all products, 8192 × 4096 → 4096, and the plain kernels beside them
-python bench/gpu_fine.py --few    # linear with 1 to 16 tokens, a chain of three weights
+python bench/gpu_fine.py            # all products, 8192 × 4096 → 4096, and the plain kernels beside them
+python bench/gpu_fine.py --batches  # the same with 17 to 512 tokens, tall vectors among them
+python bench/gpu_fine.py --few      # linear with 1 to 16 tokens, a chain of three weights
 """
 
 from __future__ import annotations
@@ -16,8 +17,9 @@ import torch
 import rarefy
 from gpu_layers import DTYPE, OPS, check, graph_ms
 
-FINE = ((8, 8), (16, 1), (4, 4), (1, 1), (64, 4), (24, 24))
+FINE = ((8, 8), (16, 1), (4, 4), (1, 1), (64, 4), (24, 24), (128, 2))
 FEW = ((128, 1), (64, 1), (32, 1), (16, 1), (8, 8), (4, 4), (1, 1), (24, 24))
+PRODUCTS = ("linear", "grad_input", "grad_weight")
 SIMT_MOST = 1.5e10  # products beyond which plain kernels take too long to be timed
 
 
@@ -41,8 +43,8 @@ def products(m: int, k: int, n: int, block: tuple[int, int], density: float) -> 
         )
         for call, its in zip(calls[:2], want[:2], strict=True):
             check(call(), its())
-        kernel = rarefy.explain(w, x, op="linear")["kernel"]
-        parts.append(f"{kernel} " + " ".join(f"{graph_ms(f) * 1e3:.0f}" for f in calls))
+        kernels = " ".join(rarefy.explain(w, x, op=op)["kernel"] for op in PRODUCTS)
+        parts.append(f"{kernels} " + " ".join(f"{graph_ms(f) * 1e3:.0f}" for f in calls))
     rarefy.force_impl("")
     return f"{m}x{k}x{n} {block[0]}x{block[1]}@{density}: " + " | ".join(parts)
 
@@ -79,16 +81,22 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--few", action="store_true", help="up to 16 tokens")
-    few_tokens = parser.parse_args().few
+    parser.add_argument("--batches", action="store_true", help="17 to 512 tokens")
+    asked = parser.parse_args()
     with torch.no_grad():
-        if few_tokens:
+        if asked.batches:
+            for block in ((128, 1), (64, 1), (16, 1), (8, 8)):
+                for density in (0.25, 0.1, 0.05):
+                    for m in (17, 64, 128, 256, 512):
+                        print(products(m, 4096, 4096, block, density), flush=True)
+        elif asked.few:
             for k, n in ((4096, 14336), (14336, 4096)):
                 for block in FEW:
                     for density in (0.25, 0.1):
                         for m in (1, 4, 8, 16):
                             print(few(m, k, n, block, density), flush=True)
         else:
-            for density in (0.25, 0.1, 0.02):
+            for density in (0.25, 0.1, 0.05, 0.02, 0.005):
                 for block in FINE:
                     print(products(8192, 4096, 4096, block, density), flush=True)
 

@@ -1,6 +1,7 @@
 // Checks and times the tall kernel (linear for blocks of one column), X by feature and by token, and the
 // transpose that the latter takes.
 #include "cuda/sm90/tall.h"
+#include "cuda/sm90/tall_columns.h"
 #include "hopper.h"
 #include "setup.cuh"
 
@@ -13,14 +14,22 @@ using namespace rarefy::sm90;
 constexpr int kSms = 132, kSharedBytes = 227 * 1024;
 
 template <class T>
+TallColumns columns_of(const Setup<T>& s) {
+  return TallColumns({false, kDType<T>, s.c.m, s.c.n, s.c.k, s.c.r, 1, s.pattern.blocks()});
+}
+
+bool packs(const Case& c) { return c.r % 64 != 0; }
+
+// Of packed columns as what they are to the tall kernel.
+template <class T>
 TallProblem problem_of(const Setup<T>& s) {
   TallProblem p;
   p.dtype = kDType<T>;
   p.tokens = s.c.m;
   p.rows = s.c.n;
   p.cols = s.c.k;
-  p.block_rows = s.c.r;
-  p.blocks = s.pattern.blocks();
+  p.block_rows = packs(s.c) ? 64 : s.c.r;
+  p.blocks = packs(s.c) ? columns_of(s).most : s.pattern.blocks();
   p.x_layout = s.c.x_by_feature ? Layout::by_feature : Layout::by_token;
   p.x_stride = s.x_stride();
   p.y_stride = s.y_stride();
@@ -29,34 +38,41 @@ TallProblem problem_of(const Setup<T>& s) {
 }
 
 // A pattern's index, what is prepared of it, and workspace, on the device.
+template <class T>
 struct Prepared {
+  TallColumns columns;
   TallConfig config;
   Buffer<std::int32_t> crow, col, words;
   Buffer<char> workspace, packed;
-  Prepared(const TallProblem& problem, const Pattern& p)
-      : config(configure(problem, kSharedBytes)),
-        crow(to_device(p.crow)),
-        col(to_device(p.col)),
-        words(static_cast<std::size_t>(TallPlan(problem, config, kSms).words)),
+  Prepared(const Setup<T>& s, const TallProblem& problem)
+      : columns(columns_of(s)),
+        config(configure(problem, kSharedBytes)),
+        crow(to_device(s.pattern.crow)),
+        col(to_device(s.pattern.col)),
+        words(static_cast<std::size_t>(columns.words + TallPlan(problem, config, kSms).words)),
         workspace(static_cast<std::size_t>(2 * problem.cols * by_feature_stride(problem.tokens + 4096))),
-        packed(static_cast<std::size_t>(problem.packed_bytes())) {
-    make(problem, nullptr);
+        packed(static_cast<std::size_t>(packs(s.c) ? columns.bytes() : 0)) {
+    make(s, problem, nullptr);
     CHECK(cudaDeviceSynchronize());
   }
-  void make(const TallProblem& problem, cudaStream_t stream) const {
-    CHECK(prepare(problem, config, kSms, crow.data(), col.data(), words.data(), stream));
+  const std::int32_t* plan() const { return words.data() + columns.words; }  // what the tall kernel walks
+  ProductIndex stored() const { return {crow.data(), col.data(), nullptr}; }
+  ProductIndex index(const Setup<T>& s) const { return packs(s.c) ? columns.index(words.data()) : stored(); }
+  void make(const Setup<T>& s, const TallProblem& problem, cudaStream_t stream) const {
+    if (packs(s.c)) CHECK(prepare(columns, stored(), words.data(), stream));
+    CHECK(prepare(problem, config, kSms, index(s).offsets, words.data() + columns.words, stream));
   }
-  template <class T>
-  void pack_values(const Setup<T>& s, const TallProblem& problem, cudaStream_t stream) const {
-    if (problem.in_pairs())
-      CHECK(pack(problem, config, kSms, words.data(), s.values.data(), packed.data(), stream));
+  void pack_values(const Setup<T>& s, cudaStream_t stream) const {
+    if (packs(s.c)) CHECK(pack(columns, stored(), words.data(), s.values.data(), packed.data(), stream));
   }
-  template <class T>
   void run(const Setup<T>& s, const TallProblem& problem, cudaStream_t stream) const {
-    CHECK(launch(problem, config, kSms,
-                 {s.x.data(), s.values.data(), crow.data(), col.data(), s.bias_or_null(), s.y.data(),
-                  words.data(), workspace.data(), packed.data()},
-                 stream));
+    TallOperands operands{s.x.data(), s.values.data(), index(s).others,  s.bias_or_null(),
+                          s.y.data(), plan(),          workspace.data(), {}};
+    if (packs(s.c)) {
+      operands.values = packed.data();
+      operands.stated = {columns.product, stored(), s.values.data()};
+    }
+    CHECK(launch(problem, config, kSms, operands, stream));
   }
 };
 
@@ -68,8 +84,8 @@ bool check(const Case& c, bool integers, unsigned seed) {
     std::printf("%s: %s\n", describe(c).c_str(), reason.c_str());
     return false;
   }
-  Prepared prepared(problem, s.pattern);
-  prepared.pack_values(s, problem, nullptr);
+  Prepared prepared(s, problem);
+  prepared.pack_values(s, nullptr);
   const Expected expected(s, integers, 300);
   const auto right = [&] {
     return expected.compare(s, "tall " + prepared.config.text(), [&] { prepared.run(s, problem, nullptr); });
@@ -166,11 +182,11 @@ void time_networks(Report& report, Dense& dense, bool every_config) {
         first.y_layout = Layout::by_feature;
         first.y_stride = m;
         const TallProblem second = problem_of(down);
-        const Prepared first_prepared(first, up.pattern), second_prepared(second, down.pattern);
+        const Prepared first_prepared(up, first), second_prepared(down, second);
         const Times t = time_graph([&](cudaStream_t stream) {
           CHECK(launch(first, first_prepared.config, kSms,
-                       {up.x.data(), up.values.data(), nullptr, first_prepared.col.data(), nullptr,
-                        down.x.data(), first_prepared.words.data(), first_prepared.workspace.data()},
+                       {up.x.data(), up.values.data(), first_prepared.col.data(), nullptr, down.x.data(),
+                        first_prepared.plan(), first_prepared.workspace.data()},
                        stream));
           second_prepared.run(down, second, stream);
         });
@@ -206,15 +222,14 @@ void time_tall(Report& report, Dense& dense, bool every_config) {
                        density, Kind::random, Activation::none, false,   0, by_feature};
           Setup<__nv_bfloat16> s(c, false, 7);
           const TallProblem problem = problem_of(s);
-          Prepared prepared(problem, s.pattern);
+          Prepared prepared(s, problem);
           const double prepare_us =
-              time_graph([&](cudaStream_t stream) { prepared.make(problem, stream); }, 5).median;
-          prepared.pack_values(s, problem, nullptr);
+              time_graph([&](cudaStream_t stream) { prepared.make(s, problem, stream); }, 5).median;
+          prepared.pack_values(s, nullptr);
           const double pack_us =
               r % 64 == 0
                   ? 0
-                  : time_graph([&](cudaStream_t stream) { prepared.pack_values(s, problem, stream); }, 5)
-                        .median;
+                  : time_graph([&](cudaStream_t stream) { prepared.pack_values(s, stream); }, 5).median;
           if (main_shape) {
             Expected(s, false, 16).compare(s, "tall " + prepared.config.text(), [&] {
               prepared.run(s, problem, nullptr);

@@ -128,7 +128,7 @@ void time_tall_input(Report& report, Dense& dense, bool every_config) {
         const Product p = problem_of(s);
         const Prepared prepared(p, s.pattern);
         const double prepare_us = time_graph([&](cudaStream_t stream) { prepared.make(stream); }, 5).median;
-        const std::string own = tall_input_configure(p, kSms, kSharedBytes).text();
+        const std::string own = tall_input_best(p, kSms, kSharedBytes).config.text();
         for (const TallInputCandidate& candidate : tall_input_candidates(p, kSms, kSharedBytes)) {
           const std::string text = candidate.config.text();
           if (!candidate.reason.empty() || !chosen_by_env(text) || (!every_config && text != own)) continue;

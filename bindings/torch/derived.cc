@@ -175,8 +175,12 @@ Derived view_derived(const Call& call, const DerivedTensors& tensors, Op op, con
   }
   if (op != Op::linear) {
     const bool tf32 = allows_tf32(call, tensors.key, plan, in, stored);
-    const Section section = section_of(call, op, {plan.shape, stored, in, Scaling::none, tf32});
+    const Operands operands{plan.shape, stored, in, Scaling::none, tf32};
+    const Section section = section_of(call, op, operands);
     if (section.sizes.key == 0 || derived.prepared_bytes < section.offset + section.sizes.prepared) return {};
+    // Of another size in all it was made before others were forced. (On the CPU sizes follow threads.)
+    if (call.device() == Device::cuda && derived.prepared_bytes != prepared_bytes(call, operands, false))
+      return {};
     const bool alone = has_trailer(call, plan.shape) && derived.key == view_few(derived).key;
     if (alone) return {};  // the section for a few tokens
     return {section.sizes.key, static_cast<const std::byte*>(derived.prepared) + section.offset, nullptr,

@@ -34,12 +34,12 @@ RAREFY_API BackendInfo backend_info();
 
 struct Candidate {
   KernelInfo kernel;
-  std::string why_not;  // empty: it can run the problem
+  std::string why_not;  // or why it leaves the problem to others; empty: it can run it
   bool chosen = false;
 };
 
-// Every kernel for the problem's op and device, in order of preference. The first that can run it, and
-// that nothing forces away, is chosen.
+// Every kernel for the problem's op and device, in order of preference. The first that can run it, does not
+// leave it to a later one, and that nothing forces away, is chosen.
 struct Explanation {
   Problem problem;
   std::vector<Candidate> candidates;
@@ -54,8 +54,9 @@ RAREFY_API std::string to_string(const Explanation& explanation);
 
 // Narrows the choice, for this process: "cpu:avx2,cuda:simt", or a family alone, for its own device.
 // Devices that are not named keep their choice; "" lifts all. A kernel with tuning choices in parentheses,
-// "avx2_linear(vectors=2 panels=1)", changes those where that kernel is chosen. What the environment
-// variable RAREFY_FORCE_IMPL held at the first call counts until then. Unknown names are refused.
+// "avx2_linear(vectors=2 panels=1)" or "avx2_linear()", goes before the others wherever it fits, with those
+// choices. What the environment variable RAREFY_FORCE_IMPL held at the first call counts until then. Unknown
+// names are refused.
 RAREFY_API Status force_impl(std::string_view forced);
 RAREFY_API std::string forced_impl();
 

@@ -166,8 +166,9 @@ def force_impl(forced: str) -> str:
 
     Args:
         forced: families by device, "cpu:avx2,cuda:simt"; a family alone goes to its own device; "" lifts all.
-            A kernel with tuning choices in parentheses, "avx2_linear(vectors=2)", changes those where that
-            kernel is chosen. The environment variable RAREFY_FORCE_IMPL says the same before the first call.
+            A kernel with tuning choices in parentheses, "avx2_linear(vectors=2)" or "avx2_linear()", goes
+            before the others wherever it fits, with those choices. The environment variable
+            RAREFY_FORCE_IMPL says the same before the first call.
 
     Raises:
         RuntimeError: a family that this build does not have; the message lists those that it has.

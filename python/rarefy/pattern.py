@@ -253,6 +253,10 @@ class BsrPattern:
             self._prepared[key] = _when_made(make())
         return self._prepared[key]
 
+    def forget_prepared(self) -> None:
+        """Drops it, when the choice of kernels changes: those of the gradients have no key of their own."""
+        self._prepared = {}
+
     def transposed(self, values: torch.Tensor) -> tuple[BsrPattern, torch.Tensor]:
         """The pattern of the transposed matrix, and values, (nnz,) or (nnzb, R, C), of its blocks there.
 

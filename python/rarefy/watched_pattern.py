@@ -34,6 +34,7 @@ def forget_derived() -> None:
     """Drops what kernels derived from all weights, when the choice of kernels changes."""
     for weight in list(alive):
         weight._kept = {}
+        weight._pattern.forget_prepared()
 
 
 def _version(tensor: torch.Tensor) -> int:

@@ -80,6 +80,9 @@ struct Kernel {
   // Pure: asked without data, for machines that are not this one too.
   Reason (*supports)(const Problem&, const Machine&);
   Status (*run)(const Call&);
+  // Of a problem that it supports: why a later row had better have it. It still gets it where no later row
+  // fits, or where it is forced by name. Null: it never yields.
+  Reason (*yields)(const Problem&, const Machine&) = nullptr;
   // linear of several weights on one x, which is packed once: calls of one problem but for rows, blocks and
   // bias, with one config, a workspace each, and derived data at hand. Null: one after the other.
   Status (*run_together)(std::span<const Call>) = nullptr;

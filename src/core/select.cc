@@ -169,14 +169,30 @@ Status no_kernel(const Registry& kernels, const Problem& problem, const Machine&
                cat(to_string(problem), reasons.empty() ? "; no kernel for this device" : reasons));
 }
 
-// The first kernel that fits, or null.
+bool is_named(const Kernel& kernel, const Forced& forced) {
+  return std::ranges::any_of(forced.configs, [&](const auto& named) { return named.first == &kernel; });
+}
+
+// Why a kernel that fits leaves the problem to a later one; empty when it does not.
+Reason why_later(const Kernel& kernel, const Problem& problem, const Machine& machine) {
+  return kernel.yields == nullptr ? Reason() : kernel.yields(problem, machine);
+}
+
+// Of kernels that fit the first that is forced by name, or that does not yield, or that does; or null.
 const Kernel* first_fit(const Registry& kernels, const Problem& problem, const Machine& machine,
-                        std::string_view forced_family) {
+                        std::string_view forced_family, const Forced& forced) {
+  const Kernel *first = nullptr, *yielding = nullptr;
   for (const Kernel& kernel : kernels) {
     if (kernel.op != problem.op || kernel.device != problem.device) continue;
-    if (why_not(kernel, problem, machine, forced_family).empty()) return &kernel;
+    const bool named = is_named(kernel, forced);
+    if (first != nullptr && !named) continue;
+    if (!why_not(kernel, problem, machine, forced_family).empty()) continue;
+    if (named) return &kernel;
+    const Kernel*& place = why_later(kernel, problem, machine).empty() ? first : yielding;
+    if (place == nullptr) place = &kernel;
+    if (first != nullptr && forced.configs.empty()) break;
   }
-  return nullptr;
+  return first != nullptr ? first : yielding;
 }
 
 // The kernel's own choices, but for those that are forced; `run` refuses what is out of range.
@@ -246,8 +262,8 @@ namespace {
 
 // The first kernel that fits, configured; a null one: none does.
 Choice first_choice(const Registry& kernels, const Problem& problem, const Machine& machine,
-                    std::string_view forced_family) {
-  const Kernel* kernel = first_fit(kernels, problem, machine, forced_family);
+                    std::string_view forced_family, const Forced& forced) {
+  const Kernel* kernel = first_fit(kernels, problem, machine, forced_family, forced);
   if (kernel == nullptr) return {};
   return configured(*kernel, problem, configuration(*kernel, problem, machine));
 }
@@ -256,7 +272,7 @@ Choice first_choice(const Registry& kernels, const Problem& problem, const Machi
 
 Result<Choice> choose_from(const Registry& kernels, const Problem& problem, const Machine& machine,
                            std::string_view forced_family) {
-  const Choice choice = first_choice(kernels, problem, machine, forced_family);
+  const Choice choice = first_choice(kernels, problem, machine, forced_family, {});
   if (choice.kernel == nullptr) return no_kernel(kernels, problem, machine, forced_family);
   return choice;
 }
@@ -280,7 +296,7 @@ Result<const Choice*> remember(const Problem& problem) {
   const std::shared_ptr<const Forced> forced = forced_now();
   if (!forced->status.ok()) return forced->status;
   Choice choice = first_choice(registry(), problem, machine_of(problem),
-                               forced->family[static_cast<int>(problem.device)]);
+                               forced->family[static_cast<int>(problem.device)], *forced);
   if (choice.kernel != nullptr) choice = with_forced_config(*forced, problem, choice);
   slot = {problem, generation, choice};
   return &slot.choice;
@@ -313,19 +329,21 @@ Explanation explain(const Problem& problem) {
   const std::shared_ptr<const Forced> forced = forced_now();
   const std::string& family = forced->family[static_cast<int>(problem.device)];
   const Machine machine = machine_of(problem);
+  Choice choice;
+  if (forced->status.ok()) choice = first_choice(registry(), problem, machine, family, *forced);
+  if (choice.kernel != nullptr) {
+    choice = with_forced_config(*forced, problem, choice);
+    result.kernel = choice.kernel->name;
+    result.config = to_string(*choice.kernel, choice.config);
+    result.workspace = whole_workspace(problem, choice);
+  }
   for (const Kernel& kernel : registry()) {
     if (kernel.op != problem.op || kernel.device != problem.device || kernel.format != problem.weight.format)
       continue;
-    Candidate candidate{info(kernel), why_not(kernel, problem, machine, family), false};
-    candidate.chosen = candidate.why_not.empty() && result.kernel.empty() && forced->status.ok();
-    if (candidate.chosen) {
-      const Choice choice =
-          with_forced_config(*forced, problem, *choose_from(registry(), problem, machine, family));
-      result.kernel = kernel.name;
-      result.config = to_string(kernel, choice.config);
-      result.workspace = whole_workspace(problem, choice);
-    }
-    result.candidates.push_back(std::move(candidate));
+    Reason reason = why_not(kernel, problem, machine, family);
+    const bool chosen = &kernel == choice.kernel;
+    if (reason.empty() && !chosen) reason = why_later(kernel, problem, machine);
+    result.candidates.push_back({info(kernel), std::move(reason), chosen});
   }
   if (!forced->status.ok()) {
     result.why_none = forced->status.message();

@@ -129,7 +129,7 @@ INSTANTIATE_TEST_SUITE_P(
                       QueueLayer{"sm90_squares", "sm90", {300, 248, 320, 64, 64, 0.3, DType::bf16, false, 8}},
                       QueueLayer{"sm90_tall", "sm90", {600, 376, 320, 128, 1, 0.3, DType::bf16, false, 8}},
                       QueueLayer{
-                          "sm90_tall_pairs", "sm90", {600, 376, 320, 32, 1, 0.3, DType::bf16, false, 8}},
+                          "sm90_tall_packed", "sm90", {600, 376, 320, 32, 1, 0.3, DType::bf16, false, 8}},
                       QueueLayer{"sm90_small", "sm90", {300, 248, 320, 16, 16, 0.2, DType::bf16, false, 8}},
                       QueueLayer{"sm90_decode", "sm90", {9, 256, 320, 32, 32, 0.3, DType::bf16, false, 8}}),
     [](const auto& tested) { return tested.param.name; });
@@ -163,7 +163,7 @@ TEST_P(CudaQueueTest, TokensDoNotDependOnTheBatch) {
   const std::string name = GetParam().name;
   const Problem problem = make_problem(GetParam().spec);
   if (name != "simt" && name != "sm80" && name != "sm80_float" && name != "sm90_tall" &&
-      name != "sm90_tall_pairs") {
+      name != "sm90_tall_packed") {
     taken_ = 1;
     return;
   }

@@ -76,6 +76,44 @@ TEST(SelectTest, AMachineThatLacksAnInstructionSetIsTheReason) {
   EXPECT_EQ(choose_from(registry(), problem, machine, "")->kernel->name, "scalar_linear");
 }
 
+// Rows that fit: one that yields comes after those that do not, and before nothing.
+TEST(SelectTest, ARowThatYieldsIsTheLastThatIsAsked) {
+  const auto row = [](std::string_view name, Reason (*yields)(const rarefy::Problem&, const Machine&)) {
+    return Kernel{
+        .op = Op::linear,
+        .device = Device::cpu,
+        .family = "scalar",
+        .name = name,
+        .supports = [](const rarefy::Problem& p,
+                       const Machine&) { return p.tokens > 100 ? Reason("too many tokens") : Reason(); },
+        .run = [](const Call&) { return Status(); },
+        .yields = yields};
+  };
+  const auto few = [](const rarefy::Problem& p, const Machine&) {
+    return p.tokens < 10 ? Reason("leaves few tokens to others") : Reason();
+  };
+  const Registry both{row("first", few), row("second", nullptr)}, alone{row("first", few)};
+  const auto chosen = [](const Registry& rows, std::int64_t tokens) {
+    const auto choice = choose_from(rows, layer_problem(tokens, 64, 64, 4, 4, 0.5), Machine{}, "");
+    return choice.ok() ? choice->kernel->name : "none";
+  };
+  EXPECT_EQ(chosen(both, 50), "first");
+  EXPECT_EQ(chosen(both, 5), "second");
+  EXPECT_EQ(chosen(alone, 5), "first");
+  EXPECT_EQ(chosen(both, 200), "none");
+}
+
+TEST(SelectTest, AKernelThatIsForcedByNameGoesFirstWhereItFits) {
+  const rarefy::Problem problem = layer_problem(512, 64, 64, 4, 4, 0.5);
+  const std::string usual = explain(problem).kernel;
+  EXPECT_NE(usual, "ref_linear");
+  const Force force("ref_linear(),scalar_grad_input()");
+  EXPECT_EQ(explain(problem).kernel, "ref_linear");
+  EXPECT_EQ(choose(problem)->kernel->name, "ref_linear");
+  const Force other("cpu:scalar,ref_linear()");  // of a family that is forced away
+  EXPECT_EQ(explain(problem).kernel, "scalar_linear");
+}
+
 // The order of cpuid's answers against the processor's own list: kernels of this machine are never lost.
 TEST(SelectTest, ThisProcessorsFamiliesAreTaken) {
   const Machine& machine = cpu_machine();

@@ -29,9 +29,11 @@ class Sm90Test : public CudaTest {
   // The kernels that a front gets which holds what was made for 4096 tokens.
   struct Kernels {
     std::string_view linear, grad_input, grad_weight;  // grad_weight: empty where it is not asked about
+    std::string forced = "cuda:sm90";
   };
   static void check_products(const ProblemSpec& spec, const Kernels& kernels) {
     SCOPED_TRACE(text_of(spec));
+    const Force force(kernels.forced);
     const Problem problem = make_problem(spec);
     ProblemIn<DeviceBuffer> gpu(problem);
     gpu.hold_derived(4096);
@@ -40,7 +42,6 @@ class Sm90Test : public CudaTest {
     if (!kernels.grad_weight.empty()) {
       ASSERT_EQ(kernel_of(gpu, Op::grad_weight), kernels.grad_weight);
     }
-    const Force force("cuda:sm90");
     expect_ok(gpu.linear(Activation::none));
     expect_linear(problem, gpu);
     expect_ok(gpu.grad_input());

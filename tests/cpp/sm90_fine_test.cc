@@ -1,5 +1,5 @@
 // Blocks that no Hopper kernel has tiles for (8×8, 16×1, single weights, odd ones) on its tensor cores:
-// linear and grad_input packed as unions, grad_weight made whole and read out; against the host's products in
+// all products as unions (grad_weight: made whole) and as tall columns; against the host's products in
 // double, through the registry.
 #include <gtest/gtest.h>
 
@@ -16,8 +16,34 @@ constexpr std::pair<std::int64_t, std::int64_t> kBlocks[] = {
 
 class Sm90FineTest : public Sm90Test {
  protected:
+  static const Kernels& unions() {
+    static const Kernels kernels{
+        "sm90_unions_linear", "sm90_unions_grad_input", "sm90_dense_gradient",
+        "cuda:sm90,sm90_unions_linear(),sm90_unions_grad_input(),sm90_dense_gradient()"};
+    return kernels;
+  }
+  static const Kernels& tall() {
+    static const Kernels kernels{
+        "sm90_tall_packed", "sm90_tall_packed_grad_input", "sm90_tall_packed_gradient",
+        "cuda:sm90,sm90_tall_packed(),sm90_tall_packed_grad_input(),sm90_tall_packed_gradient()"};
+    return kernels;
+  }
+  // The same, and dX without zeros.
+  static const Kernels& scatter() {
+    static const Kernels kernels{"sm90_tall_packed", "sm90_tall_packed_grad_input", "",
+                                 "cuda:sm90,sm90_tall_packed(),sm90_tall_packed_grad_input("
+                                 "scatter=1 tokens=64 columns=128 slots=4)"};
+    return kernels;
+  }
+  static const Kernels& transposed() {
+    static const Kernels kernels{"sm90_unions_linear", "sm90_tall_packed_transposed", "",
+                                 "cuda:sm90,sm90_unions_linear(),sm90_tall_packed_transposed()"};
+    return kernels;
+  }
   static void check(const ProblemSpec& spec) {
-    check_products(spec, {"sm90_unions_linear", "sm90_unions_grad_input", "sm90_dense_gradient"});
+    check_products(spec, unions());
+    if (spec.dtype == DType::f32) return;
+    for (const Kernels& way : {tall(), scatter(), transposed()}) check_products(spec, way);
   }
 };
 
@@ -43,15 +69,62 @@ TEST_F(Sm90FineTest, ManyTokensRowsAndColumns) {
   check({100, 64, 16 * 1200, 1, 1, 0.02, DType::f16, true, 0});
 }
 
-TEST_F(Sm90FineTest, Activations) {
-  for (const Activation activation :
-       {Activation::relu, Activation::gelu_erf, Activation::gelu_tanh, Activation::silu}) {
-    const Problem problem = make_problem({200, 192, 256, 8, 8, 0.3, DType::bf16, false, 8});
+// A few blocks of thin shapes are columns, many are unions, whatever the number of tokens.
+TEST_F(Sm90FineTest, TheFasterKernelIsChosen) {
+  const auto kernel = [](std::int64_t m, std::int64_t r, std::int64_t c, double density) {
+    const Problem problem = make_problem({m, 1024, 1024, r, c, density, DType::bf16, false, 0});
     ProblemIn<DeviceBuffer> gpu(problem);
-    gpu.hold_derived();
-    const Force force("cuda:sm90");
-    expect_ok(gpu.linear(activation));
-    expect_activation(problem, gpu, activation);
+    return kernel_of(gpu, Op::linear);
+  };
+  for (const std::int64_t m : {17, 64, 2000}) {
+    EXPECT_EQ(kernel(m, 16, 1, 0.02), "sm90_tall_packed");
+    EXPECT_EQ(kernel(m, 64, 4, 0.1), "sm90_tall_packed");
+    EXPECT_EQ(kernel(m, 1, 1, 0.1), "sm90_unions_linear");
+    EXPECT_EQ(kernel(m, 8, 8, 0.5), "sm90_unions_linear");
+  }
+  const auto gradient = [](std::int64_t m, double density) {
+    const Problem problem = make_problem({m, 2048, 2048, 8, 8, density, DType::bf16, false, 0});
+    ProblemIn<DeviceBuffer> gpu(problem);
+    return kernel_of(gpu, Op::grad_weight);
+  };
+  EXPECT_EQ(gradient(8, 0.1), "simt_grad_weight");
+  EXPECT_EQ(gradient(512, 0.5), "sm90_dense_gradient");
+  EXPECT_EQ(gradient(512, 0.02), "sm90_tall_packed_gradient");
+}
+
+// X and Y by feature, which unions do not take.
+TEST_F(Sm90FineTest, LayoutsOfTallColumns) {
+  for (const auto& [r, c] : {std::pair{8, 8}, {16, 1}, {24, 3}, {128, 4}, {1, 1}}) {
+    for (const Layout x : kLayouts) {
+      for (const Layout y : kLayouts) {
+        const ProblemSpec spec{520, 272, 336, r, c, 0.2, DType::bf16, true, 8, x, y};
+        SCOPED_TRACE(text_of(spec));
+        const Force force(tall().forced);
+        const Problem problem = make_problem(spec);
+        ProblemIn<DeviceBuffer> gpu(problem);
+        gpu.hold_derived(4096);
+        ASSERT_EQ(kernel_of(gpu, Op::linear), "sm90_tall_packed");
+        expect_ok(gpu.linear(Activation::none));
+        expect_linear(problem, gpu);
+      }
+    }
+  }
+}
+
+TEST_F(Sm90FineTest, Activations) {
+  for (const Kernels& way : {unions(), tall()}) {
+    const Force force(way.forced);
+    for (const std::int64_t rows : {8, 128}) {
+      for (const Activation activation :
+           {Activation::relu, Activation::gelu_erf, Activation::gelu_tanh, Activation::silu}) {
+        const Problem problem = make_problem({200, 192, 256, rows, 8, 0.3, DType::bf16, false, 8});
+        ProblemIn<DeviceBuffer> gpu(problem);
+        gpu.hold_derived();
+        ASSERT_EQ(kernel_of(gpu, Op::linear), way.linear);
+        expect_ok(gpu.linear(activation));
+        expect_activation(problem, gpu, activation);
+      }
+    }
   }
 }
 
@@ -60,39 +133,50 @@ TEST_F(Sm90FineTest, AbsentBlocksAreSkippedWhateverXHolds) {
   const double nan = std::numeric_limits<double>::quiet_NaN();
   for (const auto& [r, c] : kBlocks) {
     for (const DType dtype : {DType::bf16, DType::f16}) {
-      SCOPED_TRACE(::testing::Message() << r << 'x' << c << ' ' << name(dtype));
-      const ProblemSpec spec{300, 272, 336, r, c, 0.2, dtype, true, 0};
-      Problem problem = make_problem(spec);
-      add_specials(problem);
-      std::fill_n(problem.x.begin() + 7 * spec.k, spec.k, nan);  // a token of nothing else
-      ProblemIn<DeviceBuffer> gpu(problem);
-      gpu.hold_derived(4096);
-      ASSERT_EQ(kernel_of(gpu, Op::linear), "sm90_unions_linear");
-      expect_ok(gpu.linear(Activation::none));
-      expect_ok(gpu.grad_input());
-      expect_ok(gpu.grad_weight());
-      expect_same_or_nan(problem, gpu);
+      for (const Kernels& way : {unions(), tall(), scatter(), transposed()}) {
+        SCOPED_TRACE(::testing::Message() << r << 'x' << c << ' ' << name(dtype) << ' ' << way.forced);
+        const Force force(way.forced);
+        const ProblemSpec spec{300, 272, 336, r, c, 0.2, dtype, true, 0};
+        Problem problem = make_problem(spec);
+        add_specials(problem);
+        std::fill_n(problem.x.begin() + 7 * spec.k, spec.k, nan);  // a token of nothing else
+        ProblemIn<DeviceBuffer> gpu(problem);
+        gpu.hold_derived(4096);
+        ASSERT_EQ(kernel_of(gpu, Op::linear), way.linear);
+        expect_ok(gpu.linear(Activation::none));
+        expect_ok(gpu.grad_input());
+        expect_ok(gpu.grad_weight());
+        expect_same_or_nan(problem, gpu);
+      }
     }
   }
 }
 
 TEST_F(Sm90FineTest, GradientsAreAddedToWhatIsThere) {
-  const Problem problem = make_problem({200, 192, 256, 8, 8, 0.3, DType::bf16, false, 8});
-  ProblemIn<DeviceBuffer> gpu(problem);
-  ASSERT_EQ(kernel_of(gpu, Op::grad_weight), "sm90_dense_gradient");
-  expect_accumulated(problem, gpu);
+  for (const Kernels& way : {unions(), tall()}) {
+    const Force force(way.forced);
+    const Problem problem = make_problem({200, 192, 256, 8, 8, 0.3, DType::bf16, false, 8});
+    ProblemIn<DeviceBuffer> gpu(problem);
+    ASSERT_EQ(kernel_of(gpu, Op::grad_weight), way.grad_weight);
+    expect_accumulated(problem, gpu);
+  }
 }
 
 TEST_F(Sm90FineTest, RepeatsAreEqual) {
-  const Problem problem = make_problem({700, 544, 512, 8, 4, 0.3, DType::bf16, false, 0});
-  ProblemIn<DeviceBuffer> gpu(problem);
-  gpu.hold_derived(4096);
-  expect_ok(gpu.linear(Activation::none));
-  const std::vector<std::byte> first = gpu.y().download();
-  for (int i = 0; i < 100; ++i) {
-    gpu.poison();
-    expect_ok(gpu.linear(Activation::none));
-    ASSERT_EQ(gpu.y().download(), first) << i;
+  for (const Kernels& way : {unions(), tall()}) {
+    const Force force(way.forced);
+    const Problem problem = make_problem({700, 544, 512, 8, 4, 0.3, DType::bf16, false, 0});
+    std::vector<std::byte> first;
+    for (int i = 0; i < 20; ++i) {  // prepared anew: groups find their columns' places in any order
+      ProblemIn<DeviceBuffer> gpu(problem);
+      gpu.hold_derived(4096);
+      for (int repeat = 0; repeat < 5; ++repeat) {
+        gpu.poison();
+        expect_ok(gpu.linear(Activation::none));
+        if (first.empty()) first = gpu.y().download();
+        ASSERT_EQ(gpu.y().download(), first) << i;
+      }
+    }
   }
 }
 

@@ -12,6 +12,7 @@
 #include "cuda/sm90/decode.h"
 #include "cuda/sm90/strips.h"
 #include "cuda/sm90/tall.h"
+#include "cuda/sm90/tall_columns.h"
 #include "cuda/sm90/tall_gradient.h"
 #include "cuda/sm90/tall_walk.h"
 #include "cuda/sm90/unions.h"
@@ -254,7 +255,7 @@ TEST(Sm90Rows, ForcedConfigurationsAreChecked) {
   for (const auto& [tokens, rows, cols, name, config, error] :
        {Refused{80, 64, 1, "sm90_tall", "rows=0", kRows}, Refused{80, 64, 1, "sm90_tall", "rows=128", kRows},
         Refused{80, 128, 1, "sm90_tall", "rows=96", kRows},
-        Refused{80, 32, 1, "sm90_tall_pairs", "rows=128", kRows},
+        Refused{80, 32, 1, "sm90_tall_packed", "rows=128", kRows},
         Refused{80, 64, 1, "sm90_tall", "slots=1", "slots of the config must be in [2, 8]; got 1"},
         Refused{80, 64, 1, "sm90_tall", "chunk=100",
                 "chunk of the config must be a multiple of 512; got 100"},
@@ -335,13 +336,24 @@ TEST(Unsupported, SaysWhy) {
   tall.x_stride = 336;
   EXPECT_EQ(unsupported(tall), "");
   tall.block_rows = 32;
-  EXPECT_EQ(unsupported(tall), "");
-  tall.cols = (1 << 16) + 8;
-  EXPECT_EQ(unsupported(tall), "pairs of block rows take up to 2^16 features of X");
-  tall.block_rows = 16;
-  EXPECT_EQ(
-      unsupported(tall),
-      "a warpgroup's product has 64 rows, of two block rows at most: blocks must have a multiple of 32");
+  EXPECT_EQ(unsupported(tall), "a warpgroup's product has 64 rows, of one block row");
+}
+
+TEST(TallColumns, AreWhatGroupsMayTouch) {
+  const auto of = [](bool transposed, std::int64_t r, std::int64_t c, std::int64_t blocks) {
+    return TallColumns({transposed, DType::bf16, 512, 1024, 768, r, c, blocks});
+  };
+  EXPECT_EQ(of(false, 16, 1, 5).most, 5);
+  EXPECT_EQ(of(false, 16, 1, 5).bytes(), 5 * 128);
+  EXPECT_EQ(of(false, 8, 8, 5).most, 40);
+  EXPECT_EQ(of(false, 128, 4, 5).bytes(), 20 * 256);
+  EXPECT_EQ(of(false, 24, 1, 5).most, 10);  // a block may lie in two groups of 64
+  EXPECT_EQ(of(true, 16, 1, 5).most, 80);   // 16 features of dY each
+  EXPECT_EQ(of(false, 1, 1, 1 << 19).most, 16 * 768);
+  EXPECT_EQ(of(false, 32, 1, 32 * 384).expected(), 16 * 768 * 3 / 4);
+  EXPECT_EQ(unsupported(of(false, 64, 128, 2)), "blocks of 64 are strips already");
+  EXPECT_EQ(unsupported(TallColumns({false, DType::bf16, 8, 64, (1 << 16) + 8, 8, 1, 5})),
+            "columns are found among up to 2^16 features of X");
 }
 
 TEST(TallPlan, FollowsTheWeightAlone) {

@@ -111,7 +111,7 @@ TEST(TallInput, ChoosesWhatItCanRun) {
         const ProblemSpec spec{tokens, 4096, 4096, r, 1, density, DType::bf16, false, 0};
         const auto p = product_of(spec, static_cast<std::int64_t>(density * 4096 * (4096 / r)));
         ASSERT_EQ(tall_input_unsupported(p), "");
-        const TallInputConfig c = tall_input_configure(p, kSms, kShared);
+        const TallInputConfig c = tall_input_best(p, kSms, kShared).config;
         EXPECT_TRUE(valid(p, c)) << c.text();
         EXPECT_FALSE(c.scatter && (density > 0.4 || r % 128 > 64)) << c.text();
         for (const TallInputCandidate& other : tall_input_candidates(p, kSms, kShared)) {

@@ -39,9 +39,12 @@ Reason supports(const Problem& p, const Machine& machine) {
 
 Reason supports_float(const Problem& p, const Machine& machine) {
   if (p.in != DType::f32) return cat("takes f32; got ", name(p.in));
-  if (p.op == Op::linear && p.tokens <= simt::kFewTokens)
-    return cat("leaves up to ", simt::kFewTokens, " tokens to a kernel that reads W once; got ", p.tokens);
   return supports_layout(p, machine, 4, 32);
+}
+
+Reason yields_few(const Problem& p, const Machine& /*machine*/) {
+  if (p.tokens > simt::kFewTokens) return {};
+  return cat("leaves up to ", simt::kFewTokens, " tokens to a kernel that reads W once; got ", p.tokens);
 }
 
 // grad_weight in f32: few tiles are shared by tokens, so that there are some nine for each SM, of which it
@@ -92,7 +95,9 @@ void add_rows(Registry& registry) {
   registry.push_back(row(Op::linear, "sm80_linear", supports, run<launch_product>));
   registry.push_back(row(Op::grad_input, "sm80_grad_input", supports, run<launch_product>));
   registry.push_back(row(Op::grad_weight, "sm80_grad_weight", supports, run<launch_gradient>));
-  registry.push_back(row(Op::linear, "sm80_float_linear", supports_float, run<launch_float_product>));
+  Kernel linear = row(Op::linear, "sm80_float_linear", supports_float, run<launch_float_product>);
+  linear.yields = yields_few;
+  registry.push_back(linear);
   registry.push_back(row(Op::grad_input, "sm80_float_grad_input", supports_float, run<launch_float_product>));
   Kernel gradient = row(Op::grad_weight, "sm80_float_grad_weight", supports_float, run_float_gradient);
   gradient.configure = configure_shares;

@@ -2,6 +2,8 @@
 // stored values read out of them.
 #include "cuda/sm90/dense_gradient.h"
 
+#include "cuda/sm90/places.cuh"
+
 namespace rarefy::sm90 {
 namespace {
 
@@ -14,32 +16,22 @@ __global__ void __launch_bounds__(kThreads) index_kernel(int tile_rows, int tile
   if (i < tile_rows * tile_cols) col[i] = i % tile_cols;
 }
 
-struct ReadParams {
-  const int *crow, *col;
-  const void* tiles;
-  void* dvalues;
-  int rows, cols, tile_cols;
-  int block_rows, block_cols;
+// Where a weight's gradient lies in the tiles.
+template <class T>
+struct TilePlace {
+  const T* tiles;
+  int tile_cols;
+  __device__ const T* operator()(int y, int x) const {
+    const std::int64_t tile = static_cast<std::int64_t>(y / kTile) * tile_cols + x / kTile;
+    return tiles + tile * kTile * kTile + y % kTile * kTile + x % kTile;
+  }
 };
 
-// blockIdx.x is a block row; its values, one after the other.
 template <class T>
-__global__ void __launch_bounds__(kThreads) read_kernel(const ReadParams p) {
-  const int begin = p.crow[blockIdx.x], end = p.crow[blockIdx.x + 1], each = p.block_rows * p.block_cols;
-  const int count = (end - begin) * each;
-  T* to = static_cast<T*>(p.dvalues) + static_cast<std::int64_t>(begin) * each;
-  for (int t = static_cast<int>(blockIdx.y) * kThreads + static_cast<int>(threadIdx.x); t < count;
-       t += static_cast<int>(gridDim.y) * kThreads) {
-    const int within = t % each;
-    const int n = static_cast<int>(blockIdx.x) * p.block_rows + within / p.block_cols;
-    const int k = p.col[begin + t / each] * p.block_cols + within % p.block_cols;
-    T value{};
-    if (n < p.rows && k < p.cols) {
-      const std::int64_t tile = static_cast<std::int64_t>(n / kTile) * p.tile_cols + k / kTile;
-      value = static_cast<const T*>(p.tiles)[tile * kTile * kTile + n % kTile * kTile + k % kTile];
-    }
-    to[t] = value;
-  }
+cudaError_t read_tiles(const Product& stored, const ProductIndex& index, const void* tiles, int tile_cols,
+                       void* dvalues, cudaStream_t stream) {
+  const TilePlace<T> place{static_cast<const T*>(tiles), tile_cols};
+  return collect<T, 1>(stored, index, dvalues, place, stream);
 }
 
 }  // namespace
@@ -56,19 +48,9 @@ cudaError_t fill_dense_index(const DenseGradient& dense, std::int32_t* index, cu
 cudaError_t read_stored(const DenseGradient& dense, const std::int32_t* crow, const std::int32_t* col,
                         const void* tiles, void* dvalues, cudaStream_t stream) {
   const GradientProblem& p = dense.problem;
-  if (p.blocks == 0) return cudaSuccess;
-  const auto n = [](std::int64_t x) { return static_cast<int>(x); };
-  const ReadParams params{
-      crow,           col, tiles, dvalues, n(p.rows), n(p.cols), n(dense.tile_cols()), n(p.block_rows),
-      n(p.block_cols)};
-  const std::int64_t block_rows = p.block_row_count();
-  const dim3 grid(static_cast<unsigned>(block_rows), static_cast<unsigned>(1 + 2048 / block_rows));
-  if (p.dtype == DType::f32) {
-    read_kernel<float><<<grid, kThreads, 0, stream>>>(params);
-  } else {
-    read_kernel<std::uint16_t><<<grid, kThreads, 0, stream>>>(params);
-  }
-  return cudaGetLastError();
+  const Product stored{false, p.dtype, p.tokens, p.rows, p.cols, p.block_rows, p.block_cols, p.blocks};
+  const auto read = p.dtype == DType::f32 ? read_tiles<float> : read_tiles<std::uint16_t>;
+  return read(stored, {crow, col, nullptr}, tiles, static_cast<int>(dense.tile_cols()), dvalues, stream);
 }
 
 }  // namespace rarefy::sm90

@@ -127,6 +127,12 @@ Reason supports_dense(const Problem& p, const rarefy::Machine& machine) {
   return unsupported(whole_problem(p));
 }
 
+Reason yields_dense(const Problem& p, const rarefy::Machine& /*machine*/) {
+  const FineGradientTimes times(p.weight.shape, p.tokens);
+  const double mine = times.whole(), plain = times.plain();
+  return mine <= plain ? Reason() : cat("takes ", mine, " us, a plain kernel ", plain);
+}
+
 Config configure_dense(const Problem& p, const rarefy::Machine& machine) {
   return gradient_config(configure(whole_problem(p), sm90_machine(machine)));
 }
@@ -180,6 +186,7 @@ void add_gradient_rows(Registry& registry) {
                       .name = "sm90_dense_gradient",
                       .supports = supports_dense,
                       .run = run_dense,
+                      .yields = yields_dense,
                       .configure = configure_dense,
                       .fields = GradientChoice::kFields,
                       .workspace = dense_workspace});

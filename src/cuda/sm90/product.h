@@ -3,11 +3,24 @@
 #pragma once
 
 #include <cstdint>
+#include <numeric>
 
 #include "rarefy/dtype.h"
 #include "rarefy/linear.h"
 
 namespace rarefy::sm90 {
+
+// Parts of `size` features that a block may touch, which begins at a multiple of its own.
+constexpr std::int64_t touched(std::int64_t block, std::int64_t size) {
+  if (size % block == 0) return 1;
+  return block % size == 0 ? block / size : (block + size - 2) / size + 1;
+}
+
+// Blocks that `size` features meet, which begin at a multiple of that: the mean.
+inline double met(std::int64_t block, std::int64_t size) {
+  if (block % size == 0) return 1;
+  return static_cast<double>(size + block - std::gcd(size, block)) / static_cast<double>(block);
+}
 
 struct Product {
   bool transposed = false;  // grad_input: Y = X W instead of X Wᵀ
@@ -37,6 +50,14 @@ struct ProductIndex {
   const std::int32_t* offsets = nullptr;
   const std::int32_t* others = nullptr;
   const std::int32_t* entries = nullptr;  // position in values; null: in order
+};
+
+// What packed values stand for. Zeros among them may have met an Inf or a NaN of X: where sums are NaN they
+// are made again of this.
+struct StatedProduct {
+  Product product;
+  ProductIndex index;
+  const void* values = nullptr;  // null: there are no such zeros
 };
 
 }  // namespace rarefy::sm90

@@ -150,11 +150,11 @@ Reason supports_unions(const Problem& p, const rarefy::Machine& machine) {
   if (Reason reason = supports_family(p, machine); !reason.empty()) return reason;
   if (Reason reason = refuses_f32(p); !reason.empty()) return reason;
   if (p.out_alignment < 16) return cat("needs outputs and bias aligned to 16 bytes; got ", p.out_alignment);
-  const UnionProblem problem = union_problem(p);
-  if (problem.fine()) {
-    if (Reason reason = refuses_few(p); !reason.empty()) return reason;
-  }
-  return unsupported(problem);
+  return unsupported(union_problem(p));
+}
+
+Reason yields_unions(const Problem& p, const rarefy::Machine& /*machine*/) {
+  return union_problem(p).fine() ? refuses_few(p) : Reason();
 }
 
 Config choice_of(const UnionConfig& c, const rarefy::Machine& machine) {
@@ -225,6 +225,7 @@ Kernel unions(Op op, std::string_view name) {
           .name = name,
           .supports = supports_unions,
           .run = run_unions,
+          .yields = yields_unions,
           .configure = configure_unions,
           .fields = UnionChoice::kFields,
           .candidates = candidates_unions,
@@ -250,6 +251,7 @@ void add_rows(Registry& registry) {
   registry.push_back(strips(Op::grad_input, "sm90_strips_grad_input"));
   add_tall_rows(registry);
   add_tall_backward_rows(registry);
+  add_tall_packed_rows(registry);
   registry.push_back(unions(Op::linear, "sm90_unions_linear"));
   registry.push_back(unions(Op::grad_input, "sm90_unions_grad_input"));
   add_gradient_rows(registry);

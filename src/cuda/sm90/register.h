@@ -7,6 +7,7 @@ namespace rarefy::sm90 {
 
 void add_rows(Registry& registry);
 void add_tall_rows(Registry& registry);           // tall_rows.cc
+void add_tall_packed_rows(Registry& registry);    // tall_packed_rows.cc
 void add_tall_backward_rows(Registry& registry);  // tall_backward_rows.cc
 void add_gradient_rows(Registry& registry);       // gradient_rows.cc
 

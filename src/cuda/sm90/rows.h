@@ -45,6 +45,19 @@ inline Reason refuses_few(const Problem& p) {
   return cat("leaves up to ", most, " tokens to kernels that read W in place; got ", p.tokens);
 }
 
+// What kernels for the weight gradient of fine blocks take, in us; fitted to an H100
+// (docs/design/hopper/fine.md).
+struct FineGradientTimes {
+  double work, values;  // products of dense, 1e9; stored
+  FineGradientTimes(const BsrShape& s, std::int64_t tokens)
+      : work(static_cast<double>(tokens) * static_cast<double>(s.rows * s.cols) * 1e-9),
+        values(static_cast<double>(tokens) * static_cast<double>(s.value_count())) {}
+  double plain() const { return 15 + 1e-6 * values; }
+  double whole() const { return 40 + 2.6 * work; }  // all of W's gradient, read out
+  // Of columns of 64 that hold this share of W.
+  double columns(double share) const { return 30 + (.44 + 3.5 * share) * work; }
+};
+
 inline Reason refuses_f32(const Problem& p) {
   if (p.in != DType::f32 || p.tf32) return {};
   return "multiplies f32 as tf32, where the call allows that";

@@ -22,8 +22,7 @@ std::int64_t group_count(const TallProblem& p, int rows) { return ceil_div(p.row
 
 double multiply_microseconds(const TallProblem& p, const TallConfig& c, int sms) {
   const auto groups = static_cast<double>(group_count(p, c.rows));
-  double columns = static_cast<double>(p.blocks) / static_cast<double>(ceil_div(p.rows, p.block_rows));
-  if (p.in_pairs()) columns *= 2 - columns / static_cast<double>(p.cols);
+  const double columns = static_cast<double>(p.blocks) / static_cast<double>(ceil_div(p.rows, p.block_rows));
   const double tiles = groups * static_cast<double>(ceil_div(p.tokens, c.tokens()));
   return std::max(1.0, tiles / sms) * tall_clocks(c.rows, static_cast<int>(columns)) / 1750 + 9;
 }
@@ -32,9 +31,7 @@ double multiply_microseconds(const TallProblem& p, const TallConfig& c, int sms)
 
 std::string unsupported(const TallProblem& p) {
   if (p.dtype != DType::bf16 && p.dtype != DType::f16) return "tensor cores of this kernel take bf16 and f16";
-  if (p.block_rows % 32 != 0)
-    return "a warpgroup's product has 64 rows, of two block rows at most: blocks must have a multiple of 32";
-  if (p.in_pairs() && p.cols > kMostPairColumns) return "pairs of block rows take up to 2^16 features of X";
+  if (p.block_rows % 64 != 0) return "a warpgroup's product has 64 rows, of one block row";
   if (p.tokens < 1) return "there are no tokens";
   if (p.x_stride % 8 != 0 || p.y_stride % 8 != 0)
     return "copies of 16 bytes need rows of X and Y 16 bytes apart";
@@ -42,7 +39,7 @@ std::string unsupported(const TallProblem& p) {
   if (p.y_stride < (by_token ? p.rows : p.tokens)) return "TMA needs rows that do not overlap";
   if (p.x_layout == Layout::by_feature && p.x_stride > INT32_MAX / 2)
     return "distances of features are 32-bit";
-  if (p.tokens > INT32_MAX - 1024 || p.columns() > INT32_MAX) return "coordinates of TMA are 32-bit";
+  if (p.tokens > INT32_MAX - 1024 || p.blocks > INT32_MAX) return "coordinates of TMA are 32-bit";
   if ((by_token ? p.rows : p.tokens) % 8 != 0) return "TMA writes rows of Y in pieces of 16 bytes";
   if (group_count(p, 64) >= kMostGroups) return "lists of tiles take less than 2^22 features";
   return {};
@@ -67,11 +64,7 @@ TallPlan::TallPlan(const TallProblem& p, const TallConfig& config, int thread_bl
     : groups(static_cast<int>(group_count(p, config.rows))), sms(std::min(thread_blocks, kMostClusters)) {
   items_at = (4 * std::int64_t{groups} + 31) / 32 * 32;
   const StripLists l = lists();
-  const auto up = [](std::int64_t n) { return (n + 31) / 32 * 32; };
-  ranges_at = up(items_at + 2 * std::int64_t{l.begin(l.levels())});
-  columns_at = ranges_at + (p.in_pairs() ? up(2 * std::int64_t{groups}) : 0);
-  sources_at = columns_at + (p.in_pairs() ? up(p.columns()) : 0);
-  words = sources_at + (p.in_pairs() ? 2 * p.columns() : 0);
+  words = items_at + 2 * std::int64_t{l.begin(l.levels())};
 }
 
 }  // namespace rarefy::sm90

@@ -60,24 +60,23 @@ cudaError_t launch(const TallProblem& p, const TallConfig& config, int sms, cons
                    cudaStream_t stream) {
   TallParams params{};
   const TallPlan plan(p, config, sms);
-  const void* values = p.in_pairs() ? o.packed : o.values;
   const auto u = [](std::int64_t x) { return static_cast<std::uint64_t>(x); };
   if (p.blocks > 0) {
     TensorShape w;  // [stored column][row of the block]
-    w.size[0] = u(p.column_rows());
-    w.size[1] = u(p.columns());
-    w.stride[0] = u(p.column_rows()) * 2;
+    w.size[0] = u(p.block_rows);
+    w.size[1] = u(p.blocks);
+    w.stride[0] = u(p.block_rows) * 2;
     w.box[0] = 64;
     w.box[1] = static_cast<std::uint32_t>(tall_columns(config.rows));
-    const cudaError_t status = make_tensor_map(&params.w, p.dtype, values, w);
+    const cudaError_t status = make_tensor_map(&params.w, p.dtype, o.values, w);
     if (status != cudaSuccess) return status;
   }
   params.groups = reinterpret_cast<const int4*>(o.plan);
-  params.col = p.in_pairs() ? o.plan + plan.columns_at : o.col;
-  params.values = values;
+  params.col = o.col;
+  params.values = o.values;
   params.bias = o.bias;
   params.features = static_cast<int>(p.rows);
-  params.block_rows = static_cast<int>(p.column_rows());
+  params.block_rows = static_cast<int>(p.block_rows);
   params.y_by_feature = p.y_layout == Layout::by_feature;
   params.slots = static_cast<u32>(config.slots);
 
@@ -106,14 +105,16 @@ cudaError_t launch(const TallProblem& p, const TallConfig& config, int sms, cons
       params.x_bytes = static_cast<u32>(stride * 2);
     }
     params.tokens = static_cast<int>(tokens);
-    if (p.in_pairs()) {
+    if (o.stated.values != nullptr) {
+      const Product& stated = o.stated.product;
+      const ProductIndex& index = o.stated.index;
       Stored& s = params.stored;
-      s = {params.x, o.values, y_data, o.crow, o.col, nullptr, 1, p.y_stride};
+      s = {params.x, o.stated.values, y_data, index.offsets, index.others, index.entries, 1, p.y_stride};
       s.tokens = static_cast<int>(tokens);
       s.in = static_cast<int>(p.cols);
       s.out = static_cast<int>(p.rows);
-      s.block_in = 1;
-      s.block_out = static_cast<int>(p.block_rows);
+      s.block_in = static_cast<int>(stated.block_in());
+      s.block_out = static_cast<int>(stated.block_out());
       s.x_feature = params.x_bytes / 2;
       if (params.y_by_feature) std::swap(s.y_stride, s.y_feature);
     }

@@ -1,7 +1,7 @@
-// The tall kernel, host side: linear for blocks of one column and a multiple of 32 rows. Canonical values are
-// read in place where that is a multiple of 64; else units of 32 rows go in pairs, and what either stores is
-// packed as columns of 64 weights. X is read by feature; one by token is transposed first, into workspace.
-// What the kernel walks follows from the pattern alone and is made on the device (tall_plan.cu).
+// The tall kernel, host side: linear for blocks of one column and a multiple of 64 rows, whose canonical
+// values are read in place; what other blocks store becomes such a weight first (tall_columns.h). X is read
+// by feature; one by token is transposed first, into workspace. What the kernel walks follows from the
+// pattern alone and is made on the device (tall_plan.cu).
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -9,10 +9,9 @@
 #include <cstdint>
 #include <string>
 
+#include "cuda/sm90/product.h"
 #include "cuda/sm90/strip_walk.h"
 #include "cuda/sm90/transpose.h"
-#include "rarefy/dtype.h"
-#include "rarefy/linear.h"
 
 namespace rarefy::sm90 {
 
@@ -23,13 +22,6 @@ struct TallProblem {
   Layout x_layout = Layout::by_feature, y_layout = Layout::by_token;
   std::int64_t x_stride = 0, y_stride = 0;  // elements between features, or between tokens
   Activation activation = Activation::none;
-
-  bool in_pairs() const { return block_rows % 64 == 32; }
-  std::int64_t units() const { return block_rows / 32; }  // of a block row
-  // Columns as the kernel sees them: as many as there may be.
-  std::int64_t columns() const { return in_pairs() ? blocks * units() : blocks; }
-  std::int64_t column_rows() const { return in_pairs() ? 64 : block_rows; }
-  std::int64_t packed_bytes() const { return in_pairs() ? columns() * 128 : 0; }
 };
 
 // A tile: `rows` features × `tokens` tokens. Two warpgroups share it by rows (128) or by tokens (64). X by
@@ -63,33 +55,26 @@ double predicted_microseconds(const TallProblem& problem, const TallConfig& conf
 
 // Where things are in a prepared buffer, in words: groups of rows, four words each (the group, its first
 // stored column and the one behind its last), by falling cost; and lists (strip_walk.h) of tiles of them.
-// Of pairs also each group's columns (their range, then features of X), and for each column the position of
-// both halves in values, or -1.
 struct TallPlan {
   int groups, sms;  // groups of `rows` rows; thread blocks
-  std::int64_t items_at, ranges_at, columns_at, sources_at, words;
+  std::int64_t items_at, words;
   TallPlan(const TallProblem& problem, const TallConfig& config, int thread_blocks);
   StripLists lists() const { return {groups, 1, sms}; }
 };
 
-// Queues the kernels that fill `words`; tokens, layouts and strides do not matter. The index is on the
-// device.
+// Queues the kernels that fill `words`; tokens, layouts and strides do not matter. crow is on the device.
 cudaError_t prepare(const TallProblem& problem, const TallConfig& config, int sms, const std::int32_t* crow,
-                    const std::int32_t* col, std::int32_t* words, cudaStream_t stream);
-
-// Queues the kernel that packs the values of pairs, packed_bytes().
-cudaError_t pack(const TallProblem& problem, const TallConfig& config, int sms, const std::int32_t* words,
-                 const void* values, void* packed, cudaStream_t stream);
+                    std::int32_t* words, cudaStream_t stream);
 
 struct TallOperands {  // device pointers, 16-byte aligned
   const void* x = nullptr;
   const void* values = nullptr;
-  const std::int32_t *crow = nullptr, *col = nullptr;
+  const std::int32_t* col = nullptr;
   const void* bias = nullptr;
   void* y = nullptr;
   const std::int32_t* plan = nullptr;
-  void* workspace = nullptr;     // config.workspace(problem) bytes
-  const void* packed = nullptr;  // of pairs
+  void* workspace = nullptr;  // config.workspace(problem) bytes
+  StatedProduct stated;
 };
 
 // Queues one kernel, or two for each chunk.

@@ -2,8 +2,8 @@
 #include "core/message.h"
 #include "cuda/sm90/register.h"
 #include "cuda/sm90/rows.h"
-#include "cuda/sm90/tall_grad_input.h"
-#include "cuda/sm90/tall_gradient.h"
+#include "cuda/sm90/tall_choice.h"
+#include "cuda/sm90/tall_columns.h"
 #include "cuda/status.h"
 
 namespace rarefy::sm90 {
@@ -19,15 +19,6 @@ Reason supports_columns(const Problem& p, const rarefy::Machine& machine) {
 
 // dX ------------------------------------------------------------------------------------------------------
 
-struct TallInputChoice {
-  std::int64_t scatter = 0, tokens = 256, columns = 128, slots = 4, sms = 132;
-  static constexpr std::string_view kFields[] = {"scatter", "tokens", "columns", "slots", "sms"};
-  TallInputConfig config() const {
-    const auto n = [](std::int64_t x) { return static_cast<int>(x); };
-    return {scatter != 0, n(tokens), n(columns), n(slots)};
-  }
-};
-
 Product input_problem(const Problem& p) { return product<Product>(p); }
 
 Reason supports_grad_input(const Problem& p, const rarefy::Machine& machine) {
@@ -35,21 +26,25 @@ Reason supports_grad_input(const Problem& p, const rarefy::Machine& machine) {
   return reason.empty() ? tall_input_unsupported(input_problem(p)) : reason;
 }
 
-Config input_choice(const TallInputConfig& c, const rarefy::Machine& machine) {
-  return to_config(TallInputChoice{c.scatter ? 1 : 0, c.tokens, c.columns, c.slots, machine.gpu.sms});
+// Odd multiples of 32 rows have no kernel without zeros here, but in columns of 64.
+Reason yields_grad_input(const Problem& p, const rarefy::Machine& machine) {
+  if (p.weight.shape.block_rows % 64 == 0) return {};
+  Product mine = input_problem(p);
+  mine.tokens = kManyTokens;
+  const double its = best_input(packed_input(p, kManyTokens), machine).microseconds,
+               own = best_input(mine, machine).microseconds;
+  return own <= its ? Reason() : cat("takes ", own, " us of ", kManyTokens, " tokens, columns ", its);
 }
 
 Config configure_grad_input(const Problem& p, const rarefy::Machine& machine) {
-  return input_choice(
-      tall_input_configure(input_problem(p), machine.gpu.sms, static_cast<int>(machine.gpu.shared_memory)),
-      machine);
+  return to_config(input_choice(best_input(input_problem(p), machine).config, machine));
 }
 
 std::vector<Config> grad_input_candidates(const Problem& p, const rarefy::Machine& machine) {
   std::vector<Config> list;
   for (const TallInputCandidate& candidate : tall_input_candidates(
            input_problem(p), machine.gpu.sms, static_cast<int>(machine.gpu.shared_memory))) {
-    if (candidate.reason.empty()) list.push_back(input_choice(candidate.config, machine));
+    if (candidate.reason.empty()) list.push_back(to_config(input_choice(candidate.config, machine)));
   }
   return list;
 }
@@ -70,26 +65,18 @@ Status run_grad_input(const Call& call) {
   const auto choice = from_config<TallInputChoice>(call.config);
   if (!valid(problem, choice.config()) || choice.sms < 1 || choice.sms > INT32_MAX)
     return invalid("grad_input", "the config must be one that the blocks allow", choice.config().text());
-  const TallInputOperands operands{call.dy.data,   call.values,
-                                   call.out.data,  call.plan.col,
-                                   index_of(call), static_cast<const std::int32_t*>(call.derived.prepared)};
+  const TallInputOperands operands{call.dy.data,
+                                   call.values,
+                                   call.out.data,
+                                   call.plan.col,
+                                   {problem, index_of(call), call.values},
+                                   static_cast<const std::int32_t*>(call.derived.prepared)};
   return cuda::launch_status(
       "grad_input", launch_tall_input(problem, choice.config(), static_cast<int>(choice.sms), operands,
                                       static_cast<cudaStream_t>(call.stream)));
 }
 
 // dW ------------------------------------------------------------------------------------------------------
-
-struct TallGradientChoice {
-  std::int64_t rows = 128, split = 1, slots = 4, sms = 132, columns = TallGradientConfig::kMost, pairs = 0,
-               turns = 1;
-  static constexpr std::string_view kFields[] = {"rows",    "split", "slots", "sms",
-                                                 "columns", "pairs", "turns"};
-  TallGradientConfig config() const {
-    const auto n = [](std::int64_t x) { return static_cast<int>(x); };
-    return {n(rows), n(split), n(slots), n(sms), n(columns), n(pairs), n(turns)};
-  }
-};
 
 TallGradientProblem weight_problem(const Problem& p) {
   const BsrShape& s = p.weight.shape;
@@ -103,9 +90,7 @@ Reason supports_grad_weight(const Problem& p, const rarefy::Machine& machine) {
 }
 
 Config configure_grad_weight(const Problem& p, const rarefy::Machine& machine) {
-  const TallGradientConfig c =
-      configure(weight_problem(p), machine.gpu.sms, static_cast<int>(machine.gpu.shared_memory));
-  return to_config(TallGradientChoice{c.rows, c.split, c.slots, c.sms, c.columns, c.pairs, c.turns});
+  return to_config(gradient_choice(weight_problem(p), machine));
 }
 
 // Of a config that may hold anything.
@@ -157,6 +142,7 @@ void add_tall_backward_rows(Registry& registry) {
                       .name = "sm90_tall_grad_input",
                       .supports = supports_grad_input,
                       .run = run_grad_input,
+                      .yields = yields_grad_input,
                       .configure = configure_grad_input,
                       .fields = TallInputChoice::kFields,
                       .candidates = grad_input_candidates,

@@ -97,13 +97,13 @@ std::vector<TallInputCandidate> tall_input_candidates(const Product& p, int sms,
   return list;
 }
 
-TallInputConfig tall_input_configure(const Product& p, int sms, int shared_bytes) {
+TallInputCandidate tall_input_best(const Product& p, int sms, int shared_bytes) {
   const std::vector<TallInputCandidate> list = tall_input_candidates(p, sms, shared_bytes);
   const TallInputCandidate* best = &list.front();  // nothing speaks against it
   for (const TallInputCandidate& candidate : list) {
     if (candidate.reason.empty() && candidate.microseconds < best->microseconds) best = &candidate;
   }
-  return best->config;
+  return *best;
 }
 
 }  // namespace rarefy::sm90

@@ -90,6 +90,21 @@ Params params_of(const Product& p, const TallInputConfig& c, const TallInputOper
   params.column_tiles = n(up(p.cols, c.columns));
   params.tiles = n(up(p.tokens, c.tokens)) * params.column_tiles;
   params.slots = static_cast<u32>(c.slots);
+  const Product& stated = o.stated.product;
+  const ProductIndex& index = o.stated.index;
+  params.repairs = {o.dy,
+                    o.stated.values,
+                    o.dx,
+                    index.offsets,
+                    index.others,
+                    index.entries,
+                    p.x_stride,
+                    p.y_stride,
+                    n(p.tokens),
+                    n(p.rows),
+                    n(p.cols),
+                    n(stated.block_in()),
+                    n(stated.block_out())};
   return params;
 }
 
@@ -107,9 +122,6 @@ cudaError_t spread(const Product& p, const TallInputConfig& c, int sms, const Ta
   params.values = o.values;
   params.block_rows = n(p.block_rows);
   params.steps = n(up(p.rows, 64));
-  params.repairs = {o.dy,       o.values,   o.dx,        o.index.offsets, o.index.others, o.index.entries,
-                    p.x_stride, p.y_stride, n(p.tokens), n(p.rows),       n(p.cols),      n(p.block_rows),
-                    1};
   return p.dtype == DType::bf16 ? spread<__nv_bfloat16>(c, params, sms, stream)
                                 : spread<__half>(c, params, sms, stream);
 }
@@ -133,6 +145,7 @@ cudaError_t scatter(const Product& p, const TallInputConfig& c, int sms, const T
   params.cols = n(p.cols);
   params.columns = c.columns;
   params.words = n(column_words(p));
+  if (o.stated.values == o.values) params.repairs.values = nullptr;  // no zeros
   return p.dtype == DType::bf16 ? scatter<__nv_bfloat16>(p, c, params, sms, stream)
                                 : scatter<__half>(p, c, params, sms, stream);
 }

@@ -39,7 +39,7 @@ struct TallInputCandidate {
 // `problem`: grad_input of W in tall blocks; x is dY and y is dX. Why no configuration can run it.
 std::string tall_input_unsupported(const Product& problem);
 std::vector<TallInputCandidate> tall_input_candidates(const Product& problem, int sms, int shared_bytes);
-TallInputConfig tall_input_configure(const Product& problem, int sms, int shared_bytes);
+TallInputCandidate tall_input_best(const Product& problem, int sms, int shared_bytes);
 bool valid(const Product& problem, const TallInputConfig& config, int shared_bytes = 227 * 1024);
 
 // What is prepared, for any configuration and number of tokens: of 32 columns and each block row where they
@@ -52,7 +52,7 @@ struct TallInputOperands {  // device pointers, 16-byte aligned
   const void *dy = nullptr, *values = nullptr;
   void* dx = nullptr;
   const std::int32_t* col = nullptr;
-  ProductIndex index{};  // of W by column
+  StatedProduct stated;  // of W by column; with other values than these, which are packed of them
   const std::int32_t* prepared = nullptr;
 };
 

@@ -1,4 +1,4 @@
-// The tall kernel, device side. Stored columns of a block row are rows of 128 (or 64) weights side by side in
+// The tall kernel, device side. Columns of a group of rows are rows of 128 (or 64) weights side by side in
 // memory: operand A with M innermost. The same columns of X, by feature, are rows of tokens: operand B with N
 // innermost. Four warps gather them, 16 bytes a copy; two warpgroups multiply and store.
 #pragma once
@@ -26,7 +26,7 @@ struct TallParams {
   int tokens, features, block_rows;
   bool y_by_feature;
   u32 slots;
-  Stored stored;  // of pairs, whose zeros may meet an Inf or a NaN of X; else no values
+  Stored stored;  // where packed zeros may meet an Inf or a NaN of X; else no values
 };
 
 // A value that the compiler does not know the parts of, which it would add up again in each step.
@@ -143,9 +143,9 @@ struct TallWarps {
           load_box(to + w_panel, &p.w, first_row + warp * 64, step, barrier);
         }
         if (!tokens_end) {
-          gather<false>(to, columns, kColumns, warp, lane);
+          gather<false, false>(to, columns, kColumns, token, warp, lane);
         } else {
-          gather_edge(to, column, token, warp, lane);
+          gather<false, true>(to, columns, kColumns, token, warp, lane);
         }
         arrive_after_copies(uniform(barrier));
         at.next(p.slots);
@@ -161,9 +161,9 @@ struct TallWarps {
         if (warp == 0 && lane == 0) arrive(barrier);
         load_last_weights(to + Shape::kXBytes, first_row, step, t.end, warp, lane);
         if (!tokens_end) {
-          gather<true>(to, columns, t.end - step - kMine * warp, warp, lane);
+          gather<true, false>(to, columns, t.end - step - kMine * warp, token, warp, lane);
         } else {
-          gather_edge(to, column, token, warp, lane);
+          gather<true, true>(to, columns, t.end - step - kMine * warp, token, warp, lane);
         }
         arrive_after_copies(uniform(barrier));
         at.next(p.slots);
@@ -177,40 +177,36 @@ struct TallWarps {
     return x + u64{static_cast<u32>(column)} * p.x_bytes;
   }
 
-  // One column after the other, pieces of 32 × 8 tokens. missing: `count` of them, then zeros.
-  template <bool missing, int kMine>
-  __device__ void gather(u32 to, const char* const (&columns)[kMine], int count, int warp, int lane) const {
+  // One column after the other, pieces of 32 × 8 tokens. missing: `count` of them, then zeros. edge: so many
+  // tokens as there are, then zeros.
+  template <bool missing, bool edge, int kMine>
+  __device__ void gather(u32 to, const char* const (&columns)[kMine], int count, int token, int warp,
+                         int lane) const {
     const u32 first = to + static_cast<u32>(lane / 8) * kPanelBytes + static_cast<u32>(kMine * warp * 128) +
                       static_cast<u32>(lane % 8 << 4);
+    constexpr int kTurns = kTokens / 256;
+    u32 bytes[kTurns];  // of this lane's pieces
+#pragma unroll
+    for (int turn = 0; turn < kTurns; ++turn) {
+      const int left = p.tokens - token - 256 * turn - 8 * lane;
+      bytes[turn] = edge ? static_cast<u32>(min(8, max(0, left))) * 2 : 16;
+    }
 #pragma unroll
     for (int k = 0; k < kMine; ++k) {
       const u32 row = (first ^ static_cast<u32>(k % 8 << 4)) + static_cast<u32>(k * 128);
 #pragma unroll
-      for (u32 turn = 0; turn < kTokens / 256; ++turn) {
-        const u32 piece = row + turn * 4 * kPanelBytes;
-        if constexpr (missing) {
-          copy_16(piece, columns[k] + turn * 512, k < count ? 16 : 0);
+      for (int turn = 0; turn < kTurns; ++turn) {
+        const u32 piece = row + static_cast<u32>(turn) * 4 * kPanelBytes;
+        const char* from = columns[k] + turn * 512;
+        if constexpr (edge) {  // what is not copied must still lie in X
+          if (bytes[turn] == 0) from = static_cast<const char*>(p.x);
+        }
+        if constexpr (missing || edge) {
+          copy_16(piece, from, missing && k >= count ? 0 : bytes[turn]);
         } else {
-          copy_16(piece, columns[k] + turn * 512);
+          copy_16(piece, from);
         }
       }
-    }
-  }
-
-  // The same where tokens end.
-  __device__ void gather_edge(u32 to, int column, int token, int warp, int lane) const {
-    constexpr int kPieces = kTokens / 8, kMine = kColumns / 4;
-#pragma unroll 1
-    for (int i = lane; i < kMine * kPieces; i += 32) {
-      const int k = kMine * warp + i / kPieces, piece = i % kPieces, left = p.tokens - token - piece * 8;
-      const int c = __shfl_sync(~0u, column, i / kPieces);
-      const u32 bytes = c < 0 || left <= 0 ? 0 : left >= 8 ? 16 : static_cast<u32>(left) * 2;
-      const char* from = static_cast<const char*>(p.x);
-      if (bytes > 0)
-        from += u64{static_cast<u32>(c)} * p.x_bytes + static_cast<u32>(token + piece * 8) * sizeof(T);
-      copy_16(to + static_cast<u32>(piece / 8) * kPanelBytes +
-                  static_cast<u32>(k * 128 + ((piece % 8 ^ k % 8) << 4)),
-              from, bytes);
     }
   }
 
@@ -285,11 +281,9 @@ struct TallWarps {
       read_tile();
       const float2 bias{static_cast<float>(biases[0]), static_cast<float>(biases[1])};
       store_either<T, kActivation>(out, d[0], bias, &p.y, feature, token, p.y_by_feature);
-      if constexpr (kRows == 64) {
-        if (p.stored.values != nullptr) {
-          repair_if_nan<T, kActivation>(p.stored, static_cast<const T*>(p.bias), sum_of_all(d), out,
-                                        feature + 16 * out.warp, token, 256);
-        }
+      if (p.stored.values != nullptr) {
+        repair_if_nan<T, kActivation>(p.stored, static_cast<const T*>(p.bias), sum_of_all(d), out,
+                                      feature + 16 * out.warp, token, 256);
       }
     }
     if (out.leads()) store_wait_all();

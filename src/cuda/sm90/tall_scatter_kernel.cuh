@@ -10,6 +10,7 @@
 #include "cuda/sm90/device/tma.cuh"
 #include "cuda/sm90/device/warp.cuh"
 #include "cuda/sm90/device/wgmma_64.cuh"
+#include "cuda/sm90/tile/repair.cuh"
 #include "cuda/sm90/tile/ring.cuh"
 
 namespace rarefy::sm90 {
@@ -27,6 +28,7 @@ struct ScatterParams {
   int tokens, cols, row_blocks, column_tiles, columns, tiles;  // columns of a tile
   int words;                                                   // of 32 columns, and one behind the last
   u32 slots;
+  Stored repairs;  // where values are packed with zeros; else no values
 };
 
 struct ScatterState {
@@ -170,10 +172,11 @@ struct ScatterWarps {
   }
 
   // A tile's sums, rounded, to dX; and zeros in their place. A warp's lanes read 32 tokens of four columns at
-  // a time and write eight columns of a token each.
-  __device__ void write(int column_tile, int token_tile, int warp, int lane) const {
+  // a time and write eight columns of a token each. NaN if one of them is.
+  __device__ float write(int column_tile, int token_tile, int warp, int lane) const {
     constexpr int kTokenParts = kTokens / 32;
     const int units = (p.columns + 31) / 32 * kTokenParts, piece = lane % 8;
+    float all = 0;
     for (int unit = warp; unit < units; unit += 8) {
       const int c = unit / kTokenParts * 32 + lane / 8 * 8, part = unit % kTokenParts;
       if (c >= p.columns) continue;
@@ -186,6 +189,7 @@ struct ScatterWarps {
         v[i][1] = s.y;
         v[i][2] = s.z;
         v[i][3] = s.w;
+        all += (s.x + s.y) + (s.z + s.w);
         device::store_shared_4(from + i * kRowBytes, float4{0, 0, 0, 0});
       }
       const int column = column_tile * p.columns + c, left = p.cols - column;
@@ -208,6 +212,19 @@ struct ScatterWarps {
         }
       }
     }
+    return all;
+  }
+
+  // By all warps that multiply: what is NaN in dX, of all tiles, again.
+  __device__ void repair_tiles(int warp, int lane) const {
+    for (int tile = static_cast<int>(blockIdx.x); tile < p.tiles; tile += static_cast<int>(gridDim.x)) {
+      const int begin = tile % p.column_tiles * p.columns;
+      Stored own = p.repairs;
+      own.out = min(own.out, begin + p.columns);
+      for (int column = begin + warp * 16; column < own.out; column += 8 * 16)
+        repair<T, device::Activation::none>(own, nullptr, column, tile / p.column_tiles * kTokens, kTokens,
+                                            lane);
+    }
   }
 
   __device__ void multiply(u32 group, int warp, int lane) const {
@@ -222,9 +239,11 @@ struct ScatterWarps {
     }
     const bool odd = lane / 4 % 2 != 0;
     int column_tile = -1, token_tile = 0;  // whose sums these are
+    bool bad = false;
     const auto end_tile = [&] {
       named_barrier(kTile, 256);
-      write(column_tile, token_tile, static_cast<int>(group) * 4 + warp, lane);
+      const float all = write(column_tile, token_tile, static_cast<int>(group) * 4 + warp, lane);
+      bad |= all != all;
       named_barrier(kTile, 256);
     };
     while (true) {
@@ -312,6 +331,8 @@ struct ScatterWarps {
     }
     if (column_tile >= 0) end_tile();
     if (group == 0) named_barrier(kOrder, 256);  // what the other still arrives at
+    if (p.repairs.values == nullptr || !named_barrier_any(kTile, 256, bad)) return;
+    repair_tiles(static_cast<int>(group) * 4 + warp, lane);
   }
 };
 

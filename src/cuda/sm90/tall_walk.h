@@ -5,8 +5,6 @@
 
 namespace rarefy::sm90 {
 
-inline constexpr int kMostPairColumns = 1 << 16;
-
 // Clocks of a tile with this many stored columns: gathered bytes arrive slower than boxes, 36 a clock
 // (docs/design/hopper/tall.md). A step of 64 columns of 128 rows and 256 tokens is 48 KB, one of 32 columns
 // of 64 rows and 512 tokens 36 KB.

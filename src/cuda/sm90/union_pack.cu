@@ -1,7 +1,7 @@
 // Packs a weight for the union kernel: pieces of 64 rows × 32 bytes in the order in which they are walked,
 // with zeros where a unit row stores nothing; f32 is rounded to tf32, to nearest. Whole blocks: each part of
 // a piece reads its source. Fine ones: zeros, then each value goes to its place.
-#include "cuda/device/matrix.cuh"
+#include "cuda/sm90/places.cuh"
 #include "cuda/sm90/union_walk.h"
 #include "cuda/sm90/unions.h"
 
@@ -75,59 +75,28 @@ __global__ void __launch_bounds__(kThreads) pack_kernel(const PackParams p) {
   }
 }
 
-struct ScatterParams {
-  const int *offsets, *others, *entries;  // as ProductIndex
+// Where a weight of a fine block lies among the packed ones.
+struct UnionPlace {
   const int *places, *slots;
-  const void* values;
   unsigned char* packed;
-  int in, out, block_in, block_out;  // features
-  int unit, columns;
+  int unit, columns, width, bytes;  // features of a column, bytes of a value
+  __device__ unsigned char* operator()(int y, int x) const {
+    const int slot = __ldg(slots + y / unit), row = slot % 4 * unit + y % unit, half = width / 2;
+    const std::int64_t piece = __ldg(places + slot / 4 * columns + x / width);
+    return packed + piece * kPieceBytes + (row / 8 * 16 + x % width / half * 8 + row % 8) * 16 +
+           x % half * bytes;
+  }
 };
 
-constexpr int kClearBlocks = 1056;  // eight for each of 132 SMs
-
-__global__ void __launch_bounds__(kThreads) clear_kernel(const int* pieces, uint4* packed) {
-  const std::int64_t end = std::int64_t{__ldg(pieces)} * (kPieceBytes / 16);
-  for (std::int64_t i = std::int64_t{blockIdx.x} * kThreads + threadIdx.x; i < end;
-       i += std::int64_t{kClearBlocks} * kThreads)
-    packed[i] = {0, 0, 0, 0};
-}
-
-// blockIdx.x is a row of the index. A thread moves kAtOnce values that lie side by side, 16 bytes or one.
-template <class T, bool kTransposed, int kAtOnce>
-__global__ void __launch_bounds__(kThreads) scatter_kernel(const ScatterParams p) {
-  constexpr int kColumn = 32 / sizeof(T), kHalf = kColumn / 2;  // features
-  const int begin = p.offsets[blockIdx.x], end = p.offsets[blockIdx.x + 1];
-  const int each = p.block_in * p.block_out / kAtOnce, count = (end - begin) * each;
-  for (int t = static_cast<int>(blockIdx.y) * kThreads + static_cast<int>(threadIdx.x); t < count;
-       t += static_cast<int>(gridDim.y) * kThreads) {
-    const int at = begin + t / each, within = t % each * kAtOnce;
-    // A block is (features of Y, features of X), for grad_input the other way round.
-    const int inner = kTransposed ? p.block_out : p.block_in, row = within / inner, column = within % inner;
-    const int y = static_cast<int>(blockIdx.x) * p.block_out + (kTransposed ? column : row);
-    const int x = p.others[at] * p.block_in + (kTransposed ? row : column);
-    if (y >= p.out || x >= p.in) continue;  // padding
-    const int entry = kTransposed ? p.entries[at] : at;
-    const T* from = static_cast<const T*>(p.values) + std::int64_t{entry} * each * kAtOnce + within;
-    const int slot = p.slots[y / p.unit], in_piece = slot % 4 * p.unit + y % p.unit;
-    const std::int64_t piece = p.places[slot / 4 * p.columns + x / kColumn];
-    unsigned char* to = p.packed + piece * kPieceBytes +
-                        (in_piece / 8 * 16 + x % kColumn / kHalf * 8 + in_piece % 8) * 16 +
-                        x % kHalf * static_cast<int>(sizeof(T));
-    if constexpr (kAtOnce == 1) {
-      if constexpr (sizeof(T) == 4) {
-        *reinterpret_cast<std::uint32_t*>(to) = to_tf32(*from);
-      } else {
-        *reinterpret_cast<T*>(to) = *from;
-      }
-    } else {
-      uint4 out = __ldg(reinterpret_cast<const uint4*>(from));
-      if constexpr (sizeof(T) == 4) {
-        for (std::uint32_t* word : {&out.x, &out.y, &out.z, &out.w}) *word = to_tf32(__uint_as_float(*word));
-      }
-      *reinterpret_cast<uint4*>(to) = out;
-    }
-  }
+template <class T>
+cudaError_t scatter_fine(const UnionProblem& p, const ProductIndex& index, const void* values,
+                         const UnionPlace& place, cudaStream_t stream) {
+  constexpr int kWide = 16 / sizeof(T);
+  const bool wide = !p.transposed && p.block_in() % kWide == 0;
+  const auto run = p.transposed ? scatter<T, true, 1, UnionPlace>
+                   : wide       ? scatter<T, false, kWide, UnionPlace>
+                                : scatter<T, false, 1, UnionPlace>;
+  return run(p, index, values, place, stream);
 }
 
 }  // namespace
@@ -138,33 +107,16 @@ cudaError_t pack(const UnionProblem& p, const UnionLayout& layout, int sms, cons
   if (plan.pieces == 0) return cudaSuccess;
   const auto n = [](std::int64_t x) { return static_cast<int>(x); };
   if (p.fine()) {
-    const ScatterParams params{index.offsets,
-                               index.others,
-                               index.entries,
-                               words + plan.places_at,
-                               words + plan.slots_at,
-                               values,
-                               static_cast<unsigned char*>(packed),
-                               n(p.in_features()),
-                               n(p.out_features()),
-                               n(p.block_in()),
-                               n(p.block_out()),
-                               p.unit(),
-                               n((p.in_features() + p.column() - 1) / p.column())};
-    clear_kernel<<<kClearBlocks, kThreads, 0, stream>>>(words + plan.count_at + plan.groups,
-                                                        static_cast<uint4*>(packed));
-    const std::int64_t block_rows = (p.out_features() + p.block_out() - 1) / p.block_out();
-    // Thread blocks for all SMs; each takes a share of a block row.
-    const dim3 grid(static_cast<unsigned>(block_rows), static_cast<unsigned>(1 + 2048 / block_rows));
-    const bool wide = !p.transposed && p.block_in() % (16 / n(size_of(p.dtype))) == 0;
-    const auto scatter = p.dtype == DType::f32 ? (p.transposed ? scatter_kernel<float, true, 1>
-                                                  : wide       ? scatter_kernel<float, false, 4>
-                                                               : scatter_kernel<float, false, 1>)
-                                               : (p.transposed ? scatter_kernel<std::uint16_t, true, 1>
-                                                  : wide       ? scatter_kernel<std::uint16_t, false, 8>
-                                                               : scatter_kernel<std::uint16_t, false, 1>);
-    scatter<<<grid, kThreads, 0, stream>>>(params);
-    return cudaGetLastError();
+    const UnionPlace place{words + plan.places_at,
+                           words + plan.slots_at,
+                           static_cast<unsigned char*>(packed),
+                           p.unit(),
+                           n((p.in_features() + p.column() - 1) / p.column()),
+                           p.column(),
+                           n(size_of(p.dtype))};
+    clear(words + plan.count_at + plan.groups, kPieceBytes / 16, packed, stream);
+    return p.dtype == DType::f32 ? scatter_fine<float>(p, index, values, place, stream)
+                                 : scatter_fine<std::uint16_t>(p, index, values, place, stream);
   }
   const PackParams params{words + plan.sources_at,
                           words + plan.count_at + plan.groups,

@@ -39,12 +39,6 @@ double tile_clocks(const UnionConfig& c, bool two_boxes, double columns, double 
          (c.buffers == 1 ? kOneBuffer * tokens : 0);
 }
 
-// Parts of `size` features that a block may touch, which begins at a multiple of its own.
-std::int64_t touched(std::int64_t block, std::int64_t size) {
-  if (size % block == 0) return 1;
-  return block % size == 0 ? block / size : (block + size - 2) / size + 1;
-}
-
 // Room for pieces in the shared memory that the others leave.
 int piece_room(UnionConfig c, const Machine& machine) {
   c.pieces = 0;
@@ -55,15 +49,11 @@ int piece_room(UnionConfig c, const Machine& machine) {
 }  // namespace
 
 double UnionProblem::piece_share() const {
-  const double different = std::ceil(64.0 / static_cast<double>(block_out()));  // block rows of a strip
-  const double across = std::ceil(static_cast<double>(column()) / static_cast<double>(block_in()));
-  return 1 - std::pow(1 - density(), different * across);
+  return 1 - std::pow(1 - density(), met(block_out(), 64) * met(block_in(), column()));
 }
 
 double UnionProblem::box_share(const UnionLayout& layout) const {
-  const double different = std::ceil(64.0 * layout.strips / static_cast<double>(block_out()));  // of a group
-  const double across = std::ceil(static_cast<double>(layout.width) / static_cast<double>(block_in()));
-  return 1 - std::pow(1 - density(), different * across);
+  return 1 - std::pow(1 - density(), met(block_out(), 64 * layout.strips) * met(block_in(), layout.width));
 }
 
 int UnionConfig::shared_bytes() const {
@@ -174,13 +164,23 @@ UnionLayout layout_of(const UnionProblem& p) {
   return layout;
 }
 
-UnionConfig configure(const UnionProblem& problem, const Machine& machine) {
+namespace {
+UnionCandidate best_of(const UnionProblem& problem, const Machine& machine) {
   const std::vector<UnionCandidate> list = union_candidates(problem, layout_of(problem), machine);
   const UnionCandidate* best = &list.front();
   for (const UnionCandidate& candidate : list) {
     if (candidate.reason.empty() && candidate.microseconds < best->microseconds) best = &candidate;
   }
-  return best->config;
+  return *best;
+}
+}  // namespace
+
+UnionConfig configure(const UnionProblem& problem, const Machine& machine) {
+  return best_of(problem, machine).config;
+}
+
+double predicted_microseconds(const UnionProblem& problem, const Machine& machine) {
+  return best_of(problem, machine).microseconds;
 }
 
 }  // namespace rarefy::sm90

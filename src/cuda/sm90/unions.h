@@ -65,6 +65,7 @@ std::vector<UnionCandidate> union_candidates(const UnionProblem& problem, const 
                                              const Machine& machine);
 UnionLayout layout_of(const UnionProblem& problem);
 UnionConfig configure(const UnionProblem& problem, const Machine& machine);
+double predicted_microseconds(const UnionProblem& problem, const Machine& machine);  // of that
 
 // Where things are in a prepared buffer, in words.
 struct UnionPlan {

@@ -1,6 +1,6 @@
-// The tall kernel on blocks of 32×1 and odd multiples of it, whose rows go in pairs, packed: against the
-// host's products in double, through the registry; and that what a row does not store is skipped, whatever X
-// holds.
+// The tall kernel on blocks of 32×1 and odd multiples of it, whose rows go in groups of 64, packed: against
+// the host's products in double, through the registry; and that what a row does not store is skipped,
+// whatever X holds. Other blocks: sm90_fine_test.cc.
 #include <gtest/gtest.h>
 
 #include <limits>
@@ -10,7 +10,7 @@
 namespace rarefy::test {
 namespace {
 
-class Sm90TallPairsTest : public Sm90Test {
+class Sm90TallPackedTest : public Sm90Test {
  protected:
   // Of a front that holds what was made for 4096 tokens.
   static void check(const ProblemSpec& spec) {
@@ -18,14 +18,14 @@ class Sm90TallPairsTest : public Sm90Test {
     const Problem problem = make_problem(spec);
     ProblemIn<DeviceBuffer> gpu(problem);
     gpu.hold_derived(4096);
-    ASSERT_EQ(kernel_of(gpu, Op::linear), "sm90_tall_pairs");
+    ASSERT_EQ(kernel_of(gpu, Op::linear), "sm90_tall_packed");
     const Force force("cuda:sm90");
     expect_ok(gpu.linear(Activation::none));
     expect_linear(problem, gpu);
   }
 };
 
-TEST_F(Sm90TallPairsTest, MatchHost) {
+TEST_F(Sm90TallPackedTest, MatchHost) {
   for (const std::int64_t r : {32, 96}) {
     for (const DType dtype : {DType::bf16, DType::f16}) {
       for (const Layout x : kLayouts) {
@@ -43,7 +43,7 @@ TEST_F(Sm90TallPairsTest, MatchHost) {
 }
 
 // Ragged token tiles, many groups, and columns that fill several words for each thread of the plan.
-TEST_F(Sm90TallPairsTest, ManyTokensRowsAndColumns) {
+TEST_F(Sm90TallPackedTest, ManyTokensRowsAndColumns) {
   for (const std::int64_t tokens : {255, 257, 1281, 4100}) {
     check({tokens, 320, 96, 32, 1, 0.4, DType::bf16, true, 8});
   }
@@ -54,7 +54,7 @@ TEST_F(Sm90TallPairsTest, ManyTokensRowsAndColumns) {
 
 // A row that does not store a column gets nothing of the Inf or NaN that X has there: its zeros, packed
 // beside the other row's weights, are not multiplied by it.
-TEST_F(Sm90TallPairsTest, AbsentBlocksAreSkippedWhateverXHolds) {
+TEST_F(Sm90TallPackedTest, AbsentBlocksAreSkippedWhateverXHolds) {
   const double nan = std::numeric_limits<double>::quiet_NaN();
   for (const DType dtype : {DType::bf16, DType::f16}) {
     for (const Layout x : kLayouts) {
@@ -86,7 +86,7 @@ TEST_F(Sm90TallPairsTest, AbsentBlocksAreSkippedWhateverXHolds) {
   }
 }
 
-TEST_F(Sm90TallPairsTest, Activations) {
+TEST_F(Sm90TallPackedTest, Activations) {
   for (const Activation activation :
        {Activation::relu, Activation::gelu_erf, Activation::gelu_tanh, Activation::silu}) {
     for (const DType dtype : {DType::bf16, DType::f16}) {
@@ -101,7 +101,7 @@ TEST_F(Sm90TallPairsTest, Activations) {
   }
 }
 
-TEST_F(Sm90TallPairsTest, RepeatsAreEqual) {
+TEST_F(Sm90TallPackedTest, RepeatsAreEqual) {
   const Problem problem = make_problem({700, 544, 512, 32, 1, 0.3, DType::bf16, false, 0});
   ProblemIn<DeviceBuffer> gpu(problem);
   gpu.hold_derived(4096);

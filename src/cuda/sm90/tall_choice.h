@@ -1,0 +1,92 @@
+// TallConfig and TallGradientConfig as the registry keeps them, for the rows of tall blocks in place and of
+// columns packed as such.
+#pragma once
+
+#include "core/message.h"
+#include "core/registry.h"
+#include "cuda/sm90/rows.h"
+#include "cuda/sm90/tall.h"
+#include "cuda/sm90/tall_columns.h"
+#include "cuda/sm90/tall_grad_input.h"
+#include "cuda/sm90/tall_gradient.h"
+
+namespace rarefy::sm90 {
+
+struct TallChoice {
+  std::int64_t rows = 128, slots = 4, chunk = 512, sms = 132;
+  static constexpr std::string_view kFields[] = {"rows", "slots", "chunk", "sms"};
+  TallConfig config() const { return {static_cast<int>(rows), static_cast<int>(slots), chunk}; }
+};
+
+inline TallChoice tall_choice(const TallProblem& p, const rarefy::Machine& machine) {
+  const TallConfig c = configure(p, static_cast<int>(machine.gpu.shared_memory));
+  return {c.rows, c.slots, c.chunk, machine.gpu.sms};
+}
+
+// A forced config may hold anything; sizes are asked for before it is refused.
+inline Status check_choice(Op op, const TallProblem& p, const TallChoice& choice) {
+  const auto refuse = [&](std::string_view requirement, std::int64_t got) {
+    return invalid(name(op), requirement, cat(got));
+  };
+  if (choice.rows != 64 && !(choice.rows == 128 && p.block_rows % 128 == 0))
+    return refuse("rows of the config must be 64, or 128 where a block has a multiple of 128", choice.rows);
+  if (choice.slots < 2 || choice.slots > 8)
+    return refuse("slots of the config must be in [2, 8]", choice.slots);
+  if (choice.chunk < 512 || choice.chunk % 512 != 0)
+    return refuse("chunk of the config must be a multiple of 512", choice.chunk);
+  if (choice.sms < 1 || choice.sms > kMostClusters)
+    return refuse(cat("sms of the config must be in [1, ", kMostClusters, ']'), choice.sms);
+  return {};
+}
+
+struct TallGradientChoice {
+  std::int64_t rows = 128, split = 1, slots = 4, sms = 132, columns = TallGradientConfig::kMost, pairs = 0,
+               turns = 1;
+  static constexpr std::string_view kFields[] = {"rows",    "split", "slots", "sms",
+                                                 "columns", "pairs", "turns"};
+  TallGradientConfig config() const {
+    const auto n = [](std::int64_t x) { return static_cast<int>(x); };
+    return {n(rows), n(split), n(slots), n(sms), n(columns), n(pairs), n(turns)};
+  }
+};
+
+inline TallGradientChoice gradient_choice(const TallGradientProblem& p, const rarefy::Machine& machine) {
+  const TallGradientConfig c = configure(p, machine.gpu.sms, static_cast<int>(machine.gpu.shared_memory));
+  return {c.rows, c.split, c.slots, c.sms, c.columns, c.pairs, c.turns};
+}
+
+struct TallInputChoice {
+  std::int64_t scatter = 0, tokens = 256, columns = 128, slots = 4, sms = 132;
+  static constexpr std::string_view kFields[] = {"scatter", "tokens", "columns", "slots", "sms"};
+  TallInputConfig config() const {
+    const auto n = [](std::int64_t x) { return static_cast<int>(x); };
+    return {scatter != 0, n(tokens), n(columns), n(slots)};
+  }
+};
+
+inline TallInputChoice input_choice(const TallInputConfig& c, const rarefy::Machine& machine) {
+  return {c.scatter ? 1 : 0, c.tokens, c.columns, c.slots, machine.gpu.sms};
+}
+
+inline TallInputCandidate best_input(const Product& p, const rarefy::Machine& machine) {
+  return tall_input_best(p, machine.gpu.sms, static_cast<int>(machine.gpu.shared_memory));
+}
+
+// A front holds one derived weight for any number of tokens: of kernels that want one it has that of many.
+inline constexpr std::int64_t kManyTokens = 4096;
+
+// grad_input of the columns that are expected of W.
+inline Product packed_input(const Problem& p, std::int64_t tokens) {
+  auto stated = product<Product>(p);
+  stated.transposed = false;  // columns of W, not of its transpose
+  const TallColumns columns(stated);
+  Product packed = stated;
+  packed.transposed = true;
+  packed.tokens = tokens;
+  packed.block_rows = columns.height;
+  packed.block_cols = 1;
+  packed.blocks = columns.expected();
+  return packed;
+}
+
+}  // namespace rarefy::sm90
