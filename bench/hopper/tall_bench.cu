@@ -46,7 +46,7 @@ struct Prepared {
   Buffer<char> workspace, packed;
   Prepared(const Setup<T>& s, const TallProblem& problem)
       : columns(columns_of(s)),
-        config(configure(problem, kSharedBytes)),
+        config(configure(problem, kSms, kSharedBytes)),
         crow(to_device(s.pattern.crow)),
         col(to_device(s.pattern.col)),
         words(static_cast<std::size_t>(columns.words + TallPlan(problem, config, kSms).words)),

@@ -52,7 +52,7 @@ struct Prepared {
                              s.values.data(),
                              s.y.data(),
                              col.data(),
-                             {ccol.data(), row.data(), perm.data()},
+                             {problem, {ccol.data(), row.data(), perm.data()}, s.values.data()},
                              words.data()},
                             stream));
   }

@@ -259,6 +259,11 @@ TEST(Sm90Rows, ForcedConfigurationsAreChecked) {
         Refused{80, 64, 1, "sm90_tall", "slots=1", "slots of the config must be in [2, 8]; got 1"},
         Refused{80, 64, 1, "sm90_tall", "chunk=100",
                 "chunk of the config must be a multiple of 512; got 100"},
+        Refused{80, 64, 1, "sm90_tall", "split=5", "split of the config must be in [1, 4]; got 5"},
+        Refused{80, 64, 1, "sm90_tall", "tokens=128",
+                "tokens of the config must be 256, or 512 with 64 rows; got 128"},
+        Refused{80, 128, 1, "sm90_tall", "tokens=512",
+                "tokens of the config must be 256, or 512 with 64 rows; got 512"},
         Refused{80, 64, 1, "sm90_tall", "sms=0", "sms of the config must be in [1, 160]; got 0"},
         Refused{3, 32, 32, "sm90_decode", "rows=0", kDecode},
         Refused{3, 32, 32, "sm90_decode", "rows=64", kDecode},
@@ -288,6 +293,38 @@ TEST(Sm90Rows, ForcedConfigurationsAreChecked) {
       EXPECT_NE(kernel->pack(call, nullptr).message().find(error), std::string::npos);
     }
   }
+}
+
+// A few blocks of thin shapes are columns, many are unions, whatever the number of tokens; gradients of few
+// tokens are a plain kernel's, of wide blocks columns of the transpose.
+TEST(Sm90Rows, TheFasterKernelIsChosen) {
+  rarefy::Machine h100;
+  h100.gpu.arch = 90, h100.gpu.sms = 132, h100.gpu.shared_memory = 227 << 10;
+  const auto chosen = [&](Op op, std::int64_t tokens, std::int64_t rows, std::int64_t cols, double density) {
+    BsrShape shape{4096, 4096, rows, cols, 0};
+    shape.nnzb =
+        static_cast<std::int64_t>(density * static_cast<double>(shape.row_count() * shape.col_count()));
+    rarefy::Problem p = make_problem(op, shape, tokens, DType::bf16, Device::cuda);
+    p.derived = kAnyDerived;
+    return choose_from(registry(), p, h100, "")->kernel->name;
+  };
+  for (const std::int64_t tokens : {17, 64, 8192}) {
+    EXPECT_EQ(chosen(Op::linear, tokens, 16, 1, 0.1), "sm90_tall_packed");
+    EXPECT_EQ(chosen(Op::linear, tokens, 64, 4, 0.25), "sm90_tall_packed");
+    EXPECT_EQ(chosen(Op::linear, tokens, 32, 1, 0.5), "sm90_tall_packed");
+    EXPECT_EQ(chosen(Op::linear, tokens, 8, 8, 0.05), "sm90_tall_packed");
+    EXPECT_EQ(chosen(Op::linear, tokens, 8, 8, 0.25), "sm90_unions_linear");
+    EXPECT_EQ(chosen(Op::linear, tokens, 1, 1, 0.1), "sm90_unions_linear");
+    EXPECT_EQ(chosen(Op::linear, tokens, 32, 32, 0.25), "sm90_unions_linear");
+    EXPECT_EQ(chosen(Op::grad_input, tokens, 16, 1, 0.1), "sm90_tall_packed_grad_input");
+    EXPECT_EQ(chosen(Op::grad_input, tokens, 8, 8, 0.02), "sm90_tall_packed_transposed");
+    EXPECT_EQ(chosen(Op::grad_input, tokens, 32, 32, 0.25), "sm90_unions_grad_input");
+  }
+  EXPECT_EQ(chosen(Op::linear, 4, 16, 1, 0.1), "simt_few_linear");
+  EXPECT_EQ(chosen(Op::grad_weight, 8, 8, 8, 0.1), "simt_grad_weight");
+  EXPECT_EQ(chosen(Op::grad_weight, 8192, 4, 4, 0.25), "sm90_dense_gradient");
+  EXPECT_EQ(chosen(Op::grad_weight, 8192, 16, 1, 0.1), "sm90_tall_packed_gradient");
+  EXPECT_EQ(chosen(Op::grad_weight, 8192, 32, 32, 0.1), "sm90_block_gradient");
 }
 
 TEST(Unsupported, SaysWhy) {
@@ -359,7 +396,7 @@ TEST(TallColumns, AreWhatGroupsMayTouch) {
 TEST(TallPlan, FollowsTheWeightAlone) {
   TallProblem p{DType::bf16, 1000, 1000, 333, 256, 200};
   p.x_stride = p.y_stride = 1000;
-  const TallConfig config = configure(p, kMachine.shared_bytes);
+  const TallConfig config = configure(p, kMachine.sms, kMachine.shared_bytes);
   EXPECT_EQ(config.rows, 128);
   EXPECT_LE(config.shared_bytes() + 512, kMachine.shared_bytes);
   EXPECT_GE(config.slots, 4);
@@ -369,21 +406,21 @@ TEST(TallPlan, FollowsTheWeightAlone) {
   other.y_layout = Layout::by_feature;
   other.x_stride = 336;
   other.activation = Activation::silu;
-  EXPECT_EQ(configure(other, kMachine.shared_bytes).rows, 128);
+  EXPECT_EQ(configure(other, kMachine.sms, kMachine.shared_bytes).rows, 128);
   const TallPlan plan(p, config, 132), same(other, config, 132);
   EXPECT_EQ(plan.words, same.words);
   EXPECT_EQ(plan.items_at, same.items_at);
   EXPECT_EQ(plan.groups, 8);
   EXPECT_EQ(config.workspace(p), 0);
-  EXPECT_EQ(configure(other, kMachine.shared_bytes).workspace(other), 333 * 64 * 2);
+  EXPECT_EQ(configure(other, kMachine.sms, kMachine.shared_bytes).workspace(other), 333 * 64 * 2);
   // X that is transposed in parts, as large as each other.
   other.tokens = 8192;
   other.cols = 14336;
-  const TallConfig parts = configure(other, kMachine.shared_bytes);
+  const TallConfig parts = configure(other, kMachine.sms, kMachine.shared_bytes);
   EXPECT_EQ(parts.chunk, 2048);
   EXPECT_EQ(parts.workspace(other), 2 * 2048 * 14336 * 2);  // one is made while the other is read
   p.block_rows = 192;                                       // no multiple of 128
-  const TallConfig narrow = configure(p, kMachine.shared_bytes);
+  const TallConfig narrow = configure(p, kMachine.sms, kMachine.shared_bytes);
   EXPECT_EQ(narrow.rows, 64);
   EXPECT_LE(narrow.shared_bytes() + 512, kMachine.shared_bytes);
   EXPECT_EQ(TallPlan(p, narrow, 132).groups, 16);

@@ -12,7 +12,10 @@ namespace {
 class Sm90UnionsTest : public Sm90Test {
  protected:
   static void check(const ProblemSpec& spec) {
-    check_products(spec, {"sm90_unions_linear", "sm90_unions_grad_input", {}});
+    check_products(spec, {"sm90_unions_linear",
+                          "sm90_unions_grad_input",
+                          {},
+                          "cuda:sm90,sm90_unions_linear(),sm90_unions_grad_input()"});
   }
 };
 

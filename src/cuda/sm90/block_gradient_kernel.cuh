@@ -9,8 +9,8 @@
 #include "cuda/sm90/device/tma.cuh"
 #include "cuda/sm90/device/warp.cuh"
 #include "cuda/sm90/device/wgmma.cuh"
-#include "cuda/sm90/gradient_exchange.cuh"
 #include "cuda/sm90/gradient_slots.cuh"
+#include "cuda/sm90/tile/exchange.cuh"
 
 namespace rarefy::sm90 {
 

@@ -134,13 +134,14 @@ Kernel strips(Op op, std::string_view name) {
 // Unions ------------------------------------------------------------------------------------------------
 
 struct UnionChoice {
-  std::int64_t strips = 2, width = 64, tokens = 256, slots = 4, pieces = 32, buffers = 2, sms = 132;
+  std::int64_t strips = 2, width = 64, tokens = 256, slots = 4, pieces = 32, buffers = 2, sms = 132,
+               split = 1;
   static constexpr std::string_view kFields[] = {"strips", "width",   "tokens", "slots",
-                                                 "pieces", "buffers", "sms"};
+                                                 "pieces", "buffers", "sms",    "split"};
 
   UnionConfig config() const {
     const auto n = [](std::int64_t x) { return static_cast<int>(x); };
-    return {n(strips), n(width), n(tokens), n(slots), n(pieces), n(buffers)};
+    return {n(strips), n(width), n(tokens), n(slots), n(pieces), n(buffers), n(split)};
   }
 };
 
@@ -158,7 +159,8 @@ Reason yields_unions(const Problem& p, const rarefy::Machine& /*machine*/) {
 }
 
 Config choice_of(const UnionConfig& c, const rarefy::Machine& machine) {
-  return to_config(UnionChoice{c.strips, c.width, c.tokens, c.slots, c.pieces, c.buffers, machine.gpu.sms});
+  return to_config(
+      UnionChoice{c.strips, c.width, c.tokens, c.slots, c.pieces, c.buffers, machine.gpu.sms, c.split});
 }
 
 Config configure_unions(const Problem& p, const rarefy::Machine& machine) {

@@ -10,6 +10,7 @@
 #include "cuda/sm90/device/wgmma.cuh"
 #include "cuda/sm90/strip_shape.cuh"
 #include "cuda/sm90/strip_walk.h"
+#include "cuda/sm90/tile/exchange.cuh"
 #include "cuda/sm90/tile/ring.cuh"
 #include "cuda/sm90/tile/store.cuh"
 
@@ -26,11 +27,12 @@ struct StripParams {
   const int4* groups;  // StripGroup
   const int* steps;    // four words each
   const void* bias;
-  int features;     // of y
-  int w_columns;    // 64-wide columns of a stored block
-  int columns;      // 64-wide, of X
-  int token_tiles;  // of a cluster
-  bool whole;       // the strips of a tile are of one block row
+  int features, tokens;  // of y
+  int w_columns;         // 64-wide columns of a stored block
+  int columns;           // 64-wide, of X
+  int token_tiles;       // of a cluster
+  bool whole;            // the strips of a tile are of one block row
+  int split;             // kParts: thread blocks of a cluster
   u32 slots, w_slots;
 };
 
@@ -52,8 +54,9 @@ struct StripState {
   alignas(8) u64 batch_full[kBatches], batch_empty[kBatches];
 };
 
-// kWhole: the strips of a tile store the same columns, as those of one block row do.
-template <int kStrips, int kTokens, int kCluster, bool kWhole>
+// kWhole: the strips of a tile store the same columns, as those of one block row do. kParts: a cluster's
+// thread blocks have a part of a tile's steps each, and one tile.
+template <int kStrips, int kTokens, int kCluster, bool kWhole, bool kParts>
 struct StripWarps {
   using Shape = StripShape<kStrips, kTokens>;
   const StripParams& p;
@@ -114,14 +117,13 @@ struct StripWarps {
       arrive(shared_address(&state.batch_full[batches.slot]));  // each lane for what it wrote
       batches.next(kBatches);
     };
-    Cursor cursor;
-#pragma unroll 1
-    while (next(cursor)) {
-      const StripTile t = unpack_tile(cursor.item.x);
+    // Of a tile's steps the part-th of `parts`.
+    const auto put_steps = [&](const StripTile& t, int token_tile, int part, int parts) {
       const int4 a = __ldg(p.groups + 2 * t.group), b = __ldg(p.groups + 2 * t.group + 1);  // StripGroup
-      int word = read_steps(t, 0, lane);
-      const int token_tile = (cursor.first_token_tile + t.token_tile) * kCluster + static_cast<int>(rank);
-      StripState::Tile tile{a.x, token_tile * kTokens, {a.y, a.z, a.w}};
+      int step = a.x * part / parts;
+      const int end = a.x * (part + 1) / parts;
+      int word = read_steps(t, step, lane);
+      StripState::Tile tile{end - step, token_tile * kTokens, {a.y, a.z, a.w}};
       if (t.part >= 0) {  // one strip alone
         tile.steps = t.part == 0 ? b.x : t.part == 1 ? b.y : b.z;
         if (t.part != 0) tile.strip[0] = -1;
@@ -129,12 +131,24 @@ struct StripWarps {
         if (t.part != 2) tile.strip[2] = -1;
       }
       put_tile(tile);
-      const int steps = tile.steps > 0 ? a.x : 0;
+      if (tile.steps == 0) return;
 #pragma unroll 1
-      for (int step = 0; step < steps; step += 8) {
-        const int this_word = step + lane / 4 < steps ? word : -1;
-        if (step + 8 < steps) word = read_steps(t, step + 8, lane);
+      for (; step < end; step += 8) {
+        const int this_word = step + lane / 4 < end ? word : -1;
+        if (step + 8 < end) word = read_steps(t, step + 8, lane);
         put_batch(tile.token, this_word);
+      }
+    };
+    if constexpr (kParts) {
+      const int tile = static_cast<int>(blockIdx.x) / p.split;
+      put_steps({tile / p.token_tiles, 0, -1}, tile % p.token_tiles, static_cast<int>(blockIdx.x) % p.split,
+                p.split);
+    } else {
+      Cursor cursor;
+#pragma unroll 1
+      while (next(cursor)) {
+        const StripTile t = unpack_tile(cursor.item.x);
+        put_steps(t, (cursor.first_token_tile + t.token_tile) * kCluster + static_cast<int>(rank), 0, 1);
       }
     }
     put_tile({-1, 0, {}});
@@ -296,10 +310,18 @@ struct StripWarps {
       };
       const auto leave = [&](Sums& d) {
         read_tile();
+        int first = 0, end = kTokens;
+        if constexpr (kParts) {
+          const u32 its_rank = cluster_rank();
+          exchange_tile<kTokens, kStrips * 128>(d, p.split, its_rank, x_ring, p.tokens - token);
+          const ShareOfTokens<kTokens> share(p.split, its_rank);
+          first = share.first, end = share.end;
+        }
         if (feature < 0) return;
 #pragma unroll
         for (int part = 0; part < Shape::kParts; ++part) {
-          store_tile<T, kActivation>(out, d[part], bias, &p.y, feature, token + part * Shape::kPart);
+          store_tile<T, kActivation>(out, d[part], bias, &p.y, feature, token + part * Shape::kPart,
+                                     first - part * Shape::kPart, end - part * Shape::kPart);
         }
       };
       if constexpr (kWhole) {
@@ -347,7 +369,7 @@ struct StripWarps {
 };
 
 template <class T, bool kTransposed, Activation kActivation, int kStrips, int kTokens, int kCluster,
-          bool kWhole>
+          bool kWhole, bool kParts>
 __global__ void __launch_bounds__(StripShape<kStrips, kTokens>::kThreads, 1)
     strip_kernel(const __grid_constant__ StripParams p) {
   using Shape = StripShape<kStrips, kTokens>;
@@ -379,8 +401,8 @@ __global__ void __launch_bounds__(StripShape<kStrips, kTokens>::kThreads, 1)
   if constexpr (kCluster > 1) cluster_sync();
 
   const u32 w_ring = x_ring + p.slots * Shape::kSlotBytes, y_buffers = w_ring + p.w_slots * kBlockBytes;
-  StripWarps<kStrips, kTokens, kCluster, kWhole> warps{p, state, x_ring, w_ring,
-                                                       kCluster == 1 ? 0 : cluster_rank()};
+  StripWarps<kStrips, kTokens, kCluster, kWhole, kParts> warps{p, state, x_ring, w_ring,
+                                                               kCluster == 1 ? 0 : cluster_rank()};
   if (warp < 4 * kStrips) {
     take_registers<Shape::kMultiplyRegisters>();
     const auto strip = static_cast<u32>(warp) / 4;
@@ -392,6 +414,7 @@ __global__ void __launch_bounds__(StripShape<kStrips, kTokens>::kThreads, 1)
     if (warp == 4 * kStrips) warps.load_x(lane);
     if (warp == 4 * kStrips + 1) warps.load_w(lane);
     if (warp == 4 * kStrips + 2) warps.walk(lane);
+    if constexpr (kParts) watch_exchange();
   }
   if constexpr (kCluster > 1) {
     __syncwarp();

@@ -8,23 +8,24 @@
 namespace rarefy::sm90 {
 
 template <class T, bool kTransposed, Activation kActivation, int kStrips, int kTokens, int kCluster,
-          bool kWhole>
+          bool kWhole, bool kParts = false>
 cudaError_t launch_strips(const StripConfig& config, int clusters, const StripParams& params,
                           cudaStream_t stream) {
-  const auto kernel = strip_kernel<T, kTransposed, kActivation, kStrips, kTokens, kCluster, kWhole>;
+  const auto kernel = strip_kernel<T, kTransposed, kActivation, kStrips, kTokens, kCluster, kWhole, kParts>;
   static cuda::SharedLimit limit;
   const cudaError_t status = limit.allow(kernel, config.shared_bytes());
   if (status != cudaSuccess) return status;
   cudaLaunchAttribute cluster{};
   cluster.id = cudaLaunchAttributeClusterDimension;
-  cluster.val.clusterDim = {kCluster, 1, 1};
+  const int in_cluster = kCluster * params.split;
+  cluster.val.clusterDim = {static_cast<unsigned>(in_cluster), 1, 1};
   cudaLaunchConfig_t launch{};
-  launch.gridDim = dim3(static_cast<unsigned>(clusters * kCluster));
+  launch.gridDim = dim3(static_cast<unsigned>(clusters * in_cluster));
   launch.blockDim = dim3(StripShape<kStrips, kTokens>::kThreads);
   launch.dynamicSmemBytes = static_cast<std::size_t>(config.shared_bytes());
   launch.stream = stream;
   launch.attrs = &cluster;
-  launch.numAttrs = kCluster > 1 ? 1 : 0;
+  launch.numAttrs = in_cluster > 1 ? 1 : 0;
   return cudaLaunchKernelEx(&launch, kernel, params);
 }
 
@@ -40,6 +41,17 @@ cudaError_t launch_shape(const StripConfig& c, int clusters, const StripParams& 
                ? launch_strips<T, kTransposed, kActivation, 2, 256, 1, kWhole>(c, clusters, params, stream)
                : launch_strips<T, kTransposed, kActivation, 2, 256, 2, kWhole>(c, clusters, params, stream);
   };
+  if (c.split > 1) {
+    const auto launch_parts = [&]<int kStrips, int kTokens>() {
+      return launch_strips<T, kTransposed, kActivation, kStrips, kTokens, 1, false, true>(c, clusters, params,
+                                                                                          stream);
+    };
+    if (is(2, 256, 1)) return launch_parts.template operator()<2, 256>();
+    if (is(3, 256, 1)) return launch_parts.template operator()<3, 256>();
+    if (is(2, 128, 1)) return launch_parts.template operator()<2, 128>();
+    if (is(3, 128, 1)) return launch_parts.template operator()<3, 128>();
+    return cudaErrorInvalidConfiguration;
+  }
   if (is(2, 256, 1) || is(2, 256, 2))
     return params.whole ? launch_wide(std::true_type{}) : launch_wide(std::false_type{});
   if (is(3, 256, 1))

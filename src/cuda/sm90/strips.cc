@@ -5,6 +5,7 @@
 #include <cmath>
 
 #include "core/checked.h"
+#include "cuda/sm90/parts.h"
 
 namespace rarefy::sm90 {
 namespace {
@@ -63,14 +64,12 @@ StripPlan::StripPlan(const StripProblem& p, int thread_blocks)
   scratch_at = take(rows * (ceil_div(columns, 32) + 1) + p.strips() + (kMostGroup + 2) * p.groups());
 }
 
-int StripConfig::shared_bytes() const {
-  return 1024 + slots * tokens * 128 + w_slots * 8192 + strips * 2 * 8192;
-}
+int StripConfig::shared_bytes() const { return 1024 + ring_bytes() + strips * 2 * 8192; }
 
 std::string StripConfig::text() const {
   return "strips=" + std::to_string(strips) + " tokens=" + std::to_string(tokens) +
          " cluster=" + std::to_string(cluster) + " slots=" + std::to_string(slots) +
-         " w_slots=" + std::to_string(w_slots);
+         " w_slots=" + std::to_string(w_slots) + " split=" + std::to_string(split);
 }
 
 std::string unsupported(const StripProblem& p) {
@@ -107,7 +106,7 @@ std::vector<StripCandidate> strip_candidates(const StripProblem& p, const Machin
     const double steps = columns * (1 - std::pow(1 - density, distinct));
     const double blocks = columns * density * n;
     // As many steps as leave room for the blocks of W that they have on average.
-    const double per_step = steps > 0 ? blocks / steps : n;
+    const double per_step = steps > 0 ? std::min(blocks / steps, 1.0 * n) : n;  // rounded, it may be more
     for (c.slots = 8; c.slots > 2; --c.slots) {
       c.w_slots = w_room(c, machine);
       if (c.w_slots >= std::max(per_step * c.slots, 1.0 * n)) break;
@@ -115,16 +114,26 @@ std::vector<StripCandidate> strip_candidates(const StripProblem& p, const Machin
     c.w_slots = w_room(c, machine);
 
     const std::int64_t token_tiles = ceil_div(p.tokens, c.tokens);
-    const auto tiles = static_cast<double>(p.groups() * ceil_div(token_tiles, cluster));
+    const std::int64_t tiles = p.groups() * ceil_div(token_tiles, cluster);
     const int whole = machine.sms / cluster;  // clusters at a time
-    const double clusters = whole;
-    const double rounds = tiles <= clusters ? 1 : std::max(tiles / clusters, 1.0);
+    const double clusters = whole, rounds = std::max(static_cast<double>(tiles) / clusters, 1.0);
     // Few thread blocks have L2 to themselves, up to what one SM takes.
-    const double bandwidth = std::min(64.0, kBytesPerClock * std::max(1.0, clusters / tiles));
-    // Few tiles are cut into strips.
-    const bool cut = tiles * n <= clusters;
-    const double tile = cut ? tile_clocks(c, blocks / n, blocks / n, std::max(kBytesPerClock, bandwidth / n))
-                            : tile_clocks(c, steps, blocks, bandwidth);
+    const auto bandwidth = [&](double blocks_at_work) {
+      return std::min(64.0, kBytesPerClock * std::max(1.0, clusters / blocks_at_work));
+    };
+    const auto part_clocks = [&](int parts) {
+      return tile_clocks(c, steps / parts, blocks / parts, bandwidth(static_cast<double>(tiles * parts)));
+    };
+    double tile = part_clocks(1);
+    if (tiles * n <= whole)  // tiles are cut into strips
+      tile = tile_clocks(c, blocks / n, blocks / n,
+                         std::max(kBytesPerClock, bandwidth(static_cast<double>(tiles)) / n));
+    if (cluster == 1) {
+      c.split = best_parts(tiles, p.tokens, n, machine.sms,
+                           [&](int parts) { return parts == 1 ? tile : part_clocks(parts); });
+      while (exchange_bytes(c.split, c.tokens, n) > c.ring_bytes()) --c.split;
+      if (c.split > 1) tile = part_clocks(c.split) + exchange_clocks(p.tokens, n);
+    }
     candidate.microseconds = (rounds * tile + kLaunchClocks + (cluster - 1) * kClusterClocks) / kClock;
     if (cluster > 1 && token_tiles < cluster) candidate.reason = "fewer token tiles than blocks of a cluster";
   }

@@ -1,4 +1,5 @@
 // The strip kernel's launch: tensor maps and the choice of the instantiation.
+#include "cuda/sm90/parts.h"
 #include "cuda/sm90/strip_launch.cuh"
 #include "cuda/sm90/tensor_map.h"
 
@@ -6,6 +7,9 @@ namespace rarefy::sm90 {
 
 cudaError_t launch(const StripProblem& p, const StripConfig& config, int sms, const StripOperands& operands,
                    cudaStream_t stream) {
+  if (config.split != 1 && (config.split < 1 || config.split > 4 || config.cluster != 1 ||
+                            exchange_bytes(config.split, config.tokens, config.strips) > config.ring_bytes()))
+    return cudaErrorInvalidConfiguration;
   StripParams params{};
   const auto u = [](std::int64_t x) { return static_cast<std::uint64_t>(x); };
   const auto n = [](std::int64_t x) { return static_cast<int>(x); };
@@ -60,16 +64,19 @@ cudaError_t launch(const StripProblem& p, const StripConfig& config, int sms, co
   params.token_tiles = n((p.tokens + tokens - 1) / tokens);
   params.bias = operands.bias;
   params.features = n(p.out_features());
+  params.tokens = n(p.tokens);
   params.w_columns = n(p.block_cols / 64);
   params.columns = n((p.in_features() + 63) / 64);
   // Queued products hold a slot for a step longer: of two slots, or of 128 tokens' short steps, that costs
   // more.
   params.whole = p.block_out() / 64 % config.strips == 0 && config.slots > 3;
+  params.split = config.split;
   params.slots = static_cast<u32>(config.slots);
   params.w_slots = static_cast<u32>(config.w_slots);
   const auto run = p.dtype == DType::bf16 ? (p.transposed ? launch_grad_input_bf16 : launch_linear_bf16)
                                           : (p.transposed ? launch_grad_input_f16 : launch_linear_f16);
-  return run(p.activation, config, lists.clusters, params, stream);
+  const int clusters = config.split > 1 ? lists.groups * params.token_tiles : lists.clusters;
+  return run(p.activation, config, clusters, params, stream);
 }
 
 }  // namespace rarefy::sm90

@@ -4,6 +4,7 @@
 #include <algorithm>
 
 #include "core/checked.h"
+#include "cuda/sm90/parts.h"
 #include "cuda/sm90/tall_walk.h"
 
 namespace rarefy::sm90 {
@@ -12,19 +13,52 @@ namespace {
 constexpr int kMostGroups = 1 << 16;  // 16 bits in the lists
 
 // Bytes of a transposed chunk: so many stay in L2 until they are multiplied, and the next one is transposed
-// as that ends. Where multiplying takes less than so many microseconds, launches cost more than that saves.
+// as that ends. Where multiplying takes less than so many microseconds, chunks are larger; launches take
+// another part of the time.
 constexpr std::int64_t kChunkBytes = 36 << 20;
-constexpr double kLeastChunk = 45;
-constexpr int kSms = 132;  // of an H100 and an H200
+constexpr double kLeastChunk = 45, kChunkLaunch = 4;
+constexpr double kClock = 1750;    // per microsecond
+constexpr double kFewShare = 1.3;  // of few thread blocks: so much faster than when all SMs are at work
 
 // Block rows may reach past W by more than a tile.
 std::int64_t group_count(const TallProblem& p, int rows) { return ceil_div(p.rows, rows); }
 
+double columns_of(const TallProblem& p) {  // of a block row
+  return static_cast<double>(p.blocks) /
+         static_cast<double>(std::max<std::int64_t>(1, ceil_div(p.rows, p.block_rows)));
+}
+
 double multiply_microseconds(const TallProblem& p, const TallConfig& c, int sms) {
   const auto groups = static_cast<double>(group_count(p, c.rows));
-  const double columns = static_cast<double>(p.blocks) / static_cast<double>(ceil_div(p.rows, p.block_rows));
-  const double tiles = groups * static_cast<double>(ceil_div(p.tokens, c.tokens()));
-  return std::max(1.0, tiles / sms) * tall_clocks(c.rows, static_cast<int>(columns)) / 1750 + 9;
+  const double tiles = groups * static_cast<double>(ceil_div(p.tokens, c.tokens));
+  return std::max(1.0, tiles / sms) * tall_clocks(c.rows, static_cast<int>(columns_of(p) / c.split)) /
+             kClock +
+         9;
+}
+
+// Tokens of a chunk that leave few SMs without a tile in its last round: 3 token tiles of 64 groups would be
+// two rounds of 132, as 4 are.
+std::int64_t chunk_of(const TallProblem& p, const TallConfig& c, int sms) {
+  constexpr std::int64_t kStep = 512;
+  std::int64_t most =
+      std::max<std::int64_t>(1, kChunkBytes / (2 * std::max<std::int64_t>(1, p.cols)) / kStep) * kStep;
+  const double all = multiply_microseconds(p, c, sms);
+  if (all * static_cast<double>(most) < kLeastChunk * static_cast<double>(p.tokens)) most *= 2;
+  if (p.tokens <= most) return ceil_div(std::max<std::int64_t>(1, p.tokens), kStep) * kStep;
+  const std::int64_t groups = group_count(p, c.rows);
+  const auto rounds = [&](std::int64_t tokens) {
+    return ceil_div(groups * ceil_div(tokens, std::int64_t{c.tokens}), std::int64_t{sms});
+  };
+  const double round = tall_clocks(c.rows, static_cast<int>(columns_of(p))) / kClock;
+  std::int64_t best = most;
+  double least = std::numeric_limits<double>::infinity();
+  for (std::int64_t chunk = most; chunk > 0; chunk -= kStep) {
+    const std::int64_t whole = p.tokens / chunk, rest = p.tokens % chunk;
+    const double cost = static_cast<double>(whole * rounds(chunk) + (rest > 0 ? rounds(rest) : 0)) * round +
+                        static_cast<double>(whole + (rest > 0 ? 1 : 0)) * kChunkLaunch;
+    if (cost < least) best = chunk, least = cost;
+  }
+  return best;
 }
 
 }  // namespace
@@ -45,14 +79,22 @@ std::string unsupported(const TallProblem& p) {
   return {};
 }
 
-TallConfig configure(const TallProblem& p, int shared_bytes) {
+TallConfig configure(const TallProblem& p, int sms, int shared_bytes) {
   TallConfig c{p.block_rows % 128 == 0 ? 128 : 64, 0};
+  c.tokens = c.rows == 128 || p.tokens <= 256 ? 256 : 512;
   c.slots = std::min(8, (shared_bytes - 512 - c.shared_bytes()) / c.slot_bytes());
-  std::int64_t chunks = std::max<std::int64_t>(1, ceil_div(p.tokens * p.cols * 2, kChunkBytes));
-  if (multiply_microseconds(p, c, kSms) < kLeastChunk * static_cast<double>(chunks))
-    chunks = ceil_div(chunks, 2);
-  c.chunk = std::max<std::int64_t>(512, ceil_div(ceil_div(p.tokens, chunks), 512) * 512);
+  c.chunk = chunk_of(p, c, sms);
+  c.split = split_of(p, c, sms);
   return c;
+}
+
+int split_of(const TallProblem& p, const TallConfig& c, int sms) {
+  const std::int64_t tiles = group_count(p, c.rows) * ceil_div(p.tokens, std::int64_t{c.tokens});
+  return best_parts(tiles, p.tokens, 2, sms, [&](int parts) {
+    const double share =
+        std::min(kFewShare, std::max(1.0, static_cast<double>(sms) / static_cast<double>(tiles * parts)));
+    return tall_clocks(c.rows, static_cast<int>(columns_of(p) / parts)) / share;
+  });
 }
 
 double predicted_microseconds(const TallProblem& p, const TallConfig& c, int sms) {

@@ -10,46 +10,63 @@
 namespace rarefy::sm90 {
 namespace {
 
-template <class T, Activation kActivation, int kRows>
-cudaError_t launch_tile(const TallConfig& config, bool after_transpose, const TallParams& params,
+template <class T, Activation kActivation, int kRows, int kTokens, bool kParts>
+cudaError_t launch_tile(const TallConfig& config, int groups, bool after_transpose, const TallParams& params,
                         cudaStream_t stream) {
-  const auto kernel = tall_kernel<T, kActivation, kRows>;
+  const auto kernel = tall_kernel<T, kActivation, kRows, kTokens, kParts>;
   static cuda::SharedLimit limit;
   const cudaError_t status = limit.allow(kernel, config.shared_bytes());
   if (status != cudaSuccess) return status;
-  // It may start while X is being transposed: its first loads are of W and of its lists.
-  cudaLaunchAttribute overlap{};
-  overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  overlap.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchAttribute attributes[2]{};
   cudaLaunchConfig_t launch{};
-  launch.gridDim = dim3(static_cast<unsigned>(params.lists.clusters));
+  const auto add = [&]() -> cudaLaunchAttribute& { return attributes[launch.numAttrs++]; };
+  if (after_transpose) {  // it may start meanwhile: its first loads are of W and of its lists
+    cudaLaunchAttribute& overlap = add();
+    overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    overlap.val.programmaticStreamSerializationAllowed = 1;
+  }
+  unsigned blocks = static_cast<unsigned>(params.lists.clusters);
+  if constexpr (kParts) {
+    cudaLaunchAttribute& cluster = add();
+    cluster.id = cudaLaunchAttributeClusterDimension;
+    cluster.val.clusterDim = {static_cast<unsigned>(config.split), 1, 1};
+    blocks = static_cast<unsigned>(groups * params.lists.token_tiles * config.split);
+  }
+  launch.gridDim = dim3(blocks);
   launch.blockDim = dim3(384);
   launch.dynamicSmemBytes = static_cast<std::size_t>(config.shared_bytes());
   launch.stream = stream;
-  launch.attrs = &overlap;
-  launch.numAttrs = after_transpose ? 1 : 0;
+  launch.attrs = attributes;
   return cudaLaunchKernelEx(&launch, kernel, params);
 }
 
 template <class T, Activation kActivation>
-cudaError_t launch_activation(const TallConfig& c, bool after_transpose, const TallParams& params,
+cudaError_t launch_activation(const TallConfig& c, int groups, bool after_transpose, const TallParams& params,
                               cudaStream_t stream) {
-  if (c.rows == 128) return launch_tile<T, kActivation, 128>(c, after_transpose, params, stream);
-  if (c.rows == 64) return launch_tile<T, kActivation, 64>(c, after_transpose, params, stream);
-  return cudaErrorInvalidConfiguration;
+  if (!c.is_compiled()) return cudaErrorInvalidConfiguration;
+  const auto run = [&]<bool kParts>() {
+    const auto tile = c.rows == 128     ? launch_tile<T, kActivation, 128, 256, kParts>
+                      : c.tokens == 256 ? launch_tile<T, kActivation, 64, 256, kParts>
+                                        : launch_tile<T, kActivation, 64, 512, kParts>;
+    return tile(c, groups, after_transpose, params, stream);
+  };
+  return c.split > 1 ? run.template operator()<true>() : run.template operator()<false>();
 }
 
 template <class T>
-cudaError_t launch_type(rarefy::Activation activation, const TallConfig& c, bool after_transpose,
+cudaError_t launch_type(rarefy::Activation activation, const TallConfig& c, int groups, bool after_transpose,
                         const TallParams& params, cudaStream_t stream) {
   switch (static_cast<device::Activation>(activation)) {
-    case Activation::none: return launch_activation<T, Activation::none>(c, after_transpose, params, stream);
-    case Activation::relu: return launch_activation<T, Activation::relu>(c, after_transpose, params, stream);
+    case Activation::none:
+      return launch_activation<T, Activation::none>(c, groups, after_transpose, params, stream);
+    case Activation::relu:
+      return launch_activation<T, Activation::relu>(c, groups, after_transpose, params, stream);
     case Activation::gelu_erf:
-      return launch_activation<T, Activation::gelu_erf>(c, after_transpose, params, stream);
+      return launch_activation<T, Activation::gelu_erf>(c, groups, after_transpose, params, stream);
     case Activation::gelu_tanh:
-      return launch_activation<T, Activation::gelu_tanh>(c, after_transpose, params, stream);
-    case Activation::silu: return launch_activation<T, Activation::silu>(c, after_transpose, params, stream);
+      return launch_activation<T, Activation::gelu_tanh>(c, groups, after_transpose, params, stream);
+    case Activation::silu:
+      return launch_activation<T, Activation::silu>(c, groups, after_transpose, params, stream);
   }
   return cudaErrorInvalidValue;
 }
@@ -67,7 +84,7 @@ cudaError_t launch(const TallProblem& p, const TallConfig& config, int sms, cons
     w.size[1] = u(p.blocks);
     w.stride[0] = u(p.block_rows) * 2;
     w.box[0] = 64;
-    w.box[1] = static_cast<std::uint32_t>(tall_columns(config.rows));
+    w.box[1] = static_cast<std::uint32_t>(config.columns());
     const cudaError_t status = make_tensor_map(&params.w, p.dtype, o.values, w);
     if (status != cudaSuccess) return status;
   }
@@ -79,6 +96,7 @@ cudaError_t launch(const TallProblem& p, const TallConfig& config, int sms, cons
   params.block_rows = static_cast<int>(p.block_rows);
   params.y_by_feature = p.y_layout == Layout::by_feature;
   params.slots = static_cast<u32>(config.slots);
+  params.split = config.split;
 
   const bool by_token = p.x_layout == Layout::by_token;
   const std::int64_t at_once = by_token ? config.chunk : p.tokens;
@@ -119,10 +137,10 @@ cudaError_t launch(const TallProblem& p, const TallConfig& config, int sms, cons
       if (params.y_by_feature) std::swap(s.y_stride, s.y_feature);
     }
     params.lists = {plan.lists(), o.plan + plan.items_at,
-                    static_cast<int>((tokens + config.tokens() - 1) / config.tokens())};
+                    static_cast<int>((tokens + config.tokens - 1) / config.tokens)};
     status = p.dtype == DType::bf16
-                 ? launch_type<__nv_bfloat16>(p.activation, config, by_token, params, stream)
-                 : launch_type<__half>(p.activation, config, by_token, params, stream);
+                 ? launch_type<__nv_bfloat16>(p.activation, config, plan.groups, by_token, params, stream)
+                 : launch_type<__half>(p.activation, config, plan.groups, by_token, params, stream);
     if (status != cudaSuccess) return status;
   }
   return cudaSuccess;

@@ -24,16 +24,21 @@ struct TallProblem {
   Activation activation = Activation::none;
 };
 
-// A tile: `rows` features × `tokens` tokens. Two warpgroups share it by rows (128) or by tokens (64). X by
-// token is transposed and multiplied `chunk` tokens at a time.
+// A tile: `rows` features × `tokens` tokens, 128 × 256, 64 × 512 or, for no more tokens than that, 64 × 256.
+// X by token is transposed and multiplied `chunk` tokens at a time. Where tiles are few, `split` thread
+// blocks have a part of a tile's columns each.
 struct TallConfig {
   int rows = 128;
   int slots = 4;
   std::int64_t chunk = 1 << 20;  // a multiple of 512
+  int split = 1;
+  int tokens = 256;
 
-  int tokens() const { return rows == 128 ? 256 : 512; }
-  int columns() const { return rows == 128 ? 64 : 32; }  // of a step
-  int slot_bytes() const { return (tokens() + rows) * columns() * 2; }
+  bool is_compiled() const {
+    return (rows == 128 && tokens == 256) || (rows == 64 && (tokens == 256 || tokens == 512));
+  }
+  int columns() const { return rows + tokens <= 384 ? 64 : 32; }  // of a step
+  int slot_bytes() const { return (tokens + rows) * columns() * 2; }
   int shared_bytes() const { return 1024 + slots * slot_bytes() + 2 * 2 * 8192; }
   // Elements between features of a transposed chunk, and bytes of one; 0 where X is read in place.
   std::int64_t chunk_stride(std::int64_t all) const { return by_feature_stride(all < chunk ? all : chunk); }
@@ -43,14 +48,16 @@ struct TallConfig {
     return p.x_layout == Layout::by_token ? chunk_bytes(p) * (p.tokens > chunk ? 2 : 1) : 0;
   }
   std::string text() const {
-    return "rows=" + std::to_string(rows) + " tokens=" + std::to_string(tokens()) +
-           " slots=" + std::to_string(slots) + " chunk=" + std::to_string(chunk);
+    return "rows=" + std::to_string(rows) + " tokens=" + std::to_string(tokens) +
+           " slots=" + std::to_string(slots) + " chunk=" + std::to_string(chunk) +
+           " split=" + std::to_string(split);
   }
 };
 
 std::string unsupported(const TallProblem& problem);
 // The tile is of the weight alone, as what is prepared follows it: tiles of 128 rows ask for fewer bytes.
-TallConfig configure(const TallProblem& problem, int shared_bytes);
+TallConfig configure(const TallProblem& problem, int sms, int shared_bytes);
+int split_of(const TallProblem& problem, const TallConfig& config, int sms);  // of any tile
 double predicted_microseconds(const TallProblem& problem, const TallConfig& config, int sms);
 
 // Where things are in a prepared buffer, in words: groups of rows, four words each (the group, its first

@@ -13,14 +13,17 @@
 namespace rarefy::sm90 {
 
 struct TallChoice {
-  std::int64_t rows = 128, slots = 4, chunk = 512, sms = 132;
-  static constexpr std::string_view kFields[] = {"rows", "slots", "chunk", "sms"};
-  TallConfig config() const { return {static_cast<int>(rows), static_cast<int>(slots), chunk}; }
+  std::int64_t rows = 128, slots = 4, chunk = 512, sms = 132, split = 1, tokens = 256;
+  static constexpr std::string_view kFields[] = {"rows", "slots", "chunk", "sms", "split", "tokens"};
+  TallConfig config() const {
+    const auto n = [](std::int64_t x) { return static_cast<int>(x); };
+    return {n(rows), n(slots), chunk, n(split), n(tokens)};
+  }
 };
 
 inline TallChoice tall_choice(const TallProblem& p, const rarefy::Machine& machine) {
-  const TallConfig c = configure(p, static_cast<int>(machine.gpu.shared_memory));
-  return {c.rows, c.slots, c.chunk, machine.gpu.sms};
+  const TallConfig c = configure(p, machine.gpu.sms, static_cast<int>(machine.gpu.shared_memory));
+  return {c.rows, c.slots, c.chunk, machine.gpu.sms, c.split, c.tokens};
 }
 
 // A forced config may hold anything; sizes are asked for before it is refused.
@@ -30,10 +33,14 @@ inline Status check_choice(Op op, const TallProblem& p, const TallChoice& choice
   };
   if (choice.rows != 64 && !(choice.rows == 128 && p.block_rows % 128 == 0))
     return refuse("rows of the config must be 64, or 128 where a block has a multiple of 128", choice.rows);
+  if (!choice.config().is_compiled())
+    return refuse("tokens of the config must be 256, or 512 with 64 rows", choice.tokens);
   if (choice.slots < 2 || choice.slots > 8)
     return refuse("slots of the config must be in [2, 8]", choice.slots);
   if (choice.chunk < 512 || choice.chunk % 512 != 0)
     return refuse("chunk of the config must be a multiple of 512", choice.chunk);
+  if (choice.split < 1 || choice.split > 4)
+    return refuse("split of the config must be in [1, 4]", choice.split);
   if (choice.sms < 1 || choice.sms > kMostClusters)
     return refuse(cat("sms of the config must be in [1, ", kMostClusters, ']'), choice.sms);
   return {};

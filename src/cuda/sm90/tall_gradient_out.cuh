@@ -4,8 +4,8 @@
 #pragma once
 
 #include "cuda/sm90/device/warp.cuh"
-#include "cuda/sm90/gradient_exchange.cuh"
 #include "cuda/sm90/tall_gradient_turn.cuh"
+#include "cuda/sm90/tile/exchange.cuh"
 #include "cuda/sm90/tile/ring.cuh"
 #include "cuda/sm90/tile/store.cuh"
 #include "cuda/sm90/tile_lists.cuh"

@@ -6,6 +6,7 @@
 #include "cuda/sm90/device/async_copy.cuh"
 #include "cuda/sm90/device/warp.cuh"
 #include "cuda/sm90/device/wgmma.cuh"
+#include "cuda/sm90/tile/exchange.cuh"
 #include "cuda/sm90/tile/repair.cuh"
 #include "cuda/sm90/tile/ring.cuh"
 #include "cuda/sm90/tile/store_either.cuh"
@@ -14,7 +15,7 @@
 namespace rarefy::sm90 {
 
 // Stored columns of a step. More of them are fewer barriers; as many as leave four slots or more.
-constexpr int tall_columns(int rows) { return rows == 128 ? 64 : 32; }
+constexpr int tall_columns(int rows, int tokens) { return rows + tokens <= 384 ? 64 : 32; }
 
 struct TallParams {
   CUtensorMap w, y;
@@ -26,6 +27,7 @@ struct TallParams {
   int tokens, features, block_rows;
   bool y_by_feature;
   u32 slots;
+  int split;      // kParts: thread blocks of a cluster that have a part of a tile's columns each
   Stored stored;  // where packed zeros may meet an Inf or a NaN of X; else no values
 };
 
@@ -41,28 +43,42 @@ __device__ inline V hidden(V v) {
 }
 
 // This thread block's tiles, one after the other. Each gathering warp walks for itself, a tile ahead of its
-// work: what it reads has arrived when it is wanted. One of them tells the multiplying warps.
+// work: what it reads has arrived when it is wanted. One of them tells the multiplying warps. kParts: one
+// tile, of which it has a part.
+template <bool kParts>
 struct TallWalk {
   const TallParams& p;
+  int columns;  // of a step
   TileCursor cursor;
+  bool ended = false;
 
   struct Tile {
     int group, token_tile;  // -1: there are no more
     int first, end;         // columns, in col
   };
   __device__ Tile next() {
+    if constexpr (kParts) return ended ? Tile{-1, -1, 0, 0} : part();
     if (!cursor.next(p.lists, static_cast<int>(blockIdx.x))) return {-1, -1, 0, 0};
     const StripTile t = unpack_tile(cursor.item.x);
     const int4 group = load_ahead(p.groups + t.group);
     return {group.x, cursor.first_token_tile + t.token_tile, group.y, group.z};
   }
+  // This thread block's part of its cluster's tile, in whole steps.
+  __device__ Tile part() {
+    ended = true;
+    const int tile = static_cast<int>(blockIdx.x) / p.split, rank = static_cast<int>(blockIdx.x) % p.split;
+    const int4 group = load_ahead(p.groups + tile / p.lists.token_tiles);
+    const int steps = (group.z - group.y + columns - 1) / columns;
+    return {group.x, tile % p.lists.token_tiles, group.y + steps * rank / p.split * columns,
+            min(group.z, group.y + steps * (rank + 1) / p.split * columns)};
+  }
 };
 
-// A warpgroup multiplies 64 rows by 256 tokens: two share a tile by rows (128 × 256) or by tokens (64 × 512).
-template <int kRows>
+// Two warpgroups share a tile by rows (128 × 256) or by tokens (64 × 512; 64 × 256 where there are no more).
+template <int kRows, int kTileTokens>
 struct TallShape {
-  static constexpr int kTokens = kRows == 128 ? 256 : 512;
-  static constexpr int kColumns = tall_columns(kRows);  // of a step
+  static constexpr int kTokens = kTileTokens, kMine = kRows == 128 ? kTokens : kTokens / 2;  // of a warpgroup
+  static constexpr int kColumns = tall_columns(kRows, kTokens);                              // of a step
   // As many registers as three warpgroups of 168 have.
   static constexpr int kMultiplyRegisters = 200;
   static constexpr int kGatherRegisters = 3 * 168 - 2 * kMultiplyRegisters;
@@ -80,9 +96,10 @@ struct TallState {
   alignas(8) u64 tile_full[kTallTiles], tile_empty[kTallTiles];
 };
 
-template <class T, int kRows>
+template <class T, int kRows, int kTileTokens, bool kParts>
 struct TallWarps {
-  using Shape = TallShape<kRows>;
+  using Walk = TallWalk<kParts>;
+  using Shape = TallShape<kRows, kTileTokens>;
   static constexpr int kTokens = Shape::kTokens, kColumns = Shape::kColumns;
   static constexpr u32 kPanelBytes = Shape::kPanelBytes;
   const TallParams& p;
@@ -101,7 +118,7 @@ struct TallWarps {
               w_panel = Shape::kXBytes + static_cast<u32>(warp) * kPanelBytes;
     Turn at;
     at.parity = 1;  // the first round is free
-    const auto read_column = [&](const TallWalk::Tile& t, int step) {
+    const auto read_column = [&](const typename Walk::Tile& t, int step) {
       const int i = step + kMine * warp + lane % kMine;
       return i < t.end ? __ldg(p.col + i) : -1;
     };
@@ -116,13 +133,13 @@ struct TallWarps {
       }
       tiles.next(kTallTiles);
     };
-    TallWalk walk{p, {}};
-    TallWalk::Tile next_tile = walk.next();
+    Walk walk{p, kColumns, {}};
+    typename Walk::Tile next_tile = walk.next();
     int next = read_column(next_tile, next_tile.first);
     wait_for_kernels();   // X may just have been transposed
     launch_dependents();  // the next part of X may be, into a place that the part before this one had
     while (next_tile.token_tile >= 0) {
-      const TallWalk::Tile t = next_tile;
+      const typename Walk::Tile t = next_tile;
       const int first_row = t.group * kRows % p.block_rows, token = t.token_tile * kTokens;
       // A tile without columns is a step of zeros.
       put_tile({max(1, (t.end - t.first + kColumns - 1) / kColumns), t.group, t.token_tile, 0});
@@ -196,6 +213,7 @@ struct TallWarps {
       const u32 row = (first ^ static_cast<u32>(k % 8 << 4)) + static_cast<u32>(k * 128);
 #pragma unroll
       for (int turn = 0; turn < kTurns; ++turn) {
+        if (edge && 256 * turn >= p.tokens - token) continue;  // nobody multiplies these
         const u32 piece = row + static_cast<u32>(turn) * 4 * kPanelBytes;
         const char* from = columns[k] + turn * 512;
         if constexpr (edge) {  // what is not copied must still lie in X
@@ -238,7 +256,7 @@ struct TallWarps {
       const int4 tile = state.tile[tiles.slot];
       next_steps = uniform(tile.x);
       next_feature = uniform(tile.y) * kRows + static_cast<int>(my_rows) * 64;
-      next_token = uniform(tile.z) * kTokens + static_cast<int>(my_tokens) * 256;
+      next_token = uniform(tile.z) * kTokens + static_cast<int>(my_tokens) * Shape::kMine;
       arrive(shared_address(&state.tile_empty[tiles.slot]));  // each lane for what it read
       tiles.next(kTallTiles);
     };
@@ -252,8 +270,21 @@ struct TallWarps {
         if (row < p.features) biases[0] = b[row];
         if (row + 8 < p.features) biases[1] = b[row + 8];
       }
-      float d[1][128];  // 256 tokens
-      u32 before = 0;   // the slot of the step before
+      if constexpr (kRows == 64) {
+        if (token >= p.tokens) {  // these warps have nothing to do in the last tile
+          for (int step = 0; step < steps; ++step) {
+            wait(full(at.slot), at.parity);
+            __syncwarp();
+            if (out.lane == 0) arrive(empty(at.slot));
+            at.next(p.slots);
+          }
+          read_tile();
+          if constexpr (kParts) watch_exchange();
+          continue;
+        }
+      }
+      float d[1][Shape::kMine / 2];
+      u32 before = 0;  // the slot of the step before
       const auto release = [&] {
         __syncwarp();
         if (out.lane == 0) arrive(empty(before));
@@ -263,7 +294,7 @@ struct TallWarps {
         wait(full(at.slot), at.parity);
         fence_async();  // gathered by ordinary copies
         const u64 a = operand(from + Shape::kXBytes + my_rows * kPanelBytes, kPanelBytes);
-        const u64 b = operand(from + my_tokens * 4 * kPanelBytes, kPanelBytes);
+        const u64 b = operand(from + my_tokens * (Shape::kMine / 64) * kPanelBytes, kPanelBytes);
         wgmma_fence();
 #pragma unroll
         for (u32 k = 0; k < kColumns / 16; ++k) {
@@ -279,20 +310,27 @@ struct TallWarps {
       wgmma_wait<0>();
       release();
       read_tile();
+      int first = 0, end = Shape::kMine;  // of the tokens, what leaves here
+      if constexpr (kParts) {
+        const u32 rank = cluster_rank();
+        exchange_tile<Shape::kMine, 256>(d, p.split, rank, slots, p.tokens - token);
+        const ShareOfTokens<Shape::kMine> share(p.split, rank);
+        first = share.first, end = share.end;
+      }
       const float2 bias{static_cast<float>(biases[0]), static_cast<float>(biases[1])};
-      store_either<T, kActivation>(out, d[0], bias, &p.y, feature, token, p.y_by_feature);
+      store_either<T, kActivation>(out, d[0], bias, &p.y, feature, token, p.y_by_feature, first, end);
       if (p.stored.values != nullptr) {
         repair_if_nan<T, kActivation>(p.stored, static_cast<const T*>(p.bias), sum_of_all(d), out,
-                                      feature + 16 * out.warp, token, 256);
+                                      feature + 16 * out.warp, token + first, end - first);
       }
     }
     if (out.leads()) store_wait_all();
   }
 };
 
-template <class T, Activation kActivation, int kRows>
+template <class T, Activation kActivation, int kRows, int kTokens, bool kParts>
 __global__ void __launch_bounds__(384, 1) tall_kernel(const __grid_constant__ TallParams p) {
-  using Shape = TallShape<kRows>;
+  using Shape = TallShape<kRows, kTokens>;
   extern __shared__ unsigned char dynamic_shared[];
   __shared__ TallState state;
   const u32 slots = (shared_address(dynamic_shared) + 1023) & ~1023u;
@@ -312,7 +350,7 @@ __global__ void __launch_bounds__(384, 1) tall_kernel(const __grid_constant__ Ta
     barrier_init_done();
   }
   __syncthreads();
-  const TallWarps<T, kRows> warps{p, slots, state};
+  const TallWarps<T, kRows, kTokens, kParts> warps{p, slots, state};
   if (warp < 8) {
     take_registers<Shape::kMultiplyRegisters>();
     const auto group = static_cast<u32>(warp) / 4;
@@ -322,6 +360,7 @@ __global__ void __launch_bounds__(384, 1) tall_kernel(const __grid_constant__ Ta
   } else {
     give_registers<Shape::kGatherRegisters>();
     warps.load(warp - 8, lane);
+    if constexpr (kParts) watch_exchange();
   }
 }
 

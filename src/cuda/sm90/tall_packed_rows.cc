@@ -43,18 +43,12 @@ Reason supports_columns(const Problem& p, const rarefy::Machine& machine) {
   return unsupported(columns_of(p));
 }
 
-Reason supports_packed(const Problem& p, const rarefy::Machine& machine) {
-  if (Reason reason = supports_columns(p, machine); !reason.empty()) return reason;
-  if (p.op == Op::grad_input && p.activation != Activation::none) return "grad_input has no activation";
-  return unsupported(packed_problem(p, columns_of(p)));
-}
-
 double packed_microseconds(const Problem& p, const Machine& machine) {
   const TallColumns columns = columns_of(p);
   TallProblem tall = packed_problem(p, columns, columns.expected());
   tall.tokens = kManyTokens;
   tall.x_layout = Layout::by_token;
-  return predicted_microseconds(tall, configure(tall, machine.shared_bytes), machine.sms);
+  return predicted_microseconds(tall, configure(tall, machine.sms, machine.shared_bytes), machine.sms);
 }
 
 // Blocks that fill whole pieces of unions are packed in a third of the time there.
@@ -68,14 +62,28 @@ Reason yields_to(double mine, double its, std::string_view name) {
   return mine <= its ? Reason() : cat("takes ", mine, " us of ", kManyTokens, " tokens, ", name, ' ', its);
 }
 
-// Few tokens go where tall blocks' do.
-Reason yields_packed(const Problem& p, const rarefy::Machine& machine) {
-  if (Reason reason = refuses_few(p); !reason.empty()) return reason;
+Reason yields_to_unions(const Problem& p, const rarefy::Machine& machine) {
   const BsrShape& s = p.weight.shape;
   if (p.op == Op::linear && s.block_cols == 1 && s.block_rows % 32 == 0)
     return {};  // half of the zeros at most
   const Machine sm90 = sm90_machine(machine);
   return yields_to(packed_microseconds(p, sm90), union_microseconds(p, sm90), "unions");
+}
+
+// Matrices by feature, which unions do not take: where columns are what callers hold for those by token.
+Reason supports_packed(const Problem& p, const rarefy::Machine& machine) {
+  if (Reason reason = supports_columns(p, machine); !reason.empty()) return reason;
+  if (p.op == Op::grad_input && p.activation != Activation::none) return "grad_input has no activation";
+  if (p.in_layout == Layout::by_feature || p.out_layout == Layout::by_feature) {
+    if (Reason reason = yields_to_unions(p, machine); !reason.empty()) return reason;
+  }
+  return unsupported(packed_problem(p, columns_of(p)));
+}
+
+// Few tokens go where tall blocks' do.
+Reason yields_packed(const Problem& p, const rarefy::Machine& machine) {
+  if (Reason reason = refuses_few(p); !reason.empty()) return reason;
+  return yields_to_unions(p, machine);
 }
 
 Config configure_packed(const Problem& p, const rarefy::Machine& machine) {
@@ -118,6 +126,7 @@ Status prepare_packed(const Call& call, void* prepared) {
 std::int64_t packed_size(const Problem& p, const Config& /*config*/) { return columns_of(p).bytes(); }
 
 Status pack_columns(const Call& call, void* packed) {
+  if (Status status = check_packed(call.problem, call.config); !status.ok()) return status;
   return cuda::launch_status(
       name(call.problem.op),
       pack(columns_of(call.problem), index_of(call), static_cast<const std::int32_t*>(call.derived.prepared),
@@ -150,7 +159,7 @@ Kernel packed(Op op, std::string_view name) {
           .supports = supports_packed,
           .run = run_packed,
           .yields = yields_packed,
-          .any_layout = true,
+          .any_layout = op == Op::linear,
           .configure = configure_packed,
           .fields = TallChoice::kFields,
           .workspace = packed_workspace,

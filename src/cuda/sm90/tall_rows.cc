@@ -144,6 +144,10 @@ Status run_chain(const Call& call) {
                      cat("derived.prepared must have at least ", size, " bytes (derived_sizes)"),
                      cat(one.derived.prepared_bytes));
     }
+    auto choice = from_config<TallChoice>(one.config);
+    const TallProblem tiles = tall_problem(one.problem);
+    choice.split = split_of(tiles, choice.config(), static_cast<int>(choice.sms));
+    one.config = to_config(choice);
     if (Status status = run_tall(one); !status.ok()) return status;
   }
   return {};

@@ -14,6 +14,7 @@
 
 #include "cuda/sm90/device/wgmma.cuh"
 #include "cuda/sm90/strip_shape.cuh"
+#include "cuda/sm90/tile/exchange.cuh"
 #include "cuda/sm90/tile/repair.cuh"
 #include "cuda/sm90/tile/ring.cuh"
 #include "cuda/sm90/tile/store.cuh"
@@ -63,7 +64,8 @@ struct UnionState {
   WalkState walk;
 };
 
-template <int kStrips, int kTokens>
+// kParts: a cluster's thread blocks have a part of a tile's steps each, and one tile.
+template <int kStrips, int kTokens, bool kParts>
 struct UnionWarps {
   using Shape = StripShape<kStrips, kTokens>;
   const UnionParams& p;
@@ -75,7 +77,7 @@ struct UnionWarps {
 
   // Words of a step (union_walk.h): one strip alone wants its four bits of the mask, and its own pieces.
   __device__ void walk(int lane) const {
-    sm90::walk(p.walk, state.walk, kTokens, lane, [lane](int part, int r, int word) {
+    sm90::walk<kParts>(p.walk, state.walk, kTokens, lane, [lane](int part, int r, int word) {
       const int mask = __shfl_sync(~0u, word, lane / 4 * 4 + kStepMask);
       if (part < 0 || word < 0) return word;
       if (r == kStepMask) return word & 0xF << 4 * part;
@@ -253,6 +255,13 @@ struct UnionWarps {
           for (float& sum : d[part]) sum = 0;
         }
       }
+      int first = 0, end = kTokens;  // of the tokens, what leaves here
+      if constexpr (kParts) {
+        const u32 rank = cluster_rank();
+        const ShareOfTokens<kTokens> share(p.walk.split, rank);
+        first = share.first, end = share.end;
+        exchange_tile<kTokens, kStrips * 128>(d, p.walk.split, rank, x_ring, p.stored.tokens - token);
+      }
       if (mine < 0) continue;
       Boxes boxes{p.log_unit + static_cast<int>(sizeof(T)) / 2 - 4, box};
       if (boxes.log_wide > 3) {  // 64 features of f32: two boxes
@@ -260,16 +269,17 @@ struct UnionWarps {
       }
 #pragma unroll
       for (int part = 0; part < Shape::kParts; ++part) {
-        store_tile<T, kActivation>(out, d[part], bias, &p.y, boxes, token + part * Shape::kPart);
+        store_tile<T, kActivation>(out, d[part], bias, &p.y, boxes, token + part * Shape::kPart,
+                                   first - part * Shape::kPart, end - part * Shape::kPart);
       }
-      repair_if_nan<T, kActivation>(p.stored, static_cast<const T*>(p.bias), sum_of_all(d), out, row16, token,
-                                    kTokens);
+      repair_if_nan<T, kActivation>(p.stored, static_cast<const T*>(p.bias), sum_of_all(d), out, row16,
+                                    token + first, end - first);
     }
     if (out.warp == 0) store_wait_all();
   }
 };
 
-template <class T, Activation kActivation, int kStrips, int kTokens>
+template <class T, Activation kActivation, int kStrips, int kTokens, bool kParts>
 __global__ void __launch_bounds__(StripShape<kStrips, kTokens>::kThreads, 1)
     union_kernel(const __grid_constant__ UnionParams p) {
   using Shape = StripShape<kStrips, kTokens>;
@@ -291,10 +301,9 @@ __global__ void __launch_bounds__(StripShape<kStrips, kTokens>::kThreads, 1)
   }
   __syncthreads();
 
-  const u32 y_buffers = x_ring + p.slots * Shape::kSlotBytes,
+  const u32 w_ring = x_ring + p.slots * Shape::kSlotBytes, y_buffers = w_ring + p.pieces * kPieceBytes,
             y_bytes = static_cast<u32>(p.buffers) * kStoreBytes;
-  const u32 w_ring = y_buffers + kStrips * y_bytes;
-  UnionWarps<kStrips, kTokens> warps{p, state, x_ring, w_ring};
+  UnionWarps<kStrips, kTokens, kParts> warps{p, state, x_ring, w_ring};
   if (warp < 4 * kStrips) {
     take_registers<Shape::kMultiplyRegisters>();
     const auto strip = static_cast<u32>(warp) / 4;
@@ -305,6 +314,7 @@ __global__ void __launch_bounds__(StripShape<kStrips, kTokens>::kThreads, 1)
     if (warp == 4 * kStrips) warps.load_x(lane);
     if (warp == 4 * kStrips + 1) warps.load_pieces(lane);
     if (warp == 4 * kStrips + 2) warps.walk(lane);
+    if constexpr (kParts) watch_exchange();
   }
 }
 

@@ -12,14 +12,26 @@ template <class T, Activation kActivation>
 cudaError_t launch_union_shape(const UnionConfig& c, int blocks, const UnionParams& params,
                                cudaStream_t stream) {
   const auto is = [&](int strips, int tokens) { return c.strips == strips && c.tokens == tokens; };
-  const auto run = [&]<int kStrips, int kTokens>() {
-    const auto kernel = union_kernel<T, kActivation, kStrips, kTokens>;
+  const auto run_parts = [&]<int kStrips, int kTokens, bool kParts>() {
+    const auto kernel = union_kernel<T, kActivation, kStrips, kTokens, kParts>;
     static cuda::SharedLimit limit;
     const cudaError_t status = limit.allow(kernel, c.shared_bytes());
     if (status != cudaSuccess) return status;
-    kernel<<<static_cast<unsigned>(blocks), StripShape<kStrips, kTokens>::kThreads,
-             static_cast<std::size_t>(c.shared_bytes()), stream>>>(params);
-    return cudaGetLastError();
+    cudaLaunchAttribute cluster{};
+    cluster.id = cudaLaunchAttributeClusterDimension;
+    cluster.val.clusterDim = {static_cast<unsigned>(c.split), 1, 1};
+    cudaLaunchConfig_t launch{};
+    launch.gridDim = dim3(static_cast<unsigned>(blocks));
+    launch.blockDim = dim3(StripShape<kStrips, kTokens>::kThreads);
+    launch.dynamicSmemBytes = static_cast<std::size_t>(c.shared_bytes());
+    launch.stream = stream;
+    launch.attrs = &cluster;
+    launch.numAttrs = c.split > 1 ? 1 : 0;
+    return cudaLaunchKernelEx(&launch, kernel, params);
+  };
+  const auto run = [&]<int kStrips, int kTokens>() {
+    return c.split > 1 ? run_parts.template operator()<kStrips, kTokens, true>()
+                       : run_parts.template operator()<kStrips, kTokens, false>();
   };
   if (is(2, 256)) return run.template operator()<2, 256>();
   if (is(3, 256)) return run.template operator()<3, 256>();

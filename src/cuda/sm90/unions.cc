@@ -5,6 +5,7 @@
 #include <cmath>
 
 #include "core/checked.h"
+#include "cuda/sm90/parts.h"
 
 namespace rarefy::sm90 {
 namespace {
@@ -56,14 +57,15 @@ double UnionProblem::box_share(const UnionLayout& layout) const {
   return 1 - std::pow(1 - density(), met(block_out(), 64 * layout.strips) * met(block_in(), layout.width));
 }
 
-int UnionConfig::shared_bytes() const {
-  return 1024 + slots * tokens * 128 + static_cast<int>(pieces * kPieceBytes) + strips * buffers * 8192;
-}
+int UnionConfig::shared_bytes() const { return 1024 + ring_bytes() + strips * buffers * 8192; }
+
+int UnionConfig::ring_bytes() const { return slots * tokens * 128 + static_cast<int>(pieces * kPieceBytes); }
 
 std::string UnionConfig::text() const {
   return "strips=" + std::to_string(strips) + " width=" + std::to_string(width) +
          " tokens=" + std::to_string(tokens) + " slots=" + std::to_string(slots) +
-         " pieces=" + std::to_string(pieces) + " buffers=" + std::to_string(buffers);
+         " pieces=" + std::to_string(pieces) + " buffers=" + std::to_string(buffers) +
+         " split=" + std::to_string(split);
 }
 
 UnionPlan::UnionPlan(const UnionProblem& p, const UnionLayout& l, int thread_blocks)
@@ -130,7 +132,8 @@ std::vector<UnionCandidate> union_candidates(const UnionProblem& p, const UnionL
     UnionCandidate& candidate = list.emplace_back();
     UnionConfig& c = candidate.config = {layout.strips, layout.width, tokens, 0, 0, buffers};
     // As many steps as leave room for the pieces that they have on average, and for one that has all.
-    const double strips = layout.strips, per_step = boxes > 0 ? 4 * strips * pieces / boxes : 4;
+    const double strips = layout.strips,
+                 per_step = boxes > 0 ? std::min(4 * strips * pieces / boxes, 4 * strips) : 4;
     for (c.slots = 8; c.slots > 2; --c.slots) {
       c.pieces = piece_room(c, machine);
       if (c.pieces >= std::max(per_step * c.slots, 4 * strips)) break;
@@ -138,12 +141,17 @@ std::vector<UnionCandidate> union_candidates(const UnionProblem& p, const UnionL
     c.pieces = piece_room(c, machine);
 
     const std::int64_t token_tiles = ceil_div(p.tokens, c.tokens);
-    const auto tiles = static_cast<double>(p.groups(layout) * token_tiles);
-    const double sms = machine.sms;
-    const double rounds = std::max(tiles / sms, 1.0);
-    // Few thread blocks have L2 to themselves, up to what one SM takes.
-    const double bandwidth = std::min(64.0, kBytesPerClock * std::max(1.0, sms / tiles));
-    const double clocks = tile_clocks(c, c.width < p.step(), columns, pieces, boxes, bandwidth);
+    const std::int64_t tiles = p.groups(layout) * token_tiles;
+    const double sms = machine.sms, rounds = std::max(static_cast<double>(tiles) / sms, 1.0);
+    const auto part_clocks = [&](int parts) {
+      // Few thread blocks have L2 to themselves, up to what one SM takes.
+      const double bandwidth =
+          std::min(64.0, kBytesPerClock * std::max(1.0, sms / static_cast<double>(tiles * parts)));
+      return tile_clocks(c, c.width < p.step(), columns / parts, pieces, boxes, bandwidth);
+    };
+    c.split = best_parts(tiles, p.tokens, c.strips, machine.sms, part_clocks);
+    while (exchange_bytes(c.split, c.tokens, c.strips) > c.ring_bytes()) --c.split;
+    const double clocks = part_clocks(c.split) + (c.split > 1 ? exchange_clocks(p.tokens, c.strips) : 0);
     candidate.microseconds = (rounds * clocks + kLaunchClocks) / kClock;
   }
   return list;

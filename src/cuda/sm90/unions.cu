@@ -1,6 +1,7 @@
 // The union kernel's launch: tensor maps and the choice of the instantiation.
 #include <algorithm>
 
+#include "cuda/sm90/parts.h"
 #include "cuda/sm90/tensor_map.h"
 #include "cuda/sm90/union_launch.cuh"
 
@@ -8,6 +9,9 @@ namespace rarefy::sm90 {
 
 cudaError_t launch(const UnionProblem& p, const UnionConfig& config, int sms, const UnionOperands& operands,
                    cudaStream_t stream) {
+  if (config.split != 1 && (config.split < 1 || config.split > 4 ||
+                            exchange_bytes(config.split, config.tokens, config.strips) > config.ring_bytes()))
+    return cudaErrorInvalidConfiguration;
   UnionParams params{};
   const auto u = [](std::int64_t x) { return static_cast<std::uint64_t>(x); };
   const auto n = [](std::int64_t x) { return static_cast<int>(x); };
@@ -36,7 +40,7 @@ cudaError_t launch(const UnionProblem& p, const UnionConfig& config, int sms, co
   params.walk = {TileLists(plan.lists(), operands.plan + plan.items_at,
                            n((p.tokens + config.tokens - 1) / config.tokens)),
                  reinterpret_cast<const int4*>(operands.plan + plan.groups_at), operands.plan + plan.steps_at,
-                 plan.columns};
+                 plan.columns, config.split};
   params.w = static_cast<const unsigned char*>(operands.packed);
   params.units = reinterpret_cast<const int4*>(operands.plan + plan.units_at);
   params.bias = operands.bias;
@@ -67,7 +71,8 @@ cudaError_t launch(const UnionProblem& p, const UnionConfig& config, int sms, co
   const auto run = p.dtype == DType::bf16  ? launch_union_bf16
                    : p.dtype == DType::f16 ? launch_union_f16
                                            : launch_union_tf32;
-  return run(p.activation, config, plan.sms, params, stream);
+  const int blocks = config.split > 1 ? plan.groups * params.walk.lists.token_tiles * config.split : plan.sms;
+  return run(p.activation, config, blocks, params, stream);
 }
 
 }  // namespace rarefy::sm90

@@ -47,8 +47,10 @@ struct UnionConfig {
   int tokens = 256;
   int slots = 4, pieces = 32;  // in flight
   int buffers = 2;             // for results, of each strip
+  int split = 1;               // thread blocks with a part of a tile's steps each, where tiles are few
 
   UnionLayout layout() const { return {strips, width}; }
+  int ring_bytes() const;  // of what is in flight
   int shared_bytes() const;
   std::string text() const;
 };

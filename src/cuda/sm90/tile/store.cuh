@@ -54,15 +54,17 @@ __device__ inline void stage_words(u32 buffer, int wide, int warp, int lane, con
 }
 
 // The warp's sums of feature `row` = 16 · warp + lane / 4 and of row + 8 are d[4j + 2h + e]: token 8j +
-// 2(lane % 4) + e, h = 1 for row + 8. `bias` has the biases of the two.
+// 2(lane % 4) + e, h = 1 for row + 8. `bias` has the biases of the two. Of the tokens those from the first-th
+// to before the end-th are stored, whole 64s.
 template <class T, Activation activation, int sums, class Features>
 __device__ inline void store_tile(StoreLane& out, const float (&d)[sums], float2 bias, const CUtensorMap* y,
-                                  const Features& features, int token) {
+                                  const Features& features, int token, int first = 0, int end = 2 * sums) {
   constexpr int kSize = sizeof(T), kTokens = static_cast<int>(kStoreBytes) / (64 * kSize);
   const int wide = features.wide();
   const bool stores = out.warp == 0 && out.lane < 4 * kSize >> wide;  // a lane for each box
 #pragma unroll
   for (int chunk = 0; chunk < 2 * sums / kTokens; ++chunk) {
+    if (chunk * kTokens < first || chunk * kTokens >= end) continue;
     if (stores) {
       if (out.count == 2) {
         store_wait_read<1>();
@@ -108,8 +110,8 @@ __device__ inline void store_tile(StoreLane& out, const float (&d)[sums], float2
 
 template <class T, Activation activation, int sums>
 __device__ inline void store_tile(StoreLane& out, const float (&d)[sums], float2 bias, const CUtensorMap* y,
-                                  int feature, int token) {
-  store_tile<T, activation>(out, d, bias, y, Neighbours{feature}, token);
+                                  int feature, int token, int first = 0, int end = 2 * sums) {
+  store_tile<T, activation>(out, d, bias, y, Neighbours{feature}, token, first, end);
 }
 
 }  // namespace rarefy::sm90

@@ -8,11 +8,14 @@ namespace rarefy::sm90 {
 
 // The warp's sums of feature `row` = 16 · warp + lane / 4 and of row + 8 are d[4j + 2h + e]: token 8j +
 // 2(lane % 4) + e, h = 1 for row + 8. `bias` has the biases of the two. by_feature: y's rows are features.
+// Of the tokens those from the first-th to before the end-th are stored, whole 64s.
 template <class T, Activation activation, int sums>
 __device__ inline void store_either(StoreLane& out, const float (&d)[sums], float2 bias, const CUtensorMap* y,
-                                    int feature, int token, bool by_feature) {
+                                    int feature, int token, bool by_feature, int first = 0,
+                                    int end = 2 * sums) {
 #pragma unroll
-  for (int chunk = 0; chunk < sums / 32; ++chunk) {  // of 64 tokens
+  for (int chunk = 0; chunk < sums / 32; ++chunk) {
+    if (chunk * 64 < first || chunk * 64 >= end) continue;
     if (out.leads()) store_wait_read<kStoreBuffers - 1>();
     named_barrier(out.barrier, 128);
     const u32 buffer = out.buffers + out.turn * kStoreBytes;
@@ -40,8 +43,8 @@ __device__ inline void store_either(StoreLane& out, const float (&d)[sums], floa
     fence_async();
     named_barrier(out.barrier, 128);
     if (out.leads()) {
-      const int first = token + chunk * 64;
-      store_box(y, by_feature ? first : feature, by_feature ? feature : first, buffer);
+      const int its = token + chunk * 64;
+      store_box(y, by_feature ? its : feature, by_feature ? feature : its, buffer);
       store_commit();
     }
   }

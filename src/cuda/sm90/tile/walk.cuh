@@ -16,6 +16,7 @@ struct WalkParams {
   const int4* groups;  // StripGroup, two each
   const int* steps;    // four words each
   int columns;         // room for steps of a group
+  int split = 1;  // more than 1: a cluster's thread blocks have a part of a tile's steps each, and one tile
 };
 
 struct WalkState {
@@ -71,8 +72,9 @@ struct WalkState {
 
 // A token tile is `tokens` high, and this thread block's begins `first_token` behind its first. `keep(part,
 // r, word)` is what a tile wants of word r of a step's four, -1 if nothing; `part`: the one strip that it
-// multiplies, or negative.
-template <class Keep>
+// multiplies, or negative. kParts: a cluster's thread blocks have a part of a tile's steps each, and one
+// tile.
+template <bool kParts, class Keep>
 __device__ void walk(const WalkParams& p, WalkState& state, int tokens, int lane, Keep&& keep) {
   Turn batches, tiles;
   batches.parity = tiles.parity = 1;  // the first round is free
@@ -96,14 +98,13 @@ __device__ void walk(const WalkParams& p, WalkState& state, int tokens, int lane
     if (step + lane / 4 >= p.columns) return -1;
     return __ldg(p.steps + (static_cast<std::int64_t>(t.group) * p.columns + step) * 4 + lane);
   };
-  TileCursor cursor;
-#pragma unroll 1
-  while (cursor.next(p.lists, static_cast<int>(blockIdx.x))) {
-    const StripTile t = unpack_tile(cursor.item.x);
+  // Of a tile's steps the part-th of `parts`.
+  const auto put_steps = [&](const StripTile& t, int token_tile, int part, int parts) {
     const int4 a = __ldg(p.groups + 2 * t.group), b = __ldg(p.groups + 2 * t.group + 1);  // StripGroup
-    int word = read_steps(t, 0);
-    const int token = (cursor.first_token_tile + t.token_tile) * tokens;
-    WalkState::Tile tile{a.x, token, {a.y, a.z, a.w}};
+    int step = a.x * part / parts;
+    const int end = a.x * (part + 1) / parts;
+    int word = read_steps(t, step);
+    WalkState::Tile tile{end - step, token_tile * tokens, {a.y, a.z, a.w}};
     if (t.part >= 0) {  // one strip alone
       tile.steps = t.part == 0 ? b.x : t.part == 1 ? b.y : b.z;
 #pragma unroll
@@ -112,12 +113,24 @@ __device__ void walk(const WalkParams& p, WalkState& state, int tokens, int lane
       }
     }
     put_tile(tile);
-    const int steps = tile.steps > 0 ? a.x : 0;
+    if (tile.steps == 0) return;
 #pragma unroll 1
-    for (int step = 0; step < steps; step += 8) {
-      const int this_word = keep(t.part, lane % 4, step + lane / 4 < steps ? word : -1);
-      if (step + 8 < steps) word = read_steps(t, step + 8);
+    for (; step < end; step += 8) {
+      const int this_word = keep(t.part, lane % 4, step + lane / 4 < end ? word : -1);
+      if (step + 8 < end) word = read_steps(t, step + 8);
       put_batch(tile.token, this_word);
+    }
+  };
+  if constexpr (kParts) {
+    const int tile = static_cast<int>(blockIdx.x) / p.split;
+    put_steps({tile / p.lists.token_tiles, 0, -1}, tile % p.lists.token_tiles,
+              static_cast<int>(blockIdx.x) % p.split, p.split);
+  } else {
+    TileCursor cursor;
+#pragma unroll 1
+    while (cursor.next(p.lists, static_cast<int>(blockIdx.x))) {
+      const StripTile t = unpack_tile(cursor.item.x);
+      put_steps(t, cursor.first_token_tile + t.token_tile, 0, 1);
     }
   }
   put_tile({-1, 0, {}});

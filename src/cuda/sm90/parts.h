@@ -1,0 +1,38 @@
+// Few tiles in parts, host side: where a launch has fewer tiles than SMs, the thread blocks of a cluster have
+// a part of a tile's steps each and add their sums (tile/exchange.cuh, docs/design/hopper/batches.md).
+#pragma once
+
+#include <cstdint>
+
+namespace rarefy::sm90 {
+
+// What adding the sums of a tile's parts takes, of so many times 64 rows: 4 us with 64 tokens, 9 to 12 with
+// 256.
+inline double exchange_clocks(std::int64_t tokens, int strips) {
+  return 5000 + 20.0 * strips * static_cast<double>(tokens < 256 ? tokens : 256);
+}
+
+// Thread blocks of a cluster that had better have a part of each tile, so that few tiles keep more SMs at
+// work: 1 to 4, by clocks(parts) of a part, to which adding the sums comes. Clusters lie in a GPC's 16 to 18
+// SMs each: four times 32 do not run at one time on 132.
+template <class Clocks>
+int best_parts(std::int64_t tiles, std::int64_t tokens, int strips, int sms, Clocks&& clocks) {
+  int best = 1;
+  double least = clocks(1);
+  for (int parts = 2; parts <= 4 && tiles * parts <= sms; ++parts) {
+    if (parts > 2 && tiles * parts * 11 > std::int64_t{sms} * 10) break;
+    if (const double its = clocks(parts) + exchange_clocks(tokens, strips); its < least)
+      best = parts, least = its;
+  }
+  return best;
+}
+
+// Bytes of shared memory that such parts take to add their sums: of each the others' of a share of the
+// tokens, whole 64s, for a thread block of `strips` times 64 rows.
+inline int exchange_bytes(int split, int tokens, int strips) {
+  if (split == 1) return 0;
+  const int owners = split == 4 && tokens >= 256 ? 4 : 2;
+  return (split - 1) * (tokens / owners) * strips * 64 * 4;
+}
+
+}  // namespace rarefy::sm90
