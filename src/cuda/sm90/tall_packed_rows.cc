@@ -1,6 +1,6 @@
 // The rows of tall kernels for blocks of any other shape, whose values are packed as columns of 64 or 128
-// (tall_columns.h): linear, grad_input by the transposed index, and grad_weight, made of columns and read
-// out.
+// (tall_columns.h): linear; grad_input of the same columns, or, by linear's kernel, of those of the
+// transpose; and grad_weight, made of columns and read out.
 #include <algorithm>
 
 #include "core/checked.h"
