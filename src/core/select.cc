@@ -181,18 +181,20 @@ Reason why_later(const Kernel& kernel, const Problem& problem, const Machine& ma
 // Of kernels that fit the first that is forced by name, or that does not yield, or that does; or null.
 const Kernel* first_fit(const Registry& kernels, const Problem& problem, const Machine& machine,
                         std::string_view forced_family, const Forced& forced) {
-  const Kernel *first = nullptr, *yielding = nullptr;
+  const auto fits = [&](const Kernel& kernel) {
+    return kernel.op == problem.op && kernel.device == problem.device &&
+           why_not(kernel, problem, machine, forced_family).empty();
+  };
   for (const Kernel& kernel : kernels) {
-    if (kernel.op != problem.op || kernel.device != problem.device) continue;
-    const bool named = is_named(kernel, forced);
-    if (first != nullptr && !named) continue;
-    if (!why_not(kernel, problem, machine, forced_family).empty()) continue;
-    if (named) return &kernel;
-    const Kernel*& place = why_later(kernel, problem, machine).empty() ? first : yielding;
-    if (place == nullptr) place = &kernel;
-    if (first != nullptr && forced.configs.empty()) break;
+    if (is_named(kernel, forced) && fits(kernel)) return &kernel;
   }
-  return first != nullptr ? first : yielding;
+  const Kernel* yielding = nullptr;
+  for (const Kernel& kernel : kernels) {
+    if (!fits(kernel)) continue;
+    if (why_later(kernel, problem, machine).empty()) return &kernel;
+    if (yielding == nullptr) yielding = &kernel;
+  }
+  return yielding;
 }
 
 // The kernel's own choices, but for those that are forced; `run` refuses what is out of range.

@@ -135,6 +135,10 @@ TEST(StripConfig, FitsSharedMemoryAndFollowsTheProblem) {
       EXPECT_NE(c.reason, "");
     }
   }
+  // 8 of 24 blocks: divided and multiplied again, two blocks of a step are a little more than two.
+  for (const StripCandidate& c :
+       strip_candidates(strip_problem(false, 100, 320, 1024, 128, 128, 8), kMachine))
+    EXPECT_GE(c.config.slots, 4) << c.config.text();
   const StripProblem many = strip_problem(false, 8192, 4096, 4096, 128, 128, 512);
   EXPECT_EQ(configure(many, kMachine).tokens, 256);
   EXPECT_EQ(configure(many, kMachine).strips, 2);
@@ -260,6 +264,8 @@ TEST(Sm90Rows, ForcedConfigurationsAreChecked) {
         Refused{80, 64, 1, "sm90_tall", "chunk=100",
                 "chunk of the config must be a multiple of 512; got 100"},
         Refused{80, 64, 1, "sm90_tall", "split=5", "split of the config must be in [1, 4]; got 5"},
+        Refused{80, 64, 1, "sm90_tall", "slots=2 split=3 tokens=512",
+                "slots of the config must have room for the sums of its parts; got 2"},
         Refused{80, 64, 1, "sm90_tall", "tokens=128",
                 "tokens of the config must be 256, or 512 with 64 rows; got 128"},
         Refused{80, 128, 1, "sm90_tall", "tokens=512",
@@ -419,7 +425,11 @@ TEST(TallPlan, FollowsTheWeightAlone) {
   const TallConfig parts = configure(other, kMachine.sms, kMachine.shared_bytes);
   EXPECT_EQ(parts.chunk, 2048);
   EXPECT_EQ(parts.workspace(other), 2 * 2048 * 14336 * 2);  // one is made while the other is read
-  p.block_rows = 192;                                       // no multiple of 128
+  // 1536 tokens would be 192 tiles, two rounds for 1.45.
+  const TallProblem wide{DType::bf16,      8192,  4096, 14336, 64, 64 * 7168, Layout::by_token,
+                         Layout::by_token, 14336, 4096};
+  EXPECT_EQ(configure(wide, kMachine.sms, kMachine.shared_bytes).chunk, 1024);
+  p.block_rows = 192;  // no multiple of 128
   const TallConfig narrow = configure(p, kMachine.sms, kMachine.shared_bytes);
   EXPECT_EQ(narrow.rows, 64);
   EXPECT_LE(narrow.shared_bytes() + 512, kMachine.shared_bytes);

@@ -99,6 +99,20 @@ def test_the_environment_is_read_at_the_first_call():
     assert bad.returncode == 1 and "RAREFY_FORCE_IMPL must name families" in bad.stderr, bad.stderr
 
 
+def test_what_kernels_prepared_is_forgotten_when_others_are_forced(forced):
+    """A pattern keeps it by the key of linear's kernel alone, and it holds the gradients' parts, too."""
+    weight = rarefy.BlockSparseLinear(64, 48, density=0.5, block_shape=(4, 4)).weight
+    made = []
+
+    def make() -> torch.Tensor:
+        made.append(torch.empty(1))
+        return made[-1]
+
+    assert weight.pattern.prepared(7, make) is weight.pattern.prepared(7, make)
+    forced("cpu:scalar")
+    assert weight.pattern.prepared(7, make) is made[1] and len(made) == 2
+
+
 def test_explain_names_what_runs(forced):
     """Every candidate with its reason, and the configuration of the chosen one."""
     forced("")

@@ -35,4 +35,9 @@ inline int exchange_bytes(int split, int tokens, int strips) {
   return (split - 1) * (tokens / owners) * strips * 64 * 4;
 }
 
+// Whether there may be so many parts, whose sums go where steps were in flight.
+inline bool parts_fit(int split, int tokens, int strips, int ring_bytes) {
+  return split >= 1 && split <= 4 && exchange_bytes(split, tokens, strips) <= ring_bytes;
+}
+
 }  // namespace rarefy::sm90

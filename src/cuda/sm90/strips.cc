@@ -131,7 +131,7 @@ std::vector<StripCandidate> strip_candidates(const StripProblem& p, const Machin
     if (cluster == 1) {
       c.split = best_parts(tiles, p.tokens, n, machine.sms,
                            [&](int parts) { return parts == 1 ? tile : part_clocks(parts); });
-      while (exchange_bytes(c.split, c.tokens, n) > c.ring_bytes()) --c.split;
+      while (!parts_fit(c.split, c.tokens, n, c.ring_bytes())) --c.split;
       if (c.split > 1) tile = part_clocks(c.split) + exchange_clocks(p.tokens, n);
     }
     candidate.microseconds = (rounds * tile + kLaunchClocks + (cluster - 1) * kClusterClocks) / kClock;

@@ -7,8 +7,8 @@ namespace rarefy::sm90 {
 
 cudaError_t launch(const StripProblem& p, const StripConfig& config, int sms, const StripOperands& operands,
                    cudaStream_t stream) {
-  if (config.split != 1 && (config.split < 1 || config.split > 4 || config.cluster != 1 ||
-                            exchange_bytes(config.split, config.tokens, config.strips) > config.ring_bytes()))
+  if (!parts_fit(config.split, config.tokens, config.strips, config.ring_bytes()) ||
+      (config.split > 1 && config.cluster > 1))
     return cudaErrorInvalidConfiguration;
   StripParams params{};
   const auto u = [](std::int64_t x) { return static_cast<std::uint64_t>(x); };

@@ -31,7 +31,7 @@ Reason yields_grad_input(const Problem& p, const rarefy::Machine& machine) {
   if (p.weight.shape.block_rows % 64 == 0) return {};
   Product mine = input_problem(p);
   mine.tokens = kManyTokens;
-  const double its = best_input(packed_input(p, kManyTokens), machine).microseconds,
+  const double its = best_input(expected_input(p, kManyTokens), machine).microseconds,
                own = best_input(mine, machine).microseconds;
   return own <= its ? Reason() : cat("takes ", own, " us of ", kManyTokens, " tokens, columns ", its);
 }

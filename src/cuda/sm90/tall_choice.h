@@ -1,9 +1,10 @@
-// TallConfig and TallGradientConfig as the registry keeps them, for the rows of tall blocks in place and of
+// Configurations of the tall kernels as the registry keeps them, for the rows of tall blocks in place and of
 // columns packed as such.
 #pragma once
 
 #include "core/message.h"
 #include "core/registry.h"
+#include "cuda/sm90/parts.h"
 #include "cuda/sm90/rows.h"
 #include "cuda/sm90/tall.h"
 #include "cuda/sm90/tall_columns.h"
@@ -41,6 +42,11 @@ inline Status check_choice(Op op, const TallProblem& p, const TallChoice& choice
     return refuse("chunk of the config must be a multiple of 512", choice.chunk);
   if (choice.split < 1 || choice.split > 4)
     return refuse("split of the config must be in [1, 4]", choice.split);
+  const TallConfig config = choice.config();
+  // Two warpgroups, each with 64 rows of its tokens.
+  if (!parts_fit(config.split, config.rows == 128 ? config.tokens : config.tokens / 2, 2,
+                 config.slots * config.slot_bytes()))
+    return refuse("slots of the config must have room for the sums of its parts", choice.slots);
   if (choice.sms < 1 || choice.sms > kMostClusters)
     return refuse(cat("sms of the config must be in [1, ", kMostClusters, ']'), choice.sms);
   return {};
@@ -82,18 +88,28 @@ inline TallInputCandidate best_input(const Product& p, const rarefy::Machine& ma
 // A front holds one derived weight for any number of tokens: of kernels that want one it has that of many.
 inline constexpr std::int64_t kManyTokens = 4096;
 
-// grad_input of the columns that are expected of W.
-inline Product packed_input(const Problem& p, std::int64_t tokens) {
+// Those of W by rows, whatever the product.
+inline TallColumns columns_of_weight(const Problem& p) {
   auto stated = product<Product>(p);
-  stated.transposed = false;  // columns of W, not of its transpose
-  const TallColumns columns(stated);
-  Product packed = stated;
+  stated.transposed = false;
+  return TallColumns(stated);
+}
+
+// grad_input of these columns of W, so many of them.
+inline Product packed_input(const TallColumns& columns, std::int64_t count, std::int64_t tokens) {
+  Product packed = columns.product;
   packed.transposed = true;
   packed.tokens = tokens;
   packed.block_rows = columns.height;
   packed.block_cols = 1;
-  packed.blocks = columns.expected();
+  packed.blocks = count;
   return packed;
+}
+
+// Of those that are expected, for the choice of a kernel and its config.
+inline Product expected_input(const Problem& p, std::int64_t tokens) {
+  const TallColumns columns = columns_of_weight(p);
+  return packed_input(columns, columns.expected(), tokens);
 }
 
 }  // namespace rarefy::sm90

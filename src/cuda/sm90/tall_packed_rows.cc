@@ -34,13 +34,13 @@ TallProblem packed_problem(const Problem& p, const TallColumns& columns) {
   return packed_problem(p, columns, columns.most);
 }
 
-Reason supports_columns(const Problem& p, const rarefy::Machine& machine) {
+Reason supports_columns(const Problem& p, const rarefy::Machine& machine, const TallColumns& columns) {
   if (Reason reason = supports_family(p, machine); !reason.empty()) return reason;
   if (p.out_alignment < 16) return cat("needs outputs and bias aligned to 16 bytes; got ", p.out_alignment);
-  const BsrShape& s = p.weight.shape;
-  if (p.op != Op::grad_input && s.block_cols == 1 && s.block_rows % 64 == 0)
+  const Product& stated = columns.product;
+  if (!stated.transposed && stated.block_cols == 1 && stated.block_rows % 64 == 0)
     return "takes blocks whose columns want packing";
-  return unsupported(columns_of(p));
+  return unsupported(columns);
 }
 
 double packed_microseconds(const Problem& p, const Machine& machine) {
@@ -72,12 +72,13 @@ Reason yields_to_unions(const Problem& p, const rarefy::Machine& machine) {
 
 // Matrices by feature, which unions do not take: where columns are what callers hold for those by token.
 Reason supports_packed(const Problem& p, const rarefy::Machine& machine) {
-  if (Reason reason = supports_columns(p, machine); !reason.empty()) return reason;
+  const TallColumns columns = columns_of(p);
+  if (Reason reason = supports_columns(p, machine, columns); !reason.empty()) return reason;
   if (p.op == Op::grad_input && p.activation != Activation::none) return "grad_input has no activation";
   if (p.in_layout == Layout::by_feature || p.out_layout == Layout::by_feature) {
     if (Reason reason = yields_to_unions(p, machine); !reason.empty()) return reason;
   }
-  return unsupported(packed_problem(p, columns_of(p)));
+  return unsupported(packed_problem(p, columns));
 }
 
 // Few tokens go where tall blocks' do.
@@ -173,48 +174,40 @@ Kernel packed(Op op, std::string_view name) {
 
 // dX of W's columns -----------------------------------------------------------------------------------------
 
-// Those of W by rows, whatever the product.
-TallColumns columns_of_weight(const Problem& p) {
-  auto stated = product<Product>(p);
-  stated.transposed = false;
-  return TallColumns(stated);
-}
 ProductIndex index_by_row(const Call& call) { return {call.plan.crow, call.plan.col, nullptr}; }
 
-Product input_problem(const Problem& p) {
-  Product packed = packed_input(p, p.tokens);
-  packed.blocks = columns_of_weight(p).most;
-  return packed;
+Product input_problem(const Problem& p, const TallColumns& columns) {
+  return packed_input(columns, columns.most, p.tokens);
 }
 
 Reason supports_input(const Problem& p, const rarefy::Machine& machine) {
-  if (Reason reason = supports_family(p, machine); !reason.empty()) return reason;
-  if (p.out_alignment < 16) return cat("needs outputs aligned to 16 bytes; got ", p.out_alignment);
-  const BsrShape& s = p.weight.shape;
-  if (s.block_cols == 1 && s.block_rows % 64 == 0) return "takes blocks whose columns want packing";
-  if (Reason reason = unsupported(columns_of_weight(p)); !reason.empty()) return reason;
-  return tall_input_unsupported(input_problem(p));
+  const TallColumns columns = columns_of_weight(p);
+  if (Reason reason = supports_columns(p, machine, columns); !reason.empty()) return reason;
+  return tall_input_unsupported(input_problem(p, columns));
 }
 
 Reason yields_input(const Problem& p, const rarefy::Machine& machine) {
   const Machine sm90 = sm90_machine(machine);
-  const double mine = best_input(packed_input(p, kManyTokens), machine).microseconds;
+  const double mine = best_input(expected_input(p, kManyTokens), machine).microseconds;
   Reason reason = yields_to(mine, packed_microseconds(p, sm90), "columns of the transpose");
   return reason.empty() ? yields_to(mine, union_microseconds(p, sm90), "unions") : reason;
 }
 
 Config configure_input(const Problem& p, const rarefy::Machine& machine) {
-  return to_config(input_choice(best_input(packed_input(p, p.tokens), machine).config, machine));
+  return to_config(input_choice(best_input(expected_input(p, p.tokens), machine).config, machine));
 }
 
 Status check_input(const Problem& p, const Config& config) {
   const auto choice = from_config<TallInputChoice>(config);
-  if (valid(input_problem(p), choice.config()) && choice.sms >= 1 && choice.sms <= INT32_MAX) return {};
+  if (valid(input_problem(p, columns_of_weight(p)), choice.config()) && choice.sms >= 1 &&
+      choice.sms <= INT32_MAX)
+    return {};
   return invalid("grad_input", "the config must be one that the blocks allow", choice.config().text());
 }
 
 std::int64_t input_prepared_size(const Problem& p, const Config& /*config*/) {
-  return (columns_of_weight(p).words + tall_input_words(input_problem(p))) *
+  const TallColumns columns = columns_of_weight(p);
+  return (columns.words + tall_input_words(input_problem(p, columns))) *
          static_cast<std::int64_t>(sizeof(std::int32_t));
 }
 
@@ -225,7 +218,7 @@ Status prepare_input(const Call& call, void* prepared) {
   cudaError_t error = prepare(columns, index_by_row(call), words, stream);
   const ProductIndex index = columns.index(words);
   if (error == cudaSuccess)
-    error = prepare_tall_input(input_problem(call.problem), index.offsets, index.others,
+    error = prepare_tall_input(input_problem(call.problem, columns), index.offsets, index.others,
                                words + columns.words, stream);
   return cuda::launch_status("grad_input", error);
 }
@@ -252,9 +245,9 @@ Status run_input(const Call& call) {
                                    columns.index(words).others,
                                    {product<Product>(p), index_of(call), call.values},
                                    words + columns.words};
-  return cuda::launch_status(
-      "grad_input", launch_tall_input(input_problem(p), choice.config(), static_cast<int>(choice.sms),
-                                      operands, static_cast<cudaStream_t>(call.stream)));
+  return cuda::launch_status("grad_input", launch_tall_input(input_problem(p, columns), choice.config(),
+                                                             static_cast<int>(choice.sms), operands,
+                                                             static_cast<cudaStream_t>(call.stream)));
 }
 
 // dW ------------------------------------------------------------------------------------------------------
@@ -273,8 +266,9 @@ TallGradientConfig gradient_config(const Config& config) {
 
 Reason supports_gradient(const Problem& p, const rarefy::Machine& machine) {
   if (p.in_layout == Layout::by_feature) return "takes dY by token";
-  if (Reason reason = supports_columns(p, machine); !reason.empty()) return reason;
-  return unsupported(gradient_problem(p, columns_of(p)));
+  const TallColumns columns = columns_of(p);
+  if (Reason reason = supports_columns(p, machine, columns); !reason.empty()) return reason;
+  return unsupported(gradient_problem(p, columns));
 }
 
 Reason yields_gradient(const Problem& p, const rarefy::Machine& /*machine*/) {

@@ -150,7 +150,7 @@ std::vector<UnionCandidate> union_candidates(const UnionProblem& p, const UnionL
       return tile_clocks(c, c.width < p.step(), columns / parts, pieces, boxes, bandwidth);
     };
     c.split = best_parts(tiles, p.tokens, c.strips, machine.sms, part_clocks);
-    while (exchange_bytes(c.split, c.tokens, c.strips) > c.ring_bytes()) --c.split;
+    while (!parts_fit(c.split, c.tokens, c.strips, c.ring_bytes())) --c.split;
     const double clocks = part_clocks(c.split) + (c.split > 1 ? exchange_clocks(p.tokens, c.strips) : 0);
     candidate.microseconds = (rounds * clocks + kLaunchClocks) / kClock;
   }

@@ -9,8 +9,7 @@ namespace rarefy::sm90 {
 
 cudaError_t launch(const UnionProblem& p, const UnionConfig& config, int sms, const UnionOperands& operands,
                    cudaStream_t stream) {
-  if (config.split != 1 && (config.split < 1 || config.split > 4 ||
-                            exchange_bytes(config.split, config.tokens, config.strips) > config.ring_bytes()))
+  if (!parts_fit(config.split, config.tokens, config.strips, config.ring_bytes()))
     return cudaErrorInvalidConfiguration;
   UnionParams params{};
   const auto u = [](std::int64_t x) { return static_cast<std::uint64_t>(x); };
