@@ -55,8 +55,8 @@ Problem typical(const Call& call, Op op, const Operands& w, std::int64_t tokens 
   return problem;
 }
 
-// What a product's kernel wants of what is held here: of the gradients' nothing that is made of values. Those
-// of the CPU then do without all of it and pack as they go; CUDA's pack in the call.
+// What a product's kernel wants of what is held here. Gradients of the CPU that want something of the values
+// do without all of it and pack as they go; CUDA's pack in the call what is not given.
 DerivedSizes sizes_of(const Call& call, Op op, const Operands& w) {
   const auto sizes = derived_sizes(typical(call, op, w));
   if (op == Op::linear) return value_of(call.op(), sizes);
@@ -183,8 +183,17 @@ Derived view_derived(const Call& call, const DerivedTensors& tensors, Op op, con
       return {};
     const bool alone = has_trailer(call, plan.shape) && derived.key == view_few(derived).key;
     if (alone) return {};  // the section for a few tokens
-    return {section.sizes.key, static_cast<const std::byte*>(derived.prepared) + section.offset, nullptr,
-            section.sizes.prepared};
+    Derived its{section.sizes.key, static_cast<const std::byte*>(derived.prepared) + section.offset, nullptr,
+                section.sizes.prepared};
+    if (op == Op::grad_input && tensors.packed && section.sizes.packed > 0) {
+      check_bytes(call, "packed", *tensors.packed);
+      const std::int64_t before = aligned(sizes_of(call, Op::linear, operands).packed);
+      if (tensors.packed->numel() == before + section.sizes.packed) {
+        its.packed = static_cast<const std::byte*>(call.elements("packed", *tensors.packed)) + before;
+        its.packed_bytes = section.sizes.packed;
+      }
+    }
+    return its;
   }
   if (is_few(tokens) && has_trailer(call, plan.shape)) derived = view_few(derived);
   if (tensors.packed) {
@@ -202,17 +211,18 @@ Derived view_derived(const Call& call, const DerivedTensors& tensors, Op op, con
   return derived;
 }
 
-std::tuple<std::int64_t, std::int64_t, std::int64_t> derived_sizes(const Call& call, const BsrView& weight,
-                                                                   ScalarType dtype, bool tf32,
-                                                                   std::int64_t tokens) {
+HeldSizes derived_sizes(const Call& call, const BsrView& weight, ScalarType dtype, bool tf32,
+                        std::int64_t tokens) {
   const Operands operands = operands_of(call, weight, dtype, tf32);
   const bool alone = is_few(tokens) && has_trailer(call, operands.shape);
   const DerivedSizes sizes =
       alone ? sizes_of_few(call, operands, alone) : sizes_of(call, Op::linear, operands);
   const std::int64_t samples = sizes.packed > 0 ? sample_bytes(call) : 0;
   const std::uint64_t key = sizes.key != 0 ? sizes.key : sizes_of_few(call, operands, alone).key;
-  if (key == 0) return {0, 0, 0};
-  return {static_cast<std::int64_t>(key), prepared_bytes(call, operands, alone), sizes.packed + samples};
+  if (key == 0) return {0, 0, 0, 0};
+  const std::int64_t of_gradient = alone ? 0 : sizes_of(call, Op::grad_input, operands).packed;
+  return {static_cast<std::int64_t>(key), prepared_bytes(call, operands, alone), sizes.packed + samples,
+          of_gradient == 0 ? 0 : aligned(sizes.packed) + of_gradient};
 }
 
 Tensor prepare(const Call& call, const BsrView& weight, ScalarType dtype, bool tf32, std::int64_t tokens) {
@@ -243,32 +253,37 @@ Tensor prepare(const Call& call, const BsrView& weight, ScalarType dtype, bool t
 }
 
 Tensor pack(const Call& call, const BsrView& weight, const std::optional<Tensor>& prepared, ScalarType dtype,
-            bool tf32, std::int64_t tokens) {
+            bool tf32, std::int64_t tokens, bool gradient) {
   const Operands operands = operands_of(call, weight, dtype, tf32);
   const bool alone = is_few(tokens) && has_trailer(call, operands.shape);
   const Problem problem = alone ? typical_of_few(call, operands, alone) : typical(call, Op::linear, operands);
   const DerivedSizes sizes =
       alone ? sizes_of_few(call, operands, alone) : sizes_of(call, Op::linear, operands);
   if (prepared) check_bytes(call, "prepared", *prepared);
-  const std::int64_t given = prepared ? prepared->numel() : 0;
-  if (given < sizes.prepared) {
-    raise(call.op(),
-          invalid(call.op(), cat("prepared must have at least ", sizes.prepared, " bytes"), cat(given)));
+  const Section input = gradient ? section_of(call, Op::grad_input, operands) : Section{};
+  const std::int64_t given = prepared ? prepared->numel() : 0,
+                     wanted = gradient ? input.offset + input.sizes.prepared : sizes.prepared;
+  if (given < wanted) {
+    raise(call.op(), invalid(call.op(), cat("prepared must have at least ", wanted, " bytes"), cat(given)));
   }
-  const std::int64_t samples = sample_bytes(call);
-  Tensor packed = call.empty_bytes(samples + sizes.packed);
+  const std::int64_t samples = sample_bytes(call), of_linear = samples + sizes.packed;
+  Tensor packed = call.empty_bytes(gradient ? aligned(of_linear) + input.sizes.packed : of_linear);
   auto* bytes = static_cast<std::byte*>(packed.data_ptr());
   if (samples > 0) take_samples(weight, bytes);  // first: whoever writes meanwhile is noticed
-  check(call.op(), rarefy::pack(problem, weight, prepared ? prepared->data_ptr() : nullptr, bytes + samples,
-                                call.context()));
+  const auto* from = prepared ? static_cast<const std::byte*>(prepared->data_ptr()) : nullptr;
+  if (sizes.packed > 0)
+    check(call.op(), rarefy::pack(problem, weight, from, bytes + samples, call.context()));
+  if (input.sizes.packed > 0) {
+    check(call.op(), rarefy::pack(typical(call, Op::grad_input, operands), weight, from + input.offset,
+                                  bytes + aligned(of_linear), call.context()));
+  }
   return packed;
 }
 
 namespace {
 
-std::tuple<std::int64_t, std::int64_t, std::int64_t> bsr_derived_sizes(
-    const Tensor& values, const Tensor& plan, std::int64_t out_features, std::int64_t in_features,
-    ScalarType dtype, bool tf32, std::int64_t tokens) {
+HeldSizes bsr_derived_sizes(const Tensor& values, const Tensor& plan, std::int64_t out_features,
+                            std::int64_t in_features, ScalarType dtype, bool tf32, std::int64_t tokens) {
   const Call call("bsr_derived_sizes", "values", values);
   return derived_sizes(call, call.weight(values, plan, out_features, in_features, Call::Part::rows), dtype,
                        tf32, tokens);
@@ -283,11 +298,11 @@ Tensor bsr_prepare(const Tensor& values, const Tensor& plan, std::int64_t out_fe
 
 Tensor bsr_pack(const Tensor& values, const Tensor& plan, const std::optional<Tensor>& prepared,
                 std::int64_t out_features, std::int64_t in_features, ScalarType dtype, bool tf32,
-                std::int64_t tokens) {
+                std::int64_t tokens, bool gradient) {
   const Call call("bsr_pack", "values", values);
   const auto part = is_few(tokens) ? Call::Part::rows : Call::Part::whole;
-  return pack(call, call.weight(values, plan, out_features, in_features, part), prepared, dtype, tf32,
-              tokens);
+  return pack(call, call.weight(values, plan, out_features, in_features, part), prepared, dtype, tf32, tokens,
+              gradient);
 }
 
 }  // namespace
@@ -295,13 +310,13 @@ Tensor bsr_pack(const Tensor& values, const Tensor& plan, const std::optional<Te
 STABLE_TORCH_LIBRARY_FRAGMENT(rarefy, m) {
   m.def(
       "bsr_derived_sizes(Tensor values, Tensor plan, int out_features, int in_features, "
-      "ScalarType dtype, bool tf32=False, int tokens=0) -> (int, int, int)");
+      "ScalarType dtype, bool tf32=False, int tokens=0) -> (int, int, int, int)");
   m.def(
       "bsr_prepare(Tensor values, Tensor plan, int out_features, int in_features, ScalarType dtype, "
       "bool tf32=False, int tokens=0) -> Tensor");
   m.def(
       "bsr_pack(Tensor values, Tensor plan, Tensor? prepared, int out_features, int in_features, "
-      "ScalarType dtype, bool tf32=False, int tokens=0) -> Tensor");
+      "ScalarType dtype, bool tf32=False, int tokens=0, bool gradient=False) -> Tensor");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(rarefy, CompositeExplicitAutograd, m) {

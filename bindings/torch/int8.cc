@@ -75,9 +75,9 @@ Tensor int8_grad_input(Tensor grad_output, const Tensor& values, const Tensor& s
   return dx;
 }
 
-std::tuple<std::int64_t, std::int64_t, std::int64_t> int8_derived_sizes(
-    const Tensor& values, const Tensor& scales, const Tensor& plan, std::int64_t out_features,
-    std::int64_t in_features, bool dynamic, ScalarType dtype) {
+HeldSizes int8_derived_sizes(const Tensor& values, const Tensor& scales, const Tensor& plan,
+                             std::int64_t out_features, std::int64_t in_features, bool dynamic,
+                             ScalarType dtype) {
   const Call call("int8_derived_sizes", "values", values);
   return derived_sizes(call, scaled_weight(call, values, scales, plan, out_features, in_features, dynamic),
                        dtype);
@@ -113,7 +113,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(rarefy, m) {
       "SymInt in_features) -> Tensor");
   m.def(
       "int8_derived_sizes(Tensor values, Tensor scales, Tensor plan, int out_features, int in_features, "
-      "bool dynamic, ScalarType dtype) -> (int, int, int)");
+      "bool dynamic, ScalarType dtype) -> (int, int, int, int)");
   m.def(
       "int8_prepare(Tensor values, Tensor scales, Tensor plan, int out_features, int in_features, "
       "bool dynamic, ScalarType dtype) -> Tensor");

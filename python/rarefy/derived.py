@@ -2,7 +2,8 @@
 
 `prepared` follows from the pattern, which keeps it; `packed` from the values too, and is kept with the data
 pointer and version that it was made of. Both are never saved. One of each serves all products and any number
-of tokens: a kernel that they are not for ignores them.
+of tokens: a kernel that they are not for ignores them. `packed` is linear's; on a GPU, where calls that record
+a gradient of x meet values that stay, grad_input's lies behind it.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ class Kept:
         "_packs_in_calls",
         "_uses",
         "call",
+        "gradient_bytes",
         "key",
         "may_round",
         "packed_bytes",
@@ -66,7 +68,8 @@ class Kept:
             self._ask(
                 pattern, _sizes, _prepare, lambda plan: (values, plan, n, k, x_dtype, tf32, *tokens), stored
             )
-        plan = (pattern.row_plan if few else pattern.plan) if self.packed_bytes else None
+        packs = self.packed_bytes or self.gradient_bytes
+        plan = (pattern.row_plan if few else pattern.plan) if packs else None
         self._arguments = (plan, self.prepared, n, k, x_dtype, tf32, *tokens)
         self.may_round = self._packs_in_calls and x_dtype == torch.float32 and not tf32
         if few:
@@ -78,12 +81,15 @@ class Kept:
         `arguments` gives theirs for a plan: a row plan first, so that none is made for nothing.
         """
         asked = arguments(pattern.row_plan)
-        self.key, prepared_bytes, self.packed_bytes = sizes(*asked)
+        # Packed for linear, and for both linear and grad_input, 0 where that packs nothing.
+        self.key, prepared_bytes, self.packed_bytes, self.gradient_bytes = sizes(*asked)
         # CUDA's kernels have their calls pack what is not given; on the CPU others are faster then.
         self._packs_in_calls = asked[0].is_cuda
         self.may_round = False  # whether calls that allow tf32 want something else
-        if self.packed_bytes and not stored:
-            self.key, self.packed_bytes = self.key if self._packs_in_calls else 0, 0
+        if self.packed_bytes and not stored and not self._packs_in_calls:
+            self.key = 0
+        if not stored:
+            self.packed_bytes = self.gradient_bytes = 0
         self.prepared = None
 
         def make() -> Tensor:
@@ -100,26 +106,33 @@ class Kept:
         self._held: tuple[tuple[int, ...], tuple] | None = None
         self.call: tuple | None = None
 
-    def call_with(self, pattern: Any, parameter: Tensor, values: Tensor) -> tuple:
-        """What an eager call with these values has beside its tensors: plan, sizes, and what is derived."""
+    def call_with(self, pattern: Any, parameter: Tensor, values: Tensor, gradient: bool = False) -> tuple:
+        """What an eager call with these values has beside its tensors: plan, sizes, and what is derived.
+
+        gradient: of x is recorded.
+        """
         held = self._held
         if held is not None and not parameter.is_inference() and held[0] == self._at(parameter):
             return held[1]
-        derived = self.current(parameter, values)
+        derived = self.current(parameter, values, gradient=gradient)
         call = (pattern.plan, *pattern.shape, *derived)
-        if not self.packed_bytes:
+        if not (self.packed_bytes or self.gradient_bytes):
             self.call = call
-        elif derived and derived[1] is not None and not parameter.is_cuda:  # captures want nothing packed
+        elif derived and derived[1] is not None and not (parameter.is_cuda or self.gradient_bytes):
+            # On a GPU captures want nothing packed, and calls that record a gradient of x more.
             self._held = (self._packed[0], call)
         return call
 
-    def current(self, parameter: Tensor, values: Tensor, now: bool = False) -> Derived | tuple[()]:
-        """What a call with these values may use.
+    def current(
+        self, parameter: Tensor, values: Tensor, now: bool = False, gradient: bool = False
+    ) -> Derived | tuple[()]:
+        """What a call with these values may use; gradient: a call that records that of x.
 
         Values that changed are packed at once where no gradients are recorded, so that equal calls have equal
         bits; else at the second call with them, as a training step changes them after each. `now`: at once.
         """
-        if not self.packed_bytes or parameter.is_inference() or capturing(parameter):
+        wanted = (self.gradient_bytes if gradient else 0) or self.packed_bytes
+        if not wanted or parameter.is_inference() or capturing(parameter):
             return self.unpacked()  # nothing counts the changes of such values, nor those between replays
         at = self._at(parameter)
         seen, packed = self._packed
@@ -127,10 +140,12 @@ class Kept:
             packed = None
         if self._uses is not None:
             return self._current_of_few(at, seen, packed, values)
-        if packed is None and (now or seen == at or not torch.is_grad_enabled()):
+        less = packed is None or packed.numel() < wanted
+        if less and (now or seen == at or not torch.is_grad_enabled()):
             with torch.inference_mode(False), torch.no_grad():
-                self._held = None  # before this is made: what it has may be as large
-                packed = self._make(values.detach())
+                self._held = packed = None  # before this is made: what it has may be as large
+                self._packed = (at, None)
+                packed = self._make(values.detach(), wanted > self.packed_bytes)
         self._packed = (at, packed)
         if packed is None:
             return self.unpacked()
@@ -149,7 +164,7 @@ class Kept:
         if seen != at:
             if self._uses >= _WORTH:
                 with torch.inference_mode(False), torch.no_grad():
-                    packed = self._make(values.detach())
+                    packed = self._make(values.detach(), False)
             self._packed, self._uses = (at, packed), 0
         self._uses += 1
         return () if packed is None else (self.prepared, packed, self.key)
@@ -158,9 +173,10 @@ class Kept:
         """What `packed` is made of: it holds as long as this stays the same."""
         return parameter.data_ptr(), parameter._version
 
-    def _make(self, values: Tensor) -> Tensor:
-        logger.debug("packing %d bytes for kernels of key %x", self.packed_bytes, self.key)
-        packed = _pack(values, *self._arguments)
+    def _make(self, values: Tensor, gradient: bool) -> Tensor:
+        size = self.gradient_bytes if gradient else self.packed_bytes
+        logger.debug("packing %d bytes for kernels of key %x", size, self.key)
+        packed = _pack(values, *self._arguments, gradient=gradient)
         if packed.is_cuda:
             self._made = raw_stream(packed), torch.cuda.current_stream(packed.device).record_event()
         return packed
@@ -227,7 +243,8 @@ class HoldsDerived:
         values = self._parameters.get("values")
         if tracing or values is None:  # a graph sees no versions; a parametrization has new values each time
             return kept.unpacked()
-        return kept.current(values, self.blocks(values))
+        gradient = kept.gradient_bytes > 0 and torch.is_grad_enabled() and x.requires_grad
+        return kept.current(values, self.blocks(values), gradient=gradient)
 
     def _multiplied(self, dtype: torch.dtype) -> torch.dtype:
         """The dtype in which an x of this one may meet values: rounded, it finds what bf16 does."""

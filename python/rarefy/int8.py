@@ -325,7 +325,7 @@ class _Int8Kept(Kept):
         scales = self._arguments[0]
         return (*super()._at(parameter), -1 if scales.is_inference() else scales._version)
 
-    def _make(self, values: torch.Tensor) -> torch.Tensor:
+    def _make(self, values: torch.Tensor, gradient: bool) -> torch.Tensor:
         return _pack(values, *self._arguments)
 
 

@@ -171,12 +171,12 @@ class PatternWeight(WatchedPattern):
             and not (kept.may_round and tf32_allowed())
         ):
             blocks = self.blocks(values)
-            call = kept.call or kept.call_with(self._pattern, values, blocks)
             if is_grad_enabled() and (
                 x.requires_grad or values.requires_grad or (bias is not None and bias.requires_grad)
             ):
+                call = kept.call or kept.call_with(self._pattern, values, blocks, x.requires_grad)
                 return record_linear(x, blocks, bias, call)
-            return run_eagerly(x, blocks, bias, call)
+            return run_eagerly(x, blocks, bias, kept.call or kept.call_with(self._pattern, values, blocks))
         if getattr(x, "is_nested", False):
             y = linear_of_nested(self, x, bias)
             return y if activation is None else activate(y, activation)

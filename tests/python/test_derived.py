@@ -19,8 +19,10 @@ KEY = 12345  # of no kernel: results must not change
 class Stand:
     """Stands for a kernel that wants some bytes; counts what is made. No kernel has its key."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, prepared: int, packed: int) -> None:
-        self.prepared, self.packed = prepared, packed
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, prepared: int, packed: int, gradient: int = 0
+    ) -> None:
+        self.prepared, self.packed, self.gradient = prepared, packed, gradient
         self.asked: list[torch.dtype] = []
         self.asked_tf32: list[bool] = []
         self.made: list[str] = []
@@ -31,17 +33,17 @@ class Stand:
         assert values.ndim == 3
         self.asked.append(dtype)
         self.asked_tf32.append(tf32)
-        return KEY, self.prepared, self.packed
+        return KEY, self.prepared, self.packed, self.gradient
 
     def prepare(self, values, plan, n, k, dtype, tf32):
         self.made.append("prepared")
         return torch.zeros(self.prepared, dtype=torch.uint8)
 
-    def pack(self, values, plan, prepared, n, k, dtype, tf32):
+    def pack(self, values, plan, prepared, n, k, dtype, tf32, gradient):
         assert (prepared is None) == (self.prepared == 0)
         assert not values.requires_grad
-        self.made.append("packed")
-        return torch.zeros(self.packed + 512, dtype=torch.uint8)
+        self.made.append("packed for both" if gradient else "packed")
+        return torch.zeros(self.gradient if gradient else self.packed + 512, dtype=torch.uint8)
 
 
 def layer(dtype: torch.dtype = torch.float32, seed: int = 0) -> rarefy.BlockSparseLinear:
@@ -59,7 +61,7 @@ def both(monkeypatch):
 
 def test_nothing_is_kept_for_kernels_that_want_nothing(monkeypatch):
     stand = Stand(monkeypatch, 0, 0)
-    monkeypatch.setattr(derived, "_sizes", lambda *a: (0, 0, 0))
+    monkeypatch.setattr(derived, "_sizes", lambda *a: (0, 0, 0, 0))
     linear = layer()
     linear(X)
     assert linear.weight.derived(X) == () and linear.weight.derived_nbytes == 0
@@ -121,6 +123,34 @@ def test_a_training_step_packs_nothing(both):
     with torch.no_grad():
         linear(X)
     assert both.made == ["prepared", "packed"]
+
+
+def test_values_that_stay_are_packed_for_the_gradient_of_x_too(monkeypatch):
+    """At the second call with them that records it: not of a training step's, nor where x wants none."""
+    stand = Stand(monkeypatch, 16, 32, gradient=2048)
+    linear, wants = layer(), X.clone().requires_grad_()
+    made = ["prepared"]
+    for x, made_next in ((wants, ()), (X, ("packed",)), (X, ()), (wants, ("packed for both",)), (X, ())):
+        linear(x).sum().backward()
+        made += made_next
+        assert stand.made == made
+    assert linear.weight.derived_nbytes == 16 + 2048
+    assert linear.weight.derived(wants)[1].numel() == 2048
+    with torch.no_grad():
+        linear(wants)  # what both have serves linear alone
+        linear.weight.values.mul_(2)
+        linear(wants)
+    assert stand.made == [*made, "packed"]
+
+
+def test_a_gradient_alone_may_want_something_packed(monkeypatch):
+    stand = Stand(monkeypatch, 16, 0, gradient=2048)
+    linear, wants = layer(), X.clone().requires_grad_()
+    for x, packed in ((X, 0), (wants, 0), (wants, 1), (X, 1), (wants, 1)):
+        linear(x)
+        assert stand.made.count("packed for both") == packed
+    assert linear.weight.derived(X)[1] is None
+    assert linear.weight.derived(wants)[1].numel() == 2048
 
 
 @pytest.mark.parametrize(
@@ -406,10 +436,41 @@ def test_values_packed_in_the_call_are_those_of_the_call(device):
             weight.values.mul_(0.5)
 
 
-@pytest.mark.skipif(
+on_hopper = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
     reason="no GPU of compute capability 9.0",
 )
+
+
+@on_hopper
+@pytest.mark.parametrize("block", [(32, 32), (16, 16), (32, 1), (16, 1), (64, 64)])
+def test_gradients_of_what_is_packed_for_both_are_those_of_calls_that_pack(block):
+    torch.manual_seed(0)
+    weight = rarefy.BlockSparseLinear(
+        1024, 768, density=0.1, block_shape=block, device="cuda", dtype=torch.bfloat16
+    ).weight
+    x = torch.randn(700, 1024, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    dy = torch.randn(700, 768, device="cuda", dtype=torch.bfloat16)
+    gradients, outputs = [], []
+    for call in range(4):
+        x.grad = None
+        outputs.append(weight.linear(x))
+        outputs[-1].backward(dy)
+        gradients.append(x.grad)
+        packed = weight._kept[torch.bfloat16]._packed[1]
+        wanted = weight._kept[torch.bfloat16].gradient_bytes
+        assert (packed is not None and packed.numel() == wanted) == (call > 0 and wanted > 0)
+    assert (wanted > 0) == (block != (64, 64))
+    for y, dx in zip(outputs[1:], gradients[1:], strict=True):
+        assert torch.equal(y, outputs[0]) and torch.equal(dx, gradients[0])
+    with torch.no_grad():
+        weight.values.mul_(2)
+    x.grad = None
+    weight.linear(x).backward(dy)
+    assert torch.equal(x.grad, 2 * gradients[0])
+
+
+@on_hopper
 def test_tf32_follows_torchs_switch():
     """Off: f32. On: errors of tf32's size, in all three products, compiled too; off again: f32."""
     linear = rarefy.BlockSparseLinear(512, 768, density=0.3, block_shape=(32, 32), device="cuda")

@@ -174,8 +174,7 @@ struct GradientWarps {
         const u32 to = slots + at.slot * ring.bytes + place;
         const int token = (back ? first + last - 1 - step : step) * kTokens;
         load_box(to, map, by_feature ? token : job.feature, by_feature ? job.feature : token, full(at.slot));
-        if (kTf32 && kWide == 64 && !of_x)
-          load_box(to + 4096, &p.dy, job.feature + 32, token, full(at.slot));
+        if (kTf32 && kWide == 64 && !of_x) load_box(to + 4096, &p.dy, job.feature + 32, token, full(at.slot));
       }
       if (sums_dy()) {
         if (to_sum == 0) {

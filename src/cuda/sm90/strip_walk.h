@@ -48,8 +48,7 @@ struct StripOrder {
   RAREFY_HOST_DEVICE StripOrder(int group_count, int heavy_groups, int group_size, int tiles_of_tokens,
                                 int clusters)
       : groups(group_count), heavy(heavy_groups), size(group_size), token_tiles(tiles_of_tokens) {
-    const int tiles = groups * token_tiles, rest = tiles % clusters,
-              round = (clusters + groups - 1) / groups;
+    const int tiles = groups * token_tiles, rest = tiles % clusters, round = (clusters + groups - 1) / groups;
     const bool cut = rest * size <= clusters;
     falling = round < token_tiles ? round : token_tiles;
     cut_from = cut ? tiles - rest : tiles;
