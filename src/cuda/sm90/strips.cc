@@ -13,6 +13,7 @@ namespace {
 // Rates of one SM, fitted to measurements (docs/design/hopper.md).
 constexpr double kClock = 1750;          // per microsecond
 constexpr double kBytesPerClock = 42;    // from L2 into shared memory, all SMs at once
+constexpr double kLargeSteps = 48;       // the most of few SMs, in steps of 256 tokens
 constexpr double kBlockClocks = 512;     // 64 × 64 × 256 products of one warpgroup
 constexpr double kTileClocks = 700;      // writing a tile's sums
 constexpr double kStepClocks = 60;       // barriers of a step
@@ -117,17 +118,19 @@ std::vector<StripCandidate> strip_candidates(const StripProblem& p, const Machin
     const std::int64_t tiles = p.groups() * ceil_div(token_tiles, cluster);
     const int whole = machine.sms / cluster;  // clusters at a time
     const double clusters = whole, rounds = std::max(static_cast<double>(tiles) / clusters, 1.0);
-    // Few thread blocks have L2 to themselves, up to what one SM takes.
+    // Few thread blocks have L2 to themselves, up to what one SM takes; large steps have few in flight.
+    const bool large = tokens == 256;
     const auto bandwidth = [&](double blocks_at_work) {
-      return std::min(64.0, kBytesPerClock * std::max(1.0, clusters / blocks_at_work));
+      return std::min(large ? kLargeSteps : 64, kBytesPerClock * std::max(1.0, clusters / blocks_at_work));
     };
     const auto part_clocks = [&](int parts) {
       return tile_clocks(c, steps / parts, blocks / parts, bandwidth(static_cast<double>(tiles * parts)));
     };
     double tile = part_clocks(1);
     if (tiles * n <= whole)  // tiles are cut into strips
-      tile = tile_clocks(c, blocks / n, blocks / n,
-                         std::max(kBytesPerClock, bandwidth(static_cast<double>(tiles)) / n));
+      tile = tile_clocks(
+          c, blocks / n, blocks / n,
+          std::max(large ? kLargeSteps : kBytesPerClock, bandwidth(static_cast<double>(tiles)) / n));
     if (cluster == 1) {
       c.split = best_parts(tiles, p.tokens, n, machine.sms,
                            [&](int parts) { return parts == 1 ? tile : part_clocks(parts); });
