@@ -93,8 +93,7 @@ struct GradientWarps {
     SlotTurn at, summed;
     at.parities = ~0u;  // the first round is free
     if constexpr (kQueue) {
-      // Tiles lie in order of their cost: there and back, so that who had a dear one gets a cheap one. Tokens
-      // as well, so that a round begins with those that are still in L2.
+      // Tiles lie in order of their cost: there and back, so that who had a dear one gets a cheap one.
       int round = 0;
       const auto next_word = [&] {
         const int first = round * p.tile_blocks, mine = static_cast<int>(blockIdx.x);
@@ -111,18 +110,17 @@ struct GradientWarps {
       turn.parity = 1;
       for (;;) {
         const Job job = job_of(word, state.tile[turn.slot], warp, lane);
-        const bool back = round % 2 == 0;
         if (warp == 0) put_tile(turn, word, lane);
         turn.next(State::kTiles);
         if (job.x_panels <= 0) break;
         word = p.list != nullptr ? next_word() : 0;
-        load_tile(job, back, at, summed, warp, lane);
+        load_tile(job, at, summed, warp, lane);
       }
     } else {
       const Tile& tile = state.tile[0];
       const int panel = min(panel_of(warp, lane), Tile::kPanels - 1);
-      load_tile({tile.x_panels, tile.dy_panels, tile.feature[panel], tile.sums, tile}, false, at, summed,
-                warp, lane);
+      load_tile({tile.x_panels, tile.dy_panels, tile.feature[panel], tile.sums, tile}, at, summed, warp,
+                lane);
     }
     if (p.goes_on) wait_for_kernels();
   }
@@ -135,9 +133,7 @@ struct GradientWarps {
     arrive(shared_address(&state.tile_full[turn.slot]));  // each lane for what it wrote
   }
 
-  // back: from the last token on.
-  __device__ void load_tile(const Job& job, bool back, SlotTurn& at, SlotTurn& summed, int warp,
-                            int lane) const {
+  __device__ void load_tile(const Job& job, SlotTurn& at, SlotTurn& summed, int warp, int lane) const {
     const int panel = panel_of(warp, lane);
     const GradientSlots ring(job.x_panels, job.dy_panels, kXBytes);
     const int unit = panel - job.x_panels;
@@ -172,9 +168,10 @@ struct GradientWarps {
       __syncwarp();
       if (loads) {
         const u32 to = slots + at.slot * ring.bytes + place;
-        const int token = (back ? first + last - 1 - step : step) * kTokens;
-        load_box(to, map, by_feature ? token : job.feature, by_feature ? job.feature : token, full(at.slot));
-        if (kTf32 && kWide == 64 && !of_x) load_box(to + 4096, &p.dy, job.feature + 32, token, full(at.slot));
+        load_box(to, map, by_feature ? step * kTokens : job.feature,
+                 by_feature ? job.feature : step * kTokens, full(at.slot));
+        if (kTf32 && kWide == 64 && !of_x)
+          load_box(to + 4096, &p.dy, job.feature + 32, step * kTokens, full(at.slot));
       }
       if (sums_dy()) {
         if (to_sum == 0) {
