@@ -40,7 +40,7 @@ struct StripTile {
 // tile, so that those running at one time share X; but those of the last round by falling cost, so that what
 // is left at the end is small. (Of the last three rounds X was read three times: up to 1.5 times as long.)
 // Groups that cost much more than the others, `heavy` ones, come first with all of their tokens: begun later,
-// they would end alone.
+// they would end alone; two rounds then even out what they leave.
 struct StripOrder {
   int groups, heavy, size;  // size: strips of a group
   int token_tiles, falling, cut_from, items;
@@ -48,7 +48,8 @@ struct StripOrder {
   RAREFY_HOST_DEVICE StripOrder(int group_count, int heavy_groups, int group_size, int tiles_of_tokens,
                                 int clusters)
       : groups(group_count), heavy(heavy_groups), size(group_size), token_tiles(tiles_of_tokens) {
-    const int tiles = groups * token_tiles, rest = tiles % clusters, round = (clusters + groups - 1) / groups;
+    const int tiles = groups * token_tiles, rest = tiles % clusters,
+              round = ((heavy > 0 ? 2 : 1) * clusters + groups - 1) / groups;
     const bool cut = rest * size <= clusters;
     falling = round < token_tiles ? round : token_tiles;
     cut_from = cut ? tiles - rest : tiles;
