@@ -302,7 +302,7 @@ void few_quads(const FewTask& task) {
         }
       };
       const auto add = [&](auto& to, std::int32_t from) {
-        const char* values = static_cast<const char*>(task.w.values) + from * rows * kBytes;
+        const char* values = static_cast<const char*>(task.w.values) + std::int64_t{from} * rows * kBytes;
         const Vec<I> wv = load_as<I>(kStorage, values, 0);
 #pragma GCC unroll 4
         for (int i = 0; i < 4; ++i) {
@@ -322,7 +322,8 @@ void few_quads(const FewTask& task) {
 #pragma GCC unroll 4
       for (Vec<I>& v : total) v = I::zero();
       while (whole - e > kFewPart * Sets * 4) {
-        for (const std::int32_t part = e + kFewPart * Sets * 4; e != part;) add_sets();
+        const std::int32_t part = e + kFewPart * Sets * 4;
+        while (e != part) add_sets();
         add_up();
         clear();
       }
