@@ -2,8 +2,8 @@
 
 `prepared` follows from the pattern, which keeps it; `packed` from the values too, and is kept with the data
 pointer and version that it was made of. Both are never saved. One of each serves all products and any number
-of tokens: a kernel that they are not for ignores them. `packed` is linear's; on a GPU, where calls that record
-a gradient of x meet values that stay, grad_input's lies behind it.
+of tokens: a kernel that they are not for ignores them. `packed` is linear's; on a GPU, where calls that
+record a gradient of x meet values that stay, grad_input's lies behind it.
 """
 
 from __future__ import annotations
