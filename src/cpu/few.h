@@ -310,24 +310,23 @@ void few_quads(const FewTask& task) {
           to[i] = I::fma(I::each_four_times(wv, i * rows), xv, to[i]);
         }
       };
-      const auto add_sets = [&] {
-        const char* values = static_cast<const char*>(task.w.values) + std::int64_t{e} * rows * kBytes;
-        ask_for<1>(task.ask, task.w.index + e + kFewIndices);
+      const auto add_sets = [&](std::int32_t from) {
+        const char* values = static_cast<const char*>(task.w.values) + std::int64_t{from} * rows * kBytes;
+        ask_for<1>(task.ask, task.w.index + from + kFewIndices);
         ask_for<lines_of(Sets * w * kBytes)>(task.ask, values + kFewFourAhead);
 #pragma GCC unroll 4
-        for (int i = 0; i < Sets; ++i) add(sum[i], e + i * 4);
-        e += Sets * 4;
+        for (int i = 0; i < Sets; ++i) add(sum[i], from + i * 4);
       };
       clear();
 #pragma GCC unroll 4
       for (Vec<I>& v : total) v = I::zero();
       while (whole - e > kFewPart * Sets * 4) {
         const std::int32_t part = e + kFewPart * Sets * 4;
-        while (e != part) add_sets();
+        for (; e != part; e += Sets * 4) add_sets(e);
         add_up();
         clear();
       }
-      while (e + Sets * 4 <= whole) add_sets();
+      for (; e + Sets * 4 <= whole; e += Sets * 4) add_sets(e);
       for (; e < whole; e += 4) add(sum[0], e);
       if (e < stop) {
         const Vec<I> wv = load_part<I>(kStorage, task.w.values, std::int64_t{e} * rows, (stop - e) * rows);
