@@ -110,7 +110,7 @@ void prepare_range(const Kernels& kernels, const Shape& s, const PiecesBlocking&
   const std::int32_t at = to.first_piece(s, b, w, range);
   const std::int32_t end = kernels.list_pieces(
       {w.begin + first, w.index, std::min(b.rows, s.out_blocks - first), s.entries, to.tiles,
-       static_cast<std::int32_t>(b.columns), s.part, at, to.first_column(w, first, at, range),
+       static_cast<std::int32_t>(b.columns), s.part, at, Prepared::first_column(w, first, at, range),
        to.lists + kPieceLists * range * to.tiles, to.pieces, to.columns});
   // What lies behind a list is read ahead.
   const std::int32_t next = range + 1 < to.ranges ? to.first_piece(s, b, w, range + 1) : end + kPiecesAhead;
