@@ -36,6 +36,20 @@ StripProblem strip_problem(bool transposed, std::int64_t tokens, std::int64_t ro
   return p;
 }
 
+// 22 groups of 32 token tiles on 132 SMs: all groups of a token tile are neighbours, but for the last round
+// of tiles, or two behind a heavy group, where all token tiles of a group are.
+TEST(StripOrder, GoesTokenTileByTokenTileUpToTheLastRound) {
+  for (const auto& [heavy, falling] : {std::pair{0, 6}, {1, 12}}) {
+    const StripOrder order(22, heavy, 3, 32, 132);
+    EXPECT_EQ(order.falling, falling);
+    const int others = 22 - heavy, first = heavy * 32, last = first + (32 - falling) * others;
+    for (int item = first; item < last; ++item)
+      ASSERT_EQ(order.tile(item).token_tile, (item - first) / others) << item;
+    for (int item = last; item < order.cut_from; ++item)
+      ASSERT_EQ(order.tile(item).group, heavy + (item - last) / falling) << item;
+  }
+}
+
 // What the device makes of it is checked by its products (sm90_test.cc).
 TEST(StripOrder, CoversEachStripOfEachTokenTileOnceHeavyGroupsFirst) {
   for (const auto& [groups, heavy] : {std::pair{1, 0}, {7, 0}, {7, 2}, {22, 1}, {112, 0}, {112, 30}}) {
@@ -142,6 +156,8 @@ TEST(StripConfig, FitsSharedMemoryAndFollowsTheProblem) {
   const StripProblem many = strip_problem(false, 8192, 4096, 4096, 128, 128, 512);
   EXPECT_EQ(configure(many, kMachine).tokens, 256);
   EXPECT_EQ(configure(many, kMachine).strips, 2);
+  // 64 tiles of 256 tokens for 132 SMs took 24 us, 128 of 128 tokens 17.
+  EXPECT_EQ(configure(strip_problem(false, 4096, 768, 3072, 64, 64, 144), kMachine).tokens, 128);
 }
 
 UnionProblem union_problem(bool transposed, std::int64_t tokens, std::int64_t rows, std::int64_t cols,
