@@ -86,9 +86,9 @@ class Kept:
         # CUDA's kernels have their calls pack what is not given; on the CPU others are faster then.
         self._packs_in_calls = asked[0].is_cuda
         self.may_round = False  # whether calls that allow tf32 want something else
-        if self.packed_bytes and not stored and not self._packs_in_calls:
-            self.key = 0
         if not stored:
+            if self.packed_bytes and not self._packs_in_calls:
+                self.key = 0
             self.packed_bytes = self.gradient_bytes = 0
         self.prepared = None
 
