@@ -4,8 +4,13 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <functional>
+#include <numeric>
+#include <random>
 #include <set>
-#include <tuple>
+#include <stdexcept>
+#include <utility>
+#include <vector>
 
 #include "core/registry.h"
 #include "cuda/sm90/block_gradient.h"
@@ -36,69 +41,95 @@ StripProblem strip_problem(bool transposed, std::int64_t tokens, std::int64_t ro
   return p;
 }
 
-// 22 groups of 32 token tiles on 132 SMs: all groups of a token tile are neighbours, but for the last round
-// of tiles, or two behind a heavy group, where all token tiles of a group are.
-TEST(StripOrder, GoesTokenTileByTokenTileUpToTheLastRound) {
-  for (const auto& [heavy, falling] : {std::pair{0, 6}, {1, 12}}) {
-    const StripOrder order(22, heavy, 3, 32, 132);
-    EXPECT_EQ(order.falling, falling);
-    const int others = 22 - heavy, first = heavy * 32, last = first + (32 - falling) * others;
-    for (int item = first; item < last; ++item)
-      ASSERT_EQ(order.tile(item).token_tile, (item - first) / others) << item;
-    for (int item = last; item < order.cut_from; ++item)
-      ASSERT_EQ(order.tile(item).group, heavy + (item - last) / falling) << item;
+// Tiles in the order of their places, {group, token tile}; each is there once.
+std::vector<std::pair<int, int>> in_order(const std::vector<double>& clocks, int token_tiles,
+                                          double clusters) {
+  const double total = std::accumulate(clocks.begin(), clocks.end(), 0.) * token_tiles / clusters;
+  const auto pace_of = [&](int g) { return TilePace::pace(total, clocks[static_cast<std::size_t>(g)]); };
+  const int groups = static_cast<int>(clocks.size());
+  std::vector<std::pair<int, int>> tiles(clocks.size() * static_cast<std::size_t>(token_tiles), {-1, -1});
+  for (int g = 0; g < groups; ++g) {
+    for (int t = 0; t < token_tiles; ++t) {
+      const int place = TilePace{groups, token_tiles}.place(g, t, pace_of);
+      if (place < 0 || place >= std::ssize(tiles)) throw std::out_of_range("place");
+      std::pair<int, int>& tile = tiles[static_cast<std::size_t>(place)];
+      EXPECT_EQ(tile.first, -1) << g << ' ' << t;
+      tile = {g, t};
+    }
+  }
+  return tiles;
+}
+
+TEST(TilePace, GroupsThatCostAlikeGoTokenTileByTokenTile) {
+  const auto tiles = in_order(std::vector<double>(22, 9e3), 32, 132);
+  for (int i = 0; i < std::ssize(tiles); ++i)
+    ASSERT_EQ(tiles[static_cast<std::size_t>(i)], (std::pair{i % 22, i / 22})) << i;
+}
+
+// One dense row: its tiles take two fifths of the time. They are ahead of the others', the last ones by most,
+// but begin with them and stay in the order of tokens.
+TEST(TilePace, AGroupThatCostsMuchMoreIsAheadByItsOwnTime) {
+  std::vector<double> clocks(32, 16e3);
+  clocks[0] = 68e3;
+  const auto tiles = in_order(clocks, 32, 132);
+  int heavy = 0, lead = 0;
+  for (const auto& [group, token_tile] : tiles) {
+    if (group == 0) {
+      EXPECT_EQ(token_tile, heavy++);
+    } else {
+      const int now = heavy - 1 - token_tile;
+      EXPECT_GE(now, 0);
+      EXPECT_LE(now, 19);  // of 32 token tiles, not all: 1.2 · 68 of 136 thousand clocks
+      lead = std::max(lead, now);
+    }
+  }
+  EXPECT_GE(lead, 14);
+  EXPECT_EQ(tiles.front(), (std::pair{0, 0}));
+}
+
+TEST(TilePace, WhatTakesLongerThanAllHasComesFirst) {
+  std::vector<double> clocks(40, 1e3);
+  clocks[0] = 500e3;
+  clocks[1] = 400e3;
+  const auto tiles = in_order(clocks, 4, 132);
+  for (int i = 0; i < 8; ++i) EXPECT_EQ(tiles[static_cast<std::size_t>(i)], (std::pair{i / 4, i % 4})) << i;
+}
+
+TEST(TilePace, HasAPlaceForEachTile) {
+  std::mt19937 random(5);
+  for (const int groups : {1, 7, 22, 112, 600}) {
+    for (const int token_tiles : {1, 2, 16, 64}) {
+      std::vector<double> clocks(static_cast<std::size_t>(groups));
+      for (double& c : clocks) c = 700. * static_cast<double>(random() % 100 + 1);
+      std::sort(clocks.begin(), clocks.end(), std::greater<>());
+      in_order(clocks, token_tiles, 132);
+    }
   }
 }
 
-// What the device makes of it is checked by its products (sm90_test.cc).
-TEST(StripOrder, CoversEachStripOfEachTokenTileOnceHeavyGroupsFirst) {
-  for (const auto& [groups, heavy] : {std::pair{1, 0}, {7, 0}, {7, 2}, {22, 1}, {112, 0}, {112, 30}}) {
-    for (const int size : {2, 3}) {
+// Cut tiles fill no round that whole ones would not.
+TEST(TileItems, CutsTilesWhereTheirStripsFitTheLastRound) {
+  for (const int groups : {1, 7, 22, 112}) {
+    for (const int size : {1, 2, 3}) {
       for (const int token_tiles : {1, 2, 16, 64}) {
         for (const int clusters : {66, 132}) {
-          const StripOrder order(groups, heavy, size, token_tiles, clusters);
-          std::set<std::tuple<int, int, int>> seen;
-          int light = 0;
-          for (int item = 0; item < order.items; ++item) {
-            const StripTile t = unpack_tile(pack_tile(order.tile(item)));
-            ASSERT_TRUE(t.group >= 0 && t.group < groups && t.token_tile >= 0 && t.token_tile < token_tiles);
-            light += t.group >= heavy ? 1 : 0;
-            EXPECT_TRUE(t.group >= heavy || light == 0) << item;
-            for (int strip = 0; strip < size; ++strip) {
-              if (t.part >= 0 && t.part != strip) continue;
-              EXPECT_TRUE(seen.insert({t.group, t.token_tile, strip}).second);
-            }
-          }
-          EXPECT_EQ(std::ssize(seen), groups * token_tiles * size);
-          // Cut tiles fill no round that whole ones would not.
-          EXPECT_LE((order.items + clusters - 1) / clusters,
-                    (groups * token_tiles + clusters - 1) / clusters);
+          const TileItems its(groups, size, token_tiles, clusters);
+          const int tiles = groups * token_tiles, cut = tiles - its.cut_from;
+          EXPECT_EQ(its.items, its.cut_from + cut * size);
+          EXPECT_TRUE(cut == 0 || (cut == tiles % clusters && cut * size <= clusters));
+          EXPECT_LE((its.items + clusters - 1) / clusters, (tiles + clusters - 1) / clusters);
         }
       }
     }
   }
 }
 
-TEST(TallOrder, HeavyGroupsComeFirstAndEachTileOnce) {
-  for (const int groups : {1, 7, 112}) {
-    for (const int heavy : {0, 1, 3}) {
-      if (heavy >= groups) continue;
-      const int token_tiles = 16;
-      const TallOrder order(groups, heavy, token_tiles);
-      std::set<std::pair<int, int>> seen;
-      int before = 0;  // token tile of the item before
-      for (int item = 0; item < order.items; ++item) {
-        const StripTile t = unpack_tile(pack_tile(order.tile(item)));
-        ASSERT_TRUE(t.group >= 0 && t.group < groups && t.token_tile >= 0 && t.token_tile < token_tiles);
-        EXPECT_EQ(t.group < heavy, item < heavy * token_tiles) << item;
-        if (item > heavy * token_tiles) {
-          EXPECT_GE(t.token_tile, before) << item;
-        }
-        before = t.token_tile;
-        EXPECT_TRUE(seen.insert({t.group, t.token_tile}).second) << item;
-      }
-      EXPECT_EQ(std::ssize(seen), groups * token_tiles);
-    }
+TEST(StripTile, IsAWordOfAList) {
+  for (const StripTile t : {StripTile{0, 0, -1}, {65535, 63, 2}, {7, 31, 0}}) {
+    const StripTile back = unpack_tile(pack_tile(t));
+    EXPECT_EQ(back.group, t.group);
+    EXPECT_EQ(back.token_tile, t.token_tile);
+    EXPECT_EQ(back.part, t.part);
   }
 }
 
@@ -108,7 +139,7 @@ TEST(StripLists, HaveRoomForTheirItems) {
     ASSERT_GE(lists.levels(), 1);
     ASSERT_LE(lists.levels(), StripLists::kMostLevels);
     for (int level = 0; level < lists.levels(); ++level) {
-      const int items = StripOrder(groups, 0, 3, 1 << level, 132).items;
+      const int items = TileItems(groups, 3, 1 << level, 132).items;
       EXPECT_LE(lists.begin(level) + items, lists.begin(level + 1)) << groups << ' ' << level;
     }
   }

@@ -199,8 +199,8 @@ __global__ void __launch_bounds__(kThreads) step_kernel(const PlanParams p) {
   }
 }
 
-// A warp for each list: blockIdx.x is the level, blockIdx.y says whose.
-__global__ void __launch_bounds__(32) list_kernel(const PlanParams p) {
+// A thread block for each list: blockIdx.x is the level, blockIdx.y says whose.
+__global__ void __launch_bounds__(kListThreads) list_kernel(const PlanParams p) {
   const auto& [lists, items] = p.of_cluster[blockIdx.y];
   const int level = static_cast<int>(blockIdx.x);
   if (level >= lists.levels()) return;
@@ -208,9 +208,10 @@ __global__ void __launch_bounds__(32) list_kernel(const PlanParams p) {
     const StripGroup& g = p.out[group];
     return strip_clocks(g.steps, g.blocks[0] + g.blocks[1] + g.blocks[2]);
   };
-  const StripOrder order(lists.groups, heavy_groups(lists.groups, clocks_of), lists.size, 1 << level,
-                         lists.clusters);
-  make_list(lists, order, items + lists.begin(level), [&](const StripTile& t) {
+  int2* const its = items + lists.begin(level);
+  const int count = order_tiles(lists, level, its, lists.clusters / 2, clocks_of);
+  if (threadIdx.x >= 32) return;
+  make_list(its, count, lists.clusters, [&](const StripTile& t) {
     if (t.part < 0) return clocks_of(t.group);
     const int blocks = p.out[t.group].blocks[t.part];
     return strip_clocks(blocks, blocks);
@@ -258,7 +259,7 @@ cudaError_t prepare(const StripProblem& p, int sms, const ProductIndex& index, s
   for (int i = 0; i < 2; ++i) {
     params.of_cluster[i] = {plan.lists(i + 1), reinterpret_cast<int2*>(words + plan.items_at[i])};
   }
-  list_kernel<<<dim3(StripLists::kMostLevels, params.size == 2 ? 2 : 1), 32, 0, stream>>>(params);
+  list_kernel<<<dim3(StripLists::kMostLevels, params.size == 2 ? 2 : 1), kListThreads, 0, stream>>>(params);
   step_kernel<<<warps(params.groups), kThreads, 0, stream>>>(params);
   return cudaGetLastError();
 }

@@ -30,45 +30,53 @@ RAREFY_HOST_DEVICE inline int strip_clocks(int steps, int blocks) {
   return 4000 + (multiply > copy ? multiply : copy);
 }
 
-struct StripTile {
-  int group, token_tile;
-  int part;  // of the group's strips this one alone; -1: all
-};
+// The items of some token tiles: tiles, the last ones cut into strips if these fill no more than a round of
+// all clusters.
+struct TileItems {
+  int tiles, size, cut_from, items;  // size: strips of a group
 
-// The items of some token tiles, in the order in which they should start: tiles, the last ones cut into
-// strips if these fill no more than a round of all clusters. Groups lie by falling cost. Token tile by token
-// tile, so that those running at one time share X; but those of the last round by falling cost, so that what
-// is left at the end is small. (Of the last three rounds X was read three times: up to 1.5 times as long.)
-// Groups that cost much more than the others, `heavy` ones, come first with all of their tokens: begun later,
-// they would end alone; two rounds then even out what they leave.
-struct StripOrder {
-  int groups, heavy, size;  // size: strips of a group
-  int token_tiles, falling, cut_from, items;
-
-  RAREFY_HOST_DEVICE StripOrder(int group_count, int heavy_groups, int group_size, int tiles_of_tokens,
-                                int clusters)
-      : groups(group_count), heavy(heavy_groups), size(group_size), token_tiles(tiles_of_tokens) {
-    const int tiles = groups * token_tiles, rest = tiles % clusters,
-              round = ((heavy > 0 ? 2 : 1) * clusters + groups - 1) / groups;
+  RAREFY_HOST_DEVICE TileItems(int groups, int group_size, int token_tiles, int clusters)
+      : tiles(groups * token_tiles), size(group_size) {
+    const int rest = tiles % clusters;
     const bool cut = rest * size <= clusters;
-    falling = round < token_tiles ? round : token_tiles;
     cut_from = cut ? tiles - rest : tiles;
     items = cut_from + (cut ? rest * size : 0);
   }
+};
 
-  RAREFY_HOST_DEVICE StripTile tile(int item) const {
-    int part = -1;
-    if (item >= cut_from) {
-      part = (item - cut_from) % size;
-      item = cut_from + (item - cut_from) / size;
-    }
-    if (item < heavy * token_tiles) return {item / token_tiles, item % token_tiles, part};
-    item -= heavy * token_tiles;
-    const int first = token_tiles - falling, others = groups - heavy;
-    if (item < first * others) return {heavy + item % others, item / others, part};
-    item -= first * others;
-    return {heavy + item / falling, first + item % falling, part};
+// The order in which tiles should start: each group's evenly over the time that it has, which ends a tile
+// before the end, and a fifth more for what was predicted too short. So groups that cost alike go token tile
+// by token tile, and those running at one time share X; one that costs more is ahead of the others by its own
+// time. (All of its tokens first, and X is read twice: .7 of the speed with one dense row at .1.) Groups lie
+// by falling cost.
+struct TilePace {
+  int groups, token_tiles;
+
+  // Of a group's tiles, in parts of what they would start apart if they cost nothing.
+  static constexpr int kOne = 1 << 20;
+  RAREFY_HOST_DEVICE static int pace(double total, double clocks) {
+    const double left = total - 1.2 * clocks;
+    return left > 0 ? static_cast<int>(left / total * kOne) : 0;
   }
+
+  // How many tiles start before this one: of those that start together, the dearest first.
+  template <class PaceOf>
+  RAREFY_HOST_DEVICE int place(int group, int token_tile, PaceOf pace_of) const {
+    const int start = token_tile * pace_of(group);
+    int before = token_tile;  // of its own group
+    for (int g = 0; g < groups; ++g) {
+      if (g == group) continue;
+      const int until = g < group ? start + 1 : start, its = pace_of(g);
+      const int count = its > 0 ? (until + its - 1) / its : until > 0 ? token_tiles : 0;
+      before += count < token_tiles ? count : token_tiles;
+    }
+    return before;
+  }
+};
+
+struct StripTile {
+  int group, token_tile;
+  int part;  // of the group's strips this one alone; -1: all
 };
 
 // Which cluster works on which items, for 1, 2, 4 … token tiles: any number is a sum of them. Each item goes

@@ -55,7 +55,7 @@ cudaError_t launch(const StripProblem& p, const StripConfig& config, int sms, co
   params.levels = lists.levels();
   for (int level = 0; level < params.levels; ++level) {
     params.list_begin[level] = lists.begin(level);
-    params.list_items[level] = StripOrder(lists.groups, 0, lists.size, 1 << level, lists.clusters).items;
+    params.list_items[level] = TileItems(lists.groups, lists.size, 1 << level, lists.clusters).items;
   }
   params.items = reinterpret_cast<const int2*>(operands.plan + plan.items_at[config.cluster - 1]);
   params.groups = reinterpret_cast<const int4*>(operands.plan + plan.groups_at);

@@ -146,9 +146,9 @@ __global__ void __launch_bounds__(32) tile_list_kernel(const __grid_constant__ T
   int tiles = 0;
   for (int i = lane; i < p.most; i += 32) tiles += p.tiles[i].z > 0 ? 1 : 0;
   tiles = share_rest(p, __reduce_add_sync(~0u, tiles), lane);
-  for (int i = tiles + lane; i < p.most; i += 32) p.items[i] = {pack_tile({i, 0, 0}), -1};
-  const TallOrder order(tiles, 0, 1);
-  make_list(p.lists, order, p.items, [&](const StripTile& t) {
+  for (int i = lane; i < p.most; i += 32) p.items[i] = {pack_tile({i, 0, i < tiles ? -1 : 0}), -1};
+  __syncwarp();
+  make_list(p.items, tiles, p.lists.clusters, [&](const StripTile& t) {
     const int4 tile = p.tiles[t.group];
     const int clocks = (p.rows + tile.z) * 60;  // bytes, mostly; few columns wait for memory
     return 5000 + (tile.w == 0 ? clocks : clocks / TilePart(tile.w).count);

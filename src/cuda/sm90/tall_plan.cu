@@ -31,16 +31,18 @@ __global__ void __launch_bounds__(kThreads) order_kernel(const TallPlanParams p)
   p.groups[before] = {self, first, last, 0};
 }
 
-// A warp for each list.
-__global__ void __launch_bounds__(32) tall_list_kernel(const TallPlanParams p) {
+// A thread block for each list. Nothing by falling cost at the end: columns of X are gathered, and want to be
+// in L2.
+__global__ void __launch_bounds__(kListThreads) tall_list_kernel(const TallPlanParams p) {
   const int level = static_cast<int>(blockIdx.x);
   if (level >= p.lists.levels()) return;
   const auto clocks_of = [&](int group) {
     return tall_clocks(p.rows, p.groups[group].z - p.groups[group].y);
   };
-  const TallOrder order(p.lists.groups, heavy_groups(p.lists.groups, clocks_of), 1 << level);
-  make_list(p.lists, order, p.items + p.lists.begin(level),
-            [&](const StripTile& t) { return clocks_of(t.group); });
+  int2* const items = p.items + p.lists.begin(level);
+  const int count = order_tiles(p.lists, level, items, 0, clocks_of);
+  if (threadIdx.x >= 32) return;
+  make_list(items, count, p.lists.clusters, [&](const StripTile& t) { return clocks_of(t.group); });
 }
 
 }  // namespace
@@ -57,7 +59,7 @@ cudaError_t prepare(const TallProblem& p, const TallConfig& config, int sms, con
                               reinterpret_cast<int2*>(words + plan.items_at)};
   order_kernel<<<static_cast<unsigned>((plan.groups + kThreads - 1) / kThreads), kThreads, 0, stream>>>(
       params);
-  tall_list_kernel<<<StripLists::kMostLevels, 32, 0, stream>>>(params);
+  tall_list_kernel<<<StripLists::kMostLevels, kListThreads, 0, stream>>>(params);
   return cudaGetLastError();
 }
 

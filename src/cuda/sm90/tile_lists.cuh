@@ -7,45 +7,86 @@
 
 namespace rarefy::sm90 {
 
-// How many groups cost more than twice the mean; they lie by falling cost. More than an eighth of all groups
-// is no exception (half of the rows are empty, say), and X would be read twice for it: none. By one warp.
+inline constexpr int kListThreads = 256;
+
+// Writes a level's items in the order in which they should start (TilePace), but the last `falling` tiles by
+// falling cost, so that what is left at the end is small. Says how many there are. By kListThreads threads.
 template <class Clocks>
-__device__ inline int heavy_groups(int groups, Clocks clocks_of_group) {
-  const int lane = static_cast<int>(threadIdx.x) % 32;
-  std::int64_t sum = 0;
-  for (int g = lane; g < groups; g += 32) sum += clocks_of_group(g);
-  for (int d = 16; d > 0; d /= 2) sum += __shfl_xor_sync(~0u, sum, d);
-  int heavy = 0;
-  for (int g = lane; g < groups; g += 32)
-    heavy += std::int64_t{clocks_of_group(g)} * groups > 2 * sum ? 1 : 0;
-  heavy = __reduce_add_sync(~0u, heavy);
-  return 8 * heavy > groups ? 0 : heavy;
+__device__ inline int order_tiles(const StripLists& lists, int level, int2* items, int falling,
+                                  Clocks clocks_of_group) {
+  __shared__ int pace[4 * kMostClusters];  // with more groups there is the list of one token tile alone
+  __shared__ int last[kMostClusters];
+  __shared__ double sums[kListThreads / 32];
+  const int self = static_cast<int>(threadIdx.x), token_tiles = 1 << level;
+  const TileItems its(lists.groups, lists.size, token_tiles, lists.clusters);
+  const auto tile_of = [&](int index) { return StripTile{index / token_tiles, index % token_tiles, -1}; };
+  const auto put = [&](int place, StripTile tile) {
+    if (place < its.cut_from) {
+      items[place].x = pack_tile(tile);
+      return;
+    }
+    const int at = its.cut_from + (place - its.cut_from) * its.size;
+    for (tile.part = 0; tile.part < its.size; ++tile.part) items[at + tile.part].x = pack_tile(tile);
+  };
+  if (level == 0) {
+    for (int i = self; i < its.tiles; i += kListThreads) put(i, tile_of(i));
+    __syncthreads();
+    return its.items;
+  }
+  double total = 0;
+  for (int g = self; g < lists.groups; g += kListThreads) total += clocks_of_group(g);
+  for (int d = 16; d > 0; d /= 2) total += __shfl_xor_sync(~0u, total, d);
+  if (self % 32 == 0) sums[self / 32] = total;
+  __syncthreads();
+  total = 0;
+  for (const double sum : sums) total += sum * token_tiles / lists.clusters;
+  for (int g = self; g < lists.groups; g += kListThreads) pace[g] = TilePace::pace(total, clocks_of_group(g));
+  __syncthreads();
+  const TilePace order{lists.groups, token_tiles};
+  const int falling_from = max(0, its.tiles - falling);
+  for (int i = self; i < its.tiles; i += kListThreads) {
+    const StripTile tile = tile_of(i);
+    const int place = order.place(tile.group, tile.token_tile, [&](int g) { return pace[g]; });
+    if (place < falling_from) {
+      put(place, tile);
+    } else {
+      last[place - falling_from] = i;
+    }
+  }
+  __syncthreads();
+  for (int i = self; i < its.tiles - falling_from; i += kListThreads) {
+    int before = 0;
+    for (int j = 0; j < its.tiles - falling_from; ++j) before += last[j] < last[i] ? 1 : 0;
+    put(falling_from + before, tile_of(last[i]));
+  }
+  __syncthreads();
+  return its.items;
 }
 
-// Makes the list of a level's items in their order; called by one warp. clocks_of(StripTile): what it costs.
-template <class Order, class Clocks>
-__device__ inline void make_list(const StripLists& lists, const Order& order, int2* items,
-                                 Clocks clocks_of_tile) {
+// Makes a list of items, which lie in their order; by one warp. clocks_of(StripTile): what it costs.
+template <class Clocks>
+__device__ inline void make_list(int2* items, int count, int clusters, Clocks clocks_of_tile) {
   using u32 = std::uint32_t;
   constexpr int kMine = kMostClusters / 32;
   const int lane = static_cast<int>(threadIdx.x) % 32;
-  const auto clocks_of = [&](int item) { return item >= order.items ? 0 : clocks_of_tile(order.tile(item)); };
+  const auto clocks_of = [&](int item) {
+    return item >= count ? 0 : clocks_of_tile(unpack_tile(items[item].x));
+  };
   u32 load[kMine];  // of cluster lane + 32i: clocks / 16, and its number in the last 8 bits
   int last[kMine];  // its latest item
 #pragma unroll
   for (int i = 0; i < kMine; ++i) {
     const int c = lane + 32 * i;
-    load[i] = c < lists.clusters ? static_cast<u32>(clocks_of(c) / 16) << 8 | static_cast<u32>(c) : ~0u;
-    last[i] = c < lists.clusters && c < order.items ? c : -1;
+    load[i] = c < clusters ? static_cast<u32>(clocks_of(c) / 16) << 8 | static_cast<u32>(c) : ~0u;
+    last[i] = c < clusters && c < count ? c : -1;
   }
-  for (int item = lane; item < order.items; item += 32) items[item].x = pack_tile(order.tile(item));
-  int clocks = clocks_of(lists.clusters + lane);
+  int clocks = clocks_of(clusters + lane);
 #pragma unroll 1
-  for (int item = lists.clusters; item < order.items; item += 32) {
+  for (int item = clusters; item < count; item += 32) {
     const u32 adds = static_cast<u32>(clocks / 16) << 8;
     clocks = clocks_of(item + 32 + lane);
 #pragma unroll 1
-    for (int j = 0; j < 32 && item + j < order.items; ++j) {
+    for (int j = 0; j < 32 && item + j < count; ++j) {
       const u32 add = __shfl_sync(~0u, adds, j);
       u32 least = load[0];
 #pragma unroll
@@ -87,7 +128,7 @@ struct TileLists {
         token_tiles(tiles) {
     for (int level = 0; level < levels; ++level) {
       begin[level] = lists.begin(level);
-      count[level] = StripOrder(lists.groups, 0, lists.size, 1 << level, clusters).items;
+      count[level] = TileItems(lists.groups, lists.size, 1 << level, clusters).items;
       rest[level] = count[level] % clusters;
     }
   }

@@ -188,14 +188,16 @@ __global__ void __launch_bounds__(kThreads) source_kernel(const PlanParams p) {
   p.sources[static_cast<std::int64_t>(piece) * per_strip + u] = source;
 }
 
-// A warp for each list.
-__global__ void __launch_bounds__(32)
+// A thread block for each list.
+__global__ void __launch_bounds__(kListThreads)
     list_kernel(const StripLists lists, const StripGroup* groups, int2* items) {
   const int level = static_cast<int>(blockIdx.x);
   if (level >= lists.levels()) return;
-  const int heavy = heavy_groups(lists.groups, [&](int group) { return groups[group].clocks; });
-  const StripOrder order(lists.groups, heavy, lists.size, 1 << level, lists.clusters);
-  make_list(lists, order, items + lists.begin(level), [&](const StripTile& t) {
+  int2* const its = items + lists.begin(level);
+  const int count =
+      order_tiles(lists, level, its, lists.clusters / 2, [&](int group) { return groups[group].clocks; });
+  if (threadIdx.x >= 32) return;
+  make_list(its, count, lists.clusters, [&](const StripTile& t) {
     const StripGroup& g = groups[t.group];
     return t.part < 0 ? g.clocks : strip_clocks(g.blocks[t.part], g.blocks[t.part]);
   });
@@ -257,8 +259,8 @@ cudaError_t prepare(const UnionProblem& p, const UnionLayout& layout, int sms, c
   mark_kernel<<<warps(params.units.rows), kThreads, 0, stream>>>(index_shape, params.units);
   group_kernel<<<1, kThreads, 0, stream>>>(params);
   step_kernel<<<warps(params.groups), kThreads, 0, stream>>>(params);
-  list_kernel<<<StripLists::kMostLevels, 32, 0, stream>>>(plan.lists(), params.out,
-                                                          reinterpret_cast<int2*>(words + plan.items_at));
+  list_kernel<<<StripLists::kMostLevels, kListThreads, 0, stream>>>(
+      plan.lists(), params.out, reinterpret_cast<int2*>(words + plan.items_at));
   const int threads = plan.columns * 4 * kMostGroup * (64 / params.unit);
   source_kernel<<<dim3(n(up(threads, kThreads)), plan.groups), kThreads, 0, stream>>>(params);
   return cudaGetLastError();
