@@ -51,6 +51,17 @@ TEST(TallGradient, HasRoomForItsTiles) {
   EXPECT_EQ(unsupported(p), "blocks must have a multiple of 32 rows");
 }
 
+TEST(TallGradient, RowsOfAPairAreAWord) {
+  const auto most = static_cast<int>(TallPairs::kMostRows);
+  for (const auto& [first, second] :
+       {std::pair{0, 1}, {0, 0}, {most - 1, most}, {7, most - 1}, {most - 1, 0}}) {
+    const int word = PairRows::word(first, second);
+    EXPECT_GE(word, 0);  // below: there are no more tiles
+    EXPECT_EQ(PairRows::row(word, 0), first);
+    EXPECT_EQ(PairRows::row(word, 1), second);
+  }
+}
+
 // Windows of pairs of rows: the plan has room for as many as a pair may have, and for their columns with
 // those that fill up eights.
 TEST(TallGradient, HasRoomForPairs) {
@@ -65,8 +76,9 @@ TEST(TallGradient, HasRoomForPairs) {
   const TallGradientConfig c{64, 1, 5, 132, 288, 2};
   const TallGradientPlan plan(p, c);
   EXPECT_EQ(plan.pairs.count, 2);
-  EXPECT_GE(plan.pairs.pairs_at, plan.items_at + 2 * plan.most);
-  EXPECT_EQ(plan.pairs.pairs_at % 4, 0);
+  EXPECT_GE(plan.pairs.rows_at, plan.items_at + 2 * plan.most);
+  EXPECT_EQ(plan.pairs.rows_at % 4, 0);
+  EXPECT_EQ(plan.pairs.pairs_at, plan.pairs.rows_at + 2 * 4);  // two words a row, the last of which is none
   EXPECT_EQ(plan.words, plan.pairs.targets_at + 2 * plan.pairs.room);
   EXPECT_LE(c.shared_bytes(), kMachine.shared_bytes);
   EXPECT_EQ(PairColumns(PairColumns(288, 224, 64).word()).all(), 576);

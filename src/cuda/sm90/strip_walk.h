@@ -22,12 +22,15 @@ struct alignas(16) StripGroup {
   int clocks;              // what a tile costs
 };
 
+// A tile's zeros on their way out, with nothing beside them.
+inline constexpr int kEmptyClocks = 4000;
+
 // What a tile costs, in clocks of an SM: products of 64 × 64 × 256, or bytes of X and W from L2, and some
 // 4,000 around them, as far as those of several tiles do not overlap: 4096² with b=128 takes 41.8, 23.5 and
 // 11.1 thousand a tile at .5, .25 and .1.
 RAREFY_HOST_DEVICE inline int strip_clocks(int steps, int blocks) {
   const int multiply = blocks * 512 + steps * 60, copy = steps * 780 + blocks * 195;
-  return 4000 + (multiply > copy ? multiply : copy);
+  return kEmptyClocks + (multiply > copy ? multiply : copy);
 }
 
 // The items of some token tiles: tiles, the last ones cut into strips if these fill no more than a round of

@@ -108,9 +108,10 @@ std::string unsupported(const TallGradientProblem& p) {
 }
 
 bool valid(const TallGradientProblem& p, const TallGradientConfig& c) {
-  if (c.pairs != 0 && (p.block_rows != 64 || c.rows != 64 || c.split != 1 || c.pairs < 1 || c.pairs > 2 ||
-                       c.slots > 5 || c.columns < TallPairs::kLeastColumns || p.cols > TallPairs::kMostCols ||
-                       p.blocks > TallPairs::kMostBlocks))
+  if (c.pairs != 0 &&
+      (p.block_rows != 64 || c.rows != 64 || c.split != 1 || c.pairs < 1 || c.pairs > 2 || c.slots > 5 ||
+       c.columns < TallPairs::kLeastColumns || p.cols > TallPairs::kMostCols ||
+       ceil_div(p.rows, p.block_rows) > TallPairs::kMostRows || p.blocks > TallPairs::kMostBlocks))
     return false;
   return (c.rows == 64 || (c.rows == 128 && p.block_rows % 128 == 0)) &&
          (c.split == 1 || c.split == 2 || c.split == 4) && c.slots >= 2 && c.slots <= 8 && c.sms >= 4 &&

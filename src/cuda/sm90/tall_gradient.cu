@@ -19,7 +19,7 @@ struct TilePlan {
   const int* crow;
   int block_rows, tiles_of_block;       // of W; row tiles of one, or windows of a tile of pairs
   int rows, columns, most, most_parts;  // of a tile; tiles; parts of those that are shared
-  const int2* pairs;                    // of rows, or null: clusters' tiles, columns that one gathers
+  const int2 *pair_rows, *pairs;        // as TallPairs has them, or null
   StripLists lists;
   int4* tiles;
   int2* items;
@@ -83,10 +83,11 @@ __global__ void __launch_bounds__(kThreads) tile_kernel(const __grid_constant__ 
   const auto each_tile = [&](auto&& take) {
     if (p.pairs != nullptr) {
       for (int pair = self; 2 * pair < p.block_rows; pair += kThreads) {
-        const auto window = static_cast<int>(TallPairs::first_window(p.crow[2 * pair], pair));
-        const int2 its = p.pairs[pair];
+        const int2 first = p.pair_rows[2 * pair], second = p.pair_rows[2 * pair + 1], its = p.pairs[pair];
+        const int rows = PairRows::word(first.x, second.x);
+        const auto window = static_cast<int>(TallPairs::first_window(first.y, pair));
         for (int i = 0; i < its.x; ++i)
-          take(int4{pair, window + i * p.tiles_of_block, its.y, 0}, (its.y + 7) / 8);
+          take(int4{rows, window + i * p.tiles_of_block, its.y, 0}, (its.y + 7) / 8);
       }
       return;
     }
@@ -186,8 +187,9 @@ cudaError_t prepare(const TallGradientProblem& p, const TallGradientConfig& conf
                     const std::int32_t* col, std::int32_t* words, cudaStream_t stream) {
   const TallGradientPlan plan(p, config);
   if (plan.most == 0) return cudaSuccess;
-  const int2* pairs = nullptr;
+  const int2 *pair_rows = nullptr, *pairs = nullptr;
   if (config.pairs > 0) {
+    pair_rows = reinterpret_cast<const int2*>(words + plan.pairs.rows_at);
     pairs = reinterpret_cast<const int2*>(words + plan.pairs.pairs_at);
     const cudaError_t status = prepare_pairs(p, config, crow, col, words, stream);
     if (status != cudaSuccess) return status;
@@ -199,6 +201,7 @@ cudaError_t prepare(const TallGradientProblem& p, const TallGradientConfig& conf
                         config.columns,
                         plan.most,
                         TileParts::kMost / std::max(1, config.pairs),
+                        pair_rows,
                         pairs,
                         plan.lists(config),
                         reinterpret_cast<int4*>(words),

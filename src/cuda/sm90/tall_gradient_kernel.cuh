@@ -18,7 +18,7 @@ struct TallGradientWarps : TallGradientOut<T, kRows, kSplit, kPairs, kTurns> {
   using Shape = TallGradientShape<kRows, kPairs, kTurns>;
   static constexpr int kColumns = Shape::kColumns, kTokens = Shape::kTokens;
   using Out = TallGradientOut<T, kRows, kSplit, kPairs, kTurns>;
-  using Out::p, Out::state, Out::rank, Out::first_row, Out::store, Out::keep_part, Out::add_parts;
+  using Out::p, Out::state, Out::rank, Out::panel_row, Out::store, Out::keep_part, Out::add_parts;
   u32 slots, buffers;  // addresses
 
   __device__ u32 full(u32 slot) const { return shared_address(&state.ring.full[slot]); }
@@ -54,21 +54,26 @@ struct TallGradientWarps : TallGradientOut<T, kRows, kSplit, kPairs, kTurns> {
     return piece;
   }
 
+  // Where the rows begin of which this thread block's warp brings dY.
+  __device__ int row_of_dy(int row_tile, int warp) const {
+    return panel_row(row_tile, kPairs > 1 ? static_cast<int>(rank) : min(warp, Shape::kPanels - 1));
+  }
+
   // Waits for a step's slot and asks for its dY.
-  __device__ u32 begin_step(const Turn& at, int step, int first_row, int warp, int lane) const {
+  __device__ u32 begin_step(const Turn& at, int step, int dy_row, int warp, int lane) const {
     const u32 to = slots + at.slot * Shape::kSlotBytes, barrier = full(at.slot);
     wait(empty(at.slot), at.parity);
     if constexpr (kPairs > 1) {  // a panel each, for both
       static_assert(kPairs == 2);
       if (warp == 0 && lane == 0) {
         arrive_expect(barrier, Shape::kSlotBytes - Shape::kXBytes);
-        load_box_multicast(to + Shape::kXBytes + rank * Shape::kPanelBytes, &p.dy,
-                           first_row + static_cast<int>(rank) * 64, step * kTokens, barrier, 3);
+        load_box_multicast(to + Shape::kXBytes + rank * Shape::kPanelBytes, &p.dy, dy_row, step * kTokens,
+                           barrier, 3);
       }
     } else if (warp < Shape::kPanels && lane == 0) {
       if (warp == 0) arrive_expect(barrier, Shape::kSlotBytes - Shape::kXBytes);
-      load_box(to + Shape::kXBytes + static_cast<u32>(warp) * Shape::kPanelBytes, &p.dy,
-               first_row + warp * 64, step * kTokens, barrier);
+      load_box(to + Shape::kXBytes + static_cast<u32>(warp) * Shape::kPanelBytes, &p.dy, dy_row,
+               step * kTokens, barrier);
     }
     return to;
   }
@@ -116,7 +121,7 @@ struct TallGradientWarps : TallGradientOut<T, kRows, kSplit, kPairs, kTurns> {
   __device__ void load_steps(const int4& tile, int begin, int end, int warp, int lane, Turn& at,
                              int& ready) const {
     const Lane my(warp, lane);
-    const int n0 = first_row(tile.x), count = tile.z;
+    const int dy_row = row_of_dy(tile.x, warp), count = tile.z;
     const char* x = pieces_of(my, begin);
     u32 columns[kMost];       // where they begin in X
     const char* next[kMost];  // their next pieces: known before there is a place for them, if registers are
@@ -128,7 +133,7 @@ struct TallGradientWarps : TallGradientOut<T, kRows, kSplit, kPairs, kTurns> {
     wait_for_kernels();  // they may just have turned X
 #pragma unroll 1
     for (int step = begin; step < end; step += kSplit) {
-      const u32 to = begin_step(at, step, n0, warp, lane);
+      const u32 to = begin_step(at, step, dy_row, warp, lane);
       if constexpr (kTurns) wait_for_x(step, ready, warp, lane);
 #pragma unroll
       for (int i = 0; i < kMost; ++i) {
@@ -146,7 +151,7 @@ struct TallGradientWarps : TallGradientOut<T, kRows, kSplit, kPairs, kTurns> {
   // The step in which X ends: what is behind its last token is zero, as dY is.
   __device__ void load_last_step(const int4& tile, int step, int warp, int lane, Turn& at) const {
     const Lane my(warp, lane);
-    const u32 to = begin_step(at, step, first_row(tile.x), warp, lane);
+    const u32 to = begin_step(at, step, row_of_dy(tile.x, warp), warp, lane);
     const int left = max(0, min(8, p.x_tokens - step * kTokens - my.piece * 8));
     const char* x = left > 0 ? pieces_of(my, step) : p.x;
 #pragma unroll 1

@@ -17,7 +17,7 @@ struct TallGradientParams {
   TileLists lists;
   const int4* tiles;  // row tile, first stored column, how many, and if it is a part: TilePart
   const int* col;
-  // Of pairs of rows: tiles are pair, first window, a number of columns, TilePart; col: the plan's columns.
+  // Of pairs of rows: tiles are PairRows, first window, a number of columns, TilePart; col: the plan's.
   const int2* windows;
   const int* targets;   // of the first row's results; those of the second row's follow after
   std::int64_t second;  // so many
@@ -82,10 +82,10 @@ struct TallGradientOut {
   TallGradientState& state;
   u32 rank;  // in the cluster
 
-  // The tile's first row in W, and in its block.
-  __device__ int first_row(int row_tile) const {
-    if constexpr (kPairs > 0) return row_tile * 128;
-    return row_tile / p.tiles_of_block * p.block_rows + first_in_block(row_tile);
+  // Where 64 rows of a tile begin in W, and the tile in its block.
+  __device__ int panel_row(int row_tile, int panel) const {
+    if constexpr (kPairs > 0) return PairRows::row(row_tile, panel) * 64;
+    return row_tile / p.tiles_of_block * p.block_rows + first_in_block(row_tile) + panel * 64;
   }
   __device__ int first_in_block(int row_tile) const { return row_tile % p.tiles_of_block * kRows; }
 
@@ -156,9 +156,9 @@ struct TallGradientOut {
   template <class Sums>
   __device__ void store(StoreLane& out, Sums&& of_chunk, int row_tile, int first, int count,
                         int group) const {
-    const int panel = Shape::kPanels == 2 ? group * 64 : 0;
-    const int in_block = kPairs > 0 ? 0 : first_in_block(row_tile) + panel;
-    const int row = first_row(row_tile) + panel + 16 * out.warp + out.lane / 4;
+    const int panel = Shape::kPanels == 2 ? group : 0;
+    const int in_block = kPairs > 0 ? 0 : first_in_block(row_tile) + panel * 64;
+    const int row = panel_row(row_tile, panel) + 16 * out.warp + out.lane / 4;
     // Of pairs, where the warp's four columns of each 16 go: read at once, as each would wait for memory.
     int targets[3] = {-1, -1, -1};
     if constexpr (kPairs > 0) {

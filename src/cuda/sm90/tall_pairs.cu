@@ -12,10 +12,27 @@ constexpr int kThreads = 256, kMostWords = TallPairs::kMostCols / 32;  // of 32 
 struct PairPlan {
   const int *crow, *col;
   int block_rows, words, most, cluster;  // of W's columns; of a row's part of a tile; windows of a tile
-  int2 *pairs, *windows;
+  int2 *rows, *pairs, *windows;
   int *columns, *targets;
   std::int64_t second;  // from the first row's targets to the second's
 };
+
+// A thread for each block row: how many come before it, and what these store. Behind an odd last one a row of
+// none.
+__global__ void __launch_bounds__(kThreads) row_kernel(const __grid_constant__ PairPlan p) {
+  const int self = static_cast<int>(blockIdx.x * blockDim.x + threadIdx.x);
+  if (self >= p.block_rows) return;
+  const int length = p.crow[self + 1] - p.crow[self];
+  int before = 0, entries = 0;
+  for (int row = 0; row < p.block_rows; ++row) {
+    const int its = p.crow[row + 1] - p.crow[row];
+    if (its < length || (its == length && row >= self)) continue;
+    ++before;
+    entries += its;
+  }
+  p.rows[before] = {self, entries};
+  if (before + 1 == p.block_rows && p.block_rows % 2 == 1) p.rows[p.block_rows] = {p.block_rows, 0};
+}
 
 // What two block rows store.
 struct PairBits {
@@ -23,15 +40,15 @@ struct PairBits {
   int before[3][kMostWords + 1];  // words: columns of the first row, of the second, of both
   int partial[3][kThreads];
 
-  __device__ void read(const PairPlan& p, int pair) {
+  __device__ void read(const PairPlan& p, const int (&rows)[2]) {
     const int self = static_cast<int>(threadIdx.x);
     const int each = (p.words + kThreads - 1) / kThreads, all = each * kThreads;  // words of a thread
     for (int i = self; i < all; i += kThreads) of[0][i] = of[1][i] = 0;
     __syncthreads();
-    for (int row = 0; row < 2 && 2 * pair + row < p.block_rows; ++row) {
-      const int end = p.crow[2 * pair + row + 1];
-      for (int i = p.crow[2 * pair + row] + self; i < end; i += kThreads)
-        atomicOr(&of[row][p.col[i] / 32], 1u << p.col[i] % 32);
+    for (int which = 0; which < 2 && rows[which] < p.block_rows; ++which) {
+      const int end = p.crow[rows[which] + 1];
+      for (int i = p.crow[rows[which]] + self; i < end; i += kThreads)
+        atomicOr(&of[which][p.col[i] / 32], 1u << p.col[i] % 32);
     }
     __syncthreads();
     count(each);
@@ -143,17 +160,18 @@ __global__ void __launch_bounds__(kThreads) pair_kernel(const __grid_constant__ 
   PairBits& bits = *reinterpret_cast<PairBits*>(shared);
   const int pair = static_cast<int>(blockIdx.x), warp = static_cast<int>(threadIdx.x) / 32,
             lane = static_cast<int>(threadIdx.x) % 32;
-  bits.read(p, pair);
-  const int begin = p.crow[2 * pair], of_first = bits.before[0][p.words],
-            entries = of_first + bits.before[1][p.words];
-  int2* its_windows = p.windows + TallPairs::first_window(begin, pair);
+  const int rows[2] = {p.rows[2 * pair].x, p.rows[2 * pair + 1].x}, entries_before = p.rows[2 * pair].y;
+  bits.read(p, rows);
+  const int begin[2] = {p.crow[rows[0]], p.crow[min(rows[1], p.block_rows)]};
+  const int entries = bits.before[0][p.words] + bits.before[1][p.words];
+  int2* its_windows = p.windows + TallPairs::first_window(entries_before, pair);
   if (warp == 0) {
     const int windows = entries == 0 ? 0 : cut(bits, p, its_windows);
     if (lane == 0) count = windows;
   }
   __syncthreads();
   const int windows = count;
-  const auto at = static_cast<int>(TallPairs::first_column(begin, pair));
+  const auto at = static_cast<int>(TallPairs::first_column(entries_before, pair));
   if (threadIdx.x == 0) {
     const int gathered = windows == 0 ? 0 : (entries - bits.before[2][p.words]) / windows + 8;
     p.pairs[pair] = {windows / p.cluster, gathered};
@@ -187,8 +205,8 @@ __global__ void __launch_bounds__(kThreads) pair_kernel(const __grid_constant__ 
       } else {
         place = columns.first + columns.both + since(1) - since(2) + under(b & ~a);
       }
-      put(place, word * 32 + lane, is(a) ? begin + bits.before[0][word] + under(a) : -1,
-          is(b) ? begin + of_first + bits.before[1][word] + under(b) : -1);
+      put(place, word * 32 + lane, is(a) ? begin[0] + bits.before[0][word] + under(a) : -1,
+          is(b) ? begin[1] + bits.before[1][word] + under(b) : -1);
     }
   }
 }
@@ -209,11 +227,14 @@ cudaError_t prepare_pairs(const TallGradientProblem& p, const TallGradientConfig
                       static_cast<int>((p.cols + 31) / 32),
                       config.columns,
                       config.pairs,
+                      reinterpret_cast<int2*>(words + pairs.rows_at),
                       reinterpret_cast<int2*>(words + pairs.pairs_at),
                       reinterpret_cast<int2*>(words + pairs.windows_at),
                       words + pairs.columns_at,
                       words + pairs.targets_at,
                       pairs.room};
+  row_kernel<<<static_cast<unsigned>((plan.block_rows + kThreads - 1) / kThreads), kThreads, 0, stream>>>(
+      plan);
   pair_kernel<<<static_cast<unsigned>(pairs.count), kThreads, sizeof(PairBits), stream>>>(plan);
   return cudaGetLastError();
 }

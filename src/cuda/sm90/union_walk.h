@@ -23,7 +23,8 @@ inline constexpr int kPieceBytes = 64 * 32;
 // bytes of X (a column of 256 tokens) and of W from L2.
 RAREFY_HOST_DEVICE inline int union_clocks(int steps, int columns, int pieces) {
   const int multiply = pieces * 128 + steps * 60, copy = columns * 195 + pieces * 49;
-  return 700 + (multiply > copy ? multiply : copy);
+  const int clocks = 700 + (multiply > copy ? multiply : copy);
+  return clocks > kEmptyClocks ? clocks : kEmptyClocks;
 }
 
 }  // namespace rarefy::sm90
