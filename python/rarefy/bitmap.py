@@ -35,7 +35,7 @@ from .pattern import digest
 from .pattern_change import PatternChange
 from .sparse_weight import SparseWeight, register_format, swap_data
 from .spec import KEPT, Spec
-from .values import check_dense, draw_uniform_
+from .values import check_dense, draw_uniform_, new_values
 
 
 def _version(tensor: Tensor) -> int:
@@ -98,7 +98,7 @@ class BitmapWeight(StoredElements, SparseWeight):
         self.shape = pattern.shape
         if x_dtype is not None and x_dtype != values.dtype:
             self.x_dtype = x_dtype
-        self.values = values if isinstance(values, nn.Parameter) else nn.Parameter(values.detach())
+        self.values = values if isinstance(values, nn.Parameter) else new_values(values, True)
         self._set_pattern(pattern)
 
     # -- construction ---------------------------------------------------------------------------
@@ -170,7 +170,7 @@ class BitmapWeight(StoredElements, SparseWeight):
         """This weight with values stored in a dtype, x and results staying as they are; None: no change."""
         if dtype is not None and dtype != self.dtype:
             self.x_dtype = self.dtype if self.x_dtype is None else self.x_dtype
-            self.values = nn.Parameter(self.values.detach().to(dtype), self.values.requires_grad)
+            self.values = new_values(self.values.detach().to(dtype), self.values.requires_grad)
         return self
 
     @torch.no_grad()

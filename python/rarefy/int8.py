@@ -27,7 +27,7 @@ from .pattern import BsrPattern
 from .pattern_weight import PatternWeight, meets_nothing
 from .sparse_weight import check_metadata, register_format
 from .spec import KEPT, Spec, kept_text, read_kept, why_no_block
-from .values import choose_from_dense, init_bounds
+from .values import choose_from_dense, counted, init_bounds
 
 _sizes, _prepare, _pack = map(_load.op, ("int8_derived_sizes", "int8_prepare", "int8_pack"))
 
@@ -96,7 +96,7 @@ class Int8Weight(PatternWeight):
         dynamic: bool | None,
     ) -> None:
         self._init(values, pattern, x_dtype)
-        self.register_buffer("scales", scales.detach().contiguous())
+        self.register_buffer("scales", counted(scales.contiguous()))
         self._dynamic = dynamic
 
     def _check_values(self, op: str, values: Any, pattern: BsrPattern) -> None:
@@ -227,7 +227,7 @@ class Int8Weight(PatternWeight):
         device, scales = self.values.device, self._buffers["scales"]
         if scales.device != device:
             new = torch.ones_like(scales, device=device) if scales.is_meta else scales.to(device)
-            self._buffers["scales"] = new
+            self._buffers["scales"] = counted(new)
         return self
 
     def is_tied_to(self, other: Any) -> bool:
@@ -240,7 +240,7 @@ class Int8Weight(PatternWeight):
     def assign_(self, other: Int8Weight) -> None:
         """Takes over values, scales, pattern and mode of a weight of the same class and shape."""
         super().assign_(other)
-        self._buffers["scales"] = other.scales.to(self.values.device).clone()
+        self._buffers["scales"] = counted(other.scales.to(self.values.device).clone())
         if other._dynamic is not None:
             self._dynamic = other._dynamic
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from .checks import check_block_fits, check_block_shape, check_density, check_int, check_shape, fail
-from .values import draw_uniform_
+from .values import draw_uniform_, new_values
 
 
 def check_sizes(
@@ -48,7 +48,7 @@ def check_state(op: str, layer: nn.Module, state_dict: dict[str, Any], prefix: s
 
 
 def _parameter_like(data: torch.Tensor, source: torch.Tensor) -> nn.Parameter:
-    return nn.Parameter(data, requires_grad=source.requires_grad and data.dtype.is_floating_point)
+    return new_values(data, source.requires_grad and data.dtype.is_floating_point)
 
 
 def copy_parameter(tensor: torch.Tensor | None) -> nn.Parameter | None:

@@ -20,6 +20,7 @@ from .layers import SPARSE, Layer, find_layers
 from .log import logger
 from .serialization import FORMAT, KEY, build, format_of
 from .sparse_weight import SparseWeight, formats, reserved_endings
+from .values import new_values
 
 
 def load_file(
@@ -358,6 +359,6 @@ def _fill(module: nn.Module, attribute: str, tensor: torch.Tensor, fresh: dict[i
     if id(target) not in fresh:
         data = tensor.detach().clone()
         fresh[id(target)] = (
-            nn.Parameter(data, target.requires_grad) if isinstance(target, nn.Parameter) else data
+            new_values(data, target.requires_grad) if isinstance(target, nn.Parameter) else data
         )
     setattr(module, attribute, fresh[id(target)])

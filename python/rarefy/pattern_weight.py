@@ -22,7 +22,7 @@ from .pattern import BsrPattern
 from .pattern_change import PatternChange
 from .pattern_state import INDICES, read_state
 from .sparse_weight import SparseWeight, swap_data
-from .values import check_padding, dense_of, draw_uniform_, init_bounds, zero_padding
+from .values import check_padding, dense_of, draw_uniform_, init_bounds, new_values, zero_padding
 from .watched_pattern import PUBLIC, WatchedPattern, alive
 
 
@@ -75,7 +75,7 @@ class PatternWeight(WatchedPattern):
         # A pattern on the meta device holds nothing yet: the first one that is loaded is taken over.
         self._pattern_known = not pattern.is_meta
         if not isinstance(values, nn.Parameter):
-            values = nn.Parameter(values.detach(), requires_grad=values.dtype.is_floating_point)
+            values = new_values(values, values.dtype.is_floating_point)
         self.values = values
         self._set_pattern(pattern)
         alive.add(self)
@@ -207,7 +207,7 @@ class PatternWeight(WatchedPattern):
         """
         if dtype is not None and dtype != self.dtype:
             self.x_dtype = self.dtype if self.x_dtype is None else self.x_dtype
-            self.values = nn.Parameter(self.values.detach().to(dtype), self.values.requires_grad)
+            self.values = new_values(self.values.detach().to(dtype), self.values.requires_grad)
             self._kept = {}
             self._seen()
         self._let_round(self.rounds_x if rounds_x is None else rounds_x)

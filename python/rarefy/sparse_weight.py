@@ -16,6 +16,7 @@ from torch.nn import functional
 from .checks import DTYPES_BY_NAME, check_tensor, fail
 from .hugging_face import guard_save_pretrained
 from .spec import KINDS, Spec
+from .values import counted, new_values
 
 # What a matrix would answer to and a sparse weight does not: what to use instead.
 _ADVICE = {
@@ -132,6 +133,20 @@ class SparseWeight(nn.Module):
             if not torch.equal(tensor.to(mine.device), mine):
                 fail(op, f"{prefix}{piece} must be those of this module ({advice})", "others")
 
+    def _apply(self, fn: Any, recurse: bool = True) -> SparseWeight:
+        counts = {name: p for name, p in self._parameters.items() if p is not None and not p.is_inference()}
+        super()._apply(fn, recurse)
+        for name, before in counts.items():
+            now = self._parameters[name]
+            if not now.is_inference():
+                continue
+            if now is before:
+                with torch.inference_mode(False):
+                    now.data = counted(now)
+            else:
+                self._parameters[name] = new_values(now, now.requires_grad)
+        return self
+
     def _follow_x_dtype(self, fn: Any, before: torch.dtype, device: torch.device) -> None:
         """After _apply(fn) on values of dtype `before` on a device: x_dtype as for any tensor of that dtype.
 
@@ -213,6 +228,13 @@ class SparseWeight(nn.Module):
 
     def __setstate__(self, state: dict[str, Any]) -> None:  # noqa: D105
         super().__setstate__(state)
+        for tensors in (self._parameters, self._buffers):
+            for name, tensor in tensors.items():
+                if tensor is not None and tensor.is_inference():
+                    is_parameter = isinstance(tensor, nn.Parameter)
+                    tensors[name] = (
+                        new_values(tensor, tensor.requires_grad) if is_parameter else counted(tensor)
+                    )
         guard_save_pretrained(SparseWeight)
 
     def __getattr__(self, name: str) -> Any:  # noqa: D105
@@ -247,14 +269,14 @@ class SparseWeight(nn.Module):
 def swap_data(parameter: torch.Tensor, data: torch.Tensor, grad: torch.Tensor | None = None) -> nn.Parameter:
     """Gives a Parameter other data, of whatever size; returns it, or a new one where it cannot stay."""
     if parameter.is_meta != data.is_meta or not isinstance(parameter, nn.Parameter):
-        return nn.Parameter(data, requires_grad=parameter.requires_grad)
+        return new_values(data, parameter.requires_grad)
     parameter.grad = None
     if data.shape != parameter.shape:
         # While an earlier loss is alive autograd keeps a node that expects gradients of the old size; only
         # for another dtype it makes another one.
         other = torch.float32 if data.dtype == torch.float16 else torch.float16
         parameter.data = torch.empty(0, dtype=other, device=data.device)
-    parameter.data = data.detach()
+    parameter.data = counted(data)
     parameter.grad = grad
     torch.autograd.graph.increment_version(parameter)  # a pending backward must notice
     return parameter

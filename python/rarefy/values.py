@@ -5,10 +5,27 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import nn
 
 from .checks import check_block_fits, check_dtype, check_tensor, fail, first_position
 from .masks import choose_blocks, from_blocks, to_blocks
 from .pattern import BsrPattern
+
+
+def counted(tensor: torch.Tensor) -> torch.Tensor:
+    """`tensor` without its gradient; of one of inference mode a copy whose writes are counted.
+
+    What is derived of a tensor holds until it is written to. Of one without a count it would be made in every
+    call: 4096 → 11008 in int8 took 31 ms a token, where .4 are needed.
+    """
+    with torch.inference_mode(False):
+        return tensor.detach().clone() if tensor.is_inference() else tensor.detach()
+
+
+def new_values(values: torch.Tensor, requires_grad: bool) -> nn.Parameter:
+    """A Parameter of these values, in whatever mode, that counts its writes."""
+    with torch.inference_mode(False):
+        return nn.Parameter(counted(values), requires_grad=requires_grad)
 
 
 def check_dense(op: str, dense: Any) -> None:

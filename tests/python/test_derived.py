@@ -277,11 +277,27 @@ def test_parametrized_values_are_never_packed(both):
     assert "packed" not in both.made
 
 
-def test_inference_tensors_are_never_packed(both):
+def test_layers_of_inference_mode_are_packed_until_values_are_written_to(both):
     with torch.inference_mode():
         linear = layer()
         for _ in range(3):
             linear(X)
+        assert both.made == ["prepared", "packed"]
+        linear.weight.values.mul_(2)
+        torch.testing.assert_close(linear(X), X @ linear.weight.to_dense().T + linear.bias)
+    assert both.made == ["prepared", "packed", "packed"]
+    linear(X).sum().backward()
+    assert linear.weight.values.grad is not None
+
+
+def test_parameters_of_inference_mode_are_never_packed(both):
+    pattern = layer().weight.pattern
+    with torch.inference_mode():
+        values = nn.Parameter(torch.randn(pattern.nnzb, 8, 4))
+        weight = rarefy.BsrWeight.from_pattern(values, pattern)
+        assert weight.values is values
+        for _ in range(3):
+            weight.linear(X)
     assert "packed" not in both.made
 
 
