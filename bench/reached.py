@@ -204,7 +204,8 @@ def rows(isa_bf16: str, isa_int8: str) -> Iterator[Row]:
         yield linear(f"block:{block}@0.5:int8", 512, share=share, of="int8")
     for size in ((768, 768), SIZE, (4096, 11008)):
         for spec, dtype in (("block:16x1@0.5", F32), ("block:16x16@0.5", F32), ("block:4x1@0.5", F32),
-                            ("block:16x16@0.5", BF16), ("block:32x32@0.5:int8", F32)):  # fmt: skip
+                            ("block:16x16@0.5", BF16), ("block:32x32@0.5:int8", F32),
+                            ("block:32x32@0.5:w8", F32)):  # fmt: skip
             for tokens in (1, 4):
                 yield linear(spec, tokens, dtype, size, reading=0.9)
                 if avx2:

@@ -232,6 +232,11 @@ HeldSizes derived_sizes(const Call& call, const BsrView& weight, ScalarType dtyp
           of_input == 0 ? 0 : input_at(call, sizes) + of_input};
 }
 
+bool packs_for_few(const Call& call, const BsrView& weight, ScalarType dtype) {
+  const Operands operands = operands_of(call, weight, dtype, false);
+  return value_of(call.op(), derived_sizes(typical(call, Op::linear, operands, 1))).packed > 0;
+}
+
 Tensor prepare(const Call& call, const BsrView& weight, ScalarType dtype, bool tf32, std::int64_t tokens) {
   const Operands operands = operands_of(call, weight, dtype, tf32);
   const bool alone = is_few(tokens) && has_trailer(call, operands.shape), rows = weight.plan.ccol == nullptr;

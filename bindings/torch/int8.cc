@@ -83,6 +83,13 @@ HeldSizes int8_derived_sizes(const Tensor& values, const Tensor& scales, const T
                        dtype);
 }
 
+bool int8_packs_for_few(const Tensor& values, const Tensor& scales, const Tensor& plan,
+                        std::int64_t out_features, std::int64_t in_features, bool dynamic, ScalarType dtype) {
+  const Call call("_int8_packs_for_few", "values", values);
+  return packs_for_few(call, scaled_weight(call, values, scales, plan, out_features, in_features, dynamic),
+                       dtype);
+}
+
 Tensor int8_prepare(const Tensor& values, const Tensor& scales, const Tensor& plan, std::int64_t out_features,
                     std::int64_t in_features, bool dynamic, ScalarType dtype) {
   const Call call("int8_prepare", "values", values);
@@ -115,6 +122,9 @@ STABLE_TORCH_LIBRARY_FRAGMENT(rarefy, m) {
       "int8_derived_sizes(Tensor values, Tensor scales, Tensor plan, int out_features, int in_features, "
       "bool dynamic, ScalarType dtype) -> (int, int, int, int)");
   m.def(
+      "_int8_packs_for_few(Tensor values, Tensor scales, Tensor plan, int out_features, int in_features, "
+      "bool dynamic, ScalarType dtype) -> bool");
+  m.def(
       "int8_prepare(Tensor values, Tensor scales, Tensor plan, int out_features, int in_features, "
       "bool dynamic, ScalarType dtype) -> Tensor");
   m.def(
@@ -136,6 +146,7 @@ STABLE_TORCH_LIBRARY_IMPL(rarefy, CUDA, m) {
 }
 
 STABLE_TORCH_LIBRARY_IMPL(rarefy, CompositeExplicitAutograd, m) {
+  m.impl("_int8_packs_for_few", TORCH_BOX(&int8_packs_for_few));
   m.impl("int8_derived_sizes", TORCH_BOX(&int8_derived_sizes));
   m.impl("int8_prepare", TORCH_BOX(&int8_prepare));
   m.impl("int8_pack", TORCH_BOX(&int8_pack));

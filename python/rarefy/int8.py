@@ -11,6 +11,7 @@ import torch
 from torch import is_grad_enabled, nn
 
 from . import _load
+from ._torch_private import PLAIN, eager
 from .activations import activate
 from .checks import (
     DTYPE_NAMES,
@@ -20,7 +21,7 @@ from .checks import (
     fail,
     first_position,
 )
-from .derived import Kept, capturing
+from .derived import Derived, Kept, capturing
 from .int8_ops import int8_linear, run_eagerly
 from .nested import linear_of_nested
 from .pattern import BsrPattern
@@ -30,6 +31,8 @@ from .spec import KEPT, Spec, kept_text, read_kept, why_no_block
 from .values import choose_from_dense, counted, init_bounds
 
 _sizes, _prepare, _pack = map(_load.op, ("int8_derived_sizes", "int8_prepare", "int8_pack"))
+_packs_for_few = _load.op("_int8_packs_for_few")
+_FEW = 4  # tokens whose kernels may read int8 values of an x that stays as it is (linear_few.cc)
 
 X_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _LEVELS, _SMALLEST = 127, 2.0**-100  # as in src/core/quantize.h
@@ -166,7 +169,10 @@ class Int8Weight(PatternWeight):
             and not (is_grad_enabled() and (x.requires_grad or (bias is not None and bias.requires_grad)))
             and (kept := self._kept.get(x.dtype)) is not None
         ):
-            call = kept.call or kept.call_with(self._pattern, values, values)
+            if kept.few is not None and x.numel() <= _FEW * self.shape[1]:
+                call = kept.few
+            else:
+                call = kept.call or kept.call_with(self._pattern, values, values)
             return run_eagerly(x, values, self._buffers["scales"], bias, self._dynamic is not False, call)
         if getattr(x, "is_nested", False):
             y = linear_of_nested(self, x, bias)
@@ -212,6 +218,14 @@ class Int8Weight(PatternWeight):
     def core_dtype(self) -> str:
         """How the core's problems call values with scales."""
         return "i8 dynamic" if self.dynamic else "i8 scaled"
+
+    def derived(self, x: torch.Tensor) -> Derived | tuple[()]:
+        """As other weights'; nothing for a few tokens whose kernel reads values: none are packed then."""
+        if type(x) in PLAIN and x.numel() <= _FEW * self.shape[1] and eager():
+            kept = self._kept.get(x.dtype) or self._ask(x.dtype)
+            if kept is not None and kept.few is not None:
+                return ()
+        return super().derived(x)
 
     def _ask(self, dtype: torch.dtype) -> Kept | None:
         values = self._parameters.get("values")
@@ -309,9 +323,12 @@ class Int8Weight(PatternWeight):
 
 
 class _Int8Kept(Kept):
-    """What is derived from an Int8Weight for x of one dtype."""
+    """What is derived from an Int8Weight for x of one dtype.
 
-    __slots__ = ("_weight",)
+    `few`: what calls with up to _FEW tokens have, which use nothing of it; None if they do.
+    """
+
+    __slots__ = ("few",)
 
     def __init__(self, weight: Int8Weight, x_dtype: torch.dtype) -> None:
         pattern, values, scales = weight.pattern, weight.values.detach(), weight.scales
@@ -319,6 +336,8 @@ class _Int8Kept(Kept):
         with torch.inference_mode(False), torch.no_grad():
             fixed = (n, k, weight.dynamic, x_dtype)
             self._ask(pattern, _sizes, _prepare, lambda plan: (values, scales, plan, *fixed))
+            reads = self.packed_bytes and not _packs_for_few(values, scales, pattern.plan, *fixed)
+        self.few = (pattern.plan, n, k) if reads else None
         self._arguments = (scales, pattern.plan, self.prepared, *fixed)
 
     def _at(self, parameter: torch.Tensor) -> tuple[int, ...]:

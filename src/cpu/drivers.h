@@ -67,6 +67,7 @@ inline void for_each(const Executor& executor, std::int64_t count, std::int64_t 
   });
 }
 Reason supports_few(const FewKernels& kernels, const Problem& problem);
+Reason supports_few_scaled(const FewKernels& kernels, const Problem& problem);  // int8, x as it is
 Config configure_few(const Problem& problem, const Machine& machine);
 std::int64_t few_workspace(const FewKernels& kernels, const Problem& problem, const Config& config);
 // Of single elements in up to 65,536 columns: these in 16 bits. `run` does without, in a third more bytes.

@@ -397,7 +397,7 @@ void few_tokens(const FewTask& task) {
 
 template <class I, Storage kStorage>
 void few_of(const FewTask& task) {
-  if constexpr (I::kWidth == 16) {
+  if constexpr (I::kWidth == 16 && kStorage != Storage::i8) {
     if (task.turned) return few_turned<I, kStorage>(task);
   }
   switch (task.tokens) {
@@ -410,6 +410,7 @@ void few_of(const FewTask& task) {
 
 template <class I>
 void few(const FewTask& task) {
+  if (task.w.storage == Storage::i8) return few_of<I, Storage::i8>(task);
   dispatch_storage(task.w.storage, [&]<Storage kStorage>() { few_of<I, kStorage>(task); });
 }
 

@@ -14,7 +14,7 @@
 
 namespace rarefy::cpu {
 
-enum class Storage : std::uint8_t { f32, bf16, f16 };
+enum class Storage : std::uint8_t { f32, bf16, f16, i8 };  // i8: W for a few tokens (few.h)
 
 // Rows of a matrix: `rows` × `cols` elements from `data`.
 struct RowBlock {

@@ -8,6 +8,7 @@
 #include "core/message.h"
 #include "cpu/blocking.h"
 #include "cpu/drivers.h"
+#include "cpu/linear_quads.h"
 
 namespace rarefy::cpu {
 
@@ -16,6 +17,8 @@ namespace {
 constexpr std::int64_t kIndexBytes = 4;
 constexpr std::int64_t kCached = 16 << 20;  // of a last level: processors tell that of all their cores
 constexpr std::int64_t kRowOfX = 24 << 10;  // what L1 keeps of X beside the streams
+
+bool is_scaled(const Problem& p) { return p.weight.scaling != Scaling::none; }
 
 // The working memory: X for all, sums for each worker.
 struct Layout {
@@ -39,13 +42,14 @@ struct Layout {
     const bool fours = split.fours != 0 && s.block_rows % kernels.rows.width == 0;
     quads = tokens == 4 && columns == 1 && (4 * s.block_rows == kernels.rows.width || fours);
     turned = split.turned != 0 && kernels.turn != nullptr && (!kernels.pairs || s.block_cols % 2 == 0) &&
-             few_turns(s.block_rows * columns, columns);
+             few_turns(s.block_rows * columns, columns) && !is_scaled(p);
     Room all;
     all.take<float>(tokens * lanes);
     if (quads || turned) all.take<float>(tokens * turned_columns());
     shared = all.bytes();
     Room own;
     own.take<float>(tokens * stride);
+    if (is_scaled(p)) own.take<float>(stride);  // the bias
     worker = own.bytes();
   }
 };
@@ -80,6 +84,17 @@ bool writes_y(const Problem& p, const Layout& layout) {
          p.weight.shape.rows % p.weight.shape.block_rows == 0;
 }
 
+// Sums of int8 values as floats times the scales of their rows, and the bias, for which there is room.
+void scale_sums(const Kernels& kernels, const Call& call, std::int64_t first, std::int64_t features,
+                std::int64_t tokens, float* sums, std::int64_t stride, float* bias) {
+  std::fill_n(bias, features, 0.0F);
+  begin_with_bias(kernels, call, first, features, 1, bias, 0);
+  const float* scales = call.scales + first;
+  for (std::int64_t m = 0; m < tokens; ++m, sums += stride) {
+    for (std::int64_t i = 0; i < features; ++i) sums[i] = sums[i] * scales[i] + bias[i];
+  }
+}
+
 // W in lanes of two columns.
 SparseOperand in_pairs(SparseOperand w) {
   w.storage = Storage::f32;
@@ -108,6 +123,11 @@ Reason supports_few(const FewKernels& kernels, const Problem& p) {
     return cat("blocks of ", s.block_rows, 'x', s.block_cols, " do not fill its vectors");
   }
   return {};
+}
+
+Reason supports_few_scaled(const FewKernels& kernels, const Problem& p) {
+  Reason reason = supports_scaled(p);
+  return reason.empty() ? supports_few(kernels, p) : reason;
 }
 
 std::int64_t few_prepared_size(const Problem& problem, const Config& /*config*/) {
@@ -200,11 +220,14 @@ Status run_linear_few(const FewKernels& kernels, const Call& call) {
     if (layout.quads || layout.tokens == 4) x = columns;
   }
   const bool in_y = writes_y(call.problem, layout);
-  const SparseOperand stored = operand(call, plan.col, nullptr, false);
-  const SparseOperand w = kernels.pairs && s.block_cols % 2 == 0 ? in_pairs(stored) : stored;
+  const bool scaled = is_scaled(call.problem);
+  SparseOperand w =
+      operand(s, call.values, scaled ? DType::f32 : call.problem.weight.dtype, plan.col, nullptr, false);
+  if (scaled) w.storage = Storage::i8;
+  if (kernels.pairs && s.block_cols % 2 == 0) w = in_pairs(w);
 
   // Block rows begin … end, at most a piece of them.
-  const auto rows = [&](std::int32_t begin, std::int32_t end, float* y) {
+  const auto rows = [&](std::int32_t begin, std::int32_t end, float* y, float* bias) {
     const std::int64_t first = begin * s.block_rows;
     const std::int64_t features = std::min(end * s.block_rows, s.rows) - first;
     std::int64_t stride = layout.stride;
@@ -215,21 +238,23 @@ Status run_linear_few(const FewKernels& kernels, const Call& call) {
     } else {
       std::fill_n(y, layout.tokens * stride, 0.0F);
     }
-    begin_with_bias(kernels.rows, call, first, features, layout.tokens, y, stride);
+    if (!scaled) begin_with_bias(kernels.rows, call, first, features, layout.tokens, y, stride);
     kernels.multiply(
         {w, static_cast<std::int32_t>(s.nnzb), plan.crow, begin, end, x, x_stride,
          static_cast<std::int32_t>(layout.tokens), y, stride, split.stream != 0,
          has_narrow_columns(s) ? static_cast<const std::uint16_t*>(call.derived.prepared) : nullptr,
          layout.quads, static_cast<Ask>(split.ask), layout.turned});
+    if (scaled) scale_sums(kernels.rows, call, first, features, layout.tokens, y, stride, bias);
     if (!in_y) finish_tokens(kernels.rows, call, first, features, y, stride);
   };
   call.executor.parallel_for(split.tasks, [&](std::int64_t task, int worker) {
     Room own(static_cast<char*>(call.workspace) + layout.shared + worker * layout.worker);
     auto* y = own.take<float>(layout.tokens * layout.stride);
+    auto* bias = scaled ? own.take<float>(layout.stride) : nullptr;
     const std::int32_t end = begin_of_part(plan.crow, s.row_count(), 1, 0, task + 1, split.tasks);
     std::int32_t begin = begin_of_part(plan.crow, s.row_count(), 1, 0, task, split.tasks);
     for (; begin < end; begin += static_cast<std::int32_t>(layout.piece)) {
-      rows(begin, static_cast<std::int32_t>(std::min<std::int64_t>(begin + layout.piece, end)), y);
+      rows(begin, static_cast<std::int32_t>(std::min<std::int64_t>(begin + layout.piece, end)), y, bias);
     }
   });
   return {};

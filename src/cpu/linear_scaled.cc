@@ -1,5 +1,6 @@
 // linear of scaled int8 values with x as it is: the values become floats, scale · value rounded once, and
-// the float kernels do the rest. Who holds them packed has the memory and the speed of a layer in f32.
+// the float kernels do the rest. Who holds them packed has the memory and the speed of a layer in f32. (A few
+// tokens read the values as they are: linear_few.cc.)
 #include <algorithm>
 #include <new>
 

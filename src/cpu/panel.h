@@ -13,6 +13,9 @@ Vec<I> load_as(Storage storage, const void* data, std::int64_t at) {
     case Storage::f32: return I::load(static_cast<const float*>(data) + at);
     case Storage::bf16: return I::load_bf16(static_cast<const std::uint16_t*>(data) + at);
     case Storage::f16: return I::load_f16(static_cast<const std::uint16_t*>(data) + at);
+    case Storage::i8:
+      if constexpr (requires { I::load_i8(nullptr); })
+        return I::load_i8(static_cast<const std::int8_t*>(data) + at);
   }
   return I::zero();
 }
@@ -23,10 +26,13 @@ void store_as(Storage storage, void* data, std::int64_t at, Vec<I> v) {
     case Storage::f32: return I::store(static_cast<float*>(data) + at, v);
     case Storage::bf16: return I::store_bf16(static_cast<std::uint16_t*>(data) + at, v);
     case Storage::f16: return I::store_f16(static_cast<std::uint16_t*>(data) + at, v);
+    case Storage::i8: return;  // nothing is stored so
   }
 }
 
-static constexpr std::int64_t bytes_of(Storage storage) { return storage == Storage::f32 ? 4 : 2; }
+static constexpr std::int64_t bytes_of(Storage storage) {
+  return storage == Storage::f32 ? 4 : storage == Storage::i8 ? 1 : 2;
+}
 
 // The first `count` < width elements, the rest 0; through a buffer, since only edges come here.
 template <class I>
@@ -66,6 +72,7 @@ void dispatch_storage(Storage storage, F f) {
     case Storage::f32: return f.template operator()<Storage::f32>();
     case Storage::bf16: return f.template operator()<Storage::bf16>();
     case Storage::f16: return f.template operator()<Storage::f16>();
+    case Storage::i8: return;  // few.h alone has it
   }
 }
 

@@ -54,6 +54,7 @@ void register_cpu(Registry& registry) {
                                           "avx512_grad_weight_doubles");
   add_bitmap<kAvx512, kHasAvx512>(registry, "avx512_linear_bitmap", "avx512_linear_two_of_four");
   add_feed_forward<kAvx512, kHasAvx512>(registry, "avx512_feed_forward", "avx512_feed_forward_apart");
+  add_few_scaled<kFewAvx512, kHasAvx512>(registry, "avx512_linear_few_int8");
   add_scaled<kAvx512, kHasAvx512>(registry, "avx512_linear_scaled", "avx512_grad_input_scaled");
   add_sell<kSellAvx2, kHasAvx2>(registry, "avx2_linear_sell", "sell_8");
   add_few<kFewAvx2, kHasAvx2>(registry, "avx2_linear_few");
@@ -66,6 +67,7 @@ void register_cpu(Registry& registry) {
                                       "avx2_grad_weight_doubles");
   add_bitmap<kAvx2, kHasAvx2>(registry, "avx2_linear_bitmap", "avx2_linear_two_of_four");
   add_feed_forward<kAvx2, kHasAvx2>(registry, "avx2_feed_forward", "avx2_feed_forward_apart");
+  add_few_scaled<kFewAvx2, kHasAvx2>(registry, "avx2_linear_few_int8");
   add_scaled<kAvx2, kHasAvx2>(registry, "avx2_linear_scaled", "avx2_grad_input_scaled");
 #elif defined(__aarch64__)
   add_pieces<kNeon, kHasNeon>(registry, "neon_linear_pieces", "neon_grad_input_pieces", "pieces",

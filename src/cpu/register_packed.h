@@ -126,7 +126,23 @@ void add_feed_forward_quads(Registry& registry, std::string_view name, std::stri
   });
 }
 
-// Scaled int8 values as floats, for the same family's kernels.
+// Scaled int8 values as they are, for a few tokens: a quarter of a float layer's bytes.
+template <const FewKernels& kKernels, const std::string_view& kFeature>
+void add_few_scaled(Registry& registry, std::string_view name) {
+  registry.push_back({
+      .op = Op::linear,
+      .device = Device::cpu,
+      .family = kKernels.family,
+      .name = name,
+      .supports = supports<kFeature, supports_few_scaled, kKernels>,
+      .run = [](const Call& call) { return run_linear_few(kKernels, call); },
+      .configure = configure_few,
+      .fields = FewSplit::kFields,
+      .workspace = [](const Problem& p, const Config& c) { return few_workspace(kKernels, p, c); },
+  });
+}
+
+// The same as floats, for the same family's kernels.
 template <const Kernels& kKernels, const std::string_view& kFeature>
 void add_scaled(Registry& registry, std::string_view linear, std::string_view grad_input) {
   for (const Op op : {Op::linear, Op::grad_input}) {

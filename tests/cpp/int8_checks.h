@@ -120,9 +120,7 @@ class LinearRun {
 
   // As for so many tokens.
   void derive(std::int64_t tokens) {
-    rarefy::Problem asked = make_problem(Op::linear, layer_.pattern.shape(), tokens, layer_.spec.dtype);
-    asked.weight.dtype = DType::i8;
-    asked.weight.scaling = weight_.scaling;
+    const rarefy::Problem asked = of_tokens(tokens);
     const auto sizes = derived_sizes(asked);
     expect_ok(sizes.status());
     if (!sizes.ok() || sizes->key == 0) return;
@@ -132,9 +130,18 @@ class LinearRun {
     expect_ok(pack(asked, weight_, prepared_->data(), packed_->data()));
     weight_.derived = {sizes->key, prepared_->data(), packed_->data(), sizes->prepared, sizes->packed};
   }
+  // Whether calls with so many tokens want what is derived.
+  bool uses_derived(std::int64_t tokens) const { return derived_sizes(of_tokens(tokens))->packed > 0; }
   void forget_values() { values_.fill(std::byte{0}); }
 
  private:
+  rarefy::Problem of_tokens(std::int64_t tokens) const {
+    rarefy::Problem asked = make_problem(Op::linear, layer_.pattern.shape(), tokens, layer_.spec.dtype);
+    asked.weight.dtype = DType::i8;
+    asked.weight.scaling = weight_.scaling;
+    return asked;
+  }
+
   const Layer& layer_;
   HostBuffer plan_, x_, values_, scales_, bias_;
   Guarded<HostBuffer> y_;

@@ -363,3 +363,32 @@ def test_opcheck():
     torch.library.opcheck(
         torch.ops.rarefy.int8_grad_input, (dy, weight.values, weight.scales, weight.plan, 70, 90)
     )
+
+
+@pytest.mark.parametrize("block", ["32x1", "4x1", "16x16", "8x8", "1x1"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_few_tokens_of_w8_read_the_values_and_hold_nothing(block, dtype):
+    model = nn.Sequential(nn.Linear(96, 64)).to(dtype)
+    rarefy.sparsify(model, {".*": f"block:{block}@0.5:w8"}, measure=False)
+    layer = model[0]
+    dense = layer.weight.to_dense().double()
+    for tokens in (1, 2, 3, 4):
+        x = torch.randn(tokens, 96, dtype=dtype)
+        expected = x.double() @ dense.T + layer.bias.double()
+        for _ in range(3):
+            with torch.no_grad():
+                first = layer(x)
+            torch.testing.assert_close(
+                first.double(), expected, rtol=1e-2, atol=1e-5 if dtype.itemsize == 4 else 2e-2
+            )
+            assert torch.equal(layer(x), first)
+    families = {c["family"] for c in rarefy.explain(layer, x)["candidates"] if not c["why_not"]}
+    if not families & {"avx512", "avx2"}:
+        pytest.skip("no kernel for a few tokens here")
+    assert layer.weight.derived_nbytes <= 16  # no values
+    with torch.no_grad():
+        layer(torch.randn(5, 96, dtype=dtype))
+    assert layer.weight.derived_nbytes >= 4 * layer.weight.values.numel()
+    x = torch.randn(1, 96, dtype=dtype, requires_grad=True)
+    layer(x).sum().backward()
+    torch.testing.assert_close(x.grad, dense.sum(0)[None].to(dtype), rtol=1e-2, atol=5e-2)
