@@ -184,7 +184,7 @@ TEST(BlockingTest, AFewTokensAskForWhatAProcessorGainsBy) {
       {{"avx2", "prefetch_l2", "avx512", "avx512_bf16_fast"},
        32 << 10,
        {Ask::nothing, Ask::nothing},
-       {Ask::far, Ask::l2},
+       {Ask::nothing, Ask::l2},
        true},
       {{"avx2", "prefetch_l2"}, 32 << 10, {Ask::nothing, Ask::far}, {Ask::far, Ask::l2}, true},
       {{"avx2", "avx512", "avx512_load_bound"}, 48 << 10, {Ask::far, Ask::far}, {Ask::far, Ask::far}, false}};
@@ -202,6 +202,35 @@ TEST(BlockingTest, AFewTokensAskForWhatAProcessorGainsBy) {
             << processor.features.back() << ' ' << p.tokens << ' ' << cached;
         EXPECT_EQ(split.turned != 0, processor.turns) << processor.features.back();
       }
+    }
+  }
+}
+
+// From memory a Zen 4's own prefetchers follow blocks of long rows that one pass or two see.
+TEST(BlockingTest, AZen4AsksForAFewTokensByBlock) {
+  Machine machine;
+  machine.features = {"avx2", "prefetch_l2", "avx512", "avx512_bf16_fast"};
+  machine.l1 = 32 << 10;
+  struct Case {
+    std::int64_t rows, cols;
+    DType dtype;
+    Ask one, two, four;
+  };
+  for (const Case& c : {Case{16, 16, DType::f32, Ask::nothing, Ask::nothing, Ask::l2},
+                        {32, 32, DType::f32, Ask::nothing, Ask::l2, Ask::l2},
+                        {64, 64, DType::f32, Ask::far, Ask::l2, Ask::l2},
+                        {16, 1, DType::f32, Ask::far, Ask::near, Ask::l2},
+                        {8, 8, DType::f32, Ask::far, Ask::near, Ask::l2},
+                        {4, 1, DType::f32, Ask::l2, Ask::l2, Ask::l2},
+                        {16, 16, DType::bf16, Ask::nothing, Ask::nothing, Ask::l2},
+                        {32, 2, DType::bf16, Ask::far, Ask::l2, Ask::l2}}) {
+    const std::pair<std::int64_t, Ask> asked[] = {{1, c.one}, {2, c.two}, {4, c.four}};
+    for (const auto& [tokens, ask] : asked) {
+      const BsrShape shape{11008, 4096, c.rows, c.cols, 11008 * 4096 / 2 / (c.rows * c.cols)};
+      Problem p = make_problem(Op::linear, shape, tokens, DType::f32);
+      p.weight.dtype = c.dtype;
+      const auto split = from_config<FewSplit>(configure_few(p, machine));
+      EXPECT_EQ(static_cast<Ask>(split.ask), ask) << c.rows << 'x' << c.cols << ' ' << tokens;
     }
   }
 }
