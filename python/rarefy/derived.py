@@ -21,9 +21,15 @@ Derived = tuple[Tensor | None, Tensor | None, int]  # prepared, packed, key: the
 
 TF32 = "tf32"  # what is kept for float32 that may be rounded lies beside what is kept for float32
 
+FEW_TOKENS = 4  # up to which kernels of their own read a weight (kFewTokens)
 _WORTH = 4  # products with a few tokens that gain what packing their matrix costs
 
 _sizes, _prepare, _pack = map(_load.op, ("bsr_derived_sizes", "bsr_prepare", "bsr_pack"))
+
+
+def is_few(x: Tensor, in_features: int) -> bool:
+    """Whether x has so few tokens."""
+    return x.numel() <= FEW_TOKENS * in_features
 
 
 class Kept:

@@ -21,7 +21,7 @@ from .checks import (
     fail,
     first_position,
 )
-from .derived import Derived, Kept, capturing
+from .derived import Derived, Kept, capturing, is_few
 from .int8_ops import int8_linear, run_eagerly
 from .nested import linear_of_nested
 from .pattern import BsrPattern
@@ -32,7 +32,6 @@ from .values import choose_from_dense, counted, init_bounds
 
 _sizes, _prepare, _pack = map(_load.op, ("int8_derived_sizes", "int8_prepare", "int8_pack"))
 _packs_for_few = _load.op("_int8_packs_for_few")
-_FEW = 4  # tokens whose kernels may read int8 values of an x that stays as it is (linear_few.cc)
 
 X_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _LEVELS, _SMALLEST = 127, 2.0**-100  # as in src/core/quantize.h
@@ -169,7 +168,7 @@ class Int8Weight(PatternWeight):
             and not (is_grad_enabled() and (x.requires_grad or (bias is not None and bias.requires_grad)))
             and (kept := self._kept.get(x.dtype)) is not None
         ):
-            if kept.few is not None and x.numel() <= _FEW * self.shape[1]:
+            if kept.few is not None and is_few(x, self.shape[1]):
                 call = kept.few
             else:
                 call = kept.call or kept.call_with(self._pattern, values, values)
@@ -221,7 +220,7 @@ class Int8Weight(PatternWeight):
 
     def derived(self, x: torch.Tensor) -> Derived | tuple[()]:
         """As other weights'; nothing for a few tokens whose kernel reads values: none are packed then."""
-        if type(x) in PLAIN and x.numel() <= _FEW * self.shape[1] and eager():
+        if type(x) in PLAIN and is_few(x, self.shape[1]) and eager():
             kept = self._kept.get(x.dtype) or self._ask(x.dtype)
             if kept is not None and kept.few is not None:
                 return ()
@@ -325,7 +324,7 @@ class Int8Weight(PatternWeight):
 class _Int8Kept(Kept):
     """What is derived from an Int8Weight for x of one dtype.
 
-    `few`: what calls with up to _FEW tokens have, which use nothing of it; None if they do.
+    `few`: what calls with a few tokens have, whose kernel reads int8 (linear_few.cc); None if it uses this.
     """
 
     __slots__ = ("few",)

@@ -25,12 +25,12 @@ from torch import nn
 from . import _load
 from .backend import backend_info
 from .checks import DTYPE_NAMES, fail
+from .derived import FEW_TOKENS
 from .files import replacing
 from .masks import block_count, grid_of
 from .modules import BlockSparseLinear
 from .timing import MOST_WAITED, queued
 
-FEW = 4  # tokens, up to which kernels of their own read weights at the speed of memory
 _LANES = {"avx512": 16, "avx2": 8, "neon": 4}  # floats of a vector, by family
 _PANEL = 32  # tokens of a panel in pairs, fours and lanes (src/cpu/pairs.h)
 _GROUP = {torch.int8: 64}  # columns of a group there, which may be half empty; 32 of 16-bit values
@@ -81,7 +81,7 @@ class Case:
     @property
     def group(self) -> str:
         """Cases of one group run one kernel, and are predicted from the same measurements."""
-        few, name = "few" if self.tokens <= FEW else "many", DTYPE_NAMES[self.dtype]
+        few, name = "few" if self.tokens <= FEW_TOKENS else "many", DTYPE_NAMES[self.dtype]
         if self.block is None:
             return f"{name} dense {few}"
         kernel, config = _explained(self, torch.get_num_threads(), backend_info()["forced_impl"] or "")
@@ -125,13 +125,13 @@ def terms(case: Case, threads: int, forced: str = "") -> list[float]:
         lanes, step = config["vectors"] * width, width
         if "columns" in config:
             tiles = -(-k // cols // config["columns"])
-    elif set(config) == {"panels", "splits", "rest"} and m > FEW:
+    elif set(config) == {"panels", "splits", "rest"} and m > FEW_TOKENS:
         lanes = 2 * _PANEL if alone else _PANEL
         step = 1 if kernel.endswith("_lanes") else _PANEL // 2  # linear_lanes.cc, _pairs.cc
         group = _GROUP.get(case.stored, _PANEL)
         if step > 1 and cols % group and not alone:
             weights += n * group / 2  # a block row's last group is half empty
-    else:  # up to FEW tokens, and what has no model of its own
+    else:  # up to FEW_TOKENS, and what has no model of its own
         return [1, weights / threads, m * weights / threads, m * k, m * n / threads, blocks / threads]
     most = -(-m // lanes)
     rest = config.get("rest", 0)  # panels of which each thread has a part of the outputs
@@ -324,7 +324,7 @@ def calibration(case: Case) -> list[Case]:
     """The cases that are measured for the group of this one; itself where no other is of it."""
     rarer, best = [(density,) for density in _RARER], [case]
     # Kernels for tokens that none of _TOKENS is near to, such as lanes of AVX2 for 5 to 8: as many as here.
-    for token_counts in (_TOKENS[case.tokens <= FEW], (case.tokens,)):
+    for token_counts in (_TOKENS[case.tokens <= FEW_TOKENS], (case.tokens,)):
         grid: list[Case] = []
         for densities in (_DENSITIES, *rarer):
             for n, k in _SHAPES:

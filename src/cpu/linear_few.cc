@@ -169,10 +169,11 @@ Ask asked(const Problem& p, const Machine& machine, bool cached) {
   if (cached) return p.tokens == 1 || machine.has("avx512") ? Ask::nothing : Ask::far;
   const BsrShape& s = p.weight.shape;
   if (p.tokens > 2 || s.block_size() < 8) return Ask::l2;
-  const bool rows = s.block_cols % 16 == 0;
-  if (rows && machine.has("avx512") && s.block_rows * p.tokens <= 32) return Ask::nothing;
+  const bool rows = s.block_cols % 16 == 0, measured = machine.has("avx512");  // a Zen 3 was not
+  if (rows && measured && s.block_rows * p.tokens <= 32) return Ask::nothing;
   if (p.tokens == 1) return Ask::far;
-  return rows || p.weight.dtype != DType::f32 ? Ask::l2 : Ask::near;  // 16×1, two tokens: 4.6 → 3.9
+  return rows || !measured || p.weight.dtype != DType::f32 ? Ask::l2
+                                                           : Ask::near;  // 16×1, two tokens: 4.6 → 3.9
 }
 
 Config configure_few(const Problem& problem, const Machine& machine) {

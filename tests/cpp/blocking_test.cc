@@ -232,6 +232,15 @@ TEST(BlockingTest, AZen4AsksForAFewTokensByBlock) {
       const auto split = from_config<FewSplit>(configure_few(p, machine));
       EXPECT_EQ(static_cast<Ask>(split.ask), ask) << c.rows << 'x' << c.cols << ' ' << tokens;
     }
+    // A Zen 3, which has no AVX-512, as before: far for one token, L2 for more.
+    Machine zen3;
+    zen3.features = {"avx2", "prefetch_l2"};
+    for (const std::int64_t tokens : {1, 2, 4}) {
+      const BsrShape shape{11008, 4096, c.rows, c.cols, 11008 * 4096 / 2 / (c.rows * c.cols)};
+      const auto split =
+          from_config<FewSplit>(configure_few(make_problem(Op::linear, shape, tokens, DType::f32), zen3));
+      EXPECT_EQ(static_cast<Ask>(split.ask), tokens == 1 && c.rows * c.cols >= 8 ? Ask::far : Ask::l2);
+    }
   }
 }
 

@@ -13,7 +13,7 @@ from .. import _load, foreign
 from .._torch_private import PLAIN, eager, entry, unrecorded
 from ..checks import check_shape, check_tensor, fail, first_position
 from ..derivatives import run_eagerly
-from ..derived import Derived, Kept, reads_itself
+from ..derived import Derived, Kept, is_few, reads_itself
 from ..op_rules import meets_nothing
 from ..pattern import BsrPattern
 from ..values import check_padding, dense_of
@@ -24,7 +24,6 @@ FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8)
 _INDICES = (torch.int32, torch.int64)
 rows_product = entry(_load.op("_rows_product"))
-_FEW_TOKENS = 4  # up to which kernels of their own run, on the columns alone
 
 
 def as_tensor(op: str, name: str, value: Any) -> Tensor:
@@ -296,7 +295,7 @@ class SparseMatrix:
 
     def _is_few(self, x: Tensor) -> bool:
         """Whether single elements meet a few tokens, for which what kernels derive is another thing."""
-        return self.data.ndim == 1 and x.numel() <= _FEW_TOKENS * self.shape[1]
+        return self.data.ndim == 1 and is_few(x, self.shape[1])
 
     def derived(self, x: Tensor, blocks: Tensor) -> Derived | tuple[()]:
         """What kernels for x want of this matrix beside values and plan, as a weight holds it."""

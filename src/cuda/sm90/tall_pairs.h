@@ -12,8 +12,8 @@ namespace rarefy::sm90 {
 
 // Where the plan has things, in words: the block rows by falling number of columns, and how many columns all
 // rows before one have; of each two of them how many clusters' tiles there are and what one gathers; of each
-// window where its columns begin and which they are (PairColumns); the columns; and for each
-// of them where the results of the first row go in the values, and those of the second.
+// window where its columns begin and which they are (PairColumns); the columns; and for each of them where
+// the results of the first row go in the values, and those of the second.
 struct TallPairs {
   static constexpr int kMostGathered = 512;  // by a tile
   static constexpr int kLeastColumns = 128;  // of a row's part of a tile, at most so many or more
@@ -48,7 +48,7 @@ struct TallPairs {
   }
 };
 
-// Its block rows, in a tile's first word.
+// The two block rows of a pair, as a tile's first word has them.
 struct PairRows {
   RAREFY_HOST_DEVICE static int word(int first, int second) { return first | second << 16; }
   RAREFY_HOST_DEVICE static int row(int word, int which) { return word >> 16 * which & 0xFFFF; }
