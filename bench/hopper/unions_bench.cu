@@ -28,19 +28,19 @@ UnionProblem problem_of(const Setup<T>& s) {
   return p;
 }
 
-// What is prepared of a pattern and packed of values for one layout, on the device.
+// What is prepared of a pattern and packed of values, on the device.
 struct Prepared {
-  UnionLayout layout;
+  UnionLayouts layouts;
   Buffer<std::int32_t> offsets, others, entries, words;
   Buffer<char> packed;
   bool transposed;
-  Prepared(const UnionProblem& problem, const UnionLayout& layout, const Pattern& p, const void* values)
-      : layout(layout),
+  Prepared(const UnionProblem& problem, const UnionLayouts& layouts, const Pattern& p, const void* values)
+      : layouts(layouts),
         offsets(to_device(problem.transposed ? p.ccol : p.crow)),
         others(to_device(problem.transposed ? p.row : p.col)),
         entries(to_device(p.perm)),
-        words(static_cast<std::size_t>(UnionPlan(problem, layout, kMachine.sms).words)),
-        packed(static_cast<std::size_t>(UnionPlan(problem, layout, kMachine.sms).packed_bytes())),
+        words(static_cast<std::size_t>(UnionPlan(problem, kMachine.sms).words)),
+        packed(static_cast<std::size_t>(UnionPlan(problem, kMachine.sms).packed_bytes())),
         transposed(problem.transposed) {
     make(problem, nullptr);
     fill_packed(problem, values, nullptr);
@@ -50,10 +50,10 @@ struct Prepared {
     return {offsets.data(), others.data(), transposed ? entries.data() : nullptr};
   }
   void make(const UnionProblem& problem, cudaStream_t stream) const {
-    CHECK(prepare(problem, layout, kMachine.sms, index(), words.data(), stream));
+    CHECK(prepare(problem, layouts, kMachine.sms, index(), words.data(), stream));
   }
   void fill_packed(const UnionProblem& problem, const void* values, cudaStream_t stream) const {
-    CHECK(pack(problem, layout, kMachine.sms, index(), words.data(), values, packed.data(), stream));
+    CHECK(pack(problem, kMachine.sms, index(), words.data(), values, packed.data(), stream));
   }
   bool guards_intact() const { return words.guards_intact() && packed.guards_intact(); }
 };
@@ -67,6 +67,15 @@ void run(const Setup<T>& s, const Prepared& prepared, const UnionProblem& proble
                stream));
 }
 
+std::vector<UnionCandidate> candidates(const UnionProblem& problem, const UnionLayouts& layouts) {
+  std::vector<UnionCandidate> all;
+  for (const UnionLayout& layout : layouts) {
+    const std::vector<UnionCandidate> its = union_candidates(problem, layout, kMachine);
+    all.insert(all.end(), its.begin(), its.end());
+  }
+  return all;
+}
+
 // Every layout and configuration of one case; false if one is wrong.
 template <class T>
 bool check(const Case& c, bool integers, unsigned seed) {
@@ -78,9 +87,9 @@ bool check(const Case& c, bool integers, unsigned seed) {
   }
   const Expected expected(s, integers, 300);
   bool good = true;
-  for (const UnionLayout& layout : union_layouts(problem)) {
-    const Prepared prepared(problem, layout, s.pattern, s.values.data());
-    for (const UnionCandidate& candidate : union_candidates(problem, layout, kMachine)) {
+  for (const UnionLayouts& layouts : all_union_layouts(problem)) {
+    const Prepared prepared(problem, layouts, s.pattern, s.values.data());
+    for (const UnionCandidate& candidate : candidates(problem, layouts)) {
       if (!candidate.reason.empty() || !chosen_by_env(candidate.config.text())) continue;
       good &= expected.compare(s, candidate.config.text(),
                                [&] { run(s, prepared, problem, candidate.config, nullptr); });
@@ -99,7 +108,7 @@ bool repeats(int times) {
   for (const std::int64_t b : {16, 32}) {
     Setup<__nv_bfloat16> s({false, 1100, 1024, 1024, b, b, .3}, false, 5);
     const UnionProblem problem = problem_of(s);
-    const Prepared prepared(problem, layout_of(problem), s.pattern, s.values.data());
+    const Prepared prepared(problem, layouts_of(problem), s.pattern, s.values.data());
     const UnionConfig config = configure(problem, kMachine);
     std::vector<__nv_bfloat16> first;
     int unequal = 0;
@@ -175,7 +184,11 @@ void time_unions(Report& report, Dense& dense, bool every_config) {
                              {4096, 3072, 768, false},
                              {4096, 768, 3072, false},
                              {2048, 11008, 4096, false},
-                             {512, 4096, 4096, false}}) {
+                             {2048, 4096, 4096, false},
+                             {1024, 4096, 4096, false},
+                             {512, 4096, 4096, false},
+                             {512, 4096, 4096, true},
+                             {256, 4096, 4096, false}}) {
     const bool main_shape = shape.m == 8192 && shape.n == 4096 && shape.k == 4096;
     if (std::getenv("MAIN") != nullptr && !main_shape) continue;
     // dX = dY W is a product of (M, N) and (N, K).
@@ -204,22 +217,22 @@ void time_unions(Report& report, Dense& dense, bool every_config) {
       const char* name = kind == Kind::random          ? "unions"
                          : kind == Kind::one_dense_row ? "unions (one dense row)"
                                                        : "unions (half of the rows empty)";
+      if (!wanted_case(case_name(shape.m, shape.n, shape.k, r, density))) continue;
       Case its{shape.transposed, shape.m, shape.n, shape.k, r, c, density, kind};
       Setup<__nv_bfloat16> s(its, false, 7);
       const UnionProblem problem = problem_of(s);
       const std::string chosen = configure(problem, kMachine).text();
-      const bool every = every_config && main_shape && !shape.transposed && kind == Kind::random;
-      for (const UnionLayout& layout : union_layouts(problem)) {
-        const UnionLayout best = layout_of(problem);
-        if (!every && (layout.strips != best.strips || layout.width != best.width)) continue;
-        const Prepared prepared(problem, layout, s.pattern, s.values.data());
+      const bool every = every_config && !shape.transposed && kind == Kind::random;
+      for (const UnionLayouts& layouts :
+           every ? all_union_layouts(problem) : std::vector{layouts_of(problem)}) {
+        const Prepared prepared(problem, layouts, s.pattern, s.values.data());
         const double prepare_us =
             time_graph([&](cudaStream_t stream) { prepared.make(problem, stream); }, 5).median;
         const double pack_us =
             time_graph([&](cudaStream_t stream) { prepared.fill_packed(problem, s.values.data(), stream); },
                        5)
                 .median;
-        for (const UnionCandidate& candidate : union_candidates(problem, layout, kMachine)) {
+        for (const UnionCandidate& candidate : candidates(problem, layouts)) {
           const bool is_chosen = candidate.config.text() == chosen;
           if (!candidate.reason.empty() || !chosen_by_env(candidate.config.text()) || !(is_chosen || every))
             continue;

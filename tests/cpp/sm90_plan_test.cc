@@ -204,13 +204,28 @@ TEST(UnionPlan, FollowsTheWeightAlone) {
   other.tokens = 7;
   other.x_stride = 4096;
   other.activation = Activation::silu;
-  const UnionLayout layout = layout_of(p), same = layout_of(other);
-  EXPECT_EQ(layout.strips, same.strips);
-  EXPECT_EQ(layout.width, same.width);
-  EXPECT_EQ(UnionPlan(p, layout, 132).words, UnionPlan(other, layout, 132).words);
-  EXPECT_EQ(UnionPlan(p, layout, 132).packed_bytes(), UnionPlan(other, layout, 132).packed_bytes());
-  EXPECT_EQ(configure(other, kMachine).strips, layout.strips);
-  EXPECT_EQ(configure(other, kMachine).width, layout.width);
+  const UnionLayouts layouts = layouts_of(p), same = layouts_of(other);
+  for (const std::size_t i : {0, 1}) {
+    EXPECT_EQ(layouts[i].strips, 2 + static_cast<int>(i));
+    EXPECT_EQ(layouts[i].strips, same[i].strips);
+    EXPECT_EQ(layouts[i].width, same[i].width);
+  }
+  EXPECT_EQ(UnionPlan(p, 132).words, UnionPlan(other, 132).words);
+  EXPECT_EQ(UnionPlan(p, 132).packed_bytes(), UnionPlan(other, 132).packed_bytes());
+  const UnionConfig config = configure(other, kMachine);
+  EXPECT_EQ(config.width, layouts[config.strips == 2 ? 0 : 1].width);
+}
+
+// One prepared buffer has groups of both sizes: two strips where those of three leave SMs without a tile.
+TEST(UnionConfig, TakesTwoStripsWhereTilesAreFew) {
+  for (const int b : {16, 32}) {
+    for (const double density : {0.5, 0.25}) {
+      const auto blocks = static_cast<std::int64_t>(4096 / b * 4096 / b * density);
+      for (const std::int64_t tokens : {512, 1024})
+        EXPECT_EQ(configure(union_problem(false, tokens, 4096, 4096, b, b, blocks), kMachine).strips, 2);
+      EXPECT_EQ(configure(union_problem(false, 8192, 4096, 4096, b, b, blocks), kMachine).strips, 3);
+    }
+  }
 }
 
 // Unit rows are what has one pattern; no pattern has more pieces than there is room for.
@@ -238,7 +253,7 @@ TEST(UnionPlan, HasRoomForAllPieces) {
           }
         }
       }
-      EXPECT_GE(UnionPlan(p, layout_of(p), 132).pieces, std::ssize(pieces)) << r << 'x' << c;
+      EXPECT_GE(UnionPlan(p, 132).pieces, std::ssize(pieces)) << r << 'x' << c;
     }
   }
 }
@@ -249,11 +264,13 @@ TEST(UnionConfig, FitsSharedMemory) {
       for (const int b : {16, 32}) {
         const auto blocks = static_cast<std::int64_t>(4096 / b * 4096 / b * density);
         const UnionProblem p = union_problem(false, tokens, 4096, 4096, b, b, blocks);
-        for (const UnionLayout& layout : union_layouts(p)) {
-          for (const UnionCandidate& c : union_candidates(p, layout, kMachine)) {
-            EXPECT_LE(c.config.shared_bytes() + 2048, kMachine.shared_bytes) << c.config.text();
-            EXPECT_GE(c.config.pieces, 4 * c.config.strips) << c.config.text();
-            EXPECT_GE(c.config.slots, 2) << c.config.text();
+        for (const UnionLayouts& layouts : all_union_layouts(p)) {
+          for (const UnionLayout& layout : layouts) {
+            for (const UnionCandidate& c : union_candidates(p, layout, kMachine)) {
+              EXPECT_LE(c.config.shared_bytes() + 2048, kMachine.shared_bytes) << c.config.text();
+              EXPECT_GE(c.config.pieces, 4 * c.config.strips) << c.config.text();
+              EXPECT_GE(c.config.slots, 2) << c.config.text();
+            }
           }
         }
       }

@@ -13,16 +13,15 @@ inline double exchange_clocks(std::int64_t tokens, int strips) {
 }
 
 // Thread blocks of a cluster that had better have a part of each tile, so that few tiles keep more SMs at
-// work: 1 to 4, by clocks(parts) of a part, to which adding the sums comes. Clusters lie in a GPC's 16 to 18
-// SMs each: four times 32 do not run at one time on 132.
+// work: 1 to 4, by clocks(parts) of a part and of adding the sums. Clusters lie in a GPC's 16 to 18 SMs each:
+// four times 32 do not run at one time on 132.
 template <class Clocks>
-int best_parts(std::int64_t tiles, std::int64_t tokens, int strips, int sms, Clocks&& clocks) {
+int best_parts(std::int64_t tiles, int sms, Clocks&& clocks) {
   int best = 1;
   double least = clocks(1);
   for (int parts = 2; parts <= 4 && tiles * parts <= sms; ++parts) {
     if (parts > 2 && tiles * parts * 11 > std::int64_t{sms} * 10) break;
-    if (const double its = clocks(parts) + exchange_clocks(tokens, strips); its < least)
-      best = parts, least = its;
+    if (const double its = clocks(parts); its < least) best = parts, least = its;
   }
   return best;
 }

@@ -1,6 +1,7 @@
 // The sm90 family's rows: problems of the core as the kernels' own, and their plans as prepared buffers.
 #include "cuda/sm90/register.h"
 
+#include <algorithm>
 #include <vector>
 
 #include "core/message.h"
@@ -94,16 +95,20 @@ std::vector<Config> candidates_strips(const Problem& p, const rarefy::Machine& m
   return all;
 }
 
-int sms_of(const Config& config) { return static_cast<int>(from_config<StripChoice>(config).sms); }
+template <class Choice>
+int sms_of(const Config& config) {
+  return static_cast<int>(from_config<Choice>(config).sms);
+}
 
 std::int64_t prepared_size(const Problem& p, const Config& config) {
-  return StripPlan(strip_problem(p), sms_of(config)).words * static_cast<std::int64_t>(sizeof(std::int32_t));
+  return StripPlan(strip_problem(p), sms_of<StripChoice>(config)).words *
+         static_cast<std::int64_t>(sizeof(std::int32_t));
 }
 
 Status prepare_strips(const Call& call, void* prepared) {
   const StripProblem problem = strip_problem(call.problem);
   const ProductIndex index = index_of(call);
-  return cuda::launch_status(name(call.problem.op), prepare(problem, sms_of(call.config), index,
+  return cuda::launch_status(name(call.problem.op), prepare(problem, sms_of<StripChoice>(call.config), index,
                                                             static_cast<std::int32_t*>(prepared),
                                                             static_cast<cudaStream_t>(call.stream)));
 }
@@ -112,9 +117,10 @@ Status run_strips(const Call& call) {
   const StripProblem problem = strip_problem(call.problem);
   const StripOperands operands{problem.transposed ? call.dy.data : call.x.data, call.values, call.bias,
                                call.out.data, static_cast<const std::int32_t*>(call.derived.prepared)};
-  return cuda::launch_status(name(call.problem.op),
-                             launch(problem, from_config<StripChoice>(call.config).config(),
-                                    sms_of(call.config), operands, static_cast<cudaStream_t>(call.stream)));
+  return cuda::launch_status(
+      name(call.problem.op),
+      launch(problem, from_config<StripChoice>(call.config).config(), sms_of<StripChoice>(call.config),
+             operands, static_cast<cudaStream_t>(call.stream)));
 }
 
 Kernel strips(Op op, std::string_view name) {
@@ -171,15 +177,16 @@ std::vector<Config> candidates_unions(const Problem& p, const rarefy::Machine& m
   const UnionProblem problem = union_problem(p);
   const Machine sm90 = sm90_machine(machine);
   std::vector<Config> all;
-  for (const UnionCandidate& c : union_candidates(problem, layout_of(problem), sm90)) {
-    if (c.reason.empty()) all.push_back(choice_of(c.config, machine));
+  for (const UnionLayout& layout : layouts_of(problem)) {
+    for (const UnionCandidate& c : union_candidates(problem, layout, sm90)) {
+      if (c.reason.empty()) all.push_back(choice_of(c.config, machine));
+    }
   }
   return all;
 }
 
 UnionPlan union_plan(const Problem& p, const Config& config) {
-  const auto choice = from_config<UnionChoice>(config);
-  return {union_problem(p), choice.config().layout(), static_cast<int>(choice.sms)};
+  return {union_problem(p), sms_of<UnionChoice>(config)};
 }
 
 std::int64_t union_prepared_size(const Problem& p, const Config& config) {
@@ -191,19 +198,18 @@ std::int64_t union_packed_size(const Problem& p, const Config& config) {
 }
 
 Status prepare_unions(const Call& call, void* prepared) {
-  const UnionPlan plan = union_plan(call.problem, call.config);
+  const UnionProblem problem = union_problem(call.problem);
   return cuda::launch_status(
       name(call.problem.op),
-      prepare(union_problem(call.problem), plan.layout, plan.sms, index_of(call),
+      prepare(problem, layouts_of(problem), sms_of<UnionChoice>(call.config), index_of(call),
               static_cast<std::int32_t*>(prepared), static_cast<cudaStream_t>(call.stream)));
 }
 
 Status pack_unions(const Call& call, void* packed) {
-  const UnionPlan plan = union_plan(call.problem, call.config);
   return cuda::launch_status(name(call.problem.op),
-                             pack(union_problem(call.problem), plan.layout, plan.sms, index_of(call),
-                                  static_cast<const std::int32_t*>(call.derived.prepared), call.values,
-                                  packed, static_cast<cudaStream_t>(call.stream)));
+                             pack(union_problem(call.problem), sms_of<UnionChoice>(call.config),
+                                  index_of(call), static_cast<const std::int32_t*>(call.derived.prepared),
+                                  call.values, packed, static_cast<cudaStream_t>(call.stream)));
 }
 
 Status run_unions(const Call& call) {
@@ -214,10 +220,14 @@ Status run_unions(const Call& call) {
                                call.out.data,
                                static_cast<const std::int32_t*>(call.derived.prepared),
                                call.derived.packed};
-  const auto choice = from_config<UnionChoice>(call.config);
-  return cuda::launch_status(name(call.problem.op), launch(union_problem(call.problem), choice.config(),
-                                                           static_cast<int>(choice.sms), operands,
-                                                           static_cast<cudaStream_t>(call.stream)));
+  const UnionProblem problem = union_problem(call.problem);
+  const UnionConfig config = from_config<UnionChoice>(call.config).config();
+  const UnionLayouts layouts = layouts_of(problem);  // what is prepared
+  const auto is = [&](const UnionLayout& l) { return l.strips == config.strips && l.width == config.width; };
+  if (std::ranges::none_of(layouts, is))
+    return cuda::launch_status(name(call.problem.op), cudaErrorInvalidConfiguration);
+  return cuda::launch_status(name(call.problem.op), launch(problem, config, sms_of<UnionChoice>(call.config),
+                                                           operands, static_cast<cudaStream_t>(call.stream)));
 }
 
 Kernel unions(Op op, std::string_view name) {

@@ -132,10 +132,13 @@ std::vector<StripCandidate> strip_candidates(const StripProblem& p, const Machin
           c, blocks / n, blocks / n,
           std::max(large ? kLargeSteps : kBytesPerClock, bandwidth(static_cast<double>(tiles)) / n));
     if (cluster == 1) {
-      c.split = best_parts(tiles, p.tokens, n, machine.sms,
-                           [&](int parts) { return parts == 1 ? tile : part_clocks(parts); });
+      const double whole_tile = tile;
+      const auto clocks = [&](int parts) {
+        return parts == 1 ? whole_tile : part_clocks(parts) + exchange_clocks(p.tokens, n);
+      };
+      c.split = best_parts(tiles, machine.sms, clocks);
       while (!parts_fit(c.split, c.tokens, n, c.ring_bytes())) --c.split;
-      if (c.split > 1) tile = part_clocks(c.split) + exchange_clocks(p.tokens, n);
+      tile = clocks(c.split);
     }
     candidate.microseconds = (rounds * tile + kLaunchClocks + (cluster - 1) * kClusterClocks) / kClock;
     if (cluster > 1 && token_tiles < cluster) candidate.reason = "fewer token tiles than blocks of a cluster";

@@ -90,10 +90,11 @@ TallConfig configure(const TallProblem& p, int sms, int shared_bytes) {
 
 int split_of(const TallProblem& p, const TallConfig& c, int sms) {
   const std::int64_t tiles = group_count(p, c.rows) * ceil_div(p.tokens, std::int64_t{c.tokens});
-  return best_parts(tiles, p.tokens, 2, sms, [&](int parts) {
+  return best_parts(tiles, sms, [&](int parts) {
     const double share =
         std::min(kFewShare, std::max(1.0, static_cast<double>(sms) / static_cast<double>(tiles * parts)));
-    return tall_clocks(c.rows, static_cast<int>(columns_of(p) / parts)) / share;
+    return tall_clocks(c.rows, static_cast<int>(columns_of(p) / parts)) / share +
+           (parts > 1 ? exchange_clocks(p.tokens, 2) : 0);
   });
 }
 

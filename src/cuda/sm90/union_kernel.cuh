@@ -75,16 +75,15 @@ struct UnionWarps {
   __device__ u32 full(u32 slot) const { return shared_address(&state.ring.full[slot]); }
   __device__ u32 empty(u32 slot) const { return shared_address(&state.ring.empty[slot]); }
 
-  // Words of a step (union_walk.h): one strip alone wants its four bits of the mask, and its own pieces.
+  // Words of a step (union_walk.h): one strip alone wants its four bits of the mask.
   __device__ void walk(int lane) const {
-    sm90::walk<kParts>(p.walk, state.walk, kTokens, lane, [lane](int part, int r, int word) {
-      const int mask = __shfl_sync(~0u, word, lane / 4 * 4 + kStepMask);
-      if (part < 0 || word < 0) return word;
-      if (r == kStepMask) return word & 0xF << 4 * part;
-      if (r == kStepPiece) return word + __popc(mask & ((1 << 4 * part) - 1));
-      return word;
+    sm90::walk<kParts>(p.walk, state.walk, kTokens, lane, [](int part, int r, int word) {
+      if (part < 0 || word < 0 || r != kStepMask) return word;
+      return word & (0xF << 4 * part | ~kStepPieces);
     });
   }
+  // Which pieces the step has whose words this lane has one of, 0 where there is no step.
+  __device__ static int pieces_of(int mask_word) { return mask_word < 0 ? 0 : mask_word & kStepPieces; }
 
   // One warp brings X …
   __device__ void load_x(int lane) const {
@@ -94,7 +93,7 @@ struct UnionWarps {
       int x_row;
       const int word = state.walk.read_batch(from, lane, &x_row);
       if (x_row < 0) return;
-      const u32 wanted = __ballot_sync(~0u, lane % 4 == kStepMask && word > 0);
+      const u32 wanted = __ballot_sync(~0u, lane % 4 == kStepMask && pieces_of(word) != 0);
 #pragma unroll 1
       for (int j = 0; j < 8; ++j) {
         if ((wanted >> (4 * j + kStepMask) & 1) == 0) continue;
@@ -103,7 +102,8 @@ struct UnionWarps {
           return __reduce_max_sync(~0u, lane == 4 * j + r ? word : INT_MIN);
         };
         const auto mask = static_cast<u32>(word_of(kStepMask));
-        const int boxes[2] = {word_of(kStepFirst), word_of(kStepSecond)};
+        const auto both = static_cast<u32>(word_of(kStepBoxes));
+        const int boxes[2] = {static_cast<int>(both & 0xFFFF), static_cast<int>(both >> 16)};
         const bool want[2] = {(mask & p.first_box) != 0, (mask & p.second_box) != 0};
         const u32 barrier = full(at.slot), to = x_ring + at.slot * Shape::kSlotBytes;
         wait(empty(at.slot), at.parity);
@@ -120,19 +120,22 @@ struct UnionWarps {
     }
   }
 
-  // … and one the pieces, and says what to multiply. All that does not wait is made for eight steps at once:
-  // lane 4j + r knows the header of strip r in step j; r = 0, 1: what to copy, as the ring may end among the
-  // pieces.
-  __device__ void load_pieces(int lane) const {
+  // … and two the pieces, of strip 0 and of the others, and say what to multiply. All that does not wait is
+  // made for eight steps at once: lane 4j + r knows the header of strip r in step j and copies its pieces, in
+  // two parts where the ring ends among them.
+  __device__ void load_pieces(int lane, bool of_first) const {
     RingSpace<4> space{p.slots, p.pieces};
     Turn at, from;
     u32 head = 0;  // where the next piece goes in the ring
     const int r = lane % 4;
+    const bool mine = of_first ? r == 0 : r > 0 && r < kStrips;
     for (;;) {
-      int x_row;
-      const int word = state.walk.read_batch(from, lane, &x_row);
+      int x_row, strip_first;
+      const int word = state.walk.read_batch(from, lane, &x_row, &strip_first);
       if (x_row < 0) return;
-      const auto mask = static_cast<u32>(max(__shfl_sync(~0u, word, lane - r + kStepMask), 0));
+      const int mask_word = __shfl_sync(~0u, word, lane - r + kStepMask);
+      const int before = __shfl_sync(~0u, word, lane - r + kStepBefore + min(r, 1));
+      const auto mask = static_cast<u32>(pieces_of(mask_word));
       const u32 wanted = __ballot_sync(~0u, mask != 0);
       const auto count = static_cast<u32>(__popc(mask));
       u32 behind = count;  // pieces of this batch up to this step
@@ -144,23 +147,23 @@ struct UnionWarps {
       const u32 begin = (head + behind - count) % p.pieces;
       head = (head + __shfl_sync(~0u, behind, 31)) % p.pieces;
       const u32 header = strip_header(mask, r, begin, p.pieces);
-      const u32 first = min(count, p.pieces - begin);  // up to the ring's end
-      const u32 copied = r == 0 ? first : r == 1 ? count - first : 0;
-      const u32 to = w_ring + (r == 0 ? begin : 0) * kPieceBytes;
-      const std::int64_t piece =
-          __shfl_sync(~0u, word, lane - r + kStepPiece) + (r == 0 ? 0 : static_cast<int>(first));
-      const unsigned char* source = p.w + piece * kPieceBytes;
+      const auto own = mine ? static_cast<u32>(__popc(mask >> 4 * r & 0xF)) : 0;
+      const u32 own_begin = header >> 16, first = min(own, p.pieces - own_begin);  // up to the ring's end
+      const unsigned char* source =
+          p.w + std::int64_t{strip_first + (r < 2 ? before : mask_word >> 12)} * kPieceBytes;
 #pragma unroll 1
       for (int j = 0; j < 8; ++j) {
         if ((wanted >> (4 * j) & 1) == 0) continue;
         space.take(__reduce_max_sync(~0u, lane == 4 * j ? count : 0), empty(0), p.slots);
         const u32 barrier = full(at.slot);
         if (lane / 4 == j) {
-          if (r < kStrips) {  // each arrives for what it wrote
+          if (mine) {  // each arrives for what it wrote
             state.header[at.slot][r] = header;
-            arrive_expect(barrier, r == 0 ? count * kPieceBytes : 0);
+            arrive_expect(barrier, own * kPieceBytes);
           }
-          if (copied > 0) load_bytes(to, source, copied * kPieceBytes, barrier);
+          if (first > 0) load_bytes(w_ring + own_begin * kPieceBytes, source, first * kPieceBytes, barrier);
+          if (own > first)
+            load_bytes(w_ring, source + first * kPieceBytes, (own - first) * kPieceBytes, barrier);
         }
         __syncwarp();
         at.next(p.slots);
@@ -296,7 +299,7 @@ __global__ void __launch_bounds__(StripShape<kStrips, kTokens>::kThreads, 1)
       barrier_init(shared_address(&state.ring.full[i]), kStrips + 1);
       barrier_init(shared_address(&state.ring.empty[i]), 4 * kStrips);
     }
-    state.walk.init(4 * kStrips, 2);
+    state.walk.init(4 * kStrips, 3);
     barrier_init_done();
   }
   __syncthreads();
@@ -309,10 +312,10 @@ __global__ void __launch_bounds__(StripShape<kStrips, kTokens>::kThreads, 1)
     const auto strip = static_cast<u32>(warp) / 4;
     warps.template multiply<T, kActivation>(
         static_cast<int>(strip), {y_buffers + strip * y_bytes, strip + 1, warp % 4, lane, p.buffers});
-  } else {  // three warps of this warpgroup work
+  } else {
     give_registers<Shape::kOtherRegisters>();
     if (warp == 4 * kStrips) warps.load_x(lane);
-    if (warp == 4 * kStrips + 1) warps.load_pieces(lane);
+    if (warp == 4 * kStrips + 1 || warp == 4 * kStrips + 3) warps.load_pieces(lane, warp == 4 * kStrips + 1);
     if (warp == 4 * kStrips + 2) warps.walk(lane);
     if constexpr (kParts) watch_exchange();
   }

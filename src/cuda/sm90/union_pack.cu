@@ -1,6 +1,6 @@
-// Packs a weight for the union kernel: pieces of 64 rows × 32 bytes in the order in which they are walked,
-// with zeros where a unit row stores nothing; f32 is rounded to tf32, to nearest. Whole blocks: each part of
-// a piece reads its source. Fine ones: zeros, then each value goes to its place.
+// Packs a weight for the union kernel: pieces of 64 rows × 32 bytes, strip by strip, column by column, with
+// zeros where a unit row stores nothing; f32 is rounded to tf32, to nearest. Whole blocks: each part of a
+// piece reads its source. Fine ones: zeros, then each value goes to its place.
 #include "cuda/sm90/places.cuh"
 #include "cuda/sm90/union_walk.h"
 #include "cuda/sm90/unions.h"
@@ -101,9 +101,9 @@ cudaError_t scatter_fine(const UnionProblem& p, const ProductIndex& index, const
 
 }  // namespace
 
-cudaError_t pack(const UnionProblem& p, const UnionLayout& layout, int sms, const ProductIndex& index,
-                 const std::int32_t* words, const void* values, void* packed, cudaStream_t stream) {
-  const UnionPlan plan(p, layout, sms);
+cudaError_t pack(const UnionProblem& p, int sms, const ProductIndex& index, const std::int32_t* words,
+                 const void* values, void* packed, cudaStream_t stream) {
+  const UnionPlan plan(p, sms);
   if (plan.pieces == 0) return cudaSuccess;
   const auto n = [](std::int64_t x) { return static_cast<int>(x); };
   if (p.fine()) {
@@ -114,12 +114,12 @@ cudaError_t pack(const UnionProblem& p, const UnionLayout& layout, int sms, cons
                            n((p.in_features() + p.column() - 1) / p.column()),
                            p.column(),
                            n(size_of(p.dtype))};
-    clear(words + plan.count_at + plan.groups, kPieceBytes / 16, packed, stream);
+    clear(words + plan.first_at + plan.strips, kPieceBytes / 16, packed, stream);
     return p.dtype == DType::f32 ? scatter_fine<float>(p, index, values, place, stream)
                                  : scatter_fine<std::uint16_t>(p, index, values, place, stream);
   }
   const PackParams params{words + plan.sources_at,
-                          words + plan.count_at + plan.groups,
+                          words + plan.first_at + plan.strips,
                           values,
                           static_cast<uint4*>(packed),
                           plan.pieces,

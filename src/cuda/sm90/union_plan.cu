@@ -14,20 +14,28 @@ namespace {
 constexpr int kThreads = kPlanThreads;
 constexpr int kUnitStride = 4;  // unit rows of a strip, at most
 
+// Strips in groups of one size, and how they are walked.
+struct GroupParams {
+  int size, count;
+  int boxes, box;  // of a step; columns of one
+  int *sorted, *members, *clocks, *steps_of;
+  u32* by_column;
+  StripGroup* out;
+  int4 *first, *steps;  // first: of each group's strips their first pieces
+};
+
 struct PlanParams {
   const int *offsets, *others, *entries;  // the index, by block row (grad_input: by block column)
   MemberBits units, strips;               // what they store, in columns of 32 bytes
   int columns;
-  int along;               // columns of a stored block
-  int unit, size, groups;  // features of a unit row; strips of a group
-  int boxes, box;          // of a step; columns of one
-  int room;                // for steps of a group
-  int *sorted, *members, *clocks, *steps_of, *pieces_of;
+  int along;  // columns of a stored block
+  int unit;   // features of a unit row
+  int room;   // for steps of a group
+  GroupParams groups[2];
+  int* sorted;
   u32* by_column;
   int* units_of;  // outputs: of each strip its unit rows
-  StripGroup* out;
-  int* first_piece;  // of each group, and behind the last the number of all
-  int4* steps;
+  int* first;     // of each strip its first piece, and behind the last the number of all
   int* sources;
   int *places, *slots;  // of fine blocks; else null
 };
@@ -40,8 +48,8 @@ __device__ inline u32 boxes_of(u32 columns, int box) {
   return columns & 0x11111111;
 }
 
-// One block: strips, groups and their order.
-__global__ void __launch_bounds__(kThreads) group_kernel(const PlanParams p) {
+// One block: strips, what they store and where.
+__global__ void __launch_bounds__(kThreads) strip_kernel(const PlanParams p) {
   const int self = static_cast<int>(threadIdx.x), words = p.units.words;
   group_members<kUnitStride>(p.units, 64 / p.unit, p.strips.count, p.sorted, p.by_column, p.units_of);
   for (int i = self; p.slots != nullptr && i < p.strips.count * kUnitStride; i += kThreads) {
@@ -63,90 +71,113 @@ __global__ void __launch_bounds__(kThreads) group_kernel(const PlanParams p) {
     p.strips.length[s] = length;
   }
   __syncthreads();
-  group_members<kMostGroup>(p.strips, p.size, p.groups, p.sorted, p.by_column, p.members);
-  for (int g = self; g < p.groups; g += kThreads) {
-    const int* strip = p.members + g * kMostGroup;
+  if (self >= 32) return;
+  int pieces = 0;
+  for (int at = 0; at <= p.strips.count; at += 32) {
+    const int s = at + self, own = s < p.strips.count ? p.strips.length[s] : 0;
+    int behind = own;
+    for (int d = 1; d < 32; d *= 2) {
+      const int other = __shfl_up_sync(~0u, behind, d);
+      if (self >= d) behind += other;
+    }
+    if (s <= p.strips.count) p.first[s] = pieces + behind - own;
+    pieces += __shfl_sync(~0u, behind, 31);
+  }
+}
+
+// A block for each group size: groups and their order.
+__global__ void __launch_bounds__(kThreads) group_kernel(const PlanParams p) {
+  const GroupParams& its = p.groups[blockIdx.x];
+  const int self = static_cast<int>(threadIdx.x);
+  group_members<kMostGroup>(p.strips, its.size, its.count, its.sorted, its.by_column, its.members);
+  for (int g = self; g < its.count; g += kThreads) {
+    const int* strip = its.members + g * kMostGroup;
     int boxes = 0, pieces = 0;
-    for (int w = 0; w < words; ++w) {
+    for (int w = 0; w < p.strips.words; ++w) {
       u32 joined = 0;
-      for (int m = 0; m < p.size; ++m) {
+      for (int m = 0; m < its.size; ++m) {
         const u32 own = strip[m] < 0 ? 0 : p.strips.of(strip[m])[w];
         joined |= own;
         pieces += __popc(own);
       }
-      boxes += __popc(boxes_of(joined, p.box));
+      boxes += __popc(boxes_of(joined, its.box));
     }
-    p.steps_of[g] = (boxes + p.boxes - 1) / p.boxes;
-    p.pieces_of[g] = pieces;
-    p.clocks[g] = union_clocks(p.steps_of[g], boxes * p.box, pieces);
+    its.steps_of[g] = (boxes + its.boxes - 1) / its.boxes;
+    its.clocks[g] = union_clocks(its.steps_of[g], boxes * its.box, pieces);
   }
   __syncthreads();
-  for (int g = self; g < p.groups; g += kThreads) {
-    const int clocks = p.clocks[g];
-    int before = 0, pieces = 0;
-    for (int other = 0; other < p.groups; ++other) {
-      const int c = p.clocks[other];
-      if (c < clocks || (c == clocks && other >= g)) continue;
-      ++before;
-      pieces += p.pieces_of[other];
+  for (int g = self; g < its.count; g += kThreads) {
+    const int clocks = its.clocks[g];
+    int before = 0;
+    for (int other = 0; other < its.count; ++other) {
+      const int c = its.clocks[other];
+      before += c > clocks || (c == clocks && other < g) ? 1 : 0;
     }
-    StripGroup group{p.steps_of[g], {-1, -1, -1}, {0, 0, 0}, clocks};  // blocks: by step_kernel
-    for (int m = 0; m < kMostGroup; ++m) group.strip[m] = p.members[g * kMostGroup + m];
-    p.out[before] = group;
-    p.first_piece[before] = pieces;
-    if (before == p.groups - 1) p.first_piece[p.groups] = pieces + p.pieces_of[g];
+    StripGroup group{its.steps_of[g], {-1, -1, -1}, {0, 0, 0}, clocks};  // blocks: by step_kernel
+    for (int m = 0; m < kMostGroup; ++m) group.strip[m] = its.members[g * kMostGroup + m];
+    its.out[before] = group;
   }
 }
 
-// A warp for each group: first which boxes, a lane for each of 32; then masks, a lane for each step.
+// A warp for each group; blockIdx.y is the size's. First which boxes, a lane for each of 32; then masks, a
+// lane for each step.
 __global__ void __launch_bounds__(kThreads) step_kernel(const PlanParams p) {
+  const GroupParams& its = p.groups[blockIdx.y];
   const int g = static_cast<int>(blockIdx.x) * (kThreads / 32) + static_cast<int>(threadIdx.x) / 32;
   const int lane = static_cast<int>(threadIdx.x) % 32;
-  if (g >= p.groups) return;
-  StripGroup& group = p.out[g];
+  if (g >= its.count) return;
+  StripGroup& group = its.out[g];
   const int steps = group.steps;
-  int* to = reinterpret_cast<int*>(p.steps + static_cast<std::int64_t>(g) * p.room);
+  if (lane < kMostGroup)
+    reinterpret_cast<int*>(its.first + g)[lane] = group.strip[lane] < 0 ? 0 : p.first[group.strip[lane]];
+  int* to = reinterpret_cast<int*>(its.steps + static_cast<std::int64_t>(g) * p.room);
+  const auto boxes_at = [&](int step) {
+    return reinterpret_cast<std::uint16_t*>(to + 4 * step + kStepBoxes);
+  };
   // Columns of strip m in a box, its lowest bit first.
   const auto columns_of = [&](int m, int box) {
-    const int strip = group.strip[m], column = box * p.box;
+    const int strip = group.strip[m], column = box * its.box;
     if (strip < 0 || column >= p.columns) return 0u;
-    return p.strips.of(strip)[column / 32] >> column % 32 & ((1u << p.box) - 1);
+    return p.strips.of(strip)[column / 32] >> column % 32 & ((1u << its.box) - 1);
   };
-  for (int s = lane; s < steps; s += 32) to[4 * s + kStepSecond] = -1;
+  for (int s = lane; s < steps; s += 32) boxes_at(s)[1] = kNoBox;
   __syncwarp();
   int rank = 0;
-  for (int first = 0; first * p.box < p.columns; first += 32) {
+  for (int first = 0; first * its.box < p.columns; first += 32) {
     u32 any = 0;
     for (int m = 0; m < kMostGroup; ++m) any |= columns_of(m, first + lane);
     const u32 present = __ballot_sync(~0u, any != 0);
     const int at = rank + __popc(present & ((1u << lane) - 1));
-    if (any != 0) to[4 * (at / p.boxes) + (at % p.boxes == 0 ? kStepFirst : kStepSecond)] = first + lane;
+    if (any != 0) boxes_at(at / its.boxes)[at % its.boxes] = static_cast<std::uint16_t>(first + lane);
     rank += __popc(present);
   }
   __syncwarp();
-  int piece = p.first_piece[g], own_steps[kMostGroup] = {};
+  int before[kMostGroup] = {}, own_steps[kMostGroup] = {};  // pieces; steps with any
   for (int first = 0; first < steps; first += 32) {
     const int s = first + lane;
     u32 mask = 0;
-    if (s < steps) {
-      const int a = __ldcg(to + 4 * s + kStepFirst), b = __ldcg(to + 4 * s + kStepSecond);
+    int had[kMostGroup];  // before this step
+    const u32 boxes = s < steps ? __ldcg(reinterpret_cast<const u32*>(to + 4 * s + kStepBoxes)) : 0;
+    const int a = static_cast<int>(boxes & 0xFFFF), b = static_cast<int>(boxes >> 16);
 #pragma unroll
-      for (int m = 0; m < kMostGroup; ++m) {
-        const u32 its = columns_of(m, a) | (b < 0 ? 0 : columns_of(m, b) << p.box);
-        mask |= its << (4 * m);
-        own_steps[m] += its != 0;
+    for (int m = 0; m < kMostGroup; ++m) {
+      u32 own = 0;
+      if (s < steps) own = columns_of(m, a) | (b == kNoBox ? 0 : columns_of(m, b) << its.box);
+      mask |= own << (4 * m);
+      own_steps[m] += own != 0;
+      int behind = __popc(own);
+      for (int d = 1; d < 32; d *= 2) {
+        const int other = __shfl_up_sync(~0u, behind, d);
+        if (lane >= d) behind += other;
       }
-    }
-    int behind = __popc(mask);  // pieces up to this step
-    for (int d = 1; d < 32; d *= 2) {
-      const int other = __shfl_up_sync(~0u, behind, d);
-      if (lane >= d) behind += other;
+      had[m] = before[m] + behind - __popc(own);
+      before[m] += __shfl_sync(~0u, behind, 31);
     }
     if (s < steps) {
-      to[4 * s + kStepMask] = static_cast<int>(mask);
-      to[4 * s + kStepPiece] = piece + behind - __popc(mask);
+      to[4 * s + kStepMask] = static_cast<int>(mask) | had[2] << 12;
+      to[4 * s + kStepBefore] = had[0];
+      to[4 * s + kStepBefore + 1] = had[1];
     }
-    piece += __shfl_sync(~0u, behind, 31);
   }
 #pragma unroll
   for (int m = 0; m < kMostGroup; ++m) {
@@ -155,22 +186,23 @@ __global__ void __launch_bounds__(kThreads) step_kernel(const PlanParams p) {
   }
 }
 
-// A thread for each unit row of each possible piece of a step; blockIdx.y is the group. A source is a unit
-// row's column of a stored block: (entry · unit rows of a block + which) · columns of a block + which, or
-// -1.
+// Set bits of a row before a column.
+__device__ inline int rank_of(const u32* bits, int column) {
+  int rank = __popc(bits[column / 32] & ((1u << column % 32) - 1));
+  for (int w = 0; w < column / 32; ++w) rank += __popc(bits[w]);
+  return rank;
+}
+
+// A thread for each unit row of each column of a strip; blockIdx.y is the strip. A source is a unit row's
+// column of a stored block: (entry · unit rows of a block + which) · columns of a block + which, or -1.
 __global__ void __launch_bounds__(kThreads) source_kernel(const PlanParams p) {
-  const int per_strip = 64 / p.unit, g = static_cast<int>(blockIdx.y);
-  int i = static_cast<int>(blockIdx.x) * kThreads + static_cast<int>(threadIdx.x);
-  const int u = i % per_strip;
-  i /= per_strip;
-  const int bit = i % (4 * kMostGroup), s = i / (4 * kMostGroup);
-  if (s >= p.out[g].steps) return;
-  const int4 step = p.steps[static_cast<std::int64_t>(g) * p.room + s];
-  const auto mask = static_cast<u32>(step.y);
-  if ((mask >> bit & 1) == 0) return;
-  const int k = bit % 4, box = k < p.box ? step.x : step.w;
-  const int column = box * p.box + k % p.box, strip = p.out[g].strip[bit / 4];
-  const int piece = step.z + __popc(mask & ((1u << bit) - 1));
+  const int per_strip = 64 / p.unit, strip = static_cast<int>(blockIdx.y);
+  const int i = static_cast<int>(blockIdx.x) * kThreads + static_cast<int>(threadIdx.x);
+  const int u = i % per_strip, column = i / per_strip;
+  if (column >= p.columns) return;
+  const u32* own = p.strips.of(strip);
+  if ((own[column / 32] >> column % 32 & 1) == 0) return;
+  const int piece = p.first[strip] + rank_of(own, column);
   if (p.places != nullptr) {
     if (u == 0) p.places[strip * p.columns + column] = piece;
     return;
@@ -178,19 +210,23 @@ __global__ void __launch_bounds__(kThreads) source_kernel(const PlanParams p) {
   const int unit = p.units_of[strip * kUnitStride + u];
   int source = -1;
   if (unit >= 0 && (p.units.of(unit)[column / 32] >> column % 32 & 1)) {
-    int rank = __popc(p.units.of(unit)[column / 32] & ((1u << column % 32) - 1));
-    for (int w = 0; w < column / 32; ++w) rank += __popc(p.units.of(unit)[w]);
     // A stored block has all its columns, so their rank is that of the entry.
-    const int at = p.offsets[unit / p.units.across] + rank / p.along;
+    const int at = p.offsets[unit / p.units.across] + rank_of(p.units.of(unit), column) / p.along;
     const int entry = p.entries == nullptr ? at : p.entries[at];
     source = (entry * p.units.across + unit % p.units.across) * p.along + column % p.along;
   }
   p.sources[static_cast<std::int64_t>(piece) * per_strip + u] = source;
 }
 
-// A thread block for each list.
-__global__ void __launch_bounds__(kListThreads)
-    list_kernel(const StripLists lists, const StripGroup* groups, int2* items) {
+struct ListParams {
+  StripLists lists;
+  const StripGroup* groups;
+  int2* items;
+};
+
+// A thread block for each list; blockIdx.y is the size's.
+__global__ void __launch_bounds__(kListThreads) list_kernel(const ListParams two, const ListParams three) {
+  const auto& [lists, groups, items] = blockIdx.y == 0 ? two : three;
   const int level = static_cast<int>(blockIdx.x);
   if (level >= lists.levels()) return;
   int2* const its = items + lists.begin(level);
@@ -205,12 +241,12 @@ __global__ void __launch_bounds__(kListThreads)
 
 }  // namespace
 
-cudaError_t prepare(const UnionProblem& p, const UnionLayout& layout, int sms, const ProductIndex& index,
+cudaError_t prepare(const UnionProblem& p, const UnionLayouts& layouts, int sms, const ProductIndex& index,
                     std::int32_t* words, cudaStream_t stream) {
   const auto n = [](std::int64_t x) { return static_cast<int>(x); };
   const auto up = [](std::int64_t a, std::int64_t b) { return (a + b - 1) / b; };
-  const UnionPlan plan(p, layout, sms);
-  if (plan.groups == 0) return cudaSuccess;
+  const UnionPlan plan(p, sms);
+  if (plan.strips == 0) return cudaSuccess;
   PlanParams params{};
   params.offsets = index.offsets;
   params.others = index.others;
@@ -218,10 +254,6 @@ cudaError_t prepare(const UnionProblem& p, const UnionLayout& layout, int sms, c
   params.columns = n(up(p.in_features(), p.column()));
   params.along = n(p.block_in() / p.column());
   params.unit = p.unit();
-  params.size = layout.strips;
-  params.groups = plan.groups;
-  params.box = layout.width / p.column();
-  params.boxes = 4 / params.box;
   params.room = plan.columns;
   std::int32_t* at = words + plan.scratch_at;
   const auto take = [&](std::int64_t count) { return std::exchange(at, at + count); };
@@ -239,30 +271,42 @@ cudaError_t prepare(const UnionProblem& p, const UnionLayout& layout, int sms, c
   params.strips = members(plan.strips, 1, plan.strips);
   params.sorted = take(p.units());
   params.by_column = reinterpret_cast<u32*>(take(p.units() * params.units.words));
-  params.members = take(std::int64_t{kMostGroup} * plan.groups);
-  params.clocks = take(plan.groups);
-  params.steps_of = take(plan.groups);
-  params.pieces_of = take(plan.groups);
+  ListParams lists[2];
+  for (std::size_t i = 0; i < 2; ++i) {
+    const UnionPlan::Groups& of = plan.groups[i];
+    GroupParams& its = params.groups[i];
+    its.size = of.size;
+    its.count = of.count;
+    its.box = layouts[i].width / p.column();
+    its.boxes = 4 / its.box;
+    its.sorted = take(plan.strips);
+    its.by_column = reinterpret_cast<u32*>(take(std::int64_t{plan.strips} * params.strips.words));
+    its.members = take(std::int64_t{kMostGroup} * of.count);
+    its.clocks = take(of.count);
+    its.steps_of = take(of.count);
+    its.out = reinterpret_cast<StripGroup*>(words + of.groups_at);
+    its.first = reinterpret_cast<int4*>(words + of.first_at);
+    its.steps = reinterpret_cast<int4*>(words + of.steps_at);
+    lists[i] = {plan.lists(of), its.out, reinterpret_cast<int2*>(words + of.items_at)};
+  }
   params.units_of = words + plan.units_at;
-  params.out = reinterpret_cast<StripGroup*>(words + plan.groups_at);
-  params.first_piece = words + plan.count_at;
-  params.steps = reinterpret_cast<int4*>(words + plan.steps_at);
+  params.first = words + plan.first_at;
   params.sources = words + plan.sources_at;
   params.places = p.fine() ? words + plan.places_at : nullptr;
   params.slots = p.fine() ? words + plan.slots_at : nullptr;
-  const auto warps = [](int count) {
-    return static_cast<unsigned>((count + kThreads / 32 - 1) / (kThreads / 32));
+  const auto blocks = [](int warps) {
+    return static_cast<unsigned>((warps + kThreads / 32 - 1) / (kThreads / 32));
   };
   const MarkedIndex index_shape{index.offsets,    index.others,    n(up(p.out_features(), p.block_out())),
                                 n(p.block_out()), n(p.block_in()), n(p.marked()),
                                 p.column(),       params.columns};
-  mark_kernel<<<warps(params.units.rows), kThreads, 0, stream>>>(index_shape, params.units);
-  group_kernel<<<1, kThreads, 0, stream>>>(params);
-  step_kernel<<<warps(params.groups), kThreads, 0, stream>>>(params);
-  list_kernel<<<StripLists::kMostLevels, kListThreads, 0, stream>>>(
-      plan.lists(), params.out, reinterpret_cast<int2*>(words + plan.items_at));
-  const int threads = plan.columns * 4 * kMostGroup * (64 / params.unit);
-  source_kernel<<<dim3(n(up(threads, kThreads)), plan.groups), kThreads, 0, stream>>>(params);
+  mark_kernel<<<blocks(params.units.rows), kThreads, 0, stream>>>(index_shape, params.units);
+  strip_kernel<<<1, kThreads, 0, stream>>>(params);
+  group_kernel<<<2, kThreads, 0, stream>>>(params);
+  step_kernel<<<dim3(blocks(params.groups[0].count), 2), kThreads, 0, stream>>>(params);
+  list_kernel<<<dim3(StripLists::kMostLevels, 2), kListThreads, 0, stream>>>(lists[0], lists[1]);
+  const std::int64_t threads = std::int64_t{params.columns} * (64 / params.unit);
+  source_kernel<<<dim3(n(up(threads, kThreads)), plan.strips), kThreads, 0, stream>>>(params);
   return cudaGetLastError();
 }
 

@@ -7,13 +7,16 @@
 namespace rarefy::sm90 {
 
 // Words of a step: four columns of 32 bytes of X (16 features; 8 of f32) as one box or as two, which pieces
-// of W it has, where they begin.
+// of W it has, and how many each strip had before: a strip's pieces follow one another, whatever group it is
+// in.
 enum StepWord {
-  kStepFirst,   // the first box, counted in boxes
-  kStepMask,    // bit 4s + k: strip s of the group has the piece of the step's column k
-  kStepPiece,   // the first of its pieces; the others follow by rising bit
-  kStepSecond,  // the second box, or -1
+  kStepBoxes,   // the first box, counted in boxes; from bit 16 on the second, or kNoBox
+  kStepMask,    // bit 4s + k: strip s of the group has the piece of the step's column k; from bit 12 on what
+                // strip 2 had
+  kStepBefore,  // what strip 0 had; the next word: strip 1
 };
+inline constexpr int kStepPieces = 0xFFF;  // of kStepMask
+inline constexpr int kNoBox = 0xFFFF;
 
 // A piece: 64 rows × 32 bytes as the tensor cores read them without a swizzle. Rows of 16 bytes; eight of
 // them are a core matrix of 128 bytes; two of these, side by side, are eight rows.

@@ -10,34 +10,36 @@
 namespace rarefy::sm90 {
 namespace {
 
-// Rates of one SM, fitted to measurements (docs/design/hopper.md).
-constexpr double kClock = 1750;          // per microsecond
-constexpr double kBytesPerClock = 43;    // from L2 into shared memory, all SMs at once
-constexpr double kMultiply = 0.84;       // of the tensor cores' peak that a warpgroup's products reach
-constexpr double kLoadClocks = 500;      // of a step: a loading warp's instructions
-constexpr double kSecondBox = 100;       // more of them
-constexpr double kWaitClocks = 65;       // of a step, for each that is missing to four in flight
-constexpr double kTileClocks = 900;      // writing a tile's sums
-constexpr double kOneBuffer = 300;       // more, with one buffer for results
-constexpr double kLaunchClocks = 20000;  // launch, first loads from device memory, last stores
+// Rates of one SM, fitted to 900 measurements in a chain (docs/design/hopper/unions.md): on average 7 % off,
+// and what is chosen by them takes 1 % longer than the best.
+constexpr double kClock = 1750;           // per microsecond
+constexpr double kBytesPerClock = 40;     // from L2 into shared memory, all SMs at once
+constexpr double kBytesAlone = 45;        // … and few
+constexpr double kMultiply = 0.92;        // of the tensor cores' peak that a warpgroup's products reach
+constexpr double kTogether = 7;           // products and copies alike take a tenth more than one of them
+constexpr double kThreeStrips = 1.03;     // copies for three strips
+constexpr double kWaitClocks = 50;        // of a step, for each that is missing to four in flight
+constexpr double kTileClocks = 1650;      // writing the sums of 256 tokens
+constexpr double kCut = 1.06;             // a last round of strips alone
+constexpr double kExchangeClocks = 3000;  // adding the sums of parts …
+constexpr double kExchangeToken = 8;      // … and for each token and strip
+constexpr double kLaunchClocks = 11400;   // launch, first loads, last stores
 
 constexpr std::int64_t kMostFeatures = (1 << 20) - 64;  // unit rows and overlaps are 16-bit in the plan
 constexpr std::int64_t kPieceBytes = 64 * 32;
 constexpr int kStateBytes = 2048;  // UnionState, and what the system takes
 
-// Clocks of a tile by shares of pieces and boxes (of all).
-double tile_clocks(const UnionConfig& c, bool two_boxes, double columns, double pieces, double boxes,
-                   double bytes_per_clock) {
-  const double steps = columns * boxes, blocks = columns * pieces * c.strips, tokens = c.tokens / 256.0;
-  const double multiply = blocks * 512 * tokens / kMultiply;
-  const double share = c.strips == 3 ? 1.08 : 1.0;
-  const double copy = share * (steps * c.tokens * 128 + blocks * 8192) / bytes_per_clock;
+// Clocks of a tile with so many steps and 64 × 64 weights, pieces that are not there left out.
+double tile_clocks(const UnionConfig& c, double steps, double weights, double bytes_per_clock) {
+  const double tokens = c.tokens / 256.0;
+  const double multiply = weights * 512 * tokens / kMultiply;
   // Steps in flight, by their pieces with a little to spare.
-  const double room = blocks > 0 ? c.pieces / (1.15 * 4 * blocks / steps) : c.slots;
+  const double room = weights > 0 ? c.pieces / (1.15 * 4 * weights / steps) : c.slots;
   const double wait = kWaitClocks * std::max(0.0, 4 - std::min(room, 1.0 * c.slots));
-  const double load = steps * (kLoadClocks + (two_boxes ? kSecondBox : 0));
-  return std::max({multiply, copy + steps * (50 + wait), load}) + kTileClocks * tokens +
-         (c.buffers == 1 ? kOneBuffer * tokens : 0);
+  const double bytes = steps * c.tokens * 128 + weights * 8192;
+  const double copy = (c.strips == 3 ? kThreeStrips : 1) * bytes / bytes_per_clock + steps * wait;
+  return std::pow(std::pow(multiply, kTogether) + std::pow(copy, kTogether), 1 / kTogether) +
+         kTileClocks * tokens;
 }
 
 // Room for pieces in the shared memory that the others leave.
@@ -68,10 +70,8 @@ std::string UnionConfig::text() const {
          " split=" + std::to_string(split);
 }
 
-UnionPlan::UnionPlan(const UnionProblem& p, const UnionLayout& l, int thread_blocks)
-    : layout(l),
-      groups(static_cast<int>(p.groups(l))),
-      strips(static_cast<int>(p.strips())),
+UnionPlan::UnionPlan(const UnionProblem& p, int thread_blocks)
+    : strips(static_cast<int>(p.strips())),
       sms(std::min(thread_blocks, kMostClusters)),
       columns(static_cast<int>(ceil_div(p.in_features(), p.step()))) {
   const auto take = [&](std::int64_t count) {
@@ -83,18 +83,24 @@ UnionPlan::UnionPlan(const UnionProblem& p, const UnionLayout& l, int thread_blo
   // No more than all, and than if no two blocks met in one.
   pieces = std::min(p.strips() * all_columns,
                     p.blocks * touched(p.block_out(), p.unit()) * touched(p.block_in(), p.column()));
-  groups_at = take(std::int64_t{8} * groups);
   units_at = take(std::int64_t{4} * strips);
-  steps_at = take(std::int64_t{4} * groups * columns);
+  first_at = take(std::int64_t{strips} + 1);
+  for (const int size : {2, 3}) {
+    Groups& its =
+        groups[static_cast<std::size_t>(size - 2)] = {size, static_cast<int>(ceil_div(strips, size))};
+    its.groups_at = take(std::int64_t{8} * its.count);
+    its.first_at = take(std::int64_t{4} * its.count);
+    its.steps_at = take(std::int64_t{4} * its.count * columns);
+    its.items_at = take(2 * std::int64_t{lists(its).begin(lists(its).levels())});
+  }
   sources_at = take(p.fine() ? 0 : pieces * (64 / p.unit()));
   places_at = take(p.fine() ? p.strips() * all_columns : 0);
   slots_at = take(p.fine() ? p.units() : 0);
-  count_at = take(std::int64_t{groups} + 1);
-  items_at = take(2 * std::int64_t{lists().begin(lists().levels())});
-  // Columns of block rows and of strips as bits, how many, and those of each unit row; unit rows by falling
-  // length; of each group strips, clocks, steps and pieces.
+  // Columns of block rows and of strips as bits, and how many; members by falling length and their columns,
+  // of unit rows and for either group size of strips; of each group strips, clocks and steps.
   const std::int64_t rows = ceil_div(p.out_features(), p.marked()) + strips, bits = ceil_div(all_columns, 32);
-  scratch_at = take(rows * (bits + 1) + p.units() * (bits + 1) + std::int64_t{kMostGroup + 3} * groups);
+  scratch_at = take((rows + p.units() + 2 * strips) * (bits + 1) +
+                    std::int64_t{kMostGroup + 2} * (groups[0].count + groups[1].count));
 }
 
 std::int64_t UnionPlan::packed_bytes() const { return pieces * kPieceBytes; }
@@ -123,7 +129,8 @@ std::string unsupported(const UnionProblem& p) {
 std::vector<UnionCandidate> union_candidates(const UnionProblem& p, const UnionLayout& layout,
                                              const Machine& machine) {
   const auto columns = static_cast<double>(ceil_div(p.in_features(), p.step()));
-  const double pieces = p.piece_share(), boxes = p.box_share(layout);
+  const double pieces = p.piece_share(), boxes = p.box_share(layout),
+               alone = p.box_share({1, layout.width});  // of one strip
   std::vector<UnionCandidate> list;
   struct Shape {
     int tokens, buffers;
@@ -140,46 +147,57 @@ std::vector<UnionCandidate> union_candidates(const UnionProblem& p, const UnionL
     }
     c.pieces = piece_room(c, machine);
 
-    const std::int64_t token_tiles = ceil_div(p.tokens, c.tokens);
-    const std::int64_t tiles = p.groups(layout) * token_tiles;
-    const double sms = machine.sms, rounds = std::max(static_cast<double>(tiles) / sms, 1.0);
-    const auto part_clocks = [&](int parts) {
-      // Few thread blocks have L2 to themselves, up to what one SM takes.
-      const double bandwidth =
-          std::min(64.0, kBytesPerClock * std::max(1.0, sms / static_cast<double>(tiles * parts)));
-      return tile_clocks(c, c.width < p.step(), columns / parts, pieces, boxes, bandwidth);
+    const std::int64_t tiles = p.groups(layout) * ceil_div(p.tokens, c.tokens);
+    const std::int64_t sms = machine.sms, rounds = tiles / sms, rest = tiles % sms;
+    const auto tile = [&](double steps, double weights, std::int64_t thread_blocks) {
+      const double left = static_cast<double>(sms) / static_cast<double>(thread_blocks);
+      return tile_clocks(c, steps, weights, std::min(kBytesAlone, kBytesPerClock * std::max(1.0, left)));
     };
-    c.split = best_parts(tiles, p.tokens, c.strips, machine.sms, part_clocks);
+    const auto clocks = [&](int parts) {
+      const double its = tile(columns * boxes / parts, columns * pieces * strips / parts, tiles * parts);
+      if (parts > 1)
+        return its + kExchangeClocks +
+               kExchangeToken * strips * static_cast<double>(std::min<std::int64_t>(c.tokens, p.tokens));
+      // The last tiles are cut into strips if these are no more than a round.
+      const double last = rest == 0 ? 0
+                          : rest * layout.strips <= sms
+                              ? kCut * tile(columns * alone, columns * pieces, rest * layout.strips)
+                              : its;
+      return static_cast<double>(rounds) * its + last;
+    };
+    c.split = best_parts(tiles, machine.sms, clocks);
     while (!parts_fit(c.split, c.tokens, c.strips, c.ring_bytes())) --c.split;
-    const double clocks = part_clocks(c.split) + (c.split > 1 ? exchange_clocks(p.tokens, c.strips) : 0);
-    candidate.microseconds = (rounds * clocks + kLaunchClocks) / kClock;
+    candidate.microseconds = (clocks(c.split) + kLaunchClocks) / kClock;
   }
   return list;
 }
 
-std::vector<UnionLayout> union_layouts(const UnionProblem& p) {
+std::vector<UnionLayouts> all_union_layouts(const UnionProblem& p) {
   const int step = p.step();
-  return {{2, step}, {2, step / 2}, {3, step}, {3, step / 2}};
+  return {{{{2, step}, {3, step}}}, {{{2, step / 2}, {3, step / 2}}}};
 }
 
-// As measured: three strips, unless two leave out half of X or are all of a block row; narrow boxes where
-// they save some.
-UnionLayout layout_of(const UnionProblem& p) {
-  UnionLayout layout{3, p.step() / 2};
-  if (p.block_in() % p.step() == 0 || p.box_share(layout) > 0.9 * p.box_share({3, p.step()}))
-    layout.width = p.step();
-  if (p.box_share({2, layout.width}) < 0.5 || p.block_out() % 128 == 0) layout.strips = 2;
-  return layout;
+// As measured: narrow boxes where they save some.
+UnionLayouts layouts_of(const UnionProblem& p) {
+  UnionLayouts layouts;
+  for (const int strips : {2, 3}) {
+    const UnionLayout wide{strips, p.step()}, narrow{strips, p.step() / 2};
+    const bool saves = p.block_in() % p.step() != 0 && p.box_share(narrow) <= 0.9 * p.box_share(wide);
+    layouts[static_cast<std::size_t>(strips - 2)] = saves ? narrow : wide;
+  }
+  return layouts;
 }
 
 namespace {
 UnionCandidate best_of(const UnionProblem& problem, const Machine& machine) {
-  const std::vector<UnionCandidate> list = union_candidates(problem, layout_of(problem), machine);
-  const UnionCandidate* best = &list.front();
-  for (const UnionCandidate& candidate : list) {
-    if (candidate.reason.empty() && candidate.microseconds < best->microseconds) best = &candidate;
+  UnionCandidate best;
+  for (const UnionLayout& layout : layouts_of(problem)) {
+    for (UnionCandidate& candidate : union_candidates(problem, layout, machine)) {
+      if (!candidate.reason.empty()) continue;
+      if (best.microseconds == 0 || candidate.microseconds < best.microseconds) best = std::move(candidate);
+    }
   }
-  return *best;
+  return best;
 }
 }  // namespace
 

@@ -35,11 +35,15 @@ cudaError_t launch(const UnionProblem& p, const UnionConfig& config, int sms, co
   status = make_tensor_map(&params.y, p.dtype, operands.y, y);
   if (status != cudaSuccess) return status;
 
-  const UnionPlan plan(p, config.layout(), sms);
-  params.walk = {TileLists(plan.lists(), operands.plan + plan.items_at,
+  const UnionPlan plan(p, sms);
+  const UnionPlan::Groups& groups = plan.of(config.strips);
+  params.walk = {TileLists(plan.lists(groups), operands.plan + groups.items_at,
                            n((p.tokens + config.tokens - 1) / config.tokens)),
-                 reinterpret_cast<const int4*>(operands.plan + plan.groups_at), operands.plan + plan.steps_at,
-                 plan.columns, config.split};
+                 reinterpret_cast<const int4*>(operands.plan + groups.groups_at),
+                 operands.plan + groups.steps_at,
+                 plan.columns,
+                 config.split,
+                 reinterpret_cast<const int4*>(operands.plan + groups.first_at)};
   params.w = static_cast<const unsigned char*>(operands.packed);
   params.units = reinterpret_cast<const int4*>(operands.plan + plan.units_at);
   params.bias = operands.bias;
@@ -70,7 +74,8 @@ cudaError_t launch(const UnionProblem& p, const UnionConfig& config, int sms, co
   const auto run = p.dtype == DType::bf16  ? launch_union_bf16
                    : p.dtype == DType::f16 ? launch_union_f16
                                            : launch_union_tf32;
-  const int blocks = config.split > 1 ? plan.groups * params.walk.lists.token_tiles * config.split : plan.sms;
+  const int blocks =
+      config.split > 1 ? groups.count * params.walk.lists.token_tiles * config.split : plan.sms;
   return run(p.activation, config, blocks, params, stream);
 }
 

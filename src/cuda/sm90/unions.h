@@ -1,13 +1,15 @@
 // The union kernel, host side: linear and grad_input for blocks of any shape but those whose sides are both
 // multiples of 64, and for these in f32, as tf32. A *unit row* is 16, 32 or 64 features of Y; 64 / unit of
 // them are a strip, which stores the union of their columns, packed with zeros; two or three strips are a
-// group. A unit row lies in one block row, or, of blocks that are no multiple of 16 high, meets several and
+// group: three share more of X, two are more tiles where tokens are few, and what is prepared has both. A
+// unit row lies in one block row, or, of blocks that are no multiple of 16 high, meets several and
 // stores what any of them does. Which unit rows go together and what they store follows from the pattern
 // alone and is made on the device (union_plan.cu); the values are packed when they change (union_pack.cu).
 #pragma once
 
 #include <cuda_runtime_api.h>
 
+#include <array>
 #include <cstdint>
 #include <string>
 #include <vector>
@@ -17,7 +19,7 @@
 
 namespace rarefy::sm90 {
 
-// What a prepared buffer is made for; of the weight alone, so that it serves any tokens.
+// How strips are walked; of the weight alone, so that what is prepared serves any tokens.
 struct UnionLayout {
   int strips = 2;  // of a group: two or three
   int width = 64;  // features of a box of X: a step's, or half of them
@@ -62,33 +64,39 @@ struct UnionCandidate {
 };
 
 std::string unsupported(const UnionProblem& problem);
-std::vector<UnionLayout> union_layouts(const UnionProblem& problem);  // all that there are
+using UnionLayouts = std::array<UnionLayout, 2>;  // of two strips, of three
+UnionLayouts layouts_of(const UnionProblem& problem);
+std::vector<UnionLayouts> all_union_layouts(const UnionProblem& problem);
 std::vector<UnionCandidate> union_candidates(const UnionProblem& problem, const UnionLayout& layout,
                                              const Machine& machine);
-UnionLayout layout_of(const UnionProblem& problem);
 UnionConfig configure(const UnionProblem& problem, const Machine& machine);
 double predicted_microseconds(const UnionProblem& problem, const Machine& machine);  // of that
 
 // Where things are in a prepared buffer, in words.
 struct UnionPlan {
-  UnionLayout layout;
-  int groups, strips, sms, columns;  // columns: room for steps of a group
-  std::int64_t pieces;               // at most
+  struct Groups {  // of so many strips each
+    int size, count;
+    std::int64_t groups_at = 0, first_at = 0, steps_at = 0, items_at = 0;
+  };
+  int strips, sms, columns;  // columns: room for steps of a group
+  std::int64_t pieces;       // at most
+  std::array<Groups, 2> groups;
   // Of fine blocks: the piece of each strip's column, and where each unit row is among `units_at`'s.
   std::int64_t places_at = 0, slots_at = 0;
-  std::int64_t groups_at = 0, units_at = 0, steps_at = 0, sources_at = 0, count_at = 0, items_at = 0;
-  std::int64_t scratch_at = 0, words = 0;
-  UnionPlan(const UnionProblem& problem, const UnionLayout& layout, int thread_blocks);
-  StripLists lists() const { return {groups, layout.strips, sms}; }
+  std::int64_t first_at = 0;  // of each strip its first piece, and behind the last the number of all
+  std::int64_t units_at = 0, sources_at = 0, scratch_at = 0, words = 0;
+  UnionPlan(const UnionProblem& problem, int thread_blocks);
+  const Groups& of(int size) const { return groups[size == 2 ? 0 : 1]; }
+  StripLists lists(const Groups& its) const { return {its.count, its.size, sms}; }
   std::int64_t packed_bytes() const;
 };
 
-cudaError_t prepare(const UnionProblem& problem, const UnionLayout& layout, int sms,
+cudaError_t prepare(const UnionProblem& problem, const UnionLayouts& layouts, int sms,
                     const ProductIndex& index, std::int32_t* words, cudaStream_t stream);
 // Fills `packed` (UnionPlan::packed_bytes) from canonical values and what prepare made; the index is read of
 // fine blocks.
-cudaError_t pack(const UnionProblem& problem, const UnionLayout& layout, int sms, const ProductIndex& index,
-                 const std::int32_t* words, const void* values, void* packed, cudaStream_t stream);
+cudaError_t pack(const UnionProblem& problem, int sms, const ProductIndex& index, const std::int32_t* words,
+                 const void* values, void* packed, cudaStream_t stream);
 
 struct UnionOperands {
   const void* x = nullptr;
@@ -100,7 +108,7 @@ struct UnionOperands {
   const void* packed = nullptr;
 };
 
-// Queues one kernel; waits for nothing and allocates nothing.
+// Queues one kernel; waits for nothing and allocates nothing. The config's layout is one of those prepared.
 cudaError_t launch(const UnionProblem& problem, const UnionConfig& config, int sms,
                    const UnionOperands& operands, cudaStream_t stream);
 

@@ -17,6 +17,7 @@ struct WalkParams {
   const int* steps;    // four words each
   int columns;         // room for steps of a group
   int split = 1;  // more than 1: a cluster's thread blocks have a part of a tile's steps each, and one tile
+  const int4* first = nullptr;  // of each group: what its strips' steps count from
 };
 
 struct WalkState {
@@ -25,8 +26,9 @@ struct WalkState {
     int token, strip[kMostGroup];
   } tile[kTiles];
   struct Batch {
-    int x_row;      // -1: there are no more
-    int words[32];  // lane 4j + r: word r of step j, -1 where the tile has nothing
+    int x_row;              // -1: there are no more
+    int first[kMostGroup];  // of the tile's strips
+    int words[32];          // lane 4j + r: word r of step j, -1 where the tile has nothing
   } batch[kBatches];
   // Barriers, in pairs: it is there, nobody reads it any more.
   alignas(8) u64 tile_full[kTiles], tile_empty[kTiles];
@@ -59,10 +61,12 @@ struct WalkState {
     return t;
   }
 
-  // This lane's word of the next eight steps, and the row of X, negative when there are no more.
-  __device__ int read_batch(Turn& turn, int lane, int* x_row) {
+  // This lane's word of the next eight steps, and the row of X, negative when there are no more; `first`:
+  // where strip lane % 4 begins.
+  __device__ int read_batch(Turn& turn, int lane, int* x_row, int* first = nullptr) {
     wait(shared_address(&batch_full[turn.slot]), turn.parity);
     const int word = batch[turn.slot].words[lane];
+    if (first != nullptr) *first = batch[turn.slot].first[min(lane % 4, kMostGroup - 1)];
     *x_row = __reduce_max_sync(~0u, batch[turn.slot].x_row);  // uniform, as above
     arrive(shared_address(&batch_empty[turn.slot]));  // each lane for what it read: racecheck follows that
     turn.next(kBatches);
@@ -86,9 +90,10 @@ __device__ void walk(const WalkParams& p, WalkState& state, int tokens, int lane
     }
     tiles.next(kTiles);
   };
-  const auto put_batch = [&](int x_row, int word) {
+  const auto put_batch = [&](int x_row, int first, int word) {
     wait(shared_address(&state.batch_empty[batches.slot]), batches.parity);
     state.batch[batches.slot].words[lane] = word;
+    if (lane < kMostGroup) state.batch[batches.slot].first[lane] = first;
     if (lane == 0) state.batch[batches.slot].x_row = x_row;
     arrive(shared_address(&state.batch_full[batches.slot]));  // each lane for what it wrote
     batches.next(kBatches);
@@ -103,7 +108,9 @@ __device__ void walk(const WalkParams& p, WalkState& state, int tokens, int lane
     const int4 a = __ldg(p.groups + 2 * t.group), b = __ldg(p.groups + 2 * t.group + 1);  // StripGroup
     int step = a.x * part / parts;
     const int end = a.x * (part + 1) / parts;
-    int word = read_steps(t, step);
+    int word = read_steps(t, step), first = 0;
+    if (p.first != nullptr && lane < kMostGroup)
+      first = __ldg(reinterpret_cast<const int*>(p.first + t.group) + lane);
     WalkState::Tile tile{end - step, token_tile * tokens, {a.y, a.z, a.w}};
     if (t.part >= 0) {  // one strip alone
       tile.steps = t.part == 0 ? b.x : t.part == 1 ? b.y : b.z;
@@ -118,7 +125,7 @@ __device__ void walk(const WalkParams& p, WalkState& state, int tokens, int lane
     for (; step < end; step += 8) {
       const int this_word = keep(t.part, lane % 4, step + lane / 4 < end ? word : -1);
       if (step + 8 < end) word = read_steps(t, step + 8);
-      put_batch(tile.token, this_word);
+      put_batch(tile.token, first, this_word);
     }
   };
   if constexpr (kParts) {
@@ -134,7 +141,7 @@ __device__ void walk(const WalkParams& p, WalkState& state, int tokens, int lane
     }
   }
   put_tile({-1, 0, {}});
-  put_batch(-1, -1);
+  put_batch(-1, 0, -1);
 }
 
 }  // namespace rarefy::sm90
