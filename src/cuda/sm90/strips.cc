@@ -132,9 +132,8 @@ std::vector<StripCandidate> strip_candidates(const StripProblem& p, const Machin
           c, blocks / n, blocks / n,
           std::max(large ? kLargeSteps : kBytesPerClock, bandwidth(static_cast<double>(tiles)) / n));
     if (cluster == 1) {
-      const double whole_tile = tile;
-      const auto clocks = [&](int parts) {
-        return parts == 1 ? whole_tile : part_clocks(parts) + exchange_clocks(p.tokens, n);
+      const auto clocks = [&, size = n, whole_tile = tile](int parts) {
+        return parts == 1 ? whole_tile : part_clocks(parts) + exchange_clocks(p.tokens, size);
       };
       c.split = best_parts(tiles, machine.sms, clocks);
       while (!parts_fit(c.split, c.tokens, n, c.ring_bytes())) --c.split;

@@ -51,8 +51,8 @@ double packed_microseconds(const Problem& p, const Machine& machine) {
   return predicted_microseconds(tall, configure(tall, machine.sms, machine.shared_bytes), machine.sms);
 }
 
-// Its times are 5 % too long where little is left out. Blocks that fill whole pieces of unions are packed in a
-// third of the time there.
+// Its times are 5 % too long where little is left out. Blocks that fill whole pieces of unions are packed in
+// a third of the time there.
 double union_microseconds(const Problem& p, const Machine& machine) {
   auto unions = product<UnionProblem>(p);
   unions.tokens = kManyTokens;

@@ -20,7 +20,8 @@ constexpr double kTogether = 7;           // products and copies alike take a te
 constexpr double kThreeStrips = 1.03;     // copies for three strips
 constexpr double kWaitClocks = 50;        // of a step, for each that is missing to four in flight
 constexpr double kTileClocks = 1650;      // writing the sums of 256 tokens
-constexpr double kCut = 1.06;             // a last round of strips alone
+constexpr double kCut = 1.06;             // a last round of strips alone …
+constexpr double kCutAtOnce = 1.2;        // … or the only one
 constexpr double kExchangeClocks = 3000;  // adding the sums of parts …
 constexpr double kExchangeToken = 8;      // … and for each token and strip
 constexpr double kLaunchClocks = 11400;   // launch, first loads, last stores
@@ -161,7 +162,8 @@ std::vector<UnionCandidate> union_candidates(const UnionProblem& p, const UnionL
       // The last tiles are cut into strips if these are no more than a round.
       const double last = rest == 0 ? 0
                           : rest * layout.strips <= sms
-                              ? kCut * tile(columns * alone, columns * pieces, rest * layout.strips)
+                              ? (rounds > 0 ? kCut : kCutAtOnce) *
+                                    tile(columns * alone, columns * pieces, rest * layout.strips)
                               : its;
       return static_cast<double>(rounds) * its + last;
     };
