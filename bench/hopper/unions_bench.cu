@@ -67,15 +67,6 @@ void run(const Setup<T>& s, const Prepared& prepared, const UnionProblem& proble
                stream));
 }
 
-std::vector<UnionCandidate> candidates(const UnionProblem& problem, const UnionLayouts& layouts) {
-  std::vector<UnionCandidate> all;
-  for (const UnionLayout& layout : layouts) {
-    const std::vector<UnionCandidate> its = union_candidates(problem, layout, kMachine);
-    all.insert(all.end(), its.begin(), its.end());
-  }
-  return all;
-}
-
 // Every layout and configuration of one case; false if one is wrong.
 template <class T>
 bool check(const Case& c, bool integers, unsigned seed) {
@@ -89,7 +80,7 @@ bool check(const Case& c, bool integers, unsigned seed) {
   bool good = true;
   for (const UnionLayouts& layouts : all_union_layouts(problem)) {
     const Prepared prepared(problem, layouts, s.pattern, s.values.data());
-    for (const UnionCandidate& candidate : candidates(problem, layouts)) {
+    for (const UnionCandidate& candidate : union_candidates(problem, layouts, kMachine)) {
       if (!candidate.reason.empty() || !chosen_by_env(candidate.config.text())) continue;
       good &= expected.compare(s, candidate.config.text(),
                                [&] { run(s, prepared, problem, candidate.config, nullptr); });
@@ -232,7 +223,7 @@ void time_unions(Report& report, Dense& dense, bool every_config) {
             time_graph([&](cudaStream_t stream) { prepared.fill_packed(problem, s.values.data(), stream); },
                        5)
                 .median;
-        for (const UnionCandidate& candidate : candidates(problem, layouts)) {
+        for (const UnionCandidate& candidate : union_candidates(problem, layouts, kMachine)) {
           const bool is_chosen = candidate.config.text() == chosen;
           if (!candidate.reason.empty() || !chosen_by_env(candidate.config.text()) || !(is_chosen || every))
             continue;

@@ -265,12 +265,10 @@ TEST(UnionConfig, FitsSharedMemory) {
         const auto blocks = static_cast<std::int64_t>(4096 / b * 4096 / b * density);
         const UnionProblem p = union_problem(false, tokens, 4096, 4096, b, b, blocks);
         for (const UnionLayouts& layouts : all_union_layouts(p)) {
-          for (const UnionLayout& layout : layouts) {
-            for (const UnionCandidate& c : union_candidates(p, layout, kMachine)) {
-              EXPECT_LE(c.config.shared_bytes() + 2048, kMachine.shared_bytes) << c.config.text();
-              EXPECT_GE(c.config.pieces, 4 * c.config.strips) << c.config.text();
-              EXPECT_GE(c.config.slots, 2) << c.config.text();
-            }
+          for (const UnionCandidate& c : union_candidates(p, layouts, kMachine)) {
+            EXPECT_LE(c.config.shared_bytes() + 2048, kMachine.shared_bytes) << c.config.text();
+            EXPECT_GE(c.config.pieces, 4 * c.config.strips) << c.config.text();
+            EXPECT_GE(c.config.slots, 2) << c.config.text();
           }
         }
       }
@@ -321,7 +319,8 @@ TEST(Sm90Rows, ForcedConfigurationsAreChecked) {
   const char *kRows = "rows of the config must be 64, or 128 where a block has a multiple of 128; got ",
              *kDecode = "the config must be one that the blocks and tokens allow; got ";
   for (const auto& [tokens, rows, cols, name, config, error] :
-       {Refused{80, 64, 1, "sm90_tall", "rows=0", kRows}, Refused{80, 64, 1, "sm90_tall", "rows=128", kRows},
+       {Refused{80, 64, 1, "sm90_tall", "rows=0", kRows},
+        Refused{80, 64, 1, "sm90_tall", "rows=128", kRows},
         Refused{80, 128, 1, "sm90_tall", "rows=96", kRows},
         Refused{80, 32, 1, "sm90_tall_packed", "rows=128", kRows},
         Refused{80, 64, 1, "sm90_tall", "slots=1", "slots of the config must be in [2, 8]; got 1"},
@@ -335,6 +334,10 @@ TEST(Sm90Rows, ForcedConfigurationsAreChecked) {
         Refused{80, 128, 1, "sm90_tall", "tokens=512",
                 "tokens of the config must be 256, or 512 with 64 rows; got 512"},
         Refused{80, 64, 1, "sm90_tall", "sms=0", "sms of the config must be in [1, 160]; got 0"},
+        Refused{80, 32, 32, "sm90_unions_linear", "strips=4", "strips of the config must be 2 or 3; got 4"},
+        Refused{80, 32, 32, "sm90_unions_linear", "width=48",
+                "width of the config must be what is prepared, 64; got 48"},
+        Refused{80, 32, 32, "sm90_unions_linear", "sms=0", "sms of the config must be in [1, 160]; got 0"},
         Refused{3, 32, 32, "sm90_decode", "rows=0", kDecode},
         Refused{3, 32, 32, "sm90_decode", "rows=64", kDecode},
         Refused{3, 32, 32, "sm90_decode", "warps=3", kDecode},

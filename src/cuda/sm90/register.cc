@@ -1,7 +1,6 @@
 // The sm90 family's rows: problems of the core as the kernels' own, and their plans as prepared buffers.
 #include "cuda/sm90/register.h"
 
-#include <algorithm>
 #include <vector>
 
 #include "core/message.h"
@@ -177,10 +176,8 @@ std::vector<Config> candidates_unions(const Problem& p, const rarefy::Machine& m
   const UnionProblem problem = union_problem(p);
   const Machine sm90 = sm90_machine(machine);
   std::vector<Config> all;
-  for (const UnionLayout& layout : layouts_of(problem)) {
-    for (const UnionCandidate& c : union_candidates(problem, layout, sm90)) {
-      if (c.reason.empty()) all.push_back(choice_of(c.config, machine));
-    }
+  for (const UnionCandidate& c : union_candidates(problem, layouts_of(problem), sm90)) {
+    if (c.reason.empty()) all.push_back(choice_of(c.config, machine));
   }
   return all;
 }
@@ -197,8 +194,25 @@ std::int64_t union_packed_size(const Problem& p, const Config& config) {
   return union_plan(p, config).packed_bytes();
 }
 
+// A forced config may hold anything; sizes are asked for before it is refused.
+Status check_choice(const Call& call, const UnionProblem& problem) {
+  const auto choice = from_config<UnionChoice>(call.config);
+  const auto refuse = [&](std::string_view requirement, std::int64_t got) {
+    return invalid(name(call.problem.op), requirement, cat(got));
+  };
+  if (choice.strips != 2 && choice.strips != 3)
+    return refuse("strips of the config must be 2 or 3", choice.strips);
+  const int width = layout_of(problem, static_cast<int>(choice.strips)).width;
+  if (choice.width != width)
+    return refuse(cat("width of the config must be what is prepared, ", width), choice.width);
+  if (choice.sms < 1 || choice.sms > kMostClusters)
+    return refuse(cat("sms of the config must be in [1, ", kMostClusters, ']'), choice.sms);
+  return {};
+}
+
 Status prepare_unions(const Call& call, void* prepared) {
   const UnionProblem problem = union_problem(call.problem);
+  if (Status status = check_choice(call, problem); !status.ok()) return status;
   return cuda::launch_status(
       name(call.problem.op),
       prepare(problem, layouts_of(problem), sms_of<UnionChoice>(call.config), index_of(call),
@@ -206,13 +220,17 @@ Status prepare_unions(const Call& call, void* prepared) {
 }
 
 Status pack_unions(const Call& call, void* packed) {
+  const UnionProblem problem = union_problem(call.problem);
+  if (Status status = check_choice(call, problem); !status.ok()) return status;
   return cuda::launch_status(name(call.problem.op),
-                             pack(union_problem(call.problem), sms_of<UnionChoice>(call.config),
-                                  index_of(call), static_cast<const std::int32_t*>(call.derived.prepared),
-                                  call.values, packed, static_cast<cudaStream_t>(call.stream)));
+                             pack(problem, sms_of<UnionChoice>(call.config), index_of(call),
+                                  static_cast<const std::int32_t*>(call.derived.prepared), call.values,
+                                  packed, static_cast<cudaStream_t>(call.stream)));
 }
 
 Status run_unions(const Call& call) {
+  const UnionProblem problem = union_problem(call.problem);
+  if (Status status = check_choice(call, problem); !status.ok()) return status;
   const UnionOperands operands{call.problem.op == Op::grad_input ? call.dy.data : call.x.data,
                                call.values,
                                index_of(call),
@@ -220,12 +238,7 @@ Status run_unions(const Call& call) {
                                call.out.data,
                                static_cast<const std::int32_t*>(call.derived.prepared),
                                call.derived.packed};
-  const UnionProblem problem = union_problem(call.problem);
   const UnionConfig config = from_config<UnionChoice>(call.config).config();
-  const UnionLayouts layouts = layouts_of(problem);  // what is prepared
-  const auto is = [&](const UnionLayout& l) { return l.strips == config.strips && l.width == config.width; };
-  if (std::ranges::none_of(layouts, is))
-    return cuda::launch_status(name(call.problem.op), cudaErrorInvalidConfiguration);
   return cuda::launch_status(name(call.problem.op), launch(problem, config, sms_of<UnionChoice>(call.config),
                                                            operands, static_cast<cudaStream_t>(call.stream)));
 }

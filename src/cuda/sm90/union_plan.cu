@@ -48,6 +48,15 @@ __device__ inline u32 boxes_of(u32 columns, int box) {
   return columns & 0x11111111;
 }
 
+// The sum of the lanes' values up to this one.
+__device__ inline int sum_to_lane(int value, int lane) {
+  for (int d = 1; d < 32; d *= 2) {
+    const int other = __shfl_up_sync(~0u, value, d);
+    if (lane >= d) value += other;
+  }
+  return value;
+}
+
 // One block: strips, what they store and where.
 __global__ void __launch_bounds__(kThreads) strip_kernel(const PlanParams p) {
   const int self = static_cast<int>(threadIdx.x), words = p.units.words;
@@ -75,11 +84,7 @@ __global__ void __launch_bounds__(kThreads) strip_kernel(const PlanParams p) {
   int pieces = 0;
   for (int at = 0; at <= p.strips.count; at += 32) {
     const int s = at + self, own = s < p.strips.count ? p.strips.length[s] : 0;
-    int behind = own;
-    for (int d = 1; d < 32; d *= 2) {
-      const int other = __shfl_up_sync(~0u, behind, d);
-      if (self >= d) behind += other;
-    }
+    const int behind = sum_to_lane(own, self);
     if (s <= p.strips.count) p.first[s] = pieces + behind - own;
     pieces += __shfl_sync(~0u, behind, 31);
   }
@@ -165,11 +170,7 @@ __global__ void __launch_bounds__(kThreads) step_kernel(const PlanParams p) {
       if (s < steps) own = columns_of(m, a) | (b == kNoBox ? 0 : columns_of(m, b) << its.box);
       mask |= own << (4 * m);
       own_steps[m] += own != 0;
-      int behind = __popc(own);
-      for (int d = 1; d < 32; d *= 2) {
-        const int other = __shfl_up_sync(~0u, behind, d);
-        if (lane >= d) behind += other;
-      }
+      const int behind = sum_to_lane(__popc(own), lane);
       had[m] = before[m] + behind - __popc(own);
       before[m] += __shfl_sync(~0u, behind, 31);
     }

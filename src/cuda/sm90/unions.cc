@@ -127,49 +127,62 @@ std::string unsupported(const UnionProblem& p) {
   return {};
 }
 
-std::vector<UnionCandidate> union_candidates(const UnionProblem& p, const UnionLayout& layout,
-                                             const Machine& machine) {
+namespace {
+
+// Of all pieces, of all boxes of X, and of those of one strip alone, what a layout's tiles have.
+struct Shares {
+  double pieces, boxes, alone;
+};
+
+UnionCandidate candidate_of(const UnionProblem& p, const UnionLayout& layout, const Shares& shares,
+                            int tokens, int buffers, const Machine& machine) {
   const auto columns = static_cast<double>(ceil_div(p.in_features(), p.step()));
-  const double pieces = p.piece_share(), boxes = p.box_share(layout),
-               alone = p.box_share({1, layout.width});  // of one strip
-  std::vector<UnionCandidate> list;
+  const double strips = layout.strips;
+  UnionConfig c{layout.strips, layout.width, tokens, 0, 0, buffers};
+  // As many steps as leave room for the pieces that they have on average, and for one that has all.
+  const double per_step =
+      shares.boxes > 0 ? std::min(4 * strips * shares.pieces / shares.boxes, 4 * strips) : 4;
+  for (c.slots = 8; c.slots > 2; --c.slots) {
+    c.pieces = piece_room(c, machine);
+    if (c.pieces >= std::max(per_step * c.slots, 4 * strips)) break;
+  }
+  c.pieces = piece_room(c, machine);
+
+  const std::int64_t tiles = p.groups(layout) * ceil_div(p.tokens, tokens);
+  const std::int64_t sms = machine.sms, rounds = tiles / sms, rest = tiles % sms;
+  const auto tile = [&](double steps, double weights, std::int64_t thread_blocks) {
+    const double left = static_cast<double>(sms) / static_cast<double>(thread_blocks);
+    return tile_clocks(c, steps, weights, std::min(kBytesAlone, kBytesPerClock * std::max(1.0, left)));
+  };
+  const double whole = tile(columns * shares.boxes, columns * shares.pieces * strips, tiles);
+  // The last tiles are cut into strips if these are no more than a round.
+  double last = rest == 0 ? 0 : whole;
+  if (rest > 0 && rest * layout.strips <= sms)
+    last = (rounds > 0 ? kCut : kCutAtOnce) *
+           tile(columns * shares.alone, columns * shares.pieces, rest * layout.strips);
+  const auto clocks = [&](int parts) {
+    if (parts == 1) return static_cast<double>(rounds) * whole + last;
+    return tile(columns * shares.boxes / parts, columns * shares.pieces * strips / parts, tiles * parts) +
+           kExchangeClocks +
+           kExchangeToken * strips * static_cast<double>(std::min<std::int64_t>(tokens, p.tokens));
+  };
+  c.split = best_parts(tiles, machine.sms, clocks);
+  while (!parts_fit(c.split, c.tokens, c.strips, c.ring_bytes())) --c.split;
+  return {c, (clocks(c.split) + kLaunchClocks) / kClock, {}};
+}
+
+}  // namespace
+
+std::vector<UnionCandidate> union_candidates(const UnionProblem& p, const UnionLayouts& layouts,
+                                             const Machine& machine) {
   struct Shape {
     int tokens, buffers;
   };
-  for (const auto& [tokens, buffers] : {Shape{256, 2}, {256, 1}, {128, 2}}) {
-    UnionCandidate& candidate = list.emplace_back();
-    UnionConfig& c = candidate.config = {layout.strips, layout.width, tokens, 0, 0, buffers};
-    // As many steps as leave room for the pieces that they have on average, and for one that has all.
-    const double strips = layout.strips,
-                 per_step = boxes > 0 ? std::min(4 * strips * pieces / boxes, 4 * strips) : 4;
-    for (c.slots = 8; c.slots > 2; --c.slots) {
-      c.pieces = piece_room(c, machine);
-      if (c.pieces >= std::max(per_step * c.slots, 4 * strips)) break;
-    }
-    c.pieces = piece_room(c, machine);
-
-    const std::int64_t tiles = p.groups(layout) * ceil_div(p.tokens, c.tokens);
-    const std::int64_t sms = machine.sms, rounds = tiles / sms, rest = tiles % sms;
-    const auto tile = [&](double steps, double weights, std::int64_t thread_blocks) {
-      const double left = static_cast<double>(sms) / static_cast<double>(thread_blocks);
-      return tile_clocks(c, steps, weights, std::min(kBytesAlone, kBytesPerClock * std::max(1.0, left)));
-    };
-    const auto clocks = [&](int parts) {
-      const double its = tile(columns * boxes / parts, columns * pieces * strips / parts, tiles * parts);
-      if (parts > 1)
-        return its + kExchangeClocks +
-               kExchangeToken * strips * static_cast<double>(std::min<std::int64_t>(c.tokens, p.tokens));
-      // The last tiles are cut into strips if these are no more than a round.
-      const double last = rest == 0 ? 0
-                          : rest * layout.strips <= sms
-                              ? (rounds > 0 ? kCut : kCutAtOnce) *
-                                    tile(columns * alone, columns * pieces, rest * layout.strips)
-                              : its;
-      return static_cast<double>(rounds) * its + last;
-    };
-    c.split = best_parts(tiles, machine.sms, clocks);
-    while (!parts_fit(c.split, c.tokens, c.strips, c.ring_bytes())) --c.split;
-    candidate.microseconds = (clocks(c.split) + kLaunchClocks) / kClock;
+  std::vector<UnionCandidate> list;
+  for (const UnionLayout& layout : layouts) {
+    const Shares shares{p.piece_share(), p.box_share(layout), p.box_share({1, layout.width})};
+    for (const auto& [tokens, buffers] : {Shape{256, 2}, {256, 1}, {128, 2}})
+      list.push_back(candidate_of(p, layout, shares, tokens, buffers, machine));
   }
   return list;
 }
@@ -180,26 +193,22 @@ std::vector<UnionLayouts> all_union_layouts(const UnionProblem& p) {
 }
 
 // As measured: narrow boxes where they save some.
-UnionLayouts layouts_of(const UnionProblem& p) {
-  UnionLayouts layouts;
-  for (const int strips : {2, 3}) {
-    const UnionLayout wide{strips, p.step()}, narrow{strips, p.step() / 2};
-    const bool saves = p.block_in() % p.step() != 0 && p.box_share(narrow) <= 0.9 * p.box_share(wide);
-    layouts[static_cast<std::size_t>(strips - 2)] = saves ? narrow : wide;
-  }
-  return layouts;
+UnionLayout layout_of(const UnionProblem& p, int strips) {
+  const UnionLayout wide{strips, p.step()}, narrow{strips, p.step() / 2};
+  const bool saves = p.block_in() % p.step() != 0 && p.box_share(narrow) <= 0.9 * p.box_share(wide);
+  return saves ? narrow : wide;
 }
+
+UnionLayouts layouts_of(const UnionProblem& p) { return {layout_of(p, 2), layout_of(p, 3)}; }
 
 namespace {
 UnionCandidate best_of(const UnionProblem& problem, const Machine& machine) {
-  UnionCandidate best;
-  for (const UnionLayout& layout : layouts_of(problem)) {
-    for (UnionCandidate& candidate : union_candidates(problem, layout, machine)) {
-      if (!candidate.reason.empty()) continue;
-      if (best.microseconds == 0 || candidate.microseconds < best.microseconds) best = std::move(candidate);
-    }
+  const std::vector<UnionCandidate> list = union_candidates(problem, layouts_of(problem), machine);
+  const UnionCandidate* best = &list.front();
+  for (const UnionCandidate& candidate : list) {
+    if (candidate.reason.empty() && candidate.microseconds < best->microseconds) best = &candidate;
   }
-  return best;
+  return *best;
 }
 }  // namespace
 

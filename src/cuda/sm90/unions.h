@@ -51,7 +51,6 @@ struct UnionConfig {
   int buffers = 2;             // for results, of each strip
   int split = 1;               // thread blocks with a part of a tile's steps each, where tiles are few
 
-  UnionLayout layout() const { return {strips, width}; }
   int ring_bytes() const;  // of what is in flight
   int shared_bytes() const;
   std::string text() const;
@@ -65,9 +64,10 @@ struct UnionCandidate {
 
 std::string unsupported(const UnionProblem& problem);
 using UnionLayouts = std::array<UnionLayout, 2>;  // of two strips, of three
+UnionLayout layout_of(const UnionProblem& problem, int strips);
 UnionLayouts layouts_of(const UnionProblem& problem);
 std::vector<UnionLayouts> all_union_layouts(const UnionProblem& problem);
-std::vector<UnionCandidate> union_candidates(const UnionProblem& problem, const UnionLayout& layout,
+std::vector<UnionCandidate> union_candidates(const UnionProblem& problem, const UnionLayouts& layouts,
                                              const Machine& machine);
 UnionConfig configure(const UnionProblem& problem, const Machine& machine);
 double predicted_microseconds(const UnionProblem& problem, const Machine& machine);  // of that
