@@ -94,6 +94,11 @@ std::vector<Config> candidates_strips(const Problem& p, const rarefy::Machine& m
   return all;
 }
 
+Status check_sms(Op op, std::int64_t sms) {
+  if (sms >= 1 && sms <= kMostClusters) return {};
+  return invalid(name(op), cat("sms of the config must be in [1, ", kMostClusters, ']'), cat(sms));
+}
+
 template <class Choice>
 int sms_of(const Config& config) {
   return static_cast<int>(from_config<Choice>(config).sms);
@@ -106,6 +111,8 @@ std::int64_t prepared_size(const Problem& p, const Config& config) {
 
 Status prepare_strips(const Call& call, void* prepared) {
   const StripProblem problem = strip_problem(call.problem);
+  if (Status status = check_sms(call.problem.op, sms_of<StripChoice>(call.config)); !status.ok())
+    return status;
   const ProductIndex index = index_of(call);
   return cuda::launch_status(name(call.problem.op), prepare(problem, sms_of<StripChoice>(call.config), index,
                                                             static_cast<std::int32_t*>(prepared),
@@ -114,6 +121,8 @@ Status prepare_strips(const Call& call, void* prepared) {
 
 Status run_strips(const Call& call) {
   const StripProblem problem = strip_problem(call.problem);
+  if (Status status = check_sms(call.problem.op, sms_of<StripChoice>(call.config)); !status.ok())
+    return status;
   const StripOperands operands{problem.transposed ? call.dy.data : call.x.data, call.values, call.bias,
                                call.out.data, static_cast<const std::int32_t*>(call.derived.prepared)};
   return cuda::launch_status(
@@ -205,9 +214,7 @@ Status check_choice(const Call& call, const UnionProblem& problem) {
   const int width = layout_of(problem, static_cast<int>(choice.strips)).width;
   if (choice.width != width)
     return refuse(cat("width of the config must be what is prepared, ", width), choice.width);
-  if (choice.sms < 1 || choice.sms > kMostClusters)
-    return refuse(cat("sms of the config must be in [1, ", kMostClusters, ']'), choice.sms);
-  return {};
+  return check_sms(call.problem.op, choice.sms);
 }
 
 Status prepare_unions(const Call& call, void* prepared) {
