@@ -34,11 +34,14 @@ concept CountsLanes = requires(float* y, const float* x, Vec<I> v) {
   I::store_first(y, v, 1);
 };
 
-// Four tokens: four elements of a row side by side in a vector, whose quarters are what else would be turns.
-template <class I>
-concept HasQuarters = requires(const float* x, const std::int32_t* index, Vec<I> v) {
-  { I::template group<4, 4>(x, index) } -> std::same_as<Vec<I>>;
-  { I::template quarter<3>(v) } -> std::same_as<Vec<I>>;
+// A row's elements side by side in a vector, each times its own columns of x: four elements of 4 tokens, two
+// of 8.
+template <class I, int Tokens>
+concept HoldsElements = requires(const float* values, const std::int32_t* index, Vec<I> v) {
+  { I::template each<Tokens>(values) } -> std::same_as<Vec<I>>;
+  { I::template group<Tokens, Tokens>(values, index) } -> std::same_as<Vec<I>>;
+  { I::template fold<Tokens>(v) } -> std::same_as<Vec<I>>;
+  { I::fma_in(typename I::Lanes{}, v, v, v) } -> std::same_as<Vec<I>>;
 };
 
 // Tokens m … m + V vectors of rows r … r + Rows of block row o: a line of X serves them all.
@@ -138,11 +141,9 @@ void in_place_run(const InPlaceTaskOf<Element<I>>& t, std::int32_t o, std::int64
 
 // The same of all rows of single elements, as floats: what in_place_run asks for each row takes as long as
 // the row's own elements where they are few (9 ns against 3), so here it is asked once.
-// kQuarters: of four tokens, few, that lie side by side; the same sums, up to a fifth faster in long rows.
-template <class I, int V, bool kFew = false, bool kQuarters = false>
+template <class I, int V, bool kFew = false>
 void in_place_singles(const InPlaceTask& t, std::int64_t m) {
-  constexpr int w = I::kWidth, kTurns = in_place_turns<I, 1, V>(), kSums = kQuarters ? 1 : kTurns;
-  static_assert(!kQuarters || (kFew && V == 1 && kTurns == 4));
+  constexpr int w = I::kWidth, kTurns = in_place_turns<I, 1, V>();
   const std::int32_t *const entry = t.entry_begin, *const index = t.w.index;
   const auto* const values = static_cast<const float*>(t.w.values);
   const float *const from = t.x + m, *bias = t.bias;
@@ -150,7 +151,7 @@ void in_place_singles(const InPlaceTask& t, std::int64_t m) {
   const std::int32_t part = t.part, least = least_entries(part), last = t.end;
   const Activation activation = t.activation;
   [[maybe_unused]] const int tokens = static_cast<int>(t.tokens);
-  Vec<I> sum[kSums][V], total[V];
+  Vec<I> sum[kTurns][V], total[V];
   const auto add = [&](int turn, std::int32_t e) {
     const Vec<I> element = I::set1(values[e]);
     const float* const x = from + index[e] * stride;
@@ -172,29 +173,19 @@ void in_place_singles(const InPlaceTask& t, std::int64_t m) {
     while (e < end) {
       const std::int32_t stop = end - e < part + least ? end : e + part;
 #pragma GCC unroll 4
-      for (int turn = 0; turn < kSums; ++turn) {
+      for (int turn = 0; turn < kTurns; ++turn) {
 #pragma GCC unroll 8
         for (int v = 0; v < V; ++v) sum[turn][v] = I::zero();
       }
       for (; stop - e >= kTurns; e += kTurns) {
-        if constexpr (kQuarters) {
-          const Vec<I> elements = I::each_four_times(I::template repeat<4>(values + e), 0);
-          sum[0][0] = I::fma(elements, I::template group<4, 4>(from, index + e), sum[0][0]);
-        } else {
 #pragma GCC unroll 4
-          for (int turn = 0; turn < kTurns; ++turn) add(turn, e + turn);
-        }
+        for (int turn = 0; turn < kTurns; ++turn) add(turn, e + turn);
       }
       for (; e < stop; ++e) add(0, e);
 #pragma GCC unroll 4
-      for (int turn = 0; turn < kSums; ++turn) {
+      for (int turn = 0; turn < kTurns; ++turn) {
 #pragma GCC unroll 8
         for (int v = 0; v < V; ++v) total[v] = I::add(total[v], sum[turn][v]);
-      }
-      if constexpr (kQuarters) {
-        total[0] = I::add(total[0], I::template quarter<1>(sum[0][0]));
-        total[0] = I::add(total[0], I::template quarter<2>(sum[0][0]));
-        total[0] = I::add(total[0], I::template quarter<3>(sum[0][0]));
       }
     }
     const Vec<I> b = bias == nullptr ? I::zero() : I::set1(bias[o - t.begin]);
@@ -209,6 +200,86 @@ void in_place_singles(const InPlaceTask& t, std::int64_t m) {
       }
     }
   }
+}
+
+// The same of Tokens tokens that are all there are, side by side in vectors (HoldsElements). Of long rows a
+// turn takes eight elements, and what a row's last one has of the next row's is masked out; where nothing
+// follows, they are copied. So a row has one branch that is not foreseen: .75–.97 of the time (Xeon with
+// AMX). Short rows that come again are foreseen, and take 1.2–1.5 times as long by that.
+inline constexpr std::int64_t kLongRow = 16;  // elements, on average
+
+template <class I, int Tokens, bool kLong>
+void in_place_side_by_side(const InPlaceTask& t) {
+  constexpr int kTurn = kLong ? 8 : 4, kSide = I::kWidth / Tokens, kVectors = kTurn / kSide;
+  using Lanes = typename I::Lanes;
+  const std::int32_t *const entry = t.entry_begin, *const index = t.w.index;
+  const auto* const values = static_cast<const float*>(t.w.values);
+  const float *const x = t.x, *const bias = t.bias;
+  const std::int32_t part = t.part, most = part + least_entries(part);
+  const Activation activation = t.activation;
+  Vec<I> sum[kVectors];
+  const auto turn = [&](const float* of, const std::int32_t* at, auto add) {
+#pragma GCC unroll 4
+    for (int v = 0; v < kVectors; ++v, of += kSide, at += kSide) {
+      add(v, I::template each<Tokens>(of), I::template group<Tokens, Tokens>(x, at));
+    }
+  };
+  const auto sum_of = [&]<bool kLast>(std::int32_t e, std::int32_t stop) {  // one element and more
+#pragma GCC unroll 4
+    for (int v = 0; v < kVectors; ++v) sum[v] = I::zero();
+    for (; stop - e >= kTurn + kLong; e += kTurn) {
+      turn(values + e, index + e,
+           [&](int v, Vec<I> elements, Vec<I> own) { sum[v] = I::fma(elements, own, sum[v]); });
+    }
+    if constexpr (kLong) {
+      const std::uint64_t lanes = ~std::uint64_t{0} >> (64 - Tokens * (stop - e));
+      const auto add = [&](int v, Vec<I> elements, Vec<I> own) {
+        sum[v] = I::fma_in(static_cast<Lanes>(lanes >> (v * I::kWidth)), elements, own, sum[v]);
+      };
+      if constexpr (kLast) {
+        float last_values[kTurn] = {};
+        std::int32_t last_index[kTurn] = {};
+        for (int i = 0; i < stop - e; ++i) last_values[i] = values[e + i], last_index[i] = index[e + i];
+        turn(last_values, last_index, add);
+      } else {
+        turn(values + e, index + e, add);
+      }
+    } else {
+      for (; e < stop; ++e) {
+        const Vec<I> own = I::template repeat<Tokens>(x + std::int64_t{index[e]} * Tokens);
+        sum[0] = I::fma_in(static_cast<Lanes>((1U << Tokens) - 1), I::set1(values[e]), own, sum[0]);
+      }
+    }
+#pragma GCC unroll 2
+    for (int half = kVectors / 2; half > 0; half /= 2) {
+#pragma GCC unroll 2
+      for (int v = 0; v < half; ++v) sum[v] = I::add(sum[v], sum[v + half]);
+    }
+    return I::template fold<Tokens>(sum[0]);
+  };
+  const auto rows = [&]<bool kLast>(std::int32_t begin, std::int32_t end) {
+    for (std::int32_t o = begin; o < end; ++o) {
+      std::int32_t e = entry[o];
+      const std::int32_t stop = entry[o + 1];
+      Vec<I> total = I::zero();
+      if (static_cast<std::uint32_t>(stop - e - 1) < static_cast<std::uint32_t>(most - 1)) {
+        total = sum_of.template operator()<kLast>(e, stop);
+      } else {
+        for (; e < stop; e = stop - e < most ? stop : e + part) {
+          total = I::add(total, sum_of.template operator()<kLast>(e, stop - e < most ? stop : e + part));
+        }
+      }
+      if (bias != nullptr) total = I::add(total, I::set1(bias[o - t.begin]));
+      if (activation != Activation::none) total = activate<I>(activation, total);
+      I::store_first(t.y + (o - t.begin) * t.y_stride, total, Tokens);
+    }
+  };
+  std::int32_t followed = t.end;  // rows whose last turn may read on
+  if constexpr (kLong) {
+    while (followed > t.begin && entry[followed] + kTurn - 1 > entry[t.rows]) --followed;
+  }
+  rows.template operator()<false>(t.begin, followed);
+  rows.template operator()<true>(followed, t.end);
 }
 
 template <class I>
@@ -250,9 +321,14 @@ void in_place_rows(const InPlaceTaskOf<Element<I>>& t, std::int32_t o, std::int6
 // Narrow: for as few tokens as it has lanes, since a vector that begins anywhere lies in two lines of x.
 template <class I, class Narrow = I>
 void in_place(const InPlaceTaskOf<Element<I>>& t) {
-  if constexpr (HasQuarters<I>) {
-    if (t.w.block_size == 1 && t.tokens == 4 && t.x_stride == 4)
-      return in_place_singles<I, 1, true, true>(t, 0);
+  if constexpr (HoldsElements<I, 8>) {
+    if (t.w.block_size == 1 && t.tokens == t.x_stride) {
+      // By all rows, not the task's: sums are the same however the work is cut.
+      const bool long_rows = t.entry_begin[t.rows] >= kLongRow * t.rows;
+      if (t.tokens == 4 && !long_rows) return in_place_side_by_side<I, 4, false>(t);
+      if (t.tokens == 4) return in_place_side_by_side<I, 4, true>(t);
+      if (t.tokens == 8 && long_rows) return in_place_side_by_side<I, 8, true>(t);
+    }
   }
   if constexpr (Narrow::kWidth < I::kWidth) {
     static_assert(CountsLanes<Narrow>);

@@ -1,6 +1,11 @@
 // Matrices by feature: the reference takes every layout of inputs and outputs, and so does each family's
 // linear; other kernels of the CPU say why they do not; and a layout is part of what a kernel is chosen by.
 // On the GPU: cuda_products_test.cc.
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <limits>
+
 #include "feed_forward_problem.h"
 #include "product_checks.h"
 
@@ -181,6 +186,43 @@ TEST(LayoutTest, RowsInPlace) {
               ASSERT_EQ(y[static_cast<std::size_t>(n * y_stride + m)], kUntouched);
             }
           }
+        }
+      }
+    }
+  }
+}
+
+// A turn of four or eight tokens reads on into the next row (in_place.h): what is there changes nothing, be
+// it no number, and no bit follows from where a thread's rows end.
+TEST(LayoutTest, RowsInPlaceAreTheSameHoweverTheyAreCut) {
+  constexpr std::int64_t kRows = 300, kCols = 200;
+  ThreadPool one(1), three(3);
+  for (const double density : {0.3, 0.02}) {
+    const Problem p = make_problem({4, kRows, kCols, 1, 1, density, DType::f32, false, 0}, 11);
+    const PlanView& plan = p.pattern.view();
+    const std::vector<float> values(p.values.begin(), p.values.end());
+    for (const std::int64_t tokens : {4, 8}) {
+      std::vector<float> x(static_cast<std::size_t>(kCols * tokens));
+      for (std::size_t i = 0; i < x.size(); ++i) x[i] = std::sin(static_cast<float>(i));
+      constexpr std::int64_t kColumn = 7;  // of which rows that store it make no numbers
+      for (std::int64_t m = 0; m < tokens; ++m) {
+        x[static_cast<std::size_t>(kColumn * tokens + m)] = std::numeric_limits<float>::infinity();
+      }
+      const auto product = [&](ThreadPool& pool) {
+        std::vector<float> y(static_cast<std::size_t>(kRows * tokens));
+        expect_ok(linear({x.data(), DType::f32, tokens, kCols, 1, Device::cpu, tokens},
+                         {plan, values.data(), DType::f32}, nullptr, Activation::none,
+                         {y.data(), DType::f32, tokens, kRows, 1, Device::cpu, tokens},
+                         {.executor = pool.executor()}));
+        return y;
+      };
+      const std::vector<float> y = product(one), cut = product(three);
+      ASSERT_EQ(std::memcmp(y.data(), cut.data(), y.size() * sizeof(float)), 0) << density << ' ' << tokens;
+      for (std::int64_t n = 0; n < kRows; ++n) {
+        const std::int32_t *begin = plan.col + plan.crow[n], *end = plan.col + plan.crow[n + 1];
+        const bool stores = std::find(begin, end, kColumn) != end;
+        for (std::int64_t m = 0; m < tokens; ++m) {
+          ASSERT_EQ(std::isfinite(y[static_cast<std::size_t>(n * tokens + m)]), !stores) << n;
         }
       }
     }

@@ -28,7 +28,7 @@ _LEAST_DOUBLES = 4  # columns that spmm multiplies as they lie
 # In float32, of single elements: up to so many columns, up to so many elements a row; beyond, packing b
 # first is faster (cpu/single_weights.md). Of CSR also from 1 / density on, as short rows of wide matrices
 # leave tiles of packed b empty; and few columns of small matrices.
-_IN_PLACE = ((3, 64), (4, 128), (8, None), (15, 128), (32, 224), (128, 96), (None, 64))
+_IN_PLACE = ((3, 64), (8, None), (15, 128), (32, 224), (128, 96), (None, 64))
 _SPARSE, _SPARSE_FOR_SOME, _SMALL = 64, 16, 1 << 16
 # Of blocks of 4 rows and more: 1.0–1.5 times as fast, beyond .7–1.
 _BY_ROWS = range(16, 129)

@@ -161,10 +161,18 @@ struct Avx512 {
       _mm256_storeu_ps(y, _mm256_add_ps(_mm256_loadu_ps(y), all));
     }
   }
-  // Quarter i comes first; what follows it is anything.
-  template <int i>
-  static Vec quarter(Vec v) {
-    return _mm512_castps128_ps512(_mm512_extractf32x4_ps(v, i));
+  // The first elements, each Times times; and what lies in the first lanes of every Times of v, added up.
+  template <int Times>
+  static Vec each(const float* p) {
+    if constexpr (Times == 4) return each_four_times(repeat<4>(p), 0);
+    const __m512i lane = _mm512_setr_epi32(0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1);
+    return _mm512_permutexvar_ps(lane, repeat<2>(p));
+  }
+  template <int Times>
+  static Vec fold(Vec v) {
+    const Vec halves = add(v, _mm512_shuffle_f32x4(v, v, 0b01001110));
+    if constexpr (Times == 8) return halves;
+    return add(halves, _mm512_shuffle_f32x4(halves, halves, 0b10110001));
   }
   // Size lanes with the N elements from x + index[0] · N, Size with those from x + index[1] · N, …
   template <int Size, int N>
