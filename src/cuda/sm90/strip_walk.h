@@ -98,6 +98,11 @@ struct StripLists {
   }
 };
 
+// Words for the columns of members that are put into groups: rows of 16 bytes, aligned.
+constexpr std::int64_t group_words(std::int64_t members, std::int64_t words) {
+  return members * ((words + 3) / 4 * 4) + 3;
+}
+
 // An item of a list: group | token tile << 16 | (part + 1) << 24, and the next one or -1.
 RAREFY_HOST_DEVICE inline int pack_tile(const StripTile& t) {
   return t.group | t.token_tile << 16 | (t.part + 1) << 24;

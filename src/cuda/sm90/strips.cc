@@ -60,9 +60,11 @@ StripPlan::StripPlan(const StripProblem& p, int thread_blocks)
     const StripLists l = lists(i + 1);
     items_at[i] = take(2 * std::int64_t{l.begin(l.levels())});
   }
-  // Columns of each block row as bits, how many; strips by falling length; of each group strips, clocks and
-  // steps.
-  scratch_at = take(rows * (ceil_div(columns, 32) + 1) + p.strips() + (kMostGroup + 2) * p.groups());
+  // Columns of each block row as bits, how many; strips by falling length and their columns; of each group
+  // strips, clocks and steps.
+  const std::int64_t bits = ceil_div(columns, 32);
+  scratch_at =
+      take(rows * (bits + 1) + p.strips() + group_words(p.strips(), bits) + (kMostGroup + 2) * p.groups());
 }
 
 int StripConfig::shared_bytes() const { return 1024 + ring_bytes() + strips * 2 * 8192; }

@@ -7,7 +7,7 @@
 
 namespace rarefy::sm90 {
 
-inline constexpr int kListThreads = 256;
+inline constexpr int kListThreads = 1024;
 
 // Writes a level's items in the order in which they should start (TilePace), but the last `falling` tiles by
 // falling cost, so that what is left at the end is small. Says how many there are. By kListThreads threads.

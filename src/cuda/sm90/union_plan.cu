@@ -3,8 +3,8 @@
 // blocks are, or of fine blocks where pieces are. Nothing comes back to the host.
 #include <utility>
 
+#include "cuda/sm90/strip_groups.cuh"
 #include "cuda/sm90/tile_lists.cuh"
-#include "cuda/sm90/union_groups.cuh"
 #include "cuda/sm90/union_walk.h"
 #include "cuda/sm90/unions.h"
 
@@ -19,7 +19,6 @@ struct GroupParams {
   int size, count;
   int boxes, box;  // of a step; columns of one
   int *sorted, *members, *clocks, *steps_of;
-  u32* by_column;
   StripGroup* out;
   int4 *first, *steps;  // first: of each group's strips their first pieces
 };
@@ -33,7 +32,6 @@ struct PlanParams {
   int room;   // for steps of a group
   GroupParams groups[2];
   int* sorted;
-  u32* by_column;
   int* units_of;  // outputs: of each strip its unit rows
   int* first;     // of each strip its first piece, and behind the last the number of all
   int* sources;
@@ -57,45 +55,39 @@ __device__ inline int sum_to_lane(int value, int lane) {
   return value;
 }
 
-// One block: strips, what they store and where.
-__global__ void __launch_bounds__(kThreads) strip_kernel(const PlanParams p) {
-  const int self = static_cast<int>(threadIdx.x), words = p.units.words;
-  group_members<kUnitStride>(p.units, 64 / p.unit, p.strips.count, p.sorted, p.by_column, p.units_of);
-  for (int i = self; p.slots != nullptr && i < p.strips.count * kUnitStride; i += kThreads) {
-    if (p.units_of[i] >= 0) p.slots[p.units_of[i]] = i;
+// A block for a range of unit rows: its strips, and what they store.
+__global__ void __launch_bounds__(kThreads) strip_kernel(const PlanParams p, const GroupRoom room) {
+  const int self = static_cast<int>(threadIdx.x), words = p.units.words, per_strip = 64 / p.unit;
+  const GroupRange its = group_members<kUnitStride>(p.units, per_strip, p.sorted, room, p.units_of);
+  const int* const units = p.units_of + its.first_group * kUnitStride;
+  for (int i = self; p.slots != nullptr && i < its.groups * kUnitStride; i += kThreads) {
+    if (units[i] >= 0) p.slots[units[i]] = its.first_group * kUnitStride + i;
   }
-  for (int i = self; i < p.strips.count * words; i += kThreads) {
+  for (int i = self; i < its.groups * words; i += kThreads) {
     const int strip = i / words, w = i % words;
     u32 joined = 0;
-    for (int u = 0; u < 64 / p.unit; ++u) {
-      const int unit = p.units_of[strip * kUnitStride + u];
+    for (int u = 0; u < per_strip; ++u) {
+      const int unit = units[strip * kUnitStride + u];
       if (unit >= 0) joined |= p.units.of(unit)[w];
     }
-    p.strips.of(strip)[w] = joined;
+    p.strips.of(its.first_group + strip)[w] = joined;
   }
   __syncthreads();
-  for (int s = self; s < p.strips.count; s += kThreads) {
+  for (int s = its.first_group + self; s < its.first_group + its.groups; s += kThreads) {
     int length = 0;
     for (int w = 0; w < words; ++w) length += __popc(p.strips.of(s)[w]);
     p.strips.length[s] = length;
   }
-  __syncthreads();
-  if (self >= 32) return;
-  int pieces = 0;
-  for (int at = 0; at <= p.strips.count; at += 32) {
-    const int s = at + self, own = s < p.strips.count ? p.strips.length[s] : 0;
-    const int behind = sum_to_lane(own, self);
-    if (s <= p.strips.count) p.first[s] = pieces + behind - own;
-    pieces += __shfl_sync(~0u, behind, 31);
-  }
 }
 
-// A block for each group size: groups and their order.
-__global__ void __launch_bounds__(kThreads) group_kernel(const PlanParams p) {
-  const GroupParams& its = p.groups[blockIdx.x];
-  const int self = static_cast<int>(threadIdx.x);
-  group_members<kMostGroup>(p.strips, its.size, its.count, its.sorted, its.by_column, its.members);
-  for (int g = self; g < its.count; g += kThreads) {
+// A block for a range of strips and each group size, which blockIdx.y says: groups, and what they cost.
+__global__ void __launch_bounds__(kThreads)
+    group_kernel(const PlanParams p, const GroupRoom two, const GroupRoom three) {
+  const GroupParams& its = p.groups[blockIdx.y];
+  const GroupRange range =
+      group_members<kMostGroup>(p.strips, its.size, its.sorted, blockIdx.y == 0 ? two : three, its.members);
+  const int end = range.first_group + range.groups;
+  for (int g = range.first_group + static_cast<int>(threadIdx.x); g < end; g += kThreads) {
     const int* strip = its.members + g * kMostGroup;
     int boxes = 0, pieces = 0;
     for (int w = 0; w < p.strips.words; ++w) {
@@ -110,7 +102,23 @@ __global__ void __launch_bounds__(kThreads) group_kernel(const PlanParams p) {
     its.steps_of[g] = (boxes + its.boxes - 1) / its.boxes;
     its.clocks[g] = union_clocks(its.steps_of[g], boxes * its.box, pieces);
   }
-  __syncthreads();
+}
+
+// A block for each group size: its groups' order; a third: where the pieces of strips are.
+__global__ void __launch_bounds__(kThreads) order_kernel(const PlanParams p) {
+  const int self = static_cast<int>(threadIdx.x);
+  if (blockIdx.x == 2) {
+    if (self >= 32) return;
+    int pieces = 0;
+    for (int at = 0; at <= p.strips.count; at += 32) {
+      const int s = at + self, own = s < p.strips.count ? p.strips.length[s] : 0;
+      const int behind = sum_to_lane(own, self);
+      if (s <= p.strips.count) p.first[s] = pieces + behind - own;
+      pieces += __shfl_sync(~0u, behind, 31);
+    }
+    return;
+  }
+  const GroupParams& its = p.groups[blockIdx.x];
   for (int g = self; g < its.count; g += kThreads) {
     const int clocks = its.clocks[g];
     int before = 0;
@@ -271,7 +279,11 @@ cudaError_t prepare(const UnionProblem& p, const UnionLayouts& layouts, int sms,
   params.units = members(up(p.out_features(), p.marked()), p.marked() / p.unit(), p.units());
   params.strips = members(plan.strips, 1, plan.strips);
   params.sorted = take(p.units());
-  params.by_column = reinterpret_cast<u32*>(take(p.units() * params.units.words));
+  const auto room_of = [&](const MemberBits& m) {
+    return GroupRoom::of(m, take(group_words(m.count, m.words)));
+  };
+  const GroupRoom of_units = room_of(params.units);
+  const GroupRoom of_strips[2] = {room_of(params.strips), room_of(params.strips)};
   ListParams lists[2];
   for (std::size_t i = 0; i < 2; ++i) {
     const UnionPlan::Groups& of = plan.groups[i];
@@ -281,7 +293,6 @@ cudaError_t prepare(const UnionProblem& p, const UnionLayouts& layouts, int sms,
     its.box = layouts[i].width / p.column();
     its.boxes = 4 / its.box;
     its.sorted = take(plan.strips);
-    its.by_column = reinterpret_cast<u32*>(take(std::int64_t{plan.strips} * params.strips.words));
     its.members = take(std::int64_t{kMostGroup} * of.count);
     its.clocks = take(of.count);
     its.steps_of = take(of.count);
@@ -302,8 +313,16 @@ cudaError_t prepare(const UnionProblem& p, const UnionLayouts& layouts, int sms,
                                 n(p.block_out()), n(p.block_in()), n(p.marked()),
                                 p.column(),       params.columns};
   mark_kernel<<<blocks(params.units.rows), kThreads, 0, stream>>>(index_shape, params.units);
-  strip_kernel<<<1, kThreads, 0, stream>>>(params);
-  group_kernel<<<2, kThreads, 0, stream>>>(params);
+  static cuda::SharedLimit strip_limit, group_limit;
+  if (cudaError_t status = strip_limit.allow(strip_kernel, of_units.bytes); status != cudaSuccess)
+    return status;
+  if (cudaError_t status = group_limit.allow(group_kernel, of_strips[0].bytes); status != cudaSuccess)
+    return status;
+  const auto ranges = [](const MemberBits& m) { return static_cast<unsigned>(GroupRanges(m.count).ranges); };
+  strip_kernel<<<ranges(params.units), kThreads, of_units.bytes, stream>>>(params, of_units);
+  group_kernel<<<dim3(ranges(params.strips), 2), kThreads, of_strips[0].bytes, stream>>>(params, of_strips[0],
+                                                                                         of_strips[1]);
+  order_kernel<<<3, kThreads, 0, stream>>>(params);
   step_kernel<<<dim3(blocks(params.groups[0].count), 2), kThreads, 0, stream>>>(params);
   list_kernel<<<dim3(StripLists::kMostLevels, 2), kListThreads, 0, stream>>>(lists[0], lists[1]);
   const std::int64_t threads = std::int64_t{params.columns} * (64 / params.unit);

@@ -100,7 +100,8 @@ UnionPlan::UnionPlan(const UnionProblem& p, int thread_blocks)
   // Columns of block rows and of strips as bits, and how many; members by falling length and their columns,
   // of unit rows and for either group size of strips; of each group strips, clocks and steps.
   const std::int64_t rows = ceil_div(p.out_features(), p.marked()) + strips, bits = ceil_div(all_columns, 32);
-  scratch_at = take((rows + p.units() + 2 * strips) * (bits + 1) +
+  scratch_at = take(rows * (bits + 1) + p.units() + 2 * strips + group_words(p.units(), bits) +
+                    2 * group_words(strips, bits) +
                     std::int64_t{kMostGroup + 2} * (groups[0].count + groups[1].count));
 }
 
