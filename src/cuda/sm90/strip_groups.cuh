@@ -55,6 +55,18 @@ inline __global__ void __launch_bounds__(kPlanThreads) mark_kernel(const MarkedI
   if (lane == 0) to.length[row] = length;
 }
 
+// The place of one of `count` by falling value; of equal ones the first goes first.
+template <class ValueOf>
+__device__ inline int falling_place(int own, int count, ValueOf value_of) {
+  const int value = value_of(own);
+  int before = 0;
+  for (int other = 0; other < count; ++other) {
+    const int its = value_of(other);
+    before += its > value || (its == value && other < own) ? 1 : 0;
+  }
+  return before;
+}
+
 // Members are put into groups by one thread block for each range of them: a pick follows from the one before
 // and takes half a microsecond and more. Ranges are neighbours, of which many patterns have like ones, in
 // numbers that groups of 2, 3 and 4 divide; unit rows of 4096 features are one. Of 120 members products of
@@ -186,13 +198,8 @@ __device__ GroupRange group_members(const MemberBits& all, int size, int* sorted
   }
   sorted += its.first;
   for (int s = self; s < its.count; s += kPlanThreads) {
-    const int length = all.length_of(its.first + s);
-    int before = 0;
-    for (int other = 0; other < its.count; ++other) {
-      const int l = all.length_of(its.first + other);
-      before += l > length || (l == length && other < s) ? 1 : 0;
-    }
-    sorted[before] = its.first + s;
+    const auto length_of = [&](int member) { return all.length_of(its.first + member); };
+    sorted[falling_place(s, its.count, length_of)] = its.first + s;
   }
   __syncthreads();
   const int row = GroupRoom::row(all);

@@ -53,18 +53,12 @@ __global__ void __launch_bounds__(kThreads) group_kernel(const PlanParams p, con
 // One block: their order.
 __global__ void __launch_bounds__(kThreads) order_kernel(const PlanParams p) {
   for (int g = static_cast<int>(threadIdx.x); g < p.groups; g += kThreads) {
-    const int clocks = p.clocks[g];
-    int before = 0;
-    for (int other = 0; other < p.groups; ++other) {
-      const int c = p.clocks[other];
-      before += c > clocks || (c == clocks && other < g);
-    }
     StripGroup group{p.steps_of[g], {-1, -1, -1}, {0, 0, 0}, 0};
     for (int m = 0; m < kMostGroup; ++m) {
       group.strip[m] = p.members[g * kMostGroup + m];
       if (group.strip[m] >= 0) group.blocks[m] = p.strips.length_of(group.strip[m]);
     }
-    p.out[before] = group;
+    p.out[falling_place(g, p.groups, [&](int of) { return p.clocks[of]; })] = group;
   }
 }
 

@@ -120,15 +120,9 @@ __global__ void __launch_bounds__(kThreads) order_kernel(const PlanParams p) {
   }
   const GroupParams& its = p.groups[blockIdx.x];
   for (int g = self; g < its.count; g += kThreads) {
-    const int clocks = its.clocks[g];
-    int before = 0;
-    for (int other = 0; other < its.count; ++other) {
-      const int c = its.clocks[other];
-      before += c > clocks || (c == clocks && other < g) ? 1 : 0;
-    }
-    StripGroup group{its.steps_of[g], {-1, -1, -1}, {0, 0, 0}, clocks};  // blocks: by step_kernel
+    StripGroup group{its.steps_of[g], {-1, -1, -1}, {0, 0, 0}, its.clocks[g]};  // blocks: by step_kernel
     for (int m = 0; m < kMostGroup; ++m) group.strip[m] = its.members[g * kMostGroup + m];
-    its.out[before] = group;
+    its.out[falling_place(g, its.count, [&](int of) { return its.clocks[of]; })] = group;
   }
 }
 
