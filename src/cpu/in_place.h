@@ -262,11 +262,13 @@ void in_place_side_by_side(const InPlaceTask& t) {
       std::int32_t e = entry[o];
       const std::int32_t stop = entry[o + 1];
       Vec<I> total = I::zero();
-      if (static_cast<std::uint32_t>(stop - e - 1) < static_cast<std::uint32_t>(most - 1)) {
+      const auto unsigned_of = [](std::int32_t n) { return static_cast<std::uint32_t>(n); };
+      if (unsigned_of(stop - e - 1) < unsigned_of(most - 1)) {  // one part, as nearly always: one question
         total = sum_of.template operator()<kLast>(e, stop);
       } else {
-        for (; e < stop; e = stop - e < most ? stop : e + part) {
-          total = I::add(total, sum_of.template operator()<kLast>(e, stop - e < most ? stop : e + part));
+        for (std::int32_t next; e < stop; e = next) {
+          next = stop - e < most ? stop : e + part;
+          total = I::add(total, sum_of.template operator()<kLast>(e, next));
         }
       }
       if (bias != nullptr) total = I::add(total, I::set1(bias[o - t.begin]));
@@ -274,12 +276,14 @@ void in_place_side_by_side(const InPlaceTask& t) {
       I::store_first(t.y + (o - t.begin) * t.y_stride, total, Tokens);
     }
   };
-  std::int32_t followed = t.end;  // rows whose last turn may read on
   if constexpr (kLong) {
+    std::int32_t followed = t.end;  // rows whose last turn may read on
     while (followed > t.begin && entry[followed] + kTurn - 1 > entry[t.rows]) --followed;
+    rows.template operator()<false>(t.begin, followed);
+    rows.template operator()<true>(followed, t.end);
+  } else {
+    rows.template operator()<false>(t.begin, t.end);
   }
-  rows.template operator()<false>(t.begin, followed);
-  rows.template operator()<true>(followed, t.end);
 }
 
 template <class I>
