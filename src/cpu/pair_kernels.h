@@ -110,10 +110,8 @@ void multiply_chunk(std::int32_t rows, PairSteps& s, Work work) {
   }
 }
 
-// Outputs row … row + rows of the block row.
 template <class E, int kHalves, PairSource kSource>
-void multiply_groups(const PairProduct& t, std::int32_t row, std::int32_t rows) {
-  const std::uint16_t* const w = t.w + row * kOutputStride<E>;
+void multiply_groups(const PairProduct& t) {
   constexpr bool kGather = kSource == PairSource::columns || kSource == PairSource::lines;
   constexpr std::int32_t kOffsets = offsets_of(kSource, E::kFeatures);
   using Gather = GatherNext<E, kSource == PairSource::columns>;
@@ -121,8 +119,8 @@ void multiply_groups(const PairProduct& t, std::int32_t row, std::int32_t rows) 
   const std::uint16_t* x[kMostChunk];
   constexpr std::int32_t kEarly = E::kEarly;
   const std::int64_t w_stride = std::int64_t{t.rows} * kGroup;
-  const bool once = rows <= E::kRows;
-  const std::int32_t fit = (once || !kGather ? kChunkSize : kChunkReused) / (rows * kGroup);
+  const bool once = t.rows <= E::kRows;
+  const std::int32_t fit = (once || !kGather ? kChunkSize : kChunkReused) / (t.rows * kGroup);
   const std::int32_t limit = once || kSource == PairSource::tokens ? kMostChunk : kMostReused;
   const std::int32_t most = fit < 1 ? 1 : fit < limit ? fit : limit;
   const std::int32_t chunks = (t.groups + most - 1) / most;
@@ -166,9 +164,9 @@ void multiply_groups(const PairProduct& t, std::int32_t row, std::int32_t rows) 
     const std::int32_t group = first_of(chunk), end = first_of(chunk + 1);
     const std::int32_t steps = end - group;
     const std::uint16_t* panel = t.panel;
-    const std::uint16_t* const chunk_w = w + group * w_stride;
-    const std::int32_t ahead_lines = (rows + t.panels - 1) / t.panels;
-    float* sums = t.sums + row * kPanelTokens;
+    const std::uint16_t* const chunk_w = t.w + group * w_stride;
+    const std::int32_t ahead_lines = (t.rows + t.panels - 1) / t.panels;
+    float* sums = t.sums;
     PairSteps s{chunk_w,
                 w_stride,
                 E::kByLine ? 2 * t.rows : 2,
@@ -178,7 +176,7 @@ void multiply_groups(const PairProduct& t, std::int32_t row, std::int32_t rows) 
                 end == t.groups ? t.pairs - (t.groups - 1) * (kGroup / 2) : kGroup / 2,
                 sums,
                 chunk == 0,
-                reinterpret_cast<const char*>(w + end * w_stride),
+                reinterpret_cast<const char*>(t.w + end * w_stride),
                 ahead_lines};
     for (std::int32_t p = 0; p < t.panels; ++p, panel += t.panel_stride) {
       if constexpr (kGather) {
@@ -186,29 +184,18 @@ void multiply_groups(const PairProduct& t, std::int32_t row, std::int32_t rows) 
           x[i] = after(slot);
           next[i] = take();
         }
-        multiply_chunk<E, kHalves, kSource>(rows, s, Gather{next});
+        multiply_chunk<E, kHalves, kSource>(t.rows, s, Gather{next});
       } else {
         for (std::int32_t i = 0; i < steps; ++i) x[i] = panel + t.offsets[group + i];
-        multiply_chunk<E, kHalves, kSource>(rows, s, NoWork{});
+        multiply_chunk<E, kHalves, kSource>(t.rows, s, NoWork{});
       }
-      if (end == t.groups && t.done.call != nullptr) t.done.call(t.done.context, p, row, rows, sums);
+      if (end == t.groups && t.done.call != nullptr) t.done.call(t.done.context, p, 0, t.rows, sums);
       sums += sums_stride;
       s.w = chunk_w;
       s.sums = sums;
       s.ahead_lines = ahead_lines;
       s.ahead += std::int64_t{steps} * ahead_lines * 64;
     }
-  }
-}
-
-// Where tiles of outputs are as tall as AMX's, each gathers for itself: to keep the groups for the next one
-// cost 64×1 a fifth of its speed, as 16 KB more wanted to stay in L1.
-template <class E, int kHalves, PairSource kSource>
-void multiply_slices(const PairProduct& t) {
-  constexpr bool kApart = E::kFeatures == 2 && E::kRows > kTileRows && kSource != PairSource::tokens;
-  if (!kApart) return multiply_groups<E, kHalves, kSource>(t, 0, t.rows);
-  for (std::int32_t row = 0; row < t.rows; row += E::kRows) {
-    multiply_groups<E, kHalves, kSource>(t, row, t.rows - row < E::kRows ? t.rows - row : E::kRows);
   }
 }
 
@@ -237,17 +224,23 @@ void multiply_rows(const PairProduct& t) {
     if (t.rows == E::kRows) return multiply_few<E, E::kRows, kHalves, kSource>(t);
     if (t.rows == E::kLeast) return multiply_few<E, E::kLeast, kHalves, kSource>(t);
   }
-  multiply_slices<E, kHalves, kSource>(t);
+  multiply_groups<E, kHalves, kSource>(t);
 }
 
+// Groups that are gathered are another kernel's where an engine has a range (PairRange).
 template <class E, int kHalves>
 void multiply_source(const PairProduct& t) {
+  constexpr bool kGathers = !requires { E::kRangeOutputs; };
   switch (t.source) {
-    case PairSource::columns: return multiply_rows<E, kHalves, PairSource::columns>(t);
-    case PairSource::lines: return multiply_rows<E, kHalves, PairSource::lines>(t);
+    case PairSource::columns:
+      if constexpr (kGathers) return multiply_rows<E, kHalves, PairSource::columns>(t);
+      return;
+    case PairSource::lines:
+      if constexpr (kGathers) return multiply_rows<E, kHalves, PairSource::lines>(t);
+      return;
     case PairSource::whole: return multiply_rows<E, kHalves, PairSource::whole>(t);
     case PairSource::tokens:
-      if constexpr (E::kByToken) return multiply_slices<E, kHalves, PairSource::tokens>(t);
+      if constexpr (E::kByToken) return multiply_groups<E, kHalves, PairSource::tokens>(t);
   }
 }
 
@@ -327,11 +320,27 @@ void dot_pairs(const PairDots& t) {
 }
 
 template <class E>
-constexpr PairKernels pair_table(const char* family, void (*lanes)(const LaneProduct&) = nullptr) {
-  return {family,           E::kTileCycles,  E::kLeast,     E::kByToken,         E::kByLine,
-          E::enter,         E::leave,        pack_pairs<E>, multiply_pairs<E>,   lanes,
-          E::spread,        store_pairs<E>,  keep_pairs<E>, pack_token_pairs<E>, dot_pairs<E>,
-          deliver_pairs<E>, finite_pairs<E>, E::token};
+constexpr PairKernels pair_table(const char* family, void (*lanes)(const LaneProduct&) = nullptr,
+                                 void (*range)(const PairRange&) = nullptr) {
+  return {family,
+          E::kTileCycles,
+          E::kLeast,
+          E::kByToken,
+          E::kByLine,
+          E::enter,
+          E::leave,
+          pack_pairs<E>,
+          multiply_pairs<E>,
+          lanes,
+          E::spread,
+          store_pairs<E>,
+          keep_pairs<E>,
+          pack_token_pairs<E>,
+          dot_pairs<E>,
+          deliver_pairs<E>,
+          finite_pairs<E>,
+          E::token,
+          range};
 }
 
 }  // namespace rarefy::cpu

@@ -85,6 +85,22 @@ struct PairProduct {
   PairDone done;
 };
 
+// The same for block rows one after the other whose groups are gathered: what is to be gathered is known
+// beyond the end of a block row. Sums of 32 outputs, or the last 16, leave as soon as they are there.
+struct PairRange {
+  const std::uint16_t* w;        // of the first block row, as of PairProduct
+  const std::uint32_t* offsets;  // of its groups
+  const std::int32_t* first;     // groups before each block row, and those before the end
+  std::int32_t blocks, rows;
+  PairSource source;  // columns or lines
+  std::int32_t halves, panels;
+  const std::uint16_t* panel;
+  std::int64_t panel_stride;
+  std::uint16_t* gathered;
+  float* sums;    // [32][32], of one panel at a time
+  PairDone done;  // its rows count from the first block row's on
+};
+
 // A block row is multiplied in chunks of groups, each for all panels, so that its weights stay near: 48 KB
 // where one tile of outputs reads X, as sums go in and out between chunks, else 24 KB, which stay in L1 with
 // what is gathered. On Sapphire Rapids L2 gives a line in two cycles, and is the bound.
@@ -187,6 +203,7 @@ struct PairKernels {
   void (*deliver)(const PairDeliver&);
   bool (*finite)(const std::uint16_t* values, std::int64_t count);
   std::int32_t (*token)(std::int32_t token);  // where it lies in a line of one feature
+  void (*range)(const PairRange&);            // or null: `multiply` takes block rows one by one
 };
 
 extern const PairKernels kPairsPortable;

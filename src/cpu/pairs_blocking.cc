@@ -16,7 +16,6 @@ constexpr double kPack = 0.3, kStore = 0.35, kStoreFar = 0.14, kWeightNear = 0.0
 // Lanes of outputs: they transpose nothing on the way out, and what a panel reads of W, a stream that is
 // asked for ahead, costs little while it stays in L3.
 constexpr double kStoreLanes = 0.2, kWeightLanes = 0.02, kInL3 = 12e6;
-constexpr std::int64_t kMostSet = 16;
 // W of so many bytes comes from memory once a set: there two panels share it, also where they fill all of L2
 // (512 × 4096→11008, 32×1 at 0.5, one thread of a Zen 5: 383 GFLOP/s with one, 448 with two, 440 with four).
 constexpr double kFromMemory = 8e6;
@@ -28,7 +27,7 @@ void for_each_blocking(const PanelWork& w, const Problem& p, const Machine& mach
   const double weight = 2 * kTileSize * w.tiles;  // bytes
   const std::int64_t fit = panel_floats(machine) * 2 / w.panel_size;
   const std::int64_t most =
-      std::clamp<std::int64_t>(fit, weight > kFromMemory ? 2 : 1, std::min(all, kMostSet));
+      std::clamp<std::int64_t>(fit, weight > kFromMemory ? 2 : 1, std::min(all, w.most));
   const bool near = weight <= static_cast<double>(panel_floats(machine) * 2);  // a quarter of L2
   const double weight_byte = near ? std::min(w.weight_byte, kWeightNear) : w.weight_byte;
   for (std::int64_t panels = 1; panels <= most; ++panels) {

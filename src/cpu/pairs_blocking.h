@@ -95,6 +95,7 @@ struct PanelWork {
   double weight_byte = 0.1;            // cycles, of W out of L3 (docs/design/cpu/bf16.md)
   std::int64_t tokens = kPanelTokens;  // of a panel
   double alone_cycles = 0;  // tile_cycles of a set of one panel that goes by lanes of outputs; 0: none does
+  std::int64_t most = 16;   // panels of a set
 };
 
 // Of kernels that read W as one stream and ask for it ahead: nothing, while it is small.

@@ -65,6 +65,7 @@ struct GroupedShape {
     return stored * static_cast<double>(out_features() * red_blocks * red_block) /
            static_cast<double>(kTileRows * group());
   }
+  bool gathers() const { return source == PairSource::columns || source == PairSource::lines; }
   std::int64_t offsets() const { return offsets_of(source, static_cast<std::int32_t>(line)); }  // of a group
   std::int64_t step() const { return group() / offsets(); }  // features between two of them
   // Where a feature lies in a panel, and a panel's size.
@@ -178,6 +179,37 @@ PairDone done_by(F& f) {
           &f};
 }
 
+// Panels of so many tokens that share a block row's weights in L1; one that is half empty, alone.
+inline std::int64_t near_panels(std::int64_t tokens, std::int64_t most) {
+  return std::clamp<std::int64_t>((tokens + kPanelTokens / 2 - 1) / kPanelTokens, 1, most);
+}
+
+// Output blocks first … last, for `tokens`, by a kernel that takes them all: of `t` all but what depends on
+// these. finish(panel, output block, output, rows, sums) as soon as sums are there of some outputs.
+template <class Finish>
+void multiply_range(void (*range)(const PairRange&), PairRange t, const GroupedShape& shape,
+                    std::int64_t first, std::int64_t last, std::int64_t tokens, Finish&& finish) {
+  if (first == last) return;
+  const std::int32_t from = t.first[first];
+  t.w += from * shape.tiles_size();
+  t.offsets += from * shape.offsets();
+  t.first += first;
+  t.blocks = static_cast<std::int32_t>(last - first);
+  t.rows = static_cast<std::int32_t>(shape.out_block);
+  std::int64_t m = 0;
+  auto done = [&](std::int32_t p, std::int32_t row, std::int32_t rows, float* sums) {
+    finish(m / kPanelTokens + p, first + row / shape.out_block, first * shape.out_block + row, rows, sums);
+  };
+  t.done = done_by(done);
+  while (m < tokens) {
+    t.panels = static_cast<std::int32_t>(near_panels(tokens - m, kNear));
+    t.halves = panel_rows(tokens, m) > kPanelTokens / 2 ? 2 : 1;
+    range(t);
+    m += t.panels * kPanelTokens;
+    t.panel += t.panels * t.panel_stride;
+  }
+}
+
 // A weight as kernels multiply it.
 struct PairsWeight {
   const PairKernels& kernels;
@@ -211,6 +243,11 @@ struct PairsWeight {
 
   // Sums of some tokens of a panel anew, over what is stored alone.
   void sum_stored(std::int64_t block, const std::uint16_t* panel, std::uint32_t tokens, float* sums) const;
+  // The same of those that find_unfinished found, where rows are joined.
+  void sum_unfinished(std::int64_t block, const std::uint16_t* panel, std::uint32_t tokens,
+                      float* sums) const {
+    if (shape.join > 1 && tokens != 0) sum_stored(block, panel, tokens, sums);
+  }
 
   // Output blocks first … last for some tokens, whose panels lie `panel_stride` apart. As soon as sums are
   // there, finish(token, rows, output, count, sums) gets those of some outputs for one panel. `sums` has room
@@ -219,16 +256,35 @@ struct PairsWeight {
   void multiply(const std::uint16_t* panels, std::int64_t panel_stride, std::int64_t tokens,
                 const std::uint32_t* unfinished, std::int64_t first, std::int64_t last,
                 std::uint16_t* gathered, float* sums, Finish&& finish) const {
+    if (kernels.range != nullptr && shape.gathers()) {
+      return multiply_range(
+          kernels.range,
+          {packed,
+           prepared.offsets,
+           prepared.first,
+           0,
+           0,
+           shape.source,
+           0,
+           0,
+           panels,
+           panel_stride,
+           gathered,
+           sums,
+           {}},
+          shape, first, last, tokens,
+          [&](std::int64_t p, std::int64_t block, std::int64_t output, std::int64_t rows, float* to) {
+            sum_unfinished(block, panels + p * panel_stride, unfinished[p], to);
+            finish(p * kPanelTokens, panel_rows(tokens, p * kPanelTokens), output, rows, to);
+          });
+    }
     for (std::int64_t o = first; o < last; o += shape.finished()) {
       const std::int64_t end = std::min(o + shape.finished(), last);
       for (std::int64_t m = 0; m < tokens;) {
-        // Panels that share chunks of a block row's weights in L1; one that is half empty, alone.
-        const std::int64_t whole = (tokens - m + kPanelTokens / 2 - 1) / kPanelTokens;
-        const std::int64_t near = std::clamp<std::int64_t>(whole, 1, shape.near());
+        const std::int64_t near = near_panels(tokens - m, shape.near());
         const std::uint16_t* x = panels + m / kPanelTokens * panel_stride;
         const auto fix = [&](std::int64_t block, std::int64_t p, float* to) {
-          const std::uint32_t odd = shape.join > 1 ? unfinished[m / kPanelTokens + p] : 0;
-          if (odd != 0) sum_stored(block, x + p * panel_stride, odd, to);
+          sum_unfinished(block, x + p * panel_stride, unfinished[m / kPanelTokens + p], to);
         };
         const std::int64_t outputs = (end - o) * shape.out_block;
         const auto finish_panel = [&](std::int64_t p, std::int64_t row, std::int64_t rows, float* to) {

@@ -90,7 +90,8 @@ void store_quads(const QuadStore& t) {
 }
 
 template <class E>
-constexpr QuadKernels quad_table(const char* family, const QuadFew& few = {}) {
+constexpr QuadKernels quad_table(const char* family, const QuadFew& few = {},
+                                 void (*range)(const PairRange&) = nullptr) {
   QuadKernels table{};
   table.family = family;
   table.tile_cycles = E::kTileCycles;
@@ -102,6 +103,7 @@ constexpr QuadKernels quad_table(const char* family, const QuadFew& few = {}) {
   table.pack = pack_quads<E>;
   table.activate = activate_to_int8<typename E::Isa>;
   table.multiply = multiply_pairs<E>;
+  table.range = range;
   table.store = store_quads<E>;
   table.few[0] = few;
   return table;

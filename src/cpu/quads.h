@@ -106,6 +106,7 @@ struct QuadKernels {
   // Whole vectors of a network's hidden features, to 2⁻¹² of each.
   void (*activate)(Activation activation, float* values, std::int64_t count) = nullptr;
   void (*multiply)(const PairProduct&) = nullptr;
+  void (*range)(const PairRange&) = nullptr;  // for groups that are gathered; null: `multiply` takes them
   void (*store)(const QuadStore&) = nullptr;
   void (*lanes)(const LaneProduct&) = nullptr;
   void (*few_rows)(const QuadRows&) = nullptr;

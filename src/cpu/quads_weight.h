@@ -136,11 +136,31 @@ struct QuadsWeight {
   void multiply(const std::uint16_t* panels, std::int64_t tokens, std::int64_t first, std::int64_t last,
                 std::uint16_t* gathered, float* sums, Finish&& finish) const {
     const auto* tiles = reinterpret_cast<const std::uint16_t*>(packed.tiles);
+    if (kernels.range != nullptr && shape.gathers()) {
+      return multiply_range(
+          kernels.range,
+          {tiles,
+           prepared.offsets,
+           prepared.first,
+           0,
+           0,
+           shape.source,
+           0,
+           0,
+           panels,
+           shape.panel_size(),
+           gathered,
+           sums,
+           {}},
+          shape, first, last, tokens,
+          [&](std::int64_t p, std::int64_t, std::int64_t output, std::int64_t rows, float* to) {
+            finish(p * kPanelTokens, panel_rows(tokens, p * kPanelTokens), output, rows, to);
+          });
+    }
     for (std::int64_t o = first; o < last; o += shape.finished()) {
       const std::int64_t end = std::min(o + shape.finished(), last);
       for (std::int64_t m = 0; m < tokens;) {
-        const std::int64_t whole = (tokens - m + kPanelTokens / 2 - 1) / kPanelTokens;
-        const std::int64_t near = std::clamp<std::int64_t>(whole, 1, shape.near());
+        const std::int64_t near = near_panels(tokens - m, shape.near());
         auto finish_panel = [&](std::int32_t p, std::int64_t row, std::int64_t rows, float* to) {
           const std::int64_t token = m + p * kPanelTokens;
           finish(token, panel_rows(tokens, token), o * shape.out_block + row, rows, to);

@@ -3,6 +3,6 @@
 
 namespace rarefy::cpu {
 
-const PairKernels kAmx = pair_table<Amx>("amx");
+const PairKernels kAmx = pair_table<Amx>("amx", nullptr, multiply_range<Amx, Bf16Tiles>);
 
 }  // namespace rarefy::cpu

@@ -2,21 +2,15 @@
 // operand as it is packed, 16 pairs of features by 16 tokens are the second.
 #pragma once
 
-#include "cpu/simd/amx_tiles.h"
+#include "cpu/simd/amx_range.h"
 #include "cpu/simd/avx512_pairs.h"
 
 namespace rarefy::cpu {
 
-struct Bf16Tiles {
-  template <int kSums, int kA, int kB>
-  [[gnu::always_inline]] static void dot() {
-    tile::dot_bf16<kSums, kA, kB>();
-  }
-};
-
 struct Amx : Avx512Pairs<Amx> {
   static constexpr int kRows = 32, kLeast = 32;
-  static constexpr int kEarly = 2;  // tiles are not loaded from stores that are under way
+  static constexpr int kEarly = 2;          // tiles are not loaded from stores that are under way
+  static constexpr int kRangeOutputs = 32;  // whose rows of Y are lines of 64 bytes
   static constexpr bool kByToken = true, kByLine = false;
   static constexpr double kTileCycles = 50;
 
@@ -70,51 +64,21 @@ struct Amx : Avx512Pairs<Amx> {
   }
 
  private:
-  // Up to 2 × 2 tiles of sums, rows[step] · columns[step] summed up: sums in tiles 0 … 3, a row of them 128
-  // bytes; rows in 4 and 5, columns in 6 and 7, whose second tile lies `second` elements behind the first.
+  // rows[step] · columns[step] summed up.
   template <class Tiles, bool kTall, bool kWide, class Rows, class Columns, class Work>
   [[gnu::always_inline]] static void squares(const PairSteps& s, Rows rows, Columns columns, int stride,
                                              int second, Work work) {
-    constexpr int kSumsStride = kPanelTokens * 4, kRowsStride = kGroup * 2;
-    float* below = s.sums + 16 * kPanelTokens;
+    using Sums = Squares<Tiles, kTall, kWide>;
     if (s.first) {
-      tile::zero<0>();
-      if constexpr (kWide) tile::zero<1>();
-      if constexpr (kTall) tile::zero<2>();
-      if constexpr (kTall && kWide) tile::zero<3>();
+      Sums::zero();
     } else {
-      tile::load<0>(s.sums, kSumsStride);
-      if constexpr (kWide) tile::load<1>(s.sums + 16, kSumsStride);
-      if constexpr (kTall) tile::load<2>(below, kSumsStride);
-      if constexpr (kTall && kWide) tile::load<3>(below + 16, kSumsStride);
+      Sums::load(s.sums);
     }
     for (std::int32_t step = 0; step < s.steps; ++step) {
-      const std::uint16_t *row = rows(step), *column = columns(step);
       s.fetch(step);
-      __asm__ volatile("" ::: "memory");  // tile loads are asm that GCC moves across stores
-      const auto along = work.at(step);
-      const auto quarter = [along](int from) {
-        if (!along.any()) return;
-#pragma GCC unroll 4
-        for (int p = from; p < from + 4; ++p) along(p);
-      };
-      tile::load<6>(column, stride);
-      tile::load<4>(row, kRowsStride);
-      quarter(0);
-      Tiles::template dot<0, 4, 6>();
-      if constexpr (kWide) tile::load<7>(column + second, stride);
-      quarter(4);
-      if constexpr (kWide) Tiles::template dot<1, 4, 7>();
-      if constexpr (kTall) tile::load<5>(row + kTileSize, kRowsStride);
-      quarter(8);
-      if constexpr (kTall) Tiles::template dot<2, 5, 6>();
-      quarter(12);
-      if constexpr (kTall && kWide) Tiles::template dot<3, 5, 7>();
+      Sums::add(rows(step), columns(step), stride, second, work.at(step));
     }
-    tile::store<0>(s.sums, kSumsStride);
-    if constexpr (kWide) tile::store<1>(s.sums + 16, kSumsStride);
-    if constexpr (kTall) tile::store<2>(below, kSumsStride);
-    if constexpr (kTall && kWide) tile::store<3>(below + 16, kSumsStride);
+    Sums::store(s.sums);
   }
 
   static void spread_columns(const PairSpread& t, std::int32_t first) {

@@ -16,7 +16,7 @@ struct Avx512Pairs {
   static __m512i bits(__m512 v) { return _mm512_castps_si512(v); }
 
   // 16 × 16 dwords.
-  static void transpose(__m512i (&m)[16]) {
+  [[gnu::always_inline]] static void transpose(__m512i (&m)[16]) {
     __m512 t[16];
 #pragma GCC unroll 16
     for (int i = 0; i < 16; ++i) t[i] = _mm512_castsi512_ps(m[i]);
