@@ -227,17 +227,11 @@ void multiply_rows(const PairProduct& t) {
   multiply_groups<E, kHalves, kSource>(t);
 }
 
-// Groups that are gathered are another kernel's where an engine has a range (PairRange).
 template <class E, int kHalves>
 void multiply_source(const PairProduct& t) {
-  constexpr bool kGathers = !requires { E::kRangeOutputs; };
   switch (t.source) {
-    case PairSource::columns:
-      if constexpr (kGathers) return multiply_rows<E, kHalves, PairSource::columns>(t);
-      return;
-    case PairSource::lines:
-      if constexpr (kGathers) return multiply_rows<E, kHalves, PairSource::lines>(t);
-      return;
+    case PairSource::columns: return multiply_rows<E, kHalves, PairSource::columns>(t);
+    case PairSource::lines: return multiply_rows<E, kHalves, PairSource::lines>(t);
     case PairSource::whole: return multiply_rows<E, kHalves, PairSource::whole>(t);
     case PairSource::tokens:
       if constexpr (E::kByToken) return multiply_groups<E, kHalves, PairSource::tokens>(t);
@@ -320,27 +314,18 @@ void dot_pairs(const PairDots& t) {
 }
 
 template <class E>
-constexpr PairKernels pair_table(const char* family, void (*lanes)(const LaneProduct&) = nullptr,
-                                 void (*range)(const PairRange&) = nullptr) {
-  return {family,
-          E::kTileCycles,
-          E::kLeast,
-          E::kByToken,
-          E::kByLine,
-          E::enter,
-          E::leave,
-          pack_pairs<E>,
-          multiply_pairs<E>,
-          lanes,
-          E::spread,
-          store_pairs<E>,
-          keep_pairs<E>,
-          pack_token_pairs<E>,
-          dot_pairs<E>,
-          deliver_pairs<E>,
-          finite_pairs<E>,
-          E::token,
-          range};
+constexpr PairKernels pair_table(const char* family, void (*lanes)(const LaneProduct&) = nullptr) {
+  void (*multiply)(const PairProduct&) = nullptr;
+  void (*range)(const PairRange&) = nullptr;
+  if constexpr (requires { E::range; }) {
+    range = E::range;
+  } else {
+    multiply = multiply_pairs<E>;
+  }
+  return {family,       E::kTileCycles,   E::kLeast,       E::kByToken,   E::kByLine,
+          E::enter,     E::leave,         pack_pairs<E>,   multiply,      range,
+          lanes,        E::spread,        store_pairs<E>,  keep_pairs<E>, pack_token_pairs<E>,
+          dot_pairs<E>, deliver_pairs<E>, finite_pairs<E>, E::token};
 }
 
 }  // namespace rarefy::cpu

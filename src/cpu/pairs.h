@@ -92,12 +92,12 @@ struct PairRange {
   const std::uint32_t* offsets;  // of its groups
   const std::int32_t* first;     // groups before each block row, and those before the end
   std::int32_t blocks, rows;
-  PairSource source;  // columns or lines
+  PairSource source;
   std::int32_t halves, panels;
   const std::uint16_t* panel;
   std::int64_t panel_stride;
   std::uint16_t* gathered;
-  float* sums;    // [32][32], of one panel at a time
+  float* sums;    // of one panel at a time
   PairDone done;  // its rows count from the first block row's on
 };
 
@@ -192,7 +192,8 @@ struct PairKernels {
   void (*enter)();     // before and after a task, on its thread
   void (*leave)();
   void (*pack)(const PairPack&);
-  void (*multiply)(const PairProduct&);
+  void (*multiply)(const PairProduct&);  // null: `range` takes all
+  void (*range)(const PairRange&);
   // On lanes of outputs, which stores, too: the same sums, for blocks of a multiple of 16 outputs; or null.
   void (*lanes)(const LaneProduct&);
   void (*spread)(const PairSpread&);
@@ -203,7 +204,6 @@ struct PairKernels {
   void (*deliver)(const PairDeliver&);
   bool (*finite)(const std::uint16_t* values, std::int64_t count);
   std::int32_t (*token)(std::int32_t token);  // where it lies in a line of one feature
-  void (*range)(const PairRange&);            // or null: `multiply` takes block rows one by one
 };
 
 extern const PairKernels kPairsPortable;

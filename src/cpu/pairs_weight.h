@@ -256,7 +256,7 @@ struct PairsWeight {
   void multiply(const std::uint16_t* panels, std::int64_t panel_stride, std::int64_t tokens,
                 const std::uint32_t* unfinished, std::int64_t first, std::int64_t last,
                 std::uint16_t* gathered, float* sums, Finish&& finish) const {
-    if (kernels.range != nullptr && shape.gathers()) {
+    if (kernels.range != nullptr) {
       return multiply_range(
           kernels.range,
           {packed,

@@ -90,8 +90,7 @@ void store_quads(const QuadStore& t) {
 }
 
 template <class E>
-constexpr QuadKernels quad_table(const char* family, const QuadFew& few = {},
-                                 void (*range)(const PairRange&) = nullptr) {
+constexpr QuadKernels quad_table(const char* family, const QuadFew& few = {}) {
   QuadKernels table{};
   table.family = family;
   table.tile_cycles = E::kTileCycles;
@@ -102,8 +101,11 @@ constexpr QuadKernels quad_table(const char* family, const QuadFew& few = {},
   table.leave = E::leave;
   table.pack = pack_quads<E>;
   table.activate = activate_to_int8<typename E::Isa>;
-  table.multiply = multiply_pairs<E>;
-  table.range = range;
+  if constexpr (requires { E::range; }) {
+    table.range = E::range;
+  } else {
+    table.multiply = multiply_pairs<E>;
+  }
   table.store = store_quads<E>;
   table.few[0] = few;
   return table;

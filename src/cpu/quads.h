@@ -86,8 +86,8 @@ struct QuadFew {
   void (*product)(const LaneProduct&);
 };
 
-// What one instruction set offers. `multiply` is that of pairs.h on groups of 64, with sums in int32; or
-// there is `lanes` instead, or `few_rows`, for panels of 64 tokens: these store, too.
+// What one instruction set offers. `multiply` or `range` is that of pairs.h on groups of 64, with sums in
+// int32; or there is `lanes` instead, or `few_rows`, for panels of 64 tokens: these store, too.
 struct QuadKernels {
   const char* family;
   double tile_cycles;   // that 16 outputs, 64 features and 32 tokens take: a figure for the configuration
@@ -106,7 +106,7 @@ struct QuadKernels {
   // Whole vectors of a network's hidden features, to 2⁻¹² of each.
   void (*activate)(Activation activation, float* values, std::int64_t count) = nullptr;
   void (*multiply)(const PairProduct&) = nullptr;
-  void (*range)(const PairRange&) = nullptr;  // for groups that are gathered; null: `multiply` takes them
+  void (*range)(const PairRange&) = nullptr;
   void (*store)(const QuadStore&) = nullptr;
   void (*lanes)(const LaneProduct&) = nullptr;
   void (*few_rows)(const QuadRows&) = nullptr;

@@ -136,7 +136,7 @@ struct QuadsWeight {
   void multiply(const std::uint16_t* panels, std::int64_t tokens, std::int64_t first, std::int64_t last,
                 std::uint16_t* gathered, float* sums, Finish&& finish) const {
     const auto* tiles = reinterpret_cast<const std::uint16_t*>(packed.tiles);
-    if (kernels.range != nullptr && shape.gathers()) {
+    if (kernels.range != nullptr) {
       return multiply_range(
           kernels.range,
           {tiles,

@@ -3,6 +3,6 @@
 
 namespace rarefy::cpu {
 
-const PairKernels kAmx = pair_table<Amx>("amx", nullptr, multiply_range<Amx, Bf16Tiles>);
+const PairKernels kAmx = pair_table<Amx>("amx");
 
 }  // namespace rarefy::cpu

@@ -5,7 +5,6 @@
 namespace rarefy::cpu {
 
 const QuadKernels kQuadsAmx =
-    quad_table<AmxQuads>("amx", {4, FewQuads<AmxQuads, 4>::pack, FewQuads<AmxQuads, 4>::multiply},
-                         multiply_range<AmxQuads, Int8Tiles>);
+    quad_table<AmxQuads>("amx", {4, FewQuads<AmxQuads, 4>::pack, FewQuads<AmxQuads, 4>::multiply});
 
 }  // namespace rarefy::cpu

@@ -20,25 +20,17 @@ struct Amx : Avx512Pairs<Amx> {
   }
   static void leave() { tile::release(); }
 
+  // Of the weight gradient, whose sums start from 0 and which asks for nothing ahead.
   template <int kOutputs, int kHalves, class Work>
   static void multiply(const PairSteps& s, Work work) {
-    multiply_tiles<Bf16Tiles, kOutputs, kHalves>(s, work);
+    using Sums = Squares<Bf16Tiles, kOutputs == 32, kHalves == 2>;
+    Sums::zero();
+    for (std::int32_t step = 0; step < s.steps; ++step) {
+      Sums::add(s.w + (step & s.w_ring) * s.w_stride, s.x[step], kPairLine * 2, 32, work.at(step));
+    }
+    Sums::store(s.sums);
   }
-
-  template <class Tiles, int kOutputs, int kHalves, class Work>
-  static void multiply_tiles(const PairSteps& s, Work work) {
-    const auto w = [&](std::int32_t step) { return s.w + (step & s.w_ring) * s.w_stride; };
-    const auto x = [&](std::int32_t step) { return s.x[step]; };
-    squares<Tiles, kOutputs == 32, kHalves == 2>(s, w, x, kPairLine * 2, 32, work);
-  }
-
-  // x by token is the first operand: what comes out are rows of Y.
-  template <int kHalves>
-  static void multiply_tokens(const PairSteps& s) {
-    const auto w = [&](std::int32_t step) { return s.w + step * s.w_stride; };
-    const auto x = [&](std::int32_t step) { return s.x[step]; };
-    squares<Bf16Tiles, kHalves == 2, true>(s, x, w, kGroup * 2, kTileSize, NoWork{});
-  }
+  static void range(const PairRange& t) { multiply_range<Amx, Bf16Tiles>(t); }
 
   // 32 columns at a time; while tiles work on these, the ones before are added to their sums.
   static void spread(const PairSpread& t) {
@@ -64,23 +56,6 @@ struct Amx : Avx512Pairs<Amx> {
   }
 
  private:
-  // rows[step] · columns[step] summed up.
-  template <class Tiles, bool kTall, bool kWide, class Rows, class Columns, class Work>
-  [[gnu::always_inline]] static void squares(const PairSteps& s, Rows rows, Columns columns, int stride,
-                                             int second, Work work) {
-    using Sums = Squares<Tiles, kTall, kWide>;
-    if (s.first) {
-      Sums::zero();
-    } else {
-      Sums::load(s.sums);
-    }
-    for (std::int32_t step = 0; step < s.steps; ++step) {
-      s.fetch(step);
-      Sums::add(rows(step), columns(step), stride, second, work.at(step));
-    }
-    Sums::store(s.sums);
-  }
-
   static void spread_columns(const PairSpread& t, std::int32_t first) {
     constexpr int kXStride = kPairLine * 2;
     const std::uint16_t* w = t.w + std::int64_t{first} * t.rows;

@@ -21,10 +21,7 @@ struct AmxQuads : Avx512Quads<AmxQuads, false> {
   static void enter() { Amx::enter(); }
   static void leave() { Amx::leave(); }
 
-  template <int kOutputs, int kHalves, class Work>
-  static void multiply(const PairSteps& s, Work work) {
-    Amx::multiply_tiles<Int8Tiles, kOutputs, kHalves>(s, work);
-  }
+  static void range(const PairRange& t) { multiply_range<AmxQuads, Int8Tiles>(t); }
 };
 
 }  // namespace rarefy::cpu

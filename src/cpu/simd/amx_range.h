@@ -3,6 +3,8 @@
 // with each block row, as it does in pair_kernels.h, layers at .25 and .1 took a quarter more.
 #pragma once
 
+#include <type_traits>
+
 #include "cpu/pair_kernels.h"
 #include "cpu/simd/amx_squares.h"
 
@@ -48,8 +50,9 @@ class RangeGroups {
     settle();
     return group;
   }
+  void begin(std::int32_t, std::int32_t) {}
   // Where the one lies that is multiplied next.
-  [[gnu::always_inline]] const std::uint16_t* gathered() {
+  [[gnu::always_inline]] const std::uint16_t* x() {
     const std::uint16_t* at = place(get_);
     get_ = after(get_);
     return at;
@@ -84,11 +87,31 @@ class RangeGroups {
   std::int32_t group_, end_, put_ = 0, get_ = 0;
 };
 
+// Groups that are multiplied as they lie in a panel.
+template <class E, PairSource kSource>
+class RangeInPlace {
+ public:
+  explicit RangeInPlace(const RangePieces& pieces) : t_(pieces.t) {}
+
+  void begin(std::int32_t panel, std::int32_t group) {
+    panel_ = t_.panel + panel * t_.panel_stride;
+    offsets_ = t_.offsets + (group - t_.first[0]);
+  }
+  static NoWork take() { return {}; }
+  [[gnu::always_inline]] const std::uint16_t* x() { return panel_ + *offsets_++; }
+
+ private:
+  const PairRange& t_;
+  const std::uint16_t* panel_ = nullptr;
+  const std::uint32_t* offsets_ = nullptr;
+};
+
 // All groups of outputs row … row + 32, or 16, of a block row for one panel.
-template <class E, class Tiles, bool kTall, bool kWide, PairSource kSource>
+template <class E, class Tiles, bool kTall, bool kWide, PairSource kSource, class Groups>
 [[gnu::always_inline]] inline void multiply_piece(const PairRange& t, std::int32_t block, std::int32_t row,
-                                                  RangeGroups<E, kSource>& groups, float* sums) {
-  using Sums = Squares<Tiles, kTall, kWide>;
+                                                  Groups& groups, float* sums) {
+  constexpr bool kTokens = kSource == PairSource::tokens;  // x is the first operand, and sums are rows of Y
+  using Sums = Squares<Tiles, kTokens ? kWide : kTall, kTokens ? kTall : kWide>;
   const std::int64_t stride = std::int64_t{t.rows} * kGroup, from = std::int64_t{row} * kGroup;
   const std::int32_t count = t.first[block + 1] - t.first[block];
   const std::uint16_t* w = t.w + (t.first[block] - t.first[0]) * stride + from;
@@ -98,17 +121,22 @@ template <class E, class Tiles, bool kTall, bool kWide, PairSource kSource>
   Sums::zero();
   for (std::int32_t i = 0; i < count; ++i, w += stride) {
     for (std::int32_t l = 0; l < lines; ++l) __builtin_prefetch(w + ahead + l * 32, 0, 2);
-    const std::uint16_t* x = groups.gathered();
-    Sums::add(w, x, kPairLine * 2, 32, groups.take());
+    const std::uint16_t* x = groups.x();
+    if constexpr (kTokens) {
+      Sums::add(x, w, kGroup * 2, kTileSize, groups.take());
+    } else {
+      Sums::add(w, x, kPairLine * 2, 32, groups.take());
+    }
   }
   Sums::store(sums);
 }
 
 template <class E, class Tiles, bool kWide, PairSource kSource>
 void multiply_range_of(const PairRange& t) {
+  constexpr bool kGather = kSource == PairSource::columns || kSource == PairSource::lines;
   const RangePieces pieces(t, E::kRangeOutputs);
-  RangeGroups<E, kSource> groups(pieces);
-  for (std::int32_t i = 0; i < E::kEarly; ++i) {
+  std::conditional_t<kGather, RangeGroups<E, kSource>, RangeInPlace<E, kSource>> groups(pieces);
+  for (std::int32_t i = 0; kGather && i < E::kEarly; ++i) {
     const auto group = groups.take();
     for (int pair = 0; pair < kGroup / 2 && group.any(); ++pair) group(pair);
   }
@@ -118,11 +146,12 @@ void multiply_range_of(const PairRange& t) {
       for (std::int32_t piece = first; piece < pieces.end(first); ++piece) {
         const std::int32_t block = pieces.block(piece), row = pieces.row(piece);
         float* sums = t.sums + std::int64_t{outputs} * kPanelTokens;
+        groups.begin(p, t.first[block]);
         if (t.rows - row >= 32) {
-          multiply_piece<E, Tiles, true, kWide>(t, block, row, groups, sums);
+          multiply_piece<E, Tiles, true, kWide, kSource>(t, block, row, groups, sums);
           outputs += 32;
         } else {
-          multiply_piece<E, Tiles, false, kWide>(t, block, row, groups, sums);
+          multiply_piece<E, Tiles, false, kWide, kSource>(t, block, row, groups, sums);
           outputs += kTileRows;
         }
       }
@@ -134,8 +163,13 @@ void multiply_range_of(const PairRange& t) {
 template <class E, class Tiles>
 void multiply_range(const PairRange& t) {
   const auto of = [&]<bool kWide>() {
-    if (t.source == PairSource::columns) return multiply_range_of<E, Tiles, kWide, PairSource::columns>(t);
-    multiply_range_of<E, Tiles, kWide, PairSource::lines>(t);
+    switch (t.source) {
+      case PairSource::columns: return multiply_range_of<E, Tiles, kWide, PairSource::columns>(t);
+      case PairSource::lines: return multiply_range_of<E, Tiles, kWide, PairSource::lines>(t);
+      case PairSource::whole: return multiply_range_of<E, Tiles, kWide, PairSource::whole>(t);
+      case PairSource::tokens:
+        if constexpr (E::kByToken) multiply_range_of<E, Tiles, kWide, PairSource::tokens>(t);
+    }
   };
   if (t.halves == 2) return of.template operator()<true>();
   of.template operator()<false>();

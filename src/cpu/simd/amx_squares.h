@@ -25,13 +25,6 @@ struct Squares {
     if constexpr (kTall) tile::zero<2>();
     if constexpr (kTall && kWide) tile::zero<3>();
   }
-  [[gnu::always_inline]] static void load(const float* sums) {
-    const float* below = sums + 16 * kPanelTokens;
-    tile::load<0>(sums, kSumsStride);
-    if constexpr (kWide) tile::load<1>(sums + 16, kSumsStride);
-    if constexpr (kTall) tile::load<2>(below, kSumsStride);
-    if constexpr (kTall && kWide) tile::load<3>(below + 16, kSumsStride);
-  }
   [[gnu::always_inline]] static void store(float* sums) {
     float* below = sums + 16 * kPanelTokens;
     tile::store<0>(sums, kSumsStride);
