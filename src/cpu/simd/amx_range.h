@@ -108,16 +108,17 @@ class RangeInPlace {
 
 // All groups of outputs row … row + 32, or 16, of a block row for one panel.
 template <class E, class Tiles, bool kTall, bool kWide, PairSource kSource, class Groups>
-[[gnu::always_inline]] inline void multiply_piece(const PairRange& t, std::int32_t block, std::int32_t row,
-                                                  Groups& groups, float* sums) {
+[[gnu::always_inline]] inline void multiply_piece(const PairRange& t, std::int32_t panel, std::int32_t block,
+                                                  std::int32_t row, Groups& groups, float* sums) {
   constexpr bool kTokens = kSource == PairSource::tokens;  // x is the first operand, and sums are rows of Y
   using Sums = Squares<Tiles, kTokens ? kWide : kTall, kTokens ? kTall : kWide>;
   const std::int64_t stride = std::int64_t{t.rows} * kGroup, from = std::int64_t{row} * kGroup;
   const std::int32_t count = t.first[block + 1] - t.first[block];
   const std::uint16_t* w = t.w + (t.first[block] - t.first[0]) * stride + from;
   // W's next outputs are asked for into L2, of each step's lines a share with each panel.
-  const std::int64_t ahead = row + 32 < t.rows ? 32 * kGroup : count * stride - from;
   const std::int32_t lines = (32 + t.panels - 1) / t.panels;
+  const std::int64_t ahead =
+      (row + 32 < t.rows ? 32 * kGroup : count * stride - from) + std::int64_t{panel} * lines * 32;
   Sums::zero();
   for (std::int32_t i = 0; i < count; ++i, w += stride) {
     for (std::int32_t l = 0; l < lines; ++l) __builtin_prefetch(w + ahead + l * 32, 0, 2);
@@ -148,10 +149,10 @@ void multiply_range_of(const PairRange& t) {
         float* sums = t.sums + std::int64_t{outputs} * kPanelTokens;
         groups.begin(p, t.first[block]);
         if (t.rows - row >= 32) {
-          multiply_piece<E, Tiles, true, kWide, kSource>(t, block, row, groups, sums);
+          multiply_piece<E, Tiles, true, kWide, kSource>(t, p, block, row, groups, sums);
           outputs += 32;
         } else {
-          multiply_piece<E, Tiles, false, kWide, kSource>(t, block, row, groups, sums);
+          multiply_piece<E, Tiles, false, kWide, kSource>(t, p, block, row, groups, sums);
           outputs += kTileRows;
         }
       }
