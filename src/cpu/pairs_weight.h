@@ -65,7 +65,6 @@ struct GroupedShape {
     return stored * static_cast<double>(out_features() * red_blocks * red_block) /
            static_cast<double>(kTileRows * group());
   }
-  bool gathers() const { return source == PairSource::columns || source == PairSource::lines; }
   std::int64_t offsets() const { return offsets_of(source, static_cast<std::int32_t>(line)); }  // of a group
   std::int64_t step() const { return group() / offsets(); }  // features between two of them
   // Where a feature lies in a panel, and a panel's size.
