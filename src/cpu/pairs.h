@@ -85,8 +85,8 @@ struct PairProduct {
   PairDone done;
 };
 
-// The same for block rows one after the other whose groups are gathered: what is to be gathered is known
-// beyond the end of a block row. Sums of 32 outputs, or the last 16, leave as soon as they are there.
+// The same for block rows one after the other, so that what is to be gathered is known beyond the end of one.
+// Sums leave as soon as they are there, of as many outputs at a time as the kernel likes.
 struct PairRange {
   const std::uint16_t* w;        // of the first block row, as of PairProduct
   const std::uint32_t* offsets;  // of its groups

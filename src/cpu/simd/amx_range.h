@@ -1,6 +1,6 @@
-// Products of block rows whose groups are gathered, on AMX's tiles (PairRange). A group is put into pair
-// order two steps before it is multiplied, whatever panel and block row it belongs to: where that began anew
-// with each block row, as it does in pair_kernels.h, layers at .25 and .1 took a quarter more.
+// Products of a range of block rows on AMX's tiles (PairRange). Groups of columns or lines are put into pair
+// order two steps before they are multiplied, whatever panel and block row they belong to: where that began
+// anew with each block row, layers at .25 and .1 took up to a quarter more. Others are multiplied in place.
 #pragma once
 
 #include <type_traits>
@@ -10,8 +10,8 @@
 
 namespace rarefy::cpu {
 
-// A range in the order of its steps: pieces of up to 32 outputs of a block row, some of which leave together;
-// all panels meet these before the next ones.
+// A range in the order in which it is walked: pieces of up to 32 outputs of a block row, some of which leave
+// together; all panels meet these before the next ones.
 struct RangePieces {
   const PairRange& t;
   std::int32_t of_block, count, together;
@@ -26,8 +26,8 @@ struct RangePieces {
   std::int32_t end(std::int32_t first) const { return first + together < count ? first + together : count; }
 };
 
-// The groups of a range in that order, each with a place in a ring where it is put into pair order: of few
-// places, as L1 holds lines of W and x, too.
+// The groups of a range in that order, each with a place in a ring where it is put into pair order: a ring of
+// few places, as L1 holds lines of W and x, too.
 template <class E, PairSource kSource>
 class RangeGroups {
  public:
@@ -87,7 +87,7 @@ class RangeGroups {
   std::int32_t group_, end_, put_ = 0, get_ = 0;
 };
 
-// Groups that are multiplied as they lie in a panel.
+// The same for groups that are multiplied as they lie in a panel.
 template <class E, PairSource kSource>
 class RangeInPlace {
  public:
