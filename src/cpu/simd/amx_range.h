@@ -111,7 +111,7 @@ template <class E, class Tiles, bool kTall, bool kWide, PairSource kSource, clas
 [[gnu::always_inline]] inline void multiply_piece(const PairRange& t, std::int32_t panel, std::int32_t block,
                                                   std::int32_t row, Groups& groups, float* sums) {
   constexpr bool kTokens = kSource == PairSource::tokens;  // x is the first operand, and sums are rows of Y
-  using Sums = Squares<Tiles, kTokens ? kWide : kTall, kTokens ? kTall : kWide>;
+  using Sums = std::conditional_t<kTokens, Squares<Tiles, kWide, kTall>, Squares<Tiles, kTall, kWide>>;
   const std::int64_t stride = std::int64_t{t.rows} * kGroup, from = std::int64_t{row} * kGroup;
   const std::int32_t count = t.first[block + 1] - t.first[block];
   const std::uint16_t* w = t.w + (t.first[block] - t.first[0]) * stride + from;
