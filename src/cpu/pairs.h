@@ -101,9 +101,9 @@ struct PairRange {
   PairDone done;  // its rows count from the first block row's on
 };
 
-// A block row is multiplied in chunks of groups, each for all panels, so that its weights stay near: 48 KB
-// where one tile of outputs reads X, as sums go in and out between chunks, else 24 KB, which stay in L1 with
-// what is gathered. On Sapphire Rapids L2 gives a line in two cycles, and is the bound.
+// `multiply` goes through a block row in chunks of groups, each for all panels, so that its weights stay
+// near: 48 KB where one tile of outputs reads X, as sums go in and out between chunks, else 24 KB, which stay
+// in L1 with what is gathered.
 inline constexpr std::int32_t kChunkSize = 24 * 1024, kChunkReused = 12 * 1024;  // elements of W
 inline constexpr std::int32_t kMostChunk = 24;                                   // groups
 inline constexpr std::int32_t kMostReused = 8;  // where several tiles of outputs read X: 16 KB of L1

@@ -183,29 +183,37 @@ inline std::int64_t near_panels(std::int64_t tokens, std::int64_t most) {
   return std::clamp<std::int64_t>((tokens + kPanelTokens / 2 - 1) / kPanelTokens, 1, most);
 }
 
-// Output blocks first … last, for `tokens`, by a kernel that takes them all: of `t` all but what depends on
-// these. finish(panel, output block, output, rows, sums) as soon as sums are there of some outputs.
+// Where the panels of a product lie, and what a task has beside them.
+struct PairsRoom {
+  const std::uint16_t* panels;
+  std::int64_t panel_stride;
+  std::uint16_t* gathered;
+  float* sums;
+};
+
+// Output blocks first … last, for `tokens`, by a kernel that takes them all. As soon as sums are there of
+// some outputs for one panel, finish(token, rows, output, count, sums); outputs are those of one block where
+// block rows are joined.
 template <class Finish>
-void multiply_range(void (*range)(const PairRange&), PairRange t, const GroupedShape& shape,
-                    std::int64_t first, std::int64_t last, std::int64_t tokens, Finish&& finish) {
+void multiply_range(void (*range)(const PairRange&), const GroupedShape& shape, const Prepared& prepared,
+                    const std::uint16_t* tiles, const PairsRoom& room, std::int64_t first, std::int64_t last,
+                    std::int64_t tokens, Finish&& finish) {
   if (first == last) return;
-  const std::int32_t from = t.first[first];
-  t.w += from * shape.tiles_size();
-  t.offsets += from * shape.offsets();
-  t.first += first;
-  t.blocks = static_cast<std::int32_t>(last - first);
-  t.rows = static_cast<std::int32_t>(shape.out_block);
+  const std::int32_t from = prepared.first[first];
   std::int64_t m = 0;
-  auto done = [&](std::int32_t p, std::int32_t row, std::int32_t rows, float* sums) {
-    finish(m / kPanelTokens + p, first + row / shape.out_block, first * shape.out_block + row, rows, sums);
+  auto done = [&](std::int32_t p, std::int32_t row, std::int32_t count, float* sums) {
+    const std::int64_t token = m + p * kPanelTokens;
+    finish(token, panel_rows(tokens, token), first * shape.out_block + row, count, sums);
   };
-  t.done = done_by(done);
   while (m < tokens) {
-    t.panels = static_cast<std::int32_t>(near_panels(tokens - m, kNear));
-    t.halves = panel_rows(tokens, m) > kPanelTokens / 2 ? 2 : 1;
-    range(t);
-    m += t.panels * kPanelTokens;
-    t.panel += t.panels * t.panel_stride;
+    const std::int64_t near = near_panels(tokens - m, kNear);
+    range({tiles + from * shape.tiles_size(), prepared.offsets + from * shape.offsets(),
+           prepared.first + first, static_cast<std::int32_t>(last - first),
+           static_cast<std::int32_t>(shape.out_block), shape.source,
+           panel_rows(tokens, m) > kPanelTokens / 2 ? 2 : 1, static_cast<std::int32_t>(near),
+           room.panels + m / kPanelTokens * room.panel_stride, room.panel_stride, room.gathered, room.sums,
+           done_by(done)});
+    m += near * kPanelTokens;
   }
 }
 
@@ -257,24 +265,11 @@ struct PairsWeight {
                 std::uint16_t* gathered, float* sums, Finish&& finish) const {
     if (kernels.range != nullptr) {
       return multiply_range(
-          kernels.range,
-          {packed,
-           prepared.offsets,
-           prepared.first,
-           0,
-           0,
-           shape.source,
-           0,
-           0,
-           panels,
-           panel_stride,
-           gathered,
-           sums,
-           {}},
-          shape, first, last, tokens,
-          [&](std::int64_t p, std::int64_t block, std::int64_t output, std::int64_t rows, float* to) {
-            sum_unfinished(block, panels + p * panel_stride, unfinished[p], to);
-            finish(p * kPanelTokens, panel_rows(tokens, p * kPanelTokens), output, rows, to);
+          kernels.range, shape, prepared, packed, {panels, panel_stride, gathered, sums}, first, last, tokens,
+          [&](std::int64_t token, std::int32_t rows, std::int64_t output, std::int64_t count, float* to) {
+            const std::int64_t p = token / kPanelTokens;
+            sum_unfinished(output / shape.out_block, panels + p * panel_stride, unfinished[p], to);
+            finish(token, rows, output, count, to);
           });
     }
     for (std::int64_t o = first; o < last; o += shape.finished()) {

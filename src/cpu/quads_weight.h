@@ -137,25 +137,8 @@ struct QuadsWeight {
                 std::uint16_t* gathered, float* sums, Finish&& finish) const {
     const auto* tiles = reinterpret_cast<const std::uint16_t*>(packed.tiles);
     if (kernels.range != nullptr) {
-      return multiply_range(
-          kernels.range,
-          {tiles,
-           prepared.offsets,
-           prepared.first,
-           0,
-           0,
-           shape.source,
-           0,
-           0,
-           panels,
-           shape.panel_size(),
-           gathered,
-           sums,
-           {}},
-          shape, first, last, tokens,
-          [&](std::int64_t p, std::int64_t, std::int64_t output, std::int64_t rows, float* to) {
-            finish(p * kPanelTokens, panel_rows(tokens, p * kPanelTokens), output, rows, to);
-          });
+      return multiply_range(kernels.range, shape, prepared, tiles,
+                            {panels, shape.panel_size(), gathered, sums}, first, last, tokens, finish);
     }
     for (std::int64_t o = first; o < last; o += shape.finished()) {
       const std::int64_t end = std::min(o + shape.finished(), last);

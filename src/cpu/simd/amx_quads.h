@@ -14,7 +14,6 @@ struct Int8Tiles {
 };
 
 struct AmxQuads : Avx512Quads<AmxQuads, false> {
-  static constexpr int kRows = Amx::kRows, kLeast = kTileRows;
   static constexpr int kRangeOutputs = 64;  // whose rows of Y, in f32, are 256 bytes: 32 at once took longer
   static constexpr double kTileCycles = Amx::kTileCycles;
 

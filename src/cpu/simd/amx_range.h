@@ -88,7 +88,6 @@ class RangeGroups {
 };
 
 // The same for groups that are multiplied as they lie in a panel.
-template <class E, PairSource kSource>
 class RangeInPlace {
  public:
   explicit RangeInPlace(const RangePieces& pieces) : t_(pieces.t) {}
@@ -136,7 +135,7 @@ template <class E, class Tiles, bool kWide, PairSource kSource>
 void multiply_range_of(const PairRange& t) {
   constexpr bool kGather = kSource == PairSource::columns || kSource == PairSource::lines;
   const RangePieces pieces(t, E::kRangeOutputs);
-  std::conditional_t<kGather, RangeGroups<E, kSource>, RangeInPlace<E, kSource>> groups(pieces);
+  std::conditional_t<kGather, RangeGroups<E, kSource>, RangeInPlace> groups(pieces);
   for (std::int32_t i = 0; kGather && i < E::kEarly; ++i) {
     const auto group = groups.take();
     for (int pair = 0; pair < kGroup / 2 && group.any(); ++pair) group(pair);
