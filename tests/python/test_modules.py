@@ -303,8 +303,15 @@ MADE = {
     "copied": lambda: copy.deepcopy(sparsified("block:8x4@0.5:int8")),
     "loaded": lambda: pickle.loads(pickle.dumps(sparsified("bitmap@0.5"))),
     "cast": lambda: BlockSparseLinear(24, 32, density=0.5, block_shape=(8, 4)).bfloat16().float(),
-    "from meta": lambda: BlockSparseLinear(24, 32, block_shape=(8, 4), device="meta").to_empty(device="cpu"),
+    "from meta": lambda: filled(BlockSparseLinear(24, 32, block_shape=(8, 4), device="meta")),
 }
+
+
+def filled(layer):
+    """On the CPU; memory that nothing has written holds NaNs at times."""
+    layer = layer.to_empty(device="cpu")
+    layer.reset_parameters()
+    return layer
 
 
 def sparsified(spec):
