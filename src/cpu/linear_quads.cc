@@ -61,6 +61,7 @@ void pack_section(const QuadsSection& section, const Call& call, void* data) {
   // Between the fours of an output, and those of neighbouring outputs.
   const std::int64_t line = kernels.by_line ? s.out_block * kQuad : kQuad;
   const std::int64_t output = kernels.by_line ? kQuad : kQuadGroup;
+  const auto in_total = [&](std::int32_t w) { return kernels.complements ? std::max(0, -w) : w; };
   call.executor.parallel_for(s.out_blocks, [&](std::int64_t o, int) {
     std::int8_t* tiles = packed.tiles + prepared.first[o] * 2 * s.tiles_size();
     std::int32_t* totals = packed.totals + o * s.out_block;
@@ -81,7 +82,7 @@ void pack_section(const QuadsSection& section, const Call& call, void* data) {
           const std::int8_t* from = values + e * block + i;
           for (std::int64_t r = 0; r < s.row_block; ++r) {
             to[r * output] = from[r * s.red_block];
-            totals[r] += from[r * s.red_block];
+            totals[r] += in_total(from[r * s.red_block]);
           }
         }
       }

@@ -96,6 +96,7 @@ struct QuadKernels {
   bool any_rows;        // others are joined to a multiple of `rows`, not declined
   std::int32_t tokens;  // of a panel
   bool by_line;         // a group of W is [line][output][4], else [output][64]
+  bool complements = false;  // the total of an output is Σ |w| of its negative weights, not Σ w
   // Tokens from which blocks of so many outputs are taken, whose columns are stored by `fours` or one by one,
   // on a processor that starts one product in a cycle or `two`; `few_tokens` would make so many times `more`
   // products. 0: none are; null: all.

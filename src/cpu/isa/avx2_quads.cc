@@ -26,6 +26,7 @@ constexpr QuadKernels table(const char* family, double tile_cycles) {
           .any_rows = true,
           .tokens = kPanelTokens,
           .by_line = true,
+          .complements = !kUnsigned,
           .enter = none,
           .leave = none,
           .pack = pack_quads<Avx2Quads<kUnsigned>>,

@@ -8,21 +8,22 @@
 namespace rarefy::cpu {
 
 // vpmaddubsw multiplies bytes without sign by bytes with one and adds two products to 16 bits, which may
-// saturate: 255 · 127 · 2 is too much. So W's signs go to x: |w| · (sign(w) · x), at most 128 · 127 · 2 =
-// 32,512, is exact.
+// saturate: 255 · 127 · 2 is too much. So W's signs go to x: |w| · (sign(w) · x) is exact. Where w is negative
+// ~x, which is −x − 1, stands for −x, and sums start from Σ |w| of these: vpsignb has the two ports of the
+// multiplications, vpxor any of four. At most 127 · 128 · 2 = 32,512.
 struct Avx2QuadLanes : EightQuads<Avx2, false> {
   // 8 sums, not 12: with signs, magnitudes and a product on its way 16 registers hold no more.
   static constexpr int kVectors = 1;
   struct Vector {
-    __m256i signs, magnitudes;
+    __m256i negative, magnitudes;
   };
   template <Storage kStorage>
   static Vector weights(const char* w) {
     const __m256i v = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(w));
-    return {v, _mm256_abs_epi8(v)};
+    return {_mm256_cmpgt_epi8(_mm256_setzero_si256(), v), _mm256_abs_epi8(v)};
   }
   static Sum dot(Sum sum, __m256i x, const Vector& w) {
-    const __m256i pairs = _mm256_maddubs_epi16(w.magnitudes, _mm256_sign_epi8(x, w.signs));
+    const __m256i pairs = _mm256_maddubs_epi16(w.magnitudes, _mm256_xor_si256(x, w.negative));
     return _mm256_add_epi32(sum, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
   }
 };

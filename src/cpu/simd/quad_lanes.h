@@ -74,12 +74,13 @@ struct EightQuads {
   static Sum* at(const LaneProduct& t, int token, int o) {
     return reinterpret_cast<Sum*>(t.sums + std::int64_t{token} * t.rows + o);
   }
-  // Of x plus 128 from −128 · Σ w: two instructions less for each sum than where they end.
+  // Of x plus 128 from −128 · Σ w: two instructions less for each sum than where they end. Else totals are
+  // what sums start from.
   static Sum start(const LaneProduct& t, int token, int o) {
     if (!t.first) return _mm256_loadu_si256(at(t, token, o));
-    if constexpr (!kUnsigned) return _mm256_setzero_si256();
-    const auto* totals = reinterpret_cast<const __m256i*>(t.totals + o);
-    return _mm256_sub_epi32(_mm256_setzero_si256(), _mm256_slli_epi32(_mm256_loadu_si256(totals), 7));
+    const __m256i totals = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(t.totals + o));
+    if constexpr (!kUnsigned) return totals;
+    return _mm256_sub_epi32(_mm256_setzero_si256(), _mm256_slli_epi32(totals, 7));
   }
   static void keep(const LaneProduct& t, int token, int o, Sum sum) {
     _mm256_storeu_si256(at(t, token, o), sum);
