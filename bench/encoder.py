@@ -60,6 +60,9 @@ def variants(dense: nn.Module, args: argparse.Namespace) -> dict[str, tuple[nn.M
     rarefy.sparsify(sparse, {names: args.spec})
     models["sparse f32"] = (sparse, torch.float32)
     models["sparse bf16"] = (copy.deepcopy(sparse).bfloat16(), torch.bfloat16)
+    eight = copy.deepcopy(dense)
+    rarefy.sparsify(eight, {names: args.spec + ":int8"})
+    models["sparse int8"] = (eight, torch.float32)
     return models
 
 

@@ -208,7 +208,12 @@ template <class I>
 // x / (1 + 2ᶻ)
 template <class I>
 [[gnu::always_inline]] static inline Vec<I> over_exp2_bf16(Vec<I> x, Vec<I> z) {
-  return I::mul(x, I::reciprocal(I::add(I::set1(1.0F), exp2_bf16<I>(z))));
+  const Vec<I> below = I::add(I::set1(1.0F), exp2_bf16<I>(z));
+  if constexpr (requires { I::reciprocal(x); }) {
+    return I::mul(x, I::reciprocal(below));
+  } else {
+    return I::div(x, below);
+  }
 }
 
 // Φ(-|x|) = 2^p(|x|): p is a minimax fit of the logarithm (1.6e-4 of Φ up to 13, a fiftieth of that weight

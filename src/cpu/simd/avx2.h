@@ -41,6 +41,15 @@ struct Avx2 {
     const __m256i exponent = _mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127));
     return _mm256_mul_ps(v, _mm256_castsi256_ps(_mm256_slli_epi32(exponent, 23)));
   }
+  // x - ⌊x⌋, 0 for infinities; v · 2^⌊x⌋ from 2⁻¹²⁵ to 2¹²⁷, and by these beyond; min(|x|, most).
+  static Vec floor(Vec x) { return _mm256_round_ps(x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC); }
+  static Vec fraction(Vec x) { return _mm256_max_ps(_mm256_sub_ps(x, floor(x)), zero()); }
+  static Vec scale_floor(Vec v, Vec x) {
+    return scale(v, _mm256_min_ps(_mm256_max_ps(floor(x), set1(-125.0F)), set1(127.0F)));
+  }
+  static Vec magnitude(Vec x, float most) {
+    return _mm256_min_ps(_mm256_andnot_ps(set1(-0.0F), x), set1(most));
+  }
   static float sum(Vec v) {
     const __m128 half = _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
     const __m128 quarter = _mm_add_ps(half, _mm_movehl_ps(half, half));
