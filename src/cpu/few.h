@@ -55,6 +55,15 @@ constexpr int few_sets(std::int64_t slices) {
   return slices >= 4 ? 1 : slices >= 2 || I::kRegisters < 32 ? 2 : 4;
 }
 
+// Slices that leave their sums in registers. Where two sets of them do not, the sets of a part follow each
+// other, and the first one's sums wait in memory: one pass through W for two.
+template <class I, Spread kSpread, int Sets, int Tokens>
+constexpr int kFewSlices = kSpread == Spread::group                    ? 1
+                           : kSpread != Spread::whole && Sets == 2     ? I::kRegisters / 2 / Tokens
+                                                                       : I::kRegisters / 2 / Tokens / Sets;
+template <class I, int Slices, int Sets, int Tokens>
+constexpr bool kSetsInTurn = Sets == 2 && Slices * Tokens * Sets > I::kRegisters / 2;
+
 // Adds slices first … first + Slices of every entry to y.
 template <class I, Storage kStorage, Spread kSpread, int Size, int N, int Slices, int Sets, int Tokens>
 void few_slices(FewRow& row, int first) {
@@ -62,7 +71,8 @@ void few_slices(FewRow& row, int first) {
   constexpr int entries = kSpread == Spread::group ? w / Size : 1;  // of a vector
   constexpr bool kParts = kSpread != Spread::whole;
   constexpr std::int64_t kBytes = bytes_of(kStorage);
-  Vec<I> sum[Sets][Slices][Tokens];
+  constexpr bool kInTurn = kSetsInTurn<I, Slices, Sets, Tokens>;
+  Vec<I> sum[kInTurn ? 1 : Sets][Slices][Tokens];
   const auto each = [&](auto f) {
 #pragma GCC unroll 16
     for (int s = 0; s < Slices; ++s) {
@@ -72,11 +82,11 @@ void few_slices(FewRow& row, int first) {
   };
   const auto clear = [&](int s, int m) {
 #pragma GCC unroll 4
-    for (int i = 0; i < Sets; ++i) sum[i][s][m] = I::zero();
+    for (auto& set : sum) set[s][m] = I::zero();
   };
   const auto all_sets = [&](int s, int m) {
     Vec<I> v = sum[0][s][m];
-    if constexpr (Sets >= 2) v = I::add(v, sum[1][s][m]);
+    if constexpr (Sets >= 2 && !kInTurn) v = I::add(v, sum[1][s][m]);
     if constexpr (Sets == 4) v = I::add(v, I::add(sum[2][s][m], sum[3][s][m]));
     return v;
   };
@@ -107,7 +117,7 @@ void few_slices(FewRow& row, int first) {
 #pragma GCC unroll 16
       for (int s = 0; s < Slices; ++s) {
         const Vec<I> wv = load_as<I>(kStorage, values + (s * slice + c) * kBytes, 0);
-        if (!kParts && s * w * kBytes % 64 == 0) __builtin_prefetch(ahead + s * w * kBytes);
+        if (!kParts && s * w * kBytes % 64 == 0) ask_for<1>(ask, ahead + s * w * kBytes);
 #pragma GCC unroll 16
         for (int m = 0; m < Tokens; ++m) to[s][m] = I::fma(wv, xv[m], to[s][m]);
       }
@@ -120,6 +130,26 @@ void few_slices(FewRow& row, int first) {
     values += step;
   };
   const std::int32_t whole = row.count - row.count % entries;
+  // Entries from … stop, one set of sums after the other.
+  const auto add_in_turn = [&](std::int32_t from, std::int32_t stop) {
+    const char* const begin = values;
+    const auto every_second = [&](std::int32_t i, auto also) {
+      for (values = begin + (i - from) * step; i < stop; i += 2, values += step) {
+        also(i);
+        add(sum[0], i);
+      }
+    };
+    every_second(from, [&](std::int32_t i) {
+      ask_for<1>(ask, row.index + i + kFewIndices);
+      ask_ahead.template operator()<2>();
+    });
+    alignas(64) float kept[Slices][Tokens][w];
+    each([&](int s, int m) { I::store(kept[s][m], sum[0][s][m]); });
+    each([&](int s, int m) { clear(s, m); });
+    every_second(from + 1, [](std::int32_t) {});
+    each([&](int s, int m) { sum[0][s][m] = I::add(I::load(kept[s][m]), sum[0][s][m]); });
+    values = begin + (stop - from) * step;
+  };
   alignas(64) float total[Slices][Tokens][w];  // of the parts before
   each([&](int s, int m) {
     clear(s, m);
@@ -129,13 +159,17 @@ void few_slices(FewRow& row, int first) {
   for (;;) {
     constexpr std::int32_t kFull = kFewPart * Sets * entries;
     const std::int32_t stop = kParts && whole - e > kFull ? e + kFull : whole;
-    for (; e + Sets * entries <= stop; e += Sets * entries) {
+    if constexpr (kInTurn) {
+      add_in_turn(e, stop);
+      e = stop;
+    }
+    for (; !kInTurn && e + Sets * entries <= stop; e += Sets * entries) {
       if constexpr (kParts) {
         ask_for<1>(ask, row.index + e + kFewIndices);
         ask_ahead.template operator()<Sets>();
       }
 #pragma GCC unroll 4
-      for (int i = 0; i < Sets; ++i) add(sum[i], e + i * entries);
+      for (int i = 0; i < (kInTurn ? 1 : Sets); ++i) add(sum[i], e + i * entries);
     }
     for (; e < stop; e += entries) {
       if constexpr (kParts) ask_ahead.template operator()<1>();
@@ -211,7 +245,7 @@ void few_row(FewRow& row, int slices) {
     for (; s + Slices <= slices; s += Slices)
       few_slices<I, kStorage, kSpread, Size, N, Slices, Sets, Tokens>(row, s);
   };
-  constexpr int most = kSpread == Spread::group ? 1 : I::kRegisters / 2 / Tokens / Sets;
+  constexpr int most = kFewSlices<I, kSpread, Sets, Tokens>;
   if constexpr (most >= 16) step.template operator()<16>();
   if constexpr (most >= 8) step.template operator()<8>();
   if constexpr (most >= 4) step.template operator()<4>();
@@ -236,7 +270,7 @@ void few_rows_of(const FewTask& task, std::int64_t slices) {
   // Whether 4 tokens take several passes; the same for fewer, whose sums have the same chunks.
   const bool several = Sets == 1 && slices > I::kRegisters / 8;
   const std::int32_t most = kSpread == Spread::whole || (several && chunk < parts) ? chunk : parts;
-  row.once = slices <= I::kRegisters / 2 / Tokens / Sets;
+  row.once = slices <= kFewSlices<I, kSpread == Spread::group ? Spread::repeat : kSpread, Sets, Tokens>;
   row.ask = task.ask;
   const std::int64_t ahead = kSpread == Spread::four ? kFewFourAhead
                              : task.ask == Ask::near ? kFewNear

@@ -162,7 +162,8 @@ void lane_tile(const LaneProduct& t, std::int32_t first, std::int32_t row, Work 
           for (int v = 0; v < Vectors; ++v) {
             wv[v] = E::template weights<kStorage>(weights + v * w * bytes_of(kStorage));
             // The first to read them: the hardware loses the stream between the lines of x.
-            if constexpr (kFirst) __builtin_prefetch(weights + v * w * bytes_of(kStorage) + kLaneAhead<E>);
+            if (kFirst && v * w * bytes_of(kStorage) % 64 == 0)
+              __builtin_prefetch(weights + v * w * bytes_of(kStorage) + kLaneAhead<E>);
           }
 #pragma GCC unroll 16
           for (int m = 0; m < Tokens; ++m) {

@@ -166,13 +166,14 @@ Status prepare_few(const Call& call, void* to) {
 // `near`.
 Ask asked(const Problem& p, const Machine& machine, bool cached) {
   if (!machine.has("prefetch_l2")) return cached && is_zen5(machine) ? Ask::near : Ask::far;
-  if (cached) return p.tokens == 1 || machine.has("avx512") ? Ask::nothing : Ask::far;
   const BsrShape& s = p.weight.shape;
+  const bool wide = machine.has("avx512");
+  if (cached) return wide || p.tokens == 1 || s.block_cols == 1 ? Ask::nothing : Ask::far;
   if (p.tokens > 2 || s.block_size() < 8) return Ask::l2;
-  const bool rows = s.block_cols % 16 == 0, measured = machine.has("avx512");  // a Zen 3 was not
-  if (rows && measured && s.block_rows * p.tokens <= 32) return Ask::nothing;
-  if (p.tokens == 1) return Ask::far;
-  return rows || !measured || p.weight.dtype != DType::f32 ? Ask::l2
+  const bool rows = s.block_cols % 16 == 0;
+  if (rows && wide && s.block_rows * p.tokens <= 32) return Ask::nothing;
+  if (p.tokens == 1) return rows && !wide && s.block_rows <= 16 ? Ask::l2 : Ask::far;
+  return rows || !wide || p.weight.dtype != DType::f32 ? Ask::l2
                                                            : Ask::near;  // 16×1, two tokens: 4.6 → 3.9
 }
 
