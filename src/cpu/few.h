@@ -3,6 +3,7 @@
 // while the entries stream by; the sums are folded into output features once at the end.
 #pragma once
 
+#include "cpu/few_fours.h"
 #include "cpu/few_singles.h"
 #include "cpu/few_turned.h"
 
@@ -32,28 +33,6 @@ struct FewRow {
   bool once;          // all slices in one pass
   Ask ask;
 };
-
-// Bytes of W under way where its blocks are read from beginning to end: asked for far ahead (from memory 6 KB
-// took up to a quarter longer), near (from caches 14 KB take 4 to 12 % longer), and where x is a second
-// stream (14 KB took 15 % longer). The elements that one pass of slices after the other goes through, while
-// the next as many come. Indices under way: their lines come once in 16 entries, and x waits for them (L3: 10
-// to 20 %).
-inline constexpr std::int64_t kFewAhead = 14336, kFewNear = 4096, kFewFourAhead = 6144;
-inline constexpr std::int64_t kFewChunk = 4 << 10;
-inline constexpr std::int32_t kFewIndices = 256;
-
-// Sums in three levels, so that their errors are no larger than those of a dense product, which has as many
-// lanes for one output as a block of 16×1 has outputs: so many vectors of W make a part, in registers; so
-// many of these are added up beside it; and what comes of that, onto y. Whole vectors have the lanes.
-inline constexpr std::int32_t kFewPart = 16, kFewParts = 8;
-
-// Slices are vectors of a block, or rows of it where those are whole vectors. Few of them have several sets
-// of sums, entries in turn, as an FMA takes four cycles and two start in each: the same for any number of
-// tokens.
-template <class I>
-constexpr int few_sets(std::int64_t slices) {
-  return slices >= 4 ? 1 : slices >= 2 || I::kRegisters < 32 ? 2 : 4;
-}
 
 // Slices that leave their sums in registers. Where two sets of them do not, the sets of a part follow each
 // other, and the first one's sums wait in memory: one pass through W for two.
@@ -304,90 +283,13 @@ void few_rows(const FewTask& task) {
   if constexpr (few_sets<I>(1) == 4) rows.template operator()<4>();
 }
 
-// Four tokens and blocks of R×1 that are four to a vector: a block's lanes are its rows × the tokens, as x
-// has them side by side, [column][token], and each of the four has sums of its own: the additions of
-// few_slices, where they are the lanes.
-template <class I, Storage kStorage, int Sets>
-void few_quads(const FewTask& task) {
-  constexpr int w = I::kWidth, rows = w / 4;
-  constexpr std::int64_t kBytes = bytes_of(kStorage);
-  constexpr std::int32_t kMost = Sets * kFewParts * kFewPart * 4;
-  float* y = task.y;
-  for (std::int32_t o = task.begin; o < task.end; ++o, y += rows) {
-    const std::int32_t end = task.entry_begin[o + 1];
-    for (std::int32_t e = task.entry_begin[o]; e < end;) {
-      const std::int32_t stop = end - e < kMost ? end : e + kMost;
-      const std::int32_t whole = stop - (stop - e) % 4;
-      Vec<I> total[4], sum[Sets][4];
-      const auto clear = [&] {
-#pragma GCC unroll 4
-        for (auto& set : sum) {
-#pragma GCC unroll 4
-          for (Vec<I>& v : set) v = I::zero();
-        }
-      };
-      const auto add_up = [&] {
-#pragma GCC unroll 4
-        for (int i = 0; i < 4; ++i) {
-          Vec<I> v = sum[0][i];
-          if constexpr (Sets >= 2) v = I::add(v, sum[1][i]);
-          if constexpr (Sets == 4) v = I::add(v, I::add(sum[2][i], sum[3][i]));
-          total[i] = I::add(total[i], v);
-        }
-      };
-      const auto add = [&](auto& to, std::int32_t from) {
-        const char* values = static_cast<const char*>(task.w.values) + std::int64_t{from} * rows * kBytes;
-        const Vec<I> wv = load_as<I>(kStorage, values, 0);
-#pragma GCC unroll 4
-        for (int i = 0; i < 4; ++i) {
-          const Vec<I> xv = I::template repeat<4>(task.x + std::int64_t{task.w.index[from + i]} * 4);
-          to[i] = I::fma(I::each_four_times(wv, i * rows), xv, to[i]);
-        }
-      };
-      const auto add_sets = [&](std::int32_t from) {
-        const char* values = static_cast<const char*>(task.w.values) + std::int64_t{from} * rows * kBytes;
-        ask_for<1>(task.ask, task.w.index + from + kFewIndices);
-        ask_for<lines_of(Sets * w * kBytes)>(task.ask, values + kFewFourAhead);
-#pragma GCC unroll 4
-        for (int i = 0; i < Sets; ++i) add(sum[i], from + i * 4);
-      };
-      clear();
-#pragma GCC unroll 4
-      for (Vec<I>& v : total) v = I::zero();
-      while (whole - e > kFewPart * Sets * 4) {
-        const std::int32_t part = e + kFewPart * Sets * 4;
-        for (; e != part; e += Sets * 4) add_sets(e);
-        add_up();
-        clear();
-      }
-      for (; e + Sets * 4 <= whole; e += Sets * 4) add_sets(e);
-      for (; e < whole; e += 4) add(sum[0], e);
-      if (e < stop) {
-        const Vec<I> wv = load_part<I>(kStorage, task.w.values, std::int64_t{e} * rows, (stop - e) * rows);
-#pragma GCC unroll 4
-        for (int i = 0; i < 3; ++i) {
-          if (e + i >= stop) break;
-          const Vec<I> xv = I::template repeat<4>(task.x + std::int64_t{task.w.index[e + i]} * 4);
-          sum[0][i] = I::fma(I::each_four_times(wv, i * rows), xv, sum[0][i]);
-        }
-        e = stop;
-      }
-      add_up();
-      for (const Vec<I>& v : total) {
-        float lane[w];
-        I::store(lane, v);
-        for (int i = 0; i < w; ++i) y[i % 4 * task.y_stride + i / 4] += lane[i];
-      }
-    }
-  }
-}
-
 // Blocks that fill no vector alone: several at a time.
 template <class I, Storage kStorage, int Size, int Tokens>
 void few_groups(const FewTask& task) {
   switch (task.w.red_block) {
     case 1:
-      if constexpr (4 * Size == I::kWidth && Tokens == 4) return few_quads<I, kStorage, few_sets<I>(1)>(task);
+      if constexpr (few_quads_takes(Size, I::kWidth, I::kRegisters) && Tokens == 4)
+        return few_quads<I, kStorage, Size, few_sets<I>(1)>(task);
       return few_rows<I, kStorage, Spread::group, Size, 1, Tokens>(task);
     case 2:
       if constexpr (Size >= 2) return few_rows<I, kStorage, Spread::group, Size, 2, Tokens>(task);

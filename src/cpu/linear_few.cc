@@ -40,7 +40,8 @@ struct Layout {
     stride = (piece * s.block_rows + kernels.rows.width - 1) / kernels.rows.width * kernels.rows.width;
     const std::int64_t columns = kernels.pairs ? s.block_cols / 2 : s.block_cols;  // that lanes have
     const bool fours = split.fours != 0 && s.block_rows % kernels.rows.width == 0;
-    quads = tokens == 4 && columns == 1 && (4 * s.block_rows == kernels.rows.width || fours);
+    quads = tokens == 4 && columns == 1 &&
+            (fours || few_quads_takes(s.block_rows, kernels.rows.width, kernels.rows.registers));
     turned = split.turned != 0 && kernels.turn != nullptr && (!kernels.pairs || s.block_cols % 2 == 0) &&
              few_turns(s.block_rows * columns, columns) && !is_scaled(p);
     Room all;
