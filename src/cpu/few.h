@@ -37,11 +37,11 @@ struct FewRow {
 // Slices that leave their sums in registers. Where two sets of them do not, the sets of a part follow each
 // other, and the first one's sums wait in memory: one pass through W for two.
 template <class I, Spread kSpread, int Sets, int Tokens>
-constexpr int kFewSlices = kSpread == Spread::group                    ? 1
-                           : kSpread != Spread::whole && Sets == 2     ? I::kRegisters / 2 / Tokens
-                                                                       : I::kRegisters / 2 / Tokens / Sets;
-template <class I, int Slices, int Sets, int Tokens>
-constexpr bool kSetsInTurn = Sets == 2 && Slices * Tokens * Sets > I::kRegisters / 2;
+constexpr int few_slices_at_once() {
+  if (kSpread == Spread::group) return 1;
+  const bool in_turn = kSpread != Spread::whole && Sets == 2;
+  return I::kRegisters / 2 / Tokens / (in_turn ? 1 : Sets);
+}
 
 // Adds slices first … first + Slices of every entry to y.
 template <class I, Storage kStorage, Spread kSpread, int Size, int N, int Slices, int Sets, int Tokens>
@@ -50,7 +50,7 @@ void few_slices(FewRow& row, int first) {
   constexpr int entries = kSpread == Spread::group ? w / Size : 1;  // of a vector
   constexpr bool kParts = kSpread != Spread::whole;
   constexpr std::int64_t kBytes = bytes_of(kStorage);
-  constexpr bool kInTurn = kSetsInTurn<I, Slices, Sets, Tokens>;
+  constexpr bool kInTurn = kParts && Sets == 2 && 2 * Slices * Tokens > I::kRegisters / 2;
   Vec<I> sum[kInTurn ? 1 : Sets][Slices][Tokens];
   const auto each = [&](auto f) {
 #pragma GCC unroll 16
@@ -225,7 +225,7 @@ void few_row(FewRow& row, int slices) {
     for (; s + Slices <= slices; s += Slices)
       few_slices<I, kStorage, kSpread, Size, N, Slices, Sets, Tokens>(row, s);
   };
-  constexpr int most = kFewSlices<I, kSpread, Sets, Tokens>;
+  constexpr int most = few_slices_at_once<I, kSpread, Sets, Tokens>();
   if constexpr (most >= 16) step.template operator()<16>();
   if constexpr (most >= 8) step.template operator()<8>();
   if constexpr (most >= 4) step.template operator()<4>();
@@ -250,7 +250,7 @@ void few_rows_of(const FewTask& task, std::int64_t slices) {
   // Whether 4 tokens take several passes; the same for fewer, whose sums have the same chunks.
   const bool several = Sets == 1 && slices > I::kRegisters / 8;
   const std::int32_t most = kSpread == Spread::whole || (several && chunk < parts) ? chunk : parts;
-  row.once = slices <= kFewSlices<I, kSpread == Spread::group ? Spread::repeat : kSpread, Sets, Tokens>;
+  row.once = slices <= few_slices_at_once<I, kSpread, Sets, Tokens>();
   row.ask = task.ask;
   const std::int64_t ahead = kSpread == Spread::four ? kFewFourAhead
                              : task.ask == Ask::near ? kFewNear

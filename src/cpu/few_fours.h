@@ -6,9 +6,9 @@
 
 namespace rarefy::cpu {
 
-// Four tokens and blocks of R×1 that are several to a vector: a block's lanes, of one vector or two, are its
-// rows × the tokens, as x has them side by side, [column][token], and each of the several has sums of its own:
-// the additions of few_slices, where they are the lanes.
+// A block's lanes, of one vector or two, are its rows × the tokens, as x has them side by side,
+// [column][token], and each of the several has sums of its own: the additions of few_slices, where they are
+// the lanes.
 template <class I, Storage kStorage, int Size, int Sets>
 void few_quads(const FewTask& task) {
   constexpr int w = I::kWidth, entries = w / Size, halves = 4 * Size / w, rows = Size / halves;
@@ -72,8 +72,7 @@ void few_quads(const FewTask& task) {
       for (; e + Sets * entries <= whole; e += Sets * entries) add_sets(e);
       for (; e < whole; e += entries) add(sum[0], e);
       if (e < stop) {
-        const Vec<I> wv =
-            load_part<I>(kStorage, task.w.values, std::int64_t{e} * Size, (stop - e) * Size);
+        const Vec<I> wv = load_part<I>(kStorage, task.w.values, std::int64_t{e} * Size, (stop - e) * Size);
 #pragma GCC unroll 4
         for (int i = 0; i < entries - 1; ++i) {
           if (e + i < stop) add_entry(sum[0], e, wv, i);

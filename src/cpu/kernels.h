@@ -225,8 +225,8 @@ using FewTask = FewTaskOf<float>;
 inline constexpr std::int64_t kFewTokens = 4;
 inline constexpr std::int32_t kColumnsAhead = 16;
 
-// Whether four tokens of R×1 blocks go by few_quads (few_fours.h): of four blocks to a vector; of two, where 16
-// registers hold no more.
+// Whether four tokens of R×1 blocks go by few_quads (few_fours.h): of four blocks to a vector; of two, where
+// 16 registers hold no more.
 constexpr bool few_quads_takes(std::int64_t rows, int width, int registers) {
   return 4 * rows == width || (2 * rows == width && registers < 32);
 }

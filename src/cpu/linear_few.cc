@@ -163,10 +163,9 @@ Status prepare_few(const Call& call, void* to) {
 // L1 is asked, it reads and multiplies one after the other (16×1, 4096→11008, 4 tokens: 5.7 → 4.2 ms by L2;
 // 4×1, one: 5.8 → 4.8), but for the few products of one token or two. Rows of 16 and more columns it finds
 // itself there too, if two passes see all of a block (16×16, one token 3.8 → 2.9 ms, two 5.1 → 3.3; 64×64, in
-// four passes, 4.4 → 11.7). Without AVX-512 (the same processor, where it is hidden) its caches' squares and tall
-// blocks with two tokens and more are asked for still (16×16 .14, not .15; 64×1, four: .17, not .21), 16×1 is
-// not (two .16 → .12). A Xeon's L3 is further away than a Zen 5's: 32×32 with 4 tokens .165 → .177 ms by
-// `near`.
+// four passes, 4.4 → 11.7). Without AVX-512 squares and tall blocks in caches are asked for still, with two
+// tokens and more (16×16 .14, not .15; 64×1, four: .17, not .21), but not 16×1 (two .16 → .12). A Xeon's L3
+// is further away than a Zen 5's: 32×32 with 4 tokens .165 → .177 ms by `near`.
 Ask asked(const Problem& p, const Machine& machine, bool cached) {
   if (!machine.has("prefetch_l2")) return cached && is_zen5(machine) ? Ask::near : Ask::far;
   const BsrShape& s = p.weight.shape;
@@ -177,8 +176,7 @@ Ask asked(const Problem& p, const Machine& machine, bool cached) {
   const bool rows = s.block_cols % 16 == 0;
   if (rows && wide && s.block_rows * p.tokens <= 32) return Ask::nothing;
   if (p.tokens == 1) return rows && !wide && s.block_rows <= 16 ? Ask::l2 : Ask::far;
-  return rows || !wide || p.weight.dtype != DType::f32 ? Ask::l2
-                                                           : Ask::near;  // 16×1, two tokens: 4.6 → 3.9
+  return rows || !wide || p.weight.dtype != DType::f32 ? Ask::l2 : Ask::near;  // 16×1, two tokens: 4.6 → 3.9
 }
 
 Config configure_few(const Problem& problem, const Machine& machine) {

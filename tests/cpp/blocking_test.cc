@@ -235,8 +235,8 @@ TEST(BlockingTest, AZen4AsksForAFewTokensByBlock) {
   }
 }
 
-// Without AVX-512: far for one token, unless a block of long rows is seen in two passes, and L2 for more. Out of
-// caches single columns are found by themselves.
+// Without AVX-512: far for one token, unless a block of long rows is seen in two passes, and L2 for more. Out
+// of caches single columns are found by themselves.
 TEST(BlockingTest, AZen3AsksForAFewTokensByBlock) {
   Machine machine;
   machine.features = {"avx2", "prefetch_l2"};
@@ -245,15 +245,21 @@ TEST(BlockingTest, AZen3AsksForAFewTokensByBlock) {
                        std::int64_t tokens) {
     const BsrShape shape{n, k, rows, cols, n * k / 2 / (rows * cols)};
     return static_cast<Ask>(
-        from_config<FewSplit>(configure_few(make_problem(Op::linear, shape, tokens, DType::f32), machine)).ask);
+        from_config<FewSplit>(configure_few(make_problem(Op::linear, shape, tokens, DType::f32), machine))
+            .ask);
   };
-  for (const auto& [rows, cols, one] :
-       {std::tuple{16, 16, Ask::l2}, {32, 32, Ask::far}, {16, 1, Ask::far}, {8, 8, Ask::far}, {4, 1, Ask::l2}, {64, 1, Ask::far}}) {
+  for (const auto& [rows, cols, one] : {std::tuple{16, 16, Ask::l2},
+                                        {32, 32, Ask::far},
+                                        {16, 1, Ask::far},
+                                        {8, 8, Ask::far},
+                                        {4, 1, Ask::l2},
+                                        {64, 1, Ask::far}}) {
     EXPECT_EQ(ask(11008, 4096, rows, cols, 1), one) << rows << 'x' << cols;
     EXPECT_EQ(ask(11008, 4096, rows, cols, 2), Ask::l2) << rows << 'x' << cols;
     EXPECT_EQ(ask(11008, 4096, rows, cols, 4), Ask::l2) << rows << 'x' << cols;
     EXPECT_EQ(ask(3072, 768, rows, cols, 1), Ask::nothing) << rows << 'x' << cols;
-    EXPECT_EQ(ask(3072, 768, rows, cols, 4), cols == 1 && rows <= 16 ? Ask::nothing : Ask::far) << rows << 'x' << cols;
+    EXPECT_EQ(ask(3072, 768, rows, cols, 4), cols == 1 && rows <= 16 ? Ask::nothing : Ask::far)
+        << rows << 'x' << cols;
   }
 }
 

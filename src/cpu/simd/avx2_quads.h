@@ -8,9 +8,9 @@
 namespace rarefy::cpu {
 
 // vpmaddubsw multiplies bytes without sign by bytes with one and adds two products to 16 bits, which may
-// saturate: 255 · 127 · 2 is too much. So W's signs go to x: |w| · (sign(w) · x) is exact. Where w is negative
-// ~x, which is −x − 1, stands for −x, and sums start from Σ |w| of these: vpsignb has the two ports of the
-// multiplications, vpxor any of four. At most 127 · 128 · 2 = 32,512.
+// saturate: 255 · 127 · 2 is too much. So W's signs go to x: |w| · (sign(w) · x) is exact, 127 · 128 · 2 =
+// 32,512 at most. Where w is negative ~x, which is −x − 1, stands for −x, and sums start from Σ |w| of these:
+// vpsignb has the two ports of the multiplications, vpxor any of four.
 struct Avx2QuadLanes : EightQuads<Avx2, false> {
   // 8 sums, not 12: with signs, magnitudes and a product on its way 16 registers hold no more.
   static constexpr int kVectors = 1;
