@@ -67,6 +67,22 @@ def expect_close(net, x, activation, y):
     assert float(error.mean()) < 0.02 * float(expected.float().abs().mean())
 
 
+@pytest.mark.parametrize("name", ["gelu", "gelu_tanh", "relu", "silu"])
+def test_tokens_of_any_size_and_those_that_are_not_finite(name, seen):
+    """Activations to 2⁻¹² have exponents of their own; NaN and infinity stay in their token."""
+    net = sparse(NETWORKS[name], SPEC)
+    x = torch.randn(66, K) * torch.logspace(-6, 6, 66)[:, None]
+    odd = {3: float("nan"), 20: float("inf"), 41: -float("inf")}
+    for token, value in odd.items():
+        x[token, 1] = value
+    with torch.no_grad():
+        y = net(x)
+    assert len(seen) == 1
+    rest = [m for m in range(66) if m not in odd]
+    assert bool(y[rest].isfinite().all()) and not bool(y[list(odd)].isfinite().any())
+    expect_close(net, x[rest], ACTIVATIONS[name], y[rest])
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("spec", [SPEC, "block:16x1@0.5:int8", "block:8x8@0.3:int8", "block:1x1@0.2:int8"])
 @pytest.mark.parametrize("name", ["gelu", "gelu_tanh", "relu", "silu"])
