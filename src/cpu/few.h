@@ -39,8 +39,9 @@ struct FewRow {
 template <class I, Spread kSpread, int Sets, int Tokens>
 constexpr int few_slices_at_once() {
   if (kSpread == Spread::group) return 1;
-  const bool in_turn = kSpread != Spread::whole && Sets == 2;
-  return I::kRegisters / 2 / Tokens / (in_turn ? 1 : Sets);
+  constexpr int sums = I::kRegisters / 2 / Tokens;
+  if (kSpread != Spread::whole && Sets == 2) return std::min(2, sums);  // of two slices or three: few_sets
+  return sums / Sets;
 }
 
 // Adds slices first … first + Slices of every entry to y.
