@@ -143,18 +143,19 @@ void few_slices(FewRow& row, int first) {
     if constexpr (kInTurn) {
       add_in_turn(e, stop);
       e = stop;
-    }
-    for (; !kInTurn && e + Sets * entries <= stop; e += Sets * entries) {
-      if constexpr (kParts) {
-        ask_for<1>(ask, row.index + e + kFewIndices);
-        ask_ahead.template operator()<Sets>();
-      }
+    } else {
+      for (; e + Sets * entries <= stop; e += Sets * entries) {
+        if constexpr (kParts) {
+          ask_for<1>(ask, row.index + e + kFewIndices);
+          ask_ahead.template operator()<Sets>();
+        }
 #pragma GCC unroll 4
-      for (int i = 0; i < (kInTurn ? 1 : Sets); ++i) add(sum[i], e + i * entries);
-    }
-    for (; e < stop; e += entries) {
-      if constexpr (kParts) ask_ahead.template operator()<1>();
-      add(sum[0], e);
+        for (int i = 0; i < Sets; ++i) add(sum[i], e + i * entries);
+      }
+      for (; e < stop; e += entries) {
+        if constexpr (kParts) ask_ahead.template operator()<1>();
+        add(sum[0], e);
+      }
     }
     if (!kParts || stop == whole) break;
     each([&](int s, int m) {

@@ -59,7 +59,7 @@ struct QuadsShape : GroupedShape {
   }
 };
 
-// Tier 3: tiles, and the total of each output's values.
+// Tier 3: tiles, and the total of each output's values (or as QuadKernels::complements says).
 struct QuadsPacked {
   std::int8_t* tiles;
   std::int32_t* totals;
