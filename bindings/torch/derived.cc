@@ -156,11 +156,13 @@ void check_bytes(const Call& call, std::string_view argument, const Tensor& tens
 
 std::int64_t sample_bytes(const Call& call) { return call.device() == Device::cpu ? kSampleBytes : 0; }
 
-// Linear's packed values with the samples before them, and where grad_input's begin behind both.
+// Linear's packed values with the samples before them, and where grad_input's begin: behind both, or there
+// where the two products have the same.
 std::int64_t linear_bytes(const Call& call, const DerivedSizes& linear) {
   return linear.packed > 0 ? sample_bytes(call) + linear.packed : 0;
 }
-std::int64_t input_at(const Call& call, const DerivedSizes& linear) {
+std::int64_t input_at(const Call& call, const DerivedSizes& linear, const DerivedSizes& input) {
+  if (input.key == linear.key && linear.packed > 0) return sample_bytes(call);
   return aligned(linear_bytes(call, linear));
 }
 
@@ -195,7 +197,7 @@ Derived view_derived(const Call& call, const DerivedTensors& tensors, Op op, con
                 section.sizes.prepared};
     if (op == Op::grad_input && tensors.packed && section.sizes.packed > 0) {
       check_bytes(call, "packed", *tensors.packed);
-      const std::int64_t before = input_at(call, sizes_of(call, Op::linear, operands));
+      const std::int64_t before = input_at(call, sizes_of(call, Op::linear, operands), section.sizes);
       if (tensors.packed->numel() == before + section.sizes.packed) {
         its.packed = static_cast<const std::byte*>(call.elements("packed", *tensors.packed)) + before;
         its.packed_bytes = section.sizes.packed;
@@ -227,9 +229,9 @@ HeldSizes derived_sizes(const Call& call, const BsrView& weight, ScalarType dtyp
       alone ? sizes_of_few(call, operands, alone) : sizes_of(call, Op::linear, operands);
   const std::uint64_t key = sizes.key != 0 ? sizes.key : sizes_of_few(call, operands, alone).key;
   if (key == 0) return {0, 0, 0, 0};
-  const std::int64_t of_input = alone ? 0 : sizes_of(call, Op::grad_input, operands).packed;
+  const DerivedSizes input = alone ? DerivedSizes{} : sizes_of(call, Op::grad_input, operands);
   return {static_cast<std::int64_t>(key), prepared_bytes(call, operands, alone), linear_bytes(call, sizes),
-          of_input == 0 ? 0 : input_at(call, sizes) + of_input};
+          input.packed == 0 ? 0 : input_at(call, sizes, input) + input.packed};
 }
 
 bool packs_for_few(const Call& call, const BsrView& weight, ScalarType dtype) {
@@ -278,13 +280,14 @@ Tensor pack(const Call& call, const BsrView& weight, const std::optional<Tensor>
   if (given < wanted) {
     raise(call.op(), invalid(call.op(), cat("prepared must have at least ", wanted, " bytes"), cat(given)));
   }
-  const std::int64_t samples = sizes.packed > 0 ? sample_bytes(call) : 0, behind = input_at(call, sizes);
+  const std::int64_t samples = sizes.packed > 0 ? sample_bytes(call) : 0,
+                     behind = input_at(call, sizes, input.sizes);
   Tensor packed = call.empty_bytes(gradient ? behind + input.sizes.packed : linear_bytes(call, sizes));
   auto* bytes = static_cast<std::byte*>(packed.data_ptr());
   if (samples > 0) take_samples(weight, bytes);  // first: whoever writes meanwhile is noticed
   const auto* from = prepared ? static_cast<const std::byte*>(prepared->data_ptr()) : nullptr;
   check(call.op(), rarefy::pack(problem, weight, from, bytes + samples, call.context()));
-  if (input.sizes.packed > 0) {
+  if (input.sizes.packed > 0 && behind >= linear_bytes(call, sizes)) {
     check(call.op(), rarefy::pack(typical(call, Op::grad_input, operands), weight, from + input.offset,
                                   bytes + behind, call.context()));
   }

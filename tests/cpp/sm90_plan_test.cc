@@ -339,6 +339,11 @@ TEST(Sm90Rows, ForcedConfigurationsAreChecked) {
         Refused{80, 32, 32, "sm90_unions_linear", "width=48",
                 "width of the config must be what is prepared, 64; got 48"},
         Refused{80, 32, 32, "sm90_unions_linear", "sms=0", "sms of the config must be in [1, 160]; got 0"},
+        Refused{80, 8, 8, "sm90_whole_linear", "tokens=64",
+                "tokens of the config must be 256 or 128; got tokens=64 split=1"},
+        Refused{80, 8, 8, "sm90_whole_linear", "split=2",
+                "split of the config must be 1 to 4, and no more than there are steps; got tokens=128"},
+        Refused{80, 8, 8, "sm90_whole_linear", "sms=0", "sms of the config must be positive; got 0"},
         Refused{3, 32, 32, "sm90_decode", "rows=0", kDecode},
         Refused{3, 32, 32, "sm90_decode", "rows=64", kDecode},
         Refused{3, 32, 32, "sm90_decode", "warps=3", kDecode},
@@ -385,12 +390,21 @@ TEST(Sm90Rows, TheFasterKernelIsChosen) {
   for (const std::int64_t tokens : {17, 64, 8192}) {
     EXPECT_EQ(chosen(Op::linear, tokens, 16, 1, 0.1), "sm90_tall_packed");
     EXPECT_EQ(chosen(Op::linear, tokens, 64, 4, 0.25), "sm90_tall_packed");
-    EXPECT_EQ(chosen(Op::linear, tokens, 32, 1, 0.5), "sm90_tall_packed");
+    EXPECT_EQ(chosen(Op::linear, tokens, 32, 1, 0.25), "sm90_tall_packed");
+    EXPECT_EQ(chosen(Op::linear, tokens, 32, 1, 0.5), "sm90_whole_linear");
+    EXPECT_EQ(chosen(Op::linear, tokens, 64, 1, 0.5), "sm90_tall");
+    EXPECT_EQ(chosen(Op::linear, tokens, 64, 1, 0.75), "sm90_whole_linear");
     EXPECT_EQ(chosen(Op::linear, tokens, 8, 8, 0.05), "sm90_tall_packed");
-    EXPECT_EQ(chosen(Op::linear, tokens, 8, 8, 0.25), "sm90_unions_linear");
-    EXPECT_EQ(chosen(Op::linear, tokens, 1, 1, 0.1), "sm90_unions_linear");
+    EXPECT_EQ(chosen(Op::linear, tokens, 8, 8, 0.25), "sm90_whole_linear");
+    EXPECT_EQ(chosen(Op::linear, tokens, 24, 24, 0.1), "sm90_unions_linear");
+    EXPECT_EQ(chosen(Op::linear, tokens, 1, 1, 0.1), "sm90_whole_linear");
     EXPECT_EQ(chosen(Op::linear, tokens, 32, 32, 0.25), "sm90_unions_linear");
-    EXPECT_EQ(chosen(Op::grad_input, tokens, 16, 1, 0.1), "sm90_tall_packed_grad_input");
+    EXPECT_EQ(chosen(Op::linear, tokens, 64, 64, 1), "sm90_strips_linear");
+    EXPECT_EQ(chosen(Op::grad_input, tokens, 128, 1, 0.5), "sm90_whole_grad_input");
+    EXPECT_EQ(chosen(Op::grad_input, tokens, 64, 1, 0.25), "sm90_whole_grad_input");
+    EXPECT_EQ(chosen(Op::grad_input, tokens, 64, 1, 0.1), "sm90_tall_grad_input");
+    EXPECT_EQ(chosen(Op::grad_input, tokens, 16, 1, 0.1), "sm90_whole_grad_input");
+    EXPECT_EQ(chosen(Op::grad_input, tokens, 16, 1, 0.05), "sm90_tall_packed_grad_input");
     EXPECT_EQ(chosen(Op::grad_input, tokens, 8, 8, 0.02), "sm90_tall_packed_transposed");
     EXPECT_EQ(chosen(Op::grad_input, tokens, 32, 32, 0.25), "sm90_unions_grad_input");
   }

@@ -7,6 +7,7 @@
 #include "cuda/sm90/decode.h"
 #include "cuda/sm90/rows.h"
 #include "cuda/sm90/unions.h"
+#include "cuda/sm90/whole_choice.h"
 #include "cuda/status.h"
 
 namespace rarefy::sm90 {
@@ -168,8 +169,14 @@ Reason supports_unions(const Problem& p, const rarefy::Machine& machine) {
   return unsupported(union_problem(p));
 }
 
-Reason yields_unions(const Problem& p, const rarefy::Machine& /*machine*/) {
-  return union_problem(p).fine() ? refuses_few(p) : Reason();
+Reason yields_unions(const Problem& p, const rarefy::Machine& machine) {
+  UnionProblem many = union_problem(p);
+  if (many.fine()) {
+    if (Reason reason = refuses_few(p); !reason.empty()) return reason;
+  }
+  many.tokens = kManyTokens;
+  // Where both are as fast, with fewer bytes.
+  return yields_to_whole(p, machine, .96 * predicted_microseconds(many, sm90_machine(machine)));
 }
 
 Config choice_of(const UnionConfig& c, const rarefy::Machine& machine) {
@@ -286,6 +293,7 @@ void add_rows(Registry& registry) {
   add_tall_packed_rows(registry);
   registry.push_back(unions(Op::linear, "sm90_unions_linear"));
   registry.push_back(unions(Op::grad_input, "sm90_unions_grad_input"));
+  add_whole_rows(registry);
   add_gradient_rows(registry);
 }
 

@@ -9,6 +9,7 @@ void add_rows(Registry& registry);
 void add_tall_rows(Registry& registry);           // tall_rows.cc
 void add_tall_packed_rows(Registry& registry);    // tall_packed_rows.cc
 void add_tall_backward_rows(Registry& registry);  // tall_backward_rows.cc
+void add_whole_rows(Registry& registry);          // whole_rows.cc
 void add_gradient_rows(Registry& registry);       // gradient_rows.cc
 
 // What all its kernels want of a machine and of dtypes.

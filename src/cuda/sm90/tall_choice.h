@@ -10,6 +10,7 @@
 #include "cuda/sm90/tall_columns.h"
 #include "cuda/sm90/tall_grad_input.h"
 #include "cuda/sm90/tall_gradient.h"
+#include "cuda/sm90/whole_choice.h"
 
 namespace rarefy::sm90 {
 
@@ -84,9 +85,6 @@ inline TallInputChoice input_choice(const TallInputConfig& c, const rarefy::Mach
 inline TallInputCandidate best_input(const Product& p, const rarefy::Machine& machine) {
   return tall_input_best(p, machine.gpu.sms, static_cast<int>(machine.gpu.shared_memory));
 }
-
-// A front holds one derived weight for any number of tokens: of kernels that want one it has that of many.
-inline constexpr std::int64_t kManyTokens = 4096;
 
 // Those of W by rows, whatever the product.
 inline TallColumns columns_of_weight(const Problem& p) {

@@ -85,7 +85,8 @@ Reason supports_packed(const Problem& p, const rarefy::Machine& machine) {
 // Few tokens go where tall blocks' do.
 Reason yields_packed(const Problem& p, const rarefy::Machine& machine) {
   if (Reason reason = refuses_few(p); !reason.empty()) return reason;
-  return yields_to_unions(p, machine);
+  if (Reason reason = yields_to_unions(p, machine); !reason.empty()) return reason;
+  return yields_to_whole(p, machine, packed_microseconds(p, sm90_machine(machine)));
 }
 
 Config configure_packed(const Problem& p, const rarefy::Machine& machine) {
@@ -190,8 +191,11 @@ Reason supports_input(const Problem& p, const rarefy::Machine& machine) {
 Reason yields_input(const Problem& p, const rarefy::Machine& machine) {
   const Machine sm90 = sm90_machine(machine);
   const double mine = best_input(expected_input(p, kManyTokens), machine).microseconds;
-  Reason reason = yields_to(mine, packed_microseconds(p, sm90), "columns of the transpose");
-  return reason.empty() ? yields_to(mine, union_microseconds(p, sm90), "unions") : reason;
+  if (Reason reason = yields_to(mine, packed_microseconds(p, sm90), "columns of the transpose");
+      !reason.empty())
+    return reason;
+  Reason reason = yields_to(mine, union_microseconds(p, sm90), "unions");
+  return reason.empty() ? yields_to_whole(p, machine, mine) : reason;
 }
 
 Config configure_input(const Problem& p, const rarefy::Machine& machine) {

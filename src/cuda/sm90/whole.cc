@@ -1,0 +1,81 @@
+// What the dense product of packed weights runs and how.
+#include "cuda/sm90/whole.h"
+
+#include <algorithm>
+
+#include "core/checked.h"
+#include "cuda/sm90/parts.h"
+
+namespace rarefy::sm90 {
+namespace {
+
+constexpr double kClock = 1750;          // per microsecond
+constexpr double kLaunchClocks = 16000;  // launch, first loads from device memory, last stores
+constexpr double kTileClocks = 2000;     // around a tile's steps
+
+std::int64_t steps_of(const WholeProblem& p) { return ceil_div(p.in_features(), std::int64_t{64}); }
+
+// Of a step: products take 1024 and 512 clocks; of 128 tokens, bytes from L2 if all SMs work.
+double step_clocks(const WholeConfig& c, bool all_sms) { return c.tokens == 256 ? 1080 : all_sms ? 670 : 560; }
+
+}  // namespace
+
+std::string unsupported(const WholeProblem& p) {
+  if (p.dtype != DType::bf16 && p.dtype != DType::f16) return "tensor cores of this kernel take bf16 and f16";
+  if (p.x_stride % 8 != 0 || p.y_stride % 8 != 0) return "TMA needs rows of X and Y 16 bytes apart";
+  if (p.x_stride < (p.x_layout == Layout::by_feature ? p.tokens : p.in_features()) ||
+      p.y_stride < p.out_features())
+    return "TMA needs rows that do not overlap";
+  if (p.out_features() % 8 != 0) return "TMA writes rows of Y in pieces of 16 bytes";
+  if (p.in_features() < 1) return "there are no inputs";
+  if (p.tokens < 1) return "there are no tokens";
+  if (p.tokens > INT32_MAX - 1024 || p.rows > INT32_MAX - 1024 || p.cols > INT32_MAX - 1024 ||
+      ceil_div(p.out_features(), std::int64_t{128}) * ceil_div(p.tokens, std::int64_t{128}) > INT32_MAX / 4)
+    return "tiles and coordinates of TMA are counted in 32 bits";
+  if (p.block_rows * p.block_cols > INT32_MAX / std::max<std::int64_t>(1, ceil_div(p.cols, p.block_cols)))
+    return "values of a block row are counted in 32 bits";
+  if (p.transposed && p.activation != Activation::none) return "grad_input has no activation";
+  return {};
+}
+
+std::string refuse(const WholeProblem& p, const WholeConfig& c) {
+  if (c.tokens != 256 && c.tokens != 128) return "tokens of the config must be 256 or 128";
+  if (c.split < 1 || c.split > 4 || (c.split > 1 && c.split > steps_of(p)))
+    return "split of the config must be 1 to 4, and no more than there are steps";
+  if (c.split > 1 && p.x_layout == Layout::by_feature) return "split of the config must be 1 for X by feature";
+  return {};
+}
+
+std::vector<WholeCandidate> whole_candidates(const WholeProblem& p, int sms) {
+  std::vector<WholeCandidate> list;
+  for (const int tokens : {256, 128}) {
+    const std::int64_t tiles = ceil_div(p.tokens, std::int64_t{tokens}) *
+                               ceil_div(p.out_features(), std::int64_t{WholeConfig::kFeatures});
+    const auto clocks = [&](int split) {
+      const bool all = tiles * split * 10 > std::int64_t{sms} * 11;
+      return static_cast<double>(ceil_div(steps_of(p), std::int64_t{split})) *
+                 step_clocks({tokens, split}, all) +
+             kTileClocks + (split > 1 ? exchange_clocks(std::min<std::int64_t>(p.tokens, tokens), 2) : 0);
+    };
+    const auto add = [&](int split) {
+      const WholeConfig config{tokens, split};
+      const auto rounds = static_cast<double>(ceil_div(tiles * split, std::int64_t{sms}));
+      list.push_back({config, (rounds * clocks(split) + kLaunchClocks) / kClock, refuse(p, config)});
+    };
+    add(1);
+    const int parts = best_parts(tiles, sms, clocks);
+    if (parts > 1 && p.x_layout == Layout::by_token) add(parts);
+  }
+  return list;
+}
+
+WholeCandidate best_whole(const WholeProblem& p, int sms) {
+  const std::vector<WholeCandidate> list = whole_candidates(p, sms);
+  const WholeCandidate* best = &list.front();  // nothing speaks against it
+  for (const WholeCandidate& candidate : list) {
+    if (candidate.reason.empty() && candidate.microseconds < best->microseconds) best = &candidate;
+  }
+  return *best;
+}
+
+}  // namespace rarefy::sm90

@@ -1,0 +1,105 @@
+// The dense product of packed weights: packing, tensor maps and the choice of the instantiation.
+#include "cuda/sm90/places.cuh"
+#include "cuda/sm90/tensor_map.h"
+#include "cuda/sm90/whole_launch.cuh"
+
+namespace rarefy::sm90 {
+namespace {
+
+std::uint64_t u(std::int64_t x) { return static_cast<std::uint64_t>(x); }
+int n(std::int64_t x) { return static_cast<int>(x); }
+int tiles(std::int64_t size, int of) { return n((size + of - 1) / of); }
+
+// Where a weight lies among the packed ones.
+struct WholePlace {
+  unsigned char* packed;
+  std::int64_t next_row, next_column;  // bytes
+  __device__ unsigned char* operator()(int y, int x) const {
+    return packed + y * next_row + x * next_column;
+  }
+};
+
+}  // namespace
+
+cudaError_t pack(const WholeProblem& problem, const ProductIndex& by_row, const void* values, void* packed,
+                 cudaStream_t stream) {
+  const WholeWeight w(problem);
+  const cudaError_t status = cudaMemsetAsync(packed, 0, u(w.bytes()), stream);
+  if (status != cudaSuccess || problem.blocks == 0) return status;
+  Product stated = problem;
+  stated.transposed = false;
+  const WholePlace place{static_cast<unsigned char*>(packed), w.by_column ? 2 : w.pitch * 2,
+                         w.by_column ? w.pitch * 2 : 2};
+  // 16 bytes at once where they lie side by side here and there.
+  const bool wide = w.by_column ? stated.block_cols == 1 && stated.block_rows % 8 == 0
+                                : stated.block_cols % 8 == 0;
+  const auto run = wide ? scatter<std::uint16_t, false, 8, WholePlace>
+                        : scatter<std::uint16_t, false, 1, WholePlace>;
+  return run(stated, by_row, values, place, stream);
+}
+
+cudaError_t launch(const WholeProblem& p, const WholeConfig& config, int sms, const WholeOperands& o,
+                   cudaStream_t stream) {
+  WholeParams params{};
+  const bool by_feature = p.x_layout == Layout::by_feature;
+  TensorShape x;  // [token][feature]: 64 features × a tile's tokens; [feature][token]: 64 × 64
+  x.size[by_feature ? 1 : 0] = u(p.in_features());
+  x.size[by_feature ? 0 : 1] = u(p.tokens);
+  x.stride[0] = u(p.x_stride) * 2;
+  x.box[0] = 64;
+  x.box[1] = by_feature ? 64 : static_cast<std::uint32_t>(config.tokens);
+  cudaError_t status = make_tensor_map(&params.x, p.dtype, o.x, x);
+  if (status != cudaSuccess) return status;
+
+  // Along its sum: 128 features × 64 of the sum; else 64 of the sum × 64 features.
+  const WholeWeight weight(p);
+  const Major major = weight.by_column == p.transposed ? Major::k : Major::mn;
+  TensorShape w;
+  w.size[0] = u(weight.by_column ? p.rows : p.cols);
+  w.size[1] = u(weight.lines);
+  w.stride[0] = u(weight.pitch) * 2;
+  w.box[0] = 64;
+  w.box[1] = major == Major::k ? WholeConfig::kFeatures : 64;
+  status = make_tensor_map(&params.w, p.dtype, o.packed, w);
+  if (status != cudaSuccess) return status;
+
+  TensorShape y;  // [token][feature]: 64 features × 64 tokens
+  y.size[0] = u(p.out_features());
+  y.size[1] = u(p.tokens);
+  y.stride[0] = u(p.y_stride) * 2;
+  y.box[0] = y.box[1] = 64;
+  status = make_tensor_map(&params.y, p.dtype, o.y, y);
+  if (status != cudaSuccess) return status;
+
+  params.bias = o.bias;
+  params.features = n(p.out_features());
+  params.tokens = n(p.tokens);
+  params.steps = tiles(p.in_features(), 64);
+  params.feature_tiles = tiles(p.out_features(), WholeConfig::kFeatures);
+  params.token_tiles = tiles(p.tokens, config.tokens);
+  params.split = config.split;
+  params.slots = static_cast<u32>(config.slots());
+  const Product& stated = o.stated.product;
+  const ProductIndex& index = o.stated.index;
+  params.repairs = {o.x,
+                    o.stated.values,
+                    o.y,
+                    index.offsets,
+                    index.others,
+                    index.entries,
+                    by_feature ? 1 : p.x_stride,
+                    p.y_stride,
+                    n(p.tokens),
+                    n(p.in_features()),
+                    n(p.out_features()),
+                    n(stated.block_in()),
+                    n(stated.block_out()),
+                    by_feature ? p.x_stride : 1};
+  const int all = params.feature_tiles * params.token_tiles,
+            blocks = config.split > 1 ? all * config.split : std::min(sms, all);
+  const auto run = p.dtype == DType::bf16 ? launch_whole_bf16 : launch_whole_f16;
+  return run(major, by_feature ? Major::mn : Major::k, static_cast<device::Activation>(p.activation), config,
+             blocks, params, stream);
+}
+
+}  // namespace rarefy::sm90

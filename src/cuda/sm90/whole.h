@@ -1,0 +1,73 @@
+// A dense product for weights of which zeros are left in anyway: linear and grad_input of any blocks, W
+// packed whole. As fast as cuBLAS with the same zeros (which take less power: a tenth faster than with random
+// numbers), so that no pattern is slower than dense for long; docs/design/hopper/whole.md.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "cuda/sm90/product.h"
+
+namespace rarefy::sm90 {
+
+// A tile is 128 features × `tokens` tokens. Where tiles are few, `split` thread blocks have a part of a
+// tile's steps each.
+struct WholeConfig {
+  static constexpr int kFeatures = 128;
+  int tokens = 256, split = 1;
+
+  int slot_bytes() const { return (tokens + kFeatures) * 128; }
+  int slots() const { return tokens == 256 ? 4 : 6; }
+  int ring_bytes() const { return slots() * slot_bytes(); }
+  int shared_bytes() const { return 1024 + ring_bytes() + 2 * 2 * 8192; }
+  std::string text() const {
+    return "tokens=" + std::to_string(tokens) + " split=" + std::to_string(split);
+  }
+};
+
+struct WholeProblem : Product {
+  Layout x_layout = Layout::by_token;  // by feature: x_stride is between features
+};
+
+struct WholeCandidate {
+  WholeConfig config;
+  double microseconds = 0;  // predicted
+  std::string reason;       // why not; empty if it can run
+};
+
+// W as it lies packed: by row, or by column where blocks are single columns, whose values stay side by side
+// then. Both products take either.
+struct WholeWeight {
+  bool by_column;
+  std::int64_t lines, pitch;  // elements between rows, or columns
+  explicit WholeWeight(const Product& p)
+      : by_column(p.block_cols % 8 != 0 && p.block_rows > p.block_cols),
+        lines(by_column ? p.cols : p.rows),
+        pitch(((by_column ? p.rows : p.cols) + 63) / 64 * 64) {}
+  std::int64_t bytes() const { return lines * pitch * 2; }
+};
+
+std::string unsupported(const WholeProblem& problem);
+std::vector<WholeCandidate> whole_candidates(const WholeProblem& problem, int sms);
+WholeCandidate best_whole(const WholeProblem& problem, int sms);
+// Why a config, which may hold anything, cannot be run; empty if it can.
+std::string refuse(const WholeProblem& problem, const WholeConfig& config);
+
+// Fills `packed`, WholeWeight::bytes, from canonical values and the index by row.
+cudaError_t pack(const WholeProblem& problem, const ProductIndex& by_row, const void* values, void* packed,
+                 cudaStream_t stream);
+
+struct WholeOperands {  // device pointers, 16-byte aligned
+  const void *x = nullptr, *packed = nullptr, *bias = nullptr;
+  void* y = nullptr;
+  StatedProduct stated;
+};
+
+// Queues one kernel.
+cudaError_t launch(const WholeProblem& problem, const WholeConfig& config, int sms,
+                   const WholeOperands& operands, cudaStream_t stream);
+
+}  // namespace rarefy::sm90

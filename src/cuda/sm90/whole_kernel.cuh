@@ -1,0 +1,197 @@
+// Y = X Wᵀ or Y = X W of a weight packed whole, device side. A tile is 128 features of Y × kTokens tokens. One
+// thread copies steps of 64 features of X, two warpgroups multiply, W as operand A.
+#pragma once
+
+#include "cuda/sm90/device/warp.cuh"
+#include "cuda/sm90/device/wgmma.cuh"
+#include "cuda/sm90/tile/exchange.cuh"
+#include "cuda/sm90/tile/repair.cuh"
+#include "cuda/sm90/tile/ring.cuh"
+
+namespace rarefy::sm90 {
+
+struct WholeParams {
+  CUtensorMap x, w, y;
+  const void* bias;
+  int features, tokens;  // of y
+  int steps;             // of 64 features of x
+  int feature_tiles, token_tiles;
+  int split;  // kParts: thread blocks of a cluster
+  u32 slots;
+  Stored repairs;
+};
+
+template <int kTokens>
+struct WholeShape {
+  static constexpr int kFeatures = 128;
+  static constexpr u32 kXBytes = kTokens * 128, kPanelBytes = 64 * 128,
+                       kSlotBytes = kXBytes + 2 * kPanelBytes;
+  static constexpr int kThreads = 384, kMultiplyRegisters = 232, kBringRegisters = 40;
+};
+
+// kMajorW: whether W lies along its sum (k) or along Y's features (mn); kMajorX: X by token (k) or by feature.
+// kParts: a cluster's thread blocks have a part of a tile's steps each, and one tile.
+template <class T, Major kMajorW, Major kMajorX, Activation kActivation, int kTokens, bool kParts>
+struct WholeWarps {
+  using Shape = WholeShape<kTokens>;
+  const WholeParams& p;
+  u32 slots, rank;
+  RingState& ring;
+
+  __device__ u32 full(u32 slot) const { return shared_address(&ring.full[slot]); }
+  __device__ u32 empty(u32 slot) const { return shared_address(&ring.empty[slot]); }
+
+  struct Tile {
+    int feature, token;  // the first ones
+  };
+  // Four token tiles with all features, then the next: tiles of one time share X and W in L2. (Two are as
+  // good, eight 2 to 6 % slower: H100, 8192 × 4096 → 4096, → 14336 and 14336 → 4096.)
+  __device__ Tile tile_at(int tile) const {
+    constexpr int kSide = 4;
+    const int band = kSide * p.feature_tiles, first = tile / band * kSide,
+              side = min(kSide, p.token_tiles - first), within = tile % band;
+    return {within / side * Shape::kFeatures, (first + within % side) * kTokens};
+  }
+  __device__ int tiles() const { return p.feature_tiles * p.token_tiles; }
+  __device__ int first_tile() const {
+    const auto block = static_cast<int>(blockIdx.x);
+    return kParts ? block / p.split : block;
+  }
+  __device__ int next_tile(int tile) const { return kParts ? tiles() : tile + static_cast<int>(gridDim.x); }
+  // This thread block's steps of a tile.
+  __device__ int first_step() const { return kParts ? p.steps * static_cast<int>(rank) / p.split : 0; }
+  __device__ int end_step() const {
+    return kParts ? p.steps * static_cast<int>(rank + 1) / p.split : p.steps;
+  }
+
+  __device__ void bring() const {
+    Turn at;
+    at.parity = 1;  // the first round is free
+    for (int tile = first_tile(); tile < tiles(); tile = next_tile(tile)) {
+      const Tile t = tile_at(tile);
+      for (int step = first_step(); step < end_step(); ++step) {
+        const u32 x = slots + at.slot * Shape::kSlotBytes, w = x + Shape::kXBytes, barrier = full(at.slot);
+        wait(empty(at.slot), at.parity);
+        arrive_expect(barrier, Shape::kSlotBytes);
+        if constexpr (kMajorX == Major::k) {
+          load_box(x, &p.x, step * 64, t.token, barrier);
+        } else {
+#pragma unroll
+          for (int i = 0; i < kTokens / 64; ++i)
+            load_box(x + i * Shape::kPanelBytes, &p.x, t.token + i * 64, step * 64, barrier);
+        }
+        if constexpr (kMajorW == Major::k) {
+          load_box(w, &p.w, step * 64, t.feature, barrier);
+        } else {
+          load_box(w, &p.w, t.feature, step * 64, barrier);
+          load_box(w + Shape::kPanelBytes, &p.w, t.feature + 64, step * 64, barrier);
+        }
+        at.next(p.slots);
+      }
+    }
+  }
+
+  __device__ void multiply(u32 group, StoreLane out) const {
+    Turn at;
+    const u32 panel = Shape::kXBytes + uniform(group) * Shape::kPanelBytes;
+    const int first = uniform(first_step()), end = uniform(end_step());
+    int next = uniform(first_tile());
+    bool bad = false;  // a sum is NaN
+    const auto share = [&] {
+      if constexpr (kParts) {
+        return ShareOfTokens<kTokens>(p.split, rank);
+      } else {
+        struct All {
+          int first = 0, end = kTokens;
+        };
+        return All{};
+      }
+    };
+    while (next < tiles()) {
+      const Tile t = tile_at(next);
+      const int feature = t.feature + static_cast<int>(group) * 64;
+      float2 bias{0, 0};
+      if (p.bias != nullptr) {
+        const int row = feature + 16 * out.warp + out.lane / 4;
+        const T* b = static_cast<const T*>(p.bias);
+        if (row < p.features) bias.x = static_cast<float>(b[row]);
+        if (row + 8 < p.features) bias.y = static_cast<float>(b[row + 8]);
+      }
+      at = {uniform(at.slot), uniform(at.parity)};
+      float d[1][kTokens / 2];
+      u32 before = 0;  // the slot of the step before
+      const auto release = [&] {
+        if (out.lane == 0) arrive(empty(before));
+      };
+      for (int step = first; step < end; ++step) {
+        const u32 from = slots + at.slot * Shape::kSlotBytes;
+        wait(full(at.slot), at.parity);
+        const u64 a = operand(from + panel), b = operand(from, Shape::kPanelBytes);
+        wgmma_fence();
+#pragma unroll
+        for (u32 k = 0; k < 4; ++k)
+          wgmma<T, kMajorW, kMajorX>(d[0], a + k * kNext16<kMajorW>, b + k * kNext16<kMajorX>,
+                                     step > first || k > 0);
+        wgmma_commit();
+        wgmma_wait<1>();  // the step before has ended, and this one is on its way
+        if (step > first) release();
+        before = at.slot;
+        at.next(p.slots);
+      }
+      wgmma_wait<0>();
+      release();
+      next = uniform(next_tile(next));  // here: operands of products stay in uniform registers
+      if constexpr (kParts) exchange_tile<kTokens, 256>(d, p.split, rank, slots, p.tokens - t.token);
+      const auto its = share();
+      store_tile<T, kActivation>(out, d[0], bias, &p.y, feature, t.token, its.first, its.end);
+      const float all = sum_of_all(d);
+      bad |= all != all;
+    }
+    if (out.leads()) store_wait_all();
+    // Behind the loop: in it, ptxas would take lanes for divergent, and move operands before each product.
+    if (!named_barrier_any(out.barrier, 128, bad)) return;
+    const auto its = share();
+    for (int tile = first_tile(); tile < tiles(); tile = next_tile(tile)) {
+      const Tile t = tile_at(tile);
+      repair<T, kActivation>(p.repairs, static_cast<const T*>(p.bias),
+                             t.feature + static_cast<int>(group) * 64 + 16 * out.warp, t.token + its.first,
+                             its.end - its.first, out.lane);
+    }
+  }
+};
+
+template <class T, Major kMajorW, Major kMajorX, Activation kActivation, int kTokens, bool kParts>
+__global__ void __launch_bounds__(WholeShape<kTokens>::kThreads, 1)
+    whole_kernel(const __grid_constant__ WholeParams p) {
+  using Shape = WholeShape<kTokens>;
+  extern __shared__ unsigned char dynamic_shared[];
+  __shared__ RingState ring;
+  const u32 slots = (shared_address(dynamic_shared) + 1023) & ~1023u;
+  const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 32, 0);
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  if (threadIdx.x == 0) {
+    prefetch_map(&p.x);
+    prefetch_map(&p.w);
+    prefetch_map(&p.y);
+    for (u32 i = 0; i < p.slots; ++i) {
+      barrier_init(shared_address(&ring.full[i]), 1);
+      barrier_init(shared_address(&ring.empty[i]), 8);
+    }
+    barrier_init_done();
+  }
+  __syncthreads();
+  const WholeWarps<T, kMajorW, kMajorX, kActivation, kTokens, kParts> warps{
+      p, slots, kParts ? cluster_rank() : 0, ring};
+  if (warp < 8) {
+    take_registers<Shape::kMultiplyRegisters>();
+    const auto group = static_cast<u32>(warp) / 4;
+    const u32 buffers = slots + p.slots * Shape::kSlotBytes;
+    warps.multiply(group, {buffers + group * kStoreBuffers * kStoreBytes, group + 1, warp % 4, lane});
+  } else {
+    give_registers<Shape::kBringRegisters>();
+    if (warp == 8 && lane == 0) warps.bring();
+    if constexpr (kParts) watch_exchange();
+  }
+}
+
+}  // namespace rarefy::sm90

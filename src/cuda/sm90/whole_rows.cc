@@ -1,0 +1,93 @@
+// The rows of the dense product of weights packed whole: linear and grad_input, which share what is packed.
+#include "cuda/sm90/register.h"
+#include "cuda/sm90/whole_choice.h"
+#include "cuda/status.h"
+
+namespace rarefy::sm90 {
+namespace {
+
+struct WholeChoice {
+  std::int64_t tokens = 256, split = 1, sms = 132;
+  static constexpr std::string_view kFields[] = {"tokens", "split", "sms"};
+  WholeConfig config() const { return {static_cast<int>(tokens), static_cast<int>(split)}; }
+};
+
+WholeChoice choice_of(const WholeConfig& c, const rarefy::Machine& machine) {
+  return {c.tokens, c.split, machine.gpu.sms};
+}
+
+Reason yields_few(const Problem& p, const rarefy::Machine& /*machine*/) { return refuses_few(p); }
+
+Config configure(const Problem& p, const rarefy::Machine& machine) {
+  return to_config(choice_of(best_whole(whole_problem(p), machine.gpu.sms).config, machine));
+}
+
+std::vector<Config> candidates(const Problem& p, const rarefy::Machine& machine) {
+  std::vector<Config> all;
+  for (const WholeCandidate& c : whole_candidates(whole_problem(p), machine.gpu.sms)) {
+    if (c.reason.empty()) all.push_back(to_config(choice_of(c.config, machine)));
+  }
+  return all;
+}
+
+std::int64_t packed_size(const Problem& p, const Config& /*config*/) {
+  return WholeWeight(whole_problem(p)).bytes();
+}
+
+Status pack_whole(const Call& call, void* packed) {
+  return cuda::launch_status(
+      name(call.problem.op),
+      pack(whole_problem(call.problem), ProductIndex{call.plan.crow, call.plan.col, nullptr}, call.values,
+           packed, static_cast<cudaStream_t>(call.stream)));
+}
+
+// A forced config may hold anything.
+Status check(const Problem& p, const WholeChoice& choice) {
+  if (choice.sms < 1 || choice.sms > INT32_MAX)
+    return invalid(name(p.op), "sms of the config must be positive", cat(choice.sms));
+  if (choice.tokens > INT32_MAX || choice.split > INT32_MAX || choice.split < 0)
+    return invalid(name(p.op), "the config must be one that is compiled", cat(choice.split));
+  if (const std::string reason = refuse(whole_problem(p), choice.config()); !reason.empty())
+    return invalid(name(p.op), reason, choice.config().text());
+  return {};
+}
+
+Status run(const Call& call) {
+  const Problem& p = call.problem;
+  const auto choice = from_config<WholeChoice>(call.config);
+  if (Status status = check(p, choice); !status.ok()) return status;
+  const WholeProblem problem = whole_problem(p);
+  const WholeOperands operands{p.op == Op::grad_input ? call.dy.data : call.x.data,
+                               call.derived.packed,
+                               call.bias,
+                               call.out.data,
+                               {problem, index_of(call), call.values}};
+  return cuda::launch_status(name(p.op), launch(problem, choice.config(), static_cast<int>(choice.sms),
+                                                operands, static_cast<cudaStream_t>(call.stream)));
+}
+
+Kernel whole(Op op, std::string_view name) {
+  return {.op = op,
+          .device = Device::cuda,
+          .family = "sm90",
+          .name = name,
+          .supports = supports_whole,
+          .run = run,
+          .yields = yields_few,
+          .any_layout = op == Op::linear,
+          .configure = configure,
+          .fields = WholeChoice::kFields,
+          .candidates = candidates,
+          .derives_as = "sm90_whole",
+          .packed_size = packed_size,
+          .pack = pack_whole};
+}
+
+}  // namespace
+
+void add_whole_rows(Registry& registry) {
+  registry.push_back(whole(Op::linear, "sm90_whole_linear"));
+  registry.push_back(whole(Op::grad_input, "sm90_whole_grad_input"));
+}
+
+}  // namespace rarefy::sm90
