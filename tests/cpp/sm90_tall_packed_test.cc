@@ -10,16 +10,19 @@
 namespace rarefy::test {
 namespace {
 
+// By name, as many of them are faster packed whole.
+constexpr const char* kForced = "cuda:sm90,sm90_tall_packed()";
+
 class Sm90TallPackedTest : public Sm90Test {
  protected:
   // Of a front that holds what was made for 4096 tokens.
   static void check(const ProblemSpec& spec) {
     SCOPED_TRACE(text_of(spec));
+    const Force force(kForced);
     const Problem problem = make_problem(spec);
     ProblemIn<DeviceBuffer> gpu(problem);
     gpu.hold_derived(4096);
     ASSERT_EQ(kernel_of(gpu, Op::linear), "sm90_tall_packed");
-    const Force force("cuda:sm90");
     expect_ok(gpu.linear(Activation::none));
     expect_linear(problem, gpu);
   }
@@ -65,8 +68,8 @@ TEST_F(Sm90TallPackedTest, AbsentBlocksAreSkippedWhateverXHolds) {
         add_specials(problem);
         std::fill_n(problem.x.begin() + 7 * spec.k, spec.k, nan);  // a token of nothing else
         ProblemIn<DeviceBuffer> gpu(problem);
+        const Force force(kForced);
         gpu.hold_derived(4096);
-        const Force force("cuda:sm90");
         expect_ok(gpu.linear(Activation::none));
         const std::vector<double> got = decode(gpu.y().download(), dtype);
         const std::vector<double> exact = decode(
@@ -93,8 +96,8 @@ TEST_F(Sm90TallPackedTest, Activations) {
       SCOPED_TRACE(::testing::Message() << name(activation) << ' ' << name(dtype));
       const Problem problem = make_problem({200, 192, 256, 32, 1, 0.3, dtype, false, 8});
       ProblemIn<DeviceBuffer> gpu(problem);
+      const Force force(kForced);
       gpu.hold_derived();
-      const Force force("cuda:sm90");
       expect_ok(gpu.linear(activation));
       expect_activation(problem, gpu, activation);
     }
@@ -102,6 +105,7 @@ TEST_F(Sm90TallPackedTest, Activations) {
 }
 
 TEST_F(Sm90TallPackedTest, RepeatsAreEqual) {
+  const Force force(kForced);
   const Problem problem = make_problem({700, 544, 512, 32, 1, 0.3, DType::bf16, false, 0});
   ProblemIn<DeviceBuffer> gpu(problem);
   gpu.hold_derived(4096);

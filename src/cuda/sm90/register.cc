@@ -175,8 +175,7 @@ Reason yields_unions(const Problem& p, const rarefy::Machine& machine) {
     if (Reason reason = refuses_few(p); !reason.empty()) return reason;
   }
   many.tokens = kManyTokens;
-  // Where both are as fast, with fewer bytes.
-  return yields_to_whole(p, machine, .96 * predicted_microseconds(many, sm90_machine(machine)));
+  return yields_to_whole(p, machine, predicted_microseconds(many, sm90_machine(machine)));
 }
 
 Config choice_of(const UnionConfig& c, const rarefy::Machine& machine) {

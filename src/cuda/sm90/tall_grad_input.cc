@@ -20,7 +20,7 @@ constexpr int kMostSums = 32768;  // in shared memory
 double spread_clocks(const Product& p, const TallInputConfig& c) {
   const auto steps = static_cast<double>(ceil_div(p.rows, std::int64_t{64}));
   const bool long_blocks = p.block_rows % 128 == 0;
-  return steps * (c.tokens == 256 ? (long_blocks ? 1130 : 1170) : long_blocks ? 730 : 850) + 1500;
+  return steps * (c.tokens == 256 ? (long_blocks ? 1200 : 1230) : long_blocks ? 730 : 850) + 1500;
 }
 
 // Without. Of each block row a tile's columns are about normally distributed; each 64 of them are a turn,

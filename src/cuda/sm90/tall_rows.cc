@@ -23,14 +23,7 @@ Reason supports_tall(const Problem& p, const rarefy::Machine& machine) {
   return unsupported(tall_problem(p));
 }
 
-Reason yields_tall(const Problem& p, const rarefy::Machine& machine) {
-  if (Reason reason = refuses_few(p); !reason.empty()) return reason;
-  TallProblem many = tall_problem(p);
-  many.tokens = kManyTokens;
-  const int sms = machine.gpu.sms;
-  const TallConfig config = configure(many, sms, static_cast<int>(machine.gpu.shared_memory));
-  return yields_to_whole(p, machine, predicted_microseconds(many, config, sms));
-}
+Reason yields_few(const Problem& p, const rarefy::Machine& /*machine*/) { return refuses_few(p); }
 
 Config configure_tall(const Problem& p, const rarefy::Machine& machine) {
   return to_config(tall_choice(tall_problem(p), machine));
@@ -172,7 +165,7 @@ void add_tall_rows(Registry& registry) {
                       .name = "sm90_tall",
                       .supports = supports_tall,
                       .run = run_tall,
-                      .yields = yields_tall,
+                      .yields = yields_few,
                       .any_layout = true,
                       .configure = configure_tall,
                       .fields = TallChoice::kFields,

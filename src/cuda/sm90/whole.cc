@@ -18,6 +18,9 @@ std::int64_t steps_of(const WholeProblem& p) { return ceil_div(p.in_features(), 
 // Of a step: products take 1024 and 512 clocks; of 128 tokens, bytes from L2 if all SMs work.
 double step_clocks(const WholeConfig& c, bool all_sms) { return c.tokens == 256 ? 1080 : all_sms ? 670 : 560; }
 
+// Tiles of 256 tokens that may be added if all have 248 or more.
+std::int64_t most_more(std::int64_t tokens) { return tokens / 248 - ceil_div(tokens, std::int64_t{256}); }
+
 }  // namespace
 
 std::string unsupported(const WholeProblem& p) {
@@ -42,29 +45,41 @@ std::string refuse(const WholeProblem& p, const WholeConfig& c) {
   if (c.tokens != 256 && c.tokens != 128) return "tokens of the config must be 256 or 128";
   if (c.split < 1 || c.split > 4 || (c.split > 1 && c.split > steps_of(p)))
     return "split of the config must be 1 to 4, and no more than there are steps";
-  if (c.split > 1 && p.x_layout == Layout::by_feature) return "split of the config must be 1 for X by feature";
+  if (c.more < 0 || (c.more > 0 && (c.tokens != 256 || c.split > 1 || c.more > most_more(p.tokens))))
+    return "more of the config must be 0, or so many that tiles of 256 have 248 tokens or more";
+  if ((c.split > 1 || c.more > 0) && p.x_layout == Layout::by_feature)
+    return "split of the config must be 1 and more 0 for X by feature";
   return {};
 }
 
 std::vector<WholeCandidate> whole_candidates(const WholeProblem& p, int sms) {
+  const std::int64_t feature_tiles = ceil_div(p.out_features(), std::int64_t{WholeConfig::kFeatures});
   std::vector<WholeCandidate> list;
+  const auto clocks = [&](const WholeConfig& c) {  // of a tile
+    const std::int64_t tiles = feature_tiles * c.token_tiles(p.tokens);
+    const bool all = tiles * c.split * 10 > std::int64_t{sms} * 11;
+    const double narrow = c.more == 0 ? 1 : 248. / 256;
+    return narrow * static_cast<double>(ceil_div(steps_of(p), std::int64_t{c.split})) * step_clocks(c, all) +
+           kTileClocks + (c.split > 1 ? exchange_clocks(std::min<std::int64_t>(p.tokens, c.tokens), 2) : 0);
+  };
+  const auto add = [&](const WholeConfig& c) {
+    const auto rounds =
+        static_cast<double>(ceil_div(feature_tiles * c.token_tiles(p.tokens) * c.split, std::int64_t{sms}));
+    list.push_back({c, (rounds * clocks(c) + kLaunchClocks) / kClock, refuse(p, c)});
+  };
   for (const int tokens : {256, 128}) {
-    const std::int64_t tiles = ceil_div(p.tokens, std::int64_t{tokens}) *
-                               ceil_div(p.out_features(), std::int64_t{WholeConfig::kFeatures});
-    const auto clocks = [&](int split) {
-      const bool all = tiles * split * 10 > std::int64_t{sms} * 11;
-      return static_cast<double>(ceil_div(steps_of(p), std::int64_t{split})) *
-                 step_clocks({tokens, split}, all) +
-             kTileClocks + (split > 1 ? exchange_clocks(std::min<std::int64_t>(p.tokens, tokens), 2) : 0);
-    };
-    const auto add = [&](int split) {
-      const WholeConfig config{tokens, split};
-      const auto rounds = static_cast<double>(ceil_div(tiles * split, std::int64_t{sms}));
-      list.push_back({config, (rounds * clocks(split) + kLaunchClocks) / kClock, refuse(p, config)});
-    };
-    add(1);
-    const int parts = best_parts(tiles, sms, clocks);
-    if (parts > 1 && p.x_layout == Layout::by_token) add(parts);
+    const WholeConfig alone{tokens};
+    add(alone);
+    const int parts = best_parts(feature_tiles * alone.token_tiles(p.tokens), sms,
+                                 [&](int split) { return clocks({tokens, split}); });
+    if (parts > 1 && p.x_layout == Layout::by_token) add({tokens, parts});
+  }
+  // The most that there may be, and as many as fill a round.
+  for (std::int64_t more = most_more(p.tokens); more > 0 && p.x_layout == Layout::by_token; --more) {
+    const WholeConfig c{256, 1, static_cast<int>(more)};
+    const std::int64_t tiles = feature_tiles * c.token_tiles(p.tokens);
+    if (tiles % sms == 0 || more == most_more(p.tokens)) add(c);
+    if (tiles % sms == 0) break;
   }
   return list;
 }

@@ -71,12 +71,20 @@ cudaError_t launch(const WholeProblem& p, const WholeConfig& config, int sms, co
   status = make_tensor_map(&params.y, p.dtype, o.y, y);
   if (status != cudaSuccess) return status;
 
+  params.y_rest = params.y;
+  if (config.more > 0) {
+    y.box[1] = kNarrow % 64;
+    status = make_tensor_map(&params.y_rest, p.dtype, o.y, y);
+    if (status != cudaSuccess) return status;
+  }
+
   params.bias = o.bias;
   params.features = n(p.out_features());
   params.tokens = n(p.tokens);
   params.steps = tiles(p.in_features(), 64);
   params.feature_tiles = tiles(p.out_features(), WholeConfig::kFeatures);
-  params.token_tiles = tiles(p.tokens, config.tokens);
+  params.token_tiles = n(config.token_tiles(p.tokens));
+  params.wide = config.more == 0 ? params.token_tiles : tiles(p.tokens, 8) - params.token_tiles * (kNarrow / 8);
   params.split = config.split;
   params.slots = static_cast<u32>(config.slots());
   const Product& stated = o.stated.product;

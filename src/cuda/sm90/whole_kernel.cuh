@@ -3,7 +3,7 @@
 #pragma once
 
 #include "cuda/sm90/device/warp.cuh"
-#include "cuda/sm90/device/wgmma.cuh"
+#include "cuda/sm90/device/wgmma_248.cuh"
 #include "cuda/sm90/tile/exchange.cuh"
 #include "cuda/sm90/tile/repair.cuh"
 #include "cuda/sm90/tile/ring.cuh"
@@ -11,15 +11,19 @@
 namespace rarefy::sm90 {
 
 struct WholeParams {
-  CUtensorMap x, w, y;
+  CUtensorMap x, w, y, y_rest;  // y_rest: the last tokens of a narrow tile
   const void* bias;
   int features, tokens;  // of y
   int steps;             // of 64 features of x
   int feature_tiles, token_tiles;
+  int wide;  // of the token tiles the first ones: kWide tokens each; the others kNarrow
   int split;  // kParts: thread blocks of a cluster
   u32 slots;
   Stored repairs;
 };
+
+// Tokens of a tile: where a few more tiles fill the rounds of all SMs, most have a little less.
+inline constexpr int kWide = 256, kNarrow = 248;
 
 template <int kTokens>
 struct WholeShape {
@@ -34,6 +38,10 @@ struct WholeShape {
 template <class T, Major kMajorW, Major kMajorX, Activation kActivation, int kTokens, bool kParts>
 struct WholeWarps {
   using Shape = WholeShape<kTokens>;
+  // Products of 256 tokens that lie along them are slower than two of 128 (hopper/grad_weight.md, step 10).
+  static constexpr int kPieces = kMajorX == Major::mn && kTokens == kWide ? 2 : 1;
+  static constexpr u64 kNextPiece = 2 * Shape::kPanelBytes >> 4;
+  static constexpr bool kHasNarrow = kTokens == kWide && kPieces == 1 && !kParts;
   const WholeParams& p;
   u32 slots, rank;
   RingState& ring;
@@ -43,6 +51,7 @@ struct WholeWarps {
 
   struct Tile {
     int feature, token;  // the first ones
+    int tokens;
   };
   // Four token tiles with all features, then the next: tiles of one time share X and W in L2. (Two are as
   // good, eight 2 to 6 % slower: H100, 8192 × 4096 → 4096, → 14336 and 14336 → 4096.)
@@ -50,7 +59,12 @@ struct WholeWarps {
     constexpr int kSide = 4;
     const int band = kSide * p.feature_tiles, first = tile / band * kSide,
               side = min(kSide, p.token_tiles - first), within = tile % band;
-    return {within / side * Shape::kFeatures, (first + within % side) * kTokens};
+    const int row = first + within % side;
+    return {within / side * Shape::kFeatures, token_at(row), token_at(row + 1) - token_at(row)};
+  }
+  __device__ int token_at(int token_tile) const {
+    if constexpr (kTokens != kWide) return token_tile * kTokens;
+    return token_tile * kNarrow + min(token_tile, p.wide) * (kWide - kNarrow);
   }
   __device__ int tiles() const { return p.feature_tiles * p.token_tiles; }
   __device__ int first_tile() const {
@@ -118,32 +132,63 @@ struct WholeWarps {
         if (row + 8 < p.features) bias.y = static_cast<float>(b[row + 8]);
       }
       at = {uniform(at.slot), uniform(at.parity)};
-      float d[1][kTokens / 2];
+      float d[kPieces][kTokens / kPieces / 2];
       u32 before = 0;  // the slot of the step before
       const auto release = [&] {
         if (out.lane == 0) arrive(empty(before));
       };
-      for (int step = first; step < end; ++step) {
-        const u32 from = slots + at.slot * Shape::kSlotBytes;
-        wait(full(at.slot), at.parity);
-        const u64 a = operand(from + panel), b = operand(from, Shape::kPanelBytes);
-        wgmma_fence();
+      const auto multiply_steps = [&]<bool kIsNarrow>() {
+        for (int step = first; step < end; ++step) {
+          const u32 from = slots + at.slot * Shape::kSlotBytes;
+          wait(full(at.slot), at.parity);
+          const u64 a = operand(from + panel), b = operand(from, Shape::kPanelBytes);
+          wgmma_fence();
 #pragma unroll
-        for (u32 k = 0; k < 4; ++k)
-          wgmma<T, kMajorW, kMajorX>(d[0], a + k * kNext16<kMajorW>, b + k * kNext16<kMajorX>,
-                                     step > first || k > 0);
-        wgmma_commit();
-        wgmma_wait<1>();  // the step before has ended, and this one is on its way
-        if (step > first) release();
-        before = at.slot;
-        at.next(p.slots);
+          for (u32 k = 0; k < 4; ++k) {
+            const u64 its_a = a + k * kNext16<kMajorW>, its_b = b + k * kNext16<kMajorX>;
+            if constexpr (kIsNarrow) {
+              wgmma_248<T, kMajorW, kMajorX>(d[0], its_a, its_b, step > first || k > 0);
+            } else {
+#pragma unroll
+              for (u32 piece = 0; piece < kPieces; ++piece)
+                wgmma<T, kMajorW, kMajorX>(d[piece], its_a, its_b + piece * kNextPiece,
+                                           step > first || k > 0);
+            }
+          }
+          wgmma_commit();
+          wgmma_wait<1>();  // the step before has ended, and this one is on its way
+          if (step > first) release();
+          before = at.slot;
+          at.next(p.slots);
+        }
+      };
+      bool narrow = false;
+      if constexpr (kHasNarrow) {
+        narrow = uniform(t.tokens) == kNarrow;
+        if (narrow) multiply_steps.template operator()<true>();
       }
+      if (!narrow) multiply_steps.template operator()<false>();
       wgmma_wait<0>();
       release();
       next = uniform(next_tile(next));  // here: operands of products stay in uniform registers
       if constexpr (kParts) exchange_tile<kTokens, 256>(d, p.split, rank, slots, p.tokens - t.token);
       const auto its = share();
-      store_tile<T, kActivation>(out, d[0], bias, &p.y, feature, t.token, its.first, its.end);
+      if (narrow) {
+        if constexpr (kHasNarrow) {
+#pragma unroll
+          for (int i = kNarrow / 2; i < kWide / 2; ++i) d[0][i] = 0;
+          constexpr int kWhole64 = kNarrow / 64 * 64;
+          store_tile<T, kActivation>(out, d[0], bias, &p.y, feature, t.token, 0, kWhole64);
+          store_tile<T, kActivation>(out, d[0], bias, &p.y_rest, feature, t.token, kWhole64);
+        }
+      } else {
+#pragma unroll
+        for (int piece = 0; piece < kPieces; ++piece) {
+          const int behind = piece * (kTokens / kPieces);
+          store_tile<T, kActivation>(out, d[piece], bias, &p.y, feature, t.token + behind, its.first - behind,
+                                     its.end - behind);
+        }
+      }
       const float all = sum_of_all(d);
       bad |= all != all;
     }
@@ -155,7 +200,7 @@ struct WholeWarps {
       const Tile t = tile_at(tile);
       repair<T, kActivation>(p.repairs, static_cast<const T*>(p.bias),
                              t.feature + static_cast<int>(group) * 64 + 16 * out.warp, t.token + its.first,
-                             its.end - its.first, out.lane);
+                             min(its.end, t.tokens) - its.first, out.lane);
     }
   }
 };

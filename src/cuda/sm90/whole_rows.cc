@@ -1,5 +1,6 @@
 // The rows of the dense product of weights packed whole: linear and grad_input, which share what is packed.
 #include "cuda/sm90/register.h"
+#include "cuda/sm90/unions.h"
 #include "cuda/sm90/whole_choice.h"
 #include "cuda/status.h"
 
@@ -7,13 +8,29 @@ namespace rarefy::sm90 {
 namespace {
 
 struct WholeChoice {
-  std::int64_t tokens = 256, split = 1, sms = 132;
-  static constexpr std::string_view kFields[] = {"tokens", "split", "sms"};
-  WholeConfig config() const { return {static_cast<int>(tokens), static_cast<int>(split)}; }
+  std::int64_t tokens = 256, split = 1, more = 0, sms = 132;
+  static constexpr std::string_view kFields[] = {"tokens", "split", "more", "sms"};
+  WholeConfig config() const {
+    return {static_cast<int>(tokens), static_cast<int>(split), static_cast<int>(more)};
+  }
 };
 
 WholeChoice choice_of(const WholeConfig& c, const rarefy::Machine& machine) {
-  return {c.tokens, c.split, machine.gpu.sms};
+  return {c.tokens, c.split, c.more, machine.gpu.sms};
+}
+
+// X by feature only where this is what callers hold for X by token.
+Reason supports_linear(const Problem& p, const rarefy::Machine& machine) {
+  if (p.in_layout == Layout::by_feature) {
+    const BsrShape& s = p.weight.shape;
+    if (s.block_rows % 64 == 0 && (s.block_cols % 64 == 0 || s.block_cols == 1))
+      return "leaves blocks with kernels of their own to these, where X is by feature";
+    auto unions = product<UnionProblem>(p);
+    unions.tokens = kManyTokens;
+    if (yields_to_whole(p, machine, predicted_microseconds(unions, sm90_machine(machine))).empty())
+      return "leaves X by feature to others, as unions are as fast by token";
+  }
+  return supports_whole(p, machine);
 }
 
 Reason yields_few(const Problem& p, const rarefy::Machine& /*machine*/) { return refuses_few(p); }
@@ -45,8 +62,9 @@ Status pack_whole(const Call& call, void* packed) {
 Status check(const Problem& p, const WholeChoice& choice) {
   if (choice.sms < 1 || choice.sms > INT32_MAX)
     return invalid(name(p.op), "sms of the config must be positive", cat(choice.sms));
-  if (choice.tokens > INT32_MAX || choice.split > INT32_MAX || choice.split < 0)
-    return invalid(name(p.op), "the config must be one that is compiled", cat(choice.split));
+  for (const std::int64_t field : {choice.tokens, choice.split, choice.more}) {
+    if (field < 0 || field > INT32_MAX) return invalid(name(p.op), "fields of the config are in 32 bits", cat(field));
+  }
   if (const std::string reason = refuse(whole_problem(p), choice.config()); !reason.empty())
     return invalid(name(p.op), reason, choice.config().text());
   return {};
@@ -71,7 +89,7 @@ Kernel whole(Op op, std::string_view name) {
           .device = Device::cuda,
           .family = "sm90",
           .name = name,
-          .supports = supports_whole,
+          .supports = op == Op::linear ? supports_linear : supports_whole,
           .run = run,
           .yields = yields_few,
           .any_layout = op == Op::linear,
