@@ -304,10 +304,9 @@ class ProblemIn {
     if (made) {
       prepared.fill(kPoison);  // kernels may read ahead of what they use
       packed.fill(kPoison);
-      for (const Status& status : {sizes->prepared == 0
-                                       ? Status()
-                                       : prepare(asked, w.plan, prepared.data(), context(stream)),
-                                   pack(asked, w, prepared.data(), packed.data(), context(stream))}) {
+      for (const Status& status :
+           {sizes->prepared == 0 ? Status() : prepare(asked, w.plan, prepared.data(), context(stream)),
+            pack(asked, w, prepared.data(), packed.data(), context(stream))}) {
         if (!status.ok()) throw std::runtime_error(status.message());
       }
     }

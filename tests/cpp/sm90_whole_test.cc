@@ -15,8 +15,8 @@ namespace {
 using sm90::WholeConfig;
 
 constexpr std::pair<std::int64_t, std::int64_t> kBlocks[] = {
-    {8, 8},   {1, 1},   {4, 4},   {16, 1},  {64, 1}, {128, 1}, {32, 1},  {1, 16},  {2, 1},   {24, 24},
-    {12, 20}, {64, 64}, {16, 16}, {64, 4},  {3, 5},  {17, 33}, {1, 100}, {100, 1}, {32, 64}, {48, 2}};
+    {8, 8},   {1, 1},   {4, 4},   {16, 1}, {64, 1}, {128, 1}, {32, 1},  {1, 16},  {2, 1},   {24, 24},
+    {12, 20}, {64, 64}, {16, 16}, {64, 4}, {3, 5},  {17, 33}, {1, 100}, {100, 1}, {32, 64}, {48, 2}};
 constexpr WholeConfig kConfigs[] = {{256, 1}, {128, 1}, {256, 2}, {128, 3}, {256, 4}, {128, 2}, {256, 3}};
 
 class Sm90WholeTest : public Sm90Test {
@@ -194,8 +194,13 @@ TEST(Whole, ChoosesWhatItCanRun) {
 
 // Values of single columns stay side by side; both products take either order.
 TEST(Whole, WhatIsPackedIsOfTheWeightAlone) {
-  for (const auto& [r, c, by_column] : {std::tuple{64, 1, true}, {64, 4, true}, {8, 8, false}, {1, 1, false},
-                                        {32, 8, false}, {1, 16, false}, {5, 3, true}}) {
+  for (const auto& [r, c, by_column] : {std::tuple{64, 1, true},
+                                        {64, 4, true},
+                                        {8, 8, false},
+                                        {1, 1, false},
+                                        {32, 8, false},
+                                        {1, 16, false},
+                                        {5, 3, true}}) {
     const sm90::WholeWeight w(product_of(100, 1000, 200, r, c)), input(product_of(7, 1000, 200, r, c, true));
     EXPECT_EQ(w.by_column, by_column) << r << 'x' << c;
     EXPECT_EQ(w.bytes(), by_column ? 200 * 1024 * 2 : 1000 * 256 * 2);

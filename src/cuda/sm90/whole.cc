@@ -16,7 +16,9 @@ constexpr double kTileClocks = 2000;     // around a tile's steps
 std::int64_t steps_of(const WholeProblem& p) { return ceil_div(p.in_features(), std::int64_t{64}); }
 
 // Of a step: products take 1024 and 512 clocks; of 128 tokens, bytes from L2 if all SMs work.
-double step_clocks(const WholeConfig& c, bool all_sms) { return c.tokens == 256 ? 1080 : all_sms ? 670 : 560; }
+double step_clocks(const WholeConfig& c, bool all_sms) {
+  return c.tokens == 256 ? 1080 : all_sms ? 670 : 560;
+}
 
 // Tiles of 256 tokens that may be added if all have 248 or more.
 std::int64_t most_more(std::int64_t tokens) { return tokens / 248 - ceil_div(tokens, std::int64_t{256}); }
@@ -70,8 +72,9 @@ std::vector<WholeCandidate> whole_candidates(const WholeProblem& p, int sms) {
   for (const int tokens : {256, 128}) {
     const WholeConfig alone{tokens};
     add(alone);
-    const int parts = best_parts(feature_tiles * alone.token_tiles(p.tokens), sms,
-                                 [&](int split) { return clocks({tokens, split}); });
+    const int parts = best_parts(feature_tiles * alone.token_tiles(p.tokens), sms, [&](int split) {
+      return clocks({tokens, split});
+    });
     if (parts > 1 && p.x_layout == Layout::by_token) add({tokens, parts});
   }
   // The most that there may be, and as many as fill a round.

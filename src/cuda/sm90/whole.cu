@@ -14,9 +14,7 @@ int tiles(std::int64_t size, int of) { return n((size + of - 1) / of); }
 struct WholePlace {
   unsigned char* packed;
   std::int64_t next_row, next_column;  // bytes
-  __device__ unsigned char* operator()(int y, int x) const {
-    return packed + y * next_row + x * next_column;
-  }
+  __device__ unsigned char* operator()(int y, int x) const { return packed + y * next_row + x * next_column; }
 };
 
 }  // namespace
@@ -31,10 +29,10 @@ cudaError_t pack(const WholeProblem& problem, const ProductIndex& by_row, const 
   const WholePlace place{static_cast<unsigned char*>(packed), w.by_column ? 2 : w.pitch * 2,
                          w.by_column ? w.pitch * 2 : 2};
   // 16 bytes at once where they lie side by side here and there.
-  const bool wide = w.by_column ? stated.block_cols == 1 && stated.block_rows % 8 == 0
-                                : stated.block_cols % 8 == 0;
-  const auto run = wide ? scatter<std::uint16_t, false, 8, WholePlace>
-                        : scatter<std::uint16_t, false, 1, WholePlace>;
+  const bool wide =
+      w.by_column ? stated.block_cols == 1 && stated.block_rows % 8 == 0 : stated.block_cols % 8 == 0;
+  const auto run =
+      wide ? scatter<std::uint16_t, false, 8, WholePlace> : scatter<std::uint16_t, false, 1, WholePlace>;
   return run(stated, by_row, values, place, stream);
 }
 
@@ -84,7 +82,8 @@ cudaError_t launch(const WholeProblem& p, const WholeConfig& config, int sms, co
   params.steps = tiles(p.in_features(), 64);
   params.feature_tiles = tiles(p.out_features(), WholeConfig::kFeatures);
   params.token_tiles = n(config.token_tiles(p.tokens));
-  params.wide = config.more == 0 ? params.token_tiles : tiles(p.tokens, 8) - params.token_tiles * (kNarrow / 8);
+  params.wide =
+      config.more == 0 ? params.token_tiles : tiles(p.tokens, 8) - params.token_tiles * (kNarrow / 8);
   params.split = config.split;
   params.slots = static_cast<u32>(config.slots());
   const Product& stated = o.stated.product;

@@ -29,7 +29,8 @@ inline Reason yields_to_whole(const Problem& p, const rarefy::Machine& machine, 
   WholeProblem many = whole_problem(p);
   many.tokens = kManyTokens;
   const double its = best_whole(many, machine.gpu.sms).microseconds;
-  return mine <= 1.04 * its + 3 ? Reason() : cat("takes ", mine, " us of ", kManyTokens, " tokens, W whole ", its);
+  return mine <= 1.04 * its + 3 ? Reason()
+                                : cat("takes ", mine, " us of ", kManyTokens, " tokens, W whole ", its);
 }
 
 }  // namespace rarefy::sm90

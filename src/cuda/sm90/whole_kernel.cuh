@@ -1,5 +1,5 @@
-// Y = X Wᵀ or Y = X W of a weight packed whole, device side. A tile is 128 features of Y × kTokens tokens. One
-// thread copies steps of 64 features of X, two warpgroups multiply, W as operand A.
+// Y = X Wᵀ or Y = X W of a weight packed whole, device side. A tile is 128 features of Y × kTokens tokens.
+// One thread copies steps of 64 features of X, two warpgroups multiply, W as operand A.
 #pragma once
 
 #include "cuda/sm90/device/warp.cuh"
@@ -16,7 +16,7 @@ struct WholeParams {
   int features, tokens;  // of y
   int steps;             // of 64 features of x
   int feature_tiles, token_tiles;
-  int wide;  // of the token tiles the first ones: kWide tokens each; the others kNarrow
+  int wide;   // of the token tiles the first ones: kWide tokens each; the others kNarrow
   int split;  // kParts: thread blocks of a cluster
   u32 slots;
   Stored repairs;
@@ -33,8 +33,8 @@ struct WholeShape {
   static constexpr int kThreads = 384, kMultiplyRegisters = 232, kBringRegisters = 40;
 };
 
-// kMajorW: whether W lies along its sum (k) or along Y's features (mn); kMajorX: X by token (k) or by feature.
-// kParts: a cluster's thread blocks have a part of a tile's steps each, and one tile.
+// kMajorW: whether W lies along its sum (k) or along Y's features (mn); kMajorX: X by token (k) or by
+// feature. kParts: a cluster's thread blocks have a part of a tile's steps each, and one tile.
 template <class T, Major kMajorW, Major kMajorX, Activation kActivation, int kTokens, bool kParts>
 struct WholeWarps {
   using Shape = WholeShape<kTokens>;

@@ -57,16 +57,11 @@ cudaError_t launch_whole_of(Major x, Activation activation, const WholeConfig& c
     return launch_whole_shape<T, kMajorW, kActivation>(x, config, blocks, params, stream);
   };
   switch (activation) {
-    case Activation::none:
-      return launch.template operator()<Activation::none>();
-    case Activation::relu:
-      return launch.template operator()<Activation::relu>();
-    case Activation::gelu_erf:
-      return launch.template operator()<Activation::gelu_erf>();
-    case Activation::gelu_tanh:
-      return launch.template operator()<Activation::gelu_tanh>();
-    case Activation::silu:
-      return launch.template operator()<Activation::silu>();
+    case Activation::none: return launch.template operator()<Activation::none>();
+    case Activation::relu: return launch.template operator()<Activation::relu>();
+    case Activation::gelu_erf: return launch.template operator()<Activation::gelu_erf>();
+    case Activation::gelu_tanh: return launch.template operator()<Activation::gelu_tanh>();
+    case Activation::silu: return launch.template operator()<Activation::silu>();
   }
   return cudaErrorInvalidValue;
 }

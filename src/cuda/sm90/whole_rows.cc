@@ -63,7 +63,8 @@ Status check(const Problem& p, const WholeChoice& choice) {
   if (choice.sms < 1 || choice.sms > INT32_MAX)
     return invalid(name(p.op), "sms of the config must be positive", cat(choice.sms));
   for (const std::int64_t field : {choice.tokens, choice.split, choice.more}) {
-    if (field < 0 || field > INT32_MAX) return invalid(name(p.op), "fields of the config are in 32 bits", cat(field));
+    if (field < 0 || field > INT32_MAX)
+      return invalid(name(p.op), "fields of the config are in 32 bits", cat(field));
   }
   if (const std::string reason = refuse(whole_problem(p), choice.config()); !reason.empty())
     return invalid(name(p.op), reason, choice.config().text());

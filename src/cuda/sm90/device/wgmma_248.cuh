@@ -1,5 +1,5 @@
-// Products of a warpgroup (wgmma.cuh) with 248 columns, of bf16 and f16: a little less than a tile of 256, where
-// 33 tiles fill the rounds of all SMs and 32 do not.
+// Products of a warpgroup (wgmma.cuh) with 248 columns, of bf16 and f16: a little less than a tile of 256,
+// where 33 tiles fill the rounds of all SMs and 32 do not.
 #pragma once
 
 #include "wgmma.cuh"
