@@ -410,8 +410,11 @@ TEST(Sm90Rows, TheFasterKernelIsChosen) {
   }
   EXPECT_EQ(chosen(Op::linear, 4, 16, 1, 0.1), "simt_few_linear");
   EXPECT_EQ(chosen(Op::grad_weight, 8, 8, 8, 0.1), "simt_grad_weight");
-  EXPECT_EQ(chosen(Op::grad_weight, 8192, 4, 4, 0.25), "sm90_dense_gradient");
+  EXPECT_EQ(chosen(Op::grad_weight, 8192, 4, 4, 0.25), "sm90_whole_gradient");
   EXPECT_EQ(chosen(Op::grad_weight, 8192, 16, 1, 0.1), "sm90_tall_packed_gradient");
+  EXPECT_EQ(chosen(Op::grad_weight, 8192, 32, 1, 0.25), "sm90_tall_packed_gradient");
+  EXPECT_EQ(chosen(Op::grad_weight, 8192, 32, 1, 0.5), "sm90_whole_gradient");
+  EXPECT_EQ(chosen(Op::grad_weight, 8192, 64, 1, 0.5), "sm90_tall_gradient");
   EXPECT_EQ(chosen(Op::grad_weight, 8192, 32, 32, 0.1), "sm90_block_gradient");
 }
 

@@ -23,8 +23,10 @@ class Sm90WholeTest : public Sm90Test {
  protected:
   static Kernels kernels(const WholeConfig& c = {}) {
     const std::string config = '(' + c.text() + ')';
-    return {"sm90_whole_linear", "sm90_whole_grad_input", "",
-            "cuda:sm90,sm90_whole_linear" + config + ",sm90_whole_grad_input" + config};
+    std::string forced = "cuda:sm90,sm90_whole_linear" + config + ",sm90_whole_grad_input" + config;
+    if (c.split > 1 || c.more > 0) return {"sm90_whole_linear", "sm90_whole_grad_input", "", forced};
+    return {"sm90_whole_linear", "sm90_whole_grad_input", "sm90_whole_gradient",
+            forced + ",sm90_whole_gradient" + config};
   }
 };
 
@@ -117,6 +119,16 @@ TEST_F(Sm90WholeTest, AbsentBlocksAreSkippedWhateverXHolds) {
       expect_ok(gpu.grad_weight());
       expect_same_or_nan(problem, gpu);
     }
+  }
+}
+
+TEST_F(Sm90WholeTest, GradientsAreAddedToWhatIsThere) {
+  for (const auto& [r, c] : {std::pair<std::int64_t, std::int64_t>{8, 8}, {16, 1}}) {
+    const Force force(kernels().forced);
+    const Problem problem = make_problem({200, 192, 256, r, c, 0.3, DType::bf16, false, 8});
+    ProblemIn<DeviceBuffer> gpu(problem);
+    ASSERT_EQ(kernel_of(gpu, Op::grad_weight), "sm90_whole_gradient");
+    expect_accumulated(problem, gpu);
   }
 }
 

@@ -276,7 +276,7 @@ Reason supports_gradient(const Problem& p, const rarefy::Machine& machine) {
   return unsupported(gradient_problem(p, columns));
 }
 
-Reason yields_gradient(const Problem& p, const rarefy::Machine& /*machine*/) {
+Reason yields_gradient(const Problem& p, const rarefy::Machine& machine) {
   const BsrShape& s = p.weight.shape;
   if (s.block_rows % 16 == 0 && s.block_cols % 16 == 0)
     return "leaves blocks of 16 to kernels with tiles of them";
@@ -286,7 +286,10 @@ Reason yields_gradient(const Problem& p, const rarefy::Machine& /*machine*/) {
   const FineGradientTimes times(s, p.tokens), many(s, kManyTokens);
   const double mine = times.columns(share), plain = times.plain();
   if (mine > plain) return cat("takes ", mine, " us, a plain kernel ", plain);
-  return many.columns(share) <= many.whole() ? Reason() : "of so many columns all are as fast";
+  Problem of_many = p;
+  of_many.tokens = kManyTokens;
+  const double whole = std::min(many.whole(), whole_gradient_microseconds(of_many, machine));
+  return many.columns(share) <= whole ? Reason() : "of so many columns all are as fast";
 }
 
 // Tiles and shares for as many columns as are expected; where there may be too many for that, for these.

@@ -25,6 +25,18 @@ std::int64_t most_more(std::int64_t tokens) { return tokens / 248 - ceil_div(tok
 
 }  // namespace
 
+WholeGradient::WholeGradient(const Product& p)
+    : lies(p), operand(p.tokens, lies.by_column ? p.x_stride : p.y_stride) {
+  product.dtype = p.dtype;
+  product.tokens = lies.lines;
+  product.rows = lies.by_column ? p.rows : p.cols;
+  product.cols = p.tokens;
+  product.block_rows = product.block_cols = 1;
+  product.x_layout = Layout::by_feature;
+  product.x_stride = lies.by_column ? p.y_stride : p.x_stride;
+  product.y_stride = lies.pitch;
+}
+
 std::string unsupported(const WholeProblem& p) {
   if (p.dtype != DType::bf16 && p.dtype != DType::f16) return "tensor cores of this kernel take bf16 and f16";
   if (p.x_stride % 8 != 0 || p.y_stride % 8 != 0) return "TMA needs rows of X and Y 16 bytes apart";

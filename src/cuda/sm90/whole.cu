@@ -17,27 +17,42 @@ struct WholePlace {
   __device__ unsigned char* operator()(int y, int x) const { return packed + y * next_row + x * next_column; }
 };
 
+WholePlace place_in(const WholeWeight& w, void* packed) {
+  return {static_cast<unsigned char*>(packed), w.by_column ? 2 : w.pitch * 2, w.by_column ? w.pitch * 2 : 2};
+}
+
+// Whether 16 bytes lie side by side here and there.
+bool wide(const WholeWeight& w, const Product& p) {
+  return w.by_column ? p.block_cols == 1 && p.block_rows % 8 == 0 : p.block_cols % 8 == 0;
+}
+
+Product by_rows(Product p) {
+  p.transposed = false;
+  return p;
+}
+
 }  // namespace
 
-cudaError_t pack(const WholeProblem& problem, const ProductIndex& by_row, const void* values, void* packed,
+cudaError_t pack(const Product& problem, const ProductIndex& by_row, const void* values, void* packed,
                  cudaStream_t stream) {
   const WholeWeight w(problem);
   const cudaError_t status = cudaMemsetAsync(packed, 0, u(w.bytes()), stream);
   if (status != cudaSuccess || problem.blocks == 0) return status;
-  Product stated = problem;
-  stated.transposed = false;
-  const WholePlace place{static_cast<unsigned char*>(packed), w.by_column ? 2 : w.pitch * 2,
-                         w.by_column ? w.pitch * 2 : 2};
-  // 16 bytes at once where they lie side by side here and there.
-  const bool wide =
-      w.by_column ? stated.block_cols == 1 && stated.block_rows % 8 == 0 : stated.block_cols % 8 == 0;
-  const auto run =
-      wide ? scatter<std::uint16_t, false, 8, WholePlace> : scatter<std::uint16_t, false, 1, WholePlace>;
-  return run(stated, by_row, values, place, stream);
+  const auto run = wide(w, problem) ? scatter<std::uint16_t, false, 8, WholePlace>
+                                    : scatter<std::uint16_t, false, 1, WholePlace>;
+  return run(by_rows(problem), by_row, values, place_in(w, packed), stream);
 }
 
-cudaError_t launch(const WholeProblem& p, const WholeConfig& config, int sms, const WholeOperands& o,
-                   cudaStream_t stream) {
+cudaError_t read_stored(const Product& problem, const ProductIndex& by_row, const void* whole, void* values,
+                        cudaStream_t stream) {
+  const WholeWeight w(problem);
+  const auto run =
+      wide(w, problem) ? collect<std::uint16_t, 8, WholePlace> : collect<std::uint16_t, 1, WholePlace>;
+  return run(by_rows(problem), by_row, values, place_in(w, const_cast<void*>(whole)), stream);
+}
+
+cudaError_t launch(const WholeProblem& p, const WholeConfig& config, int sms, const WholeWeight& weight,
+                   const WholeOperands& o, cudaStream_t stream) {
   WholeParams params{};
   const bool by_feature = p.x_layout == Layout::by_feature;
   TensorShape x;  // [token][feature]: 64 features × a tile's tokens; [feature][token]: 64 × 64
@@ -50,7 +65,6 @@ cudaError_t launch(const WholeProblem& p, const WholeConfig& config, int sms, co
   if (status != cudaSuccess) return status;
 
   // Along its sum: 128 features × 64 of the sum; else 64 of the sum × 64 features.
-  const WholeWeight weight(p);
   const Major major = weight.by_column == p.transposed ? Major::k : Major::mn;
   TensorShape w;
   w.size[0] = u(weight.by_column ? p.rows : p.cols);

@@ -51,7 +51,19 @@ struct WholeWeight {
       : by_column(p.block_cols % 8 != 0 && p.block_rows > p.block_cols),
         lines(by_column ? p.cols : p.rows),
         pitch(((by_column ? p.rows : p.cols) + 63) / 64 * 64) {}
+  // A matrix that is there: of M rows, as operand of a gradient.
+  WholeWeight(std::int64_t rows, std::int64_t stride) : by_column(true), lines(rows), pitch(stride) {}
   std::int64_t bytes() const { return lines * pitch * 2; }
+};
+
+// All of W's gradient as such a product over the tokens of two matrices that lie along their features: dYᵀ X,
+// or Xᵀ dY, so that it lies as the weight would.
+struct WholeGradient {
+  WholeWeight lies;
+  WholeProblem product;
+  WholeWeight operand;  // dY, or X where W lies by row: the product's weight; the other one is its x
+  // p: of the weight, x_stride of dY and y_stride of X.
+  explicit WholeGradient(const Product& p);
 };
 
 std::string unsupported(const WholeProblem& problem);
@@ -61,17 +73,21 @@ WholeCandidate best_whole(const WholeProblem& problem, int sms);
 std::string refuse(const WholeProblem& problem, const WholeConfig& config);
 
 // Fills `packed`, WholeWeight::bytes, from canonical values and the index by row.
-cudaError_t pack(const WholeProblem& problem, const ProductIndex& by_row, const void* values, void* packed,
+cudaError_t pack(const Product& problem, const ProductIndex& by_row, const void* values, void* packed,
                  cudaStream_t stream);
+
+// values of what is stored, from a gradient that lies as a weight does; zeros in the padding.
+cudaError_t read_stored(const Product& problem, const ProductIndex& by_row, const void* whole, void* values,
+                        cudaStream_t stream);
 
 struct WholeOperands {  // device pointers, 16-byte aligned
   const void *x = nullptr, *packed = nullptr, *bias = nullptr;
   void* y = nullptr;
-  StatedProduct stated;
+  StatedProduct stated;  // without values there is nothing to repair
 };
 
-// Queues one kernel.
-cudaError_t launch(const WholeProblem& problem, const WholeConfig& config, int sms,
+// Queues one kernel. weight: how `packed` lies.
+cudaError_t launch(const WholeProblem& problem, const WholeConfig& config, int sms, const WholeWeight& weight,
                    const WholeOperands& operands, cudaStream_t stream);
 
 }  // namespace rarefy::sm90

@@ -33,4 +33,12 @@ inline Reason yields_to_whole(const Problem& p, const rarefy::Machine& machine, 
                                 : cat("takes ", mine, " us of ", kManyTokens, " tokens, W whole ", its);
 }
 
+inline WholeGradient whole_gradient(const Problem& p) { return WholeGradient(product<Product>(p)); }
+
+// All of W's gradient, and reading out what is stored.
+inline double whole_gradient_microseconds(const Problem& p, const rarefy::Machine& machine) {
+  const double values = static_cast<double>(p.weight.shape.rows * p.weight.shape.cols) * 1e-6;
+  return best_whole(whole_gradient(p).product, machine.gpu.sms).microseconds + 4 + 0.6 * values;
+}
+
 }  // namespace rarefy::sm90

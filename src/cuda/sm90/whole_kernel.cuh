@@ -194,7 +194,7 @@ struct WholeWarps {
     }
     if (out.leads()) store_wait_all();
     // Behind the loop: in it, ptxas would take lanes for divergent, and move operands before each product.
-    if (!named_barrier_any(out.barrier, 128, bad)) return;
+    if (p.repairs.values == nullptr || !named_barrier_any(out.barrier, 128, bad)) return;
     const auto its = share();
     for (int tile = first_tile(); tile < tiles(); tile = next_tile(tile)) {
       const Tile t = tile_at(tile);

@@ -1,4 +1,6 @@
 // The rows of the dense product of weights packed whole: linear and grad_input, which share what is packed.
+#include <algorithm>
+
 #include "cuda/sm90/register.h"
 #include "cuda/sm90/unions.h"
 #include "cuda/sm90/whole_choice.h"
@@ -59,14 +61,14 @@ Status pack_whole(const Call& call, void* packed) {
 }
 
 // A forced config may hold anything.
-Status check(const Problem& p, const WholeChoice& choice) {
+Status check(const Problem& p, const WholeProblem& problem, const WholeChoice& choice) {
   if (choice.sms < 1 || choice.sms > INT32_MAX)
     return invalid(name(p.op), "sms of the config must be positive", cat(choice.sms));
   for (const std::int64_t field : {choice.tokens, choice.split, choice.more}) {
     if (field < 0 || field > INT32_MAX)
       return invalid(name(p.op), "fields of the config are in 32 bits", cat(field));
   }
-  if (const std::string reason = refuse(whole_problem(p), choice.config()); !reason.empty())
+  if (const std::string reason = refuse(problem, choice.config()); !reason.empty())
     return invalid(name(p.op), reason, choice.config().text());
   return {};
 }
@@ -74,15 +76,66 @@ Status check(const Problem& p, const WholeChoice& choice) {
 Status run(const Call& call) {
   const Problem& p = call.problem;
   const auto choice = from_config<WholeChoice>(call.config);
-  if (Status status = check(p, choice); !status.ok()) return status;
   const WholeProblem problem = whole_problem(p);
+  if (Status status = check(p, problem, choice); !status.ok()) return status;
   const WholeOperands operands{p.op == Op::grad_input ? call.dy.data : call.x.data,
                                call.derived.packed,
                                call.bias,
                                call.out.data,
                                {problem, index_of(call), call.values}};
-  return cuda::launch_status(name(p.op), launch(problem, choice.config(), static_cast<int>(choice.sms),
-                                                operands, static_cast<cudaStream_t>(call.stream)));
+  return cuda::launch_status(
+      name(p.op), launch(problem, choice.config(), static_cast<int>(choice.sms), WholeWeight(problem),
+                         operands, static_cast<cudaStream_t>(call.stream)));
+}
+
+// grad_weight of blocks of any shape: made whole in workspace, and what is stored read out of it ------------
+
+Reason supports_gradient(const Problem& p, const rarefy::Machine& machine) {
+  if (Reason reason = supports_family(p, machine); !reason.empty()) return reason;
+  if (p.in != DType::bf16 && p.in != DType::f16) return "tensor cores of this kernel take bf16 and f16";
+  const BsrShape& s = p.weight.shape;
+  for (const auto& [stride, size] : {std::pair{p.in_stride, s.rows}, {p.out_stride, s.cols}}) {
+    if (stride % 8 != 0 || stride < size) return "TMA needs rows of dY and X 16 bytes apart";
+  }
+  if (s.block_rows > INT32_MAX / (s.cols + s.block_cols))
+    return "values of a block row are counted in 32 bits";
+  return unsupported(whole_gradient(p).product);
+}
+
+Reason yields_gradient(const Problem& p, const rarefy::Machine& machine) {
+  const BsrShape& s = p.weight.shape;
+  if (s.block_rows % 16 == 0 && s.block_cols % 16 == 0)
+    return "leaves blocks of 16 to kernels with tiles of them";
+  const FineGradientTimes times(s, p.tokens);
+  const double mine = whole_gradient_microseconds(p, machine), its = std::min(times.plain(), times.whole());
+  return mine <= its ? Reason() : cat("takes ", mine, " us, others ", its);
+}
+
+Config configure_gradient(const Problem& p, const rarefy::Machine& machine) {
+  return to_config(choice_of(best_whole(whole_gradient(p).product, machine.gpu.sms).config, machine));
+}
+
+std::int64_t gradient_workspace(const Problem& p, const Config& /*config*/) {
+  return whole_gradient(p).lies.bytes();
+}
+
+Status run_gradient(const Call& call) {
+  const Problem& p = call.problem;
+  const auto choice = from_config<WholeChoice>(call.config);
+  const WholeGradient gradient = whole_gradient(p);
+  if (Status status = check(p, gradient.product, choice); !status.ok()) return status;
+  const bool by_column = gradient.lies.by_column;
+  auto* const stream = static_cast<cudaStream_t>(call.stream);
+  WholeOperands operands;
+  operands.x = by_column ? call.x.data : call.dy.data;
+  operands.packed = by_column ? call.dy.data : call.x.data;
+  operands.y = call.workspace;
+  cudaError_t error = launch(gradient.product, choice.config(), static_cast<int>(choice.sms),
+                             gradient.operand, operands, stream);
+  if (error == cudaSuccess)
+    error = read_stored(product<Product>(p), {call.plan.crow, call.plan.col, nullptr}, call.workspace,
+                        call.dvalues, stream);
+  return cuda::launch_status("grad_weight", error);
 }
 
 Kernel whole(Op op, std::string_view name) {
@@ -107,6 +160,16 @@ Kernel whole(Op op, std::string_view name) {
 void add_whole_rows(Registry& registry) {
   registry.push_back(whole(Op::linear, "sm90_whole_linear"));
   registry.push_back(whole(Op::grad_input, "sm90_whole_grad_input"));
+  registry.push_back({.op = Op::grad_weight,
+                      .device = Device::cuda,
+                      .family = "sm90",
+                      .name = "sm90_whole_gradient",
+                      .supports = supports_gradient,
+                      .run = run_gradient,
+                      .yields = yields_gradient,
+                      .configure = configure_gradient,
+                      .fields = WholeChoice::kFields,
+                      .workspace = gradient_workspace});
 }
 
 }  // namespace rarefy::sm90
