@@ -1,6 +1,6 @@
 // A dense product for weights of which zeros are left in anyway: linear and grad_input of any blocks, W
-// packed whole. As fast as cuBLAS with the same zeros (which take less power: a tenth faster than with random
-// numbers), so that no pattern is slower than dense for long; docs/design/hopper/whole.md.
+// packed whole, and their weight gradient, made whole and read out. As fast as cuBLAS with the same zeros, so
+// that no pattern is slower than dense; docs/design/hopper/whole.md.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -42,8 +42,8 @@ struct WholeCandidate {
   std::string reason;       // why not; empty if it can run
 };
 
-// W as it lies packed: by row, or by column where blocks are single columns, whose values stay side by side
-// then. Both products take either.
+// How W lies packed: by row, or by column where blocks are rather high than wide, so that values of single
+// columns stay side by side. Every product takes either.
 struct WholeWeight {
   bool by_column;
   std::int64_t lines, pitch;  // elements between rows, or columns
@@ -51,7 +51,7 @@ struct WholeWeight {
       : by_column(p.block_cols % 8 != 0 && p.block_rows > p.block_cols),
         lines(by_column ? p.cols : p.rows),
         pitch(((by_column ? p.rows : p.cols) + 63) / 64 * 64) {}
-  // A matrix that is there: of M rows, as operand of a gradient.
+  // A gradient's operand, which is there: `rows` tokens, so far apart.
   WholeWeight(std::int64_t rows, std::int64_t stride) : by_column(true), lines(rows), pitch(stride) {}
   std::int64_t bytes() const { return lines * pitch * 2; }
 };

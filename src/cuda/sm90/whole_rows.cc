@@ -1,4 +1,5 @@
-// The rows of the dense product of weights packed whole: linear and grad_input, which share what is packed.
+// The rows of the dense product of weights packed whole: linear and grad_input, which share what is packed,
+// and grad_weight.
 #include <algorithm>
 
 #include "cuda/sm90/register.h"
