@@ -12,6 +12,23 @@ namespace rarefy::sm90 {
 
 inline constexpr Machine kMachine{132, 227 * 1024};
 
+// W (rows, cols) of r × c blocks; matrices by token, in rows as close as TMA takes them.
+template <class P>
+P product_problem(bool transposed, std::int64_t tokens, std::int64_t rows, std::int64_t cols, std::int64_t r,
+                  std::int64_t c, std::int64_t blocks) {
+  P p;
+  p.transposed = transposed;
+  p.tokens = tokens;
+  p.rows = rows;
+  p.cols = cols;
+  p.block_rows = r;
+  p.block_cols = c;
+  p.blocks = blocks;
+  p.x_stride = (p.in_features() + 7) / 8 * 8;
+  p.y_stride = (p.out_features() + 7) / 8 * 8;
+  return p;
+}
+
 struct Pattern {
   std::vector<std::int32_t> crow{0}, col, ccol{0}, row, perm;
 };

@@ -26,21 +26,6 @@
 namespace rarefy::sm90 {
 namespace {
 
-StripProblem strip_problem(bool transposed, std::int64_t tokens, std::int64_t rows, std::int64_t cols,
-                           std::int64_t r, std::int64_t c, std::int64_t blocks) {
-  StripProblem p;
-  p.transposed = transposed;
-  p.tokens = tokens;
-  p.rows = rows;
-  p.cols = cols;
-  p.block_rows = r;
-  p.block_cols = c;
-  p.blocks = blocks;
-  p.x_stride = (p.in_features() + 7) / 8 * 8;
-  p.y_stride = (p.out_features() + 7) / 8 * 8;
-  return p;
-}
-
 // Tiles in the order of their places, {group, token tile}; each is there once.
 std::vector<std::pair<int, int>> in_order(const std::vector<double>& clocks, int token_tiles,
                                           double clusters) {
@@ -146,7 +131,7 @@ TEST(StripLists, HaveRoomForTheirItems) {
 }
 
 TEST(StripPlan, FollowsTheWeightAlone) {
-  const StripProblem p = strip_problem(false, 512, 1024, 2048, 64, 64, 400);
+  const StripProblem p = product_problem<StripProblem>(false, 512, 1024, 2048, 64, 64, 400);
   StripProblem other = p;
   other.tokens = 7;
   other.x_stride = 4096;
@@ -156,15 +141,15 @@ TEST(StripPlan, FollowsTheWeightAlone) {
   EXPECT_EQ(configure(p, kMachine).strips, configure(other, kMachine).strips);
   EXPECT_EQ(configure(p, kMachine).strips, p.group_size());
   // Strips of one block row are alike.
-  EXPECT_EQ(strip_problem(false, 512, 1024, 2048, 128, 64, 400).group_size(), 2);
-  EXPECT_EQ(strip_problem(true, 512, 1024, 2048, 128, 64, 400).group_size(), 3);
+  EXPECT_EQ(product_problem<StripProblem>(false, 512, 1024, 2048, 128, 64, 400).group_size(), 2);
+  EXPECT_EQ(product_problem<StripProblem>(true, 512, 1024, 2048, 128, 64, 400).group_size(), 3);
 }
 
 TEST(StripConfig, FitsSharedMemoryAndFollowsTheProblem) {
   for (const std::int64_t tokens : {1, 512, 8192}) {
     for (const double density : {0.0, 0.05, 0.5, 1.0}) {
       const auto blocks = static_cast<std::int64_t>(4096 * density);
-      const StripProblem p = strip_problem(false, tokens, 4096, 4096, 64, 64, blocks);
+      const StripProblem p = product_problem<StripProblem>(false, tokens, 4096, 4096, 64, 64, blocks);
       for (const StripCandidate& c : strip_candidates(p, kMachine)) {
         EXPECT_LE(c.config.shared_bytes() + 2048, kMachine.shared_bytes) << c.config.text();
         EXPECT_GE(c.config.w_slots, c.config.strips) << c.config.text();
@@ -173,7 +158,7 @@ TEST(StripConfig, FitsSharedMemoryAndFollowsTheProblem) {
     }
   }
   // Few tokens fill the SMs with small tiles only; a cluster needs two token tiles.
-  const StripProblem few = strip_problem(false, 128, 4096, 4096, 128, 128, 100);
+  const StripProblem few = product_problem<StripProblem>(false, 128, 4096, 4096, 128, 128, 100);
   EXPECT_EQ(configure(few, kMachine).tokens, 128);
   for (const StripCandidate& c : strip_candidates(few, kMachine)) {
     if (c.config.cluster == 2) {
@@ -182,24 +167,18 @@ TEST(StripConfig, FitsSharedMemoryAndFollowsTheProblem) {
   }
   // 8 of 24 blocks: divided and multiplied again, two blocks of a step are a little more than two.
   for (const StripCandidate& c :
-       strip_candidates(strip_problem(false, 100, 320, 1024, 128, 128, 8), kMachine))
+       strip_candidates(product_problem<StripProblem>(false, 100, 320, 1024, 128, 128, 8), kMachine))
     EXPECT_GE(c.config.slots, 4) << c.config.text();
-  const StripProblem many = strip_problem(false, 8192, 4096, 4096, 128, 128, 512);
+  const StripProblem many = product_problem<StripProblem>(false, 8192, 4096, 4096, 128, 128, 512);
   EXPECT_EQ(configure(many, kMachine).tokens, 256);
   EXPECT_EQ(configure(many, kMachine).strips, 2);
   // 64 tiles of 256 tokens for 132 SMs took 24 us, 128 of 128 tokens 17.
-  EXPECT_EQ(configure(strip_problem(false, 4096, 768, 3072, 64, 64, 144), kMachine).tokens, 128);
-}
-
-UnionProblem union_problem(bool transposed, std::int64_t tokens, std::int64_t rows, std::int64_t cols,
-                           std::int64_t r, std::int64_t c, std::int64_t blocks) {
-  UnionProblem p;
-  static_cast<Product&>(p) = strip_problem(transposed, tokens, rows, cols, r, c, blocks);
-  return p;
+  EXPECT_EQ(configure(product_problem<StripProblem>(false, 4096, 768, 3072, 64, 64, 144), kMachine).tokens,
+            128);
 }
 
 TEST(UnionPlan, FollowsTheWeightAlone) {
-  const UnionProblem p = union_problem(false, 512, 1024, 2048, 32, 32, 400);
+  const UnionProblem p = product_problem<UnionProblem>(false, 512, 1024, 2048, 32, 32, 400);
   UnionProblem other = p;
   other.tokens = 7;
   other.x_stride = 4096;
@@ -222,23 +201,28 @@ TEST(UnionConfig, TakesTwoStripsWhereTilesAreFew) {
     for (const double density : {0.5, 0.25}) {
       const auto blocks = static_cast<std::int64_t>(4096 / b * 4096 / b * density);
       for (const std::int64_t tokens : {512, 1024})
-        EXPECT_EQ(configure(union_problem(false, tokens, 4096, 4096, b, b, blocks), kMachine).strips, 2);
-      EXPECT_EQ(configure(union_problem(false, 8192, 4096, 4096, b, b, blocks), kMachine).strips, 3);
+        EXPECT_EQ(configure(product_problem<UnionProblem>(false, tokens, 4096, 4096, b, b, blocks), kMachine)
+                      .strips,
+                  2);
+      EXPECT_EQ(
+          configure(product_problem<UnionProblem>(false, 8192, 4096, 4096, b, b, blocks), kMachine).strips,
+          3);
     }
   }
 }
 
 // Unit rows are what has one pattern; no pattern has more pieces than there is room for.
 TEST(UnionPlan, HasRoomForAllPieces) {
-  EXPECT_EQ(union_problem(false, 1, 96, 64, 48, 32, 2).unit(), 16);
-  EXPECT_EQ(union_problem(true, 1, 96, 64, 48, 32, 2).unit(), 32);
-  EXPECT_EQ(union_problem(false, 1, 1000, 64, 16, 16, 2).units(), 63);
-  EXPECT_EQ(union_problem(false, 1, 1000, 64, 16, 16, 2).strips(), 16);
+  EXPECT_EQ(product_problem<UnionProblem>(false, 1, 96, 64, 48, 32, 2).unit(), 16);
+  EXPECT_EQ(product_problem<UnionProblem>(true, 1, 96, 64, 48, 32, 2).unit(), 32);
+  EXPECT_EQ(product_problem<UnionProblem>(false, 1, 1000, 64, 16, 16, 2).units(), 63);
+  EXPECT_EQ(product_problem<UnionProblem>(false, 1, 1000, 64, 16, 16, 2).strips(), 16);
   for (const auto& [r, c] : {std::pair{16, 16}, {32, 32}, {16, 64}, {64, 16}, {48, 32}}) {
     for (const double density : {0.0, 0.05, 0.5, 1.0}) {
       const std::int64_t rows = 1000, cols = 1300;
       const Pattern pattern = random_pattern((rows + r - 1) / r, (cols + c - 1) / c, density, 4);
-      const UnionProblem p = union_problem(false, 64, rows, cols, r, c, std::ssize(pattern.col));
+      const UnionProblem p =
+          product_problem<UnionProblem>(false, 64, rows, cols, r, c, std::ssize(pattern.col));
       ASSERT_EQ(unsupported(p), "");
       // Unit rows in order, the worst that similarity can do.
       std::set<std::pair<std::int64_t, int>> pieces;
@@ -263,7 +247,7 @@ TEST(UnionConfig, FitsSharedMemory) {
     for (const double density : {0.0, 0.05, 0.5, 1.0}) {
       for (const int b : {16, 32}) {
         const auto blocks = static_cast<std::int64_t>(4096 / b * 4096 / b * density);
-        const UnionProblem p = union_problem(false, tokens, 4096, 4096, b, b, blocks);
+        const UnionProblem p = product_problem<UnionProblem>(false, tokens, 4096, 4096, b, b, blocks);
         for (const UnionLayouts& layouts : all_union_layouts(p)) {
           for (const UnionCandidate& c : union_candidates(p, layouts, kMachine)) {
             EXPECT_LE(c.config.shared_bytes() + 2048, kMachine.shared_bytes) << c.config.text();
@@ -419,7 +403,7 @@ TEST(Sm90Rows, TheFasterKernelIsChosen) {
 }
 
 TEST(Unsupported, SaysWhy) {
-  StripProblem strips = strip_problem(false, 8, 256, 256, 64, 64, 4);
+  StripProblem strips = product_problem<StripProblem>(false, 8, 256, 256, 64, 64, 4);
   EXPECT_EQ(unsupported(strips), "");
   strips.block_cols = 32;
   EXPECT_EQ(unsupported(strips), "block sides must be multiples of 64");
@@ -433,13 +417,14 @@ TEST(Unsupported, SaysWhy) {
   strips.dtype = DType::f32;
   EXPECT_NE(unsupported(strips), "");
 
-  UnionProblem unions = union_problem(true, 8, 256, 256, 32, 16, 4);
+  UnionProblem unions = product_problem<UnionProblem>(true, 8, 256, 256, 32, 16, 4);
   EXPECT_EQ(unsupported(unions), "");
   unions.activation = Activation::relu;
   EXPECT_EQ(unsupported(unions), "grad_input has no activation");
-  EXPECT_EQ(unsupported(union_problem(false, 8, 256, 256, 64, 64, 4)), "blocks of 64 are strips already");
-  EXPECT_EQ(unsupported(union_problem(false, 8, 256, 256, 8, 3, 4)), "");  // any other block
-  EXPECT_EQ(unsupported(union_problem(false, 8, 1 << 19, 1 << 19, 1 << 19, 1, 4)),
+  EXPECT_EQ(unsupported(product_problem<UnionProblem>(false, 8, 256, 256, 64, 64, 4)),
+            "blocks of 64 are strips already");
+  EXPECT_EQ(unsupported(product_problem<UnionProblem>(false, 8, 256, 256, 8, 3, 4)), "");  // any other block
+  EXPECT_EQ(unsupported(product_problem<UnionProblem>(false, 8, 1 << 19, 1 << 19, 1 << 19, 1, 4)),
             "values of a block row are counted in 32 bits");
 
   DecodeProblem decode{DType::bf16, 16, 256, 256, 16, 16, 4, 256, 256};

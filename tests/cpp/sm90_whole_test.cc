@@ -8,6 +8,7 @@
 #include <limits>
 
 #include "sm90_checks.h"
+#include "sm90_patterns.h"
 
 namespace rarefy::test {
 namespace {
@@ -167,25 +168,17 @@ TEST_F(Sm90WholeTest, RepeatsAreEqual) {
   }
 }
 
-sm90::WholeProblem product_of(std::int64_t tokens, std::int64_t rows, std::int64_t cols, std::int64_t r,
+// Half of its blocks are stored.
+sm90::WholeProblem problem_of(std::int64_t tokens, std::int64_t rows, std::int64_t cols, std::int64_t r,
                               std::int64_t c, bool transposed = false) {
-  sm90::WholeProblem p;
-  p.transposed = transposed;
-  p.tokens = tokens;
-  p.rows = rows;
-  p.cols = cols;
-  p.block_rows = r;
-  p.block_cols = c;
-  p.blocks = (rows + r - 1) / r * ((cols + c - 1) / c) / 2;
-  p.x_stride = p.in_features();
-  p.y_stride = p.out_features();
-  return p;
+  return sm90::product_problem<sm90::WholeProblem>(transposed, tokens, rows, cols, r, c,
+                                                   (rows + r - 1) / r * ((cols + c - 1) / c) / 2);
 }
 
 TEST(Whole, ChoosesWhatItCanRun) {
   for (const std::int64_t tokens : {1, 17, 100, 512, 8192}) {
     for (const std::int64_t cols : {8, 64, 200, 4096}) {
-      const sm90::WholeProblem p = product_of(tokens, 4096, cols, 8, 8);
+      const sm90::WholeProblem p = problem_of(tokens, 4096, cols, 8, 8);
       ASSERT_EQ(unsupported(p), "");
       const sm90::WholeCandidate best = best_whole(p, 132);
       EXPECT_EQ(refuse(p, best.config), "") << best.config.text();
@@ -213,7 +206,7 @@ TEST(Whole, WhatIsPackedIsOfTheWeightAlone) {
                                         {32, 8, false},
                                         {1, 16, false},
                                         {5, 3, true}}) {
-    const sm90::WholeWeight w(product_of(100, 1000, 200, r, c)), input(product_of(7, 1000, 200, r, c, true));
+    const sm90::WholeWeight w(problem_of(100, 1000, 200, r, c)), input(problem_of(7, 1000, 200, r, c, true));
     EXPECT_EQ(w.by_column, by_column) << r << 'x' << c;
     EXPECT_EQ(w.bytes(), by_column ? 200 * 1024 * 2 : 1000 * 256 * 2);
     EXPECT_EQ(input.by_column, w.by_column);
@@ -222,16 +215,16 @@ TEST(Whole, WhatIsPackedIsOfTheWeightAlone) {
 }
 
 TEST(Whole, SaysWhyNot) {
-  sm90::WholeProblem p = product_of(100, 1000, 200, 8, 8);
+  sm90::WholeProblem p = problem_of(100, 1000, 200, 8, 8);
   EXPECT_EQ(unsupported(p), "");
   for (const WholeConfig& c : {WholeConfig{64, 1}, {512, 1}, {256, 0}, {256, 5}}) EXPECT_NE(refuse(p, c), "");
   EXPECT_EQ(refuse(p, {256, 4}), "");
   EXPECT_NE(refuse(p, {256, 1, 1}), "") << "tiles of fewer than 248 tokens";
-  const sm90::WholeProblem many = product_of(8192, 1000, 200, 8, 8);
+  const sm90::WholeProblem many = problem_of(8192, 1000, 200, 8, 8);
   EXPECT_EQ(refuse(many, {256, 1, 1}), "");
   for (const WholeConfig& c : {WholeConfig{256, 1, 2}, {256, 1, -1}, {256, 2, 1}, {128, 1, 1}})
     EXPECT_NE(refuse(many, c), "") << c.text();
-  EXPECT_NE(refuse(product_of(100, 1000, 64, 8, 8), {256, 2}), "") << "fewer steps than parts";
+  EXPECT_NE(refuse(problem_of(100, 1000, 64, 8, 8), {256, 2}), "") << "fewer steps than parts";
   p.x_stride = 204;
   EXPECT_EQ(unsupported(p), "TMA needs rows of X and Y 16 bytes apart");
   p.x_stride = 192;
@@ -239,12 +232,12 @@ TEST(Whole, SaysWhyNot) {
   p.x_layout = Layout::by_feature;
   EXPECT_EQ(unsupported(p), "") << "192 are more than its tokens";
   EXPECT_NE(refuse(p, {256, 2}), "") << "no parts of X by feature";
-  p = product_of(100, 1004, 200, 4, 4);
+  p = problem_of(100, 1004, 200, 4, 4);
   p.y_stride = 1008;
   EXPECT_EQ(unsupported(p), "TMA writes rows of Y in pieces of 16 bytes");
-  p = product_of(0, 1000, 200, 8, 8);
+  p = problem_of(0, 1000, 200, 8, 8);
   EXPECT_EQ(unsupported(p), "there are no tokens");
-  p = product_of(100, 1000, 200, 8, 8);
+  p = problem_of(100, 1000, 200, 8, 8);
   p.dtype = DType::f32;
   EXPECT_EQ(unsupported(p), "tensor cores of this kernel take bf16 and f16");
 }

@@ -19,7 +19,7 @@ struct DecodeProblem {
   std::int64_t tokens = 0, rows = 0, cols = 0;  // W is (rows, cols)
   std::int64_t block_rows = 0, block_cols = 0, blocks = 0;
   std::int64_t x_stride = 0, y_stride = 0;
-  Activation activation = Activation::none;
+  rarefy::Activation activation = rarefy::Activation::none;  // device/ has another
 
   bool few() const { return tokens <= 4; }
   bool many() const { return tokens > 8; }

@@ -26,11 +26,11 @@ struct Product {
   bool transposed = false;  // grad_input: Y = X W instead of X Wᵀ
   DType dtype = DType::bf16;
   std::int64_t tokens = 0;
-  std::int64_t rows = 0, cols = 0;              // of W
-  std::int64_t block_rows = 0, block_cols = 0;  // of a block
-  std::int64_t blocks = 0;                      // stored
-  std::int64_t x_stride = 0, y_stride = 0;      // elements between consecutive tokens
-  Activation activation = Activation::none;
+  std::int64_t rows = 0, cols = 0;                           // of W
+  std::int64_t block_rows = 0, block_cols = 0;               // of a block
+  std::int64_t blocks = 0;                                   // stored
+  std::int64_t x_stride = 0, y_stride = 0;                   // elements between consecutive tokens
+  rarefy::Activation activation = rarefy::Activation::none;  // device/ has another
 
   std::int64_t in_features() const { return transposed ? rows : cols; }
   std::int64_t out_features() const { return transposed ? cols : rows; }

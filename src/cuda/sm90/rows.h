@@ -5,7 +5,6 @@
 #include "core/message.h"
 #include "core/registry.h"
 #include "cuda/simt/kernels.h"
-#include "cuda/sm90/register.h"
 #include "cuda/sm90/strips.h"
 
 namespace rarefy::sm90 {

@@ -1,7 +1,7 @@
 // Launch of the strip kernel for one element type; each type and direction is a translation unit of its own.
 #pragma once
 
-#include "cuda/shared_limit.h"
+#include "cuda/sm90/cluster_launch.cuh"
 #include "cuda/sm90/strip_kernel.cuh"
 #include "cuda/sm90/strips.h"
 
@@ -11,22 +11,11 @@ template <class T, bool kTransposed, Activation kActivation, int kStrips, int kT
           bool kWhole, bool kParts = false>
 cudaError_t launch_strips(const StripConfig& config, int clusters, const StripParams& params,
                           cudaStream_t stream) {
-  const auto kernel = strip_kernel<T, kTransposed, kActivation, kStrips, kTokens, kCluster, kWhole, kParts>;
-  static cuda::SharedLimit limit;
-  const cudaError_t status = limit.allow(kernel, config.shared_bytes());
-  if (status != cudaSuccess) return status;
-  cudaLaunchAttribute cluster{};
-  cluster.id = cudaLaunchAttributeClusterDimension;
-  const int in_cluster = kCluster * params.split;
-  cluster.val.clusterDim = {static_cast<unsigned>(in_cluster), 1, 1};
-  cudaLaunchConfig_t launch{};
-  launch.gridDim = dim3(static_cast<unsigned>(clusters * in_cluster));
-  launch.blockDim = dim3(StripShape<kStrips, kTokens>::kThreads);
-  launch.dynamicSmemBytes = static_cast<std::size_t>(config.shared_bytes());
-  launch.stream = stream;
-  launch.attrs = &cluster;
-  launch.numAttrs = in_cluster > 1 ? 1 : 0;
-  return cudaLaunchKernelEx(&launch, kernel, params);
+  const int cluster = kCluster * params.split;
+  return launch_clusters<
+      strip_kernel<T, kTransposed, kActivation, kStrips, kTokens, kCluster, kWhole, kParts>>(
+      {clusters * cluster, StripShape<kStrips, kTokens>::kThreads, cluster, config.shared_bytes()}, params,
+      stream);
 }
 
 // The tile shapes that are compiled; strip_candidates lists the same.
@@ -64,38 +53,25 @@ cudaError_t launch_shape(const StripConfig& c, int clusters, const StripParams& 
 }
 
 template <class T, bool kTransposed>
-cudaError_t launch_strips_of(Activation activation, const StripConfig& config, int clusters,
+cudaError_t launch_strips_of(rarefy::Activation activation, const StripConfig& config, int clusters,
                              const StripParams& params, cudaStream_t stream) {
-  switch (activation) {
-    case Activation::none:
-      return launch_shape<T, kTransposed, Activation::none>(config, clusters, params, stream);
-    case Activation::relu:
-      if constexpr (!kTransposed)
-        return launch_shape<T, false, Activation::relu>(config, clusters, params, stream);
-      break;
-    case Activation::gelu_erf:
-      if constexpr (!kTransposed)
-        return launch_shape<T, false, Activation::gelu_erf>(config, clusters, params, stream);
-      break;
-    case Activation::gelu_tanh:
-      if constexpr (!kTransposed)
-        return launch_shape<T, false, Activation::gelu_tanh>(config, clusters, params, stream);
-      break;
-    case Activation::silu:
-      if constexpr (!kTransposed)
-        return launch_shape<T, false, Activation::silu>(config, clusters, params, stream);
-      break;
-  }
-  return cudaErrorInvalidValue;
+  return with_activation(activation, [&]<Activation kActivation>() {
+    if constexpr (kTransposed && kActivation != Activation::none) {
+      return cudaErrorInvalidValue;
+    } else {
+      return launch_shape<T, kTransposed, kActivation>(config, clusters, params, stream);
+    }
+  });
 }
 
 // One per translation unit.
-cudaError_t launch_linear_bf16(Activation, const StripConfig&, int clusters, const StripParams&,
+cudaError_t launch_linear_bf16(rarefy::Activation, const StripConfig&, int clusters, const StripParams&,
                                cudaStream_t);
-cudaError_t launch_linear_f16(Activation, const StripConfig&, int clusters, const StripParams&, cudaStream_t);
-cudaError_t launch_grad_input_bf16(Activation, const StripConfig&, int clusters, const StripParams&,
+cudaError_t launch_linear_f16(rarefy::Activation, const StripConfig&, int clusters, const StripParams&,
+                              cudaStream_t);
+cudaError_t launch_grad_input_bf16(rarefy::Activation, const StripConfig&, int clusters, const StripParams&,
                                    cudaStream_t);
-cudaError_t launch_grad_input_f16(Activation, const StripConfig&, int clusters, const StripParams&,
+cudaError_t launch_grad_input_f16(rarefy::Activation, const StripConfig&, int clusters, const StripParams&,
                                   cudaStream_t);
 
 }  // namespace rarefy::sm90

@@ -3,7 +3,7 @@
 
 namespace rarefy::sm90 {
 
-cudaError_t launch_linear_bf16(Activation activation, const StripConfig& config, int clusters,
+cudaError_t launch_linear_bf16(rarefy::Activation activation, const StripConfig& config, int clusters,
                                const StripParams& params, cudaStream_t stream) {
   return launch_strips_of<__nv_bfloat16, false>(activation, config, clusters, params, stream);
 }

@@ -3,7 +3,7 @@
 
 #include <algorithm>
 
-#include "cuda/shared_limit.h"
+#include "cuda/sm90/cluster_launch.cuh"
 #include "cuda/sm90/tall_kernel.cuh"
 #include "cuda/sm90/tensor_map.h"
 
@@ -56,19 +56,9 @@ cudaError_t launch_activation(const TallConfig& c, int groups, bool after_transp
 template <class T>
 cudaError_t launch_type(rarefy::Activation activation, const TallConfig& c, int groups, bool after_transpose,
                         const TallParams& params, cudaStream_t stream) {
-  switch (static_cast<device::Activation>(activation)) {
-    case Activation::none:
-      return launch_activation<T, Activation::none>(c, groups, after_transpose, params, stream);
-    case Activation::relu:
-      return launch_activation<T, Activation::relu>(c, groups, after_transpose, params, stream);
-    case Activation::gelu_erf:
-      return launch_activation<T, Activation::gelu_erf>(c, groups, after_transpose, params, stream);
-    case Activation::gelu_tanh:
-      return launch_activation<T, Activation::gelu_tanh>(c, groups, after_transpose, params, stream);
-    case Activation::silu:
-      return launch_activation<T, Activation::silu>(c, groups, after_transpose, params, stream);
-  }
-  return cudaErrorInvalidValue;
+  return with_activation(activation, [&]<Activation kActivation>() {
+    return launch_activation<T, kActivation>(c, groups, after_transpose, params, stream);
+  });
 }
 
 }  // namespace

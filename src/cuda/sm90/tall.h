@@ -20,8 +20,8 @@ struct TallProblem {
   std::int64_t tokens = 0, rows = 0, cols = 0;  // W is (rows, cols)
   std::int64_t block_rows = 0, blocks = 0;
   Layout x_layout = Layout::by_feature, y_layout = Layout::by_token;
-  std::int64_t x_stride = 0, y_stride = 0;  // elements between features, or between tokens
-  Activation activation = Activation::none;
+  std::int64_t x_stride = 0, y_stride = 0;                   // elements between features, or between tokens
+  rarefy::Activation activation = rarefy::Activation::none;  // device/ has another
 };
 
 // A tile: `rows` features × `tokens` tokens, 128 × 256, 64 × 512 or, for no more tokens than that, 64 × 256.

@@ -90,21 +90,7 @@ Params params_of(const Product& p, const TallInputConfig& c, const TallInputOper
   params.column_tiles = n(up(p.cols, c.columns));
   params.tiles = n(up(p.tokens, c.tokens)) * params.column_tiles;
   params.slots = static_cast<u32>(c.slots);
-  const Product& stated = o.stated.product;
-  const ProductIndex& index = o.stated.index;
-  params.repairs = {o.dy,
-                    o.stated.values,
-                    o.dx,
-                    index.offsets,
-                    index.others,
-                    index.entries,
-                    p.x_stride,
-                    p.y_stride,
-                    n(p.tokens),
-                    n(p.rows),
-                    n(p.cols),
-                    n(stated.block_in()),
-                    n(stated.block_out())};
+  params.repairs = stored_of(p, o.stated, o.dy, o.dx);
   return params;
 }
 

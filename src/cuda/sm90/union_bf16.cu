@@ -3,7 +3,7 @@
 
 namespace rarefy::sm90 {
 
-cudaError_t launch_union_bf16(device::Activation activation, const UnionConfig& config, int blocks,
+cudaError_t launch_union_bf16(rarefy::Activation activation, const UnionConfig& config, int blocks,
                               const UnionParams& params, cudaStream_t stream) {
   return launch_union_of<__nv_bfloat16>(activation, config, blocks, params, stream);
 }

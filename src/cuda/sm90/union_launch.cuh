@@ -1,7 +1,7 @@
 // Launch of the union kernel for one element type; each type is a translation unit of its own.
 #pragma once
 
-#include "cuda/shared_limit.h"
+#include "cuda/sm90/cluster_launch.cuh"
 #include "cuda/sm90/union_kernel.cuh"
 #include "cuda/sm90/unions.h"
 
@@ -13,21 +13,8 @@ cudaError_t launch_union_shape(const UnionConfig& c, int blocks, const UnionPara
                                cudaStream_t stream) {
   const auto is = [&](int strips, int tokens) { return c.strips == strips && c.tokens == tokens; };
   const auto run_parts = [&]<int kStrips, int kTokens, bool kParts>() {
-    const auto kernel = union_kernel<T, kActivation, kStrips, kTokens, kParts>;
-    static cuda::SharedLimit limit;
-    const cudaError_t status = limit.allow(kernel, c.shared_bytes());
-    if (status != cudaSuccess) return status;
-    cudaLaunchAttribute cluster{};
-    cluster.id = cudaLaunchAttributeClusterDimension;
-    cluster.val.clusterDim = {static_cast<unsigned>(c.split), 1, 1};
-    cudaLaunchConfig_t launch{};
-    launch.gridDim = dim3(static_cast<unsigned>(blocks));
-    launch.blockDim = dim3(StripShape<kStrips, kTokens>::kThreads);
-    launch.dynamicSmemBytes = static_cast<std::size_t>(c.shared_bytes());
-    launch.stream = stream;
-    launch.attrs = &cluster;
-    launch.numAttrs = c.split > 1 ? 1 : 0;
-    return cudaLaunchKernelEx(&launch, kernel, params);
+    return launch_clusters<union_kernel<T, kActivation, kStrips, kTokens, kParts>>(
+        {blocks, StripShape<kStrips, kTokens>::kThreads, c.split, c.shared_bytes()}, params, stream);
   };
   const auto run = [&]<int kStrips, int kTokens>() {
     return c.split > 1 ? run_parts.template operator()<kStrips, kTokens, true>()
@@ -41,26 +28,19 @@ cudaError_t launch_union_shape(const UnionConfig& c, int blocks, const UnionPara
 }
 
 template <class T>
-cudaError_t launch_union_of(Activation activation, const UnionConfig& config, int blocks,
+cudaError_t launch_union_of(rarefy::Activation activation, const UnionConfig& config, int blocks,
                             const UnionParams& params, cudaStream_t stream) {
-  switch (activation) {
-    case Activation::none: return launch_union_shape<T, Activation::none>(config, blocks, params, stream);
-    case Activation::relu: return launch_union_shape<T, Activation::relu>(config, blocks, params, stream);
-    case Activation::gelu_erf:
-      return launch_union_shape<T, Activation::gelu_erf>(config, blocks, params, stream);
-    case Activation::gelu_tanh:
-      return launch_union_shape<T, Activation::gelu_tanh>(config, blocks, params, stream);
-    case Activation::silu: return launch_union_shape<T, Activation::silu>(config, blocks, params, stream);
-  }
-  return cudaErrorInvalidValue;
+  return with_activation(activation, [&]<Activation kActivation>() {
+    return launch_union_shape<T, kActivation>(config, blocks, params, stream);
+  });
 }
 
 // One per translation unit.
-cudaError_t launch_union_bf16(device::Activation, const UnionConfig&, int blocks, const UnionParams&,
+cudaError_t launch_union_bf16(rarefy::Activation, const UnionConfig&, int blocks, const UnionParams&,
                               cudaStream_t);
-cudaError_t launch_union_f16(device::Activation, const UnionConfig&, int blocks, const UnionParams&,
+cudaError_t launch_union_f16(rarefy::Activation, const UnionConfig&, int blocks, const UnionParams&,
                              cudaStream_t);
-cudaError_t launch_union_tf32(device::Activation, const UnionConfig&, int blocks, const UnionParams&,
+cudaError_t launch_union_tf32(rarefy::Activation, const UnionConfig&, int blocks, const UnionParams&,
                               cudaStream_t);
 
 }  // namespace rarefy::sm90

@@ -47,19 +47,7 @@ cudaError_t launch(const UnionProblem& p, const UnionConfig& config, int sms, co
   params.w = static_cast<const unsigned char*>(operands.packed);
   params.units = reinterpret_cast<const int4*>(operands.plan + plan.units_at);
   params.bias = operands.bias;
-  params.stored = {operands.x,
-                   operands.values,
-                   operands.y,
-                   operands.index.offsets,
-                   operands.index.others,
-                   operands.index.entries,
-                   p.x_stride,
-                   p.y_stride,
-                   n(p.tokens),
-                   n(p.in_features()),
-                   n(p.out_features()),
-                   n(p.block_in()),
-                   n(p.block_out())};
+  params.stored = stored_of(p, {p, operands.index, operands.values}, operands.x, operands.y);
   params.features = n(p.out_features());
   params.log_unit = p.unit() == 64 ? 6 : p.unit() == 32 ? 5 : 4;
   params.slots = static_cast<u32>(config.slots);

@@ -13,15 +13,19 @@ constexpr double kClock = 1750;          // per microsecond
 constexpr double kLaunchClocks = 16000;  // launch, first loads from device memory, last stores
 constexpr double kTileClocks = 2000;     // around a tile's steps
 
+constexpr int kFeatures = WholeConfig::kFeatures, kWide = WholeConfig::kWide, kHalf = kWide / 2;
+
 std::int64_t steps_of(const WholeProblem& p) { return ceil_div(p.in_features(), std::int64_t{64}); }
 
 // Of a step: products take 1024 and 512 clocks; of 128 tokens, bytes from L2 if all SMs work.
 double step_clocks(const WholeConfig& c, bool all_sms) {
-  return c.tokens == 256 ? 1080 : all_sms ? 670 : 560;
+  return c.tokens == kWide ? 1080 : all_sms ? 670 : 560;
 }
 
-// Tiles of 256 tokens that may be added if all have 248 or more.
-std::int64_t most_more(std::int64_t tokens) { return tokens / 248 - ceil_div(tokens, std::int64_t{256}); }
+// Wide tiles that may be added if all are narrow ones or more.
+std::int64_t most_more(std::int64_t tokens) {
+  return tokens / WholeConfig::kNarrow - ceil_div(tokens, std::int64_t{kWide});
+}
 
 }  // namespace
 
@@ -47,7 +51,8 @@ std::string unsupported(const WholeProblem& p) {
   if (p.in_features() < 1) return "there are no inputs";
   if (p.tokens < 1) return "there are no tokens";
   if (p.tokens > INT32_MAX - 1024 || p.rows > INT32_MAX - 1024 || p.cols > INT32_MAX - 1024 ||
-      ceil_div(p.out_features(), std::int64_t{128}) * ceil_div(p.tokens, std::int64_t{128}) > INT32_MAX / 4)
+      ceil_div(p.out_features(), std::int64_t{kFeatures}) * ceil_div(p.tokens, std::int64_t{kHalf}) >
+          INT32_MAX / 4)
     return "tiles and coordinates of TMA are counted in 32 bits";
   if (p.block_rows * p.block_cols > INT32_MAX / std::max<std::int64_t>(1, ceil_div(p.cols, p.block_cols)))
     return "values of a block row are counted in 32 bits";
@@ -56,10 +61,10 @@ std::string unsupported(const WholeProblem& p) {
 }
 
 std::string refuse(const WholeProblem& p, const WholeConfig& c) {
-  if (c.tokens != 256 && c.tokens != 128) return "tokens of the config must be 256 or 128";
+  if (c.tokens != kWide && c.tokens != kHalf) return "tokens of the config must be 256 or 128";
   if (c.split < 1 || c.split > 4 || (c.split > 1 && c.split > steps_of(p)))
     return "split of the config must be 1 to 4, and no more than there are steps";
-  if (c.more < 0 || (c.more > 0 && (c.tokens != 256 || c.split > 1 || c.more > most_more(p.tokens))))
+  if (c.more < 0 || (c.more > 0 && (c.tokens != kWide || c.split > 1 || c.more > most_more(p.tokens))))
     return "more of the config must be 0, or so many that tiles of 256 have 248 tokens or more";
   if ((c.split > 1 || c.more > 0) && p.x_layout == Layout::by_feature)
     return "split of the config must be 1 and more 0 for X by feature";
@@ -67,12 +72,12 @@ std::string refuse(const WholeProblem& p, const WholeConfig& c) {
 }
 
 std::vector<WholeCandidate> whole_candidates(const WholeProblem& p, int sms) {
-  const std::int64_t feature_tiles = ceil_div(p.out_features(), std::int64_t{WholeConfig::kFeatures});
+  const std::int64_t feature_tiles = ceil_div(p.out_features(), std::int64_t{kFeatures});
   std::vector<WholeCandidate> list;
   const auto clocks = [&](const WholeConfig& c) {  // of a tile
     const std::int64_t tiles = feature_tiles * c.token_tiles(p.tokens);
     const bool all = tiles * c.split * 10 > std::int64_t{sms} * 11;
-    const double narrow = c.more == 0 ? 1 : 248. / 256;
+    const double narrow = c.more == 0 ? 1 : 1. * WholeConfig::kNarrow / kWide;
     return narrow * static_cast<double>(ceil_div(steps_of(p), std::int64_t{c.split})) * step_clocks(c, all) +
            kTileClocks + (c.split > 1 ? exchange_clocks(std::min<std::int64_t>(p.tokens, c.tokens), 2) : 0);
   };
@@ -81,7 +86,7 @@ std::vector<WholeCandidate> whole_candidates(const WholeProblem& p, int sms) {
         static_cast<double>(ceil_div(feature_tiles * c.token_tiles(p.tokens) * c.split, std::int64_t{sms}));
     list.push_back({c, (rounds * clocks(c) + kLaunchClocks) / kClock, refuse(p, c)});
   };
-  for (const int tokens : {256, 128}) {
+  for (const int tokens : {kWide, kHalf}) {
     const WholeConfig alone{tokens};
     add(alone);
     const int parts = best_parts(feature_tiles * alone.token_tiles(p.tokens), sms, [&](int split) {
@@ -91,7 +96,7 @@ std::vector<WholeCandidate> whole_candidates(const WholeProblem& p, int sms) {
   }
   // The most that there may be, and as many as fill a round.
   for (std::int64_t more = most_more(p.tokens); more > 0 && p.x_layout == Layout::by_token; --more) {
-    const WholeConfig c{256, 1, static_cast<int>(more)};
+    const WholeConfig c{kWide, 1, static_cast<int>(more)};
     const std::int64_t tiles = feature_tiles * c.token_tiles(p.tokens);
     if (tiles % sms == 0 || more == most_more(p.tokens)) add(c);
     if (tiles % sms == 0) break;

@@ -1,4 +1,6 @@
 // The dense product of packed weights: packing, tensor maps and the choice of the instantiation.
+#include <utility>
+
 #include "cuda/sm90/places.cuh"
 #include "cuda/sm90/tensor_map.h"
 #include "cuda/sm90/whole_launch.cuh"
@@ -85,7 +87,7 @@ cudaError_t launch(const WholeProblem& p, const WholeConfig& config, int sms, co
 
   params.y_rest = params.y;
   if (config.more > 0) {
-    y.box[1] = kNarrow % 64;
+    y.box[1] = WholeConfig::kNarrow % 64;
     status = make_tensor_map(&params.y_rest, p.dtype, o.y, y);
     if (status != cudaSuccess) return status;
   }
@@ -96,31 +98,16 @@ cudaError_t launch(const WholeProblem& p, const WholeConfig& config, int sms, co
   params.steps = tiles(p.in_features(), 64);
   params.feature_tiles = tiles(p.out_features(), WholeConfig::kFeatures);
   params.token_tiles = n(config.token_tiles(p.tokens));
-  params.wide =
-      config.more == 0 ? params.token_tiles : tiles(p.tokens, 8) - params.token_tiles * (kNarrow / 8);
+  params.wide = config.more == 0 ? params.token_tiles
+                                 : tiles(p.tokens, 8) - params.token_tiles * (WholeConfig::kNarrow / 8);
   params.split = config.split;
   params.slots = static_cast<u32>(config.slots());
-  const Product& stated = o.stated.product;
-  const ProductIndex& index = o.stated.index;
-  params.repairs = {o.x,
-                    o.stated.values,
-                    o.y,
-                    index.offsets,
-                    index.others,
-                    index.entries,
-                    by_feature ? 1 : p.x_stride,
-                    p.y_stride,
-                    n(p.tokens),
-                    n(p.in_features()),
-                    n(p.out_features()),
-                    n(stated.block_in()),
-                    n(stated.block_out()),
-                    by_feature ? p.x_stride : 1};
+  params.repairs = stored_of(p, o.stated, o.x, o.y);
+  if (by_feature) std::swap(params.repairs.x_stride, params.repairs.x_feature);
   const int all = params.feature_tiles * params.token_tiles,
             blocks = config.split > 1 ? all * config.split : std::min(sms, all);
   const auto run = p.dtype == DType::bf16 ? launch_whole_bf16 : launch_whole_f16;
-  return run(major, by_feature ? Major::mn : Major::k, static_cast<device::Activation>(p.activation), config,
-             blocks, params, stream);
+  return run(major, by_feature ? Major::mn : Major::k, p.activation, config, blocks, params, stream);
 }
 
 }  // namespace rarefy::sm90

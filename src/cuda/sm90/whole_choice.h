@@ -2,6 +2,7 @@
 #pragma once
 
 #include "core/message.h"
+#include "cuda/sm90/register.h"
 #include "cuda/sm90/rows.h"
 #include "cuda/sm90/whole.h"
 

@@ -3,8 +3,8 @@
 
 namespace rarefy::sm90 {
 
-cudaError_t launch_whole_f16(Major w, Major x, Activation activation, const WholeConfig& config, int blocks,
-                             const WholeParams& params, cudaStream_t stream) {
+cudaError_t launch_whole_f16(Major w, Major x, rarefy::Activation activation, const WholeConfig& config,
+                             int blocks, const WholeParams& params, cudaStream_t stream) {
   return w == Major::k ? launch_whole_of<__half, Major::k>(x, activation, config, blocks, params, stream)
                        : launch_whole_of<__half, Major::mn>(x, activation, config, blocks, params, stream);
 }

@@ -3,10 +3,11 @@
 #pragma once
 
 #include "cuda/sm90/device/warp.cuh"
-#include "cuda/sm90/device/wgmma_248.cuh"
+#include "cuda/sm90/device/wgmma_columns.cuh"
 #include "cuda/sm90/tile/exchange.cuh"
 #include "cuda/sm90/tile/repair.cuh"
 #include "cuda/sm90/tile/ring.cuh"
+#include "cuda/sm90/whole.h"
 
 namespace rarefy::sm90 {
 
@@ -16,18 +17,14 @@ struct WholeParams {
   int features, tokens;  // of y
   int steps;             // of 64 features of x
   int feature_tiles, token_tiles;
-  int wide;   // of the token tiles the first ones: kWide tokens each; the others kNarrow
+  int wide;   // of tiles of kWide tokens the first ones; the others have kNarrow
   int split;  // kParts: thread blocks of a cluster
   u32 slots;
   Stored repairs;
 };
 
-// Tokens of a tile: where a few more tiles fill the rounds of all SMs, most have a little less.
-inline constexpr int kWide = 256, kNarrow = 248;
-
 template <int kTokens>
 struct WholeShape {
-  static constexpr int kFeatures = 128;
   static constexpr u32 kXBytes = kTokens * 128, kPanelBytes = 64 * 128,
                        kSlotBytes = kXBytes + 2 * kPanelBytes;
   static constexpr int kThreads = 384, kMultiplyRegisters = 232, kBringRegisters = 40;
@@ -38,6 +35,7 @@ struct WholeShape {
 template <class T, Major kMajorW, Major kMajorX, Activation kActivation, int kTokens, bool kParts>
 struct WholeWarps {
   using Shape = WholeShape<kTokens>;
+  static constexpr int kWide = WholeConfig::kWide, kNarrow = WholeConfig::kNarrow;
   // Products of 256 tokens that lie along them are slower than two of 128 (hopper/grad_weight.md, step 10).
   static constexpr int kPieces = kMajorX == Major::mn && kTokens == kWide ? 2 : 1;
   static constexpr u64 kNextPiece = 2 * Shape::kPanelBytes >> 4;
@@ -60,7 +58,7 @@ struct WholeWarps {
     const int band = kSide * p.feature_tiles, first = tile / band * kSide,
               side = min(kSide, p.token_tiles - first), within = tile % band;
     const int row = first + within % side;
-    return {within / side * Shape::kFeatures, token_at(row), token_at(row + 1) - token_at(row)};
+    return {within / side * WholeConfig::kFeatures, token_at(row), token_at(row + 1) - token_at(row)};
   }
   __device__ int token_at(int token_tile) const {
     if constexpr (kTokens != kWide) return token_tile * kTokens;
@@ -147,7 +145,7 @@ struct WholeWarps {
           for (u32 k = 0; k < 4; ++k) {
             const u64 its_a = a + k * kNext16<kMajorW>, its_b = b + k * kNext16<kMajorX>;
             if constexpr (kIsNarrow) {
-              wgmma_248<T, kMajorW, kMajorX>(d[0], its_a, its_b, step > first || k > 0);
+              wgmma_columns<T, kNarrow, kMajorW, kMajorX>(d[0], its_a, its_b, step > first || k > 0);
             } else {
 #pragma unroll
               for (u32 piece = 0; piece < kPieces; ++piece)

@@ -5,6 +5,7 @@
 
 #include <cstdint>
 
+#include "cuda/sm90/product.h"
 #include "cuda/sm90/tile/store.cuh"
 
 namespace rarefy::sm90 {
@@ -19,6 +20,25 @@ struct Stored {
   int block_in, block_out;                    // of a block
   std::int64_t x_feature = 1, y_feature = 1;  // between features
 };
+
+// Of matrices by token, as p has them.
+inline Stored stored_of(const Product& p, const StatedProduct& stated, const void* x, void* y) {
+  const auto n = [](std::int64_t size) { return static_cast<int>(size); };
+  const ProductIndex& index = stated.index;
+  return {x,
+          stated.values,
+          y,
+          index.offsets,
+          index.others,
+          index.entries,
+          p.x_stride,
+          p.y_stride,
+          n(p.tokens),
+          n(p.in_features()),
+          n(p.out_features()),
+          n(stated.product.block_in()),
+          n(stated.product.block_out())};
+}
 
 // One element, by a warp; every lane gets it. Stops at the first NaN, which stays.
 template <class T>
