@@ -156,14 +156,18 @@ void check_bytes(const Call& call, std::string_view argument, const Tensor& tens
 
 std::int64_t sample_bytes(const Call& call) { return call.device() == Device::cpu ? kSampleBytes : 0; }
 
-// Linear's packed values with the samples before them, and where grad_input's begin: behind both, or there
-// where the two products have the same.
+// Whether one packed weight serves linear and grad_input.
+bool packs_once(const DerivedSizes& linear, const DerivedSizes& input) {
+  return linear.packed > 0 && input.key == linear.key;
+}
+
+// Linear's packed values with the samples before them, and where grad_input's begin: behind both, or with
+// linear's.
 std::int64_t linear_bytes(const Call& call, const DerivedSizes& linear) {
   return linear.packed > 0 ? sample_bytes(call) + linear.packed : 0;
 }
 std::int64_t input_at(const Call& call, const DerivedSizes& linear, const DerivedSizes& input) {
-  if (input.key == linear.key && linear.packed > 0) return sample_bytes(call);
-  return aligned(linear_bytes(call, linear));
+  return packs_once(linear, input) ? sample_bytes(call) : aligned(linear_bytes(call, linear));
 }
 
 }  // namespace
@@ -281,15 +285,15 @@ Tensor pack(const Call& call, const BsrView& weight, const std::optional<Tensor>
     raise(call.op(), invalid(call.op(), cat("prepared must have at least ", wanted, " bytes"), cat(given)));
   }
   const std::int64_t samples = sizes.packed > 0 ? sample_bytes(call) : 0,
-                     behind = input_at(call, sizes, input.sizes);
-  Tensor packed = call.empty_bytes(gradient ? behind + input.sizes.packed : linear_bytes(call, sizes));
+                     of_input = input_at(call, sizes, input.sizes);
+  Tensor packed = call.empty_bytes(gradient ? of_input + input.sizes.packed : linear_bytes(call, sizes));
   auto* bytes = static_cast<std::byte*>(packed.data_ptr());
   if (samples > 0) take_samples(weight, bytes);  // first: whoever writes meanwhile is noticed
   const auto* from = prepared ? static_cast<const std::byte*>(prepared->data_ptr()) : nullptr;
   check(call.op(), rarefy::pack(problem, weight, from, bytes + samples, call.context()));
-  if (input.sizes.packed > 0 && behind >= linear_bytes(call, sizes)) {
+  if (input.sizes.packed > 0 && !packs_once(sizes, input.sizes)) {
     check(call.op(), rarefy::pack(typical(call, Op::grad_input, operands), weight, from + input.offset,
-                                  bytes + behind, call.context()));
+                                  bytes + of_input, call.context()));
   }
   return packed;
 }

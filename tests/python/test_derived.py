@@ -405,6 +405,25 @@ def test_packed_bytes_of_another_size_are_refused(pairs):
         )
 
 
+def test_both_products_have_one_weight_that_is_packed_whole():
+    """Where Hopper leaves no zeros out, linear and grad_input share the copy of W."""
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs a GPU of compute capability 9.0")
+    layer = rarefy.BlockSparseLinear(
+        2048, 2048, density=0.5, block_shape=(8, 8), device="cuda", dtype=torch.bfloat16
+    )
+    x = torch.randn(300, 2048, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    assert rarefy.explain(layer, x)["kernel"] == "sm90_whole_linear"
+    for _ in range(2):  # the second time values are packed
+        layer.weight.derived(x)
+    packed = layer.weight.derived(x)[1]
+    assert packed.numel() == 2 * 2048 * 2048
+    assert layer.weight.derived(x.detach())[1] is packed
+    layer(x).sum().backward()
+    want = layer.weight.to_dense().double().sum(0).expand(300, -1)
+    torch.testing.assert_close(x.grad.double(), want, rtol=2**-7, atol=2**-6)
+
+
 def test_values_packed_in_the_call_are_those_of_the_call(device):
     """Blocks whose kernel wants W packed, where machines have one: in training, graphs and captures."""
     generator = torch.Generator().manual_seed(0)
