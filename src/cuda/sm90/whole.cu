@@ -1,7 +1,6 @@
-// The dense product of packed weights: packing, tensor maps and the choice of the instantiation.
+// The dense product of packed weights: tensor maps and the choice of the instantiation.
 #include <utility>
 
-#include "cuda/sm90/places.cuh"
 #include "cuda/sm90/tensor_map.h"
 #include "cuda/sm90/whole_launch.cuh"
 
@@ -12,46 +11,7 @@ std::uint64_t u(std::int64_t x) { return static_cast<std::uint64_t>(x); }
 int n(std::int64_t x) { return static_cast<int>(x); }
 int tiles(std::int64_t size, int of) { return n((size + of - 1) / of); }
 
-// Where a weight lies among the packed ones.
-struct WholePlace {
-  unsigned char* packed;
-  std::int64_t next_row, next_column;  // bytes
-  __device__ unsigned char* operator()(int y, int x) const { return packed + y * next_row + x * next_column; }
-};
-
-WholePlace place_in(const WholeWeight& w, void* packed) {
-  return {static_cast<unsigned char*>(packed), w.by_column ? 2 : w.pitch * 2, w.by_column ? w.pitch * 2 : 2};
-}
-
-// Whether 16 bytes lie side by side here and there.
-bool wide(const WholeWeight& w, const Product& p) {
-  return w.by_column ? p.block_cols == 1 && p.block_rows % 8 == 0 : p.block_cols % 8 == 0;
-}
-
-Product by_rows(Product p) {
-  p.transposed = false;
-  return p;
-}
-
 }  // namespace
-
-cudaError_t pack(const Product& problem, const ProductIndex& by_row, const void* values, void* packed,
-                 cudaStream_t stream) {
-  const WholeWeight w(problem);
-  const cudaError_t status = cudaMemsetAsync(packed, 0, u(w.bytes()), stream);
-  if (status != cudaSuccess || problem.blocks == 0) return status;
-  const auto run = wide(w, problem) ? scatter<std::uint16_t, false, 8, WholePlace>
-                                    : scatter<std::uint16_t, false, 1, WholePlace>;
-  return run(by_rows(problem), by_row, values, place_in(w, packed), stream);
-}
-
-cudaError_t read_stored(const Product& problem, const ProductIndex& by_row, const void* whole, void* values,
-                        cudaStream_t stream) {
-  const WholeWeight w(problem);
-  const auto run =
-      wide(w, problem) ? collect<std::uint16_t, 8, WholePlace> : collect<std::uint16_t, 1, WholePlace>;
-  return run(by_rows(problem), by_row, values, place_in(w, const_cast<void*>(whole)), stream);
-}
 
 cudaError_t launch(const WholeProblem& p, const WholeConfig& config, int sms, const WholeWeight& weight,
                    const WholeOperands& o, cudaStream_t stream) {

@@ -54,6 +54,10 @@ struct WholeWeight {
   // A gradient's operand, which is there: `rows` tokens, so far apart.
   WholeWeight(std::int64_t rows, std::int64_t stride) : by_column(true), lines(rows), pitch(stride) {}
   std::int64_t bytes() const { return lines * pitch * 2; }
+  // Whether 16 bytes lie side by side here and in blocks.
+  bool in_pieces(const Product& p) const {
+    return by_column ? p.block_cols == 1 && p.block_rows % 8 == 0 : p.block_cols % 8 == 0;
+  }
 };
 
 // All of W's gradient as such a product over the tokens of two matrices that lie along their features: dYᵀ X,
