@@ -31,6 +31,7 @@ struct StripParams {
   int w_columns;         // 64-wide columns of a stored block
   int columns;           // 64-wide, of X
   int token_tiles;       // of a cluster
+  bool from_last;        // token_order.h
   bool whole;            // the strips of a tile are of one block row
   int split;             // kParts: thread blocks of a cluster
   u32 slots, w_slots;
@@ -148,7 +149,9 @@ struct StripWarps {
 #pragma unroll 1
       while (next(cursor)) {
         const StripTile t = unpack_tile(cursor.item.x);
-        put_steps(t, (cursor.first_token_tile + t.token_tile) * kCluster + static_cast<int>(rank), 0, 1);
+        const int token_tile = cursor.first_token_tile + t.token_tile,
+                  ordered = p.from_last ? p.token_tiles - 1 - token_tile : token_tile;
+        put_steps(t, ordered * kCluster + static_cast<int>(rank), 0, 1);
       }
     }
     put_tile({-1, 0, {}});
@@ -399,6 +402,7 @@ __global__ void __launch_bounds__(StripShape<kStrips, kTokens>::kThreads, 1)
   }
   __syncthreads();
   if constexpr (kCluster > 1) cluster_sync();
+  begin_behind_kernels();
 
   const u32 w_ring = x_ring + p.slots * Shape::kSlotBytes, y_buffers = w_ring + p.w_slots * kBlockBytes;
   StripWarps<kStrips, kTokens, kCluster, kWhole, kParts> warps{p, state, x_ring, w_ring,

@@ -2,6 +2,7 @@
 #include "cuda/sm90/parts.h"
 #include "cuda/sm90/strip_launch.cuh"
 #include "cuda/sm90/tensor_map.h"
+#include "cuda/sm90/token_order.h"
 
 namespace rarefy::sm90 {
 
@@ -62,6 +63,7 @@ cudaError_t launch(const StripProblem& p, const StripConfig& config, int sms, co
   params.steps = operands.plan + plan.steps_at;
   const std::int64_t tokens = config.tokens * config.cluster;
   params.token_tiles = n((p.tokens + tokens - 1) / tokens);
+  params.from_last = begins_with_last_tokens();
   params.bias = operands.bias;
   params.features = n(p.out_features());
   params.tokens = n(p.tokens);

@@ -6,6 +6,7 @@
 #include "cuda/sm90/cluster_launch.cuh"
 #include "cuda/sm90/tall_kernel.cuh"
 #include "cuda/sm90/tensor_map.h"
+#include "cuda/sm90/token_order.h"
 
 namespace rarefy::sm90 {
 namespace {
@@ -20,7 +21,7 @@ cudaError_t launch_tile(const TallConfig& config, int groups, bool after_transpo
   cudaLaunchAttribute attributes[2]{};
   cudaLaunchConfig_t launch{};
   const auto add = [&]() -> cudaLaunchAttribute& { return attributes[launch.numAttrs++]; };
-  if (after_transpose) {  // it may start meanwhile: its first loads are of W and of its lists
+  if (after_transpose || !kParts) {  // it may start while the kernel before it ends (cluster_launch.cuh)
     cudaLaunchAttribute& overlap = add();
     overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
     overlap.val.programmaticStreamSerializationAllowed = 1;
@@ -103,6 +104,7 @@ cudaError_t launch(const TallProblem& p, const TallConfig& config, int sms, cons
     if (p.blocks == 0) params.w = params.y;  // never read, but asked for ahead
     params.x = o.x;
     params.x_bytes = static_cast<u32>(p.x_stride * 2);
+    params.turned = by_token;
     if (by_token) {
       const std::int64_t stride = config.chunk_stride(p.tokens);
       const auto* x = static_cast<const std::uint16_t*>(o.x) + first * p.x_stride;
@@ -128,6 +130,8 @@ cudaError_t launch(const TallProblem& p, const TallConfig& config, int sms, cons
     }
     params.lists = {plan.lists(), o.plan + plan.items_at,
                     static_cast<int>((tokens + config.tokens - 1) / config.tokens)};
+    // Of X that is turned the first tokens came last (transpose.cu).
+    params.lists.from_last = begins_with_last_tokens(!by_token);
     status = p.dtype == DType::bf16
                  ? launch_type<__nv_bfloat16>(p.activation, config, plan.groups, by_token, params, stream)
                  : launch_type<__half>(p.activation, config, plan.groups, by_token, params, stream);

@@ -24,6 +24,7 @@ struct TallParams {
   const int* col;
   const void *x, *values, *bias;
   u32 x_bytes;  // between features of X
+  bool turned;  // by the kernel before this one, for it: nothing else can be waited for
   int tokens, features, block_rows;
   bool y_by_feature;
   u32 slots;
@@ -61,7 +62,7 @@ struct TallWalk {
     if (!cursor.next(p.lists, static_cast<int>(blockIdx.x))) return {-1, -1, 0, 0};
     const StripTile t = unpack_tile(cursor.item.x);
     const int4 group = load_ahead(p.groups + t.group);
-    return {group.x, cursor.first_token_tile + t.token_tile, group.y, group.z};
+    return {group.x, p.lists.token_tile(cursor.first_token_tile + t.token_tile), group.y, group.z};
   }
   // This thread block's part of its cluster's tile, in whole steps.
   __device__ Tile part() {
@@ -136,7 +137,7 @@ struct TallWarps {
     Walk walk{p, kColumns, {}};
     typename Walk::Tile next_tile = walk.next();
     int next = read_column(next_tile, next_tile.first);
-    wait_for_kernels();   // X may just have been transposed
+    wait_for_kernels();   // X has been turned
     launch_dependents();  // the next part of X may be, into a place that the part before this one had
     while (next_tile.token_tile >= 0) {
       const typename Walk::Tile t = next_tile;
@@ -350,6 +351,7 @@ __global__ void __launch_bounds__(384, 1) tall_kernel(const __grid_constant__ Ta
     barrier_init_done();
   }
   __syncthreads();
+  if (!p.turned) wait_for_kernels();
   const TallWarps<T, kRows, kTokens, kParts> warps{p, slots, state};
   if (warp < 8) {
     take_registers<Shape::kMultiplyRegisters>();

@@ -117,6 +117,7 @@ __device__ inline void make_list(int2* items, int count, int clusters, Clocks cl
 struct TileLists {
   const int2* items;  // of all
   int clusters, levels, token_tiles;
+  bool from_last = false;                                              // token_order.h
   int begin[StripLists::kMostLevels], count[StripLists::kMostLevels];  // items of a level
   int rest[StripLists::kMostLevels];                                   // count modulo clusters
 
@@ -132,6 +133,8 @@ struct TileLists {
       rest[level] = count[level] % clusters;
     }
   }
+  // The token tile of X that is nth.
+  __device__ int token_tile(int nth) const { return from_last ? token_tiles - 1 - nth : nth; }
 };
 
 // Loads whose results the compiler takes for different in each lane: it would move what is the same in all to

@@ -303,6 +303,7 @@ __global__ void __launch_bounds__(StripShape<kStrips, kTokens>::kThreads, 1)
     barrier_init_done();
   }
   __syncthreads();
+  begin_behind_kernels();
 
   const u32 w_ring = x_ring + p.slots * Shape::kSlotBytes, y_buffers = w_ring + p.pieces * kPieceBytes,
             y_bytes = static_cast<u32>(p.buffers) * kStoreBytes;

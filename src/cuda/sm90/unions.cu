@@ -3,6 +3,7 @@
 
 #include "cuda/sm90/parts.h"
 #include "cuda/sm90/tensor_map.h"
+#include "cuda/sm90/token_order.h"
 #include "cuda/sm90/union_launch.cuh"
 
 namespace rarefy::sm90 {
@@ -44,6 +45,7 @@ cudaError_t launch(const UnionProblem& p, const UnionConfig& config, int sms, co
                  plan.columns,
                  config.split,
                  reinterpret_cast<const int4*>(operands.plan + groups.first_at)};
+  params.walk.lists.from_last = begins_with_last_tokens();
   params.w = static_cast<const unsigned char*>(operands.packed);
   params.units = reinterpret_cast<const int4*>(operands.plan + plan.units_at);
   params.bias = operands.bias;

@@ -2,6 +2,7 @@
 #include <utility>
 
 #include "cuda/sm90/tensor_map.h"
+#include "cuda/sm90/token_order.h"
 #include "cuda/sm90/whole_launch.cuh"
 
 namespace rarefy::sm90 {
@@ -53,6 +54,7 @@ cudaError_t launch(const WholeProblem& p, const WholeConfig& config, int sms, co
   }
 
   params.bias = o.bias;
+  params.from_last = begins_with_last_tokens();
   params.features = n(p.out_features());
   params.tokens = n(p.tokens);
   params.steps = tiles(p.in_features(), 64);

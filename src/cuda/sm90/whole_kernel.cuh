@@ -17,8 +17,9 @@ struct WholeParams {
   int features, tokens;  // of y
   int steps;             // of 64 features of x
   int feature_tiles, token_tiles;
-  int wide;   // of tiles of kWide tokens the first ones; the others have kNarrow
-  int split;  // kParts: thread blocks of a cluster
+  bool from_last;  // token_order.h
+  int wide;        // of tiles of kWide tokens the first ones; the others have kNarrow
+  int split;       // kParts: thread blocks of a cluster
   u32 slots;
   Stored repairs;
 };
@@ -57,7 +58,7 @@ struct WholeWarps {
     constexpr int kSide = 4;
     const int band = kSide * p.feature_tiles, first = tile / band * kSide,
               side = min(kSide, p.token_tiles - first), within = tile % band;
-    const int row = first + within % side;
+    const int nth = first + within % side, row = p.from_last ? p.token_tiles - 1 - nth : nth;
     return {within / side * WholeConfig::kFeatures, token_at(row), token_at(row + 1) - token_at(row)};
   }
   __device__ int token_at(int token_tile) const {
@@ -223,6 +224,7 @@ __global__ void __launch_bounds__(WholeShape<kTokens>::kThreads, 1)
     barrier_init_done();
   }
   __syncthreads();
+  begin_behind_kernels();
   const WholeWarps<T, kMajorW, kMajorX, kActivation, kTokens, kParts> warps{
       p, slots, kParts ? cluster_rank() : 0, ring};
   if (warp < 8) {

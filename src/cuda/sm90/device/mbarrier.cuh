@@ -139,6 +139,11 @@ __device__ inline void take_registers() {
 // this one has ended.
 __device__ inline void launch_dependents() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 __device__ inline void wait_for_kernels() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+// Where a kernel has made ready what it needs of no other one: barriers, places of tensor maps.
+__device__ inline void begin_behind_kernels() {
+  wait_for_kernels();
+  launch_dependents();
+}
 
 // Makes ordinary writes to shared memory visible to tensor cores and bulk copies.
 __device__ inline void fence_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
