@@ -20,7 +20,7 @@ needs_two = pytest.mark.skipif(_GPUS < 2, reason="needs two GPUs")
 FIRST, SECOND = (torch.device("cuda", index) for index in (0, 1))
 
 # A block, a dtype and tokens for each family of kernels and what it derives: strips, unions, tall vectors,
-# decode, f32 as tf32 and true, sm80 and what takes any shape.
+# decode, W packed whole, f32 as tf32 and true, sm80 and what takes any shape.
 CASES = [
     ((128, 128), torch.bfloat16, 512),
     ((64, 64), torch.float16, 512),
@@ -33,6 +33,7 @@ CASES = [
     ((32, 1), torch.bfloat16, 512),
     ((32, 32), torch.float32, 512),
     ((8, 8), torch.bfloat16, 100),
+    ((8, 8), torch.bfloat16, 4096),
     ((4, 1), torch.float32, 33),
     ((1, 1), torch.float32, 33),
 ]
@@ -60,6 +61,34 @@ def _results(layer: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
     assert {part.device for part in made} == {x.device}
     layer.zero_grad()
     return [part.detach().cpu() for part in made]
+
+
+def test_layers_that_follow_one_another_read_what_was_just_written():
+    """A kernel may start while the one before it ends, which writes its x, its weights or its bias."""
+    blocks = [(128, 128), (64, 64), (32, 32), (128, 1), (8, 8), (16, 16), (64, 1)]
+    layers = [rarefy.BlockSparseLinear(2048, 2048, density=0.3, block_shape=block) for block in blocks]
+    layers = nn.ModuleList(layers).to(FIRST, torch.bfloat16)
+    x = torch.randn(1500, 2048, device=FIRST, dtype=torch.bfloat16)
+    start = copy.deepcopy(layers.state_dict())
+
+    def results(wait: bool) -> list[torch.Tensor]:
+        layers.load_state_dict(start)
+        made = [x]
+        for layer in layers:
+            layer.weight.values.mul_(-1)
+            layer.bias.add_(0.125)
+            if wait:
+                torch.cuda.synchronize(FIRST)
+            made.append(layer(made[-1]))
+            if wait:
+                torch.cuda.synchronize(FIRST)
+        return made
+
+    with torch.no_grad():
+        want = results(wait=True)
+        for _ in range(20):
+            for layer, got, expected in zip(blocks, results(wait=False)[1:], want[1:], strict=True):
+                assert torch.equal(got, expected), layer
 
 
 @pytest.mark.parametrize(("block", "dtype", "tokens"), CASES)
