@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from . import _load
-from .checks import DTYPE_NAMES, check_density, check_int, check_shape, fail
+from .checks import check_density, check_int, check_shape, fail
 from .layers import find_layers
 from .masks import NONZERO, nonzero_blocks
 from .predictor import Case, break_even, predictor
@@ -25,8 +25,14 @@ BLOCKS = ((4, 1), (16, 1), (32, 1), (16, 16), (32, 32))
 _WITH_ELEMENTS = (*BLOCKS, (1, 1))  # where zeros are what they are
 _NEAR = 1.05
 _MOSTLY = 0.5  # zeros among the weights of a layer that was pruned before
-# Of model and inputs, and whether layers store bf16 and may round x to it.
-_DTYPES = {"f32": (torch.float32, False), "bf16x": (torch.float32, True), "bf16": (torch.bfloat16, False)}
+# Of model and inputs, and how sparse layers store and round (of Case, and at the end of a spec).
+_DTYPES: dict[str, tuple[torch.dtype, dict[str, bool], str]] = {
+    "f32": (torch.float32, {}, ""),
+    "bf16x": (torch.float32, {"rounds_x": True}, ":bf16x"),
+    "bf16": (torch.bfloat16, {}, ""),
+    "int8": (torch.float32, {"int8": True}, ":int8"),
+}
+_INFERENCE = ("int8",)  # layers that do not train
 
 
 @dataclass(frozen=True)
@@ -58,21 +64,28 @@ class Advice:
     """What advise found: iterable over its rows, those of the recommended dtype first. `print` it."""
 
     rows: list[LayerAdvice]
-    dtype: str  # in which all layers together take least time
+    dtype: str  # in which all layers together take least time, of those that train if there are any
     density: float
 
     def __iter__(self) -> Iterator[LayerAdvice]:  # noqa: D105
         return iter(self.rows)
 
-    def patterns(self) -> dict[str, str]:
-        """Names and specs for rarefy.sparsify, in the recommended dtype; convert the model to that dtype.
+    def patterns(self, dtype: str | None = None) -> dict[str, str]:
+        """Names and specs for rarefy.sparsify, in the recommended dtype or another one of the rows.
 
-        For "bf16x" it stays in float32: the specs say the rest.
+        Convert the model to that dtype. For "bf16x" and "int8" it stays in float32: the specs say the rest.
+
+        Raises:
+            ValueError: there are no rows of the dtype.
         """
+        dtype = self.dtype if dtype is None else dtype
+        if not self._has(dtype):
+            there = ", ".join(dict.fromkeys(row.dtype for row in self.rows))
+            fail("advise", f"dtype of patterns must be one of {there}", repr(dtype))
         return {
             re.escape(name): row.spec
             for row in self.rows
-            if row.dtype == self.dtype and row.spec is not None
+            if row.dtype == dtype and row.spec is not None
             for name in row.names
         }
 
@@ -123,7 +136,17 @@ class Advice:
             text += (
                 f"\n{dtype}: all layers {dense:.3f} ms dense, {best:.3f} ms as advised ({dense / best:.2f}x)."
             )
-        return f"{text}\nRecommended: {self.dtype}. All times are predicted."
+        return f"{text}\nRecommended: {self.dtype}{self._for_inference()}. All times are predicted."
+
+    def _for_inference(self) -> str:
+        """What is faster than the recommended dtype once layers are trained."""
+        faster = [name for name in _INFERENCE if self._has(name) and name != self.dtype]
+        best = min(faster, key=self.total_ms, default=self.dtype)
+        gain = self.total_ms(self.dtype) / self.total_ms(best)
+        return f"; for inference, once layers are trained, {best} ({gain:.2f}x as fast)" if gain > 1 else ""
+
+    def _has(self, dtype: str) -> bool:
+        return any(row.dtype == dtype for row in self.rows)
 
 
 def advise(
@@ -132,7 +155,7 @@ def advise(
     *,
     tokens: int = 512,
     density: float = 0.5,
-    dtypes: tuple[str, ...] = ("f32", "bf16x", "bf16"),
+    dtypes: tuple[str, ...] = ("f32", "bf16x", "bf16", "int8"),
 ) -> Advice:
     """Predicts what the linear layers of a model gain on this processor, and which blocks and dtype are best.
 
@@ -145,11 +168,13 @@ def advise(
             to learn how many tokens each layer sees.
         tokens: of each layer, where there is no x.
         density: share of blocks that stay.
-        dtypes: of model and inputs, "f32" and "bf16"; "bf16x" is a model in f32 whose sparse layers store
-            bf16 and may round x to it.
+        dtypes: of model and inputs, "f32" and "bf16"; a model in f32 whose sparse layers store bf16 and may
+            round x to it is "bf16x", and one whose layers store int8 and round x token by token, for
+            inference alone, "int8". Dense is in f32 beside both.
 
     Returns:
-        An Advice with a row for each shape and dtype. The finest blocks within 5 % of the fastest are named.
+        An Advice with a row for each shape and dtype, which recommends one that trains, and says whether
+        int8 is faster for inference. The finest blocks within 5 % of the fastest are named.
 
     Raises:
         ValueError: no layer that could become sparse; tokens below 1; a density or dtype that is not valid.
@@ -167,12 +192,13 @@ def advise(
     for name, shape, rows in _layers(op, model, x, tokens):
         kinds.setdefault((shape, rows), []).append(name)
     rows = [
-        _advice(tuple(names), Case(count, *shape, _DTYPES[dtype][0], rounds_x=_DTYPES[dtype][1]), density)
+        _advice(tuple(names), dtype, Case(count, *shape, _DTYPES[dtype][0], **_DTYPES[dtype][1]), density)
         for dtype in dtypes
         for (shape, count), names in kinds.items()
     ]
     found = Advice(rows, dtypes[0], density)
-    best = min(dtypes, key=found.total_ms)
+    trains = [dtype for dtype in dtypes if dtype not in _INFERENCE]
+    best = min(trains or dtypes, key=found.total_ms)
     return Advice(sorted(rows, key=lambda row: row.dtype != best), best, density)
 
 
@@ -214,16 +240,15 @@ def _tokens_seen(model: nn.Module, layers: list, x: Any) -> dict[str, int]:
     return seen
 
 
-def _advice(names: tuple[str, ...], dense: Case, density: float) -> LayerAdvice:
+def _advice(names: tuple[str, ...], dtype: str, dense: Case, density: float) -> LayerAdvice:
     dense_s, block, sparse_s = _best(dense, lambda _: density)
     even, spec = None, None
     if block is not None:
         even = break_even(replace(dense, block=block), dense_s)
-        spec = "block:{}x{}@{:g}".format(*block, density) if sparse_s < dense_s else None
-        spec = f"{spec}:bf16x" if spec is not None and dense.rounds_x else spec
+        if sparse_s < dense_s:
+            spec = "block:{}x{}@{:g}".format(*block, density) + _DTYPES[dtype][2]
     sizes = (dense.out_features, dense.in_features)
-    name = "bf16x" if dense.rounds_x else DTYPE_NAMES[dense.dtype]
-    return LayerAdvice(names, sizes, dense.tokens, name, 1e3 * dense_s, spec, 1e3 * sparse_s, even)
+    return LayerAdvice(names, sizes, dense.tokens, dtype, 1e3 * dense_s, spec, 1e3 * sparse_s, even)
 
 
 def _best(

@@ -32,7 +32,7 @@ def network() -> nn.Module:
 
 def test_advice_names_blocks_and_dtype(clock: list[Case]) -> None:
     found = rarefy.advise(network(), tokens=512, density=0.5)
-    assert {row.dtype for row in found} == {"f32", "bf16x", "bf16"} and len(found.rows) == 9
+    assert {row.dtype for row in found} == {"f32", "bf16x", "bf16", "int8"} and len(found.rows) == 12
     assert [row.dtype for row in found][:3] == [found.dtype] * 3
     up = next(row for row in found if "up" in row.names)
     assert up.names == ("up", "same") and up.shape == (512, 128) and up.tokens == 512
@@ -58,6 +58,29 @@ def test_layers_that_round_x_are_compared_with_dense_float32(clock: list[Case]) 
     assert measured and {case.group.split()[0] for case in measured} == {"bf16x"}
     weight = predictor.layer_of(measured[0]).weight
     assert weight.rounds_x and (weight.dtype, weight.x_dtype) == (torch.bfloat16, torch.float32)
+
+
+def test_int8_is_for_inference_and_compared_with_dense_float32(clock: list[Case]) -> None:
+    found = rarefy.advise({"a": (512, 512)}, dtypes=("f32", "int8"))
+    rows = {row.dtype: row for row in found}
+    assert rows["int8"].spec.endswith("@0.5:int8") and rows["int8"].dense_ms == rows["f32"].dense_ms
+    assert found.dtype == "f32" and found.patterns() == {"a": rows["f32"].spec}
+    assert found.patterns("int8") == {"a": rows["int8"].spec}
+    assert rarefy.advise({"a": (512, 512)}, dtypes=("int8",)).dtype == "int8"
+    measured = [case for case in clock if case.int8 and case.block is not None]
+    assert measured and isinstance(predictor.layer_of(measured[0]).weight, rarefy.Int8Weight)
+    with pytest.raises(ValueError, match=r"\[advise\] dtype of patterns must be one of f32, int8; got 'bf16'"):
+        found.patterns("bf16")
+
+
+@pytest.mark.parametrize(("int8_s", "said"), [(0.2, "int8 (2.50x as fast)"), (0.9, "Recommended: f32. All")])
+def test_advice_says_what_int8_brings_for_inference(monkeypatch, int8_s: float, said: str) -> None:
+    def seconds(_self: Predictor, case: Case) -> float:
+        return 1.0 if case.block is None else int8_s if case.int8 else 0.5
+
+    monkeypatch.setattr(Predictor, "seconds", seconds)
+    found = rarefy.advise({"a": (64, 64)}, dtypes=("f32", "int8"))
+    assert found.dtype == "f32" and said in str(found)
 
 
 def test_the_finest_block_that_is_about_as_fast_is_named(clock: list[Case], monkeypatch) -> None:
@@ -106,9 +129,9 @@ def test_an_input_says_how_many_tokens_each_layer_sees(clock: list[Case]) -> Non
         (
             {"dtypes": ("f64",)},
             ValueError,
-            r"\[advise\] dtypes must be some of f32, bf16x, bf16; got \['f64'\]",
+            r"\[advise\] dtypes must be some of f32, bf16x, bf16, int8; got \['f64'\]",
         ),
-        ({"dtypes": ()}, ValueError, r"\[advise\] dtypes must be some of f32, bf16x, bf16; got \(\)"),
+        ({"dtypes": ()}, ValueError, r"\[advise\] dtypes must be some of f32, bf16x, bf16, int8; got \(\)"),
         ({"model": {"a": (-1, 4)}}, ValueError, r"\[advise\] .*shape"),
     ],
 )
