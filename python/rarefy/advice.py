@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -17,12 +18,14 @@ from . import _load
 from .checks import check_density, check_int, check_shape, fail
 from .layers import find_layers
 from .masks import NONZERO, nonzero_blocks
-from .predictor import Case, break_even, predictor
+from .predictor import Case, break_even, predicted_seconds
 from .spec import KEPT, Spec, kept_text, read_kept
 
 # Finest first: of blocks that are about as fast, the one that keeps a model's quality best is the first.
-BLOCKS = ((4, 1), (16, 1), (32, 1), (16, 16), (32, 32))
-_WITH_ELEMENTS = (*BLOCKS, (1, 1))  # where zeros are what they are
+BLOCKS = {
+    "cpu": ((4, 1), (16, 1), (32, 1), (16, 16), (32, 32)),
+    "cuda": ((32, 1), (64, 1), (128, 1), (16, 16), (32, 32), (64, 64), (128, 128)),
+}
 _NEAR = 1.05
 _MOSTLY = 0.5  # zeros among the weights of a layer that was pruned before
 # Of model and inputs, and how sparse layers store and round (of Case, and at the end of a spec).
@@ -31,7 +34,10 @@ _DTYPES: dict[str, tuple[torch.dtype, dict[str, bool], str]] = {
     "bf16x": (torch.float32, {"rounds_x": True}, ":bf16x"),
     "bf16": (torch.bfloat16, {}, ""),
     "int8": (torch.float32, {"int8": True}, ":int8"),
+    "f16": (torch.float16, {}, ""),
 }
+_OF_DEVICE = {"cpu": ("f32", "bf16x", "bf16", "int8"), "cuda": ("bf16", "f16")}
+_PREDICTED = {(on, _DTYPES[name][0]) for on, names in _OF_DEVICE.items() for name in names}
 _INFERENCE = ("int8",)  # layers that do not train
 
 
@@ -155,12 +161,14 @@ def advise(
     *,
     tokens: int = 512,
     density: float = 0.5,
-    dtypes: tuple[str, ...] = ("f32", "bf16x", "bf16", "int8"),
+    dtypes: tuple[str, ...] | None = None,
+    device: torch.device | str | None = None,
 ) -> Advice:
-    """Predicts what the linear layers of a model gain on this processor, and which blocks and dtype are best.
+    """Predicts what the linear layers of a model gain on this machine, and which blocks and dtype are best.
 
-    The first call on a machine measures for some seconds; its figures are kept in ~/.cache/rarefy (or
-    $XDG_CACHE_HOME), for this processor, number of threads and versions.
+    On a CPU the first call measures for some seconds; its figures are kept in ~/.cache/rarefy (or
+    $XDG_CACHE_HOME), for this processor, number of threads and versions. Of GPUs those of compute capability
+    9.0 (Hopper) can be predicted, beside cuBLAS, and nothing is measured.
 
     Args:
         model: its nn.Linear layers that can become sparse are looked at; or shapes (N, K) by name.
@@ -170,29 +178,42 @@ def advise(
         density: share of blocks that stay.
         dtypes: of model and inputs, "f32" and "bf16"; a model in f32 whose sparse layers store bf16 and may
             round x to it is "bf16x", and one whose layers store int8 and round x token by token, for
-            inference alone, "int8". Dense is in f32 beside both.
+            inference alone, "int8". Dense is in f32 beside both. On a GPU "bf16" and "f16". Default: all
+            four of a CPU; "bf16" of a GPU.
+        device: "cpu" or "cuda", the current GPU; default: where the model is, "cpu" for shapes.
 
     Returns:
         An Advice with a row for each shape and dtype, which recommends one that trains, and says whether
         int8 is faster for inference. The finest blocks within 5 % of the fastest are named.
 
     Raises:
-        ValueError: no layer that could become sparse; tokens below 1; a density or dtype that is not valid.
+        ValueError: no layer that could become sparse; tokens below 1; a density or dtype that is not valid; a
+            GPU that nothing is known of.
         TypeError: arguments of the wrong kind.
         ImportError: the compiled library is missing.
     """
     op = "advise"
     check_int(op, "tokens", tokens, 1)
     check_density(op, density)
-    if not dtypes or (unknown := [name for name in dtypes if name not in _DTYPES]):
-        fail(op, f"dtypes must be some of {', '.join(_DTYPES)}", dtypes if not dtypes else unknown)
+    on = _device_of(op, model, device)
+    known = _OF_DEVICE[on]
+    dtypes = (known if on == "cpu" else known[:1]) if dtypes is None else dtypes
+    if not dtypes or (unknown := [name for name in dtypes if name not in known]):
+        fail(op, f"dtypes must be some of {', '.join(known)}", dtypes if not dtypes else unknown)
     if _load.problem is not None:
         raise ImportError(_load.problem)
+    if on == "cuda" and not _is_predicted_gpu():
+        fail(op, "device must be a CPU, or a GPU of compute capability 9.0", "another, or none")
     kinds: dict[tuple[tuple[int, int], int], list[str]] = {}
     for name, shape, rows in _layers(op, model, x, tokens):
         kinds.setdefault((shape, rows), []).append(name)
     rows = [
-        _advice(tuple(names), dtype, Case(count, *shape, _DTYPES[dtype][0], **_DTYPES[dtype][1]), density)
+        _advice(
+            tuple(names),
+            dtype,
+            Case(count, *shape, _DTYPES[dtype][0], **_DTYPES[dtype][1], device=on),
+            density,
+        )
         for dtype in dtypes
         for (shape, count), names in kinds.items()
     ]
@@ -200,6 +221,36 @@ def advise(
     trains = [dtype for dtype in dtypes if dtype not in _INFERENCE]
     best = min(trains or dtypes, key=found.total_ms)
     return Advice(sorted(rows, key=lambda row: row.dtype != best), best, density)
+
+
+def _device_of(op: str, model: Any, device: torch.device | str | None) -> str:
+    """The type of the device that times are predicted for."""
+    if device is None:
+        layers = find_layers(model) if isinstance(model, nn.Module) else []
+        found = {layer.module.weight.device.type for layer in layers if layer.reason is None}
+        if len(found) > 1:
+            fail(op, "layers must be on one device, or device be given", ", ".join(sorted(found)))
+        return "cuda" if found == {"cuda"} else "cpu"
+    try:
+        its = torch.device(device).type
+    except (RuntimeError, TypeError):
+        its = None
+    if its not in _OF_DEVICE:
+        fail(op, "device must be cpu or cuda", repr(device))
+    return its
+
+
+def _is_predicted_gpu() -> bool:
+    """Whether times on the current GPU can be predicted."""
+    if not torch.cuda.is_available():
+        return False
+    return predicted_seconds(Case(1, 64, 64, torch.bfloat16, device="cuda")) < math.inf
+
+
+def can_predict(weight: torch.Tensor) -> bool:
+    """Whether times of layers of its dtype on its device can be predicted, with values of that dtype."""
+    on = weight.device.type
+    return (on, weight.dtype) in _PREDICTED and (on == "cpu" or _is_predicted_gpu())
 
 
 def _layers(op: str, model: Any, x: Any, tokens: int) -> list[tuple[str, tuple[int, int], int]]:
@@ -252,19 +303,28 @@ def _advice(names: tuple[str, ...], dtype: str, dense: Case, density: float) -> 
 
 
 def _best(
-    dense: Case, density: Callable[[tuple[int, int]], float], blocks: tuple = BLOCKS
+    dense: Case, density: Callable[[tuple[int, int]], float], *more: tuple[int, int]
 ) -> tuple[float, tuple[int, int] | None, float]:
-    """Predicted seconds of dense; the finest block within 5 % of the fastest, if any; its seconds."""
+    """Predicted seconds of dense; the finest block within 5 % of the fastest, if any; its seconds.
+
+    more: blocks beside those of BLOCKS.
+    """
     times = {
-        block: predictor().seconds(replace(dense, block=block, density=density(block)))
-        for block in blocks
+        block: predicted_seconds(replace(dense, block=block, density=density(block)))
+        for block in (*BLOCKS[dense.device], *more)
         if dense.out_features % block[0] == 0 and dense.in_features % block[1] == 0
     }
-    block = next((b for b, s in times.items() if s <= _NEAR * min(times.values())), None)
-    return predictor().seconds(dense), block, times.get(block, float("inf"))
+    block = next((b for b, s in times.items() if s <= _NEAR * min(times.values()) < math.inf), None)
+    return predicted_seconds(dense), block, times.get(block, math.inf)
 
 
 # "auto@0.5" ---------------------------------------------------------------------------------------
+
+
+_AUTO_FOR = (
+    "auto predicts for the CPU in float32 and bfloat16, and for GPUs of compute capability 9.0 in bfloat16 "
+    "and float16"
+)
 
 
 @dataclass(frozen=True)
@@ -272,8 +332,8 @@ class Auto:
     """A spec for sparsify: the blocks that are fastest here, or dense where that is faster.
 
     "auto@0.5" keeps half of the blocks, "auto@nonzero" all that are not zero, so that nothing changes but the
-    speed; there single elements count, too. "auto" is the latter where half of a layer's weights or more are
-    zero, and else "auto@0.5". A convolution without groups counts as the linear layer of its matrix.
+    speed; there single elements count, too, on a CPU. "auto" is the latter where half of a layer's weights or
+    more are zero, and else "auto@0.5". A convolution without groups counts as the linear layer of its matrix.
     """
 
     density: float | str | None
@@ -300,8 +360,9 @@ class Auto:
             return "auto chooses for convolutions without groups", None
         if not isinstance(layer, nn.Linear):
             return "already block-sparse: auto chooses for dense layers", None
-        if weight.device.type != "cpu" or weight.dtype not in (torch.float32, torch.bfloat16):
-            return "auto predicts for the CPU, in float32 and bfloat16", None
+        if not can_predict(weight):
+            return _AUTO_FOR, None
+        on = weight.device.type
         kept = self.density
         if kept is None:
             zeros = weight.numel() - int(torch.count_nonzero(weight.detach()))
@@ -310,8 +371,9 @@ class Auto:
         def density(block: tuple[int, int]) -> float:
             return float(nonzero_blocks(weight.detach(), block).float().mean()) if kept == NONZERO else kept
 
-        blocks = _WITH_ELEMENTS if kept == NONZERO else BLOCKS
-        dense, block, sparse = _best(Case(tokens, *weight.shape, weight.dtype), density, blocks)
+        # Where zeros are what they are, single elements, too.
+        more = ((1, 1),) if kept == NONZERO and on == "cpu" else ()
+        dense, block, sparse = _best(Case(tokens, *weight.shape, weight.dtype, device=on), density, *more)
         if block is None:
             return "no block shape that auto knows divides it", None
         times = (1e3 * dense, 1e3 * sparse)
@@ -335,7 +397,10 @@ def main(argv: list[str]) -> int:
     )
     parser.add_argument("--tokens", type=int, default=512, help="rows of x (default: %(default)s)")
     parser.add_argument("--density", type=float, default=0.5, help="stored share of blocks (default: 0.5)")
-    parser.add_argument("--dtype", action="append", choices=sorted(_DTYPES), help="default: all")
+    parser.add_argument(
+        "--dtype", action="append", choices=sorted(_DTYPES), help="default: all of a CPU, or bf16"
+    )
+    parser.add_argument("--device", choices=sorted(_OF_DEVICE), default="cpu", help="(default: %(default)s)")
     parser.add_argument("--threads", type=int, help="threads of a call (default: torch's)")
     parser.add_argument("--json", action="store_true", help="print JSON")
     args = parser.parse_args(argv)
@@ -343,8 +408,8 @@ def main(argv: list[str]) -> int:
         shapes = _shapes(args.file, args.shape)
         if args.threads is not None:
             torch.set_num_threads(check_int("advise", "--threads", args.threads, 1))
-        dtypes = tuple(args.dtype or _DTYPES)
-        found = advise(shapes, tokens=args.tokens, density=args.density, dtypes=dtypes)
+        dtypes = tuple(args.dtype) if args.dtype else None
+        found = advise(shapes, tokens=args.tokens, density=args.density, dtypes=dtypes, device=args.device)
     except (ValueError, OSError, ImportError) as error:
         print(error, file=sys.stderr)
         return 1

@@ -2,7 +2,8 @@
 
 What a kernel does for a problem follows from its configuration, as its driver reckons it: tokens that a
 thread packs and stores, products, weights that stream by. Some short measurements say what each of these
-costs here; they are kept in a file. docs/performance.md has how exact that is.
+costs here; they are kept in a file. On a Hopper GPU nothing is measured: its kernels are chosen by times that
+are predicted, and these are told. docs/performance.md has how exact both are.
 """
 
 from __future__ import annotations
@@ -53,6 +54,7 @@ class Case:
 
     rounds_x: of blocks under float32: values are bfloat16, and x may be rounded to it.
     int8: of blocks: values are int8 with a scale a row, x is rounded token by token.
+    device: "cpu" or "cuda", the current one.
     """
 
     tokens: int
@@ -63,6 +65,7 @@ class Case:
     density: float = 1.0
     rounds_x: bool = False
     int8: bool = False
+    device: str = "cpu"
 
     @property
     def blocks(self) -> int:
@@ -93,14 +96,21 @@ class Case:
 # What a kernel does, in terms that each have their own cost -----------------------------------------
 
 
-@functools.lru_cache(maxsize=4096)
-def _explained(case: Case, threads: int, forced: str) -> tuple[str, dict[str, int]]:
-    """Name and configuration of the kernel that the layer runs, with its packed weight at hand."""
+def _explain(case: Case) -> dict[str, Any]:
+    """What the core says of the layer's linear, with its packed weight at hand."""
     name = DTYPE_NAMES[case.dtype]
     sizes = (case.out_features, case.in_features, *case.block, case.blocks)
     stored = "i8 dynamic" if case.int8 else "bf16 rounding x" if case.rounds_x else name
-    text = torch.ops.rarefy.explain("linear", *sizes, stored, name, case.tokens, True, "none", "cpu", 0, -1)
-    found = json.loads(text)
+    index = torch.cuda.current_device() if case.device == "cuda" else 0
+    of_device = (case.device, index, -1)
+    text = torch.ops.rarefy.explain("linear", *sizes, stored, name, case.tokens, True, "none", *of_device)
+    return json.loads(text)
+
+
+@functools.lru_cache(maxsize=4096)
+def _explained(case: Case, threads: int, forced: str) -> tuple[str, dict[str, int]]:
+    """Name and configuration of the kernel that the layer runs."""
+    found = _explain(case)
     if found["kernel"] is None:
         fail("predict", "a kernel of this build must fit the layer", found["why_none"])
     config = dict(item.split("=") for item in (found["config"] or "").split())
@@ -351,17 +361,27 @@ def predictor() -> Predictor:
     return _known[key]
 
 
+def predicted_seconds(case: Case) -> float:
+    """Of one call of the layer on its device; infinity where nobody can say, such as on other GPUs."""
+    if case.device == "cpu":
+        return predictor().seconds(case)
+    dense = case.block is None
+    found = _explain(replace(case, block=(case.out_features, case.in_features)) if dense else case)
+    microseconds = found["dense_us" if dense else "predicted_us"]
+    return math.inf if microseconds is None else microseconds / 1e6
+
+
 def break_even(case: Case, dense: float) -> float | None:
     """The largest density at which the layer takes no more than `dense` seconds; None if there is none."""
     total = math.prod(grid_of((case.out_features, case.in_features), case.block))
-    if predictor().seconds(replace(case, density=1 / total)) > dense:
+    if predicted_seconds(replace(case, density=1 / total)) > dense:
         return None
-    if predictor().seconds(replace(case, density=1.0)) <= dense:
+    if predicted_seconds(replace(case, density=1.0)) <= dense:
         return 1.0
     low, high = 1, total  # blocks: `low` is fast enough, `high` is not
     while high - low > max(1, total // 1000):
         middle = (low + high) // 2
-        if predictor().seconds(replace(case, density=middle / total)) <= dense:
+        if predicted_seconds(replace(case, density=middle / total)) <= dense:
             low = middle
         else:
             high = middle

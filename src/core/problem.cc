@@ -2,6 +2,7 @@
 #include "rarefy/problem.h"
 
 #include <algorithm>
+#include <cmath>
 
 #include "core/message.h"
 #include "core/registry.h"
@@ -135,6 +136,8 @@ std::string to_string(const Explanation& e) {
     text += cat(candidate.chosen ? "* " : "  ", candidate.kernel.name, ": ");
     if (candidate.chosen) {
       text += cat("chosen", e.config.empty() ? "" : ", ", e.config);
+      if (e.microseconds > 0) text += cat(", some ", std::lround(e.microseconds), " us");
+      if (e.dense_microseconds > 0) text += cat(", dense ", std::lround(e.dense_microseconds), " us");
     } else {
       text += candidate.why_not.empty() ? "could run, after the chosen one" : candidate.why_not;
     }

@@ -102,6 +102,8 @@ struct Kernel {
   std::span<const std::string_view> fields{};
   std::vector<Config> (*candidates)(const Problem&, const Machine&) = nullptr;
   std::int64_t (*workspace)(const Problem&, const Config&) = nullptr;  // bytes
+  // How long a call takes, with what is derived at hand; 0: it cannot say.
+  double (*microseconds)(const Problem&, const Config&, const Machine&) = nullptr;
 
   // Tiers 2 and 3: what it derives from the pattern, and from the values; callers hold them
   // (Problem::derived). Rows of one `derives_as` (their name by default), problems and configs of one
@@ -147,6 +149,8 @@ const Machine& cpu_machine();
 bool cuda_built();
 const std::vector<DeviceInfo>& cuda_devices();  // asked for once; empty without a driver or a GPU
 int current_cuda_device();
+// The product that leaves nothing out, by the vendor's library; 0: it cannot say.
+double dense_microseconds(const Problem& problem, const Machine& machine);
 // to[i] += from[i], or to[i] *= from[i], in device memory, rounded once.
 Status add_on_device(std::string_view op, DType dtype, const void* from, void* to, std::int64_t count,
                      void* stream);

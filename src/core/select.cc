@@ -327,7 +327,8 @@ bool has_kernel(const Problem& problem) try {
 }
 
 Explanation explain(const Problem& problem) {
-  Explanation result{problem, {}, {}, {}, 0, {}};
+  Explanation result;
+  result.problem = problem;
   const std::shared_ptr<const Forced> forced = forced_now();
   const std::string& family = forced->family[static_cast<int>(problem.device)];
   const Machine machine = machine_of(problem);
@@ -338,7 +339,10 @@ Explanation explain(const Problem& problem) {
     result.kernel = choice.kernel->name;
     result.config = to_string(*choice.kernel, choice.config);
     result.workspace = whole_workspace(problem, choice);
+    if (choice.kernel->microseconds != nullptr)
+      result.microseconds = choice.kernel->microseconds(problem, choice.config, machine);
   }
+  result.dense_microseconds = dense_microseconds(problem, machine);
   for (const Kernel& kernel : registry()) {
     if (kernel.op != problem.op || kernel.device != problem.device || kernel.format != problem.weight.format)
       continue;

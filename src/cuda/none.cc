@@ -14,6 +14,7 @@ const std::vector<DeviceInfo>& cuda_devices() {
   return none;
 }
 int current_cuda_device() { return 0; }
+double dense_microseconds(const Problem& /*problem*/, const Machine& /*machine*/) { return 0; }
 
 Status add_on_device(std::string_view op, DType /*dtype*/, const void* /*from*/, void* /*to*/,
                      std::int64_t /*count*/, void* /*stream*/) {

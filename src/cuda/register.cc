@@ -33,6 +33,9 @@ void register_cuda(Registry& registry) {
 }
 
 bool cuda_built() { return true; }
+double dense_microseconds(const Problem& problem, const Machine& machine) {
+  return problem.device == Device::cuda ? sm90::dense_microseconds(problem, machine) : 0;
+}
 
 namespace {
 

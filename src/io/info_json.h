@@ -12,8 +12,9 @@ namespace rarefy {
 
 using Json = nlohmann::ordered_json;
 
-// Texts without which there is nothing to say are null.
+// Texts and times without which there is nothing to say are null.
 inline Json text_or_null(const std::string& text) { return text.empty() ? Json(nullptr) : Json(text); }
+inline Json time_or_null(double time) { return time > 0 ? Json(time) : Json(nullptr); }
 
 inline Json to_json(const Explanation& e) {
   Json candidates = Json::array();
@@ -27,6 +28,8 @@ inline Json to_json(const Explanation& e) {
           {"kernel", text_or_null(e.kernel)},
           {"config", e.config},
           {"workspace", e.workspace},
+          {"predicted_us", time_or_null(e.microseconds)},
+          {"dense_us", time_or_null(e.dense_microseconds)},
           {"why_none", e.why_none},
           {"candidates", std::move(candidates)}};
 }

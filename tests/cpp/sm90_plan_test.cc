@@ -1,6 +1,6 @@
-// The host side of the Hopper kernels: what they refuse, what they choose, and that a plan covers each stored
-// block and each output once. Gradients' tiles: sm90_gradient_plan_test.cc. Runs without a GPU; tests/gpu and
-// rarefy_hopper_bench run the kernels.
+// The host side of the Hopper kernels: what they refuse, their configurations, and that a plan covers each
+// stored block and each output once. Gradients' tiles: sm90_gradient_plan_test.cc. Runs without a GPU;
+// tests/gpu and rarefy_hopper_bench run the kernels.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -356,50 +356,6 @@ TEST(Sm90Rows, ForcedConfigurationsAreChecked) {
       EXPECT_NE(kernel->pack(call, nullptr).message().find(error), std::string::npos);
     }
   }
-}
-
-// A few blocks of thin shapes are columns, many are unions, whatever the number of tokens; gradients of few
-// tokens are a plain kernel's, of wide blocks columns of the transpose.
-TEST(Sm90Rows, TheFasterKernelIsChosen) {
-  rarefy::Machine h100;
-  h100.gpu.arch = 90, h100.gpu.sms = 132, h100.gpu.shared_memory = 227 << 10;
-  const auto chosen = [&](Op op, std::int64_t tokens, std::int64_t rows, std::int64_t cols, double density) {
-    BsrShape shape{4096, 4096, rows, cols, 0};
-    shape.nnzb =
-        static_cast<std::int64_t>(density * static_cast<double>(shape.row_count() * shape.col_count()));
-    rarefy::Problem p = make_problem(op, shape, tokens, DType::bf16, Device::cuda);
-    p.derived = kAnyDerived;
-    return choose_from(registry(), p, h100, "")->kernel->name;
-  };
-  for (const std::int64_t tokens : {17, 64, 8192}) {
-    EXPECT_EQ(chosen(Op::linear, tokens, 16, 1, 0.1), "sm90_tall_packed");
-    EXPECT_EQ(chosen(Op::linear, tokens, 64, 4, 0.25), "sm90_tall_packed");
-    EXPECT_EQ(chosen(Op::linear, tokens, 32, 1, 0.25), "sm90_tall_packed");
-    EXPECT_EQ(chosen(Op::linear, tokens, 32, 1, 0.5), "sm90_whole_linear");
-    EXPECT_EQ(chosen(Op::linear, tokens, 64, 1, 0.5), "sm90_tall");
-    EXPECT_EQ(chosen(Op::linear, tokens, 64, 1, 0.75), "sm90_tall") << "networks want what it prepares";
-    EXPECT_EQ(chosen(Op::linear, tokens, 8, 8, 0.05), "sm90_tall_packed");
-    EXPECT_EQ(chosen(Op::linear, tokens, 8, 8, 0.25), "sm90_whole_linear");
-    EXPECT_EQ(chosen(Op::linear, tokens, 24, 24, 0.1), "sm90_unions_linear");
-    EXPECT_EQ(chosen(Op::linear, tokens, 1, 1, 0.1), "sm90_whole_linear");
-    EXPECT_EQ(chosen(Op::linear, tokens, 32, 32, 0.25), "sm90_unions_linear");
-    EXPECT_EQ(chosen(Op::linear, tokens, 64, 64, 1), "sm90_strips_linear");
-    EXPECT_EQ(chosen(Op::grad_input, tokens, 128, 1, 0.5), "sm90_whole_grad_input");
-    EXPECT_EQ(chosen(Op::grad_input, tokens, 64, 1, 0.25), "sm90_whole_grad_input");
-    EXPECT_EQ(chosen(Op::grad_input, tokens, 64, 1, 0.1), "sm90_tall_grad_input");
-    EXPECT_EQ(chosen(Op::grad_input, tokens, 16, 1, 0.1), "sm90_whole_grad_input");
-    EXPECT_EQ(chosen(Op::grad_input, tokens, 16, 1, 0.05), "sm90_tall_packed_grad_input");
-    EXPECT_EQ(chosen(Op::grad_input, tokens, 8, 8, 0.02), "sm90_tall_packed_transposed");
-    EXPECT_EQ(chosen(Op::grad_input, tokens, 32, 32, 0.25), "sm90_unions_grad_input");
-  }
-  EXPECT_EQ(chosen(Op::linear, 4, 16, 1, 0.1), "simt_few_linear");
-  EXPECT_EQ(chosen(Op::grad_weight, 8, 8, 8, 0.1), "simt_grad_weight");
-  EXPECT_EQ(chosen(Op::grad_weight, 8192, 4, 4, 0.25), "sm90_whole_gradient");
-  EXPECT_EQ(chosen(Op::grad_weight, 8192, 16, 1, 0.1), "sm90_tall_packed_gradient");
-  EXPECT_EQ(chosen(Op::grad_weight, 8192, 32, 1, 0.25), "sm90_tall_packed_gradient");
-  EXPECT_EQ(chosen(Op::grad_weight, 8192, 32, 1, 0.5), "sm90_whole_gradient");
-  EXPECT_EQ(chosen(Op::grad_weight, 8192, 64, 1, 0.5), "sm90_tall_gradient");
-  EXPECT_EQ(chosen(Op::grad_weight, 8192, 32, 32, 0.1), "sm90_block_gradient");
 }
 
 TEST(Unsupported, SaysWhy) {

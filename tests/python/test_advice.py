@@ -69,7 +69,9 @@ def test_int8_is_for_inference_and_compared_with_dense_float32(clock: list[Case]
     assert rarefy.advise({"a": (512, 512)}, dtypes=("int8",)).dtype == "int8"
     measured = [case for case in clock if case.int8 and case.block is not None]
     assert measured and isinstance(predictor.layer_of(measured[0]).weight, rarefy.Int8Weight)
-    with pytest.raises(ValueError, match=r"\[advise\] dtype of patterns must be one of f32, int8; got 'bf16'"):
+    with pytest.raises(
+        ValueError, match=r"\[advise\] dtype of patterns must be one of f32, int8; got 'bf16'"
+    ):
         found.patterns("bf16")
 
 
@@ -132,6 +134,13 @@ def test_an_input_says_how_many_tokens_each_layer_sees(clock: list[Case]) -> Non
             r"\[advise\] dtypes must be some of f32, bf16x, bf16, int8; got \['f64'\]",
         ),
         ({"dtypes": ()}, ValueError, r"\[advise\] dtypes must be some of f32, bf16x, bf16, int8; got \(\)"),
+        (
+            {"dtypes": ("int8",), "device": "cuda"},
+            ValueError,
+            r"dtypes must be some of bf16, f16; got \['int8'\]",
+        ),
+        ({"device": "meta"}, ValueError, r"\[advise\] device must be cpu or cuda; got 'meta'"),
+        ({"device": 3.5}, ValueError, r"\[advise\] device must be cpu or cuda; got 3.5"),
         ({"model": {"a": (-1, 4)}}, ValueError, r"\[advise\] .*shape"),
     ],
 )
@@ -204,7 +213,78 @@ def test_auto_chooses_for_convolutions_without_groups(clock: list[Case]) -> None
 
 def test_auto_predicts_nothing_for_other_dtypes(clock: list[Case]) -> None:
     reason, times = Auto(0.5).chosen(nn.Linear(64, 64, dtype=torch.float64), 512)
-    assert reason == "auto predicts for the CPU, in float32 and bfloat16" and times is None and not clock
+    assert reason.startswith("auto predicts for the CPU in float32 and bfloat16, and for GPUs of compute")
+    assert times is None and not clock
+
+
+# GPUs: nothing is measured, kernels say what they take ----------------------------------------------
+
+
+@pytest.fixture
+def hopper(monkeypatch) -> list[Case]:
+    """A GPU whose kernels take .6 of dense's 100 us at .5, 32x1 .62, 128x128 .5, but say nothing of 64x1."""
+    asked: list[Case] = []
+
+    def explain(case: Case) -> dict:
+        asked.append(case)
+        share = {(32, 1): 0.62, (128, 128): 0.5, (64, 1): None}.get(case.block, 0.6)
+        us = None if share is None else 200 * share * case.density
+        return {"kernel": "sm90", "config": "", "predicted_us": us, "dense_us": 100.0}
+
+    monkeypatch.setattr(predictor, "_explain", explain)
+    monkeypatch.setattr("rarefy.advice._is_predicted_gpu", lambda: True)
+    return asked
+
+
+def test_advice_for_a_gpu_is_what_its_kernels_say(clock: list[Case], hopper: list[Case]) -> None:
+    shapes = {"a": (256, 256), "thin": (96, 96)}
+    found = rarefy.advise(shapes, tokens=4096, device="cuda")
+    a, thin = found
+    assert found.dtype == a.dtype == "bf16" and not clock
+    assert {case.device for case in hopper} == {"cuda"} and {case.tokens for case in hopper} == {4096}
+    assert a.spec == "block:128x128@0.5" and a.speedup == pytest.approx(2)
+    assert a.break_even == pytest.approx(1.0)
+    assert thin.spec == "block:32x1@0.5"  # finest of those within 5 %
+    assert [row.dtype for row in rarefy.advise(shapes, device="cuda", dtypes=("f16",))] == ["f16"] * 2
+
+
+def test_blocks_that_nothing_is_said_of_are_not_named(monkeypatch, hopper: list[Case]) -> None:
+    monkeypatch.setattr("rarefy.advice.BLOCKS", {"cuda": ((64, 1),)})
+    (row,) = rarefy.advise({"a": (64, 64)}, device="cuda")
+    assert row.spec is None and row.break_even is None and row.best_ms == row.dense_ms
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_advice_for_a_gpu_that_is_not_there_is_refused() -> None:
+    with pytest.raises(
+        ValueError, match=r"\[advise\] device must be a CPU, or a GPU of compute capability 9.0"
+    ):
+        rarefy.advise({"a": (64, 64)}, device="cuda")
+
+
+def test_a_hopper_gpu_says_beforehand_how_much_faster_a_layer_is() -> None:
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs a GPU of compute capability 9.0")
+    layer = rarefy.BlockSparseLinear(4096, 4096, density=0.25, block_shape=(64, 64), device="cuda")
+    layer = layer.to(torch.bfloat16).requires_grad_(False)
+    dense, x = layer.to_dense(), torch.randn(8192, 4096, device="cuda", dtype=torch.bfloat16)
+
+    def microseconds(called: nn.Module) -> float:
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        for _ in range(3):
+            called(x)
+        start.record()
+        for _ in range(20):
+            called(x)
+        end.record()
+        end.synchronize()
+        return 1e3 * start.elapsed_time(end) / 20
+
+    said = rarefy.explain(layer, x)
+    assert said["predicted_us"] == pytest.approx(microseconds(layer), rel=0.4)
+    assert said["dense_us"] == pytest.approx(microseconds(dense), rel=0.4)
+    advised = next(iter(rarefy.advise(nn.Sequential(dense), x)))
+    assert advised.dtype == "bf16" and advised.spec is not None and advised.speedup > 1
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import math
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
@@ -319,14 +319,14 @@ def _milliseconds(
 ) -> float | None:
     """A call of a linear layer, predicted; None where there is no prediction."""
     form, block, count = stored
-    on_cpu = weight.device.type == "cpu" and weight.dtype in (torch.float32, torch.bfloat16)
-    if weight.ndim != 2 or not on_cpu or form == "bits":
-        return None
-    from ..predictor import Case, predictor
+    from ..advice import can_predict
+    from ..predictor import Case, predicted_seconds
 
-    if form == "dense":
-        case = Case(tokens, *weight.shape, dtype=weight.dtype)
-    else:
+    if weight.ndim != 2 or form == "bits" or not can_predict(weight):
+        return None
+    case = Case(tokens, *weight.shape, dtype=weight.dtype, device=weight.device.type)
+    if form != "dense":
         density = count / math.prod(grid_of(tuple(weight.shape), block))
-        case = Case(tokens, *weight.shape, dtype=weight.dtype, block=block, density=density)
-    return 1e3 * predictor().seconds(case)
+        case = replace(case, block=block, density=density)
+    seconds = predicted_seconds(case)
+    return None if seconds == math.inf else 1e3 * seconds

@@ -50,6 +50,11 @@ std::vector<Config> candidates_gradient(const Problem& p, const rarefy::Machine&
   return all;
 }
 
+double gradient_microseconds(const Problem& p, const Config& config, const rarefy::Machine& machine) {
+  return microseconds_of(gradient_candidates(gradient_problem(p), sm90_machine(machine)), config,
+                         gradient_config);
+}
+
 std::int64_t gradient_prepared_size(const Problem& p, const Config& config) {
   return prepared_words(gradient_problem(p), from_config<GradientChoice>(config).config()) *
          static_cast<std::int64_t>(sizeof(std::int32_t));
@@ -177,6 +182,7 @@ void add_gradient_rows(Registry& registry) {
                       .fields = GradientChoice::kFields,
                       .candidates = candidates_gradient,
                       .workspace = gradient_workspace,
+                      .microseconds = gradient_microseconds,
                       .unheld = Unheld::runs,
                       .prepared_size = gradient_prepared_size,
                       .prepare = prepare_gradient});

@@ -1,6 +1,7 @@
 // The sm90 family's rows: problems of the core as the kernels' own, and their plans as prepared buffers.
 #include "cuda/sm90/register.h"
 
+#include <algorithm>
 #include <vector>
 
 #include "core/message.h"
@@ -62,6 +63,12 @@ std::vector<Config> candidates_decode(const Problem& p, const rarefy::Machine& /
   return all;
 }
 
+double decode_microseconds(const Problem& p, const Config& /*config*/, const rarefy::Machine& machine) {
+  const BsrShape& s = p.weight.shape;
+  const double inputs = p.tokens > 8 ? 1 : 0;
+  return reading_microseconds(s.value_count() * 2 + s.nnzb * 4, machine) + inputs;
+}
+
 Status run_decode(const Call& call) {
   const DecodeOperands operands{call.x.data,   call.values, call.plan.crow,
                                 call.plan.col, call.bias,   call.out.data};
@@ -93,6 +100,11 @@ std::vector<Config> candidates_strips(const Problem& p, const rarefy::Machine& m
     if (c.reason.empty()) all.push_back(choice_of(c.config, machine));
   }
   return all;
+}
+
+double strip_microseconds(const Problem& p, const Config& config, const rarefy::Machine& machine) {
+  return microseconds_of(strip_candidates(strip_problem(p), sm90_machine(machine)), config,
+                         [&](const StripConfig& c) { return choice_of(c, machine); });
 }
 
 Status check_sms(Op op, std::int64_t sms) {
@@ -142,6 +154,7 @@ Kernel strips(Op op, std::string_view name) {
           .configure = configure_strips,
           .fields = StripChoice::kFields,
           .candidates = candidates_strips,
+          .microseconds = strip_microseconds,
           .prepared_size = prepared_size,
           .prepare = prepare_strips};
 }
@@ -195,6 +208,12 @@ std::vector<Config> candidates_unions(const Problem& p, const rarefy::Machine& m
     if (c.reason.empty()) all.push_back(choice_of(c.config, machine));
   }
   return all;
+}
+
+double union_microseconds(const Problem& p, const Config& config, const rarefy::Machine& machine) {
+  const UnionProblem problem = union_problem(p);
+  return microseconds_of(union_candidates(problem, layouts_of(problem), sm90_machine(machine)), config,
+                         [&](const UnionConfig& c) { return choice_of(c, machine); });
 }
 
 UnionPlan union_plan(const Problem& p, const Config& config) {
@@ -267,6 +286,7 @@ Kernel unions(Op op, std::string_view name) {
           .configure = configure_unions,
           .fields = UnionChoice::kFields,
           .candidates = candidates_unions,
+          .microseconds = union_microseconds,
           .prepared_size = union_prepared_size,
           .prepare = prepare_unions,
           .packed_size = union_packed_size,
@@ -274,6 +294,15 @@ Kernel unions(Op op, std::string_view name) {
 }
 
 }  // namespace
+
+double dense_microseconds(const Problem& p, const rarefy::Machine& machine) {
+  if (!supports_family(p, machine).empty() || p.in == DType::f32) return 0;
+  constexpr double kRate = 6e6;  // products and sums of an SM in a microsecond, of cuBLAS at its power limit
+  const BsrShape& s = p.weight.shape;
+  const auto size = static_cast<double>(s.rows) * static_cast<double>(s.cols);
+  return std::max(reading_microseconds(s.rows * s.cols * 2, machine),
+                  2 + 2 * size * static_cast<double>(p.tokens) / (kRate * machine.gpu.sms));
+}
 
 void add_rows(Registry& registry) {
   registry.push_back({.op = Op::linear,
@@ -284,7 +313,8 @@ void add_rows(Registry& registry) {
                       .run = run_decode,
                       .configure = configure_decode,
                       .fields = DecodeChoice::kFields,
-                      .candidates = candidates_decode});
+                      .candidates = candidates_decode,
+                      .microseconds = decode_microseconds});
   registry.push_back(strips(Op::linear, "sm90_strips_linear"));
   registry.push_back(strips(Op::grad_input, "sm90_strips_grad_input"));
   add_tall_rows(registry);

@@ -15,4 +15,7 @@ void add_gradient_rows(Registry& registry);       // gradient_rows.cc
 // What all its kernels want of a machine and of dtypes.
 Reason supports_family(const Problem& problem, const rarefy::Machine& machine);
 
+// cuBLAS's product of as many features and tokens, in 16 bits; 0: it cannot say.
+double dense_microseconds(const Problem& problem, const rarefy::Machine& machine);
+
 }  // namespace rarefy::sm90

@@ -58,6 +58,12 @@ struct FineGradientTimes {
   double columns(double share) const { return 30 + (.44 + 3.5 * share) * work; }
 };
 
+// A product of few tokens, which is reading W: at .8 of the memory's nominal rate, in a chain
+// (docs/design/hopper/decode.md).
+inline double reading_microseconds(std::int64_t bytes, const rarefy::Machine& machine) {
+  return 1.9 + 1e6 * static_cast<double>(bytes) / (.8 * machine.gpu.bandwidth);
+}
+
 inline Reason refuses_f32(const Problem& p) {
   if (p.in != DType::f32 || p.tf32) return {};
   return "multiplies f32 as tf32, where the call allows that";
@@ -65,6 +71,15 @@ inline Reason refuses_f32(const Problem& p) {
 
 inline Machine sm90_machine(const rarefy::Machine& machine) {
   return {machine.gpu.sms, static_cast<int>(machine.gpu.shared_memory)};
+}
+
+// What the candidate of this config is predicted to take; 0 if there is none.
+template <class Candidates, class ConfigOf>
+double microseconds_of(const Candidates& candidates, const Config& config, const ConfigOf& config_of) {
+  for (const auto& c : candidates) {
+    if (c.reason.empty() && config_of(c.config) == config) return c.microseconds;
+  }
+  return 0;
 }
 
 // StripConfig as the registry keeps it; `sms` are the thread blocks that the GPU runs at once.

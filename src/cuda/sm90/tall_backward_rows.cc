@@ -51,6 +51,12 @@ std::vector<Config> grad_input_candidates(const Problem& p, const rarefy::Machin
   return list;
 }
 
+double input_microseconds(const Problem& p, const Config& config, const rarefy::Machine& machine) {
+  return microseconds_of(
+      tall_input_candidates(input_problem(p), machine.gpu.sms, static_cast<int>(machine.gpu.shared_memory)),
+      config, [&](const auto& c) { return to_config(input_choice(c, machine)); });
+}
+
 std::int64_t input_prepared_size(const Problem& p, const Config& /*config*/) {
   return tall_input_words(input_problem(p)) * static_cast<std::int64_t>(sizeof(std::int32_t));
 }
@@ -154,6 +160,7 @@ void add_tall_backward_rows(Registry& registry) {
                       .configure = configure_grad_input,
                       .fields = TallInputChoice::kFields,
                       .candidates = grad_input_candidates,
+                      .microseconds = input_microseconds,
                       .unheld = Unheld::made,
                       .prepared_size = input_prepared_size,
                       .prepare = prepare_grad_input});

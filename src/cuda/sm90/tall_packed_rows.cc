@@ -98,6 +98,14 @@ Status check_packed(const Problem& p, const Config& config) {
   return check_choice(p.op, packed_problem(p, columns_of(p)), from_config<TallChoice>(config));
 }
 
+double run_microseconds(const Problem& p, const Config& config, const rarefy::Machine& /*machine*/) {
+  if (!check_packed(p, config).ok()) return 0;
+  const TallColumns columns = columns_of(p);
+  const auto choice = from_config<TallChoice>(config);
+  return predicted_microseconds(packed_problem(p, columns, columns.expected()), choice.config(),
+                                static_cast<int>(choice.sms));
+}
+
 int sms_of(const Config& config) { return static_cast<int>(from_config<TallChoice>(config).sms); }
 
 std::int64_t packed_workspace(const Problem& p, const Config& config) {
@@ -166,6 +174,7 @@ Kernel packed(Op op, std::string_view name) {
           .configure = configure_packed,
           .fields = TallChoice::kFields,
           .workspace = packed_workspace,
+          .microseconds = run_microseconds,
           .variant = [](const Problem& /*problem*/,
                         const Config& config) { return from_config<TallChoice>(config).rows; },
           .prepared_size = packed_prepared_size,
@@ -196,6 +205,10 @@ Reason yields_input(const Problem& p, const rarefy::Machine& machine) {
     return reason;
   Reason reason = yields_to(mine, union_microseconds(p, sm90), "unions");
   return reason.empty() ? yields_to_whole(p, machine, mine) : reason;
+}
+
+double input_microseconds(const Problem& p, const Config& /*config*/, const rarefy::Machine& machine) {
+  return best_input(expected_input(p, p.tokens), machine).microseconds;
 }
 
 Config configure_input(const Problem& p, const rarefy::Machine& machine) {
@@ -276,13 +289,21 @@ Reason supports_gradient(const Problem& p, const rarefy::Machine& machine) {
   return unsupported(gradient_problem(p, columns));
 }
 
+double expected_share(const Problem& p) {  // of W, that columns hold
+  const TallColumns columns = columns_of(p);
+  const double all = static_cast<double>(columns.groups * p.weight.shape.cols);
+  return all == 0 ? 0 : static_cast<double>(columns.expected()) / all;
+}
+
+double gradient_microseconds(const Problem& p, const Config& /*config*/, const rarefy::Machine& /*machine*/) {
+  return FineGradientTimes(p.weight.shape, p.tokens).columns(expected_share(p));
+}
+
 Reason yields_gradient(const Problem& p, const rarefy::Machine& machine) {
   const BsrShape& s = p.weight.shape;
   if (s.block_rows % 16 == 0 && s.block_cols % 16 == 0)
     return "leaves blocks of 16 to kernels with tiles of them";
-  const TallColumns columns = columns_of(p);
-  const double all = static_cast<double>(columns.groups * s.cols),
-               share = all == 0 ? 0 : static_cast<double>(columns.expected()) / all;
+  const double share = expected_share(p);
   const FineGradientTimes times(s, p.tokens), many(s, kManyTokens);
   const double mine = times.columns(share), plain = times.plain();
   if (mine > plain) return cat("takes ", mine, " us, a plain kernel ", plain);
@@ -364,6 +385,7 @@ void add_tall_packed_rows(Registry& registry) {
                       .yields = yields_input,
                       .configure = configure_input,
                       .fields = TallInputChoice::kFields,
+                      .microseconds = input_microseconds,
                       .prepared_size = input_prepared_size,
                       .prepare = prepare_input,
                       .packed_size = input_packed_size,
@@ -380,6 +402,7 @@ void add_tall_packed_rows(Registry& registry) {
                       .configure = configure_gradient,
                       .fields = TallGradientChoice::kFields,
                       .workspace = gradient_workspace,
+                      .microseconds = gradient_microseconds,
                       .unheld = Unheld::made,
                       .prepared_size = gradient_prepared_size,
                       .prepare = prepare_gradient});

@@ -33,6 +33,12 @@ Status check_tall(const Problem& p, const Config& config) {
   return check_choice(p.op, tall_problem(p), from_config<TallChoice>(config));
 }
 
+double tall_microseconds(const Problem& p, const Config& config, const rarefy::Machine& /*machine*/) {
+  if (!check_tall(p, config).ok()) return 0;
+  const auto choice = from_config<TallChoice>(config);
+  return predicted_microseconds(tall_problem(p), choice.config(), static_cast<int>(choice.sms));
+}
+
 int tall_sms(const Config& config) { return static_cast<int>(from_config<TallChoice>(config).sms); }
 
 std::int64_t tall_workspace(const Problem& p, const Config& config) {
@@ -170,6 +176,7 @@ void add_tall_rows(Registry& registry) {
                       .configure = configure_tall,
                       .fields = TallChoice::kFields,
                       .workspace = tall_workspace,
+                      .microseconds = tall_microseconds,
                       .variant = variant,
                       .prepared_size = tall_prepared_size,
                       .prepare = prepare_tall});

@@ -50,6 +50,15 @@ std::vector<Config> candidates(const Problem& p, const rarefy::Machine& machine)
   return all;
 }
 
+double microseconds(const Problem& p, const Config& config, const rarefy::Machine& machine) {
+  return microseconds_of(whole_candidates(whole_problem(p), machine.gpu.sms), config,
+                         [&](const WholeConfig& c) { return to_config(choice_of(c, machine)); });
+}
+
+double gradient_microseconds(const Problem& p, const Config& /*config*/, const rarefy::Machine& machine) {
+  return whole_gradient_microseconds(p, machine);
+}
+
 std::int64_t packed_size(const Problem& p, const Config& /*config*/) {
   return WholeWeight(whole_problem(p)).bytes();
 }
@@ -151,6 +160,7 @@ Kernel whole(Op op, std::string_view name) {
           .configure = configure,
           .fields = WholeChoice::kFields,
           .candidates = candidates,
+          .microseconds = microseconds,
           .derives_as = "sm90_whole",
           .packed_size = packed_size,
           .pack = pack_whole};
@@ -170,7 +180,8 @@ void add_whole_rows(Registry& registry) {
                       .yields = yields_gradient,
                       .configure = configure_gradient,
                       .fields = WholeChoice::kFields,
-                      .workspace = gradient_workspace});
+                      .workspace = gradient_workspace,
+                      .microseconds = gradient_microseconds});
 }
 
 }  // namespace rarefy::sm90
