@@ -121,7 +121,9 @@ TEST(Sm90Predicted, NothingIsSaidOfConfigsThatNameNothing) {
         other.value[field] = value;
         const double us = kernel.microseconds(p, other, hopper());
         EXPECT_TRUE(us >= 0 && std::isfinite(us)) << kernel.name << ' ' << kernel.fields[field];
-        if (kernel.fields[field] == "sms") EXPECT_EQ(us, 0) << kernel.name;
+        if (kernel.fields[field] == "sms") {
+          EXPECT_EQ(us, 0) << kernel.name;
+        }
       }
     }
   }
