@@ -70,7 +70,7 @@ struct Measured {
 };
 
 // An H200, bench/results/nvidia-h200-132-cores/2026-11-28-31389d4-reached.csv. All 454 rows of that file
-// which kernels say something about: the speedup is off by 7.7 % in the median, a quarter by more than 14.
+// which kernels say something about: the speedup is off by 7.3 % in the median, a quarter by more than 13.
 TEST(Sm90Predicted, TimesAreThoseMeasured) {
   for (const Measured& m : {Measured{Op::linear, 8192, 4096, 4096, 128, 128, 0.5, 182.3, 323.9},
                             {Op::linear, 8192, 4096, 4096, 64, 64, 0.25, 125.3, 379.8},

@@ -102,8 +102,8 @@ double run_microseconds(const Problem& p, const Config& config, const rarefy::Ma
   if (!check_packed(p, config).ok()) return 0;
   const TallColumns columns = columns_of(p);
   const auto choice = from_config<TallChoice>(config);
-  return predicted_microseconds(packed_problem(p, columns, columns.expected()), choice.config(),
-                                static_cast<int>(choice.sms));
+  return in_a_chain(predicted_microseconds(packed_problem(p, columns, columns.expected()), choice.config(),
+                                           static_cast<int>(choice.sms)));
 }
 
 int sms_of(const Config& config) { return static_cast<int>(from_config<TallChoice>(config).sms); }
@@ -208,7 +208,7 @@ Reason yields_input(const Problem& p, const rarefy::Machine& machine) {
 }
 
 double input_microseconds(const Problem& p, const Config& /*config*/, const rarefy::Machine& machine) {
-  return best_input(expected_input(p, p.tokens), machine).microseconds;
+  return in_a_chain(best_input(expected_input(p, p.tokens), machine).microseconds);
 }
 
 Config configure_input(const Problem& p, const rarefy::Machine& machine) {
@@ -296,7 +296,7 @@ double expected_share(const Problem& p) {  // of W, that columns hold
 }
 
 double gradient_microseconds(const Problem& p, const Config& /*config*/, const rarefy::Machine& /*machine*/) {
-  return FineGradientTimes(p.weight.shape, p.tokens).columns(expected_share(p));
+  return in_a_chain(FineGradientTimes(p.weight.shape, p.tokens).columns(expected_share(p)));
 }
 
 Reason yields_gradient(const Problem& p, const rarefy::Machine& machine) {

@@ -36,7 +36,7 @@ Status check_tall(const Problem& p, const Config& config) {
 double tall_microseconds(const Problem& p, const Config& config, const rarefy::Machine& /*machine*/) {
   if (!check_tall(p, config).ok()) return 0;
   const auto choice = from_config<TallChoice>(config);
-  return predicted_microseconds(tall_problem(p), choice.config(), static_cast<int>(choice.sms));
+  return in_a_chain(predicted_microseconds(tall_problem(p), choice.config(), static_cast<int>(choice.sms)));
 }
 
 int tall_sms(const Config& config) { return static_cast<int>(from_config<TallChoice>(config).sms); }

@@ -56,7 +56,7 @@ double microseconds(const Problem& p, const Config& config, const rarefy::Machin
 }
 
 double gradient_microseconds(const Problem& p, const Config& /*config*/, const rarefy::Machine& machine) {
-  return whole_gradient_microseconds(p, machine);
+  return in_a_chain(whole_gradient_microseconds(p, machine));
 }
 
 std::int64_t packed_size(const Problem& p, const Config& /*config*/) {
