@@ -8,7 +8,6 @@
 namespace rarefy::sm90 {
 namespace {
 
-constexpr int kThreads = 256;
 constexpr int kSpanValues = 8192;  // that a thread block packs, about
 constexpr int kMostEntries = 8192;
 
@@ -19,14 +18,14 @@ struct PackParams {
   std::int64_t pitch;  // elements between packed rows, or columns
 };
 
-// t / of and t % of for t = threadIdx.x, and then each time kThreads further, without dividing again.
+// t / of and t % of for t = threadIdx.x, and then each time kPlaceThreads further, without dividing again.
 struct Pieces {
   int of, major, minor;
   __device__ explicit Pieces(int its)
       : of(its), major(static_cast<int>(threadIdx.x) / its), minor(static_cast<int>(threadIdx.x) % its) {}
   __device__ void next() {
-    major += kThreads / of;
-    minor += kThreads % of;
+    major += kPlaceThreads / of;
+    minor += kPlaceThreads % of;
     if (minor >= of) ++major, minor -= of;
   }
 };
@@ -52,16 +51,16 @@ enum class Packed { by_column, by_row, by_row_single };  // how 16 bytes lie in 
 // blockIdx: a block row, and a span of W's columns. First the stored block of each of the span's block
 // columns is looked up, once for all of the block's rows.
 template <Packed kHow>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kPlaceThreads)
     pack_kernel(const PackParams p, const std::uint16_t* values, std::uint16_t* packed) {
   extern __shared__ int entries[];  // -1: not stored
   const int self = static_cast<int>(threadIdx.x), block_row = static_cast<int>(blockIdx.x);
   const int first = static_cast<int>(blockIdx.y) * p.span, end = min(first + p.span, p.cols);
   const int first_block = first / p.block_cols, blocks = (end - 1) / p.block_cols - first_block + 1;
-  for (int i = self; i < blocks; i += kThreads) entries[i] = -1;
+  for (int i = self; i < blocks; i += kPlaceThreads) entries[i] = -1;
   __syncthreads();
   const int stop = p.index.offsets[block_row + 1];
-  for (int i = p.index.offsets[block_row] + self; i < stop; i += kThreads) {
+  for (int i = p.index.offsets[block_row] + self; i < stop; i += kPlaceThreads) {
     const int at = p.index.others[i] - first_block;
     if (at >= 0 && at < blocks) entries[at] = i;
   }
@@ -111,7 +110,7 @@ template <Packed kHow>
 cudaError_t run(const PackParams& p, const void* values, void* packed, cudaStream_t stream) {
   const auto up = [](int a, int b) { return static_cast<unsigned>((a + b - 1) / b); };
   const std::size_t shared = (static_cast<std::size_t>(p.span) / p.block_cols + 2) * sizeof(int);
-  pack_kernel<kHow><<<dim3(up(p.rows, p.block_rows), up(p.cols, p.span)), kThreads, shared, stream>>>(
+  pack_kernel<kHow><<<dim3(up(p.rows, p.block_rows), up(p.cols, p.span)), kPlaceThreads, shared, stream>>>(
       p, static_cast<const std::uint16_t*>(values), static_cast<std::uint16_t*>(packed));
   return cudaGetLastError();
 }
