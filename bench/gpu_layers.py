@@ -28,6 +28,11 @@ OPS = torch.ops.rarefy
 
 def graph_ms(call: Callable[[], object], rounds: int = 20) -> float:
     """Median time of a call's kernels, replayed as a CUDA graph."""
+    return statistics.median(graph_times(call, rounds))
+
+
+def graph_times(call: Callable[[], object], rounds: int) -> list[float]:
+    """Milliseconds of a call's kernels, replayed as a CUDA graph."""
     for _ in range(3):
         call()
     torch.cuda.synchronize()
@@ -42,7 +47,7 @@ def graph_ms(call: Callable[[], object], rounds: int = 20) -> float:
         end.record()
         torch.cuda.synchronize()
         times.append(start.elapsed_time(end))
-    return statistics.median(times)
+    return times
 
 
 def host_us(call: Callable[[], object], calls: int = 200) -> float:

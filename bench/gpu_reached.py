@@ -8,12 +8,14 @@ call's share of it; dense (cuBLAS) before and after, the mean of both. Efficienc
 ours. Shapes other than 8192 × 4096 → 4096 may be 15 points below what is required, or take 10 µs longer than
 that asks for, whichever is looser. Up to 16 tokens three weights take turns, so that none stays in L2; their
 figure is the bytes of W and index over time, of what a copy of 1 GB reads and writes. Results are checked
-before they are timed.
+before they are timed. spread: between the quartiles of seven such graphs, in parts of their median; clock and
+power are nvidia-smi's.
 """
 
 from __future__ import annotations
 
 import argparse
+import statistics
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -23,7 +25,8 @@ import torch
 from torch import Tensor
 
 import rarefy
-from gpu_layers import DTYPE, OPS, check, graph_ms
+from gpu_clocks import Clocks
+from gpu_layers import DTYPE, OPS, check, graph_times
 from rarefy.weight import BsrWeight
 from rows import write_csv
 from run import git_commit
@@ -44,7 +47,8 @@ BY_TOKEN = (1.25, 2.2, 3.8)  # × dense, 128×1
 DECODE = ((4096, 14336), (14336, 4096))
 COPY = 75  # % of its bandwidth, with up to 16 tokens
 LESS, MORE_US = 15, 10  # points, or µs, that shapes beside MAIN may be behind
-COLUMNS = ("case", "unit", "reached", "required", "verdict", "sparse_us", "dense_us")
+COLUMNS = ("case", "unit", "reached", "required", "verdict", "sparse_us", "dense_us", "spread", "sm_mhz",
+           "watts")  # fmt: skip
 
 
 class Row(NamedTuple):
@@ -61,8 +65,15 @@ class Row(NamedTuple):
     bytes: float = 0
 
 
-def microseconds(call: Call, total: float = 2000) -> float:
-    """Of a call among as many as take about `total`, in a graph; the median of seven."""
+class Time(NamedTuple):
+    """Microseconds of a call: the median of some, and what lies between their quartiles, in parts of it."""
+
+    us: float
+    spread: float
+
+
+def microseconds(call: Call, total: float = 2000) -> Time:
+    """Of a call among as many as take about `total`, in a graph; of seven such."""
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     for _ in range(3):
         call()
@@ -77,7 +88,8 @@ def microseconds(call: Call, total: float = 2000) -> float:
         for _ in range(count):
             call()
 
-    return graph_ms(chain, 7) * 1e3 / count
+    first, median, third = statistics.quantiles(graph_times(chain, 7), n=4, method="inclusive")
+    return Time(median * 1e3 / count, (third - first) / median)
 
 
 def weight_of(k: int, n: int, block: tuple[int, int], density: float) -> BsrWeight:
@@ -181,13 +193,15 @@ def copy_bandwidth() -> float:
     """Bytes read and written in a microsecond."""
     source = torch.empty(1 << 30, dtype=torch.uint8, device="cuda")
     target = torch.empty_like(source)
-    return 2 * source.numel() / microseconds(lambda: target.copy_(source))
+    return 2 * source.numel() / microseconds(lambda: target.copy_(source)).us
 
 
-def measure(row: Row, bandwidth: float) -> dict[str, object]:
-    """A row of the file."""
-    before, sparse, after = (microseconds(call) / row.calls for call in (row.dense, row.sparse, row.dense))
-    dense_us = (before + after) / 2
+def measure(row: Row, bandwidth: float, clocks: Clocks) -> dict[str, object]:
+    """A row of the file; clock and power are those of its three measurements together."""
+    begin = time.perf_counter()
+    before, ours, after = (microseconds(call) for call in (row.dense, row.sparse, row.dense))
+    dense_us, sparse = (before.us + after.us) / 2 / row.calls, ours.us / row.calls
+    state = clocks.since(begin)
     if row.unit == "%":
         work = 100 * row.density * dense_us
         reached, allowed = work / sparse, work / row.required
@@ -198,7 +212,8 @@ def measure(row: Row, bandwidth: float) -> dict[str, object]:
     else:
         reached, allowed = 100 * row.bytes / sparse / bandwidth, 100 * row.bytes / row.required / bandwidth
     verdict = "" if sparse <= allowed else "short"
-    figures = f"{reached:.3g}", f"{row.required:g}", verdict, f"{sparse:.1f}", f"{dense_us:.1f}"
+    around = (f"{ours.spread:.3f}", *(f"{value:.0f}" for value in state or ()), "", "")[:3]
+    figures = f"{reached:.3g}", f"{row.required:g}", verdict, f"{sparse:.1f}", f"{dense_us:.1f}", *around
     return dict(zip(COLUMNS, (row.case, row.unit, *figures), strict=True))
 
 
@@ -213,11 +228,11 @@ def main() -> None:
     name = torch.cuda.get_device_name()
     print(f"{name}, {git_commit()}, torch {torch.__version__}; a copy: {bandwidth / 1e6:.2f} TB/s")
     found = []
-    with torch.no_grad():
+    with torch.no_grad(), Clocks() as clocks:
         for row in all_rows():
             if args.only not in row.case:
                 continue
-            found.append(measure(row, bandwidth))
+            found.append(measure(row, bandwidth, clocks))
             case, unit, reached, required, verdict, *_ = found[-1].values()
             print(f"{case:52} {reached:>6} {unit:12} required {required:5} {verdict}", flush=True)
     print(f"{sum(row['verdict'] == '' for row in found)} of {len(found)} rows reach what is required")

@@ -6,6 +6,7 @@ import csv
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,6 +18,8 @@ import rarefy
 BENCH = Path(__file__).resolve().parents[2] / "bench"
 sys.path.insert(0, str(BENCH))
 
+import gpu_clocks  # noqa: E402
+import gpu_reached  # noqa: E402
 import overhead  # noqa: E402
 import reached  # noqa: E402
 import rivals  # noqa: E402
@@ -228,3 +231,37 @@ def test_a_rival_that_is_wrong_is_not_timed(monkeypatch):
     monkeypatch.setattr(rivals, "mkl", lambda p: (lambda: None, lambda: torch.zeros(p.m, p.n)))
     with pytest.raises(RuntimeError, match="mkl must agree with dense; got 1"):
         rivals.contestants(rivals.Problem("8x64x96", "4x1", 0.5, "f32"), None)
+
+
+def test_clocks_are_read_while_something_runs(tmp_path, monkeypatch):
+    smi = tmp_path / "nvidia-smi"
+    smi.write_text(
+        "#!/bin/sh\necho [N/A], [N/A]\n"
+        "for i in 1 2 3; do echo 1755, 690.5; echo 1500, 500; done\nexec sleep 60\n"
+    )
+    smi.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    begin = time.perf_counter()
+    with gpu_clocks.Clocks() as clocks:
+        while clocks.since(begin) is None or len(clocks._samples) < 6:
+            assert time.perf_counter() < begin + 30
+            time.sleep(0.01)
+        assert clocks.since(begin) == gpu_clocks.Sample(1627.5, 595.25)
+        assert clocks.since(time.perf_counter()) is None
+    assert clocks._process.returncode is not None
+
+
+def test_without_nvidia_smi_there_are_no_clocks(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with gpu_clocks.Clocks() as clocks:
+        assert clocks.since(0) is None
+
+
+def test_a_row_of_the_gpu_has_clocks_and_spread(monkeypatch):
+    times = iter((gpu_reached.Time(100, 0.01), gpu_reached.Time(80, 0.02), gpu_reached.Time(120, 0.01)) * 2)
+    monkeypatch.setattr(gpu_reached, "microseconds", lambda _call: next(times))
+    row = gpu_reached.Row("linear 8x8x8", "%", 70, lambda: None, lambda: None, density=0.5)
+    for state, said in ((gpu_clocks.Sample(1755.4, 690.6), ("1755", "691")), (None, ("", ""))):
+        found = gpu_reached.measure(row, 1.0, SimpleNamespace(since=lambda _begin, its=state: its))
+        assert (found["reached"], found["verdict"], found["spread"]) == ("68.8", "short", "0.020")
+        assert (found["sm_mhz"], found["watts"]) == said
