@@ -52,7 +52,7 @@ void few_slices(FewRow& row, int first) {
   constexpr bool kParts = kSpread != Spread::whole;
   constexpr std::int64_t kBytes = bytes_of(kStorage);
   constexpr bool kInTurn = kParts && Sets == 2 && 2 * Slices * Tokens > I::kRegisters / 2;
-  Vec<I> sum[kInTurn ? 1 : Sets][Slices][Tokens];
+  Vec<I> sum[1 + (kInTurn ? 0 : Sets - 1)][Slices][Tokens];
   const auto each = [&](auto f) {
 #pragma GCC unroll 16
     for (int s = 0; s < Slices; ++s) {
