@@ -291,7 +291,7 @@ Reason supports_gradient(const Problem& p, const rarefy::Machine& machine) {
 
 double expected_share(const Problem& p) {  // of W, that columns hold
   const TallColumns columns = columns_of(p);
-  const double all = static_cast<double>(columns.groups * p.weight.shape.cols);
+  const auto all = static_cast<double>(columns.groups * p.weight.shape.cols);
   return all == 0 ? 0 : static_cast<double>(columns.expected()) / all;
 }
 
