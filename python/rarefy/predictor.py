@@ -43,7 +43,7 @@ _SHAPES = ((768, 768), (384, 1536), (2048, 1024))
 _DENSITIES, _RARER = (0.1, 0.5), (0.02, 0.005)
 _TOKENS = {True: (1, 4), False: (8, 64, 120, 512)}  # 120 leave lanes empty
 _LEAST = 9  # points
-_SECONDS = 0.015  # for a single measurement
+_SECONDS = 0.012  # for a single measurement
 _PATIENCE = 8  # times as long while threads wait for a processor: five calls of two threads may all be late
 _FORMAT = 2  # of the file
 
