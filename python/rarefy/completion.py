@@ -7,7 +7,7 @@ import argparse
 # What each command takes; a test holds it against their --help.
 WORDS = {
     "": "--json --block --help advise convert report bench completion",
-    "advise": "--shape --tokens --density --dtype --threads --json --help",
+    "advise": "--shape --tokens --density --dtype --device --threads --json --help",
     "convert": "--spec --explain --help",
     "report": "--spec --tokens --json --html --help",
     "bench": "--spec --tokens --json --html --help",
