@@ -56,6 +56,11 @@ TEST_F(Sm90WholeTest, EveryConfigurationMatchesHost) {
   check_products({2500, 1544, 264, 64, 1, 0.3, DType::f16, true, 0}, kernels({128, 1}));
 }
 
+TEST_F(Sm90WholeTest, RowsThatSeveralThreadBlocksPackMatchHost) {
+  for (const auto& [r, c] : {std::pair<std::int64_t, std::int64_t>{1, 1}, {1, 16}, {3, 5}, {16, 1}, {8, 8}})
+    check_products({40, 48, 17000, r, c, 0.05, DType::bf16, true, 8}, kernels({256, 1}));
+}
+
 // Tiles of 248 tokens: one of 33 wide, none, most; tokens that end within the last one.
 TEST_F(Sm90WholeTest, NarrowTilesMatchHost) {
   for (const std::int64_t tokens : {8192, 7936, 8189, 16384 + 100}) {
