@@ -128,8 +128,10 @@ cudaError_t pack(const Product& problem, const ProductIndex& by_row, const void*
   }
   const auto n = [](std::int64_t x) { return static_cast<int>(x); };
   PackParams p{by_row, n(problem.rows), n(problem.cols), n(problem.block_rows), n(problem.block_cols)};
-  const std::int64_t most = std::min(kMostEntries * problem.block_cols, (problem.cols + 7) / 8 * 8);
-  p.span = n(std::clamp(kSpanValues / problem.block_rows / 8 * 8, std::int64_t{8}, most));
+  // Spans are blockIdx.y, of which there are 65,535 at most.
+  const std::int64_t least = (problem.cols / 65535 + 8) / 8 * 8,
+                     most = std::min(kMostEntries * problem.block_cols, (problem.cols + 7) / 8 * 8);
+  p.span = n(std::clamp(kSpanValues / problem.block_rows / 8 * 8, std::min(least, most), most));
   p.pitch = w.pitch;
   if (w.by_column) return run<Packed::by_column>(p, values, packed, stream);
   return w.in_pieces(problem) ? run<Packed::by_row>(p, values, packed, stream)
