@@ -59,6 +59,8 @@ TEST_F(Sm90WholeTest, EveryConfigurationMatchesHost) {
 TEST_F(Sm90WholeTest, RowsThatSeveralThreadBlocksPackMatchHost) {
   for (const auto& [r, c] : {std::pair<std::int64_t, std::int64_t>{1, 1}, {1, 16}, {3, 5}, {16, 1}, {8, 8}})
     check_products({40, 48, 17000, r, c, 0.05, DType::bf16, true, 8}, kernels({256, 1}));
+  check_products({40, 72, 27008, 3, 9001, 0.3, DType::bf16, true, 8}, kernels({256, 1}));
+  check_products({40, 2304, 72, 1100, 3, 0.3, DType::f16, true, 8}, kernels({256, 1}));  // of a block, too
 }
 
 // Tiles of 248 tokens: one of 33 wide, none, most; tokens that end within the last one.
@@ -205,12 +207,13 @@ TEST(Whole, ChoosesWhatItCanRun) {
 // Values of single columns stay side by side; both products take either order.
 TEST(Whole, WhatIsPackedIsOfTheWeightAlone) {
   for (const auto& [r, c, by_column] : {std::tuple{64, 1, true},
-                                        {64, 4, true},
+                                        {64, 4, false},
+                                        {12, 1, false},
                                         {8, 8, false},
                                         {1, 1, false},
                                         {32, 8, false},
                                         {1, 16, false},
-                                        {5, 3, true}}) {
+                                        {5, 3, false}}) {
     const sm90::WholeWeight w(problem_of(100, 1000, 200, r, c)), input(problem_of(7, 1000, 200, r, c, true));
     EXPECT_EQ(w.by_column, by_column) << r << 'x' << c;
     EXPECT_EQ(w.bytes(), by_column ? 200 * 1024 * 2 : 1000 * 256 * 2);

@@ -92,7 +92,7 @@ inline constexpr int kTallTiles = 4;  // known ahead
 
 struct TallState {
   RingState ring;
-  int4 tile[kTallTiles];  // its steps (-1: there are no more), group, token tile
+  int4 tile[kTallTiles];  // its steps (-1: there are no more), group, token tile, products of its last step
   // Barriers, in pairs: it is there, nobody reads it any more.
   alignas(8) u64 tile_full[kTallTiles], tile_empty[kTallTiles];
 };
@@ -143,7 +143,9 @@ struct TallWarps {
       const typename Walk::Tile t = next_tile;
       const int first_row = t.group * kRows % p.block_rows, token = t.token_tile * kTokens;
       // A tile without columns is a step of zeros.
-      put_tile({max(1, (t.end - t.first + kColumns - 1) / kColumns), t.group, t.token_tile, 0});
+      const int columns_of_last = max(1, (t.end - t.first - 1) % kColumns + 1);
+      put_tile({max(1, (t.end - t.first + kColumns - 1) / kColumns), t.group, t.token_tile,
+                (columns_of_last + 15) / 16});
       const bool tokens_end = token + kTokens > p.tokens;
       const char* x = hidden(reinterpret_cast<const char*>(static_cast<const T*>(p.x) + token) + lane * 16);
       int column = next;
@@ -177,11 +179,13 @@ struct TallWarps {
         for (int k = 0; k < kMine; ++k) columns[k] = column_of(x, max(0, __shfl_sync(~0u, column, k)));
         wait(empty + at.slot * 8, at.parity);
         if (warp == 0 && lane == 0) arrive(barrier);
-        load_last_weights(to + Shape::kXBytes, first_row, step, t.end, warp, lane);
-        if (!tokens_end) {
-          gather<true, false>(to, columns, t.end - step - kMine * warp, token, warp, lane);
-        } else {
-          gather<true, true>(to, columns, t.end - step - kMine * warp, token, warp, lane);
+        if (kMine * warp < (columns_of_last + 15) / 16 * 16) {  // what is multiplied
+          load_last_weights(to + Shape::kXBytes, first_row, step, t.end, warp, lane);
+          if (!tokens_end) {
+            gather<true, false>(to, columns, t.end - step - kMine * warp, token, warp, lane);
+          } else {
+            gather<true, true>(to, columns, t.end - step - kMine * warp, token, warp, lane);
+          }
         }
         arrive_after_copies(uniform(barrier));
         at.next(p.slots);
@@ -251,19 +255,20 @@ struct TallWarps {
     const u32 my_rows = kRows == 128 ? group : 0, my_tokens = kRows == 128 ? 0 : group;
     Turn at;
     Turn tiles;
-    int next_steps, next_feature, next_token;  // of the tile to come
+    int next_steps, next_feature, next_token, next_last;  // of the tile to come
     const auto read_tile = [&] {
       wait(shared_address(&state.tile_full[tiles.slot]), tiles.parity);
       const int4 tile = state.tile[tiles.slot];
       next_steps = uniform(tile.x);
       next_feature = uniform(tile.y) * kRows + static_cast<int>(my_rows) * 64;
       next_token = uniform(tile.z) * kTokens + static_cast<int>(my_tokens) * Shape::kMine;
+      next_last = uniform(tile.w);
       arrive(shared_address(&state.tile_empty[tiles.slot]));  // each lane for what it read
       tiles.next(kTallTiles);
     };
     read_tile();
     while (next_steps >= 0) {
-      const int steps = next_steps, feature = next_feature, token = next_token;
+      const int steps = next_steps, feature = next_feature, token = next_token, last = next_last;
       T biases[2] = {};
       if (p.bias != nullptr) {
         const int row = feature + 16 * out.warp + out.lane / 4;
@@ -290,7 +295,7 @@ struct TallWarps {
         __syncwarp();
         if (out.lane == 0) arrive(empty(before));
       };
-      for (int step = 0; step < steps; ++step) {
+      const auto multiply_step = [&]<u32 kProducts>(int step) {
         const u32 from = slots + at.slot * Shape::kSlotBytes;
         wait(full(at.slot), at.parity);
         fence_async();  // gathered by ordinary copies
@@ -298,7 +303,7 @@ struct TallWarps {
         const u64 b = operand(from + my_tokens * (Shape::kMine / 64) * kPanelBytes, kPanelBytes);
         wgmma_fence();
 #pragma unroll
-        for (u32 k = 0; k < kColumns / 16; ++k) {
+        for (u32 k = 0; k < kProducts; ++k) {
           wgmma<T, Major::mn, Major::mn>(d[0], a + k * kNext16<Major::mn>, b + k * kNext16<Major::mn>,
                                          step + k > 0);
         }
@@ -307,6 +312,17 @@ struct TallWarps {
         if (step > 0) release();
         before = at.slot;
         at.next(p.slots);
+      };
+      for (int step = 0; step < steps - 1; ++step) multiply_step.template operator()<kColumns / 16>(step);
+      const int products = uniform(last);
+      if (products == 1) {
+        multiply_step.template operator()<1>(steps - 1);
+      } else if (kColumns == 32 || products == 2) {
+        multiply_step.template operator()<2>(steps - 1);
+      } else if (products == 3) {
+        multiply_step.template operator()<3>(steps - 1);
+      } else {
+        multiply_step.template operator()<4>(steps - 1);
       }
       wgmma_wait<0>();
       release();

@@ -30,7 +30,8 @@ std::int64_t most_more(std::int64_t tokens) {
 }  // namespace
 
 WholeGradient::WholeGradient(const Product& p)
-    : lies(p), operand(p.tokens, lies.by_column ? p.x_stride : p.y_stride) {
+    : lies(p, p.block_cols % 8 != 0 && p.block_rows > p.block_cols),
+      operand(p.tokens, lies.by_column ? p.x_stride : p.y_stride) {
   product.dtype = p.dtype;
   product.tokens = lies.lines;
   product.rows = lies.by_column ? p.rows : p.cols;

@@ -42,13 +42,14 @@ struct WholeCandidate {
   std::string reason;       // why not; empty if it can run
 };
 
-// How W lies packed: by row, or by column where blocks are rather high than wide, so that values of single
-// columns stay side by side. Every product takes either.
+// How W lies packed: by row, or by column where blocks are columns of a multiple of 8 weights, which stay
+// side by side so. Every product takes either.
 struct WholeWeight {
   bool by_column;
   std::int64_t lines, pitch;  // elements between rows, or columns
-  explicit WholeWeight(const Product& p)
-      : by_column(p.block_cols % 8 != 0 && p.block_rows > p.block_cols),
+  explicit WholeWeight(const Product& p) : WholeWeight(p, p.block_cols == 1 && p.block_rows % 8 == 0) {}
+  WholeWeight(const Product& p, bool its_by_column)
+      : by_column(its_by_column),
         lines(by_column ? p.cols : p.rows),
         pitch(((by_column ? p.rows : p.cols) + 63) / 64 * 64) {}
   // A gradient's operand, which is there: `rows` tokens, so far apart.
@@ -61,7 +62,7 @@ struct WholeWeight {
 };
 
 // All of W's gradient as such a product over the tokens of two matrices that lie along their features: dYᵀ X,
-// or Xᵀ dY, so that it lies as the weight would.
+// or Xᵀ dY, which lies by column, where blocks are rather high than wide.
 struct WholeGradient {
   WholeWeight lies;
   WholeProblem product;

@@ -8,13 +8,15 @@
 namespace rarefy::sm90 {
 namespace {
 
-constexpr int kSpanValues = 8192;  // that a thread block packs, about
+constexpr int kSpanValues = 8192;     // that a thread block packs, about
+constexpr int kStagedValues = 16384;  // that it puts to their places in shared memory
 constexpr int kMostEntries = 8192;
 
 struct PackParams {
   ProductIndex index;
   int rows, cols, block_rows, block_cols;
   int span;            // columns of a thread block
+  int most_rows;       // of a thread block, where values are staged
   std::int64_t pitch;  // elements between packed rows, or columns
 };
 
@@ -46,11 +48,11 @@ Product by_rows(Product p) {
   return p;
 }
 
-enum class Packed { by_column, by_row, by_row_single };  // how 16 bytes lie in blocks: side by side, or not
+enum class Pieces16 { of_columns, of_rows };  // where blocks have 16 bytes side by side that W has so, too
 
 // blockIdx: a block row, and a span of W's columns. First the stored block of each of the span's block
 // columns is looked up, once for all of the block's rows.
-template <Packed kHow>
+template <Pieces16 kOf>
 __global__ void __launch_bounds__(kPlaceThreads)
     pack_kernel(const PackParams p, const std::uint16_t* values, std::uint16_t* packed) {
   extern __shared__ int entries[];  // -1: not stored
@@ -78,7 +80,7 @@ __global__ void __launch_bounds__(kPlaceThreads)
   const auto write = [&](std::int64_t line, std::int64_t at, const uint4& piece) {
     *reinterpret_cast<uint4*>(packed + line * p.pitch + at) = piece;
   };
-  if constexpr (kHow == Packed::by_column) {
+  if constexpr (kOf == Pieces16::of_columns) {
 #pragma unroll 4
     for (Pieces t((rows + 7) / 8); t.major < end - first; t.next()) {
       write(first + t.major, row + t.minor * 8, piece_of(entries[t.major], t.minor * 8));
@@ -86,33 +88,97 @@ __global__ void __launch_bounds__(kPlaceThreads)
   } else {
 #pragma unroll 4
     for (Pieces t((end - first + 7) / 8); t.major < rows; t.next()) {
-      const int x = first + t.minor * 8;
-      int block = x / p.block_cols, column = x - block * p.block_cols;
-      block -= first_block;
-      uint4 piece{};
-      if constexpr (kHow == Packed::by_row) {
-        piece = piece_of(entries[block], t.major * p.block_cols + column);
-      } else {
-        auto* elements = reinterpret_cast<std::uint16_t*>(&piece);
-#pragma unroll
-        for (int i = 0; i < 8; ++i) {
-          const int entry = block < blocks ? entries[block] : -1;  // behind W's last column there is none
-          if (entry >= 0) elements[i] = __ldg(value_at(entry, t.major * p.block_cols + column));
-          if (++column == p.block_cols) column = 0, ++block;
-        }
-      }
-      write(row + t.major, x, piece);
+      const int x = first + t.minor * 8, block = x / p.block_cols;
+      write(row + t.major, x,
+            piece_of(entries[block - first_block], t.major * p.block_cols + x - block * p.block_cols));
     }
   }
 }
 
-template <Packed kHow>
-cudaError_t run(const PackParams& p, const void* values, void* packed, cudaStream_t stream) {
-  const auto up = [](int a, int b) { return static_cast<unsigned>((a + b - 1) / b); };
-  const std::size_t shared = (static_cast<std::size_t>(p.span) / p.block_cols + 2) * sizeof(int);
-  pack_kernel<kHow><<<dim3(up(p.rows, p.block_rows), up(p.cols, p.span)), kPlaceThreads, shared, stream>>>(
-      p, static_cast<const std::uint16_t*>(values), static_cast<std::uint16_t*>(packed));
-  return cudaGetLastError();
+// The number-th value of blocks of rows × columns; others are found without dividing again.
+struct ValueCursor {
+  int rows, columns, block = 0, row = 0, column;
+  __device__ ValueCursor(int its_rows, int its_columns, int number)
+      : rows(its_rows), columns(its_columns), column(number) {
+    row = column / columns, column -= row * columns;
+    block = row / rows, row -= block * rows;
+  }
+  __device__ void next(const ValueCursor& step) {
+    column += step.column, row += step.row, block += step.block;
+    if (column >= columns) column -= columns, ++row;
+    if (row >= rows) row -= rows, ++block;
+  }
+};
+
+// The stored blocks of a block row that may have one of these columns. By all threads.
+__device__ int2 blocks_within(const ProductIndex& index, int block_row, int block_cols, int first, int end) {
+  __shared__ int least, behind;
+  int begin = index.offsets[block_row], stop = index.offsets[block_row + 1];
+  if (gridDim.y == 1) return {begin, stop};
+  if (threadIdx.x == 0) least = stop, behind = begin;
+  __syncthreads();
+  const int all = stop;
+  stop = begin;
+  for (int i = begin + static_cast<int>(threadIdx.x); i < all; i += kPlaceThreads) {
+    const int x = index.others[i] * block_cols;
+    if (x + block_cols <= first || x >= end) continue;
+    if (stop == begin) atomicMin(&least, i);
+    stop = i + 1;
+  }
+  if (stop > begin) atomicMax(&behind, stop);
+  __syncthreads();
+  return {least, behind};
+}
+
+// Any other blocks, W by row: a thread block puts the values of its rows and columns to their places in
+// shared memory, and writes these. blockIdx.z: a share of a block's rows. Value: one of them, or as many as
+// lie side by side in a block; of whole ones all lengths are counted.
+template <class Value>
+__global__ void __launch_bounds__(kPlaceThreads)
+    stage_kernel(const PackParams p, const Value* values, std::uint16_t* packed) {
+  constexpr int kAtOnce = sizeof(Value) / 2, kBatch = 8;  // loads that are under way
+  extern __shared__ uint4 staged[];                       // rows of `span`
+  auto* const places = reinterpret_cast<Value*>(staged);
+  const int self = static_cast<int>(threadIdx.x), block_row = static_cast<int>(blockIdx.x);
+  const int first = static_cast<int>(blockIdx.y) * p.span, end = min(first + p.span, p.cols);
+  const int first_row = static_cast<int>(blockIdx.z) * p.most_rows;
+  const std::int64_t row = std::int64_t{block_row} * p.block_rows + first_row;
+  // Rows that blocks have here, and those of them that W has.
+  const int its_rows = min(p.most_rows, p.block_rows - first_row),
+            rows = static_cast<int>(min(std::int64_t{its_rows}, p.rows - row));
+  for (int i = self; i < its_rows * p.span / 8; i += kPlaceThreads) staged[i] = {};
+  const int2 blocks = blocks_within(p.index, block_row, p.block_cols, first, end);
+  __syncthreads();
+  const int columns = p.block_cols / kAtOnce, span = p.span / kAtOnce, from = first / kAtOnce,
+            width = (end - first + kAtOnce - 1) / kAtOnce;
+  ValueCursor at(its_rows, columns, self);
+  const ValueCursor step(its_rows, columns, kPlaceThreads);
+  const int count = (blocks.y - blocks.x) * its_rows * columns;
+  for (int all = self - self % 32; all < count; all += kBatch * kPlaceThreads) {  // the same for a warp
+    Value value[kBatch];
+    int place[kBatch];
+#pragma unroll
+    for (int i = 0; i < kBatch; ++i) {
+      const bool exists = blocks.x + at.block < blocks.y && at.row < rows;
+      const int block = exists ? blocks.x + at.block : blocks.x, its_row = exists ? at.row : 0;
+      const int x = p.index.others[block] * columns + at.column - from;
+      value[i] =
+          __ldg(values + (std::int64_t{block} * p.block_rows + first_row + its_row) * columns + at.column);
+      place[i] = exists && x >= 0 && x < width ? its_row * span + x : -1;
+      at.next(step);
+    }
+    __syncwarp();  // or ptxas stores each value before it loads the next one
+#pragma unroll
+    for (int i = 0; i < kBatch; ++i) {
+      if (place[i] >= 0) places[place[i]] = value[i];
+    }
+  }
+  __syncthreads();
+#pragma unroll 4
+  for (Pieces t((end - first + 7) / 8); t.major < rows; t.next()) {
+    *reinterpret_cast<uint4*>(packed + (row + t.major) * p.pitch + first + t.minor * 8) =
+        staged[t.major * (p.span / 8) + t.minor];
+  }
 }
 
 }  // namespace
@@ -121,26 +187,37 @@ cudaError_t pack(const Product& problem, const ProductIndex& by_row, const void*
                  cudaStream_t stream) {
   const WholeWeight w(problem);
   if (problem.rows == 0 || problem.cols == 0) return cudaSuccess;
-  if (problem.blocks == 0 || (w.by_column && !w.in_pieces(problem))) {  // 16 bytes of several block rows
-    const cudaError_t status = cudaMemsetAsync(packed, 0, static_cast<std::size_t>(w.bytes()), stream);
-    if (status != cudaSuccess || problem.blocks == 0) return status;
-    return scatter<std::uint16_t, false, 1>(by_rows(problem), by_row, values, WholePlace(w, packed), stream);
-  }
+  if (problem.blocks == 0) return cudaMemsetAsync(packed, 0, static_cast<std::size_t>(w.bytes()), stream);
   const auto n = [](std::int64_t x) { return static_cast<int>(x); };
+  const auto up = [](int a, int b) { return static_cast<unsigned>((a + b - 1) / b); };
   PackParams p{by_row, n(problem.rows), n(problem.cols), n(problem.block_rows), n(problem.block_cols)};
+  const bool stages = !w.in_pieces(problem);
+  const std::int64_t aim = stages ? kStagedValues : kSpanValues, all = (problem.cols + 7) / 8 * 8,
+                     most = stages ? kStagedValues : std::min(kMostEntries * problem.block_cols, all);
   // Spans are blockIdx.y, of which there are 65,535 at most.
-  const std::int64_t least = (problem.cols / 65535 + 8) / 8 * 8,
-                     most = std::min(kMostEntries * problem.block_cols, (problem.cols + 7) / 8 * 8);
-  p.span = n(std::clamp(kSpanValues / problem.block_rows / 8 * 8, std::min(least, most), most));
+  const std::int64_t least = (problem.cols / 65535 + 8) / 8 * 8;
+  p.span = n(std::clamp(aim / problem.block_rows / 8 * 8, std::min(least, most), std::min(most, all)));
+  p.most_rows = std::min(p.block_rows, n(aim) / p.span);
   p.pitch = w.pitch;
-  if (w.by_column) return run<Packed::by_column>(p, values, packed, stream);
-  return w.in_pieces(problem) ? run<Packed::by_row>(p, values, packed, stream)
-                              : run<Packed::by_row_single>(p, values, packed, stream);
+  const auto run = [&]<class Value>(void (*kernel)(PackParams, const Value*, std::uint16_t*), int bytes) {
+    kernel<<<dim3(up(p.rows, p.block_rows), up(p.cols, p.span), stages ? up(p.block_rows, p.most_rows) : 1),
+             kPlaceThreads, static_cast<std::size_t>(bytes), stream>>>(p, static_cast<const Value*>(values),
+                                                                       static_cast<std::uint16_t*>(packed));
+    return cudaGetLastError();
+  };
+  if (stages) {
+    const int bytes = p.most_rows * p.span * 2;
+    if (p.block_cols % 4 == 0) return run(stage_kernel<uint2>, bytes);
+    return p.block_cols % 2 == 0 ? run(stage_kernel<std::uint32_t>, bytes)
+                                 : run(stage_kernel<std::uint16_t>, bytes);
+  }
+  const int bytes = (p.span / p.block_cols + 2) * static_cast<int>(sizeof(int));
+  return run(w.by_column ? pack_kernel<Pieces16::of_columns> : pack_kernel<Pieces16::of_rows>, bytes);
 }
 
 cudaError_t read_stored(const Product& problem, const ProductIndex& by_row, const void* whole, void* values,
                         cudaStream_t stream) {
-  const WholeWeight w(problem);
+  const WholeWeight w = WholeGradient(problem).lies;
   const auto run =
       w.in_pieces(problem) ? collect<std::uint16_t, 8, WholePlace> : collect<std::uint16_t, 1, WholePlace>;
   return run(by_rows(problem), by_row, values, WholePlace(w, const_cast<void*>(whole)), stream);
