@@ -225,7 +225,10 @@ class BlockSparseConv2d(nn.Module):
         options = {"stride": self.stride, "padding": self.padding, "dilation": self.dilation}
         options |= {"groups": self.groups, "padding_mode": self.padding_mode}
         conv = nn.Conv2d(c, o, self.kernel_size, bias=self.bias is not None, device="meta", **options)
-        conv.weight = nn.Parameter(weight.clone(), requires_grad=self.weight.values.requires_grad)
+        conv.weight = nn.Parameter(
+            weight.clone(memory_format=torch.contiguous_format),
+            requires_grad=self.weight.values.requires_grad,
+        )
         conv.bias = copy_parameter(self.bias)
         return conv.train(self.training)
 

@@ -94,6 +94,7 @@ def test_the_module_is_its_dense_twin(device, geometry, groups, memory_format):
     y, want = layer(x), twin(x)
     assert torch.equal(y, want)
     assert y.is_contiguous(memory_format=memory_format)
+    assert want.is_contiguous(memory_format=memory_format) and twin.weight.is_contiguous()
     assert torch.equal(layer(x[0]), want[0])
 
 

@@ -213,6 +213,32 @@ def test_indices_are_read_again_only_if_asked():
         sparse.sparse_dense(x, always)
 
 
+def test_what_numpy_writes_to_indices_is_seen_where_that_is_asked():
+    """No counter of torch's moves then."""
+    a = sp.csr_matrix(np.eye(2, 3, dtype=np.float32))
+    always = SparseMatrix.of(a, check="always")
+    x = torch.tensor([[1.0, 10, 100]])
+    assert sparse.sparse_dense(x, always).tolist() == [[1, 10]]
+    a.indices[0] = 2
+    assert sparse.sparse_dense(x, always).tolist() == [[100, 10]]
+    a.indices[0] = 77
+    with pytest.raises(ValueError, match=r"indices must be in \[0, 3\); got indices\[0\]=77"):
+        sparse.sparse_dense(x, always)
+
+
+@pytest.mark.parametrize("kind", [torch.int32, torch.int64])
+def test_the_most_extreme_indptr_is_refused(kind):
+    """Differences of such are no int64."""
+    least = torch.iinfo(kind).min
+    for indptr in ([0, 1, least, -1, 4], [0, 1, -least - 1, -1, 4], [0, least // 2, -(least // 2), 3, 4]):
+        for check in ("once", "trusted"):
+            with pytest.raises(ValueError, match=r"\[SparseMatrix\] "):
+                SparseMatrix(
+                    torch.ones(4), torch.zeros(4, dtype=kind), torch.tensor(indptr, dtype=kind),
+                    shape=(4, 1), check=check,
+                )  # fmt: skip
+
+
 @pytest.mark.filterwarnings("ignore:Sparse")  # torch on its own sparse tensors
 @pytest.mark.parametrize("kind", ["tuple", "scipy", "torch", "weight", "matrix"])
 @pytest.mark.parametrize("block", [None, (4, 2)])

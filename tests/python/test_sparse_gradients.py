@@ -106,6 +106,21 @@ def test_matrices_compile_and_export_whole(blocks, train):
         torch.testing.assert_close(exported.module()(x), want, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("blocks", [None, (4, 2)])
+def test_matrices_that_were_used_eagerly_compile_and_export(blocks):
+    """What eager calls hold of a matrix is nothing that a graph can look at."""
+    torch.manual_seed(0)
+    model = Uses(blocks)
+    x = torch.randn(5, model.matrix.shape[1])
+    with torch.no_grad():
+        for _ in range(3):
+            want = model(x)
+        compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+        torch.testing.assert_close(compiled(x), want, rtol=1e-5, atol=1e-5)
+        exported = torch.export.export(model, (x,), strict=True)
+        torch.testing.assert_close(exported.module()(x), want, rtol=1e-5, atol=1e-5)
+
+
 class Multiplies(torch.nn.Module):
     """Sparse × sparse, whose sizes follow from indices, and what is done with the product."""
 
