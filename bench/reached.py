@@ -8,8 +8,9 @@ python bench/reached.py --isa avx_vnni           # with its vpdpbusd: int8 alone
 
 Everything goes through PyTorch: row-major X in, row-major Y out, with bias. Shares are of rarefy_peak's
 ceilings in the row's dtype (reading: of as many bytes as W has with its indices), speed-ups over torch's
-layer, in turns; 5 to 31 tokens are compared with the line between what 4 and 32 take. One thread's time is
-the processor's; with more it is the wall's. A row's figure is from the best turn of each.
+layer, the better of MKL and oneDNN (int8: of the engines x86 and onednn), in turns; 5 to 31 tokens are
+compared with the line between what 4 and 32 take. One thread's time is the processor's; with more it is the
+wall's. A row's figure is from the best turn of each.
 
 --isa: ATen and oneDNN obey their variables. MKL takes kernels of AVX2 for processors of AMD whatever its own
 says; FBGEMM, which multiplies torch's dynamic int8, has none, so that oneDNN does that here.
@@ -108,13 +109,30 @@ def linear(
         if "share" in row:
             return Measured(calls, 2.0 * tokens * weight.values.numel(), row["of"])
         if "rival" in row:
-            rival = nn.Sequential(nn.Linear(*size))
-            rival = torch.ao.quantization.quantize_dynamic(rival, {nn.Linear}, torch.qint8)
-            calls["dense"] = partial(rival, x)
+            calls |= dynamic_int8(size, x)
+        elif dtype == F32 and torch.backends.mkldnn.is_available():  # F.linear is MKL's
+            packed = torch.ops.mkldnn._reorder_linear_weight(dense.weight, tokens)
+            calls["dense of oneDNN"] = partial(
+                torch.ops.mkldnn._linear_pointwise, x, packed, dense.bias, "none", [], ""
+            )
         return Measured(calls)
 
     text = f"{NAMES[dtype]} {size[0]}→{size[1]} {spec}{' skewed' if skewed else ''}, M = {tokens}"
     return Row(text, unit, required, make)
+
+
+def dynamic_int8(size: tuple[int, int], x: torch.Tensor) -> dict[str, Callable[[], object]]:
+    """Dense layers of torch's dynamic int8, by each engine that there is."""
+    calls, before = {}, torch.backends.quantized.engine
+    engines = [name for name in ("x86", "onednn") if name in torch.backends.quantized.supported_engines]
+    for name in engines if before == "x86" else [before]:
+        torch.backends.quantized.engine = name
+        layer = torch.ao.quantization.quantize_dynamic(
+            nn.Sequential(nn.Linear(*size)), {nn.Linear}, torch.qint8
+        )
+        calls["dense" if name == before else f"dense of {name}"] = partial(layer, x)
+    torch.backends.quantized.engine = before
+    return calls
 
 
 def between(spec: str, tokens: int, dtype: torch.dtype, least: int = 4, most: int = 32) -> Row:
@@ -171,7 +189,11 @@ def rows(isa_bf16: str, isa_int8: str) -> Iterator[Row]:
         share = round(share - less, 2)
         for block in ("4x1", "8x8", "16x1", "32x1", "32x32"):
             yield linear(f"block:{block}@{density}", 512, share=share, of="f32")
-    yield linear("block:16x1@0.5", 32, share=round(0.8 - less, 2), of="f32")
+    for block in ("4x4", "16x16", "64x64", "128x1"):
+        yield linear(f"block:{block}@0.25", 512, share=round(0.9 - less, 2), of="f32")
+    for block in ("4x1", "16x1", "32x32"):
+        yield linear(f"block:{block}@0.5", 128, share=round(0.9 - less, 2), of="f32")
+        yield linear(f"block:{block}@0.5", 32, share=round(0.8 - less, 2), of="f32")
     for size in OTHERS:
         yield linear("block:32x1@0.25", 512, size=size, share=round(0.9 - less, 2), of="f32")
     for block in ("4x1", "32x32"):
@@ -186,10 +208,16 @@ def rows(isa_bf16: str, isa_int8: str) -> Iterator[Row]:
                 yield linear(f"block:{block}@{density}", 512, BF16, speedup=speedup)
         for block, speedup in (("16x1", 1.4), ("16x16", 1.4), ("4x1", 1.2)):
             yield linear(f"block:{block}@0.5", 512, BF16, speedup=speedup)
+        for size in OTHERS:
+            yield linear("block:32x1@0.25", 512, BF16, size, speedup=3.3)
+        yield linear("block:32x1@0.25", 512, BF16, speedup=3.3, skewed=True)
     elif isa_bf16 == "avx512_bf16":
         for block in ("4x1", "16x16", "32x1", "32x32"):
             yield linear(f"block:{block}@0.5", 512, BF16, speedup=1.7)
             yield linear(f"block:{block}@0.5", 512, BF16, share=0.85, of="bf16")
+        for size in OTHERS:
+            yield linear("block:32x1@0.5", 512, BF16, size, speedup=1.7)
+        yield linear("block:32x1@0.5", 512, BF16, speedup=1.7, skewed=True)
     elif avx2:
         for dtype in (BF16, F16):
             for block in ("4x1", "16x16", "32x1", "32x32"):
@@ -202,6 +230,8 @@ def rows(isa_bf16: str, isa_int8: str) -> Iterator[Row]:
         yield linear(f"block:{block}@0.5:int8", 512, speedup=1.0, rival="int8")
         share = 0.8 if isa_int8 == "amx_int8" else round(0.85 - less, 2)
         yield linear(f"block:{block}@0.5:int8", 512, share=share, of="int8")
+    yield linear("block:32x32@0.25:int8", 512, share=share, of="int8")
+    yield linear("block:32x32@0.5:int8", 512, size=(4096, 4096), speedup=1.0, rival="int8")
     for size in ((768, 768), SIZE, (4096, 11008)):
         for spec, dtype in (("block:16x1@0.5", F32), ("block:16x16@0.5", F32), ("block:4x1@0.5", F32),
                             ("block:16x16@0.5", BF16), ("block:32x32@0.5:int8", F32),
@@ -216,6 +246,8 @@ def rows(isa_bf16: str, isa_int8: str) -> Iterator[Row]:
             yield between(spec, tokens, dtype)
     for spec in ("2:4", "bitmap@0.5"):
         yield linear(spec, 1, size=(4096, 11008), speedup=1.7)
+    for spec in ("block:8x8@0.5", "block:16x16@0.5"):
+        yield from gradients(spec, 0.5, F32, round(0.85 - less, 2), 0.6)
     for spec in ("block:32x1@0.5", "block:32x32@0.5"):
         for dtype in (F32, BF16) if isa_bf16 != "none" else (F32,):
             yield from gradients(spec, 0.5, dtype, round(0.85 - less, 2), 0.6)
@@ -322,6 +354,7 @@ def one(row: Row, args: argparse.Namespace, ceiling: Callable[[str], tuple[str, 
         line = best["fewer"] + made.between * (best["more"] - best["fewer"])
         reached = line / best["sparse"]
     else:
+        best["dense"] = min(time for name, time in best.items() if name.startswith("dense"))
         reached = row.scale * best["dense"] / best["sparse"]
     return {
         "case": row.case,
