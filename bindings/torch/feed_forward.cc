@@ -28,8 +28,9 @@ struct Arguments {
   const Optional& down_bias;
   std::int64_t out_features, hidden_features, in_features;
   std::string_view activation;
-  DerivedTensors up = {}, down = {};  // what the layers hold; a gate goes without
+  DerivedTensors up = {}, down = {};  // what the layers hold
   bool rounds_x = false;
+  DerivedTensors gate = {};
 };
 
 // Errors name tensors as their layer does: this says which one of several it is.
@@ -88,7 +89,7 @@ std::tuple<Tensor, Tensor, Tensor> run(Arguments a, bool save) {
       {}};
   if (a.gate_values) {
     layers.gate =
-        layer("gate", *a.gate_values, *a.gate_plan, a.gate_bias, a.hidden_features, a.in_features, {});
+        layer("gate", *a.gate_values, *a.gate_plan, a.gate_bias, a.hidden_features, a.in_features, a.gate);
   }
   Tensor y = call.empty_rows(a.x, a.out_features);
   Tensor up = save ? call.empty_rows(a.x, a.hidden_features) : call.nothing(a.x);
@@ -108,7 +109,7 @@ Tensor bsr_feed_forward(Tensor x, const Tensor& up_values, const Tensor& up_plan
                         std::int64_t out_features, std::int64_t hidden_features, std::int64_t in_features,
                         std::string_view activation, const Optional& up_prepared, const Optional& up_packed,
                         const Optional& down_prepared, const Optional& down_packed, std::int64_t derived,
-                        bool rounds_x) {
+                        bool rounds_x, const Optional& gate_prepared, const Optional& gate_packed) {
   return std::get<0>(run({std::move(x),
                           up_values,
                           up_plan,
@@ -125,7 +126,8 @@ Tensor bsr_feed_forward(Tensor x, const Tensor& up_values, const Tensor& up_plan
                           activation,
                           {up_prepared, up_packed, derived},
                           {down_prepared, down_packed, derived},
-                          rounds_x},
+                          rounds_x,
+                          {gate_prepared, gate_packed, gate_prepared || gate_packed ? derived : 0}},
                          false));
 }
 
@@ -199,7 +201,8 @@ STABLE_TORCH_LIBRARY_FRAGMENT(rarefy, m) {
       "Tensor? gate_plan, Tensor? gate_bias, Tensor down_values, Tensor down_plan, Tensor? down_bias, "
       "SymInt out_features, SymInt hidden_features, SymInt in_features, str activation, "
       "Tensor? up_prepared=None, Tensor? up_packed=None, Tensor? down_prepared=None, "
-      "Tensor? down_packed=None, int derived=0, bool rounds_x=False) -> Tensor");
+      "Tensor? down_packed=None, int derived=0, bool rounds_x=False, Tensor? gate_prepared=None, "
+      "Tensor? gate_packed=None) -> Tensor");
   m.def(
       "_bsr_feed_forward_hidden(Tensor x, Tensor up_values, Tensor up_plan, Tensor? up_bias, "
       "Tensor? gate_values, Tensor? gate_plan, Tensor? gate_bias, Tensor down_values, Tensor down_plan, "

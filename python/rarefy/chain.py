@@ -21,7 +21,7 @@ from . import _torch_private
 from ._torch_private import PLAIN, raw_stream
 from .activations import NONE
 from .checks import fail
-from .feed_forward import copy_by_feature
+from .feed_forward import copy_by_feature, op_derived
 from .feed_forward import op as network
 from .feed_forward import run as run_network
 from .int8 import Int8Weight
@@ -93,13 +93,12 @@ class Hidden(torch.Tensor):
         derived = _derived(self._up, self._gate, down, self._x)
         if derived is None:
             return down.forward(self.value())
-        rest = (down.out_features, down.in_features, self._up.in_features, self._activation, *derived)
+        rest = (down.out_features, down.in_features, self._up.in_features, self._activation)
         if _is_int8(down):
-            return int8_feed_forward(self._unchanged_x(), *_scaled(self._up), *_scaled(down), *rest)
+            return int8_feed_forward(self._unchanged_x(), *_scaled(self._up), *_scaled(down), *rest, *derived)
         up, gate = _operands(self._up), (None,) * 3 if self._gate is None else _operands(self._gate)
-        args = (self._unchanged_x(), *up, *gate, *_operands(down), *rest)
-        if rounds(self._up, self._gate, down):
-            args = (*args, *(() if derived else (None, None, None, None, 0)), True)
+        held = op_derived(derived, rounds(self._up, self._gate, down))
+        args = (self._unchanged_x(), *up, *gate, *_operands(down), *rest, *held)
         return run_network(*args) if _torch_private.eager() else network(*args)
 
     def _unchanged_x(self) -> torch.Tensor:
@@ -184,16 +183,22 @@ def _derived(up: nn.Module, gate: nn.Module | None, down: nn.Module, x: torch.Te
     """What kernels hold of a network's weights, as the op takes it; None: they are faster layer by layer.
 
     Without any, its kernels are those for weights as they are. Where each layer holds what one kernel
-    derives, a kernel of the op reads the same, but for gates; in int8 each must.
+    derives, a kernel of the op reads the same (of gates on the CPU, with blocks as up's); in int8 each must.
     """
     layers = [layer for layer in (up, gate, down) if layer is not None]
     held = [layer._modules["weight"].derived(x) for layer in layers]
     int8 = {_is_int8(layer) for layer in layers}
     if not any(held) and int8 == {False}:
         return ()
-    if gate is not None or len(int8) > 1 or not all(held) or len({derived[2:] for derived in held}) > 1:
+    if len(int8) > 1 or not all(held) or len({derived[2:] for derived in held}) > 1:
         return None
-    return (*held[0][:2], *held[1][:2], held[0][2])
+    gates: tuple = ()
+    if gate is not None:
+        blocks = {layer._modules["weight"].block_shape for layer in (up, gate)}
+        if x.is_cuda or int8 == {True} or len(blocks) > 1:
+            return None
+        gates = held[1][:2]
+    return (*held[0][:2], *held[-1][:2], held[0][2], *gates)
 
 
 def network_key(
@@ -208,7 +213,7 @@ def network_key(
         derived = _derived(up, gate, down, x)
     if derived is None:
         return 0, "layers run one by one: their kernels have weights that no kernel of the network reads"
-    return (derived[-1] if derived else 0), None
+    return (derived[4] if derived else 0), None
 
 
 _WAITS = (
@@ -331,10 +336,12 @@ def fuse(model: nn.Module, enabled: bool = True) -> list[str]:
     activation lies beside the first layer, it must make more features than it takes. In float32 results are,
     bit for bit, those of the layers with fused activations, which differ from torch's by units in the last
     place (docs/numerics.md). Two layers of int8 that round x are one op as well, without a gate; after GELU
-    and SiLU a hidden feature may become the next level there. Nothing else changes: parameters, names, hooks,
+    and SiLU a hidden feature may become the next level there. In bfloat16 on packed weights hidden features
+    are rounded as those of layers are, with a gate each of the two and their product. Nothing else changes: parameters, names, hooks,
     gradients. Calls that are recorded for a gradient, under autocast, torch.compile or torch.func go layer by
     layer. On CUDA two layers with tall blocks keep hidden features as their kernels read them; others, and
-    those with a gate, run layer by layer with the activation in the first one's kernel.
+    those with a gate, run layer by layer with the activation in the first one's kernel; so do gates on the
+    CPU whose layers hold packed weights and other blocks than `up`'s.
 
     Layers of one module with as many input features, such as q, k and v, are one op, too, once they have been
     seen with the same x (of 2¹⁸ elements or more; not in inference mode, where nothing counts writes to x).

@@ -66,8 +66,9 @@ def bsr_feed_forward(
         hidden_features: rows of U and G, columns of D.
         in_features: columns of U and G.
         activation: "relu", "gelu" (by erf), "gelu_tanh", "silu", or None.
-        derived: nothing, or up's prepared and packed, D's prepared and packed, and the key that both have, as
-            ``weight.derived(x)`` gives them. Packed values must be those of the layers.
+        derived: nothing, or up's prepared and packed, D's prepared and packed, the key that all have, as
+            ``weight.derived(x)`` gives them, and a gate's prepared and packed. Packed values must be those of
+            the layers.
         rounds_x: x and hidden features in float32 may be rounded to bfloat16, as values are; see
             :func:`bsr_linear_rounded`. Calls that are recorded round nothing.
 
@@ -96,9 +97,14 @@ def bsr_feed_forward(
         down_bias,
     )
     sizes = (out_features, hidden_features, in_features)
-    if rounds_x:
-        return op(*args, *sizes, name, *(derived or (None, None, None, None, 0)), True)
-    return op(*args, *sizes, name, *derived)
+    return op(*args, *sizes, name, *op_derived(derived, rounds_x))
+
+
+def op_derived(derived: tuple, rounds_x: bool) -> tuple:
+    """What layers hold, in the order of the op's arguments."""
+    if not rounds_x and len(derived) < 7:
+        return derived
+    return (*(derived[:5] or (None, None, None, None, 0)), rounds_x, *derived[5:])
 
 
 def layers(

@@ -1,7 +1,8 @@
 // feed_forward in bf16 pairs (pairs.h), on weights packed as for linear. A task takes a set of panels of
-// tokens through both products; hidden features are rounded into panels of L2, in the order that the second
-// product reads, and are never seen by rows. With few panels for the threads, or of the last of them, each
-// product is cut into tasks of its own, and hidden panels wait in shared memory between the two.
+// tokens through its products; hidden features are rounded into panels of L2, in the order that the last
+// product reads, and are never seen by rows. A gate's are there first, and multiplied by those of `up`. With
+// few panels for the threads, or of the last of them, each product is cut into tasks of its own, and hidden
+// panels wait in shared memory between the two.
 #include <limits>
 
 #include "core/message.h"
@@ -13,11 +14,12 @@ namespace rarefy::cpu {
 namespace {
 
 struct Shapes {
-  PairsShape up, down;
-  std::int64_t hidden;  // elements of a panel: all block rows of `up`, and the zeros that `down` reads
+  PairsShape up, gate, down;  // gate: up without one; else it differs in what is stored alone
+  std::int64_t hidden;        // elements of a panel: all block rows of `up`, and the zeros that `down` reads
 
   Shapes(const PairKernels& kernels, const Problem& p)
       : up(kernels, p.weight.shape),
+        gate(kernels, p.gate == WeightSpec{} ? p.weight.shape : p.gate.shape),
         down(kernels, p.down.shape),
         hidden(std::max(ceil_div(up.out_features(), kGroup) * kGroup, down.padded) * kPanelTokens) {}
 };
@@ -28,7 +30,7 @@ std::int64_t panels_of(std::int64_t tokens) {
 
 // The working memory: what tasks share, and what each worker has.
 struct Memory {
-  float *up_bias, *down_bias;
+  float *up_bias, *gate_bias, *down_bias;
   std::int64_t apart, first_apart;  // panels for which the products are apart: the last ones, or all
   std::uint16_t* between;           // their hidden panels
   std::int64_t shared, worker;
@@ -43,9 +45,10 @@ struct Memory {
       : base_(static_cast<char*>(base)), shapes_(s), sets_(sets) {
     Room all(base);
     up_bias = all.take<float>(s.up.out_features() + kGroup);
+    gate_bias = all.take<float>(p.gate == WeightSpec{} ? 0 : s.up.out_features() + kGroup);
     down_bias = all.take<float>(s.down.out_features() + kGroup);
     const std::int64_t panels = panels_of(p.tokens);
-    apart = sets.splits > 1 ? panels : std::clamp<std::int64_t>(sets.rest, 0, panels);
+    apart = sets.apart() ? panels : std::clamp<std::int64_t>(sets.rest, 0, panels);
     first_apart = panels - apart;
     between = all.take<std::uint16_t>(apart * s.hidden);
     shared = all.bytes();
@@ -62,10 +65,11 @@ struct Memory {
   Own take(Room& room) const {
     Own own{};
     own.x = room.take<std::uint16_t>(sets_.panels * shapes_.up.panel_size());
-    own.hidden = room.take<std::uint16_t>(sets_.splits > 1 ? 0 : sets_.panels * shapes_.hidden);
+    own.hidden = room.take<std::uint16_t>(sets_.apart() ? 0 : sets_.panels * shapes_.hidden);
     own.gathered = room.take<std::uint16_t>(kGatheredGroups * kGroupSize);
-    own.unfinished = room.take<std::uint32_t>(sets_.panels);
-    const auto sums = [&](const PairsShape& s) { return std::min(sets_.panels, s.near()) * s.sums_size(); };
+    const std::int64_t most = std::max(sets_.panels, sets_.panels_after());
+    own.unfinished = room.take<std::uint32_t>(most);
+    const auto sums = [&](const PairsShape& s) { return std::min(most, s.near()) * s.sums_size(); };
     own.sums = room.take<float>(std::max(sums(shapes_.up), sums(shapes_.down)));
     return own;
   }
@@ -83,27 +87,33 @@ class Network {
         shapes_(kernels, call.problem),
         memory_(call.problem, shapes_, sets_, call.workspace),
         up_(weight(shapes_.up, call.layers->up.weight)),
+        gate_(call.layers->gate ? weight(shapes_.gate, call.layers->gate->weight) : up_),
         down_(weight(shapes_.down, call.layers->down.weight)) {}
 
   void run() const {
     const DType out = call_.out.dtype;
     unpack_pairs_bias(call_.layers->up.bias, out, features(), shapes_.up.out_features() + kGroup,
                       memory_.up_bias);
+    if (gated()) {
+      unpack_pairs_bias(call_.layers->gate->bias, out, features(), shapes_.up.out_features() + kGroup,
+                        memory_.gate_bias);
+    }
     unpack_pairs_bias(call_.layers->down.bias, out, call_.out.cols, shapes_.down.out_features() + kGroup,
                       memory_.down_bias);
-    const PairsBlocking cut{sets_.panels, sets_.splits, sets_.splits > 1 ? 0 : sets_.rest};
+    const PairsBlocking cut{sets_.panels, sets_.splits, sets_.apart() ? 0 : sets_.rest};
     const PanelTasks tasks(call_.x.rows, cut, call_.problem.threads);
     each(tasks.count(), [&](std::int64_t t, const Memory::Own& own) {
       const PanelTasks::Task task = tasks.task(t, false);
-      if (task.shared || sets_.splits > 1) {
+      if (task.shared || sets_.apart()) {
         return hidden(task, own, bound(up_, task), bound(up_, after(task)), between(task));
       }
       hidden(task, own, 0, shapes_.up.out_blocks, own.hidden);
       down(task, own, 0, shapes_.down.out_blocks, own.hidden);
     });
     if (memory_.apart == 0) return;
-    each(sets_.splits > 1 ? tasks.count() : tasks.parts(), [&](std::int64_t t, const Memory::Own& own) {
-      const PanelTasks::Task task = sets_.splits > 1 ? tasks.task(t, false) : tasks.rest(t);
+    const PanelTasks later(call_.x.rows, {sets_.panels_after(), sets_.splits, 0}, call_.problem.threads);
+    each(sets_.apart() ? later.count() : tasks.parts(), [&](std::int64_t t, const Memory::Own& own) {
+      const PanelTasks::Task task = sets_.apart() ? later.task(t, false) : tasks.rest(t);
       down(task, own, bound(down_, task), bound(down_, after(task)), between(task));
     });
   }
@@ -130,38 +140,25 @@ class Network {
     ++set.part;
     return set;
   }
+  bool gated() const { return call_.layers->gate.has_value(); }
   bool floats() const { return call_.out.dtype == DType::f32; }
   std::int64_t features() const { return call_.problem.weight.shape.rows; }
   std::uint16_t* between(const Set& set) const {
     return memory_.between + (set.first / kPanelTokens - memory_.first_apart) * shapes_.hidden;
   }
 
-  // Block rows begin … end of `up` for a set, activated, into its hidden panels.
+  // Block rows begin … end of hidden features for a set, into its hidden panels.
   void hidden(const Set& set, const Memory::Own& own, std::int64_t begin, std::int64_t end,
               std::uint16_t* to) const {
     if (begin == end) return;
     const PairsShape& s = shapes_.up;
-    const bool by_token = s.by_token();
     pack_panels(k_, s, call_.x, set.first, set.tokens, own.x, s.panel_size());
-    const MutableMatrixView& save = call_.save.up;
     find_unfinished(k_, s, own.x, s.panel_size(), set.tokens, own.unfinished);
-    up_.multiply(
-        own.x, s.panel_size(), set.tokens, own.unfinished, begin, end, own.gathered, own.sums,
-        [&](std::int64_t m, std::int32_t rows, std::int64_t from, std::int64_t count, float* sums) {
-          const std::int64_t there = std::clamp<std::int64_t>(features() - from, 0, count);
-          if (save.data != nullptr && there > 0) {
-            k_.store({sums, by_token, memory_.up_bias + from, Activation::none, at(save, set.first + m, from),
-                      floats(), save.row_stride, rows, static_cast<std::int32_t>(there)});
-          }
-          // `down` multiplies features past the edge by its padding: they must be no NaN.
-          for (std::int64_t o = there; o < count; ++o) {
-            float* sum = by_token ? sums + o / kGroup * kGroupSize + o % kGroup : sums + o * kPanelTokens;
-            for (std::int64_t t = 0; t < kPanelTokens; ++t) sum[by_token ? t * kGroup : t] = 0;
-          }
-          k_.keep({sums, by_token, memory_.up_bias + from, call_.layers->activation,
-                   static_cast<std::int32_t>(count), order_of(shapes_.down.source), from,
-                   to + m / kPanelTokens * shapes_.hidden});
-        });
+    const Activation activation = call_.layers->activation;
+    if (gated())
+      hidden_of(gate_, memory_.gate_bias, activation, call_.save.gate, false, set, own, begin, end, to);
+    hidden_of(up_, memory_.up_bias, gated() ? Activation::none : activation, call_.save.up, gated(), set, own,
+              begin, end, to);
     if (end < s.out_blocks) return;
     for (std::int64_t m = 0; m < set.tokens; m += kPanelTokens) {
       std::uint16_t* panel = to + m / kPanelTokens * shapes_.hidden;
@@ -174,6 +171,30 @@ class Network {
       }
       std::fill(rest, panel + shapes_.hidden, std::uint16_t{0});
     }
+  }
+
+  // What one weight makes of packed x, activated; times: what is there is multiplied by it.
+  void hidden_of(const PairsWeight& weight, const float* bias, Activation activation,
+                 const MutableMatrixView& save, bool times, const Set& set, const Memory::Own& own,
+                 std::int64_t begin, std::int64_t end, std::uint16_t* to) const {
+    const PairsShape& s = shapes_.up;
+    const bool by_token = s.by_token();
+    weight.multiply(
+        own.x, s.panel_size(), set.tokens, own.unfinished, begin, end, own.gathered, own.sums,
+        [&](std::int64_t m, std::int32_t rows, std::int64_t from, std::int64_t count, float* sums) {
+          const std::int64_t there = std::clamp<std::int64_t>(features() - from, 0, count);
+          if (save.data != nullptr && there > 0) {
+            k_.store({sums, by_token, bias + from, Activation::none, at(save, set.first + m, from), floats(),
+                      save.row_stride, rows, static_cast<std::int32_t>(there)});
+          }
+          // `down` multiplies features past the edge by its padding: they must be no NaN.
+          for (std::int64_t o = there; o < count; ++o) {
+            float* sum = by_token ? sums + o / kGroup * kGroupSize + o % kGroup : sums + o * kPanelTokens;
+            for (std::int64_t t = 0; t < kPanelTokens; ++t) sum[by_token ? t * kGroup : t] = 0;
+          }
+          k_.keep({sums, by_token, bias + from, activation, static_cast<std::int32_t>(count),
+                   order_of(shapes_.down.source), from, to + m / kPanelTokens * shapes_.hidden, times});
+        });
   }
 
   // Block rows begin … end of y for a set.
@@ -189,7 +210,7 @@ class Network {
   FeedForwardSets sets_;
   Shapes shapes_;
   Memory memory_;
-  PairsWeight up_, down_;
+  PairsWeight up_, gate_, down_;  // gate_: up_ where there is none
 };
 
 // Cycles, as in linear_pairs.cc: packing and storing an element, activating one into a panel, a byte of W out
@@ -205,43 +226,67 @@ void for_each_sets(const PairKernels& kernels, const Problem& p, const Machine& 
   const auto product = [&](const PairsShape& w, double panels) {
     return w.tiles() * (panels * kernels.tile_cycles + 2 * kTileSize * kWeightByte);
   };
+  const bool gated = p.gate != WeightSpec{};
+  const auto packing = [&](double of) { return of * static_cast<double>(s.up.panel_size()) * kPack; };
+  const auto up = [&](double of) {
+    const double keep = of * static_cast<double>(s.hidden) * kKeep;
+    return product(s.up, of) + keep + (gated ? product(s.gate, of) + keep : 0);
+  };
+  const auto down = [&](double of) {
+    return product(s.down, of) + of * static_cast<double>(s.down.out_features() * kPanelTokens) * kStore;
+  };
+  const auto shared = [&](double of) { return of * static_cast<double>(s.hidden) * kShared; };
+
   const std::int64_t all = panels_of(p.tokens);
-  const std::int64_t fit = panel_floats(machine) * 2 / (s.up.panel_size() + s.hidden);
-  const std::int64_t most = std::clamp<std::int64_t>(fit, 1, std::min(all, kMostSet));
-  const std::int64_t blocks = std::max(s.up.out_blocks, s.down.out_blocks);
-  for (std::int64_t panels = 1; panels <= most; ++panels) {
+  // Panels that L2 holds; two in any case where a weight comes out of memory for each set.
+  const auto most = [&](std::int64_t elements, double tiles) {
+    const std::int64_t fit = panel_floats(machine) * 2 / std::max<std::int64_t>(1, elements);
+    return std::min(
+        {std::max<std::int64_t>(fit, 2 * kTileSize * tiles > kFromMemory ? 2 : 1), all, kMostSet});
+  };
+  for (std::int64_t panels = 1; panels <= most(s.up.panel_size() + s.hidden, 0); ++panels) {
     const std::int64_t sets = ceil_div(all, panels);
-    const auto packing = [&](double of) { return of * static_cast<double>(s.up.panel_size()) * kPack; };
-    const auto up = [&](double of) { return product(s.up, of) + of * static_cast<double>(s.hidden) * kKeep; };
-    const auto down = [&](double of) {
-      return product(s.down, of) + of * static_cast<double>(s.down.out_features() * kPanelTokens) * kStore;
-    };
     const auto even = static_cast<double>(ceil_div(all, sets));
-    const double hidden = even * static_cast<double>(s.hidden), work = up(even) + down(even);
-    for (std::int64_t splits = 1; splits <= std::min<std::int64_t>(4 * p.threads, blocks); ++splits) {
-      const auto rounds = static_cast<double>(ceil_div(sets * splits, p.threads));
-      const double apart = splits == 1 ? 0 : kBarrier + rounds * hidden * kShared;
-      visit(FeedForwardSets{panels, splits},
-            rounds * (packing(even) + work / static_cast<double>(splits)) + apart);
-    }
+    visit(FeedForwardSets{panels},
+          static_cast<double>(ceil_div(sets, p.threads)) * (packing(even) + up(even) + down(even)));
     const RestOfPanels r(all, panels, p.threads);
     if (r.rest == 0) continue;
     const auto rest = static_cast<double>(r.rest);
     visit(FeedForwardSets{panels, 1, r.rest},
           static_cast<double>(r.sets) * (packing(r.each) + up(r.each) + down(r.each)) + packing(rest) +
               up(rest) * part_of(s.up.out_blocks, p.threads) +
-              down(rest) * part_of(s.down.out_blocks, p.threads) + kBarrier +
-              rest * static_cast<double>(s.hidden) * kShared);
+              down(rest) * part_of(s.down.out_blocks, p.threads) + kBarrier + shared(rest));
+  }
+  // Apart, sets are as large as each product allows: W streams by less often.
+  const std::int64_t after = most(s.hidden, s.down.tiles()), sets_after = ceil_div(all, after);
+  const auto even_after = static_cast<double>(ceil_div(all, sets_after));
+  const std::int64_t most_splits =
+      std::min<std::int64_t>(4 * p.threads, std::max(s.up.out_blocks, s.down.out_blocks));
+  for (std::int64_t panels = 1; panels <= most(s.up.panel_size(), s.up.tiles()); ++panels) {
+    const std::int64_t sets = ceil_div(all, panels);
+    const auto even = static_cast<double>(ceil_div(all, sets));
+    for (std::int64_t splits = 1; splits <= most_splits; ++splits) {
+      const auto rounds = [&](std::int64_t of) {
+        return static_cast<double>(ceil_div(of * splits, p.threads));
+      };
+      const auto parts = static_cast<double>(splits);
+      visit(FeedForwardSets{panels, splits, 0, after},
+            rounds(sets) * (packing(even) + up(even) / parts) +
+                rounds(sets_after) * (down(even_after) / parts + shared(even_after)) + kBarrier);
+    }
   }
 }
 
 }  // namespace
 
 Reason supports_feed_forward_pairs(const PairKernels& kernels, const Problem& p) {
-  if (p.gate != WeightSpec{}) return "takes networks without a gate";
-  for (const WeightSpec& w : {p.weight, p.down}) {
+  const bool gated = p.gate != WeightSpec{};
+  for (const WeightSpec& w : {p.weight, p.down, gated ? p.gate : p.down}) {
     if (Reason reason = takes_pairs(p, w); !reason.empty()) return reason;
   }
+  const BsrShape &up = p.weight.shape, &gate = p.gate.shape;
+  if (gated && (gate.block_rows != up.block_rows || gate.block_cols != up.block_cols))
+    return "takes gates with blocks as those of up";
   const Shapes s(kernels, p);
   for (const PairsShape& w : {s.up, s.down}) {
     if (Reason reason = takes_rows(w.row_block); !reason.empty()) return reason;
@@ -281,6 +326,8 @@ Status run_feed_forward_pairs(const PairKernels& kernels, const Call& call) {
   const std::int64_t most = std::max(s.up.out_blocks, s.down.out_blocks);
   const PairsBlocking cut{sets.panels, sets.splits, sets.rest};
   if (Status status = check_panels(kernels.family, cut, most); !status.ok()) return status;
+  if (sets.after < 0 || sets.after > 4096)
+    return invalid(kernels.family, "after of the config must be in [0, 4096]", cat(sets.after));
   const auto check = [&](std::string_view prepared, std::string_view packed, const PairsShape& shape,
                          const Derived& derived) {
     const auto room = [](std::string_view what, std::int64_t size, std::int64_t got) -> Status {
@@ -294,6 +341,12 @@ Status run_feed_forward_pairs(const PairKernels& kernels, const Call& call) {
   if (Status status = check("up derived.prepared", "up derived.packed", s.up, call.layers->up.weight.derived);
       !status.ok())
     return status;
+  if (call.layers->gate) {
+    if (Status status =
+            check("gate derived.prepared", "gate derived.packed", s.gate, call.layers->gate->weight.derived);
+        !status.ok())
+      return status;
+  }
   if (Status status =
           check("down derived.prepared", "down derived.packed", s.down, call.layers->down.weight.derived);
       !status.ok())

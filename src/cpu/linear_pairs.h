@@ -27,7 +27,11 @@ struct FeedForwardSets {
       1;  // of 32 tokens each, at most, that a task takes from x to y, or to hidden features
   std::int64_t splits = 1;  // more: parts of each product that are tasks of their own, hidden panels shared
   std::int64_t rest = 0;    // the last panels, so cut where others are whole (PairsBlocking)
-  static constexpr std::string_view kFields[] = {"panels", "splits", "rest"};
+  std::int64_t after = 0;   // panels of a task of the last product, where products are tasks of their own; 0:
+                            // they are with splits alone, and then as many
+  static constexpr std::string_view kFields[] = {"panels", "splits", "rest", "after"};
+  bool apart() const { return splits > 1 || after > 0; }
+  std::int64_t panels_after() const { return after > 0 ? after : panels; }
 };
 Reason supports_feed_forward_pairs(const PairKernels& kernels, const Problem& problem);
 Config configure_feed_forward_pairs(const PairKernels& kernels, const Problem& problem,

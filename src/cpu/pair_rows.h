@@ -119,7 +119,7 @@ void store_pairs(const PairStore& t) {
 
 // As rows of 32 features, and from there in another order, where sums or the panel are by token.
 template <class E>
-void keep_pairs(const PairKeep& t) {
+void keep_rows(const PairKeep& t) {
   constexpr std::int32_t kSide = 32;
   if (!t.by_token && t.order != PairOrder::tokens) return E::keep(t);
   const std::int32_t width = t.by_token ? kSide : kTileRows;
@@ -131,6 +131,28 @@ void keep_pairs(const PairKeep& t) {
     store_square<E, std::uint16_t>(t.sums + o * kPanelTokens, t.by_token, width, t.bias + o, t.activation,
                                    {to, kSide});
     if (!tokens) E::pack(square, kSide, t.order, t.panel + feature * kPanelTokens);
+  }
+}
+
+template <class E>
+void keep_pairs(const PairKeep& t) {
+  if (!t.times) return keep_rows<E>(t);
+  constexpr std::int32_t kSide = 32;
+  const std::int32_t width = t.by_token ? kSide : kTileRows;
+  const bool tokens = t.order == PairOrder::tokens;       // rows of 32 features; else features side by side
+  alignas(64) std::uint16_t group[kPanelTokens * kSide];  // of which `width` features
+  PairKeep part = t;
+  part.panel = group;
+  for (std::int32_t o = 0; o < t.rows; o += width) {
+    const std::int64_t feature = t.feature + o, within = tokens ? feature % kSide : 0;
+    part.sums = t.sums + o * kPanelTokens, part.bias = t.bias + o;
+    part.rows = t.rows - o < width ? t.rows - o : width;
+    part.feature = within;
+    keep_rows<E>(part);
+    std::uint16_t* to = t.panel + (feature - within) * kPanelTokens + within;
+    if (!tokens) E::times(to, group, part.rows * kPanelTokens);
+    for (int m = 0; tokens && m < kPanelTokens; ++m, to += kSide)
+      E::times(to, group + m * kSide + within, width);
   }
 }
 

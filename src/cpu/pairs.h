@@ -142,6 +142,7 @@ struct PairKeep {
   PairOrder order;
   std::int64_t feature;
   std::uint16_t* panel;
+  bool times = false;  // what is there, which is multiplied by what would have been written, and rounded
 };
 
 // Row-major x to pairs of tokens, [16 pairs][32 features][2], in the order that a panel's lines of one

@@ -38,6 +38,36 @@ class FeedForwardPairsTest : public ::testing::TestWithParam<std::string> {
       expect_feed_forward(layers, run, save, true);
     }
   }
+
+  void expect_bits_of_layers(const BlockShapes& blocks, Activation activation, bool gated) {
+    const Layers layers({150, 200, 300, 130, blocks, 0.4, DType::bf16, false, 0, gated, activation});
+    Chain apart(layers);
+    apart.hold_derived();
+    const FeedForward l = apart.layers();
+    const Guarded<HostBuffer> hidden(150 * 300 * 2), gate(150 * 300 * 2), y(150 * 130 * 2);
+    const MutableMatrixView between{hidden.data(), DType::bf16, 150, 300, 300};
+    expect_ok(linear(apart.x_view(), l.up.weight, l.up.bias, gated ? Activation::none : activation, between));
+    if (gated) {
+      expect_ok(linear(apart.x_view(), l.gate->weight, l.gate->bias, activation,
+                       {gate.data(), DType::bf16, 150, 300, 300}));
+      const std::vector<double> up = decode(hidden.download(), DType::bf16);
+      std::vector<double> product = decode(gate.download(), DType::bf16);
+      for (std::size_t e = 0; e < product.size(); ++e) product[e] *= up[e];
+      const std::vector<std::byte> rounded = encode(product, DType::bf16);
+      std::copy(rounded.begin(), rounded.end(), static_cast<std::byte*>(hidden.data()));
+    }
+    expect_ok(linear(between, l.down.weight, l.down.bias, Activation::none,
+                     {y.data(), DType::bf16, 150, 130, 130}));
+    for (const int threads : {1, 2, 3, 7}) {
+      ThreadPool pool(threads);
+      Chain run(layers, pool.executor());
+      run.hold_derived();
+      expect_ok(run.feed_forward(threads == 2));
+      EXPECT_EQ(run.y.download(), y.download()) << name(activation) << ' ' << threads << ' ' << gated;
+    }
+  }
+
+  void expect_same_of_every_configuration(bool gated);
 };
 
 INSTANTIATE_TEST_SUITE_P(Cpu, FeedForwardPairsTest, ::testing::ValuesIn(FeedForwardPairsTest::families()),
@@ -51,6 +81,8 @@ TEST_P(FeedForwardPairsTest, EveryBlockShape) {
       const BlockShapes mixed{{{rows, cols}, {rows, cols}, {down_rows, down_cols}}};
       check({37, 2 * cols + 20, 3 * rows + 5, 70, mixed, 0.4, DType::bf16, true, 3});
       check({64, 33, 2 * rows, 90, mixed, 0.3, DType::bf16, false, 0, false, Activation::gelu_erf});
+      check({37, 2 * cols + 20, 3 * rows + 5, 70, mixed, 0.4, DType::bf16, true, 3, true});
+      check({64, 33, 2 * rows, 90, mixed, 0.3, DType::bf16, false, 0, true, Activation::silu});
     }
   }
 }
@@ -62,11 +94,14 @@ TEST_P(FeedForwardPairsTest, EveryNumberOfTokens) {
     check({tokens, 50, 130, 70, all_of(16, 4), 0.5, DType::bf16, true, 1}, pool.executor());
     check({tokens, 50, 130, 70, all_of(32, 32), 0.5, DType::bf16, true, 1}, pool.executor());
     check({tokens, 50, 130, 70, all_of(4, 1), 0.5, DType::bf16, true, 1}, pool.executor());
+    check({tokens, 50, 130, 70, all_of(32, 1), 0.5, DType::bf16, true, 0, true}, pool.executor());
   }
 }
 
 TEST_P(FeedForwardPairsTest, EmptyFullAndNothing) {
   for (const double density : {0.0, 0.03, 1.0}) {
+    for (const std::int64_t side : {1, 32})
+      check({37, 30, 141, 125, all_of(32, side), density, DType::bf16, true, 2, true});
     check({37, 30, 141, 125, all_of(32, 1), density, DType::bf16, true, 2});
     check({37, 30, 141, 125, all_of(16, 16), density, DType::bf16, true, 2});
     check({37, 30, 141, 125, all_of(4, 1), density, DType::bf16, true, 2});
@@ -84,9 +119,10 @@ TEST_P(FeedForwardPairsTest, RoundsFloatsWhereItMay) {
   ThreadPool pool(3);
   for (const Activation activation : {Activation::relu, Activation::gelu_erf, Activation::silu}) {
     for (const BlockShapes& blocks : {all_of(32, 1), all_of(16, 4), all_of(32, 32), all_of(4, 1)}) {
-      for (const bool integers : {true, false}) {
+      for (const auto& [integers, gated] :
+           {std::pair{true, false}, {false, false}, {true, true}, {false, true}}) {
         if (integers && activation != Activation::relu) continue;
-        Layers layers({150, 50, 135, 70, blocks, 0.4, DType::f32, integers, integers ? 1 : 0, false,
+        Layers layers({150, 50, 135, 70, blocks, 0.4, DType::f32, integers, integers ? 1 : 0, gated,
                        activation, DType::bf16, true});
         const Force force(GetParam());
         for (const bool save : {false, true}) {
@@ -108,22 +144,7 @@ TEST_P(FeedForwardPairsTest, HasTheBitsOfItsLayers) {
   for (const Activation activation :
        {Activation::none, Activation::relu, Activation::gelu_erf, Activation::gelu_tanh, Activation::silu}) {
     for (const BlockShapes& blocks : {all_of(32, 1), all_of(16, 16), all_of(32, 32), all_of(4, 1)}) {
-      const Layers layers({150, 200, 300, 130, blocks, 0.4, DType::bf16, false, 0, false, activation});
-      Chain apart(layers);
-      apart.hold_derived();
-      const FeedForward l = apart.layers();
-      const Guarded<HostBuffer> hidden(150 * 300 * 2), y(150 * 130 * 2);
-      const MutableMatrixView between{hidden.data(), DType::bf16, 150, 300, 300};
-      expect_ok(linear(apart.x_view(), l.up.weight, l.up.bias, activation, between));
-      expect_ok(linear(between, l.down.weight, l.down.bias, Activation::none,
-                       {y.data(), DType::bf16, 150, 130, 130}));
-      for (const int threads : {1, 2, 3, 7}) {
-        ThreadPool pool(threads);
-        Chain run(layers, pool.executor());
-        run.hold_derived();
-        expect_ok(run.feed_forward(threads == 2));
-        EXPECT_EQ(run.y.download(), y.download()) << name(activation) << ' ' << threads;
-      }
+      for (const bool gated : {false, true}) expect_bits_of_layers(blocks, activation, gated);
     }
   }
 }
@@ -156,19 +177,51 @@ TEST_P(FeedForwardPairsTest, NanStaysWhereItIs) {
   }
 }
 
+// A gate that is infinite where `up` is 0, and the other way round, makes hidden features of that token NaN.
+TEST_P(FeedForwardPairsTest, GatesMultiplyWhateverTheyAre) {
+  for (const BlockShapes& blocks : {all_of(16, 1), all_of(32, 32), all_of(4, 1)}) {
+    Layers layers({40, 50, 75, 39, blocks, 0.5, DType::bf16, true, 0, true});
+    for (std::int64_t k = 0; k < 50; k += 2) layers.up.x[static_cast<std::size_t>(50 + k)] = kNan;
+    layers.up.x[3 * 50 + 7] = std::numeric_limits<double>::infinity();
+    Chain run(layers);
+    {
+      const Force force(GetParam());
+      run.hold_derived();
+      expect_ok(run.feed_forward(false));
+    }
+    const std::vector<double> y = decode(run.y.download(), DType::bf16);
+    const auto rounded = [](std::vector<double> v) { return decode(encode(v, DType::bf16), DType::bf16); };
+    std::vector<double> hidden = rounded(
+        linear_of(layers.gate, layers.up.x, 50, layers.gate.values, &layers.gate.bias, Activation::relu));
+    const std::vector<double> up =
+        rounded(linear_of(layers.up, layers.up.x, 50, layers.up.values, &layers.up.bias));
+    for (std::size_t e = 0; e < hidden.size(); ++e) hidden[e] *= up[e];
+    const std::vector<double> want =
+        rounded(linear_of(layers.down, rounded(hidden), 75, layers.down.values, &layers.down.bias));
+    for (std::size_t e = 0; e < want.size(); ++e)
+      ASSERT_TRUE(want[e] == y[e] || (std::isnan(want[e]) && std::isnan(y[e]))) << e;
+  }
+}
+
 // Every candidate, and some that nobody would choose: the same bits, within exactly the workspace asked for.
 TEST_P(FeedForwardPairsTest, EveryConfigurationComputesTheSame) {
+  for (const bool gated : {false, true}) expect_same_of_every_configuration(gated);
+}
+
+void FeedForwardPairsTest::expect_same_of_every_configuration(bool gated) {
   ThreadPool pool(2);
-  const Layers layers({200, 40, 150, 70, all_of(32, 1), 0.5, DType::bf16, false, 0, false, Activation::silu});
+  const Layers layers({200, 40, 150, 70, all_of(32, 1), 0.5, DType::bf16, false, 0, gated, Activation::silu});
   Chain run(layers, pool.executor());
   rarefy::Problem asked =
       make_problem(Op::feed_forward, layers.up.pattern.shape(), 200, DType::bf16, Device::cpu, 2);
   asked.down.shape = layers.down.pattern.shape();
+  if (gated) asked.gate = {Format::bsr, layers.gate.pattern.shape(), DType::bf16};
   asked.derived = kAnyDerived;
   const Kernel& kernel = kernel_named(GetParam() + "_feed_forward");
-  std::vector<std::string> configs{"panels=1 splits=1",       "panels=3 splits=2", "panels=7 splits=5",
-                                   "panels=16 splits=1",      "panels=2 splits=4", "panels=2 splits=1 rest=1",
-                                   "panels=3 splits=1 rest=3"};
+  std::vector<std::string> configs{
+      "panels=1 splits=1",        "panels=3 splits=2",         "panels=7 splits=5",
+      "panels=16 splits=1",       "panels=2 splits=4",         "panels=2 splits=1 rest=1",
+      "panels=3 splits=1 rest=3", "panels=5 splits=1 after=2", "panels=2 splits=3 after=7"};
   for (const Config& config : kernel.candidates(asked, cpu_machine()))
     configs.push_back(to_string(kernel, config));
   std::set<std::vector<std::byte>> results;
@@ -186,6 +239,10 @@ TEST_P(FeedForwardPairsTest, EveryConfigurationComputesTheSame) {
     std::vector<std::byte> all = run.y.download();
     const std::vector<std::byte> up = run.up.download();
     all.insert(all.end(), up.begin(), up.end());
+    if (gated) {
+      const std::vector<std::byte> gate = run.gate.download();
+      all.insert(all.end(), gate.begin(), gate.end());
+    }
     results.insert(std::move(all));
     (void)memory.download();  // checks its guards
   }
@@ -196,6 +253,11 @@ TEST_P(FeedForwardPairsTest, EveryConfigurationComputesTheSame) {
     EXPECT_NE(status.message().find("panels and splits of the config must be in [1, 4096] and [1, 5]; got "),
               std::string::npos)
         << status.message();
+  }
+  {
+    const Force one("cpu:" + GetParam() + "," + std::string(kernel.name) + "(after=5000)");
+    EXPECT_NE(run.feed_forward(false).message().find("after of the config must be in [0, 4096]; got 5000"),
+              std::string::npos);
   }
   const Force one("cpu:" + GetParam() + "," + std::string(kernel.name) + "(panels=2 rest=3)");
   EXPECT_NE(run.feed_forward(false).message().find("rest of the config must be in [0, 2], its panels; got 3"),
@@ -236,7 +298,9 @@ TEST_P(FeedForwardPairsTest, TakesWhatLinearDerives) {
   EXPECT_EQ(reason(p), "");
   rarefy::Problem other = p;
   other.gate = other.weight;
-  EXPECT_EQ(reason(other), "takes networks without a gate");
+  EXPECT_EQ(reason(other), "");
+  other.gate.shape.block_cols = 2;
+  EXPECT_EQ(reason(other), "takes gates with blocks as those of up");
   other = p;
   other.in = DType::f32;
   EXPECT_EQ(reason(other),
@@ -271,9 +335,9 @@ TEST(FeedForwardConfigTest, PairsFollowTheProblem) {
     EXPECT_EQ(choice.kernel->name, "amx_feed_forward");
     return to_string(*choice.kernel, choice.config);
   };
-  EXPECT_EQ(config(544, 1), "panels=6 splits=1 rest=0");
-  EXPECT_EQ(config(544, 2), "panels=8 splits=1 rest=1") << "17 panels: 8 for each thread, and half of one";
-  EXPECT_EQ(config(512, 2), "panels=8 splits=1 rest=0");
+  EXPECT_EQ(config(544, 1), "panels=6 splits=1 rest=0 after=0");
+  EXPECT_EQ(config(544, 2), "panels=8 splits=1 rest=1 after=0") << "17 panels: 8 for each thread, and half of one";
+  EXPECT_EQ(config(512, 2), "panels=8 splits=1 rest=0 after=0");
   EXPECT_NE(config(32, 16).find("splits=16"), std::string::npos) << config(32, 16);
 }
 

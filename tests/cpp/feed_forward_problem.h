@@ -200,24 +200,27 @@ inline void expect_feed_forward(const Layers& l, const Chain& run, bool saved, b
   const double unit = accumulator(s.dtype);
   const Sums up(l.up, l), gate(l.gate, l);
   const std::vector<double>& argument = s.gated ? gate.value : up.value;
-  std::vector<double> hidden = activated(argument, s.activation);
+  std::vector<double> hidden = activated(argument, s.activation), factor = up.value;
+  const DType kept = s.stored.value_or(s.dtype);
+  if (pairs && s.gated && s.integers)  // exact before, so exact after
+    hidden = decode(encode(hidden, kept), kept), factor = decode(encode(factor, kept), kept);
   std::vector<double> off(hidden.size());
   for (std::size_t e = 0; e < hidden.size(); ++e) {
     off[e] =
         1.2 * (s.gated ? gate : up).error[e] + activation_error(s.activation, argument[e], hidden[e], unit);
     if (!s.gated) continue;
     off[e] = off[e] * (std::abs(up.value[e]) + up.error[e]) + std::abs(hidden[e]) * up.error[e];
-    hidden[e] *= up.value[e];
+    hidden[e] *= factor[e];
     off[e] += unit * std::abs(hidden[e]);
   }
   if (pairs) {
-    const DType kept = s.stored.value_or(s.dtype);
     const double half = storing(kept);
+    const int roundings = s.gated ? 3 : 1;  // of the gate's, of up's, and of their product
     for (std::size_t e = 0; e < hidden.size(); ++e) {
       off[e] += pairs_activation_error(s.activation, hidden[e]);
-      off[e] = off[e] * (1 + half) + half * std::abs(hidden[e]);
+      for (int i = 0; i < roundings; ++i) off[e] = off[e] * (1 + half) + half * std::abs(hidden[e]);
     }
-    if (s.integers) hidden = decode(encode(hidden, kept), kept);  // exact before, so exact after
+    if (s.integers) hidden = decode(encode(hidden, kept), kept);
   }
   Sums y = up;  // the same shape of result
   const auto weights = absolute(l.down.values), bias = absolute(l.down.bias);

@@ -353,10 +353,21 @@ def test_networks_in_bf16_pairs_have_the_bits_of_their_layers(pairs, spec):
         assert torch.equal(batched.view(70, K), wanted)
 
 
-def test_gated_networks_in_bf16_pairs_go_layer_by_layer(pairs):
+def test_gated_networks_in_bf16_pairs_are_one_op_with_the_bits_of_their_layers(pairs):
     net, x = sparse(NETWORKS["llama"], "block:16x1@0.5").to(torch.bfloat16), torch.randn(70, K).bfloat16()
+    layers = [layer for layer in net.modules() if isinstance(layer, BlockSparseLinear)]
     with torch.no_grad():
-        for layer in net.modules():
-            if isinstance(layer, BlockSparseLinear):
-                layer.weight.prepare()
-        assert set(ran(lambda: net(x))[1]) == {"bsr_linear"}
+        for layer in layers:
+            layer.weight.prepare()
+        y, names = ran(lambda: net(x))
+        assert names == ["bsr_feed_forward"]
+        assert rarefy.explain((net.up, net.gate, net.down), x)["kernel"] == "pairs_feed_forward"
+        hidden = net.gate.weight.linear(x, None, "silu") * net.up.weight.linear(x, None)
+        wanted = net.down.weight.linear(hidden, None)
+        assert torch.equal(y, wanted)
+        held = [layer.weight.derived(x) for layer in (net.up, net.down, net.gate)]
+        args = [x]
+        for layer in (net.up, net.gate, net.down):
+            args += [layer.weight.values, layer.weight.plan, layer.bias]
+        derived = (*held[0][:2], *held[1], *held[2][:2])
+        assert torch.equal(ops.bsr_feed_forward(*args, K, H, K, "silu", *derived), wanted)

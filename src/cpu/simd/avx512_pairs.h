@@ -108,6 +108,12 @@ struct Avx512Pairs {
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), (__m256i)_mm512_cvtneps_pbh(v));
   }
 
+  // to[i] *= by[i], in multiples of 16.
+  static void times(std::uint16_t* to, const std::uint16_t* by, int count) {
+    for (int i = 0; i < count; i += Avx512::kWidth)
+      Avx512::store_bf16(to + i, Avx512::mul(Avx512::load_bf16(to + i), Avx512::load_bf16(by + i)));
+  }
+
   static void keep(const PairKeep& t) {
     with_activation(t.activation, [&]<Activation kActivation>() { keep_as<kActivation>(t); });
   }

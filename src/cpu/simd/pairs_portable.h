@@ -140,6 +140,11 @@ struct PairsPortable {
     }
   }
 
+  static void times(std::uint16_t* to, const std::uint16_t* by, int count) {
+    for (int i = 0; i < count; i += Scalar::kWidth)
+      Scalar::store_bf16(to + i, Scalar::mul(Scalar::load_bf16(to + i), Scalar::load_bf16(by + i)));
+  }
+
   static void keep(const PairKeep& t) {
     alignas(64) std::uint16_t rows[kPanelTokens][kTileRows];
     std::uint16_t* panel = t.panel + t.feature * kPanelTokens;
