@@ -184,7 +184,7 @@ def test_unsorted_indices_are_sorted_once_and_said():
     with pytest.warns(UserWarning, match=r"\[SparseMatrix\] indices are not sorted in each row: sorted once"):
         matrix = SparseMatrix(data, indices, indptr, shape=(2, 3))
     assert matrix.to_dense().tolist() == [[2, 0, 1], [0, 3, 0]]
-    with pytest.raises(ValueError, match="col_indices must be"):
+    with pytest.raises(ValueError, match="indices must be sorted"):
         SparseMatrix(data, indices, indptr, shape=(2, 3), check="trusted")
 
 
