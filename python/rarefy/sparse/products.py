@@ -143,7 +143,7 @@ def _linear(op: str, matrix: SparseMatrix, x: Tensor, bias: Tensor | None, activ
         if x.dtype != blocks.dtype:
             fail(op, f"x must be of the dtype of data, {blocks.dtype}", x.dtype, TypeError)
         plan = matrix.pattern.row_plan if x.device.type == "cpu" else matrix.pattern.plan
-        rows = x.reshape(-1, k).contiguous()
+        rows = x.reshape(x.shape[:-1].numel(), k).contiguous()  # k may be 0, of which no -1 follows
         y = _integers(rows, blocks, plan, bias, [n, k, *matrix.block_shape], activation)
         return y.reshape(*x.shape[:-1], n)
     _check_floats(op, matrix, x)
