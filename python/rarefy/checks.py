@@ -87,12 +87,12 @@ def check_block_fits(op: str, shape: tuple[int, int], block_shape: tuple[int, in
     return block_shape
 
 
-def check_density(op: str, density: Any) -> float:
+def check_density(op: str, density: Any, name: str = "density") -> float:
     """Returns `density` as a float in [0, 1]."""
     if not isinstance(density, numbers.Real) or isinstance(density, bool):
-        fail(op, "density must be a number", repr(density), TypeError)
+        fail(op, f"{name} must be a number", repr(density), TypeError)
     if not 0 <= density <= 1 or math.isnan(density):
-        fail(op, "density must be in [0, 1]", density)
+        fail(op, f"{name} must be in [0, 1]", density)
     return float(density)
 
 

@@ -22,22 +22,63 @@ def arrays(w) -> tuple:
     return w.data, w.indices, w.indptr
 
 
-@pytest.mark.parametrize(("dtype", "bias"), [("f4", False), ("f8", True), ("i4", True)])
+def products_of_tvm(dtype: str, columns: int) -> tuple:
+    """Operands as its tests draw them, (5, 7) and (7, columns), and a bias of the rows."""
+    rng, scale = np.random.default_rng(1), 1 if dtype[0] == "f" else 100  # integers are exact, of any size
+    a = np.maximum(rng.random((5, 7)) - 0.5, 0) * scale
+    b, c = (rng.random((7, columns)) - 0.5) * scale, rng.random(5) * scale
+    return sp.csr_matrix(a.astype(dtype)), b.astype(dtype), c.astype(dtype)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("dtype", ["f4", "f8", "i4"])
 def test_csrmv(dtype, bias):
-    a = matrix(5, 7, 0.5, dtype)
-    x = np.random.default_rng(1).uniform(-100, 100, (7, 1)).astype(dtype)
-    y = np.array([3], dtype) if bias else None
-    got = tvm.csrmv(a, x, None if y is None else torch.from_numpy(y))
-    np.testing.assert_allclose(got.numpy(), a @ x + (y if bias else 0), rtol=1e-4)
+    a, x, y = products_of_tvm(dtype, 1)
+    got = tvm.csrmv(a, x, y if bias else None)
+    assert got.shape == (5, 1)
+    np.testing.assert_allclose(got.numpy(), a @ x + (y.reshape(5, 1) if bias else 0), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize(("dtype", "bias"), [("i8", False), ("f8", True)])
-def test_csrmm(dtype, bias):
-    a = matrix(5, 7, 0.5, dtype)
-    b = np.random.default_rng(1).uniform(-100, 100, (7, 2)).astype(dtype)
-    c = np.array([[1], [2], [3], [4], [5]], dtype) if bias else None
-    got = tvm.csrmm(a, b, None if c is None else torch.from_numpy(c))
-    np.testing.assert_allclose(got.numpy(), a @ b + (c if bias else 0), rtol=1e-2)
+@pytest.mark.parametrize("columns", [2, 5])  # 2: TVM's; 5: a square, where rows and columns are as many
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("dtype", ["f4", "f8", "i8"])
+def test_csrmm(dtype, bias, columns):
+    a, b, c = products_of_tvm(dtype, columns)
+    got = tvm.csrmm(a, b, c if bias else None)
+    np.testing.assert_allclose(got.numpy(), a @ b + (c.reshape(5, 1) if bias else 0), rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("shape", [(5,), (1,), (1, 1), (5, 1), (1, 3), (5, 3)])
+def test_every_bias_that_csrmm_takes(shape):
+    a, b, _ = products_of_tvm("f8", 3)
+    c = torch.arange(1.0, 1 + np.prod(shape), dtype=torch.float64).reshape(shape).requires_grad_()
+    got = tvm.csrmm(a, b, c)
+    two = c.detach()[:, None] if c.ndim == 1 else c.detach()
+    np.testing.assert_allclose(got.detach().numpy(), a @ b + two.numpy())
+    got.sum().backward()
+    assert float(c.grad.sum()) == 5 * 3
+
+
+def test_what_csrmm_refuses_is_named():
+    a, b, c = products_of_tvm("f4", 3)
+    for shape in ((3,), (7,), (0,), (), (3, 5), (5, 2), (1, 5, 3)):
+        with pytest.raises(ValueError, match=r"\[csrmm\] c must have shape \(5,\), \(1,\), or 2") as caught:
+            tvm.csrmm(a, b, np.zeros(shape, "f4"))
+        assert str(caught.value).endswith(f"broadcast to (5, 3); got {shape}")
+    with pytest.raises(TypeError, match=r"c must be of the product's dtype, torch.float32; got torch.f"):
+        tvm.csrmm(a, b, c.astype("f8"))
+    with pytest.raises(TypeError, match=r"\[csrmm\] c must be on the product's device, cpu; got meta"):
+        tvm.csrmm(a, b, torch.zeros(5, device="meta"))
+    for thing in (3.0, [1.0] * 5, "c"):
+        with pytest.raises(TypeError, match=r"\[csrmm\] c must be a torch.Tensor"):
+            tvm.csrmm(a, b, thing)
+    with pytest.raises(ValueError, match=r"\[csrmv\] y must have shape \(5,\), \(1,\), or .*; got \(3,\)"):
+        tvm.csrmv(a, b[:, :1], np.zeros(3, "f4"))
+    for x in (b, b[:, 0]):
+        with pytest.raises(ValueError, match=r"\[csrmv\] x must have 2 dimensions, one column; got \(7"):
+            tvm.csrmv(a, x)
+    with pytest.raises(ValueError, match=r"\[csrmm\] b must have 2 dimensions; got \(7,\)"):
+        tvm.csrmm(a, b[:, 0])
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -122,33 +163,40 @@ def test_an_index_out_of_range_is_an_error():
 @pytest.mark.parametrize("kernel", [0, 1, 3])
 @pytest.mark.parametrize("last", [False, True])
 def test_convert_stores_the_blocks_that_are_not_zero(kernel, last):
-    """The original's cases: relu → dense → relu with (32, 1), 1×1 with (8, 1), 3×3 with (16, 1)."""
+    """The original's cases: relu → layer → relu; dense with (32, 1), 1×1 with (8, 1), 3×3 with (16, 1).
+
+    Its sizes, density, threshold and tolerance; and a layer whose zeros are spread, which it converts.
+    """
     torch.manual_seed(0)
     block = {0: (32, 1), 1: (8, 1), 3: (16, 1)}[kernel]
     if kernel == 0:
-        layer, other, x = nn.Linear(128, 768), nn.Linear(768, 64), torch.randn(2, 128)
+        layer, other, x = nn.Linear(128, 768, bias=False), nn.Linear(768, 64), torch.randn(1, 128)
         convert, sparse_kind = tvm.bsr_dense.convert, rarefy.BlockSparseLinear
     else:
-        layer, other = nn.Conv2d(16, 32, kernel, padding=kernel // 2), nn.Conv2d(32, 32, 1)
-        x = torch.randn(2, 16, 8, 8)
+        layer = nn.Conv2d(64, 128, kernel, padding=kernel // 2, bias=False)
+        other, x = nn.Conv2d(128, 32, 1), torch.randn(1, 64, 32, 32)
         x = x.to(memory_format=torch.channels_last) if last else x
         convert, sparse_kind = tvm.bsr_conv2d.convert, rarefy.BlockSparseConv2d
-    model = nn.Sequential(nn.ReLU(), layer, nn.ReLU(), other)
+    layers = nn.Sequential(nn.ReLU(), layer, nn.ReLU())
     with torch.no_grad():
+        nn.init.normal_(layer.weight)
         kept = torch.rand(len(layer.weight) // block[0], *layer.weight.shape[1:]) < 0.1
         layer.weight *= kept.repeat_interleave(block[0], 0)
-        other.weight *= torch.rand_like(other.weight) < 0.2  # spread: 80 % of the elements, few blocks
-    want = model(x)
-    first, second = convert(model, block, 0.5).rows
+        other.weight *= torch.rand_like(other.weight) < 0.3  # spread: 70 % of the elements, few blocks
+    want = layers(x)
+    model = nn.Sequential(*layers, other)
+    first, second = convert(model, block, 0.2).rows
     assert isinstance(model[1], sparse_kind)
     assert first.density == pytest.approx(float(kept.float().mean()), abs=1e-6)
     assert second.reason == "filter_fn declined it"
-    torch.testing.assert_close(model(x), want, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(model[:3](x), want, rtol=1e-5, atol=1e-5)
 
 
 def test_convert_refuses_what_is_no_threshold():
-    with pytest.raises(ValueError, match=r"\[bsr_dense.convert\] density"):
+    with pytest.raises(ValueError, match=r"\[bsr_dense.convert\] sparsity_threshold must be in \[0, 1\]; g"):
         tvm.bsr_dense.convert(nn.Sequential(nn.Linear(4, 4)), (1, 1), 1.5)
+    with pytest.raises(TypeError, match=r"\[bsr_conv2d.convert\] sparsity_threshold must be a number"):
+        tvm.bsr_conv2d.convert(nn.Sequential(nn.Conv2d(4, 4, 1)), (1, 1), "0.5")
     with pytest.raises(ValueError, match=r"\[bsr_conv2d.convert\] block_shape"):
         tvm.bsr_conv2d.convert(nn.Sequential(nn.Conv2d(4, 4, 1)), (0, 1), 0.5)
 

@@ -265,6 +265,11 @@ def test_wrong_calls():
         (lambda: sparse.sparse_conv2d(x, weight, layout="HWIO"), ValueError, 'layout must be "NHWC"'),
         (lambda: sparse.sparse_conv2d(x.double(), weight, kernel_size=3), TypeError, "dtype of data"),
         (lambda: sparse.sparse_conv2d(x[0], weight, kernel_size=3), ValueError, "x must have 4 dimensions"),
+        (
+            lambda: sparse.sparse_conv2d(x.int(), weight, kernel_size=3),
+            TypeError,
+            "x must be of a floating-point dtype; got torch.int32",
+        ),
         (lambda: BlockSparseConv2d.from_dense(nn.Linear(2, 2), block_shape=(1, 1)), TypeError, "nn.Conv2d"),
     ]
     for call, error, text in cases:

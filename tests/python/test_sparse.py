@@ -46,26 +46,39 @@ def test_bsr_with_and_without_relu(device, relu, left):
     torch.testing.assert_close(y, want.relu() if relu else want, atol=1e-4, rtol=1e-4)
 
 
+def tvms_blocks(rng, n: int, k: int, block: tuple[int, int], density: float) -> sp.bsr_matrix:
+    """TVM's random_bsr_matrix: so many blocks of normal numbers at random places of (n, k)."""
+    (r, c), count = block, int(int(density * n * k) / (block[0] * block[1])) + 1
+    mask = np.zeros((n // r) * (k // c), bool)
+    mask[rng.choice(len(mask), count, replace=False)] = True
+    stored = np.kron(mask.reshape(n // r, k // c), np.ones(block))
+    return sp.bsr_matrix((stored * rng.standard_normal((n, k))).astype("f4"), blocksize=block)
+
+
+def check_as_tvm(rng, w: sp.bsr_matrix, m: int, device: str) -> None:
+    """Its tolerance of 1e-5, towards the exact product."""
+    x = rng.standard_normal((m, w.shape[1])).astype("f4")
+    arrays = on(tuple(map(torch.from_numpy, (w.data, w.indices, w.indptr))), device)
+    y = sparse.sparse_dense(torch.from_numpy(x).to(device), arrays).cpu().numpy()
+    np.testing.assert_allclose(y, x.astype("f8") @ w.toarray().astype("f8").T, atol=1e-5, rtol=1e-5)
+
+
 @pytest.mark.parametrize("trial", range(20))
-def test_bsr_of_random_sizes(trial):
+def test_bsr_of_random_sizes(device, trial):
     rng = np.random.default_rng(trial)
-    r, c = rng.integers(1, 16, 2)
-    m, rows, columns = rng.integers(1, 32), *rng.integers(1, 16, 2)
-    arrays, dense = random_blocks(rows, columns, r, c, float(np.clip(rng.random(), 0.1, 0.9)))
-    x = torch.rand(m, columns * c)
-    torch.testing.assert_close(sparse.sparse_dense(x, arrays), x @ dense.T, atol=1e-4, rtol=1e-5)
+    block = tuple(int(side) for side in rng.integers(1, 16, 2))
+    m, rows, columns = (int(size) for size in (rng.integers(1, 32), *rng.integers(1, 16, 2)))
+    density = float(np.clip(rng.random(), 0.1, 0.9))
+    check_as_tvm(rng, tvms_blocks(rng, rows * block[0], columns * block[1], block, density), m, device)
 
 
-@pytest.mark.parametrize(("sizes", "block"), [((128, 128, 1280), (1, 1)), ((128, 128, 16), (2, 2))])
-def test_shapes_that_tvm_pads_for_gpus(device, sizes, block):
-    m, n, k = sizes
-    (blocks, *indices), _ = random_blocks(n // block[0], k // block[1], *block, 0.01)
-    arrays = (torch.rand_like(blocks), *indices)  # as TVM's: rows of few blocks, most of them empty
-    if block == (1, 1):
-        arrays = (arrays[0].flatten(), *indices)
-    x, dense = torch.rand(m, k), SparseMatrix(*arrays, shape=(n, k)).to_dense()
-    y = sparse.sparse_dense(x.to(device), on(arrays, device)).cpu()
-    torch.testing.assert_close(y, x @ dense.T, atol=1e-5, rtol=1e-5)
+@pytest.mark.parametrize(("n", "block"), [(1280, (1, 1)), (16, (2, 2))])
+@pytest.mark.parametrize("csr", [False, True])
+def test_shapes_that_tvm_pads_for_gpus(device, n, block, csr):
+    """128 tokens and 128 inputs; rows of few blocks, most of them empty."""
+    rng = np.random.default_rng(0)
+    w = tvms_blocks(rng, n, 128, block, 0.01)
+    check_as_tvm(rng, w.tocsr() if csr else w, 128, device)
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -130,53 +143,70 @@ def test_transpose_of_a_large_square():
     assert torch.equal(sparse.sparse_transpose(arrays).to_dense(), dense.T)
 
 
+KINDS = ("f4", "f8", "i1", "i2", "i4", "i8")
+
+
 @pytest.mark.timeout(900)  # 20 s alone, more than the usual two minutes beside other work
 @pytest.mark.filterwarnings("ignore:.*not sorted")
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.data())
 def test_scipy_agrees_on_random_matrices(data):
-    """Products, sums, transposes and slices; unsorted and repeated indices, empty rows and matrices."""
-    r, c, d = (data.draw(st.integers(1, 4)) for _ in range(3))
+    """Products, sums, transposes and slices of CSR and BSR; unsorted and repeated indices, empty rows.
+
+    Matrices may be empty, too. Floats are whole numbers, so sums are exact; integers may wrap around.
+    """
+    csr, dtype = data.draw(st.booleans()), data.draw(st.sampled_from(KINDS))
+    r, c, d = (1 if csr else data.draw(st.integers(1, 4)) for _ in range(3))
     rows, inner, columns = (data.draw(st.integers(0, 6)) for _ in range(3))
     # All draws first: behind an operation that was stopped once, as by a timeout, others look inconsistent.
     top, bottom = sorted(data.draw(st.integers(0, rows)) * r for _ in range(2))
     left, right = sorted(data.draw(st.integers(0, inner)) * c for _ in range(2))
-    arrays = []
+    matrices, theirs = [], []
     for grid, block in (((rows, inner), (r, c)), ((inner, columns), (c, d)), ((rows, inner), (r, c))):
         counts = [data.draw(st.integers(0, 4)) if grid[1] else 0 for _ in range(grid[0])]
         indices = [data.draw(st.integers(0, grid[1] - 1)) for count in counts for _ in range(count)]
-        values = [data.draw(st.integers(-5, 5)) for _ in indices]
-        blocks = np.array(values, "f8")[:, None, None] + np.arange(block[0] * block[1]).reshape(block)
-        indptr = np.array([0, *np.cumsum(counts)], "i4")
+        values = np.array([data.draw(st.integers(-5, 5)) for _ in indices], dtype)
+        if not csr:
+            values = values[:, None, None] + np.arange(block[0] * block[1]).astype(dtype).reshape(block)
+        index, pointer = (data.draw(st.sampled_from(("i4", "i8"))) for _ in range(2))
+        arrays = values, np.array(indices, index), np.array([0, *np.cumsum(counts)], pointer)
         shape = (grid[0] * block[0], grid[1] * block[1])
-        arrays.append(((blocks, np.array(indices, "i4"), indptr), shape))
-    matrices = [SparseMatrix(*a, shape=shape) for a, shape in arrays]
-    dense = [_dense_of(*a, shape) for a, shape in arrays]
+        matrices.append(SparseMatrix(*arrays, shape=shape))
+        theirs.append(scipys(*arrays, shape))
     a, b, like_a = matrices
-    for matrix, want in zip(matrices, dense, strict=True):
-        assert torch.equal(matrix.to_dense(), want)
-        assert torch.equal(matrix.T.to_dense(), want.T)
-        x = torch.arange(3.0 * want.shape[1], dtype=torch.float64).reshape(3, -1)
-        assert torch.equal(sparse.sparse_dense(x, matrix), x @ want.T)
-        assert torch.equal(matrix @ x.T, want @ x.T)
-        assert torch.equal(matrix @ x[0], want @ x[0])
-    assert torch.equal((a @ b).to_dense(), dense[0] @ dense[1])
-    assert torch.equal(sparse.sparse_matmul(a, b, dense=True), dense[0] @ dense[1])
-    assert torch.equal((a + like_a).to_dense(), dense[0] + dense[2])
-    assert torch.equal(sparse.sparse_concat([a, like_a]).to_dense(), torch.cat((dense[0], dense[2])))
-    assert torch.equal(sparse.sparse_concat([a, like_a], 1).to_dense(), torch.cat((dense[0], dense[2]), 1))
-    assert torch.equal(a[top:bottom, left:right].to_dense(), dense[0][top:bottom, left:right])
+    for matrix, want in zip(matrices, theirs, strict=True):
+        agree(matrix, want)
+        agree(matrix.to_scipy(), want)
+        agree(matrix.T, want.T)
+        x = np.arange(3 * want.shape[1]).astype(dtype).reshape(3, -1)
+        agree(sparse.sparse_dense(x, matrix), (want @ x.T).T)
+        agree(sparse.sparse_dense(x, matrix, sparse_lhs=True), want @ x.T)
+        agree(matrix @ x.T, want @ x.T)
+        agree(matrix @ x[0], want @ x[0])
+        agree(matrix + want.toarray(), want + want)
+    agree(a @ b, theirs[0] @ theirs[1])
+    agree(sparse.sparse_matmul(a, b, dense=True), theirs[0] @ theirs[1])
+    agree(a + like_a, theirs[0] + theirs[2])
+    agree(sparse.sparse_concat([a, like_a]), sp.vstack([theirs[0], theirs[2]]))
+    agree(sparse.sparse_concat([a, like_a], 1), sp.hstack([theirs[0], theirs[2]]))
+    agree(a[top:bottom, left:right], theirs[0][top:bottom, left:right])
 
 
-def _dense_of(data, indices, indptr, shape):
-    """By plain loops: what occurs twice is summed."""
-    _, r, c = data.shape
-    dense = torch.zeros(shape, dtype=torch.float64)
-    for i in range(len(indptr) - 1):
-        for e in range(indptr[i], indptr[i + 1]):
-            j = indices[e]
-            dense[i * r : (i + 1) * r, j * c : (j + 1) * c] += torch.from_numpy(data[e])
-    return dense
+def scipys(data, indices, indptr, shape):
+    """The matrix in scipy, as CSR, which knows all operations; sums what occurs twice."""
+    if data.ndim == 1:
+        return sp.csr_array((data, indices, indptr), shape=shape)
+    if not all(shape):  # scipy has no blocks of nothing
+        return sp.csr_array(shape, dtype=data.dtype)
+    return sp.bsr_array((data, indices, indptr), shape=shape).tocsr()
+
+
+def agree(got, want) -> None:
+    """The same elements, of the same dtype; `want` is scipy's or NumPy's."""
+    got = got.to_dense() if isinstance(got, SparseMatrix) else got
+    got, want = (each.toarray() if hasattr(each, "toarray") else np.asarray(each) for each in (got, want))
+    assert got.dtype == want.dtype
+    np.testing.assert_array_equal(got, want)
 
 
 def test_unsorted_indices_are_sorted_once_and_said():
@@ -184,7 +214,7 @@ def test_unsorted_indices_are_sorted_once_and_said():
     with pytest.warns(UserWarning, match=r"\[SparseMatrix\] indices are not sorted in each row: sorted once"):
         matrix = SparseMatrix(data, indices, indptr, shape=(2, 3))
     assert matrix.to_dense().tolist() == [[2, 0, 1], [0, 3, 0]]
-    with pytest.raises(ValueError, match="col_indices must be"):
+    with pytest.raises(ValueError, match=r"indices must be sorted and .*; got indices\[1\]=0 after 2"):
         SparseMatrix(data, indices, indptr, shape=(2, 3), check="trusted")
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 from torch import nn
@@ -87,6 +89,64 @@ def test_patterns_on_a_diagonal():
         ValueError, match=r"\[BsrPattern.on_diagonal\] \(7, 6\) must be multiples of the block"
     ):
         padded.on_diagonal(2)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("length", [12, 10], ids=["heads at once", "ragged"])
+@pytest.mark.parametrize("learned", [False, True])
+def test_gradients_of_attention(causal, length, learned):
+    """To all that it takes, by differences in float64; a row stores nothing."""
+    mask = torch.tensor([[1, 0], [0, 0], [1, 1]]) > 0
+    pattern = BsrPattern.from_mask(mask, shape=(length, 8), block_shape=(4, 4))
+    sizes = ((2, 2, length, 3), (2, 2, 8, 3), (2, 2, 8, 2)) + (((),) if learned else ())
+    given = [torch.randn(size, dtype=torch.float64, requires_grad=True) for size in sizes]
+
+    def attention(q, k, v, scale=None):
+        return sparse.sparse_attention(q, k, v, pattern, scale=scale, causal=causal)
+
+    assert torch.autograd.gradcheck(attention, given)
+
+
+def test_attention_takes_arrays_of_numpy():
+    pattern = BsrPattern.from_mask(torch.ones(2, 2) > 0, shape=(8, 8), block_shape=(4, 4))
+    q = torch.randn(2, 8, 3)
+    got = sparse.sparse_attention(q.numpy(), q.numpy(), q.numpy(), pattern)
+    assert torch.equal(got, sparse.sparse_attention(q, q, q, pattern))
+
+
+def test_what_attention_refuses_is_named():
+    pattern = BsrPattern.from_mask(torch.ones(2, 2) > 0, shape=(8, 8), block_shape=(4, 4))
+    q = torch.randn(2, 8, 3)
+    matrix = SparseMatrix.on_pattern(torch.ones(4, 4, 4), pattern)
+    wrong = [
+        ((q, q, q, "x"), TypeError, "pattern must be a BsrPattern; got str"),
+        ((q, q, q, matrix), TypeError, "pattern must be a BsrPattern; got SparseMatrix"),
+        ((q, q, q, pattern.on_diagonal(2)), ValueError, "pattern must be of 8 × 8 scores; got (16, 16)"),
+        ((q, "k", q, pattern), TypeError, "key must be a torch.Tensor; got str"),
+        ((q[0, 0], q, q, pattern), ValueError, "query must have at least 2 dimensions; got 1"),
+        ((q, q[0], q, pattern), ValueError, "query, key and value must have equal leading dimensions"),
+        ((q[..., :0], q[..., :0], q, pattern), ValueError, "query must have at least 1 column where"),
+        ((q, q[..., :2], q, pattern), ValueError, "key must have 3 columns, as query has; got 2"),
+        ((q.int(), q, q, pattern), TypeError, "query must be of a floating-point dtype; got torch.int32"),
+        ((q, q.double(), q, pattern), TypeError, "key must be of the dtype of query, torch.float32; g"),
+        ((q, q, q.double(), pattern), TypeError, "value must be of the dtype of query, torch.float32; got"),
+        ((q, q, q.to("meta"), pattern), TypeError, "value must be on the device of query, cpu; got meta"),
+        ((*[q.to("meta")] * 3, pattern), TypeError, "pattern must be on the device of query, meta; got cpu"),
+    ]
+    for given, error, text in wrong:
+        with pytest.raises(error, match=rf"^\[sparse_attention\] {re.escape(text)}"):
+            sparse.sparse_attention(*given)
+    with pytest.raises(TypeError, match=r"\[sparse_attention\] scale must be a number; got 'x'"):
+        sparse.sparse_attention(q, q, q, pattern, scale="x")
+
+
+def test_attention_on_nothing_is_a_mean():
+    """Without columns all scores are zero, once somebody says what their scale is."""
+    pattern = BsrPattern.from_mask(torch.eye(2) > 0, shape=(8, 8), block_shape=(4, 4))
+    q, v = torch.ones(2, 8, 0), torch.randn(2, 8, 3)
+    got = sparse.sparse_attention(q, q, v, pattern, scale=1)
+    torch.testing.assert_close(got, v.view(2, 2, 4, 3).mean(2, keepdim=True).expand(2, 2, 4, 3).flatten(1, 2))
+    assert sparse.sparse_attention(v, v, v[..., :0], pattern).shape == (2, 8, 0)
 
 
 def test_attention_without_heads():

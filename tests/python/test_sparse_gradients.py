@@ -249,3 +249,34 @@ def test_opcheck_of_the_ops_behind(block):
             ops._product_in_place.default, (b[None], values, pattern.row_plan, sizes), **schema
         )
         torch.library.opcheck(ops._rows_product.default, (b, values, pattern.row_plan), **schema)
+
+
+@pytest.mark.parametrize("block", [(1, 1), (4, 2)])
+def test_opcheck_of_the_ops_that_no_graph_meets(block):
+    """Schemas, and that autograd has no say. Eager calls and Functions alone use them: they have no fakes."""
+    arrays, dense = random_blocks(3, 4, *block, 0.5)
+    a = SparseMatrix(*arrays, shape=tuple(dense.shape))
+    b = sparse.sparse_transpose(a)
+    product = sparse.sparse_matmul(a, b)
+    values, plan, sizes = arrays[0], a.pattern.row_plan, [*a.shape, *block]
+    ops, tests = torch.ops.rarefy, ("test_schema", "test_autograd_registration")
+
+    def of(matrix):
+        return matrix.blocks(), matrix.pattern.row_plan, [*matrix.shape, *matrix.block_shape]
+
+    calls = [
+        (ops._sampled_product, (*of(a), *of(b), *of(product)[1:])),
+        (ops._transposed, (values, plan, sizes)),
+        (ops._transposed, (values, a.pattern.plan, sizes)),
+        (ops._row_plan, (arrays[2], arrays[1], sizes)),
+        (ops._row_plan, (arrays[2].long(), arrays[1].flip(0), sizes)),  # not sorted: an empty tensor
+        (ops._row_plan_is_of, (plan, arrays[1], arrays[2])),
+        (ops._row_plan_is_of, (plan, arrays[1] + 1, arrays[2])),
+    ]
+    x, bias = torch.randn(2, dense.shape[1]), torch.randn(dense.shape[0])
+    calls += [(ops._arrays_product, (x, *arrays, given)) for given in (None, bias)]
+    calls.append((ops._arrays_product, (x.double(), *arrays, None)))  # another dtype: None
+    if block == (1, 1):
+        calls.append((ops._transposed, (values.flatten().to(torch.int16), plan, sizes)))
+    for op, call in calls:
+        torch.library.opcheck(op.default, call, test_utils=tests)

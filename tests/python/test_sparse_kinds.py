@@ -52,6 +52,39 @@ def test_every_layout_of_torch_and_its_gradients(device, kind):
     assert torch.equal(leaf.grad, (dense != 0) * x.sum(0))
 
 
+@pytest.mark.filterwarnings("ignore:Sparse")
+@pytest.mark.parametrize("kind", ["csc", "bsr", "bsc"])
+def test_leaves_of_which_torch_keeps_no_gradients_are_refused(kind):
+    """Their products would be fine, and only backward() would fail, inside torch."""
+    dense = torch.eye(4)
+    leaf = getattr(dense, f"to_sparse_{kind}")(*(() if kind == "csc" else ((2, 2),))).requires_grad_()
+    x = torch.randn(2, 4)
+    for call in (
+        lambda: sparse.sparse_dense(x, leaf),
+        lambda: sparse.spmm(leaf, x.t()),
+        lambda: SparseMatrix.of(leaf),
+    ):
+        with pytest.raises(TypeError, match=rf"no leaf .* with data as the leaf; got torch.sparse_{kind}"):
+            call()
+    with torch.no_grad():
+        assert torch.equal(sparse.sparse_dense(x, leaf), x)
+    assert torch.equal(sparse.sparse_dense(x, leaf.detach()), x)
+    made = dense.clone().requires_grad_()  # no leaf: gradients go on to one
+    made_sparse = getattr(made, f"to_sparse_{kind}")(*(() if kind == "csc" else ((2, 2),)))
+    sparse.sparse_dense(x, made_sparse).sum().backward()
+    assert made.grad is not None
+
+
+@pytest.mark.filterwarnings("ignore:Sparse")
+@pytest.mark.parametrize("kind", ["coo", "csr"])
+def test_leaves_of_other_layouts_have_gradients(kind):
+    dense = torch.eye(4)
+    leaf = (dense.to_sparse() if kind == "coo" else dense.to_sparse_csr()).requires_grad_()
+    x = torch.randn(2, 4)
+    sparse.sparse_dense(x, leaf).sum().backward()
+    torch.testing.assert_close(leaf.grad.to_dense(), torch.diag(x.sum(0)))
+
+
 def test_a_matrix_is_made_of_what_users_hold():
     arrays, dense = csr(6, 9, 0.5)
     held = SparseMatrix.of(sp.csr_array(tuple(a.numpy() for a in arrays), shape=dense.shape))

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import sparse
-from ..checks import check_block_shape, check_density
+from ..checks import check_block_shape, check_density, fail
 from ..masks import nonzero_blocks
 from ..report import Report
 from ..sparse.matrix import SparseMatrix, as_tensor
@@ -56,19 +56,44 @@ def sparse_add(dense_data: Any, sparse_data: Any, sparse_indices: Any, sparse_in
     return sparse.sparse_add(dense, (sparse_data, sparse_indices, sparse_indptr))
 
 
-def csrmv(a: Any, x: Any, y: Tensor | None = None) -> Tensor:
-    """`topi.sparse.csrmv`: ``a @ x + y``, (M, 1), for a sparse a, (M, K), x (K, 1) and y (1,) or (M, 1)."""
-    return csrmm(a, x, y)
+def csrmv(a: Any, x: Any, y: Any = None) -> Tensor:
+    """`topi.sparse.csrmv`: ``a @ x + y``, (M, 1), for a sparse a, (M, K), and x (K, 1).
+
+    `y` is `csrmm`'s c: (M,), or (1,), the one shape that TVM's docstring has.
+    """
+    x = as_tensor("csrmv", "x", x)
+    if x.ndim != 2 or x.shape[1] != 1:
+        fail("csrmv", "x must have 2 dimensions, one column", tuple(x.shape))
+    product = sparse.sparse_dense(x.t(), a).t()
+    return product if y is None else product + _by_row("csrmv", "y", y, product)
 
 
-def csrmm(a: Any, b: Any, c: Tensor | None = None) -> Tensor:
-    """`topi.sparse.csrmm`: ``a @ b + c``, (M, N), for a sparse a, (M, K), b (K, N) and c that broadcasts.
+def csrmm(a: Any, b: Any, c: Any = None) -> Tensor:
+    """`topi.sparse.csrmm`: ``a @ b + c``, (M, N), for a sparse a, (M, K), and b (K, N).
 
-    `a`: a SparseMatrix, (data, indices, indptr), or a CSR matrix of scipy or torch.
+    `a`: a SparseMatrix, (data, indices, indptr), or a CSR matrix of scipy or torch. `c`, of the product's
+    dtype: (M,), an element for each row; (1,); or 2 dimensions that broadcast to (M, N). TVM's docstring says
+    of c "with shape [n]", while its code adds ``bias[i]`` to row i, and its tests give (M,).
     """
     b = as_tensor("csrmm", "b", b)
+    if b.ndim != 2:
+        fail("csrmm", "b must have 2 dimensions", tuple(b.shape))
     product = sparse.sparse_dense(b.t(), a).t()
-    return product if c is None else product + c
+    return product if c is None else product + _by_row("csrmm", "c", c, product)
+
+
+def _by_row(op: str, name: str, bias: Any, product: Tensor) -> Tensor:
+    """`bias` in 2 dimensions that broadcast to the product's: an element for each row if it has one."""
+    bias = as_tensor(op, name, bias)
+    (m, n), shape = product.shape, tuple(bias.shape)
+    given = (*shape, 1) if bias.ndim == 1 else shape
+    if len(given) != 2 or given[0] not in (1, m) or given[1] not in (1, n):
+        fail(op, f"{name} must have shape ({m},), (1,), or 2 dimensions that broadcast to ({m}, {n})", shape)
+    if bias.dtype != product.dtype:
+        fail(op, f"{name} must be of the product's dtype, {product.dtype}", bias.dtype, TypeError)
+    if bias.device != product.device:
+        fail(op, f"{name} must be on the product's device, {product.device}", bias.device, TypeError)
+    return bias.reshape(given)
 
 
 def dense_si(data: Any, weight: Any, bias: Tensor | None = None) -> Tensor:
@@ -115,7 +140,7 @@ class bsr_conv2d:
 
 
 def _convert(op: str, model: nn.Module, kind: type, blocksize: Any, threshold: Any) -> Report:
-    block, threshold = check_block_shape(op, blocksize), check_density(op, threshold)
+    block, threshold = check_block_shape(op, blocksize), check_density(op, threshold, "sparsity_threshold")
 
     def is_sparse(_: str, module: nn.Module) -> bool:
         if not isinstance(module, kind):

@@ -288,8 +288,10 @@ def sparse_conv2d(
     x = as_tensor(op, "x", x)
     if layout not in ("NHWC", "NCHW"):
         fail(op, 'layout must be "NHWC" or "NCHW"', repr(layout))
-    if x.ndim != 4 or x.dtype not in FLOATS:
-        fail(op, "x must have 4 dimensions, of a floating-point dtype", f"{x.ndim}, {x.dtype}")
+    if x.ndim != 4:
+        fail(op, "x must have 4 dimensions", f"{x.ndim}: {tuple(x.shape)}")
+    if x.dtype not in FLOATS:
+        fail(op, "x must be of a floating-point dtype", x.dtype, TypeError)
     name = check_activation(op, activation)
     x = x.permute(0, 2, 3, 1) if layout == "NCHW" else x
     geometry = read_geometry(op, kernel_size, stride, padding, dilation)

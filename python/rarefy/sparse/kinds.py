@@ -10,12 +10,14 @@ from torch import Tensor
 from .._torch_private import PLAIN, eager
 from ..checks import fail
 from ..sparse_weight import SparseWeight
-from .matrix import SparseMatrix, as_tensor
+from .matrix import CHECKS, SparseMatrix, as_tensor, refuse_check
 from .recent import find
 
 # torch's layouts that store rows, and those that store columns.
 _BY_ROW = (torch.sparse_csr, torch.sparse_bsr)
 _BY_COLUMN = (torch.sparse_csc, torch.sparse_bsc)
+# Those in which backward() cannot add to a leaf's gradient: "… tensors do not have is_contiguous".
+_WITHOUT_GRADIENTS = (torch.sparse_bsr, *_BY_COLUMN)
 
 
 def as_matrix(
@@ -32,6 +34,8 @@ def as_matrix(
         columns: of a tuple, which does not say it; None: as many as its indices reach.
         check: for tuples and other libraries' matrices; see SparseMatrix.
     """
+    if check not in CHECKS:
+        refuse_check(op, check)
     if isinstance(value, SparseMatrix):
         return value.settled()
     if isinstance(value, SparseWeight):
@@ -78,6 +82,17 @@ def _passing(*arrays: Any, shape: tuple[int, int], check: str, op: str) -> Spars
 
 def _of_torch(op: str, name: str, tensor: Tensor, check: str) -> SparseMatrix:
     """Of any sparse layout, differentiably; what is stored by column is transposed."""
+    if (
+        tensor.layout in _WITHOUT_GRADIENTS
+        and tensor.requires_grad
+        and tensor.is_leaf
+        and torch.is_grad_enabled()
+    ):
+        requirement = (
+            f"{name} must be no leaf that requires gradients in a layout in which torch keeps none: give "
+            "(data, indices, indptr), by row, with data as the leaf"
+        )
+        fail(op, requirement, tensor.layout, TypeError)
     values = tensor.values() if tensor.layout in _BY_ROW + _BY_COLUMN else None
     if tensor.layout == torch.sparse_coo:
         tensor = tensor.coalesce()

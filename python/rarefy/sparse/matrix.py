@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -93,7 +93,7 @@ class SparseMatrix:
         op: str = "SparseMatrix",
     ) -> None:
         if check not in CHECKS:
-            fail(op, 'check must be "once", "always" or "trusted"', repr(check))
+            refuse_check(op, check)
         self.check = check
         self.data = as_tensor(op, "data", data)
         self.indices = as_tensor(op, "indices", indices)
@@ -105,6 +105,8 @@ class SparseMatrix:
                 "data must have 1 dimension (CSR) or 3 (BSR)",
                 f"{self.data.ndim}: {tuple(self.data.shape)}",
             )
+        if 0 in self.data.shape[1:]:
+            fail(op, "blocks of data must have sides of at least 1", tuple(self.data.shape))
         self.shape = torch.Size(check_shape(op, shape))
         self._op = op
         self._read_indices()
@@ -131,7 +133,7 @@ class SparseMatrix:
         if pattern is not None:
             self.pattern = pattern
         elif self.check == "trusted":
-            self.pattern = BsrPattern(indptr, indices, **sizes, op=op)
+            self.pattern = self._trusted(columns, sizes)
         else:
             self._check_ranges(columns)
             if _ascends(indices, indptr):
@@ -142,6 +144,21 @@ class SparseMatrix:
             check_padding(op, self.blocks().detach(), self.pattern)
         self._remember()
         self._forget()
+
+    def _trusted(self, columns: int, sizes: dict[str, tuple[int, int]]) -> BsrPattern:
+        """The pattern of indices that ascend; what is wrong with others is said by scipy's names."""
+        op, indices, indptr = self._op, self.indices, self.indptr
+        try:
+            return BsrPattern(indptr, indices, **sizes, op=op)
+        except ValueError as error:
+            refused = error
+        self._check_ranges(columns)
+        falls = _falls(indices, indptr)
+        if bool(falls.any()):
+            (at,) = first_position(falls)
+            got = f"indices[{at + 1}]={int(indices[at + 1])} after {int(indices[at])}"
+            fail(op, 'indices must be sorted and distinct in each row where check is "trusted"', got)
+        raise refused  # of sizes
 
     def _remember(self) -> None:
         """Keeps what the indices are, for `check` "always"."""
@@ -427,8 +444,11 @@ class SparseMatrix:
         """`sparse_slice`: rows, or rows and columns, as slices with step 1."""
         from .structure import sparse_slice
 
-        rows, columns = key if isinstance(key, tuple) else (key, slice(None))
-        return sparse_slice(self, rows, columns)
+        if not isinstance(key, tuple):
+            return sparse_slice(self, key)
+        if len(key) != 2:
+            fail("sparse_slice", "a tuple must have 2 slices, rows and columns", len(key), IndexError)
+        return sparse_slice(self, *key)
 
     def __repr__(self) -> str:  # noqa: D105
         block = "" if self.format == "csr" else f", block_shape={self.block_shape}"
@@ -436,6 +456,11 @@ class SparseMatrix:
             f"SparseMatrix({self.format}, shape={tuple(self.shape)}{block}, nnz={self.nnz}, "
             f"dtype={str(self.dtype).removeprefix('torch.')}, device={self.device})"
         )
+
+
+def refuse_check(op: str, check: object) -> NoReturn:
+    """The error of a `check` that is none of CHECKS."""
+    fail(op, 'check must be "once", "always" or "trusted"', repr(check))
 
 
 def _check_dtype(op: str, requirement: str, dtype: torch.dtype) -> None:
@@ -454,7 +479,12 @@ def _callers_level() -> int:
 
 def _ascends(indices: Tensor, indptr: Tensor) -> bool:
     """Whether indices are sorted and distinct in each row; indptr is valid."""
+    return not bool(_falls(indices, indptr).any())
+
+
+def _falls(indices: Tensor, indptr: Tensor) -> Tensor:
+    """Of each index but the last, whether the next one of its row is not larger; indptr is valid."""
     falls = indices[1:] <= indices[:-1]
     starts = indptr[1:-1]
     falls[(starts[(starts > 0) & (starts < len(indices))] - 1).long()] = False
-    return not bool(falls.any())
+    return falls

@@ -16,7 +16,7 @@ from ..pattern import BsrPattern, row_plan_size
 from ..sparse_weight import SparseWeight
 from . import expanded
 from .kinds import as_matrix
-from .matrix import CHECKS, FLOATS, INTEGERS, SparseMatrix, as_tensor, rows_product
+from .matrix import CHECKS, FLOATS, INTEGERS, SparseMatrix, as_tensor, refuse_check, rows_product
 from .recent import find
 
 _integers, _integer_sampled, _sparse_product, _sampled_product, product_in_place = map(
@@ -66,12 +66,17 @@ def sparse_dense(
         TypeError: a wrong dtype, device or kind of object.
     """
     op = "sparse_dense"
+    if check not in CHECKS:
+        refuse_check(op, check)
     if type(weight) is SparseMatrix and activation is None and not sparse_lhs:
-        y = weight.at_once(x, bias)
-        if y is not None:
+        try:
+            y = weight.at_once(x, bias)
+        except (TypeError, ValueError):  # of an op behind: the long way has this one's names for it
+            y = None
+        if y is not None and (bias is None or not bias.is_meta):
             return y
     x = as_tensor(op, "x", x)
-    if activation is None and not sparse_lhs and check in CHECKS:
+    if activation is None and not sparse_lhs:
         y = _with_arrays(x, weight, bias)
         if y is not None:
             return y
@@ -80,6 +85,8 @@ def sparse_dense(
     name = check_activation(op, activation)
     if not sparse_lhs and isinstance(weight, SparseWeight):  # of any format, and it keeps what kernels derive
         return activate(weight.linear(x, bias), name)
+    if name not in (NONE, "relu") and not x.is_floating_point():
+        fail(op, "activation of integers must be none or relu", name)
     matrix = as_matrix(op, "weight", weight, columns=x.shape[-1], check=check)
     if matrix.shape[1] != x.shape[-1]:
         fail(op, f"x must have {matrix.shape[1]} columns, as the sparse matrix has", x.shape[-1])
@@ -124,6 +131,8 @@ def checked_bias(op: str, bias: Any, x: Tensor, size: int) -> Tensor:
         fail(op, f"bias must have shape ({size},)", tuple(bias.shape))
     if bias.dtype != x.dtype and not in_autocast():
         fail(op, f"bias must be of the dtype of x, {x.dtype}", bias.dtype, TypeError)
+    if bias.device != x.device:
+        fail(op, f"bias must be on the device of x, {x.device}", bias.device, TypeError)
     return bias.contiguous()
 
 
@@ -134,7 +143,7 @@ def _linear(op: str, matrix: SparseMatrix, x: Tensor, bias: Tensor | None, activ
         if x.dtype != blocks.dtype:
             fail(op, f"x must be of the dtype of data, {blocks.dtype}", x.dtype, TypeError)
         plan = matrix.pattern.row_plan if x.device.type == "cpu" else matrix.pattern.plan
-        rows = x.reshape(-1, k).contiguous()
+        rows = x.reshape(x.shape[:-1].numel(), k).contiguous()  # k may be 0, of which no -1 follows
         y = _integers(rows, blocks, plan, bias, [n, k, *matrix.block_shape], activation)
         return y.reshape(*x.shape[:-1], n)
     _check_floats(op, matrix, x)
@@ -180,6 +189,8 @@ def spmm(a: Any, b: Tensor, *, check: str = "once") -> Tensor:
         TypeError: a wrong dtype, device or kind of object.
     """
     op = "spmm"
+    if check not in CHECKS:
+        refuse_check(op, check)
     if type(a) is SparseMatrix and type(b) is Tensor:
         y = a.in_place(b)
         if y is not None:
@@ -232,6 +243,8 @@ def _is_in_place(matrix: SparseMatrix, columns: int) -> bool:
 def spmv(a: Any, v: Tensor, *, check: str = "once") -> Tensor:
     """Return ``a @ v``, (M,), of a sparse a, (M, K), and a vector v, (K,); see `spmm`."""
     op = "spmv"
+    if check not in CHECKS:
+        refuse_check(op, check)
     if type(a) is SparseMatrix and type(v) is Tensor and v.ndim == 1:
         y = a.at_once(v, None)
         if y is not None:

@@ -60,6 +60,8 @@ class Recent:
             return None
         if bias is not None and (bias.dtype != x.dtype or bias.shape != (n,) or not bias.is_contiguous()):
             return None
+        if bias is not None and bias.device != x.device:
+            return None
         if self.pattern.is_padded or not data.is_contiguous():
             return None
         blocks = data.view(-1, 1, 1) if data.ndim == 1 else data

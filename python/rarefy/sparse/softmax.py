@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import math
+import numbers
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from .. import _load
-from .._torch_private import eager
+from .._torch_private import eager, in_autocast
 from ..checks import fail
 from ..pattern import BsrPattern
 from .kinds import as_matrix
-from .matrix import FLOATS, SparseMatrix
+from .matrix import FLOATS, SparseMatrix, as_tensor
 from .products import sddmm, spmm
 
 # Bytes of scores at a time: of what the caches of a CPU hold; on a GPU what fills it.
@@ -91,12 +92,12 @@ def _softmax_by_reductions(blocks: Tensor, pattern: BsrPattern) -> Tensor:
 
 
 def sparse_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
+    query: Any,
+    key: Any,
+    value: Any,
     pattern: BsrPattern,
     *,
-    scale: float | None = None,
+    scale: float | Tensor | None = None,
     causal: bool = False,
 ) -> Tensor:
     """Return softmax(query keyᵀ · scale) value where `pattern` stores a score, and only there.
@@ -104,11 +105,11 @@ def sparse_attention(
     The recipe `sddmm → sparse_softmax → spmm`, for each of the leading dimensions, with gradients to all.
 
     Args:
-        query: (…, L, D).
-        key: (…, S, D) of the same leading dimensions.
-        value: (…, S, E).
+        query: (…, L, D), of any floating-point dtype.
+        key: (…, S, D) of the same leading dimensions, and of query's dtype and device.
+        value: (…, S, E), the same; or float32 and 16-bit scores, on the CPU.
         pattern: which blocks of the (L, S) scores there are, on the device of query.
-        scale: 1 / √D by default.
+        scale: 1 / √D by default, for D of at least 1; a tensor of no dimensions may require gradients.
         causal: scores right of the diagonal, inside the stored blocks, count as not stored.
 
     Returns:
@@ -116,18 +117,16 @@ def sparse_attention(
 
     Raises ValueError for shapes that do not fit, TypeError for dtypes or devices.
     """
-    op = "sparse_attention"
+    query, key, value = (
+        as_tensor("sparse_attention", name, tensor)
+        for name, tensor in (("query", query), ("key", key), ("value", value))
+    )
+    scale = _check_attention(query, key, value, pattern, scale)
     lead = query.shape[:-2]
-    if key.shape[:-2] != lead or value.shape[:-2] != lead or key.shape[-2] != value.shape[-2]:
-        requirement = "query, key and value must have equal leading dimensions, and key and value equal rows"
-        fail(op, requirement, f"{tuple(query.shape)}, {tuple(key.shape)}, {tuple(value.shape)}")
-    if (query.shape[-2], key.shape[-2]) != tuple(pattern.shape):
-        fail(op, f"pattern must be of {query.shape[-2]} × {key.shape[-2]} scores", tuple(pattern.shape))
-    scale = query.shape[-1] ** -0.5 if scale is None else scale
     if 0 in lead:
         return value.new_empty((*lead, query.shape[-2], value.shape[-1]))
     outside = _causal_mask(pattern) if causal else None
-    flat = [tensor.reshape(-1, *tensor.shape[-2:]) for tensor in (query, key, value)]
+    flat = [tensor.reshape(math.prod(lead), *tensor.shape[-2:]) for tensor in (query, key, value)]
     parts = []
     for q, k, v in zip(*(tensor.split(_heads_at_once(query, pattern)) for tensor in flat), strict=True):
         heads = pattern.on_diagonal(len(q))
@@ -136,8 +135,44 @@ def sparse_attention(
         if outside is not None:
             stored = scores.data.unflatten(0, (len(q), pattern.nnzb)).masked_fill(outside, -math.inf)
             scores = SparseMatrix.on_pattern(stored.flatten(0, 1), heads)
-        parts.append(spmm(sparse_softmax(scores), v.flatten(0, 1)).unflatten(0, (len(q), -1)))
+        parts.append(spmm(sparse_softmax(scores), v.flatten(0, 1)).unflatten(0, q.shape[:2]))
     return torch.cat(parts).reshape(*lead, query.shape[-2], value.shape[-1])
+
+
+def _check_attention(query: Tensor, key: Tensor, value: Tensor, pattern: Any, scale: Any) -> float | Tensor:
+    """Raises unless the arguments of `sparse_attention` fit each other; the scale."""
+    op, named = "sparse_attention", {"query": query, "key": key, "value": value}
+    for name, tensor in named.items():
+        if tensor.ndim < 2:
+            fail(op, f"{name} must have at least 2 dimensions", tensor.ndim)
+        if tensor.dtype not in FLOATS:
+            fail(op, f"{name} must be of a floating-point dtype", tensor.dtype, TypeError)
+        if tensor.device != query.device:
+            fail(op, f"{name} must be on the device of query, {query.device}", tensor.device, TypeError)
+    if not isinstance(pattern, BsrPattern):
+        fail(op, "pattern must be a BsrPattern", type(pattern).__name__, TypeError)
+    if pattern.device != query.device:
+        fail(op, f"pattern must be on the device of query, {query.device}", pattern.device, TypeError)
+    lead = query.shape[:-2]
+    if key.shape[:-2] != lead or value.shape[:-2] != lead or key.shape[-2] != value.shape[-2]:
+        requirement = "query, key and value must have equal leading dimensions, and key and value equal rows"
+        fail(op, requirement, f"{tuple(query.shape)}, {tuple(key.shape)}, {tuple(value.shape)}")
+    if query.shape[-1] != key.shape[-1]:
+        fail(op, f"key must have {query.shape[-1]} columns, as query has", key.shape[-1])
+    if (query.shape[-2], key.shape[-2]) != tuple(pattern.shape):
+        fail(op, f"pattern must be of {query.shape[-2]} × {key.shape[-2]} scores", tuple(pattern.shape))
+    if key.dtype != query.dtype:
+        fail(op, f"key must be of the dtype of query, {query.dtype}", key.dtype, TypeError)
+    halves = value.dtype == torch.float32 and query.dtype in (torch.bfloat16, torch.float16)
+    if value.dtype != query.dtype and not halves and not in_autocast():
+        fail(op, f"value must be of the dtype of query, {query.dtype}", value.dtype, TypeError)
+    if scale is None:
+        if query.shape[-1] == 0:
+            fail(op, "query must have at least 1 column where no scale is given", tuple(query.shape))
+        return query.shape[-1] ** -0.5
+    if not isinstance(scale, numbers.Real | Tensor):
+        fail(op, "scale must be a number", repr(scale), TypeError)
+    return scale
 
 
 def _heads_at_once(query: Tensor, pattern: BsrPattern) -> int:

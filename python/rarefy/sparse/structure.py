@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -93,7 +93,10 @@ def _range(op: str, name: str, piece: Any, size: int, block: int) -> tuple[int, 
     """First and end of a slice, in blocks; both at the edge of one."""
     if not isinstance(piece, slice) or piece.step not in (None, 1):
         fail(op, f"{name} must be a slice with step 1", repr(piece), TypeError)
-    first, end, _ = piece.indices(size)
+    try:
+        first, end, _ = piece.indices(size)
+    except TypeError:
+        fail(op, f"{name} must be a slice between ints", repr(piece), TypeError)
     end = max(first, end)
     for what, at in (("begin", first), ("end", end)):
         if at % block and at != size:
@@ -137,6 +140,9 @@ def sparse_concat(matrices: Sequence[Any], dim: int = 0, *, check: str = "once")
     op = "sparse_concat"
     if dim not in (0, 1):
         fail(op, "dim must be 0 or 1", repr(dim))
+    # One matrix may be iterable, too: scipy's gives its rows.
+    if isinstance(matrices, Tensor) or hasattr(matrices, "tocsr") or not isinstance(matrices, Iterable):
+        fail(op, "matrices must be a sequence of sparse matrices", type(matrices).__name__, TypeError)
     parts = [as_matrix(op, f"matrices[{i}]", m, check=check) for i, m in enumerate(matrices)]
     if not parts:
         fail(op, "there must be at least one matrix", 0)
