@@ -69,6 +69,9 @@ std::tuple<Tensor, Tensor> transposed(const Tensor& values, const Tensor& plan, 
                   cat(values.numel())));
   }
   const BsrShape& s = from.shape;
+  if (values.dim() == 1 && s.block_size() != 1) {
+    raise(call.op(), invalid(call.op(), "values of blocks must have 3 dimensions", "1"));
+  }
   Tensor row_plan = empty_row_plan(call, {s.cols, s.rows, s.block_cols, s.block_rows, s.nnzb});
   Tensor moved = values.dim() == 1 ? call.empty_elements(s.nnzb, values.scalar_type())
                                    : call.empty_values({s.cols, s.rows, s.block_cols, s.block_rows, s.nnzb},

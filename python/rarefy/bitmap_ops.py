@@ -22,7 +22,7 @@ from .derivatives import (
     linear_kernel,
     over_tokens,
 )
-from .op_rules import fake_rows_like, register_autocast
+from .op_rules import fake_rows_like, register_autocast, register_fake
 from .ops import bsr_plan
 
 _op, _make_plan, _columns = map(_load.op, ("bitmap_linear", "bitmap_plan", "bitmap_columns"))
@@ -173,8 +173,8 @@ def _fake_plan(bitmap, out_features, in_features, caller="bitmap_plan"):
 
 def _register() -> torch.library.Library:
     library = torch.library.Library("rarefy", "IMPL")
-    torch.library.register_fake("rarefy::bitmap_linear", _fake)
-    torch.library.register_fake("rarefy::bitmap_plan", _fake_plan)
+    register_fake("bitmap_linear", _fake)
+    register_fake("bitmap_plan", _fake_plan)
     for name in ("bitmap_linear", "bitmap_plan", "bitmap_columns"):
         _torch_private.rename_type_errors(getattr(torch.ops.rarefy, name))
     if _torch_private.autograd_kernels:

@@ -337,11 +337,11 @@ def fuse(model: nn.Module, enabled: bool = True) -> list[str]:
     bit for bit, those of the layers with fused activations, which differ from torch's by units in the last
     place (docs/numerics.md). Two layers of int8 that round x are one op as well, without a gate; after GELU
     and SiLU a hidden feature may become the next level there. In bfloat16 on packed weights hidden features
-    are rounded as those of layers are, with a gate each of the two and their product. Nothing else changes: parameters, names, hooks,
-    gradients. Calls that are recorded for a gradient, under autocast, torch.compile or torch.func go layer by
-    layer. On CUDA two layers with tall blocks keep hidden features as their kernels read them; others, and
-    those with a gate, run layer by layer with the activation in the first one's kernel; so do gates on the
-    CPU whose layers hold packed weights and other blocks than `up`'s.
+    are rounded as those of layers are, with a gate each of the two and their product. Nothing else changes:
+    parameters, names, hooks, gradients. Calls that are recorded for a gradient, under autocast, torch.compile
+    or torch.func go layer by layer. On CUDA two layers with tall blocks keep hidden features as their kernels
+    read them; others, and those with a gate, run layer by layer with the activation in the first one's
+    kernel; so do gates on the CPU whose layers hold packed weights and other blocks than `up`'s.
 
     Layers of one module with as many input features, such as q, k and v, are one op, too, once they have been
     seen with the same x (of 2¹⁸ elements or more; not in inference mode, where nothing counts writes to x).

@@ -16,7 +16,7 @@ from . import _load, _torch_private
 from ._torch_private import Function, below_autograd
 from .activations import activate, activation_gradient, check_activation
 from .derivatives import batched, check_plan, compact, grad_input, grad_weight, linear, over_tokens
-from .op_rules import fake_rows_like, register_autocast
+from .op_rules import fake_rows_like, register_autocast, register_fake
 
 op, _op_hidden = map(_load.op, ("bsr_feed_forward", "_bsr_feed_forward_hidden"))
 run, _run_hidden = map(below_autograd, (op, _op_hidden))
@@ -254,8 +254,8 @@ def _fake_hidden(x, uv, up, ub, gv, *rest):
 
 
 def _register() -> torch.library.Library:
-    torch.library.register_fake("rarefy::bsr_feed_forward", _fake)
-    torch.library.register_fake("rarefy::_bsr_feed_forward_hidden", _fake_hidden)
+    register_fake("bsr_feed_forward", _fake)
+    register_fake("_bsr_feed_forward_hidden", _fake_hidden)
     for name in ("bsr_feed_forward", "_bsr_feed_forward_hidden"):
         _torch_private.rename_type_errors(getattr(torch.ops.rarefy, name))
     library = torch.library.Library("rarefy", "IMPL")

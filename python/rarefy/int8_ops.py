@@ -13,7 +13,7 @@ from . import _load, _torch_private
 from ._torch_private import Function, below_autograd, eager_call, entry
 from .activations import activate, check_activation
 from .derivatives import batched, check_plan, kernel, linear_kernel, over_tokens
-from .op_rules import fake_rows_like, meets_nothing, register_autocast
+from .op_rules import fake_rows_like, meets_nothing, register_autocast, register_fake
 
 op, grad_input = map(_load.op, ("int8_linear", "int8_grad_input"))
 run, _run_grad_input = map(below_autograd, (op, grad_input))
@@ -174,7 +174,7 @@ def _register() -> torch.library.Library:
     )
     library = torch.library.Library("rarefy", "IMPL")
     for name, fake, vmap, function in rules:
-        torch.library.register_fake(f"rarefy::{name}", fake)
+        register_fake(name, fake)
         _torch_private.rename_type_errors(getattr(torch.ops.rarefy, name))
         if _torch_private.autograd_kernels:
             linear = function is Int8Linear
@@ -183,7 +183,7 @@ def _register() -> torch.library.Library:
         else:
             torch.library.register_autograd(f"rarefy::{name}", function.backward, setup_context=function.save)
         torch.library.register_vmap(f"rarefy::{name}", vmap)
-    torch.library.register_fake("rarefy::_int8_linear_held", _fake_linear)
+    register_fake("_int8_linear_held", _fake_linear)
     names = "_int8_linear_held", "_int8_feed_forward", "int8_derived_sizes", "int8_prepare", "int8_pack"
     for name in names:
         _torch_private.rename_type_errors(getattr(torch.ops.rarefy, name))

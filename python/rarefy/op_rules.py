@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Collection
 from typing import Any
 
@@ -17,6 +18,23 @@ def fake_rows_like(op: str, argument: str, tensor: Tensor, columns: int, dimensi
         got = tuple(tensor.shape)
         raise ValueError(f"[{op}] {argument}'s last dimension must be {dimension}={columns}; got shape {got}")
     return tensor.new_empty((*tensor.shape[:-1], new))
+
+
+def register_fake(name: str, fake: Callable[..., Any]) -> None:
+    """Registers what an op gives for tensors without data, once it is sure that the first one is such.
+
+    The dispatcher takes a fake kernel for a real one where a single tensor is on the meta device: its result,
+    memory that nobody wrote, would be on the device of x.
+    """
+
+    @functools.wraps(fake)
+    def checked(*args: Any) -> Any:
+        first, *others = [arg.device.type for arg in args if isinstance(arg, Tensor)]
+        if first != "meta" and "meta" in others:
+            raise TypeError(f"[{name.lstrip('_')}] tensors must be on one device; got {first} and meta")
+        return fake(*args)
+
+    torch.library.register_fake(f"rarefy::{name}", checked)
 
 
 def meets_nothing(*tensors: Tensor | None) -> bool:

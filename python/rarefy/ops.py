@@ -18,7 +18,7 @@ from .checks import check_tensor, fail
 from .derivatives import grad_input, grad_weight, linear, linear_rounded, run_rounded
 from .feed_forward import bsr_feed_forward as bsr_feed_forward
 from .int8_ops import int8_linear as int8_linear
-from .op_rules import autocast_to, fake_rows_like, meets_nothing
+from .op_rules import autocast_to, fake_rows_like, meets_nothing, register_fake
 
 _plan, _add_grad_weight = map(_load.op, ("bsr_plan", "bsr_add_grad_weight"))
 
@@ -319,7 +319,7 @@ def _register() -> torch.library.Library:
         "bsr_plan": _fake_plan,
     }
     for name, fake in fakes.items():
-        torch.library.register_fake(f"rarefy::{name}", fake)
+        register_fake(name, fake)
     for name in (*fakes, "bsr_derived_sizes", "bsr_prepare", "bsr_pack"):
         _torch_private.rename_type_errors(getattr(torch.ops.rarefy, name))
     library = torch.library.Library("rarefy", "IMPL")

@@ -246,3 +246,26 @@ def test_gradients_want_as_many_rows_on_both_sides():
         ops.bsr_grad_weight(dy, x, bsr.plan, 4, 4, 8, 12)
     with pytest.raises(ValueError, match=rf"\[bsr_linear_backward\] {message}"):
         torch.ops.rarefy._bsr_linear_backward(dy, x, None, bsr.plan, 4, 4, 8, 12, False)
+
+
+def test_a_tensor_without_data_among_others_is_refused():
+    """Not answered by what traces a graph, with memory that nobody wrote."""
+    bsr = random_bsr((8, 12), (4, 4), 0.5, dtype=torch.float32)
+    x, values, plan = torch.ones(5, 12), bsr.values.detach(), bsr.plan.clone()
+    arguments = [x, values, plan, torch.ones(8)]
+    for at in (1, 2, 3):
+        mixed = [t.to("meta") if i == at else t for i, t in enumerate(arguments)]
+        with pytest.raises(
+            TypeError, match=r"\[bsr_linear\] tensors must be on one device; got cpu and meta"
+        ):
+            ops.bsr_linear(*mixed, 8, 12)
+    assert ops.bsr_linear(*(t.to("meta") for t in arguments), 8, 12).shape == (5, 8)
+
+
+def test_values_of_blocks_are_no_row_of_elements():
+    bsr = random_bsr((8, 12), (4, 4), 0.5, dtype=torch.float32)
+    row_plan = rarefy.BsrPattern(bsr.crow, bsr.col, shape=(8, 12), block_shape=(4, 4)).row_plan
+    with pytest.raises(
+        ValueError, match=r"\[sparse_transpose\] values of blocks must have 3 dimensions; got 1"
+    ):
+        torch.ops.rarefy._transposed(bsr.values.detach().flatten(), row_plan, [8, 12, 4, 4])

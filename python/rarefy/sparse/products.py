@@ -11,7 +11,7 @@ from .. import _load, ops
 from .._torch_private import eager, eager_call, in_autocast, unrecorded
 from ..activations import NONE, activate, check_activation
 from ..checks import fail
-from ..op_rules import meets_nothing
+from ..op_rules import meets_nothing, register_fake
 from ..pattern import BsrPattern, row_plan_size
 from ..sparse_weight import SparseWeight
 from . import expanded
@@ -436,6 +436,6 @@ def _fake_product(
 
 
 if _load.problem is None:
-    torch.library.register_fake("rarefy::_sparse_product", _fake_product)
-    torch.library.register_fake("rarefy::_integer_linear", _fake_integers)
-    torch.library.register_fake("rarefy::_integer_sampled", _fake_sampled)
+    register_fake("_sparse_product", _fake_product)
+    register_fake("_integer_linear", _fake_integers)
+    register_fake("_integer_sampled", _fake_sampled)

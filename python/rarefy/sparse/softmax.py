@@ -12,6 +12,7 @@ from torch import Tensor
 from .. import _load
 from .._torch_private import eager, in_autocast
 from ..checks import fail
+from ..op_rules import register_fake
 from ..pattern import BsrPattern
 from .kinds import as_matrix
 from .matrix import FLOATS, SparseMatrix, as_tensor
@@ -45,7 +46,7 @@ def _fake(values: Tensor, *_: Any) -> Tensor:
 
 if _load.problem is None:
     for _name in ("_stored_softmax", "_stored_softmax_gradient"):
-        torch.library.register_fake(f"rarefy::{_name}", _fake)
+        register_fake(_name, _fake)
 
 
 class _Softmax(torch.autograd.Function):
