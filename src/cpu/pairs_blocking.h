@@ -85,10 +85,6 @@ constexpr double part_of(std::int64_t blocks, std::int64_t threads) {
   return blocks > 0 ? static_cast<double>(ceil_div(blocks, threads)) / static_cast<double>(blocks) : 1;
 }
 
-// W of so many bytes comes from memory once a set: there two panels share it, also where they fill all of L2
-// (512 × 4096→11008, 32×1 at 0.5, one thread of a Zen 5: 383 GFLOP/s with one, 448 with two, 440 with four).
-inline constexpr double kFromMemory = 8e6;
-
 // What the cost of a blocking follows from.
 struct PanelWork {
   double tiles = 0;             // of W, 16 outputs × 64 bytes
