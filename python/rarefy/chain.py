@@ -45,6 +45,7 @@ class Hidden(torch.Tensor):
     _x: torch.Tensor
     _x_version: int
     _stream: int  # of CUDA, that x was given on
+    _states: tuple[tuple, ...]  # of the layers, up's and then a gate's
     _value: torch.Tensor | None
 
     @staticmethod
@@ -52,21 +53,27 @@ class Hidden(torch.Tensor):
         """What `up` would return for x; see may_wait."""
         # Nothing counts the writes to an inference tensor: a copy, which costs a hundredth of the product.
         held = _copy(up, x) if x.is_inference() else x
-        return Hidden._of(up, None, NONE, (x, held, _version(held), raw_stream(x) if x.is_cuda else 0))
+        given = (x, held, _version(held), raw_stream(x) if x.is_cuda else 0)
+        return Hidden._of(up, None, NONE, given, (_state(up),))
 
     @staticmethod
-    def _of(up: nn.Module, gate: nn.Module | None, activation: str, x: tuple) -> Hidden:
+    def _of(
+        up: nn.Module, gate: nn.Module | None, activation: str, x: tuple, states: tuple[tuple, ...]
+    ) -> Hidden:
         given = x[0]
         size = (*given.shape[:-1], up.out_features)
         hidden = _torch_private.wrapper_tensor(Hidden, size, given.dtype, given.device)
         hidden._up, hidden._gate, hidden._activation, hidden._value = up, gate, activation, None
         hidden._given, hidden._x, hidden._x_version, hidden._stream = x
+        hidden._states = states
         return hidden
 
-    def noted(self, activation: str, gate: nn.Module | None = None) -> Hidden:
-        """This one with an activation, and a layer whose activated output it is multiplied with."""
+    def noted(self, activation: str, gate: Hidden | None = None) -> Hidden:
+        """This one with an activation, or times an activated one."""
         x = (self._given, self._unchanged_x(), self._x_version, self._stream)
-        return Hidden._of(self._up, gate, activation, x)
+        if gate is None:
+            return Hidden._of(self._up, None, activation, x, self._states)
+        return Hidden._of(self._up, gate._up, activation, x, (*self._states, *gate._states))
 
     def same_x(self, other: Hidden) -> bool:
         """Whether both layers saw one x with the same values."""
@@ -107,6 +114,12 @@ class Hidden(torch.Tensor):
                 "[BlockSparseLinear] x must stay as it is until the layer's output is used "
                 "(rarefy.fuse(model, False) lets layers compute at once); got an x that was written to"
             )
+        layers = (self._up,) if self._gate is None else (self._up, self._gate)
+        if not all(map(_is_still, layers, self._states)):
+            raise RuntimeError(
+                "[BlockSparseLinear] a layer must stay as it is until its output is used (rarefy.fuse(model, "
+                "False) lets layers compute at once); got one whose weight or bias was written to"
+            )
         if self._x.is_cuda and raw_stream(self._x) != self._stream:
             self._x.record_stream(torch.cuda.current_stream(self._x.device))  # its memory is read there
         return self._x
@@ -144,6 +157,17 @@ def _copy(up: nn.Module, x: torch.Tensor) -> torch.Tensor:
 
 def _version(tensor: torch.Tensor) -> int:
     return -1 if tensor.is_inference() else tensor._version
+
+
+def _state(layer: nn.Module) -> tuple:
+    """Values and bias of a layer, and their versions, which move when somebody writes to them."""
+    values, bias = layer._modules["weight"]._parameters["values"], layer._parameters.get("bias")
+    return values, _version(values), bias, None if bias is None else _version(bias)
+
+
+def _is_still(layer: nn.Module, state: tuple) -> bool:
+    now = _state(layer)
+    return now[0] is state[0] and now[1] == state[1] and now[2] is state[2] and now[3] == state[3]
 
 
 # When a layer may wait, and when the chain may run -----------------------------------------------
@@ -292,7 +316,7 @@ def _times(a: Any, b: Any, **more: Any) -> Any:
     gate, up = (a, b) if b._activation == NONE else (b, a)
     if up._activation != NONE:
         return None
-    return up.noted(gate._activation, gate._up)
+    return up.noted(gate._activation, gate)
 
 
 _NOTED: dict[Any, Callable[..., Any]] = {

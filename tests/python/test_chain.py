@@ -155,6 +155,26 @@ def test_x_that_is_written_to_is_an_error():
             use()
 
 
+@pytest.mark.parametrize("what", ["values", "bias", "another bias", "gate"])
+def test_layers_that_are_written_to_are_an_error(what):
+    net = sparse(NETWORKS["llama" if what == "gate" else "gelu"])
+    x = torch.randn(T, K)
+    with torch.no_grad():
+        if what == "gate":
+            h = net.act_fn(net.gate(x)) * net.up(x)
+            net.gate.weight.values.mul_(2)
+        else:
+            h, _ = hidden_of(net, x)
+            if what == "another bias":
+                net.fc1.bias = nn.Parameter(torch.zeros(H))
+            else:
+                (net.fc1.weight.values if what == "values" else net.fc1.bias).add_(1)
+        down = net.down if what == "gate" else net.fc2
+        for use in (lambda: h + 1, lambda: down(h)):
+            with pytest.raises(RuntimeError, match=r"\[BlockSparseLinear\] a layer must stay as it is"):
+                use()
+
+
 @pytest.mark.parametrize("kind", ["gelu", "gated"])
 def test_in_inference_mode_x_may_be_written_to(kind):
     """Nothing counts such writes: the layer has kept what x was."""
