@@ -102,7 +102,12 @@ class Advice:
 
     def to_dict(self) -> dict[str, Any]:
         """Everything as plain values, ready for json."""
-        rows = [vars(row) | {"names": list(row.names), "speedup": row.speedup} for row in self.rows]
+        rows = [
+            vars(row)
+            | {"names": list(row.names), "speedup": row.speedup}
+            | ({} if math.isfinite(row.sparse_ms) else {"sparse_ms": None})  # no blocks fit
+            for row in self.rows
+        ]
         return {"dtype": self.dtype, "density": self.density, "layers": rows}
 
     def __str__(self) -> str:
@@ -125,7 +130,7 @@ class Advice:
                 str(row.tokens),
                 row.dtype,
                 f"{row.dense_ms:.3f}",
-                f"{row.sparse_ms:.3f}",
+                f"{row.sparse_ms:.3f}" if math.isfinite(row.sparse_ms) else "-",
                 f"{row.speedup:.2f}x",
                 "none" if row.break_even is None else f"{row.break_even:.3f}",
                 row.spec or "stays dense",
@@ -257,8 +262,11 @@ def _layers(op: str, model: Any, x: Any, tokens: int) -> list[tuple[str, tuple[i
     """Name, shape and tokens of each layer."""
     if isinstance(model, Mapping):
         found = [(str(name), check_shape(op, shape), tokens) for name, shape in model.items()]
+        for name, shape, _ in found:
+            if 0 in shape:
+                fail(op, f"the shape of {name} must be at least (1, 1)", shape)
     elif isinstance(model, nn.Module):
-        layers = [layer for layer in find_layers(model) if layer.reason is None]
+        layers = [layer for layer in find_layers(model) if layer.reason is None and 0 not in layer.shape]
         seen = {} if x is None else _tokens_seen(model, layers, x)
         found = [(layer.name, layer.shape, seen.get(layer.name, tokens)) for layer in layers]
     else:
@@ -404,6 +412,8 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--threads", type=int, help="threads of a call (default: torch's)")
     parser.add_argument("--json", action="store_true", help="print JSON")
     args = parser.parse_args(argv)
+    if args.file is None and not args.shape:
+        parser.error("a file or --shape is wanted")
     try:
         shapes = _shapes(args.file, args.shape)
         if args.threads is not None:

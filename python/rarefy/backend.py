@@ -88,7 +88,10 @@ def explain(
         fail("explain", "x must be float64, float32, bfloat16 or float16", x.dtype, TypeError)
     if _load.problem is not None:
         raise ImportError(_load.problem)
-    at_hand = weight.derived(x) if x.device == weight.device and hasattr(weight, "derived") else ()
+    try:
+        at_hand = weight.derived(x) if x.device == weight.device and hasattr(weight, "derived") else ()
+    except RuntimeError:  # of no kernel that is allowed: why_none says so below
+        at_hand = ()
     derived = at_hand[2] if at_hand else 0
     return json.loads(
         torch.ops.rarefy.explain(

@@ -142,6 +142,11 @@ def test_an_input_says_how_many_tokens_each_layer_sees(clock: list[Case]) -> Non
         ({"device": "meta"}, ValueError, r"\[advise\] device must be cpu or cuda; got 'meta'"),
         ({"device": 3.5}, ValueError, r"\[advise\] device must be cpu or cuda; got 3.5"),
         ({"model": {"a": (-1, 4)}}, ValueError, r"\[advise\] .*shape"),
+        (
+            {"model": {"a": (0, 5)}},
+            ValueError,
+            r"\[advise\] the shape of a must be at least \(1, 1\); got \(0, 5\)",
+        ),
     ],
 )
 def test_bad_arguments_are_refused(clock: list[Case], arguments: dict, kind: type, message: str) -> None:
@@ -308,16 +313,25 @@ def test_command_line(clock: list[Case], monkeypatch, capsys, tmp_path: Path) ->
     assert run(monkeypatch, "--shape", "256x128", "--density", "0.25", "--dtype", "f32", "--json") == 0
     (row,) = json.loads(capsys.readouterr().out)["layers"]
     assert row["names"] == ["256x128"] and row["spec"].endswith("@0.25")
+    assert run(monkeypatch, "--shape", "3x3", "--dtype", "f32", "--json") == 0  # smaller than any block
+    text = capsys.readouterr().out
+    assert "Infinity" not in text and json.loads(text)["layers"][0]["sparse_ms"] is None
     file = tmp_path / "model.safetensors"
     rarefy.save_file(network(), file)
     assert run(monkeypatch, str(file), "--tokens", "64", "--threads", "1") == 0
     assert "same and 1 more" in capsys.readouterr().out
 
 
+def test_command_line_without_layers_says_its_usage(clock: list[Case], monkeypatch, capsys) -> None:
+    with pytest.raises(SystemExit) as exit:
+        run(monkeypatch)
+    text = capsys.readouterr().err
+    assert exit.value.code == 2 and "usage:" in text and "a file or --shape is wanted" in text and not clock
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "[advise] model must have layers"),
         (["--shape", "3"], "[advise] --shape must look like 1536x384; got '3'"),
         (["--shape", "8x8", "--tokens", "0"], "[advise] tokens must be at least 1"),
         (["--shape", "8x8", "--threads", "0"], "[advise] --threads must be at least 1"),

@@ -144,6 +144,14 @@ def test_explain_names_what_runs(forced):
         rarefy.explain(torch.nn.Linear(64, 48), torch.ones(2, 64))
 
 
+def test_explain_says_why_no_kernel_that_is_allowed_fits(forced):
+    forced("cpu:pairs")  # for bf16
+    layer = rarefy.BlockSparseLinear(64, 48, density=0.5, block_shape=(4, 4), dtype=torch.float64)
+    found = rarefy.explain(layer, torch.ones(512, 64, dtype=torch.float64))
+    assert found["kernel"] is None
+    assert "must name an implementation that this machine and these inputs can use" in found["why_none"]
+
+
 def test_calls_from_several_python_threads():
     from concurrent.futures import ThreadPoolExecutor
 
