@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
 from .checks import fail
@@ -36,6 +36,18 @@ def activate(x: Tensor, activation: str) -> Tensor:
     if activation in ("gelu", "gelu_tanh"):
         return functional.gelu(x, approximate="tanh" if activation == "gelu_tanh" else "none")
     return x
+
+
+def module_of(activation: str) -> nn.Module:
+    """The module of torch that does the same."""
+    if activation in ("gelu", "gelu_tanh"):
+        return nn.GELU(approximate="tanh" if activation == "gelu_tanh" else "none")
+    return {"relu": nn.ReLU, "silu": nn.SiLU}[activation]()
+
+
+def with_activation(linear: nn.Module, activation: str) -> nn.Sequential:
+    """A layer and its activation, in the mode of the layer."""
+    return nn.Sequential(linear, module_of(activation)).train(linear.training)
 
 
 def activation_gradient(grad: Tensor, x: Tensor, activation: str) -> Tensor:

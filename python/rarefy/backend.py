@@ -75,6 +75,7 @@ def explain(
         TypeError: arguments of the wrong kind or dtype.
         ImportError: the compiled library is missing.
     """
+    activation = getattr(layer, "activation", None) if activation is None else activation
     name = _ACTIVATIONS.get(check_activation("explain", activation), activation or NONE)
     if isinstance(layer, tuple | list):
         return _explain_network(layer, x, op, name)

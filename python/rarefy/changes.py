@@ -11,6 +11,7 @@ from torch.nn.utils.parametrize import is_parametrized
 from torch.optim import Optimizer
 
 from .layers import SPARSE, Layer
+from .modules import BlockSparseLinear
 from .pattern_change import PatternChange
 from .pattern_weight import PatternWeight
 from .sparse_weight import SparseWeight
@@ -47,7 +48,7 @@ def _sparser(
     module, weight = layer.module, layer.module.weight
     if is_parametrized(weight):
         return "its values are parametrized (torch.nn.utils.parametrize)"
-    dense = module.to_dense()
+    dense = module.to_linear() if isinstance(module, BlockSparseLinear) else module.to_dense()
     target = layer.from_dense(dense, spec, scores).weight
     if scores is None and target.density > weight.density:
         return f"already sparser, at density {weight.density:.4g}: scores say which blocks to add"

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from .activations import NONE, check_activation, with_activation
 from .chain import Hidden, may_wait
 from .checks import check_dtype, check_tensor, fail
 from .linear_base import LinearBase, check_linear, check_sizes, check_state, new_linear
@@ -28,6 +29,8 @@ class BlockSparseLinear(LinearBase):
         density: stored blocks / all blocks, in [0, 1]. Exactly round(density · blocks) blocks are
             stored, every such set equally likely.
         block_shape: (R, C), rows (outputs) and columns (inputs) of a block, each ≥ 1.
+        activation: "relu", "gelu" (by erf), "gelu_tanh" or "silu": the layer gives that of y, from the
+            product's kernel. Default: none, as nn.Linear.
         generator: a torch.Generator for pattern and values; default: torch's global one.
 
     `weight` is a BsrWeight; its `values` are the Parameter. Values start uniform in ±1/√f, where f is
@@ -37,11 +40,12 @@ class BlockSparseLinear(LinearBase):
     uniform in ±1/√K.
 
     Raises:
-        ValueError: density outside [0, 1], a block dimension below 1, a negative size.
+        ValueError: density outside [0, 1], a block dimension below 1, a negative size, an unknown activation.
         TypeError: arguments of the wrong kind.
     """
 
     weight: SparseWeight
+    activation: str | None = None
     stands_for: str | None = None  # the kind of dense.py that desparsify turns it into; None: nn.Linear
     waits: bool = False  # whether the product may wait for what follows it; see chain.py
     shares: tuple[SharedInput, int] | None = None  # with layers that may see the same x; shared_input.py
@@ -54,6 +58,7 @@ class BlockSparseLinear(LinearBase):
         *unnamed: Any,
         density: float = 0.5,
         block_shape: tuple[int, int] = (32, 32),
+        activation: str | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         generator: torch.Generator | None = None,
@@ -66,6 +71,7 @@ class BlockSparseLinear(LinearBase):
         if not dtype.is_floating_point:
             fail(op, "dtype must be floating point", dtype, TypeError)
         self.in_features, self.out_features = k, n
+        self._set_activation(op, activation)
         # Where a tensor made here would go: `device`, or torch.device(…) as a context, or the default.
         device = torch.empty(0, device=device).device
         block_mask = random_blocks(grid_of((n, k), block_shape), density, generator)
@@ -91,7 +97,8 @@ class BlockSparseLinear(LinearBase):
     def extra_repr(self) -> str:
         """The arguments that made the layer, density as it is."""
         sizes = f"in_features={self.in_features}, out_features={self.out_features}"
-        return f"{sizes}, bias={self.bias is not None}, {self.weight.options_repr()}"
+        active = "" if self.activation is None else f", activation={self.activation!r}"
+        return f"{sizes}, bias={self.bias is not None}, {self.weight.options_repr()}{active}"
 
     @torch.no_grad()
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
@@ -100,7 +107,9 @@ class BlockSparseLinear(LinearBase):
         self._reset_bias(generator)
 
     @classmethod
-    def from_weight(cls, weight: SparseWeight, bias: torch.Tensor | None = None) -> BlockSparseLinear:
+    def from_weight(
+        cls, weight: SparseWeight, bias: torch.Tensor | None = None, *, activation: str | None = None
+    ) -> BlockSparseLinear:
         """A layer around an existing weight of any format, which it takes as it is; the bias is copied."""
         op = "BlockSparseLinear.from_weight"
         if not isinstance(weight, SparseWeight):
@@ -113,7 +122,12 @@ class BlockSparseLinear(LinearBase):
         nn.Module.__init__(layer)
         layer.out_features, layer.in_features = weight.shape
         layer.weight = weight
+        layer._set_activation(op, activation)
         return layer._finish(bias, True)
+
+    def _set_activation(self, op: str, activation: str | None) -> None:
+        if (name := check_activation(op, activation)) != NONE:
+            self.activation = name
 
     @classmethod
     def from_dense(
@@ -125,6 +139,7 @@ class BlockSparseLinear(LinearBase):
         mask: torch.Tensor | None = None,
         density: float | None = None,
         scores: torch.Tensor | None = None,
+        activation: str | None = None,
     ) -> BlockSparseLinear:
         """Keeps the trained values of the chosen part of an nn.Linear, bit for bit, and its bias.
 
@@ -145,28 +160,43 @@ class BlockSparseLinear(LinearBase):
                 fail(op, "a spec excludes block_shape and density", (block_shape, density))
             weight = Spec.parse(spec, op).make(dense, **options)
         weight.requires_grad_(dense.requires_grad)
-        return cls.from_weight(weight.train(linear.training), linear.bias).train(linear.training)
+        layer = cls.from_weight(weight.train(linear.training), linear.bias)
+        layer._set_activation(op, activation)
+        return layer.train(linear.training)
 
-    def to_dense(self) -> nn.Linear:
-        """The same layer as an nn.Linear, exactly, of x's dtype: zeros where nothing is stored. Copies."""
+    def to_dense(self) -> nn.Module:
+        """The same layer as an nn.Linear, exactly, of x's dtype: zeros where nothing is stored. Copies.
+
+        With an activation an nn.Sequential of nn.Linear and the activation.
+        """
+        linear = self.to_linear()
+        return linear if self.activation is None else with_activation(linear, self.activation)
+
+    def to_linear(self) -> nn.Linear:
+        """What `to_dense` gives, without the activation."""
         with torch.no_grad():
             dense = self.weight.to_dense().to(self.weight.x_dtype or self.weight.dtype)
         return new_linear(dense, self.bias, self.weight.requires_grad, self.training)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """(…, K) to (…, N)."""
+        activation = self.activation
         if type(x) is Hidden:
-            return x.through(self)
+            if activation is None:
+                return x.through(self)
+            x = x.value()
         if self.waits and may_wait(self, x):
-            return Hidden.of(self, x)
-        if self.shares is not None:
+            hidden = Hidden.of(self, x)
+            return hidden if activation is None else hidden.noted(activation)
+        if self.shares is not None and activation is None:
             shared, at = self.shares
             if (y := shared.result(at, self, x)) is not None:
                 return y
         # From their dicts: nn.Module's lookup of both takes a tenth of the time of a small layer.
         parameters = self._parameters
         bias = parameters["bias"] if "bias" in parameters else self.bias  # noqa: SIM401 (evaluates both)
-        return self._modules["weight"].linear(x, bias)
+        weight = self._modules["weight"]
+        return weight.linear(x, bias) if activation is None else weight.linear(x, bias, activation)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         check_state("BlockSparseLinear.load_state_dict", self, state_dict, prefix)

@@ -94,7 +94,10 @@ class PseudoBlockSparseLinear(LinearBase):
         if not isinstance(layer, BlockSparseLinear):
             op = "PseudoBlockSparseLinear.from_sparse"
             fail(op, "layer must be a BlockSparseLinear", type(layer).__name__, TypeError)
-        dense = layer.to_dense()
+        if layer.activation is not None:
+            op = "PseudoBlockSparseLinear.from_sparse"
+            fail(op, "layer must have no activation", repr(layer.activation))
+        dense = layer.to_linear()
         return cls._make(
             dense.weight, dense.bias, layer.weight.block_mask(), layer.block_shape, layer.training
         )

@@ -61,8 +61,10 @@ class SparseWeight(nn.Module):
 
     # -- to be defined by a format --------------------------------------------------------------
 
-    def linear(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        """Returns x Wᵀ + bias, as F.linear does: x of shape (…, K) gives (…, N)."""
+    def linear(
+        self, x: torch.Tensor, bias: torch.Tensor | None = None, activation: str | None = None
+    ) -> torch.Tensor:
+        """Returns x Wᵀ + bias, as F.linear does: x of shape (…, K) gives (…, N); or an activation of it."""
         raise NotImplementedError
 
     def to_dense(self) -> torch.Tensor:

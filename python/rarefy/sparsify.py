@@ -11,6 +11,7 @@ from torch.nn.utils.parametrize import is_parametrized
 from torch.optim import Optimizer
 
 from ._torch_private import has_hooks, has_tensor_hooks
+from .activations import with_activation
 from .checks import fail
 from .conv import BlockSparseConv2d
 from .dense import KINDS
@@ -131,12 +132,13 @@ def desparsify(model: nn.Module) -> list[str]:
         if type(module) not in plain or "forward" in vars(module):
             requirement = "a layer must not have a forward of its own, which the dense one would not have"
             fail(op, requirement, f"{layer.name}, a {type(module).__name__}")
-        linear = module.to_dense()
+        activation = getattr(module, "activation", None)
+        linear = module.to_linear() if isinstance(module, BlockSparseLinear) else module.to_dense()
         linear.bias = layer.module.bias  # the same Parameter, as in sparsify
         made = _as_it_was(op, layer.name, module, linear)
         # Layers of one class, that is: a Conv1D has its weight transposed.
         made.weight = shared.setdefault((type(made), _key(module.weight)), made.weight)
-        dense.append(made)
+        dense.append(made if activation is None else with_activation(made, activation))
     for layer, linear in zip(layers, dense, strict=True):
         layer.replace(linear)
     return [layer.name for layer in layers]

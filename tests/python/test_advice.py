@@ -323,10 +323,10 @@ def test_command_line(clock: list[Case], monkeypatch, capsys, tmp_path: Path) ->
 
 
 def test_command_line_without_layers_says_its_usage(clock: list[Case], monkeypatch, capsys) -> None:
-    with pytest.raises(SystemExit) as exit:
+    with pytest.raises(SystemExit) as left:
         run(monkeypatch)
     text = capsys.readouterr().err
-    assert exit.value.code == 2 and "usage:" in text and "a file or --shape is wanted" in text and not clock
+    assert left.value.code == 2 and "usage:" in text and "a file or --shape is wanted" in text and not clock
 
 
 @pytest.mark.parametrize(
