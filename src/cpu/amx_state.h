@@ -14,6 +14,7 @@ namespace rarefy::cpu {
 
 struct AmxState {
   bool bf16 = false, int8 = false;
+  bool refused = false;  // the processor has it, and the operating system lends no tile registers
 };
 
 // A process must ask Linux for the tile registers before it touches them; a refusal means no AMX.
@@ -27,8 +28,8 @@ inline AmxState amx_state() {
   unsigned edx = 0;
   if (__get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx) == 0 || (edx & kTile) == 0) return {};
   if ((edx & (kBf16 | kInt8)) == 0) return {};
-  if (::syscall(SYS_arch_prctl, kRequestPermission, kTileData) != 0) return {};
-  return {(edx & kBf16) != 0, (edx & kInt8) != 0};
+  if (::syscall(SYS_arch_prctl, kRequestPermission, kTileData) != 0) return {.refused = true};
+  return {(edx & kBf16) != 0, (edx & kInt8) != 0, false};
 #else
   return {};
 #endif

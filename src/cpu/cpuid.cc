@@ -51,6 +51,7 @@ void add_x86(Machine& m) {
     const AmxState amx = amx_state();
     if (amx.bf16) m.features.emplace_back("amx_bf16");
     if (amx.int8) m.features.emplace_back("amx_int8");
+    if (amx.refused) m.features.emplace_back("amx_refused");  // what kernels say beside their reason
   }
 }
 #endif

@@ -39,7 +39,11 @@ inline Reason supports_apart(const Problem& p) {
 // and for the machine.
 template <const std::string_view& kFeature, auto kSupports, const auto&... kTable>
 Reason supports(const Problem& p, const Machine& machine) {
-  if (!kFeature.empty() && !machine.has(kFeature)) return cat("the processor lacks ", kFeature);
+  if (!kFeature.empty() && !machine.has(kFeature)) {
+    const bool refused = kFeature.starts_with("amx") && machine.has("amx_refused");
+    return cat("the processor lacks ", kFeature,
+               refused ? ", as the operating system lends no tile registers" : "");
+  }
   if constexpr (std::is_invocable_v<decltype(kSupports), decltype(kTable)..., const Problem&,
                                     const Machine&>) {
     return kSupports(kTable..., p, machine);

@@ -76,6 +76,19 @@ TEST(SelectTest, AMachineThatLacksAnInstructionSetIsTheReason) {
   EXPECT_EQ(choose_from(registry(), problem, machine, "")->kernel->name, "scalar_linear");
 }
 
+TEST(SelectTest, AnOperatingSystemThatLendsNoTilesIsTheReason) {
+  if (find_kernel("amx_linear") == nullptr) GTEST_SKIP() << "a build without kernels for x86";
+  Machine machine = machine_with(1 << 20);
+  machine.features = {"avx2", "avx512", "amx_refused"};
+  rarefy::Problem problem = layer_problem(512, 64, 64, 16, 16, 0.5);
+  problem.weight.dtype = problem.in = problem.out = DType::bf16;
+  EXPECT_EQ(choose_from(registry(), problem, machine, "")->kernel->family, "avx512");
+  const std::string message(choose_from(registry(), problem, machine, "amx").status().message());
+  const std::string_view said =
+      "the processor lacks amx_bf16, as the operating system lends no tile registers";
+  EXPECT_NE(message.find(said), std::string::npos) << message;
+}
+
 // Rows that fit: one that yields comes after those that do not, and before nothing.
 TEST(SelectTest, ARowThatYieldsIsTheLastThatIsAsked) {
   const auto row = [](std::string_view name, Reason (*yields)(const rarefy::Problem&, const Machine&)) {
