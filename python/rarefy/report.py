@@ -14,7 +14,7 @@ import torch
 from . import report_html
 from .backend import backend_info
 from .files import replacing
-from .report_data import COLUMNS, LayerRow, cells
+from .report_data import LayerRow, lines
 
 
 def environment() -> dict[str, Any]:
@@ -143,22 +143,22 @@ class Report:
 
     def __str__(self) -> str:
         """A table of the matched layers; those that no pattern matches are counted below it."""
-        lines = [cells(row) for row in self.rows if row.matched]
-        text = f"{_table([COLUMNS, *lines])}\n\n{self.summary()}"
-        unmatched = len(self.rows) - len(lines)
+        matched = [row for row in self.rows if row.matched]
+        text = f"{_table(lines(matched))}\n\n{self.summary()}"
+        unmatched = len(self.rows) - len(matched)
         if unmatched:
             text += f" No pattern matches {unmatched} other layers."
         return text
 
 
-def _table(lines: list[tuple[str, ...]]) -> str:
+def _table(rows: list[tuple[str, ...]]) -> str:
     """Plain text, aligned: words left, numbers right."""
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    left = {0, 1, 2, len(COLUMNS) - 1}
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    left = {0, 1, 2, len(widths) - 1}
     return "\n".join(
         "  ".join(
             cell.ljust(width) if i in left else cell.rjust(width)
             for i, (cell, width) in enumerate(zip(line, widths, strict=True))
         ).rstrip()
-        for line in lines
+        for line in rows
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -96,7 +97,19 @@ class LayerRow:
         return row
 
 
-def cells(row: LayerRow) -> tuple[str, ...]:
+def lines(rows: Sequence[LayerRow]) -> list[tuple[str, ...]]:
+    """The head of a table and its rows as text; with what was predicted, if anything was."""
+    all_of_them = [COLUMNS, *map(_cells, rows)]
+    if not any(row.predicted for row in rows):
+        return all_of_them
+    said = [(row.predicted and f"{row.predicted[0] / row.predicted[1]:.2f}x") or "" for row in rows]
+    at = COLUMNS.index("speedup") + 1
+    return [
+        (*line[:at], text, *line[at:]) for line, text in zip(all_of_them, ["predicted", *said], strict=True)
+    ]
+
+
+def _cells(row: LayerRow) -> tuple[str, ...]:
     """A row as text, under COLUMNS."""
 
     def number(value: float | None, pattern: str) -> str:

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from typing import Any
 
-from .report_data import COLUMNS, LayerRow, cells
+from .report_data import LayerRow, lines
 
 # Scoped, so that a notebook around it stays as it is. At 800 pixels every column of the layers fits: names
 # and notes wrap, numbers do not.
@@ -128,7 +128,8 @@ def _parts(rows: Sequence[LayerRow], summary: str, tokens: int) -> list[str]:
     if replaced := [row for row in rows if row.reason is None]:
         parts.append(heading("Bytes of each weight, indices included"))
         parts.append(bytes_chart(row.to_dict() for row in replaced))
-    parts += [heading("Layers"), table(COLUMNS, map(cells, rows), map(_kind, rows), "layers")]
+    head, *body = lines(rows)
+    parts += [heading("Layers"), table(head, body, map(_kind, rows), "layers")]
     return parts
 
 

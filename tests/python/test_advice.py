@@ -170,6 +170,10 @@ def test_auto_chooses_or_leaves_dense_and_says_so(clock: list[Case]) -> None:
     dense, sparse = report["up"].to_dict()["predicted_ms"]
     assert 0 < sparse < dense and report["same"].to_dict()["predicted_ms"] is None
     assert "stays: dense is predicted to be faster" in str(report)
+    head, *lines = str(report).splitlines()
+    assert head.split()[4:6] == ["speedup", "predicted"]
+    (line,) = (line for line in lines if line.startswith("up"))
+    assert f" {dense / sparse:.2f}x " in line
     again = rarefy.sparsify(net, {"up": "auto@0.1"}, measure=False)
     assert again["up"].reason == "already block-sparse: auto chooses for dense layers"
 
