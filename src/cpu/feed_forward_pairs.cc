@@ -217,7 +217,7 @@ class Network {
 // of L3; a hidden feature that goes through L3, which gives a core of the Xeon 10 bytes a cycle; a round of
 // tasks that all wait for.
 constexpr double kPack = 0.3, kStore = 0.35, kKeep = 1.3, kWeightByte = 0.1, kShared = 0.4, kBarrier = 10'000;
-constexpr std::int64_t kMostSet = 16;
+constexpr std::int64_t kMostSet = 16, kMostShared = 8 << 20;
 
 // Calls visit(sets, cost in cycles) for all that are weighed.
 template <class F>
@@ -258,7 +258,9 @@ void for_each_sets(const PairKernels& kernels, const Problem& p, const Machine& 
               up(rest) * part_of(s.up.out_blocks, p.threads) +
               down(rest) * part_of(s.down.out_blocks, p.threads) + kBarrier + shared(rest));
   }
-  // Apart, sets are as large as each product allows: W streams by less often.
+  // Apart, sets are as large as each product allows: W streams by less often. Where hidden features of all
+  // tokens stay in L3, or there are few sets for the threads.
+  if (2 * all * s.hidden > kMostShared && all >= 4 * p.threads) return;
   const std::int64_t after = most(s.hidden), sets_after = ceil_div(all, after);
   const auto even_after = static_cast<double>(ceil_div(all, sets_after));
   const std::int64_t most_splits =
