@@ -70,7 +70,7 @@ class Hidden(torch.Tensor):
 
     def noted(self, activation: str, gate: Hidden | None = None) -> Hidden:
         """This one with an activation, or times an activated one."""
-        x = (self._given, self._unchanged_x(), self._x_version, self._stream)
+        x = (self._given, self._unchanged_x(False), self._x_version, self._stream)
         if gate is None:
             return Hidden._of(self._up, None, activation, x, self._states)
         return Hidden._of(self._up, gate._up, activation, x, (*self._states, *gate._states))
@@ -108,14 +108,15 @@ class Hidden(torch.Tensor):
         args = (self._unchanged_x(), *up, *gate, *_operands(down), *rest, *held)
         return run_network(*args) if _torch_private.eager() else network(*args)
 
-    def _unchanged_x(self) -> torch.Tensor:
+    def _unchanged_x(self, used: bool = True) -> torch.Tensor:
         if _version(self._x) != self._x_version:
             raise RuntimeError(
                 "[BlockSparseLinear] x must stay as it is until the layer's output is used "
                 "(rarefy.fuse(model, False) lets layers compute at once); got an x that was written to"
             )
+        # What is only noted keeps the states, which its use compares.
         layers = (self._up,) if self._gate is None else (self._up, self._gate)
-        if not all(map(_is_still, layers, self._states)):
+        if used and not all(map(_is_still, layers, self._states)):
             raise RuntimeError(
                 "[BlockSparseLinear] a layer must stay as it is until its output is used (rarefy.fuse(model, "
                 "False) lets layers compute at once); got one whose weight or bias was written to"
@@ -160,14 +161,31 @@ def _version(tensor: torch.Tensor) -> int:
 
 
 def _state(layer: nn.Module) -> tuple:
-    """Values and bias of a layer, and their versions, which move when somebody writes to them."""
-    values, bias = layer._modules["weight"]._parameters["values"], layer._parameters.get("bias")
-    return values, _version(values), bias, None if bias is None else _version(bias)
+    """Values, bias and scales of a layer, where they lie, and what moves when somebody writes to them."""
+    weight, bias = layer._modules["weight"], layer._parameters.get("bias")
+    values, scales = weight._parameters["values"], weight._buffers.get("scales")
+    try:
+        written = values._version
+        if bias is not None:
+            written += bias._version  # versions only grow, and so does their sum
+        if scales is not None:
+            written += scales._version
+    except RuntimeError:  # an inference tensor, the writes to which nothing counts
+        written = -1
+    # `.data = …` moves no version, but the memory.
+    return values, values.data_ptr(), bias, 0 if bias is None else bias.data_ptr(), scales, written
 
 
 def _is_still(layer: nn.Module, state: tuple) -> bool:
-    now = _state(layer)
-    return now[0] is state[0] and now[1] == state[1] and now[2] is state[2] and now[3] == state[3]
+    values, at, bias, bias_at, scales, written = _state(layer)
+    return (
+        values is state[0]
+        and at == state[1]
+        and bias is state[2]
+        and bias_at == state[3]
+        and scales is state[4]
+        and written == state[5]
+    )
 
 
 # When a layer may wait, and when the chain may run -----------------------------------------------

@@ -155,7 +155,7 @@ def test_x_that_is_written_to_is_an_error():
             use()
 
 
-@pytest.mark.parametrize("what", ["values", "bias", "another bias", "gate"])
+@pytest.mark.parametrize("what", ["values", "bias", "another bias", "another memory", "gate"])
 def test_layers_that_are_written_to_are_an_error(what):
     net = sparse(NETWORKS["llama" if what == "gate" else "gelu"])
     x = torch.randn(T, K)
@@ -167,10 +167,12 @@ def test_layers_that_are_written_to_are_an_error(what):
             h, _ = hidden_of(net, x)
             if what == "another bias":
                 net.fc1.bias = nn.Parameter(torch.zeros(H))
+            elif what == "another memory":  # the version stays
+                net.fc1.weight.values.data = net.fc1.weight.values.data.clone()
             else:
                 (net.fc1.weight.values if what == "values" else net.fc1.bias).add_(1)
         down = net.down if what == "gate" else net.fc2
-        for use in (lambda: h + 1, lambda: down(h)):
+        for use in (lambda: h + 1, lambda: down(h), lambda: down(functional.gelu(h))):
             with pytest.raises(RuntimeError, match=r"\[BlockSparseLinear\] a layer must stay as it is"):
                 use()
 

@@ -211,6 +211,20 @@ def test_bad_arguments():
             bad(13, None)
 
 
+@pytest.mark.parametrize("what", ["in place", "another buffer"])
+def test_scales_that_are_written_to_are_an_error(what):
+    net, x = sparse(NETWORKS["gelu"], SPEC), torch.randn(40, K)
+    up, down = layers(net)
+    with torch.no_grad():
+        h = up(x)
+        if what == "in place":
+            up.weight.scales.mul_(2)
+        else:
+            up.weight.scales = up.weight.scales * 2
+        with pytest.raises(RuntimeError, match=r"\[BlockSparseLinear\] a layer must stay as it is"):
+            down(h)
+
+
 def test_explain_says_whether_it_is_one_op():
     net, x = sparse(NETWORKS["gelu"], SPEC), torch.randn(40, K)
     assert chain.networks(net) == [("fc1", "fc2")]
