@@ -9,6 +9,7 @@ done with a Hidden, it first becomes the tensor it stands for. docs/design/pytor
 from __future__ import annotations
 
 import inspect
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -359,15 +360,66 @@ _OF_SHAPE = {
 
 _FUNCTIONS = (functional.gelu, functional.relu, functional.silu, torch.relu)
 _NAMES = ("gelu", "relu", "silu", "swish")
+_ACTIVATIONS = ("torch.nn.modules.activation", "transformers.activations")  # where they are defined
+_OF_ATTENTION = (nn.Softmax, nn.Softmax2d, nn.LogSoftmax, nn.Softmin)
 
 
 def networks(model: nn.Module) -> list[tuple[str, ...]]:
-    """The layers of each network that may run as one op, by name: what it begins with, and then `down`."""
+    """The layers of each network that may run as one op, by name: what it begins with, and then `down`.
+
+    Not those that no x runs as one: by their layers, or by an activation beside them that is not noted.
+    """
     found: dict[str, list[str]] = {}
-    for name, _, down in _followed(model):
-        if name not in found:  # what ends a network seldom begins the next
+    for name, up, down in _followed(model):
+        # What ends a network seldom begins the next.
+        if name not in found and _may_activate(up, model.get_submodule(name.rpartition(".")[0])):
             found.setdefault(down, []).append(name)
-    return [(*names, down) for down, names in found.items()]
+    all_of_them = [(*names, down) for down, names in found.items()]
+    return [names for names in all_of_them if _may_run([model.get_submodule(name) for name in names])]
+
+
+@torch.no_grad()
+def _may_run(layers: list[nn.Module]) -> bool:
+    """Whether there is an x for which these, the last one `down`, are one op: `through`, without an x."""
+    down, int8 = layers[-1], {_is_int8(layer) for layer in layers}
+    if len(int8) > 1 or (int8 == {True} and len(layers) > 2) or down.activation is not None:
+        return False
+    x = torch.empty(1, dtype=_x_dtype(down), device=down._modules["weight"].device)
+    return all(_runs(layer, x) for layer in layers)
+
+
+def _x_dtype(layer: nn.Module) -> torch.dtype:
+    weight = layer._modules["weight"]
+    return weight.x_dtype or weight.dtype
+
+
+def _may_activate(up: nn.Module, parent: nn.Module) -> bool:
+    """Whether the activations beside a layer are noted, one of them at least; so may those that hide be.
+
+    A waiting layer is given to them. It is on the meta device, where nothing is computed or drawn.
+    """
+    in_order, beside = isinstance(parent, nn.Sequential), list(parent.children())
+    if in_order:  # those that follow, as far as the next layer
+        beside = itertools.takewhile(_is_bare, beside[beside.index(up) + 1 :])
+    beside = [child for child in beside if _is_bare(child) and not isinstance(child, _OF_ATTENTION)]
+    known = [child for child in beside if type(child).__module__ in _ACTIVATIONS]
+    if up.activation is not None:
+        return not (in_order and known)  # a second one is computed
+    return not known or _has_function(parent) or any(_notes(up, child) for child in known)
+
+
+def _is_bare(module: nn.Module) -> bool:
+    return next(module.parameters(), None) is None
+
+
+def _notes(up: nn.Module, activation: nn.Module) -> bool:
+    x = torch.empty((1, up.in_features), dtype=_x_dtype(up), device="meta")
+    try:
+        with torch.no_grad():
+            y = type(activation).forward(activation, Hidden.of(up, x))
+    except Exception:  # whatever comes of computing on two devices
+        return False
+    return type(y) is Hidden and y._activation != NONE
 
 
 def fuse(model: nn.Module, enabled: bool = True) -> list[str]:
@@ -426,7 +478,7 @@ def _followed(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
     for name, parent in model.named_modules():
         if not any(map(_is_sparse, parent.children())):
             continue
-        active = _has_activation(parent)
+        beside = _has_activation(parent)
         around = list(model.get_submodule(name.rpartition(".")[0]).children()) if name else [parent]
         later = around[around.index(parent) + 1 :] if name else []
         keys = list(dict(parent.named_children()))
@@ -435,7 +487,7 @@ def _followed(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
             up, after = layers[at], filter(_is_sparse, layers[at + 1 :])
             if not _is_sparse(up) or not _fits(up._modules["weight"]):
                 continue
-            expands = active or up.out_features > up.in_features
+            expands = beside or up.activation is not None or up.out_features > up.in_features
             down = next((layer for layer in after if layer.in_features == up.out_features), None)
             if expands and down is not None:
                 yield f"{name}.{key}".lstrip("."), up, named[id(down)]
@@ -444,7 +496,11 @@ def _followed(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
 def _has_activation(module: nn.Module) -> bool:
     for child in module.children():
         kind = type(child).__name__.lower()
-        if any(name in kind for name in _NAMES) and next(child.parameters(), None) is None:
+        if any(name in kind for name in _NAMES) and _is_bare(child):
             return True
+    return _has_function(module)
+
+
+def _has_function(module: nn.Module) -> bool:
     values = (v for v in vars(module).values() if inspect.isroutine(v))
     return any(value is function for value in values for function in _FUNCTIONS)

@@ -6,9 +6,11 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import rarefy
-from networks import SPEC, Between, Ops
+from networks import NETWORKS, SPEC, Between, Llama, Ops
+from rarefy import chain
 from rarefy.chain import Hidden
 from rarefy.modules import BlockSparseLinear
 
@@ -66,3 +68,86 @@ def test_a_report_names_networks():
     report = rarefy.sparsify(net, {".*": SPEC}, measure=False)
     assert report.networks == names == [tuple(n) for n in report.to_dict()["networks"]]
     assert "may run as one op: 2 (0.fc1 > 0.fc2, …)" in report.summary()
+
+
+class Squared(nn.Module):
+    """ReLU², as transformers' "relu2" computes it."""
+
+    __module__ = "transformers.activations"
+
+    def forward(self, x):
+        return functional.relu(x).square()
+
+
+class Counted(TorchDispatchMode):
+    """How often a network's op ran."""
+
+    def __init__(self):
+        super().__init__()
+        self.runs = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.runs += "feed_forward" in func._opname
+        return func(*args, **(kwargs or {}))
+
+
+def _gated(act):
+    net = Llama()
+    net.act_fn = act
+    return net
+
+
+BESIDE = {
+    "sigmoid": nn.Sigmoid,
+    "relu6": nn.ReLU6,
+    "softplus": nn.Softplus,
+    "relu2": Squared,
+    "rrelu": nn.RReLU,
+    "gelu": nn.GELU,
+    "relu in place": lambda: nn.ReLU(inplace=True),
+}
+MAKES = {
+    "between": Between,
+    "gated": _gated,
+    "in a row": lambda a: nn.Sequential(nn.Linear(16, 24), a, nn.Linear(24, 16)),
+}
+FLOATS = ("block:4x1@0.5", "block:2x2@0.5")
+SPECS = {
+    torch.float32: (*FLOATS, "block:4x1@0.5:bf16x", "block:16x1@0.5:int8", "block:16x1@0.5:w8"),
+    torch.bfloat16: (*FLOATS, "block:16x1@0.5", "block:16x1@0.5:int8"),
+    torch.float64: FLOATS,
+}
+
+
+@pytest.mark.parametrize("make", MAKES)
+@pytest.mark.parametrize("act", BESIDE)
+def test_a_report_names_the_networks_that_run_as_one_op_and_no_others(make, act):
+    for dtype, spec in ((dtype, spec) for dtype, specs in SPECS.items() for spec in specs):
+        model = nn.ModuleDict({"net": MAKES[make](BESIDE[act]())}).to(dtype)
+        state = torch.random.get_rng_state()
+        report = rarefy.sparsify(model, {".*": spec}, measure=False)
+        assert torch.equal(torch.random.get_rng_state(), state)
+        x = torch.randn(40, 16, dtype=dtype)
+        with torch.no_grad(), Counted() as seen:
+            for _ in range(2):  # packed for the second one
+                model["net"](x)
+        assert bool(report.networks) == bool(seen.runs), (spec, dtype)
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_a_report_names_every_network_as_models_write_them(name):
+    model = nn.ModuleDict({"net": NETWORKS[name]()})
+    assert len(rarefy.sparsify(model, {".*": SPEC}, measure=False).networks) == 1
+
+
+def test_a_report_minds_activations_of_layers_and_other_blocks():
+    up, down = BlockSparseLinear(16, 24, block_shape=(4, 1)), BlockSparseLinear(24, 16, block_shape=(4, 1))
+    net = nn.Sequential(up, down)
+    assert chain.networks(net) == [("0", "1")]
+    up.activation = "silu"
+    assert chain.networks(net) == [("0", "1")]
+    assert chain.networks(nn.Sequential(up, nn.ReLU(), down)) == []
+    down.activation = "relu"
+    assert chain.networks(net) == []
+    few = BlockSparseLinear(24, 16, block_shape=(2, 1))
+    assert chain.networks(nn.Sequential(up, few)) == []
