@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from rarefy import SparseWeight, Spec, register_format
+from rarefy.activations import activate
 from rarefy.checks import DTYPE_NAMES, check_density, check_tensor, fail
 from rarefy.sparse_weight import check_metadata
 from rarefy.spec import NUMBER, read_density
@@ -49,9 +50,12 @@ class ColumnsWeight(SparseWeight):
 
     # What it computes ------------------------------------------------------------------------------
 
-    def linear(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    def linear(
+        self, x: torch.Tensor, bias: torch.Tensor | None = None, activation: str | None = None
+    ) -> torch.Tensor:
         values = self.values if self.x_dtype is None else self.values.to(self.x_dtype)
-        return nn.functional.linear(x[..., self.column_indices], values, bias)
+        y = nn.functional.linear(x[..., self.column_indices], values, bias)
+        return y if activation is None else activate(y, activation)
 
     def to_dense(self) -> torch.Tensor:
         zeros = self.values.new_zeros(tuple(self.shape))

@@ -36,8 +36,8 @@ def load_file(
             they are used, but the file must neither change nor shrink as long as the model lives.
         fuse: whether feed-forward networks run as one op where nothing is recorded; see rarefy.fuse.
 
-    Devices, training mode and requires_grad stay those of the model. Everything is checked before the
-    model changes.
+    Devices, training mode, requires_grad and activations stay those of the model. Everything is checked
+    before the model changes.
 
     Raises:
         ValueError: not such a file, a pattern, shape or padding that is not valid, names that the file

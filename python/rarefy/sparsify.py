@@ -102,8 +102,9 @@ def sparsify(
 def desparsify(model: nn.Module) -> list[str]:
     """Turns every block-sparse layer of a model back into what it was, exactly, in place.
 
-    Layers that share a weight share it afterwards, too; biases stay the same Parameters. Returns the
-    names of the layers that changed.
+    Layers that share a weight share it afterwards, too; biases stay the same Parameters. A layer with an
+    activation becomes an nn.Sequential of the dense layer and the activation. Returns the names of the
+    layers that changed.
 
     Raises:
         TypeError: `model` is not a module, or is itself a sparse layer (use `.to_dense()`).

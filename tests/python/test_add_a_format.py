@@ -57,6 +57,14 @@ def test_sparsify_report_training_and_back():
     assert type(model.encoder.layer[0].intermediate["dense"]) is nn.Linear
 
 
+def test_a_layer_with_an_activation():
+    layer, x = (
+        BlockSparseLinear.from_dense(nn.Linear(16, 8), "columns@0.25", activation="gelu"),
+        torch.randn(3, 16),
+    )
+    torch.testing.assert_close(layer(x), nn.functional.gelu(layer.to_linear()(x)))
+
+
 @pytest.mark.parametrize("spec", ["columns@0.25", "columns@0.25:bf16"])
 def test_files_and_state_dicts(spec, tmp_path):
     model = columns_tiny(spec)

@@ -12,6 +12,9 @@ from torch.nn import functional
 
 import rarefy
 from networks import ran, sparse
+from rarefy.compat import pytorch_block_sparse
+from rarefy.prune import LowRankLinear
+from rarefy.prune.growth import Watch
 
 ACTIVATIONS = {
     "relu": functional.relu,
@@ -135,3 +138,68 @@ def test_others_are_refused(activation):
         rarefy.BlockSparseLinear.from_dense(nn.Linear(8, 8), block_shape=(4, 4), activation=activation)
     with pytest.raises(ValueError, match="layer must have no activation; got 'relu'"):
         rarefy.PseudoBlockSparseLinear.from_sparse(layer_of("relu"))
+
+
+def test_gradients_compiled_and_under_autocast():
+    layer, x = layer_of("gelu"), torch.randn(7, 24)
+    compiled = copy.deepcopy(layer)
+    torch.compile(compiled, fullgraph=True, backend="aot_eager")(x).square().sum().backward()
+    narrow = copy.deepcopy(layer)
+    with torch.autocast("cpu", torch.bfloat16):
+        y = narrow(x)
+    y.float().square().sum().backward()
+    layer(x).square().sum().backward()
+    want = layer.weight.values.grad
+    torch.testing.assert_close(compiled.weight.values.grad, want, rtol=1e-5, atol=1e-6)
+    assert narrow.weight.values.grad.dtype == torch.float32
+    scale = float(want.abs().max())
+    torch.testing.assert_close(narrow.weight.values.grad, want, rtol=2**-5, atol=2**-6 * scale)
+
+
+@pytest.mark.parametrize("spec", ["block:4x4@0.5", "csr@0.2", "block:8x1@0.5:bf16"])
+def test_files_leave_it_to_the_model(tmp_path, spec):
+    """As they leave every other layer's: they hold weights."""
+    x, path = torch.randn(3, 24), tmp_path / "a.safetensors"
+    model = nn.ModuleDict(
+        {"a": rarefy.BlockSparseLinear.from_dense(nn.Linear(24, 32), spec, activation="silu")}
+    )
+    rarefy.save_file(model, path)
+    other = nn.ModuleDict({"a": layer_of("silu")})  # in another format
+    rarefy.load_file(other, path)
+    assert other["a"].activation == "silu" and torch.equal(other["a"](x), model["a"](x))
+    rarefy.load_state_dict(other, model.state_dict())
+    assert other["a"].activation == "silu" and torch.equal(other["a"](x), model["a"](x))
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_blocks_grow_by_the_gradient_of_the_product(activation):
+    """RigL looks at the gradient of the whole weight, which an activation lies behind."""
+    layer = layer_of(activation, dtype=torch.float64)
+    linear, x = layer.to_linear(), torch.randn(9, 24, dtype=torch.float64)
+    watch = Watch([(0, layer)])
+    layer(x).square().sum().backward()
+    dy, seen = watch.pairs(0)
+    watch.close()
+    ACTIVATIONS[activation](linear(x)).square().sum().backward()
+    torch.testing.assert_close(dy.mT @ seen, linear.weight.grad)
+
+
+def test_blocks_grow_under_autocast_and_in_bfloat16():
+    for dtype, cast in ((torch.float32, True), (torch.bfloat16, False)):
+        layer = layer_of("gelu").to(dtype)
+        watch = Watch([(0, layer)])
+        with torch.autocast("cpu", torch.bfloat16, enabled=cast):
+            y = layer(torch.randn(9, 24).to(dtype))
+        y.float().square().sum().backward()
+        dy, _ = watch.pairs(0)
+        watch.close()
+        assert dy.shape == (9, 32) and bool(dy.isfinite().all())
+
+
+def test_layers_whose_output_is_a_summand_are_refused():
+    layer = layer_of("gelu")
+    with pytest.raises(ValueError, match=r"\[LowRankLinear\] sparse must have no activation; got 'gelu'"):
+        LowRankLinear(torch.randn(32, 2), torch.randn(2, 24), None, layer)
+    message = r"\[PseudoBlockSparseLinear\] block_sparse_linear must have no activation; got 'gelu'"
+    with pytest.raises(ValueError, match=message):
+        pytorch_block_sparse.PseudoBlockSparseLinear(layer)

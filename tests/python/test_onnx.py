@@ -92,6 +92,22 @@ def test_sparse_layers_are_nodes_of_the_op(tmp_path):
         _session(path, library=False)
 
 
+def test_a_layer_with_an_activation_is_one_node(tmp_path):
+    model = nn.Sequential(
+        *(
+            rarefy.BlockSparseLinear(20, 20, density=0.5, block_shape=(4, 4), activation=name)
+            for name in (None, "relu", "gelu", "gelu_tanh", "silu")
+        )
+    )
+    x = torch.randn(3, 20)
+    integration.export(model, (x,), tmp_path / "a.onnx", verbose=False)
+    nodes = onnx.load(tmp_path / "a.onnx").graph.node
+    assert [node.op_type for node in nodes] == ["SparseLinear"] * 5
+    session = _session(tmp_path / "a.onnx")
+    (y,) = session.run(None, {session.get_inputs()[0].name: x.numpy()})
+    torch.testing.assert_close(torch.from_numpy(y), model(x).detach())
+
+
 def test_weights_that_the_op_does_not_have_are_refused_by_name(tmp_path):
     model = nn.Sequential(nn.Conv2d(4, 8, 1), nn.Flatten(), nn.Linear(8, 8))
     rarefy.sparsify(model, {"0": "block:4x1@0.5"}, measure=False)

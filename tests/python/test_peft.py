@@ -129,6 +129,9 @@ def test_what_cannot_be_merged_or_adapted_says_so():
         model.merge_adapter()
     with pytest.raises(ValueError, match="unsupported variant"):
         _lora(_model(), ("up_proj",), use_bdlora=peft.tuners.lora.config.BdLoraConfig())
+    model = nn.ModuleDict({"fc": BlockSparseLinear(8, 8, block_shape=(4, 4), activation="relu")})
+    with pytest.raises(ValueError, match=r"\[lora\] a sparse layer .* must have no activation; got 'relu'"):
+        _lora(model, ("fc",))
 
 
 # DoRA ----------------------------------------------------------------------------------------------

@@ -174,7 +174,9 @@ class Pending(_Undrawn):
             away._is_hf_initialized = True
             weight._parameters[name] = away
 
-    def linear(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> NoReturn:
+    def linear(
+        self, x: torch.Tensor, bias: torch.Tensor | None = None, activation: str | None = None
+    ) -> NoReturn:
         """Raises: there is nothing to multiply by yet."""
         fail(OP, f"{self.name} must be loaded before it is used", "a weight that still waits", RuntimeError)
 

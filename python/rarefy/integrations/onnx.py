@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from .._load import LIBRARY
+from ..activations import NONE
 from ..attention import SparseMultiheadAttention
 from ..checks import fail
 from ..modules import BlockSparseLinear
@@ -36,6 +37,7 @@ class _Exported(nn.Module):
         self.attributes = {
             "out_features": layer.out_features,
             "in_features": layer.in_features,
+            "activation": layer.activation or NONE,
             "constant": 1,
         }
         self.values = nn.Parameter(weight.values.detach(), requires_grad=False)

@@ -138,6 +138,9 @@ class SparseLinear(lora.Linear):
     strict: bool = True
 
     def __init__(self, base_layer: nn.Module, adapter_name: str, *, config: Any, **kwargs: Any) -> None:
+        base = base_layer.get_base_layer() if isinstance(base_layer, BaseTunerLayer) else base_layer
+        if base.activation is not None:  # an adapter is added to the product, before any activation
+            fail("lora", "a sparse layer with an adapter must have no activation", repr(base.activation))
         with warnings.catch_warnings():
             # PEFT reads in_features and out_features, as it should, but does not know the class.
             warnings.filterwarnings("ignore", message="Unsupported layer type")

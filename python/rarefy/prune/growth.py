@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..activations import activation_gradient
 from ..checks import fail
 from ..masks import grid_of
 from ..ops import bsr_grad_weight
@@ -86,8 +87,24 @@ def _run_as_written(more: int) -> None:
         _eager.close()
 
 
+@torch.no_grad()
+def _of_product(layer: nn.Module, x: torch.Tensor, dy: torch.Tensor) -> torch.Tensor:
+    """The gradient of a layer's product, where dy is that of its output, which an activation may have made.
+
+    The product is computed again: a layer that fuses its activation leaves none.
+    """
+    activation = getattr(layer, "activation", None)
+    if activation is None:
+        return dy
+    weight = layer.weight
+    with torch.autocast(x.device.type, enabled=False):
+        dtype = weight.x_dtype or weight.dtype
+        product = weight.linear(x.to(dtype), layer.bias)
+    return activation_gradient(dy.to(product.dtype), product, activation)
+
+
 class Watch:
-    """Keeps what layers get and what comes back to their outputs, from now until `close`.
+    """Keeps what layers get and what comes back to their products, from now until `close`.
 
     Several calls of a layer, in one pass or in several micro-batches, count together, as in its gradient.
     What is kept: X and dY of every call, (tokens, K) and (tokens, N), by reference. Until then compiled
@@ -106,7 +123,8 @@ class Watch:
             x = args[0].detach()
 
             def seen(dy: torch.Tensor) -> None:
-                pair = (dy.detach().reshape(-1, dy.shape[-1]), x.reshape(-1, x.shape[-1]))
+                dy = _of_product(module, x, dy.detach())
+                pair = (dy.reshape(-1, dy.shape[-1]), x.reshape(-1, x.shape[-1]))
                 self._seen.setdefault(key, []).append(pair)
 
             output.register_hook(seen)

@@ -31,11 +31,11 @@ class LowRankLinear(nn.Module):
     Args:
         u: (N, r), v: (r, K): the factors, copied.
         bias: (N,), or None; copied.
-        sparse: a BlockSparseLinear of (N, K) without a bias, or None; taken as it is.
+        sparse: a BlockSparseLinear of (N, K) without bias and activation, or None; taken as it is.
 
     `down` is an nn.Linear with V, `up` one with U and the bias, `sparse` runs on Rarefy's kernels.
 
-    Raises ValueError for shapes that do not fit each other.
+    Raises ValueError for shapes that do not fit each other, and for an activation.
     """
 
     def __init__(
@@ -55,6 +55,8 @@ class LowRankLinear(nn.Module):
             fail(
                 op, f"sparse must be {u.shape[0]}x{v.shape[1]}", f"{sparse.out_features}x{sparse.in_features}"
             )
+        if sparse is not None and sparse.activation is not None:  # its result is a summand
+            fail(op, "sparse must have no activation", repr(sparse.activation))
         self.down = new_linear(v.detach().clone(), None, True, self.training)
         self.up = new_linear(u.detach().clone(), None, True, self.training)
         self.up.bias = copy_parameter(bias)

@@ -119,6 +119,9 @@ class PseudoBlockSparseLinear(nn.Module):
         if not isinstance(block_sparse_linear, modules.BlockSparseLinear):
             got = type(block_sparse_linear).__name__
             fail("PseudoBlockSparseLinear", "block_sparse_linear must be a BlockSparseLinear", got, TypeError)
+        if block_sparse_linear.activation is not None:
+            got = repr(block_sparse_linear.activation)
+            fail("PseudoBlockSparseLinear", "block_sparse_linear must have no activation", got)
         matrix = block_sparse_linear.weight
         shape = tuple(matrix.shape)
         self.weight = nn.Parameter(matrix.to_dense().detach().clone(), requires_grad=matrix.requires_grad)
