@@ -75,3 +75,40 @@ def test_a_step_is_that_of_a_masked_dense_layer(device):
     scale = float(gradient.abs().max())
     torch.testing.assert_close(mine, gradient, rtol=2**-6, atol=2**-7 * scale)
     torch.testing.assert_close(layer.bias.grad, dense.bias.grad, rtol=2**-6, atol=2**-7)
+
+
+# Adafactor's state is of a matrix's rows and columns, which values in blocks are not.
+@pytest.mark.parametrize("name", [name for name in OPTIMIZERS if name != "Adafactor"])
+def test_a_step_of_an_optimizer_is_that_of_a_masked_dense_network(device, name):
+    """Values and biases move as those of dense layers whose other weights stay zero."""
+    model, x, wanted = task(device)
+    dense = copy.deepcopy(model)
+    rarefy.desparsify(dense)
+    masks = {at: model[int(at)].weight.to_dense().detach() != 0 for at in "02"}
+    before = {at: dense[int(at)].weight.detach().clone() for at in "02"}
+    for at, mask in masks.items():
+        dense[int(at)].weight.register_hook(lambda grad, mask=mask: grad * mask)
+    for net in (model, dense):
+        optimizer = OPTIMIZERS[name](net.parameters())
+
+        def loss(net=net, optimizer=optimizer):
+            optimizer.zero_grad()
+            with torch.autocast(device, torch.bfloat16):
+                y = net(x)
+            value = (y.float() - wanted).square().mean()
+            value.backward()
+            return value
+
+        if name == "LBFGS":
+            optimizer.param_groups[0]["max_iter"] = 1
+        optimizer.step(loss)
+    for at, mask in masks.items():
+        moved, twin = (net[int(at)] for net in (model, dense))
+        steps = [w.detach() - before[at] for w in (moved.weight.to_dense(), twin.weight)]
+        # Where a gradient is little more than bfloat16's roundings, steps by its sign may go either way.
+        gradient = twin.weight.grad.abs()
+        clear = mask & (gradient > 2**-4 * gradient.max())
+        assert clear.sum() > mask.sum() // 4
+        size = float(steps[1].abs().max())
+        torch.testing.assert_close(steps[0][clear], steps[1][clear], rtol=2**-5, atol=2**-6 * size)
+        assert not steps[0][~mask].any()
