@@ -110,7 +110,10 @@ class BlockSparseLinear(LinearBase):
     def from_weight(
         cls, weight: SparseWeight, bias: torch.Tensor | None = None, *, activation: str | None = None
     ) -> BlockSparseLinear:
-        """A layer around an existing weight of any format, which it takes as it is; the bias is copied."""
+        """A layer around an existing weight of any format, which it takes as it is; the bias is copied.
+
+        `activation` is the constructor's.
+        """
         op = "BlockSparseLinear.from_weight"
         if not isinstance(weight, SparseWeight):
             fail(op, "weight must be a SparseWeight", type(weight).__name__, TypeError)
@@ -146,7 +149,8 @@ class BlockSparseLinear(LinearBase):
         The format is a `spec` ("block:32x32@0.25", "csr@0.1"; see rarefy.sparsify), or blocks of
         `block_shape`. `mask`, `density` and `scores` are those of BsrWeight.from_dense; without any, all
         blocks are kept; a spec has its own density, unless a mask says what to keep. Copies: `linear` stays
-        as it is. Device, dtype, requires_grad and training mode carry over.
+        as it is. Device, dtype, requires_grad and training mode carry over. `activation` is the
+        constructor's: what follows `linear` is to be left out then.
         """
         op = "BlockSparseLinear.from_dense"
         dense = check_linear(op, linear).weight
