@@ -253,7 +253,10 @@ def network_key(
             return 0, f"layers run one by one: {_WAITS}"
         if not all(_runs(layer, x) for layer in (gate, down) if layer is not None):
             return 0, f"layers run one by one: all of them must fit, {_WAITS}"
-        derived = _derived(up, gate, down, x)
+        try:
+            derived = _derived(up, gate, down, x)
+        except RuntimeError:  # of no kernel that is allowed, as the op will say
+            return 0, None
     if derived is None:
         return 0, "layers run one by one: their kernels have weights that no kernel of the network reads"
     return (derived[4] if derived else 0), None

@@ -150,6 +150,13 @@ def test_explain_says_why_no_kernel_that_is_allowed_fits(forced):
     found = rarefy.explain(layer, torch.ones(512, 64, dtype=torch.float64))
     assert found["kernel"] is None
     assert "must name an implementation that this machine and these inputs can use" in found["why_none"]
+    up, down = (
+        rarefy.BlockSparseLinear(*s, block_shape=(4, 4)).requires_grad_(False) for s in ((64, 256), (256, 64))
+    )
+    up.waits = True
+    forced("cpu:pairs")
+    found = rarefy.explain((up, down), torch.ones(512, 64), activation="gelu")
+    assert found["kernel"] is None and "must name an implementation" in found["why_none"]
 
 
 def test_calls_from_several_python_threads():
