@@ -336,7 +336,8 @@ TEST(FeedForwardConfigTest, PairsFollowTheProblem) {
     return to_string(*choice.kernel, choice.config);
   };
   EXPECT_EQ(config(544, 1), "panels=6 splits=1 rest=0 after=0");
-  EXPECT_EQ(config(544, 2), "panels=8 splits=1 rest=1 after=0") << "17 panels: 8 for each thread, and half of one";
+  EXPECT_EQ(config(544, 2), "panels=8 splits=1 rest=1 after=0")
+      << "17 panels: 8 for each thread, and half of one";
   EXPECT_EQ(config(512, 2), "panels=8 splits=1 rest=0 after=0");
   EXPECT_NE(config(32, 16).find("splits=16"), std::string::npos) << config(32, 16);
 }
