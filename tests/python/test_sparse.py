@@ -256,6 +256,17 @@ def test_what_numpy_writes_to_indices_is_seen_where_that_is_asked():
         sparse.sparse_dense(x, always)
 
 
+def test_what_numpy_writes_is_seen_of_arrays_that_came_before():
+    """A pattern that is kept of raw arrays is no copy of them."""
+    a = sp.csr_matrix(np.eye(1024, 1025, dtype=np.float32))
+    x = torch.arange(1025.0).expand(3, -1).contiguous()
+    for _ in range(3):
+        assert sparse.sparse_dense(x, a)[0, 7] == 7
+    always = SparseMatrix.of(a, check="always")
+    a.indices[7] = 1024
+    assert sparse.sparse_dense(x, always)[0, 7] == 1024
+
+
 @pytest.mark.parametrize("kind", [torch.int32, torch.int64])
 def test_the_most_extreme_indptr_is_refused(kind):
     """Differences of such are no int64."""

@@ -73,7 +73,7 @@ def _passing(*arrays: Any, shape: tuple[int, int], check: str, op: str) -> Spars
     arrays = tuple(as_tensor(op, name, array) for name, array in zip(names, arrays, strict=True))
     plain = eager() and all(type(array) in PLAIN for array in arrays)
     recent = find(*arrays, shape[1]) if plain else None
-    matrix = None if recent is None else SparseMatrix.of_recent(arrays[0], recent, check, op)
+    matrix = None if recent is None else SparseMatrix.of_recent(arrays, recent, check, op)
     if matrix is None or tuple(matrix.shape) != shape:
         matrix = SparseMatrix(*arrays, shape=shape, check=check, op=op)
     matrix._keeps = False

@@ -127,7 +127,7 @@ class SparseMatrix:
             fail(op, f"indptr must have {rows + 1} elements, one more than rows of blocks", len(indptr))
         if len(indices) != len(data):
             fail(op, f"indices must have {len(data)} elements, as many as data", len(indices))
-        self._slot = self._order = None
+        self._slot = self._order = self._recent = None
         sizes = {"shape": tuple(self.shape), "block_shape": (r, c)}
         pattern = BsrPattern.by_rows(indptr, indices, **sizes) if data.device.type == "cpu" else None
         if pattern is not None:
@@ -216,6 +216,7 @@ class SparseMatrix:
 
         matrix = as_matrix("SparseMatrix.of", "value", value, check=check)
         matrix._keeps = True
+        matrix._remember()
         return matrix
 
     @classmethod
@@ -229,13 +230,17 @@ class SparseMatrix:
         return matrix
 
     @classmethod
-    def of_recent(cls, data: Tensor, recent: Recent, check: str, op: str) -> SparseMatrix | None:
+    def of_recent(
+        cls, arrays: tuple[Tensor, Tensor, Tensor], recent: Recent, check: str, op: str
+    ) -> SparseMatrix | None:
         """Values on a pattern whose arrays came again; None if those are for the constructor to refuse."""
+        data, indices, indptr = arrays
         if data.dtype not in FLOATS + INTEGERS or data.device.type != "cpu" or check not in CHECKS:
             return None
         matrix = cls.on_pattern(data, recent.pattern)
+        matrix.indices, matrix.indptr = indices, indptr
         matrix._recent, matrix.check, matrix._op = recent, check, op
-        matrix._remember()
+        matrix._read = None  # the next call compares its arrays with the pattern
         if recent.pattern.is_padded and check != "trusted":
             check_padding(op, matrix.blocks().detach(), recent.pattern)
         return matrix
