@@ -20,6 +20,7 @@ from torch import nn
 from torch.nn import functional
 
 import rarefy
+from dynamic_int8 import by_engine
 from rarefy.timing import Times, measure_pair, quietest
 from rows import write_csv
 
@@ -50,17 +51,11 @@ def variants(dense: nn.Module, args: argparse.Namespace) -> dict[str, tuple[nn.M
         "dense f32": (dense, torch.float32),
         "dense bf16": (copy.deepcopy(dense).bfloat16(), torch.bfloat16),
     }
-    before = torch.backends.quantized.engine
-    for engine in dict.fromkeys((before, "onednn")):
-        name = "dense int8" if engine == before else f"dense int8 {engine}"
-        try:
-            torch.backends.quantized.engine = engine
-            quantized = torch.ao.quantization.quantize_dynamic(copy.deepcopy(dense), {nn.Linear}, torch.qint8)
-            models[name] = (quantized, torch.float32)
-        except (AttributeError, RuntimeError) as error:
-            print(f"{name}: not measured ({error})", file=sys.stderr)
-        finally:
-            torch.backends.quantized.engine = before
+    try:
+        for at, (engine, quantized) in enumerate(by_engine(dense).items()):
+            models["dense int8" if at == 0 else f"dense int8 {engine}"] = (quantized, torch.float32)
+    except (AttributeError, RuntimeError) as error:
+        print(f"dense int8: not measured ({error})", file=sys.stderr)
     names = r"\d+\.(up|down)" if args.only == "ffn" else r"\d+\.(up|down|query|key|value|output)"
     sparse = copy.deepcopy(dense)
     rarefy.sparsify(sparse, {names: args.spec})

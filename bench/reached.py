@@ -34,6 +34,7 @@ import torch
 from torch import nn
 
 import rarefy
+from dynamic_int8 import by_engine
 from feed_forward import measure, network
 from run import cpu_name, git_commit
 
@@ -109,7 +110,9 @@ def linear(
         if "share" in row:
             return Measured(calls, 2.0 * tokens * weight.values.numel(), row["of"])
         if "rival" in row:
-            calls |= dynamic_int8(size, x)
+            layers = by_engine(nn.Sequential(nn.Linear(*size)))
+            for at, (engine, layer) in enumerate(layers.items()):
+                calls["dense" if at == 0 else f"dense of {engine}"] = partial(layer, x)
         elif dtype == F32 and torch.backends.mkldnn.is_available():  # F.linear is MKL's
             packed = torch.ops.mkldnn._reorder_linear_weight(dense.weight, tokens)
             calls["dense of oneDNN"] = partial(
@@ -119,20 +122,6 @@ def linear(
 
     text = f"{NAMES[dtype]} {size[0]}→{size[1]} {spec}{' skewed' if skewed else ''}, M = {tokens}"
     return Row(text, unit, required, make)
-
-
-def dynamic_int8(size: tuple[int, int], x: torch.Tensor) -> dict[str, Callable[[], object]]:
-    """Dense layers of torch's dynamic int8, by each engine that there is."""
-    calls, before = {}, torch.backends.quantized.engine
-    engines = [name for name in ("x86", "onednn") if name in torch.backends.quantized.supported_engines]
-    for name in engines if before == "x86" else [before]:
-        torch.backends.quantized.engine = name
-        layer = torch.ao.quantization.quantize_dynamic(
-            nn.Sequential(nn.Linear(*size)), {nn.Linear}, torch.qint8
-        )
-        calls["dense" if name == before else f"dense of {name}"] = partial(layer, x)
-    torch.backends.quantized.engine = before
-    return calls
 
 
 def between(spec: str, tokens: int, dtype: torch.dtype, least: int = 4, most: int = 32) -> Row:

@@ -59,7 +59,8 @@ def explain(
         x: (…, K), as for the layer; its values do not matter, its strides do: `x.t()` of a (K, tokens)
             tensor is read in place by some kernels, and copied for the others.
         op: "linear", "grad_input" or "grad_weight"; for the gradients, of an output of x. Not for networks.
-        activation: "relu", "gelu", "gelu_tanh", "silu" or None: after the layer, or in the network.
+        activation: "relu", "gelu", "gelu_tanh", "silu" or None: after the layer, or in the network. Default:
+            the layer's own, a network's that of its gate or of up.
 
     Returns:
         ``problem`` (one line: op, weight, tokens, dtypes, device, threads), ``kernel`` (None when none fits,
@@ -75,7 +76,9 @@ def explain(
         TypeError: arguments of the wrong kind or dtype.
         ImportError: the compiled library is missing.
     """
-    activation = getattr(layer, "activation", None) if activation is None else activation
+    if activation is None:  # a network's is that of its gate, or of up
+        network = isinstance(layer, tuple | list) and len(layer) > 1
+        activation = getattr(layer[-2] if network else layer, "activation", None)
     name = _ACTIVATIONS.get(check_activation("explain", activation), activation or NONE)
     if isinstance(layer, tuple | list):
         return _explain_network(layer, x, op, name)

@@ -251,6 +251,8 @@ def network_key(
     with torch.no_grad():
         if not may_wait(up, x):
             return 0, f"layers run one by one: {_WAITS}"
+        if getattr(down, "activation", None) is not None:
+            return 0, "layers run one by one: the last one has an activation"
         if not all(_runs(layer, x) for layer in (gate, down) if layer is not None):
             return 0, f"layers run one by one: all of them must fit, {_WAITS}"
         try:

@@ -10,8 +10,7 @@ from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 from torch.optim import Optimizer
 
-from .layers import SPARSE, Layer
-from .modules import BlockSparseLinear
+from .layers import SPARSE, Layer, dense_of
 from .pattern_change import PatternChange
 from .pattern_weight import PatternWeight
 from .sparse_weight import SparseWeight
@@ -48,7 +47,7 @@ def _sparser(
     module, weight = layer.module, layer.module.weight
     if is_parametrized(weight):
         return "its values are parametrized (torch.nn.utils.parametrize)"
-    dense = module.to_linear() if isinstance(module, BlockSparseLinear) else module.to_dense()
+    dense = dense_of(module)
     target = layer.from_dense(dense, spec, scores).weight
     if scores is None and target.density > weight.density:
         return f"already sparser, at density {weight.density:.4g}: scores say which blocks to add"

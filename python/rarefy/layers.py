@@ -27,6 +27,11 @@ from .weight import BlockSpec
 SPARSE = BlockSparseLinear | BlockSparseConv2d  # layers around a SparseWeight
 
 
+def dense_of(module: nn.Module) -> nn.Module:
+    """The dense layer that a sparse one or its oracle stands for, without an activation."""
+    return module.to_linear() if isinstance(module, BlockSparseLinear) else module.to_dense()
+
+
 @dataclass
 class Layer:
     """A module with a weight matrix, under all its names; `reason` says why it must stay, or is None."""

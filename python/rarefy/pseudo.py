@@ -91,11 +91,10 @@ class PseudoBlockSparseLinear(LinearBase):
     @classmethod
     def from_sparse(cls, layer: BlockSparseLinear) -> PseudoBlockSparseLinear:
         """The oracle of a BlockSparseLinear: same values, same pattern. Copies."""
+        op = "PseudoBlockSparseLinear.from_sparse"
         if not isinstance(layer, BlockSparseLinear):
-            op = "PseudoBlockSparseLinear.from_sparse"
             fail(op, "layer must be a BlockSparseLinear", type(layer).__name__, TypeError)
         if layer.activation is not None:
-            op = "PseudoBlockSparseLinear.from_sparse"
             fail(op, "layer must have no activation", repr(layer.activation))
         dense = layer.to_linear()
         return cls._make(

@@ -15,7 +15,7 @@ from .activations import with_activation
 from .checks import fail
 from .conv import BlockSparseConv2d
 from .dense import KINDS
-from .layers import SPARSE, find_layers
+from .layers import SPARSE, dense_of, find_layers
 from .modules import BlockSparseLinear
 from .patcher import BlockSparseModelPatcher, FilterFn
 from .pattern_weight import PatternWeight
@@ -134,7 +134,7 @@ def desparsify(model: nn.Module) -> list[str]:
             requirement = "a layer must not have a forward of its own, which the dense one would not have"
             fail(op, requirement, f"{layer.name}, a {type(module).__name__}")
         activation = getattr(module, "activation", None)
-        linear = module.to_linear() if isinstance(module, BlockSparseLinear) else module.to_dense()
+        linear = dense_of(module)
         linear.bias = layer.module.bias  # the same Parameter, as in sparsify
         made = _as_it_was(op, layer.name, module, linear)
         # Layers of one class, that is: a Conv1D has its weight transposed.

@@ -217,7 +217,7 @@ class Network {
 // of L3; a hidden feature that goes through L3, which gives a core of the Xeon 10 bytes a cycle; a round of
 // tasks that all wait for.
 constexpr double kPack = 0.3, kStore = 0.35, kKeep = 1.3, kWeightByte = 0.1, kShared = 0.4, kBarrier = 10'000;
-constexpr std::int64_t kMostSet = 16, kMostShared = 8 << 20;
+constexpr std::int64_t kMostSet = 16, kMostShared = 8 << 20;  // panels; bytes of hidden features
 
 // Calls visit(sets, cost in cycles) for all that are weighed.
 template <class F>

@@ -124,7 +124,10 @@ def test_a_network_of_such_layers_is_one_op():
         assert rarefy.fuse(nn.ModuleDict({"net": net})) == ["net.up"]
         y, names = ran(lambda: net(x))
         assert names == ["bsr_feed_forward"] and torch.equal(y, want)
+        found = rarefy.explain((net.up, net.down), x)
+        assert found["kernel"].endswith("_feed_forward") and found["problem"].count("gelu") == 1
         net.down.activation = "relu"  # none that the op has
+        assert "the last one has an activation" in rarefy.explain((net.up, net.down), x)["why_none"]
         y, names = ran(lambda: net(x))
         assert "bsr_feed_forward" not in names and torch.equal(y, functional.relu(want))
 

@@ -143,9 +143,8 @@ struct TallWarps {
       const typename Walk::Tile t = next_tile;
       const int first_row = t.group * kRows % p.block_rows, token = t.token_tile * kTokens;
       // A tile without columns is a step of zeros.
-      const int columns_of_last = max(1, (t.end - t.first - 1) % kColumns + 1);
-      put_tile({max(1, (t.end - t.first + kColumns - 1) / kColumns), t.group, t.token_tile,
-                (columns_of_last + 15) / 16});
+      const int last_products = (max(1, (t.end - t.first - 1) % kColumns + 1) + 15) / 16;
+      put_tile({max(1, (t.end - t.first + kColumns - 1) / kColumns), t.group, t.token_tile, last_products});
       const bool tokens_end = token + kTokens > p.tokens;
       const char* x = hidden(reinterpret_cast<const char*>(static_cast<const T*>(p.x) + token) + lane * 16);
       int column = next;
@@ -179,7 +178,7 @@ struct TallWarps {
         for (int k = 0; k < kMine; ++k) columns[k] = column_of(x, max(0, __shfl_sync(~0u, column, k)));
         wait(empty + at.slot * 8, at.parity);
         if (warp == 0 && lane == 0) arrive(barrier);
-        if (kMine * warp < (columns_of_last + 15) / 16 * 16) {  // what is multiplied
+        if (kMine * warp < last_products * 16) {  // what is multiplied
           load_last_weights(to + Shape::kXBytes, first_row, step, t.end, warp, lane);
           if (!tokens_end) {
             gather<true, false>(to, columns, t.end - step - kMine * warp, token, warp, lane);

@@ -69,12 +69,10 @@ __global__ void __launch_bounds__(kPlaceThreads)
   __syncthreads();
   const std::int64_t row = std::int64_t{block_row} * p.block_rows;
   const int rows = static_cast<int>(min(std::int64_t{p.block_rows}, p.rows - row));  // that exist
-  const auto value_at = [&](int entry, int within) {
-    return values + std::int64_t{entry} * (p.block_rows * p.block_cols) + within;
-  };
   // Read in any case, so that several are on their way at once.
   const auto piece_of = [&](int entry, int within) {
-    const uint4 piece = __ldg(reinterpret_cast<const uint4*>(value_at(max(entry, 0), within)));
+    const auto* from = values + std::int64_t{max(entry, 0)} * (p.block_rows * p.block_cols) + within;
+    const uint4 piece = __ldg(reinterpret_cast<const uint4*>(from));
     return entry < 0 ? uint4{} : piece;
   };
   const auto write = [&](std::int64_t line, std::int64_t at, const uint4& piece) {
