@@ -145,12 +145,13 @@ def _explain_network(layers: Any, x: torch.Tensor, op: str, activation: str) -> 
         raise ImportError(_load.problem)
     network = (layers[0], layers[1] if gate else None, layers[-1])
     key, why = chain.network_key(*network, x)
+    rounding = " rounding x" if chain.rounds(*network) else ""
     found = json.loads(
         torch.ops.rarefy.explain_feed_forward(
             down.shape[0],
             *up.shape,
             *(size for w in (up, gate[0] if gate else None, down) for size in _blocks(w)),
-            DTYPE_NAMES[dtype] + (" rounding x" if chain.rounds(*network) else ""),
+            up.core_dtype if dtype == torch.int8 else DTYPE_NAMES[dtype] + rounding,
             DTYPE_NAMES[x.dtype],
             x.shape[:-1].numel(),
             any(getattr(layer, "bias", None) is not None for layer in layers),

@@ -104,11 +104,14 @@ void run_task(const Call& call, Network own, std::int64_t first, std::int64_t la
   }
 }
 
-// Kernels for many tokens, where there are and they take this layer.
+// Kernels for many tokens, where there are and they take this layer; as for several threads, as rows that
+// stay in L2 leave AMX's sums by output as fast as those by token.
 bool takes_many(const QuadKernels& kernels, const Problem& p, const WeightSpec& weight,
                 const Machine& machine) {
-  return kernels.many_tokens != nullptr &&
-         supports_quads(*kernels.many_tokens, layer_problem(p, weight, p.tokens), machine).empty();
+  if (kernels.many_tokens == nullptr) return false;
+  Problem one = layer_problem(p, weight, p.tokens);
+  one.threads = std::max(2, one.threads);
+  return supports_quads(*kernels.many_tokens, one, machine).empty();
 }
 
 }  // namespace

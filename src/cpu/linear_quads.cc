@@ -58,9 +58,13 @@ void pack_section(const QuadsSection& section, const Call& call, void* data) {
   const std::int32_t* begin = call.plan.crow;
   const auto* values = static_cast<const std::int8_t*>(call.values);
   const std::int64_t block = s.row_block * s.red_block;
-  // Between the fours of an output, and those of neighbouring outputs.
-  const std::int64_t line = kernels.by_line ? s.out_block * kQuad : kQuad;
-  const std::int64_t output = kernels.by_line ? kQuad : kQuadGroup;
+  // Where a column of a group lies for an output of the output block.
+  const auto place = [&, line = kernels.by_line ? s.out_block * kQuad : std::int64_t{kQuad},
+                      output = kernels.by_line ? kQuad : kQuadGroup](std::int64_t r, std::int64_t column) {
+    const std::int64_t within = column % kQuad;
+    if (!kernels.by_token) return column / kQuad * line + r * output + within;
+    return r / kTileRows * 2 * kTileSize + (column / kQuad * kTileRows + r % kTileRows) * kQuad + within;
+  };
   const auto in_total = [&](std::int32_t w) { return kernels.complements ? std::max(0, -w) : w; };
   call.executor.parallel_for(s.out_blocks, [&](std::int64_t o, int) {
     std::int8_t* tiles = packed.tiles + prepared.first[o] * 2 * s.tiles_size();
@@ -70,18 +74,18 @@ void pack_section(const QuadsSection& section, const Call& call, void* data) {
     std::memset(tiles, 0, static_cast<std::size_t>(groups * 2 * s.tiles_size()));
     std::fill_n(totals, s.out_block, 0);
     const std::int64_t stop = std::min((o + 1) * s.join, s.rows);
-    for (std::int64_t row = o * s.join; row < stop;
-         ++row, tiles += s.row_block * output, totals += s.row_block) {
+    for (std::int64_t row = o * s.join, output = 0; row < stop;
+         ++row, output += s.row_block, totals += s.row_block) {
       std::int64_t at = 0;  // among the columns of the output block
       for (std::int32_t e = begin[row]; e < begin[row + 1]; ++e) {
-        while (s.join > 1 && offsets[at / s.step()] != s.place(call.plan.col[e] * s.red_block))
-          at += s.red_block;
+        const std::int64_t column = call.plan.col[e] * s.red_block;
+        if (s.dense) at = column;
+        while (!s.dense && s.join > 1 && offsets[at / s.step()] != s.place(column)) at += s.red_block;
         for (std::int64_t i = 0; i < s.red_block; ++i, ++at) {
-          std::int8_t* to =
-              tiles + at / kQuadGroup * 2 * s.tiles_size() + at % kQuadGroup / kQuad * line + at % kQuad;
+          std::int8_t* to = tiles + at / kQuadGroup * 2 * s.tiles_size();
           const std::int8_t* from = values + e * block + i;
           for (std::int64_t r = 0; r < s.row_block; ++r) {
-            to[r * output] = from[r * s.red_block];
+            to[place(output + r, at % kQuadGroup)] = from[r * s.red_block];
             totals[r] += in_total(from[r * s.red_block]);
           }
         }
@@ -131,8 +135,11 @@ Reason supports_quads(const QuadKernels& kernels, const Problem& p, const Machin
     return cat("takes block rows that make at most ", kMostJoinedOutputs, " outputs, a multiple of ",
                kernels.rows, "; got ", s.join, " of ", s.row_block);
   }
-  const std::int32_t fewest = fewest_tokens(kernels, p.weight.shape, starts_two(machine));
-  if (fewest == 0) return cat("takes blocks of less than 32 outputs; got ", s.row_block);
+  const std::int32_t fewest = fewest_tokens(kernels, p.weight.shape, starts_two(machine), p.threads == 1);
+  if (fewest == 0) {
+    return cat("takes ", kernels.takes, "; got ", s.row_block, "×", s.red_block, " with ",
+               p.weight.shape.nnzb, " of ", s.rows * s.red_blocks);
+  }
   if (p.tokens < fewest) {
     return cat("takes at least ", fewest, " tokens with blocks of ", s.row_block, " outputs; got ", p.tokens);
   }

@@ -237,6 +237,8 @@ void multiply_source(const PairProduct& t) {
     case PairSource::whole: return multiply_rows<E, kHalves, PairSource::whole>(t);
     case PairSource::tokens:
       if constexpr (E::kByToken) return multiply_groups<E, kHalves, PairSource::tokens>(t);
+      break;
+    case PairSource::halves: break;  // of ranges alone
   }
 }
 

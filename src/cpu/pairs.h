@@ -25,7 +25,8 @@ inline constexpr std::int32_t kTileSize = kTileRows * kGroup;      // elements o
 enum class PairOrder : std::uint8_t {
   apart,   // lines of one feature
   paired,  // lines of two, [token][2]
-  tokens,  // 32 at a time, [token][32]
+  tokens,  // as many as a group has, [token][32], or in int8 64
+  halves,  // half as many
 };
 
 // Row-major X, bf16 or f32, to a panel of `padded` features, an even number; what is not there becomes 0.
@@ -45,18 +46,27 @@ enum class PairSource : std::uint8_t {
   lines,    // 16, of paired features
   whole,    // one, of the first of 16 neighbouring pairs
   tokens,   // one, of 32 neighbouring features by token: so are the sums then, [token][32 outputs]
+  halves,   // two, each of half as many, also by token
 };
+
+constexpr bool is_by_token(PairSource source) {
+  return source == PairSource::tokens || source == PairSource::halves;
+}
 
 constexpr PairOrder order_of(PairSource source) {
   return source == PairSource::columns  ? PairOrder::apart
          : source == PairSource::tokens ? PairOrder::tokens
+         : source == PairSource::halves ? PairOrder::halves
                                         : PairOrder::paired;
 }
 
 // A line holds so many features: 2, or 4 in int8 (quads.h), whose groups have 64.
 constexpr std::int32_t offsets_of(PairSource source, std::int32_t features = 2) {
   constexpr std::int32_t kLines = kGroup / 2;
-  return source == PairSource::columns ? kLines * features : source == PairSource::lines ? kLines : 1;
+  return source == PairSource::columns  ? kLines * features
+         : source == PairSource::lines  ? kLines
+         : source == PairSource::halves ? 2
+                                        : 1;
 }
 
 // Called as soon as a panel's sums are there of outputs row … row + rows of the block row, while they are in

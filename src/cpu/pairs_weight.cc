@@ -14,10 +14,16 @@ void prepare_groups(const GroupedShape& s, const std::int32_t* begin, const std:
   prepared.first[0] = 0;
   for (std::int64_t o = 0; o < s.out_blocks; ++o) {
     std::int64_t count = 0;
-    for_each_column(begin, columns, o * s.join, std::min((o + 1) * s.join, s.rows), [&](std::int64_t column) {
-      for (std::int64_t i = 0; i < s.red_block; i += s.step()) *to++ = offset(column * s.red_block + i);
-      count += s.red_block;
-    });
+    const std::int64_t row = o * s.join, stop = std::min(row + s.join, s.rows);
+    if (s.dense) {
+      count = begin[row] < begin[stop] ? s.padded : 0;
+      for (std::int64_t i = 0; i < count; i += s.step()) *to++ = offset(i);
+    } else {
+      for_each_column(begin, columns, row, stop, [&](std::int64_t column) {
+        for (std::int64_t i = 0; i < s.red_block; i += s.step()) *to++ = offset(column * s.red_block + i);
+        count += s.red_block;
+      });
+    }
     prepared.lines[o] = static_cast<std::int32_t>(ceil_div(count, s.line));
     prepared.first[o + 1] = prepared.first[o] + static_cast<std::int32_t>(ceil_div(count, s.group()));
     const std::uint32_t* end = prepared.offsets + prepared.first[o + 1] * s.offsets();

@@ -27,6 +27,7 @@ struct GroupedShape {
   std::int64_t join, rows, row_block;  // block rows of an output block; of all; outputs of each
   std::int64_t padded;  // features of a panel: those of the last line are 0, for groups that are not full
   PairSource source;
+  bool dense = false;  // an output block that stores anything has all groups
 
   // Each block row alone.
   GroupedShape(const BsrShape& s, std::int64_t features, bool transposed)
@@ -53,6 +54,7 @@ struct GroupedShape {
   std::int64_t out_features() const { return out_blocks * out_block; }
   // At most: each output block's last group may hold a single column; joined rows may have none in common.
   std::int64_t groups() const {
+    if (dense) return out_blocks * (padded / group());
     const std::int64_t apart =
         (entries * red_block + (group() - 1) * std::min(out_blocks, entries)) / group();
     return std::min(apart, out_blocks * ceil_div(red_blocks * red_block, group()));
@@ -61,7 +63,7 @@ struct GroupedShape {
   double tiles() const {
     const double density =
         static_cast<double>(entries) / static_cast<double>(std::max<std::int64_t>(1, rows * red_blocks));
-    const double stored = 1 - std::pow(1 - density, static_cast<double>(join));
+    const double stored = dense ? 1 : 1 - std::pow(1 - density, static_cast<double>(join));
     return stored * static_cast<double>(out_features() * red_blocks * red_block) /
            static_cast<double>(kTileRows * group());
   }

@@ -29,6 +29,7 @@ template <class E, class T>
 void pack_quads_of(const QuadPack& t) {
   constexpr std::int32_t kSide = kQuadGroup, kTokens = E::kTokens;
   const T* x = static_cast<const T*>(t.x);
+  const bool quads = t.order == PairOrder::paired;
   alignas(64) float inverse[kTokens];
   const std::int32_t live = (t.rows + 15) / 16;  // vectors of tokens; what others hold does not matter
   for (std::int32_t m = 0; m < kTokens; ++m) {
@@ -37,7 +38,7 @@ void pack_quads_of(const QuadPack& t) {
   std::int32_t k = 0;
   if (t.rows == kTokens) {
     for (; k + kSide <= t.cols; k += kSide) {
-      E::pack(x + k, t.row_stride, inverse, live, t.quads, t.panel + std::int64_t{k} * kTokens);
+      E::pack(x + k, t.row_stride, inverse, live, quads, t.panel + std::int64_t{k} * kTokens);
     }
   }
   const std::int32_t start = k;
@@ -55,13 +56,35 @@ void pack_quads_of(const QuadPack& t) {
         __builtin_memcpy(from[m] + done, row + done, static_cast<std::size_t>(cols - done) * sizeof(T));
       }
     }
-    E::pack(from[0], kSide, inverse, live, t.quads, to);
+    E::pack(from[0], kSide, inverse, live, quads, to);
     __builtin_memcpy(t.panel + std::int64_t{k} * kTokens, to, static_cast<std::size_t>(width) * kTokens);
+  }
+}
+
+// The same by token, whose row is in L1 when it is rounded. E::pack_row takes `count` features, up to 64.
+template <class E, class T, int kSide>
+void pack_tokens_of(const QuadPack& t) {
+  for (std::int32_t m = 0; m < kPanelTokens; ++m) {
+    const T* x = static_cast<const T*>(t.x) + m * t.row_stride;
+    float inverse;
+    scale_token<E>(m < t.rows ? E::absmax(x, t.cols) : 0, t.scales[m], inverse);
+    std::uint8_t* to = t.panel + m * kSide;
+    for (std::int32_t k = 0; m < t.rows && k < t.padded; k += kQuadGroup, to += kQuadGroup * kPanelTokens) {
+      E::template pack_row<kSide>(x + k, t.cols > k ? t.cols - k : 0, inverse, to);
+    }
   }
 }
 
 template <class E>
 void pack_quads(const QuadPack& t) {
+  if constexpr (E::kByToken) {
+    const auto by_token = [&]<int kSide> {
+      if (t.bf16) return pack_tokens_of<E, std::uint16_t, kSide>(t);
+      pack_tokens_of<E, float, kSide>(t);
+    };
+    if (t.order == PairOrder::tokens) return by_token.template operator()<kQuadGroup>();
+    if (t.order == PairOrder::halves) return by_token.template operator()<kQuadGroup / 2>();
+  }
   if (t.bf16) return pack_quads_of<E, std::uint16_t>(t);
   pack_quads_of<E, float>(t);
 }
@@ -72,6 +95,9 @@ void store_quads_of(const QuadStore& t) {
   constexpr std::int32_t kSide = kTileRows, kTokens = E::kTokens;
   alignas(64) T to[kTokens][kSide];
   T* y = static_cast<T*>(t.y);
+  if constexpr (E::kByToken) {
+    if (t.by_token) return E::store_tokens(t, y);
+  }
   for (std::int32_t n = 0; n < t.cols; n += kSide) {
     const std::int32_t cols = t.cols - n < kSide ? t.cols - n : kSide;
     if (cols == kSide && t.rows == kTokens) {

@@ -25,14 +25,15 @@ struct QuadPack {
   std::int64_t row_stride;
   std::int32_t rows, cols;
   std::int32_t padded;
-  bool quads;           // as lines; else feature by feature
+  PairOrder order;      // paired: lines of four; tokens: 64 features at a time, halves: 32
   std::uint8_t* panel;  // int8, plus 128 where the instruction wants it
   float* scales;        // of all tokens of a panel; NaN for one with a NaN or an infinity
 };
 
 // y[token][o] = act((sums[o][token] − offset · total[o]) · scales[o] · tokens[token] + bias[o]), row-major.
 struct QuadStore {
-  const std::int32_t* sums;    // [cols, in whole tiles][tokens of a panel]
+  const std::int32_t* sums;  // [cols, in whole tiles][tokens of a panel], or [32 cols][token][32]
+  bool by_token;
   const std::int32_t* totals;  // of each output's stored values, and the next three as many as sums
   const float* scales;
   const float* bias;
@@ -50,6 +51,10 @@ struct QuadStore {
 inline constexpr std::int32_t kRowsWide = 128, kRowsNear = 32;
 inline constexpr std::int32_t kRowsStride = (kRowsWide / 4 + 1) * 16;
 inline constexpr std::int32_t kRowsSums = 16 * kRowsStride;
+
+// Outputs that leave together where sums are by token: 512 bytes of a row in f32. Rows a multiple of 4 KB
+// apart meet in one set of L1, where with fewer bytes of each their lines drive each other out.
+inline constexpr std::int32_t kTokensWide = 128;
 
 // Sums that go to Y while others are made, by steps of four tokens × 16 outputs: [vector of tokens, token %
 // 4][output / 4], 16 int32 each.
@@ -79,6 +84,16 @@ struct QuadRows {
   QuadLeaving* leaving;
 };
 
+// What decides between kernels for few and for many tokens.
+struct QuadBlocks {
+  std::int64_t rows, cols;  // of a block
+  std::int64_t features;    // of x
+  bool two;                 // the processor starts two products in a cycle
+  bool alone;               // one thread
+  double density;
+  double more;  // how many times as many products those for few tokens would make
+};
+
 // For up to so many tokens, whose panel `pack` makes: of lines of so many dwords, not 32. It stores as well.
 struct QuadFew {
   std::int32_t tokens;  // 0: there is none
@@ -97,10 +112,11 @@ struct QuadKernels {
   std::int32_t tokens;  // of a panel
   bool by_line;         // a group of W is [line][output][4], else [output][64]
   bool complements = false;  // the total of an output is Σ |w| of its negative weights, not Σ w
-  // Tokens from which blocks of so many outputs are taken, whose columns are stored by `fours` or one by one,
-  // on a processor that starts one product in a cycle or `two`; `few_tokens` would make so many times `more`
-  // products. 0: none are; null: all.
-  std::int32_t (*fewest)(std::int64_t rows, bool fours, bool two, double more) = nullptr;
+  // Sums are by token, from blocks of 32 outputs × 32 features; any others are multiplied as if all of W were
+  // stored.
+  bool by_token = false;
+  std::int32_t (*fewest)(const QuadBlocks&) = nullptr;  // tokens from which it takes a weight; 0: never
+  const char* takes = "";                               // what it does take, for who asks about the others
   void (*enter)();
   void (*leave)();
   void (*pack)(const QuadPack&);
@@ -123,6 +139,7 @@ extern const QuadKernels kQuadsAvxVnni;
 extern const QuadKernels kQuadsVnni;
 extern const QuadKernels kQuadsVnniRows;
 extern const QuadKernels kQuadsAmx;
+extern const QuadKernels kQuadsAmxTokens;
 #endif
 
 }  // namespace rarefy::cpu

@@ -82,8 +82,7 @@ inline void pack_quads_x(const QuadKernels& kernels, const QuadsShape& s, const 
   const auto pack = few != nullptr ? few->pack : kernels.pack;
   for (std::int64_t m = 0; m < tokens; m += s.tokens) {
     pack({at(call.x, first + m, 0), call.problem.in == DType::bf16, call.x.row_stride, s.rows_of(tokens, m),
-          static_cast<std::int32_t>(call.x.cols), static_cast<std::int32_t>(s.padded),
-          s.source != PairSource::columns,
+          static_cast<std::int32_t>(call.x.cols), static_cast<std::int32_t>(s.padded), order_of(s.source),
           reinterpret_cast<std::uint8_t*>(parts.panels + m / s.tokens * s.panel_size()), parts.tokens + m});
   }
 }
@@ -108,6 +107,7 @@ inline void multiply_quads(const QuadsWeight& w, const Call& call, const QuadsPa
   }
   const auto out = [&](std::int64_t m, std::int32_t rows, std::int64_t from, std::int64_t count) {
     return QuadStore{nullptr,
+                     is_by_token(s.source),
                      w.packed.totals + from,
                      parts.scales + from,
                      parts.bias + from,

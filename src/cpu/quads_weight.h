@@ -21,6 +21,7 @@ inline constexpr std::int64_t kNearFeatures = 768, kLinesOfPart = 64;
 // How many block rows of so many outputs make an output block: those that `join` is a multiple of, up to it;
 // else as many as are whole products.
 inline std::int64_t joined_quads(const QuadKernels& kernels, std::int64_t row_block) {
+  if (kernels.by_token) return std::lcm(row_block, std::int64_t{kGroup}) / row_block;
   const bool odd = row_block != 4 && row_block != 8;
   if (odd && !kernels.any_rows) return 1;
   if (row_block < kernels.join && kernels.join % row_block == 0) return kernels.join / row_block;
@@ -35,6 +36,12 @@ struct QuadsShape : GroupedShape {
   QuadsShape(const QuadKernels& kernels, const BsrShape& s)
       : GroupedShape(s, kQuad, false), tokens(kernels.tokens) {
     join_rows(joined_quads(kernels, row_block));
+    if (kernels.by_token) {
+      dense = join > 1 || red_block % (kQuadGroup / 2) != 0;
+      source = dense || red_block % kQuadGroup == 0 ? PairSource::tokens : PairSource::halves;
+      padded = std::max<std::int64_t>(1, ceil_div(red_blocks * red_block, kQuadGroup)) * kQuadGroup;
+      return;
+    }
     const bool apart = join > 1 && kernels.few_rows == nullptr;  // others read lines of one block row alone
     source = apart                         ? PairSource::columns
              : red_block % kQuadGroup == 0 ? PairSource::whole
@@ -49,7 +56,10 @@ struct QuadsShape : GroupedShape {
   }
   std::int64_t near() const { return finished() == 1 ? kNear : kNearSums; }
   // Stored by whole tiles of outputs: with blocks of 12, 20 and 24 more than are finished together.
-  std::int64_t sums_size() const { return ceil_div(finished() * out_block, kTileRows) * kTileRows * tokens; }
+  std::int64_t sums_size() const {
+    if (is_by_token(source)) return kTokensWide * tokens;
+    return ceil_div(finished() * out_block, kTileRows) * kTileRows * tokens;
+  }
   // Whole tiles of outputs are stored, from any block row on.
   std::int64_t read_features() const { return out_features() + (out_block % kTileRows == 0 ? 0 : kTileRows); }
   // Of a panel of as many tokens, where GroupedShape counts 32; offsets are of those.
@@ -87,11 +97,14 @@ struct QuadsSection {
   }
 };
 
-// Tokens from which these kernels take such a weight, where one product starts in a cycle or `two`; 0: never.
-inline std::int32_t fewest_tokens(const QuadKernels& kernels, const BsrShape& s, bool two) {
+// Tokens from which these kernels take such a weight, by one thread `alone` or by several, where one product
+// starts in a cycle or `two`; 0: never.
+inline std::int32_t fewest_tokens(const QuadKernels& kernels, const BsrShape& s, bool two, bool alone) {
   if (kernels.fewest == nullptr) return 1;
   const double more = QuadsShape(*kernels.few_tokens, s).tiles() / QuadsShape(kernels, s).tiles();
-  return kernels.fewest(s.block_rows, s.block_cols % kQuad == 0, two, s.nnzb == 0 ? 1 : more);
+  const auto blocks = static_cast<double>(std::max<std::int64_t>(1, s.row_count() * s.col_count()));
+  return kernels.fewest({s.block_rows, s.block_cols, s.cols, two, alone, static_cast<double>(s.nnzb) / blocks,
+                         s.nnzb == 0 ? 1 : more});
 }
 
 // Calls visit(section) for those of a weight of this shape; returns the bytes of all, prepared and packed.
@@ -107,7 +120,7 @@ std::pair<std::int64_t, std::int64_t> for_quad_sections(const QuadKernels& kerne
     prepared += Prepared(s, nullptr).bytes;
     packed += QuadsPacked(s, nullptr).bytes;
   };
-  if (&many != &few && fewest_tokens(many, shape, true) > 0) section(many);
+  if (&many != &few && fewest_tokens(many, shape, true, true) > 0) section(many);
   section(few);
   return {prepared, packed};
 }

@@ -32,6 +32,7 @@ void register_cpu(Registry& registry) {
   add_pairs<kAvx512Bf16, kHasBf16>(registry, "avx512_bf16_linear", "avx512_bf16_grad_input",
                                    "avx512_bf16_grad_input_columns", "avx512_bf16_grad_weight",
                                    "avx512_bf16_feed_forward", "pairs", "pairs_transposed");
+  add_quads<kQuadsAmxTokens, kHasAmxInt8>(registry, "amx_linear_int8_tokens", "quads");
   add_quads<kQuadsAmx, kHasAmxInt8>(registry, "amx_linear_int8", "quads");
   add_quads<kQuadsVnniRows, kHasVnni>(registry, "avx512_linear_int8_rows", "quad_lanes");
   add_quads<kQuadsVnni, kHasVnni>(registry, "avx512_linear_int8", "quad_lanes");

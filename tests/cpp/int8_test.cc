@@ -240,6 +240,59 @@ TEST_P(Int8Test, ConfigurationsOfBlocksOfFewOutputs) {
   }
 }
 
+// x as the first operand of AMX's products: whole groups, halves put side by side, an odd number of them, and
+// weights multiplied as if dense; outputs that leave by less than 128, and output blocks that store nothing.
+TEST_P(Int8Test, SumsByToken) {
+  if (GetParam().scaling != Scaling::dynamic || GetParam().family != "amx") {
+    GTEST_SKIP() << "amx_linear_int8_tokens alone";
+  }
+  const std::string kernel = "amx_linear_int8_tokens";
+  const Force force("amx");
+  ThreadPool pool(3);
+  const auto check_tokens = [&](Spec spec, bool takes) {
+    const Layer layer(spec);
+    rarefy::Problem problem = make_problem(Op::linear, layer.pattern.shape(), spec.m, spec.dtype);
+    problem.weight.dtype = DType::i8;
+    problem.weight.scaling = Scaling::dynamic;
+    for (const Candidate& candidate : explain(problem).candidates) {
+      if (candidate.kernel.name != kernel) continue;
+      EXPECT_EQ(candidate.why_not.empty(), takes) << candidate.why_not;
+    }
+    LinearRun run(layer, Scaling::dynamic, pool.executor());
+    expect_ok(run.linear());
+    const std::vector<double> sums = run.y();
+    expect_linear(layer, Scaling::dynamic, sums);
+    spec.activation = Activation::relu;
+    const Layer activated(spec);
+    LinearRun relu(activated, Scaling::dynamic);
+    expect_ok(relu.linear());
+    const std::vector<double> got = relu.y();
+    for (std::size_t i = 0; i < got.size(); ++i) {
+      if (std::isnan(sums[i])) continue;  // poison, between rows
+      ASSERT_EQ(got[i], std::max(sums[i], 0.0)) << i;
+    }
+  };
+  for (const auto& [rows, cols] : {std::pair{32, 32}, {64, 64}, {96, 32}, {32, 96}, {64, 160}, {160, 64}}) {
+    for (const double density : {0.05, 0.5, 1.0}) {
+      for (const std::int64_t m : {5, 16, 17, 33, 70, 300}) {
+        check_tokens(
+            {m, 3 * rows + rows / 2 + 1, 5 * cols + cols / 2 + 1, rows, cols, density, DType::f32, true},
+            true);
+      }
+      check_tokens({130, 4 * rows, 3 * cols, rows, cols, density, DType::bf16, true, 0}, true);
+    }
+  }
+  for (const auto& [rows, cols] : {std::pair{4, 1}, {8, 4}, {16, 1}, {16, 16}, {32, 1}, {48, 3}, {112, 5}}) {
+    for (const DType dtype : {DType::f32, DType::bf16}) {
+      for (const std::int64_t m : {96, 133}) check_tokens({m, 400, 150, rows, cols, 0.9, dtype, true}, true);
+      check_tokens({100, 5 * rows + 3, 700, rows, cols, 0.8, dtype, true, 0}, true);
+    }
+  }
+  check_tokens({5, 400, 150, 4, 1, 0.9, DType::f32, true}, true);
+  check_tokens({100, 400, 1500, 32, 1, 0.1, DType::f32, true}, false);
+  check_tokens({4, 400, 150, 32, 32, 0.5, DType::f32, true}, false);
+}
+
 // dX of the scaled values, whatever x was rounded to.
 TEST_P(Int8Test, GradInput) {
   const bool has = GetParam().scaling == Scaling::weight || GetParam().family == "ref";
@@ -303,7 +356,7 @@ TEST(Int8SelectionTest, SaysWhatItDoesNotTake) {
     EXPECT_EQ(why_not(asked({64, 64, 8, 4, 9}, DType::f32, Scaling::dynamic), rows),
               two ? "" : "takes at least 20 tokens with blocks of 8 outputs; got 9");
     EXPECT_EQ(why_not(asked({64, 64, 32, 1, 9}, DType::f32, Scaling::dynamic), rows),
-              "takes blocks of less than 32 outputs; got 32");
+              "takes blocks of less than 32 outputs; got 32×1 with 9 of 128");
   }
 #endif
   EXPECT_EQ(why_not(asked({64, 64, 16, 1, 9}, DType::f32, Scaling::dynamic), "scalar_linear_scaled"),

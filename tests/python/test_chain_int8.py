@@ -232,4 +232,6 @@ def test_explain_says_whether_it_is_one_op():
     with torch.no_grad():
         key, why = chain.network_key(up, None, down, x)
     assert key != 0 and why is None
+    assert "i8 dynamic" in rarefy.explain((up, down), x)["problem"]
+    assert rarefy.explain((up, down), x)["kernel"].endswith("_feed_forward_int8")
     assert len(ran(lambda: net(x))[1]) == 0

@@ -4,7 +4,27 @@
 
 namespace rarefy::cpu {
 
-const QuadKernels kQuadsAmx =
-    quad_table<AmxQuads>("amx", {4, FewQuads<AmxQuads, 4>::pack, FewQuads<AmxQuads, 4>::multiply});
+namespace {
+
+constexpr QuadKernels by_output() {
+  QuadKernels table =
+      quad_table<AmxQuads>("amx", {4, FewQuads<AmxQuads, 4>::pack, FewQuads<AmxQuads, 4>::multiply});
+  table.many_tokens = &kQuadsAmxTokens;
+  return table;
+}
+
+constexpr QuadKernels by_token() {
+  QuadKernels table = quad_table<AmxQuads>("amx");
+  table.by_token = true;
+  table.fewest = AmxQuads::fewest;
+  table.takes = "blocks, sizes and densities that x as the first operand makes faster";
+  table.few_tokens = &kQuadsAmx;
+  return table;
+}
+
+}  // namespace
+
+const QuadKernels kQuadsAmx = by_output();
+const QuadKernels kQuadsAmxTokens = by_token();
 
 }  // namespace rarefy::cpu

@@ -11,6 +11,7 @@ struct Amx : Avx512Pairs<Amx> {
   static constexpr int kRows = 32, kLeast = 32;
   static constexpr int kEarly = 2;          // tiles are not loaded from stores that are under way
   static constexpr int kRangeOutputs = 32;  // whose rows of Y are lines of 64 bytes
+  static constexpr int kTokensOutputs = kRangeOutputs;
   static constexpr bool kByToken = true, kByLine = false;
   static constexpr double kTileCycles = 50;
 

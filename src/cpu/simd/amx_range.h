@@ -26,12 +26,29 @@ struct RangePieces {
   std::int32_t end(std::int32_t first) const { return first + together < count ? first + together : count; }
 };
 
+// Puts the halves of a group side by side, two tokens a step.
+template <class E>
+struct HalvesNext {
+  const std::uint16_t* panel;  // null: there is none
+  const std::uint32_t* offsets;
+  std::uint16_t* to;
+
+  bool any() const { return panel != nullptr; }
+  [[gnu::always_inline]] void operator()(int pair) const {
+    for (int token = 2 * pair; token < 2 * pair + 2; ++token) {
+      const int half = token * kGroup / 2;
+      E::join_halves(panel + offsets[0] + half, panel + offsets[1] + half, to + token * kGroup);
+    }
+  }
+};
+
 // The groups of a range in that order, each with a place in a ring where it is put into pair order: a ring of
 // few places, as L1 holds lines of W and x, too.
 template <class E, PairSource kSource>
 class RangeGroups {
  public:
-  using Group = typename GatherNext<E, kSource == PairSource::columns>::Group;
+  using Group = std::conditional_t<kSource == PairSource::halves, HalvesNext<E>,
+                                   typename GatherNext<E, kSource == PairSource::columns>::Group>;
   static constexpr std::int32_t kOffsets = offsets_of(kSource, E::kFeatures);
   static constexpr std::int32_t kSlots = E::kEarly + 1;
 
@@ -109,7 +126,7 @@ class RangeInPlace {
 template <class E, class Tiles, bool kTall, bool kWide, PairSource kSource, class Groups>
 [[gnu::always_inline]] inline void multiply_piece(const PairRange& t, std::int32_t panel, std::int32_t block,
                                                   std::int32_t row, Groups& groups, float* sums) {
-  constexpr bool kTokens = kSource == PairSource::tokens;  // x is the first operand, and sums are rows of Y
+  constexpr bool kTokens = is_by_token(kSource);  // x is the first operand, and sums are rows of Y
   using Sums = std::conditional_t<kTokens, Squares<Tiles, kWide, kTall>, Squares<Tiles, kTall, kWide>>;
   const std::int64_t stride = std::int64_t{t.rows} * kGroup, from = std::int64_t{row} * kGroup;
   const std::int32_t count = t.first[block + 1] - t.first[block];
@@ -133,8 +150,8 @@ template <class E, class Tiles, bool kTall, bool kWide, PairSource kSource, clas
 
 template <class E, class Tiles, bool kWide, PairSource kSource>
 void multiply_range_of(const PairRange& t) {
-  constexpr bool kGather = kSource == PairSource::columns || kSource == PairSource::lines;
-  const RangePieces pieces(t, E::kRangeOutputs);
+  constexpr bool kGather = kSource != PairSource::whole && kSource != PairSource::tokens;
+  const RangePieces pieces(t, is_by_token(kSource) ? E::kTokensOutputs : E::kRangeOutputs);
   std::conditional_t<kGather, RangeGroups<E, kSource>, RangeInPlace> groups(pieces);
   for (std::int32_t i = 0; kGather && i < E::kEarly; ++i) {
     const auto group = groups.take();
@@ -168,7 +185,10 @@ void multiply_range(const PairRange& t) {
       case PairSource::lines: return multiply_range_of<E, Tiles, kWide, PairSource::lines>(t);
       case PairSource::whole: return multiply_range_of<E, Tiles, kWide, PairSource::whole>(t);
       case PairSource::tokens:
-        if constexpr (E::kByToken) multiply_range_of<E, Tiles, kWide, PairSource::tokens>(t);
+        if constexpr (E::kTokensOutputs > 0) return multiply_range_of<E, Tiles, kWide, PairSource::tokens>(t);
+        break;
+      case PairSource::halves:
+        if constexpr (E::kFeatures == 4) multiply_range_of<E, Tiles, kWide, PairSource::halves>(t);
     }
   };
   if (t.halves == 2) return of.template operator()<true>();

@@ -46,6 +46,7 @@ struct Avx2VnniLanes : EightQuads<Avx2, true> {
 template <bool kUnsigned>
 struct Avx2Quads {
   static constexpr int kTokens = kPanelTokens;
+  static constexpr bool kByToken = false;
 
   static __m256 load(const float* x) { return Avx2::load(x); }
   static __m256 load(const std::uint16_t* x) { return Avx2::load_bf16(x); }
@@ -151,7 +152,8 @@ struct Avx2FewQuads {
       }
       Quads::transpose(v);
       alignas(32) std::uint8_t to[kFeatures * kTokens];
-      for (int r = 0; r < Quads::kLines; ++r) put(v[r], t.quads, to + Quads::line(r) * kQuad * kTokens);
+      const bool quads = t.order == PairOrder::paired;
+      for (int r = 0; r < Quads::kLines; ++r) put(v[r], quads, to + Quads::line(r) * kQuad * kTokens);
       const std::int32_t width = t.padded - k < kFeatures ? t.padded - k : kFeatures;
       __builtin_memcpy(t.panel + std::int64_t{k} * kTokens, to, static_cast<std::size_t>(width) * kTokens);
     }

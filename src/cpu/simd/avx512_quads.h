@@ -138,6 +138,10 @@ struct Avx512Quads {
     store_as<true>(t, first, half, y, stride);
   }
 
+ protected:
+  static void put(float* y, __m512 v) { Avx512::store(y, v); }
+  static void put(std::uint16_t* y, __m512 v) { Avx512::store_bf16(y, v); }
+
  private:
   // 64 tokens. Apart, a feature's fours of tokens are those of 4 × 4: vector j of what interleaving whole
   // vectors gives has tokens 16 · j … 16 · j + 15.
@@ -176,9 +180,6 @@ struct Avx512Quads {
       }
     }
   }
-
-  static void put(float* y, __m512 v) { Avx512::store(y, v); }
-  static void put(std::uint16_t* y, __m512 v) { Avx512::store_bf16(y, v); }
 
   template <bool kActivate, class T>
   static void store_as(const QuadStore& t, std::int32_t first, int half, T* y, std::int64_t stride) {

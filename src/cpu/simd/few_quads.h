@@ -40,6 +40,7 @@ struct FewQuads {
       scale_token<Quads>(m < t.rows ? Quads::absmax(x + m * t.row_stride, t.cols) : 0, t.scales[m],
                          inverse[m]);
     }
+    const bool quads = t.order == PairOrder::paired;
     const __m512i bytes = _mm512_broadcast_i32x4(Quads::transposed());
     for (std::int32_t k = 0; k < t.padded; k += kQuadGroup) {
       const std::int32_t cols = t.cols - k < 0 ? 0 : t.cols - k < kQuadGroup ? t.cols - k : kQuadGroup;
@@ -55,14 +56,14 @@ struct FewQuads {
       alignas(64) std::uint8_t to[kQuadGroup * kTokens];
       for (int i = 0; i < 4; ++i) {  // a lane of 128 bits is a line: Quads::line
         const __m512i a = lines(v, i);
-        const __m512i of_a = t.quads ? a : _mm512_shuffle_epi8(a, bytes);
+        const __m512i of_a = quads ? a : _mm512_shuffle_epi8(a, bytes);
         if constexpr (kTokens == 4) {
           _mm512_store_si512(to + 64 * i, of_a);
         } else {
           const __m512i b = lines(v + 4, i);
-          const __m512i of_b = t.quads ? b : _mm512_shuffle_epi8(b, bytes);
-          side_by_side(t.quads ? of_a : _mm512_unpacklo_epi32(of_a, of_b),
-                       t.quads ? of_b : _mm512_unpackhi_epi32(of_a, of_b), to + 128 * i);
+          const __m512i of_b = quads ? b : _mm512_shuffle_epi8(b, bytes);
+          side_by_side(quads ? of_a : _mm512_unpacklo_epi32(of_a, of_b),
+                       quads ? of_b : _mm512_unpackhi_epi32(of_a, of_b), to + 128 * i);
         }
       }
       const std::int32_t width = t.padded - k < kQuadGroup ? t.padded - k : kQuadGroup;
