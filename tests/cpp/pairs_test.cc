@@ -1,6 +1,7 @@
 // Products in bf16 pairs, by every family that this machine has and by its portable twin: against the
 // reference, on weights that are packed anew for each call. Their accumulation is docs/numerics.md's.
 #include <set>
+#include <tuple>
 
 #include "pairs_checks.h"
 
@@ -32,6 +33,8 @@ TEST_P(PairsTest, EveryBlockShape) {
     for (const bool integers : {true, false}) {
       check({37, 5 * rows + rows / 2 + 1, 6 * cols + cols / 2 + 1, rows, cols, 0.4, {}, integers, 3});
       check({64, 3 * rows, 7 * cols, rows, cols, 0.2, {}, integers, 0});
+      if (rows < 16)
+        check({40, 21 * rows + 1, 19 * cols, rows, cols, 0.07, {}, integers, 1});  // joined, sparse
     }
   }
 }
@@ -42,8 +45,10 @@ TEST_P(PairsTest, EveryNumberOfTokens) {
     check({tokens, 70, 90, 32, 1, 0.5, {}, true, tokens % 2 == 0 ? 0 : -1});
     check({tokens, 90, 70, 16, 4, 0.5, {}, false, 1});
     check({tokens, 90, 130, 32, 32, 0.5, {}, false, 1});
-    check({tokens, 70, 90, 4, 1, 0.3, {}, true, 0});
-    check({tokens, 90, 70, 8, 8, 0.3, {}, false, 1});
+    for (const double density : {0.05, 0.3}) {
+      check({tokens, 70, 90, 4, 1, density, {}, true, 0});
+      check({tokens, 90, 70, 8, 8, density, {}, false, 1});
+    }
   }
 }
 
@@ -130,9 +135,15 @@ TEST_P(PairsTest, OnSeveralThreads) {
 // Bits do not depend on threads, nor on the batch that a token is in.
 TEST_P(PairsTest, TheSameBitsInEveryBatchAndOnEveryThread) {
   const Force force(GetParam());
-  using Block = std::pair<std::int64_t, std::int64_t>;
-  for (const auto& [rows, cols] : {Block{32, 1}, {32, 4}, {32, 32}, {4, 1}, {16, 1}, {8, 8}}) {
-    Problem problem = make_problem({200, 130, 600, rows, cols, 0.4, DType::bf16, false, 0});
+  using Block = std::tuple<std::int64_t, std::int64_t, double>;
+  for (const auto& [rows, cols, density] : {Block{32, 1, 0.4},
+                                            {32, 4, 0.4},
+                                            {32, 32, 0.4},
+                                            {4, 1, 0.4},
+                                            {4, 1, 0.05},
+                                            {16, 1, 0.4},
+                                            {8, 8, 0.4}}) {
+    Problem problem = make_problem({200, 130, 600, rows, cols, density, DType::bf16, false, 0});
     problem.x[static_cast<std::size_t>(70 * problem.x_stride() + 5)] = kInfinity;  // of one token
     const auto run = [&](std::int64_t first, std::int64_t count, int threads) {
       const Problem some = of_tokens(problem, first, count);
@@ -155,10 +166,18 @@ TEST_P(PairsTest, TheSameBitsInEveryBatchAndOnEveryThread) {
 // Columns without stored blocks may hold anything, beside the padding of groups too; what meets a stored
 // block passes through, stored zeros included.
 TEST_P(PairsTest, NanAndInfinityPassWhereBlocksAreStored) {
-  using Block = std::pair<std::int64_t, std::int64_t>;
-  for (const auto& [rows, cols] :
-       {Block{16, 1}, {32, 2}, {16, 32}, {4, 1}, {8, 1}, {4, 4}, {8, 16}, {16, 16}}) {
-    Problem problem = make_problem({40, 7 * rows + 1, 9 * cols, rows, cols, 0.4, DType::bf16, true, 0});
+  using Block = std::tuple<std::int64_t, std::int64_t, double>;
+  for (const auto& [rows, cols, density] : {Block{16, 1, 0.4},
+                                            {32, 2, 0.4},
+                                            {16, 32, 0.4},
+                                            {4, 1, 0.4},
+                                            {4, 1, 0.1},
+                                            {8, 1, 0.4},
+                                            {4, 4, 0.4},
+                                            {8, 16, 0.4},
+                                            {8, 16, 0.1},
+                                            {16, 16, 0.4}}) {
+    Problem problem = make_problem({40, 7 * rows + 1, 9 * cols, rows, cols, density, DType::bf16, true, 0});
     for (std::int64_t m = 0; m < 40; ++m) {
       problem.x[static_cast<std::size_t>(m * problem.x_stride() + m % problem.spec.k)] = m % 3 == 0 ? kNan
                                                                                          : m % 3 == 1
