@@ -20,6 +20,7 @@ from rarefy.predictor import Case, Predictor, measure
 from rows import write_csv
 
 SHAPES = ((3072, 768), (768, 3072), (1024, 1024), (1536, 512), (640, 960), (2048, 2048))
+LARGE = ((4096, 4096), (11008, 4096))  # weights out of memory: see --large
 TOKENS = (1, 2, 8, 32, 64, 256, 512, 1024)
 BLOCKS = (None, (4, 1), (16, 1), (32, 1), (16, 16), (32, 32))
 KINDS = {  # of what is stored; int8 under f32, CSR as blocks of one
@@ -33,13 +34,13 @@ DENSITIES = (0.5, 0.25, 0.1)
 MOST_WORK = 2e9  # products of a case: longer ones are left out
 
 
-def cases(kinds: list[str]) -> list[Case]:
+def cases(kinds: list[str], shapes: tuple[tuple[int, int], ...]) -> list[Case]:
     """All combinations, or where they are many every seventh, so that each value of each is there."""
     found = [
         Case(m, n, k, dtype, block, density, **more)
         for dtype, blocks, more in (KINDS[kind] for kind in kinds)
         for block in blocks
-        for n, k in SHAPES
+        for n, k in shapes
         for m in TOKENS
         for density in (DENSITIES if block else (1.0,))
         if m * n * k <= MOST_WORK and (block is None or (n % block[0] == 0 and k % block[1] == 0))
@@ -53,10 +54,11 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=["f32", "bf16"])
     parser.add_argument("--every", type=int, default=1, help="use every so manieth case")
+    parser.add_argument("--large", action="store_true", help="layers whose weights come out of memory")
     parser.add_argument("--csv", type=Path)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    chosen = cases(args.kinds)[:: args.every]
+    chosen = cases(args.kinds, LARGE if args.large else SHAPES)[:: args.every]
     with tempfile.TemporaryDirectory() as folder:
         predictor = Predictor(Path(folder))
         begin = time.perf_counter()

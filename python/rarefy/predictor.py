@@ -15,7 +15,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -45,7 +45,10 @@ _TOKENS = {True: (1, 4), False: (8, 64, 120, 512)}  # 120 leave lanes empty
 _LEAST = 9  # points
 _SECONDS = 0.012  # for a single measurement
 _PATIENCE = 8  # times as long while threads wait for a processor: five calls of two threads may all be late
-_FORMAT = 2  # of the file
+_FORMAT = 3  # of the file
+# Weights of so many bytes and more are no faster than they are read, by whatever level holds them; so many
+# tokens of a dense layer, whose own speed of reading it is.
+_READ, _READING_TOKENS = (2**23, 2**25, 2**27), 16
 
 
 @dataclass(frozen=True)
@@ -80,6 +83,19 @@ class Case:
         if self.block is None:
             return self.dtype
         return torch.int8 if self.int8 else torch.bfloat16 if self.rounds_x else self.dtype
+
+    @property
+    def weight_bytes(self) -> int:
+        """Of values and indices."""
+        stored = self.blocks * math.prod(self.block) if self.block else self.out_features * self.in_features
+        return stored * self.stored.itemsize + (4 * self.blocks if self.block else 0)
+
+    @property
+    def reading(self) -> str | None:
+        """What it is read as, if it is large and its tokens are few: a group of measurements of its own."""
+        if self.weight_bytes < _READ[0] or (self.block is None and self.tokens > _READING_TOKENS):
+            return None
+        return "reading" if self.block else f"reading {DTYPE_NAMES[self.dtype]} dense {self.tokens}"
 
     @property
     def group(self) -> str:
@@ -242,6 +258,32 @@ def measure(case: Case, seconds: float = _SECONDS) -> float:
                 return best
 
 
+def _reading_costs(case: Case) -> list[float]:
+    """Seconds a byte of _READ bytes: of a dense layer, or of their sum, which sparse kernels come near to."""
+    columns, costs = 4096, []
+    dtype = torch.float32 if case.block else case.dtype
+    x = torch.ones(case.tokens, columns, dtype=dtype)
+    for size in _READ:
+        weight = torch.ones(size // dtype.itemsize // columns, columns, dtype=dtype)
+        best = math.inf
+        with torch.inference_mode():
+            for _ in range(8):
+                begin = time.perf_counter()
+                _ = weight.sum() if case.block else nn.functional.linear(x, weight)
+                best = min(best, time.perf_counter() - begin)
+        costs.append(best / size)
+    return costs
+
+
+def _cost_of(size: int, costs: list[float]) -> float:
+    """Of a byte; between those of _READ it follows the size's logarithm."""
+    if size >= _READ[-1]:
+        return costs[-1]
+    i = next(i for i in range(len(_READ)) if size < _READ[i + 1])
+    share = math.log(size / _READ[i]) / math.log(_READ[i + 1] / _READ[i])
+    return costs[i] + share * (costs[i + 1] - costs[i])
+
+
 # The machine's costs, and where they are kept ---------------------------------------------------------
 
 
@@ -285,24 +327,41 @@ class Predictor:
     def seconds(self, case: Case) -> float:
         """The time of one call of the layer, everything included."""
         self.calibrate([case])
-        return sum(c * t for c, t in zip(self.costs[case.group], self._terms(case), strict=True))
+        modelled = sum(c * t for c, t in zip(self.costs[case.group], self._terms(case), strict=True))
+        if case.reading is None:
+            return modelled
+        costs, size = self.costs[case.reading], case.weight_bytes
+        read = size * _cost_of(size, costs)
+        if case.block is None or case.tokens <= FEW_TOKENS:
+            return max(modelled, read)
+        return modelled + read - size * costs[0]  # what waits for memory does not multiply
 
     def calibrate(self, cases: Iterable[Case]) -> None:
         """Measures what is not known yet of the groups of these cases."""
+        cases = list(cases)
         new = {
             case.group: case
             for case in cases
             if len(self.costs.get(case.group, ())) != len(self._terms(case))
         }
         for group, case in new.items():
-            points, start, waited = calibration(case), time.perf_counter(), queued()
-            times = [measure(point) for point in points]
-            self.costs[group] = fitted([self._terms(point) for point in points], times)
-            if queued() - waited > MOST_WAITED * (time.perf_counter() - start):
-                self.passing.add(group)
+            points = calibration(case)
+            self._keep(
+                group,
+                lambda points=points: fitted([self._terms(p) for p in points], [measure(p) for p in points]),
+            )
             _layer.cache_clear()
-        if new:
+        large = {case.reading: case for case in cases if case.reading not in (None, *self.costs)}
+        for reading, case in large.items():
+            self._keep(reading, lambda case=case: _reading_costs(case))
+        if new or large:
             self._write()
+
+    def _keep(self, group: str, measured: Callable[[], list[float]]) -> None:
+        start, waited = time.perf_counter(), queued()
+        self.costs[group] = measured()
+        if queued() - waited > MOST_WAITED * (time.perf_counter() - start):
+            self.passing.add(group)
 
     def _terms(self, case: Case) -> list[float]:
         return terms(case, self.key["threads"], self.key["forced"])

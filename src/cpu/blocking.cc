@@ -10,9 +10,6 @@ namespace rarefy::cpu {
 
 namespace {
 
-// Weights that caches do not hold (L3 is shared) are read from memory once for a set of panels:
-// each group of them meets one panel after the other while it is in L2.
-constexpr double kStreamed = 16e6;  // bytes
 constexpr std::int64_t kSharing = 4;
 // Where panels do not share, what they read again of a part of W that is not in L3 beside the other threads'
 // parts: cycles a weight. 512 × 4096→11008, 32×1 at 0.25, one thread of a Zen 5: 180 GFLOP/s in one part,

@@ -8,6 +8,10 @@
 
 namespace rarefy::cpu {
 
+// Weights that caches do not hold (L3 is shared) are read from memory once for a set of panels: each group of
+// them meets one panel after the other while it is in L2.
+inline constexpr double kStreamed = 16e6;  // bytes
+
 // linear or grad_input, seen as out += W · in with blocks of out_block × red_block.
 struct BlockingProblem {
   std::int64_t tokens = 0;

@@ -125,6 +125,7 @@ struct FeedForwardCut {
   static constexpr std::string_view kFields[] = {"vectors", "features", "splits"};
 };
 Reason supports_feed_forward(const Kernels& kernels, const Problem& problem);
+Reason yields_feed_forward(const Problem& problem, const Machine& machine);
 Config configure_feed_forward(const Kernels& kernels, const Problem& problem, const Machine& machine);
 std::vector<Config> feed_forward_candidates(const Kernels& kernels, const Problem& problem,
                                             const Machine& machine);

@@ -254,6 +254,7 @@ void add_feed_forward(Registry& registry, std::string_view chained, std::string_
       .name = chained,
       .supports = supports_floats<kFeature, supports_feed_forward, kKernels>,
       .run = [](const Call& call) { return run_feed_forward(kKernels, call); },
+      .yields = yields_feed_forward,
       .configure = [](const Problem& p, const Machine& m) { return configure_feed_forward(kKernels, p, m); },
       .fields = FeedForwardCut::kFields,
       .candidates = [](const Problem& p,

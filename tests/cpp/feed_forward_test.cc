@@ -125,6 +125,10 @@ TEST_P(FeedForwardTest, IsTheOneForced) {
   };
   EXPECT_EQ(chosen({64, 16, 4, 1, 100}, 64), GetParam() + "_feed_forward");
   if (GetParam() == "ref") return;
+  const BsrShape large{4096, 2048, 32, 1, 150000};  // 19 MB
+  EXPECT_EQ(chosen(large, 127), GetParam() + "_feed_forward");
+  EXPECT_EQ(chosen(large, 128), GetParam() + "_feed_forward_apart");
+  EXPECT_EQ(chosen({4096, 2048, 32, 1, 120000}, 128), GetParam() + "_feed_forward");
   EXPECT_EQ(chosen({64, 16, 1, 16, 20}, 64), GetParam() + "_feed_forward_apart");
   if (GetParam() == "avx512" || GetParam() == "avx2") {  // which have kernels for few tokens
     EXPECT_EQ(chosen({64, 16, 4, 1, 100}, 4), GetParam() + "_feed_forward_apart");

@@ -61,4 +61,5 @@ def clock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Case]:
 
     monkeypatch.setattr(predictor, "measure", measure)
     monkeypatch.setattr(predictor, "queued", lambda: 0.0)
+    monkeypatch.setattr(predictor, "_reading_costs", lambda _case: [1e-11, 2e-11, 4e-11])  # 100 to 25 GB/s
     return measured

@@ -196,6 +196,25 @@ def test_other_threads_are_another_machine(clock: list[Case]) -> None:
         torch.set_num_threads(before)
 
 
+def test_large_weights_take_as_long_as_they_are_read(clock: list[Case]) -> None:
+    found = Predictor()
+    small, block = Case(1, 1024, 1024), (32, 1)
+    large = [Case(1, 4096, 4096), Case(1, 16384, 4096, torch.float32, block, 0.5)]  # 64 and 132 MB
+    assert small.reading is None and Case(17, 4096, 4096).reading is None
+    assert large[0].reading == "reading f32 dense 1" and large[1].reading == "reading"
+    for case, seconds in zip(large, (3e-11 * 2**26, 4e-11 * (2**27 + 2**22)), strict=True):
+        assert found.seconds(case) == pytest.approx(seconds)
+    many = Case(512, 16384, 4096, torch.float32, block, 0.5)  # products, and what is slower than out of L3
+    waits = (4e-11 - 1e-11) * many.weight_bytes
+    assert found.seconds(many) == pytest.approx(predictor.measure(many) + waits, rel=1e-3)
+    assert {"reading", "reading f32 dense 1"} < set(Predictor().costs)
+
+
+def test_reading_costs_are_times() -> None:
+    costs = predictor._reading_costs(Case(2, 64, 64, torch.bfloat16))
+    assert len(costs) == 3 and all(1e-13 < cost < 1e-8 for cost in costs)
+
+
 def test_break_even_is_where_both_take_as_long(clock: list[Case]) -> None:
     sparse = Case(512, 1024, 1024, torch.float32, (32, 1))
     dense = predictor.predictor().seconds(Case(512, 1024, 1024))
