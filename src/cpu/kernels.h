@@ -118,6 +118,7 @@ struct WovenTask {
   std::int64_t row_stride;
   std::int32_t tokens;
   std::int32_t cols;  // outputs that exist
+  bool streams;       // W comes from memory
 };
 
 // Rows of whole cache lines, of which somebody will read each one soon.

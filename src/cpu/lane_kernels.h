@@ -128,6 +128,7 @@ void lane_tile(const LaneProduct& t, std::int32_t first, std::int32_t row, Work 
     if constexpr (kTurned<E>) {
       const std::int64_t row_bytes = t.run * bytes_of(kStorage), block = t.rows * row_bytes;
       const char* of = static_cast<const char*>(t.w) + from * block + row * row_bytes;
+      const std::int64_t next = t.ahead;
       for (std::int32_t b = from; b < end; ++b, of += block) {
         const char* x = panel + std::int64_t{t.index[b]} * t.run * E::kLine;
         for (std::int32_t c = 0; c < t.run; c += w) {
@@ -136,7 +137,7 @@ void lane_tile(const LaneProduct& t, std::int32_t first, std::int32_t row, Work 
           for (int i = 0; i < w; ++i) {
             const char* at = of + i * row_bytes + c * bytes_of(kStorage);
             v[i] = load_as<I>(kStorage, at, 0);
-            if constexpr (kFirst) __builtin_prefetch(at + block);
+            if constexpr (kFirst) __builtin_prefetch(at + next);
           }
           I::transpose(v);
 #pragma GCC unroll 16

@@ -37,7 +37,8 @@ struct LaneProduct {  // NOLINT(clang-analyzer-optin.performance.Padding)
   std::int32_t run;   // lines of a block
   std::int32_t rows;  // outputs, whole vectors
   bool by_row;        // floats: a block of w is [row][line], and both are whole vectors; else [line][row]
-  const void* panel;  // lines of 32 dwords
+  std::int64_t ahead = 0;  // by row: bytes of whole blocks, after which w is asked for
+  const void* panel;       // lines of 32 dwords
   std::int32_t tokens;
   const float* start;  // or, in bf16 and int8, what is added at the end
   std::int32_t part;   // floats: blocks of a part of a sum (kernels.h)

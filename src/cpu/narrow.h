@@ -75,7 +75,8 @@ struct Narrow {
     const float* w;
   };
 
-  // The next entry of rows `from` … `to`, column by column side by side; lines of W are asked for if `asks`.
+  // The next entry of rows `from` … `to`, column by column side by side. Of a column's W the line is asked
+  // for if `asks`, of several columns' all lines, not the first of each four columns' alone.
   template <bool kColumn>
   [[gnu::always_inline]] static void entries(const SparseOperand& op, const float* x, std::int64_t ahead,
                                              bool asks, int from, int to, Cursor (&at)[kSide],
@@ -96,6 +97,10 @@ struct Narrow {
       for (std::int32_t c = 0; c < op.red_block; c += 4) {
         each([&](int s) {
           __builtin_prefetch(at[s].w + c + ahead, 0, 2);
+          if (asks) {  // of a block that lies in one piece
+            __builtin_prefetch(at[s].w + c * kOutputs + ahead, 0, 2);
+            if constexpr (kOutputs == 8) __builtin_prefetch(at[s].w + c * kOutputs + 16 + ahead, 0, 2);
+          }
           columns(xe[s] + c * I::kWidth, at[s].w + c, op.out_stride, sum[s]);
         });
       }
@@ -134,7 +139,7 @@ struct Narrow {
       for (const std::int32_t stop = (full < least ? full : least) - kStep; e <= stop; e += kStep) {
 #pragma GCC unroll 4
         for (int i = 0; i < kStep; ++i) {
-          entries<kColumn>(op, x, ahead, i * kOutputs % 16 == 0, 0, kSide, at, sum);
+          entries<kColumn>(op, x, ahead, kColumn ? i * kOutputs % 16 == 0 : task.streams, 0, kSide, at, sum);
         }
       }
       for (; e < full; ++e) {

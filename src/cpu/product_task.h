@@ -288,7 +288,8 @@ class Task {
         reinterpret_cast<float*>(at(p_.out, panel.first, from)),
         p_.out.row_stride,
         panel.rows,
-        static_cast<std::int32_t>(std::min(end * std::int64_t{list.w.out_block}, p_.out.cols) - from)};
+        static_cast<std::int32_t>(std::min(end * std::int64_t{list.w.out_block}, p_.out.cols) - from),
+        4.0 * static_cast<double>(p_.sizes.entries * list.w.block_size) > kStreamed};
     const bool narrow = k_.narrow != nullptr && k_.narrow_takes(task);
     (narrow ? k_.narrow : k_.woven)(task);
   }
