@@ -142,7 +142,9 @@ def terms(case: Case, threads: int, forced: str = "") -> list[float]:
     weights = blocks * rows * cols
     kernel, config = _explained(case, threads, forced)
     alone = kernel.endswith("_int8_rows")  # 64 tokens a panel, and nothing is joined
-    if case.int8 and rows < _JOINED and not alone:  # linear_quads.cc: columns that any of the rows stores
+    if kernel.endswith("_int8_tokens") and (rows % _PANEL or cols % _PANEL):
+        weights = n * k  # as if all were stored
+    elif case.int8 and rows < _JOINED and not alone:  # linear_quads.cc: columns that any of the rows stores
         weights = n * k * (1 - (1 - case.density) ** (_JOINED // rows))
     splits, panels = config.get("splits", 1), config.get("panels", 1)
     width = _LANES.get(kernel.partition("_")[0], 8)
@@ -155,7 +157,7 @@ def terms(case: Case, threads: int, forced: str = "") -> list[float]:
         lanes = 2 * _PANEL if alone else _PANEL
         step = 1 if kernel.endswith("_lanes") else _PANEL // 2  # linear_lanes.cc, _pairs.cc
         group = _GROUP.get(case.stored, _PANEL)
-        if step > 1 and cols % group and not alone:
+        if step > 1 and cols % group and not alone and weights < n * k:
             weights += n * group / 2  # a block row's last group is half empty
     else:  # up to FEW_TOKENS, and what has no model of its own
         return [1, weights / threads, m * weights / threads, m * k, m * n / threads, blocks / threads]
