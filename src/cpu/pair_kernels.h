@@ -39,6 +39,7 @@ struct PairLines {
   const std::uint16_t* panel;
   float* sums;
   bool first;
+  std::int32_t ahead;  // bytes, after which w and offsets are asked for; 0: they are near
 };
 
 // What E::multiply does along its way: at(step), if there is any, is called for each pair. It is a value, for
@@ -213,8 +214,10 @@ void multiply_few(const PairProduct& t) {
                 (end == t.groups ? t.pairs : end * (kGroup / 2)) - group * (kGroup / 2),
                 t.panel,
                 t.sums,
-                group == 0};
-    for (std::int32_t p = 0; p < t.panels; ++p, s.panel += t.panel_stride, s.sums += t.sums_stride) {
+                group == 0,
+                t.ahead};
+    for (std::int32_t p = 0; p < t.panels;
+         ++p, s.panel += t.panel_stride, s.sums += t.sums_stride, s.ahead = 0) {
       E::template multiply_few<kRows, kHalves, kSource>(s);
     }
   }

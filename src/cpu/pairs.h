@@ -21,6 +21,8 @@ inline constexpr std::int32_t kPairLine = 2 * kPanelTokens;        // elements o
 inline constexpr std::int32_t kGroupSize = kGroup * kPanelTokens;  // elements of a group of X
 inline constexpr std::int32_t kTileSize = kTileRows * kGroup;      // elements of a tile of W
 
+inline constexpr double kFromMemory = 8e6;  // bytes of W that caches do not hold beside the rest
+
 // How the features of a panel lie.
 enum class PairOrder : std::uint8_t {
   apart,   // lines of one feature
@@ -93,6 +95,7 @@ struct PairProduct {
   float* sums;              // [rows][32], of the first panel; source tokens: [32 rows][token][row]
   std::int64_t sums_stride;
   PairDone done;
+  std::int32_t ahead = 0;  // of as few outputs as PairKernels::rows: bytes, after which w is asked for
 };
 
 // The same for block rows one after the other, so that what is to be gathered is known beyond the end of one.

@@ -16,16 +16,14 @@ constexpr double kPack = 0.3, kStore = 0.35, kStoreFar = 0.14, kWeightNear = 0.0
 // Lanes of outputs: they transpose nothing on the way out, and what a panel reads of W, a stream that is
 // asked for ahead, costs little while it stays in L3.
 constexpr double kStoreLanes = 0.2, kWeightLanes = 0.02, kInL3 = 12e6;
-// W of so many bytes comes from memory once a set: there two panels share it, also where they fill all of L2
-// (512 × 4096→11008, 32×1 at 0.5, one thread of a Zen 5: 383 GFLOP/s with one, 448 with two, 440 with four).
-constexpr double kFromMemory = 8e6;
-
 template <class F>
 void for_each_blocking(const PanelWork& w, const Problem& p, const Machine& machine, F&& visit) {
   const auto out = static_cast<double>(w.out_features);
   const std::int64_t all = std::max<std::int64_t>(1, ceil_div(p.tokens, w.tokens));
   const double weight = 2 * kTileSize * w.tiles;  // bytes
   const std::int64_t fit = panel_floats(machine) * 2 / w.panel_size;
+  // From memory W comes once a set: two panels share it, also where they fill all of L2 (512 × 4096→11008,
+  // 32×1 at 0.5, one thread of a Zen 5: 383 GFLOP/s with one, 448 with two, 440 with four).
   const std::int64_t most =
       std::clamp<std::int64_t>(fit, weight > kFromMemory ? 2 : 1, std::min(all, w.most));
   const bool near = weight <= static_cast<double>(panel_floats(machine) * 2);  // a quarter of L2

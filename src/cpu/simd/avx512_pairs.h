@@ -365,6 +365,13 @@ struct Avx512Bf16 : Avx512Pairs<Avx512Bf16> {
     const auto add_all = [&](std::int32_t pairs) {
       std::int32_t p = 0;
       for (; p + kAtOnce <= pairs; p += kAtOnce) {
+        if (s.ahead != 0) {
+          const char* ahead = reinterpret_cast<const char*>(w) + s.ahead;
+          __builtin_prefetch(ahead);
+          if constexpr (kOutputs > 4) __builtin_prefetch(ahead + 64);
+          if constexpr (kSource != PairSource::whole)
+            __builtin_prefetch(reinterpret_cast<const char*>(offsets) + s.ahead);
+        }
 #pragma GCC unroll 4
         for (int i = 0; i < kAtOnce; ++i) add(p + i, sum[i % kSets]);
       }
