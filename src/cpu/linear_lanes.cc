@@ -125,9 +125,8 @@ class Task {
     t_.part = part_entries(t_.run);
     t_.first = t_.last = true;
     t_.by_row = s.turns();
-    const std::int64_t block = s.out_block * s.red_block * (t_.storage == Storage::f32 ? 4 : 2);
-    const bool streams = static_cast<double>(s.entries * block) > kStreamed;
-    t_.ahead = streams ? std::max<std::int64_t>(1, kFarAhead / block) * block : block;
+    const bool streams = static_cast<double>(s.entries * block_bytes()) > kStreamed;
+    t_.ahead = (streams ? std::max<std::int64_t>(1, kFarAhead / block_bytes()) : 1) * block_bytes();
     t_.activation = call.activation;
     t_.out = storage(call.out.dtype);
     t_.row_stride = call.out.row_stride;
@@ -144,11 +143,10 @@ class Task {
 
   // Output blocks begin … end for tokens first … first + tokens.
   void run(std::int64_t first, std::int64_t tokens, std::int64_t begin, std::int64_t end) {
-    const std::int64_t block_bytes = s_.out_block * s_.red_block * (t_.storage == Storage::f32 ? 4 : 2);
     for (std::int64_t o = begin; o < end; ++o) {
       const std::int64_t from = o * s_.out_block;
       const auto* values = static_cast<const char*>(s_.packs() ? parts_.packed : call_.values);
-      t_.w = s_.transposed ? values : values + begin_[o] * block_bytes;
+      t_.w = s_.transposed ? values : values + begin_[o] * block_bytes();
       t_.perm = s_.transposed ? call_.plan.perm + begin_[o] : nullptr;
       t_.index = index_ + begin_[o];
       t_.blocks = begin_[o + 1] - begin_[o];
@@ -168,6 +166,9 @@ class Task {
     return static_cast<std::int32_t>(std::min<std::int64_t>(kLaneTokens, tokens - m));
   }
   float* panel(std::int64_t m) const { return parts_.panels + m / kLaneTokens * s_.panel_size(); }
+  std::int64_t block_bytes() const {
+    return s_.out_block * s_.red_block * (t_.storage == Storage::f32 ? 4 : 2);
+  }
   // Features past the edge become 0.
   void pack(std::int64_t first, std::int32_t tokens, float* to) const {
     kernels_.panels.pack(

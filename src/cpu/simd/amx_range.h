@@ -184,9 +184,7 @@ void multiply_range(const PairRange& t) {
       case PairSource::columns: return multiply_range_of<E, Tiles, kWide, PairSource::columns>(t);
       case PairSource::lines: return multiply_range_of<E, Tiles, kWide, PairSource::lines>(t);
       case PairSource::whole: return multiply_range_of<E, Tiles, kWide, PairSource::whole>(t);
-      case PairSource::tokens:
-        if constexpr (E::kTokensOutputs > 0) return multiply_range_of<E, Tiles, kWide, PairSource::tokens>(t);
-        break;
+      case PairSource::tokens: return multiply_range_of<E, Tiles, kWide, PairSource::tokens>(t);
       case PairSource::halves:
         if constexpr (E::kFeatures == 4) multiply_range_of<E, Tiles, kWide, PairSource::halves>(t);
     }
