@@ -23,9 +23,10 @@ SHAPES = ((3072, 768), (768, 3072), (1024, 1024), (1536, 512), (640, 960), (2048
 LARGE = ((4096, 4096), (11008, 4096))  # weights out of memory: see --large
 TOKENS = (1, 2, 8, 32, 64, 256, 512, 1024)
 BLOCKS = (None, (4, 1), (16, 1), (32, 1), (16, 16), (32, 32))
-KINDS = {  # of what is stored; int8 under f32, CSR as blocks of one
+KINDS = {  # of what is stored; bf16 and int8 under f32, CSR as blocks of one
     "f32": (torch.float32, BLOCKS, {}),
     "bf16": (torch.bfloat16, BLOCKS, {}),
+    "f32:bf16": (torch.float32, BLOCKS[1:], {"values": torch.bfloat16}),
     "bf16x": (torch.float32, BLOCKS[1:], {"rounds_x": True}),
     "int8": (torch.float32, BLOCKS[1:], {"int8": True}),
     "csr": (torch.float32, ((1, 1),), {}),

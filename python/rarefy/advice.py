@@ -7,9 +7,9 @@ import json
 import math
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -17,9 +17,8 @@ from torch import nn
 from . import _load
 from .checks import check_density, check_int, check_shape, fail
 from .layers import find_layers
-from .masks import NONZERO, nonzero_blocks
-from .predictor import Case, break_even, predicted_seconds
-from .spec import KEPT, Spec, kept_text, read_kept
+from .masks import grid_of
+from .predictor import Case, predicted_seconds
 
 # Finest first: of blocks that are about as fast, the one that keeps a model's quality best is the first.
 BLOCKS = {
@@ -27,7 +26,6 @@ BLOCKS = {
     "cuda": ((32, 1), (64, 1), (128, 1), (16, 16), (32, 32), (64, 64), (128, 128)),
 }
 _NEAR = 1.05
-_MOSTLY = 0.5  # zeros among the weights of a layer that was pruned before
 # Of model and inputs, and how sparse layers store and round (of Case, and at the end of a spec).
 _DTYPES: dict[str, tuple[torch.dtype, dict[str, bool], str]] = {
     "f32": (torch.float32, {}, ""),
@@ -39,6 +37,8 @@ _DTYPES: dict[str, tuple[torch.dtype, dict[str, bool], str]] = {
 _OF_DEVICE = {"cpu": ("f32", "bf16x", "bf16", "int8"), "cuda": ("bf16", "f16")}
 _PREDICTED = {(on, _DTYPES[name][0]) for on, names in _OF_DEVICE.items() for name in names}
 _INFERENCE = ("int8",)  # layers that do not train
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -300,7 +300,7 @@ def _tokens_seen(model: nn.Module, layers: list, x: Any) -> dict[str, int]:
 
 
 def _advice(names: tuple[str, ...], dtype: str, dense: Case, density: float) -> LayerAdvice:
-    dense_s, block, sparse_s = _best(dense, lambda _: density)
+    dense_s, block, sparse_s = _best(dense, density)
     even, spec = None, None
     if block is not None:
         even = break_even(replace(dense, block=block), dense_s)
@@ -310,85 +310,43 @@ def _advice(names: tuple[str, ...], dtype: str, dense: Case, density: float) -> 
     return LayerAdvice(names, sizes, dense.tokens, dtype, 1e3 * dense_s, spec, 1e3 * sparse_s, even)
 
 
-def _best(
-    dense: Case, density: Callable[[tuple[int, int]], float], *more: tuple[int, int]
-) -> tuple[float, tuple[int, int] | None, float]:
-    """Predicted seconds of dense; the finest block within 5 % of the fastest, if any; its seconds.
-
-    more: blocks beside those of BLOCKS.
-    """
+def _best(dense: Case, density: float) -> tuple[float, tuple[int, int] | None, float]:
+    """Predicted seconds of dense; the finest block within 5 % of the fastest, if any; its seconds."""
     times = {
-        block: predicted_seconds(replace(dense, block=block, density=density(block)))
-        for block in (*BLOCKS[dense.device], *more)
-        if dense.out_features % block[0] == 0 and dense.in_features % block[1] == 0
+        block: predicted_seconds(replace(dense, block=block, density=density)) for block in blocks_for(dense)
     }
-    block = next((b for b, s in times.items() if s <= _NEAR * min(times.values()) < math.inf), None)
+    block = first_of_fastest(times)
     return predicted_seconds(dense), block, times.get(block, math.inf)
 
 
-# "auto@0.5" ---------------------------------------------------------------------------------------
+def blocks_for(dense: Case, *more: tuple[int, int]) -> list[tuple[int, int]]:
+    """Those of BLOCKS, and `more`, that divide the layer, finest first."""
+    sizes = (dense.out_features, dense.in_features)
+    blocks = (*BLOCKS[dense.device], *more)
+    return [block for block in blocks if not any(n % b for n, b in zip(sizes, block, strict=True))]
 
 
-_AUTO_FOR = (
-    "auto predicts for the CPU in float32 and bfloat16, and for GPUs of compute capability 9.0 in bfloat16 "
-    "and float16"
-)
+def first_of_fastest(seconds: Mapping[T, float]) -> T | None:
+    """The first that takes up to 5 % longer than the fastest; None if nothing is known of any."""
+    least = _NEAR * min(seconds.values(), default=math.inf)
+    return next((key for key, its in seconds.items() if its <= least < math.inf), None)
 
 
-@dataclass(frozen=True)
-class Auto:
-    """A spec for sparsify: the blocks that are fastest here, or dense where that is faster.
-
-    "auto@0.5" keeps half of the blocks, "auto@nonzero" all that are not zero, so that nothing changes but the
-    speed; there single elements count, too, on a CPU. "auto" is the latter where half of a layer's weights or
-    more are zero, and else "auto@0.5". A convolution without groups counts as the linear layer of its matrix.
-    """
-
-    density: float | str | None
-
-    @staticmethod
-    def parse(text: Any, op: str) -> Auto | None:
-        """Reads "auto@0.5"; None for what does not begin with "auto"."""
-        if not isinstance(text, str) or not text.startswith("auto"):
-            return None
-        if text == "auto":
-            return Auto(None)
-        match = re.fullmatch(f"auto@{KEPT}", text)
-        if match is None:
-            fail(op, "spec must look like auto, auto@0.5 or auto@nonzero", repr(text))
-        return Auto(read_kept(op, match[1]))
-
-    def __str__(self) -> str:  # noqa: D105
-        return "auto" if self.density is None else f"auto@{kept_text(self.density)}"
-
-    def chosen(self, layer: nn.Module, tokens: int) -> tuple[Spec | str, tuple[float, float] | None]:
-        """What a layer becomes, or why it stays; and the predicted milliseconds of dense and sparse."""
-        weight = layer.weight
-        if isinstance(layer, nn.Conv2d):
-            return "auto chooses for convolutions without groups", None
-        if not isinstance(layer, nn.Linear):
-            return "already block-sparse: auto chooses for dense layers", None
-        if not can_predict(weight):
-            return _AUTO_FOR, None
-        on = weight.device.type
-        kept = self.density
-        if kept is None:
-            zeros = weight.numel() - int(torch.count_nonzero(weight.detach()))
-            kept = NONZERO if weight.numel() and zeros >= _MOSTLY * weight.numel() else 0.5
-
-        def density(block: tuple[int, int]) -> float:
-            return float(nonzero_blocks(weight.detach(), block).float().mean()) if kept == NONZERO else kept
-
-        # Where zeros are what they are, single elements, too.
-        more = ((1, 1),) if kept == NONZERO and on == "cpu" else ()
-        dense, block, sparse = _best(Case(tokens, *weight.shape, weight.dtype, device=on), density, *more)
-        if block is None:
-            return "no block shape that auto knows divides it", None
-        times = (1e3 * dense, 1e3 * sparse)
-        if sparse >= dense:
-            found = "dense is predicted to be faster: {:.3f} ms, {}x{} blocks {:.3f} ms at {} tokens"
-            return found.format(times[0], *block, times[1], tokens), times
-        return Spec.parse({"block_shape": block, "density": kept}), times
+def break_even(case: Case, dense: float) -> float | None:
+    """The largest density at which the layer takes no more than `dense` seconds; None if there is none."""
+    total = math.prod(grid_of((case.out_features, case.in_features), case.block))
+    if predicted_seconds(replace(case, density=1 / total)) > dense:
+        return None
+    if predicted_seconds(replace(case, density=1.0)) <= dense:
+        return 1.0
+    low, high = 1, total  # blocks: `low` is fast enough, `high` is not
+    while high - low > max(1, total // 1000):
+        middle = (low + high) // 2
+        if predicted_seconds(replace(case, density=middle / total)) <= dense:
+            low = middle
+        else:
+            high = middle
+    return low / total
 
 
 # python -m rarefy advise --------------------------------------------------------------------------

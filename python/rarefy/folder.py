@@ -19,7 +19,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
-from .advice import Auto
+from .auto import Auto
 from .checks import check_int, fail
 from .loading import entries_in
 from .log import progress
@@ -43,8 +43,8 @@ def report_folder(
 
     Args:
         path: a safetensors file, or a folder with some and a config.json.
-        spec: what dense layers would become, as in rarefy.sparsify, also "auto"; None: they are listed as
-            they are.
+        spec: what dense layers would become, as in rarefy.sparsify of a model in eval mode, also "auto"
+            and "auto:any"; None: they are listed as they are.
         measure: time each kind of sparse layer on this machine against a dense one of its size.
         tokens: rows of x in that.
 
@@ -81,7 +81,7 @@ def report_folder(
                 if row.reason is None:
                     made = chosen.make(dense)
                     rows[-1] = _row(name, made)
-                    rows[-1].predicted = row.predicted
+                    rows[-1].format, rows[-1].predicted = chosen.format + chosen.suffix, row.predicted
                     if timed is not None:
                         timed.add(rows[-1], made)
     if timed is not None:
@@ -97,7 +97,7 @@ def _chosen(
         return target, None
     linear = nn.Linear(*reversed(dense.shape), bias=False, device="meta")
     linear.weight = nn.Parameter(dense, requires_grad=False)
-    return target.chosen(linear, tokens)
+    return target.chosen(linear.eval(), tokens)
 
 
 class _Timed:
@@ -228,7 +228,7 @@ def main(argv: list[str], *, measure: bool) -> int:
     parser = argparse.ArgumentParser(prog=prog, description=main.__doc__)
     parser.add_argument("path", help="safetensors file, or a folder of transformers")
     parser.add_argument(
-        "--spec", help='what dense layers would become: "block:16x16@0.5", "csr@0.1", "auto" …'
+        "--spec", help='what dense layers would become: "block:16x16@0.5", "csr@0.1", "auto:any" …'
     )
     parser.add_argument("--tokens", type=int, default=512, help="rows of x (default: %(default)s)")
     parser.add_argument("--json", action="store_true", help="print JSON")

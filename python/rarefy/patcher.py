@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from .advice import Auto
+from .auto import Auto
 from .chain import fuse as fuse_networks
 from .chain import networks
 from .changes import Change, change_of
@@ -69,7 +69,8 @@ class BlockSparseModelPatcher:
             pattern: matched against the whole qualified name of a layer.
             spec: "block:16x16@0.5", "csr@0.1", {"block_shape": (16, 16), "density": 0.5} or a Spec; or
                 "auto@0.5", "auto@nonzero" or "auto", which choose blocks, or leave a layer dense, by
-                predicted time.
+                predicted time; with ":bf16x" and others behind it for values stored so, with ":any" for
+                the dtype that is fastest.
 
         Raises:
             ValueError: an expression or a spec that cannot be read.
@@ -125,7 +126,7 @@ class BlockSparseModelPatcher:
             if row.reason is not None:
                 continue
             if isinstance(spec, Auto):
-                spec, row.predicted = spec.chosen(layer.as_product(), tokens)
+                spec, row.predicted = spec.chosen(layer.as_product(), tokens, layer.why_not)
                 if isinstance(spec, str):
                     row.reason = spec
                     continue

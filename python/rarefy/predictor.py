@@ -55,6 +55,7 @@ _READ, _READING_TOKENS = (2**23, 2**25, 2**27), 16
 class Case:
     """A layer and its input: what a time is predicted for. block: rows × columns; None: nn.Linear.
 
+    values: of blocks: their dtype where it is not that of x.
     rounds_x: of blocks under float32: values are bfloat16, and x may be rounded to it.
     int8: of blocks: values are int8 with a scale a row, x is rounded token by token.
     device: "cpu" or "cuda", the current one.
@@ -69,6 +70,7 @@ class Case:
     rounds_x: bool = False
     int8: bool = False
     device: str = "cpu"
+    values: torch.dtype | None = None
 
     @property
     def blocks(self) -> int:
@@ -82,7 +84,12 @@ class Case:
         """Of the values."""
         if self.block is None:
             return self.dtype
-        return torch.int8 if self.int8 else torch.bfloat16 if self.rounds_x else self.dtype
+        return torch.int8 if self.int8 else torch.bfloat16 if self.rounds_x else self.values or self.dtype
+
+    @property
+    def kernel(self) -> str | None:
+        """That of blocks, by name; None where none fits that is allowed."""
+        return _explain(self)["kernel"]
 
     @property
     def weight_bytes(self) -> int:
@@ -105,7 +112,8 @@ class Case:
             return f"{name} dense {few}"
         kernel, config = _explained(self, torch.get_num_threads(), backend_info()["forced_impl"] or "")
         how = " scatter" if config.get("scatter") else ""
-        stored = f"{name} int8" if self.int8 else "bf16x" if self.rounds_x else name
+        own = name if self.stored == self.dtype else f"{name} {DTYPE_NAMES[self.stored]}"
+        stored = f"{name} int8" if self.int8 else "bf16x" if self.rounds_x else own
         return "{} {}x{} {} {}{}".format(stored, *self.block, few, kernel, how)
 
 
@@ -116,7 +124,8 @@ def _explain(case: Case) -> dict[str, Any]:
     """What the core says of the layer's linear, with its packed weight at hand."""
     name = DTYPE_NAMES[case.dtype]
     sizes = (case.out_features, case.in_features, *case.block, case.blocks)
-    stored = "i8 dynamic" if case.int8 else "bf16 rounding x" if case.rounds_x else name
+    values = "bf16 rounding x" if case.rounds_x else DTYPE_NAMES[case.stored]
+    stored = "i8 dynamic" if case.int8 else values
     index = torch.cuda.current_device() if case.device == "cuda" else 0
     of_device = (case.device, index, -1)
     text = torch.ops.rarefy.explain("linear", *sizes, stored, name, case.tokens, True, "none", *of_device)
@@ -231,10 +240,7 @@ def _layer(case: Case) -> nn.Module:
     grid = grid_of((case.out_features, case.in_features), case.block)
     scores = torch.rand(grid, generator=generator)
     spec = {"block_shape": case.block, "density": case.density}
-    if case.rounds_x:
-        spec |= {"dtype": torch.bfloat16, "rounds_x": True}
-    if case.int8:
-        spec |= {"int8": "int8"}
+    spec |= {"int8": "int8"} if case.int8 else {"dtype": case.stored, "rounds_x": case.rounds_x}
     return BlockSparseLinear.from_dense(dense.to(case.dtype), spec=spec, scores=scores)
 
 
@@ -430,20 +436,3 @@ def predicted_seconds(case: Case) -> float:
     found = _explain(replace(case, block=(case.out_features, case.in_features)) if dense else case)
     microseconds = found["dense_us" if dense else "predicted_us"]
     return math.inf if microseconds is None else microseconds / 1e6
-
-
-def break_even(case: Case, dense: float) -> float | None:
-    """The largest density at which the layer takes no more than `dense` seconds; None if there is none."""
-    total = math.prod(grid_of((case.out_features, case.in_features), case.block))
-    if predicted_seconds(replace(case, density=1 / total)) > dense:
-        return None
-    if predicted_seconds(replace(case, density=1.0)) <= dense:
-        return 1.0
-    low, high = 1, total  # blocks: `low` is fast enough, `high` is not
-    while high - low > max(1, total // 1000):
-        middle = (low + high) // 2
-        if predicted_seconds(replace(case, density=middle / total)) <= dense:
-            low = middle
-        else:
-            high = middle
-    return low / total

@@ -50,6 +50,10 @@ def sparsify(
             rows, and leaves dense what dense does faster; see rarefy.advise. "auto@nonzero" does so among
             the blocks, and single elements, that are not zero, for weights that were pruned before: nothing
             changes but the speed. "auto" is that where half of a layer is zero, and else "auto@0.5".
+            Values keep the layer's dtype, but for "auto:bf16x" (also ":bf16", ":int8"; "auto@0.5:int8" …),
+            the best blocks whose values are stored so, and "auto:any", whatever is predicted to be fastest:
+            the layer's own dtype, bf16 and bf16x under float32, and int8 in layers in eval mode, as values
+            of int8 do not train. On a GPU that is the own dtype. docs/numerics.md says what each rounds.
             Convolutions without groups count as the linear layer of their matrix. Where two patterns match
             a layer, the first counts. A spec alone is for all layers.
         scores: for some of the matched layers, by name, a tensor that ranks blocks instead of their L2

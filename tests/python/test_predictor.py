@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from rarefy import predictor
+from rarefy.advice import break_even
 from rarefy.predictor import Case, Predictor, calibration, fitted, terms
 
 CASES = [
@@ -218,11 +219,11 @@ def test_reading_costs_are_times() -> None:
 def test_break_even_is_where_both_take_as_long(clock: list[Case]) -> None:
     sparse = Case(512, 1024, 1024, torch.float32, (32, 1))
     dense = predictor.predictor().seconds(Case(512, 1024, 1024))
-    density = predictor.break_even(sparse, dense)
+    density = break_even(sparse, dense)
     assert 0.5 < density < 0.75  # products at 1.5 times the price, less what dense saves elsewhere
     at = predictor.predictor().seconds(Case(512, 1024, 1024, torch.float32, (32, 1), density))
     assert at == pytest.approx(dense, rel=0.01)
-    assert predictor.break_even(sparse, 1e-9) is None and predictor.break_even(sparse, 1.0) == 1.0
+    assert break_even(sparse, 1e-9) is None and break_even(sparse, 1.0) == 1.0
 
 
 def test_a_real_measurement_is_a_time(monkeypatch: pytest.MonkeyPatch) -> None:

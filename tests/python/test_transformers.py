@@ -65,12 +65,25 @@ def test_architectures_are_saved_and_loaded_and_sparsified_while_they_load(name,
 
 def test_one_spec_for_all_layers_and_auto(tmp_path):
     transformers.BertModel(transformers.BertConfig(**SIZES)).eval().save_pretrained(tmp_path)
-    for spec in ("csr@0.5", "auto", rarefy.Spec.parse("block:4x4@0.5")):
+    for spec in ("csr@0.5", "auto", "auto:bf16x", rarefy.Spec.parse("block:4x4@0.5")):
         model = transformers.BertModel.from_pretrained(tmp_path)
         rarefy.sparsify(model, spec, measure=False)
         config = RarefyConfig(spec)
         assert json.loads(json.dumps(config.to_dict()))["patterns"] == str(spec)
         assert_same(model, transformers.BertModel.from_pretrained(tmp_path, quantization_config=config))
+
+
+def test_auto_stores_int8_while_a_model_loads_only_if_it_is_asked_for(tmp_path, monkeypatch):
+    def predicted(case):
+        return 1.0 if case.block is None else 0.1 if case.int8 else 0.5
+
+    monkeypatch.setattr("rarefy.auto.predicted_seconds", predicted)
+    transformers.BertModel(transformers.BertConfig(**SIZES)).save_pretrained(tmp_path)
+    for spec, dtype in (("auto:any", torch.float32), ("auto:int8", torch.int8)):
+        config = RarefyConfig(spec)
+        model = transformers.BertModel.from_pretrained(tmp_path, quantization_config=config)
+        layers = [m for m in model.modules() if isinstance(m, rarefy.BlockSparseLinear)]
+        assert layers and {layer.weight.dtype for layer in layers} == {dtype}
 
 
 def test_projections_of_an_attention_are_saved_and_loaded_and_sparsified_while_they_load(tmp_path):

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..advice import Auto
+from ..auto import Auto
 from ..changes import change_of
 from ..experts import experts_in, unpack
 from ..layers import ExpertLayer, Layer, find_layers
@@ -88,11 +88,11 @@ class SparsifyOnLoad:
     def _change(self, layer: Layer, spec: Any) -> bool:
         """Makes a layer, whose weight is there, sparse; False where it stays as it is."""
         if isinstance(spec, Auto):
-            spec, _times = spec.chosen(layer.linear(), self.tokens)
+            spec, _times = spec.chosen(layer.linear(), self.tokens, layer.why_not)
         change = spec if isinstance(spec, str) else change_of(OP, layer, spec, None, None)
         if isinstance(change, str):
             return False
         change.apply()
-        logger.info("from_pretrained: %s %s", layer.name, change.sparse.weight.spec_format())
+        logger.info("from_pretrained: %s %s", layer.name, spec.format + spec.suffix)
         change.sparse.weight._is_hf_initialized = True
         return True
