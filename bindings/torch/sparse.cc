@@ -5,59 +5,12 @@
 
 #include <tuple>
 
-#include "adapt.h"
 #include "core/integers.h"
-#include "core/message.h"
+#include "sparse.h"
 
 namespace rarefy::binding {
 
 namespace {
-
-using Sizes = std::vector<std::int64_t>;  // N, K, R, C
-
-PlanView plan_of(const Call& call, const Tensor& plan, const Sizes& sizes) {
-  if (sizes.size() != 4)
-    raise(call.op(), invalid(call.op(), "sizes must be 4 of each matrix", cat(sizes.size())));
-  return call.row_plan(plan, {sizes[0], sizes[1], sizes[2], sizes[3]});
-}
-
-// Values of a plan's matrix, of one of the dtypes of products.
-BsrView weight_of(const Call& call, const Tensor& values, const Tensor& plan, const Sizes& sizes) {
-  return call.weight(values, plan_of(call, plan, sizes));
-}
-
-bool is_integer(ScalarType type) {
-  return type == ScalarType::Char || type == ScalarType::Short || type == ScalarType::Int ||
-         type == ScalarType::Long;
-}
-
-// An operand of sparse × sparse; `integers`: the bytes of an element where those are integers, else 0.
-struct Operand {
-  BsrView view;
-  int integers;
-
-  Operand(const Call& call, const Tensor& values, const Tensor& plan, const Sizes& sizes)
-      : integers(is_integer(values.scalar_type()) ? static_cast<int>(values.element_size()) : 0) {
-    view = integers == 0 ? weight_of(call, values, plan, sizes)
-                         : BsrView{plan_of(call, plan, sizes), call.elements("values", values), DType::i8};
-    if (values.numel() == view.plan.shape.value_count() && values.is_contiguous()) return;
-    raise(call.op(), invalid(call.op(), "values must be contiguous, the stored blocks", cat(values.numel())));
-  }
-};
-
-// The bytes of both, or 0 for floats.
-int integers_of(const Call& call, const Tensor& a, const Tensor& b, const Operand& left) {
-  if (a.scalar_type() == b.scalar_type()) return left.integers;
-  raise(call.op(), mismatch(call.op(), "a and b must have one dtype", "two"));
-}
-
-Tensor empty_row_plan(const Call& call, const BsrShape& shape) {
-  return call.empty_words(row_plan_size(shape));
-}
-
-std::span<std::int32_t> words_of(const Tensor& plan) {
-  return {static_cast<std::int32_t*>(plan.mutable_data_ptr()), static_cast<std::size_t>(plan.numel())};
-}
 
 // Values (nnz,) or (nnzb, R, C), of any dtype, and the row plan of the transposed matrix.
 std::tuple<Tensor, Tensor> transposed(const Tensor& values, const Tensor& plan, const Sizes& sizes) {

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <type_traits>
 
+#include "core/elements.h"
 #include "core/message.h"
 #include "core/padding.h"
 #include "rarefy/sparse.h"
@@ -33,6 +34,15 @@ void integer_row(const PlanView& plan, const U* x, const U* values, const U* bia
 }
 
 }  // namespace
+
+Status check_elements(std::string_view op, const BsrView& a, const BsrView& b, int integers) {
+  if (integers != 0) return check_integers(op, integers, Activation::none);
+  if (a.dtype != b.dtype) {
+    return mismatch(op, "a and b must have one dtype", cat(name(a.dtype), " and ", name(b.dtype)));
+  }
+  if (a.dtype != DType::i8) return {};
+  return mismatch(op, "a and b must be f64, f32, bf16 or f16", name(a.dtype));
+}
 
 Status check_integers(std::string_view op, int bytes, Activation activation) {
   if (activation != Activation::none && activation != Activation::relu) {

@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <atomic>
 #include <bit>
-#include <concepts>
 #include <limits>
 #include <new>
 #include <span>
@@ -11,10 +10,9 @@
 #include <vector>
 
 #include "core/checked.h"
-#include "core/integers.h"
+#include "core/elements.h"
 #include "core/message.h"
 #include "core/plan_layout.h"
-#include "core/scalar.h"
 #include "rarefy/sparse.h"
 
 namespace rarefy {
@@ -23,50 +21,9 @@ namespace {
 
 constexpr std::int64_t kTaskRows = 32;
 
-template <class T>
-struct SumOfProducts {
-  using type = SumOf<T>;
-};
-template <std::unsigned_integral T>
-struct SumOfProducts<T> {
-  using type = IntegerSum<T>;
-};
-template <class T>
-using ProductSum = typename SumOfProducts<T>::type;
-
-template <class T>
-ProductSum<T> factor(const T* p) {
-  if constexpr (std::unsigned_integral<T>) {
-    return *p;
-  } else {
-    return static_cast<SumOf<T>>(load(p));
-  }
-}
-
-template <class T>
-void write(T* p, ProductSum<T> sum) {
-  if constexpr (std::unsigned_integral<T>) {
-    *p = static_cast<T>(sum);
-  } else {
-    store(p, sum);
-  }
-}
-
-// Calls f(T{}) for the type of the operands' elements.
-template <class F>
-void visit_elements(DType dtype, int integers, F&& f) {
-  integers == 0 ? visit_float(dtype, f) : visit_integers(integers, f);
-}
-
 Status check_operands(std::string_view op, const BsrView& left, const BsrView& right, int integers) {
   const BsrShape &a = left.plan.shape, &b = right.plan.shape;
-  if (integers != 0) {
-    if (Status status = check_integers(op, integers, Activation::none); !status.ok()) return status;
-  } else if (left.dtype != right.dtype) {
-    return mismatch(op, "a and b must have one dtype", cat(name(left.dtype), " and ", name(right.dtype)));
-  } else if (left.dtype == DType::i8) {
-    return mismatch(op, "a and b must be f64, f32, bf16 or f16", name(left.dtype));
-  }
+  if (Status status = check_elements(op, left, right, integers); !status.ok()) return status;
   if (a.cols != b.rows)
     return invalid(op, cat("b must have ", a.cols, " rows, as a has columns"), cat(b.rows));
   if (a.block_cols == b.block_rows) return {};
@@ -131,15 +88,15 @@ struct Scratch {
 
 // A row of single elements.
 template <class T>
-void multiply_elements(const BsrView& a, const BsrView& b, std::int64_t i, Scratch<ProductSum<T>>& scratch) {
-  using Sum = ProductSum<T>;
+void multiply_elements(const BsrView& a, const BsrView& b, std::int64_t i, Scratch<ElementSum<T>>& scratch) {
+  using Sum = ElementSum<T>;
   const auto *left = static_cast<const T*>(a.values), *right = static_cast<const T*>(b.values);
   for (std::int32_t e = a.plan.crow[i]; e < a.plan.crow[i + 1]; ++e) {
-    const Sum x = factor(left + e);
+    const Sum x = read(left + e);
     const std::int32_t end = b.plan.crow[a.plan.col[e] + 1];
     for (std::int32_t f = b.plan.crow[a.plan.col[e]]; f < end; ++f) {
       const std::int32_t slot = scratch.slot[b.plan.col[f]];
-      if (slot >= 0) scratch.sums[slot] += x * factor(right + f);
+      if (slot >= 0) scratch.sums[slot] += x * read(right + f);
     }
   }
 }
@@ -147,8 +104,8 @@ void multiply_elements(const BsrView& a, const BsrView& b, std::int64_t i, Scrat
 // The blocks of one row of the product, in `sums`.
 template <class T>
 void multiply_row(const BsrView& a, const BsrView& b, const PlanView& c, std::int64_t i,
-                  Scratch<ProductSum<T>>& scratch) {
-  using Sum = ProductSum<T>;
+                  Scratch<ElementSum<T>>& scratch) {
+  using Sum = ElementSum<T>;
   const BsrShape &sa = a.plan.shape, &sb = b.plan.shape, &sc = c.shape;
   const std::int64_t inner = sa.block_cols, size = sc.block_size();
   const std::int64_t rows = std::min(sc.block_rows, sc.rows - i * sc.block_rows);
@@ -165,9 +122,9 @@ void multiply_row(const BsrView& a, const BsrView& b, const PlanView& c, std::in
       const std::int64_t cols = std::min(sc.block_cols, sc.cols - j * sc.block_cols);
       for (std::int64_t r = 0; r < rows; ++r) {
         for (std::int64_t s = 0; s < std::min(inner, sa.cols - k * inner); ++s) {
-          const Sum x = factor(left + r * inner + s);
+          const Sum x = read(left + r * inner + s);
           for (std::int64_t n = 0; n < cols; ++n) {
-            sums[r * sc.block_cols + n] += x * factor(right + s * sc.block_cols + n);
+            sums[r * sc.block_cols + n] += x * read(right + s * sc.block_cols + n);
           }
         }
       }
@@ -181,7 +138,7 @@ void multiply(const BsrView& a, const BsrView& b, const PlanView& c, T* values, 
   std::int64_t most = 0;
   for (std::int64_t i = 0; i < s.row_count(); ++i)
     most = std::max<std::int64_t>(most, c.crow[i + 1] - c.crow[i]);
-  std::vector<Scratch<ProductSum<T>>> scratch(static_cast<std::size_t>(executor.threads));
+  std::vector<Scratch<ElementSum<T>>> scratch(static_cast<std::size_t>(executor.threads));
   for (auto& own : scratch) {
     own.slot.assign(static_cast<std::size_t>(s.col_count()), -1);
     own.sums.resize(static_cast<std::size_t>(most * s.block_size()));
@@ -213,9 +170,9 @@ struct Finder {
 
 // Row i of A B at the end of `to`: its columns, and its values where blocks are single elements.
 template <class T>
-void append_row(const BsrView& a, const BsrView& b, std::int64_t i, Finder<ProductSum<T>>& own,
+void append_row(const BsrView& a, const BsrView& b, std::int64_t i, Finder<ElementSum<T>>& own,
                 SparseProduct::Piece& to) {
-  using Sum = ProductSum<T>;
+  using Sum = ElementSum<T>;
   const auto *left = static_cast<const T*>(a.values), *right = static_cast<const T*>(b.values);
   const bool elements = !own.sums.empty();
   for (std::int32_t e = a.plan.crow[i]; e < a.plan.crow[i + 1]; ++e) {
@@ -224,10 +181,10 @@ void append_row(const BsrView& a, const BsrView& b, std::int64_t i, Finder<Produ
       for (std::int32_t f = b.plan.crow[k]; f < end; ++f) own.met.insert(b.plan.col[f]);
       continue;
     }
-    const Sum x = factor(left + e);
+    const Sum x = read(left + e);
     for (std::int32_t f = b.plan.crow[k]; f < end; ++f) {
       own.met.insert(b.plan.col[f]);
-      own.sums[static_cast<std::size_t>(b.plan.col[f])] += x * factor(right + f);
+      own.sums[static_cast<std::size_t>(b.plan.col[f])] += x * read(right + f);
     }
   }
   const std::span<const std::int32_t> found(own.columns.data(), own.met.drain(own.columns.data()));
@@ -243,7 +200,7 @@ void append_row(const BsrView& a, const BsrView& b, std::int64_t i, Finder<Produ
 template <class T>
 void find(const BsrView& a, const BsrView& b, SparseProduct& product, const Executor& executor) {
   const bool elements = product.shape.block_size() == 1 && a.plan.shape.block_cols == 1;
-  std::vector<Finder<ProductSum<T>>> finders(static_cast<std::size_t>(executor.threads),
+  std::vector<Finder<ElementSum<T>>> finders(static_cast<std::size_t>(executor.threads),
                                              {product.shape.col_count(), elements});
   std::atomic<bool> failed = false;
   for_each_row(executor, product.shape.row_count(), [&](std::int64_t i, int worker) {

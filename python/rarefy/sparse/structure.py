@@ -10,8 +10,8 @@ from torch import Tensor
 
 from .._torch_private import eager, unrecorded
 from ..checks import fail
-from ..masks import from_blocks, grid_of, to_blocks
 from ..pattern import BsrPattern
+from . import moves
 from .kinds import as_matrix
 from .matrix import SparseMatrix, as_tensor, is_dense
 
@@ -59,11 +59,7 @@ def sparse_add(a: Any, b: Any, *, check: str = "once") -> SparseMatrix | Tensor:
         fail(op, "dense must have 2 dimensions", dense.ndim)
     matrix = as_matrix(op, "a", a, columns=dense.shape[1], check=check)
     _check_alike(op, matrix, tuple(dense.shape), dense.dtype, dense.device)
-    pattern, blocks = matrix.pattern, matrix.blocks()
-    grid, positions = to_blocks(dense, pattern.block_shape), pattern.positions()
-    result = grid.flatten(0, 1)
-    result = result.index_copy(0, positions, result[positions] + blocks)
-    return from_blocks(result.view(grid.shape), matrix.shape)
+    return moves.add_dense(dense, matrix.blocks(), matrix.pattern)
 
 
 def _check_alike(
@@ -79,14 +75,8 @@ def _add_sparse(op: str, a: SparseMatrix, b: SparseMatrix) -> SparseMatrix:
     _check_alike(op, a, tuple(b.shape), b.dtype, b.device)
     if a.block_shape != b.block_shape:
         fail(op, f"both must be in blocks of {a.block_shape}", b.block_shape)
-    mine, theirs = a.pattern.positions(), b.pattern.positions()
-    positions = torch.unique(torch.cat((mine, theirs)))
-    pattern = BsrPattern.from_positions(positions, shape=tuple(a.shape), block_shape=a.block_shape)
-    sums = a.blocks().new_zeros((len(positions), *a.block_shape))
-    sums = sums.index_copy(0, torch.searchsorted(positions, mine), a.blocks())
-    at = torch.searchsorted(positions, theirs)
-    sums = sums.index_copy(0, at, sums[at] + b.blocks())
-    return SparseMatrix.of_blocks(sums, pattern, a, b)
+    blocks, pattern = moves.add(a.blocks(), a.pattern, b.blocks(), b.pattern)
+    return SparseMatrix.of_blocks(blocks, pattern, a, b)
 
 
 def _range(op: str, name: str, piece: Any, size: int, block: int) -> tuple[int, int]:
@@ -94,10 +84,10 @@ def _range(op: str, name: str, piece: Any, size: int, block: int) -> tuple[int, 
     if not isinstance(piece, slice) or piece.step not in (None, 1):
         fail(op, f"{name} must be a slice with step 1", repr(piece), TypeError)
     try:
-        first, end, _ = piece.indices(size)
+        chosen = range(size)[piece]
     except TypeError:
         fail(op, f"{name} must be a slice between ints", repr(piece), TypeError)
-    end = max(first, end)
+    first, end = chosen.start, max(chosen.start, chosen.stop)
     for what, at in (("begin", first), ("end", end)):
         if at % block and at != size:
             fail(op, f"{name} must {what} at a multiple of the block's {block}", at)
@@ -114,20 +104,9 @@ def sparse_slice(
     """
     op = "sparse_slice"
     matrix = as_matrix(op, "a", a, check=check)
-    (r, c), pattern = matrix.block_shape, matrix.pattern
-    top, bottom = _range(op, "rows", rows, matrix.shape[0], r)
-    left, right = _range(op, "columns", columns, matrix.shape[1], c)
-    crow, col = pattern.indices()
-    first, end = (int(i) for i in crow[[top // r, -(-bottom // r)]])
-    crow, col = crow[top // r : -(-bottom // r) + 1] - first, col[first:end]
-    values = matrix.values()[first:end]
-    if (left, right) != (0, matrix.shape[1]):
-        kept = (col >= left // c) & (col < -(-right // c))
-        counts = torch.zeros(len(kept) + 1, dtype=torch.int64, device=col.device)
-        counts[1:] = kept.cumsum(0)
-        crow, col, values = counts[crow.long()], col[kept] - left // c, values[kept]
-    shape = (bottom - top, right - left)
-    return SparseMatrix.on_pattern(values, BsrPattern(crow, col, shape=shape, block_shape=(r, c), op=op))
+    r, c = matrix.block_shape
+    spans = _range(op, "rows", rows, matrix.shape[0], r), _range(op, "columns", columns, matrix.shape[1], c)
+    return SparseMatrix.of_blocks(*moves.part(matrix.blocks(), matrix.pattern, *spans), matrix)
 
 
 def sparse_concat(matrices: Sequence[Any], dim: int = 0, *, check: str = "once") -> SparseMatrix:
@@ -157,17 +136,5 @@ def sparse_concat(matrices: Sequence[Any], dim: int = 0, *, check: str = "once")
         if i + 1 < len(parts) and part.shape[dim] % one.block_shape[dim]:
             requirement = f"matrices[{i}] must end at a multiple of the block's {one.block_shape[dim]}"
             fail(op, requirement, part.shape[dim])
-    sizes = [part.shape[dim] for part in parts]
-    shape = (sum(sizes), one.shape[1]) if dim == 0 else (one.shape[0], sum(sizes))
-    columns = grid_of(shape, one.block_shape)[1]
-    positions, start = [], 0
-    for part in parts:
-        rows, cols = part.pattern.block_rows(), part.pattern.indices()[1]
-        positions.append((rows + (0 if dim else start)) * columns + cols + (start if dim else 0))
-        start += part.pattern.grid[dim]
-    values = torch.cat([part.values() for part in parts])
-    ascending, order = torch.sort(torch.cat(positions))
-    if dim == 1:
-        values = values[order]
-    pattern = BsrPattern.from_positions(ascending, shape=shape, block_shape=one.block_shape)
-    return SparseMatrix.on_pattern(values, pattern)
+    blocks, pattern = moves.joined([part.blocks() for part in parts], [part.pattern for part in parts], dim)
+    return SparseMatrix.of_blocks(blocks, pattern, *parts)
