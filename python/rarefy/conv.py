@@ -22,6 +22,7 @@ from .sparse.conv import (
     pointwise_by_channel,
     read_geometry,
 )
+from .sparse.groups import blocks_inside, dense_of_whole, dense_to_whole, why_not_in
 from .sparse_weight import SparseWeight
 from .spec import Spec
 from .values import draw_uniform_
@@ -125,10 +126,8 @@ class BlockSparseConv2d(nn.Module):
             return torch.ones(rows, columns, dtype=torch.bool)
         if (reason := why_no_groups(self, block_shape)) is not None:
             fail(op, reason, tuple(block_shape))
-        out, into = self.out_channels // self.groups, self.in_channels // self.groups
-        row_group = torch.arange(rows) * block_shape[0] // out
-        column_group = torch.arange(columns) * block_shape[1] % self.in_channels // into
-        return row_group[:, None] == column_group
+        places = self.kernel_size[0] * self.kernel_size[1]
+        return blocks_inside(self._shape, tuple(block_shape), self.groups, places)
 
     # -- to and from nn.Conv2d ------------------------------------------------------------------
 
@@ -215,16 +214,12 @@ class BlockSparseConv2d(nn.Module):
 
     def to_dense(self) -> nn.Conv2d:
         """The nn.Conv2d that computes the same, with zeros for what is not stored."""
-        (kh, kw), c, o = self.kernel_size, self.in_channels, self.out_channels
         whole = self.weight.to_dense().detach().to(self.weight.x_dtype or self.weight.dtype)
-        whole = whole.reshape(o, kh, kw, c).permute(0, 3, 1, 2)
-        into = c // self.groups
-        parts = whole.reshape(self.groups, o // self.groups, self.groups, into, kh, kw)
-        group = torch.arange(self.groups, device=whole.device)
-        weight = parts[group, :, group].reshape(o, into, kh, kw)
+        weight = dense_of_whole(whole, self.groups, self.kernel_size)
         options = {"stride": self.stride, "padding": self.padding, "dilation": self.dilation}
         options |= {"groups": self.groups, "padding_mode": self.padding_mode}
-        conv = nn.Conv2d(c, o, self.kernel_size, bias=self.bias is not None, device="meta", **options)
+        sizes = (self.in_channels, self.out_channels, self.kernel_size)
+        conv = nn.Conv2d(*sizes, bias=self.bias is not None, device="meta", **options)
         conv.weight = nn.Parameter(
             weight.clone(memory_format=torch.contiguous_format),
             requires_grad=self.weight.values.requires_grad,
@@ -234,14 +229,7 @@ class BlockSparseConv2d(nn.Module):
 
     def _matrix(self, weight: torch.Tensor) -> torch.Tensor:
         """(O, C / groups, KH, KW) as the matrix (O, KH · KW · C), zeros outside of the groups."""
-        (kh, kw), c, o, g = self.kernel_size, self.in_channels, self.out_channels, self.groups
-        if g == 1:
-            return weight.permute(0, 2, 3, 1).reshape(o, kh * kw * c)
-        whole = weight.new_zeros((g, o // g, kh, kw, g, c // g))
-        group = torch.arange(g, device=weight.device)
-        parts = weight.reshape(g, o // g, c // g, kh, kw).permute(0, 1, 3, 4, 2)
-        whole[group, :, :, :, group] = parts
-        return whole.reshape(o, kh * kw * c)
+        return dense_to_whole(weight, self.groups)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         check_state("BlockSparseConv2d.load_state_dict", self, state_dict, prefix)
@@ -379,10 +367,7 @@ def why_no_rounding(conv: nn.Module) -> str | None:
 
 def why_no_groups(conv: nn.Module, block_shape: tuple[int, int]) -> str | None:
     """Why blocks would reach over the groups of a convolution, or None."""
-    out, into = conv.out_channels // conv.groups, conv.in_channels // conv.groups
-    if conv.groups == 1 or (out % block_shape[0] == 0 and into % block_shape[1] == 0):
-        return None
-    return f"block_shape must divide the {out} × {into} channels of a group"
+    return why_not_in(conv.groups, (conv.out_channels, conv.in_channels), block_shape)
 
 
 def _within(

@@ -9,7 +9,15 @@ from typing import Any
 import torch
 
 from . import _load
-from .checks import check_block_fits, check_block_shape, check_shape, check_tensor, fail, first_position
+from .checks import (
+    check_block_fits,
+    check_block_shape,
+    check_int,
+    check_shape,
+    check_tensor,
+    fail,
+    first_position,
+)
 from .masks import grid_of, pattern_of
 from .ops import bsr_plan
 
@@ -293,6 +301,40 @@ class BsrPattern:
                 del known[next(iter(known))]
             known[copies] = BsrPattern(crow, col, shape=shape, block_shape=self.block_shape, op=op)
         return known[copies]
+
+    def in_groups(self, groups: int, places: int = 1) -> BsrPattern:
+        """The pattern of a matrix, (N, K · groups), of which each group of rows has columns of its own.
+
+        Rows are in equal groups, columns at equal places. At each place of the result the columns of all
+        groups lie one group after the other, and a block is at those of its row's. Blocks keep their order,
+        so values are the same. The last one is kept.
+
+        Raises ValueError for blocks that reach over a group or a place, and for 2³¹ columns.
+        """
+        op, (n, k), (r, c) = "BsrPattern.in_groups", self.shape, self.block_shape
+        groups, places = check_int(op, "groups", groups, 1), check_int(op, "places", places, 1)
+        if groups == 1:
+            return self
+        if n % (groups * r) or k % (places * c):
+            requirement = f"{groups} groups of rows and {places} places must be cut by blocks of {(r, c)}"
+            fail(op, requirement, f"shape {(n, k)}")
+        known = self.__dict__.get("_in_groups")
+        if known is not None and known[:2] == (groups, places):
+            return known[2]
+        shape = torch.Size(check_shape(op, (n, k * groups)))
+        with torch.inference_mode(False):
+            crow, col = self.indices()
+            group = self.block_rows() // max(1, n // (groups * r))
+            width = max(1, k // (places * c))  # block columns of a group at a place
+            # All are less than 2³¹, and valid: nothing is looked at, which a graph could not do.
+            col = ((col // width * groups + group) * width + col % width).to(torch.int32)
+            plan = bsr_plan(crow, col, *shape, r, c, op)
+        made = BsrPattern._of_rows(plan, shape, (r, c), self.nnzb)
+        made.plan = plan
+        if not torch.compiler.is_compiling() and type(plan) is torch.Tensor:  # none of a graph
+            _when_made(plan)
+            self._in_groups = groups, places, made
+        return made
 
     def transposition(self) -> tuple[BsrPattern, torch.Tensor]:
         """The pattern of the transposed matrix, made once, and which block each of its blocks is, int32.

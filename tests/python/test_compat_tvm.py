@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import warnings
+
 import numpy as np
 import pytest
 import torch
@@ -160,6 +163,96 @@ def test_an_index_out_of_range_is_an_error():
         tvm.sparse_dense(torch.randn(1, 6), *arrays(w))
 
 
+def blocks_of(o: int, columns: int, block: tuple[int, int], density: float = 0.9) -> sp.bsr_matrix:
+    kept = np.random.default_rng(5).random((o // block[0], columns // block[1])) < density
+    dense = np.random.default_rng(6).standard_normal((o, columns)).astype("f4") * np.kron(
+        kept, np.ones(block)
+    )
+    return sp.bsr_matrix(dense.astype("f4"), blocksize=block)
+
+
+@pytest.mark.parametrize(("block", "layout"), [((8, 16), "NHWC"), ((8, 16), "NCHW"), ((8, 1), "NHWC")])
+def test_sparse_conv2d(block, layout):
+    """The original's cases and tolerance: 1×32×32×64 with 128 outputs; one column in two dimensions."""
+    w = blocks_of(128, 64, block)
+    x = np.random.default_rng(7).standard_normal((1, 32, 32, 64)).astype("f4")
+    data = w.data.reshape(-1, 8) if block[1] == 1 else w.data
+    given = x if layout == "NHWC" else np.ascontiguousarray(x.transpose(0, 3, 1, 2))
+    got = tvm.sparse_conv2d(given, data, w.indices, w.indptr, layout)
+    got = got if layout == "NHWC" else got.permute(0, 2, 3, 1)
+    np.testing.assert_allclose(got.numpy(), x @ w.toarray().T, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(("layout", "block"), [("NHWC", (16, 1)), ("NHWC", (4, 8)), ("NCHW", (16, 1))])
+@pytest.mark.parametrize("flat", [False, True])
+def test_sparse_conv2d_of_3_by_3(layout, block, flat):
+    """Its kernels: stride 1, a zero around the images; columns are a weight's of HWIO, or of OIHW, flattened.
+
+    So `process_params` made them: w.reshape(-1, O).T for NHWC, w.reshape(O, -1) for NCHW.
+    """
+    w = blocks_of(32, 9 * 16, block, 0.3)
+    x = torch.from_numpy(np.random.default_rng(7).standard_normal((2, 16, 7, 6)).astype("f4"))
+    dense = torch.from_numpy(w.toarray())
+    kernel = dense.reshape(32, 16, 3, 3)
+    if layout == "NHWC":
+        kernel = dense.reshape(32, 3, 3, 16).permute(0, 3, 1, 2)
+    want = nn.functional.conv2d(x, kernel, padding=1)
+    given = x if layout == "NCHW" else x.permute(0, 2, 3, 1)
+    flat = flat and block[1] == 1
+    data = torch.from_numpy(w.data.reshape(-1, block[0]) if flat else w.data).requires_grad_()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        got = tvm.sparse_conv2d(given, data, w.indices, w.indptr, layout, 3)
+    got = got if layout == "NCHW" else got.permute(0, 3, 1, 2)
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+    dy = torch.randn_like(want)
+    (grad,) = torch.autograd.grad(got, data, dy)
+    wanted = torch.nn.grad.conv2d_weight(x, kernel.shape, dy, padding=1)
+    wanted = wanted.permute(0, 2, 3, 1) if layout == "NHWC" else wanted
+    rows, columns = np.repeat(np.arange(len(w.indptr) - 1), np.diff(w.indptr)), torch.from_numpy(w.indices)
+    blocks = wanted.reshape(32 // block[0], block[0], -1, block[1])[rows, :, columns.long()]
+    torch.testing.assert_close(grad.view(blocks.shape), blocks, rtol=1e-4, atol=1e-3)
+
+
+def test_sparse_conv2d_of_single_elements_and_larger_kernels():
+    """Beyond the original's: CSR, kernels of 5×5, indices of int64."""
+    w = matrix(6, 25 * 4, 0.3)
+    x = torch.randn(2, 4, 8, 9)
+    dense = torch.from_numpy(w.toarray())
+    want = nn.functional.conv2d(x, dense.reshape(6, 4, 5, 5), padding=2)
+    got = tvm.sparse_conv2d(x, w.data, w.indices.astype("i8"), w.indptr.astype("i8"), "NCHW", 5)
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-2)
+
+
+def test_what_sparse_conv2d_refuses_is_named():
+    x, w = torch.randn(1, 16, 7, 6), blocks_of(32, 9 * 16, (4, 2), 0.3)
+    operands = (x, *arrays(w))
+    wrong = w.indices.copy()
+    wrong[3] = 99
+    for call, kind, text in (
+        (lambda: tvm.sparse_conv2d(*operands, "NCHW", 2), ValueError, "kernel_size must be odd; got 2"),
+        (lambda: tvm.sparse_conv2d(*operands, "NCHW", 0), ValueError, "kernel_size must be at least 1"),
+        (lambda: tvm.sparse_conv2d(*operands, "NCHW", (3, 3)), TypeError, "kernel_size must be an int"),
+        (lambda: tvm.sparse_conv2d(*operands, "HWIO", 3), ValueError, "layout must be .*; got 'HWIO'"),
+        (lambda: tvm.sparse_conv2d(*operands, "NCHW", 3), ValueError, r"blocks must have one col.*, 4, 2\)"),
+        (lambda: tvm.sparse_conv2d(x[0], *arrays(w), "NCHW", 3), ValueError, "x must have 4 dimensions"),
+        (
+            lambda: tvm.sparse_conv2d(x.permute(0, 2, 3, 1), w.data, wrong, w.indptr, "NHWC", 3),
+            ValueError,
+            r"indices must be in \[0, 72\); got indices\[3\]=99",
+        ),
+        (
+            lambda: tvm.sparse_conv2d(x, w.data[:, :, :1], wrong + 100, w.indptr, "NCHW", 3),
+            ValueError,
+            r"indices must be in \[0, 144\); got indices",
+        ),
+        (lambda: tvm.sparse_conv2d("x", *arrays(w)), TypeError, "dense_data must be a torch.Tensor; got str"),
+        (lambda: tvm.sparse_conv2d(x, 1, 2, 3), TypeError, "sparse_data must be a torch.Tensor; got int"),
+    ):
+        with pytest.raises(kind, match=rf"^\[sparse_conv2d\] {text}"):
+            call()
+
+
 @pytest.mark.parametrize("kernel", [0, 1, 3])
 @pytest.mark.parametrize("last", [False, True])
 def test_convert_stores_the_blocks_that_are_not_zero(kernel, last):
@@ -176,7 +269,11 @@ def test_convert_stores_the_blocks_that_are_not_zero(kernel, last):
         layer = nn.Conv2d(64, 128, kernel, padding=kernel // 2, bias=False)
         other, x = nn.Conv2d(128, 32, 1), torch.randn(1, 64, 32, 32)
         x = x.to(memory_format=torch.channels_last) if last else x
-        convert, sparse_kind = tvm.bsr_conv2d.convert, rarefy.BlockSparseConv2d
+        sparse_kind = rarefy.BlockSparseConv2d
+
+        def convert(*arguments):
+            return tvm.bsr_conv2d.convert(*arguments, "NHWC" if last else "NCHW", kernel)
+
     layers = nn.Sequential(nn.ReLU(), layer, nn.ReLU())
     with torch.no_grad():
         nn.init.normal_(layer.weight)
@@ -199,6 +296,29 @@ def test_convert_refuses_what_is_no_threshold():
         tvm.bsr_conv2d.convert(nn.Sequential(nn.Conv2d(4, 4, 1)), (1, 1), "0.5")
     with pytest.raises(ValueError, match=r"\[bsr_conv2d.convert\] block_shape"):
         tvm.bsr_conv2d.convert(nn.Sequential(nn.Conv2d(4, 4, 1)), (0, 1), 0.5)
+
+
+def test_convert_takes_layers_of_one_kernel():
+    """By position, as the original's last argument; all by default, of which it took 1×1."""
+    layers = [nn.Conv2d(4, 4, 1), nn.Conv2d(4, 4, 3), nn.Conv2d(4, 4, (1, 3)), nn.Conv2d(4, 4, 3, groups=2)]
+    for kernel, which in ((None, [0, 1, 2, 3]), (1, [0]), (3, [1, 3]), (5, [])):
+        for layout in ("NHWC", "NCHW"):
+            model = nn.Sequential(*copy.deepcopy(layers))
+            tvm.bsr_conv2d.convert(model, (2, 1), 0, layout, kernel)
+            assert [i for i in range(4) if isinstance(model[i], rarefy.BlockSparseConv2d)] == which
+            x = torch.randn(1, 4, 9, 9)
+            torch.testing.assert_close(model(x), nn.Sequential(*layers)(x))
+
+
+def test_convert_refuses_other_layouts_and_kernels():
+    model = nn.Sequential(nn.Conv2d(4, 4, 1))
+    for layout in ("HWIO", 3, None):
+        with pytest.raises(ValueError, match=r'\[bsr_conv2d.convert\] layout must be "NHWC" or "NCHW"; got'):
+            tvm.bsr_conv2d.convert(model, (1, 1), 0, layout)
+    for kernel, kind, text in ((0, ValueError, "at least 1; got 0"), ((3, 3), TypeError, "an int; got")):
+        with pytest.raises(kind, match=rf"\[bsr_conv2d.convert\] kernel_size must be {text}"):
+            tvm.bsr_conv2d.convert(model, (1, 1), 0, "NHWC", kernel)
+    assert type(model[0]) is nn.Conv2d
 
 
 def test_a_threshold_that_is_just_met_converts():

@@ -13,9 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from .. import sparse
-from ..checks import check_block_shape, check_density, fail
+from ..checks import check_block_shape, check_density, check_int, fail
 from ..masks import nonzero_blocks
+from ..pattern import BsrPattern
 from ..report import Report
+from ..sparse.kinds import as_matrix
 from ..sparse.matrix import SparseMatrix, as_tensor
 from ..sparsify import sparsify
 
@@ -54,6 +56,54 @@ def sparse_add(dense_data: Any, sparse_data: Any, sparse_indices: Any, sparse_in
     """`topi.nn.sparse_add`: ``dense_data + S``, dense; CSR or BSR."""
     dense = as_tensor("sparse_add", "dense_data", dense_data)
     return sparse.sparse_add(dense, (sparse_data, sparse_indices, sparse_indptr))
+
+
+def sparse_conv2d(
+    dense_data: Any,
+    sparse_data: Any,
+    sparse_indices: Any,
+    sparse_indptr: Any,
+    layout: str = "NHWC",
+    kernel_size: int = 1,
+) -> Tensor:
+    """`topi.nn.sparse_conv2d`, and the kernels of 3×3 behind relay's: stride 1, output of the input's size.
+
+    Args:
+        dense_data: (B, H, W, C), or (B, C, H, W) with layout "NCHW".
+        sparse_data: (nnzb, R, C'), or (nnzb, R) for blocks of one column; (nnz,) for CSR. The matrix is
+            (O, KH · KW · C), columns in the order (kernel row, kernel column, channel) for NHWC. For NCHW
+            they are in the order (channel, kernel row, kernel column), in blocks of one column, as in TVM.
+        sparse_indices: (nnzb,) int32 or int64.
+        sparse_indptr: (O / R + 1,) int32 or int64.
+        layout: "NHWC" or "NCHW".
+        kernel_size: odd, rows as columns; the originals knew 1 and 3. Zeros are around the images.
+
+    Returns (B, H, W, O), or (B, O, H, W). See rarefy.sparse.sparse_conv2d for dtypes, gradients and all else.
+    """
+    op = "sparse_conv2d"
+    x, data = as_tensor(op, "dense_data", dense_data), as_tensor(op, "sparse_data", sparse_data)
+    if check_int(op, "kernel_size", kernel_size, 1) % 2 == 0:
+        fail(op, "kernel_size must be odd", kernel_size)
+    weight: Any = (data[:, :, None] if data.ndim == 2 else data, sparse_indices, sparse_indptr)
+    if layout == "NCHW" and kernel_size > 1 and x.ndim == 4:
+        if data.ndim == 3 and data.shape[2] != 1:
+            requirement = "blocks must have one column where columns are in the order of OIHW (NCHW, k×k)"
+            fail(op, requirement, tuple(data.shape))
+        places = kernel_size * kernel_size
+        matrix = as_matrix(op, "weight", weight, columns=places * x.shape[1])
+        weight = _by_place(matrix, places)
+    options = {"kernel_size": kernel_size, "padding": kernel_size // 2, "layout": layout}
+    return sparse.sparse_conv2d(x, weight, **options)
+
+
+def _by_place(matrix: SparseMatrix, places: int) -> SparseMatrix:
+    """Columns in the order (channel, place of the kernel), one a block, as (place, channel)."""
+    (_, k), pattern = matrix.shape, matrix.pattern
+    row, column = pattern.block_rows(), pattern.indices()[1].long()
+    positions = row * k + column % places * (k // places) + column // places
+    positions, order = positions.sort()
+    sizes = {"shape": tuple(matrix.shape), "block_shape": matrix.block_shape}
+    return SparseMatrix.on_pattern(matrix.values()[order], BsrPattern.from_positions(positions, **sizes))
 
 
 def csrmv(a: Any, x: Any, y: Any = None) -> Tensor:
@@ -131,21 +181,39 @@ class bsr_conv2d:
     """`relay.data_dep_optimization.bsr_conv2d`."""
 
     @staticmethod
-    def convert(model: nn.Module, blocksize: tuple[int, int], sparsity_threshold: float) -> Report:
+    def convert(
+        model: nn.Module,
+        blocksize: tuple[int, int],
+        sparsity_threshold: float,
+        layout: str = "NHWC",
+        kernel_size: int | None = None,
+    ) -> Report:
         """The same of nn.Conv2d: 1×1 and k×k, both memory formats, and groups that blocks fit into.
 
-        Blocks are (output channels, input channels) at a place of the kernel.
+        Blocks are (output channels, input channels) at a place of the kernel. `layout`, "NHWC" or "NCHW",
+        changes nothing: there it said how weights lie, which modules know, and images come in either memory
+        format. With `kernel_size` only layers with so many rows and columns of the kernel become sparse; all
+        by default, where the original took those of 1×1, and knew 3 besides.
         """
-        return _convert("bsr_conv2d.convert", model, nn.Conv2d, blocksize, sparsity_threshold)
+        op = "bsr_conv2d.convert"
+        if layout not in ("NHWC", "NCHW"):
+            fail(op, 'layout must be "NHWC" or "NCHW"', repr(layout))
+        if kernel_size is not None:
+            check_int(op, "kernel_size", kernel_size, 1)
+        return _convert(op, model, nn.Conv2d, blocksize, sparsity_threshold, kernel_size)
 
 
-def _convert(op: str, model: nn.Module, kind: type, blocksize: Any, threshold: Any) -> Report:
+def _convert(
+    op: str, model: nn.Module, kind: type, blocksize: Any, threshold: Any, kernel: int | None = None
+) -> Report:
     block, threshold = check_block_shape(op, blocksize), check_density(op, threshold, "sparsity_threshold")
 
     def is_sparse(_: str, module: nn.Module) -> bool:
         if not isinstance(module, kind):
             return False
         weight = module.weight.detach()
+        if kernel is not None and weight.shape[2:] != (kernel, kernel):
+            return False
         matrix = weight.movedim(1, -1).flatten(1)  # channels of a place beside one another
         return float((~nonzero_blocks(matrix, block)).double().mean()) >= threshold
 

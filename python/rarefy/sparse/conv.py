@@ -18,11 +18,12 @@ from torch.nn import functional
 from .. import ops
 from .._torch_private import in_autocast
 from ..activations import NONE, activate, check_activation
-from ..checks import check_pair, fail
+from ..checks import check_int, check_pair, fail
 from ..op_rules import autocast_to, meets_nothing
 from ..pattern import BsrPattern
+from .groups import whole_matrix, why_not_in
 from .kinds import as_matrix
-from .matrix import FLOATS, as_tensor
+from .matrix import FLOATS, SparseMatrix, as_tensor
 from .products import checked_bias, product_in_place
 
 # Windows of a piece: with the columns of a product they stay in L2. On a GPU a piece is one that fills it.
@@ -256,6 +257,7 @@ def sparse_conv2d(
     stride: int | tuple[int, int] = 1,
     padding: int | tuple[int, int] | str = 0,
     dilation: int | tuple[int, int] = 1,
+    groups: int = 1,
     layout: str = "NHWC",
     activation: str | None = None,
     check: str = "once",
@@ -265,14 +267,16 @@ def sparse_conv2d(
     Args:
         x: (B, H, W, C), or (B, C, H, W) with layout "NCHW"; any strides, of the dtype of data. Fastest where
             channels are contiguous (torch.channels_last for NCHW).
-        weight: (O, KH · KW · C), sparse, columns in the order (kernel row, kernel column, channel); see
-            `sparse_dense`. Data of 2 dimensions, (nnzb, R), are blocks of one column, as TVM had them. Groups
-            are a pattern that stores nothing outside of them; see BlockSparseConv2d.
+        weight: (O, KH · KW · C / groups), sparse, columns in the order (kernel row, kernel column, channel);
+            see `sparse_dense`. Data of 2 dimensions, (nnzb, R), are blocks of one column, as TVM had them.
         bias: (O,) of x's dtype.
         kernel_size: an int, or one for rows and one for columns, as the next three.
         stride: places between windows.
         padding: zeros around the images; "valid" for none, "same" for an output of x's size (stride 1).
         dilation: places between those of a window.
+        groups: input and output channels in so many parts that see one another alone, as F.conv2d has them;
+            must divide both, and blocks the channels of a group. (The weight of a BlockSparseConv2d with
+            groups is a matrix of all channels, which stores nothing outside of them: groups=1.)
         layout: "NHWC" or "NCHW".
         activation: "relu", "gelu", "gelu_tanh", "silu" or None.
         check: see SparseMatrix.
@@ -296,13 +300,7 @@ def sparse_conv2d(
     x = x.permute(0, 2, 3, 1) if layout == "NCHW" else x
     geometry = read_geometry(op, kernel_size, stride, padding, dilation)
     check_size(op, x, geometry)
-    columns = geometry.kernel[0] * geometry.kernel[1] * x.shape[3]
-    if isinstance(weight, tuple | list) and len(weight) == 3 and getattr(weight[0], "ndim", 0) == 2:
-        weight = (weight[0][:, :, None], *weight[1:])
-    matrix = as_matrix(op, "weight", weight, columns=columns, check=check)
-    if matrix.shape[1] != columns:
-        got = f"{matrix.shape[1]} for {x.shape[3]} channels"
-        fail(op, f"weight must have {columns} columns, kernel places times channels", got)
+    matrix = _read_weight(op, weight, x.shape[3], check_int(op, "groups", groups, 1), geometry, check)
     if matrix.dtype != x.dtype and not in_autocast():
         fail(op, f"x must be of the dtype of data, {matrix.dtype}", x.dtype, TypeError)
     blocks = matrix.blocks()
@@ -316,6 +314,28 @@ def sparse_conv2d(
     derived = matrix.derived(x, blocks)
     y = _activated(x, blocks, matrix.pattern, bias, geometry, derived, name)
     return y.permute(0, 3, 1, 2) if layout == "NCHW" else y
+
+
+def _read_weight(
+    op: str, weight: Any, channels: int, groups: int, geometry: Geometry, check: str
+) -> SparseMatrix:
+    """The weight as a matrix of all channels."""
+    if channels % groups:
+        fail(op, f"groups must divide the {channels} channels of x", groups)
+    places = geometry.kernel[0] * geometry.kernel[1]
+    columns = places * (channels // groups)
+    if isinstance(weight, tuple | list) and len(weight) == 3 and getattr(weight[0], "ndim", 0) == 2:
+        weight = (weight[0][:, :, None], *weight[1:])
+    matrix = as_matrix(op, "weight", weight, columns=columns, check=check)
+    if matrix.shape[1] != columns:
+        what = "channels" if groups == 1 else "channels of a group"
+        got = f"{matrix.shape[1]} for {channels} channels"
+        fail(op, f"weight must have {columns} columns, kernel places times {what}", got)
+    if matrix.shape[0] % groups:
+        fail(op, f"groups must divide the {matrix.shape[0]} rows of weight", groups)
+    if (reason := why_not_in(groups, (matrix.shape[0], channels), matrix.block_shape)) is not None:
+        fail(op, reason, matrix.block_shape)
+    return whole_matrix(matrix, groups, places)
 
 
 def _activated(x, blocks, pattern, bias, geometry, derived, name: str) -> Tensor:

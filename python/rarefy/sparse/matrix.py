@@ -325,6 +325,7 @@ class SparseMatrix:
         self._calls: dict[Any, tuple[Tensor, Tensor, tuple | None, Kept]] = {}
         # Data and plan, and how many columns b had whose product was made of them as they lie.
         self._in_place: tuple[Tensor | None, Tensor | None, set[int]] = None, None, set()
+        self._in_groups: SparseMatrix | None = None  # the matrix of a convolution in groups; see groups.py
 
     def _is_few(self, x: Tensor) -> bool:
         """Whether single elements meet a few tokens, for which what kernels derive is another thing."""
