@@ -67,6 +67,11 @@ def _when_made(kept: torch.Tensor) -> torch.Tensor:
     return kept
 
 
+def _is_of_a_graph(plan: torch.Tensor) -> bool:
+    """Whether a graph made this, which a pattern that is there before and after it must not keep."""
+    return torch.compiler.is_compiling() or type(plan) is not torch.Tensor
+
+
 class BsrPattern:
     """Which blocks of an (N, K) matrix are stored.
 
@@ -133,8 +138,10 @@ class BsrPattern:
         if name != "plan":
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         with torch.inference_mode(False):
-            self.plan = bsr_plan(*self.indices(), *self.shape, *self.block_shape)
-        return self.plan
+            plan = bsr_plan(*self.indices(), *self.shape, *self.block_shape)
+        if not _is_of_a_graph(plan):
+            self.plan = plan
+        return plan
 
     @classmethod
     def by_rows(
@@ -297,9 +304,12 @@ class BsrPattern:
             crow = torch.cat(((crow[:-1] + turn * self.nnzb).flatten(), crow[-1:] * copies))
             col = (col + turn * self.grid[1]).flatten()
             shape = (self.shape[0] * copies, self.shape[1] * copies)
-            if len(known) > 1:  # each takes the memory of a plan so many times as large
-                del known[next(iter(known))]
-            known[copies] = BsrPattern(crow, col, shape=shape, block_shape=self.block_shape, op=op)
+            made = BsrPattern(crow, col, shape=shape, block_shape=self.block_shape, op=op)
+            if not _is_of_a_graph(made.row_plan):
+                if len(known) > 1:  # each takes the memory of a plan so many times as large
+                    del known[next(iter(known))]
+                known[copies] = made
+            return made
         return known[copies]
 
     def in_groups(self, groups: int, places: int = 1) -> BsrPattern:
@@ -331,7 +341,7 @@ class BsrPattern:
             plan = bsr_plan(crow, col, *shape, r, c, op)
         made = BsrPattern._of_rows(plan, shape, (r, c), self.nnzb)
         made.plan = plan
-        if not torch.compiler.is_compiling() and type(plan) is torch.Tensor:  # none of a graph
+        if not _is_of_a_graph(plan):
             _when_made(plan)
             self._in_groups = groups, places, made
         return made
@@ -345,7 +355,9 @@ class BsrPattern:
         known = self.__dict__.get("_transposed")
         if known is None:
             with torch.inference_mode(False):
-                known = self._transposed = self._transpose(perm)
+                known = self._transpose(perm)
+            if not _is_of_a_graph(known.row_plan):
+                self._transposed = known
         return known, perm
 
     def _transpose(self, perm: torch.Tensor) -> BsrPattern:

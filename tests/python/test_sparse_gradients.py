@@ -152,6 +152,22 @@ def test_sparse_products_compile_and_export_whole(blocks):
             torch.testing.assert_close(got, model(x), rtol=1e-5, atol=1e-5)
 
 
+def test_patterns_keep_nothing_that_a_graph_made():
+    """Export on fake tensors once left one in the transposed pattern that eager calls share."""
+    (data, indices, indptr), dense = csr(6, 8, 0.5)
+    data = data.requires_grad_()
+    matrix = sparse.SparseMatrix(data, indices, indptr, shape=(6, 8))
+
+    class Turns(torch.nn.Module):
+        def forward(self, x):
+            return sparse.spmm(sparse.sparse_transpose(matrix), x)
+
+    x = torch.randn(6, 2)
+    torch.export.export(Turns(), (x,), strict=False)
+    sparse.sparse_transpose(matrix).data.sum().backward()
+    torch.testing.assert_close(Turns()(x), dense.T @ x)
+
+
 class Attends(torch.nn.Module):
     """Attention on blocks of scores, and a product of integers."""
 
