@@ -16,7 +16,8 @@ from .. import sparse
 from ..checks import check_block_shape, check_density, fail
 from ..masks import nonzero_blocks
 from ..report import Report
-from ..sparse.matrix import SparseMatrix, as_tensor
+from ..sparse.kinds import passing
+from ..sparse.matrix import as_tensor
 from ..sparsify import sparsify
 
 Arrays = tuple[Tensor, Tensor, Tensor]  # data, indices, indptr
@@ -44,7 +45,7 @@ def sparse_transpose(
     indptr = as_tensor("sparse_transpose", "sparse_indptr", sparse_indptr)
     rows = max(0, len(indptr) - 1) * (data.shape[1] if data.ndim == 3 else 1)
     shape = (rows, rows if columns is None else columns)
-    matrix = SparseMatrix(data, sparse_indices, indptr, shape=shape, op="sparse_transpose")
+    matrix = passing(data, sparse_indices, indptr, shape=shape, check="once", op="sparse_transpose")
     result = sparse.sparse_transpose(matrix)
     kind = matrix.indices.dtype
     return result.data, result.indices.to(kind), result.indptr.to(kind)

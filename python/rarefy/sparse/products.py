@@ -77,7 +77,7 @@ def sparse_dense(
             return y
     x = as_tensor(op, "x", x)
     if activation is None and not sparse_lhs:
-        y = _with_arrays(x, weight, bias)
+        y = _with_arrays(x, weight, bias, check)
         if y is not None:
             return y
     if x.ndim == 0 or (sparse_lhs and x.ndim != 2):
@@ -98,12 +98,12 @@ def sparse_dense(
     return activate(y if bias is None else y + bias, name)
 
 
-def _with_arrays(x: Tensor, weight: Any, bias: Any) -> Tensor | None:
+def _with_arrays(x: Tensor, weight: Any, bias: Any, check: str) -> Tensor | None:
     """The product with arrays in scipy's order of an eager call: read, checked and used by one op.
 
     Or compared with those of the calls before, if they come again (recent.py).
-    None where they are of another kind, not sorted or not valid, or someone wants gradients: the long way has
-    an answer to each, and what it makes of the arrays first takes as long as a small product.
+    None where they are of another kind, not valid, not sorted and new, or someone wants gradients: the long
+    way has an answer to each, and what it makes of the arrays first takes as long as a small product.
     """
     if type(weight) is tuple:
         arrays = weight
@@ -119,7 +119,7 @@ def _with_arrays(x: Tensor, weight: Any, bias: Any) -> Tensor | None:
     tensors = [as_tensor("sparse_dense", name, array) for name, array in zip(names, arrays, strict=True)]
     if not meets_nothing(x, *tensors, bias):
         return None
-    recent = find(*tensors, x.shape[-1]) if x.ndim else None
+    recent = find(*tensors, x.shape[-1], check) if x.ndim else None
     y = None if recent is None else recent.product(x, tensors[0], bias)
     return _arrays_product(x, *tensors, bias) if y is None else y
 
