@@ -76,7 +76,7 @@ def passing(*arrays: Any, shape: tuple[int, int], check: str, op: str) -> Sparse
     matrix = None if recent is None else SparseMatrix.of_recent(arrays, recent, check, op)
     if matrix is None or tuple(matrix.shape) != shape:
         matrix = SparseMatrix(*arrays, shape=shape, check=check, op=op)
-        if matrix.moves and not op.startswith("SparseMatrix") and can_keep(*arrays):
+        if matrix._moves and not op.startswith("SparseMatrix") and can_keep(*arrays):
             keep(arrays, matrix.pattern, matrix._order, matrix._slot)
     matrix._keeps = False
     return matrix

@@ -210,7 +210,7 @@ class SparseMatrix:
         return indptr, indices
 
     @property
-    def moves(self) -> bool:
+    def _moves(self) -> bool:
         """Whether values are data in another order, or sums of them."""
         return self._order is not None or self._slot is not None
 
@@ -339,7 +339,7 @@ class SparseMatrix:
         """What kernels for x want of this matrix beside values and plan, as a weight holds it."""
         if self._recent is not None:
             return self._recent.derived(x, blocks)
-        if not self._keeps or self.moves:
+        if not self._keeps or self._moves:
             return ()
         if not x.dtype.is_floating_point or not blocks.is_floating_point():
             return ()
@@ -400,7 +400,7 @@ class SparseMatrix:
 
     def remember_in_place(self, columns: int, plan: Tensor) -> None:
         """Lets products with so many columns come in by `in_place`, if `data` are what the op reads."""
-        if self.check == "always" or self.moves or type(self.data) not in PLAIN:
+        if self.check == "always" or self._moves or type(self.data) not in PLAIN:
             return
         if self._in_place[0] is not self.data:
             self._in_place = self.data, plan, set()
