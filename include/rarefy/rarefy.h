@@ -16,6 +16,7 @@
 #include "rarefy/prune_reconstruct.h"
 #include "rarefy/safetensors.h"
 #include "rarefy/sparse.h"
+#include "rarefy/sparse_structure.h"
 #include "rarefy/status.h"
 #include "rarefy/version.h"
 #include "rarefy/view.h"

@@ -23,12 +23,12 @@ from .ops import bsr_plan
 
 _INT32 = torch.iinfo(torch.int32)
 _row_plan, _transposed = map(_load.op, ("_row_plan", "_transposed"))
-_HEADER = 8  # words of a plan before its copy of the indices (src/core/plan_layout.h)
+HEADER = 8  # words of a plan before its copy of the indices (src/core/plan_layout.h)
 
 
 def row_plan_size(block_rows: int, nnzb: int) -> int:
     """Words of a row plan: the header, and the indices by row."""
-    return _HEADER + block_rows + 1 + nnzb
+    return HEADER + block_rows + 1 + nnzb
 
 
 def as_index(op: str, name: str, value: Any) -> torch.Tensor:
@@ -221,9 +221,9 @@ class BsrPattern:
 
     def indices(self) -> tuple[torch.Tensor, torch.Tensor]:
         """crow_indices and col_indices as views of the plan, for reading only."""
-        first = _HEADER + self.grid[0] + 1
+        first = HEADER + self.grid[0] + 1
         # In one slice: inductor knows no size of a slice of a slice, where nnzb follows from indices.
-        return self.row_plan[_HEADER:first], self.row_plan[first : first + self.nnzb]
+        return self.row_plan[HEADER:first], self.row_plan[first : first + self.nnzb]
 
     @property
     def crow_indices(self) -> torch.Tensor:
@@ -363,9 +363,9 @@ class BsrPattern:
     def _transpose(self, perm: torch.Tensor) -> BsrPattern:
         shape, block = torch.Size(reversed(self.shape)), (self.block_shape[1], self.block_shape[0])
         rows, columns = self.grid
-        sizes = (_HEADER, rows + 1, self.nnzb, columns + 1, self.nnzb, self.nnzb)
+        sizes = (HEADER, rows + 1, self.nnzb, columns + 1, self.nnzb, self.nnzb)
         header, crow, col, ccol, row, _ = self.plan.split(sizes)
-        mine = (header[[0, 2, 1, 4, 3, *range(5, _HEADER)]], ccol, row)
+        mine = (header[[0, 2, 1, 4, 3, *range(5, HEADER)]], ccol, row)
         if self.device.type == "cpu":
             return BsrPattern._of_rows(torch.cat(mine), shape, block, self.nnzb)
         back = torch.empty_like(perm)

@@ -234,7 +234,7 @@ def test_matrices_of_scipy_in_one_size_are_told_apart():
 
 def test_what_is_kept_has_a_limit(monkeypatch):
     first, second = arrays_of(seed=1), arrays_of(seed=2)
-    monkeypatch.setattr(recent, "_MOST_INDICES", max(len(first[1]), len(second[1])) + 10)
+    monkeypatch.setattr(recent, "_MOST_WORDS", max(len(first[1]), len(second[1])) + N + 20)
     x = torch.randn(3, K)
     for _ in range(3):
         sparse.sparse_dense(x, first)

@@ -137,6 +137,7 @@ def test_arrays_that_need_the_long_way():
     ):
         torch.testing.assert_close(sparse.sparse_dense(x, arrays), want, atol=1e-4, rtol=1e-4)
     order = torch.cat([torch.arange(a, b).flip(0) for a, b in pairwise(indptr)])
+    sparse.forget_arrays()
     with pytest.warns(UserWarning, match="not sorted"):
         y = sparse.sparse_dense(x, (data[order], indices[order], indptr))
     torch.testing.assert_close(y, want, atol=1e-4, rtol=1e-4)

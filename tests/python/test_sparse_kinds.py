@@ -138,6 +138,7 @@ def test_numpy_arrays_that_torch_cannot_share():
 
 @pytest.mark.parametrize("kind", ["tuple", "csr", "torch", "matrix"])
 def test_the_warning_is_about_the_callers_line(kind):
+    sparse.forget_arrays()  # the same ones of another test may have lain at the same place
     w = sp.csr_array((np.ones(2), np.array([2, 0]), np.array([0, 2])), shape=(1, 3))
     of_torch = torch.sparse_csr_tensor(
         torch.tensor([0, 2]), torch.tensor([2, 0]), torch.ones(2).double(), size=(1, 3)

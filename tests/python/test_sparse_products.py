@@ -13,7 +13,7 @@ import rarefy
 from rarefy import BsrPattern, sparse
 from rarefy.masks import to_blocks
 from rarefy.sparse import SparseMatrix, expanded, products
-from sparse_matrices import FLOATS, INTEGERS, NUMPY, csr, on, random_blocks, whole
+from sparse_matrices import FLOATS, NUMPY, csr, on, random_blocks, whole
 
 
 @pytest.mark.parametrize("tokens", [0, 1, 4])
@@ -239,70 +239,6 @@ def test_indices_are_read_again_in_products_like_one_before():
         assert torch.equal(a @ b, b) and torch.equal(twice @ b, torch.tensor([[2.0, 4], [0, 0]]))
     indices[0] = 1
     assert torch.equal(a @ b, b[[1, 1]])
-
-
-def _any_integers(shape, dtype):
-    """Of all that the dtype holds, so that sums wrap around."""
-    info = torch.iinfo(dtype)
-    return torch.randint(info.min, info.max, shape, dtype=dtype)
-
-
-@pytest.mark.parametrize("dtype", INTEGERS, ids=str)
-@pytest.mark.parametrize("blocks", [((1, 1), (1, 1)), ((2, 3), (3, 5)), ((1, 4), (4, 1)), ((3, 1), (1, 1))])
-def test_sparse_products_of_integers_wrap_around_as_in_numpy(blocks, dtype):
-    (r, s), (_, c) = blocks
-    (left, left_col, left_row), _ = random_blocks(9, 7, r, s, 0.4)
-    (right, right_col, right_row), _ = random_blocks(7, 8, s, c, 0.4)
-    left, right = _any_integers(left.shape, dtype), _any_integers(right.shape, dtype)
-    if blocks == ((1, 1), (1, 1)):
-        left, right = left.flatten(), right.flatten()
-    a = SparseMatrix(left, left_col, left_row, shape=(9 * r, 7 * s))
-    b = SparseMatrix(right, right_col, right_row, shape=(7 * s, 8 * c))
-    want = a.to_dense().numpy() @ b.to_dense().numpy()
-    product = a @ b
-    assert product.dtype == dtype and product.block_shape == (r, c)
-    assert np.array_equal(product.to_dense().numpy(), want)
-    assert np.array_equal(sparse.sparse_matmul(a, b, dense=True).numpy(), want)
-    if product.format == "csr":
-        assert np.array_equal((a.to_scipy() @ b.to_scipy()).toarray(), want)
-    assert torch.equal(product.data, sparse.sparse_matmul(a, b).data)
-
-
-@pytest.mark.parametrize("dtype", INTEGERS, ids=str)
-@pytest.mark.parametrize("block", [(1, 1), (2, 3), (1, 4)])
-@pytest.mark.parametrize("depth", [0, 1, 37])
-def test_sddmm_of_integers_wraps_around_as_in_numpy(depth, block, dtype):
-    (data, indices, indptr), _ = random_blocks(8, 6, *block, 0.5)
-    data, shape = _any_integers(data.shape, dtype), (8 * block[0] - (block[0] > 1), 6 * block[1])
-    if block[0] > 1:  # the last row is padding
-        data[indptr[-2] :, -1] = 0
-    x, y = _any_integers((depth, shape[0]), dtype).t(), _any_integers((shape[1], depth), dtype)
-    a = SparseMatrix(data, indices, indptr, shape=shape)
-    stored = (
-        SparseMatrix(torch.ones_like(data), indices, indptr, shape=shape, check="trusted").to_dense().numpy()
-    )
-    want = (x.numpy() @ y.numpy().T) * stored
-    got = sparse.sddmm(a, x, y)
-    assert got.dtype == dtype and np.array_equal(got.to_dense().numpy(), want)
-    assert int(got.data.count_nonzero()) == np.count_nonzero(want), "padding is not zero"
-    weighted = sparse.sddmm(a, x, y, weighted=True)
-    assert np.array_equal(weighted.to_dense().numpy(), want * a.to_dense().numpy())
-
-
-def test_sparse_products_of_integers_say_what_they_want():
-    data, index, rows = torch.ones(1, dtype=torch.int8), torch.tensor([0]), torch.tensor([0, 1])
-    a = SparseMatrix(data, index, rows, shape=(1, 1))
-    with pytest.raises(
-        TypeError, match=r"\[sparse_matmul\] a and b must have one dtype; got torch.int8 and torch.int16"
-    ):
-        sparse.sparse_matmul(a, SparseMatrix(data.short(), index, rows, shape=(1, 1)))
-    x = torch.ones(1, 3, dtype=torch.int16)
-    with pytest.raises(
-        TypeError, match=r"\[sddmm\] data must be of the dtype of x, torch.int16; got torch.int8"
-    ):
-        sparse.sddmm(a, x, x, weighted=True)
-    with pytest.raises(TypeError, match=r"\[sddmm\] x must be of a dtype of floats or of signed integers"):
-        sparse.sddmm(a, x.to(torch.uint8), x.to(torch.uint8))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)

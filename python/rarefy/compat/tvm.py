@@ -17,7 +17,7 @@ from ..checks import check_block_shape, check_density, check_int, fail
 from ..masks import nonzero_blocks
 from ..pattern import BsrPattern
 from ..report import Report
-from ..sparse.kinds import as_matrix
+from ..sparse.kinds import as_matrix, passing
 from ..sparse.matrix import SparseMatrix, as_tensor
 from ..sparsify import sparsify
 
@@ -46,7 +46,7 @@ def sparse_transpose(
     indptr = as_tensor("sparse_transpose", "sparse_indptr", sparse_indptr)
     rows = max(0, len(indptr) - 1) * (data.shape[1] if data.ndim == 3 else 1)
     shape = (rows, rows if columns is None else columns)
-    matrix = SparseMatrix(data, sparse_indices, indptr, shape=shape, op="sparse_transpose")
+    matrix = passing(data, sparse_indices, indptr, shape=shape, check="once", op="sparse_transpose")
     result = sparse.sparse_transpose(matrix)
     kind = matrix.indices.dtype
     return result.data, result.indices.to(kind), result.indptr.to(kind)

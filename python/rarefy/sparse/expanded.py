@@ -2,7 +2,8 @@
 
 "Expand, sort, compress" (Bell, Dalton and Olson, 2012) in torch's operations, so on any device. A block is
 the sum of its pairs in a's order, in float32 (products of blocks in tf32 where torch's may) or float64: equal
-calls have equal bits. Rows of a are taken in ranges, whose pairs bound the memory.
+calls have equal bits. Integers are exact modulo 2 to their bits. Rows of a are taken in ranges, whose pairs
+bound the memory.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ..pattern import BsrPattern
+from . import integers
 
 _ELEMENTS = 1 << 26  # of operands and products at a time: a quarter of a gigabyte in float32
 
@@ -72,11 +74,16 @@ def _ranges(pa: BsrPattern, pb: BsrPattern) -> Iterator[tuple[Tensor, Tensor, Te
 
 def _sums(x: Tensor, y: Tensor, counts: Tensor) -> Tensor:
     """Of the products of pairs of blocks, so many one after another each."""
-    wide = torch.promote_types(x.dtype, torch.float32)
-    multiply = torch.mul if x.shape[1:] == y.shape[1:] == (1, 1) else torch.bmm
+    floats = x.dtype.is_floating_point
+    wide = torch.promote_types(x.dtype, torch.float32) if floats else integers.widened(x.dtype)
+    multiply = torch.bmm if floats else integers.multiplied
+    if x.shape[1:] == y.shape[1:] == (1, 1):
+        multiply = torch.mul
     products = multiply(x.to(wide), y.to(wide))
     if len(counts) == 0:
         return products.to(x.dtype)
+    if not floats:
+        return integers.summed(products, counts).to(x.dtype)
     return torch.segment_reduce(products, "sum", lengths=counts, unsafe=True).to(
         x.dtype
     )  # not looked at: no wait

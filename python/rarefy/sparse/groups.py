@@ -41,7 +41,7 @@ def whole_matrix(matrix: SparseMatrix, groups: int, places: int) -> SparseMatrix
     if groups == 1:
         return matrix
     pattern, data = matrix.pattern.in_groups(groups, places), matrix.data
-    if not matrix._keeps or matrix._slot is not None:
+    if not matrix._keeps or matrix._moves:
         whole = SparseMatrix.on_pattern(matrix.values(), pattern)
         whole._keeps = False
         return whole

@@ -11,7 +11,7 @@ from .._torch_private import PLAIN, eager
 from ..checks import fail
 from ..sparse_weight import SparseWeight
 from .matrix import CHECKS, SparseMatrix, as_tensor, refuse_check
-from .recent import find
+from .recent import can_keep, find, keep
 
 # torch's layouts that store rows, and those that store columns.
 _BY_ROW = (torch.sparse_csr, torch.sparse_bsr)
@@ -61,10 +61,10 @@ def as_matrix(
     if columns is None:
         columns = (int(indices.max()) + 1) * c if indices.numel() else 0
     shape = (max(0, indptr.numel() - 1) * r, columns)
-    return _passing(data, indices, indptr, shape=shape, check=check, op=op)
+    return passing(data, indices, indptr, shape=shape, check=check, op=op)
 
 
-def _passing(*arrays: Any, shape: tuple[int, int], check: str, op: str) -> SparseMatrix:
+def passing(*arrays: Any, shape: tuple[int, int], check: str, op: str) -> SparseMatrix:
     """A matrix for one call, which derives nothing that only later calls would gain by.
 
     On the pattern of arrays that came before, if these are the same ones.
@@ -72,10 +72,12 @@ def _passing(*arrays: Any, shape: tuple[int, int], check: str, op: str) -> Spars
     names = ("data", "indices", "indptr")
     arrays = tuple(as_tensor(op, name, array) for name, array in zip(names, arrays, strict=True))
     plain = eager() and all(type(array) in PLAIN for array in arrays)
-    recent = find(*arrays, shape[1]) if plain else None
+    recent = find(*arrays, shape[1], check, few=True) if plain else None
     matrix = None if recent is None else SparseMatrix.of_recent(arrays, recent, check, op)
     if matrix is None or tuple(matrix.shape) != shape:
         matrix = SparseMatrix(*arrays, shape=shape, check=check, op=op)
+        if matrix._moves and not op.startswith("SparseMatrix") and can_keep(*arrays):
+            keep(arrays, matrix.pattern, matrix._order, matrix._slot)
     matrix._keeps = False
     return matrix
 
@@ -107,13 +109,13 @@ def _of_torch(op: str, name: str, tensor: Tensor, check: str) -> SparseMatrix:
         row, column = tensor.indices()
         indptr = torch.zeros(rows + 1, dtype=torch.int64, device=row.device)
         indptr[1:] = torch.bincount(row, minlength=rows).cumsum(0)
-        return _passing(values, column, indptr, shape=(rows, columns), **options)
+        return passing(values, column, indptr, shape=(rows, columns), **options)
     if tensor.layout in _BY_ROW:
         arrays = values, tensor.col_indices(), tensor.crow_indices()
-        return _passing(*arrays, shape=(rows, columns), **options)
+        return passing(*arrays, shape=(rows, columns), **options)
     values = values if values.ndim == 1 else values.transpose(1, 2)
     arrays = values, tensor.row_indices(), tensor.ccol_indices()
-    return _transposed(_passing(*arrays, shape=(columns, rows), **options))
+    return _transposed(passing(*arrays, shape=(columns, rows), **options))
 
 
 def _of_scipy(op: str, name: str, matrix: Any, check: str) -> SparseMatrix:
@@ -125,7 +127,7 @@ def _of_scipy(op: str, name: str, matrix: Any, check: str) -> SparseMatrix:
     arrays = matrix.data, matrix.indices, matrix.indptr
     shape = tuple(int(size) for size in matrix.shape)
     by_column = matrix.format == "csc"
-    result = _passing(*arrays, shape=shape[::-1] if by_column else shape, check=check, op=op)
+    result = passing(*arrays, shape=shape[::-1] if by_column else shape, check=check, op=op)
     return _transposed(result) if by_column else result
 
 

@@ -17,7 +17,8 @@ from ..derived import Derived, Kept, is_few, reads_itself
 from ..op_rules import meets_nothing
 from ..pattern import BsrPattern
 from ..values import check_padding, dense_of
-from .recent import Recent
+from .order import ascends, falls, gathered, in_order
+from .recent import Recent, can_keep
 
 CHECKS = ("once", "always", "trusted")
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -129,21 +130,26 @@ class SparseMatrix:
             fail(op, f"indices must have {len(data)} elements, as many as data", len(indices))
         self._slot = self._order = self._recent = None
         sizes = {"shape": tuple(self.shape), "block_shape": (r, c)}
-        pattern = BsrPattern.by_rows(indptr, indices, **sizes) if data.device.type == "cpu" else None
-        if pattern is not None:
-            self.pattern = pattern
-        elif self.check == "trusted":
-            self.pattern = self._trusted(columns, sizes)
-        else:
+        pattern = self._by_rows(indptr, indices, sizes)
+        if pattern is None and self.check == "trusted":
+            pattern = self._trusted(columns, sizes)
+        elif pattern is None:
             self._check_ranges(columns)
-            if _ascends(indices, indptr):
-                self.pattern = BsrPattern(indptr, indices, **sizes, op=op)
-            else:
-                self._sort(rows, columns)
+            if not ascends(indices, indptr):
+                indptr, indices = self._sort(columns)
+                pattern = self._by_rows(indptr, indices, sizes)
+            pattern = BsrPattern(indptr, indices, **sizes, op=op) if pattern is None else pattern
+        self.pattern = pattern
         if self.pattern.is_padded and self.check != "trusted":
             check_padding(op, self.blocks().detach(), self.pattern)
         self._remember()
         self._forget()
+
+    def _by_rows(
+        self, indptr: Tensor, indices: Tensor, sizes: dict[str, tuple[int, int]]
+    ) -> BsrPattern | None:
+        """The pattern of valid indices that ascend, on the CPU; None of others."""
+        return BsrPattern.by_rows(indptr, indices, **sizes) if self.data.device.type == "cpu" else None
 
     def _trusted(self, columns: int, sizes: dict[str, tuple[int, int]]) -> BsrPattern:
         """The pattern of indices that ascend; what is wrong with others is said by scipy's names."""
@@ -153,9 +159,9 @@ class SparseMatrix:
         except ValueError as error:
             refused = error
         self._check_ranges(columns)
-        falls = _falls(indices, indptr)
-        if bool(falls.any()):
-            (at,) = first_position(falls)
+        descents = falls(indices, indptr)
+        if bool(descents.any()):
+            (at,) = first_position(descents)
             got = f"indices[{at + 1}]={int(indices[at + 1])} after {int(indices[at])}"
             fail(op, 'indices must be sorted and distinct in each row where check is "trusted"', got)
         raise refused  # of sizes
@@ -177,9 +183,9 @@ class SparseMatrix:
         if int(indptr[0]) != 0 or int(indptr[-1]) != len(indices):
             got = f"{int(indptr[0])} … {int(indptr[-1])}"
             fail(op, f"indptr must begin with 0 and end with {len(indices)}, the number of indices", got)
-        falls = indptr[1:] < indptr[:-1]  # differences may be too large for int64
-        if bool(falls.any()):
-            (at,) = first_position(falls)
+        descents = indptr[1:] < indptr[:-1]  # differences may be too large for int64
+        if bool(descents.any()):
+            (at,) = first_position(descents)
             fail(
                 op, "indptr must not decrease", f"indptr[{at}]={int(indptr[at])}, then {int(indptr[at + 1])}"
             )
@@ -188,22 +194,25 @@ class SparseMatrix:
             (at,) = first_position(wrong)
             fail(op, f"indices must be in [0, {columns})", f"indices[{at}]={int(indices[at])}")
 
-    def _sort(self, rows: int, columns: int) -> None:
-        """The pattern of unsorted indices; `_slot` is where an entry goes, `_order` where one is from."""
-        row = torch.arange(rows, device=self.data.device).repeat_interleave(self.indptr.diff().long())
-        positions, slot = torch.unique(row * columns + self.indices, return_inverse=True)
-        if len(positions) == len(slot):
-            self._order = torch.empty_like(slot)
-            self._order[slot] = torch.arange(len(slot), device=slot.device)
-            held = self._op.startswith("SparseMatrix")
-            once = "sorted once" if held else "sorted in this call, once by SparseMatrix.of"
+    def _sort(self, columns: int) -> tuple[Tensor, Tensor]:
+        """Indptr and indices that ascend; says so, unless some are repeated."""
+        indptr, indices, self._order, self._slot = in_order(self.indices, self.indptr, columns)
+        if self._order is not None:
+            if self._op.startswith("SparseMatrix"):
+                how = "sorted once"
+            elif can_keep(self.data, self.indices, self.indptr):
+                how = "sorted once, as long as they stay as they are"
+            else:
+                how = "sorted in this call, once by SparseMatrix.of"
             warnings.warn(
-                f"[{self._op}] indices are not sorted in each row: {once}", stacklevel=_callers_level()
+                f"[{self._op}] indices are not sorted in each row: {how}", stacklevel=_callers_level()
             )
-        self._slot = slot
-        self.pattern = BsrPattern.from_positions(
-            positions, shape=tuple(self.shape), block_shape=self.block_shape
-        )
+        return indptr, indices
+
+    @property
+    def _moves(self) -> bool:
+        """Whether values are data in another order, or sums of them."""
+        return self._order is not None or self._slot is not None
 
     @classmethod
     def of(cls, value: Any, *, check: str = "once") -> SparseMatrix:
@@ -239,6 +248,7 @@ class SparseMatrix:
             return None
         matrix = cls.on_pattern(data, recent.pattern)
         matrix.indices, matrix.indptr = indices, indptr
+        matrix._order, matrix._slot = recent.order, recent.slot
         matrix._recent, matrix.check, matrix._op = recent, check, op
         matrix._read = None  # the next call compares its arrays with the pattern
         if recent.pattern.is_padded and check != "trusted":
@@ -306,12 +316,7 @@ class SparseMatrix:
 
     def values(self) -> Tensor:
         """`data` on the pattern: sorted, duplicates summed, contiguous; differentiable."""
-        if self._order is not None:
-            return self.data[self._order]
-        if self._slot is not None:
-            summed = self.data.new_zeros((self.pattern.nnzb, *self.data.shape[1:]))
-            return summed.index_add(0, self._slot, self.data)
-        return self.data.contiguous()
+        return gathered(self.data, self.pattern.nnzb, self._order, self._slot).contiguous()
 
     def blocks(self) -> Tensor:
         """`values()` as (nnzb, R, C)."""
@@ -335,7 +340,7 @@ class SparseMatrix:
         """What kernels for x want of this matrix beside values and plan, as a weight holds it."""
         if self._recent is not None:
             return self._recent.derived(x, blocks)
-        if not self._keeps or self._slot is not None:
+        if not self._keeps or self._moves:
             return ()
         if not x.dtype.is_floating_point or not blocks.is_floating_point():
             return ()
@@ -396,7 +401,7 @@ class SparseMatrix:
 
     def remember_in_place(self, columns: int, plan: Tensor) -> None:
         """Lets products with so many columns come in by `in_place`, if `data` are what the op reads."""
-        if self.check == "always" or self._slot is not None or type(self.data) not in PLAIN:
+        if self.check == "always" or self._moves or type(self.data) not in PLAIN:
             return
         if self._in_place[0] is not self.data:
             self._in_place = self.data, plan, set()
@@ -481,16 +486,3 @@ def _callers_level() -> int:
     while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("rarefy."):
         frame, level = frame.f_back, level + 1
     return level
-
-
-def _ascends(indices: Tensor, indptr: Tensor) -> bool:
-    """Whether indices are sorted and distinct in each row; indptr is valid."""
-    return not bool(_falls(indices, indptr).any())
-
-
-def _falls(indices: Tensor, indptr: Tensor) -> Tensor:
-    """Of each index but the last, whether the next one of its row is not larger; indptr is valid."""
-    falls = indices[1:] <= indices[:-1]
-    starts = indptr[1:-1]
-    falls[(starts[(starts > 0) & (starts < len(indices))] - 1).long()] = False
-    return falls

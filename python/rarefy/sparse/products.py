@@ -14,7 +14,7 @@ from ..checks import fail
 from ..op_rules import meets_nothing, register_fake
 from ..pattern import BsrPattern, row_plan_size
 from ..sparse_weight import SparseWeight
-from . import expanded
+from . import expanded, integers
 from .kinds import as_matrix
 from .matrix import CHECKS, FLOATS, INTEGERS, SparseMatrix, as_tensor, refuse_check, rows_product
 from .recent import find
@@ -77,7 +77,7 @@ def sparse_dense(
             return y
     x = as_tensor(op, "x", x)
     if activation is None and not sparse_lhs:
-        y = _with_arrays(x, weight, bias)
+        y = _with_arrays(x, weight, bias, check)
         if y is not None:
             return y
     if x.ndim == 0 or (sparse_lhs and x.ndim != 2):
@@ -98,12 +98,12 @@ def sparse_dense(
     return activate(y if bias is None else y + bias, name)
 
 
-def _with_arrays(x: Tensor, weight: Any, bias: Any) -> Tensor | None:
+def _with_arrays(x: Tensor, weight: Any, bias: Any, check: str) -> Tensor | None:
     """The product with arrays in scipy's order of an eager call: read, checked and used by one op.
 
     Or compared with those of the calls before, if they come again (recent.py).
-    None where they are of another kind, not sorted or not valid, or someone wants gradients: the long way has
-    an answer to each, and what it makes of the arrays first takes as long as a small product.
+    None where they are of another kind, not valid, not sorted and new, or someone wants gradients: the long
+    way has an answer to each, and what it makes of the arrays first takes as long as a small product.
     """
     if type(weight) is tuple:
         arrays = weight
@@ -119,7 +119,7 @@ def _with_arrays(x: Tensor, weight: Any, bias: Any) -> Tensor | None:
     tensors = [as_tensor("sparse_dense", name, array) for name, array in zip(names, arrays, strict=True)]
     if not meets_nothing(x, *tensors, bias):
         return None
-    recent = find(*tensors, x.shape[-1]) if x.ndim else None
+    recent = find(*tensors, x.shape[-1], check) if x.ndim else None
     y = None if recent is None else recent.product(x, tensors[0], bias)
     return _arrays_product(x, *tensors, bias) if y is None else y
 
@@ -263,14 +263,14 @@ def sddmm(a: Any, x: Tensor, y: Tensor, *, weighted: bool = False, check: str = 
 
     Args:
         a: (M, N), sparse; see `sparse_dense`. Only its pattern matters, unless `weighted`.
-        x: (M, D) of any dtype that a SparseMatrix has; integers on the CPU.
+        x: (M, D) of any dtype that a SparseMatrix has.
         y: (N, D) of the same.
         weighted: multiply by a's values, the textbook's ``a ∘ (x yᵀ)``.
         check: see SparseMatrix.
 
     Returns:
         A SparseMatrix on a's pattern, which it shares, of x's dtype. Gradients flow to x, y, and with
-        `weighted` to a's data.
+        `weighted` to a's data. Integers wrap around as in NumPy.
 
     Raises:
         ValueError: an index, a size or a shape is not valid, with the position.
@@ -291,11 +291,13 @@ def sddmm(a: Any, x: Tensor, y: Tensor, *, weighted: bool = False, check: str = 
     if x.shape[1] != y.shape[1]:
         fail(op, "x and y must have as many columns", f"{x.shape[1]} and {y.shape[1]}")
     if x.dtype in INTEGERS:
-        _check_host(op, "x", x)
         if weighted and matrix.dtype != x.dtype:
             fail(op, f"data must be of the dtype of x, {x.dtype}", matrix.dtype, TypeError)
-        x, y = x.contiguous(), y.contiguous()
-        blocks = _integer_sampled(x, y, *_plan(matrix.pattern), matrix.pattern.nnzb)
+        pattern = matrix.pattern
+        if x.device.type != "cpu":
+            blocks = integers.sampled(x, y, pattern)
+        else:
+            blocks = _integer_sampled(x.contiguous(), y.contiguous(), *_plan(pattern), pattern.nnzb)
     else:
         blocks = ops.bsr_grad_weight(x.t(), y.t(), matrix.pattern.plan, *matrix.block_shape, *matrix.shape)
     if weighted:
@@ -308,10 +310,9 @@ def sparse_matmul(a: Any, b: Any, *, dense: bool = False, check: str = "once") -
 
     Args:
         a: (M, K), in blocks (R, S), or CSR; see `sparse_dense`.
-        b: (K, N), in blocks (S, C), or CSR, of a's dtype; integers on the CPU, where they wrap around as in
-            NumPy. The cost follows the products, not the sizes: on the CPU by rows (Gustavson, 1978),
-            elsewhere all of them are sorted (Bell, Dalton and Olson, 2012), and the host waits for their
-            number.
+        b: (K, N), in blocks (S, C), or CSR, of a's dtype; integers wrap around as in NumPy. The cost follows
+            the products, not the sizes: on the CPU by rows (Gustavson, 1978), elsewhere all of them are
+            sorted (Bell, Dalton and Olson, 2012), and the host waits for their number.
         dense: give an (M, N) tensor. Faster where most of the result is not zero.
         check: see SparseMatrix.
 
@@ -336,18 +337,11 @@ def sparse_matmul(a: Any, b: Any, *, dense: bool = False, check: str = "once") -
         fail(op, f"b must have {left.shape[1]} rows, as a has columns", right.shape[0])
     if dense:
         return spmm(left, right.to_dense())
-    if left.dtype in INTEGERS:
-        _check_host(op, "a", left.data)
     if left.block_shape[1] != right.block_shape[0]:
         blocks = f"blocks of b must have {left.block_shape[1]} rows, as those of a have columns"
         fail(op, blocks, right.block_shape)
     blocks, pattern = _SparseProduct.apply(left.blocks(), right.blocks(), left.pattern, right.pattern)
     return SparseMatrix.of_blocks(blocks, pattern, left, right)
-
-
-def _check_host(op: str, name: str, integers: Tensor) -> None:
-    if integers.device.type != "cpu":
-        fail(op, f"{name} must be on the CPU, where it is of integers", integers.device)
 
 
 def _sizes(pattern: BsrPattern) -> list[int]:
