@@ -6,6 +6,7 @@
 #include "rarefy/bitmap.h"
 #include "rarefy/bsr_file.h"
 #include "rarefy/convert.h"
+#include "rarefy/convolution.h"
 #include "rarefy/dtype.h"
 #include "rarefy/executor.h"
 #include "rarefy/feed_forward.h"

@@ -233,10 +233,17 @@ def _empty_plan_size(out_features, in_features, block_rows, block_cols):
     return 8 + row_count + 1 + col_count + 1
 
 
+def blocks_of_plan(
+    plan: torch.Tensor, out_features: int, in_features: int, block_rows: int, block_cols: int
+) -> int:
+    """How many blocks a whole plan has, which its length says."""
+    return (plan.shape[0] - _empty_plan_size(out_features, in_features, block_rows, block_cols)) // 3
+
+
 def _fake_grad_weight(
     grad_output, x, plan, block_rows, block_cols, out_features, in_features, dtype=None, *derived
 ):
-    nnzb = (plan.shape[0] - _empty_plan_size(out_features, in_features, block_rows, block_cols)) // 3
+    nnzb = blocks_of_plan(plan, out_features, in_features, block_rows, block_cols)
     return x.new_empty((nnzb, block_rows, block_cols), dtype=dtype)
 
 

@@ -34,8 +34,7 @@ def geometry(request):
 def size_of_pieces(request, monkeypatch):
     """Pieces of a row or two, as large images have them."""
     if request.param == "small pieces":
-        monkeypatch.setattr(pieces, "_PIECE_BYTES", {"cpu": 1})
-        monkeypatch.setattr(pieces, "_LARGE_PIECE", 1)
+        monkeypatch.setattr(pieces, "_PIECE_BYTES", 1)  # of a GPU; the host's are convolution_test.cc's
         monkeypatch.setattr(pieces, "_LEAST_ROWS", 10)
 
 
@@ -172,6 +171,29 @@ def test_derivatives_of_any_order(device):
 
     assert torch.autograd.gradcheck(call, (x, values, bias))
     assert torch.autograd.gradgradcheck(call, (x, values, bias))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_opcheck_of_the_ops_behind(dtype):
+    """Schemas and fake kernels."""
+    conv = nn.Conv2d(8, 12, (3, 2), padding=1, stride=(2, 1)).to(dtype)
+    layer = BlockSparseConv2d.from_dense(conv, block_shape=(4, 2), density=0.5)
+    weight, ops, words = layer.weight, torch.ops.rarefy, layer._geometry.words()
+    values, plan, shape = weight.values.detach(), weight.pattern.plan, layer.weight.shape
+    x = torch.randn(2, 5, 6, 8).to(dtype)
+    call = (x, values, plan, layer.bias.detach(), *shape, words, None, None, 0, "relu")
+    torch.library.opcheck(ops._conv2d.default, call)
+    dy = torch.randn_like(ops._conv2d(*call))
+    torch.library.opcheck(ops._conv2d_grad_input.default, (dy, values, plan, *shape, words, 5, 6))
+    torch.library.opcheck(ops._conv2d_grad_weight.default, (dy, x, plan, [4, 2], *shape, words))
+    with pytest.raises(ValueError, match=r"\[sparse_conv2d\] geometry must be 10 numbers; got 3"):
+        ops._conv2d(*call[:6], words[:3])
+    with pytest.raises(
+        ValueError, match=r"\[sparse_conv2d\] grad_output must be \(2, 3, 7, 12\); got 336 el"
+    ):
+        ops._conv2d_grad_weight(dy[:, :2], x, plan, [4, 2], *shape, words)
+    with pytest.raises(ValueError, match=r"\[sparse_conv2d\] weight must have 42 columns, .*; got 48"):
+        ops._conv2d(x[..., :7], *call[1:])
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)

@@ -15,20 +15,21 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from .. import ops
+from .. import _load, ops
 from .._torch_private import in_autocast
 from ..activations import NONE, activate, check_activation
 from ..checks import check_int, check_pair, fail
-from ..op_rules import autocast_to, meets_nothing
+from ..op_rules import autocast_to, meets_nothing, register_fake
 from ..pattern import BsrPattern
 from .groups import whole_matrix, why_not_in
 from .kinds import as_matrix
 from .matrix import FLOATS, SparseMatrix, as_tensor
 from .products import checked_bias, product_in_place
 
-# Windows of a piece: with the columns of a product they stay in L2. On a GPU a piece is one that fills it.
-_PIECE_BYTES = {"cpu": 2 << 20}
-_LARGE_PIECE = 256 << 20
+_conv2d, _conv2d_grad_input, _conv2d_grad_weight = map(
+    _load.op, ("_conv2d", "_conv2d_grad_input", "_conv2d_grad_weight")
+)
+_PIECE_BYTES = 256 << 20  # windows of a piece that fills a GPU
 _LEAST_ROWS = 256  # of a product, so that its weights are worth reading
 
 
@@ -54,6 +55,11 @@ class Geometry:
             max(1, (s - 1) * t + d * (k - 1) + 1 - sum(p))
             for s, k, t, p, d in zip(size, self.kernel, self.stride, self.padding, self.dilation, strict=True)
         )
+
+    def words(self) -> list[int]:
+        """What the core's ops take: kernel, stride, dilation, and zeros above, below, left and right."""
+        (above, below), (left, right) = self.padding
+        return [*self.kernel, *self.stride, *self.dilation, above, below, left, right]
 
     @property
     def is_padded(self) -> bool:
@@ -87,8 +93,7 @@ def _pieces(windows: Tensor) -> Iterator[tuple[slice, slice]]:
     """Images and output rows of each piece."""
     b, rows, columns, *window = windows.shape
     line = max(1, columns * windows.element_size() * window[0] * window[1] * window[2])
-    limit = _PIECE_BYTES.get(windows.device.type, _LARGE_PIECE)
-    lines = max(1, limit // line, -(-_LEAST_ROWS // max(1, columns)))
+    lines = max(1, _PIECE_BYTES // line, -(-_LEAST_ROWS // max(1, columns)))
     if lines >= rows > 0:
         images = max(1, lines // rows)
         for first in range(0, b, images):
@@ -101,6 +106,11 @@ def _pieces(windows: Tensor) -> Iterator[tuple[slice, slice]]:
 
 def _forward(x: Tensor, values: Tensor, bias: Tensor | None, call: tuple) -> Tensor:
     geometry, pattern, derived, activation = call
+    if x.device.type == "cpu":
+        made = derived or (None, None, 0)
+        return _conv2d(
+            x, values, pattern.plan, bias, *pattern.shape, geometry.words(), *made, activation or NONE
+        )
     windows = geometry.windows(geometry.padded(x))
     n, k = pattern.shape
     y = x.new_empty((*windows.shape[:3], n))
@@ -114,6 +124,8 @@ def _forward(x: Tensor, values: Tensor, bias: Tensor | None, call: tuple) -> Ten
 def _grad_input(dy: Tensor, values: Tensor, size: tuple[int, ...], call: tuple) -> Tensor:
     geometry, pattern, _, _ = call
     n, k = pattern.shape
+    if dy.device.type == "cpu":
+        return _conv2d_grad_input(dy, values, pattern.plan, n, k, geometry.words(), *size[1:3])
     (b, h, w, c), (above, below), (left, right) = size, *geometry.padding
     padded = dy.new_zeros((b, above + h + below, left + w + right, c))
     windows = geometry.windows(padded)
@@ -128,6 +140,8 @@ def _grad_input(dy: Tensor, values: Tensor, size: tuple[int, ...], call: tuple) 
 def _grad_weight(dy: Tensor, x: Tensor, call: tuple) -> Tensor:
     geometry, pattern, _, _ = call
     n, k = pattern.shape
+    if x.device.type == "cpu":
+        return _conv2d_grad_weight(dy, x, pattern.plan, list(pattern.block_shape), n, k, geometry.words())
     windows = geometry.windows(geometry.padded(x))
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32  # of the pieces' sum
     total = torch.zeros((pattern.nnzb, *pattern.block_shape), dtype=wide, device=x.device)
@@ -136,6 +150,36 @@ def _grad_weight(dy: Tensor, x: Tensor, call: tuple) -> Tensor:
         rows, piece = dy[at].reshape(-1, n), windows[at].reshape(-1, k)
         total += ops.bsr_grad_weight(rows, piece, pattern.plan, *sizes)
     return total.to(x.dtype)
+
+
+def _geometry_of(words: list[int]) -> Geometry:
+    kernel, stride, dilation, rows, columns = zip(words[::2], words[1::2], strict=True)
+    return Geometry(kernel, stride, (rows, columns), dilation)
+
+
+def _fake_conv2d(
+    x: Tensor, values: Tensor, plan: Tensor, bias: Any, n: int, k: int, words: list[int], *_: Any
+) -> Tensor:
+    rows, columns = _geometry_of(words).output(tuple(x.shape[1:3]))
+    return x.new_empty((x.shape[0], rows, columns, n))
+
+
+def _fake_grad_input(
+    dy: Tensor, values: Tensor, plan: Tensor, n: int, k: int, words: list[int], rows: int, columns: int
+) -> Tensor:
+    return dy.new_empty((dy.shape[0], rows, columns, k // (words[0] * words[1])))
+
+
+def _fake_grad_weight(
+    dy: Tensor, x: Tensor, plan: Tensor, block: list[int], n: int, k: int, words: list[int]
+) -> Tensor:
+    return x.new_empty((ops.blocks_of_plan(plan, n, k, *block), *block))
+
+
+if _load.problem is None:
+    register_fake("_conv2d", _fake_conv2d)
+    register_fake("_conv2d_grad_input", _fake_grad_input)
+    register_fake("_conv2d_grad_weight", _fake_grad_weight)
 
 
 class _Conv(torch.autograd.Function):
