@@ -15,8 +15,9 @@ from ..op_rules import meets_nothing, register_fake
 from ..pattern import BsrPattern, row_plan_size
 from ..sparse_weight import SparseWeight
 from . import expanded, integers
+from .arrays import CHECKS, FLOATS, INTEGERS, as_tensor, refuse_check
 from .kinds import as_matrix
-from .matrix import CHECKS, FLOATS, INTEGERS, SparseMatrix, as_tensor, refuse_check, rows_product
+from .matrix import SparseMatrix, rows_product
 from .recent import find
 
 _integers, _integer_sampled, _sparse_product, _sampled_product, product_in_place = map(

@@ -12,8 +12,9 @@ from .._torch_private import eager, unrecorded
 from ..checks import fail
 from ..pattern import BsrPattern
 from . import moves
+from .arrays import as_tensor, is_dense
 from .kinds import as_matrix
-from .matrix import SparseMatrix, as_tensor, is_dense
+from .matrix import SparseMatrix
 
 
 def transposed(values: Tensor, pattern: BsrPattern) -> tuple[Tensor, BsrPattern]:
