@@ -373,6 +373,25 @@ class SparseMatrix:
         """(N, K), zeros where nothing is stored; differentiable."""
         return dense_of(self.settled().blocks(), self.pattern)
 
+    def to_csr(self) -> SparseMatrix:
+        """Every element of the stored blocks, (nnz,), zeros too, but no padding; itself if it is CSR.
+
+        Differentiable; as `tocsr` of scipy. ValueError for 2³¹ elements and more.
+        """
+        from .blocks import to_csr
+
+        return to_csr(self)
+
+    def to_bsr(self, block_shape: tuple[int, int]) -> SparseMatrix:
+        """Every (R, C) block that holds a stored element, zeros elsewhere; itself if it is in such blocks.
+
+        Differentiable; as `tobsr` of scipy, and of sizes that are no multiple of the block, too. ValueError
+        or TypeError for what is no block shape of such a matrix, as of BsrPattern.
+        """
+        from .blocks import to_bsr
+
+        return to_bsr(self, block_shape)
+
     def to_scipy(self) -> Any:
         """A scipy.sparse.csr_array or bsr_array with copies of the arrays, sorted and without duplicates."""
         from scipy import sparse
