@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from rarefy import sparse
 from rarefy.sparse import SparseMatrix
-from sparse_matrices import csr, random_blocks
+from sparse_matrices import csr
 
 
 def _bad(**changes):
@@ -156,11 +156,6 @@ def test_wrong_operands_are_named():
             call()
     assert matrix[0:1].shape == (1, 6)
     assert sparse.sparse_concat(each for each in (matrix, matrix)).shape == (8, 6)
-    blocks = random_blocks(2, 3, 2, 2, 0.9)[0]
-    with pytest.raises(ValueError, match="rows must begin at a multiple of the block's 2; got 1"):
-        sparse.sparse_slice(blocks, slice(1, 4))
-    with pytest.raises(ValueError, match="both must be in blocks of"):
-        sparse.sparse_add(SparseMatrix(*blocks, shape=(4, 6)), matrix)
 
 
 @pytest.mark.parametrize("left", [False, True])

@@ -17,8 +17,9 @@ from ..checks import check_block_shape, check_density, check_int, fail
 from ..masks import nonzero_blocks
 from ..pattern import BsrPattern
 from ..report import Report
+from ..sparse.arrays import as_tensor
 from ..sparse.kinds import as_matrix, passing
-from ..sparse.matrix import SparseMatrix, as_tensor
+from ..sparse.matrix import SparseMatrix
 from ..sparsify import sparsify
 
 Arrays = tuple[Tensor, Tensor, Tensor]  # data, indices, indptr

@@ -21,9 +21,10 @@ from ..activations import NONE, activate, check_activation
 from ..checks import check_int, check_pair, fail
 from ..op_rules import autocast_to, meets_nothing, register_fake
 from ..pattern import BsrPattern
+from .arrays import FLOATS, as_tensor
 from .groups import whole_matrix, why_not_in
 from .kinds import as_matrix
-from .matrix import FLOATS, SparseMatrix, as_tensor
+from .matrix import SparseMatrix
 from .products import checked_bias, product_in_place
 
 _conv2d, _conv2d_grad_input, _conv2d_grad_weight = map(

@@ -10,7 +10,8 @@ from torch import Tensor
 from .._torch_private import PLAIN, eager
 from ..checks import fail
 from ..sparse_weight import SparseWeight
-from .matrix import CHECKS, SparseMatrix, as_tensor, refuse_check
+from .arrays import CHECKS, as_tensor, refuse_check
+from .matrix import SparseMatrix
 from .recent import can_keep, find, keep
 
 # torch's layouts that store rows, and those that store columns.

@@ -2,53 +2,37 @@
 
 from __future__ import annotations
 
-import sys
 import warnings
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from .. import _load, foreign
 from .._torch_private import PLAIN, eager, entry, unrecorded
-from ..checks import check_shape, check_tensor, fail, first_position
+from ..checks import check_shape, fail
 from ..derivatives import run_eagerly
 from ..derived import Derived, Kept, is_few, reads_itself
 from ..op_rules import meets_nothing
 from ..pattern import BsrPattern
 from ..values import check_padding, dense_of
-from .order import ascends, falls, gathered, in_order
+from .arrays import (
+    CHECKS,
+    FLOATS,
+    INTEGERS,
+    as_tensor,
+    callers_level,
+    check_ascent,
+    check_dtype,
+    check_index,
+    check_ranges,
+    is_dense,
+    refuse_check,
+)
+from .order import ascends, gathered, in_order
 from .recent import Recent, can_keep
 
-CHECKS = ("once", "always", "trusted")
-FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8)
-_INDICES = (torch.int32, torch.int64)
 rows_product = entry(_load.op("_rows_product"))
-
-
-def as_tensor(op: str, name: str, value: Any) -> Tensor:
-    """A strided tensor, or a NumPy array as one that shares its memory where torch can.
-
-    Read-only arrays are copied, and so are reversed ones and those of the other byte order.
-    """
-    if type(value) is Tensor and value.layout is torch.strided:
-        return value
-    if not isinstance(value, Tensor) and hasattr(value, "__array_interface__"):
-        try:
-            if not value.dtype.isnative or any(step < 0 for step in value.strides):
-                value = value.astype(value.dtype.newbyteorder("="), order="C")
-            value = torch.from_numpy(value) if value.flags.writeable else torch.tensor(value)
-        except TypeError:
-            fail(op, f"{name} must be of a dtype that torch knows", value.dtype, TypeError)
-    return check_tensor(op, name, value)
-
-
-def is_dense(value: Any) -> bool:
-    """Whether it is a strided tensor or a NumPy array."""
-    if isinstance(value, Tensor):
-        return value.layout == torch.strided
-    return hasattr(value, "__array_interface__")
 
 
 class SparseMatrix:
@@ -99,7 +83,7 @@ class SparseMatrix:
         self.data = as_tensor(op, "data", data)
         self.indices = as_tensor(op, "indices", indices)
         self.indptr = as_tensor(op, "indptr", indptr)
-        _check_dtype(op, "data must be of dtype", self.data.dtype)
+        check_dtype(op, "data must be of dtype", self.data.dtype)
         if self.data.ndim not in (1, 3):
             fail(
                 op,
@@ -116,12 +100,7 @@ class SparseMatrix:
         """Validates the arrays as they are now and makes the pattern of them."""
         op, data, indices, indptr = self._op, self.data, self.indices, self.indptr
         for name, index in (("indices", indices), ("indptr", indptr)):
-            if index.dtype not in _INDICES:
-                fail(op, f"{name} must be int32 or int64", str(index.dtype).removeprefix("torch."), TypeError)
-            if index.device != data.device:
-                fail(op, f"{name} must be on the device of data, {data.device}", index.device, TypeError)
-            if index.ndim != 1:
-                fail(op, f"{name} must have 1 dimension", f"{index.ndim}: {tuple(index.shape)}")
+            check_index(op, name, index, data.device)
         r, c = self.block_shape
         rows, columns = (-(-size // block) for size, block in zip(self.shape, (r, c), strict=True))
         if len(indptr) != rows + 1:
@@ -134,7 +113,7 @@ class SparseMatrix:
         if pattern is None and self.check == "trusted":
             pattern = self._trusted(columns, sizes)
         elif pattern is None:
-            self._check_ranges(columns)
+            check_ranges(op, indices, indptr, columns)
             if not ascends(indices, indptr):
                 indptr, indices = self._sort(columns)
                 pattern = self._by_rows(indptr, indices, sizes)
@@ -158,12 +137,8 @@ class SparseMatrix:
             return BsrPattern(indptr, indices, **sizes, op=op)
         except ValueError as error:
             refused = error
-        self._check_ranges(columns)
-        descents = falls(indices, indptr)
-        if bool(descents.any()):
-            (at,) = first_position(descents)
-            got = f"indices[{at + 1}]={int(indices[at + 1])} after {int(indices[at])}"
-            fail(op, 'indices must be sorted and distinct in each row where check is "trusted"', got)
+        check_ranges(op, indices, indptr, columns)
+        check_ascent(op, indices, indptr)
         raise refused  # of sizes
 
     def _remember(self) -> None:
@@ -178,22 +153,6 @@ class SparseMatrix:
             return True
         return torch.equal(self.indptr, self._read[1]) and torch.equal(self.indices, self._read[0])
 
-    def _check_ranges(self, columns: int) -> None:
-        op, indices, indptr = self._op, self.indices, self.indptr
-        if int(indptr[0]) != 0 or int(indptr[-1]) != len(indices):
-            got = f"{int(indptr[0])} … {int(indptr[-1])}"
-            fail(op, f"indptr must begin with 0 and end with {len(indices)}, the number of indices", got)
-        descents = indptr[1:] < indptr[:-1]  # differences may be too large for int64
-        if bool(descents.any()):
-            (at,) = first_position(descents)
-            fail(
-                op, "indptr must not decrease", f"indptr[{at}]={int(indptr[at])}, then {int(indptr[at + 1])}"
-            )
-        wrong = (indices < 0) | (indices >= columns)
-        if bool(wrong.any()):
-            (at,) = first_position(wrong)
-            fail(op, f"indices must be in [0, {columns})", f"indices[{at}]={int(indices[at])}")
-
     def _sort(self, columns: int) -> tuple[Tensor, Tensor]:
         """Indptr and indices that ascend; says so, unless some are repeated."""
         indptr, indices, self._order, self._slot = in_order(self.indices, self.indptr, columns)
@@ -205,7 +164,7 @@ class SparseMatrix:
             else:
                 how = "sorted in this call, once by SparseMatrix.of"
             warnings.warn(
-                f"[{self._op}] indices are not sorted in each row: {how}", stacklevel=_callers_level()
+                f"[{self._op}] indices are not sorted in each row: {how}", stacklevel=callers_level()
             )
         return indptr, indices
 
@@ -302,7 +261,7 @@ class SparseMatrix:
         """
         pattern = self.pattern if device is None else self.pattern.to(device)
         dtype = self.dtype if dtype is None else dtype
-        _check_dtype("SparseMatrix.to", "dtype must be", dtype)
+        check_dtype("SparseMatrix.to", "dtype must be", dtype)
         if (pattern.device, dtype) == (self.device, self.dtype):
             return self
         values = self.settled().values().to(device=pattern.device, dtype=dtype)
@@ -414,6 +373,25 @@ class SparseMatrix:
         """(N, K), zeros where nothing is stored; differentiable."""
         return dense_of(self.settled().blocks(), self.pattern)
 
+    def to_csr(self) -> SparseMatrix:
+        """Every element of the stored blocks, (nnz,), zeros too, but no padding; itself if it is CSR.
+
+        Differentiable; as `tocsr` of scipy. ValueError for 2³¹ elements and more.
+        """
+        from .blocks import to_csr
+
+        return to_csr(self)
+
+    def to_bsr(self, block_shape: tuple[int, int]) -> SparseMatrix:
+        """Every (R, C) block that holds a stored element, zeros elsewhere; itself if it is in such blocks.
+
+        Differentiable; as `tobsr` of scipy, and of sizes that are no multiple of the block, too. ValueError
+        or TypeError for what is no block shape of such a matrix, as of BsrPattern.
+        """
+        from .blocks import to_bsr
+
+        return to_bsr(self, block_shape)
+
     def to_scipy(self) -> Any:
         """A scipy.sparse.csr_array or bsr_array with copies of the arrays, sorted and without duplicates."""
         from scipy import sparse
@@ -467,22 +445,3 @@ class SparseMatrix:
             f"SparseMatrix({self.format}, shape={tuple(self.shape)}{block}, nnz={self.nnz}, "
             f"dtype={str(self.dtype).removeprefix('torch.')}, device={self.device})"
         )
-
-
-def refuse_check(op: str, check: object) -> NoReturn:
-    """The error of a `check` that is none of CHECKS."""
-    fail(op, 'check must be "once", "always" or "trusted"', repr(check))
-
-
-def _check_dtype(op: str, requirement: str, dtype: torch.dtype) -> None:
-    if dtype not in FLOATS + INTEGERS:
-        known = ", ".join(str(d).removeprefix("torch.") for d in FLOATS + INTEGERS)
-        fail(op, f"{requirement} {known}", dtype, TypeError)
-
-
-def _callers_level() -> int:
-    """The stacklevel, for warnings.warn where this is called, of the first frame outside of Rarefy."""
-    frame, level = sys._getframe(1), 1
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("rarefy."):
-        frame, level = frame.f_back, level + 1
-    return level

@@ -15,8 +15,10 @@ from ..op_rules import meets_nothing, register_fake
 from ..pattern import BsrPattern, row_plan_size
 from ..sparse_weight import SparseWeight
 from . import expanded, integers
+from .arrays import CHECKS, FLOATS, INTEGERS, as_tensor, refuse_check
+from .blocks import to_csr
 from .kinds import as_matrix
-from .matrix import CHECKS, FLOATS, INTEGERS, SparseMatrix, as_tensor, refuse_check, rows_product
+from .matrix import SparseMatrix, rows_product
 from .recent import find
 
 _integers, _integer_sampled, _sparse_product, _sampled_product, product_in_place = map(
@@ -310,15 +312,15 @@ def sparse_matmul(a: Any, b: Any, *, dense: bool = False, check: str = "once") -
 
     Args:
         a: (M, K), in blocks (R, S), or CSR; see `sparse_dense`.
-        b: (K, N), in blocks (S, C), or CSR, of a's dtype; integers wrap around as in NumPy. The cost follows
+        b: (K, N), in blocks (T, C), or CSR, of a's dtype; integers wrap around as in NumPy. The cost follows
             the products, not the sizes: on the CPU by rows (Gustavson, 1978), elsewhere all of them are
             sorted (Bell, Dalton and Olson, 2012), and the host waits for their number.
         dense: give an (M, N) tensor. Faster where most of the result is not zero.
         check: see SparseMatrix.
 
     Returns:
-        A SparseMatrix that stores what may differ from zero, also where sums cancel; CSR if both are.
-        Gradients flow to the data of both.
+        A SparseMatrix that stores what may differ from zero, also where sums cancel: in blocks (R, C) if S
+        is T, else CSR, and CSR if both are. Gradients flow to the data of both.
 
     Raises:
         ValueError: an index, a size or a shape is not valid, with the position.
@@ -338,8 +340,7 @@ def sparse_matmul(a: Any, b: Any, *, dense: bool = False, check: str = "once") -
     if dense:
         return spmm(left, right.to_dense())
     if left.block_shape[1] != right.block_shape[0]:
-        blocks = f"blocks of b must have {left.block_shape[1]} rows, as those of a have columns"
-        fail(op, blocks, right.block_shape)
+        left, right = to_csr(left), to_csr(right)
     blocks, pattern = _SparseProduct.apply(left.blocks(), right.blocks(), left.pattern, right.pattern)
     return SparseMatrix.of_blocks(blocks, pattern, left, right)
 

@@ -14,8 +14,9 @@ from .._torch_private import eager, in_autocast
 from ..checks import fail
 from ..op_rules import register_fake
 from ..pattern import BsrPattern
+from .arrays import FLOATS, as_tensor
 from .kinds import as_matrix
-from .matrix import FLOATS, SparseMatrix, as_tensor
+from .matrix import SparseMatrix
 from .products import sddmm, spmm
 
 # Bytes of scores at a time: of what the caches of a CPU hold; on a GPU what fills it.

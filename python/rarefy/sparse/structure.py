@@ -12,8 +12,10 @@ from .._torch_private import eager, unrecorded
 from ..checks import fail
 from ..pattern import BsrPattern
 from . import moves
+from .arrays import as_tensor, is_dense
+from .blocks import to_csr
 from .kinds import as_matrix
-from .matrix import SparseMatrix, as_tensor, is_dense
+from .matrix import SparseMatrix
 
 
 def transposed(values: Tensor, pattern: BsrPattern) -> tuple[Tensor, BsrPattern]:
@@ -41,9 +43,10 @@ def sparse_add(a: Any, b: Any, *, check: str = "once") -> SparseMatrix | Tensor:
 
     Args:
         a: (N, K), sparse (see `sparse_dense`) or dense.
-        b: the same, of a's dtype, any that a SparseMatrix has. Two sparse ones must be cut into equal
-            blocks; the result stores what either does.
+        b: the same, of a's dtype, any that a SparseMatrix has.
         check: see SparseMatrix.
+
+    Two sparse ones of equal blocks give a matrix in such blocks, others CSR; it stores what either does.
 
     Raises:
         ValueError: an index, a size or a shape is not valid, with the position.
@@ -74,47 +77,55 @@ def _check_alike(
 def _add_sparse(op: str, a: SparseMatrix, b: SparseMatrix) -> SparseMatrix:
     _check_alike(op, a, tuple(b.shape), b.dtype, b.device)
     if a.block_shape != b.block_shape:
-        fail(op, f"both must be in blocks of {a.block_shape}", b.block_shape)
+        a, b = to_csr(a), to_csr(b)
     blocks, pattern = moves.add(a.blocks(), a.pattern, b.blocks(), b.pattern)
     return SparseMatrix.of_blocks(blocks, pattern, a, b)
 
 
-def _range(op: str, name: str, piece: Any, size: int, block: int) -> tuple[int, int]:
-    """First and end of a slice, in blocks; both at the edge of one."""
+def _range(op: str, name: str, piece: Any, size: int) -> moves.Span:
+    """First and end of a slice."""
     if not isinstance(piece, slice) or piece.step not in (None, 1):
         fail(op, f"{name} must be a slice with step 1", repr(piece), TypeError)
     try:
         chosen = range(size)[piece]
     except TypeError:
         fail(op, f"{name} must be a slice between ints", repr(piece), TypeError)
-    first, end = chosen.start, max(chosen.start, chosen.stop)
-    for what, at in (("begin", first), ("end", end)):
-        if at % block and at != size:
-            fail(op, f"{name} must {what} at a multiple of the block's {block}", at)
-    return first, end
+    return chosen.start, max(chosen.start, chosen.stop)
 
 
 def sparse_slice(
     a: Any, rows: slice = slice(None), columns: slice = slice(None), *, check: str = "once"
 ) -> SparseMatrix:
-    """Return ``a[rows, columns]`` for slices with step 1, at the edges of blocks.
+    """Return ``a[rows, columns]`` for slices with step 1: in a's blocks, or CSR where an edge cuts one.
 
-    Gradients flow to a's data. `a`, `check` and the errors are those of `sparse_dense`'s weight; a slice that
-    cuts a block is a ValueError, another step a TypeError.
+    Gradients flow to a's data. `a`, `check` and the errors are those of `sparse_dense`'s weight; another
+    step is a TypeError.
     """
     op = "sparse_slice"
     matrix = as_matrix(op, "a", a, check=check)
-    r, c = matrix.block_shape
-    spans = _range(op, "rows", rows, matrix.shape[0], r), _range(op, "columns", columns, matrix.shape[1], c)
-    return SparseMatrix.of_blocks(*moves.part(matrix.blocks(), matrix.pattern, *spans), matrix)
+    (n, k), (r, c) = matrix.shape, matrix.block_shape
+    spans = _range(op, "rows", rows, n), _range(op, "columns", columns, k)
+    whole = _to_edges(spans[0], r, n), _to_edges(spans[1], c, k)
+    part = SparseMatrix.of_blocks(*moves.part(matrix.blocks(), matrix.pattern, *whole), matrix)
+    if whole == spans:
+        return part
+    part = to_csr(part)  # of the blocks that the slice meets, no others
+    spans = tuple((first - at, end - at) for (first, end), (at, _) in zip(spans, whole, strict=True))
+    return SparseMatrix.of_blocks(*moves.part(part.blocks(), part.pattern, *spans), part)
+
+
+def _to_edges(span: moves.Span, block: int, size: int) -> moves.Span:
+    """The span of whole blocks that this one meets; itself if it begins and ends at their edges."""
+    first, end = span
+    return first if first == size else first // block * block, min(size, -(-end // block) * block)
 
 
 def sparse_concat(matrices: Sequence[Any], dim: int = 0, *, check: str = "once") -> SparseMatrix:
     """Return matrices below one another (dim 0) or side by side (dim 1).
 
-    They must be of one format, dtype and block shape, and all but the last must end at the edge of a block.
+    The result is in their blocks if these are equal, and all but the last end at the edge of one; else CSR.
     Gradients flow to the data of all. Each matrix, `check` and errors are those of `sparse_dense`'s weight,
-    and matrices that do not fit each other are a ValueError.
+    and matrices of another dtype, device or size than the first one's are a ValueError.
     """
     op = "sparse_concat"
     if dim not in (0, 1):
@@ -127,14 +138,14 @@ def sparse_concat(matrices: Sequence[Any], dim: int = 0, *, check: str = "once")
         fail(op, "there must be at least one matrix", 0)
     one = parts[0]
     for i, part in enumerate(parts):
-        if (part.format, part.block_shape, part.dtype) != (one.format, one.block_shape, one.dtype):
-            requirement = f"matrices[{i}] must be {one.format} of {one.dtype} in blocks of {one.block_shape}"
-            fail(op, requirement, f"{part.format} of {part.dtype} in blocks of {part.block_shape}")
+        if (part.dtype, part.device) != (one.dtype, one.device):
+            requirement = f"matrices[{i}] must be of {one.dtype} on {one.device}"
+            fail(op, requirement, f"{part.dtype} on {part.device}")
         if part.shape[1 - dim] != one.shape[1 - dim]:
             requirement = f"matrices[{i}] must have {one.shape[1 - dim]} {'columns' if dim == 0 else 'rows'}"
             fail(op, requirement, part.shape[1 - dim])
-        if i + 1 < len(parts) and part.shape[dim] % one.block_shape[dim]:
-            requirement = f"matrices[{i}] must end at a multiple of the block's {one.block_shape[dim]}"
-            fail(op, requirement, part.shape[dim])
+    cut = any(part.shape[dim] % part.block_shape[dim] for part in parts[:-1])
+    if cut or any(part.block_shape != one.block_shape for part in parts):
+        parts = [to_csr(part) for part in parts]
     blocks, pattern = moves.joined([part.blocks() for part in parts], [part.pattern for part in parts], dim)
     return SparseMatrix.of_blocks(blocks, pattern, *parts)
