@@ -8,9 +8,9 @@
 #include <vector>
 
 #include "core/checked.h"
+#include "core/elements.h"
 #include "core/memory.h"
 #include "core/message.h"
-#include "core/scalar.h"
 
 namespace rarefy {
 
@@ -162,16 +162,6 @@ Status no_memory(std::string_view op) {
   return error(StatusCode::out_of_memory, op, "windows must fit in memory", "an allocation failure");
 }
 
-// As sums have it, and back; without a double between, which took a tenth of a bf16 step.
-inline double widened(double x) { return x; }
-inline float widened(float x) { return x; }
-inline float widened(bfloat16 x) { return to_float(x); }
-inline float widened(float16 x) { return to_float(x); }
-inline void put(double* to, double x) { *to = x; }
-inline void put(float* to, float x) { *to = x; }
-inline void put(bfloat16* to, float x) { *to = to_bfloat16(x); }
-inline void put(float16* to, float x) { *to = to_float16(x); }
-
 // Adds gradients of windows, rows of output from `first` on, to rows [low, high) of an image's gradient.
 template <class T, class Sum>
 void scatter(const Convolution& c, const T* windows, std::int64_t first, std::int64_t count, std::int64_t low,
@@ -187,7 +177,7 @@ void scatter(const Convolution& c, const T* windows, std::int64_t first, std::in
           const std::int64_t q = o * c.stride_cols - c.left + j * c.dilation_cols;
           if (q < 0 || q >= c.cols) continue;
           Sum* to = image + (r * c.cols + q) * c.channels;
-          for (std::int64_t k = 0; k < c.channels; ++k) to[k] += widened(from[k]);
+          for (std::int64_t k = 0; k < c.channels; ++k) to[k] += read(from + k);
         }
       }
     }
@@ -211,7 +201,7 @@ class ImageSum {
   }
   void finish() {
     if constexpr (!std::is_same_v<Sum, T>)
-      for (std::int64_t i = 0; i < count_; ++i) put(to_ + i, own_[static_cast<std::size_t>(i)]);
+      for (std::int64_t i = 0; i < count_; ++i) write(to_ + i, own_[static_cast<std::size_t>(i)]);
   }
 
  private:
@@ -251,7 +241,7 @@ void add(const T* piece, std::int64_t count, SumOf<T>* total, const Executor& ex
   constexpr std::int64_t kEach = 1 << 14;
   executor.parallel_for(ceil_div(count, kEach), [&](std::int64_t task) {
     for (std::int64_t i = task * kEach; i < std::min(count, (task + 1) * kEach); ++i)
-      total[i] += widened(piece[i]);
+      total[i] += read(piece + i);
   });
 }
 
@@ -277,7 +267,7 @@ Status weight_gradient(std::string_view op, const Convolution& c, const T* dy, c
     }
     add(part.data(), count, total.data(), context.executor);
   }
-  for (std::int64_t i = 0; i < count; ++i) put(dvalues + i, total[static_cast<std::size_t>(i)]);
+  for (std::int64_t i = 0; i < count; ++i) write(dvalues + i, total[static_cast<std::size_t>(i)]);
   return {};
 } catch (const std::bad_alloc&) {
   return no_memory(op);
@@ -314,7 +304,7 @@ Status convolution(std::string_view op, const Convolution& sizes, const ImagesVi
 }
 
 Status convolution_grad_input(std::string_view op, const Convolution& sizes, const void* dy, DType dtype,
-                              const BsrView& w, void* dx, const Context& context) {
+                                const BsrView& w, void* dx, const Context& context) {
   if (Status status = check_sizes(op, sizes, w.plan.shape); !status.ok()) return status;
   const std::int64_t from = sizes.out_rows() * sizes.out_cols() * w.plan.shape.rows;
   const std::int64_t to = sizes.rows * sizes.cols * sizes.channels;

@@ -4,6 +4,7 @@
 
 #include <concepts>
 #include <string_view>
+#include <type_traits>
 
 #include "core/integers.h"
 #include "core/scalar.h"
@@ -23,21 +24,24 @@ struct ElementSumOf<T> {
 template <class T>
 using ElementSum = typename ElementSumOf<T>::type;
 
+// As sums have it, and rounded back; without a double between, which is a call for 16 bits.
 template <class T>
 ElementSum<T> read(const T* p) {
-  if constexpr (std::unsigned_integral<T>) {
-    return *p;
+  if constexpr (std::is_same_v<T, bfloat16> || std::is_same_v<T, float16>) {
+    return to_float(*p);
   } else {
-    return static_cast<SumOf<T>>(load(p));
+    return *p;
   }
 }
 
 template <class T>
 void write(T* p, ElementSum<T> sum) {
-  if constexpr (std::unsigned_integral<T>) {
-    *p = static_cast<T>(sum);
+  if constexpr (std::is_same_v<T, bfloat16>) {
+    *p = to_bfloat16(sum);
+  } else if constexpr (std::is_same_v<T, float16>) {
+    *p = to_float16(sum);
   } else {
-    store(p, sum);
+    *p = static_cast<T>(sum);
   }
 }
 
