@@ -163,13 +163,16 @@ Tensor copy_x_by_feature(Tensor x) {
   return Tensor(copy);
 }
 
-// Two layers of int8 that round what they multiply, for eager calls that nothing records.
+// Two layers of int8, or three with a gate, that round what they multiply, for eager calls that nothing
+// records.
 Tensor int8_feed_forward(Tensor x, const Tensor& up_values, const Tensor& up_scales, const Tensor& up_plan,
-                         const Optional& up_bias, const Tensor& down_values, const Tensor& down_scales,
-                         const Tensor& down_plan, const Optional& down_bias, std::int64_t out_features,
-                         std::int64_t hidden_features, std::int64_t in_features, std::string_view activation,
-                         const Optional& up_prepared, const Optional& up_packed,
-                         const Optional& down_prepared, const Optional& down_packed, std::int64_t derived) {
+                         const Optional& up_bias, const Optional& gate_values, const Optional& gate_scales,
+                         const Optional& gate_plan, const Optional& gate_bias, const Tensor& down_values,
+                         const Tensor& down_scales, const Tensor& down_plan, const Optional& down_bias,
+                         std::int64_t out_features, std::int64_t hidden_features, std::int64_t in_features,
+                         std::string_view activation, const Optional& up_prepared, const Optional& up_packed,
+                         const Optional& down_prepared, const Optional& down_packed, std::int64_t derived,
+                         const Optional& gate_prepared, const Optional& gate_packed) {
   const Call call("int8_feed_forward", "the up layer's values", up_values);
   const MatrixView in = call.matrix("x", x, "in_features", in_features);
   const auto layer = [&](std::string_view which, const Tensor& values, const Tensor& scales,
@@ -182,12 +185,18 @@ Tensor int8_feed_forward(Tensor x, const Tensor& up_values, const Tensor& up_sca
       return LayerView{weight, call.bias(bias, rows, in.dtype)};
     });
   };
-  const FeedForward layers{layer("up", up_values, up_scales, up_plan, up_bias, hidden_features, in_features,
-                                 {up_prepared, up_packed, derived}),
-                           layer("down", down_values, down_scales, down_plan, down_bias, out_features,
-                                 hidden_features, {down_prepared, down_packed, derived}),
-                           call.activation(activation),
-                           {}};
+  FeedForward layers{layer("up", up_values, up_scales, up_plan, up_bias, hidden_features, in_features,
+                           {up_prepared, up_packed, derived}),
+                     layer("down", down_values, down_scales, down_plan, down_bias, out_features,
+                           hidden_features, {down_prepared, down_packed, derived}),
+                     call.activation(activation),
+                     {}};
+  if (gate_values && gate_scales && gate_plan) {
+    layers.gate = layer("gate", *gate_values, *gate_scales, *gate_plan, gate_bias, hidden_features,
+                        in_features, {gate_prepared, gate_packed, derived});
+  } else if (gate_values || gate_scales || gate_plan) {
+    raise(call.op(), invalid(call.op(), "a gate's values, scales and plan must come together", "some"));
+  }
   Tensor y = call.empty_rows(x, out_features);
   check(call.op(), feed_forward(in, layers, call.output(y, in, out_features), call.context()));
   return y;
@@ -211,9 +220,10 @@ STABLE_TORCH_LIBRARY_FRAGMENT(rarefy, m) {
   m.def("_copy_by_feature(Tensor x) -> Tensor");
   m.def(
       "_int8_feed_forward(Tensor x, Tensor up_values, Tensor up_scales, Tensor up_plan, Tensor? up_bias, "
-      "Tensor down_values, Tensor down_scales, Tensor down_plan, Tensor? down_bias, SymInt out_features, "
-      "SymInt hidden_features, SymInt in_features, str activation, Tensor? up_prepared, Tensor? up_packed, "
-      "Tensor? down_prepared, Tensor? down_packed, int derived) -> Tensor");
+      "Tensor? gate_values, Tensor? gate_scales, Tensor? gate_plan, Tensor? gate_bias, Tensor down_values, "
+      "Tensor down_scales, Tensor down_plan, Tensor? down_bias, SymInt out_features, SymInt hidden_features, "
+      "SymInt in_features, str activation, Tensor? up_prepared, Tensor? up_packed, Tensor? down_prepared, "
+      "Tensor? down_packed, int derived, Tensor? gate_prepared=None, Tensor? gate_packed=None) -> Tensor");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(rarefy, CPU, m) {

@@ -103,7 +103,9 @@ class Hidden(torch.Tensor):
             return down.forward(self.value())
         rest = (down.out_features, down.in_features, self._up.in_features, self._activation)
         if _is_int8(down):
-            return int8_feed_forward(self._unchanged_x(), *_scaled(self._up), *_scaled(down), *rest, *derived)
+            gate = (None,) * 4 if self._gate is None else _scaled(self._gate)
+            layers = (*_scaled(self._up), *gate, *_scaled(down))
+            return int8_feed_forward(self._unchanged_x(), *layers, *rest, *derived)
         up, gate = _operands(self._up), (None,) * 3 if self._gate is None else _operands(self._gate)
         held = op_derived(derived, rounds(self._up, self._gate, down))
         args = (self._unchanged_x(), *up, *gate, *_operands(down), *rest, *held)
@@ -226,7 +228,8 @@ def _derived(up: nn.Module, gate: nn.Module | None, down: nn.Module, x: torch.Te
     """What kernels hold of a network's weights, as the op takes it; None: they are faster layer by layer.
 
     Without any, its kernels are those for weights as they are. Where each layer holds what one kernel
-    derives, a kernel of the op reads the same (of gates on the CPU, with blocks as up's); in int8 each must.
+    derives, a kernel of the op reads the same (of gates on the CPU, in floats with blocks as up's); in int8
+    each must.
     """
     layers = [layer for layer in (up, gate, down) if layer is not None]
     held = [layer._modules["weight"].derived(x) for layer in layers]
@@ -238,7 +241,7 @@ def _derived(up: nn.Module, gate: nn.Module | None, down: nn.Module, x: torch.Te
     gates: tuple = ()
     if gate is not None:
         blocks = {layer._modules["weight"].block_shape for layer in (up, gate)}
-        if x.is_cuda or int8 == {True} or len(blocks) > 1:
+        if x.is_cuda or (int8 == {False} and len(blocks) > 1):
             return None
         gates = held[1][:2]
     return (*held[0][:2], *held[-1][:2], held[0][2], *gates)
@@ -434,13 +437,13 @@ def fuse(model: nn.Module, enabled: bool = True) -> list[str]:
     same module or in one after it, as in transformers' BERT, ViT and Llama, with or without a gate. Where no
     activation lies beside the first layer, it must make more features than it takes. In float32 results are,
     bit for bit, those of the layers with fused activations, which differ from torch's by units in the last
-    place (docs/numerics.md). Two layers of int8 that round x are one op as well, without a gate; after GELU
-    and SiLU a hidden feature may become the next level there. In bfloat16 on packed weights hidden features
+    place (docs/numerics.md). Layers of int8 that round x are one op as well; after GELU and SiLU a hidden
+    feature may become the next level there. In bfloat16 on packed weights hidden features
     are rounded as those of layers are, with a gate each of the two and their product. Nothing else changes:
     parameters, names, hooks, gradients. Calls that are recorded for a gradient, under autocast, torch.compile
     or torch.func go layer by layer. On CUDA two layers with tall blocks keep hidden features as their kernels
     read them; others, and those with a gate, run layer by layer with the activation in the first one's
-    kernel; so do gates on the CPU whose layers hold packed weights and other blocks than `up`'s.
+    kernel; so do gates on the CPU whose layers hold packed floats in other blocks than `up`'s.
 
     Layers of one module with as many input features, such as q, k and v, are one op, too, once they have been
     seen with the same x (of 2¹⁸ elements or more; not in inference mode, where nothing counts writes to x).

@@ -1,6 +1,9 @@
-// feed_forward in int8: a task takes its tokens, some at a time, through both layers, each as linear's own
-// kernels compute it (quads_task.h). Hidden features are float rows of the worker's memory, activated and
-// rounded to int8 where they lie, mostly in L2; with ReLU and in f32 results are two layers' bit for bit.
+// feed_forward in int8: a task takes its tokens, some at a time, through its layers, each as linear's own
+// kernels compute it (quads_task.h). Hidden features are float rows of the worker's memory, activated (or
+// multiplied by a gate's, which are) and rounded to int8 where they lie, mostly in L2; with ReLU and in f32
+// results are the layers' bit for bit.
+#include <optional>
+
 #include "core/message.h"
 #include "core/scalar.h"
 #include "cpu/linear_quads.h"
@@ -32,17 +35,20 @@ struct Layer {
 
 struct Network {
   Layer up, down;
+  std::optional<Layer> gate;
   std::int64_t stride;  // of hidden rows, not a multiple of a page
-  float* hidden = nullptr;
+  float *hidden = nullptr, *gates = nullptr;
   std::int64_t shared, worker;
 
   Network(const QuadKernels& kernels, const Problem& p, const FeedForwardQuads& c, void* base)
       : up(kernels, p.weight, c.up_many != 0),
         down(kernels, p.down, c.down_many != 0),
         stride(ceil_div(p.weight.shape.rows, kVector) * kVector + kVector) {
+    if (p.gate != WeightSpec{}) gate.emplace(kernels, p.gate, c.gate_many != 0);
     Room all(base);
     QuadsLayout::take_shared(all, up.shape, up.parts);
     QuadsLayout::take_shared(all, down.shape, down.parts);
+    if (gate) QuadsLayout::take_shared(all, gate->shape, gate->parts);
     shared = all.bytes();
     Room own;
     take_worker(own);
@@ -52,6 +58,9 @@ struct Network {
     up.take_worker(room);
     down.take_worker(room);
     hidden = room.take<float>(kTogether * stride);
+    if (!gate) return;
+    gate->take_worker(room);
+    gates = room.take<float>(kTogether * stride);
   }
 };
 
@@ -87,16 +96,32 @@ void run_task(const Call& call, Network own, std::int64_t first, std::int64_t la
   const std::int64_t features = call.problem.weight.shape.rows;
   Call up = layer_call(call, layers.up, call.problem.weight);
   Call down = layer_call(call, layers.down, call.problem.down);
+  Call gate = layers.gate ? layer_call(call, *layers.gate, call.problem.gate) : Call{};
+  const auto activate = [&](float* row) {
+    std::fill_n(row + features, -features & (kVector - 1), 0.0F);
+    own.up.kernels.activate(layers.activation, row, ceil_div(features, kVector) * kVector);
+  };
   for (std::int64_t m = first; m < last; m += kTogether) {
     const std::int64_t rows = std::min(kTogether, last - m);
     up.x = rows_of(call.x, m, rows);
     up.out = {own.hidden, DType::f32, rows, features, own.stride};
     run_layer(own.up, layers.up.weight.derived, up);
+    if (layers.gate) {
+      gate.x = up.x;
+      gate.out = {own.gates, DType::f32, rows, features, own.stride};
+      run_layer(*own.gate, layers.gate->weight.derived, gate);
+    }
     for (std::int64_t t = 0; t < rows; ++t) {
       float* row = own.hidden + t * own.stride;
       if (call.save.up.data != nullptr) save_row(call.save.up, m + t, row);
-      std::fill_n(row + features, -features & (kVector - 1), 0.0F);
-      own.up.kernels.activate(layers.activation, row, ceil_div(features, kVector) * kVector);
+      if (!layers.gate) {
+        activate(row);
+        continue;
+      }
+      float* by = own.gates + t * own.stride;
+      if (call.save.gate.data != nullptr) save_row(call.save.gate, m + t, by);
+      activate(by);
+      for (std::int64_t h = 0; h < features; ++h) row[h] *= by[h];
     }
     down.x = {own.hidden, DType::f32, rows, features, own.stride};
     down.out = rows_of(call.out, m, rows);
@@ -117,8 +142,7 @@ bool takes_many(const QuadKernels& kernels, const Problem& p, const WeightSpec& 
 }  // namespace
 
 Reason supports_feed_forward_quads(const QuadKernels& kernels, const Problem& p, const Machine& machine) {
-  if (p.gate != WeightSpec{}) return "takes networks without a gate";
-  for (const WeightSpec* w : {&p.weight, &p.down}) {
+  for (const WeightSpec* w : {&p.weight, &p.down, p.gate == WeightSpec{} ? &p.down : &p.gate}) {
     Reason reason = supports_quads(kernels, layer_problem(p, *w, p.tokens), machine);
     if (!reason.empty() && !takes_many(kernels, p, *w, machine)) return reason;
   }
@@ -133,6 +157,7 @@ std::vector<Config> feed_forward_quads_candidates(const QuadKernels& kernels, co
   FeedForwardQuads c;
   c.up_many = takes_many(kernels, p, p.weight, machine) ? 1 : 0;
   c.down_many = takes_many(kernels, p, p.down, machine) ? 1 : 0;
+  c.gate_many = p.gate != WeightSpec{} && takes_many(kernels, p, p.gate, machine) ? 1 : 0;
   std::vector<Config> all;
   for (const int tasks : {1, 2, 4}) {  // of a thread
     c.tokens = std::max<std::int64_t>(1, ceil_div(ceil_div(p.tokens, p.threads * tasks), kVector)) * kVector;
@@ -155,12 +180,15 @@ std::int64_t feed_forward_quads_workspace(const QuadKernels& kernels, const Prob
 Status run_feed_forward_quads(const QuadKernels& kernels, const Call& call) {
   const auto c = from_config<FeedForwardQuads>(call.config);
   const bool many = kernels.many_tokens != nullptr;
-  if (c.tokens < 1 || (!many && (c.up_many != 0 || c.down_many != 0))) {
+  if (c.tokens < 1 || (!many && (c.up_many != 0 || c.down_many != 0 || c.gate_many != 0))) {
     return invalid(kernels.family, "the configuration must have tokens, and kernels that there are",
-                   cat(c.tokens, ", ", c.up_many, ", ", c.down_many));
+                   cat(c.tokens, ", ", c.up_many, ", ", c.down_many, ", ", c.gate_many));
   }
   const Problem& p = call.problem;
-  for (const auto& [layer, name] : {std::pair{&call.layers->up, "up"}, {&call.layers->down, "down"}}) {
+  const LayerView* gate = call.layers->gate ? &*call.layers->gate : nullptr;
+  for (const auto& [layer, name] :
+       {std::pair{&call.layers->up, "up"}, {&call.layers->down, "down"}, {gate, "gate"}}) {
+    if (layer == nullptr) continue;
     const auto sizes = for_quad_sections(kernels, layer->weight.plan.shape, [](const QuadsSection&) {});
     const Derived& derived = layer->weight.derived;
     if (derived.prepared_bytes < sizes.first || derived.packed_bytes < sizes.second) {
@@ -173,6 +201,8 @@ Status run_feed_forward_quads(const QuadKernels& kernels, const Call& call) {
   const Network network(kernels, p, c, call.workspace);
   unpack_outputs(layer_call(call, call.layers->up, p.weight), network.up.shape, network.up.parts, p.out);
   unpack_outputs(layer_call(call, call.layers->down, p.down), network.down.shape, network.down.parts, p.out);
+  if (gate != nullptr)
+    unpack_outputs(layer_call(call, *gate, p.gate), network.gate->shape, network.gate->parts, p.out);
   call.executor.parallel_for(ceil_div(p.tokens, c.tokens), [&](std::int64_t task, int worker) {
     Network own = network;
     Room room(static_cast<char*>(call.workspace) + network.shared + worker * network.worker);

@@ -20,9 +20,9 @@ Status run_quads(const QuadKernels& kernels, std::span<const Call> calls);  // s
 
 // feed_forward on weights that linear's rows packed (feed_forward_quads.cc).
 struct FeedForwardQuads {
-  std::int64_t tokens = 64;                 // of a task
-  std::int64_t up_many = 0, down_many = 0;  // 1: a layer goes by the kernels for many tokens
-  static constexpr std::string_view kFields[] = {"tokens", "up_many", "down_many"};
+  std::int64_t tokens = 64;                                // of a task
+  std::int64_t up_many = 0, down_many = 0, gate_many = 0;  // 1: a layer goes by the kernels for many tokens
+  static constexpr std::string_view kFields[] = {"tokens", "up_many", "down_many", "gate_many"};
 };
 Reason supports_feed_forward_quads(const QuadKernels& kernels, const Problem& problem,
                                    const Machine& machine);

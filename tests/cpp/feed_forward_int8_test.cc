@@ -14,41 +14,55 @@ struct Sizes {
   double density = 0.4;
   bool integers = false;
   DType dtype = DType::f32;
+  bool gated = false;
 };
 
-// Two layers in the memory of a call; the second one's x is what the first makes.
+// Two layers in the memory of a call, or three with a gate; the last one's x is what those before make.
 class Network {
  public:
   Network(const Sizes& s, Activation activation, bool derived)
       : sizes_(s),
         activation_(activation),
         up_({s.m, s.hidden, s.k, s.up.first, s.up.second, s.density, s.dtype, s.integers}, 1),
+        gate_({s.m, s.hidden, s.k, s.up.first, s.up.second, s.density, s.dtype, s.integers}, 3),
         down_({s.m, s.n, s.hidden, s.down.first, s.down.second, s.density, s.dtype, s.integers}, 2),
         up_run_(up_, Scaling::dynamic, {}, derived),
+        gate_run_(gate_, Scaling::dynamic, {}, derived),
         down_run_(down_, Scaling::dynamic, {}, derived),
         x_(HostBuffer::upload<std::byte>(encode(up_.x, s.dtype))),
         up_bias_(HostBuffer::upload<std::byte>(encode(up_.bias, s.dtype))),
+        gate_bias_(HostBuffer::upload<std::byte>(encode(gate_.bias, s.dtype))),
         down_bias_(HostBuffer::upload<std::byte>(encode(down_.bias, s.dtype))),
         float_up_bias_(HostBuffer::upload<std::byte>(encode(up_.bias, DType::f32))),
+        float_gate_bias_(HostBuffer::upload<std::byte>(encode(gate_.bias, DType::f32))),
         float_down_bias_(HostBuffer::upload<std::byte>(encode(down_.bias, DType::f32))),
         y_(static_cast<std::size_t>(s.m * down_.y_stride()) * size_of(s.dtype)) {}
 
   Status run(Executor executor = {}, const HiddenViews& save = {}) {
-    const FeedForward layers{
+    FeedForward layers{
         {up_run_.weight(), up_bias_.data()}, {down_run_.weight(), down_bias_.data()}, activation_, {}};
+    if (sizes_.gated) layers.gate = LayerView{gate_run_.weight(), gate_bias_.data()};
     Context context;
     context.executor = executor;
     return feed_forward(x(), layers, y(), context, save);
   }
   const std::vector<float>& hidden() const { return hidden_; }  // of one_by_one
-  // The same by linear, twice, in floats, as a network keeps hidden features; rows without gaps.
+  const std::vector<float>& gates() const { return gates_; }
+  // The same by linear, in floats, as a network keeps hidden features; rows without gaps.
   std::vector<double> one_by_one() {
     const std::int64_t hidden = sizes_.hidden;
     hidden_.resize(static_cast<std::size_t>(sizes_.m * hidden));
     const MutableMatrixView out{hidden_.data(), DType::f32, sizes_.m, hidden, hidden};
     const std::vector<float> in = floats();
     const MatrixView x{in.data(), DType::f32, sizes_.m, sizes_.k, sizes_.k};
-    expect_ok(linear(x, up_run_.weight(), float_up_bias_.data(), activation_, out));
+    expect_ok(linear(x, up_run_.weight(), float_up_bias_.data(),
+                     sizes_.gated ? Activation::none : activation_, out));
+    if (sizes_.gated) {
+      gates_.resize(hidden_.size());
+      expect_ok(linear(x, gate_run_.weight(), float_gate_bias_.data(), activation_,
+                       {gates_.data(), DType::f32, sizes_.m, hidden, hidden}));
+      for (std::size_t i = 0; i < hidden_.size(); ++i) hidden_[i] *= gates_[i];
+    }
     std::vector<float> result(static_cast<std::size_t>(sizes_.m * sizes_.n));
     expect_ok(linear({hidden_.data(), DType::f32, sizes_.m, hidden, hidden}, down_run_.weight(),
                      float_down_bias_.data(), Activation::none,
@@ -89,11 +103,11 @@ class Network {
 
   Sizes sizes_;
   Activation activation_;
-  Layer up_, down_;
-  LinearRun up_run_, down_run_;
-  HostBuffer x_, up_bias_, down_bias_, float_up_bias_, float_down_bias_;
+  Layer up_, gate_, down_;
+  LinearRun up_run_, gate_run_, down_run_;
+  HostBuffer x_, up_bias_, gate_bias_, down_bias_, float_up_bias_, float_gate_bias_, float_down_bias_;
   Guarded<HostBuffer> y_;
-  std::vector<float> hidden_;
+  std::vector<float> hidden_, gates_;
 };
 
 const std::vector<Sizes>& all_sizes() {
@@ -104,6 +118,15 @@ const std::vector<Sizes>& all_sizes() {
       {65, 300, 64, 200, {64, 64}, {32, 32}},      {16, 24, 48, 40, {2, 2}, {48, 1}},
       {33, 16, 17, 5, {16, 1}, {5, 1}, 0.0},       {70, 96, 160, 64, {32, 1}, {32, 1}, 0.4, true},
       {50, 40, 64, 33, {8, 1}, {16, 2}, 0.5, true}};
+  return sizes;
+}
+
+std::vector<Sizes> with_gates() {
+  std::vector<Sizes> sizes = all_sizes();
+  for (Sizes s : all_sizes()) {
+    s.gated = true;
+    sizes.push_back(s);
+  }
   return sizes;
 }
 
@@ -122,13 +145,14 @@ INSTANTIATE_TEST_SUITE_P(Cpu, FeedForwardInt8Test, ::testing::ValuesIn(families_
 TEST_P(FeedForwardInt8Test, LayersOneByOne) {
   if (GetParam() == "ref") GTEST_SKIP() << "sums networks in double, layers in float";
   for (const DType dtype : {DType::f32, DType::bf16}) {
-    for (Sizes s : all_sizes()) {
+    for (Sizes s : with_gates()) {
       s.dtype = dtype;
       for (const bool derived : {true, false}) {
         if (!takes(GetParam(), s, derived)) continue;
         for (const Activation activation : {Activation::none, Activation::relu}) {
-          SCOPED_TRACE(::testing::Message() << s.m << ' ' << s.k << ' ' << s.hidden << ' ' << s.up.first
-                                            << ' ' << s.down.first << ' ' << name(dtype) << ' ' << derived);
+          SCOPED_TRACE(::testing::Message()
+                       << s.m << ' ' << s.k << ' ' << s.hidden << ' ' << s.up.first << ' ' << s.down.first
+                       << ' ' << name(dtype) << ' ' << derived << ' ' << s.gated);
           const Force force(GetParam());
           Network network(s, activation, derived);
           expect_ok(network.run());
@@ -156,7 +180,7 @@ TEST_P(FeedForwardInt8Test, LayersOneByOne) {
 }
 
 TEST_P(FeedForwardInt8Test, Reference) {
-  for (const Sizes& s : all_sizes()) {
+  for (const Sizes& s : with_gates()) {
     if (!takes(GetParam(), s)) continue;
     for (const Activation activation :
          {Activation::relu, Activation::gelu_erf, Activation::gelu_tanh, Activation::silu}) {
@@ -192,16 +216,24 @@ TEST_P(FeedForwardInt8Test, Reference) {
 
 // Sums before the activation go where the caller wants them.
 TEST_P(FeedForwardInt8Test, SavesWhatTheActivationTakes) {
-  for (const Sizes& s : all_sizes()) {
+  for (const Sizes& s : with_gates()) {
     if (s.density == 0 || !takes(GetParam(), s)) continue;
     const Force force(GetParam());
-    Network network(s, Activation::relu, true), plain(s, Activation::none, true);
-    std::vector<float> saved(static_cast<std::size_t>(s.m * s.hidden), -1.0F);
-    expect_ok(network.run({}, {{saved.data(), DType::f32, s.m, s.hidden, s.hidden}, {}}));
+    Sizes apart = s;
+    apart.gated = false;
+    Network network(s, Activation::relu, true), plain(apart, Activation::none, true),
+        gates(s, Activation::none, true);
+    std::vector<float> saved(static_cast<std::size_t>(s.m * s.hidden), -1.0F), gate = saved;
+    HiddenViews views{{saved.data(), DType::f32, s.m, s.hidden, s.hidden}, {}};
+    if (s.gated) views.gate = {gate.data(), DType::f32, s.m, s.hidden, s.hidden};
+    expect_ok(network.run({}, views));
     plain.one_by_one();
+    gates.one_by_one();
     for (std::size_t i = 0; i < saved.size(); ++i) {
-      const float bound = 4 * 0x1p-24F * (std::abs(plain.hidden()[i]) + 4);
-      ASSERT_NEAR(saved[i], plain.hidden()[i], bound) << i;
+      const auto bound = [](float value) { return 4 * 0x1p-24F * (std::abs(value) + 4); };
+      ASSERT_NEAR(saved[i], plain.hidden()[i], bound(plain.hidden()[i])) << i;
+      if (!s.gated) continue;
+      ASSERT_NEAR(gate[i], gates.gates()[i], bound(gates.gates()[i])) << i;
     }
   }
 }
