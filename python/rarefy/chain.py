@@ -390,7 +390,7 @@ def networks(model: nn.Module) -> list[tuple[str, ...]]:
 def _may_run(layers: list[nn.Module]) -> bool:
     """Whether there is an x for which these, the last one `down`, are one op: `through`, without an x."""
     down, int8 = layers[-1], {_is_int8(layer) for layer in layers}
-    if len(int8) > 1 or (int8 == {True} and len(layers) > 2) or down.activation is not None:
+    if len(int8) > 1 or down.activation is not None:
         return False
     x = torch.empty(1, dtype=_x_dtype(down), device=down._modules["weight"].device)
     return all(_runs(layer, x) for layer in layers)

@@ -273,5 +273,6 @@ def test_explain_says_whether_it_is_one_op():
 
 def test_explain_of_a_gate():
     net, x = sparse(NETWORKS["llama"], SPEC), torch.randn(40, K)
+    assert [set(names) for names in chain.networks(net)] == [{"up", "gate", "down"}]
     found = rarefy.explain((net.up, net.gate, net.down), x)
     assert found["kernel"].endswith("_feed_forward_int8")
