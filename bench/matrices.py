@@ -1,8 +1,9 @@
 """Sparse matrices outside of layers beside scipy, torch (MKL) and memory: f32, int32 indices, in turns.
 
 Transposes beside a copy of their indices and values; matrix × vector beside reading as many bytes, values and
-indices of 32 bits, by rarefy_peak; matrix × matrix at several densities; sparse × sparse; a product beside
-the layer of the same weight, and one with arrays that each call checks beside a matrix that holds them.
+indices of 32 bits, by rarefy_peak; matrix × matrix at several densities; sums, slices and joins; sparse ×
+sparse; a product beside the layer of the same weight, and one with arrays that each call checks beside a
+matrix that holds them.
 Results are compared before they are timed. One thread's time is the processor's; with more it is the wall's.
 A row's figure is from the best turn of each.
 
@@ -37,9 +38,10 @@ Measured = tuple[str, Calls, int]  # its name, everybody's call, and bytes to co
 class Case:
     """A random matrix, as everybody holds it."""
 
-    def __init__(self, rows: int, columns: int, density: float) -> None:
+    def __init__(self, rows: int, columns: int, density: float, seed: int = 0) -> None:
         """Rows with about as many elements each."""
-        random = np.random.default_rng(0)
+        random = np.random.default_rng(seed)
+        self.density = density
         self.scipy = scipy.sparse.random_array(
             (rows, columns), density=density, format="csr", dtype=np.float32, rng=random
         )
@@ -82,6 +84,41 @@ def products(case: Case, columns: int) -> Measured:
     }
     what = "matrix x vector" if columns == 1 else f"matrix x {columns} columns"
     return f"{what} {case.text}", calls, case.bytes if columns == 1 else 0
+
+
+def sums(case: Case) -> Measured:
+    """W + V of another pattern."""
+    other = Case(*case.scipy.shape, case.density, seed=1)
+    torch.testing.assert_close(
+        (case.ours + other.ours).to_dense(), torch.from_numpy((case.scipy + other.scipy).toarray())
+    )
+    calls = {
+        "ours": lambda: case.ours + other.ours,
+        "scipy": lambda: case.scipy + other.scipy,
+        "torch": lambda: case.torch + other.torch,
+    }
+    return f"sum {case.text}", calls, 0
+
+
+def parts(case: Case, what: str) -> Measured:
+    """Half of the rows or of the columns, or W below or beside itself."""
+    half, (w, ours) = case.scipy.shape[0] // 2, (case.scipy, case.ours)
+    calls = {
+        "rows": {"ours": lambda: ours[:half], "scipy": lambda: w[:half]},
+        "columns": {"ours": lambda: ours[:, half:], "scipy": lambda: w[:, half:]},
+        "below": {
+            "ours": lambda: sparse.sparse_concat([ours, ours]),
+            "scipy": lambda: scipy.sparse.vstack([w, w], format="csr"),
+        },
+        "beside": {
+            "ours": lambda: sparse.sparse_concat([ours, ours], dim=1),
+            "scipy": lambda: scipy.sparse.hstack([w, w], format="csr"),
+        },
+    }[what]
+    got, want = calls["ours"](), calls["scipy"]()
+    if not np.array_equal(got.indptr.numpy(), want.indptr) or not np.array_equal(got.data.numpy(), want.data):
+        raise AssertionError("the parts differ")
+    return f"{what} {case.text}", calls, 0
 
 
 def sparse_products(case: Case) -> Measured:
@@ -162,6 +199,10 @@ def cases() -> Iterator[Any]:
             for index in (torch.int32, torch.int64):
                 its = block, density, tokens, index
                 yield "raw", lambda its=its: raw_arrays(*its)
+    for size in ((4096, 4096, 0.05), (20_000, 20_000, 0.005)):
+        yield "sum", lambda size=size: sums(Case(*size))
+        for what in ("rows", "columns", "below", "beside"):
+            yield "part", lambda size=size, what=what: parts(Case(*size), what)
     yield "sparse x sparse", lambda: sparse_products(Case(4000, 4000, 0.01))
 
 
