@@ -15,14 +15,22 @@
 
 namespace rarefy {
 
-// Calls each(i), or each(i, worker), for all block rows, so many in a task that those have some 32 K of
+// Calls each(begin, end, worker) for ranges of block rows, so many in a task that those have some 32 K of
 // `entries`: 50 µs.
 template <class Each>
-void for_each_row(const Executor& executor, std::int64_t rows, std::int64_t entries, Each&& each) {
+void for_row_ranges(const Executor& executor, std::int64_t rows, std::int64_t entries, Each&& each) {
   const std::int64_t tasks = std::min(std::max<std::int64_t>(1, ceil_div(entries, 1 << 15)), rows);
   const std::int64_t per_task = rows == 0 ? 0 : ceil_div(rows, tasks);
   executor.parallel_for(tasks, [&](std::int64_t task, int worker) {
-    for (std::int64_t i = task * per_task; i < std::min(rows, (task + 1) * per_task); ++i) {
+    each(std::min(rows, task * per_task), std::min(rows, (task + 1) * per_task), worker);
+  });
+}
+
+// Calls each(i), or each(i, worker), for all block rows, in such tasks.
+template <class Each>
+void for_each_row(const Executor& executor, std::int64_t rows, std::int64_t entries, Each&& each) {
+  for_row_ranges(executor, rows, entries, [&](std::int64_t begin, std::int64_t end, int worker) {
+    for (std::int64_t i = begin; i < end; ++i) {
       if constexpr (std::is_invocable_v<Each&, std::int64_t, int>) {
         each(i, worker);
       } else {

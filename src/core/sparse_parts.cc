@@ -183,10 +183,11 @@ Status join(std::string_view op, std::span<const PlanView> parts, std::span<cons
       for (const PlanView& part : parts) crow[1] += part.crow[i + 1] - part.crow[i];
     }
   }
-  // Row i of a part, `at` entries into the result.
-  const auto move = [&](std::size_t p, std::int64_t i, std::int64_t at, std::int32_t shift) {
+  // Rows of a part, `at` entries into the result.
+  const auto move = [&](std::size_t p, std::int64_t row, std::int64_t end_row, std::int64_t at,
+                        std::int32_t shift) {
     const PlanView& part = parts[p];
-    const std::int64_t first = part.crow[i], end = part.crow[i + 1];
+    const std::int64_t first = part.crow[row], end = part.crow[end_row];
     std::transform(part.col + first, part.col + end, plan->col + at,
                    [=](std::int32_t c) { return c + shift; });
     const auto* from = static_cast<const std::byte*>(values[p]);
@@ -197,15 +198,17 @@ Status join(std::string_view op, std::span<const PlanView> parts, std::span<cons
     std::int64_t top = 0;
     for (std::size_t p = 0; p < parts.size(); ++p) {
       const std::int64_t rows = parts[p].shape.row_count();
-      for_each_row(executor, rows, parts[p].shape.value_count(),
-                   [&](std::int64_t i) { move(p, i, plan->crow[top + i], 0); });
+      for_row_ranges(executor, rows, parts[p].shape.value_count(),
+                     [&](std::int64_t begin, std::int64_t end, int) {
+                       move(p, begin, end, plan->crow[top + begin], 0);
+                     });
       top += rows;
     }
   } else {
     for_each_row(executor, shape->row_count(), shape->value_count(), [&](std::int64_t i) {
       std::int64_t at = plan->crow[i], shift = 0;
       for (std::size_t p = 0; p < parts.size(); ++p) {
-        at = move(p, i, at, static_cast<std::int32_t>(shift));
+        at = move(p, i, i + 1, at, static_cast<std::int32_t>(shift));
         shift += parts[p].shape.col_count();
       }
     });
