@@ -5,10 +5,10 @@ from .advice import Advice, advise
 from .backend import __version__, backend_info, explain, force_impl
 from .bitmap import BitmapSpec, BitmapWeight, TwoOfFourSpec
 from .bitmap_pattern import BitmapPattern
-from .chain import fuse
 from .conv import BlockSparseConv2d
 from .csr import CsrSpec, CsrWeight
 from .folder import report_folder
+from .fusing import fuse
 from .int8 import Int8Spec, Int8Weight
 from .legacy import load_legacy
 from .loading import load_file, load_state_dict, set_strict_pattern

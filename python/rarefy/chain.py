@@ -1,16 +1,15 @@
 """Feed-forward networks of sparse layers as one op, whatever the model's code around them looks like.
 
-`fuse` marks the layers that an activation and another sparse layer may follow. A marked layer returns a
-Hidden: a tensor that knows its layer and x, and computes nothing yet. Activations, dropout that is off and
-the product with a gate are noted; the next sparse layer then runs bsr_feed_forward on x. Whatever else is
-done with a Hidden, it first becomes the tensor it stands for. docs/design/pytorch.md says why it is so.
+`fuse` (fusing.py) marks the layers that an activation and another sparse layer may follow. A marked layer
+returns a Hidden: a tensor that knows its layer and x, and computes nothing yet. Activations, dropout that is
+off and the product with a gate are noted; the next sparse layer then runs bsr_feed_forward on x. Whatever
+else is done with a Hidden, it first becomes the tensor it stands for. docs/design/pytorch.md says why it is
+so.
 """
 
 from __future__ import annotations
 
-import inspect
-import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -21,14 +20,12 @@ from torch.utils._pytree import tree_map_only
 from . import _torch_private
 from ._torch_private import PLAIN, raw_stream
 from .activations import NONE
-from .checks import fail
 from .feed_forward import copy_by_feature, op_derived
 from .feed_forward import op as network
 from .feed_forward import run as run_network
 from .int8 import Int8Weight
 from .int8_ops import feed_forward as int8_feed_forward
 from .pattern_weight import PatternWeight
-from .shared_input import mark
 
 # Blocks of fewer rows, and fewer tokens, gain nothing: their kernels go layer by layer. Below so many
 # products of the dense layer, to wait costs what it saves, some microseconds.
@@ -96,13 +93,13 @@ class Hidden(torch.Tensor):
 
     def through(self, down: nn.Module) -> torch.Tensor:
         """What `down` makes of it: the whole network in one op where that can be, else of the value."""
-        if self._value is not None or not _runs(down, self._x):
+        if self._value is not None or not runs(down, self._x):
             return down.forward(self.value())
         derived = _derived(self._up, self._gate, down, self._x)
         if derived is None:
             return down.forward(self.value())
         rest = (down.out_features, down.in_features, self._up.in_features, self._activation)
-        if _is_int8(down):
+        if is_int8(down):
             gate = (None,) * 4 if self._gate is None else _scaled(self._gate)
             layers = (*_scaled(self._up), *gate, *_scaled(down))
             return int8_feed_forward(self._unchanged_x(), *layers, *rest, *derived)
@@ -203,15 +200,15 @@ def may_wait(layer: nn.Module, x: torch.Tensor) -> bool:
     tokens, wanted = x.shape[:-1].numel(), layer.in_features
     if tokens < _TOKENS or x.shape[-1] != wanted or x.device.type not in _WORK:
         return False
-    return tokens * wanted * layer.out_features >= _WORK[x.device.type] and _runs(layer, x)
+    return tokens * wanted * layer.out_features >= _WORK[x.device.type] and runs(layer, x)
 
 
-def _runs(layer: nn.Module, x: torch.Tensor) -> bool:
+def runs(layer: nn.Module, x: torch.Tensor) -> bool:
     """Whether the op takes this layer for x."""
     weight, bias = layer._modules["weight"], layer.bias
-    if not _fits(weight) or x.device.type not in _WORK or not _torch_private.plain():
+    if not fits(weight) or x.device.type not in _WORK or not _torch_private.plain():
         return False
-    values, int8 = weight._parameters["values"], _is_int8(layer)
+    values, int8 = weight._parameters["values"], is_int8(layer)
     if values.device != x.device or (x.is_cuda and values.dtype != x.dtype):
         return False
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, values, bias)):
@@ -233,7 +230,7 @@ def _derived(up: nn.Module, gate: nn.Module | None, down: nn.Module, x: torch.Te
     """
     layers = [layer for layer in (up, gate, down) if layer is not None]
     held = [layer._modules["weight"].derived(x) for layer in layers]
-    int8 = {_is_int8(layer) for layer in layers}
+    int8 = {is_int8(layer) for layer in layers}
     if not any(held) and int8 == {False}:
         return ()
     if len(int8) > 1 or not all(held) or len({derived[2:] for derived in held}) > 1:
@@ -256,7 +253,7 @@ def network_key(
             return 0, f"layers run one by one: {_WAITS}"
         if getattr(down, "activation", None) is not None:
             return 0, "layers run one by one: the last one has an activation"
-        if not all(_runs(layer, x) for layer in (gate, down) if layer is not None):
+        if not all(runs(layer, x) for layer in (gate, down) if layer is not None):
             return 0, f"layers run one by one: all of them must fit, {_WAITS}"
         try:
             derived = _derived(up, gate, down, x)
@@ -273,7 +270,8 @@ _WAITS = (
 )
 
 
-def _fits(weight: Any) -> bool:
+def fits(weight: Any) -> bool:
+    """Whether products with a weight may be part of a network's op."""
     if not isinstance(weight, PatternWeight) or type(weight._parameters.get("values")) not in PLAIN:
         return False
     kind = type(weight).linear  # another one multiplies in a way of its own
@@ -282,7 +280,8 @@ def _fits(weight: Any) -> bool:
     return kind is PatternWeight.linear and weight.block_shape[0] >= _ROWS
 
 
-def _is_int8(layer: nn.Module) -> bool:
+def is_int8(layer: nn.Module) -> bool:
+    """Whether a layer holds scaled int8 values."""
     return isinstance(layer._modules["weight"], Int8Weight)
 
 
@@ -362,153 +361,3 @@ _OF_SHAPE = {
     torch.Tensor.is_floating_point,
     *(getattr(torch.Tensor, name).__get__ for name in ("shape", "dtype", "device", "ndim", "is_nested")),
 }
-
-
-# Which layers are marked -------------------------------------------------------------------------
-
-_FUNCTIONS = (functional.gelu, functional.relu, functional.silu, torch.relu)
-_NAMES = ("gelu", "relu", "silu", "swish")
-_ACTIVATIONS = ("torch.nn.modules.activation", "transformers.activations")  # where they are defined
-_OF_ATTENTION = (nn.Softmax, nn.Softmax2d, nn.LogSoftmax, nn.Softmin)
-
-
-def networks(model: nn.Module) -> list[tuple[str, ...]]:
-    """The layers of each network that may run as one op, by name: what it begins with, and then `down`.
-
-    Not those that no x runs as one: by their layers, or by an activation beside them that is not noted.
-    """
-    found: dict[str, list[str]] = {}
-    for name, up, down in _followed(model):
-        # What ends a network seldom begins the next.
-        if name not in found and _may_activate(up, model.get_submodule(name.rpartition(".")[0])):
-            found.setdefault(down, []).append(name)
-    all_of_them = [(*names, down) for down, names in found.items()]
-    return [names for names in all_of_them if _may_run([model.get_submodule(name) for name in names])]
-
-
-@torch.no_grad()
-def _may_run(layers: list[nn.Module]) -> bool:
-    """Whether there is an x for which these, the last one `down`, are one op: `through`, without an x."""
-    down, int8 = layers[-1], {_is_int8(layer) for layer in layers}
-    if len(int8) > 1 or down.activation is not None:
-        return False
-    x = torch.empty(1, dtype=_x_dtype(down), device=down._modules["weight"].device)
-    return all(_runs(layer, x) for layer in layers)
-
-
-def _x_dtype(layer: nn.Module) -> torch.dtype:
-    weight = layer._modules["weight"]
-    return weight.x_dtype or weight.dtype
-
-
-def _may_activate(up: nn.Module, parent: nn.Module) -> bool:
-    """Whether the activations beside a layer are noted, one of them at least; so may those that hide be.
-
-    A waiting layer is given to them. It is on the meta device, where nothing is computed or drawn.
-    """
-    in_order, beside = isinstance(parent, nn.Sequential), list(parent.children())
-    if in_order:  # those that follow, as far as the next layer
-        beside = itertools.takewhile(_is_bare, beside[beside.index(up) + 1 :])
-    beside = [child for child in beside if _is_bare(child) and not isinstance(child, _OF_ATTENTION)]
-    known = [child for child in beside if type(child).__module__ in _ACTIVATIONS]
-    if up.activation is not None:
-        return not (in_order and known)  # a second one is computed
-    return not known or _has_function(parent) or any(_notes(up, child) for child in known)
-
-
-def _is_bare(module: nn.Module) -> bool:
-    return next(module.parameters(), None) is None
-
-
-def _notes(up: nn.Module, activation: nn.Module) -> bool:
-    x = torch.empty((1, up.in_features), dtype=_x_dtype(up), device="meta")
-    try:
-        with torch.no_grad():
-            y = type(activation).forward(activation, Hidden.of(up, x))
-    except Exception:  # whatever comes of computing on two devices
-        return False
-    return type(y) is Hidden and y._activation != NONE
-
-
-def fuse(model: nn.Module, enabled: bool = True) -> list[str]:
-    """Lets feed-forward networks of sparse layers run as one op; sparsify and load_file do it by themselves.
-
-    A network is a sparse layer, GELU, ReLU or SiLU, and a sparse layer that takes as many features, in the
-    same module or in one after it, as in transformers' BERT, ViT and Llama, with or without a gate. Where no
-    activation lies beside the first layer, it must make more features than it takes. In float32 results are,
-    bit for bit, those of the layers with fused activations, which differ from torch's by units in the last
-    place (docs/numerics.md). Layers of int8 that round x are one op as well; after GELU and SiLU a hidden
-    feature may become the next level there. In bfloat16 on packed weights hidden features
-    are rounded as those of layers are, with a gate each of the two and their product. Nothing else changes:
-    parameters, names, hooks, gradients. Calls that are recorded for a gradient, under autocast, torch.compile
-    or torch.func go layer by layer. On CUDA two layers with tall blocks keep hidden features as their kernels
-    read them; others, and those with a gate, run layer by layer with the activation in the first one's
-    kernel; so do gates on the CPU whose layers hold packed floats in other blocks than `up`'s.
-
-    Layers of one module with as many input features, such as q, k and v, are one op, too, once they have been
-    seen with the same x (of 2¹⁸ elements or more; not in inference mode, where nothing counts writes to x).
-
-    Args:
-        model: any module.
-        enabled: False undoes it.
-
-    Returns:
-        The names of the layers whose output may now wait for what follows.
-
-    Raises:
-        TypeError: `model` is not a module.
-    """
-    if not isinstance(model, nn.Module):
-        fail("fuse", "model must be an nn.Module", type(model).__name__, TypeError)
-    for module in model.modules():
-        if _is_sparse(module):
-            vars(module).pop("waits", None)
-            vars(module).pop("shares", None)
-    if not enabled or not _torch_private.wrappers:
-        return []
-    names = []
-    for name, up, _ in _followed(model):
-        up.waits = True
-        names.append(name)
-    for module in model.modules():
-        mark([child for child in module.children() if _is_sparse(child)])
-    return names
-
-
-def _is_sparse(module: nn.Module) -> bool:
-    """A BlockSparseLinear, whose module imports this one."""
-    return hasattr(type(module), "waits")
-
-
-def _followed(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
-    """The layers that a network may begin with, and the name of what may end it: a guess, some µs a call."""
-    named = {id(module): name for name, module in model.named_modules()}
-    for name, parent in model.named_modules():
-        if not any(map(_is_sparse, parent.children())):
-            continue
-        beside = _has_activation(parent)
-        around = list(model.get_submodule(name.rpartition(".")[0]).children()) if name else [parent]
-        later = around[around.index(parent) + 1 :] if name else []
-        keys = list(dict(parent.named_children()))
-        layers = [*parent.children(), *(layer for module in later for layer in module.children())]
-        for at, key in enumerate(keys):
-            up, after = layers[at], filter(_is_sparse, layers[at + 1 :])
-            if not _is_sparse(up) or not _fits(up._modules["weight"]):
-                continue
-            expands = beside or up.activation is not None or up.out_features > up.in_features
-            down = next((layer for layer in after if layer.in_features == up.out_features), None)
-            if expands and down is not None:
-                yield f"{name}.{key}".lstrip("."), up, named[id(down)]
-
-
-def _has_activation(module: nn.Module) -> bool:
-    for child in module.children():
-        kind = type(child).__name__.lower()
-        if any(name in kind for name in _NAMES) and _is_bare(child):
-            return True
-    return _has_function(module)
-
-
-def _has_function(module: nn.Module) -> bool:
-    values = (v for v in vars(module).values() if inspect.isroutine(v))
-    return any(value is function for value in values for function in _FUNCTIONS)

@@ -13,9 +13,9 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from ._torch_private import storage_of
-from .chain import fuse as fuse_networks
 from .checks import check_tensor, fail
 from .experts import unpacked
+from .fusing import fuse as fuse_networks
 from .layers import SPARSE, Layer, find_layers
 from .log import logger
 from .serialization import FORMAT, KEY, build, format_of

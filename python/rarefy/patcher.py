@@ -13,10 +13,10 @@ from torch import nn
 from torch.optim import Optimizer
 
 from .auto import Auto
-from .chain import fuse as fuse_networks
-from .chain import networks
 from .changes import Change, change_of
 from .checks import check_int, fail
+from .fusing import fuse as fuse_networks
+from .fusing import networks
 from .layers import SPARSE, Layer, find_layers
 from .log import logger, progress
 from .report import Report, environment

@@ -117,7 +117,7 @@ GROUPS = [
                 "derived.packed_bytes = tensors.packed->numel() - samples;",
                 "derived.packed_bytes = tensors.packed->numel();",
             ),
-            ("  if (given < sizes.prepared) {", "  if (false) {"),
+            ("  if (given < wanted) {", "  if (false) {"),
             ("if (samples > 0) take_samples(weight, bytes);", ""),
             ("agree = agree && std::memcmp(", "agree = std::memcmp("),
             ("problem.weight.dtype = w.stored;", ""),

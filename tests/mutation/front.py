@@ -363,10 +363,10 @@ GROUPS = [
         (DERIVED,),
         [
             (
-                "self.key, prepared_bytes, self.packed_bytes = sizes(*asked)",
-                "self.key, prepared_bytes, self.packed_bytes = sizes(*asked)\n        prepared_bytes = 0",
+                "self.key, prepared_bytes, self.packed_bytes, self.gradient_bytes = sizes(*asked)",
+                "self.key, _, self.packed_bytes, self.gradient_bytes = sizes(*asked)\n        prepared_bytes = 0",
             ),
-            ("        if self.packed_bytes and not stored:\n", "        if False:\n"),
+            ("            if self.packed_bytes and not self._packs_in_calls:\n", "            if False:\n"),
             ("parameter.is_inference() or capturing(parameter):", "False:"),
             ("return parameter.data_ptr(), parameter._version", "return parameter.data_ptr(), 0"),
             ("return parameter.data_ptr(), parameter._version", "return 0, parameter._version"),
@@ -429,13 +429,13 @@ GROUPS = [
         "python/rarefy/chain.py",
         (NETWORKS,),
         [
-            ("held = x.clone() if x.is_inference() else x", "held = x"),
+            ("held = _copy(up, x) if x.is_inference() else x", "held = x"),
             (
                 "        if self._given is not other._given or self._x_version != other._x_version:\n            return False\n",
                 "",
             ),
             ("        if _version(self._x) != self._x_version:\n", "        if False:\n"),
-            ("if gate is not None or len({derived[2:] for derived in held}) > 1:", "if gate is not None:"),
+            (" or len({derived[2:] for derived in held}) > 1:", ":"),
             (
                 "if torch.is_grad_enabled() and any(t is not None",
                 "if torch.is_grad_enabled() and all(t is not None",
@@ -452,12 +452,18 @@ GROUPS = [
             ("    if up._activation != NONE:\n        return None\n", ""),
             ("or a is b:", "or False:"),
             ("return bias is None or (bias.dtype == x.dtype and bias.is_contiguous())", "return True"),
+            ("if self._value is not None or not runs(down, self._x):", "if not runs(down, self._x):"),
+        ],
+    ),
+    (
+        "python/rarefy/fusing.py",
+        (NETWORKS,),
+        [
             ('            vars(module).pop("waits", None)\n', "            pass\n"),
             (
                 "next((layer for layer in after if layer.in_features == up.out_features), None)",
                 "next(after, None)",
             ),
-            ("if self._value is not None or not _runs(down, self._x):", "if not _runs(down, self._x):"),
         ],
     ),
     (

@@ -6,7 +6,7 @@ from torch import nn
 
 import rarefy
 from networks import NETWORKS, H, K, ran, sparse
-from rarefy import chain
+from rarefy import chain, fusing
 
 SPEC = "block:4x1@0.5:int8"
 
@@ -261,7 +261,7 @@ def test_scales_that_are_written_to_are_an_error(what):
 
 def test_explain_says_whether_it_is_one_op():
     net, x = sparse(NETWORKS["gelu"], SPEC), torch.randn(40, K)
-    assert chain.networks(net) == [("fc1", "fc2")]
+    assert fusing.networks(net) == [("fc1", "fc2")]
     up, down = layers(net)
     with torch.no_grad():
         key, why = chain.network_key(up, None, down, x)
@@ -273,6 +273,6 @@ def test_explain_says_whether_it_is_one_op():
 
 def test_explain_of_a_gate():
     net, x = sparse(NETWORKS["llama"], SPEC), torch.randn(40, K)
-    assert [set(names) for names in chain.networks(net)] == [{"up", "gate", "down"}]
+    assert [set(names) for names in fusing.networks(net)] == [{"up", "gate", "down"}]
     found = rarefy.explain((net.up, net.gate, net.down), x)
     assert found["kernel"].endswith("_feed_forward_int8")

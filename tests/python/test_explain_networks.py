@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import rarefy
 from networks import NETWORKS, SPEC, Between, Llama, Ops
-from rarefy import chain
+from rarefy import fusing
 from rarefy.chain import Hidden
 from rarefy.modules import BlockSparseLinear
 
@@ -143,11 +143,11 @@ def test_a_report_names_every_network_as_models_write_them(name):
 def test_a_report_minds_activations_of_layers_and_other_blocks():
     up, down = BlockSparseLinear(16, 24, block_shape=(4, 1)), BlockSparseLinear(24, 16, block_shape=(4, 1))
     net = nn.Sequential(up, down)
-    assert chain.networks(net) == [("0", "1")]
+    assert fusing.networks(net) == [("0", "1")]
     up.activation = "silu"
-    assert chain.networks(net) == [("0", "1")]
-    assert chain.networks(nn.Sequential(up, nn.ReLU(), down)) == []
+    assert fusing.networks(net) == [("0", "1")]
+    assert fusing.networks(nn.Sequential(up, nn.ReLU(), down)) == []
     down.activation = "relu"
-    assert chain.networks(net) == []
+    assert fusing.networks(net) == []
     few = BlockSparseLinear(24, 16, block_shape=(2, 1))
-    assert chain.networks(nn.Sequential(up, few)) == []
+    assert fusing.networks(nn.Sequential(up, few)) == []

@@ -12,7 +12,7 @@ from torch import nn
 
 import rarefy
 from rarefy import ops
-from rarefy.chain import fuse
+from rarefy.fusing import fuse
 from rarefy.spec import Spec
 
 SPEC = "block:32x1@0.5:bf16x"

@@ -32,7 +32,7 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from ..backend import __version__
-from ..chain import fuse as fuse_networks
+from ..fusing import fuse as fuse_networks
 from ..layers import find_layers
 from ..patcher import BlockSparseModelPatcher
 from ..serialization import FORMAT, METHOD, entries_of, header
