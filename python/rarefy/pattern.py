@@ -203,6 +203,11 @@ class BsrPattern:
         return self.row_plan.is_meta
 
     @property
+    def sizes(self) -> list[int]:
+        """N, K, R and C, as ops take them beside a plan."""
+        return [*self.shape, *self.block_shape]
+
+    @property
     def grid(self) -> tuple[int, int]:
         """Block rows and block columns of the whole matrix."""
         return grid_of(self.shape, self.block_shape)
@@ -284,7 +289,7 @@ class BsrPattern:
             return known, moved if moved.ndim == 1 else moved.transpose(1, 2).contiguous()
         known = self.__dict__.get("plan", self.row_plan)
         with torch.inference_mode(False):
-            moved, plan = _transposed(values.contiguous(), known, [*self.shape, *self.block_shape])
+            moved, plan = _transposed(values.contiguous(), known, self.sizes)
         return BsrPattern._of_rows(plan, shape, block, self.nnzb), moved
 
     def on_diagonal(self, copies: int) -> BsrPattern:

@@ -44,6 +44,11 @@ Status check_elements(std::string_view op, const BsrView& a, const BsrView& b, i
   return mismatch(op, "a and b must be f64, f32, bf16 or f16", name(a.dtype));
 }
 
+Status check_element_bytes(std::string_view op, int bytes) {
+  if (bytes == 1 || bytes == 2 || bytes == 4 || bytes == 8) return {};
+  return invalid(op, "an element must have 1, 2, 4 or 8 bytes", cat(bytes));
+}
+
 Status check_integers(std::string_view op, int bytes, Activation activation) {
   if (activation != Activation::none && activation != Activation::relu) {
     return invalid(op, "activation of integers must be none or relu", name(activation));

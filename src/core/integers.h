@@ -27,6 +27,7 @@ void visit_integers(int bytes, F&& f) {
   }
 }
 
+Status check_element_bytes(std::string_view op, int bytes);  // 1, 2, 4 or 8
 Status check_integers(std::string_view op, int bytes, Activation activation);
 
 Status integer_linear_on_device(std::string_view op, int bytes, const void* x, std::int64_t tokens,

@@ -6,7 +6,7 @@
 
 #include "core/checked.h"
 #include "core/message.h"
-#include "core/plan_layout.h"
+#include "core/row_plan_out.h"
 #include "rarefy/pattern.h"
 
 namespace rarefy {
@@ -62,12 +62,9 @@ Status build(std::string_view op, const BsrShape& shape, std::span<const std::in
   if (Status status = check_index_sizes(op, shape, crow_indices.size(), col_indices.size()); !status.ok()) {
     return status;
   }
-  if (static_cast<std::int64_t>(plan.size()) != row_plan_size(shape)) {
-    return invalid(op, cat("a row plan must have ", row_plan_size(shape), " elements for this pattern"),
-                   cat(plan.size()));
-  }
-  const PlanLayout layout(shape);
-  std::int32_t *crow = plan.data() + layout.crow, *col = plan.data() + layout.col;
+  const auto out = RowPlanOut::create(op, shape, plan);
+  if (!out.ok()) return out.status();
+  std::int32_t *crow = out->crow, *col = out->col;
   std::copy(crow_indices.begin(), crow_indices.end(), crow);
   std::atomic<bool> valid = valid_crow(shape, crow);
   if (valid) {
@@ -87,8 +84,7 @@ Status build(std::string_view op, const BsrShape& shape, std::span<const std::in
     Status status = check_indices(op, shape, std::span<const Index>(rows), col_indices);
     return status.ok() ? invalid(op, "indices must not change during the call", "other ones") : status;
   }
-  const PlanHeader header(shape);
-  std::copy(std::begin(header.word), std::end(header.word), plan.data());
+  out->seal();
   return {};
 }
 

@@ -4,9 +4,9 @@
 #include <algorithm>
 #include <cstdint>
 #include <span>
+#include <string>
 #include <string_view>
 #include <type_traits>
-#include <vector>
 
 #include "core/checked.h"
 #include "core/message.h"
@@ -38,6 +38,11 @@ void for_each_row(const Executor& executor, std::int64_t rows, std::int64_t entr
       }
     }
   });
+}
+
+// For messages.
+inline std::string sizes_text(const BsrShape& s) {
+  return cat(s.rows, " × ", s.cols, " in blocks of ", s.block_rows, " × ", s.block_cols);
 }
 
 // Where the index of a result goes. Without `seal` it is no plan.

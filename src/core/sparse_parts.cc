@@ -12,11 +12,6 @@ namespace rarefy {
 
 namespace {
 
-Status check_bytes(std::string_view op, int bytes) {
-  if (bytes == 1 || bytes == 2 || bytes == 4 || bytes == 8) return {};
-  return invalid(op, "an element must have 1, 2, 4 or 8 bytes", cat(bytes));
-}
-
 Status check_range(std::string_view op, std::string_view what, const Range& range, std::int64_t size,
                    std::int64_t block) {
   if (range.begin < 0 || range.begin > range.end || range.end > size) {
@@ -109,7 +104,7 @@ Result<StoredRows> slice_rows(std::string_view op, const PlanView& w, const Rang
 Status write_slice(std::string_view op, const PlanView& w, const void* values, int bytes, const Range& rows,
                    const Range& cols, const StoredRows& stored, std::span<std::int32_t> row_plan, void* out,
                    const Executor& executor) {
-  if (Status status = check_bytes(op, bytes); !status.ok()) return status;
+  if (Status status = check_element_bytes(op, bytes); !status.ok()) return status;
   const auto plan = RowPlanOut::create(op, stored.shape, row_plan);
   if (!plan.ok()) return plan.status();
   const Blocks blocks(w.shape, rows, cols);  // which slice_rows has checked
@@ -162,7 +157,7 @@ Result<BsrShape> joined_shape(std::string_view op, std::span<const PlanView> par
 
 Status join(std::string_view op, std::span<const PlanView> parts, std::span<const void* const> values,
             int bytes, Side side, std::span<std::int32_t> row_plan, void* out, const Executor& executor) {
-  if (Status status = check_bytes(op, bytes); !status.ok()) return status;
+  if (Status status = check_element_bytes(op, bytes); !status.ok()) return status;
   if (values.size() != parts.size())
     return invalid(op, cat("there must be values of ", parts.size(), " matrices"), cat(values.size()));
   const auto shape = joined_shape(op, parts, side);
@@ -223,7 +218,7 @@ Status join(std::string_view op, std::span<const PlanView> parts, std::span<cons
 
 Status on_pattern(std::string_view op, const PlanView& from, const void* values, int bytes,
                   const PlanView& to, const Offset& offset, void* out, const Executor& executor) {
-  if (Status status = check_bytes(op, bytes); !status.ok()) return status;
+  if (Status status = check_element_bytes(op, bytes); !status.ok()) return status;
   const BsrShape &s = to.shape, &f = from.shape;
   if (s.block_rows != f.block_rows || s.block_cols != f.block_cols) {
     return invalid(op, cat("the pattern must be in blocks of ", f.block_rows, " × ", f.block_cols),

@@ -12,7 +12,7 @@
 #include "core/checked.h"
 #include "core/elements.h"
 #include "core/message.h"
-#include "core/plan_layout.h"
+#include "core/row_plan_out.h"
 #include "rarefy/sparse.h"
 
 namespace rarefy {
@@ -244,23 +244,18 @@ Status write_product(std::string_view op, const BsrView& a, const BsrView& b, co
                      std::span<std::int32_t> row_plan, void* values, const Executor& executor, int integers) {
   const BsrShape& s = product.shape;
   const std::int64_t bytes = integers == 0 ? static_cast<std::int64_t>(size_of(a.dtype)) : integers;
-  if (std::ssize(row_plan) != row_plan_size(s)) {
-    return invalid(op, cat("a row plan must have ", row_plan_size(s), " elements for this pattern"),
-                   cat(row_plan.size()));
-  }
-  const PlanLayout layout(s);
-  std::int32_t *crow = row_plan.data() + layout.crow, *col = row_plan.data() + layout.col;
-  std::copy(product.crow.begin(), product.crow.end(), crow);
+  const auto out = RowPlanOut::create(op, s, row_plan);
+  if (!out.ok()) return out.status();
+  std::copy(product.crow.begin(), product.crow.end(), out->crow);
   executor.parallel_for(std::ssize(product.pieces), [&](std::int64_t task) {
     const SparseProduct::Piece& piece = product.pieces[static_cast<std::size_t>(task)];
-    const std::int64_t first = crow[task * kTaskRows];
-    std::copy(piece.col.begin(), piece.col.end(), col + first);
+    const std::int64_t first = out->crow[task * kTaskRows];
+    std::copy(piece.col.begin(), piece.col.end(), out->col + first);
     std::copy(piece.values.begin(), piece.values.end(), static_cast<std::byte*>(values) + first * bytes);
   });
-  const PlanHeader header(s);
-  std::copy(std::begin(header.word), std::end(header.word), row_plan.data());
+  out->seal();
   if (s.block_size() == 1 && a.plan.shape.block_cols == 1) return {};
-  return sampled_product(op, a, b, {s, crow, col}, values, executor, integers);
+  return sampled_product(op, a, b, out->view(), values, executor, integers);
 }
 
 Status sampled_product(std::string_view op, const BsrView& a, const BsrView& b, const PlanView& pattern,
@@ -269,10 +264,9 @@ Status sampled_product(std::string_view op, const BsrView& a, const BsrView& b, 
   if (Status status = check_operands(op, a, b, integers); !status.ok()) return status;
   if (sc.rows != sa.rows || sc.cols != sb.cols || sc.block_rows != sa.block_rows ||
       sc.block_cols != sb.block_cols) {
-    return invalid(op,
-                   cat("the pattern must be of ", sa.rows, " × ", sb.cols, " in blocks of ", sa.block_rows,
-                       " × ", sb.block_cols),
-                   cat(sc.rows, " × ", sc.cols, " in blocks of ", sc.block_rows, " × ", sc.block_cols));
+    return invalid(
+        op, cat("the pattern must be of ", sizes_text({sa.rows, sb.cols, sa.block_rows, sb.block_cols})),
+        sizes_text(sc));
   }
   visit_elements(a.dtype, integers,
                  [&]<class T>(T) { multiply(a, b, pattern, static_cast<T*>(values), executor); });

@@ -15,14 +15,10 @@ namespace rarefy {
 
 namespace {
 
-std::string words(const BsrShape& s) {
-  return cat(s.rows, " × ", s.cols, " in blocks of ", s.block_rows, " × ", s.block_cols);
-}
-
 Status check_alike(std::string_view op, const BsrShape& a, const BsrShape& b) {
   if (a.rows == b.rows && a.cols == b.cols && a.block_rows == b.block_rows && a.block_cols == b.block_cols)
     return {};
-  return invalid(op, cat("b must be ", words(a), ", as a is"), words(b));
+  return invalid(op, cat("b must be ", sizes_text(a), ", as a is"), sizes_text(b));
 }
 
 // Columns of a row, and how many come before.

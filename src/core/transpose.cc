@@ -6,8 +6,9 @@
 
 #include "core/checked.h"
 #include "core/column_sort.h"
+#include "core/integers.h"
 #include "core/message.h"
-#include "core/plan_layout.h"
+#include "core/row_plan_out.h"
 #include "rarefy/sparse.h"
 
 namespace rarefy {
@@ -70,24 +71,14 @@ Status transpose(std::string_view op, const PlanView& plan, const void* values, 
                  std::span<std::int32_t> row_plan, void* out, const Executor& executor) try {
   const BsrShape& s = plan.shape;
   const BsrShape shape{s.cols, s.rows, s.block_cols, s.block_rows, s.nnzb};
-  if (static_cast<std::int64_t>(row_plan.size()) != row_plan_size(shape)) {
-    return invalid(op, cat("a row plan must have ", row_plan_size(shape), " elements for this pattern"),
-                   cat(row_plan.size()));
-  }
-  const PlanLayout layout(shape);
-  std::int32_t *crow = row_plan.data() + layout.crow, *col = row_plan.data() + layout.col;
-  const auto as = [&]<class Word>(Word) {
-    transpose_as(plan, static_cast<const Word*>(values), crow, col, static_cast<Word*>(out), executor);
-  };
-  switch (bytes) {
-    case 1: as(std::uint8_t{}); break;
-    case 2: as(std::uint16_t{}); break;
-    case 4: as(std::uint32_t{}); break;
-    case 8: as(std::uint64_t{}); break;
-    default: return invalid(op, "an element must have 1, 2, 4 or 8 bytes", cat(bytes));
-  }
-  const PlanHeader header(shape);
-  std::copy(std::begin(header.word), std::end(header.word), row_plan.data());
+  const auto turned = RowPlanOut::create(op, shape, row_plan);
+  if (!turned.ok()) return turned.status();
+  if (Status status = check_element_bytes(op, bytes); !status.ok()) return status;
+  visit_integers(bytes, [&]<class Word>(Word) {
+    transpose_as(plan, static_cast<const Word*>(values), turned->crow, turned->col, static_cast<Word*>(out),
+                 executor);
+  });
+  turned->seal();
   return {};
 } catch (const std::bad_alloc&) {
   return error(StatusCode::out_of_memory, op, "the transposed index must fit in memory",

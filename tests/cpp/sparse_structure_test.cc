@@ -47,20 +47,15 @@ struct Written {
     const std::vector<double> all = decode(values, dtype);
     std::vector<double> result(static_cast<std::size_t>(shape.rows * shape.cols));
     for (std::int64_t i = 0; i < shape.row_count(); ++i) {
-      for (std::int32_t e = p.crow[i]; e < p.crow[i + 1]; ++e) {
-        EXPECT_TRUE(e == p.crow[i] || p.col[e] > p.col[e - 1]);
-        for (std::int64_t b = 0; b < shape.block_size(); ++b) {
-          const std::int64_t n = i * shape.block_rows + b / shape.block_cols;
-          const std::int64_t k = p.col[e] * shape.block_cols + b % shape.block_cols;
-          const double value = all[static_cast<std::size_t>(e * shape.block_size() + b)];
-          if (n < shape.rows && k < shape.cols) {
-            result[static_cast<std::size_t>(n * shape.cols + k)] = value;
-          } else {
-            EXPECT_EQ(value, 0);
-          }
-        }
-      }
+      for (std::int32_t e = p.crow[i] + 1; e < p.crow[i + 1]; ++e) EXPECT_GT(p.col[e], p.col[e - 1]);
     }
+    test::each_stored(p, [&](std::size_t at, std::int64_t n, std::int64_t k) {
+      if (n < shape.rows && k < shape.cols) {
+        result[static_cast<std::size_t>(n * shape.cols + k)] = all[at];
+      } else {
+        EXPECT_EQ(all[at], 0);
+      }
+    });
     return result;
   }
 };

@@ -64,17 +64,12 @@ TEST(TransposeTest, MovesEveryElement) {
           const std::vector<double> values = decode(moved, dtype);
           std::vector<double> dense(a.dense.size());
           for (std::int64_t i = 0; i < turned.row_count(); ++i) {
-            for (std::int32_t e = got.crow[i]; e < got.crow[i + 1]; ++e) {
-              EXPECT_TRUE(e == got.crow[i] || got.col[e] > got.col[e - 1]);
-              for (std::int64_t b = 0; b < turned.block_size(); ++b) {
-                const std::int64_t k = i * turned.block_rows + b / turned.block_cols;
-                const std::int64_t n = got.col[e] * turned.block_cols + b % turned.block_cols;
-                if (k >= s.cols || n >= s.rows) continue;
-                dense[static_cast<std::size_t>(n * s.cols + k)] =
-                    values[static_cast<std::size_t>(e * turned.block_size() + b)];
-              }
-            }
+            for (std::int32_t e = got.crow[i] + 1; e < got.crow[i + 1]; ++e)
+              EXPECT_GT(got.col[e], got.col[e - 1]);
           }
+          test::each_stored(got, [&](std::size_t at, std::int64_t k, std::int64_t n) {
+            if (k < s.cols && n < s.rows) dense[static_cast<std::size_t>(n * s.cols + k)] = values[at];
+          });
           EXPECT_EQ(dense, a.dense) << q.rows << 'x' << q.cols << ' ' << name(dtype);
         }
       }

@@ -8,6 +8,20 @@
 
 namespace rarefy::test {
 
+// Calls f(position in values, row, column) for all elements of stored blocks, those in the padding, too.
+template <class F>
+void each_stored(const PlanView& plan, F&& f) {
+  const BsrShape& s = plan.shape;
+  for (std::int64_t i = 0; i < s.row_count(); ++i) {
+    for (std::int32_t e = plan.crow[i]; e < plan.crow[i + 1]; ++e) {
+      for (std::int64_t b = 0; b < s.block_size(); ++b) {
+        f(static_cast<std::size_t>(e * s.block_size() + b), i * s.block_rows + b / s.block_cols,
+          plan.col[e] * s.block_cols + b % s.block_cols);
+      }
+    }
+  }
+}
+
 // A weight of test::Problem, in some dtype, and the same dense.
 struct Matrix {
   test::Problem problem;
@@ -31,17 +45,9 @@ struct Matrix {
   // Calls f(position in values, row, column) for all that is stored inside the matrix.
   template <class F>
   void each(F&& f) const {
-    const PlanView& plan = problem.pattern.view();
-    const BsrShape& s = plan.shape;
-    for (std::int64_t i = 0; i < s.row_count(); ++i) {
-      for (std::int32_t e = plan.crow[i]; e < plan.crow[i + 1]; ++e) {
-        for (std::int64_t b = 0; b < s.block_size(); ++b) {
-          const std::int64_t n = i * s.block_rows + b / s.block_cols;
-          const std::int64_t k = plan.col[e] * s.block_cols + b % s.block_cols;
-          if (n < s.rows && k < s.cols) f(static_cast<std::size_t>(e * s.block_size() + b), n, k);
-        }
-      }
-    }
+    each_stored(view().plan, [&](std::size_t at, std::int64_t n, std::int64_t k) {
+      if (n < shape().rows && k < shape().cols) f(at, n, k);
+    });
   }
 };
 

@@ -36,14 +36,14 @@ def add(a: Tensor, pa: BsrPattern, b: Tensor, pb: BsrPattern) -> Blocks:
 
 
 def _sum_on_host(a: Tensor, pa: BsrPattern, b: Tensor, pb: BsrPattern) -> Blocks:
-    matrices = (a.contiguous(), pa.row_plan, _sizes(pa), b.contiguous(), pb.row_plan, _sizes(pb))
+    matrices = (a.contiguous(), pa.row_plan, pa.sizes, b.contiguous(), pb.row_plan, pb.sizes)
     return _made(_sum(*matrices), tuple(pa.shape), pa.block_shape)
 
 
 def add_dense(dense: Tensor, blocks: Tensor, pattern: BsrPattern) -> Tensor:
     """D + W, dense, (N, K)."""
     if _on_host(pattern) and unrecorded(dense, blocks):
-        return _sum_with_dense(dense, blocks.contiguous(), pattern.row_plan, _sizes(pattern))
+        return _sum_with_dense(dense, blocks.contiguous(), pattern.row_plan, pattern.sizes)
     grid, positions = to_blocks(dense, pattern.block_shape), pattern.positions()
     result = grid.flatten(0, 1)
     result = result.index_copy(0, positions, result[positions] + blocks)
@@ -57,8 +57,8 @@ def part(blocks: Tensor, pattern: BsrPattern, rows: Span, columns: Span) -> Bloc
         return _part_by_masks(blocks, pattern, rows, columns)
     span = [*rows, *columns]
     if unrecorded(blocks):
-        return _made(_slice(blocks.contiguous(), pattern.row_plan, _sizes(pattern), span), shape, block)
-    made = _slice(_numbers(pattern), pattern.row_plan, _sizes(pattern), span)
+        return _made(_slice(blocks.contiguous(), pattern.row_plan, pattern.sizes, span), shape, block)
+    made = _slice(_numbers(pattern), pattern.row_plan, pattern.sizes, span)
     kept, part_of = _made(made, shape, block)
     return blocks.index_select(0, _slot(kept)), part_of
 
@@ -70,7 +70,7 @@ def joined(blocks: Sequence[Tensor], patterns: Sequence[BsrPattern], dim: int) -
     block = patterns[0].block_shape
     if not _on_host(patterns[0]):
         return _joined_by_sorting(blocks, patterns, tuple(shape), dim)
-    plans, sizes = [p.row_plan for p in patterns], [size for p in patterns for size in _sizes(p)]
+    plans, sizes = [p.row_plan for p in patterns], [size for p in patterns for size in p.sizes]
     if unrecorded(*blocks):
         made = _joined([b.contiguous() for b in blocks], plans, sizes, dim == 1)
         return _made(made, tuple(shape), block)
@@ -87,10 +87,6 @@ def joined(blocks: Sequence[Tensor], patterns: Sequence[BsrPattern], dim: int) -
 
 def _on_host(pattern: BsrPattern) -> bool:
     return pattern.device.type == "cpu"
-
-
-def _sizes(pattern: BsrPattern) -> list[int]:
-    return [*pattern.shape, *pattern.block_shape]
 
 
 def _made(made: tuple[Tensor, Tensor], shape: tuple[int, int], block: tuple[int, int]) -> Blocks:
@@ -113,7 +109,7 @@ def _slots(pa: BsrPattern, pb: BsrPattern) -> tuple[BsrPattern, Tensor, Tensor]:
     if _on_host(pa):
         nothing = [torch.empty((p.nnzb, *p.block_shape), dtype=torch.int8) for p in (pa, pb)]
         _, pattern = _sum_on_host(nothing[0], pa, nothing[1], pb)
-        held = _numbers(pattern), pattern.row_plan, _sizes(pattern)
+        held = _numbers(pattern), pattern.row_plan, pattern.sizes
         mine, theirs = (_slot(_on_pattern(*held, p.row_plan, p.nnzb)) for p in (pa, pb))
         return pattern, mine, theirs
     mine, theirs = pa.positions(), pb.positions()

@@ -345,12 +345,8 @@ def sparse_matmul(a: Any, b: Any, *, dense: bool = False, check: str = "once") -
     return SparseMatrix.of_blocks(blocks, pattern, left, right)
 
 
-def _sizes(pattern: BsrPattern) -> list[int]:
-    return [*pattern.shape, *pattern.block_shape]
-
-
 def _plan(pattern: BsrPattern) -> tuple[Tensor, list[int]]:
-    return pattern.row_plan, _sizes(pattern)
+    return pattern.row_plan, pattern.sizes
 
 
 def _product(a: Tensor, pa: BsrPattern, b: Tensor, pb: BsrPattern) -> tuple[Tensor, BsrPattern]:

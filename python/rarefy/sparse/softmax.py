@@ -57,7 +57,7 @@ class _Softmax(torch.autograd.Function):
     def forward(ctx: Any, blocks: Tensor, pattern: BsrPattern) -> Tensor:
         ctx.pattern = pattern
         if blocks.device.type == "cpu":
-            p = _softmax(blocks.contiguous(), pattern.row_plan, [*pattern.shape, *pattern.block_shape])
+            p = _softmax(blocks.contiguous(), pattern.row_plan, pattern.sizes)
         else:
             p = _softmax_by_reductions(blocks, pattern)
         ctx.save_for_backward(p)
@@ -67,7 +67,7 @@ class _Softmax(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         (p,) = ctx.saved_tensors
         if not torch.is_grad_enabled() and p.device.type == "cpu":
-            sizes = [*ctx.pattern.shape, *ctx.pattern.block_shape]
+            sizes = ctx.pattern.sizes
             return _softmax_gradient(p, gradient.contiguous(), ctx.pattern.row_plan, sizes), None
         product = p * gradient
         rows = ctx.pattern.block_rows()
