@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -40,8 +40,7 @@ def is_kept(arrays, columns=K):
 
 
 def name_of(arrays, columns=K):
-    data, indices, indptr = arrays
-    return indices.data_ptr(), len(indices), len(indptr), columns, tuple(data.shape[1:]) or (1, 1)
+    return recent._name(*arrays, columns)
 
 
 def expected(x, arrays):
@@ -263,11 +262,8 @@ def test_threads_with_arrays_of_their_own():
             if not torch.allclose(y, want, rtol=1e-4, atol=1e-4):
                 failed.append((seed, turn))
 
-    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(8) as threads:
+        list(threads.map(work, range(8)))
     assert failed == []
 
 
