@@ -120,6 +120,18 @@ def test_sums_slices_and_joins_compile_and_export_whole(block):
     torch.testing.assert_close(*gradients)
 
 
+def test_a_package_has_what_graphs_make(tmp_path):
+    """AOTInductor's, whose sizes follow from indices that only its run sees."""
+    torch.manual_seed(0)
+    model = Builds((4, 2))
+    x = torch.randn(model.a.shape[1], 3)
+    with torch.no_grad():
+        exported = torch.export.export(model, (x,))
+        path = torch._inductor.aoti_compile_and_package(exported, package_path=str(tmp_path / "sums.pt2"))
+        got = torch._inductor.aoti_load_package(path)(x)
+        torch.testing.assert_close(list(got), list(model(x)), rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("block", [(1, 1), (4, 2)])
 def test_opcheck_of_the_ops_behind(block):
     (a, _), (b, _) = (matrix_of(block) for _ in range(2))
