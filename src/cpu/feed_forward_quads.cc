@@ -1,7 +1,8 @@
 // feed_forward in int8: a task takes its tokens, some at a time, through its layers, each as linear's own
-// kernels compute it (quads_task.h). Hidden features are float rows of the worker's memory, activated (or
-// multiplied by a gate's, which are) and rounded to int8 where they lie, mostly in L2; with ReLU and in f32
-// results are the layers' bit for bit.
+// kernels compute it (quads_task.h). Hidden features are float rows of the worker's memory. A range of them
+// at a time they are computed and activated (or multiplied by a gate's, which are), so that these stay in L2;
+// then all are rounded to int8. With ReLU and in f32 results are the layers' bit for bit.
+#include <numeric>
 #include <optional>
 
 #include "core/message.h"
@@ -14,11 +15,14 @@ namespace rarefy::cpu {
 
 namespace {
 
-// Tokens that go through both layers at a time: one of the largest panels, two of 32. With more, hidden
-// features leave L2: of 128 they took 1.05 and .95 times as long, of 256 and 512 up to twice (a Xeon with
-// AMX, 8 threads).
-constexpr std::int64_t kTogether = 64;
+// Tokens that go through the layers at a time: one of the largest panels, two of 32. With more, hidden
+// features leave L2 before they are rounded (of 128 they took 1.05 and .95 times as long: a Xeon with AMX, 8
+// threads); but large weights come out of L3, or of memory, for as many tokens as that: 4096→11008 70 ms with
+// 64, 65 with 128, 61 with 256, 2048→5632 with a gate 26.5, 24.2, 23.8, 1536→4096 12.4, 13.4, 13.1 (a Zen 5).
+constexpr std::int64_t kTogether = 64, kTogetherLarge = 256, kLarge = 4 << 20;  // values of a layer
 constexpr std::int64_t kVector = 16;  // floats that activations go by, at most
+constexpr std::int64_t kRange =
+    64 << 10;  // floats of all tokens in a range, or the next number of whole blocks
 
 // One layer: the kernels that have it, what they know of it, and its part of the memory.
 struct Layer {
@@ -28,23 +32,29 @@ struct Layer {
 
   Layer(const QuadKernels& few, const WeightSpec& weight, bool many)
       : kernels(many ? *few.many_tokens : few), shape(kernels, weight.shape) {}
-  void take_worker(Room& room) {
-    QuadsLayout::take_worker(room, kernels, shape, {kTogether / shape.tokens, 1}, parts);
+  void take_worker(Room& room, std::int64_t tokens) {
+    QuadsLayout::take_worker(room, kernels, shape, {tokens / shape.tokens, 1}, parts);
   }
 };
 
 struct Network {
   Layer up, down;
   std::optional<Layer> gate;
-  std::int64_t stride;  // of hidden rows, not a multiple of a page
+  std::int64_t together;  // tokens
+  std::int64_t stride;    // of hidden rows, not a multiple of a page
+  std::int64_t range;     // whole output blocks of up and gate
   float *hidden = nullptr, *gates = nullptr;
   std::int64_t shared, worker;
 
   Network(const QuadKernels& kernels, const Problem& p, const FeedForwardQuads& c, void* base)
       : up(kernels, p.weight, c.up_many != 0),
         down(kernels, p.down, c.down_many != 0),
+        together(p.weight.shape.value_count() > kLarge ? kTogetherLarge : kTogether),
         stride(ceil_div(p.weight.shape.rows, kVector) * kVector + kVector) {
     if (p.gate != WeightSpec{}) gate.emplace(kernels, p.gate, c.gate_many != 0);
+    const std::int64_t whole =
+        std::lcm(kVector, std::lcm(up.shape.out_block, gate ? gate->shape.out_block : 1));
+    range = std::min(ceil_div(kRange / together, whole) * whole, stride);
     Room all(base);
     QuadsLayout::take_shared(all, up.shape, up.parts);
     QuadsLayout::take_shared(all, down.shape, down.parts);
@@ -55,12 +65,19 @@ struct Network {
     worker = own.bytes();
   }
   void take_worker(Room& room) {
-    up.take_worker(room);
-    down.take_worker(room);
-    hidden = room.take<float>(kTogether * stride);
+    up.take_worker(room, together);
+    down.take_worker(room, together);
+    hidden = room.take<float>(together * stride);
     if (!gate) return;
-    gate->take_worker(room);
-    gates = room.take<float>(kTogether * stride);
+    gate->take_worker(room, together);
+    if (packs_alike()) gate->parts.panels = up.parts.panels, gate->parts.tokens = up.parts.tokens;
+    gates = room.take<float>(together * gate_stride());
+  }
+  std::int64_t gate_stride() const { return range + kVector; }
+  // Whether up and gate want x packed in one way.
+  bool packs_alike() const {
+    return &up.kernels == &gate->kernels && up.shape.padded == gate->shape.padded &&
+           order_of(up.shape.source) == order_of(gate->shape.source);
   }
 };
 
@@ -74,20 +91,28 @@ Call layer_call(const Call& call, const LayerView& layer, const WeightSpec& weig
   return one;
 }
 
-void run_layer(const Layer& layer, const Derived& derived, const Call& call) {
+void pack(const Layer& layer, const Call& call) {
+  pack_quads_x(layer.kernels, layer.shape, call, layer.parts, 0, call.x.rows);
+}
+
+// Outputs begin … end, whole output blocks.
+void multiply(const Layer& layer, const Derived& derived, const Call& call, std::int64_t begin,
+              std::int64_t end) {
   const QuadsSection section = quad_section(layer.kernels, call.problem.weight.shape);
   const QuadsWeight w(layer.kernels, layer.shape, call.plan.crow, section.of(derived));
   layer.kernels.enter();
-  pack_quads_x(layer.kernels, layer.shape, call, layer.parts, 0, call.x.rows);
-  multiply_quads(w, call, layer.parts, 0, call.x.rows, 0, layer.shape.out_blocks);
+  multiply_quads(w, call, layer.parts, 0, call.x.rows, begin / layer.shape.out_block,
+                 std::min(ceil_div(end, layer.shape.out_block), layer.shape.out_blocks));
   layer.kernels.leave();
 }
 
-// One token's sums before the activation, for a caller who wants them; few do.
-void save_row(const MutableMatrixView& to, std::int64_t m, const float* row) {
+// Some of a token's sums before the activation, for a caller who wants them; few do.
+void save(const MutableMatrixView& to, std::int64_t m, std::int64_t first, std::int64_t count,
+          const float* sums) {
+  if (to.data == nullptr) return;
   visit_float(to.dtype, [&]<class T>(T) {
-    T* out = static_cast<T*>(to.data) + m * to.row_stride;
-    for (std::int64_t h = 0; h < to.cols; ++h) store(out + h * to.col_stride, row[h]);
+    T* out = static_cast<T*>(to.data) + m * to.row_stride + first * to.col_stride;
+    for (std::int64_t h = 0; h < count; ++h) store(out + h * to.col_stride, sums[h]);
   });
 }
 
@@ -97,35 +122,40 @@ void run_task(const Call& call, Network own, std::int64_t first, std::int64_t la
   Call up = layer_call(call, layers.up, call.problem.weight);
   Call down = layer_call(call, layers.down, call.problem.down);
   Call gate = layers.gate ? layer_call(call, *layers.gate, call.problem.gate) : Call{};
-  const auto activate = [&](float* row) {
-    std::fill_n(row + features, -features & (kVector - 1), 0.0F);
-    own.up.kernels.activate(layers.activation, row, ceil_div(features, kVector) * kVector);
+  const auto activate = [&](float* sums, std::int64_t count) {
+    std::fill_n(sums + count, -count & (kVector - 1), 0.0F);
+    own.up.kernels.activate(layers.activation, sums, ceil_div(count, kVector) * kVector);
   };
-  for (std::int64_t m = first; m < last; m += kTogether) {
-    const std::int64_t rows = std::min(kTogether, last - m);
-    up.x = rows_of(call.x, m, rows);
+  for (std::int64_t m = first; m < last; m += own.together) {
+    const std::int64_t rows = std::min(own.together, last - m);
+    gate.x = up.x = rows_of(call.x, m, rows);
     up.out = {own.hidden, DType::f32, rows, features, own.stride};
-    run_layer(own.up, layers.up.weight.derived, up);
-    if (layers.gate) {
-      gate.x = up.x;
-      gate.out = {own.gates, DType::f32, rows, features, own.stride};
-      run_layer(*own.gate, layers.gate->weight.derived, gate);
-    }
-    for (std::int64_t t = 0; t < rows; ++t) {
-      float* row = own.hidden + t * own.stride;
-      if (call.save.up.data != nullptr) save_row(call.save.up, m + t, row);
-      if (!layers.gate) {
-        activate(row);
-        continue;
+    pack(own.up, up);
+    if (layers.gate && !own.packs_alike()) pack(*own.gate, gate);
+    for (std::int64_t begin = 0; begin < features; begin += own.range) {
+      const std::int64_t end = std::min(features, begin + own.range), count = end - begin;
+      multiply(own.up, layers.up.weight.derived, up, begin, end);
+      if (layers.gate) {  // its features are counted from 0, and lie behind the hidden ones
+        gate.out = {own.gates - begin, DType::f32, rows, features, own.gate_stride()};
+        multiply(*own.gate, layers.gate->weight.derived, gate, begin, end);
       }
-      float* by = own.gates + t * own.stride;
-      if (call.save.gate.data != nullptr) save_row(call.save.gate, m + t, by);
-      activate(by);
-      for (std::int64_t h = 0; h < features; ++h) row[h] *= by[h];
+      for (std::int64_t t = 0; t < rows; ++t) {
+        float* sums = own.hidden + t * own.stride + begin;
+        save(call.save.up, m + t, begin, count, sums);
+        if (!layers.gate) {
+          activate(sums, count);
+          continue;
+        }
+        float* by = own.gates + t * own.gate_stride();
+        save(call.save.gate, m + t, begin, count, by);
+        activate(by, count);
+        for (std::int64_t h = 0; h < count; ++h) sums[h] *= by[h];
+      }
     }
     down.x = {own.hidden, DType::f32, rows, features, own.stride};
     down.out = rows_of(call.out, m, rows);
-    run_layer(own.down, layers.down.weight.derived, down);
+    pack(own.down, down);
+    multiply(own.down, layers.down.weight.derived, down, 0, down.out.cols);
   }
 }
 

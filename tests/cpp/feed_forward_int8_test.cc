@@ -15,6 +15,7 @@ struct Sizes {
   bool integers = false;
   DType dtype = DType::f32;
   bool gated = false;
+  std::pair<std::int64_t, std::int64_t> gate = up;
 };
 
 // Two layers in the memory of a call, or three with a gate; the last one's x is what those before make.
@@ -24,7 +25,7 @@ class Network {
       : sizes_(s),
         activation_(activation),
         up_({s.m, s.hidden, s.k, s.up.first, s.up.second, s.density, s.dtype, s.integers}, 1),
-        gate_({s.m, s.hidden, s.k, s.up.first, s.up.second, s.density, s.dtype, s.integers}, 3),
+        gate_({s.m, s.hidden, s.k, s.gate.first, s.gate.second, s.density, s.dtype, s.integers}, 3),
         down_({s.m, s.n, s.hidden, s.down.first, s.down.second, s.density, s.dtype, s.integers}, 2),
         up_run_(up_, Scaling::dynamic, {}, derived),
         gate_run_(gate_, Scaling::dynamic, {}, derived),
@@ -111,13 +112,21 @@ class Network {
 };
 
 const std::vector<Sizes>& all_sizes() {
-  static const std::vector<Sizes> sizes = {
-      {64, 48, 96, 64, {32, 1}, {32, 1}},          {130, 40, 100, 37, {16, 1}, {8, 8}},
-      {37, 33, 70, 50, {4, 1}, {16, 16}},          {20, 64, 130, 16, {3, 5}, {1, 1}},
-      {1, 32, 64, 32, {32, 1}, {32, 1}},           {3, 32, 64, 32, {32, 1}, {16, 4}},
-      {65, 300, 64, 200, {64, 64}, {32, 32}},      {16, 24, 48, 40, {2, 2}, {48, 1}},
-      {33, 16, 17, 5, {16, 1}, {5, 1}, 0.0},       {70, 96, 160, 64, {32, 1}, {32, 1}, 0.4, true},
-      {50, 40, 64, 33, {8, 1}, {16, 2}, 0.5, true}};
+  static const std::vector<Sizes> sizes = {{64, 48, 96, 64, {32, 1}, {32, 1}},
+                                           {130, 40, 100, 37, {16, 1}, {8, 8}},
+                                           {37, 33, 70, 50, {4, 1}, {16, 16}},
+                                           {20, 64, 130, 16, {3, 5}, {1, 1}},
+                                           {1, 32, 64, 32, {32, 1}, {32, 1}},
+                                           {3, 32, 64, 32, {32, 1}, {16, 4}},
+                                           {65, 300, 64, 200, {64, 64}, {32, 32}},
+                                           {16, 24, 48, 40, {2, 2}, {48, 1}},
+                                           {33, 16, 17, 5, {16, 1}, {5, 1}, 0.0},
+                                           {70, 96, 160, 64, {32, 1}, {32, 1}, 0.4, true},
+                                           {50, 40, 64, 33, {8, 1}, {16, 2}, 0.5, true},
+                                           // More hidden features than are computed at a time.
+                                           {70, 48, 1100, 40, {32, 1}, {32, 1}},
+                                           {66, 40, 1030, 24, {4, 1}, {8, 8}, 0.3},
+                                           {40, 32, 1300, 24, {64, 1}, {16, 16}, 0.3}};
   return sizes;
 }
 
@@ -125,6 +134,9 @@ std::vector<Sizes> with_gates() {
   std::vector<Sizes> sizes = all_sizes();
   for (Sizes s : all_sizes()) {
     s.gated = true;
+    sizes.push_back(s);
+    if (s.hidden < 1000) continue;
+    s.gate = {48, 1};
     sizes.push_back(s);
   }
   return sizes;
