@@ -96,6 +96,7 @@ struct PanelWork {
   std::int64_t tokens = kPanelTokens;  // of a panel
   double alone_cycles = 0;  // tile_cycles of a set of one panel that goes by lanes of outputs; 0: none does
   std::int64_t most = 16;   // panels of a set
+  bool ahead = false;       // W is asked for ahead, into L2
 };
 
 // Of kernels that read W as one stream and ask for it ahead: nothing, while it is small.
