@@ -5,8 +5,10 @@
 #include <cstddef>
 #include <cstdint>
 #include <span>
+#include <vector>
 
 #include "core/arguments.h"
+#include "core/by_feature.h"
 #include "core/message.h"
 #include "core/plan_layout.h"
 #include "core/registry.h"
@@ -279,14 +281,33 @@ MatrixView Call::matrix(std::string_view argument, Tensor& tensor, std::string_v
   }
   if (rows > 0 && !(even && col_stride == 1)) {
     const MatrixView by_feature{elements(argument, tensor), dtype, rows, columns, 1, device_, col_stride};
-    if (product != nullptr && even && row_stride == 1 && col_stride > 1 &&
-        reads_in_place(by_feature, *product)) {
-      return by_feature;
+    if (even && row_stride == 1 && col_stride > 1) {
+      if (product != nullptr && reads_in_place(by_feature, *product)) return by_feature;
+      if (can_turn(by_feature)) {  // which torch does at a fifth of a copy's speed
+        tensor = turned(by_feature, tensor);
+        return {elements(argument, tensor), dtype, rows, columns, turned_stride(columns), device_};
+      }
     }
     tensor = torch::stable::contiguous(tensor);
     row_stride = columns;
   }
   return {elements(argument, tensor), dtype, rows, columns, row_stride, device_};
+}
+
+Tensor Call::turned(const MatrixView& x, const Tensor& like) const {
+  const bool by_token = x.layout() == Layout::by_token;
+  const std::int64_t line = turned_stride(by_token ? x.rows : x.cols), dimensions = like.dim();
+  const Tensor memory = empty_matrix(by_token ? x.cols : x.rows, line, like.scalar_type());
+  check(op_, copy_turned(op_, x, memory.data_ptr(), context().stream));
+  std::vector<std::int64_t> sizes, strides(static_cast<std::size_t>(dimensions));
+  for (std::int64_t i = 0; i < dimensions; ++i) sizes.push_back(like.size(i));
+  strides.back() = by_token ? line : 1;
+  std::int64_t stride = by_token ? 1 : line;
+  for (std::size_t i = strides.size() - 1; i-- > 0; stride *= sizes[i]) strides[i] = stride;
+  AtenTensorHandle copy = nullptr;
+  TORCH_ERROR_CODE_CHECK(
+      aoti_torch__reinterpret_tensor(memory.get(), dimensions, sizes.data(), strides.data(), 0, &copy));
+  return Tensor(copy);
 }
 
 PlanView Call::view(std::span<const std::int32_t> plan, const BsrShape& shape, Part part) const {

@@ -8,7 +8,6 @@
 #include <vector>
 
 #include "adapt.h"
-#include "core/by_feature.h"
 #include "core/message.h"
 #include "derived.h"
 
@@ -150,17 +149,7 @@ Tensor copy_x_by_feature(Tensor x) {
   const std::int64_t dimensions = x.dim();
   if (dimensions < 1) raise(op, invalid(op, "x must have a dimension", "none"));
   const MatrixView from = call.matrix("x", x, "features", x.size(dimensions - 1));
-  const Tensor memory = call.empty_matrix(from.cols, by_feature_stride(from.rows), x.scalar_type());
-  check(op, copy_by_feature(op, from, memory.data_ptr(), call.context().stream));
-  std::vector<std::int64_t> sizes, strides(static_cast<std::size_t>(dimensions));
-  for (std::int64_t i = 0; i < dimensions; ++i) sizes.push_back(x.size(i));
-  strides.back() = by_feature_stride(from.rows);
-  std::int64_t stride = 1;
-  for (std::size_t i = strides.size() - 1; i-- > 0; stride *= sizes[i]) strides[i] = stride;
-  AtenTensorHandle copy = nullptr;
-  TORCH_ERROR_CODE_CHECK(
-      aoti_torch__reinterpret_tensor(memory.get(), dimensions, sizes.data(), strides.data(), 0, &copy));
-  return Tensor(copy);
+  return call.turned(from, x);
 }
 
 // Two layers of int8, or three with a gate, that round what they multiply, for eager calls that nothing

@@ -1,4 +1,4 @@
-// X by token copied by feature, for kernels of CUDA that read it so.
+// X copied into its other layout, by token or by feature, for kernels of CUDA that read it so.
 #pragma once
 
 #include <cstdint>
@@ -9,12 +9,16 @@
 
 namespace rarefy {
 
-// Elements from one feature of such a copy to the next: whole tiles of the kernels.
-constexpr std::int64_t by_feature_stride(std::int64_t tokens) { return (tokens + 63) / 64 * 64; }
+// Elements from one feature (by token: from one token) of such a copy to the next: whole tiles of the
+// kernels.
+constexpr std::int64_t turned_stride(std::int64_t count) { return (count + 63) / 64 * 64; }
 
-// to[feature][token] = x[token][feature] in device memory, at the speed of a copy on Hopper (other GPUs are
-// refused). x is of 16 bits, by token, in pieces of 16 bytes: aligned, and with rows of multiples of them. Of
-// each feature by_feature_stride elements are written.
-Status copy_by_feature(std::string_view op, const MatrixView& x, void* to, void* stream);
+// to[feature][token] = x[token][feature], or the other way round, in device memory, at the speed of a copy on
+// Hopper (other GPUs are refused). x is of 16 bits, in pieces of 16 bytes: aligned, and with rows (by
+// feature: features) of multiples of them. Of each line of `to` turned_stride elements are written.
+Status copy_turned(std::string_view op, const MatrixView& x, void* to, void* stream);
+
+// Whether copy_turned takes such a matrix on the current device.
+bool can_turn(const MatrixView& x);
 
 }  // namespace rarefy

@@ -26,7 +26,9 @@ Status multiply_on_device(std::string_view op, DType /*dtype*/, const void* /*fr
   return error(StatusCode::unsupported, op, "needs a build with CUDA (RAREFY_CUDA=on)", "a build without it");
 }
 
-Status copy_by_feature(std::string_view op, const MatrixView& /*x*/, void* /*to*/, void* /*stream*/) {
+bool can_turn(const MatrixView& /*x*/) { return false; }
+
+Status copy_turned(std::string_view op, const MatrixView& /*x*/, void* /*to*/, void* /*stream*/) {
   return error(StatusCode::unsupported, op, "needs a build with CUDA (RAREFY_CUDA=on)", "a build without it");
 }
 

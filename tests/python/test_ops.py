@@ -200,6 +200,21 @@ def test_inputs_by_feature_are_read_in_place(dtype, device):
     assert got.is_contiguous() and torch.equal(got, want)
 
 
+@pytest.mark.parametrize("block_shape", [(64, 64), (16, 16), (8, 8), (32, 1), (128, 1), (1, 1)])
+@pytest.mark.parametrize("tokens", [24, 200, 203])
+def test_matrices_by_feature_for_kernels_by_token(block_shape, tokens, device):
+    """Turned on their way in, in any number of leading dimensions: the bits of a copy by token."""
+    bsr = random_bsr((256, 192), block_shape, 0.5, dtype=torch.bfloat16, device=device)
+    x = torch.randn(192, 2 * tokens, device=device).bfloat16().t()
+    dy = torch.randn(256, 2 * tokens, device=device).bfloat16().t()
+    bias = torch.randn(256, device=device).bfloat16()
+    want = products(bsr, x.contiguous(), dy.contiguous(), bias)
+    for shape in ((2 * tokens,), (2, tokens), (2, 1, tokens)):
+        got = products(bsr, x.view(*shape, 192), dy.view(*shape, 256), bias)
+        for its, whole in zip(got, want, strict=True):
+            assert its.is_contiguous() and torch.equal(its.view_as(whole), whole)
+
+
 @pytest.mark.parametrize("block_shape", [(128, 1), (64, 1)])
 def test_tall_vectors_take_both_layouts(block_shape, device):
     """Where a machine has a kernel of their own, layers get it, for x by token and by feature."""

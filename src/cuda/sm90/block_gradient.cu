@@ -123,7 +123,7 @@ cudaError_t launch(const GradientProblem& p, const GradientConfig& config, const
     status = map_of(&params.dy_units, o.dy, p.rows, p.tokens, p.dy_stride, RowUnits::kHigh, step);
   if (status != cudaSuccess) return status;
   if (transposes(p, config)) {
-    const std::int64_t stride = by_feature_stride(p.tokens);
+    const std::int64_t stride = turned_stride(p.tokens);
     status = transpose(o.x, static_cast<int>(size), p.tokens, p.cols, p.x_stride, o.workspace, stride, false,
                        stream);
     if (status == cudaSuccess)

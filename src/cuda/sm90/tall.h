@@ -41,7 +41,7 @@ struct TallConfig {
   int slot_bytes() const { return (tokens + rows) * columns() * 2; }
   int shared_bytes() const { return 1024 + slots * slot_bytes() + 2 * 2 * 8192; }
   // Elements between features of a transposed chunk, and bytes of one; 0 where X is read in place.
-  std::int64_t chunk_stride(std::int64_t all) const { return by_feature_stride(all < chunk ? all : chunk); }
+  std::int64_t chunk_stride(std::int64_t all) const { return turned_stride(all < chunk ? all : chunk); }
   std::int64_t chunk_bytes(const TallProblem& p) const { return p.cols * chunk_stride(p.tokens) * 2; }
   // Two chunks: one is transposed while the one before is multiplied.
   std::int64_t workspace(const TallProblem& p) const {

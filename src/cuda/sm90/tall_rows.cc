@@ -74,7 +74,7 @@ Status run_tall(const Call& call) {
 // Two layers --------------------------------------------------------------------------------------------
 
 // Tokens that the hidden features have room for: whole pieces of 16 bytes, and more.
-std::int64_t hidden_stride(const Problem& p) { return by_feature_stride(p.tokens); }
+std::int64_t hidden_stride(const Problem& p) { return turned_stride(p.tokens); }
 
 // A layer of the network as a problem of its own.
 Problem layer_problem(const Problem& p, bool down) {
