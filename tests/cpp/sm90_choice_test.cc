@@ -41,7 +41,7 @@ TEST(Sm90Rows, TheFasterKernelIsChosen) {
     EXPECT_EQ(chosen(Op::linear, tokens, 64, 1, 0.75), "sm90_tall") << "networks want what it prepares";
     EXPECT_EQ(chosen(Op::linear, tokens, 8, 8, 0.05), "sm90_tall_packed");
     EXPECT_EQ(chosen(Op::linear, tokens, 8, 8, 0.25), "sm90_whole_linear");
-    EXPECT_EQ(chosen(Op::linear, tokens, 24, 24, 0.1), "sm90_tall_packed");
+    EXPECT_EQ(chosen(Op::linear, tokens, 24, 24, 0.05), "sm90_tall_packed");
     EXPECT_EQ(chosen(Op::linear, tokens, 1, 1, 0.1), "sm90_whole_linear");
     EXPECT_EQ(chosen(Op::linear, tokens, 32, 32, 0.25), "sm90_unions_linear");
     EXPECT_EQ(chosen(Op::linear, tokens, 64, 64, 1), "sm90_strips_linear");

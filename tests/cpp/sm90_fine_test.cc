@@ -69,8 +69,9 @@ TEST_F(Sm90FineTest, ManyTokensRowsAndColumns) {
   check({100, 64, 16 * 1200, 1, 1, 0.02, DType::f16, true, 0});
 }
 
-// X and Y by feature, which unions do not take; where columns are what a front holds.
+// X and Y by feature, which unions do not take.
 TEST_F(Sm90FineTest, LayoutsOfTallColumns) {
+  const Force force(tall().forced);
   struct Block {
     std::int64_t r, c;
     double density;

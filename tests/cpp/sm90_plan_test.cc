@@ -130,6 +130,43 @@ TEST(StripLists, HaveRoomForTheirItems) {
   }
 }
 
+// As a launch goes through them: each list has what is left, or is the longest that has no more. No number of
+// token tiles takes more rounds than the next power of two.
+TEST(ListChoice, ListsHoldAllTokenTilesInFewRounds) {
+  for (const int size : {1, 2, 3}) {
+    for (const int groups : {1, 7, 22, 32, 43, 64, 112, 700}) {
+      const StripLists lists{groups, size, 132};
+      const auto rounds = [&](int tiles) {
+        const ListChoice its(lists, tiles);
+        return its.whole + its.cut;
+      };
+      for (int tiles = 1; tiles <= 70; ++tiles) {
+        const ListChoice choice(lists, tiles);
+        EXPECT_GE(choice.whole + choice.cut, 1);
+        EXPECT_GE(132 * (choice.whole + choice.cut) + 1e-6, groups * tiles) << groups << ' ' << tiles;
+        int power = 1;
+        while (power < tiles) power *= 2;
+        if (power < ListChoice::kFew && power <= 1 << (lists.levels() - 1)) {
+          EXPECT_LE(rounds(tiles), rounds(power) + 1) << groups << ' ' << tiles << ' ' << size;
+        }
+        for (int left = 1; left < ListChoice::kFew; ++left) {
+          if ((choice.all >> left & 1) == 0) continue;
+          EXPECT_LE(left, tiles);
+          EXPECT_NE(left & (left - 1), 0) << "a list of its own";
+          int level = 0;
+          while (1 << level < left) ++level;
+          EXPECT_LT(level, lists.levels());
+        }
+      }
+    }
+  }
+  // 96 tiles are one round as part of 128; as 64 and 32 they are two.
+  EXPECT_EQ(ListChoice({32, 2, 132}, 3).all, 1U << 3);
+  EXPECT_EQ(ListChoice({32, 2, 132}, 3).whole, 1);
+  EXPECT_EQ(ListChoice({32, 2, 132}, 4).all & 1U << 4, 0U);
+  EXPECT_EQ(ListChoice({64, 2, 132}, 3).all, 0U);
+}
+
 TEST(StripPlan, FollowsTheWeightAlone) {
   const StripProblem p = product_problem<StripProblem>(false, 512, 1024, 2048, 64, 64, 400);
   StripProblem other = p;
@@ -324,7 +361,7 @@ TEST(Sm90Rows, ForcedConfigurationsAreChecked) {
                 "width of the config must be what is prepared, 64; got 48"},
         Refused{80, 32, 32, "sm90_unions_linear", "sms=0", "sms of the config must be in [1, 160]; got 0"},
         Refused{80, 8, 8, "sm90_whole_linear", "tokens=64",
-                "tokens of the config must be 256 or 128; got tokens=64 split=1 more=0"},
+                "tokens of the config must be 256, 208, 192, 160 or 128; got tokens=64 split=1 more=0"},
         Refused{80, 8, 8, "sm90_whole_linear", "split=2",
                 "split of the config must be 1 to 4, and no more than there are steps; got tokens=128"},
         Refused{80, 8, 8, "sm90_whole_linear", "sms=0", "sms of the config must be positive; got 0"},

@@ -37,6 +37,19 @@ TEST_F(Sm90Test, StripsOfManyTokens) {
   check({300, 128 * 150, 64, 128, 64, 0.3, DType::f16, true, 0}, "sm90_strips_linear");
 }
 
+// Lists of tiles are of 1, 2, 4 … token tiles: what is left out of them, and the last tokens' own boxes of X.
+TEST_F(Sm90Test, AnyNumberOfTokenTiles) {
+  for (std::int64_t tiles = 1; tiles <= 11; ++tiles) {
+    for (const std::int64_t rows : {256, 1536}) {
+      const std::int64_t tokens = 128 * tiles - (tiles % 3) * 61;
+      check({tokens, rows, 128, 64, 64, 0.5, DType::bf16, true, 0}, "sm90_strips_linear");
+      check({tokens, rows, 128, 32, 32, 0.5, DType::bf16, true, 0}, "sm90_unions_linear");
+      check({tokens, rows, 128, 64, 1, 0.3, DType::bf16, true, 0}, "sm90_tall");
+      check({2 * tokens, rows, 128, 128, 1, 0.3, DType::bf16, true, 0}, "sm90_tall");
+    }
+  }
+}
+
 // The first call of a thread, as autograd's: no context is current there before.
 TEST_F(Sm90Test, ThreadsOfTheirOwn) {
   for (const std::int64_t block_cols : {64, 1}) {

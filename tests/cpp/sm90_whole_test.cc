@@ -18,14 +18,16 @@ using sm90::WholeConfig;
 constexpr std::pair<std::int64_t, std::int64_t> kBlocks[] = {
     {8, 8},   {1, 1},   {4, 4},   {16, 1}, {64, 1}, {128, 1}, {32, 1},  {1, 16},  {2, 1},   {24, 24},
     {12, 20}, {64, 64}, {16, 16}, {64, 4}, {3, 5},  {17, 33}, {1, 100}, {100, 1}, {32, 64}, {48, 2}};
-constexpr WholeConfig kConfigs[] = {{256, 1}, {128, 1}, {256, 2}, {128, 3}, {256, 4}, {128, 2}, {256, 3}};
+constexpr WholeConfig kConfigs[] = {{256, 1}, {128, 1}, {256, 2}, {128, 3}, {256, 4},
+                                    {128, 2}, {256, 3}, {208, 1}, {192, 1}, {160, 1}};
 
 class Sm90WholeTest : public Sm90Test {
  protected:
   static Kernels kernels(const WholeConfig& c = {}) {
     const std::string config = '(' + c.text() + ')';
     std::string forced = "cuda:sm90,sm90_whole_linear" + config + ",sm90_whole_grad_input" + config;
-    if (c.split > 1 || c.more > 0) return {"sm90_whole_linear", "sm90_whole_grad_input", "", forced};
+    const bool by_token = c.split > 1 || c.more > 0 || (c.tokens != 256 && c.tokens != 128);
+    if (by_token) return {"sm90_whole_linear", "sm90_whole_grad_input", "", forced};
     return {"sm90_whole_linear", "sm90_whole_grad_input", "sm90_whole_gradient",
             forced + ",sm90_whole_gradient" + config};
   }
@@ -86,7 +88,7 @@ TEST_F(Sm90WholeTest, XByFeature) {
   for (const auto& [r, c] : {std::pair<std::int64_t, std::int64_t>{8, 8}, {32, 1}}) {
     for (const int wide : {256, 128}) {
       for (const DType dtype : {DType::bf16, DType::f16}) {
-        const ProblemSpec spec{136, 2048, 2040, r, c, 0.5, dtype, true, 8, Layout::by_feature};
+        const ProblemSpec spec{136, 4096, 2040, r, c, 0.5, dtype, true, 8, Layout::by_feature};
         SCOPED_TRACE(text_of(spec));
         const Force force(kernels({wide, 1}).forced);
         Problem problem = make_problem(spec);
@@ -228,6 +230,11 @@ TEST(Whole, SaysWhyNot) {
   for (const WholeConfig& c : {WholeConfig{64, 1}, {512, 1}, {256, 0}, {256, 5}}) EXPECT_NE(refuse(p, c), "");
   EXPECT_EQ(refuse(p, {256, 4}), "");
   EXPECT_NE(refuse(p, {256, 1, 1}), "") << "tiles of fewer than 248 tokens";
+  EXPECT_EQ(refuse(p, {192, 1}), "");
+  EXPECT_NE(refuse(p, {192, 2}), "") << "parts of 256 or 128 tokens";
+  p.activation = Activation::relu;
+  EXPECT_NE(refuse(p, {160, 1}), "") << "activations of 256 or 128";
+  p.activation = Activation::none;
   const sm90::WholeProblem many = problem_of(8192, 1000, 200, 8, 8);
   EXPECT_EQ(refuse(many, {256, 1, 1}), "");
   for (const WholeConfig& c : {WholeConfig{256, 1, 2}, {256, 1, -1}, {256, 2, 1}, {128, 1, 1}})
@@ -239,6 +246,7 @@ TEST(Whole, SaysWhyNot) {
   EXPECT_EQ(unsupported(p), "TMA needs rows that do not overlap");
   p.x_layout = Layout::by_feature;
   EXPECT_EQ(unsupported(p), "") << "192 are more than its tokens";
+  EXPECT_NE(refuse(p, {208, 1}), "") << "X by feature in tiles of 256 or 128";
   EXPECT_NE(refuse(p, {256, 2}), "") << "no parts of X by feature";
   p = problem_of(100, 1004, 200, 4, 4);
   p.y_stride = 1008;

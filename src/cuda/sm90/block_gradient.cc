@@ -8,6 +8,7 @@
 #include <numbers>
 #include <utility>
 
+#include "cuda/sm90/parts.h"
 #include "cuda/sm90/transpose.h"
 
 namespace rarefy::sm90 {
@@ -161,7 +162,7 @@ double launch_microseconds(const GradientProblem& p, const GradientConfig& c, in
   // The first loads; sums on their way out. In a queue the next tile's first loads are beside them.
   const bool queued = split == 1 && c.queues > 0;
   const double around = split > 1 ? 14200 : queued ? 1500 : 5000, before = queued ? 3500 : 0;
-  const int places = std::max(1, machine.sms / split);
+  const int places = std::max(1, clusters_at_once(machine.sms, split));
   const double rounds = std::max(1., count_of(tiles) / places);
   const double memory = rounds * static_cast<double>(p.tokens * (p.rows + p.cols) * size) / 6e6;
   // Tiles that do not end together do not begin together, and no longer find each other's panels in L2.
@@ -397,7 +398,7 @@ bool transposes(const GradientProblem& p, const GradientConfig& config) {
 
 std::int64_t workspace_bytes(const GradientProblem& p, const GradientConfig& config) {
   if (!transposes(p, config)) return 0;
-  return p.cols * by_feature_stride(p.tokens) * static_cast<std::int64_t>(size_of(p.dtype));
+  return p.cols * turned_stride(p.tokens) * static_cast<std::int64_t>(size_of(p.dtype));
 }
 
 std::int64_t list_at(const GradientProblem& p, const GradientConfig& config) {

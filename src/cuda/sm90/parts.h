@@ -12,15 +12,17 @@ inline double exchange_clocks(std::int64_t tokens, int strips) {
   return 5000 + 20.0 * strips * static_cast<double>(tokens < 256 ? tokens : 256);
 }
 
+// Clusters of so many thread blocks that run at one time: each lies in one GPC, which has 16 to 18 SMs, so
+// that four times 32 do not on 132, nor three times 40 (three times 33 do).
+constexpr int clusters_at_once(int sms, int size) { return size > 2 ? sms * 9 / (11 * size) : sms / size; }
+
 // Thread blocks of a cluster that had better have a part of each tile, so that few tiles keep more SMs at
-// work: 1 to 4, by clocks(parts) of a part and of adding the sums. Clusters lie in a GPC's 16 to 18 SMs each:
-// four times 32 do not run at one time on 132.
+// work: 1 to 4, by clocks(parts) of a part and of adding the sums.
 template <class Clocks>
 int best_parts(std::int64_t tiles, int sms, Clocks&& clocks) {
   int best = 1;
   double least = clocks(1);
-  for (int parts = 2; parts <= 4 && tiles * parts <= sms; ++parts) {
-    if (parts > 2 && tiles * parts * 11 > std::int64_t{sms} * 10) break;
+  for (int parts = 2; parts <= 4 && tiles <= clusters_at_once(sms, parts); ++parts) {
     if (const double its = clocks(parts); its < least) best = parts, least = its;
   }
   return best;

@@ -13,6 +13,8 @@
 #include "cuda/sm90/tile/exchange.cuh"
 #include "cuda/sm90/tile/ring.cuh"
 #include "cuda/sm90/tile/store.cuh"
+#include "cuda/sm90/tile_lists.cuh"
+#include "cuda/sm90/token_order.h"
 
 namespace rarefy::sm90 {
 
@@ -21,17 +23,15 @@ inline constexpr int kBatches = 3;  // of eight steps, read ahead
 inline constexpr int kTiles = 8;    // known ahead
 
 struct StripParams {
-  CUtensorMap x, w, y;
-  const int2* items;  // of all lists
-  int clusters, levels, list_begin[StripLists::kMostLevels], list_items[StripLists::kMostLevels];
+  CUtensorMap x, x_last, w, y;
+  LastTokens last;
+  TileLists lists;     // of a cluster's token tiles
   const int4* groups;  // StripGroup
   const int* steps;    // four words each
   const void* bias;
   int features, tokens;  // of y
   int w_columns;         // 64-wide columns of a stored block
   int columns;           // 64-wide, of X
-  int token_tiles;       // of a cluster
-  bool from_last;        // token_order.h
   bool whole;            // the strips of a tile are of one block row
   int split;             // kParts: thread blocks of a cluster
   u32 slots, w_slots;
@@ -66,32 +66,6 @@ struct StripWarps {
 
   __device__ u32 full(u32 slot) const { return shared_address(&state.ring.full[slot]); }
   __device__ u32 empty(u32 slot) const { return shared_address(&state.ring.empty[slot]); }
-
-  // This cluster's items: those of a list, then those of the next. Where a list begins, clusters change
-  // places, so that small lists do not all go to the first ones.
-  struct Cursor {
-    int level = 0, first_token_tile = 0, token_tiles = 0, turn = 0;  // of the list, and behind it
-    int2 item{0, -1}, ahead{0, -1};
-  };
-  __device__ bool next(Cursor& c) const {  // false: there is none
-    int at = c.item.y;
-    if (at >= 0) {
-      c.item = c.ahead;
-    } else {
-      while (at < 0) {
-        c.first_token_tile = c.token_tiles;
-        if (c.first_token_tile == p.token_tiles) return false;
-        c.level = min(p.levels, 32 - __clz(p.token_tiles - c.first_token_tile)) - 1;
-        c.token_tiles += 1 << c.level;
-        const int place = (static_cast<int>(blockIdx.x) / kCluster + p.clusters - c.turn) % p.clusters;
-        c.turn = (c.turn + p.list_items[c.level]) % p.clusters;
-        if (place < p.list_items[c.level]) at = place;
-      }
-      c.item = __ldg(p.items + p.list_begin[c.level] + at);
-    }
-    if (c.item.y >= 0) c.ahead = __ldg(p.items + p.list_begin[c.level] + c.item.y);
-    return true;
-  }
 
   // Lane 4j + r has word r of step j. Behind the last step there may be anything.
   __device__ int read_steps(const StripTile& t, int step, int lane) const {
@@ -142,16 +116,14 @@ struct StripWarps {
     };
     if constexpr (kParts) {
       const int tile = static_cast<int>(blockIdx.x) / p.split;
-      put_steps({tile / p.token_tiles, 0, -1}, tile % p.token_tiles, static_cast<int>(blockIdx.x) % p.split,
-                p.split);
+      put_steps({tile / p.lists.token_tiles, 0, -1}, tile % p.lists.token_tiles,
+                static_cast<int>(blockIdx.x) % p.split, p.split);
     } else {
-      Cursor cursor;
+      TileCursor cursor;
 #pragma unroll 1
-      while (next(cursor)) {
-        const StripTile t = unpack_tile(cursor.item.x);
-        const int token_tile = cursor.first_token_tile + t.token_tile,
-                  ordered = p.from_last ? p.token_tiles - 1 - token_tile : token_tile;
-        put_steps(t, ordered * kCluster + static_cast<int>(rank), 0, 1);
+      while (cursor.next(p.lists, static_cast<int>(blockIdx.x) / kCluster)) {
+        put_steps(unpack_tile(cursor.item.x),
+                  p.lists.token_tile(cursor.nth()) * kCluster + static_cast<int>(rank), 0, 1);
       }
     }
     put_tile({-1, 0, {}});
@@ -185,8 +157,10 @@ struct StripWarps {
         const int column = from_lane(word, 4 * j, lane);
         wait(empty(at.slot), at.parity);
         if (lane == 0) {
-          arrive_expect(full(at.slot), Shape::kSlotBytes);
-          load_box(x_ring + at.slot * Shape::kSlotBytes, &p.x, column * 64, x_row, full(at.slot));
+          const bool last = p.last.is(x_row);
+          arrive_expect(full(at.slot), last ? p.last.count * 128 : Shape::kSlotBytes);
+          load_box(x_ring + at.slot * Shape::kSlotBytes, last ? &p.x_last : &p.x, column * 64, x_row,
+                   full(at.slot));
         }
         __syncwarp();
         at.next(p.slots);
@@ -384,6 +358,7 @@ __global__ void __launch_bounds__(StripShape<kStrips, kTokens>::kThreads, 1)
 
   if (threadIdx.x == 0) {
     prefetch_map(&p.x);
+    prefetch_map(&p.x_last);
     prefetch_map(&p.w);
     prefetch_map(&p.y);
     for (u32 i = 0; i < p.slots; ++i) {

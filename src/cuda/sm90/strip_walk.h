@@ -2,6 +2,9 @@
 // that make it, the one that walks it, and tests on the host.
 #pragma once
 
+#include <cmath>
+#include <cstdint>
+
 #ifdef __CUDACC__
 #define RAREFY_HOST_DEVICE __host__ __device__
 #else
@@ -95,6 +98,48 @@ struct StripLists {
   }
   RAREFY_HOST_DEVICE int begin(int level) const {
     return groups * ((1 << level) - 1) + level * (size - 1) * clusters;
+  }
+};
+
+// Which list comes where so many token tiles are left: the longest that has no more, or, of few, the shortest
+// that has them all, whose other tiles are left out. Three token tiles of 32 groups are one round of 132
+// clusters as part of four, and two as two and one.
+struct ListChoice {
+  static constexpr int kFew = 32;
+  std::uint32_t all = 0;      // bit n: of n that are left, n < kFew
+  double whole = 0, cut = 0;  // rounds of a launch: of tiles, and of the last ones cut into strips
+
+  ListChoice() = default;
+  ListChoice(const StripLists& lists, int token_tiles) {
+    struct Rounds {
+      double whole = 0, cut = 0;
+      // A strip alone multiplies half or a third, but brings all of X.
+      double cost() const { return whole + 0.75 * cut; }
+      Rounds operator+(const Rounds& b) const { return {whole + b.whole, cut + b.cut}; }
+    };
+    const auto of_list = [&](int level) {
+      const TileItems its(lists.groups, lists.size, 1 << level, lists.clusters);
+      const double rounds = static_cast<double>(its.tiles) / lists.clusters;
+      if (lists.size > 1 && its.cut_from < its.tiles) return Rounds{std::floor(rounds), 1};
+      return Rounds{rounds > 1 ? (rounds + std::ceil(rounds)) / 2 : 1, 0};  // ends even out, in part
+    };
+    const int levels = lists.levels();
+    const auto longest = [&](int left) {
+      int level = 0;
+      while (level + 1 < levels && 2 << level <= left) ++level;
+      return level;
+    };
+    Rounds sum, best[kFew];
+    int left = token_tiles;
+    for (; left >= kFew; left -= 1 << longest(left)) sum = sum + of_list(longest(left));
+    for (int n = 1; n <= left; ++n) {
+      const int level = longest(n);
+      best[n] = of_list(level) + best[n - (1 << level)];
+      if (n == 1 << level || level + 1 == levels) continue;
+      if (const Rounds one = of_list(level + 1); one.cost() < best[n].cost()) best[n] = one, all |= 1U << n;
+    }
+    sum = sum + best[left];
+    whole = sum.whole, cut = sum.cut;
   }
 };
 

@@ -10,14 +10,20 @@
 namespace rarefy::sm90 {
 namespace {
 
-// Rates of one SM, fitted to measurements (docs/design/hopper.md).
-constexpr double kClock = 1750;          // per microsecond
-constexpr double kBytesPerClock = 42;    // from L2 into shared memory, all SMs at once
-constexpr double kLargeSteps = 48;       // the most of few SMs, in steps of 256 tokens
-constexpr double kBlockClocks = 512;     // 64 × 64 × 256 products of one warpgroup
-constexpr double kTileClocks = 700;      // writing a tile's sums
-constexpr double kStepClocks = 60;       // barriers of a step
-constexpr double kLaunchClocks = 16000;  // launch, first loads from device memory, last stores
+// Rates of one SM, fitted to 1,216 measurements in a chain and 42 of many tokens
+// (docs/design/hopper/strips.md): 7 % off in the median, and what is chosen by them takes 2 % longer than the
+// best.
+constexpr double kClock = 1750;              // per microsecond
+constexpr double kBytesPerClock = 54.7;      // from L2 into shared memory, all SMs at once
+constexpr double kFewLarge = 70, kFew = 58;  // the most of few SMs, in steps of 256 and of 128 tokens
+constexpr double kBlockClocks = 610;         // 64 × 64 × 256 products of one warpgroup
+constexpr double kTileClocks = 1870;         // writing the sums of 256 tokens
+constexpr double kWaitClocks = 100;          // of a step, for each that is missing to five in flight
+constexpr double kCut = 1.1;                 // the last tiles cut into strips
+constexpr double kExchangeClocks = 2100;     // adding the sums of parts …
+constexpr double kExchangeToken = 6.5;       // … and for each token and strip
+constexpr double kUneven = 0.67;         // of a deviation that the longest tiles of a round are behind others
+constexpr double kLaunchClocks = 12600;  // launch, first loads, last stores
 constexpr double kClusterClocks = 5000;  // more of the same in clusters
 
 constexpr std::int64_t kMostFeatures = (1 << 22) - 64;  // strips and overlaps are 16-bit in the plan
@@ -25,13 +31,13 @@ constexpr std::int64_t kMostFeatures = (1 << 22) - 64;  // strips and overlaps a
 constexpr int kStateBytes = 2048;  // StripState, and what the system takes
 
 // Clocks of a tile with `steps` steps and `blocks` stored 64 × 64 blocks.
-double tile_clocks(const StripConfig& c, double steps, double blocks,
-                   double bytes_per_clock = kBytesPerClock) {
-  const double multiply = blocks * kBlockClocks * c.tokens / 256 + steps * kStepClocks;
+double tile_clocks(const StripConfig& c, double steps, double blocks, double bytes_per_clock) {
+  const double multiply = blocks * kBlockClocks * c.tokens / 256;
   // Three warpgroups wait for one another more often; smaller steps meet more barriers.
-  const double wait = c.tokens == 128 ? (c.strips == 3 ? 1.28 : 1.2) : c.strips == 3 ? 1.08 : 1.0;
+  const double wait = c.tokens == 128 ? (c.strips == 3 ? 1.18 : 1.27) : c.strips == 3 ? 1.12 : 1.0;
   const double w_share = c.cluster == 2 ? 0.85 : 1.0;  // half of the bytes, but each step waits for the peer
-  const double copy = wait * (steps * c.tokens * 128 + w_share * blocks * 8192) / bytes_per_clock;
+  const double copy = wait * (steps * c.tokens * 128 + w_share * blocks * 8192) / bytes_per_clock +
+                      steps * kWaitClocks * std::max(0, 5 - c.slots);
   return std::max(multiply, copy) + kTileClocks * c.tokens / 256;
 }
 
@@ -116,32 +122,40 @@ std::vector<StripCandidate> strip_candidates(const StripProblem& p, const Machin
     }
     c.w_slots = w_room(c, machine);
 
-    const std::int64_t token_tiles = ceil_div(p.tokens, c.tokens);
+    const std::int64_t token_tiles = ceil_div(p.tokens, std::int64_t{c.tokens});
     const std::int64_t tiles = p.groups() * ceil_div(token_tiles, cluster);
     const int whole = machine.sms / cluster;  // clusters at a time
-    const double clusters = whole, rounds = std::max(static_cast<double>(tiles) / clusters, 1.0);
-    // Few thread blocks have L2 to themselves, up to what one SM takes; large steps have few in flight.
-    const bool large = tokens == 256;
+    const double clusters = whole;
+    const ListChoice rounds({static_cast<int>(p.groups()), n, whole},
+                            static_cast<int>(ceil_div(token_tiles, std::int64_t{cluster})));
+    // Few thread blocks have L2 to themselves, up to what one SM takes.
     const auto bandwidth = [&](double blocks_at_work) {
-      return std::min(large ? kLargeSteps : 64, kBytesPerClock * std::max(1.0, clusters / blocks_at_work));
+      return std::min(tokens == 256 ? kFewLarge : kFew,
+                      kBytesPerClock * std::max(1.0, clusters / blocks_at_work));
     };
     const auto part_clocks = [&](int parts) {
       return tile_clocks(c, steps / parts, blocks / parts, bandwidth(static_cast<double>(tiles * parts)));
     };
-    double tile = part_clocks(1);
-    if (tiles * n <= whole)  // tiles are cut into strips
-      tile = tile_clocks(
-          c, blocks / n, blocks / n,
-          std::max(large ? kLargeSteps : kBytesPerClock, bandwidth(static_cast<double>(tiles)) / n));
+    // Of block rows that store as many as others but for what is random.
+    const double in_row = density * static_cast<double>(p.in_features()) / static_cast<double>(p.block_in());
+    const double deviation = in_row > 0 ? std::sqrt((1 - density) / in_row / distinct) : 0;
+    double all =
+        rounds.whole * part_clocks(1) * (1 + kUneven * deviation / std::max(1.0, rounds.whole + rounds.cut));
+    if (rounds.cut > 0) {
+      const auto strips_alone = static_cast<double>(std::max<std::int64_t>(1, tiles % whole) * n);
+      all += rounds.cut * kCut * tile_clocks(c, blocks / n, blocks / n, bandwidth(strips_alone));
+    }
     if (cluster == 1) {
-      const auto clocks = [&, size = n, whole_tile = tile](int parts) {
-        return parts == 1 ? whole_tile : part_clocks(parts) + exchange_clocks(p.tokens, size);
+      const double exchange =
+          kExchangeClocks + kExchangeToken * n * static_cast<double>(std::min<std::int64_t>(p.tokens, 256));
+      const auto clocks = [&, in_lists = all](int parts) {
+        return parts == 1 ? in_lists : part_clocks(parts) + exchange;
       };
       c.split = best_parts(tiles, machine.sms, clocks);
       while (!parts_fit(c.split, c.tokens, n, c.ring_bytes())) --c.split;
-      tile = clocks(c.split);
+      all = clocks(c.split);
     }
-    candidate.microseconds = (rounds * tile + kLaunchClocks + (cluster - 1) * kClusterClocks) / kClock;
+    candidate.microseconds = (all + kLaunchClocks + (cluster - 1) * kClusterClocks) / kClock;
     if (cluster > 1 && token_tiles < cluster) candidate.reason = "fewer token tiles than blocks of a cluster";
   }
   return list;

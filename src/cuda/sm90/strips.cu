@@ -23,6 +23,10 @@ cudaError_t launch(const StripProblem& p, const StripConfig& config, int sms, co
   x.box[1] = static_cast<std::uint32_t>(config.tokens);
   cudaError_t status = make_tensor_map(&params.x, p.dtype, operands.x, x);
   if (status != cudaSuccess) return status;
+  params.last = LastTokens::of_tiles(p.tokens, config.tokens);
+  x.box[1] = params.last.count;
+  status = make_tensor_map(&params.x_last, p.dtype, operands.x, x);
+  if (status != cudaSuccess) return status;
 
   if (p.blocks > 0) {
     TensorShape
@@ -52,18 +56,12 @@ cudaError_t launch(const StripProblem& p, const StripConfig& config, int sms, co
 
   const StripPlan plan(p, sms);
   const StripLists lists = plan.lists(config.cluster);
-  params.clusters = lists.clusters;
-  params.levels = lists.levels();
-  for (int level = 0; level < params.levels; ++level) {
-    params.list_begin[level] = lists.begin(level);
-    params.list_items[level] = TileItems(lists.groups, lists.size, 1 << level, lists.clusters).items;
-  }
-  params.items = reinterpret_cast<const int2*>(operands.plan + plan.items_at[config.cluster - 1]);
+  const std::int64_t tokens = config.tokens * config.cluster;
+  params.lists = {lists, operands.plan + plan.items_at[config.cluster - 1],
+                  n((p.tokens + tokens - 1) / tokens)};
+  params.lists.from_last = begins_with_last_tokens();
   params.groups = reinterpret_cast<const int4*>(operands.plan + plan.groups_at);
   params.steps = operands.plan + plan.steps_at;
-  const std::int64_t tokens = config.tokens * config.cluster;
-  params.token_tiles = n((p.tokens + tokens - 1) / tokens);
-  params.from_last = begins_with_last_tokens();
   params.bias = operands.bias;
   params.features = n(p.out_features());
   params.tokens = n(p.tokens);
@@ -77,7 +75,7 @@ cudaError_t launch(const StripProblem& p, const StripConfig& config, int sms, co
   params.w_slots = static_cast<u32>(config.w_slots);
   const auto run = p.dtype == DType::bf16 ? (p.transposed ? launch_grad_input_bf16 : launch_linear_bf16)
                                           : (p.transposed ? launch_grad_input_f16 : launch_linear_f16);
-  const int clusters = config.split > 1 ? lists.groups * params.token_tiles : lists.clusters;
+  const int clusters = config.split > 1 ? lists.groups * params.lists.token_tiles : lists.clusters;
   return run(p.activation, config, clusters, params, stream);
 }
 

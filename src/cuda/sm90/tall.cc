@@ -17,7 +17,8 @@ constexpr int kMostGroups = 1 << 16;  // 16 bits in the lists
 // another part of the time.
 constexpr std::int64_t kChunkBytes = 36 << 20;
 constexpr double kLeastChunk = 45, kChunkLaunch = 4;
-constexpr double kClock = 1750;    // per microsecond
+constexpr double kBackMicroseconds = 9. / (64 << 20);  // of a byte that comes back from memory
+constexpr double kClock = 1750;                        // per microsecond
 constexpr double kFewShare = 1.3;  // of few thread blocks: so much faster than when all SMs are at work
 
 // Block rows may reach past W by more than a tile.
@@ -29,11 +30,9 @@ double columns_of(const TallProblem& p) {  // of a block row
 }
 
 double multiply_microseconds(const TallProblem& p, const TallConfig& c, int sms) {
-  const auto groups = static_cast<double>(group_count(p, c.rows));
-  const double tiles = groups * static_cast<double>(ceil_div(p.tokens, c.tokens));
-  return std::max(1.0, tiles / sms) * tall_clocks(c.rows, static_cast<int>(columns_of(p) / c.split)) /
-             kClock +
-         9;
+  const ListChoice rounds({static_cast<int>(group_count(p, c.rows)), 1, sms},
+                          static_cast<int>(ceil_div(p.tokens, std::int64_t{c.tokens})));
+  return rounds.whole * tall_clocks(c.rows, static_cast<int>(columns_of(p) / c.split)) / kClock + 9;
 }
 
 // Tokens of a chunk that leave few SMs without a tile in its last round: 3 token tiles of 64 groups would be
@@ -50,8 +49,10 @@ std::int64_t chunk_of(const TallProblem& p, const TallConfig& c, int sms) {
     return ceil_div(groups * ceil_div(tokens, std::int64_t{c.tokens}), std::int64_t{sms});
   };
   const double round = tall_clocks(c.rows, static_cast<int>(columns_of(p))) / kClock;
-  std::int64_t best = most;
-  double least = std::numeric_limits<double>::infinity();
+  // All at once: X leaves L2 before it is multiplied.
+  std::int64_t best = ceil_div(p.tokens, kStep) * kStep;
+  double least = static_cast<double>(rounds(p.tokens)) * round + kChunkLaunch +
+                 static_cast<double>(p.tokens * p.cols * 2) * kBackMicroseconds;
   for (std::int64_t chunk = most; chunk > 0; chunk -= kStep) {
     const std::int64_t whole = p.tokens / chunk, rest = p.tokens % chunk;
     const double cost = static_cast<double>(whole * rounds(chunk) + (rest > 0 ? rounds(rest) : 0)) * round +

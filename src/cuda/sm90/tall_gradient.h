@@ -11,6 +11,7 @@
 #include <cstdint>
 #include <string>
 
+#include "cuda/sm90/parts.h"
 #include "cuda/sm90/strip_walk.h"
 #include "cuda/sm90/tall_pairs.h"
 #include "rarefy/dtype.h"
@@ -85,7 +86,7 @@ struct TallGradientConfig {
     return may && (turns == 2 || (turns == 1 && bytes >= 48'000'000 && bytes <= 128'000'000));
   }
   int cluster() const { return pairs > 0 ? pairs : split; }  // thread blocks
-  int clusters() const { return (sms < kMostClusters ? sms : kMostClusters) / cluster(); }
+  int clusters() const { return clusters_at_once(sms < kMostClusters ? sms : kMostClusters, cluster()); }
 };
 
 std::string unsupported(const TallGradientProblem& problem);

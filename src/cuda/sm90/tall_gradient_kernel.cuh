@@ -190,7 +190,7 @@ struct TallGradientWarps : TallGradientOut<T, kRows, kSplit, kPairs, kTurns> {
     at.parity = tiles.parity = 1;                          // the first round is free
     int ready = kTurns ? p.turn.first / p.turn.boxes : 0;  // steps of X
     TileCursor cursor;                                     // each warp walks for itself
-    while (cursor.next(p.lists, static_cast<int>(blockIdx.x) / (kPairs > 1 ? kPairs : kSplit))) {
+    while (cursor.next_item(p.lists, static_cast<int>(blockIdx.x) / (kPairs > 1 ? kPairs : kSplit))) {
       const int4 tile = load_ahead(p.tiles + unpack_tile(cursor.item.x).group);
       if (tile.z == 0) continue;  // behind the last
       if constexpr (kPairs > 0) {

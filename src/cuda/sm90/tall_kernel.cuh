@@ -62,7 +62,7 @@ struct TallWalk {
     if (!cursor.next(p.lists, static_cast<int>(blockIdx.x))) return {-1, -1, 0, 0};
     const StripTile t = unpack_tile(cursor.item.x);
     const int4 group = load_ahead(p.groups + t.group);
-    return {group.x, p.lists.token_tile(cursor.first_token_tile + t.token_tile), group.y, group.z};
+    return {group.x, p.lists.token_tile(cursor.nth()), group.y, group.z};
   }
   // This thread block's part of its cluster's tile, in whole steps.
   __device__ Tile part() {

@@ -117,6 +117,7 @@ __device__ inline void make_list(int2* items, int count, int clusters, Clocks cl
 struct TileLists {
   const int2* items;  // of all
   int clusters, levels, token_tiles;
+  std::uint32_t all;                                                   // ListChoice
   bool from_last = false;                                              // token_order.h
   int begin[StripLists::kMostLevels], count[StripLists::kMostLevels];  // items of a level
   int rest[StripLists::kMostLevels];                                   // count modulo clusters
@@ -126,7 +127,8 @@ struct TileLists {
       : items(reinterpret_cast<const int2*>(words)),
         clusters(lists.clusters),
         levels(lists.levels()),
-        token_tiles(tiles) {
+        token_tiles(tiles),
+        all(ListChoice(lists, tiles).all) {
     for (int level = 0; level < levels; ++level) {
       begin[level] = lists.begin(level);
       count[level] = TileItems(lists.groups, lists.size, 1 << level, clusters).items;
@@ -135,6 +137,11 @@ struct TileLists {
   }
   // The token tile of X that is nth.
   __device__ int token_tile(int nth) const { return from_last ? token_tiles - 1 - nth : nth; }
+  // The list for so many that are left.
+  __device__ int level_for(int left) const {
+    const int longest = min(levels, 32 - __clz(left)) - 1;
+    return left < ListChoice::kFew && (all >> left & 1) != 0 ? longest + 1 : longest;
+  }
 };
 
 // Loads whose results the compiler takes for different in each lane: it would move what is the same in all to
@@ -158,15 +165,23 @@ struct TileCursor {
   int level = 0, first_token_tile = 0, token_tiles = 0, turn = 0;  // of the list, and behind it
   int2 item{0, -1}, ahead{0, -1};
 
-  __device__ bool next(const TileLists& p, int cluster) {  // false: there is none
+  // The next tile of those that there are; false: there is none.
+  __device__ bool next(const TileLists& p, int cluster) {
+    bool more = next_item(p, cluster);
+    while (more && nth() >= p.token_tiles) more = next_item(p, cluster);
+    return more;
+  }
+  __device__ int nth() const { return first_token_tile + unpack_tile(item.x).token_tile; }
+
+  __device__ bool next_item(const TileLists& p, int cluster) {  // false: there is none
     int at = item.y;
     if (at >= 0) {
       item = ahead;
     } else {
       while (at < 0) {
         first_token_tile = token_tiles;
-        if (first_token_tile == p.token_tiles) return false;
-        level = min(p.levels, 32 - __clz(p.token_tiles - first_token_tile)) - 1;
+        if (first_token_tile >= p.token_tiles) return false;
+        level = p.level_for(p.token_tiles - first_token_tile);
         token_tiles += 1 << level;
         const int place = cluster - turn + (cluster < turn ? p.clusters : 0);
         turn += p.rest[level];

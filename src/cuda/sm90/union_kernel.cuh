@@ -19,12 +19,14 @@
 #include "cuda/sm90/tile/ring.cuh"
 #include "cuda/sm90/tile/store.cuh"
 #include "cuda/sm90/tile/walk.cuh"
+#include "cuda/sm90/token_order.h"
 #include "cuda/sm90/union_walk.h"
 
 namespace rarefy::sm90 {
 
 struct UnionParams {
-  CUtensorMap x, y;
+  CUtensorMap x, x_last, y;
+  LastTokens last;
   WalkParams walk;
   const unsigned char* w;  // pieces, packed; of f32 rounded to tf32
   const int4* units;       // of each strip: its unit rows, -1: none
@@ -36,7 +38,7 @@ struct UnionParams {
   int buffers;        // for results, of each strip
   // X of a step: one box of all its features, or two of half of them, `box_bytes` apart; which pieces want
   // which.
-  u32 box_bytes, first_box, second_box;
+  u32 box_bytes, last_bytes, first_box, second_box;
   int box_width;  // features
   u64 x_layout;
 };
@@ -108,10 +110,13 @@ struct UnionWarps {
         const u32 barrier = full(at.slot), to = x_ring + at.slot * Shape::kSlotBytes;
         wait(empty(at.slot), at.parity);
         if (lane == 0) {
-          arrive_expect(barrier, ((want[0] ? 1u : 0u) + (want[1] ? 1u : 0u)) * p.box_bytes);
+          const bool last = p.last.is(x_row);
+          arrive_expect(barrier,
+                        ((want[0] ? 1u : 0u) + (want[1] ? 1u : 0u)) * (last ? p.last_bytes : p.box_bytes));
 #pragma unroll
           for (u32 i = 0; i < 2; ++i) {
-            if (want[i]) load_box(to + i * p.box_bytes, &p.x, boxes[i] * p.box_width, x_row, barrier);
+            if (want[i])
+              load_box(to + i * p.box_bytes, last ? &p.x_last : &p.x, boxes[i] * p.box_width, x_row, barrier);
           }
         }
         __syncwarp();
@@ -275,7 +280,8 @@ struct UnionWarps {
         store_tile<T, kActivation>(out, d[part], bias, &p.y, boxes, token + part * Shape::kPart,
                                    first - part * Shape::kPart, end - part * Shape::kPart);
       }
-      repair_if_nan<T, kActivation>(p.stored, static_cast<const T*>(p.bias), sum_of_all(d), out, row16,
+      repair_if_nan<T, kActivation>(p.stored, static_cast<const T*>(p.bias),
+                                    sum_of_tokens(d, p.stored.tokens - token, lane), out, row16,
                                     token + first, end - first);
     }
     if (out.warp == 0) store_wait_all();
@@ -294,6 +300,7 @@ __global__ void __launch_bounds__(StripShape<kStrips, kTokens>::kThreads, 1)
 
   if (threadIdx.x == 0) {
     prefetch_map(&p.x);
+    prefetch_map(&p.x_last);
     prefetch_map(&p.y);
     for (u32 i = 0; i < p.slots; ++i) {
       barrier_init(shared_address(&state.ring.full[i]), kStrips + 1);

@@ -149,20 +149,22 @@ UnionCandidate candidate_of(const UnionProblem& p, const UnionLayout& layout, co
   }
   c.pieces = piece_room(c, machine);
 
-  const std::int64_t tiles = p.groups(layout) * ceil_div(p.tokens, tokens);
-  const std::int64_t sms = machine.sms, rounds = tiles / sms, rest = tiles % sms;
+  const std::int64_t token_tiles = ceil_div(p.tokens, std::int64_t{tokens}),
+                     tiles = p.groups(layout) * token_tiles;
+  const std::int64_t sms = machine.sms;
+  const ListChoice rounds({static_cast<int>(p.groups(layout)), layout.strips, machine.sms},
+                          static_cast<int>(token_tiles));
   const auto tile = [&](double steps, double weights, std::int64_t thread_blocks) {
     const double left = static_cast<double>(sms) / static_cast<double>(thread_blocks);
     return tile_clocks(c, steps, weights, std::min(kBytesAlone, kBytesPerClock * std::max(1.0, left)));
   };
   const double whole = tile(columns * shares.boxes, columns * shares.pieces * strips, tiles);
-  // The last tiles are cut into strips if these are no more than a round.
-  double last = rest == 0 ? 0 : whole;
-  if (rest > 0 && rest * layout.strips <= sms)
-    last = (rounds > 0 ? kCut : kCutAtOnce) *
-           tile(columns * shares.alone, columns * shares.pieces, rest * layout.strips);
+  // The last tiles of a list are cut into strips if these are no more than a round.
+  const std::int64_t rest = std::max<std::int64_t>(1, tiles % sms);
+  const double cut = (rounds.whole > 0 ? kCut : kCutAtOnce) *
+                     tile(columns * shares.alone, columns * shares.pieces, rest * layout.strips);
   const auto clocks = [&](int parts) {
-    if (parts == 1) return static_cast<double>(rounds) * whole + last;
+    if (parts == 1) return rounds.whole * whole + rounds.cut * cut;
     return tile(columns * shares.boxes / parts, columns * shares.pieces * strips / parts, tiles * parts) +
            kExchangeClocks +
            kExchangeToken * strips * static_cast<double>(std::min<std::int64_t>(tokens, p.tokens));

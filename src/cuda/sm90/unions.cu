@@ -26,6 +26,10 @@ cudaError_t launch(const UnionProblem& p, const UnionConfig& config, int sms, co
   x.box[1] = static_cast<std::uint32_t>(config.tokens);
   cudaError_t status = make_tensor_map(&params.x, p.dtype, operands.x, x);
   if (status != cudaSuccess) return status;
+  params.last = LastTokens::of_tiles(p.tokens, config.tokens);
+  x.box[1] = params.last.count;
+  status = make_tensor_map(&params.x_last, p.dtype, operands.x, x);
+  if (status != cudaSuccess) return status;
 
   TensorShape y;  // [token][feature]: a unit row's features, up to 128 bytes, × a buffer's tokens
   y.size[0] = u(p.out_features());
@@ -58,6 +62,7 @@ cudaError_t launch(const UnionProblem& p, const UnionConfig& config, int sms, co
   const bool one = config.width == p.step();
   params.box_width = config.width;
   params.box_bytes = static_cast<u32>(config.tokens * config.width) * static_cast<u32>(size);
+  params.last_bytes = params.box_bytes / static_cast<u32>(config.tokens) * params.last.count;
   params.first_box = one ? 0xFFF : 0x333;
   params.second_box = one ? 0 : 0xCCC;
   params.x_layout = one ? operand_layout(Swizzle::b128, 1024) : operand_layout(Swizzle::b64, 512);

@@ -2,6 +2,7 @@
 #include "cuda/sm90/whole.h"
 
 #include <algorithm>
+#include <iterator>
 
 #include "core/checked.h"
 #include "cuda/sm90/parts.h"
@@ -13,14 +14,16 @@ constexpr double kClock = 1750;          // per microsecond
 constexpr double kLaunchClocks = 16000;  // launch, first loads from device memory, last stores
 constexpr double kTileClocks = 2000;     // around a tile's steps
 
-constexpr int kFeatures = WholeConfig::kFeatures, kWide = WholeConfig::kWide, kHalf = kWide / 2;
+constexpr int kFeatures = WholeConfig::kFeatures, kWide = WholeConfig::kWide, kHalf = WholeConfig::kHalf;
 
 std::int64_t steps_of(const WholeProblem& p) { return ceil_div(p.in_features(), std::int64_t{64}); }
 
-// Of a step: products take 1024 and 512 clocks; of 128 tokens, bytes from L2 if all SMs work.
+// Of a step: products, 4 clocks a token, or, if all SMs work, bytes from L2.
 double step_clocks(const WholeConfig& c, bool all_sms) {
-  return c.tokens == kWide ? 1080 : all_sms ? 670 : 560;
+  return std::max(20 + 4.2 * c.tokens, all_sms ? c.slot_bytes() / 48. : 0);
 }
+
+bool is_between(int tokens) { return tokens != kWide && tokens != kHalf; }
 
 // Wide tiles that may be added if all are narrow ones or more.
 std::int64_t most_more(std::int64_t tokens) {
@@ -62,7 +65,12 @@ std::string unsupported(const WholeProblem& p) {
 }
 
 std::string refuse(const WholeProblem& p, const WholeConfig& c) {
-  if (c.tokens != kWide && c.tokens != kHalf) return "tokens of the config must be 256 or 128";
+  if (std::find(std::begin(WholeConfig::kWidths), std::end(WholeConfig::kWidths), c.tokens) ==
+      std::end(WholeConfig::kWidths))
+    return "tokens of the config must be 256, 208, 192, 160 or 128";
+  if (is_between(c.tokens) &&
+      (c.split > 1 || p.x_layout == Layout::by_feature || p.activation != Activation::none))
+    return "tokens of the config must be 256 or 128 in parts, for X by feature and before activations";
   if (c.split < 1 || c.split > 4 || (c.split > 1 && c.split > steps_of(p)))
     return "split of the config must be 1 to 4, and no more than there are steps";
   if (c.more < 0 || (c.more > 0 && (c.tokens != kWide || c.split > 1 || c.more > most_more(p.tokens))))
@@ -87,9 +95,10 @@ std::vector<WholeCandidate> whole_candidates(const WholeProblem& p, int sms) {
         static_cast<double>(ceil_div(feature_tiles * c.token_tiles(p.tokens) * c.split, std::int64_t{sms}));
     list.push_back({c, (rounds * clocks(c) + kLaunchClocks) / kClock, refuse(p, c)});
   };
-  for (const int tokens : {kWide, kHalf}) {
+  for (const int tokens : WholeConfig::kWidths) {
     const WholeConfig alone{tokens};
     add(alone);
+    if (is_between(tokens)) continue;
     const int parts = best_parts(feature_tiles * alone.token_tiles(p.tokens), sms, [&](int split) {
       return clocks({tokens, split});
     });

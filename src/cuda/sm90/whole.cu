@@ -17,6 +17,9 @@ int tiles(std::int64_t size, int of) { return n((size + of - 1) / of); }
 cudaError_t launch(const WholeProblem& p, const WholeConfig& config, int sms, const WholeWeight& weight,
                    const WholeOperands& o, cudaStream_t stream) {
   WholeParams params{};
+  params.token_tiles = n(config.token_tiles(p.tokens));
+  params.wide = config.more == 0 ? params.token_tiles
+                                 : tiles(p.tokens, 8) - params.token_tiles * (WholeConfig::kNarrow / 8);
   const bool by_feature = p.x_layout == Layout::by_feature;
   TensorShape x;  // [token][feature]: 64 features × a tile's tokens; [feature][token]: 64 × 64
   x.size[by_feature ? 1 : 0] = u(p.in_features());
@@ -25,6 +28,12 @@ cudaError_t launch(const WholeProblem& p, const WholeConfig& config, int sms, co
   x.box[0] = 64;
   x.box[1] = by_feature ? 64 : static_cast<std::uint32_t>(config.tokens);
   cudaError_t status = make_tensor_map(&params.x, p.dtype, o.x, x);
+  if (status != cudaSuccess) return status;
+  if (!by_feature) {
+    params.last = LastTokens(p.tokens, params.token_at(params.token_tiles - 1, config.tokens));
+    x.box[1] = params.last.count;
+  }
+  status = make_tensor_map(&params.x_last, p.dtype, o.x, x);
   if (status != cudaSuccess) return status;
 
   // Along its sum: 128 features × 64 of the sum; else 64 of the sum × 64 features.
@@ -47,8 +56,8 @@ cudaError_t launch(const WholeProblem& p, const WholeConfig& config, int sms, co
   if (status != cudaSuccess) return status;
 
   params.y_rest = params.y;
-  if (config.more > 0) {
-    y.box[1] = WholeConfig::kNarrow % 64;
+  if (const int rest = (config.more > 0 ? WholeConfig::kNarrow : config.tokens) % 64; rest > 0) {
+    y.box[1] = static_cast<std::uint32_t>(rest);
     status = make_tensor_map(&params.y_rest, p.dtype, o.y, y);
     if (status != cudaSuccess) return status;
   }
@@ -59,9 +68,6 @@ cudaError_t launch(const WholeProblem& p, const WholeConfig& config, int sms, co
   params.tokens = n(p.tokens);
   params.steps = tiles(p.in_features(), 64);
   params.feature_tiles = tiles(p.out_features(), WholeConfig::kFeatures);
-  params.token_tiles = n(config.token_tiles(p.tokens));
-  params.wide = config.more == 0 ? params.token_tiles
-                                 : tiles(p.tokens, 8) - params.token_tiles * (WholeConfig::kNarrow / 8);
   params.split = config.split;
   params.slots = static_cast<u32>(config.slots());
   params.repairs = stored_of(p, o.stated, o.x, o.y);

@@ -13,17 +13,19 @@
 
 namespace rarefy::sm90 {
 
-// A tile is 128 features × `tokens` tokens. Where tiles are few, `split` thread blocks have a part of a
-// tile's steps each; where a few `more` of them fill the rounds of all SMs, most have 248 tokens instead of
-// 256 (8192 tokens, 4096 features: 8 rounds of 33 × 32 tiles, not 7.8 of 32 × 32 that take as long as 8).
+// A tile is 128 features × `tokens` tokens, of kWidths those that fill the rounds of all SMs best. Where
+// tiles are few, `split` thread blocks have a part of a tile's steps each; where a few `more` of them fill
+// rounds, most have 248 tokens instead of 256 (8192 tokens, 4096 features: 8 rounds of 33 × 32 tiles, not 7.8
+// of 32 × 32 that take as long as 8).
 struct WholeConfig {
-  static constexpr int kFeatures = 128, kWide = 256, kNarrow = 248;
+  static constexpr int kFeatures = 128, kWide = 256, kNarrow = 248, kHalf = 128;
+  static constexpr int kWidths[] = {kWide, 208, 192, 160, kHalf};
   int tokens = kWide, split = 1, more = 0;
 
   std::int64_t token_tiles(std::int64_t all) const { return (all + tokens - 1) / tokens + more; }
 
   int slot_bytes() const { return (tokens + kFeatures) * 128; }
-  int slots() const { return tokens == kWide ? 4 : 6; }
+  int slots() const { return slot_bytes() > 0 ? 196608 / slot_bytes() : 0; }
   int ring_bytes() const { return slots() * slot_bytes(); }
   int shared_bytes() const { return 1024 + ring_bytes() + 2 * 2 * 8192; }
   std::string text() const {

@@ -7,12 +7,14 @@
 #include "cuda/sm90/tile/exchange.cuh"
 #include "cuda/sm90/tile/repair.cuh"
 #include "cuda/sm90/tile/ring.cuh"
+#include "cuda/sm90/token_order.h"
 #include "cuda/sm90/whole.h"
 
 namespace rarefy::sm90 {
 
 struct WholeParams {
-  CUtensorMap x, w, y, y_rest;  // y_rest: the last tokens of a narrow tile
+  CUtensorMap x, x_last, w, y, y_rest;  // y_rest: the last tokens of a tile that has no whole 64s
+  LastTokens last;                      // of X by token
   const void* bias;
   int features, tokens;  // of y
   int steps;             // of 64 features of x
@@ -22,6 +24,13 @@ struct WholeParams {
   int split;       // kParts: thread blocks of a cluster
   u32 slots;
   Stored repairs;
+
+  // The first one of a token tile of so many.
+  __host__ __device__ int token_at(int token_tile, int tokens) const {
+    if (tokens != WholeConfig::kWide) return token_tile * tokens;
+    return token_tile * WholeConfig::kNarrow +
+           (token_tile < wide ? token_tile : wide) * (WholeConfig::kWide - WholeConfig::kNarrow);
+  }
 };
 
 template <int kTokens>
@@ -39,6 +48,7 @@ struct WholeWarps {
   static constexpr int kWide = WholeConfig::kWide, kNarrow = WholeConfig::kNarrow;
   // Products of 256 tokens that lie along them are slower than two of 128 (hopper/grad_weight.md, step 10).
   static constexpr int kPieces = kMajorX == Major::mn && kTokens == kWide ? 2 : 1;
+  static constexpr int kSums = (kTokens / kPieces + 63) / 64 * 32;  // of a piece, for whole 64s
   static constexpr u64 kNextPiece = 2 * Shape::kPanelBytes >> 4;
   static constexpr bool kHasNarrow = kTokens == kWide && kPieces == 1 && !kParts;
   const WholeParams& p;
@@ -59,11 +69,8 @@ struct WholeWarps {
     const int band = kSide * p.feature_tiles, first = tile / band * kSide,
               side = min(kSide, p.token_tiles - first), within = tile % band;
     const int nth = first + within % side, row = p.from_last ? p.token_tiles - 1 - nth : nth;
-    return {within / side * WholeConfig::kFeatures, token_at(row), token_at(row + 1) - token_at(row)};
-  }
-  __device__ int token_at(int token_tile) const {
-    if constexpr (kTokens != kWide) return token_tile * kTokens;
-    return token_tile * kNarrow + min(token_tile, p.wide) * (kWide - kNarrow);
+    const int token = p.token_at(row, kTokens);
+    return {within / side * WholeConfig::kFeatures, token, p.token_at(row + 1, kTokens) - token};
   }
   __device__ int tiles() const { return p.feature_tiles * p.token_tiles; }
   __device__ int first_tile() const {
@@ -85,10 +92,13 @@ struct WholeWarps {
       for (int step = first_step(); step < end_step(); ++step) {
         const u32 x = slots + at.slot * Shape::kSlotBytes, w = x + Shape::kXBytes, barrier = full(at.slot);
         wait(empty(at.slot), at.parity);
-        arrive_expect(barrier, Shape::kSlotBytes);
         if constexpr (kMajorX == Major::k) {
-          load_box(x, &p.x, step * 64, t.token, barrier);
+          const bool last = p.last.is(t.token);
+          arrive_expect(barrier,
+                        last ? Shape::kSlotBytes - Shape::kXBytes + p.last.count * 128 : Shape::kSlotBytes);
+          load_box(x, last ? &p.x_last : &p.x, step * 64, t.token, barrier);
         } else {
+          arrive_expect(barrier, Shape::kSlotBytes);
 #pragma unroll
           for (int i = 0; i < kTokens / 64; ++i)
             load_box(x + i * Shape::kPanelBytes, &p.x, t.token + i * 64, step * 64, barrier);
@@ -101,6 +111,16 @@ struct WholeWarps {
         }
         at.next(p.slots);
       }
+    }
+  }
+
+  // Of kColumns tokens, or all of d.
+  template <int kColumns, int sums>
+  __device__ static void product(float (&d)[sums], u64 a, u64 b, bool add) {
+    if constexpr (kColumns % 128 != 0) {
+      wgmma_columns<T, kColumns, kMajorW, kMajorX>(d, a, b, add);
+    } else {
+      wgmma<T, kMajorW, kMajorX>(d, a, b, add);
     }
   }
 
@@ -131,12 +151,12 @@ struct WholeWarps {
         if (row + 8 < p.features) bias.y = static_cast<float>(b[row + 8]);
       }
       at = {uniform(at.slot), uniform(at.parity)};
-      float d[kPieces][kTokens / kPieces / 2];
+      float d[kPieces][kSums];
       u32 before = 0;  // the slot of the step before
       const auto release = [&] {
         if (out.lane == 0) arrive(empty(before));
       };
-      const auto multiply_steps = [&]<bool kIsNarrow>() {
+      const auto multiply_steps = [&]<int kColumns>() {
         for (int step = first; step < end; ++step) {
           const u32 from = slots + at.slot * Shape::kSlotBytes;
           wait(full(at.slot), at.parity);
@@ -145,14 +165,9 @@ struct WholeWarps {
 #pragma unroll
           for (u32 k = 0; k < 4; ++k) {
             const u64 its_a = a + k * kNext16<kMajorW>, its_b = b + k * kNext16<kMajorX>;
-            if constexpr (kIsNarrow) {
-              wgmma_columns<T, kNarrow, kMajorW, kMajorX>(d[0], its_a, its_b, step > first || k > 0);
-            } else {
 #pragma unroll
-              for (u32 piece = 0; piece < kPieces; ++piece)
-                wgmma<T, kMajorW, kMajorX>(d[piece], its_a, its_b + piece * kNextPiece,
-                                           step > first || k > 0);
-            }
+            for (u32 piece = 0; piece < kPieces; ++piece)
+              product<kColumns>(d[piece], its_a, its_b + piece * kNextPiece, step > first || k > 0);
           }
           wgmma_commit();
           wgmma_wait<1>();  // the step before has ended, and this one is on its way
@@ -164,22 +179,25 @@ struct WholeWarps {
       bool narrow = false;
       if constexpr (kHasNarrow) {
         narrow = uniform(t.tokens) == kNarrow;
-        if (narrow) multiply_steps.template operator()<true>();
+        if (narrow) multiply_steps.template operator()<kNarrow>();
       }
-      if (!narrow) multiply_steps.template operator()<false>();
+      if (!narrow) multiply_steps.template operator()<kTokens>();
       wgmma_wait<0>();
       release();
       next = uniform(next_tile(next));  // here: operands of products stay in uniform registers
       if constexpr (kParts) exchange_tile<kTokens, 256>(d, p.split, rank, slots, p.tokens - t.token);
       const auto its = share();
-      if (narrow) {
-        if constexpr (kHasNarrow) {
+      const auto store_columns = [&]<int kColumns>() {  // no whole 64s
 #pragma unroll
-          for (int i = kNarrow / 2; i < kWide / 2; ++i) d[0][i] = 0;
-          constexpr int kWhole64 = kNarrow / 64 * 64;
-          store_tile<T, kActivation>(out, d[0], bias, &p.y, feature, t.token, 0, kWhole64);
-          store_tile<T, kActivation>(out, d[0], bias, &p.y_rest, feature, t.token, kWhole64);
-        }
+        for (int i = kColumns / 2; i < kSums; ++i) d[0][i] = 0;
+        constexpr int kWhole64 = kColumns / 64 * 64;
+        store_tile<T, kActivation>(out, d[0], bias, &p.y, feature, t.token, 0, kWhole64);
+        store_tile<T, kActivation>(out, d[0], bias, &p.y_rest, feature, t.token, kWhole64);
+      };
+      if (narrow) {
+        if constexpr (kHasNarrow) store_columns.template operator()<kNarrow>();
+      } else if constexpr (kTokens % 64 != 0) {
+        store_columns.template operator()<kTokens>();
       } else {
 #pragma unroll
         for (int piece = 0; piece < kPieces; ++piece) {
@@ -188,7 +206,7 @@ struct WholeWarps {
                                      its.end - behind);
         }
       }
-      const float all = sum_of_all(d);
+      const float all = sum_of_tokens(d, p.tokens - t.token, out.lane);
       bad |= all != all;
     }
     if (out.leads()) store_wait_all();
@@ -215,6 +233,7 @@ __global__ void __launch_bounds__(WholeShape<kTokens>::kThreads, 1)
   const int lane = static_cast<int>(threadIdx.x) % 32;
   if (threadIdx.x == 0) {
     prefetch_map(&p.x);
+    prefetch_map(&p.x_last);
     prefetch_map(&p.w);
     prefetch_map(&p.y);
     for (u32 i = 0; i < p.slots; ++i) {

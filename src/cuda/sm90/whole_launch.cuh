@@ -7,7 +7,8 @@
 
 namespace rarefy::sm90 {
 
-// Of X by feature there are no parts: whoever has few tokens turns them.
+// Of X by feature there are no parts: whoever has few tokens turns them. Widths between are for X by token,
+// in whole tiles, without an activation (a megabyte of kernels).
 template <class T, Major kMajorW, Activation kActivation>
 cudaError_t launch_whole_shape(Major x, const WholeConfig& c, int blocks, const WholeParams& params,
                                cudaStream_t stream) {
@@ -15,7 +16,7 @@ cudaError_t launch_whole_shape(Major x, const WholeConfig& c, int blocks, const 
     return launch_clusters<whole_kernel<T, kMajorW, kMajorX, kActivation, kTokens, kParts>>(
         {blocks, WholeShape<kTokens>::kThreads, c.split, c.shared_bytes()}, params, stream);
   };
-  constexpr int kWide = WholeConfig::kWide, kHalf = kWide / 2;
+  constexpr int kWide = WholeConfig::kWide, kHalf = WholeConfig::kHalf;
   const bool wide = c.tokens == kWide;
   if (x == Major::mn) {
     if (c.split > 1) return cudaErrorInvalidConfiguration;
@@ -26,8 +27,14 @@ cudaError_t launch_whole_shape(Major x, const WholeConfig& c, int blocks, const 
     return wide ? launch.template operator()<Major::k, kWide, true>()
                 : launch.template operator()<Major::k, kHalf, true>();
   }
-  return wide ? launch.template operator()<Major::k, kWide, false>()
-              : launch.template operator()<Major::k, kHalf, false>();
+  if (wide) return launch.template operator()<Major::k, kWide, false>();
+  if (c.tokens == kHalf) return launch.template operator()<Major::k, kHalf, false>();
+  if constexpr (kActivation == Activation::none) {
+    if (c.tokens == 208) return launch.template operator()<Major::k, 208, false>();
+    if (c.tokens == 192) return launch.template operator()<Major::k, 192, false>();
+    if (c.tokens == 160) return launch.template operator()<Major::k, 160, false>();
+  }
+  return cudaErrorInvalidConfiguration;
 }
 
 template <class T, Major kMajorW>

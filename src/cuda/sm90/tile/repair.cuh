@@ -109,6 +109,20 @@ __device__ inline float sum_of_all(const float (&d)[parts][sums]) {
   return (all[0] + all[1]) + (all[2] + all[3]);
 }
 
+// The same of its first `tokens`, where what was multiplied behind these is not of X (LastTokens).
+template <int parts, int sums>
+__device__ inline float sum_of_tokens(const float (&d)[parts][sums], int tokens, int lane) {
+  if (tokens >= parts * 2 * sums) return sum_of_all(d);
+  const int its = tokens - 2 * (lane % 4);
+  float all = 0;
+#pragma unroll
+  for (int part = 0; part < parts; ++part) {
+#pragma unroll
+    for (int i = 0; i < sums; ++i) all += part * 2 * sums + 8 * (i / 4) + i % 2 < its ? d[part][i] : 0;
+  }
+  return all;
+}
+
 // By a warpgroup that has stored a tile, where one of its threads has a NaN among its sums: repair, by all
 // warps, as they share the stores. `first` is the warp's first feature.
 template <class T, device::Activation activation>

@@ -137,7 +137,7 @@ __device__ void walk(const WalkParams& p, WalkState& state, int tokens, int lane
 #pragma unroll 1
     while (cursor.next(p.lists, static_cast<int>(blockIdx.x))) {
       const StripTile t = unpack_tile(cursor.item.x);
-      put_steps(t, p.lists.token_tile(cursor.first_token_tile + t.token_tile), 0, 1);
+      put_steps(t, p.lists.token_tile(cursor.nth()), 0, 1);
     }
   }
   put_tile({-1, 0, {}});
