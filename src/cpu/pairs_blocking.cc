@@ -15,9 +15,9 @@ namespace {
 // Cycles, measured (docs/design/cpu/bf16.md): packing and storing an element, the latter into the rows of
 // more than two panels as well; a byte of W out of L2, where it stays.
 constexpr double kPack = 0.3, kStore = 0.35, kStoreFar = 0.14, kWeightNear = 0.03;
-// Where W is asked for ahead, half of L2 may hold it at next to no cost. Of more than four panels the rows of
-// Y meet in one set of L2 if they lie a multiple of 4 KB apart; and where threads share a core, theirs meet,
-// too (AMX, docs/design/cpu/amx.md).
+// Where W is asked for ahead, half of L2 may hold it at next to no cost. Of more than four panels, or of more
+// than a quarter of L2, rows of Y meet in one set of it if they lie a multiple of 4 KB apart; and where
+// threads share a core, theirs meet, too (AMX, docs/design/cpu/amx.md).
 constexpr double kStoreFarAhead = 0.04, kWeightNearAhead = 0.01, kStoreMany = 0.35;
 constexpr double kFewPanels = 4, kPage = 4096;
 // Lanes of outputs: they transpose nothing on the way out, and what a panel reads of W, a stream that is
@@ -41,7 +41,8 @@ void for_each_blocking(const PanelWork& w, const Problem& p, const Machine& mach
   const bool meets = w.ahead && (p.threads > 1 || std::fmod(row_bytes, kPage) == 0);
   const auto store = [&](double of) {
     const double far = w.ahead ? kStoreFarAhead : kStoreFar;
-    return kStore + (of > 2 ? far : 0) + (meets && of > kFewPanels ? kStoreMany : 0);
+    const bool many = of > kFewPanels || of * static_cast<double>(w.panel_size) > static_cast<double>(l2) / 2;
+    return kStore + (of > 2 ? far : 0) + (meets && many ? kStoreMany : 0);
   };
   for (std::int64_t panels = 1; panels <= most; ++panels) {
     const std::int64_t sets = ceil_div(all, panels);

@@ -129,9 +129,9 @@ std::vector<StripCandidate> strip_candidates(const StripProblem& p, const Machin
     const ListChoice rounds({static_cast<int>(p.groups()), n, whole},
                             static_cast<int>(ceil_div(token_tiles, std::int64_t{cluster})));
     // Few thread blocks have L2 to themselves, up to what one SM takes.
+    const double most = tokens == 256 ? kFewLarge : kFew;
     const auto bandwidth = [&](double blocks_at_work) {
-      return std::min(tokens == 256 ? kFewLarge : kFew,
-                      kBytesPerClock * std::max(1.0, clusters / blocks_at_work));
+      return std::min(most, kBytesPerClock * std::max(1.0, clusters / blocks_at_work));
     };
     const auto part_clocks = [&](int parts) {
       return tile_clocks(c, steps / parts, blocks / parts, bandwidth(static_cast<double>(tiles * parts)));
