@@ -55,13 +55,28 @@ void ask_ahead(const Singles<Element<I>, Index>& row, std::int32_t e) {
   __builtin_prefetch(row.values + (e + kSinglesAhead) * kValueBytes<I, kStorage>);
 }
 
+// Of four tokens x may lie by column, [column][token] (kFours): then a vector has a quarter, four tokens, of
+// each of some elements, and four of them have what four tokens' vectors have; turned, the same lanes.
+template <class I, class Index>
+[[gnu::always_inline]] inline void add_fours(Vec<I> wv, const Element<I>* x, const Index* index,
+                                             Vec<I> (&sum)[4]) {
+  sum[0] = I::fma(I::template one_of_four<0>(wv), I::quads(x, index), sum[0]);
+  sum[1] = I::fma(I::template one_of_four<1>(wv), I::quads(x, index + 1), sum[1]);
+  sum[2] = I::fma(I::template one_of_four<2>(wv), I::quads(x, index + 2), sum[2]);
+  sum[3] = I::fma(I::template one_of_four<3>(wv), I::quads(x, index + 3), sum[3]);
+}
+
 // Onto `sum`: whole vectors, elements e … stop.
-template <class I, Storage kStorage, int Tokens, bool kStream, class Index>
+template <class I, Storage kStorage, int Tokens, bool kStream, bool kFours, class Index>
 [[gnu::always_inline]] inline void add_vectors(const Singles<Element<I>, Index>& row, std::int32_t e,
                                                std::int32_t stop, Vec<I> (&sum)[Tokens]) {
   for (; e != stop; e += I::kWidth) {
     if constexpr (kStream) ask_ahead<I, kStorage>(row, e);
     const Vec<I> wv = load_values<I, kStorage>(row.values, e);
+    if constexpr (kFours) {
+      add_fours<I>(wv, row.x, row.index + e, sum);
+      continue;
+    }
 #pragma GCC unroll 4
     for (int m = 0; m < Tokens; ++m) {
       sum[m] = I::fma(wv, take_x<I, kStream>(row.x + m * row.x_stride, row.index + e), sum[m]);
@@ -70,7 +85,7 @@ template <class I, Storage kStorage, int Tokens, bool kStream, class Index>
 }
 
 // The last elements, fewer than a vector has lanes; maybe none.
-template <class I, Storage kStorage, int Tokens, bool kStream, class Index>
+template <class I, Storage kStorage, int Tokens, bool kStream, bool kFours, class Index>
 [[gnu::always_inline]] inline void add_rest(const Singles<Element<I>, Index>& row, std::int32_t e, int rest,
                                             Vec<I> (&total)[Tokens]) {
   constexpr int w = I::kWidth;
@@ -81,6 +96,17 @@ template <class I, Storage kStorage, int Tokens, bool kStream, class Index>
     wv = load_part<I>(kStorage, row.values, e, rest);
   }
   const Index* index = row.index + e;
+  if constexpr (kFours) {
+    alignas(64) Element<I> x[w][4] = {};  // 0 beside what there is, on both sides
+    alignas(64) Index lanes[w] = {};
+    for (int i = 0; i < rest; ++i) {
+      lanes[i] = static_cast<Index>(i);
+      std::copy_n(row.x + std::int64_t{index[i]} * 4, 4, x[i]);
+    }
+    for (int i = rest; i < w; ++i) lanes[i] = static_cast<Index>(w - 1);
+    add_fours<I>(wv, &x[0][0], lanes, total);
+    return;
+  }
   if constexpr (kStream) {  // X beyond L1: no line of it is read for what lies behind the row
     ask_ahead<I, kStorage>(row, e);
 #pragma GCC unroll 4
@@ -106,7 +132,7 @@ inline constexpr std::int32_t kOnePart = (3 * kSinglesPart / 2 + 1) * I::kWidth 
 
 // `count` elements, of one part: summed straight on. A row must not look at more than it has: its end is not
 // foreseen, and what follows waits for it (Zen 5: 2 % of rows of 300, 9 % of 20).
-template <class I, Storage kStorage, int Tokens, bool kStream, class Index>
+template <class I, Storage kStorage, int Tokens, bool kStream, bool kFours, class Index>
 [[gnu::always_inline]] inline void add_part(const Singles<Element<I>, Index>& row, std::int32_t count,
                                             Element<I>* y, std::int64_t y_stride) {
   constexpr int w = I::kWidth;
@@ -117,23 +143,24 @@ template <class I, Storage kStorage, int Tokens, bool kStream, class Index>
     // element; 5: 2.1 → 1.5).
     for (std::int32_t e = 0; e < count; e += w) {
       if (count - e >= w) {
-        add_vectors<I, kStorage, Tokens, kStream>(row, e, e + w, total);
+        add_vectors<I, kStorage, Tokens, kStream, kFours>(row, e, e + w, total);
       } else {
-        add_rest<I, kStorage, Tokens, kStream>(row, e, count - e, total);
+        add_rest<I, kStorage, Tokens, kStream, kFours>(row, e, count - e, total);
       }
     }
   } else {
     const std::int32_t whole = count - count % w;
-    add_vectors<I, kStorage, Tokens, kStream>(row, 0, whole, total);
-    if (kHasRoom<Index> || count > whole) {
-      add_rest<I, kStorage, Tokens, kStream>(row, whole, count - whole, total);
+    add_vectors<I, kStorage, Tokens, kStream, kFours>(row, 0, whole, total);
+    if (count > whole || (kHasRoom<Index> && !kFours)) {
+      add_rest<I, kStorage, Tokens, kStream, kFours>(row, whole, count - whole, total);
     }
   }
+  if constexpr (kFours) I::transpose_quads(total);
   for (int m = 0; m < Tokens; ++m) y[m * y_stride] += I::sum(total[m]);
 }
 
 // The same of several parts, up to kSinglesParts.
-template <class I, Storage kStorage, int Tokens, bool kStream, class Index>
+template <class I, Storage kStorage, int Tokens, bool kStream, bool kFours, class Index>
 [[gnu::noinline]] void add_parts(const Singles<Element<I>, Index>& row, std::int32_t count, Element<I>* y,
                                  std::int64_t y_stride) {
   constexpr int w = I::kWidth;
@@ -144,15 +171,16 @@ template <class I, Storage kStorage, int Tokens, bool kStream, class Index>
     stop = 2 * (whole - e) > 3 * kSinglesPart * w ? e + kSinglesPart * w : whole;
     Vec<I> sum[Tokens];
     for (int m = 0; m < Tokens; ++m) sum[m] = I::zero();
-    add_vectors<I, kStorage, Tokens, kStream>(row, e, stop, sum);
+    add_vectors<I, kStorage, Tokens, kStream, kFours>(row, e, stop, sum);
     for (int m = 0; m < Tokens; ++m) total[m] = I::add(total[m], sum[m]);
   }
-  if (count > whole) add_rest<I, kStorage, Tokens, kStream>(row, whole, count - whole, total);
+  if (count > whole) add_rest<I, kStorage, Tokens, kStream, kFours>(row, whole, count - whole, total);
+  if constexpr (kFours) I::transpose_quads(total);
   for (int m = 0; m < Tokens; ++m) y[m * y_stride] += I::sum(total[m]);
 }
 
 // Rows of a task. What a row needs lies in locals: beside stores to y the compiler would read the task again.
-template <class I, Storage kStorage, int Tokens, bool kStream, class Index>
+template <class I, Storage kStorage, int Tokens, bool kStream, bool kFours, class Index>
 void single_rows(const FewTaskOf<Element<I>>& task, const Index* index) {
   constexpr std::int32_t most = kSinglesParts * kSinglesPart * I::kWidth;
   const auto* values = static_cast<const char*>(task.w.values);
@@ -169,10 +197,10 @@ void single_rows(const FewTaskOf<Element<I>>& task, const Index* index) {
     const std::int32_t end = begin[o + 1];
     while (end - e > kOnePart<I>) {
       const std::int32_t count = end - e < most ? end - e : most;
-      add_parts<I, kStorage, Tokens, kStream>(from(e), count, y, y_stride);
+      add_parts<I, kStorage, Tokens, kStream, kFours>(from(e), count, y, y_stride);
       e += count;
     }
-    if (e < end) add_part<I, kStorage, Tokens, kStream>(from(e), end - e, y, y_stride);
+    if (e < end) add_part<I, kStorage, Tokens, kStream, kFours>(from(e), end - e, y, y_stride);
     e = end;
   }
 }
@@ -181,8 +209,14 @@ template <class I, Storage kStorage, int Tokens>
 void few_singles(const FewTaskOf<Element<I>>& task) {
   static_assert(kColumnsAhead >= I::kWidth);
   const auto rows = [&](const auto* index) {
-    task.stream ? single_rows<I, kStorage, Tokens, true>(task, index)
-                : single_rows<I, kStorage, Tokens, false>(task, index);
+    if constexpr (Tokens == 4 && !kDoubles<I>) {
+      if (task.by_column) {
+        return task.stream ? single_rows<I, kStorage, 4, true, true>(task, index)
+                           : single_rows<I, kStorage, 4, false, true>(task, index);
+      }
+    }
+    task.stream ? single_rows<I, kStorage, Tokens, true, false>(task, index)
+                : single_rows<I, kStorage, Tokens, false, false>(task, index);
   };
   task.columns != nullptr ? rows(task.columns) : rows(task.w.index);
 }

@@ -217,7 +217,7 @@ struct FewTaskOf {
   std::int64_t y_stride;
   bool stream;  // W comes from memory: single elements then take x otherwise (few_singles.h)
   const std::uint16_t* columns = nullptr;  // of single elements, with room for kColumnsAhead more; or null
-  bool by_column = false;                  // x
+  bool by_column = false;                  // x of four tokens, of R×1 blocks and single elements
   Ask ask = Ask::far;
   bool turned = false;  // few_turned.h; x of four tokens as its `turn` has it
 };

@@ -20,9 +20,13 @@ constexpr std::int64_t kRowOfX = 24 << 10;  // what L1 keeps of X beside the str
 
 bool is_scaled(const Problem& p) { return p.weight.scaling != Scaling::none; }
 
+// Single elements by two tokens and more take four tokens of x at once, by column (few_singles.h): two in
+// half of the time or less that each alone takes (768→3072 at .5 439 → 260 us, four 780 → 260).
+bool by_fours(const Problem& p) { return p.weight.shape.block_size() == 1 && p.tokens > 1; }
+
 // The working memory: X for all, sums for each worker.
 struct Layout {
-  std::int64_t tokens;  // that the kernels have: 1, 2 or 4
+  std::int64_t tokens;  // that the kernel takes: 1, 2 or 4
   std::int64_t lanes;   // of a row of x, padded: floats, or pairs
   bool quads;           // x by column, four tokens side by side (few_quads, Spread::four)
   bool turned;          // few_turned
@@ -34,14 +38,15 @@ struct Layout {
 
   Layout(const FewKernels& kernels, const Problem& p, const FewSplit& split) {
     const BsrShape& s = p.weight.shape;
-    tokens = few_tokens(p);
+    tokens = by_fours(p) ? 4 : few_tokens(p);
     lanes = ceil_div(s.col_count() * s.block_cols, kernels.pairs ? 2 : 1);
     piece = piece_of_range(s.row_count(), split.tasks);
     stride = (piece * s.block_rows + kernels.rows.width - 1) / kernels.rows.width * kernels.rows.width;
     const std::int64_t columns = kernels.pairs ? s.block_cols / 2 : s.block_cols;  // that lanes have
     const bool fours = split.fours != 0 && s.block_rows % kernels.rows.width == 0;
+    const bool singles = by_fours(p);
     quads = tokens == 4 && columns == 1 &&
-            (fours || few_quads_takes(s.block_rows, kernels.rows.width, kernels.rows.registers));
+            (fours || singles || few_quads_takes(s.block_rows, kernels.rows.width, kernels.rows.registers));
     turned = split.turned != 0 && kernels.turn != nullptr && (!kernels.pairs || s.block_cols % 2 == 0) &&
              few_turns(s.block_rows * columns, columns) && !is_scaled(p);
     Room all;
@@ -193,7 +198,8 @@ Config configure_few(const Problem& problem, const Machine& machine) {
   split.fours = is_zen5(machine) ? 1 : 0;
   split.turned = split.fours != 0 || (machine.has("prefetch_l2") && s.block_cols % 16 == 0) ? 1 : 0;
   split.ask = static_cast<std::int64_t>(asked(problem, machine, bytes <= kCached));
-  split.stream = s.block_size() == 1 && bytes > kCached && s.cols * of_x > kRowOfX ? 1 : 0;
+  const bool far_x = by_fours(problem) || s.cols * of_x > kRowOfX;
+  split.stream = s.block_size() == 1 && bytes > kCached && far_x ? 1 : 0;
   return to_config(split);
 }
 

@@ -71,6 +71,17 @@ struct Avx2 {
     const __m256i lane = _mm256_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1);
     return _mm256_permutevar8x32_ps(v, _mm256_add_epi32(lane, _mm256_set1_epi32(first)));
   }
+  // Of every four lanes the i-th.
+  template <int i>
+  static Vec one_of_four(Vec v) {
+    return _mm256_permute_ps(v, i * 0b01010101);
+  }
+  // Fours of x, [column][4], in a half each: those of every fourth column of `index`.
+  template <class Index>
+  static Vec quads(const float* x, const Index* index) {
+    const auto four = [&](int i) { return _mm_loadu_ps(x + std::int64_t{index[4 * i]} * 4); };
+    return _mm256_insertf128_ps(_mm256_castps128_ps256(four(0)), four(1), 1);
+  }
   // Each one's sum, to four neighbours.
   static void add_sums(Vec a, Vec b, Vec c, Vec d, float* to) {
     alignas(16) float four[4];

@@ -137,7 +137,15 @@ struct Avx512 {
   static Vec one_of_four(Vec v) {
     return _mm512_permute_ps(v, i * 0b01010101);
   }
-  // The same, or a whole vector.
+  // Fours of x, [column][4], in a quarter each: those of every fourth column of `index`.
+  template <class Index>
+  static Vec quads(const float* x, const Index* index) {
+    const auto four = [&](int i) { return _mm_loadu_ps(x + std::int64_t{index[4 * i]} * 4); };
+    const __m256 below = _mm256_insertf128_ps(_mm256_castps128_ps256(four(0)), four(1), 1);
+    const __m256 above = _mm256_insertf128_ps(_mm256_castps128_ps256(four(2)), four(3), 1);
+    return _mm512_insertf32x8(_mm512_castps256_ps512(below), above, 1);
+  }
+  // The same as repeat, or a whole vector.
   template <int N>
   static Vec repeat_any(const float* p) {
     if constexpr (N == 16)
