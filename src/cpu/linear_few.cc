@@ -20,9 +20,13 @@ constexpr std::int64_t kRowOfX = 24 << 10;  // what L1 keeps of X beside the str
 
 bool is_scaled(const Problem& p) { return p.weight.scaling != Scaling::none; }
 
-// Single elements by two tokens and more take four tokens of x at once, by column (few_singles.h): two in
-// half of the time or less that each alone takes (768→3072 at .5 439 → 260 us, four 780 → 260).
-bool by_fours(const Problem& p) { return p.weight.shape.block_size() == 1 && p.tokens > 1; }
+// Single elements by two tokens and more take four tokens of x at once, by column (few_singles.h): 768→3072
+// at .5 by two 439 → 260 us, by four 780 → 260. Two tokens not where rows are ends mostly (7 a row: .17 → .23
+// ms).
+bool by_fours(const Problem& p) {
+  const BsrShape& s = p.weight.shape;
+  return s.block_size() == 1 && (p.tokens > 2 || (p.tokens == 2 && s.nnzb >= 16 * s.rows));
+}
 
 // The working memory: X for all, sums for each worker.
 struct Layout {
