@@ -11,7 +11,7 @@ namespace rarefy::sm90 {
 namespace {
 
 // Rates of one SM, fitted to 1,216 measurements in a chain and 42 of many tokens
-// (docs/design/hopper/strips.md): 7 % off in the median, and what is chosen by them takes 2 % longer than the
+// (docs/design/hopper/shapes.md): 7 % off in the median, and what is chosen by them takes 2 % longer than the
 // best.
 constexpr double kClock = 1750;              // per microsecond
 constexpr double kBytesPerClock = 54.7;      // from L2 into shared memory, all SMs at once
