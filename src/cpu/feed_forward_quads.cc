@@ -21,8 +21,8 @@ namespace {
 // 64, 65 with 128, 61 with 256, 2048→5632 with a gate 26.5, 24.2, 23.8, 1536→4096 12.4, 13.4, 13.1 (a Zen 5).
 constexpr std::int64_t kTogether = 64, kTogetherLarge = 256, kLarge = 4 << 20;  // values of a layer
 constexpr std::int64_t kVector = 16;  // floats that activations go by, at most
-constexpr std::int64_t kRange =
-    64 << 10;  // floats of all tokens in a range, or the next number of whole blocks
+// Floats of all tokens in a range, or the next number of whole blocks.
+constexpr std::int64_t kRange = 64 << 10;
 
 // One layer: the kernels that have it, what they know of it, and its part of the memory.
 struct Layer {

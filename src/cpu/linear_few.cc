@@ -42,13 +42,13 @@ struct Layout {
 
   Layout(const FewKernels& kernels, const Problem& p, const FewSplit& split) {
     const BsrShape& s = p.weight.shape;
-    tokens = by_fours(p) ? 4 : few_tokens(p);
+    const bool singles = by_fours(p);
+    tokens = singles ? 4 : few_tokens(p);
     lanes = ceil_div(s.col_count() * s.block_cols, kernels.pairs ? 2 : 1);
     piece = piece_of_range(s.row_count(), split.tasks);
     stride = (piece * s.block_rows + kernels.rows.width - 1) / kernels.rows.width * kernels.rows.width;
     const std::int64_t columns = kernels.pairs ? s.block_cols / 2 : s.block_cols;  // that lanes have
     const bool fours = split.fours != 0 && s.block_rows % kernels.rows.width == 0;
-    const bool singles = by_fours(p);
     quads = tokens == 4 && columns == 1 &&
             (fours || singles || few_quads_takes(s.block_rows, kernels.rows.width, kernels.rows.registers));
     turned = split.turned != 0 && kernels.turn != nullptr && (!kernels.pairs || s.block_cols % 2 == 0) &&

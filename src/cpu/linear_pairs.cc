@@ -111,8 +111,10 @@ PanelWork work_of(const PairKernels& kernels, const Problem& p, const Machine& m
   const PairsShape s(kernels, p);
   PanelWork work{s.tiles(),      kernels.tile_cycles, static_cast<double>(s.panel_size()),
                  s.panel_size(), s.out_features(),    s.out_blocks};
-  if (kernels.range != nullptr)
-    work.most = kNear, work.ahead = true;  // as many as read a block row at a time
+  if (kernels.range != nullptr) {
+    work.most = kNear;  // as many as read a block row at a time
+    work.ahead = true;
+  }
   if (takes_lanes(kernels, s, kPanelTokens) && is_zen5(machine)) {
     work.alone_cycles =
         work.tile_cycles * (s.source == PairSource::columns ? kLanesColumnsCycles : kLanesCycles);
