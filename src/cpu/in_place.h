@@ -34,8 +34,8 @@ concept CountsLanes = requires(float* y, const float* x, Vec<I> v) {
   I::store_first(y, v, 1);
 };
 
-// A row's elements side by side in a vector, each times its own columns of x: four elements of 4 tokens, two
-// of 8.
+// A row's elements side by side in a vector, each times its own columns of x: eight elements of 2 tokens,
+// four of 4, two of 8.
 template <class I, int Tokens>
 concept HoldsElements = requires(const float* values, const std::int32_t* index, Vec<I> v) {
   { I::template each<Tokens>(values) } -> std::same_as<Vec<I>>;
@@ -329,6 +329,7 @@ void in_place(const InPlaceTaskOf<Element<I>>& t) {
     if (t.w.block_size == 1 && t.tokens == t.x_stride) {
       // By all rows, not the task's: sums are the same however the work is cut.
       const bool long_rows = t.entry_begin[t.rows] >= kLongRow * t.rows;
+      if (t.tokens == 2 && long_rows) return in_place_side_by_side<I, 2, true>(t);
       if (t.tokens == 4 && !long_rows) return in_place_side_by_side<I, 4, false>(t);
       if (t.tokens == 4) return in_place_side_by_side<I, 4, true>(t);
       if (t.tokens == 8 && long_rows) return in_place_side_by_side<I, 8, true>(t);

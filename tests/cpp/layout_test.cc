@@ -192,7 +192,7 @@ TEST(LayoutTest, RowsInPlace) {
   }
 }
 
-// A turn of four or eight tokens reads on into the next row (in_place.h): what is there changes nothing, be
+// A turn of two, four or eight tokens reads on into the next row (in_place.h): what is there changes nothing, be
 // it no number, and no bit follows from where a thread's rows end.
 TEST(LayoutTest, RowsInPlaceAreTheSameHoweverTheyAreCut) {
   constexpr std::int64_t kRows = 300, kCols = 200;
@@ -201,7 +201,7 @@ TEST(LayoutTest, RowsInPlaceAreTheSameHoweverTheyAreCut) {
     const Problem p = make_problem({4, kRows, kCols, 1, 1, density, DType::f32, false, 0}, 11);
     const PlanView& plan = p.pattern.view();
     const std::vector<float> values(p.values.begin(), p.values.end());
-    for (const std::int64_t tokens : {4, 8}) {
+    for (const std::int64_t tokens : {2, 4, 8}) {
       std::vector<float> x(static_cast<std::size_t>(kCols * tokens));
       for (std::size_t i = 0; i < x.size(); ++i) x[i] = std::sin(static_cast<float>(i));
       constexpr std::int64_t kColumn = 7;  // of which rows that store it make no numbers

@@ -173,6 +173,10 @@ struct Avx512 {
   template <int Times>
   static Vec each(const float* p) {
     if constexpr (Times == 4) return each_four_times(repeat<4>(p), 0);
+    if constexpr (Times == 2) {
+      const __m512i two = _mm512_setr_epi32(0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6, 7, 7);
+      return _mm512_permutexvar_ps(two, repeat<8>(p));
+    }
     const __m512i lane = _mm512_setr_epi32(0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1);
     return _mm512_permutexvar_ps(lane, repeat<2>(p));
   }
@@ -180,11 +184,25 @@ struct Avx512 {
   static Vec fold(Vec v) {
     const Vec halves = add(v, _mm512_shuffle_f32x4(v, v, 0b01001110));
     if constexpr (Times == 8) return halves;
-    return add(halves, _mm512_shuffle_f32x4(halves, halves, 0b10110001));
+    const Vec quarters = add(halves, _mm512_shuffle_f32x4(halves, halves, 0b10110001));
+    if constexpr (Times == 4) return quarters;
+    return add(quarters, _mm512_permute_ps(quarters, 0b01001110));
   }
   // Size lanes with the N elements from x + index[0] · N, Size with those from x + index[1] · N, …
   template <int Size, int N>
   static Vec group(const float* x, const std::int32_t* index) {
+    if constexpr (Size == 2 && N == 2) {  // by doubles, as twos
+      const auto two = [&](int i) {
+        double both;
+        __builtin_memcpy(&both, x + std::int64_t{index[i]} * 2, sizeof(both));
+        return _mm_set_sd(both);
+      };
+      __m512d lanes = _mm512_broadcastsd_pd(two(0));
+#pragma GCC unroll 7
+      for (int i = 1; i < 8; ++i)
+        lanes = _mm512_mask_broadcastsd_pd(lanes, static_cast<__mmask8>(1U << i), two(i));
+      return _mm512_castpd_ps(lanes);
+    }
     Vec lanes = repeat<N>(x + std::int64_t{index[0]} * N);
 #pragma GCC unroll 8
     for (int i = 1; i < kWidth / Size; ++i) {
