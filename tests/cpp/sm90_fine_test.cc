@@ -75,7 +75,7 @@ TEST_F(Sm90FineTest, LayoutsOfTallColumns) {
     std::int64_t r, c;
     double density;
   };
-  for (const auto& [r, c, density] : {Block{16, 1, 0.05}, {24, 3, 0.05}, {128, 4, 0.2}, {64, 2, 0.1}}) {
+  for (const auto& [r, c, density] : {Block{32, 1, 0.05}, {48, 1, 0.05}, {128, 4, 0.2}, {64, 2, 0.1}}) {
     for (const Layout x : kLayouts) {
       for (const Layout y : kLayouts) {
         const ProblemSpec spec{520, 1000, 2000, r, c, density, DType::bf16, true, 8, x, y};

@@ -7,7 +7,7 @@
 
 #include <climits>
 
-#include "cuda/sm90/device/wgmma.cuh"
+#include "cuda/sm90/device/wgmma_columns.cuh"
 #include "cuda/sm90/strip_shape.cuh"
 #include "cuda/sm90/strip_walk.h"
 #include "cuda/sm90/tile/exchange.cuh"

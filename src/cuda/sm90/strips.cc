@@ -10,21 +10,27 @@
 namespace rarefy::sm90 {
 namespace {
 
-// Rates of one SM, fitted to 1,216 measurements in a chain and 42 of many tokens
-// (docs/design/hopper/shapes.md): 7 % off in the median, and what is chosen by them takes 2 % longer than the
-// best.
-constexpr double kClock = 1750;              // per microsecond
-constexpr double kBytesPerClock = 54.7;      // from L2 into shared memory, all SMs at once
-constexpr double kFewLarge = 70, kFew = 58;  // the most of few SMs, in steps of 256 and of 128 tokens
-constexpr double kBlockClocks = 610;         // 64 × 64 × 256 products of one warpgroup
-constexpr double kTileClocks = 1870;         // writing the sums of 256 tokens
-constexpr double kWaitClocks = 100;          // of a step, for each that is missing to five in flight
-constexpr double kCut = 1.1;                 // the last tiles cut into strips
-constexpr double kExchangeClocks = 2100;     // adding the sums of parts …
-constexpr double kExchangeToken = 6.5;       // … and for each token and strip
-constexpr double kUneven = 0.67;         // of a deviation that the longest tiles of a round are behind others
-constexpr double kLaunchClocks = 12600;  // launch, first loads, last stores
+// Rates of one SM, fitted to 3,800 measurements in a chain and 42 of many tokens
+// (docs/design/hopper/shapes.md): 6 % off in the median, and what is chosen by them takes 3 % longer than the
+// best, as much as two runs differ.
+constexpr double kClock = 1750;           // per microsecond
+constexpr double kBytesPerClock = 53.3;   // from L2 into shared memory, all SMs at once
+constexpr double kFew = 57;               // the most of few SMs
+constexpr double kBlockClocks = 612;      // 64 × 64 × 256 products of one warpgroup
+constexpr double kTileClocks = 2390;      // writing the sums of 256 tokens
+constexpr double kCut = 1.12;             // the last tiles cut into strips
+constexpr double kExchangeClocks = 5570;  // adding the sums of parts …
+constexpr double kExchangeToken = 4.26;   // … and for each token and strip
+constexpr double kUneven = 0.88;         // of a deviation that the longest tiles of a round are behind others
+constexpr double kLaunchClocks = 12070;  // launch, first loads, last stores
 constexpr double kClusterClocks = 5000;  // more of the same in clusters
+
+// Of copies: smaller steps meet more barriers, and three warpgroups wait for one another more often.
+double waiting(const StripConfig& c) {
+  if (c.tokens == 128) return c.strips == 3 ? 1.165 : 1.19;
+  if (c.tokens == 192) return c.strips == 3 ? 1.2 : 1.03;
+  return c.strips == 3 ? 1.3 : 1;
+}
 
 constexpr std::int64_t kMostFeatures = (1 << 22) - 64;  // strips and overlaps are 16-bit in the plan
 
@@ -33,11 +39,8 @@ constexpr int kStateBytes = 2048;  // StripState, and what the system takes
 // Clocks of a tile with `steps` steps and `blocks` stored 64 × 64 blocks.
 double tile_clocks(const StripConfig& c, double steps, double blocks, double bytes_per_clock) {
   const double multiply = blocks * kBlockClocks * c.tokens / 256;
-  // Three warpgroups wait for one another more often; smaller steps meet more barriers.
-  const double wait = c.tokens == 128 ? (c.strips == 3 ? 1.18 : 1.27) : c.strips == 3 ? 1.12 : 1.0;
   const double w_share = c.cluster == 2 ? 0.85 : 1.0;  // half of the bytes, but each step waits for the peer
-  const double copy = wait * (steps * c.tokens * 128 + w_share * blocks * 8192) / bytes_per_clock +
-                      steps * kWaitClocks * std::max(0, 5 - c.slots);
+  const double copy = waiting(c) * (steps * c.tokens * 128 + w_share * blocks * 8192) / bytes_per_clock;
   return std::max(multiply, copy) + kTileClocks * c.tokens / 256;
 }
 
@@ -107,7 +110,7 @@ std::vector<StripCandidate> strip_candidates(const StripProblem& p, const Machin
     int strips, tokens, cluster;
   };
   for (const auto& [n, tokens, cluster] :
-       {Shape{2, 256, 1}, {2, 256, 2}, {2, 128, 1}, {3, 256, 1}, {3, 128, 1}}) {
+       {Shape{2, 256, 1}, {2, 256, 2}, {2, 192, 1}, {2, 128, 1}, {3, 256, 1}, {3, 192, 1}, {3, 128, 1}}) {
     if (n != p.group_size()) continue;
     StripCandidate& candidate = list.emplace_back();
     StripConfig& c = candidate.config = {n, tokens, cluster, 0, 0};
@@ -129,9 +132,8 @@ std::vector<StripCandidate> strip_candidates(const StripProblem& p, const Machin
     const ListChoice rounds({static_cast<int>(p.groups()), n, whole},
                             static_cast<int>(ceil_div(token_tiles, std::int64_t{cluster})));
     // Few thread blocks have L2 to themselves, up to what one SM takes.
-    const double most = tokens == 256 ? kFewLarge : kFew;
     const auto bandwidth = [&](double blocks_at_work) {
-      return std::min(most, kBytesPerClock * std::max(1.0, clusters / blocks_at_work));
+      return std::min(kFew, kBytesPerClock * std::max(1.0, clusters / blocks_at_work));
     };
     const auto part_clocks = [&](int parts) {
       return tile_clocks(c, steps / parts, blocks / parts, bandwidth(static_cast<double>(tiles * parts)));
@@ -145,7 +147,7 @@ std::vector<StripCandidate> strip_candidates(const StripProblem& p, const Machin
       const auto strips_alone = static_cast<double>(std::max<std::int64_t>(1, tiles % whole) * n);
       all += rounds.cut * kCut * tile_clocks(c, blocks / n, blocks / n, bandwidth(strips_alone));
     }
-    if (cluster == 1) {
+    if (cluster == 1 && tokens != 192) {  // whose parts are not compiled
       const double exchange =
           kExchangeClocks + kExchangeToken * n * static_cast<double>(std::min<std::int64_t>(p.tokens, 256));
       const auto clocks = [&, in_lists = all](int parts) {

@@ -1,6 +1,6 @@
 // The strip kernel, host side: linear and grad_input for blocks whose sides are multiples of 64.
 // A strip is 64 rows of W (64 columns for grad_input): what one warpgroup multiplies. A group is two or three
-// strips with similar patterns; a tile, a group times 256 or 128 tokens, walks the union of its strips'
+// strips with similar patterns; a tile, a group times 256, 192 or 128 tokens, walks the union of its strips'
 // 64-wide columns. Groups and unions follow from the pattern alone and are made on the device
 // (strip_plan.cu).
 #pragma once

@@ -61,6 +61,12 @@ __device__ inline void wgmma_columns(float (&d)[sums], u64 a, u64 b, u32 add) {
   RAREFY_PRODUCTS(248, 124, "%124", "%125", "%126", "%127", "%128");
 }
 
+// wgmma.cuh's, of 192 columns.
+template <class T, Major a_major, Major b_major>
+__device__ inline void wgmma(float (&d)[96], u64 a, u64 b, u32 add) {
+  wgmma_columns<T, 192, a_major, b_major>(d, a, b, add);
+}
+
 #undef RAREFY_PRODUCTS
 #undef RAREFY_PRODUCT
 #undef RAREFY_NAMES_124
