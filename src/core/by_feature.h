@@ -1,4 +1,5 @@
-// X copied into its other layout, by token or by feature, for kernels of CUDA that read it so.
+// X copied into its other layout, by token or by feature, or into aligned lines of its own, for kernels of
+// CUDA that read it so.
 #pragma once
 
 #include <cstdint>
@@ -14,11 +15,14 @@ namespace rarefy {
 constexpr std::int64_t turned_stride(std::int64_t count) { return (count + 63) / 64 * 64; }
 
 // to[feature][token] = x[token][feature], or the other way round, in device memory, at the speed of a copy on
-// Hopper (other GPUs are refused). x is of 16 bits, in pieces of 16 bytes: aligned, and with rows (by
-// feature: features) of multiples of them. Of each line of `to` turned_stride elements are written.
+// Hopper where x and its rows (by feature: features) are aligned to 16 bytes. Other GPUs, and elements that
+// are not of 16 bits, are refused. Of each line of `to` turned_stride elements are written.
 Status copy_turned(std::string_view op, const MatrixView& x, void* to, void* stream);
 
 // Whether copy_turned takes such a matrix on the current device.
 bool can_turn(const MatrixView& x);
+
+// x, of 16 bits, as it lies, by token or by feature, in lines that are turned_stride elements apart.
+Status copy_padded(std::string_view op, const MatrixView& x, void* to, void* stream);
 
 }  // namespace rarefy

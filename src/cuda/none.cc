@@ -32,6 +32,10 @@ Status copy_turned(std::string_view op, const MatrixView& /*x*/, void* /*to*/, v
   return error(StatusCode::unsupported, op, "needs a build with CUDA (RAREFY_CUDA=on)", "a build without it");
 }
 
+Status copy_padded(std::string_view op, const MatrixView& /*x*/, void* /*to*/, void* /*stream*/) {
+  return error(StatusCode::unsupported, op, "needs a build with CUDA (RAREFY_CUDA=on)", "a build without it");
+}
+
 Status build_device_plan(std::string_view op, const BsrShape& /*shape*/,
                          std::span<const std::int32_t> /*crow_indices*/,
                          std::span<const std::int32_t> /*col_indices*/, std::span<std::int32_t> /*plan*/,

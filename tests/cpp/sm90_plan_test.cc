@@ -462,6 +462,22 @@ TEST(TallColumns, AreWhatGroupsMayTouch) {
             "columns are found among up to 2^16 features of X");
 }
 
+// Lines of X by feature that begin anywhere in those of memory: copied where much is gathered from them.
+TEST(TallPlan, CopiesXWhereThatCostsLess) {
+  TallProblem p{DType::bf16, 1000, 10240, 2560, 128, 80 * 1280};
+  p.x_stride = 1000;
+  EXPECT_TRUE(p.copies_x());
+  EXPECT_EQ(configure(p, kMachine.sms, kMachine.shared_bytes).workspace(p), 2560 * 1024 * 2);
+  p.x_stride = 1024;
+  EXPECT_FALSE(p.copies_x());
+  EXPECT_EQ(configure(p, kMachine.sms, kMachine.shared_bytes).workspace(p), 0);
+  p.x_stride = 1000;
+  p.blocks = 80 * 64;  // .025 of the columns
+  EXPECT_FALSE(p.copies_x());
+  p.x_layout = Layout::by_token;
+  EXPECT_TRUE(p.copies_x());
+}
+
 TEST(TallPlan, FollowsTheWeightAlone) {
   TallProblem p{DType::bf16, 1000, 1000, 333, 256, 200};
   p.x_stride = p.y_stride = 1000;

@@ -150,12 +150,11 @@ def test_inference_tensors_are_copied_by_feature(dtype):
 def test_what_is_not_copied_by_feature():
     x = inputs(torch.bfloat16)
     run = copy_by_feature
-    for given in (x, x.view(8, 9, IN), x[:, ::2], x[:0], x[0]):  # one by way of rows one after the other
+    # One by way of rows one after the other, one not aligned to 16 bytes.
+    for given in (x, x.view(8, 9, IN), x[:, ::2], x[:, 1:9], x[:0], x[0]):
         assert torch.equal(run(given), given) and (given.numel() == 0 or run(given).stride(-1) > 1)
     with pytest.raises(IndexError, match=r"\[_copy_by_feature\] x must be of 16 bits; got f32"):
         run(x.float())
-    with pytest.raises(ValueError, match=r"\[_copy_by_feature\] x must be aligned to 16 bytes, and its rows"):
-        run(x[:, 1:9])
     with pytest.raises(ValueError, match=r"\[_copy_by_feature\] x must have a dimension; got none"):
         run(x[0, 0])
 

@@ -216,6 +216,22 @@ def test_matrices_by_feature_for_kernels_by_token(block_shape, tokens, device):
 
 
 @pytest.mark.parametrize("block_shape", [(128, 1), (64, 1)])
+@pytest.mark.parametrize("tokens", [1000, 1001, 1002, 1028])
+def test_lines_by_feature_that_begin_anywhere(block_shape, tokens, device):
+    """Whether they are gathered from where they lie or are copied first, as many rows of W make it worth."""
+    layer = rarefy.BlockSparseLinear(
+        200, 15360, density=0.9, block_shape=block_shape, device=device, dtype=torch.bfloat16
+    )
+    x = torch.randn(200, tokens, device=device).bfloat16().t()
+    with torch.no_grad():
+        want = layer(x.contiguous())
+        for by_feature in (x, torch.randn(200, tokens + 3, device=device).bfloat16()[:, 3:].t().copy_(x)):
+            assert by_feature.stride(0) == 1 and torch.equal(layer(by_feature), want)
+        dense = x.double() @ layer.weight.to_dense().double().T + layer.bias.double()
+    torch.testing.assert_close(want.double(), dense, rtol=2**-7, atol=2**-6)
+
+
+@pytest.mark.parametrize("block_shape", [(128, 1), (64, 1)])
 def test_tall_vectors_take_both_layouts(block_shape, device):
     """Where a machine has a kernel of their own, layers get it, for x by token and by feature."""
     layer = rarefy.BlockSparseLinear(

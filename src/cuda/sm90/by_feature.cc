@@ -13,29 +13,42 @@ namespace {
 
 int current_arch() { return cuda_devices().at(static_cast<std::size_t>(current_cuda_device())).arch; }
 
-}  // namespace
+struct Lines {
+  std::int64_t count, length;  // elements
+};
 
-bool can_turn(const MatrixView& x) {
-  Alignment alignment;
-  alignment.add(x);
-  return x.device == Device::cuda && size_of(x.dtype) == 2 && alignment.bytes() >= 16 && current_arch() == 90;
+Lines lines_of(const MatrixView& x) {
+  return x.layout() == Layout::by_token ? Lines{x.rows, x.cols} : Lines{x.cols, x.rows};
 }
 
-Status copy_turned(std::string_view op, const MatrixView& x, void* to, void* stream) {
+Status check_copy(std::string_view op, const MatrixView& x) {
   if (const int arch = current_arch(); arch != 90) {
     return error(StatusCode::unsupported, op, "needs compute capability 9.0", cat("sm_", arch));
   }
   if (size_of(x.dtype) != 2) return mismatch(op, "x must be of 16 bits", name(x.dtype));
-  Alignment alignment;
-  alignment.add(x);
-  alignment.add(to);
-  if (alignment.bytes() < 16) {
-    return invalid(op, "x must be aligned to 16 bytes, and its rows, too", cat(alignment.bytes()));
-  }
-  const bool by_token = x.layout() == Layout::by_token;
-  const std::int64_t lines = by_token ? x.rows : x.cols, line = by_token ? x.cols : x.rows;
-  return cuda::launch_status(op, sm90::transpose(x.data, 2, lines, line, x.stride(), to, turned_stride(lines),
-                                                 false, static_cast<cudaStream_t>(stream)));
+  return {};
+}
+
+}  // namespace
+
+bool can_turn(const MatrixView& x) {
+  return x.device == Device::cuda && size_of(x.dtype) == 2 && current_arch() == 90;
+}
+
+Status copy_turned(std::string_view op, const MatrixView& x, void* to, void* stream) {
+  if (Status status = check_copy(op, x); !status.ok()) return status;
+  const auto [count, length] = lines_of(x);
+  return cuda::launch_status(
+      op, sm90::transpose(x.data, 2, count, length, x.stride(), to, turned_stride(count), false,
+                          static_cast<cudaStream_t>(stream)));
+}
+
+Status copy_padded(std::string_view op, const MatrixView& x, void* to, void* stream) {
+  if (Status status = check_copy(op, x); !status.ok()) return status;
+  const auto [count, length] = lines_of(x);
+  return cuda::launch_status(
+      op, sm90::copy_lines(x.data, count, length, x.stride(), to, turned_stride(length), false,
+                           static_cast<cudaStream_t>(stream)));
 }
 
 }  // namespace rarefy

@@ -100,8 +100,8 @@ int split_of(const TallProblem& p, const TallConfig& c, int sms) {
 }
 
 double predicted_microseconds(const TallProblem& p, const TallConfig& c, int sms) {
-  const double transpose = p.x_layout == Layout::by_token ? transpose_microseconds(p.tokens * p.cols * 2) : 0;
-  return multiply_microseconds(p, c, sms) + transpose;
+  return multiply_microseconds(p, c, sms) +
+         (p.copies_x() ? transpose_microseconds(p.tokens * p.cols * 2) : 0);
 }
 
 TallPlan::TallPlan(const TallProblem& p, const TallConfig& config, int thread_blocks)

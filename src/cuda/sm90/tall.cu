@@ -89,8 +89,8 @@ cudaError_t launch(const TallProblem& p, const TallConfig& config, int sms, cons
   params.slots = static_cast<u32>(config.slots);
   params.split = config.split;
 
-  const bool by_token = p.x_layout == Layout::by_token;
-  const std::int64_t at_once = by_token ? config.chunk : p.tokens;
+  const bool by_token = p.x_layout == Layout::by_token, copies = p.copies_x();
+  const std::int64_t at_once = copies ? config.chunk : p.tokens;
   for (std::int64_t first = 0; first < p.tokens; first += at_once) {
     const std::int64_t tokens = std::min(at_once, p.tokens - first);
     auto* y_data = static_cast<std::uint16_t*>(o.y) + first * (params.y_by_feature ? 1 : p.y_stride);
@@ -104,12 +104,13 @@ cudaError_t launch(const TallProblem& p, const TallConfig& config, int sms, cons
     if (p.blocks == 0) params.w = params.y;  // never read, but asked for ahead
     params.x = o.x;
     params.x_bytes = static_cast<u32>(p.x_stride * 2);
-    params.turned = by_token;
-    if (by_token) {
+    params.turned = copies;
+    if (copies) {
       const std::int64_t stride = config.chunk_stride(p.tokens);
-      const auto* x = static_cast<const std::uint16_t*>(o.x) + first * p.x_stride;
+      const auto* x = static_cast<const std::uint16_t*>(o.x) + first * (by_token ? p.x_stride : 1);
       char* to = static_cast<char*>(o.workspace) + first / at_once % 2 * config.chunk_bytes(p);
-      status = transpose(x, 2, tokens, p.cols, p.x_stride, to, stride, first > 0, stream);
+      status = by_token ? transpose(x, 2, tokens, p.cols, p.x_stride, to, stride, first > 0, stream)
+                        : copy_lines(x, p.cols, tokens, p.x_stride, to, stride, first > 0, stream);
       if (status != cudaSuccess) return status;
       params.x = to;
       params.x_bytes = static_cast<u32>(stride * 2);
@@ -131,10 +132,10 @@ cudaError_t launch(const TallProblem& p, const TallConfig& config, int sms, cons
     params.lists = {plan.lists(), o.plan + plan.items_at,
                     static_cast<int>((tokens + config.tokens - 1) / config.tokens)};
     // Of X that is turned the first tokens came last (transpose.cu).
-    params.lists.from_last = begins_with_last_tokens(!by_token);
+    params.lists.from_last = begins_with_last_tokens(!copies);
     status = p.dtype == DType::bf16
-                 ? launch_type<__nv_bfloat16>(p.activation, config, plan.groups, by_token, params, stream)
-                 : launch_type<__half>(p.activation, config, plan.groups, by_token, params, stream);
+                 ? launch_type<__nv_bfloat16>(p.activation, config, plan.groups, copies, params, stream)
+                 : launch_type<__half>(p.activation, config, plan.groups, copies, params, stream);
     if (status != cudaSuccess) return status;
   }
   return cudaSuccess;

@@ -1,7 +1,8 @@
 // The tall kernel, host side: linear for blocks of one column and a multiple of 64 rows, whose canonical
 // values are read in place; what other blocks store becomes such a weight first (tall_columns.h). X is read
-// by feature; one by token is transposed first, into workspace. What the kernel walks follows from the
-// pattern alone and is made on the device (tall_plan.cu).
+// by feature; one by token is transposed first, into workspace, and one whose lines begin anywhere in those
+// of memory is copied into lines that do not. What the kernel walks follows from the pattern alone and is
+// made on the device (tall_plan.cu).
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -22,11 +23,21 @@ struct TallProblem {
   Layout x_layout = Layout::by_feature, y_layout = Layout::by_token;
   std::int64_t x_stride = 0, y_stride = 0;                   // elements between features, or between tokens
   rarefy::Activation activation = rarefy::Activation::none;  // device/ has another
+
+  // Into workspace. By feature: where pieces of 512 bytes do not begin where lines of memory do, each of them
+  // asks for one line more, .05 µs a MB that is gathered (1000×2560→10240 at .5: 64 µs, copied first 57).
+  bool copies_x() const {
+    if (x_layout == Layout::by_token) return true;
+    const std::int64_t tile_rows = block_rows % 128 == 0 ? 128 : 64;
+    const std::int64_t gathered = blocks * (block_rows / tile_rows) * tokens * 2;  // bytes
+    return x_stride % 64 != 0 &&
+           static_cast<double>(gathered) * 5e-8 > transpose_microseconds(tokens * cols * 2);
+  }
 };
 
 // A tile: `rows` features × `tokens` tokens, 128 × 256, 64 × 512 or, for no more tokens than that, 64 × 256.
-// X by token is transposed and multiplied `chunk` tokens at a time. Where tiles are few, `split` thread
-// blocks have a part of a tile's columns each.
+// X that is copied (by token: transposed) is so, and multiplied, `chunk` tokens at a time. Where tiles are
+// few, `split` thread blocks have a part of a tile's columns each.
 struct TallConfig {
   int rows = 128;
   int slots = 4;
@@ -40,12 +51,12 @@ struct TallConfig {
   int columns() const { return rows + tokens <= 384 ? 64 : 32; }  // of a step
   int slot_bytes() const { return (tokens + rows) * columns() * 2; }
   int shared_bytes() const { return 1024 + slots * slot_bytes() + 2 * 2 * 8192; }
-  // Elements between features of a transposed chunk, and bytes of one; 0 where X is read in place.
+  // Elements between features of a copied chunk, and bytes of one.
   std::int64_t chunk_stride(std::int64_t all) const { return turned_stride(all < chunk ? all : chunk); }
   std::int64_t chunk_bytes(const TallProblem& p) const { return p.cols * chunk_stride(p.tokens) * 2; }
   // Two chunks: one is transposed while the one before is multiplied.
   std::int64_t workspace(const TallProblem& p) const {
-    return p.x_layout == Layout::by_token ? chunk_bytes(p) * (p.tokens > chunk ? 2 : 1) : 0;
+    return p.copies_x() ? chunk_bytes(p) * (p.tokens > chunk ? 2 : 1) : 0;
   }
   std::string text() const {
     return "rows=" + std::to_string(rows) + " tokens=" + std::to_string(tokens) +

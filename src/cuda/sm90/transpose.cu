@@ -1,6 +1,7 @@
 // A matrix transposed at the speed of a copy: 64 × 64 elements a thread block. Rows come as 16-byte pieces
 // into shared memory, columns leave as 16-byte pieces; of 16 bits, 8 × 8 matrices turn on their way through
-// registers, words are read one by one. Enough blocks share an SM to keep device memory busy.
+// registers, words are read one by one. Enough blocks share an SM to keep device memory busy. Lines that are
+// copied as they lie go by warps, in the widest words that they are aligned to.
 #include <bit>
 #include <climits>
 
@@ -20,6 +21,7 @@ struct TransposeParams {
   int log_panel;  // of how many rows
   std::int64_t panel_stride;
   bool swizzled;
+  bool aligned;  // rows of `from`, to 16 bytes
   Zeros zeros;
 };
 
@@ -47,7 +49,7 @@ struct TransposeTile {
       const std::int64_t its = row0 + row + i * kRows, col = col0 + piece * kElements;
       const T* from = static_cast<const T*>(p.from) + its * p.stride + col;
       in[i] = {};
-      if (its < p.rows && col + kElements <= p.cols) {
+      if (its < p.rows && col + kElements <= p.cols && p.aligned) {
         in[i] = __ldcs(reinterpret_cast<const uint4*>(from));
       } else if (its < p.rows) {
         auto* elements = reinterpret_cast<T*>(&in[i]);
@@ -124,6 +126,51 @@ __global__ void __launch_bounds__(kThreads) transpose_kernel(const TransposePara
       p, [&](int column, int piece) { return *reinterpret_cast<const uint4*>(tile + place(column, piece)); });
 }
 
+template <class Word>
+struct LinesParams {
+  const Word* from;
+  Word* to;
+  std::int64_t stride, to_stride, words;  // words of a line
+  unsigned pieces = 0, items = 0;         // of a line, of all
+};
+constexpr int kAtOnce = 8, kLinePiece = 32 * kAtOnce;  // words of a warp
+
+template <class Word>
+__global__ void __launch_bounds__(kThreads) lines_kernel(const LinesParams<Word> p) {
+  launch_dependents();
+  const unsigned item = blockIdx.x * (kThreads / 32) + threadIdx.x / 32;
+  if (item < p.items) {
+    const std::int64_t line = item / p.pieces;
+    const std::int64_t first = std::int64_t{item % p.pieces} * kLinePiece + threadIdx.x % 32;
+    Word words[kAtOnce];
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      if (first + 32 * i < p.words) words[i] = __ldcs(p.from + line * p.stride + first + 32 * i);
+    }
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      if (first + 32 * i < p.words) p.to[line * p.to_stride + first + 32 * i] = words[i];
+    }
+  }
+  if (blockIdx.x == gridDim.x - 1) wait_for_kernels();
+}
+
+// `overlap`: while the kernel before ends.
+template <class Params>
+cudaError_t launch_behind(void (*kernel)(Params), unsigned blocks, const Params& params, bool overlap,
+                          cudaStream_t stream) {
+  cudaLaunchAttribute attribute{};
+  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attribute.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t launch{};
+  launch.gridDim = dim3(blocks);
+  launch.blockDim = dim3(kThreads);
+  launch.stream = stream;
+  launch.attrs = &attribute;
+  launch.numAttrs = overlap ? 1 : 0;
+  return cudaLaunchKernelEx(&launch, kernel, params);
+}
+
 }  // namespace
 
 cudaError_t transpose(const void* from, int size, std::int64_t rows, std::int64_t cols, std::int64_t stride,
@@ -132,28 +179,44 @@ cudaError_t transpose(const void* from, int size, std::int64_t rows, std::int64_
   const std::int64_t col_tiles = (cols + kSide - 1) / kSide, tiles = (rows + kSide - 1) / kSide * col_tiles;
   if (tiles == 0) return cudaSuccess;
   if (tiles > INT_MAX) return cudaErrorInvalidConfiguration;
-  const TransposeParams params{from,
-                               to,
-                               rows,
-                               cols,
-                               stride,
-                               to_stride,
-                               static_cast<unsigned>(col_tiles),
-                               static_cast<unsigned>(tiles),
-                               std::countr_zero(static_cast<unsigned>(panels.rows)),
-                               panels.stride,
-                               panels.swizzled,
-                               zeros};
-  cudaLaunchAttribute attribute{};
-  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attribute.val.programmaticStreamSerializationAllowed = 1;
-  cudaLaunchConfig_t launch{};
-  launch.gridDim = dim3(params.tiles);
-  launch.blockDim = dim3(kThreads);
-  launch.stream = stream;
-  launch.attrs = &attribute;
-  launch.numAttrs = overlap ? 1 : 0;
-  return cudaLaunchKernelEx(&launch, size == 4 ? transpose_words_kernel : transpose_kernel, params);
+  const TransposeParams params{
+      from,
+      to,
+      rows,
+      cols,
+      stride,
+      to_stride,
+      static_cast<unsigned>(col_tiles),
+      static_cast<unsigned>(tiles),
+      std::countr_zero(static_cast<unsigned>(panels.rows)),
+      panels.stride,
+      panels.swizzled,
+      (reinterpret_cast<std::uintptr_t>(from) | static_cast<std::uintptr_t>(stride * size)) % 16 == 0,
+      zeros};
+  return launch_behind(size == 4 ? transpose_words_kernel : transpose_kernel, params.tiles, params, overlap,
+                       stream);
+}
+
+cudaError_t copy_lines(const void* from, std::int64_t lines, std::int64_t length, std::int64_t stride,
+                       void* to, std::int64_t to_stride, bool overlap, cudaStream_t stream) {
+  if (lines == 0 || length == 0) return cudaSuccess;
+  const auto copy = [&]<class Word>(Word) {
+    constexpr std::int64_t kElements = sizeof(Word) / 2;
+    LinesParams<Word> p{static_cast<const Word*>(from), static_cast<Word*>(to), stride / kElements,
+                        to_stride / kElements, length / kElements};
+    const std::int64_t pieces = (p.words + kLinePiece - 1) / kLinePiece, items = lines * pieces;
+    if (items > INT_MAX) return cudaErrorInvalidConfiguration;
+    p.pieces = static_cast<unsigned>(pieces), p.items = static_cast<unsigned>(items);
+    constexpr unsigned kWarps = kThreads / 32;
+    return launch_behind(lines_kernel<Word>, (p.items + kWarps - 1) / kWarps, p, overlap, stream);
+  };
+  // The widest words that all lines begin with and are made of.
+  const std::uintptr_t bits =
+      reinterpret_cast<std::uintptr_t>(from) | static_cast<std::uintptr_t>(stride * 2 | length * 2);
+  return bits % 16 == 0  ? copy(uint4{})
+         : bits % 8 == 0 ? copy(uint2{})
+         : bits % 4 == 0 ? copy(u32{})
+                         : copy(std::uint16_t{});
 }
 
 }  // namespace rarefy::sm90

@@ -1,5 +1,5 @@
 // A matrix of elements of 16 or 32 bits turned, at the speed of a copy: what kernels that want X by feature
-// make of one by token, into workspace.
+// make of one by token, into workspace. And one copied as it lies, into lines that are aligned.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -35,12 +35,18 @@ struct Zeros {
   int count = 0;
 };
 
-// to[column][row] = from[row][column], elements of `size` bytes, 2 or 4; rows of `from` and of `to` are
-// strides apart, which are multiples of 16 bytes, as addresses are. Rows of `to` are written up to a multiple
-// of 64. The next kernel of the stream may start while this one ends; `overlap`: this one may start, read and
-// write while the kernel before ends, and ends behind it. `zeros`: words that it sets to 0 as well.
+// to[column][row] = from[row][column], elements of `size` bytes, 2 or 4; rows of `to` are strides apart,
+// which are multiples of 16 bytes, as its address is; those of `from` are slower if they are not. Rows of
+// `to` are written up to a multiple of 64. The next kernel of the stream may start while this one ends;
+// `overlap`: this one may start, read and write while the kernel before ends, and ends behind it. `zeros`:
+// words that it sets to 0 as well.
 cudaError_t transpose(const void* from, int size, std::int64_t rows, std::int64_t cols, std::int64_t stride,
                       void* to, std::int64_t to_stride, bool overlap, cudaStream_t stream,
                       TransposedPanels panels = {}, Zeros zeros = {});
+
+// to[line][i] = from[line][i], i < length, elements of 16 bits; lines are strides apart, in `to` a multiple
+// of 16 bytes. `overlap`: as above.
+cudaError_t copy_lines(const void* from, std::int64_t lines, std::int64_t length, std::int64_t stride,
+                       void* to, std::int64_t to_stride, bool overlap, cudaStream_t stream);
 
 }  // namespace rarefy::sm90
