@@ -23,6 +23,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 import rarefy
 from gpu_clocks import Clocks
@@ -122,7 +123,8 @@ def products(shape: tuple[int, int, int], block: tuple[int, int], at: int) -> It
 
     check(linear(x)(), x @ dense.T)
     check(grad_input(), dy @ dense)
-    blocks = (dy.T @ x).view(n // block[0], block[0], k // block[1], block[1]).transpose(1, 2)
+    whole = pad(dy.T @ x, (0, -k % block[1], 0, -n % block[0]))
+    blocks = whole.unflatten(1, (-1, block[1])).unflatten(0, (-1, block[0])).transpose(1, 2)
     check(grad_weight(x)(), blocks[w.block_mask()])
     dense_linear, dense_input, dense_weight = lambda: x @ dense.T, lambda: dy @ dense, lambda: dy.T @ x
     if block[1] > 1:

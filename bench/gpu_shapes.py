@@ -1,10 +1,10 @@
 """Products of shapes that nobody asked for, beside cuBLAS: where kernels are slower than dense, or behind.
 
-python bench/gpu_shapes.py                   # 15 shapes, 1,000 products, 60 s; prints what falls behind
+python bench/gpu_shapes.py                   # 18 shapes, 1,200 products, 90 s; prints what falls behind
 python bench/gpu_shapes.py --csv FILE --all  # prints all
 python bench/gpu_shapes.py --shapes 777x3072x8192,300x4096x4096
 
-Tokens × in → out that are no powers of two, of real models, wide, narrow: what gpu_reached.py has is what
+Tokens × in → out that are no powers of two, of real models, wide, narrow, odd: gpu_reached.py has what
 kernels are tuned for. Bf16, linear and both gradients, X by token and by feature where that matters, in a
 graph of one call after another; results are checked before. "behind": more than 15 points and 10 us short of
 what gpu_reached.py asks of 8192 × 4096 → 4096; "loses": slower than dense.
@@ -26,6 +26,7 @@ SHAPES = (
     *("2048x4096x4096", "1024x4096x4096", "2048x8192x8192", "4096x5120x5120", "8192x2048x2048"),
     *("2048x4096x1024", "8192x5120x13824", "16384x1024x4096", "12608x768x768", "300x4096x4096"),
     *("1000x2560x10240", "128x8192x8192", "4096x8192x1024", "2048x1536x6144", "777x3072x8192"),
+    *("2048x777x1001", "2048x768x50257", "8192x4095x4097"),
 )
 TOTAL_US = 700  # of calls in a graph
 

@@ -50,7 +50,7 @@ struct Prepared {
         crow(to_device(s.pattern.crow)),
         col(to_device(s.pattern.col)),
         words(static_cast<std::size_t>(columns.words + TallPlan(problem, config, kSms).words)),
-        workspace(static_cast<std::size_t>(2 * problem.cols * by_feature_stride(problem.tokens + 4096))),
+        workspace(static_cast<std::size_t>(2 * problem.cols * turned_stride(problem.tokens + 4096))),
         packed(static_cast<std::size_t>(packs(s.c) ? columns.bytes() : 0)) {
     make(s, problem, nullptr);
     CHECK(cudaDeviceSynchronize());

@@ -283,14 +283,8 @@ MatrixView Call::matrix(std::string_view argument, Tensor& tensor, std::string_v
     const MatrixView by_feature{elements(argument, tensor), dtype, rows, columns, 1, device_, col_stride};
     if (even && row_stride == 1 && col_stride > 1) {
       if (product != nullptr && reads_in_place(by_feature, *product)) return by_feature;
-      // Lines that are no multiple of 16 bytes may be read where they are.
-      const MatrixView padded{nullptr, dtype, rows, columns, 1, device_, turned_stride(rows)};
-      if (product != nullptr && can_turn(by_feature) && reads_in_place(padded, *product)) {
-        tensor = moved(by_feature, tensor, Layout::by_feature);
-        return {elements(argument, tensor), dtype, rows, columns, 1, device_, turned_stride(rows)};
-      }
       if (can_turn(by_feature)) {  // which torch does at a fifth of a copy's speed
-        tensor = moved(by_feature, tensor, Layout::by_token);
+        tensor = turned(by_feature, tensor);
         return {elements(argument, tensor), dtype, rows, columns, turned_stride(columns), device_};
       }
     }
@@ -300,16 +294,15 @@ MatrixView Call::matrix(std::string_view argument, Tensor& tensor, std::string_v
   return {elements(argument, tensor), dtype, rows, columns, row_stride, device_};
 }
 
-Tensor Call::moved(const MatrixView& x, const Tensor& like, Layout to) const {
-  const bool by_token = to == Layout::by_token;
-  const std::int64_t line = turned_stride(by_token ? x.cols : x.rows), dimensions = like.dim();
-  const Tensor memory = empty_matrix(by_token ? x.rows : x.cols, line, like.scalar_type());
-  const auto copy_lines = to == x.layout() ? copy_padded : copy_turned;
-  check(op_, copy_lines(op_, x, memory.data_ptr(), context().stream));
+Tensor Call::turned(const MatrixView& x, const Tensor& like) const {
+  const bool by_token = x.layout() == Layout::by_token;
+  const std::int64_t line = turned_stride(by_token ? x.rows : x.cols), dimensions = like.dim();
+  const Tensor memory = empty_matrix(by_token ? x.cols : x.rows, line, like.scalar_type());
+  check(op_, copy_turned(op_, x, memory.data_ptr(), context().stream));
   std::vector<std::int64_t> sizes, strides(static_cast<std::size_t>(dimensions));
   for (std::int64_t i = 0; i < dimensions; ++i) sizes.push_back(like.size(i));
-  strides.back() = by_token ? 1 : line;
-  std::int64_t stride = by_token ? line : 1;
+  strides.back() = by_token ? line : 1;
+  std::int64_t stride = by_token ? 1 : line;
   for (std::size_t i = strides.size() - 1; i-- > 0; stride *= sizes[i]) strides[i] = stride;
   AtenTensorHandle copy = nullptr;
   TORCH_ERROR_CODE_CHECK(

@@ -106,9 +106,8 @@ class Call {
   Tensor empty_values(const BsrShape& shape, ScalarType dtype) const;
   Tensor empty_elements(std::int64_t count, ScalarType dtype) const;  // (count,)
   Tensor empty_matrix(std::int64_t rows, std::int64_t columns, ScalarType dtype) const;
-  // A copy of x, a matrix of `like`, with the shape of that, by token or by feature, in lines of its own
-  // (core/by_feature.h).
-  Tensor moved(const MatrixView& x, const Tensor& like, Layout to) const;
+  // A copy of x, a matrix of `like`, with the shape of that and the other layout (core/by_feature.h).
+  Tensor turned(const MatrixView& x, const Tensor& like) const;
   Tensor empty_bytes(std::int64_t count) const;                           // (count,) of uint8
   Tensor empty_bytes(std::int64_t rows, std::int64_t columns) const;      // uint8
   Tensor empty_words(std::int64_t count) const;                           // (count,) of int32

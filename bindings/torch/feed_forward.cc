@@ -149,7 +149,7 @@ Tensor copy_x_by_feature(Tensor x) {
   const std::int64_t dimensions = x.dim();
   if (dimensions < 1) raise(op, invalid(op, "x must have a dimension", "none"));
   const MatrixView from = call.matrix("x", x, "features", x.size(dimensions - 1));
-  return call.moved(from, x, Layout::by_feature);
+  return call.turned(from, x);
 }
 
 // Two layers of int8, or three with a gate, that round what they multiply, for eager calls that nothing

@@ -76,6 +76,10 @@ struct Problem {
   WeightSpec down = {}, gate = {};  // feed_forward: the other layers; a gate of no rows and columns: none
   bool tf32 = false;                // operands in f32 may be rounded to tf32, 10 bits behind the point
   bool accumulate = false;          // grad_weight adds to what is there
+  // The same as above of values and bias alone. What lies between rows of the output is the kernel's, up to a
+  // multiple of 16 bytes.
+  std::int32_t weight_alignment = 16;
+  bool out_padded = false;
   bool operator==(const Problem&) const = default;
 };
 

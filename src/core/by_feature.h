@@ -1,5 +1,4 @@
-// X copied into its other layout, by token or by feature, or into aligned lines of its own, for kernels of
-// CUDA that read it so.
+// X copied into its other layout, by token or by feature, or as it lies, for kernels of CUDA that read it so.
 #pragma once
 
 #include <cstdint>
@@ -22,7 +21,9 @@ Status copy_turned(std::string_view op, const MatrixView& x, void* to, void* str
 // Whether copy_turned takes such a matrix on the current device.
 bool can_turn(const MatrixView& x);
 
-// x, of 16 bits, as it lies, by token or by feature, in lines that are turned_stride elements apart.
-Status copy_padded(std::string_view op, const MatrixView& x, void* to, void* stream);
+// to = from, of one size, dtype and layout, in device memory on Hopper. `fill`: what is missing behind a row
+// (by feature: a feature) to a multiple of 16 bytes is set to zero.
+Status copy_rows(std::string_view op, const MatrixView& from, const MutableMatrixView& to, bool fill,
+                 void* stream);
 
 }  // namespace rarefy

@@ -7,6 +7,7 @@
 #include <utility>
 #include <vector>
 
+#include "core/aligned_rows.h"
 #include "core/arguments.h"
 #include "core/checked.h"
 #include "core/column_sort.h"
@@ -142,16 +143,24 @@ Status dispatch(Call& call, const Context& context) {
   Memory own;
   const Made made = made_in_call(*choice, held, call.derived.packed != nullptr);
   const std::int64_t to_add = bytes_to_add(problem, *choice),
-                     bytes = made.bytes() + to_add + choice->workspace;
+                     copies = choice->aligns_rows ? aligned_rows_bytes(problem) : 0,
+                     bytes = copies + made.bytes() + to_add + choice->workspace;
   if (Status status = find_workspace(call, context.workspace, bytes, own); !status.ok()) return status;
+  const MutableMatrixView out = call.out;
+  if (copies > 0) {
+    if (Status status = align_rows(call); !status.ok()) return status;
+  }
   if (made.bytes() > 0) {
     if (Status status = make_derived(call, *choice, made); !status.ok()) return status;
   }
-  if (to_add == 0) return kernel.run(call);
-  void* const sum = std::exchange(call.dvalues, call.workspace);
-  call.workspace = static_cast<std::byte*>(call.workspace) + to_add;
+  void* const sum = call.dvalues;
+  if (to_add > 0) {
+    call.dvalues = call.workspace;
+    call.workspace = static_cast<std::byte*>(call.workspace) + to_add;
+  }
   if (Status status = kernel.run(call); !status.ok()) return status;
-  return add_values(call, sum);
+  if (to_add > 0) return add_values(call, sum);
+  return copies > 0 ? return_rows(call, out) : Status();
 }
 
 namespace {
@@ -159,14 +168,16 @@ namespace {
 // What linear's calls have in common; x and y are not empty.
 Call linear_call(const MatrixView& x, const WeightSpec& w, Device device, const void* values,
                  const void* bias, Activation activation, const MutableMatrixView& y) {
-  Alignment in, out;
+  Alignment in, out, weight;
   in.add(x);
-  in.add(values);
   out.add(y);
   out.add(bias);
+  weight.add(bias);
+  if (w.shape.nnzb > 0) in.add(values), weight.add(values);
   Call call;
   call.problem = {Op::linear, w,          x.dtype,    y.dtype,     x.rows,          x.stride(), y.stride(),
                   x.layout(), y.layout(), in.bytes(), out.bytes(), bias != nullptr, activation, device};
+  call.problem.weight_alignment = weight.bytes();
   call.x = x;
   call.values = values;
   call.bias = bias;
@@ -280,7 +291,8 @@ Result<std::int64_t> workspace_of(Call call, const Context& context) {
   if (!choice.ok()) return choice.status();
   const bool held = choice->derived.key == call.derived.key;
   const Made made = made_in_call(*choice, held, held && call.derived.packed != nullptr);
-  return ceil_div(made.bytes() + choice->workspace, 256) * 256;
+  const std::int64_t copies = choice->aligns_rows ? aligned_rows_bytes(call.problem) : 0;
+  return ceil_div(copies + made.bytes() + choice->workspace, 256) * 256;
 }
 
 }  // namespace
@@ -344,10 +356,10 @@ Status run_linear(const MatrixView& x, const BitmapView& w, const void* bias, Ac
 Status run_grad_input(const MatrixView& dy, const BsrView& w, const MutableMatrixView& dx,
                       const Context& context) {
   if (dx.rows == 0 || dx.cols == 0) return {};
-  Alignment in, out;
+  Alignment in, out, weight;
   in.add(dy);
-  in.add(w.values);
   out.add(dx);
+  if (w.plan.shape.nnzb > 0) in.add(w.values), weight.add(w.values);
   Call call;
   call.problem = {Op::grad_input,   {Format::bsr, w.plan.shape, w.dtype, w.scaling},
                   dy.dtype,         dx.dtype,
@@ -356,6 +368,7 @@ Status run_grad_input(const MatrixView& dy, const BsrView& w, const MutableMatri
                   dx.layout(),      in.bytes(),
                   out.bytes(),      false,
                   Activation::none, w.device};
+  call.problem.weight_alignment = weight.bytes();
   call.dy = dy;
   call.plan = w.plan;
   call.values = w.values;
@@ -385,6 +398,7 @@ Status run_grad_weight(const MatrixView& dy, const MatrixView& x, const PlanView
   call.x = x;
   call.plan = plan;
   call.derived = derived;
+  call.problem.weight_alignment = out.bytes();
   call.problem.accumulate = accumulate;
   call.dvalues = dvalues;
   if (bias != nullptr) call.dbias = bias->data;

@@ -88,6 +88,7 @@ struct Kernel {
   Status (*run_together)(std::span<const Call>) = nullptr;
   Format format = Format::bsr;  // of the weights that it is asked about
   bool any_layout = false;      // it is asked about matrices by feature too; `supports` may still refuse
+  bool aligns_rows = false;     // it wants 16 bytes at a time, and copies of matrices that lie otherwise
   // grad_weight: it adds to what is there where Problem::accumulate says so. Of others the core adds what
   // they write into workspace.
   bool accumulates = false;
@@ -175,6 +176,7 @@ struct Choice {
   Config config;
   std::int64_t workspace = 0;  // of its `run`
   DerivedSizes derived;        // of the kernel and the variant; key 0 when it derives nothing
+  bool aligns_rows = false;    // config and workspace are those of copies (aligned_rows.h)
 };
 
 // Bytes of what a call makes for a caller who does not hold it, in workspace ahead of the kernel's own.

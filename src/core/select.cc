@@ -9,6 +9,7 @@
 #include <utility>
 #include <vector>
 
+#include "core/aligned_rows.h"
 #include "core/checked.h"
 #include "core/message.h"
 #include "core/registry.h"
@@ -128,7 +129,8 @@ bool holds(const Problem& problem, std::uint64_t key) {
 // What the caller has to give: the kernel's own workspace, and what is made ahead of it.
 std::int64_t whole_workspace(const Problem& problem, const Choice& choice) {
   const bool held = holds(problem, choice.derived.key);
-  return made_in_call(choice, held, held).bytes() + choice.workspace + bytes_to_add(problem, choice);
+  return made_in_call(choice, held, held).bytes() + choice.workspace + bytes_to_add(problem, choice) +
+         (choice.aligns_rows ? aligned_rows_bytes(problem) : 0);
 }
 
 // Why this kernel cannot have the problem; empty when it can.
@@ -197,11 +199,20 @@ const Kernel* first_fit(const Registry& kernels, const Problem& problem, const M
   return yielding;
 }
 
+// A kernel's choice for a problem of copies.
+Choice aligned(const Kernel& kernel, const Problem& copied, const Config& config) {
+  Choice choice = configured(kernel, copied, config);
+  choice.aligns_rows = true;
+  return choice;
+}
+
 // The kernel's own choices, but for those that are forced; `run` refuses what is out of range.
 Choice with_forced_config(const Forced& forced, const Problem& problem, Choice choice) {
   for (const auto& [kernel, text] : forced.configs) {
     if (kernel != choice.kernel) continue;
-    choice = configured(*kernel, problem, *parse_config(*kernel, choice.config, text));
+    const Config config = *parse_config(*kernel, choice.config, text);
+    choice = choice.aligns_rows ? aligned(*kernel, with_aligned_rows(problem), config)
+                                : configured(*kernel, problem, config);
   }
   return choice;
 }
@@ -220,6 +231,7 @@ std::uint64_t hash_of(const Problem& p) {
   mix(static_cast<std::int64_t>(p.op) | static_cast<std::int64_t>(p.weight.dtype) << 8 |
       static_cast<std::int64_t>(p.in) << 16 | static_cast<std::int64_t>(p.activation) << 24 |
       static_cast<std::int64_t>(p.threads) << 32);
+  mix(p.weight_alignment | static_cast<int>(p.out_padded) << 6);
   mix(p.in_alignment | p.out_alignment << 6 | static_cast<int>(p.tf32) << 12 |
       static_cast<int>(p.accumulate) << 13 | static_cast<int>(p.in_layout) << 14 |
       static_cast<int>(p.out_layout) << 15 | p.device_index << 16 |
@@ -262,9 +274,16 @@ Made made_in_call(const Choice& choice, bool holds_prepared, bool holds_packed) 
 
 namespace {
 
-// The first kernel that fits, configured; a null one: none does.
+// The first kernel that fits, configured; a null one: none does. Where rows are not aligned, one that copies
+// them comes first.
 Choice first_choice(const Registry& kernels, const Problem& problem, const Machine& machine,
                     std::string_view forced_family, const Forced& forced) {
+  if (wants_aligned_rows(problem)) {
+    const Problem copied = with_aligned_rows(problem);
+    const Kernel* kernel = first_fit(kernels, copied, machine, forced_family, forced);
+    if (kernel != nullptr && kernel->aligns_rows)
+      return aligned(*kernel, copied, configuration(*kernel, copied, machine));
+  }
   const Kernel* kernel = first_fit(kernels, problem, machine, forced_family, forced);
   if (kernel == nullptr) return {};
   return configured(*kernel, problem, configuration(*kernel, problem, machine));
@@ -339,8 +358,11 @@ Explanation explain(const Problem& problem) {
     result.kernel = choice.kernel->name;
     result.config = to_string(*choice.kernel, choice.config);
     result.workspace = whole_workspace(problem, choice);
+    const Problem own = choice.aligns_rows ? with_aligned_rows(problem) : problem;
     if (choice.kernel->microseconds != nullptr)
-      result.microseconds = choice.kernel->microseconds(problem, choice.config, machine);
+      result.microseconds = choice.kernel->microseconds(own, choice.config, machine);
+    if (choice.aligns_rows && result.microseconds > 0)
+      result.microseconds += aligned_rows_microseconds(problem);
   }
   result.dense_microseconds = dense_microseconds(problem, machine);
   for (const Kernel& kernel : registry()) {
@@ -348,6 +370,7 @@ Explanation explain(const Problem& problem) {
       continue;
     Reason reason = why_not(kernel, problem, machine, family);
     const bool chosen = &kernel == choice.kernel;
+    if (chosen) reason.clear();  // as it stands it may not fit, but copies of its matrices do
     if (reason.empty() && !chosen) reason = why_later(kernel, problem, machine);
     result.candidates.push_back({info(kernel), std::move(reason), chosen});
   }

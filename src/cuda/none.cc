@@ -32,7 +32,8 @@ Status copy_turned(std::string_view op, const MatrixView& /*x*/, void* /*to*/, v
   return error(StatusCode::unsupported, op, "needs a build with CUDA (RAREFY_CUDA=on)", "a build without it");
 }
 
-Status copy_padded(std::string_view op, const MatrixView& /*x*/, void* /*to*/, void* /*stream*/) {
+Status copy_rows(std::string_view op, const MatrixView& /*from*/, const MutableMatrixView& /*to*/,
+                 bool /*fill*/, void* /*stream*/) {
   return error(StatusCode::unsupported, op, "needs a build with CUDA (RAREFY_CUDA=on)", "a build without it");
 }
 

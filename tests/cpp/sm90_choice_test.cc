@@ -4,6 +4,7 @@
 #include <cmath>
 #include <utility>
 
+#include "core/aligned_rows.h"
 #include "core/registry.h"
 #include "rarefy/linear.h"
 
@@ -61,6 +62,32 @@ TEST(Sm90Rows, TheFasterKernelIsChosen) {
   EXPECT_EQ(chosen(Op::grad_weight, 8192, 32, 1, 0.5), "sm90_whole_gradient");
   EXPECT_EQ(chosen(Op::grad_weight, 8192, 64, 1, 0.5), "sm90_tall_gradient");
   EXPECT_EQ(chosen(Op::grad_weight, 8192, 32, 32, 0.1), "sm90_block_gradient");
+}
+
+// Rows that are no multiple of 16 bytes: the same kernels, on copies; what is held is the same, too.
+TEST(Sm90Rows, RowsThatAreNotAlignedAreCopied) {
+  for (const Op op : kProducts) {
+    for (const auto& [rows, cols] :
+         {std::pair<std::int64_t, std::int64_t>{64, 64}, {16, 16}, {8, 8}, {128, 1}}) {
+      const Problem even = problem_of(op, 4096, {1000, 776, rows, cols, 0}, 0.25),
+                    odd = problem_of(op, 4096, {1001, 777, rows, cols, 0}, 0.25);
+      const auto as_it_is = choose_from(registry(), even, hopper(), ""),
+                 copied = choose_from(registry(), odd, hopper(), "");
+      EXPECT_FALSE(as_it_is->aligns_rows);
+      EXPECT_TRUE(copied->aligns_rows);
+      EXPECT_EQ(copied->kernel->name, as_it_is->kernel->name);
+      EXPECT_EQ(copied->derived.key, as_it_is->derived.key);
+      EXPECT_EQ(aligned_rows_bytes(odd), 4096 * (1024 + 832) * 2);
+    }
+  }
+  Problem p = problem_of(Op::linear, 4096, {1000, 777, 64, 64, 0}, 0.25);
+  EXPECT_EQ(aligned_rows_bytes(p), 4096 * 832 * 2) << "y stays";
+  p.out_alignment = 4;
+  EXPECT_EQ(aligned_rows_bytes(p), 4096 * (832 + 1024) * 2);
+  p.weight_alignment = 4;  // which no copy changes
+  EXPECT_FALSE(choose_from(registry(), p, hopper(), "")->aligns_rows);
+  p = problem_of(Op::linear, 4, {1000, 777, 64, 64, 0}, 0.25);
+  EXPECT_EQ(choose_from(registry(), p, hopper(), "")->kernel->name, "simt_few_linear");
 }
 
 struct Measured {

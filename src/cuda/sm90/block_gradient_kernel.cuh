@@ -357,16 +357,6 @@ struct GradientWarps {
     const int dy_panel = tile.a[quarter];
     const auto beyond = [&](int r) { return tile.row_feature(dy_panel, r) >= p.rows; };
     const bool ends = beyond(31) || beyond(63);
-    if (p.accumulate) {
-#pragma unroll
-      for (int j = 0; j < 16; ++j) {
-        const T* from = place_of(row(j % 2), j / 2 * 8 + 2 * (lane % 4));
-        if (from == nullptr) continue;
-        const float2 more = load_two(from);
-        sums[2 * j] += more.x;
-        sums[2 * j + 1] += more.y;
-      }
-    }
 #pragma unroll
     for (int panel = 0; panel < kInCell; ++panel) {
       const int index = tile.b[quarter] + i % 2 * kInCell + panel;
@@ -377,6 +367,16 @@ struct GradientWarps {
       for (int j = 0; j < kWide / 2; ++j) {  // padding is zero, whatever dY has
         const int k = k0 + j / 4 * 8 + 2 * (lane % 4) + j % 2;
         if (k >= p.cols || no_row[j % 4 / 2]) sums[panel * (kWide / 2) + j] = 0;
+      }
+    }
+    if (p.accumulate) {
+#pragma unroll
+      for (int j = 0; j < 16; ++j) {
+        const T* from = place_of(row(j % 2), j / 2 * 8 + 2 * (lane % 4));
+        if (from == nullptr) continue;
+        const float2 more = load_two(from);
+        sums[2 * j] += more.x;
+        sums[2 * j + 1] += more.y;
       }
     }
     if constexpr (kTf32) {  // from registers: lanes write whole sectors of 32 bytes

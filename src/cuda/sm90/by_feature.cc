@@ -21,12 +21,10 @@ Lines lines_of(const MatrixView& x) {
   return x.layout() == Layout::by_token ? Lines{x.rows, x.cols} : Lines{x.cols, x.rows};
 }
 
-Status check_copy(std::string_view op, const MatrixView& x) {
-  if (const int arch = current_arch(); arch != 90) {
-    return error(StatusCode::unsupported, op, "needs compute capability 9.0", cat("sm_", arch));
-  }
-  if (size_of(x.dtype) != 2) return mismatch(op, "x must be of 16 bits", name(x.dtype));
-  return {};
+Status check_arch(std::string_view op) {
+  const int arch = current_arch();
+  if (arch == 90) return {};
+  return error(StatusCode::unsupported, op, "needs compute capability 9.0", cat("sm_", arch));
 }
 
 }  // namespace
@@ -36,19 +34,25 @@ bool can_turn(const MatrixView& x) {
 }
 
 Status copy_turned(std::string_view op, const MatrixView& x, void* to, void* stream) {
-  if (Status status = check_copy(op, x); !status.ok()) return status;
+  if (Status status = check_arch(op); !status.ok()) return status;
+  if (size_of(x.dtype) != 2) return mismatch(op, "x must be of 16 bits", name(x.dtype));
   const auto [count, length] = lines_of(x);
   return cuda::launch_status(
       op, sm90::transpose(x.data, 2, count, length, x.stride(), to, turned_stride(count), false,
                           static_cast<cudaStream_t>(stream)));
 }
 
-Status copy_padded(std::string_view op, const MatrixView& x, void* to, void* stream) {
-  if (Status status = check_copy(op, x); !status.ok()) return status;
-  const auto [count, length] = lines_of(x);
+Status copy_rows(std::string_view op, const MatrixView& from, const MutableMatrixView& to, bool fill,
+                 void* stream) {
+  if (Status status = check_arch(op); !status.ok()) return status;
+  const auto [count, length] = lines_of(from);
+  const auto bytes = [&](std::int64_t elements) {
+    return elements * static_cast<std::int64_t>(size_of(from.dtype));
+  };
   return cuda::launch_status(
-      op, sm90::copy_lines(x.data, count, length, x.stride(), to, turned_stride(length), false,
-                           static_cast<cudaStream_t>(stream)));
+      op,
+      sm90::copy_lines({from.data, bytes(from.stride())}, {to.data, bytes(to.stride())}, count, bytes(length),
+                       fill ? (16 - bytes(length) % 16) % 16 : 0, false, static_cast<cudaStream_t>(stream)));
 }
 
 }  // namespace rarefy

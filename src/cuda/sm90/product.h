@@ -31,12 +31,15 @@ struct Product {
   std::int64_t blocks = 0;                                   // stored
   std::int64_t x_stride = 0, y_stride = 0;                   // elements between consecutive tokens
   rarefy::Activation activation = rarefy::Activation::none;  // device/ has another
+  bool y_padded = false;  // rows of Y may be written up to a multiple of 16 bytes
 
   std::int64_t in_features() const { return transposed ? rows : cols; }
   std::int64_t out_features() const { return transposed ? cols : rows; }
   // A block's features of Y and of X.
   std::int64_t block_out() const { return transposed ? block_cols : block_rows; }
   std::int64_t block_in() const { return transposed ? block_rows : block_cols; }
+  // Whether TMA, which writes rows of Y in pieces of so many elements, writes nothing but Y.
+  bool pieces_fit(std::int64_t piece) const { return y_padded || out_features() % piece == 0; }
   double density() const {  // stored / all
     const auto up = [](std::int64_t a, std::int64_t b) { return (a + b - 1) / b; };
     const std::int64_t all = up(rows, block_rows) * up(cols, block_cols);

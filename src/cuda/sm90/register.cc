@@ -324,6 +324,10 @@ void add_rows(Registry& registry) {
   registry.push_back(unions(Op::grad_input, "sm90_unions_grad_input"));
   add_whole_rows(registry);
   add_gradient_rows(registry);
+  for (Kernel& kernel : registry) {
+    if (kernel.family == "sm90" && kernel.op != Op::feed_forward && kernel.name != "sm90_decode")
+      kernel.aligns_rows = true;  // decode has few rows, and other kernels that read any
+  }
 }
 
 }  // namespace rarefy::sm90

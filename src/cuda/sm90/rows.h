@@ -26,6 +26,7 @@ P product(const Problem& p) {
   product.x_stride = p.in_stride;
   product.y_stride = p.out_stride;
   product.activation = p.activation;
+  product.y_padded = p.out_padded;
   return product;
 }
 

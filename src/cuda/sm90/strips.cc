@@ -90,7 +90,7 @@ std::string unsupported(const StripProblem& p) {
   if (p.x_stride % 8 != 0 || p.y_stride % 8 != 0) return "TMA needs rows of X and Y 16 bytes apart";
   if (p.x_stride < p.in_features() || p.y_stride < p.out_features())
     return "TMA needs rows that do not overlap";
-  if (p.out_features() % 8 != 0) return "TMA writes rows of Y in pieces of 16 bytes";
+  if (!p.pieces_fit(8)) return "TMA writes rows of Y in pieces of 16 bytes";
   if (p.tokens < 1) return "there are no tokens";
   if (p.tokens > INT32_MAX || p.blocks * p.block_rows > INT32_MAX) return "coordinates of TMA are 32-bit";
   if (p.in_features() > kMostFeatures || p.out_features() > kMostFeatures)

@@ -75,7 +75,8 @@ std::string unsupported(const TallProblem& p) {
   if (p.x_layout == Layout::by_feature && p.x_stride > INT32_MAX / 2)
     return "distances of features are 32-bit";
   if (p.tokens > INT32_MAX - 1024 || p.blocks > INT32_MAX) return "coordinates of TMA are 32-bit";
-  if ((by_token ? p.rows : p.tokens) % 8 != 0) return "TMA writes rows of Y in pieces of 16 bytes";
+  if (!p.y_padded && (by_token ? p.rows : p.tokens) % 8 != 0)
+    return "TMA writes rows of Y in pieces of 16 bytes";
   if (group_count(p, 64) >= kMostGroups) return "lists of tiles take less than 2^22 features";
   return {};
 }

@@ -110,7 +110,8 @@ cudaError_t launch(const TallProblem& p, const TallConfig& config, int sms, cons
       const auto* x = static_cast<const std::uint16_t*>(o.x) + first * (by_token ? p.x_stride : 1);
       char* to = static_cast<char*>(o.workspace) + first / at_once % 2 * config.chunk_bytes(p);
       status = by_token ? transpose(x, 2, tokens, p.cols, p.x_stride, to, stride, first > 0, stream)
-                        : copy_lines(x, p.cols, tokens, p.x_stride, to, stride, first > 0, stream);
+                        : copy_lines({x, 2 * p.x_stride}, {to, 2 * stride}, p.cols, 2 * tokens, 0, first > 0,
+                                     stream);
       if (status != cudaSuccess) return status;
       params.x = to;
       params.x_bytes = static_cast<u32>(stride * 2);

@@ -23,6 +23,7 @@ struct TallProblem {
   Layout x_layout = Layout::by_feature, y_layout = Layout::by_token;
   std::int64_t x_stride = 0, y_stride = 0;                   // elements between features, or between tokens
   rarefy::Activation activation = rarefy::Activation::none;  // device/ has another
+  bool y_padded = false;  // rows of Y may be written up to a multiple of 16 bytes
 
   // Into workspace. By feature: where pieces of 512 bytes do not begin where lines of memory do, each of them
   // asks for one line more, .05 µs a MB that is gathered (1000×2560→10240 at .5: 64 µs, copied first 57).

@@ -50,7 +50,7 @@ std::string tall_input_unsupported(const Product& p) {
   if (p.block_rows % 32 != 0) return "blocks must have a multiple of 32 rows";
   if (p.x_stride % 8 != 0 || p.y_stride % 8 != 0) return "TMA needs rows of dY and dX 16 bytes apart";
   if (p.x_stride < p.rows || p.y_stride < p.cols) return "TMA needs rows that do not overlap";
-  if (p.cols % 8 != 0) return "TMA writes rows of dX in pieces of 16 bytes";
+  if (!p.pieces_fit(8)) return "TMA writes rows of dX in pieces of 16 bytes";
   if (p.tokens < 1) return "there are no tokens";
   if (p.tokens > INT32_MAX - 1024 || p.blocks > INT32_MAX) return "coordinates of TMA are 32-bit";
   if (tall_input_words(p) > INT32_MAX) return "words of the pattern are counted in 32 bits";

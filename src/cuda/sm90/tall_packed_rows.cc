@@ -28,7 +28,8 @@ TallProblem packed_problem(const Problem& p, const TallColumns& columns, std::in
           p.out_layout,
           p.in_stride,
           p.out_stride,
-          p.activation};
+          p.activation,
+          p.out_padded};
 }
 TallProblem packed_problem(const Problem& p, const TallColumns& columns) {
   return packed_problem(p, columns, columns.most);

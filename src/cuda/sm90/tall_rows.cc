@@ -12,7 +12,7 @@ namespace {
 TallProblem tall_problem(const Problem& p) {
   const BsrShape& s = p.weight.shape;
   return {p.in,        p.tokens,     s.rows,      s.cols,       s.block_rows, s.nnzb,
-          p.in_layout, p.out_layout, p.in_stride, p.out_stride, p.activation};
+          p.in_layout, p.out_layout, p.in_stride, p.out_stride, p.activation, p.out_padded};
 }
 
 Reason supports_tall(const Problem& p, const rarefy::Machine& machine) {

@@ -130,8 +130,8 @@ template <class Word>
 struct LinesParams {
   const Word* from;
   Word* to;
-  std::int64_t stride, to_stride, words;  // words of a line
-  unsigned pieces = 0, items = 0;         // of a line, of all
+  std::int64_t stride, to_stride, words, all;  // words, and with the zeros behind them
+  unsigned pieces = 0, items = 0;              // of a line, of all lines
 };
 constexpr int kAtOnce = 8, kLinePiece = 32 * kAtOnce;  // words of a warp
 
@@ -142,14 +142,14 @@ __global__ void __launch_bounds__(kThreads) lines_kernel(const LinesParams<Word>
   if (item < p.items) {
     const std::int64_t line = item / p.pieces;
     const std::int64_t first = std::int64_t{item % p.pieces} * kLinePiece + threadIdx.x % 32;
-    Word words[kAtOnce];
+    Word words[kAtOnce] = {};
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) {
       if (first + 32 * i < p.words) words[i] = __ldcs(p.from + line * p.stride + first + 32 * i);
     }
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) {
-      if (first + 32 * i < p.words) p.to[line * p.to_stride + first + 32 * i] = words[i];
+      if (first + 32 * i < p.all) p.to[line * p.to_stride + first + 32 * i] = words[i];
     }
   }
   if (blockIdx.x == gridDim.x - 1) wait_for_kernels();
@@ -197,22 +197,27 @@ cudaError_t transpose(const void* from, int size, std::int64_t rows, std::int64_
                        stream);
 }
 
-cudaError_t copy_lines(const void* from, std::int64_t lines, std::int64_t length, std::int64_t stride,
-                       void* to, std::int64_t to_stride, bool overlap, cudaStream_t stream) {
-  if (lines == 0 || length == 0) return cudaSuccess;
+cudaError_t copy_lines(Lines<const void> from, Lines<void> to, std::int64_t count, std::int64_t bytes,
+                       std::int64_t zeros, bool overlap, cudaStream_t stream) {
+  if (count == 0 || bytes == 0) return cudaSuccess;
   const auto copy = [&]<class Word>(Word) {
-    constexpr std::int64_t kElements = sizeof(Word) / 2;
-    LinesParams<Word> p{static_cast<const Word*>(from), static_cast<Word*>(to), stride / kElements,
-                        to_stride / kElements, length / kElements};
-    const std::int64_t pieces = (p.words + kLinePiece - 1) / kLinePiece, items = lines * pieces;
+    constexpr std::int64_t kSize = sizeof(Word);
+    LinesParams<Word> p{static_cast<const Word*>(from.data),
+                        static_cast<Word*>(to.data),
+                        from.stride / kSize,
+                        to.stride / kSize,
+                        bytes / kSize,
+                        (bytes + zeros) / kSize};
+    const std::int64_t pieces = (p.all + kLinePiece - 1) / kLinePiece, items = count * pieces;
     if (items > INT_MAX) return cudaErrorInvalidConfiguration;
     p.pieces = static_cast<unsigned>(pieces), p.items = static_cast<unsigned>(items);
     constexpr unsigned kWarps = kThreads / 32;
     return launch_behind(lines_kernel<Word>, (p.items + kWarps - 1) / kWarps, p, overlap, stream);
   };
   // The widest words that all lines begin with and are made of.
-  const std::uintptr_t bits =
-      reinterpret_cast<std::uintptr_t>(from) | static_cast<std::uintptr_t>(stride * 2 | length * 2);
+  const std::uintptr_t bits = reinterpret_cast<std::uintptr_t>(from.data) |
+                              reinterpret_cast<std::uintptr_t>(to.data) |
+                              static_cast<std::uintptr_t>(from.stride | to.stride | bytes | zeros);
   return bits % 16 == 0  ? copy(uint4{})
          : bits % 8 == 0 ? copy(uint2{})
          : bits % 4 == 0 ? copy(u32{})

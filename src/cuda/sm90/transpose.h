@@ -44,9 +44,15 @@ cudaError_t transpose(const void* from, int size, std::int64_t rows, std::int64_
                       void* to, std::int64_t to_stride, bool overlap, cudaStream_t stream,
                       TransposedPanels panels = {}, Zeros zeros = {});
 
-// to[line][i] = from[line][i], i < length, elements of 16 bits; lines are strides apart, in `to` a multiple
-// of 16 bytes. `overlap`: as above.
-cudaError_t copy_lines(const void* from, std::int64_t lines, std::int64_t length, std::int64_t stride,
-                       void* to, std::int64_t to_stride, bool overlap, cudaStream_t stream);
+// Lines of memory, so many bytes apart.
+template <class Data>
+struct Lines {
+  Data* data;
+  std::int64_t stride;
+};
+
+// `bytes` of each line, an even number, and zeros behind them. `overlap`: as above.
+cudaError_t copy_lines(Lines<const void> from, Lines<void> to, std::int64_t count, std::int64_t bytes,
+                       std::int64_t zeros, bool overlap, cudaStream_t stream);
 
 }  // namespace rarefy::sm90

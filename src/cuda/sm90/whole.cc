@@ -43,6 +43,7 @@ WholeGradient::WholeGradient(const Product& p)
   product.x_layout = Layout::by_feature;
   product.x_stride = lies.by_column ? p.y_stride : p.x_stride;
   product.y_stride = lies.pitch;
+  product.y_padded = true;
 }
 
 std::string unsupported(const WholeProblem& p) {
@@ -51,7 +52,7 @@ std::string unsupported(const WholeProblem& p) {
   if (p.x_stride < (p.x_layout == Layout::by_feature ? p.tokens : p.in_features()) ||
       p.y_stride < p.out_features())
     return "TMA needs rows that do not overlap";
-  if (p.out_features() % 8 != 0) return "TMA writes rows of Y in pieces of 16 bytes";
+  if (!p.pieces_fit(8)) return "TMA writes rows of Y in pieces of 16 bytes";
   if (p.in_features() < 1) return "there are no inputs";
   if (p.tokens < 1) return "there are no tokens";
   if (p.tokens > INT32_MAX - 1024 || p.rows > INT32_MAX - 1024 || p.cols > INT32_MAX - 1024 ||

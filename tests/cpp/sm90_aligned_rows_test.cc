@@ -1,0 +1,99 @@
+// Matrices whose rows begin or end anywhere, which Hopper's kernels get as copies with aligned rows
+// (aligned_rows.h): every kernel, against the host's products in double. What lies between rows is NaN, and
+// is not written.
+#include <gtest/gtest.h>
+
+#include <limits>
+
+#include "sm90_checks.h"
+
+namespace rarefy::test {
+namespace {
+
+class Sm90AlignedRowsTest : public Sm90Test {
+ protected:
+  static void check(const ProblemSpec& spec, bool gradients = true) {
+    SCOPED_TRACE(text_of(spec));
+    Problem problem = make_problem(spec);
+    spoil_gaps(problem.x, spec.k, problem.x_stride());
+    spoil_gaps(problem.dy, spec.n, problem.y_stride());
+    ProblemIn<DeviceBuffer> gpu(problem);
+    gpu.hold_derived(4096);
+    gpu.poison();
+    expect_sm90(gpu, Op::linear);
+    expect_ok(gpu.linear(Activation::none));
+    expect_linear(problem, gpu);
+    if (!gradients) return;
+    expect_sm90(gpu, Op::grad_input);
+    expect_ok(gpu.grad_input());
+    expect_grad_input(problem, gpu);
+    expect_sm90(gpu, Op::grad_weight);
+    expect_ok(gpu.grad_weight());
+    expect_grad_weight(problem, gpu);
+  }
+
+ private:
+  static void spoil_gaps(std::vector<double>& matrix, std::int64_t columns, std::int64_t stride) {
+    for (std::size_t i = 0; i < matrix.size(); ++i) {
+      if (static_cast<std::int64_t>(i) % stride >= columns)
+        matrix[i] = std::numeric_limits<double>::quiet_NaN();
+    }
+  }
+  static void expect_sm90(ProblemIn<DeviceBuffer>& gpu, Op op) {
+    const std::string kernel = kernel_of(gpu, op);
+    EXPECT_TRUE(kernel.starts_with("sm90_")) << name(op) << ": " << kernel;
+  }
+};
+
+constexpr std::pair<std::int64_t, std::int64_t> kBlocks[] = {
+    {64, 64}, {128, 128}, {32, 32}, {16, 16}, {64, 16}, {8, 8}, {128, 1}, {64, 1}, {32, 1}, {3, 5}, {1, 1}};
+
+TEST_F(Sm90AlignedRowsTest, MatchHost) {
+  for (const auto& [r, c] : kBlocks) {
+    for (const DType dtype : {DType::bf16, DType::f16}) {
+      for (const std::int64_t gap : {0, 1, 5}) {  // 5: 331 features in rows of 336
+        check({130, 333, 331, r, c, 0.3, dtype, true, gap});
+      }
+      check({300, 328, 331, r, c, 0.3, dtype, false, 0});
+      check({257, 333, 328, r, c, 0.3, dtype, false, 0});
+    }
+  }
+}
+
+TEST_F(Sm90AlignedRowsTest, ManyTokensAndRows) {
+  check({4100, 517, 131, 64, 64, 0.4, DType::bf16, true, 0});
+  check({1025, 2051, 130, 16, 16, 0.1, DType::bf16, true, 3});
+  check({1030, 1029, 259, 128, 1, 0.3, DType::bf16, true, 0});
+  check({17, 131, 133, 8, 8, 0.5, DType::f16, true, 0});
+}
+
+TEST_F(Sm90AlignedRowsTest, AsTf32) {
+  for (const auto& [r, c] : {std::pair<std::int64_t, std::int64_t>{32, 32}, {16, 16}}) {
+    ProblemSpec spec{130, 333, 331, r, c, 0.3, DType::f32, true, 1};
+    spec.tf32 = true;
+    check(spec);
+  }
+}
+
+TEST_F(Sm90AlignedRowsTest, ByFeature) {
+  for (const std::int64_t r : {128, 64}) {
+    for (const Layout x : kLayouts) {
+      for (const Layout y : kLayouts) {
+        check({203, 5 * r, 331, r, 1, 0.3, DType::bf16, true, 1, x, y}, false);
+        check({203, 5 * r - 3, 331, r, 1, 0.3, DType::bf16, true, 0, x, y}, false);
+      }
+    }
+  }
+}
+
+TEST_F(Sm90AlignedRowsTest, GradientsAreAddedToWhatIsThere) {
+  for (const auto& [r, c] : {std::pair<std::int64_t, std::int64_t>{64, 64}, {16, 16}, {8, 8}, {64, 1}}) {
+    const Problem problem = make_problem({130, 333, 331, r, c, 0.3, DType::bf16, true, 0});
+    ProblemIn<DeviceBuffer> gpu(problem);
+    gpu.hold_derived(4096);
+    expect_accumulated(problem, gpu);
+  }
+}
+
+}  // namespace
+}  // namespace rarefy::test
