@@ -1,6 +1,6 @@
 """Products of shapes that nobody asked for, beside cuBLAS: where kernels are slower than dense, or behind.
 
-python bench/gpu_shapes.py                   # 18 shapes, 1,200 products, 90 s; prints what falls behind
+python bench/gpu_shapes.py                   # 18 shapes, 1,200 products; prints what falls behind
 python bench/gpu_shapes.py --csv FILE --all  # prints all
 python bench/gpu_shapes.py --shapes 777x3072x8192,300x4096x4096
 

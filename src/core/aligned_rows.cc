@@ -1,8 +1,6 @@
 // Which matrices of a product are copied into aligned rows, and their way there and back.
 #include "core/aligned_rows.h"
 
-#include <algorithm>
-
 #include "core/by_feature.h"
 #include "core/checked.h"
 #include "core/products.h"
@@ -46,7 +44,7 @@ Rows rows_of(const Problem& p, bool first) {
 template <class View, class Data>
 View aligned(const View& m, Data* data) {
   const bool by_token = m.layout() == Layout::by_token;
-  const std::int64_t stride = turned_stride(by_token ? m.cols : m.rows);
+  const std::int64_t stride = turned_stride(lines_of(m).length);
   return {data, m.dtype, m.rows, m.cols, by_token ? stride : 1, m.device, by_token ? 1 : stride};
 }
 
@@ -64,8 +62,7 @@ Problem with_aligned_rows(const Problem& p) {
   if (!in.aligned) result.in_stride = turned_stride(in.length);
   if (!out.aligned) result.out_stride = turned_stride(out.length);
   result.out_padded = !out.aligned && p.op != Op::grad_weight;
-  result.in_alignment = std::min<std::int32_t>(kBytes, p.weight_alignment);
-  result.out_alignment = result.in_alignment;
+  result.in_alignment = result.out_alignment = p.weight_alignment;
   return result;
 }
 

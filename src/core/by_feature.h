@@ -13,6 +13,14 @@ namespace rarefy {
 // kernels.
 constexpr std::int64_t turned_stride(std::int64_t count) { return (count + 63) / 64 * 64; }
 
+// What lies side by side in a matrix: rows or, by feature, columns.
+struct LineSizes {
+  std::int64_t count, length;  // elements
+};
+inline LineSizes lines_of(const MatrixView& m) {
+  return m.layout() == Layout::by_token ? LineSizes{m.rows, m.cols} : LineSizes{m.cols, m.rows};
+}
+
 // to[feature][token] = x[token][feature], or the other way round, in device memory, at the speed of a copy on
 // Hopper where x and its rows (by feature: features) are aligned to 16 bytes. Other GPUs, and elements that
 // are not of 16 bits, are refused. Of each line of `to` turned_stride elements are written.

@@ -143,11 +143,10 @@ Status dispatch(Call& call, const Context& context) {
   Memory own;
   const Made made = made_in_call(*choice, held, call.derived.packed != nullptr);
   const std::int64_t to_add = bytes_to_add(problem, *choice),
-                     copies = choice->aligns_rows ? aligned_rows_bytes(problem) : 0,
-                     bytes = copies + made.bytes() + to_add + choice->workspace;
+                     bytes = made.bytes() + to_add + choice->workspace;
   if (Status status = find_workspace(call, context.workspace, bytes, own); !status.ok()) return status;
   const MutableMatrixView out = call.out;
-  if (copies > 0) {
+  if (choice->aligns_rows) {
     if (Status status = align_rows(call); !status.ok()) return status;
   }
   if (made.bytes() > 0) {
@@ -160,7 +159,7 @@ Status dispatch(Call& call, const Context& context) {
   }
   if (Status status = kernel.run(call); !status.ok()) return status;
   if (to_add > 0) return add_values(call, sum);
-  return copies > 0 ? return_rows(call, out) : Status();
+  return choice->aligns_rows ? return_rows(call, out) : Status();
 }
 
 namespace {
@@ -291,8 +290,7 @@ Result<std::int64_t> workspace_of(Call call, const Context& context) {
   if (!choice.ok()) return choice.status();
   const bool held = choice->derived.key == call.derived.key;
   const Made made = made_in_call(*choice, held, held && call.derived.packed != nullptr);
-  const std::int64_t copies = choice->aligns_rows ? aligned_rows_bytes(call.problem) : 0;
-  return ceil_div(copies + made.bytes() + choice->workspace, 256) * 256;
+  return ceil_div(made.bytes() + choice->workspace, 256) * 256;
 }
 
 }  // namespace

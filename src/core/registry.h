@@ -174,9 +174,9 @@ Status dispatch(Call& call, const Context& context);
 struct Choice {
   const Kernel* kernel = nullptr;
   Config config;
-  std::int64_t workspace = 0;  // of its `run`
+  std::int64_t workspace = 0;  // of its `run`, and of copies ahead of it
   DerivedSizes derived;        // of the kernel and the variant; key 0 when it derives nothing
-  bool aligns_rows = false;    // config and workspace are those of copies (aligned_rows.h)
+  bool aligns_rows = false;    // it is for copies with aligned rows (aligned_rows.h)
 };
 
 // Bytes of what a call makes for a caller who does not hold it, in workspace ahead of the kernel's own.

@@ -129,8 +129,7 @@ bool holds(const Problem& problem, std::uint64_t key) {
 // What the caller has to give: the kernel's own workspace, and what is made ahead of it.
 std::int64_t whole_workspace(const Problem& problem, const Choice& choice) {
   const bool held = holds(problem, choice.derived.key);
-  return made_in_call(choice, held, held).bytes() + choice.workspace + bytes_to_add(problem, choice) +
-         (choice.aligns_rows ? aligned_rows_bytes(problem) : 0);
+  return made_in_call(choice, held, held).bytes() + choice.workspace + bytes_to_add(problem, choice);
 }
 
 // Why this kernel cannot have the problem; empty when it can.
@@ -199,10 +198,11 @@ const Kernel* first_fit(const Registry& kernels, const Problem& problem, const M
   return yielding;
 }
 
-// A kernel's choice for a problem of copies.
-Choice aligned(const Kernel& kernel, const Problem& copied, const Config& config) {
-  Choice choice = configured(kernel, copied, config);
+// A kernel's choice for copies of the problem's matrices.
+Choice aligned(const Kernel& kernel, const Problem& problem, const Config& config) {
+  Choice choice = configured(kernel, with_aligned_rows(problem), config);
   choice.aligns_rows = true;
+  choice.workspace += aligned_rows_bytes(problem);
   return choice;
 }
 
@@ -211,8 +211,7 @@ Choice with_forced_config(const Forced& forced, const Problem& problem, Choice c
   for (const auto& [kernel, text] : forced.configs) {
     if (kernel != choice.kernel) continue;
     const Config config = *parse_config(*kernel, choice.config, text);
-    choice = choice.aligns_rows ? aligned(*kernel, with_aligned_rows(problem), config)
-                                : configured(*kernel, problem, config);
+    choice = choice.aligns_rows ? aligned(*kernel, problem, config) : configured(*kernel, problem, config);
   }
   return choice;
 }
@@ -231,12 +230,12 @@ std::uint64_t hash_of(const Problem& p) {
   mix(static_cast<std::int64_t>(p.op) | static_cast<std::int64_t>(p.weight.dtype) << 8 |
       static_cast<std::int64_t>(p.in) << 16 | static_cast<std::int64_t>(p.activation) << 24 |
       static_cast<std::int64_t>(p.threads) << 32);
-  mix(p.weight_alignment | static_cast<int>(p.out_padded) << 6);
   mix(p.in_alignment | p.out_alignment << 6 | static_cast<int>(p.tf32) << 12 |
       static_cast<int>(p.accumulate) << 13 | static_cast<int>(p.in_layout) << 14 |
       static_cast<int>(p.out_layout) << 15 | p.device_index << 16 |
       static_cast<std::int64_t>(p.weight.scaling) << 32 | static_cast<std::int64_t>(p.weight.rounds_x) << 40 |
-      static_cast<std::int64_t>(p.weight.format) << 48);
+      static_cast<std::int64_t>(p.weight.format) << 48 | static_cast<std::int64_t>(p.weight_alignment) << 52 |
+      static_cast<std::int64_t>(p.out_padded) << 58);
   mix(static_cast<std::int64_t>(p.derived));
   if (p.op == Op::feed_forward) {
     for (const WeightSpec* w : {&p.down, &p.gate}) {
@@ -282,7 +281,7 @@ Choice first_choice(const Registry& kernels, const Problem& problem, const Machi
     const Problem copied = with_aligned_rows(problem);
     const Kernel* kernel = first_fit(kernels, copied, machine, forced_family, forced);
     if (kernel != nullptr && kernel->aligns_rows)
-      return aligned(*kernel, copied, configuration(*kernel, copied, machine));
+      return aligned(*kernel, problem, configuration(*kernel, copied, machine));
   }
   const Kernel* kernel = first_fit(kernels, problem, machine, forced_family, forced);
   if (kernel == nullptr) return {};
@@ -368,9 +367,8 @@ Explanation explain(const Problem& problem) {
   for (const Kernel& kernel : registry()) {
     if (kernel.op != problem.op || kernel.device != problem.device || kernel.format != problem.weight.format)
       continue;
-    Reason reason = why_not(kernel, problem, machine, family);
-    const bool chosen = &kernel == choice.kernel;
-    if (chosen) reason.clear();  // as it stands it may not fit, but copies of its matrices do
+    const bool chosen = &kernel == choice.kernel;  // maybe for copies alone
+    Reason reason = chosen ? Reason() : why_not(kernel, problem, machine, family);
     if (reason.empty() && !chosen) reason = why_later(kernel, problem, machine);
     result.candidates.push_back({info(kernel), std::move(reason), chosen});
   }

@@ -13,14 +13,6 @@ namespace {
 
 int current_arch() { return cuda_devices().at(static_cast<std::size_t>(current_cuda_device())).arch; }
 
-struct Lines {
-  std::int64_t count, length;  // elements
-};
-
-Lines lines_of(const MatrixView& x) {
-  return x.layout() == Layout::by_token ? Lines{x.rows, x.cols} : Lines{x.cols, x.rows};
-}
-
 Status check_arch(std::string_view op) {
   const int arch = current_arch();
   if (arch == 90) return {};

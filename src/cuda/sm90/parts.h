@@ -28,17 +28,14 @@ int best_parts(std::int64_t tiles, int sms, Clocks&& clocks) {
   return best;
 }
 
-// Bytes of shared memory that such parts take to add their sums: of each the others' of a share of the
-// tokens, whole 64s, for a thread block of `strips` times 64 rows.
-inline int exchange_bytes(int split, int tokens, int strips) {
-  if (split == 1) return 0;
-  const int owners = split == 4 && tokens >= 256 ? 4 : 2;
-  return (split - 1) * (tokens / owners) * strips * 64 * 4;
-}
-
-// Whether there may be so many parts, whose sums go where steps were in flight.
+// Whether there may be so many parts, whose sums go where steps were in flight. To add them each of two or
+// four owners has the others' of a share of the tokens, whole 64s, for a thread block of `strips` times 64
+// rows: tiles of 192 tokens have no parts.
 inline bool parts_fit(int split, int tokens, int strips, int ring_bytes) {
-  return split >= 1 && split <= 4 && exchange_bytes(split, tokens, strips) <= ring_bytes;
+  if (split == 1) return true;
+  if (split < 1 || split > 4) return false;
+  const int share = tokens / (split == 4 && tokens >= 256 ? 4 : 2);
+  return share % 64 == 0 && (split - 1) * share * strips * 64 * 4 <= ring_bytes;
 }
 
 }  // namespace rarefy::sm90

@@ -325,8 +325,7 @@ void add_rows(Registry& registry) {
   add_whole_rows(registry);
   add_gradient_rows(registry);
   for (Kernel& kernel : registry) {
-    if (kernel.family == "sm90" && kernel.op != Op::feed_forward && kernel.name != "sm90_decode")
-      kernel.aligns_rows = true;  // decode has few rows, and other kernels that read any
+    if (kernel.family == "sm90") kernel.aligns_rows = true;
   }
 }
 

@@ -147,7 +147,7 @@ std::vector<StripCandidate> strip_candidates(const StripProblem& p, const Machin
       const auto strips_alone = static_cast<double>(std::max<std::int64_t>(1, tiles % whole) * n);
       all += rounds.cut * kCut * tile_clocks(c, blocks / n, blocks / n, bandwidth(strips_alone));
     }
-    if (cluster == 1 && tokens != 192) {  // whose parts are not compiled
+    if (cluster == 1) {
       const double exchange =
           kExchangeClocks + kExchangeToken * n * static_cast<double>(std::min<std::int64_t>(p.tokens, 256));
       const auto clocks = [&, in_lists = all](int parts) {

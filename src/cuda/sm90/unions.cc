@@ -169,7 +169,7 @@ UnionCandidate candidate_of(const UnionProblem& p, const UnionLayout& layout, co
            kExchangeClocks +
            kExchangeToken * strips * static_cast<double>(std::min<std::int64_t>(tokens, p.tokens));
   };
-  c.split = tokens == 192 ? 1 : best_parts(tiles, machine.sms, clocks);
+  c.split = best_parts(tiles, machine.sms, clocks);
   while (!parts_fit(c.split, c.tokens, c.strips, c.ring_bytes())) --c.split;
   return {c, (clocks(c.split) + kLaunchClocks) / kClock, {}};
 }
@@ -185,7 +185,7 @@ std::vector<UnionCandidate> union_candidates(const UnionProblem& p, const UnionL
   for (const UnionLayout& layout : layouts) {
     const Shares shares{p.piece_share(), p.box_share(layout), p.box_share({1, layout.width})};
     for (const auto& [tokens, buffers] : {Shape{256, 2}, {256, 1}, {192, 2}, {128, 2}}) {
-      if (tokens == 192 && p.dtype == DType::f32) continue;  // not compiled, nor are parts of such tiles
+      if (tokens == 192 && p.dtype == DType::f32) continue;  // not compiled
       list.push_back(candidate_of(p, layout, shares, tokens, buffers, machine));
     }
   }
