@@ -43,10 +43,11 @@ struct Candidate {
 struct Explanation {
   Problem problem;
   std::vector<Candidate> candidates;
-  std::string kernel;          // of the chosen one; empty when there is none
-  std::string config;          // its tuning choices, "scatter=0 vectors=4 …"; empty when it has none
-  std::int64_t workspace = 0;  // bytes it wants from its caller
-  std::string why_none;        // when no kernel is chosen
+  std::string kernel;               // of the chosen one; empty when there is none
+  std::string config;               // its tuning choices, "scatter=0 vectors=4 …"; empty when it has none
+  std::int64_t workspace = 0;       // bytes it wants from its caller
+  std::int64_t aligned_copies = 0;  // of them: copies of matrices whose rows begin or end within 16 bytes
+  std::string why_none;             // when no kernel is chosen
   // Predicted of a call with what is derived at hand, and of the dense product; 0: nobody can say.
   double microseconds = 0, dense_microseconds = 0;
 };

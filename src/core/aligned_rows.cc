@@ -34,7 +34,8 @@ Rows rows_of(const Problem& p, bool first) {
   const std::int64_t features = (p.op == Op::linear) == first ? s.cols : s.rows;
   const bool read = first || p.op == Op::grad_weight;
   Rows rows{by_token ? p.tokens : features, by_token ? features : p.tokens, read ? p.in : p.out, true};
-  rows.aligned = is_even(first ? p.in_stride : p.out_stride, rows.dtype) &&
+  const std::int64_t stride = first ? p.in_stride : p.out_stride;
+  rows.aligned = is_even(stride, rows.dtype) && (stride >= rows.length || rows.count <= 1) &&
                  (read ? p.in_alignment : p.out_alignment) >= kBytes &&
                  (read || is_even(rows.length, rows.dtype));
   return rows;

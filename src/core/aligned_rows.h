@@ -9,7 +9,8 @@
 namespace rarefy {
 
 // Whether it has rows that such kernels cannot take as they are: distances or addresses that are no multiple
-// of 16 bytes, or an output whose rows end within 16 bytes, which those kernels write all of. On a GPU.
+// of 16 bytes, rows that overlap, or an output whose rows end within 16 bytes, which those kernels write all
+// of. On a GPU.
 bool wants_aligned_rows(const Problem& problem);
 
 // The same product of the copies.

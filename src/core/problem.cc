@@ -136,6 +136,7 @@ std::string to_string(const Explanation& e) {
     text += cat(candidate.chosen ? "* " : "  ", candidate.kernel.name, ": ");
     if (candidate.chosen) {
       text += cat("chosen", e.config.empty() ? "" : ", ", e.config);
+      if (e.aligned_copies > 0) text += cat(", copies with aligned rows of ", e.aligned_copies, " bytes");
       if (e.microseconds > 0) text += cat(", some ", std::lround(e.microseconds), " us");
       if (e.dense_microseconds > 0) text += cat(", dense ", std::lround(e.dense_microseconds), " us");
     } else {

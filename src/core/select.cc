@@ -351,15 +351,19 @@ Explanation explain(const Problem& problem) {
   const std::string& family = forced->family[static_cast<int>(problem.device)];
   const Machine machine = machine_of(problem);
   Choice choice;
+  Problem copied = problem;
   if (forced->status.ok()) choice = first_choice(registry(), problem, machine, family, *forced);
   if (choice.kernel != nullptr) {
     choice = with_forced_config(*forced, problem, choice);
     result.kernel = choice.kernel->name;
     result.config = to_string(*choice.kernel, choice.config);
     result.workspace = whole_workspace(problem, choice);
-    const Problem own = choice.aligns_rows ? with_aligned_rows(problem) : problem;
+    if (choice.aligns_rows) {
+      result.aligned_copies = aligned_rows_bytes(problem);
+      copied = with_aligned_rows(problem);
+    }
     if (choice.kernel->microseconds != nullptr)
-      result.microseconds = choice.kernel->microseconds(own, choice.config, machine);
+      result.microseconds = choice.kernel->microseconds(copied, choice.config, machine);
     if (choice.aligns_rows && result.microseconds > 0)
       result.microseconds += aligned_rows_microseconds(problem);
   }
@@ -367,9 +371,10 @@ Explanation explain(const Problem& problem) {
   for (const Kernel& kernel : registry()) {
     if (kernel.op != problem.op || kernel.device != problem.device || kernel.format != problem.weight.format)
       continue;
-    const bool chosen = &kernel == choice.kernel;  // maybe for copies alone
-    Reason reason = chosen ? Reason() : why_not(kernel, problem, machine, family);
-    if (reason.empty() && !chosen) reason = why_later(kernel, problem, machine);
+    const bool chosen = &kernel == choice.kernel;
+    const Problem& asked = kernel.aligns_rows ? copied : problem;
+    Reason reason = chosen ? Reason() : why_not(kernel, asked, machine, family);
+    if (reason.empty() && !chosen) reason = why_later(kernel, asked, machine);
     result.candidates.push_back({info(kernel), std::move(reason), chosen});
   }
   if (!forced->status.ok()) {

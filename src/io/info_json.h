@@ -28,6 +28,7 @@ inline Json to_json(const Explanation& e) {
           {"kernel", text_or_null(e.kernel)},
           {"config", e.config},
           {"workspace", e.workspace},
+          {"aligned_copies", e.aligned_copies},
           {"predicted_us", time_or_null(e.microseconds)},
           {"dense_us", time_or_null(e.dense_microseconds)},
           {"why_none", e.why_none},

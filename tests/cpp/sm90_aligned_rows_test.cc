@@ -5,6 +5,7 @@
 
 #include <limits>
 
+#include "core/aligned_rows.h"
 #include "sm90_checks.h"
 
 namespace rarefy::test {
@@ -40,8 +41,12 @@ class Sm90AlignedRowsTest : public Sm90Test {
     }
   }
   static void expect_sm90(ProblemIn<DeviceBuffer>& gpu, Op op) {
-    const std::string kernel = kernel_of(gpu, op);
-    EXPECT_TRUE(kernel.starts_with("sm90_")) << name(op) << ": " << kernel;
+    rarefy::Problem asked = gpu.problem(op);
+    asked.derived = kAnyDerived;
+    const Explanation found = explain(asked);
+    EXPECT_TRUE(found.kernel.starts_with("sm90_")) << to_string(found);
+    EXPECT_EQ(found.aligned_copies, aligned_rows_bytes(asked));
+    EXPECT_GE(found.workspace, found.aligned_copies);
   }
 };
 

@@ -4,9 +4,11 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <limits>
 #include <string>
 #include <string_view>
+#include <vector>
 
 #include "cuda_checks.h"
 
@@ -49,6 +51,33 @@ class Sm90Test : public CudaTest {
     if (kernels.grad_weight.empty()) return;
     expect_ok(gpu.grad_weight());
     expect_grad_weight(problem, gpu);
+  }
+
+  // 1,000 calls, each of which must leave the bits of the first. Results come back 50 at a time.
+  static void expect_equal_repeats(ProblemIn<DeviceBuffer>& gpu, Op op) {
+    constexpr int kTogether = 50;
+    const auto run = [&] {
+      return op == Op::linear       ? gpu.linear(Activation::none)
+             : op == Op::grad_input ? gpu.grad_input()
+                                    : gpu.grad_weight();
+    };
+    Guarded<DeviceBuffer>& out = op == Op::linear ? gpu.y() : op == Op::grad_input ? gpu.dx() : gpu.dvalues();
+    out.poison();
+    expect_ok(run());
+    const std::vector<std::byte> first = out.download();
+    const DeviceBuffer results(kTogether * first.size());
+    for (int call = 0; call < 1000; call += kTogether) {
+      for (int i = 0; i < kTogether; ++i) {
+        require(cudaMemsetAsync(out.data(), 0xff, first.size(), nullptr), "cudaMemset");
+        expect_ok(run());
+        auto* const to = static_cast<std::byte*>(results.data()) + static_cast<std::size_t>(i) * first.size();
+        require(cudaMemcpyAsync(to, out.data(), first.size(), cudaMemcpyDeviceToDevice, nullptr), "copy");
+      }
+      const std::vector<std::byte> got = results.download();
+      for (auto at = got.begin(); at != got.end(); at += std::ssize(first)) {
+        ASSERT_TRUE(std::equal(first.begin(), first.end(), at)) << name(op) << ", of calls from " << call;
+      }
+    }
   }
 
   // `kernel` is what linear must get.

@@ -86,6 +86,10 @@ TEST(Sm90Rows, RowsThatAreNotAlignedAreCopied) {
   EXPECT_EQ(aligned_rows_bytes(p), 4096 * (832 + 1024) * 2);
   p.weight_alignment = 4;  // which no copy changes
   EXPECT_FALSE(choose_from(registry(), p, hopper(), "")->aligns_rows);
+  p = problem_of(Op::linear, 4096, {1000, 776, 16, 16, 0}, 0.25);
+  p.in_stride = 0;  // one row for all tokens, which TMA has no way to read
+  EXPECT_EQ(choose_from(registry(), p, hopper(), "")->kernel->name, "sm90_unions_linear");
+  EXPECT_EQ(aligned_rows_bytes(p), 4096 * 832 * 2);
   p = problem_of(Op::linear, 4, {1000, 777, 64, 64, 0}, 0.25);
   EXPECT_EQ(choose_from(registry(), p, hopper(), "")->kernel->name, "simt_few_linear");
 }

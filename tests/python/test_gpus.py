@@ -3,6 +3,7 @@
 import copy
 import threading
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -19,24 +20,36 @@ pytestmark = pytest.mark.skipif(_GPUS == 0, reason="no GPU, or a build without C
 needs_two = pytest.mark.skipif(_GPUS < 2, reason="needs two GPUs")
 FIRST, SECOND = (torch.device("cuda", index) for index in (0, 1))
 
-# A block, a dtype and tokens for each family of kernels and what it derives: strips, unions, tall vectors,
-# decode, W packed whole, f32 as tf32 and true, sm80 and what takes any shape.
+
+class Case(NamedTuple):
+    block: tuple[int, int]
+    dtype: torch.dtype
+    tokens: int
+    features: tuple[int, int] = (512, 1024)
+
+
+# For each family of kernels and what it derives: strips, unions, tall vectors, decode, W packed whole, f32 as
+# tf32 and true, sm80 and what takes any shape; and copies of rows that are no multiple of 16 bytes.
 CASES = [
-    ((128, 128), torch.bfloat16, 512),
-    ((64, 64), torch.float16, 512),
-    ((32, 32), torch.bfloat16, 512),
-    ((16, 16), torch.bfloat16, 512),
-    ((16, 16), torch.bfloat16, 1),
-    ((64, 64), torch.bfloat16, 16),
-    ((128, 1), torch.bfloat16, 512),
-    ((64, 1), torch.bfloat16, 512),
-    ((32, 1), torch.bfloat16, 512),
-    ((32, 32), torch.float32, 512),
-    ((8, 8), torch.bfloat16, 100),
-    ((8, 8), torch.bfloat16, 4096),
-    ((4, 1), torch.float32, 33),
-    ((1, 1), torch.float32, 33),
+    Case((128, 128), torch.bfloat16, 512),
+    Case((64, 64), torch.float16, 512),
+    Case((32, 32), torch.bfloat16, 512),
+    Case((16, 16), torch.bfloat16, 512),
+    Case((16, 16), torch.bfloat16, 1),
+    Case((64, 64), torch.bfloat16, 16),
+    Case((128, 1), torch.bfloat16, 512),
+    Case((64, 1), torch.bfloat16, 512),
+    Case((32, 1), torch.bfloat16, 512),
+    Case((32, 32), torch.float32, 512),
+    Case((8, 8), torch.bfloat16, 100),
+    Case((8, 8), torch.bfloat16, 4096),
+    Case((4, 1), torch.float32, 33),
+    Case((1, 1), torch.float32, 33),
+    Case((64, 64), torch.bfloat16, 300, (515, 1001)),
+    Case((16, 16), torch.float16, 300, (515, 1001)),
+    Case((64, 1), torch.bfloat16, 300, (515, 1001)),
 ]
+SQUARES = Case((64, 64), torch.bfloat16, 256)
 
 
 @pytest.fixture
@@ -47,8 +60,13 @@ def tf32(request: pytest.FixtureRequest) -> Iterator[None]:
     torch.backends.cuda.matmul.allow_tf32 = before
 
 
-def _layer(block: tuple[int, int], dtype: torch.dtype, bias: bool = True) -> rarefy.BlockSparseLinear:
-    return rarefy.BlockSparseLinear(512, 1024, density=0.3, block_shape=block, bias=bias).to(dtype)
+def _layer(case: Case, bias: bool = True) -> rarefy.BlockSparseLinear:
+    layer = rarefy.BlockSparseLinear(*case.features, density=0.3, block_shape=case.block, bias=bias)
+    return layer.to(case.dtype)
+
+
+def _input(case: Case, device: torch.device | str = "cpu") -> torch.Tensor:
+    return torch.randn(case.tokens, case.features[0], device=device, dtype=case.dtype)
 
 
 def _results(layer: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
@@ -91,11 +109,11 @@ def test_layers_that_follow_one_another_read_what_was_just_written():
                 assert torch.equal(got, expected), layer
 
 
-@pytest.mark.parametrize(("block", "dtype", "tokens"), CASES)
-def test_two_streams_share_a_layer(block, dtype, tokens):
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_two_streams_share_a_layer(case):
     """Each with inputs of its own, forward and backward in turns, and no wait between."""
-    layer = _layer(block, dtype).to(FIRST)
-    inputs = [torch.randn(tokens, 512, device=FIRST, dtype=dtype) for _ in range(2)]
+    layer = _layer(case).to(FIRST)
+    inputs = [_input(case, FIRST) for _ in range(2)]
     want = [_results(layer, x) for x in inputs]
     streams = [torch.cuda.Stream(FIRST) for _ in inputs]
     made: list[list[torch.Tensor]] = []
@@ -112,10 +130,10 @@ def test_two_streams_share_a_layer(block, dtype, tokens):
 
 
 @pytest.mark.parametrize("changed", [False, True])
-@pytest.mark.parametrize(("block", "dtype", "tokens"), CASES)
-def test_what_one_stream_derives_another_waits_for(block, dtype, tokens, changed):
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_what_one_stream_derives_another_waits_for(case, changed):
     """The first call of all, or after values changed, behind long work of one stream; the other is idle."""
-    layer, x = _layer(block, dtype).to(FIRST), torch.randn(tokens, 512, device=FIRST, dtype=dtype)
+    layer, x = _layer(case).to(FIRST), _input(case, FIRST)
     with torch.no_grad():
         if changed:
             layer(x)
@@ -132,10 +150,10 @@ def test_what_one_stream_derives_another_waits_for(block, dtype, tokens, changed
     assert torch.equal(first, want) and torch.equal(second, want)
 
 
-@pytest.mark.parametrize(("block", "dtype", "tokens"), CASES)
-def test_a_capture_while_another_stream_runs_and_another_thread_calls(block, dtype, tokens):
-    layer = _layer(block, dtype).to(FIRST)
-    x, other = (torch.randn(tokens, 512, device=FIRST, dtype=dtype) for _ in range(2))
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_a_capture_while_another_stream_runs_and_another_thread_calls(case):
+    layer = _layer(case).to(FIRST)
+    x, other = (_input(case, FIRST) for _ in range(2))
     stop, got = threading.Event(), []
 
     def call_on_and_on() -> None:
@@ -179,13 +197,13 @@ def _train_steps(call, layer: nn.Module, inputs: list[torch.Tensor]) -> list[tor
 
 
 @pytest.mark.parametrize("how", ["reduce-overhead", "make_graphed_callables"])
-@pytest.mark.parametrize(("block", "dtype", "tokens"), CASES)
-def test_training_steps_in_graphs_of_torch(block, dtype, tokens, how):
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_training_steps_in_graphs_of_torch(case, how):
     """Forward and backward replayed while weights change between: the bits of eager steps."""
     # No op of ours makes a bias's gradient in float32; inductor's sum is not torch's to the last bit.
-    layer = _layer(block, dtype, bias=how != "reduce-overhead" or dtype != torch.float32).to(FIRST)
+    layer = _layer(case, bias=how != "reduce-overhead" or case.dtype != torch.float32).to(FIRST)
     twin = copy.deepcopy(layer)
-    inputs = [torch.randn(tokens, 512, device=FIRST, dtype=dtype) for _ in range(5)]
+    inputs = [_input(case, FIRST) for _ in range(5)]
     want = _train_steps(twin, twin, inputs)
     if how == "reduce-overhead":
         torch._dynamo.reset()  # each layer here is one more of the same code
@@ -202,13 +220,52 @@ def test_training_steps_in_graphs_of_torch(block, dtype, tokens, how):
     assert counters["inductor"]["cudagraph_skips"] == 0
 
 
+FAR = [
+    Case(block, torch.bfloat16, 2**20 + 5, features)
+    for features, blocks in {
+        (2048, 2056): [(128, 128), (64, 64), (32, 32), (16, 16), (8, 8), (128, 1), (64, 1), (32, 1)],
+        (2051, 2049): [(64, 64), (16, 16), (64, 1)],
+    }.items()
+    for block in blocks
+]
+
+
+@pytest.mark.skipif(
+    _GPUS == 0 or torch.cuda.get_device_properties(0).total_memory < 60e9, reason="needs 60 GB on the GPU"
+)
+@pytest.mark.parametrize("by_feature", [False, True])
+@pytest.mark.parametrize("case", FAR, ids=str)
+def test_more_than_2_31_elements(case, by_feature):
+    """What the last tokens give: that of the same tokens alone; and all before them are zeros."""
+    layer = _layer(case).to(FIRST)
+    few = _input(case._replace(tokens=300), FIRST).requires_grad_()
+    want = layer(few)
+    d_few = torch.randn_like(want)
+    want_gradients = torch.autograd.grad(want, [few, layer.weight.values, layer.bias], d_few)
+
+    many = torch.zeros(case.tokens, case.features[0], device=FIRST, dtype=case.dtype)
+    if by_feature:
+        many = torch.empty_like(many.t()).t().zero_()
+    many[-300:] = few.detach()
+    many.requires_grad_()
+    y = layer(many)
+    dy = torch.zeros_like(y)
+    dy[-300:] = d_few
+    dx, d_values, d_bias = torch.autograd.grad(y, [many, layer.weight.values, layer.bias], dy)
+    assert min(many.numel(), y.numel()) > 2**31
+    assert torch.equal(y[:-300], layer.bias.detach().expand_as(y)[:-300])
+    assert not dx[:-300].any()
+    for got, expected in zip((y[-300:], dx[-300:], d_values, d_bias), (want, *want_gradients), strict=True):
+        torch.testing.assert_close(got, expected, rtol=1.6e-2, atol=1e-2 * expected.abs().max().item())
+
+
 @needs_two
 @pytest.mark.parametrize("tf32", [False, True], indirect=True)
-@pytest.mark.parametrize(("block", "dtype", "tokens"), CASES)
+@pytest.mark.parametrize("case", CASES, ids=str)
 @pytest.mark.usefixtures("tf32")
-def test_each_gpu_computes_the_same(block, dtype, tokens):
+def test_each_gpu_computes_the_same(case):
     """Also while another one is current, and after the kernel ran on the first alone."""
-    layer, x = _layer(block, dtype), torch.randn(tokens, 512, dtype=dtype)
+    layer, x = _layer(case), _input(case)
     first, second = copy.deepcopy(layer).to(FIRST), copy.deepcopy(layer).to(SECOND)
     want = _results(first, x.to(FIRST))
     for current in (0, 1):
@@ -221,9 +278,9 @@ def test_each_gpu_computes_the_same(block, dtype, tokens):
 
 
 @needs_two
-@pytest.mark.parametrize(("block", "dtype", "tokens"), CASES)
-def test_a_layer_that_moves_takes_along_what_it_computes(block, dtype, tokens):
-    layer, x = _layer(block, dtype), torch.randn(tokens, 512, dtype=dtype)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_a_layer_that_moves_takes_along_what_it_computes(case):
+    layer, x = _layer(case), _input(case)
     layer.to(FIRST)
     want = _results(layer, x.to(FIRST))
     for device in (SECOND, FIRST, SECOND):
@@ -234,10 +291,8 @@ def test_a_layer_that_moves_takes_along_what_it_computes(block, dtype, tokens):
 @needs_two
 def test_both_at_once_each_in_a_stream_of_its_own():
     """Queues of products without a wait between; each GPU's own input and weight."""
-    layers = [_layer((64, 64), torch.bfloat16).to(device) for device in (FIRST, SECOND)]
-    inputs = [
-        [torch.randn(256, 512, device=d, dtype=torch.bfloat16) for _ in range(40)] for d in (FIRST, SECOND)
-    ]
+    layers = [_layer(SQUARES).to(device) for device in (FIRST, SECOND)]
+    inputs = [[_input(SQUARES, device) for _ in range(40)] for device in (FIRST, SECOND)]
     with torch.no_grad():
         want = [[layer(x).cpu() for x in xs] for layer, xs in zip(layers, inputs, strict=True)]
         streams = [torch.cuda.Stream(device) for device in (FIRST, SECOND)]
@@ -256,8 +311,8 @@ def test_both_at_once_each_in_a_stream_of_its_own():
 
 @needs_two
 def test_a_graph_of_the_second_while_the_first_is_current():
-    layer = _layer((64, 64), torch.bfloat16).to(SECOND)
-    x = torch.randn(256, 512, device=SECOND, dtype=torch.bfloat16)
+    layer = _layer(SQUARES).to(SECOND)
+    x = _input(SQUARES, SECOND)
     with torch.no_grad():
         want = [layer(x), layer(x + 1)]
         graph = torch.cuda.CUDAGraph()
@@ -274,8 +329,8 @@ def test_a_graph_of_the_second_while_the_first_is_current():
 
 @needs_two
 def test_a_compiled_layer_on_the_second():
-    layer = _layer((64, 64), torch.bfloat16).to(SECOND)
-    x = torch.randn(256, 512, device=SECOND, dtype=torch.bfloat16)
+    layer = _layer(SQUARES).to(SECOND)
+    x = _input(SQUARES, SECOND)
     torch.testing.assert_close(torch.compile(layer, fullgraph=True)(x), layer(x), rtol=0, atol=0)
 
 
@@ -296,8 +351,8 @@ def test_matrices_and_their_products():
 @needs_two
 @pytest.mark.parametrize("wrong", ["x", "bias"])
 def test_what_lies_on_the_other_gpu_is_refused_and_nothing_is_lost(wrong):
-    layer = _layer((64, 64), torch.bfloat16).to(FIRST)
-    x = torch.randn(64, 512, device=FIRST, dtype=torch.bfloat16)
+    layer = _layer(SQUARES).to(FIRST)
+    x = _input(SQUARES, FIRST)
     want = layer(x)
     if wrong == "bias":
         bias, layer.bias = layer.bias, nn.Parameter(layer.bias.detach().to(SECOND))
@@ -311,7 +366,11 @@ def test_what_lies_on_the_other_gpu_is_refused_and_nothing_is_lost(wrong):
 def _train(rank: int, dense: bool = False) -> list[torch.Tensor]:
     """Some steps of a network on this rank's half of each batch, or of its dense twin."""
     torch.manual_seed(0)
-    layers = [_layer((64, 64), torch.float32), nn.GELU(), rarefy.BlockSparseLinear(1024, 256, density=0.3)]
+    layers = [
+        _layer(SQUARES._replace(dtype=torch.float32)),
+        nn.GELU(),
+        rarefy.BlockSparseLinear(1024, 256, density=0.3),
+    ]
     model = nn.Sequential(
         *(part.to_dense() if dense and hasattr(part, "to_dense") else part for part in layers)
     )
