@@ -50,20 +50,29 @@ class Sm90AlignedRowsTest : public Sm90Test {
   }
 };
 
-constexpr std::pair<std::int64_t, std::int64_t> kBlocks[] = {
-    {64, 64}, {128, 128}, {32, 32}, {16, 16}, {64, 16}, {8, 8}, {128, 1}, {64, 1}, {32, 1}, {3, 5}, {1, 1}};
+using Block = std::pair<std::int64_t, std::int64_t>;
 
-TEST_F(Sm90AlignedRowsTest, MatchHost) {
-  for (const auto& [r, c] : kBlocks) {
-    for (const DType dtype : {DType::bf16, DType::f16}) {
-      for (const std::int64_t gap : {0, 1, 5}) {  // 5: 331 features in rows of 336
-        check({130, 333, 331, r, c, 0.3, dtype, true, gap});
-      }
-      check({300, 328, 331, r, c, 0.3, dtype, false, 0});
-      check({257, 333, 328, r, c, 0.3, dtype, false, 0});
+class Sm90AlignedBlocksTest : public Sm90AlignedRowsTest, public ::testing::WithParamInterface<Block> {};
+
+TEST_P(Sm90AlignedBlocksTest, MatchHost) {
+  const auto [r, c] = GetParam();
+  for (const DType dtype : {DType::bf16, DType::f16}) {
+    for (const std::int64_t gap : {0, 1, 5}) {  // 5: 331 features in rows of 336
+      check({130, 333, 331, r, c, 0.3, dtype, true, gap});
     }
+    check({300, 328, 331, r, c, 0.3, dtype, false, 0});
+    check({257, 333, 328, r, c, 0.3, dtype, false, 0});
   }
 }
+
+INSTANTIATE_TEST_SUITE_P(Sm90, Sm90AlignedBlocksTest,
+                         ::testing::Values(Block{64, 64}, Block{128, 128}, Block{32, 32}, Block{16, 16},
+                                           Block{64, 16}, Block{8, 8}, Block{128, 1}, Block{64, 1},
+                                           Block{32, 1}, Block{3, 5}, Block{1, 1}),
+                         [](const auto& tested) {
+                           return std::to_string(tested.param.first) + 'x' +
+                                  std::to_string(tested.param.second);
+                         });
 
 TEST_F(Sm90AlignedRowsTest, ManyTokensAndRows) {
   check({4100, 517, 131, 64, 64, 0.4, DType::bf16, true, 0});
@@ -73,7 +82,7 @@ TEST_F(Sm90AlignedRowsTest, ManyTokensAndRows) {
 }
 
 TEST_F(Sm90AlignedRowsTest, AsTf32) {
-  for (const auto& [r, c] : {std::pair<std::int64_t, std::int64_t>{32, 32}, {16, 16}}) {
+  for (const auto& [r, c] : {Block{32, 32}, {16, 16}}) {
     ProblemSpec spec{130, 333, 331, r, c, 0.3, DType::f32, true, 1};
     spec.tf32 = true;
     check(spec);
@@ -92,7 +101,7 @@ TEST_F(Sm90AlignedRowsTest, ByFeature) {
 }
 
 TEST_F(Sm90AlignedRowsTest, GradientsAreAddedToWhatIsThere) {
-  for (const auto& [r, c] : {std::pair<std::int64_t, std::int64_t>{64, 64}, {16, 16}, {8, 8}, {64, 1}}) {
+  for (const auto& [r, c] : {Block{64, 64}, {16, 16}, {8, 8}, {64, 1}}) {
     const Problem problem = make_problem({130, 333, 331, r, c, 0.3, DType::bf16, true, 0});
     ProblemIn<DeviceBuffer> gpu(problem);
     gpu.hold_derived(4096);
