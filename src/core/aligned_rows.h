@@ -13,16 +13,15 @@ namespace rarefy {
 // of. On a GPU.
 bool wants_aligned_rows(const Problem& problem);
 
-// The same product of the copies.
+// The same product of the copies; where they would take more than 512 MB, that of some tokens at a time.
 Problem with_aligned_rows(const Problem& problem);
 
-std::int64_t aligned_rows_bytes(const Problem& problem);   // of the copies: a multiple of 256
-double aligned_rows_microseconds(const Problem& problem);  // to make them, on an H200
+std::int64_t aligned_rows_bytes(const Problem& problem);  // of the copies: a multiple of 256
+// What all takes on an H200 where the kernel takes `microseconds` for with_aligned_rows.
+double aligned_rows_microseconds(const Problem& problem, double microseconds);
 
-// Makes the copies at the beginning of the workspace; the call is that of with_aligned_rows then.
-Status align_rows(Call& call);
-
-// Behind it: what the kernel wrote goes where the caller wants it.
-Status return_rows(const Call& call, const MutableMatrixView& out);
+// Copies, runs and copies back. `call` is that of with_aligned_rows but for its matrices, which are the
+// caller's, as `problem` has them; `copies`: aligned_rows_bytes of memory.
+Status run_aligned(const Kernel& kernel, const Call& call, const Problem& problem, void* copies);
 
 }  // namespace rarefy

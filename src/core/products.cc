@@ -145,9 +145,11 @@ Status dispatch(Call& call, const Context& context) {
   const std::int64_t to_add = bytes_to_add(problem, *choice),
                      bytes = made.bytes() + to_add + choice->workspace;
   if (Status status = find_workspace(call, context.workspace, bytes, own); !status.ok()) return status;
-  const MutableMatrixView out = call.out;
+  const Problem asked = problem;
+  void* const copies = call.workspace;
   if (choice->aligns_rows) {
-    if (Status status = align_rows(call); !status.ok()) return status;
+    problem = with_aligned_rows(asked);
+    call.workspace = static_cast<std::byte*>(copies) + aligned_rows_bytes(asked);
   }
   if (made.bytes() > 0) {
     if (Status status = make_derived(call, *choice, made); !status.ok()) return status;
@@ -157,9 +159,8 @@ Status dispatch(Call& call, const Context& context) {
     call.dvalues = call.workspace;
     call.workspace = static_cast<std::byte*>(call.workspace) + to_add;
   }
-  if (Status status = kernel.run(call); !status.ok()) return status;
-  if (to_add > 0) return add_values(call, sum);
-  return choice->aligns_rows ? return_rows(call, out) : Status();
+  Status status = choice->aligns_rows ? run_aligned(kernel, call, asked, copies) : kernel.run(call);
+  return status.ok() && to_add > 0 ? add_values(call, sum) : status;
 }
 
 namespace {

@@ -365,7 +365,7 @@ Explanation explain(const Problem& problem) {
     if (choice.kernel->microseconds != nullptr)
       result.microseconds = choice.kernel->microseconds(copied, choice.config, machine);
     if (choice.aligns_rows && result.microseconds > 0)
-      result.microseconds += aligned_rows_microseconds(problem);
+      result.microseconds = aligned_rows_microseconds(problem, result.microseconds);
   }
   result.dense_microseconds = dense_microseconds(problem, machine);
   for (const Kernel& kernel : registry()) {

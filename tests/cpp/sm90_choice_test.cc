@@ -94,6 +94,24 @@ TEST(Sm90Rows, RowsThatAreNotAlignedAreCopied) {
   EXPECT_EQ(choose_from(registry(), p, hopper(), "")->kernel->name, "simt_few_linear");
 }
 
+// Copies of large matrices are made some tokens at a time, whose product is what kernels are asked about.
+TEST(Sm90Rows, LargeCopiesAreMadeInParts) {
+  const auto of = [](Op op, std::int64_t tokens, std::int64_t rows, std::int64_t cols) {
+    return problem_of(op, tokens, {rows, cols, 64, 64, 0}, 0.25);
+  };
+  const Problem words = of(Op::linear, 8192, 50257, 768);  // 823 MB of y; x stays
+  EXPECT_EQ(with_aligned_rows(words).tokens, 2048);
+  EXPECT_EQ(aligned_rows_bytes(words), 2048 * 50304 * 2);
+  EXPECT_EQ(aligned_rows_microseconds(words, 50), 4 * (52 + 2048 * 50304 * 2 / 1.5e6));
+  EXPECT_EQ(with_aligned_rows(of(Op::grad_input, 8192, 50257, 768)).tokens, 2048);
+  EXPECT_EQ(with_aligned_rows(of(Op::grad_weight, 8192, 50257, 768)).tokens, 8192)
+      << "a sum over all of them";
+  EXPECT_EQ(with_aligned_rows(of(Op::linear, 8192, 4097, 4095)).tokens, 8192) << "not large";
+  Problem by_feature = words;
+  by_feature.out_layout = Layout::by_feature, by_feature.out_stride = 8193;
+  EXPECT_EQ(with_aligned_rows(by_feature).tokens, 8192);
+}
+
 struct Measured {
   Op op;
   std::int64_t tokens, in, out, block_rows, block_cols;

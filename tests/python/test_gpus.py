@@ -1,6 +1,7 @@
 """Streams at once; two GPUs in one process, and one for each of two: what is derived is each GPU's own."""
 
 import copy
+import itertools
 import threading
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -236,26 +237,34 @@ FAR = [
 @pytest.mark.parametrize("by_feature", [False, True])
 @pytest.mark.parametrize("case", FAR, ids=str)
 def test_more_than_2_31_elements(case, by_feature):
-    """What the last tokens give: that of the same tokens alone; and all before them are zeros."""
+    """What some tokens in three places give, among zeros: that of the same tokens alone."""
     layer = _layer(case).to(FIRST)
     few = _input(case._replace(tokens=300), FIRST).requires_grad_()
     want = layer(few)
     d_few = torch.randn_like(want)
-    want_gradients = torch.autograd.grad(want, [few, layer.weight.values, layer.bias], d_few)
+    want_dx, *sums = torch.autograd.grad(want, [few, layer.weight.values, layer.bias], d_few)
 
+    places = [slice(at, at + 300) for at in (0, case.tokens // 2, case.tokens - 300)]
     many = torch.zeros(case.tokens, case.features[0], device=FIRST, dtype=case.dtype)
     if by_feature:
         many = torch.empty_like(many.t()).t().zero_()
-    many[-300:] = few.detach()
+    for place in places:
+        many[place] = few.detach()
     many.requires_grad_()
     y = layer(many)
     dy = torch.zeros_like(y)
-    dy[-300:] = d_few
-    dx, d_values, d_bias = torch.autograd.grad(y, [many, layer.weight.values, layer.bias], dy)
+    for place in places:
+        dy[place] = d_few
+    dx, *many_sums = torch.autograd.grad(y, [many, layer.weight.values, layer.bias], dy)
     assert min(many.numel(), y.numel()) > 2**31
-    assert torch.equal(y[:-300], layer.bias.detach().expand_as(y)[:-300])
-    assert not dx[:-300].any()
-    for got, expected in zip((y[-300:], dx[-300:], d_values, d_bias), (want, *want_gradients), strict=True):
+    bias = layer.bias.detach()
+    for begin, end in itertools.pairwise(places):
+        between = slice(begin.stop, end.start)
+        assert torch.equal(y[between], bias.expand_as(y)[between])
+        assert not dx[between].any()
+    pairs = [(y[place], want) for place in places] + [(dx[place], want_dx) for place in places]
+    pairs += [(got, len(places) * one) for got, one in zip(many_sums, sums, strict=True)]
+    for got, expected in pairs:
         torch.testing.assert_close(got, expected, rtol=1.6e-2, atol=1e-2 * expected.abs().max().item())
 
 
