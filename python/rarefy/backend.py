@@ -65,8 +65,8 @@ def explain(
     Returns:
         ``problem`` (one line: op, weight, tokens, dtypes, device, threads), ``kernel`` (None when none fits,
         and ``why_none`` says so), ``config`` (its tuning choices, "scatter=0 vectors=4 …"), ``workspace``
-        (bytes of working memory a call takes), ``aligned_copies`` (of them: copies of matrices whose rows are no
-        multiple of 16 bytes, on a GPU) and ``candidates``: ``{kernel, family, chosen, why_not}`` in
+        (bytes of working memory a call takes), ``aligned_copies`` (of them: copies of matrices whose rows are
+        no multiple of 16 bytes, on a GPU) and ``candidates``: ``{kernel, family, chosen, why_not}`` in
         order of preference; ``why_not`` is empty for those that could run too. ``predicted_us`` and
         ``dense_us`` are microseconds of a call and of the dense product by cuBLAS, as predicted for a Hopper
         GPU in bfloat16 and float16, else None (for the CPU: rarefy.advise). A network whose layers run one by

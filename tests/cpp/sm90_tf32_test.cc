@@ -2,7 +2,6 @@
 // other call is rounded.
 #include <gtest/gtest.h>
 
-
 #include "sm90_checks.h"
 
 namespace rarefy::test {
