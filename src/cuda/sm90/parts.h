@@ -2,15 +2,19 @@
 // a part of a tile's steps each and add their sums (tile/exchange.cuh, docs/design/hopper/batches.md).
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 
 namespace rarefy::sm90 {
 
-// What adding the sums of a tile's parts takes, of so many times 64 rows: 4 us with 64 tokens, 9 to 12 with
-// 256.
-inline double exchange_clocks(std::int64_t tokens, int strips) {
-  return 5000 + 20.0 * strips * static_cast<double>(tokens < 256 ? tokens : 256);
-}
+// What adding the sums of a tile's parts takes, of so many times 64 rows; by default 4 us with 64 tokens, 9
+// to 12 with 256.
+struct Exchange {
+  double clocks = 5000, each = 20;  // in any case, and for each token and 64 rows
+  double operator()(std::int64_t tokens, int strips) const {
+    return clocks + each * strips * static_cast<double>(std::min<std::int64_t>(tokens, 256));
+  }
+};
 
 // Clusters of so many thread blocks that run at one time: each lies in one GPC, which has 16 to 18 SMs, so
 // that four times 32 do not on 132, nor three times 40 (three times 33 do).

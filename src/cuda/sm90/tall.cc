@@ -96,7 +96,7 @@ int split_of(const TallProblem& p, const TallConfig& c, int sms) {
     const double share =
         std::min(kFewShare, std::max(1.0, static_cast<double>(sms) / static_cast<double>(tiles * parts)));
     return tall_clocks(c.rows, static_cast<int>(columns_of(p) / parts)) / share +
-           (parts > 1 ? exchange_clocks(p.tokens, 2) : 0);
+           (parts > 1 ? Exchange{}(p.tokens, 2) : 0);
   });
 }
 

@@ -89,7 +89,7 @@ std::vector<WholeCandidate> whole_candidates(const WholeProblem& p, int sms) {
     const bool all = tiles * c.split * 10 > std::int64_t{sms} * 11;
     const double narrow = c.more == 0 ? 1 : 1. * WholeConfig::kNarrow / kWide;
     return narrow * static_cast<double>(ceil_div(steps_of(p), std::int64_t{c.split})) * step_clocks(c, all) +
-           kTileClocks + (c.split > 1 ? exchange_clocks(std::min<std::int64_t>(p.tokens, c.tokens), 2) : 0);
+           kTileClocks + (c.split > 1 ? Exchange{}(std::min<std::int64_t>(p.tokens, c.tokens), 2) : 0);
   };
   const auto add = [&](const WholeConfig& c) {
     const auto rounds =
