@@ -120,7 +120,8 @@ struct Measured {
 
 // An H200, bench/results/nvidia-h200-132-cores/2026-11-28-31389d4-reached.csv. All 454 rows of that file
 // which kernels say something about: the speedup is off by 7.3 % in the median, a quarter by more than 13.
-// 8×8 is an H100's (2026-11-28-abb2362-fine.csv; its weight gradient: docs/design/hopper/whole.md).
+// 8×8 is an H100's (2026-11-28-abb2362-fine.csv; its weight gradient: docs/design/hopper/whole.md), 128
+// tokens are of 2026-11-29-6b305da-shapes.csv.
 TEST(Sm90Predicted, TimesAreThoseMeasured) {
   for (const Measured& m : {Measured{Op::linear, 8192, 4096, 4096, 128, 128, 0.5, 182.3, 323.9},
                             {Op::linear, 8192, 4096, 4096, 64, 64, 0.25, 125.3, 379.8},
@@ -135,7 +136,11 @@ TEST(Sm90Predicted, TimesAreThoseMeasured) {
                             {Op::grad_input, 8192, 4096, 4096, 128, 1, 0.1, 170.4, 354.3},
                             {Op::grad_weight, 8192, 4096, 4096, 128, 128, 0.5, 196.3, 381.6},
                             {Op::grad_weight, 8192, 4096, 14336, 32, 32, 0.25, 876.6, 1369.9},
-                            {Op::grad_weight, 8192, 4096, 4096, 8, 8, 0.25, 349, 336}}) {
+                            {Op::grad_weight, 8192, 4096, 4096, 8, 8, 0.25, 349, 336},
+                            {Op::linear, 128, 8192, 8192, 128, 128, 0.5, 27.6, 38.7},
+                            {Op::linear, 128, 8192, 8192, 64, 64, 0.25, 21.3, 38.5},
+                            {Op::grad_weight, 128, 8192, 8192, 128, 128, 0.5, 38.2, 52.2},
+                            {Op::grad_weight, 128, 8192, 8192, 32, 32, 0.5, 107.0, 50.7}}) {
     const Problem p = problem_of(m.op, m.tokens, {m.out, m.in, m.block_rows, m.block_cols, 0}, m.density);
     const auto choice = choose_from(registry(), p, hopper(), "");
     ASSERT_TRUE(choice.ok());
