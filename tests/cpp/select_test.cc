@@ -45,6 +45,14 @@ T config_for(const rarefy::Problem& problem, const Machine& machine, std::string
   return from_config<T>(choice.config);
 }
 
+TEST(SelectTest, SaysWhatIsCopied) {
+  Explanation e = explain(layer_problem(512, 64, 64, 4, 4, 0.5));
+  EXPECT_EQ(e.aligned_copies, 0) << "on the CPU";
+  EXPECT_EQ(to_string(e).find("copies"), std::string::npos);
+  e.aligned_copies = 1234;
+  EXPECT_NE(to_string(e).find(", copies with aligned rows of 1234 bytes"), std::string::npos) << to_string(e);
+}
+
 TEST(SelectTest, EveryCandidateHasItsReason) {
   const Explanation e = explain(layer_problem(512, 64, 64, 4, 4, 0.5));
   ASSERT_FALSE(e.kernel.empty());
