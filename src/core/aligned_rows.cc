@@ -15,9 +15,9 @@ namespace {
 
 constexpr std::int64_t kBytes = 16;
 constexpr std::int64_t kFewTokens = 16;  // of linear, whose kernels read X and W as they lie
-// More than kLarge are made some tokens at a time, about kPart of them together. 8192×768→50257 takes 6 %
-// longer with parts of 256 MB, 13 % with 64 MB, and grad_input of tall vectors 24 and 110 %: it is for memory
-// alone.
+// More than kLarge are made some tokens at a time, about kPart of them together. 8192×768→50257 takes up to 4
+// % longer with parts of 256 MB, 13 % with 64 MB, and grad_input of tall vectors 20 and 109 %: it is for
+// memory alone.
 constexpr std::int64_t kLarge = 512 << 20, kPart = 256 << 20;
 
 bool is_even(std::int64_t elements, DType dtype) {
@@ -50,9 +50,13 @@ Rows rows_of(const Problem& p, bool first, std::int64_t tokens) {
   return rows;
 }
 
+std::int64_t bytes_of(const Problem& p, std::int64_t tokens) {
+  return rows_of(p, true, tokens).bytes() + rows_of(p, false, tokens).bytes();
+}
+
 // By feature all together: a line of some tokens would begin anywhere.
 std::int64_t tokens_of_part(const Problem& p) {
-  const std::int64_t bytes = rows_of(p, true, p.tokens).bytes() + rows_of(p, false, p.tokens).bytes();
+  const std::int64_t bytes = bytes_of(p, p.tokens);
   const bool by_token = p.in_layout == Layout::by_token && p.out_layout == Layout::by_token;
   if (bytes <= kLarge || !by_token || p.op == Op::grad_weight) return p.tokens;
   const std::int64_t tokens = ceil_div(ceil_div(p.tokens, ceil_div(bytes, kPart)), 128) * 128;
@@ -97,10 +101,7 @@ Problem with_aligned_rows(const Problem& p) {
   return result;
 }
 
-std::int64_t aligned_rows_bytes(const Problem& p) {
-  const std::int64_t tokens = tokens_of_part(p);
-  return rows_of(p, true, tokens).bytes() + rows_of(p, false, tokens).bytes();
-}
+std::int64_t aligned_rows_bytes(const Problem& p) { return bytes_of(p, tokens_of_part(p)); }
 
 double aligned_rows_microseconds(const Problem& p, double microseconds) {
   const std::int64_t tokens = tokens_of_part(p);

@@ -51,8 +51,9 @@ std::vector<Config> candidates_gradient(const Problem& p, const rarefy::Machine&
 }
 
 double gradient_microseconds(const Problem& p, const Config& config, const rarefy::Machine& machine) {
-  // Few tokens are few steps of a tile, whose way out takes longer than the model has it, which the choice is
-  // made by: 1.7 times as long with 128, 1.3 with 300, 1.1 with 777 (docs/design/hopper/shapes.md).
+  // A tile's way out takes longer than the model has it, which shows where steps are few: all takes 1.7 times
+  // as long with 128 tokens, 1.3 with 300, 1.1 with 777. The choice is made without that, as all candidates
+  // have it.
   const double around = 1 + 85 / static_cast<double>(p.tokens);
   return around * microseconds_of(gradient_candidates(gradient_problem(p), sm90_machine(machine)), config,
                                   gradient_config);

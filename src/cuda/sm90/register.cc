@@ -102,12 +102,12 @@ std::vector<Config> candidates_strips(const Problem& p, const rarefy::Machine& m
   return all;
 }
 
-// With few tokens it is reading W, by boxes of 8 KB at .7 of the memory's nominal rate.
+// With few tokens it is reading W, by boxes of 8 KB at .7 of the memory's nominal rate, and 5 us around it.
 double strip_microseconds(const Problem& p, const Config& config, const rarefy::Machine& machine) {
   const double modelled = microseconds_of(strip_candidates(strip_problem(p), sm90_machine(machine)), config,
                                           [&](const StripConfig& c) { return choice_of(c, machine); });
-  const double bytes = static_cast<double>(p.weight.shape.value_count()) * 2;
-  return modelled > 0 ? std::max(7 + 1e6 * bytes / (.7 * machine.gpu.bandwidth), modelled) : 0;
+  const double reading = reading_microseconds(p.weight.shape.value_count() * 2, machine, .7);
+  return modelled > 0 ? std::max(5.1 + reading, modelled) : 0;
 }
 
 Status check_sms(Op op, std::int64_t sms) {

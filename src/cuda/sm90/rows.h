@@ -61,10 +61,10 @@ struct FineGradientTimes {
   double columns(double share) const { return 30 + (.44 + 3.5 * share) * work; }
 };
 
-// A product of few tokens, which is reading W: at .8 of the memory's nominal rate, in a chain
+// A product of few tokens, which is reading W: at .8 of the memory's nominal rate by default, in a chain
 // (docs/design/hopper/decode.md).
-inline double reading_microseconds(std::int64_t bytes, const rarefy::Machine& machine) {
-  return 1.9 + 1e6 * static_cast<double>(bytes) / (.8 * machine.gpu.bandwidth);
+inline double reading_microseconds(std::int64_t bytes, const rarefy::Machine& machine, double rate = .8) {
+  return 1.9 + 1e6 * static_cast<double>(bytes) / (rate * machine.gpu.bandwidth);
 }
 
 inline Reason refuses_f32(const Problem& p) {

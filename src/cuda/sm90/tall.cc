@@ -32,7 +32,8 @@ double columns_of(const TallProblem& p) {  // of a block row
 double multiply_microseconds(const TallProblem& p, const TallConfig& c, int sms) {
   const ListChoice rounds({static_cast<int>(group_count(p, c.rows)), 1, sms},
                           static_cast<int>(ceil_div(p.tokens, std::int64_t{c.tokens})));
-  // Tiles of 64 rows for up to 256 tokens have steps twice as long, which are as few bytes (batches.md).
+  // Tiles of 64 rows have steps of twice as many columns with 256 tokens, and take two thirds as long as with
+  // 512 (docs/design/hopper/batches.md).
   const double few = c.rows == 64 && c.tokens == 256 ? 0.63 : 1;
   return rounds.whole * few * tall_clocks(c.rows, static_cast<int>(columns_of(p) / c.split)) / kClock + 9;
 }

@@ -12,17 +12,17 @@ namespace {
 
 // Rates of one SM, fitted to 900 measurements in a chain (docs/design/hopper/unions.md): on average 7 % off,
 // and what is chosen by them takes 1 % longer than the best.
-constexpr double kClock = 1750;        // per microsecond
-constexpr double kBytesPerClock = 40;  // from L2 into shared memory, all SMs at once
-constexpr double kBytesAlone = 45;     // … and few
-constexpr double kMultiply = 0.92;     // of the tensor cores' peak that a warpgroup's products reach
-constexpr double kTogether = 7;        // products and copies alike take a tenth more than one of them
-constexpr double kThreeStrips = 1.03;  // copies for three strips
-constexpr double kWaitClocks = 50;     // of a step, for each that is missing to four in flight
-constexpr double kTileClocks = 1650;   // writing the sums of 256 tokens
-constexpr double kCut = 1.06;          // a last round of strips alone …
-constexpr double kCutAtOnce = 1.2;     // … or the only one
-constexpr Exchange kExchange{3000, 8};
+constexpr double kClock = 1750;          // per microsecond
+constexpr double kBytesPerClock = 40;    // from L2 into shared memory, all SMs at once
+constexpr double kBytesAlone = 45;       // … and few
+constexpr double kMultiply = 0.92;       // of the tensor cores' peak that a warpgroup's products reach
+constexpr double kTogether = 7;          // products and copies alike take a tenth more than one of them
+constexpr double kThreeStrips = 1.03;    // copies for three strips
+constexpr double kWaitClocks = 50;       // of a step, for each that is missing to four in flight
+constexpr double kTileClocks = 1650;     // writing the sums of 256 tokens
+constexpr double kCut = 1.06;            // a last round of strips alone …
+constexpr double kCutAtOnce = 1.2;       // … or the only one
+constexpr Exchange kExchange{3000, 8};   // of parts
 constexpr double kLaunchClocks = 11400;  // launch, first loads, last stores
 
 constexpr std::int64_t kMostFeatures = (1 << 20) - 64;  // unit rows and overlaps are 16-bit in the plan
