@@ -314,6 +314,10 @@ TEST(DecodeConfig, CutsWForTheGpu) {
         EXPECT_TRUE(c.split == 1 || warps <= places) << warps;
         if (n == 14336 && block >= 32) {
           EXPECT_EQ(c.split, 1);
+          // Eight warps a strip are more than registers allow for.
+          if (tokens > 8 || tokens == 1) {
+            EXPECT_EQ(c.shared, tokens > 8 && block != 48);
+          }
         }
         if (n == 128256) {  // many rounds
           EXPECT_EQ(c.rows, block % 32 == 0 ? 32 : 16);
@@ -370,7 +374,11 @@ TEST(Sm90Rows, ForcedConfigurationsAreChecked) {
         Refused{3, 32, 32, "sm90_decode", "warps=3", kDecode},
         Refused{3, 32, 32, "sm90_decode", "loads=12", kDecode},
         Refused{9, 32, 32, "sm90_decode", "loads=16", kDecode},
-        Refused{3, 32, 32, "sm90_decode", "split=0", kDecode}}) {
+        Refused{3, 32, 32, "sm90_decode", "split=0", kDecode},
+        Refused{3, 32, 32, "sm90_decode", "shared=1", kDecode},
+        Refused{9, 16, 16, "sm90_decode", "shared=1", kDecode},
+        Refused{9, 32, 32, "sm90_decode", "shared=1 split=2", kDecode},
+        Refused{9, 64, 64, "sm90_decode", "shared=1 rows=16", kDecode}}) {
     SCOPED_TRACE(std::string(name) + ' ' + config);
     const auto kernel = std::find_if(registry().begin(), registry().end(),
                                      [wanted = name](const Kernel& k) { return k.name == wanted; });

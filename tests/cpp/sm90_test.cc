@@ -155,19 +155,22 @@ TEST_F(Sm90Test, Decode) {
 
 // Every way to cut W among warps gives the sums of the default one, up to their order.
 TEST_F(Sm90Test, DecodeIsCutInEveryWay) {
-  for (const auto& [block, tokens] : {std::pair{64, 3}, {64, 13}, {32, 5}, {16, 16}}) {
+  for (const auto& [block, tokens] : {std::pair{64, 3}, {64, 7}, {64, 13}, {32, 5}, {32, 16}, {16, 16}}) {
     const Problem problem =
         make_problem({tokens, 5 * block, 9 * block, block, block, 0.6, DType::bf16, true, 0});
     ProblemIn<DeviceBuffer> gpu(problem);
     for (const int rows : {16, 32}) {
       if (rows > block) continue;
       for (const int warps : {2, 4, 8}) {
-        for (const int split : {1, 2, 4, 8}) {
-          const int loads = split <= 2 && tokens <= 8 ? 16 : 8;
-          const std::string config = "sm90_decode(rows=" + std::to_string(rows) +
-                                     " warps=" + std::to_string(warps) + " split=" + std::to_string(split) +
-                                     " loads=" + std::to_string(loads) +
-                                     " late=" + std::to_string(rows / 16 % 2) + ')';
+        for (const int split : {0, 1, 2, 4, 8}) {  // 0: by way of shared memory
+          if (split == 0 && (tokens <= 4 || block < 32 || warps != 8)) continue;
+          if (split == 0 && rows == 16 && (block < 64 || tokens > 8)) continue;
+          const int loads = split > 0 && split <= 2 && tokens <= 8 ? 16 : 8;
+          const std::string config =
+              "sm90_decode(rows=" + std::to_string(rows) + " warps=" + std::to_string(warps) +
+              " split=" + std::to_string(std::max(split, 1)) + " loads=" + std::to_string(loads) +
+              " shared=" + std::to_string(split == 0 ? 1 : 0) + " late=" + std::to_string(rows / 16 % 2) +
+              ')';
           SCOPED_TRACE(config);
           const Force force("cuda:sm90," + config);
           gpu.poison();
@@ -182,26 +185,30 @@ TEST_F(Sm90Test, DecodeIsCutInEveryWay) {
 // A kernel that may start while the one before ends sees all that this one wrote: 64 layers, each reading
 // what the last one left, as if each had been waited for.
 TEST_F(Sm90Test, DecodeInAChain) {
-  Problem problem = make_problem({4, 1024, 1024, 32, 32, 0.5, DType::bf16, false, 0});
+  Problem problem = make_problem({8, 1024, 1024, 32, 32, 0.5, DType::bf16, false, 0});
   for (double& value : problem.values) value /= 16;  // so that numbers neither grow nor vanish
   ProblemIn<DeviceBuffer> gpu(problem);
-  const auto run = [&](const std::string& config, bool wait) {
+  const auto run = [&](int tokens, const std::string& config, bool wait) {
     const Force force("cuda:sm90," + config);
     const DeviceBuffer first = DeviceBuffer::upload<std::byte>(encode(problem.x, DType::bf16)),
                        second(first.bytes());
     for (int layer = 0; layer < 64; ++layer) {
       const DeviceBuffer& from = layer % 2 == 0 ? first : second;
       const DeviceBuffer& to = layer % 2 == 0 ? second : first;
-      expect_ok(linear({from.data(), DType::bf16, 4, 1024, 1024, Device::cuda}, gpu.weight(), gpu.bias(),
-                       Activation::silu, {to.data(), DType::bf16, 4, 1024, 1024, Device::cuda}));
+      expect_ok(linear({from.data(), DType::bf16, tokens, 1024, 1024, Device::cuda}, gpu.weight(), gpu.bias(),
+                       Activation::silu, {to.data(), DType::bf16, tokens, 1024, 1024, Device::cuda}));
       if (wait) require(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
     }
     return first.download();
   };
-  for (const char* config : {"sm90_decode(late=0)", "sm90_decode(late=1)", "sm90_decode(loads=8 late=0)",
-                             "sm90_decode(split=4 late=0)"}) {
+  for (const auto& [tokens, config] : {std::pair{4, "sm90_decode(late=0)"},
+                                       {4, "sm90_decode(late=1)"},
+                                       {4, "sm90_decode(loads=8 late=0)"},
+                                       {4, "sm90_decode(split=4 late=0)"},
+                                       {8, "sm90_decode(shared=1 late=0)"},
+                                       {8, "sm90_decode(shared=1 late=1)"}}) {
     SCOPED_TRACE(config);
-    EXPECT_EQ(run(config, false), run(config, true));
+    EXPECT_EQ(run(tokens, config, false), run(tokens, config, true));
   }
 }
 

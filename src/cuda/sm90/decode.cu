@@ -1,17 +1,20 @@
 // linear for up to 16 tokens. Rows of W are operand A of warp-sized products, tokens operand B. A product's
 // sum may run over its 16 steps in any order, so a lane takes eight neighbouring weights of a row with one
-// 16-byte load and the same eight inputs of a token with another: no shared memory, no packing.
+// 16-byte load and the same eight inputs of a token with another: no packing. Weights in flight are in
+// registers, or in shared memory, which leaves registers for more warps.
 // Loads are not `.nc`: the kernel before, which this one may overlap, may write what they read. The index it
 // does not write (decode.h), so where a warp's first inputs are is known before it ends.
 #include "cuda/sm90/decode.h"
 
 #include "cuda/device/activation.cuh"
+#include "cuda/device/async_copy.cuh"
 #include "cuda/sm90/device/matrix.cuh"
 
 namespace rarefy::sm90 {
 namespace {
 
 using device::Activation;
+using device::copy_16;
 
 // Of W that all ask for before they may read; more slows the kernel before.
 constexpr u32 kAheadBytes = 4 << 20;
@@ -60,6 +63,15 @@ __device__ inline Words load_cached(const void* p, bool wanted) {
   return r;
 }
 
+__device__ inline Words load_shared(u32 address) {
+  Words r;
+  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(r.w[0]), "=r"(r.w[1]), "=r"(r.w[2]), "=r"(r.w[3])
+               : "r"(address)
+               : "memory");
+  return r;
+}
+
 // All thread blocks together ask L2 for the whole index and X, which are small, before they are needed one
 // after another: each first read of a line from device memory would cost as much as 4 KB of W for every warp.
 // Each asks for the begin of about what it will read of W, too. Hints, so they may be given while the kernel
@@ -105,6 +117,7 @@ __device__ inline void ask_ahead(const DecodeParams& p) {
 // How a warp reads rows of W: each lane 16 bytes, and lane 4g + q holds a product's row g.
 //   whole lines: 64 columns, of which eight lanes read a row's 128 bytes, so that g and g ^ 1 have two halves
 //     of one row. Of two loads each lane gives one to its neighbour: products of either half have eight rows.
+//     Out of shared memory lanes read what their products want, whoever copied it.
 //   halves: the same without that, for up to four tokens. They have two columns of the product each: inputs
 //     of the first half in one, of the second in the other. Of a row's sums those of its half count, and the
 //     two are added up.
@@ -112,15 +125,15 @@ __device__ inline void ask_ahead(const DecodeParams& p) {
 //   two blocks: of 16 columns, one stored after another: four lanes read what they have of a row.
 enum Reads { kLines, kHalves, kColumns, kTwoBlocks };
 
-template <int kReads>
+template <int kReads, bool kShared>
 struct Reading {
-  static constexpr bool kPaired = kReads == kHalves, kExchanged = kReads == kLines;
+  static constexpr bool kPaired = kReads == kHalves, kExchanged = kReads == kLines && !kShared;
   // Columns side by side, and how many of these a step has.
-  static constexpr int kUnit = kPaired || kExchanged ? 64 : kReads == kColumns ? 32 : 16;
+  static constexpr int kUnit = kPaired || kReads == kLines ? 64 : kReads == kColumns ? 32 : 16;
   static constexpr int kUnits = kReads == kTwoBlocks ? 2 : 1;
   static constexpr int kRowsOfLoad = kUnit == 64 ? 4 : 8;
   static constexpr int kTokensOfTile = kPaired ? 4 : 8;
-  static constexpr int kParts = kExchanged ? 2 : 1;  // of a step: inputs that a lane multiplies in turn
+  static constexpr int kParts = kReads == kLines ? 2 : 1;  // of a step: inputs that a lane multiplies in turn
   static constexpr int kRowsOfProduct = kPaired ? 8 : 16;
 };
 
@@ -135,18 +148,21 @@ __device__ inline void exchange(const Words& rows, const Words& below, bool even
   }
 }
 
-// kRows rows of W, kTiles products of tokens, kInFlight loads of W.
-template <class T, int kReads, int kRows, int kTiles, int kWarps, int kInFlight>
-__global__ void __launch_bounds__(kWarps * 32,
-                                  warps_of_sm(kTiles == 2, Reading<kReads>::kUnit == 64, kInFlight) / kWarps)
-    decode_kernel(const DecodeParams p) {
-  using R = Reading<kReads>;
+// kRows rows of W, kTiles products of tokens, kInFlight loads of W, in registers or in shared memory.
+template <class T, int kReads, int kRows, int kTiles, int kWarps, int kInFlight, bool kShared>
+__global__ void __launch_bounds__(kWarps * 32, warps_of_sm(kTiles == 2, kReads == kLines || kReads == kHalves,
+                                                           kInFlight, kShared) /
+                                                   kWarps) decode_kernel(const DecodeParams p) {
+  using R = Reading<kReads, kShared>;
   constexpr int kLoads = kRows / R::kRowsOfLoad, kSteps = kInFlight / kLoads,
                 kProducts = kRows / R::kRowsOfProduct;
   constexpr int kTokens = kTiles * R::kTokensOfTile, kThreads = kWarps * 32;
   constexpr int kToken = kRows + (R::kPaired ? 8 : 4);  // from token to token: no two lanes meet in a bank
-  __shared__ float partial[kWarps][kTokens * kToken];
-  const int split = p.split, rank = static_cast<int>(cluster_rank());
+  // A warp's weights in flight, and then its sums.
+  constexpr int kLoadBytes = 512, kWeightBytes = kShared ? kInFlight * kLoadBytes : 0;
+  constexpr int kSums = kTokens * kToken * 4 > kWeightBytes ? kTokens * kToken : kWeightBytes / 4;
+  __shared__ __align__(16) float partial[kWarps][kSums];
+  const int split = kShared ? 1 : p.split, rank = kShared ? 0 : static_cast<int>(cluster_rank());
   const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
   const int g = lane / 4, q = lane % 4, row = R::kUnit == 64 ? g / 2 : g;  // of a load
   const int strip = static_cast<int>(blockIdx.x) / split, strips_per_block = p.block_rows / kRows;
@@ -159,7 +175,7 @@ __global__ void __launch_bounds__(kWarps * 32,
   const int w0 = 8 * (R::kUnit == 64       ? lane % 8
                       : kReads == kColumns ? q
                                            : q % 2);  // of a unit's columns, in W
-  const int k0 = R::kExchanged ? 8 * q : w0;          // and in X, the first part
+  const int k0 = kReads == kLines ? 8 * q : w0;       // and in X, the first part
   const int in_block = (first_row + row) * p.block_cols + w0;
 
   // unit / per_block. (A condition here would be a branch around the loads that follow.)
@@ -176,14 +192,19 @@ __global__ void __launch_bounds__(kWarps * 32,
       k[i] = wanted < units ? at : p.cols;
     }
   };
+  // Where a lane's part of a load goes, and of a product's rows g what it reads: of whole lines, halves of
+  // every other row change places, so that no two lanes meet in a bank.
+  const u32 weights = shared_address(partial[warp]);
+  const auto place = [&](int row, int piece) {
+    return static_cast<u32>(R::kUnit == 64 ? row * 128 + (piece ^ (row % 2 * 4)) * 16 : lane * 16);
+  };
+  const u32 to = weights + place(row, lane % 8);
   float d[kProducts][kTiles][4] = {};
   const int workers = kWarps * split, worker = rank * kWarps + warp;
   if (units > 0) find_inputs(k, worker * kSteps);
   wait_for_kernels();
-  for (int first = worker * kSteps; first < steps; first += workers * kSteps) {
-    Words a[kSteps][kLoads], b[kSteps][kTiles][R::kParts];
-    int next[kSteps];
-    find_inputs(next, first + workers * kSteps);
+  Words a[kShared ? 1 : kSteps][kShared ? 1 : kLoads], b[kSteps][kTiles][R::kParts];
+  const auto load = [&](int first) {
 #pragma unroll
     for (int i = 0; i < kSteps; ++i) {
       const int wanted = unit_of(first + i), unit = min(wanted, units - 1);
@@ -191,8 +212,12 @@ __global__ void __launch_bounds__(kWarps * 32,
       const T* from = static_cast<const T*>(p.values) +
                       (static_cast<std::int64_t>(begin + entry) * p.block_size + (side + in_block));
 #pragma unroll
-      for (int j = 0; j < kLoads; ++j, from += R::kRowsOfLoad * p.block_cols)
-        a[i][j] = load_streamed(from, wanted < units);
+      for (int j = 0; j < kLoads; ++j, from += R::kRowsOfLoad * p.block_cols) {
+        if constexpr (kShared)
+          copy_16(to + static_cast<u32>((i * kLoads + j) * kLoadBytes), from, wanted < units ? 16 : 0);
+        else
+          a[i][j] = load_streamed(from, wanted < units);
+      }
     }
 #pragma unroll
     for (int i = 0; i < kSteps; ++i) {
@@ -206,8 +231,8 @@ __global__ void __launch_bounds__(kWarps * 32,
         }
       }
     }
-#pragma unroll
-    for (int i = 0; i < kSteps; ++i) k[i] = next[i];
+  };
+  const auto multiply = [&] {
 #pragma unroll
     for (int i = 0; i < kSteps; ++i) {
 #pragma unroll
@@ -216,12 +241,19 @@ __global__ void __launch_bounds__(kWarps * 32,
         if constexpr (R::kExchanged) {
           exchange(a[i][4 * j], a[i][4 * j + 1], g % 2 == 0, low);
           exchange(a[i][4 * j + 2], a[i][4 * j + 3], g % 2 == 0, high);
-        } else {
+        } else if constexpr (!kShared) {
           low[0] = a[i][2 * j];
           high[0] = a[i][2 * j + 1];
         }
 #pragma unroll
         for (int h = 0; h < R::kParts; ++h) {
+          if constexpr (kShared) {
+            constexpr int kBytesOfProduct = 16 / R::kRowsOfLoad * kLoadBytes;
+            const u32 at = weights + static_cast<u32>(i * kLoads * kLoadBytes + j * kBytesOfProduct) +
+                           place(g, 4 * h + q);
+            low[h] = load_shared(at);
+            high[h] = load_shared(at + kBytesOfProduct / 2);
+          }
 #pragma unroll
           for (int n = 0; n < kTiles; ++n) {
 #pragma unroll
@@ -232,6 +264,30 @@ __global__ void __launch_bounds__(kWarps * 32,
           }
         }
       }
+    }
+  };
+  int first = worker * kSteps;
+  const int stride = workers * kSteps;
+  if constexpr (kShared) {
+    // Loads and the wait for them in blocks of their own: within one, ptxas loads inputs after the wait.
+    if (first < steps) load(first);
+    for (; first < steps; first += stride) {
+      device::wait_for_all_copies();
+      __syncwarp();
+      multiply();
+      __syncwarp();  // all have read what others copy to, or write sums to
+      if (first + stride >= steps) continue;
+      find_inputs(k, first + stride);
+      load(first + stride);
+    }
+  } else {
+    for (; first < steps; first += stride) {
+      int next[kSteps];
+      find_inputs(next, first + stride);
+      load(first);
+#pragma unroll
+      for (int i = 0; i < kSteps; ++i) k[i] = next[i];
+      multiply();
     }
   }
 
@@ -292,7 +348,7 @@ __global__ void __launch_bounds__(kWarps * 32,
   cluster_sync();  // a peer may still read here
 }
 
-template <class T, int kReads, int kRows, int kTiles, int kWarps, int kInFlight>
+template <class T, int kReads, int kRows, int kTiles, int kWarps, int kInFlight, bool kShared>
 cudaError_t launch_kernel(std::int64_t strips, const DecodeParams& params, cudaStream_t stream) {
   cudaLaunchAttribute attributes[2]{};
   attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
@@ -305,7 +361,8 @@ cudaError_t launch_kernel(std::int64_t strips, const DecodeParams& params, cudaS
   launch.stream = stream;
   launch.attrs = attributes;
   launch.numAttrs = params.split > 1 ? 2 : 1;
-  return cudaLaunchKernelEx(&launch, decode_kernel<T, kReads, kRows, kTiles, kWarps, kInFlight>, params);
+  return cudaLaunchKernelEx(&launch, decode_kernel<T, kReads, kRows, kTiles, kWarps, kInFlight, kShared>,
+                            params);
 }
 
 // Calls f with a compile-time integer equal to `value`, one of `first`, `rest` ….
@@ -329,11 +386,18 @@ cudaError_t launch_type(const DecodeProblem& p, const DecodeConfig& config, cons
       return with_int<16, 32>(config.rows, [&](auto rows) {
         return with_int<2, 4, 8>(config.warps, [&](auto warps) {
           return with_int<8, 16>(config.loads, [&](auto loads) {
-            if constexpr (tiles == 2 && (loads == 16 || reads == kHalves)) {  // as decode_candidates says
-              return cudaErrorInvalidConfiguration;
-            } else {
-              return launch_kernel<T, reads, rows, tiles, warps, loads>(strips, params, stream);
-            }
+            return with_int<0, 1>(config.shared ? 1 : 0, [&](auto shared) {
+              constexpr bool lines = reads == kLines, many = tiles == 2,
+                             can_share = warps == 8 && loads == 8 && (lines || reads == kColumns) &&
+                                         (rows == 32 || (lines && !many));
+              // As decode_candidates says.
+              if constexpr ((many && (loads == 16 || reads == kHalves)) || (shared && !can_share)) {
+                return cudaErrorInvalidConfiguration;
+              } else {
+                return launch_kernel<T, reads, rows, tiles, warps, loads, shared == 1>(strips, params,
+                                                                                       stream);
+              }
+            });
           });
         });
       });

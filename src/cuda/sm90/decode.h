@@ -29,23 +29,26 @@ struct DecodeProblem {
   std::int64_t block_row_count() const { return (rows + block_rows - 1) / block_rows; }
 };
 
-// Warps that an SM holds: with more tokens a thread has more sums, with more loads in flight more weights,
-// and whole lines take registers for halves and addresses. (A few bytes spilled cost more than fewer warps.)
-constexpr int warps_of_sm(bool many, bool lines, int loads) {
-  return loads == 16 ? 16 : many ? 20 : lines ? 24 : 32;
+// Warps that an SM holds: with more tokens a thread has more sums, with more loads in flight more weights
+// (unless they are in shared memory), and whole lines take registers for halves and addresses. (A few bytes
+// spilled cost more than fewer warps.)
+constexpr int warps_of_sm(bool many, bool lines, int loads, bool shared) {
+  return shared ? 32 : loads == 16 ? 16 : many ? 20 : lines ? 24 : 32;
 }
 
 struct DecodeConfig {
-  int rows = 32;      // of a strip
-  int warps = 8;      // of a thread block
-  int split = 1;      // thread blocks for a strip
-  int loads = 8;      // of 16 bytes of W that a thread has in flight
-  bool late = false;  // whether the next kernel may start only when this one has read W
+  int rows = 32;        // of a strip
+  int warps = 8;        // of a thread block
+  int split = 1;        // thread blocks for a strip
+  int loads = 8;        // of 16 bytes of W that a thread has in flight
+  bool shared = false;  // whether those are in shared memory, not in registers
+  bool late = false;    // whether the next kernel may start only when this one has read W
 
   std::int64_t strips(const DecodeProblem& p) const { return p.block_row_count() * (p.block_rows / rows); }
   std::string text() const {
     return "rows=" + std::to_string(rows) + " warps=" + std::to_string(warps) +
            " split=" + std::to_string(split) + " loads=" + std::to_string(loads) +
+           " shared=" + std::to_string(static_cast<int>(shared)) +
            " late=" + std::to_string(static_cast<int>(late));
   }
 };

@@ -28,16 +28,16 @@ namespace {
 // Up to 16 tokens ---------------------------------------------------------------------------------------
 
 struct DecodeChoice {
-  std::int64_t rows = 32, warps = 8, split = 1, loads = 8, late = 0;
-  static constexpr std::string_view kFields[] = {"rows", "warps", "split", "loads", "late"};
+  std::int64_t rows = 32, warps = 8, split = 1, loads = 8, shared = 0, late = 0;
+  static constexpr std::string_view kFields[] = {"rows", "warps", "split", "loads", "shared", "late"};
   DecodeConfig config() const {
     const auto n = [](std::int64_t x) { return static_cast<int>(x); };
-    return {n(rows), n(warps), n(split), n(loads), late != 0};
+    return {n(rows), n(warps), n(split), n(loads), shared != 0, late != 0};
   }
 };
 
 Config decode_config(const DecodeConfig& c) {
-  return to_config(DecodeChoice{c.rows, c.warps, c.split, c.loads, c.late ? 1 : 0});
+  return to_config(DecodeChoice{c.rows, c.warps, c.split, c.loads, c.shared ? 1 : 0, c.late ? 1 : 0});
 }
 
 DecodeProblem decode_problem(const Problem& p) {
