@@ -205,8 +205,8 @@ TEST_F(Sm90Test, DecodeInAChain) {
                                        {4, "sm90_decode(late=1)"},
                                        {4, "sm90_decode(loads=8 late=0)"},
                                        {4, "sm90_decode(split=4 late=0)"},
-                                       {8, "sm90_decode(shared=1 late=0)"},
-                                       {8, "sm90_decode(shared=1 late=1)"}}) {
+                                       {8, "sm90_decode(rows=32 warps=8 split=1 loads=8 shared=1 late=0)"},
+                                       {8, "sm90_decode(rows=32 warps=8 split=1 loads=8 shared=1 late=1)"}}) {
     SCOPED_TRACE(config);
     EXPECT_EQ(run(tokens, config, false), run(tokens, config, true));
   }
