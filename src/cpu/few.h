@@ -227,7 +227,10 @@ void few_row(FewRow& row, int slices) {
     for (; s + Slices <= slices; s += Slices)
       few_slices<I, kStorage, kSpread, Size, N, Slices, Sets, Tokens>(row, s);
   };
-  constexpr int most = few_slices_at_once<I, kSpread, Sets, Tokens>();
+  // With four sets there is one slice, with two no more than three (few_sets): others need no code.
+  constexpr int most = std::min(few_slices_at_once<I, kSpread, Sets, Tokens>(), Sets == 4   ? 1
+                                                                                : Sets == 2 ? 2
+                                                                                            : 16);
   if constexpr (most >= 16) step.template operator()<16>();
   if constexpr (most >= 8) step.template operator()<8>();
   if constexpr (most >= 4) step.template operator()<4>();
