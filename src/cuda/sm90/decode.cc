@@ -2,6 +2,7 @@
 #include "cuda/sm90/decode.h"
 
 #include <algorithm>
+#include <utility>
 
 namespace rarefy::sm90 {
 namespace {
