@@ -41,7 +41,7 @@ std::map<std::string, std::string> not_run() {
 class SayWhatDidNotRun : public ::testing::Environment {
  public:
   void TearDown() override {
-    if (::testing::UnitTest::GetInstance()->test_to_run_count() < 2) return;  // ctest runs them one by one
+    if (::testing::UnitTest::GetInstance()->test_to_run_count() < 2) return;  // one alone
     std::string list;
     for (const auto& [family, reason] : not_run())
       list += (list.empty() ? "" : ", ") + family + " (" + reason + ")";
