@@ -228,9 +228,8 @@ void few_row(FewRow& row, int slices) {
       few_slices<I, kStorage, kSpread, Size, N, Slices, Sets, Tokens>(row, s);
   };
   // With four sets there is one slice, with two no more than three (few_sets): others need no code.
-  constexpr int most = std::min(few_slices_at_once<I, kSpread, Sets, Tokens>(), Sets == 4   ? 1
-                                                                                : Sets == 2 ? 2
-                                                                                            : 16);
+  constexpr int wanted = Sets == 4 ? 1 : Sets == 2 ? 2 : 16;
+  constexpr int most = std::min(few_slices_at_once<I, kSpread, Sets, Tokens>(), wanted);
   if constexpr (most >= 16) step.template operator()<16>();
   if constexpr (most >= 8) step.template operator()<8>();
   if constexpr (most >= 4) step.template operator()<4>();

@@ -121,7 +121,8 @@ struct Measured {
 // An H200, bench/results/nvidia-h200-132-cores/2026-11-28-31389d4-reached.csv. All 454 rows of that file
 // which kernels say something about: the speedup is off by 7.3 % in the median, a quarter by more than 13.
 // 8×8 is an H100's (2026-11-28-abb2362-fine.csv; its weight gradient: docs/design/hopper/whole.md), 128
-// tokens are of 2026-11-29-6b305da-shapes.csv.
+// tokens are of 2026-11-29-6b305da-shapes.csv, 16 of 2026-11-29-a7ca0ba-reached.csv, weight gradients of
+// 768→3072 and 2048→5632 of docs/design/hopper/grad_weight.md.
 TEST(Sm90Predicted, TimesAreThoseMeasured) {
   for (const Measured& m : {Measured{Op::linear, 8192, 4096, 4096, 128, 128, 0.5, 182.3, 323.9},
                             {Op::linear, 8192, 4096, 4096, 64, 64, 0.25, 125.3, 379.8},
@@ -140,7 +141,11 @@ TEST(Sm90Predicted, TimesAreThoseMeasured) {
                             {Op::linear, 128, 8192, 8192, 128, 128, 0.5, 27.6, 38.7},
                             {Op::linear, 128, 8192, 8192, 64, 64, 0.25, 21.3, 38.5},
                             {Op::grad_weight, 128, 8192, 8192, 128, 128, 0.5, 38.2, 52.2},
-                            {Op::grad_weight, 128, 8192, 8192, 32, 32, 0.5, 107.0, 50.7}}) {
+                            {Op::grad_weight, 128, 8192, 8192, 32, 32, 0.5, 107.0, 50.7},
+                            {Op::linear, 16, 4096, 14336, 64, 64, 0.1, 4.9, 32.8},
+                            {Op::linear, 16, 14336, 4096, 16, 16, 0.25, 10.9, 32.6},
+                            {Op::grad_weight, 4096, 768, 3072, 128, 128, 0.25, 17.8, 27.5},
+                            {Op::grad_weight, 4096, 768, 3072, 64, 64, 0.25, 18.3, 27.5}}) {
     const Problem p = problem_of(m.op, m.tokens, {m.out, m.in, m.block_rows, m.block_cols, 0}, m.density);
     const auto choice = choose_from(registry(), p, hopper(), "");
     ASSERT_TRUE(choice.ok());
@@ -149,6 +154,23 @@ TEST(Sm90Predicted, TimesAreThoseMeasured) {
         << to_string(p);
     EXPECT_NEAR(dense_microseconds(p, hopper()) / m.dense, 1, 0.2) << to_string(p);
   }
+}
+
+// Few tiles are shared as was fastest of all ways: what many rounds wait for would have whole tiles by four.
+TEST(Sm90Predicted, WeightGradientsOfFewTilesAreHalvedByTwo) {
+  const auto config_of = [](std::int64_t tokens, const BsrShape& shape, double density) {
+    const auto choice =
+        choose_from(registry(), problem_of(Op::grad_weight, tokens, shape, density), hopper(), "");
+    return to_string(*choice->kernel, choice->config);
+  };
+  for (const std::int64_t tokens : {2048, 4096, 8192}) {
+    for (const BsrShape& shape : {BsrShape{3072, 768, 128, 128, 0}, {768, 3072, 128, 128, 0}})
+      EXPECT_EQ(config_of(tokens, shape, 0.25).find("split=2 wide=64 strips=2 pairs=0 even=0 most=2 "), 0);
+  }
+  // Rows that store one to four blocks go together in pairs.
+  EXPECT_EQ(
+      config_of(4096, {3072, 768, 64, 64, 0}, 0.1).find("split=4 wide=64 strips=1 pairs=1 even=0 most=4 "),
+      0);
 }
 
 TEST(Sm90Predicted, OthersSayNothing) {

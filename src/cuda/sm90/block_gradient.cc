@@ -215,8 +215,13 @@ double rounds_microseconds(const GradientProblem& p, const GradientConfig& c, co
   for (const Tiles& its : tiles) {
     const std::int64_t first = std::min(left, its.count);
     left -= first;
-    if (first > 0) alone.push_back({its.bytes, its.clocks, its.least, first});
-    if (its.count > first) shared.push_back({its.bytes, its.clocks, its.least, its.count - first});
+    const auto some = [&](std::int64_t count) {
+      Tiles part = its;
+      part.count = count;
+      return part;
+    };
+    if (first > 0) alone.push_back(some(first));
+    if (its.count > first) shared.push_back(some(its.count - first));
   }
   constexpr double kSecond = 4;  // what a second launch takes
   return around + launch_microseconds(p, c, 1, machine, alone) +
@@ -275,20 +280,19 @@ std::vector<Cut> cuts_of(const GradientProblem& p, const Machine& machine) {
   std::vector<Cut> cuts;
   const auto add = [&](const GradientConfig& config, double worth) {
     Cut& cut = cuts.emplace_back(Cut{{{config, expected_tiles(p, config)}}});
-    const std::vector<Tiles>& tiles = cut.tilings.front().tiles;
-    for (const GradientConfig& shared : shares_of(config, machine, tiles)) {
-      if (shared.alone > 0) continue;  // fits fewer tokens less
-      cut.typically = std::min(cut.typically, worth * rounds_microseconds(typical, shared, machine, tiles));
-    }
     if (config.wide == 64) {
       const GradientConfig half = half_tiles(config);
       cut.tilings.push_back({half, expected_tiles(p, half)});
     }
     for (const Tiling& tiling : cut.tilings) {
+      const bool whole = &tiling == &cut.tilings.front();
       for (const GradientConfig& shared : shares_of(tiling.config, machine, tiling.tiles)) {
-        if (shared.alone > 0) continue;
-        cut.at_best =
-            std::min(cut.at_best, worth * predicted_microseconds(typical, shared, machine, tiling.tiles));
+        if (shared.alone > 0) continue;  // fits fewer tokens less
+        const auto keep_least = [&](double& least, auto&& microseconds) {
+          least = std::min(least, worth * microseconds(typical, shared, machine, tiling.tiles));
+        };
+        if (whole) keep_least(cut.typically, rounds_microseconds);
+        keep_least(cut.at_best, predicted_microseconds);
       }
     }
   };

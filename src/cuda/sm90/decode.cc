@@ -14,11 +14,10 @@ std::string why_not(const DecodeProblem& p, const DecodeConfig& c) {
   if (p.block_rows % c.rows != 0) return "strips must divide block rows";
   if ((c.loads != 8 && c.loads != 16) || (c.loads == 16 && p.many()))
     return "8 loads in flight, or 16 with up to eight tokens";
-  if (c.shared && (c.warps != 8 || c.loads != 8 || c.split != 1 || p.few() || p.wide() < 32))
-    return "by way of shared memory 8 warps and 8 loads, 32 columns or more, five tokens or more, no "
-           "clusters";
-  if (c.shared && c.rows == 16 && (p.many() || !p.lines()))
-    return "by way of shared memory strips of 32 rows, or of 16 with whole lines and up to eight tokens";
+  if (c.shared && (c.split > 1 || !can_share(p.wide(), p.few(), p.many(), c.rows, c.warps, c.loads)))
+    return "in shared memory 8 loads of 8 warps, of 32 columns or more, for five tokens or more, no "
+           "clusters; "
+           "strips of 32 rows, or of 16 with whole lines and up to eight tokens";
   return {};
 }
 

@@ -387,11 +387,11 @@ cudaError_t launch_type(const DecodeProblem& p, const DecodeConfig& config, cons
         return with_int<2, 4, 8>(config.warps, [&](auto warps) {
           return with_int<8, 16>(config.loads, [&](auto loads) {
             return with_int<0, 1>(config.shared ? 1 : 0, [&](auto shared) {
-              constexpr bool lines = reads == kLines, many = tiles == 2,
-                             can_share = warps == 8 && loads == 8 && (lines || reads == kColumns) &&
-                                         (rows == 32 || (lines && !many));
+              constexpr bool few = reads == kHalves, many = tiles == 2;
+              constexpr int columns = reads == kTwoBlocks ? 16 : reads == kColumns ? 32 : 64;
               // As decode_candidates says.
-              if constexpr ((many && (loads == 16 || reads == kHalves)) || (shared && !can_share)) {
+              if constexpr ((many && (loads == 16 || few)) ||
+                            (shared && !can_share(columns, few, many, rows, warps, loads))) {
                 return cudaErrorInvalidConfiguration;
               } else {
                 return launch_kernel<T, reads, rows, tiles, warps, loads, shared == 1>(strips, params,

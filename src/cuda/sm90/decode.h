@@ -36,6 +36,11 @@ constexpr int warps_of_sm(bool many, bool lines, int loads, bool shared) {
   return shared ? 32 : loads == 16 ? 16 : many ? 20 : lines ? 24 : 32;
 }
 
+// Whether W's loads may be in shared memory (the kernels that there are); `wide` as in DecodeProblem.
+constexpr bool can_share(int wide, bool few, bool many, int rows, int warps, int loads) {
+  return warps == 8 && loads == 8 && wide >= 32 && !few && (rows == 32 || (wide == 64 && !many));
+}
+
 struct DecodeConfig {
   int rows = 32;        // of a strip
   int warps = 8;        // of a thread block
