@@ -3,8 +3,8 @@
 
 #include <algorithm>
 
-#include "cuda/shared_limit.h"
 #include "cuda/sm90/block_gradient_kernel.cuh"
+#include "cuda/sm90/launch.cuh"
 #include "cuda/sm90/tensor_map.h"
 #include "cuda/sm90/transpose.h"
 
@@ -12,43 +12,27 @@ namespace rarefy::sm90 {
 namespace {
 
 template <class T, int kWide, int kSplit>
-cudaError_t launch_kernel(const GradientParams& params, cudaStream_t stream) {
-  const auto kernel = gradient_kernel<T, kWide, kSplit>;
-  static cuda::SharedLimit limit;
-  const cudaError_t status = limit.allow(kernel, static_cast<int>(kSharedBytes));
-  if (status != cudaSuccess) return status;
-  cudaLaunchAttribute attributes[2]{};
-  unsigned count = 0;
-  // It may start while X is being transposed, or in place of thread blocks of the launch before that are
-  // done.
-  if (kWide == 16 || sizeof(T) == 4 || params.goes_on) {
-    attributes[count].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    attributes[count++].val.programmaticStreamSerializationAllowed = 1;
-  }
-  if (kSplit > 1) {
-    attributes[count].id = cudaLaunchAttributeClusterDimension;
-    attributes[count++].val.clusterDim = {kSplit, 1, 1};
-  }
-  cudaLaunchConfig_t launch{};
+cudaError_t launch_tiles(const GradientParams& params, cudaStream_t stream) {
   const std::int64_t slices = (params.rows + kSlice - 1) / kSlice;
   const std::int64_t for_bias = params.dbias == nullptr || params.goes_on
                                     ? 0
                                     : (std::min<std::int64_t>(128, slices) + kSplit - 1) / kSplit * kSplit;
-  launch.gridDim = dim3(static_cast<unsigned>(params.tile_blocks + for_bias));
-  launch.blockDim = dim3(kTileThreads);
-  launch.dynamicSmemBytes = kSharedBytes;
-  launch.stream = stream;
-  launch.attrs = attributes;
-  launch.numAttrs = count;
-  return cudaLaunchKernelEx(&launch, kernel, params);
+  // Of clusters while X is being transposed, or in place of thread blocks of the launch before that are done.
+  const bool early = kSplit == 1 || kWide == 16 || sizeof(T) == 4 || params.goes_on;
+  return launch_kernel<gradient_kernel<T, kWide, kSplit>>({.blocks = params.tile_blocks + for_bias,
+                                                           .threads = kTileThreads,
+                                                           .cluster = kSplit,
+                                                           .shared_bytes = static_cast<int>(kSharedBytes),
+                                                           .early = early},
+                                                          params, stream);
 }
 
 template <class T, int kWide>
 cudaError_t launch_split(int split, const GradientParams& params, cudaStream_t stream) {
   switch (split) {
-    case 1: return launch_kernel<T, kWide, 1>(params, stream);
-    case 2: return launch_kernel<T, kWide, 2>(params, stream);
-    case 4: return launch_kernel<T, kWide, 4>(params, stream);
+    case 1: return launch_tiles<T, kWide, 1>(params, stream);
+    case 2: return launch_tiles<T, kWide, 2>(params, stream);
+    case 4: return launch_tiles<T, kWide, 4>(params, stream);
     default: return cudaErrorInvalidConfiguration;
   }
 }
@@ -79,7 +63,6 @@ cudaError_t launch_type(const GradientConfig& c, std::int64_t tiles, GradientPar
   GradientParams first = params;
   first.skip_from = c.alone;
   first.skipped = static_cast<int>(shared);
-  first.followed = true;
   const cudaError_t status = launch_wide<T>(c, 1, tiles - shared, first, stream);
   if (status != cudaSuccess) return status;
   params.skipped = c.alone;

@@ -41,8 +41,16 @@ struct GradientWarps {
     return steps * static_cast<int>(of_rank) / kSplit;
   }
 
+  // What goes on does not wait for those before the first launch: so that one does before the other may
+  // start.
+  __device__ void begin_behind_kernels() const {
+    if (!p.goes_on) wait_for_kernels();
+    launch_dependents();
+  }
+
   // By all threads: the first tile, where it is not read in a queue, and the barriers. False: there is none.
   __device__ bool begin() const {
+    if (p.list == nullptr && !p.goes_on) wait_for_kernels();  // nothing was prepared
     const int self = static_cast<int>(threadIdx.x);
     if (self < kMaxSlots) {
       barrier_init(full(self), 1);
@@ -88,8 +96,6 @@ struct GradientWarps {
   }
 
   __device__ void load(int warp, int lane) const {
-    if (kTransposed && !p.goes_on) wait_for_kernels();  // X has been transposed
-    if (p.followed) launch_dependents();                // behind that, as they do not wait for it
     SlotTurn at, summed;
     at.parities = ~0u;  // the first round is free
     if constexpr (kQueue) {
@@ -106,6 +112,7 @@ struct GradientWarps {
         if (lane < kWords) word = reinterpret_cast<const int*>(&state.tile[1])[lane];
         named_barrier(4, 128);
       }
+      begin_behind_kernels();
       Turn turn;
       turn.parity = 1;
       for (;;) {
@@ -117,6 +124,7 @@ struct GradientWarps {
         load_tile(job, at, summed, warp, lane);
       }
     } else {
+      begin_behind_kernels();
       const Tile& tile = state.tile[0];
       const int panel = min(panel_of(warp, lane), Tile::kPanels - 1);
       load_tile({tile.x_panels, tile.dy_panels, tile.feature[panel], tile.sums, tile}, at, summed, warp,
@@ -203,6 +211,7 @@ struct GradientWarps {
   }
 
   __device__ void multiply(int warp, int lane) const {  // of the eight
+    begin_behind_kernels();
     SlotTurn at;
     if constexpr (kQueue) {
       for (Turn turn;; turn.next(State::kTiles)) {
@@ -422,6 +431,7 @@ __global__ void __launch_bounds__(kTileThreads, 1) gradient_kernel(const __grid_
   const int lane = static_cast<int>(threadIdx.x) % 32;
   if constexpr (sizeof(T) == 2) {
     if (static_cast<int>(blockIdx.x) >= p.tile_blocks) {
+      wait_for_kernels();
       sum_unstored<T>(p, static_cast<int>(blockIdx.x) - p.tile_blocks,
                       static_cast<int>(gridDim.x) - p.tile_blocks, reinterpret_cast<float*>(dynamic_shared));
       return;

@@ -9,6 +9,7 @@
 #include "cuda/device/activation.cuh"
 #include "cuda/device/async_copy.cuh"
 #include "cuda/sm90/device/matrix.cuh"
+#include "cuda/sm90/launch.cuh"
 
 namespace rarefy::sm90 {
 namespace {
@@ -349,20 +350,10 @@ __global__ void __launch_bounds__(kWarps * 32, warps_of_sm(kTiles == 2, kReads =
 }
 
 template <class T, int kReads, int kRows, int kTiles, int kWarps, int kInFlight, bool kShared>
-cudaError_t launch_kernel(std::int64_t strips, const DecodeParams& params, cudaStream_t stream) {
-  cudaLaunchAttribute attributes[2]{};
-  attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attributes[0].val.programmaticStreamSerializationAllowed = 1;
-  attributes[1].id = cudaLaunchAttributeClusterDimension;
-  attributes[1].val.clusterDim = {static_cast<unsigned>(params.split), 1, 1};
-  cudaLaunchConfig_t launch{};
-  launch.gridDim = dim3(static_cast<unsigned>(strips * params.split));
-  launch.blockDim = dim3(kWarps * 32);
-  launch.stream = stream;
-  launch.attrs = attributes;
-  launch.numAttrs = params.split > 1 ? 2 : 1;
-  return cudaLaunchKernelEx(&launch, decode_kernel<T, kReads, kRows, kTiles, kWarps, kInFlight, kShared>,
-                            params);
+cudaError_t launch_strips(std::int64_t strips, const DecodeParams& params, cudaStream_t stream) {
+  return launch_kernel<decode_kernel<T, kReads, kRows, kTiles, kWarps, kInFlight, kShared>>(
+      {.blocks = strips * params.split, .threads = kWarps * 32, .cluster = params.split, .early = true},
+      params, stream);
 }
 
 // Calls f with a compile-time integer equal to `value`, one of `first`, `rest` ….
@@ -394,7 +385,7 @@ cudaError_t launch_type(const DecodeProblem& p, const DecodeConfig& config, cons
                             (shared && !can_share(columns, few, many, rows, warps, loads))) {
                 return cudaErrorInvalidConfiguration;
               } else {
-                return launch_kernel<T, reads, rows, tiles, warps, loads, shared == 1>(strips, params,
+                return launch_strips<T, reads, rows, tiles, warps, loads, shared == 1>(strips, params,
                                                                                        stream);
               }
             });

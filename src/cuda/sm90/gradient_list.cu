@@ -2,6 +2,7 @@
 // 16 are seen as rows of two or four units of 32 rows of W over the union of their 32- or 16-wide columns.
 #include "cuda/sm90/block_gradient.h"
 #include "cuda/sm90/gradient_tiles.cuh"
+#include "cuda/sm90/prepared.h"
 
 namespace rarefy::sm90 {
 namespace {
@@ -172,7 +173,7 @@ cudaError_t prepare(const GradientProblem& p, const GradientConfig& config, cons
     const auto list = config.wide == 32 ? union_list_kernel<32> : union_list_kernel<16>;
     list<<<tiles, kTileThreads, 0, stream>>>(params, words, rows, words + list_at(p, config));
   }
-  return cudaGetLastError();
+  return prepared(stream);
 }
 
 }  // namespace rarefy::sm90

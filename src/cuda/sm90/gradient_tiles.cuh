@@ -45,7 +45,7 @@ struct GradientParams {
   // Tiles from skip_from on are `skipped` further in the list: those of a call may be two launches', of which
   // the second one begins with the first one's last round, and ends behind it.
   int skip_from, skipped;
-  bool followed, goes_on;
+  bool goes_on;
   int tokens, rows, cols, block_rows, block_cols, block_row_count;
   int wide, most;
   bool two, pairs, even;

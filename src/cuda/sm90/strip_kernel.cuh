@@ -341,7 +341,7 @@ struct StripWarps {
       }
       leave(d);
     }
-    if (out.leads()) store_wait_all();
+    if (out.leads()) store_wait_read<0>();  // they end with the kernel
   }
 };
 
@@ -377,7 +377,7 @@ __global__ void __launch_bounds__(StripShape<kStrips, kTokens>::kThreads, 1)
   }
   __syncthreads();
   if constexpr (kCluster > 1) cluster_sync();
-  begin_behind_kernels();
+  if (warp != 4 * kStrips + 2) begin_behind_kernels();  // what is walked was prepared
 
   const u32 w_ring = x_ring + p.slots * Shape::kSlotBytes, y_buffers = w_ring + p.w_slots * kBlockBytes;
   StripWarps<kStrips, kTokens, kCluster, kWhole, kParts> warps{p, state, x_ring, w_ring,

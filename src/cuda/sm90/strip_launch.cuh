@@ -1,7 +1,7 @@
 // Launch of the strip kernel for one element type; each type and direction is a translation unit of its own.
 #pragma once
 
-#include "cuda/sm90/cluster_launch.cuh"
+#include "cuda/sm90/launch.cuh"
 #include "cuda/sm90/strip_kernel.cuh"
 #include "cuda/sm90/strips.h"
 
@@ -12,8 +12,7 @@ template <class T, bool kTransposed, Activation kActivation, int kStrips, int kT
 cudaError_t launch_strips(const StripConfig& config, int clusters, const StripParams& params,
                           cudaStream_t stream) {
   const int cluster = kCluster * params.split;
-  return launch_clusters<
-      strip_kernel<T, kTransposed, kActivation, kStrips, kTokens, kCluster, kWhole, kParts>>(
+  return launch_kernel<strip_kernel<T, kTransposed, kActivation, kStrips, kTokens, kCluster, kWhole, kParts>>(
       {clusters * cluster, StripShape<kStrips, kTokens>::kThreads, cluster, config.shared_bytes()}, params,
       stream);
 }

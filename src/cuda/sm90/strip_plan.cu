@@ -2,6 +2,7 @@
 // falling cost, and of each group its steps. Nothing comes back to the host.
 #include <utility>
 
+#include "cuda/sm90/prepared.h"
 #include "cuda/sm90/strip_groups.cuh"
 #include "cuda/sm90/strip_walk.h"
 #include "cuda/sm90/strips.h"
@@ -166,7 +167,7 @@ cudaError_t prepare(const StripProblem& p, int sms, const ProductIndex& index, s
   }
   list_kernel<<<dim3(StripLists::kMostLevels, params.size == 2 ? 2 : 1), kListThreads, 0, stream>>>(params);
   step_kernel<<<warps(params.groups), kThreads, 0, stream>>>(params);
-  return cudaGetLastError();
+  return prepared(stream);
 }
 
 }  // namespace rarefy::sm90

@@ -3,7 +3,7 @@
 
 #include <algorithm>
 
-#include "cuda/sm90/cluster_launch.cuh"
+#include "cuda/sm90/launch.cuh"
 #include "cuda/sm90/tall_kernel.cuh"
 #include "cuda/sm90/tensor_map.h"
 #include "cuda/sm90/token_order.h"
@@ -14,31 +14,14 @@ namespace {
 template <class T, Activation kActivation, int kRows, int kTokens, bool kParts>
 cudaError_t launch_tile(const TallConfig& config, int groups, bool after_transpose, const TallParams& params,
                         cudaStream_t stream) {
-  const auto kernel = tall_kernel<T, kActivation, kRows, kTokens, kParts>;
-  static cuda::SharedLimit limit;
-  const cudaError_t status = limit.allow(kernel, config.shared_bytes());
-  if (status != cudaSuccess) return status;
-  cudaLaunchAttribute attributes[2]{};
-  cudaLaunchConfig_t launch{};
-  const auto add = [&]() -> cudaLaunchAttribute& { return attributes[launch.numAttrs++]; };
-  if (after_transpose || !kParts) {  // it may start while the kernel before it ends (cluster_launch.cuh)
-    cudaLaunchAttribute& overlap = add();
-    overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    overlap.val.programmaticStreamSerializationAllowed = 1;
-  }
-  unsigned blocks = static_cast<unsigned>(params.lists.clusters);
-  if constexpr (kParts) {
-    cudaLaunchAttribute& cluster = add();
-    cluster.id = cudaLaunchAttributeClusterDimension;
-    cluster.val.clusterDim = {static_cast<unsigned>(config.split), 1, 1};
-    blocks = static_cast<unsigned>(groups * params.lists.token_tiles * config.split);
-  }
-  launch.gridDim = dim3(blocks);
-  launch.blockDim = dim3(384);
-  launch.dynamicSmemBytes = static_cast<std::size_t>(config.shared_bytes());
-  launch.stream = stream;
-  launch.attrs = attributes;
-  return cudaLaunchKernelEx(&launch, kernel, params);
+  return launch_kernel<tall_kernel<T, kActivation, kRows, kTokens, kParts>>(
+      {.blocks =
+           kParts ? std::int64_t{groups} * params.lists.token_tiles * config.split : params.lists.clusters,
+       .threads = 384,
+       .cluster = kParts ? config.split : 1,
+       .shared_bytes = config.shared_bytes(),
+       .early = after_transpose || !kParts},
+      params, stream);
 }
 
 template <class T, Activation kActivation>

@@ -3,7 +3,7 @@
 
 #include <algorithm>
 
-#include "cuda/shared_limit.h"
+#include "cuda/sm90/launch.cuh"
 #include "cuda/sm90/tall_scatter_kernel.cuh"
 #include "cuda/sm90/tall_spread_kernel.cuh"
 #include "cuda/sm90/tensor_map.h"
@@ -40,35 +40,24 @@ __global__ void __launch_bounds__(256)
   stored[i] = {low, static_cast<int>(bits)};
 }
 
-template <class Kernel, class Params>
-cudaError_t launch_kernel(Kernel* kernel, cuda::SharedLimit& limit, const TallInputConfig& c,
-                          const Params& params, unsigned threads, int sms, cudaStream_t stream) {
-  const cudaError_t status = limit.allow(kernel, c.shared_bytes());
-  if (status != cudaSuccess) return status;
-  kernel<<<static_cast<unsigned>(std::min(sms, params.tiles)), threads,
-           static_cast<std::size_t>(c.shared_bytes()), stream>>>(params);
-  return cudaGetLastError();
+template <auto kKernel, class Params>
+cudaError_t launch_tiles(const TallInputConfig& c, const Params& params, int threads, int sms,
+                         cudaStream_t stream) {
+  return launch_kernel<kKernel>(
+      {.blocks = std::min(sms, params.tiles), .threads = threads, .shared_bytes = c.shared_bytes()}, params,
+      stream);
 }
 
-template <class T, int kTokens>
-cudaError_t launch_spread(const TallInputConfig& c, const SpreadParams& params, int sms,
-                          cudaStream_t stream) {
-  static cuda::SharedLimit limit;
-  return launch_kernel(tall_spread_kernel<T, kTokens>, limit, c, params, 384, sms, stream);
+template <class T>
+cudaError_t spread(const TallInputConfig& c, const SpreadParams& params, int sms, cudaStream_t stream) {
+  return c.tokens == 256 ? launch_tiles<tall_spread_kernel<T, 256>>(c, params, 384, sms, stream)
+                         : launch_tiles<tall_spread_kernel<T, 128>>(c, params, 384, sms, stream);
 }
 
 template <class T, int kTokens, int kPanels>
 cudaError_t launch_scatter(const TallInputConfig& c, const ScatterParams& params, int sms,
                            cudaStream_t stream) {
-  static cuda::SharedLimit limit;
-  return launch_kernel(tall_scatter_kernel<T, kTokens, kPanels>, limit, c, params, kScatterThreads, sms,
-                       stream);
-}
-
-template <class T>
-cudaError_t spread(const TallInputConfig& c, const SpreadParams& params, int sms, cudaStream_t stream) {
-  return c.tokens == 256 ? launch_spread<T, 256>(c, params, sms, stream)
-                         : launch_spread<T, 128>(c, params, sms, stream);
+  return launch_tiles<tall_scatter_kernel<T, kTokens, kPanels>>(c, params, int{kScatterThreads}, sms, stream);
 }
 
 template <class T>

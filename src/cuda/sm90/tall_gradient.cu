@@ -3,6 +3,7 @@
 
 #include <algorithm>
 
+#include "cuda/sm90/prepared.h"
 #include "cuda/sm90/tall_gradient_launch.cuh"
 #include "cuda/sm90/tall_walk.h"
 #include "cuda/sm90/tensor_map.h"
@@ -160,9 +161,9 @@ template <class T, int kRows, bool kTurns>
 cudaError_t launch_split(const TallGradientConfig& c, const TallGradientParams& params, Gathered x,
                          cudaStream_t stream) {
   switch (c.split) {
-    case 1: return launch_kernel<T, kRows, 1, 0, kTurns>(c, params, x, stream);
-    case 2: return launch_kernel<T, kRows, 2, 0, kTurns>(c, params, x, stream);
-    case 4: return launch_kernel<T, kRows, 4, 0, kTurns>(c, params, x, stream);
+    case 1: return launch_tiles<T, kRows, 1, 0, kTurns>(c, params, x, stream);
+    case 2: return launch_tiles<T, kRows, 2, 0, kTurns>(c, params, x, stream);
+    case 4: return launch_tiles<T, kRows, 4, 0, kTurns>(c, params, x, stream);
     default: return cudaErrorInvalidConfiguration;
   }
 }
@@ -208,7 +209,7 @@ cudaError_t prepare(const TallGradientProblem& p, const TallGradientConfig& conf
                         reinterpret_cast<int2*>(words + plan.items_at)};
   tile_kernel<<<1, kThreads, 0, stream>>>(params);
   tile_list_kernel<<<1, 32, 0, stream>>>(params);
-  return cudaGetLastError();
+  return prepared(stream);
 }
 
 cudaError_t launch(const TallGradientProblem& p, const TallGradientConfig& config,

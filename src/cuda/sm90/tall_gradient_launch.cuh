@@ -2,7 +2,7 @@
 // own.
 #pragma once
 
-#include "cuda/shared_limit.h"
+#include "cuda/sm90/launch.cuh"
 #include "cuda/sm90/tall_gradient_kernel.cuh"
 
 namespace rarefy::sm90 {
@@ -12,26 +12,16 @@ namespace rarefy::sm90 {
 enum class Gathered { itself, transposed, turned };
 
 template <class T, int kRows, int kSplit, int kPairs, bool kTurns>
-cudaError_t launch_kernel(const TallGradientConfig& config, const TallGradientParams& params, Gathered x,
-                          cudaStream_t stream) {
-  const auto kernel = tall_gradient_kernel<T, kRows, kSplit, kPairs, kTurns>;
-  static cuda::SharedLimit limit;
-  const cudaError_t status = limit.allow(kernel, config.shared_bytes());
-  if (status != cudaSuccess) return status;
-  constexpr unsigned kCluster = kPairs > 0 ? kPairs : kSplit;
-  cudaLaunchAttribute attributes[2]{};
-  attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;  // while X is being turned
-  attributes[0].val.programmaticStreamSerializationAllowed = x == Gathered::itself ? 0 : 1;
-  attributes[1].id = cudaLaunchAttributeClusterDimension;
-  attributes[1].val.clusterDim = {kCluster, 1, 1};
-  cudaLaunchConfig_t launch{};
-  launch.gridDim = dim3(static_cast<unsigned>(params.lists.clusters) * kCluster);
-  launch.blockDim = dim3(TallGradientShape<kRows, kPairs, kTurns>::kThreads);
-  launch.dynamicSmemBytes = static_cast<std::size_t>(config.shared_bytes());
-  launch.stream = stream;
-  launch.attrs = attributes;
-  launch.numAttrs = kCluster > 1 ? 2 : 1;
-  return cudaLaunchKernelEx(&launch, kernel, params);
+cudaError_t launch_tiles(const TallGradientConfig& config, const TallGradientParams& params, Gathered x,
+                         cudaStream_t stream) {
+  constexpr int kCluster = kPairs > 0 ? kPairs : kSplit;
+  return launch_kernel<tall_gradient_kernel<T, kRows, kSplit, kPairs, kTurns>>(
+      {.blocks = std::int64_t{params.lists.clusters} * kCluster,
+       .threads = TallGradientShape<kRows, kPairs, kTurns>::kThreads,
+       .cluster = kCluster,
+       .shared_bytes = config.shared_bytes(),
+       .early = kCluster == 1 || x != Gathered::itself},  // while X is being turned
+      params, stream);
 }
 
 // Tiles of pairs of rows: what of the plan they alone have, and their kernel.

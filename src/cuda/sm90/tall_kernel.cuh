@@ -137,7 +137,7 @@ struct TallWarps {
     Walk walk{p, kColumns, {}};
     typename Walk::Tile next_tile = walk.next();
     int next = read_column(next_tile, next_tile.first);
-    wait_for_kernels();   // X has been turned
+    wait_for_kernels();   // X is there
     launch_dependents();  // the next part of X may be, into a place that the part before this one had
     while (next_tile.token_tile >= 0) {
       const typename Walk::Tile t = next_tile;
@@ -340,7 +340,7 @@ struct TallWarps {
                                       feature + 16 * out.warp, token + first, end - first);
       }
     }
-    if (out.leads()) store_wait_all();
+    if (out.leads()) store_wait_read<0>();  // they end with the kernel
   }
 };
 
@@ -366,10 +366,10 @@ __global__ void __launch_bounds__(384, 1) tall_kernel(const __grid_constant__ Ta
     barrier_init_done();
   }
   __syncthreads();
-  if (!p.turned) wait_for_kernels();
   const TallWarps<T, kRows, kTokens, kParts> warps{p, slots, state};
   if (warp < 8) {
     take_registers<Shape::kMultiplyRegisters>();
+    if (!p.turned) wait_for_kernels();
     const auto group = static_cast<u32>(warp) / 4;
     const u32 y_buffers = slots + p.slots * Shape::kSlotBytes;
     warps.template multiply<kActivation>(

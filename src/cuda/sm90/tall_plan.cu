@@ -1,5 +1,6 @@
 // What the tall kernel walks, made of a pattern on the device: groups of rows by falling cost, and lists of
 // tiles. Nothing comes back to the host.
+#include "cuda/sm90/prepared.h"
 #include "cuda/sm90/tall.h"
 #include "cuda/sm90/tall_walk.h"
 #include "cuda/sm90/tile_lists.cuh"
@@ -60,7 +61,7 @@ cudaError_t prepare(const TallProblem& p, const TallConfig& config, int sms, con
   order_kernel<<<static_cast<unsigned>((plan.groups + kThreads - 1) / kThreads), kThreads, 0, stream>>>(
       params);
   tall_list_kernel<<<StripLists::kMostLevels, kListThreads, 0, stream>>>(params);
-  return cudaGetLastError();
+  return prepared(stream);
 }
 
 }  // namespace rarefy::sm90

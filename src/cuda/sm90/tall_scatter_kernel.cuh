@@ -359,6 +359,7 @@ __global__ void __launch_bounds__(kScatterThreads, 1)
        i += kScatterThreads * 16)
     device::store_shared_4(sums + i, float4{0, 0, 0, 0});
   __syncthreads();
+  begin_behind_kernels();
   const Warps warps{p, slots, sums, state};
   if (warp < 8) {
     warps.multiply(static_cast<u32>(warp) / 4, warp % 4, lane);

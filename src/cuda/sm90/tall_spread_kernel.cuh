@@ -142,9 +142,10 @@ struct SpreadWarps {
       const float all = sum_of_all(d);
       bad |= all != all;
     }
-    if (out.leads()) store_wait_all();
+    if (out.leads()) store_wait_read<0>();  // they end with the kernel
     // Behind the loop: in it, ptxas would take lanes for divergent, and move operands before each product.
     if (!named_barrier_any(out.barrier, 128, bad)) return;
+    wait_to_repair(out);
     for (int tile = static_cast<int>(blockIdx.x); tile < p.tiles; tile += static_cast<int>(gridDim.x)) {
       const int column = tile % p.column_tiles * Shape::kColumns + static_cast<int>(group) * 64;
       repair<T, Activation::none>(p.repairs, nullptr, column + 16 * out.warp, tile / p.column_tiles * kTokens,
@@ -171,6 +172,7 @@ __global__ void __launch_bounds__(384, 1) tall_spread_kernel(const __grid_consta
     barrier_init_done();
   }
   __syncthreads();
+  begin_behind_kernels();
   const SpreadWarps<T, kTokens> warps{p, slots, ring};
   if (warp < 8) {
     take_registers<Shape::kMultiplyRegisters>();

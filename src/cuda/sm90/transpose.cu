@@ -23,7 +23,18 @@ struct TransposeParams {
   bool swizzled;
   bool aligned;  // rows of `from`, to 16 bytes
   Zeros zeros;
+  bool overlap;
 };
+
+// Every kernel here may start while the one before it ends. It reads behind that one, unless it may `overlap`
+// it: then one thread block ends behind it, for those who wait for this kernel.
+__device__ inline void begin(bool overlap) {
+  if (!overlap) wait_for_kernels();
+  launch_dependents();
+}
+__device__ inline void end(bool overlap) {
+  if (overlap && blockIdx.x == gridDim.x - 1) wait_for_kernels();
+}
 
 __device__ inline u32 place(int row, int piece) {  // of 16 bytes in a swizzled 64 × 64 tile
   return static_cast<u32>(row * 128 + ((piece ^ row % 8) << 4));
@@ -43,7 +54,7 @@ struct TransposeTile {
     const unsigned at = p.tiles - 1 - blockIdx.x;
     row0 = std::int64_t{at / p.col_tiles} * kSide;
     col0 = std::int64_t{at % p.col_tiles} * kSide;
-    launch_dependents();
+    begin(p.overlap);
 #pragma unroll
     for (int i = 0; i < kPasses; ++i) {
       const std::int64_t its = row0 + row + i * kRows, col = col0 + piece * kElements;
@@ -61,8 +72,7 @@ struct TransposeTile {
     }
   }
 
-  // By all threads: pieces of columns, of[column, piece of the rows]. This kernel ends behind the one before
-  // it, for those who wait for this one: so one of its thread blocks does.
+  // By all threads: pieces of columns, of[column, piece of the rows].
   template <class Piece>
   __device__ void store(const TransposeParams& p, Piece&& of) const {
     const std::int64_t its = row0 + piece * kElements;  // row
@@ -79,8 +89,8 @@ struct TransposeTile {
     }
     if (blockIdx.x == gridDim.x - 1) {
       for (int i = static_cast<int>(threadIdx.x); i < p.zeros.count; i += kThreads) p.zeros.words[i] = 0;
-      wait_for_kernels();
     }
+    end(p.overlap);
   }
 };
 
@@ -131,13 +141,14 @@ struct LinesParams {
   const Word* from;
   Word* to;
   std::int64_t stride, to_stride, words, all;  // words, and with the zeros behind them
-  unsigned pieces = 0, items = 0;              // of a line, of all lines
+  bool overlap;
+  unsigned pieces = 0, items = 0;  // of a line, of all lines
 };
 constexpr int kAtOnce = 8, kLinePiece = 32 * kAtOnce;  // words of a warp
 
 template <class Word>
 __global__ void __launch_bounds__(kThreads) lines_kernel(const LinesParams<Word> p) {
-  launch_dependents();
+  begin(p.overlap);
   const unsigned item = blockIdx.x * (kThreads / 32) + threadIdx.x / 32;
   if (item < p.items) {
     const std::int64_t line = item / p.pieces;
@@ -152,12 +163,11 @@ __global__ void __launch_bounds__(kThreads) lines_kernel(const LinesParams<Word>
       if (first + 32 * i < p.all) p.to[line * p.to_stride + first + 32 * i] = words[i];
     }
   }
-  if (blockIdx.x == gridDim.x - 1) wait_for_kernels();
+  end(p.overlap);
 }
 
-// `overlap`: while the kernel before ends.
 template <class Params>
-cudaError_t launch_behind(void (*kernel)(Params), unsigned blocks, const Params& params, bool overlap,
+cudaError_t launch_behind(void (*kernel)(Params), unsigned blocks, const Params& params,
                           cudaStream_t stream) {
   cudaLaunchAttribute attribute{};
   attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
@@ -167,7 +177,7 @@ cudaError_t launch_behind(void (*kernel)(Params), unsigned blocks, const Params&
   launch.blockDim = dim3(kThreads);
   launch.stream = stream;
   launch.attrs = &attribute;
-  launch.numAttrs = overlap ? 1 : 0;
+  launch.numAttrs = 1;
   return cudaLaunchKernelEx(&launch, kernel, params);
 }
 
@@ -192,9 +202,9 @@ cudaError_t transpose(const void* from, int size, std::int64_t rows, std::int64_
       panels.stride,
       panels.swizzled,
       (reinterpret_cast<std::uintptr_t>(from) | static_cast<std::uintptr_t>(stride * size)) % 16 == 0,
-      zeros};
-  return launch_behind(size == 4 ? transpose_words_kernel : transpose_kernel, params.tiles, params, overlap,
-                       stream);
+      zeros,
+      overlap};
+  return launch_behind(size == 4 ? transpose_words_kernel : transpose_kernel, params.tiles, params, stream);
 }
 
 cudaError_t copy_lines(Lines<const void> from, Lines<void> to, std::int64_t count, std::int64_t bytes,
@@ -207,12 +217,13 @@ cudaError_t copy_lines(Lines<const void> from, Lines<void> to, std::int64_t coun
                         from.stride / kSize,
                         to.stride / kSize,
                         bytes / kSize,
-                        (bytes + zeros) / kSize};
+                        (bytes + zeros) / kSize,
+                        overlap};
     const std::int64_t pieces = (p.all + kLinePiece - 1) / kLinePiece, items = count * pieces;
     if (items > INT_MAX) return cudaErrorInvalidConfiguration;
     p.pieces = static_cast<unsigned>(pieces), p.items = static_cast<unsigned>(items);
     constexpr unsigned kWarps = kThreads / 32;
-    return launch_behind(lines_kernel<Word>, (p.items + kWarps - 1) / kWarps, p, overlap, stream);
+    return launch_behind(lines_kernel<Word>, (p.items + kWarps - 1) / kWarps, p, stream);
   };
   // The widest words that all lines begin with and are made of.
   const std::uintptr_t bits = reinterpret_cast<std::uintptr_t>(from.data) |

@@ -284,7 +284,7 @@ struct UnionWarps {
                                     sum_of_tokens(d, p.stored.tokens - token, lane), out, row16,
                                     token + first, end - first);
     }
-    if (out.warp == 0) store_wait_all();
+    if (out.warp == 0) store_wait_read<0>();  // they end with the kernel
   }
 };
 
@@ -310,7 +310,7 @@ __global__ void __launch_bounds__(StripShape<kStrips, kTokens>::kThreads, 1)
     barrier_init_done();
   }
   __syncthreads();
-  begin_behind_kernels();
+  if (warp != 4 * kStrips + 2) begin_behind_kernels();  // what is walked was prepared
 
   const u32 w_ring = x_ring + p.slots * Shape::kSlotBytes, y_buffers = w_ring + p.pieces * kPieceBytes,
             y_bytes = static_cast<u32>(p.buffers) * kStoreBytes;

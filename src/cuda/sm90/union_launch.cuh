@@ -1,7 +1,7 @@
 // Launch of the union kernel for one element type; each type is a translation unit of its own.
 #pragma once
 
-#include "cuda/sm90/cluster_launch.cuh"
+#include "cuda/sm90/launch.cuh"
 #include "cuda/sm90/union_kernel.cuh"
 #include "cuda/sm90/unions.h"
 
@@ -13,7 +13,7 @@ cudaError_t launch_union_shape(const UnionConfig& c, int blocks, const UnionPara
                                cudaStream_t stream) {
   const auto is = [&](int strips, int tokens) { return c.strips == strips && c.tokens == tokens; };
   const auto run_parts = [&]<int kStrips, int kTokens, bool kParts>() {
-    return launch_clusters<union_kernel<T, kActivation, kStrips, kTokens, kParts>>(
+    return launch_kernel<union_kernel<T, kActivation, kStrips, kTokens, kParts>>(
         {blocks, StripShape<kStrips, kTokens>::kThreads, c.split, c.shared_bytes()}, params, stream);
   };
   const auto run = [&]<int kStrips, int kTokens>() {

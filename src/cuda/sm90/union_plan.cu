@@ -3,6 +3,7 @@
 // blocks are, or of fine blocks where pieces are. Nothing comes back to the host.
 #include <utility>
 
+#include "cuda/sm90/prepared.h"
 #include "cuda/sm90/strip_groups.cuh"
 #include "cuda/sm90/tile_lists.cuh"
 #include "cuda/sm90/union_walk.h"
@@ -321,7 +322,7 @@ cudaError_t prepare(const UnionProblem& p, const UnionLayouts& layouts, int sms,
   list_kernel<<<dim3(StripLists::kMostLevels, 2), kListThreads, 0, stream>>>(lists[0], lists[1]);
   const std::int64_t threads = std::int64_t{params.columns} * (64 / params.unit);
   source_kernel<<<dim3(n(up(threads, kThreads)), plan.strips), kThreads, 0, stream>>>(params);
-  return cudaGetLastError();
+  return prepared(stream);
 }
 
 }  // namespace rarefy::sm90

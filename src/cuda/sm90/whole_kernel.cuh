@@ -209,9 +209,10 @@ struct WholeWarps {
       const float all = sum_of_tokens(d, p.tokens - t.token, out.lane);
       bad |= all != all;
     }
-    if (out.leads()) store_wait_all();
+    if (out.leads()) store_wait_read<0>();  // they end with the kernel
     // Behind the loop: in it, ptxas would take lanes for divergent, and move operands before each product.
     if (p.repairs.values == nullptr || !named_barrier_any(out.barrier, 128, bad)) return;
+    wait_to_repair(out);
     const auto its = share();
     for (int tile = first_tile(); tile < tiles(); tile = next_tile(tile)) {
       const Tile t = tile_at(tile);

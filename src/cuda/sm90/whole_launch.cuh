@@ -1,7 +1,7 @@
 // Launch of the dense product for one element type; each type is a translation unit of its own.
 #pragma once
 
-#include "cuda/sm90/cluster_launch.cuh"
+#include "cuda/sm90/launch.cuh"
 #include "cuda/sm90/whole.h"
 #include "cuda/sm90/whole_kernel.cuh"
 
@@ -13,7 +13,7 @@ template <class T, Major kMajorW, Activation kActivation>
 cudaError_t launch_whole_shape(Major x, const WholeConfig& c, int blocks, const WholeParams& params,
                                cudaStream_t stream) {
   const auto launch = [&]<Major kMajorX, int kTokens, bool kParts>() {
-    return launch_clusters<whole_kernel<T, kMajorW, kMajorX, kActivation, kTokens, kParts>>(
+    return launch_kernel<whole_kernel<T, kMajorW, kMajorX, kActivation, kTokens, kParts>>(
         {blocks, WholeShape<kTokens>::kThreads, c.split, c.shared_bytes()}, params, stream);
   };
   constexpr int kWide = WholeConfig::kWide, kHalf = WholeConfig::kHalf;

@@ -9,6 +9,7 @@
 #include <type_traits>
 
 #include "cuda/device/activation.cuh"
+#include "rarefy/activation.h"
 
 namespace rarefy::sm90 {
 
@@ -65,6 +66,20 @@ __device__ __forceinline__ float apply_rounded(float x) {
     return over_exp2(x, fmaf(x, fmaf(x * x, -0.102943242f, -2.30220819f), -2.f));
   if constexpr (activation == Activation::silu) return over_exp2(x, fmaf(x, -1.44269504f, -2.f));
   return x;
+}
+
+// On the host: f<activation>(), which returns a cudaError_t.
+template <class F>
+cudaError_t with_activation(rarefy::Activation activation, const F& f) {
+  static_assert(kActivations == 5);
+  switch (static_cast<device::Activation>(activation)) {
+    case Activation::none: return f.template operator()<Activation::none>();
+    case Activation::relu: return f.template operator()<Activation::relu>();
+    case Activation::gelu_erf: return f.template operator()<Activation::gelu_erf>();
+    case Activation::gelu_tanh: return f.template operator()<Activation::gelu_tanh>();
+    case Activation::silu: return f.template operator()<Activation::silu>();
+  }
+  return cudaErrorInvalidValue;
 }
 
 }  // namespace rarefy::sm90

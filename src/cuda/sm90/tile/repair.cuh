@@ -123,14 +123,19 @@ __device__ inline float sum_of_tokens(const float (&d)[parts][sums], int tokens,
   return all;
 }
 
+// By a warpgroup: until what its stores wrote is there.
+__device__ inline void wait_to_repair(const StoreLane& out) {
+  if (out.warp == 0) store_wait_all();
+  named_barrier(out.barrier, 128);
+}
+
 // By a warpgroup that has stored a tile, where one of its threads has a NaN among its sums: repair, by all
 // warps, as they share the stores. `first` is the warp's first feature.
 template <class T, device::Activation activation>
 __device__ inline void repair_if_nan(const Stored& p, const T* bias, float sum, const StoreLane& out,
                                      int first, int token, int count) {
   if (!named_barrier_any(out.barrier, 128, sum != sum)) return;
-  if (out.warp == 0) store_wait_all();
-  named_barrier(out.barrier, 128);
+  wait_to_repair(out);
   repair<T, activation>(p, bias, first, token, count, out.lane);
 }
 
