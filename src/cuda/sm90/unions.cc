@@ -21,9 +21,9 @@ constexpr double kThreeStrips = 1.03;    // copies for three strips
 constexpr double kWaitClocks = 50;       // of a step, for each that is missing to four in flight
 constexpr double kTileClocks = 1650;     // writing the sums of 256 tokens
 constexpr double kCut = 1.06;            // a last round of strips alone …
-constexpr double kCutAtOnce = 1.2;       // … or the only one
-constexpr Exchange kExchange{3000, 8};   // of parts
-constexpr double kLaunchClocks = 11400;  // launch, first loads, last stores
+constexpr double kCutAtOnce = 1.18;      // … or the only one
+constexpr Exchange kExchange{3350, 8.2};  // of parts; clusters do not start early
+constexpr double kLaunchClocks = 12280;  // launch, first loads, last stores
 
 constexpr std::int64_t kMostFeatures = (1 << 20) - 64;  // unit rows and overlaps are 16-bit in the plan
 constexpr std::int64_t kPieceBytes = 64 * 32;
