@@ -221,18 +221,18 @@ TEST(UnionPlan, FollowsTheWeightAlone) {
   other.x_stride = 4096;
   other.activation = Activation::silu;
   const UnionLayouts layouts = layouts_of(p), same = layouts_of(other);
-  for (const std::size_t i : {0, 1}) {
-    EXPECT_EQ(layouts[i].strips, 2 + static_cast<int>(i));
+  for (const std::size_t i : {0, 1, 2}) {
+    EXPECT_EQ(layouts[i].strips, kGroupSizes[i]);
     EXPECT_EQ(layouts[i].strips, same[i].strips);
     EXPECT_EQ(layouts[i].width, same[i].width);
   }
   EXPECT_EQ(UnionPlan(p, 132).words, UnionPlan(other, 132).words);
   EXPECT_EQ(UnionPlan(p, 132).packed_bytes(), UnionPlan(other, 132).packed_bytes());
   const UnionConfig config = configure(other, kMachine);
-  EXPECT_EQ(config.width, layouts[config.strips == 2 ? 0 : 1].width);
+  EXPECT_EQ(config.width, layout_of(p, config.group()).width);
 }
 
-// One prepared buffer has groups of both sizes: two strips where those of three leave SMs without a tile.
+// One prepared buffer has groups of all sizes: two strips where those of three leave SMs without a tile.
 TEST(UnionConfig, TakesTwoStripsWhereTilesAreFew) {
   for (const int b : {16, 32}) {
     for (const double density : {0.5, 0.25}) {
@@ -246,6 +246,23 @@ TEST(UnionConfig, TakesTwoStripsWhereTilesAreFew) {
           3);
     }
   }
+}
+
+// Where a group of three wants nearly all of X and little is multiplied: 16x16 at .1 took 195 us so, 207
+// alone, 32x32 122 and 99, and with few tokens there are too few tiles for pairs of thread blocks.
+TEST(UnionConfig, SharesXWhereThatIsMostOfTheBytes) {
+  const auto pair = [](std::int64_t tokens, std::int64_t cols, int b, double density) {
+    const auto blocks = static_cast<std::int64_t>(4096.0 / b * static_cast<double>(cols) / b * density);
+    const UnionConfig c =
+        configure(product_problem<UnionProblem>(false, tokens, 4096, cols, b, b, blocks), kMachine);
+    EXPECT_EQ(c.group(), c.strips * c.pair);
+    return c.pair;
+  };
+  EXPECT_EQ(pair(8192, 4096, 16, .1), 2);
+  EXPECT_EQ(pair(8192, 4096, 16, .05), 2);
+  EXPECT_EQ(pair(8192, 14336, 16, .1), 2);
+  EXPECT_EQ(pair(512, 4096, 16, .1), 1);
+  for (const double density : {.5, .25, .1}) EXPECT_EQ(pair(8192, 4096, 32, density), 1);
 }
 
 // Unit rows are what has one pattern; no pattern has more pieces than there is room for.

@@ -167,13 +167,13 @@ Kernel strips(Op op, std::string_view name) {
 
 struct UnionChoice {
   std::int64_t strips = 2, width = 64, tokens = 256, slots = 4, pieces = 32, buffers = 2, sms = 132,
-               split = 1;
-  static constexpr std::string_view kFields[] = {"strips", "width",   "tokens", "slots",
-                                                 "pieces", "buffers", "sms",    "split"};
+               split = 1, pair = 1;
+  static constexpr std::string_view kFields[] = {"strips",  "width", "tokens", "slots", "pieces",
+                                                 "buffers", "sms",   "split",  "pair"};
 
   UnionConfig config() const {
     const auto n = [](std::int64_t x) { return static_cast<int>(x); };
-    return {n(strips), n(width), n(tokens), n(slots), n(pieces), n(buffers), n(split)};
+    return {n(strips), n(width), n(tokens), n(slots), n(pieces), n(buffers), n(split), n(pair)};
   }
 };
 
@@ -196,8 +196,8 @@ Reason yields_unions(const Problem& p, const rarefy::Machine& machine) {
 }
 
 Config choice_of(const UnionConfig& c, const rarefy::Machine& machine) {
-  return to_config(
-      UnionChoice{c.strips, c.width, c.tokens, c.slots, c.pieces, c.buffers, machine.gpu.sms, c.split});
+  return to_config(UnionChoice{c.strips, c.width, c.tokens, c.slots, c.pieces, c.buffers, machine.gpu.sms,
+                               c.split, c.pair});
 }
 
 Config configure_unions(const Problem& p, const rarefy::Machine& machine) {
@@ -240,7 +240,9 @@ Status check_choice(const Call& call, const UnionProblem& problem) {
   };
   if (choice.strips != 2 && choice.strips != 3)
     return refuse("strips of the config must be 2 or 3", choice.strips);
-  const int width = layout_of(problem, static_cast<int>(choice.strips)).width;
+  if (choice.pair != 1 && (choice.pair != 2 || choice.strips != 3))
+    return refuse("pair of the config must be 1, or 2 of three strips", choice.pair);
+  const int width = layout_of(problem, static_cast<int>(choice.strips * choice.pair)).width;
   if (choice.width != width)
     return refuse(cat("width of the config must be what is prepared, ", width), choice.width);
   return check_sms(call.problem.op, choice.sms);

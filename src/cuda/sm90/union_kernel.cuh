@@ -66,13 +66,14 @@ struct UnionState {
   WalkState walk;
 };
 
-// kParts: a cluster's thread blocks have a part of a tile's steps each, and one tile.
-template <int kStrips, int kTokens, bool kParts>
+// kParts: a cluster's thread blocks have a part of a tile's steps each, and one tile. kPair: 2 of them have a
+// group each; either brings X of half of the tokens to both, so that they take the same steps at one time.
+template <int kStrips, int kTokens, bool kParts, int kPair>
 struct UnionWarps {
   using Shape = StripShape<kStrips, kTokens>;
   const UnionParams& p;
   UnionState& state;
-  u32 x_ring, w_ring;
+  u32 x_ring, w_ring, rank;
 
   __device__ u32 full(u32 slot) const { return shared_address(&state.ring.full[slot]); }
   __device__ u32 empty(u32 slot) const { return shared_address(&state.ring.empty[slot]); }
@@ -86,6 +87,10 @@ struct UnionWarps {
   }
   // Which pieces the step has whose words this lane has one of, 0 where there is no step.
   __device__ static int pieces_of(int mask_word) { return mask_word < 0 ? 0 : mask_word & kStepPieces; }
+  // Steps that are taken: the other thread block of a pair may have pieces where this one has none.
+  __device__ static bool taken(int mask_word) {
+    return kPair > 1 ? mask_word >= 0 : pieces_of(mask_word) != 0;
+  }
 
   // One warp brings X …
   __device__ void load_x(int lane) const {
@@ -95,7 +100,7 @@ struct UnionWarps {
       int x_row;
       const int word = state.walk.read_batch(from, lane, &x_row);
       if (x_row < 0) return;
-      const u32 wanted = __ballot_sync(~0u, lane % 4 == kStepMask && pieces_of(word) != 0);
+      const u32 wanted = __ballot_sync(~0u, lane % 4 == kStepMask && taken(word));
 #pragma unroll 1
       for (int j = 0; j < 8; ++j) {
         if ((wanted >> (4 * j + kStepMask) & 1) == 0) continue;
@@ -106,10 +111,20 @@ struct UnionWarps {
         const auto mask = static_cast<u32>(word_of(kStepMask));
         const auto both = static_cast<u32>(word_of(kStepBoxes));
         const int boxes[2] = {static_cast<int>(both & 0xFFFF), static_cast<int>(both >> 16)};
-        const bool want[2] = {(mask & p.first_box) != 0, (mask & p.second_box) != 0};
+        const bool want[2] = {kPair > 1 || (mask & p.first_box) != 0,
+                              kPair > 1 ? boxes[1] != kNoBox : (mask & p.second_box) != 0};
         const u32 barrier = full(at.slot), to = x_ring + at.slot * Shape::kSlotBytes;
         wait(empty(at.slot), at.parity);
-        if (lane == 0) {
+        if (kPair > 1 && lane == 0) {
+          arrive_expect(barrier, (want[1] ? 2 : 1) * p.box_bytes);
+          const u32 mine = rank * (p.box_bytes / kPair);
+          const int row = x_row + static_cast<int>(rank) * (kTokens / kPair);
+#pragma unroll
+          for (u32 i = 0; i < 2; ++i) {
+            if (want[i])
+              load_box_multicast(to + i * p.box_bytes + mine, &p.x, boxes[i] * p.box_width, row, barrier, 3);
+          }
+        } else if (lane == 0) {
           const bool last = p.last.is(x_row);
           arrive_expect(barrier,
                         ((want[0] ? 1u : 0u) + (want[1] ? 1u : 0u)) * (last ? p.last_bytes : p.box_bytes));
@@ -141,7 +156,7 @@ struct UnionWarps {
       const int mask_word = __shfl_sync(~0u, word, lane - r + kStepMask);
       const int before = __shfl_sync(~0u, word, lane - r + kStepBefore + min(r, 1));
       const auto mask = static_cast<u32>(pieces_of(mask_word));
-      const u32 wanted = __ballot_sync(~0u, mask != 0);
+      const u32 wanted = __ballot_sync(~0u, taken(mask_word));
       const auto count = static_cast<u32>(__popc(mask));
       u32 behind = count;  // pieces of this batch up to this step
 #pragma unroll
@@ -252,7 +267,11 @@ struct UnionWarps {
           }
           add = 1;
         }
-        if (lane == 0) arrive(empty(at.slot));
+        if constexpr (kPair > 1) {
+          if (lane < kPair) arrive_remote(empty(at.slot), static_cast<u32>(lane) ^ rank);  // lane 0: here
+        } else {
+          if (lane == 0) arrive(empty(at.slot));
+        }
         at.next(p.slots);
       }
       next = state.walk.read_tile(tiles, strip, lane);
@@ -265,7 +284,6 @@ struct UnionWarps {
       }
       int first = 0, end = kTokens;  // of the tokens, what leaves here
       if constexpr (kParts) {
-        const u32 rank = cluster_rank();
         const ShareOfTokens<kTokens> share(p.walk.split, rank);
         first = share.first, end = share.end;
         exchange_tile<kTokens, kStrips * 128>(d, p.walk.split, rank, x_ring, p.stored.tokens - token);
@@ -288,7 +306,7 @@ struct UnionWarps {
   }
 };
 
-template <class T, Activation kActivation, int kStrips, int kTokens, bool kParts>
+template <class T, Activation kActivation, int kStrips, int kTokens, bool kParts, int kPair>
 __global__ void __launch_bounds__(StripShape<kStrips, kTokens>::kThreads, 1)
     union_kernel(const __grid_constant__ UnionParams p) {
   using Shape = StripShape<kStrips, kTokens>;
@@ -304,17 +322,19 @@ __global__ void __launch_bounds__(StripShape<kStrips, kTokens>::kThreads, 1)
     prefetch_map(&p.y);
     for (u32 i = 0; i < p.slots; ++i) {
       barrier_init(shared_address(&state.ring.full[i]), kStrips + 1);
-      barrier_init(shared_address(&state.ring.empty[i]), 4 * kStrips);
+      barrier_init(shared_address(&state.ring.empty[i]), 4 * kStrips * kPair);
     }
     state.walk.init(4 * kStrips, 3);
     barrier_init_done();
   }
   __syncthreads();
+  if constexpr (kPair > 1) cluster_sync();              // barriers that another one arrives at
   if (warp != 4 * kStrips + 2) begin_behind_kernels();  // what is walked was prepared
 
   const u32 w_ring = x_ring + p.slots * Shape::kSlotBytes, y_buffers = w_ring + p.pieces * kPieceBytes,
             y_bytes = static_cast<u32>(p.buffers) * kStoreBytes;
-  UnionWarps<kStrips, kTokens, kParts> warps{p, state, x_ring, w_ring};
+  UnionWarps<kStrips, kTokens, kParts, kPair> warps{p, state, x_ring, w_ring,
+                                                    kParts || kPair > 1 ? cluster_rank() : 0};
   if (warp < 4 * kStrips) {
     take_registers<Shape::kMultiplyRegisters>();
     const auto strip = static_cast<u32>(warp) / 4;
@@ -326,6 +346,10 @@ __global__ void __launch_bounds__(StripShape<kStrips, kTokens>::kThreads, 1)
     if (warp == 4 * kStrips + 1 || warp == 4 * kStrips + 3) warps.load_pieces(lane, warp == 4 * kStrips + 1);
     if (warp == 4 * kStrips + 2) warps.walk(lane);
     if constexpr (kParts) watch_exchange();
+  }
+  if constexpr (kPair > 1) {
+    __syncwarp();
+    cluster_sync();  // a peer may still write here
   }
 }
 

@@ -12,14 +12,18 @@ template <class T, Activation kActivation>
 cudaError_t launch_union_shape(const UnionConfig& c, int blocks, const UnionParams& params,
                                cudaStream_t stream) {
   const auto is = [&](int strips, int tokens) { return c.strips == strips && c.tokens == tokens; };
-  const auto run_parts = [&]<int kStrips, int kTokens, bool kParts>() {
-    return launch_kernel<union_kernel<T, kActivation, kStrips, kTokens, kParts>>(
-        {blocks, StripShape<kStrips, kTokens>::kThreads, c.split, c.shared_bytes()}, params, stream);
+  const auto run_parts = [&]<int kStrips, int kTokens, bool kParts, int kPair = 1>() {
+    return launch_kernel<union_kernel<T, kActivation, kStrips, kTokens, kParts, kPair>>(
+        {blocks, StripShape<kStrips, kTokens>::kThreads, c.split * c.pair, c.shared_bytes()}, params, stream);
   };
   const auto run = [&]<int kStrips, int kTokens>() {
     return c.split > 1 ? run_parts.template operator()<kStrips, kTokens, true>()
                        : run_parts.template operator()<kStrips, kTokens, false>();
   };
+  if (c.pair == 2) {
+    if (!is(3, 256) || c.split > 1) return cudaErrorInvalidConfiguration;
+    return run_parts.template operator()<3, 256, false, 2>();
+  }
   if (is(2, 256)) return run.template operator()<2, 256>();
   if (is(3, 256)) return run.template operator()<3, 256>();
   if (is(2, 128)) return run.template operator()<2, 128>();

@@ -20,7 +20,7 @@ struct GroupParams {
   int size, count;
   int boxes, box;  // of a step; columns of one
   int *sorted, *members, *clocks, *steps_of;
-  StripGroup* out;
+  StripGroup* out;      // of pairs two, one behind the other
   int4 *first, *steps;  // first: of each group's strips their first pieces
 };
 
@@ -28,10 +28,10 @@ struct PlanParams {
   const int *offsets, *others, *entries;  // the index, by block row (grad_input: by block column)
   MemberBits units, strips;               // what they store, in columns of 32 bytes
   int columns;
-  int along;  // columns of a stored block
-  int unit;   // features of a unit row
-  int room;   // for steps of a group
-  GroupParams groups[2];
+  int along;              // columns of a stored block
+  int unit;               // features of a unit row
+  int room;               // for steps of a group
+  GroupParams groups[3];  // the last: of pairs
   int* sorted;
   int* units_of;  // outputs: of each strip its unit rows
   int* first;     // of each strip its first piece, and behind the last the number of all
@@ -127,67 +127,102 @@ __global__ void __launch_bounds__(kThreads) order_kernel(const PlanParams p) {
   }
 }
 
-// A warp for each group; blockIdx.y is the size's. First which boxes, a lane for each of 32; then masks, a
-// lane for each step.
+// By a warp: steps of the kPair groups that begin with the g-th of what is there, all of both. First which
+// boxes, a lane for each of 32; then masks, a lane for each step.
+template <int kPair>
+__device__ void make_steps(const PlanParams& p, const GroupParams& its, int g, int lane) {
+  StripGroup* const groups = its.out + g;
+  const auto steps_of = [&](int r) {
+    return reinterpret_cast<int*>(its.steps + static_cast<std::int64_t>(g + r) * p.room);
+  };
+  const auto boxes_at = [&](int r, int step) {
+    return reinterpret_cast<std::uint16_t*>(steps_of(r) + 4 * step + kStepBoxes);
+  };
+  // Columns of strip m in a box, its lowest bit first.
+  const auto columns_of = [&](int r, int m, int box) {
+    const int strip = groups[r].strip[m], column = box * its.box;
+    if (strip < 0 || column >= p.columns) return 0u;
+    return p.strips.of(strip)[column / 32] >> column % 32 & ((1u << its.box) - 1);
+  };
+  int rank = 0;
+  for (int first = 0; first * its.box < p.columns; first += 32) {
+    u32 any = 0;
+#pragma unroll
+    for (int r = 0; r < kPair; ++r) {
+      for (int m = 0; m < kMostGroup; ++m) any |= columns_of(r, m, first + lane);
+    }
+    const u32 present = __ballot_sync(~0u, any != 0);
+    const int at = rank + __popc(present & ((1u << lane) - 1));
+#pragma unroll
+    for (int r = 0; r < kPair && any != 0; ++r) {
+      boxes_at(r, at / its.boxes)[at % its.boxes] = static_cast<std::uint16_t>(first + lane);
+      if (its.boxes == 1) boxes_at(r, at)[1] = kNoBox;
+    }
+    rank += __popc(present);
+  }
+  const int steps = (rank + its.boxes - 1) / its.boxes;
+  if (lane < kPair && rank % its.boxes != 0) boxes_at(lane, steps - 1)[1] = kNoBox;
+  __syncwarp();
+  int clocks = 0;
+#pragma unroll
+  for (int r = 0; r < kPair; ++r) {
+    StripGroup& group = groups[r];
+    int* const to = steps_of(r);
+    if (lane < kMostGroup)
+      reinterpret_cast<int*>(its.first + g + r)[lane] =
+          group.strip[lane] < 0 ? 0 : p.first[group.strip[lane]];
+    int before[kMostGroup] = {}, own_steps[kMostGroup] = {};  // pieces; steps with any
+    for (int first = 0; first < steps; first += 32) {
+      const int s = first + lane;
+      u32 mask = 0;
+      int had[kMostGroup];  // before this step
+      const u32 boxes = s < steps ? __ldcg(reinterpret_cast<const u32*>(to + 4 * s + kStepBoxes)) : 0;
+      const int a = static_cast<int>(boxes & 0xFFFF), b = static_cast<int>(boxes >> 16);
+#pragma unroll
+      for (int m = 0; m < kMostGroup; ++m) {
+        u32 own = 0;
+        if (s < steps) own = columns_of(r, m, a) | (b == kNoBox ? 0 : columns_of(r, m, b) << its.box);
+        mask |= own << (4 * m);
+        own_steps[m] += own != 0;
+        const int behind = sum_to_lane(__popc(own), lane);
+        had[m] = before[m] + behind - __popc(own);
+        before[m] += __shfl_sync(~0u, behind, 31);
+      }
+      if (s < steps) {
+        to[4 * s + kStepMask] = static_cast<int>(mask) | had[2] << 12;
+        to[4 * s + kStepBefore] = had[0];
+        to[4 * s + kStepBefore + 1] = had[1];
+      }
+    }
+    int pieces = 0;
+#pragma unroll
+    for (int m = 0; m < kMostGroup; ++m) {
+      const int all = __reduce_add_sync(~0u, own_steps[m]);
+      if (lane == 0) group.blocks[m] = all;
+      pieces += before[m];
+    }
+    clocks = max(clocks, union_clocks(steps, rank * its.box / kPair, pieces));
+  }
+  if (kPair > 1 && lane < kPair) groups[lane].steps = steps, groups[lane].clocks = clocks;
+}
+
+// A warp for each group, or pair of groups of three, neighbours by their cost; blockIdx.y is the size's.
 __global__ void __launch_bounds__(kThreads) step_kernel(const PlanParams p) {
   const GroupParams& its = p.groups[blockIdx.y];
   const int g = static_cast<int>(blockIdx.x) * (kThreads / 32) + static_cast<int>(threadIdx.x) / 32;
   const int lane = static_cast<int>(threadIdx.x) % 32;
   if (g >= its.count) return;
-  StripGroup& group = its.out[g];
-  const int steps = group.steps;
-  if (lane < kMostGroup)
-    reinterpret_cast<int*>(its.first + g)[lane] = group.strip[lane] < 0 ? 0 : p.first[group.strip[lane]];
-  int* to = reinterpret_cast<int*>(its.steps + static_cast<std::int64_t>(g) * p.room);
-  const auto boxes_at = [&](int step) {
-    return reinterpret_cast<std::uint16_t*>(to + 4 * step + kStepBoxes);
-  };
-  // Columns of strip m in a box, its lowest bit first.
-  const auto columns_of = [&](int m, int box) {
-    const int strip = group.strip[m], column = box * its.box;
-    if (strip < 0 || column >= p.columns) return 0u;
-    return p.strips.of(strip)[column / 32] >> column % 32 & ((1u << its.box) - 1);
-  };
-  for (int s = lane; s < steps; s += 32) boxes_at(s)[1] = kNoBox;
-  __syncwarp();
-  int rank = 0;
-  for (int first = 0; first * its.box < p.columns; first += 32) {
-    u32 any = 0;
-    for (int m = 0; m < kMostGroup; ++m) any |= columns_of(m, first + lane);
-    const u32 present = __ballot_sync(~0u, any != 0);
-    const int at = rank + __popc(present & ((1u << lane) - 1));
-    if (any != 0) boxes_at(at / its.boxes)[at % its.boxes] = static_cast<std::uint16_t>(first + lane);
-    rank += __popc(present);
+  if (its.size <= kMostGroup) {
+    make_steps<1>(p, its, g, lane);
+    return;
+  }
+  const GroupParams& threes = p.groups[1];
+  if (lane < 2) {
+    const int of = 2 * g + lane;
+    its.out[of] = of < threes.count ? threes.out[of] : StripGroup{0, {-1, -1, -1}, {0, 0, 0}, 0};
   }
   __syncwarp();
-  int before[kMostGroup] = {}, own_steps[kMostGroup] = {};  // pieces; steps with any
-  for (int first = 0; first < steps; first += 32) {
-    const int s = first + lane;
-    u32 mask = 0;
-    int had[kMostGroup];  // before this step
-    const u32 boxes = s < steps ? __ldcg(reinterpret_cast<const u32*>(to + 4 * s + kStepBoxes)) : 0;
-    const int a = static_cast<int>(boxes & 0xFFFF), b = static_cast<int>(boxes >> 16);
-#pragma unroll
-    for (int m = 0; m < kMostGroup; ++m) {
-      u32 own = 0;
-      if (s < steps) own = columns_of(m, a) | (b == kNoBox ? 0 : columns_of(m, b) << its.box);
-      mask |= own << (4 * m);
-      own_steps[m] += own != 0;
-      const int behind = sum_to_lane(__popc(own), lane);
-      had[m] = before[m] + behind - __popc(own);
-      before[m] += __shfl_sync(~0u, behind, 31);
-    }
-    if (s < steps) {
-      to[4 * s + kStepMask] = static_cast<int>(mask) | had[2] << 12;
-      to[4 * s + kStepBefore] = had[0];
-      to[4 * s + kStepBefore + 1] = had[1];
-    }
-  }
-#pragma unroll
-  for (int m = 0; m < kMostGroup; ++m) {
-    const int all = __reduce_add_sync(~0u, own_steps[m]);
-    if (lane == 0) group.blocks[m] = all;
-  }
+  make_steps<2>(p, its, 2 * g, lane);
 }
 
 // Set bits of a row before a column.
@@ -225,20 +260,24 @@ __global__ void __launch_bounds__(kThreads) source_kernel(const PlanParams p) {
 struct ListParams {
   StripLists lists;
   const StripGroup* groups;
+  int pair;  // groups lie so far apart
   int2* items;
+};
+struct AllLists {
+  ListParams of[3];
 };
 
 // A thread block for each list; blockIdx.y is the size's.
-__global__ void __launch_bounds__(kListThreads) list_kernel(const ListParams two, const ListParams three) {
-  const auto& [lists, groups, items] = blockIdx.y == 0 ? two : three;
+__global__ void __launch_bounds__(kListThreads) list_kernel(const AllLists all) {
+  const auto& [lists, groups, pair, items] = all.of[blockIdx.y];
   const int level = static_cast<int>(blockIdx.x);
   if (level >= lists.levels()) return;
   int2* const its = items + lists.begin(level);
-  const int count =
-      order_tiles(lists, level, its, lists.clusters / 2, [&](int group) { return groups[group].clocks; });
+  const int count = order_tiles(lists, level, its, lists.clusters / 2,
+                                [&](int group) { return groups[group * pair].clocks; });
   if (threadIdx.x >= 32) return;
   make_list(its, count, lists.clusters, [&](const StripTile& t) {
-    const StripGroup& g = groups[t.group];
+    const StripGroup& g = groups[t.group * pair];
     return t.part < 0 ? g.clocks : strip_clocks(g.blocks[t.part], g.blocks[t.part]);
   });
 }
@@ -279,22 +318,24 @@ cudaError_t prepare(const UnionProblem& p, const UnionLayouts& layouts, int sms,
   };
   const GroupRoom of_units = room_of(params.units);
   const GroupRoom of_strips[2] = {room_of(params.strips), room_of(params.strips)};
-  ListParams lists[2];
-  for (std::size_t i = 0; i < 2; ++i) {
+  AllLists lists;
+  for (std::size_t i = 0; i < 3; ++i) {
     const UnionPlan::Groups& of = plan.groups[i];
     GroupParams& its = params.groups[i];
     its.size = of.size;
     its.count = of.count;
     its.box = layouts[i].width / p.column();
     its.boxes = 4 / its.box;
-    its.sorted = take(plan.strips);
-    its.members = take(std::int64_t{kMostGroup} * of.count);
-    its.clocks = take(of.count);
-    its.steps_of = take(of.count);
+    if (of.pair == 1) {
+      its.sorted = take(plan.strips);
+      its.members = take(std::int64_t{kMostGroup} * of.count);
+      its.clocks = take(of.count);
+      its.steps_of = take(of.count);
+    }
     its.out = reinterpret_cast<StripGroup*>(words + of.groups_at);
     its.first = reinterpret_cast<int4*>(words + of.first_at);
     its.steps = reinterpret_cast<int4*>(words + of.steps_at);
-    lists[i] = {plan.lists(of), its.out, reinterpret_cast<int2*>(words + of.items_at)};
+    lists.of[i] = {plan.lists(of), its.out, of.pair, reinterpret_cast<int2*>(words + of.items_at)};
   }
   params.units_of = words + plan.units_at;
   params.first = words + plan.first_at;
@@ -318,8 +359,8 @@ cudaError_t prepare(const UnionProblem& p, const UnionLayouts& layouts, int sms,
   group_kernel<<<dim3(ranges(params.strips), 2), kThreads, of_strips[0].bytes, stream>>>(params, of_strips[0],
                                                                                          of_strips[1]);
   order_kernel<<<3, kThreads, 0, stream>>>(params);
-  step_kernel<<<dim3(blocks(params.groups[0].count), 2), kThreads, 0, stream>>>(params);
-  list_kernel<<<dim3(StripLists::kMostLevels, 2), kListThreads, 0, stream>>>(lists[0], lists[1]);
+  step_kernel<<<dim3(blocks(params.groups[0].count), 3), kThreads, 0, stream>>>(params);
+  list_kernel<<<dim3(StripLists::kMostLevels, 3), kListThreads, 0, stream>>>(lists);
   const std::int64_t threads = std::int64_t{params.columns} * (64 / params.unit);
   source_kernel<<<dim3(n(up(threads, kThreads)), plan.strips), kThreads, 0, stream>>>(params);
   return prepared(stream);

@@ -12,18 +12,19 @@ namespace {
 
 // Rates of one SM, fitted to 900 measurements in a chain (docs/design/hopper/unions.md): on average 7 % off,
 // and what is chosen by them takes 1 % longer than the best.
-constexpr double kClock = 1750;          // per microsecond
-constexpr double kBytesPerClock = 40;    // from L2 into shared memory, all SMs at once
-constexpr double kBytesAlone = 45;       // … and few
-constexpr double kMultiply = 0.92;       // of the tensor cores' peak that a warpgroup's products reach
-constexpr double kTogether = 7;          // products and copies alike take a tenth more than one of them
-constexpr double kThreeStrips = 1.03;    // copies for three strips
-constexpr double kWaitClocks = 50;       // of a step, for each that is missing to four in flight
-constexpr double kTileClocks = 1650;     // writing the sums of 256 tokens
-constexpr double kCut = 1.06;            // a last round of strips alone …
-constexpr double kCutAtOnce = 1.18;      // … or the only one
+constexpr double kClock = 1750;           // per microsecond
+constexpr double kBytesPerClock = 40;     // from L2 into shared memory, all SMs at once
+constexpr double kBytesAlone = 45;        // … and few
+constexpr double kMultiply = 0.92;        // of the tensor cores' peak that a warpgroup's products reach
+constexpr double kTogether = 7;           // products and copies alike take a tenth more than one of them
+constexpr double kThreeStrips = 1.03;     // copies for three strips
+constexpr double kWaitClocks = 50;        // of a step, for each that is missing to four in flight
+constexpr double kPairClocks = 530;       // of a step of a pair, beside the products that its strips wait for
+constexpr double kTileClocks = 1650;      // writing the sums of 256 tokens
+constexpr double kCut = 1.06;             // a last round of strips alone …
+constexpr double kCutAtOnce = 1.18;       // … or the only one
 constexpr Exchange kExchange{3350, 8.2};  // of parts; clusters do not start early
-constexpr double kLaunchClocks = 12280;  // launch, first loads, last stores
+constexpr double kLaunchClocks = 12280;   // launch, first loads, last stores
 
 constexpr std::int64_t kMostFeatures = (1 << 20) - 64;  // unit rows and overlaps are 16-bit in the plan
 constexpr std::int64_t kPieceBytes = 64 * 32;
@@ -32,11 +33,12 @@ constexpr int kStateBytes = 2048;  // UnionState, and what the system takes
 // Clocks of a tile with so many steps and 64 × 64 weights, pieces that are not there left out.
 double tile_clocks(const UnionConfig& c, double steps, double weights, double bytes_per_clock) {
   const double tokens = c.tokens / 256.0;
-  const double multiply = weights * 512 * tokens / kMultiply;
+  const double products = weights * 512 * tokens,
+               multiply = c.pair > 1 ? products + steps * kPairClocks : products / kMultiply;
   // Steps in flight, by their pieces with a little to spare.
   const double room = weights > 0 ? c.pieces / (1.15 * 4 * weights / steps) : c.slots;
   const double wait = kWaitClocks * std::max(0.0, 4 - std::min(room, 1.0 * c.slots));
-  const double bytes = steps * c.tokens * 128 + weights * 8192;
+  const double bytes = steps * c.tokens * 128 / c.pair + weights * 8192;
   const double copy = (c.strips == 3 ? kThreeStrips : 1) * bytes / bytes_per_clock + steps * wait;
   return std::pow(std::pow(multiply, kTogether) + std::pow(copy, kTogether), 1 / kTogether) +
          kTileClocks * tokens;
@@ -67,7 +69,7 @@ std::string UnionConfig::text() const {
   return "strips=" + std::to_string(strips) + " width=" + std::to_string(width) +
          " tokens=" + std::to_string(tokens) + " slots=" + std::to_string(slots) +
          " pieces=" + std::to_string(pieces) + " buffers=" + std::to_string(buffers) +
-         " split=" + std::to_string(split);
+         " split=" + std::to_string(split) + " pair=" + std::to_string(pair);
 }
 
 UnionPlan::UnionPlan(const UnionProblem& p, int thread_blocks)
@@ -85,12 +87,13 @@ UnionPlan::UnionPlan(const UnionProblem& p, int thread_blocks)
                     p.blocks * touched(p.block_out(), p.unit()) * touched(p.block_in(), p.column()));
   units_at = take(std::int64_t{4} * strips);
   first_at = take(std::int64_t{strips} + 1);
-  for (const int size : {2, 3}) {
-    Groups& its =
-        groups[static_cast<std::size_t>(size - 2)] = {size, static_cast<int>(ceil_div(strips, size))};
-    its.groups_at = take(std::int64_t{8} * its.count);
-    its.first_at = take(std::int64_t{4} * its.count);
-    its.steps_at = take(std::int64_t{4} * its.count * columns);
+  for (std::size_t i = 0; i < std::size(kGroupSizes); ++i) {
+    const int size = kGroupSizes[i], pair = size > kMostGroup ? 2 : 1;
+    Groups& its = groups[i] = {size, static_cast<int>(ceil_div(strips, size)), pair, std::max(1, sms / pair)};
+    const std::int64_t all = std::int64_t{its.count} * pair;
+    its.groups_at = take(8 * all);
+    its.first_at = take(4 * all);
+    its.steps_at = take(4 * all * columns);
     its.items_at = take(2 * std::int64_t{lists(its).begin(lists(its).levels())});
   }
   sources_at = take(p.fine() ? 0 : pieces * (64 / p.unit()));
@@ -137,37 +140,39 @@ struct Shares {
 UnionCandidate candidate_of(const UnionProblem& p, const UnionLayout& layout, const Shares& shares,
                             int tokens, int buffers, const Machine& machine) {
   const auto columns = static_cast<double>(ceil_div(p.in_features(), p.step()));
-  const double strips = layout.strips;
-  UnionConfig c{layout.strips, layout.width, tokens, 0, 0, buffers};
+  const int pair = layout.strips > kMostGroup ? 2 : 1;
+  UnionConfig c{layout.strips / pair, layout.width, tokens, 0, 0, buffers, 1, pair};
+  const double strips = c.strips;
   // As many steps as leave room for the pieces that they have on average, and for one that has all.
   const double per_step =
       shares.boxes > 0 ? std::min(4 * strips * shares.pieces / shares.boxes, 4 * strips) : 4;
   for (c.slots = 8; c.slots > 2; --c.slots) {
     c.pieces = piece_room(c, machine);
-    if (c.pieces >= std::max(per_step * c.slots, 4 * strips)) break;
+    if (c.pieces >= std::max((pair > 1 ? 0.9 : 1.0) * per_step * c.slots, 4 * strips)) break;
   }
   c.pieces = piece_room(c, machine);
 
   const std::int64_t token_tiles = ceil_div(p.tokens, std::int64_t{tokens}),
                      tiles = p.groups(layout) * token_tiles;
-  const std::int64_t sms = machine.sms;
-  const ListChoice rounds({static_cast<int>(p.groups(layout)), layout.strips, machine.sms},
+  const std::int64_t sms = machine.sms, clusters = std::max<std::int64_t>(1, sms / pair);
+  const ListChoice rounds({static_cast<int>(p.groups(layout)), c.strips, static_cast<int>(clusters)},
                           static_cast<int>(token_tiles));
   const auto tile = [&](double steps, double weights, std::int64_t thread_blocks) {
     const double left = static_cast<double>(sms) / static_cast<double>(thread_blocks);
     return tile_clocks(c, steps, weights, std::min(kBytesAlone, kBytesPerClock * std::max(1.0, left)));
   };
-  const double whole = tile(columns * shares.boxes, columns * shares.pieces * strips, tiles);
+  const double whole = tile(columns * shares.boxes, columns * shares.pieces * strips, tiles * pair);
   // The last tiles of a list are cut into strips if these are no more than a round.
-  const std::int64_t rest = std::max<std::int64_t>(1, tiles % sms);
-  const double cut = (rounds.whole > 0 ? kCut : kCutAtOnce) *
-                     tile(columns * shares.alone, columns * shares.pieces, rest * layout.strips);
+  const std::int64_t rest = std::max<std::int64_t>(1, tiles % clusters);
+  const double cut =
+      (rounds.whole > 0 ? kCut : kCutAtOnce) *
+      tile(columns * (pair > 1 ? shares.boxes : shares.alone), columns * shares.pieces, rest * layout.strips);
   const auto clocks = [&](int parts) {
     if (parts == 1) return rounds.whole * whole + rounds.cut * cut;
     return tile(columns * shares.boxes / parts, columns * shares.pieces * strips / parts, tiles * parts) +
            kExchange(std::min<std::int64_t>(tokens, p.tokens), layout.strips);
   };
-  c.split = best_parts(tiles, machine.sms, clocks);
+  c.split = pair > 1 ? 1 : best_parts(tiles, machine.sms, clocks);
   while (!parts_fit(c.split, c.tokens, c.strips, c.ring_bytes())) --c.split;
   return {c, (clocks(c.split) + kLaunchClocks) / kClock, {}};
 }
@@ -183,7 +188,8 @@ std::vector<UnionCandidate> union_candidates(const UnionProblem& p, const UnionL
   for (const UnionLayout& layout : layouts) {
     const Shares shares{p.piece_share(), p.box_share(layout), p.box_share({1, layout.width})};
     for (const auto& [tokens, buffers] : {Shape{256, 2}, {256, 1}, {192, 2}, {128, 2}}) {
-      if (tokens == 192 && p.dtype == DType::f32) continue;  // not compiled
+      if (tokens == 192 && p.dtype == DType::f32) continue;      // not compiled
+      if (tokens < 256 && layout.strips > kMostGroup) continue;  // nor are these
       list.push_back(candidate_of(p, layout, shares, tokens, buffers, machine));
     }
   }
@@ -192,7 +198,7 @@ std::vector<UnionCandidate> union_candidates(const UnionProblem& p, const UnionL
 
 std::vector<UnionLayouts> all_union_layouts(const UnionProblem& p) {
   const int step = p.step();
-  return {{{{2, step}, {3, step}}}, {{{2, step / 2}, {3, step / 2}}}};
+  return {{{{2, step}, {3, step}, {6, step}}}, {{{2, step / 2}, {3, step / 2}, {6, step / 2}}}};
 }
 
 // As measured: narrow boxes where they save some.
@@ -202,7 +208,9 @@ UnionLayout layout_of(const UnionProblem& p, int strips) {
   return saves ? narrow : wide;
 }
 
-UnionLayouts layouts_of(const UnionProblem& p) { return {layout_of(p, 2), layout_of(p, 3)}; }
+UnionLayouts layouts_of(const UnionProblem& p) {
+  return {layout_of(p, kGroupSizes[0]), layout_of(p, kGroupSizes[1]), layout_of(p, kGroupSizes[2])};
+}
 
 namespace {
 UnionCandidate best_of(const UnionProblem& problem, const Machine& machine) {

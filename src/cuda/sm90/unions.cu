@@ -23,7 +23,8 @@ cudaError_t launch(const UnionProblem& p, const UnionConfig& config, int sms, co
   x.size[1] = u(p.tokens);
   x.stride[0] = u(p.x_stride) * size;
   x.box[0] = static_cast<std::uint32_t>(config.width);
-  x.box[1] = static_cast<std::uint32_t>(config.tokens);
+  x.box[1] =
+      static_cast<std::uint32_t>(config.tokens / config.pair);  // each of a pair brings its part to both
   cudaError_t status = make_tensor_map(&params.x, p.dtype, operands.x, x);
   if (status != cudaSuccess) return status;
   params.last = LastTokens::of_tiles(p.tokens, config.tokens);
@@ -41,14 +42,15 @@ cudaError_t launch(const UnionProblem& p, const UnionConfig& config, int sms, co
   if (status != cudaSuccess) return status;
 
   const UnionPlan plan(p, sms);
-  const UnionPlan::Groups& groups = plan.of(config.strips);
+  const UnionPlan::Groups& groups = plan.of(config.group());
   params.walk = {TileLists(plan.lists(groups), operands.plan + groups.items_at,
                            n((p.tokens + config.tokens - 1) / config.tokens)),
                  reinterpret_cast<const int4*>(operands.plan + groups.groups_at),
                  operands.plan + groups.steps_at,
                  plan.columns,
                  config.split,
-                 reinterpret_cast<const int4*>(operands.plan + groups.first_at)};
+                 reinterpret_cast<const int4*>(operands.plan + groups.first_at),
+                 config.pair};
   params.walk.lists.from_last = begins_with_last_tokens();
   params.w = static_cast<const unsigned char*>(operands.packed);
   params.units = reinterpret_cast<const int4*>(operands.plan + plan.units_at);
@@ -69,8 +71,8 @@ cudaError_t launch(const UnionProblem& p, const UnionConfig& config, int sms, co
   const auto run = p.dtype == DType::bf16  ? launch_union_bf16
                    : p.dtype == DType::f16 ? launch_union_f16
                                            : launch_union_tf32;
-  const int blocks =
-      config.split > 1 ? groups.count * params.walk.lists.token_tiles * config.split : plan.sms;
+  const int blocks = config.split > 1 ? groups.count * params.walk.lists.token_tiles * config.split
+                                      : groups.clusters * config.pair;
   return run(p.activation, config, blocks, params, stream);
 }
 

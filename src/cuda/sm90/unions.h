@@ -1,10 +1,11 @@
 // The union kernel, host side: linear and grad_input for blocks of any shape but those whose sides are both
 // multiples of 64, and for these in f32, as tf32. A *unit row* is 16, 32 or 64 features of Y; 64 / unit of
 // them are a strip, which stores the union of their columns, packed with zeros; two or three strips are a
-// group: three share more of X, two are more tiles where tokens are few, and what is prepared has both. A
-// unit row lies in one block row, or, of blocks that are no multiple of 16 high, meets several and
-// stores what any of them does. Which unit rows go together and what they store follows from the pattern
-// alone and is made on the device (union_plan.cu); the values are packed when they change (union_pack.cu).
+// group: three share more of X, two are more tiles where tokens are few. Or two thread blocks with three
+// strips each are a pair, which brings each byte of X once for both. What is prepared has all of these. A
+// unit row lies in one block row, or, of blocks that are no multiple of 16 high, meets several and stores
+// what any of them does. Which unit rows go together and what they store follows from the pattern alone and
+// is made on the device (union_plan.cu); the values are packed when they change (union_pack.cu).
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -21,7 +22,7 @@ namespace rarefy::sm90 {
 
 // How strips are walked; of the weight alone, so that what is prepared serves any tokens.
 struct UnionLayout {
-  int strips = 2;  // of a group: two or three
+  int strips = 2;  // of a group: two, three, or six of a pair of thread blocks
   int width = 64;  // features of a box of X: a step's, or half of them
 };
 
@@ -45,11 +46,14 @@ struct UnionProblem : Product {
 };
 
 struct UnionConfig {
-  int strips = 2, width = 64;  // the layout
+  int strips = 2, width = 64;  // of a thread block; the layout's
   int tokens = 256;
   int slots = 4, pieces = 32;  // in flight
   int buffers = 2;             // for results, of each strip
   int split = 1;               // thread blocks with a part of a tile's steps each, where tiles are few
+  int pair = 1;                // thread blocks that share X: 2 have a group of six strips
+
+  int group() const { return strips * pair; }  // strips of a group
 
   int ring_bytes() const;  // of what is in flight
   int shared_bytes() const;
@@ -63,7 +67,8 @@ struct UnionCandidate {
 };
 
 std::string unsupported(const UnionProblem& problem);
-using UnionLayouts = std::array<UnionLayout, 2>;  // of two strips, of three
+inline constexpr int kGroupSizes[] = {2, 3, 6};   // strips of a group, as they are prepared
+using UnionLayouts = std::array<UnionLayout, 3>;  // of these
 UnionLayout layout_of(const UnionProblem& problem, int strips);
 UnionLayouts layouts_of(const UnionProblem& problem);
 std::vector<UnionLayouts> all_union_layouts(const UnionProblem& problem);
@@ -74,20 +79,22 @@ double predicted_microseconds(const UnionProblem& problem, const Machine& machin
 
 // Where things are in a prepared buffer, in words.
 struct UnionPlan {
-  struct Groups {  // of so many strips each
-    int size, count;
+  struct Groups {        // of so many strips each; of pairs two, one behind the other, of three each
+    int size, count;     // count: of groups, or of pairs
+    int pair, clusters;  // thread blocks of a pair, 1 of others; of these how many at work
     std::int64_t groups_at = 0, first_at = 0, steps_at = 0, items_at = 0;
   };
   int strips, sms, columns;  // columns: room for steps of a group
   std::int64_t pieces;       // at most
-  std::array<Groups, 2> groups;
+  std::array<Groups, 3> groups;
   // Of fine blocks: the piece of each strip's column, and where each unit row is among `units_at`'s.
   std::int64_t places_at = 0, slots_at = 0;
   std::int64_t first_at = 0;  // of each strip its first piece, and behind the last the number of all
   std::int64_t units_at = 0, sources_at = 0, scratch_at = 0, words = 0;
   UnionPlan(const UnionProblem& problem, int thread_blocks);
-  const Groups& of(int size) const { return groups[size == 2 ? 0 : 1]; }
-  StripLists lists(const Groups& its) const { return {its.count, its.size, sms}; }
+  const Groups& of(int size) const { return groups[size == 2 ? 0 : size == 3 ? 1 : 2]; }
+  // The last tiles of a list are cut into strips, of pairs into one of either thread block.
+  StripLists lists(const Groups& its) const { return {its.count, its.size / its.pair, its.clusters}; }
   std::int64_t packed_bytes() const;
 };
 

@@ -18,6 +18,7 @@ struct WalkParams {
   int columns;         // room for steps of a group
   int split = 1;  // more than 1: a cluster's thread blocks have a part of a tile's steps each, and one tile
   const int4* first = nullptr;  // of each group: what its strips' steps count from
+  int pair = 1;  // 2: thread blocks of a cluster have a group each, one behind the other, with the same steps
 };
 
 struct WalkState {
@@ -103,8 +104,10 @@ __device__ void walk(const WalkParams& p, WalkState& state, int tokens, int lane
     if (step + lane / 4 >= p.columns) return -1;
     return __ldg(p.steps + (static_cast<std::int64_t>(t.group) * p.columns + step) * 4 + lane);
   };
+  const int cluster = static_cast<int>(blockIdx.x) / p.pair, rank = static_cast<int>(blockIdx.x) % p.pair;
   // Of a tile's steps the part-th of `parts`.
-  const auto put_steps = [&](const StripTile& t, int token_tile, int part, int parts) {
+  const auto put_steps = [&](StripTile t, int token_tile, int part, int parts) {
+    t.group = t.group * p.pair + rank;
     const int4 a = __ldg(p.groups + 2 * t.group), b = __ldg(p.groups + 2 * t.group + 1);  // StripGroup
     int step = a.x * part / parts;
     const int end = a.x * (part + 1) / parts;
@@ -113,7 +116,7 @@ __device__ void walk(const WalkParams& p, WalkState& state, int tokens, int lane
       first = __ldg(reinterpret_cast<const int*>(p.first + t.group) + lane);
     WalkState::Tile tile{end - step, token_tile * tokens, {a.y, a.z, a.w}};
     if (t.part >= 0) {  // one strip alone
-      tile.steps = t.part == 0 ? b.x : t.part == 1 ? b.y : b.z;
+      if (p.pair == 1) tile.steps = t.part == 0 ? b.x : t.part == 1 ? b.y : b.z;
 #pragma unroll
       for (int s = 0; s < kMostGroup; ++s) {
         if (t.part != s) tile.strip[s] = -1;
@@ -135,7 +138,7 @@ __device__ void walk(const WalkParams& p, WalkState& state, int tokens, int lane
   } else {
     TileCursor cursor;
 #pragma unroll 1
-    while (cursor.next(p.lists, static_cast<int>(blockIdx.x))) {
+    while (cursor.next(p.lists, cluster)) {
       const StripTile t = unpack_tile(cursor.item.x);
       put_steps(t, p.lists.token_tile(cursor.nth()), 0, 1);
     }
