@@ -259,7 +259,6 @@ TEST(UnionConfig, SharesXWhereThatIsMostOfTheBytes) {
     return c.pair;
   };
   EXPECT_EQ(pair(8192, 4096, 16, .1), 2);
-  EXPECT_EQ(pair(8192, 4096, 16, .05), 2);
   EXPECT_EQ(pair(8192, 14336, 16, .1), 2);
   EXPECT_EQ(pair(512, 4096, 16, .1), 1);
   for (const double density : {.5, .25, .1}) EXPECT_EQ(pair(8192, 4096, 32, density), 1);

@@ -11,8 +11,10 @@ namespace rarefy::sm90 {
 // to 12 with 256.
 struct Exchange {
   double clocks = 5000, each = 20;  // in any case, and for each token and 64 rows
-  double operator()(std::int64_t tokens, int strips) const {
-    return clocks + each * strips * static_cast<double>(std::min<std::int64_t>(tokens, 256));
+  double more = 0;                  // for each part beyond two
+  double operator()(std::int64_t tokens, int strips, int parts = 2) const {
+    return clocks + each * strips * static_cast<double>(std::min<std::int64_t>(tokens, 256)) +
+           more * (parts - 2);
   }
 };
 

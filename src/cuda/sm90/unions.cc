@@ -10,21 +10,23 @@
 namespace rarefy::sm90 {
 namespace {
 
-// Rates of one SM, fitted to 900 measurements in a chain (docs/design/hopper/unions.md): on average 7 % off,
-// and what is chosen by them takes 1 % longer than the best.
+// Rates of one SM, fitted to 900 measurements in a chain (docs/design/hopper/unions.md), and what is around
+// them to 4,800 with up to 1,024 tokens and 260 with more: on average 12 % off, and what is chosen by them
+// takes .7 % longer than the best.
 constexpr double kClock = 1750;           // per microsecond
 constexpr double kBytesPerClock = 40;     // from L2 into shared memory, all SMs at once
-constexpr double kBytesAlone = 45;        // … and few
+constexpr double kBytesAlone = 46.7;      // … and few
 constexpr double kMultiply = 0.92;        // of the tensor cores' peak that a warpgroup's products reach
 constexpr double kTogether = 7;           // products and copies alike take a tenth more than one of them
 constexpr double kThreeStrips = 1.03;     // copies for three strips
 constexpr double kWaitClocks = 50;        // of a step, for each that is missing to four in flight
-constexpr double kPairClocks = 530;       // of a step of a pair, beside the products that its strips wait for
+constexpr double kPairClocks = 380;       // of a step of a pair, beside the products that its strips wait for
+constexpr double kPairTileClocks = 1750;  // of its tile: what it waits for comes later
 constexpr double kTileClocks = 1650;      // writing the sums of 256 tokens
 constexpr double kCut = 1.06;             // a last round of strips alone …
-constexpr double kCutAtOnce = 1.18;       // … or the only one
-constexpr Exchange kExchange{3350, 8.2};  // of parts; clusters do not start early
-constexpr double kLaunchClocks = 12280;   // launch, first loads, last stores
+constexpr double kCutAtOnce = 1.54;       // … or the only one
+constexpr Exchange kExchange{2400, 7.6, 1950};  // of parts
+constexpr double kLaunchClocks = 9300;          // launch, first loads, last stores
 
 constexpr std::int64_t kMostFeatures = (1 << 20) - 64;  // unit rows and overlaps are 16-bit in the plan
 constexpr std::int64_t kPieceBytes = 64 * 32;
@@ -41,7 +43,7 @@ double tile_clocks(const UnionConfig& c, double steps, double weights, double by
   const double bytes = steps * c.tokens * 128 / c.pair + weights * 8192;
   const double copy = (c.strips == 3 ? kThreeStrips : 1) * bytes / bytes_per_clock + steps * wait;
   return std::pow(std::pow(multiply, kTogether) + std::pow(copy, kTogether), 1 / kTogether) +
-         kTileClocks * tokens;
+         kTileClocks * tokens + (c.pair > 1 ? kPairTileClocks : 0);
 }
 
 // Room for pieces in the shared memory that the others leave.
@@ -170,7 +172,7 @@ UnionCandidate candidate_of(const UnionProblem& p, const UnionLayout& layout, co
   const auto clocks = [&](int parts) {
     if (parts == 1) return rounds.whole * whole + rounds.cut * cut;
     return tile(columns * shares.boxes / parts, columns * shares.pieces * strips / parts, tiles * parts) +
-           kExchange(std::min<std::int64_t>(tokens, p.tokens), layout.strips);
+           kExchange(std::min<std::int64_t>(tokens, p.tokens), layout.strips, parts);
   };
   c.split = pair > 1 ? 1 : best_parts(tiles, machine.sms, clocks);
   while (!parts_fit(c.split, c.tokens, c.strips, c.ring_bytes())) --c.split;

@@ -94,7 +94,7 @@ struct UnionPlan {
   UnionPlan(const UnionProblem& problem, int thread_blocks);
   const Groups& of(int size) const { return groups[size == 2 ? 0 : size == 3 ? 1 : 2]; }
   // The last tiles of a list are cut into strips, of pairs into one of either thread block.
-  StripLists lists(const Groups& its) const { return {its.count, its.size / its.pair, its.clusters}; }
+  static StripLists lists(const Groups& its) { return {its.count, its.size / its.pair, its.clusters}; }
   std::int64_t packed_bytes() const;
 };
 
