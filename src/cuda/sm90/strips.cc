@@ -22,7 +22,7 @@ constexpr double kTileClocks = 2390;      // writing the sums of 256 tokens
 constexpr double kCut = 1.12;             // the last tiles cut into strips
 constexpr Exchange kExchange{4610, 2.7};  // of parts
 constexpr double kUneven = 0.88;         // of a deviation that the longest tiles of a round are behind others
-constexpr double kLaunchClocks = 9460;   // launch, first loads, last stores
+constexpr double kLaunchClocks = 10860;  // launch, first loads, last stores
 constexpr double kClusterClocks = 5000;  // more of the same in clusters
 
 // Of copies: smaller steps meet more barriers, and three warpgroups wait for one another more often.

@@ -26,7 +26,7 @@ constexpr double kTileClocks = 1650;      // writing the sums of 256 tokens
 constexpr double kCut = 1.06;             // a last round of strips alone …
 constexpr double kCutAtOnce = 1.54;       // … or the only one
 constexpr Exchange kExchange{2400, 7.6, 1950};  // of parts
-constexpr double kLaunchClocks = 9300;          // launch, first loads, last stores
+constexpr double kLaunchClocks = 10700;         // launch, first loads, last stores
 
 constexpr std::int64_t kMostFeatures = (1 << 20) - 64;  // unit rows and overlaps are 16-bit in the plan
 constexpr std::int64_t kPieceBytes = 64 * 32;
