@@ -56,7 +56,7 @@ double gradient_microseconds(const Problem& p, const Config& config, const raref
   // have it.
   const double around = 1 + 85 / static_cast<double>(p.tokens);
   return around * microseconds_of(gradient_candidates(gradient_problem(p), sm90_machine(machine)), config,
-                                  gradient_config);
+                                  gradient_config, kLateChainSaves);
 }
 
 std::int64_t gradient_prepared_size(const Problem& p, const Config& config) {
