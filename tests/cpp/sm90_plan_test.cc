@@ -255,7 +255,7 @@ TEST(UnionConfig, SharesXWhereThatIsMostOfTheBytes) {
     const auto blocks = static_cast<std::int64_t>(4096.0 / b * static_cast<double>(cols) / b * density);
     const UnionConfig c =
         configure(product_problem<UnionProblem>(false, tokens, 4096, cols, b, b, blocks), kMachine);
-    EXPECT_EQ(c.group(), c.strips * c.pair);
+    EXPECT_TRUE(c.pair == 1 || c.group() == 6) << c.text();
     return c.pair;
   };
   EXPECT_EQ(pair(8192, 4096, 16, .1), 2);

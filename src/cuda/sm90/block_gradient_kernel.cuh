@@ -41,11 +41,14 @@ struct GradientWarps {
     return steps * static_cast<int>(of_rank) / kSplit;
   }
 
-  // What goes on does not wait for those before the first launch: so that one does before the other may
+  // What goes on does not wait for those before the first launch, which has waited before this one could
   // start.
-  __device__ void begin_behind_kernels() const {
-    if (!p.goes_on) wait_for_kernels();
-    launch_dependents();
+  __device__ void start() const {
+    if (p.goes_on) {
+      launch_dependents();
+    } else {
+      begin_behind_kernels();
+    }
   }
 
   // By all threads: the first tile, where it is not read in a queue, and the barriers. False: there is none.
@@ -112,7 +115,7 @@ struct GradientWarps {
         if (lane < kWords) word = reinterpret_cast<const int*>(&state.tile[1])[lane];
         named_barrier(4, 128);
       }
-      begin_behind_kernels();
+      start();
       Turn turn;
       turn.parity = 1;
       for (;;) {
@@ -124,7 +127,7 @@ struct GradientWarps {
         load_tile(job, at, summed, warp, lane);
       }
     } else {
-      begin_behind_kernels();
+      start();
       const Tile& tile = state.tile[0];
       const int panel = min(panel_of(warp, lane), Tile::kPanels - 1);
       load_tile({tile.x_panels, tile.dy_panels, tile.feature[panel], tile.sums, tile}, at, summed, warp,
@@ -211,7 +214,7 @@ struct GradientWarps {
   }
 
   __device__ void multiply(int warp, int lane) const {  // of the eight
-    begin_behind_kernels();
+    start();
     SlotTurn at;
     if constexpr (kQueue) {
       for (Turn turn;; turn.next(State::kTiles)) {
@@ -444,7 +447,7 @@ __global__ void __launch_bounds__(kTileThreads, 1) gradient_kernel(const __grid_
   const GradientWarps<T, kWide, kSplit> warps{p, (shared_address(dynamic_shared) + 1023) & ~1023u, state,
                                               kSplit == 1 ? 0 : cluster_rank()};
   if (!warps.begin()) {
-    if (p.goes_on) wait_for_kernels();
+    wait_for_kernels();  // so that this launch ends behind those before, whoever has a tile
     return;
   }
   if (warp >= 8) {

@@ -13,7 +13,7 @@ namespace {
 // Rates of one SM, fitted to 3,800 measurements in a chain and 42 of many tokens
 // (docs/design/hopper/shapes.md): 6 % off in the median, and what is chosen by them takes 3 % longer than the
 // best, as much as two runs differ. What is around them, since launches overlap, to 1,290 with up to 1,024
-// tokens: 11 % off, and 1.4 % longer.
+// tokens: 12 % off, and 1.5 % longer.
 constexpr double kClock = 1750;           // per microsecond
 constexpr double kBytesPerClock = 53.3;   // from L2 into shared memory, all SMs at once
 constexpr double kFew = 63.5;             // the most of few SMs

@@ -20,7 +20,7 @@ cudaError_t launch_tile(const TallConfig& config, int groups, bool after_transpo
        .threads = 384,
        .cluster = kParts ? config.split : 1,
        .shared_bytes = config.shared_bytes(),
-       .early = after_transpose || !kParts},
+       .early = after_transpose || !kParts},  // clusters alone were not measured so
       params, stream);
 }
 

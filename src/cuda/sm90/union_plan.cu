@@ -216,10 +216,11 @@ __global__ void __launch_bounds__(kThreads) step_kernel(const PlanParams p) {
     make_steps<1>(p, its, g, lane);
     return;
   }
-  const GroupParams& threes = p.groups[1];
+  const GroupParams& threes = p.groups[1];  // whose steps other warps make meanwhile
   if (lane < 2) {
     const int of = 2 * g + lane;
-    its.out[of] = of < threes.count ? threes.out[of] : StripGroup{0, {-1, -1, -1}, {0, 0, 0}, 0};
+    StripGroup& to = its.out[of];
+    for (int m = 0; m < kMostGroup; ++m) to.strip[m] = of < threes.count ? threes.out[of].strip[m] : -1;
   }
   __syncwarp();
   make_steps<2>(p, its, 2 * g, lane);

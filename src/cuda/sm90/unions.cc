@@ -11,8 +11,8 @@ namespace rarefy::sm90 {
 namespace {
 
 // Rates of one SM, fitted to 900 measurements in a chain (docs/design/hopper/unions.md), and what is around
-// them to 4,800 with up to 1,024 tokens and 260 with more: on average 12 % off, and what is chosen by them
-// takes .7 % longer than the best.
+// them to 4,800, most with up to 1,024 tokens: on average 12 % off, and what is chosen by them takes .7 %
+// longer than the best.
 constexpr double kClock = 1750;           // per microsecond
 constexpr double kBytesPerClock = 40;     // from L2 into shared memory, all SMs at once
 constexpr double kBytesAlone = 46.7;      // … and few
