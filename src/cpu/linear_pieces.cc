@@ -1,6 +1,7 @@
 // Drives linear and grad_input on pieces of rows (pieces.h). A task packs a panel of tokens and takes ranges
 // of rows of W through it, a tile of X after the other: the tile stays in L1, the range's sums in L2. Where
-// the pieces lie is prepared; the transposed product and 16-bit values have their values copied once a call.
+// the pieces lie is prepared; the transposed product and 16-bit values have their values copied once a call,
+// or, 16-bit values by a few panels of tokens, piece by piece.
 #include "cpu/linear_pieces.h"
 
 #include <algorithm>
@@ -17,15 +18,18 @@ namespace {
 constexpr std::int64_t kColumnsApart = 4;  // in fours, between ranges: columns are copied by 16
 
 struct Shape : ProductShape {
-  bool copies;        // of the values: they lie otherwise, or are not floats
+  DType dtype;        // of values
   std::int32_t part;  // entries of a part of a sum
 
   explicit Shape(const Problem& p)
-      : ProductShape(p),
-        copies(transposed || p.weight.dtype != DType::f32),
-        part(part_entries(static_cast<std::int32_t>(red_block))) {}
+      : ProductShape(p), dtype(p.weight.dtype), part(part_entries(static_cast<std::int32_t>(red_block))) {}
 
+  std::int64_t block_size() const { return out_block * red_block; }
   bool parted() const { return red_blocks >= part + least_entries(part); }
+  // Of the values: they lie otherwise, or are not floats. All of them once a call, or a tile's pieces.
+  bool copies() const { return transposed || dtype != DType::f32; }
+  bool copies_all(const PiecesBlocking& b) const { return copies() && b.by_piece == 0; }
+  bool copies_pieces(const PiecesBlocking& b) const { return copies() && b.by_piece != 0; }
 };
 
 // W's entries by output block.
@@ -71,6 +75,8 @@ struct Parts {
   float *start, *values;  // the bias; a copy
   std::int32_t* place;    // where an output block's next value goes
   float *x, *y, *total;   // a worker's
+  float* floats;          // a worker's copy of a tile's values, and their pieces
+  Piece* pieces;
 };
 
 struct Layout {
@@ -79,14 +85,14 @@ struct Layout {
   Layout(const Kernels& kernels, const Shape& s, const PiecesBlocking& b) {
     Parts parts{};
     Room all, own;
-    take_shared(all, s, parts);
+    take_shared(all, s, b, parts);
     take_worker(own, kernels, s, b, parts);
     shared = all.bytes();
     worker = own.bytes();
   }
-  static void take_shared(Room& room, const Shape& s, Parts& parts) {
+  static void take_shared(Room& room, const Shape& s, const PiecesBlocking& b, Parts& parts) {
     parts.start = room.take<float>(s.out_blocks * s.out_block);
-    parts.values = room.take<float>(s.copies ? s.entries * s.out_block * s.red_block : 0);
+    parts.values = room.take<float>(s.copies_all(b) ? s.entries * s.block_size() : 0);
     parts.place = room.take<std::int32_t>(s.transposed ? s.out_blocks : 0);
   }
   static void take_worker(Room& room, const Kernels& kernels, const Shape& s, const PiecesBlocking& b,
@@ -96,6 +102,9 @@ struct Layout {
     parts.x = room.take<float>(s.red_blocks * s.red_block * lanes);
     parts.y = room.take<float>(sums);
     parts.total = room.take<float>(s.parted() ? sums : 0);
+    if (!s.copies_pieces(b)) return;
+    parts.floats = room.take<float>(std::min(b.rows, s.out_blocks) * b.columns * s.block_size());
+    parts.pieces = room.take<Piece>(2 * b.rows + kPiecesAhead);  // a row's in a tile: of one part or two
   }
 };
 
@@ -169,7 +178,9 @@ class Task {
         parts_(parts),
         w_(call),
         prepared_(s, b, const_cast<void*>(call.derived.prepared)),
-        in_(s.transposed ? call.dy : call.x) {}
+        in_(s.transposed ? call.dy : call.x),
+        by_piece_(s.copies_pieces(b)),
+        values_(s.copies_all(b) ? parts.values : static_cast<const float*>(call.values)) {}
 
   void run(std::int64_t first, std::int32_t tokens, std::int64_t begin, std::int64_t end) {
     const std::int64_t vectors = ceil_div(std::int64_t{tokens}, std::int64_t{k_.width});
@@ -187,12 +198,19 @@ class Task {
       }
       for (std::int64_t tile = 0; tile < prepared_.tiles; ++tile) {
         const std::int32_t* lists = prepared_.lists + kPieceLists * (range * prepared_.tiles + tile);
-        k_.pieces({prepared_.columns + std::int64_t{4} * lists[3],
-                   s_.copies ? parts_.values : static_cast<const float*>(call_.values),
-                   static_cast<std::int32_t>(s_.out_block), static_cast<std::int32_t>(s_.red_block),
-                   prepared_.pieces + lists[0], prepared_.pieces + lists[1], prepared_.pieces + lists[2],
-                   parts_.x + tile * b_.columns * s_.red_block * lanes, parts_.y, parts_.total,
-                   static_cast<int>(vectors)});
+        PiecesTask task{prepared_.columns + std::int64_t{4} * lists[3],
+                        values_,
+                        static_cast<std::int32_t>(s_.out_block),
+                        static_cast<std::int32_t>(s_.red_block),
+                        prepared_.pieces + lists[0],
+                        prepared_.pieces + lists[1],
+                        prepared_.pieces + lists[2],
+                        parts_.x + tile * b_.columns * s_.red_block * lanes,
+                        parts_.y,
+                        parts_.total,
+                        static_cast<int>(vectors)};
+        if (by_piece_) copy_pieces(task);
+        k_.pieces(task);
       }
       for (std::int64_t o = 0; s_.parted() && o < rows; ++o) {
         if (w_.begin[row + o + 1] - w_.begin[row + o] < s_.part + least_entries(s_.part)) continue;
@@ -205,6 +223,26 @@ class Task {
   }
 
  private:
+  // The values of a tile's pieces become floats that lie one behind the other.
+  void copy_pieces(PiecesTask& task) const {
+    const std::int64_t size = s_.block_size(), bytes = size * static_cast<std::int64_t>(size_of(s_.dtype));
+    const auto* values = static_cast<const char*>(call_.values);
+    Piece* to = parts_.pieces;
+    std::int32_t at = 0;
+    for (const Piece* p = task.piece; p != task.end; ++p, ++to) {
+      __builtin_prefetch(values + p[kPiecesAhead].begin * bytes);
+      k_.unpack(storage(s_.dtype), values + p->begin * bytes, p->count * size, parts_.floats + at * size);
+      *to = *p;
+      to->begin = at;
+      at += p->count;
+    }
+    std::fill_n(to, kPiecesAhead, Piece{});
+    task.after = parts_.pieces + (task.after - task.piece);
+    task.end = to;
+    task.piece = parts_.pieces;
+    task.values = parts_.floats;
+  }
+
   const Kernels& k_;
   const Call& call_;
   const Shape& s_;
@@ -213,6 +251,8 @@ class Task {
   const Entries w_;
   const Prepared prepared_;
   const MatrixView& in_;
+  const bool by_piece_;
+  const float* values_;
 };
 
 Status check_cut(const Shape& s, const PiecesBlocking& b) {
@@ -232,6 +272,8 @@ Status check_cut(const Shape& s, const PiecesBlocking& b) {
 
 Status check_blocking(const Kernels& kernels, const Shape& s, const PiecesBlocking& b) {
   if (Status status = check_cut(s, b); !status.ok()) return status;
+  if (b.by_piece != 0 && s.transposed)
+    return invalid("pieces", "by_piece of the config must be 0 for the transposed product", cat(b.by_piece));
   const std::int64_t ranges = ceil_div(s.out_blocks, b.rows);
   if (b.vectors >= 1 && b.vectors <= kernels.max_vectors && b.splits >= 1 && b.splits <= ranges) return {};
   return invalid(
@@ -287,6 +329,12 @@ Config configure_pieces(const Kernels& kernels, const Problem& p, const Machine&
   const std::int64_t widest = p.derived == 0 ? ceil_div(all, panels) : kernels.max_vectors;
   PiecesBlocking b = cut(kernels, s, machine, widest);
   b.vectors = ceil_div(all, panels);
+  // Values that become floats do so piece by piece, for each panel anew, where a copy of all would be memory
+  // that the system maps anew in each call (one thread of a Zen 4, bf16 2×2, 4096→11008 at .5: 17 tokens
+  // 66 → 22 ms, 256 188 → 139). A short piece costs a call: 2048² at .1 would take 1.8 to 2.7 times as long.
+  constexpr std::int64_t kMostCopied = 8 << 20, kMostPanels = 6;
+  if (s.copies() && !s.transposed && s.entries * s.block_size() > kMostCopied && panels <= kMostPanels)
+    b.by_piece = 1;
   const std::int64_t ranges = ceil_div(s.out_blocks, b.rows);
   const double pack = kMove * static_cast<double>(s.red_blocks * s.red_block * b.vectors * kernels.width);
   const auto work = static_cast<double>(s.entries * s.out_block * s.red_block * b.vectors);
@@ -344,10 +392,10 @@ Status run_pieces(const Kernels& kernels, const Call& call) {
   const Entries w(call);
   Parts shared{};
   Room all(call.workspace);
-  Layout::take_shared(all, s, shared);
+  Layout::take_shared(all, s, b, shared);
   std::fill_n(shared.start, s.out_blocks * s.out_block, 0.0F);
   if (call.bias != nullptr) unpack_bias(kernels, call.out.dtype, call.bias, call.out.cols, shared.start);
-  if (s.copies) copy_values(kernels, call, s, shared);
+  if (s.copies_all(b)) copy_values(kernels, call, s, shared);
   const std::int64_t tokens = b.vectors * kernels.width, ranges = ceil_div(s.out_blocks, b.rows);
   const auto bound = [&](std::int64_t part) {
     if (part == b.splits) return ranges;

@@ -129,9 +129,11 @@ TEST_P(PiecesTest, HaveTheBitsOfGather) {
             {tokens, linear ? 39 : 951, linear ? 951 : 39, rows, cols, density, dtype, false, 3});
         for (const DType stored : {DType::f32, DType::bf16}) {
           const auto want = run(op, problem, kernel(op, false), "scatter=0", {}, stored, Activation::silu);
-          for (const char* text :
+          for (const std::string text :
                {"", "columns=1 rows=1 splits=1", "columns=7 rows=5 splits=3", "vectors=1",
-                "vectors=2 columns=100 rows=13 splits=2", "columns=144 rows=1024 splits=1"}) {
+                "vectors=2 columns=100 rows=13 splits=2", "columns=144 rows=1024 splits=1", "by_piece=1",
+                "by_piece=1 columns=7 rows=5 splits=3", "by_piece=1 vectors=2 columns=144 rows=1024"}) {
+            if (!linear && text.starts_with("by_piece")) continue;
             EXPECT_EQ(run(op, problem, kernel(op, true), text, pool.executor(), stored, Activation::silu),
                       want)
                 << name(op) << ' ' << text << " block " << rows << 'x' << cols << " density " << density
@@ -141,6 +143,24 @@ TEST_P(PiecesTest, HaveTheBitsOfGather) {
       }
     }
   }
+}
+
+// A copy of all values is not made where it would be large and few panels read it; never of what is turned.
+TEST_P(PiecesTest, LargeValuesOf16BitsBecomeFloatsByPiece) {
+  const Force force(GetParam());
+  const auto config = [](DType dtype, std::int64_t n, std::int64_t tokens) {
+    return explain(make_problem(Op::linear, {n, 4096, 2, 2, n * 512}, tokens, dtype)).config;
+  };
+  EXPECT_NE(config(DType::f16, 11008, 24).find("by_piece=1"), std::string::npos);
+  for (const std::string& all :
+       {config(DType::f16, 11008, 2000), config(DType::f16, 1024, 24), config(DType::f32, 11008, 24)})
+    EXPECT_NE(all.find("by_piece=0"), std::string::npos) << all;
+  const Problem problem = make_problem({20, 40, 300, 1, 1, 0.5, DType::f32});
+  const Force refused(GetParam() + ',' + GetParam() + "_grad_input_pieces(by_piece=1)");
+  ProblemIn<HostBuffer> one(problem);
+  EXPECT_NE(
+      one.grad_input().message().find("by_piece of the config must be 0 for the transposed product; got 1"),
+      std::string::npos);
 }
 
 // Patterns that a random one never is; integers, exactly.
