@@ -124,18 +124,20 @@ def linear(
     return Row(text, unit, required, make)
 
 
-def between(spec: str, tokens: int, dtype: torch.dtype, least: int = 4, most: int = 32) -> Row:
+def between(
+    spec: str, tokens: int, dtype: torch.dtype, size: tuple[int, int] = SIZE, least: int = 4, most: int = 32
+) -> Row:
     """Tokens that no kernel is made for: as fast as the line between its neighbours."""
 
     def make() -> Measured:
-        _, sparse = sparse_layer(spec, SIZE, dtype)
+        _, sparse = sparse_layer(spec, size, dtype)
         counts = {"sparse": tokens, "fewer": least, "more": most}
         calls = {
-            name: partial(sparse, torch.randn(count, SIZE[0], dtype=dtype)) for name, count in counts.items()
+            name: partial(sparse, torch.randn(count, size[0], dtype=dtype)) for name, count in counts.items()
         }
         return Measured(calls, between=(tokens - least) / (most - least))
 
-    text = f"{NAMES[dtype]} {SIZE[0]}→{SIZE[1]} {spec}, M = {tokens}"
+    text = f"{NAMES[dtype]} {size[0]}→{size[1]} {spec}, M = {tokens}"
     return Row(text, f"of the line from {least} to {most}", 1.0, make)
 
 
@@ -233,6 +235,9 @@ def rows(isa_bf16: str, isa_int8: str) -> Iterator[Row]:
     for spec, dtype in (("block:32x1@0.5", F32), ("block:32x1@0.5", BF16), ("block:32x1@0.5:int8", F32)):
         for tokens in (5, 8, 15, 24):
             yield between(spec, tokens, dtype)
+    for spec, dtype in (("block:32x32@0.5", F32), ("block:64x1@0.5", F32), ("block:64x1@0.5:bf16", BF16)):
+        for tokens in (5, 8):  # out of memory
+            yield between(spec, tokens, dtype, (4096, 11008))
     for spec in ("2:4", "bitmap@0.5"):
         yield linear(spec, 1, size=(4096, 11008), speedup=1.7)
     for spec in ("block:8x8@0.5", "block:16x16@0.5"):

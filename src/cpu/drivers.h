@@ -49,10 +49,13 @@ struct FewSplit {
   std::int64_t fours = 0;   // 1: x of four tokens by column for vectors of one column
   std::int64_t turned = 0;  // 1: by few_turned.h, other bits, where it takes the blocks
   std::int64_t ask = 0;     // an Ask
-  static constexpr std::string_view kFields[] = {"tasks", "stream", "fours", "turned", "ask"};
+  std::int64_t again = 0;   // of more than four tokens' later fours, which find W in L2
+  std::int64_t piece = 1;   // block rows that these go through together
+  static constexpr std::string_view kFields[] = {"tasks", "stream", "fours", "turned",
+                                                 "ask",   "again",  "piece"};
 };
 // Tokens that its kernels have: 1, 2 or 4.
-inline std::int64_t few_tokens(const Problem& p) { return p.tokens == 3 ? 4 : p.tokens; }
+inline std::int64_t few_tokens(std::int64_t tokens) { return tokens == 3 ? 4 : tokens; }
 // Whether 16 bits tell columns of single elements apart.
 inline bool has_narrow_columns(const BsrShape& s) { return s.block_size() == 1 && s.cols <= 1 << 16; }
 // What is held goes into places that follow from these.
@@ -66,7 +69,9 @@ inline void for_each(const Executor& executor, std::int64_t count, std::int64_t 
     for (std::int64_t i = task * at_once; i < end; ++i) each(i);
   });
 }
-Reason supports_few(const FewKernels& kernels, const Problem& problem);
+Reason supports_few(const FewKernels& kernels, const Problem& problem, std::int64_t most = kFewTokens);
+Reason supports_few_by_fours(const FewKernels& kernels, const Problem& problem);
+Reason yields_few(const FewKernels& kernels, const Problem& problem, const Machine& machine);
 Reason supports_few_scaled(const FewKernels& kernels, const Problem& problem);  // int8, x as it is
 Config configure_few(const Problem& problem, const Machine& machine);
 std::int64_t few_workspace(const FewKernels& kernels, const Problem& problem, const Config& config);

@@ -224,6 +224,7 @@ struct FewTaskOf {
 using FewTask = FewTaskOf<float>;
 
 inline constexpr std::int64_t kFewTokens = 4;
+inline constexpr std::int64_t kFewByFours = 16;  // in calls of four
 inline constexpr std::int32_t kColumnsAhead = 16;
 
 // Whether four tokens of R×1 blocks go by few_quads (few_fours.h): of four blocks to a vector; of two, where

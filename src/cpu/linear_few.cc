@@ -1,5 +1,6 @@
 // Drives linear for a few tokens (see few.h): X becomes rows of floats, or stays bf16, padded to whole
 // blocks; tasks are ranges of block rows with equal shares of the stored blocks, and Y is written row by row.
+// More than four tokens go by fours, one after the other over so many block rows that L2 holds W of them.
 #include <algorithm>
 #include <atomic>
 #include <cstring>
@@ -28,34 +29,54 @@ bool by_fours(const Problem& p) {
   return s.block_size() == 1 && (p.tokens > 2 || (p.tokens == 2 && s.nnzb >= 16 * s.rows));
 }
 
+// Tokens that go through W together.
+struct Group {
+  std::int64_t first, count;
+  std::int64_t tokens;   // that the kernel takes: 1, 2 or 4
+  bool quads;            // x by column, four tokens side by side (few_quads, Spread::four)
+  std::int64_t rows_at;  // where x is in the working memory, floats: rows, and columns behind them
+};
+
 // The working memory: X for all, sums for each worker.
 struct Layout {
-  std::int64_t tokens;  // that the kernel takes: 1, 2 or 4
-  std::int64_t lanes;   // of a row of x, padded: floats, or pairs
-  bool quads;           // x by column, four tokens side by side (few_quads, Spread::four)
-  bool turned;          // few_turned
-  std::int64_t piece;   // block rows that a task works on at once
-  std::int64_t stride;  // floats of a row of sums
+  Group groups[kFewByFours / kFewTokens];
+  int group_count;
+  std::int64_t tokens = 0;  // of all groups
+  std::int64_t lanes;       // of a row of x, padded: floats, or pairs
+  bool turned;              // few_turned
+  std::int64_t piece;       // block rows that a task works on at once
+  std::int64_t stride;      // floats of a row of sums
   std::int64_t shared, worker;
 
   std::int64_t turned_columns() const { return (lanes + 15) / 16 * 16; }
+  bool has_columns(const Group& g) const { return g.quads || turned; }
 
-  Layout(const FewKernels& kernels, const Problem& p, const FewSplit& split) {
+  Layout(const FewKernels& kernels, const Problem& p, const FewSplit& split)
+      : group_count(static_cast<int>(ceil_div(p.tokens, kFewTokens))) {
     const BsrShape& s = p.weight.shape;
     const bool singles = by_fours(p);
-    tokens = singles ? 4 : few_tokens(p);
     lanes = ceil_div(s.col_count() * s.block_cols, kernels.pairs ? 2 : 1);
     piece = piece_of_range(s.row_count(), split.tasks);
+    if (group_count > 1) piece = std::clamp<std::int64_t>(split.piece, 1, piece);
     stride = (piece * s.block_rows + kernels.rows.width - 1) / kernels.rows.width * kernels.rows.width;
     const std::int64_t columns = kernels.pairs ? s.block_cols / 2 : s.block_cols;  // that lanes have
     const bool fours = split.fours != 0 && s.block_rows % kernels.rows.width == 0;
-    quads = tokens == 4 && columns == 1 &&
-            (fours || singles || few_quads_takes(s.block_rows, kernels.rows.width, kernels.rows.registers));
     turned = split.turned != 0 && kernels.turn != nullptr && (!kernels.pairs || s.block_cols % 2 == 0) &&
              few_turns(s.block_rows * columns, columns) && !is_scaled(p);
     Room all;
-    all.take<float>(tokens * lanes);
-    if (quads || turned) all.take<float>(tokens * turned_columns());
+    for (int i = 0; i < group_count; ++i) {
+      Group& g = groups[i];
+      g.first = i * kFewTokens;
+      g.count = std::min(kFewTokens, p.tokens - g.first);
+      g.tokens = singles ? 4 : few_tokens(g.count);
+      g.quads =
+          g.tokens == 4 && columns == 1 &&
+          (fours || singles || few_quads_takes(s.block_rows, kernels.rows.width, kernels.rows.registers));
+      tokens += g.tokens;
+      g.rows_at = all.bytes();
+      all.take<float>(g.tokens * lanes);
+      if (has_columns(g)) all.take<float>(g.tokens * turned_columns());
+    }
     shared = all.bytes();
     Room own;
     own.take<float>(tokens * stride);
@@ -85,9 +106,8 @@ void to_quads(const float* rows, std::int64_t stride, std::int64_t lanes, float*
 
 // Whether x and y are what kernels read and write as they lie: floats in whole blocks, of as many tokens as a
 // kernel has. One thread copied x for all before, whose lines the others then fetched from its caches.
-bool reads_x(const FewKernels& kernels, const Problem& p, const Layout& layout) {
-  return !kernels.pairs && p.in == DType::f32 && p.tokens == layout.tokens &&
-         p.weight.shape.cols == layout.lanes;
+bool reads_x(const FewKernels& kernels, const Problem& p, const Layout& layout, const Group& g) {
+  return !kernels.pairs && p.in == DType::f32 && g.count == g.tokens && p.weight.shape.cols == layout.lanes;
 }
 bool writes_y(const Problem& p, const Layout& layout) {
   return p.out == DType::f32 && p.activation == Activation::none && p.tokens == layout.tokens &&
@@ -123,9 +143,9 @@ void to_float(const Kernels& kernels, const MatrixView& from, std::int64_t rows,
   }
 }
 
-Reason supports_few(const FewKernels& kernels, const Problem& p) {
+Reason supports_few(const FewKernels& kernels, const Problem& p, std::int64_t most) {
   const BsrShape& s = p.weight.shape;
-  if (p.tokens < 1 || p.tokens > kFewTokens) return cat("takes 1 to ", kFewTokens, " tokens; got ", p.tokens);
+  if (p.tokens < 1 || p.tokens > most) return cat("takes 1 to ", most, " tokens; got ", p.tokens);
   if (kernels.pairs && (p.in != DType::bf16 || p.weight.dtype != DType::bf16)) {
     return "takes bf16 inputs and values";
   }
@@ -135,9 +155,13 @@ Reason supports_few(const FewKernels& kernels, const Problem& p) {
   return {};
 }
 
+Reason supports_few_by_fours(const FewKernels& kernels, const Problem& p) {
+  return supports_few(kernels, p, kFewByFours);
+}
+
 Reason supports_few_scaled(const FewKernels& kernels, const Problem& p) {
   Reason reason = supports_scaled(p);
-  return reason.empty() ? supports_few(kernels, p) : reason;
+  return reason.empty() ? supports_few(kernels, p, kFewTokens) : reason;
 }
 
 std::int64_t few_prepared_size(const Problem& problem, const Config& /*config*/) {
@@ -168,40 +192,84 @@ Status prepare_few(const Call& call, void* to) {
   return {};
 }
 
+namespace {
+
 // A Zen 4 finds what its caches hold by itself (16×1, 768→3072, one token: 93 → 69 µs), and from memory, if
 // L1 is asked, it reads and multiplies one after the other (16×1, 4096→11008, 4 tokens: 5.7 → 4.2 ms by L2;
 // 4×1, one: 5.8 → 4.8), but for the few products of one token or two. Rows of 16 and more columns it finds
 // itself there too, if two passes see all of a block (16×16, one token 3.8 → 2.9 ms, two 5.1 → 3.3; 64×64, in
-// four passes, 4.4 → 11.7). Without AVX-512 squares and tall blocks in caches are asked for still, with two
-// tokens and more (16×16 .14, not .15; 64×1, four: .17, not .21), but not 16×1 (two .16 → .12). A Xeon's L3
-// is further away than a Zen 5's: 32×32 with 4 tokens .165 → .177 ms by `near`.
+// four passes, 4.4 → 11.7), and if they are whole lines: not those of int8 (32×32, one 2.5 → .95).
+// Without AVX-512 squares and tall blocks in caches are asked for still, with two tokens and more (16×16 .14,
+// not .15; 64×1, four: .17, not .21), but not 16×1 (two .16 → .12). A Xeon's L3 is further away than a Zen
+// 5's: 32×32 with 4 tokens .165 → .177 ms by `near`.
 Ask asked(const Problem& p, const Machine& machine, bool cached) {
   if (!machine.has("prefetch_l2")) return cached && is_zen5(machine) ? Ask::near : Ask::far;
   const BsrShape& s = p.weight.shape;
   const bool wide = machine.has("avx512");
+  if (wide && p.weight.dtype == DType::i8) return Ask::l2;
   const bool one_pass = s.block_cols == 1 && s.block_rows <= 16;  // with four tokens, too
   if (cached) return wide || p.tokens == 1 || one_pass ? Ask::nothing : Ask::far;
   if (p.tokens > 2 || s.block_size() < 8) return Ask::l2;
-  const bool rows = s.block_cols % 16 == 0;
+  const bool rows = s.block_cols % 16 == 0, floats = p.weight.dtype == DType::f32;
   if (rows && wide && s.block_rows * p.tokens <= 32) return Ask::nothing;
-  if (p.tokens == 1) return rows && !wide && s.block_rows <= 16 ? Ask::l2 : Ask::far;
-  return rows || !wide || p.weight.dtype != DType::f32 ? Ask::l2 : Ask::near;  // 16×1, two tokens: 4.6 → 3.9
+  if (p.tokens == 1) return rows && (wide ? !floats : s.block_rows <= 16) ? Ask::l2 : Ask::far;
+  // Two tokens: 16×1 4.6 → 3.9 ms, 64×64 4.8 → 3.8, 8×8 in bf16 2.5 → 1.9.
+  return !wide || (rows && !floats) ? Ask::l2 : Ask::near;
+}
+
+std::int64_t bytes_of_weight(const Problem& p) {
+  const BsrShape& s = p.weight.shape;
+  return s.value_count() * static_cast<std::int64_t>(size_of(p.weight.dtype)) + s.nnzb * kIndexBytes;
+}
+
+// Up to how many tokens fours of them, one behind the other, are faster than kernels whose lanes are tokens:
+// measured on a Zen 4 (docs/design/cpu/few_tokens.md#more-than-four-tokens-by-fours), and there alone.
+std::int64_t most_by_fours(const FewKernels& kernels, const Problem& p, const Machine& machine) {
+  if (!machine.has("prefetch_l2") || kernels.rows.width != 16) return kFewTokens;
+  const BsrShape& s = p.weight.shape;
+  const std::int64_t rows = s.block_rows, cols = s.block_cols, bytes = bytes_of_weight(p);
+  const bool far = bytes > kCached, dense = 3 * s.value_count() > s.rows * s.cols, tall = cols == 1;
+  if (kernels.pairs) {
+    if (rows == 8 && cols == 8) return 8;
+    return !far ? kFewTokens : rows >= 64 ? 8 : tall && rows == 32 ? 6 : kFewTokens;
+  }
+  if (p.weight.dtype != DType::f32) {  // blocks of one or two rows; others were not measured
+    if (rows > 2) return kFewTokens;
+    return far ? (rows == 2 ? 8 : 12) : bytes > 4 << 20 || (dense && cols == 16) ? 8 : kFewTokens;
+  }
+  if (rows >= 16 && cols % 16 == 0) return far ? 12 : rows == 16 ? 8 : kFewTokens;
+  if (rows == 8 && cols == 8) return far ? kFewTokens : 8;
+  if (tall && rows >= 64) return far ? 8 : kFewTokens;
+  if (!dense) return kFewTokens;
+  if (rows == 1 && cols == 16) return 6;
+  return far && rows == 2 && cols == 2 ? 8 : kFewTokens;
+}
+
+}  // namespace
+
+Reason yields_few(const FewKernels& kernels, const Problem& p, const Machine& machine) {
+  const std::int64_t most = most_by_fours(kernels, p, machine);
+  if (p.tokens <= most) return {};
+  return cat("more than ", most, " tokens are faster as lanes; got ", p.tokens);
 }
 
 Config configure_few(const Problem& problem, const Machine& machine) {
   const BsrShape& s = problem.weight.shape;
-  const auto element = static_cast<std::int64_t>(size_of(problem.weight.dtype));
-  const std::int64_t bytes = s.value_count() * element + s.nnzb * kIndexBytes;
+  const std::int64_t bytes = bytes_of_weight(problem);
   FewSplit split;
   split.tasks = std::clamp<std::int64_t>(kTasksPerThread * problem.threads, 1,
                                          std::max<std::int64_t>(1, s.row_count()));
-  const std::int64_t of_x = std::max<std::int64_t>(element, sizeof(float));
+  const auto of_x =
+      static_cast<std::int64_t>(std::max(size_of(problem.weight.dtype), sizeof(float)));  // bytes
   // Zen 5 shuffles beside its products; others broadcast from memory as fast. (A Zen 4 gains from few_turned
   // what its order of reading brings, with blocks of 16 columns and more: 16×16 .055, .066, .098 → .053,
   // .057, .095 ms with 1, 2, 4 tokens.)
   split.fours = is_zen5(machine) ? 1 : 0;
   split.turned = split.fours != 0 || (machine.has("prefetch_l2") && s.block_cols % 16 == 0) ? 1 : 0;
   split.ask = static_cast<std::int64_t>(asked(problem, machine, bytes <= kCached));
+  split.again = static_cast<std::int64_t>(asked(problem, machine, true));
+  constexpr std::int64_t kPiece = 256 << 10;  // bytes of W that groups of tokens share
+  split.piece = std::max<std::int64_t>(1, kPiece * s.row_count() / std::max<std::int64_t>(1, bytes));
   const bool far_x = by_fours(problem) || s.cols * of_x > kRowOfX;
   split.stream = s.block_size() == 1 && bytes > kCached && far_x ? 1 : 0;
   return to_config(split);
@@ -216,29 +284,39 @@ Status run_linear_few(const FewKernels& kernels, const Call& call) {
   const auto split = from_config<FewSplit>(call.config);
   if (split.tasks < 1)
     return invalid(kernels.family, "tasks of the config must be at least 1", cat(split.tasks));
-  if (split.ask < 0 || split.ask > static_cast<int>(Ask::nothing))
-    return invalid(kernels.family, "ask of the config must be in [0, 3]", cat(split.ask));
+  for (const std::int64_t ask : {split.ask, split.again}) {
+    if (ask < 0 || ask > static_cast<int>(Ask::nothing))
+      return invalid(kernels.family, "ask of the config must be in [0, 3]", cat(ask));
+  }
   const PlanView& plan = call.plan;
   const BsrShape& s = plan.shape;
   const Layout layout(kernels, call.problem, split);
-  Room all(call.workspace);
-  const auto* x = static_cast<const float*>(call.x.data);
-  std::int64_t x_stride = call.x.row_stride;
-  if (!reads_x(kernels, call.problem, layout)) {
-    auto* rows = all.take<float>(layout.tokens * layout.lanes);
-    if (kernels.pairs) {
-      to_pairs(call.x, layout.tokens, layout.lanes, rows);
-    } else {
-      to_float(kernels.rows, call.x, layout.tokens, layout.lanes, rows);
+  struct {
+    const float* data;
+    std::int64_t stride;
+  } xs[std::size(layout.groups)];
+  for (int i = 0; i < layout.group_count; ++i) {
+    const Group& g = layout.groups[i];
+    Room room(static_cast<char*>(call.workspace) + g.rows_at);
+    MatrixView from = call.x;
+    from.data = at(call.x, g.first, 0);
+    from.rows = g.count;
+    auto& x = xs[i];
+    x = {static_cast<const float*>(from.data), from.row_stride};
+    if (!reads_x(kernels, call.problem, layout, g)) {
+      auto* rows = room.take<float>(g.tokens * layout.lanes);
+      if (kernels.pairs) {
+        to_pairs(from, g.tokens, layout.lanes, rows);
+      } else {
+        to_float(kernels.rows, from, g.tokens, layout.lanes, rows);
+      }
+      x = {rows, layout.lanes};
     }
-    x = rows;
-    x_stride = layout.lanes;
-  }
-  if (layout.quads || layout.turned) {
-    auto* columns = all.take<float>(layout.tokens * layout.turned_columns());
-    if (layout.quads) to_quads(x, x_stride, layout.lanes, columns);
-    if (layout.turned && layout.tokens == 4) kernels.turn(x, x_stride, layout.lanes, columns);
-    if (layout.quads || layout.tokens == 4) x = columns;
+    if (!layout.has_columns(g)) continue;
+    auto* columns = room.take<float>(g.tokens * layout.turned_columns());
+    if (g.quads) to_quads(x.data, x.stride, layout.lanes, columns);
+    if (layout.turned && g.tokens == 4) kernels.turn(x.data, x.stride, layout.lanes, columns);
+    if (g.quads || g.tokens == 4) x.data = columns;
   }
   const bool in_y = writes_y(call.problem, layout);
   const bool scaled = is_scaled(call.problem);
@@ -260,11 +338,14 @@ Status run_linear_few(const FewKernels& kernels, const Call& call) {
       std::fill_n(y, layout.tokens * stride, 0.0F);
     }
     if (!scaled) begin_with_bias(kernels.rows, call, first, features, layout.tokens, y, stride);
-    kernels.multiply(
-        {w, static_cast<std::int32_t>(s.nnzb), plan.crow, begin, end, x, x_stride,
-         static_cast<std::int32_t>(layout.tokens), y, stride, split.stream != 0,
-         has_narrow_columns(s) ? static_cast<const std::uint16_t*>(call.derived.prepared) : nullptr,
-         layout.quads, static_cast<Ask>(split.ask), layout.turned});
+    for (int i = 0; i < layout.group_count; ++i) {
+      const Group& g = layout.groups[i];
+      kernels.multiply(
+          {w, static_cast<std::int32_t>(s.nnzb), plan.crow, begin, end, xs[i].data, xs[i].stride,
+           static_cast<std::int32_t>(g.tokens), y + g.first * stride, stride, i == 0 && split.stream != 0,
+           has_narrow_columns(s) ? static_cast<const std::uint16_t*>(call.derived.prepared) : nullptr,
+           g.quads, static_cast<Ask>(i == 0 ? split.ask : split.again), layout.turned});
+    }
     if (scaled) scale_sums(kernels.rows, call, first, features, layout.tokens, y, stride, bias);
     if (!in_y) finish_tokens(kernels.rows, call, first, features, y, stride);
   };

@@ -98,7 +98,7 @@ struct Layout {
   bool reads_x;
   std::int64_t shared, worker;
 
-  explicit Layout(const Problem& p) : tokens(few_tokens(p)), reads_x(p.tokens == tokens) {
+  explicit Layout(const Problem& p) : tokens(few_tokens(p.tokens)), reads_x(p.tokens == tokens) {
     Room all, own;
     all.take<float>(reads_x ? 0 : tokens * p.weight.shape.cols);
     own.take<float>(2 * tokens * kSellRows);

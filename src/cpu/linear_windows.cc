@@ -57,7 +57,7 @@ struct Layout {
   static constexpr std::int64_t kStride = kGroupsAtOnce * kWindowRows;  // of sums
 
   explicit Layout(const Problem& p) {
-    tokens = few_tokens(p);
+    tokens = few_tokens(p.tokens);
     lanes = ceil_div(p.weight.shape.cols, kWindowGrain) * kWindowGrain + kWindowColumns;
     Room all, own;
     all.take<float>(tokens * lanes);

@@ -29,6 +29,7 @@ void register_cpu(Registry& registry) {
   add_pairs<kAmx, kHasAmx>(registry, "amx_linear", "amx_grad_input", "amx_grad_input_columns",
                            "amx_grad_weight", "amx_feed_forward", "pairs_32", "pairs_32_transposed");
   add_grad_weight<kDotsBf16, kHasBf16, supports_grad_weight_dots>(registry, "avx512_bf16_grad_weight_dots");
+  add_few<kFewBf16, kHasBf16>(registry, "avx512_bf16_linear_few");
   add_pairs<kAvx512Bf16, kHasBf16>(registry, "avx512_bf16_linear", "avx512_bf16_grad_input",
                                    "avx512_bf16_grad_input_columns", "avx512_bf16_grad_weight",
                                    "avx512_bf16_feed_forward", "pairs", "pairs_transposed");
@@ -42,7 +43,6 @@ void register_cpu(Registry& registry) {
   add_feed_forward_quads<kQuadsVnni, kHasVnni>(registry, "avx512_feed_forward_int8", "quad_lanes");
   add_feed_forward_quads<kQuadsAvxVnni, kHasAvxVnni>(registry, "avx_vnni_feed_forward_int8", "quad_eights");
   add_feed_forward_quads<kQuadsAvx2, kHasAvx2>(registry, "avx2_feed_forward_int8", "quad_eights");
-  add_few<kFewBf16, kHasBf16>(registry, "avx512_bf16_linear_few");
   add_windows<kFewAvx512, kHasAvx512>(registry, "avx512_linear_windows");
   add_sell<kSellAvx512, kHasAvx512>(registry, "avx512_linear_sell", "sell_16");
   add_few<kFewAvx512, kHasAvx512>(registry, "avx512_linear_few");

@@ -206,7 +206,8 @@ TEST(BlockingTest, AFewTokensAskForWhatAProcessorGainsBy) {
   }
 }
 
-// From memory a Zen 4's own prefetchers follow blocks of long rows that one pass or two see.
+// From memory a Zen 4's own prefetchers follow blocks of long rows that one pass or two see, if those are
+// whole lines.
 TEST(BlockingTest, AZen4AsksForAFewTokensByBlock) {
   Machine machine;
   machine.features = {"avx2", "prefetch_l2", "avx512", "avx512_bf16_fast"};
@@ -217,13 +218,16 @@ TEST(BlockingTest, AZen4AsksForAFewTokensByBlock) {
     Ask one, two, four;
   };
   for (const Case& c : {Case{16, 16, DType::f32, Ask::nothing, Ask::nothing, Ask::l2},
-                        {32, 32, DType::f32, Ask::nothing, Ask::l2, Ask::l2},
-                        {64, 64, DType::f32, Ask::far, Ask::l2, Ask::l2},
+                        {32, 32, DType::f32, Ask::nothing, Ask::near, Ask::l2},
+                        {64, 64, DType::f32, Ask::far, Ask::near, Ask::l2},
                         {16, 1, DType::f32, Ask::far, Ask::near, Ask::l2},
                         {8, 8, DType::f32, Ask::far, Ask::near, Ask::l2},
                         {4, 1, DType::f32, Ask::l2, Ask::l2, Ask::l2},
                         {16, 16, DType::bf16, Ask::nothing, Ask::nothing, Ask::l2},
-                        {32, 2, DType::bf16, Ask::far, Ask::l2, Ask::l2}}) {
+                        {64, 64, DType::bf16, Ask::l2, Ask::l2, Ask::l2},
+                        {32, 2, DType::bf16, Ask::far, Ask::near, Ask::l2},
+                        {32, 32, DType::i8, Ask::l2, Ask::l2, Ask::l2},
+                        {16, 1, DType::i8, Ask::l2, Ask::l2, Ask::l2}}) {
     const std::pair<std::int64_t, Ask> asked[] = {{1, c.one}, {2, c.two}, {4, c.four}};
     for (const auto& [tokens, ask] : asked) {
       const BsrShape shape{11008, 4096, c.rows, c.cols, 11008 * 4096 / 2 / (c.rows * c.cols)};

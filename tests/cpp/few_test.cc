@@ -1,7 +1,8 @@
-// linear for up to 4 tokens on rows longer than one part, chunk or pass: exact sums, and bits that do not
-// depend on the batch.
+// linear for up to 4 tokens, and for more by fours, on rows longer than one part, chunk or pass: exact sums,
+// and bits that do not depend on the batch.
 #include <gtest/gtest.h>
 
+#include "held_checks.h"
 #include "product_checks.h"
 
 namespace rarefy::test {
@@ -62,12 +63,62 @@ void check(const std::string& family, DType dtype, const Case& c) {
   }
 }
 
+// Five tokens to sixteen by fours, over one block row at a time, several or all: the bits that a call of four
+// gives each of them.
+void check_fours(const std::string& family, DType dtype, const Case& c) {
+  const std::int64_t rows = 4 * c.block_rows + c.block_rows / 2;
+  for (const std::int64_t tokens : {5, 6, 8, 11, 16}) {
+    const Problem problem =
+        make_problem({tokens, rows, c.cols, c.block_rows, c.block_cols, 0.4, dtype, tokens % 2 == 0, 3});
+    for (const std::string turned : {"0", "1"}) {
+      const auto run = [&](const Problem& some, const std::string& piece) {
+        const Force force(family + ',' + family + "_linear_few(fours=" + turned + " turned=" + turned +
+                          " again=" + piece + " piece=" + piece + ')');
+        ProblemIn<HostBuffer> one(some);
+        EXPECT_EQ(kernel_of(one), family + "_linear_few");
+        one.poison();
+        expect_ok(one.linear(Activation::gelu_erf));
+        return one.y().download();
+      };
+      SCOPED_TRACE(::testing::Message() << family << " " << name(dtype) << " " << c.block_rows << "x"
+                                        << c.block_cols << " M=" << tokens << " turned=" << turned);
+      const std::vector<std::byte> all = run(problem, "1");
+      EXPECT_EQ(run(problem, "3"), all);
+      const auto row = std::ssize(all) / tokens;
+      for (std::int64_t first = 0; first < tokens; first += 4) {
+        const std::vector<std::byte> part =
+            run(of_tokens(problem, first, std::min<std::int64_t>(4, tokens - first)), "1");
+        EXPECT_TRUE(std::equal(part.begin(), part.end(), all.begin() + first * row))
+            << "from token " << first;
+      }
+    }
+  }
+}
+
+TEST(FewTest, MoreThanFourTokensGoByFours) {
+  for (const char* family : {"avx512", "avx2"}) {
+    if (!backend_info().machine.has(family)) continue;
+    for (const std::size_t i : {0, 3, 5, 7, 8, 10, 15, 29}) {
+      Case c = kFloats[i];
+      c.cols = std::min<std::int64_t>(c.cols, 333);
+      for (const DType dtype : {DType::f32, DType::bf16}) check_fours(family, dtype, c);
+    }
+  }
+  if (!backend_info().machine.has("avx512_bf16_fast")) return;
+  for (const std::size_t i : {0, 4, 6, 7, 10, 14}) {
+    Case c = kPairs[i];
+    c.cols = std::min<std::int64_t>(c.cols, 333);
+    check_fours("avx512_bf16", DType::bf16, c);
+  }
+}
+
 TEST(FewTest, ConfigsThatNameNothingAreRefused) {
   if (!backend_info().machine.has("avx2")) GTEST_SKIP() << "has no kernel for them";
   const Problem problem = make_problem({1, 64, 64, 16, 16, 0.5, DType::f32});
   for (const auto& [config, why] :
        {std::pair<std::string, std::string>{"ask=4", "ask of the config must be in [0, 3]; got 4"},
         {"ask=-1", "ask of the config must be in [0, 3]; got -1"},
+        {"again=4", "ask of the config must be in [0, 3]; got 4"},
         {"tasks=0", "tasks of the config must be at least 1; got 0"}}) {
     const Force force("avx2,avx2_linear_few(" + config + ')');
     ProblemIn<HostBuffer> run(problem);

@@ -16,6 +16,16 @@ inline std::string kernel_of(ProblemIn<HostBuffer>& run) {
   return explain(asked).kernel;
 }
 
+// The fewest tokens whose bits are those of larger batches: up to four, and where a processor takes more of
+// them by fours, have their own.
+inline std::int64_t least_of_many(const Problem& problem) {
+  for (std::int64_t tokens = 5;; ++tokens) {
+    Problem some = of_tokens(problem, 0, tokens);
+    ProblemIn<HostBuffer> run(some);
+    if (!kernel_of(run).ends_with("_few")) return tokens;
+  }
+}
+
 // A token's bits depend neither on the batch, of 1 to 4, nor on threads; what is held and packed in the call
 // has the same.
 inline void expect_same_bits_in_any_batch(const Problem& problem) {

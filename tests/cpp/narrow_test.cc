@@ -37,6 +37,7 @@ TEST(NarrowTest, HasTheBitsOfManyTokens) {
       const std::vector<std::byte> all = run(0, 48);
       const auto row = static_cast<std::ptrdiff_t>(all.size()) / 48;
       for (const std::int64_t count : {5, 7, 8, 9, 12, 16}) {
+        const Force lanes("avx512,avx512_linear()");
         const std::vector<std::byte> part = run(20, count);
         EXPECT_TRUE(std::equal(part.begin(), part.end(), all.begin() + 20 * row)) << count << " tokens";
       }

@@ -62,7 +62,7 @@ TEST(SelectTest, EveryCandidateHasItsReason) {
     EXPECT_EQ(candidate.chosen, candidate.kernel.name == e.kernel);
     if (candidate.kernel.name.ends_with("_few")) {
       const bool lacks = candidate.why_not.find("the processor lacks") != std::string::npos;
-      EXPECT_TRUE(lacks || candidate.why_not.find("takes 1 to 4 tokens; got 512") != std::string::npos)
+      EXPECT_TRUE(lacks || candidate.why_not.find("takes 1 to 16 tokens; got 512") != std::string::npos)
           << candidate.why_not;
     }
   }
@@ -199,6 +199,45 @@ TEST(SelectTest, ConfigurationsFollowTheProblem) {
                   .stream,
               side == 8000 ? 1 : 0);
   }
+}
+
+// By fours where a Zen 4 was faster so, nowhere else.
+TEST(SelectTest, MoreThanFourTokensGoByFoursWhereThatIsFaster) {
+  const Kernel* few = find_kernel("avx512_linear_few");
+  if (few == nullptr) GTEST_SKIP() << "not in this build";
+  Machine zen4, zen5;
+  zen4.features = {"avx2", "prefetch_l2", "avx512", "avx512_bf16_fast"};
+  zen5.features = {"avx2", "avx512", "avx512_bf16_fast"};
+  struct Case {
+    std::int64_t rows, cols, most_near, most_far;  // tokens; of a weight in caches and of one from memory
+    DType dtype = DType::f32;
+  };
+  for (const Case& c : {Case{16, 16, 8, 12},
+                        {32, 32, 4, 12},
+                        {64, 1, 4, 8},
+                        {16, 1, 4, 4},
+                        {8, 8, 8, 4},
+                        {4, 1, 4, 4},
+                        {1, 16, 6, 6},
+                        {2, 2, 4, 8},
+                        {1, 1, 4, 4},
+                        {2, 2, 4, 8, DType::bf16},
+                        {1, 1, 4, 12, DType::bf16}}) {
+    for (const bool far : {false, true}) {
+      const std::int64_t n = far ? 11008 : 1024, k = far ? 4096 : 768, most = far ? c.most_far : c.most_near;
+      for (const std::int64_t tokens : {std::int64_t{4}, most, most + 1}) {
+        SCOPED_TRACE(::testing::Message() << c.rows << 'x' << c.cols << " M=" << tokens << " far=" << far);
+        rarefy::Problem p = layer_problem(tokens, k, n, c.rows, c.cols, 0.5, 1, c.dtype);
+        EXPECT_EQ(few->yields(p, zen4).empty(), tokens <= most);
+        EXPECT_EQ(few->yields(p, zen5).empty(), tokens <= 4);
+      }
+    }
+  }
+  EXPECT_EQ(few->yields(layer_problem(9, 768, 1024, 16, 16, 0.5), zen4),
+            "more than 8 tokens are faster as lanes; got 9");
+  const Kernel* pairs = find_kernel("avx512_bf16_linear_few");
+  EXPECT_EQ(pairs->yields(layer_problem(8, 768, 1024, 8, 8, 0.5, 1, DType::bf16), zen4), "");
+  EXPECT_NE(pairs->yields(layer_problem(8, 768, 1024, 16, 16, 0.5, 1, DType::bf16), zen4), "");
 }
 
 // Half of a core's L2 holds the panels, whatever its size.
