@@ -235,7 +235,8 @@ std::int64_t most_by_fours(const FewKernels& kernels, const Problem& p, const Ma
   }
   if (p.weight.dtype != DType::f32) {  // blocks of one or two rows; others were not measured
     if (rows > 2) return kFewTokens;
-    return far ? (rows == 2 ? 8 : 12) : bytes > 4 << 20 || (dense && cols == 16) ? 8 : kFewTokens;
+    if (far) return rows == 2 ? 8 : 12;
+    return cols == 16 && (dense || bytes > 4 << 20) ? 8 : kFewTokens;
   }
   if (rows >= 16 && cols % 16 == 0) return far ? 12 : rows == 16 ? 8 : kFewTokens;
   if (rows == 8 && cols == 8) return far ? kFewTokens : 8;

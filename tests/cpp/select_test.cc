@@ -222,7 +222,8 @@ TEST(SelectTest, MoreThanFourTokensGoByFoursWhereThatIsFaster) {
                         {2, 2, 4, 8},
                         {1, 1, 4, 4},
                         {2, 2, 4, 8, DType::bf16},
-                        {1, 1, 4, 12, DType::bf16}}) {
+                        {1, 1, 4, 12, DType::bf16},
+                        {1, 16, 8, 12, DType::bf16}}) {
     for (const bool far : {false, true}) {
       const std::int64_t n = far ? 11008 : 1024, k = far ? 4096 : 768, most = far ? c.most_far : c.most_near;
       for (const std::int64_t tokens : {std::int64_t{4}, most, most + 1}) {
