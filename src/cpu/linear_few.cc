@@ -223,14 +223,18 @@ std::int64_t bytes_of_weight(const Problem& p) {
 }
 
 // Up to how many tokens fours of them, one behind the other, are faster than kernels whose lanes are tokens:
-// measured on a Zen 4 (docs/design/cpu/few_tokens.md#more-than-four-tokens-by-fours), and there alone.
+// measured on a Zen 4 and a Xeon (docs/design/cpu/few_tokens.md#more-than-four-tokens-by-fours), not on a
+// Zen 5.
 std::int64_t most_by_fours(const FewKernels& kernels, const Problem& p, const Machine& machine) {
-  if (!machine.has("prefetch_l2") || kernels.rows.width != 16) return kFewTokens;
+  if (is_zen5(machine) || kernels.rows.width != 16) return kFewTokens;
   const BsrShape& s = p.weight.shape;
   const std::int64_t rows = s.block_rows, cols = s.block_cols, bytes = bytes_of_weight(p);
-  const bool far = bytes > kCached, dense = 3 * s.value_count() > s.rows * s.cols, tall = cols == 1;
+  const bool zen4 = machine.has("prefetch_l2"), tall = cols == 1;
+  const bool far = bytes > kCached, dense = 3 * s.value_count() > s.rows * s.cols;
   if (kernels.pairs) {
     if (rows == 8 && cols == 8) return 8;
+    if (rows == 1 && cols == 16) return far ? kFewByFours : dense ? 12 : kFewTokens;
+    if (rows == 2 && cols == 2) return far ? 8 : kFewTokens;
     return !far ? kFewTokens : rows >= 64 ? 8 : tall && rows == 32 ? 6 : kFewTokens;
   }
   if (p.weight.dtype != DType::f32) {  // blocks of one or two rows; others were not measured
@@ -238,12 +242,14 @@ std::int64_t most_by_fours(const FewKernels& kernels, const Problem& p, const Ma
     if (far) return rows == 2 ? 8 : 12;
     return cols == 16 && (dense || bytes > 4 << 20) ? 8 : kFewTokens;
   }
-  if (rows >= 16 && cols % 16 == 0) return far ? 12 : rows == 16 ? 8 : kFewTokens;
+  if (rows >= 16 && cols % 16 == 0) {
+    if (zen4) return far ? 12 : rows == 16 ? 8 : kFewTokens;
+    return far && rows >= 32 ? 8 : kFewTokens;
+  }
   if (rows == 8 && cols == 8) return far ? kFewTokens : 8;
-  if (tall && rows >= 64) return far ? 8 : kFewTokens;
-  if (!dense) return kFewTokens;
-  if (rows == 1 && cols == 16) return 6;
-  return far && rows == 2 && cols == 2 ? 8 : kFewTokens;
+  if (tall && rows >= 64) return far && (zen4 || dense) ? 8 : kFewTokens;
+  if (rows == 1 && cols == 16) return zen4 ? (dense ? 6 : kFewTokens) : dense || far ? 8 : kFewTokens;
+  return far && dense && rows == 2 && cols == 2 ? 8 : kFewTokens;
 }
 
 }  // namespace
