@@ -238,9 +238,9 @@ HeldSizes derived_sizes(const Call& call, const BsrView& weight, ScalarType dtyp
           input.packed == 0 ? 0 : input_at(call, sizes, input) + input.packed};
 }
 
-bool packs_for_few(const Call& call, const BsrView& weight, ScalarType dtype) {
+bool packs_for_few(const Call& call, const BsrView& weight, ScalarType dtype, std::int64_t tokens) {
   const Operands operands = operands_of(call, weight, dtype, false);
-  return value_of(call.op(), derived_sizes(typical(call, Op::linear, operands, 1))).packed > 0;
+  return value_of(call.op(), derived_sizes(typical(call, Op::linear, operands, tokens))).packed > 0;
 }
 
 Tensor prepare(const Call& call, const BsrView& weight, ScalarType dtype, bool tf32, std::int64_t tokens) {

@@ -33,8 +33,8 @@ Derived view_derived(const Call& call, const DerivedTensors& tensors, Op op, con
 using HeldSizes = std::tuple<std::int64_t, std::int64_t, std::int64_t, std::int64_t>;
 HeldSizes derived_sizes(const Call& call, const BsrView& weight, ScalarType dtype, bool tf32 = false,
                         std::int64_t tokens = 0);
-// Whether calls with a few tokens use packed values as well.
-bool packs_for_few(const Call& call, const BsrView& weight, ScalarType dtype);
+// Whether calls with so few tokens use packed values as well.
+bool packs_for_few(const Call& call, const BsrView& weight, ScalarType dtype, std::int64_t tokens);
 // Empty if the weight has a row plan and a gradient's kernel wants a whole one.
 Tensor prepare(const Call& call, const BsrView& weight, ScalarType dtype, bool tf32 = false,
                std::int64_t tokens = 0);

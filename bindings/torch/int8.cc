@@ -84,10 +84,11 @@ HeldSizes int8_derived_sizes(const Tensor& values, const Tensor& scales, const T
 }
 
 bool int8_packs_for_few(const Tensor& values, const Tensor& scales, const Tensor& plan,
-                        std::int64_t out_features, std::int64_t in_features, bool dynamic, ScalarType dtype) {
+                        std::int64_t out_features, std::int64_t in_features, bool dynamic, ScalarType dtype,
+                        std::int64_t tokens) {
   const Call call("_int8_packs_for_few", "values", values);
   return packs_for_few(call, scaled_weight(call, values, scales, plan, out_features, in_features, dynamic),
-                       dtype);
+                       dtype, tokens);
 }
 
 Tensor int8_prepare(const Tensor& values, const Tensor& scales, const Tensor& plan, std::int64_t out_features,
@@ -123,7 +124,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(rarefy, m) {
       "bool dynamic, ScalarType dtype) -> (int, int, int, int)");
   m.def(
       "_int8_packs_for_few(Tensor values, Tensor scales, Tensor plan, int out_features, int in_features, "
-      "bool dynamic, ScalarType dtype) -> bool");
+      "bool dynamic, ScalarType dtype, int tokens) -> bool");
   m.def(
       "int8_prepare(Tensor values, Tensor scales, Tensor plan, int out_features, int in_features, "
       "bool dynamic, ScalarType dtype) -> Tensor");

@@ -21,7 +21,7 @@ from .checks import (
     fail,
     first_position,
 )
-from .derived import Derived, Kept, capturing, is_few
+from .derived import FEW_TOKENS, Derived, Kept, capturing
 from .int8_ops import int8_linear, run_eagerly
 from .nested import linear_of_nested
 from .pattern import BsrPattern
@@ -32,6 +32,7 @@ from .values import choose_from_dense, counted, init_bounds
 
 _sizes, _prepare, _pack = map(_load.op, ("int8_derived_sizes", "int8_prepare", "int8_pack"))
 _packs_for_few = _load.op("_int8_packs_for_few")
+_READS = (FEW_TOKENS, 8)  # tokens of calls that may read int8 as it is
 
 X_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _LEVELS, _SMALLEST = 127, 2.0**-100  # as in src/core/quantize.h
@@ -168,7 +169,7 @@ class Int8Weight(PatternWeight):
             and not (is_grad_enabled() and (x.requires_grad or (bias is not None and bias.requires_grad)))
             and (kept := self._kept.get(x.dtype)) is not None
         ):
-            if kept.few is not None and is_few(x, self.shape[1]):
+            if kept.few is not None and x.numel() <= kept.few_inputs:
                 call = kept.few
             else:
                 call = kept.call or kept.call_with(self._pattern, values, values)
@@ -220,9 +221,9 @@ class Int8Weight(PatternWeight):
 
     def derived(self, x: torch.Tensor) -> Derived | tuple[()]:
         """As other weights'; nothing for a few tokens whose kernel reads values: none are packed then."""
-        if type(x) in PLAIN and is_few(x, self.shape[1]) and eager():
+        if type(x) in PLAIN and x.numel() <= _READS[-1] * self.shape[1] and eager():
             kept = self._kept.get(x.dtype) or self._ask(x.dtype)
-            if kept is not None and kept.few is not None:
+            if kept is not None and kept.few is not None and x.numel() <= kept.few_inputs:
                 return ()
         return super().derived(x)
 
@@ -324,10 +325,11 @@ class Int8Weight(PatternWeight):
 class _Int8Kept(Kept):
     """What is derived from an Int8Weight for x of one dtype.
 
-    `few`: what calls with a few tokens have, whose kernel reads int8 (linear_few.cc); None if it uses this.
+    `few`: what calls with up to `few_inputs` elements of x have, whose kernel reads int8 (linear_few.cc);
+    None if they use this.
     """
 
-    __slots__ = ("few",)
+    __slots__ = ("few", "few_inputs")
 
     def __init__(self, weight: Int8Weight, x_dtype: torch.dtype) -> None:
         pattern, values, scales = weight.pattern, weight.values.detach(), weight.scales
@@ -335,8 +337,11 @@ class _Int8Kept(Kept):
         with torch.inference_mode(False), torch.no_grad():
             fixed = (n, k, weight.dynamic, x_dtype)
             self._ask(pattern, _sizes, _prepare, lambda plan: (values, scales, plan, *fixed))
-            reads = self.packed_bytes and not _packs_for_few(values, scales, pattern.plan, *fixed)
-        self.few = (pattern.plan, n, k) if reads else None
+            most = 0  # tokens
+            for tokens in _READS if self.packed_bytes else ():
+                if not _packs_for_few(values, scales, pattern.plan, *fixed, tokens):
+                    most = tokens
+        self.few, self.few_inputs = ((pattern.plan, n, k) if most else None), most * k
         self._arguments = (scales, pattern.plan, self.prepared, *fixed)
 
     def _at(self, parameter: torch.Tensor) -> tuple[int, ...]:

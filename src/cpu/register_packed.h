@@ -136,6 +136,7 @@ void add_few_scaled(Registry& registry, std::string_view name) {
       .name = name,
       .supports = supports<kFeature, supports_few_scaled, kKernels>,
       .run = [](const Call& call) { return run_linear_few(kKernels, call); },
+      .yields = [](const Problem& p, const Machine& m) { return yields_few(kKernels, p, m); },
       .configure = configure_few,
       .fields = FewSplit::kFields,
       .workspace = [](const Problem& p, const Config& c) { return few_workspace(kKernels, p, c); },

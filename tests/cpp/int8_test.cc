@@ -79,6 +79,27 @@ TEST_P(Int8Test, DerivedOnceForAnyNumberOfTokens) {
   }
 }
 
+// Weight-only values as they are, four tokens at a time.
+TEST(Int8FewTest, MoreThanFourTokensGoByFours) {
+  for (const std::string family : {"avx512", "avx2"}) {
+    if (!backend_info().machine.has(family)) continue;
+    for (const auto& [rows, cols] : {std::pair{32, 32}, {16, 1}, {4, 1}, {8, 8}, {1, 1}}) {
+      for (const std::int64_t tokens : {5, 8, 11, 16}) {
+        for (const std::string piece : {"1", "3"}) {
+          SCOPED_TRACE(::testing::Message() << family << ' ' << rows << 'x' << cols << " M=" << tokens);
+          const Layer layer(
+              {tokens, 4 * rows + rows / 2, 7 * cols + 40, rows, cols, 0.5, DType::f32, tokens % 2 == 0});
+          const Force force(family + ',' + family + "_linear_few_int8(piece=" + piece + ')');
+          LinearRun run(layer, Scaling::weight, {}, false);
+          EXPECT_FALSE(run.uses_derived(tokens));
+          expect_ok(run.linear());
+          expect_linear(layer, Scaling::weight, run.y());
+        }
+      }
+    }
+  }
+}
+
 // Outputs that fill half a vector, and an odd number of halves.
 TEST_P(Int8Test, HalvesOfVectors) {
   if (!takes_rows(24)) GTEST_SKIP() << "takes multiples of 16 rows";

@@ -246,6 +246,14 @@ TEST(SelectTest, MoreThanFourTokensGoByFoursWhereThatIsFaster) {
   }
   EXPECT_EQ(few->yields(layer_problem(9, 768, 1024, 16, 16, 0.5), zen4),
             "more than 8 tokens are faster as lanes; got 9");
+  rarefy::Problem int8 = layer_problem(8, 2048, 2048, 32, 32, 0.5);
+  int8.weight.dtype = DType::i8;
+  int8.weight.scaling = Scaling::weight;
+  const Kernel* scaled = find_kernel("avx512_linear_few_int8");
+  EXPECT_EQ(scaled->yields(int8, zen4), "");
+  EXPECT_NE(scaled->yields(int8, xeon), "");
+  int8.tokens = 9;
+  EXPECT_NE(scaled->yields(int8, zen4), "");
   const Kernel* pairs = find_kernel("avx512_bf16_linear_few");
   EXPECT_EQ(pairs->yields(layer_problem(8, 768, 1024, 8, 8, 0.5, 1, DType::bf16), zen4), "");
   EXPECT_NE(pairs->yields(layer_problem(8, 768, 1024, 16, 16, 0.5, 1, DType::bf16), zen4), "");
