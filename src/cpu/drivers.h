@@ -39,6 +39,10 @@ struct ProductShape {
   }
 };
 
+// Bytes of W that a last level keeps between calls, as processors tell that of all their cores, and those
+// that surely come from memory.
+inline constexpr std::int64_t kCached = 16 << 20, kFar = 32 << 20;
+
 // Tasks of a kernel that reads W once: the last ones to end are short.
 inline constexpr std::int64_t kTasksPerThread = 4;
 
@@ -49,13 +53,16 @@ struct FewSplit {
   std::int64_t fours = 0;   // 1: x of four tokens by column for vectors of one column
   std::int64_t turned = 0;  // 1: by few_turned.h, other bits, where it takes the blocks
   std::int64_t ask = 0;     // an Ask
-  std::int64_t again = 0;   // of more than four tokens' later fours, which find W in L2
-  std::int64_t piece = 1;   // block rows that these go through together
+  std::int64_t again = 0;   // of later groups of tokens, which find W in L2
+  std::int64_t piece = 1;   // block rows that all groups go through together
+  std::int64_t eight = 0;   // from so many tokens on up to eight are a group; 0: no more than four
   static constexpr std::string_view kFields[] = {"tasks", "stream", "fours", "turned",
-                                                 "ask",   "again",  "piece"};
+                                                 "ask",   "again",  "piece", "eight"};
 };
-// Tokens that its kernels have: 1, 2 or 4.
-inline std::int64_t few_tokens(std::int64_t tokens) { return tokens == 3 ? 4 : tokens; }
+// Tokens that its kernels have: 1, 2, 4 or 8.
+inline std::int64_t few_tokens(std::int64_t tokens) {
+  return tokens > kFewTokens ? kFewEight : tokens == 3 ? 4 : tokens;
+}
 // Whether 16 bits tell columns of single elements apart.
 inline bool has_narrow_columns(const BsrShape& s) { return s.block_size() == 1 && s.cols <= 1 << 16; }
 // What is held goes into places that follow from these.
@@ -113,7 +120,8 @@ struct BitmapSplit {
   std::int64_t ranges = 1;  // of the rows of W
   std::int64_t groups = 1;  // of tokens; a task takes one through one range
   std::int64_t rows = 4;    // that a tile of X meets before the next
-  static constexpr std::string_view kFields[] = {"ranges", "groups", "rows"};
+  std::int64_t ask = 3;     // an Ask
+  static constexpr std::string_view kFields[] = {"ranges", "groups", "rows", "ask"};
 };
 Config configure_bitmap(const Problem& problem, const Machine& machine);
 std::int64_t bitmap_workspace(const Problem& problem, const Config& config);

@@ -15,7 +15,8 @@ enum class Spread : std::uint8_t {
   repeat,  // C = N divides the width: N elements of X, once for each row of the block in the vector
   group,   // R × C = Size divides the width: several entries, and each one's C = N elements of X for all its
            // rows
-  four,    // repeat of one column where X has four tokens' side by side: loaded once, spread in registers
+  four,  // repeat of one column where X has four or eight tokens' side by side: four are loaded once, spread
+         // in registers
 };
 
 // Some entries of one block row.
@@ -75,7 +76,7 @@ void few_slices(FewRow& row, int first) {
   const char* values = row.values + first * slice * kBytes;
   const char* ahead = row.ahead;
   // Of four tokens' whole vectors not: a branch in that loop cost 8 % out of L3.
-  const Ask ask = kSpread == Spread::whole && Tokens == 4 ? Ask::far : row.ask;
+  const Ask ask = kSpread == Spread::whole && Tokens >= 4 ? Ask::far : row.ask;
   constexpr std::int64_t kAtOnce = Slices * w * kBytes;  // bytes of W that follow one another
   const auto ask_ahead = [&]<int Times>() {
     ask_for<lines_of(Times * kAtOnce)>(ask, ahead);
@@ -83,14 +84,15 @@ void few_slices(FewRow& row, int first) {
   };
   // One vector of entries, those from e on.
   const auto add = [&](auto& to, std::int32_t e) {
-    const std::int64_t elements = kSpread == Spread::four ? 4 : row.red_block;
+    const std::int64_t elements = kSpread == Spread::four ? Tokens : row.red_block;
     const float* x = row.x + static_cast<std::int64_t>(row.index[e]) * elements;
     const auto column = [&](std::int64_t c) {
       Vec<I> xv[Tokens];
-      if constexpr (kSpread == Spread::four) I::four(x, xv);
+      if constexpr (kSpread == Spread::four && Tokens == 4) I::four(x, xv);
 #pragma GCC unroll 16
       for (int m = 0; m < Tokens; ++m) {
         if constexpr (kSpread == Spread::whole) xv[m] = I::load(x + m * row.x_stride + c);
+        if constexpr (kSpread == Spread::four && Tokens == 8) xv[m] = I::set1(x[m]);
         if constexpr (kSpread == Spread::repeat) xv[m] = I::template repeat<N>(x + m * row.x_stride);
         if constexpr (kSpread == Spread::group)
           xv[m] = I::template group<Size, N>(row.x + m * row.x_stride, row.index + e);
@@ -180,7 +182,7 @@ void few_slices(FewRow& row, int first) {
       }
     }
   }
-#pragma GCC unroll 4
+#pragma GCC unroll 8
   for (int m = 0; m < Tokens; ++m) {
     float* y = row.y + m * row.y_stride;
     if constexpr (kSpread == Spread::whole && Slices % 4 == 0) {
@@ -352,10 +354,30 @@ void few_of(const FewTask& task) {
   }
 }
 
+// Whether eight tokens go through W together: where their sums fit 32 registers and x comes from few lines.
+// By several sets of sums, by eight rows of x or widened from int8 they take longer than four and four (32×1
+// 6.2 and 5.8 ms, 8×8 9.5 and 7.5, int8 of 32×32 5.9 and 4.2).
+template <class I>
+bool few_takes_eight(std::int64_t block_size, std::int64_t columns, bool turned) {
+  if (turned) return turned_sets(block_size / (columns % I::kWidth == 0 ? columns : I::kWidth)) <= 2;
+  return columns == 1 && block_size % I::kWidth == 0 && few_sets<I>(block_size / I::kWidth) == 1;
+}
+
+template <class I, Storage kStorage>
+void few_eight(const FewTask& task) {
+  if (task.turned) return turned_tokens<I, kStorage, 8>(task);
+  few_rows_of<I, kStorage, Spread::four, 0, 1, 1, 8>(task, task.w.block_size / I::kWidth);
+}
+
 template <class I>
 void few(const FewTask& task) {
   if (task.w.storage == Storage::i8) return few_of<I, Storage::i8>(task);
-  dispatch_storage(task.w.storage, [&]<Storage kStorage>() { few_of<I, kStorage>(task); });
+  dispatch_storage(task.w.storage, [&]<Storage kStorage>() {
+    if constexpr (I::kRegisters == 32) {
+      if (task.tokens == 8) return few_eight<I, kStorage>(task);
+    }
+    few_of<I, kStorage>(task);
+  });
 }
 
 // Whether every vector of W is of one of the kinds above.

@@ -1,9 +1,10 @@
 // A few tokens by blocks of 8 columns or whole vectors of them, on processors that shuffle beside their
 // products. A quarter of a vector of W (128 bits) is four columns of one row. Four tokens: each of the four
 // columns in turn is spread over its quarter, where it meets the four tokens' x of it, so that one vector
-// holds the sums of one vector of W for all tokens, and all 16 rows of a block are read in one pass. One and
-// two tokens: four vectors of W are turned, 4 × 4 in each quarter, and meet a column of x in each quarter.
-// Each sum takes the same products in the same order: bits do not depend on the batch.
+// holds the sums of one vector of W for all tokens, and all 16 rows of a block are read in one pass. Eight
+// tokens: the same with two such vectors. One and two tokens: four vectors of W are turned, 4 × 4 in each
+// quarter, and meet a column of x in each quarter. Each sum takes the same products in the same order: bits
+// do not depend on the batch.
 #pragma once
 
 #include <algorithm>
@@ -50,11 +51,12 @@ template <class I, Storage kStorage, int kQuarters, int kVectors, int Slices, in
 void turned_slices(TurnedRow& row, int first) {
   static_assert(I::kWidth == 16 && Slices % 4 == 0);
   constexpr int w = I::kWidth;
-  constexpr bool kAll = Tokens == 4;  // tokens side by side
+  constexpr int kFours = Tokens / 4;
+  constexpr bool kAll = kFours > 0;  // tokens side by side
   constexpr std::int64_t kBytes = bytes_of(kStorage);
-  constexpr int kSums = kAll ? Slices : Slices / 4 * Tokens;
+  constexpr int kSums = kAll ? Slices * kFours : Slices / 4 * Tokens;
   constexpr int kColumns = std::max(kVectors, 1);
-  constexpr int kApart = Tokens % 4 + int{kAll};  // vectors of x for a column
+  constexpr int kApart = kAll ? kFours : Tokens;  // vectors of x for a column
   const std::int64_t slice = kVectors == 0 ? row.columns : kColumns * w;
   const std::int64_t step = row.block_size * kBytes;
   const char* values = row.values + first * slice * kBytes;
@@ -94,8 +96,11 @@ void turned_slices(TurnedRow& row, int first) {
         const std::uint64_t at = column + c + static_cast<std::uint64_t>(i) * w;
         if constexpr (kAll) {  // see turn
           const float* from = row.x + (kQuarters == 4 ? at * 4 : at / w * (4 * w) + at % w);
+#pragma GCC unroll 2
+          for (int h = 0; h < kFours; ++h, from += row.x_stride) {
 #pragma GCC unroll 4
-          for (int j = 0; j < 4; ++j) x[i][0][j] = I::template repeat_any<kQuarters * 4>(from + j * w);
+            for (int j = 0; j < 4; ++j) x[i][h][j] = I::template repeat_any<kQuarters * 4>(from + j * w);
+          }
         } else {
 #pragma GCC unroll 2
           for (int m = 0; m < Tokens; ++m) {
@@ -111,8 +116,12 @@ void turned_slices(TurnedRow& row, int first) {
             ask_at(s, i);
             Vec<I> v[4];
             columns_of_x(vector(s, c + i * w), v);
+#pragma GCC unroll 2
+            for (int h = 0; h < kFours; ++h) {
+              Vec<I>& of = to[s * kFours + h];
 #pragma GCC unroll 4
-            for (int j = 0; j < 4; ++j) to[s] = I::fma(v[j], x[i][0][j], to[s]);
+              for (int j = 0; j < 4; ++j) of = I::fma(v[j], x[i][h][j], of);
+            }
           }
         }
       } else {
@@ -152,7 +161,7 @@ void turned_slices(TurnedRow& row, int first) {
   }
   for (; e < row.count; ++e) add(sum[0], e);
   row.ahead = ahead;
-  float* total = row.total + (kAll ? first : first / 4 * Tokens) * w;
+  float* total = row.total + (kAll ? first * kFours : first / 4 * Tokens) * w;
   Vec<I>(&all)[kSums] = sum[0];
 #pragma GCC unroll 16
   for (int s = 0; s < kSums; ++s) {
@@ -170,10 +179,14 @@ void turned_slices(TurnedRow& row, int first) {
   for (int s = 0; s < Slices; s += 4) {
     float* y = row.y + (first + s) * kRows;
     if constexpr (kAll) {
-      Vec<I> v[4] = {all[s], all[s + 1], all[s + 2], all[s + 3]};
-      I::transpose_quads(v);
+#pragma GCC unroll 2
+      for (int h = 0; h < kFours; ++h, y += 4 * row.y_stride) {
+        const auto of = [&](int i) { return all[(s + i) * kFours + h]; };
+        Vec<I> v[4] = {of(0), of(1), of(2), of(3)};
+        I::transpose_quads(v);
 #pragma GCC unroll 4
-      for (int m = 0; m < 4; ++m) I::template add_quarters<kQuarters>(v[m], y + m * row.y_stride);
+        for (int m = 0; m < 4; ++m) I::template add_quarters<kQuarters>(v[m], y + m * row.y_stride);
+      }
     } else {
 #pragma GCC unroll 2
       for (int m = 0; m < Tokens; ++m) {
@@ -193,9 +206,10 @@ void turned_rows_of(const FewTask& task, int slices) {
   row.x_stride = task.x_stride;
   row.y = task.y;
   row.y_stride = task.y_stride;
-  alignas(64) float total[kTurnedSums * I::kWidth];
+  alignas(64) float total[std::max(1, Tokens / 4) * kTurnedSums * I::kWidth];
   row.total = total;
-  constexpr int kMost = Tokens == 1 && Sets == 1 ? 32 : 16 / Sets;  // slices of a pass
+  constexpr int kMost =
+      Tokens == 1 && Sets == 1 ? 32 : 16 / Sets / std::max(1, Tokens / 4);  // slices of a pass
   const bool once = slices <= kMost;
   row.ask = task.ask;
   const std::int64_t ahead = task.ask == Ask::near ? kTurnedAhead : kTurnedFar;
@@ -239,8 +253,9 @@ void turned_rows(const FewTask& task) {
   switch (turned_sets(slices)) {
     case 1: return rows.template operator()<1>();
     case 2: return rows.template operator()<2>();
-    default: return rows.template operator()<4>();
+    default: break;
   }
+  if constexpr (Tokens != 8) rows.template operator()<4>();
 }
 
 template <class I, Storage kStorage, int Tokens>
@@ -249,7 +264,7 @@ void turned_tokens(const FewTask& task) {
     case 8: return turned_rows<I, kStorage, 2, 1, Tokens>(task);
     case 16: return turned_rows<I, kStorage, 4, 1, Tokens>(task);
     case 32:
-      if constexpr (Tokens != 2) return turned_rows<I, kStorage, 4, 2, Tokens>(task);
+      if constexpr (Tokens == 1 || Tokens == 4) return turned_rows<I, kStorage, 4, 2, Tokens>(task);
       break;
     default: break;
   }

@@ -17,7 +17,7 @@
 
 namespace rarefy::cpu {
 
-// Narrow: what bitmaps are spread with for a token or two, and what meets few tokens in place.
+// Narrow: what meets few tokens in place.
 template <class I, class Narrow = I>
 constexpr Kernels kernel_table(const char* family, std::int32_t max_vectors) {
   Kernels table{};
@@ -43,7 +43,7 @@ constexpr Kernels kernel_table(const char* family, std::int32_t max_vectors) {
   }
   table.in_place = in_place<I, Narrow>;
   table.in_place_least = CountsLanes<I> ? 1 : I::kWidth;
-  table.bitmap = bitmap<I, Narrow>;
+  table.bitmap = bitmap<I>;
   table.two_of_four = two_of_four<I>;
   table.activate = activate_all<I>;
   table.apply_gate = apply_gate<I>;

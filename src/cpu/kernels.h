@@ -203,7 +203,7 @@ enum class Ask : std::uint8_t {
 };
 
 // y[m][o] += Σ over entries of W[o, i] · x[m][i] for 1, 2 or 4 tokens, row-major in and out, and for the
-// block shapes that few_takes names (few.h).
+// block shapes that few_takes names (few.h); for 8 where FewKernels::takes_eight says so.
 template <class T>
 struct FewTaskOf {
   SparseOperand w;                  // in canonical order
@@ -219,12 +219,12 @@ struct FewTaskOf {
   const std::uint16_t* columns = nullptr;  // of single elements, with room for kColumnsAhead more; or null
   bool by_column = false;                  // x of four tokens, of R×1 blocks and single elements
   Ask ask = Ask::far;
-  bool turned = false;  // few_turned.h; x of four tokens as its `turn` has it
+  bool turned = false;  // few_turned.h; x of four tokens as its `turn` has it, of eight twice x_stride apart
 };
 using FewTask = FewTaskOf<float>;
 
-inline constexpr std::int64_t kFewTokens = 4;
-inline constexpr std::int64_t kFewByFours = 16;  // in calls of four
+inline constexpr std::int64_t kFewTokens = 4, kFewEight = 8;
+inline constexpr std::int64_t kFewByFours = 16;  // in groups of these
 inline constexpr std::int32_t kColumnsAhead = 16;
 
 // Whether four tokens of R×1 blocks go by few_quads (few_fours.h): of four blocks to a vector; of two, where
@@ -277,6 +277,8 @@ struct BitmapTask {
   const float* x;           // from the tile's first column on
   std::int64_t x_stride;
   std::int32_t columns;  // whole vectors; of two of four, of what is stored
+  std::int64_t ahead;    // bytes of W from what is read to what is asked for
+  Ask ask;
   std::int32_t tokens;
   float* y;
   std::int64_t y_stride;
@@ -373,6 +375,7 @@ struct FewKernels {
   bool pairs;
   void (*turn)(const float* x, std::int64_t stride, std::int64_t columns, float* to) = nullptr;
   const WindowKernels* windows = nullptr;
+  bool (*takes_eight)(std::int64_t block_size, std::int64_t columns, bool turned) = nullptr;
 };
 
 // Whether few_turned.h takes blocks of so many elements and columns, or pairs of them: vectors in fours. (Of

@@ -49,6 +49,22 @@ struct Layout {
   }
 };
 
+std::int64_t bytes_of_weight(const Problem& p) {
+  const BsrShape& s = p.weight.shape;
+  return s.nnzb * static_cast<std::int64_t>(size_of(p.weight.dtype)) + s.rows * ceil_div(s.cols, 64) * 8;
+}
+
+// From values that are read to those that are asked for. Two tokens and more read up to four rows at once:
+// the same places of later ones.
+std::int64_t bytes_ahead(const Problem& p, Ask ask) {
+  if (ask != Ask::l2) return 2048;
+  const BsrShape& s = p.weight.shape;
+  constexpr std::int64_t kLeast = 14336, kRows = 4;
+  const std::int64_t rows =
+      kRows * s.nnzb / std::max<std::int64_t>(1, s.rows) * static_cast<std::int64_t>(size_of(p.weight.dtype));
+  return p.tokens == 1 || rows == 0 ? kLeast : ceil_div(kLeast, rows) * rows;
+}
+
 }  // namespace
 
 Config configure_bitmap(const Problem& p, const Machine& machine) {
@@ -57,14 +73,20 @@ Config configure_bitmap(const Problem& p, const Machine& machine) {
   const std::int64_t tasks = p.threads == 1 && chunks == 1 ? 1 : kTasksPerThread * p.threads;
   BitmapSplit split;
   if (chunks > 1) {  // ranges of W that half of L2 holds
-    const std::int64_t bytes =
-        s.nnzb * static_cast<std::int64_t>(size_of(p.weight.dtype)) + s.rows * ceil_div(s.cols, 64) * 8;
-    split.ranges = std::clamp<std::int64_t>(ceil_div(bytes, 4 * panel_floats(machine)), 1, s.rows);
+    split.ranges =
+        std::clamp<std::int64_t>(ceil_div(bytes_of_weight(p), 4 * panel_floats(machine)), 1, s.rows);
     split.groups = std::clamp<std::int64_t>(ceil_div(tasks, split.ranges), 1, chunks);
   } else {
     split.ranges = std::clamp<std::int64_t>(tasks, 1, std::max<std::int64_t>(1, s.rows / 4));
   }
   split.rows = p.tokens <= kStream ? 4 : kTogether;
+  // A Zen 4 that asks L2 reads while it multiplies (4096→11008 at .5, one token: bitmap 6.2 → 4.3 ms, two of
+  // four 5.1 → 4.1); elsewhere what L1 is asked for was measured.
+  const bool cached = bytes_of_weight(p) <= kCached;
+  const Ask ask = machine.has("prefetch_l2")               ? cached ? Ask::nothing : Ask::l2
+                  : p.weight.format == Format::two_of_four ? Ask::nothing
+                                                           : Ask::far;
+  split.ask = static_cast<std::int64_t>(ask);
   return to_config(split);
 }
 
@@ -79,6 +101,8 @@ Status run_linear_bitmap(const Kernels& kernels, const Call& call) {
     return invalid(kernels.family, "ranges, groups and rows of the config must be at least 1",
                    cat(split.ranges, ", ", split.groups, " and ", split.rows));
   }
+  if (split.ask < 0 || split.ask > static_cast<int>(Ask::nothing))
+    return invalid(kernels.family, "ask of the config must be in [0, 3]", cat(split.ask));
   const Problem& p = call.problem;
   const BitmapPlanView plan{call.plan.shape, call.plan.crow, call.bits, false};
   const BsrShape& s = plan.shape;
@@ -126,6 +150,8 @@ Status run_linear_bitmap(const Kernels& kernels, const Call& call) {
     task.tokens = static_cast<std::int32_t>(padded_tokens(p, count));
     task.y = y;
     task.y_stride = split.rows;
+    task.ask = static_cast<Ask>(split.ask);
+    task.ahead = bytes_ahead(p, task.ask);
     const std::int64_t tile = p.tokens <= kStream ? kLongTile : kTile;
     for (std::int64_t k = 0; k < layout.columns; k += tile) {
       task.bits = plan.bits + begin * plan.row_bytes() + k / 8;

@@ -16,7 +16,6 @@ namespace rarefy::cpu {
 namespace {
 
 constexpr std::int64_t kIndexBytes = 4;
-constexpr std::int64_t kCached = 16 << 20;  // of a last level: processors tell that of all their cores
 constexpr std::int64_t kRowOfX = 24 << 10;  // what L1 keeps of X beside the streams
 
 bool is_scaled(const Problem& p) { return p.weight.scaling != Scaling::none; }
@@ -32,52 +31,58 @@ bool singles_by_four(const Problem& p) {
 // Tokens that go through W together.
 struct Group {
   std::int64_t first, count;
-  std::int64_t tokens;   // that the kernel takes: 1, 2 or 4
-  bool quads;            // x by column, four tokens side by side (few_quads, Spread::four)
+  std::int64_t tokens;   // that the kernel takes: 1, 2, 4 or 8
+  bool by_column;        // x of four or eight tokens side by side (few_quads, Spread::four)
   std::int64_t rows_at;  // where x is in the working memory, floats: rows, and columns behind them
 };
 
 // The working memory: X for all, sums for each worker.
 struct Layout {
   Group groups[kFewByFours / kFewTokens];
-  int group_count;
+  int group_count = 0;
   std::int64_t tokens = 0;  // of all groups
   std::int64_t lanes;       // of a row of x, padded: floats, or pairs
   bool turned;              // few_turned
+  bool twice;               // R×1 in bf16: see to_twice
   std::int64_t piece;       // block rows that a task works on at once
   std::int64_t stride;      // floats of a row of sums
   std::int64_t shared, worker;
 
   std::int64_t turned_columns() const { return (lanes + 15) / 16 * 16; }
-  bool has_columns(const Group& g) const { return g.quads || turned; }
+  bool has_columns(const Group& g) const { return g.by_column || turned; }
 
-  Layout(const FewKernels& kernels, const Problem& p, const FewSplit& split)
-      : group_count(static_cast<int>(ceil_div(p.tokens, kFewTokens))) {
+  Layout(const FewKernels& kernels, const Problem& p, const FewSplit& split) {
     const BsrShape& s = p.weight.shape;
     const bool singles = singles_by_four(p);
-    lanes = ceil_div(s.col_count() * s.block_cols, kernels.pairs ? 2 : 1);
-    piece = piece_of_range(s.row_count(), split.tasks);
-    if (group_count > 1) piece = std::clamp<std::int64_t>(split.piece, 1, piece);
-    stride = (piece * s.block_rows + kernels.rows.width - 1) / kernels.rows.width * kernels.rows.width;
-    const std::int64_t columns = kernels.pairs ? s.block_cols / 2 : s.block_cols;  // that lanes have
+    twice = kernels.pairs && s.block_cols % 2 != 0;
+    const bool paired = kernels.pairs && s.block_cols % 2 == 0;
+    const std::int64_t columns = paired ? s.block_cols / 2 : s.block_cols;  // that lanes have
+    lanes = s.col_count() * columns;
     const bool fours = split.fours != 0 && s.block_rows % kernels.rows.width == 0;
-    turned = split.turned != 0 && kernels.turn != nullptr && (!kernels.pairs || s.block_cols % 2 == 0) &&
+    turned = split.turned != 0 && kernels.turn != nullptr && !twice &&
              few_turns(s.block_rows * columns, columns) && !is_scaled(p);
+    const bool eights = split.eight != 0 && kernels.takes_eight != nullptr && !is_scaled(p) &&
+                        kernels.takes_eight(s.block_rows * columns, columns, turned);
     Room all;
-    for (int i = 0; i < group_count; ++i) {
-      Group& g = groups[i];
-      g.first = i * kFewTokens;
-      g.count = std::min(kFewTokens, p.tokens - g.first);
+    for (std::int64_t first = 0; first < p.tokens;) {
+      Group& g = groups[group_count++];
+      const std::int64_t left = p.tokens - first;
+      g.first = first;
+      g.count = std::min(eights && left >= split.eight ? kFewEight : kFewTokens, left);
+      first += g.count;
       g.tokens = singles ? 4 : few_tokens(g.count);
-      g.quads =
-          g.tokens == 4 && columns == 1 &&
-          (fours || singles || few_quads_takes(s.block_rows, kernels.rows.width, kernels.rows.registers));
+      const bool quads =
+          fours || singles || few_quads_takes(s.block_rows, kernels.rows.width, kernels.rows.registers);
+      g.by_column = columns == 1 && !twice && (g.tokens == 8 || (g.tokens == 4 && quads));
       tokens += g.tokens;
       g.rows_at = all.bytes();
       all.take<float>(g.tokens * lanes);
       if (has_columns(g)) all.take<float>(g.tokens * turned_columns());
     }
     shared = all.bytes();
+    piece = piece_of_range(s.row_count(), split.tasks);
+    if (group_count > 1) piece = std::clamp<std::int64_t>(split.piece, 1, piece);
+    stride = (piece * s.block_rows + kernels.rows.width - 1) / kernels.rows.width * kernels.rows.width;
     Room own;
     own.take<float>(tokens * stride);
     if (is_scaled(p)) own.take<float>(stride);  // the bias
@@ -93,14 +98,21 @@ void to_pairs(const MatrixView& from, std::int64_t rows, std::int64_t lanes, flo
   }
 }
 
-// Four rows to columns of four.
-void to_quads(const float* rows, std::int64_t stride, std::int64_t lanes, float* to) {
-  const float *a = rows, *b = a + stride, *c = b + stride, *d = c + stride;
-  for (std::int64_t k = 0; k < lanes; ++k, to += 4) {
-    to[0] = a[k];
-    to[1] = b[k];
-    to[2] = c[k];
-    to[3] = d[k];
+// Columns of so many tokens from rows of bf16, each value twice in a lane: either half of a pair is taken
+// from where it lies. Tokens past the last are 0.
+void to_twice(const MatrixView& from, std::int64_t tokens, float* to) {
+  auto* lane = reinterpret_cast<std::uint32_t*>(to);
+  std::fill_n(lane, tokens * from.cols, 0U);
+  for (std::int64_t m = 0; m < from.rows; ++m) {
+    const auto* row = reinterpret_cast<const std::uint16_t*>(at(from, m, 0));
+    for (std::int64_t k = 0; k < from.cols; ++k) lane[k * tokens + m] = row[k] * 0x10001U;
+  }
+}
+
+// Four or eight rows to columns of as many.
+void to_columns(const float* rows, std::int64_t stride, std::int64_t lanes, std::int64_t tokens, float* to) {
+  for (std::int64_t k = 0; k < lanes; ++k, to += tokens) {
+    for (std::int64_t m = 0; m < tokens; ++m) to[m] = rows[m * stride + k];
   }
 }
 
@@ -230,7 +242,7 @@ std::int64_t most_by_fours(const FewKernels& kernels, const Problem& p, const Ma
   const BsrShape& s = p.weight.shape;
   const std::int64_t rows = s.block_rows, cols = s.block_cols, bytes = bytes_of_weight(p);
   const bool zen4 = machine.has("prefetch_l2"), tall = cols == 1;
-  const bool far = bytes > kCached, dense = 3 * s.value_count() > s.rows * s.cols;
+  const bool far = bytes > kCached, beyond = bytes > kFar, dense = 3 * s.value_count() > s.rows * s.cols;
   if (kernels.pairs) {
     if (rows == 8 && cols == 8) return 8;
     if (rows == 1 && cols == 16) return far ? kFewByFours : dense ? 12 : kFewTokens;
@@ -243,10 +255,11 @@ std::int64_t most_by_fours(const FewKernels& kernels, const Problem& p, const Ma
     return cols == 16 && (dense || bytes > 4 << 20) ? 8 : kFewTokens;
   }
   if (rows >= 16 && cols % 16 == 0) {
-    if (zen4) return far ? 12 : rows == 16 ? 8 : kFewTokens;
+    if (zen4) return beyond ? kFewByFours : 12;
     return far && rows >= 32 ? 8 : kFewTokens;
   }
   if (rows == 8 && cols == 8) return far ? kFewTokens : 8;
+  if (tall && rows >= 64 && zen4 && beyond) return kFewByFours;
   if (tall && rows >= 64) return far && (zen4 || dense) ? 8 : kFewTokens;
   if (rows == 1 && cols == 16) return zen4 ? (dense ? 6 : kFewTokens) : dense || far ? 8 : kFewTokens;
   return far && dense && rows == 2 && cols == 2 ? 8 : kFewTokens;
@@ -260,7 +273,8 @@ Reason yields_few(const FewKernels& kernels, const Problem& p, const Machine& ma
     most = most_by_fours(kernels, p, machine);
   } else if (machine.has("prefetch_l2") && kernels.rows.width == 16 &&
              p.weight.shape.value_count() >= 2 << 20) {
-    most = 8;  // whose floats would be four times as many bytes (32×32, 4096→11008: 6.3 → 4.1 ms)
+    // Floats would be four times as many bytes (32×32, 4096→11008, 8 tokens: 6.3 → 4.1 ms, 12: 7.8 → 6.1).
+    most = p.weight.shape.block_cols == 1 && bytes_of_weight(p) < kCached ? 8 : 12;
   }
   if (p.tokens <= most) return {};
   return cat("more than ", most, " tokens are faster as lanes; got ", p.tokens);
@@ -283,6 +297,9 @@ Config configure_few(const Problem& problem, const Machine& machine) {
   split.again = static_cast<std::int64_t>(asked(problem, machine, true));
   constexpr std::int64_t kPiece = 256 << 10;  // bytes of W that groups of tokens share
   split.piece = std::max<std::int64_t>(1, kPiece * s.row_count() / std::max<std::int64_t>(1, bytes));
+  // Eight take as long as four where W comes from memory, and as seven anywhere.
+  if (machine.has("prefetch_l2") && problem.weight.dtype == DType::f32)
+    split.eight = bytes > kFar ? kFewTokens + 1 : 7;
   const bool far_x = singles_by_four(problem) || s.cols * of_x > kRowOfX;
   split.stream = s.block_size() == 1 && bytes > kCached && far_x ? 1 : 0;
   return to_config(split);
@@ -295,8 +312,13 @@ std::int64_t few_workspace(const FewKernels& kernels, const Problem& problem, co
 
 Status run_linear_few(const FewKernels& kernels, const Call& call) {
   const auto split = from_config<FewSplit>(call.config);
-  if (split.tasks < 1)
-    return invalid(kernels.family, "tasks of the config must be at least 1", cat(split.tasks));
+  if (split.tasks < 1 || split.piece < 1) {
+    return invalid(kernels.family, "tasks and piece of the config must be at least 1",
+                   cat(split.tasks, " and ", split.piece));
+  }
+  if (split.eight != 0 && (split.eight <= kFewTokens || split.eight > kFewEight)) {
+    return invalid(kernels.family, "eight of the config must be 0 or 5 to 8", cat(split.eight));
+  }
   for (const std::int64_t ask : {split.ask, split.again}) {
     if (ask < 0 || ask > static_cast<int>(Ask::nothing))
       return invalid(kernels.family, "ask of the config must be in [0, 3]", cat(ask));
@@ -318,7 +340,9 @@ Status run_linear_few(const FewKernels& kernels, const Call& call) {
     x = {static_cast<const float*>(from.data), from.row_stride};
     if (!reads_x(kernels, call.problem, layout, g)) {
       auto* rows = room.take<float>(g.tokens * layout.lanes);
-      if (kernels.pairs) {
+      if (layout.twice) {
+        to_twice(from, g.tokens, rows);
+      } else if (kernels.pairs) {
         to_pairs(from, g.tokens, layout.lanes, rows);
       } else {
         to_float(kernels.rows, from, g.tokens, layout.lanes, rows);
@@ -327,9 +351,16 @@ Status run_linear_few(const FewKernels& kernels, const Call& call) {
     }
     if (!layout.has_columns(g)) continue;
     auto* columns = room.take<float>(g.tokens * layout.turned_columns());
-    if (g.quads) to_quads(x.data, x.stride, layout.lanes, columns);
-    if (layout.turned && g.tokens == 4) kernels.turn(x.data, x.stride, layout.lanes, columns);
-    if (g.quads || g.tokens == 4) x.data = columns;
+    if (g.by_column) {
+      to_columns(x.data, x.stride, layout.lanes, g.tokens, columns);
+      x.data = columns;
+    }
+    if (!layout.turned || g.tokens < 4) continue;
+    const std::int64_t four = 4 * layout.turned_columns();
+    for (std::int64_t m = 0; m < g.tokens; m += 4) {
+      kernels.turn(x.data + m * x.stride, x.stride, layout.lanes, columns + m / 4 * four);
+    }
+    x = {columns, four};
   }
   const bool in_y = writes_y(call.problem, layout);
   const bool scaled = is_scaled(call.problem);
@@ -357,7 +388,7 @@ Status run_linear_few(const FewKernels& kernels, const Call& call) {
           {w, static_cast<std::int32_t>(s.nnzb), plan.crow, begin, end, xs[i].data, xs[i].stride,
            static_cast<std::int32_t>(g.tokens), y + g.first * stride, stride, i == 0 && split.stream != 0,
            has_narrow_columns(s) ? static_cast<const std::uint16_t*>(call.derived.prepared) : nullptr,
-           g.quads, static_cast<Ask>(i == 0 ? split.ask : split.again), layout.turned});
+           g.by_column, static_cast<Ask>(i == 0 ? split.ask : split.again), layout.turned});
     }
     if (scaled) scale_sums(kernels.rows, call, first, features, layout.tokens, y, stride, bias);
     if (!in_y) finish_tokens(kernels.rows, call, first, features, y, stride);

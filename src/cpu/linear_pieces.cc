@@ -332,8 +332,8 @@ Config configure_pieces(const Kernels& kernels, const Problem& p, const Machine&
   // Values that become floats do so piece by piece, for each panel anew, where a copy of all would be memory
   // that the system maps anew in each call (one thread of a Zen 4, bf16 2×2, 4096→11008 at .5: 17 tokens
   // 66 → 22 ms, 256 188 → 139). A short piece costs a call: 2048² at .1 would take 1.8 to 2.7 times as long.
-  constexpr std::int64_t kMostCopied = 8 << 20, kMostPanels = 6;
-  if (s.copies() && !s.transposed && s.entries * s.block_size() > kMostCopied && panels <= kMostPanels)
+  constexpr std::int64_t kMostCopied = 8 << 20, kMostTimes = 6;
+  if (s.copies() && !s.transposed && s.entries * s.block_size() > kMostCopied && panels <= kMostTimes)
     b.by_piece = 1;
   const std::int64_t ranges = ceil_div(s.out_blocks, b.rows);
   const double pack = kMove * static_cast<double>(s.red_blocks * s.red_block * b.vectors * kernels.width);

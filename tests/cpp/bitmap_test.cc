@@ -72,6 +72,12 @@ class Sample {
 
   // (M, N) of the dtype of x, rows spec.stride apart beyond N.
   std::vector<double> linear(Activation activation = Activation::none, bool bias = true, int threads = 1) {
+    std::vector<double> y;
+    expect_ok(run(y, activation, bias, threads));
+    return y;
+  }
+  Status run(std::vector<double>& y, Activation activation = Activation::none, bool bias = true,
+             int threads = 1) {
     const std::vector<double> x = laid_out();
     const HostBuffer in = upload(x, spec.dtype), w = upload(problem.values, spec.stored);
     const HostBuffer b = upload(problem.bias, spec.dtype);
@@ -85,18 +91,19 @@ class Sample {
     const bool by_token = spec.x_layout == Layout::by_token;
     ThreadPool pool(threads);
     Context context{pool.executor()};
-    expect_ok(rarefy::linear({in.data(), spec.dtype, spec.m, spec.k, by_token ? problem.x_stride() : 1,
-                              Device::cpu, by_token ? 1 : spec.m},
-                             {*view, w.data(), spec.stored}, bias ? b.data() : nullptr, activation,
-                             {out.data(), spec.dtype, spec.m, spec.n, y_stride}, context));
+    const Status status =
+        rarefy::linear({in.data(), spec.dtype, spec.m, spec.k, by_token ? problem.x_stride() : 1, Device::cpu,
+                        by_token ? 1 : spec.m},
+                       {*view, w.data(), spec.stored}, bias ? b.data() : nullptr, activation,
+                       {out.data(), spec.dtype, spec.m, spec.n, y_stride}, context);
+    if (!status.ok()) return status;
     const std::vector<double> got = decode(out.download(), spec.dtype);
-    std::vector<double> y;
     for (std::int64_t m = 0; m < spec.m; ++m) {
       const auto row = got.begin() + m * y_stride;
       y.insert(y.end(), row, row + spec.n);
       for (std::int64_t gap = spec.n; gap < y_stride; ++gap) EXPECT_TRUE(std::isnan(row[gap]));
     }
-    return y;
+    return {};
   }
 
   void expect_right(Activation activation = Activation::none) {
@@ -318,12 +325,30 @@ TEST_P(BitmapFamilyTest, NanAndInfinityWhereSomethingIsStored) {
 TEST_P(BitmapFamilyTest, ForcedConfigurationsGiveTheSame) {
   const std::string family = GetParam();
   if (family == "ref") GTEST_SKIP() << "has no configuration";
-  Sample layer({21, 77, 900, 0.5, DType::f32, DType::f32, true});
-  for (const std::string config : {"ranges=1 groups=1 rows=1", "ranges=9 groups=2 rows=5",
-                                   "ranges=77 groups=3 rows=300", "ranges=200 groups=40 rows=2"}) {
-    SCOPED_TRACE(config);
+  for (const std::int64_t m : {1, 2, 21}) {
+    Sample layer({m, 77, 900, 0.5, DType::f32, DType::f32, true});
+    for (const std::string config :
+         {"ranges=1 groups=1 rows=1 ask=0", "ranges=9 groups=2 rows=5 ask=1",
+          "ranges=77 groups=3 rows=300 ask=2", "ranges=200 groups=40 rows=2 ask=3"}) {
+      SCOPED_TRACE(config);
+      const Force force(family + "," + family + "_linear_bitmap(" + config + ")");
+      layer.expect_right();
+    }
+  }
+}
+
+TEST_P(BitmapFamilyTest, ConfigsThatNameNothingAreRefused) {
+  const std::string family = GetParam();
+  if (family == "ref") GTEST_SKIP() << "has no configuration";
+  Sample layer({2, 16, 64, 0.5, DType::f32, DType::f32, true});
+  for (const auto& [config, why] :
+       {std::pair<std::string, std::string>{
+            "rows=0", "ranges, groups and rows of the config must be at least 1; got 1, 1 and 0"},
+        {"ask=4", "ask of the config must be in [0, 3]; got 4"}}) {
     const Force force(family + "," + family + "_linear_bitmap(" + config + ")");
-    layer.expect_right();
+    std::vector<double> y;
+    const Status status = layer.run(y);
+    EXPECT_NE(status.message().find(why), std::string::npos) << status.message();
   }
 }
 

@@ -1,5 +1,5 @@
-// linear for up to 4 tokens, and for more by fours, on rows longer than one part, chunk or pass: exact sums,
-// and bits that do not depend on the batch.
+// linear for up to 4 tokens, and for more by fours and eights, on rows longer than one part, chunk or pass:
+// exact sums, and bits that do not depend on the batch.
 #include <gtest/gtest.h>
 
 #include "held_checks.h"
@@ -63,17 +63,17 @@ void check(const std::string& family, DType dtype, const Case& c) {
   }
 }
 
-// Five tokens to sixteen by fours, over one block row at a time, several or all: the bits that a call of four
-// gives each of them.
+// Five tokens to sixteen by fours, over one block row at a time, several or all, and by eights: the bits that
+// a call of four gives each of them.
 void check_fours(const std::string& family, DType dtype, const Case& c) {
   const std::int64_t rows = 4 * c.block_rows + c.block_rows / 2;
   for (const std::int64_t tokens : {5, 6, 8, 11, 16}) {
     const Problem problem =
         make_problem({tokens, rows, c.cols, c.block_rows, c.block_cols, 0.4, dtype, tokens % 2 == 0, 3});
     for (const std::string turned : {"0", "1"}) {
-      const auto run = [&](const Problem& some, const std::string& piece) {
+      const auto run = [&](const Problem& some, const std::string& piece, const char* eight = "0") {
         const Force force(family + ',' + family + "_linear_few(fours=" + turned + " turned=" + turned +
-                          " again=" + piece + " piece=" + piece + ')');
+                          " again=" + piece + " piece=" + piece + " eight=" + eight + ')');
         ProblemIn<HostBuffer> one(some);
         EXPECT_EQ(kernel_of(one), family + "_linear_few");
         one.poison();
@@ -84,6 +84,7 @@ void check_fours(const std::string& family, DType dtype, const Case& c) {
                                         << c.block_cols << " M=" << tokens << " turned=" << turned);
       const std::vector<std::byte> all = run(problem, "1");
       EXPECT_EQ(run(problem, "3"), all);
+      for (const char* eight : {"5", "7"}) EXPECT_EQ(run(problem, "2", eight), all) << eight;
       const auto row = std::ssize(all) / tokens;
       for (std::int64_t first = 0; first < tokens; first += 4) {
         const std::vector<std::byte> part =
@@ -95,12 +96,13 @@ void check_fours(const std::string& family, DType dtype, const Case& c) {
   }
 }
 
-TEST(FewTest, MoreThanFourTokensGoByFours) {
+TEST(FewTest, MoreThanFourTokensGoByFoursAndEights) {
   for (const char* family : {"avx512", "avx2"}) {
     if (!backend_info().machine.has(family)) continue;
-    for (const std::size_t i : {0, 3, 5, 7, 8, 10, 15, 29}) {
+    // Long rows where eight have sums of their own: of 64×1, 8×16, 16×16, 20×64, 32×32, 80×16 and 136×8.
+    for (const std::size_t i : {0, 3, 5, 7, 8, 10, 15, 16, 18, 22, 24, 26, 29}) {
       Case c = kFloats[i];
-      c.cols = std::min<std::int64_t>(c.cols, 333);
+      if (c.block_rows * c.block_cols < 64 || i == 8) c.cols = std::min<std::int64_t>(c.cols, 333);
       for (const DType dtype : {DType::f32, DType::bf16}) check_fours(family, dtype, c);
     }
   }
@@ -119,7 +121,10 @@ TEST(FewTest, ConfigsThatNameNothingAreRefused) {
        {std::pair<std::string, std::string>{"ask=4", "ask of the config must be in [0, 3]; got 4"},
         {"ask=-1", "ask of the config must be in [0, 3]; got -1"},
         {"again=4", "ask of the config must be in [0, 3]; got 4"},
-        {"tasks=0", "tasks of the config must be at least 1; got 0"}}) {
+        {"tasks=0", "tasks and piece of the config must be at least 1; got 0 and 1"},
+        {"piece=0", "tasks and piece of the config must be at least 1; got 4 and 0"},
+        {"eight=4", "eight of the config must be 0 or 5 to 8; got 4"},
+        {"eight=9", "eight of the config must be 0 or 5 to 8; got 9"}}) {
     const Force force("avx2,avx2_linear_few(" + config + ')');
     ProblemIn<HostBuffer> run(problem);
     const Status status = run.linear(Activation::none);

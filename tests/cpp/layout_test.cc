@@ -192,8 +192,8 @@ TEST(LayoutTest, RowsInPlace) {
   }
 }
 
-// A turn of two, four or eight tokens reads on into the next row (in_place.h): what is there changes nothing, be
-// it no number, and no bit follows from where a thread's rows end.
+// A turn of two, four or eight tokens reads on into the next row (in_place.h): what is there changes nothing,
+// be it no number, and no bit follows from where a thread's rows end.
 TEST(LayoutTest, RowsInPlaceAreTheSameHoweverTheyAreCut) {
   constexpr std::int64_t kRows = 300, kCols = 200;
   ThreadPool one(1), three(3);

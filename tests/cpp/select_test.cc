@@ -217,9 +217,9 @@ TEST(SelectTest, MoreThanFourTokensGoByFoursWhereThatIsFaster) {
     std::int64_t near, far, xeon_near, xeon_far;
     DType dtype = DType::f32;
   };
-  for (const Case& c : {Case{16, 16, 8, 12, 4, 4},
-                        {32, 32, 4, 12, 4, 8},
-                        {64, 1, 4, 8, 4, 8},
+  for (const Case& c : {Case{16, 16, 12, 16, 4, 4},
+                        {32, 32, 12, 16, 4, 8},
+                        {64, 1, 4, 16, 4, 8},
                         {16, 1, 4, 4, 4, 4},
                         {8, 8, 8, 4, 8, 4},
                         {4, 1, 4, 4, 4, 4},
@@ -237,6 +237,9 @@ TEST(SelectTest, MoreThanFourTokensGoByFoursWhereThatIsFaster) {
           const rarefy::Problem p =
               layer_problem(tokens, far ? 4096 : 768, far ? 11008 : 1024, c.rows, c.cols, 0.5, 1, c.dtype);
           EXPECT_EQ(few->yields(p, machine).empty(), tokens <= most);
+          if (tokens <= 4 || tokens > most || c.dtype != DType::f32) continue;
+          const auto split = config_for<cpu::FewSplit>(p, machine, "avx512", "avx512_linear_few");
+          EXPECT_EQ(split.eight, !machine.has("prefetch_l2") ? 0 : far ? 5 : 7);
         }
       };
       expect_most(zen4, far ? c.far : c.near);
@@ -244,15 +247,17 @@ TEST(SelectTest, MoreThanFourTokensGoByFoursWhereThatIsFaster) {
       expect_most(zen5, 4);
     }
   }
-  EXPECT_EQ(few->yields(layer_problem(9, 768, 1024, 16, 16, 0.5), zen4),
-            "more than 8 tokens are faster as lanes; got 9");
+  EXPECT_EQ(few->yields(layer_problem(13, 768, 1024, 16, 16, 0.5), zen4),
+            "more than 12 tokens are faster as lanes; got 13");
   rarefy::Problem int8 = layer_problem(8, 2048, 2048, 32, 32, 0.5);
   int8.weight.dtype = DType::i8;
   int8.weight.scaling = Scaling::weight;
   const Kernel* scaled = find_kernel("avx512_linear_few_int8");
   EXPECT_EQ(scaled->yields(int8, zen4), "");
   EXPECT_NE(scaled->yields(int8, xeon), "");
-  int8.tokens = 9;
+  int8.tokens = 12;
+  EXPECT_EQ(scaled->yields(int8, zen4), "");
+  int8.tokens = 13;
   EXPECT_NE(scaled->yields(int8, zen4), "");
   const Kernel* pairs = find_kernel("avx512_bf16_linear_few");
   EXPECT_EQ(pairs->yields(layer_problem(8, 768, 1024, 8, 8, 0.5, 1, DType::bf16), zen4), "");

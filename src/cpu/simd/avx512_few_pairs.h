@@ -14,14 +14,13 @@ struct Avx512FewPairs : Avx512 {
   static Vec fma(Vec w, Vec x, Vec sum) { return _mm512_dpbf16_ps(sum, (__m512bh)w, (__m512bh)x); }
 };
 
-// Some entries of a block row of R×1 blocks, R = 32, 48, …; x and values in bf16.
+// Some entries of a block row of R×1 blocks, R = 32, 48, …; values in bf16, x too, each twice in a lane.
 struct FewColumns {
   const std::uint16_t* values;
   const std::int32_t* index;
   std::int32_t count;
   std::int64_t rows;
-  const std::uint16_t* x;
-  std::int64_t x_stride;
+  const std::uint32_t* x;  // [column][token]
   float* y;
   std::int64_t y_stride;
   Ask ask;
@@ -34,6 +33,7 @@ static void few_column_slices(const FewColumns& t, int first) {
                                                                 21, 6,  22, 7,  23, 8,  24, 9,  25, 10, 26,
                                                                 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
   const __m512i interleave = _mm512_load_si512(kInterleave);
+  const __m512i high = _mm512_set1_epi32(static_cast<int>(0xffff0000));
   __m512 sum[Sets][Slices][Tokens];
   alignas(64) float total[Slices][Tokens][16];
   const auto each = [](auto f) {
@@ -67,10 +67,14 @@ static void few_column_slices(const FewColumns& t, int first) {
     __m512bh xv[Tokens];
 #pragma GCC unroll 4
     for (int m = 0; m < Tokens; ++m) {
-      const std::uint16_t* x = t.x + m * t.x_stride;
-      __m512i v = _mm512_maskz_set1_epi16(0x55555555, static_cast<short>(x[t.index[e]]));
-      if constexpr (kBoth) v = _mm512_mask_set1_epi16(v, 0xaaaaaaaa, static_cast<short>(x[t.index[e + 1]]));
-      xv[m] = (__m512bh)v;
+      const auto x = [&](std::int32_t i) {
+        return _mm512_set1_epi32(static_cast<int>(t.x[std::int64_t{t.index[i]} * Tokens + m]));
+      };
+      if constexpr (kBoth) {  // of each lane's halves the lower from the first: (a & ~high) | (b & high)
+        xv[m] = (__m512bh)_mm512_ternarylogic_epi32(x(e), high, x(e + 1), 0xb8);
+      } else {
+        xv[m] = (__m512bh)_mm512_andnot_si512(high, x(e));
+      }
     }
     constexpr int kLines = (Slices + 1) / 2;  // of each column
     ask_for<kLines>(t.ask, values + kFewAhead / 2);
@@ -113,8 +117,7 @@ static void few_columns_of(const FewTask& task) {
   const SparseOperand& w = task.w;
   FewColumns t{};
   t.rows = w.out_block;
-  t.x = reinterpret_cast<const std::uint16_t*>(task.x);
-  t.x_stride = 2 * task.x_stride;
+  t.x = reinterpret_cast<const std::uint32_t*>(task.x);
   t.y = task.y;
   t.y_stride = task.y_stride;
   t.ask = task.ask;
@@ -141,11 +144,8 @@ static void few_columns_of(const FewTask& task) {
 
 template <int Tokens>
 static void few_columns(const FewTask& task) {
-  switch (few_sets<Avx512>(task.w.out_block / 16)) {
-    case 1: return few_columns_of<1, Tokens>(task);
-    case 2: return few_columns_of<2, Tokens>(task);
-    default: return few_columns_of<4, Tokens>(task);
-  }
+  if (few_sets<Avx512>(task.w.out_block / 16) == 1) return few_columns_of<1, Tokens>(task);
+  few_columns_of<2, Tokens>(task);  // of two slices or three
 }
 
 static void few_pairs(const FewTask& task) {

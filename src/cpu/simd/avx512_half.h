@@ -6,8 +6,6 @@
 
 #include <cstdint>
 
-#include "cpu/simd/expand_table.h"
-
 namespace rarefy::cpu {
 
 struct Avx512Half {
@@ -61,17 +59,6 @@ struct Avx512Half {
     const __m128 quarter = _mm_add_ps(half, _mm_movehl_ps(half, half));
     return _mm_cvtss_f32(_mm_add_ss(quarter, _mm_movehdup_ps(quarter)));
   }
-
-  // As Avx512's, of 8 columns. A permutation by a table: Zen 4 takes 6 cycles to expand 16 lanes, 2 for
-  // these.
-  using Lanes = std::uint8_t;
-  static Lanes lanes(const std::uint8_t* bits, std::int64_t k) { return bits[k / 8]; }
-  static int count(Lanes stored) { return __builtin_popcount(stored); }
-  static Vec expand(Vec v, Lanes stored) {
-    const __m256i from = _mm256_cvtepu8_epi32(_mm_loadu_si64(kExpand<8>.lane[stored]));
-    return _mm256_permutevar8x32_ps(v, from);
-  }
-  static Vec fma_in(Lanes stored, Vec a, Vec b, Vec c) { return _mm256_mask3_fmadd_ps(a, b, c, stored); }
 };
 
 }  // namespace rarefy::cpu
