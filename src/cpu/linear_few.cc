@@ -234,48 +234,55 @@ std::int64_t bytes_of_weight(const Problem& p) {
   return s.value_count() * static_cast<std::int64_t>(size_of(p.weight.dtype)) + s.nnzb * kIndexBytes;
 }
 
-// Up to how many tokens fours of them, one behind the other, are faster than kernels whose lanes are tokens:
-// measured on a Zen 4 and a Xeon (docs/design/cpu/few_tokens.md#more-than-four-tokens-by-fours), not on a
-// Zen 5.
-std::int64_t most_by_fours(const FewKernels& kernels, const Problem& p, const Machine& machine) {
-  if (is_zen5(machine) || kernels.rows.width != 16) return kFewTokens;
+// Up to how many tokens groups of four or eight, one behind the other, are faster than kernels whose lanes
+// are tokens, and from how many left ones up to eight are a group (0: none are). Measured on a Zen 4 and a
+// Xeon (docs/design/cpu/few_tokens.md#more-than-four-tokens-by-fours), not on a Zen 5.
+struct ByGroups {
+  std::int64_t most = kFewTokens, eight = 0;
+};
+
+// In f32, squares of 16 columns and tall blocks, of which eight tokens take little longer than four.
+ByGroups by_eights(const Problem& p, const Machine& machine) {
+  const bool zen4 = machine.has("prefetch_l2"), tall = p.weight.shape.block_cols == 1;
+  const std::int64_t bytes = bytes_of_weight(p);
+  if (zen4 && bytes > kFar) return {kFewByFours, 5};
+  if (zen4) return {!tall ? 12 : bytes > kCached ? 8 : kFewTokens, 7};
+  if (tall && bytes > kFar) return {kFewByFours, 5};
+  return {bytes > (tall ? 4 << 20 : 3 << 19) ? kFewEight : kFewTokens, 5};
+}
+
+ByGroups by_groups(const FewKernels& kernels, const Problem& p, const Machine& machine) {
+  if (is_zen5(machine) || kernels.rows.width != 16) return {};
   const BsrShape& s = p.weight.shape;
   const std::int64_t rows = s.block_rows, cols = s.block_cols, bytes = bytes_of_weight(p);
   const bool zen4 = machine.has("prefetch_l2"), tall = cols == 1;
-  const bool far = bytes > kCached, beyond = bytes > kFar, dense = 3 * s.value_count() > s.rows * s.cols;
+  const bool far = bytes > kCached, dense = 3 * s.value_count() > s.rows * s.cols;
+  if (is_scaled(p)) {
+    if (!zen4 || s.value_count() < 2 << 20) return {};
+    // Floats would be four times as many bytes (32×32, 4096→11008, 8 tokens: 6.3 → 4.1 ms, 12: 7.8 → 6.1).
+    return {tall && !far ? 8 : 12};
+  }
   if (kernels.pairs) {
-    if (rows == 8 && cols == 8) return 8;
-    if (rows == 1 && cols == 16) return far ? kFewByFours : dense ? 12 : kFewTokens;
-    if (rows == 2 && cols == 2) return far ? 8 : kFewTokens;
-    return !far ? kFewTokens : rows >= 64 ? 8 : tall && rows == 32 ? 6 : kFewTokens;
+    if (rows == 8 && cols == 8) return {8};
+    if (rows == 1 && cols == 16) return {far ? kFewByFours : dense ? 12 : kFewTokens};
+    if (rows == 2 && cols == 2) return {far ? 8 : kFewTokens};
+    return {!far ? kFewTokens : rows >= 64 ? 8 : tall && rows == 32 ? 6 : kFewTokens};
   }
   if (p.weight.dtype != DType::f32) {  // blocks of one or two rows; others were not measured
-    if (rows > 2) return kFewTokens;
-    if (far) return rows == 2 ? 8 : 12;
-    return cols == 16 && (dense || bytes > 4 << 20) ? 8 : kFewTokens;
+    if (rows > 2) return {};
+    if (far) return {rows == 2 ? 8 : 12};
+    return {cols == 16 && (dense || bytes > 4 << 20) ? 8 : kFewTokens};
   }
-  if (rows >= 16 && cols % 16 == 0) {
-    if (zen4) return beyond ? kFewByFours : 12;
-    return far && rows >= 32 ? 8 : kFewTokens;
-  }
-  if (rows == 8 && cols == 8) return far ? kFewTokens : 8;
-  if (tall && rows >= 64 && zen4 && beyond) return kFewByFours;
-  if (tall && rows >= 64) return far && (zen4 || dense) ? 8 : kFewTokens;
-  if (rows == 1 && cols == 16) return zen4 ? (dense ? 6 : kFewTokens) : dense || far ? 8 : kFewTokens;
-  return far && dense && rows == 2 && cols == 2 ? 8 : kFewTokens;
+  if ((rows >= 16 && cols % 16 == 0) || (tall && rows >= 64)) return by_eights(p, machine);
+  if (rows == 8 && cols == 8) return {far ? kFewTokens : 8};
+  if (rows == 1 && cols == 16) return {zen4 ? (dense ? 6 : kFewTokens) : dense || far ? 8 : kFewTokens};
+  return {far && dense && rows == 2 && cols == 2 ? 8 : kFewTokens};
 }
 
 }  // namespace
 
 Reason yields_few(const FewKernels& kernels, const Problem& p, const Machine& machine) {
-  std::int64_t most = kFewTokens;
-  if (!is_scaled(p)) {
-    most = most_by_fours(kernels, p, machine);
-  } else if (machine.has("prefetch_l2") && kernels.rows.width == 16 &&
-             p.weight.shape.value_count() >= 2 << 20) {
-    // Floats would be four times as many bytes (32×32, 4096→11008, 8 tokens: 6.3 → 4.1 ms, 12: 7.8 → 6.1).
-    most = p.weight.shape.block_cols == 1 && bytes_of_weight(p) < kCached ? 8 : 12;
-  }
+  const std::int64_t most = by_groups(kernels, p, machine).most;
   if (p.tokens <= most) return {};
   return cat("more than ", most, " tokens are faster as lanes; got ", p.tokens);
 }
@@ -292,14 +299,18 @@ Config configure_few(const Problem& problem, const Machine& machine) {
   // what its order of reading brings, with blocks of 16 columns and more: 16×16 .055, .066, .098 → .053,
   // .057, .095 ms with 1, 2, 4 tokens.)
   split.fours = is_zen5(machine) ? 1 : 0;
-  split.turned = split.fours != 0 || (machine.has("prefetch_l2") && s.block_cols % 16 == 0) ? 1 : 0;
+  const bool wide_blocks = s.block_cols % 16 == 0;
+  split.turned = split.fours != 0 || (machine.has("prefetch_l2") && wide_blocks) ? 1 : 0;
+  // A Xeon's eight tokens, too, which few_turned alone has of such blocks.
+  const bool floats = problem.weight.dtype == DType::f32;
+  if (problem.tokens > kFewTokens && floats && !is_zen5(machine) && machine.has("avx512")) {
+    split.eight = by_eights(problem, machine).eight;
+    if (wide_blocks && s.block_rows >= 16) split.turned = 1;
+  }
   split.ask = static_cast<std::int64_t>(asked(problem, machine, bytes <= kCached));
   split.again = static_cast<std::int64_t>(asked(problem, machine, true));
   constexpr std::int64_t kPiece = 256 << 10;  // bytes of W that groups of tokens share
   split.piece = std::max<std::int64_t>(1, kPiece * s.row_count() / std::max<std::int64_t>(1, bytes));
-  // Eight take as long as four where W comes from memory, and as seven anywhere.
-  if (machine.has("prefetch_l2") && problem.weight.dtype == DType::f32)
-    split.eight = bytes > kFar ? kFewTokens + 1 : 7;
   const bool far_x = singles_by_four(problem) || s.cols * of_x > kRowOfX;
   split.stream = s.block_size() == 1 && bytes > kCached && far_x ? 1 : 0;
   return to_config(split);

@@ -137,7 +137,8 @@ INSTANTIATE_TEST_SUITE_P(
                    {600, 376, 320, 32, 1, 0.3, DType::bf16, false, 8},
                    "sm90_tall_packed"},
         QueueLayer{"sm90_small", "sm90", {300, 248, 320, 16, 16, 0.2, DType::bf16, false, 8}},
-        QueueLayer{"sm90_decode", "sm90", {9, 256, 320, 32, 32, 0.3, DType::bf16, false, 8}}),
+        QueueLayer{"sm90_decode", "sm90", {9, 256, 320, 32, 32, 0.3, DType::bf16, false, 8}},
+        QueueLayer{"sm90_tall_decode", "sm90", {9, 256, 320, 32, 1, 0.3, DType::bf16, false, 8}}),
     [](const auto& tested) { return tested.param.name; });
 
 // A stream that does not wait for the default one.

@@ -33,7 +33,7 @@ TEST(Sm90Rows, TheFasterKernelIsChosen) {
     const rarefy::Problem p = problem_of(op, tokens, {4096, 4096, rows, cols, 0}, density);
     return choose_from(registry(), p, hopper(), "")->kernel->name;
   };
-  for (const std::int64_t tokens : {17, 64, 8192}) {
+  for (const std::int64_t tokens : {33, 64, 8192}) {
     EXPECT_EQ(chosen(Op::linear, tokens, 16, 1, 0.1), "sm90_tall_packed");
     EXPECT_EQ(chosen(Op::linear, tokens, 64, 4, 0.25), "sm90_tall_packed");
     EXPECT_EQ(chosen(Op::linear, tokens, 32, 1, 0.25), "sm90_tall_packed");
@@ -54,7 +54,11 @@ TEST(Sm90Rows, TheFasterKernelIsChosen) {
     EXPECT_EQ(chosen(Op::grad_input, tokens, 8, 8, 0.02), "sm90_tall_packed_transposed");
     EXPECT_EQ(chosen(Op::grad_input, tokens, 32, 32, 0.25), "sm90_unions_grad_input");
   }
-  EXPECT_EQ(chosen(Op::linear, 4, 16, 1, 0.1), "simt_few_linear");
+  EXPECT_EQ(chosen(Op::linear, 4, 16, 1, 0.1), "sm90_tall_decode");
+  EXPECT_EQ(chosen(Op::linear, 32, 128, 1, 0.5), "sm90_tall_decode");
+  EXPECT_EQ(chosen(Op::linear, 16, 16, 1, 0.5), "sm90_tall_decode");
+  EXPECT_EQ(chosen(Op::linear, 17, 16, 1, 0.5), "sm90_whole_linear");
+  EXPECT_EQ(chosen(Op::linear, 4, 8, 8, 0.1), "simt_few_linear");
   EXPECT_EQ(chosen(Op::grad_weight, 8, 8, 8, 0.1), "simt_grad_weight");
   EXPECT_EQ(chosen(Op::grad_weight, 8192, 4, 4, 0.25), "sm90_whole_gradient");
   EXPECT_EQ(chosen(Op::grad_weight, 8192, 16, 1, 0.1), "sm90_tall_packed_gradient");

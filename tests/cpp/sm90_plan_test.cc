@@ -18,6 +18,7 @@
 #include "cuda/sm90/strips.h"
 #include "cuda/sm90/tall.h"
 #include "cuda/sm90/tall_columns.h"
+#include "cuda/sm90/tall_decode.h"
 #include "cuda/sm90/tall_gradient.h"
 #include "cuda/sm90/tall_walk.h"
 #include "cuda/sm90/unions.h"
@@ -394,7 +395,12 @@ TEST(Sm90Rows, ForcedConfigurationsAreChecked) {
         Refused{3, 32, 32, "sm90_decode", "shared=1", kDecode},
         Refused{9, 16, 16, "sm90_decode", "shared=1", kDecode},
         Refused{9, 32, 32, "sm90_decode", "shared=1 split=2", kDecode},
-        Refused{9, 64, 64, "sm90_decode", "shared=1 rows=16", kDecode}}) {
+        Refused{9, 64, 64, "sm90_decode", "shared=1 rows=16", kDecode},
+        Refused{3, 64, 1, "sm90_tall_decode", "rows=0", kDecode},
+        Refused{3, 32, 1, "sm90_tall_decode", "rows=64", kDecode},
+        Refused{3, 64, 1, "sm90_tall_decode", "warps=2", kDecode},
+        Refused{3, 64, 1, "sm90_tall_decode", "split=9", kDecode},
+        Refused{3, 64, 1, "sm90_tall_decode", "split=0", kDecode}}) {
     SCOPED_TRACE(std::string(name) + ' ' + config);
     const auto kernel = std::find_if(registry().begin(), registry().end(),
                                      [wanted = name](const Kernel& k) { return k.name == wanted; });
@@ -448,6 +454,15 @@ TEST(Unsupported, SaysWhy) {
   EXPECT_EQ(unsupported(decode), "");
   decode.tokens = 17;
   EXPECT_EQ(unsupported(decode), "made for 1 to 16 tokens");
+
+  TallDecodeProblem tall_decode{DType::f16, 32, 256, 333, 48, 40};
+  EXPECT_EQ(unsupported(tall_decode), "");
+  tall_decode.block_rows = 40;
+  EXPECT_EQ(unsupported(tall_decode), "blocks must have a multiple of 16 rows");
+  tall_decode.tokens = 33;
+  EXPECT_EQ(unsupported(tall_decode), "made for 1 to 32 tokens");
+  tall_decode.dtype = DType::f32;
+  EXPECT_EQ(unsupported(tall_decode), "tensor cores of this kernel take bf16 and f16");
 
   TallProblem tall{DType::f16, 100, 256, 333, 128, 40};
   tall.x_stride = 104;

@@ -1,4 +1,4 @@
-"""The kernel for up to 16 tokens reads the plan before the kernel ahead of it is known to have ended."""
+"""Kernels for few tokens read the plan before the kernel ahead of them is known to have ended."""
 
 import pytest
 import torch
@@ -7,7 +7,7 @@ import rarefy
 from helpers import random_bsr, small_integers
 from rarefy import ops
 
-SIZE, BLOCK, TURNS = 1024, 32, 1000
+SIZE, TURNS = 1024, 1000
 
 
 def _hopper() -> bool:
@@ -18,24 +18,22 @@ def _hopper() -> bool:
 
 @pytest.mark.skipif(not _hopper(), reason="no GPU of compute capability 9.0")
 @pytest.mark.parametrize("by", ["copy", "kernel"])
-def test_a_plan_that_was_written_right_before_the_call_is_the_one_that_is_read(by):
+@pytest.mark.parametrize(("block", "kernel"), [((32, 32), "sm90_decode"), ((32, 1), "sm90_tall_decode")])
+def test_a_plan_that_was_written_right_before_the_call_is_the_one_that_is_read(by, block, kernel):
     """src/cuda/sm90/decode.h assumes it: as many blocks at other places, in turns and in one stream."""
-    first = random_bsr((SIZE, SIZE), (BLOCK, BLOCK), 0.3, dtype=torch.bfloat16, device="cuda", integers=True)
-    order = torch.arange(SIZE // BLOCK).flip(0)
-    dense = torch.zeros(len(order), len(order), dtype=torch.bool)
-    rows = torch.repeat_interleave(torch.arange(len(order)), first.crow.cpu().diff().long())
+    first = random_bsr((SIZE, SIZE), block, 0.3, dtype=torch.bfloat16, device="cuda", integers=True)
+    dense = torch.zeros(SIZE // block[0], SIZE // block[1], dtype=torch.bool)
+    rows = torch.repeat_interleave(torch.arange(len(dense)), first.crow.cpu().diff().long())
     dense[rows, first.col.cpu().long()] = True
-    turned = dense[order][:, order]  # rows of other lengths, too
+    turned = dense.flip(0, 1)  # rows of other lengths, too
     crow = torch.cat([torch.zeros(1, dtype=torch.long), turned.sum(1).cumsum(0)]).int().cuda()
     col = turned.nonzero()[:, 1].int().cuda()
-    plans = [first.plan, ops.bsr_plan(crow, col, SIZE, SIZE, BLOCK, BLOCK)]
+    plans = [first.plan, ops.bsr_plan(crow, col, SIZE, SIZE, *block)]
     assert plans[0].shape == plans[1].shape and not torch.equal(*plans)
 
     x = small_integers(1, SIZE).to("cuda", torch.bfloat16)
-    weight = rarefy.BsrWeight.from_dense(
-        first.dense().bfloat16(), block_shape=(BLOCK, BLOCK), density="nonzero"
-    )
-    assert rarefy.explain(weight, x)["kernel"] == "sm90_decode"
+    weight = rarefy.BsrWeight.from_dense(first.dense().bfloat16(), block_shape=block, density="nonzero")
+    assert rarefy.explain(weight, x)["kernel"] == kernel
 
     def product(plan: torch.Tensor) -> torch.Tensor:
         return ops.bsr_linear(x, first.values, plan, None, SIZE, SIZE)

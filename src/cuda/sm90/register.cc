@@ -7,6 +7,7 @@
 #include "core/message.h"
 #include "cuda/sm90/decode.h"
 #include "cuda/sm90/rows.h"
+#include "cuda/sm90/tall_decode.h"
 #include "cuda/sm90/unions.h"
 #include "cuda/sm90/whole_choice.h"
 #include "cuda/status.h"
@@ -75,6 +76,66 @@ Status run_decode(const Call& call) {
                                 call.plan.col, call.bias,   call.out.data};
   const DecodeProblem problem = decode_problem(call.problem);
   const DecodeConfig config = from_config<DecodeChoice>(call.config).config();
+  if (!valid(problem, config))
+    return invalid("linear", "the config must be one that the blocks and tokens allow", config.text());
+  return cuda::launch_status("linear",
+                             launch(problem, config, operands, static_cast<cudaStream_t>(call.stream)));
+}
+
+struct TallDecodeChoice {
+  std::int64_t rows = 64, warps = 8, split = 1, late = 0;
+  static constexpr std::string_view kFields[] = {"rows", "warps", "split", "late"};
+  TallDecodeConfig config() const {
+    const auto n = [](std::int64_t x) { return static_cast<int>(x); };
+    return {n(rows), n(warps), n(split), late != 0};
+  }
+};
+
+Config tall_decode_config(const TallDecodeConfig& c) {
+  return to_config(TallDecodeChoice{c.rows, c.warps, c.split, c.late ? 1 : 0});
+}
+
+TallDecodeProblem tall_decode_problem(const Problem& p) {
+  const BsrShape& s = p.weight.shape;
+  return {p.in, p.tokens, s.rows, s.cols, s.block_rows, s.nnzb, p.in_stride, p.out_stride, p.activation};
+}
+
+Reason supports_tall_decode(const Problem& p, const rarefy::Machine& machine) {
+  Reason reason = supports_family(p, machine);
+  if (reason.empty() && p.weight.shape.block_cols != 1) return "takes blocks of one column";
+  return reason.empty() ? unsupported(tall_decode_problem(p)) : reason;
+}
+
+// Of 16 rows inputs are as many bytes as weights: 4096→14336 at .5, 32 tokens 39 us, W whole 33.
+Reason yields_tall_decode(const Problem& p, const rarefy::Machine& /*machine*/) {
+  const BsrShape& s = p.weight.shape;
+  if (p.tokens <= 16 || s.block_rows % 32 == 0 || 20 * s.value_count() < 9 * s.rows * s.cols) return {};
+  return cat("leaves more than 16 tokens of blocks of 16 rows to W packed whole; got ", p.tokens);
+}
+
+Config configure_tall_decode(const Problem& p, const rarefy::Machine& machine) {
+  return tall_decode_config(configure(tall_decode_problem(p), machine.gpu.sms));
+}
+
+std::vector<Config> candidates_tall_decode(const Problem& p, const rarefy::Machine& /*machine*/) {
+  std::vector<Config> all;
+  for (const TallDecodeCandidate& c : tall_decode_candidates(tall_decode_problem(p))) {
+    if (c.reason.empty()) all.push_back(tall_decode_config(c.config));
+  }
+  return all;
+}
+
+double tall_decode_microseconds(const Problem& p, const Config& /*config*/, const rarefy::Machine& machine) {
+  const BsrShape& s = p.weight.shape;
+  const double turning = tall_decode_problem(p).turned() == 0 ? 0 : 1.2;
+  return reading_microseconds(s.value_count() * 2 + s.nnzb * 4, machine) + turning;
+}
+
+Status run_tall_decode(const Call& call) {
+  const TallDecodeOperands operands{call.x.data, call.values,   call.plan.crow, call.plan.col,
+                                    call.bias,   call.out.data, call.workspace};
+  const TallDecodeProblem problem = tall_decode_problem(call.problem);
+  const TallDecodeConfig config = from_config<TallDecodeChoice>(call.config).config();
   if (!valid(problem, config))
     return invalid("linear", "the config must be one that the blocks and tokens allow", config.text());
   return cuda::launch_status("linear",
@@ -323,6 +384,19 @@ void add_rows(Registry& registry) {
                       .fields = DecodeChoice::kFields,
                       .candidates = candidates_decode,
                       .microseconds = decode_microseconds});
+  registry.push_back(
+      {.op = Op::linear,
+       .device = Device::cuda,
+       .family = "sm90",
+       .name = "sm90_tall_decode",
+       .supports = supports_tall_decode,
+       .run = run_tall_decode,
+       .yields = yields_tall_decode,
+       .configure = configure_tall_decode,
+       .fields = TallDecodeChoice::kFields,
+       .candidates = candidates_tall_decode,
+       .workspace = [](const Problem& p, const Config&) { return workspace_bytes(tall_decode_problem(p)); },
+       .microseconds = tall_decode_microseconds});
   registry.push_back(strips(Op::linear, "sm90_strips_linear"));
   registry.push_back(strips(Op::grad_input, "sm90_strips_grad_input"));
   add_tall_rows(registry);
