@@ -80,12 +80,13 @@ Config configure_bitmap(const Problem& p, const Machine& machine) {
     split.ranges = std::clamp<std::int64_t>(tasks, 1, std::max<std::int64_t>(1, s.rows / 4));
   }
   split.rows = p.tokens <= kStream ? 4 : kTogether;
-  // A Zen 4 that asks L2 reads while it multiplies (4096→11008 at .5, one token: bitmap 6.2 → 4.3 ms, two of
-  // four 5.1 → 4.1); elsewhere what L1 is asked for was measured.
-  const bool cached = bytes_of_weight(p) <= kCached;
-  const Ask ask = machine.has("prefetch_l2")               ? cached ? Ask::nothing : Ask::l2
-                  : p.weight.format == Format::two_of_four ? Ask::nothing
-                                                           : Ask::far;
+  // From memory, who asks L2 reads while it multiplies (4096→11008 at .5, one token: a Zen 4's bitmap 6.2
+  // → 4.3 ms, its two of four 5.1 → 4.1; a Xeon's 8.4 → 7.8, 8.8 → 7.0, with 8 tokens 15.5 → 12.3, 16
+  // → 11.5); a Zen 5 was not measured. Out of caches a Zen 4 finds all by itself.
+  const bool zen4 = machine.has("prefetch_l2"), far = bytes_of_weight(p) > (zen4 ? kCached : kFar);
+  const Ask ask = far && !is_zen5(machine)                         ? Ask::l2
+                  : zen4 || p.weight.format == Format::two_of_four ? Ask::nothing
+                                                                   : Ask::far;
   split.ask = static_cast<std::int64_t>(ask);
   return to_config(split);
 }

@@ -59,6 +59,13 @@ TEST(Sm90Rows, TheFasterKernelIsChosen) {
   EXPECT_EQ(chosen(Op::linear, 16, 16, 1, 0.5), "sm90_tall_decode");
   EXPECT_EQ(chosen(Op::linear, 17, 16, 1, 0.5), "sm90_whole_linear");
   EXPECT_EQ(chosen(Op::linear, 4, 8, 8, 0.1), "simt_few_linear");
+  // W whole is less work than many small blocks, where it is what is held.
+  EXPECT_EQ(chosen(Op::linear, 1, 8, 8, 0.25), "simt_few_linear");
+  EXPECT_EQ(chosen(Op::linear, 8, 8, 8, 0.5), "sm90_whole_linear");
+  EXPECT_EQ(chosen(Op::linear, 16, 8, 8, 0.25), "sm90_whole_linear");
+  EXPECT_EQ(chosen(Op::linear, 2, 4, 4, 0.5), "sm90_whole_linear");
+  EXPECT_EQ(chosen(Op::linear, 1, 1, 1, 0.5), "sm90_whole_linear");
+  EXPECT_EQ(chosen(Op::linear, 1, 1, 1, 0.1), "simt_few_linear");
   EXPECT_EQ(chosen(Op::grad_weight, 8, 8, 8, 0.1), "simt_grad_weight");
   EXPECT_EQ(chosen(Op::grad_weight, 8192, 4, 4, 0.25), "sm90_whole_gradient");
   EXPECT_EQ(chosen(Op::grad_weight, 8192, 16, 1, 0.1), "sm90_tall_packed_gradient");

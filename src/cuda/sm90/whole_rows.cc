@@ -36,7 +36,29 @@ Reason supports_linear(const Problem& p, const rarefy::Machine& machine) {
   return supports_whole(p, machine);
 }
 
-Reason yields_few(const Problem& p, const rarefy::Machine& /*machine*/) { return refuses_few(p); }
+// What simt_few_linear takes of few tokens, in us: 4, and so much for each MB of values with 1, 4, 8 and 16
+// tokens (an H200, 4096→14336 and 4096², .05 to .75; docs/design/hopper/sweep.md).
+double few_microseconds(const Problem& p) {
+  const BsrShape& s = p.weight.shape;
+  constexpr double kRows[] = {.6, .75, 1.1, 2}, kColumns[] = {.7, 1.1, 1.3, 2.5}, kOthers[] = {1.35, 1.8},
+                   kSingle[] = {2.4, 3.8};
+  const double* rates = s.block_cols % 8 == 0                        ? kRows
+                        : s.block_cols == 1 && s.block_rows % 8 == 0 ? kColumns
+                        : s.block_size() == 1                        ? kSingle
+                                                                     : kOthers;
+  const int at = p.tokens == 1 ? 0 : p.tokens <= 4 ? 1 : p.tokens <= 8 ? 2 : 3;
+  return 4 + rates[at] * static_cast<double>(s.value_count()) * 2e-6;
+}
+
+// Many blocks are as many reads, and all of W may be less work.
+Reason yields_few(const Problem& p, const rarefy::Machine& machine) {
+  Reason reason = refuses_few(p);
+  if (reason.empty()) return reason;
+  const BsrShape& s = p.weight.shape;
+  const double whole = std::max(in_a_chain(best_whole(whole_problem(p), machine.gpu.sms).microseconds),
+                                reading_microseconds(s.rows * s.cols * 2, machine));
+  return few_microseconds(p) > whole ? Reason() : reason;
+}
 
 Config configure(const Problem& p, const rarefy::Machine& machine) {
   return to_config(choice_of(best_whole(whole_problem(p), machine.gpu.sms).config, machine));
