@@ -18,7 +18,7 @@ std::string why_not(const TallDecodeProblem& p, const TallDecodeConfig& c) {
 
 std::string unsupported(const TallDecodeProblem& p) {
   if (p.dtype != DType::bf16 && p.dtype != DType::f16) return "tensor cores of this kernel take bf16 and f16";
-  if (p.tokens < 1 || p.tokens > 32) return "made for 1 to 32 tokens";
+  if (p.tokens < 1 || p.tokens > kMostDecoded) return "made for 1 to 32 tokens";
   if (p.block_rows % 16 != 0) return "blocks must have a multiple of 16 rows";
   if (p.columns > INT32_MAX || 32 * p.cols > INT32_MAX || p.block_rows > 1 << 20) return "32-bit positions";
   return {};

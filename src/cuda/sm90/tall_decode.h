@@ -14,6 +14,8 @@
 
 namespace rarefy::sm90 {
 
+inline constexpr std::int64_t kMostDecoded = 32;  // tokens
+
 struct TallDecodeProblem {
   DType dtype = DType::bf16;
   std::int64_t tokens = 0, rows = 0, cols = 0;  // W is (rows, cols)

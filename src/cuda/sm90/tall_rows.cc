@@ -4,6 +4,7 @@
 #include "cuda/sm90/register.h"
 #include "cuda/sm90/rows.h"
 #include "cuda/sm90/tall_choice.h"
+#include "cuda/sm90/tall_decode.h"
 #include "cuda/status.h"
 
 namespace rarefy::sm90 {
@@ -102,6 +103,8 @@ Problem layer_problem(const Problem& p, bool down) {
 
 Reason supports_chain(const Problem& p, const rarefy::Machine& machine) {
   if (p.gate != WeightSpec{}) return "has no gate";
+  if (p.tokens <= kMostDecoded)
+    return cat("leaves up to ", kMostDecoded, " tokens to its layers; got ", p.tokens);
   Problem up = layer_problem(p, false);
   up.tokens = hidden_stride(p);  // what is written behind the last token is in the workspace, and not read
   if (Reason reason = supports_tall(up, machine); !reason.empty()) return cat("up: ", reason);
