@@ -304,7 +304,7 @@ Status convolution(std::string_view op, const Convolution& sizes, const ImagesVi
 }
 
 Status convolution_grad_input(std::string_view op, const Convolution& sizes, const void* dy, DType dtype,
-                                const BsrView& w, void* dx, const Context& context) {
+                              const BsrView& w, void* dx, const Context& context) {
   if (Status status = check_sizes(op, sizes, w.plan.shape); !status.ok()) return status;
   const std::int64_t from = sizes.out_rows() * sizes.out_cols() * w.plan.shape.rows;
   const std::int64_t to = sizes.rows * sizes.cols * sizes.channels;
