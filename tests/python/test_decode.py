@@ -17,9 +17,10 @@ def _hopper() -> bool:
 
 
 @pytest.mark.skipif(not _hopper(), reason="no GPU of compute capability 9.0")
+@pytest.mark.parametrize("tokens", [1, 9])
 @pytest.mark.parametrize("by", ["copy", "kernel"])
 @pytest.mark.parametrize(("block", "kernel"), [((32, 32), "sm90_decode"), ((32, 1), "sm90_tall_decode")])
-def test_a_plan_that_was_written_right_before_the_call_is_the_one_that_is_read(by, block, kernel):
+def test_a_plan_that_was_written_right_before_the_call_is_the_one_that_is_read(by, block, kernel, tokens):
     """src/cuda/sm90/decode.h assumes it: as many blocks at other places, in turns and in one stream."""
     first = random_bsr((SIZE, SIZE), block, 0.3, dtype=torch.bfloat16, device="cuda", integers=True)
     dense = torch.zeros(SIZE // block[0], SIZE // block[1], dtype=torch.bool)
@@ -31,7 +32,7 @@ def test_a_plan_that_was_written_right_before_the_call_is_the_one_that_is_read(b
     plans = [first.plan, ops.bsr_plan(crow, col, SIZE, SIZE, *block)]
     assert plans[0].shape == plans[1].shape and not torch.equal(*plans)
 
-    x = small_integers(1, SIZE).to("cuda", torch.bfloat16)
+    x = small_integers(tokens, SIZE).to("cuda", torch.bfloat16)
     weight = rarefy.BsrWeight.from_dense(first.dense().bfloat16(), block_shape=block, density="nonzero")
     assert rarefy.explain(weight, x)["kernel"] == kernel
 

@@ -17,7 +17,7 @@ using device::Activation;
 // Of W that all ask for before they may read.
 constexpr u32 kAheadBytes = 4 << 20;
 constexpr int kWarpsOfSm = 16;  // 128 registers a thread
-constexpr int kColumns = 16;    // of a step: of a product
+constexpr int kColumns = 16;    // of a step, which is that of a product
 
 struct TallDecodeParams {
   const void *x, *values, *bias;
@@ -91,8 +91,8 @@ __device__ inline void load_words(u32 (&r)[kWords], const void* p, bool wanted) 
 __device__ inline u32 low_halves(u32 a, u32 b) { return __byte_perm(a, b, 0x5410); }
 __device__ inline u32 high_halves(u32 a, u32 b) { return __byte_perm(a, b, 0x7632); }
 
-// All thread blocks together ask L2 for the index and X, each for the begin of what it will read of W. Hints,
-// so they may be given while the kernel before runs, whatever that writes.
+// All thread blocks together ask L2 for the index, each for the begin of what it will read of W. Hints, so
+// they may be given while the kernel before runs, whatever that writes.
 __device__ inline void ask_ahead(const TallDecodeParams& p, std::int64_t first_byte, std::int64_t bytes) {
   const int threads = static_cast<int>(gridDim.x * blockDim.x);
   const int self = static_cast<int>(threadIdx.x) * static_cast<int>(gridDim.x) + static_cast<int>(blockIdx.x);
