@@ -3,7 +3,7 @@
 Microseconds of a call in a chain of calls in a CUDA graph, in bf16; three weights take turns. A line for each
 layer that has such tokens, and a last one that counts them (docs/design/hopper/sweep.md).
 
-python bench/gpu_sweep.py                              # four minutes
+python bench/gpu_sweep.py                              # two minutes
 python bench/gpu_sweep.py --shapes 4096x14336 --all    # every time
 """
 

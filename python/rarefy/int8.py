@@ -32,7 +32,7 @@ from .values import choose_from_dense, counted, init_bounds
 
 _sizes, _prepare, _pack = map(_load.op, ("int8_derived_sizes", "int8_prepare", "int8_pack"))
 _packs_for_few = _load.op("_int8_packs_for_few")
-_READS = (FEW_TOKENS, 8)  # tokens of calls that may read int8 as it is
+_READS = (FEW_TOKENS, 8, 12)  # up to how many tokens calls may read int8 as it is (linear_few.cc)
 
 X_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _LEVELS, _SMALLEST = 127, 2.0**-100  # as in src/core/quantize.h

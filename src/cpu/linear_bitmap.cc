@@ -7,6 +7,7 @@
 #include "core/checked.h"
 #include "core/message.h"
 #include "cpu/drivers.h"
+#include "cpu/few_parts.h"
 #include "rarefy/bitmap.h"
 
 namespace rarefy::cpu {
@@ -57,12 +58,12 @@ std::int64_t bytes_of_weight(const Problem& p) {
 // From values that are read to those that are asked for. Two tokens and more read up to four rows at once:
 // the same places of later ones.
 std::int64_t bytes_ahead(const Problem& p, Ask ask) {
-  if (ask != Ask::l2) return 2048;
+  constexpr std::int64_t kNear = 2048, kRows = 4;
+  if (ask != Ask::l2) return kNear;
   const BsrShape& s = p.weight.shape;
-  constexpr std::int64_t kLeast = 14336, kRows = 4;
   const std::int64_t rows =
       kRows * s.nnzb / std::max<std::int64_t>(1, s.rows) * static_cast<std::int64_t>(size_of(p.weight.dtype));
-  return p.tokens == 1 || rows == 0 ? kLeast : ceil_div(kLeast, rows) * rows;
+  return p.tokens == 1 || rows == 0 ? kFewAhead : ceil_div(kFewAhead, rows) * rows;
 }
 
 }  // namespace

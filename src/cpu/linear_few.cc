@@ -55,8 +55,8 @@ struct Layout {
     const BsrShape& s = p.weight.shape;
     const bool singles = singles_by_four(p);
     twice = kernels.pairs && s.block_cols % 2 != 0;
-    const bool paired = kernels.pairs && s.block_cols % 2 == 0;
-    const std::int64_t columns = paired ? s.block_cols / 2 : s.block_cols;  // that lanes have
+    const std::int64_t columns =
+        kernels.pairs && !twice ? s.block_cols / 2 : s.block_cols;  // that lanes have
     lanes = s.col_count() * columns;
     const bool fours = split.fours != 0 && s.block_rows % kernels.rows.width == 0;
     turned = split.turned != 0 && kernels.turn != nullptr && !twice &&

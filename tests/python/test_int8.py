@@ -398,13 +398,16 @@ def test_large_w8_may_read_the_values_with_more_tokens_than_a_few():
     model = nn.Sequential(nn.Linear(2048, 2048))
     rarefy.sparsify(model, {".*": "block:32x32@0.5:w8"}, measure=False)
     layer = model[0]
-    x = torch.randn(9, 2048)
+    x = torch.randn(13, 2048)
     expected = x.double() @ layer.weight.to_dense().double().T + layer.bias.double()
     with torch.no_grad():
-        first = layer(x[:8])
-        torch.testing.assert_close(first.double(), expected[:8], rtol=1e-2, atol=1e-4)
-        reads = rarefy.explain(layer, x[:8])["kernel"].endswith("_few_int8")
-        assert (layer.weight.derived_nbytes <= 16) == reads
+        few = {}
+        for tokens in (8, 12):
+            few[tokens] = layer(x[:tokens])
+            torch.testing.assert_close(few[tokens].double(), expected[:tokens], rtol=1e-2, atol=1e-4)
+            reads = rarefy.explain(layer, x[:tokens])["kernel"].endswith("_few_int8")
+            assert (layer.weight.derived_nbytes <= 16) == reads
         torch.testing.assert_close(layer(x).double(), expected, rtol=1e-2, atol=1e-4)
         assert layer.weight.derived_nbytes >= 4 * layer.weight.values.numel()
-        assert torch.equal(layer(x[:8]), first), "as if nothing were held"
+        for tokens, first in few.items():
+            assert torch.equal(layer(x[:tokens]), first), "as if nothing were held"

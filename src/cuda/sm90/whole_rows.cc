@@ -55,9 +55,9 @@ Reason yields_few(const Problem& p, const rarefy::Machine& machine) {
   Reason reason = refuses_few(p);
   if (reason.empty()) return reason;
   const BsrShape& s = p.weight.shape;
-  const double whole = std::max(in_a_chain(best_whole(whole_problem(p), machine.gpu.sms).microseconds),
-                                reading_microseconds(s.rows * s.cols * 2, machine));
-  return few_microseconds(p) > whole ? Reason() : reason;
+  const double few = few_microseconds(p);
+  if (few <= reading_microseconds(s.rows * s.cols * 2, machine)) return reason;
+  return few > in_a_chain(best_whole(whole_problem(p), machine.gpu.sms).microseconds) ? Reason() : reason;
 }
 
 Config configure(const Problem& p, const rarefy::Machine& machine) {
