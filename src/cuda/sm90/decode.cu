@@ -6,10 +6,10 @@
 // does not write (decode.h), so where a warp's first inputs are is known before it ends.
 #include "cuda/sm90/decode.h"
 
-#include "cuda/device/activation.cuh"
 #include "cuda/device/async_copy.cuh"
 #include "cuda/sm90/device/matrix.cuh"
 #include "cuda/sm90/launch.cuh"
+#include "cuda/sm90/tile/strip_sums.cuh"
 
 namespace rarefy::sm90 {
 namespace {
@@ -157,7 +157,7 @@ __global__ void __launch_bounds__(kWarps * 32, warps_of_sm(kTiles == 2, kReads =
   using R = Reading<kReads, kShared>;
   constexpr int kLoads = kRows / R::kRowsOfLoad, kSteps = kInFlight / kLoads,
                 kProducts = kRows / R::kRowsOfProduct;
-  constexpr int kTokens = kTiles * R::kTokensOfTile, kThreads = kWarps * 32;
+  constexpr int kTokens = kTiles * R::kTokensOfTile;
   constexpr int kToken = kRows + (R::kPaired ? 8 : 4);  // from token to token: no two lanes meet in a bank
   // A warp's weights in flight, and then its sums.
   constexpr int kLoadBytes = 512, kWeightBytes = kShared ? kInFlight * kLoadBytes : 0;
@@ -313,40 +313,8 @@ __global__ void __launch_bounds__(kWarps * 32, warps_of_sm(kTiles == 2, kReads =
     }
   }
   __syncthreads();
-  const auto finish = [&](int i, float sum) {  // as token i / kRows has it of the strip's row i % kRows
-    const int token = i / kRows, n = block_row * p.block_rows + first_row + i % kRows;
-    if (n >= p.rows) return;
-    if (p.bias != nullptr) sum += static_cast<float>(static_cast<const T*>(p.bias)[n]);
-    static_cast<T*>(p.y)[token * p.y_stride + n] = T(device::activate(p.activation, sum));
-  };
-  const int sums = kRows * min(p.tokens, kTokens);
-#pragma unroll 1
-  for (int i = warp * 32 + lane; i < sums; i += kThreads) {
-    const int at = i / kRows * kToken + i % kRows;
-    float sum = 0;
-#pragma unroll
-    for (int w = 0; w < kWarps; ++w) sum += partial[w][at];
-    if (split == 1)
-      finish(i, sum);
-    else
-      partial[0][at] = sum;  // by its only reader here
-  }
-  if (split == 1) return;
-  cluster_sync();
-#pragma unroll 1
-  for (int i = rank * kThreads + static_cast<int>(threadIdx.x); i < sums; i += split * kThreads) {
-    float theirs[8], sum = 0;
-#pragma unroll
-    for (u32 r = 0; r < 8; ++r) {
-      theirs[r] = 0;
-      if (static_cast<int>(r) < split)
-        theirs[r] = load_remote(shared_address(&partial[0][i / kRows * kToken + i % kRows]), r);
-    }
-#pragma unroll
-    for (const float t : theirs) sum += t;
-    finish(i, sum);
-  }
-  cluster_sync();  // a peer may still read here
+  finish_strip<T, kWarps, kRows, kToken>(p, partial, min(p.tokens, kTokens),
+                                         block_row * p.block_rows + first_row, split, rank);
 }
 
 template <class T, int kReads, int kRows, int kTiles, int kWarps, int kInFlight, bool kShared>

@@ -5,9 +5,9 @@
 // `.nc`: the kernel before, which this one may overlap, may write what they read.
 #include "cuda/sm90/tall_decode.h"
 
-#include "cuda/device/activation.cuh"
 #include "cuda/sm90/device/matrix.cuh"
 #include "cuda/sm90/launch.cuh"
+#include "cuda/sm90/tile/strip_sums.cuh"
 
 namespace rarefy::sm90 {
 namespace {
@@ -155,7 +155,7 @@ __global__ void __launch_bounds__(kWarps * 32, kWarpsOfSm / kWarps)
   // In flight; of 32 tokens sums take the registers.
   constexpr int kSteps = (kRows == 64 ? 2 : 4) / (kRows >= 32 && kTurned == 32 ? 2 : 1);
   constexpr int kTokens = Sums<kRows, kTurned>::kTokens, kToken = Sums<kRows, kTurned>::kToken;
-  constexpr int kTiles = kTurned == 32 ? 2 : 1, kThreads = kWarps * 32;
+  constexpr int kTiles = kTurned == 32 ? 2 : 1;
   extern __shared__ __align__(16) float partials[];
   auto* const partial = reinterpret_cast<float(*)[Sums<kRows, kTurned>::kFloats]>(partials);
   const int split = p.split, rank = static_cast<int>(cluster_rank());
@@ -249,34 +249,8 @@ __global__ void __launch_bounds__(kWarps * 32, kWarpsOfSm / kWarps)
     }
   }
   __syncthreads();
-  const auto finish = [&](int i, float sum) {  // as token i / kRows has it of the strip's row i % kRows
-    const int token = i / kRows, n = block_row * p.block_rows + first_row + i % kRows;
-    if (n >= p.rows) return;
-    if (p.bias != nullptr) sum += static_cast<float>(static_cast<const T*>(p.bias)[n]);
-    static_cast<T*>(p.y)[token * p.y_stride + n] = T(device::activate(p.activation, sum));
-  };
-  const int sums = kRows * p.tokens;
-#pragma unroll 1
-  for (int i = warp * 32 + lane; i < sums; i += kThreads) {
-    const int at = i / kRows * kToken + i % kRows;
-    float sum = 0;
-#pragma unroll
-    for (int v = 0; v < kWarps; ++v) sum += partial[v][at];
-    if (split == 1)
-      finish(i, sum);
-    else
-      partial[0][at] = sum;  // by its only reader here
-  }
-  if (split == 1) return;
-  cluster_sync();
-#pragma unroll 1
-  for (int i = rank * kThreads + static_cast<int>(threadIdx.x); i < sums; i += split * kThreads) {
-    float sum = 0;
-    for (int r = 0; r < split; ++r)
-      sum += load_remote(shared_address(&partial[0][i / kRows * kToken + i % kRows]), static_cast<u32>(r));
-    finish(i, sum);
-  }
-  cluster_sync();  // a peer may still read here
+  finish_strip<T, kWarps, kRows, kToken>(p, partial, p.tokens, block_row * p.block_rows + first_row, split,
+                                         rank);
 }
 
 template <class T, int kRows, int kTurned>

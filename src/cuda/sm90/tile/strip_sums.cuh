@@ -10,8 +10,8 @@ namespace rarefy::sm90 {
 // partial: of each warp the sums, of token t and row r at t · kToken + r. The first of `rows` of Y is row.
 // Params: y and y_stride, bias, activation, rows.
 template <class T, int kWarps, int kRows, int kToken, int kFloats, class Params>
-__device__ inline void finish_strip(const Params& p, float (*partial)[kFloats], int tokens, int row, int split,
-                                    int rank) {
+__device__ inline void finish_strip(const Params& p, float (*partial)[kFloats], int tokens, int row,
+                                    int split, int rank) {
   constexpr int kThreads = kWarps * 32;
   const auto finish = [&](int i, float sum) {  // as token i / kRows has it of the strip's row i % kRows
     const int token = i / kRows, n = row + i % kRows;
