@@ -55,7 +55,9 @@ TEST(Sm90Rows, TheFasterKernelIsChosen) {
     EXPECT_EQ(chosen(Op::grad_input, tokens, 32, 32, 0.25), "sm90_unions_grad_input");
   }
   EXPECT_EQ(chosen(Op::linear, 4, 16, 1, 0.1), "sm90_tall_decode");
-  EXPECT_EQ(chosen(Op::linear, 32, 128, 1, 0.5), "sm90_tall_decode");
+  EXPECT_EQ(chosen(Op::linear, 16, 128, 1, 0.5), "sm90_tall_decode");
+  EXPECT_EQ(chosen(Op::linear, 32, 32, 1, 0.5), "sm90_tall_decode");
+  EXPECT_EQ(chosen(Op::linear, 32, 64, 1, 0.5), "sm90_tall") << "which takes less of large weights";
   EXPECT_EQ(chosen(Op::linear, 16, 16, 1, 0.5), "sm90_tall_decode");
   EXPECT_EQ(chosen(Op::linear, 17, 16, 1, 0.5), "sm90_whole_linear");
   EXPECT_EQ(chosen(Op::linear, 4, 8, 8, 0.1), "simt_few_linear");

@@ -14,6 +14,12 @@ struct Case {
   std::int64_t r, c;
   bool tf32 = false;
   std::string more{};  // of the config
+  std::string tokens() const {
+    for (const std::string_view tokens : {"64", "128", "256", "512"}) {
+      if (more.find("tokens=" + std::string(tokens)) != std::string::npos) return "_" + std::string(tokens);
+    }
+    return "";
+  }
   std::vector<int> splits = {2, 3, 4};
 };
 
@@ -110,18 +116,61 @@ INSTANTIATE_TEST_SUITE_P(
                       Case{"sm90_unions_linear", "sm90_unions_grad_input", 8, 8},
                       Case{"sm90_unions_linear", "sm90_unions_grad_input", 32, 32, true},
                       Case{"sm90_tall", "sm90_tall_grad_input", 128, 1},
-                      Case{"sm90_tall", "sm90_tall_grad_input", 64, 1, false, "tokens=256 slots=4"},
-                      Case{"sm90_tall", "sm90_tall_grad_input", 64, 1, false, "tokens=512 slots=5"},
-                      Case{"sm90_tall_packed", "sm90_tall_packed_transposed", 16, 1},
-                      Case{"sm90_tall_packed", "sm90_tall_packed_transposed", 128, 4}),
+                      Case{"sm90_tall", "sm90_tall_grad_input", 64, 1, false, "tokens=256 columns=64 slots=4"},
+                      Case{"sm90_tall", "sm90_tall_grad_input", 128, 1, false, "tile_rows=128 tokens=128 columns=64 slots=6"},
+                      Case{"sm90_tall", "sm90_tall_grad_input", 128, 1, false,
+                           "tile_rows=64 tokens=64 columns=64 slots=5"},
+                      Case{"sm90_tall_packed", "sm90_tall_packed_transposed", 16, 1, false,
+                           "tokens=256 columns=64 slots=4"},
+                      Case{"sm90_tall_packed", "sm90_tall_packed_transposed", 16, 1, false,
+                           "tokens=128 columns=128 slots=4"},
+                      Case{"sm90_tall_packed", "sm90_tall_packed_transposed", 16, 1, false,
+                           "tokens=64 columns=128 slots=6"},
+                      Case{"sm90_tall_packed", "sm90_tall_packed_transposed", 128, 4, false,
+                           "tokens=256 columns=64 slots=4"}),
     [](const auto& tested) {
       const Case& its = tested.param;
       return std::string(its.linear) + '_' + std::to_string(its.r) + 'x' + std::to_string(its.c) +
              (its.tf32 ? "_tf32" : "") +
-             (its.more.find("256") != std::string::npos   ? "_256"
-              : its.more.find("512") != std::string::npos ? "_512"
-                                                          : "");
+             its.tokens();
     });
+
+// Every tile of tall vectors, whole and in parts; X and Y in either layout, tokens that end within a piece of
+// 16 bytes.
+TEST_F(Sm90Test, TallTiles) {
+  for (const std::int64_t r : {64, 128, 192, 256}) {
+    for (const char* tile :
+         {"tile_rows=64 tokens=64 columns=64 slots=5", "tile_rows=64 tokens=64 columns=128 slots=6",
+          "tile_rows=64 tokens=128 columns=64 slots=3", "tile_rows=64 tokens=128 columns=128 slots=4",
+          "tile_rows=64 tokens=256 columns=64 slots=4", "tile_rows=64 tokens=512 columns=32 slots=5",
+          "tile_rows=128 tokens=64 columns=128 slots=4", "tile_rows=128 tokens=128 columns=64 slots=6",
+          "tile_rows=128 tokens=256 columns=64 slots=4"}) {
+      const bool wide = std::string_view(tile).find("tile_rows=128") != std::string_view::npos;
+      const bool lists = std::string_view(tile).find("tokens=512") != std::string_view::npos;
+      if ((wide || lists) && (r % 128 == 0) != wide) continue;
+      for (const int split : {1, 2, 4}) {
+        if (lists && split > 1) continue;
+        for (const std::int64_t tokens : {33, 64, 135, 264, 520}) {
+          for (const Layout x : kLayouts) {
+            for (const Layout y : kLayouts) {
+              const bool in_eights = y == Layout::by_feature && tokens % 8 != 0;
+              const ProblemSpec spec{tokens, 3 * r - 8, 264, r, 1, 0.4, DType::bf16, true, 8, x, y};
+              if (in_eights || (x == Layout::by_feature && tokens % 8 != 0 && split != 1)) continue;
+              SCOPED_TRACE(testing::Message() << text_of(spec) << " " << tile);
+              const Problem problem = make_problem(spec);
+              ProblemIn<DeviceBuffer> gpu(problem);
+              gpu.hold_derived(4096);
+              const Force force("cuda:sm90,sm90_tall(split=" + std::to_string(split) + ' ' + tile + ')');
+              expect_ok(gpu.linear(Activation::none));
+              expect_linear(problem, gpu);
+              if (HasFailure()) return;
+            }
+          }
+        }
+      }
+    }
+  }
+}
 
 // X and Y by feature, of tall vectors alone; what is chosen where tiles are few, and where they are not.
 TEST_F(Sm90Test, PartsOfTallTiles) {
@@ -134,7 +183,8 @@ TEST_F(Sm90Test, PartsOfTallTiles) {
           const Problem problem = make_problem(spec);
           ProblemIn<DeviceBuffer> gpu(problem);
           gpu.hold_derived(4096);
-          const Force force("cuda:sm90,sm90_tall(split=" + std::to_string(split) + ')');
+          const Force force("cuda:sm90,sm90_tall(tokens=256 columns=64 slots=4 split=" +
+                            std::to_string(split) + ')');
           expect_ok(gpu.linear(Activation::none));
           expect_linear(problem, gpu);
         }

@@ -369,12 +369,14 @@ TEST(Sm90Rows, ForcedConfigurationsAreChecked) {
         Refused{80, 64, 1, "sm90_tall", "chunk=100",
                 "chunk of the config must be a multiple of 512; got 100"},
         Refused{80, 64, 1, "sm90_tall", "split=5", "split of the config must be in [1, 4]; got 5"},
-        Refused{80, 64, 1, "sm90_tall", "slots=2 split=3 tokens=512",
+        Refused{80, 64, 1, "sm90_tall", "slots=2 split=4 tokens=256 columns=64",
                 "slots of the config must have room for the sums of its parts; got 2"},
-        Refused{80, 64, 1, "sm90_tall", "tokens=128",
-                "tokens of the config must be 256, or 512 with 64 rows; got 128"},
-        Refused{80, 128, 1, "sm90_tall", "tokens=512",
-                "tokens of the config must be 256, or 512 with 64 rows; got 512"},
+        Refused{80, 64, 1, "sm90_tall", "tokens=96 columns=64",
+                "tile_rows, tokens and columns of the config must be a tile that there is; got 64, 96, 64"},
+        Refused{80, 64, 1, "sm90_tall", "tokens=512 columns=32 split=2", "that there is; got 64, 512, 32"},
+        Refused{80, 128, 1, "sm90_tall", "tile_rows=128 tokens=512", "that there is; got 128, 512"},
+        Refused{80, 64, 1, "sm90_tall", "tile_rows=128",
+                "tile_rows of the config must be 64, or its rows; got 128"},
         Refused{80, 64, 1, "sm90_tall", "sms=0", "sms of the config must be in [1, 160]; got 0"},
         Refused{80, 64, 64, "sm90_strips_linear", "sms=0", "sms of the config must be in [1, 160]; got 0"},
         Refused{80, 32, 32, "sm90_unions_linear", "strips=4", "strips of the config must be 2 or 3; got 4"},
@@ -552,6 +554,31 @@ TEST(TallPlan, FollowsTheWeightAlone) {
   EXPECT_EQ(narrow.rows, 64);
   EXPECT_LE(narrow.shared_bytes() + 512, kMachine.shared_bytes);
   EXPECT_EQ(TallPlan(p, narrow, 132).groups, 16);
+}
+
+// Few tokens: tiles as large as what is there, of as many thread blocks as there are SMs; what is prepared is
+// the same (docs/design/hopper/batches.md).
+TEST(TallPlan, HasTilesForFewTokens) {
+  const auto tile = [](std::int64_t tokens, std::int64_t cols, std::int64_t rows, std::int64_t block_rows,
+                       std::int64_t stored) {
+    const TallProblem p{DType::bf16, tokens, rows, cols, block_rows, rows / block_rows * stored,
+                        Layout::by_token, Layout::by_token, cols, rows};
+    const TallConfig c = configure(p, kMachine.sms, kMachine.shared_bytes);
+    EXPECT_TRUE(c.is_compiled());
+    EXPECT_LE(c.shared_bytes() + 512, kMachine.shared_bytes);
+    EXPECT_EQ(c.rows, block_rows);
+    return std::array{c.tile.rows, c.tile.tokens, c.tile.columns, c.split};
+  };
+  using Tile = std::array<int, 4>;
+  EXPECT_EQ(tile(48, 4096, 4096, 128, 2048), (Tile{64, 64, 128, 2}));
+  EXPECT_EQ(tile(64, 4096, 4096, 128, 410), (Tile{64, 64, 128, 1}));
+  EXPECT_EQ(tile(128, 4096, 4096, 64, 2048), (Tile{64, 128, 128, 2}));
+  EXPECT_EQ(tile(64, 4096, 14336, 128, 2048), (Tile{128, 64, 128, 1}));
+  EXPECT_EQ(tile(64, 4096, 14336, 64, 2048), (Tile{64, 64, 64, 1}));
+  EXPECT_EQ(tile(128, 4096, 14336, 64, 2048), (Tile{64, 128, 64, 1}));
+  EXPECT_EQ(tile(256, 4096, 14336, 128, 2048), (Tile{128, 256, 64, 1}));
+  EXPECT_EQ(tile(8192, 4096, 14336, 128, 2048), (Tile{128, 256, 64, 1}));
+  EXPECT_EQ(tile(8192, 4096, 14336, 64, 2048), (Tile{64, 512, 32, 1}));
 }
 
 }  // namespace

@@ -40,7 +40,7 @@ int best_parts(std::int64_t tiles, int sms, Clocks&& clocks) {
 inline bool parts_fit(int split, int tokens, int strips, int ring_bytes) {
   if (split == 1) return true;
   if (split < 1 || split > 4) return false;
-  const int share = tokens / (split == 4 && tokens >= 256 ? 4 : 2);
+  const int share = tokens / (tokens < 128 ? 1 : split == 4 && tokens >= 256 ? 4 : 2);
   return share % 64 == 0 && (split - 1) * share * strips * 64 * 4 <= ring_bytes;
 }
 

@@ -106,10 +106,15 @@ Reason supports_tall_decode(const Problem& p, const rarefy::Machine& machine) {
   return reason.empty() ? unsupported(tall_decode_problem(p)) : reason;
 }
 
-// Of 16 rows inputs are as many bytes as weights: 4096→14336 at .5, 32 tokens 39 us, W whole 33.
+// Of 16 rows inputs are as many bytes as weights: 4096→14336 at .5, 32 tokens 39 us, W whole 33. The tall
+// kernel takes 4 us and more in any case, and less for each byte: 4096² at .1 (3.4 MB), 24 tokens 5.6 and 6.7.
 Reason yields_tall_decode(const Problem& p, const rarefy::Machine& /*machine*/) {
+  constexpr std::int64_t kManyValues = 3 << 19;  // 3 MB
   const BsrShape& s = p.weight.shape;
-  if (p.tokens <= 16 || s.block_rows % 32 == 0 || 20 * s.value_count() < 9 * s.rows * s.cols) return {};
+  if (p.tokens <= 16) return {};
+  if (s.block_rows % 64 == 0 && s.value_count() > kManyValues)
+    return cat("leaves more than 16 tokens of large weights to the tall kernel; got ", p.tokens);
+  if (s.block_rows % 32 == 0 || 20 * s.value_count() < 9 * s.rows * s.cols) return {};
   return cat("leaves more than 16 tokens of blocks of 16 rows to W packed whole; got ", p.tokens);
 }
 

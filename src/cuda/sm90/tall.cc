@@ -2,6 +2,7 @@
 #include "cuda/sm90/tall.h"
 
 #include <algorithm>
+#include <cmath>
 
 #include "core/checked.h"
 #include "cuda/sm90/parts.h"
@@ -19,7 +20,7 @@ constexpr std::int64_t kChunkBytes = 36 << 20;
 constexpr double kLeastChunk = 45, kChunkLaunch = 4;
 constexpr double kBackMicroseconds = 9. / (64 << 20);  // of a byte that comes back from memory
 constexpr double kClock = 1750;                        // per microsecond
-constexpr double kFewShare = 1.3;  // of few thread blocks: so much faster than when all SMs are at work
+constexpr std::int64_t kFewTokens = 2048;              // up to here a tile may be smaller
 
 // Block rows may reach past W by more than a tile.
 std::int64_t group_count(const TallProblem& p, int rows) { return ceil_div(p.rows, rows); }
@@ -29,13 +30,42 @@ double columns_of(const TallProblem& p) {  // of a block row
          static_cast<double>(std::max<std::int64_t>(1, ceil_div(p.rows, p.block_rows)));
 }
 
-double multiply_microseconds(const TallProblem& p, const TallConfig& c, int sms) {
+std::int64_t tiles_of(const TallProblem& p, const TallConfig& c) {
+  return group_count(p, c.tile.rows) * ceil_div(p.tokens, std::int64_t{c.tile.tokens});
+}
+
+// Thread blocks of an SM: two where one of them has no room for steps of more columns.
+int blocks_of_sm(const TallTile& tile) { return tile.warpgroups() == 1 && tile.columns == 64 ? 2 : 1; }
+
+double lists_microseconds(const TallProblem& p, const TallConfig& c, int sms) {
   const ListChoice rounds({static_cast<int>(group_count(p, c.rows)), 1, sms},
-                          static_cast<int>(ceil_div(p.tokens, std::int64_t{c.tokens})));
-  // Tiles of 64 rows have steps of twice as many columns with 256 tokens, and take two thirds as long as with
-  // 512 (docs/design/hopper/batches.md).
-  const double few = c.rows == 64 && c.tokens == 256 ? 0.63 : 1;
-  return rounds.whole * few * tall_clocks(c.rows, static_cast<int>(columns_of(p) / c.split)) / kClock + 9;
+                          static_cast<int>(ceil_div(p.tokens, std::int64_t{c.tile.tokens})));
+  return rounds.whole * tall_clocks(c.rows, static_cast<int>(columns_of(p))) / kClock + 9;
+}
+
+// Tiles with a thread block or a cluster each (docs/design/hopper/batches.md): an SM gathers 51 bytes a clock,
+// a step takes 224 more, and W comes from memory at 13 bytes a clock and SM, at 15 in lines of 256 bytes.
+double single_microseconds(const TallProblem& p, const TallConfig& c, int sms) {
+  constexpr double kStep = 224, kNextRound = 4000, kAlone = 5.8;
+  const TallTile& tile = c.tile;
+  const auto tokens = static_cast<double>(std::min<std::int64_t>(tile.tokens, turned_stride(p.tokens)));
+  const int together = blocks_of_sm(tile);
+  const std::int64_t rounds = ceil_div(tiles_of(p, c) * c.split, std::int64_t{sms} * together);
+  const double columns = columns_of(p) / c.split;
+  const double round = columns * 2 * (tile.rows + tokens) / 51 * together +
+                       std::ceil(columns / tile.columns) * kStep + 10 * tokens;
+  const double bytes = 2. * static_cast<double>(p.blocks * p.block_rows + p.rows * p.tokens);
+  const double reading = bytes / (sms * (tile.rows == 128 ? 15 : 13));
+  const Exchange exchange{1500, 8, 1200};
+  return (std::max(static_cast<double>(rounds) * round, reading) +
+          static_cast<double>(rounds - 1) * kNextRound +
+          (c.split > 1 ? exchange(static_cast<std::int64_t>(tokens), tile.rows / 64, c.split) : 0)) /
+             kClock +
+         kAlone;
+}
+
+double multiply_microseconds(const TallProblem& p, const TallConfig& c, int sms) {
+  return c.single() ? single_microseconds(p, c, sms) : lists_microseconds(p, c, sms);
 }
 
 // Tokens of a chunk that leave few SMs without a tile in its last round: 3 token tiles of 64 groups would be
@@ -49,7 +79,7 @@ std::int64_t chunk_of(const TallProblem& p, const TallConfig& c, int sms) {
   if (p.tokens <= most) return ceil_div(std::max<std::int64_t>(1, p.tokens), kStep) * kStep;
   const std::int64_t groups = group_count(p, c.rows);
   const auto rounds = [&](std::int64_t tokens) {
-    return ceil_div(groups * ceil_div(tokens, std::int64_t{c.tokens}), std::int64_t{sms});
+    return ceil_div(groups * ceil_div(tokens, std::int64_t{c.tile.tokens}), std::int64_t{sms});
   };
   const double round = tall_clocks(c.rows, static_cast<int>(columns_of(p))) / kClock;
   // All at once: X leaves L2 before it is multiplied.
@@ -63,6 +93,13 @@ std::int64_t chunk_of(const TallProblem& p, const TallConfig& c, int sms) {
     if (cost < least) best = chunk, least = cost;
   }
   return best;
+}
+
+// Slots for as many steps as there is room for.
+int slots_of(TallConfig c, int shared_bytes) {
+  c.slots = 0;
+  const int room = blocks_of_sm(c.tile) == 1 ? shared_bytes - 512 : shared_bytes / 2 - 1536;
+  return std::min(8, (room - c.shared_bytes()) / c.tile.slot_bytes());
 }
 
 }  // namespace
@@ -85,22 +122,36 @@ std::string unsupported(const TallProblem& p) {
 }
 
 TallConfig configure(const TallProblem& p, int sms, int shared_bytes) {
-  TallConfig c{p.block_rows % 128 == 0 ? 128 : 64, 0};
-  c.tokens = c.rows == 128 || p.tokens <= 256 ? 256 : 512;
-  c.slots = std::min(8, (shared_bytes - 512 - c.shared_bytes()) / c.slot_bytes());
+  TallConfig c;
+  c.rows = p.block_rows % 128 == 0 ? 128 : 64;
+  c.tile = *std::ranges::find(kListedTallTiles, c.rows, &TallTile::rows);
+  c.slots = slots_of(c, shared_bytes);
   c.chunk = chunk_of(p, c, sms);
-  c.split = split_of(p, c, sms);
-  return c;
+  return with_tile(p, c, sms, shared_bytes);
 }
 
-int split_of(const TallProblem& p, const TallConfig& c, int sms) {
-  const std::int64_t tiles = group_count(p, c.rows) * ceil_div(p.tokens, std::int64_t{c.tokens});
-  return best_parts(tiles, sms, [&](int parts) {
-    const double share =
-        std::min(kFewShare, std::max(1.0, static_cast<double>(sms) / static_cast<double>(tiles * parts)));
-    return tall_clocks(c.rows, static_cast<int>(columns_of(p) / parts)) / share +
-           (parts > 1 ? Exchange{}(p.tokens, 2) : 0);
-  });
+TallConfig with_tile(const TallProblem& p, const TallConfig& config, int sms, int shared_bytes) {
+  TallConfig best = config;
+  if (p.tokens > kFewTokens) return best;
+  double least = multiply_microseconds(p, best, sms);
+  for (const TallTile& tile : kSingleTallTiles) {
+    if (tile.rows > config.rows) continue;
+    TallConfig c = config;
+    c.tile = tile;
+    c.slots = slots_of(c, shared_bytes);
+    const auto with_parts = [&](int parts) {
+      TallConfig its = c;
+      its.split = parts;
+      return its;
+    };
+    c.split = best_parts(tiles_of(p, c), sms, [&](int parts) {
+      return single_microseconds(p, with_parts(parts), sms);
+    });
+    while (!parts_fit(c.split, tile.mine(), tile.warpgroups(), c.slots * tile.slot_bytes())) --c.split;
+    if (!c.is_compiled()) continue;
+    if (const double its = single_microseconds(p, c, sms); its < least) best = c, least = its;
+  }
+  return best;
 }
 
 double predicted_microseconds(const TallProblem& p, const TallConfig& c, int sms) {

@@ -1,51 +1,13 @@
-// The tall kernel's launch: tensor maps and the choice of the instantiation.
+// The tall kernel's launch: tensor maps, and X that is turned or copied first.
 #include "cuda/sm90/tall.h"
 
 #include <algorithm>
 
-#include "cuda/sm90/launch.cuh"
-#include "cuda/sm90/tall_kernel.cuh"
+#include "cuda/sm90/tall_launch.cuh"
 #include "cuda/sm90/tensor_map.h"
 #include "cuda/sm90/token_order.h"
 
 namespace rarefy::sm90 {
-namespace {
-
-template <class T, Activation kActivation, int kRows, int kTokens, bool kParts>
-cudaError_t launch_tile(const TallConfig& config, int groups, bool after_transpose, const TallParams& params,
-                        cudaStream_t stream) {
-  return launch_kernel<tall_kernel<T, kActivation, kRows, kTokens, kParts>>(
-      {.blocks =
-           kParts ? std::int64_t{groups} * params.lists.token_tiles * config.split : params.lists.clusters,
-       .threads = 384,
-       .cluster = kParts ? config.split : 1,
-       .shared_bytes = config.shared_bytes(),
-       .early = after_transpose || !kParts},  // clusters alone were not measured so
-      params, stream);
-}
-
-template <class T, Activation kActivation>
-cudaError_t launch_activation(const TallConfig& c, int groups, bool after_transpose, const TallParams& params,
-                              cudaStream_t stream) {
-  if (!c.is_compiled()) return cudaErrorInvalidConfiguration;
-  const auto run = [&]<bool kParts>() {
-    const auto tile = c.rows == 128     ? launch_tile<T, kActivation, 128, 256, kParts>
-                      : c.tokens == 256 ? launch_tile<T, kActivation, 64, 256, kParts>
-                                        : launch_tile<T, kActivation, 64, 512, kParts>;
-    return tile(c, groups, after_transpose, params, stream);
-  };
-  return c.split > 1 ? run.template operator()<true>() : run.template operator()<false>();
-}
-
-template <class T>
-cudaError_t launch_type(rarefy::Activation activation, const TallConfig& c, int groups, bool after_transpose,
-                        const TallParams& params, cudaStream_t stream) {
-  return with_activation(activation, [&]<Activation kActivation>() {
-    return launch_activation<T, kActivation>(c, groups, after_transpose, params, stream);
-  });
-}
-
-}  // namespace
 
 cudaError_t launch(const TallProblem& p, const TallConfig& config, int sms, const TallOperands& o,
                    cudaStream_t stream) {
@@ -58,7 +20,7 @@ cudaError_t launch(const TallProblem& p, const TallConfig& config, int sms, cons
     w.size[1] = u(p.blocks);
     w.stride[0] = u(p.block_rows) * 2;
     w.box[0] = 64;
-    w.box[1] = static_cast<std::uint32_t>(config.columns());
+    w.box[1] = static_cast<std::uint32_t>(config.tile.columns);
     const cudaError_t status = make_tensor_map(&params.w, p.dtype, o.values, w);
     if (status != cudaSuccess) return status;
   }
@@ -71,6 +33,7 @@ cudaError_t launch(const TallProblem& p, const TallConfig& config, int sms, cons
   params.y_by_feature = p.y_layout == Layout::by_feature;
   params.slots = static_cast<u32>(config.slots);
   params.split = config.split;
+  params.halves = config.rows / config.tile.rows;
 
   const bool by_token = p.x_layout == Layout::by_token, copies = p.copies_x();
   const std::int64_t at_once = copies ? config.chunk : p.tokens;
@@ -88,13 +51,14 @@ cudaError_t launch(const TallProblem& p, const TallConfig& config, int sms, cons
     params.x = o.x;
     params.x_bytes = static_cast<u32>(p.x_stride * 2);
     params.turned = copies;
+    params.ragged = !copies && p.tokens % 8 != 0;
     if (copies) {
       const std::int64_t stride = config.chunk_stride(p.tokens);
       const auto* x = static_cast<const std::uint16_t*>(o.x) + first * (by_token ? p.x_stride : 1);
       char* to = static_cast<char*>(o.workspace) + first / at_once % 2 * config.chunk_bytes(p);
       status = by_token ? transpose(x, 2, tokens, p.cols, p.x_stride, to, stride, first > 0, stream)
-                        : copy_lines({x, 2 * p.x_stride}, {to, 2 * stride}, p.cols, 2 * tokens, 0, first > 0,
-                                     stream);
+                        : copy_lines({x, 2 * p.x_stride}, {to, 2 * stride}, p.cols, 2 * tokens,
+                                     2 * ((8 - tokens % 8) % 8), first > 0, stream);
       if (status != cudaSuccess) return status;
       params.x = to;
       params.x_bytes = static_cast<u32>(stride * 2);
@@ -114,12 +78,11 @@ cudaError_t launch(const TallProblem& p, const TallConfig& config, int sms, cons
       if (params.y_by_feature) std::swap(s.y_stride, s.y_feature);
     }
     params.lists = {plan.lists(), o.plan + plan.items_at,
-                    static_cast<int>((tokens + config.tokens - 1) / config.tokens)};
+                    static_cast<int>((tokens + config.tile.tokens - 1) / config.tile.tokens)};
     // Of X that is turned the first tokens came last (transpose.cu).
     params.lists.from_last = begins_with_last_tokens(!copies);
-    status = p.dtype == DType::bf16
-                 ? launch_type<__nv_bfloat16>(p.activation, config, plan.groups, copies, params, stream)
-                 : launch_type<__half>(p.activation, config, plan.groups, copies, params, stream);
+    const auto launch_type = p.dtype == DType::bf16 ? launch_tall_bf16 : launch_tall_f16;
+    status = launch_type(p.activation, config, plan.groups, copies, params, stream);
     if (status != cudaSuccess) return status;
   }
   return cudaSuccess;

@@ -7,11 +7,13 @@
 
 #include <cuda_runtime_api.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <string>
 
 #include "cuda/sm90/product.h"
 #include "cuda/sm90/strip_walk.h"
+#include "cuda/sm90/tall_tile.h"
 #include "cuda/sm90/transpose.h"
 
 namespace rarefy::sm90 {
@@ -36,22 +38,23 @@ struct TallProblem {
   }
 };
 
-// A tile: `rows` features × `tokens` tokens, 128 × 256, 64 × 512 or, for no more tokens than that, 64 × 256.
-// X that is copied (by token: transposed) is so, and multiplied, `chunk` tokens at a time. Where tiles are
-// few, `split` thread blocks have a part of a tile's columns each.
+// What is prepared are groups of `rows` features, 128 or 64; a tile has all of one or 64 of them. X that is
+// copied (by token: transposed) is so, and multiplied, `chunk` tokens at a time. Where tiles are few, `split`
+// thread blocks have a part of a tile's columns each.
 struct TallConfig {
   int rows = 128;
   int slots = 4;
   std::int64_t chunk = 1 << 20;  // a multiple of 512
   int split = 1;
-  int tokens = 256;
+  TallTile tile;
 
-  bool is_compiled() const {
-    return (rows == 128 && tokens == 256) || (rows == 64 && (tokens == 256 || tokens == 512));
+  bool lists() const { return std::ranges::count(kListedTallTiles, tile) > 0; }
+  // A thread block for each tile, or for a part of one.
+  bool single() const { return split > 1 || tile.rows < rows || !lists(); }
+  bool is_compiled() const { return std::ranges::count(tall_tiles(single()), tile) > 0; }
+  int shared_bytes() const {
+    return 1024 + slots * tile.slot_bytes() + tile.warpgroups() * 2 * 8192;
   }
-  int columns() const { return rows + tokens <= 384 ? 64 : 32; }  // of a step
-  int slot_bytes() const { return (tokens + rows) * columns() * 2; }
-  int shared_bytes() const { return 1024 + slots * slot_bytes() + 2 * 2 * 8192; }
   // Elements between features of a copied chunk, and bytes of one.
   std::int64_t chunk_stride(std::int64_t all) const { return turned_stride(all < chunk ? all : chunk); }
   std::int64_t chunk_bytes(const TallProblem& p) const { return p.cols * chunk_stride(p.tokens) * 2; }
@@ -60,16 +63,18 @@ struct TallConfig {
     return p.copies_x() ? chunk_bytes(p) * (p.tokens > chunk ? 2 : 1) : 0;
   }
   std::string text() const {
-    return "rows=" + std::to_string(rows) + " tokens=" + std::to_string(tokens) +
-           " slots=" + std::to_string(slots) + " chunk=" + std::to_string(chunk) +
-           " split=" + std::to_string(split);
+    const auto n = [](std::int64_t x) { return std::to_string(x); };
+    return "rows=" + n(rows) + " slots=" + n(slots) + " chunk=" + n(chunk) + " split=" + n(split) +
+           " tile_rows=" + n(tile.rows) + " tokens=" + n(tile.tokens) + " columns=" + n(tile.columns);
   }
 };
 
 std::string unsupported(const TallProblem& problem);
-// The tile is of the weight alone, as what is prepared follows it: tiles of 128 rows ask for fewer bytes.
+// `rows` are of the weight alone, as what is prepared follows them: tiles of 128 rows ask for fewer bytes.
 TallConfig configure(const TallProblem& problem, int sms, int shared_bytes);
-int split_of(const TallProblem& problem, const TallConfig& config, int sms);  // of any tile
+// The same with the tile for so many tokens: what is prepared does not follow it.
+TallConfig with_tile(const TallProblem& problem, const TallConfig& config, int sms,
+                     int shared_bytes = 227 * 1024);
 double predicted_microseconds(const TallProblem& problem, const TallConfig& config, int sms);
 
 // Where things are in a prepared buffer, in words: groups of rows, four words each (the group, its first

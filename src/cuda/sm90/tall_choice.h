@@ -15,17 +15,22 @@
 namespace rarefy::sm90 {
 
 struct TallChoice {
-  std::int64_t rows = 128, slots = 4, chunk = 512, sms = 132, split = 1, tokens = 256;
-  static constexpr std::string_view kFields[] = {"rows", "slots", "chunk", "sms", "split", "tokens"};
+  std::int64_t rows = 128, slots = 4, chunk = 512, sms = 132, split = 1, tokens = 256, tile_rows = 128, columns = 64;
+  static constexpr std::string_view kFields[] = {"rows",  "slots",  "chunk",     "sms",
+                                                 "split", "tokens", "tile_rows", "columns"};
   TallConfig config() const {
     const auto n = [](std::int64_t x) { return static_cast<int>(x); };
-    return {n(rows), n(slots), chunk, n(split), n(tokens)};
+    return {n(rows), n(slots), chunk, n(split), {n(tile_rows), n(tokens), n(columns)}};
   }
 };
 
+inline TallChoice tall_choice(const TallConfig& c, std::int64_t sms) {
+  return {c.rows,  c.slots,       c.chunk,     sms,
+          c.split, c.tile.tokens, c.tile.rows, c.tile.columns};
+}
 inline TallChoice tall_choice(const TallProblem& p, const rarefy::Machine& machine) {
-  const TallConfig c = configure(p, machine.gpu.sms, static_cast<int>(machine.gpu.shared_memory));
-  return {c.rows, c.slots, c.chunk, machine.gpu.sms, c.split, c.tokens};
+  return tall_choice(configure(p, machine.gpu.sms, static_cast<int>(machine.gpu.shared_memory)),
+                     machine.gpu.sms);
 }
 
 // A forced config may hold anything; sizes are asked for before it is refused.
@@ -35,8 +40,11 @@ inline Status check_choice(Op op, const TallProblem& p, const TallChoice& choice
   };
   if (choice.rows != 64 && !(choice.rows == 128 && p.block_rows % 128 == 0))
     return refuse("rows of the config must be 64, or 128 where a block has a multiple of 128", choice.rows);
+  if (choice.tile_rows != 64 && choice.tile_rows != choice.rows)
+    return refuse("tile_rows of the config must be 64, or its rows", choice.tile_rows);
   if (!choice.config().is_compiled())
-    return refuse("tokens of the config must be 256, or 512 with 64 rows", choice.tokens);
+    return invalid(name(op), "tile_rows, tokens and columns of the config must be a tile that there is",
+                   cat(choice.tile_rows, ", ", choice.tokens, ", ", choice.columns));
   if (choice.slots < 2 || choice.slots > 8)
     return refuse("slots of the config must be in [2, 8]", choice.slots);
   if (choice.chunk < 512 || choice.chunk % 512 != 0)
@@ -44,9 +52,8 @@ inline Status check_choice(Op op, const TallProblem& p, const TallChoice& choice
   if (choice.split < 1 || choice.split > 4)
     return refuse("split of the config must be in [1, 4]", choice.split);
   const TallConfig config = choice.config();
-  // Two warpgroups, each with 64 rows of its tokens.
-  if (!parts_fit(config.split, config.rows == 128 ? config.tokens : config.tokens / 2, 2,
-                 config.slots * config.slot_bytes()))
+  // Warpgroups with 64 rows of their tokens each.
+  if (!parts_fit(config.split, config.tile.mine(), config.tile.warpgroups(), config.slots * config.tile.slot_bytes()))
     return refuse("slots of the config must have room for the sums of its parts", choice.slots);
   if (choice.sms < 1 || choice.sms > kMostClusters)
     return refuse(cat("sms of the config must be in [1, ", kMostClusters, ']'), choice.sms);

@@ -5,17 +5,15 @@
 
 #include "cuda/sm90/device/async_copy.cuh"
 #include "cuda/sm90/device/warp.cuh"
-#include "cuda/sm90/device/wgmma.cuh"
+#include "cuda/sm90/device/wgmma_64.cuh"
 #include "cuda/sm90/tile/exchange.cuh"
 #include "cuda/sm90/tile/repair.cuh"
 #include "cuda/sm90/tile/ring.cuh"
 #include "cuda/sm90/tile/store_either.cuh"
+#include "cuda/sm90/tall_tile.h"
 #include "cuda/sm90/tile_lists.cuh"
 
 namespace rarefy::sm90 {
-
-// Stored columns of a step. More of them are fewer barriers; as many as leave four slots or more.
-constexpr int tall_columns(int rows, int tokens) { return rows + tokens <= 384 ? 64 : 32; }
 
 struct TallParams {
   CUtensorMap w, y;
@@ -24,11 +22,13 @@ struct TallParams {
   const int* col;
   const void *x, *values, *bias;
   u32 x_bytes;  // between features of X
+  bool ragged;  // only the tokens of X themselves may be read, and they end within 16 bytes
   bool turned;  // by the kernel before this one, for it: nothing else can be waited for
   int tokens, features, block_rows;
   bool y_by_feature;
   u32 slots;
-  int split;      // kParts: thread blocks of a cluster that have a part of a tile's columns each
+  int split;      // kSingle: thread blocks of a cluster that have a part of a tile's columns each
+  int halves;     // … and tiles that share a group of rows
   Stored stored;  // where packed zeros may meet an Inf or a NaN of X; else no values
 };
 
@@ -44,9 +44,9 @@ __device__ inline V hidden(V v) {
 }
 
 // This thread block's tiles, one after the other. Each gathering warp walks for itself, a tile ahead of its
-// work: what it reads has arrived when it is wanted. One of them tells the multiplying warps. kParts: one
-// tile, of which it has a part.
-template <bool kParts>
+// work: what it reads has arrived when it is wanted. One of them tells the multiplying warps. kSingle: it has
+// one, or a part of it.
+template <bool kSingle>
 struct TallWalk {
   const TallParams& p;
   int columns;  // of a step
@@ -58,7 +58,7 @@ struct TallWalk {
     int first, end;         // columns, in col
   };
   __device__ Tile next() {
-    if constexpr (kParts) return ended ? Tile{-1, -1, 0, 0} : part();
+    if constexpr (kSingle) return ended ? Tile{-1, -1, 0, 0} : part();
     if (!cursor.next(p.lists, static_cast<int>(blockIdx.x))) return {-1, -1, 0, 0};
     const StripTile t = unpack_tile(cursor.item.x);
     const int4 group = load_ahead(p.groups + t.group);
@@ -68,41 +68,31 @@ struct TallWalk {
   __device__ Tile part() {
     ended = true;
     const int tile = static_cast<int>(blockIdx.x) / p.split, rank = static_cast<int>(blockIdx.x) % p.split;
-    const int4 group = load_ahead(p.groups + tile / p.lists.token_tiles);
+    const int rows = tile / p.lists.token_tiles;
+    const int4 group = load_ahead(p.groups + rows / p.halves);
     const int steps = (group.z - group.y + columns - 1) / columns;
-    return {group.x, tile % p.lists.token_tiles, group.y + steps * rank / p.split * columns,
+    return {group.x * p.halves + rows % p.halves, tile % p.lists.token_tiles,
+            group.y + steps * rank / p.split * columns,
             min(group.z, group.y + steps * (rank + 1) / p.split * columns)};
   }
 };
 
-// Two warpgroups share a tile by rows (128 × 256) or by tokens (64 × 512; 64 × 256 where there are no more).
-template <int kRows, int kTileTokens>
-struct TallShape {
-  static constexpr int kTokens = kTileTokens, kMine = kRows == 128 ? kTokens : kTokens / 2;  // of a warpgroup
-  static constexpr int kColumns = tall_columns(kRows, kTokens);                              // of a step
-  // As many registers as three warpgroups of 168 have.
-  static constexpr int kMultiplyRegisters = 200;
-  static constexpr int kGatherRegisters = 3 * 168 - 2 * kMultiplyRegisters;
-  static constexpr u32 kPanelBytes = kColumns * 128;  // 64 rows, or 64 tokens, of a step
-  static constexpr u32 kXBytes = kTokens / 64 * kPanelBytes;
-  static constexpr u32 kSlotBytes = kXBytes + kRows / 64 * kPanelBytes;
-};
-
-inline constexpr int kTallTiles = 4;  // known ahead
+inline constexpr int kTilesAhead = 4;  // known
 
 struct TallState {
   RingState ring;
-  int4 tile[kTallTiles];  // its steps (-1: there are no more), group, token tile, products of its last step
+  int4 tile[kTilesAhead];  // its steps (-1: there are no more), group, token tile, products of its last step
   // Barriers, in pairs: it is there, nobody reads it any more.
-  alignas(8) u64 tile_full[kTallTiles], tile_empty[kTallTiles];
+  alignas(8) u64 tile_full[kTilesAhead], tile_empty[kTilesAhead];
 };
 
-template <class T, int kRows, int kTileTokens, bool kParts>
+template <class T, int kRows, int kTokens, int kColumns, bool kSingle>
 struct TallWarps {
-  using Walk = TallWalk<kParts>;
-  using Shape = TallShape<kRows, kTileTokens>;
-  static constexpr int kTokens = Shape::kTokens, kColumns = Shape::kColumns;
-  static constexpr u32 kPanelBytes = Shape::kPanelBytes;
+  using Walk = TallWalk<kSingle>;
+  static constexpr TallTile kTile{kRows, kTokens, kColumns};
+  static constexpr u32 kPanelBytes = kColumns * 128;  // 64 rows, or 64 tokens, of a step
+  static constexpr u32 kXBytes = kTokens / 64 * kPanelBytes, kSlotBytes = kTile.slot_bytes();
+  static constexpr int kUnit = kColumns == 128 ? 2 : 1;  // products of a row's last step
   const TallParams& p;
   u32 slots;  // address
   TallState& state;
@@ -110,13 +100,17 @@ struct TallWarps {
   __device__ u32 full(u32 slot) const { return shared_address(&state.ring.full[slot]); }
   __device__ u32 empty(u32 slot) const { return shared_address(&state.ring.empty[slot]); }
 
-  // Each of four warps gathers a quarter of a step's columns, kTokens / 8 pieces of 16 bytes of each. A warp
-  // is alone on its scheduler, so what counts are instructions one after another: two to four a copy, and few
-  // around them.
+  // Each of four warps gathers a quarter of a step's columns, kPieces pieces of 16 bytes of each, kAtOnce
+  // columns at a time. A warp is alone on its scheduler, so what counts are instructions one after another:
+  // two to four a copy, and few around them.
+  static constexpr int kMyColumns = kColumns / 4, kPieces = kTokens < 256 ? kTokens / 8 : 32,
+                       kAtOnce = 32 / kPieces, kTurns = kMyColumns / kAtOnce;
+  enum class Tokens { all, pieces, ragged };  // which are there: whole pieces, or a part of one
+
   __device__ void load(int warp, int lane) const {
-    constexpr int kMine = kColumns / 4;
+    constexpr int kMine = kMyColumns;
     const u32 full = hidden(this->full(0)), empty = full + (this->empty(0) - this->full(0)),
-              w_panel = Shape::kXBytes + static_cast<u32>(warp) * kPanelBytes;
+              w_panel = kXBytes + static_cast<u32>(warp) * kPanelBytes;
     Turn at;
     at.parity = 1;  // the first round is free
     const auto read_column = [&](const typename Walk::Tile& t, int step) {
@@ -132,7 +126,7 @@ struct TallWarps {
         state.tile[tiles.slot] = tile;
         arrive(shared_address(&state.tile_full[tiles.slot]));
       }
-      tiles.next(kTallTiles);
+      tiles.next(kTilesAhead);
     };
     Walk walk{p, kColumns, {}};
     typename Walk::Tile next_tile = walk.next();
@@ -143,48 +137,46 @@ struct TallWarps {
       const typename Walk::Tile t = next_tile;
       const int first_row = t.group * kRows % p.block_rows, token = t.token_tile * kTokens;
       // A tile without columns is a step of zeros.
-      const int last_products = (max(1, (t.end - t.first - 1) % kColumns + 1) + 15) / 16;
+      const int last = max(1, (t.end - t.first - 1) % kColumns + 1);
+      const int last_products = (last + 16 * kUnit - 1) / (16 * kUnit) * kUnit;
       put_tile({max(1, (t.end - t.first + kColumns - 1) / kColumns), t.group, t.token_tile, last_products});
-      const bool tokens_end = token + kTokens > p.tokens;
-      const char* x = hidden(reinterpret_cast<const char*>(static_cast<const T*>(p.x) + token) + lane * 16);
+      const Tokens tokens = token + kTokens <= p.tokens ? Tokens::all
+                            : p.ragged                  ? Tokens::ragged
+                                                        : Tokens::pieces;
+      const char* x = hidden(reinterpret_cast<const char*>(static_cast<const T*>(p.x) + token) +
+                             lane % kPieces * 16);
       int column = next;
       next_tile = walk.next();
       int step = t.first;
       for (; step + kColumns <= t.end; step += kColumns) {
         next = read_column(t, step + kColumns);
-        const u32 to = slots + at.slot * Shape::kSlotBytes, barrier = full + at.slot * 8;
-        const char* columns[kMine];  // of X, found before there is a place for them
+        const u32 to = slots + at.slot * kSlotBytes, barrier = full + at.slot * 8;
+        const char* columns[kTurns];  // of X, found before there is a place for them
 #pragma unroll
-        for (int k = 0; k < kMine; ++k) columns[k] = column_of(x, __shfl_sync(~0u, column, k));
+        for (int k = 0; k < kTurns; ++k)
+          columns[k] = column_of(x, __shfl_sync(~0u, column, k * kAtOnce + lane / kPieces));
         wait(empty + at.slot * 8, at.parity);
         if (warp < kRows / 64 && lane == 0) {
-          if (warp == 0) arrive_expect(barrier, Shape::kSlotBytes - Shape::kXBytes);
+          if (warp == 0) arrive_expect(barrier, kSlotBytes - kXBytes);
           load_box(to + w_panel, &p.w, first_row + warp * 64, step, barrier);
         }
-        if (!tokens_end) {
-          gather<false, false>(to, columns, kColumns, token, warp, lane);
-        } else {
-          gather<false, true>(to, columns, kColumns, token, warp, lane);
-        }
+        gather_these<false>(tokens, to, columns, kColumns, token, warp, lane);
         arrive_after_copies(uniform(barrier));
         at.next(p.slots);
         column = next;
       }
       next = read_column(next_tile, next_tile.first);
       if (step < t.end || t.first == t.end) {
-        const u32 to = slots + at.slot * Shape::kSlotBytes, barrier = full + at.slot * 8;
-        const char* columns[kMine];
+        const u32 to = slots + at.slot * kSlotBytes, barrier = full + at.slot * 8;
+        const char* columns[kTurns];
 #pragma unroll
-        for (int k = 0; k < kMine; ++k) columns[k] = column_of(x, max(0, __shfl_sync(~0u, column, k)));
+        for (int k = 0; k < kTurns; ++k)
+          columns[k] = column_of(x, max(0, __shfl_sync(~0u, column, k * kAtOnce + lane / kPieces)));
         wait(empty + at.slot * 8, at.parity);
         if (warp == 0 && lane == 0) arrive(barrier);
         if (kMine * warp < last_products * 16) {  // what is multiplied
-          load_last_weights(to + Shape::kXBytes, first_row, step, t.end, warp, lane);
-          if (!tokens_end) {
-            gather<true, false>(to, columns, t.end - step - kMine * warp, token, warp, lane);
-          } else {
-            gather<true, true>(to, columns, t.end - step - kMine * warp, token, warp, lane);
-          }
+          load_last_weights(to + kXBytes, first_row, step, t.end, warp, lane);
+          gather_these<true>(tokens, to, columns, t.end - step - kMine * warp, token, warp, lane);
         }
         arrive_after_copies(uniform(barrier));
         at.next(p.slots);
@@ -198,35 +190,42 @@ struct TallWarps {
     return x + u64{static_cast<u32>(column)} * p.x_bytes;
   }
 
-  // One column after the other, pieces of 32 × 8 tokens. missing: `count` of them, then zeros. edge: so many
-  // tokens as there are, then zeros.
-  template <bool missing, bool edge, int kMine>
-  __device__ void gather(u32 to, const char* const (&columns)[kMine], int count, int token, int warp,
-                         int lane) const {
-    const u32 first = to + static_cast<u32>(lane / 8) * kPanelBytes + static_cast<u32>(kMine * warp * 128) +
-                      static_cast<u32>(lane % 8 << 4);
-    constexpr int kTurns = kTokens / 256;
-    u32 bytes[kTurns];  // of this lane's pieces
-#pragma unroll
-    for (int turn = 0; turn < kTurns; ++turn) {
-      const int left = p.tokens - token - 256 * turn - 8 * lane;
-      bytes[turn] = edge ? static_cast<u32>(min(8, max(0, left))) * 2 : 16;
+  template <bool missing>
+  __device__ void gather_these(Tokens tokens, u32 to, const char* const (&columns)[kTurns], int count,
+                               int token, int warp, int lane) const {
+    if (tokens == Tokens::all) {
+      gather<missing, Tokens::all>(to, columns, count, token, warp, lane);
+    } else if (tokens == Tokens::pieces) {
+      gather<missing, Tokens::pieces>(to, columns, count, token, warp, lane);
+    } else {
+      gather<missing, Tokens::ragged>(to, columns, count, token, warp, lane);
     }
+  }
+
+  // kAtOnce columns after the others. missing: `count` of them, then zeros. Of tokens that are not there
+  // nothing is copied: what is multiplied in their place is what was there before.
+  template <bool missing, Tokens tokens>
+  __device__ void gather(u32 to, const char* const (&columns)[kTurns], int count, int token, int warp,
+                         int lane) const {
+    constexpr int kParts = kTokens / (8 * kPieces);  // of a column, 32 pieces each
+    const int piece = lane % kPieces, column = lane / kPieces;
+    const u32 first = to + static_cast<u32>(piece / 8) * kPanelBytes +
+                      static_cast<u32>((kMyColumns * warp + column) * 128) +
+                      static_cast<u32>((piece % 8 ^ column) << 4);
 #pragma unroll
-    for (int k = 0; k < kMine; ++k) {
-      const u32 row = (first ^ static_cast<u32>(k % 8 << 4)) + static_cast<u32>(k * 128);
+    for (int part = 0; part < kParts; ++part) {
+      const int left = p.tokens - token - 256 * part - 8 * piece;
+      if (tokens != Tokens::all && left <= 0) continue;
+      const u32 bytes = tokens == Tokens::ragged ? static_cast<u32>(min(8, left)) * 2 : 16;
 #pragma unroll
-      for (int turn = 0; turn < kTurns; ++turn) {
-        if (edge && 256 * turn >= p.tokens - token) continue;  // nobody multiplies these
-        const u32 piece = row + static_cast<u32>(turn) * 4 * kPanelBytes;
-        const char* from = columns[k] + turn * 512;
-        if constexpr (edge) {  // what is not copied must still lie in X
-          if (bytes[turn] == 0) from = static_cast<const char*>(p.x);
-        }
-        if constexpr (missing || edge) {
-          copy_16(piece, from, missing && k >= count ? 0 : bytes[turn]);
+      for (int k = 0; k < kTurns; ++k) {
+        const u32 to_piece = (first ^ static_cast<u32>(k * kAtOnce % 8 << 4)) +
+                             static_cast<u32>(k * kAtOnce * 128) + static_cast<u32>(part) * 4 * kPanelBytes;
+        const char* from = columns[k] + part * 512;
+        if constexpr (missing || tokens == Tokens::ragged) {
+          copy_16(to_piece, from, missing && k * kAtOnce + column >= count ? 0 : bytes);
         } else {
-          copy_16(piece, from);
+          copy_16(to_piece, from);
         }
       }
     }
@@ -235,13 +234,13 @@ struct TallWarps {
   // The weights of a row's last step. What follows its last column in memory is another row's weights: zeros
   // instead.
   __device__ void load_last_weights(u32 to, int first_row, int step, int stop, int warp, int lane) const {
-    constexpr int kPieces = kRows / 8, kMine = kColumns / 4, kAtOnce = 32 / kPieces;
-    const int piece = lane % kPieces, k0 = kMine * warp + lane / kPieces;
+    constexpr int kOfColumn = kRows / 8, kStride = 32 / kOfColumn;  // pieces; columns at a time
+    const int piece = lane % kOfColumn, k0 = kMyColumns * warp + lane / kOfColumn;
     const T* from = static_cast<const T*>(p.values) + static_cast<std::int64_t>(step) * p.block_rows +
                     first_row + piece * 8;
     const u32 panel = to + static_cast<u32>(piece / 8) * kPanelBytes;
 #pragma unroll
-    for (int i = 0; i < kMine; i += kAtOnce) {
+    for (int i = 0; i < kMyColumns; i += kStride) {
       const int k = k0 + i;
       const bool exists = step + k < stop;
       copy_16(panel + static_cast<u32>(k * 128 + ((piece % 8 ^ k % 8) << 4)),
@@ -251,7 +250,7 @@ struct TallWarps {
 
   template <Activation kActivation>
   __device__ void multiply(u32 group, StoreLane out) const {
-    const u32 my_rows = kRows == 128 ? group : 0, my_tokens = kRows == 128 ? 0 : group;
+    const u32 my_rows = kRows == 128 ? group : 0, my_tokens = kTile.shares_tokens() ? group : 0;
     Turn at;
     Turn tiles;
     int next_steps, next_feature, next_token, next_last;  // of the tile to come
@@ -260,10 +259,10 @@ struct TallWarps {
       const int4 tile = state.tile[tiles.slot];
       next_steps = uniform(tile.x);
       next_feature = uniform(tile.y) * kRows + static_cast<int>(my_rows) * 64;
-      next_token = uniform(tile.z) * kTokens + static_cast<int>(my_tokens) * Shape::kMine;
+      next_token = uniform(tile.z) * kTokens + static_cast<int>(my_tokens) * kTile.mine();
       next_last = uniform(tile.w);
       arrive(shared_address(&state.tile_empty[tiles.slot]));  // each lane for what it read
-      tiles.next(kTallTiles);
+      tiles.next(kTilesAhead);
     };
     read_tile();
     while (next_steps >= 0) {
@@ -275,7 +274,7 @@ struct TallWarps {
         if (row < p.features) biases[0] = b[row];
         if (row + 8 < p.features) biases[1] = b[row + 8];
       }
-      if constexpr (kRows == 64) {
+      if constexpr (kTile.shares_tokens()) {
         if (token >= p.tokens) {  // these warps have nothing to do in the last tile
           for (int step = 0; step < steps; ++step) {
             wait(full(at.slot), at.parity);
@@ -284,22 +283,24 @@ struct TallWarps {
             at.next(p.slots);
           }
           read_tile();
-          if constexpr (kParts) watch_exchange();
+          if constexpr (kSingle) {
+            if (p.split > 1) watch_exchange();
+          }
           continue;
         }
       }
-      float d[1][Shape::kMine / 2];
+      float d[1][kTile.mine() / 2];
       u32 before = 0;  // the slot of the step before
       const auto release = [&] {
         __syncwarp();
         if (out.lane == 0) arrive(empty(before));
       };
       const auto multiply_step = [&]<u32 kProducts>(int step) {
-        const u32 from = slots + at.slot * Shape::kSlotBytes;
+        const u32 from = slots + at.slot * kSlotBytes;
         wait(full(at.slot), at.parity);
         fence_async();  // gathered by ordinary copies
-        const u64 a = operand(from + Shape::kXBytes + my_rows * kPanelBytes, kPanelBytes);
-        const u64 b = operand(from + my_tokens * (Shape::kMine / 64) * kPanelBytes, kPanelBytes);
+        const u64 a = operand(from + kXBytes + my_rows * kPanelBytes, kPanelBytes);
+        const u64 b = operand(from + my_tokens * (kTile.mine() / 64) * kPanelBytes, kPanelBytes);
         wgmma_fence();
 #pragma unroll
         for (u32 k = 0; k < kProducts; ++k) {
@@ -314,29 +315,32 @@ struct TallWarps {
       };
       for (int step = 0; step < steps - 1; ++step) multiply_step.template operator()<kColumns / 16>(step);
       const int products = uniform(last);
-      if (products == 1) {
-        multiply_step.template operator()<1>(steps - 1);
-      } else if (kColumns == 32 || products == 2) {
-        multiply_step.template operator()<2>(steps - 1);
-      } else if (products == 3) {
-        multiply_step.template operator()<3>(steps - 1);
+      if (products == kUnit) {
+        multiply_step.template operator()<kUnit>(steps - 1);
+      } else if (kColumns == 32 || products == 2 * kUnit) {
+        multiply_step.template operator()<2 * kUnit>(steps - 1);
+      } else if (products == 3 * kUnit) {
+        multiply_step.template operator()<3 * kUnit>(steps - 1);
       } else {
-        multiply_step.template operator()<4>(steps - 1);
+        multiply_step.template operator()<4 * kUnit>(steps - 1);
       }
       wgmma_wait<0>();
       release();
       read_tile();
-      int first = 0, end = Shape::kMine;  // of the tokens, what leaves here
-      if constexpr (kParts) {
-        const u32 rank = cluster_rank();
-        exchange_tile<Shape::kMine, 256>(d, p.split, rank, slots, p.tokens - token);
-        const ShareOfTokens<Shape::kMine> share(p.split, rank);
-        first = share.first, end = share.end;
+      int first = 0, end = kTile.mine();  // of the tokens, what leaves here
+      if constexpr (kSingle) {
+        if (p.split > 1) {
+          const u32 rank = cluster_rank();
+          exchange_tile<kTile.mine(), 128 * kTile.warpgroups()>(d, p.split, rank, slots, p.tokens - token);
+          const ShareOfTokens<kTile.mine()> share(p.split, rank);
+          first = share.first, end = share.end;
+        }
       }
       const float2 bias{static_cast<float>(biases[0]), static_cast<float>(biases[1])};
       store_either<T, kActivation>(out, d[0], bias, &p.y, feature, token, p.y_by_feature, first, end);
       if (p.stored.values != nullptr) {
-        repair_if_nan<T, kActivation>(p.stored, static_cast<const T*>(p.bias), sum_of_all(d), out,
+        repair_if_nan<T, kActivation>(p.stored, static_cast<const T*>(p.bias),
+                                      sum_of_tokens(d, p.tokens - token, out.lane), out,
                                       feature + 16 * out.warp, token + first, end - first);
       }
     }
@@ -344,9 +348,11 @@ struct TallWarps {
   }
 };
 
-template <class T, Activation kActivation, int kRows, int kTokens, bool kParts>
-__global__ void __launch_bounds__(384, 1) tall_kernel(const __grid_constant__ TallParams p) {
-  using Shape = TallShape<kRows, kTokens>;
+template <class T, Activation kActivation, int kRows, int kTokens, int kColumns, bool kSingle>
+__global__ void __launch_bounds__(TallTile{kRows, kTokens}.threads(),
+                                  TallTile{kRows, kTokens}.warpgroups() == 2 ? 1 : 2)
+    tall_kernel(const __grid_constant__ TallParams p) {
+  constexpr TallTile kTile{kRows, kTokens, kColumns};
   extern __shared__ unsigned char dynamic_shared[];
   __shared__ TallState state;
   const u32 slots = (shared_address(dynamic_shared) + 1023) & ~1023u;
@@ -357,27 +363,31 @@ __global__ void __launch_bounds__(384, 1) tall_kernel(const __grid_constant__ Ta
     prefetch_map(&p.y);
     for (u32 i = 0; i < p.slots; ++i) {
       barrier_init(shared_address(&state.ring.full[i]), 128 + 1);
-      barrier_init(shared_address(&state.ring.empty[i]), 8);
+      barrier_init(shared_address(&state.ring.empty[i]), 4 * kTile.warpgroups());
     }
-    for (int i = 0; i < kTallTiles; ++i) {
+    for (int i = 0; i < kTilesAhead; ++i) {
       barrier_init(shared_address(&state.tile_full[i]), 1);
-      barrier_init(shared_address(&state.tile_empty[i]), 256);
+      barrier_init(shared_address(&state.tile_empty[i]), 128 * kTile.warpgroups());
     }
     barrier_init_done();
   }
   __syncthreads();
-  const TallWarps<T, kRows, kTokens, kParts> warps{p, slots, state};
-  if (warp < 8) {
-    take_registers<Shape::kMultiplyRegisters>();
+  const TallWarps<T, kRows, kTokens, kColumns, kSingle> warps{p, slots, state};
+  constexpr int kMultiplying = 4 * kTile.warpgroups();  // warps
+  constexpr int kMultiplyRegisters = 200;  // with the gathering ones' as many as 168 for each of three
+  if (warp < kMultiplying) {
+    if constexpr (kTile.warpgroups() == 2) take_registers<kMultiplyRegisters>();
     if (!p.turned) wait_for_kernels();
     const auto group = static_cast<u32>(warp) / 4;
-    const u32 y_buffers = slots + p.slots * Shape::kSlotBytes;
+    const u32 y_buffers = slots + p.slots * kTile.slot_bytes();
     warps.template multiply<kActivation>(
         group, {y_buffers + group * kStoreBuffers * kStoreBytes, group + 1, warp % 4, lane});
   } else {
-    give_registers<Shape::kGatherRegisters>();
-    warps.load(warp - 8, lane);
-    if constexpr (kParts) watch_exchange();
+    if constexpr (kTile.warpgroups() == 2) give_registers<3 * 168 - 2 * kMultiplyRegisters>();
+    warps.load(warp - kMultiplying, lane);
+    if constexpr (kSingle) {
+      if (p.split > 1) watch_exchange();
+    }
   }
 }
 

@@ -153,10 +153,9 @@ Status run_chain(const Call& call) {
                      cat("derived.prepared must have at least ", size, " bytes (derived_sizes)"),
                      cat(one.derived.prepared_bytes));
     }
-    auto choice = from_config<TallChoice>(one.config);
-    const TallProblem tiles = tall_problem(one.problem);
-    choice.split = split_of(tiles, choice.config(), static_cast<int>(choice.sms));
-    one.config = to_config(choice);
+    const auto network = from_config<TallChoice>(call.config);
+    one.config = to_config(tall_choice(
+        with_tile(tall_problem(one.problem), network.config(), tall_sms(call.config)), network.sms));
     if (Status status = run_tall(one); !status.ok()) return status;
   }
   return {};

@@ -65,10 +65,12 @@ __device__ inline void exchange(Piece&& piece, u32 rank, u32 slots, bool has_res
 }
 
 // Sums of a tile of kTokens tokens, where a cluster's `split` thread blocks, 2 to 4, have a part of its steps
-// each: whole 64s of the tokens go to each, or to the first two.
+// each: whole 64s of the tokens go to each, or to the first two or one.
 template <int kTokens>
 struct ShareOfTokens {
-  __host__ __device__ static constexpr int owners(int split) { return split == 4 && kTokens >= 256 ? 4 : 2; }
+  __host__ __device__ static constexpr int owners(int split) {
+    return kTokens < 128 ? 1 : split == 4 && kTokens >= 256 ? 4 : 2;
+  }
   int first, end;
   __device__ ShareOfTokens(int split, u32 rank) {
     const int each = kTokens / owners(split);
