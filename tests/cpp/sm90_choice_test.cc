@@ -67,7 +67,7 @@ TEST(Sm90Rows, TheFasterKernelIsChosen) {
   EXPECT_EQ(chosen(Op::linear, 16, 8, 8, 0.25), "sm90_whole_linear");
   EXPECT_EQ(chosen(Op::linear, 2, 4, 4, 0.5), "sm90_whole_linear");
   EXPECT_EQ(chosen(Op::linear, 1, 1, 1, 0.5), "sm90_whole_linear");
-  EXPECT_EQ(chosen(Op::linear, 1, 1, 1, 0.1), "simt_few_linear");
+  EXPECT_EQ(chosen(Op::linear, 1, 1, 1, 0.05), "simt_few_linear");
   EXPECT_EQ(chosen(Op::grad_weight, 8, 8, 8, 0.1), "simt_grad_weight");
   EXPECT_EQ(chosen(Op::grad_weight, 8192, 4, 4, 0.25), "sm90_whole_gradient");
   EXPECT_EQ(chosen(Op::grad_weight, 8192, 16, 1, 0.1), "sm90_tall_packed_gradient");

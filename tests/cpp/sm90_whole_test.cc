@@ -18,15 +18,17 @@ using sm90::WholeConfig;
 constexpr std::pair<std::int64_t, std::int64_t> kBlocks[] = {
     {8, 8},   {1, 1},   {4, 4},   {16, 1}, {64, 1}, {128, 1}, {32, 1},  {1, 16},  {2, 1},   {24, 24},
     {12, 20}, {64, 64}, {16, 16}, {64, 4}, {3, 5},  {17, 33}, {1, 100}, {100, 1}, {32, 64}, {48, 2}};
-constexpr WholeConfig kConfigs[] = {{256, 1}, {128, 1}, {256, 2}, {128, 3}, {256, 4},
-                                    {128, 2}, {256, 3}, {208, 1}, {192, 1}, {160, 1}};
+constexpr WholeConfig kConfigs[] = {{256, 1},       {128, 1},        {256, 2},       {128, 3},
+                                    {256, 4},       {128, 2},        {256, 3},       {208, 1},
+                                    {192, 1},       {160, 1},        {64, 1, 0, 64}, {64, 4, 0, 64},
+                                    {64, 3, 0, 64}, {128, 1, 0, 64}, {128, 2, 0, 64}};
 
 class Sm90WholeTest : public Sm90Test {
  protected:
   static Kernels kernels(const WholeConfig& c = {}) {
     const std::string config = '(' + c.text() + ')';
     std::string forced = "cuda:sm90,sm90_whole_linear" + config + ",sm90_whole_grad_input" + config;
-    const bool by_token = c.split > 1 || c.more > 0 || (c.tokens != 256 && c.tokens != 128);
+    const bool by_token = c.single() || c.more > 0 || (c.tokens != 256 && c.tokens != 128);
     if (by_token) return {"sm90_whole_linear", "sm90_whole_grad_input", "", forced};
     return {"sm90_whole_linear", "sm90_whole_grad_input", "sm90_whole_gradient",
             forced + ",sm90_whole_gradient" + config};
@@ -144,7 +146,8 @@ TEST_F(Sm90WholeTest, GradientsAreAddedToWhatIsThere) {
 
 TEST_F(Sm90WholeTest, Activations) {
   for (const auto& [r, c] : {std::pair<std::int64_t, std::int64_t>{8, 8}, {16, 1}}) {
-    for (const WholeConfig& config : {WholeConfig{256, 1}, {128, 1}, {256, 3}, {128, 2}}) {
+    for (const WholeConfig& config :
+         {WholeConfig{256, 1}, {128, 1}, {256, 3}, {128, 2}, {64, 2, 0, 64}, {128, 1, 0, 64}}) {
       const Force force(kernels(config).forced);
       for (const Activation activation :
            {Activation::relu, Activation::gelu_erf, Activation::gelu_tanh, Activation::silu}) {
@@ -160,7 +163,7 @@ TEST_F(Sm90WholeTest, Activations) {
 }
 
 TEST_F(Sm90WholeTest, RepeatsOfPartsAreEqual) {
-  for (const WholeConfig& config : {WholeConfig{256, 4}, {128, 2}}) {
+  for (const WholeConfig& config : {WholeConfig{256, 4}, {128, 2}, {64, 4, 0, 64}}) {
     const Force force(kernels(config).forced);
     const Problem problem = make_problem({700, 544, 512, 8, 4, 0.3, DType::bf16, false, 0});
     ProblemIn<DeviceBuffer> gpu(problem);
@@ -224,6 +227,9 @@ TEST(Whole, SaysWhyNot) {
   EXPECT_EQ(refuse(p, {256, 4}), "");
   EXPECT_NE(refuse(p, {256, 1, 1}), "") << "tiles of fewer than 248 tokens";
   EXPECT_EQ(refuse(p, {192, 1}), "");
+  EXPECT_EQ(refuse(p, {64, 4, 0, 64}), "");
+  EXPECT_NE(refuse(p, {256, 1, 0, 64}), "") << "64 features have 128 tokens or 64";
+  EXPECT_NE(refuse(p, {128, 1, 0, 32}), "");
   EXPECT_NE(refuse(p, {192, 2}), "") << "parts of 256 or 128 tokens";
   p.activation = Activation::relu;
   EXPECT_NE(refuse(p, {160, 1}), "") << "activations of 256 or 128";
@@ -241,6 +247,7 @@ TEST(Whole, SaysWhyNot) {
   EXPECT_EQ(unsupported(p), "") << "192 are more than its tokens";
   EXPECT_NE(refuse(p, {208, 1}), "") << "X by feature in tiles of 256 or 128";
   EXPECT_NE(refuse(p, {256, 2}), "") << "no parts of X by feature";
+  EXPECT_NE(refuse(p, {64, 1, 0, 64}), "") << "no small tiles of X by feature";
   p = problem_of(100, 1004, 200, 4, 4);
   p.y_stride = 1008;
   EXPECT_EQ(unsupported(p), "TMA writes rows of Y in pieces of 16 bytes");

@@ -253,12 +253,12 @@ Reason supports_unions(const Problem& p, const rarefy::Machine& machine) {
 }
 
 Reason yields_unions(const Problem& p, const rarefy::Machine& machine) {
-  UnionProblem many = union_problem(p);
-  if (many.fine()) {
+  const UnionProblem unions = union_problem(p);
+  if (unions.fine()) {
     if (Reason reason = refuses_few(p); !reason.empty()) return reason;
   }
-  many.tokens = kManyTokens;
-  return yields_to_whole(p, machine, predicted_microseconds(many, sm90_machine(machine)));
+  // Of fine blocks nearly all of a union is packed.
+  return yields_to_whole(p, machine, held_union_microseconds(unions, machine), !unions.fine());
 }
 
 Config choice_of(const UnionConfig& c, const rarefy::Machine& machine) {

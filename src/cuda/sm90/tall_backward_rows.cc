@@ -28,12 +28,14 @@ Reason supports_grad_input(const Problem& p, const rarefy::Machine& machine) {
 
 // Odd multiples of 32 rows have no kernel without zeros here, but in columns of 64.
 Reason yields_grad_input(const Problem& p, const rarefy::Machine& machine) {
-  Product mine = input_problem(p);
-  mine.tokens = kManyTokens;
-  const double own = best_input(mine, machine).microseconds;
+  const double own = held_microseconds([&](std::int64_t tokens) {
+    Product mine = input_problem(p);
+    mine.tokens = tokens;
+    return best_input(mine, machine).microseconds;
+  });
   if (p.weight.shape.block_rows % 64 != 0) {
-    const double its = best_input(expected_input(p, kManyTokens), machine).microseconds;
-    if (own > its) return cat("takes ", own, " us of ", kManyTokens, " tokens, columns ", its);
+    const double its = held_input_microseconds(p, machine);
+    if (own > its) return why_held(own, "columns", its);
   }
   return yields_to_whole(p, machine, own);
 }

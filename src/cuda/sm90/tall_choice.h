@@ -117,4 +117,10 @@ inline Product expected_input(const Problem& p, std::int64_t tokens) {
   return packed_input(columns, columns.expected(), tokens);
 }
 
+inline double held_input_microseconds(const Problem& p, const rarefy::Machine& machine) {
+  return held_microseconds([&](std::int64_t tokens) {
+    return best_input(expected_input(p, tokens), machine).microseconds;
+  });
+}
+
 }  // namespace rarefy::sm90

@@ -47,29 +47,29 @@ Reason supports_columns(const Problem& p, const rarefy::Machine& machine, const 
 double packed_microseconds(const Problem& p, const Machine& machine) {
   const TallColumns columns = columns_of(p);
   TallProblem tall = packed_problem(p, columns, columns.expected());
-  tall.tokens = kManyTokens;
   tall.x_layout = Layout::by_token;
-  return predicted_microseconds(tall, configure(tall, machine.sms, machine.shared_bytes), machine.sms);
+  return held_microseconds([&](std::int64_t tokens) {
+    tall.tokens = tokens;
+    return predicted_microseconds(tall, configure(tall, machine.sms, machine.shared_bytes), machine.sms);
+  });
 }
 
 // Its times are 5 % too long where little is left out. Blocks that fill whole pieces of unions are packed in
 // a third of the time there.
-double union_microseconds(const Problem& p, const Machine& machine) {
-  auto unions = product<UnionProblem>(p);
-  unions.tokens = kManyTokens;
-  return predicted_microseconds(unions, machine) * (unions.fine() ? .95 : .9);
+double union_microseconds(const Problem& p, const rarefy::Machine& machine) {
+  const auto unions = product<UnionProblem>(p);
+  return held_union_microseconds(unions, machine) * (unions.fine() ? .95 : .9);
 }
 
 Reason yields_to(double mine, double its, std::string_view name) {
-  return mine <= its ? Reason() : cat("takes ", mine, " us of ", kManyTokens, " tokens, ", name, ' ', its);
+  return mine <= its ? Reason() : why_held(mine, name, its);
 }
 
 Reason yields_to_unions(const Problem& p, const rarefy::Machine& machine) {
   const BsrShape& s = p.weight.shape;
   if (p.op == Op::linear && s.block_cols == 1 && s.block_rows % 32 == 0)
     return {};  // half of the zeros at most
-  const Machine sm90 = sm90_machine(machine);
-  return yields_to(packed_microseconds(p, sm90), union_microseconds(p, sm90), "unions");
+  return yields_to(packed_microseconds(p, sm90_machine(machine)), union_microseconds(p, machine), "unions");
 }
 
 // Matrices by feature, which unions do not take: where columns are what callers hold for those by token.
@@ -200,11 +200,11 @@ Reason supports_input(const Problem& p, const rarefy::Machine& machine) {
 
 Reason yields_input(const Problem& p, const rarefy::Machine& machine) {
   const Machine sm90 = sm90_machine(machine);
-  const double mine = best_input(expected_input(p, kManyTokens), machine).microseconds;
+  const double mine = held_input_microseconds(p, machine);
   if (Reason reason = yields_to(mine, packed_microseconds(p, sm90), "columns of the transpose");
       !reason.empty())
     return reason;
-  Reason reason = yields_to(mine, union_microseconds(p, sm90), "unions");
+  Reason reason = yields_to(mine, union_microseconds(p, machine), "unions");
   return reason.empty() ? yields_to_whole(p, machine, mine) : reason;
 }
 

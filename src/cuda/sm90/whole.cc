@@ -10,20 +10,25 @@
 namespace rarefy::sm90 {
 namespace {
 
-constexpr double kClock = 1750;          // per microsecond
-constexpr double kLaunchClocks = 16000;  // launch, first loads from device memory, last stores
-constexpr double kTileClocks = 2000;     // around a tile's steps
+constexpr double kClock = 1750;     // per microsecond
+constexpr double kTileClocks = 2000;  // around a tile's steps
+constexpr double kReadBytes = 15;     // of memory, a clock and SM, where all are at it
+// Launch and first loads; and, of 64 MB of X and Y and more, what of them is last and first in memory.
+constexpr double kLaunchClocks = 9000, kManyClocks = 7000, kManyBytes = 64 << 20;
+// Of parts' sums, an H200: 1 us of 64 × 64 in two parts, .15 for each part more.
+constexpr Exchange kExchange{1500, 4, 260};
 
-constexpr int kFeatures = WholeConfig::kFeatures, kWide = WholeConfig::kWide, kHalf = WholeConfig::kHalf;
+constexpr int kWide = WholeConfig::kWide, kHalf = WholeConfig::kHalf;
 
 std::int64_t steps_of(const WholeProblem& p) { return ceil_div(p.in_features(), std::int64_t{64}); }
 
-// Of a step: products, 4 clocks a token, or, if all SMs work, bytes from L2.
+// Of a step: products, 4 clocks a token and 128 features, or, if all SMs work, bytes from L2; one alone comes
+// from there in 400.
 double step_clocks(const WholeConfig& c, bool all_sms) {
-  return std::max(20 + 4.2 * c.tokens, all_sms ? c.slot_bytes() / 48. : 0);
+  return std::max(20 + 4.2 * c.tokens * c.features / 128, all_sms ? c.slot_bytes() / 48. : 400);
 }
 
-bool is_between(int tokens) { return tokens != kWide && tokens != kHalf; }
+bool is_between(int tokens) { return tokens != kWide && tokens != kHalf && tokens != WholeConfig::kFew; }
 
 // Wide tiles that may be added if all are narrow ones or more.
 std::int64_t most_more(std::int64_t tokens) {
@@ -56,8 +61,7 @@ std::string unsupported(const WholeProblem& p) {
   if (p.in_features() < 1) return "there are no inputs";
   if (p.tokens < 1) return "there are no tokens";
   if (p.tokens > INT32_MAX - 1024 || p.rows > INT32_MAX - 1024 || p.cols > INT32_MAX - 1024 ||
-      ceil_div(p.out_features(), std::int64_t{kFeatures}) * ceil_div(p.tokens, std::int64_t{kHalf}) >
-          INT32_MAX / 4)
+      WholeConfig{kHalf}.tiles(p) > INT32_MAX / 4)
     return "tiles and coordinates of TMA are counted in 32 bits";
   if (p.block_rows * p.block_cols > INT32_MAX / std::max<std::int64_t>(1, ceil_div(p.cols, p.block_cols)))
     return "values of a block row are counted in 32 bits";
@@ -66,49 +70,59 @@ std::string unsupported(const WholeProblem& p) {
 }
 
 std::string refuse(const WholeProblem& p, const WholeConfig& c) {
-  if (std::find(std::begin(WholeConfig::kWidths), std::end(WholeConfig::kWidths), c.tokens) ==
-      std::end(WholeConfig::kWidths))
+  if (c.features != 128 && c.features != 64) return "features of the config must be 128 or 64";
+  if (c.features == 128 && std::ranges::count(WholeConfig::kWidths, c.tokens) == 0)
     return "tokens of the config must be 256, 208, 192, 160 or 128";
+  if (c.features == 64 && std::ranges::count(WholeConfig::kFewWidths, c.tokens) == 0)
+    return "tokens of the config must be 128 or 64 where a tile has 64 features";
   if (is_between(c.tokens) &&
       (c.split > 1 || p.x_layout == Layout::by_feature || p.activation != Activation::none))
     return "tokens of the config must be 256 or 128 in parts, for X by feature and before activations";
   if (c.split < 1 || c.split > 4 || (c.split > 1 && c.split > steps_of(p)))
     return "split of the config must be 1 to 4, and no more than there are steps";
-  if (c.more < 0 || (c.more > 0 && (c.tokens != kWide || c.split > 1 || c.more > most_more(p.tokens))))
+  if (c.more < 0 || (c.more > 0 && (c.tokens != kWide || c.single() || c.more > most_more(p.tokens))))
     return "more of the config must be 0, or so many that tiles of 256 have 248 tokens or more";
-  if ((c.split > 1 || c.more > 0) && p.x_layout == Layout::by_feature)
-    return "split of the config must be 1 and more 0 for X by feature";
+  if ((c.single() || c.more > 0) && p.x_layout == Layout::by_feature)
+    return "split of the config must be 1, more 0 and features 128 for X by feature";
   return {};
 }
 
 std::vector<WholeCandidate> whole_candidates(const WholeProblem& p, int sms) {
-  const std::int64_t feature_tiles = ceil_div(p.out_features(), std::int64_t{kFeatures});
   std::vector<WholeCandidate> list;
   const auto clocks = [&](const WholeConfig& c) {  // of a tile
-    const std::int64_t tiles = feature_tiles * c.token_tiles(p.tokens);
-    const bool all = tiles * c.split * 10 > std::int64_t{sms} * 11;
+    const bool all = c.tiles(p) * c.split * 10 > std::int64_t{sms} * 11;
     const double narrow = c.more == 0 ? 1 : 1. * WholeConfig::kNarrow / kWide;
     return narrow * static_cast<double>(ceil_div(steps_of(p), std::int64_t{c.split})) * step_clocks(c, all) +
-           kTileClocks + (c.split > 1 ? Exchange{}(std::min<std::int64_t>(p.tokens, c.tokens), 2) : 0);
+           kTileClocks +
+           (c.split > 1 ? kExchange(std::min<std::int64_t>(p.tokens, c.tokens), c.features / 64, c.split)
+                        : 0);
   };
+  const double reading =  // all of W, from memory
+      2. * static_cast<double>(p.rows * p.cols) / (kReadBytes * sms);
+  const double many =  // of X by feature few tokens were not measured
+      p.x_layout == Layout::by_feature
+          ? 1
+          : std::min(1., 2. * static_cast<double>(p.tokens * (p.rows + p.cols)) / kManyBytes);
   const auto add = [&](const WholeConfig& c) {
-    const auto rounds =
-        static_cast<double>(ceil_div(feature_tiles * c.token_tiles(p.tokens) * c.split, std::int64_t{sms}));
-    list.push_back({c, (rounds * clocks(c) + kLaunchClocks) / kClock, refuse(p, c)});
+    const auto rounds = static_cast<double>(ceil_div(c.tiles(p) * c.split, std::int64_t{sms}));
+    list.push_back({c, (std::max(rounds * clocks(c), reading) + kLaunchClocks + many * kManyClocks) / kClock, refuse(p, c)});
   };
-  for (const int tokens : WholeConfig::kWidths) {
-    const WholeConfig alone{tokens};
-    add(alone);
-    if (is_between(tokens)) continue;
-    const int parts = best_parts(feature_tiles * alone.token_tiles(p.tokens), sms, [&](int split) {
-      return clocks({tokens, split});
+  const auto add_with_parts = [&](WholeConfig c) {
+    add(c);
+    if (is_between(c.tokens) || p.x_layout != Layout::by_token) return;
+    c.split = best_parts(c.tiles(p), sms, [&](int split) {
+      WholeConfig its = c;
+      its.split = split;
+      return clocks(its);
     });
-    if (parts > 1 && p.x_layout == Layout::by_token) add({tokens, parts});
-  }
+    if (c.split > 1) add(c);
+  };
+  for (const int tokens : WholeConfig::kWidths) add_with_parts({tokens});
+  for (const int tokens : WholeConfig::kFewWidths) add_with_parts({tokens, 1, 0, 64});
   // The most that there may be, and as many as fill a round.
   for (std::int64_t more = most_more(p.tokens); more > 0 && p.x_layout == Layout::by_token; --more) {
     const WholeConfig c{kWide, 1, static_cast<int>(more)};
-    const std::int64_t tiles = feature_tiles * c.token_tiles(p.tokens);
+    const std::int64_t tiles = c.tiles(p);
     if (tiles % sms == 0 || more == most_more(p.tokens)) add(c);
     if (tiles % sms == 0) break;
   }

@@ -36,14 +36,14 @@ cudaError_t launch(const WholeProblem& p, const WholeConfig& config, int sms, co
   status = make_tensor_map(&params.x_last, p.dtype, o.x, x);
   if (status != cudaSuccess) return status;
 
-  // Along its sum: 128 features × 64 of the sum; else 64 of the sum × 64 features.
+  // Along its sum: a tile's features × 64 of the sum; else 64 of the sum × 64 features.
   const Major major = weight.by_column == p.transposed ? Major::k : Major::mn;
   TensorShape w;
   w.size[0] = u(weight.by_column ? p.rows : p.cols);
   w.size[1] = u(weight.lines);
   w.stride[0] = u(weight.pitch) * 2;
   w.box[0] = 64;
-  w.box[1] = major == Major::k ? WholeConfig::kFeatures : 64;
+  w.box[1] = major == Major::k ? static_cast<std::uint32_t>(config.features) : 64;
   status = make_tensor_map(&params.w, p.dtype, o.packed, w);
   if (status != cudaSuccess) return status;
 
@@ -67,13 +67,13 @@ cudaError_t launch(const WholeProblem& p, const WholeConfig& config, int sms, co
   params.features = n(p.out_features());
   params.tokens = n(p.tokens);
   params.steps = tiles(p.in_features(), 64);
-  params.feature_tiles = tiles(p.out_features(), WholeConfig::kFeatures);
+  params.feature_tiles = tiles(p.out_features(), config.features);
   params.split = config.split;
   params.slots = static_cast<u32>(config.slots());
   params.repairs = stored_of(p, o.stated, o.x, o.y);
   if (by_feature) std::swap(params.repairs.x_stride, params.repairs.x_feature);
   const int all = params.feature_tiles * params.token_tiles,
-            blocks = config.split > 1 ? all * config.split : std::min(sms, all);
+            blocks = config.single() ? all * config.split : std::min(sms, all);
   const auto run = p.dtype == DType::bf16 ? launch_whole_bf16 : launch_whole_f16;
   return run(major, by_feature ? Major::mn : Major::k, p.activation, config, blocks, params, stream);
 }

@@ -5,6 +5,7 @@
 
 #include <cuda_runtime_api.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <string>
 #include <vector>
@@ -13,24 +14,29 @@
 
 namespace rarefy::sm90 {
 
-// A tile is 128 features × `tokens` tokens, of kWidths those that fill the rounds of all SMs best. Where
-// tiles are few, `split` thread blocks have a part of a tile's steps each; where a few `more` of them fill
-// rounds, most have 248 tokens instead of 256 (8192 tokens, 4096 features: 8 rounds of 33 × 32 tiles, not 7.8
-// of 32 × 32 that take as long as 8).
+// A tile is 128 features × `tokens` tokens, of kWidths those that fill the rounds of all SMs best, or, for few
+// tiles, 64 × kFewWidths. Where tiles are few, `split` thread blocks have a part of a tile's steps each; where
+// a few `more` of them fill rounds, most have 248 tokens instead of 256 (8192 tokens, 4096 features: 8 rounds
+// of 33 × 32 tiles, not 7.8 of 32 × 32 that take as long as 8).
 struct WholeConfig {
-  static constexpr int kFeatures = 128, kWide = 256, kNarrow = 248, kHalf = 128;
-  static constexpr int kWidths[] = {kWide, 208, 192, 160, kHalf};
-  int tokens = kWide, split = 1, more = 0;
+  static constexpr int kWide = 256, kNarrow = 248, kHalf = 128, kFew = 64;
+  static constexpr int kWidths[] = {kWide, 208, 192, 160, kHalf}, kFewWidths[] = {kFew, kHalf};
+  int tokens = kWide, split = 1, more = 0, features = 128;
 
+  // A thread block for each tile, or for a part of one.
+  bool single() const { return split > 1 || features == 64; }
   std::int64_t token_tiles(std::int64_t all) const { return (all + tokens - 1) / tokens + more; }
+  std::int64_t tiles(const Product& p) const {
+    return (p.out_features() + features - 1) / features * token_tiles(p.tokens);
+  }
 
-  int slot_bytes() const { return (tokens + kFeatures) * 128; }
-  int slots() const { return slot_bytes() > 0 ? 196608 / slot_bytes() : 0; }
+  int slot_bytes() const { return (tokens + features) * 128; }
+  int slots() const { return slot_bytes() > 0 ? std::min(8, 196608 / slot_bytes()) : 0; }
   int ring_bytes() const { return slots() * slot_bytes(); }
-  int shared_bytes() const { return 1024 + ring_bytes() + 2 * 2 * 8192; }
+  int shared_bytes() const { return 1024 + ring_bytes() + features / 64 * 2 * 8192; }
   std::string text() const {
     return "tokens=" + std::to_string(tokens) + " split=" + std::to_string(split) +
-           " more=" + std::to_string(more);
+           " more=" + std::to_string(more) + " features=" + std::to_string(features);
   }
 };
 

@@ -4,12 +4,22 @@
 #include "core/message.h"
 #include "cuda/sm90/register.h"
 #include "cuda/sm90/rows.h"
+#include "cuda/sm90/unions.h"
 #include "cuda/sm90/whole.h"
 
 namespace rarefy::sm90 {
 
-// A front holds one derived weight for any number of tokens: of kernels that want one it has that of many.
-inline constexpr std::int64_t kManyTokens = 4096;
+// A front holds one derived weight for any number of tokens: of kernels that want one it has that which takes
+// least for many and for some together, so that large weights are what many tokens want, and small ones, where
+// a microsecond of either is one of the other, what a small batch wants.
+inline constexpr std::int64_t kManyTokens = 4096, kSomeTokens = 64;
+template <class Microseconds>
+double held_microseconds(Microseconds&& of_tokens) {
+  return of_tokens(kManyTokens) + of_tokens(kSomeTokens);
+}
+inline std::string why_held(double mine, std::string_view name, double its) {
+  return cat("takes ", mine, " us of ", kManyTokens, " and ", kSomeTokens, " tokens, ", name, ' ', its);
+}
 
 inline WholeProblem whole_problem(const Problem& p) {
   auto problem = product<WholeProblem>(p);
@@ -24,14 +34,24 @@ inline Reason supports_whole(const Problem& p, const rarefy::Machine& machine) {
   return unsupported(whole_problem(p));
 }
 
-// Of a kernel that takes so long for kManyTokens: where W whole is clearly faster, as it wants more memory.
-inline Reason yields_to_whole(const Problem& p, const rarefy::Machine& machine, double mine) {
+inline double held_union_microseconds(UnionProblem p, const rarefy::Machine& machine) {
+  return held_microseconds([&](std::int64_t tokens) {
+    p.tokens = tokens;
+    return predicted_microseconds(p, sm90_machine(machine));
+  });
+}
+
+// Of a kernel that takes so long (held_microseconds): where W whole is faster, clearly so if it wants more
+// memory than that kernel.
+inline Reason yields_to_whole(const Problem& p, const rarefy::Machine& machine, double mine,
+                              bool wants_more = true) {
   if (!supports_whole(p, machine).empty()) return {};
-  WholeProblem many = whole_problem(p);
-  many.tokens = kManyTokens;
-  const double its = best_whole(many, machine.gpu.sms).microseconds;
-  return mine <= 1.04 * its + 3 ? Reason()
-                                : cat("takes ", mine, " us of ", kManyTokens, " tokens, W whole ", its);
+  const double its = held_microseconds([&](std::int64_t tokens) {
+    WholeProblem problem = whole_problem(p);
+    problem.tokens = tokens;
+    return best_whole(problem, machine.gpu.sms).microseconds;
+  });
+  return mine <= (wants_more ? 1.04 * its + 3 : its) ? Reason() : why_held(mine, "W whole", its);
 }
 
 inline WholeGradient whole_gradient(const Problem& p) { return WholeGradient(product<Product>(p)); }

@@ -1,8 +1,9 @@
-// Y = X Wᵀ or Y = X W of a weight packed whole, device side. A tile is 128 features of Y × kTokens tokens.
-// One thread copies steps of 64 features of X, two warpgroups multiply, W as operand A.
+// Y = X Wᵀ or Y = X W of a weight packed whole, device side. A tile is kFeatures features of Y × kTokens
+// tokens. One thread copies steps of 64 features of X, a warpgroup for each 64 of Y multiplies, W as operand A.
 #pragma once
 
 #include "cuda/sm90/device/warp.cuh"
+#include "cuda/sm90/device/wgmma_64.cuh"
 #include "cuda/sm90/device/wgmma_columns.cuh"
 #include "cuda/sm90/tile/exchange.cuh"
 #include "cuda/sm90/tile/repair.cuh"
@@ -21,7 +22,7 @@ struct WholeParams {
   int feature_tiles, token_tiles;
   bool from_last;  // token_order.h
   int wide;        // of tiles of kWide tokens the first ones; the others have kNarrow
-  int split;       // kParts: thread blocks of a cluster
+  int split;       // kSingle: thread blocks of a cluster
   u32 slots;
   Stored repairs;
 
@@ -33,24 +34,26 @@ struct WholeParams {
   }
 };
 
-template <int kTokens>
+template <int kFeatures, int kTokens>
 struct WholeShape {
+  static constexpr int kWarpgroups = kFeatures / 64;  // that multiply
   static constexpr u32 kXBytes = kTokens * 128, kPanelBytes = 64 * 128,
-                       kSlotBytes = kXBytes + 2 * kPanelBytes;
-  static constexpr int kThreads = 384, kMultiplyRegisters = 232, kBringRegisters = 40;
+                       kSlotBytes = kXBytes + kWarpgroups * kPanelBytes;
+  static constexpr int kThreads = 128 * (kWarpgroups + 1), kMultiplyRegisters = 232, kBringRegisters = 40;
 };
 
 // kMajorW: whether W lies along its sum (k) or along Y's features (mn); kMajorX: X by token (k) or by
-// feature. kParts: a cluster's thread blocks have a part of a tile's steps each, and one tile.
-template <class T, Major kMajorW, Major kMajorX, Activation kActivation, int kTokens, bool kParts>
+// feature. kSingle: a thread block has one tile, or a part of its steps.
+template <class T, Major kMajorW, Major kMajorX, Activation kActivation, int kFeatures, int kTokens,
+          bool kSingle>
 struct WholeWarps {
-  using Shape = WholeShape<kTokens>;
+  using Shape = WholeShape<kFeatures, kTokens>;
   static constexpr int kWide = WholeConfig::kWide, kNarrow = WholeConfig::kNarrow;
   // Products of 256 tokens that lie along them are slower than two of 128 (hopper/grad_weight.md, step 10).
   static constexpr int kPieces = kMajorX == Major::mn && kTokens == kWide ? 2 : 1;
   static constexpr int kSums = (kTokens / kPieces + 63) / 64 * 32;  // of a piece, for whole 64s
   static constexpr u64 kNextPiece = 2 * Shape::kPanelBytes >> 4;
-  static constexpr bool kHasNarrow = kTokens == kWide && kPieces == 1 && !kParts;
+  static constexpr bool kHasNarrow = kTokens == kWide && kPieces == 1 && !kSingle;
   const WholeParams& p;
   u32 slots, rank;
   RingState& ring;
@@ -70,18 +73,18 @@ struct WholeWarps {
               side = min(kSide, p.token_tiles - first), within = tile % band;
     const int nth = first + within % side, row = p.from_last ? p.token_tiles - 1 - nth : nth;
     const int token = p.token_at(row, kTokens);
-    return {within / side * WholeConfig::kFeatures, token, p.token_at(row + 1, kTokens) - token};
+    return {within / side * kFeatures, token, p.token_at(row + 1, kTokens) - token};
   }
   __device__ int tiles() const { return p.feature_tiles * p.token_tiles; }
   __device__ int first_tile() const {
     const auto block = static_cast<int>(blockIdx.x);
-    return kParts ? block / p.split : block;
+    return kSingle ? block / p.split : block;
   }
-  __device__ int next_tile(int tile) const { return kParts ? tiles() : tile + static_cast<int>(gridDim.x); }
+  __device__ int next_tile(int tile) const { return kSingle ? tiles() : tile + static_cast<int>(gridDim.x); }
   // This thread block's steps of a tile.
-  __device__ int first_step() const { return kParts ? p.steps * static_cast<int>(rank) / p.split : 0; }
+  __device__ int first_step() const { return kSingle ? p.steps * static_cast<int>(rank) / p.split : 0; }
   __device__ int end_step() const {
-    return kParts ? p.steps * static_cast<int>(rank + 1) / p.split : p.steps;
+    return kSingle ? p.steps * static_cast<int>(rank + 1) / p.split : p.steps;
   }
 
   __device__ void bring() const {
@@ -107,7 +110,8 @@ struct WholeWarps {
           load_box(w, &p.w, step * 64, t.feature, barrier);
         } else {
           load_box(w, &p.w, t.feature, step * 64, barrier);
-          load_box(w + Shape::kPanelBytes, &p.w, t.feature + 64, step * 64, barrier);
+          if constexpr (kFeatures == 128)
+            load_box(w + Shape::kPanelBytes, &p.w, t.feature + 64, step * 64, barrier);
         }
         at.next(p.slots);
       }
@@ -117,7 +121,7 @@ struct WholeWarps {
   // Of kColumns tokens, or all of d.
   template <int kColumns, int sums>
   __device__ static void product(float (&d)[sums], u64 a, u64 b, bool add) {
-    if constexpr (kColumns % 128 != 0) {
+    if constexpr (kColumns % 64 != 0 || kColumns == 192) {
       wgmma_columns<T, kColumns, kMajorW, kMajorX>(d, a, b, add);
     } else {
       wgmma<T, kMajorW, kMajorX>(d, a, b, add);
@@ -130,15 +134,13 @@ struct WholeWarps {
     const int first = uniform(first_step()), end = uniform(end_step());
     int next = uniform(first_tile());
     bool bad = false;  // a sum is NaN
+    struct Share {  // of a tile's tokens, that leave here
+      int first = 0, end = kTokens;
+    };
     const auto share = [&] {
-      if constexpr (kParts) {
-        return ShareOfTokens<kTokens>(p.split, rank);
-      } else {
-        struct All {
-          int first = 0, end = kTokens;
-        };
-        return All{};
-      }
+      if (!kSingle || p.split == 1) return Share{};
+      const ShareOfTokens<kTokens> its(p.split, rank);
+      return Share{its.first, its.end};
     };
     while (next < tiles()) {
       const Tile t = tile_at(next);
@@ -185,7 +187,10 @@ struct WholeWarps {
       wgmma_wait<0>();
       release();
       next = uniform(next_tile(next));  // here: operands of products stay in uniform registers
-      if constexpr (kParts) exchange_tile<kTokens, 256>(d, p.split, rank, slots, p.tokens - t.token);
+      if constexpr (kSingle) {
+        if (p.split > 1)
+          exchange_tile<kTokens, 128 * Shape::kWarpgroups>(d, p.split, rank, slots, p.tokens - t.token);
+      }
       const auto its = share();
       const auto store_columns = [&]<int kColumns>() {  // no whole 64s
 #pragma unroll
@@ -223,10 +228,11 @@ struct WholeWarps {
   }
 };
 
-template <class T, Major kMajorW, Major kMajorX, Activation kActivation, int kTokens, bool kParts>
-__global__ void __launch_bounds__(WholeShape<kTokens>::kThreads, 1)
+template <class T, Major kMajorW, Major kMajorX, Activation kActivation, int kFeatures, int kTokens,
+          bool kSingle>
+__global__ void __launch_bounds__(WholeShape<kFeatures, kTokens>::kThreads, 1)
     whole_kernel(const __grid_constant__ WholeParams p) {
-  using Shape = WholeShape<kTokens>;
+  using Shape = WholeShape<kFeatures, kTokens>;
   extern __shared__ unsigned char dynamic_shared[];
   __shared__ RingState ring;
   const u32 slots = (shared_address(dynamic_shared) + 1023) & ~1023u;
@@ -239,23 +245,26 @@ __global__ void __launch_bounds__(WholeShape<kTokens>::kThreads, 1)
     prefetch_map(&p.y);
     for (u32 i = 0; i < p.slots; ++i) {
       barrier_init(shared_address(&ring.full[i]), 1);
-      barrier_init(shared_address(&ring.empty[i]), 8);
+      barrier_init(shared_address(&ring.empty[i]), 4 * Shape::kWarpgroups);
     }
     barrier_init_done();
   }
   __syncthreads();
   begin_behind_kernels();
-  const WholeWarps<T, kMajorW, kMajorX, kActivation, kTokens, kParts> warps{
-      p, slots, kParts ? cluster_rank() : 0, ring};
-  if (warp < 8) {
-    take_registers<Shape::kMultiplyRegisters>();
+  const WholeWarps<T, kMajorW, kMajorX, kActivation, kFeatures, kTokens, kSingle> warps{
+      p, slots, kSingle ? cluster_rank() : 0, ring};
+  constexpr int kMultiplying = 4 * Shape::kWarpgroups;  // warps
+  if (warp < kMultiplying) {
+    if constexpr (Shape::kWarpgroups == 2) take_registers<Shape::kMultiplyRegisters>();
     const auto group = static_cast<u32>(warp) / 4;
     const u32 buffers = slots + p.slots * Shape::kSlotBytes;
     warps.multiply(group, {buffers + group * kStoreBuffers * kStoreBytes, group + 1, warp % 4, lane});
   } else {
-    give_registers<Shape::kBringRegisters>();
-    if (warp == 8 && lane == 0) warps.bring();
-    if constexpr (kParts) watch_exchange();
+    if constexpr (Shape::kWarpgroups == 2) give_registers<Shape::kBringRegisters>();
+    if (warp == kMultiplying && lane == 0) warps.bring();
+    if constexpr (kSingle) {
+      if (p.split > 1) watch_exchange();
+    }
   }
 }
 

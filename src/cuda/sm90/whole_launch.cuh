@@ -7,21 +7,25 @@
 
 namespace rarefy::sm90 {
 
-// Of X by feature there are no parts: whoever has few tokens turns them. Widths between are for X by token,
-// in whole tiles, without an activation (a megabyte of kernels).
+// Of X by feature there are no parts and no tiles for few tokens: whoever has these turns them. Widths between
+// are for X by token, in whole tiles, without an activation (a megabyte of kernels).
 template <class T, Major kMajorW, Activation kActivation>
 cudaError_t launch_whole_shape(Major x, const WholeConfig& c, int blocks, const WholeParams& params,
                                cudaStream_t stream) {
-  const auto launch = [&]<Major kMajorX, int kTokens, bool kParts>() {
-    return launch_kernel<whole_kernel<T, kMajorW, kMajorX, kActivation, kTokens, kParts>>(
-        {blocks, WholeShape<kTokens>::kThreads, c.split, c.shared_bytes()}, params, stream);
+  const auto launch = [&]<Major kMajorX, int kTokens, bool kSingle, int kFeatures = 128>() {
+    return launch_kernel<whole_kernel<T, kMajorW, kMajorX, kActivation, kFeatures, kTokens, kSingle>>(
+        {blocks, WholeShape<kFeatures, kTokens>::kThreads, c.split, c.shared_bytes()}, params, stream);
   };
   constexpr int kWide = WholeConfig::kWide, kHalf = WholeConfig::kHalf;
   const bool wide = c.tokens == kWide;
   if (x == Major::mn) {
-    if (c.split > 1) return cudaErrorInvalidConfiguration;
+    if (c.single()) return cudaErrorInvalidConfiguration;
     return wide ? launch.template operator()<Major::mn, kWide, false>()
                 : launch.template operator()<Major::mn, kHalf, false>();
+  }
+  if (c.features == 64) {
+    return c.tokens == WholeConfig::kFew ? launch.template operator()<Major::k, WholeConfig::kFew, true, 64>()
+                                         : launch.template operator()<Major::k, kHalf, true, 64>();
   }
   if (c.split > 1) {
     return wide ? launch.template operator()<Major::k, kWide, true>()

@@ -11,15 +11,16 @@ namespace rarefy::sm90 {
 namespace {
 
 struct WholeChoice {
-  std::int64_t tokens = 256, split = 1, more = 0, sms = 132;
-  static constexpr std::string_view kFields[] = {"tokens", "split", "more", "sms"};
+  std::int64_t tokens = 256, split = 1, more = 0, sms = 132, features = 128;
+  static constexpr std::string_view kFields[] = {"tokens", "split", "more", "sms", "features"};
   WholeConfig config() const {
-    return {static_cast<int>(tokens), static_cast<int>(split), static_cast<int>(more)};
+    return {static_cast<int>(tokens), static_cast<int>(split), static_cast<int>(more),
+            static_cast<int>(features)};
   }
 };
 
 WholeChoice choice_of(const WholeConfig& c, const rarefy::Machine& machine) {
-  return {c.tokens, c.split, c.more, machine.gpu.sms};
+  return {c.tokens, c.split, c.more, machine.gpu.sms, c.features};
 }
 
 // X by feature only where this is what callers hold for X by token.
@@ -28,9 +29,7 @@ Reason supports_linear(const Problem& p, const rarefy::Machine& machine) {
     const BsrShape& s = p.weight.shape;
     if (s.block_rows % 64 == 0 && (s.block_cols % 64 == 0 || s.block_cols == 1))
       return "leaves blocks with kernels of their own to these, where X is by feature";
-    auto unions = product<UnionProblem>(p);
-    unions.tokens = kManyTokens;
-    if (yields_to_whole(p, machine, predicted_microseconds(unions, sm90_machine(machine))).empty())
+    if (yields_to_whole(p, machine, held_union_microseconds(product<UnionProblem>(p), machine)).empty())
       return "leaves X by feature to others, as unions are as fast by token";
   }
   return supports_whole(p, machine);
@@ -96,7 +95,7 @@ Status pack_whole(const Call& call, void* packed) {
 Status check(const Problem& p, const WholeProblem& problem, const WholeChoice& choice) {
   if (choice.sms < 1 || choice.sms > INT32_MAX)
     return invalid(name(p.op), "sms of the config must be positive", cat(choice.sms));
-  for (const std::int64_t field : {choice.tokens, choice.split, choice.more}) {
+  for (const std::int64_t field : {choice.tokens, choice.split, choice.more, choice.features}) {
     if (field < 0 || field > INT32_MAX)
       return invalid(name(p.op), "fields of the config are in 32 bits", cat(field));
   }
