@@ -18,7 +18,7 @@ namespace rarefy {
 
 // A kernel's tuning choices as its configure() made them: a few numbers, named by the row's `fields`.
 struct Config {
-  static constexpr std::size_t kMost = 9;
+  static constexpr std::size_t kMost = 10;
   std::array<std::int64_t, kMost> value{};
   bool operator==(const Config&) const = default;
 };

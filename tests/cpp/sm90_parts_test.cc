@@ -114,6 +114,12 @@ INSTANTIATE_TEST_SUITE_P(
                       Case{"sm90_unions_linear", "sm90_unions_grad_input", 16, 16},
                       Case{"sm90_unions_linear", "sm90_unions_grad_input", 32, 32},
                       Case{"sm90_unions_linear", "sm90_unions_grad_input", 8, 8},
+                      Case{"sm90_unions_linear", "sm90_unions_grad_input", 16, 16, false, "alone=1"},
+                      Case{"sm90_unions_linear", "sm90_unions_grad_input", 32, 32, true, "alone=1"},
+                      Case{"sm90_strips_linear", "sm90_strips_grad_input", 64, 64, false,
+                           "cluster=1 tokens=128 slots=4 w_slots=12 alone=1"},
+                      Case{"sm90_strips_linear", "sm90_strips_grad_input", 128, 128, false,
+                           "cluster=1 strips=2 tokens=256 slots=4 w_slots=8 alone=1"},
                       Case{"sm90_unions_linear", "sm90_unions_grad_input", 32, 32, true},
                       Case{"sm90_tall", "sm90_tall_grad_input", 128, 1},
                       Case{"sm90_tall", "sm90_tall_grad_input", 64, 1, false, "tokens=256 columns=64 slots=4"},
@@ -132,7 +138,7 @@ INSTANTIATE_TEST_SUITE_P(
       const Case& its = tested.param;
       return std::string(its.linear) + '_' + std::to_string(its.r) + 'x' + std::to_string(its.c) +
              (its.tf32 ? "_tf32" : "") +
-             its.tokens();
+             its.tokens() + (its.more.find("alone") != std::string::npos ? "_alone" : "");
     });
 
 // Every tile of tall vectors, whole and in parts; X and Y in either layout, tokens that end within a piece of

@@ -233,13 +233,14 @@ Kernel strips(Op op, std::string_view name) {
 
 struct UnionChoice {
   std::int64_t strips = 2, width = 64, tokens = 256, slots = 4, pieces = 32, buffers = 2, sms = 132,
-               split = 1, pair = 1;
+               split = 1, pair = 1, alone = 0;
   static constexpr std::string_view kFields[] = {"strips",  "width", "tokens", "slots", "pieces",
-                                                 "buffers", "sms",   "split",  "pair"};
+                                                 "buffers", "sms",   "split",  "pair",  "alone"};
 
   UnionConfig config() const {
     const auto n = [](std::int64_t x) { return static_cast<int>(x); };
-    return {n(strips), n(width), n(tokens), n(slots), n(pieces), n(buffers), n(split), n(pair)};
+    return {n(strips), n(width), n(tokens), n(slots), n(pieces), n(buffers), n(split), n(pair),
+            alone != 0};
   }
 };
 
@@ -263,7 +264,7 @@ Reason yields_unions(const Problem& p, const rarefy::Machine& machine) {
 
 Config choice_of(const UnionConfig& c, const rarefy::Machine& machine) {
   return to_config(UnionChoice{c.strips, c.width, c.tokens, c.slots, c.pieces, c.buffers, machine.gpu.sms,
-                               c.split, c.pair});
+                               c.split, c.pair, c.alone ? 1 : 0});
 }
 
 Config configure_unions(const Problem& p, const rarefy::Machine& machine) {
@@ -308,6 +309,8 @@ Status check_choice(const Call& call, const UnionProblem& problem) {
     return refuse("strips of the config must be 2 or 3", choice.strips);
   if (choice.pair != 1 && (choice.pair != 2 || choice.strips != 3))
     return refuse("pair of the config must be 1, or 2 of three strips", choice.pair);
+  if (choice.alone != 0 && (choice.split < 2 || choice.pair != 1))
+    return refuse("alone of the config must be 0 where tiles have no parts", choice.alone);
   const int width = layout_of(problem, static_cast<int>(choice.strips * choice.pair)).width;
   if (choice.width != width)
     return refuse(cat("width of the config must be what is prepared, ", width), choice.width);

@@ -95,18 +95,20 @@ double microseconds_of(const Candidates& candidates, const Config& config, const
 
 // StripConfig as the registry keeps it; `sms` are the thread blocks that the GPU runs at once.
 struct StripChoice {
-  std::int64_t strips = 2, tokens = 256, cluster = 1, slots = 5, w_slots = 8, sms = 132, split = 1;
+  std::int64_t strips = 2, tokens = 256, cluster = 1, slots = 5, w_slots = 8, sms = 132, split = 1,
+               alone = 0;
   static constexpr std::string_view kFields[] = {"strips",  "tokens", "cluster", "slots",
-                                                 "w_slots", "sms",    "split"};
+                                                 "w_slots", "sms",    "split",   "alone"};
 
   StripConfig config() const {
     const auto n = [](std::int64_t x) { return static_cast<int>(x); };
-    return {n(strips), n(tokens), n(cluster), n(slots), n(w_slots), n(split)};
+    return {n(strips), n(tokens), n(cluster), n(slots), n(w_slots), n(split), alone != 0};
   }
 };
 
 inline Config choice_of(const StripConfig& c, const rarefy::Machine& machine) {
-  return to_config(StripChoice{c.strips, c.tokens, c.cluster, c.slots, c.w_slots, machine.gpu.sms, c.split});
+  return to_config(StripChoice{c.strips, c.tokens, c.cluster, c.slots, c.w_slots, machine.gpu.sms, c.split,
+                               c.alone ? 1 : 0});
 }
 
 }  // namespace rarefy::sm90

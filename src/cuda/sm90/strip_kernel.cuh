@@ -34,6 +34,7 @@ struct StripParams {
   int columns;           // 64-wide, of X
   bool whole;            // the strips of a tile are of one block row
   int split;             // kParts: thread blocks of a cluster
+  int alone;             // … and, if not 0, how many strips of a group have a tile each
   u32 slots, w_slots;
 };
 
@@ -74,6 +75,17 @@ struct StripWarps {
     return __ldg(p.steps + (static_cast<std::int64_t>(t.group) * p.columns + step) * 4 + lane);
   }
 
+  // In how many of the steps from `step` to before `end` the tile's one strip stores something.
+  __device__ int stored_steps(const StripTile& t, int step, int end, int lane) const {
+    const int* words = p.steps + static_cast<std::int64_t>(t.group) * p.columns * 4 + t.part + 1;
+    int count = 0;
+    for (; step < end; step += 32) {
+      const int block = step + lane < end ? __ldg(words + (step + lane) * 4) : -1;
+      count += __popc(__ballot_sync(~0u, block >= 0));
+    }
+    return count;
+  }
+
   __device__ void walk(int lane) {
     Turn batches, tiles;
     batches.parity = tiles.parity = 1;  // the first round is free
@@ -100,7 +112,7 @@ struct StripWarps {
       int word = read_steps(t, step, lane);
       StripState::Tile tile{end - step, token_tile * kTokens, {a.y, a.z, a.w}};
       if (t.part >= 0) {  // one strip alone
-        tile.steps = t.part == 0 ? b.x : t.part == 1 ? b.y : b.z;
+        tile.steps = parts > 1 ? stored_steps(t, step, end, lane) : t.part == 0 ? b.x : t.part == 1 ? b.y : b.z;
         if (t.part != 0) tile.strip[0] = -1;
         if (t.part != 1) tile.strip[1] = -1;
         if (t.part != 2) tile.strip[2] = -1;
@@ -115,9 +127,9 @@ struct StripWarps {
       }
     };
     if constexpr (kParts) {
-      const int tile = static_cast<int>(blockIdx.x) / p.split;
-      put_steps({tile / p.lists.token_tiles, 0, -1}, tile % p.lists.token_tiles,
-                static_cast<int>(blockIdx.x) % p.split, p.split);
+      const int tile = static_cast<int>(blockIdx.x) / p.split, nth = tile / p.lists.token_tiles;
+      const StripTile t = p.alone == 0 ? StripTile{nth, 0, -1} : StripTile{nth / p.alone, 0, nth % p.alone};
+      put_steps(t, tile % p.lists.token_tiles, static_cast<int>(blockIdx.x) % p.split, p.split);
     } else {
       TileCursor cursor;
 #pragma unroll 1
@@ -290,7 +302,11 @@ struct StripWarps {
         int first = 0, end = kTokens;
         if constexpr (kParts) {
           const u32 its_rank = cluster_rank();
-          exchange_tile<kTokens, kStrips * 128>(d, p.split, its_rank, x_ring, p.tokens - token);
+          if (feature >= 0) {
+            exchange_tile<kTokens, kStrips * 128>(d, p.split, its_rank, x_ring, p.tokens - token);
+          } else {
+            watch_exchange();
+          }
           const ShareOfTokens<kTokens> share(p.split, its_rank);
           first = share.first, end = share.end;
         }

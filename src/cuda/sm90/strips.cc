@@ -21,6 +21,10 @@ constexpr double kBlockClocks = 612;      // 64 × 64 × 256 products of one war
 constexpr double kTileClocks = 2390;      // writing the sums of 256 tokens
 constexpr double kCut = 1.12;             // the last tiles cut into strips
 constexpr Exchange kExchange{4610, 2.7};  // of parts
+// Tiles of one strip in parts, an H200: the exchange, and of each step what one warpgroup waits for its product.
+constexpr Exchange kExchangeAlone{2300, 2.7, 300};
+constexpr double kAloneStep = 330;
+constexpr double kWaitInParts = 1.45;    // of three warpgroups, more than of tiles in lists
 constexpr double kUneven = 0.88;         // of a deviation that the longest tiles of a round are behind others
 constexpr double kLaunchClocks = 10860;  // launch, first loads, last stores
 constexpr double kClusterClocks = 5000;  // more of the same in clusters
@@ -81,7 +85,8 @@ int StripConfig::shared_bytes() const { return 1024 + ring_bytes() + strips * 2 
 std::string StripConfig::text() const {
   return "strips=" + std::to_string(strips) + " tokens=" + std::to_string(tokens) +
          " cluster=" + std::to_string(cluster) + " slots=" + std::to_string(slots) +
-         " w_slots=" + std::to_string(w_slots) + " split=" + std::to_string(split);
+         " w_slots=" + std::to_string(w_slots) + " split=" + std::to_string(split) +
+         " alone=" + std::to_string(static_cast<int>(alone));
 }
 
 std::string unsupported(const StripProblem& p) {
@@ -136,7 +141,9 @@ std::vector<StripCandidate> strip_candidates(const StripProblem& p, const Machin
       return std::min(kFew, kBytesPerClock * std::max(1.0, clusters / blocks_at_work));
     };
     const auto part_clocks = [&](int parts) {
-      return tile_clocks(c, steps / parts, blocks / parts, bandwidth(static_cast<double>(tiles * parts)));
+      const double wait = parts > 1 && n == 3 ? kWaitInParts : 1;
+      return tile_clocks(c, steps / parts, blocks / parts,
+                         bandwidth(static_cast<double>(tiles * parts)) / wait);
     };
     // Of block rows that store as many as others but for what is random.
     const double in_row = density * static_cast<double>(p.in_features()) / static_cast<double>(p.block_in());
@@ -148,13 +155,20 @@ std::vector<StripCandidate> strip_candidates(const StripProblem& p, const Machin
       all += rounds.cut * kCut * tile_clocks(c, blocks / n, blocks / n, bandwidth(strips_alone));
     }
     if (cluster == 1) {
-      const double exchange = kExchange(p.tokens, n);
-      const auto clocks = [&, in_lists = all](int parts) {
-        return parts == 1 ? in_lists : part_clocks(parts) + exchange;
-      };
-      c.split = best_parts(tiles, machine.sms, clocks);
-      while (!parts_fit(c.split, c.tokens, n, c.ring_bytes())) --c.split;
-      all = clocks(c.split);
+      const double in_lists = all;
+      for (const bool alone : {false, true}) {
+        const auto clocks = [&](int parts) {
+          if (parts == 1) return in_lists;
+          if (!alone) return part_clocks(parts) + kExchange(p.tokens, n);
+          const double its = blocks / n / parts;  // and steps
+          const double copied = tile_clocks(c, its, its, bandwidth(static_cast<double>(tiles * n * parts))),
+                       multiplied = its * (kBlockClocks * c.tokens / 256 + kAloneStep) + kTileClocks / 2;
+          return std::max(copied, multiplied) + kExchangeAlone(p.tokens, 1, parts);
+        };
+        int split = best_parts(alone ? tiles * n : tiles, machine.sms, clocks);
+        while (!parts_fit(split, c.tokens, n, c.ring_bytes())) --split;
+        if (split > 1 && clocks(split) < all) c.split = split, c.alone = alone, all = clocks(split);
+      }
     }
     candidate.microseconds = (all + kLaunchClocks + (cluster - 1) * kClusterClocks) / kClock;
     if (cluster > 1 && token_tiles < cluster) candidate.reason = "fewer token tiles than blocks of a cluster";

@@ -9,7 +9,7 @@ namespace rarefy::sm90 {
 cudaError_t launch(const StripProblem& p, const StripConfig& config, int sms, const StripOperands& operands,
                    cudaStream_t stream) {
   if (!parts_fit(config.split, config.tokens, config.strips, config.ring_bytes()) ||
-      (config.split > 1 && config.cluster > 1))
+      (config.split > 1 && config.cluster > 1) || (config.alone && config.split == 1))
     return cudaErrorInvalidConfiguration;
   StripParams params{};
   const auto u = [](std::int64_t x) { return static_cast<std::uint64_t>(x); };
@@ -71,11 +71,14 @@ cudaError_t launch(const StripProblem& p, const StripConfig& config, int sms, co
   // more.
   params.whole = p.block_out() / 64 % config.strips == 0 && config.slots > 3;
   params.split = config.split;
+  params.alone = config.alone ? config.strips : 0;
   params.slots = static_cast<u32>(config.slots);
   params.w_slots = static_cast<u32>(config.w_slots);
   const auto run = p.dtype == DType::bf16 ? (p.transposed ? launch_grad_input_bf16 : launch_linear_bf16)
                                           : (p.transposed ? launch_grad_input_f16 : launch_linear_f16);
-  const int clusters = config.split > 1 ? lists.groups * params.lists.token_tiles : lists.clusters;
+  const int clusters = config.split > 1
+                           ? lists.groups * (config.alone ? config.strips : 1) * params.lists.token_tiles
+                           : lists.clusters;
   return run(p.activation, config, clusters, params, stream);
 }
 

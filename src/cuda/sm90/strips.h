@@ -31,11 +31,13 @@ struct Machine {
 };
 
 // One warpgroup for each strip of a group; `cluster` thread blocks with neighbouring tokens share every block
-// of W. Where tiles are few, `split` thread blocks have a part of a tile's steps each.
+// of W. Where tiles are few, `split` thread blocks have a part of a tile's steps each, and, with `alone`, each
+// strip of a group has a tile of its own.
 struct StripConfig {
   int strips = 2, tokens = 256, cluster = 1;
   int slots = 5, w_slots = 8;  // in flight: steps, and blocks of W
   int split = 1;
+  bool alone = false;
 
   int ring_bytes() const { return slots * tokens * 128 + w_slots * 8192; }  // of what is in flight
   int shared_bytes() const;

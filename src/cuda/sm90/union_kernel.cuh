@@ -80,10 +80,13 @@ struct UnionWarps {
 
   // Words of a step (union_walk.h): one strip alone wants its four bits of the mask.
   __device__ void walk(int lane) const {
-    sm90::walk<kParts>(p.walk, state.walk, kTokens, lane, [](int part, int r, int word) {
-      if (part < 0 || word < 0 || r != kStepMask) return word;
-      return word & (0xF << 4 * part | ~kStepPieces);
-    });
+    sm90::walk<kParts>(
+        p.walk, state.walk, kTokens, lane,
+        [](int part, int r, int word) {
+          if (part < 0 || word < 0 || r != kStepMask) return word;
+          return word & (0xF << 4 * part | ~kStepPieces);
+        },
+        [](int part, const int4& step) { return (step.y >> 4 * part & 0xF) != 0; });  // kStepMask
   }
   // Which pieces the step has whose words this lane has one of, 0 where there is no step.
   __device__ static int pieces_of(int mask_word) { return mask_word < 0 ? 0 : mask_word & kStepPieces; }
@@ -286,7 +289,11 @@ struct UnionWarps {
       if constexpr (kParts) {
         const ShareOfTokens<kTokens> share(p.walk.split, rank);
         first = share.first, end = share.end;
-        exchange_tile<kTokens, kStrips * 128>(d, p.walk.split, rank, x_ring, p.stored.tokens - token);
+        if (mine >= 0) {
+          exchange_tile<kTokens, kStrips * 128>(d, p.walk.split, rank, x_ring, p.stored.tokens - token);
+        } else {
+          watch_exchange();
+        }
       }
       if (mine < 0) continue;
       Boxes boxes{p.log_unit + static_cast<int>(sizeof(T)) / 2 - 4, box};

@@ -26,6 +26,9 @@ constexpr double kTileClocks = 1650;      // writing the sums of 256 tokens
 constexpr double kCut = 1.06;             // a last round of strips alone …
 constexpr double kCutAtOnce = 1.54;       // … or the only one
 constexpr Exchange kExchange{2400, 7.6, 1950};  // of parts
+// Tiles of one strip in parts, an H200: the exchange, and of each step what one warpgroup waits for its product.
+constexpr Exchange kExchangeAlone{3600, 7.6};
+constexpr double kAloneStep = 220;
 constexpr double kLaunchClocks = 10700;         // launch, first loads, last stores
 
 constexpr std::int64_t kMostFeatures = (1 << 20) - 64;  // unit rows and overlaps are 16-bit in the plan
@@ -71,7 +74,8 @@ std::string UnionConfig::text() const {
   return "strips=" + std::to_string(strips) + " width=" + std::to_string(width) +
          " tokens=" + std::to_string(tokens) + " slots=" + std::to_string(slots) +
          " pieces=" + std::to_string(pieces) + " buffers=" + std::to_string(buffers) +
-         " split=" + std::to_string(split) + " pair=" + std::to_string(pair);
+         " split=" + std::to_string(split) + " pair=" + std::to_string(pair) +
+         " alone=" + std::to_string(static_cast<int>(alone));
 }
 
 UnionPlan::UnionPlan(const UnionProblem& p, int thread_blocks)
@@ -169,14 +173,23 @@ UnionCandidate candidate_of(const UnionProblem& p, const UnionLayout& layout, co
   const double cut =
       (rounds.whole > 0 ? kCut : kCutAtOnce) *
       tile(columns * (pair > 1 ? shares.boxes : shares.alone), columns * shares.pieces, rest * layout.strips);
-  const auto clocks = [&](int parts) {
-    if (parts == 1) return rounds.whole * whole + rounds.cut * cut;
-    return tile(columns * shares.boxes / parts, columns * shares.pieces * strips / parts, tiles * parts) +
-           kExchange(std::min<std::int64_t>(tokens, p.tokens), layout.strips, parts);
-  };
-  c.split = pair > 1 ? 1 : best_parts(tiles, machine.sms, clocks);
-  while (!parts_fit(c.split, c.tokens, c.strips, c.ring_bytes())) --c.split;
-  return {c, (clocks(c.split) + kLaunchClocks) / kClock, {}};
+  double all = rounds.whole * whole + rounds.cut * cut;
+  const double in_lists = all;
+  for (const bool alone : {false, true}) {
+    const double its = alone ? 1 : strips;  // strips of a tile
+    const std::int64_t its_tiles = alone ? tiles * c.strips : tiles;
+    const auto clocks = [&](int parts) {
+      if (parts == 1) return in_lists;
+      const double steps = columns * (alone ? shares.alone : shares.boxes) / parts;
+      const std::int64_t there = std::min<std::int64_t>(tokens, p.tokens);
+      return tile(steps, columns * shares.pieces * its / parts, its_tiles * parts) +
+             (alone ? steps * kAloneStep + kExchangeAlone(there, 1) : kExchange(there, c.strips, parts));
+    };
+    int split = pair > 1 ? 1 : best_parts(its_tiles, machine.sms, clocks);
+    while (!parts_fit(split, c.tokens, c.strips, c.ring_bytes())) --split;
+    if (split > 1 && clocks(split) < all) c.split = split, c.alone = alone, all = clocks(split);
+  }
+  return {c, (all + kLaunchClocks) / kClock, {}};
 }
 
 }  // namespace

@@ -10,7 +10,8 @@ namespace rarefy::sm90 {
 
 cudaError_t launch(const UnionProblem& p, const UnionConfig& config, int sms, const UnionOperands& operands,
                    cudaStream_t stream) {
-  if (!parts_fit(config.split, config.tokens, config.strips, config.ring_bytes()))
+  if (!parts_fit(config.split, config.tokens, config.strips, config.ring_bytes()) ||
+      (config.alone && config.split == 1))
     return cudaErrorInvalidConfiguration;
   UnionParams params{};
   const auto u = [](std::int64_t x) { return static_cast<std::uint64_t>(x); };
@@ -49,6 +50,7 @@ cudaError_t launch(const UnionProblem& p, const UnionConfig& config, int sms, co
                  operands.plan + groups.steps_at,
                  plan.columns,
                  config.split,
+                 config.alone ? config.strips : 0,
                  reinterpret_cast<const int4*>(operands.plan + groups.first_at),
                  config.pair};
   params.walk.lists.from_last = begins_with_last_tokens();
@@ -71,7 +73,8 @@ cudaError_t launch(const UnionProblem& p, const UnionConfig& config, int sms, co
   const auto run = p.dtype == DType::bf16  ? launch_union_bf16
                    : p.dtype == DType::f16 ? launch_union_f16
                                            : launch_union_tf32;
-  const int blocks = config.split > 1 ? groups.count * params.walk.lists.token_tiles * config.split
+  const int tiles = groups.count * (config.alone ? config.strips : 1) * params.walk.lists.token_tiles;
+  const int blocks = config.split > 1 ? tiles * config.split
                                       : groups.clusters * config.pair;
   return run(p.activation, config, blocks, params, stream);
 }

@@ -52,6 +52,7 @@ struct UnionConfig {
   int buffers = 2;             // for results, of each strip
   int split = 1;               // thread blocks with a part of a tile's steps each, where tiles are few
   int pair = 1;                // thread blocks that share X: 2 have a group of six strips
+  bool alone = false;          // in parts: each strip has a tile of its own
 
   int group() const { return strips * pair; }  // strips of a group
 

@@ -2,6 +2,7 @@
 #include "cuda/sm90/whole.h"
 
 #include <algorithm>
+#include <cmath>
 #include <iterator>
 
 #include "core/checked.h"
@@ -12,11 +13,13 @@ namespace {
 
 constexpr double kClock = 1750;     // per microsecond
 constexpr double kTileClocks = 2000;  // around a tile's steps
+constexpr double kTogether = 7;  // reading and multiplying alike take a tenth more than one of them
 constexpr double kReadBytes = 15;     // of memory, a clock and SM, where all are at it
 // Launch and first loads; and, of 64 MB of X and Y and more, what of them is last and first in memory.
 constexpr double kLaunchClocks = 9000, kManyClocks = 7000, kManyBytes = 64 << 20;
-// Of parts' sums, an H200: 1 us of 64 × 64 in two parts, .15 for each part more.
-constexpr Exchange kExchange{1500, 4, 260};
+// Of parts' sums: in any case, and for each token and 64 features of another part (an H200: 64 × 64 in two and
+// four parts 1 and 1.3 us, 128 × 128 1.7 and 5.5).
+constexpr double kExchangeClocks = 1200, kExchangeEach = 8;
 
 constexpr int kWide = WholeConfig::kWide, kHalf = WholeConfig::kHalf;
 
@@ -92,10 +95,9 @@ std::vector<WholeCandidate> whole_candidates(const WholeProblem& p, int sms) {
   const auto clocks = [&](const WholeConfig& c) {  // of a tile
     const bool all = c.tiles(p) * c.split * 10 > std::int64_t{sms} * 11;
     const double narrow = c.more == 0 ? 1 : 1. * WholeConfig::kNarrow / kWide;
+    const auto sums = static_cast<double>(std::min<std::int64_t>(p.tokens, c.tokens) * (c.features / 64));
     return narrow * static_cast<double>(ceil_div(steps_of(p), std::int64_t{c.split})) * step_clocks(c, all) +
-           kTileClocks +
-           (c.split > 1 ? kExchange(std::min<std::int64_t>(p.tokens, c.tokens), c.features / 64, c.split)
-                        : 0);
+           kTileClocks + (c.split > 1 ? kExchangeClocks + kExchangeEach * (c.split - 1) * sums : 0);
   };
   const double reading =  // all of W, from memory
       2. * static_cast<double>(p.rows * p.cols) / (kReadBytes * sms);
@@ -105,7 +107,9 @@ std::vector<WholeCandidate> whole_candidates(const WholeProblem& p, int sms) {
           : std::min(1., 2. * static_cast<double>(p.tokens * (p.rows + p.cols)) / kManyBytes);
   const auto add = [&](const WholeConfig& c) {
     const auto rounds = static_cast<double>(ceil_div(c.tiles(p) * c.split, std::int64_t{sms}));
-    list.push_back({c, (std::max(rounds * clocks(c), reading) + kLaunchClocks + many * kManyClocks) / kClock, refuse(p, c)});
+    const double both =
+        std::pow(std::pow(rounds * clocks(c), kTogether) + std::pow(reading, kTogether), 1 / kTogether);
+    list.push_back({c, (both + kLaunchClocks + many * kManyClocks) / kClock, refuse(p, c)});
   };
   const auto add_with_parts = [&](WholeConfig c) {
     add(c);

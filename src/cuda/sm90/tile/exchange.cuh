@@ -94,7 +94,7 @@ __device__ inline void exchange_tile(float (&d)[parts][sums], int split, u32 ran
   if (split == 4) add.template operator()<4>();
 }
 
-// By a warp that has no sums: the exchange's.
+// By a warp that has no sums, or none that anyone wants: the exchange's.
 __device__ inline void watch_exchange() {
   __syncwarp();
   cluster_sync();

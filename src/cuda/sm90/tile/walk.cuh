@@ -17,6 +17,7 @@ struct WalkParams {
   const int* steps;    // four words each
   int columns;         // room for steps of a group
   int split = 1;  // more than 1: a cluster's thread blocks have a part of a tile's steps each, and one tile
+  int alone = 0;  // … and, if not 0, how many strips of a group have a tile each
   const int4* first = nullptr;  // of each group: what its strips' steps count from
   int pair = 1;  // 2: thread blocks of a cluster have a group each, one behind the other, with the same steps
 };
@@ -77,10 +78,11 @@ struct WalkState {
 
 // A token tile is `tokens` high, and this thread block's begins `first_token` behind its first. `keep(part,
 // r, word)` is what a tile wants of word r of a step's four, -1 if nothing; `part`: the one strip that it
-// multiplies, or negative. kParts: a cluster's thread blocks have a part of a tile's steps each, and one
-// tile.
-template <bool kParts, class Keep>
-__device__ void walk(const WalkParams& p, WalkState& state, int tokens, int lane, Keep&& keep) {
+// multiplies, or negative; `stores(part, step)`: whether that one stores something. kParts: a cluster's thread
+// blocks have a part of a tile's steps each, and one tile.
+template <bool kParts, class Keep, class Stores>
+__device__ void walk(const WalkParams& p, WalkState& state, int tokens, int lane, Keep&& keep,
+                     Stores&& stores) {
   Turn batches, tiles;
   batches.parity = tiles.parity = 1;  // the first round is free
   const auto put_tile = [&](const WalkState::Tile& tile) {
@@ -104,6 +106,16 @@ __device__ void walk(const WalkParams& p, WalkState& state, int tokens, int lane
     if (step + lane / 4 >= p.columns) return -1;
     return __ldg(p.steps + (static_cast<std::int64_t>(t.group) * p.columns + step) * 4 + lane);
   };
+  // In how many steps from the first to before `end` the tile's one strip stores something.
+  const auto stored_steps = [&](const StripTile& t, int first, int end) {
+    const auto* its = reinterpret_cast<const int4*>(p.steps) + static_cast<std::int64_t>(t.group) * p.columns;
+    int count = 0;
+    for (; first < end; first += 32) {
+      const bool stored = first + lane < end && stores(t.part, __ldg(its + first + lane));
+      count += __popc(__ballot_sync(~0u, stored));
+    }
+    return count;
+  };
   const int cluster = static_cast<int>(blockIdx.x) / p.pair, rank = static_cast<int>(blockIdx.x) % p.pair;
   // Of a tile's steps the part-th of `parts`.
   const auto put_steps = [&](StripTile t, int token_tile, int part, int parts) {
@@ -116,7 +128,11 @@ __device__ void walk(const WalkParams& p, WalkState& state, int tokens, int lane
       first = __ldg(reinterpret_cast<const int*>(p.first + t.group) + lane);
     WalkState::Tile tile{end - step, token_tile * tokens, {a.y, a.z, a.w}};
     if (t.part >= 0) {  // one strip alone
-      if (p.pair == 1) tile.steps = t.part == 0 ? b.x : t.part == 1 ? b.y : b.z;
+      if (parts > 1) {
+        tile.steps = stored_steps(t, step, end);
+      } else if (p.pair == 1) {
+        tile.steps = t.part == 0 ? b.x : t.part == 1 ? b.y : b.z;
+      }
 #pragma unroll
       for (int s = 0; s < kMostGroup; ++s) {
         if (t.part != s) tile.strip[s] = -1;
@@ -132,9 +148,9 @@ __device__ void walk(const WalkParams& p, WalkState& state, int tokens, int lane
     }
   };
   if constexpr (kParts) {
-    const int tile = static_cast<int>(blockIdx.x) / p.split;
-    put_steps({tile / p.lists.token_tiles, 0, -1}, tile % p.lists.token_tiles,
-              static_cast<int>(blockIdx.x) % p.split, p.split);
+    const int tile = static_cast<int>(blockIdx.x) / p.split, nth = tile / p.lists.token_tiles;
+    const StripTile t = p.alone == 0 ? StripTile{nth, 0, -1} : StripTile{nth / p.alone, 0, nth % p.alone};
+    put_steps(t, tile % p.lists.token_tiles, static_cast<int>(blockIdx.x) % p.split, p.split);
   } else {
     TileCursor cursor;
 #pragma unroll 1
