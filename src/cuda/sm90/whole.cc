@@ -17,7 +17,7 @@ constexpr double kTogether = 7;  // reading and multiplying alike take a tenth m
 constexpr double kReadBytes = 15;     // of memory, a clock and SM, where all are at it
 // Launch and first loads; and, of 64 MB of X and Y and more, what of them is last and first in memory.
 constexpr double kLaunchClocks = 9000, kManyClocks = 7000, kManyBytes = 64 << 20;
-// Of parts' sums: in any case, and for each token and 64 features of another part (an H200: 64 × 64 in two and
+// Of parts' sums, of 64 features: in any case, and for each token of another part (an H200: 64 × 64 in two and
 // four parts 1 and 1.3 us, 128 × 128 1.7 and 5.5).
 constexpr double kExchangeClocks = 1200, kExchangeEach = 8;
 
@@ -95,9 +95,10 @@ std::vector<WholeCandidate> whole_candidates(const WholeProblem& p, int sms) {
   const auto clocks = [&](const WholeConfig& c) {  // of a tile
     const bool all = c.tiles(p) * c.split * 10 > std::int64_t{sms} * 11;
     const double narrow = c.more == 0 ? 1 : 1. * WholeConfig::kNarrow / kWide;
-    const auto sums = static_cast<double>(std::min<std::int64_t>(p.tokens, c.tokens) * (c.features / 64));
+    const auto tokens = static_cast<double>(std::min<std::int64_t>(p.tokens, c.tokens));
+    const double exchange = (kExchangeClocks + kExchangeEach * (c.split - 1) * tokens) * (c.features / 64);
     return narrow * static_cast<double>(ceil_div(steps_of(p), std::int64_t{c.split})) * step_clocks(c, all) +
-           kTileClocks + (c.split > 1 ? kExchangeClocks + kExchangeEach * (c.split - 1) * sums : 0);
+           kTileClocks + (c.split > 1 ? exchange : 0);
   };
   const double reading =  // all of W, from memory
       2. * static_cast<double>(p.rows * p.cols) / (kReadBytes * sms);
