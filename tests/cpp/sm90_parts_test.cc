@@ -30,8 +30,8 @@ class Sm90PartsTest : public Sm90Test, public ::testing::WithParamInterface<Case
     const std::string config = its.more + " split=" + std::to_string(split) + ')';
     std::string text = "cuda:sm90," + std::string(its.linear) + '(' + config;
     // The tall vectors' grad_input has tiles for all SMs.
-    if (its.grad_input != "sm90_tall_grad_input") text += ',' + std::string(its.grad_input) + '(' + config;
-    return text;
+    const bool parts = its.grad_input != "sm90_tall_grad_input";
+    return text + ',' + std::string(its.grad_input) + '(' + (parts ? config : ")");
   }
   static ProblemSpec spec_of(std::int64_t m, std::int64_t n, std::int64_t k, double density, DType dtype,
                              bool integers) {

@@ -254,12 +254,10 @@ Reason supports_unions(const Problem& p, const rarefy::Machine& machine) {
 }
 
 Reason yields_unions(const Problem& p, const rarefy::Machine& machine) {
-  const UnionProblem unions = union_problem(p);
-  if (unions.fine()) {
+  if (union_problem(p).fine()) {
     if (Reason reason = refuses_few(p); !reason.empty()) return reason;
   }
-  // Of fine blocks nearly all of a union is packed.
-  return yields_to_whole(p, machine, held_union_microseconds(unions, machine), !unions.fine());
+  return unions_yield_to_whole(p, machine);
 }
 
 Config choice_of(const UnionConfig& c, const rarefy::Machine& machine) {

@@ -87,7 +87,9 @@ Reason supports_packed(const Problem& p, const rarefy::Machine& machine) {
 Reason yields_packed(const Problem& p, const rarefy::Machine& machine) {
   if (Reason reason = refuses_few(p); !reason.empty()) return reason;
   if (Reason reason = yields_to_unions(p, machine); !reason.empty()) return reason;
-  return yields_to_whole(p, machine, packed_microseconds(p, sm90_machine(machine)));
+  const BsrShape& s = p.weight.shape;
+  const double margin = s.block_cols == 1 && s.block_rows % 32 == 0 ? 10 : 3;  // it takes Y by feature, too
+  return yields_to_whole(p, machine, packed_microseconds(p, sm90_machine(machine)), margin);
 }
 
 Config configure_packed(const Problem& p, const rarefy::Machine& machine) {

@@ -41,17 +41,23 @@ inline double held_union_microseconds(UnionProblem p, const rarefy::Machine& mac
   });
 }
 
-// Of a kernel that takes so long (held_microseconds): where W whole is faster, clearly so if it wants more
-// memory than that kernel.
+// Of a kernel that takes so long (held_microseconds): where W whole is faster than it by a margin, of 4 % and so
+// many microseconds or less.
 inline Reason yields_to_whole(const Problem& p, const rarefy::Machine& machine, double mine,
-                              bool wants_more = true) {
+                              double margin = 3) {
   if (!supports_whole(p, machine).empty()) return {};
   const double its = held_microseconds([&](std::int64_t tokens) {
     WholeProblem problem = whole_problem(p);
     problem.tokens = tokens;
     return best_whole(problem, machine.gpu.sms).microseconds;
   });
-  return mine <= (wants_more ? 1.04 * its + 3 : its) ? Reason() : why_held(mine, "W whole", its);
+  return mine <= (margin > 0 ? 1.04 * its + margin : its) ? Reason() : why_held(mine, "W whole", its);
+}
+
+// Of fine blocks nearly all of a union is packed, so that W whole is no larger.
+inline Reason unions_yield_to_whole(const Problem& p, const rarefy::Machine& machine) {
+  const auto unions = product<UnionProblem>(p);
+  return yields_to_whole(p, machine, held_union_microseconds(unions, machine), unions.fine() ? 0 : 3);
 }
 
 inline WholeGradient whole_gradient(const Problem& p) { return WholeGradient(product<Product>(p)); }

@@ -29,7 +29,7 @@ Reason supports_linear(const Problem& p, const rarefy::Machine& machine) {
     const BsrShape& s = p.weight.shape;
     if (s.block_rows % 64 == 0 && (s.block_cols % 64 == 0 || s.block_cols == 1))
       return "leaves blocks with kernels of their own to these, where X is by feature";
-    if (yields_to_whole(p, machine, held_union_microseconds(product<UnionProblem>(p), machine)).empty())
+    if (unions_yield_to_whole(p, machine).empty())
       return "leaves X by feature to others, as unions are as fast by token";
   }
   return supports_whole(p, machine);
