@@ -7,6 +7,7 @@
 
 #include <climits>
 
+#include "cuda/sm90/device/wgmma_64.cuh"
 #include "cuda/sm90/device/wgmma_columns.cuh"
 #include "cuda/sm90/strip_shape.cuh"
 #include "cuda/sm90/strip_walk.h"

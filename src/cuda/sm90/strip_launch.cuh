@@ -29,6 +29,8 @@ cudaError_t launch_shape(const StripConfig& c, int clusters, const StripParams& 
       return launch_strips<T, kTransposed, kActivation, 2, 192, 1, kWhole>(c, clusters, params, stream);
     if (c.tokens == 128)
       return launch_strips<T, kTransposed, kActivation, 2, 128, 1, kWhole>(c, clusters, params, stream);
+    if (c.tokens == 64)
+      return launch_strips<T, kTransposed, kActivation, 2, 64, 1, kWhole>(c, clusters, params, stream);
     return c.cluster == 1
                ? launch_strips<T, kTransposed, kActivation, 2, 256, 1, kWhole>(c, clusters, params, stream)
                : launch_strips<T, kTransposed, kActivation, 2, 256, 2, kWhole>(c, clusters, params, stream);
@@ -42,9 +44,11 @@ cudaError_t launch_shape(const StripConfig& c, int clusters, const StripParams& 
     if (is(3, 256, 1)) return launch_parts.template operator()<3, 256>();
     if (is(2, 128, 1)) return launch_parts.template operator()<2, 128>();
     if (is(3, 128, 1)) return launch_parts.template operator()<3, 128>();
+    if (is(2, 64, 1)) return launch_parts.template operator()<2, 64>();
+    if (is(3, 64, 1)) return launch_parts.template operator()<3, 64>();
     return cudaErrorInvalidConfiguration;
   }
-  if (is(2, 256, 1) || is(2, 256, 2) || is(2, 192, 1) || is(2, 128, 1))
+  if (is(2, 256, 1) || is(2, 256, 2) || is(2, 192, 1) || is(2, 128, 1) || is(2, 64, 1))
     return params.whole ? launch_wide(std::true_type{}) : launch_wide(std::false_type{});
   if (is(3, 256, 1))
     return launch_strips<T, kTransposed, kActivation, 3, 256, 1, false>(c, clusters, params, stream);
@@ -52,6 +56,8 @@ cudaError_t launch_shape(const StripConfig& c, int clusters, const StripParams& 
     return launch_strips<T, kTransposed, kActivation, 3, 192, 1, false>(c, clusters, params, stream);
   if (is(3, 128, 1))
     return launch_strips<T, kTransposed, kActivation, 3, 128, 1, false>(c, clusters, params, stream);
+  if (is(3, 64, 1))
+    return launch_strips<T, kTransposed, kActivation, 3, 64, 1, false>(c, clusters, params, stream);
   return cudaErrorInvalidConfiguration;
 }
 

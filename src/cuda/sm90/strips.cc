@@ -18,10 +18,11 @@ constexpr double kClock = 1750;           // per microsecond
 constexpr double kBytesPerClock = 53.3;   // from L2 into shared memory, all SMs at once
 constexpr double kFew = 63.5;             // the most of few SMs
 constexpr double kBlockClocks = 612;      // 64 × 64 × 256 products of one warpgroup
+constexpr double kShortStep = 60;         // more of a step of 64 tokens
 constexpr double kTileClocks = 2390;      // writing the sums of 256 tokens
 constexpr double kCut = 1.12;             // the last tiles cut into strips
 constexpr Exchange kExchange{4610, 2.7};  // of parts
-// Tiles of one strip in parts, an H200: the exchange, and of each step what one warpgroup waits for its product.
+// Tiles of one strip, an H200: the exchange of parts, and of each step what a warpgroup waits for its product.
 constexpr Exchange kExchangeAlone{2300, 2.7, 300};
 constexpr double kAloneStep = 330;
 constexpr double kWaitInParts = 1.45;    // of three warpgroups, more than of tiles in lists
@@ -31,7 +32,7 @@ constexpr double kClusterClocks = 5000;  // more of the same in clusters
 
 // Of copies: smaller steps meet more barriers, and three warpgroups wait for one another more often.
 double waiting(const StripConfig& c) {
-  if (c.tokens == 128) return c.strips == 3 ? 1.165 : 1.19;
+  if (c.tokens <= 128) return c.strips == 3 ? 1.165 : 1.19;
   if (c.tokens == 192) return c.strips == 3 ? 1.2 : 1.03;
   return c.strips == 3 ? 1.3 : 1;
 }
@@ -44,7 +45,8 @@ constexpr int kStateBytes = 2048;  // StripState, and what the system takes
 double tile_clocks(const StripConfig& c, double steps, double blocks, double bytes_per_clock) {
   const double multiply = blocks * kBlockClocks * c.tokens / 256;
   const double w_share = c.cluster == 2 ? 0.85 : 1.0;  // half of the bytes, but each step waits for the peer
-  const double copy = waiting(c) * (steps * c.tokens * 128 + w_share * blocks * 8192) / bytes_per_clock;
+  const double copy = waiting(c) * (steps * c.tokens * 128 + w_share * blocks * 8192) / bytes_per_clock +
+                      (c.tokens == 64 ? steps * kShortStep : 0);
   return std::max(multiply, copy) + kTileClocks * c.tokens / 256;
 }
 
@@ -100,7 +102,7 @@ std::string unsupported(const StripProblem& p) {
   if (p.tokens > INT32_MAX || p.blocks * p.block_rows > INT32_MAX) return "coordinates of TMA are 32-bit";
   if (p.in_features() > kMostFeatures || p.out_features() > kMostFeatures)
     return "grouping strips takes less than 2^22 features";
-  if (p.groups() * ceil_div(p.tokens, 128) > INT32_MAX / 4) return "tiles are counted in 32 bits";
+  if (p.groups() * ceil_div(p.tokens, 64) > INT32_MAX / 4) return "tiles are counted in 32 bits";
   if (p.transposed && p.activation != Activation::none) return "grad_input has no activation";
   return {};
 }
@@ -115,7 +117,8 @@ std::vector<StripCandidate> strip_candidates(const StripProblem& p, const Machin
     int strips, tokens, cluster;
   };
   for (const auto& [n, tokens, cluster] :
-       {Shape{2, 256, 1}, {2, 256, 2}, {2, 192, 1}, {2, 128, 1}, {3, 256, 1}, {3, 192, 1}, {3, 128, 1}}) {
+       {Shape{2, 256, 1}, {2, 256, 2}, {2, 192, 1}, {2, 128, 1}, {2, 64, 1}, {3, 256, 1}, {3, 192, 1},
+        {3, 128, 1}, {3, 64, 1}}) {
     if (n != p.group_size()) continue;
     StripCandidate& candidate = list.emplace_back();
     StripConfig& c = candidate.config = {n, tokens, cluster, 0, 0};
@@ -150,9 +153,15 @@ std::vector<StripCandidate> strip_candidates(const StripProblem& p, const Machin
     const double deviation = in_row > 0 ? std::sqrt((1 - density) / in_row / distinct) : 0;
     double all =
         rounds.whole * part_clocks(1) * (1 + kUneven * deviation / std::max(1.0, rounds.whole + rounds.cut));
+    const auto alone_clocks = [&](double its, double at_work) {  // of so many blocks, and steps
+      const double multiplied = its * (kBlockClocks * c.tokens / 256 + kAloneStep) + kTileClocks / 2;
+      return std::max(tile_clocks(c, its, its, bandwidth(at_work)), multiplied);
+    };
     if (rounds.cut > 0) {
       const auto strips_alone = static_cast<double>(std::max<std::int64_t>(1, tiles % whole) * n);
-      all += rounds.cut * kCut * tile_clocks(c, blocks / n, blocks / n, bandwidth(strips_alone));
+      all += rounds.whole > 0
+                 ? rounds.cut * kCut * tile_clocks(c, blocks / n, blocks / n, bandwidth(strips_alone))
+                 : rounds.cut * alone_clocks(blocks / n, strips_alone);
     }
     if (cluster == 1) {
       const double in_lists = all;
@@ -160,10 +169,8 @@ std::vector<StripCandidate> strip_candidates(const StripProblem& p, const Machin
         const auto clocks = [&](int parts) {
           if (parts == 1) return in_lists;
           if (!alone) return part_clocks(parts) + kExchange(p.tokens, n);
-          const double its = blocks / n / parts;  // and steps
-          const double copied = tile_clocks(c, its, its, bandwidth(static_cast<double>(tiles * n * parts))),
-                       multiplied = its * (kBlockClocks * c.tokens / 256 + kAloneStep) + kTileClocks / 2;
-          return std::max(copied, multiplied) + kExchangeAlone(p.tokens, 1, parts);
+          return alone_clocks(blocks / n / parts, static_cast<double>(tiles * n * parts)) +
+                 kExchangeAlone(p.tokens, 1, parts);
         };
         int split = best_parts(alone ? tiles * n : tiles, machine.sms, clocks);
         while (!parts_fit(split, c.tokens, n, c.ring_bytes())) --split;

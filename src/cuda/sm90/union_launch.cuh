@@ -28,9 +28,11 @@ cudaError_t launch_union_shape(const UnionConfig& c, int blocks, const UnionPara
   if (is(3, 256)) return run.template operator()<3, 256>();
   if (is(2, 128)) return run.template operator()<2, 128>();
   if (is(3, 128)) return run.template operator()<3, 128>();
-  if constexpr (!std::is_same_v<T, float>) {  // such tiles have no parts (parts_fit)
+  if constexpr (!std::is_same_v<T, float>) {  // of 192 tokens there are no parts (parts_fit)
     if (is(2, 192)) return run_parts.template operator()<2, 192, false>();
     if (is(3, 192)) return run_parts.template operator()<3, 192, false>();
+    if (is(2, 64)) return run.template operator()<2, 64>();
+    if (is(3, 64)) return run.template operator()<3, 64>();
   }
   return cudaErrorInvalidConfiguration;
 }

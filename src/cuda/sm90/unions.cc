@@ -20,6 +20,7 @@ constexpr double kMultiply = 0.92;        // of the tensor cores' peak that a wa
 constexpr double kTogether = 7;           // products and copies alike take a tenth more than one of them
 constexpr double kThreeStrips = 1.03;     // copies for three strips
 constexpr double kWaitClocks = 50;        // of a step, for each that is missing to four in flight
+constexpr double kShortStep = 160;        // of a step of 64 tokens: its copies are too short to hide others
 constexpr double kPairClocks = 430;       // of a step of a pair, beside the products that its strips wait for
 constexpr double kPairTileClocks = 1750;  // of its tile: what it waits for comes later
 constexpr double kTileClocks = 1650;      // writing the sums of 256 tokens
@@ -46,7 +47,7 @@ double tile_clocks(const UnionConfig& c, double steps, double weights, double by
   const double bytes = steps * c.tokens * 128 / c.pair + weights * 8192;
   const double copy = (c.strips == 3 ? kThreeStrips : 1) * bytes / bytes_per_clock + steps * wait;
   return std::pow(std::pow(multiply, kTogether) + std::pow(copy, kTogether), 1 / kTogether) +
-         kTileClocks * tokens + (c.pair > 1 ? kPairTileClocks : 0);
+         kTileClocks * tokens + (c.pair > 1 ? kPairTileClocks : 0) + (c.tokens == 64 ? steps * kShortStep : 0);
 }
 
 // Room for pieces in the shared memory that the others leave.
@@ -131,7 +132,7 @@ std::string unsupported(const UnionProblem& p) {
     return "values of a block row are counted in 32 bits";
   if (p.in_features() > kMostFeatures || p.out_features() > kMostFeatures)
     return "grouping rows takes less than 2^20 features";
-  if (p.strips() * ceil_div(p.tokens, 128) > INT32_MAX / 4) return "tiles are counted in 32 bits";
+  if (p.strips() * ceil_div(p.tokens, 64) > INT32_MAX / 4) return "tiles are counted in 32 bits";
   if (p.transposed && p.activation != Activation::none) return "grad_input has no activation";
   return {};
 }
@@ -202,8 +203,8 @@ std::vector<UnionCandidate> union_candidates(const UnionProblem& p, const UnionL
   std::vector<UnionCandidate> list;
   for (const UnionLayout& layout : layouts) {
     const Shares shares{p.piece_share(), p.box_share(layout), p.box_share({1, layout.width})};
-    for (const auto& [tokens, buffers] : {Shape{256, 2}, {256, 1}, {192, 2}, {128, 2}}) {
-      if (tokens == 192 && p.dtype == DType::f32) continue;      // not compiled
+    for (const auto& [tokens, buffers] : {Shape{256, 2}, {256, 1}, {192, 2}, {128, 2}, {64, 2}}) {
+      if ((tokens == 192 || tokens == 64) && p.dtype == DType::f32) continue;  // not compiled
       if (tokens < 256 && layout.strips > kMostGroup) continue;  // nor are these
       list.push_back(candidate_of(p, layout, shares, tokens, buffers, machine));
     }
