@@ -98,51 +98,52 @@ TEST_P(Sm90PartsTest, RepeatsAreEqual) {
 
 INSTANTIATE_TEST_SUITE_P(
     Sm90, Sm90PartsTest,
-    ::testing::Values(Case{"sm90_strips_linear", "sm90_strips_grad_input", 64, 64, false,
-                           "cluster=1 tokens=128 slots=4 w_slots=12"},
-                      Case{"sm90_strips_linear",
-                           "sm90_strips_grad_input",
-                           64,
-                           64,
-                           false,
-                           "cluster=1 tokens=256 slots=3 w_slots=9",
-                           {2, 4}},  // sums of thirds have no room
-                      Case{"sm90_strips_linear", "sm90_strips_grad_input", 128, 128, false,
-                           "cluster=1 tokens=128 slots=4 w_slots=12"},
-                      Case{"sm90_strips_linear", "sm90_strips_grad_input", 128, 128, false,
-                           "cluster=1 strips=2 tokens=256 slots=4 w_slots=8"},
-                      Case{"sm90_unions_linear", "sm90_unions_grad_input", 16, 16},
-                      Case{"sm90_unions_linear", "sm90_unions_grad_input", 32, 32},
-                      Case{"sm90_unions_linear", "sm90_unions_grad_input", 8, 8},
-                      Case{"sm90_unions_linear", "sm90_unions_grad_input", 16, 16, false, "alone=1"},
-                      Case{"sm90_unions_linear", "sm90_unions_grad_input", 32, 32, true, "alone=1"},
-                      Case{"sm90_strips_linear", "sm90_strips_grad_input", 64, 64, false,
-                           "cluster=1 tokens=128 slots=4 w_slots=12 alone=1"},
-                      Case{"sm90_strips_linear", "sm90_strips_grad_input", 128, 128, false,
-                           "cluster=1 strips=2 tokens=256 slots=4 w_slots=8 alone=1"},
-                      Case{"sm90_strips_linear", "sm90_strips_grad_input", 64, 64, false,
-                           "cluster=1 tokens=64 slots=8 w_slots=14"},
-                      Case{"sm90_unions_linear", "sm90_unions_grad_input", 16, 16, false,
-                           "tokens=64 slots=6 pieces=56 alone=1"},
-                      Case{"sm90_unions_linear", "sm90_unions_grad_input", 32, 32, true},
-                      Case{"sm90_tall", "sm90_tall_grad_input", 128, 1},
-                      Case{"sm90_tall", "sm90_tall_grad_input", 64, 1, false, "tokens=256 columns=64 slots=4"},
-                      Case{"sm90_tall", "sm90_tall_grad_input", 128, 1, false, "tile_rows=128 tokens=128 columns=64 slots=6"},
-                      Case{"sm90_tall", "sm90_tall_grad_input", 128, 1, false,
-                           "tile_rows=64 tokens=64 columns=64 slots=5"},
-                      Case{"sm90_tall_packed", "sm90_tall_packed_transposed", 16, 1, false,
-                           "tokens=256 columns=64 slots=4"},
-                      Case{"sm90_tall_packed", "sm90_tall_packed_transposed", 16, 1, false,
-                           "tokens=128 columns=128 slots=4"},
-                      Case{"sm90_tall_packed", "sm90_tall_packed_transposed", 16, 1, false,
-                           "tokens=64 columns=128 slots=6"},
-                      Case{"sm90_tall_packed", "sm90_tall_packed_transposed", 128, 4, false,
-                           "tokens=256 columns=64 slots=4"}),
+    ::testing::Values(
+        Case{"sm90_strips_linear", "sm90_strips_grad_input", 64, 64, false,
+             "cluster=1 tokens=128 slots=4 w_slots=12"},
+        Case{"sm90_strips_linear",
+             "sm90_strips_grad_input",
+             64,
+             64,
+             false,
+             "cluster=1 tokens=256 slots=3 w_slots=9",
+             {2, 4}},  // sums of thirds have no room
+        Case{"sm90_strips_linear", "sm90_strips_grad_input", 128, 128, false,
+             "cluster=1 tokens=128 slots=4 w_slots=12"},
+        Case{"sm90_strips_linear", "sm90_strips_grad_input", 128, 128, false,
+             "cluster=1 strips=2 tokens=256 slots=4 w_slots=8"},
+        Case{"sm90_unions_linear", "sm90_unions_grad_input", 16, 16},
+        Case{"sm90_unions_linear", "sm90_unions_grad_input", 32, 32},
+        Case{"sm90_unions_linear", "sm90_unions_grad_input", 8, 8},
+        Case{"sm90_unions_linear", "sm90_unions_grad_input", 16, 16, false, "alone=1"},
+        Case{"sm90_unions_linear", "sm90_unions_grad_input", 32, 32, true, "alone=1"},
+        Case{"sm90_strips_linear", "sm90_strips_grad_input", 64, 64, false,
+             "cluster=1 tokens=128 slots=4 w_slots=12 alone=1"},
+        Case{"sm90_strips_linear", "sm90_strips_grad_input", 128, 128, false,
+             "cluster=1 strips=2 tokens=256 slots=4 w_slots=8 alone=1"},
+        Case{"sm90_strips_linear", "sm90_strips_grad_input", 64, 64, false,
+             "cluster=1 tokens=64 slots=8 w_slots=14"},
+        Case{"sm90_unions_linear", "sm90_unions_grad_input", 16, 16, false,
+             "tokens=64 slots=6 pieces=56 alone=1"},
+        Case{"sm90_unions_linear", "sm90_unions_grad_input", 32, 32, true},
+        Case{"sm90_tall", "sm90_tall_grad_input", 128, 1},
+        Case{"sm90_tall", "sm90_tall_grad_input", 64, 1, false, "tokens=256 columns=64 slots=4"},
+        Case{"sm90_tall", "sm90_tall_grad_input", 128, 1, false,
+             "tile_rows=128 tokens=128 columns=64 slots=6"},
+        Case{"sm90_tall", "sm90_tall_grad_input", 128, 1, false, "tile_rows=64 tokens=64 columns=64 slots=5"},
+        Case{"sm90_tall_packed", "sm90_tall_packed_transposed", 16, 1, false,
+             "tokens=256 columns=64 slots=4"},
+        Case{"sm90_tall_packed", "sm90_tall_packed_transposed", 16, 1, false,
+             "tokens=128 columns=128 slots=4"},
+        Case{"sm90_tall_packed", "sm90_tall_packed_transposed", 16, 1, false,
+             "tokens=64 columns=128 slots=6"},
+        Case{"sm90_tall_packed", "sm90_tall_packed_transposed", 128, 4, false,
+             "tokens=256 columns=64 slots=4"}),
     [](const auto& tested) {
       const Case& its = tested.param;
       return std::string(its.linear) + '_' + std::to_string(its.r) + 'x' + std::to_string(its.c) +
-             (its.tf32 ? "_tf32" : "") +
-             its.tokens() + (its.more.find("alone") != std::string::npos ? "_alone" : "");
+             (its.tf32 ? "_tf32" : "") + its.tokens() +
+             (its.more.find("alone") != std::string::npos ? "_alone" : "");
     });
 
 // Every tile of tall vectors, whole and in parts; X and Y in either layout, tokens that end within a piece of
@@ -193,8 +194,8 @@ TEST_F(Sm90Test, PartsOfTallTiles) {
           const Problem problem = make_problem(spec);
           ProblemIn<DeviceBuffer> gpu(problem);
           gpu.hold_derived(4096);
-          const Force force("cuda:sm90,sm90_tall(tokens=256 columns=64 slots=4 split=" +
-                            std::to_string(split) + ')');
+          const Force force(
+              "cuda:sm90,sm90_tall(tokens=256 columns=64 slots=4 split=" + std::to_string(split) + ')');
           expect_ok(gpu.linear(Activation::none));
           expect_linear(problem, gpu);
         }

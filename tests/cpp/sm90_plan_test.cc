@@ -566,8 +566,9 @@ TEST(TallPlan, FollowsTheWeightAlone) {
 TEST(TallPlan, HasTilesForFewTokens) {
   const auto tile = [](std::int64_t tokens, std::int64_t cols, std::int64_t rows, std::int64_t block_rows,
                        std::int64_t stored) {
-    const TallProblem p{DType::bf16, tokens, rows, cols, block_rows, rows / block_rows * stored,
-                        Layout::by_token, Layout::by_token, cols, rows};
+    const TallProblem p{
+        DType::bf16,      tokens,           rows, cols, block_rows, rows / block_rows * stored,
+        Layout::by_token, Layout::by_token, cols, rows};
     const TallConfig c = configure(p, kMachine.sms, kMachine.shared_bytes);
     EXPECT_TRUE(c.is_compiled());
     EXPECT_LE(c.shared_bytes() + 512, kMachine.shared_bytes);

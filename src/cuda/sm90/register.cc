@@ -107,7 +107,8 @@ Reason supports_tall_decode(const Problem& p, const rarefy::Machine& machine) {
 }
 
 // Of 16 rows inputs are as many bytes as weights: 4096→14336 at .5, 32 tokens 39 us, W whole 33. The tall
-// kernel takes 4 us and more in any case, and less for each byte: 4096² at .1 (3.4 MB), 24 tokens 5.6 and 6.7.
+// kernel takes 4 us and more in any case, and less for each byte: 4096² at .1 (3.4 MB), 24 tokens 5.6
+// and 6.7.
 Reason yields_tall_decode(const Problem& p, const rarefy::Machine& /*machine*/) {
   constexpr std::int64_t kManyValues = 3 << 19;  // 3 MB
   const BsrShape& s = p.weight.shape;
@@ -239,8 +240,7 @@ struct UnionChoice {
 
   UnionConfig config() const {
     const auto n = [](std::int64_t x) { return static_cast<int>(x); };
-    return {n(strips), n(width), n(tokens), n(slots), n(pieces), n(buffers), n(split), n(pair),
-            alone != 0};
+    return {n(strips), n(width), n(tokens), n(slots), n(pieces), n(buffers), n(split), n(pair), alone != 0};
   }
 };
 

@@ -95,8 +95,7 @@ double microseconds_of(const Candidates& candidates, const Config& config, const
 
 // StripConfig as the registry keeps it; `sms` are the thread blocks that the GPU runs at once.
 struct StripChoice {
-  std::int64_t strips = 2, tokens = 256, cluster = 1, slots = 5, w_slots = 8, sms = 132, split = 1,
-               alone = 0;
+  std::int64_t strips = 2, tokens = 256, cluster = 1, slots = 5, w_slots = 8, sms = 132, split = 1, alone = 0;
   static constexpr std::string_view kFields[] = {"strips",  "tokens", "cluster", "slots",
                                                  "w_slots", "sms",    "split",   "alone"};
 

@@ -113,7 +113,10 @@ struct StripWarps {
       int word = read_steps(t, step, lane);
       StripState::Tile tile{end - step, token_tile * kTokens, {a.y, a.z, a.w}};
       if (t.part >= 0) {  // one strip alone
-        tile.steps = parts > 1 ? stored_steps(t, step, end, lane) : t.part == 0 ? b.x : t.part == 1 ? b.y : b.z;
+        tile.steps = parts > 1     ? stored_steps(t, step, end, lane)
+                     : t.part == 0 ? b.x
+                     : t.part == 1 ? b.y
+                                   : b.z;
         if (t.part != 0) tile.strip[0] = -1;
         if (t.part != 1) tile.strip[1] = -1;
         if (t.part != 2) tile.strip[2] = -1;

@@ -22,7 +22,8 @@ constexpr double kShortStep = 60;         // more of a step of 64 tokens
 constexpr double kTileClocks = 2390;      // writing the sums of 256 tokens
 constexpr double kCut = 1.12;             // the last tiles cut into strips
 constexpr Exchange kExchange{4610, 2.7};  // of parts
-// Tiles of one strip, an H200: the exchange of parts, and of each step what a warpgroup waits for its product.
+// Tiles of one strip, an H200: the exchange of parts, and of each step what a warpgroup waits for its
+// product.
 constexpr Exchange kExchangeAlone{2300, 2.7, 300};
 constexpr double kAloneStep = 330;
 constexpr double kWaitInParts = 1.45;    // of three warpgroups, more than of tiles in lists
@@ -116,9 +117,15 @@ std::vector<StripCandidate> strip_candidates(const StripProblem& p, const Machin
   struct Shape {
     int strips, tokens, cluster;
   };
-  for (const auto& [n, tokens, cluster] :
-       {Shape{2, 256, 1}, {2, 256, 2}, {2, 192, 1}, {2, 128, 1}, {2, 64, 1}, {3, 256, 1}, {3, 192, 1},
-        {3, 128, 1}, {3, 64, 1}}) {
+  for (const auto& [n, tokens, cluster] : {Shape{2, 256, 1},
+                                           {2, 256, 2},
+                                           {2, 192, 1},
+                                           {2, 128, 1},
+                                           {2, 64, 1},
+                                           {3, 256, 1},
+                                           {3, 192, 1},
+                                           {3, 128, 1},
+                                           {3, 64, 1}}) {
     if (n != p.group_size()) continue;
     StripCandidate& candidate = list.emplace_back();
     StripConfig& c = candidate.config = {n, tokens, cluster, 0, 0};

@@ -31,8 +31,8 @@ struct Machine {
 };
 
 // One warpgroup for each strip of a group; `cluster` thread blocks with neighbouring tokens share every block
-// of W. Where tiles are few, `split` thread blocks have a part of a tile's steps each, and, with `alone`, each
-// strip of a group has a tile of its own.
+// of W. Where tiles are few, `split` thread blocks have a part of a tile's steps each, and, with `alone`,
+// each strip of a group has a tile of its own.
 struct StripConfig {
   int strips = 2, tokens = 256, cluster = 1;
   int slots = 5, w_slots = 8;  // in flight: steps, and blocks of W

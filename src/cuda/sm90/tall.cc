@@ -43,8 +43,9 @@ double lists_microseconds(const TallProblem& p, const TallConfig& c, int sms) {
   return rounds.whole * tall_clocks(c.rows, static_cast<int>(columns_of(p))) / kClock + 9;
 }
 
-// Tiles with a thread block or a cluster each (docs/design/hopper/batches.md): an SM gathers 51 bytes a clock,
-// a step takes 224 more, and W comes from memory at 13 bytes a clock and SM, at 15 in lines of 256 bytes.
+// Tiles with a thread block or a cluster each (docs/design/hopper/batches.md): an SM gathers 51 bytes a
+// clock, a step takes 224 more, and W comes from memory at 13 bytes a clock and SM, at 15 in lines of 256
+// bytes.
 double single_microseconds(const TallProblem& p, const TallConfig& c, int sms) {
   constexpr double kStep = 224, kNextRound = 4000, kAlone = 5.8;
   const TallTile& tile = c.tile;
@@ -144,9 +145,8 @@ TallConfig with_tile(const TallProblem& p, const TallConfig& config, int sms, in
       its.split = parts;
       return its;
     };
-    c.split = best_parts(tiles_of(p, c), sms, [&](int parts) {
-      return single_microseconds(p, with_parts(parts), sms);
-    });
+    c.split = best_parts(tiles_of(p, c), sms,
+                         [&](int parts) { return single_microseconds(p, with_parts(parts), sms); });
     while (!parts_fit(c.split, tile.mine(), tile.warpgroups(), c.slots * tile.slot_bytes())) --c.split;
     if (!c.is_compiled()) continue;
     if (const double its = single_microseconds(p, c, sms); its < least) best = c, least = its;

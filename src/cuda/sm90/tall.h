@@ -52,9 +52,7 @@ struct TallConfig {
   // A thread block for each tile, or for a part of one.
   bool single() const { return split > 1 || tile.rows < rows || !lists(); }
   bool is_compiled() const { return std::ranges::count(tall_tiles(single()), tile) > 0; }
-  int shared_bytes() const {
-    return 1024 + slots * tile.slot_bytes() + tile.warpgroups() * 2 * 8192;
-  }
+  int shared_bytes() const { return 1024 + slots * tile.slot_bytes() + tile.warpgroups() * 2 * 8192; }
   // Elements between features of a copied chunk, and bytes of one.
   std::int64_t chunk_stride(std::int64_t all) const { return turned_stride(all < chunk ? all : chunk); }
   std::int64_t chunk_bytes(const TallProblem& p) const { return p.cols * chunk_stride(p.tokens) * 2; }

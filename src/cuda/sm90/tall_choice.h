@@ -15,7 +15,8 @@
 namespace rarefy::sm90 {
 
 struct TallChoice {
-  std::int64_t rows = 128, slots = 4, chunk = 512, sms = 132, split = 1, tokens = 256, tile_rows = 128, columns = 64;
+  std::int64_t rows = 128, slots = 4, chunk = 512, sms = 132, split = 1, tokens = 256, tile_rows = 128,
+               columns = 64;
   static constexpr std::string_view kFields[] = {"rows",  "slots",  "chunk",     "sms",
                                                  "split", "tokens", "tile_rows", "columns"};
   TallConfig config() const {
@@ -25,8 +26,7 @@ struct TallChoice {
 };
 
 inline TallChoice tall_choice(const TallConfig& c, std::int64_t sms) {
-  return {c.rows,  c.slots,       c.chunk,     sms,
-          c.split, c.tile.tokens, c.tile.rows, c.tile.columns};
+  return {c.rows, c.slots, c.chunk, sms, c.split, c.tile.tokens, c.tile.rows, c.tile.columns};
 }
 inline TallChoice tall_choice(const TallProblem& p, const rarefy::Machine& machine) {
   return tall_choice(configure(p, machine.gpu.sms, static_cast<int>(machine.gpu.shared_memory)),
@@ -53,7 +53,8 @@ inline Status check_choice(Op op, const TallProblem& p, const TallChoice& choice
     return refuse("split of the config must be in [1, 4]", choice.split);
   const TallConfig config = choice.config();
   // Warpgroups with 64 rows of their tokens each.
-  if (!parts_fit(config.split, config.tile.mine(), config.tile.warpgroups(), config.slots * config.tile.slot_bytes()))
+  if (!parts_fit(config.split, config.tile.mine(), config.tile.warpgroups(),
+                 config.slots * config.tile.slot_bytes()))
     return refuse("slots of the config must have room for the sums of its parts", choice.slots);
   if (choice.sms < 1 || choice.sms > kMostClusters)
     return refuse(cat("sms of the config must be in [1, ", kMostClusters, ']'), choice.sms);
@@ -118,9 +119,8 @@ inline Product expected_input(const Problem& p, std::int64_t tokens) {
 }
 
 inline double held_input_microseconds(const Problem& p, const rarefy::Machine& machine) {
-  return held_microseconds([&](std::int64_t tokens) {
-    return best_input(expected_input(p, tokens), machine).microseconds;
-  });
+  return held_microseconds(
+      [&](std::int64_t tokens) { return best_input(expected_input(p, tokens), machine).microseconds; });
 }
 
 }  // namespace rarefy::sm90

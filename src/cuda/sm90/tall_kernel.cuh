@@ -6,11 +6,11 @@
 #include "cuda/sm90/device/async_copy.cuh"
 #include "cuda/sm90/device/warp.cuh"
 #include "cuda/sm90/device/wgmma_64.cuh"
+#include "cuda/sm90/tall_tile.h"
 #include "cuda/sm90/tile/exchange.cuh"
 #include "cuda/sm90/tile/repair.cuh"
 #include "cuda/sm90/tile/ring.cuh"
 #include "cuda/sm90/tile/store_either.cuh"
-#include "cuda/sm90/tall_tile.h"
 #include "cuda/sm90/tile_lists.cuh"
 
 namespace rarefy::sm90 {
@@ -143,8 +143,8 @@ struct TallWarps {
       const Tokens tokens = token + kTokens <= p.tokens ? Tokens::all
                             : p.ragged                  ? Tokens::ragged
                                                         : Tokens::pieces;
-      const char* x = hidden(reinterpret_cast<const char*>(static_cast<const T*>(p.x) + token) +
-                             lane % kPieces * 16);
+      const char* x =
+          hidden(reinterpret_cast<const char*>(static_cast<const T*>(p.x) + token) + lane % kPieces * 16);
       int column = next;
       next_tile = walk.next();
       int step = t.first;

@@ -21,12 +21,12 @@ struct TallTile {
   constexpr bool operator==(const TallTile&) const = default;
 };
 
-// Those with lists of tiles, for as many thread blocks as run at one time, and those with a thread block, or a
-// cluster, for each tile.
+// Those with lists of tiles, for as many thread blocks as run at one time, and those with a thread block, or
+// a cluster, for each tile.
 inline constexpr TallTile kListedTallTiles[] = {{128, 256, 64}, {64, 512, 32}};
 // The smallest comes first: of those that are predicted to take as long it is chosen.
-inline constexpr TallTile kSingleTallTiles[] = {{64, 64, 128}, {64, 64, 64},   {64, 128, 128},
-                                                {64, 128, 64}, {64, 256, 64},  {128, 64, 128},
+inline constexpr TallTile kSingleTallTiles[] = {{64, 64, 128},  {64, 64, 64},  {64, 128, 128},
+                                                {64, 128, 64},  {64, 256, 64}, {128, 64, 128},
                                                 {128, 128, 64}, {128, 256, 64}};
 constexpr std::span<const TallTile> tall_tiles(bool single) {
   if (single) return kSingleTallTiles;

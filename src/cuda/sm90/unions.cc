@@ -27,10 +27,11 @@ constexpr double kTileClocks = 1650;      // writing the sums of 256 tokens
 constexpr double kCut = 1.06;             // a last round of strips alone …
 constexpr double kCutAtOnce = 1.54;       // … or the only one
 constexpr Exchange kExchange{2400, 7.6, 1950};  // of parts
-// Tiles of one strip in parts, an H200: the exchange, and of each step what one warpgroup waits for its product.
+// Tiles of one strip in parts, an H200: the exchange, and of each step what one warpgroup waits for its
+// product.
 constexpr Exchange kExchangeAlone{3600, 7.6};
 constexpr double kAloneStep = 220;
-constexpr double kLaunchClocks = 10700;         // launch, first loads, last stores
+constexpr double kLaunchClocks = 10700;  // launch, first loads, last stores
 
 constexpr std::int64_t kMostFeatures = (1 << 20) - 64;  // unit rows and overlaps are 16-bit in the plan
 constexpr std::int64_t kPieceBytes = 64 * 32;
@@ -47,7 +48,8 @@ double tile_clocks(const UnionConfig& c, double steps, double weights, double by
   const double bytes = steps * c.tokens * 128 / c.pair + weights * 8192;
   const double copy = (c.strips == 3 ? kThreeStrips : 1) * bytes / bytes_per_clock + steps * wait;
   return std::pow(std::pow(multiply, kTogether) + std::pow(copy, kTogether), 1 / kTogether) +
-         kTileClocks * tokens + (c.pair > 1 ? kPairTileClocks : 0) + (c.tokens == 64 ? steps * kShortStep : 0);
+         kTileClocks * tokens + (c.pair > 1 ? kPairTileClocks : 0) +
+         (c.tokens == 64 ? steps * kShortStep : 0);
 }
 
 // Room for pieces in the shared memory that the others leave.
@@ -205,7 +207,7 @@ std::vector<UnionCandidate> union_candidates(const UnionProblem& p, const UnionL
     const Shares shares{p.piece_share(), p.box_share(layout), p.box_share({1, layout.width})};
     for (const auto& [tokens, buffers] : {Shape{256, 2}, {256, 1}, {192, 2}, {128, 2}, {64, 2}}) {
       if ((tokens == 192 || tokens == 64) && p.dtype == DType::f32) continue;  // not compiled
-      if (tokens < 256 && layout.strips > kMostGroup) continue;  // nor are these
+      if (tokens < 256 && layout.strips > kMostGroup) continue;                // nor are these
       list.push_back(candidate_of(p, layout, shares, tokens, buffers, machine));
     }
   }

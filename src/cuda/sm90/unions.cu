@@ -74,8 +74,7 @@ cudaError_t launch(const UnionProblem& p, const UnionConfig& config, int sms, co
                    : p.dtype == DType::f16 ? launch_union_f16
                                            : launch_union_tf32;
   const int tiles = groups.count * (config.alone ? config.strips : 1) * params.walk.lists.token_tiles;
-  const int blocks = config.split > 1 ? tiles * config.split
-                                      : groups.clusters * config.pair;
+  const int blocks = config.split > 1 ? tiles * config.split : groups.clusters * config.pair;
   return run(p.activation, config, blocks, params, stream);
 }
 

@@ -11,14 +11,14 @@
 namespace rarefy::sm90 {
 namespace {
 
-constexpr double kClock = 1750;     // per microsecond
+constexpr double kClock = 1750;       // per microsecond
 constexpr double kTileClocks = 2000;  // around a tile's steps
-constexpr double kTogether = 7;  // reading and multiplying alike take a tenth more than one of them
+constexpr double kTogether = 7;       // reading and multiplying alike take a tenth more than one of them
 constexpr double kReadBytes = 15;     // of memory, a clock and SM, where all are at it
 // Launch and first loads; and, of 64 MB of X and Y and more, what of them is last and first in memory.
 constexpr double kLaunchClocks = 9000, kManyClocks = 7000, kManyBytes = 64 << 20;
-// Of parts' sums, of 64 features: in any case, and for each token of another part (an H200: 64 × 64 in two and
-// four parts 1 and 1.3 us, 128 × 128 1.7 and 5.5).
+// Of parts' sums, of 64 features: in any case, and for each token of another part (an H200: 64 × 64 in two
+// and four parts 1 and 1.3 us, 128 × 128 1.7 and 5.5).
 constexpr double kExchangeClocks = 1200, kExchangeEach = 8;
 
 constexpr int kWide = WholeConfig::kWide, kHalf = WholeConfig::kHalf;

@@ -14,10 +14,10 @@
 
 namespace rarefy::sm90 {
 
-// A tile is 128 features × `tokens` tokens, of kWidths those that fill the rounds of all SMs best, or, for few
-// tiles, 64 × kFewWidths. Where tiles are few, `split` thread blocks have a part of a tile's steps each; where
-// a few `more` of them fill rounds, most have 248 tokens instead of 256 (8192 tokens, 4096 features: 8 rounds
-// of 33 × 32 tiles, not 7.8 of 32 × 32 that take as long as 8).
+// A tile is 128 features × `tokens` tokens, of kWidths those that fill the rounds of all SMs best, or, for
+// few tiles, 64 × kFewWidths. Where tiles are few, `split` thread blocks have a part of a tile's steps each;
+// where a few `more` of them fill rounds, most have 248 tokens instead of 256 (8192 tokens, 4096 features: 8
+// rounds of 33 × 32 tiles, not 7.8 of 32 × 32 that take as long as 8).
 struct WholeConfig {
   static constexpr int kWide = 256, kNarrow = 248, kHalf = 128, kFew = 64;
   static constexpr int kWidths[] = {kWide, 208, 192, 160, kHalf}, kFewWidths[] = {kFew, kHalf};

@@ -10,8 +10,8 @@
 namespace rarefy::sm90 {
 
 // A front holds one derived weight for any number of tokens: of kernels that want one it has that which takes
-// least for many and for some together, so that large weights are what many tokens want, and small ones, where
-// a microsecond of either is one of the other, what a small batch wants.
+// least for many and for some together, so that large weights are what many tokens want, and small ones,
+// where a microsecond of either is one of the other, what a small batch wants.
 inline constexpr std::int64_t kManyTokens = 4096, kSomeTokens = 64;
 template <class Microseconds>
 double held_microseconds(Microseconds&& of_tokens) {
@@ -41,8 +41,8 @@ inline double held_union_microseconds(UnionProblem p, const rarefy::Machine& mac
   });
 }
 
-// Of a kernel that takes so long (held_microseconds): where W whole is faster than it by a margin, of 4 % and so
-// many microseconds or less.
+// Of a kernel that takes so long (held_microseconds): where W whole is faster than it by a margin, of 4 % and
+// so many microseconds or less.
 inline Reason yields_to_whole(const Problem& p, const rarefy::Machine& machine, double mine,
                               double margin = 3) {
   if (!supports_whole(p, machine).empty()) return {};

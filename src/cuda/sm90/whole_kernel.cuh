@@ -1,5 +1,6 @@
 // Y = X Wᵀ or Y = X W of a weight packed whole, device side. A tile is kFeatures features of Y × kTokens
-// tokens. One thread copies steps of 64 features of X, a warpgroup for each 64 of Y multiplies, W as operand A.
+// tokens. One thread copies steps of 64 features of X, a warpgroup for each 64 of Y multiplies, W as operand
+// A.
 #pragma once
 
 #include "cuda/sm90/device/warp.cuh"
@@ -134,7 +135,7 @@ struct WholeWarps {
     const int first = uniform(first_step()), end = uniform(end_step());
     int next = uniform(first_tile());
     bool bad = false;  // a sum is NaN
-    struct Share {  // of a tile's tokens, that leave here
+    struct Share {     // of a tile's tokens, that leave here
       int first = 0, end = kTokens;
     };
     const auto share = [&] {

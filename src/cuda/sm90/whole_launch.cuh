@@ -7,8 +7,8 @@
 
 namespace rarefy::sm90 {
 
-// Of X by feature there are no parts and no tiles for few tokens: whoever has these turns them. Widths between
-// are for X by token, in whole tiles, without an activation (a megabyte of kernels).
+// Of X by feature there are no parts and no tiles for few tokens: whoever has these turns them. Widths
+// between are for X by token, in whole tiles, without an activation (a megabyte of kernels).
 template <class T, Major kMajorW, Activation kActivation>
 cudaError_t launch_whole_shape(Major x, const WholeConfig& c, int blocks, const WholeParams& params,
                                cudaStream_t stream) {

@@ -78,8 +78,8 @@ struct WalkState {
 
 // A token tile is `tokens` high, and this thread block's begins `first_token` behind its first. `keep(part,
 // r, word)` is what a tile wants of word r of a step's four, -1 if nothing; `part`: the one strip that it
-// multiplies, or negative; `stores(part, step)`: whether that one stores something. kParts: a cluster's thread
-// blocks have a part of a tile's steps each, and one tile.
+// multiplies, or negative; `stores(part, step)`: whether that one stores something. kParts: a cluster's
+// thread blocks have a part of a tile's steps each, and one tile.
 template <bool kParts, class Keep, class Stores>
 __device__ void walk(const WalkParams& p, WalkState& state, int tokens, int lane, Keep&& keep,
                      Stores&& stores) {
