@@ -131,8 +131,8 @@ std::vector<Config> candidates_tall_decode(const Problem& p, const rarefy::Machi
   return all;
 }
 
-// Fitted to 138 layers and batches on an H200: 12 % off in the median, a fifth at most. Of more than 16 tokens
-// inputs are as many bytes as weights.
+// Fitted to 138 layers and batches on an H200: 12 % off in the median, a fifth at most. Of more than 16
+// tokens inputs are as many bytes as weights.
 double tall_decode_microseconds(const Problem& p, const Config& /*config*/, const rarefy::Machine& machine) {
   const BsrShape& s = p.weight.shape;
   return reading_microseconds(s.value_count() * 2 + s.nnzb * 4, machine, p.tokens <= 16 ? .75 : .25) + .6 +
