@@ -197,7 +197,7 @@ TEST(StripConfig, FitsSharedMemoryAndFollowsTheProblem) {
   }
   // Few tokens fill the SMs with small tiles only; a cluster needs two token tiles.
   const StripProblem few = product_problem<StripProblem>(false, 128, 4096, 4096, 128, 128, 100);
-  EXPECT_EQ(configure(few, kMachine).tokens, 128);
+  EXPECT_LE(configure(few, kMachine).tokens, 128);
   for (const StripCandidate& c : strip_candidates(few, kMachine)) {
     if (c.config.cluster == 2) {
       EXPECT_NE(c.reason, "");

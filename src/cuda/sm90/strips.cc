@@ -117,15 +117,16 @@ std::vector<StripCandidate> strip_candidates(const StripProblem& p, const Machin
   struct Shape {
     int strips, tokens, cluster;
   };
-  for (const auto& [n, tokens, cluster] : {Shape{2, 256, 1},
-                                           {2, 256, 2},
-                                           {2, 192, 1},
-                                           {2, 128, 1},
-                                           {2, 64, 1},
-                                           {3, 256, 1},
-                                           {3, 192, 1},
-                                           {3, 128, 1},
-                                           {3, 64, 1}}) {
+  for (const Shape& shape : {Shape{2, 256, 1},
+                             {2, 256, 2},
+                             {2, 192, 1},
+                             {2, 128, 1},
+                             {2, 64, 1},
+                             {3, 256, 1},
+                             {3, 192, 1},
+                             {3, 128, 1},
+                             {3, 64, 1}}) {
+    const int n = shape.strips, tokens = shape.tokens, cluster = shape.cluster;
     if (n != p.group_size()) continue;
     StripCandidate& candidate = list.emplace_back();
     StripConfig& c = candidate.config = {n, tokens, cluster, 0, 0};

@@ -96,7 +96,8 @@ std::vector<WholeCandidate> whole_candidates(const WholeProblem& p, int sms) {
     const bool all = c.tiles(p) * c.split * 10 > std::int64_t{sms} * 11;
     const double narrow = c.more == 0 ? 1 : 1. * WholeConfig::kNarrow / kWide;
     const auto tokens = static_cast<double>(std::min<std::int64_t>(p.tokens, c.tokens));
-    const double exchange = (kExchangeClocks + kExchangeEach * (c.split - 1) * tokens) * (c.features / 64);
+    const double exchange =
+        (kExchangeClocks + kExchangeEach * (c.split - 1) * tokens) * (c.features == 128 ? 2 : 1);
     return narrow * static_cast<double>(ceil_div(steps_of(p), std::int64_t{c.split})) * step_clocks(c, all) +
            kTileClocks + (c.split > 1 ? exchange : 0);
   };

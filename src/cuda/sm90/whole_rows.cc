@@ -39,8 +39,8 @@ Reason supports_linear(const Problem& p, const rarefy::Machine& machine) {
 // tokens (an H200, 4096→14336 and 4096², .05 to .75; docs/design/hopper/sweep.md).
 double few_microseconds(const Problem& p) {
   const BsrShape& s = p.weight.shape;
-  constexpr double kRows[] = {.6, .75, 1.1, 2}, kColumns[] = {.7, 1.1, 1.3, 2.5}, kOthers[] = {1.35, 1.8},
-                   kSingle[] = {2.4, 3.8};
+  constexpr double kRows[] = {.6, .75, 1.1, 2}, kColumns[] = {.7, 1.1, 1.3, 2.5};
+  constexpr double kOthers[] = {1.35, 1.8, 1.8, 1.8}, kSingle[] = {2.4, 3.8, 3.8, 3.8};  // of up to four
   const double* rates = s.block_cols % 8 == 0                        ? kRows
                         : s.block_cols == 1 && s.block_rows % 8 == 0 ? kColumns
                         : s.block_size() == 1                        ? kSingle
