@@ -379,6 +379,8 @@ TEST(Sm90Rows, ForcedConfigurationsAreChecked) {
                 "tile_rows of the config must be 64, or its rows; got 128"},
         Refused{80, 64, 1, "sm90_tall", "sms=0", "sms of the config must be in [1, 160]; got 0"},
         Refused{80, 64, 64, "sm90_strips_linear", "sms=0", "sms of the config must be in [1, 160]; got 0"},
+        Refused{80, 64, 64, "sm90_strips_linear", "alone=1 split=1",
+                "alone of the config must be 0 where tiles have no parts; got 1"},
         Refused{80, 32, 32, "sm90_unions_linear", "strips=4", "strips of the config must be 2 or 3; got 4"},
         Refused{80, 32, 32, "sm90_unions_linear", "alone=1 split=1",
                 "alone of the config must be 0 where tiles have no parts; got 1"},

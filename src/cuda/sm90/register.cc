@@ -187,6 +187,11 @@ Status check_sms(Op op, std::int64_t sms) {
   return invalid(name(op), cat("sms of the config must be in [1, ", kMostClusters, ']'), cat(sms));
 }
 
+Status check_alone(Op op, std::int64_t alone, bool parts) {
+  if (alone == 0 || parts) return {};
+  return invalid(name(op), "alone of the config must be 0 where tiles have no parts", cat(alone));
+}
+
 template <class Choice>
 int sms_of(const Config& config) {
   return static_cast<int>(from_config<Choice>(config).sms);
@@ -197,26 +202,30 @@ std::int64_t prepared_size(const Problem& p, const Config& config) {
          static_cast<std::int64_t>(sizeof(std::int32_t));
 }
 
+Status check_strips(Op op, const StripChoice& choice) {
+  Status status = check_alone(op, choice.alone, choice.split > 1 && choice.cluster == 1);
+  return status.ok() ? check_sms(op, choice.sms) : status;
+}
+
 Status prepare_strips(const Call& call, void* prepared) {
   const StripProblem problem = strip_problem(call.problem);
-  if (Status status = check_sms(call.problem.op, sms_of<StripChoice>(call.config)); !status.ok())
-    return status;
+  const auto choice = from_config<StripChoice>(call.config);
+  if (Status status = check_strips(call.problem.op, choice); !status.ok()) return status;
   const ProductIndex index = index_of(call);
-  return cuda::launch_status(name(call.problem.op), prepare(problem, sms_of<StripChoice>(call.config), index,
+  return cuda::launch_status(name(call.problem.op), prepare(problem, static_cast<int>(choice.sms), index,
                                                             static_cast<std::int32_t*>(prepared),
                                                             static_cast<cudaStream_t>(call.stream)));
 }
 
 Status run_strips(const Call& call) {
   const StripProblem problem = strip_problem(call.problem);
-  if (Status status = check_sms(call.problem.op, sms_of<StripChoice>(call.config)); !status.ok())
-    return status;
+  const auto choice = from_config<StripChoice>(call.config);
+  if (Status status = check_strips(call.problem.op, choice); !status.ok()) return status;
   const StripOperands operands{problem.transposed ? call.dy.data : call.x.data, call.values, call.bias,
                                call.out.data, static_cast<const std::int32_t*>(call.derived.prepared)};
-  return cuda::launch_status(
-      name(call.problem.op),
-      launch(problem, from_config<StripChoice>(call.config).config(), sms_of<StripChoice>(call.config),
-             operands, static_cast<cudaStream_t>(call.stream)));
+  return cuda::launch_status(name(call.problem.op),
+                             launch(problem, choice.config(), static_cast<int>(choice.sms), operands,
+                                    static_cast<cudaStream_t>(call.stream)));
 }
 
 Kernel strips(Op op, std::string_view name) {
@@ -311,8 +320,8 @@ Status check_choice(const Call& call, const UnionProblem& problem) {
     return refuse("strips of the config must be 2 or 3", choice.strips);
   if (choice.pair != 1 && (choice.pair != 2 || choice.strips != 3))
     return refuse("pair of the config must be 1, or 2 of three strips", choice.pair);
-  if (choice.alone != 0 && (choice.split < 2 || choice.pair != 1))
-    return refuse("alone of the config must be 0 where tiles have no parts", choice.alone);
+  const bool parts = choice.split > 1 && choice.pair == 1;
+  if (Status status = check_alone(call.problem.op, choice.alone, parts); !status.ok()) return status;
   const int width = layout_of(problem, static_cast<int>(choice.strips * choice.pair)).width;
   if (choice.width != width)
     return refuse(cat("width of the config must be what is prepared, ", width), choice.width);
