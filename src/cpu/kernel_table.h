@@ -2,6 +2,7 @@
 #pragma once
 
 #include "cpu/bitmap.h"
+#include "cpu/digits.h"
 #include "cpu/dot.h"
 #include "cpu/few.h"
 #include "cpu/gather.h"
@@ -50,6 +51,8 @@ constexpr Kernels kernel_table(const char* family, std::int32_t max_vectors) {
   table.unpack = unpack<I>;
   table.round = round_to<I>;
   table.softmax = softmax_row<I>;
+  table.digit = digit<I>;
+  table.join_digits = join_digits<I>;
   return table;
 }
 

@@ -354,6 +354,10 @@ struct Kernels {
   void (*unpack)(Storage from, const void* values, std::int64_t count, float* to);
   void (*round)(Storage to, const float* values, std::int64_t count, void* out);
   void (*softmax)(const StoredRow& row, const float* from, float* to);  // softmax.h
+  // digits.h: a digit of whole numbers, 0 the lowest; and three rows of their sums and the bias as one, which
+  // begins with those of the highest.
+  void (*digit)(const float* x, std::int64_t count, float up, int digit, float* to);
+  void (*join_digits)(const float* low, const float* middle, const float* bias, std::int64_t count, float* y);
 };
 
 // The same, and how what it reads is made (simd/avx512_windows.h).

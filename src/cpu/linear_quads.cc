@@ -95,7 +95,9 @@ void pack_section(const QuadsSection& section, const Call& call, void* data) {
   std::fill_n(packed.totals + s.out_features(), s.read_features() - s.out_features(), 0);
 }
 
-PanelWork work_of(const QuadKernels& kernels, const Problem& p) {
+}  // namespace
+
+PanelWork quads_work(const QuadKernels& kernels, const Problem& p) {
   const QuadsShape s(kernels, p.weight.shape);
   return {s.tiles(),
           kernels.tile_cycles,
@@ -108,15 +110,13 @@ PanelWork work_of(const QuadKernels& kernels, const Problem& p) {
           s.tokens};
 }
 
-}  // namespace
-
 Config configure_quads(const QuadKernels& kernels, const Problem& problem, const Machine& machine) {
-  return configure_panels(work_of(kernels, problem), problem, machine);
+  return configure_panels(quads_work(kernels, problem), problem, machine);
 }
 
 std::vector<Config> quads_candidates(const QuadKernels& kernels, const Problem& problem,
                                      const Machine& machine) {
-  return panel_candidates(work_of(kernels, problem), problem, machine);
+  return panel_candidates(quads_work(kernels, problem), problem, machine);
 }
 
 Reason supports_quads(const QuadKernels& kernels, const Problem& p, const Machine& machine) {

@@ -11,6 +11,7 @@ Reason supports_quads(const QuadKernels& kernels, const Problem& problem, const 
 Config configure_quads(const QuadKernels& kernels, const Problem& problem, const Machine& machine);
 std::vector<Config> quads_candidates(const QuadKernels& kernels, const Problem& problem,
                                      const Machine& machine);
+PanelWork quads_work(const QuadKernels& kernels, const Problem& problem);
 std::int64_t quads_prepared_size(const QuadKernels& kernels, const Problem& problem);
 Status prepare_quads(const QuadKernels& kernels, const Call& call, void* data);
 std::int64_t quads_workspace(const QuadKernels& kernels, const Problem& problem, const Config& config);
@@ -33,6 +34,15 @@ std::vector<Config> feed_forward_quads_candidates(const QuadKernels& kernels, co
 std::int64_t feed_forward_quads_workspace(const QuadKernels& kernels, const Problem& problem,
                                           const Config& config);
 Status run_feed_forward_quads(const QuadKernels& kernels, const Call& call);
+
+// Scaling::weight by the same kernels: x as three digits of int8 (linear_digits.cc), on what quads hold.
+Reason supports_digits(const QuadKernels& kernels, const Problem& problem, const Machine& machine);
+Reason yields_digits(const Problem& problem);
+Config configure_digits(const QuadKernels& kernels, const Problem& problem, const Machine& machine);
+std::vector<Config> digits_candidates(const QuadKernels& kernels, const Problem& problem,
+                                      const Machine& machine);
+std::int64_t digits_workspace(const QuadKernels& kernels, const Problem& problem, const Config& config);
+Status run_digits(const QuadKernels& kernels, const Kernels& floats, const Call& call);
 
 // Scaling::weight: by the float kernels, on values that pack scales to floats (linear_scaled.cc).
 struct ScaledWorkspace {

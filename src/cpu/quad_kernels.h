@@ -23,6 +23,16 @@ void scale_token(std::uint32_t bits, float& scale, float& inverse) {
   inverse = kLevels / most;
 }
 
+// Of row m of what is packed, whose elements lie from x on.
+template <class E, class T>
+void scale_row(const QuadPack& t, std::int32_t m, const T* x, float& scale, float& inverse) {
+  if (t.given == nullptr || m >= t.rows) {
+    return scale_token<E>(m < t.rows ? E::absmax(x, t.cols) : 0, scale, inverse);
+  }
+  scale = t.given[m];
+  inverse = 1;
+}
+
 // A panel, X's elements being of type T. E::absmax gives the bits of the largest |x| of a row as a float's;
 // E::pack rounds its tokens × 64 features: anything where the inverse is 0, as the scale is NaN there.
 template <class E, class T>
@@ -33,7 +43,7 @@ void pack_quads_of(const QuadPack& t) {
   alignas(64) float inverse[kTokens];
   const std::int32_t live = (t.rows + 15) / 16;  // vectors of tokens; what others hold does not matter
   for (std::int32_t m = 0; m < kTokens; ++m) {
-    scale_token<E>(m < t.rows ? E::absmax(x + m * t.row_stride, t.cols) : 0, t.scales[m], inverse[m]);
+    scale_row<E>(t, m, x + m * t.row_stride, t.scales[m], inverse[m]);
   }
   std::int32_t k = 0;
   if (t.rows == kTokens) {
@@ -67,7 +77,7 @@ void pack_tokens_of(const QuadPack& t) {
   for (std::int32_t m = 0; m < kPanelTokens; ++m) {
     const T* x = static_cast<const T*>(t.x) + m * t.row_stride;
     float inverse;
-    scale_token<E>(m < t.rows ? E::absmax(x, t.cols) : 0, t.scales[m], inverse);
+    scale_row<E>(t, m, x, t.scales[m], inverse);
     std::uint8_t* to = t.panel + m * kSide;
     for (std::int32_t k = 0; m < t.rows && k < t.padded; k += kQuadGroup, to += kQuadGroup * kPanelTokens) {
       E::template pack_row<kSide>(x + k, t.cols > k ? t.cols - k : 0, inverse, to);

@@ -28,6 +28,8 @@ struct QuadPack {
   PairOrder order;      // paired: lines of four; tokens: 64 features at a time, halves: 32
   std::uint8_t* panel;  // int8, plus 128 where the instruction wants it
   float* scales;        // of all tokens of a panel; NaN for one with a NaN or an infinity
+  // Of each row where x is whole numbers in −128 … 127, which are kept as they are; null: they are found.
+  const float* given = nullptr;
 };
 
 // y[token][o] = act((sums[o][token] − offset · total[o]) · scales[o] · tokens[token] + bias[o]), row-major.

@@ -39,6 +39,11 @@ void register_cpu(Registry& registry) {
   add_quads<kQuadsVnni, kHasVnni>(registry, "avx512_linear_int8", "quad_lanes");
   add_quads<kQuadsAvxVnni, kHasAvxVnni>(registry, "avx_vnni_linear_int8", "quad_eights");
   add_quads<kQuadsAvx2, kHasAvx2>(registry, "avx2_linear_int8", "quad_eights");
+  add_digits<kQuadsAmxTokens, kAvx512, kHasAmxInt8>(registry, "amx_linear_digits_tokens", "quads");
+  add_digits<kQuadsAmx, kAvx512, kHasAmxInt8>(registry, "amx_linear_digits", "quads");
+  add_digits<kQuadsVnniRows, kAvx512, kHasVnni>(registry, "avx512_linear_digits_rows", "quad_lanes");
+  add_digits<kQuadsVnni, kAvx512, kHasVnni>(registry, "avx512_linear_digits", "quad_lanes");
+  add_digits<kQuadsAvxVnni, kAvx2, kHasAvxVnni>(registry, "avx_vnni_linear_digits", "quad_eights");
   add_feed_forward_quads<kQuadsAmx, kHasAmxInt8>(registry, "amx_feed_forward_int8", "quads");
   add_feed_forward_quads<kQuadsVnni, kHasVnni>(registry, "avx512_feed_forward_int8", "quad_lanes");
   add_feed_forward_quads<kQuadsAvxVnni, kHasAvxVnni>(registry, "avx_vnni_feed_forward_int8", "quad_eights");

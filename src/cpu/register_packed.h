@@ -105,6 +105,29 @@ void add_quads(Registry& registry, std::string_view name, std::string_view packe
   });
 }
 
+// linear of the same weights with x as it is, on what they hold.
+template <const QuadKernels& kKernels, const Kernels& kFloats, const std::string_view& kFeature>
+void add_digits(Registry& registry, std::string_view name, std::string_view packed) {
+  registry.push_back({
+      .op = Op::linear,
+      .device = Device::cpu,
+      .family = kKernels.family,
+      .name = name,
+      .supports = supports<kFeature, supports_digits, kKernels>,
+      .run = [](const Call& call) { return run_digits(kKernels, kFloats, call); },
+      .yields = [](const Problem& p, const Machine&) { return yields_digits(p); },
+      .configure = [](const Problem& p, const Machine& m) { return configure_digits(kKernels, p, m); },
+      .fields = PairsBlocking::kFields,
+      .candidates = [](const Problem& p, const Machine& m) { return digits_candidates(kKernels, p, m); },
+      .workspace = [](const Problem& p, const Config& c) { return digits_workspace(kKernels, p, c); },
+      .derives_as = packed,
+      .prepared_size = [](const Problem& p, const Config&) { return quads_prepared_size(kKernels, p); },
+      .prepare = [](const Call& call, void* to) { return prepare_quads(kKernels, call, to); },
+      .packed_size = [](const Problem& p, const Config&) { return quads_packed_size(kKernels, p); },
+      .pack = [](const Call& call, void* to) { return pack_quads_weight(kKernels, call, to); },
+  });
+}
+
 // Networks of two layers whose weights linear's rows hold as `packed`.
 template <const QuadKernels& kKernels, const std::string_view& kFeature>
 void add_feed_forward_quads(Registry& registry, std::string_view name, std::string_view packed) {

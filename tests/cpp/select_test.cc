@@ -267,6 +267,24 @@ TEST(SelectTest, MoreThanFourTokensGoByFoursWhereThatIsFaster) {
 }
 
 // Half of a core's L2 holds the panels, whatever its size.
+// x as digits of int8: whatever the number of tokens, as one packed weight serves all of them.
+TEST(SelectTest, DigitsYieldToFloatsWhereTheyAreFaster) {
+  const Kernel* kernel = find_kernel("avx512_linear_digits");
+  if (kernel == nullptr) GTEST_SKIP() << "a build without kernels for x86";
+  const auto yields = [&](BsrShape shape) {
+    rarefy::Problem problem = make_problem(Op::linear, shape, 4, DType::f32);
+    problem.weight.dtype = DType::i8;
+    problem.weight.scaling = Scaling::weight;
+    return kernel->yields(problem, cpu_machine());
+  };
+  EXPECT_EQ(yields({4096, 4096, 32, 1, 4096 * 13}), "");
+  EXPECT_EQ(yields({4096, 4096, 8, 1, 4096 * 256}),
+            "blocks of a multiple of 16 outputs alone are faster than as floats; got 8");
+  EXPECT_EQ(yields({3072, 768, 32, 1, 96 * 76}),
+            "less than 160 values for each input and output feature are faster as floats; got 233472 for 768 "
+            "and 3072");
+}
+
 TEST(SelectTest, PanelsFollowTheCache) {
   if (find_kernel("avx512_linear") == nullptr) GTEST_SKIP() << "a build without kernels for x86";
   std::int64_t last = 0;

@@ -396,7 +396,7 @@ def test_a_few_tokens_of_w8_read_the_values_and_hold_nothing(block, dtype):
 
 def test_large_w8_may_read_the_values_with_more_tokens_than_a_few():
     model = nn.Sequential(nn.Linear(2048, 2048))
-    rarefy.sparsify(model, {".*": "block:32x32@0.5:w8"}, measure=False)
+    rarefy.sparsify(model, {".*": "block:8x8@0.5:w8"}, measure=False)
     layer = model[0]
     x = torch.randn(13, 2048)
     expected = x.double() @ layer.weight.to_dense().double().T + layer.bias.double()
@@ -411,3 +411,30 @@ def test_large_w8_may_read_the_values_with_more_tokens_than_a_few():
         assert layer.weight.derived_nbytes >= 4 * layer.weight.values.numel()
         for tokens, first in few.items():
             assert torch.equal(layer(x[:tokens]), first), "as if nothing were held"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_large_w8_multiplies_digits_of_x(dtype):
+    model = nn.Sequential(nn.Linear(1024, 1536)).to(dtype)
+    rarefy.sparsify(model, {".*": "block:32x1@0.5:w8"}, measure=False)
+    layer = model[0]
+    x = torch.randn(70, 1024).to(dtype)
+    x[3] *= 1e-20 if dtype != torch.float16 else 1e-3
+    expected = x.double() @ layer.weight.to_dense().double().T + layer.bias.double()
+    with torch.no_grad():
+        for tokens in (1, 4, 5, 33, 70):
+            y = layer(x[:tokens])
+            eps = torch.finfo(dtype).eps
+            torch.testing.assert_close(y.double(), expected[:tokens], rtol=2 * eps, atol=1e-4 + eps / 8)
+        if not rarefy.explain(layer, x)["kernel"].split("_linear")[-1].startswith("_digits"):
+            pytest.skip("no kernel multiplies digits here")
+        bits = layer(x)
+        for tokens in (1, 4, 33):
+            assert torch.equal(layer(x[:tokens]), bits[:tokens]), "a token's bits do not depend on others"
+        # Of floats it would be four bytes a value.
+        assert layer.weight.derived_nbytes < 2 * layer.weight.values.numel()
+        x[2, 5] = torch.inf
+        stored = layer.weight.block_mask()[:, 5].repeat_interleave(32)
+        y = layer(x)
+        assert torch.equal(y[2].isfinite(), ~stored)
+        assert torch.equal(y[3:], bits[3:])

@@ -138,8 +138,7 @@ struct Avx2FewQuads {
     const T* x = static_cast<const T*>(t.x);
     float inverse[kTokens];
     for (std::int32_t m = 0; m < kTokens; ++m) {
-      scale_token<Quads>(m < t.rows ? Quads::absmax(x + m * t.row_stride, t.cols) : 0, t.scales[m],
-                         inverse[m]);
+      scale_row<Quads>(t, m, x + m * t.row_stride, t.scales[m], inverse[m]);
     }
     for (std::int32_t k = 0; k < t.padded; k += kFeatures) {
       const std::int32_t cols = t.cols - k < 0 ? 0 : t.cols - k < kFeatures ? t.cols - k : kFeatures;
