@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <cstring>
 #include <utility>
+#include <vector>
 
 #include "core/message.h"
 #include "cpu/quads_task.h"
@@ -58,36 +59,52 @@ void pack_section(const QuadsSection& section, const Call& call, void* data) {
   const std::int32_t* begin = call.plan.crow;
   const auto* values = static_cast<const std::int8_t*>(call.values);
   const std::int64_t block = s.row_block * s.red_block;
-  // Where a column of a group lies for an output of the output block.
-  const auto place = [&, line = kernels.by_line ? s.out_block * kQuad : std::int64_t{kQuad},
-                      output = kernels.by_line ? kQuad : kQuadGroup](std::int64_t r, std::int64_t column) {
-    const std::int64_t within = column % kQuad;
-    if (!kernels.by_token) return column / kQuad * line + r * output + within;
-    return r / kTileRows * 2 * kTileSize + (column / kQuad * kTileRows + r % kTileRows) * kQuad + within;
-  };
+  // Bytes between lines, and between outputs, which by token are in tiles of 16.
+  const std::int64_t line = kernels.by_token   ? std::int64_t{kTileRows} * kQuad
+                            : kernels.by_line ? s.out_block * kQuad
+                                              : std::int64_t{kQuad};
+  const std::int64_t output = kernels.by_token || kernels.by_line ? kQuad : kQuadGroup;
+  std::vector<std::int32_t> places(static_cast<std::size_t>(s.out_block));  // of outputs in a line
+  for (std::int64_t r = 0; r < s.out_block; ++r) {
+    const std::int64_t tile = kernels.by_token ? r / kTileRows * (2 * kTileSize - kTileRows * output) : 0;
+    places[static_cast<std::size_t>(r)] = static_cast<std::int32_t>(tile + r * output);
+  }
   const auto in_total = [&](std::int32_t w) { return kernels.complements ? std::max(0, -w) : w; };
+  const bool fours = s.red_block % kQuad == 0;  // copied at once
   call.executor.parallel_for(s.out_blocks, [&](std::int64_t o, int) {
     std::int8_t* tiles = packed.tiles + prepared.first[o] * 2 * s.tiles_size();
     std::int32_t* totals = packed.totals + o * s.out_block;
     const std::uint32_t* offsets = prepared.offsets + prepared.first[o] * s.offsets();
     const std::int64_t groups = prepared.first[o + 1] - prepared.first[o];
+    const std::int64_t step = s.step(), count = fours ? kQuad : 1;
     std::memset(tiles, 0, static_cast<std::size_t>(groups * 2 * s.tiles_size()));
-    std::fill_n(totals, s.out_block, 0);
     const std::int64_t stop = std::min((o + 1) * s.join, s.rows);
-    for (std::int64_t row = o * s.join, output = 0; row < stop;
-         ++row, output += s.row_block, totals += s.row_block) {
+    std::fill_n(totals, s.out_block, 0);
+    for (std::int64_t row = o * s.join, top = 0; row < stop; ++row, top += s.row_block) {
       std::int64_t at = 0;  // among the columns of the output block
-      for (std::int32_t e = begin[row]; e < begin[row + 1]; ++e) {
+      const std::int8_t* from = values + begin[row] * block;
+      for (std::int32_t e = begin[row]; e < begin[row + 1]; ++e, from += block) {
         const std::int64_t column = call.plan.col[e] * s.red_block;
         if (s.dense) at = column;
-        while (!s.dense && s.join > 1 && offsets[at / s.step()] != s.place(column)) at += s.red_block;
-        for (std::int64_t i = 0; i < s.red_block; ++i, ++at) {
-          std::int8_t* to = tiles + at / kQuadGroup * 2 * s.tiles_size();
-          const std::int8_t* from = values + e * block + i;
-          for (std::int64_t r = 0; r < s.row_block; ++r) {
-            to[place(output + r, at % kQuadGroup)] = from[r * s.red_block];
-            totals[r] += in_total(from[r * s.red_block]);
-          }
+        while (!s.dense && s.join > 1 && offsets[at / step] != s.place(column)) at += s.red_block;
+        for (std::int64_t i = 0; i < s.red_block; i += count, at += count) {
+          const std::int64_t within = at % kQuadGroup;
+          std::int8_t* to =
+              tiles + at / kQuadGroup * 2 * s.tiles_size() + within / kQuad * line + within % kQuad;
+          const auto copy = [to, at_row = places.data() + top, from = from + i, rows = s.row_block,
+                             cols = s.red_block]<int kCount> {
+            for (std::int64_t r = 0; r < rows; ++r) std::memcpy(to + at_row[r], from + r * cols, kCount);
+          };
+          fours ? copy.template operator()<kQuad>() : copy.template operator()<1>();
+        }
+        std::int32_t* total = totals + top;
+        if (s.red_block == 1) {
+          for (std::int64_t r = 0; r < s.row_block; ++r) total[r] += in_total(from[r]);
+          continue;
+        }
+        for (std::int64_t r = 0; r < s.row_block; ++r) {
+          const std::int8_t* of = from + r * s.red_block;
+          for (std::int64_t i = 0; i < s.red_block; ++i) total[r] += in_total(of[i]);
         }
       }
     }

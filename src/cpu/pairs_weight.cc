@@ -2,7 +2,9 @@
 // infinity, where block rows are joined.
 #include "cpu/pairs_weight.h"
 
+#include <algorithm>
 #include <bit>
+#include <cstring>
 
 namespace rarefy::cpu {
 
@@ -31,13 +33,61 @@ void prepare_groups(const GroupedShape& s, const std::int32_t* begin, const std:
   }
 }
 
+namespace {
+
+// Where the pairs of an output block's columns go, in units of 32 bits: outputs beside each other, or pairs.
+struct PairPlaces {
+  bool by_token;
+  std::int64_t pair, output;  // between the pairs of an output, and between outputs
+
+  explicit PairPlaces(const PairsShape& s)
+      : by_token(s.by_token()),
+        pair(by_token     ? kTileRows
+             : s.by_line ? s.out_block
+                         : 1),
+        output(by_token || s.by_line ? 1 : kGroup / 2) {}
+  // Output r of a block row, and that of a pair in its group.
+  std::int64_t of(std::int64_t r, std::int64_t p) const {
+    const std::int64_t tile = by_token ? r / kTileRows * (kTileSize / 2 - kTileRows) : 0;
+    return tile + r * output + p * pair;
+  }
+};
+
+// Pairs of columns `low` and `high`, whose outputs are `stride` apart; none if `high` is null.
+void put_pairs(const std::uint16_t* low, const std::uint16_t* high, std::int64_t stride, std::int64_t rows,
+               const PairPlaces& places, std::int64_t pair, std::uint16_t* group) {
+  const std::int64_t side = places.by_token ? kTileRows : rows;
+  for (std::int64_t first = 0; first < rows; first += side, low += side * stride) {
+    const std::int64_t count = std::min(side, rows - first), step = 2 * places.output;
+    std::uint16_t* to = group + 2 * places.of(first, pair);
+    if (high == nullptr) {
+      for (std::int64_t r = 0; r < count; ++r) to[r * step] = low[r * stride];
+      continue;
+    }
+    if (high == low + 1) {
+      for (std::int64_t r = 0; r < count; ++r) std::memcpy(to + r * step, low + r * stride, 4);
+    } else if (stride == 1 && step == 2) {  // as vectors
+      for (std::int64_t r = 0; r < count; ++r) to[2 * r] = low[r], to[2 * r + 1] = high[r];
+    } else {
+      for (std::int64_t r = 0; r < count; ++r) {
+        to[r * step] = low[r * stride], to[r * step + 1] = high[r * stride];
+      }
+    }
+    high += side * stride;
+  }
+}
+
+}  // namespace
+
 void pack_pairs(const PairsShape& s, const PairsStored& stored, const Executor& executor, const void* data,
                 void* packed) {
-  // Between the pairs of an output, and those of neighbouring outputs.
-  const std::int64_t line = s.by_line ? 2 * s.out_block : 2, output = s.by_line ? 2 : kGroup;
+  const PairPlaces places(s);
   const Prepared prepared(s, data);
   const SparseOperand& w = stored.w;
   const std::int64_t step = s.step();
+  const auto block = [&](std::int32_t e) {
+    return static_cast<const std::uint16_t*>(w.values) + (w.perm == nullptr ? e : w.perm[e]) * w.block_size;
+  };
   executor.parallel_for(s.out_blocks, [&](std::int64_t o, int) {
     const std::int32_t first = prepared.first[o], end = prepared.first[o + 1];
     if (first == end) return;
@@ -48,20 +98,33 @@ void pack_pairs(const PairsShape& s, const PairsStored& stored, const Executor& 
     const std::uint32_t* offsets = prepared.offsets + first * s.offsets();
     const std::int64_t stop = std::min((o + 1) * s.join, s.rows);
     for (std::int64_t row = o * s.join; row < stop; ++row) {
-      std::uint16_t* tile_row = tiles + (row - o * s.join) * s.row_block * output;
-      std::int64_t at = 0;  // among the columns of the output block
-      for (std::int32_t e = stored.begin[row]; e < stored.begin[row + 1]; ++e, at += s.red_block) {
+      const std::int64_t top = 2 * places.of((row - o * s.join) * s.row_block, 0);
+      // Columns at and at + 1 of the output block.
+      const auto put = [&](std::int64_t at, const std::uint16_t* low, const std::uint16_t* high) {
+        put_pairs(low, high, w.out_stride, s.row_block, places, at % kGroup / 2,
+                  tiles + at / kGroup * s.tiles_size() + top);
+      };
+      const std::int32_t last = stored.begin[row + 1];
+      std::int64_t at = 0;
+      for (std::int32_t e = stored.begin[row]; e < last; ++e, at += s.red_block) {
         while (offsets[at / step] != w.index[e] * s.red_block * kPanelTokens) at += s.red_block;
-        const auto* from =
-            static_cast<const std::uint16_t*>(w.values) + (w.perm == nullptr ? e : w.perm[e]) * w.block_size;
-        for (std::int64_t i = 0; i < s.red_block; ++i) {
-          const std::int64_t column = (at + i) % kGroup;
-          std::uint16_t* to = tile_row + (at + i) / kGroup * s.tiles_size();
+        const std::uint16_t* from = block(e);
+        if (s.red_block == 1 && s.join == 1) {  // two entries are a pair
+          put(at, from, e + 1 < last ? block(e + 1) : nullptr);
+          if (e + 1 < last) ++e, ++at;
+          continue;
+        }
+        if (s.red_block % 2 == 0) {
+          for (std::int64_t i = 0; i < s.red_block; i += 2) {
+            put(at + i, from + i * w.red_stride, from + (i + 1) * w.red_stride);
+          }
+          continue;
+        }
+        for (std::int64_t i = 0; i < s.red_block; ++i) {  // pairs across blocks, one half at a time
+          std::uint16_t* group = tiles + (at + i) / kGroup * s.tiles_size() + top;
           for (std::int64_t r = 0; r < s.row_block; ++r) {
-            const std::int64_t place =
-                s.by_token() ? r / kTileRows * kTileSize + column / 2 * 32 + r % kTileRows * 2 + column % 2
-                             : column / 2 * line + r * output + column % 2;
-            to[place] = from[r * w.out_stride + i * w.red_stride];
+            group[2 * places.of(r, (at + i) % kGroup / 2) + (at + i) % 2] =
+                from[r * w.out_stride + i * w.red_stride];
           }
         }
       }
