@@ -5,6 +5,8 @@
 #include <algorithm>
 #include <cstdint>
 
+#include "cuda/sm90/owners.h"
+
 namespace rarefy::sm90 {
 
 // What adding the sums of a tile's parts takes, of so many times 64 rows; by default 4 us with 64 tokens, 9
@@ -34,13 +36,22 @@ int best_parts(std::int64_t tiles, int sms, Clocks&& clocks) {
   return best;
 }
 
+// The same of a configuration, by clocks(its), whatever the unit.
+template <class Config, class Clocks>
+int best_parts_of(Config config, std::int64_t tiles, int sms, Clocks&& clocks) {
+  return best_parts(tiles, sms, [&](int parts) {
+    config.split = parts;
+    return clocks(config);
+  });
+}
+
 // Whether there may be so many parts, whose sums go where steps were in flight. To add them each of two or
-// four owners has the others' of a share of the tokens, whole 64s, for a thread block of `strips` times 64
-// rows: tiles of 192 tokens have no parts.
+// four owners has the others' of a share of the tokens for a thread block of `strips` times 64 rows: tiles of
+// 192 tokens have no parts.
 inline bool parts_fit(int split, int tokens, int strips, int ring_bytes) {
   if (split == 1) return true;
   if (split < 1 || split > 4) return false;
-  const int share = tokens / (tokens < 128 ? 1 : split == 4 && tokens >= 256 ? 4 : 2);
+  const int share = tokens / owners_of(tokens, split);
   return share % 64 == 0 && (split - 1) * share * strips * 64 * 4 <= ring_bytes;
 }
 

@@ -5,11 +5,7 @@
 #include <cmath>
 #include <cstdint>
 
-#ifdef __CUDACC__
-#define RAREFY_HOST_DEVICE __host__ __device__
-#else
-#define RAREFY_HOST_DEVICE
-#endif
+#include "cuda/sm90/host_device.h"
 
 namespace rarefy::sm90 {
 

@@ -140,13 +140,8 @@ TallConfig with_tile(const TallProblem& p, const TallConfig& config, int sms, in
     TallConfig c = config;
     c.tile = tile;
     c.slots = slots_of(c, shared_bytes);
-    const auto with_parts = [&](int parts) {
-      TallConfig its = c;
-      its.split = parts;
-      return its;
-    };
-    c.split = best_parts(tiles_of(p, c), sms,
-                         [&](int parts) { return single_microseconds(p, with_parts(parts), sms); });
+    c.split = best_parts_of(c, tiles_of(p, c), sms,
+                            [&](const TallConfig& its) { return single_microseconds(p, its, sms); });
     while (!parts_fit(c.split, tile.mine(), tile.warpgroups(), c.slots * tile.slot_bytes())) --c.split;
     if (!c.is_compiled()) continue;
     if (const double its = single_microseconds(p, c, sms); its < least) best = c, least = its;

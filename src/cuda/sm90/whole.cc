@@ -116,11 +116,7 @@ std::vector<WholeCandidate> whole_candidates(const WholeProblem& p, int sms) {
   const auto add_with_parts = [&](WholeConfig c) {
     add(c);
     if (is_between(c.tokens) || p.x_layout != Layout::by_token) return;
-    c.split = best_parts(c.tiles(p), sms, [&](int split) {
-      WholeConfig its = c;
-      its.split = split;
-      return clocks(its);
-    });
+    c.split = best_parts_of(c, c.tiles(p), sms, clocks);
     if (c.split > 1) add(c);
   };
   for (const int tokens : WholeConfig::kWidths) add_with_parts({tokens});

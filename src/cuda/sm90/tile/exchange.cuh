@@ -3,6 +3,7 @@
 #pragma once
 
 #include "cuda/sm90/device/mbarrier.cuh"
+#include "cuda/sm90/owners.h"
 
 namespace rarefy::sm90 {
 
@@ -68,14 +69,11 @@ __device__ inline void exchange(Piece&& piece, u32 rank, u32 slots, bool has_res
 // each: whole 64s of the tokens go to each, or to the first two or one.
 template <int kTokens>
 struct ShareOfTokens {
-  __host__ __device__ static constexpr int owners(int split) {
-    return kTokens < 128 ? 1 : split == 4 && kTokens >= 256 ? 4 : 2;
-  }
   int first, end;
   __device__ ShareOfTokens(int split, u32 rank) {
-    const int each = kTokens / owners(split);
+    const int owners = owners_of(kTokens, split), each = kTokens / owners;
     first = static_cast<int>(rank) * each;
-    end = static_cast<int>(rank) < owners(split) ? first + each : first;
+    end = static_cast<int>(rank) < owners ? first + each : first;
   }
 };
 
@@ -84,7 +82,7 @@ template <int kTokens, u32 kThreads, int parts, int sums>
 __device__ inline void exchange_tile(float (&d)[parts][sums], int split, u32 rank, u32 slots, int left) {
   constexpr int kPieces = kTokens / 8, kOfPart = sums / 4;
   const auto add = [&]<int kSplit>() {
-    constexpr int kOwners = ShareOfTokens<kTokens>::owners(kSplit), kEach = kTokens / kOwners;
+    constexpr int kOwners = owners_of(kTokens, kSplit), kEach = kTokens / kOwners;
     const auto wanted = static_cast<u32>((max(left, 0) + kEach - 1) / kEach);
     exchange<kSplit, 0, kPieces, kOwners, kThreads>([&](u32 i) { return &d[i / kOfPart][i % kOfPart * 4]; },
                                                     rank, slots, false, wanted);
