@@ -6,7 +6,6 @@
 #include <bit>
 #include <cmath>
 #include <cstdint>
-#include <limits>
 #include <new>
 
 #include "core/message.h"
@@ -21,9 +20,10 @@ namespace {
 
 constexpr std::int64_t kDigits = 3;
 constexpr std::int64_t kWaiting = 192 << 10;  // bytes of those of digits, which wait in L2 for each other
-// A Zen 4 gains a 64th of a cycle with each value and token, and digits cost it some 2.5 with each feature of
-// x and y (768→3072 and 3072→768 at .25 are level, 4096² at .1 gains a tenth).
-constexpr std::int64_t kWorth = 160;
+// Values for each input and output feature from which they are faster. A Zen 4 gains a 64th of a cycle with
+// each value and token, and digits cost it some 2.5 with each feature of x and y (768→3072 and 3072→768 at .25
+// are level, 4096² at .1 gains a tenth). On AMX those at .25 are 1.2 to 3 times as fast, 4096² at .05 level.
+constexpr std::int64_t kWorth = 160, kWorthOnTiles = 100;
 constexpr std::int64_t kMostSets = 2;             // of three panels each
 
 // What its kernels see: three times as many tokens of floats.
@@ -35,17 +35,21 @@ Problem digits_problem(const Problem& p) {
   return own;
 }
 
-// X = round(x · 2^bits), at most kMostOfDigits: an error of 2⁻²³ of the token's largest |x|, none where that divides x.
+// X = round(x · 2^bits), at most kMostOfDigits: an error of 2⁻²³ of the token's largest |x|, none in multiples
+// of 2^−bits.
 struct Fixed {
   bool finite = true;
   float up = 1, down = 1;  // 2^bits, 2^−bits
 
   Fixed(const float* x, std::int64_t count) {
-    std::uint32_t bits = 0;
-    for (std::int64_t k = 0; k < count; ++k) bits = std::max(bits, magnitude_bits(x[k]));
-    finite = bits < magnitude_bits(std::numeric_limits<float>::infinity());
+    std::int32_t bits = 0;  // of the largest |x|: signed, which any instruction set compares
+    for (std::int64_t k = 0; k < count; ++k) {
+      bits = std::max(bits, static_cast<std::int32_t>(magnitude_bits(x[k])));
+    }
+    const float largest = std::bit_cast<float>(bits);
+    finite = std::isfinite(largest);
     if (!finite) return;
-    const float most = std::max(std::bit_cast<float>(bits), kSmallest);
+    const float most = std::max(largest, kSmallest);
     const int exponent = std::ilogb(most);
     int up_by = 22 - exponent;
     if (std::scalbn(most, up_by) > static_cast<float>(kMostOfDigits)) --up_by;
@@ -221,14 +225,15 @@ Reason supports_digits(const QuadKernels& kernels, const Problem& p, const Machi
   return supports_quads(kernels, digits_problem(p), machine);
 }
 
-Reason yields_digits(const Problem& p) {
+Reason yields_digits(const Problem& p, const Machine& machine) {
   const BsrShape& s = p.weight.shape;
+  const std::int64_t worth = machine.has("amx_int8") ? kWorthOnTiles : kWorth;
   if (s.block_rows % kTileRows != 0) {
     return cat("blocks of a multiple of ", kTileRows, " outputs alone are faster than as floats; got ",
                s.block_rows);
   }
-  if (s.value_count() >= kWorth * (s.rows + s.cols)) return {};
-  return cat("less than ", kWorth, " values for each input and output feature are faster as floats; got ",
+  if (s.value_count() >= worth * (s.rows + s.cols)) return {};
+  return cat("less than ", worth, " values for each input and output feature are faster as floats; got ",
              s.value_count(), " for ", s.cols, " and ", s.rows);
 }
 

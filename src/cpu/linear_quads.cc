@@ -5,6 +5,7 @@
 #include "cpu/linear_quads.h"
 
 #include <algorithm>
+#include <bit>
 #include <cstring>
 #include <utility>
 #include <vector>
@@ -71,12 +72,13 @@ void pack_section(const QuadsSection& section, const Call& call, void* data) {
   }
   const auto in_total = [&](std::int32_t w) { return kernels.complements ? std::max(0, -w) : w; };
   const bool fours = s.red_block % kQuad == 0;  // copied at once
+  const int shift = std::countr_zero(static_cast<std::uint64_t>(s.step()));  // of columns to offsets
   call.executor.parallel_for(s.out_blocks, [&](std::int64_t o, int) {
     std::int8_t* tiles = packed.tiles + prepared.first[o] * 2 * s.tiles_size();
     std::int32_t* totals = packed.totals + o * s.out_block;
     const std::uint32_t* offsets = prepared.offsets + prepared.first[o] * s.offsets();
     const std::int64_t groups = prepared.first[o + 1] - prepared.first[o];
-    const std::int64_t step = s.step(), count = fours ? kQuad : 1;
+    const std::int64_t count = fours ? kQuad : 1;
     std::memset(tiles, 0, static_cast<std::size_t>(groups * 2 * s.tiles_size()));
     const std::int64_t stop = std::min((o + 1) * s.join, s.rows);
     std::fill_n(totals, s.out_block, 0);
@@ -86,7 +88,7 @@ void pack_section(const QuadsSection& section, const Call& call, void* data) {
       for (std::int32_t e = begin[row]; e < begin[row + 1]; ++e, from += block) {
         const std::int64_t column = call.plan.col[e] * s.red_block;
         if (s.dense) at = column;
-        while (!s.dense && s.join > 1 && offsets[at / step] != s.place(column)) at += s.red_block;
+        while (!s.dense && s.join > 1 && offsets[at >> shift] != s.place(column)) at += s.red_block;
         for (std::int64_t i = 0; i < s.red_block; i += count, at += count) {
           const std::int64_t within = at % kQuadGroup;
           std::int8_t* to =

@@ -37,7 +37,7 @@ Status run_feed_forward_quads(const QuadKernels& kernels, const Call& call);
 
 // Scaling::weight by the same kernels: x as three digits of int8 (linear_digits.cc), on what quads hold.
 Reason supports_digits(const QuadKernels& kernels, const Problem& problem, const Machine& machine);
-Reason yields_digits(const Problem& problem);
+Reason yields_digits(const Problem& problem, const Machine& machine);
 Config configure_digits(const QuadKernels& kernels, const Problem& problem, const Machine& machine);
 std::vector<Config> digits_candidates(const QuadKernels& kernels, const Problem& problem,
                                       const Machine& machine);

@@ -84,7 +84,7 @@ void pack_pairs(const PairsShape& s, const PairsStored& stored, const Executor& 
   const PairPlaces places(s);
   const Prepared prepared(s, data);
   const SparseOperand& w = stored.w;
-  const std::int64_t step = s.step();
+  const int shift = std::countr_zero(static_cast<std::uint64_t>(s.step()));  // of columns to offsets
   const auto block = [&](std::int32_t e) {
     return static_cast<const std::uint16_t*>(w.values) + (w.perm == nullptr ? e : w.perm[e]) * w.block_size;
   };
@@ -107,7 +107,7 @@ void pack_pairs(const PairsShape& s, const PairsStored& stored, const Executor& 
       const std::int32_t last = stored.begin[row + 1];
       std::int64_t at = 0;
       for (std::int32_t e = stored.begin[row]; e < last; ++e, at += s.red_block) {
-        while (offsets[at / step] != w.index[e] * s.red_block * kPanelTokens) at += s.red_block;
+        while (offsets[at >> shift] != w.index[e] * s.red_block * kPanelTokens) at += s.red_block;
         const std::uint16_t* from = block(e);
         if (s.red_block == 1 && s.join == 1) {  // two entries are a pair
           put(at, from, e + 1 < last ? block(e + 1) : nullptr);

@@ -115,7 +115,7 @@ void add_digits(Registry& registry, std::string_view name, std::string_view pack
       .name = name,
       .supports = supports<kFeature, supports_digits, kKernels>,
       .run = [](const Call& call) { return run_digits(kKernels, kFloats, call); },
-      .yields = [](const Problem& p, const Machine&) { return yields_digits(p); },
+      .yields = yields_digits,
       .configure = [](const Problem& p, const Machine& m) { return configure_digits(kKernels, p, m); },
       .fields = PairsBlocking::kFields,
       .candidates = [](const Problem& p, const Machine& m) { return digits_candidates(kKernels, p, m); },

@@ -217,6 +217,21 @@ TEST_P(PairsTest, SubnormalNumbersMayBeZero) {
   }
 }
 
+TEST_P(PairsTest, NanInDyReachesWhatIsStored) {
+  for (const double density : {0.1, 0.6}) {
+    for (const std::int64_t rows : {32, 64, 160}) {
+      Problem problem = make_problem({150, 3 * rows + 20, 77, rows, 1, density, DType::bf16, true, 0});
+      const std::int64_t stride = problem.y_stride();
+      problem.dy[static_cast<std::size_t>(3 * stride + 5)] = kNan;
+      problem.dy[static_cast<std::size_t>(70 * stride + rows + 1)] = kInfinity;
+      problem.dy[static_cast<std::size_t>(149 * stride)] = -kInfinity;
+      ProblemIn<HostBuffer> run(problem);
+      expect_ok(run.grad_input());
+      expect_same_or_nan(problem, run, {false, true, false});
+    }
+  }
+}
+
 TEST_P(PairsTest, EveryConfigurationComputesTheSame) {
   ThreadPool pool(3);  // each of which takes a part of `rest`
   for (const char* config : {"panels=1 splits=1", "panels=3 splits=2", "panels=2 splits=7"}) {

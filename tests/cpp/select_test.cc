@@ -271,18 +271,23 @@ TEST(SelectTest, MoreThanFourTokensGoByFoursWhereThatIsFaster) {
 TEST(SelectTest, DigitsYieldToFloatsWhereTheyAreFaster) {
   const Kernel* kernel = find_kernel("avx512_linear_digits");
   if (kernel == nullptr) GTEST_SKIP() << "a build without kernels for x86";
-  const auto yields = [&](BsrShape shape) {
+  Machine zen4, xeon;
+  zen4.features = {"avx2", "avx512", "avx512_vnni"};
+  xeon.features = {"avx2", "avx512", "avx512_vnni", "amx_int8"};
+  const auto yields = [&](BsrShape shape, const Machine& machine) {
     rarefy::Problem problem = make_problem(Op::linear, shape, 4, DType::f32);
     problem.weight.dtype = DType::i8;
     problem.weight.scaling = Scaling::weight;
-    return kernel->yields(problem, cpu_machine());
+    return kernel->yields(problem, machine);
   };
-  EXPECT_EQ(yields({4096, 4096, 32, 1, 4096 * 13}), "");
-  EXPECT_EQ(yields({4096, 4096, 8, 1, 4096 * 256}),
-            "blocks of a multiple of 16 outputs alone are faster than as floats; got 8");
-  EXPECT_EQ(yields({3072, 768, 32, 1, 96 * 76}),
-            "less than 160 values for each input and output feature are faster as floats; got 233472 for 768 "
+  const BsrShape quarter{3072, 768, 32, 1, 96 * 192};
+  EXPECT_EQ(yields({4096, 4096, 32, 1, std::int64_t{128} * 410}, zen4), "");
+  EXPECT_EQ(yields(quarter, xeon), "");
+  EXPECT_EQ(yields(quarter, zen4),
+            "less than 160 values for each input and output feature are faster as floats; got 589824 for 768 "
             "and 3072");
+  EXPECT_EQ(yields({4096, 4096, 8, 1, std::int64_t{512} * 2048}, zen4),
+            "blocks of a multiple of 16 outputs alone are faster than as floats; got 8");
 }
 
 TEST(SelectTest, PanelsFollowTheCache) {
