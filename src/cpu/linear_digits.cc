@@ -21,10 +21,11 @@ namespace {
 constexpr std::int64_t kDigits = 3;
 constexpr std::int64_t kWaiting = 192 << 10;  // bytes of those of digits, which wait in L2 for each other
 // Values for each input and output feature from which they are faster. A Zen 4 gains a 64th of a cycle with
-// each value and token, and digits cost it some 2.5 with each feature of x and y (768→3072 and 3072→768 at .25
-// are level, 4096² at .1 gains a tenth). On AMX those at .25 are 1.2 to 3 times as fast, 4096² at .05 level.
+// each value and token, and digits cost it some 2.5 with each feature of x and y (768→3072 and 3072→768 at
+// .25 are level, 4096² at .1 gains a tenth). On AMX those at .25 are 1.2 to 3 times as fast, 4096² at .05
+// level.
 constexpr std::int64_t kWorth = 160, kWorthOnTiles = 100;
-constexpr std::int64_t kMostSets = 2;             // of three panels each
+constexpr std::int64_t kMostSets = 2;  // of three panels each
 
 // What its kernels see: three times as many tokens of floats.
 Problem digits_problem(const Problem& p) {
@@ -35,8 +36,8 @@ Problem digits_problem(const Problem& p) {
   return own;
 }
 
-// X = round(x · 2^bits), at most kMostOfDigits: an error of 2⁻²³ of the token's largest |x|, none in multiples
-// of 2^−bits.
+// X = round(x · 2^bits), at most kMostOfDigits: an error of 2⁻²³ of the token's largest |x|, none in
+// multiples of 2^−bits.
 struct Fixed {
   bool finite = true;
   float up = 1, down = 1;  // 2^bits, 2^−bits
@@ -88,32 +89,34 @@ struct DigitParts {
 };
 
 struct DigitsLayout {
+  std::int64_t tokens;       // of a set, at most
   PairsBlocking of_kernels;  // whose panels are three for one of tokens
-  std::int64_t blocks;       // outputs whose sums are made at a time: whole groups of those that leave together
-  std::int64_t stride;       // floats of a row of these
+  std::int64_t blocks;  // outputs whose sums are made at a time: whole groups of those that leave together
+  std::int64_t stride;  // floats of a row of these
   std::int64_t shared, kernels_worker, worker;
 
-  DigitsLayout(const QuadKernels& kernels, const QuadsShape& s, const PairsBlocking& b, std::int64_t tokens)
-      : of_kernels{b.panels * kDigits, b.splits} {
+  DigitsLayout(const QuadKernels& kernels, const QuadsShape& s, const PairsBlocking& b,
+               std::int64_t all_tokens)
+      : tokens(std::min(b.panels * s.tokens, all_tokens)), of_kernels{b.panels, b.splits} {
+    const std::int64_t rows = tokens * kDigits;
+    of_kernels.panels = ceil_div(rows, s.tokens);
     const QuadsLayout layout(kernels, s, of_kernels);
-    const std::int64_t rows = std::min(b.panels * s.tokens, tokens) * kDigits;
     const std::int64_t fit = kWaiting / (rows * s.out_block * static_cast<std::int64_t>(sizeof(float)));
     blocks = std::max<std::int64_t>(1, fit / s.finished()) * s.finished();
-    stride = std::min(blocks * s.out_block, s.read_features());
+    stride = ceil_div(std::min(blocks * s.out_block, s.out_features()), kTileRows) * kTileRows;
     Room all;
     all.take<float>(s.out_features());  // the bias
     shared = layout.shared + all.bytes();
     kernels_worker = layout.worker;
     Room own;
     DigitParts parts{};
-    take_worker(own, s, b, parts);
+    take_worker(own, s, parts);
     worker = kernels_worker + own.bytes();
   }
-  void take_worker(Room& room, const QuadsShape& s, const PairsBlocking& b, DigitParts& parts) const {
-    const std::int64_t tokens = b.panels * s.tokens;
+  void take_worker(Room& room, const QuadsShape& s, DigitParts& parts) const {
     parts.fixed = room.take<Fixed>(tokens);
     parts.x = room.take<float>(features_of(s));
-    parts.digits = room.take<float>(s.tokens * features_of(s));
+    parts.digits = room.take<float>(std::min(s.tokens, tokens * kDigits) * features_of(s));
     parts.scales = room.take<float>(s.tokens);
     parts.sums = room.take<float>(tokens * kDigits * stride);
   }
@@ -284,18 +287,16 @@ Status run_digits(const QuadKernels& kernels, const Kernels& floats, const Call&
   for_each_part(
       call, b,
       [&](int worker, const PanelTasks::Task& task) {
-        const std::int64_t begin =
-            begin_of_part(w.prepared.first, s.out_blocks, kQuadGroup, 12, task.part, task.parts);
-        const std::int64_t end =
-            begin_of_part(w.prepared.first, s.out_blocks, kQuadGroup, 12, task.part + 1, task.parts);
+        const std::int64_t begin = w.begin_of(task.part, task.parts);
+        const std::int64_t end = w.begin_of(task.part + 1, task.parts);
         if (begin == end) return;
         QuadsParts parts = shared;
         DigitParts digits{};
         char* memory = static_cast<char*>(call.workspace) + layout.shared + worker * layout.worker;
         Room own(memory), more(memory + layout.kernels_worker);
         QuadsLayout::take_worker(own, kernels, s, layout.of_kernels, parts);
-        layout.take_worker(more, s, b, digits);
-        const DigitsTask of{kernels, floats, w,    call, parts, digits, {s.tokens, task.tokens}, task.first};
+        layout.take_worker(more, s, digits);
+        const DigitsTask of{kernels, floats, w, call, parts, digits, {s.tokens, task.tokens}, task.first};
         kernels.enter();
         of.pack();
         for (std::int64_t at = begin; at < end; at += layout.blocks) {

@@ -32,10 +32,7 @@ void run_task(const QuadKernels& kernels, std::span<const Call> calls, QuadsPart
     const QuadsShape s(kernels, call.problem.weight.shape);
     const QuadsSection section = quad_section(kernels, call.problem.weight.shape);
     const QuadsWeight w(kernels, s, call.plan.crow, section.of(call.derived));
-    const auto bound = [&](std::int64_t at) {  // as PairsWeight::begin_of
-      return begin_of_part(w.prepared.first, s.out_blocks, kQuadGroup, 12, at, splits);
-    };
-    const std::int64_t begin = bound(part), end = bound(part + 1);
+    const std::int64_t begin = w.begin_of(part, splits), end = w.begin_of(part + 1, splits);
     if (begin == end) continue;
     if (!std::exchange(packed, true)) pack_quads_x(kernels, s, call, parts, first, tokens);
     Room own(call.workspace);
@@ -61,7 +58,7 @@ void pack_section(const QuadsSection& section, const Call& call, void* data) {
   const auto* values = static_cast<const std::int8_t*>(call.values);
   const std::int64_t block = s.row_block * s.red_block;
   // Bytes between lines, and between outputs, which by token are in tiles of 16.
-  const std::int64_t line = kernels.by_token   ? std::int64_t{kTileRows} * kQuad
+  const std::int64_t line = kernels.by_token  ? std::int64_t{kTileRows} * kQuad
                             : kernels.by_line ? s.out_block * kQuad
                                               : std::int64_t{kQuad};
   const std::int64_t output = kernels.by_token || kernels.by_line ? kQuad : kQuadGroup;
@@ -71,7 +68,7 @@ void pack_section(const QuadsSection& section, const Call& call, void* data) {
     places[static_cast<std::size_t>(r)] = static_cast<std::int32_t>(tile + r * output);
   }
   const auto in_total = [&](std::int32_t w) { return kernels.complements ? std::max(0, -w) : w; };
-  const bool fours = s.red_block % kQuad == 0;  // copied at once
+  const bool fours = s.red_block % kQuad == 0;                               // copied at once
   const int shift = std::countr_zero(static_cast<std::uint64_t>(s.step()));  // of columns to offsets
   call.executor.parallel_for(s.out_blocks, [&](std::int64_t o, int) {
     std::int8_t* tiles = packed.tiles + prepared.first[o] * 2 * s.tiles_size();

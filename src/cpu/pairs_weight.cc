@@ -42,7 +42,7 @@ struct PairPlaces {
 
   explicit PairPlaces(const PairsShape& s)
       : by_token(s.by_token()),
-        pair(by_token     ? kTileRows
+        pair(by_token    ? kTileRows
              : s.by_line ? s.out_block
                          : 1),
         output(by_token || s.by_line ? 1 : kGroup / 2) {}

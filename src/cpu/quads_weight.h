@@ -144,6 +144,11 @@ struct QuadsWeight {
   QuadsWeight(const QuadKernels& k, const QuadsShape& s, const std::int32_t* entries, const Derived& derived)
       : kernels(k), shape(s), begin(entries), prepared(s, derived.prepared), packed(s, derived.packed) {}
 
+  // The first output block of a part, by the groups that they have, as PairsWeight::begin_of.
+  std::int64_t begin_of(std::int64_t part, std::int64_t parts) const {
+    return begin_of_part(prepared.first, shape.out_blocks, kQuadGroup, 12, part, parts);
+  }
+
   // As PairsWeight::multiply: finish(token, rows, output, count, sums) as soon as sums are there.
   template <class Finish>
   void multiply(const std::uint16_t* panels, std::int64_t tokens, std::int64_t first, std::int64_t last,

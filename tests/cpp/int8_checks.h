@@ -160,8 +160,8 @@ inline bool as_digits(const Layer& layer, Scaling scaling) {
 }
 
 // |got − exact| ≤ 4 u (|sum · scales| + |b|) + u_out |got| where sums are whole numbers; where x is as it is,
-// γ for as many roundings as the sum has terms, and two more, and with digits 1.004 · 2⁻²³ of the token's largest |x|
-// for each weight. Gaps between rows stay as they were.
+// γ for as many roundings as the sum has terms, and two more, and with digits 1.004 · 2⁻²³ of the token's
+// largest |x| for each weight. Gaps between rows stay as they were.
 inline void expect_linear(const Layer& layer, Scaling scaling, const std::vector<double>& got) {
   const bool digits = as_digits(layer, scaling);
   const Spec& s = layer.spec;

@@ -35,7 +35,8 @@ class DigitsTest : public ::testing::TestWithParam<Digits> {
     for (const std::string& kernel : GetParam().kernels) text += ',' + kernel + '(' + config + ')';
     return text;
   }
-  static std::vector<double> run(const Layer& layer, Executor executor = {}, const std::string& config = kAnyConfig) {
+  static std::vector<double> run(const Layer& layer, Executor executor = {},
+                                 const std::string& config = kAnyConfig) {
     const Force force(forced(config));
     EXPECT_TRUE(as_digits(layer, Scaling::weight));
     LinearRun linear(layer, Scaling::weight, executor);
@@ -43,9 +44,9 @@ class DigitsTest : public ::testing::TestWithParam<Digits> {
     return linear.y();
   }
   static void check(const Spec& spec, Executor executor = {}, const std::string& config = kAnyConfig) {
-    SCOPED_TRACE(::testing::Message() << forced(config) << " M=" << spec.m << " N=" << spec.n
-                                      << " K=" << spec.k << " block " << spec.block_rows << 'x'
-                                      << spec.block_cols << ' ' << name(spec.dtype));
+    SCOPED_TRACE(::testing::Message()
+                 << forced(config) << " M=" << spec.m << " N=" << spec.n << " K=" << spec.k << " block "
+                 << spec.block_rows << 'x' << spec.block_cols << ' ' << name(spec.dtype));
     const Layer layer(spec);
     const std::vector<double> y = run(layer, executor, config);
     const Force force(forced(config));
@@ -54,11 +55,12 @@ class DigitsTest : public ::testing::TestWithParam<Digits> {
 };
 
 GTEST_ALLOW_UNINSTANTIATED_PARAMETERIZED_TEST(DigitsTest);
-INSTANTIATE_TEST_SUITE_P(Cpu, DigitsTest, ::testing::ValuesIn(digit_kernels()), [](const auto& tested) { return tested.param.kernels.front(); });
+INSTANTIATE_TEST_SUITE_P(Cpu, DigitsTest, ::testing::ValuesIn(digit_kernels()),
+                         [](const auto& tested) { return tested.param.kernels.front(); });
 
 TEST_P(DigitsTest, EveryBlockShapeAndNumberOfTokens) {
-  for (const auto& [rows, cols] : {std::pair{16, 1}, {32, 1}, {48, 3}, {16, 16}, {32, 32}, {64, 64}, {8, 8},
-                                  {4, 1}, {128, 1}}) {
+  for (const auto& [rows, cols] :
+       {std::pair{16, 1}, {32, 1}, {48, 3}, {16, 16}, {32, 32}, {64, 64}, {8, 8}, {4, 1}, {128, 1}}) {
     for (const std::int64_t tokens : {1, 2, 3, 4, 5, 11, 21, 32, 33, 64, 65, 97, 130, 200}) {
       for (const DType dtype : {DType::f32, DType::bf16, DType::f16}) {
         const bool integers = (tokens + rows) % 2 == 0;
@@ -77,17 +79,30 @@ TEST_P(DigitsTest, PartsOfTheOutputs) {
   }
   check({5, 70, 0, 16, 1, 0.0}, pool.executor());
   check({9, 100, 90, 16, 4, 0.0}, pool.executor());
-  for (const char* config : {"panels=1 splits=1 rest=0", "panels=2 splits=3 rest=0", "panels=2 splits=1 rest=1"}) {
+  for (const char* config :
+       {"panels=1 splits=1 rest=0", "panels=2 splits=3 rest=0", "panels=2 splits=1 rest=1"}) {
     check({150, 700, 200, 32, 1, 0.4, DType::f32, true, 0}, pool.executor(), config);
   }
 }
 
+// Rows of sums whose length is no whole number of vectors as well: each is activated once.
 TEST_P(DigitsTest, ActivationsFollowTheBias) {
-  Spec spec{70, 150, 170, 16, 4, 0.6, DType::f32, false, 0};
-  const std::vector<double> sums = run(Layer(spec));
-  spec.activation = Activation::relu;
-  const std::vector<double> got = run(Layer(spec));
-  for (std::size_t i = 0; i < got.size(); ++i) ASSERT_EQ(got[i], std::max(sums[i], 0.0)) << i;
+  for (const std::int64_t rows : {16, 8, 4}) {
+    Spec spec{70, 150, 170, rows, 4, 0.6, DType::f32, false, 0};
+    const std::vector<double> sums = run(Layer(spec));
+    for (const Activation activation : {Activation::relu, Activation::gelu_erf}) {
+      spec.activation = activation;
+      const std::vector<double> got = run(Layer(spec));
+      for (std::size_t i = 0; i < got.size(); ++i) {
+        const double x = sums[i], gelu = 0.5 * x * std::erfc(-x / std::sqrt(2.0));
+        if (activation == Activation::relu) {
+          ASSERT_EQ(got[i], std::max(x, 0.0)) << i;
+        } else {
+          ASSERT_NEAR(got[i], gelu, 1e-6 * (1 + std::abs(x))) << i;
+        }
+      }
+    }
+  }
 }
 
 // 2⁻²³ of the largest |x| of the token, over 60 orders of magnitude; and whole numbers beside it stay exact.

@@ -27,7 +27,7 @@ struct FewQuads {
     for (std::int32_t row = 0; row < t.rows; row += kTileRows) {
       for (std::int32_t m = 0; m < t.tokens;) {
         const std::int32_t left = t.tokens - m;
-        m += left == 1 ? multiply_some<1>(t, m, row, x)
+        m += left == 1   ? multiply_some<1>(t, m, row, x)
              : left == 3 ? multiply_some<3>(t, m, row, x)
                          : multiply_some<2>(t, m, row, x);
       }
@@ -119,8 +119,8 @@ struct FewQuads {
     }
   }
 
-  // Tokens m … m + Tokens of 16 outputs. Several share what is read of W, for which they have the sums of eight
-  // outputs at a time (three of 4096² in 32×32: .69 → .41 ms, of 768→3072 47 → 41 us).
+  // Tokens m … m + Tokens of 16 outputs. Several share what is read of W, for which they have the sums of
+  // eight outputs at a time (three of 4096² in 32×32: .69 → .41 ms, of 768→3072 47 → 41 us).
   template <int Tokens>
   static std::int32_t multiply_some(const LaneProduct& t, std::int32_t m, std::int32_t row,
                                     const std::uint8_t* x) {
@@ -192,8 +192,7 @@ struct FewQuads {
     const __m512 scaled = _mm512_mul_ps(_mm512_cvtepi32_ps(exact), floats(t.scales + row));
     const __m512 of_token = _mm512_mask_blend_ps(kTwo ? 0xff00 : 0, _mm512_set1_ps(t.token_scales[token]),
                                                  _mm512_set1_ps(t.token_scales[token + (second ? 1 : 0)]));
-    const __m512 y =
-        activate<Avx512>(t.activation, _mm512_fmadd_ps(scaled, of_token, floats(t.start + row)));
+    const __m512 y = activate<Avx512>(t.activation, _mm512_fmadd_ps(scaled, of_token, floats(t.start + row)));
     const auto mask = static_cast<__mmask16>((1U << count) - 1);
     const std::int64_t at = token * t.row_stride + row;
     if (t.out == Storage::f32) {
