@@ -28,6 +28,7 @@ class LaneTask {
   };
   struct Tokens {
     std::int64_t first, count;
+    std::int64_t left = 0;  // outputs before those that `out` begins with
   };
   // Of all outputs, but for those of tokens; null where the dtype has none.
   struct Scaling {
@@ -46,6 +47,7 @@ class LaneTask {
         memory_(memory),
         first_(tokens.first),
         tokens_(tokens.count),
+        left_(tokens.left),
         scaling_(scaling),
         out_(call.out),
         product_(product) {
@@ -147,7 +149,7 @@ class LaneTask {
   void multiply(std::int64_t o, std::int64_t m) {
     t_.tokens = panel_rows(tokens_, m);
     if (scaling_.tokens != nullptr) t_.token_scales = scaling_.tokens + m;
-    t_.y = at(out_, first_ + m, o * s_.out_block);
+    t_.y = at(out_, first_ + m, o * s_.out_block - left_);
     product_(t_);
   }
 
@@ -156,7 +158,7 @@ class LaneTask {
   const std::uint16_t* tiles_;
   const Stored stored_;
   const Memory memory_;
-  const std::int64_t first_, tokens_;
+  const std::int64_t first_, tokens_, left_;
   const Scaling scaling_;
   const MutableMatrixView& out_;
   void (*const product_)(const LaneProduct&);

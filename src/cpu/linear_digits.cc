@@ -47,7 +47,7 @@ struct Fixed {
     for (std::int64_t k = 0; k < count; ++k) {
       bits = std::max(bits, static_cast<std::int32_t>(magnitude_bits(x[k])));
     }
-    const float largest = std::bit_cast<float>(bits);
+    const auto largest = std::bit_cast<float>(bits);
     finite = std::isfinite(largest);
     if (!finite) return;
     const float most = std::max(largest, kSmallest);
@@ -175,11 +175,8 @@ struct DigitsTask {
     own.problem = digits_problem(call.problem);
     own.bias = nullptr;
     own.activation = Activation::none;
-    // As if all outputs had their place, of which these alone are written.
-    auto* base = reinterpret_cast<float*>(reinterpret_cast<std::uintptr_t>(digits.sums) -
-                                          static_cast<std::uintptr_t>(from) * sizeof(float));
-    own.out = {base, DType::f32, rows.count(), call.out.cols, stride};
-    multiply_quads(w, own, parts, 0, rows.count(), begin, end);
+    own.out = {digits.sums, DType::f32, rows.count(), call.out.cols, stride};
+    multiply_quads(w, own, parts, 0, rows.count(), begin, end, from);
     const std::int64_t features = std::min(end * s.out_block, call.out.cols) - from;
     for (std::int64_t panel = 0; panel < rows.tokens; panel += rows.side) {
       const std::int64_t tokens = rows.tokens_from(panel);

@@ -87,15 +87,17 @@ inline void pack_quads_x(const QuadKernels& kernels, const QuadsShape& s, const 
   }
 }
 
-// Output blocks begin … end for tokens first … first + tokens.
+// Output blocks begin … end for tokens first … first + tokens; `call.out` begins with output `left`.
 inline void multiply_quads(const QuadsWeight& w, const Call& call, const QuadsParts& parts,
-                           std::int64_t first, std::int64_t tokens, std::int64_t begin, std::int64_t end) {
+                           std::int64_t first, std::int64_t tokens, std::int64_t begin, std::int64_t end,
+                           std::int64_t left = 0) {
   const QuadsShape& s = w.shape;
   const QuadFew* few = few_of(w.kernels, tokens);
   if (const auto product = few != nullptr ? few->product : w.kernels.lanes; product != nullptr) {
     LaneTask task(s, w.prepared, reinterpret_cast<const std::uint16_t*>(w.packed.tiles),
-                  {w.begin, call.plan.col}, {parts.panels, parts.gathered, parts.lane_sums}, {first, tokens},
-                  {parts.bias, w.packed.totals, parts.scales, parts.tokens}, call, product);
+                  {w.begin, call.plan.col}, {parts.panels, parts.gathered, parts.lane_sums},
+                  {first, tokens, left}, {parts.bias, w.packed.totals, parts.scales, parts.tokens}, call,
+                  product);
     if (w.kernels.lanes == nullptr) {
       task.groups(begin, end);
     } else if (s.source == PairSource::columns) {
@@ -113,7 +115,7 @@ inline void multiply_quads(const QuadsWeight& w, const Call& call, const QuadsPa
                      parts.bias + from,
                      parts.tokens + m,
                      call.activation,
-                     at(call.out, first + m, from),
+                     at(call.out, first + m, from - left),
                      call.problem.out == DType::bf16,
                      call.out.row_stride,
                      rows,
