@@ -433,7 +433,7 @@ def test_large_w8_multiplies_digits_of_x(dtype):
         for tokens in (1, 4, 33):
             assert torch.equal(layer(x[:tokens]), bits[:tokens]), "a token's bits do not depend on others"
         # Of floats it would be four bytes a value.
-        assert layer.weight.derived_nbytes < 2 * layer.weight.values.numel()
+        assert layer.weight.derived_nbytes < 4 * layer.weight.values.numel()
         x[2, 5] = torch.inf
         stored = layer.weight.block_mask()[:, 5].repeat_interleave(32)
         y = layer(x)
