@@ -211,7 +211,7 @@ def test_x_must_stay_until_it_is_used():
             down(hidden)
 
 
-def test_bad_arguments():
+def test_bad_arguments(one_thread):
     net, x = sparse(NETWORKS["gelu"], SPEC), torch.randn(40, K)
     up, down = layers(net)
     op = torch.ops.rarefy._int8_feed_forward
@@ -259,7 +259,7 @@ def test_scales_that_are_written_to_are_an_error(what):
             down(h)
 
 
-def test_explain_says_whether_it_is_one_op():
+def test_explain_says_whether_it_is_one_op(one_thread):
     net, x = sparse(NETWORKS["gelu"], SPEC), torch.randn(40, K)
     assert fusing.networks(net) == [("fc1", "fc2")]
     up, down = layers(net)
@@ -271,7 +271,7 @@ def test_explain_says_whether_it_is_one_op():
     assert len(ran(lambda: net(x))[1]) == 0
 
 
-def test_explain_of_a_gate():
+def test_explain_of_a_gate(one_thread):
     net, x = sparse(NETWORKS["llama"], SPEC), torch.randn(40, K)
     assert [set(names) for names in fusing.networks(net)] == [{"up", "gate", "down"}]
     found = rarefy.explain((net.up, net.gate, net.down), x)
