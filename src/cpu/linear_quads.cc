@@ -68,17 +68,17 @@ void pack_section(const QuadsSection& section, const Call& call, void* data) {
     places[static_cast<std::size_t>(r)] = static_cast<std::int32_t>(tile + r * output);
   }
   const auto in_total = [&](std::int32_t w) { return kernels.complements ? std::max(0, -w) : w; };
-  const bool fours = s.red_block % kQuad == 0;                               // copied at once
+  const bool fours = s.red_block % kQuad == 0;
+  const std::int64_t count = fours ? kQuad : 1;                              // copied at once
   const int shift = std::countr_zero(static_cast<std::uint64_t>(s.step()));  // of columns to offsets
   call.executor.parallel_for(s.out_blocks, [&](std::int64_t o, int) {
     std::int8_t* tiles = packed.tiles + prepared.first[o] * 2 * s.tiles_size();
     std::int32_t* totals = packed.totals + o * s.out_block;
     const std::uint32_t* offsets = prepared.offsets + prepared.first[o] * s.offsets();
     const std::int64_t groups = prepared.first[o + 1] - prepared.first[o];
-    const std::int64_t count = fours ? kQuad : 1;
     std::memset(tiles, 0, static_cast<std::size_t>(groups * 2 * s.tiles_size()));
-    const std::int64_t stop = std::min((o + 1) * s.join, s.rows);
     std::fill_n(totals, s.out_block, 0);
+    const std::int64_t stop = std::min((o + 1) * s.join, s.rows);
     for (std::int64_t row = o * s.join, top = 0; row < stop; ++row, top += s.row_block) {
       std::int64_t at = 0;  // among the columns of the output block
       const std::int8_t* from = values + begin[row] * block;
@@ -97,7 +97,7 @@ void pack_section(const QuadsSection& section, const Call& call, void* data) {
           fours ? copy.template operator()<kQuad>() : copy.template operator()<1>();
         }
         std::int32_t* total = totals + top;
-        if (s.red_block == 1) {
+        if (s.red_block == 1) {  // as vectors: in the loops below each sum would go through memory
           for (std::int64_t r = 0; r < s.row_block; ++r) total[r] += in_total(from[r]);
           continue;
         }

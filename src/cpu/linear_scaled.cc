@@ -1,6 +1,6 @@
 // linear of scaled int8 values with x as it is: the values become floats, scale · value rounded once, and
-// the float kernels do the rest. Who holds them packed has the memory and the speed of a layer in f32. (A few
-// tokens read the values as they are: linear_few.cc.)
+// the float kernels do the rest. Who holds them packed has the memory and the speed of a layer in f32. What
+// reads int8 instead: linear_few.cc for a few tokens, linear_digits.cc where kernels multiply it.
 #include <algorithm>
 #include <new>
 
