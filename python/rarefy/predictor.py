@@ -399,17 +399,21 @@ class Predictor:
 
 def calibration(case: Case) -> list[Case]:
     """The cases that are measured for the group of this one; itself where no other is of it."""
-    rarer, best = [(density,) for density in _RARER], [case]
-    # Kernels for tokens that none of _TOKENS is near to, such as lanes of AVX2 for 5 to 8: as many as here.
-    for token_counts in (_TOKENS[case.tokens <= FEW_TOKENS], (case.tokens,)):
+    tokens, best = _TOKENS[case.tokens <= FEW_TOKENS], [case]
+    usual = [_DENSITIES, *((density,) for density in _RARER)]
+    near = [tuple(min(1.0, case.density * part) for part in (0.7, 1.0, 1.4))]
+    of_near = sorted({*tokens, case.tokens})
+    # Then kernels for tokens that none of _TOKENS is near to, such as lanes of AVX2 for 5 to 8: as many as
+    # here; and for densities between those, such as int8 by token on AMX.
+    for token_counts, sets in ((tokens, usual), ((case.tokens,), usual), (of_near, near)):
         grid: list[Case] = []
-        for densities in (_DENSITIES, *rarer):
+        for densities in sets:
             for n, k in _SHAPES:
                 if case.block is not None and (n % case.block[0] or k % case.block[1]):
                     n, k = (max(b, size // b * b) for size, b in zip((n, k), case.block, strict=True))
                 for density in (1.0,) if case.block is None else densities:
-                    for tokens in token_counts:
-                        point = replace(case, tokens=tokens, out_features=n, in_features=k, density=density)
+                    for count in token_counts:
+                        point = replace(case, tokens=count, out_features=n, in_features=k, density=density)
                         grid += [point] if point.group == case.group else []
             if len(grid) >= _LEAST or case.block is None:
                 return grid
