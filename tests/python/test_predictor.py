@@ -34,8 +34,8 @@ def test_terms_are_what_a_call_takes(case: Case) -> None:
     if case.block is not None:
         products = case.tokens * case.blocks * math.prod(case.block)
     work = max(one[1:])
-    # int8 of AMX joins 4×1 to 32 rows, which store 1 − .7⁸ of the columns where each has .3.
-    assert products <= 1.01 * work < 3.2 * products + 64 * case.out_features * (32 + case.in_features)
+    # int8 by token on AMX multiplies 4×1 at .3 as if all were stored.
+    assert products <= 1.01 * work < 3.4 * products + 64 * case.out_features * (32 + case.in_features)
     assert max(two[1:]) <= work  # two threads: no thread does more than one would
 
 
