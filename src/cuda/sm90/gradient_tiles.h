@@ -2,7 +2,7 @@
 // host's prediction, and tests.
 #pragma once
 
-#include "cuda/sm90/strip_walk.h"
+#include "cuda/sm90/host_device.h"
 
 namespace rarefy::sm90 {
 

@@ -3,9 +3,9 @@
 
 namespace rarefy::sm90 {
 
-cudaError_t launch_grad_input_bf16(rarefy::Activation activation, const StripConfig& config, int clusters,
-                                   const StripParams& params, cudaStream_t stream) {
-  return launch_strips_of<__nv_bfloat16, true>(activation, config, clusters, params, stream);
+cudaError_t launch_grad_input_bf16(const StripConfig& config, int clusters, const StripParams& params,
+                                   cudaStream_t stream) {
+  return launch_strips_of<__nv_bfloat16, true>(config, clusters, params, stream);
 }
 
 }  // namespace rarefy::sm90

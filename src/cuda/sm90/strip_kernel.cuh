@@ -33,9 +33,10 @@ struct StripParams {
   int features, tokens;  // of y
   int w_columns;         // 64-wide columns of a stored block
   int columns;           // 64-wide, of X
-  bool whole;            // the strips of a tile are of one block row
-  int split;             // kParts: thread blocks of a cluster
-  int alone;             // … and, if not 0, how many strips of a group have a tile each
+  Activation activation;
+  bool whole;  // the strips of a tile are of one block row
+  int split;   // kParts: thread blocks of a cluster
+  int alone;   // … and, if not 0, how many strips of a group have a tile each
   u32 slots, w_slots;
 };
 
@@ -243,7 +244,7 @@ struct StripWarps {
     }
   }
 
-  template <class T, Major kMajorW, Activation kActivation>
+  template <class T, Major kMajorW, bool kActivates>
   __device__ void multiply(int strip, StoreLane out) const {
     const int warp = out.warp, lane = out.lane;
     Turn at, tiles;
@@ -315,11 +316,13 @@ struct StripWarps {
           first = share.first, end = share.end;
         }
         if (feature < 0) return;
+        Activations<kActivates>{p.activation}.apply_to([&]<Activation activation>() {
 #pragma unroll
-        for (int part = 0; part < Shape::kParts; ++part) {
-          store_tile<T, kActivation>(out, d[part], bias, &p.y, feature, token + part * Shape::kPart,
-                                     first - part * Shape::kPart, end - part * Shape::kPart);
-        }
+          for (int part = 0; part < Shape::kParts; ++part) {
+            store_tile<T, activation>(out, d[part], bias, &p.y, feature, token + part * Shape::kPart,
+                                      first - part * Shape::kPart, end - part * Shape::kPart);
+          }
+        });
       };
       if constexpr (kWhole) {
         if (feature >= 0 && steps > 0) {  // products of a step are queued while those of the step before run
@@ -365,8 +368,8 @@ struct StripWarps {
   }
 };
 
-template <class T, bool kTransposed, Activation kActivation, int kStrips, int kTokens, int kCluster,
-          bool kWhole, bool kParts>
+template <class T, bool kTransposed, bool kActivates, int kStrips, int kTokens, int kCluster, bool kWhole,
+          bool kParts>
 __global__ void __launch_bounds__(StripShape<kStrips, kTokens>::kThreads, 1)
     strip_kernel(const __grid_constant__ StripParams p) {
   using Shape = StripShape<kStrips, kTokens>;
@@ -405,7 +408,7 @@ __global__ void __launch_bounds__(StripShape<kStrips, kTokens>::kThreads, 1)
   if (warp < 4 * kStrips) {
     take_registers<Shape::kMultiplyRegisters>();
     const auto strip = static_cast<u32>(warp) / 4;
-    warps.template multiply<T, kTransposed ? Major::mn : Major::k, kActivation>(
+    warps.template multiply<T, kTransposed ? Major::mn : Major::k, kActivates>(
         static_cast<int>(strip),
         {y_buffers + strip * kStoreBuffers * kStoreBytes, strip + 1, warp % 4, lane});
   } else {  // three warps of this warpgroup work

@@ -63,6 +63,7 @@ cudaError_t launch(const StripProblem& p, const StripConfig& config, int sms, co
   params.groups = reinterpret_cast<const int4*>(operands.plan + plan.groups_at);
   params.steps = operands.plan + plan.steps_at;
   params.bias = operands.bias;
+  params.activation = static_cast<Activation>(p.activation);
   params.features = n(p.out_features());
   params.tokens = n(p.tokens);
   params.w_columns = n(p.block_cols / 64);
@@ -79,7 +80,7 @@ cudaError_t launch(const StripProblem& p, const StripConfig& config, int sms, co
   const int clusters = config.split > 1
                            ? lists.groups * (config.alone ? config.strips : 1) * params.lists.token_tiles
                            : lists.clusters;
-  return run(p.activation, config, clusters, params, stream);
+  return run(config, clusters, params, stream);
 }
 
 }  // namespace rarefy::sm90

@@ -28,6 +28,7 @@ cudaError_t launch(const TallProblem& p, const TallConfig& config, int sms, cons
   params.col = o.col;
   params.values = o.values;
   params.bias = o.bias;
+  params.activation = static_cast<Activation>(p.activation);
   params.features = static_cast<int>(p.rows);
   params.block_rows = static_cast<int>(p.block_rows);
   params.y_by_feature = p.y_layout == Layout::by_feature;
@@ -82,7 +83,7 @@ cudaError_t launch(const TallProblem& p, const TallConfig& config, int sms, cons
     // Of X that is turned the first tokens came last (transpose.cu).
     params.lists.from_last = begins_with_last_tokens(!copies);
     const auto launch_type = p.dtype == DType::bf16 ? launch_tall_bf16 : launch_tall_f16;
-    status = launch_type(p.activation, config, plan.groups, copies, params, stream);
+    status = launch_type(config, plan.groups, copies, params, stream);
     if (status != cudaSuccess) return status;
   }
   return cudaSuccess;

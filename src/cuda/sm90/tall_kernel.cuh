@@ -25,6 +25,7 @@ struct TallParams {
   bool ragged;  // only the tokens of X themselves may be read, and they end within 16 bytes
   bool turned;  // by the kernel before this one, for it: nothing else can be waited for
   int tokens, features, block_rows;
+  Activation activation;
   bool y_by_feature;
   u32 slots;
   int split;      // kSingle: thread blocks of a cluster that have a part of a tile's columns each
@@ -248,7 +249,7 @@ struct TallWarps {
     }
   }
 
-  template <Activation kActivation>
+  template <bool kActivates>
   __device__ void multiply(u32 group, StoreLane out) const {
     const u32 my_rows = kRows == 128 ? group : 0, my_tokens = kTile.shares_tokens() ? group : 0;
     Turn at;
@@ -337,18 +338,21 @@ struct TallWarps {
         }
       }
       const float2 bias{static_cast<float>(biases[0]), static_cast<float>(biases[1])};
-      store_either<T, kActivation>(out, d[0], bias, &p.y, feature, token, p.y_by_feature, first, end);
+      const Activations<kActivates> activations{p.activation};
+      activations.apply_to([&]<Activation activation>() {
+        store_either<T, activation>(out, d[0], bias, &p.y, feature, token, p.y_by_feature, first, end);
+      });
       if (p.stored.values != nullptr) {
-        repair_if_nan<T, kActivation>(p.stored, static_cast<const T*>(p.bias),
-                                      sum_of_tokens(d, p.tokens - token, out.lane), out,
-                                      feature + 16 * out.warp, token + first, end - first);
+        repair_if_nan(p.stored, static_cast<const T*>(p.bias), activations,
+                      sum_of_tokens(d, p.tokens - token, out.lane), out, feature + 16 * out.warp,
+                      token + first, end - first);
       }
     }
     if (out.leads()) store_wait_read<0>();  // they end with the kernel
   }
 };
 
-template <class T, Activation kActivation, int kRows, int kTokens, int kColumns, bool kSingle>
+template <class T, bool kActivates, int kRows, int kTokens, int kColumns, bool kSingle>
 __global__ void __launch_bounds__(TallTile{kRows, kTokens}.threads(),
                                   TallTile{kRows, kTokens}.warpgroups() == 2 ? 1 : 2)
     tall_kernel(const __grid_constant__ TallParams p) {
@@ -380,7 +384,7 @@ __global__ void __launch_bounds__(TallTile{kRows, kTokens}.threads(),
     if (!p.turned) wait_for_kernels();
     const auto group = static_cast<u32>(warp) / 4;
     const u32 y_buffers = slots + p.slots * kTile.slot_bytes();
-    warps.template multiply<kActivation>(
+    warps.template multiply<kActivates>(
         group, {y_buffers + group * kStoreBuffers * kStoreBytes, group + 1, warp % 4, lane});
   } else {
     if constexpr (kTile.warpgroups() == 2) give_registers<3 * 168 - 2 * kMultiplyRegisters>();

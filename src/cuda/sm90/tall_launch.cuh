@@ -8,11 +8,11 @@
 namespace rarefy::sm90 {
 
 // after: the launch is behind a transpose, or a copy, that lets it start early.
-template <class T, Activation kActivation, TallTile kTile, bool kSingle>
+template <class T, bool kActivates, TallTile kTile, bool kSingle>
 cudaError_t launch_tall_tile(const TallConfig& c, int groups, bool after, const TallParams& params,
                              cudaStream_t stream) {
   const std::int64_t tiles = std::int64_t{groups} * params.halves * params.lists.token_tiles;
-  return launch_kernel<tall_kernel<T, kActivation, kTile.rows, kTile.tokens, kTile.columns, kSingle>>(
+  return launch_kernel<tall_kernel<T, kActivates, kTile.rows, kTile.tokens, kTile.columns, kSingle>>(
       {.blocks = kSingle ? tiles * c.split : params.lists.clusters,
        .threads = kTile.threads(),
        .cluster = c.split,
@@ -22,7 +22,7 @@ cudaError_t launch_tall_tile(const TallConfig& c, int groups, bool after, const 
 }
 
 // The config's tile of those that are compiled.
-template <class T, Activation kActivation, bool kSingle, std::size_t i = 0>
+template <class T, bool kActivates, bool kSingle, std::size_t i = 0>
 cudaError_t launch_tall_tiles(const TallConfig& c, int groups, bool after, const TallParams& params,
                               cudaStream_t stream) {
   constexpr std::span kTiles = tall_tiles(kSingle);
@@ -30,24 +30,22 @@ cudaError_t launch_tall_tiles(const TallConfig& c, int groups, bool after, const
     return cudaErrorInvalidConfiguration;
   } else {
     return c.tile == kTiles[i]
-               ? launch_tall_tile<T, kActivation, kTiles[i], kSingle>(c, groups, after, params, stream)
-               : launch_tall_tiles<T, kActivation, kSingle, i + 1>(c, groups, after, params, stream);
+               ? launch_tall_tile<T, kActivates, kTiles[i], kSingle>(c, groups, after, params, stream)
+               : launch_tall_tiles<T, kActivates, kSingle, i + 1>(c, groups, after, params, stream);
   }
 }
 
 template <class T>
-cudaError_t launch_tall_of(rarefy::Activation activation, const TallConfig& c, int groups, bool after,
-                           const TallParams& params, cudaStream_t stream) {
-  return with_activation(activation, [&]<Activation kActivation>() {
-    return c.single() ? launch_tall_tiles<T, kActivation, true>(c, groups, after, params, stream)
-                      : launch_tall_tiles<T, kActivation, false>(c, groups, after, params, stream);
+cudaError_t launch_tall_of(const TallConfig& c, int groups, bool after, const TallParams& params,
+                           cudaStream_t stream) {
+  return with_activations(params.activation, [&]<bool kActivates>() {
+    return c.single() ? launch_tall_tiles<T, kActivates, true>(c, groups, after, params, stream)
+                      : launch_tall_tiles<T, kActivates, false>(c, groups, after, params, stream);
   });
 }
 
 // One per translation unit.
-cudaError_t launch_tall_bf16(rarefy::Activation, const TallConfig&, int groups, bool after, const TallParams&,
-                             cudaStream_t);
-cudaError_t launch_tall_f16(rarefy::Activation, const TallConfig&, int groups, bool after, const TallParams&,
-                            cudaStream_t);
+cudaError_t launch_tall_bf16(const TallConfig&, int groups, bool after, const TallParams&, cudaStream_t);
+cudaError_t launch_tall_f16(const TallConfig&, int groups, bool after, const TallParams&, cudaStream_t);
 
 }  // namespace rarefy::sm90

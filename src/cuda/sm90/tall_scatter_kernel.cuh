@@ -222,8 +222,7 @@ struct ScatterWarps {
       Stored own = p.repairs;
       own.out = min(own.out, begin + p.columns);
       for (int column = begin + warp * 16; column < own.out; column += 8 * 16)
-        repair<T, device::Activation::none>(own, nullptr, column, tile / p.column_tiles * kTokens, kTokens,
-                                            lane);
+        repair<T>(own, nullptr, Activations<false>{}, column, tile / p.column_tiles * kTokens, kTokens, lane);
     }
   }
 

@@ -148,8 +148,8 @@ struct SpreadWarps {
     wait_to_repair(out);
     for (int tile = static_cast<int>(blockIdx.x); tile < p.tiles; tile += static_cast<int>(gridDim.x)) {
       const int column = tile % p.column_tiles * Shape::kColumns + static_cast<int>(group) * 64;
-      repair<T, Activation::none>(p.repairs, nullptr, column + 16 * out.warp, tile / p.column_tiles * kTokens,
-                                  kTokens, out.lane);
+      repair<T>(p.repairs, nullptr, Activations<false>{}, column + 16 * out.warp,
+                tile / p.column_tiles * kTokens, kTokens, out.lane);
     }
   }
 };

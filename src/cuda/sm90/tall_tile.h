@@ -3,7 +3,7 @@
 
 #include <span>
 
-#include "cuda/sm90/strip_walk.h"
+#include "cuda/sm90/host_device.h"
 
 namespace rarefy::sm90 {
 

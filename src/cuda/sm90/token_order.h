@@ -5,7 +5,7 @@
 #include <climits>
 #include <cstdint>
 
-#include "cuda/sm90/strip_walk.h"
+#include "cuda/sm90/host_device.h"
 
 namespace rarefy::sm90 {
 

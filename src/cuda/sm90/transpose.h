@@ -7,7 +7,7 @@
 #include <cstdint>
 
 #include "core/by_feature.h"
-#include "cuda/sm90/strip_walk.h"
+#include "cuda/sm90/host_device.h"
 
 namespace rarefy::sm90 {
 

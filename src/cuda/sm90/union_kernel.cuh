@@ -32,6 +32,7 @@ struct UnionParams {
   const unsigned char* w;  // pieces, packed; of f32 rounded to tf32
   const int4* units;       // of each strip: its unit rows, -1: none
   const void* bias;
+  Activation activation;
   Stored stored;
   int features;  // of y
   int log_unit;
@@ -213,9 +214,10 @@ struct UnionWarps {
     wgmma_wait<0>();
   }
 
-  template <class T, Activation kActivation>
+  template <class T, bool kActivates>
   __device__ void multiply(int strip, StoreLane out) const {
     constexpr u64 kPieceLayout = operand_layout(Swizzle::none, 256, 128);
+    const Activations<kActivates> activations{p.activation};
     const int warp = out.warp, lane = out.lane;
     // In units of 16 bytes: tokens of an instruction apart; how much farther the second half of a step's
     // features is.
@@ -301,20 +303,21 @@ struct UnionWarps {
       if (boxes.log_wide > 3) {  // 64 features of f32: two boxes
         boxes = {3, lane < 2 ? unit_row + 32 * lane : -1};
       }
+      activations.apply_to([&]<Activation activation>() {
 #pragma unroll
-      for (int part = 0; part < Shape::kParts; ++part) {
-        store_tile<T, kActivation>(out, d[part], bias, &p.y, boxes, token + part * Shape::kPart,
-                                   first - part * Shape::kPart, end - part * Shape::kPart);
-      }
-      repair_if_nan<T, kActivation>(p.stored, static_cast<const T*>(p.bias),
-                                    sum_of_tokens(d, p.stored.tokens - token, lane), out, row16,
-                                    token + first, end - first);
+        for (int part = 0; part < Shape::kParts; ++part) {
+          store_tile<T, activation>(out, d[part], bias, &p.y, boxes, token + part * Shape::kPart,
+                                    first - part * Shape::kPart, end - part * Shape::kPart);
+        }
+      });
+      repair_if_nan(p.stored, static_cast<const T*>(p.bias), activations,
+                    sum_of_tokens(d, p.stored.tokens - token, lane), out, row16, token + first, end - first);
     }
     if (out.warp == 0) store_wait_read<0>();  // they end with the kernel
   }
 };
 
-template <class T, Activation kActivation, int kStrips, int kTokens, bool kParts, int kPair>
+template <class T, bool kActivates, int kStrips, int kTokens, bool kParts, int kPair>
 __global__ void __launch_bounds__(StripShape<kStrips, kTokens>::kThreads, 1)
     union_kernel(const __grid_constant__ UnionParams p) {
   using Shape = StripShape<kStrips, kTokens>;
@@ -346,7 +349,7 @@ __global__ void __launch_bounds__(StripShape<kStrips, kTokens>::kThreads, 1)
   if (warp < 4 * kStrips) {
     take_registers<Shape::kMultiplyRegisters>();
     const auto strip = static_cast<u32>(warp) / 4;
-    warps.template multiply<T, kActivation>(
+    warps.template multiply<T, kActivates>(
         static_cast<int>(strip), {y_buffers + strip * y_bytes, strip + 1, warp % 4, lane, p.buffers});
   } else {
     give_registers<Shape::kOtherRegisters>();

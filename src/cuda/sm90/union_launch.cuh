@@ -8,12 +8,12 @@
 namespace rarefy::sm90 {
 
 // The tile shapes that are compiled; union_candidates lists the same.
-template <class T, Activation kActivation>
+template <class T, bool kActivates>
 cudaError_t launch_union_shape(const UnionConfig& c, int blocks, const UnionParams& params,
                                cudaStream_t stream) {
   const auto is = [&](int strips, int tokens) { return c.strips == strips && c.tokens == tokens; };
   const auto run_parts = [&]<int kStrips, int kTokens, bool kParts, int kPair = 1>() {
-    return launch_kernel<union_kernel<T, kActivation, kStrips, kTokens, kParts, kPair>>(
+    return launch_kernel<union_kernel<T, kActivates, kStrips, kTokens, kParts, kPair>>(
         {blocks, StripShape<kStrips, kTokens>::kThreads, c.split * c.pair, c.shared_bytes()}, params, stream);
   };
   const auto run = [&]<int kStrips, int kTokens>() {
@@ -38,19 +38,16 @@ cudaError_t launch_union_shape(const UnionConfig& c, int blocks, const UnionPara
 }
 
 template <class T>
-cudaError_t launch_union_of(rarefy::Activation activation, const UnionConfig& config, int blocks,
-                            const UnionParams& params, cudaStream_t stream) {
-  return with_activation(activation, [&]<Activation kActivation>() {
-    return launch_union_shape<T, kActivation>(config, blocks, params, stream);
+cudaError_t launch_union_of(const UnionConfig& config, int blocks, const UnionParams& params,
+                            cudaStream_t stream) {
+  return with_activations(params.activation, [&]<bool kActivates>() {
+    return launch_union_shape<T, kActivates>(config, blocks, params, stream);
   });
 }
 
 // One per translation unit.
-cudaError_t launch_union_bf16(rarefy::Activation, const UnionConfig&, int blocks, const UnionParams&,
-                              cudaStream_t);
-cudaError_t launch_union_f16(rarefy::Activation, const UnionConfig&, int blocks, const UnionParams&,
-                             cudaStream_t);
-cudaError_t launch_union_tf32(rarefy::Activation, const UnionConfig&, int blocks, const UnionParams&,
-                              cudaStream_t);
+cudaError_t launch_union_bf16(const UnionConfig&, int blocks, const UnionParams&, cudaStream_t);
+cudaError_t launch_union_f16(const UnionConfig&, int blocks, const UnionParams&, cudaStream_t);
+cudaError_t launch_union_tf32(const UnionConfig&, int blocks, const UnionParams&, cudaStream_t);
 
 }  // namespace rarefy::sm90

@@ -3,9 +3,9 @@
 
 namespace rarefy::sm90 {
 
-cudaError_t launch_union_tf32(rarefy::Activation activation, const UnionConfig& config, int blocks,
-                              const UnionParams& params, cudaStream_t stream) {
-  return launch_union_of<float>(activation, config, blocks, params, stream);
+cudaError_t launch_union_tf32(const UnionConfig& config, int blocks, const UnionParams& params,
+                              cudaStream_t stream) {
+  return launch_union_of<float>(config, blocks, params, stream);
 }
 
 }  // namespace rarefy::sm90

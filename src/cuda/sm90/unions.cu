@@ -57,6 +57,7 @@ cudaError_t launch(const UnionProblem& p, const UnionConfig& config, int sms, co
   params.w = static_cast<const unsigned char*>(operands.packed);
   params.units = reinterpret_cast<const int4*>(operands.plan + plan.units_at);
   params.bias = operands.bias;
+  params.activation = static_cast<Activation>(p.activation);
   params.stored = stored_of(p, {p, operands.index, operands.values}, operands.x, operands.y);
   params.features = n(p.out_features());
   params.log_unit = p.unit() == 64 ? 6 : p.unit() == 32 ? 5 : 4;
@@ -75,7 +76,7 @@ cudaError_t launch(const UnionProblem& p, const UnionConfig& config, int sms, co
                                            : launch_union_tf32;
   const int tiles = groups.count * (config.alone ? config.strips : 1) * params.walk.lists.token_tiles;
   const int blocks = config.split > 1 ? tiles * config.split : groups.clusters * config.pair;
-  return run(p.activation, config, blocks, params, stream);
+  return run(config, blocks, params, stream);
 }
 
 }  // namespace rarefy::sm90

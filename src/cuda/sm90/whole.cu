@@ -63,6 +63,7 @@ cudaError_t launch(const WholeProblem& p, const WholeConfig& config, int sms, co
   }
 
   params.bias = o.bias;
+  params.activation = static_cast<Activation>(p.activation);
   params.from_last = begins_with_last_tokens();
   params.features = n(p.out_features());
   params.tokens = n(p.tokens);
@@ -75,7 +76,7 @@ cudaError_t launch(const WholeProblem& p, const WholeConfig& config, int sms, co
   const int all = params.feature_tiles * params.token_tiles,
             blocks = config.single() ? all * config.split : std::min(sms, all);
   const auto run = p.dtype == DType::bf16 ? launch_whole_bf16 : launch_whole_f16;
-  return run(major, by_feature ? Major::mn : Major::k, p.activation, config, blocks, params, stream);
+  return run(major, by_feature ? Major::mn : Major::k, config, blocks, params, stream);
 }
 
 }  // namespace rarefy::sm90

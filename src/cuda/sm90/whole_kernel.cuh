@@ -18,6 +18,7 @@ struct WholeParams {
   CUtensorMap x, x_last, w, y, y_rest;  // y_rest: the last tokens of a tile that has no whole 64s
   LastTokens last;                      // of X by token
   const void* bias;
+  Activation activation;
   int features, tokens;  // of y
   int steps;             // of 64 features of x
   int feature_tiles, token_tiles;
@@ -45,8 +46,7 @@ struct WholeShape {
 
 // kMajorW: whether W lies along its sum (k) or along Y's features (mn); kMajorX: X by token (k) or by
 // feature. kSingle: a thread block has one tile, or a part of its steps.
-template <class T, Major kMajorW, Major kMajorX, Activation kActivation, int kFeatures, int kTokens,
-          bool kSingle>
+template <class T, Major kMajorW, Major kMajorX, bool kActivates, int kFeatures, int kTokens, bool kSingle>
 struct WholeWarps {
   using Shape = WholeShape<kFeatures, kTokens>;
   static constexpr int kWide = WholeConfig::kWide, kNarrow = WholeConfig::kNarrow;
@@ -130,6 +130,7 @@ struct WholeWarps {
   }
 
   __device__ void multiply(u32 group, StoreLane out) const {
+    const Activations<kActivates> activations{p.activation};
     Turn at;
     const u32 panel = Shape::kXBytes + uniform(group) * Shape::kPanelBytes;
     const int first = uniform(first_step()), end = uniform(end_step());
@@ -197,20 +198,24 @@ struct WholeWarps {
 #pragma unroll
         for (int i = kColumns / 2; i < kSums; ++i) d[0][i] = 0;
         constexpr int kWhole64 = kColumns / 64 * 64;
-        store_tile<T, kActivation>(out, d[0], bias, &p.y, feature, t.token, 0, kWhole64);
-        store_tile<T, kActivation>(out, d[0], bias, &p.y_rest, feature, t.token, kWhole64);
+        activations.apply_to([&]<Activation activation>() {
+          store_tile<T, activation>(out, d[0], bias, &p.y, feature, t.token, 0, kWhole64);
+          store_tile<T, activation>(out, d[0], bias, &p.y_rest, feature, t.token, kWhole64);
+        });
       };
       if (narrow) {
         if constexpr (kHasNarrow) store_columns.template operator()<kNarrow>();
       } else if constexpr (kTokens % 64 != 0) {
         store_columns.template operator()<kTokens>();
       } else {
+        activations.apply_to([&]<Activation activation>() {
 #pragma unroll
-        for (int piece = 0; piece < kPieces; ++piece) {
-          const int behind = piece * (kTokens / kPieces);
-          store_tile<T, kActivation>(out, d[piece], bias, &p.y, feature, t.token + behind, its.first - behind,
-                                     its.end - behind);
-        }
+          for (int piece = 0; piece < kPieces; ++piece) {
+            const int behind = piece * (kTokens / kPieces);
+            store_tile<T, activation>(out, d[piece], bias, &p.y, feature, t.token + behind,
+                                      its.first - behind, its.end - behind);
+          }
+        });
       }
       const float all = sum_of_tokens(d, p.tokens - t.token, out.lane);
       bad |= all != all;
@@ -222,15 +227,14 @@ struct WholeWarps {
     const auto its = share();
     for (int tile = first_tile(); tile < tiles(); tile = next_tile(tile)) {
       const Tile t = tile_at(tile);
-      repair<T, kActivation>(p.repairs, static_cast<const T*>(p.bias),
-                             t.feature + static_cast<int>(group) * 64 + 16 * out.warp, t.token + its.first,
-                             min(its.end, t.tokens) - its.first, out.lane);
+      repair(p.repairs, static_cast<const T*>(p.bias), activations,
+             t.feature + static_cast<int>(group) * 64 + 16 * out.warp, t.token + its.first,
+             min(its.end, t.tokens) - its.first, out.lane);
     }
   }
 };
 
-template <class T, Major kMajorW, Major kMajorX, Activation kActivation, int kFeatures, int kTokens,
-          bool kSingle>
+template <class T, Major kMajorW, Major kMajorX, bool kActivates, int kFeatures, int kTokens, bool kSingle>
 __global__ void __launch_bounds__(WholeShape<kFeatures, kTokens>::kThreads, 1)
     whole_kernel(const __grid_constant__ WholeParams p) {
   using Shape = WholeShape<kFeatures, kTokens>;
@@ -252,7 +256,7 @@ __global__ void __launch_bounds__(WholeShape<kFeatures, kTokens>::kThreads, 1)
   }
   __syncthreads();
   begin_behind_kernels();
-  const WholeWarps<T, kMajorW, kMajorX, kActivation, kFeatures, kTokens, kSingle> warps{
+  const WholeWarps<T, kMajorW, kMajorX, kActivates, kFeatures, kTokens, kSingle> warps{
       p, slots, kSingle ? cluster_rank() : 0, ring};
   constexpr int kMultiplying = 4 * Shape::kWarpgroups;  // warps
   if (warp < kMultiplying) {

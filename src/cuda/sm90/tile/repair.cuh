@@ -67,8 +67,9 @@ __device__ float stored_sum(const Stored& p, std::int64_t token, int o, int lane
 }
 
 // By each warp: features `first` … `first` + 15 of `count` tokens. Y is written, and the thread sees it.
-template <class T, device::Activation activation>
-__device__ inline void repair(const Stored& p, const T* bias, int first, int token, int count, int lane) {
+template <class T, bool kActivates>
+__device__ inline void repair(const Stored& p, const T* bias, Activations<kActivates> activations, int first,
+                              int token, int count, int lane) {
   if (first < 0) return;
   const int end = min(token + count, p.tokens);
   const int feature = first + lane % 16;
@@ -89,10 +90,11 @@ __device__ inline void repair(const Stored& p, const T* bias, int first, int tok
       const int o = first + at % 16;
       float sum = stored_sum<T>(p, its_token, o, lane);
       if (bias != nullptr) sum += static_cast<float>(bias[o]);
-      if (lane == 0) {
+      if (lane != 0) continue;
+      activations.apply_to([&]<Activation activation>() {
         static_cast<T*>(p.y)[its_token * p.y_stride + o * p.y_feature] =
             static_cast<T>(apply_rounded<T, activation>(sum));
-      }
+      });
     }
   }
 }
@@ -131,12 +133,12 @@ __device__ inline void wait_to_repair(const StoreLane& out) {
 
 // By a warpgroup that has stored a tile, where one of its threads has a NaN among its sums: repair, by all
 // warps, as they share the stores. `first` is the warp's first feature.
-template <class T, device::Activation activation>
-__device__ inline void repair_if_nan(const Stored& p, const T* bias, float sum, const StoreLane& out,
-                                     int first, int token, int count) {
+template <class T, bool kActivates>
+__device__ inline void repair_if_nan(const Stored& p, const T* bias, Activations<kActivates> activations,
+                                     float sum, const StoreLane& out, int first, int token, int count) {
   if (!named_barrier_any(out.barrier, 128, sum != sum)) return;
   wait_to_repair(out);
-  repair<T, activation>(p, bias, first, token, count, out.lane);
+  repair(p, bias, activations, first, token, count, out.lane);
 }
 
 }  // namespace rarefy::sm90
