@@ -32,11 +32,13 @@ _DTYPES: dict[str, tuple[torch.dtype, dict[str, bool], str]] = {
     "bf16x": (torch.float32, {"rounds_x": True}, ":bf16x"),
     "bf16": (torch.bfloat16, {}, ""),
     "int8": (torch.float32, {"int8": True}, ":int8"),
+    "w8": (torch.float32, {"weight_only": True}, ":w8"),
     "f16": (torch.float16, {}, ""),
 }
-_OF_DEVICE = {"cpu": ("f32", "bf16x", "bf16", "int8"), "cuda": ("bf16", "f16")}
+_OF_DEVICE = {"cpu": ("f32", "bf16x", "bf16", "int8", "w8"), "cuda": ("bf16", "f16")}
+_USUAL = {"cpu": ("f32", "bf16x", "bf16", "int8"), "cuda": ("bf16",)}  # each is seconds of measuring
 _PREDICTED = {(on, _DTYPES[name][0]) for on, names in _OF_DEVICE.items() for name in names}
-_INFERENCE = ("int8",)  # layers that do not train
+_INFERENCE = ("int8", "w8")  # layers that do not train
 
 T = TypeVar("T")
 
@@ -79,7 +81,8 @@ class Advice:
     def patterns(self, dtype: str | None = None) -> dict[str, str]:
         """Names and specs for rarefy.sparsify, in the recommended dtype or another one of the rows.
 
-        Convert the model to that dtype. For "bf16x" and "int8" it stays in float32: the specs say the rest.
+        Convert the model to that dtype. For "bf16x", "int8" and "w8" it stays in float32: the specs say
+        the rest.
 
         Raises:
             ValueError: there are no rows of the dtype.
@@ -182,14 +185,14 @@ def advise(
         tokens: of each layer, where there is no x.
         density: share of blocks that stay.
         dtypes: of model and inputs, "f32" and "bf16"; a model in f32 whose sparse layers store bf16 and may
-            round x to it is "bf16x", and one whose layers store int8 and round x token by token, for
-            inference alone, "int8". Dense is in f32 beside both. On a GPU "bf16" and "f16". Default: all
-            four of a CPU; "bf16" of a GPU.
+            round x to it is "bf16x", and one whose layers store int8, for inference alone, "int8" where x
+            is rounded token by token, "w8" where it stays as it is. Dense is in f32 beside these three. On a
+            GPU "bf16" and "f16". Default: all of a CPU but "w8"; "bf16" of a GPU.
         device: "cpu" or "cuda", the current GPU; default: where the model is, "cpu" for shapes.
 
     Returns:
         An Advice with a row for each shape and dtype, which recommends one that trains, and says whether
-        int8 is faster for inference. The finest blocks within 5 % of the fastest are named.
+        one that does not is faster for inference. The finest blocks within 5 % of the fastest are named.
 
     Raises:
         ValueError: no layer that could become sparse; tokens below 1; a density or dtype that is not valid; a
@@ -202,7 +205,7 @@ def advise(
     check_density(op, density)
     on = _device_of(op, model, device)
     known = _OF_DEVICE[on]
-    dtypes = (known if on == "cpu" else known[:1]) if dtypes is None else dtypes
+    dtypes = _USUAL[on] if dtypes is None else dtypes
     if not dtypes or (unknown := [name for name in dtypes if name not in known]):
         fail(op, f"dtypes must be some of {', '.join(known)}", dtypes if not dtypes else unknown)
     if _load.problem is not None:
@@ -364,7 +367,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--tokens", type=int, default=512, help="rows of x (default: %(default)s)")
     parser.add_argument("--density", type=float, default=0.5, help="stored share of blocks (default: 0.5)")
     parser.add_argument(
-        "--dtype", action="append", choices=sorted(_DTYPES), help="default: all of a CPU, or bf16"
+        "--dtype", action="append", choices=sorted(_DTYPES), help="default: all of a CPU but w8; or bf16"
     )
     parser.add_argument("--device", choices=sorted(_OF_DEVICE), default="cpu", help="(default: %(default)s)")
     parser.add_argument("--threads", type=int, help="threads of a call (default: torch's)")

@@ -58,6 +58,7 @@ class Case:
     values: of blocks: their dtype where it is not that of x.
     rounds_x: of blocks under float32: values are bfloat16, and x may be rounded to it.
     int8: of blocks: values are int8 with a scale a row, x is rounded token by token.
+    weight_only: of blocks under float32: values are int8 with a scale a row, x stays as it is.
     device: "cpu" or "cuda", the current one.
     """
 
@@ -69,6 +70,7 @@ class Case:
     density: float = 1.0
     rounds_x: bool = False
     int8: bool = False
+    weight_only: bool = False
     device: str = "cpu"
     values: torch.dtype | None = None
 
@@ -84,7 +86,8 @@ class Case:
         """Of the values."""
         if self.block is None:
             return self.dtype
-        return torch.int8 if self.int8 else torch.bfloat16 if self.rounds_x else self.values or self.dtype
+        is_int8 = self.int8 or self.weight_only
+        return torch.int8 if is_int8 else torch.bfloat16 if self.rounds_x else self.values or self.dtype
 
     @property
     def kernel(self) -> str | None:
@@ -95,7 +98,8 @@ class Case:
     def weight_bytes(self) -> int:
         """Of values and indices."""
         stored = self.blocks * math.prod(self.block) if self.block else self.out_features * self.in_features
-        return stored * self.stored.itemsize + (4 * self.blocks if self.block else 0)
+        floats = self.block is not None and self.weight_only and self.kernel.endswith("_scaled")
+        return stored * (4 if floats else self.stored.itemsize) + (4 * self.blocks if self.block else 0)
 
     @property
     def reading(self) -> str | None:
@@ -113,7 +117,8 @@ class Case:
         kernel, config = _explained(self, torch.get_num_threads(), backend_info()["forced_impl"] or "")
         how = " scatter" if config.get("scatter") else ""
         own = name if self.stored == self.dtype else f"{name} {DTYPE_NAMES[self.stored]}"
-        stored = f"{name} int8" if self.int8 else "bf16x" if self.rounds_x else own
+        own = f"{name} int8" if self.int8 else f"{name} w8" if self.weight_only else own
+        stored = "bf16x" if self.rounds_x else own
         return "{} {}x{} {} {}{}".format(stored, *self.block, few, kernel, how)
 
 
@@ -125,7 +130,7 @@ def _explain(case: Case) -> dict[str, Any]:
     name = DTYPE_NAMES[case.dtype]
     sizes = (case.out_features, case.in_features, *case.block, case.blocks)
     values = "bf16 rounding x" if case.rounds_x else DTYPE_NAMES[case.stored]
-    stored = "i8 dynamic" if case.int8 else values
+    stored = "i8 dynamic" if case.int8 else "i8 scaled" if case.weight_only else values
     index = torch.cuda.current_device() if case.device == "cuda" else 0
     of_device = (case.device, index, -1)
     text = torch.ops.rarefy.explain("linear", *sizes, stored, name, case.tokens, True, "none", *of_device)
@@ -150,8 +155,10 @@ def terms(case: Case, threads: int, forced: str = "") -> list[float]:
     (rows, cols), blocks = case.block, case.blocks
     weights = blocks * rows * cols
     kernel, config = _explained(case, threads, forced)
-    alone = kernel.endswith("_int8_rows")  # 64 tokens a panel, and nothing is joined
-    if kernel.endswith("_int8_tokens") and (rows % _PANEL or cols % _PANEL):
+    if "_digits" in kernel:  # each token is three of int8: linear_digits.cc
+        m *= 3
+    alone = kernel.endswith(("_int8_rows", "_digits_rows"))  # 64 tokens a panel, and nothing is joined
+    if kernel.endswith(("_int8_tokens", "_digits_tokens")) and (rows % _PANEL or cols % _PANEL):
         weights = n * k  # as if all were stored
     elif case.int8 and rows < _JOINED and not alone:  # linear_quads.cc: columns that any of the rows stores
         weights = n * k * (1 - (1 - case.density) ** (_JOINED // rows))
@@ -162,7 +169,7 @@ def terms(case: Case, threads: int, forced: str = "") -> list[float]:
         lanes, step = config["vectors"] * width, width
         if "columns" in config:
             tiles = -(-k // cols // config["columns"])
-    elif set(config) == {"panels", "splits", "rest"} and m > FEW_TOKENS:
+    elif set(config) == {"panels", "splits", "rest"} and case.tokens > FEW_TOKENS:
         lanes = 2 * _PANEL if alone else _PANEL
         step = 1 if kernel.endswith("_lanes") else _PANEL // 2  # linear_lanes.cc, _pairs.cc
         group = _GROUP.get(case.stored, _PANEL)
@@ -240,7 +247,10 @@ def _layer(case: Case) -> nn.Module:
     grid = grid_of((case.out_features, case.in_features), case.block)
     scores = torch.rand(grid, generator=generator)
     spec = {"block_shape": case.block, "density": case.density}
-    spec |= {"int8": "int8"} if case.int8 else {"dtype": case.stored, "rounds_x": case.rounds_x}
+    if case.int8 or case.weight_only:
+        spec |= {"int8": "int8" if case.int8 else "w8"}
+    else:
+        spec |= {"dtype": case.stored, "rounds_x": case.rounds_x}
     return BlockSparseLinear.from_dense(dense.to(case.dtype), spec=spec, scores=scores)
 
 

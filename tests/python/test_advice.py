@@ -75,6 +75,15 @@ def test_int8_is_for_inference_and_compared_with_dense_float32(clock: list[Case]
         found.patterns("bf16")
 
 
+def test_w8_is_asked_for(clock: list[Case]) -> None:
+    found = rarefy.advise({"a": (1024, 1024)}, dtypes=("f32", "w8"))
+    rows = {row.dtype: row for row in found}
+    assert rows["w8"].spec.endswith("@0.5:w8") and rows["w8"].dense_ms == rows["f32"].dense_ms
+    assert found.dtype == "f32" and found.patterns("w8") == {"a": rows["w8"].spec}
+    measured = [case for case in clock if case.weight_only and case.block is not None]
+    assert measured and all(case.stored == torch.int8 and not case.int8 for case in measured)
+
+
 @pytest.mark.parametrize(("int8_s", "said"), [(0.2, "int8 (2.50x as fast)"), (0.9, "Recommended: f32. All")])
 def test_advice_says_what_int8_brings_for_inference(monkeypatch, int8_s: float, said: str) -> None:
     def seconds(_self: Predictor, case: Case) -> float:
@@ -131,9 +140,9 @@ def test_an_input_says_how_many_tokens_each_layer_sees(clock: list[Case]) -> Non
         (
             {"dtypes": ("f64",)},
             ValueError,
-            r"\[advise\] dtypes must be some of f32, bf16x, bf16, int8; got \['f64'\]",
+            r"\[advise\] dtypes must be some of f32, bf16x, bf16, int8, w8; got \['f64'\]",
         ),
-        ({"dtypes": ()}, ValueError, r"\[advise\] dtypes must be some of f32, bf16x, bf16, int8; got \(\)"),
+        ({"dtypes": ()}, ValueError, r"\[advise\] dtypes must be some of f32, .* int8, w8; got \(\)"),
         (
             {"dtypes": ("int8",), "device": "cuda"},
             ValueError,

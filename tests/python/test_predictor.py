@@ -13,17 +13,25 @@ from rarefy import predictor
 from rarefy.advice import break_even
 from rarefy.predictor import Case, Predictor, calibration, fitted, terms
 
-CASES = [
-    Case(m, n, k, dtype, block, density)
-    for m in (1, 7, 100, 600)
-    for n, k in ((960, 640), (512, 2048))
-    for dtype in (torch.float32, torch.bfloat16)
-    for block, density in ((None, 1.0), ((4, 1), 0.3), ((32, 1), 0.3), ((16, 16), 0.05))
-] + [
-    Case(m, 960, 640, torch.float32, block, density, int8=block != (1, 1))
-    for m in (1, 7, 100, 600)
-    for block, density in (((4, 1), 0.3), ((32, 1), 0.3), ((16, 16), 0.05), ((1, 1), 0.2))
-]
+CASES = (
+    [
+        Case(m, n, k, dtype, block, density)
+        for m in (1, 7, 100, 600)
+        for n, k in ((960, 640), (512, 2048))
+        for dtype in (torch.float32, torch.bfloat16)
+        for block, density in ((None, 1.0), ((4, 1), 0.3), ((32, 1), 0.3), ((16, 16), 0.05))
+    ]
+    + [
+        Case(m, 1024, 2048, torch.float32, block, 0.3, weight_only=True)
+        for m in (1, 7, 100)
+        for block in ((4, 1), (32, 1), (16, 16))
+    ]
+    + [
+        Case(m, 960, 640, torch.float32, block, density, int8=block != (1, 1))
+        for m in (1, 7, 100, 600)
+        for block, density in (((4, 1), 0.3), ((32, 1), 0.3), ((16, 16), 0.05), ((1, 1), 0.2))
+    ]
+)
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
