@@ -2,6 +2,7 @@
 // vector of W and added, and what becomes of a complete sum.
 #pragma once
 
+#include "cpu/asked.h"
 #include "cpu/gather.h"
 #include "cpu/lanes.h"
 
@@ -98,7 +99,7 @@ void lane_tile(const LaneProduct& t, std::int32_t first, std::int32_t row, Work 
   const auto each = [](auto f) {
 #pragma GCC unroll 16
     for (int m = 0; m < Tokens; ++m) {
-#pragma GCC unroll 2
+#pragma GCC unroll 8
       for (int v = 0; v < Vectors; ++v) f(m, v);
     }
   };
@@ -108,7 +109,7 @@ void lane_tile(const LaneProduct& t, std::int32_t first, std::int32_t row, Work 
   const char* ahead = y;
 #pragma GCC unroll 16
   for (int m = 0; m < Tokens; ++m, ahead += y_stride) {
-#pragma GCC unroll 2
+#pragma GCC unroll 8
     for (int v = 0; v < Vectors; ++v) __builtin_prefetch(ahead + v * w * 4, 1);
   }
   each([&](int m, int v) { sum[m][v] = E::start(t, first + m, row + v * w); });
@@ -159,17 +160,20 @@ void lane_tile(const LaneProduct& t, std::int32_t first, std::int32_t row, Work 
         const auto add = [&](auto& to) {
           work(i);
           typename E::Vector wv[Vectors];
-#pragma GCC unroll 2
+#pragma GCC unroll 8
           for (int v = 0; v < Vectors; ++v) {
             wv[v] = E::template weights<kStorage>(weights + v * w * bytes_of(kStorage));
             // The first to read them: the hardware loses the stream between the lines of x.
-            if (kFirst && v * w * bytes_of(kStorage) % 64 == 0)
-              __builtin_prefetch(weights + v * w * bytes_of(kStorage) + kLaneAhead<E>);
+            if constexpr (kFirst) {
+              if (v * w * bytes_of(kStorage) % 64 == 0)
+                ask_for<1>(kFewLanes<E> ? t.ask : Ask::far,
+                           weights + v * w * bytes_of(kStorage) + kLaneAhead<E>);
+            }
           }
 #pragma GCC unroll 16
           for (int m = 0; m < Tokens; ++m) {
             const auto xv = E::broadcast(x + m * 4);
-#pragma GCC unroll 2
+#pragma GCC unroll 8
             for (int v = 0; v < Vectors; ++v) to[m][v] = E::dot(to[m][v], xv, wv[v]);
           }
           --i;
@@ -231,7 +235,7 @@ void lane_tile(const LaneProduct& t, std::int32_t first, std::int32_t row, Work 
 #pragma GCC unroll 16
     for (int m = 0; m < Tokens; ++m, to += y_stride) {
       if (m >= tokens) break;
-#pragma GCC unroll 2
+#pragma GCC unroll 8
       for (int v = 0; v < Vectors; ++v) {
         I::store(reinterpret_cast<float*>(to) + v * w, finish(sum[m][v], m, v));
       }
@@ -325,6 +329,84 @@ void multiply_gathering(const LaneProduct& t) {
   const typename E::Gather gather{t.next, t.run};
   lane_outputs<E, Storage::f32, false>(t, gather);
   for (std::int32_t line = t.run; line < t.next.lines; ++line) gather.take(line);
+}
+
+// Of a few tokens a line is put together in one place, just before it is multiplied, with as many vectors of
+// W as sums have room for: W goes by in order, where passes over 32 outputs each took 128×1 at 4096→11008 1.6
+// ms and one over all of them .5.
+template <class E>
+struct OneLine : E {
+  static constexpr std::int32_t kLine = 0;
+};
+template <class Line>
+struct PutLine {
+  static constexpr bool kAny = true;
+  LaneGather to_do;
+  [[gnu::always_inline]] void operator()(std::int32_t left) const {
+    Line::put(to_do, 0, to_do.offsets + Line::kFeatures * (to_do.lines - left));
+  }
+};
+// All outputs of tokens first … first + Tokens, up to Most vectors of them at a time.
+template <class E, class Line, int Tokens, int Most>
+void column_outputs(const LaneProduct& t, std::int32_t first) {
+  std::int32_t row = 0;
+  const auto some = [&]<int Vectors>() {
+    if constexpr (Vectors <= Most) {
+      constexpr std::int32_t kOutputs = Vectors * E::Isa::kWidth;
+      for (; row + kOutputs <= t.rows; row += kOutputs) {
+        lane_tile<OneLine<E>, Storage::f32, false, true, Tokens, Vectors>(t, first, row,
+                                                                          PutLine<Line>{t.next});
+      }
+    }
+  };
+  some.template operator()<8>();
+  some.template operator()<4>();
+  some.template operator()<2>();
+  some.template operator()<1>();
+}
+
+// Tokens from the first-th on, up to Tokens of them: the fewest that are compiled and hold what is left.
+template <class E, class Line, int Tokens, int Most>
+void column_tokens(const LaneProduct& t, std::int32_t first) {
+  constexpr int kFewer = Line::kTokens == 4 ? Tokens - 1 : Tokens == 8 ? 6 : 0;  // 8: for 5 and more
+  if constexpr (kFewer > 0) {
+    if (t.tokens - first <= kFewer) return column_tokens<E, Line, kFewer, Most>(t, first);
+  }
+  column_outputs<E, Line, Tokens, Most>(t, first);
+}
+
+// As many tokens at a time as there are sums for. Where one pass does not do, they take turns with lines of W
+// that L1 keeps.
+template <class E, class Line, int Most>
+void column_passes(const LaneProduct& t) {
+  constexpr int kSums = (E::Isa::kRegisters >= 32 ? 16 : 8) / Most;
+  constexpr int kTokens = kSums < Line::kTokens ? kSums : Line::kTokens;
+  const auto pass = [](const LaneProduct& of) {
+    for (std::int32_t m = 0; m < of.tokens; m += kTokens) column_tokens<E, Line, kTokens, Most>(of, m);
+  };
+  constexpr std::int32_t kBytes = 16384;
+  const std::int32_t lines = kBytes / (t.rows * Line::kFeatures) + 1;
+  if ((t.tokens <= kTokens && t.rows <= Most * E::Isa::kWidth) || t.run <= lines) return pass(t);
+  LaneProduct part = t;
+  for (std::int32_t line = 0; line < t.run; line += lines) {
+    part.first = line == 0;
+    part.last = line + lines >= t.run;
+    part.run = part.next.lines = part.last ? t.run - line : lines;
+    part.w = static_cast<const char*>(t.w) + std::int64_t{line} * t.rows * Line::kFeatures;
+    part.next.offsets = t.next.offsets + Line::kFeatures * line;
+    pass(part);
+  }
+}
+
+template <class E, class Line>
+void multiply_columns(const LaneProduct& t) {
+  constexpr std::int32_t w = E::Isa::kWidth;
+  if constexpr (E::Isa::kRegisters >= 32) {
+    if (t.rows >= 8 * w) return column_passes<E, Line, 8>(t);
+  }
+  if (t.rows >= 4 * w) return column_passes<E, Line, 4>(t);
+  if (t.rows >= 2 * w) return column_passes<E, Line, 2>(t);
+  column_passes<E, Line, 1>(t);
 }
 
 template <class I, Storage kStorage>

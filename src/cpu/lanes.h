@@ -34,9 +34,10 @@ struct LaneProduct {  // NOLINT(clang-analyzer-optin.performance.Padding)
   const std::int32_t* perm;  // position of each block in w; null: as they are listed
   const std::int32_t* index;
   std::int32_t blocks;
-  std::int32_t run;   // lines of a block
-  std::int32_t rows;  // outputs, whole vectors
-  bool by_row;        // floats: a block of w is [row][line], and both are whole vectors; else [line][row]
+  std::int32_t run;    // lines of a block
+  std::int32_t rows;   // outputs, whole vectors
+  bool by_row;         // floats: a block of w is [row][line], and both are whole vectors; else [line][row]
+  Ask ask = Ask::far;  // int8 of a few tokens: how W is asked for
   std::int64_t ahead = 0;  // by row: bytes of whole blocks, after which w is asked for
   const void* panel;       // lines of 32 dwords
   std::int32_t tokens;

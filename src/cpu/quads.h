@@ -101,6 +101,7 @@ struct QuadFew {
   std::int32_t tokens;  // 0: there is none
   void (*pack)(const QuadPack&);
   void (*product)(const LaneProduct&);
+  void (*columns)(const LaneProduct&) = nullptr;  // of lines that it puts together itself (LaneTask)
 };
 
 // What one instruction set offers. `multiply` or `range` is that of pairs.h on groups of 64, with sums in

@@ -441,3 +441,34 @@ def test_large_w8_multiplies_digits_of_x(dtype):
         y = layer(x)
         assert torch.equal(y[2].isfinite(), ~stored)
         assert torch.equal(y[3:], bits[3:])
+
+
+@pytest.mark.parametrize("dynamic", [True, False])
+@pytest.mark.parametrize("rows", [16, 128, 256])
+def test_a_token_of_a_large_layer_has_the_same_bits_in_every_batch(rows, dynamic):
+    """Out of memory few tokens go by another way, some of them at a time, with parts of W in turn."""
+    n, k = 6144, 6144  # 19 MB of values
+    generator = torch.Generator().manual_seed(0)
+    values = torch.randint(-127, 128, (n * k // 2,), generator=generator).to(torch.int8)
+    kept = torch.rand(n // rows, k, generator=generator).argsort(1)[:, : k // 2].sort(1).values
+    crow = torch.arange(0, kept.numel() + 1, k // 2)
+    scales = torch.rand(n, generator=generator) + 0.5
+    weight = Int8Weight(
+        values.view(-1, rows, 1),
+        scales,
+        crow,
+        kept.flatten(),
+        shape=(n, k),
+        block_shape=(rows, 1),
+        dynamic=dynamic,
+    )
+    x = torch.randn(70, k, generator=generator)
+    x[1, 5] = torch.inf
+    if not dynamic and "_digits" not in rarefy.explain(weight, x)["kernel"]:
+        pytest.skip("no kernel multiplies digits here")
+    with torch.inference_mode():
+        every = weight.linear(x)
+        assert every[0].isfinite().all() and not every[1].isfinite().all()
+        for tokens in (1, 2, 3, 4, 5, 8):
+            y = weight.linear(x[:tokens])
+            torch.testing.assert_close(y, every[:tokens], rtol=0, atol=0, equal_nan=True)

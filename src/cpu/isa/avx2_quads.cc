@@ -15,7 +15,7 @@ void multiply_panel(const LaneProduct& t) {
 
 template <class E, bool kUnsigned, int kTokens>
 constexpr QuadFew kFew = {kTokens, Avx2FewQuads<kUnsigned, kTokens>::pack,
-                          multiply_gathering<FewLanes<E, kTokens>>};
+                          multiply_gathering<FewLanes<E, kTokens>>, multiply_few_columns<E, kTokens>};
 
 template <class E, bool kUnsigned>
 constexpr QuadKernels table(const char* family, double tile_cycles) {

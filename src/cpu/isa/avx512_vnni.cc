@@ -26,7 +26,8 @@ void multiply_few(const LaneProduct& t) {
 }
 
 template <int kTokens>
-constexpr QuadFew kFew = {kTokens, FewQuads<Avx512VnniLanes, kTokens>::pack, multiply_few<kTokens>};
+constexpr QuadFew kFew = {kTokens, FewQuads<Avx512VnniLanes, kTokens>::pack, multiply_few<kTokens>,
+                          multiply_few_columns<Avx512VnniLanes, kTokens>};
 
 }  // namespace
 

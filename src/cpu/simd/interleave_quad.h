@@ -5,6 +5,7 @@
 #include <immintrin.h>
 
 #include <cstdint>
+#include <type_traits>
 
 namespace rarefy::cpu {
 
@@ -31,7 +32,9 @@ static inline void interleave_quad(const std::uint16_t* panel, const std::uint32
 // units of 16 bits.
 template <int kTokens>
 static inline const std::uint8_t* few_quads_at(const std::uint16_t* panel, std::uint32_t offset) {
-  return reinterpret_cast<const std::uint8_t*>(panel) + offset / 16 * kTokens;
+  using Feature = std::conditional_t<kTokens == 8, std::uint64_t, std::uint32_t>;  // one shift less
+  static_assert(sizeof(Feature) == kTokens);
+  return reinterpret_cast<const std::uint8_t*>(reinterpret_cast<const Feature*>(panel) + offset / 16);
 }
 
 // Of 4 or 8 tokens.

@@ -19,21 +19,26 @@ struct PanelTokens {
 };
 
 // Up to 4 or 8, where a feature is as many bytes.
-template <class I, int kTokens>
+template <class I, int kFew>
 struct FewTokens {
-  static constexpr std::int32_t kFeatures = kQuad;
+  static constexpr std::int32_t kFeatures = kQuad, kTokens = kFew;
   static void put(const LaneGather& t, std::int32_t line, const std::uint32_t* offsets) {
     interleave_few<kTokens>(t.panel, offsets, t.to + kTokens * kQuad / 2 * line);
   }
 };
 
-// An engine E of lane_kernels.h on lines of 4 or 8 tokens.
+// An engine E of lane_kernels.h on lines of 4 or 8 tokens: those of a panel, or of columns.
 template <class E, int kTokens>
 struct FewLanes : E {
   using Gather = GatherLanes<FewTokens<typename E::Isa, kTokens>>;
   static constexpr int kVectors = 2;
   static constexpr std::int32_t kLine = kQuad * kTokens;
 };
+
+template <class E, int kTokens>
+void multiply_few_columns(const LaneProduct& t) {
+  multiply_columns<FewLanes<E, kTokens>, FewTokens<typename E::Isa, kTokens>>(t);
+}
 
 // Or of panels that are half empty.
 template <class E>
@@ -46,7 +51,7 @@ template <class E, int Vectors>
 class ScaledSums {
  public:
   ScaledSums(const LaneProduct& t, std::int32_t first, std::int32_t row) : tokens_(t.token_scales + first) {
-#pragma GCC unroll 2
+#pragma GCC unroll 8
     for (int v = 0; v < Vectors; ++v) {
       scales_[v] = I::load(t.scales + row + v * I::kWidth);
       start_[v] = I::load(t.start + row + v * I::kWidth);
