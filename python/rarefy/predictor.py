@@ -409,16 +409,20 @@ class Predictor:
 
 def calibration(case: Case) -> list[Case]:
     """The cases that are measured for the group of this one; itself where no other is of it."""
-    tokens, best = _TOKENS[case.tokens <= FEW_TOKENS], [case]
+    tokens, own = _TOKENS[case.tokens <= FEW_TOKENS], (case.out_features, case.in_features)
     usual = [_DENSITIES, *((density,) for density in _RARER)]
-    near = [tuple(min(1.0, case.density * part) for part in (0.7, 1.0, 1.4))]
-    of_near = sorted({*tokens, case.tokens})
+    near = tuple(min(1.0, case.density * part) for part in (0.7, 1.0, 1.4))
+    found: dict[Case, None] = {}
     # Then kernels for tokens that none of _TOKENS is near to, such as lanes of AVX2 for 5 to 8: as many as
-    # here; and for densities between those, such as int8 by token on AMX.
-    for token_counts, sets in ((tokens, usual), ((case.tokens,), usual), (of_near, near)):
+    # here; and for some sizes and densities alone, such as int8 by token on AMX: with those of the case.
+    for token_counts, sets, shapes in (
+        (tokens, usual, _SHAPES),
+        ((case.tokens,), usual, _SHAPES),
+        (sorted({*tokens, case.tokens}), [near], (*_SHAPES, own)),
+    ):
         grid: list[Case] = []
         for densities in sets:
-            for n, k in _SHAPES:
+            for n, k in shapes:
                 if case.block is not None and (n % case.block[0] or k % case.block[1]):
                     n, k = (max(b, size // b * b) for size, b in zip((n, k), case.block, strict=True))
                 for density in (1.0,) if case.block is None else densities:
@@ -427,8 +431,8 @@ def calibration(case: Case) -> list[Case]:
                         grid += [point] if point.group == case.group else []
             if len(grid) >= _LEAST or case.block is None:
                 return grid
-        best = max(best, grid, key=len)
-    return best
+        found |= dict.fromkeys(grid)
+    return list(found) or [case]
 
 
 _known: dict[str, Predictor] = {}
