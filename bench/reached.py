@@ -232,6 +232,10 @@ def rows(isa_bf16: str, isa_int8: str) -> Iterator[Row]:
                 if avx2:
                     rival = {"rival": "int8"} if "int8" in spec else {}
                     yield linear(spec, tokens, dtype, size, speedup=1.0, **rival)
+    for spec, dtype in (("block:64x1@0.5", F32), ("block:64x1@0.5", BF16), ("block:32x1@0.5:int8", F32),
+                        ("block:64x1@0.5:int8", F32)):  # fmt: skip
+        for tokens in (1, 4):  # what is recommended for inference, out of memory
+            yield linear(spec, tokens, dtype, (4096, 11008), reading=0.9)
     for spec, dtype in (("block:32x1@0.5", F32), ("block:32x1@0.5", BF16), ("block:32x1@0.5:int8", F32)):
         for tokens in (5, 8, 15, 24):
             yield between(spec, tokens, dtype)
