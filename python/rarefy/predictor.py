@@ -117,8 +117,8 @@ class Case:
         kernel, config = _explained(self, torch.get_num_threads(), backend_info()["forced_impl"] or "")
         how = " scatter" if config.get("scatter") else ""
         own = name if self.stored == self.dtype else f"{name} {DTYPE_NAMES[self.stored]}"
-        own = f"{name} int8" if self.int8 else f"{name} w8" if self.weight_only else own
-        stored = "bf16x" if self.rounds_x else own
+        int8 = f"{name} int8" if self.int8 else f"{name} w8" if self.weight_only else None
+        stored = int8 or ("bf16x" if self.rounds_x else own)
         return "{} {}x{} {} {}{}".format(stored, *self.block, few, kernel, how)
 
 
