@@ -62,15 +62,17 @@ struct PairsLayout {
   }
 };
 
-// A part of the output blocks of every call, for tokens first … first + tokens.
-void run_task(const PairKernels& kernels, std::span<const Call> calls, Parts parts, std::int64_t first,
-              std::int64_t tokens, std::int64_t part, std::int64_t splits) {
+// A part of the output blocks of every call, for a task's tokens.
+void run_task(const PairKernels& kernels, std::span<const Call> calls, Parts parts,
+              const PanelTasks::Task& task) {
+  const std::int64_t first = task.first, tokens = task.tokens;
   bool packed = false;
   kernels.enter();
   for (const Call& call : calls) {
     const PairsShape s(kernels, call.problem);
-    const PairsWeight w(kernels, s, stored_of(call), call.derived);
-    const std::int64_t begin = w.begin_of(part, splits), end = w.begin_of(part + 1, splits);
+    PairsWeight w(kernels, s, stored_of(call), call.derived);
+    w.again = task.again && calls.size() == 1;
+    const std::int64_t begin = w.begin_of(task.part, task.parts), end = w.begin_of(task.part + 1, task.parts);
     if (begin == end) continue;
     if (!std::exchange(packed, true)) {
       pack_panels(kernels, s, call.problem.op == Op::linear ? call.x : call.dy, first, tokens, parts.panels,
@@ -80,13 +82,13 @@ void run_task(const PairKernels& kernels, std::span<const Call> calls, Parts par
     Room own(call.workspace);
     PairsLayout::take_shared(own, s, parts);
     if (takes_lanes(kernels, s, tokens)) {
-      LaneTask task(s, w.prepared, w.packed, {w.stored.begin, w.stored.w.index},
-                    {parts.panels, parts.gathered, parts.sums}, {first, tokens},
-                    {parts.bias, nullptr, nullptr, nullptr}, call, kernels.lanes);
+      LaneTask lanes(s, w.prepared, w.packed, {w.stored.begin, w.stored.w.index},
+                     {parts.panels, parts.gathered, parts.sums}, {first, tokens},
+                     {parts.bias, nullptr, nullptr, nullptr}, call, kernels.lanes);
       if (s.source == PairSource::columns) {
-        task.columns(begin, end);
+        lanes.columns(begin, end);
       } else {
-        task.lines(begin, end);
+        lanes.lines(begin, end);
       }
       continue;
     }
@@ -192,7 +194,7 @@ Status run_pairs(const PairKernels& kernels, std::span<const Call> calls) {
     Parts parts{};
     Room own(static_cast<char*>(lead.workspace) + layout.shared + worker * layout.worker);
     PairsLayout::take_worker(own, s, b, parts);
-    run_task(kernels, calls, parts, task.first, task.tokens, task.part, task.parts);
+    run_task(kernels, calls, parts, task);
   });
   return {};
 }

@@ -23,21 +23,22 @@ static_assert(kTileRows * kQuadGroup == kTileSize * 2, "a tile has the bytes of 
 constexpr std::int64_t kMostFeatures = 1 << 17;
 constexpr std::int64_t kMostJoinedOutputs = 1024;  // zeros that fill up are multiplied, too
 
-// A part of the output blocks of every call, for tokens first … first + tokens.
-void run_task(const QuadKernels& kernels, std::span<const Call> calls, QuadsParts parts, std::int64_t first,
-              std::int64_t tokens, std::int64_t part, std::int64_t splits) {
+// A part of the output blocks of every call, for a task's tokens.
+void run_task(const QuadKernels& kernels, std::span<const Call> calls, QuadsParts parts,
+              const PanelTasks::Task& task) {
   bool packed = false;
   kernels.enter();
   for (const Call& call : calls) {
     const QuadsShape s(kernels, call.problem.weight.shape);
     const QuadsSection section = quad_section(kernels, call.problem.weight.shape);
-    const QuadsWeight w(kernels, s, call.plan.crow, section.of(call.derived));
-    const std::int64_t begin = w.begin_of(part, splits), end = w.begin_of(part + 1, splits);
+    QuadsWeight w(kernels, s, call.plan.crow, section.of(call.derived));
+    w.again = task.again && calls.size() == 1;
+    const std::int64_t begin = w.begin_of(task.part, task.parts), end = w.begin_of(task.part + 1, task.parts);
     if (begin == end) continue;
-    if (!std::exchange(packed, true)) pack_quads_x(kernels, s, call, parts, first, tokens);
+    if (!std::exchange(packed, true)) pack_quads_x(kernels, s, call, parts, task.first, task.tokens);
     Room own(call.workspace);
     QuadsLayout::take_shared(own, s, parts);
-    multiply_quads(w, call, parts, first, tokens, begin, end);
+    multiply_quads(w, call, parts, task.first, task.tokens, begin, end);
   }
   kernels.leave();
 }
@@ -214,7 +215,7 @@ Status run_quads(const QuadKernels& kernels, std::span<const Call> calls) {
         QuadsParts parts{};
         Room own(static_cast<char*>(lead.workspace) + layout.shared + worker * layout.worker);
         QuadsLayout::take_worker(own, kernels, s, b, parts);
-        run_task(kernels, calls, parts, task.first, task.tokens, task.part, task.parts);
+        run_task(kernels, calls, parts, task);
       },
       s.tokens);
   return {};

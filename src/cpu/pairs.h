@@ -112,6 +112,7 @@ struct PairRange {
   std::uint16_t* gathered;
   float* sums;    // of one panel at a time
   PairDone done;  // its rows count from the first block row's on
+  bool ahead;     // w is asked for ahead, into L2: it may be further away
 };
 
 // `multiply` goes through a block row in chunks of groups, each for all panels, so that its weights stay

@@ -30,6 +30,7 @@ class PanelTasks {
   struct Task {
     std::int64_t first, tokens, part, parts;
     bool shared;  // of the rest
+    bool again;   // by part: its worker had another set with the same part just before
   };
 
   PanelTasks(std::int64_t tokens, const PairsBlocking& b, std::int64_t threads,
@@ -38,6 +39,7 @@ class PanelTasks {
         tokens_(tokens),
         panels_(std::max<std::int64_t>(1, (tokens + side - 1) / side)),
         rest_(std::min(b.rest, panels_)),
+        threads_(threads),
         splits_(b.splits),
         parts_(rest_ > 0 ? threads : 0) {
     const std::int64_t own = panels_ - rest_, ranges = std::max<std::int64_t>(1, parts_);
@@ -51,19 +53,21 @@ class PanelTasks {
   Task task(std::int64_t t, bool by_part) const {
     const std::int64_t shared = t * parts_ / count();
     if ((t + 1) * parts_ / count() > shared) return rest(shared);
+    const std::int64_t worker = ((t + 1) * threads_ - 1) / count();  // task_queue.h
+    const bool begins = worker * count() / threads_ == t;
     t -= shared;
     const std::int64_t set = by_part ? t % sets_ : t / splits_, part = by_part ? t / sets_ : t % splits_;
     const std::int64_t own = panels_ - rest_;
     const std::int64_t first = own * set / sets_ * side_, end = own * (set + 1) / sets_ * side_;
-    return {first, std::min(end, tokens_) - first, part, splits_, false};
+    return {first, std::min(end, tokens_) - first, part, splits_, false, by_part && set > 0 && !begins};
   }
   Task rest(std::int64_t part) const {
     const std::int64_t first = (panels_ - rest_) * side_;
-    return {first, tokens_ - first, part, parts_, true};
+    return {first, tokens_ - first, part, parts_, true, false};
   }
 
  private:
-  std::int64_t side_, tokens_, panels_, rest_, splits_, parts_, sets_;
+  std::int64_t side_, tokens_, panels_, rest_, threads_, splits_, parts_, sets_;
 };
 
 // The panels that are left where each thread has as many as any other (0: none, or more than a set has), how

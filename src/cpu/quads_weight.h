@@ -140,6 +140,7 @@ struct QuadsWeight {
   const std::int32_t* begin;  // the entries of each block row
   Prepared prepared;
   QuadsPacked packed;
+  bool again = false;  // as of PanelTasks::Task
 
   QuadsWeight(const QuadKernels& k, const QuadsShape& s, const std::int32_t* entries, const Derived& derived)
       : kernels(k), shape(s), begin(entries), prepared(s, derived.prepared), packed(s, derived.packed) {}
@@ -156,7 +157,7 @@ struct QuadsWeight {
     const auto* tiles = reinterpret_cast<const std::uint16_t*>(packed.tiles);
     if (kernels.range != nullptr) {
       return multiply_range(kernels.range, shape, prepared, tiles,
-                            {panels, shape.panel_size(), gathered, sums}, first, last, tokens, finish);
+                            {panels, shape.panel_size(), gathered, sums}, first, last, tokens, again, finish);
     }
     for (std::int64_t o = first; o < last; o += shape.finished()) {
       const std::int64_t end = std::min(o + shape.finished(), last);

@@ -64,7 +64,7 @@ TEST(PairsSelectionTest, SaysWhatItDoesNotTake) {
 }
 
 // Each panel's outputs once, whatever the cut; with a rest, each range of tasks (task_queue.h) has as many
-// panels of its own and one part of the rest.
+// panels of its own and one part of the rest. `again` where a worker had another set with that part before.
 TEST(PanelTasksTest, CoverEveryPanelAndShareTheRest) {
   for (const std::int64_t tokens : {5, 32, 33, 544, 1000}) {
     for (const std::int64_t threads : {1, 2, 3, 16}) {
@@ -85,8 +85,11 @@ TEST(PanelTasksTest, CoverEveryPanelAndShareTheRest) {
               EXPECT_EQ(task.shared, m / 32 >= panels - rest);
               seen[(m / 32 * 100 + task.part) * 2 + (by_part ? 1 : 0)] += 1;
             }
+            const auto worker = static_cast<std::size_t>(((t + 1) * threads - 1) / tasks.count());
+            const bool begins = t == tasks.count() * static_cast<std::int64_t>(worker) / threads;
+            const cpu::PanelTasks::Task before = tasks.task(std::max<std::int64_t>(t - 1, 0), by_part);
+            EXPECT_EQ(task.again, by_part && !begins && !task.shared && before.part == task.part) << t;
             if (by_part) continue;
-            const auto worker = static_cast<std::size_t>(t * threads / tasks.count());
             (task.shared ? shared : own)[worker] += task.shared ? 1 : (task.tokens + 31) / 32;
           }
         }
