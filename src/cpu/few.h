@@ -15,6 +15,8 @@ enum class Spread : std::uint8_t {
   repeat,  // C = N divides the width: N elements of X, once for each row of the block in the vector
   group,   // R × C = Size divides the width: several entries, and each one's C = N elements of X for all its
            // rows
+  edge,    // others: vectors from the block's first element on, the last one not full; C = N = 1, or x's
+         // columns are put where they belong by their numbers
   four,  // repeat of one column where X has four or eight tokens' side by side: four are loaded once, spread
          // in registers
 };
@@ -33,7 +35,11 @@ struct FewRow {
   const char* ahead;  // what to ask for next: W from beginning to end, whatever the order of the slices
   bool once;          // all slices in one pass
   Ask ask;
+  const std::int32_t* columns;  // edge: of each element of a block, up to a whole vector
 };
+
+// Spread::edge takes blocks of so many elements at most, whose columns are one vector at most.
+inline constexpr std::int64_t kMostEdge = 1024;
 
 // Slices that leave their sums in registers. Where two sets of them do not, the sets of a part follow each
 // other, and the first one's sums wait in memory: one pass through W for two.
@@ -78,9 +84,11 @@ void few_slices(FewRow& row, int first) {
   // Of four tokens' whole vectors not: a branch in that loop cost 8 % out of L3.
   const Ask ask = kSpread == Spread::whole && Tokens >= 4 ? Ask::far : row.ask;
   constexpr std::int64_t kAtOnce = Slices * w * kBytes;  // bytes of W that follow one another
+  const std::int64_t left = row.block_size - first * std::int64_t{w};  // edge: of a block's elements
+  const std::int64_t passed = kSpread == Spread::edge && left < Slices * w ? left * kBytes : kAtOnce;
   const auto ask_ahead = [&]<int Times>() {
     ask_for<lines_of(Times * kAtOnce)>(ask, ahead);
-    ahead += Times * kAtOnce;
+    ahead += Times * passed;
   };
   // One vector of entries, those from e on.
   const auto add = [&](auto& to, std::int32_t e) {
@@ -93,6 +101,10 @@ void few_slices(FewRow& row, int first) {
       for (int m = 0; m < Tokens; ++m) {
         if constexpr (kSpread == Spread::whole) xv[m] = I::load(x + m * row.x_stride + c);
         if constexpr (kSpread == Spread::four && Tokens == 8) xv[m] = I::set1(x[m]);
+        if constexpr (kSpread == Spread::edge && N == 1) xv[m] = I::set1(x[m * row.x_stride]);
+        if constexpr (kSpread == Spread::edge && N != 1) {
+          xv[m] = I::load_first(x + m * row.x_stride, static_cast<int>(row.red_block));
+        }
         if constexpr (kSpread == Spread::repeat) xv[m] = I::template repeat<N>(x + m * row.x_stride);
         if constexpr (kSpread == Spread::group)
           xv[m] = I::template group<Size, N>(row.x + m * row.x_stride, row.index + e);
@@ -102,7 +114,13 @@ void few_slices(FewRow& row, int first) {
         const Vec<I> wv = load_as<I>(kStorage, values + (s * slice + c) * kBytes, 0);
         if (!kParts && s * w * kBytes % 64 == 0) ask_for<1>(ask, ahead + s * w * kBytes);
 #pragma GCC unroll 16
-        for (int m = 0; m < Tokens; ++m) to[s][m] = I::fma(wv, xv[m], to[s][m]);
+        for (int m = 0; m < Tokens; ++m) {
+          if constexpr (kSpread == Spread::edge && N != 1) {
+            to[s][m] = I::fma(wv, I::permute(xv[m], row.columns + (first + s) * w), to[s][m]);
+          } else {
+            to[s][m] = I::fma(wv, xv[m], to[s][m]);
+          }
+        }
       }
     };
     if constexpr (kSpread == Spread::whole) {
@@ -202,6 +220,22 @@ void few_slices(FewRow& row, int first) {
         continue;
       }
       const Vec<I> v = I::add(I::load(total[s][m]), all_sets(s, m));
+      if constexpr (kSpread == Spread::edge) {
+        const auto lanes = static_cast<int>(left - s * w < w ? left - s * w : w);
+        if constexpr (N == 1) {
+          float* to = y + (first + s) * w;
+          I::store_first(to, I::add(I::load_first(to, lanes), v), lanes);
+          continue;
+        }
+        float lane[w];
+        I::store(lane, v);
+        float* to = y + ((first + s) * w - row.columns[(first + s) * w]) / row.red_block;
+        for (int i = 0; i < lanes; ++i) {
+          *to += lane[i];
+          if (row.columns[(first + s) * w + i] + 1 == row.red_block) ++to;
+        }
+        continue;
+      }
       if constexpr (kSpread == Spread::repeat || kSpread == Spread::four) {
         constexpr int rows = w / std::max(N, 1);  // of a slice
         float* to = y + static_cast<std::int64_t>(first + s) * rows;
@@ -250,6 +284,18 @@ void few_rows_of(const FewTask& task, std::int64_t slices) {
   row.y = task.y;
   row.y_stride = task.y_stride;
   const std::int64_t block = w.block_size * bytes_of(kStorage);
+  constexpr bool kEdge = kSpread == Spread::edge;
+  constexpr std::int64_t kOver = kEdge ? I::kWidth - 1 : 0;  // elements that are read past a block, at most
+  std::int32_t columns[kEdge ? kMostEdge : 1];
+  alignas(64) char padded[kEdge ? (kMostEdge + 2 * I::kWidth) * bytes_of(kStorage) : 1];
+  // Past the entries before this one lie as many elements; the others are copied.
+  const std::int64_t near_end = task.entries - (kOver + w.block_size - 1) / w.block_size;
+  if constexpr (kEdge) {
+    for (std::int64_t i = 0; i < slices * I::kWidth; ++i) {
+      columns[i] = static_cast<std::int32_t>(i % w.red_block);
+    }
+    row.columns = columns;
+  }
   constexpr std::int32_t parts =
       Sets * kFewParts * kFewPart * (kSpread == Spread::group ? I::kWidth / Size : 1);
   const auto chunk = static_cast<std::int32_t>(kFewChunk / w.block_size < 1 ? 1 : kFewChunk / w.block_size);
@@ -270,6 +316,14 @@ void few_rows_of(const FewTask& task, std::int64_t slices) {
       row.index = w.index + e;
       row.count = end - e < most ? end - e : most;
       row.values = static_cast<const char*>(w.values) + e * block;
+      if (kEdge && e + row.count > near_end) {
+        if (e < near_end) {
+          row.count = static_cast<std::int32_t>(near_end - e);
+        } else {
+          __builtin_memcpy(padded, row.values, static_cast<std::size_t>(row.count * block));
+          row.values = padded;
+        }
+      }
       row.ahead = row.values + (row.once ? ahead : chunks_ahead * row.count * block);
       few_row<I, kStorage, kSpread, Size, N, Sets, Tokens>(row, static_cast<int>(slices));
     }
@@ -280,7 +334,7 @@ template <class I, Storage kStorage, Spread kSpread, int Size, int N, int Tokens
 void few_rows(const FewTask& task) {
   const std::int64_t slices = kSpread == Spread::group   ? 1
                               : kSpread == Spread::whole ? task.w.block_size / task.w.red_block
-                                                         : task.w.block_size / I::kWidth;
+                                                         : (task.w.block_size + I::kWidth - 1) / I::kWidth;
   const auto rows = [&]<int Sets>() {
     few_rows_of<I, kStorage, kSpread, Size, N, Sets, Tokens>(task, slices);
   };
@@ -316,6 +370,13 @@ void few_groups(const FewTask& task) {
 
 template <class I, Storage kStorage, int Tokens>
 void few_tokens(const FewTask& task) {
+  if constexpr (I::kEdges) {
+    const std::int64_t cols = task.w.red_block;
+    if (!few_fills(I::kWidth, task.w.block_size / cols, cols)) {
+      if (cols == 1) return few_rows<I, kStorage, Spread::edge, 0, 1, Tokens>(task);
+      if constexpr (Tokens < 4) return few_rows<I, kStorage, Spread::edge, 0, 0, Tokens>(task);
+    }
+  }
   switch (task.w.block_size) {
     case 1: return few_singles<I, kStorage, Tokens>(task);
     case 2: return few_groups<I, kStorage, 2, Tokens>(task);
@@ -384,9 +445,8 @@ void few(const FewTask& task) {
 template <class I>
 bool few_takes(std::int64_t block_rows, std::int64_t block_cols) {
   constexpr int w = I::kWidth;
-  const std::int64_t size = block_rows * block_cols;
-  if (size < w) return w % size == 0;
-  return size % w == 0 && (block_cols % w == 0 || w % block_cols == 0);
+  if (few_fills(w, block_rows, block_cols)) return true;
+  return I::kEdges && block_cols <= w && block_rows * block_cols <= kMostEdge;
 }
 
 }  // namespace rarefy::cpu

@@ -233,6 +233,14 @@ constexpr bool few_quads_takes(std::int64_t rows, int width, int registers) {
   return 4 * rows == width || (2 * rows == width && registers < 32);
 }
 
+// Whether vectors of so many elements are filled by blocks, alone or several together, in whole rows or whole
+// columns of them.
+constexpr bool few_fills(std::int64_t width, std::int64_t block_rows, std::int64_t block_cols) {
+  const std::int64_t size = block_rows * block_cols;
+  if (size < width) return width % size == 0;
+  return size % width == 0 && (block_cols % width == 0 || width % block_cols == 0);
+}
+
 // Single elements by a few tokens, 16 rows (a group) at a time (windows.h). A step: of which rows it takes
 // the next element, and the window of columns that these lie in.
 inline constexpr std::int32_t kWindowRows = 16, kWindowColumns = 64, kWindowGrain = 16;

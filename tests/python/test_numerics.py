@@ -19,7 +19,7 @@ SHAPES = [
     ((128, 250), (16, 1), 0.4),
     ((128, 250), (2, 2), 0.4),
 ]
-LONG = [((96, 3000), (16, 1), 1.0), ((2048, 96), (4, 4), 0.5)]
+LONG = [((96, 3000), (16, 1), 1.0), ((2048, 96), (4, 4), 0.5), ((96, 3000), (12, 1), 1.0)]
 # Long sums of f32, where torch and we both keep partial sums: gather and scatter, both directions.
 LONGER = [
     ((160, 575), (4, 1), 0.75),
@@ -46,6 +46,20 @@ def _error(got, exact, magnitude, stored):
     """The error that 99 of 100 elements stay below, relative to their magnitudes."""
     error = np.abs(_exact(got) - exact)[stored] / magnitude[stored]
     return np.quantile(error, 0.99)
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("block_shape", [(12, 1), (3, 1), (40, 1), (3, 5), (5, 7)])
+def test_infinite_blocks_reach_their_own_rows_alone(block_shape, rows):
+    layer = rarefy.BlockSparseLinear.from_dense(
+        torch.nn.Linear(20 * block_shape[1], 9 * block_shape[0]), block_shape=block_shape, density=0.6
+    ).requires_grad_(False)
+    x = torch.randn(rows, layer.in_features)
+    finite = layer(x)
+    layer.weight.values[7] = torch.inf
+    got = layer(x)
+    reached = ~got.isfinite()
+    assert reached.any(0).sum() == block_shape[0] and torch.equal(got[~reached], finite[~reached])
 
 
 @pytest.mark.parametrize("rows", [3, 96])

@@ -14,6 +14,7 @@ struct Avx2 {
   static constexpr int kWidth = 8;
   static constexpr int kRegisters = 16;
   using Vec = __m256;
+  static constexpr bool kEdges = true;  // as in avx512.h
 
   static Vec zero() { return _mm256_setzero_ps(); }
   static Vec set1(float x) { return _mm256_set1_ps(x); }
@@ -165,6 +166,10 @@ struct Avx2 {
   template <class Index>
   static Vec collect(const float* x, const Index* index) {
     return collect8(x, index);
+  }
+  // v's lanes in another order.
+  static Vec permute(Vec v, const std::int32_t* from) {
+    return _mm256_permutevar8x32_ps(v, _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
   }
   static Vec first(Vec v, int count) { return _mm256_and_ps(v, _mm256_castsi256_ps(mask(count))); }
   static Vec load_first(const float* p, int count) { return _mm256_maskload_ps(p, mask(count)); }

@@ -13,6 +13,7 @@ struct Avx512 {
   static constexpr int kWidth = 16;
   static constexpr int kRegisters = 32;
   using Vec = __m512;
+  static constexpr bool kEdges = true;  // few.h takes blocks that do not fill vectors
 
   static Vec zero() { return _mm512_setzero_ps(); }
   static Vec set1(float x) { return _mm512_set1_ps(x); }
@@ -234,6 +235,10 @@ struct Avx512 {
   template <class Index>
   static Vec collect(const float* x, const Index* index) {
     return _mm512_insertf32x8(_mm512_castps256_ps512(collect8(x, index)), collect8(x, index + 8), 1);
+  }
+  // v's lanes in another order.
+  static Vec permute(Vec v, const std::int32_t* from) {
+    return _mm512_permutexvar_ps(_mm512_loadu_si512(from), v);
   }
   static Vec first(Vec v, int count) { return _mm512_maskz_mov_ps(mask(count), v); }
   static Vec load_first(const float* p, int count) { return _mm512_maskz_loadu_ps(mask(count), p); }

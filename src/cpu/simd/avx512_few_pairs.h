@@ -11,6 +11,7 @@
 namespace rarefy::cpu {
 
 struct Avx512FewPairs : Avx512 {
+  static constexpr bool kEdges = false;
   static Vec fma(Vec w, Vec x, Vec sum) { return _mm512_dpbf16_ps(sum, (__m512bh)w, (__m512bh)x); }
 };
 
@@ -160,7 +161,7 @@ static void few_pairs(const FewTask& task) {
 
 // To put a pair of x together takes longer than 16 outputs gain (4 tokens: 7 %).
 static bool few_pairs_take(std::int64_t block_rows, std::int64_t block_cols) {
-  if (block_cols % 2 == 0) return few_takes<Avx512FewPairs>(block_rows, block_cols / 2);
+  if (block_cols % 2 == 0) return few_fills(Avx512FewPairs::kWidth, block_rows, block_cols / 2);
   return block_cols == 1 && block_rows % 16 == 0 && block_rows > 16;
 }
 
