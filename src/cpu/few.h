@@ -16,7 +16,7 @@ enum class Spread : std::uint8_t {
   group,   // R × C = Size divides the width: several entries, and each one's C = N elements of X for all its
            // rows
   edge,    // others: vectors from the block's first element on, the last one not full; C = N = 1, or x's
-         // columns are put where they belong by their numbers
+           // columns are put where they belong by their numbers
   four,  // repeat of one column where X has four or eight tokens' side by side: four are loaded once, spread
          // in registers
 };
@@ -83,7 +83,7 @@ void few_slices(FewRow& row, int first) {
   const char* ahead = row.ahead;
   // Of four tokens' whole vectors not: a branch in that loop cost 8 % out of L3.
   const Ask ask = kSpread == Spread::whole && Tokens >= 4 ? Ask::far : row.ask;
-  constexpr std::int64_t kAtOnce = Slices * w * kBytes;  // bytes of W that follow one another
+  constexpr std::int64_t kAtOnce = Slices * w * kBytes;                // bytes of W that follow one another
   const std::int64_t left = row.block_size - first * std::int64_t{w};  // edge: of a block's elements
   const std::int64_t passed = kSpread == Spread::edge && left < Slices * w ? left * kBytes : kAtOnce;
   const auto ask_ahead = [&]<int Times>() {
