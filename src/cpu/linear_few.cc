@@ -155,18 +155,8 @@ void to_float(const Kernels& kernels, const MatrixView& from, std::int64_t rows,
   }
 }
 
-// Tokens that blocks which do not fill vectors take at most. Of several columns each token's x is put in
-// order for each vector (a Zen 4, 768→3072 at .5, ms of 1, 2, 4 tokens: 6×6 .15, .22, .43 and .48 as lanes,
-// 12×12 .20, .28, .53 and .32).
-constexpr std::int64_t most_of_edges(const BsrShape& s) {
-  return s.block_cols == 1 ? kFewTokens : s.block_size() <= 64 ? 2 : 1;
-}
-
 Reason supports_few(const FewKernels& kernels, const Problem& p, std::int64_t most) {
   const BsrShape& s = p.weight.shape;
-  if (!kernels.pairs && !few_fills(kernels.rows.width, s.block_rows, s.block_cols)) {
-    most = std::min(most, most_of_edges(s));
-  }
   if (p.tokens < 1 || p.tokens > most) return cat("takes 1 to ", most, " tokens; got ", p.tokens);
   if (kernels.pairs && (p.in != DType::bf16 || p.weight.dtype != DType::bf16)) {
     return "takes bf16 inputs and values";

@@ -29,14 +29,16 @@ struct RangePieces {
         together(outputs / (t.rows < 32 ? t.rows : 32)),
         tall(gathers && of_block > 1 && t.rows % 32 == 0 && groups(0, t.blocks) <= kSharedGroups * t.blocks) {
   }
-  std::int32_t groups(std::int32_t block, std::int32_t end) const { return t.first[end] - t.first[block]; }
-  std::int32_t block(std::int32_t piece) const { return piece / of_block; }
-  std::int32_t row(std::int32_t piece) const { return piece % of_block * 32; }
+  [[gnu::always_inline]] std::int32_t groups(std::int32_t block, std::int32_t end) const {
+    return t.first[end] - t.first[block];
+  }
+  [[gnu::always_inline]] std::int32_t block(std::int32_t piece) const { return piece / of_block; }
+  [[gnu::always_inline]] std::int32_t row(std::int32_t piece) const { return piece % of_block * 32; }
   // Whether all pieces of this one's block row share its groups.
-  bool share(std::int32_t piece) const {
+  [[gnu::always_inline]] bool share(std::int32_t piece) const {
     return tall && piece < count && groups(block(piece), block(piece) + 1) <= kSharedGroups;
   }
-  std::int32_t end(std::int32_t first) const {
+  [[gnu::always_inline]] std::int32_t end(std::int32_t first) const {
     if (share(first)) return first + of_block;
     return first + together < count ? first + together : count;
   }
