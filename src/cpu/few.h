@@ -38,11 +38,6 @@ struct FewRow {
   const std::int32_t* columns;  // edge: of each element of a block, up to a whole vector
 };
 
-// Spread::edge takes blocks of so many rows at most, or of so many elements, if they have several columns: of
-// four tokens each one's x is put in order for each vector (a Zen 4, 768→3072 at .5, four tokens: 6×6 .43 ms,
-// .48 as lanes; 12×12 .53, .32; 2×3 .82, .70).
-inline constexpr std::int64_t kMostEdge = 1024, kMostSquare = 64, kLeastRows = 3;
-
 // Slices that leave their sums in registers. Where two sets of them do not, the sets of a part follow each
 // other, and the first one's sums wait in memory: one pass through W for two.
 template <class I, Spread kSpread, int Sets, int Tokens>
