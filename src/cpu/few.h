@@ -443,7 +443,7 @@ template <class I>
 bool few_takes(std::int64_t block_rows, std::int64_t block_cols) {
   constexpr int w = I::kWidth;
   if (few_fills(w, block_rows, block_cols)) return true;
-  if (!I::kEdges || block_cols == 1) return I::kEdges && block_rows <= kMostEdge;
+  if (block_cols == 1) return block_rows <= kMostEdge;
   return block_cols <= w && block_rows >= kLeastRows && block_rows * block_cols <= kMostSquare;
 }
 
