@@ -86,6 +86,21 @@ bool takes_strips(const Kernels& kernels, const BsrShape& s) {
          (s.block_cols % kernels.width == 0 || (s.block_cols == 1 && s.block_rows % kernels.width == 0));
 }
 
+// Where both are there: dot products load less for an FMA, unless lanes are two vectors, but their sums cross
+// lanes. So a few tokens go by strips: 768→3072 at .5 with 4 / 16 / 64 tokens, µs, Zen 4 16×16 1746 / 1734 /
+// 2604 → 229 / 503 / 2052, 4×16 1242 / 1288 / 2459 → 254 / 665 / 2319; a Xeon 16×1 1357 / 2030 / 3277 → 517 /
+// 915 / 2585, 1×16 2153 / 2256 → 1189 / 2102. AVX2's vectors of 8 columns always do, where 8 rows share them
+// (512 tokens: 8×8 18.5 → 14.8 ms, 32×8 18.8 → 14.9).
+bool goes_by_strips(const Kernels& kernels, const Problem& p) {
+  const BsrShape& s = p.weight.shape;
+  if (!takes_strips(kernels, s)) return false;
+  const bool column = s.block_cols == 1;
+  if ((column ? s.block_rows : s.block_cols) >= 2 * kernels.width) return true;
+  if (kernels.width == 8 && !column && s.block_rows >= 8) return true;
+  constexpr std::int64_t kMost = 16;  // rows that share a vector; by columns, any number of columns does
+  return p.tokens <= kernels.width * (column ? kMost : std::min(s.block_rows, kMost)) / 4;
+}
+
 // Strips of dY that are a line wide are copied as they are used, if that is once: 128 tokens, which stay in
 // L1.
 bool copies(const BsrShape& s, const GradWeightTiling& tiling) {
@@ -142,9 +157,7 @@ Reason supports_grad_weight_dots(const Problem& p) {
 Config configure_grad_weight(const Kernels& kernels, const Problem& p, const Machine& machine) {
   const BsrShape& s = p.weight.shape;
   GradWeightTiling t;
-  // With one vector a token's load of the other side serves one FMA: dot products are faster then.
-  const std::int64_t side = s.block_cols > 1 ? s.block_cols : s.block_rows;
-  t.strips = takes_strips(kernels, s) && side >= 2 * kernels.width ? 1 : 0;
+  t.strips = goes_by_strips(kernels, p) ? 1 : 0;
   const std::int64_t vector = tokens_of_vector(kernels);
   const std::int64_t tokens = ceil_div(p.tokens, vector) * vector;
   const auto columns = [&](std::int64_t chunk) {

@@ -70,18 +70,26 @@ TEST_P(GradWeightTest, NanComesToItsBlocks) {
   }
 }
 
-TEST_P(GradWeightTest, StripsAreChosenForTwoVectors) {
+TEST_P(GradWeightTest, StripsAreChosenForTwoVectorsAndFewTokens) {
   const Force force(GetParam());
-  const auto strips = [](std::int64_t rows, std::int64_t cols) {
-    return explain(make_problem(Op::grad_weight, {128, 128, rows, cols, 2}, 256, DType::f32))
+  const auto strips = [](std::int64_t rows, std::int64_t cols, std::int64_t tokens = 256) {
+    return explain(make_problem(Op::grad_weight, {128, 128, rows, cols, 2}, tokens, DType::f32))
                .config.find("strips=1") != std::string::npos;
   };
   EXPECT_TRUE(strips(32, 32));
   EXPECT_TRUE(strips(1, 64));
   EXPECT_TRUE(strips(32, 1));
-  EXPECT_FALSE(strips(8, 8));
   EXPECT_FALSE(strips(8, 1));
-  EXPECT_FALSE(strips(32, 8));
+  EXPECT_FALSE(strips(4, 8));
+  const bool eight = GetParam() == "avx2";  // lanes
+  EXPECT_EQ(strips(8, 8), eight);
+  EXPECT_EQ(strips(32, 8), eight);
+  EXPECT_TRUE(strips(16, 1, 64));
+  EXPECT_EQ(strips(16, 1, 65), eight);  // two vectors
+  EXPECT_TRUE(strips(16, 16, 64));
+  EXPECT_EQ(strips(16, 16, 65), eight);
+  EXPECT_EQ(strips(4, 8, 8), eight);
+  EXPECT_FALSE(strips(4, 8, 9));
   const Problem problem = make_problem({45, 64, 64, 4, 4, 0.5, DType::f32, true, 3});
   for (const char* config : {"strips=1", "strips=-1"}) {
     const Force other(forced(GetParam(), config));
