@@ -438,13 +438,11 @@ void few(const FewTask& task) {
   });
 }
 
-// Whether every vector of W is of one of the kinds above.
+// Whether every vector of W is of one of the kinds above, or few_ragged.h takes these blocks.
 template <class I>
 bool few_takes(std::int64_t block_rows, std::int64_t block_cols) {
-  constexpr int w = I::kWidth;
-  if (few_fills(w, block_rows, block_cols)) return true;
-  if (block_cols == 1) return block_rows <= kMostEdge;
-  return block_cols <= w && block_rows >= kLeastRows && block_rows * block_cols <= kMostSquare;
+  return few_fills(I::kWidth, block_rows, block_cols) || few_has_edges(block_rows, block_cols) ||
+         block_cols > 1;
 }
 
 }  // namespace rarefy::cpu

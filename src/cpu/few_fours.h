@@ -1,23 +1,26 @@
 // Four tokens of R×1 blocks that are several to a vector.
 #pragma once
 
+#include <algorithm>
+
 #include "cpu/few_parts.h"
 #include "cpu/panel.h"
 
 namespace rarefy::cpu {
 
-// A block's lanes, of one vector or two, are its rows × the tokens, as x has them side by side,
-// [column][token], and each of the several has sums of its own: the additions of few_slices, where they are
-// the lanes.
+// A block's lanes, of one vector or two or half of one, are its rows × the tokens, as x has them side by
+// side, [column][token], and each of the several has sums of its own: the additions of few_slices, where they
+// are the lanes.
 template <class I, Storage kStorage, int Size, int Sets>
 void few_quads(const FewTask& task) {
-  constexpr int w = I::kWidth, entries = w / Size, halves = 4 * Size / w, rows = Size / halves;
+  constexpr int w = I::kWidth, entries = w / Size, halves = std::max(1, 4 * Size / w), rows = Size / halves;
+  constexpr int share = std::max(1, w / (4 * Size)), vectors = entries / share;  // entries that share one
   constexpr std::int64_t kBytes = bytes_of(kStorage);
   constexpr std::int32_t kMost = Sets * kFewParts * kFewPart * entries;
-  using Set = Vec<I>[entries][halves];
+  using Set = Vec<I>[vectors][halves];
   const auto each = [](auto f) {
 #pragma GCC unroll 4
-    for (int i = 0; i < entries; ++i) {
+    for (int i = 0; i < vectors; ++i) {
 #pragma GCC unroll 2
       for (int h = 0; h < halves; ++h) f(i, h);
     }
@@ -28,7 +31,7 @@ void few_quads(const FewTask& task) {
     for (std::int32_t e = task.entry_begin[o]; e < end;) {
       const std::int32_t stop = end - e < kMost ? end : e + kMost;
       const std::int32_t whole = stop - (stop - e) % entries;
-      alignas(64) float total[entries][halves][w] = {};
+      alignas(64) float total[vectors][halves][w] = {};
       Set sum[Sets];
       const auto clear = [&] {
 #pragma GCC unroll 4
@@ -42,18 +45,28 @@ void few_quads(const FewTask& task) {
           I::store(total[i][h], I::add(I::load(total[i][h]), v));
         });
       };
-      // Entry `from` + i, whose weights are the i-th of a vector.
-      const auto add_entry = [&](Set& to, std::int32_t from, Vec<I> wv, int i) {
-        const Vec<I> xv = I::template repeat<4>(task.x + std::int64_t{task.w.index[from + i]} * 4);
+      const auto x_of = [&](std::int32_t entry) { return task.x + std::int64_t{task.w.index[entry]} * 4; };
+      const auto x_or_none = [&](std::int32_t entry) {
+        static constexpr float kNone[4] = {};
+        return entry < stop ? x_of(entry) : kNone;
+      };
+      // Those of vector i, whose weights are the i-th of as many.
+      const auto add_entry = [&](Set& to, std::int32_t from, Vec<I> wv, int i, const auto& x) {
+        Vec<I> xv;
+        if constexpr (share == 1) {
+          xv = I::template repeat<4>(x(from + i));
+        } else {
+          xv = I::two_fours(x(from + 2 * i), x(from + 2 * i + 1));
+        }
 #pragma GCC unroll 2
         for (int h = 0; h < halves; ++h)
-          to[i][h] = I::fma(I::each_four_times(wv, i * Size + h * rows), xv, to[i][h]);
+          to[i][h] = I::fma(I::each_four_times(wv, i * share * Size + h * rows), xv, to[i][h]);
       };
       const auto add = [&](Set& to, std::int32_t from) {
         const char* values = static_cast<const char*>(task.w.values) + std::int64_t{from} * Size * kBytes;
         const Vec<I> wv = load_as<I>(kStorage, values, 0);
 #pragma GCC unroll 4
-        for (int i = 0; i < entries; ++i) add_entry(to, from, wv, i);
+        for (int i = 0; i < vectors; ++i) add_entry(to, from, wv, i, x_of);
       };
       const auto add_sets = [&](std::int32_t from) {
         const char* values = static_cast<const char*>(task.w.values) + std::int64_t{from} * Size * kBytes;
@@ -74,15 +87,15 @@ void few_quads(const FewTask& task) {
       if (e < stop) {
         const Vec<I> wv = load_part<I>(kStorage, task.w.values, std::int64_t{e} * Size, (stop - e) * Size);
 #pragma GCC unroll 4
-        for (int i = 0; i < entries - 1; ++i) {
-          if (e + i < stop) add_entry(sum[0], e, wv, i);
+        for (int i = 0; i < vectors; ++i) {
+          if (e + i * share < stop) add_entry(sum[0], e, wv, i, x_or_none);
         }
         e = stop;
       }
       add_up();
       each([&](int i, int h) {
         for (int lane = 0; lane < w; ++lane)
-          y[lane % 4 * task.y_stride + h * rows + lane / 4] += total[i][h][lane];
+          y[lane % 4 * task.y_stride + h * rows + lane / 4 % rows] += total[i][h][lane];
       });
     }
   }

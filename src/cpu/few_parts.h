@@ -27,9 +27,4 @@ constexpr int few_sets(std::int64_t slices) {
   return slices >= 4 ? 1 : slices >= 2 || I::kRegisters < 32 ? 2 : 4;
 }
 
-// Spread::edge takes blocks of so many rows at most, or of so many elements, if they have several columns: of
-// four tokens each one's x is put in order for each vector (a Zen 4, 768→3072 at .5, four tokens: 6×6 .43 ms,
-// .48 as lanes; 12×12 .53, .32; 2×3 .82, .70).
-inline constexpr std::int64_t kMostEdge = 1024, kMostSquare = 64, kLeastRows = 3;
-
 }  // namespace rarefy::cpu

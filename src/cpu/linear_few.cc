@@ -253,10 +253,15 @@ ByGroups by_eights(const Problem& p, const Machine& machine) {
 
 ByGroups by_groups(const FewKernels& kernels, const Problem& p, const Machine& machine) {
   const BsrShape& s = p.weight.shape;
-  if (is_zen5(machine) || kernels.rows.width != 16 || !few_fills(16, s.block_rows, s.block_cols)) return {};
+  if (is_zen5(machine) || kernels.rows.width != 16) return {};
   const std::int64_t rows = s.block_rows, cols = s.block_cols, bytes = bytes_of_weight(p);
   const bool zen4 = machine.has("prefetch_l2"), tall = cols == 1;
   const bool far = bytes > kCached, dense = 3 * s.value_count() > s.rows * s.cols;
+  if (few_is_ragged(16, rows,
+                    cols)) {  // Zen 4, 768→3072 at .5, 8 tokens: 50×50 .43 → .30 ms, 1×100 .68 → .48
+    return {cols > 16 && (dense || p.weight.dtype != DType::f32) ? kFewEight : kFewTokens};
+  }
+  if (!few_fills(16, rows, cols)) return {};
   if (is_scaled(p)) {
     if (!zen4 || s.value_count() < 2 << 20) return {};
     // Floats would be four times as many bytes (32×32, 4096→11008, 8 tokens: 6.3 → 4.1 ms, 12: 7.8 → 6.1).
@@ -274,7 +279,9 @@ ByGroups by_groups(const FewKernels& kernels, const Problem& p, const Machine& m
     return {cols == 16 && (dense || bytes > 4 << 20) ? 8 : kFewTokens};
   }
   if ((rows >= 16 && cols % 16 == 0) || (tall && rows >= 64)) return by_eights(p, machine);
-  if (rows == 8 && cols == 8) return {far ? kFewTokens : 8};
+  // Zen 4, .5 / .1, 5 and 8 tokens, µs: 32×2 355, 357 / 108, 110 → 156, 203 / 46, 59; 16×8 286, 288 / 70, 71
+  // → 180, 245 / 56, 77. From memory 16×8 and 8×4 are faster as lanes.
+  if (cols > 1 && cols <= 8 && rows * cols >= 16) return {far ? kFewTokens : 8};
   if (rows == 1 && cols == 16) return {zen4 ? (dense ? 6 : kFewTokens) : dense || far ? 8 : kFewTokens};
   return {far && dense && rows == 2 && cols == 2 ? 8 : kFewTokens};
 }
@@ -374,6 +381,9 @@ Status run_linear_few(const FewKernels& kernels, const Call& call) {
     x = {columns, four};
   }
   const bool in_y = writes_y(call.problem, layout);
+  const bool ragged =
+      kernels.ragged != nullptr && few_is_ragged(kernels.rows.width, s.block_rows, s.block_cols);
+  const auto multiply = ragged ? kernels.ragged : kernels.multiply;
   const bool scaled = is_scaled(call.problem);
   SparseOperand w =
       operand(s, call.values, scaled ? DType::f32 : call.problem.weight.dtype, plan.col, nullptr, false);
@@ -395,11 +405,11 @@ Status run_linear_few(const FewKernels& kernels, const Call& call) {
     if (!scaled) begin_with_bias(kernels.rows, call, first, features, layout.tokens, y, stride);
     for (int i = 0; i < layout.group_count; ++i) {
       const Group& g = layout.groups[i];
-      kernels.multiply(
-          {w, static_cast<std::int32_t>(s.nnzb), plan.crow, begin, end, xs[i].data, xs[i].stride,
-           static_cast<std::int32_t>(g.tokens), y + g.first * stride, stride, i == 0 && split.stream != 0,
-           has_narrow_columns(s) ? static_cast<const std::uint16_t*>(call.derived.prepared) : nullptr,
-           g.by_column, static_cast<Ask>(i == 0 ? split.ask : split.again), layout.turned});
+      multiply({w, static_cast<std::int32_t>(s.nnzb), plan.crow, begin, end, xs[i].data, xs[i].stride,
+                static_cast<std::int32_t>(g.tokens), y + g.first * stride, stride,
+                i == 0 && split.stream != 0,
+                has_narrow_columns(s) ? static_cast<const std::uint16_t*>(call.derived.prepared) : nullptr,
+                g.by_column, static_cast<Ask>(i == 0 ? split.ask : split.again), layout.turned});
     }
     if (scaled) scale_sums(kernels.rows, call, first, features, layout.tokens, y, stride, bias);
     if (!in_y) finish_tokens(kernels.rows, call, first, features, y, stride);

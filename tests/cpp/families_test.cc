@@ -27,10 +27,12 @@ TEST_P(ProductsTest, AreTheOnesForced) {
     EXPECT_EQ(chosen(1, 1, 1), GetParam() + "_linear_few");
     EXPECT_EQ(chosen(2, 2, 1), GetParam() + "_linear_few");
     EXPECT_EQ(chosen(3, 5, 1), GetParam() + "_linear_few");
-    EXPECT_EQ(chosen(2, 5, 1), GetParam() + "_linear");
-    EXPECT_EQ(chosen(12, 6, 1), GetParam() + "_linear");
     EXPECT_EQ(chosen(3, 1, 4), GetParam() + "_linear_few");
-    EXPECT_EQ(chosen(1, 17, 1), GetParam() + "_linear");
+    EXPECT_EQ(chosen(1025, 1, 1), GetParam() + "_linear");
+    for (const auto& [rows, cols] : {std::pair{2, 5}, {12, 6}, {1, 17}}) {
+      EXPECT_EQ(chosen(rows, cols, 4), GetParam() + "_linear_few");
+      EXPECT_EQ(chosen(rows, cols, 16), GetParam() + "_linear");
+    }
   }
 }
 

@@ -21,7 +21,12 @@ constexpr Case kFloats[] = {
     {20, 64, 2100}, {1, 1, 3001},  {16, 16, 2500}, {4, 16, 2001}, {8, 16, 901},   {12, 32, 905},
     {80, 16, 2001}, {24, 8, 1201}, {136, 8, 903},  {24, 1, 1201}, {8, 2, 3001},   {4, 4, 2003},
     {3, 1, 3001},   {5, 1, 2003},  {12, 1, 1601},  {40, 1, 1003}, {72, 1, 701},   {200, 1, 301},
-    {3, 5, 2003},   {6, 6, 1201},  {7, 7, 901},    {5, 7, 1402},  {10, 5, 1003},  {7, 3, 1201}};
+    {3, 4, 2003},   {6, 2, 1201},  {9, 4, 901},    {5, 3, 1402},  {10, 3, 1003},  {7, 3, 1201}};
+// Rows that are no whole vectors: one, several, as many as go together and more; up to half a vector, a whole
+// one and more, as many of them as end a part.
+constexpr Case kRagged[] = {{1, 3, 2003},  {2, 3, 1203},  {1, 5, 1603},   {3, 5, 2003},  {7, 7, 901},
+                            {6, 6, 1201},  {1, 12, 3001}, {10, 10, 1005}, {8, 12, 1210}, {13, 9, 1003},
+                            {20, 15, 990}, {33, 2, 701},  {17, 33, 3310}, {1, 100, 903}, {50, 50, 1010}};
 constexpr Case kPairs[] = {{4, 2, 5003},   {2, 2, 3001},   {8, 4, 1203},   {16, 2, 1601},  {8, 8, 2005},
                            {3, 32, 901},   {16, 16, 999},  {32, 32, 2005}, {32, 1, 901},   {48, 1, 701},
                            {64, 1, 401},   {80, 1, 301},   {128, 1, 301},  {16, 16, 4500}, {8, 32, 2005},
@@ -139,6 +144,9 @@ TEST(FewTest, LongRowsOfFloatsHaveTheSameBitsInEveryBatch) {
     if (!backend_info().machine.has(family)) continue;
     for (const Case& c : kFloats) check(family, DType::f32, c);
     for (const std::size_t i : {0, 1, 10, 16, 32, 36}) check(family, DType::bf16, kFloats[i]);
+    for (const Case& c : kRagged) {
+      for (const DType dtype : {DType::f32, DType::bf16, DType::f16}) check(family, dtype, c);
+    }
   }
 }
 

@@ -80,8 +80,8 @@ TEST_P(ProductsTest, ActivationsKeepTheirTails) {
 // The kernels of 1 to 4 tokens, and a panel.
 constexpr std::int64_t kTokenCounts[] = {1, 2, 3, 4, 40};
 // Their shapes, padded edges, and a flat one.
-constexpr std::pair<std::int64_t, std::int64_t> kSpecialBlocks[] = {{1, 1},   {4, 1}, {8, 1}, {2, 8}, {1, 16},
-                                                                    {16, 16}, {4, 5}, {1, 6}, {6, 1}};
+constexpr std::pair<std::int64_t, std::int64_t> kSpecialBlocks[] = {
+    {1, 1}, {4, 1}, {8, 1}, {2, 8}, {1, 16}, {16, 16}, {4, 5}, {1, 6}, {6, 1}, {3, 2}, {3, 19}};
 
 TEST_P(ProductsTest, ActivationsOfNanInfinityAndZero) {
   const double inputs[] = {kNan, kInfinity, -kInfinity, 0.0, -0.0};

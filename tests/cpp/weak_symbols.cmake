@@ -7,8 +7,8 @@ string(REPLACE ";" "," text "${text}")
 string(REPLACE "[" "(" text "${text}")
 string(REPLACE "]" ")" text "${text}")
 string(REPLACE "\n" ";" lines "${text}")
-set(units amx amx_int8 avx2 avx2_quads avx512 avx512_bf16 avx512_vnni scalar pairs quads neon dense_avx2
-  dense_avx512)
+set(units amx amx_int8 avx2 avx2_quads avx2_ragged avx512 avx512_bf16 avx512_ragged avx512_vnni scalar pairs quads
+  neon dense_avx2 dense_avx512)
 set(unit "")
 set(seen 0)
 set(symbols "")  # of AVX-512

@@ -146,6 +146,11 @@ struct Avx512 {
     const __m256 above = _mm256_insertf128_ps(_mm256_castps128_ps256(four(2)), four(3), 1);
     return _mm512_insertf32x8(_mm512_castps256_ps512(below), above, 1);
   }
+  // Four numbers in each quarter of the lower half, four others in each of the upper.
+  static Vec two_fours(const float* lower, const float* upper) {
+    return _mm512_mask_broadcast_f32x4(_mm512_broadcast_f32x4(_mm_loadu_ps(lower)), 0xff00,
+                                       _mm_loadu_ps(upper));
+  }
   // The same as repeat, or a whole vector.
   template <int N>
   static Vec repeat_any(const float* p) {

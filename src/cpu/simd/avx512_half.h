@@ -49,15 +49,24 @@ struct Avx512Half {
     _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT));
   }
 
+  static Vec load_i8(const std::int8_t* p) {
+    return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadu_si64(p)));
+  }
+
   // The first `count` alone: nothing else is read or written.
   static Vec load_first(const float* p, int count) { return _mm256_maskz_loadu_ps(mask(count), p); }
   static void store_first(float* p, Vec v, int count) { _mm256_mask_storeu_ps(p, mask(count), v); }
+  static Vec first(Vec v, int count) { return _mm256_maskz_mov_ps(mask(count), v); }
   static __mmask8 mask(int count) { return static_cast<__mmask8>((1U << count) - 1); }
 
   static float sum(Vec v) {
     const __m128 half = _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
     const __m128 quarter = _mm_add_ps(half, _mm_movehl_ps(half, half));
     return _mm_cvtss_f32(_mm_add_ss(quarter, _mm_movehdup_ps(quarter)));
+  }
+  static void sum4(Vec a, Vec b, Vec c, Vec d, float* out) {
+    const Vec sums = _mm256_hadd_ps(_mm256_hadd_ps(a, b), _mm256_hadd_ps(c, d));
+    _mm_storeu_ps(out, _mm_add_ps(_mm256_castps256_ps128(sums), _mm256_extractf128_ps(sums, 1)));
   }
 };
 
