@@ -21,7 +21,7 @@ void prepare_groups(const GroupedShape& s, const std::int32_t* begin, const std:
       count = begin[row] < begin[stop] ? s.padded : 0;
       for (std::int64_t i = 0; i < count; i += s.step()) *to++ = offset(i);
     } else {
-      for_each_column(begin, columns, row, stop, [&](std::int64_t column) {
+      for_each_column(begin, s.cut, columns, row, stop, [&](std::int64_t column) {
         for (std::int64_t i = 0; i < s.red_block; i += s.step()) *to++ = offset(column * s.red_block + i);
         count += s.red_block;
       });
@@ -85,8 +85,9 @@ void pack_pairs(const PairsShape& s, const PairsStored& stored, const Executor& 
   const Prepared prepared(s, data);
   const SparseOperand& w = stored.w;
   const int shift = std::countr_zero(static_cast<std::uint64_t>(s.step()));  // of columns to offsets
-  const auto block = [&](std::int32_t e) {
-    return static_cast<const std::uint16_t*>(w.values) + (w.perm == nullptr ? e : w.perm[e]) * w.block_size;
+  const auto block = [&](std::int32_t e, std::int64_t row) {
+    return static_cast<const std::uint16_t*>(w.values) + (w.perm == nullptr ? e : w.perm[e]) * w.block_size +
+           row % s.cut * s.row_block * w.out_stride;
   };
   executor.parallel_for(s.out_blocks, [&](std::int64_t o, int) {
     const std::int32_t first = prepared.first[o], end = prepared.first[o + 1];
@@ -104,13 +105,13 @@ void pack_pairs(const PairsShape& s, const PairsStored& stored, const Executor& 
         put_pairs(low, high, w.out_stride, s.row_block, places, at % kGroup / 2,
                   tiles + at / kGroup * s.tiles_size() + top);
       };
-      const std::int32_t last = stored.begin[row + 1];
+      const std::int32_t last = stored.begin[row / s.cut + 1];
       std::int64_t at = 0;
-      for (std::int32_t e = stored.begin[row]; e < last; ++e, at += s.red_block) {
+      for (std::int32_t e = stored.begin[row / s.cut]; e < last; ++e, at += s.red_block) {
         while (offsets[at >> shift] != w.index[e] * s.red_block * kPanelTokens) at += s.red_block;
-        const std::uint16_t* from = block(e);
+        const std::uint16_t* from = block(e, row);
         if (s.red_block == 1 && s.join == 1) {  // two entries are a pair
-          put(at, from, e + 1 < last ? block(e + 1) : nullptr);
+          put(at, from, e + 1 < last ? block(e + 1, row) : nullptr);
           if (e + 1 < last) ++e, ++at;
           continue;
         }
@@ -170,9 +171,10 @@ void PairsWeight::sum_stored(std::int64_t block, const std::uint16_t* panel, std
     for (std::int64_t o = 0; o < shape.out_block; ++o) sum[o * kPanelTokens] = 0;
     const std::int64_t first = block * shape.join, stop = std::min(first + shape.join, shape.rows);
     for (std::int64_t row = first; row < stop; ++row, sum += shape.row_block * kPanelTokens) {
-      for (std::int32_t e = stored.begin[row]; e < stored.begin[row + 1]; ++e) {
-        const auto* values =
-            static_cast<const std::uint16_t*>(w.values) + (w.perm == nullptr ? e : w.perm[e]) * w.block_size;
+      const std::int64_t within = row % shape.cut * shape.row_block * w.out_stride;  // of its block
+      for (std::int32_t e = stored.begin[row / shape.cut]; e < stored.begin[row / shape.cut + 1]; ++e) {
+        const auto* values = static_cast<const std::uint16_t*>(w.values) +
+                             (w.perm == nullptr ? e : w.perm[e]) * w.block_size + within;
         for (std::int64_t i = 0; i < shape.red_block; ++i) {
           const std::int64_t feature = w.index[e] * shape.red_block + i;
           const float x = number(panel[place(kernels, shape.source, feature, token)]);

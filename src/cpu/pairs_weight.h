@@ -19,13 +19,15 @@ inline constexpr std::int64_t kNear = 8, kNearSums = 4;
 
 // The product seen as out = W · in, for which the problem is enough, in groups of 16 lines: pairs of
 // features, or fours of int8. Block rows that have fewer outputs than a tile are joined: an output block is
-// then several of them, with all columns that any of them stores. Sizes are in units of 16 bits.
+// then several of them, with all columns that any of them stores; those that have a few more are cut into
+// several that store the same. Sizes are in units of 16 bits.
 struct GroupedShape {
   std::int64_t line;  // features of a line
   std::int64_t out_blocks, red_blocks, out_block, red_block;
   std::int64_t entries;
   std::int64_t join, rows, row_block;  // block rows of an output block; of all; outputs of each
-  std::int64_t padded;  // features of a panel: those of the last line are 0, for groups that are not full
+  std::int64_t cut = 1;  // of a stored block row: `rows` and `entries` count what it is cut into
+  std::int64_t padded;   // features of a panel: those of the last line are 0, for groups that are not full
   PairSource source;
   bool dense = false;  // an output block that stores anything has all groups
 
@@ -43,6 +45,13 @@ struct GroupedShape {
     }
     join_rows(1);
     padded = ceil_div(red_blocks * red_block, line) * line + line;
+  }
+  void cut_rows(std::int64_t outputs) {
+    cut = row_block / outputs;
+    rows *= cut;
+    entries *= cut;
+    row_block = outputs;
+    join_rows(1);
   }
   void join_rows(std::int64_t count) {
     join = count;
@@ -81,6 +90,9 @@ struct PairsShape : GroupedShape {
 
   PairsShape(const PairKernels& kernels, const BsrShape& s, bool transposed = false)
       : GroupedShape(s, 2, transposed), by_line(kernels.by_line) {
+    if (row_block > 8 && row_block % kTileRows != 0 && row_block % 4 == 0) {
+      cut_rows(row_block % 8 == 0 ? 8 : 4);
+    }
     if ((row_block == 4 || row_block == 8) && kernels.rows % row_block == 0)
       join_rows(kernels.rows / row_block);
     const bool by_token = kernels.by_token && join == 1 && out_block % kGroup == 0;
@@ -105,10 +117,10 @@ inline Reason takes_pairs(const Problem& p, const WeightSpec& w) {
   return "takes bf16 inputs and values, to bf16; f32, to f32, for inputs that may be rounded";
 }
 
-// Blocks whose rows fill a product, alone or joined.
-inline Reason takes_rows(std::int64_t rows) {
-  if (rows % kTileRows == 0 || rows == 4 || rows == 8) return {};
-  return cat("takes blocks of 4, 8 or a multiple of ", kTileRows, " outputs; got ", rows);
+// Blocks whose rows fill a product: alone, joined or cut.
+inline Reason takes_rows(const GroupedShape& s) {
+  if (s.row_block % 4 == 0) return {};
+  return cat("takes blocks of a multiple of 4 outputs; got ", s.row_block);
 }
 
 // Tier 2: groups before each output block, the lines that its columns fill, and the offsets of every group.
@@ -144,17 +156,17 @@ struct PairsStored {
 
 inline constexpr std::int64_t kMostJoined = 16;  // block rows
 
-// Calls visit(column) for the block columns that block rows first … last store, ascending; `begin` says where
-// the columns of each are listed.
+// Calls visit(column) for the block columns that rows first … last store, ascending; `begin` says where the
+// columns of each stored block row are listed, of which `cut` rows are made.
 template <class F>
-void for_each_column(const std::int32_t* begin, const std::int32_t* columns, std::int64_t first,
-                     std::int64_t last, F&& visit) {
+void for_each_column(const std::int32_t* begin, std::int64_t cut, const std::int32_t* columns,
+                     std::int64_t first, std::int64_t last, F&& visit) {
   std::int32_t next[kMostJoined];
-  std::copy(begin + first, begin + last, next);
+  for (std::int64_t row = first; row < last; ++row) next[row - first] = begin[row / cut];
   constexpr std::int32_t kNone = std::numeric_limits<std::int32_t>::max();
   const auto column = [&](std::int64_t row) {
     const std::int32_t entry = next[row - first];
-    return entry < begin[row + 1] ? columns[entry] : kNone;
+    return entry < begin[row / cut + 1] ? columns[entry] : kNone;
   };
   for (;;) {
     std::int32_t least = kNone;

@@ -24,10 +24,11 @@ TEST(PairsSelectionTest, SaysWhatItDoesNotTake) {
   EXPECT_EQ(why_not(make_problem(Op::linear, {64, 64, 32, 32, 3}, 2, DType::bf16)), "");
   EXPECT_EQ(why_not(make_problem(Op::linear, {64, 64, 32, 32, 3}, 1, DType::bf16)),
             "takes at least 2 tokens; got 1");
-  EXPECT_EQ(why_not(make_problem(Op::linear, {64, 64, 12, 1, 9}, 5, DType::bf16)),
-            "takes blocks of 4, 8 or a multiple of 16 outputs; got 12");
+  EXPECT_EQ(why_not(make_problem(Op::linear, {64, 64, 12, 1, 9}, 5, DType::bf16)), "");
+  EXPECT_EQ(why_not(make_problem(Op::linear, {64, 64, 10, 1, 9}, 5, DType::bf16)),
+            "takes blocks of a multiple of 4 outputs; got 10");
   EXPECT_EQ(why_not(make_problem(Op::grad_input, {64, 64, 16, 1, 9}, 5, DType::bf16)),
-            "takes blocks of 4, 8 or a multiple of 16 outputs; got 1");
+            "takes blocks of a multiple of 4 outputs; got 1");
   EXPECT_EQ(
       why_not(make_problem(Op::grad_input, {64, 64, 8, 1, 9}, 5, DType::bf16), "pairs_grad_input_columns"),
       "takes blocks of a multiple of 16 rows and one column; got 8x1");
