@@ -36,6 +36,7 @@ _LANES = {"avx512": 16, "avx2": 8, "neon": 4}  # floats of a vector, by family
 _PANEL = 32  # tokens of a panel in pairs, fours and lanes (src/cpu/pairs.h)
 _GROUP = {torch.int8: 64}  # columns of a group there, which may be half empty; 32 of 16-bit values
 _JOINED = 16  # rows of int8 that block rows of fewer are joined to
+_OUTPUTS = {"amx_linear": 32, "pairs_linear": 32, "avx512_bf16_linear": 4}  # of a product in pairs
 
 # What is measured: (out_features, in_features), densities, tokens for each kind of kernel; those of them that
 # run the kernel in question, and the rarer ones where these are few.
@@ -45,7 +46,7 @@ _TOKENS = {True: (1, 4), False: (8, 64, 120, 512)}  # 120 leave lanes empty
 _LEAST = 9  # points
 _SECONDS = 0.012  # for a single measurement
 _PATIENCE = 8  # times as long while threads wait for a processor: five calls of two threads may all be late
-_FORMAT = 3  # of the file
+_FORMAT = 4  # of the file
 # Weights of so many bytes and more are no faster than they are read, by whatever level holds them; so many
 # tokens of a dense layer, whose own speed of reading it is.
 _READ, _READING_TOKENS = (2**23, 2**25, 2**27), 16
@@ -162,6 +163,9 @@ def terms(case: Case, threads: int, forced: str = "") -> list[float]:
         weights = n * k  # as if all were stored
     elif case.int8 and rows < _JOINED and not alone:  # linear_quads.cc: columns that any of the rows stores
         weights = n * k * (1 - (1 - case.density) ** (_JOINED // rows))
+    elif kernel in _OUTPUTS and rows % _JOINED:  # pairs_weight.h: of all block rows that a product meets
+        outputs = 8 if _OUTPUTS[kernel] == 4 and rows % 8 == 0 else _OUTPUTS[kernel]
+        weights = n * k * (1 - (1 - case.density) ** ((outputs + rows - math.gcd(outputs, rows)) / rows))
     splits, panels = config.get("splits", 1), config.get("panels", 1)
     width = _LANES.get(kernel.partition("_")[0], 8)
     tiles = 1  # of x, between which sums wait

@@ -28,7 +28,7 @@ struct RaggedRow {
   std::int64_t y_stride;
   Ask ask;
   std::int64_t ahead;  // bytes of W
-  bool last;           // behind a row nothing may be read
+  std::int32_t last;   // the entries from which nothing behind a row may be read
 };
 
 // Rows first … first + Rows of each entry's block, onto y.
@@ -71,7 +71,8 @@ void ragged_rows(const RaggedRow& t, std::int64_t first) {
           if constexpr (kStorage == Storage::f32) {
             return I::load_first(reinterpret_cast<const float*>(p), rest);
           } else {
-            return t.last ? load_part<I>(kStorage, p, 0, rest) : I::first(load_as<I>(kStorage, p, 0), rest);
+            return e >= t.last ? load_part<I>(kStorage, p, 0, rest)
+                               : I::first(load_as<I>(kStorage, p, 0), rest);
           }
         });
   };
@@ -132,9 +133,8 @@ void ragged_block_rows(const FewTask& task) {
     const std::int32_t end = task.entry_begin[o + 1];
     for (std::int32_t e = task.entry_begin[o]; e < end; e += t.count) {
       t.index = w.index + e;
-      t.last = e >= near_end;
+      t.last = static_cast<std::int32_t>(near_end) - e;
       t.count = std::min(end - e, kRaggedPart);
-      if (!t.last && e + t.count > near_end) t.count = static_cast<std::int32_t>(near_end - e);
       t.values = static_cast<const char*>(w.values) + e * block;
       all_rows();
     }

@@ -26,7 +26,7 @@ PairsStored stored_of(const Call& call) {
 // (Zen 5).
 bool takes_lanes(const PairKernels& kernels, const PairsShape& s, std::int64_t tokens) {
   const std::int64_t most = s.out_block == kTileRows ? 24 : kPanelTokens;
-  return kernels.lanes != nullptr && s.out_block % kTileRows == 0 && s.cut == 1 && tokens <= most;
+  return kernels.lanes != nullptr && s.out_block % kTileRows == 0 && !s.mixed() && tokens <= most;
 }
 
 // The working memory of a call: what all tasks read, and what each worker has.
@@ -129,7 +129,7 @@ PanelWork work_of(const PairKernels& kernels, const Problem& p, const Machine& m
 Reason supports_pairs(const PairKernels& kernels, const Problem& p) {
   if (Reason reason = takes_pairs(p, p.weight); !reason.empty()) return reason;
   const PairsShape s(kernels, p);
-  if (Reason reason = takes_rows(s); !reason.empty()) return reason;
+  if (Reason reason = takes_rows(kernels, s, p.op); !reason.empty()) return reason;
   if (s.panel_size() > std::numeric_limits<std::uint32_t>::max())
     return "takes less than 2^27 input features";
   const std::int64_t few = s.by_token() ? kFewByToken : kFewTokens;

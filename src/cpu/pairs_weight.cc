@@ -16,12 +16,12 @@ void prepare_groups(const GroupedShape& s, const std::int32_t* begin, const std:
   prepared.first[0] = 0;
   for (std::int64_t o = 0; o < s.out_blocks; ++o) {
     std::int64_t count = 0;
-    const std::int64_t row = o * s.join, stop = std::min(row + s.join, s.rows);
+    const std::int64_t row = s.first_row(o), stop = s.stop_row(o);
     if (s.dense) {
       count = begin[row] < begin[stop] ? s.padded : 0;
       for (std::int64_t i = 0; i < count; i += s.step()) *to++ = offset(i);
     } else {
-      for_each_column(begin, s.cut, columns, row, stop, [&](std::int64_t column) {
+      for_each_column(begin, columns, row, stop, [&](std::int64_t column) {
         for (std::int64_t i = 0; i < s.red_block; i += s.step()) *to++ = offset(column * s.red_block + i);
         count += s.red_block;
       });
@@ -34,6 +34,20 @@ void prepare_groups(const GroupedShape& s, const std::int32_t* begin, const std:
 }
 
 namespace {
+
+// The outputs that a block row and an output block have in common: `count`, from one of the row's on, which
+// is the output block's `top`.
+struct RowPart {
+  std::int64_t from, top, count;
+
+  RowPart(const GroupedShape& s, std::int64_t o, std::int64_t row) {
+    const std::int64_t first = std::max(o * s.out_block, row * s.row_block);
+    const std::int64_t stop = std::min((o + 1) * s.out_block, (row + 1) * s.row_block);
+    from = first - row * s.row_block;
+    top = first - o * s.out_block;
+    count = stop - first;
+  }
+};
 
 // Where the pairs of an output block's columns go, in units of 32 bits: outputs beside each other, or pairs.
 struct PairPlaces {
@@ -85,33 +99,32 @@ void pack_pairs(const PairsShape& s, const PairsStored& stored, const Executor& 
   const Prepared prepared(s, data);
   const SparseOperand& w = stored.w;
   const int shift = std::countr_zero(static_cast<std::uint64_t>(s.step()));  // of columns to offsets
-  const auto block = [&](std::int32_t e, std::int64_t row) {
-    return static_cast<const std::uint16_t*>(w.values) + (w.perm == nullptr ? e : w.perm[e]) * w.block_size +
-           row % s.cut * s.row_block * w.out_stride;
+  const auto block = [&](std::int32_t e) {
+    return static_cast<const std::uint16_t*>(w.values) + (w.perm == nullptr ? e : w.perm[e]) * w.block_size;
   };
   executor.parallel_for(s.out_blocks, [&](std::int64_t o, int) {
     const std::int32_t first = prepared.first[o], end = prepared.first[o + 1];
     if (first == end) return;
     auto* tiles = static_cast<std::uint16_t*>(packed) + first * s.tiles_size();
-    // What is not stored: in the last group, or for some of the rows that are joined.
-    const std::int64_t whole = s.join > 1 ? 0 : end - 1 - first;
+    // What is not stored: in the last group, or by some of the rows that meet.
+    const std::int64_t whole = s.mixed() ? 0 : end - 1 - first;
     std::fill(tiles + whole * s.tiles_size(), tiles + (end - first) * s.tiles_size(), std::uint16_t{0});
     const std::uint32_t* offsets = prepared.offsets + first * s.offsets();
-    const std::int64_t stop = std::min((o + 1) * s.join, s.rows);
-    for (std::int64_t row = o * s.join; row < stop; ++row) {
-      const std::int64_t top = 2 * places.of((row - o * s.join) * s.row_block, 0);
+    for (std::int64_t row = s.first_row(o); row < s.stop_row(o); ++row) {
+      const RowPart part(s, o, row);
+      const std::int64_t top = 2 * places.of(part.top, 0), within = part.from * w.out_stride;
       // Columns at and at + 1 of the output block.
       const auto put = [&](std::int64_t at, const std::uint16_t* low, const std::uint16_t* high) {
-        put_pairs(low, high, w.out_stride, s.row_block, places, at % kGroup / 2,
+        put_pairs(low, high, w.out_stride, part.count, places, at % kGroup / 2,
                   tiles + at / kGroup * s.tiles_size() + top);
       };
-      const std::int32_t last = stored.begin[row / s.cut + 1];
+      const std::int32_t last = stored.begin[row + 1];
       std::int64_t at = 0;
-      for (std::int32_t e = stored.begin[row / s.cut]; e < last; ++e, at += s.red_block) {
+      for (std::int32_t e = stored.begin[row]; e < last; ++e, at += s.red_block) {
         while (offsets[at >> shift] != w.index[e] * s.red_block * kPanelTokens) at += s.red_block;
-        const std::uint16_t* from = block(e, row);
-        if (s.red_block == 1 && s.join == 1) {  // two entries are a pair
-          put(at, from, e + 1 < last ? block(e + 1, row) : nullptr);
+        const std::uint16_t* from = block(e) + within;
+        if (s.red_block == 1 && !s.mixed()) {  // two entries are a pair
+          put(at, from, e + 1 < last ? block(e + 1) + within : nullptr);
           if (e + 1 < last) ++e, ++at;
           continue;
         }
@@ -123,7 +136,7 @@ void pack_pairs(const PairsShape& s, const PairsStored& stored, const Executor& 
         }
         for (std::int64_t i = 0; i < s.red_block; ++i) {  // pairs across blocks, one half at a time
           std::uint16_t* group = tiles + (at + i) / kGroup * s.tiles_size() + top;
-          for (std::int64_t r = 0; r < s.row_block; ++r) {
+          for (std::int64_t r = 0; r < part.count; ++r) {
             group[2 * places.of(r, (at + i) % kGroup / 2) + (at + i) % 2] =
                 from[r * w.out_stride + i * w.red_stride];
           }
@@ -149,7 +162,7 @@ std::int64_t place(const PairKernels& kernels, PairSource source, std::int64_t f
 void find_unfinished(const PairKernels& kernels, const PairsShape& s, const std::uint16_t* panels,
                      std::int64_t panel_stride, std::int64_t tokens, std::uint32_t* unfinished) {
   // NOLINTEND(readability-non-const-parameter)
-  for (std::int64_t m = 0; s.join > 1 && m < tokens; m += kPanelTokens, panels += panel_stride) {
+  for (std::int64_t m = 0; s.mixed() && m < tokens; m += kPanelTokens, panels += panel_stride) {
     std::uint32_t& found = unfinished[m / kPanelTokens];
     found = 0;
     if (kernels.finite(panels, s.panel_size())) continue;
@@ -167,18 +180,17 @@ void PairsWeight::sum_stored(std::int64_t block, const std::uint16_t* panel, std
   const auto number = [](std::uint16_t bits) { return to_float(bfloat16{bits}); };
   for (; tokens != 0; tokens &= tokens - 1) {
     const int token = std::countr_zero(tokens);
-    float* sum = sums + token;
-    for (std::int64_t o = 0; o < shape.out_block; ++o) sum[o * kPanelTokens] = 0;
-    const std::int64_t first = block * shape.join, stop = std::min(first + shape.join, shape.rows);
-    for (std::int64_t row = first; row < stop; ++row, sum += shape.row_block * kPanelTokens) {
-      const std::int64_t within = row % shape.cut * shape.row_block * w.out_stride;  // of its block
-      for (std::int32_t e = stored.begin[row / shape.cut]; e < stored.begin[row / shape.cut + 1]; ++e) {
+    for (std::int64_t o = 0; o < shape.out_block; ++o) sums[token + o * kPanelTokens] = 0;
+    for (std::int64_t row = shape.first_row(block); row < shape.stop_row(block); ++row) {
+      const RowPart part(shape, block, row);
+      float* sum = sums + token + part.top * kPanelTokens;
+      for (std::int32_t e = stored.begin[row]; e < stored.begin[row + 1]; ++e) {
         const auto* values = static_cast<const std::uint16_t*>(w.values) +
-                             (w.perm == nullptr ? e : w.perm[e]) * w.block_size + within;
+                             (w.perm == nullptr ? e : w.perm[e]) * w.block_size + part.from * w.out_stride;
         for (std::int64_t i = 0; i < shape.red_block; ++i) {
           const std::int64_t feature = w.index[e] * shape.red_block + i;
           const float x = number(panel[place(kernels, shape.source, feature, token)]);
-          for (std::int64_t r = 0; r < shape.row_block; ++r) {
+          for (std::int64_t r = 0; r < part.count; ++r) {
             sum[r * kPanelTokens] += number(values[r * w.out_stride + i * w.red_stride]) * x;
           }
         }

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
+#include <numeric>
 
 #include "core/checked.h"
 #include "core/message.h"
@@ -18,16 +19,15 @@ inline constexpr std::int64_t kStored = 64;  // outputs finished at a time, of b
 inline constexpr std::int64_t kNear = 8, kNearSums = 4;
 
 // The product seen as out = W · in, for which the problem is enough, in groups of 16 lines: pairs of
-// features, or fours of int8. Block rows that have fewer outputs than a tile are joined: an output block is
-// then several of them, with all columns that any of them stores; those that have a few more are cut into
-// several that store the same. Sizes are in units of 16 bits.
+// features, or fours of int8. Where block rows are no tiles, an output block has all columns that any of
+// those stores which it meets: several whole ones, part of one, or parts of several. Sizes are in units of
+// 16 bits.
 struct GroupedShape {
   std::int64_t line;  // features of a line
   std::int64_t out_blocks, red_blocks, out_block, red_block;
   std::int64_t entries;
-  std::int64_t join, rows, row_block;  // block rows of an output block; of all; outputs of each
-  std::int64_t cut = 1;  // of a stored block row: `rows` and `entries` count what it is cut into
-  std::int64_t padded;   // features of a panel: those of the last line are 0, for groups that are not full
+  std::int64_t join, rows, row_block;  // whole block rows of an output block; of all; outputs of each
+  std::int64_t padded;  // features of a panel: those of the last line are 0, for groups that are not full
   PairSource source;
   bool dense = false;  // an output block that stores anything has all groups
 
@@ -46,33 +46,42 @@ struct GroupedShape {
     join_rows(1);
     padded = ceil_div(red_blocks * red_block, line) * line + line;
   }
-  void cut_rows(std::int64_t outputs) {
-    cut = row_block / outputs;
-    rows *= cut;
-    entries *= cut;
-    row_block = outputs;
-    join_rows(1);
-  }
   void join_rows(std::int64_t count) {
     join = count;
-    out_blocks = ceil_div(rows, join);
-    out_block = join * row_block;
+    cut_outputs(count * row_block);
   }
+  // Output blocks of so many, wherever block rows begin and end.
+  void cut_outputs(std::int64_t outputs) {
+    out_block = outputs;
+    out_blocks = ceil_div(rows * row_block, outputs);
+  }
+  // The block rows that an output block meets.
+  std::int64_t first_row(std::int64_t o) const { return o * out_block / row_block; }
+  std::int64_t stop_row(std::int64_t o) const {
+    return std::min(ceil_div((o + 1) * out_block, row_block), rows);
+  }
+  // Whether it may have columns that not all of its outputs store.
+  bool mixed() const { return row_block % out_block != 0; }
 
   std::int64_t group() const { return kGroup / 2 * line; }
   std::int64_t out_features() const { return out_blocks * out_block; }
   // At most: each output block's last group may hold a single column; joined rows may have none in common.
   std::int64_t groups() const {
     if (dense) return out_blocks * (padded / group());
-    const std::int64_t apart =
-        (entries * red_block + (group() - 1) * std::min(out_blocks, entries)) / group();
+    const std::int64_t met = out_block % row_block == 0 ? 1  // output blocks by a block row
+                             : mixed()                  ? ceil_div(row_block - 1, out_block) + 1
+                                                        : row_block / out_block;
+    const std::int64_t listed = entries * met;
+    const std::int64_t apart = (listed * red_block + (group() - 1) * std::min(out_blocks, listed)) / group();
     return std::min(apart, out_blocks * ceil_div(red_blocks * red_block, group()));
   }
   // Tiles of 16 outputs × a group to multiply, if blocks lie at random.
   double tiles() const {
     const double density =
         static_cast<double>(entries) / static_cast<double>(std::max<std::int64_t>(1, rows * red_blocks));
-    const double stored = dense ? 1 : 1 - std::pow(1 - density, static_cast<double>(join));
+    const auto met = static_cast<double>(out_block + row_block - std::gcd(out_block, row_block)) /
+                     static_cast<double>(row_block);  // block rows by an output block, on average
+    const double stored = dense ? 1 : 1 - std::pow(1 - density, met);
     return stored * static_cast<double>(out_features() * red_blocks * red_block) /
            static_cast<double>(kTileRows * group());
   }
@@ -90,12 +99,10 @@ struct PairsShape : GroupedShape {
 
   PairsShape(const PairKernels& kernels, const BsrShape& s, bool transposed = false)
       : GroupedShape(s, 2, transposed), by_line(kernels.by_line) {
-    if (row_block > 8 && row_block % kTileRows != 0 && row_block % 4 == 0) {
-      cut_rows(row_block % 8 == 0 ? 8 : 4);
+    if (row_block % kTileRows != 0) {
+      cut_outputs(kernels.rows >= kTileRows ? kernels.rows : row_block % 8 == 0 ? 8 : 4);
     }
-    if ((row_block == 4 || row_block == 8) && kernels.rows % row_block == 0)
-      join_rows(kernels.rows / row_block);
-    const bool by_token = kernels.by_token && join == 1 && out_block % kGroup == 0;
+    const bool by_token = kernels.by_token && !mixed() && out_block % kGroup == 0;
     source = red_block % kGroup == 0 ? by_token ? PairSource::tokens : PairSource::whole
              : red_block % 2 == 0    ? PairSource::lines
                                      : PairSource::columns;
@@ -117,10 +124,18 @@ inline Reason takes_pairs(const Problem& p, const WeightSpec& w) {
   return "takes bf16 inputs and values, to bf16; f32, to f32, for inputs that may be rounded";
 }
 
-// Blocks whose rows fill a product: alone, joined or cut.
-inline Reason takes_rows(const GroupedShape& s) {
-  if (s.row_block % 4 == 0) return {};
-  return cat("takes blocks of a multiple of 4 outputs; got ", s.row_block);
+// Blocks of few rows have products of nearly all columns, which take half as long each as those of floats, a
+// fifth on tiles: so they gain where much is stored (768→3072, 512 tokens, CSR, a Zen 4 at .5 17.4 → 10.8 ms,
+// at .25 9.7 → 8.2, at .1 4.4 → 4.3; AMX at .5 12.4 → 2.7, at .3 8.3 → 2.5). Not so grad_input, whose values
+// are packed in each call (2×2 at .5 13.8 → 16.8).
+inline Reason takes_rows(const PairKernels& kernels, const GroupedShape& s, Op op) {
+  if (op == Op::grad_input) {
+    return s.row_block >= 4 ? Reason{} : cat("takes blocks of at least 4 columns; got ", s.row_block);
+  }
+  const std::int64_t least = kernels.rows >= kTileRows ? 4 : 2, all = s.rows * s.red_blocks;
+  if (s.row_block >= least || 5 * s.entries >= all) return {};
+  return cat("takes blocks of at least ", least, " outputs, or a fifth of all; got ", s.row_block, " and ",
+             s.entries, " of ", all);
 }
 
 // Tier 2: groups before each output block, the lines that its columns fill, and the offsets of every group.
@@ -154,19 +169,19 @@ struct PairsStored {
   const std::int32_t* begin;  // the entries of each block row
 };
 
-inline constexpr std::int64_t kMostJoined = 16;  // block rows
+inline constexpr std::int64_t kMostJoined = 32;  // block rows
 
-// Calls visit(column) for the block columns that rows first … last store, ascending; `begin` says where the
-// columns of each stored block row are listed, of which `cut` rows are made.
+// Calls visit(column) for the block columns that block rows first … last store, ascending; `begin` says where
+// the columns of each are listed.
 template <class F>
-void for_each_column(const std::int32_t* begin, std::int64_t cut, const std::int32_t* columns,
-                     std::int64_t first, std::int64_t last, F&& visit) {
+void for_each_column(const std::int32_t* begin, const std::int32_t* columns, std::int64_t first,
+                     std::int64_t last, F&& visit) {
   std::int32_t next[kMostJoined];
-  for (std::int64_t row = first; row < last; ++row) next[row - first] = begin[row / cut];
+  std::copy(begin + first, begin + last, next);
   constexpr std::int32_t kNone = std::numeric_limits<std::int32_t>::max();
   const auto column = [&](std::int64_t row) {
     const std::int32_t entry = next[row - first];
-    return entry < begin[row / cut + 1] ? columns[entry] : kNone;
+    return entry < begin[row + 1] ? columns[entry] : kNone;
   };
   for (;;) {
     std::int32_t least = kNone;
@@ -278,7 +293,7 @@ struct PairsWeight {
   // The same of those that find_unfinished found, where rows are joined.
   void sum_unfinished(std::int64_t block, const std::uint16_t* panel, std::uint32_t tokens,
                       float* sums) const {
-    if (shape.join > 1 && tokens != 0) sum_stored(block, panel, tokens, sums);
+    if (shape.mixed() && tokens != 0) sum_stored(block, panel, tokens, sums);
   }
 
   // Output blocks first … last for some tokens, whose panels lie `panel_stride` apart. As soon as sums are

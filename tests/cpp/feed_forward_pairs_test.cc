@@ -75,7 +75,7 @@ INSTANTIATE_TEST_SUITE_P(Cpu, FeedForwardPairsTest, ::testing::ValuesIn(FeedForw
 
 TEST_P(FeedForwardPairsTest, EveryBlockShape) {
   const std::pair<std::int64_t, std::int64_t> blocks[] = {{4, 1},  {8, 8},  {16, 1},  {32, 1},
-                                                          {48, 5}, {24, 1}, {12, 12}, {64, 1},
+                                                          {48, 5}, {24, 1}, {10, 3},  {64, 1},
                                                           {16, 2}, {32, 3}, {16, 16}, {32, 32}};
   for (const auto& [rows, cols] : blocks) {
     for (const auto& [down_rows, down_cols] : blocks) {
@@ -316,8 +316,8 @@ TEST_P(FeedForwardPairsTest, TakesWhatLinearDerives) {
   other.tokens = 4;
   EXPECT_EQ(reason(other), "takes more than 4 tokens; got 4");
   other = p;
-  other.down.shape.block_rows = 6;
-  EXPECT_EQ(reason(other), "takes blocks of a multiple of 4 outputs; got 6");
+  other.down.shape.block_rows = 1;
+  EXPECT_EQ(reason(other).find("takes blocks of at least "), 0U) << reason(other);
 }
 
 #if defined(__x86_64__)

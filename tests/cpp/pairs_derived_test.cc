@@ -10,7 +10,8 @@ TEST_P(PairsTest, PackedInTheCall) {
   ThreadPool pool(3);
   const Force force(GetParam());
   using Block = std::pair<std::int64_t, std::int64_t>;
-  for (const auto& [rows, cols] : {Block{32, 1}, {16, 16}, {16, 32}, {4, 1}, {8, 8}, {24, 1}, {12, 24}}) {
+  for (const auto& [rows, cols] :
+       {Block{32, 1}, {16, 16}, {16, 32}, {4, 1}, {8, 8}, {24, 1}, {12, 24}, {6, 6}}) {
     for (const bool integers : {true, false}) {
       for (const std::int64_t tokens : {20, 100}) {  // without anything at hand, 20 are another kernel's
         const Problem problem = make_problem({tokens, 170, 200, rows, cols, 0.4, DType::bf16, integers, 1});

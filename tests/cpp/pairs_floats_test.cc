@@ -38,9 +38,9 @@ TEST_P(PairsTest, RoundsFloatsWhereItMay) {
     if (activation != Activation::none) return expect_activation(rounded, run, activation);
     expect_linear(rounded, run);
   };
-  const std::pair<std::int64_t, std::int64_t> blocks[] = {{4, 1},   {8, 1},   {8, 8},   {16, 4}, {48, 8},
-                                                          {16, 1},  {32, 1},  {128, 1}, {32, 3}, {16, 16},
-                                                          {32, 32}, {64, 64}, {12, 1},  {24, 8}};
+  const std::pair<std::int64_t, std::int64_t> blocks[] = {
+      {4, 1},  {8, 1},   {8, 8},   {16, 4},  {48, 8}, {16, 1}, {32, 1},  {128, 1},
+      {32, 3}, {16, 16}, {32, 32}, {64, 64}, {12, 1}, {24, 8}, {10, 10}, {5, 1}};
   for (const auto& [rows, cols] : blocks) {
     for (const bool integers : {true, false}) {
       check_rounded({37, 5 * rows + rows / 2 + 1, 6 * cols + cols / 2 + 1, rows, cols, 0.4, {}, integers, 3});
@@ -57,7 +57,8 @@ TEST_P(PairsTest, RoundsFloatsWhereItMay) {
 // NaN and infinity pass, and what bf16 cannot hold becomes infinite; nothing reaches what meets no block.
 TEST_P(PairsTest, FloatsBeyondBf16AreInfinite) {
   using Block = std::pair<std::int64_t, std::int64_t>;
-  for (const auto& [rows, cols] : {Block{16, 1}, {32, 2}, {32, 32}, {4, 1}, {8, 16}, {24, 1}, {12, 20}}) {
+  for (const auto& [rows, cols] :
+       {Block{16, 1}, {32, 2}, {32, 32}, {4, 1}, {8, 16}, {24, 1}, {12, 20}, {10, 3}, {6, 1}, {7, 2}}) {
     ProblemSpec spec{40, 7 * rows + 1, 9 * cols, rows, cols, 0.4, DType::f32, true, 0};
     spec.rounds_x = true;
     Problem problem = make_problem(spec);

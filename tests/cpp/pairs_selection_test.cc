@@ -25,10 +25,12 @@ TEST(PairsSelectionTest, SaysWhatItDoesNotTake) {
   EXPECT_EQ(why_not(make_problem(Op::linear, {64, 64, 32, 32, 3}, 1, DType::bf16)),
             "takes at least 2 tokens; got 1");
   EXPECT_EQ(why_not(make_problem(Op::linear, {64, 64, 12, 1, 9}, 5, DType::bf16)), "");
-  EXPECT_EQ(why_not(make_problem(Op::linear, {64, 64, 10, 1, 9}, 5, DType::bf16)),
-            "takes blocks of a multiple of 4 outputs; got 10");
+  EXPECT_EQ(why_not(make_problem(Op::linear, {64, 64, 10, 1, 9}, 5, DType::bf16)), "");
+  EXPECT_EQ(why_not(make_problem(Op::linear, {64, 64, 2, 1, 409}, 5, DType::bf16)),
+            "takes blocks of at least 4 outputs, or a fifth of all; got 2 and 409 of 2048");
+  EXPECT_EQ(why_not(make_problem(Op::linear, {64, 64, 2, 1, 410}, 5, DType::bf16)), "");
   EXPECT_EQ(why_not(make_problem(Op::grad_input, {64, 64, 16, 1, 9}, 5, DType::bf16)),
-            "takes blocks of a multiple of 4 outputs; got 1");
+            "takes blocks of at least 4 columns; got 1");
   EXPECT_EQ(
       why_not(make_problem(Op::grad_input, {64, 64, 8, 1, 9}, 5, DType::bf16), "pairs_grad_input_columns"),
       "takes blocks of a multiple of 16 rows and one column; got 8x1");

@@ -27,16 +27,29 @@ INSTANTIATE_TEST_SUITE_P(Cpu, PairsTest, ::testing::ValuesIn(pair_families()),
 
 TEST_P(PairsTest, EveryBlockShape) {
   const std::pair<std::int64_t, std::int64_t> blocks[] = {
-      {4, 1},   {8, 1},  {4, 2},   {8, 3},   {4, 4},   {8, 8},   {4, 16},  {8, 32},   {4, 33},
-      {16, 4},  {48, 8}, {16, 1},  {32, 1},  {48, 1},  {64, 1},  {128, 1}, {16, 2},   {32, 3},
-      {16, 16}, {32, 8}, {48, 16}, {32, 32}, {64, 64}, {16, 96}, {16, 31}, {160, 33}, {12, 1},
-      {24, 1},  {20, 3}, {12, 12}, {24, 16}, {24, 24}, {40, 2},  {36, 32}};  // cut into 4 or 8 rows
+      {4, 1},   {8, 1},   {4, 2},   {8, 3},   {4, 4},   {8, 8},   {4, 16},  {8, 32},   {4, 33},
+      {16, 4},  {48, 8},  {16, 1},  {32, 1},  {48, 1},  {64, 1},  {128, 1}, {16, 2},   {32, 3},
+      {16, 16}, {32, 8},  {48, 16}, {32, 32}, {64, 64}, {16, 96}, {16, 31}, {160, 33}, {12, 1},
+      {24, 1},  {20, 3},  {12, 12}, {24, 16}, {24, 24}, {40, 2},  {36, 32}, {5, 1},    {6, 6},
+      {7, 2},   {10, 10}, {9, 32},  {14, 1},  {13, 33}, {25, 4}};  // cut into 4 or 8 rows
   for (const auto& [rows, cols] : blocks) {
     for (const bool integers : {true, false}) {
       check({37, 5 * rows + rows / 2 + 1, 6 * cols + cols / 2 + 1, rows, cols, 0.4, {}, integers, 3});
       check({64, 3 * rows, 7 * cols, rows, cols, 0.2, {}, integers, 0});
       if (rows < 16 || rows % 16 != 0)
         check({40, 21 * rows + 1, 19 * cols, rows, cols, 0.07, {}, integers, 1});  // joined, sparse
+    }
+  }
+}
+
+// Rows of which several meet in each output block: taken where much is stored.
+TEST_P(PairsTest, FewRows) {
+  using Block = std::pair<std::int64_t, std::int64_t>;
+  for (const auto& [rows, cols] :
+       {Block{1, 1}, {1, 4}, {1, 16}, {1, 32}, {1, 3}, {2, 1}, {2, 2}, {3, 1}, {3, 5}, {3, 32}}) {
+    for (const bool integers : {true, false}) {
+      check({37, 35 * rows + rows / 2, 8 * cols + cols / 2 + 1, rows, cols, 0.6, {}, integers, 3});
+      check({64, 70, 40 * cols, rows, cols, 0.8, {}, integers, 0});
     }
   }
 }
@@ -179,7 +192,12 @@ TEST_P(PairsTest, NanAndInfinityPassWhereBlocksAreStored) {
                                             {4, 4, 0.4},
                                             {8, 16, 0.4},
                                             {8, 16, 0.1},
-                                            {16, 16, 0.4}}) {
+                                            {16, 16, 0.4},
+                                            {24, 1, 0.4},
+                                            {6, 6, 0.4},
+                                            {10, 3, 0.2},
+                                            {3, 5, 0.6},
+                                            {1, 4, 0.6}}) {
     Problem problem = make_problem({40, 7 * rows + 1, 9 * cols, rows, cols, density, DType::bf16, true, 0});
     for (std::int64_t m = 0; m < 40; ++m) {
       problem.x[static_cast<std::size_t>(m * problem.x_stride() + m % problem.spec.k)] = m % 3 == 0 ? kNan

@@ -114,7 +114,7 @@ def test_sparse_sums_are_as_good_as_dense_ones_of_as_many_terms(k, density, bloc
 
 
 @pytest.mark.parametrize("rows", [1, 3, 40])
-@pytest.mark.parametrize("block_shape", [(1, 1), (4, 1), (32, 1), (2, 2), (3, 5), (16, 16)])
+@pytest.mark.parametrize("block_shape", [(1, 1), (4, 1), (32, 1), (2, 2), (3, 5), (10, 17), (16, 16)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_narrow_values_have_the_bits_of_the_same_values_in_float32(dtype, block_shape, rows):
     n, k = 96, 2048
