@@ -18,6 +18,7 @@ import rarefy
 BENCH = Path(__file__).resolve().parents[2] / "bench"
 sys.path.insert(0, str(BENCH))
 
+import cpu_sweep  # noqa: E402
 import gpu_clocks  # noqa: E402
 import gpu_reached  # noqa: E402
 import overhead  # noqa: E402
@@ -152,6 +153,31 @@ def test_reached_measures_the_rows_whose_text_is_asked_for(tmp_path, monkeypatch
     assert [row["case"] for row in rows] == ["f32 64→96 block:4x1@0.5 skewed, M = 8"]
     rows, _, _ = reached_with(tmp_path, monkeypatch, capsys, "--only", "of the line")
     assert [row["unit"] for row in rows] == ["of the line from 4 to 32"] and float(rows[0]["reached"]) > 0
+
+
+@pytest.mark.parametrize("backward", [[], ["--backward"]])
+def test_the_sweep_has_a_row_for_each_number_of_tokens(tmp_path, monkeypatch, capsys, backward):
+    path = tmp_path / "rows.csv"
+    asked = ["--shapes", "48x40", "--blocks", "3x5", "8x8", "--densities", "0.5", "--tokens", "1", "6"]
+    brief = ["--threads", "1", "--seconds", "0.001", "--csv", str(path)]
+    monkeypatch.setattr(sys, "argv", ["cpu_sweep.py", *asked, *brief, *backward])
+    cpu_sweep.main()
+    with path.open(newline="") as lines:
+        rows = list(csv.DictReader(lines))
+    assert [(row["dtype"], row["block"], row["tokens"]) for row in rows] == [
+        (dtype, block, tokens) for dtype in ("f32", "bf16") for block in ("3x5", "8x8") for tokens in "16"
+    ]
+    for row in rows:
+        assert float(row["speedup"]) == pytest.approx(float(row["dense_us"]) / float(row["us"]), rel=0.05)
+    slower = sum(float(row["speedup"]) < 1 for row in rows)
+    assert f"{slower} of 8 are slower than dense" in capsys.readouterr().out
+
+
+def test_the_sweep_refuses_gradients_of_int8(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["cpu_sweep.py", "--dtypes", "int8", "--backward"])
+    with pytest.raises(SystemExit):
+        cpu_sweep.main()
+    assert "layers in int8 have no gradients" in capsys.readouterr().err
 
 
 def test_a_skewed_pattern_has_rows_and_columns_of_all_lengths():
