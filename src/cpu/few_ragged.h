@@ -97,7 +97,7 @@ void ragged_rows(const RaggedRow& t, std::int64_t first) {
       I::sum4(all_sets(r, m), all_sets(r + 1, m), all_sets(r + 2, m), all_sets(r + 3, m), four);
       float* y = t.y + m * t.y_stride + first + r;
 #pragma GCC unroll 4
-      for (int i = 0; i < (Rows < 4 ? Rows : 4); ++i) y[i] += four[i];
+      for (int i = 0; i < std::min(Rows, 4); ++i) y[i] += four[i];
     }
   }
 }
