@@ -150,6 +150,11 @@ TEST(FewTest, LongRowsOfFloatsHaveTheSameBitsInEveryBatch) {
   }
 }
 
+TEST(FewTest, LongRowsOfPairsHaveTheSameBitsInEveryBatch) {
+  if (!backend_info().machine.has("avx512_bf16_fast")) GTEST_SKIP() << "has no kernel for them";
+  for (const Case& c : kPairs) check("avx512_bf16", DType::bf16, c);
+}
+
 // What is held of single elements in up to 65,536 columns is read instead of the plan's columns, to the same
 // bits; row ends of any length, the last one at the end of what is held.
 TEST(FewTest, ColumnsIn16BitsGiveTheBitsOfThoseIn32) {
