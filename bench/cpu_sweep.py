@@ -24,6 +24,7 @@ from tqdm import tqdm
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import rarefy
+from by_fours import microseconds
 from dynamic_int8 import by_engine
 from rows import write_csv
 
@@ -34,18 +35,6 @@ BLOCKS = (
     *("32x2", "32x32", "50x50", "64x1", "64x16", "64x64", "128x1"),
 )
 TOKENS = (1, 2, 4, 5, 8, 16, 32, 64, 512)
-
-
-def best(call: Callable[[], object], seconds: float) -> float:
-    """The shortest of the calls that fit, and of three at least, after two for nothing; microseconds."""
-    call(), call()
-    times: list[float] = []
-    end = time.perf_counter() + seconds
-    while time.perf_counter() < end or len(times) < 3:
-        begin = time.perf_counter()
-        call()
-        times.append(time.perf_counter() - begin)
-    return 1e6 * min(times)
 
 
 def trained(layer: nn.Module, x: torch.Tensor, dy: torch.Tensor) -> Callable[[], None]:
@@ -63,11 +52,11 @@ def timed(layer: nn.Module, tokens: int, dtype: torch.dtype, args: argparse.Name
     """Microseconds of a layer for so many tokens."""
     x = torch.randn(tokens, args.k, dtype=dtype)
     if args.backward:
-        return best(
+        return microseconds(
             trained(layer, x.requires_grad_(), torch.randn(tokens, args.n, dtype=dtype)), args.seconds
         )
     with torch.inference_mode():
-        return best(lambda: layer(x), args.seconds)
+        return microseconds(lambda: layer(x), args.seconds)
 
 
 def arguments() -> argparse.Namespace:
