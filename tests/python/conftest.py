@@ -26,6 +26,14 @@ def pytest_report_header() -> str:
     return f"rarefy on: {', '.join(_devices())}; problem: {rarefy.backend_info()['problem']}"
 
 
+@pytest.fixture
+def forced():
+    """Forces families until the test ends."""
+    before = rarefy.backend_info()["forced_impl"] or ""
+    yield rarefy.force_impl
+    rarefy.force_impl(before)
+
+
 @pytest.fixture(params=_devices())
 def device(request: pytest.FixtureRequest) -> str:
     return request.param

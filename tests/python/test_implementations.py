@@ -32,14 +32,6 @@ def test_results_do_not_depend_on_the_number_of_threads():
         assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
 
 
-@pytest.fixture
-def forced():
-    """Forces families until the test ends."""
-    before = rarefy.backend_info()["forced_impl"] or ""
-    yield rarefy.force_impl
-    rarefy.force_impl(before)
-
-
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two processors")
 def test_work_is_shared_between_the_threads_of_torch():
     bsr = random_bsr((512, 512), (16, 16), 0.5)

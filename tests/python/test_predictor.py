@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -167,6 +168,15 @@ def test_a_panel_that_is_partly_full_streams_all_weights() -> None:
         found = [terms(Case(m, 512, 512, block=block, density=0.3, int8=int8), 1) for m in (8, 16, 520)]
         few, most, two = found
         assert few[4] == most[4] < two[4] and two[1] > 4 * most[1]
+
+
+def test_products_in_pairs_have_all_columns_of_the_rows_that_they_meet(forced: Callable[[str], str]) -> None:
+    forced("cpu:pairs")  # products of 32 outputs
+    half_a_group = 16 / 768  # of columns: the last one of each row's
+    for block, met in (((16, 1), 1), ((24, 1), 2), ((6, 1), 6), ((4, 1), 8)):
+        products = terms(Case(512, 768, 768, torch.bfloat16, block, 0.25), 1, "cpu:pairs")[1]
+        of_dense = products / (512 * 768 * 768)
+        assert of_dense == pytest.approx(1 - 0.75**met + half_a_group, rel=1e-3), block
 
 
 def damaged(kept: dict) -> dict[str, str]:
