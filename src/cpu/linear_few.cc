@@ -257,8 +257,8 @@ ByGroups by_groups(const FewKernels& kernels, const Problem& p, const Machine& m
   const std::int64_t rows = s.block_rows, cols = s.block_cols, bytes = bytes_of_weight(p);
   const bool zen4 = machine.has("prefetch_l2"), tall = cols == 1;
   const bool far = bytes > kCached, dense = 3 * s.value_count() > s.rows * s.cols;
-  if (few_is_ragged(16, rows,
-                    cols)) {  // Zen 4, 768→3072 at .5, 8 tokens: 50×50 .43 → .30 ms, 1×100 .68 → .48
+  // Zen 4, 768→3072 at .5, 8 tokens: 50×50 .43 → .30 ms, 1×100 .68 → .48.
+  if (few_is_ragged(16, rows, cols)) {
     return {cols > 16 && (dense || p.weight.dtype != DType::f32) ? kFewEight : kFewTokens};
   }
   if (!few_fills(16, rows, cols)) return {};

@@ -1,5 +1,5 @@
 // What products in bf16 pairs derive from a weight, and what they do where a tile cannot: tokens with NaN or
-// infinity, where block rows are joined.
+// infinity, where an output block meets several block rows.
 #include "cpu/pairs_weight.h"
 
 #include <algorithm>
