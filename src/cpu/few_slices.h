@@ -239,18 +239,19 @@ void few_slices(FewRow& row, int first) {
         I::add_sums(all_sets(s, m), all_sets(s + 1, m), all_sets(s + 2, m), all_sets(s + 3, m),
                     y + first + s);
       }
-      continue;
-    }
+    } else if constexpr (kSpread == Spread::whole) {  // as above: a row has the same bits beside any others
 #pragma GCC unroll 16
-    for (int s = 0; s < Slices; ++s) {
-      if constexpr (kSpread == Spread::whole) {  // as above, as a row has the same bits beside any others
+      for (int s = 0; s < Slices; ++s) {
         float four[4];
         I::sum4(all_sets(s, m), I::zero(), I::zero(), I::zero(), four);
         y[first + s] += four[0];
-        continue;
       }
-      const Vec<I> v = I::add(I::load(total[s][m]), all_sets(s, m));
-      add_slice<I, kSpread, Size, N>(row, y, first + s, v);
+    } else {
+#pragma GCC unroll 16
+      for (int s = 0; s < Slices; ++s) {
+        const Vec<I> v = I::add(I::load(total[s][m]), all_sets(s, m));
+        add_slice<I, kSpread, Size, N>(row, y, first + s, v);
+      }
     }
   }
 }
