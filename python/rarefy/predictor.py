@@ -35,7 +35,9 @@ from .timing import MOST_WAITED, queued
 _LANES = {"avx512": 16, "avx2": 8, "neon": 4}  # floats of a vector, by family
 _PANEL = 32  # tokens of a panel in pairs, fours and lanes (src/cpu/pairs.h)
 _GROUP = {torch.int8: 64}  # columns of a group there, which may be half empty; 32 of 16-bit values
-_JOINED = 16  # rows of int8 that block rows of fewer are joined to
+# Rows of int8 of which a multiple goes alone, and rows of a product where others meet (src/cpu/quads.h).
+_QUADS = {"avx512": (8, 16), "amx": (16, 16), "scalar": (16, 16)}
+_NEARLY_ALL = 0.65  # of a product's columns, from which all are multiplied (src/cpu/quads_weight.h)
 _OUTPUTS = {"amx_linear": 32, "pairs_linear": 32, "avx512_bf16_linear": 4}  # of a product in pairs
 
 # What is measured: (out_features, in_features), densities, tokens for each kind of kernel; those of them that
@@ -46,7 +48,7 @@ _TOKENS = {True: (1, 4), False: (8, 64, 120, 512)}  # 120 leave lanes empty
 _LEAST = 9  # points
 _SECONDS = 0.012  # for a single measurement
 _PATIENCE = 8  # times as long while threads wait for a processor: five calls of two threads may all be late
-_FORMAT = 4  # of the file
+_FORMAT = 5  # of the file
 # Weights of so many bytes and more are no faster than they are read, by whatever level holds them; so many
 # tokens of a dense layer, whose own speed of reading it is.
 _READ, _READING_TOKENS = (2**23, 2**25, 2**27), 16
@@ -161,11 +163,14 @@ def terms(case: Case, threads: int, forced: str = "") -> list[float]:
     alone = kernel.endswith(("_int8_rows", "_digits_rows"))  # 64 tokens a panel, and nothing is joined
     if kernel.endswith(("_int8_tokens", "_digits_tokens")) and (rows % _PANEL or cols % _PANEL):
         weights = n * k  # as if all were stored
-    elif case.int8 and rows < _JOINED and not alone:  # linear_quads.cc: columns that any of the rows stores
-        weights = n * k * (1 - (1 - case.density) ** (_JOINED // rows))
-    elif kernel in _OUTPUTS and rows % _JOINED:  # pairs_weight.h: of all block rows that a product meets
+    elif case.int8:  # quads_weight.h
+        least, outputs = (4, 4) if alone else _QUADS.get(kernel.partition("_")[0], (8, 8))
+        if rows % least or (rows < outputs and outputs % rows == 0):
+            stored = _of_product(case, outputs)
+            weights = n * k * (1 if stored > _NEARLY_ALL else stored)
+    elif kernel in _OUTPUTS and rows % 16:  # pairs_weight.h
         outputs = 8 if _OUTPUTS[kernel] == 4 and rows % 8 == 0 else _OUTPUTS[kernel]
-        weights = n * k * (1 - (1 - case.density) ** ((outputs + rows - math.gcd(outputs, rows)) / rows))
+        weights = n * k * _of_product(case, outputs)
     splits, panels = config.get("splits", 1), config.get("panels", 1)
     width = _LANES.get(kernel.partition("_")[0], 8)
     tiles = 1  # of x, between which sums wait
@@ -196,6 +201,12 @@ def terms(case: Case, threads: int, forced: str = "") -> list[float]:
         each * weights / splits,  # weights that stream by a panel, however full
         each * (blocks + n // rows * tiles) / splits,  # blocks that begin, block rows that end
     ]
+
+
+def _of_product(case: Case, outputs: int) -> float:
+    """Part of all columns that a product of so many outputs has: what any block row stores that it meets."""
+    rows = case.block[0]
+    return 1 - (1 - case.density) ** ((outputs + rows - math.gcd(outputs, rows)) / rows)
 
 
 def _rounds(most: int, panels: int, splits: int, threads: int) -> int:

@@ -58,15 +58,15 @@ class LaneTask {
     t_.row_stride = out_.row_stride;
   }
 
-  // What is stored in whole lines is read from the panels.
+  // What is stored in whole lines is read from the panels, as one block where it is all of them.
   void lines(std::int64_t begin, std::int64_t end) {
-    t_.run = static_cast<std::int32_t>(s_.red_block / s_.line);
+    t_.run = static_cast<std::int32_t>((s_.dense ? s_.padded : s_.red_block) / s_.line);
     t_.first = t_.last = true;
     for (std::int64_t o = begin; o < end; ++o) {
       outputs(o);
       t_.w = weights(o);
-      t_.index = stored_.columns + stored_.begin[o];
-      t_.blocks = stored_.begin[o + 1] - stored_.begin[o];
+      t_.index = s_.dense ? &kOne : stored_.columns + stored_.begin[o];
+      t_.blocks = s_.dense ? (lines_of(o) > 0 ? 1 : 0) : stored_.begin[o + 1] - stored_.begin[o];
       for (std::int64_t m = 0; m < tokens_; m += kPanelTokens) {
         t_.panel = panel(m);
         multiply(o, m);

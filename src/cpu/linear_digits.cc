@@ -143,7 +143,7 @@ struct DigitsTask {
   // All panels of the set.
   void pack() const {
     const QuadsShape& s = w.shape;
-    const QuadFew* few = few_of(kernels, rows.count());
+    const QuadFew* few = few_of(kernels, s, rows.count());
     const auto pack = few != nullptr ? few->pack : kernels.pack;
     const std::int64_t cols = call.x.cols;
     for (std::int64_t m = 0; m < rows.tokens; ++m) new (digits.fixed + m) Fixed(token(m), cols);
@@ -201,19 +201,16 @@ struct DigitsTask {
     const QuadsShape& s = w.shape;
     const auto* values = static_cast<const std::int8_t*>(call.values);
     const BsrShape& shape = call.plan.shape;
-    const std::int64_t stop = std::min(end * s.join, s.rows);
-    for (std::int64_t row = begin * s.join; row < stop; ++row) {
-      const std::int64_t top = row * shape.block_rows;
-      for (std::int64_t n = top; n < std::min(top + shape.block_rows, shape.rows); ++n) {
-        float sum = 0;
-        for (std::int32_t e = call.plan.crow[row]; e < call.plan.crow[row + 1]; ++e) {
-          const std::int64_t column = std::int64_t{call.plan.col[e]} * shape.block_cols;
-          const std::int64_t cols = std::min(shape.block_cols, shape.cols - column);
-          const std::int8_t* of = values + (e * shape.block_rows + n - top) * shape.block_cols;
-          for (std::int64_t c = 0; c < cols; ++c) sum += static_cast<float>(of[c]) * x[column + c];
-        }
-        *y++ = sum * call.scales[n];
+    for (std::int64_t n = begin * s.out_block; n < std::min(end * s.out_block, shape.rows); ++n) {
+      const std::int64_t row = n / shape.block_rows, within = n % shape.block_rows;
+      float sum = 0;
+      for (std::int32_t e = call.plan.crow[row]; e < call.plan.crow[row + 1]; ++e) {
+        const std::int64_t column = std::int64_t{call.plan.col[e]} * shape.block_cols;
+        const std::int64_t cols = std::min(shape.block_cols, shape.cols - column);
+        const std::int8_t* of = values + (e * shape.block_rows + within) * shape.block_cols;
+        for (std::int64_t c = 0; c < cols; ++c) sum += static_cast<float>(of[c]) * x[column + c];
       }
+      *y++ = sum * call.scales[n];
     }
   }
 };

@@ -21,7 +21,6 @@ static_assert(kTileRows * kQuadGroup == kTileSize * 2, "a tile has the bytes of 
 
 // 128 · 127 times as many products fit in an int32; what vpdpbusd adds beyond comes off again, modulo 2³².
 constexpr std::int64_t kMostFeatures = 1 << 17;
-constexpr std::int64_t kMostJoinedOutputs = 1024;  // zeros that fill up are multiplied, too
 
 // A part of the output blocks of every call, for a task's tokens.
 void run_task(const QuadKernels& kernels, std::span<const Call> calls, QuadsParts parts,
@@ -79,30 +78,31 @@ void pack_section(const QuadsSection& section, const Call& call, void* data) {
     const std::int64_t groups = prepared.first[o + 1] - prepared.first[o];
     std::memset(tiles, 0, static_cast<std::size_t>(groups * 2 * s.tiles_size()));
     std::fill_n(totals, s.out_block, 0);
-    const std::int64_t stop = std::min((o + 1) * s.join, s.rows);
-    for (std::int64_t row = o * s.join, top = 0; row < stop; ++row, top += s.row_block) {
+    for (std::int64_t row = s.first_row(o); row < s.stop_row(o); ++row) {
+      const RowPart part(s, o, row);
       std::int64_t at = 0;  // among the columns of the output block
-      const std::int8_t* from = values + begin[row] * block;
+      const std::int8_t* from = values + begin[row] * block + part.from * s.red_block;
       for (std::int32_t e = begin[row]; e < begin[row + 1]; ++e, from += block) {
         const std::int64_t column = call.plan.col[e] * s.red_block;
         if (s.dense) at = column;
-        while (!s.dense && s.join > 1 && offsets[at >> shift] != s.place(column)) at += s.red_block;
+        while (!s.dense && s.out_block != s.row_block && offsets[at >> shift] != s.place(column))
+          at += s.red_block;
         for (std::int64_t i = 0; i < s.red_block; i += count, at += count) {
           const std::int64_t within = at % kQuadGroup;
           std::int8_t* to =
               tiles + at / kQuadGroup * 2 * s.tiles_size() + within / kQuad * line + within % kQuad;
-          const auto copy = [to, at_row = places.data() + top, from = from + i, rows = s.row_block,
+          const auto copy = [to, at_row = places.data() + part.top, from = from + i, rows = part.count,
                              cols = s.red_block]<int kCount> {
             for (std::int64_t r = 0; r < rows; ++r) std::memcpy(to + at_row[r], from + r * cols, kCount);
           };
           fours ? copy.template operator()<kQuad>() : copy.template operator()<1>();
         }
-        std::int32_t* total = totals + top;
+        std::int32_t* total = totals + part.top;
         if (s.red_block == 1) {  // as vectors: in the loops below each sum would go through memory
-          for (std::int64_t r = 0; r < s.row_block; ++r) total[r] += in_total(from[r]);
+          for (std::int64_t r = 0; r < part.count; ++r) total[r] += in_total(from[r]);
           continue;
         }
-        for (std::int64_t r = 0; r < s.row_block; ++r) {
+        for (std::int64_t r = 0; r < part.count; ++r) {
           const std::int8_t* of = from + r * s.red_block;
           for (std::int64_t i = 0; i < s.red_block; ++i) total[r] += in_total(of[i]);
         }
@@ -145,13 +145,6 @@ Reason supports_quads(const QuadKernels& kernels, const Problem& p, const Machin
     return cat("takes inputs and outputs in f32 or bf16; got ", name(p.in), " and ", name(p.out));
   }
   const QuadsShape s(kernels, p.weight.shape);
-  if (s.out_block % kernels.rows != 0) {
-    return cat("takes blocks of 4, 8 or a multiple of ", kernels.rows, " outputs; got ", s.row_block);
-  }
-  if (s.join > 1 && s.out_block > kMostJoinedOutputs) {
-    return cat("takes block rows that make at most ", kMostJoinedOutputs, " outputs, a multiple of ",
-               kernels.rows, "; got ", s.join, " of ", s.row_block);
-  }
   const std::int32_t fewest = fewest_tokens(kernels, p.weight.shape, starts_two(machine), p.threads == 1);
   if (fewest == 0) {
     return cat("takes ", kernels.takes, "; got ", s.row_block, "×", s.red_block, " with ",

@@ -35,20 +35,6 @@ void prepare_groups(const GroupedShape& s, const std::int32_t* begin, const std:
 
 namespace {
 
-// The outputs that a block row and an output block have in common: `count`, from one of the row's on, which
-// is the output block's `top`.
-struct RowPart {
-  std::int64_t from, top, count;
-
-  RowPart(const GroupedShape& s, std::int64_t o, std::int64_t row) {
-    const std::int64_t first = std::max(o * s.out_block, row * s.row_block);
-    const std::int64_t stop = std::min((o + 1) * s.out_block, (row + 1) * s.row_block);
-    from = first - row * s.row_block;
-    top = first - o * s.out_block;
-    count = stop - first;
-  }
-};
-
 // Where the pairs of an output block's columns go, in units of 32 bits: outputs beside each other, or pairs.
 struct PairPlaces {
   bool by_token;

@@ -26,7 +26,7 @@ struct GroupedShape {
   std::int64_t line;  // features of a line
   std::int64_t out_blocks, red_blocks, out_block, red_block;
   std::int64_t entries;
-  std::int64_t join, rows, row_block;  // whole block rows of an output block; of all; outputs of each
+  std::int64_t outputs, rows, row_block;  // outputs that there are; block rows, and outputs of each
   std::int64_t padded;  // features of a panel: those of the last line are 0, for groups that are not full
   PairSource source;
   bool dense = false;  // an output block that stores anything has all groups
@@ -37,23 +37,20 @@ struct GroupedShape {
         red_blocks(s.col_count()),
         red_block(s.block_cols),
         entries(s.nnzb),
+        outputs(transposed ? s.cols : s.rows),
         rows(s.row_count()),
         row_block(s.block_rows) {
     if (transposed) {
       std::swap(rows, red_blocks);
       std::swap(row_block, red_block);
     }
-    join_rows(1);
+    cut_outputs(row_block);
     padded = ceil_div(red_blocks * red_block, line) * line + line;
   }
-  void join_rows(std::int64_t count) {
-    join = count;
-    cut_outputs(count * row_block);
-  }
   // Output blocks of so many, wherever block rows begin and end.
-  void cut_outputs(std::int64_t outputs) {
-    out_block = outputs;
-    out_blocks = ceil_div(rows * row_block, outputs);
+  void cut_outputs(std::int64_t count) {
+    out_block = count;
+    out_blocks = ceil_div(outputs, count);
   }
   // The block rows that an output block meets.
   std::int64_t first_row(std::int64_t o) const { return o * out_block / row_block; }
@@ -75,14 +72,17 @@ struct GroupedShape {
     const std::int64_t apart = (listed * red_block + (group() - 1) * std::min(out_blocks, listed)) / group();
     return std::min(apart, out_blocks * ceil_div(red_blocks * red_block, group()));
   }
-  // Tiles of 16 outputs × a group to multiply, if blocks lie at random.
-  double tiles() const {
+  // The part of all columns that an output block has, if blocks lie at random.
+  double stored() const {
     const double density =
         static_cast<double>(entries) / static_cast<double>(std::max<std::int64_t>(1, rows * red_blocks));
     const auto met = static_cast<double>(out_block + row_block - std::gcd(out_block, row_block)) /
                      static_cast<double>(row_block);  // block rows by an output block, on average
-    const double stored = dense ? 1 : 1 - std::pow(1 - density, met);
-    return stored * static_cast<double>(out_features() * red_blocks * red_block) /
+    return 1 - std::pow(1 - density, met);
+  }
+  // Tiles of 16 outputs × a group to multiply.
+  double tiles() const {
+    return (dense ? 1 : stored()) * static_cast<double>(out_features() * red_blocks * red_block) /
            static_cast<double>(kTileRows * group());
   }
   std::int64_t offsets() const { return offsets_of(source, static_cast<std::int32_t>(line)); }  // of a group
@@ -191,6 +191,20 @@ void for_each_column(const std::int32_t* begin, const std::int32_t* columns, std
     for (std::int64_t row = first; row < last; ++row) next[row - first] += column(row) == least ? 1 : 0;
   }
 }
+
+// The outputs that a block row and an output block have in common: `count`, from one of the row's on, which
+// is the output block's `top`.
+struct RowPart {
+  std::int64_t from, top, count;
+
+  RowPart(const GroupedShape& s, std::int64_t o, std::int64_t row) {
+    const std::int64_t first = std::max(o * s.out_block, row * s.row_block);
+    const std::int64_t stop = std::min((o + 1) * s.out_block, (row + 1) * s.row_block);
+    from = first - row * s.row_block;
+    top = first - o * s.out_block;
+    count = stop - first;
+  }
+};
 
 // `begin` says where the columns of each block row are listed.
 void prepare_groups(const GroupedShape& s, const std::int32_t* begin, const std::int32_t* columns,

@@ -131,7 +131,6 @@ constexpr QuadKernels quad_table(const char* family, const QuadFew& few = {}) {
   table.family = family;
   table.tile_cycles = E::kTileCycles;
   table.rows = table.join = kTileRows;
-  table.any_rows = E::kAnyRows;
   table.tokens = E::kTokens;
   table.enter = E::enter;
   table.leave = E::leave;

@@ -4,8 +4,6 @@
 #pragma once
 
 #include <algorithm>
-#include <cmath>
-#include <numeric>
 
 #include "cpu/drivers.h"
 #include "cpu/pairs_weight.h"
@@ -17,33 +15,37 @@ namespace rarefy::cpu {
 // KB, and the lines that a block row should have in it, as its sums go in and out.
 inline constexpr std::int64_t kFinishedRows = kRowsWide / 4;
 inline constexpr std::int64_t kNearFeatures = 768, kLinesOfPart = 64;
+// The part of all columns from which output blocks of several block rows are multiplied as if they stored
+// all: nothing is put together then.
+inline constexpr double kNearlyAll = 0.65;
 
-// How many block rows of so many outputs make an output block: those that `join` is a multiple of, up to it;
-// else as many as are whole products.
-inline std::int64_t joined_quads(const QuadKernels& kernels, std::int64_t row_block) {
-  if (kernels.by_token) return std::lcm(row_block, std::int64_t{kGroup}) / row_block;
-  const bool odd = row_block != 4 && row_block != 8;
-  if (odd && !kernels.any_rows) return 1;
-  if (row_block < kernels.join && kernels.join % row_block == 0) return kernels.join / row_block;
-  return odd ? std::lcm(row_block, std::int64_t{kernels.rows}) / row_block : 1;
+// Outputs of an output block: a block row's, or those of a product where these are none, or less.
+inline std::int64_t of_product(const QuadKernels& kernels, std::int64_t row_block) {
+  if (kernels.by_token) return row_block % kGroup == 0 ? row_block : kGroup;
+  const bool less = row_block < kernels.join && kernels.join % row_block == 0;
+  return less || row_block % kernels.rows != 0 ? kernels.join : row_block;
 }
 
-// Block rows that are joined (joined_quads) have all columns that any of them stores: where a row does not,
-// its zero adds nothing, as x has no NaN once it is rounded.
+// An output block has all columns that any of the block rows stores which it meets: where one does not, its
+// zero adds nothing, as x has no NaN once it is rounded.
 struct QuadsShape : GroupedShape {
   std::int64_t tokens;  // of a panel
 
   QuadsShape(const QuadKernels& kernels, const BsrShape& s)
       : GroupedShape(s, kQuad, false), tokens(kernels.tokens) {
-    join_rows(joined_quads(kernels, row_block));
-    if (kernels.by_token) {
-      dense = join > 1 || red_block % (kQuadGroup / 2) != 0;
-      source = dense || red_block % kQuadGroup == 0 ? PairSource::tokens : PairSource::halves;
+    cut_outputs(of_product(kernels, row_block));
+    const bool joined = out_block != row_block;
+    dense = kernels.by_token ? joined || red_block % (kQuadGroup / 2) != 0 : joined && stored() > kNearlyAll;
+    if (dense || kernels.by_token) {  // whole groups
       padded = std::max<std::int64_t>(1, ceil_div(red_blocks * red_block, kQuadGroup)) * kQuadGroup;
+    }
+    if (kernels.by_token) {
+      source = dense || red_block % kQuadGroup == 0 ? PairSource::tokens : PairSource::halves;
       return;
     }
-    const bool apart = join > 1 && kernels.few_rows == nullptr;  // others read lines of one block row alone
-    source = apart                         ? PairSource::columns
+    const bool apart = joined && kernels.few_rows == nullptr;  // others read lines of one block row alone
+    source = dense                         ? PairSource::whole
+             : apart                       ? PairSource::columns
              : red_block % kQuadGroup == 0 ? PairSource::whole
              : red_block % kQuad == 0      ? PairSource::lines
                                            : PairSource::columns;

@@ -179,6 +179,18 @@ def test_products_in_pairs_have_all_columns_of_the_rows_that_they_meet(forced: C
         assert of_dense == pytest.approx(1 - 0.75**met + half_a_group, rel=1e-3), block
 
 
+def test_products_in_int8_have_all_columns_of_the_rows_that_they_meet(forced: Callable[[str], str]) -> None:
+    forced("cpu:scalar")  # products of 16 outputs, and panels of which any part counts as whole
+    half_a_group = 32 / 768
+    for block, met in (((16, 1), 1), ((24, 1), 4 / 3), ((12, 1), 2), ((8, 1), 2)):
+        case = Case(512, 768, 768, torch.float32, block, 0.25, int8=True)
+        of_dense = terms(case, 1, "cpu:scalar")[1] / (512 * 768 * 768)
+        assert of_dense == pytest.approx(1 - 0.75**met + half_a_group, rel=1e-3), block
+    for block in ((4, 1), (1, 1)):  # nearly all, and so all
+        case = Case(512, 768, 768, torch.float32, block, 0.25, int8=True)
+        assert terms(case, 1, "cpu:scalar")[1] == 512 * 768 * 768, block
+
+
 def damaged(kept: dict) -> dict[str, str]:
     """Contents that no predictor wrote, or one of another machine."""
     costs = {"f32 dense many": [1.0, 2.0]}

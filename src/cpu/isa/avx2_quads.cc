@@ -23,7 +23,6 @@ constexpr QuadKernels table(const char* family, double tile_cycles) {
           .tile_cycles = tile_cycles,
           .rows = Avx2::kWidth,
           .join = Avx2::kWidth,
-          .any_rows = true,
           .tokens = kPanelTokens,
           .by_line = true,
           .complements = !kUnsigned,

@@ -15,7 +15,7 @@ struct Avx512Quads {
   using Isa = Avx512;
   static constexpr int kFeatures = 4, kTokens = kPanel;
   static constexpr int kEarly = 1;
-  static constexpr bool kByToken = false, kByLine = false, kAnyRows = false;
+  static constexpr bool kByToken = false, kByLine = false;
 
   static std::uint32_t absmax(const float* x, std::int32_t count) {
     const __m512i magnitude = _mm512_set1_epi32(0x7fffffff);

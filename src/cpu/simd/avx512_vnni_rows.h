@@ -12,12 +12,12 @@ namespace rarefy::cpu {
 struct Avx512VnniRows {
   static constexpr int kRows = 4, kTokens = 64;  // outputs whose sums are in registers; tokens of a panel
 
-  // Below, lanes of outputs are faster; those of 32 outputs always are (Zen 5: docs/design/cpu/int8.md;
-  // where one product starts in a cycle nobody measured, and R×1's are kept).
+  // Below, lanes of outputs are faster; those of whole vectors of 32 and more always are (Zen 5:
+  // docs/design/cpu/int8.md; where one product starts in a cycle nobody measured, and R×1's are kept).
   static std::int32_t fewest(const QuadBlocks& blocks) {
     const std::int64_t rows = blocks.rows;
     const bool fours = blocks.cols % kQuad == 0;
-    if (rows >= 32) return 0;
+    if (rows >= 32 && rows % 8 == 0) return 0;
     if (rows != 4 && rows % 8 != 0) return static_cast<std::int32_t>((fours ? 20 : 40) / blocks.more);
     if (!blocks.two || rows == 16) return rows == 4 ? 12 : rows == 8 ? 20 : 48;
     if (rows == 4) return fours ? 5 : 13;

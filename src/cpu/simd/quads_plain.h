@@ -13,7 +13,7 @@ struct QuadsPlain {
   using Isa = I;
   static constexpr int kFeatures = 4, kTokens = kPanelTokens;
   static constexpr int kEarly = 1;
-  static constexpr bool kByToken = false, kByLine = false, kAnyRows = true;
+  static constexpr bool kByToken = false, kByLine = false;
 
   static void enter() {}
   static void leave() {}
