@@ -165,7 +165,8 @@ def terms(case: Case, threads: int, forced: str = "") -> list[float]:
         weights = n * k  # as if all were stored
     elif case.int8:  # quads_weight.h
         least, outputs = (4, 4) if alone else _QUADS.get(kernel.partition("_")[0], (8, 8))
-        if rows % least or (rows < outputs and outputs % rows == 0):
+        as_they_are = rows == least and cols % 4 == 0
+        if rows % least or (rows < outputs and outputs % rows == 0 and not as_they_are):
             stored = _of_product(case, outputs)
             weights = n * k * (1 if stored > _NEARLY_ALL else stored)
     elif kernel in _OUTPUTS and rows % 16:  # pairs_weight.h

@@ -151,7 +151,42 @@ void lane_tile(const LaneProduct& t, std::int32_t first, std::int32_t row, Work 
       return;
     } else {
       const std::int32_t* index = t.index + from;
-      for (const std::int32_t* stop = t.index + end; index != stop; ++index) {
+      const std::int32_t* const stop = t.index + end;
+      const auto add_line = [&](auto& to, const char* x) {
+        typename E::Vector wv[Vectors];
+#pragma GCC unroll 8
+        for (int v = 0; v < Vectors; ++v) {
+          wv[v] = E::template weights<kStorage>(weights + v * w * bytes_of(kStorage));
+          // The first to read them: the hardware loses the stream between the lines of x.
+          if constexpr (kFirst) {
+            if (v * w * bytes_of(kStorage) % 64 == 0)
+              ask_for<1>(kFewLanes<E> ? t.ask : Ask::far,
+                         weights + v * w * bytes_of(kStorage) + kLaneAhead<E>);
+          }
+        }
+#pragma GCC unroll 16
+        for (int m = 0; m < Tokens; ++m) {
+          const auto xv = E::broadcast(x + m * 4);
+#pragma GCC unroll 8
+          for (int v = 0; v < Vectors; ++v) to[m][v] = E::dot(to[m][v], xv, wv[v]);
+        }
+        weights += line;
+      };
+      if constexpr (kFewLanes<E> && !Work::kAny) {  // blocks of a line or two, several at a time
+        const auto several = [&]<int Lines>() {
+          constexpr int kLines = 4;
+          for (; stop - index >= kLines / Lines; index += kLines / Lines) {
+#pragma GCC unroll 4
+            for (int i = 0; i < kLines; ++i) {
+              const char* x = panel + (std::int64_t{index[i / Lines]} * Lines + i % Lines) * E::kLine;
+              i % sets == 0 ? add_line(sum, x) : add_line(others[i % sets], x);
+            }
+          }
+        };
+        if (t.run == 1) several.template operator()<1>();
+        if (t.run == 2) several.template operator()<2>();
+      }
+      for (; index != stop; ++index) {
         if constexpr (kPermuted) {
           weights = values + reload(t.perm)[index - reload(t.index)] * (line * reload(t.run));
         }
@@ -159,25 +194,8 @@ void lane_tile(const LaneProduct& t, std::int32_t first, std::int32_t row, Work 
         std::int32_t i = reload(t.run);
         const auto add = [&](auto& to) {
           work(i);
-          typename E::Vector wv[Vectors];
-#pragma GCC unroll 8
-          for (int v = 0; v < Vectors; ++v) {
-            wv[v] = E::template weights<kStorage>(weights + v * w * bytes_of(kStorage));
-            // The first to read them: the hardware loses the stream between the lines of x.
-            if constexpr (kFirst) {
-              if (v * w * bytes_of(kStorage) % 64 == 0)
-                ask_for<1>(kFewLanes<E> ? t.ask : Ask::far,
-                           weights + v * w * bytes_of(kStorage) + kLaneAhead<E>);
-            }
-          }
-#pragma GCC unroll 16
-          for (int m = 0; m < Tokens; ++m) {
-            const auto xv = E::broadcast(x + m * 4);
-#pragma GCC unroll 8
-            for (int v = 0; v < Vectors; ++v) to[m][v] = E::dot(to[m][v], xv, wv[v]);
-          }
+          add_line(to, x);
           --i;
-          weights += line;
           x += E::kLine;
         };
         if constexpr (sets > 1) {

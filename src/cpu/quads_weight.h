@@ -20,10 +20,12 @@ inline constexpr std::int64_t kNearFeatures = 768, kLinesOfPart = 64;
 inline constexpr double kNearlyAll = 0.65;
 
 // Outputs of an output block: a block row's, or those of a product where these are none, or less.
-inline std::int64_t of_product(const QuadKernels& kernels, std::int64_t row_block) {
-  if (kernels.by_token) return row_block % kGroup == 0 ? row_block : kGroup;
-  const bool less = row_block < kernels.join && kernels.join % row_block == 0;
-  return less || row_block % kernels.rows != 0 ? kernels.join : row_block;
+inline std::int64_t of_product(const QuadKernels& kernels, const BsrShape& s) {
+  const std::int64_t rows = s.block_rows;
+  if (kernels.by_token) return rows % kGroup == 0 ? rows : kGroup;
+  if (rows == kernels.rows && s.block_cols % kQuad == 0) return rows;  // whose lines are read as they are
+  const bool less = rows < kernels.join && kernels.join % rows == 0;
+  return less || rows % kernels.rows != 0 ? kernels.join : rows;
 }
 
 // An output block has all columns that any of the block rows stores which it meets: where one does not, its
@@ -33,7 +35,7 @@ struct QuadsShape : GroupedShape {
 
   QuadsShape(const QuadKernels& kernels, const BsrShape& s)
       : GroupedShape(s, kQuad, false), tokens(kernels.tokens) {
-    cut_outputs(of_product(kernels, row_block));
+    cut_outputs(of_product(kernels, s));
     const bool joined = out_block != row_block;
     dense = kernels.by_token ? joined || red_block % (kQuadGroup / 2) != 0 : joined && stored() > kNearlyAll;
     if (dense || kernels.by_token) {  // whole groups
