@@ -64,6 +64,9 @@ def variants(dense: nn.Module, args: argparse.Namespace) -> dict[str, tuple[nn.M
     eight = copy.deepcopy(dense)
     rarefy.sparsify(eight, {names: args.spec + ":int8"})
     models["sparse int8"] = (eight, torch.float32)
+    mixed = copy.deepcopy(dense).bfloat16()
+    rarefy.sparsify(mixed, {names: args.spec + ":int8"})
+    models["sparse int8 in bf16"] = (mixed, torch.bfloat16)
     return models
 
 

@@ -101,9 +101,22 @@ void run_task(const PairKernels& kernels, std::span<const Call> calls, Parts par
 // Tokens from which packing the weight in the call pays: half a nanosecond an element, against 0.008 saved a
 // token on Zen 4 and 0.013 on AMX.
 constexpr std::int64_t kPackingTokens = 64;
-// Of blocks that are whole groups a tile of 2 to 4 tokens is faster than reading them as floats (AMX, 32×32:
-// .25 ms for 4 tokens, where 5 in a tile take .11).
-constexpr std::int64_t kFewByToken = 1;
+
+// Up to so many tokens W is read as it is stored (few.h). A tile takes as long for 2 to 16 as for one: less
+// than that for blocks of whole groups (AMX, 32×32: .25 ms for 4 tokens, .11 for 5), and for those that go
+// row by row. 768→3072 on AMX, µs of 1 and 4 tokens, as stored and (5) on tiles: at .5 CSR 850, 1000 and 370,
+// 3×5 660, 940 and 370, 10×10 284, 456 and 318, at .25 485, 579 and 361, 421, 614 and 354, 146, 281 and 259.
+std::int64_t few_tokens(const PairKernels& kernels, const PairsShape& s, const BsrShape& w) {
+  if (s.by_token()) return 1;
+  const std::int64_t rows = w.block_rows, cols = w.block_cols;
+  const bool by_row = (cols > 1 && !few_fills(kTileRows, rows, cols)) || (rows < 4 && rows * cols <= 4);
+  if (kernels.rows < kTileRows || !by_row) return kFewTokens;
+  const double density = static_cast<double>(s.entries) / static_cast<double>(s.rows * s.red_blocks);
+  const bool small = rows * cols < 64;
+  if (rows * cols == 1) return density > 0.2 ? 0 : kFewTokens;  // holders derive one thing for all few tokens
+  if (small && density > 0.4) return 0;
+  return density > (small ? 0.2 : 0.4) ? 2 : kFewTokens;
+}
 
 // Lanes of two vectors of outputs, where two products start in a cycle (Zen 5): R×1 blocks' pairs are put
 // together anew for each panel.
@@ -132,7 +145,7 @@ Reason supports_pairs(const PairKernels& kernels, const Problem& p) {
   if (Reason reason = takes_rows(kernels, s, p.op); !reason.empty()) return reason;
   if (s.panel_size() > std::numeric_limits<std::uint32_t>::max())
     return "takes less than 2^27 input features";
-  const std::int64_t few = s.by_token() ? kFewByToken : kFewTokens;
+  const std::int64_t few = few_tokens(kernels, s, p.weight.shape);
   if (p.tokens <= few) return cat("takes at least ", few + 1, " tokens; got ", p.tokens);
   if (p.derived == 0 && p.tokens < kPackingTokens) {
     return cat("without its packed weight, takes at least ", kPackingTokens, " tokens; got ", p.tokens);

@@ -49,6 +49,14 @@ TEST(PairsSelectionTest, SaysWhatItDoesNotTake) {
       "4x4");
   EXPECT_EQ(why_not(make_problem(Op::linear, {64, 64, 16, 1, 9}, 4, DType::bf16)),
             "takes at least 5 tokens; got 4");
+  // A few tokens of what goes row by row as it is stored, where much is.
+  EXPECT_EQ(why_not(make_problem(Op::linear, {64, 64, 1, 1, 2000}, 1, DType::bf16)), "");
+  EXPECT_EQ(why_not(make_problem(Op::linear, {64, 64, 1, 1, 1000}, 1, DType::bf16)), "");
+  EXPECT_EQ(why_not(make_problem(Op::linear, {64, 64, 2, 1, 500}, 2, DType::bf16)),
+            "takes at least 3 tokens; got 2");
+  EXPECT_EQ(why_not(make_problem(Op::linear, {60, 60, 10, 10, 18}, 3, DType::bf16)), "");
+  EXPECT_EQ(why_not(make_problem(Op::linear, {60, 60, 10, 10, 10}, 3, DType::bf16)),
+            "takes at least 5 tokens; got 3");
   EXPECT_EQ(why_not(make_problem(Op::linear, {64, 64, 16, 1, 9}, 5, DType::f32)),
             "takes bf16 inputs and values, to bf16; f32, to f32, for inputs that may be rounded");
   // The portable twin is never chosen by itself.
