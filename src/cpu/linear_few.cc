@@ -289,6 +289,14 @@ ByGroups by_groups(const FewKernels& kernels, const Problem& p, const Machine& m
 }  // namespace
 
 Reason yields_few(const FewKernels& kernels, const Problem& p, const Machine& machine) {
+  const BsrShape& s = p.weight.shape;
+  // Joined, in pairs (avx512_few_groups.h), .5, × dense bf16 with 1 / 4 tokens: 768→3072 1×4 .65 / .34 → 1.5
+  // / 1.6, 2×2 .9 / .9 → 1.8 / 1.9; 4096², which comes out of memory, 1×4 2.1 / .9 → 1.4 / 1.3.
+  const bool small = kernels.pairs && s.block_cols > 1 && s.block_size() <= 4;
+  if (small && (s.block_rows > 1 || 5 * s.value_count() >= s.rows * s.cols) && p.tokens <= kFewTokens) {
+    const bool far = bytes_of_weight(p) > kCached / 2;
+    if (!far || p.tokens > 1) return "blocks of up to 4 elements are faster joined";
+  }
   const std::int64_t most = by_groups(kernels, p, machine).most;
   if (p.tokens <= most) return {};
   return cat("more than ", most, " tokens are faster as lanes; got ", p.tokens);

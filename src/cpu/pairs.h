@@ -197,6 +197,17 @@ struct PairDeliver {
   std::uint16_t* out;
 };
 
+// Output blocks of 4 for up to 4 tokens.
+struct PairFew {
+  const std::uint16_t* w;  // of the first one: [group][16 pairs][4 outputs][2]
+  const std::uint32_t* offsets;
+  PairSource source;
+  const std::int32_t* first;  // groups before each
+  std::int32_t blocks, tokens;
+  const std::uint16_t* x;  // a panel of 4 tokens, as few_pack gives it
+  float* sums;             // [output][32 tokens]
+};
+
 // What one instruction set offers.
 struct PairKernels {
   const char* family;
@@ -219,6 +230,8 @@ struct PairKernels {
   void (*deliver)(const PairDeliver&);
   bool (*finite)(const std::uint16_t* values, std::int64_t count);
   std::int32_t (*token)(std::int32_t token);  // where it lies in a line of one feature
+  void (*few_pack)(const PairPack&) = nullptr;
+  void (*few)(const PairFew&) = nullptr;  // null: there is none
 };
 
 extern const PairKernels kPairsPortable;

@@ -198,23 +198,28 @@ TEST_P(PairsTest, NanAndInfinityPassWhereBlocksAreStored) {
                                             {10, 3, 0.2},
                                             {3, 5, 0.6},
                                             {1, 4, 0.6}}) {
-    Problem problem = make_problem({40, 7 * rows + 1, 9 * cols, rows, cols, density, DType::bf16, true, 0});
-    for (std::int64_t m = 0; m < 40; ++m) {
-      problem.x[static_cast<std::size_t>(m * problem.x_stride() + m % problem.spec.k)] = m % 3 == 0 ? kNan
-                                                                                         : m % 3 == 1
-                                                                                             ? kInfinity
-                                                                                             : -kInfinity;
-    }
-    problem.values[3] = kNan;
-    problem.bias[1] = kInfinity;
-    ProblemIn<HostBuffer> run(problem);
-    run_all(run);
-    const std::vector<double> expected =
-        Host{problem}.linear(problem.x, problem.values, &problem.bias, Activation::none);
-    const std::vector<double> got = decode(run.y().download(), DType::bf16);
-    for (std::size_t i = 0; i < expected.size(); ++i) {
-      const std::size_t n = static_cast<std::size_t>(problem.spec.n);
-      ASSERT_TRUE(same(got[i / n * static_cast<std::size_t>(problem.y_stride()) + i % n], expected[i])) << i;
+    const bool few = GetParam() == "avx512_bf16" && rows % 4 != 0;  // has a kernel for them
+    for (const std::int64_t tokens : few ? std::vector<std::int64_t>{40, 3} : std::vector<std::int64_t>{40}) {
+      Problem problem =
+          make_problem({tokens, 7 * rows + 1, 9 * cols, rows, cols, density, DType::bf16, true, 0});
+      for (std::int64_t m = 0; m < tokens; ++m) {
+        problem.x[static_cast<std::size_t>(m * problem.x_stride() + m % problem.spec.k)] = m % 3 == 0 ? kNan
+                                                                                           : m % 3 == 1
+                                                                                               ? kInfinity
+                                                                                               : -kInfinity;
+      }
+      problem.values[3] = kNan;
+      problem.bias[1] = kInfinity;
+      ProblemIn<HostBuffer> run(problem);
+      run_all(run);
+      const std::vector<double> expected =
+          Host{problem}.linear(problem.x, problem.values, &problem.bias, Activation::none);
+      const std::vector<double> got = decode(run.y().download(), DType::bf16);
+      for (std::size_t i = 0; i < expected.size(); ++i) {
+        const std::size_t n = static_cast<std::size_t>(problem.spec.n);
+        ASSERT_TRUE(same(got[i / n * static_cast<std::size_t>(problem.y_stride()) + i % n], expected[i]))
+            << i;
+      }
     }
   }
 }

@@ -1,4 +1,5 @@
 // Products in bf16 pairs compiled for AVX-512 with BF16.
+#include "cpu/simd/avx512_few_groups.h"
 #include "cpu/simd/avx512_few_pairs.h"
 #include "cpu/simd/avx512_pair_dots.h"
 #include "cpu/simd/avx512_pair_lanes.h"
@@ -6,7 +7,18 @@
 
 namespace rarefy::cpu {
 
-const PairKernels kAvx512Bf16 = pair_table<Avx512Bf16>("avx512_bf16", multiply_pair_lanes);
+namespace {
+
+constexpr PairKernels with_few() {
+  PairKernels table = pair_table<Avx512Bf16>("avx512_bf16", multiply_pair_lanes);
+  table.few_pack = FewGroups::pack;
+  table.few = FewGroups::multiply;
+  return table;
+}
+
+}  // namespace
+
+const PairKernels kAvx512Bf16 = with_few();
 const Kernels kDotsBf16 = pair_dots_table("avx512_bf16");
 const FewKernels kFewBf16 = {"avx512_bf16", kAvx512, few_pairs, few_pairs_take, true, nullptr, turn<Avx512>};
 
