@@ -29,7 +29,8 @@ bool takes_lanes(const PairKernels& kernels, const PairsShape& s, std::int64_t t
   return kernels.lanes != nullptr && s.out_block % kTileRows == 0 && !s.mixed() && tokens <= most;
 }
 
-// A panel of up to 4 tokens, for output blocks that are no block rows; 0: other kernels have so few.
+// Up to 8 tokens may have a kernel of their own, for output blocks that are no block rows: panels of 4.
+constexpr std::int64_t kFewPanels = 2;
 std::int64_t few_size(const PairKernels& kernels, const PairsShape& s) {
   return kernels.few != nullptr && s.mixed() ? ceil_div(s.padded, kGroup) * kGroup * kFewTokens : 0;
 }
@@ -64,13 +65,13 @@ struct PairsLayout {
     parts.panels = room.take<std::uint16_t>(b.panels * s.panel_size());
     parts.gathered =
         room.take<std::uint16_t>(std::max<std::int64_t>(kGatheredGroups * kGroupSize, 2 * kLaneRing));
-    parts.few = room.take<std::uint16_t>(few_size(kernels, s));
+    parts.few = room.take<std::uint16_t>(kFewPanels * few_size(kernels, s));
     parts.unfinished = room.take<std::uint32_t>(b.panels);
     parts.sums = room.take<float>(std::min(b.panels, s.near()) * s.sums_size());
   }
 };
 
-// Output blocks begin … end for up to 4 tokens; those with NaN or infinity are summed up anew, as ever.
+// Output blocks begin … end for up to 8 tokens; those with NaN or infinity are summed up anew, as ever.
 void multiply_few(const PairsWeight& w, const Call& call, const Parts& parts, std::int64_t first,
                   std::int64_t tokens, std::int64_t begin, std::int64_t end) {
   const PairsShape& s = w.shape;
@@ -79,7 +80,8 @@ void multiply_few(const PairsWeight& w, const Call& call, const Parts& parts, st
                       static_cast<std::int32_t>(call.x.cols), static_cast<std::int32_t>(s.padded),
                       order_of(s.source), parts.few});
   *parts.unfinished = 0;
-  if (!w.kernels.finite(parts.few, few_size(w.kernels, s))) {
+  const std::int64_t size = few_size(w.kernels, s);
+  if (!w.kernels.finite(parts.few, ceil_div(tokens, kFewTokens) * size)) {
     pack_panels(w.kernels, s, call.x, first, tokens, parts.panels, s.panel_size());
     find_unfinished(w.kernels, s, parts.panels, s.panel_size(), tokens, parts.unfinished);
   }
@@ -88,7 +90,7 @@ void multiply_few(const PairsWeight& w, const Call& call, const Parts& parts, st
     const std::int64_t blocks = std::min(s.finished(), end - o);
     w.kernels.few({w.packed + w.prepared.first[o] * s.tiles_size(),
                    w.prepared.offsets + w.prepared.first[o] * s.offsets(), s.source, w.prepared.first + o,
-                   static_cast<std::int32_t>(blocks), rows, parts.few, parts.sums});
+                   static_cast<std::int32_t>(blocks), rows, parts.few, size, parts.sums});
     for (std::int64_t b = 0; b < blocks; ++b) {
       w.sum_unfinished(o + b, parts.panels, *parts.unfinished, parts.sums + b * s.out_block * kPanelTokens);
     }
@@ -110,7 +112,7 @@ void run_task(const PairKernels& kernels, std::span<const Call> calls, Parts par
     if (begin == end) continue;
     Room own(call.workspace);
     PairsLayout::take_shared(own, s, parts);
-    if (tokens <= kFewTokens && few_size(kernels, s) > 0 && call.problem.op == Op::linear) {
+    if (tokens <= kFewPanels * kFewTokens && few_size(kernels, s) > 0 && call.problem.op == Op::linear) {
       multiply_few(w, call, parts, first, tokens, begin, end);
       continue;
     }

@@ -197,14 +197,15 @@ struct PairDeliver {
   std::uint16_t* out;
 };
 
-// Output blocks of 4 for up to 4 tokens.
+// Output blocks of 4 for up to 8 tokens.
 struct PairFew {
   const std::uint16_t* w;  // of the first one: [group][16 pairs][4 outputs][2]
   const std::uint32_t* offsets;
   PairSource source;
   const std::int32_t* first;  // groups before each
   std::int32_t blocks, tokens;
-  const std::uint16_t* x;  // a panel of 4 tokens, as few_pack gives it
+  const std::uint16_t* x;  // panels of 4 tokens, as few_pack gives them
+  std::int64_t x_stride;   // between two
   float* sums;             // [output][32 tokens]
 };
 

@@ -44,7 +44,7 @@ TEST_P(PairsTest, FewTokens) {
   }
 }
 
-// Up to 4 tokens of blocks whose rows meet products of others go by what is packed: pairs of columns put
+// Up to 8 tokens of blocks whose rows meet products of others go by what is packed: pairs of columns put
 // together, lines, whole groups; sums of one part and of two; threads.
 TEST_P(PairsTest, FewTokensOfOddRows) {
   if (GetParam() != "avx512_bf16") GTEST_SKIP() << "has no kernel for them";
@@ -61,7 +61,7 @@ TEST_P(PairsTest, FewTokensOfOddRows) {
   using Block = std::pair<std::int64_t, std::int64_t>;
   for (const auto& [rows, cols] :
        {Block{1, 1}, {1, 3}, {2, 1}, {3, 1}, {3, 5}, {3, 32}, {3, 64}, {5, 6}, {6, 6}, {10, 10}, {18, 34}}) {
-    for (const std::int64_t tokens : {1, 2, 3, 4}) {
+    for (const std::int64_t tokens : {1, 2, 3, 4, 5, 6, 7, 8, 9}) {
       for (const bool integers : {true, false}) {
         check_linear({tokens,
                       3 * rows + rows / 2 + 1,
@@ -78,14 +78,14 @@ TEST_P(PairsTest, FewTokensOfOddRows) {
   for (const std::int64_t cols : {1, 2, 32}) check_linear({3, 7, 4100, 3, cols, 0.6, {}, false, 1});
 }
 
-// x in f32 is rounded to bf16; a token has the same bits beside up to three others; NaN and infinity reach
+// x in f32 is rounded to bf16; a token has the same bits beside up to seven others; NaN and infinity reach
 // what stores their column, and other tokens not at all.
 TEST_P(PairsTest, FewTokensOfOddRowsKeepTheirBits) {
   if (GetParam() != "avx512_bf16") GTEST_SKIP() << "has no kernel for them";
   const Force force(GetParam());
   for (const bool rounds_x : {false, true}) {
     for (const auto& [rows, cols] : {std::pair<std::int64_t, std::int64_t>{1, 1}, {3, 5}, {6, 2}, {3, 32}}) {
-      ProblemSpec spec{4, 5 * rows + 1, 300, rows, cols, 0.6, DType::bf16, false, 0};
+      ProblemSpec spec{8, 5 * rows + 1, 300, rows, cols, 0.6, DType::bf16, false, 0};
       if (rounds_x) spec.dtype = DType::f32;
       spec.rounds_x = rounds_x;
       Problem problem = make_problem(spec);
@@ -96,22 +96,22 @@ TEST_P(PairsTest, FewTokensOfOddRowsKeepTheirBits) {
         expect_ok(one.linear(Activation::silu));
         return one.y().download();
       };
-      const std::vector<std::byte> all = run(0, 4);
-      const auto row = static_cast<std::ptrdiff_t>(all.size()) / 4;
+      const std::vector<std::byte> all = run(0, 8);
+      const auto row = static_cast<std::ptrdiff_t>(all.size()) / 8;
       const auto expect_alike = [&](std::int64_t first, std::int64_t count) {
         const std::vector<std::byte> part = run(first, count);
         EXPECT_TRUE(std::equal(part.begin(), part.end(), all.begin() + first * row))
             << first << " and " << count << " tokens, block " << rows << 'x' << cols << " rounding "
             << rounds_x;
       };
-      for (const std::int64_t count : {1, 2, 3}) {
-        for (std::int64_t first = 0; first + count <= 4; ++first) expect_alike(first, count);
+      for (const std::int64_t count : {1, 2, 3, 4, 5, 6, 7}) {
+        for (std::int64_t first = 0; first + count <= 8; ++first) expect_alike(first, count);
       }
       problem.x[static_cast<std::size_t>(problem.x_stride())] = std::numeric_limits<double>::quiet_NaN();
       problem.x[static_cast<std::size_t>(3 * problem.x_stride() + 7)] =
           -std::numeric_limits<double>::infinity();
-      const std::vector<std::byte> unlike = run(0, 4);
-      for (const std::int64_t token : {0, 2}) {
+      const std::vector<std::byte> unlike = run(0, 8);
+      for (const std::int64_t token : {0, 2, 4, 7}) {
         EXPECT_TRUE(std::equal(all.begin() + token * row, all.begin() + (token + 1) * row,
                                unlike.begin() + token * row));
       }

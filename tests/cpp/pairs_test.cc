@@ -199,7 +199,8 @@ TEST_P(PairsTest, NanAndInfinityPassWhereBlocksAreStored) {
                                             {3, 5, 0.6},
                                             {1, 4, 0.6}}) {
     const bool few = GetParam() == "avx512_bf16" && rows % 4 != 0;  // has a kernel for them
-    for (const std::int64_t tokens : few ? std::vector<std::int64_t>{40, 3} : std::vector<std::int64_t>{40}) {
+    for (const std::int64_t tokens :
+         few ? std::vector<std::int64_t>{40, 3, 7} : std::vector<std::int64_t>{40}) {
       Problem problem =
           make_problem({tokens, 7 * rows + 1, 9 * cols, rows, cols, density, DType::bf16, true, 0});
       for (std::int64_t m = 0; m < tokens; ++m) {

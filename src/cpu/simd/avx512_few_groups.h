@@ -1,4 +1,4 @@
-// Up to four tokens in bf16 on what linear_pairs.cc packs, output blocks of 4 that meet parts of block rows:
+// Up to eight tokens in bf16 on what linear_pairs.cc packs, output blocks of 4 that meet parts of block rows:
 // a vector of W is four lines (pairs of columns) × 4 outputs as it lies in memory. Four lines of x, each the
 // pairs of four tokens, are put together as a vector, from which one shuffle spreads a token's over the
 // outputs. So a vector of W takes some 7 cycles for one token and for four: single weights at .5 are at 1.5 ×
@@ -12,28 +12,10 @@ namespace rarefy::cpu {
 struct FewGroups {
   static constexpr int kOutputs = 4, kTokens = 4;
 
-  // A panel of four tokens: [feature][token], or [pair][token][2], whole groups of features.
+  // Panels of four tokens: [feature][token], or [pair][token][2], whole groups of features.
   static void pack(const PairPack& t) {
-    const bool pairs = t.order == PairOrder::paired;
-    const std::int32_t end = (t.padded + kGroup - 1) / kGroup * kGroup;  // as few_size has it
-    for (std::int32_t k = 0; k < end; k += kFeatures) {
-      __m128i of[kTokens];
-#pragma GCC unroll 4
-      for (std::int32_t m = 0; m < kTokens; ++m) {
-        of[m] = m < t.rows ? features(t, m * t.row_stride + k, t.cols - k) : _mm_setzero_si128();
-      }
-      __m128i to[kTokens];  // two features of all tokens, or a pair
-      const __m128i a = _mm_unpacklo_epi16(of[0], of[1]), b = _mm_unpacklo_epi16(of[2], of[3]);
-      const __m128i c = _mm_unpackhi_epi16(of[0], of[1]), d = _mm_unpackhi_epi16(of[2], of[3]);
-      to[0] = _mm_unpacklo_epi32(a, b), to[1] = _mm_unpackhi_epi32(a, b);
-      to[2] = _mm_unpacklo_epi32(c, d), to[3] = _mm_unpackhi_epi32(c, d);
-      // Two features, [feature][token], as pairs.
-      const __m128i in_pairs = _mm_setr_epi8(0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15);
-      if (pairs) {
-        for (__m128i& two : to) two = _mm_shuffle_epi8(two, in_pairs);
-      }
-      __builtin_memcpy(t.panel + std::int64_t{k} * kTokens, to, sizeof(to));
-    }
+    const std::int32_t end = (t.padded + kGroup - 1) / kGroup * kGroup;
+    for (std::int32_t m = 0; m < t.rows; m += kTokens) pack_four(t, m, end, t.panel + std::int64_t{m} * end);
   }
 
   static void multiply(const PairFew& t) {
@@ -48,6 +30,29 @@ struct FewGroups {
   static constexpr int kFeatures = 8;              // that are packed at a time
   static constexpr std::int32_t kPart = 64;        // groups whose sums are one part of all
   static constexpr std::int64_t kAhead = 4 << 10;  // bytes of W
+
+  static void pack_four(const PairPack& t, std::int32_t first, std::int32_t end, std::uint16_t* panel) {
+    const bool pairs = t.order == PairOrder::paired;
+    for (std::int32_t k = 0; k < end; k += kFeatures) {
+      __m128i of[kTokens];
+#pragma GCC unroll 4
+      for (std::int32_t i = 0; i < kTokens; ++i) {
+        const std::int32_t m = first + i;
+        of[i] = m < t.rows ? features(t, m * t.row_stride + k, t.cols - k) : _mm_setzero_si128();
+      }
+      __m128i to[kTokens];  // two features of all tokens, or a pair
+      const __m128i a = _mm_unpacklo_epi16(of[0], of[1]), b = _mm_unpacklo_epi16(of[2], of[3]);
+      const __m128i c = _mm_unpackhi_epi16(of[0], of[1]), d = _mm_unpackhi_epi16(of[2], of[3]);
+      to[0] = _mm_unpacklo_epi32(a, b), to[1] = _mm_unpackhi_epi32(a, b);
+      to[2] = _mm_unpacklo_epi32(c, d), to[3] = _mm_unpackhi_epi32(c, d);
+      // Two features, [feature][token], as pairs.
+      const __m128i in_pairs = _mm_setr_epi8(0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15);
+      if (pairs) {
+        for (__m128i& two : to) two = _mm_shuffle_epi8(two, in_pairs);
+      }
+      __builtin_memcpy(panel + std::int64_t{k} * kTokens, to, sizeof(to));
+    }
+  }
 
   // Eight from element `at` of x, of which `left` are there, rounded if they are floats.
   static __m128i features(const PairPack& t, std::int64_t at, std::int32_t left) {
@@ -87,7 +92,10 @@ struct FewGroups {
       case 1: return multiply_some<kSource, 1>(t);
       case 2: return multiply_some<kSource, 2>(t);
       case 3: return multiply_some<kSource, 3>(t);
-      default: multiply_some<kSource, 4>(t);
+      case 4: return multiply_some<kSource, 4>(t);
+      case 5:
+      case 6: return multiply_some<kSource, 6>(t);
+      default: multiply_some<kSource, 8>(t);
     }
   }
 
@@ -105,26 +113,33 @@ struct FewGroups {
 #pragma GCC unroll 4
           for (int i = 0; i < kVectors; ++i, w += 32) {
             __builtin_prefetch(reinterpret_cast<const char*>(w) + kAhead);
-            const __m512i x = lines<kSource>(t.x, offsets, i);
             const auto wv = (__m512bh)_mm512_loadu_si512(w);
+            __m512i x;
             const auto add = [&]<int kToken>() {
               if constexpr (kToken < Tokens) {
-                const auto xv = (__m512bh)_mm512_shuffle_epi32(x, static_cast<_MM_PERM_ENUM>(0x55 * kToken));
+                constexpr auto kSpread = static_cast<_MM_PERM_ENUM>(0x55 * (kToken % kTokens));
+                const auto xv = (__m512bh)_mm512_shuffle_epi32(x, kSpread);
                 sum[i % 2][kToken] = _mm512_dpbf16_ps(sum[i % 2][kToken], wv, xv);
               }
             };
+            x = lines<kSource>(t.x, offsets, i);
             add.template operator()<0>();
             add.template operator()<1>();
             add.template operator()<2>();
             add.template operator()<3>();
+            if constexpr (Tokens > kTokens) x = lines<kSource>(t.x + t.x_stride, offsets, i);
+            add.template operator()<4>();
+            add.template operator()<5>();
+            add.template operator()<6>();
+            add.template operator()<7>();
           }
         }
-#pragma GCC unroll 4
+#pragma GCC unroll 8
         for (int m = 0; m < Tokens; ++m) {
           total[m] = _mm512_add_ps(total[m], _mm512_add_ps(sum[0][m], sum[1][m]));
         }
       }
-#pragma GCC unroll 4
+#pragma GCC unroll 8
       for (int m = 0; m < Tokens; ++m) put(total[m], sums + m);
     }
   }
