@@ -292,7 +292,7 @@ Reason supports_feed_forward_pairs(const PairKernels& kernels, const Problem& p)
     return "takes gates with blocks as those of up";
   const Shapes s(kernels, p);
   for (const PairsShape& w : {s.up, s.down}) {
-    if (Reason reason = takes_rows(kernels, w, Op::linear); !reason.empty()) return reason;
+    if (Reason reason = takes_rows(kernels, w, Op::linear, p.tokens); !reason.empty()) return reason;
   }
   if (std::max(s.up.panel_size(), s.hidden) > std::numeric_limits<std::uint32_t>::max()) {
     return "takes less than 2^27 features";

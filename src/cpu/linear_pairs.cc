@@ -190,7 +190,7 @@ PanelWork work_of(const PairKernels& kernels, const Problem& p, const Machine& m
 Reason supports_pairs(const PairKernels& kernels, const Problem& p) {
   if (Reason reason = takes_pairs(p, p.weight); !reason.empty()) return reason;
   const PairsShape s(kernels, p);
-  if (Reason reason = takes_rows(kernels, s, p.op); !reason.empty()) return reason;
+  if (Reason reason = takes_rows(kernels, s, p.op, p.tokens); !reason.empty()) return reason;
   if (s.panel_size() > std::numeric_limits<std::uint32_t>::max())
     return "takes less than 2^27 input features";
   const std::int64_t few = few_tokens(kernels, s, p);

@@ -55,11 +55,11 @@ Status run_spread(const PairKernels& kernels, const Call& call);
 
 // grad_weight, which needs nothing packed either (grad_weight_pairs.cc).
 struct PairDotRanges {
-  std::int64_t rows = 1;     // ranges of block rows
-  std::int64_t columns = 1;  // of block columns; each pair of ranges is a task
+  std::int64_t rows = 1;     // ranges of block rows, or of tiles of rows
+  std::int64_t columns = 1;  // of block columns, or tiles; each pair of ranges is a task
   static constexpr std::string_view kFields[] = {"rows", "columns"};
 };
-Reason supports_grad_weight_pairs(const Problem& problem);
+Reason supports_grad_weight_pairs(const PairKernels& kernels, const Problem& problem);
 Config configure_grad_weight_pairs(const Problem& problem, const Machine& machine);
 std::int64_t grad_weight_pairs_workspace(const Problem& problem, const Config& config);
 Status run_grad_weight_pairs(const PairKernels& kernels, const Call& call);

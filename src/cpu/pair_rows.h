@@ -169,16 +169,14 @@ void pack_token_pairs(const PairTokens& t) {
 
 template <class E>
 void deliver_pairs(const PairDeliver& t) {
-  constexpr int kLength = 16;  // E::deliver's
+  constexpr int kMost = 16;  // E::deliver's
   for (std::int32_t i = 0; i < t.count; ++i) {
     const PairRun& run = t.runs[i];
-    for (std::int32_t from = 0; from < t.length; from += kLength) {
+    for (std::int32_t from = 0; from < run.length; from += kMost) {
       float* partial = t.partial == nullptr ? nullptr : t.partial + run.to + from;  // one chunk has none
-      const std::int32_t left = run.valid - from;
-      E::deliver(t.sums + run.from + from,
-                 left < 0         ? 0
-                 : left < kLength ? left
-                                  : kLength,
+      const std::int32_t length = run.length - from < kMost ? run.length - from : kMost;
+      const std::int32_t valid = run.valid - from < 0 ? 0 : run.valid - from;
+      E::deliver(t.sums + run.from + from, valid < length ? valid : length, length,
                  t.first ? nullptr : partial, t.last ? nullptr : partial, t.out + run.to + from);
     }
   }

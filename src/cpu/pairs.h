@@ -186,12 +186,12 @@ inline constexpr std::int32_t kDotSteps = 16;
 // Runs of such sums to where they belong: added to those of the tokens before, rounded after the last ones.
 struct PairRun {
   std::int64_t to;
-  std::int32_t from, valid;  // of `length` elements: the others become 0
+  std::int32_t from, valid, length;  // elements that are there, and all: the others become 0
 };
 struct PairDeliver {
   const float* sums;
   const PairRun* runs;
-  std::int32_t count, length;  // a multiple of 16
+  std::int32_t count;
   bool first, last;
   float* partial;  // where tokens before and after these meet; not read if first, not written if last
   std::uint16_t* out;

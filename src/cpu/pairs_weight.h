@@ -126,13 +126,23 @@ inline Reason takes_pairs(const Problem& p, const WeightSpec& w) {
 
 // Blocks of few rows have products of nearly all columns, which take half as long each as those of floats, a
 // fifth on tiles: so they gain where much is stored (768→3072, 512 tokens, CSR, a Zen 4 at .5 17.4 → 10.8 ms,
-// at .25 9.7 → 8.2, at .1 4.4 → 4.3; AMX at .5 12.4 → 2.7, at .3 8.3 → 2.5). Not so grad_input, whose values
-// are packed in each call (2×2 at .5 13.8 → 16.8).
-inline Reason takes_rows(const PairKernels& kernels, const GroupedShape& s, Op op) {
-  if (op == Op::grad_input) {
-    return s.row_block >= 4 ? Reason{} : cat("takes blocks of at least 4 columns; got ", s.row_block);
+// at .25 9.7 → 8.2, at .1 4.4 → 4.3; AMX at .5 12.4 → 2.7, at .3 8.3 → 2.5). grad_input packs values in each
+// call, which fewer than four columns pay for on tiles alone, with many tokens and rows (AMX, 8×1 at .5 and
+// .25 17.8 and 11.9 → 10.7 and 7.1 ms, 4×1 17.2 and 8.8 → 16.2 and 9.5, CSR 20 → 37; a Zen 4, 2×2 13.8
+// → 16.8).
+inline Reason takes_rows(const PairKernels& kernels, const GroupedShape& s, Op op, std::int64_t tokens) {
+  constexpr std::int64_t kManyTokens = 256, kManyRows = 8;
+  const bool tiles = kernels.rows >= kTileRows;
+  const bool tall = s.row_block == 1 && s.red_block % kTileRows == 0;  // grad_input_pairs.cc has these
+  const bool many = tiles && !tall && s.red_block >= kManyRows && tokens >= kManyTokens;
+  if (op == Op::grad_input && s.row_block < 4 && !many) {
+    return cat(
+        "takes blocks of at least 4 columns",
+        tiles ? cat(", or ", kManyRows, " rows and ", kManyTokens, " tokens, no multiple of 16 in a column")
+              : "",
+        "; got ", s.red_block, 'x', s.row_block, " and ", tokens);
   }
-  const std::int64_t least = kernels.rows >= kTileRows ? 4 : 2, all = s.rows * s.red_blocks;
+  const std::int64_t least = tiles ? 4 : 2, all = s.rows * s.red_blocks;
   if (s.row_block >= least || 5 * s.entries >= all) return {};
   return cat("takes blocks of at least ", least, " outputs, or a fifth of all; got ", s.row_block, " and ",
              s.entries, " of ", all);

@@ -54,7 +54,7 @@ void add_pairs(Registry& registry, std::string_view linear, std::string_view gra
       .device = Device::cpu,
       .family = kKernels.family,
       .name = grad_weight,
-      .supports = supports<kFeature, supports_grad_weight_pairs>,
+      .supports = supports<kFeature, supports_grad_weight_pairs, kKernels>,
       .run = [](const Call& call) { return run_grad_weight_pairs(kKernels, call); },
       .configure = configure_grad_weight_pairs,
       .fields = PairDotRanges::kFields,

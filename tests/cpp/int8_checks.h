@@ -224,13 +224,6 @@ inline std::vector<Forced> all_forced() {
 
 class Int8Test : public ::testing::TestWithParam<Forced> {
  protected:
-  static bool takes_rows(std::int64_t rows) {
-    rarefy::Problem asked = make_problem(Op::linear, {48, 24, rows, 2, 1}, 8, DType::f32);
-    asked.weight.dtype = DType::i8;
-    asked.weight.scaling = GetParam().scaling;
-    const Force force(GetParam().family);
-    return !explain(asked).kernel.empty();
-  }
   // A family whose only kernel for x as it is, as digits, multiplies what callers hold.
   static bool needs_derived() {
     return GetParam().scaling == Scaling::weight &&

@@ -28,7 +28,7 @@ TEST_P(Int8Test, Activations) {
   for (const Activation activation :
        {Activation::relu, Activation::gelu_erf, Activation::gelu_tanh, Activation::silu}) {
     SCOPED_TRACE(name(activation));
-    Spec spec{40, 70, 90, takes_rows(24) ? 24 : 16, 1, 0.5, DType::f32, true, 0, activation};
+    Spec spec{40, 70, 90, 24, 1, 0.5, DType::f32, true, 0, activation};
     const Layer layer(spec);
     spec.activation = Activation::none;
     const Layer plain(spec);

@@ -30,7 +30,12 @@ TEST(PairsSelectionTest, SaysWhatItDoesNotTake) {
             "takes blocks of at least 4 outputs, or a fifth of all; got 2 and 409 of 2048");
   EXPECT_EQ(why_not(make_problem(Op::linear, {64, 64, 2, 1, 410}, 5, DType::bf16)), "");
   EXPECT_EQ(why_not(make_problem(Op::grad_input, {64, 64, 16, 1, 9}, 5, DType::bf16)),
-            "takes blocks of at least 4 columns; got 1");
+            "takes blocks of at least 4 columns, or 8 rows and 256 tokens, no multiple of 16 in a column; "
+            "got 16x1 and 5");
+  EXPECT_EQ(why_not(make_problem(Op::grad_input, {64, 64, 16, 1, 200}, 256, DType::bf16)),
+            "takes blocks of at least 4 columns, or 8 rows and 256 tokens, no multiple of 16 in a column; "
+            "got 16x1 and 256");
+  EXPECT_EQ(why_not(make_problem(Op::grad_input, {64, 64, 8, 2, 52}, 256, DType::bf16)), "");
   EXPECT_EQ(
       why_not(make_problem(Op::grad_input, {64, 64, 8, 1, 9}, 5, DType::bf16), "pairs_grad_input_columns"),
       "takes blocks of a multiple of 16 rows and one column; got 8x1");
@@ -43,10 +48,11 @@ TEST(PairsSelectionTest, SaysWhatItDoesNotTake) {
   EXPECT_EQ(why_not(make_problem(Op::grad_weight, {64, 64, 16, 1, 9}, 32, DType::bf16)), "");
   EXPECT_EQ(why_not(make_problem(Op::grad_weight, {64, 64, 32, 32, 4}, 31, DType::bf16)),
             "takes at least 32 tokens; got 31");
-  EXPECT_EQ(
-      why_not(make_problem(Op::grad_weight, {64, 64, 4, 4, 9}, 32, DType::bf16)),
-      "takes blocks of one column and a multiple of 16 rows, or of as many columns and 8 rows or more; got "
-      "4x4");
+  EXPECT_EQ(why_not(make_problem(Op::grad_weight, {64, 64, 4, 4, 9}, 32, DType::bf16)),
+            "takes blocks of one column and a multiple of 16 rows, of as many columns and 8 rows or more, or "
+            "one of 8 "
+            "blocks; got 4x4, 9 of 256");
+  EXPECT_EQ(why_not(make_problem(Op::grad_weight, {64, 64, 4, 4, 52}, 32, DType::bf16)), "");
   EXPECT_EQ(why_not(make_problem(Op::linear, {64, 64, 16, 1, 9}, 4, DType::bf16)),
             "takes at least 5 tokens; got 4");
   // A few tokens of what goes row by row as it is stored, where much is.

@@ -108,12 +108,36 @@ TEST_P(PairsTest, GradWeightOfManyTokens) {
   }
 }
 
+// Blocks that are no products go by tiles of 32 × 32 where there are tiles: blocks across several of them and
+// beyond the last row and column by more than one, several chunks of tokens, threads.
+TEST_P(PairsTest, GradWeightByTiles) {
+  if (GetParam() == "avx512_bf16") GTEST_SKIP() << "has no tiles";
+  ThreadPool pool(3);
+  using Block = std::pair<std::int64_t, std::int64_t>;
+  for (const auto& [rows, cols] : {Block{1, 1},
+                                   {1, 7},
+                                   {2, 1},
+                                   {3, 1},
+                                   {3, 5},
+                                   {40, 1},
+                                   {50, 9},
+                                   {100, 3},
+                                   {3, 100},
+                                   {33, 65},
+                                   {100, 1}}) {
+    for (const std::int64_t tokens : {33, 600}) {
+      check({tokens, 33, 70, rows, cols, 0.5, {}, true, 1}, pool.executor());
+      check({tokens, 70, 133, rows, cols, 0.4, {}, false, 0}, pool.executor());
+    }
+  }
+}
+
 // Equal bits on any number of threads; NaN and infinity in what a block meets, and zeros in padding whatever
 // x and dy hold.
 TEST_P(PairsTest, GradWeightOfNanAndOnThreads) {
   const Force force(GetParam());
   using Block = std::pair<std::int64_t, std::int64_t>;
-  for (const auto& [rows, cols] : {Block{32, 1}, {16, 16}, {16, 32}}) {
+  for (const auto& [rows, cols] : {Block{32, 1}, {16, 16}, {16, 32}, {3, 5}}) {
     Problem problem = make_problem({600, 3 * rows + 5, 4 * cols + 37, rows, cols, 0.4, DType::bf16, true, 0});
     problem.x[7] = kNan;
     problem.dy[3] = kInfinity;

@@ -100,12 +100,14 @@ struct Avx512Pairs {
     }
   }
 
-  // 16 sums, of which `valid` are there, and those of `before`: to `after`, or rounded.
-  static void deliver(const float* sums, int valid, const float* before, float* after, std::uint16_t* to) {
+  // Up to 16 sums, of which `valid` are there, and those of `before`: to `after`, or rounded.
+  static void deliver(const float* sums, int valid, int length, const float* before, float* after,
+                      std::uint16_t* to) {
+    const auto all = static_cast<__mmask16>((1U << length) - 1);
     __m512 v = _mm512_maskz_loadu_ps(static_cast<__mmask16>((1U << valid) - 1), sums);
-    if (before != nullptr) v = _mm512_add_ps(v, _mm512_loadu_ps(before));
-    if (after != nullptr) return _mm512_storeu_ps(after, v);
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), (__m256i)_mm512_cvtneps_pbh(v));
+    if (before != nullptr) v = _mm512_add_ps(v, _mm512_maskz_loadu_ps(all, before));
+    if (after != nullptr) return _mm512_mask_storeu_ps(after, all, v);
+    _mm256_mask_storeu_epi16(to, all, (__m256i)_mm512_cvtneps_pbh(v));
   }
 
   // to[i] *= by[i], in multiples of 16.

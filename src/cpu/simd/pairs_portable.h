@@ -52,16 +52,20 @@ struct PairsPortable {
       for (int k = 0; k < 32; ++k) to[m / 2 * kPairLine + 2 * k + m % 2] = x[m * stride + k];
     }
   }
-  // 16 sums, of which `valid` are there, and those of `before`: to `after`, or rounded.
-  static void deliver(const float* sums, int valid, const float* before, float* after, std::uint16_t* to) {
+  // Up to 16 sums, of which `valid` are there, and those of `before`: to `after`, or rounded.
+  static void deliver(const float* sums, int valid, int length, const float* before, float* after,
+                      std::uint16_t* to) {
+    const auto count = static_cast<std::size_t>(length);
     float v[16] = {};
+    std::uint16_t rounded[16];
     for (int i = 0; i < valid; ++i) v[i] = sums[i];
-    for (int i = 0; i < 16 && before != nullptr; ++i) v[i] += before[i];
+    for (int i = 0; i < length && before != nullptr; ++i) v[i] += before[i];
     if (after != nullptr) {
-      std::memcpy(after, v, sizeof(v));
+      std::memcpy(after, v, count * sizeof(float));
       return;
     }
-    for (int i = 0; i < 16; i += Scalar::kWidth) Scalar::store_bf16(to + i, Scalar::load(v + i));
+    for (int i = 0; i < 16; i += Scalar::kWidth) Scalar::store_bf16(rounded + i, Scalar::load(v + i));
+    std::memcpy(to, rounded, count * sizeof(std::uint16_t));
   }
 
   static float number(std::uint16_t bf16) {
