@@ -293,7 +293,8 @@ Reason yields_few(const FewKernels& kernels, const Problem& p, const Machine& ma
   // Joined, in pairs (avx512_few_groups.h), .5, × dense bf16 with 1 / 4 tokens: 768→3072 1×4 .65 / .34 → 1.5
   // / 1.6, 2×2 .9 / .9 → 1.8 / 1.9; 4096², which comes out of memory, 1×4 2.1 / .9 → 1.4 / 1.3.
   const bool small = kernels.pairs && s.block_cols > 1 && s.block_size() <= 4;
-  if (small && (s.block_rows > 1 || 5 * s.value_count() >= s.rows * s.cols) && p.tokens <= kFewTokens) {
+  const bool packed = p.derived != 0 && (s.block_rows > 1 || 5 * s.value_count() >= s.rows * s.cols);
+  if (small && packed && p.tokens <= kFewTokens) {
     const bool far = bytes_of_weight(p) > kCached / 2;
     if (!far || p.tokens > 1) return "blocks of up to 4 elements are faster joined";
   }

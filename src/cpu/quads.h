@@ -108,12 +108,11 @@ struct QuadFew {
 // int32; or there is `lanes` instead, or `few_rows`, for panels of 64 tokens: these store, too.
 struct QuadKernels {
   const char* family;
-  double tile_cycles;  // that 16 outputs, 64 features and 32 tokens take: a figure for the configuration
-  std::int32_t rows;   // outputs of a block row are a multiple of it
-  std::int32_t
-      join;  // outputs of a product where block rows are not a multiple of `rows`, or less (of_product)
-  std::int32_t tokens;       // of a panel
-  bool by_line;              // a group of W is [line][output][4], else [output][64]
+  double tile_cycles;   // that 16 outputs, 64 features and 32 tokens take: a figure for the configuration
+  std::int32_t rows;    // outputs of a block row are a multiple of it
+  std::int32_t join;    // outputs of a product of what is no such multiple, or less (of_product)
+  std::int32_t tokens;  // of a panel
+  bool by_line;         // a group of W is [line][output][4], else [output][64]
   bool complements = false;  // the total of an output is Σ |w| of its negative weights, not Σ w
   // Sums are by token, from blocks of 32 outputs × 32 features; any others are multiplied as if all of W were
   // stored.
