@@ -101,8 +101,8 @@ TEST_P(PairsTest, FewTokensOfOddRowsKeepTheirBits) {
       const auto expect_alike = [&](std::int64_t first, std::int64_t count) {
         const std::vector<std::byte> part = run(first, count);
         EXPECT_TRUE(std::equal(part.begin(), part.end(), all.begin() + first * row))
-            << first << " and " << count << " tokens, block " << rows << 'x' << cols << " rounding "
-            << rounds_x;
+            << first << " and " << count << " tokens, block " << spec.block_rows << 'x' << spec.block_cols
+            << " rounding " << rounds_x;
       };
       for (const std::int64_t count : {1, 2, 3, 4, 5, 6, 7}) {
         for (std::int64_t first = 0; first + count <= 8; ++first) expect_alike(first, count);
