@@ -11,8 +11,8 @@ namespace {
 
 constexpr PairKernels with_few() {
   PairKernels table = pair_table<Avx512Bf16>("avx512_bf16", multiply_pair_lanes);
-  table.few_pack = FewGroups::pack;
-  table.few = FewGroups::multiply;
+  table.few_pack = Avx512FewGroups::pack;
+  table.few = Avx512FewGroups::multiply;
   return table;
 }
 

@@ -9,7 +9,7 @@
 
 namespace rarefy::cpu {
 
-struct FewGroups {
+struct Avx512FewGroups {
   static constexpr int kOutputs = 4, kTokens = 4;
 
   // Panels of four tokens: [feature][token], or [pair][token][2], whole groups of features.
