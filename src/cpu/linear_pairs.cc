@@ -151,7 +151,7 @@ std::int64_t few_tokens(const PairKernels& kernels, const PairsShape& s, const P
   if (p.op != Op::linear) return kFewTokens;
   const BsrShape& w = p.weight.shape;
   const std::int64_t rows = w.block_rows, cols = w.block_cols;
-  const double density = static_cast<double>(s.entries) / static_cast<double>(s.rows * s.red_blocks);
+  const double density = s.density();
   if (few_size(kernels, s) > 0) {
     // Single weights out of memory are fewer bytes as they are (4096² at .25, × dense 2.9 and 1.25); one
     // token of long odd rows goes well by row (17×33, 768→3072 at .5 91 and 130 µs).

@@ -72,13 +72,14 @@ struct GroupedShape {
     const std::int64_t apart = (listed * red_block + (group() - 1) * std::min(out_blocks, listed)) / group();
     return std::min(apart, out_blocks * ceil_div(red_blocks * red_block, group()));
   }
+  double density() const {
+    return static_cast<double>(entries) / static_cast<double>(std::max<std::int64_t>(1, rows * red_blocks));
+  }
   // The part of all columns that an output block has, if blocks lie at random.
   double stored() const {
-    const double density =
-        static_cast<double>(entries) / static_cast<double>(std::max<std::int64_t>(1, rows * red_blocks));
     const auto met = static_cast<double>(out_block + row_block - std::gcd(out_block, row_block)) /
                      static_cast<double>(row_block);  // block rows by an output block, on average
-    return 1 - std::pow(1 - density, met);
+    return 1 - std::pow(1 - density(), met);
   }
   // Tiles of 16 outputs × a group to multiply.
   double tiles() const {
