@@ -48,7 +48,7 @@ _TOKENS = {True: (1, 4), False: (8, 64, 120, 512)}  # 120 leave lanes empty
 _LEAST = 9  # points
 _SECONDS = 0.012  # for a single measurement
 _PATIENCE = 8  # times as long while threads wait for a processor: five calls of two threads may all be late
-_FORMAT = 5  # of the file
+_FORMAT = 6  # of the file
 # Weights of so many bytes and more are no faster than they are read, by whatever level holds them; so many
 # tokens of a dense layer, whose own speed of reading it is.
 _READ, _READING_TOKENS = (2**23, 2**25, 2**27), 16
@@ -160,7 +160,7 @@ def terms(case: Case, threads: int, forced: str = "") -> list[float]:
     kernel, config = _explained(case, threads, forced)
     if "_digits" in kernel:  # each token is three of int8: linear_digits.cc
         m *= 3
-    alone = kernel.endswith(("_int8_rows", "_digits_rows"))  # 64 tokens a panel, and nothing is joined
+    alone = kernel.endswith(("_int8_rows", "_digits_rows"))  # nothing is joined but to four rows
     if kernel.endswith(("_int8_tokens", "_digits_tokens")) and (rows % _PANEL or cols % _PANEL):
         weights = n * k  # as if all were stored
     elif case.int8:  # quads_weight.h
@@ -180,7 +180,7 @@ def terms(case: Case, threads: int, forced: str = "") -> list[float]:
         if "columns" in config:
             tiles = -(-k // cols // config["columns"])
     elif set(config) == {"panels", "splits", "rest"} and case.tokens > FEW_TOKENS:
-        lanes = 2 * _PANEL if alone else _PANEL
+        lanes = 2 * _PANEL if alone and kernel.startswith("avx512") else _PANEL
         step = 1 if kernel.endswith("_lanes") else _PANEL // 2  # linear_lanes.cc, _pairs.cc
         group = _GROUP.get(case.stored, _PANEL)
         if step > 1 and cols % group and not alone and weights < n * k:

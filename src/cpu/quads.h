@@ -47,10 +47,10 @@ struct QuadStore {
   std::int32_t rows, cols;
 };
 
-// Panels of 64 tokens: outputs whose sums are made together at most, and leave together where x is one part:
+// Of `few_rows`: outputs whose sums are made together at most; sums that leave together where x is one part,
 // two times 8 KB, which stay in L1. int32 between the sums of one set of four tokens and the next, which do
 // not have the same place of a page.
-inline constexpr std::int32_t kRowsWide = 128, kRowsNear = 32;
+inline constexpr std::int32_t kRowsWide = 128, kRowsNear = 2048;
 inline constexpr std::int32_t kRowsStride = (kRowsWide / 4 + 1) * 16;
 inline constexpr std::int32_t kRowsSums = 16 * kRowsStride;
 
@@ -67,11 +67,11 @@ struct QuadLeaving {
   std::int32_t done = 0;  // outputs of these
 };
 
-// Block rows of a panel of 64 tokens: those of their lines, from next[block row] on, that lie before `end` in
+// Block rows of a panel: those of their lines, from next[block row] on, that lie before `end` in
 // it, so that parts of the panel stay in L1 for several block rows.
 struct QuadRows {
   const std::int8_t* w;          // groups of [line][output][4]
-  const std::uint32_t* offsets;  // as of PairProduct, for panels of 32 tokens
+  const std::uint32_t* offsets;  // as of PairProduct, for panels of 32 tokens, whatever these have
   PairSource source;
   const std::int32_t *groups, *lines;  // of each block row: where its groups begin, how many lines it has
   std::int32_t* next;                  // lines that have been multiplied; where they are now
@@ -105,7 +105,7 @@ struct QuadFew {
 };
 
 // What one instruction set offers. `multiply` or `range` is that of pairs.h on groups of 64, with sums in
-// int32; or there is `lanes` instead, or `few_rows`, for panels of 64 tokens: these store, too.
+// int32; or there is `lanes` instead, or `few_rows`, for blocks of few outputs: these store, too.
 struct QuadKernels {
   const char* family;
   double tile_cycles;   // that 16 outputs, 64 features and 32 tokens take: a figure for the configuration
@@ -137,7 +137,9 @@ struct QuadKernels {
 extern const QuadKernels kQuadsScalar;
 #if defined(__x86_64__)
 extern const QuadKernels kQuadsAvx2;
+extern const QuadKernels kQuadsAvx2Rows;
 extern const QuadKernels kQuadsAvxVnni;
+extern const QuadKernels kQuadsAvxVnniRows;
 extern const QuadKernels kQuadsVnni;
 extern const QuadKernels kQuadsVnniRows;
 extern const QuadKernels kQuadsAmx;

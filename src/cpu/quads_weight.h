@@ -32,9 +32,10 @@ inline std::int64_t of_product(const QuadKernels& kernels, const BsrShape& s) {
 // zero adds nothing, as x has no NaN once it is rounded.
 struct QuadsShape : GroupedShape {
   std::int64_t tokens;  // of a panel
+  bool by_rows;         // QuadKernels::few_rows
 
   QuadsShape(const QuadKernels& kernels, const BsrShape& s)
-      : GroupedShape(s, kQuad, false), tokens(kernels.tokens) {
+      : GroupedShape(s, kQuad, false), tokens(kernels.tokens), by_rows(kernels.few_rows != nullptr) {
     cut_outputs(of_product(kernels, s));
     const bool joined = out_block != row_block;
     dense = kernels.by_token ? joined || red_block % (kQuadGroup / 2) != 0 : joined && stored() > kNearlyAll;
@@ -56,7 +57,7 @@ struct QuadsShape : GroupedShape {
   // Output blocks that are finished at a time (their rows of Y are 256 bytes in f32), panels that share
   // weights in L1, and the sums of one.
   std::int64_t finished() const {
-    return std::max<std::int64_t>(1, (tokens == kPanelTokens ? kStored : kRowsWide) / out_block);
+    return std::max<std::int64_t>(1, (by_rows ? kRowsWide : kStored) / out_block);
   }
   std::int64_t near() const { return finished() == 1 ? kNear : kNearSums; }
   // Stored by whole tiles of outputs: with blocks of 12, 20 and 24 more than are finished together.
@@ -189,7 +190,7 @@ struct QuadsWeight {
     }
   }
 
-  // The same by `few_rows`: a panel of 64 tokens at a time, and of it a part that stays in L1 while all block
+  // The same by `few_rows`: a panel at a time, and of it a part that stays in L1 while all block
   // rows meet it that are finished together. Sums leave while the next ones are made; out(token, rows,
   // output, count) says where to.
   template <class Out>
@@ -210,7 +211,7 @@ struct QuadsWeight {
       const std::int64_t parts = std::clamp<std::int64_t>(
           prepared.lines[o] / kLinesOfPart, 1, std::max<std::int64_t>(1, shape.padded / kNearFeatures));
       const std::int64_t together =
-          parts > 1 ? end - o : std::max<std::int64_t>(1, kRowsNear / shape.out_block);
+          parts > 1 ? end - o : std::max<std::int64_t>(1, kRowsNear / shape.tokens / shape.out_block);
       for (std::int64_t m = 0; m < tokens; m += shape.tokens) {
         const std::int32_t rows = shape.rows_of(tokens, m);
         t.vectors = (rows + 15) / 16;

@@ -37,8 +37,10 @@ void register_cpu(Registry& registry) {
   add_quads<kQuadsAmx, kHasAmxInt8>(registry, "amx_linear_int8", "quads");
   add_quads<kQuadsVnniRows, kHasVnni>(registry, "avx512_linear_int8_rows", "quad_lanes");
   add_quads<kQuadsVnni, kHasVnni>(registry, "avx512_linear_int8", "quad_lanes");
+  add_quads<kQuadsAvxVnniRows, kHasAvxVnni>(registry, "avx_vnni_linear_int8_rows", "quad_eights");
   add_quads<kQuadsAvxVnni, kHasAvxVnni>(registry, "avx_vnni_linear_int8", "quad_eights");
-  add_quads<kQuadsAvx2, kHasAvx2>(registry, "avx2_linear_int8", "quad_eights");
+  add_quads<kQuadsAvx2Rows, kHasAvx2>(registry, "avx2_linear_int8_rows", "quad_eights_split");
+  add_quads<kQuadsAvx2, kHasAvx2>(registry, "avx2_linear_int8", "quad_eights_split");
   add_digits<kQuadsAmxTokens, kAvx512, kHasAmxInt8>(registry, "amx_linear_digits_tokens", "quads");
   add_digits<kQuadsAmx, kAvx512, kHasAmxInt8>(registry, "amx_linear_digits", "quads");
   add_digits<kQuadsVnniRows, kAvx512, kHasVnni>(registry, "avx512_linear_digits_rows", "quad_lanes");
@@ -47,7 +49,7 @@ void register_cpu(Registry& registry) {
   add_feed_forward_quads<kQuadsAmx, kHasAmxInt8>(registry, "amx_feed_forward_int8", "quads");
   add_feed_forward_quads<kQuadsVnni, kHasVnni>(registry, "avx512_feed_forward_int8", "quad_lanes");
   add_feed_forward_quads<kQuadsAvxVnni, kHasAvxVnni>(registry, "avx_vnni_feed_forward_int8", "quad_eights");
-  add_feed_forward_quads<kQuadsAvx2, kHasAvx2>(registry, "avx2_feed_forward_int8", "quad_eights");
+  add_feed_forward_quads<kQuadsAvx2, kHasAvx2>(registry, "avx2_feed_forward_int8", "quad_eights_split");
   add_windows<kFewAvx512, kHasAvx512>(registry, "avx512_linear_windows");
   add_sell<kSellAvx512, kHasAvx512>(registry, "avx512_linear_sell", "sell_16");
   add_few<kFewAvx512, kHasAvx512>(registry, "avx512_linear_few");
@@ -92,8 +94,8 @@ void register_cpu(Registry& registry) {
                                     "scalar_grad_weight_doubles");
   add_bitmap<kScalar, kAny>(registry, "scalar_linear_bitmap", "scalar_linear_two_of_four");
   add_feed_forward<kScalar, kAny>(registry, "scalar_feed_forward", "scalar_feed_forward_apart");
-  add_quads<kQuadsScalar, kAny>(registry, "scalar_linear_int8", "quads");
-  add_feed_forward_quads<kQuadsScalar, kAny>(registry, "scalar_feed_forward_int8", "quads");
+  add_quads<kQuadsScalar, kAny>(registry, "scalar_linear_int8", "quads_plain");
+  add_feed_forward_quads<kQuadsScalar, kAny>(registry, "scalar_feed_forward_int8", "quads_plain");
   add_scaled<kScalar, kAny>(registry, "scalar_linear_scaled", "scalar_grad_input_scaled");
   // After rows that take all that it takes: only who asks for it by name gets it.
   add_pairs<kPairsPortable, kAny>(registry, "pairs_linear", "pairs_grad_input", "pairs_grad_input_columns",

@@ -242,14 +242,42 @@ TEST_P(Int8Test, PartsOfPanelsOfManyTokens) {
   }
 }
 
+// A layer keeps what it holds when another family is forced: that one reads it alike, or not at all.
+TEST_P(Int8Test, OnWhatAnotherFamilyDerived) {
+  if (GetParam().scaling != Scaling::dynamic) GTEST_SKIP() << "digits hold what int8 holds";
+  const auto check_pair = [](const std::string& derives, const std::string& runs) {
+    for (const auto& [rows, cols] : {std::pair{4, 1}, {4, 4}, {6, 6}, {10, 10}, {16, 1}, {32, 32}}) {
+      for (const std::int64_t tokens : {1, 40}) {
+        SCOPED_TRACE(derives + ", then " + runs + ", " + std::to_string(rows) + " rows");
+        const Layer layer({tokens, 110, 90, rows, cols, 0.4, DType::f32, true, 0});
+        LinearRun run(layer, Scaling::dynamic, {}, false);
+        {
+          const Force force(derives);
+          run.derive(tokens);
+        }
+        const Force force(runs);
+        expect_ok(run.linear());
+        expect_linear(layer, Scaling::dynamic, run.y());
+      }
+    }
+  };
+  for (const std::string& other : families_of(Scaling::dynamic)) {
+    check_pair(GetParam().family, other);
+    check_pair(other, GetParam().family);
+  }
+}
+
 TEST_P(Int8Test, ConfigurationsOfBlocksOfFewOutputs) {
-  if (GetParam().scaling != Scaling::dynamic || GetParam().family != "avx512") return;
+  const std::string& family = GetParam().family;
+  if (GetParam().scaling != Scaling::dynamic || !(family.starts_with("avx"))) {
+    GTEST_SKIP() << "has no kernel for them";
+  }
   ThreadPool pool(3);
   for (const char* config : {"panels=1 splits=1 rest=0", "panels=2 splits=3 rest=0",
                              "panels=16 splits=5 rest=0", "panels=2 splits=2 rest=1"}) {
-    const Force force(std::string("avx512,avx512_linear_int8_rows(") + config + ")");
+    const Force force(family + "," + family + "_linear_int8_rows(" + config + ")");
     for (const std::int64_t cols : {1, 4, 64}) {
-      const Layer layer({150, 170, 200, 4, cols, 0.4, DType::f32, true, 0});
+      const Layer layer({150, 170, 2000, 4, cols, 0.4, DType::f32, true, 0});
       LinearRun run(layer, GetParam().scaling, pool.executor());
       expect_ok(run.linear());
       expect_linear(layer, GetParam().scaling, run.y());
@@ -373,6 +401,12 @@ TEST(Int8SelectionTest, SaysWhatItDoesNotTake) {
               two ? "" : "takes at least 20 tokens with blocks of 8 outputs; got 9");
     EXPECT_EQ(why_not(asked({64, 64, 32, 1, 9}, DType::f32, Scaling::dynamic), rows),
               "takes blocks of less than 32 outputs; got 32×1 with 9 of 128");
+  }
+  if (cpu_machine().has("avx2")) {
+    EXPECT_EQ(why_not(asked({64, 64, 4, 1, 9}, DType::f32, Scaling::dynamic), "avx2_linear_int8_rows"),
+              "takes at least 12 tokens with blocks of 4 outputs; got 9");
+    EXPECT_EQ(why_not(asked({64, 64, 8, 1, 9}, DType::f32, Scaling::dynamic), "avx2_linear_int8_rows"),
+              "takes blocks whose rows are no multiple of 8, where joining costs; got 8×1 with 9 of 512");
   }
 #endif
   EXPECT_EQ(why_not(asked({64, 64, 16, 1, 9}, DType::f32, Scaling::dynamic), "scalar_linear_scaled"),
