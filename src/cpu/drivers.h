@@ -39,9 +39,8 @@ struct ProductShape {
   }
 };
 
-// Bytes of W that a last level keeps between calls, as processors tell that of all their cores, and those
-// that surely come from memory.
-inline constexpr std::int64_t kCached = 16 << 20, kFar = 32 << 20;
+// Bytes of W that surely come from memory.
+inline constexpr std::int64_t kFar = 32 << 20;
 
 // Tasks of a kernel that reads W once: the last ones to end are short.
 inline constexpr std::int64_t kTasksPerThread = 4;

@@ -17,6 +17,10 @@ void few_quads(const FewTask& task) {
   constexpr int share = std::max(1, w / (4 * Size)), vectors = entries / share;  // entries that share one
   constexpr std::int64_t kBytes = bytes_of(kStorage);
   constexpr std::int32_t kMost = Sets * kFewParts * kFewPart * entries;
+  // Floats in fours are loaded as often as they are wanted, not spread from one register.
+  constexpr bool kSpreads = kStorage == Storage::f32 && Size == 4 && share == 1 && requires(const float* p) {
+    I::each_four_times(p, 0);
+  };
   using Set = Vec<I>[vectors][halves];
   const auto each = [](auto f) {
 #pragma GCC unroll 4
@@ -50,8 +54,9 @@ void few_quads(const FewTask& task) {
         static constexpr float kNone[4] = {};
         return entry < stop ? x_of(entry) : kNone;
       };
-      // Those of vector i, whose weights are the i-th of as many.
-      const auto add_entry = [&](Set& to, std::int32_t from, Vec<I> wv, int i, const auto& x) {
+      // Those of vector i, whose weights are the i-th of as many, which lie at `values`.
+      const auto add_entry = [&](Set& to, std::int32_t from, Vec<I> wv, const char* values, int i,
+                                 const auto& x) {
         Vec<I> xv;
         if constexpr (share == 1) {
           xv = I::template repeat<4>(x(from + i));
@@ -59,14 +64,22 @@ void few_quads(const FewTask& task) {
           xv = I::two_fours(x(from + 2 * i), x(from + 2 * i + 1));
         }
 #pragma GCC unroll 2
-        for (int h = 0; h < halves; ++h)
-          to[i][h] = I::fma(I::each_four_times(wv, i * share * Size + h * rows), xv, to[i][h]);
+        for (int h = 0; h < halves; ++h) {
+          Vec<I> each;
+          if constexpr (kSpreads) {
+            each = I::each_four_times(reinterpret_cast<const float*>(values) + i * Size, h * rows);
+          } else {
+            each = I::each_four_times(wv, i * share * Size + h * rows);
+          }
+          to[i][h] = I::fma(each, xv, to[i][h]);
+        }
       };
       const auto add = [&](Set& to, std::int32_t from) {
         const char* values = static_cast<const char*>(task.w.values) + std::int64_t{from} * Size * kBytes;
-        const Vec<I> wv = load_as<I>(kStorage, values, 0);
+        Vec<I> wv = I::zero();
+        if constexpr (!kSpreads) wv = load_as<I>(kStorage, values, 0);
 #pragma GCC unroll 4
-        for (int i = 0; i < vectors; ++i) add_entry(to, from, wv, i, x_of);
+        for (int i = 0; i < vectors; ++i) add_entry(to, from, wv, values, i, x_of);
       };
       const auto add_sets = [&](std::int32_t from) {
         const char* values = static_cast<const char*>(task.w.values) + std::int64_t{from} * Size * kBytes;
@@ -86,9 +99,12 @@ void few_quads(const FewTask& task) {
       for (; e < whole; e += entries) add(sum[0], e);
       if (e < stop) {
         const Vec<I> wv = load_part<I>(kStorage, task.w.values, std::int64_t{e} * Size, (stop - e) * Size);
+        alignas(64) float four[w];
+        I::store(four, wv);
 #pragma GCC unroll 4
         for (int i = 0; i < vectors; ++i) {
-          if (e + i * share < stop) add_entry(sum[0], e, wv, i, x_or_none);
+          if (e + i * share < stop)
+            add_entry(sum[0], e, wv, reinterpret_cast<const char*>(four), i, x_or_none);
         }
         e = stop;
       }

@@ -129,7 +129,13 @@ void few_slices(FewRow& row, int first) {
       if constexpr (kSpread == Spread::four && Tokens == 4) I::four(x, xv);
 #pragma GCC unroll 16
       for (int m = 0; m < Tokens; ++m) {
-        if constexpr (kSpread == Spread::whole) xv[m] = I::load(x + m * row.x_stride + c);
+        if constexpr (kSpread == Spread::whole) {
+          Vec<I> v = I::load(x + m * row.x_stride + c);
+          // Else GCC loads x for each row, ten loads beside eight FMAs (AVX2: a Zen 3, 768→3072 at .5, 16×16
+          // .218 → .184 ms with sums of both rows folded together).
+          if constexpr (I::kRegisters == 16 && Slices == 2 && Tokens == 4) __asm__("" : "+x"(v));
+          xv[m] = v;
+        }
         if constexpr (kSpread == Spread::four && Tokens == 8) xv[m] = I::set1(x[m]);
         if constexpr (kSpread == Spread::edge && N == 1) xv[m] = I::set1(x[m * row.x_stride]);
         if constexpr (kSpread == Spread::edge && N != 1) {
@@ -240,11 +246,16 @@ void few_slices(FewRow& row, int first) {
                     y + first + s);
       }
     } else if constexpr (kSpread == Spread::whole) {  // as above: a row has the same bits beside any others
-#pragma GCC unroll 16
-      for (int s = 0; s < Slices; ++s) {
-        float four[4];
-        I::sum4(all_sets(s, m), I::zero(), I::zero(), I::zero(), four);
-        y[first + s] += four[0];
+      if (m % (4 / Slices) != 0) continue;
+      const auto of = [&](int i) {
+        const int token = m + i / Slices;
+        return token < Tokens ? all_sets(i % Slices, token < Tokens ? token : 0) : I::zero();
+      };
+      float four[4];
+      I::sum4(of(0), of(1), of(2), of(3), four);
+#pragma GCC unroll 4
+      for (int i = 0; i < 4; ++i) {
+        if (m + i / Slices < Tokens) y[i / Slices * row.y_stride + first + i % Slices] += four[i];
       }
     } else {
 #pragma GCC unroll 16

@@ -223,6 +223,9 @@ struct FewTaskOf {
 };
 using FewTask = FewTaskOf<float>;
 
+// Bytes of W that a last level keeps between calls, as processors tell that of all their cores.
+inline constexpr std::int64_t kCached = 16 << 20;
+
 inline constexpr std::int64_t kFewTokens = 4, kFewEight = 8;
 inline constexpr std::int64_t kFewByFours = 16;  // in groups of these
 inline constexpr std::int32_t kColumnsAhead = 16;
