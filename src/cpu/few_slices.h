@@ -245,8 +245,9 @@ void few_slices(FewRow& row, int first) {
         I::add_sums(all_sets(s, m), all_sets(s + 1, m), all_sets(s + 2, m), all_sets(s + 3, m),
                     y + first + s);
       }
-    } else if constexpr (kSpread == Spread::whole) {  // as above: a row has the same bits beside any others
-      if (m % (4 / Slices) != 0) continue;
+    } else if constexpr (kSpread == Spread::whole) {  // one row or two, of as many tokens as make four sums,
+      constexpr int kTogether = 4 / Slices;           // each with the bits that it has alone
+      if (m % kTogether != 0) continue;
       const auto of = [&](int i) {
         const int token = m + i / Slices;
         return token < Tokens ? all_sets(i % Slices, token < Tokens ? token : 0) : I::zero();

@@ -6,6 +6,19 @@
 
 namespace rarefy::test {
 
+// The families whose rows take bf16 in pairs, of those that this machine can run.
+inline std::vector<std::string> pair_families() {
+  rarefy::Problem asked = make_problem(Op::linear, {16, 2, 16, 2, 1}, 8, DType::bf16);
+  asked.derived = kAnyDerived;
+  std::vector<std::string> families;
+  for (const Candidate& candidate : explain(asked).candidates) {
+    const bool pairs = candidate.kernel.family == "amx" || candidate.kernel.family == "avx512_bf16" ||
+                       candidate.kernel.family == "pairs";
+    if (pairs && candidate.why_not.empty()) families.push_back(candidate.kernel.family);
+  }
+  return families;
+}
+
 class PairsTest : public ::testing::TestWithParam<std::string> {
  protected:
   static void run_all(ProblemIn<HostBuffer>& run) {

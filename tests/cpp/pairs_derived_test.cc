@@ -57,6 +57,37 @@ TEST_P(PairsTest, DerivedDataOfOthersIsNotRead) {
   }
 }
 
+// A layer keeps what it holds when another family is forced: that one reads it alike, or not at all.
+TEST_P(PairsTest, OnWhatAnotherFamilyDerived) {
+  const auto check_pair = [](const std::string& derives, const std::string& runs) {
+    using Block = std::pair<std::int64_t, std::int64_t>;
+    for (const auto& [rows, cols] : {Block{32, 1}, {16, 16}, {4, 1}, {8, 8}, {24, 1}, {10, 10}, {32, 32}}) {
+      SCOPED_TRACE(derives + ", then " + runs + ", " + std::to_string(rows) + 'x' + std::to_string(cols));
+      const Problem problem = make_problem({100, 170, 200, rows, cols, 0.4, DType::bf16, false, 1});
+      ProblemIn<HostBuffer> run(problem);
+      const BsrView alone = run.weight();
+      run.hold_derived();
+      BsrView held;
+      {
+        const Force force(derives);
+        held = run.weight();
+      }
+      const Force force(runs);
+      const auto product = [&](const BsrView& w) {
+        std::vector<std::byte> y(100 * 170 * 2);
+        expect_ok(
+            linear(run.x_view(), w, run.bias(), Activation::none, {y.data(), DType::bf16, 100, 170, 170}));
+        return y;
+      };
+      EXPECT_EQ(product(held), product(alone));
+    }
+  };
+  for (const std::string& other : pair_families()) {
+    check_pair(GetParam(), other);
+    check_pair(other, GetParam());
+  }
+}
+
 TEST_P(PairsTest, DerivedDataThatIsTooSmallIsRefused) {
   const Force force(GetParam());
   const Problem problem = make_problem({100, 170, 200, 32, 1, 0.4, DType::bf16, false, 1});

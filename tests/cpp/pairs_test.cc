@@ -9,19 +9,6 @@
 namespace rarefy::test {
 namespace {
 
-// The families whose rows take bf16 in pairs, of those that this machine can run.
-std::vector<std::string> pair_families() {
-  rarefy::Problem asked = make_problem(Op::linear, {16, 2, 16, 2, 1}, 8, DType::bf16);
-  asked.derived = kAnyDerived;
-  std::vector<std::string> families;
-  for (const Candidate& candidate : explain(asked).candidates) {
-    const bool pairs = candidate.kernel.family == "amx" || candidate.kernel.family == "avx512_bf16" ||
-                       candidate.kernel.family == "pairs";
-    if (pairs && candidate.why_not.empty()) families.push_back(candidate.kernel.family);
-  }
-  return families;
-}
-
 INSTANTIATE_TEST_SUITE_P(Cpu, PairsTest, ::testing::ValuesIn(pair_families()),
                          [](const auto& tested) { return tested.param; });
 
