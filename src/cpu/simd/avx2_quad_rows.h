@@ -75,9 +75,7 @@ struct Avx2QuadRows {
     return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
   }
   static __m256i broadcast(const std::uint8_t* from) {
-    std::int32_t four;
-    __builtin_memcpy(&four, from, sizeof(four));
-    return _mm256_set1_epi32(four);
+    return Avx2QuadLanes::broadcast(reinterpret_cast<const char*>(from));
   }
 
   // An output's four weights and 16 tokens. By name: of intrinsics GCC 12 makes all products of an output
@@ -87,9 +85,8 @@ struct Avx2QuadRows {
     __m256i first = sum[0], second = sum[1];
     const __m256i four = broadcast(w);
     if constexpr (kUnsigned) {
-      __asm__("%{vex%} vpdpbusd %3, %2, %0\n\t%{vex%} vpdpbusd %3, %4, %1"
-              : "+&x"(first), "+x"(second)
-              : "x"(x[0]), "x"(four), "x"(x[1]));
+      first = Avx2VnniLanes::dot(first, x[0], four);
+      second = Avx2VnniLanes::dot(second, x[1], four);
     } else {
       __m256i a, b;
       __asm__(
