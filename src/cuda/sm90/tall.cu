@@ -49,33 +49,39 @@ cudaError_t launch(const TallProblem& p, const TallConfig& config, int sms, cons
     cudaError_t status = make_tensor_map(&params.y, p.dtype, y_data, y);
     if (status != cudaSuccess) return status;
     if (p.blocks == 0) params.w = params.y;  // never read, but asked for ahead
-    params.x = o.x;
-    params.x_bytes = static_cast<u32>(p.x_stride * 2);
+    const auto* x = static_cast<const std::uint16_t*>(o.x) + first * (by_token ? p.x_stride : 1);
+    params.x = x;
+    std::int64_t x_tile = config.tile.tokens, x_stride = p.x_stride;  // elements
     params.turned = copies;
     params.ragged = !copies && p.tokens % 8 != 0;
     if (copies) {
-      const std::int64_t stride = config.chunk_stride(p.tokens);
-      const auto* x = static_cast<const std::uint16_t*>(o.x) + first * (by_token ? p.x_stride : 1);
+      // What a tile reads lies side by side, if all tiles are whole: 1.4 of the transpose's 36 us less.
+      const bool in_panels = by_token && tokens % x_tile == 0;
+      const TransposedPanels panels =
+          in_panels ? TransposedPanels{config.tile.tokens, p.cols * x_tile} : TransposedPanels{};
+      x_stride = in_panels ? x_tile : config.chunk_stride(p.tokens);
+      if (in_panels) x_tile = panels.stride;
       char* to = static_cast<char*>(o.workspace) + first / at_once % 2 * config.chunk_bytes(p);
-      status = by_token ? transpose(x, 2, tokens, p.cols, p.x_stride, to, stride, first > 0, stream)
-                        : copy_lines({x, 2 * p.x_stride}, {to, 2 * stride}, p.cols, 2 * tokens,
+      status = by_token ? transpose(x, 2, tokens, p.cols, p.x_stride, to, x_stride, first > 0, stream, panels)
+                        : copy_lines({x, 2 * p.x_stride}, {to, 2 * x_stride}, p.cols, 2 * tokens,
                                      2 * ((8 - tokens % 8) % 8), first > 0, stream);
       if (status != cudaSuccess) return status;
       params.x = to;
-      params.x_bytes = static_cast<u32>(stride * 2);
     }
+    params.x_tile = x_tile * 2;
+    params.x_bytes = static_cast<u32>(x_stride * 2);
     params.tokens = static_cast<int>(tokens);
     if (o.stated.values != nullptr) {
       const Product& stated = o.stated.product;
       const ProductIndex& index = o.stated.index;
       Stored& s = params.stored;
-      s = {params.x, o.stated.values, y_data, index.offsets, index.others, index.entries, 1, p.y_stride};
+      s = {x, o.stated.values, y_data, index.offsets, index.others, index.entries, p.x_stride, p.y_stride};
       s.tokens = static_cast<int>(tokens);
       s.in = static_cast<int>(p.cols);
       s.out = static_cast<int>(p.rows);
       s.block_in = static_cast<int>(stated.block_in());
       s.block_out = static_cast<int>(stated.block_out());
-      s.x_feature = params.x_bytes / 2;
+      if (!by_token) std::swap(s.x_stride, s.x_feature);
       if (params.y_by_feature) std::swap(s.y_stride, s.y_feature);
     }
     params.lists = {plan.lists(), o.plan + plan.items_at,

@@ -21,9 +21,10 @@ struct TallParams {
   const int4* groups;  // of rows, its columns' first and end in col
   const int* col;
   const void *x, *values, *bias;
-  u32 x_bytes;  // between features of X
-  bool ragged;  // only the tokens of X themselves may be read, and they end within 16 bytes
-  bool turned;  // by the kernel before this one, for it: nothing else can be waited for
+  std::int64_t x_tile;  // bytes between token tiles of X
+  u32 x_bytes;          // between its features
+  bool ragged;          // only the tokens of X themselves may be read, and they end within 16 bytes
+  bool turned;          // by the kernel before this one, for it: nothing else can be waited for
   int tokens, features, block_rows;
   Activation activation;
   bool y_by_feature;
@@ -144,8 +145,7 @@ struct TallWarps {
       const Tokens tokens = token + kTokens <= p.tokens ? Tokens::all
                             : p.ragged                  ? Tokens::ragged
                                                         : Tokens::pieces;
-      const char* x =
-          hidden(reinterpret_cast<const char*>(static_cast<const T*>(p.x) + token) + lane % kPieces * 16);
+      const char* x = hidden(static_cast<const char*>(p.x) + t.token_tile * p.x_tile + lane % kPieces * 16);
       int column = next;
       next_tile = walk.next();
       int step = t.first;

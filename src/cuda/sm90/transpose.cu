@@ -30,6 +30,16 @@ __device__ inline u32 place(int row, int piece) {  // of 16 bytes in a swizzled 
   return static_cast<u32>(row * 128 + ((piece ^ row % 8) << 4));
 }
 
+// L2 keeps a quarter of what is written, always the same lines of it, until it is wanted: here or in the next
+// layer, whose result is often in the same place. X stays as other reads do, since others read it, too.
+__device__ inline void store_kept(void* to, uint4 v) {
+  u64 policy;
+  asm("createpolicy.fractional.L2::evict_last.b64 %0, 0.25;" : "=l"(policy));
+  asm volatile("st.global.L2::cache_hint.v4.u32 [%0], {%1, %2, %3, %4}, %5;" ::"l"(to), "r"(v.x), "r"(v.y),
+               "r"(v.z), "r"(v.w), "l"(policy)
+               : "memory");
+}
+
 // A thread block's tile, and its thread's pieces of the rows: kPieces of 16 bytes a row.
 template <class T>
 struct TransposeTile {
@@ -51,7 +61,7 @@ struct TransposeTile {
       const T* from = static_cast<const T*>(p.from) + its * p.stride + col;
       in[i] = {};
       if (its < p.rows && col + kElements <= p.cols && p.aligned) {
-        in[i] = __ldcs(reinterpret_cast<const uint4*>(from));
+        in[i] = __ldcg(reinterpret_cast<const uint4*>(from));
       } else if (its < p.rows) {
         auto* elements = reinterpret_cast<T*>(&in[i]);
 #pragma unroll
@@ -75,8 +85,7 @@ struct TransposeTile {
       if (col0 + column >= p.cols) continue;
       const int place =
           p.swizzled ? swizzled_piece(1 << (p.log_panel - 3), column, in_panel / 8) * 8 : in_panel;
-      *reinterpret_cast<uint4*>(static_cast<T*>(p.to) + (col0 + column) * p.to_stride + panel + place) =
-          of(column, piece);
+      store_kept(static_cast<T*>(p.to) + (col0 + column) * p.to_stride + panel + place, of(column, piece));
     }
     if (blockIdx.x == gridDim.x - 1) {
       for (int i = static_cast<int>(threadIdx.x); i < p.zeros.count; i += kThreads) p.zeros.words[i] = 0;

@@ -20,7 +20,7 @@ constexpr double transpose_microseconds(std::int64_t bytes) {  // of the matrix
 // `stride` elements on. `swizzled`, of 32 or 64 rows of 16 bits: the pieces of 16 bytes of
 // a column lie where swizzled_piece says.
 struct TransposedPanels {
-  int rows = 64;  // a power of two, up to 64
+  int rows = 64;  // a power of two
   std::int64_t stride = 64;
   bool swizzled = false;
 };
