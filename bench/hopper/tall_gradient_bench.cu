@@ -30,24 +30,28 @@ Pattern even_pattern(std::int64_t n, std::int64_t k, std::int64_t r, std::int64_
 }
 
 // What is run: what `configure` chooses, or with so many shares of the tokens, or tiles of pairs of rows with
-// so many thread blocks in a cluster.
+// so many thread blocks in a cluster, or of 64 rows in long steps.
 struct Way {
   int split = 0, pairs = 0;
+  bool long_steps = false;
   bool chosen() const { return split + pairs == 0; }
 };
-constexpr Way kWays[] = {{0, 0}, {1, 0}, {2, 0}, {4, 0}, {1, 1}, {1, 2}};
+constexpr Way kWays[] = {{0, 0}, {1, 0},       {2, 0},       {4, 0},      {1, 1},
+                         {1, 2}, {1, 0, true}, {2, 0, true}, {4, 0, true}};
 
 TallGradientConfig chosen(const TallGradientProblem& problem, const Way& way, int columns = 0) {
   TallGradientConfig c = configure(problem, kSms, kSharedBytes);
   if (!way.chosen()) {
-    if (c.pairs != way.pairs) c.columns = 1000;
+    if (c.pairs != way.pairs || c.long_steps != way.long_steps) c.columns = 1000;
+    if (way.long_steps) c.rows = 64, c.turns = 0;
+    c.long_steps = way.long_steps;
     c.split = way.split;
     c.pairs = way.pairs;
     c.columns = std::min(c.columns, c.most_columns());
     c.slots = 0;
     c.slots = std::min(8, (kSharedBytes - 512 - c.shared_bytes()) / c.slot_bytes());
   }
-  if (columns > 0) c.columns = columns * (c.most_columns() / TallGradientConfig::kMost);
+  if (columns > 0) c.columns = columns * c.most_columns() / TallGradientConfig::kMost / 8 * 8;
   return c;
 }
 
@@ -158,7 +162,7 @@ bool check(const TallGradientCase& c, bool by_feature, bool integers, unsigned s
       if (way.pairs > 0 && columns > 0 && columns < TallPairs::kLeastColumns) continue;
       if (way.chosen() && columns > 0) continue;
       TallGradientConfig config = chosen(p, way, columns);
-      if (way.chosen() || columns % 16 == 0) config.turns = 2;
+      if (!config.long_steps && (way.chosen() || columns % 16 == 0)) config.turns = 2;
       if (!valid(p, config)) std::printf("invalid %s\n", config.text().c_str());
       Buffer<std::int32_t> words(static_cast<std::size_t>(TallGradientPlan(p, config).words));
       Buffer<char> workspace(static_cast<std::size_t>(sm90::workspace(p, config)));

@@ -40,15 +40,34 @@ TEST(TallGradient, HasRoomForItsTiles) {
         TallGradientConfig{64, 1, 1}, TallGradientConfig{64, 1, 4, 2}, TallGradientConfig{64, 1, 4, 132, 4},
         TallGradientConfig{64, 1, 4, 132, 580}, TallGradientConfig{64, 1, 4, 132, 288, 3},
         TallGradientConfig{64, 2, 4, 132, 288, 2}, TallGradientConfig{64, 1, 6, 132, 288, 2},
-        TallGradientConfig{64, 1, 4, 132, 296, 2}, TallGradientConfig{64, 1, 4, 132, 120, 2}})
+        TallGradientConfig{64, 1, 4, 132, 296, 2}, TallGradientConfig{64, 1, 4, 132, 120, 2},
+        TallGradientConfig{64, 1, 3, 132, 472, 0, 0, true},
+        TallGradientConfig{64, 1, 3, 132, 464, 0, 1, true},
+        TallGradientConfig{64, 1, 3, 132, 288, 1, 0, true}})
     EXPECT_FALSE(valid(p, c)) << c.text();
+  EXPECT_TRUE(valid(p, {64, 1, 3, 132, 464, 0, 0, true}));
   EXPECT_TRUE(valid(p, {64, 1, 5, 132, 288, 2}));
   p.block_rows = 128;
   EXPECT_FALSE(valid(p, {64, 1, 5, 132, 288, 2}));
+  EXPECT_FALSE(valid(p, {128, 1, 3, 132, 288, 0, 0, true}));
   p.x_stride = 68;
   EXPECT_EQ(unsupported(p), "copies of 16 bytes need rows of X and dY 16 bytes apart");
   p.block_rows = 16;
   EXPECT_EQ(unsupported(p), "blocks must have a multiple of 32 rows");
+}
+
+// Few columns of 64 rows: a step of 64 tokens has room for them.
+TEST(TallGradient, FewColumnsGoInLongSteps) {
+  const auto chosen = [](std::int64_t block_rows, double density) {
+    const auto blocks = static_cast<std::int64_t>(density * 4096 * 4096 / static_cast<double>(block_rows));
+    const TallGradientProblem p{DType::bf16, 8192, 4096, 4096, block_rows, blocks, 4096, 4096};
+    const TallGradientConfig c = configure(p, kMachine.sms, kMachine.shared_bytes);
+    EXPECT_TRUE(valid(p, c)) << c.text();
+    return c;
+  };
+  EXPECT_TRUE(chosen(64, .1).long_steps);
+  EXPECT_FALSE(chosen(64, .5).long_steps);  // pairs of rows
+  EXPECT_FALSE(chosen(128, .1).long_steps);
 }
 
 TEST(TallGradient, RowsOfAPairAreAWord) {

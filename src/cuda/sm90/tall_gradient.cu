@@ -157,13 +157,13 @@ __global__ void __launch_bounds__(32) tile_list_kernel(const __grid_constant__ T
   });
 }
 
-template <class T, int kRows, bool kTurns>
+template <class T, int kRows, TallSteps kKind>
 cudaError_t launch_split(const TallGradientConfig& c, const TallGradientParams& params, Gathered x,
                          cudaStream_t stream) {
   switch (c.split) {
-    case 1: return launch_tiles<T, kRows, 1, 0, kTurns>(c, params, x, stream);
-    case 2: return launch_tiles<T, kRows, 2, 0, kTurns>(c, params, x, stream);
-    case 4: return launch_tiles<T, kRows, 4, 0, kTurns>(c, params, x, stream);
+    case 1: return launch_tiles<T, kRows, 1, 0, kKind>(c, params, x, stream);
+    case 2: return launch_tiles<T, kRows, 2, 0, kKind>(c, params, x, stream);
+    case 4: return launch_tiles<T, kRows, 4, 0, kKind>(c, params, x, stream);
     default: return cudaErrorInvalidConfiguration;
   }
 }
@@ -172,11 +172,12 @@ template <class T>
 cudaError_t launch_type(const TallGradientConfig& c, const TallGradientParams& params, Gathered x,
                         cudaStream_t stream) {
   if (c.pairs > 0) return launch_pairs<T>(c, params, x, stream);
+  if (c.long_steps) return launch_split<T, 64, TallSteps::long_steps>(c, params, x, stream);
   if (x == Gathered::turned)
-    return c.rows == 128 ? launch_split<T, 128, true>(c, params, x, stream)
-                         : launch_split<T, 64, true>(c, params, x, stream);
-  return c.rows == 128 ? launch_split<T, 128, false>(c, params, x, stream)
-                       : launch_split<T, 64, false>(c, params, x, stream);
+    return c.rows == 128 ? launch_split<T, 128, TallSteps::turns>(c, params, x, stream)
+                         : launch_split<T, 64, TallSteps::turns>(c, params, x, stream);
+  return c.rows == 128 ? launch_split<T, 128, TallSteps::plain>(c, params, x, stream)
+                       : launch_split<T, 64, TallSteps::plain>(c, params, x, stream);
 }
 
 int n(std::int64_t x) { return static_cast<int>(x); }

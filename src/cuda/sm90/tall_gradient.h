@@ -57,18 +57,20 @@ struct TileParts {
 };
 
 struct TallGradientConfig {
-  static constexpr int kMost = 288;  // columns of a warpgroup's sums
-  int rows = 128;                    // of a tile; 64: twice the columns
-  int split = 1;                     // thread blocks of a cluster that share the tokens: 1, 2 or 4
-  int slots = 4;                     // steps in flight
+  static constexpr int kMost = 288;        // columns of a warpgroup's sums
+  static constexpr int kMostOfLong = 464;  // of a tile: three steps have room
+  int rows = 128;                          // of a tile; 64: twice the columns
+  int split = 1;                           // thread blocks of a cluster that share the tokens: 1, 2 or 4
+  int slots = 4;                           // steps in flight
   int sms = 132;
   int columns = kMost;  // of a tile, at most: a row is divided evenly into as few tiles as hold it
   int pairs = 0;        // tiles are of two block rows of 64 (tall_pairs.h): thread blocks that share dY
   int turns = 1;  // X by token: 0 is transposed before; 1: or, if it has 48 to 128 MB, 2: or always, the
                   // kernel turns it itself, all but the first tokens
+  bool long_steps = false;  // of 64 rows: 64 tokens and up to kMostOfLong columns, not 32 and 576
 
-  int most_columns() const { return rows == 128 || pairs > 0 ? kMost : 2 * kMost; }
-  int tokens() const { return rows == 128 ? 64 : 32; }  // of a step
+  int most_columns() const { return long_steps ? kMostOfLong : rows == 128 || pairs > 0 ? kMost : 2 * kMost; }
+  int tokens() const { return rows == 128 || long_steps ? 64 : 32; }  // of a step
   int slot_bytes() const {
     return (pairs > 0 ? 128 + TallPairs::kMostGathered : rows + most_columns()) * tokens() * 2;
   }
@@ -77,7 +79,7 @@ struct TallGradientConfig {
     return "rows=" + std::to_string(rows) + " split=" + std::to_string(split) +
            " slots=" + std::to_string(slots) + " sms=" + std::to_string(sms) +
            " columns=" + std::to_string(columns) + (pairs > 0 ? " pairs=" + std::to_string(pairs) : "") +
-           " turns=" + std::to_string(turns);
+           " turns=" + std::to_string(turns) + (long_steps ? " long_steps=1" : "");
   }
   // Of fewer bytes the start costs more than this saves, more are read again from device memory.
   bool turns_itself(const TallGradientProblem& p) const {

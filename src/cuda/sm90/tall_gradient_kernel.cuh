@@ -13,11 +13,13 @@
 
 namespace rarefy::sm90 {
 
-template <class T, int kRows, int kSplit, int kPairs, bool kTurns>
-struct TallGradientWarps : TallGradientOut<T, kRows, kSplit, kPairs, kTurns> {
-  using Shape = TallGradientShape<kRows, kPairs, kTurns>;
+template <class T, int kRows, int kSplit, int kPairs, TallSteps kKind>
+struct TallGradientWarps : TallGradientOut<T, kRows, kSplit, kPairs, kKind> {
+  using Shape = TallGradientShape<kRows, kPairs, kKind>;
   static constexpr int kColumns = Shape::kColumns, kTokens = Shape::kTokens;
-  using Out = TallGradientOut<T, kRows, kSplit, kPairs, kTurns>;
+  static constexpr bool kTurns = Shape::kTurns,
+                        kWide = !Shape::kLong;  // a warpgroup has more than 256 columns
+  using Out = TallGradientOut<T, kRows, kSplit, kPairs, kKind>;
   using Out::p, Out::state, Out::rank, Out::panel_row, Out::store, Out::keep_part, Out::add_parts;
   u32 slots, buffers;  // addresses
 
@@ -128,7 +130,7 @@ struct TallGradientWarps : TallGradientOut<T, kRows, kSplit, kPairs, kTurns> {
 #pragma unroll
     for (int i = 0; i < kMost; ++i) {
       columns[i] = column_of(tile, my, i);
-      if constexpr (!kTurns) next[i] = piece_of(x, columns[i]);
+      if constexpr (Shape::kKnows) next[i] = piece_of(x, columns[i]);
     }
     wait_for_kernels();  // they may just have turned X
 #pragma unroll 1
@@ -138,12 +140,12 @@ struct TallGradientWarps : TallGradientOut<T, kRows, kSplit, kPairs, kTurns> {
 #pragma unroll
       for (int i = 0; i < kMost; ++i) {
         if (i < kLeast || kAtOnce * i < count)
-          copy_16(to + my.place_of(i), kTurns ? piece_of(x, columns[i]) : next[i]);
+          copy_16(to + my.place_of(i), Shape::kKnows ? next[i] : piece_of(x, columns[i]));
       }
       arrive_after_copies(full(at.slot));
       x += p.x_step * kSplit;
 #pragma unroll
-      for (int i = 0; i < kMost && !kTurns; ++i) next[i] = piece_of(x, columns[i]);
+      for (int i = 0; i < kMost && Shape::kKnows; ++i) next[i] = piece_of(x, columns[i]);
       at.next(p.slots);
     }
   }
@@ -300,11 +302,11 @@ struct TallGradientWarps : TallGradientOut<T, kRows, kSplit, kPairs, kTurns> {
       const auto multiply_of = [&](auto more) {
         multiply_steps<decltype(more)::value>(sums, at, my_steps, panel, columns, lane);
       };
-      if (mine > 128 + 144) {
+      if (kWide && mine > 128 + 144) {
         multiply_of(std::integral_constant<int, 160>{});
-      } else if (mine > 128 + 136) {
+      } else if (kWide && mine > 128 + 136) {
         multiply_of(std::integral_constant<int, 144>{});
-      } else if (mine > 128 + 128) {
+      } else if (kWide && mine > 128 + 128) {
         multiply_of(std::integral_constant<int, 136>{});
       } else if (mine > 128 + 96) {
         multiply_of(std::integral_constant<int, 128>{});
@@ -316,7 +318,8 @@ struct TallGradientWarps : TallGradientOut<T, kRows, kSplit, kPairs, kTurns> {
         multiply_of(std::integral_constant<int, -1>{});
       }
       if constexpr (kSplit > 1) {
-        exchange<kSplit, 4>([&](u32 i) { return sums.of(static_cast<int>(i) * 4); }, rank, slots, mine > 256);
+        exchange<kSplit, 4>([&](u32 i) { return sums.of(static_cast<int>(i) * 4); }, rank, slots,
+                            kWide && mine > 256);
         cluster_sync();
       }
       read_tile();  // here: behind the loop's end ptxas would take lanes for divergent
@@ -338,10 +341,10 @@ struct TallGradientWarps : TallGradientOut<T, kRows, kSplit, kPairs, kTurns> {
   }
 };
 
-template <class T, int kRows, int kSplit, int kPairs, bool kTurns>
-__global__ void __launch_bounds__((TallGradientShape<kRows, kPairs, kTurns>::kThreads), 1)
+template <class T, int kRows, int kSplit, int kPairs, TallSteps kKind>
+__global__ void __launch_bounds__((TallGradientShape<kRows, kPairs, kKind>::kThreads), 1)
     tall_gradient_kernel(const __grid_constant__ TallGradientParams p) {
-  using Shape = TallGradientShape<kRows, kPairs, kTurns>;
+  using Shape = TallGradientShape<kRows, kPairs, kKind>;
   extern __shared__ unsigned char dynamic_shared[];
   __shared__ TallGradientState state;
   const u32 slots = (shared_address(dynamic_shared) + 1023) & ~1023u;
@@ -358,7 +361,7 @@ __global__ void __launch_bounds__((TallGradientShape<kRows, kPairs, kTurns>::kTh
       barrier_init(shared_address(&state.tile_full[i]), 1);
       barrier_init(shared_address(&state.tile_empty[i]), 256);
     }
-    if constexpr (kTurns) {
+    if constexpr (Shape::kTurns) {
       if (p.turn.first < p.turn.end) prefetch_map(&p.turn.x);
       state.turn.init(p.turn.first / p.turn.boxes);
     }
@@ -371,12 +374,12 @@ __global__ void __launch_bounds__((TallGradientShape<kRows, kPairs, kTurns>::kTh
   }
   launch_dependents();
   const u32 rank = kSplit > 1 || kPairs > 1 ? cluster_rank() : 0;
-  const TallGradientWarps<T, kRows, kSplit, kPairs, kTurns> warps{
+  const TallGradientWarps<T, kRows, kSplit, kPairs, kKind> warps{
       {p, state, rank}, slots, slots + p.slots * Shape::kSlotBytes};
   if (warp < 8) {
     take_registers<Shape::kMultiplyRegisters>();
     warps.multiply(static_cast<u32>(warp) / 4, warp % 4, lane);
-  } else if (!kTurns || warp < 12) {
+  } else if (!Shape::kTurns || warp < 12) {
     give_registers<Shape::kGatherRegisters>();
     warps.load(warp - 8, lane);
   } else {

@@ -11,13 +11,13 @@ namespace rarefy::sm90 {
 // begun.
 enum class Gathered { itself, transposed, turned };
 
-template <class T, int kRows, int kSplit, int kPairs, bool kTurns>
+template <class T, int kRows, int kSplit, int kPairs, TallSteps kKind>
 cudaError_t launch_tiles(const TallGradientConfig& config, const TallGradientParams& params, Gathered x,
                          cudaStream_t stream) {
   constexpr int kCluster = kPairs > 0 ? kPairs : kSplit;
-  return launch_kernel<tall_gradient_kernel<T, kRows, kSplit, kPairs, kTurns>>(
+  return launch_kernel<tall_gradient_kernel<T, kRows, kSplit, kPairs, kKind>>(
       {.blocks = std::int64_t{params.lists.clusters} * kCluster,
-       .threads = TallGradientShape<kRows, kPairs, kTurns>::kThreads,
+       .threads = TallGradientShape<kRows, kPairs, kKind>::kThreads,
        .cluster = kCluster,
        .shared_bytes = config.shared_bytes(),
        .early = kCluster == 1 || x != Gathered::itself},  // while X is being turned

@@ -42,17 +42,24 @@ struct TilePart {
   __device__ int word() const { return index | count << 8 | tile << 16; }
 };
 
-// kTurns: X is by token, and one warpgroup more turns it.
-template <int kRows, int kPairs, bool kTurns>
+// turns: X is by token, and one warpgroup more turns it. long_steps: of 64 rows.
+enum class TallSteps { plain, turns, long_steps };
+
+template <int kRows, int kPairs, TallSteps kKind>
 struct TallGradientShape {
+  static constexpr bool kTurns = kKind == TallSteps::turns, kLong = kKind == TallSteps::long_steps;
+  static_assert(!kLong || (kRows == 64 && kPairs == 0));
   static constexpr int kColumns = kPairs > 0 ? TallPairs::kMostGathered
+                                  : kLong    ? TallGradientConfig::kMostOfLong
                                              : (kRows == 128 ? 1 : 2) * TallGradientConfig::kMost;
   static constexpr int kPanels = kRows == 128 || kPairs > 0 ? 2 : 1;  // of dY
-  static constexpr int kTokens = kRows == 128 ? 64 : 32;  // of a step: as many as leave four slots
-  static constexpr u32 kPanelBytes = kTokens * 128;       // of dY, 64 rows of W
+  static constexpr int kTokens = kRows == 128 || kLong ? 64 : 32;     // of a step
+  static constexpr u32 kPanelBytes = kTokens * 128;                   // of dY, 64 rows of W
   static constexpr u32 kXBytes = kColumns * kTokens * 2, kSlotBytes = kXBytes + kPanels * kPanelBytes;
   static constexpr int kThreads = kTurns ? 512 : 384, kTurnRegisters = 32;
-  static constexpr int kMultiplyRegisters = kTurns ? 200 : 208;
+  static constexpr int kMultiplyRegisters = kTurns ? 200 : kLong ? 184 : 208;
+  // Pieces of X before there is a place for them; others have no registers left for it.
+  static constexpr bool kKnows = kKind == TallSteps::plain;
   static constexpr int kGatherRegisters =
       (kTurns ? 4 * 128 - kTurnRegisters : 3 * 168) - 2 * kMultiplyRegisters;
 };
@@ -75,9 +82,9 @@ struct TallGradientState {
 };
 
 // kPairs > 0: of tiles of two block rows of 64; so many thread blocks of a cluster share their rows of dY.
-template <class T, int kRows, int kSplit, int kPairs, bool kTurns>
+template <class T, int kRows, int kSplit, int kPairs, TallSteps kKind>
 struct TallGradientOut {
-  using Shape = TallGradientShape<kRows, kPairs, kTurns>;
+  using Shape = TallGradientShape<kRows, kPairs, kKind>;
   const TallGradientParams& p;
   TallGradientState& state;
   u32 rank;  // in the cluster
@@ -168,8 +175,8 @@ struct TallGradientOut {
         if (column < count) targets[i] = __ldg(p.targets + group * p.second + first + column);
       }
     }
-    if constexpr (kTurns) wait(shared_address(&state.turn.over), 0);  // its boxes were in the buffers
-    const bool inside[2] = {row < p.rows, row + 8 < p.rows};          // of W
+    if constexpr (Shape::kTurns) wait(shared_address(&state.turn.over), 0);  // its boxes were in the buffers
+    const bool inside[2] = {row < p.rows, row + 8 < p.rows};                 // of W
 #pragma unroll
     for (int chunk = 0; chunk < 9; ++chunk) {
       if (!my_chunk(chunk)) continue;

@@ -242,8 +242,8 @@ cudaError_t prepare_pairs(const TallGradientProblem& p, const TallGradientConfig
 template <class T, int kPairs>
 cudaError_t launch_of(const TallGradientConfig& c, const TallGradientParams& params, Gathered x,
                       cudaStream_t stream) {
-  return x == Gathered::turned ? launch_tiles<T, 64, 1, kPairs, true>(c, params, x, stream)
-                               : launch_tiles<T, 64, 1, kPairs, false>(c, params, x, stream);
+  return x == Gathered::turned ? launch_tiles<T, 64, 1, kPairs, TallSteps::turns>(c, params, x, stream)
+                               : launch_tiles<T, 64, 1, kPairs, TallSteps::plain>(c, params, x, stream);
 }
 
 template <class T>
