@@ -75,8 +75,11 @@ void bitmap_rows(const BitmapTask& task, std::int32_t first) {
 #pragma GCC unroll 4
       for (int r = 0; r < Rows; ++r) {
         const std::int64_t from = at[r] + __builtin_popcountll(group[r] & before);
-        ask_for<1>(ask, ahead + from * bytes_of(kStorage));
-        const auto stored = I::lanes(bits + r * task.row_bytes, k + s * w);
+        // 16 columns have no more than a line.
+        if (s % (16 / w) == 0) ask_for<1>(ask, ahead + from * bytes_of(kStorage));
+        const std::uint8_t* its = bits + r * task.row_bytes;
+        const bool bytes = Steps * w % 8 == 0;  // one address for all steps
+        const auto stored = bytes ? I::lanes(its + k / 8, s * w) : I::lanes(its, k + s * w);
         const std::int64_t left = task.count - from;
         const Vec<I> run = kWithin || left >= w
                                ? load_as<I>(kStorage, task.values, from)

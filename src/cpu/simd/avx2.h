@@ -192,25 +192,22 @@ struct Avx2 {
     return _mm256_cmpgt_epi32(_mm256_set1_epi32(count), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
   }
 
-  // Which of 8 columns from k on a row of bits stores, and how many; the first lanes, spread to those, 0
-  // elsewhere; a · b + c there for such an a, c elsewhere.
+  // Which of 8 columns from k on a row of bits stores, and how many; the first lanes, spread to those, what
+  // no one looks at elsewhere; a · b + c there, c elsewhere. The sign of a lane's place says that it stores
+  // nothing, which is all that vblendvps wants to know: no mask is made of the bits (768→3072 with one token
+  // on a Zen 3 .49 → .375 ms).
   struct Lanes {
     std::uint8_t bits;
-    __m256 mask;
+    __m256i from;
   };
   static Lanes lanes(const std::uint8_t* bits, std::int64_t k) {
     const std::uint8_t stored = bits[k / 8];
-    const __m256i bit = _mm256_setr_epi32(1, 2, 4, 8, 16, 32, 64, 128);
-    const __m256i some = _mm256_and_si256(_mm256_set1_epi32(stored), bit);
-    return {stored, _mm256_castsi256_ps(_mm256_cmpeq_epi32(some, bit))};
+    return {stored, _mm256_cvtepi8_epi32(_mm_loadu_si64(kExpand<8>.signed_lane[stored]))};
   }
   static int count(Lanes stored) { return __builtin_popcount(stored.bits); }
-  static Vec expand(Vec v, Lanes stored) {
-    const __m256i from = _mm256_cvtepu8_epi32(_mm_loadu_si64(kExpand<8>.lane[stored.bits]));
-    return _mm256_and_ps(_mm256_permutevar8x32_ps(v, from), stored.mask);
-  }
+  static Vec expand(Vec v, Lanes stored) { return _mm256_permutevar8x32_ps(v, stored.from); }
   static Vec fma_in(Lanes stored, Vec a, Vec b, Vec c) {
-    return _mm256_fmadd_ps(a, _mm256_and_ps(b, stored.mask), c);
+    return _mm256_blendv_ps(_mm256_fmadd_ps(a, b, c), c, _mm256_castsi256_ps(stored.from));
   }
   // Of each four of 16 columns of x two, for the 8 values whose positions begin at `codes`.
   static __m256i positions(const std::uint8_t* codes) {
