@@ -202,7 +202,7 @@ struct Avx2 {
   };
   static Lanes lanes(const std::uint8_t* bits, std::int64_t k) {
     const std::uint8_t stored = bits[k / 8];
-    return {stored, _mm256_cvtepi8_epi32(_mm_loadu_si64(kExpand<8>.signed_lane[stored]))};
+    return {stored, _mm256_cvtepi8_epi32(_mm_loadu_si64(kExpand<8>.lane[stored]))};
   }
   static int count(Lanes stored) { return __builtin_popcount(stored.bits); }
   static Vec expand(Vec v, Lanes stored) { return _mm256_permutevar8x32_ps(v, stored.from); }

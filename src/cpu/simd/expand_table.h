@@ -7,16 +7,14 @@ namespace rarefy::cpu {
 
 template <int kLanes>
 struct ExpandTable {
-  std::uint8_t lane[1 << kLanes][kLanes] = {};        // for each set of lanes; 0 for those that get none
-  std::int8_t signed_lane[1 << kLanes][kLanes] = {};  // the same, but negative for them
+  std::int8_t lane[1 << kLanes][kLanes] = {};  // for each set of lanes; -1 for those that get none
   std::uint8_t count[1 << kLanes] = {};
 
   constexpr ExpandTable() {
     for (unsigned set = 0; set < 1U << kLanes; ++set) {
       for (int i = 0; i < kLanes; ++i) {
         const bool gets = (set >> i & 1U) != 0;
-        signed_lane[set][i] = gets ? static_cast<std::int8_t>(count[set]) : std::int8_t{-1};
-        if (gets) lane[set][i] = count[set]++;
+        lane[set][i] = gets ? static_cast<std::int8_t>(count[set]++) : std::int8_t{-1};
       }
     }
   }
