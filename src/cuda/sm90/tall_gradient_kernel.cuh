@@ -130,7 +130,7 @@ struct TallGradientWarps : TallGradientOut<T, kRows, kSplit, kPairs, kKind> {
 #pragma unroll
     for (int i = 0; i < kMost; ++i) {
       columns[i] = column_of(tile, my, i);
-      if constexpr (Shape::kKnows) next[i] = piece_of(x, columns[i]);
+      if constexpr (Shape::kPiecesAhead) next[i] = piece_of(x, columns[i]);
     }
     wait_for_kernels();  // they may just have turned X
 #pragma unroll 1
@@ -140,12 +140,12 @@ struct TallGradientWarps : TallGradientOut<T, kRows, kSplit, kPairs, kKind> {
 #pragma unroll
       for (int i = 0; i < kMost; ++i) {
         if (i < kLeast || kAtOnce * i < count)
-          copy_16(to + my.place_of(i), Shape::kKnows ? next[i] : piece_of(x, columns[i]));
+          copy_16(to + my.place_of(i), Shape::kPiecesAhead ? next[i] : piece_of(x, columns[i]));
       }
       arrive_after_copies(full(at.slot));
       x += p.x_step * kSplit;
 #pragma unroll
-      for (int i = 0; i < kMost && Shape::kKnows; ++i) next[i] = piece_of(x, columns[i]);
+      for (int i = 0; i < kMost && Shape::kPiecesAhead; ++i) next[i] = piece_of(x, columns[i]);
       at.next(p.slots);
     }
   }

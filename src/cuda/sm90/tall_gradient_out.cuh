@@ -42,7 +42,7 @@ struct TilePart {
   __device__ int word() const { return index | count << 8 | tile << 16; }
 };
 
-// turns: X is by token, and one warpgroup more turns it. long_steps: of 64 rows.
+// turns: X is by token, and one warpgroup more turns it. long_steps: of 64 tokens, for 64 rows.
 enum class TallSteps { plain, turns, long_steps };
 
 template <int kRows, int kPairs, TallSteps kKind>
@@ -58,8 +58,8 @@ struct TallGradientShape {
   static constexpr u32 kXBytes = kColumns * kTokens * 2, kSlotBytes = kXBytes + kPanels * kPanelBytes;
   static constexpr int kThreads = kTurns ? 512 : 384, kTurnRegisters = 32;
   static constexpr int kMultiplyRegisters = kTurns ? 200 : kLong ? 184 : 208;
-  // Pieces of X before there is a place for them; others have no registers left for it.
-  static constexpr bool kKnows = kKind == TallSteps::plain;
+  // Addresses of a step's pieces of X are made before there is a place for it; others have no registers left.
+  static constexpr bool kPiecesAhead = kKind == TallSteps::plain;
   static constexpr int kGatherRegisters =
       (kTurns ? 4 * 128 - kTurnRegisters : 3 * 168) - 2 * kMultiplyRegisters;
 };
