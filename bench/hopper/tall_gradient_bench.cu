@@ -30,20 +30,24 @@ Pattern even_pattern(std::int64_t n, std::int64_t k, std::int64_t r, std::int64_
 }
 
 // What is run: what `configure` chooses, or with so many shares of the tokens, or tiles of pairs of rows with
-// so many thread blocks in a cluster, or of 64 rows in long steps.
+// so many thread blocks in a cluster, or of 64 rows in long steps, with so many thread blocks that turn a
+// part of X.
 struct Way {
   int split = 0, pairs = 0;
   bool long_steps = false;
+  int turners = 0;
   bool chosen() const { return split + pairs == 0; }
 };
-constexpr Way kWays[] = {{0, 0}, {1, 0},       {2, 0},       {4, 0},      {1, 1},
-                         {1, 2}, {1, 0, true}, {2, 0, true}, {4, 0, true}};
+constexpr Way kWays[] = {{0, 0},       {1, 0},          {2, 0},          {4, 0},
+                         {1, 1},       {1, 2},          {1, 0, true},    {2, 0, true},
+                         {4, 0, true}, {1, 0, true, 3}, {2, 0, true, 2}, {4, 0, true, 8}};
 
 TallGradientConfig chosen(const TallGradientProblem& problem, const Way& way, int columns = 0) {
   TallGradientConfig c = configure(problem, kSms, kSharedBytes);
   if (!way.chosen()) {
     if (c.pairs != way.pairs || c.long_steps != way.long_steps) c.columns = 1000;
-    if (way.long_steps) c.rows = 64, c.turns = 0;
+    if (way.long_steps) c.rows = 64, c.turns = way.turners > 0 ? 2 : 0;
+    c.turners = way.turners, c.last = way.turners > 0 ? 20 : 0;
     c.long_steps = way.long_steps;
     c.split = way.split;
     c.pairs = way.pairs;

@@ -41,11 +41,16 @@ TEST(TallGradient, HasRoomForItsTiles) {
         TallGradientConfig{64, 1, 4, 132, 580}, TallGradientConfig{64, 1, 4, 132, 288, 3},
         TallGradientConfig{64, 2, 4, 132, 288, 2}, TallGradientConfig{64, 1, 6, 132, 288, 2},
         TallGradientConfig{64, 1, 4, 132, 296, 2}, TallGradientConfig{64, 1, 4, 132, 120, 2},
-        TallGradientConfig{64, 1, 3, 132, 472, 0, 0, true},
-        TallGradientConfig{64, 1, 3, 132, 464, 0, 1, true},
-        TallGradientConfig{64, 1, 3, 132, 288, 1, 0, true}})
+        TallGradientConfig{64, 1, 3, 132, 488, 0, 0, true},
+        TallGradientConfig{64, 1, 3, 132, 288, 1, 0, true},
+        TallGradientConfig{64, 1, 3, 132, 288, 0, 0, true, -1, 6},
+        TallGradientConfig{64, 1, 3, 132, 288, 0, 0, true, 67, 6},
+        TallGradientConfig{64, 1, 3, 132, 288, 0, 0, true, 4, -1},
+        TallGradientConfig{64, 1, 3, 132, 288, 0, 0, true, 4, 64},
+        TallGradientConfig{64, 4, 3, 8, 288, 0, 0, true, 4, 6}})  // nobody left
     EXPECT_FALSE(valid(p, c)) << c.text();
-  EXPECT_TRUE(valid(p, {64, 1, 3, 132, 464, 0, 0, true}));
+  EXPECT_TRUE(valid(p, {64, 1, 3, 132, 480, 0, 0, true}));
+  EXPECT_TRUE(valid(p, {64, 2, 3, 132, 480, 0, 2, true, 4, 6}));
   EXPECT_TRUE(valid(p, {64, 1, 5, 132, 288, 2}));
   p.block_rows = 128;
   EXPECT_FALSE(valid(p, {64, 1, 5, 132, 288, 2}));
@@ -68,6 +73,32 @@ TEST(TallGradient, FewColumnsGoInLongSteps) {
   EXPECT_TRUE(chosen(64, .1).long_steps);
   EXPECT_FALSE(chosen(64, .5).long_steps);  // pairs of rows
   EXPECT_FALSE(chosen(128, .1).long_steps);
+}
+
+// Of 66 clusters 64 have a tile of 64 rows: the others turn the last tokens of X, where it has many.
+TEST(TallGradient, ClustersWithoutTilesTurnTheLastTokens) {
+  TallGradientProblem p{DType::bf16, 8192, 4096, 4096, 64, 410 * 64, 4096, 4096};
+  TallGradientConfig c = configure(p, kMachine.sms, kMachine.shared_bytes);
+  ASSERT_TRUE(valid(p, c)) << c.text();
+  EXPECT_EQ(c.split, 2);
+  EXPECT_EQ(c.turners, 4);
+  EXPECT_EQ(c.clusters(), 64);
+  EXPECT_GE(c.last, 1);
+  EXPECT_TRUE(c.turns_last(p));
+  p.tokens = 2048;
+  EXPECT_FALSE(c.turns_last(p));
+  c.turns = 2;
+  EXPECT_TRUE(valid(p, c) && c.turns_last(p) && !c.turns_itself(p));
+  p.x_stride = 8;  // rows that overlap
+  EXPECT_FALSE(c.turns_last(p));
+  EXPECT_EQ((TallGradientConfig{64, 2, 3, 132, 480, 0, 0, true, 3, 6}.turning()), 2);  // whole clusters
+  EXPECT_EQ((TallGradientConfig{64, 1, 4, 132, 288, 0, 0, false, 4, 6}.turning()), 0);
+  p = {DType::bf16, 8192, 66 * 64, 4096, 64, 66 * 410, 66 * 64, 4096};  // none is left
+  EXPECT_EQ(configure(p, kMachine.sms, kMachine.shared_bytes).turners, 0);
+  p = {DType::bf16, 4096, 768, 3072, 64, 12 * 307, 768, 3072};  // no pattern has more tiles than clusters
+  c = configure(p, kMachine.sms, kMachine.shared_bytes);
+  EXPECT_TRUE(c.long_steps) << c.text();
+  EXPECT_FALSE(TallGradientPlan(p, c).has_parts) << c.text();
 }
 
 TEST(TallGradient, RowsOfAPairAreAWord) {

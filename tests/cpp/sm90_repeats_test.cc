@@ -51,6 +51,23 @@ TEST_P(Sm90RepeatsTest, AreEqualInEachConfiguration) {
   RecordProperty("configurations", configurations);
 }
 
+// The weight gradient of tall vectors has configs, but no list of them.
+TEST_F(Sm90Test, TallGradientsRepeat) {
+  const Problem problem = make_problem({1000, 544, 512, 64, 1, 0.3, DType::bf16, false, 0});
+  for (const char* config : {"slots=4 split=1 pairs=0 columns=288 turns=2 long_steps=0",
+                             "slots=4 split=1 pairs=2 columns=288 turns=2 long_steps=0",
+                             "slots=3 pairs=0 split=2 columns=480 turns=0 long_steps=1",
+                             "slots=3 pairs=0 split=2 columns=480 turns=2 long_steps=1 turners=2 last=40",
+                             "slots=3 pairs=0 split=4 columns=96 turns=2 long_steps=1 turners=8 last=10"}) {
+    SCOPED_TRACE(config);
+    const Force force("cuda:sm90,sm90_tall_gradient(" + std::string(config) + ')');
+    ProblemIn<DeviceBuffer> gpu(problem);
+    gpu.hold_derived(4096);
+    ASSERT_EQ(kernel_of(gpu, Op::grad_weight), "sm90_tall_gradient");
+    expect_equal_repeats(gpu, Op::grad_weight);
+  }
+}
+
 INSTANTIATE_TEST_SUITE_P(Sm90, Sm90RepeatsTest,
                          ::testing::Values(Case{128, 128}, Case{64, 64}, Case{32, 32}, Case{16, 16},
                                            Case{8, 8}, Case{128, 1}, Case{64, 1}, Case{32, 1}, Case{16, 1},

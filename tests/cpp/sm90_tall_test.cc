@@ -82,9 +82,15 @@ TEST_F(Sm90Test, TallGradients) {
                                            "split=4 columns=272", "split=1 columns=248",
                                            "split=2 columns=288", "split=4 columns=64"};
           if (r == 64) {  // two block rows in a tile
-            for (const char* of_pairs : {"split=1 pairs=1 columns=288", "split=1 pairs=2 columns=288",
-                                         "split=1 pairs=2 columns=128"})
+            for (const char* of_pairs : {"slots=4 split=1 pairs=1 columns=288 long_steps=0",
+                                         "slots=4 split=1 pairs=2 columns=288 long_steps=0",
+                                         "slots=4 split=1 pairs=2 columns=128 long_steps=0"})
               configs.push_back(of_pairs);
+            for (const char* of_long_steps :
+                 {"slots=3 pairs=0 split=1 columns=480 turns=0 long_steps=1",
+                  "slots=3 pairs=0 split=2 columns=288 turns=2 long_steps=1 turners=2 last=40",
+                  "slots=3 pairs=0 split=1 columns=96 turns=2 long_steps=1 turners=5 last=63"})
+              configs.push_back(of_long_steps);
           }
           for (const char* config : configs) {
             SCOPED_TRACE(config);

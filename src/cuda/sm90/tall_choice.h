@@ -63,18 +63,20 @@ inline Status check_choice(Op op, const TallProblem& p, const TallChoice& choice
 
 struct TallGradientChoice {
   std::int64_t rows = 128, split = 1, slots = 4, sms = 132, columns = TallGradientConfig::kMost, pairs = 0,
-               turns = 1, long_steps = 0;
-  static constexpr std::string_view kFields[] = {"rows",    "split", "slots", "sms",
-                                                 "columns", "pairs", "turns", "long_steps"};
+               turns = 1, long_steps = 0, turners = 0, last = 0;
+  static constexpr std::string_view kFields[] = {"rows",  "split", "slots",      "sms",     "columns",
+                                                 "pairs", "turns", "long_steps", "turners", "last"};
   TallGradientConfig config() const {
     const auto n = [](std::int64_t x) { return static_cast<int>(x); };
-    return {n(rows), n(split), n(slots), n(sms), n(columns), n(pairs), n(turns), long_steps != 0};
+    return {n(rows),  n(split), n(slots),        n(sms),     n(columns),
+            n(pairs), n(turns), long_steps != 0, n(turners), n(last)};
   }
 };
 
 inline TallGradientChoice gradient_choice(const TallGradientProblem& p, const rarefy::Machine& machine) {
   const TallGradientConfig c = configure(p, machine.gpu.sms, static_cast<int>(machine.gpu.shared_memory));
-  return {c.rows, c.split, c.slots, c.sms, c.columns, c.pairs, c.turns, c.long_steps ? 1 : 0};
+  return {c.rows,    c.split, c.slots, c.sms, c.columns, c.pairs, c.turns, c.long_steps ? 1 : 0,
+          c.turners, c.last};
 }
 
 struct TallInputChoice {

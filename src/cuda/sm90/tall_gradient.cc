@@ -43,6 +43,21 @@ bool turning_pays(const TallGradientProblem& p, const TallGradientConfig& c, dou
   return p.block_rows >= 64 && rounds <= 2 && round_clocks / kTokens * c.tokens() >= .9 * turning;
 }
 
+// Clusters that a round of long steps leaves over turn the last of X by token, up to three eighths of it: a
+// thread block has 13 bytes a clock while others want all of L2.
+void turn_last(const TallGradientProblem& p, TallGradientConfig& c, std::int64_t tiles, double round_clocks) {
+  constexpr double kMost = 24;  // 64ths
+  const std::int64_t left = c.clusters() - ceil_div(tiles, ceil_div(tiles, std::int64_t{c.clusters()}));
+  const double of_cluster = 64 * c.split * 13 * round_clocks / static_cast<double>(p.cols * kTokens * 2);
+  const double clusters = std::min(static_cast<double>(left), std::ceil(kMost / of_cluster));
+  const auto last = static_cast<int>(std::min(kMost, clusters * of_cluster));
+  if (last < 1) return;
+  TallGradientConfig with = c;
+  with.turners = static_cast<int>(clusters) * c.split, with.last = last;
+  // Where there may be parts, their counts are cleared: 2 µs.
+  if (TallGradientPlan(p, with).has_parts == TallGradientPlan(p, c).has_parts) c = with;
+}
+
 // Tiles of each row, and shares of the tokens, that fill rounds of all SMs best, if rows store about alike:
 // random ones within 2.5 times what they scatter by.
 TallGradientConfig divided(const TallGradientProblem& p, int sms) {
@@ -56,6 +71,7 @@ TallGradientConfig divided(const TallGradientProblem& p, int sms) {
   const double absent = 1 - mean / static_cast<double>(std::max<std::int64_t>(1, p.cols));
   const double scatter = 2.5 * std::sqrt(mean * std::max(0., absent));
   double clocks = std::numeric_limits<double>::infinity(), of_round = 0;
+  std::int64_t tiles = 0;  // of the best one, but for pairs
   const auto try_tiles = [&](int parts, bool long_steps) {
     TallGradientConfig c = best;
     c.long_steps = long_steps;
@@ -70,7 +86,8 @@ TallGradientConfig divided(const TallGradientProblem& p, int sms) {
       const auto rounds =
           static_cast<double>(ceil_div(row_tiles * parts, std::int64_t{std::max(1, c.clusters())}));
       const double round = round_clocks(c, mean / parts);
-      if (rounds * round < clocks) best = c, clocks = rounds * round, of_round = round;
+      if (rounds * round < clocks)
+        best = c, clocks = rounds * round, of_round = round, tiles = row_tiles * parts;
     }
   };
   for (int parts = 1; parts == 1 || mean / parts >= 64; ++parts) {
@@ -94,6 +111,9 @@ TallGradientConfig divided(const TallGradientProblem& p, int sms) {
   }
   const bool turns = !best.long_steps && turning_pays(p, best, of_round, std::round(clocks / of_round));
   best.turns = turns ? 1 : 0;
+  // Unless rows may scatter by more than is left of tiles: they want those clusters.
+  const double most = static_cast<double>(tiles / row_tiles) * best.columns;
+  if (best.long_steps && mean + 1.4 * scatter <= most) turn_last(p, best, tiles, of_round);
   return best;
 }
 
@@ -121,10 +141,11 @@ bool valid(const TallGradientProblem& p, const TallGradientConfig& c) {
        c.columns < TallPairs::kLeastColumns || p.cols > TallPairs::kMostCols ||
        ceil_div(p.rows, p.block_rows) > TallPairs::kMostRows || p.blocks > TallPairs::kMostBlocks))
     return false;
-  if (c.long_steps && (c.rows != 64 || c.pairs != 0 || c.turns != 0)) return false;
+  if (c.long_steps && (c.rows != 64 || c.pairs != 0)) return false;
   return (c.rows == 64 || (c.rows == 128 && p.block_rows % 128 == 0)) &&
          (c.split == 1 || c.split == 2 || c.split == 4) && c.slots >= 2 && c.slots <= 8 && c.sms >= 4 &&
-         c.sms <= kMostClusters && c.turns >= 0 && c.turns <= 2 && c.columns % 8 == 0 && c.columns >= 8 &&
+         c.sms <= kMostClusters && c.turns >= 0 && c.turns <= 2 && c.turners >= 0 && c.turners <= c.sms / 2 &&
+         c.last >= 0 && c.last < 64 && c.clusters() >= 1 && c.columns % 8 == 0 && c.columns >= 8 &&
          c.columns <= c.most_columns() && TallGradientPlan(p, c).most <= kMostTiles;
 }
 

@@ -183,6 +183,47 @@ cudaError_t launch_type(const TallGradientConfig& c, const TallGradientParams& p
 int n(std::int64_t x) { return static_cast<int>(x); }
 std::int64_t up(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
 
+// X by token becomes panels of a step's tokens, side by side, in workspace: here, but for what the kernel
+// turns itself. Counts, and those of parts behind them, are 0 then.
+cudaError_t make_panels(const TallGradientProblem& p, const TallGradientConfig& config, const void* x,
+                        Gathered how, int counts_of_parts, char* work, TurnParams& turn,
+                        cudaStream_t stream) {
+  const TurnedX turned(p.cols, p.tokens);
+  const int step = config.tokens();
+  const bool last = how == Gathered::transposed && config.turns_last(p);
+  const std::int64_t panels = up(p.tokens, step);
+  std::int64_t before = p.tokens;  // that are there at the start
+  if (how == Gathered::turned || last) {
+    constexpr std::int64_t kSide = LastTokens::kSide;
+    const int features = last ? n(kSide) : TurnedX::features(step);
+    TensorShape shape;
+    shape.box[0] = static_cast<std::uint32_t>(features);
+    shape.box[1] = static_cast<std::uint32_t>(step);
+    shape.size[0] = static_cast<std::uint64_t>(p.cols);
+    shape.size[1] = static_cast<std::uint64_t>(p.tokens);
+    shape.stride[0] = static_cast<std::uint64_t>(p.x_stride) * 2;
+    cudaError_t status = make_tensor_map(&turn.x, p.dtype, x, shape);
+    if (status == cudaSuccess && last) {
+      shape.size[0] = shape.box[0];
+      shape.size[1] = static_cast<std::uint64_t>(panels * turned.features_in_all);
+      shape.stride[0] = kSide * 2;
+      status = make_tensor_map(&turn.panels, p.dtype, work, shape);
+    }
+    if (status != cudaSuccess) return status;
+    before = last ? (panels - panels * config.last / 64) * kSide : p.tokens / 16 / 64 * 64 + 64;
+    before = std::min(before, p.tokens);
+    turn.to = work;
+    turn.boxes = n(turned.features_in_all / features);
+    turn.first = n(up(before, step)) * turn.boxes;
+    turn.end = n(panels) * turn.boxes;
+    turn.turners = last ? config.turning() : 0;
+  }
+  turn.counts = reinterpret_cast<int*>(work + turned.bytes);
+  return transpose(x, 2, before, p.cols, p.x_stride, work, step, false, stream,
+                   {step, turned.features_in_all * step, how == Gathered::turned},
+                   {turn.counts, n(turned.counts) + counts_of_parts});
+}
+
 }  // namespace
 
 cudaError_t prepare(const TallGradientProblem& p, const TallGradientConfig& config, const std::int32_t* crow,
@@ -237,37 +278,17 @@ cudaError_t launch(const TallGradientProblem& p, const TallGradientConfig& confi
                      : config.turns_itself(p)         ? Gathered::turned
                                                       : Gathered::transposed;
   char* work = static_cast<char*>(o.workspace);
-  const TurnedX turned(p.cols, p.tokens);
-  const int step = config.tokens();
   if (plan.has_parts) {
     char* parts = work + p.turned_bytes();
     params.part_counts = reinterpret_cast<int*>(parts);
     params.part_sums = reinterpret_cast<float4*>(parts + TileParts::kCountBytes);
   }
-  if (x == Gathered::itself) {
-    if (plan.has_parts) status = cudaMemsetAsync(params.part_counts, 0, TileParts::kCountBytes, stream);
-  } else {                           // what a step reads lies side by side
-    std::int64_t before = p.tokens;  // tokens that are there at the start
-    TurnParams& turn = params.turn;
-    if (x == Gathered::turned) {
-      const int features = TurnedX::features(step);
-      shape.box[0] = static_cast<std::uint32_t>(features);
-      shape.box[1] = static_cast<std::uint32_t>(step);
-      shape.size[0] = u(p.cols);
-      shape.size[1] = u(p.tokens);
-      shape.stride[0] = u(p.x_stride) * 2;
-      status = make_tensor_map(&turn.x, p.dtype, o.x, shape);
-      if (status != cudaSuccess) return status;
-      before = std::min(p.tokens, p.tokens / 16 / 64 * 64 + 64);
-      turn.to = work;
-      turn.boxes = n(turned.features_in_all / features);
-      turn.first = n(up(before, step)) * turn.boxes;
-      turn.end = n(up(p.tokens, step)) * turn.boxes;
-    }
-    turn.counts = reinterpret_cast<int*>(work + turned.bytes);  // those of parts lie behind them
-    status = transpose(o.x, 2, before, p.cols, p.x_stride, work, step, false, stream,
-                       {step, turned.features_in_all * step, x == Gathered::turned},
-                       {turn.counts, n(turned.counts) + (plan.has_parts ? TileParts::kCounts : 0)});
+  params.turn.boxes = 1, params.turn.first = INT_MAX;  // nobody waits
+  if (x != Gathered::itself) {
+    status =
+        make_panels(p, config, o.x, x, plan.has_parts ? TileParts::kCounts : 0, work, params.turn, stream);
+  } else if (plan.has_parts) {
+    status = cudaMemsetAsync(params.part_counts, 0, TileParts::kCountBytes, stream);
   }
   if (status != cudaSuccess) return status;
   params.lists = {plan.lists(config), o.plan + plan.items_at, 1};
@@ -280,9 +301,10 @@ cudaError_t launch(const TallGradientProblem& p, const TallGradientConfig& confi
     params.second = plan.pairs.room;
   }
   params.x = static_cast<const char*>(x == Gathered::itself ? o.x : o.workspace);
+  const int step = config.tokens();
   params.x_tokens = n(x == Gathered::itself ? p.tokens : up(p.tokens, step) * step);
   params.x_pieces = static_cast<u32>(x == Gathered::itself ? p.x_stride / 8 : step / 8);
-  params.x_step = (x == Gathered::itself ? 1 : turned.features_in_all) * step * 2;
+  params.x_step = (x == Gathered::itself ? 1 : TurnedX(p.cols, p.tokens).features_in_all) * step * 2;
   params.dvalues = o.dvalues;
   params.tokens = n(p.tokens);
   params.rows = n(p.rows);

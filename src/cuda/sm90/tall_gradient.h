@@ -58,7 +58,7 @@ struct TileParts {
 
 struct TallGradientConfig {
   static constexpr int kMost = 288;        // columns of a warpgroup's sums
-  static constexpr int kMostOfLong = 464;  // of a tile: three steps have room
+  static constexpr int kMostOfLong = 480;  // of a tile: three steps have room
   int rows = 128;                          // of a tile; 64: twice the columns
   int split = 1;                           // thread blocks of a cluster that share the tokens: 1, 2 or 4
   int slots = 4;                           // steps in flight
@@ -68,6 +68,9 @@ struct TallGradientConfig {
   int turns = 1;  // X by token: 0 is transposed before; 1: or, if it has 48 to 128 MB, 2: or always, the
                   // kernel turns it itself, all but the first tokens
   bool long_steps = false;  // of 64 rows: 64 tokens and up to kMostOfLong columns, not 32 and 576
+  // Of long steps: thread blocks that have no tiles, and how many 64ths of X by token, the last ones, they
+  // turn if it has 48 MB (turns=2: always). Of fewer bytes this saves nothing.
+  int turners = 0, last = 0;
 
   int most_columns() const { return long_steps ? kMostOfLong : rows == 128 || pairs > 0 ? kMost : 2 * kMost; }
   int tokens() const { return rows == 128 || long_steps ? 64 : 32; }  // of a step
@@ -79,16 +82,23 @@ struct TallGradientConfig {
     return "rows=" + std::to_string(rows) + " split=" + std::to_string(split) +
            " slots=" + std::to_string(slots) + " sms=" + std::to_string(sms) +
            " columns=" + std::to_string(columns) + (pairs > 0 ? " pairs=" + std::to_string(pairs) : "") +
-           " turns=" + std::to_string(turns) + (long_steps ? " long_steps=1" : "");
+           " turns=" + std::to_string(turns) + (long_steps ? " long_steps=1" : "") +
+           (turners > 0 ? " turners=" + std::to_string(turners) + " last=" + std::to_string(last) : "");
   }
   // Of fewer bytes the start costs more than this saves, more are read again from device memory.
   bool turns_itself(const TallGradientProblem& p) const {
     const std::int64_t bytes = p.tokens * p.cols * 2;
     const bool may = p.x_stride >= p.cols;  // TMA wants rows that do not overlap
-    return may && (turns == 2 || (turns == 1 && bytes >= 48'000'000 && bytes <= 128'000'000));
+    return may && !long_steps && (turns == 2 || (turns == 1 && bytes >= 48'000'000 && bytes <= 128'000'000));
+  }
+  int turning() const { return long_steps && last > 0 ? turners / cluster() * cluster() : 0; }
+  bool turns_last(const TallGradientProblem& p) const {
+    return turning() > 0 && p.x_stride >= p.cols && (turns == 2 || p.tokens * p.cols * 2 >= 48'000'000);
   }
   int cluster() const { return pairs > 0 ? pairs : split; }  // thread blocks
-  int clusters() const { return clusters_at_once(sms < kMostClusters ? sms : kMostClusters, cluster()); }
+  int clusters() const {
+    return clusters_at_once((sms < kMostClusters ? sms : kMostClusters) - turning(), cluster());
+  }
 };
 
 std::string unsupported(const TallGradientProblem& problem);

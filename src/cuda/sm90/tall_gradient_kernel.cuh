@@ -102,11 +102,8 @@ struct TallGradientWarps : TallGradientOut<T, kRows, kSplit, kPairs, kKind> {
     return p.x + step * p.x_step + (kTurns ? 0 : my.piece * 16);
   }
 
-  // Waits until X's tokens of a step have been turned, those before `ready` have been; says
-  // where this thread block is.
-  __device__ void wait_for_x(int step, int& ready, int warp, int lane) const {
-    if (ready >= steps()) return;
-    if (warp == 0 && lane == 0) state.turn.at_step(step);
+  // Waits until X's tokens of a step have been turned; those before `ready` have been.
+  __device__ void wait_for_x(int step, int& ready, int lane) const {
     while (ready <= step) {
       const int mine = ready + lane;
       const bool there = mine >= steps() || load_acquire(p.turn.counts + 1 + mine) == p.turn.boxes;
@@ -135,8 +132,14 @@ struct TallGradientWarps : TallGradientOut<T, kRows, kSplit, kPairs, kKind> {
     wait_for_kernels();  // they may just have turned X
 #pragma unroll 1
     for (int step = begin; step < end; step += kSplit) {
+      if constexpr (Shape::kLong) wait_for_x(step, ready, lane);
       const u32 to = begin_step(at, step, dy_row, warp, lane);
-      if constexpr (kTurns) wait_for_x(step, ready, warp, lane);
+      if constexpr (kTurns) {
+        if (ready < steps()) {
+          if (warp == 0 && lane == 0) state.turn.at_step(step);
+          wait_for_x(step, ready, lane);
+        }
+      }
 #pragma unroll
       for (int i = 0; i < kMost; ++i) {
         if (i < kLeast || kAtOnce * i < count)
@@ -189,10 +192,11 @@ struct TallGradientWarps : TallGradientOut<T, kRows, kSplit, kPairs, kKind> {
 
   __device__ void load(int warp, int lane) const {
     Turn at, tiles;
-    at.parity = tiles.parity = 1;                          // the first round is free
-    int ready = kTurns ? p.turn.first / p.turn.boxes : 0;  // steps of X
-    TileCursor cursor;                                     // each warp walks for itself
-    while (cursor.next_item(p.lists, static_cast<int>(blockIdx.x) / (kPairs > 1 ? kPairs : kSplit))) {
+    at.parity = tiles.parity = 1;                                          // the first round is free
+    int ready = kTurns || Shape::kLong ? p.turn.first / p.turn.boxes : 0;  // steps of X
+    TileCursor cursor;                                                     // each warp walks for itself
+    const int block = static_cast<int>(blockIdx.x) - (Shape::kLong ? p.turn.turners : 0);
+    while (cursor.next_item(p.lists, block / (kPairs > 1 ? kPairs : kSplit))) {
       const int4 tile = load_ahead(p.tiles + unpack_tile(cursor.item.x).group);
       if (tile.z == 0) continue;  // behind the last
       if constexpr (kPairs > 0) {
@@ -350,6 +354,13 @@ __global__ void __launch_bounds__((TallGradientShape<kRows, kPairs, kKind>::kThr
   const u32 slots = (shared_address(dynamic_shared) + 1023) & ~1023u;
   const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 32, 0);
   const int lane = static_cast<int>(threadIdx.x) % 32;
+  if constexpr (Shape::kLong) {
+    if (static_cast<int>(blockIdx.x) < p.turn.turners) {
+      launch_dependents();
+      LastTokens{p.turn, slots, warp, lane}.run();
+      return;
+    }
+  }
   if (threadIdx.x == 0) {
     prefetch_map(&p.dy);
     prefetch_map(&p.out);

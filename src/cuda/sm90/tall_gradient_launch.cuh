@@ -2,6 +2,8 @@
 // own.
 #pragma once
 
+#include <algorithm>
+
 #include "cuda/sm90/launch.cuh"
 #include "cuda/sm90/tall_gradient_kernel.cuh"
 
@@ -15,11 +17,12 @@ template <class T, int kRows, int kSplit, int kPairs, TallSteps kKind>
 cudaError_t launch_tiles(const TallGradientConfig& config, const TallGradientParams& params, Gathered x,
                          cudaStream_t stream) {
   constexpr int kCluster = kPairs > 0 ? kPairs : kSplit;
+  const int turners = params.turn.turners;
   return launch_kernel<tall_gradient_kernel<T, kRows, kSplit, kPairs, kKind>>(
-      {.blocks = std::int64_t{params.lists.clusters} * kCluster,
+      {.blocks = std::int64_t{params.lists.clusters} * kCluster + turners,
        .threads = TallGradientShape<kRows, kPairs, kKind>::kThreads,
        .cluster = kCluster,
-       .shared_bytes = config.shared_bytes(),
+       .shared_bytes = std::max(config.shared_bytes(), turners > 0 ? 1024 + int{LastTokens::kAll} : 0),
        .early = kCluster == 1 || x != Gathered::itself},  // while X is being turned
       params, stream);
 }

@@ -14,9 +14,11 @@ namespace rarefy::sm90 {
 
 struct TurnParams {
   CUtensorMap x;          // by token
+  CUtensorMap panels;     // of LastTokens: `to`
   char* to;               // panels, as `transpose` makes them, swizzled
   int* counts;            // boxes taken, and of each panel those that are there
   int boxes, first, end;  // boxes of a panel; those from first to end are turned here
+  int turners;            // thread blocks that do nothing else: LastTokens
 };
 
 struct TurnState {
@@ -197,6 +199,82 @@ struct TurnWarps {
       }
     }
     __syncwarp();
+  }
+};
+
+// The last tokens, turned by the first thread blocks, which have no tiles: SMs that tiles leave over. Each
+// warp is on its own, with two boxes of 64 features × 64 tokens in turn; what it writes is told when the next
+// box has been turned. They wait for none of this kernel, and begin before those who wait for them.
+struct LastTokens {
+  static constexpr int kSide = 64, kWarps = 12;
+  static constexpr u32 kBytes = kSide * kSide * 2, kAll = 2 * kWarps * (kBytes + 8);
+  const TurnParams& p;
+  u32 shared;  // address of kAll bytes, a multiple of 1024
+  int warp, lane;
+
+  __device__ u32 buffer(u32 i) const { return shared + (static_cast<u32>(warp) * 2 + i) * kBytes; }
+  __device__ u32 full(u32 i) const {
+    return shared + 2 * kWarps * kBytes + (static_cast<u32>(warp) * 2 + i) * 8;
+  }
+  __device__ void ask(int box, u32 i) const {
+    arrive_expect(full(i), kBytes);
+    load_box(buffer(i), &p.x, box % p.boxes * kSide, box / p.boxes * kSide, full(i));
+  }
+  __device__ void tell(int box) const {
+    __threadfence();
+    atomicAdd(p.counts + 1 + box / p.boxes, 1);
+  }
+
+  __device__ void turn(u32 buffer) const {
+    const auto place = [&](int row, int piece) {  // as copies of boxes swizzle them
+      return buffer + static_cast<u32>(row * 128 + ((piece ^ row % 8) << 4));
+    };
+    u32 v[16][4];
+#pragma unroll
+    for (int i = 0; i < 16; ++i) load_transposed(place(i % 2 * 32 + lane, i / 2), v[i]);
+    __syncwarp();
+#pragma unroll
+    for (int i = 0; i < 16; ++i)
+      store_matrices(place(i / 2 * 8 + lane % 8, i % 2 * 4 + lane / 8), v[i][0], v[i][1], v[i][2], v[i][3]);
+    fence_async();
+    __syncwarp();
+  }
+
+  __device__ void run() const {
+    const int stride = p.turners * kWarps;
+    int box = p.first + static_cast<int>(blockIdx.x) * kWarps + warp, before = -1;
+    if (lane == 0) {
+      barrier_init(full(0), 1);
+      barrier_init(full(1), 1);
+      barrier_init_done();
+    }
+    __syncwarp();
+    wait_for_kernels();  // the counts are zero
+    if (lane == 0 && box < p.end) ask(box, 0);
+    u32 at = 0, parity = 0;
+    for (; box < p.end; box += stride) {
+      if (lane == 0 && box + stride < p.end) {
+        store_wait_read<0>();
+        ask(box + stride, at ^ 1);
+      }
+      wait(full(at), parity);
+      turn(buffer(at));
+      if (lane == 0) {
+        store_box(&p.panels, 0, box * kSide, buffer(at));
+        store_commit();
+        if (before >= 0) {
+          store_wait<1>();
+          tell(before);
+        }
+      }
+      before = box;
+      parity ^= at;
+      at ^= 1;
+    }
+    if (lane == 0 && before >= 0) {
+      store_wait<0>();
+      tell(before);
+    }
   }
 };
 
