@@ -1,7 +1,7 @@
-// X by token turned by the weight gradient of tall vectors itself: one warpgroup of each thread block takes
-// boxes of X from a counter, in order of the tokens, and puts them by feature into workspace, where all
-// gather from. Who has taken a box waits for no other thread block with it, so none waits for one that is not
-// running.
+// X by token turned by the weight gradient of tall vectors itself, into workspace, where all gather from. One
+// warpgroup of each thread block takes boxes of X from a counter, in order of the tokens (TurnWarps); or
+// thread blocks of their own turn the last tokens (LastTokens). Who turns a box waits for no other thread
+// block with it, so none waits for one that is not running.
 #pragma once
 
 #include "cuda/sm90/device/matrix.cuh"
