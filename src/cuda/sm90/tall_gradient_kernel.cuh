@@ -355,6 +355,7 @@ __global__ void __launch_bounds__((TallGradientShape<kRows, kPairs, kKind>::kThr
   const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 32, 0);
   const int lane = static_cast<int>(threadIdx.x) % 32;
   if constexpr (Shape::kLong) {
+    static_assert(Shape::kThreads == 32 * LastTokens::kWarps);
     if (static_cast<int>(blockIdx.x) < p.turn.turners) {
       launch_dependents();
       LastTokens{p.turn, slots, warp, lane}.run();
