@@ -164,8 +164,11 @@ void two_of_four_rows(const BitmapTask& task, std::int32_t first) {
 
 template <class I, Storage kStorage, int Tokens>
 void two_of_four_tokens(const BitmapTask& task) {
-  constexpr int Steps = kBitmapSteps<Tokens, std::min(4, 32 / I::kWidth)>;  // tiles are of 64 columns
-  constexpr int Rows = I::kRegisters < 32 ? 1 : bitmap_rows_at_once<I, Tokens, Steps>();
+  // Tiles are of 64 columns. Of AVX2's 16 registers the sums of four rows, which may lie apart
+  // (linear_bitmap.cc), or of two rows and tokens are half.
+  constexpr bool few = I::kRegisters < 32;
+  constexpr int Steps = kBitmapSteps<Tokens, std::min(few ? 2 : 4, 32 / I::kWidth)>;
+  constexpr int Rows = !few ? bitmap_rows_at_once<I, Tokens, Steps>() : Tokens <= 2 ? 4 / Tokens : 1;
   std::int32_t r = 0;
   const bool within = task.rows > 0 && task.end[0] - task.at[0] >= task.columns / 2;
   for (; within && r + Rows <= task.rows; r += Rows) {

@@ -120,7 +120,8 @@ struct BitmapSplit {
   std::int64_t groups = 1;  // of tokens; a task takes one through one range
   std::int64_t rows = 4;    // that a tile of X meets before the next
   std::int64_t ask = 3;     // an Ask
-  static constexpr std::string_view kFields[] = {"ranges", "groups", "rows", "ask"};
+  std::int64_t apart = 0;   // 1: these rows are as many parts of a range's, one of each
+  static constexpr std::string_view kFields[] = {"ranges", "groups", "rows", "ask", "apart"};
 };
 Config configure_bitmap(const Problem& problem, const Machine& machine);
 std::int64_t bitmap_workspace(const Problem& problem, const Config& config);

@@ -65,13 +65,13 @@ void few_quads(const FewTask& task) {
         }
 #pragma GCC unroll 2
         for (int h = 0; h < halves; ++h) {
-          Vec<I> each;
+          Vec<I> spread;
           if constexpr (kSpreads) {
-            each = I::each_four_times(reinterpret_cast<const float*>(values) + i * Size, h * rows);
+            spread = I::each_four_times(reinterpret_cast<const float*>(values) + i * Size, h * rows);
           } else {
-            each = I::each_four_times(wv, i * share * Size + h * rows);
+            spread = I::each_four_times(wv, i * share * Size + h * rows);
           }
-          to[i][h] = I::fma(each, xv, to[i][h]);
+          to[i][h] = I::fma(spread, xv, to[i][h]);
         }
       };
       const auto add = [&](Set& to, std::int32_t from) {

@@ -329,10 +329,31 @@ TEST_P(BitmapFamilyTest, ForcedConfigurationsGiveTheSame) {
     Sample layer({m, 77, 900, 0.5, DType::f32, DType::f32, true});
     for (const std::string config :
          {"ranges=1 groups=1 rows=1 ask=0", "ranges=9 groups=2 rows=5 ask=1",
-          "ranges=77 groups=3 rows=300 ask=2", "ranges=200 groups=40 rows=2 ask=3"}) {
+          "ranges=77 groups=3 rows=300 ask=2", "ranges=200 groups=40 rows=2 ask=3",
+          "ranges=2 groups=1 rows=4 ask=3 apart=1", "ranges=100 groups=3 rows=7 ask=0 apart=1"}) {
       SCOPED_TRACE(config);
       const Force force(family + "," + family + "_linear_bitmap(" + config + ")");
       layer.expect_right();
+    }
+  }
+}
+
+// Rows of two of four that are read together lie side by side or apart, in pieces that are not all whole.
+TEST_P(BitmapFamilyTest, RowsApartHaveTheSameBits) {
+  const std::string family = GetParam();
+  if (family == "ref") GTEST_SKIP() << "has no configuration";
+  for (const DType dtype : {DType::f32, DType::bf16}) {
+    for (const std::int64_t rows : {1, 3, 4, 10, 77}) {
+      SCOPED_TRACE(rows);
+      Sample layer(two_of_four({1, rows, 1732, 0.5, dtype, dtype}));
+      const auto with = [&](const std::string& config) {
+        const Force force(family + "," + family + "_linear_two_of_four(" + config + ")");
+        layer.expect_right();
+        return layer.linear();
+      };
+      const std::vector<double> together = with("ranges=1 groups=1 rows=4 ask=0 apart=0");
+      EXPECT_EQ(with("ranges=1 groups=1 rows=4 ask=3 apart=1"), together);
+      EXPECT_EQ(with("ranges=3 groups=1 rows=4 ask=3 apart=1"), together);
     }
   }
 }
@@ -344,7 +365,8 @@ TEST_P(BitmapFamilyTest, ConfigsThatNameNothingAreRefused) {
   for (const auto& [config, why] :
        {std::pair<std::string, std::string>{
             "rows=0", "ranges, groups and rows of the config must be at least 1; got 1, 1 and 0"},
-        {"ask=4", "ask of the config must be in [0, 3]; got 4"}}) {
+        {"ask=4", "ask of the config must be in [0, 3]; got 4"},
+        {"apart=2", "apart of the config must be 0 or 1; got 2"}}) {
     const Force force(family + "," + family + "_linear_bitmap(" + config + ")");
     std::vector<double> y;
     const Status status = layer.run(y);

@@ -209,18 +209,18 @@ struct Avx2 {
   static Vec fma_in(Lanes stored, Vec a, Vec b, Vec c) {
     return _mm256_blendv_ps(_mm256_fmadd_ps(a, b, c), c, _mm256_castsi256_ps(stored.from));
   }
-  // Of each four of 16 columns of x two, for the 8 values whose positions begin at `codes`.
+  // Of each four of 16 columns of x two, for the 8 values whose positions begin at `codes`: shuffles within
+  // halves look at two bits of each.
   static __m256i positions(const std::uint8_t* codes) {
     std::uint16_t word;
     __builtin_memcpy(&word, codes, sizeof(word));
     const __m256i shift = _mm256_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14);
-    const __m256i code =
-        _mm256_and_si256(_mm256_srlv_epi32(_mm256_set1_epi32(word), shift), _mm256_set1_epi32(3));
-    return _mm256_or_si256(code, _mm256_setr_epi32(0, 0, 4, 4, 0, 0, 4, 4));
+    return _mm256_srlv_epi32(_mm256_set1_epi32(word), shift);
   }
   static Vec pick(const float* x, __m256i which) {
-    return _mm256_blend_ps(_mm256_permutevar8x32_ps(load(x), which),
-                           _mm256_permutevar8x32_ps(load(x + kWidth), which), 0xf0);
+    const Vec middle = load(x + 4);  // fours 0 and 2, 1 and 3
+    const Vec even = _mm256_blend_ps(load(x), middle, 0xf0), odd = _mm256_blend_ps(middle, load(x + 8), 0xf0);
+    return _mm256_blend_ps(_mm256_permutevar_ps(even, which), _mm256_permutevar_ps(odd, which), 0xcc);
   }
 
   // Half of a transpose: 4 × 4 inside each 128-bit lane of four rows.
