@@ -114,8 +114,9 @@ TallGradientConfig divided(const TallGradientProblem& p, int sms) {
   const bool turns = !best.long_steps && turning_pays(p, best, of_round, std::round(clocks / of_round));
   best.turns = turns ? 1 : 0;
   // Unless rows that scatter may have more tiles, which want those clusters.
-  const double most = static_cast<double>(tiles / row_tiles) * best.columns;
-  if (best.long_steps && mean + 1.4 * scatter <= most) turn_last(p, best, tiles, of_round);
+  const std::int64_t most = tiles / row_tiles * best.columns;  // of a row
+  if (best.long_steps && mean + 1.4 * scatter <= static_cast<double>(most))
+    turn_last(p, best, tiles, of_round);
   return best;
 }
 
