@@ -47,7 +47,7 @@ def test_terms_are_what_a_call_takes(case: Case) -> None:
     most, all_stored = 3 * products, case.tokens * case.out_features * case.in_features
     if case.int8 and case.kernel.endswith("_tokens"):
         most = all_stored
-    elif case.block is not None and case.block[0] < 16:  # joined rows may be multiplied as if all were stored
+    elif case.block == (4, 1) and case.kernel == "amx_linear":  # joined by 16: nearly all is stored then
         most = max(most, all_stored)
     assert products <= 1.01 * work < most + 64 * case.out_features * (32 + case.in_features)
     assert max(two[1:]) <= work  # two threads: no thread does more than one would
