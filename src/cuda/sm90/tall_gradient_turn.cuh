@@ -272,7 +272,7 @@ struct LastTokens {
       at ^= 1;
     }
     if (lane == 0 && before >= 0) {
-      store_wait<0>();
+      store_wait_all();
       tell(before);
     }
   }
