@@ -82,8 +82,8 @@ TEST(TallGradient, ClustersWithoutTilesTurnTheLastTokens) {
   ASSERT_TRUE(valid(p, c)) << c.text();
   EXPECT_EQ(c.split, 2);
   EXPECT_EQ(c.turners, 4);
-  EXPECT_EQ(c.clusters(), 64);
-  EXPECT_GE(c.last, 1);
+  EXPECT_EQ(c.clusters(), 66);
+  EXPECT_GE(c.last, 4);
   EXPECT_TRUE(c.turns_last(p));
   p.tokens = 2048;
   EXPECT_FALSE(c.turns_last(p));
@@ -99,6 +99,7 @@ TEST(TallGradient, ClustersWithoutTilesTurnTheLastTokens) {
   c = configure(p, kMachine.sms, kMachine.shared_bytes);
   EXPECT_TRUE(c.long_steps) << c.text();
   EXPECT_FALSE(TallGradientPlan(p, c).has_parts) << c.text();
+  EXPECT_EQ(TallGradientPlan(p, c).turns_last_at, TallGradientPlan(p, c).words - 1);
 }
 
 TEST(TallGradient, RowsOfAPairAreAWord) {

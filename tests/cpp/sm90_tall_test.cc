@@ -112,6 +112,30 @@ TEST_F(Sm90Test, TallGradients) {
   }
 }
 
+// Two block rows in a tile, of which one stores far more, or everything, or nothing; an odd number of rows;
+// more tiles than clusters, so that some are parts.
+TEST_F(Sm90Test, TallGradientsOfUnevenRows) {
+  for (const std::int64_t rows : {2, 4, 5, 8, 13, 150}) {
+    for (const double density : {0.1, 0.4}) {
+      for (const std::int64_t cols : {200, 1208}) {
+        const ProblemSpec spec{rows > 100 ? 70 : 300, rows * 64, cols, 64, 1, density, DType::bf16, true, 8};
+        SCOPED_TRACE(text_of(spec));
+        const Problem problem = make_problem(spec);
+        ProblemIn<DeviceBuffer> gpu(problem);
+        for (const char* config : {"pairs=1 columns=288 turns=0", "pairs=2 columns=288 turns=0",
+                                   "pairs=2 columns=288 turns=2", "pairs=2 columns=136 turns=0"}) {
+          SCOPED_TRACE(config);
+          const Force force("cuda:sm90,sm90_tall_gradient(slots=4 split=1 long_steps=0 " +
+                            std::string(config) + ')');
+          gpu.poison();
+          expect_ok(gpu.grad_weight());
+          expect_grad_weight(problem, gpu);
+        }
+      }
+    }
+  }
+}
+
 // X in place and transposed first; every number of groups and tiles; ragged edges; more rows than a round.
 TEST_F(Sm90Test, Tall) {
   for (const std::int64_t r : {64, 128, 192, 256}) {

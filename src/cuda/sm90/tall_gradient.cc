@@ -44,20 +44,19 @@ bool turning_pays(const TallGradientProblem& p, const TallGradientConfig& c, dou
 }
 
 // Clusters that a round of long steps leaves over turn the last of X by token, up to a quarter of it: a
-// thread block has 13 bytes a clock while others want all of L2. In half of a round, as narrow tiles are at
-// the last tokens by then: in a whole one, Barabási–Albert patterns took 138 µs instead of 118 (8192 × 4096²
-// at .1).
+// thread block has 13 bytes a clock while others want all of L2. Of several rounds in half of one: six SMs in
+// a whole one, 245 µs, eleven 240 (4096→14336 at .1). Unless the pattern's tiles want those clusters, which
+// `prepare` says.
 void turn_last(const TallGradientProblem& p, TallGradientConfig& c, std::int64_t tiles, double round_clocks) {
   constexpr double kMost = 16;  // 64ths
-  const std::int64_t left = c.clusters() - ceil_div(tiles, ceil_div(tiles, std::int64_t{c.clusters()}));
-  const double of_cluster = 64 * c.split * 13 * round_clocks / 2 / static_cast<double>(p.cols * kTokens * 2);
+  const std::int64_t rounds = ceil_div(tiles, std::int64_t{c.clusters()}),
+                     left = c.clusters() - ceil_div(tiles, rounds);
+  const double of_cluster =
+      64 * c.split * 13 * round_clocks / (rounds > 1 ? 2 : 1) / static_cast<double>(p.cols * kTokens * 2);
   const double clusters = std::min(static_cast<double>(left), std::ceil(kMost / of_cluster));
   const auto last = static_cast<int>(std::min(kMost, clusters * of_cluster));
   if (last < 1) return;
-  TallGradientConfig with = c;
-  with.turners = static_cast<int>(clusters) * c.split, with.last = last;
-  // Where there may be parts, their counts are cleared: 2 µs.
-  if (TallGradientPlan(p, with).has_parts == TallGradientPlan(p, c).has_parts) c = with;
+  c.turners = static_cast<int>(clusters) * c.split, c.last = last;
 }
 
 // Tiles of each row, and shares of the tokens, that fill rounds of all SMs best, if rows store about alike:
@@ -113,10 +112,7 @@ TallGradientConfig divided(const TallGradientProblem& p, int sms) {
   }
   const bool turns = !best.long_steps && turning_pays(p, best, of_round, std::round(clocks / of_round));
   best.turns = turns ? 1 : 0;
-  // Unless rows that scatter may have more tiles, which want those clusters.
-  const std::int64_t most = tiles / row_tiles * best.columns;  // of a row
-  if (best.long_steps && mean + 1.4 * scatter <= static_cast<double>(most))
-    turn_last(p, best, tiles, of_round);
+  if (best.long_steps) turn_last(p, best, tiles, of_round);
   return best;
 }
 
@@ -148,8 +144,8 @@ bool valid(const TallGradientProblem& p, const TallGradientConfig& c) {
   return (c.rows == 64 || (c.rows == 128 && p.block_rows % 128 == 0)) &&
          (c.split == 1 || c.split == 2 || c.split == 4) && c.slots >= 2 && c.slots <= 8 && c.sms >= 4 &&
          c.sms <= kMostClusters && c.turns >= 0 && c.turns <= 2 && c.turners >= 0 && c.turners <= c.sms / 2 &&
-         c.last >= 0 && c.last < 64 && c.clusters() >= 1 && c.columns % 8 == 0 && c.columns >= 8 &&
-         c.columns <= c.most_columns() && TallGradientPlan(p, c).most <= kMostTiles;
+         c.last >= 0 && c.last < 64 && c.clusters() > c.turning() / c.cluster() && c.columns % 8 == 0 &&
+         c.columns >= 8 && c.columns <= c.most_columns() && TallGradientPlan(p, c).most <= kMostTiles;
 }
 
 TallGradientConfig configure(const TallGradientProblem& p, int sms, int shared_bytes) {
@@ -167,7 +163,8 @@ TallGradientPlan::TallGradientPlan(const TallGradientProblem& p, const TallGradi
   if (has_parts) tiles += c.clusters() + TileParts::kMost;  // narrower ones, and parts
   most = static_cast<int>(std::min<std::int64_t>(tiles, INT32_MAX));
   items_at = 4 * std::int64_t{most};
-  words = items_at + 2 * std::int64_t{most};
+  turns_last_at = items_at + 2 * std::int64_t{most};
+  words = turns_last_at + 1;
   if (c.pairs > 0) {
     pairs = TallPairs(block_rows, p.blocks, words);
     words = pairs.words;

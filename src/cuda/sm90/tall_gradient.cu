@@ -21,9 +21,11 @@ struct TilePlan {
   int block_rows, tiles_of_block;       // of W; row tiles of one, or windows of a tile of pairs
   int rows, columns, most, most_parts;  // of a tile; tiles; parts of those that are shared
   const int2 *pair_rows, *pairs;        // as TallPairs has them, or null
+  int turning;                          // clusters that turn the last tokens, if they have no tiles
   StripLists lists;
   int4* tiles;
   int2* items;
+  int* turns_last;
 };
 
 // Columns of a tile, at most, where there are `tiles` of the widest: where these are more than clusters, but
@@ -121,12 +123,23 @@ __global__ void __launch_bounds__(kThreads) tile_kernel(const __grid_constant__ 
   for (int i = room[0] + self; i < p.most; i += kThreads) p.tiles[i] = {0, 0, 0, 0};  // behind the last
 }
 
-// By one warp: where there are a few tiles more than whole rounds, these few, the narrowest, become parts.
-// How many entries there are then.
+// Whether a few tiles are left of whole rounds, which become parts.
+__device__ bool leaves_few(int tiles, int clusters) {
+  const int rest = tiles % clusters;
+  return tiles > clusters && tiles <= kMostShared * clusters && rest != 0 && rest <= TileParts::kMostTiles;
+}
+
+// Clusters that have tiles: all, or those that do not turn the last tokens, if that asks for no round more
+// and nothing is left of rounds that all could share.
+__device__ int with_tiles(const TilePlan& p, int tiles) {
+  const int all = p.lists.clusters, rounds = (tiles + all - 1) / all;
+  return leaves_few(tiles, all) || tiles > rounds * (all - p.turning) ? all : all - p.turning;
+}
+
+// By one warp: these few, the narrowest, become parts. How many entries there are then.
 __device__ int share_rest(const TilePlan& p, int tiles, int lane) {
   const int clusters = p.lists.clusters, rest = tiles % clusters;
-  if (tiles < clusters || tiles > kMostShared * clusters || rest == 0 || rest > TileParts::kMostTiles)
-    return tiles;
+  if (!leaves_few(tiles, clusters)) return tiles;
   const int parts = min(TileParts::kMostOfTile, min(p.most_parts / rest, clusters / rest)),
             first = tiles - rest;
   if (parts < 2) return tiles;
@@ -147,10 +160,13 @@ __global__ void __launch_bounds__(32) tile_list_kernel(const __grid_constant__ T
   const int lane = static_cast<int>(threadIdx.x);
   int tiles = 0;
   for (int i = lane; i < p.most; i += 32) tiles += p.tiles[i].z > 0 ? 1 : 0;
-  tiles = share_rest(p, __reduce_add_sync(~0u, tiles), lane);
+  tiles = __reduce_add_sync(~0u, tiles);
+  const int clusters = with_tiles(p, tiles);
+  if (lane == 0) *p.turns_last = clusters < p.lists.clusters ? 1 : 0;
+  if (clusters == p.lists.clusters) tiles = share_rest(p, tiles, lane);
   for (int i = lane; i < p.most; i += 32) p.items[i] = {pack_tile({i, 0, i < tiles ? -1 : 0}), -1};
   __syncwarp();
-  make_list(p.items, tiles, p.lists.clusters, [&](const StripTile& t) {
+  make_list(p.items, tiles, clusters, [&](const StripTile& t) {
     const int4 tile = p.tiles[t.group];
     const int clocks = (p.rows + tile.z) * 60;  // bytes, mostly; few columns wait for memory
     return 5000 + (tile.w == 0 ? clocks : clocks / TilePart(tile.w).count);
@@ -186,8 +202,8 @@ std::int64_t up(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
 // X by token becomes panels of a step's tokens, side by side, in workspace: here, but for what the kernel
 // turns itself. Counts, and those of parts behind them, are 0 then.
 cudaError_t make_panels(const TallGradientProblem& p, const TallGradientConfig& config, const void* x,
-                        Gathered how, int counts_of_parts, char* work, TurnParams& turn,
-                        cudaStream_t stream) {
+                        Gathered how, int counts_of_parts, char* work, const int* turns_last,
+                        TurnParams& turn, cudaStream_t stream) {
   const TurnedX turned(p.cols, p.tokens);
   const int step = config.tokens();
   const bool last = how == Gathered::transposed && config.turns_last(p);
@@ -217,11 +233,14 @@ cudaError_t make_panels(const TallGradientProblem& p, const TallGradientConfig& 
     turn.first = n(up(before, step)) * turn.boxes;
     turn.end = n(panels) * turn.boxes;
     turn.turners = last ? config.turning() : 0;
+    turn.turns_last = turns_last;
   }
+  const Elsewhere elsewhere{last ? turns_last : nullptr, before};
+  if (last) before = p.tokens;  // unless the plan says that others do the last ones
   turn.counts = reinterpret_cast<int*>(work + turned.bytes);
   return transpose(x, 2, before, p.cols, p.x_stride, work, step, false, stream,
                    {step, turned.features_in_all * step, how == Gathered::turned},
-                   {turn.counts, n(turned.counts) + counts_of_parts});
+                   {turn.counts, n(turned.counts) + counts_of_parts}, elsewhere);
 }
 
 }  // namespace
@@ -246,9 +265,11 @@ cudaError_t prepare(const TallGradientProblem& p, const TallGradientConfig& conf
                         TileParts::kMost / std::max(1, config.pairs),
                         pair_rows,
                         pairs,
+                        config.turning() / config.cluster(),
                         plan.lists(config),
                         reinterpret_cast<int4*>(words),
-                        reinterpret_cast<int2*>(words + plan.items_at)};
+                        reinterpret_cast<int2*>(words + plan.items_at),
+                        words + plan.turns_last_at};
   tile_kernel<<<1, kThreads, 0, stream>>>(params);
   tile_list_kernel<<<1, 32, 0, stream>>>(params);
   return prepared(stream);
@@ -285,8 +306,8 @@ cudaError_t launch(const TallGradientProblem& p, const TallGradientConfig& confi
   }
   params.turn.boxes = 1, params.turn.first = INT_MAX;  // nobody waits
   if (x != Gathered::itself) {
-    status =
-        make_panels(p, config, o.x, x, plan.has_parts ? TileParts::kCounts : 0, work, params.turn, stream);
+    status = make_panels(p, config, o.x, x, plan.has_parts ? TileParts::kCounts : 0, work,
+                         o.plan + plan.turns_last_at, params.turn, stream);
   } else if (plan.has_parts) {
     status = cudaMemsetAsync(params.part_counts, 0, TileParts::kCountBytes, stream);
   }

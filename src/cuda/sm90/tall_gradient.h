@@ -68,8 +68,8 @@ struct TallGradientConfig {
   int turns = 1;  // X by token: 0 is transposed before; 1: or, if it has 48 to 128 MB, 2: or always, the
                   // kernel turns it itself, all but the first tokens
   bool long_steps = false;  // of 64 rows: 64 tokens and up to kMostOfLong columns, not 32 and 576
-  // Of long steps: thread blocks that have no tiles, and how many 64ths of X by token, the last ones, they
-  // turn if it has 48 MB (turns=2: always). Of fewer bytes this saves nothing.
+  // Of long steps: thread blocks that, unless the pattern has tiles for them, turn so many 64ths of X by
+  // token, the last ones, if it has 48 MB (turns=2: always). Of fewer bytes this saves nothing.
   int turners = 0, last = 0;
 
   int most_columns() const { return long_steps ? kMostOfLong : rows == 128 || pairs > 0 ? kMost : 2 * kMost; }
@@ -96,9 +96,7 @@ struct TallGradientConfig {
     return turning() > 0 && p.x_stride >= p.cols && (turns == 2 || p.tokens * p.cols * 2 >= 48'000'000);
   }
   int cluster() const { return pairs > 0 ? pairs : split; }  // thread blocks
-  int clusters() const {
-    return clusters_at_once((sms < kMostClusters ? sms : kMostClusters) - turning(), cluster());
-  }
+  int clusters() const { return clusters_at_once(sms < kMostClusters ? sms : kMostClusters, cluster()); }
 };
 
 std::string unsupported(const TallGradientProblem& problem);
@@ -107,11 +105,12 @@ bool valid(const TallGradientProblem& problem, const TallGradientConfig& config)
 TallGradientConfig configure(const TallGradientProblem& problem, int sms, int shared_bytes);
 
 // Where things are in a prepared buffer, in words: tiles by falling cost (row tile, first stored column, how
-// many: none behind the last tile; TilePart), and the list (strip_walk.h) of which cluster works on which.
+// many: none behind the last tile; TilePart), the list (strip_walk.h) of which cluster works on which, and
+// whether clusters have no tiles, so that they may turn the last tokens of X.
 struct TallGradientPlan {
   int most;        // tiles, and parts of tiles
   bool has_parts;  // there may be more tiles than clusters
-  std::int64_t items_at, words;
+  std::int64_t items_at, turns_last_at, words;
   TallPairs pairs;
   TallGradientPlan(const TallGradientProblem& problem, const TallGradientConfig& config);
   StripLists lists(const TallGradientConfig& config) const { return {most, 1, config.clusters()}; }

@@ -192,10 +192,15 @@ struct TallGradientWarps : TallGradientOut<T, kRows, kSplit, kPairs, kKind> {
 
   __device__ void load(int warp, int lane) const {
     Turn at, tiles;
-    at.parity = tiles.parity = 1;                                          // the first round is free
-    int ready = kTurns || Shape::kLong ? p.turn.first / p.turn.boxes : 0;  // steps of X
-    TileCursor cursor;                                                     // each warp walks for itself
-    const int block = static_cast<int>(blockIdx.x) - (Shape::kLong ? p.turn.turners : 0);
+    at.parity = tiles.parity = 1;                          // the first round is free
+    int ready = kTurns ? p.turn.first / p.turn.boxes : 0;  // steps of X
+    int block = static_cast<int>(blockIdx.x);
+    if constexpr (Shape::kLong) {
+      const int turners = turners_of(p.turn);
+      ready = turners > 0 ? p.turn.first / p.turn.boxes : INT_MAX;
+      block -= turners;
+    }
+    TileCursor cursor;  // each warp walks for itself
     while (cursor.next_item(p.lists, block / (kPairs > 1 ? kPairs : kSplit))) {
       const int4 tile = load_ahead(p.tiles + unpack_tile(cursor.item.x).group);
       if (tile.z == 0) continue;  // behind the last
@@ -356,7 +361,7 @@ __global__ void __launch_bounds__((TallGradientShape<kRows, kPairs, kKind>::kThr
   const int lane = static_cast<int>(threadIdx.x) % 32;
   if constexpr (Shape::kLong) {
     static_assert(Shape::kThreads == 32 * LastTokens::kWarps);
-    if (static_cast<int>(blockIdx.x) < p.turn.turners) {
+    if (static_cast<int>(blockIdx.x) < turners_of(p.turn)) {
       launch_dependents();
       LastTokens{p.turn, slots, warp, lane}.run();
       return;

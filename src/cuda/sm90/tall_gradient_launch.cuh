@@ -19,7 +19,7 @@ cudaError_t launch_tiles(const TallGradientConfig& config, const TallGradientPar
   constexpr int kCluster = kPairs > 0 ? kPairs : kSplit;
   const int turners = params.turn.turners;
   return launch_kernel<tall_gradient_kernel<T, kRows, kSplit, kPairs, kKind>>(
-      {.blocks = std::int64_t{params.lists.clusters} * kCluster + turners,
+      {.blocks = std::int64_t{params.lists.clusters} * kCluster,
        .threads = TallGradientShape<kRows, kPairs, kKind>::kThreads,
        .cluster = kCluster,
        .shared_bytes = std::max(config.shared_bytes(), turners > 0 ? 1024 + int{LastTokens::kAll} : 0),

@@ -18,8 +18,14 @@ struct TurnParams {
   char* to;               // panels, as `transpose` makes them, swizzled
   int* counts;            // boxes taken, and of each panel those that are there
   int boxes, first, end;  // boxes of a panel; those from first to end are turned here
-  int turners;            // thread blocks that do nothing else: LastTokens
+  int turners;            // thread blocks that do nothing else, if the plan says so: LastTokens
+  const int* turns_last;
 };
+
+// Thread blocks that turn the last tokens and have no tiles.
+__device__ inline int turners_of(const TurnParams& p) {
+  return p.turners > 0 && __ldg(p.turns_last) != 0 ? p.turners : 0;
+}
 
 struct TurnState {
   static constexpr u32 kBuffers = 4;

@@ -24,6 +24,7 @@ struct TransposeParams {
   bool swizzled;
   bool aligned;  // rows of `from`, to 16 bytes
   Zeros zeros;
+  Elsewhere elsewhere;
 };
 
 __device__ inline u32 place(int row, int piece) {  // of 16 bytes in a swizzled 64 × 64 tile
@@ -49,9 +50,15 @@ struct TransposeTile {
   int row = static_cast<int>(threadIdx.x) / kPieces, piece = static_cast<int>(threadIdx.x) % kPieces;
   uint4 in[kPasses];
 
+  // The last rows first: what is read first of the result was written last, and is still in L2.
+  __device__ static unsigned index(const TransposeParams& p) { return p.tiles - 1 - blockIdx.x; }
+  __device__ static bool left_out(const TransposeParams& p) {
+    return p.elsewhere.is_so != nullptr && index(p) / p.col_tiles * kSide >= p.elsewhere.from_row &&
+           __ldg(p.elsewhere.is_so) != 0;
+  }
+
   __device__ explicit TransposeTile(const TransposeParams& p) {
-    // The last rows first: what is read first of the result was written last, and is still in L2.
-    const unsigned at = p.tiles - 1 - blockIdx.x;
+    const unsigned at = index(p);
     row0 = std::int64_t{at / p.col_tiles} * kSide;
     col0 = std::int64_t{at % p.col_tiles} * kSide;
     launch_dependents();
@@ -97,6 +104,7 @@ struct TransposeTile {
 __global__ void __launch_bounds__(kThreads) transpose_words_kernel(const TransposeParams p) {
   constexpr int kStride = kSide + 1;  // one word more: rows of a column are in different banks
   __shared__ u32 tile[kSide * kStride];
+  if (TransposeTile<u32>::left_out(p)) return;
   const TransposeTile<u32> t(p);
 #pragma unroll
   for (int i = 0; i < t.kPasses; ++i) {
@@ -114,6 +122,7 @@ __global__ void __launch_bounds__(kThreads) transpose_kernel(const TransposePara
   __shared__ alignas(128) unsigned char tile[kSide * kSide * 2];
   const u32 shared = shared_address(tile);
   const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
+  if (TransposeTile<std::uint16_t>::left_out(p)) return;
   const TransposeTile<std::uint16_t> t(p);
 #pragma unroll
   for (int i = 0; i < t.kPasses; ++i) {
@@ -169,7 +178,7 @@ __global__ void __launch_bounds__(kThreads) lines_kernel(const LinesParams<Word>
 
 cudaError_t transpose(const void* from, int size, std::int64_t rows, std::int64_t cols, std::int64_t stride,
                       void* to, std::int64_t to_stride, bool overlap, cudaStream_t stream,
-                      TransposedPanels panels, Zeros zeros) {
+                      TransposedPanels panels, Zeros zeros, Elsewhere elsewhere) {
   const std::int64_t col_tiles = (cols + kSide - 1) / kSide, tiles = (rows + kSide - 1) / kSide * col_tiles;
   if (tiles == 0) return cudaSuccess;
   if (tiles > INT_MAX) return cudaErrorInvalidConfiguration;
@@ -186,7 +195,8 @@ cudaError_t transpose(const void* from, int size, std::int64_t rows, std::int64_
       panels.stride,
       panels.swizzled,
       (reinterpret_cast<std::uintptr_t>(from) | static_cast<std::uintptr_t>(stride * size)) % 16 == 0,
-      zeros};
+      zeros,
+      elsewhere};
   // Otherwise not early: 16 thread blocks would lie on each SM that is free first, so that rows come out of
   // order (8192 × 4096 with a product behind it 92 → 95 µs).
   const KernelLaunch launch{.blocks = tiles, .threads = kThreads, .early = overlap};

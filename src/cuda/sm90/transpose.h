@@ -35,14 +35,20 @@ struct Zeros {
   int count = 0;
 };
 
+// Rows that another kernel turns if that word is not 0: from a multiple of 64 on.
+struct Elsewhere {
+  const int* is_so = nullptr;
+  std::int64_t from_row = 0;
+};
+
 // to[column][row] = from[row][column], elements of `size` bytes, 2 or 4; rows of `to` are strides apart,
 // which are multiples of 16 bytes, as its address is; those of `from` are slower if they are not. Rows of
 // `to` are written up to a multiple of 64. The next kernel of the stream may start while this one ends;
 // `overlap`: this one may start, read and write while the kernel before ends, and ends behind it. `zeros`:
-// words that it sets to 0 as well.
+// words that it sets to 0 as well; `elsewhere`: rows that it leaves out.
 cudaError_t transpose(const void* from, int size, std::int64_t rows, std::int64_t cols, std::int64_t stride,
                       void* to, std::int64_t to_stride, bool overlap, cudaStream_t stream,
-                      TransposedPanels panels = {}, Zeros zeros = {});
+                      TransposedPanels panels = {}, Zeros zeros = {}, Elsewhere elsewhere = {});
 
 // Lines of memory, so many bytes apart.
 template <class Data>
