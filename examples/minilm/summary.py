@@ -27,7 +27,8 @@ def missed_goals(result: dict) -> list[str]:
         if speedup is None:
             missed.append(f"Goal not measured: {what}, for {noise}.")
         elif speedup < least:
-            missed.append(f"Goal missed: {what} is {speedup:.2f}× {than}, not {least}×.")
+            digits = 2 if round(speedup, 2) < least else 4  # not "2.40×, not 2.4×"
+            missed.append(f"Goal missed: {what} is {speedup:.{digits}f}× {than}, not {least}×.")
 
     for dtype, least in MIN_SPEEDUP.items():
         row = next(row for row in result["speed"] if (row["batch"], row["dtype"]) == (32, dtype))

@@ -142,6 +142,9 @@ def test_goals_are_named_when_missed() -> None:
         True
     ] * 3
     assert "sparse bf16" in missed[1] and "dense bf16" in missed[1]
+    nearly = result()
+    nearly["best"]["over_dense_f32"] = 2.3962
+    assert ["2.3962×" in text for text in summary.missed_goals(nearly)] == [True]
 
 
 def test_missed_goals_are_an_exit_code_with_check_alone() -> None:
