@@ -274,7 +274,10 @@ def arguments(doc: str) -> argparse.Namespace:
     parser.add_argument("--csv", type=Path)
     parser.add_argument("--isa", choices=("best", *RESTRICTED), default="best")
     parser.add_argument("--peak", type=Path, default=ROOT / "build/release/bench/rarefy_peak")
-    return parser.parse_args()
+    args = parser.parse_args()
+    if not args.peak.exists():
+        parser.error(f"--peak must be the built rarefy_peak; got {args.peak}, which is not there: make bench")
+    return args
 
 
 def measured_ceiling(args: argparse.Namespace, what: str) -> tuple[str, float]:

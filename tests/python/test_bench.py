@@ -194,6 +194,13 @@ def test_reached_with_nothing_to_measure_writes_a_head_alone(tmp_path, monkeypat
     assert "0 of 0 rows" in text
 
 
+def test_reached_without_its_ceilings_says_how_to_build_them(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["reached.py", "--peak", str(tmp_path / "none")])
+    with pytest.raises(SystemExit):
+        reached.main()
+    assert "none, which is not there: make bench" in capsys.readouterr().err
+
+
 @pytest.mark.usefixtures("one_thread")
 def test_reached_as_on_a_processor_with_avx2_alone(tmp_path, monkeypatch, capsys):
     asked = {f"{row.case} {row.unit}": row.required for row in reached.rows("avx2", "avx2")}
