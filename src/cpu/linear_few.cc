@@ -241,7 +241,13 @@ struct ByGroups {
   std::int64_t most = kFewTokens, eight = 0;
 };
 
-// In f32, squares of 16 columns and tall blocks, of which eight tokens take little longer than four.
+// Where groups of eight were measured: f32, and 16 bits, which become floats, on Intel.
+bool has_eights(DType dtype, const Machine& machine) {
+  const bool short_floats = dtype == DType::bf16 || dtype == DType::f16;
+  return dtype == DType::f32 || (short_floats && !machine.has("prefetch_l2"));
+}
+
+// Squares of 16 columns and tall blocks, of which eight tokens take little longer than four.
 ByGroups by_eights(const Problem& p, const Machine& machine) {
   const bool zen4 = machine.has("prefetch_l2"), tall = p.weight.shape.block_cols == 1;
   const std::int64_t bytes = bytes_of_weight(p);
@@ -273,12 +279,13 @@ ByGroups by_groups(const FewKernels& kernels, const Problem& p, const Machine& m
     if (rows == 2 && cols == 2) return {far ? 8 : kFewTokens};
     return {!far ? kFewTokens : rows >= 64 ? 8 : tall && rows == 32 ? 6 : kFewTokens};
   }
+  if (has_eights(p.weight.dtype, machine) && ((rows >= 16 && cols % 16 == 0) || (tall && rows >= 64)))
+    return by_eights(p, machine);
   if (p.weight.dtype != DType::f32) {  // blocks of one or two rows; others were not measured
     if (rows > 2) return {};
     if (far) return {rows == 2 ? 8 : 12};
     return {cols == 16 && (dense || bytes > 4 << 20) ? 8 : kFewTokens};
   }
-  if ((rows >= 16 && cols % 16 == 0) || (tall && rows >= 64)) return by_eights(p, machine);
   // Zen 4, .5 / .1, 5 and 8 tokens, µs: 32×2 355, 357 / 108, 110 → 156, 203 / 46, 59; 16×8 286, 288 / 70, 71
   // → 180, 245 / 56, 77. From memory 16×8 and 8×4 are faster as lanes.
   if (cols > 1 && cols <= 8 && rows * cols >= 16) return {far ? kFewTokens : 8};
@@ -318,8 +325,8 @@ Config configure_few(const Problem& problem, const Machine& machine) {
   const bool wide_blocks = s.block_cols % 16 == 0;
   split.turned = split.fours != 0 || (machine.has("prefetch_l2") && wide_blocks) ? 1 : 0;
   // A Xeon's eight tokens, too, which few_turned alone has of such blocks.
-  const bool floats = problem.weight.dtype == DType::f32;
-  if (problem.tokens > kFewTokens && floats && !is_zen5(machine) && machine.has("avx512")) {
+  if (problem.tokens > kFewTokens && has_eights(problem.weight.dtype, machine) && !is_zen5(machine) &&
+      machine.has("avx512")) {
     split.eight = by_eights(problem, machine).eight;
     if (wide_blocks && s.block_rows >= 16) split.turned = 1;
   }
